@@ -1,4 +1,5 @@
-//! Memory that work done over and over shares: one range of addresses, backed as far as it is used.
+//! Arenas: memory for work that is done over and over. An arena is one range of addresses, with memory mapped as far as
+//! it is used.
 
 use crate::driver::failed;
 use crate::gpu::Gpu;
@@ -9,11 +10,11 @@ use nibble_core::{Error, Heap, MemoryStats, Result};
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Memory is mapped in pieces of at least so many bytes: each mapping is a call of its own that takes long.
+/// Memory is mapped in pieces of at least this many bytes, because each mapping is a slow call of the driver.
 const SMALLEST_PIECE: usize = 64 << 20;
 
-/// See [`nibble_core::Backend::arena`]. Given back when the last handle, the last buffer, and every recording that may use it
-/// are gone.
+/// See [`nibble_core::Backend::arena`]. Its memory is given back once the last handle, the last buffer in it, and every
+/// recording that may use it are gone.
 #[derive(Clone)]
 pub struct Arena {
     shared: Arc<Shared>,
@@ -22,9 +23,9 @@ pub struct Arena {
 struct Shared {
     name: &'static str,
     gpu: Arc<Gpu>,
-    /// Recordings finished before it was made, which cannot use it.
+    /// How many recordings had finished when it was made: those cannot use it.
     born: u64,
-    /// What pieces are multiples of.
+    /// The size that mapped pieces are multiples of.
     piece: usize,
     state: Mutex<State>,
 }
@@ -45,14 +46,14 @@ impl Arena {
         Ok(Self { shared: Arc::new(Shared { name, gpu: gpu.clone(), born, piece, state }) })
     }
 
-    /// A block of so many bytes, whose content is undefined. With the context current.
+    /// A block of `bytes` bytes, whose content is undefined. The context must be current.
     pub(crate) fn block(&self, bytes: usize) -> Result<ArenaBlock> {
         let block = ArenaBlock { address: self.alloc(bytes)?, bytes, arena: self.clone() };
         self.shared.gpu.count_live(bytes);
         Ok(block)
     }
 
-    /// The address of a block of so many bytes. With the context current.
+    /// The address of a block of `bytes` bytes. The context must be current.
     fn alloc(&self, bytes: usize) -> Result<u64> {
         let mut guard = self.shared.lock();
         let state = &mut *guard;
@@ -88,7 +89,7 @@ impl Arena {
         Ok(())
     }
 
-    /// Takes a block back. What comes later in the stream may use it.
+    /// Takes a block back. Work that comes later in the stream may use it.
     fn release(&self, address: u64, bytes: usize) {
         let mut state = self.shared.lock();
         let offset = (address - state.mapping.base) as usize;
@@ -104,7 +105,7 @@ impl Arena {
         }
     }
 
-    /// Whether two handles are of one arena.
+    /// Whether both handles are of the same arena.
     pub(crate) fn is_same(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.shared, &other.shared)
     }
@@ -116,7 +117,7 @@ impl Arena {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Nothing panics between two changes that belong together.
+        // A poisoned lock is still whole: nothing panics between two changes that belong together.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -136,7 +137,7 @@ impl fmt::Debug for Arena {
     }
 }
 
-/// Bytes of an arena, given back when it is dropped: what comes later in the stream may use them.
+/// Bytes of an arena. Dropping it gives them back: work that comes later in the stream may use them.
 #[derive(Debug)]
 pub(crate) struct ArenaBlock {
     pub address: u64,
@@ -151,25 +152,25 @@ impl Drop for ArenaBlock {
     }
 }
 
-/// Words of an arena, zeroed, that counters are cut from, each handed out once; and how many were.
+/// Zeroed words of an arena from which counters are cut, each word once; and how many words have been handed out.
 pub(crate) type ZeroedWords = Option<(Arc<ArenaBlock>, usize)>;
 
-/// What a recording under way takes memory from.
+/// The arenas that the recording under way takes memory from; `None` while nothing is recorded.
 #[derive(Default)]
 pub(crate) struct UsedArenas(Mutex<Option<Vec<Arena>>>);
 
 impl UsedArenas {
     fn lock(&self) -> MutexGuard<'_, Option<Vec<Arena>>> {
-        // Changed by whole values.
+        // A poisoned lock is still whole: the value is only replaced as a whole.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// From here on they are noted.
+    /// Starts to note arenas.
     pub fn begin(&self) {
         *self.lock() = Some(Vec::new());
     }
 
-    /// Notes one, if they are noted.
+    /// Notes an arena, if they are being noted.
     pub fn add(&self, arena: &Arena) {
         if let Some(arenas) = &mut *self.lock()
             && !arenas.iter().any(|known| known.is_same(arena))
@@ -178,7 +179,7 @@ impl UsedArenas {
         }
     }
 
-    /// They are not noted any more. What was comes back, to be dropped outside the lock.
+    /// Stops noting. Returns those that were noted, so that the caller drops them outside the lock.
     pub fn end(&self) -> Vec<Arena> {
         self.lock().take().unwrap_or_default()
     }
@@ -192,7 +193,8 @@ pub(crate) struct Entered {
 }
 
 impl Entered {
-    /// With words that are zeroed when they are first asked for: by the work that asks, so that a recording zeroes its own.
+    /// Enters an arena. Its zeroed words are made when they are first asked for, by the work that asks: so a recording
+    /// zeroes its own.
     pub fn new(arena: Arena) -> Self {
         Self { arena, zeros: Arc::default() }
     }

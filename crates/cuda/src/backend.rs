@@ -62,12 +62,12 @@ impl<T: Plain> Buf<T> {
         Self { buffer }
     }
 
-    /// To read.
+    /// The buffer, to read from.
     pub fn get(&self) -> &Buffer<T> {
         &self.buffer
     }
 
-    /// To write: a copy of its own first, where another handle shares the bytes.
+    /// The buffer, to write to. If another handle shares the bytes, this one gets a copy of its own first.
     pub fn make_mut(&mut self) -> Result<&mut Buffer<T>> {
         if !self.buffer.is_sole() {
             self.buffer.device().traffic().copy_on_write();

@@ -1,4 +1,4 @@
-//! Typed allocations on the device, and where their bytes are from.
+//! Typed allocations on the device, and where their bytes come from.
 
 use crate::arena::{Arena, ArenaBlock};
 use crate::device::{Device, PooledZeros};
@@ -12,7 +12,7 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::{Arc, MutexGuard, PoisonError};
 
-/// A typed allocation. Dropping it frees the bytes once the stream has come so far.
+/// A typed allocation. Dropping it frees the bytes in the order of the stream: after everything issued so far.
 pub struct Buffer<T: Pod> {
     address: sys::CUdeviceptr,
     len: usize,
@@ -20,7 +20,7 @@ pub struct Buffer<T: Pod> {
     element: PhantomData<T>,
 }
 
-/// The bytes of one buffer, or of several handles of the backend's.
+/// The bytes of a buffer; several handles may share them.
 struct Storage {
     address: sys::CUdeviceptr,
     bytes: usize,
@@ -28,15 +28,15 @@ struct Storage {
     device: Device,
 }
 
-/// Where bytes are from.
+/// Where bytes come from.
 enum Home {
-    /// The pool, at a time when so many recordings had finished.
+    /// The pool; `born` recordings had finished when they were allocated.
     Pool { born: u64 },
     /// An arena.
     Arena(#[expect(dead_code, reason = "kept, not read")] ArenaBlock),
     /// Cut from zeroed words of the pool; `None` once they are given back.
     PooledZeros(Option<Arc<PooledZeros>>),
-    /// Cut from zeroed words of an arena, which outlive it.
+    /// Cut from zeroed words of an arena, which are kept as long as this.
     ArenaZeros(#[expect(dead_code, reason = "kept, not read")] Arc<ArenaBlock>),
 }
 
@@ -94,8 +94,8 @@ fn pooled(device: &Device, bytes: usize, stream: sys::CUstream) -> Result<sys::C
 const ZEROS: usize = 6 << 10;
 
 impl Device {
-    /// A buffer whose content is undefined: for outputs that a kernel writes in full. In the arena that someone works within, else
-    /// of the pool.
+    /// A buffer whose content is undefined: for outputs that a kernel writes in full. It lies in the arena that this
+    /// thread works within, or else in the pool.
     ///
     /// # Errors
     /// [`Error::Device`] where there is no memory left, and outside an arena while work is recorded.
@@ -107,8 +107,8 @@ impl Device {
         Ok(Buffer { address: storage.address, len, storage: Arc::new(storage), element: PhantomData })
     }
 
-    /// A few words of zeros, without a fill of their own: counters of a conversion. All those of one recording are zeroed by one
-    /// fill, at each replay.
+    /// A few words of zeros, for the counters of a conversion. They are cut from words that one fill has zeroed
+    /// together; in a recording, one fill at each replay zeroes all of its counters.
     pub(crate) fn counters(&self, len: usize) -> Result<Buffer<u64>> {
         if len > ZEROS {
             return self.filled(len, 0);
@@ -132,7 +132,8 @@ impl Device {
                 *zeros = Some((words.clone(), used + len));
                 (first, Home::ArenaZeros(words))
             }
-            // The fill of the pool's words would not be part of the recording: this is refused.
+            // The pool's words were zeroed outside the recording. `filled` refuses memory of the pool while work is
+            // recorded.
             None if self.recordings().is_under_way() => return self.filled(len, 0),
             None => {
                 let mut zeros = self.pooled_zeros();
@@ -161,13 +162,13 @@ impl Device {
         Ok(Buffer { address: first, len, storage: Arc::new(storage), element: PhantomData })
     }
 
-    /// Bytes of an arena, which a recording under way then uses. With the context current.
+    /// Bytes of an arena; notes the arena for a recording under way. The context must be current.
     fn block(&self, arena: &Arena, bytes: usize) -> Result<ArenaBlock> {
         self.used_arenas().add(arena);
         arena.block(bytes)
     }
 
-    /// Gives zeroed words of the pool back with their last handle.
+    /// Gives zeroed words back to the pool when their last handle is gone.
     fn release_zeros(&self, words: Option<Arc<PooledZeros>>) {
         if let Some(PooledZeros { address, born }) = words.and_then(Arc::into_inner) {
             self.give_back(born, Kept::Pooled { address, counted: 0 });
@@ -185,7 +186,7 @@ impl Device {
         Ok(buffer)
     }
 
-    /// A buffer with these values; the slice may be reused when this returns.
+    /// A buffer with these values. The slice may be reused once this returns.
     pub fn upload<T: Pod>(&self, values: &[T]) -> Result<Buffer<T>> {
         let mut buffer = self.alloc(values.len())?;
         buffer.write(values)?;
@@ -229,7 +230,8 @@ impl<T: Pod> Buffer<T> {
         Self { storage: self.storage.clone(), ..*self }
     }
 
-    /// Another handle of some of the values: an operation's part of an operand, or of a result that it alone has.
+    /// Another handle of some of the values: for an operation's part of an operand, or of a result that nobody else has
+    /// a handle of.
     ///
     /// # Errors
     /// [`Error::Shape`] for a range past the end.
@@ -239,10 +241,10 @@ impl<T: Pod> Buffer<T> {
         Ok(Self { address, len: range.len(), storage: self.storage.clone(), element: PhantomData })
     }
 
-    /// Another handle of the same bytes as values of another type.
+    /// Another handle of the same bytes, as values of another type.
     ///
     /// # Errors
-    /// [`Error::Shape`] unless they are a whole number of them.
+    /// [`Error::Shape`] unless the bytes are a whole number of such values.
     pub(crate) fn reinterpreted<U: Pod>(&self) -> Result<Buffer<U>> {
         let (bytes, each) = (self.bytes(), size_of::<U>());
         if !bytes.is_multiple_of(each) {
@@ -298,7 +300,7 @@ impl<T: Pod> Buffer<T> {
         named("cuMemcpyDtoDAsync", copied)
     }
 
-    /// Overwrites the values, after everything issued so far; the slice may be reused when this returns.
+    /// Overwrites the values, after everything issued so far. The slice may be reused once this returns.
     ///
     /// # Errors
     /// [`Error::Shape`] unless there are as many.

@@ -9,7 +9,8 @@ use std::fmt;
 pub struct Key([u8; 32]);
 
 impl Key {
-    /// Of an instance: `expression`, every reached source (path and text), the options, and NVRTC's version.
+    /// The key of an instance: the digest of `expression`, every reached source (path and text), the options, and
+    /// NVRTC's version.
     pub fn of(expression: &str, reached: &BTreeMap<&str, &str>, options: &[&str], nvrtc: (u32, u32)) -> Self {
         let counts = format!("{} {} {} {}", reached.len(), options.len(), nvrtc.0, nvrtc.1);
         let mut parts = vec![counts.as_bytes(), expression.as_bytes()];
@@ -18,7 +19,7 @@ impl Key {
         Self::of_parts(&parts)
     }
 
-    /// Each part with its length, so that no two lists of parts run together alike.
+    /// The digest of a list of parts. Each comes with its length, so that different lists never give the same bytes.
     pub(crate) fn of_parts(parts: &[&[u8]]) -> Self {
         let mut digest = Sha256::new();
         for part in parts {

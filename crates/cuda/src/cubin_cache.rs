@@ -1,7 +1,7 @@
 //! Compiled kernels on disk, by content.
 //!
-//! One file an entry, `KEY.cubin`, written beside its place and renamed: a reader sees a whole entry or none, whoever
-//! else writes. A digest of the body turns a truncated or damaged file into a miss.
+//! An entry is a file `KEY.cubin`. It is written under another name and then renamed, so that a reader sees a whole
+//! entry or none, whoever writes at the same time. A digest of the body turns a truncated or damaged file into a miss.
 
 use crate::cubin::{Cubin, Key, Resources};
 use nibble_core::visible;
@@ -37,7 +37,8 @@ impl CubinCache {
         cubin
     }
 
-    /// Writes the entry. A folder that cannot be written costs a compilation next time, so it is reported and no error.
+    /// Writes the entry. If the folder cannot be written, that is reported but is no error: it only costs a compilation
+    /// next time.
     pub(crate) fn write(&self, key: &Key, cubin: &Cubin) {
         if let Err(error) = self.try_write(key, cubin) {
             let why = format_args!(

@@ -48,8 +48,8 @@ impl Element for u8 {
     const IS_FP8: bool = true;
 }
 
-/// A dense product of fixed sizes, with the algorithm the library advises. Sums are F32; of E4M3 the tensor cores' own
-/// ("fast accumulation", fewer bits), and A and B have a scale each, which is 1.
+/// A dense product of fixed sizes, with the algorithm the library advises. Sums are F32. For E4M3 they are the tensor
+/// cores' own sums, with fewer bits ("fast accumulation"), and A and B have a scale each, which is 1.
 #[derive(Debug)]
 pub struct Gemm<T: Element> {
     handle: sys::cublasLtHandle_t,
@@ -57,7 +57,7 @@ pub struct Gemm<T: Element> {
     layouts: [sys::cublasLtMatrixLayout_t; 3],
     algo: sys::cublasLtMatmulAlgo_t,
     workspace: Buffer<u8>,
-    /// A's and B's, read by every call; none of BF16.
+    /// The scales of A and B, which every call reads; none for BF16.
     _scales: [Option<Buffer<f32>>; 2],
     element: PhantomData<T>,
     m: usize,

@@ -1,9 +1,9 @@
 //! A GPU with what is done on it: loaded kernels, events, the arena that work lies in, copies.
 //!
-//! Everything is issued on the device's first stream, so that a buffer freed after a launch is reused only by what comes
-//! later. The second one only brings copies to the host ([`download`](crate::download)). Calls that wait:
-//! [`Device::synchronize`], [`Buffer::download`](crate::Buffer::download), the end of a download begun before, and
-//! [`Event::elapsed_ms`]; and an upload, where megabytes of others before it are still on their way.
+//! All work is issued on the device's first stream, so that a buffer freed after a launch is reused only by later work.
+//! The second stream only copies to the host ([`download`](crate::download)). These calls wait:
+//! [`Device::synchronize`], [`Buffer::download`](crate::Buffer::download), the end of a download begun before,
+//! [`Event::elapsed_ms`], and an upload where megabytes of earlier uploads are still in flight.
 
 use crate::arena::{Entered, UsedArenas};
 use crate::driver::{check, failed, named};
@@ -29,15 +29,16 @@ pub struct Device {
 struct Inner {
     gpu: Arc<Gpu>,
     jit: Jit,
-    /// By instance and not by content, which takes longer to find than a launch: sources do not change while a device is open.
+    /// By instance and not by content: finding the content's key takes longer than a launch, and sources do not change
+    /// while a device is open.
     modules: Mutex<HashMap<KernelSpec, Arc<Module>>>,
     /// Zeroed words that counters are cut from.
     zeros: Mutex<Option<(Arc<PooledZeros>, usize)>>,
-    /// Made by the first copy.
+    /// Allocated by the first copy.
     staging: Mutex<Option<Staging>>,
     /// Pinned memory of downloads that nobody waits for.
     landings: Mutex<Vec<Landing>>,
-    /// Where memory comes from, if not from the pool.
+    /// The arena that a thread works within, if it does.
     scope: Scope<Entered>,
     /// Arenas that the recording under way takes memory from.
     used_arenas: UsedArenas,
@@ -45,10 +46,10 @@ struct Inner {
     launches: Mutex<Option<Launches>>,
 }
 
-/// Zeroed words of the pool. Without a handle of the device, which holds one of these.
+/// Zeroed words of the pool. It has no handle of the device, because the device holds one of these.
 pub(crate) struct PooledZeros {
     pub address: sys::CUdeviceptr,
-    /// Recordings finished before they were allocated.
+    /// How many recordings had finished when they were allocated.
     pub born: u64,
 }
 
@@ -61,7 +62,7 @@ pub struct Launched {
     pub kernel: &'static str,
 }
 
-/// Launches noted while somebody asks, and the operation that they are for.
+/// The launches noted so far, and the operation that further ones are for.
 #[derive(Default)]
 pub(crate) struct Launches {
     op: Option<&'static str>,
@@ -74,7 +75,7 @@ pub(crate) struct Module {
     pub(crate) function: sys::CUfunction,
     /// Size of each parameter in bytes, as the cubin declares it.
     pub(crate) param_bytes: Vec<usize>,
-    /// Clusters the device holds at once, for the launch shape first asked about.
+    /// How many clusters the device holds at once, for the launch shape that was asked about first.
     pub(crate) max_clusters: OnceLock<((u32, u32, usize), u32)>,
 }
 
@@ -130,7 +131,7 @@ impl Device {
         &self.inner.gpu.info
     }
 
-    /// Whether two handles are of one opened device.
+    /// Whether both handles are of the same opened device.
     pub fn is_same(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.inner, &other.inner)
     }
@@ -140,7 +141,7 @@ impl Device {
         self.inner.gpu.memory()
     }
 
-    /// The device's memory, and what others held of it when the device was opened.
+    /// The size of the device's memory, and how much of it others held when the device was opened.
     pub fn room(&self) -> Option<Room> {
         self.inner.gpu.room
     }
@@ -150,7 +151,8 @@ impl Device {
         self.inner.gpu.stream()
     }
 
-    /// Waits for everything issued so far, and reports what went wrong in it. Not for copies to the host that are under way.
+    /// Waits for everything issued so far, and reports what went wrong in it. Does not wait for copies to the host that
+    /// are in flight.
     ///
     /// # Errors
     /// [`Error::Device`], also while work is recorded.
@@ -163,7 +165,7 @@ impl Device {
         self.inner.gpu.copies
     }
 
-    /// What arenas hold on to.
+    /// The opened GPU, which arenas hold on to.
     pub(crate) fn gpu(&self) -> &Arc<Gpu> {
         &self.inner.gpu
     }
@@ -180,7 +182,7 @@ impl Device {
         self.inner.landings.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Where memory comes from, if not from the pool.
+    /// The arena that a thread works within, if it does.
     pub(crate) fn scope(&self) -> &Scope<Entered> {
         &self.inner.scope
     }
@@ -206,7 +208,7 @@ impl Device {
         }
     }
 
-    /// Launches are for this operation until it ends; one inside another counts as the outer.
+    /// Runs an operation. Launches meanwhile are noted for it; an operation inside another counts as the outer one.
     pub(crate) fn for_op<R>(&self, op: &'static str, run: impl FnOnce() -> R) -> R {
         let outermost = match &mut *self.launches() {
             Some(launches) if launches.op.is_none() => launches.op.replace(op).is_none(),
@@ -219,7 +221,7 @@ impl Device {
         result
     }
 
-    /// What went between host and device.
+    /// Counts what was copied between host and device.
     pub fn traffic(&self) -> &TrafficCounter {
         &self.inner.traffic
     }
@@ -237,12 +239,13 @@ impl Device {
         self.inner.gpu.not_recording(call)
     }
 
-    /// Gives memory back, once no recording that may use it is left: allocated when so many recordings had finished.
+    /// Gives memory back once no recording that may use it is left. It was allocated when `born` recordings had
+    /// finished.
     pub(crate) fn give_back(&self, born: u64, kept: Kept) {
         self.inner.gpu.give_back(born, kept);
     }
 
-    /// Copies go through the host now, which a recording cannot hold.
+    /// Runs a copy through pinned memory. Refused while work is recorded: a recording cannot hold such a copy.
     pub(crate) fn with_staging<R>(
         &self,
         call: &str,
@@ -267,7 +270,7 @@ impl Device {
         Ok(event)
     }
 
-    /// The instance, compiled and loaded if this is its first use. A cubin the driver refuses is built again, once.
+    /// The instance, compiled and loaded if this is its first use. A cubin that the driver refuses is built once more.
     pub(crate) fn module(&self, spec: &KernelSpec) -> Result<Arc<Module>> {
         self.inner.gpu.bind()?;
         let mut modules = self.inner.modules.lock().unwrap_or_else(PoisonError::into_inner);
@@ -311,7 +314,7 @@ impl Drop for Inner {
 }
 
 impl Module {
-    /// With the context current.
+    /// Loads a cubin. The context must be current.
     fn load(cubin: &Cubin, num_arguments: usize) -> Result<Self> {
         let symbol =
             CString::new(cubin.symbol.as_str()).map_err(|error| failed("cuModuleGetFunction", error))?;
@@ -329,8 +332,8 @@ impl Module {
     }
 }
 
-/// The sizes of a kernel's parameters. Their number is the caller's: the driver has no count of them before 13.1, and an
-/// index past the last is an error that memory checkers report.
+/// The sizes of a kernel's parameters. The caller says how many there are: drivers before 13.1 do not tell, and memory
+/// checkers report an index past the last as an error.
 fn param_bytes(function: sys::CUfunction, num_arguments: usize) -> Result<Vec<usize>> {
     (0..num_arguments)
         .map(|index| {

@@ -1,10 +1,11 @@
 //! Downloads that nobody waits for until their values are wanted, on a second stream.
 //!
-//! The first stream copies the range on the device and goes on; the second one brings the copy to pinned memory and then gives
-//! its memory back. So the range itself is used by the first stream alone: it may be overwritten, freed or used again at once,
-//! by replayed work, too.
+//! The first stream copies the range on the device and goes on. The second stream brings that copy to pinned memory and
+//! then frees it. So only the first stream uses the range itself: it may be overwritten, freed or used again at once,
+//! also by replayed work.
 //!
-//! What is too large for a copy on the device is brought out as it is (`copy_out`), while the first stream leaves it alone.
+//! What is too large for a copy on the device is copied out directly (`copy_out`), while the first stream leaves it
+//! alone.
 
 use crate::buffer::Buffer;
 use crate::device::Device;
@@ -25,13 +26,13 @@ const SMALLEST_LANDING: usize = 4 << 10;
 /// Pinned blocks up to this many bytes stay for the next download.
 const LARGEST_KEPT: usize = 16 << 20;
 
-/// What [`copy_out`] brings at a time to memory that is not pinned, and the size of the two pinned blocks that it goes through.
+/// The size of the two pinned blocks through which [`copy_out`] goes where the destination is not pinned.
 const PIECE: usize = 8 << 20;
 
-/// A download under way.
+/// A download in flight.
 pub struct Pending<T: Pod> {
     device: Device,
-    /// `None` for no values.
+    /// The memory that it arrives in; `None` if there are no values.
     landing: Option<Landing>,
     len: usize,
     element: PhantomData<T>,
@@ -89,9 +90,9 @@ impl<T: Pod> Buffer<T> {
     }
 }
 
-/// Copies runs of values, one behind the other, by the second stream alone and without a copy on the device: from any thread, while
-/// the first stream goes on. Whatever writes them must have been waited for, and nothing may write them before this returns. The buffers
-/// are this device's.
+/// Copies runs of values, one behind the other, on the second stream alone and without a copy on the device. Any thread
+/// may call this while the first stream goes on. The caller has waited for whatever wrote the values, and nothing may
+/// write them before this returns. The buffers are this device's.
 ///
 /// # Errors
 /// [`nibble_core::Error::Shape`] if a buffer has no such values, or `to` is not as long as all runs are;
@@ -112,7 +113,8 @@ pub(crate) fn copy_out<T: Pod>(
         bytes: range.len() * size,
     };
     let spans: Vec<Span> = from.iter().map(span).filter(|span| span.bytes > 0).collect();
-    // SAFETY: by the check above so many bytes are there, and all are as many as `to` has. They stay: `from` borrows the buffers.
+    // SAFETY: `check_runs` held every range to its buffer, and the sum of their lengths to that of `to`. `from` borrows the
+    // buffers, so they stay alive.
     unsafe { device.bring(&spans, to) }
 }
 
@@ -123,7 +125,7 @@ struct Span {
 }
 
 impl Device {
-    /// A free pinned block of at least so many bytes. With the context current.
+    /// A free pinned block of at least `bytes` bytes. The context must be current.
     fn landing(&self, bytes: usize) -> Result<Landing> {
         let size = bytes.next_power_of_two().max(SMALLEST_LANDING);
         let mut landings = self.landings();
@@ -136,7 +138,7 @@ impl Device {
         }
     }
 
-    /// Takes a pinned block back. A copy to it may still be under way.
+    /// Takes a pinned block back. A copy to it may still be in flight.
     fn land(&self, landing: Option<Landing>) {
         let Some(landing) = landing else { return };
         if landing.size <= LARGEST_KEPT {
@@ -150,13 +152,13 @@ impl Device {
         }
     }
 
-    /// Brings these bytes to the host, one span behind the other, by the second stream. With the context current.
+    /// Brings these bytes to the host, one span behind the other, on the second stream. The context must be current.
     ///
     /// # Safety
     /// The spans are as many bytes as `to` has, and stay until this returns.
     unsafe fn bring(&self, spans: &[Span], to: &mut [u8]) -> Result<()> {
         if Pinned::is_at(to.as_ptr()) {
-            // Its event alone is wanted.
+            // Only the block's event is used.
             let block = self.landing(SMALLEST_LANDING)?;
             // SAFETY: by the caller's promise; `to` stays until the wait, or the one after a failure, is over.
             let brought = unsafe { self.fetch_spans(spans, to, &block) }.and_then(|()| block.wait());
@@ -199,7 +201,7 @@ impl Device {
         self.mark(marked)
     }
 
-    /// While one block is emptied the other one is filled.
+    /// Brings bytes to the host through two pinned blocks: one is emptied while the other is filled.
     ///
     /// # Safety
     /// As for [`Device::bring`]. After an error copies to the blocks may be under way.
@@ -228,7 +230,8 @@ impl Device {
     /// when they are there.
     ///
     /// # Safety
-    /// So many bytes are at `from` and have room at `to`; both live, and nobody touches the latter, until the event has passed.
+    /// `bytes` bytes are readable at `from` and writable at `to`. Both stay alive, and nobody touches `to`, until the event
+    /// has passed.
     unsafe fn fetch_piece(&self, from: u64, bytes: usize, to: *mut u8, marked: &Landing) -> Result<()> {
         // SAFETY: by the caller's promise.
         unsafe { self.fetch_bytes(from, bytes, to)? };
@@ -238,7 +241,8 @@ impl Device {
     /// Issues the copy of `bytes` at `from` to pinned memory, on the second stream alone.
     ///
     /// # Safety
-    /// So many bytes are at `from` and have room at `to`; both live, and nobody touches the latter, until the stream has passed it.
+    /// `bytes` bytes are readable at `from` and writable at `to`. Both stay alive, and nobody touches `to`, until the second
+    /// stream has made the copy.
     unsafe fn fetch_bytes(&self, from: u64, bytes: usize, to: *mut u8) -> Result<()> {
         // SAFETY: by the caller's promise; the stream is alive.
         check("cuMemcpyDtoHAsync", unsafe {
@@ -252,7 +256,7 @@ impl Device {
         named("cuEventRecord", unsafe { result::event::record(marked.done, self.copies()) })
     }
 
-    /// After a failure: waits for what may still copy to a block that is about to go.
+    /// After a failure: waits for copies that may still write to a block that is about to be freed.
     fn drain_copies(&self) {
         // SAFETY: the stream lives as long as the device. The first error is the one to report.
         let _ = unsafe { result::stream::synchronize(self.copies()) };
@@ -261,8 +265,8 @@ impl Device {
     /// Issues the copy of `bytes` at `from` to the block.
     ///
     /// # Safety
-    /// So many bytes are there, and stay until `stream` has passed what is issued here. The block has room for them, and lives
-    /// until its event `done` has passed.
+    /// `bytes` bytes are readable at `from`, and stay until `stream` has passed what is issued here. The block has room for
+    /// them, and lives until its event `done` has passed.
     unsafe fn fetch(&self, from: u64, bytes: usize, stream: sys::CUstream, to: &Landing) -> Result<()> {
         let copies = self.copies();
         // SAFETY: pool and stream live as long as the device.

@@ -8,17 +8,17 @@ use nibble_core::{MemoryStats, Result, Room};
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Given back when the device, and every arena and buffer of it, are gone.
+/// An opened GPU. It is closed once the device, and every arena and buffer of it, are gone.
 pub(crate) struct Gpu {
     pub info: GpuInfo,
     device: sys::CUdevice,
     context: sys::CUcontext,
     stream: sys::CUstream,
-    /// Of copies to the host.
+    /// The second stream, of copies to the host.
     pub copies: sys::CUstream,
     pub pool: sys::CUmemoryPool,
     pub recordings: Recordings,
-    /// The device's memory, and what others held of it when it was opened.
+    /// The size of the device's memory, and how much of it others held when it was opened.
     pub room: Option<Room>,
     live_bytes: AtomicUsize,
     peak_bytes: AtomicUsize,
@@ -104,7 +104,7 @@ impl Gpu {
         }
     }
 
-    /// While nothing is recorded: the stream would record it.
+    /// Frees memory. Only while nothing is recorded: the stream would record the free.
     pub fn free(&self, kept: Kept) {
         // A failure means that the context is lost, and the memory with it.
         let Ok(stream) = self.stream() else { return };
@@ -177,8 +177,8 @@ fn create_pool(ordinal: usize) -> Result<sys::CUmemoryPool> {
     }
 }
 
-/// The memory of the device whose context is current. It tells what is taken and not by whom: nothing but the context is this
-/// process's yet.
+/// The memory of the device whose context is current. The driver tells how much is taken, and not by whom; at this time
+/// this process has taken nothing but its context.
 fn room() -> Option<Room> {
     /// What a context takes, at most.
     const CONTEXT: usize = 1 << 30;

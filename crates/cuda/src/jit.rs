@@ -1,8 +1,8 @@
 //! Kernel instances to cubins, by NVRTC.
 //!
-//! An instance is a [`KernelSpec`]: a source, a kernel, and its template arguments by name. Its [`Key`] is the SHA-256 of every
-//! source it reaches, the options, NVRTC's version and the instance itself, so that an entry of the cache on disk is never
-//! stale: nothing is ever compared by time. Of several threads that want one instance, one compiles.
+//! An instance is a [`KernelSpec`]: a source, a kernel, and its template arguments by name. Its [`Key`] is the SHA-256
+//! of every source it reaches, the options, NVRTC's version and the instance itself. So an entry of the cache on disk
+//! is never stale, and no times are compared. If several threads need the same instance, one of them compiles it.
 
 pub use crate::cubin::{Cubin, Key, Resources};
 use crate::cubin_cache::CubinCache;
@@ -15,7 +15,8 @@ use std::fmt;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-/// What every kernel is compiled with. No contraction: where a fused multiply-add is meant, the source says so.
+/// The options that every kernel is compiled with. `--fmad=false`: where a fused multiply-add is meant, the source says
+/// so.
 pub const OPTIONS: &[&str] =
     &["--gpu-architecture=sm_90a", "--std=c++20", "--fmad=false", "--ptxas-options=--verbose"];
 
@@ -101,7 +102,7 @@ impl Nvrtc {
         Self::found().map_err(|why| Error::Device { call: "loading NVRTC".into(), why })
     }
 
-    /// The same with the reason alone.
+    /// The same, with only the reason as the error.
     pub(crate) fn found() -> Result<Self, String> {
         static LOADED: OnceLock<Result<Nvrtc, String>> = OnceLock::new();
         LOADED.get_or_init(Self::load_now).clone()
@@ -117,7 +118,7 @@ impl Nvrtc {
                         point NIBBLE_NVRTC at it"
                 .into());
         }
-        // SAFETY: as above; it is there.
+        // SAFETY: as above; the library was just found.
         crate::symbols::missing("libnvrtc.so", unsafe { sys::culib() }, crate::symbols::NVRTC)?;
         let (mut major, mut minor) = (0, 0);
         // SAFETY: writes two ints.
@@ -134,8 +135,8 @@ impl Nvrtc {
     }
 }
 
-/// Loads NVRTC from a path so that the loader's later search by name finds it loaded; first the library of built-in
-/// functions beside it, which NVRTC itself looks for by name.
+/// Loads NVRTC from a path, so that a later search by name finds it loaded. The library of built-in functions beside it
+/// comes first, because NVRTC looks for that by name.
 #[cfg(unix)]
 fn preload(path: PathBuf) -> Result<(), String> {
     use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
@@ -255,7 +256,8 @@ unsafe fn read(
     Ok(bytes)
 }
 
-/// A slot of [`Jit`]: held locked while its instance is made, so that others wait instead of compiling too.
+/// A slot of [`Jit`]. It stays locked while its instance is compiled, so that other threads wait instead of compiling
+/// too.
 type Slot = Arc<Mutex<Option<Arc<Cubin>>>>;
 
 /// Instances in memory, on disk, or freshly compiled.

@@ -5,9 +5,9 @@ use crate::mapping::Mapping;
 use nibble_core::Result;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Memory that nobody holds, and that a recording may still use.
+/// Memory without a handle that a recording may still use.
 pub(crate) enum Kept {
-    /// Of the pool, with so many bytes counted as live.
+    /// Memory of the pool; `counted` bytes of it count as live.
     Pooled { address: u64, counted: usize },
     /// An arena's.
     Mapping(Mapping),
@@ -21,13 +21,14 @@ pub(crate) struct Recordings {
 
 #[derive(Default)]
 struct State {
-    /// Recordings ever begun, which number them from 1.
+    /// How many recordings were ever begun; they are numbered from 1.
     begun: u64,
-    /// Numbers of those that are not gone, the one under way included.
+    /// Numbers of those that still exist, the one under way included.
     alive: Vec<u64>,
-    /// Whether the last of them is under way.
+    /// Whether the last one is under way.
     under_way: bool,
-    /// With the recordings that were there in the memory's life: those above the first number, up to the second.
+    /// Kept memory, with the numbers of the recordings that may use it: above the first number, up to and with the
+    /// second.
     kept: Vec<((u64, u64), Kept)>,
 }
 
@@ -40,11 +41,11 @@ impl State {
 
 impl Recordings {
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Nothing panics between two changes that belong together.
+        // A poisoned lock is still whole: nothing panics between two changes that belong together.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How many have begun and are not under way any more: none of them can use memory that is allocated now.
+    /// How many recordings have finished. None of these can use memory that is allocated now.
     pub fn finished(&self) -> u64 {
         let state = self.lock();
         state.begun - u64::from(state.under_way)
@@ -54,8 +55,8 @@ impl Recordings {
         self.lock().under_way
     }
 
-    /// Takes memory over, allocated when so many recordings had finished, if a recording may use it; else it is the caller's to
-    /// free.
+    /// Keeps memory that was allocated when `born` recordings had finished, if a later recording may use it. Otherwise
+    /// returns it, for the caller to free.
     pub fn keep(&self, born: u64, kept: Kept) -> Option<Kept> {
         let mut state = self.lock();
         let life = (born, state.begun);
@@ -66,7 +67,7 @@ impl Recordings {
         Some(kept)
     }
 
-    /// A recording's number, unless one is under way.
+    /// Begins a recording and returns its number; an error if one is under way.
     pub fn begin(&self) -> Result<u64> {
         let mut state = self.lock();
         if state.under_way {
@@ -79,12 +80,12 @@ impl Recordings {
         Ok(id)
     }
 
-    /// Nothing is recorded any more.
+    /// The recording under way has finished.
     pub fn end(&self) {
         self.lock().under_way = false;
     }
 
-    /// A recording is gone. What nobody may use any more comes back, to be freed.
+    /// A recording is gone. Returns the memory that no recording may use any more, for the caller to free.
     pub fn gone(&self, id: u64) -> Vec<Kept> {
         let mut state = self.lock();
         state.alive.retain(|alive| *alive != id);

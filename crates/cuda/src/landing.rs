@@ -9,9 +9,9 @@ use std::ptr::NonNull;
 pub(crate) struct Landing {
     pub bytes: NonNull<u8>,
     pub size: usize,
-    /// Passed by the first stream when the copy on the device is made.
+    /// The first stream passes it when the copy on the device is made.
     pub ready: sys::CUevent,
-    /// Passed by the second one when the copy has arrived.
+    /// The second stream passes it when the copy has arrived here.
     pub done: sys::CUevent,
 }
 
@@ -19,7 +19,7 @@ pub(crate) struct Landing {
 unsafe impl Send for Landing {}
 
 impl Landing {
-    /// With the context current.
+    /// Allocates `size` bytes. The context must be current.
     pub fn new(size: usize) -> Result<Self> {
         let event =
             || named("cuEventCreate", result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING));

@@ -64,7 +64,7 @@ pub struct Divider {
 }
 
 impl Divider {
-    /// Divides by `d`; by 1 for 0, and to 0 from 2^31 on, which no `n` reaches.
+    /// Divides by `d`. A `d` of 0 counts as 1. From 2^31 on the quotient is 0, since no `n` reaches that.
     pub fn by(d: u32) -> Self {
         let d = d.clamp(1, 1 << 31);
         let shift = d.next_power_of_two().trailing_zeros();
@@ -72,7 +72,7 @@ impl Divider {
     }
 }
 
-/// The device's `Stream` (csrc/math/philox.cuh): the keys of all rounds are made here, once a launch.
+/// The device's `Stream` (csrc/math/philox.cuh). The keys of all rounds are computed here, once for each launch.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StreamArg {
@@ -83,7 +83,7 @@ pub struct StreamArg {
 }
 
 impl StreamArg {
-    /// Of what draws nothing.
+    /// For kernels that draw nothing.
     pub(crate) const NONE: Self = Self { keys: [[0; 2]; 10], purpose: 0, site: 0, step: 0 };
 
     /// The same random bits as `stream`.
@@ -104,12 +104,12 @@ impl StreamArg {
 pub struct RoundingArg {
     stream: StreamArg,
     delta_q16: u32,
-    /// Where the step lies on the device; 0: it is the stream's.
+    /// The address of the step on the device; 0: the step is the stream's.
     step_at: u64,
 }
 
 impl RoundingArg {
-    /// `random` is read by the random roundings only, which are let in with a stream.
+    /// Only random roundings read `random`; an operation's checks let them in only with a stream.
     pub fn new(rounding: Rounding, random: Option<Random<'_, Cuda>>) -> Self {
         let unused = Stream::new(0, nibble_formats::Purpose::Rounding, 0, 0);
         let Random { stream, step } = random.unwrap_or(unused.into());
@@ -153,7 +153,8 @@ impl HadamardArg {
     }
 }
 
-/// The device's `DecodeArg` (csrc/kernels/convert/dequantize.cuh): what the codes are, and which line of scales is whose.
+/// The device's `DecodeArg` (csrc/kernels/convert/dequantize.cuh): what the codes are, and which line of scales a line
+/// of codes has.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct DecodeArg {
@@ -180,18 +181,18 @@ unsafe impl<T: Pod> KernelArg for Buffer<T> {
 /// The shape of a launch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Launch {
-    /// Ctas; a multiple of `cluster`.
+    /// CTAs of the grid; a multiple of `cluster`.
     pub ctas: u32,
-    /// Threads a cta.
+    /// Threads of a CTA.
     pub threads: u32,
-    /// Ctas a cluster; 1 for none.
+    /// CTAs of a cluster; 1 for none.
     pub cluster: u32,
-    /// Dynamic shared memory a cta, in bytes.
+    /// Dynamic shared memory of a CTA, in bytes.
     pub shared_bytes: usize,
 }
 
 impl Launch {
-    /// What all launches of an instance have in common.
+    /// What all launches of an instance have in common: threads, cluster, shared memory.
     fn cta_shape(&self) -> (u32, u32, usize) {
         (self.threads, self.cluster, self.shared_bytes)
     }
@@ -218,9 +219,9 @@ impl Launch {
 /// When a kernel starts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Start {
-    /// When those before it are done.
+    /// When the kernels before it are done.
     InOrder,
-    /// When the ctas of the one before it leave it room.
+    /// As soon as the CTAs of the kernel before it leave room.
     Early,
 }
 
@@ -252,12 +253,11 @@ impl Kernel {
         unsafe { self.issue(launch, Start::InOrder, args) }
     }
 
-    /// The same, but the kernel may start while the one issued just before it still runs, so that its launch costs no time: a
-    /// programmatic dependent.
+    /// The same, but the kernel may start while the one issued just before it still runs, which hides the time of its
+    /// launch (programmatic dependent launch).
     ///
-    /// # Safety
-    /// As for [`Kernel::launch`]; and every thread of the kernel calls `ptx::grid_wait` before it reads or writes what a kernel
-    /// before it does.
+    /// # Safety As for [`Kernel::launch`]; and every thread of the kernel calls `ptx::grid_wait` before it reads or
+    /// writes memory that earlier kernels read or write.
     pub unsafe fn launch_early(&self, launch: Launch, args: &[&dyn KernelArg]) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe { self.issue(launch, Start::Early, args) }
@@ -283,8 +283,8 @@ impl Kernel {
         self.checked("cuLaunchKernelEx", launch, code)
     }
 
-    /// How many clusters of this shape the device holds at once: a GPU's multiprocessors come in clusters of clusters, of
-    /// which some are short of one, so that it may be fewer than multiprocessors / ctas.
+    /// How many clusters of this shape the device holds at once. That may be fewer than multiprocessors / CTAs: a
+    /// cluster lies within one group of multiprocessors (GPC), and some groups have fewer multiprocessors than others.
     pub fn max_clusters(&self, launch: Launch) -> Result<u32> {
         launch.check(self.device.info().shared_bytes_per_cta)?;
         if let Some(&(_, clusters)) =
@@ -294,19 +294,19 @@ impl Kernel {
         }
         let mut clusters = 0;
         let code = self.configured(launch, Start::InOrder, |config| {
-            // Of the whole device, and nothing to do with the stream, which may be recording.
+            // The question is about the whole device. It names no stream, since that one may be recording.
             let config = sys::CUlaunchConfig { hStream: std::ptr::null_mut(), ..*config };
             // SAFETY: writes one int; launches nothing.
             unsafe { sys::cuOccupancyMaxActiveClusters(&mut clusters, self.module.function, &config) }
         })?;
         self.checked("cuOccupancyMaxActiveClusters", launch, code)?;
         let clusters = clusters.max(1) as u32;
-        // An instance is launched with one shape; if ever with two, the second is asked for each time.
+        // An instance is launched with one shape. Should there be a second, the driver is asked about it each time.
         let _ = self.module.max_clusters.set((launch.cta_shape(), clusters));
         Ok(clusters)
     }
 
-    /// The text is made for a failure only: it costs as much as the launch.
+    /// Names a failed call. The text is made only on failure, because it costs as much as the launch.
     fn checked(&self, call: &str, launch: Launch, code: sys::CUresult) -> Result<()> {
         match code {
             sys::CUresult::CUDA_SUCCESS => Ok(()),

@@ -1,10 +1,10 @@
-//! Addresses that get their memory as it is used.
+//! Ranges of addresses that get memory as it is needed.
 
 use crate::driver::check;
 use cudarc::driver::sys;
 use nibble_core::Result;
 
-/// A reserved range of addresses whose beginning has memory. Not given back by itself: see [`Mapping::unmap`].
+/// A reserved range of addresses whose beginning has memory. Dropping it gives nothing back: see [`Mapping::unmap`].
 #[derive(Default)]
 pub(crate) struct Mapping {
     pub base: u64,
@@ -14,7 +14,8 @@ pub(crate) struct Mapping {
 }
 
 impl Mapping {
-    /// Reserves so many addresses, a multiple of the granularity, and maps nothing. With the context current.
+    /// Reserves a range of `reserved` bytes, a multiple of the granularity, and maps nothing. The context must be
+    /// current.
     pub fn reserve(reserved: usize, name: &str) -> Result<Self> {
         let mut base = 0;
         // SAFETY: writes one address; the range is given back by `Mapping::unmap`.
@@ -28,7 +29,7 @@ impl Mapping {
         self.pieces.iter().sum()
     }
 
-    /// Maps so many bytes more, a multiple of the granularity, within the range. With the context current.
+    /// Maps `bytes` bytes more, a multiple of the granularity, within the range. The context must be current.
     pub fn extend(&mut self, bytes: usize, ordinal: usize) -> Result<()> {
         let address = self.base + self.mapped() as u64;
         let mut handle = 0;
@@ -72,7 +73,7 @@ impl Mapping {
     }
 }
 
-/// What mappings are multiples of, in bytes. With the context current.
+/// The size that mappings are multiples of, in bytes. The context must be current.
 pub(crate) fn granularity(ordinal: usize) -> Result<usize> {
     let properties = properties(ordinal);
     let mut granularity = 0;

@@ -1,4 +1,4 @@
-//! Pinned host memory that belongs to who asked for it: the copy engine writes it directly, at the speed of the bus.
+//! Pinned host memory that a caller owns: the copy engine writes it directly, at the speed of the bus.
 
 use crate::device::Device;
 use crate::driver::named;
@@ -20,7 +20,7 @@ unsafe impl Send for Pinned {}
 unsafe impl Sync for Pinned {}
 
 impl Pinned {
-    /// Zeros.
+    /// `len` zeros.
     pub(crate) fn new(device: &Device, len: usize) -> Result<Self> {
         device.stream()?;
         // The driver gives no memory of no bytes.
@@ -29,12 +29,12 @@ impl Pinned {
         let values = named("cuMemHostAlloc", unsafe { result::malloc_host(bytes, 0) })?;
         // The driver does not give null with success.
         let values = NonNull::new(values.cast::<f32>()).expect("pinned memory has an address");
-        // SAFETY: so many bytes are there, and nobody else's.
+        // SAFETY: room for `len` values was just allocated, and nobody else has its address.
         unsafe { values.write_bytes(0, len) };
         Ok(Self { values, len, device: device.clone() })
     }
 
-    /// Whether the copy engine reaches what begins here directly.
+    /// Whether the copy engine reaches this address directly, because it is pinned.
     pub(crate) fn is_at(address: *const u8) -> bool {
         let mut kind = 0_u32;
         let attribute = sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE;
@@ -46,7 +46,7 @@ impl Pinned {
 
 impl AsRef<[f32]> for Pinned {
     fn as_ref(&self) -> &[f32] {
-        // SAFETY: so many values, written in `new`, alive as long as `self`.
+        // SAFETY: `len` values, written in `new`, alive as long as `self`.
         unsafe { std::slice::from_raw_parts(self.values.as_ptr(), self.len) }
     }
 }

@@ -1,4 +1,5 @@
-//! What a GPU draws, and how fast it is clocked meanwhile, by NVIDIA's management library: whether a rate is held by power.
+//! A GPU's power draw and clocks while work runs, by NVIDIA's management library: they tell whether a rate is limited
+//! by power.
 
 use nvml_wrapper::Nvml;
 use nvml_wrapper::enum_wrappers::device::Clock;
@@ -6,15 +7,15 @@ use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// Between two looks.
+/// The time between two readings.
 const PERIOD: Duration = Duration::from_millis(50);
 
-/// What was seen while work ran.
+/// The readings while work ran.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Draw {
     /// Watts of the whole board: the mean of the last second or so.
     pub watts: f32,
-    /// Clock of the multiprocessors, the median of what was seen.
+    /// Clock of the multiprocessors: the median of the readings.
     pub sm_mhz: u32,
 }
 
@@ -31,14 +32,14 @@ impl Meter {
         meter.look().map(|_| meter)
     }
 
-    /// What is seen now.
+    /// A reading of now.
     pub fn look(&self) -> Option<Draw> {
         let device = self.nvml.device_by_uuid(self.uuid.as_str()).ok()?;
         let sm_mhz = device.clock_info(Clock::SM).ok()?;
         Some(Draw { watts: device.power_usage().ok()? as f32 / 1e3, sm_mhz })
     }
 
-    /// Does the work, which should take a second, and says what was seen; nothing where no thread can be started.
+    /// Does the work, which should take a second, and reads meanwhile; `None` if no thread can be started.
     pub fn during<R>(&self, work: impl FnOnce() -> R) -> (R, Option<Draw>) {
         let done = AtomicBool::new(false);
         std::thread::scope(|scope| {
@@ -46,7 +47,7 @@ impl Meter {
                 let mut seen = Vec::new();
                 loop {
                     std::thread::sleep(PERIOD);
-                    // What is seen after the work is not its own.
+                    // A reading that ends after the work does not belong to it.
                     if done.load(Ordering::Relaxed) {
                         break seen;
                     }
@@ -67,7 +68,7 @@ impl fmt::Debug for Meter {
     }
 }
 
-/// Ends the looking also where the work panics.
+/// Ends the readings, also if the work panics.
 struct Finish<'a>(&'a AtomicBool);
 
 impl Drop for Finish<'_> {
@@ -76,7 +77,8 @@ impl Drop for Finish<'_> {
     }
 }
 
-/// The library gives means of power, so that the last says most, and clocks of a moment.
+/// The last reading of power, because the library gives means over the time before; and the median clock, because it
+/// gives clocks of the moment.
 fn summary(seen: Vec<Draw>) -> Option<Draw> {
     let watts = seen.last()?.watts;
     let mut clocks: Vec<u32> = seen.iter().map(|draw| draw.sm_mhz).collect();

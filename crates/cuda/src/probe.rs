@@ -24,7 +24,7 @@ pub struct GpuInfo {
     pub memory_bytes: usize,
     /// L2 cache in bytes.
     pub l2_bytes: usize,
-    /// The most dynamic shared memory a cta may ask for, in bytes.
+    /// The most dynamic shared memory a CTA may ask for, in bytes.
     pub shared_bytes_per_cta: usize,
 }
 
@@ -95,7 +95,7 @@ fn cublaslt() -> Result<(), String> {
     if !unsafe { sys::is_culib_present() } {
         return Err("libcublasLt.so cannot be loaded".into());
     }
-    // SAFETY: as above; it is there.
+    // SAFETY: as above; the library was just found.
     symbols::missing("libcublasLt.so", unsafe { sys::culib() }, symbols::CUBLASLT)
 }
 
@@ -121,7 +121,7 @@ fn driver_version() -> Result<(u32, u32), String> {
     if !unsafe { sys::is_culib_present() } {
         return Err("libcuda.so cannot be loaded".into());
     }
-    // SAFETY: as above; it is there.
+    // SAFETY: as above; the library was just found.
     let library = unsafe { sys::culib() };
     // A driver that is too old may lack functions: its version says more than their names.
     symbols::missing("libcuda.so", library, symbols::DRIVER_VERSION)?;

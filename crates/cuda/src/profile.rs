@@ -15,12 +15,12 @@ pub struct OpTime {
     pub ms: f32,
 }
 
-/// Operations between two events each, while someone asks.
+/// The operations so far, each between two events; `None` while nobody asks for times.
 pub(crate) type Marks = Mutex<Option<Vec<(&'static str, Event, Event)>>>;
 
 impl Cuda {
-    /// Runs `work` and says how long each of its operations took on the device, in order; waits for all of them. The times
-    /// are those of a busy device only if it is behind the host all the while: issue something long before.
+    /// Runs `work`, waits for it, and says how long each of its operations took on the device, in order. The times hold
+    /// for a busy device only if the device lags behind the host all the while: issue something long before.
     ///
     /// # Errors
     /// What `work` returns; [`nibble_core::Error::Device`] from the events.

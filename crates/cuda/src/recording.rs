@@ -1,8 +1,8 @@
 //! Work recorded once and issued again as a whole: a training step's hundreds of launches become one.
 //!
-//! A recording knows addresses and nothing else. So whatever it may have written down must not be given to anyone else while
-//! it lives: memory of the pool, and whole arenas, that were there when it was made and were dropped since are kept until no such
-//! recording is left. Memory of earlier or later days it cannot know.
+//! A recording holds addresses and nothing else. So memory at an address that it may hold must not be given to anyone
+//! else while it lives. Memory of the pool, and whole arenas, that existed while it was made and were dropped since are
+//! kept until no such recording is left. It cannot hold addresses of memory that was freed before, or allocated after.
 
 use crate::arena::{Arena, Entered};
 use crate::device::Device;
@@ -14,7 +14,7 @@ use std::fmt;
 /// Recorded work.
 pub struct Recording {
     exec: sys::CUgraphExec,
-    /// What the work took memory from.
+    /// The arenas that the work took memory from.
     arenas: Vec<Arena>,
     alive: Alive,
 }
@@ -29,10 +29,11 @@ impl fmt::Debug for Recording {
 }
 
 impl Device {
-    /// Records what `work` issues to this device, without executing it: no value on the device changes. Kernels that it needs are
-    /// compiled and loaded. It issues from this thread alone and waits for nothing: no upload, no download. What it allocates
-    /// must lie in an arena ([`nibble_core::Backend::within`], around the recording or inside it), which the recording keeps. A
-    /// device has one stream: what other threads issue to it meanwhile is recorded too, or refused.
+    /// Records what `work` issues to this device, without executing it: no value on the device changes. Kernels that it
+    /// needs are compiled and loaded. `work` must issue from this thread alone and wait for nothing: no uploads, no
+    /// downloads. It must allocate in an arena ([`nibble_core::Backend::within`], around the recording or inside it),
+    /// which the recording keeps. A device has one stream: what other threads issue to it meanwhile is recorded too, or
+    /// refused.
     ///
     /// # Errors
     /// What `work` returns; [`nibble_core::Error::Device`] if it does what cannot be recorded, or a recording is under way.
@@ -41,7 +42,7 @@ impl Device {
         let alive = Alive::begin(self)?;
         let capture = Capture::begin(self, stream)?;
         match self.scope().current() {
-            // Zeroed words of its own: it fills them each time.
+            // Zeroed words of its own, which each replay fills again.
             Some(outer) => self.scope().run(&Entered::new(outer.arena), &mut *work)?,
             None => work()?,
         }
@@ -51,8 +52,8 @@ impl Device {
         Ok(Recording { exec: named("cuGraphInstantiate", exec)?, arenas, alive })
     }
 
-    /// Issues recorded work on the stream, on the very buffers that it was recorded with: what of them was dropped since may hold
-    /// values of others in the same arena, which are overwritten.
+    /// Issues recorded work on the stream, on the very buffers that it was recorded with. Where one of these was
+    /// dropped since, its place in the arena may hold values of another buffer, which are overwritten.
     ///
     /// # Errors
     /// [`nibble_core::Error::Device`] if it was recorded on another device, and while work is recorded.
@@ -79,7 +80,7 @@ impl Drop for Recording {
     }
 }
 
-/// A recording's place among those of its device, from its beginning to its end.
+/// A recording's place among those of its device, for as long as it lives.
 struct Alive {
     id: u64,
     device: Device,
@@ -102,15 +103,16 @@ impl Drop for Alive {
     }
 }
 
-/// The stream in capture; ended on every way out, so that the device does not stay in it.
+/// The stream while it captures. Capture ends on every way out, so that the device does not stay in it.
 struct Capture<'a> {
     device: &'a Device,
     stream: sys::CUstream,
 }
 
-/// Nothing is recorded any more; which arenas were used.
+/// Ends the recording, and returns the arenas that it used.
 fn ended(device: &Device) -> Vec<Arena> {
-    // First the list: as soon as nothing is recorded another thread may begin one of its own.
+    // The list comes first: as soon as nothing is recorded, another thread may begin a recording with a list of its
+    // own.
     let arenas = device.used_arenas().end();
     device.recordings().end();
     arenas

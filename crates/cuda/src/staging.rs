@@ -1,29 +1,29 @@
-//! Pinned host memory that copies go through: the copy engine reads and writes it directly, at the speed of the bus, and a
-//! second half is filled or emptied while the first one travels. Small copies share a half, so that an upload waits only
-//! where megabytes before it have not arrived.
+//! Pinned host memory that copies go through. The copy engine reads and writes it directly, at the speed of the bus. There are two
+//! halves: one is filled or emptied while the other is copied. Small copies share a half, so that an upload waits only where
+//! megabytes before it have not arrived.
 
 use crate::driver::{check, named};
 use cudarc::driver::{result, sys};
 use nibble_core::Result;
 use std::ptr::NonNull;
 
-/// Of each half: enough to hide the launch of a copy, little beside a tensor.
+/// The size of each half: large enough to hide the launch of a copy, small beside a tensor.
 const HALF_BYTES: usize = 4 << 20;
 
-/// Of the copies in a half.
+/// The alignment of copies in a half.
 const ALIGN: usize = 256;
 
-/// Two halves of pinned memory, used in turns. All calls want the context current.
+/// Two halves of pinned memory, used in turn. For all calls the context must be current.
 pub(crate) struct Staging {
     halves: [Half; 2],
-    /// The half in use, and how much of it is.
+    /// The half in use, and how many bytes of it are used.
     current: usize,
     used: usize,
 }
 
 struct Half {
     bytes: NonNull<u8>,
-    /// Passed when the copies from or to this half are done, up to where it was marked.
+    /// The stream passes it when the copies from or to this half are done that were issued before it was marked.
     done: sys::CUevent,
 }
 
@@ -117,7 +117,7 @@ impl Staging {
     /// # Safety
     /// `from` has as many bytes as `to`.
     pub(crate) unsafe fn download(&mut self, to: &mut [u8], from: u64, stream: sys::CUstream) -> Result<()> {
-        // While one half travels, the one before it is emptied.
+        // While one half is copied to, the other one, copied to before, is emptied.
         let mut arriving: Option<(usize, &mut [u8])> = None;
         for (i, part) in to.chunks_mut(HALF_BYTES).enumerate() {
             self.switch(stream)?;

@@ -1,16 +1,16 @@
-//! Which functions of NVIDIA's libraries are called here. `cudarc` looks for a function where it is first called, and panics if the
-//! library has none of that name: a library is used only after [`missing`] has looked for all of them.
+//! Which functions of NVIDIA's libraries are called here. `cudarc` looks for a function when it is first called, and
+//! panics if the library lacks it. So a library is used only after [`missing`] has looked for all functions.
 
 use libloading::Library;
 
-/// A call as the sources of this crate write it, and the function of the library that it ends in.
+/// A call as the sources of this crate write it, and the library's function that it calls.
 type Call = (&'static str, &'static str);
 
-/// What tells a driver's version.
+/// The functions of `libcuda` that tell its version.
 pub(crate) const DRIVER_VERSION: &[Call] =
     &[("sys::cuDriverGetVersion", "cuDriverGetVersion"), ("sys::cuGetErrorString", "cuGetErrorString")];
 
-/// Of `libcuda`, all.
+/// All functions of `libcuda`.
 pub(crate) const DRIVER: &[Call] = &[
     ("result::init", "cuInit"),
     ("result::device::get", "cuDeviceGet"),
@@ -71,7 +71,7 @@ pub(crate) const DRIVER: &[Call] = &[
     ("sys::cuTensorMapEncodeTiled", "cuTensorMapEncodeTiled"),
 ];
 
-/// Of `libnvrtc`.
+/// The functions of `libnvrtc`.
 pub(crate) const NVRTC: &[Call] = &[
     ("result::destroy_program", "nvrtcDestroyProgram"),
     ("sys::nvrtcAddNameExpression", "nvrtcAddNameExpression"),
@@ -85,7 +85,7 @@ pub(crate) const NVRTC: &[Call] = &[
     ("sys::nvrtcVersion", "nvrtcVersion"),
 ];
 
-/// Of `libcublasLt`.
+/// The functions of `libcublasLt`.
 pub(crate) const CUBLASLT: &[Call] = &[
     ("result::create_handle", "cublasLtCreate"),
     ("result::destroy_handle", "cublasLtDestroy"),

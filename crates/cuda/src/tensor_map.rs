@@ -57,12 +57,12 @@ impl Swizzle {
     }
 }
 
-/// What the L2 reads from memory where a copy misses it.
+/// How much the L2 reads from memory when a copy misses it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fetch {
-    /// The 128 bytes alone: what lies beside them may be gone again before it is asked for.
+    /// 128 bytes alone: the bytes beside them might be evicted before they are needed.
     Bytes128,
-    /// And the other half of 256.
+    /// 256 bytes.
     Bytes256,
 }
 
@@ -134,7 +134,7 @@ impl Tiles {
         self.encode_fetching(Fetch::Bytes256)
     }
 
-    /// The same, of copies that have the L2 fetch so much.
+    /// The same, for copies that make the L2 fetch this much.
     pub fn encode_fetching(&self, fetch: Fetch) -> Result<TensorMap> {
         self.check()?;
         let extents = ([self.cols as u64, self.rows as u64], [self.row_stride_bytes as u64]);
@@ -142,7 +142,8 @@ impl Tiles {
         encode(self.element, self.address, extents, tile, self.swizzle, fetch)
     }
 
-    /// That of so many such matrices, one after the other, which copies name by a third coordinate; a tile ends where its matrix does.
+    /// The descriptor of a stack of `matrices` such matrices, one after the other. A third coordinate is the matrix; a
+    /// tile ends where its matrix does.
     pub fn encode_stack(&self, matrices: usize) -> Result<TensorMap> {
         self.check()?;
         let matrix_bytes = self.rows.saturating_mul(self.row_stride_bytes);
@@ -157,8 +158,8 @@ impl Tiles {
     }
 }
 
-/// A matrix of one-byte codes, `lines` of `stride` bytes, whose tiles of 128 lines of 128 bytes lie in shared memory with the lines
-/// 0, 8, ... 120 first, then 1, 9, ..., in the swizzle of 128 bytes.
+/// A matrix of one-byte codes: `lines` lines of `stride` bytes. A tile is 128 lines of 128 bytes; in shared memory its
+/// lines are in the order 0, 8, ..., 120, 1, 9, ..., with the 128-byte swizzle (the device's `TurnedTile`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TurnedTiles {
     /// Device address of the first code.
@@ -170,7 +171,7 @@ pub struct TurnedTiles {
 }
 
 impl TurnedTiles {
-    /// As [`Tiles::encode`]: coordinates are the byte of a line, an eighth of the line, 0.
+    /// As [`Tiles::encode`]. Coordinates are the byte within a line, the line's number divided by 8, and 0.
     pub fn encode(&self) -> Result<TensorMap> {
         let eights = Tiles {
             element: Element::U8,

@@ -13,7 +13,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 /// Something that the device did.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Span {
-    /// The operation that launched it, and the kernel's name; for a fill or a copy its kind twice.
+    /// The operation that launched it, and the kernel's name; for a fill or a copy, both are its kind.
     pub what: Launched,
     /// When it began, in nanoseconds of the device's clock.
     pub start_ns: u64,
@@ -21,13 +21,13 @@ pub struct Span {
     pub end_ns: u64,
 }
 
-/// What [`spans`] are put together from.
+/// A record of CUPTI's, from which [`spans`] makes a span.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Seen {
     kind: u32,
     start_ns: u64,
     end_ns: u64,
-    /// One of ours, and not one by which the driver fills or copies.
+    /// Whether the kernel is this crate's, not one that the driver uses for a fill or a copy.
     ours: bool,
 }
 
@@ -37,7 +37,7 @@ const KIND_KERNEL: u32 = 10;
 const KINDS: [u32; 3] = [KIND_COPY, KIND_FILL, KIND_KERNEL];
 const OUT_OF_RECORDS: i32 = 12;
 const FLUSH_FORCED: u32 = 1;
-/// Of each buffer that CUPTI fills.
+/// The size of each buffer that CUPTI fills.
 const BUFFER_BYTES: usize = 8 << 20;
 /// Record's alignment in a buffer.
 const BUFFER_ALIGN: usize = 8;
@@ -78,7 +78,7 @@ struct Cupti {
 }
 
 static CUPTI: OnceLock<std::result::Result<Cupti, String>> = OnceLock::new();
-/// What the buffers held that CUPTI gave back.
+/// The records in the buffers that CUPTI has given back.
 static SEEN: Mutex<Vec<Seen>> = Mutex::new(Vec::new());
 
 impl Cupti {
@@ -139,7 +139,7 @@ fn layout() -> std::alloc::Layout {
     std::alloc::Layout::from_size_align(BUFFER_BYTES, BUFFER_ALIGN).expect("a buffer's layout")
 }
 
-/// CUPTI wants memory for records.
+/// CUPTI calls this for memory for its records.
 unsafe extern "C" fn requested(buffer: *mut *mut u8, size: *mut usize, most: *mut usize) {
     // SAFETY: CUPTI gives three places to write to; the layout has a size.
     unsafe {
@@ -149,17 +149,17 @@ unsafe extern "C" fn requested(buffer: *mut *mut u8, size: *mut usize, most: *mu
     }
 }
 
-/// CUPTI gives memory back, with records in its first bytes.
+/// CUPTI calls this to give memory back; the first `valid` bytes hold records.
 unsafe extern "C" fn completed(_: *mut c_void, _: u32, buffer: *mut u8, _: usize, valid: usize) {
     if buffer.is_null() {
         return;
     }
-    // Buffers come back only once the library is there.
+    // Buffers come back only after the library was loaded.
     if let Some(Ok(cupti)) = CUPTI.get() {
         let mut seen = SEEN.lock().unwrap_or_else(PoisonError::into_inner);
         let mut record = std::ptr::null_mut();
-        // SAFETY: the buffer is of `requested`, with so many valid bytes; a record begins with its kind, and those of the three
-        // kinds that are enabled as the structs above do.
+        // SAFETY: the buffer is one that `requested` gave, and its first `valid` bytes hold records. A record begins with its
+        // kind. Only three kinds are enabled, and a record of each begins as its struct above does.
         unsafe {
             while valid > 0 && (cupti.next)(buffer, valid, &mut record) != OUT_OF_RECORDS && !record.is_null()
             {
@@ -190,8 +190,8 @@ fn is_ours(name: &[u8]) -> bool {
 }
 
 impl Cuda {
-    /// Runs `work` and says what the device did for it, in order of time; waits for all of it. `launched` names the kernels:
-    /// those that the work launches, or that its recordings hold, in order ([`Cuda::logged`]).
+    /// Runs `work`, waits for it, and says what the device did for it, in order of time. `launched` names the kernels
+    /// in order: those that the work launches, or that its recordings hold ([`Cuda::logged`]).
     ///
     /// # Errors
     /// What `work` returns; [`Error::Device`] where CUPTI cannot be loaded or is in use by another profiler, and where other kernels ran than

@@ -1,6 +1,6 @@
-//! Timing on the device, by the project's rules: *burst*, the median of single calls with the L2 flushed before each; and
-//! *sustained*, back-to-back calls on a chip that has reached its power limit. And the rates of this device's memory, which
-//! are the floor under every kernel that only moves bytes.
+//! Timing on the device by two rules. *Burst* is the median of single calls, with the L2 flushed before each.
+//! *Sustained* is the time of back-to-back calls on a chip that has reached its power limit. Also the rates of this
+//! device's memory, which limit every kernel that only moves bytes.
 //!
 //! What a call allocates comes from a warm pool in stream order: the driver hands out an address and puts nothing on the
 //! stream, so a burst's window holds kernels and memsets alone.
@@ -14,12 +14,12 @@ use nibble_core::Result;
 use std::time::{Duration, Instant};
 
 const FLUSH_BYTES: usize = 512 << 20;
-/// What a flush takes at least: 512 MiB at more than any Hopper's memory reads.
+/// The least time of a flush: 512 MiB, at a higher rate than that of any Hopper's memory.
 const FLUSH_TIME: Duration = Duration::from_micros(100);
-/// As many as hide a call that needs milliseconds on the host.
+/// The most flushes before a call: enough to hide one that takes milliseconds on the host.
 const MAX_FLUSHES: u32 = 32;
 const BURST_CALLS: usize = 25;
-/// Copied, and filled, to measure the memory: far more than the L2.
+/// Bytes that are copied, and filled, to measure the memory: far more than the L2 holds.
 const RATE_BYTES: usize = 1 << 30;
 const WARM_UP_MS: f32 = 500.0;
 const WINDOW_MS: f32 = 350.0;
@@ -39,7 +39,7 @@ pub struct Sustained {
     pub min_ms: f32,
     /// Slowest window.
     pub max_ms: f32,
-    /// What the GPU drew meanwhile; none where nothing says.
+    /// What the GPU drew meanwhile; `None` if nothing tells.
     pub draw: Option<Draw>,
 }
 
@@ -53,7 +53,7 @@ pub struct Rates {
 }
 
 impl Rates {
-    /// The least microseconds in which so many bytes can be read and written.
+    /// The least time in microseconds to read and write these numbers of bytes.
     pub fn floor_us(&self, read_bytes: u64, written_bytes: u64) -> f64 {
         let moved = (read_bytes + written_bytes) as f64 / self.copy;
         1e6 * moved.max(written_bytes as f64 / self.fill)

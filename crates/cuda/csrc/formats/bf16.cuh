@@ -13,7 +13,7 @@ namespace nib {
 
 constexpr u32 kAllLanes = 0xFFFFFFFF;
 
-/// What number i of eight is multiplied by: one for all, or one for each.
+/// The factor of number i of eight: one factor for all, or one for each.
 __device__ __forceinline__ float inverse_of(float inverse, int) { return inverse; }
 __device__ __forceinline__ float inverse_of(const float (&inverse)[8], int i) { return inverse[i]; }
 
@@ -37,7 +37,8 @@ struct Bf16 {
         return __uint_as_float(u32(*static_cast<const u16*>(from)) << 16);
     }
 
-    /// Eight numbers, zeros from the `left`-th on. kAligned: `from` lies on 16 bytes, and eight are left or none.
+    /// Eight numbers, zeros from the `left`-th on. kAligned: `from` is 16-byte aligned, and either all eight are left
+    /// or none.
     template <bool kAligned>
     __device__ __forceinline__ static Eight load(const void* from, int left) {
         Eight x = zeros();
@@ -74,7 +75,7 @@ struct Bf16 {
 
     __device__ __forceinline__ static u32 larger(u32 a, u32 b) { return ptx::max_u16x2(a, b); }
 
-    /// The F32 bits of column `col` of `lines` lines of magnitudes, the largest of them.
+    /// The largest magnitude of column `col` over kLines lines of magnitudes, as F32 bits.
     template <int kLines>
     __device__ __forceinline__ static u32 column_max(const u32 (*lines)[kWords * 16], int col) {
         u32 largest = 0;
@@ -86,7 +87,7 @@ struct Bf16 {
         return largest << 16;
     }
 
-    /// The largest of eight, in either half.
+    /// The largest of the even ones of eight numbers in the low half, of the odd ones in the high half.
     __device__ __forceinline__ static u32 fold(const Magnitudes& m) {
         return larger(larger(m.word[0], m.word[1]), larger(m.word[2], m.word[3]));
     }
@@ -99,12 +100,12 @@ struct Bf16 {
         return fold_two(largest, largest) << 16;
     }
 
-    /// Two folds to one word: the first one's maximum low, the second one's high.
+    /// Two folds to one word: the maximum of `a` in the low half, that of `b` in the high half.
     __device__ __forceinline__ static u32 fold_two(u32 a, u32 b) {
         return larger(__byte_perm(a, b, 0x5410), __byte_perm(a, b, 0x7632));
     }
 
-    /// For each kTogether of kCount chunks the largest magnitude of `kLanes` neighbouring lanes.
+    /// For every kTogether neighbours of x the largest magnitude over `kLanes` neighbouring lanes, as F32 bits.
     template <int kTogether, int kLanes, int kCount, int kHeld>
     __device__ __forceinline__ static void block_maxima(const Eight (&x)[kCount], u32 (&bits)[kHeld]) {
         static_assert(kHeld * kTogether == kCount);
@@ -125,12 +126,12 @@ struct Bf16 {
         }
     }
 
-    /// For eight rows over 16 neighbouring lanes; lane l gets that of row l / 2 % 8.
+    /// The largest magnitude of each of eight rows over 16 neighbouring lanes; lane l gets that of row l / 2 % 8.
     __device__ __forceinline__ static void row_maxima_of_eight(const Eight (&x)[8], int lane, u32 (&bits)[1]) {
         u32 two[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) two[i] = fold_two(fold(magnitudes(x[2 * i])), fold(magnitudes(x[2 * i + 1])));
-        // Each exchange halves the rows a lane still looks after.
+        // Each exchange halves the number of rows that a lane holds.
         const bool b3 = lane & 8, b2 = lane & 4, b1 = lane & 2;
         u32 a = larger(b3 ? two[2] : two[0], __shfl_xor_sync(kAllLanes, b3 ? two[0] : two[2], 8));
         u32 b = larger(b3 ? two[3] : two[1], __shfl_xor_sync(kAllLanes, b3 ? two[1] : two[3], 8));
@@ -140,7 +141,7 @@ struct Bf16 {
         bits[0] = b1 ? c & 0xFFFF0000 : c << 16;
     }
 
-    /// For eight rows over 4 neighbouring lanes; lane l gets those of rows l % 4 * 2 and the next.
+    /// The same over 4 neighbouring lanes; lane l gets those of rows l % 4 * 2 and the next.
     __device__ __forceinline__ static void row_maxima_of_eight(const Eight (&x)[8], int lane, u32 (&bits)[2]) {
         u32 two[4];
 #pragma unroll
@@ -245,14 +246,14 @@ struct F32 {
         }
     }
 
-    /// For eight rows over 16 / kHeld² neighbouring lanes; lane l gets those of kHeld rows, from l % 4 * 2 on (of two), or
-    /// that of row l / 2 % 8 (of one).
+    /// The largest magnitude of each of eight rows. kHeld = 1: over 16 neighbouring lanes; lane l gets that of row l /
+    /// 2 % 8. kHeld = 2: over 4 neighbouring lanes; lane l gets those of rows l % 4 * 2 and the next.
     template <int kHeld>
     __device__ __forceinline__ static void row_maxima_of_eight(const Eight (&x)[8], int lane, u32 (&bits)[kHeld]) {
         u32 one[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) one[i] = fold(magnitudes(x[i]));
-        // Each exchange halves the rows a lane still looks after.
+        // Each exchange halves the number of rows that a lane holds.
 #pragma unroll
         for (int half = 4; half >= kHeld; half /= 2) {
             const int distance = kHeld == 1 ? 2 * half : half / 2;

@@ -3,40 +3,43 @@
 //   kBlock       values that share a record of scales: 16, 32, 64 or 128
 //   kPart        of those, the values whose largest magnitude is looked at by itself: a factor for each part
 //   kScaleBytes  of a record: 0, 1 or 4
-//   kLine        whether a record is for the whole line instead
-//   kTensor      whether all blocks share a scale besides
+//   kLine        whether there is one record for the whole line instead of one for each block
+//   kTensor      whether all blocks of a tensor share a second scale
 //   kTiles       whether there are square blocks
-//   scale        the record of a block, and what its values are multiplied by, from the bits of its largest magnitude
-//   refine       of formats whose parts have octaves of their own: those of some parts, and what their values are multiplied by
-//   multiplier   what the codes of a part are multiplied by when they are decoded
-//   kLimits      whether BF16 numbers are brought to the largest code before, two at a time
-//   limit        that of a scale: the largest number times it, which is a BF16 number
-//   encode       sixteen values to packed codes; whether one is not zero. kWithin: they are BF16 numbers, under a nearest rounding within
-//                the limit if there is one
-//   has_pairs    whether two lines of BF16 numbers are encoded side by side under a rounding (Hif4 has how)
-//   has_table    whether BF16 numbers are encoded two at a time by what a table has for the scale byte (Nvfp4Block has how, and `bytes_of` and
-//                `pair_code` say what table_encoder.cuh asks)
-// A record that marks a block has the inverse NaN, and codes of zero. The twin of crates/formats/src/block.rs.
+//   scale        from the bits of a block's largest magnitude: its record, and the factor for its values
+//   refine       only where parts have octaves of their own: the octaves of some parts, and the factors for their values
+//   multiplier   the factor for the codes of a part when they are decoded
+//   kLimits      whether BF16 numbers are clamped before they are encoded, two at a time
+//   limit        the bound of that clamp under a scale: the element's largest number times the scale, which is a BF16 number
+//   encode       sixteen values to packed codes; returns whether one is not zero. kWithin: the values are BF16 numbers, and
+//                clamped if the format has kLimits and the rounding is to nearest
+//   has_pairs    whether two lines of BF16 numbers are encoded side by side under a rounding; Hif4 shows how
+//   has_table    whether BF16 numbers are encoded two at a time, by a table's entry for the scale byte; Nvfp4Block shows how,
+//                with the `bytes_of` and `pair_code` that table_encoder.cuh calls
+// The record of a block with a NaN or an infinity has the inverse NaN, and the block's codes are zeros. The twin of
+// crates/formats/src/block.rs.
 #pragma once
 #include "formats/small_elements.cuh"
 
 namespace nib {
 
-/// How powers of two follow from the largest magnitude, `ScaleArg` of the launch: what is added to its bits, whose carry into the exponent is
-/// the rule; the same for subnormal ones; the bits from which on the scale is NaN.
+/// A rule for scales that are powers of two; `ScaleArg` of the launch. `up` is added to the bits of the largest
+/// magnitude, and the carry into the exponent rounds the scale as the rule says. `up_least` takes its place where the
+/// magnitude is subnormal. From the bits `nan_from` on the scale is NaN.
 struct ScaleArg {
     u32 up;
     u32 up_least;
     u32 nan_from;
 };
 
-/// A tensor's own scale: what its values are multiplied by, and one over that.
+/// A tensor's own scale: the factor for its values, and one over that. With scales of earlier steps, `unit` is the
+/// magnitude that was expected instead (`tensor_scales` in whole_scales.cuh).
 struct TensorInverse {
     float inverse;
     float unit;
 };
 
-/// A block's record, and what its values are multiplied by before the factors of its parts.
+/// A block's record, and the factor for its values, before the factors of its parts.
 struct Scaled {
     u32 record;
     float inverse;
@@ -55,7 +58,7 @@ __device__ __forceinline__ Scaled power_of(u32 amax, ScaleArg rule) {
     return {byte, __uint_as_float(byte == 254 ? 0x00400000 : (254 - byte) << 23)};
 }
 
-/// What formats have in common whose values have one factor in their block.
+/// The common part of formats with one factor for all values of a block.
 template <class E>
 struct OneFactor {
     using Element = E;
@@ -70,7 +73,8 @@ struct OneFactor {
         return false;
     }
 
-    /// `decision(i)`: how value i is rounded, where that is known at run time; of kStochastic `rounded_up` of `stochastic_codes`.
+    /// `decision(i)` says how value i is rounded, where that is known only at run time. For kStochastic it is the
+    /// `rounded_up` of `stochastic_codes`.
     template <int kRound, bool kWithin, int kFactors, class Decide>
     __device__ __forceinline__ static bool encode(const float (&x)[16], const float (&factor)[kFactors], u32 (&words)[E::kBits / 2],
                                                   const Decide& decision) {
@@ -87,7 +91,7 @@ struct OneFactor {
     }
 };
 
-/// Sixteen numbers by a rounding known at run time.
+/// Encodes sixteen numbers by a rounding that is known only at run time.
 template <class E, class Decide>
 __device__ __forceinline__ bool encode_by(const float (&y)[16], u32 (&words)[E::kBits / 2], const Decide& decision) {
     constexpr u32 kMagnitude = E::kTwosComplement ? 0xFF : (1u << (E::kBits - 1)) - 1;

@@ -26,12 +26,13 @@ struct E2m1 {
     /// Whether one of the codes is not zero.
     __device__ __forceinline__ static bool any(Eight codes) { return codes & kMagnitudes; }
 
-    /// Codes of x * inverse, nearest-even, for BF16 numbers that `inverse`, a power of two, brings below 8; above 6 they
-    /// saturate if kExceeds says that there may be such. `inverse`: one for all, or one for each.
+    /// Codes of x * inverse, nearest-even, for BF16 numbers. `inverse` is a power of two, one for all or one for each, and
+    /// |x * inverse| is below 8. kExceeds: products above 6 may occur, and saturate.
     ///
-    /// F16 has E2M1 in it: scaled by 2^-14 the smallest normal numbers of both coincide, a code is the bits from 9 up,
-    /// and those below are what rounds. F16's ten bits hold a BF16 number exactly down to 0.125; what lies below
-    /// becomes 0 in any case. So one integer addition on the F16 bits rounds two numbers.
+    /// F16 contains E2M1: scaled by 2^-14 the smallest normal numbers of both coincide. Then bits 9 and up of an F16
+    /// number are the code, and the bits below are the fraction that is rounded. F16's ten bits of mantissa hold a BF16
+    /// product exactly down to 0.125; anything smaller gets the code 0 in any case. So one integer addition on the F16
+    /// bits rounds two numbers.
     template <bool kExceeds, class Inverse>
     __device__ __forceinline__ static Eight encode(const Bf16::Eight& x, const Inverse& inverse) {
         // Neighbours in a register are (0, 2), (4, 6), (1, 3), (5, 7): so bytes, not nibbles, are interleaved below.
@@ -49,12 +50,12 @@ struct E2m1 {
         return pack_halves<kExceeds>(half);
     }
 
-    /// Codes of x · factor, nearest-even, for finite numbers that a power of two, given as a pair of equal BF16, brings to 6 at most;
-    /// less work for the integer pipe than `encode` is.
+    /// Codes of x · factor, nearest-even, for finite BF16 numbers with |x · factor| <= 6. `factor` is a power of two,
+    /// as BF16 in both halves. This takes fewer instructions of the integer pipe than `encode`.
     ///
-    /// The code of v rises by 1 every half up to 2, every 1 up to 4, every 2 up to 6: it is the smallest of 2v, v + 2 and v / 2 + 4.
-    /// A fused multiply-add to a number whose last place is worth a half, 1 or 2 rounds as each of them wants, and leaves
-    /// the code in the last bits.
+    /// With v = |x · factor|, the code rises by 1 every 0.5 up to v = 2, every 1 up to 4, and every 2 up to 6. So it is
+    /// the smallest of 2v, v + 2 and v / 2 + 4. Each of the three is a fused multiply-add onto a number whose last
+    /// place is worth 0.5, 1 or 2: the addition rounds v to that step, and the last bits of the sum are the code.
     __device__ __forceinline__ static Eight encode_within(const Bf16::Eight& x, u32 factor) {
         u32 code[4];  // above 0x42C0 in either half
 #pragma unroll
@@ -65,7 +66,8 @@ struct E2m1 {
             const u32 twos = ptx::fma_bf16x2(magnitude, factor, 0x43C443C4);    // 384 + 8
             code[i] = ptx::add_min_s16x2(twos, 0xFF00FF00, ptx::add_min_s16x2(ones, 0xFF80FF80, halves));
         }
-        // Elements 0, 2, 1, 3 and 4, 6, 5, 7: sums of what does not overlap, and of constants taken off at the end.
+        // Bytes of elements 0, 2, 1, 3 and 4, 6, 5, 7. Fields that do not overlap are added; the constants in them are
+        // subtracted at the end.
         const u32 a = code[1] * 256 + code[0], b = code[3] * 256 + code[2];
         const u32 even = __byte_perm(a, b, 0x5410), odd = __byte_perm(a, b, 0x7632);
         const u32 signs_a = __byte_perm(x.word[0], x.word[1], 0x7351), signs_b = __byte_perm(x.word[2], x.word[3], 0x7351);
@@ -73,7 +75,7 @@ struct E2m1 {
         return odd * 16 + even + ((signs_even >> 4 & 0x08080808) | (signs_odd & 0x80808080)) - 0x32F032F0;
     }
 
-    /// Codes of x · inverse for F32, nearest-even; numbers above 6 saturate, of which kExceeds says that there may be such.
+    /// Codes of x · inverse for F32, nearest-even. kExceeds: products above 6 may occur, and saturate.
     template <bool kExceeds, class Inverse>
     __device__ __forceinline__ static Eight encode(const F32::Eight& x, const Inverse& inverse) {
         float v[8];
@@ -86,7 +88,8 @@ struct E2m1 {
         return choose(kMagnitudes, magnitudes<kExceeds>(v), signs);
     }
 
-    /// Codes of magnitudes, in the way of `encode_within`, to halves of its three bounds: the last place of 1.5 · 2^22 is worth a half.
+    /// Codes of magnitudes by the method of `encode_within`. Half of each of its three bounds is added to 1.5 · 2^22,
+    /// whose last place is worth 0.5.
     template <bool kExceeds>
     __device__ __forceinline__ static Eight magnitudes(const float (&v)[8]) {
         constexpr float kFar = 0x1.8p22f;
@@ -99,7 +102,8 @@ struct E2m1 {
             code[i] = min(min(halves, ones), twos);
             if constexpr (kExceeds) code[i] = min(code[i], kFarBits + 7);
         }
-        // Elements 0, 2, 4, 6 and 1, 3, 5, 7: sums of what does not overlap, and of constants taken off at the end.
+        // Bytes of elements 0, 2, 4, 6 and 1, 3, 5, 7. Fields that do not overlap are added; the constants in them are
+        // subtracted at the end.
         const u32 even = (code[6] * 256 + code[4]) * 65536 + (code[2] * 256 + code[0]);
         const u32 odd = (code[7] * 256 + code[5]) * 65536 + (code[3] * 256 + code[1]);
         return odd * 16 + even - kFarBits * 0x11111111u;
@@ -122,8 +126,8 @@ struct E2m1 {
         return __uint_as_float(__float_as_uint(magnitude) | (code & 8) << 28);
     }
 
-    /// Of each half-word, bit 15 and bits 9 to 11 (those between are 0) to one nibble; with kExceeds, 8 in bits 9 to 12 to 7.
-    /// The words hold elements (0, 2), (4, 6), (1, 3), (5, 7).
+    /// Packs each half-word to a nibble: its sign, bit 15, and its code, bits 9 to 11 (the bits between are 0). With
+    /// kExceeds the code is bits 9 to 12, and 8 becomes 7. The words hold elements (0, 2), (4, 6), (1, 3), (5, 7).
     template <bool kExceeds>
     __device__ __forceinline__ static u32 pack_halves(const u32 (&half)[4]) {
         u32 even = __byte_perm(half[0], half[1], 0x7531);  // S000mmm?, elements 0, 2, 4, 6

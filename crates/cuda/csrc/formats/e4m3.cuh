@@ -7,7 +7,7 @@
 
 namespace nib {
 
-/// What both have in common; `Element::pair` rounds two numbers.
+/// What the two elements have in common; `Element::pair` rounds two numbers.
 template <class Element>
 struct Fp8 {
     static constexpr int kBlock = 128;

@@ -5,9 +5,9 @@
 
 namespace nib {
 
-/// How a scale follows from the largest magnitude; the numbers are those of the launch code.
+/// The rules by which a scale follows from the largest magnitude, numbered as in the launch code.
 constexpr int kRuleAmax = 0;   // F32, max(amax / max, 2^-126)
-constexpr int kRuleFloor = 1;  // E8M0 from here on
+constexpr int kRuleFloor = 1;  // this rule and the following: E8M0
 constexpr int kRuleRceil = 2;
 constexpr int kRuleCeil = 3;
 constexpr int kRuleEven = 4;
@@ -22,7 +22,7 @@ __device__ __forceinline__ float e8m0_decode(u32 byte) {
     return __uint_as_float(byte == kScaleNan ? kNanBits : bits);
 }
 
-/// A block's scale as stored, and what its values are multiplied by before they are encoded (NaN for a NaN scale).
+/// A block's scale as stored, and the factor for its values before they are encoded (NaN for a NaN scale).
 template <class Stored>
 struct BlockScale {
     Stored stored;
@@ -51,8 +51,8 @@ __device__ __forceinline__ float over_max(float amax) {
     return __fmaf_rn(__fmaf_rn(-E::kMax, guess, amax), kReciprocal, guess);
 }
 
-/// 1 / x with IEEE's rounding for x from 2^-126 to 2^125. One Newton step is exact but where 1 / x lies just above the middle of two
-/// floats, which is where the mantissa is all ones.
+/// 1 / x with IEEE's rounding for x from 2^-126 to 2^125. One Newton step rounds correctly, except where 1 / x lies
+/// just above the middle between two floats: that is where the mantissa of x is all ones.
 __device__ __forceinline__ float reciprocal(float x) {
     const float approx = ptx::reciprocal_approx(x);
     const float nearest = __fmaf_rn(__fmaf_rn(-x, approx, 1.0f), approx, approx);
@@ -60,8 +60,8 @@ __device__ __forceinline__ float reciprocal(float x) {
     return (bits & 0x7FFFFF) == 0x7FFFFF ? __uint_as_float((253u << 23) - (bits & 0x7F800000) + 1) : nearest;
 }
 
-/// A power-of-two rule: what is added to the bits of the largest magnitude, whose carry into the exponent is the rule, and the
-/// bits from which on the scale is NaN.
+/// A rule for scales that are powers of two: `up` is added to the bits of the largest magnitude, and the carry into the
+/// exponent rounds the scale as the rule says. From the bits `nan_from` on the scale is NaN.
 struct PowerRule {
     u32 up;
     u32 nan_from;
@@ -80,7 +80,8 @@ struct PowerRule {
 template <class E>
 __device__ __forceinline__ BlockScale<u8> power_scale(u32 amax_bits, PowerRule rule) {
     const bool nan = amax_bits >= rule.nan_from;
-    // The exponent is at most 255, so only the lower end needs a clamp, and 254 - byte is that of a normal number.
+    // The exponent is at most 255, so only the lower end needs a clamp, and 254 - byte is the exponent of a normal
+    // number.
     const u32 byte = max(int((amax_bits + rule.up) >> 23) - E::kEmax, 0);
     return {u8(nan ? kScaleNan : byte), __uint_as_float(nan ? kNanBits : (254 - byte) << 23)};
 }
@@ -98,7 +99,7 @@ __device__ __forceinline__ BlockScale<float> amax_scale(u32 amax_bits) {
 template <bool kF32>
 using ScaleOf = typename ScaleType<kF32 ? kRuleAmax : kRuleRceil>::Stored;
 
-/// The F32 scale, or that by a rule known at run time.
+/// The F32 scale, or a power of two by a rule that is known only at run time.
 template <class E, bool kF32>
 __device__ __forceinline__ BlockScale<ScaleOf<kF32>> scale_of(u32 amax_bits, PowerRule rule) {
     if constexpr (kF32) {
@@ -108,7 +109,7 @@ __device__ __forceinline__ BlockScale<ScaleOf<kF32>> scale_of(u32 amax_bits, Pow
     }
 }
 
-/// The scale by a rule known when this is compiled.
+/// The scale by a rule that is known at compile time.
 template <class E, int kRule>
 __device__ __forceinline__ BlockScale<typename ScaleType<kRule>::Stored> block_scale(u32 amax_bits) {
     if constexpr (kRule == kRuleAmax) {

@@ -1,4 +1,5 @@
-// A matrix of F32 or BF16, which of them is told at run time: for kernels that take every combination from one instance.
+// Loads and stores of a matrix that is F32 or BF16, as known only at run time: for kernels that take every combination
+// with one instance.
 #pragma once
 #include "formats/bf16.cuh"
 #include "ptx/thread.cuh"

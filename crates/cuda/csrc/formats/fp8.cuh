@@ -1,10 +1,12 @@
-// FP8 in blocks of 128, under one scale a line of codes, and under one a tensor. The twin of crates/formats/src/fp8.rs for the last two.
+// FP8 with a scale for each block of 128, for each line, or for the whole tensor. The last two are the twins of
+// crates/formats/src/fp8.rs.
 #pragma once
 #include "formats/block_format.cuh"
 
 namespace nib {
 
-/// Blocks of 128, or 128 x 128: F32, or a power of two. `Whole` is the element as it is stored, `E` the same by itself.
+/// Blocks of 128, or of 128 x 128, whose scale is F32 or a power of two. `Whole` and `E` are the same element, as
+/// small_elements.cuh and as e4m3.cuh have it.
 template <class Whole, class E, bool kF32>
 struct Fp8Block : OneFactor<Whole> {
     static constexpr int kBlock = 128, kPart = 128, kScaleBytes = kF32 ? 4 : 1;
@@ -26,7 +28,7 @@ using E4m3BlockPower = Fp8Block<WholeE4m3, E4m3, false>;
 using E5m2Block = Fp8Block<WholeE5m2, E5m2, true>;
 using E5m2BlockPower = Fp8Block<WholeE5m2, E5m2, false>;
 
-/// A scale a line: F32, or a power of two.
+/// One scale a line: F32, or a power of two.
 template <class E, bool kF32>
 struct Fp8Line : OneFactor<E> {
     static constexpr int kBlock = 64, kPart = 64, kScaleBytes = kF32 ? 4 : 1;
@@ -47,7 +49,7 @@ using E4m3LinePower = Fp8Line<WholeE4m3, false>;
 using E5m2Line = Fp8Line<WholeE5m2, true>;
 using E5m2LinePower = Fp8Line<WholeE5m2, false>;
 
-/// A scale a tensor. Blocks of 128 are what is counted; they store nothing.
+/// One scale a tensor. Blocks of 128 are only counted; they store no record.
 template <class E>
 struct Fp8Tensor : OneFactor<E> {
     static constexpr int kBlock = 128, kPart = 128, kScaleBytes = 0;

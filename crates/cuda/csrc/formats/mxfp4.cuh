@@ -1,4 +1,4 @@
-// MXFP4, as kernels take it that know every format; those for it alone know E2m1.
+// MXFP4 for the kernels that take every format. The kernels for MXFP4 alone use E2m1 (e2m1.cuh).
 #pragma once
 #include "formats/block_format.cuh"
 

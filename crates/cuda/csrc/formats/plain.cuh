@@ -30,7 +30,8 @@ struct Few {
         }
     }
 
-    /// The same, of memory that this kernel writes too, or that it may read only behind `ptx::grid_wait`.
+    /// The same by an ordinary load, for memory that this kernel also writes or that it may read only after
+    /// `ptx::grid_wait`.
     __device__ __forceinline__ static Few load_written(const void* from) {
         if constexpr (kBytes == 16) {
             const uint4 v = *static_cast<const uint4*>(from);
@@ -108,7 +109,8 @@ __device__ __forceinline__ void add_eight(float (&sum)[8], const typename T::Eig
     for (int i = 0; i < 8; ++i) sum[i] = __fadd_rn(T::value(a, i), T::value(b, i));
 }
 
-/// Eight neighbours, rounded to nearest even, as many of them as are left. kAligned: `to` lies on 16 bytes, and eight are left or none.
+/// Stores the first `left` of eight neighbours, rounded to nearest even. kAligned: `to` is 16-byte aligned, and all
+/// eight are left or none.
 template <typename T, bool kAligned>
 __device__ __forceinline__ void store_eight(u8* to, const float (&x)[8], int left) {
     if constexpr (!kAligned) {

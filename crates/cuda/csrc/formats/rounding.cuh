@@ -1,10 +1,11 @@
-// How a number between two codes is decided: the twins of `Rounding` and `Element::encode_rounded` in crates/formats, bit for bit. A
-// kernel takes the policy as a template argument (`RoundingArg::policy` in src/launch.rs has its name) and a `RoundingArg` by value:
+// How a number between two codes is rounded: the twins of `Rounding` and `Element::encode_rounded` in crates/formats,
+// bit for bit. A kernel takes the policy as a template argument (`RoundingArg::policy` in src/launch.rs has its name)
+// and a `RoundingArg` by value:
 //
 //   template <class In, class E, int kRule, bool kAligned, class Round> __global__ void kernel(..., RoundingArg rounding) {
 //       const Round round(rounding);
 //       const u64 e = u64(row_id) * cols + col;                              // of the first of eight columns
-//       const auto bits = round.template bits<kAligned>(e, i);               // of those 8·i columns further, i known at best
+//       const auto bits = round.template bits<kAligned>(e, i);               // of the eight 8·i columns further; i is best a constant
 //       auto codes = round.template encode<E, kRule, In>(x, inverse, bits);  // x: In::Eight
 //       if (scale.is_nan()) codes = E::zeros();                              // as after E::encode
 //
@@ -17,9 +18,9 @@
 //   the codes tell: E::any(codes) over the threads of the block.
 // * x · inverse is the F32 product of the specification. Under a NaN scale the codes mean nothing.
 //
-// Scaled by a power of two so that the smallest normal numbers of element and F32 coincide, and rounded towards zero, the
-// bits of a product are the code, and below it the fraction of a step: subnormal codes as well. Rounding is then one
-// integer addition: of the complement of the random bits, or of half a step.
+// The method: a product is scaled by a power of two so that the smallest normal numbers of element and F32 coincide,
+// and rounded towards zero. Then its upper bits are the code, and the bits below are the fraction of a step, for
+// subnormal codes too. Rounding is one integer addition: of the complement of the random bits, or of half a step.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e2m1.cuh"
@@ -40,7 +41,7 @@ struct RoundingArg {
     __device__ __forceinline__ u32 step() const { return step_at == nullptr ? stream.step : __ldg(step_at); }
 };
 
-/// x · inverse, saturated where the scale rule leaves numbers above the largest: a scale that is rounded does so as well.
+/// x · inverse, saturated where the scale's rule lets it exceed the largest number, as rounded F32 scales do too.
 template <class E, int kRule>
 __device__ __forceinline__ float scaled(float x, float inverse) {
     const float y = __fmul_rn(x, inverse);
@@ -54,7 +55,8 @@ __device__ __forceinline__ u32 code_and_fraction(float y) {
     return __float_as_uint(__fmul_rz(y, E::kToCode));
 }
 
-/// Brings the numbers of a block to x · factor, a power of two, saturated, where `wanted`, which is rare. What vanishes in that keeps its sign.
+/// If `wanted`, which is rare, multiplies the numbers of a block by `factor`, a power of two, and saturates them. Zeros
+/// that arise keep their sign.
 template <class E, int kCount>
 __device__ __forceinline__ void clamp_block(F32::Eight (&x)[kCount], float factor, bool wanted) {
     if (!wanted) return;
@@ -139,7 +141,7 @@ struct NearestAway {
     }
 };
 
-/// Up in magnitude iff sixteen random bits are less than the fraction's first sixteen.
+/// Stochastic rounding: up in magnitude iff sixteen random bits are less than the fraction's first sixteen.
 struct Stochastic {
     static constexpr bool kDraws = true;
     using Bits = RandomBits;
@@ -169,20 +171,20 @@ struct Stochastic {
         return E::pack(of);
     }
 
-    /// `encode` in two steps, for numbers that a power of two scales. The first one is for a whole block, of which `largest` is the largest
-    /// magnitude; it gives what the second one multiplies by, and may change the numbers. The second one takes random bits of `draws(e)`,
-    /// which are complements, see Stream.
+    /// `encode` in two steps, for scales that are powers of two. `prepare` takes a whole block, whose largest magnitude
+    /// is `largest`. It may change the numbers, and returns the factor for the second step. `encode_prepared` takes its
+    /// random bits from `draws(e)`: they are complements, see Stream.
     __device__ __forceinline__ Stream::Complements draws(u64 e) const { return stream.complements(e); }
     template <class E, class Eight, int kCount>
     __device__ __forceinline__ static float prepare(Eight (&x)[kCount], float largest, float factor) {
-        // Below 2^-23 times kToCode there is nothing.
+        // A factor below 2^-23 could vanish when it is multiplied by kToCode: such a block is scaled beforehand.
         const bool apart = __fmul_rn(largest, factor) > E::kMax || factor < 0x1p-23f;
         clamp_block<E>(x, factor, apart);
         return apart ? E::kToCode : __fmul_rn(factor, E::kToCode);
     }
     template <class E, class In>
     __device__ __forceinline__ typename E::Eight encode_prepared(const typename In::Eight& x, float factor, const Bits& bits) const {
-        constexpr u32 kOne = 1u << (7 - E::kMantissaBits);  // of the sixteen bits that decide
+        constexpr u32 kOne = 1u << (7 - E::kMantissaBits);  // the lowest of the sixteen bits that decide
         u32 of[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
@@ -195,8 +197,8 @@ struct Stochastic {
 
 /// Nearest-even of x + d, d uniform in (-delta, delta) code steps.
 ///
-/// Up iff fraction + d exceeds one half. The fraction's upper bits decide that but where they are equal to those of one half
-/// less d; then, about once in a million numbers, all are looked at again, to 32 bits of the fraction and beyond.
+/// Up iff fraction + d exceeds one half. The fraction's upper bits decide that unless they are equal to those of one half less
+/// d: about once in a million numbers. Then all eight numbers are done again with 32 bits of the fraction and a sticky bit.
 struct Dither {
     static constexpr bool kDraws = true;
     using Bits = RandomBits;
@@ -237,7 +239,8 @@ private:
     /// 1/2 - d in units of 2^-32: from 2^15 to 2^32 - 2^15.
     __device__ __forceinline__ u32 half_less_d(u32 r) const { return 0x80000000u + 65535u * delta_q16 - 2 * delta_q16 * r; }
 
-    /// The code of a magnitude up to the largest, which goes up where its fraction exceeds `half_less_d`, from a tie to the even code.
+    /// The code of a magnitude up to the largest number: rounded up where its fraction exceeds `half_less_d`, at a tie
+    /// to the even code.
     template <class E>
     __device__ __noinline__ static u32 exact_code(float magnitude, u32 half_less_d) {
         constexpr u32 kMinExponent = 128 - E::kBias;  // of the smallest normal element

@@ -4,8 +4,9 @@
 //   decode         sixteen packed codes to their values
 // and `spec_code` below is every rounding of one number, as crates/formats/src/element.rs has it.
 //
-// Hopper converts to E4M3 and E5M2. Scaled so that the smallest normal numbers coincide, a narrower element with as many mantissa bits
-// is the same code: E2M3 is the lower part of E4M3, E3M2 and quarters that of E5M2, subnormal codes as well.
+// Hopper has instructions for E4M3 and E5M2. A narrower element with as many mantissa bits has the same codes, once its
+// numbers are scaled so that the smallest normal numbers coincide: E2M3 is the lower part of E4M3; E3M2 and quarters
+// (S1P2) are the lower part of E5M2. This holds for subnormal codes too.
 #pragma once
 #include "formats/e2m1.cuh"
 #include "formats/e4m3.cuh"
@@ -19,10 +20,10 @@ constexpr int kNearestEven = 0;
 constexpr int kNearestAway = 1;
 constexpr int kStochastic = 2;
 constexpr int kDither = 3;
-/// As a template argument: one of these, known when the kernel runs.
+/// As a template argument: any of the above, known only at run time.
 constexpr int kAnyRounding = 4;
 
-/// What one number is rounded by where that is known at run time.
+/// How one number is rounded, where that is known only at run time.
 struct Decision {
     int policy;
     u32 delta_q16;
@@ -82,7 +83,7 @@ __device__ __forceinline__ void pack_sixteen(const u32 (&bytes)[4], u32 (&words)
         words[1] = __byte_perm(half[2], half[3], 0x6420);
     } else {
         static_assert(kBits == 6, "codes have 4, 6 or 8 bits");
-        u32 part[4];  // 24 bits, by what multiplies: the shifts' pipe has enough to do
+        u32 part[4];  // 24 bits each, by multiplications: the pipe of the shifts is the busy one
 #pragma unroll
         for (int i = 0; i < 4; ++i) part[i] = __dp4a(bytes[i], 0x40010000u, 0u) * 4096 + __dp4a(bytes[i], 0x00004001u, 0u);
         words[0] = part[0] | part[1] << 24;
@@ -91,7 +92,7 @@ __device__ __forceinline__ void pack_sixteen(const u32 (&bytes)[4], u32 (&words)
     }
 }
 
-/// Undoes that.
+/// The inverse of `pack_sixteen`.
 template <int kBits>
 __device__ __forceinline__ void unpack_sixteen(const u32 (&words)[kBits / 2], u32 (&bytes)[4]) {
     if constexpr (kBits == 8) {
@@ -114,7 +115,7 @@ __device__ __forceinline__ void unpack_sixteen(const u32 (&words)[kBits / 2], u3
     }
 }
 
-/// What brings an element's smallest normal number to that of F32.
+/// The factor that brings an element's smallest normal number to that of F32.
 template <class E>
 __host__ __device__ constexpr float to_code() {
     float to_code = 0x1p-126f;
@@ -122,11 +123,9 @@ __host__ __device__ constexpr float to_code() {
     return to_code;
 }
 
-/// Sixteen x · factor to codes, up in magnitude iff sixteen random bits are less than the fraction's first sixteen. kFactors: for as many
-/// neighbours each. `rounded_up(i, one, bits)`: the complement of number i's random bits, times `one`, added to `bits`.
-///
-/// Scaled so that the smallest normal numbers of element and F32 coincide, and rounded towards zero, the bits of a product are the code, and
-/// below it the fraction of a step: see `Stochastic`, whose way this is.
+/// Sixteen x · factor to codes, up in magnitude iff sixteen random bits are less than the fraction's first sixteen: the
+/// method of rounding.cuh. There are kFactors factors, each for 16 / kFactors neighbours. `rounded_up(i, one, bits)`
+/// adds to `bits` the complement of number i's random bits, times `one`.
 template <class E, int kFactors, class RoundedUp>
 __device__ __forceinline__ bool stochastic_codes(const float (&x)[16], const float (&factor)[kFactors], u32 (&words)[E::kBits / 2],
                                                  const RoundedUp& rounded_up) {
@@ -142,7 +141,7 @@ __device__ __forceinline__ bool stochastic_codes(const float (&x)[16], const flo
         }
         bytes[i] = (code[3] * 256 + code[2]) * 65536 + (code[1] * 256 + code[0]);
         any |= bytes[i];
-        // Of each number its highest bit, where its code has it.
+        // Each number's sign bit, moved to where its code has it.
         const u32 low = __byte_perm(__float_as_uint(x[4 * i]), __float_as_uint(x[4 * i + 1]), 0x0073);
         const u32 high = __byte_perm(__float_as_uint(x[4 * i + 2]), __float_as_uint(x[4 * i + 3]), 0x0073);
         const u32 signs = __byte_perm(low, high, 0x5410) & 0x80808080;
@@ -152,7 +151,7 @@ __device__ __forceinline__ bool stochastic_codes(const float (&x)[16], const flo
     return any != 0;
 }
 
-/// Values of four codes of eight bits, by way of F16, which has both formats in it.
+/// Values of four FP8 codes, by way of F16, which contains both formats.
 template <bool kE5m2>
 __device__ __forceinline__ void decode_bytes(u32 four, float* value) {
     const u32 low = kE5m2 ? __byte_perm(four, 0, 0x1404) : ptx::f16x2_from_e4m3x2(ptx::low_u16(four));
@@ -164,7 +163,7 @@ __device__ __forceinline__ void decode_bytes(u32 four, float* value) {
     value[3] = b.y;
 }
 
-/// An element that is E4M3 or (kE5m2) E5M2, or the lower part of it, `kUnit` times as large.
+/// An element that is E4M3, or with kE5m2 E5M2, or the lower part of it with values `unit()` times as large.
 template <int kBits_, int kBias_, int kEmax_, u32 kMaxBits_, u32 kMaxCode_, bool kE5m2>
 struct PartOfFp8 {
     static constexpr int kBits = kBits_, kMantissaBits = kE5m2 ? 2 : 3, kBias = kBias_, kEmax = kEmax_;
@@ -172,15 +171,15 @@ struct PartOfFp8 {
     static constexpr bool kTwosComplement = false;
     static constexpr u32 kMagnitude = 0x01010101u * ((1u << (kBits - 1)) - 1);
 
-    /// Two to the difference of the exponents.
+    /// Two to the difference of the exponents' biases.
     __host__ __device__ static constexpr float unit() {
         float unit = 1.0f;
         for (int i = kBias; i < (kE5m2 ? 15 : 7); ++i) unit *= 2.0f;
         return unit;
     }
 
-    /// kWithin: no product is above the largest number. The factor is a power of two where bits are six, so that it takes the difference
-    /// of the exponents exactly.
+    /// kWithin: no product exceeds the largest number. For elements of six bits the factor is a power of two, so
+    /// dividing it by unit() is exact.
     template <bool kWithin>
     __device__ __forceinline__ static bool nearest_even(const float (&x)[16], float factor, u32 (&words)[kBits / 2]) {
         if constexpr (kBits != 8) factor = __fmul_rn(factor, 1.0f / unit());
@@ -191,14 +190,14 @@ struct PartOfFp8 {
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 v[j] = __fmul_rn(x[4 * i + j], factor);
-                // What is whole saturates by itself.
+                // E4M3 and E5M2 themselves are saturated by the conversion.
                 if constexpr (kBits != 8 && !kWithin) v[j] = ptx::clamp_magnitude(v[j], kMax / unit());
             }
             const u16 low = kE5m2 ? ptx::e5m2x2_from_f32(v[0], v[1]) : ptx::e4m3x2_from_f32(v[0], v[1]);
             const u16 high = kE5m2 ? ptx::e5m2x2_from_f32(v[2], v[3]) : ptx::e4m3x2_from_f32(v[2], v[3]);
             bytes[i] = ptx::pack_u16(low, high);
             any |= bytes[i];
-            // The sign comes down to the code.
+            // Moves the sign from bit 7 of a byte down to the code's highest bit.
             if constexpr (kBits != 8) bytes[i] ^= ptx::byte_perm_signs(bytes[i], 0, 0xBA98) & 0x01010101u * (0x80 | 1u << (kBits - 1));
         }
         pack_sixteen<kBits>(bytes, words);
@@ -229,7 +228,7 @@ using WholeE5m2 = PartOfFp8<8, 15, 15, 0x47600000, 0x7B, true>;
 using E2m3 = PartOfFp8<6, 1, 2, 0x40F00000, 0x1F, false>;
 using E3m2 = PartOfFp8<6, 3, 4, 0x41E00000, 0x1F, true>;
 
-/// E2M1, of numbers that any scale brought there.
+/// E2M1 under any scale, be it a power of two or not.
 struct SixteenE2m1 {
     static constexpr float kMax = 6.0f;
     static constexpr int kBits = 4, kMantissaBits = 1, kBias = 1, kEmax = 2;
@@ -249,7 +248,7 @@ struct SixteenE2m1 {
     }
 
     __device__ __forceinline__ static void decode(const u32 (&words)[2], float (&value)[16]) {
-        // Of 0, 0.5, 1, 1.5; of 2, 3, 4, 6, as the upper bytes of F16. A code without its sign picks one.
+        // The upper bytes of F16 for 0, 0.5, 1, 1.5 and for 2, 3, 4, 6. A code without its sign picks one of these.
         constexpr u32 kSmall = 0x3E3C3800, kLarge = 0x46444240;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -316,12 +315,12 @@ struct S1p2 {
 #pragma unroll
             for (int j = 0; j < 8; ++j) {
                 const float quarters = __fmul_rn(factor[2 * i + j / 4], 4.0f), v = fabsf(x[8 * i + j]);
-                // One rounding of the exact sum; the truncations do not pass a whole number.
+                // The exact sum is rounded once. The truncations (kAway) do not cross a whole number.
                 const float whole = kAway ? __fadd_rz(fminf(__fmaf_rz(v, quarters, 0.5f), 7.0f), 0x1p23f)
                                           : fminf(__fmaf_rn(v, quarters, 0x1p23f), 0x1p23f + 7.0f);
                 code[j] = __float_as_uint(whole);
             }
-            // Sums of what does not overlap, and of constants taken off at the end.
+            // Fields that do not overlap are added; the constants in them are subtracted at the end.
             const u32 even = (code[6] * 256 + code[4]) * 65536 + (code[2] * 256 + code[0]);
             const u32 odd = (code[7] * 256 + code[5]) * 65536 + (code[3] * 256 + code[1]);
             u32 top[4];  // bytes of elements j and j + 4
@@ -333,7 +332,7 @@ struct S1p2 {
         return (words[0] | words[1]) & 0x77777777;
     }
 
-    /// Codes of eight neighbours, two BF16 numbers a word, by four times the factors, pairs of equal BF16 numbers.
+    /// Codes of eight neighbours, two BF16 numbers a word. `factor` has four times the factors, as BF16 in both halves.
     template <int kRound>
     __device__ __forceinline__ static u32 eight(const u32 (&x)[4], const u32 (&factor)[4]) {
         const u32 code[4] = {whole<kRound>(x[0], factor[0]), whole<kRound>(x[1], factor[1]), whole<kRound>(x[2], factor[2]),
@@ -341,7 +340,8 @@ struct S1p2 {
         return pack_row(x, code);
     }
 
-    /// Codes of four rows of two columns, a column in either half of a word; `factor` has four times theirs.
+    /// Codes of four rows of two columns, one column in each half of a word. `factor` has four times the columns'
+    /// factors.
     template <int kRound>
     __device__ __forceinline__ static u32 four_rows(const u32 (&x)[4], u32 factor) {
         const u32 code[4] = {whole<kRound>(x[0], factor), whole<kRound>(x[1], factor), whole<kRound>(x[2], factor),
@@ -361,8 +361,9 @@ struct S1p2 {
     }
 
 private:
-    /// Magnitudes of two BF16 numbers times `factor` as whole numbers up to 7: one rounding of the exact sum. To an odd number ties go to
-    /// the other side, so that of both the larger one went away from zero.
+    /// |x| · factor of two BF16 numbers, rounded to whole numbers up to 7. Adding 128 rounds the exact product once,
+    /// ties to even. For ties away from zero, adding the odd number 129 rounds it a second time: ties go the other way
+    /// then, so the larger of both results is the one away from zero.
     template <int kRound>
     __device__ __forceinline__ static u32 whole(u32 x, u32 factor) {
         constexpr u32 kFar = 0x43004300;  // of 128, whose last place is worth one

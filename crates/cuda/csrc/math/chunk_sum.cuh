@@ -1,5 +1,6 @@
-// Sums in F64 with the bits of the CPU's: chunks of 4096 numbers over 16 lanes in order, each closed by the tree 8, 4, 2, 1; then the chunks'
-// sums by the tree over neighbours ((0+1)+(2+3))..., in which an odd one out passes up unchanged.
+// Sums in F64 in the CPU's order, and so with its bits. Numbers are cut into chunks of 4096. In a chunk, each of 16
+// lanes adds every 16th number in order, and the 16 sums are added over lanes 8, 4, 2 and 1 apart. The chunks' sums are
+// added as a tree over neighbours, ((0+1)+(2+3))...; a node without a right neighbour passes up unchanged.
 #pragma once
 #include "ptx/types.cuh"
 
@@ -8,7 +9,8 @@ namespace nib {
 constexpr int kSumChunk = 4096;
 constexpr int kSumLanes = 16;
 
-/// The sum of one chunk's numbers, the first of them and so many: by half a warp, whose other half is here too.
+/// The sum of one chunk: `count` numbers from value(first) on. Half a warp computes it; the other half calls this too,
+/// with its own chunk.
 template <class Value>
 __device__ __forceinline__ double chunk_sum(u64 first, int count, const Value& value) {
     double sum = 0.0;
@@ -20,8 +22,8 @@ __device__ __forceinline__ double chunk_sum(u64 first, int count, const Value& v
     return sum;
 }
 
-/// The sum of value(0) .. value(count - 1), for every thread of the cta. `sums`: room for the chunks' sums, in memory that no other cta
-/// touches.
+/// The sum of value(0) .. value(count - 1), for every thread of the CTA. `sums`: room for the chunks' sums, in memory
+/// that no other CTA touches.
 template <int kThreads, class Value>
 __device__ __forceinline__ double sum_in_chunks(u64 count, double* sums, const Value& value) {
     constexpr int kAtOnce = kThreads / kSumLanes;

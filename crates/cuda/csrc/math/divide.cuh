@@ -4,8 +4,9 @@
 
 namespace nib {
 
-/// x / y for many x with 0 <= x <= y, y >= 1: IEEE's quotient. The guess is within a unit in the last place and the reciprocal is
-/// the nearest one, so one correction is enough (Markstein), while the remainder is exact: for x = 0, or x not `is_tiny`.
+/// IEEE's quotient x / y, for many x by the same y, with 0 <= x <= y and y >= 1. The guess is within a unit in the last
+/// place and the reciprocal is correctly rounded, so one correction is enough (Markstein). That needs an exact
+/// remainder: it is exact for x = 0 and from 2^-80 on (see `is_tiny`).
 struct Quotient {
     float y, reciprocal, rest;
 
@@ -13,12 +14,13 @@ struct Quotient {
         rest = __fmul_rn(__fmaf_rn(-y, reciprocal, 1.0f), reciprocal);
     }
 
-    /// The least of `smallest` and x's bits minus one; 0 is above all.
+    /// Running minimum of x's bits minus one, as unsigned numbers: for x = 0 that is the largest of all, so 0 never
+    /// counts.
     __device__ __forceinline__ static u32 smallest(u32 smallest, float x) {
         const u32 bits = __float_as_uint(x) - 1;
         return bits < smallest ? bits : smallest;
     }
-    /// Whether a number other than 0 below 2^-80 was among those.
+    /// Whether one of those numbers was below 2^-80, other than 0.
     __device__ __forceinline__ static bool is_tiny(u32 smallest) { return smallest < 0x17800000 - 1; }
 
     __device__ __forceinline__ float of(float x) const {

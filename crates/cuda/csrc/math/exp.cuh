@@ -11,7 +11,7 @@ namespace nib {
 /// The Rust function scales by 2^n in two exact steps and rounds once at the end. Here n + 64 goes straight into the
 /// exponent, and the one rounding is that of the multiplication by 2^-64: the same bits, in fewer instructions.
 __device__ __forceinline__ float exp_of_negative(float x) {
-    constexpr float kRoundToInteger = 12582912.0f;  // 1.5 * 2^23; the exponent below swallows it
+    constexpr float kRoundToInteger = 12582912.0f;  // 1.5 * 2^23; the shift by 23 below drops it
     const float clamped = fmaxf(x, -104.0f);
     const float shifted = __fmaf_rn(clamped, 1.44269504f, kRoundToInteger + 64.0f);
     const float n = __fsub_rn(shifted, kRoundToInteger + 64.0f);

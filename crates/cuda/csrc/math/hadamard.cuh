@@ -1,12 +1,17 @@
 // The random Hadamard transform before a quantization, with the bits of crates/formats/src/hadamard.rs: signs, F32 butterflies with
 // strides 1, 2, 4 ..., one multiplication by 1 / sqrt(len). `HadamardArg` goes to the kernel by value (src/launch.rs).
 //
-// The kernels that quantize hold 64 numbers a lane (pieces/convert/hadamard_unit.cuh): `flip`, `butterflies`, `scale_exactly`. Signs depend on the
-// position along the transform alone: who stays at his columns draws them once.
+// Kernels that also quantize hold 64 numbers a lane (pieces/convert/hadamard_unit.cuh) and use `flip`, `butterflies`
+// and `scale_exactly`. Signs depend only on the position along the transform, so a thread that keeps its columns draws
+// its signs once.
 //
-// Those that only transform (kernels/convert/hadamard.cuh) hold fewer, and exchange more: `hadamard_across`. Down the columns signs depend on the row's
-// position in its group; eight rows are one byte, `signs_of_eight_rows`. There, rows that did not count may be non-zero afterwards, up to the end of
-// their transform block: their codes count like others, and draw the random bits of row id 0 (of their position where there are no groups).
+// Kernels that only transform (kernels/convert/hadamard.cuh) hold fewer numbers a lane and exchange more:
+// `hadamard_across`.
+//
+// Down the columns, signs depend on the row's position in its group; the signs of eight rows are one byte
+// (`signs_of_eight_rows`). Such a transform may make padding rows non-zero, up to the end of their transform block.
+// Their codes are then counted like others, and draw the random bits of row id 0 (of the row's position where there are
+// no groups).
 #pragma once
 #include "formats/bf16.cuh"
 #include "math/philox.cuh"
@@ -16,8 +21,8 @@ namespace nib {
 
 constexpr int kHadamardTile = 128;  // rows and columns
 
-/// Where row `row` lies in its group, `start` being the first rows of `num_groups` groups and the end of the last (null: all rows are
-/// one group).
+/// The position of row `row` in its group. `start` has the first row of each of `num_groups` groups, then the end of
+/// the last (null: all rows are one group).
 __device__ __forceinline__ u32 position_in_group(const int* __restrict__ start, int num_groups, int row) {
     if (start == nullptr) return row;
     int low = 0, high = num_groups;  // the last start that is not above `row` is in [low, high]
@@ -44,14 +49,15 @@ struct HadamardArg {
         return signs;
     }
 
-    /// The sign bits of eight BF16 numbers from position k on, as they lie in their words.
+    /// The signs of eight BF16 numbers from position k on, each bit where the number's sign is in the four words.
     __device__ __forceinline__ uint4 sign_bits_of_eight(u64 k) const {
         constexpr u32 kSigns = 0x80008000;
         const uint4 bits = stream.block(k / 8);
         return {bits.x & kSigns, bits.y & kSigns, bits.z & kSigns, bits.w & kSigns};
     }
 
-    /// Those of eight rows from `row` on, down the columns, as they lie in the words of two rows.
+    /// The same for eight rows from `row` on, down the columns: two rows a word. None in a transform block without a
+    /// row that counts.
     template <int kLen>
     __device__ __forceinline__ uint4 sign_bits_of_eight_rows(int row, int rows, const int* __restrict__ row_id,
                                                              const int* __restrict__ start, int num_groups) const {
@@ -59,15 +65,16 @@ struct HadamardArg {
         return sign_bits_of_eight(position_in_group(start, num_groups, row));
     }
 
-    /// Those of eight rows from `row` on, down the columns. None in a transform block without a row that counts, as row_id and `rows` say:
-    /// its zeros stay +0. A group's rows come first, so the first one tells.
+    /// The signs of eight rows from `row` on, down the columns, a bit each. None in a transform block without a row
+    /// that counts (as row_id and `rows` say), so that its zeros stay +0. A group's rows come before its padding, so
+    /// the block's first row decides.
     __device__ __forceinline__ u8 signs_of_eight_rows(int row, int rows, const int* __restrict__ row_id,
                                                       const int* __restrict__ start, int num_groups) const {
         return block_counts(row, len, rows, row_id) ? u8(signs_of_eight(position_in_group(start, num_groups, row))) : 0;
     }
 
 private:
-    /// Whether the transform block of a row has one that counts.
+    /// Whether the transform block of `row` has a row that counts.
     __device__ __forceinline__ static bool block_counts(int row, int len, int rows, const int* __restrict__ row_id) {
         const int first = row & ~(len - 1);
         return first < rows && (row_id == nullptr || __ldg(row_id + first) >= 0);
@@ -99,8 +106,9 @@ __device__ __forceinline__ void butterflies(float (&x)[kCount], u32 len) {
     }
 }
 
-/// The last step for numbers that came from BF16: the factor by which they are still to be multiplied, a power of two. Then nothing is lost
-/// if that is done later, along with another power of two: they are multiples of 2^-133.
+/// The last step, the multiplication by `factor`, for numbers that came from BF16. Where the factor is a power of two
+/// (lengths 16 and 64), returns it for the caller to multiply by, together with another power of two. Nothing is lost
+/// by that: the numbers are multiples of 2^-133. For other lengths, multiplies here and returns 1.
 template <int kLen, int kCount>
 __device__ __forceinline__ float scale_exactly(float (&x)[kCount], float factor) {
     if constexpr (kLen == 16 || kLen == 64) {
@@ -122,8 +130,8 @@ __device__ __forceinline__ void flip(F32::Eight& x, const uint4& signs) {
         x.number[i] = __uint_as_float(__float_as_uint(x.number[i]) ^ (i % 2 ? words[i / 2] & 0x80000000 : words[i / 2] << 16));
 }
 
-/// The transform block of numbers without signs, kCount of which a lane holds, and the next ones the lane `distance` further. All lanes of the
-/// warp come here.
+/// Transforms blocks of `arg.len` numbers whose signs the caller has flipped. A lane holds kCount of them, the lane
+/// `distance` further the next kCount. All lanes of the warp call this.
 template <int kCount>
 __device__ __forceinline__ void hadamard_across(float (&x)[kCount], u32 lane, u32 distance, const HadamardArg& arg) {
     butterflies(x, arg.len);

@@ -1,16 +1,17 @@
-// Sums over a row's 256 lanes, closed by the halving tree 128, 64, ..., 1 (lane l with lane l + 128, and so on).
+// A row is summed in 256 partial sums, called lanes as on the CPU (they are not a warp's lanes). The lanes are added by
+// halving: lane l with lane l + 128, then with lane l + 64, and so on down to 1.
 #pragma once
 #include "ptx/types.cuh"
 
 namespace nib {
 
-/// The tree over 8 * kThreads lanes, of which thread `index` of kThreads neighbouring ones has lanes 8 * index to 8 * index + 7; lanes past
-/// them are zeros. Every thread gets the sum; the whole warp comes here.
+/// Adds 8 * kThreads lanes; the lanes past them are zeros. Of kThreads neighbouring threads, thread `index` has lanes 8 * index to
+/// 8 * index + 7. Every thread gets the sum. The whole warp calls this.
 template <int kThreads>
 __device__ __forceinline__ float close_lanes(const float (&lane)[8], u32 index) {
     static_assert(kThreads == 8 || kThreads == 16 || kThreads == 32);
     constexpr u32 kAll = 0xFFFFFFFF;
-    // Each of the first three exchanges halves the lanes a thread still looks after.
+    // Each of the first three exchanges halves the number of lanes that a thread holds.
     float four[4], two[2];
     bool upper = index & kThreads / 2;
 #pragma unroll
@@ -24,11 +25,11 @@ __device__ __forceinline__ float close_lanes(const float (&lane)[8], u32 index) 
     float sum = (upper ? two[1] : two[0]) + __shfl_xor_sync(kAll, upper ? two[0] : two[1], kThreads / 8);
 #pragma unroll
     for (int distance = kThreads / 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(kAll, sum, distance);
-    // What is left are eight lanes, l of them with the threads whose bits above are those of l.
+    // Eight lanes are left. The three top bits of `index` are the number of the lane that a thread holds.
     sum += __shfl_xor_sync(kAll, sum, kThreads / 2);
     sum += __shfl_xor_sync(kAll, sum, kThreads / 4);
     sum += __shfl_xor_sync(kAll, sum, kThreads / 8);
-    // The lanes past these are zeros, which a sum of -0 tells.
+    // With fewer than 32 threads the remaining lanes are +0; adding them makes +0 of a sum of -0.
     return kThreads == 32 ? sum : __fadd_rn(sum, 0.0f);
 }
 

@@ -43,20 +43,20 @@ __device__ __forceinline__ float normal_of_middle(double p, u32 bits) {
     return signed_normal(__ddiv_rn(__dmul_rn(polynomial(kMiddleNumerator, r), q), polynomial(kMiddleDenominator, r)), bits);
 }
 
-/// The same where it is.
+/// The normal number of these bits, where the probability is in the tail.
 __device__ __forceinline__ float normal_of_tail(u32 bits) {
     const double q = __dsqrt_rn(__dmul_rn(-2.0, double(log_of_normal(__double2float_rn(probability(bits))))));
     return signed_normal(__ddiv_rn(polynomial(kTailNumerator, q), polynomial(kTailDenominator, q)), bits);
 }
 
-/// What a warp collects tails in.
+/// Shared memory in which a warp collects its numbers of the tail, so that all lanes work on them together.
 template <int kCount>
 struct Tails {
     u32 bits[32 * kCount];
     float number[32 * kCount];
 };
 
-/// kCount standard normals a lane. All lanes of the warp come here; `tails` is its own.
+/// kCount standard normals a lane. All lanes of the warp call this; `tails` belongs to this warp alone.
 template <int kCount>
 __device__ __forceinline__ void normals(const u32 (&bits)[kCount], Tails<kCount>& tails, float (&x)[kCount]) {
     const u32 lane = threadIdx.x % 32;

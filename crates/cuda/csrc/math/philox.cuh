@@ -1,17 +1,17 @@
-// Randomness as a function: Philox4x32-10 with the counters of crates/formats/src/philox.rs, so that the bits depend neither on
-// the launch nor on who computes what. A thread that holds eight neighbouring columns calls it once: their sixteen bits
-// each are one block, if the first element's index is a multiple of eight.
+// Randomness as a function: Philox4x32-10 with the counters of crates/formats/src/philox.rs, so that the bits depend
+// neither on the launch nor on who computes what. A thread that holds eight neighbouring columns calls it once: one
+// block of 128 bits gives each of them sixteen, if the first element's index is a multiple of eight.
 #pragma once
 #include "ptx/thread.cuh"
 #include "ptx/types.cuh"
 
 namespace nib {
 
-/// Sixteen bits of each of eight elements, two a word, the even element's in the low half.
+/// Sixteen random bits for each of eight elements: two elements a word, the even one in the low half.
 struct RandomBits {
     u32 word[4];
 
-    /// Draws them before what follows, which may wait for memory.
+    /// Makes the compiler draw them here, before code that may wait for memory.
     __device__ __forceinline__ void draw_by_now() {
 #pragma unroll
         for (u32& two : word) ptx::compute_by_now(two);
@@ -21,10 +21,11 @@ struct RandomBits {
 };
 
 /// Random bits for one (seed, purpose, site, step), addressed by element; the launch passes it by value (`StreamArg` in
-/// src/launch.rs). The keys of the rounds come from the host: they are operands out of constant memory, and cost nothing.
+/// src/launch.rs). The host computes the keys of all rounds. As kernel parameters they are operands in constant memory,
+/// which cost nothing.
 struct Stream {
     static constexpr u32 kFactor0 = 0xD2511F53, kFactor1 = 0xCD9E8D57;
-    u32 key[10][2];  // of the first round: the seed, low word first
+    u32 key[10][2];  // of each round; the first is the seed, low word first
     u32 purpose;     // shifted left by 16
     u32 site;
     u32 step;
@@ -36,7 +37,7 @@ struct Stream {
         return stream;
     }
 
-    /// What blocks have in common whose numbers differ in the low word alone: half of the second round.
+    /// What blocks have in common if their numbers differ only in the low word: half of the second round.
     struct High {
         u32 c2, c3;
     };
@@ -46,7 +47,8 @@ struct Stream {
         return {u32(p0 >> 32) ^ key[1][1], u32(p0)};
     }
 
-    /// The block of 128 bits whose number has this low word; its complement, if so wanted, costs less than made afterwards.
+    /// The block of 128 bits whose number has this low word. kComplement: the complement instead, cheaper than one made
+    /// afterwards.
     template <bool kComplement = false>
     __device__ __forceinline__ uint4 block(u32 q_low, const High& high) const {
         const u64 first = u64(q_low) * kFactor0, second = u64(u32(first >> 32) ^ step ^ key[0][1]) * kFactor1;
@@ -66,13 +68,14 @@ struct Stream {
     /// The q-th block, q modulo 2^48.
     __device__ __forceinline__ uint4 block(u64 q) const { return block(u32(q), high(q >> 32)); }
 
-    /// The complements of the bits of elements from `e` on, which is a multiple of as many as are asked for, a power of two.
+    /// Complements of the random bits of elements from `e` on. How many elements are asked for is a power of two, and
+    /// `e` a multiple of it.
     struct Complements {
         const Stream& stream;
         u32 q_low;
         High high;
 
-        /// Of eight elements, after 8 · eights others.
+        /// Those of eight elements, from element e + 8 · eights on.
         __device__ __forceinline__ RandomBits bits(u32 eights) const {
             const uint4 bits = stream.block<true>(q_low + eights, high);
             return {{bits.x, bits.y, bits.z, bits.w}};
@@ -91,7 +94,8 @@ struct Stream {
             const uint4 high = block(q + 1);
             u32 w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
             const u32 skipped = u32(e) % 8;
-            // A shift by up to seven half-words, a bit of their number at a time, so that no register is indexed.
+            // Shifts by `skipped` half-words, 0 to 7: one bit of that number at a time, so that no register is indexed
+            // at run time.
 #pragma unroll
             for (int i = 0; i < 6; ++i) w[i] = skipped & 4 ? w[i + 2] : w[i];
 #pragma unroll

@@ -1,11 +1,11 @@
-// Sums of integers over a warp and over a launch, and maxima. They commute, so their order does not matter to the bits.
+// Integer sums and maxima over a warp and over a launch. Their order does not matter to the bits.
 #pragma once
 #include "ptx/thread.cuh"
 #include "ptx/types.cuh"
 
 namespace nib {
 
-/// The sum of a warp's values up to and with this lane's.
+/// Inclusive prefix sum: the sum of the warp's values from lane 0 up to this lane's.
 __device__ __forceinline__ int sum_up_to_lane(int value) {
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -15,19 +15,21 @@ __device__ __forceinline__ int sum_up_to_lane(int value) {
     return value;
 }
 
-/// Brings what is at `to` to `bits` at least. Most are smaller than what is there already, and a look costs less than an atomic.
+/// Raises `*to` to at least `bits`. Most calls bring a smaller number than `*to` already holds, so a plain load looks
+/// first: it costs less than an atomic.
 __device__ __forceinline__ void raise(u32* to, u32 bits) {
     if (bits > *const_cast<volatile u32*>(to)) atomicMax(to, bits);
 }
 
-/// What one thread counted: blocks with a non-zero code, of those inexact, blocks with a NaN or infinity.
+/// What one thread counted: blocks with a non-zero code, the inexact ones of those, and blocks with a NaN or infinity.
 struct Tally {
     u32 non_zero = 0;
     u32 inexact = 0;
     u32 non_finite = 0;
 
-    /// Adds the counts of all threads of the cta to `counts[3]` (null: nobody wants them), once a cta. `replicas` threads
-    /// counted the same blocks. Every thread comes here; `total` is shared memory nobody else uses.
+    /// Adds the counts of all threads of the CTA to `counts[3]` (null: nobody wants them). Where `replicas` threads
+    /// counted the same blocks, the sums are divided by that. Every thread calls this; `total` is shared memory that
+    /// nothing else uses.
     __device__ __forceinline__ void flush(u64* counts, u32 (&total)[3], u32 replicas = 1) const {
         if (counts == nullptr) return;
         if (threadIdx.x < 3) total[threadIdx.x] = 0;

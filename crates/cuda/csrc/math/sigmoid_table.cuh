@@ -1,4 +1,5 @@
-// sigmoid of BF16 numbers from a table in shared memory: a fifth of the instructions that math/exp.cuh takes, whose bits it holds.
+// The sigmoid of BF16 numbers from a table in shared memory. The table has the bits of math/exp.cuh's sigmoid; looking
+// one up takes a fifth of its instructions.
 #pragma once
 #include "math/exp.cuh"
 #include "ptx/packed.cuh"
@@ -16,9 +17,9 @@ struct SigmoidTable {
 
     alignas(16) float positive[0x4000 / 4];
     u8 room[kRoom];            // for others
-    float negative[kEntries];  // 0x8000 bytes further, so that a sign's bit is its own offset
+    float negative[kEntries];  // 0x8000 bytes after `positive`: so a number's sign bit is the offset
 
-    /// All threads of the cta come here; a barrier follows.
+    /// All threads of the CTA come here; a barrier follows.
     __device__ __forceinline__ void fill() {
         for (int i = threadIdx.x; i < kEntries; i += blockDim.x) {
             const float z = exp_of_negative(-__uint_as_float((kLow + i) << 16));
@@ -28,7 +29,8 @@ struct SigmoidTable {
         }
     }
 
-    /// What `two` takes: where the table lies, for both halves of a word. It starts in the first 16 KiB of shared memory.
+    /// The argument of `two`: the table's address in both halves of a word. The table must start in the first 16 KiB of
+    /// shared memory.
     __device__ __forceinline__ u32 base() const { return shared_address(this) * 0x10001; }
 
     /// The sigmoids of both numbers of a word, the lower one first.

@@ -20,7 +20,8 @@ __device__ __forceinline__ void sort_descending(u32 (&x)[8]) {
     for (int i = 0; i < 19; ++i) order_descending(x[kPairs[i][0]], x[kPairs[i][1]]);
 }
 
-/// The eight largest of two sorted lists, sorted. The larger ones of first against last rise and then fall: a bitonic list.
+/// The eight largest of two sorted lists, sorted. The larger of each pair, the first of one list against the last of
+/// the other and so on, are the eight largest as a bitonic list, which the network then sorts.
 __device__ __forceinline__ void keep_largest(u32 (&x)[8], const u32 (&other)[8]) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) x[i] = larger_of(x[i], other[7 - i]);

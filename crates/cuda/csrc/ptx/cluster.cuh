@@ -1,15 +1,17 @@
-// Shared memory of the other ctas of a cluster.
+// Shared memory of the other CTAs of a cluster.
 #pragma once
 #include "ptx/types.cuh"
 
 namespace nib::ptx {
 
-/// Says that this cta runs, and waits until all of its cluster do: before the first write to another's shared memory. Every thread comes
-/// to both; what lies between them costs no waiting.
+/// A cluster barrier in two halves; every thread of the cluster calls both. `cluster_wait` returns once all threads
+/// have arrived. Passed before the first write to another CTA's shared memory, it proves that this CTA has started.
+/// Work between the halves hides the wait.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;\n" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;\n" ::: "memory"); }
 
-/// Stores a number at this place of another cta's shared memory (or of this one's); seen there behind `cluster_sync`.
+/// Stores a number in CTA `rank` of the cluster, which may be this one, at the address that `place` has here. That CTA
+/// sees it after the next `cluster_sync`.
 __device__ __forceinline__ void store_at(float* place, u32 rank, float value) {
     asm volatile(
         "{\n"

@@ -30,9 +30,9 @@ __device__ __forceinline__ void barrier_arrive(Barrier& barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
 }
 
-/// One arrival at the same barrier of another cta of the cluster (or of this one). Deliberately without `.release.cluster`,
-/// which costs a fence of the whole GPU an arrival: it says "I have read what the copy engine delivered", and a completed
-/// read of shared memory needs no release.
+/// One arrival at the same barrier of another CTA of the cluster (or of this one). Deliberately without
+/// `.release.cluster`, which would add a GPU-wide fence to each arrival. The arrival means "I have read what the copy
+/// engine delivered", and a completed read of shared memory needs no release.
 __device__ __forceinline__ void barrier_arrive_at(Barrier& barrier, u32 cta_rank) {
     asm volatile(
         "{\n"
@@ -59,7 +59,8 @@ __device__ __forceinline__ bool barrier_passed(Barrier& barrier, u32 parity) {
     return passed != 0;
 }
 
-/// Waits until the phase of this parity has ended. try_wait sleeps in hardware, so the loop rarely turns.
+/// Waits until the phase of this parity has ended. try_wait suspends the thread in hardware, so the loop rarely
+/// repeats.
 __device__ __forceinline__ void barrier_wait(Barrier& barrier, u32 parity) {
     asm volatile(
         "{\n"

@@ -78,14 +78,15 @@ __device__ __forceinline__ float max_magnitude(float a, float b) {
     return larger;
 }
 
-/// The same of both of BF16 pairs, with a sign that means nothing.
+/// The same for each half of two BF16 pairs. The sign bits of the result mean nothing.
 __device__ __forceinline__ u32 max_magnitude_bf16x2(u32 a, u32 b) {
     u32 larger;
     asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
     return larger;
 }
 
-/// Both magnitudes of a BF16 pair. An addition to zero, which leaves the pipe of logic alone; a NaN stays some NaN.
+/// Both magnitudes of a BF16 pair. The hardware adds zero, so this takes nothing from the pipe of integer logic. A NaN
+/// stays some NaN.
 __device__ __forceinline__ u32 magnitudes_bf16x2(u32 pair) {
     u32 magnitudes;
     asm("abs.bf16x2 %0, %1;" : "=r"(magnitudes) : "r"(pair));
@@ -99,7 +100,8 @@ __device__ __forceinline__ u32 min_u16x2(u32 a, u32 b) {
     return smaller;
 }
 
-/// Bytes of two words, as __byte_perm picks them; where a nibble of `selector` has its highest bit, copies of the byte's sign.
+/// Picks four bytes of two words, like __byte_perm. Where the top bit of a nibble of `selector` is set, the result is
+/// eight copies of the picked byte's sign bit.
 __device__ __forceinline__ u32 byte_perm_signs(u32 a, u32 b, u32 selector) {
     u32 picked;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(picked) : "r"(a), "r"(b), "r"(selector));
@@ -113,21 +115,21 @@ __device__ __forceinline__ u32 mul_add(u32 a, u32 b, u32 c) {
     return sum;
 }
 
-/// a's low half · (b's lowest byte) + its high half · (b's next byte) + c, one instruction; all unsigned.
+/// (low half of a) · (byte 0 of b) + (high half of a) · (byte 1 of b) + c, all unsigned; one instruction.
 __device__ __forceinline__ u32 halves_mul_add(u32 a, u32 b, u32 c) {
     u32 sum;
     asm("dp2a.lo.u32.u32 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
     return sum;
 }
 
-/// x, with the magnitude of `limit`, a positive number, if it exceeds that.
+/// x with its magnitude clamped to `limit`, a positive number; the sign stays.
 __device__ __forceinline__ float clamp_magnitude(float x, float limit) {
     float clamped;
     asm("min.xorsign.abs.f32 %0, %1, %2;" : "=f"(clamped) : "f"(x), "f"(limit));
     return clamped;
 }
 
-/// The same for both of a BF16 pair.
+/// The same for both numbers of a BF16 pair.
 __device__ __forceinline__ u32 clamp_magnitude_bf16x2(u32 x, u32 limit) {
     u32 clamped;
     asm("min.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(clamped) : "r"(x), "r"(limit));
@@ -169,7 +171,7 @@ __device__ __forceinline__ u32 f16x2_from_e4m3x2(u16 pair) {
     return wide;
 }
 
-/// Of four E4M3 the lower two or (kHigh) the upper two to F16, exactly; one instruction.
+/// The lower two, or with kHigh the upper two, of four E4M3 codes to F16, exactly; one instruction.
 template <bool kHigh>
 __device__ __forceinline__ u32 f16x2_from_e4m3x4(u32 four) {
     u32 wide;

@@ -10,7 +10,7 @@ __device__ __forceinline__ void tensor_map_prefetch(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-/// One tile to this cta's shared memory; completes on `barrier`.
+/// One tile to this CTA's shared memory; completes on `barrier`.
 __device__ __forceinline__ void tma_load(void* tile, const TensorMap& map, Barrier& barrier, int x, int y) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
@@ -19,7 +19,7 @@ __device__ __forceinline__ void tma_load(void* tile, const TensorMap& map, Barri
         : "memory");
 }
 
-/// The same, of what nobody will read again: it leaves the L2 before all else.
+/// The same for data that nobody will read again: the L2 evicts it first.
 __device__ __forceinline__ void tma_load_once(void* tile, const TensorMap& map, Barrier& barrier, int x, int y) {
     asm volatile(
         "{\n"
@@ -32,7 +32,7 @@ __device__ __forceinline__ void tma_load_once(void* tile, const TensorMap& map, 
         : "memory");
 }
 
-/// One tile of a matrix of a stack.
+/// The same for a stack of matrices (a three-dimensional map): one tile of matrix `matrix`.
 __device__ __forceinline__ void tma_load(void* tile, const TensorMap& map, Barrier& barrier, int x, int y, int matrix) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(
@@ -41,14 +41,15 @@ __device__ __forceinline__ void tma_load(void* tile, const TensorMap& map, Barri
         : "memory");
 }
 
-/// `bytes`, a multiple of 16, that lie one after the other; both addresses on 16 bytes.
+/// Copies `bytes` contiguous bytes, a multiple of 16, without a tensor map; both addresses are 16-byte aligned.
+/// Completes on `barrier`.
 __device__ __forceinline__ void bulk_load(void* to, const void* from, u32 bytes, Barrier& barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
                  "l"(from), "r"(bytes), "r"(shared_address(&barrier))
                  : "memory");
 }
 
-/// One tile to the same place in every cta of `cta_mask`, completing on the barrier at the same place of each.
+/// One tile to the same place in every CTA of `cta_mask`, completing on the barrier at the same place of each.
 __device__ __forceinline__ void tma_load_multicast(void* tile, const TensorMap& map, Barrier& barrier, int x, int y,
                                                    u16 cta_mask) {
     asm volatile(
@@ -58,21 +59,23 @@ __device__ __forceinline__ void tma_load_multicast(void* tile, const TensorMap& 
         : "memory");
 }
 
-/// One tile from shared memory to a matrix of a stack; ordinary stores to it must have been fenced with `fence_shared_to_async`.
+/// One tile from shared memory to a matrix of a stack. Ordinary stores to the tile must have been fenced with
+/// `fence_shared_to_async`.
 __device__ __forceinline__ void tma_store(const TensorMap& map, const void* tile, int x, int y, int matrix) {
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
                  "r"(shared_address(tile)), "r"(x), "r"(y), "r"(matrix)
                  : "memory");
 }
 
-/// Adds it to what is there, nearest-even: one addition an element, done in the L2.
+/// Adds the tile to what is in memory: one addition an element, rounded to nearest even, done in the L2. Needs the same
+/// fence.
 __device__ __forceinline__ void tma_add(const TensorMap& map, const void* tile, int x, int y, int matrix) {
     asm volatile("cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
                  "r"(shared_address(tile)), "r"(x), "r"(y), "r"(matrix)
                  : "memory");
 }
 
-/// `bytes` from shared memory; likewise.
+/// Stores `bytes` contiguous bytes from shared memory, without a tensor map. Needs the same fence.
 __device__ __forceinline__ void bulk_store(void* to, const void* from, u32 bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
                  "r"(bytes)

@@ -19,7 +19,7 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
-/// The other way.
+/// The pointer to such an address.
 __device__ __forceinline__ const void* at_shared_address(u32 address) { return __cvta_shared_to_generic(address); }
 
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }

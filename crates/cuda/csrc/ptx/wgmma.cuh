@@ -8,27 +8,29 @@
 
 namespace nib::ptx {
 
-/// In a cluster, an address of shared memory has the cta's rank above these bits; a descriptor has other fields there.
+/// Mask of an address within its CTA. In a cluster the bits above hold the CTA's rank, where a descriptor has other
+/// fields.
 constexpr u32 kWithinCta = (1 << 18) - 1;
 
-/// Descriptor of a K-major operand whose rows are 128 bytes, as TMA writes them with the 128-byte swizzle: atoms of 8 rows,
-/// 1024 bytes apart (the stride field); the leading-dimension field is not read for this layout. Its low half: the tile
-/// starts on a multiple of 1024 bytes. Shared memory ends below 2^18, so moving by bytes / 16 never carries out of the
-/// address field.
+/// Low half of the descriptor of a K-major operand whose rows are 128 bytes, as TMA writes them with the 128-byte
+/// swizzle: atoms of 8 rows, 1024 bytes apart (the stride field). The leading-dimension field is not read for this
+/// layout. The tile starts at a multiple of 1024 bytes. Shared memory ends below 2^18, so adding bytes / 16 never
+/// carries out of the address field.
 __device__ __forceinline__ u32 wgmma_descriptor_low(u32 tile_address) {
     constexpr u32 kLeading = 1 << 16;
     return kLeading | (tile_address & kWithinCta) >> 4;
 }
 
-/// Its high half is the same for every tile.
+/// The whole descriptor: its high half is the same for every tile.
 __device__ __forceinline__ u64 wgmma_descriptor(u32 low) {
     constexpr u64 kSwizzle128 = u64(1) << 62;
     constexpr u64 kAtomStride = u64(1024 >> 4) << 32;
     return kSwizzle128 | kAtomStride | u64(low);
 }
 
-/// Descriptor's low half for a BF16 operand that lies with the contraction down the rows: boxes of 128 bytes (64 elements) by as many
-/// rows as the stage is deep, as TMA writes them. Eight rows are an atom; the next 64 elements lie `box_bytes` further.
+/// Low half of the descriptor of an MN-major BF16 operand, whose contraction runs down the rows. TMA writes it in boxes
+/// of 64 elements (128 bytes) by as many rows as the stage is deep. Eight rows are an atom; the next 64 elements are
+/// `box_bytes` further.
 __device__ __forceinline__ u32 wgmma_descriptor_low_transposed(u32 tile_address, u32 box_bytes) {
     return (box_bytes >> 4) << 16 | (tile_address & kWithinCta) >> 4;
 }
@@ -38,7 +40,8 @@ __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.a
 
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-/// Keeps the compiler from moving uses of the accumulators across this point: to it a wgmma has finished when issued.
+/// Keeps the compiler from moving uses of the accumulators across this point. It believes that a wgmma has finished
+/// once it is issued.
 template <int kCount>
 __device__ __forceinline__ void wgmma_pin(float (&d)[kCount]) {
 #pragma unroll
@@ -68,7 +71,7 @@ __device__ __forceinline__ void wgmma_m64n128k32_e4m3(float (&d)[64], u64 a, u64
         : "l"(a), "l"(b), "r"(int(accumulate)));
 }
 
-/// d = A·Bᵀ (+ d where `accumulate`), BF16 x BF16, 64 x 128 x 16; kTransposed: both operands with the contraction down the rows.
+/// d = A·Bᵀ (+ d where `accumulate`), BF16 x BF16, 64 x 128 x 16. kTransposed: both operands are MN-major.
 template <bool kTransposed>
 __device__ __forceinline__ void wgmma_m64n128k16_bf16(float (&d)[64], u64 a, u64 b, bool accumulate) {
     asm volatile(

@@ -1,14 +1,15 @@
 // wgmma on BF16 with F32 accumulators, as attention uses it: A from shared memory or from registers, B either way round.
 //
-// Accumulators lie as ptx/wgmma.cuh says. A from registers: of 16 of k, lane l holds a[0] at row l/4, k 2(l%4) + {0, 1}, a[1] at row
-// l/4 + 8, and a[2], a[3] the same 8 of k later: two accumulators' neighbours packed are one register of it.
+// Accumulators lie as ptx/wgmma.cuh says. A from registers, 16 values of k at a time: in lane l, a[0] is row l/4, k =
+// 2(l%4) + {0, 1}; a[1] is row l/4 + 8 at the same k; a[2] and a[3] are the same rows at k + 8. So two neighbouring
+// accumulators of an earlier product, packed to BF16, are one register of A.
 #pragma once
 #include "ptx/types.cuh"
 #include "ptx/wgmma_lists.cuh"
 
 namespace nib::ptx {
 
-/// d = A·B (kFresh) or d += A·B, 64 x 64 x 16. A's rows and B's columns lie along k, or (kDown) B's lie across.
+/// d = A·B (kFresh) or d += A·B, 64 x 64 x 16. A is K-major; B is K-major, or with kDown MN-major.
 template <bool kDown, bool kFresh>
 __device__ __forceinline__ void wgmma_bf16(float (&d)[32], u64 a, u64 b) {
     if constexpr (kFresh) {
@@ -46,7 +47,7 @@ __device__ __forceinline__ void wgmma_bf16(float (&d)[32], u32 a0, u32 a1, u32 a
     }
 }
 
-/// d = A·B (kFresh) or d += A·B, 64 x 128 x 16. A's rows and B's columns lie along k, or (kDown) B's lie across.
+/// d = A·B (kFresh) or d += A·B, 64 x 128 x 16. A is K-major; B is K-major, or with kDown MN-major.
 template <bool kDown, bool kFresh>
 __device__ __forceinline__ void wgmma_bf16(float (&d)[64], u64 a, u64 b) {
     if constexpr (kFresh) {
@@ -84,7 +85,7 @@ __device__ __forceinline__ void wgmma_bf16(float (&d)[64], u32 a0, u32 a1, u32 a
     }
 }
 
-/// d += A·B, 64 x 192 x 16, with A in registers. B's columns lie along k, or (kDown) across.
+/// d += A·B, 64 x 192 x 16, with A in registers. B is K-major, or with kDown MN-major.
 template <bool kDown, bool kFresh>
 __device__ __forceinline__ void wgmma_bf16(float (&d)[96], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
     static_assert(!kFresh);

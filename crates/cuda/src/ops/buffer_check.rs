@@ -1,12 +1,13 @@
-//! What operations borrow: buffers of the lengths that follow from their shapes, on the operation's own device.
+//! Checks of the buffers that operations borrow: of the lengths that follow from their shapes, and on the operation's
+//! own device.
 
 use crate::Cuda;
 use crate::backend::Buf;
 use crate::{Buffer, Device};
 use nibble_core::{BlockScaled, Data, Error, Groups, Operand, Plain, Result, Tensor};
 
-/// Holds the buffers of an operation to their lengths and to its device, before a kernel is told of them: their fields are
-/// public, so that a shape may claim what a buffer does not have. Errors name the argument.
+/// Checks the buffers of an operation before a kernel gets them: their lengths and their device. The fields of a tensor
+/// are public, so a shape may claim more than its buffer has. Errors name the argument.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct BufferCheck<'d> {
     op: &'static str,
@@ -42,7 +43,7 @@ impl<'d> BufferCheck<'d> {
         self.part(argument, "values", buf, len)
     }
 
-    /// A buffer of `len` of what its argument has.
+    /// A buffer of `len` values, a part (codes, say) of an argument.
     fn part<'a, T: Plain>(
         &self,
         argument: &'static str,
@@ -82,7 +83,7 @@ impl<'d> BufferCheck<'d> {
         }
     }
 
-    /// Either.
+    /// A tensor or blocks.
     pub fn operand(&self, argument: &'static str, x: &Operand<Cuda>) -> Result<()> {
         match x {
             Operand::Plain(x) => self.tensor(argument, x),

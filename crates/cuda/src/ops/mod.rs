@@ -1,5 +1,6 @@
-//! A folder a family, one file an operation, each in three steps: a description, checked; the configuration chosen for it, a pure function that
-//! can be printed and tested without a GPU; the launch.
+//! The operations: a folder for each family, a file for each operation. Each has three steps: a checked description;
+//! the configuration that a pure function chooses for it, which can be printed and tested without a GPU; and the
+//! launch.
 
 pub(crate) mod attention;
 mod buffer_check;
@@ -27,7 +28,7 @@ use crate::jit::KernelSpec;
 use nibble_core::Result;
 use nibble_core::ops::Counts;
 
-/// Counts to add to: all zero.
+/// Counts that kernels add to, all zero at first.
 pub(crate) fn counts(cuda: &Cuda) -> Result<Counts<Cuda>> {
     Ok(Counts(Buf::new(cuda.device().counters(3)?)))
 }
@@ -52,7 +53,7 @@ pub struct SharedSize {
     pub bytes: usize,
 }
 
-/// Such sizes of small, usual and the largest problems: the compile check goes through them all.
+/// These sizes, for small, usual and the largest problems: the compile check compares them all.
 pub fn shared_sizes() -> Vec<SharedSize> {
     [
         norm::rms_norm::shared_sizes(),

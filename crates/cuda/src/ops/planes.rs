@@ -25,7 +25,7 @@ pub(super) fn rule_arg(rule: ScaleRule) -> TemplateArg {
         ScaleRule::Rceil => 2,
         ScaleRule::Ceil => 3,
         ScaleRule::Even => 4,
-        // The kernels that ask know neither.
+        // Rules of the general kernels, which take no such template argument.
         ScaleRule::TensorAmax | ScaleRule::Cann => -1,
     })
 }
@@ -40,8 +40,8 @@ pub(super) fn unwritten(
     unwritten_as(device, stored, axis, sizes, ScaleLayout::RowMajor)
 }
 
-/// Columns that a kernel is about to write in full, with scales as kernels write them and products read them best: those of a strip
-/// together, `[capacity / block][column_stride]`.
+/// Columns that a kernel is about to write in full. Scales lie strip by strip, `[capacity / block][column_stride]`:
+/// this is how kernels write them and products read them fastest.
 pub(super) fn unwritten_columns(
     device: &Device,
     stored: (Format, ScaleRule),
@@ -50,7 +50,7 @@ pub(super) fn unwritten_columns(
     unwritten_as(device, stored, BlockAxis::Col, (capacity, cols, 1), ScaleLayout::MnMajor)
 }
 
-/// Scales of columns from one strip to the next: the number of columns, padded to 16 bytes.
+/// Scales from one strip to the next: one for each column, padded to 16 bytes.
 pub(super) fn column_stride(kind: ScaleKind, cols: usize) -> usize {
     mn_major_stride(cols, kind.bytes())
 }
@@ -64,7 +64,7 @@ fn unwritten_as(
 ) -> Result<BlockScaled<Cuda>> {
     let (lines, blocks) = BlockScaled::<Cuda>::scale_shape(format, axis, rows, cols, stack);
     let kind = format.scale_kind(rule);
-    // Of no values no kernel makes one.
+    // Without values no kernel runs, so the scales are uploaded.
     let tensor_scale = || match cols {
         0 => device.upload(&vec![1.0f32; rows]).map(Buf::new),
         _ => device.alloc(rows).map(Buf::new),
@@ -111,13 +111,13 @@ pub(super) fn plain_address(x: &Tensor<Cuda>) -> u64 {
     }
 }
 
-/// What a launch takes for a plain matrix that there may be; null for none.
+/// What a launch takes for an optional plain matrix; null if there is none.
 pub(super) fn plain_or_null(x: Option<&Tensor<Cuda>>) -> &dyn KernelArg {
     const NONE: Option<&Buffer<u8>> = None;
     x.map_or(&NONE, |x| plain_arg(x).0)
 }
 
-/// An unwritten plain matrix; rows without columns and columns without rows are complete.
+/// A plain matrix whose values are yet to be written; without rows or without columns it is complete.
 pub(super) fn unwritten_plain(
     device: &Device,
     dtype: DType,

@@ -3,15 +3,15 @@
 // attention<T, kDim>: q [t, heads · head_dim], k [t, kv_heads · head_dim], v [t, kv_heads · value_dim], out [t, heads · value_dim], of type T;
 //   lse [t, heads], natural logarithms. kDim: no less than head_dim and value_dim.
 //   256 threads; grid ceil(seq_len / 64) · heads · sequences, those with the most keys first; dynamic shared memory
-//   (2 · kDim + 64) · 68 · 4 bytes. A cta has 64 queries of a head and goes over their keys 64 at a time, in order, with the softmax's
-//   sums so far (Milakov and Gimelshein). Everything is F32; P is not rounded.
+//   (2 · kDim + 64) · 68 · 4 bytes. A CTA has 64 queries of a head and goes over their keys 64 at a time, in order, with an online
+//   softmax (Milakov and Gimelshein). Everything is F32; P is not rounded.
 #pragma once
 #include "math/log.cuh"
 #include "pieces/attention/attention_tile.cuh"
 
 namespace nib {
 
-constexpr int kQueries = 64;  // of a cta, and keys of a tile
+constexpr int kQueries = 64;  // queries of a CTA, and keys of a tile
 
 template <int kDim>
 struct AttentionShared {

@@ -1,7 +1,8 @@
 // The backward pass of causal attention on the ordinary cores: any sequence length, heads of up to kDim elements, F32 or BF16.
 //
 // Both kernels: q [t, heads · head_dim], dout [t, heads · value_dim], k [t, kv_heads · head_dim], v [t, kv_heads · value_dim] of type T, both
-//   sizes kDim at most; lse and delta as `attention_rows` writes them, with factor 1. P = exp(q·k - lse) and dS = P · (dout·v - delta) are made again in each, so that nobody adds to another's sums.
+//   sizes kDim at most; lse and delta as `attention_rows` writes them, with factor 1. Each kernel computes P = exp(q·k - lse) and
+//   dS = P · (dout·v - delta) itself, so that neither adds to sums of the other.
 //   256 threads; tiles of kRows queries and keys; dynamic shared memory (4 · kDim + 2 · kRows) · (kRows + 4) · 4 bytes.
 // attention_backward_q<T, kDim, kRows>: dq = dS · k / sqrt(head_dim). Grid ceil(seq_len / kRows) · heads · sequences, most keys first.
 // attention_backward_kv<T, kDim, kRows>: dv = Pᵀ · dout and dk = dSᵀ · q / sqrt(head_dim), summed over the group's query heads in order
@@ -29,7 +30,7 @@ __device__ __forceinline__ void clear(float (&sum)[kOwn][kCols]) {
         for (int c = 0; c < kCols; ++c) sum[i][c] = 0.0f;
 }
 
-/// P and dS of a query that has this score with a key.
+/// Turns a query's score with a key into P, and `dp`, dout·v, into dS.
 __device__ __forceinline__ void score_grad(float& score, float& dp, bool seen, float lse, float delta) {
     score = seen ? exp_or_nan(score - lse) : 0.0f;
     dp = seen ? score * (dp - delta) : 0.0f;

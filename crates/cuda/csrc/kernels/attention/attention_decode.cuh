@@ -2,9 +2,9 @@
 //
 // attention_decode<T>: q [kv_heads * group * head_dim], k [keys or more, kv_heads * head_dim], v [keys or more, kv_heads * value_dim],
 //   out [kv_heads * group * value_dim], all of type T. Query head h attends with head h / group of k and v; scores are scaled by `scale`.
-//   256 threads; grid: a cta a query head; dynamic shared memory 4 * keys bytes: the weights. Everything is F32.
-//   A warp makes the score of a key, its lanes' parts added by a fixed tree; the weights' sum and the values' sums are of fixed parts,
-//   added in order. So the bits do not depend on the device.
+//   256 threads; grid: a CTA a query head; dynamic shared memory 4 * keys bytes: the weights. Everything is F32.
+//   A warp computes the score of a key; its lanes' parts are added as a fixed tree. The sum of the weights and the sums of values have fixed
+//   parts, which are added in order. So the bits do not depend on the device.
 #pragma once
 #include "formats/plain.cuh"
 #include "math/exp.cuh"
@@ -23,7 +23,8 @@ __device__ __forceinline__ float plain_at(const u8* from, u64 i) {
     return Few<T, 1>::load(from + i * T::kBytes).value(0);
 }
 
-/// All threads' values made one, each warp's by the same tree, then the warps' in order. Every thread comes here and gets the result.
+/// Combines the values of all threads: those of each warp as a fixed tree, then the warps' in order. Every thread calls
+/// this and gets the result.
 template <class Combine>
 __device__ __forceinline__ float over_cta(float mine, float (&warps)[kDecodeWarps], Combine combine) {
 #pragma unroll

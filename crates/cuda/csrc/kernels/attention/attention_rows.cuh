@@ -1,9 +1,10 @@
-// What the backward pass of attention wants of each query, beside q and dout.
+// Two numbers of each query that the backward pass of attention needs beside q and dout.
 //
 // attention_rows<T, kLanes, kEach>: out and dout [t, heads · value_dim] of type T, lse [t, heads]. Writes two planes [sequences][heads][padded]
 //   of F32: lse · factor, +infinity past the sequence (so that P is 0 there), and delta = Σ out · dout, 0 past the sequence.
 //   256 threads; grid ceil(sequences · padded · heads · kLanes / 256). kLanes lanes read a head's row, kEach elements at a time:
-//   32 and 1 take any value_dim, others value_dim = kLanes · kEach on 16 bytes. A chain a lane, then a tree over the lanes.
+//   32 and 1 take any value_dim; the others need value_dim = kLanes · kEach and rows that are 16-byte aligned. Each lane sums in a chain,
+//   and a tree adds the lanes.
 #pragma once
 #include "pieces/attention/attention_tile.cuh"
 

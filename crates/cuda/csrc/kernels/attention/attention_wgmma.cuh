@@ -4,10 +4,11 @@
 // attention_wgmma<kDim, kValueDim, kGroups>: q and k as tensor maps of [sequences][seq_len][heads · kDim], v and out of
 //   [sequences][seq_len][heads · kValueDim], in boxes of 64 columns by 64 rows (q), kKeys (k, v), 16 (out), swizzle 128; lse [t, heads],
 //   natural logarithms.
-//   128 · (kGroups + 1) threads, any number of ctas up to one a multiprocessor; dynamic shared memory sizeof(Shared) + 1008.
-// One warp loads; each of kGroups warpgroups has 64 queries. The scores of the next keys are on the tensor cores while the softmax of
-// these runs, and warpgroups take turns in issuing, so that one's products run during the other's exponentials. P is rounded to BF16;
-// sums are F32, of keys from the last to the first. The exponentials' reference changes only where the maximum grows by 2^8 or more.
+//   128 · (kGroups + 1) threads, any number of CTAs up to one a multiprocessor; dynamic shared memory sizeof(Shared) + 1008.
+// One warp loads; each of kGroups warpgroups has 64 queries. The tensor cores compute the scores of the next tile of keys while the softmax of
+// the current tile runs. Warpgroups take turns in issuing products, so that the products of one run during the exponentials of another. P is
+// rounded to BF16. Sums are F32, over the keys from the last to the first. The maximum that the exponentials are relative to changes only where
+// a new one makes P exceed 2^8.
 //
 // Measured on an H200, sustained: 550 to 599 TFLOP/s at heads of 128 and 4096 tokens, 627 to 668 at 16384, 433 to 454 at heads of 64.
 #pragma once
@@ -18,12 +19,12 @@ namespace nib {
 
 constexpr int kKeys = 128;       // of a tile
 constexpr int kKeyStages = 2;
-constexpr float kSlack = 8.0f;   // the exponent P may reach
+constexpr float kSlack = 8.0f;   // P may reach 2 to this power
 
 template <int kDim, int kValueDim, int kGroups>
 struct ForwardShared {
     static constexpr int kRows = kGroups * kGroupRows;
-    // Beside longer keys there is room for one box of a warp's results.
+    // Where keys are longer than values, shared memory has room for one box of a warp's results only.
     static constexpr int kBoxesOut = kDim > kValueDim ? 1 : kValueDim / kBoxCols;
     u8 q[kRows * kDim * 2];
     u8 k[kKeyStages][kKeys * kDim * 2];
@@ -33,13 +34,13 @@ struct ForwardShared {
     RingBarriers<kKeyStages> k_ring, v_ring;
 };
 
-/// Tiles of keys that a tile of queries sees.
+/// How many tiles of keys a tile of queries sees.
 template <int kRows>
 __device__ __forceinline__ int key_tiles(const AttentionSizes& sizes, int tile) {
     return ceil_div(min((tile + 1) * kRows, sizes.seq_len), kKeys);
 }
 
-/// Fills the rings: one thread.
+/// Loads queries, and fills the rings of keys and values: one thread.
 template <int kDim, int kValueDim, int kGroups>
 __device__ __forceinline__ void feed(ForwardShared<kDim, kValueDim, kGroups>& shared, const TensorMap& map_q, const TensorMap& map_k,
                                      const TensorMap& map_v, const AttentionSizes& sizes, int tiles, int section) {
@@ -71,12 +72,13 @@ __device__ __forceinline__ void feed(ForwardShared<kDim, kValueDim, kGroups>& sh
     }
 }
 
-/// The softmax so far of a thread's two rows, l/4 and l/4 + 8 of its warp's.
+/// The online softmax of a thread's two rows: rows l/4 and l/4 + 8 of its warp's.
 struct SoftmaxRows {
-    float max[2];    // the exponentials' reference, as a score
-    float total[2];  // of this thread's columns
+    float max[2];    // the score that exponentials are relative to
+    float total[2];  // sum of the weights of this thread's columns
 
-    /// Scores become weights. Returns what the sums so far are to be multiplied by, 1 mostly. `factor`: log2(e) / sqrt(head_dim).
+    /// Turns scores into weights. Returns whether a maximum of the warp has changed: then the caller multiplies its
+    /// sums by `less` (kFirst: there are none yet, and `less` is not set). `factor`: log2(e) / sqrt(head_dim).
     template <bool kFirst, int kCount>
     __device__ __forceinline__ bool update(float (&s)[kCount], float factor, float (&less)[2]) {
         float highest[2];
@@ -98,7 +100,7 @@ struct SoftmaxRows {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 if constexpr (kFirst) {
-                    // Of keys that are all later there is none.
+                    // -infinity where all keys of this tile are later than the query.
                     max[r] = highest[r];
                     total[r] = 0.0f;
                 } else {
@@ -136,7 +138,7 @@ __device__ __forceinline__ void attend(ForwardShared<kDim, kValueDim, kGroups>& 
     const u32 q = ptx::wgmma_descriptor_low(shared_address(shared.q + group * kGroupRows * kDim * 2));
     const u32 k = ptx::wgmma_descriptor_low(shared_address(shared.k[0]));
     const u32 v = descriptor_down<kKeys>(shared.v[0]);
-    // Each waits at its own barrier for the one before it in turn.
+    // Each warpgroup waits at its own named barrier until the one before it in turn has issued its products.
     const u32 turn = 1 + group, next_turn = 1 + (group + 1) % kGroups;
     const auto release = [&](ptx::Barrier& empty) {
         if (lane == 0) ptx::barrier_arrive(empty);

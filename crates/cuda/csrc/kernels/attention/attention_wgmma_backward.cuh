@@ -2,15 +2,15 @@
 // 192 with values of 128.
 //
 // Both kernels: q, k and their gradients as tensor maps of [sequences][seq_len][heads · kDim], v, dout and dv of kValueDim, in boxes of 64
-//   columns, swizzle 128; lse and delta as `attention_rows` writes them, with factor log2(e). P = 2^(q·k · log2(e)/sqrt(kDim) - lse) and
-//   dS = P · (dout·v - delta) are made in each of them and rounded to BF16; sums are F32. Nobody adds to another's sums.
-// attention_wgmma_backward_kv<kDim, kValueDim>: dv = Pᵀ · dout, dk = dSᵀ · q / sqrt(kDim). A cta has 128 keys of a head of k, 64 a warpgroup, and
+//   columns, swizzle 128; lse and delta as `attention_rows` writes them, with factor log2(e). Each kernel computes P = 2^(q·k ·
+//   log2(e)/sqrt(kDim) - lse) and dS = P · (dout·v - delta) itself, and rounds them to BF16. Sums are F32. No CTA adds to sums of another.
+// attention_wgmma_backward_kv<kDim, kValueDim>: dv = Pᵀ · dout, dk = dSᵀ · q / sqrt(kDim). A CTA has 128 keys of a head of k, 64 a warpgroup, and
 //   goes over the group's heads in order, and over each one's queries from the first that sees them on, `query_rows` at a time. Boxes
 //   of `query_rows` rows of q and dout, 64 of k and v, 16 where it writes. 384 threads; grid ceil(seq_len / 128) · kv_heads ·
 //   sequences, most queries first.
-// attention_wgmma_backward_q<kDim, kValueDim>: dq = dS · k / sqrt(kDim). A cta has 128 queries of a head, 64 a warpgroup, and goes over their
+// attention_wgmma_backward_q<kDim, kValueDim>: dq = dS · k / sqrt(kDim). A CTA has 128 queries of a head, 64 a warpgroup, and goes over their
 //   keys from the last to the first, `grad_keys` at a time. Boxes of 64 rows of q and dout, `grad_keys` of k and v, 16 of dq. 384 threads; any number
-//   of ctas up to one a multiprocessor.
+//   of CTAs up to one a multiprocessor.
 // Dynamic shared memory: sizeof of their struct + 1008. One warp loads. S of the next tile is on the tensor cores before the sums of this
 // one are done.
 //
@@ -23,16 +23,16 @@
 namespace nib {
 
 constexpr int kGradGroups = 2;
-constexpr int kGradRows = kGradGroups * kGroupRows;  // of a cta: keys, or queries
+constexpr int kGradRows = kGradGroups * kGroupRows;  // of a CTA: keys, or queries
 constexpr int kGradThreads = 128 * (kGradGroups + 1);
 
-/// Queries of a tile where keys stay: short heads leave registers for more.
+/// Queries of a tile in the kernel of dk and dv, where keys stay: heads of 64 leave registers for more.
 template <int kDim>
 __host__ __device__ constexpr int query_rows() {
     return kDim > 64 ? 64 : 128;
 }
 
-/// P of scores, by rows of queries down the accumulators' columns (kDown) or along their rows.
+/// P of scores, in place. The accumulators' rows are keys and their columns queries, so `lse` is read by column.
 template <int kCount>
 __device__ __forceinline__ void probabilities_down(float (&s)[kCount], float factor, const float* lse) {
     const float* const own = lse + 2 * (ptx::lane_idx() % 4);
@@ -46,8 +46,8 @@ __device__ __forceinline__ void probabilities_down(float (&s)[kCount], float fac
     }
 }
 
-/// P of scores, rounded to BF16, as `probabilities_down` makes it; what rounding took from it, rounded to BF16 itself, goes to `rest`. Together
-/// they are P to 2^-17.
+/// The same, with P rounded to BF16 in `w`. The rounding errors, rounded to BF16 themselves, go to `rest`: both
+/// together are P to 2^-17.
 template <int kCount>
 __device__ __forceinline__ void probabilities_down(u32 (&w)[kCount / 2], uint4* rest, const float (&s)[kCount], float factor,
                                                    const float* lse) {
@@ -68,6 +68,7 @@ __device__ __forceinline__ void probabilities_down(u32 (&w)[kCount / 2], uint4* 
     }
 }
 
+/// dS = P · (dP - delta), rounded to BF16. Rows are keys and columns queries, as in `probabilities_down`.
 template <int kCount>
 __device__ __forceinline__ void score_grads_down(u32 (&w)[kCount / 2], const float (&p)[kCount], const float (&dp)[kCount],
                                                  const float* delta) {
@@ -80,7 +81,7 @@ __device__ __forceinline__ void score_grads_down(u32 (&w)[kCount / 2], const flo
     }
 }
 
-/// The same of P in two parts, the second as `probabilities_down` laid it down.
+/// The same for P in two parts: `p`, and the `rest` that `probabilities_down` stored.
 template <int kCount>
 __device__ __forceinline__ void score_grads_down(u32 (&w)[kCount / 2], const u32 (&p)[kCount / 2], const uint4* rest,
                                                  const float (&dp)[kCount], const float* delta) {
@@ -103,15 +104,17 @@ __device__ __forceinline__ void score_grads_down(u32 (&w)[kCount / 2], const u32
 
 /// When dv's product of a tile is issued.
 enum class GradOrder {
-    /// With dk's. With 128 queries there are no registers for more, and it is not faster with 64 of short heads.
+    /// Together with dk's. Tiles of 128 queries leave no registers for another order; for heads of 64, another order
+    /// with tiles of 64 is not faster.
     ValuesLast,
-    /// After that of dP, so that it runs while dS is made.
+    /// After dP's product, so that it runs while dS is computed.
     ValuesBetween,
-    /// Before that of dP. Sums of longer heads leave no registers for P and dP at once: what rounding takes from P waits in shared memory.
+    /// Before dP's product. The sums of heads of 192 leave no registers for P and dP at once: P's rounding errors wait
+    /// in shared memory.
     ValuesBeforeScoreGrads,
 };
 
-/// What a cta of the kernel of dk and dv has.
+/// The work of a CTA of the kernel of dk and dv.
 struct KeyWork {
     int sequence, kv_head;
     int first_head, heads;  // of queries
@@ -135,12 +138,13 @@ struct BackwardKvShared {
     static constexpr GradOrder kOrder = kDim > 128  ? GradOrder::ValuesBeforeScoreGrads
                                         : kDim > 64 ? GradOrder::ValuesBetween
                                                     : GradOrder::ValuesLast;
-    // A warpgroup's own keys and values, and their gradients on their way out.
+    // Each warpgroup's own keys and values; at the end their gradients, on their way out.
     u8 k[kGradGroups][kGroupRows * kDim * 2];
     u8 v[kGradGroups][kGroupRows * kValueDim * 2];
     u8 q[kStages][kRows * kDim * 2];
     u8 dout[kStages][kRows * kValueDim * 2];
-    // Where P does not stay: a place of each thread's own, 4 registers at a time, those of all threads one after the other.
+    // P's rounding errors, where P does not stay in registers: 4 registers of each thread of the warpgroup side by
+    // side, then their next 4.
     static constexpr int kRestWords = kOrder == GradOrder::ValuesBeforeScoreGrads ? kGroupRows * kRows / 8 : 1;
     uint4 rest[kGradGroups][kRestWords];
     float lse[kStages][kRows];
@@ -182,7 +186,8 @@ __device__ __forceinline__ void feed_queries(BackwardKvShared<kDim, kValueDim>& 
     }
 }
 
-/// Scores of queries that are earlier than the key become -infinity. `ahead`: this thread's first column less its first row.
+/// Sets the scores of queries earlier than the key to -infinity. `ahead`: this thread's first column less its first
+/// row.
 template <int kCount>
 __device__ __forceinline__ void mask_earlier(float (&s)[kCount], int ahead) {
 #pragma unroll
@@ -220,7 +225,8 @@ __device__ __forceinline__ void key_grads(BackwardKvShared<kDim, kValueDim>& sha
 #pragma unroll
     for (int i = 0; i < kValueDim / 2; ++i) dv[i] = 0.0f;
     Place<Shared::kStages> at;
-    // What it has is read where it is needed: few registers are left. No query before a warpgroup's keys sees them.
+    // The work stays in shared memory and is read where it is needed: few registers are left. A warpgroup skips the
+    // tiles of queries that are earlier than all of its keys.
     const KeyWork& work = shared.work;
     const int key = work.row + group * kGroupRows, tiles = work.tiles;
     const int first = min(key / kRows, tiles);
@@ -244,7 +250,7 @@ __device__ __forceinline__ void key_grads(BackwardKvShared<kDim, kValueDim>& sha
     for (int head = 0; head < work.heads; ++head) {
 #pragma unroll 1
         for (int tile = work.first_tile; tile < first; ++tile) {
-            // Not before it is there: nobody tells twice in one phase.
+            // A skipped tile is released only once it is there: a warp must not arrive twice in one phase of `empty`.
             ptx::barrier_wait(shared.q_full[at.stage], at.parity);
             release(at.stage);
             at.advance();
@@ -303,7 +309,7 @@ __device__ __forceinline__ void key_grads(BackwardKvShared<kDim, kValueDim>& sha
     }
     ptx::wgmma_pin(dv);
     ptx::wgmma_pin(dk);
-    // Nobody of the warpgroup multiplies its keys and values any more.
+    // From here on no warp of the warpgroup multiplies by its keys and values: the results are staged in their place.
     ptx::named_barrier_wait<128>(1 + group);
     const int row = work.row + warp * 16;
     store_warp_rows<kValueDim>(shared.v[group] + warp % 4 * 16 * kValueDim * 2, map_dv, dv, 1.0f, 1.0f, work.kv_head, row, work.sequence);
@@ -342,7 +348,7 @@ __global__ void __launch_bounds__(kGradThreads, 1)
     }
 }
 
-/// Keys of a tile where queries stay: sums of longer heads leave registers and shared memory for fewer.
+/// Keys of a tile in the kernel of dq, where queries stay: heads of 192 leave registers and shared memory for fewer.
 template <int kDim>
 __host__ __device__ constexpr int grad_keys() {
     return kDim > 128 ? 64 : 128;
@@ -440,7 +446,8 @@ __device__ __forceinline__ void query_grads(BackwardQShared<kDim, kValueDim>& sh
         int n = Shared::last(work.tile);
         if constexpr (kKeys < kGradRows) {
             for (; n * kKeys >= first + kGroupRows; --n) {
-                // Not before they are there: nobody tells twice in one phase.
+                // Skipped tiles are released only once they are there: a warp must not arrive twice in one phase of
+                // `empty`.
                 ptx::barrier_wait(shared.k_ring.full[at.stage], at.parity);
                 ptx::barrier_wait(shared.v_ring.full[at.stage], at.parity);
                 release(shared.k_ring.empty[at.stage]);

@@ -4,7 +4,7 @@
 //
 // dequantize_rows<kBits, kBlock, Out, kAligned>: codes [rows][cols], a scale for each block of a row, or for each square tile.
 //   256 threads; a warp takes a segment of 1024 columns at a time; segments = ceil(cols / 1024), and `by_segments` divides by it.
-//   Any grid, best ceil(rows · segments / 8) but at most 128 ctas a multiprocessor. Blocks of rows with cols a multiple of the
+//   Any grid, best ceil(rows · segments / 8) but at most 128 CTAs a multiprocessor. Blocks of rows with cols a multiple of the
 //   block may be passed as one row, if they are less than 2^30 numbers.
 // dequantize_cols<kBits, kBlock, Out, kAligned>: codes [cols][rows], a scale for each block of a column.
 //   256 threads; grid ceil(cols / 128) · ceil(rows / 128); `band` as in TilePlace.
@@ -49,16 +49,16 @@ struct DecodeArg {
     }
 };
 
-/// Eight codes of E2M1 as the upper bytes of the same numbers in F16, which is E5M2.
+/// Eight E2M1 codes as E5M2 codes of the same numbers, which are the upper bytes of F16.
 __device__ __forceinline__ uint2 e5m2_from_e2m1(u32 eight) {
-    // Of 0, 0.5, 1, 1.5; of 2, 3, 4, 6. A code without its sign picks one.
+    // The codes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6. A code without its sign picks one.
     constexpr u32 kSmall = 0x3E3C3800, kLarge = 0x46444240;
     const u32 magnitudes = eight & 0x77777777, even_signs = eight << 4;
     const u32 low = __byte_perm(kSmall, kLarge, magnitudes), high = __byte_perm(kSmall, kLarge, magnitudes >> 16);
     return {low | (__byte_perm(even_signs, eight, 0x5140) & 0x80808080), high | (__byte_perm(even_signs, eight, 0x7362) & 0x80808080)};
 }
 
-/// Values of four codes of eight bits, by way of F16, which has both formats in it.
+/// Values of four FP8 codes, by way of F16, which contains both formats.
 __device__ __forceinline__ void decode_four(u32 four, bool is_e5m2, float (&value)[4]) {
     const u32 low = is_e5m2 ? __byte_perm(four, 0, 0x1404) : ptx::f16x2_from_e4m3x2(ptx::low_u16(four));
     const u32 high = is_e5m2 ? __byte_perm(four, 0, 0x3424) : ptx::f16x2_from_e4m3x2(ptx::high_u16(four));
@@ -69,7 +69,7 @@ __device__ __forceinline__ void decode_four(u32 four, bool is_e5m2, float (&valu
     value[3] = b.y;
 }
 
-/// Sixteen bytes of numbers, of which `left` exist.
+/// Stores sixteen bytes of numbers, of which `left` exist.
 template <class Out, bool kAligned>
 __device__ __forceinline__ void store_numbers(u8* to, int left, const float (&x)[16 / Out::kBytes]) {
     constexpr int kNumbers = 16 / Out::kBytes;
@@ -86,7 +86,7 @@ template <int kBits, int kBlock, class Out, bool kAligned>
 __global__ void __launch_bounds__(256)
     dequantize_rows(const u8* __restrict__ codes, const void* __restrict__ scales, u8* __restrict__ out, DecodeArg arg, int rows,
                     int cols, Divider by_segments, u32 segments) {
-    constexpr int kNumbers = 16 / Out::kBytes;  // of a lane, as one store takes them
+    constexpr int kNumbers = 16 / Out::kBytes;  // of a lane, in one store
     constexpr int kChunkCols = kNumbers * 32, kChunks = 1024 / kChunkCols;
     constexpr int kCodeBytes = kNumbers * kBits / 8;
     const bool is_e5m2 = kBits == 4 || arg.is_e5m2;
@@ -208,7 +208,8 @@ __global__ void __launch_bounds__(256, !kAligned ? 3 : kBits == 4 ? 5 : 4)
     }
     __syncthreads();
 
-    // Eight rows of eight columns a thread, turned in registers; of F32 twice four columns, so that neighbours store side by side.
+    // Each thread transposes eight rows of eight columns in registers. For F32 these are twice four columns, so that
+    // neighbouring threads store side by side.
     const int lane = threadIdx.x % 32, octet = threadIdx.x / 32 * 2 + lane / 16, chunk = lane % 16;
     const auto first = [&](int half) { return Out::kBytes == 2 ? chunk * 8 + half * 4 : half * (kTile / 2) + chunk * 4; };
     u32 row[2][8];

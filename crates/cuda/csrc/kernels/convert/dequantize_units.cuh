@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kUnitThreads, Out::kBytes == 2 ? 3 : 2) dequan
     const u32 line_bytes = code_bytes(kBits, len), first_byte = code_bytes(kBits, first_place);
     shared.codes.template load<kAcross>(arg.codes + u64(first_line) * line_bytes + first_byte, line_bytes, lines - first_line,
                                         int(line_bytes - first_byte), arg.codes_aligned);
-    // Of columns sixteen a warp, each from its upper and its lower half.
+    // Down the columns, a warp has sixteen columns, and a lane has the upper or the lower half of one.
     const int lane = threadIdx.x % 32, in_tile = threadIdx.x / 32 * 16 + lane % 16, half = lane / 16;
     const int u = kDown ? in_tile * 2 + half : threadIdx.x;
     const int line = first_line + u / kAcross, place = first_place + u % kAcross * kUnit;

@@ -4,7 +4,7 @@
 // blocks of the source with a non-zero code, of those with a code that changed its value, blocks with a NaN.
 //
 // lift_cols<kWhole, kPanels>: codes [rows][cols / 2], scales [rows][cols / 32] -> codes [cols][capacity], scales
-//   [capacity / 128][scale_stride]; capacity % 128 == 0, cols % 32 == 0; kWhole: cols % 128 == 0. 128 · kPanels threads; a cta for each
+//   [capacity / 128][scale_stride]; capacity % 128 == 0, cols % 32 == 0; kWhole: cols % 128 == 0. 128 · kPanels threads; a CTA for each
 //   kPanels · 128 columns of each `depth` strips of 128 rows, depth at most kMostDepth. sizeof(TurnShared<64, 4, kPanels>) dynamic shared
 //   memory. Planes start on 16 bytes; scale_stride, at least cols, is a multiple of 2.
 //
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kTile * kPanels, 8 / kPanels)
     fetcher.fetch();
 #pragma unroll
     for (int i = 0; i < kMostDepth; ++i) {
-        // A scale of 0 is never the largest.
+        // Padding gets scale 0, which does not raise the largest.
         if (!fetcher.is_valid(i, scale_row)) four[i] = 0;
 #pragma unroll
         for (int b = 0; b < 4; ++b) shared.scale[i][scale_panel * 4 + b][scale_row] = u8(four[i] >> (8 * b));
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kTile * kPanels, 8 / kPanels)
     const uint2 bytes = me.scales(scale);
     const int target = lift_target(me.largest_above_nan(bytes));
     me.store_scale(out_scales, target, strips, first_col, cols, scale_stride);
-    u32 rises[2] = {0, 0}, rise[4];  // of each row, a byte: above the lowest scale that gives normal numbers
+    u32 rises[2] = {0, 0}, rise[4];  // a byte for each row: octaves above the lowest scale that gives normal numbers, times 8
     bool rare = false;
 #pragma unroll
     for (int r = 0; r < 8; ++r) {
@@ -104,11 +104,12 @@ __global__ void __launch_bounds__(kTile * kPanels, 8 / kPanels)
     u32 any = 0;  // a bit for each row
 #pragma unroll
     for (int k = 0; k < 4; ++k) any |= (((seen[k] & 0x7F7F7F7F) + 0x7F7F7F7F) & 0x80808080) >> (7 - k);
-    // Two lanes hold a block.
+    // Two lanes share a block.
     any |= __shfl_xor_sync(kAllLanes, any, 1);
     if (!me.odd && present) tally.non_zero += __popc(any);
     if (__any_sync(kAllLanes, rare)) {
-        // Rows with a NaN, or that move far: again, through the table. Zeros are right already.
+        // Rows with a NaN, or whose scale is far below the largest, are done again through the table. Zeros are right
+        // already.
         u32 inexact = 0;
 #pragma unroll 1
         for (int j = 0; j < kGroupRows; ++j) {

@@ -37,14 +37,14 @@ __global__ void __launch_bounds__(kLiftThreads, kChunks == 8 ? 6 : 8)
 
     struct Segment {
         uint2 codes[kChunks];
-        u32 scales;  // of 128 columns: the first lanes look after those
+        u32 scales;  // in the first lanes: the four scales of 128 columns
     };
     struct Place {
         u64 at;      // element of the lane's first column
         int left;    // columns from there on
         int block;   // of 128 columns
         u32 row;
-        bool mine;   // whether there is that block, and the lane looks after it
+        bool mine;   // whether that block exists and this lane has its scales
     };
     const auto place = [&](u32 rounds_left) {
         const auto task = tasks.place(Tasks::next(rounds_left));
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kLiftThreads, kChunks == 8 ? 6 : 8)
             ptx::store_16(out + to.at + chunk * kLiftChunkCols,
                           {lift_four<false>(in.x, magnitudes, signs), lift_four<true>(in.x, magnitudes, signs),
                            lift_four<false>(in.y, magnitudes, signs), lift_four<true>(in.y, magnitudes, signs)});
-        // Two lanes hold one block: pairs of bits, of which the lower one is counted.
+        // Two lanes share a block: of each pair of bits the lower one is counted.
         const u32 non_zero = __ballot_sync(kAllLanes, ((in.x | in.y) & E2m1::kMagnitudes) != 0);
         tally.non_zero += __popc((non_zero | non_zero >> 1) & 0x55555555);
     };
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kLiftThreads, kChunks == 8 ? 6 : 8)
                 store(to, i, now.codes[i], {kLiftLow + (rise & 0xFFFFFF00), kLiftHigh + rise}, 0x80808080);
             }
         } else {
-            // Through the table; short code, that reads once more.
+            // Through the table. This is rare, so the code is short and reads the codes again.
 #pragma unroll 1
             for (int i = 0; i < kChunks; ++i) {
                 uint2 in = {0, 0};

@@ -6,13 +6,13 @@
 //
 // lift_tiles<kWhole>: codes [stack][rows][cols / 2], scales [stack][rows][cols / 32] -> out [stack][rows][cols], out_scales
 //   [stack][ceil(rows / 128)][ceil(cols / 128)], turned [stack][cols][rows], turned_scales [stack][ceil(cols / 128)][ceil(rows / 128)];
-//   cols % 32 == 0; kWhole: cols % 128 == 0, rows % 16 == 0. 512 threads; a cta takes 256 x 256: two squares side by side, then the two
+//   cols % 32 == 0; kWhole: cols % 128 == 0, rows % 16 == 0. 512 threads; a CTA takes 256 x 256: two squares side by side, then the two
 //   below, which it fetches before it is done with the first. Grid stack * ceil(cols / 256) * ceil(rows / 256); sizeof(LiftTilesShared)
 //   dynamic shared memory. Planes start on 16 bytes.
 //
-// Measured as in lift_cols.cuh: 32768 x 7168 87 %, 16384 x 7168 84 %, 24576 x 2048 80 %, 4096 x 7168 73 %. Lines of 256 bytes both ways:
-// one square across is 9 % slower, one down 4 %, and 7 % where panels are swept from end to end rather than in bands of four strips. Three
-// ctas a multiprocessor spill. ncu: the L2 81 % busy, the memory 70 %.
+// Measured as in lift_cols.cuh: 32768 x 7168 87 %, 16384 x 7168 84 %, 24576 x 2048 80 %, 4096 x 7168 73 %. Lines of 256
+// bytes both ways: one square across is 9 % slower, one down 4 %, and 7 % where panels are swept from end to end rather
+// than in bands of four strips. Three CTAs a multiprocessor spill. ncu: the L2 81 % busy, the memory 70 %.
 #pragma once
 #include "math/reduce.cuh"
 #include "pieces/convert/column_tile.cuh"
@@ -24,7 +24,7 @@ namespace nib {
 
 constexpr int kLiftTilesThreads = 512;
 constexpr int kLiftTilesWarps = kLiftTilesThreads / 32;
-constexpr int kLiftTilesDepth = 2;  // strips of a cta
+constexpr int kLiftTilesDepth = 2;  // strips of a CTA
 constexpr int kLiftTilesBand = 4;   // strips
 
 struct alignas(16) LiftTilesShared {
@@ -36,7 +36,7 @@ struct alignas(16) LiftTilesShared {
 /// The sums of four bytes, each by itself.
 __device__ __forceinline__ u32 add_bytes(u32 a, u32 b) { return ((a & ~kEachSign) + (b & ~kEachSign)) ^ ((a ^ b) & kEachSign); }
 
-/// Each lane's word lies in one of two squares: the largest of those, in all lanes.
+/// The largest word of each of two squares, in all lanes. This lane's `word` belongs to `square`.
 __device__ __forceinline__ uint2 largest_of_squares(u32 word, int square) {
     return {__reduce_max_sync(kAllLanes, square == 0 ? word : 0), __reduce_max_sync(kAllLanes, square == 1 ? word : 0)};
 }
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kLiftTilesThreads, 2)
     const int first_row = first_strip * kTile + warp * 8, my_col = (first_panel + square) * kTile + lane % 16 * 8;
     const u64 first = (matrix * rows + first_row) * cols + my_col;  // element of the stack
     int rows_left = my_col < cols ? rows - first_row : 0;
-    // The first lanes look after the scales: of a row of either square, four.
+    // Lanes 0 to 15 load the scales: each has the four of one row of one square.
     const int owned_square = lane / 8, owned_panel = first_panel + owned_square, owned_row = first_row + lane % 8;
     const int owned = owned_square < 2 ? sources - owned_panel * 4 : 0;
     int owned_rows_left = owned > 0 ? rows - owned_row : 0;
@@ -100,8 +100,9 @@ __global__ void __launch_bounds__(kLiftTilesThreads, 2)
         if (lane < 2) shared.largest[i % 2][lane][warp] = lane == 0 ? of_warp.x : of_warp.y;
         __syncthreads();
         const uint2 largest = largest_of_squares(shared.largest[i % 2][square][lane % kLiftTilesWarps], square);
-        const int target = lift_target(owned_square == 0 ? largest.x : largest.y);  // of the owned
-        // How far each scale lies above the lowest that gives normal numbers, bit 7 of those that do not, and of NaNs.
+        const int target = lift_target(owned_square == 0 ? largest.x : largest.y);  // of the square whose scales this lane has
+        // A byte for each scale. `above`: octaves above the lowest scale that gives normal numbers. `nan`: bit 7 marks
+        // a NaN. `rare`: bit 7 marks a NaN, or a scale that does not give normal numbers.
         const u32 above = add_bytes(four, (kLiftFar - kLiftNormal - u32(target) & 0xFF) * kEachByte);
         const u32 nan = (four & ~kEachSign) + kEachByte & four & exists;
         const u32 rare = (((above & ~kEachSign) + (0x80 - (kLiftNan - kLiftNormal)) * kEachByte | above) & exists) | nan;
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(kLiftTilesThreads, 2)
 
         u8* const mine = shared.tile[i][square].place(lane % 16 * 8, warp);
         const int block = lane / 4 % 4;
-        // A byte to all four, and to all but the first: 0 stays 0.
+        // Selectors that copy a byte to all four bytes, and to all but the lowest one, since the code of 0 stays 0.
         const u32 to_high = block * 0x1111, to_low = to_high & 0xFFF0 | 4;
         u32 by_four[2][8];
         u32 non_zero = 0;  // a bit for each row
@@ -124,13 +125,13 @@ __global__ void __launch_bounds__(kLiftTilesThreads, 2)
             ptx::store_8_if(rows_here > (kWhole ? 0 : j), to, {by_four[0][j], by_four[1][j]});
             to += cols;
         }
-        // Four lanes hold a block.
+        // Four lanes share a block.
         non_zero |= __shfl_xor_sync(kAllLanes, non_zero, 1);
         non_zero |= __shfl_xor_sync(kAllLanes, non_zero, 2);
         if (lane % 4 == 0) tally.non_zero += __popc(non_zero);
         turn_8x8(by_four, mine);
         if (__any_sync(kAllLanes, rare != 0)) {
-            // Rows with a NaN, or that move far: again, through the table.
+            // Rows with a NaN, or whose scale is far below the largest, are done again through the table.
             u64 at = first + u64(i) * kTile * cols;
 #pragma unroll 1
             for (int j = 0; j < 8; ++j, at += cols) {
@@ -156,7 +157,8 @@ __global__ void __launch_bounds__(kLiftTilesThreads, 2)
     }
     __syncthreads();
 
-    // Of a column a line of all strips, 16 bytes a thread where they start on 16.
+    // Stores the transposed plane: a line over all strips for each column, 16 bytes a thread where lines are 16-byte
+    // aligned, else one byte.
     constexpr int kStore = kWhole ? 16 : 1, kChunks = kDepth * kTile / kStore, kLines = kLiftTilesThreads / kChunks;
     const int row = threadIdx.x % kChunks * kStore, first_line = threadIdx.x / kChunks;
     const int lines = first_strip * kTile + row < rows ? cols - first_panel * kTile : 0;

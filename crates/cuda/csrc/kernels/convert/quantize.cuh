@@ -7,10 +7,11 @@
 //   warp; no dynamic shared memory. Where every row counts and cols is a multiple of the block, the launch may pass all of x, if that is
 //   less than 2^30 numbers, as one row.
 //
-// Measured on an H200 (share of the larger of (read + written) / 4252 GB/s and written / fill rate; 32768 x 7168, 24576 x 2048 and
-// 4096 x 7168): BF16 -> MXFP4 101, 86 and 78 %, E4M3 102, 93 and 84 %; rounded stochastically, MXFP4 78, 67 and 60 %. A kernel that only
-// reads and writes as much as E4M3 reaches 92 % of the last one: launch, first loads and last stores take the rest. Without the counts
-// a point more. Ctas of 256 threads, 4 chunks a warp, segments fetched ahead: less, where there is padding by 20 points.
+// Measured on an H200 (share of the larger of (read + written) / 4252 GB/s and written / fill rate; 32768 x 7168, 24576
+// x 2048 and 4096 x 7168): BF16 -> MXFP4 101, 86 and 78 %, E4M3 102, 93 and 84 %; rounded stochastically, MXFP4 78, 67
+// and 60 %. A kernel that only reads and writes as much as E4M3 reaches 92 % of the last one: launch, first loads and
+// last stores take the rest. Without the counts a point more. CTAs of 256 threads, 4 chunks a warp, or segments fetched
+// ahead are slower, where there is padding by 20 points.
 #pragma once
 #include "pieces/convert/row_codes.cuh"
 

@@ -3,17 +3,17 @@
 // quantize_cols<In, E, kF32Scales, kRows, Round>: x [rows][cols], cols a multiple of 8. col_codes [cols][capacity], zeros from `rows` to
 //   `capacity`, which is a multiple of the block. kRows: also row_codes as quantize_rows writes them; else row_codes and row_scales are null.
 //   row_id and counts as there, counts of the row blocks where those are written.
-//   256 threads; a cta takes a square of 128 x 128, or two, one below the other, where two codes share a byte. Grid A * ceil(D / squares), with
-//   A = ceil(cols / 128), D = ceil(capacity / 128); bands of `band` ctas are done side by side, so that what is written at one time lies together:
-//   all of them for columns alone, 4 strips for both. sizeof(ColumnShared<In, E, kF32Scales>) dynamic shared memory.
-//   Scales of a square lie together: col_scales [ceil(capacity / E::kBlock)][scale_stride], at least cols, and row_scales, for the time
-//   being, [A * 128 / E::kBlock][D * 128]. Stored one at a time in their places they cost 11 % of the whole.
+//   256 threads; a CTA takes a square of 128 x 128, or two, one below the other, where two codes share a byte. Grid A * ceil(D / squares), with
+//   A = ceil(cols / 128), D = ceil(capacity / 128). CTAs are ordered by bands that are `band` CTAs high, so that what is written at the same time
+//   lies together (`TilePlace`): a single band for columns alone, 4 strips for both. sizeof(ColumnShared<In, E, kF32Scales>) dynamic shared memory.
+//   Scales of a square are stored together: col_scales [ceil(capacity / E::kBlock)][scale_stride], at least cols, and row_scales at first
+//   as [A * 128 / E::kBlock][D * 128]. Storing each row scale in its final place would cost 11 % of the whole time.
 //
-// transpose_scales<Stored>: brings them there, [blocks][stride] -> [lines][blocks], stride a multiple of 128. 256 threads; grid
-//   ceil(blocks / 32) * ceil(lines / 128). May be launched early. Words of four record bytes go by it as F32 scales do.
+// transpose_scales<Stored>: brings the row scales to their final places, [blocks][stride] -> [lines][blocks], stride a multiple of 128. 256
+//   threads; grid ceil(blocks / 32) * ceil(lines / 128). May be launched early. Words of four record bytes are transposed like F32 scales.
 //
-// Measured as in quantize.cuh: BF16 -> E4M3 columns 98, 93 and 84 %, both 90, 83 and 77 %. Of the latter's time transpose_scales takes 2 us,
-// 4 when it is not launched early.
+// Measured as in quantize.cuh: BF16 -> E4M3 columns 98, 93 and 84 %, both 90, 83 and 77 %. Of the time for both,
+// transpose_scales takes 2 us, 4 if it is not launched early.
 #pragma once
 #include "pieces/convert/column_codes.cuh"
 
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : kRows || Round::kDr
 #pragma unroll
         for (int i = 0; i < In::kWords; ++i)
             if (lane < 16) shared.maxima[warp][chunk * In::kWords + i] = largest.word[i];
-        // Every thread has read what it fetched, and reads nobody else's.
+        // A thread reads only what it fetched itself, and has read it by now: the next strip may overwrite it.
         if (strip + 1 < end_strip) fetch(strip + 1);
         RowScales<In, E, kF32Scales> of_rows;
         if constexpr (kRows) of_rows = RowScales<In, E, kF32Scales>(in, lane, rule);
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : kRows || Round::kDr
             for (int i = 0; i < 8; ++i)
                 if (__float_as_uint(inverse[i]) == kNanBits) clear_column(codes, i);
         }
-        // Two strips of half bytes fill the lines of a tile.
+        // With two codes a byte, two strips fill the lines of a tile.
         const bool second = strip != first_strip;
         turn_codes(codes, second ? shared.tile.place(chunk * 8, 8 + octet / 2) + octet % 2 * 4 : place);
     }
@@ -136,10 +136,10 @@ __global__ void __launch_bounds__(256, In::kBytes == 4 ? 2 : kRows || Round::kDr
 template <class Stored>
 __global__ void __launch_bounds__(256)
     transpose_scales(const Stored* __restrict__ in, Stored* __restrict__ out, int lines, int blocks, int stride) {
-    constexpr int kLines = 128, kEach = 16;                     // lines of a cta, blocks of a thread
-    constexpr int kBlocks = 256 / kLines * kEach;               // of a cta
+    constexpr int kLines = 128, kEach = 16;                     // lines of a CTA, blocks of a thread
+    constexpr int kBlocks = 256 / kLines * kEach;               // of a CTA
     constexpr int kInWord = 4 / sizeof(Stored), kWords = kBlocks / kInWord;  // of a line
-    __shared__ u32 words[kLines][kWords + 1];                   // one more than there are, so that lines lie in different banks
+    __shared__ u32 words[kLines][kWords + 1];                   // one word of padding, so that lines lie in different banks
     const int across = ceil_div(blocks, kBlocks), down = blockIdx.x / across;
     const int first_block = (blockIdx.x - down * across) * kBlocks, first_line = down * kLines;
     // Neighbouring threads read neighbouring lines, all their blocks at once.

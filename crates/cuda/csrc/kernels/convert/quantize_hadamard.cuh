@@ -3,12 +3,12 @@
 // quantize_hadamard_cols<E, kLen, Round>: x [rows][cols], cols a multiple of 8; col_codes, col_scales, capacity, row_id and counts as in
 //   quantize_cols.cuh, without its row planes; col_scales [capacity / E::kBlock][scale_stride], E8M0, scale_stride at least cols. The transform,
 //   of length kLen, starts at the start of each of num_groups groups (start null: at row 0); groups start at multiples of kLen, and capacity is
-//   one. What is missing of a group's last transform block reads as +0, and becomes numbers like others. A cta takes a square of 128 x 128, or
-//   two, one below the other, where two codes share a byte, and then another; by_height divides by how many of these lie below each other.
-//   256 threads; any grid, best two ctas a multiprocessor; sizeof(QuantizeHadamardShared<E, Round>) dynamic shared memory.
+//   one. The rows that a group's last transform block lacks read as +0; after the transform they are numbers like others. A CTA takes a square
+//   of 128 x 128 (where two codes share a byte, two, one below the other), and then further ones; by_height divides by how many of these lie
+//   below each other. 256 threads; any grid, best two CTAs a multiprocessor; sizeof(QuantizeHadamardShared<E, Round>) dynamic shared memory.
 //
-// A thread has half a column of a square, a unit, which `ldmatrix` brings there transposed. Random bits are drawn by eights of a row, and change
-// hands in the same way.
+// A thread has a unit, half a column of a square, which `ldmatrix` loads transposed. Random bits are drawn for eight
+// neighbours of a row, and go to the threads that need them in the same way.
 //
 // Measured as quantize_hadamard_rows: MXFP4 65 % (52 %), E4M3 90 % (71 %).
 #pragma once
@@ -19,14 +19,15 @@
 
 namespace nib {
 
-/// 128 rows of 256 bytes, in chunks of 16 whose order depends on the row: so that no two lines that a warp's lanes name for a matrix lie in the
-/// same banks.
+/// 128 rows of 256 bytes. The 16-byte chunks of a row are swizzled by the row's number, so that the rows that
+/// `ldmatrix` reads for a matrix lie in different banks.
 struct UnitsTile {
     uint4 chunks[kTile][kTile / 8];
 
     __device__ __forceinline__ uint4& at(int row, int chunk) { return chunks[row][chunk ^ (row % 2 * 2 + row / kUnit * 4)]; }
 
-    /// The unit of this lane, two rows a word: of the warp's 16 columns, column lane % 4 / 2 * 8 + lane / 4, and half lane % 2.
+    /// Loads this lane's unit, two rows a word: half lane % 2 of column lane % 4 / 2 * 8 + lane / 4 of the warp's 16
+    /// columns.
     __device__ __forceinline__ void load(u32 (&pairs)[kUnit / 2]) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
         const u32 first = shared_address(&at(lane % 4 / 2 * kUnit + lane / 8 * 2 + lane % 2, warp * 2 + lane % 8 / 4));
@@ -40,7 +41,7 @@ struct UnitsTile {
     }
 };
 
-/// Lines of 128 bytes of codes, a column each, in chunks of 16: a column's own number decides about their order.
+/// Lines of 128 bytes of codes, one for each column. The 16-byte chunks of a line are swizzled by the column's number.
 struct LineTile {
     u8 bytes[kTile * kTile];
 
@@ -71,7 +72,7 @@ __global__ void __launch_bounds__(256, 2)
     UnitsTile& random = *reinterpret_cast<UnitsTile*>(shared.random);
     const Round round(rounding);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    // As they fetch and draw, threads have eight rows of eight columns.
+    // While it fetches and draws, a thread has eight rows of eight columns.
     const int eight_rows = (warp * 2 + lane / 16) * 8, chunk = lane % 16;
     const int half = lane % 2, column = warp * 16 + lane % 4 / 2 * 8 + lane / 4;
     const int down = ceil_div(capacity, kTile), across = ceil_div(cols, kTile), height = ceil_div(down, kPerByte), tiles = height * across;
@@ -96,7 +97,7 @@ __global__ void __launch_bounds__(256, 2)
     int panel = by_height.divide(blockIdx.x), first_strip = (blockIdx.x - panel * height) * kPerByte;
     fetch(first_strip, panel);
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        // Two strips of half bytes, one below the other, fill the lines of a tile.
+        // With two codes a byte, two strips, one below the other, fill the lines of a tile.
         const int end_strip = min(first_strip + kPerByte, down), first_col = panel * kTile;
         const int next = tile + gridDim.x, next_panel = by_height.divide(next), next_strip = (next - next_panel * height) * kPerByte;
         for (int strip = first_strip; strip < end_strip; ++strip) {
@@ -124,7 +125,7 @@ __global__ void __launch_bounds__(256, 2)
                 for (int j = 0; j < 8; ++j) v[i * 8 + j] = Bf16::value(plain, j);
             }
             __syncthreads();
-            // What was fetched has been read.
+            // All threads have read the fetched square: the next one may overwrite it.
             const bool more = strip + 1 < end_strip;
             if (more || next < tiles) fetch(more ? strip + 1 : next_strip, more ? panel : next_panel);
             u32 drawn[kUnit / 2];

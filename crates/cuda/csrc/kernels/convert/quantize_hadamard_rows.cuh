@@ -3,11 +3,11 @@
 // quantize_hadamard_rows<E, kLen, Round>: x, codes [rows][cols], scales [rows][cols / E::kBlock], E8M0; cols is a multiple of 128, kLen a
 //   transform's length. row_id and counts as in quantize.cuh. x comes by `map`, as rows of one unit of 64 numbers, in tiles of 32 with the
 //   128-byte swizzle. A lane takes a unit at a time; units = cols / 64 of a row, at most kMostUnits, and `by_units` divides by it; rows * units
-//   is below 2^31. 512 threads, sizeof(UnitsShared<E>) dynamic shared memory; any grid, best one cta a multiprocessor.
+//   is below 2^31. 512 threads, sizeof(UnitsShared<E>) dynamic shared memory; any grid, best one CTA a multiprocessor.
 //
-// A unit lies in a lane's registers as a whole, so that no butterfly but that of stride 64 leaves it, and so do its blocks, or half of one.
-// A cta's warps take units as they are done with others: shares that are equal leave the multiprocessor with few warps in the end, for the
-// oldest ones go first.
+// A lane has a whole unit in its registers. So only butterflies of stride 64 and blocks of 128 need the neighbouring
+// lane. The warps of a CTA take further units as they finish others. With equal shares only few warps would run at the
+// end, because the oldest warps are issued first.
 //
 // Measured as in quantize.cuh, of length 64, 32768 x 7168 and 4096 x 7168: MXFP4 79 % (58 %); E4M3, before its last change, 97 % (73 %). 20 instructions a number.
 #pragma once
@@ -22,14 +22,16 @@ constexpr int kUnitWarps = kUnitThreads / 32;
 constexpr int kMostUnits = 768;
 constexpr int kUnitChunks = kUnit / 8;
 
-/// Lines of 128 bytes, each of a unit, in chunks of 16: as the copy engine swizzles them, no two of eight neighbours meet in a bank.
+/// Lines of 128 bytes, one unit each, in the copy engine's 128-byte swizzle: so reads of eight neighbouring lines have
+/// no bank conflicts.
 template <int kLines>
 struct alignas(1024) UnitLines {
     uint4 chunks[kLines][kUnitChunks];
 
     __device__ __forceinline__ uint4& at(int line, int i) { return chunks[line][i ^ (line % kUnitChunks)]; }
 
-    /// What `at` finds under an address less the chunk's bits: these are turned over, which costs less than an index.
+    /// The same as `at` in two steps: the address of a line's chunk 0, and chunk i from there. One XOR costs less than
+    /// an index.
     __device__ __forceinline__ u32 line(int line) const { return shared_address(&chunks[line][line % kUnitChunks]); }
     __device__ __forceinline__ static uint4 chunk(u32 line, int i) { return *static_cast<const uint4*>(at_shared_address(line ^ i * 16)); }
 };
@@ -99,7 +101,7 @@ __global__ void __launch_bounds__(kUnitThreads, 1)
             if (lane == 0) number = atomicAdd(&shared.taken, 1u);
             next = fetch(__shfl_sync(kAllLanes, number, 0));
         };
-        // The codes of a warp lie together.
+        // The codes of a warp's units are contiguous: one bulk store.
         const auto store = [&](const Codes& out) {
             if (lane == 0) ptx::tma_store_wait_read<0>();
             __syncwarp();
@@ -142,7 +144,7 @@ __global__ void __launch_bounds__(kUnitThreads, 1)
         const auto draws = round.draws(u64(u32(unit.id)) * cols + unit.of_row * kUnit);
         const auto bits_of = [&](int i) { return draws.bits(i); };
         out.template encode<kLen>(v, hadamard.factor, rule, round, bits_of);
-        // A sign has made -0 of padding.
+        // Flipped signs have made -0 of padding, whose codes must be +0.
         if (unit.id < 0) out = Codes::zeros();
         tally.non_zero += out.non_zero;
         tally.non_finite += out.non_finite;

@@ -1,15 +1,17 @@
 // BF16 or F32 -> blocks of any format, along the rows, down the columns, both from one read, or square tiles; every rule and rounding.
 //
-// quantize_units<F, In, kRound, kAcross>: x [stack * rows][cols]. F: of formats/all.cuh. kRound: kNearestEven, kNearestAway or kStochastic where F has a
-//   way of its own for it, or kAnyRounding: `policy`. kStochastic takes cols that are a multiple of 8: draws are for eight numbers. kAcross: 2 for every form, or 16 for rows alone, whose tiles are then 16 x 1024.
+// quantize_units<F, In, kRound, kAcross>: x [stack * rows][cols]. F: of formats/all.cuh. kRound: kNearestEven, kNearestAway or kStochastic where F
+//   has code of its own for it; kAnyRounding rounds by `policy`. kStochastic needs cols that are a multiple of 8, since draws are for eight numbers.
+//   kAcross: 2 for every form, or 16 for rows alone, whose tiles are then 16 x 1024.
 //   256 threads; grid stack * ceil(lines / (256 / kAcross)) * ceil(cols / (64 * kAcross)), lines = capacity where columns are written, else rows.
-//   Bands of `band` tiles are done side by side. sizeof(QuantizeUnitsShared<F, In, kAcross>) dynamic shared memory.
+//   CTAs are ordered by bands that are `band` tiles high. sizeof(QuantizeUnitsShared<F, In, kAcross>) dynamic shared memory.
 //
 //   form kFormRows: row_codes [stack * rows][cols] and records of ceil(cols / kBlock) blocks a row.
-//   form kFormCols: col_codes [stack * cols][capacity] and records of ceil(capacity / kBlock) blocks, zeros from `rows` on. Both: either.
+//   form kFormCols: col_codes [stack * cols][capacity] and records of ceil(capacity / kBlock) blocks, zeros from `rows` on.
+//   form kFormRows + kFormCols: both.
 //   form kFormTiles: row_codes as in kFormRows, col_codes [stack * cols][rows], one record for kBlock x kBlock; capacity = rows.
 //   row_id (null: every row counts): row r counts if row_id[r & id_mask] is not negative; what does not count reads as zero, has the least
-//   record, and is not counted in `counts`. It is the row's number for random bits, else its position is.
+//   record, and is not counted in `counts`. row_id is also the row's number for random bits; without row_id that is its position.
 //   With `transform` (In is F32, form kFormCols, one matrix): x [transform.rows][cols] is BF16 if of_bf16, else F32. Its Hadamard transform down the
 //   columns is what is encoded, and has `rows` rows; id_mask takes a row to the first one of its transform block.
 //   Formats with a scale for a line take `row_amax` and `col_amax`, bits of the largest magnitude of each line, and leave in `row_any` and
@@ -25,15 +27,16 @@
 //   col_words: the columns' plane where records of a line lie together, if a line has a multiple of four.
 //   cols_in_pairs: the columns' plane where those of neighbouring columns do (line_stride 1), if cols and block_stride are even.
 //
-// A thread encodes 64 values of a row, then 32 rows of two columns. It reads them from shared memory, where the tile was brought in the background, and
-// leaves the codes there, so that both ways memory sees lines of at least 128 bytes.
+// A thread encodes 64 values of a row, then 32 rows of two columns. Asynchronous copies bring the tile to shared
+// memory; threads read it there and leave the codes there. So lines of at least 128 bytes are read from memory and
+// written to it.
 #pragma once
 #include "pieces/convert/table_encoder.cuh"
 #include "pieces/convert/unit_encoder.cuh"
 
 namespace nib {
 
-/// Brings a tile to shared memory: zeros where nothing is, or counts.
+/// Brings a tile to shared memory, with zeros past the matrix's edges and in rows that do not count.
 template <class In, int kAcross>
 __device__ __forceinline__ void fetch_tile(UnitValues<In, kAcross>& values, const UnitsArg& arg, int matrix, int first_row, int first_col) {
     using Values = UnitValues<In, kAcross>;
@@ -43,7 +46,7 @@ __device__ __forceinline__ void fetch_tile(UnitValues<In, kAcross>& values, cons
     const u64 step = u64(Values::kRowsAtOnce) * arg.cols * In::kBytes;
     const u8* from = arg.x + ((u64(matrix) * arg.rows + row) * arg.cols + col) * In::kBytes;
     if (arg.x_aligned) {
-        // Where nothing is copied nothing is read, wherever that is.
+        // Where nothing is copied nothing is read, so such an address may lie outside the matrix.
         const int rows = col < arg.cols ? arg.rows : 0, left = rows - row;
         if (arg.row_id == nullptr) {
 #pragma unroll
@@ -71,7 +74,7 @@ __device__ __forceinline__ void fetch_tile(UnitValues<In, kAcross>& values, cons
     }
 }
 
-/// Brings the transform of a tile there.
+/// Brings the transform of a tile to shared memory.
 template <int kAcross>
 __device__ __forceinline__ void transform_tile(UnitValues<F32, kAcross>& values, const UnitsArg& arg, int first_row, int first_col) {
     constexpr int kRows = TransformPlace::kRows;
@@ -84,7 +87,8 @@ __device__ __forceinline__ void transform_tile(UnitValues<F32, kAcross>& values,
     for (int i = 0; i < kRows; ++i) *reinterpret_cast<float2*>(to.at[i % 4] + i / 4 * to.kNext) = {number[0][i], number[1][i]};
 }
 
-/// Where the tile of this cta lies: in bands of `band` strips, swept from left to right, so that what is written at one time lies together.
+/// The tile of this CTA. Tiles are ordered by bands of `band` strips, and within a band panel by panel from left to
+/// right, so that what is written at the same time lies together.
 struct CtaPlace {
     int matrix, strip, panel;
 
@@ -100,7 +104,7 @@ struct CtaPlace {
     }
 };
 
-/// Ctas of a multiprocessor: as many as registers last for.
+/// CTAs on a multiprocessor: as many as there are registers for.
 template <class F, class In, int kRound>
 constexpr int kUnitCtas = In::kBytes == 4 || (F::kPart < 16 && !kSideBySide<F, In, kRound>) ? 2 : F::kLine || kRound >= kStochastic ? 3 : 4;
 
@@ -136,7 +140,7 @@ __global__ void __launch_bounds__(kUnitThreads, kUnitCtas<F, In, kRound>) quanti
     const u32 row_bytes = code_bytes(kBits, arg.cols), col_bytes = code_bytes(kBits, arg.capacity);
     Tally tally;
     constexpr bool kTabled = kByTable<F, In, kRound>;
-    __shared__ PairCode table[kTabled ? 128 : 1];  // of scale bytes
+    __shared__ PairCode table[kTabled ? 128 : 1];  // indexed by scale byte
     if constexpr (kTabled) {
         if (threadIdx.x < 128) table[threadIdx.x] = F::pair_code(threadIdx.x);
     }
@@ -181,7 +185,7 @@ __global__ void __launch_bounds__(kUnitThreads, kUnitCtas<F, In, kRound>) quanti
     }
     if constexpr (kAcross == 2) {
         if (arg.form != kFormRows) {
-            // Codes of rows are read out of shared memory before those of columns come there.
+            // All threads must have stored the codes of rows before those of columns overwrite them in shared memory.
             if (arg.form != kFormCols) __syncthreads();
             encoder.encode_columns(matrix, first_row, first_col);
             __syncthreads();

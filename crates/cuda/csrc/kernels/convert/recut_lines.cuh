@@ -1,7 +1,7 @@
-// Lines of bytes to longer or shorter ones.
+// Copies lines of bytes to longer or shorter lines.
 //
-// recut_lines: [lines][from_bytes] -> [lines][to_bytes], `total` bytes in all; past a line's end zeros. `last` is what counts of the last byte
-//   of a line of the source: its other bits become zeros. 256 threads; any grid, best ceil(total / 256) up to a few ctas a multiprocessor.
+// recut_lines: [lines][from_bytes] -> [lines][to_bytes], `total` bytes in all; past a line's end zeros. `last` masks the bits that count in the
+//   last byte of a source line: the others become zeros. 256 threads; any grid, best ceil(total / 256) up to a few CTAs a multiprocessor.
 #pragma once
 #include "ptx/types.cuh"
 

@@ -6,10 +6,10 @@
 // requantize_rows<Scale, kRule>: codes [rows][cols], scales [rows][ceil(cols / 128)], E8M0 bytes (Scale = u8) or F32 (float) -> codes
 //   [rows][cols / 2], scales [rows][cols / 32], E8M0; cols % 32 == 0. kRule: as in formats/e8m0.cuh, not F32's. 256 threads; a warp
 //   takes a segment of 2048 columns at a time; segments = ceil(cols / that), and `by_segments` divides by it. Any grid, best
-//   ceil(rows · segments / 8) but at most 16 ctas a multiprocessor. Where every row counts and cols % 128 == 0, the launch may pass all of x, if that is less than
+//   ceil(rows · segments / 8) but at most 16 CTAs a multiprocessor. Where every row counts and cols % 128 == 0, the launch may pass all of x, if that is less than
 //   2^30 numbers, as one row. Planes start on 16 bytes.
 //
-// A lane has a block of the target as a whole.
+// A lane has a whole block of the target.
 //
 // Measured as in quantize.cuh, under E8M0 scales: 32768 x 7168 84 %, 4096 x 7168 59 %: integer units, 71 % of the time.
 #pragma once
@@ -52,13 +52,13 @@ struct Magnitudes32 {
     }
 };
 
-/// The sign bits of eight codes of eight bits, as those of eight of four.
+/// Eight packed codes of four bits, from their magnitudes and the signs of the eight E4M3 codes in `low` and `high`.
 __device__ __forceinline__ u32 with_signs(u32 magnitudes, u32 low, u32 high) {
     const u32 even = __byte_perm(low, high, 0x6420), odd = __byte_perm(low, high, 0x7531);
     return magnitudes | (even >> 4 & 0x08080808) | (odd & 0x80808080);
 }
 
-/// To values `octaves` powers of two larger, from -8 to 11, of which the largest is below 8.
+/// Encodes magnitudes times 2^octaves, with octaves from -8 to 11, of which the largest is below 8.
 struct ByOctaves {
     u32 factor;       // a pair of 2^octaves
     u32 fine_factor;  // of 2^(octaves - 14): then E2M1's smallest normal number is F16's
@@ -68,8 +68,8 @@ struct ByOctaves {
         fine_factor = (octaves >= 0 ? u32(octaves + 1) << 10 : 0x400u >> -octaves) * 0x00010001;
     }
 
-    /// Eight codes without signs, nearest-even; kExceeds: of values that may be above 6, which saturate. As E2m1::encode_within: 1536 is a number
-    /// whose last place is worth 1.
+    /// Eight codes without signs, nearest-even. kExceeds: values above 6 may occur, and saturate. The method is that of
+    /// E2m1::encode_within; 1536 is an F16 number whose last place is worth 1.
     template <bool kExceeds>
     __device__ __forceinline__ u32 encode(const u32* pair) const {
         constexpr u32 kFar = 0x66006600;
@@ -86,27 +86,28 @@ struct ByOctaves {
         return __byte_perm(a, b, 0x7632) * 16 + __byte_perm(a, b, 0x5410) - (kFar + 0x66666660);
     }
 
-    /// Whether one of the first values, up to 6, is no number of E2M1; false may also mean that this does not tell.
+    /// A quick look at the first eight values, for values up to 6: true if one is not a number of E2M1. False tells
+    /// nothing.
     __device__ __forceinline__ bool few_lose(const u32 (&pair)[16]) const {
         u32 lost = 0;
 #pragma unroll
         for (int i = 0; i < 4; ++i) lost |= ptx::mul_f16x2(pair[i], fine_factor) & 0x01FF01FF;
         return lost != 0;
     }
-    /// Whether one of them all is none.
+    /// Whether any of the 32 values is not a number of E2M1.
     __device__ __forceinline__ bool loses(uint4, uint4, const Magnitudes32& magnitudes) const {
         u32 lost = 0;
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
             const u32 value = ptx::mul_f16x2(magnitudes.pair[i], fine_factor);
-            // Or it vanished within F16.
+            // Or it became zero in F16.
             lost |= (value & 0x01FF01FF) | (ptx::min_u16x2(magnitudes.pair[i], 0x00010001) ^ ptx::min_u16x2(value, 0x00010001));
         }
         return lost != 0;
     }
 };
 
-/// To values f32(magnitude · scale) under a scale of the target.
+/// Encodes the values f32(magnitude · scale) under a scale of the target, in F32.
 struct ByScales {
     float scale, inverse;
 
@@ -124,7 +125,7 @@ struct ByScales {
         for (int i = 0; i < 8; ++i) lost |= __float_as_uint(__fmul_rn(value(pair, i), inverse)) & kBelow;
         return lost != 0;
     }
-    /// Apart from the rest, for its registers.
+    /// Not inlined, so that its registers do not add to the kernel's.
     __device__ __noinline__ static bool loses(uint4 a, uint4 b, float scale, float inverse) {
         const u32 words[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
         const Magnitudes32 magnitudes(words);
@@ -205,7 +206,7 @@ __global__ void __launch_bounds__(kRequantizeThreads, sizeof(Scale) == 1 ? 4 : 3
 #pragma unroll
             for (int j = 0; j < 4; ++j)
                 encoded[j] = with_signs(by.template encode<kExceeds>(magnitudes.pair + 4 * j), words[2 * j], words[2 * j + 1]);
-            // Mostly a few numbers tell already.
+            // In most blocks the first numbers decide already.
             bool changed = by.few_lose(magnitudes.pair) || (kExceeds && __fmul_rn(amax, to.inverse) > E2m1::kMax);
             if (!changed) changed = by.loses(in[i][0], in[i][1], magnitudes);
             if (to.is_nan()) {

@@ -1,10 +1,10 @@
 // Scales of ragged groups, a byte each, between a dense matrix and tiles of 128 x 4 for each group.
 //
-// tile_scales<kCutRows, kToTiles>: dense [rows][cols], tiles as nibble_core::ops::CutScales says; starts [num_groups + 1], each divided by
-//   `per_scale`, counts as the nearest that is in range and order. A warp a tile, eight a cta; grid ceil(num_tiles / 8), `num_tiles` what there
-//   is room for. To tiles, those of no group become zeros; from tiles, what is of no group stays as it is.
+// tile_scales<kCutRows, kToTiles>: dense [rows][cols], tiles as nibble_core::ops::CutScales says. starts [num_groups + 1], each divided by
+//   `per_scale`; a start out of range or order counts as the nearest that is not. A warp a tile, eight a CTA; grid ceil(num_tiles / 8), where
+//   `num_tiles` is how many there is room for. Going to tiles, those of no group become zeros; going from tiles, scales of no group stay.
 //
-// A lane has what lies in 16 bytes of a tile: four columns of four rows that are 32 apart.
+// A lane has 16 bytes of a tile: four columns of four rows that are 32 apart.
 #pragma once
 #include "ptx/thread.cuh"
 #include "ptx/types.cuh"
@@ -14,14 +14,14 @@ namespace nib {
 constexpr int kScaleTileThreads = 256;
 constexpr u32 kScaleTileRows = 128, kScaleTileCols = 4;
 
-/// A group, in scales of the side that is cut.
+/// A group. Numbers count scales along the side that is cut.
 struct ScaleGroup {
     u32 first, len;
     u32 tiles_before;  // of the groups before it, along that side
     bool is_one;
 };
 
-/// The group to whom the tile `at` along the cut side belongs; the whole warp comes here. 32 groups a turn.
+/// The group that tile `at` along the cut side belongs to. The whole warp calls this; it looks at 32 groups a turn.
 template <u32 kTile>
 __device__ __forceinline__ ScaleGroup group_of_tile(u32 at, const int* __restrict__ starts, u32 num_groups, u32 cut, u32 per_scale) {
     constexpr u32 kAll = 0xFFFFFFFF;
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kScaleTileThreads)
         if (kToTiles) *there = {0, 0, 0, 0};
         return;
     }
-    // Of the group's tiles, and of the scales that the matrix has there.
+    // The tile's number within its group, the group's tiles across, and the first scale of this lane within the group.
     const u32 in_group = tile - group.tiles_before * across;
     const u32 wide = kCutRows ? across : (group.len + kCutTile - 1) / kCutTile;
     const u32 row = in_group / wide * kScaleTileRows + lane, col = in_group % wide * kScaleTileCols;

@@ -4,14 +4,15 @@
 // blocks of the source with a non-zero code, of those with a code that changed its value, blocks with a NaN.
 //
 // shift_cols<kWhole, kPanels>: codes [rows][cols], scales [rows][ceil(cols / 128)] -> codes [cols][capacity], scales
-//   [capacity / 128][scale_stride]; capacity % 128 == 0; kWhole: cols % 16 == 0. 128 · kPanels threads; a cta for each kPanels · 128
+//   [capacity / 128][scale_stride]; capacity % 128 == 0; kWhole: cols % 16 == 0. 128 · kPanels threads; a CTA for each kPanels · 128
 //   columns of each `depth` strips of 128 rows, depth at most kMostDepth. sizeof(ShiftShared<kPanels>) dynamic shared memory. Planes start
 //   on 16 bytes; scale_stride, at least cols, is a multiple of 2.
 //
-// A code times 2^-octaves is exact in F16 up to 15 octaves: E4M3's smallest step is 2^-9, F16's 2^-24. So it is rounded once, on its way
-// back, whatever becomes subnormal; rows that move further, and NaNs, which would lose their sign, are done again one by one.
+// A code times 2^-octaves is exact in F16 up to 15 octaves: E4M3's smallest step is 2^-9, F16's 2^-24. So it is rounded
+// only once, when it becomes E4M3 again, even if it is subnormal then. Rows that move further than kShiftFarthest, and
+// NaNs, which would lose their sign, are done again one by one.
 //
-// Measured on an H200 (share of (read + written) / 4249 GB/s), whatever becomes subnormal: 32768 x 7168 89 %; 24576 x 5120 86 %;
+// Measured on an H200 (share of (read + written) / 4249 GB/s), with or without subnormal results: 32768 x 7168 89 %; 24576 x 5120 86 %;
 //   32768 x 2048 80 to 83 %; 24576 x 2048 79 to 81 %; 4096 x 7168 64 to 70 %.
 //   A copy from and to the same places without scales: 95, 93, 91, 88 and 78 %.
 #pragma once
@@ -25,7 +26,8 @@ constexpr u32 kShiftFar = 32;       // octaves that leave nothing
 constexpr u32 kF16Bias = 15;
 constexpr u32 kEachTop = 0x80808080;
 
-/// A bit for each of a thread's 16 rows, 4k + b in bit k of byte b; of `flags` from bit 4 of each byte on, whether a code changed.
+/// A bit for each of a thread's 16 rows: that of row 4k + b is bit k of byte b. In `flags` it says whether the row has
+/// a non-zero code, and bit k + 4 of the byte whether one of its codes changed.
 struct ShiftFlags {
     u32 flags = 0;
     u32 nan = 0;
@@ -37,7 +39,8 @@ struct ShiftShared {
     ShiftFlags flags[kMostDepth * kGroups][kPanels][kTile / 32];
 };
 
-/// A code under a scale `octaves` larger (a NaN's: kScaleNan); what becomes of it shows in the flags of the row whose bit this is.
+/// Moves a code to a scale that is `octaves` larger (kScaleNan: its own scale is NaN), and sets the row's `bit` in
+/// `flags` if it is NaN or changes.
 __device__ __forceinline__ u32 shift_code(u32 code, u32 octaves, u32 bit, ShiftFlags& flags) {
     if (octaves == kScaleNan || (code & 0x7F) == 0x7F) {
         flags.nan |= bit;
@@ -49,8 +52,9 @@ __device__ __forceinline__ u32 shift_code(u32 code, u32 octaves, u32 bit, ShiftF
     return shifted;
 }
 
-/// Codes of a column in four rows under their new scale, out of two pairs of rows, each a word of two columns: the first or (kHigh)
-/// the second. A code times its factor is exact in F16. To `moved` of each row comes by how much rounding then changes it.
+/// Moves the codes of a column in four rows to their new scale. Each of two words of `pair` has two rows of two
+/// columns; kHigh takes the second column. A code times its factor is exact in F16. `moved` of a row grows by how much
+/// rounding to E4M3 then changes it.
 template <bool kHigh>
 __device__ __forceinline__ u32 shift_four(const u32* pair, const u32* factor, u32* moved) {
     const u32 first = ptx::mul_f16x2(ptx::f16x2_from_e4m3x4<kHigh>(pair[0]), factor[0]);
@@ -83,7 +87,7 @@ __global__ void __launch_bounds__(kTile * kPanels, 6 / kPanels)
     }
     __syncthreads();
     fetcher.fetch();
-    // A scale of 0 is never the largest.
+    // Padding gets scale 0, which does not raise the largest.
 #pragma unroll
     for (int i = 0; i < kMostDepth; ++i) shared.scale[i][scale_panel][scale_row] = fetcher.is_valid(i, scale_row) ? u8(byte[i]) : 0;
     fetcher.wait();
@@ -102,7 +106,7 @@ __global__ void __launch_bounds__(kTile * kPanels, 6 / kPanels)
         factors[k] = 0;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const u32 octaves = target - ((k < 2 ? bytes.x : bytes.y) >> (k % 2 * 16 + r * 8) & 0xFF);  // of a NaN: far above
+            const u32 octaves = target - ((k < 2 ? bytes.x : bytes.y) >> (k % 2 * 16 + r * 8) & 0xFF);  // a NaN wraps around: far
             const bool is_far = octaves > kShiftFarthest;
             far |= is_far;
             factors[k] |= ((kF16Bias - (is_far ? 0 : octaves)) << 10) << (16 * r);

@@ -1,21 +1,21 @@
-// What formats need whose scale is for a line or for a tensor, before their values are encoded and after. Maxima of bits do not depend on who
-// comes first, so that atomics give the same ones each time.
+// For formats with a scale for a line or for a tensor: what is done before their values are encoded, and after. Maxima
+// of bits do not depend on the order of atomics, so every run gives the same.
 //
 // A row counts as in quantize_units.cuh. Maxima are bits of F32 magnitudes, a NaN above infinity above the others; zeros before.
 //
 // row_maxima<In>: x [rows][cols], one maximum for each row (`by_span` 0), or for each span (1, of finite values; 2, all ones where one is not
-//   finite): span_of_row[row], or row / matrix_rows where null. 256 threads; grid ceil(rows / 32). With `earlier` only the rows of its spans of
-//   which nothing is known.
+//   finite): span_of_row[row], or row / matrix_rows where null. 256 threads; grid ceil(rows / 32). With `earlier`: only rows of those of its spans
+//   for which nothing is known yet.
 // column_maxima<In>: x [stack * rows][cols] -> [spans][lines], lines = stack * cols: of a column one for each span_of_row[row], or one where
 //   null. 256 threads; grid stack * ceil(rows / 256) * ceil(cols / 256).
 // hadamard_maxima<In>: the maxima of spans, as above, of the Hadamard transform down the columns of x [transform.rows][cols], which has `rows` rows; one
 //   span where span_of_row is null. 256 threads; grid ceil(cols / 128) * ceil(rows / 128).
 // spans_of_rows: which of num_groups groups, whose first rows and end are in `start`, a row lies in, or num_groups. 256 threads; grid
 //   ceil(rows / 256).
-// tensor_scales: of `spans` spans, what values are multiplied by, one over that, and the scale that is stored. kNvfp4, or of FP8 whose largest
-//   number is `largest`. With `earlier` of what its spans expect where that is known, with that instead of one over what values are multiplied
-//   by (infinity where it is not known); and counts[1] += their values, cols in each of len[span] rows, or of matrix_rows where null. 256 threads;
-//   grid ceil(spans / 256).
+// tensor_scales: for each of `spans` spans the factor for its values, one over the factor, and the scale that is stored; of NVFP4 (kNvfp4), or of
+//   FP8 whose largest number is `largest`. With `earlier`: the scale follows from the magnitude that is expected of the span, where that is known.
+//   In place of one over the factor comes the expected magnitude (infinity where it is not known). counts[1] += the values of those spans: cols in
+//   each of len[span] rows, or of matrix_rows where null. 256 threads; grid ceil(spans / 256).
 // spread_scales: out[row] = scale[span_of_row[row]], or of row / matrix_rows where null; NaN where `found` says that a value of the span is not
 //   finite. 256 threads; grid ceil(rows / 256).
 // count_lines: counts[0] += how many of `lines` bytes are not zero. 256 threads; grid ceil(lines / 256).
@@ -27,7 +27,8 @@
 
 namespace nib {
 
-/// What earlier steps left for scales, `EarlierArg` of the launch: of each of so many spans the magnitude that is expected, 0 where nothing is known.
+/// What earlier steps left for delayed scales; `EarlierArg` of the launch: for each of `spans` spans the magnitude that
+/// is expected, `stride` apart; 0 where nothing is known.
 struct EarlierArg {
     const float* expected;
     u64 stride;
@@ -40,7 +41,8 @@ struct EarlierArg {
     __device__ __forceinline__ bool wants(int span) const { return expected == nullptr || (has(span) && of(span) == 0.0f); }
 };
 
-/// The bits of a magnitude as maxima by span take them.
+/// The bits of a magnitude for a maximum. A number that is not finite counts as it is (by_span 0), as 0 (1), or as all
+/// ones (2).
 __device__ __forceinline__ u32 magnitude_by(int by_span, float x) {
     const u32 bits = __float_as_uint(x) & 0x7FFFFFFF;
     return bits < kInfinityBits || by_span == 0 ? bits : by_span == 1 ? 0 : 0xFFFFFFFF;
@@ -93,7 +95,7 @@ __global__ void __launch_bounds__(256)
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-        // Rows of one span go together.
+        // Neighbouring rows of one span are joined first: one atomic for all of them.
         if (r + 1 < kRows && span[r + 1] == span[r]) largest[r + 1] = max(largest[r + 1], largest[r]);
         else raise(maxima + span[r], largest[r]);
     }

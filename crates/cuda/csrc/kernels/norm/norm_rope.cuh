@@ -2,9 +2,9 @@
 //
 // x, y, dy, dx [rows, 8 * kThreads] of type T (Bf16 or F32), a head a row: head h of token t is row t * heads + h. weight [8 * kThreads],
 // inv_rms [rows] F32; table [positions, 8 * kThreads] F32 from the first position on: cosines of half as many angles, then sines. Token t is
-// at position t mod seq_len. kThreads neighbouring threads have a row, each eight columns; those that a thread's are paired with have another
-// of them. 128 threads.
-// norm_rope<T, kThreads>: four rows a thread, one behind the other, so that heads of one token share their angles. Grid
+// at position t mod seq_len. kThreads neighbouring threads have a row, each eight columns. The columns that a thread's are rotated with belong to
+// another of these threads. 128 threads.
+// norm_rope<T, kThreads>: a thread has four rows in sequence, so that heads of one token share their angles. Grid
 //   ceil(rows / (4 * 128 / kThreads)).
 // norm_rope_backward<T, kThreads>: as `rms_backward_short`, of the gradients rotated back and rounded.
 #pragma once
@@ -14,7 +14,7 @@
 
 namespace nib {
 
-constexpr int kHeadRows = 4;  // a thread's, in flight
+constexpr int kHeadRows = 4;  // rows that a thread has in flight
 
 /// The rotation of rows that are heads, by kThreads neighbouring threads of which this is number `index`. sign: 1, or -1 to turn back.
 template <typename T, int kThreads>
@@ -33,7 +33,7 @@ struct HeadTurn {
         : angles(table + 8 * index % kHalf), heads(heads), seq_len(seq_len), by_heads(by_heads), by_seq_len(by_seq_len),
           sign(index < kThreads / 2 ? -sign : sign) {}
 
-    /// Has the angles of a row's token.
+    /// Loads the angles of a row's token, unless they are here already.
     __device__ __forceinline__ void begin(u32 row, bool present) {
         if (!present) return;
         const u32 token = by_heads.divide(row), position = token - by_seq_len.divide(token) * seq_len;
@@ -48,7 +48,7 @@ struct HeadTurn {
         }
     }
 
-    /// Rotated, yet to be rounded. The whole warp comes here.
+    /// Rotates `mine`; the caller rounds. The whole warp calls this.
     __device__ __forceinline__ void turn(float (&y)[8], const typename T::Eight& mine) const {
         typename T::Eight other;
         if constexpr (T::kBytes == 4) {
@@ -62,7 +62,7 @@ struct HeadTurn {
         for (int i = 0; i < 8; ++i) y[i] = __fadd_rn(__fmul_rn(T::value(mine, i), cos[i]), __fmul_rn(T::value(other, i), sin[i]));
     }
 
-    /// Rotated and rounded: what the norm's backward pass takes for its gradient.
+    /// Rotates and rounds a gradient: what the norm's backward pass calls.
     __device__ __forceinline__ typename T::Eight of(const typename T::Eight& dy) const {
         float turned[8];
         turn(turned, dy);

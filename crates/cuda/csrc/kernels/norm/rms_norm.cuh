@@ -1,10 +1,10 @@
-// y = x / sqrt(mean(x^2) + eps) * weight along each row, rounded once; and 1 / sqrt(mean(x^2) + eps) of each row. kPlus: of x + plus,
-// rounded, which is written, too.
+// y = x / sqrt(mean(x^2) + eps) * weight along each row, rounded once; and 1 / sqrt(mean(x^2) + eps) of each row.
+// kPlus: in place of x stands x + plus, rounded, which is written too, as `sum`.
 //
 // x, plus, y, sum [rows, d] of type T (Bf16 or F32), weight [d] F32, inv_rms [rows] F32; plus and sum null without kPlus.
-// rms_norm<T, kThreads, kBlocks, kRows, kPlus>: rows in registers; d a multiple of 8. kThreads neighbouring threads a row, of which each has eight
-//   columns of every 256 (kBlocks of them hold the row; one where kThreads < 32, and d <= 8 * kThreads); kRows rows a thread.
-//   128 threads; grid ceil(rows / (kRows * 128 / kThreads)).
+// rms_norm<T, kThreads, kBlocks, kRows, kPlus>: rows in registers; d a multiple of 8. kThreads neighbouring threads have a row; each has eight
+//   columns of every 256, and kBlocks times 256 columns hold the row. Where kThreads < 32, kBlocks is 1 and d <= 8 * kThreads. A thread has
+//   kRows rows. 128 threads; grid ceil(rows / (kRows * 128 / kThreads)).
 // rms_norm_long<T, kAligned, kPlus>: any d; a row is read twice. kAligned: d is a multiple of 8. 128 threads, a warp a row; grid ceil(rows / 4).
 #pragma once
 #include "pieces/norm/norm_rows.cuh"
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kNormThreads)
             value[r][b] = T::template load<true>(x + (u64(row) * d + at) * T::kBytes, row < rows && at < d ? 8 : 0);
         }
     if constexpr (kPlus) {
-        // So many loads at a time that what is held of x leaves them registers.
+        // Few loads at a time: x takes most of the registers.
         constexpr int kAll = kRows * kBlocks, kBatch = kAll % 8 == 0 ? 8 : 4;
         static_assert(kAll % kBatch == 0);
 #pragma unroll
@@ -77,7 +77,8 @@ __global__ void __launch_bounds__(kNormThreads)
     const u32 index = threadIdx.x % 32, row = blockIdx.x * (kNormThreads / 32) + threadIdx.x / 32;
     if (row >= rows) return;
     const u64 begin = u64(row) * d * T::kBytes;
-    // Either time the sum is made anew: where it is written it cannot be read as what no kernel writes.
+    // The sum is computed in both passes. The second pass cannot read the one that was stored: loads take the read-only
+    // path, which is not for memory that this kernel writes.
     const auto value_at = [&](u32 at, bool stores) {
         const u64 from = begin + u64(at) * T::kBytes;
         const int left = int(d - at);

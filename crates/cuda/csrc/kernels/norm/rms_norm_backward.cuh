@@ -1,16 +1,16 @@
-// dx of an RMS norm, and the sums of dweight over chunks of 64 rows of a shard, which `close_level` (row_tree.cuh) brings together.
+// dx of an RMS norm, and sums of dweight over chunks of 64 rows of a shard, which `close_level` (row_tree.cuh) adds up.
 //
 // With n = x * inv_rms: dx = inv_rms * (dy * w - n * mean(dy * w * n)); a chunk's sum is fma(dy, n, sum) over its rows in order, from 0.
-// kPlus: dx, rounded, + plus, rounded again.
+// kPlus: dx is rounded, plus is added, and the sum is rounded again.
 // x, dy, plus, dx [shards * rows, d] of type T (Bf16 or F32), weight [d], inv_rms [shards * rows], partial [shards * chunks, d] F32,
 // chunks = ceil(rows / 64); plus null without kPlus.
 // rms_backward_short<T, kThreads, kPlus>: d <= 8 * kThreads, a multiple of 8; kThreads neighbouring threads have a chunk, each eight columns.
 //   128 threads; grid ceil(shards * chunks / (128 / kThreads)).
-// rms_backward_wide<T, kBlocks, kRows, kPlus>: d <= 256 * kBlocks, a multiple of 8, kBlocks <= 8; a cta has a chunk, each thread two
-//   neighbours of every 256 columns. kRows rows at a time, and the next ones on their way in the background.
+// rms_backward_wide<T, kBlocks, kRows, kPlus>: d <= 256 * kBlocks, a multiple of 8, kBlocks <= 8; a CTA has a chunk, each thread two
+//   neighbours of every 256 columns. It works on kRows rows at a time, while asynchronous copies bring the next ones.
 //   128 threads; grid shards * chunks; dynamic shared memory 3 * 2 * kRows * d * the bytes of a number.
-// rms_backward_long<T, kBlocks, kRows, kPlus>: longer rows, likewise, with as many threads as the mean's sums have lanes, for each of kRows rows;
-//   dx and dweight are shared out among them all.
+// rms_backward_long<T, kBlocks, kRows, kPlus>: the same for longer rows. 256 threads sum the mean of each of kRows rows, one thread for each lane
+//   of the sum (math/lanes.cuh); dx and dweight are divided among all threads.
 //   256 * kRows threads; grid and shared memory as before.
 // rms_dx<T, kAligned, kPlus>, rms_dweight<T>: any d, in two passes. kAligned: d is a multiple of 8. rms_dx: 128 threads, a warp a row; grid
 //   ceil(all rows / 4). rms_dweight: 128 threads, a thread a column; grid shards * chunks * ceil(d / 128).
@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kShortThreads)
     backward_short<T, kThreads, kPlus>(x, weight, inv_rms, dy, plus, dx, partial, rows_per_shard, chunks, all_chunks, d, ReadGradient<T>{});
 }
 
-/// The tree over 256 lanes, of which thread t of a cta of 128 has 2t and 2t + 1; by one warp.
+/// Adds a row's 256 lanes by halving; thread t of 128 wrote lanes 2t and 2t + 1 to `part`. One warp calls this.
 __device__ __forceinline__ float close_pairs(const float2 (&part)[kWideThreads], u32 lane) {
     const float2 a = part[lane], b = part[lane + 32], c = part[lane + 64], d = part[lane + 96];
     const float low = (a.x + c.x) + (b.x + d.x), high = (a.y + c.y) + (b.y + d.y);
@@ -44,7 +44,7 @@ __device__ constexpr u64 norm_ring_shared_bytes(u64 d) {
     return u64(kWideStages) * 2 * kRows * d * T::kBytes;
 }
 
-/// Batches of kRows rows of x and dy in shared memory, which kThreads threads bring there in the background.
+/// A ring of batches of kRows rows of x and dy in shared memory. kThreads threads fill it by asynchronous copies.
 template <typename T, int kRows, int kThreads>
 struct NormRing {
     u8* stages;
@@ -79,7 +79,8 @@ __device__ __forceinline__ float2 two_of(const u8* row, u32 column) {
     return {__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000)};
 }
 
-/// Pairs of rows from `base` on that are added to dx, on their way while the means are made: kPairs a thread, the first at `column_of(0)`.
+/// Loads the terms that are added to dx in rows from `base` on; they arrive while the means are computed. A thread has
+/// kPairs pairs of neighbours, pair p at `column_of(p)`.
 template <typename T, int kRows, int kPairs, typename Columns>
 __device__ __forceinline__ void read_pairs(Few<T, 2> (&pairs)[kRows][kPairs], const u8* from, const NormChunk& chunk, u32 base, u32 d,
                                            const Columns& column_of) {
@@ -131,7 +132,7 @@ __global__ void __launch_bounds__(kWideThreads)
         for (int r = 0; r < kRows; ++r) inv[r] = base + r < chunk.rows ? __ldg(inv_rms + chunk.first + base + r) : 0.0f;
         ptx::copies_wait_but<1>();
         __syncthreads();
-        rows_ring.bring(batch + 2);  // over what all threads are done with
+        rows_ring.bring(batch + 2);  // into a stage that all threads are done with
         const u8 *const xs = rows_ring.x_of(batch), *const dys = rows_ring.dy_of(batch);
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
@@ -182,7 +183,7 @@ __global__ void __launch_bounds__(kWideThreads)
 
 constexpr int kLanes = 256;  // of a row's sum
 
-/// The tree over a row's lanes; every thread of a warp gets the sum.
+/// Adds a row's 256 lanes by halving; every thread of a warp gets the sum.
 __device__ __forceinline__ float close_row(const float (&part)[kLanes], u32 lane) {
     float x[kLanes / 32];
 #pragma unroll
@@ -201,7 +202,7 @@ __global__ void __launch_bounds__(kLanes* kRows)
     constexpr int kThreads = kLanes * kRows;
     constexpr int kPairs = kBlocks / (2 * kRows);  // two neighbours of every 2 * kThreads columns
     extern __shared__ uint4 ring[];                // [kWideStages][x, dy][kRows][d]
-    __shared__ float part[2][kRows][kLanes];       // of this batch; the last one's may still be read
+    __shared__ float part[2][kRows][kLanes];       // of this batch, and of the previous one, which may still be read
     const NormChunk chunk(blockIdx.x, chunks, rows_per_shard);
     const u32 row_bytes = d * T::kBytes, lane = threadIdx.x % kLanes, own = threadIdx.x / kLanes;
     const NormRing<T, kRows, kThreads> rows_ring = {reinterpret_cast<u8*>(ring), x, dy, chunk, row_bytes};
@@ -225,7 +226,7 @@ __global__ void __launch_bounds__(kLanes* kRows)
         for (int r = 0; r < kRows; ++r) inv[r] = base + r < chunk.rows ? __ldg(inv_rms + chunk.first + base + r) : 0.0f;
         ptx::copies_wait_but<1>();
         __syncthreads();
-        rows_ring.bring(batch + 2);  // over what all threads are done with
+        rows_ring.bring(batch + 2);  // into a stage that all threads are done with
         const u8 *const xs = rows_ring.x_of(batch), *const dys = rows_ring.dy_of(batch);
         float(&parts)[kRows][kLanes] = part[batch % 2];
         if (base + own < chunk.rows) {

@@ -1,6 +1,6 @@
 // Plain numbers to another plain type, rounded to nearest even.
 //
-// cast<From, To>: Bf16 or F32 to the other; buffers on 16 bytes.
+// cast<From, To>: Bf16 to F32, or F32 to Bf16; buffers are 16-byte aligned.
 //   256 threads; grid ceil(len / 4096); any len.
 //
 // Measured on an H200: 32768 x 7168 to BF16 91 %, to F32 92 % of the floor; 4096 x 7168 92 and 88 %.
@@ -10,7 +10,7 @@
 namespace nib {
 
 constexpr int kCastThreads = 256;
-constexpr int kCastUnits = 4;  // a thread's, so many loads in flight
+constexpr int kCastUnits = 4;  // units of a thread, whose loads are all in flight
 constexpr int kCastCount = 4;  // numbers a unit: 16 bytes of the wider type
 
 template <typename From, typename To, int kCount>

@@ -1,10 +1,11 @@
-// Rows of F32 summed by the tree over neighbours ((0+1)+(2+3))..., in which an odd one out goes up as it is.
+// Sums rows of F32 as a tree over neighbours, ((0+1)+(2+3))...; a node without a right neighbour goes up unchanged.
 //
 // close_level<kCount>: x [shards * rows, cols], rows in groups of kGroupRows, the last of a shard shorter: out [shards * groups, cols], or,
 //   where there is one group a shard, added to out [shards, cols]. kCount: 4 where cols is a multiple of 4, else 1.
 //   256 threads; grid shards * groups * ceil(cols / (32 * kCount)); may be launched early.
 //
-// The tree over the groups' sums is the tree over all rows, as a group is a power of two: a level a launch.
+// A group has a power of two of rows, so the tree over the groups' sums continues the tree over rows. Each launch adds
+// one such level.
 #pragma once
 #include "pieces/plain/row_sums.cuh"
 

@@ -1,6 +1,6 @@
-// Shards summed by the tree ((0+1)+(2+3))... in F32, rounded once.
+// Sums shards in F32 as a tree over neighbours, ((0+1)+(2+3))..., and rounds once.
 //
-// sum_shards<From, To, kShards>: out[i] = tree of x[s * len + i]. Types are Bf16 or F32; buffers on 16 bytes.
+// sum_shards<From, To, kShards>: out[i] = the tree over x[s * len + i]. Types are Bf16 or F32; buffers are 16-byte aligned.
 //   256 threads; grid ceil(len / (1024 * kShardGroups<kShards>)); any len.
 #pragma once
 #include "formats/plain.cuh"
@@ -10,7 +10,7 @@ namespace nib {
 constexpr int kShardThreads = 256;
 constexpr int kShardCount = 4;  // neighbours that a thread reads at once
 
-/// Groups of neighbours a thread has, so that four loads or more are in flight.
+/// Groups of neighbours that a thread has: enough that at least four loads are in flight.
 template <int kShards>
 constexpr int kShardGroups = kShards < 4 ? 4 / kShards : 1;
 
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kShardThreads) sum_shards(const u8* __restrict
             if (begin(g) < len) Few<To, kShardCount>::from_f32(sum[g]).store(out + begin(g) * To::kBytes);
         return;
     }
-    // Shards begin off the boundaries that longer loads want.
+    // Shards after the first are not aligned for longer loads.
 #pragma unroll 1
     for (int g = 0; g < kGroups; ++g)
         for (u64 i = begin(g); i < begin(g) + kShardCount && i < len; ++i) {

@@ -1,6 +1,6 @@
-// transpose<T, kAligned>: each of a stack of matrices [n, k] to [k, n]. A cta turns a square of kTile x kTile: a thread reads kUnit
-// rows of 16 bytes, turns them in registers and lays them into shared memory, from where whole lines of the result are written. Shared
-// memory is in chunks of 16 bytes, of which the low bits are exchanged with those of the row so that neither side meets a bank twice.
+// transpose<T, kAligned>: each of a stack of matrices [n, k] to [k, n]. A CTA transposes a square of kTile x kTile. A thread reads kUnit
+// rows of 16 bytes, transposes them in registers and writes them to shared memory, from which whole lines of the result are stored. The
+// 16-byte chunks of shared memory are swizzled by their row, so that neither writes nor reads have bank conflicts.
 //   256 threads; grid stack · ceil(n / kTile) · ceil(k / kTile); kTile = 128 (BF16), 64 (F32). kAligned: n and k are multiples of
 //   16 bytes.
 //
@@ -20,7 +20,7 @@ struct TransposeTile {
     static constexpr int kTile = 16 * kUnit;
 };
 
-/// The word of 2 or 4 bytes at a place, or zero.
+/// The bits of a number of 2 or 4 bytes.
 template <int kBytes>
 __device__ __forceinline__ u32 load_number(const u8* from) {
     if constexpr (kBytes == 4) return __ldg(reinterpret_cast<const u32*>(from));
@@ -59,7 +59,7 @@ __device__ __forceinline__ void store_unit(u8* to, uint4 v, int left) {
     }
 }
 
-/// Turns a square of kUnit x kUnit numbers.
+/// Transposes a square of kUnit x kUnit numbers.
 __device__ __forceinline__ void turn(uint4 (&v)[4]) {
     const uint4 a = v[0], b = v[1], c = v[2], d = v[3];
     v[0] = {a.x, b.x, c.x, d.x};
@@ -68,7 +68,7 @@ __device__ __forceinline__ void turn(uint4 (&v)[4]) {
     v[3] = {a.w, b.w, c.w, d.w};
 }
 __device__ __forceinline__ void turn(uint4 (&v)[8]) {
-    // Column pairs: words of four rows pairs, then their halves.
+    // First transposes the words of the even and of the odd rows, 4 x 4 each; then the half-words of each pair of rows.
     uint4 even[4], odd[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

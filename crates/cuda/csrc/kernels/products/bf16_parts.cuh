@@ -1,6 +1,7 @@
-// F32 numbers as sums of three BF16 numbers, each what is left rounded to nearest even: exactly, from 2^-110 on (below, the last
-// parts are subnormal or lost). Products of F32 on the tensor cores. An infinity in one factor makes the result NaN, as it meets the
-// other's zero parts.
+// F32 numbers as sums of three BF16 parts, for products of F32 on the tensor cores. Each part is the rest that the
+// parts before it leave, rounded to nearest even. The three are exact from 2^-110 on; below that, the last parts are
+// subnormal or lost. An infinity in one factor makes the result NaN, because it is multiplied by zero parts of the
+// other.
 //
 // split_parts: out[row][i · cols + col] = part (pattern >> 2i & 3) of in[row][col], for i below count. A NaN or infinity is its first part.
 // sum_parts: out[row][col] = the sum over runs r, in order, of the kParts (1 or 3) of in[row][r][part][col], the last part first; or
@@ -17,8 +18,8 @@ namespace nib {
 
 constexpr int kPartsThreads = 256;
 
-/// Four numbers' part: what is left of them in BF16, which is taken away. The largest numbers, which would round to infinity, are
-/// truncated.
+/// Rounds the rests of four numbers to BF16, subtracts the results from them, and returns these. Numbers that would
+/// round to infinity are truncated instead.
 __device__ __forceinline__ uint2 take_part(float (&left)[4]) {
     u32 part[4];
 #pragma unroll
@@ -80,7 +81,7 @@ __global__ void __launch_bounds__(kPartsThreads)
     Y::from_f32(sum).store(to);
 }
 
-constexpr int kRunRows = 128;  // what blocks of scales and tiles of the contraction divide
+constexpr int kRunRows = 128;  // a multiple of every block of scales, and of the depth of a stage
 
 __global__ void __launch_bounds__(kPartsThreads)
     cut_groups(const int* __restrict__ start, const int* __restrict__ len, int* __restrict__ start_out, int* __restrict__ len_out,

@@ -4,10 +4,10 @@
 //   start anywhere.
 // kRagged::kContraction (weight gradient): D is a stack of matrices [m][n], one a group; A [rows][m] and B [rows][n] are multiplied
 //   over rows start[g] .. start[g] + len[g], whatever the rows after them hold; m, n % 8 == 0. An empty group gives zeros.
-// D  BF16 (n % 8 == 0) or F32 (n % 4 == 0), or, as kAdds says, added to what is there.
+// D  BF16 (n % 8 == 0) or F32 (n % 4 == 0), or, as kAdds says, added to the old D.
 // Arithmetic: the tensor cores' F32 accumulators, in order of k.
 //
-// Grid, cta, ring, waves: as grouped_fp8_block.cuh, without scales; 64 of k a stage.
+// Grid, CTA, ring, waves: as grouped_fp8_block.cuh, without scales; 64 of k a stage.
 #pragma once
 #include "pieces/products/grouped_store.cuh"
 
@@ -20,8 +20,8 @@ template <int kStages, int kOutBuffers, int kBoxes, class Out>
 struct SharedLayout {
     u8 a[kStages][kBlockM * kStageBytes];
     u8 b[kStages][kBlockN * kStageBytes];
-    Out out[kMathWarps][kOutBuffers][kBoxes][kBoxStaged / sizeof(Out)];  // on its way to D
-    ptx::Barrier loaded[kMathWarps][kOutBuffers];                        // what is there has come from D
+    Out out[kMathWarps][kOutBuffers][kBoxes][kBoxStaged / sizeof(Out)];  // totals on their way to D
+    ptx::Barrier loaded[kMathWarps][kOutBuffers];                        // the old values of D have arrived in `out`
     Tile tile[kStages];           // valid in the first stage of a tile
     ptx::Barrier full[kStages];   // the copy engine delivered the stage
     ptx::Barrier empty[kStages];  // the math warps of the whole cluster are done with it
@@ -49,7 +49,7 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap& map_a, 
         });
 }
 
-/// Adds one 64-row wave's product of a stage to its totals, in the background.
+/// Starts adding one 64-row wave's product of a stage to its totals.
 template <bool kTransposed>
 __device__ __forceinline__ void multiply(float (&total)[64], u32 a, u32 b) {
     // 16 of k: 32 bytes of a row, or 16 rows.
@@ -95,10 +95,10 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
     constexpr int kParts = Stored::kParts;
     Stored stores(shared.out[warp], shared.loaded[warp], map_d);
     const auto release = [&](u32 stage) {
-        // Every lane has read what it wanted of the stage. Racecheck does not follow an arrival for a warp, and reports what it
-        // orders; where every thread arrives it reports nothing.
+        // As in fp8_block.cuh: a few lanes arrive for the whole warp, which compute-sanitizer's racecheck does not
+        // understand.
         __syncwarp();
-        if (lane < kCluster) {  // lane i tells cta i, which fills part of this stage
+        if (lane < kCluster) {  // lane i tells CTA i, which fills part of this stage
             if constexpr (kCluster == 1)
                 ptx::barrier_arrive(shared.empty[stage]);
             else
@@ -112,7 +112,7 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
         const int blocks = ceil_div(tile.len_k, kDepth);
         const auto rows_of = [&](int part) -> Rows {
             const int row = warp_row + part / kParts * kNextWave;
-            // Nothing to add: nowhere.
+            // Where there is nothing to add, the rows are those past D's end, which are neither loaded nor stored.
             const int from = kAdds != Adds::kNone && blocks == 0 ? Stored::kNowhere : tile.row_a;
             return {from + row, tile.col_d, tile.matrix, tile.kept - row, tile.stored - row};
         };
@@ -129,7 +129,8 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
             release(ring.stage);
             ring.advance();
         }
-        // Each branch closes its own batch: one closed for both would wait for the products it holds.
+        // Each of the two branches below commits its own batch of wgmma. With one commit for both, the compiler would
+        // wait for the products.
         u32 done = 0;
         const auto take = [&](int block, bool second_wave) {
             const u32 stage = ring.stage;
@@ -209,7 +210,7 @@ __global__ void __launch_bounds__(384, 1)
         consume<kRagged, kStages, kCluster, kOutBuffers, kBoxes, kAdds>(shared, map_d, d, groups.n, warp - 4);
         if constexpr (kRagged == Ragged::kRows) clear_tail(d, groups);
     }
-    // The peer may still arrive at our barriers or multicast into our ring: nobody leaves before everybody is done.
+    // A peer may still arrive at this CTA's barriers or multicast into its ring: no CTA exits before all are done.
     if constexpr (kCluster != 1) ptx::cluster_sync();
 }
 

@@ -7,17 +7,17 @@
 //
 // A  codes [rows][k], k contiguous, k % 16 == 0; 1x128 scales.
 // B  codes [rows][k];                            128x128, 32x128 or 1x128 scales (kScalesB).
-//    A scale is an F32 or an E8M0 byte, anywhere: its row, and its block of the contraction, each times a stride.
-// D  BF16 or F32, or, as kAdds says, added to what is there; kTransposed: [n][m] instead. Its rows are multiples of 16 bytes.
+//    A scale is an F32 or an E8M0 byte. That of a row and a block of the contraction lies at row * row_stride + block * block_stride.
+// D  BF16 or F32, overwritten or, as kAdds says, added to; kTransposed: [n][m] instead. Its rows are multiples of 16 bytes.
 //
 // Arithmetic: 128 of K are multiplied by the tensor cores, then total = fma(scale_a * scale_b, partial, total) in F32 on the
 // ordinary cores: Hopper's FP8 accumulators keep too few bits for a longer sum. The order is fixed: same bits every run.
 //
-// Grid: persistent, one cta an SM; the kCluster ctas of a cluster take neighbouring columns and share the rows of A.
-// Cta: three warpgroups. Of the first, one warp moves tiles with TMA into a ring of stages, and two or three fetch the scales;
-// the other two warpgroups multiply, 64 rows at a time: 0 and 128 the one, 64 and 192 the other, so that a tile with few rows
-// is shared, and rows past a group's end cost nothing. Finished sums are stored, part by part, while the tensor cores work on
-// the next product, whose accumulators are other registers.
+// Grid: persistent, one CTA an SM; the kCluster CTAs of a cluster take neighbouring columns and share the rows of A.
+// CTA: three warpgroups. Of the first, one warp moves tiles with TMA into a ring of stages, and two or three fetch the scales.
+// The other two warpgroups multiply in waves of 64 rows: one has the waves from rows 0 and 128 on, the other those from 64 and
+// 192 on. So both share a tile with few rows, and rows past a group's end cost nothing. Finished sums are stored, part by part,
+// while the tensor cores work on the next product, whose accumulators are other registers.
 // Shared memory: SharedLayout of fp8_block.cuh; the launch asks for 1024 bytes more, to align it.
 #pragma once
 #include "pieces/products/fp8_block.cuh"
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(384, 1)
         consume<kRagged, kStages, kCluster, kOutBuffers, kBoxes, kScalesB, kAdds, kTransposed, Out>(shared, map_d, warp - 4);
         if constexpr (kRagged == Ragged::kRows) clear_tail(d, groups);
     }
-    // The peer may still arrive at our barriers or multicast into our ring: nobody leaves before everybody is done.
+    // A peer may still arrive at this CTA's barriers or multicast into its ring: no CTA exits before all are done.
     if constexpr (kCluster != 1) ptx::cluster_sync();
 }
 

@@ -1,11 +1,13 @@
-// The forward product of grouped_fp8_block.cuh where many groups are short: the same operands, arithmetic and results (kRagged::kRows,
-// 128x128 scales of B), with another way through the tiles and the ring.
+// The forward product of grouped_fp8_block.cuh where many groups are short: the same operands, arithmetic and results
+// (kRagged::kRows, 128x128 scales of B), with another order of tiles and another use of the ring.
 //
-// A short group's tiles are a stream of B that the memory delivers, a long one's keep the tensor cores busy: they come mixed
-// (grouped_mixed_schedule.cuh), so that both work all the time. Where one wave of rows counts, a stage holds two blocks of the
-// contraction: twice the bytes under way. B of a short group, read once, leaves the L2 first.
+// Tiles of short groups stream B from the memory; tiles of long groups keep the tensor cores busy. They come mixed
+// (grouped_mixed_schedule.cuh), so that both work all the time. Where a tile has rows for one wave only, a stage holds
+// two blocks of the contraction, so that twice the bytes are in flight. B of a short group is read once, so the L2
+// evicts it first.
 //
-// Grid, cta and shared memory: as there, but that one warp finds the tiles for the others, and A comes by waves of 64 rows.
+// Grid, CTA and shared memory: as there, except that one warp finds the tiles for the others, and A is loaded in waves
+// of 64 rows.
 #pragma once
 #include "pieces/products/fp8_block.cuh"
 #include "pieces/products/grouped_mixed_schedule.cuh"
@@ -22,7 +24,8 @@ struct MixedLayout : SharedLayout<kStages, kOutBuffers, kBoxes, ScalesOfB::kTile
     TileQueue<kMixedReaders> queue;
 };
 
-/// Fills the ring with codes. The waves of A's rows, or the blocks of a pair, are loaded by the ctas of the cluster in turn. One warp.
+/// Fills the ring with codes. The waves of A's rows, or the blocks of a pair, are loaded by the CTAs of the cluster in
+/// turn. One warp.
 template <int kStages, int kCluster, class Shared>
 __device__ __forceinline__ void produce_mixed(Shared& shared, const TensorMap& map_a, const TensorMap& map_b) {
     constexpr u32 kWaveBytes = kWaveRows * kBlockK, kBytesB = kBlockN * kBlockK;
@@ -69,8 +72,9 @@ __device__ __forceinline__ void produce_mixed(Shared& shared, const TensorMap& m
     } while (tile.len_k >= 0);
 }
 
-/// Fetches the scales, four stages at a time; `thread` counts within the scale warps. Of a tile, each has four rows and four blocks: of
-/// a pair's eight, the first 16 threads have the first four, and the next 16 the others.
+/// The scale warps: fetch scales for four stages at a time and put them into the ring. `thread` counts within these
+/// warps. A thread has four rows and four blocks of a tile. A paired tile has eight blocks in four stages, and rows for
+/// 16 threads: the first 16 threads have the first four blocks, the next 16 the others.
 template <typename FourRows<4>::Layout kLayout, int kStages, class Shared>
 __device__ __forceinline__ void fetch_mixed(Shared& shared, const Scales& scales_a, const Scales& scales_b, const Groups& groups,
                                             int thread) {
@@ -98,10 +102,10 @@ __device__ __forceinline__ void fetch_mixed(Shared& shared, const Scales& scales
         const int row_b = (tile.row_b - tile.col_d) / groups.n * rows_b + min(tile.col_d / kBlockN, rows_b - 1);
         const bool paired = Shared::is_paired(tile);
         const int row = paired ? thread * 4 % kWaveRows : thread * 4;
-        // A thread's four blocks come so much later than the first of eight.
+        // How many blocks after the first of eight this thread's four begin.
         const int later = paired ? thread / 16 % 2 * kAhead : 0;
         const bool busy = !paired || thread < 32;
-        u32 of_b = 0;  // a lane's block of 32
+        u32 of_b = 0;  // B's scales of 32 blocks, one a lane
         for (int from = 0; from < blocks; from += paired ? 2 * kAhead : kAhead) {
             if (from % 32 == 0) of_b = scales_b.load(row_b, min(from + lane, last));
             if (busy) mine.load(tile.row_a + row, min(from + later, last / kAhead * kAhead), from, last);
@@ -113,7 +117,7 @@ __device__ __forceinline__ void fetch_mixed(Shared& shared, const Scales& scales
 #pragma unroll
             for (int ahead = 0; ahead < kAhead; ++ahead) {
                 if (paired) {
-                    // The stage's blocks are two of the lane's four, or two of another's.
+                    // The stage's blocks are two of this thread's four, or two of another thread's.
                     if (from + 2 * ahead >= blocks) break;
                     const int first = ahead % 2 * 2;
                     const float4 one = scaled(first, from + later + first), two = scaled(first + 1, from + later + first + 1);
@@ -134,7 +138,7 @@ __device__ __forceinline__ void fetch_mixed(Shared& shared, const Scales& scales
     }
 }
 
-/// The same, of whatever layout.
+/// The same for any layout of A's scales.
 template <int kStages, class Shared>
 __device__ __forceinline__ void fetch_mixed(Shared& shared, const Scales& scales_a, const Scales& scales_b, const Groups& groups,
                                             int thread) {
@@ -174,7 +178,7 @@ __global__ void __launch_bounds__(384, 1)
         consume<Ragged::kRows, kStages, kCluster, kOutBuffers, kBoxes, ScalesOfB::kTile, Adds::kNone, false, Out>(shared, map_d, warp - 4);
         clear_tail(d, groups);
     }
-    // The peer may still arrive at our barriers or multicast into our ring: nobody leaves before everybody is done.
+    // A peer may still arrive at this CTA's barriers or multicast into its ring: no CTA exits before all are done.
     if constexpr (kCluster != 1) ptx::cluster_sync();
 }
 

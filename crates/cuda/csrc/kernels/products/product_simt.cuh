@@ -8,7 +8,7 @@
 // likewise every 128, with scales of 1.
 //
 // Grid: tiles of columns, then tiles of rows (kRows: as many as rows / 64 + groups, some idle), then groups (kContraction).
-// Cta: 256 threads, 64 x 64 outputs, 4 x 4 a thread.
+// CTA: 256 threads, 64 x 64 outputs, 4 x 4 a thread.
 #pragma once
 #include "formats/e2m1.cuh"
 #include "formats/e4m3.cuh"
@@ -61,7 +61,7 @@ __device__ __forceinline__ float element<StoredCodes>(const Side& side, long lon
     return (code & 0x7F) == 0x7F ? __uint_as_float(kNanBits) : E4m3::decode(code);
 }
 
-/// A 64 x 32 piece of an operand in shared memory, k outermost; zeros outside.
+/// Loads a 64 x 32 piece of an operand into shared memory, k outermost, with zeros outside the operand.
 template <class Element>
 __device__ __forceinline__ void load_piece(float (&piece)[kSimtStep][kSimtTile + 1], const Side& side, int row, int rows, int k,
                                            int end) {
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kSimtThreads)
     if (kRagged == Ragged::kContraction) {
         const auto rows = groups.span(group, groups.k);
         start = rows.first;
-        // Blocks are taken whole: a Hadamard transform spreads a group over them.
+        // The last block is taken whole: a Hadamard transform may have made its padding non-zero.
         len = a.scales.values == nullptr ? rows.len : min(ceil_div(rows.len, block) * block, rows.padded);
     } else if (groups.start != nullptr) {
         for (group = 0;; ++group) {

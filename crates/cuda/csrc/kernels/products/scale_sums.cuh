@@ -1,7 +1,7 @@
-// Sums of products under scales of the operands' tensors: D, of BF16 or F32, from F32 sums.
+// D, in BF16 or F32, from F32 sums of products: multiplied by the scales of the operands' tensors.
 //
 // scale_sums<Out>: sums, d [rows][cols]; d = sums · (a_scale · b_scale), or that added to d, one addition, rounded once.
-//   contraction 0: a_scale[row] of each row; b_scale[column], or of the matrix of the row's group, [groups * cols]; rows of no group are zeros.
+//   contraction 0: a_scale[row]; b_scale[column], with groups b_scale[group * cols + column]; rows of no group are zeros.
 //   contraction 1: d is `groups` matrices; both scales are those of the first row of the matrix's group, of `capacity` rows.
 //   a_scale, b_scale: null where an operand has none. start, len (null: all rows are one group): groups of the rows. 256 threads; grid
 //   ceil(rows * segments / 8), where `by_segments` divides by segments = ceil(cols / 512).
@@ -28,7 +28,7 @@ constexpr int kSegment = 512;  // columns of a warp
 /// The scale of a row; 1 where an operand has none.
 __device__ __forceinline__ float scale_of(const float* scales, u64 row) { return scales == nullptr ? 1.0f : __ldg(scales + row); }
 
-/// The scales of a row: of its sums, but for b's of each column.
+/// The scales of a row: one for all of its sums, and b's for each column where columns have their own.
 struct RowScale {
     float of_row;
     const float* of_cols;  // null: 1 each

@@ -1,10 +1,10 @@
-// The rows of a token's slots to one row.
+// Sums the rows of a token's slots to one row.
 //
 // combine_slots<T, kCount, kUnits>: out[t] = the sum over slots s of rows[index[t · top_k + s]], in F32, in the order of the slots, rounded once;
-// zeros for a row that is none of the num_rows, of which there is one at least. Without an index: row t · top_k + s. Where there is a `plus`,
-// the sum of that and plus[t], rounded again. T is Bf16 or F32;
-// kCount columns a unit: as many as lie in 16 bytes, where a row is a multiple of that, else 1; kUnits units a thread, 1, or, of fewer than
-// 4 slots, 4: with one load each threads come and go too fast.
+// an index outside the num_rows rows (at least one) adds zeros. Without an index: row t · top_k + s. Where there is a `plus`,
+// plus[t] is added to that, and the sum rounded again. T is Bf16 or F32.
+// kCount columns a unit: as many as lie in 16 bytes, where a row is a multiple of that, else 1. kUnits units a thread: 1, or 4 where there are
+// fewer than 4 slots, since threads with a single load each are too short-lived.
 //   256 threads; grid ceil(units / (256 · kUnits)), units = tokens · cols / kCount below 2^31; units_per_row = cols / kCount.
 //
 // Measured on an H200, BF16, 32768 x 7168: top 1 of 8 99 % of the floor (one unit a thread: 73 %), top 4 of 32 102 %, top 8 of 256 100 %;

@@ -1,12 +1,12 @@
-// Rows to other places: permute and pad, unpermute, messages packed and unpacked. Nothing is decoded.
+// Copies rows to other places: permute and pad, unpermute, pack and unpack messages. Nothing is decoded.
 //
 // copy_rows<kUnits, kEach>: row i of each plane's `out` is row source[i] of its `in` (source null: row i), or `pad` throughout where that is
-// no row of `in`. 2^lanes_log2 lanes take kEach rows, of each its codes and scales in one batch of loads. In which order: that of the rows, or
-// that of slots, where row[s] for s below num_slots names the rows that are not padding (row null: every row itself). Slots of one source
-// follow each other, so that it is read from memory once, and by the same lanes once; in the order of the rows it is gone from the cache
-// before it is wanted again.
+// no row of `in`. 2^lanes_log2 lanes take kEach rows, and load a row's codes and scales in one batch. Rows are taken in their own order (row
+// null) or in that of slots: row[s], for s below num_slots, is the row of slot s, and the other rows are padding. Slots of one source row
+// follow each other, so that it is read from memory once, and once by the same lanes. In the order of rows it would have left the cache
+// before it is needed again.
 //   128 threads; grid ceil(rows · lanes / (128 · kEach)); num_slots <= rows; lanes_log2 up to 7, best so that a lane has up to kUnits units of
-//   16 bytes. kUnits 6 for short rows, of which more must be under way, else 8. kEach 4 where slots of one source are as many, else 1.
+//   16 bytes. kUnits: 6 for short rows, of which more must be in flight, else 8. kEach: 4 where a source row has as many slots, else 1.
 //
 // Measured on an H200, shares of the floor in BF16, E4M3 and MXFP4 (an empty launch takes 3.4 us of each time). Permute, top 1 of 32:
 // 32768 x 7168 94, 94, 91 %, 32768 x 2048 92, 88, 81 %. Unpermute 32768 x 7168 in BF16: 96 %. Permute 32768 x 2048, top 8 of 128, BF16 and MXFP4:
@@ -30,7 +30,7 @@ struct RowPlane {
     u32 unit;
 };
 
-/// Row `from` of `in` to row `to` of `out`; where it is not `present`, nothing, or pads.
+/// Copies row `from` of `in` to row `to` of `out`. If it is not `present`: nothing is copied, or pads are written.
 struct RowMove {
     u64 from;
     u64 to;
@@ -43,7 +43,7 @@ struct RowLanes {
     u32 lanes;
 };
 
-/// The codes in units of 16 bytes, and the scales if they lie so too: theirs follow the codes'.
+/// A row in units of 16 bytes: first those of the codes, then those of the scales, if these are 16-byte aligned too.
 struct WideRows {
     const RowPlane& codes;
     const RowPlane& scales;
@@ -61,7 +61,7 @@ struct WideRows {
     }
 };
 
-/// Several rows; one that comes from where the one before did is not read again.
+/// Copies several rows. A row with the same source as the row before is not read again.
 template <int kUnits, int kEach>
 __device__ __forceinline__ void copy_wide(const WideRows& rows, const RowMove (&moves)[kEach], RowLanes at) {
     const u32 units = rows.units();
@@ -87,7 +87,7 @@ __device__ __forceinline__ void copy_wide(const WideRows& rows, const RowMove (&
     }
 }
 
-/// A row of pads.
+/// Fills a row with pads.
 __device__ __forceinline__ void pad_wide(const WideRows& rows, u64 to, RowLanes at) {
     for (u32 unit = at.lane; unit < rows.units(); unit += at.lanes) {
         const u32 pad = unit < rows.code_units() ? rows.codes.pad : rows.scales.pad;

@@ -1,16 +1,16 @@
-// Slots sorted by expert, stable, each group padded to a multiple of `align`.
+// Sorts slots by expert, stably, and pads each expert's group to a multiple of `align`.
 //
-// A slot is occupied where its expert is 0 .. groups - 1. They are cut into chunks of passes * 2048, a cta each.
+// A slot is occupied where its expert is 0 .. groups - 1. They are cut into chunks of passes * 2048, a CTA each.
 // plan_count<kThreads>: counts[chunk][columns] = the chunk's slots of each group; columns = groups rounded up to 8, at most 32768 a chunk.
 // plan_place<kThreads>: from all counts, the groups' start [groups + 1] and len [groups]; for each row (of `capacity`) the slot, its token and
 //   its global number token_id * top_k + slot, -1 where it is padding; for each occupied slot (of `num_slots`) its row;
-//   found = {rows needed, slots occupied}. Where those do not fit the capacity and num_slots: groups without rows, and all is padding.
-//   kThreads = kPlanThreads threads; grid chunks, and plan_place, which may be launched early, at least 1: further ctas help with the padding.
+//   found = {rows needed, slots occupied}. If these do not fit the capacity and num_slots, all groups are empty and all rows padding.
+//   kThreads = kPlanThreads threads; grid chunks, and plan_place, which may be launched early, at least 1: further CTAs help with the padding.
 //   Dynamic shared memory: plan_count 4 * columns bytes; plan_place
 //   8208 + 16 * columns + max(8 * count_rows * columns, 8192 + 32 * columns). columns at most 4096, slots below 2^31 - 2^16.
 //
-// Measured on an H200, 32768 slots: both launches 16 us for 8 to 256 groups, of which an empty launch takes 3.3: a chain of latencies, and
-// code that is fetched for the first time (3 us less when it has just run).
+// Measured on an H200, 32768 slots: both launches 16 us for 8 to 256 groups, of which an empty launch takes 3.3. The
+// rest is a chain of latencies, and the first fetch of the code (3 us less if it has just run).
 #pragma once
 #include "math/reduce.cuh"
 #include "ptx/thread.cuh"
@@ -33,7 +33,7 @@ struct PlanSizes {
     int align;
     int capacity;
     int num_slots;
-    int count_rows;  // chunks whose counts a cta reads at once
+    int count_rows;  // chunks whose counts a CTA reads at once
 };
 
 /// The slot's group, or -1.
@@ -89,7 +89,8 @@ __device__ __forceinline__ int exclusive_scan(int* values, int count) {
     return all;
 }
 
-/// Sums of counts over the chunks before this one and over all, by group: `partial` holds count_rows rows of both.
+/// Sums the counts of each group over the chunks before this CTA's (`before`) and over all chunks (`all`). `partial` is
+/// room for count_rows rows of both.
 __device__ __forceinline__ void sum_counts(const u16* __restrict__ counts, const PlanSizes& sizes, int* partial, int* before, int* all) {
     const int units = sizes.columns / 8;
 #pragma unroll 1
@@ -148,7 +149,7 @@ struct PlanRows {
     }
 };
 
-/// This cta's share of the padding: that of every gridDim.x-th group, and of the rows after the last group.
+/// This CTA's share of the padding: that of every gridDim.x-th group, and of the rows after the last group.
 __device__ __forceinline__ void fill_padding(const PlanRows& rows, const int* start, const int* len, int end, const PlanSizes& sizes) {
 #pragma unroll 1
     for (int g = blockIdx.x; g < sizes.groups; g += gridDim.x) {

@@ -1,15 +1,15 @@
-// The router: softmax over the experts, the largest of them, and the losses of each shard; and the way back. In which order
-// sums run is said in crates/core/src/ops/route.rs.
+// The router: softmax over the experts, the largest probabilities, and the losses of each shard; and the backward pass.
+// crates/core/src/ops/route.rs says in which order sums run.
 //
 // kLanes neighbouring lanes share a token, each with kPerLane of its experts in quads: experts <= kLanes * kPerLane.
-// Ctas take chunks of 64 tokens; a shard of tokens_per_shard tokens has `chunks` of them.
+// CTAs take chunks of 64 tokens; a shard of tokens_per_shard tokens has `chunks` of them.
 //
 // route_tokens<kLanes, kPerLane>: logits, probs [tokens][experts]; expert, weight [tokens][top_k]; log_sum_exp [tokens]; of each chunk the
 //   sums of its probabilities [experts] and of the squares of log_sum_exp, and how many slots chose each expert [experts].
 //   min(256, 64 * kLanes) threads; grid shards * chunks; dynamic shared memory: 4 bytes for each of 64 rows of
 //   kLanes * kPerLane + 16, 64, experts, and threads / kLanes rows of top_k numbers.
 // route_losses<kThreads>: from those, load [shards][experts] and losses [shards][2]; `products` is scratch [shards][experts].
-//   1024 threads; clusters of ceil(experts / 64) ctas, one a shard; may be launched early.
+//   1024 threads; clusters of ceil(experts / 64) CTAs, one a shard; may be launched early.
 // route_backward<kLanes, kPerLane>: dlogits from the gradients of the weights, of the load-balancing loss (`balance` for
 //   each slot of the load) and of the z-loss (z).
 //   Threads and grid as route_tokens; dynamic shared memory: 4 bytes for 65 rows of kLanes * kPerLane and 3 * 64 of top_k numbers.
@@ -39,7 +39,7 @@ constexpr u32 kWarp = 0xFFFFFFFF;
 __device__ __forceinline__ float add(float a, float b) { return __fadd_rn(a, b); }
 __device__ __forceinline__ double add(double a, double b) { return __dadd_rn(a, b); }
 
-/// Sums values that lie kHalf apart, then kHalf / 2, ..., to the first one; those past the last one are zeros.
+/// Adds values kHalf apart, then kHalf / 2 apart, and so on, to x[0]. Values past the last one count as zeros.
 template <int kHalf, int kCount, class T>
 __device__ __forceinline__ void tree_sum(T (&x)[kCount]) {
     if constexpr (kHalf > 0) {
@@ -55,7 +55,7 @@ struct TokenLanes {
     static constexpr int kThreads = kLanes < 4 ? kRouteChunk * kLanes : 256;
     static constexpr int kGroups = kThreads / kLanes;  // tokens at once
     static constexpr int kQuads = kPerLane / 4;
-    static constexpr int kSets = kSumQuads / kLanes;  // quads of the sum that a thread stands for
+    static constexpr int kSets = kSumQuads / kLanes;  // quads of lanes of a sum that a thread has
     static constexpr int kUsed = kSets < kQuads ? kSets : kQuads;
     static constexpr int kExperts = kLanes * kPerLane;
     static_assert(kSets >= 1 && kRouteChunk % kGroups == 0);
@@ -75,7 +75,7 @@ struct TokenLanes {
         return x;
     }
 
-    /// Closes the lanes of a sum over experts.
+    /// Adds up the lanes of a sum over experts.
     __device__ __forceinline__ static float close(const float (&lanes)[kUsed * 4]) {
         float quad[kUsed];
 #pragma unroll
@@ -90,7 +90,8 @@ struct TokenLanes {
     }
 };
 
-/// Copies the thread's part of a row to shared memory, in the background where rows lie on 16 bytes; `nothing` past its end.
+/// Copies the thread's part of a row to shared memory, asynchronously where rows are 16-byte aligned; `nothing` past
+/// the row's end.
 template <class Token>
 __device__ __forceinline__ void fetch_row(float* row, const float* __restrict__ from, int experts, float nothing) {
     if (experts % 4 == 0) {
@@ -128,7 +129,8 @@ __device__ __forceinline__ void write_row(float* row, const float (&x)[4 * Token
         *reinterpret_cast<float4*>(row + Token::first_of(i)) = {x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]};
 }
 
-/// Stores a token's row from shared memory, where its lanes have just written it: by the copy engine where rows lie on 16 bytes.
+/// Stores a token's row from shared memory, where its lanes have just written it: by the copy engine where rows are
+/// 16-byte aligned.
 template <int kLanes>
 __device__ __forceinline__ void send_row(float* to, const float* row, int experts, bool is_token) {
     const int lane = threadIdx.x % kLanes;
@@ -178,7 +180,7 @@ __device__ __forceinline__ float softmax(float (&p)[kPerLane]) {
         lane = i < Token::kUsed * 4 ? p[i] : __fadd_rn(lane, p[i]);
     }
     float sum = Token::close(lanes);
-    // The exponential of a NaN is some number.
+    // `exp_of_negative` makes some number of a NaN, so the sum becomes NaN here.
     if (!(fabsf(max) < __uint_as_float(0x7F800000))) sum = __uint_as_float(0x7FC00000);
     const Quotient quotient(sum);
     if (__any_sync(kWarp, Quotient::is_tiny(smallest))) {
@@ -193,7 +195,8 @@ __device__ __forceinline__ float softmax(float (&p)[kPerLane]) {
 
 /// Writes the experts of the top_k <= 8 largest probabilities, largest first, to `slots`.
 ///
-/// Probabilities are sorted as integers, with the index in place of the last bits: false where those would decide.
+/// Probabilities are sorted as integers whose last bits are replaced by the expert's index. Returns false where those
+/// bits would have decided, or top_k is above 8.
 template <int kLanes, int kPerLane>
 __device__ __forceinline__ bool choose(const float (&p)[kPerLane], int top_k, int* slots) {
     using Token = TokenLanes<kLanes, kPerLane>;
@@ -224,7 +227,8 @@ __device__ __forceinline__ bool choose(const float (&p)[kPerLane], int top_k, in
         for (int i = 0; i < kSorted; ++i) other[i] = __shfl_xor_sync(kWarp, best[i], lane);
         keep_largest(best, other);
     }
-    // Neighbours that are alike but for the index, among the chosen ones or at their end.
+    // Whether two neighbours in the order differ in the index alone: two chosen ones, or the last chosen one and the
+    // next.
     bool is_alike = false;
     u32 last = best[0];
 #pragma unroll
@@ -240,7 +244,7 @@ __device__ __forceinline__ bool choose(const float (&p)[kPerLane], int top_k, in
         below = distance < below ? distance : below;
     }
     is_alike = is_alike || below < (last & kIndex);
-    // All eight of a lane were chosen: of its others nothing is known.
+    // If all eight that a lane kept were chosen, nothing is known about its others.
     if (kPerLane > kSorted) is_alike = is_alike || mine[kSorted - 1] >= last;
     constexpr int kTurn = kLanes < kSorted ? kLanes : kSorted;
 #pragma unroll
@@ -254,7 +258,7 @@ __device__ __forceinline__ bool choose(const float (&p)[kPerLane], int top_k, in
     return !is_alike && top_k <= kSorted;
 }
 
-/// The same for any number of any probabilities, NaN among them, expert by expert.
+/// The same for any top_k and any probabilities, also NaN. It finds one expert after the other.
 template <int kLanes, int kPerLane>
 __device__ __forceinline__ void choose_any(const float (&p)[kPerLane], int experts, int top_k, int* slots) {
     using Token = TokenLanes<kLanes, kPerLane>;
@@ -277,7 +281,7 @@ __device__ __forceinline__ void choose_any(const float (&p)[kPerLane], int exper
     }
 }
 
-/// A token's weights from its probabilities, its experts counted.
+/// Writes a token's experts and their weights, and counts the experts.
 template <int kLanes>
 __device__ __forceinline__ void write_slots(const float* row, const int* slots, int* expert, float* weight, int* count, int top_k,
                                             int normalize, bool is_token) {
@@ -302,7 +306,7 @@ __device__ __forceinline__ void write_slots(const float* row, const int* slots, 
     }
 }
 
-/// Closes the sixteen lanes of a sum over tokens, one in each of sixteen neighbouring threads.
+/// Adds up the sixteen lanes of a sum over tokens, one in each of sixteen neighbouring threads.
 template <class T>
 __device__ __forceinline__ T close_token_lanes(T sum) {
 #pragma unroll
@@ -310,7 +314,7 @@ __device__ __forceinline__ T close_token_lanes(T sum) {
     return sum;
 }
 
-/// The sum of a column of the chunk's rows: a thread has the even or the odd lanes, its neighbour the others.
+/// The sum of a column of the chunk's rows: one thread adds the even lanes, its neighbour the odd ones.
 template <int kStride>
 __device__ __forceinline__ float sum_column(const float* rows, int column) {
     const int odd = threadIdx.x % 2;
@@ -331,7 +335,7 @@ __device__ constexpr u64 route_tokens_shared_bytes(u64 experts, u64 top_k) {
     return 4 * (kRouteChunk * (Token::kExperts + 16 + 1) + experts + Token::kGroups * top_k);
 }
 
-/// Of route_backward: rows of probabilities, one that they share, three numbers a slot.
+/// Dynamic shared memory of route_backward: rows of probabilities, one row for all tokens, three numbers a slot.
 template <int kLanes, int kPerLane>
 __device__ constexpr u64 route_backward_shared_bytes(u64 top_k) {
     return 4 * ((kRouteChunk + 1) * TokenLanes<kLanes, kPerLane>::kExperts + 3 * kRouteChunk * top_k);
@@ -460,7 +464,7 @@ __global__ void __launch_bounds__(kThreads)
         const double per_token = tokens_per_shard == 0 ? 1.0 : double(tokens_per_shard);
         if (threadIdx.x % 32 == 0) losses[2 * shard + 1] = __double2float_rn(__ddiv_rn(squares, per_token));
     }
-    ptx::cluster_sync();  // makes the products visible to the first cta
+    ptx::cluster_sync();  // makes the products visible to the first CTA
     if (!is_first || threadIdx.x >= 32) return;
     // Sixteen threads have a quad of lanes each.
     double quad[4] = {};
@@ -540,7 +544,7 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kPerLa
     __syncthreads();
 #pragma unroll 1
     for (int at = group; at - group < tokens; at += kGroups) {
-        // Where tokens end within a warp, the others do the last one's work again, on a row of their own.
+        // Where the tokens end within a warp, its remaining lanes repeat the last token's work, on rows of their own.
         const bool is_token = at < tokens;
         const u64 token = first_token + min(at, tokens - 1);
         const int slots = min(at, tokens - 1) * top_k;
@@ -577,7 +581,7 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kPerLa
         write_row<Token>(row, d);
         send_row<kLanes>(dlogits + token * experts, row, experts, is_token);
     }
-    ptx::tma_store_wait_read<0>();  // before the rows' memory is anybody else's
+    ptx::tma_store_wait_read<0>();  // the copy engine must have read the rows before the CTA gives its shared memory back
 }
 
 }  // namespace nib

@@ -2,12 +2,13 @@
 // an expert's rank is expert / experts_each.
 //
 // assign_ranks: rank[s] = the rank of expert[s], -1 where that is not below `experts`; first[s] the same, -1 where an earlier slot of the token
-//   has that rank; adds to counts[2 * rank] the tokens, to counts[2 * rank + 1] the slots of each rank, of sums a cta.
-//   256 threads; any grid, best a thread a slot up to a few ctas a multiprocessor. Dynamic shared memory: 8 bytes a rank.
-// pack_slots: record i [1 + 2 * top_k] is token_id of the token of slot[i]; for each slot of that token its expert less the first of the rank that
-//   expert[slot[i]] has, -1 where it is another rank's; the bits of each weight. Of a slot that is not below `slots`: -1, -1 ..., 0 ...
-// unpack_slots: records to token_id, expert and weight, word by word.
-//   256 threads a cta; grid ceil(words / 256), words = those of all records, below 2^31.
+//   has that rank. Adds each rank's tokens to counts[2 * rank] and its slots to counts[2 * rank + 1], summed within a CTA first.
+//   256 threads; any grid, best a thread a slot up to a few CTAs a multiprocessor. Dynamic shared memory: 8 bytes a rank.
+// pack_slots: record i has 1 + 2 * top_k words for the token of slot[i], as the rank of expert[slot[i]] needs them: the token_id; for each slot of
+//   the token its expert, counted from the rank's first, or -1 if the expert is on another rank; and the bits of each slot's weight. Where slot[i]
+//   is not below `slots`: -1, -1 ..., 0 ...
+// unpack_slots: splits records into token_id, expert and weight, word by word.
+//   256 threads a CTA; grid ceil(words / 256), words = those of all records, below 2^31.
 #pragma once
 #include "math/reduce.cuh"
 #include "ptx/types.cuh"

@@ -1,11 +1,12 @@
-// A step's scalars, its micro-batches, what operations counted, and its end. Every value is said in crates/core/src/ops/step.rs.
+// A step's scalars, its micro-batches, what operations counted, and its end. crates/core/src/ops/step.rs describes
+// every value.
 //
 // begin_step: control[0 .. 3] from the slot's first words, the clock's micro-batches and `table` zero. 256 threads; grid max(1, ceil(cells / 256)).
-// begin_micro_batch: ids and targets of the slot's next micro-batch, and the rows' numbers; the clock counts it. 1024 threads; a cluster of 8,
-//   so that nobody counts before all have read.
-// push_amax: span s of cta s; its magnitude is table[s]. 128 threads; grid spans.
-// collect: entry e of a launch, whose cells no other entry of the launch has, is cta e's. 128 threads; grid entries.
-// end_step: norm, verdict, report. `sums` is room for ceil(ordered / 4096). 1024 threads; grid 1.
+// begin_micro_batch: ids and targets of the slot's next micro-batch, and the rows' numbers; then the clock counts it. 1024 threads; one cluster of
+//   8 CTAs, so that the clock changes only after all have read it.
+// push_amax: CTA s pushes table[s], the magnitude of span s, into the span's history. 128 threads; grid spans.
+// collect: CTA e adds entry e of the launch to the table. No two entries of a launch share a cell. 128 threads; grid entries.
+// end_step: norm, verdict, report. `sums` is room for ceil(ordered / 4096) numbers. 1024 threads; grid 1.
 #pragma once
 #include "math/chunk_sum.cuh"
 #include "ptx/thread.cuh"
@@ -103,7 +104,7 @@ __global__ void __launch_bounds__(kCollectThreads) collect(double* table, const 
         double* const to = table + entry.at + u64(cell) * entry.stride;
         double sum = *to;
         if (entry.kind == kLargest) {
-            // A NaN is not below anything.
+            // Written so that a NaN is taken, and then kept.
             for (u32 i = cell; i < entry.values; i += entry.cells) {
                 const double value = value_of(entry, i);
                 if (!(value <= sum) && sum == sum) sum = value;
@@ -137,7 +138,7 @@ __global__ void __launch_bounds__(kEndThreads)
     end_step(const float* __restrict__ squares, const int* __restrict__ order, const double* __restrict__ tables, double* sums, u32* clock,
              float* control, double* __restrict__ reports, const __grid_constant__ StepEnd end) {
     const u32 step = clock[kStep];
-    // A place outside is a NaN, which stops the run.
+    // A place outside `squares` reads as NaN, which stops the run.
     const double square = sum_in_chunks<kEndThreads>(end.ordered, sums, [&](u64 i) {
         const int at = __ldg(order + i);
         return at >= 0 && u64(at) < end.squares ? __ldg(squares + at) : __uint_as_float(0x7FC00000);

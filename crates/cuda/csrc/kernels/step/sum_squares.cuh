@@ -1,13 +1,13 @@
-// Sums of squares of equal parts of a matrix, in F64: chunks of 4096 numbers over 16 lanes in order, closed by the tree 8, 4, 2, 1; then the
-// chunks' sums by the tree over neighbours.
+// Sums of squares of equal parts of a matrix, in F64 and in the CPU's order (math/chunk_sum.cuh): 16 lanes for each
+// chunk of 4096 numbers, added over lanes 8, 4, 2 and 1 apart; then the chunks' sums as a tree over neighbours.
 //
 // sum_squares<T>: of each tensor of the list x [parts * len] of type T (Bf16 or F32), sums [parts * chunks] F64, chunks = ceil(len / 4096). Eight
-//   threads a chunk, two lanes each. Tensor i has ctas first_cta[i] up to the next one's, ceil(parts * chunks / 32) of them. 256 threads; grid:
-//   the ctas of all tensors.
+//   threads a chunk, two lanes each. Tensor i has CTAs first_cta[i] up to the next one's, ceil(parts * chunks / 32) of them. 256 threads; grid:
+//   the CTAs of all tensors.
 // close_squares<kThreads>: kThreads is kSquaresThreads; from each tensor's sums [parts * count], each kSquaresGroup neighbours to one:
 //   out [parts * groups] F64; or, where there is one group a part, its sum rounded to F32: into[at + part] (out is null then). 256 threads;
 //   grid: parts * groups of all tensors; may be launched early.
-//   No sum is -0, so that places past the last one are zeros.
+//   No sum is -0, so places past the last one can count as +0.
 #pragma once
 #include "formats/plain.cuh"
 #include "pieces/step/tensor_list.cuh"
@@ -18,7 +18,7 @@ namespace nib {
 constexpr int kSquaresThreads = 256;
 constexpr int kSquaresChunk = 4096;
 constexpr int kSquaresLanes = 16;
-constexpr int kSquaresEach = 8;                                       // sums a thread closes
+constexpr int kSquaresEach = 8;                                       // sums that a thread adds
 constexpr int kSquaresGroup = kSquaresThreads * kSquaresEach;
 
 /// lane + x * x, the product exact.
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kSquaresThreads) sum_squares(const __grid_cons
         const u32 count = left < kSquaresChunk ? u32(left) : kSquaresChunk;
         const u32 rounds = count / kSquaresLanes, rest = count % kSquaresLanes;
         const u8* const from = x + (part * len + within + 2 * index) * T::kBytes;
-        // Parts may begin off the boundaries of two numbers.
+        // Parts need not be aligned for loads of two numbers.
         if (u64(from) % (2 * T::kBytes) == 0)
             add_rounds<T, 2>(from, rounds, lane);
         else

@@ -4,7 +4,7 @@
 // kRulePlain BF16 [rows][f] without scales and counts; kSaveH: h4 codes [rows][f], scales [rows][2f / 32], MXFP4 by the rule rceil.
 // row_id and counts (of a's blocks) as in kernels/convert/quantize.cuh; padding gives zeros. f % 32 == 0; planes start on 16 bytes.
 //   640 threads; a warp takes a segment of 512 columns of a at a time; segments = ceil(f / 512), and `by_segments` divides by it.
-//   Any grid, best a cta a multiprocessor, as many as share the segments evenly; no dynamic shared memory.
+//   Any grid, best a CTA a multiprocessor, as many as share the segments evenly; no dynamic shared memory.
 //
 // Measured on an H200 (share of the larger of (read + written) / 4247 GB/s and written / fill rate; 32768 x 7168, and x 2048): BF16
 //   99 % (97 %), E4M3 100 % (96 %), with h4 96 % (88 %); in 256 uneven groups 98, 97 and 88 %. With h4 the integer pipe is the limit: two
@@ -24,7 +24,7 @@ namespace nib {
 
 constexpr int kSwigluThreads = 640;
 constexpr int kSwigluChunks = 2;
-constexpr int kRulePlain = -1;  // of no scales
+constexpr int kRulePlain = -1;  // a in BF16, without scales
 
 /// What a warp works on: up to kSwigluChunks · 256 columns of a row.
 struct SwigluTask {
@@ -84,7 +84,8 @@ __global__ void __launch_bounds__(kSwigluThreads, 1)
     const u32 tasks = u32(rows) * segments, stride = gridDim.x * kWarps;
     u32 task = blockIdx.x * kWarps + threadIdx.x / 32;
     SwigluTask one, other;
-    // The number of a task's row; it is read a task before that is: a load that waits for it would hold up the work.
+    // The row id of a task. It is read one task ahead of the row itself: a load that waited for the id would hold up
+    // the work.
     const auto id_of = [&](u32 at) {
         if (at >= tasks) return -1;
         return row_id == nullptr ? 0 : __ldg(row_id + by_segments.divide(at));
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(kSwigluThreads, 1)
             const Bf16::Eight &gate = now.in[2 * i], &up = now.in[2 * i + 1];
             const int left = f - col - i * kChunkCols;
             u8* const a_at = a_to + i * kChunkCols * kBytes;
-            if (!now.counted) {  // zeros without the work; of h's padding nothing is promised
+            if (!now.counted) {  // zeros without the work; h's codes of padding are not written
                 if constexpr (kRule == kRulePlain) {
                     if (left > 0) ptx::store_16(a_at, {0, 0, 0, 0});
                 } else {
@@ -175,7 +176,8 @@ __global__ void __launch_bounds__(kSwigluThreads, 1)
                 h_scales[(u64(now.row) * 2 + half) * h_blocks + h_block] = u8(pick(h_stored, chunk) >> half * 16);
         }
     };
-    // The next task is on its way while one is worked on; by turns, so that no register is moved.
+    // The next task is loaded while this one is worked on. `one` and `other` take turns, so that no registers are
+    // copied.
     while (task < tasks) {
         load_next(other);
         work(one);

@@ -1,22 +1,25 @@
-// The backward pass of kernels/swiglu/swiglu.cuh with everything that the next products take, from one read: dh = [dg | du] in E4M3 along its
-// rows and down its columns, a made again and in E4M3 down its columns, and the gate weight's gradient.
+// The backward pass of kernels/swiglu/swiglu.cuh with everything that the next products take, from one read: dh = [dg |
+// du] in E4M3 along its rows and down its columns; a, computed again, in E4M3 down its columns; and the gate weight's
+// gradient.
 //
 // swiglu_backward<H, kRule>: h [rows][2f] as H holds it, da BF16 [rows][f], weight[rows] (null: 1) -> dh codes [rows][2f], scales
 //   [rows][2f / 128]; dh columns [2f][capacity], scales [capacity / 128][2f]; a columns [f][capacity], scales [capacity / 128][f],
 //   zeros from `rows` to `capacity`; parts [f / 128][rows], the gate weight's gradient by parts of 128 columns; counts of dh's row blocks
 //   and of a's blocks. f % 128 == 0, capacity % 128 == 0; row_id as in kernels/convert/quantize.cuh; padding gives zeros; planes start on 16 bytes.
-//   512 threads, any grid, best a cta a multiprocessor; `by_across` divides by f / 128; sizeof(BackwardShared<H>) dynamic shared
+//   512 threads, any grid, best a CTA a multiprocessor; `by_across` divides by f / 128; sizeof(BackwardShared<H>) dynamic shared
 //   memory: 231424 and 232448. kernels/swiglu/add_partial_sums.cuh adds the parts.
 //
-// The launch makes maps of boxes of 32 rows: SavedH, MXFP4 codes [rows][f], of 64 bytes in the swizzle of as many (scales
-// [rows][2f / 32]); PlainH, BF16 [rows][2f], of 128 numbers, not swizzled; da, of 128, likewise. And of what is written down
-// columns, as TurnedTile lies.
+// The launch makes tensor maps with boxes of 32 rows. SavedH: of the MXFP4 codes [rows][f], 64 bytes wide, in the
+// 64-byte swizzle (scales [rows][2f / 32] are loaded without a map). PlainH: of BF16 [rows][2f], 128 numbers wide, not
+// swizzled. Of da: likewise. The maps of the columns that are written take a TurnedTile.
 //
-// A tile of 128 x 128 stays in registers from its values to its codes, but for a, most of which waits in shared memory. The next
-// tile arrives, and the last one's columns leave, in the meantime. Barriers as in kernels/swiglu/swiglu_cols.cuh.
+// A tile of 128 x 128 stays in registers from its values to its codes, except a, most of which waits in shared memory.
+// Meanwhile the next tile is loaded, and the columns of the previous one are stored. The factors of columns have a
+// split barrier, as in kernels/swiglu/swiglu_cols.cuh.
 //
-// Measured on an H200, as there, from MXFP4: 76 % (72 %), in 32 uneven groups 70 %, in 256 64 %; adding the parts takes 3 us more. 42
-// instructions and 12 passes of shared memory's pipe an element: half of the time goes to the numbers, whose look-ups wait for that pipe.
+// Measured on an H200, as there, from MXFP4: 76 % (72 %), in 32 uneven groups 70 %, in 256 64 %; adding the parts takes
+// 3 us more. An element takes 42 instructions and 12 passes of shared memory's pipe. Half of the time goes to computing
+// values, whose look-ups wait for that pipe.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e2m1.cuh"
@@ -39,10 +42,11 @@ constexpr int kMatrices = 3;  // dg, du, a
 struct SavedH {
     static constexpr int kStages = 2;
     static constexpr int kTiles = kMatrices;
-    /// Of a thread's numbers of a, as many fours as there is shared memory for, some in place of da, wait there: that spares registers.
+    /// How many groups of four of a thread's numbers of a wait in shared memory, which saves registers; the first kInDa
+    /// in place of da.
     static constexpr int kSpares = 7, kInDa = 4;
 
-    /// What a code decides under its block's scale.
+    /// What follows from a code and the scale byte of its block.
     struct alignas(128) Table {
         GateTerms gate[256][16];
         uint4 up[256];  // of the eight magnitudes, as BF16, the low bytes and the high ones
@@ -69,7 +73,7 @@ struct SavedH {
         u8 codes[2][kTile][kTile / 2];  // gate, up; in the swizzle of 64 bytes
         u32 scales[2][kTile];           // four a row
     };
-    static constexpr u32 kBoxBytes = kBoxRows * kTile / 2;  // of one of both
+    static constexpr u32 kBoxBytes = kBoxRows * kTile / 2;  // of gate or of up
 
     __device__ __forceinline__ static u8* room(Table&) { return nullptr; }  // not asked for
 
@@ -106,7 +110,7 @@ struct SavedH {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const u32 four = code >> 16 * i & 0x7777;
-                // A selector with its highest bit spreads the sign.
+                // Selectors with the top bit set give copies of a sign bit.
                 const u32 signs = ptx::byte_perm_signs(even_signs, code, i == 0 ? 0xD9C8 : 0xFBEA);
                 const u32 low = __byte_perm(of.x, of.y, four), high = __byte_perm(of.z, of.w, four) | (signs & 0x80808080);
                 up[2 * i] = __byte_perm(low, high, 0x5140);
@@ -114,7 +118,7 @@ struct SavedH {
             }
         }
 
-        /// Of a row that does not count.
+        /// Zeros, for a row that does not count.
         __device__ __forceinline__ void clear(const Table& table) {
             gate = up[0] = up[1] = up[2] = up[3] = 0;
             gate_line = shared_address(table.gate[0]);
@@ -125,7 +129,8 @@ struct SavedH {
 #pragma unroll
             for (int k = 0; k < 2; ++k) {
                 const int shift = 8 * i + 4 * k;
-                // The code moved up, and masked, is the offset of its entry; the lines lie on multiples of their lengths.
+                // The code, shifted to bits 3 to 6, is the byte offset of its entry. A line is aligned to its length,
+                // so OR adds the offset.
                 const u32 eighths = shift < 3 ? gate << (3 - shift) : gate >> (shift - 3);
                 const float2 terms = ptx::table_f32x2((eighths & 0x78) | gate_line);
                 of[k] = {terms.x, terms.y};
@@ -189,7 +194,7 @@ struct alignas(512) BackwardStage {
     float weight[kTile];
 };
 
-/// What both halves of a row have to tell each other.
+/// What the two warps that share a row tell each other.
 struct RowHalves {
     float largest[2][2 * kTile];  // of dg and du
     float sum[2][kTile];
@@ -206,15 +211,16 @@ struct alignas(1024) BackwardShared {
     RowHalves halves;
     int row_id[2 * H::kStages][kTile];  // of tiles under way, and the next one
     ptx::Barrier there[H::kStages];  // the copy engine delivered the tile
-    ptx::Barrier inverses_there;  // every thread arrives: racecheck does not follow an arrival for a warp, and time does not tell
-    u32 col_nan;                     // one of the columns' blocks has become NaN
+    ptx::Barrier inverses_there;  // every thread arrives: racecheck misreads one arrival for a warp, and this is not slower
+    u32 col_nan;                     // whether a block of the columns is NaN
     u32 total[3];
 
     __device__ __forceinline__ TurnedTile& tile(int m) {
         return m < H::kTiles ? own[m] : *reinterpret_cast<TurnedTile*>(H::room(table));
     }
 
-    /// Where a thread keeps four of its numbers of a, if `i` is below kSpares: of the row i % 4, the first or the others.
+    /// Where a thread keeps four of its numbers of a, for `i` below kSpares: the first four of row i % 4, from i = 4 on
+    /// the last four.
     __device__ __forceinline__ float4& kept(BackwardStage<H>& of, const StripThread& me, int i) {
         if (i < H::kInDa) return *reinterpret_cast<float4*>(of.da[me.row + i] + me.col * Bf16::kBytes);
         return spare[i - H::kInDa][threadIdx.x];
@@ -237,7 +243,7 @@ __global__ void __launch_bounds__(kStripThreads, 1)
     const int lane = me.lane;
     const u32 across = u32(f) / kTile, down = u32(capacity) / kTile, tiles = across * down;
     Tally of_dh, of_a;
-    // Tiles of this cta are counted by `n`.
+    // Tiles of this CTA are counted by `n`.
     const auto tile_at = [&](u32 n) { return StripTile(blockIdx.x + n * gridDim.x, by_across, across); };
     const auto is_tile = [&](u32 n) { return blockIdx.x + n * gridDim.x < tiles; };
     const auto fetch_ids = [&](u32 n) {
@@ -246,8 +252,8 @@ __global__ void __launch_bounds__(kStripThreads, 1)
         const u64 row = tile_at(n).row() + in_tile;
         ptx::copy_4_async(&shared.row_id[n % kIdTiles][in_tile], row_id + row, row < u64(rows));
     };
-    // Starts to fetch a tile whose rows' numbers are there, and the numbers for the next one. What is given for all rows alike is
-    // not fetched.
+    // Starts to fetch tile `n`, whose row ids have arrived, and the row ids of the next one. Row ids and weights that
+    // are null are not fetched.
     const auto fetch = [&](u32 n) {
         if (!is_tile(n)) return;
         const StripTile at = tile_at(n);
@@ -311,7 +317,7 @@ __global__ void __launch_bounds__(kStripThreads, 1)
             w[r] = stage.weight[me.row + r];
         }
         const int4 id = *reinterpret_cast<const int4*>(shared.row_id[n % kIdTiles] + me.row);
-        if (__any_sync(kAllLanes, (id.x | id.y | id.z | id.w) < 0)) {  // there is what was there before
+        if (__any_sync(kAllLanes, (id.x | id.y | id.z | id.w) < 0)) {  // boxes of padding alone were not loaded
             const int ids[kThreadRows] = {id.x, id.y, id.z, id.w};
 #pragma unroll
             for (int r = 0; r < kThreadRows; ++r) {
@@ -363,9 +369,9 @@ __global__ void __launch_bounds__(kStripThreads, 1)
         }
         const auto larger = [](float a, float b) { return ptx::max_magnitude(a, b); };
         const auto sum = [](float a, float b) { return __fadd_rn(a, b); };
-        join_lanes<1, 1>(row_largest, ptx::lane_idx_anew(), larger);  // of the row lane % 8 / 2: dg's, and then du's
+        join_lanes<1, 1>(row_largest, ptx::lane_idx_anew(), larger);  // now of row lane % 8 / 2: dg's in even lanes, du's in odd ones
         shared.halves.largest[me.half][me.in_rows()] = row_largest[0];
-        join_lanes<1, 1>(terms, ptx::lane_idx_anew(), sum);  // of the row lane % 4
+        join_lanes<1, 1>(terms, ptx::lane_idx_anew(), sum);  // now of row lane % 4
         terms[0] = __fadd_rn(terms[0], __shfl_xor_sync(kAllLanes, terms[0], 4));
         if (lane % 8 < kThreadRows) shared.halves.sum[me.half][me.row + lane % 8] = terms[0];
         if (H::kStages == 1) ptx::copies_wait();
@@ -399,7 +405,7 @@ __global__ void __launch_bounds__(kStripThreads, 1)
         if (threadIdx.x == 0) ptx::tma_store_wait_read<0>();  // the columns of the last tile
         __syncwarp();
         ptx::barrier_arrive(shared.inverses_there);
-        // Rows meanwhile.
+        // Meanwhile the rows are encoded and stored.
         u8* const row_codes = dh_codes + u64(u32(my_row)) * (2 * f) + (first_col + me.col);
         const int lines = min(rows - my_row, kThreadRows) * 2;  // of dg and du, one after the other
         store_lines<2 * kThreadRows>(

@@ -1,9 +1,9 @@
 // The backward pass of kernels/swiglu/swiglu_plain.cuh, and of kernels/swiglu/swiglu.cuh in BF16.
 //
-// h [rows][2f] = [g | u], da [rows][f], weight[rows] (null: 1) -> dh [rows][2f] = [dg | du], a [rows][f] as the forward pass made it,
-// dweight[rows]; row_id as in kernels/convert/quantize.cuh; padding gives zeros. Matrices start on 16 bytes. kBf16: all are BF16 and f % 8 == 0;
-// else the flags say which.
-// 256 threads, a warp a row; any grid, best, if kBf16, four ctas a multiprocessor; sizeof(SigmoidTable) dynamic shared memory if kBf16.
+// h [rows][2f] = [g | u], da [rows][f], weight[rows] (null: 1) -> dh [rows][2f] = [dg | du], a [rows][f] as the forward
+// pass made it, dweight[rows]; row_id as in kernels/convert/quantize.cuh; padding gives zeros. Matrices start on 16
+// bytes. kBf16: all are BF16 and f % 8 == 0; else the flags say which. 256 threads, a warp a row; any grid, best, if
+// kBf16, four CTAs a multiprocessor; sizeof(SigmoidTable) dynamic shared memory if kBf16.
 #pragma once
 #include "formats/f32_or_bf16.cuh"
 #include "math/reduce.cuh"
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kPlainRowThreads, kBf16 ? 4 : 2)
     const auto counts = [&](u32 row) { return row < u32(rows) && (row_id == nullptr || __ldg(row_id + row) >= 0); };
     u32 row = blockIdx.x * kWarps + threadIdx.x / 32;
     bool counted = counts(row), next_counted = counts(row + stride);
-    // A chunk is on its way while the one before is worked on.
+    // The next chunk is loaded while this one is worked on.
     Chunk now;
     if (row < u32(rows)) now.load(source, row, lane * 8, counted);
     for (; row < u32(rows); row += stride) {
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kPlainRowThreads, kBf16 ? 4 : 2)
             Chunk::store(dh, dh_bf16, u64(row) * u32(2 * f) + u32(col), left, dg);
             Chunk::store(dh, dh_bf16, u64(row) * u32(2 * f) + u32(f + col), left, du);
             Chunk::store(a, a_bf16, u64(row) * u32(f) + u32(col), left, again);
-            // Lanes 0 to 15 hold one part, the others the next.
+            // Lanes 0 to 15 have one part, the other lanes the next.
             float part = dot_of_neighbours(terms, das);
 #pragma unroll
             for (int far = 1; far < 16; far *= 2) part = __fadd_rn(part, __shfl_xor_sync(kAllLanes, part, far));

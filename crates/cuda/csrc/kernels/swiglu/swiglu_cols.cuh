@@ -4,11 +4,11 @@
 // [rows][f], scales [rows][ceil(f / 128)]; column codes [f][capacity], as a map of tiles as TurnedTile lies, scales
 // [capacity / 128][scale_stride], zeros from `rows` to `capacity`; counts of the row blocks. f % 8 == 0, capacity % 128 == 0; row_id as
 // in kernels/convert/quantize.cuh; padding gives zeros; planes start on 16 bytes.
-//   512 threads, any grid, best two ctas a multiprocessor; `by_across` divides by ceil(f / 128); sizeof(RowsColsShared) dynamic shared
+//   512 threads, any grid, best two CTAs a multiprocessor; `by_across` divides by ceil(f / 128); sizeof(RowsColsShared) dynamic shared
 //   memory: 115712. The next tile arrives while one is encoded.
 //
-// Two barriers a tile hold all; what the factors of the columns wait for, a third one that warps arrive at before they store their rows,
-// and wait for behind them. Lane 0 arrives for its warp, which racecheck does not follow.
+// Three barriers a tile hold all threads. The factors of the columns have a split one, `inverses_there`: threads arrive
+// at it before they store their rows, and wait for it afterwards.
 //
 // Measured on an H200, as in kernels/swiglu/swiglu.cuh, power-of-two scales: 89 % (86 %), in 32 uneven groups 85 %, in 256 71 %.
 #pragma once
@@ -24,7 +24,8 @@
 
 namespace nib {
 
-/// Of a tile of codes and what leads to it: while the one is in use, nobody wants the other.
+/// A transposed tile of codes, and the maxima that lead to it. They are never in use at the same time, so they share
+/// memory.
 union RowsColsTurn {
     struct {
         ColumnMaxima<1> maxima;
@@ -37,14 +38,14 @@ struct alignas(128) RowsColsShared {
     SigmoidTable sigmoids;                              // first, as it wants; in its room a RowsColsTurn
     alignas(128) u8 h[2][kTile][kTile * Bf16::kBytes];  // gate, up
     ColumnInverses inverses;
-    int row_id[kTile];   // of the tile after the one that is under way
+    int row_id[kTile];   // of the tile after the one that is being loaded
     ptx::Barrier there;           // the copy engine delivered the tile
-    ptx::Barrier inverses_there;  // every thread arrives: racecheck does not follow an arrival for a warp, and time does not tell
-    u32 col_nan;                  // one of the columns' blocks has become NaN
+    ptx::Barrier inverses_there;  // every thread arrives: racecheck misreads one arrival for a warp, and this is not slower
+    u32 col_nan;                  // whether a block of the columns is NaN
     u32 total[3];
 };
 
-/// A warp starts to fetch the tile at (row, col), but boxes of padding alone.
+/// Starts to fetch the tile at (row, col), except boxes of padding alone. The first warp calls this.
 __device__ __forceinline__ void fetch_boxes(RowsColsShared& shared, const TensorMap& h, int row, int col, int f) {
     const u32 wanted = boxes_wanted(shared.row_id);
     const int box = threadIdx.x % 4, half = threadIdx.x / 4;
@@ -74,7 +75,7 @@ __global__ void __launch_bounds__(kStripThreads, 2)
         const u64 row = StripTile(index, by_across, across).row() + threadIdx.x;
         ptx::copy_4_async(&shared.row_id[threadIdx.x], row_id + row, row < u64(rows));
     };
-    // The numbers of its rows are there.
+    // Starts to fetch a tile whose row ids have arrived.
     const auto fetch = [&](u32 index) {
         if (index >= tiles) return;
         const StripTile at(index, by_across, across);
@@ -112,7 +113,7 @@ __global__ void __launch_bounds__(kStripThreads, 2)
         ptx::barrier_wait(shared.there, parity);
         parity ^= 1;
         if (threadIdx.x == 0) ptx::tma_store_wait_read<0>();
-        __syncthreads();  // nobody reads the last tile's codes any more
+        __syncthreads();  // the copy engine has read the previous tile's codes
 
         StripValues value;
         Bf16::Eight gate[kThreadRows], up[kThreadRows];
@@ -121,7 +122,7 @@ __global__ void __launch_bounds__(kStripThreads, 2)
             gate[r] = Bf16::load_shared(shared.h[0][me.row + r] + me.col * Bf16::kBytes);
             up[r] = Bf16::load_shared(shared.h[1][me.row + r] + me.col * Bf16::kBytes);
         }
-        if (__any_sync(kAllLanes, counted != (1 << kThreadRows) - 1)) {  // there is what was there before
+        if (__any_sync(kAllLanes, counted != (1 << kThreadRows) - 1)) {  // boxes of padding alone were not loaded
 #pragma unroll
             for (int r = 0; r < kThreadRows; ++r)
                 if (!(counted >> r & 1)) gate[r] = up[r] = Bf16::zeros();
@@ -146,7 +147,7 @@ __global__ void __launch_bounds__(kStripThreads, 2)
         for (int c = 0; c < kThreadCols; ++c) largest[c] = largest_magnitude<4>({value[0][c], value[1][c], value[2][c], value[3][c]});
         turn.before.maxima.write(me, largest);
         const auto larger = [](float a, float b) { return ptx::max_magnitude(a, b); };
-        join_lanes<1, 1>(row_largest, ptx::lane_idx_anew(), larger);  // of the row lane % 4
+        join_lanes<1, 1>(row_largest, ptx::lane_idx_anew(), larger);  // now of row lane % 4
         row_largest[0] = larger(row_largest[0], __shfl_xor_sync(kAllLanes, row_largest[0], 4));
         const int in_tile = me.row + me.lane % kThreadRows;
         if (me.lane % 8 < kThreadRows) turn.before.row_largest[me.half][in_tile] = row_largest[0];
@@ -172,12 +173,12 @@ __global__ void __launch_bounds__(kStripThreads, 2)
         }
         __syncwarp();
         ptx::barrier_arrive(shared.inverses_there);
-        // Rows meanwhile.
+        // Meanwhile the rows are encoded and stored.
         store_lines<kThreadRows>(
             row_codes + u64(u32(my_row)) * f + my_col, f, my_col < f ? rows - my_row : 0, __any_sync(kAllLanes, row_scale.is_nan()),
             [&](int r) { return value[r]; },
             [&](int r) { return __shfl_sync(kAllLanes, row_scale.inverse, (me.lane & 24) | r); });
-        // The factors are there, and nobody reads what led to them.
+        // From here on the factors are there, and nobody reads the maxima, whose place the codes take.
         ptx::barrier_wait(shared.inverses_there, parity ^ 1);
         __syncwarp();
         fetch_ids(index + 2 * gridDim.x);

@@ -1,5 +1,5 @@
-// SwiGLU from a plain matrix to a plain one, F32 or BF16 each (the flags say which), of any width: what no kernel that quantizes
-// takes goes through here in F32, and is quantized afterwards.
+// SwiGLU from a plain matrix to a plain one, F32 or BF16 each (the flags say which), of any width. What no quantizing
+// kernel takes goes through here in F32, and is quantized afterwards.
 //
 // h [rows][2f] = [g | u], weight[rows] (null: 1) -> a [rows][f] = silu(g)·u·w; row_id as in kernels/convert/quantize.cuh; padding gives zeros.
 // Matrices start on 16 bytes. A thread takes eight columns at a time; chunks = ceil(f / 8), and `by_chunks` divides by it.

@@ -1,10 +1,10 @@
-// Cross-entropy of rows of logits, and its gradient. In which order sums run is said in crates/core/src/ops/cross_entropy.rs.
+// Cross-entropy of rows of logits, and its gradient. crates/core/src/ops/cross_entropy.rs says in which order sums run.
 //
 // cross_entropy<kLanes, kWide, kGroups>: of each row of logits [rows][vocab] the loss; dlogits [rows][vocab], BF16 or F32, unless it is null;
 //   bad_ids counts targets at or past the vocabulary.
-//   Element i belongs to lane i % 1024 of the row's sum. A row is a cluster's of 1024 / kLanes ctas, each with kLanes neighbouring lanes,
-//   whose elements it holds in shared memory from the first read to the last write: logits are read once. A thread has kWide
-//   neighbouring lanes (2: vocab is even) and every kGroups-th of their elements; with several groups, the first one sums the lanes.
+//   Element i belongs to lane i % 1024 of the row's sum. A cluster of 1024 / kLanes CTAs takes a row. Each CTA has kLanes neighbouring lanes, and
+//   holds their elements in shared memory from the first read to the last write, so that logits are read once. A thread has kWide
+//   neighbouring lanes (2: vocab is even) and every kGroups-th of their elements; with several groups, the first group sums the lanes.
 //   kLanes / kWide * kGroups threads; grid rows * 1024 / kLanes in clusters of 1024 / kLanes; dynamic shared memory: EntropyRoom, and
 //   4 bytes for each of ceil(vocab / 1024) * kLanes logits.
 // shard_nats: nats[shard] = the sum of its losses; `sums` is room for shards * ceil(each / 4096). 512 threads; grid shards.
@@ -24,14 +24,14 @@ namespace nib {
 constexpr int kSumOver = 1024;  // lanes of a row's sum
 constexpr u32 kOneWarp = 0xFFFFFFFF;
 
-/// What ctas and warps of a row tell each other. Before the logits in shared memory.
+/// What the CTAs and warps of a row tell each other. It lies before the logits in shared memory.
 struct alignas(16) EntropyRoom {
     float lanes[kSumOver];  // sums
-    float maxima[128];      // of each warp of each cta
+    float maxima[128];      // of each warp of each CTA
     float sum;
 };
 
-/// Dynamic shared memory of a row's cta: the room, and its part of the logits.
+/// Dynamic shared memory of a CTA: the room, and its part of the logits.
 template <int kLanes>
 __device__ constexpr u64 cross_entropy_shared_bytes(u64 vocab) {
     return sizeof(EntropyRoom) + (vocab + kSumOver - 1) / kSumOver * kLanes * sizeof(float);
@@ -39,7 +39,7 @@ __device__ constexpr u64 cross_entropy_shared_bytes(u64 vocab) {
 
 __device__ __forceinline__ float infinity() { return __uint_as_float(0x7F800000); }
 
-/// Sums numbers that lie kHalf apart, then kHalf / 2, ..., to the first one.
+/// Adds numbers kHalf apart, then kHalf / 2 apart, and so on, to x[0].
 template <int kHalf>
 __device__ __forceinline__ void close_halves(float (&x)[32]) {
 #pragma unroll
@@ -47,7 +47,7 @@ __device__ __forceinline__ void close_halves(float (&x)[32]) {
     if constexpr (kHalf > 1) close_halves<kHalf / 2>(x);
 }
 
-/// Closes 1024 lanes by the halving tree. A warp.
+/// Adds 1024 lanes by halving. One warp calls this.
 __device__ __forceinline__ float close_lanes(const float (&lanes)[kSumOver]) {
     float sum[32];
 #pragma unroll
@@ -59,7 +59,7 @@ __device__ __forceinline__ float close_lanes(const float (&lanes)[kSumOver]) {
     return all;
 }
 
-/// A cta's part of a row: where its threads' elements are.
+/// A CTA's part of a row: where its threads' elements are.
 template <int kLanes, int kWide, int kGroups>
 struct EntropyPart {
     static constexpr int kCluster = kSumOver / kLanes;
@@ -79,11 +79,11 @@ struct EntropyPart {
         : held(held), vocab(vocab), full(vocab / kSumOver), rounds(ceil_div(vocab, kSumOver)),
           rank(kCluster == 1 ? 0 : int(ptx::cluster_cta_rank())), group(threadIdx.x / kOwners), lane(threadIdx.x % kOwners * kWide) {}
 
-    /// Of the row, the thread's first element of a round.
+    /// The thread's first element of a round, counted in the row.
     __device__ __forceinline__ int element(int round) const { return round * kSumOver + rank * kLanes + lane; }
     __device__ __forceinline__ float* place(int round) const { return held + round * kLanes + lane; }
 
-    /// Brings the logits; those past the row's end are as if they were -infinity. Returns the thread's largest, or a NaN.
+    /// Loads the logits; past the row's end they are -infinity. Returns the thread's largest, or a NaN.
     __device__ __forceinline__ float load(const float* __restrict__ row) const {
         constexpr int kBatch = 8;
         float max = -infinity();
@@ -111,7 +111,7 @@ struct EntropyPart {
         return max;
     }
 
-    /// The row's largest logit, or a NaN, from each thread's. Ends behind a barrier.
+    /// The row's largest logit, or a NaN, from each thread's. Ends with a barrier.
     __device__ __forceinline__ float largest(EntropyRoom& room, float max) const {
 #pragma unroll
         for (int half = 16; half > 0; half /= 2) max = ptx::max_or_nan(max, __shfl_xor_sync(kOneWarp, max, half));
@@ -121,7 +121,7 @@ struct EntropyPart {
             if (in_warp == 0) *mine = max;
             __syncthreads();
         } else {
-            ptx::cluster_wait();  // they all run
+            ptx::cluster_wait();  // all CTAs of the cluster have started
             if (in_warp < kCluster) ptx::store_at(mine, in_warp, max);
             ptx::cluster_sync();
         }
@@ -134,7 +134,7 @@ struct EntropyPart {
         return max;
     }
 
-    /// Replaces the logits by exponentials and sums them. `smallest`: see Quotient. Ends behind a barrier.
+    /// Replaces the logits by exponentials and sums them. `smallest`: see Quotient. Ends with a barrier.
     __device__ __forceinline__ float exponentials(EntropyRoom& room, float max, u32& smallest) const {
         float sum[kWide] = {};
 #pragma unroll 4
@@ -174,7 +174,7 @@ struct EntropyPart {
             ptx::cluster_sync();
         if (threadIdx.x < 32) {
             const float all = close_lanes(room.lanes);
-            // The exponential of a NaN is some number.
+            // `exp_of_negative` makes some number of a NaN, so the sum becomes NaN here.
             if (threadIdx.x == 0) room.sum = fabsf(max) < infinity() ? all : __uint_as_float(0x7FC00000);
         }
         __syncthreads();
@@ -212,7 +212,7 @@ struct EntropyPart {
             const Quotient quotient(sum);
             write<Out>(row, [&](float e) { return __fmul_rn(scale, quotient.of(e)); });
         }
-        // The target's comes from the same thread, after what is written there above.
+        // The target's gradient is written again, by the thread that wrote its element above.
         const int round = target / kSumOver, at = target % kSumOver - rank * kLanes - lane;
         if (u32(at) < u32(kWide) && round % kGroups == group) {
             const float share = __fdiv_rn(place(round)[at], sum);

@@ -1,11 +1,11 @@
-// Rows of a table, and the gradient of that.
+// Rows of an embedding table by id, and the gradient of the table.
 //
 // embed<T, kCount>: x[i] = table[ids[i]], rounded to T (Bf16 or F32); table [vocab, d] F32; an id outside gives zeros and is counted.
 //   units = ceil(d / kCount), at least 1; kCount: 4 where d is a multiple of 4, else 1.
 //   256 threads; grid ceil(rows * units / 1024), rows * units below 2^31.
 //
-// kThreads is kEmbedThreads: a template is compiled where it is asked for only.
-// The backward pass sorts the tokens by key = shard * vocab + id, stably, a digit a pass: embed_digits tells the digits, `plan_permute` sorts.
+// kThreads is kEmbedThreads; it is a parameter so that these kernels are templates, which are compiled only where they are launched.
+// The backward pass sorts the tokens by key = shard * vocab + id, stably, one digit a pass: embed_digits extracts the digits, `plan_permute` sorts.
 // A run of tokens of one key is cut into chunks of 64.
 // embed_digits<kThreads>: digit[i] = key(order[i]) >> shift & mask; without an order, tokens as they are, which order_out then tells.
 //   256 threads; grid ceil(tokens / 256).
@@ -23,7 +23,7 @@
 namespace nib {
 
 constexpr int kEmbedThreads = 256;
-constexpr int kEmbedUnits = 4;  // a thread's, so many loads in flight
+constexpr int kEmbedUnits = 4;  // units of a thread, whose loads are all in flight
 constexpr u32 kEmbedChunk = 64;
 constexpr int kEmbedRows = 8;  // loads of rows of dy in flight
 
@@ -114,7 +114,7 @@ struct alignas(16) EmbedTask {
     int place;  // row of `partial`, or -1: the run has no other chunk
 };
 
-/// Puts the values of those threads of a warp that have one into a list.
+/// Appends the values of those threads of a warp that have one to a list, with one atomic for the warp.
 template <typename V>
 __device__ __forceinline__ void append(bool has, const V& value, V* list, u64* count) {
     const u32 all = __ballot_sync(0xFFFFFFFF, has), lane = threadIdx.x % 32;
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kThreads)
             const u32 limit = tokens - i < kEmbedChunk ? tokens : i + kEmbedChunk;
             const bool more = limit < tokens && sorted.key(limit) == key;
             const u32 end = more ? limit : sorted.find(key + 1, i + 1, limit);
-            // Runs of several chunks have 32 tokens a chunk at least: these rows are theirs alone.
+            // A run of several chunks has at least 32 tokens for each, so these rows of `partial` are its alone.
             const u32 place = (start + 31) / 32;
             const bool several = more || i > start;
             chunk = {key, i, end - i, several ? int(place + (i - start) / kEmbedChunk) : -1};

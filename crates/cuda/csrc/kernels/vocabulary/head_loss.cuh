@@ -33,7 +33,7 @@ __device__ __forceinline__ void round_few(const float* sum, u16* out, int accumu
 
 __global__ void __launch_bounds__(kHeadThreads) round_gradient(const float* sum, u16* out, u64 len, int accumulate) {
     const u64 first = (u64(blockIdx.x) * kHeadThreads + threadIdx.x) * kHeadCount;
-    // A shard's matrix may begin off the boundary that longer loads want.
+    // A shard's matrix need not be aligned for longer loads.
     if (len % kHeadCount == 0) {
         if (first < len) round_few<kHeadCount>(sum + first, out + first, accumulate);
         return;

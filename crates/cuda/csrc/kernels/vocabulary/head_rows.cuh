@@ -1,11 +1,11 @@
-// Cross-entropy of long rows of logits as the head of a BF16 model wants it: sums in an order of this kernel's own, hardware exponentials.
-// For what is owed to the bit see cross_entropy.cuh.
+// Cross-entropy of long rows of logits for the head of a BF16 model: sums in this kernel's own order, and hardware
+// exponentials. The kernel with the CPU's bits is in cross_entropy.cuh.
 //
 // head_rows<kCluster>: of each row of logits [rows][vocab] the loss; dlogits [rows][vocab] in BF16, unless it is null;
-//   bad_ids counts targets at or past the vocabulary, which, as negative ones, have no loss and no gradient.
-//   A cluster takes every (gridDim.x / kCluster)-th row, each cta `part` neighbouring elements of it: a multiple of 8, as vocab is. While
-//   a row is in work the copy engine brings the next. 512 threads; grid a multiple of kCluster; dynamic shared memory: HeadRoom, and
-//   2 * part * 4 bytes.
+//   bad_ids counts targets at or past the vocabulary. These, and negative ones, have no loss and no gradient.
+//   A cluster takes every (gridDim.x / kCluster)-th row, and each of its CTAs `part` neighbouring elements; part and vocab are multiples of 8.
+//   While a row is worked on, the copy engine brings the next. 512 threads; grid a multiple of kCluster; dynamic shared memory: HeadRoom,
+//   and 2 * part * 4 bytes.
 #pragma once
 #include "formats/plain.cuh"
 #include "math/log.cuh"
@@ -20,7 +20,8 @@ namespace nib {
 constexpr int kRowThreads = 512;
 constexpr int kRowWarps = kRowThreads / 32;
 
-/// What a cta keeps beside its two buffers. `maxima` and `sums` are of all ctas, for two rows in turns.
+/// What a CTA keeps beside its two buffers. `maxima` and `sums` have an entry for each CTA of the cluster, for two rows
+/// in turn.
 struct alignas(16) HeadRoom {
     ptx::Barrier full[2];
     float in_warp[2][kRowWarps];
@@ -28,7 +29,7 @@ struct alignas(16) HeadRoom {
     float sums[2][8];
 };
 
-/// Dynamic shared memory of a cta: the room, and its part of two rows.
+/// Dynamic shared memory of a CTA: the room, and its part of two rows.
 __device__ constexpr u64 head_rows_shared_bytes(u64 part) { return sizeof(HeadRoom) + 2 * part * sizeof(float); }
 
 __device__ __forceinline__ float warp_max(float x) {
@@ -46,14 +47,14 @@ __device__ __forceinline__ float warp_sum(float x) {
 /// e^x by the hardware, to two units in the last place or so.
 __device__ __forceinline__ float fast_exp(float x) { return ptx::exp2_approx(__fmul_rn(x, 1.44269504f)); }
 
-/// One cta's part of a cluster's rows.
+/// One CTA's part of a cluster's rows.
 template <int kCluster>
 struct HeadPart {
     HeadRoom& room;
-    int count;  // elements of this cta
+    int count;  // elements of this CTA
     int rank;
 
-    /// The largest of the part, by all threads.
+    /// The largest of the part. All threads call this.
     __device__ __forceinline__ float largest(const float4* z) const {
         float max = __uint_as_float(0xFF800000);
 #pragma unroll 4
@@ -65,11 +66,11 @@ struct HeadPart {
         if (threadIdx.x % 32 == 0) room.in_warp[0][threadIdx.x / 32] = max;
         __syncthreads();
         max = warp_max(room.in_warp[0][threadIdx.x % kRowWarps]);
-        // Nothing lies below -infinity: exponentials below 0 are right, and all 0.
+        // If all are -infinity, 0 takes its place: the exponentials relative to 0 are right, and all 0.
         return max == __uint_as_float(0xFF800000) ? 0.0f : max;
     }
 
-    /// Replaces the part by its exponentials below `max`; their sum, by all threads.
+    /// Replaces the part by its exponentials relative to `max`, and returns their sum. All threads call this.
     __device__ __forceinline__ float exponentials(float4* z, float max) const {
         float sum = 0.0f;
 #pragma unroll 4
@@ -85,7 +86,7 @@ struct HeadPart {
         return warp_sum(threadIdx.x % 32 < kRowWarps ? room.in_warp[1][threadIdx.x % 32] : 0.0f);
     }
 
-    /// From the part's maximum and sum to the row's. `turn` counts the rows that came here.
+    /// Turns the part's maximum and sum into the row's. `turn` counts the calls.
     __device__ __forceinline__ void meet(int turn, float& max, float& sum) const {
         if constexpr (kCluster > 1) {
             float* const maxima = room.maxima[turn % 2];
@@ -107,7 +108,7 @@ struct HeadPart {
         }
     }
 
-    /// Writes factor times each exponential, and the target's.
+    /// Writes the gradient: factor times each exponential, less `scale` for the target.
     __device__ __forceinline__ void gradient(const float4* e, u16* out, int target, float factor, float scale) const {
 #pragma unroll 4
         for (int i = threadIdx.x; i < count / 4; i += kRowThreads) {
@@ -115,7 +116,7 @@ struct HeadPart {
             const float d[4] = {v.x * factor, v.y * factor, v.z * factor, v.w * factor};
             Few<Bf16, 4>::from_f32(d).store(out + i * 4);
         }
-        // By the thread that has just written it.
+        // Written again by the thread that has just written it.
         if (u32(target) < u32(count) && target / 4 % kRowThreads == threadIdx.x) {
             const float d[1] = {__fsub_rn(reinterpret_cast<const float*>(e)[target] * factor, scale)};
             Few<Bf16, 1>::from_f32(d).store(out + target);
@@ -149,7 +150,7 @@ __global__ void __launch_bounds__(kRowThreads, 1)
         ptx::barrier_init_fence();
     }
     if constexpr (kCluster > 1)
-        ptx::cluster_sync();  // they all run
+        ptx::cluster_sync();  // all CTAs of the cluster have started
     else
         __syncthreads();
     if (threadIdx.x == 0) {
@@ -177,7 +178,7 @@ __global__ void __launch_bounds__(kRowThreads, 1)
             const float factor = __fdiv_rn(__fmul_rn(scale, kCluster == 1 ? 1.0f : fast_exp(part_max - max)), sum);
             if (out != nullptr) mine.gradient(held, out, target - first, factor, scale);
         }
-        // What is written and read here comes before what the copy engine writes next.
+        // Orders this row's reads and writes of the buffer before the copy engine's next write to it.
         ptx::fence_shared_to_async();
         __syncthreads();
         if (threadIdx.x == 0) bring(row + 2 * clusters, buffer);

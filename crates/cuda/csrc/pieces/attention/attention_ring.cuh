@@ -1,7 +1,8 @@
 // Parts of the attention kernels on the tensor cores: rings of tiles, the order of work, products of a warpgroup.
 //
-// A tile of rows of a head lies in shared memory as TMA writes it: boxes of 64 elements (128 bytes) by all its rows, one after the other,
-// with the swizzle of 128 bytes. It serves as an operand both ways: rows along the contraction, or down it.
+// A tile of rows of a head lies in shared memory as TMA writes it: boxes of 64 elements (128 bytes) by all its rows,
+// one after the other, with the swizzle of 128 bytes. It serves as an operand both ways: K-major, with the contraction
+// along the head, or MN-major, with the contraction down the rows.
 #pragma once
 #include "pieces/attention/attention_sizes.cuh"
 #include "ptx/mbarrier.cuh"
@@ -17,7 +18,7 @@ constexpr int kBoxCols = 64;       // elements: 128 bytes
 constexpr int kBoxRowBytes = 128;
 constexpr int kGroupRows = 64;     // of a warpgroup's product
 
-/// A place in a ring of tiles: where the next one is, and which phase of its barrier.
+/// A position in a ring of tiles: the stage of the next one, and the parity of its barrier's phase.
 template <int kStages>
 struct Place {
     u32 stage = 0;
@@ -34,7 +35,7 @@ struct RingBarriers {
     ptx::Barrier full[kStages];
     ptx::Barrier empty[kStages];
 
-    /// `readers` warps tell that they are done with a stage. One thread.
+    /// Initialises them: one thread. `readers` warps arrive at `empty` when they are done with a stage.
     __device__ __forceinline__ void init(u32 readers) {
         for (int i = 0; i < kStages; ++i) {
             ptx::barrier_init(full[i], 1);
@@ -43,15 +44,16 @@ struct RingBarriers {
     }
 };
 
-/// What a cta does next.
+/// What a CTA does next.
 struct AttentionWork {
     int sequence;
     int head;
     int tile;
 };
 
-/// Number `at` of all work, `tiles` of each head: heads in sections of so many (whose keys and values the L2 holds), within a section
-/// the last tiles of all heads first.
+/// Item `at` of all work, where each head has `tiles` tiles. Heads come in sections of `section`, whose keys and values
+/// fit the L2. A section takes one tile of all its heads, then the next tile; with kLastFirst from the last tile to the
+/// first.
 template <bool kLastFirst>
 __device__ __forceinline__ AttentionWork work_at(int at, int tiles, int section, int heads, int sequences) {
     const int of_section = section * tiles;
@@ -61,7 +63,8 @@ __device__ __forceinline__ AttentionWork work_at(int at, int tiles, int section,
     return {unit / heads, unit % heads, kLastFirst ? tiles - 1 - tile : tile};
 }
 
-/// The work of a cta in its round `round`: every other round backwards, so that nobody always has the longest of a round.
+/// The number of the CTA's work in round `round`. Every other round goes backwards over the CTAs, so that no CTA has
+/// the longest work of every round.
 __device__ __forceinline__ int work_number(int round) {
     const int cta = round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     return round * int(gridDim.x) + cta;
@@ -75,7 +78,8 @@ __device__ __forceinline__ void load_tile(u8* tile, const TensorMap& map, ptx::B
         ptx::tma_load(tile + box * kRows * kBoxRowBytes, map, barrier, head * kDim + box * kBoxCols, row, sequence);
 }
 
-/// d = A·Bᵀ: 64 rows of a tile of kRowsA by a tile of kRowsB, both along the head. Addresses are descriptors' low halves.
+/// d = A·Bᵀ over the kDim elements of a head: 64 rows of a tile of kRowsA rows by a tile of kRowsB rows, both K-major.
+/// `a` and `b` are low halves of descriptors.
 template <int kDim, int kRowsA, int kRowsB, int kCount>
 __device__ __forceinline__ void multiply_along(float (&d)[kCount], u32 a, u32 b) {
 #pragma unroll
@@ -90,7 +94,7 @@ __device__ __forceinline__ void multiply_along(float (&d)[kCount], u32 a, u32 b)
     }
 }
 
-/// d += W·B: weights in registers by a tile of kRowsB, down its rows.
+/// d += W·B: weights in registers by a tile of kRowsB rows, MN-major: the contraction goes down its rows.
 template <int kRowsB, int kCount>
 __device__ __forceinline__ void multiply_down(float (&d)[kCount], const u32 (&w)[kRowsB / 4], u32 b) {
 #pragma unroll
@@ -112,7 +116,7 @@ __device__ __forceinline__ void to_weights(u32 (&w)[kCount / 2], const float (&x
     for (int i = 0; i < kCount / 2; ++i) w[i] = ptx::pack_bf16(x[2 * i], x[2 * i + 1]);
 }
 
-/// Scores of later keys become -infinity. `ahead`: this thread's first row less its first column.
+/// Sets the scores of keys later than the query to -infinity. `ahead`: this thread's first row less its first column.
 template <int kCount>
 __device__ __forceinline__ void mask_later(float (&s)[kCount], int ahead) {
 #pragma unroll
@@ -125,14 +129,14 @@ __device__ __forceinline__ void mask_later(float (&s)[kCount], int ahead) {
     }
 }
 
-/// Waits until the engine has read what this warp staged.
+/// Waits until the copy engine has read what this warp staged.
 __device__ __forceinline__ void staged_rows_read() {
     if (ptx::lane_idx() == 0) ptx::tma_store_wait_read<0>();
     __syncwarp();
 }
 
-/// Stages a warp's 16 rows of sums, row l/4 times `low` and row l/4 + 8 times `high`, as boxes of 16 rows, kBoxes at a time, and sends them
-/// to `row` on. The engine may still read the last boxes afterwards.
+/// Stores a warp's 16 rows of sums to rows `row` and on: row l/4 times `low`, row l/4 + 8 times `high`. They are staged
+/// as boxes of 16 rows, kBoxes at a time. The copy engine may still read the last boxes when this returns.
 template <int kDim, int kBoxes = kDim / kBoxCols>
 __device__ __forceinline__ void store_warp_rows(u8* staged, const TensorMap& map, const float (&sum)[kDim / 2], float low, float high,
                                                 int head, int row, int sequence) {

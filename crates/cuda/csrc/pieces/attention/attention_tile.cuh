@@ -1,8 +1,9 @@
 // Parts of the attention kernels on the ordinary cores: tiles of rows in shared memory, and the two products made of them.
 //
-// A tile holds kRows rows of up to kDim elements as F32, transposed: element d of row r at [d · stride_of<kRows>() + r]. 256 threads are
-// 16 × 16: a thread's own rows are kRows/16 · (thread / 16) and the next few, its other rows kRows/16 · (thread % 16) and the next
-// few, its columns thread % 16 + 16c. Every sum is one chain of fused multiply-adds in a fixed order.
+// A tile holds kRows rows of up to kDim elements as F32, transposed: element d of row r is at [d · stride_of<kRows>() +
+// r]. 256 threads form a grid of 16 × 16. A thread has kRows/16 own rows from kRows/16 · (thread / 16) on, kRows/16
+// other rows from kRows/16 · (thread % 16) on, and the columns thread % 16 + 16c. Every sum is one chain of fused
+// multiply-adds in a fixed order.
 #pragma once
 #include "formats/plain.cuh"
 #include "math/exp.cuh"
@@ -13,7 +14,8 @@ namespace nib {
 
 constexpr int kAttentionThreads = 256;
 
-/// From one element of a tile's rows to the next: 16-byte reads along rows meet no bank twice.
+/// Floats from one element of a tile's rows to the next. With 4 of padding, 16-byte reads along rows have no bank
+/// conflicts.
 template <int kRows>
 __host__ __device__ constexpr int stride_of() {
     return kRows + 4;
@@ -34,7 +36,7 @@ __device__ __forceinline__ void load_rows(float* tile, const u8* from, const Att
     }
 }
 
-/// kCount numbers that lie one after the other, aligned to their bytes.
+/// Reads kCount contiguous numbers, aligned to their bytes.
 template <int kCount>
 __device__ __forceinline__ void read(float (&x)[kCount], const float* from) {
     if constexpr (kCount == 4) {

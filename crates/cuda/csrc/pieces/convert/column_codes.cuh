@@ -1,4 +1,5 @@
-// What the kernels that quantize down the columns have in common: a square of 128 x 128 fetched, its scales, its codes turned and stored.
+// What the kernels that quantize down the columns have in common: they fetch a square of 128 x 128, find its scales,
+// transpose its codes and store them.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e2m1.cuh"
@@ -19,14 +20,16 @@ struct alignas(16) ColumnShared {
     ColumnTile tile;
     ScaleOf<kF32Scales> row_scales[kBlocks][kTile];
     float inverse[kBlocks][kTile];   // of columns, see inverse_place
-    u32 maxima[8][In::kWords * 16];  // of each warp's rows
+    u32 maxima[8][In::kWords * 16];  // of each column over each warp's rows
     u32 total[3];
 };
 
-/// Eight columns of a thread lie in two groups of four, each beside those of the neighbouring threads.
+/// Where the inverse of column `col` lies. Of a thread's eight columns the first four lie beside the first four of the
+/// neighbouring threads, and the other four beside their other four.
 __device__ __forceinline__ int inverse_place(int col) { return col % 8 / 4 * 64 + col / 8 * 4 + col % 4; }
 
-/// Which of kRows rows count, one a bit, of a warp's 2 · kRows from `first` on: lanes 0 to 15 have the first of them.
+/// A bit for each of this lane's kRows rows: whether the row counts. A warp has 2 · kRows rows from `first` on, of
+/// which lanes 0 to 15 have the first half.
 template <int kRows>
 __device__ __forceinline__ u32 rows_of_lane(const int* __restrict__ row_id, int first, int rows) {
     const int lane = threadIdx.x % 32, row = first + lane % (2 * kRows);
@@ -34,8 +37,8 @@ __device__ __forceinline__ u32 rows_of_lane(const int* __restrict__ row_id, int 
     return __ballot_sync(kAllLanes, counts) >> (lane & 16 ? kRows : 0);
 }
 
-/// Fetches kRows rows of eight columns to this thread's own place in shared memory, in the background: loads that need no register are
-/// all in flight. Rows whose bit in `counted` is 0 are zeros and not read.
+/// Starts asynchronous copies of kRows rows of eight columns to this thread's own place in shared memory. They need no
+/// registers, so all are in flight at once. Rows whose bit in `counted` is 0 become zeros and are not read.
 template <class In, int kRows>
 __device__ __forceinline__ void fetch_rows(u8* mine, const u8* from, u64 row_bytes, u32 counted) {
 #pragma unroll
@@ -63,8 +66,9 @@ __device__ __forceinline__ typename In::Magnitudes columns_of_warp(const typenam
     return largest;
 }
 
-/// The scales of eight rows over a panel, or over each 32 columns of it: of one row (lanes 2r and 2r + 1 of sixteen), or of
-/// two (lane r of four has those of rows 2r and 2r + 1).
+/// The scales of eight rows over a panel of 128 columns (kHeld = 1), or over each 32 columns of it (kHeld = 2). kHeld =
+/// 1: of sixteen lanes, lanes 2r and 2r + 1 have the scale of row r. kHeld = 2: of four lanes, lane r has those of rows
+/// 2r and 2r + 1.
 template <class In, class E, bool kF32Scales>
 struct RowScales {
     static constexpr int kHeld = E::kBlock == kTile ? 1 : 2;
@@ -78,13 +82,14 @@ struct RowScales {
         for (int i = 0; i < kHeld; ++i) scale[i] = scale_of<E, kF32Scales>(amax[i], rule);
     }
 
-    /// Of row j of the eight.
+    /// The inverse of row j of the eight.
     __device__ __forceinline__ float inverse_of(int j, int lane) const {
         if constexpr (kHeld == 1) return __shfl_sync(kAllLanes, scale[0].inverse, (lane & 16) | j * 2);
         return __shfl_sync(kAllLanes, scale[j % kHeld].inverse, (lane & 28) | j / 2);
     }
 
-    /// Puts them to those of the square, from these eight rows on, and counts. `present`: whether this thread's columns exist.
+    /// Writes the scales to those of the square, from row `first_row` on, and counts their blocks. `present`: whether
+    /// this thread's columns exist.
     template <class Round>
     __device__ __forceinline__ void put(ScaleOf<kF32Scales> (*of_square)[kTile], int first_row, bool present, int lane, Tally& tally) const {
         if (kHeld == 1 && lane % 2 != 0) return;
@@ -99,9 +104,10 @@ struct RowScales {
     }
 };
 
-/// Eight rows of eight columns to columns, in their place of a tile. Two codes a byte: the four bytes of a column take half a slot.
+/// Transposes codes of eight rows of eight columns and stores them to `place` of a tile. With two codes a byte, the
+/// four bytes of a column fill half a slot.
 __device__ __forceinline__ void turn_codes(u32 (&codes)[8], u8* place) {
-    // Half-words, bytes, then nibbles change places across the diagonal.
+    // Swaps half-words across the diagonal, then bytes, then nibbles.
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const u32 a = codes[i], b = codes[i + 4];
@@ -144,8 +150,8 @@ __device__ __forceinline__ void clear_column(uint2 (&codes)[8], int i) {
     }
 }
 
-/// Stores the first `left` bytes, a multiple of 16, of as many lines of a turned tile as exist; `to` is where line 0 belongs.
-/// With kTally, counts the blocks of E that hold a non-zero code.
+/// Stores the first `left` bytes, a multiple of 16, of each of the `lines` lines that exist of a transposed tile. Line
+/// 0 goes to `to`. With kTally, counts the blocks of E that hold a non-zero code.
 template <class E, bool kTally, int kThreads, class Tile>
 __device__ __forceinline__ void store_turned(const Tile& tile, u8* to, u64 line_bytes, int lines, int left, Tally& tally) {
     constexpr int kLines = kThreads / 8;  // at a time
@@ -161,7 +167,7 @@ __device__ __forceinline__ void store_turned(const Tile& tile, u8* to, u64 line_
         if constexpr (kTally) {
             const bool any = present && ((v.x | v.y | v.z | v.w) & (E::kCodeBits == 4 ? 0x77777777 : 0x7F7F7F7F)) != 0;
             const u32 lanes = __ballot_sync(kAllLanes, any);
-            // A chunk is a block of 32 codes of four bits; a line, one of 128 of eight.
+            // With four bits a code, a chunk is a block of 32; with eight, a line is a block of 128.
             if constexpr (E::kCodeBits == 4) {
                 tally.non_zero += any;
             } else {

@@ -1,4 +1,5 @@
-// A tile of 128 x 128 one-byte codes, turned in shared memory: written eight rows of a column at a time, read sixteen.
+// A tile of 128 x 128 one-byte codes, transposed in shared memory: eight rows of a column are written at a time,
+// sixteen are read.
 //
 // Column c occupies 128 bytes, 16 slots of 8 bytes. Octet o (rows 8o .. 8o + 7) of a column lies in slot
 // 2·((o / 2) ^ (c / 8 % 8)) + (o % 2 ^ c / 64). A half-warp writes without bank conflicts where its 16 lanes
@@ -14,7 +15,8 @@ constexpr int kTile = 128;  // rows and columns; the FP8 block
 struct ColumnTile {
     u8 bytes[kTile * kTile];
 
-    /// Where rows 8·octet and on of column `col` lie, a multiple of 8; the next seven columns follow at kTile bytes each.
+    /// Address of rows 8·octet to 8·octet + 7 of column `col`, a multiple of 8. Each of the next seven columns lies
+    /// kTile bytes further.
     __device__ __forceinline__ u8* place(int col, int octet) {
         const int chunk = octet / 2 ^ (col / 8 % 8);
         const int half = (octet ^ col / 64) & 1;
@@ -27,8 +29,8 @@ struct ColumnTile {
         return col < kTile / 2 ? v : uint4{v.z, v.w, v.x, v.y};
     }
 
-    /// Stores the whole tile, lines `stride` apart: columns 0 to 63 from `low` on, the others from `high` on, as many as are left
-    /// of each. All `kThreads` threads come here, after a barrier.
+    /// Stores the whole tile, a line of `stride` bytes for each column: columns 0 to 63 from `low` on, the others from
+    /// `high` on, `low_left` and `high_left` of them. All `kThreads` threads call this, after a barrier.
     template <int kThreads>
     __device__ __forceinline__ void store(u8* low, int low_left, u8* high, int high_left, u64 stride) const {
         const int chunk = threadIdx.x % 8, first = threadIdx.x / 8;
@@ -36,7 +38,8 @@ struct ColumnTile {
         high += first * stride + chunk * 16;
 #pragma unroll
         for (int line = 0; line < kTile / 2; line += kThreads / 8) {
-            // Columns of one pass lie in the same half of the tile, which decides about the order of the octets.
+            // The half of the tile that a column lies in decides about the order of its octets: `v` is of the first,
+            // `w` of the second.
             const u8* from = bytes + (line + first) * kTile + (chunk ^ ((line + first) / 8 % 8)) * 16;
             const uint4 v = *reinterpret_cast<const uint4*>(from);
             const uint4 w = *reinterpret_cast<const uint4*>(from + kTile / 2 * kTile);
@@ -54,8 +57,9 @@ struct ColumnTile {
     }
 };
 
-/// The tile of this cta. Bands of `band` strips of 128 rows are swept column by column, so that what is written at one time lies
-/// together: 128 · band bytes of a line. All of them in one band: the launch passes the number of strips.
+/// The tile of this CTA. Tiles are ordered by bands of `band` strips of 128 rows, and within a band panel by panel. So
+/// CTAs that run at the same time write neighbouring bytes: 128 · band of a line. For a single band, the launch passes
+/// the number of strips.
 struct TilePlace {
     int strip, panel;  // of 128 rows, of 128 columns
     int across, down;  // how many of each there are
@@ -63,7 +67,7 @@ struct TilePlace {
     __device__ __forceinline__ TilePlace(int cols, int capacity, int band)
         : TilePlace(blockIdx.x, ceil_div(cols, kTile), capacity / kTile, band) {}
 
-    /// That of any tile.
+    /// The place of tile `index`.
     __device__ __forceinline__ TilePlace(int index, int across, int down, int band) : across(across), down(down) {
         const int first = index / (band * across) * band;
         const int height = min(band, down - first);
@@ -73,7 +77,7 @@ struct TilePlace {
     }
 };
 
-/// Four codes of four rows each to four codes of four columns each.
+/// Transposes four rows of four one-byte codes.
 __device__ __forceinline__ void turn_4x4(const u32 (&row)[4], u32 (&col)[4]) {
     const u32 a = __byte_perm(row[0], row[1], 0x5140), b = __byte_perm(row[2], row[3], 0x5140);
     const u32 c = __byte_perm(row[0], row[1], 0x7362), d = __byte_perm(row[2], row[3], 0x7362);
@@ -83,7 +87,8 @@ __device__ __forceinline__ void turn_4x4(const u32 (&row)[4], u32 (&col)[4]) {
     col[3] = __byte_perm(c, d, 0x7632);
 }
 
-/// Writes eight rows of eight columns to their place in a ColumnTile; of each row the first four columns, then the others.
+/// Transposes codes of eight rows of eight columns and writes them to `place` of a ColumnTile. four_cols[0] has the
+/// first four columns of each row, four_cols[1] the others.
 __device__ __forceinline__ void turn_8x8(const u32 (&four_cols)[2][8], u8* place) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

@@ -1,5 +1,5 @@
-// What the kernels with a transform have in common: 64 numbers that lie in a lane's registers, a transform block or several of them or, with
-// the next lane's, half of one.
+// What the kernels with a transform have in common: a unit, the 64 numbers that a lane has in registers. It is one
+// transform block, several shorter ones, or half of one of 128, whose other half the neighbouring lane has.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e2m1.cuh"
@@ -25,7 +25,7 @@ __device__ __forceinline__ u32 largest_magnitude(const F32::Eight (&x)[kCount]) 
     return largest;
 }
 
-/// Puts the codes of eight numbers to the others'.
+/// Puts the codes of the unit's i-th eight numbers into `words`.
 template <int kCount>
 __device__ __forceinline__ void put_words(u32 (&words)[kCount], int i, u32 codes) {
     words[i] = codes;
@@ -36,18 +36,18 @@ __device__ __forceinline__ void put_words(u32 (&words)[kCount], int i, uint2 cod
     words[2 * i + 1] = codes.y;
 }
 
-/// Codes and scales of a unit, of which the blocks are two, or half of one that the next lane shares.
+/// Codes and scales of a unit: two blocks of 32, or half a block of 128, whose other half the neighbouring lane has.
 template <class E, class Round>
 struct UnitCodes {
     static constexpr int kBlocks = E::kBlock < kUnit ? kUnit / E::kBlock : 1, kLanes = E::kBlock * kBlocks / kUnit;
     static constexpr int kEights = kUnit / kBlocks / 8, kWords = kUnit * E::kCodeBits / 32;
     u32 words[kWords];
     u8 scales[kBlocks];
-    u32 non_zero, non_finite;  // blocks; of a shared one both lanes say so
+    u32 non_zero, non_finite;  // counts of blocks; both lanes count a block that they share
 
     __device__ __forceinline__ static UnitCodes zeros() { return {{}, {}, 0, 0}; }
 
-    /// Of the transform of x, whose signs are turned. bits_of(i): the random bits of the i-th eight.
+    /// Transforms x, whose signs the caller has flipped, and encodes it. bits_of(i): the random bits of the i-th eight.
     template <int kLen, class Bits>
     __device__ __forceinline__ void encode(float (&x)[kUnit], float factor, PowerRule rule, const Round& round, const Bits& bits_of) {
         butterflies(x, kLen);

@@ -1,8 +1,8 @@
 // E2M1 codes under one power-of-two scale to E4M3 codes under another: what lift_rows and lift_cols have in common. The twin of
 // crates/formats/src/lift.rs.
 //
-// While a source scale lies at most 11 octaves below the largest, its numbers are normal in E4M3, and an octave is 8 in their codes:
-// arithmetic. Other blocks are rare, and go through a table.
+// Where a source scale is at most 11 octaves below the largest, its numbers are normal in E4M3, and one octave more is
+// 8 more in their codes: such blocks take plain arithmetic. Other blocks are rare and go through a table.
 #pragma once
 #include "formats/e2m1.cuh"
 #include "formats/e4m3.cuh"
@@ -13,19 +13,20 @@ namespace nib {
 /// What E2M1 codes become under one pair of scales. PRMT looks up four codes at a time in `magnitudes`.
 struct alignas(16) Lift {
     uint2 magnitudes;  // E4M3 codes of the eight magnitudes
-    u32 signs;         // 0x80808080, or 0 where signs go too
+    u32 signs;         // 0x80808080; 0 for a NaN, whose codes lose their signs
     u32 changed;       // bit c: magnitude c changed its value
 };
 
-/// Lift for source - target = -32 .. 6, and for a NaN source.
+/// The table has an entry for each source - target = -32 .. 6, and one for a NaN source.
 constexpr int kLiftFar = 32;
 constexpr u32 kLiftNan = kLiftFar + 7;
 constexpr int kLifts = kLiftFar + 8;
-/// Entries from here on, below the NaN's, give normal numbers; the first one's magnitudes, and what an octave adds to each but 0.
+/// The entries from kLiftNormal on, below the NaN's, give normal numbers. kLiftLow and kLiftHigh are the magnitudes of
+/// the first of them, kLiftOctave is what an octave adds to each magnitude but 0.
 constexpr u32 kLiftNormal = kLiftFar - 5;
 constexpr u32 kLiftLow = 0x14100800, kLiftHigh = 0x24201C18;
 constexpr u32 kLiftOctave = 0x08080808;
-/// Of four bytes.
+/// The lowest and the highest bit of each of four bytes.
 constexpr u32 kEachByte = 0x01010101, kEachSign = 0x80808080;
 
 struct LiftTable {
@@ -77,20 +78,20 @@ __device__ __forceinline__ u32 lift_index(u32 source, int target) {
 
 __device__ __forceinline__ bool lifts_to_normal(u32 entry) { return entry - kLiftNormal < kLiftNan - kLiftNormal; }
 
-/// Four codes: the first ones of the word, or (kHigh) the last.
+/// The E4M3 codes of four of a word's eight E2M1 codes: of the first four, or with kHigh of the last.
 template <bool kHigh>
 __device__ __forceinline__ u32 lift_four(u32 codes, const uint2& magnitudes, u32 signs) {
     const u32 selector = (kHigh ? codes >> 16 : codes) & 0x7777;
-    // A nibble's sign to the top of a byte: those of even codes lie there one nibble further up.
+    // Brings a nibble's sign to the top of a byte. Signs of even codes get there by the shift by a nibble.
     const u32 sign = __byte_perm(codes, codes << 4, kHigh ? 0x3726 : 0x1504);
     return __byte_perm(magnitudes.x, magnitudes.y, selector) | (sign & signs);
 }
 
-/// Four codes of a row, the first of the word or (kHigh) the last, by what its magnitudes become.
+/// The same, with what the eight magnitudes become in `low` and `high`, and with all signs kept.
 template <bool kHigh>
 __device__ __forceinline__ u32 lift_word(u32 codes, u32 low, u32 high) {
     const u32 selector = kHigh ? (codes & E2m1::kMagnitudes) >> 16 : codes & E2m1::kMagnitudes;
-    // A nibble's sign to the top of a byte: those of even codes lie there one nibble further up.
+    // Brings a nibble's sign to the top of a byte, as above.
     return __byte_perm(low, high, selector) | (__byte_perm(codes, codes << 4, kHigh ? 0x3726 : 0x1504) & kEachSign);
 }
 
@@ -102,10 +103,10 @@ __device__ __forceinline__ bool any_changed(u32 codes, u32 changed) {
     return (seen & changed) != 0;
 }
 
-/// One more than the byte, and 0 for the NaN: what a maximum passes over.
+/// byte + 1, and 0 for the NaN, 0xFF: so a maximum ignores NaN.
 __device__ __forceinline__ u32 above_nan(u32 byte) { return (byte + 1) & 0xFF; }
 
-/// The same of the even bytes of a word.
+/// The same for bytes 0 and 2 of a word, in its halves.
 __device__ __forceinline__ u32 above_nan_x2(u32 bytes) { return ((bytes & 0x00FF00FF) + 0x00010001) & 0x00FF00FF; }
 
 /// Target scale byte of a lift from the largest `above_nan` of its sources: 6 octaves below, not below 0.

@@ -1,4 +1,5 @@
-// What the kernels that quantize along the rows have in common: who takes which codes of a row, and how they are stored.
+// What the kernels that quantize along the rows have in common: which lane takes which codes of a row, and how they are
+// stored.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e2m1.cuh"
@@ -17,7 +18,7 @@ constexpr int kChunkCols = 256;
 template <class In, class Round>
 constexpr int row_chunks = In::kBytes == 2 && !Round::kDraws ? 8 : 4;
 
-/// The codes of eight columns, none from the `left`-th on.
+/// Stores the codes of eight columns, but none from the `left`-th on.
 template <class E, bool kAligned>
 __device__ __forceinline__ void store_codes(u8* to, int left, typename E::Eight codes) {
     if constexpr (E::kCodeBits == 4) {
@@ -32,8 +33,8 @@ __device__ __forceinline__ void store_codes(u8* to, int left, typename E::Eight 
     }
 }
 
-/// The codes of neighbouring eights of a lane, none from the `left`-th column on; they lie within one block. is_aligned: rows start on 16
-/// bytes.
+/// Stores 16 bytes of codes: a lane's neighbouring eights, all of one block, but none from the `left`-th column on.
+/// is_aligned: rows start on multiples of 16 bytes.
 __device__ __forceinline__ void store_together(u8* to, int left, bool is_aligned, const uint2 (&codes)[2]) {
     if (is_aligned) {
         if (left > 0) ptx::store_16(to, {codes[0].x, codes[0].y, codes[1].x, codes[1].y});
@@ -46,7 +47,8 @@ __device__ __forceinline__ void store_together(u8* to, int left, bool, const u32
     if (left > 0) ptx::store_16(to, {codes[0], codes[1], codes[2], codes[3]});
 }
 
-/// The F32 bits of the largest magnitude of 32 numbers; with fewer instructions than In::block_maxima, where these count.
+/// The F32 bits of the largest magnitude of 32 numbers, with fewer instructions than In::block_maxima: for kernels
+/// bound by instructions.
 __device__ __forceinline__ u32 largest_bits(const Bf16::Eight (&x)[4]) {
     u32 two = 0;
 #pragma unroll
@@ -57,7 +59,7 @@ __device__ __forceinline__ u32 largest_bits(const Bf16::Eight (&x)[4]) {
     return max(two << 16 & 0x7FFFFFFF, two & 0x7FFF0000);
 }
 
-/// One of these, by an index that is not known before.
+/// of[i] for an index known only at run time, without indexing registers.
 template <class Stored, int kCount>
 __device__ __forceinline__ Stored pick(const Stored (&of)[kCount], int i) {
     Stored picked = of[0];
@@ -66,21 +68,21 @@ __device__ __forceinline__ Stored pick(const Stored (&of)[kCount], int i) {
     return picked;
 }
 
-/// How a warp divides a segment of a row: `kTogether` eights of a lane are neighbours, whose codes are 16 bytes. In MXFP4 that is a whole
-/// block, so that no lanes need to agree.
+/// How a warp divides a segment of a row. A lane takes `kTogether` neighbouring eights of columns at a time, whose
+/// codes are 16 bytes. In MXFP4 that is a whole block, so lanes need not exchange their maxima.
 template <class E, int kChunks>
 struct RowLayout {
     static constexpr int kTogether = 16 / E::kCodeBits;
-    static constexpr int kHeld = kChunks / kTogether;             // blocks a lane has a part of
-    static constexpr int kLanes = E::kBlock / (8 * kTogether);    // of one block
-    static constexpr int kStride = kChunkCols * kTogether;        // columns from one of them to the next
+    static constexpr int kHeld = kChunks / kTogether;             // blocks that a lane has a part of
+    static constexpr int kLanes = E::kBlock / (8 * kTogether);    // lanes that share a block
+    static constexpr int kStride = kChunkCols * kTogether;        // columns from one of a lane's blocks to its next
     static constexpr int kSegmentCols = kChunks * kChunkCols;
 
     /// Columns from the lane's first one to its chunk i.
     __device__ __forceinline__ static constexpr int col_of(int i) { return i / kTogether * kStride + i % kTogether * 8; }
 
-    /// Stores the scales of a segment of a row of `blocks`: lanes of a block those of their blocks, one each, so that neighbours are stored
-    /// together.
+    /// Stores the scales of a segment of a row that has `blocks` blocks. The lanes that share blocks store the scale of
+    /// one of them each, so that neighbouring scales are stored together.
     template <class Stored>
     __device__ __forceinline__ static void store_scales(Stored* row, u32 segment, int blocks, const Stored (&of)[kHeld]) {
         const int lane = threadIdx.x % 32, mine = lane % kLanes;

@@ -1,9 +1,10 @@
-// Which segments of which rows a warp takes: what kernels that go along the rows have in common.
+// Which segments of which rows a warp takes, in kernels that go along the rows.
 //
-// A cta takes kWarps · rounds neighbouring tasks, up to 32 rounds; a task is one of `segments` segments of a row, `by_segments` divides by
-// that. Grid ceil(rows · segments / (kWarps · rounds)). More rounds save the start and the end of a cta, fewer keep the last wave short;
-// ctas that take tasks a grid apart are slower where some have much padding. The rows' numbers are read for all rounds at once, so
-// that they are waited for once.
+// A task is one segment of a row, of which a row has `segments`; `by_segments` divides by that number. A CTA takes
+// kWarps · rounds neighbouring tasks, with up to 32 rounds, so the grid is ceil(rows · segments / (kWarps · rounds)).
+// More rounds mean fewer starts and ends of CTAs; fewer rounds keep the last wave short. CTAs whose tasks are a grid
+// apart were slower where some rows have much padding. The row ids of all rounds are read at once, so that a warp waits
+// for them once.
 #pragma once
 #include "math/reduce.cuh"
 #include "ptx/types.cuh"
@@ -21,8 +22,8 @@ struct RowTasks {
     const u32 segments;
     const u32 first;
     u32 present;  // bit r: there is a task in round r
-    u32 counted;  // and its row is no padding
-    int row_id;   // lane r: of the row of round r; negative for padding
+    u32 counted;  // bit r: there is one, and its row is not padding
+    int row_id;   // in lane r: that of the row of round r; negative for padding
 
     /// row_id: null where every row counts and has its own number.
     __device__ __forceinline__ RowTasks(const int* __restrict__ ids, int rows, Divider by_segments, u32 segments, u32 rounds)
@@ -36,7 +37,7 @@ struct RowTasks {
         counted = __ballot_sync(kAll, exists && row_id >= 0);
     }
 
-    /// The lowest of these rounds.
+    /// The lowest round whose bit is set.
     __device__ __forceinline__ static int next(u32 rounds) { return __ffs(int(rounds)) - 1; }
 
     __device__ __forceinline__ Place place(int round) const {

@@ -1,11 +1,14 @@
-// What the kernels that turn rows of codes into columns have in common: how they divide the work, fetch codes and store scales.
+// What the kernels that transpose rows of codes into columns have in common: how they divide the work, fetch codes and
+// store scales.
 //
-// A cta takes kPanels · 128 columns of two strips of 128 rows, and fetches all of their codes at once. A warp turns 32 columns, 16 lanes a
-// strip; a lane turns 16 rows of eight columns at a time, twice, so that a warp stores 256 bytes of each of two columns at a time: 128
-// of each of four are slower by 1 to 2 %.
+// A CTA takes kPanels · 128 columns of two strips of 128 rows, and fetches all of their codes at once. A warp
+// transposes 32 columns, 16 lanes for each strip. A lane transposes 16 rows of eight columns, and then of eight others.
+// So a warp stores 256 bytes of each of two columns at a time; 128 bytes of each of four columns were slower by 1 to 2
+// %.
 //
-// Column scales are one byte a strip, the same for all columns of a source block. They lie a strip together, [capacity / 128][stride]:
-// in the order of columns, a store of that byte would cost as much as one of a whole line of codes.
+// A column has one scale byte a strip, the same for all columns of a source block. Scales lie strip by strip, [capacity
+// / 128][stride]: in the order of columns, a store of that one byte would cost as much as a store of a whole line of
+// codes.
 #pragma once
 #include "formats/e8m0.cuh"
 #include "math/reduce.cuh"
@@ -20,7 +23,7 @@ constexpr int kGroupRows = 16;
 constexpr int kGroups = kTile / kGroupRows;
 constexpr int kMostDepth = 2;
 
-/// The strips of a cta.
+/// The strips of a CTA.
 struct Strips {
     int panel, first, count;
 
@@ -37,20 +40,21 @@ struct Strips {
 /// A lane's part of a warp's rows and columns.
 struct TurnLane {
     int lane = threadIdx.x % 32;
-    int strip = lane / 16, group = lane / 2;  // of all strips' groups of 16 rows
+    int strip = lane / 16, group = lane / 2;  // among the groups of 16 rows of both strips
     bool odd = lane % 2 == 1;
 
-    /// Its first column: eight from here on, and eight more kSecond columns further on.
+    /// The lane's first column. It has eight columns from there on, and eight more kSecond columns further on.
     static constexpr int kSecond = 16;
     __device__ __forceinline__ int col() const { return threadIdx.x / 32 * 32 + lane % 2 * 8; }
 
     /// The first of its 16 rows, within its strip.
     __device__ __forceinline__ int row() const { return group % kGroups * kGroupRows; }
 
-    /// A lane looks after the scales of eight rows, half of those that it and its neighbour turn: these, of a strip's.
+    /// The scales of eight rows of a strip. A lane works on those of half of the 16 rows that it and its neighbour
+    /// transpose.
     __device__ __forceinline__ uint2 scales(const u8* of_strip) const { return *reinterpret_cast<const uint2*>(of_strip + lane % 16 * 8); }
 
-    /// Of the bytes that the lanes of a strip look after, the largest `above_nan`.
+    /// The largest `above_nan` of a strip's scales, eight of which each of its lanes brings.
     __device__ __forceinline__ u32 largest_above_nan(uint2 bytes) const {
         u32 largest = 0;
 #pragma unroll
@@ -61,7 +65,7 @@ struct TurnLane {
         return strip == 0 ? first : second;
     }
 
-    /// Stores the scale of a warp's columns, this lane's strip's, of two of them.
+    /// Stores the scale byte of two of the warp's columns, in this lane's strip.
     __device__ __forceinline__ void store_scale(u8* __restrict__ out_scales, u32 scale, const Strips& strips, int first_col, int cols,
                                                 int stride) const {
         const int col = first_col + threadIdx.x / 32 * 32 + lane % 16 * 2;
@@ -74,7 +78,8 @@ struct TurnLane {
         }
     }
 
-    /// What a lane made of its eight rows' scales, and its neighbour of the others: those of all 16 rows in order.
+    /// Joins what this lane made of its eight rows' scales with what its neighbour made of the other eight: all 16 rows
+    /// in order.
     template <int kCount>
     __device__ __forceinline__ void exchange(const u32 (&mine)[kCount], u32 (&all)[2 * kCount]) const {
 #pragma unroll
@@ -86,11 +91,11 @@ struct TurnLane {
     }
 };
 
-/// kTileRowBytes: codes of 128 columns of a row. kBlocks: their scales.
+/// kTileRowBytes: bytes of the codes of 128 columns of a row. kBlocks: how many scales these columns have.
 template <int kTileRowBytes, int kBlocks, int kPanels>
 struct TurnShared {
     static constexpr int kRowBytes = kTileRowBytes * kPanels;
-    // The gap keeps the groups of half a warp in different banks.
+    // The 16 bytes of padding keep the groups of half a warp in different banks.
     static constexpr int kGroupBytes = kGroupRows * kRowBytes + 16;
     static constexpr int kCodeBytes = kMostDepth * kGroups * kGroupBytes;
     alignas(16) u8 codes[kCodeBytes];
@@ -99,7 +104,7 @@ struct TurnShared {
     u32 total[3];
 };
 
-/// Brings the codes of a cta's strips to shared memory. kWhole: rows start on 16 bytes.
+/// Brings the codes of a CTA's strips to shared memory. kWhole: rows start on multiples of 16 bytes.
 template <bool kWhole, int kTileRowBytes, int kBlocks, int kPanels>
 struct Fetcher {
     using Shared = TurnShared<kTileRowBytes, kBlocks, kPanels>;
@@ -126,14 +131,14 @@ struct Fetcher {
     }
     __device__ __forceinline__ bool is_valid(int i, int row) const { return shared.valid[i][row / 32] >> (row % 32) & 1; }
 
-    /// Of rows that do not count come zeros; of a strip that is not there, nothing.
+    /// Starts the copies. Rows that do not count become zeros; a strip that does not exist is left out.
     __device__ __forceinline__ void fetch() const {
 #pragma unroll
         for (int i = 0; i < kMostDepth; ++i)
             if (strips.has(i)) fetch_strip(i);
     }
 
-    /// Waits for all of them.
+    /// Waits for the copies of all threads.
     __device__ __forceinline__ void wait() const {
         ptx::copies_wait();
         __syncthreads();

@@ -1,19 +1,20 @@
-// Values of a tile as threads of quantize_units take them from shared memory: sixteen neighbours of a row, or sixteen rows of two neighbouring
-// columns. BF16 numbers stay two a word as long as that is less work: a word is two neighbours of a row there, of two columns here.
+// Values of a tile as threads of quantize_units take them from shared memory: sixteen neighbours of a row (`Sixteen`),
+// or sixteen rows of two neighbouring columns (`TwoColumns`). BF16 numbers stay two a word as long as that is less
+// work: a word is two neighbours of a row in `Sixteen`, and one row of both columns in `TwoColumns`.
 #pragma once
 #include "formats/bf16.cuh"
 #include "ptx/packed.cuh"
 
 namespace nib {
 
-/// Both halves of BF16 pairs brought to magnitudes of at most those of `limits`.
+/// Clamps the magnitudes in both halves of BF16 pairs to those of `limits`.
 template <int kWords>
 __device__ __forceinline__ void clamp_pairs(u32 (&words)[kWords], u32 limits) {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) words[i] = ptx::clamp_magnitude_bf16x2(words[i], limits);
 }
 
-/// Of kCount BF16 pairs the largest magnitude in either half, with signs that mean nothing.
+/// The largest magnitude of kCount BF16 pairs, for each half by itself. The signs of the result mean nothing.
 template <int kCount, int kWords>
 __device__ __forceinline__ u32 largest_of_pairs(const u32 (&words)[kWords], int first) {
     u32 largest = words[first];
@@ -66,10 +67,10 @@ struct Sixteen<Bf16> {
     }
     __device__ __forceinline__ float value(int i) const { return __uint_as_float(i % 2 ? pair[i / 2] & 0xFFFF0000 : pair[i / 2] << 16); }
 
-    /// Brings them to the limit.
+    /// Clamps all sixteen to the limit.
     __device__ __forceinline__ void clamp(u32 limits) { clamp_pairs(pair, limits); }
 
-    /// The largest of so many pairs, in either half.
+    /// The largest magnitude of kPairs pairs, for each half by itself.
     template <int kPairs>
     __device__ __forceinline__ u32 largest_pair(int first) const {
         return largest_of_pairs<kPairs>(pair, first);
@@ -81,7 +82,7 @@ struct Sixteen<Bf16> {
     }
 };
 
-/// Two neighbouring columns of sixteen rows of a tile, `first` rows, a multiple of 16, below those of `from`.
+/// Loads sixteen rows of two neighbouring columns of a tile, starting `first` rows (a multiple of 16) below `from`.
 template <class Rows, class Two>
 __device__ __forceinline__ void load_rows(const Rows& from, int first, Two (&row)[16]) {
 #pragma unroll
@@ -118,10 +119,10 @@ struct TwoColumns<Bf16> {
     __device__ __forceinline__ float value(int i) const {
         return __uint_as_float(kSecond ? row[i] & 0xFFFF0000 : row[i] << 16);
     }
-    /// Brings them to each column's limit.
+    /// Clamps each column to its limit.
     __device__ __forceinline__ void clamp(u32 limits) { clamp_pairs(row, limits); }
 
-    /// The largest of so many rows, of either column.
+    /// The largest magnitude of kCount rows, for each column by itself.
     template <int kCount>
     __device__ __forceinline__ u32 largest_pair(int first) const {
         return largest_of_pairs<kCount>(row, first);

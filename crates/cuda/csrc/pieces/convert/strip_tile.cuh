@@ -1,6 +1,6 @@
-// A tile of 128 x 128 numbers in the registers of 512 threads, from its values to its E4M3 codes along the rows and down the columns.
-// A thread holds four rows of eight columns, a warp 16 rows of 64 columns, so two warps a row: what one has found out about its
-// half of a row reaches the other through shared memory.
+// A tile of 128 x 128 numbers in the registers of 512 threads, from its values to its E4M3 codes along the rows and
+// down the columns. A thread holds four rows of eight columns, a warp 16 rows of 64 columns. So two warps share a row,
+// and exchange through shared memory what they find out about their halves.
 #pragma once
 #include "formats/bf16.cuh"
 #include "formats/e4m3.cuh"
@@ -17,7 +17,8 @@ constexpr int kStripThreads = kTile * kTile / (kThreadRows * kThreadCols);
 constexpr int kWarpRows = 16, kWarpCols = kTile / 2;
 using StripValues = float[kThreadRows][kThreadCols];
 
-/// Where a tile lies: strips of 128 rows one after the other, so that the scales of a row are written at one time.
+/// The place of tile `index`. Tiles are ordered strip by strip (of 128 rows), so that the scales of a row are written
+/// at the same time.
 struct StripTile {
     u32 strip, panel;
 
@@ -28,10 +29,10 @@ struct StripTile {
     __device__ __forceinline__ int col() const { return int(panel) * kTile; }
 };
 
-/// Rows that the copy engine brings at a time, unless they are padding alone.
+/// Rows of a TMA box. A box of padding alone is not loaded.
 constexpr int kBoxRows = 32;
 
-/// Asked by a warp: a bit for each box of a tile in which a row counts.
+/// Bit i: whether a row of box i of the tile counts. The whole warp calls this.
 __device__ __forceinline__ u32 boxes_wanted(const int (&row_id)[kTile]) {
     const int lane = threadIdx.x % 32, in_box = lane % 8 * 4;  // a lane looks at four rows
     const int4 id = *reinterpret_cast<const int4*>(row_id + lane / 8 * kBoxRows + in_box);
@@ -51,7 +52,8 @@ struct StripThread {
           row(threadIdx.x / 64 * kWarpRows + lane / 8 * kThreadRows),
           col(half * kWarpCols + lane % 8 * kThreadCols) {}
 
-    /// Of what the eight lanes of a row have one each, the place among that of 16 rows.
+    /// This lane's entry in an array that has eight for each four rows: one for each of the eight lanes that share
+    /// these rows.
     __device__ __forceinline__ int in_rows() const { return threadIdx.x / 64 * 32 + lane; }
 };
 
@@ -64,8 +66,9 @@ __device__ __forceinline__ float largest_magnitude(const float (&x)[kCount]) {
     return largest;
 }
 
-/// Joins kCount values a lane over the lanes that are kFirst, 2 · kFirst, ... apart, until kLeft are left; each exchange halves the
-/// values a lane still looks after. Of n = kCount / kLeft such lanes, the j-th gets the values j, j + n, ...
+/// Joins kCount values a lane over the lanes that are kFirst, 2 · kFirst, ... apart. Each exchange halves the number of
+/// values that a lane holds, until kLeft are left. Of n = kCount / kLeft such lanes, the j-th gets the values j, j + n,
+/// ...
 template <int kFirst, int kLeft, int kCount, int kNow = kCount, class Join>
 __device__ __forceinline__ void join_lanes(float (&v)[kCount], int lane, Join join) {
     if constexpr (kNow > kLeft) {
@@ -79,13 +82,14 @@ __device__ __forceinline__ void join_lanes(float (&v)[kCount], int lane, Join jo
     }
 }
 
-/// Of the columns of kMatrices tiles, the largest magnitudes; by the 16 rows of a warp.
+/// The largest magnitudes of the columns of kMatrices tiles, one for each 16 rows (those of a warp).
 template <int kMatrices>
 struct ColumnMaxima {
     static constexpr int kCount = kMatrices * kThreadCols;
     float line[kTile / kWarpRows][2][kCount][8];
 
-    /// Those of a thread's four rows: of each matrix's columns.
+    /// Takes the largest of this thread's four rows, for the eight columns of each matrix; joins the rows of the warp
+    /// and writes them.
     __device__ __forceinline__ void write(const StripThread& me, float (&largest)[kCount]) {
         join_lanes<8, kCount / 4>(largest, ptx::lane_idx_anew(), [](float a, float b) { return ptx::max_magnitude(a, b); });
         float* const to = &line[me.row / kWarpRows][me.half][me.lane / 8][me.lane % 8];
@@ -93,7 +97,8 @@ struct ColumnMaxima {
         for (int i = 0; i < kCount / 4; ++i) to[i * 32] = largest[i];
     }
 
-    /// Of a column: `place` counts the eighth columns of a half from the first on, then those from the second on.
+    /// The largest of a column over all rows. `place` counts the columns of a half in the order 0, 8, 16, ..., 1, 9,
+    /// ...: see `column_at`.
     __device__ __forceinline__ float at(int matrix, int place) const {
         const float* const from = &line[0][place / kWarpCols][matrix * kThreadCols][0] + place % kWarpCols;
         float largest[kTile / kWarpRows];
@@ -102,11 +107,12 @@ struct ColumnMaxima {
         return largest_magnitude(largest);
     }
 
-    /// Which column that is.
+    /// The column at `place`.
     __device__ __forceinline__ static int column_at(int place) { return place / kWarpCols * kWarpCols + place % 8 * 8 + place / 8 % 8; }
 };
 
-/// What the values of each column are multiplied by. A thread reads those of its first four columns and of the others.
+/// The factor for the values of each column. A thread reads those of its first four columns, and then those of the
+/// others.
 struct ColumnInverses {
     float4 four[2][2][8];  // by half of the tile, half of a thread's columns, and thread
 
@@ -115,14 +121,14 @@ struct ColumnInverses {
     }
 };
 
-/// Codes of four neighbours in a row; those of a block that has become NaN are not zero yet.
+/// Codes of four neighbours in a row. Codes of a NaN block are not zeroed here.
 __device__ __forceinline__ u32 codes_of_four(const float* v, float inverse) {
     return ptx::pack_u16(E4m3::pair(__fmul_rn(v[0], inverse), __fmul_rn(v[1], inverse)),
                          E4m3::pair(__fmul_rn(v[2], inverse), __fmul_rn(v[3], inverse)));
 }
 
-/// Codes of kLines lines of eight columns, a line of zeros for a NaN factor; `inverse_of(i)` is asked by whole warps. All are made
-/// before any is stored: a store holds its registers for long.
+/// Encodes and stores kLines lines of eight columns; a line with a NaN factor becomes zeros. Whole warps call
+/// `inverse_of(i)`. All codes are made before the first is stored, because a store holds its registers for long.
 template <int kLines, class LineOf, class InverseOf>
 __device__ __forceinline__ void store_lines(u8* to, u32 stride, int lines, bool some_nan, LineOf line_of, InverseOf inverse_of) {
     uint2 codes[kLines];
@@ -147,8 +153,10 @@ __device__ __forceinline__ void store_lines(u8* to, u32 stride, int lines, bool 
     }
 }
 
-/// A tile of codes turned, as the copy engine takes it with its swizzle of 128 bytes: a line of 128 rows for each column, every eighth
-/// column's line after the other. So the eight lanes of a row differ in the chunk, the four rows of a warp's in the word of a chunk.
+/// A transposed tile of codes in the layout that TMA stores with the 128-byte swizzle. Each column is a line of 128
+/// bytes, its rows. Lines are in the order of columns 0, 8, 16, ..., 1, 9, ... So when a warp writes, its eight lanes
+/// of a row differ in the 16-byte chunk, and its four groups of rows in the word of a chunk: there are no bank
+/// conflicts.
 struct alignas(1024) TurnedTile {
     static constexpr int kNext = kTile / 8 * kTile;  // bytes from a column's line to the next one's
     u8 bytes[kTile * kTile];
@@ -174,7 +182,7 @@ struct alignas(1024) TurnedTile {
         }
     }
 
-    /// Makes zeros of the columns of blocks that have become NaN: rare. A barrier before.
+    /// Zeroes the columns of NaN blocks, which are rare. A barrier comes before.
     __device__ __forceinline__ void clear_nan(ColumnInverses& inverses) {
 #pragma unroll 1
         for (int i = threadIdx.x; i < kTile * (kTile / 4); i += kStripThreads) {

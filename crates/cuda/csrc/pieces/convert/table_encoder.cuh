@@ -1,7 +1,9 @@
-// The encoder of quantize_units for blocks of sixteen E2M1 numbers under a scale byte: BF16 numbers become codes two at a time, by what a table
-// in shared memory has for the byte. Threads have the values that they have in unit_encoder.cuh.
+// The encoder of quantize_units for blocks of sixteen E2M1 numbers under a scale byte. BF16 numbers become codes two at
+// a time, by the entry that a table in shared memory has for the byte. A thread has the same values as in
+// unit_encoder.cuh.
 //
-// What does not count reads as zero, and zeros have the scale byte 0 and no code that is not zero: padding needs no care here.
+// Padding reads as zeros, and zeros get the scale byte 0 and zero codes by themselves: it needs no case of its own
+// here.
 #pragma once
 #include "formats/rounding.cuh"
 #include "pieces/convert/sixteen.cuh"
@@ -113,9 +115,10 @@ private:
     /// The largest magnitudes of two squares, as BF16 numbers.
     __device__ __forceinline__ u32 square_pair(int a, int b) const { return __byte_perm(shared.square_max[a], shared.square_max[b], 0x7632); }
 
-    /// Marks those of four blocks that have a number which is not finite: rare.
+    /// Marks those of four blocks that have an infinity or a NaN, which is rare. `low` and `high` have the blocks'
+    /// largest magnitudes.
     __device__ __forceinline__ static void mark_infinite(u32 low, u32 high, Found& found) {
-        constexpr u32 kSigns = 0x80008000, kToSign = 0x00800080;  // brings infinity and what is above it there
+        constexpr u32 kSigns = 0x80008000, kToSign = 0x00800080;  // added to infinity or NaN, this sets the sign bit
         if (((low + kToSign | high + kToSign) & kSigns) == 0) return;
 #pragma unroll 1
         for (int i = 0; i < 4; ++i) {

@@ -1,22 +1,25 @@
-// The random Hadamard transform down the columns of a tile of 128 x 128 numbers, in registers: a thread has 32 rows of two neighbouring columns, a
-// quarter of the lanes each 32 rows, as quantize_units has them.
+// The random Hadamard transform down the columns of a tile of 128 x 128 numbers, in registers. A thread has 32 rows of
+// two neighbouring columns; each quarter of a warp, eight lanes, has a quarter of the rows. quantize_units divides a
+// tile in the same way.
 #pragma once
 #include "formats/plain.cuh"
 #include "math/hadamard.cuh"
 
 namespace nib {
 
-/// `TransformArg` of the launch: from the start of each of num_groups groups (start null: from row 0), which are at multiples of the length.
+/// `TransformArg` of the launch. Transform blocks begin at the start of each of num_groups groups (start null: at row
+/// 0), which is a multiple of the block's length.
 struct TransformArg {
     const int* start;
     int num_groups;
-    int rows;  // of what is transformed
+    int rows;  // of the matrix that is transformed
     HadamardArg hadamard;
 
     __device__ __forceinline__ bool is_wanted() const { return hadamard.len != 0; }
 };
 
-/// Two neighbours of a row, as far as it has them; zeros where it does not count. kPairs: rows have an even number.
+/// Two neighbours of a row; zeros past its end, and where the row does not count. kPairs: rows have an even number of
+/// columns.
 template <class In, bool kPairs>
 __device__ __forceinline__ Few<In, 2> load_pair(const u8* from, int left, bool counted) {
     Few<In, 2> two = {};
@@ -36,8 +39,9 @@ struct TransformPlace {
     int quarter = threadIdx.x % 32 / 8, row = quarter * kRows, col = threadIdx.x / 32 * 16 + threadIdx.x % 8 * kCols;
 };
 
-/// The transform of this thread's numbers of the tile from row `first_row` and column `first_col` on, of x [arg.rows][cols]; row_id as in
-/// quantize_units.cuh, zeros in a transform block without a row that counts. 256 threads; all come here.
+/// Transforms this thread's numbers of the tile of x [arg.rows][cols] that begins at row `first_row` and column
+/// `first_col`. row_id as in quantize_units.cuh. A transform block without a row that counts becomes zeros. All 256
+/// threads of the CTA call this.
 template <class In>
 __device__ __forceinline__ void transform_columns(const u8* __restrict__ x, const int* __restrict__ row_id, int cols, const TransformArg& arg,
                                                   int first_row, int first_col, float (&number)[TransformPlace::kCols][TransformPlace::kRows]) {

@@ -1,7 +1,8 @@
-// The encoder of quantize_units: a thread's units of a tile to codes in shared memory and to records.
+// The encoder of quantize_units: it turns a thread's values of a tile into codes in shared memory and into records.
 //
-// Along the rows a thread has one unit. Down the columns it has 32 rows of two neighbouring columns, which it reads together: a quarter of the
-// lanes for each 32 rows, so that what blocks of 64 and of 128 rows have in common is found by exchange within a warp.
+// Along the rows a thread has one unit. Down the columns it has 32 rows of two neighbouring columns, which it reads
+// together. Each quarter of a warp has another 32 rows of the same columns, so blocks of 64 and of 128 rows need
+// exchanges within a warp only.
 #pragma once
 #include "formats/rounding.cuh"
 #include "math/philox.cuh"
@@ -40,11 +41,11 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
     static constexpr int kWords = kBits / 2;                             // of sixteen codes
     static constexpr int kFactors = F::kPart < 16 ? 16 / F::kPart : 1;   // of sixteen values
     static constexpr bool kAny = kRound == kAnyRounding, kPairs = kSideBySide<F, In, kRound>;
-    static constexpr bool kNotes = F::kTensor && F::kScaleBytes == 0;    // a tensor's scale alone
-    static constexpr bool kDraws = kRound == kStochastic;                // rows are a multiple of eight numbers then
+    static constexpr bool kNotes = F::kTensor && F::kScaleBytes == 0;    // the only scale is the tensor's
+    static constexpr bool kDraws = kRound == kStochastic;                // rows are then a multiple of eight numbers
     static constexpr bool kWithin = In::kBytes == 2 && !kAny, kLimits = kWithin && !kDraws && F::kLimits;
-    // Whether blocks that do not count need to be asked for. They read as zeros, whose codes are zero, and whose record is the least one by itself where it is a
-    // byte for the block alone, or HiFloat4's in pairs.
+    // Whether padding needs a case of its own. It reads as zeros, whose codes are zeros. Where a block's only record is
+    // one byte, or HiFloat4's in pairs, zeros get the least record by themselves.
     static constexpr bool kPads = F::kTensor || F::kLine || !(F::kScaleBytes == 1 || kPairs);
     static constexpr int kHeld = kAny ? kWords : 2 * kWords;             // words that are stored at a time
 
@@ -93,7 +94,7 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
                 u32 octaves = 0;
 #pragma unroll(kAny ? 1 : kStep / 16)
                 for (int i = 0; i < kStep / 16; ++i) {
-                    // Again where it is not known which, since registers are not indexed.
+                    // Where the loop is not unrolled (kAny) they are loaded again, since registers cannot be indexed.
                     Sixteen<In> mine = kAny ? Sixteen<In>::load(shared.values, u, first / 16 + i) : x[i];
                     if constexpr (kLimits) mine.clamp(limit_pair(F::limit(scale), F::limit(scale)));
                     u32 amax[kFactors];
@@ -138,13 +139,13 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
         constexpr int kStep = F::kBlock < 32 ? F::kBlock : 32, kSteps = 32 / kStep;
         const typename Records::TwoColumnsPlace at(first_row, first_col);
         const int quarter = at.quarter, in_tile = at.in_tile, row = at.row, col = at.col;
-        // The first row of a block that reaches beyond the rows of this thread.
+        // The first row of this thread's block, where blocks have more rows than a thread.
         const int block_row = F::kBlock <= 32 ? row : first_row + quarter * 32 / (F::kBlock == 64 ? 64 : 128) * 64;
         const u64 line = u64(matrix) * arg.cols + col;
         u8* const to = this->codes_of(at);
         const auto from = shared.values.rows_from(quarter * 32, in_tile);
         UnitBits bits(rounding);
-        Found found;  // of the second column from 2 on
+        Found found;  // that of the second column is from bit and byte 2 on
         u32 words[2][kHeld];
 #pragma unroll(kAny ? 1 : kSteps)
         for (int step = 0; step < kSteps; ++step) {
@@ -204,7 +205,7 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
                             amax[1][j] = of[1];
                         }
                     }
-                    // The sixteenth of the block that it is.
+                    // Which sixteen values of their block these are.
                     const int which = F::kBlock == 64 ? quarter % 2 * 2 + i : i;
                     const int sixteenth = first / 16 + i, held = kAny ? 0 : sixteenth % 2 * kWords;
                     float v[16];
@@ -241,7 +242,7 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
                 found.add(2 * c + step, scale[c].record, any[c], nan[c]);
             }
             if constexpr (F::kBlock > 32) {
-                // Of lanes that share a block one for each column.
+                // Of the lanes that share a block, one settles each column.
 #pragma unroll
                 for (int i = 0; i < (F::kLine ? 2 : 1); ++i) {
                     const int c = F::kLine ? i : F::kBlock == 64 ? quarter % 2 : quarter, mine = c % 2;
@@ -261,8 +262,9 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
     }
 
 private:
-    /// What was found of 64 values, the largest of which is `amax`, or one of their block: value j of sixteenth i is `value(i, j)`. All threads
-    /// of a warp come here.
+    /// For delayed scales: notes the largest magnitude of 64 values in that of their span, and counts the finite ones
+    /// that are larger than was expected. `amax` is the largest of the values, or of their whole block; `value(i, j)`
+    /// is value j of sixteen i. The whole warp calls this.
     template <class Value>
     __device__ __forceinline__ void note(int matrix, int row, bool counts, u32 amax, const Value& value) const {
         int span = counts ? arg.span_of(row, matrix) : -1;
@@ -271,7 +273,7 @@ private:
         const float expected = span < 0 ? 0.0f : arg.tensor_of(matrix, row).unit;
         u32 larger = 0;
         if (span >= 0 && !(__uint_as_float(amax) <= expected)) {
-            // Again, since registers are not indexed, and this is rare.
+            // Rare. The values are read again, since registers cannot be indexed.
 #pragma unroll 1
             for (int i = 0; i < 64; ++i) {
                 const u32 magnitude = __float_as_uint(value(i / 16, i % 16)) & 0x7FFFFFFF;
@@ -289,15 +291,16 @@ private:
         if (bits != 0) raise(arg.found + span, bits);
     }
 
-    /// Two BF16 numbers of a word.
+    /// Two F32 numbers that are BF16, in one word.
     __device__ __forceinline__ static u32 limit_pair(float low, float high) {
         return __byte_perm(__float_as_uint(low), __float_as_uint(high), 0x7632);
     }
 
-    /// The least record, of padding.
+    /// The least record: that of padding.
     __device__ __forceinline__ static Scaled least() { return {F::kScaleBytes == 4 && F::kPart >= 16 ? 0x00800000u : 0u, 1.0f}; }
 
-    /// The scale of a block from the bits of its largest magnitude, or of what it shares a scale with.
+    /// The scale of a block from the bits of its largest magnitude, or from those of the square or the line that it
+    /// shares a scale with.
     __device__ __forceinline__ Scaled scale_of(u32 largest, const u32* of_lines, u64 maximum, int square, TensorInverse tensor, bool is_padding) const {
         if constexpr (F::kTiles && kAcross == 2) {
             if (is_square()) largest = shared.square_max[square];
@@ -312,14 +315,14 @@ private:
         return {arg.policy, rounding.delta_q16, draws ? bits.of(arg.number_of(matrix, row) * arg.cols + col) : 0};
     }
 
-    /// Complements of the random bits of sixteen rows of this thread's two columns. A draw is for eight columns: each of four lanes makes those of
-    /// every fourth row, and they exchange.
+    /// Complements of the random bits of sixteen rows of this thread's two columns. A draw is for eight columns, which
+    /// four lanes share: each of them draws for every fourth row, and they exchange.
     __device__ __forceinline__ void draw_rows(const Stream& stream, int matrix, int row, int col, u32 (&drawn)[16]) const {
         const int mine = threadIdx.x % 4;
 #pragma unroll
         for (int i = 0; i < 16; i += 4) {
             RandomBits bits = stream.complements(arg.number_of(matrix, row + i + mine) * arg.cols + col / 8 * 8).bits(0);
-            // Rows and words of a square of 4 x 4 change places, halves first.
+            // Transposes 4 x 4 words over the four lanes: lanes 1 apart exchange first, then lanes 2 apart.
             u32(&w)[4] = bits.word;
             const bool odd = mine & 1, upper = mine & 2;
             const u32 a = __shfl_xor_sync(kAllLanes, odd ? w[0] : w[1], 1), b = __shfl_xor_sync(kAllLanes, odd ? w[2] : w[3], 1);
@@ -332,8 +335,9 @@ private:
         }
     }
 
-    /// Encodes sixteen values, sixteenth `which` of their block, to `words`; whether one is not zero. `amax`: of their parts, whose octaves
-    /// come to the record. Under a scale that is NaN the codes mean nothing: see `clear`.
+    /// Encodes sixteen values, the `which`-th sixteen of their block, to `words`; returns whether a code is not zero.
+    /// `amax`: the largest magnitudes of their parts, whose octaves are added to `octaves`. Under a NaN scale the codes
+    /// mean nothing; `clear` makes them zeros.
     template <class Decide>
     __device__ __forceinline__ bool encode_sixteen(const float (&v)[16], const u32 (&amax)[kFactors], const Scaled& scale, u32& octaves, int which,
                                                    u32* words, const Decide& decide) const {
@@ -347,7 +351,7 @@ private:
         return any;
     }
 
-    /// A block of 64 as two halves side by side: low halves of words belong to the first.
+    /// Encodes a block of 64 as two halves side by side: the low halves of words belong to its first 32 values.
     __device__ __forceinline__ Scaled row_in_pairs(const Sixteen<In> (&x)[4], u8* to, bool& any) const {
         u32 amax[8], factor[8];  // of parts i and i + 8
 #pragma unroll
@@ -379,7 +383,8 @@ private:
         return scale;
     }
 
-    /// Half a block of 64 of two columns side by side; the lane with the other half finds the scale of one of the columns.
+    /// Encodes half a block of 64 of two columns side by side. This lane and the one with the other halves find the
+    /// scale of one column each.
     __device__ __forceinline__ void columns_in_pairs(const TwoColumns<In> (&x)[2], u8* to, Scaled (&scale)[2], bool (&any)[2]) const {
         u32 amax[8], factor[8];
 #pragma unroll
@@ -412,7 +417,7 @@ private:
             this->store_words(to + c * Records::kNextColumn, words);
             any[c] = (seen & 0x77777777) != 0;
             u32 of_half = is_nan ? 0 : F::octaves_of_half(c == 0 ? octaves : octaves >> 16, second);
-            // Whether there is anything goes along in a bit that no record has by then.
+            // `any` travels in bit 0, which octaves do not use.
             static_assert(F::kBlock == 64);
             of_half |= __shfl_xor_sync(kAllLanes, of_half | u32(any[c]), 8);
             any[c] |= of_half & 1;
@@ -427,7 +432,8 @@ private:
         return largest;
     }
 
-    /// Stores what was encoded of a line, 32 codes at a time, once sixteenth `i` is there.
+    /// Called when the codes of sixteen `i` of a line are there: stores 32 codes after every second sixteen (kAny: 16
+    /// after each).
     __device__ __forceinline__ static void put(u8* to, int i, const u32 (&words)[kHeld]) {
         if constexpr (kAny) Records::store_words(to + i * (2 * kBits), words);
         else if (i % 2 == 1) Records::store_words(to + i / 2 * (4 * kBits), words);

@@ -1,4 +1,5 @@
-// What quantize_units leaves of a tile: codes in shared memory, a unit after the other, records in their planes, and counts.
+// The results of quantize_units for a tile: codes in shared memory, unit after unit; records in their planes; and
+// counts.
 #pragma once
 #include "pieces/convert/units_arg.cuh"
 
@@ -12,7 +13,8 @@ struct UnitRecords {
     QuantizeUnitsShared<F, In, kAcross>& shared;
     Tally& tally;
 
-    /// What was found of up to four blocks: the bytes of their records, and of each a bit.
+    /// What was found of up to four blocks: the bytes of their records, a bit whether a block has a non-zero code, and
+    /// a bit whether it is NaN.
     struct Found {
         u32 bytes = 0, any = 0, nan = 0;
 
@@ -28,14 +30,14 @@ struct UnitRecords {
         }
     };
 
-    /// The rows of two neighbouring columns of a tile that a thread has: 32, a quarter of the lanes each.
+    /// A thread's part of a tile: two neighbouring columns, and 32 rows, which follow from its quarter of the warp.
     struct TwoColumnsPlace {
         int quarter, in_tile, first_row, row, col;
 
         __device__ __forceinline__ TwoColumnsPlace(int first_row, int first_col, const TransformPlace& mine = {})
             : quarter(mine.quarter), in_tile(mine.col), first_row(first_row), row(first_row + mine.row), col(first_col + in_tile) {}
     };
-    /// Where the codes of the first of them go; those of the second one lie kNextColumn bytes behind.
+    /// Where the codes of the first column go; those of the second lie kNextColumn bytes further.
     __device__ __forceinline__ u8* codes_of(const TwoColumnsPlace& at) const {
         return shared.codes.unit(at.in_tile * 2 + at.quarter / 2) + at.quarter % 2 * (32 * kBits / 8);
     }
@@ -64,7 +66,7 @@ struct UnitRecords {
         }
     }
 
-    /// The same of both columns, of the second one from bit and byte 2 on.
+    /// The same for both columns of a thread; the second's are from bit and byte 2 on.
     __device__ __forceinline__ void store_column_records(int matrix, const TwoColumnsPlace& at, const Found& found) const {
         constexpr int kSteps = 32 / F::kBlock;
         const u64 line = u64(matrix) * arg.cols + at.col;
@@ -81,7 +83,8 @@ struct UnitRecords {
             if (arg.form == kFormCols) found.count(tally);
             return;
         }
-        // Weights of MX formats, whose transposed plane has its record bytes line by line: of a warp's columns where all of them exist.
+        // Weights of MX formats have the record bytes of their transposed plane line by line. They are stored as words
+        // where all columns of the warp exist.
         if constexpr (kSteps == 1) {
             if (arg.col_words.words != nullptr && at.first_row + 128 <= arg.capacity && at.col - at.in_tile % 16 + 16 <= arg.cols) {
                 store_column_words(line, at, found.bytes);
@@ -98,7 +101,7 @@ struct UnitRecords {
         }
     }
 
-    /// Zeros in place of the codes of blocks, or parts of them, of kCount values: those that have a bit.
+    /// Zeroes the codes of those blocks, or parts of blocks, of kCount values whose bit is set.
     template <int kCount>
     __device__ __forceinline__ static void clear(u8* to, u32 blocks) {
         constexpr int kBytes = kCount * kBits / 8;
@@ -109,7 +112,8 @@ struct UnitRecords {
         }
     }
 
-    /// Codes that lie on as many bytes as they fill, but for those of six bits.
+    /// Stores codes by the widest store that fits: they are aligned to the bytes that they fill, except codes of six
+    /// bits.
     template <int kCount>
     __device__ __forceinline__ static void store_words(u8* to, const u32 (&words)[kCount]) {
 #pragma unroll
@@ -123,7 +127,7 @@ struct UnitRecords {
     struct Place {
         u64 line;
         int position, square;
-        int across;  // the row of a row, the column of a column
+        int across;  // the row's or column's own number within its matrix
     };
 
     /// Writes a block's record and counts it, once.
@@ -156,7 +160,8 @@ struct UnitRecords {
     }
 
 private:
-    /// Stores a column's four record bytes, which four threads have, of two columns each: one column a thread.
+    /// Stores the four record bytes of a column as a word. Four lanes have one byte of each of two columns; after two
+    /// exchanges, one lane stores the first column and one the second.
     __device__ __forceinline__ void store_column_words(u64 line, const TwoColumnsPlace& place, u32 bytes) const {
         const u32 other = __shfl_xor_sync(kAllLanes, bytes, 8);
         const u32 half = place.quarter % 2 == 0 ? __byte_perm(bytes, other, 0x0040) : __byte_perm(other, bytes, 0x0062);

@@ -1,10 +1,12 @@
-// Units: 64 neighbouring values of a line, which one of 256 threads looks after. What quantize_units and dequantize_units have in common.
+// Units: 64 neighbouring values of a line, with one thread of 256 for each. What quantize_units and dequantize_units
+// have in common.
 //
-// A tile is 16384 values: 16 rows of 1024, or 128 rows of 128. Plain values lie in shared memory unit after unit along the rows. The vectors of
-// 16 bytes of a unit change places, so that threads which read theirs find them in different banks; and in 128 rows those of each 32 once more,
-// so that sixteen columns and the same ones 32 rows below do too. Vectors that lie together in memory fill lines of 128 bytes of shared
-// memory: units that are longer than their values instead cost a third more of the L2's sectors. Codes lie unit after unit of what is written,
-// row or column.
+// A tile is 16384 values: 16 rows of 1024, or 128 rows of 128. In shared memory plain values lie unit after unit along
+// the rows. The 16-byte vectors of a unit are swizzled (`key`), so that threads which read the same vector of their
+// units hit different banks. In tiles of 128 rows, each 32 rows have another swizzle on top: so the same holds for
+// sixteen columns and the same columns 32 rows below. A swizzle needs no padding, so vectors that are neighbours in
+// memory fill whole 128-byte lines of shared memory; with padded units the L2 moved a third more sectors. Codes lie
+// unit after unit of the lines that are written, rows or columns.
 #pragma once
 #include "formats/all.cuh"
 #include "formats/bf16.cuh"
@@ -31,14 +33,14 @@ struct UnitValues {
     /// Vectors of a row, rows that all threads move at a time, and how often they do.
     static constexpr int kPerRow = kAcross * kVectors, kRowsAtOnce = kUnitThreads / kPerRow, kPasses = kRows / kRowsAtOnce;
 
-    /// By which vectors of a unit change places, by exclusive or, in bytes.
+    /// The swizzle of unit `u`: what the byte offset of its vectors is XORed with.
     __device__ __forceinline__ static int key(int u) { return ((u ^ u / 64 * T::kBytes) & 7) * 16; }
 
     /// Vector `i` of a unit.
     __device__ __forceinline__ u8* vector(int u, int i) { return bytes + u * kUnitBytes + (i * 16 ^ key(u)); }
     /// Where a thread's vector of pass `i` lies.
     __device__ __forceinline__ u8* moved(int i) {
-        // Passes are whole eighths of units, so that only the last part of the key depends on the pass.
+        // A pass has a multiple of eight units, so only the part of the key that comes from u / 64 depends on the pass.
         constexpr int kUnits = kUnitThreads / kVectors;
         static_assert(kUnits % 8 == 0 && 64 % kUnits == 0);
         const int u = threadIdx.x / kVectors, first = u * kUnitBytes + (threadIdx.x % kVectors * 16 ^ u % 8 * 16);
@@ -50,7 +52,8 @@ struct UnitValues {
         return bytes + u * kUnitBytes + (byte ^ key(u));
     }
 
-    /// Value `col` of a row and of those below it, within 32 rows from a multiple of 32 on. Places of vectors repeat after four rows.
+    /// Where value `col` of a row and of the rows below it lies, within 32 rows from a multiple of 32 on. The swizzle
+    /// repeats after four rows.
     struct Rows {
         static constexpr int kNext = 4 * kAcross * kUnitBytes;  // from a row to the fourth one below it
         u8* at[4];
@@ -65,7 +68,7 @@ struct UnitValues {
     }
 };
 
-/// Bytes of so many codes; a last one that is not full counts whole.
+/// The bytes that `codes` codes take, rounded up to whole bytes.
 __device__ __forceinline__ u32 code_bytes(int bits, int codes) { return u32(codes) / 8 * bits + (codes % 8 * bits + 7) / 8; }
 
 /// Codes of a tile.
@@ -78,7 +81,8 @@ struct UnitCodes {
 
     __device__ __forceinline__ u8* unit(int u) { return bytes + u * kStride; }
 
-    /// Which vectors a thread moves, where kAcross units are a line: in each pass the same one of lines so far apart.
+    /// Which 16-byte vectors a thread moves, where kAcross units are a line: the same one of a line in each pass,
+    /// kLines lines further each time.
     template <int kAcross>
     struct Moved {
         static constexpr int kPerLine = kAcross * kVectors;
@@ -92,12 +96,12 @@ struct UnitCodes {
             byte = place / kVectors * kBytes + place % kVectors * 16;
             offset = (line * kAcross + place / kVectors) * kStride + place % kVectors * 16;
         }
-        /// From one pass to the next, in this struct.
+        /// Bytes from one pass to the next in `bytes`.
         static constexpr int kStep = kLines * kAcross * kStride;
     };
 
-    /// Stores units, kAcross of them a line, to lines of `line_bytes`: line 0 and its first byte lie at `to`, `lines` exist, and of each so
-    /// many bytes. is_aligned: lines are whole vectors.
+    /// Stores units, kAcross of them a line, to lines of `line_bytes` bytes. The first byte goes to `to`; there are
+    /// `lines` lines and `bytes_left` bytes of each. is_aligned: lines are whole 16-byte vectors.
     template <int kAcross>
     __device__ __forceinline__ void store(u8* to, u32 line_bytes, int lines, int bytes_left, bool is_aligned) {
         using M = Moved<kAcross>;
@@ -105,7 +109,8 @@ struct UnitCodes {
         if ((M::kPerLine * M::kLines < kUnitThreads && mine.line >= M::kLines) || mine.byte >= bytes_left) return;
         u8* at = to + u64(u32(mine.line)) * line_bytes + mine.byte;
         if (is_aligned && lines >= kUnitThreads / kAcross) {
-            // All lines are there, as nearly always: without a branch a pass, which makes its addresses anew.
+            // Nearly always all lines exist. With a branch in each pass, the compiler would compute each address from
+            // scratch.
             const u8* const from = bytes + mine.offset;
 #pragma unroll
             for (int i = 0; i < M::kPasses; ++i) {
@@ -127,7 +132,7 @@ struct UnitCodes {
         }
     }
 
-    /// Loads them, zeros where there are none.
+    /// Loads units, with zeros where there are no codes; the parameters are those of `store`.
     template <int kAcross>
     __device__ __forceinline__ void load(const u8* from, u32 line_bytes, int lines, int bytes_left, bool is_aligned) {
         using M = Moved<kAcross>;
@@ -153,7 +158,7 @@ struct UnitCodes {
     }
 };
 
-/// A plane of records; a stack's lines follow each other.
+/// A plane of records. The lines of a stack's matrices follow each other.
 struct RecordPlane {
     u8* records;
     u64 line_stride;

@@ -42,10 +42,11 @@ struct UnitsArg {
     int found_spans;
     u32 column_record;         // rows of a column that a record stands for, of formats with a scale for a line
     int across, down, stack;   // tiles of a matrix, beside and below each other; matrices
-    // Of ctas: those of a matrix, of a band; those of one column of a band, and of the last one.
+    // Divisors for a CTA's number: tiles of a matrix, of a band, of one column of a band, of one column of the last,
+    // shorter band.
     Divider by_matrix, by_band, by_height, by_last;
     ScaleArg rule;
-    u32 of_bf16;             // x, where there is a transform
+    u32 of_bf16;             // whether x is BF16, where there is a transform
     TransformArg transform;  // down the columns, as they are read
 
     __device__ __forceinline__ bool counts_row(int row) const { return row < rows && (row_id == nullptr || __ldg(row_id + (row & id_mask)) >= 0); }
@@ -57,7 +58,7 @@ struct UnitsArg {
     __device__ __forceinline__ int span_of(int row, int otherwise) const {
         return span_of_row == nullptr ? otherwise : __ldg(span_of_row + min(row, rows - 1));
     }
-    /// Which of a line's maxima is a row's.
+    /// The index of the maximum of a line that applies to its row `row`.
     __device__ __forceinline__ u64 maximum_of(bool down, u64 line, int row) const {
         return down ? u64(span_of(row, 0)) * (u64(stack) * cols) + line : line;
     }
@@ -72,7 +73,7 @@ template <class F, class In, int kAcross>
 struct alignas(16) QuantizeUnitsShared {
     UnitValues<In, kAcross> values;
     UnitCodes<F> codes;
-    u32 square_max[64];  // of square tiles, those of a row of tiles after the other
+    u32 square_max[64];  // of the squares of a tile, row after row
     u32 square_any[64];
     u32 total[3];
 };

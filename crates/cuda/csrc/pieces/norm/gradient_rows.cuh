@@ -1,4 +1,5 @@
-// What the kernels of a norm's gradient have in common: the chunks of rows, and short rows of a few threads each.
+// What the kernels of a norm's gradient have in common: chunks of rows, and the body for short rows, with a few threads
+// each.
 #pragma once
 #include "formats/plain.cuh"
 #include "math/lanes.cuh"
@@ -8,7 +9,7 @@ namespace nib {
 
 constexpr int kNormChunk = 64;
 constexpr int kShortThreads = 128;
-constexpr int kShortRows = 4;  // a thread's, in flight
+constexpr int kShortRows = 4;  // rows that a thread has in flight
 constexpr int kWideThreads = 128;
 constexpr int kWideStages = 3;
 
@@ -17,7 +18,7 @@ __device__ __forceinline__ float norm_gradient(float weighted, float normal, flo
     return __fmul_rn(inv, __fsub_rn(weighted, __fmul_rn(normal, mean)));
 }
 
-/// dx, rounded, + plus, yet to be rounded.
+/// Rounds dx and adds plus; the caller rounds the sum.
 template <typename T>
 __device__ __forceinline__ void add_plus(float (&dx)[8], const typename T::Eight& plus) {
     add_eight<T>(dx, rounded_eight<T>(dx), plus);
@@ -43,8 +44,8 @@ struct ReadGradient {
     __device__ __forceinline__ typename T::Eight of(const typename T::Eight& dy) const { return dy; }
 };
 
-/// The body of `rms_backward_short`. `gradient.begin(row, present)` comes before `gradient.of(what was read of that row)`, to which the whole
-/// warp comes, whether or not its rows are present.
+/// The body of `rms_backward_short`. For each row it calls `gradient.begin(row, present)` and then `gradient.of(what
+/// was read of that row)`. The whole warp makes these calls, whether or not its rows exist.
 template <typename T, int kThreads, bool kPlus, typename Gradient>
 __device__ __forceinline__ void backward_short(const u8* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ inv_rms,
                                                const u8* __restrict__ dy, const u8* __restrict__ plus, u8* __restrict__ dx,

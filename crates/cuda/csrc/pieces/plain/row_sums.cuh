@@ -1,4 +1,4 @@
-// Rows of F32 summed by the tree over neighbours within a cta.
+// Rows of F32 summed by the tree over neighbours within a CTA.
 #pragma once
 #include "formats/plain.cuh"
 #include "ptx/thread.cuh"
@@ -8,7 +8,7 @@ namespace nib {
 constexpr int kTreeThreads = 256;
 constexpr int kTreeQuads = 32;                         // threads side by side
 constexpr int kTreeSlots = kTreeThreads / kTreeQuads;  // threads below each other
-constexpr int kTreeEach = 8;                           // rows a thread sums, so many loads in flight
+constexpr int kTreeEach = 8;                           // rows a thread sums, with all loads in flight
 constexpr int kTreeRows = kTreeSlots * kTreeEach;      // rows at a time
 constexpr int kTreeLevels = 20;                        // 2^26 rows at most
 constexpr int kGroupRows = 256;
@@ -20,7 +20,8 @@ struct TreeRoom {
     float stack[kTreeLevels][kTreeQuads * kCount];
 };
 
-/// The tree over up to eight neighbours, each the sum of `each` rows from row `first` on, of which there are `rows`.
+/// Adds up to eight neighbours as a tree, to x[0]. x[i] is the sum of `each` rows from row first + i · each on; those
+/// that begin at `rows` or later do not exist.
 template <int kCount>
 __device__ __forceinline__ void close_eight(float (&x)[8][kCount], u32 first, u32 each, u32 rows) {
 #pragma unroll
@@ -32,8 +33,9 @@ __device__ __forceinline__ void close_eight(float (&x)[8][kCount], u32 first, u3
                 for (int k = 0; k < kCount; ++k) x[i][k] += x[i + step][k];
 }
 
-/// The sum of `rows` rows (one at least) of kCount columns from `x` on, which the 32 threads of each slot have side by side. Every thread of
-/// the cta comes here; those of the first warp get the sums. `present`: whether the thread's columns are there.
+/// The sum of `rows` rows (at least one) from `x` on. A thread has kCount columns: the 32 threads of a slot have
+/// columns side by side, the eight slots have different rows. Every thread of the CTA calls this; those of the first
+/// warp get the sums. `present`: whether the thread's columns exist.
 template <int kCount>
 __device__ __forceinline__ void close_rows(const float* x, u32 rows, u64 cols, bool present, TreeRoom<kCount>& room, float (&sum)[kCount]) {
     using Row = Few<F32, kCount>;
@@ -62,7 +64,7 @@ __device__ __forceinline__ void close_rows(const float* x, u32 rows, u64 cols, b
 #pragma unroll
                 for (int k = 0; k < kCount; ++k) node[i][k] = room.part[i][at + k];
             close_eight(node, group * kTreeRows, kTreeEach, rows);
-            // As a binary counter carries: a sum waits on its level for its neighbour to the right.
+            // Like the carries of a binary counter: a sum waits on its level until its right neighbour is there.
             int level = 0;
             for (u32 carry = group; carry & 1; carry >>= 1, ++level)
 #pragma unroll
@@ -84,7 +86,7 @@ __device__ __forceinline__ void close_rows(const float* x, u32 rows, u64 cols, b
     }
 }
 
-/// Adds to kCount numbers.
+/// Adds `sum` to kCount numbers in memory.
 template <int kCount>
 __device__ __forceinline__ void add_to(float* to, const float (&sum)[kCount]) {
     const Few<F32, kCount> old = Few<F32, kCount>::load_written(to);

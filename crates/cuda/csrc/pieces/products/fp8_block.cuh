@@ -4,10 +4,10 @@
 
 namespace nib {
 
-constexpr int kBlockK = 128;  // one promotion a stage, and one block of scales
+constexpr int kBlockK = 128;  // depth of a stage: one block of scales, so one promotion
 
-/// Whose are the scales of B: a whole tile's 128 columns of D (rows of B) share one, as weights do; strips of 32, as columns made of
-/// MXFP4 rows do; or each has its own, a power of two or any F32.
+/// Which columns of D (rows of B) share a scale of B: the 128 of a tile, as those of weights do; strips of 32, as
+/// columns made of MXFP4 rows do; or none, so that each column has its own, a power of two or any F32.
 enum class ScalesOfB { kTile, kStrips, kPowers, kFloats };
 constexpr int kStrips = 4;
 __host__ __device__ constexpr bool by_column(ScalesOfB of) { return of == ScalesOfB::kPowers || of == ScalesOfB::kFloats; }
@@ -16,9 +16,10 @@ __host__ __device__ constexpr int columns_a_scale(ScalesOfB of) {
 }
 __host__ __device__ constexpr int scale_warps(ScalesOfB of) { return by_column(of) ? 3 : 2; }
 
-/// Scales of columns lie in the order of the accumulators: first those of a warp's every fourth lane from 0 on, columns 8j and 8j + 1, then
-/// those of every fourth from 1 on, 8j + 2 and 8j + 3 ..., each 32 of them padded so that the four begin in different banks. Powers
-/// of two as BF16: what a lane reads of shared memory, the tensor cores wait for.
+/// The scales of columns lie in the order of the accumulators, as four lists: first what lanes 0, 4, 8, ... of a warp
+/// need, columns 8j and 8j + 1, then what lanes 1, 5, 9, ... need, columns 8j + 2 and 8j + 3, and so on. A list has 32
+/// scales and four words of padding, so that the four begin in different banks. Powers of two are stored as BF16, two a
+/// word: the tensor cores wait while lanes read shared memory.
 __host__ __device__ constexpr int lane_words(ScalesOfB of) { return of == ScalesOfB::kPowers ? 16 : 32; }
 __host__ __device__ constexpr int words_of_b(ScalesOfB of) { return by_column(of) ? 4 * (lane_words(of) + 4) : kStrips; }
 
@@ -26,15 +27,16 @@ template <int kStages, int kOutBuffers, int kBoxes, ScalesOfB kScalesB, class Ou
 struct SharedLayout {
     u8 a[kStages][kBlockM * kBlockK];
     u8 b[kStages][kBlockN * kBlockK];
-    Out out[kMathWarps][kOutBuffers][kBoxes][kBoxStaged / sizeof(Out)];  // on its way to D
-    ptx::Barrier loaded[kMathWarps][kOutBuffers];                        // what is there has come from D
-    alignas(16) float scale_a[kStages][kBlockM];                         // times B's scale, where that is one for the whole tile
+    Out out[kMathWarps][kOutBuffers][kBoxes][kBoxStaged / sizeof(Out)];  // totals on their way to D
+    ptx::Barrier loaded[kMathWarps][kOutBuffers];                        // the old values of D have arrived in `out`
+    alignas(16) float scale_a[kStages][kBlockM];                         // times B's scale, if the whole tile shares one
     alignas(16) u32 scale_b[kStages][words_of_b(kScalesB)];
     Tile tile[kStages];           // valid in the first stage of a tile
     ptx::Barrier full[kStages];   // the copy engine and the scale warps delivered the stage
     ptx::Barrier empty[kStages];  // the math warps of the whole cluster are done with it
 
-    /// Whether a stage holds two blocks of tiles of one wave: the second's rows of A after the first's, then its rows of B.
+    /// Whether a stage holds two blocks of K if a tile has rows for one wave only: in the room of A come the first
+    /// block's rows of A, the second's rows of A, and the second's rows of B.
     static constexpr bool kPairs = false;
     static constexpr int kSecondA = kWaveRows * kBlockK, kSecondB = 2 * kSecondA;
 };
@@ -52,8 +54,9 @@ __device__ __forceinline__ void produce(Shared& shared, const TensorMap& map_a, 
         });
 }
 
-/// Four neighbouring rows' scales, for four blocks: as few and as wide loads as their layout allows. A row's bytes come kWidth at a
-/// time, 4, or 8 of which half are for later.
+/// The scales of four neighbouring rows for four blocks of K, by loads as few and as wide as their layout allows.
+/// Scales of one byte are loaded kWidth at a time from a row: 4, or 8, of which the second half is kept for the next
+/// call.
 template <int kWidth>
 struct FourRows {
     enum Layout { kBytesByRow, kBytesByOddRow, kBytesByBlock, kF32ByRow, kF32ByBlock, kScattered };
@@ -76,21 +79,21 @@ struct FourRows {
             layout_ = kScattered;
     }
 
-    /// The same, of a layout that is known.
+    /// The same, for a layout that the caller knows.
     __device__ __forceinline__ FourRows(const Scales& scales, int rows, Layout layout)
         : scales_(scales), rows_(rows), layout_(layout) {}
 
     __device__ __forceinline__ Layout layout() const { return layout_; }
 
-    /// From `row` on, which is a multiple of 4: blocks `block` to `block` + 3, of which those past `last` are anything; `from` counts
-    /// from the tile's first.
+    /// Loads blocks `block` to `block` + 3 of four rows from `row` on, a multiple of 4. Blocks past `last` get
+    /// arbitrary scales. `from` is `block` counted from the tile's first block.
     __device__ __forceinline__ void load(int row, int block, int from, int last) {
         const u8* const bytes = static_cast<const u8*>(scales_.values);
         const u32* const words = static_cast<const u32*>(scales_.values);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const u32 r = min(row + i, rows_ - 1);
-            // Where blocks lie one after the other, rows are padded to 16 bytes.
+            // In the layouts by block, the line of a block is padded to 16 bytes.
             const u32 padded = min(u32(row), scales_.block_stride - 4);
             const u32 at = u32(min(block + i, last)) * scales_.block_stride + padded;
             if (layout_ == kBytesByRow || layout_ == kBytesByOddRow) {
@@ -104,7 +107,7 @@ struct FourRows {
                     raw_[i][0] = eight.x;
                     later_[i] = eight.y;
                 } else {
-                    // Eight bytes that begin anywhere in a word, and end before the plane does.
+                    // Eight bytes that begin anywhere in a word. Nothing past the plane's last word is read.
                     u32 three[3];
 #pragma unroll
                     for (int w = 0; w < 3; ++w) three[w] = __ldg(words + min(first / 4 + w, u32(rows_) * scales_.row_stride / 4 - 1));
@@ -142,7 +145,7 @@ struct FourRows {
     }
 
   private:
-    /// Four bytes that begin anywhere in a word, or what there is of them before the plane's end.
+    /// Four bytes that begin anywhere in a word. Nothing past the plane's last word is read.
     __device__ __forceinline__ u32 four_bytes(const u32* words, u32 first) const {
         const u32 end = min(first / 4 + 1, u32(rows_) * scales_.row_stride / 4 - 1);
         return __funnelshift_r(__ldg(words + first / 4), __ldg(words + end), first % 4 * 8);
@@ -155,7 +158,7 @@ struct FourRows {
     u32 later_[4];
 };
 
-/// Four columns' scales, from `column` on, to where lanes want them.
+/// Stores the scales of four columns from `column` on where the lanes read them: see `words_of_b`.
 template <ScalesOfB kScalesB>
 __device__ __forceinline__ void put_columns(u32* scale_b, int column, float4 four) {
     constexpr int kLane = lane_words(kScalesB);
@@ -170,8 +173,9 @@ __device__ __forceinline__ void put_columns(u32* scale_b, int column, float4 fou
     }
 }
 
-/// Fetches the scales, four stages at a time; `thread` counts within the scale warps: the first 64 threads have four rows of A each, the
-/// next 32, with a scale a column, four columns of B; or else a few of the first have B's.
+/// The scale warps: fetch scales for four stages at a time and put them into the ring. `thread` counts within these
+/// warps. Each of the first 64 threads has four rows of A. If each column has a scale, each of the next 32 threads has
+/// four columns of B; if not, the first threads fetch B's scales too.
 template <Ragged kRagged, int kStages, int kCluster, ScalesOfB kScalesB, class Shared>
 __device__ __forceinline__ void fetch_scales(Shared& shared, const Scales& scales_a, const Scales& scales_b,
                                              const Groups& groups, int thread) {
@@ -247,15 +251,16 @@ __device__ __forceinline__ void multiply(float (&partial)[64], u32 a, u32 b) {
     ptx::wgmma_pin(partial);
 }
 
-/// Waits for it.
+/// Waits for that product.
 __device__ __forceinline__ void finish(float (&partial)[64]) {
     ptx::wgmma_wait();
     ptx::wgmma_pin(partial);
 }
 
-/// What multiplies a lane's partial sums of one wave: of its two rows, and of its 32 columns, unless the rows' have those in them. A
-/// scale a column costs a multiplication an element more, and loads of which half are made while the product is computed: the
-/// tensor cores leave shared memory little time for others.
+/// The scales for a lane's partial sums of one wave: those of its two rows, and those of its 32 columns, unless the
+/// rows' scales contain B's already (kTile). A scale for each column costs one more multiplication an element, and
+/// loads. Half of these loads are made while the product runs (`fetch`), because the tensor cores leave shared memory
+/// little time for other readers.
 template <ScalesOfB kScalesB>
 struct Promotion {
     static constexpr int kVectors = lane_words(kScalesB) / 4, kFetched = kVectors / 2;
@@ -273,7 +278,7 @@ struct Promotion {
         if constexpr (by_column(kScalesB)) columns = of_b + ptx::lane_idx() % 4 * (kVectors + 1);
     }
 
-    /// Under a product.
+    /// Called while the product runs.
     __device__ __forceinline__ void fetch() {
         if constexpr (by_column(kScalesB)) {
 #pragma unroll
@@ -322,7 +327,7 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
     const int warp_row = first_row + warp % 4 * kOutRows;   // of this warp
     const int lane_row = warp_row + lane / 4;               // of this lane's even accumulators
     constexpr int kNextWave = 2 * kWaveRows;
-    // Scales of columns leave too few registers for it: where it spills it is 8 % slower.
+    // Unrolling the stages takes registers, which a scale for each column does not leave: spilling, it is 8 % slower.
     constexpr bool kUnrolled = !by_column(kScalesB);
     constexpr u32 kStageA = kBlockM * kBlockK / 16, kStageB = kBlockN * kBlockK / 16;
     const u32 first_a = ptx::wgmma_descriptor_low(shared_address(shared.a[0]) + first_row * kBlockK);
@@ -335,8 +340,10 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
 #pragma unroll
         for (int i = 0; i < 64; ++i) total[wave][i] = 0.0f;
     using Stored = Stores<kAdds, kTransposed, Out, kOutBuffers, kBoxes>;
-    // A third of a tile's parts each are stored under its last product, under the first product of the next tile, which wants the first
-    // wave's totals, and under the second; but under the last no more than there are buffers.
+    // The parts of a finished tile are stored while the tensor cores work: parts [0, kLast) under the tile's own last
+    // product, [kLast, kFirst) under the next tile's first product, and [kFirst, kAll) under its second. Each range is
+    // about a third, but the first has no more parts than there are buffers. The next tile's first product is added to
+    // the first wave's totals, so all parts of that wave come before kFirst.
     constexpr int kAll = Stored::kAll, kThird = ceil_div(kAll, 3), kLast = kOutBuffers < kThird ? kOutBuffers : kThird;
     constexpr int kFirst = kLast + ceil_div(kAll - kLast, 2);
     static_assert((!Stored::kLoads || (kLast >= Stored::kLeaving && kLast <= kAll - Stored::kAhead)) && kFirst >= Stored::kParts);
@@ -344,16 +351,18 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
     Stored stores(shared.out[warp], shared.loaded[warp], map_d);
     const auto rows_of = [&](const Tile& tile, int part) -> Rows {
         const int row = warp_row + part / kParts * kNextWave;
-        // What a warp adds to is a gradient, whose rows end where the matrix does.
+        // Where the warp adds, D is a gradient: all of its rows exist up to the matrix's end, past which TMA stores
+        // nothing.
         const bool whole = Stored::kLoads;
         return {tile.row_a + row, tile.col_d, tile.matrix, whole ? kOutRows : tile.kept - row, whole ? kOutRows : tile.stored - row};
     };
-    // Parts of a tile; `next` comes after it, if any does: nothing may be on its way to shared memory when a cta ends.
+    // Stores parts [from, to) of a tile, and where the warp adds loads parts of D ahead. `more`: tile `next` follows,
+    // whose first parts are loaded too. After the last tile they are not: no copy may be on its way to shared memory
+    // when a CTA ends.
     const auto store = [&](const Tile& tile, int from, int to, const Tile& next = {}, bool more = false) {
 #pragma unroll
         for (int part = from; part < to; ++part) {
-            // Half a short tile's parts are of rows that there are not.
-            // Nothing waits for the stores of rows that a short group does not have.
+            // A short tile lacks the rows of half of its parts. Nothing waits for stores of these.
             if (Shared::kPairs && rows_of(tile, part).stored <= 0) continue;
             stores.store(total[part / kParts], rows_of(tile, part), part);
             constexpr int kPending = Stored::kLeaving;
@@ -362,17 +371,18 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
             if (later >= kOutBuffers && later < kAll) stores.template load<kPending>(rows_of(tile, later), later);
         }
     };
-    // What `store` does not ask for: the parts of a tile whose buffers are free before its first is stored.
+    // Loads what `store` does not: the parts of a tile whose buffers are free before its first part is stored.
     const auto load = [&](const Tile& tile) {
 #pragma unroll
         for (int part = Stored::kAhead; part < kOutBuffers; ++part)
             stores.template load<0>(rows_of(tile, part), part);
     };
     const auto release = [&](u32 stage) {
-        // Every lane has read what it wanted of the stage. Racecheck does not follow an arrival for a warp, and reports what it
-        // orders; where every thread arrives it reports nothing.
+        // Every lane has read what it needs of the stage; a few lanes arrive for the whole warp. compute-sanitizer's
+        // racecheck does not understand that, and reports the accesses that it orders; if every thread arrives, it
+        // reports nothing.
         __syncwarp();
-        if (lane < kCluster) {  // lane i tells cta i, which fills part of this stage
+        if (lane < kCluster) {  // lane i tells CTA i, which fills part of this stage
             if constexpr (kCluster == 1)
                 ptx::barrier_arrive(shared.empty[stage]);
             else
@@ -382,20 +392,24 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
     const auto await = [&](u32 stage) {
         if (!ready) ptx::barrier_wait(shared.full[stage], ring.parity);
     };
-    // From this stage to the next, which is asked for before a promotion, so that the answer is there after it.
+    // Goes on to the next stage. Whether it is full is asked before a promotion, so that the answer is there
+    // afterwards.
     const auto advance = [&](u32 stage) {
         ring.stage = stage + 1 == kStages ? 0 : stage + 1;
         if (stage + 1 == kStages) ring.parity ^= 1;
         ready = ptx::barrier_passed(shared.full[ring.stage], ring.parity);
     };
-    // The tile before: what is left of it is stored under the first products of the next. Here there is none.
+    // The previous tile, of which the remaining parts are stored under the first products of the next one. At first
+    // there is none.
     Tile before = {Stored::kNowhere};
     stores.begin(kLast);
 #pragma unroll
     for (int part = kLast; part < kLast + Stored::kAhead; ++part) stores.template load<0>(rows_of(before, part), part);
-    // What a promotion takes is read before its product, or, where the warp adds and needs the registers, after what is stored under it.
+    // The scales of a promotion are read before its product starts. Where the warp adds, and needs the registers, they
+    // are read after the stores that are made under that product.
     constexpr bool kLate = Stored::kLoads;
-    // Both waves of a stage. Parts of the tile before, or of this one, are stored while the tensor cores work.
+    // Multiplies both waves of a stage. Parts of the previous tile, or of this one, are stored while the tensor cores
+    // work.
     const auto take = [&](const Tile& tile, u32 stage, bool first, bool second, bool last) {
         if (!first) await(stage);
         const u32 a = first_a + stage * kStageA, b = first_b + stage * kStageB;
@@ -422,7 +436,8 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
         lower.add(total[1], partial);
         if constexpr (by_column(kScalesB)) release(stage);
     };
-    // The two blocks of a stage of one wave: the first is promoted under the second's product, whose sums the other wave's totals hold.
+    // Multiplies the two blocks of a stage of one wave (kPairs). The first is promoted while the second is multiplied.
+    // The second product goes to the registers of the other wave's totals, which are free.
     const auto take_pair = [&](u32 stage) {
         const u32 a = first_a + stage * kStageA, second_a = a + Shared::kSecondA / 16, second_b = a + Shared::kSecondB / 16;
         float partial[64];
@@ -448,7 +463,7 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
         if (tile.kept > first_row + kNextWave && blocks > 0) {
             for (int block = 0; block < blocks;) {
                 if (kUnrolled && ring.stage == 0 && blocks - block >= kStages) {
-                    // Addresses are constants: 2 to 3 % faster.
+                    // Unrolled over all stages, addresses are constants: 2 to 3 % faster.
 #pragma unroll
                     for (int stage = 0; stage < kStages; ++stage)
                         take(tile, stage, stage == 0 && block == 0, stage <= 1 && block + stage == 1, stage == kStages - 1 && block == blocks - kStages);
@@ -459,7 +474,7 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
                 }
             }
         } else {
-            // At most one wave, or none.
+            // Only the first wave of this warpgroup has rows, or none, or there is nothing to multiply.
             store(before, kLast, kAll, tile, true);
             load(tile);
             const bool some = tile.kept > first_row && blocks > 0;
@@ -475,7 +490,7 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
                             advance(ring.stage);
                         }
                     }
-                    // What `take_pair` borrowed.
+                    // `take_pair` used these registers.
 #pragma unroll
                     for (int i = 0; i < 64; ++i) total[1][i] = 0.0f;
                 }

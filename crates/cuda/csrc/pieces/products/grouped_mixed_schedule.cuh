@@ -1,14 +1,16 @@
-// The order of tiles where many groups are short: a short group's matrix of B is read for at most 128 rows, so that its tiles wait for
-// the memory, and a long group's for the tensor cores. A cluster takes every n-th tile of either kind, and mixes them evenly,
-// each cluster out of step with the others, so that both are busy all the time.
+// The order of tiles where many groups are short, of up to 128 rows. A short group reads its matrix of B for few rows,
+// so its tiles are bound by the memory; the tiles of long groups are bound by the tensor cores. A cluster takes every
+// n-th tile of either kind and mixes the two kinds evenly, each cluster out of step with the others, so that memory and
+// tensor cores are both busy all the time.
 //
-// One warp finds the tiles and tells the others through a small ring: it runs ahead, and waits for the lists in their stead.
+// One warp finds the tiles and passes them to the others through a small ring. It runs ahead, so that only this warp
+// waits for the lists of groups in global memory.
 #pragma once
 #include "pieces/products/grouped_store.cuh"
 
 namespace nib {
 
-/// A tile, and whether it is its group's only row of tiles: nobody else reads its rows of B.
+/// A tile, and whether its group has a single row of tiles: then no other tile reads the same rows of B.
 struct MixedTile : Tile {
     int alone;
 };
@@ -20,7 +22,7 @@ struct TileQueue {
     MixedTile tile[kAhead];
     ptx::Barrier told[kAhead], read[kAhead];
 
-    /// One thread, before all.
+    /// Initialises the barriers: one thread, before anything else.
     __device__ __forceinline__ void begin() {
         for (int i = 0; i < kAhead; ++i) {
             ptx::barrier_init(told[i], 1);
@@ -28,7 +30,7 @@ struct TileQueue {
         }
     }
 
-    /// What a warp has read of it.
+    /// A warp's position in the queue.
     class Reader {
       public:
         __device__ __forceinline__ explicit Reader(TileQueue& queue) : queue_(queue) {}
@@ -48,7 +50,7 @@ struct TileQueue {
         Ring<kAhead> ring_;
     };
 
-    /// Tells every tile of a schedule, and that there are no more. One warp.
+    /// Puts every tile of a schedule into the queue, and then the mark that there are no more. One warp.
     template <class Schedule>
     __device__ __forceinline__ void tell(Schedule&& schedule) {
         Ring<kAhead> ring;
@@ -76,13 +78,13 @@ class Walk {
         Groups::Span rows;
     };
 
-    /// Rows of tiles that a group of this kind has.
+    /// Rows of tiles of a group with `padded` rows; 0 if the group is of the other kind.
     static __device__ __forceinline__ int tiles_m(int padded) {
         const bool is_long = padded > kBlockM / 2;
         return is_long != kLong ? 0 : kLong ? ceil_div(padded, kBlockM) : int(padded > 0);
     }
 
-    /// Where a tile is, which comes after those asked for before.
+    /// Where tile number `tile` is. Numbers only rise from call to call.
     __device__ __forceinline__ Place find(const Groups& groups, int columns, int tile) {
         for (int end = __shfl_sync(kAll, end_, 31); tile >= end && base_ < groups.count; end = __shfl_sync(kAll, end_, 31))
             load(groups, columns, base_ + 32, end);
@@ -128,14 +130,14 @@ class MixedSchedule {
         }
         const int cluster = blockIdx.x / kCluster;
         next_long_ = cluster;
-        // Who takes one more of the long takes one less of the short.
+        // Short tiles are dealt from the last cluster on: a cluster with one long tile more gets one short tile less.
         next_short_ = clusters_ - 1 - cluster;
         longs_ = share(tiles_long, next_long_);
         left_ = tiles_ = longs_ + share(tiles_short, next_short_);
         phase_ = int((long long)tiles_ * cluster / clusters_);
     }
 
-    /// The next tile of this cta; false when there are no more. All lanes of the warp call it together.
+    /// The next tile of this CTA; false when there are no more. All lanes of the warp call it together.
     __device__ __forceinline__ bool take(MixedTile& tile) {
         if (left_ == 0) return false;
         --left_;
@@ -182,7 +184,7 @@ class MixedSchedule {
     int clusters_, rank_;
     int next_long_, next_short_;  // this cluster's next tile of either kind
     int tiles_, longs_, left_;    // of this cluster: all, the long ones, those to come
-    int phase_;                   // of the mix: a long tile comes when it has gone round
+    int phase_;                   // counts up by longs_ modulo tiles_; a long tile comes when it wraps
     Walk<true> long_;
     Walk<false> short_;
 };

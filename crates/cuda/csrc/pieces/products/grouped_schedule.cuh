@@ -16,8 +16,8 @@ enum class Ragged { kRows, kContraction };
 /// Scales in memory: that of (row, block) lies at row * row_stride + block * block_stride.
 struct Scales {
     const void* values;
-    u32 row_stride, block_stride;  // there are fewer than 2^32 of them
-    int is_f32;                    // or E8M0 bytes
+    u32 row_stride, block_stride;  // 32 bits are enough: there are fewer than 2^32 scales
+    int is_f32;                    // else E8M0 bytes
 
     __device__ __forceinline__ u32 load(u32 row, u32 block) const {
         const u32 at = row * row_stride + block * block_stride;
@@ -40,7 +40,8 @@ struct alignas(16) Tile {
     int stored;  // rows that are written; those past `kept` as zeros
 };
 
-/// The same in every lane, and known to the compiler to be, so that what follows from it takes no lane's registers.
+/// Lane 0's value in every lane. The compiler then knows that it is the same in all, and what it derives from it takes
+/// no vector registers.
 __device__ __forceinline__ int same_in_all(int value) { return __shfl_sync(0xFFFFFFFF, value, 0); }
 
 __device__ __forceinline__ Tile uniform(const Tile& tile) {
@@ -61,14 +62,15 @@ struct Groups {
         int first, padded, len;
     };
 
-    /// Those of a group, within the `extent` rows there are, whatever the lists hold.
+    /// The rows of a group, clamped to the `extent` rows that exist, whatever the lists hold.
     __device__ __forceinline__ Span span(int group, int extent) const {
         const int first = min(max(start[group], 0), extent);
         const int padded = min(max(start[group + 1], first), extent) - first;
         return {first, padded, min(max(len[group], 0), padded)};
     }
 
-    /// Those of a group of rows of A; of one that there is not, none. No branch, so that loads of several do not wait for each other.
+    /// The same where groups are rows of A; no rows for a group that does not exist. Without a branch, so that the
+    /// loads of several groups are in flight together.
     __device__ __forceinline__ Span span_or_none(int group) const {
         const Span found = span(min(group, count - 1), m);
         return group < count ? found : Span{};
@@ -87,7 +89,7 @@ class Schedule {
         if constexpr (kRagged == Ragged::kRows) load(0, 0, false);
     }
 
-    /// The next tile of this cta; false when there are no more. All lanes of a warp call it together.
+    /// The next tile of this CTA; false when there are no more. All lanes of a warp call it together.
     __device__ __forceinline__ bool take(Tile& tile) {
         int group, within, tiles_m, first, len, padded;
         if constexpr (kRagged == Ragged::kRows) {
@@ -116,8 +118,8 @@ class Schedule {
             len = rows.len;
             padded = groups_.m;
         }
-        // Bands of tile rows are swept column by column, so that the clusters at work at one time cover a squarish patch of D
-        // and share its operands in the L2.
+        // Tiles are ordered by bands of tile rows, and within a band column by column. So the clusters that run at the
+        // same time cover a nearly square patch of D, and share its operands in the L2.
         const int band = within / (groups_.band * columns_);
         within -= band * groups_.band * columns_;
         const int band_rows = min(groups_.band, tiles_m - band * groups_.band);
@@ -148,8 +150,9 @@ class Schedule {
     static constexpr int kBlockN = 128;
     static constexpr u32 kAll = 0xFFFFFFFF;
 
-    /// One group a lane, from group `base` on, before which there are `before` tiles. `shorter`: of the tiles that end a group early,
-    /// which all come after the others, so that what the clusters do last is little.
+    /// Takes one group a lane, from group `base` on; `before` tiles come before theirs. `shorter`: counts the short
+    /// last tiles of groups instead of the full ones. All short tiles come after all full ones, so that the work that
+    /// ends the launch is small.
     __device__ __forceinline__ void load(int base, int before, bool shorter) {
         const int group = base + int(ptx::lane_idx());
         base_ = base;

@@ -1,5 +1,5 @@
-// What the grouped products on tensor cores have in common: the shape of a tile and of its pieces, the ring of stages and who fills it,
-// and the way of totals from registers to D.
+// What the grouped products on tensor cores have in common: the shape of a tile and of its pieces, the ring of stages
+// and the warp that fills it, and the epilogue, which brings totals from registers to D.
 #pragma once
 #include "pieces/products/grouped_schedule.cuh"
 #include "ptx/global.cuh"
@@ -15,7 +15,7 @@ constexpr int kBlockN = 128;
 constexpr int kStageBytes = 128;  // of a row in a stage: one swizzled row
 constexpr int kWaveRows = 64;
 constexpr int kMathWarps = 8;
-constexpr int kOutRows = 16;  // a warp stores at once
+constexpr int kOutRows = 16;  // rows that a warp stores at once
 
 /// Position in the ring of stages; `parity` flips each time round.
 template <int kStages>
@@ -30,8 +30,8 @@ struct Ring {
     }
 };
 
-/// Before all: readies the maps and the ring, whose stages are full after kDeliveries arrivals, and what else `init` has. All
-/// threads of the cluster.
+/// Called first, by all threads of the cluster: prefetches the maps and initialises the ring's barriers, then what
+/// `init` initialises. A stage is full after kDeliveries arrivals.
 template <int kStages, int kCluster, int kDeliveries, class Shared, class Init>
 __device__ __forceinline__ void begin(Shared& shared, const TensorMap& map_a, const TensorMap& map_b,
                                       const TensorMap& map_d, const Init& init) {
@@ -52,9 +52,10 @@ __device__ __forceinline__ void begin(Shared& shared, const TensorMap& map_a, co
         ptx::cluster_sync();
 }
 
-/// Fills the ring, and says in the first stage of each tile which it is. Each cta of the cluster loads a slice of A's rows for all of
-/// them, and its own columns of B: `load(stage, full, tile, k, slices)` issues the copies of the `kDepth` of the contraction
-/// from `k` on, slices below the last row that counts alone. One warp.
+/// Fills the ring, and writes each tile to the `tile` of its first stage. One warp. Each CTA of the cluster loads a
+/// slice of A's rows for all CTAs, and its own columns of B. `load(stage, full, tile, k, slices)` issues the copies for
+/// kDepth of the contraction from `k` on. Only the first `slices` slices of A are loaded: those after them have no row
+/// that counts.
 template <Ragged kRagged, int kStages, int kCluster, int kDepth, class Shared, class Load>
 __device__ __forceinline__ void produce(Shared& shared, const Groups& groups, const Load& load) {
     constexpr u32 kBytesA = kBlockM * kStageBytes, kBytesB = kBlockN * kStageBytes;
@@ -88,7 +89,7 @@ __device__ __forceinline__ void produce(Shared& shared, const Groups& groups, co
     } while (more);
 }
 
-/// A tile of A to every cta of the cluster.
+/// Loads a tile of A into every CTA of the cluster.
 template <int kCluster>
 __device__ __forceinline__ void load_shared_by_cluster(u8* to, const TensorMap& map, ptx::Barrier& full, int x, int y) {
     if constexpr (kCluster == 1)
@@ -103,25 +104,26 @@ struct Rows {
     int kept, stored;  // of the 16
 };
 
-/// How totals come to D: over what is there, or added to it, by the L2 or by the warp that has them. The L2 adds F32 alone, at a
-/// quarter of the memory's rate, while the warp goes on; the warp waits for what is there.
+/// How totals come to D: they overwrite it, or they are added to it, by the L2 or by the warp that has them. The L2
+/// adds only F32, at a quarter of the memory's rate, but the warp goes on meanwhile. A warp that adds waits for the old
+/// values.
 enum class Adds { kNone, kInL2, kInWarp };
 
-/// A box: columns whose 16 rows fill 64-byte rows in the store map's swizzle: address bits 4-5 are XORed with bits 7-8. A lane has
-/// kBoxTotals of it.
+/// A box: 16 rows of kBoxCols columns, staged as rows of 64 bytes in the store map's 64-byte swizzle, which XORs
+/// address bits 4-5 with bits 7-8. A lane has kBoxTotals of its numbers.
 constexpr int kBoxStaged = 1024;
 template <class Out>
 constexpr int kBoxCols = kBoxStaged / kOutRows / int(sizeof(Out));
 template <class Out>
 constexpr int kBoxTotals = kBoxCols<Out> / 2;
 
-/// Rounds a box to BF16.
+/// Stages a box rounded to BF16. kAdd: adds the old values, which are staged there.
 template <bool kAdd, bool kTransposed>
 __device__ __forceinline__ void stage(u16* staged, const float* total, const Rows& to) {
     static_assert(!kTransposed);
     const u32 lane = ptx::lane_idx();
     const u32 keep[2] = {int(lane / 4) < to.kept ? ~0u : 0u, int(lane / 4 + 8) < to.kept ? ~0u : 0u};
-    // stmatrix: lane 8t+i names row i of tile t; tiles go down (rows 0, 8), then right (8 columns).
+    // stmatrix: lane 8t+i gives the address of row i of tile t. Tiles go down (rows 0 and 8), then right (8 columns).
     const u32 tile_row = lane % 16;
     const u32 tile_right = lane / 16;
     const u32 base = shared_address(staged) + tile_row * 64;
@@ -140,7 +142,7 @@ __device__ __forceinline__ void stage(u16* staged, const float* total, const Row
     }
 }
 
-/// A box as F32.
+/// Stages a box as F32. kAdd: as above.
 template <bool kAdd, bool kTransposed>
 __device__ __forceinline__ void stage(float* staged, const float* total, const Rows& to) {
     const u32 lane = ptx::lane_idx(), row = lane / 4, right = lane % 4;
@@ -177,8 +179,8 @@ __device__ __forceinline__ void stage(float* staged, const float* total, const R
     }
 }
 
-/// A warp's buffers on the way to D. A wave goes through them part by part, each kBoxes boxes. Where the warp adds, the copy engine
-/// brings what is there kAhead parts before, to the buffer from which the sum goes back.
+/// A warp's staging buffers for D. A wave's totals go through them part by part; a part is kBoxes boxes. Where the warp
+/// adds, the copy engine loads the old values kAhead parts ahead, into the buffer from which the sum is stored.
 template <Adds kAdds, bool kTransposed, class Out, int kOutBuffers, int kBoxes>
 class Stores {
   public:
@@ -188,16 +190,16 @@ class Stores {
     static constexpr int kParts = kBlockN / kBoxCols<Out> / kBoxes, kAll = 2 * kParts;
     /// A row past any matrix's end.
     static constexpr int kNowhere = 0x7FFFFC00;
-    /// So many parts may be on their way out while as many again come in.
+    /// Up to kLeaving parts may be on their way out while old values of kAhead others come in.
     static constexpr int kLeaving = kOutBuffers / 2, kAhead = kOutBuffers - kLeaving;
-    /// Each part then has its buffer.
+    /// So each part of a tile always has the same buffer.
     static_assert(!kLoads || kAll % kOutBuffers == 0);
     static_assert(kAdds != Adds::kInL2 || sizeof(Out) == 4);
 
     __device__ __forceinline__ Stores(Staged (&staged)[kOutBuffers], ptx::Barrier (&loaded)[kOutBuffers], const TensorMap& map_d)
         : staged_(staged), loaded_(loaded), map_d_(map_d), leader_(ptx::lane_idx() == 0) {}
 
-    /// Before all: the first parts, of no tile, have come and gone.
+    /// Called first. The first `parts` parts that count as stored belong to no tile: their old values count as loaded.
     __device__ __forceinline__ void begin(int parts) {
         if constexpr (kLoads) {
 #pragma unroll
@@ -206,7 +208,8 @@ class Stores {
         }
     }
 
-    /// Stores a part, or adds it to D; clears its totals. All 16 rows are stored or none, but for those past the matrix's end.
+    /// Stores a part, or adds it to D, and clears its totals. All 16 rows are stored or none; the copy engine leaves
+    /// out those past the matrix's end.
     __device__ __forceinline__ void store(float* totals, const Rows& to, int part) {
         const int at = kLoads ? part % kOutBuffers : buffer_;
         if constexpr (kLoads) {
@@ -235,7 +238,7 @@ class Stores {
         for (int i = 0; i < kBoxes * kBoxTotals<Out>; ++i) total[i] = 0.0f;
     }
 
-    /// Asks for what is there of a part, once all but kPending of the buffers that parts left are read.
+    /// Starts loading a part's old values, once at most kPending earlier stores still read their buffers.
     template <int kPending>
     __device__ __forceinline__ void load(const Rows& to, int part) {
         if constexpr (kLoads) {
@@ -250,7 +253,7 @@ class Stores {
     }
 
   private:
-    /// A part's buffer and barrier, not to be known before.
+    /// A part's buffer and barrier. `here` keeps the compiler from computing the addresses earlier.
     __device__ __forceinline__ Staged& staged_here(int at) const { return (staged_ + (kLoads ? ptx::here(0) : 0))[at]; }
     __device__ __forceinline__ ptx::Barrier& loaded_here(int at) const { return (loaded_ + ptx::here(0))[at]; }
 
@@ -273,7 +276,7 @@ class Stores {
     u32 turn_ = 0;
 };
 
-/// The same for a box of which some rows only are stored, straight from the registers.
+/// Stores a box of which only some rows are stored, straight from the registers, and clears its totals.
 template <class Out>
 __device__ __forceinline__ void store_few(Out* d, int n, float* totals, const Rows& to, int box) {
     const int lane = int(ptx::lane_idx());

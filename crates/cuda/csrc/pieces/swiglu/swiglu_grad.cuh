@@ -8,7 +8,7 @@ namespace nib {
 /// Columns of a part of the gate weight's gradient.
 constexpr int kPart = 128;
 
-/// What the gate alone decides.
+/// What follows from the gate alone.
 struct GateTerms {
     float silu;
     float slope;  // its derivative
@@ -31,7 +31,7 @@ __device__ __forceinline__ SwigluGrad swiglu_grad(GateTerms of, float up, float 
     return {__fmul_rn(__fmul_rn(scaled, up), of.slope), __fmul_rn(scaled, of.silu), __fmul_rn(silu_up, weight), silu_up};
 }
 
-/// Σ x·y of neighbours, a power of two of them: pairs by fma, those by a tree.
+/// Σ x·y of kCount neighbours, a power of two: a fused multiply-add makes the sum of each pair, and a tree adds those.
 template <int kCount>
 __device__ __forceinline__ float dot_of_neighbours(const float (&x)[kCount], const float (&y)[kCount]) {
     float sums[kCount / 2];

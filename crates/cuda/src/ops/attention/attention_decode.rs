@@ -1,4 +1,5 @@
-//! `attention_decode` on a GPU (`csrc/kernels/attention/attention_decode.cuh`): a cta a query head, on the ordinary cores.
+//! `attention_decode` on a GPU (`csrc/kernels/attention/attention_decode.cuh`): a CTA a query head, on the ordinary
+//! cores.
 
 use crate::Cuda;
 use crate::jit::{KernelSpec, TemplateArg};
@@ -13,7 +14,7 @@ const OP: &str = "attention_decode";
 const THREADS: u32 = 256;
 // Each element of a head has a thread.
 const _: () = assert!(GPU_HEAD_LIMIT <= THREADS as usize);
-/// Weights of as many keys fit in shared memory, beside the kernel's own 4 KiB.
+/// The most keys. Each has a weight of 4 bytes in shared memory: 192 KiB, beside the kernel's own 4 KiB.
 const MOST_KEYS: usize = 48 << 10;
 
 /// See [`AttentionDecode`].

@@ -17,18 +17,19 @@ pub const DIMS: [(usize, usize); 3] = [(64, 64), (128, 128), (192, 128)];
 const GROUP_ROWS: usize = 64;
 /// Keys of a tile of the forward pass.
 const KEYS: usize = 128;
-/// Rows of a box on its way out.
+/// Rows of a box that is stored.
 const ROWS_OUT: usize = 16;
 /// Columns of a box.
 const BOX_COLS: usize = 64;
 /// Warpgroups that multiply in the backward pass.
 const GRAD_GROUPS: usize = 2;
-/// Stages of rings: of keys in the forward pass, and of queries.
+/// Stages of the ring of keys in the forward pass, and of that of queries in the backward pass.
 const KEY_STAGES: usize = 2;
 const QUERY_STAGES: usize = 3;
-/// Barriers and what lies beside them, and what it takes to start on a multiple of 1024.
+/// Bytes for barriers and small fields, and for starting at a multiple of 1024.
 const REST: usize = 128 + 1024;
-/// What the L2 is asked to hold: keys and values of the heads at work, or queries and dout of the groups at work.
+/// How many bytes the L2 should hold of keys and values, for the heads of a section; or of queries and dout, for its
+/// groups.
 const KEYS_HELD: usize = 24 << 20;
 const QUERIES_HELD: usize = 64 << 20;
 
@@ -40,7 +41,7 @@ pub(super) struct Wgmma {
 }
 
 impl Wgmma {
-    /// Where the tensor cores take heads of these sizes, of tensors that lie so.
+    /// The kernels' arguments if they take heads of these sizes, and tensors that are aligned like these.
     pub fn choose(sizes: &Sizes, tensors: &[&Tensor<Cuda>], num_sms: u32) -> Option<Self> {
         let aligned =
             |x: &&Tensor<Cuda>| matches!(&x.data, Data::Bf16(x) if x.get().address().is_multiple_of(16));
@@ -53,14 +54,15 @@ impl Wgmma {
         Dims { head, value }
     }
 
-    /// Query heads whose keys and values the L2 holds, at least those of one group.
+    /// How many query heads a section has: as many as have their keys and values in the L2, but at least one group.
     fn heads_held(&self) -> i32 {
         let sizes = &self.sizes;
         let kv_heads = (KEYS_HELD / row_bytes(sizes.seq_len(), self.dims().both())).max(1);
         (kv_heads * sizes.group()).min(sizes.heads() * sizes.sequences()) as i32
     }
 
-    /// Groups whose queries and dout the L2 holds, at least a quarter of all: few of the last would keep few multiprocessors busy.
+    /// How many groups a section has: as many as have their queries and dout in the L2, but at least a quarter of all,
+    /// since a small last section would keep only few multiprocessors busy.
     fn groups_held(&self) -> i32 {
         let sizes = &self.sizes;
         let (all, group_bytes) = (
@@ -70,7 +72,7 @@ impl Wgmma {
         (QUERIES_HELD / group_bytes).max(all.div_ceil(4)).min(all) as i32
     }
 
-    /// One cta a multiprocessor, no more than there are tiles of `rows` queries.
+    /// One persistent CTA a multiprocessor, but no more than there are tiles of `rows` queries.
     fn persistent(&self, rows: usize, threads: usize, shared_bytes: usize) -> Launch {
         let tiles = self.sizes.tiles(rows, self.sizes.heads());
         Launch { ctas: tiles.min(self.num_sms) as u32, threads: threads as u32, cluster: 1, shared_bytes }
@@ -131,7 +133,7 @@ impl Wgmma {
         }
     }
 
-    /// Boxes of so many rows of a tensor, which end where their sequence does.
+    /// A map with boxes of `tile_rows` rows; a box ends where its sequence does.
     fn map(&self, x: &Tensor<Cuda>, tile_rows: usize) -> Result<TensorMap> {
         let address = match &x.data {
             Data::Bf16(x) => x.get().address(),
@@ -151,7 +153,7 @@ impl Wgmma {
     }
 }
 
-/// Rows of BF16.
+/// Bytes of `rows` rows of BF16.
 const fn row_bytes(rows: usize, dim: usize) -> usize {
     rows * dim * size_of::<bf16>()
 }
@@ -163,7 +165,7 @@ enum Part {
     Kv,
 }
 
-/// Sizes of heads, one of [`DIMS`], and what follows of them: as in the kernels.
+/// Sizes of heads, one of [`DIMS`], and what follows from them, as in the kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Dims {
     /// Of queries and keys.
@@ -173,12 +175,12 @@ struct Dims {
 }
 
 impl Dims {
-    /// A key with its value, or a query with dout.
+    /// Elements of a key and its value, or of a query and its dout.
     const fn both(self) -> usize {
         self.head + self.value
     }
 
-    /// Whether sums of so many columns leave less room for the rest.
+    /// Whether heads are so long that their sums leave less room for the rest.
     const fn long(self) -> bool {
         self.head > 128
     }
@@ -188,17 +190,17 @@ impl Dims {
         if self.head > 64 { 2 } else { 3 }
     }
 
-    /// Queries of a tile where keys stay: short heads leave registers for more.
+    /// Queries of a tile in the kernel of dk and dv, where keys stay: short heads leave registers for more.
     const fn query_rows(self) -> usize {
         if self.head > 64 { 64 } else { 128 }
     }
 
-    /// Keys of a tile where queries stay in the backward pass.
+    /// Keys of a tile in the kernel of dq, where queries stay.
     const fn grad_keys(self) -> usize {
         if self.long() { 64 } else { 128 }
     }
 
-    /// Columns of a row of `dim` that are on their way out at once.
+    /// Columns of a row of `dim` that are staged at once for a store.
     const fn cols_out(self, dim: usize) -> usize {
         if self.long() { BOX_COLS } else { dim }
     }
@@ -211,7 +213,8 @@ impl Dims {
             + REST
     }
 
-    /// k and v, q and dout with their rows' numbers in their stages, and what rounding takes from P, or 16 bytes a warpgroup.
+    /// k and v; q and dout in their stages, with lse and delta of their rows; and P's rounding errors, or 16 bytes a
+    /// warpgroup.
     const fn backward_kv_shared(self) -> usize {
         let (keys, queries) = (GRAD_GROUPS * GROUP_ROWS, QUERY_STAGES * self.query_rows());
         let rest = if self.long() { row_bytes(keys, self.query_rows()) } else { GRAD_GROUPS * 16 };

@@ -1,7 +1,8 @@
 //! `attention` and `attention_backward` on a GPU: BF16 heads of 64, of 128, and of 192 with values of 128 on the tensor cores
 //! (`attention_wgmma.rs`), all others here, on the ordinary cores (`csrc/kernels/attention/attention.cuh`, `attention_backward.cuh`).
 //!
-//! Nobody adds to another cta's sums: the backward pass makes P and dS twice, once for dq and once for dk and dv.
+//! No CTA adds to sums of another. The price: the backward pass computes P and dS twice, once for dq and once for dk
+//! and dv.
 
 pub(crate) mod attention_decode;
 pub(crate) mod attention_wgmma;
@@ -24,11 +25,11 @@ use nibble_core::{DType, Error, Result, Tensor};
 const FORWARD: &str = "attention";
 const BACKWARD: &str = "attention_backward";
 const THREADS: u32 = 256;
-/// Queries of a forward cta.
+/// Queries of a CTA in the forward pass.
 const QUERIES: usize = 64;
-/// Whole tiles of every kernel: what the rows of a head are padded to in the backward pass.
+/// The rows of a head are padded to a multiple of this in the backward pass: every kernel's tiles divide it.
 const PADDED: usize = 128;
-/// Elements of a head that there are instances for.
+/// The sizes of heads that have instances.
 const DIMS: [usize; 4] = [32, 64, 128, GPU_HEAD_LIMIT];
 
 const LOG2_E: f32 = std::f32::consts::LOG2_E;
@@ -64,7 +65,7 @@ impl Sizes {
         check_gpu_heads(op, head_dim, value_dim)?;
         let (sequences, padded) = (q.rows / seq_len, seq_len.next_multiple_of(PADDED));
         let heads = (q.cols / head_dim).max(k.cols / head_dim);
-        // Counts of ctas and of rows are 32 bits in the kernels; a cta has 8 lanes' rows or more.
+        // The kernels count CTAs and rows in 32 bits, with at least 8 rows a CTA.
         if sequences.saturating_mul(padded).saturating_mul(heads) > i32::MAX as usize / 4 {
             let got = format!("{} rows of {heads} heads", q.rows);
             return Err(Error::shape(op, "q", got, "rows · heads below 2^29"));
@@ -92,7 +93,7 @@ impl Sizes {
         }
     }
 
-    /// Tiles of `rows` queries or keys of one of `heads` each.
+    /// Tiles of `rows` queries or keys, in all sequences and `heads` heads.
     pub fn tiles(&self, rows: usize, heads: usize) -> usize {
         self.seq_len().div_ceil(rows) * heads * self.sequences()
     }
@@ -117,7 +118,7 @@ impl Sizes {
         self.kv_heads as usize
     }
 
-    /// Query heads of each of them.
+    /// Query heads of each head of keys and values.
     pub fn group(&self) -> usize {
         self.heads() / self.kv_heads()
     }
@@ -127,7 +128,7 @@ impl Sizes {
         (self.head_dim as usize, self.value_dim as usize)
     }
 
-    /// The least instance that takes the heads.
+    /// The smallest instance that takes the heads.
     fn dim(&self) -> usize {
         let largest = self.head_dim.max(self.value_dim) as usize;
         DIMS.into_iter().find(|&dim| dim >= largest).unwrap_or(DIMS[DIMS.len() - 1])
@@ -217,7 +218,7 @@ enum Cores {
 }
 
 impl Cores {
-    /// The unit of their exponentials: e or 2.
+    /// The factor for `lse`: 1 where exponentials are of e, log2(e) where they are of 2.
     fn lse_factor(self) -> f32 {
         match self {
             Self::Ordinary => 1.0,
@@ -225,7 +226,7 @@ impl Cores {
         }
     }
 
-    /// Lanes and elements of `attention_rows`: the tensor cores' tensors lie on 16 bytes.
+    /// Lanes and elements of `attention_rows`. Tensors that the tensor cores take are 16-byte aligned.
     fn lanes(self, dtype: DType, value_dim: usize) -> (usize, usize) {
         let fits = |&&(of, lanes, each): &&(DType, usize, usize)| {
             of == dtype && lanes * each == value_dim && each > 1
@@ -237,7 +238,7 @@ impl Cores {
 
 /// Two numbers for each query of each head, `[sequences][heads][padded]`.
 pub(super) struct QueryRows {
-    /// The log-sum-exp in some unit; +infinity past the sequence.
+    /// The log-sum-exp, times a factor; +infinity past the sequence.
     pub lse: Buffer<f32>,
     /// out · dout.
     pub delta: Buffer<f32>,
@@ -263,7 +264,8 @@ impl QueryRows {
     }
 }
 
-/// Type, lanes that read a head's row, and elements each reads at once: the first of a type takes any head, the others those that fit.
+/// Type, lanes that read a head's row, and elements that each reads at once. The first entry of a type takes any head,
+/// the others only heads of lanes · elements.
 const ROW_LANES: [(DType, usize, usize); 4] =
     [(DType::F32, 32, 1), (DType::Bf16, 32, 1), (DType::Bf16, 8, 8), (DType::Bf16, 16, 8)];
 
@@ -279,7 +281,7 @@ fn rows_spec(dtype: DType, lanes: usize, each: usize) -> KernelSpec {
     }
 }
 
-/// Rows of the backward kernels' tiles: four tiles of heads of 256 elements must fit.
+/// Rows of the backward kernels' tiles: four tiles of heads of 256 elements must fit in shared memory.
 const fn tile_rows(dim: usize) -> usize {
     if dim > 128 { 32 } else { 64 }
 }

@@ -15,14 +15,14 @@ use nibble_core::{DType, Result, Tensor};
 
 /// Threads of a head, eight columns each.
 const HEAD_THREADS: [usize; 3] = [8, 16, 32];
-/// Heads a thread has a part of.
+/// How many heads a thread has a part of.
 const ROWS: usize = 4;
 
-/// The instance for heads of so many columns, if there is one.
+/// The instance for heads of a certain number of columns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct NormRopeConfig {
     dtype: DType,
-    /// Of a head.
+    /// Threads that share a head.
     threads: usize,
 }
 
@@ -52,7 +52,7 @@ impl NormRopeConfig {
         plain_launch(rows.div_ceil(ROWS * THREADS / self.threads), THREADS)
     }
 
-    /// A thread has a chunk of rows.
+    /// The threads of a head have a chunk of rows.
     fn backward_launch(&self, chunks: usize) -> Launch {
         plain_launch(chunks.div_ceil(THREADS / self.threads), THREADS)
     }
@@ -73,7 +73,7 @@ impl Places {
     }
 }
 
-/// A head a row.
+/// The same matrix with each head as a row.
 fn head_rows(x: &Tensor<Cuda>, head_dim: usize) -> Result<Tensor<Cuda>> {
     x.reshape(x.rows * (x.cols / head_dim), head_dim)
 }

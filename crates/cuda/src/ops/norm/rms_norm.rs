@@ -1,5 +1,6 @@
-//! `rms_norm`, `rms_norm_backward` on a GPU (`csrc/kernels/norm/{rms_norm,rms_norm_backward}.cuh`): rows in registers or, backward, chunks of
-//! rows in shared memory, read once; rows of any other width are read twice.
+//! `rms_norm`, `rms_norm_backward` on a GPU (`csrc/kernels/norm/{rms_norm,rms_norm_backward}.cuh`). The forward pass
+//! holds rows in registers, the backward pass chunks of rows in shared memory, and both read them once. Rows of any
+//! other width are read twice.
 
 use crate::backend::Buf;
 use crate::jit::{KernelSpec, TemplateArg};
@@ -14,18 +15,18 @@ use nibble_core::{DType, Data, Error, Result, Tensor};
 
 pub(crate) const THREADS: usize = 128;
 const BACKWARD_SOURCE: &str = "kernels/norm/rms_norm_backward.cuh";
-/// Batches of rows in shared memory.
+/// How many batches of rows shared memory holds.
 const WIDE_STAGES: usize = 3;
 /// Columns of a block: eight of each thread of a warp.
 const BLOCK: usize = 256;
 pub(crate) const CHUNK: usize = RmsNormBackward::<Cuda>::CHUNK;
 pub(crate) const TYPES: [DType; 2] = [DType::F32, DType::Bf16];
 
-/// Widths are compared with these, in blocks.
+/// The widths that have instances, in blocks.
 const BLOCKS: [usize; 8] = [2, 4, 8, 12, 16, 20, 28, 32];
-/// The most blocks of which a thread holds two columns each.
+/// The most blocks of the kernel whose threads have two columns of each block.
 const MOST_WIDE_BLOCKS: usize = 8;
-/// Threads that share a row of up to eight columns each.
+/// Numbers of threads that share a short row, with eight columns each.
 const SHORT: [usize; 3] = [8, 16, 32];
 
 pub(crate) fn int(value: usize) -> TemplateArg {
@@ -45,7 +46,7 @@ pub(crate) fn check_size(op: &'static str, rows: usize, d: usize) -> Result<()> 
 /// How [`RmsNorm`] is launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Forward {
-    /// A row in the registers of so many threads, in so many blocks; a thread has several rows.
+    /// `threads` threads hold a row in registers, in `blocks` blocks; a thread has `rows` rows.
     InRegisters { threads: usize, blocks: usize, rows: usize },
     /// Any width.
     Long { aligned: bool },
@@ -58,7 +59,7 @@ impl Forward {
             .unwrap_or(Self::Long { aligned: d.is_multiple_of(8) })
     }
 
-    /// From the smallest to the largest. Short rows come several a thread, so that loads enough are in flight.
+    /// From the narrowest to the widest. A thread has several short rows, so that enough loads are in flight.
     fn in_registers(dtype: DType) -> impl Iterator<Item = Self> {
         let most = 32 * DType::Bf16.size_bytes() / dtype.size_bytes();
         let wide = BLOCKS.into_iter().filter(move |&blocks| blocks <= most);
@@ -77,7 +78,7 @@ impl Forward {
         }
     }
 
-    /// plus: x is a sum, which is written.
+    /// plus: the kernel first adds `plus` to x, and writes the sum.
     fn spec(&self, dtype: DType, plus: bool) -> KernelSpec {
         let source = "kernels/norm/rms_norm.cuh";
         let t = ("T", TemplateArg::Type(type_name(dtype)));
@@ -147,13 +148,13 @@ pub(crate) fn rms_norm(cuda: &Cuda, op: RmsNorm<'_, Cuda>) -> Result<RmsNormOut<
 /// How [`RmsNormBackward`] is launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Backward {
-    /// So many threads have a chunk of rows.
+    /// `threads` threads have a chunk of rows.
     Short { threads: usize },
-    /// A cta has a chunk, of rows of up to so many blocks, and reads so many rows at a time.
+    /// A CTA has a chunk of rows of up to `blocks` blocks, and reads `rows` rows at a time.
     Wide { blocks: usize, rows: usize },
-    /// The same, with a block's threads for each of the rows.
+    /// The same, with 256 threads for each of the rows.
     Long { blocks: usize, rows: usize },
-    /// dx and dweight each by itself.
+    /// One kernel for dx and one for dweight.
     Apart { aligned: bool },
 }
 
@@ -165,9 +166,9 @@ impl Backward {
 
     fn fused(dtype: DType) -> impl Iterator<Item = Self> {
         let of_blocks = move |blocks| match blocks {
-            // A batch has about 16 KiB of BF16, so that four ctas find room.
+            // A batch has about 16 KiB of BF16, so that four CTAs fit a multiprocessor.
             0..=MOST_WIDE_BLOCKS => Self::Wide { blocks, rows: (16 / blocks).clamp(1, 4) },
-            // One cta finds room with three batches of the longest rows.
+            // One CTA fits, with three batches of the longest rows.
             _ => Self::Long { blocks, rows: size_of::<f32>() / dtype.size_bytes() },
         };
         SHORT.into_iter().map(|threads| Self::Short { threads }).chain(BLOCKS.map(of_blocks))
@@ -182,7 +183,7 @@ impl Backward {
         d.is_multiple_of(8) && d <= most
     }
 
-    /// One kernel, or two. plus: dx and something else are added.
+    /// One kernel, or two. plus: the kernel adds `plus` to dx.
     fn specs(&self, dtype: DType, plus: bool) -> Vec<KernelSpec> {
         let t = ("T", TemplateArg::Type(type_name(dtype)));
         let plus = ("kPlus", TemplateArg::Bool(plus));
@@ -215,7 +216,7 @@ impl Backward {
         }
     }
 
-    /// Of rows of x and dy.
+    /// Dynamic shared memory, for rows of x and dy.
     fn shared_bytes(&self, dtype: DType, d: usize) -> usize {
         match *self {
             Self::Wide { rows, .. } | Self::Long { rows, .. } => {
@@ -289,7 +290,7 @@ pub(crate) fn rms_norm_backward(cuda: &Cuda, op: RmsNormBackward<'_, Cuda>) -> R
     Ok(dx)
 }
 
-/// What kernels write of dweight: sums over chunks of rows.
+/// What kernels write for dweight: sums over chunks of rows.
 pub(crate) struct Chunks {
     /// `[all, d]`, a row a chunk.
     pub sums: Buffer<f32>,
@@ -300,8 +301,8 @@ pub(crate) struct Chunks {
     pub per_shard: u32,
 }
 
-/// Adds what `write` makes of every chunk of rows, shard by shard, to dweight. Rows and columns are below 2^30; there are no rows, or
-/// `write` is called once.
+/// Calls `write`, which sums every chunk of rows, and adds these sums to dweight, shard by shard. Rows and columns are
+/// below 2^30. Without rows `write` is not called.
 pub(crate) fn add_chunks(
     device: &Device,
     op: &'static str,
@@ -358,7 +359,7 @@ pub(crate) fn instances() -> Vec<Instance> {
     all
 }
 
-/// Of every instance that has rows there, for its longest.
+/// The sizes of every instance with rows in shared memory, for its longest rows.
 pub(crate) fn shared_sizes() -> Vec<SharedSize> {
     let of = |dtype| {
         Backward::fused(dtype).filter_map(move |config| {

@@ -12,24 +12,24 @@ use nibble_core::{DType, Data, Error, Plain, Result, Tensor};
 
 const OP: &str = "rope";
 const THREADS: u32 = 256;
-/// Heads a thread turns at most.
+/// The most heads that a thread rotates.
 const HEADS: usize = 4;
 
 /// How [`Rope`] is launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct RopeConfig {
     dtype: DType,
-    /// Pairs a thread turns in a head.
+    /// Pairs that a thread rotates in a head.
     count: usize,
-    /// Threads a head.
+    /// Threads for a head.
     units: usize,
-    /// Threads a row and unit.
+    /// Threads for a row and unit, each with up to [`HEADS`] heads.
     head_groups: usize,
     tasks: u32,
 }
 
 impl RopeConfig {
-    /// 16 bytes a load, where both halves of a head are whole numbers of those.
+    /// Loads of 16 bytes, where each half of a head is a multiple of that.
     fn choose(dtype: DType, rows: usize, heads: usize, half: usize) -> Result<Self> {
         let whole = widest(dtype);
         let count = if half.is_multiple_of(whole) { whole } else { 1 };

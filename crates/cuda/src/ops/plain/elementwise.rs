@@ -13,13 +13,13 @@ use nibble_core::ops::{Add, Cast, SumShards, Transpose};
 use nibble_core::{DType, Data, Error, Plain, Result, Tensor};
 
 const THREADS: u32 = 256;
-/// Numbers a cta casts.
+/// Numbers that a CTA casts.
 const CAST_PER_CTA: usize = 4096;
-/// Units of 16 bytes a cta adds.
+/// Units of 16 bytes that a CTA adds.
 const ADD_UNITS_PER_CTA: usize = 1024;
 /// Units of 16 bytes along a side of a transposed tile.
 const TILE_UNITS: usize = 16;
-/// Their size.
+/// The size of a unit, in bytes.
 const UNIT: usize = 16;
 
 /// See [`Cast`]. A cast to the type it has shares the buffer.
@@ -91,9 +91,9 @@ fn add_spec(dtype: DType, plus: bool) -> KernelSpec {
     }
 }
 
-/// Numbers of shards there are instances for: all of a thread's loads are in flight at once.
+/// The numbers of shards that have instances. All of a thread's loads are in flight at once.
 const SHARDS: [usize; 5] = [1, 2, 4, 8, 16];
-/// Numbers a cta sums, of so many shards: of few it has more, so that loads enough are in flight.
+/// Numbers that a CTA sums. With fewer shards it takes more numbers, so that enough loads are in flight.
 fn sums_per_cta(shards: usize) -> usize {
     1024 * (4 / shards).max(1)
 }
@@ -200,8 +200,8 @@ impl TransposeConfig {
         let [n, k, tiles_n, tiles_k] = [self.n, self.k, tiles_n, tiles_k].map(|size| size as u32);
         let (by_tiles_n, by_tiles_k) = (Divider::by(tiles_n), Divider::by(tiles_k));
         let kernel = device.kernel(&self.spec())?;
-        // SAFETY: `BufferCheck` held x to stack · n · k values of the instance's type, `out` is as long, and no cta leaves its tile of one
-        // matrix.
+        // SAFETY: `BufferCheck` held x to stack · n · k values of the instance's type, `out` is as long, and no CTA
+        // leaves its tile of one matrix.
         unsafe { kernel.launch(launch, &[x, &out, &n, &k, &tiles_n, &tiles_k, &by_tiles_k, &by_tiles_n]) }?;
         Ok(Buf::new(out))
     }

@@ -1,4 +1,5 @@
-//! Rows summed by the tree over neighbours (`csrc/kernels/plain/row_tree.cuh`): how sums of chunks of rows are closed.
+//! Sums of rows as a tree over neighbours (`csrc/kernels/plain/row_tree.cuh`): how the sums of chunks of rows become
+//! one row.
 
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch};
@@ -6,20 +7,20 @@ use crate::ops::Instance;
 use crate::{Buffer, Device};
 use nibble_core::{Error, Result};
 
-/// Threads of a cta, and those of them that are side by side.
+/// Threads of a CTA, and how many of them have columns side by side.
 pub(crate) const THREADS: u32 = 256;
 const QUADS: usize = 32;
-/// Rows that a launch makes one of.
+/// A launch makes one row of this many.
 const GROUP: usize = 256;
-/// Widths a thread sums at once.
+/// How many columns a thread sums at once.
 pub(crate) const COUNTS: [usize; 2] = [4, 1];
 
-/// Columns a thread has: what a load of 16 bytes holds, where rows are whole numbers of those.
+/// Columns of a thread: those of a load of 16 bytes, where rows are multiples of that; else one.
 pub(crate) fn count_of(cols: usize) -> usize {
     if cols.is_multiple_of(4) { 4 } else { 1 }
 }
 
-/// Ctas side by side.
+/// CTAs side by side over the columns.
 pub(crate) fn blocks_of(cols: usize) -> usize {
     cols.div_ceil(QUADS * count_of(cols))
 }
@@ -37,9 +38,9 @@ pub(crate) struct Stack {
     /// `[shards · rows, cols]`.
     pub sums: Buffer<f32>,
     pub shards: usize,
-    /// One at least.
+    /// At least one.
     pub rows: usize,
-    /// One at least.
+    /// At least one.
     pub cols: usize,
 }
 

@@ -1,5 +1,5 @@
-//! Rows of bytes to other places, with their scales (`csrc/kernels/routing/copy_rows.cuh`): what permuting, packing and unpacking
-//! share.
+//! Copies rows of bytes to other places, with their scales (`csrc/kernels/routing/copy_rows.cuh`): what permuting,
+//! packing and unpacking share.
 
 use crate::Cuda;
 use crate::backend::Buf;
@@ -12,9 +12,9 @@ use nibble_core::{BlockScaled, Data, Error, Operand, Plain, Result, Tensor};
 use std::ffi::c_void;
 
 const THREADS: usize = 128;
-/// Rows of fewer units than these are short: more of them must be under way at once.
+/// Rows of fewer units are short: more of them must be in flight at once.
 const SHORT_ROW_UNITS: usize = 200;
-/// Slots that the same lanes take where those of one source are as many.
+/// Slots that the same lanes take, where a source row has at least as many on average.
 const SLOTS_EACH: usize = 4;
 
 /// Where the rows of a plane lie in a buffer, in bytes.
@@ -57,12 +57,12 @@ pub(crate) struct Plane {
     pub to: Span,
     /// Bytes of a row.
     pub bytes: usize,
-    /// The word of which rows that come from nowhere consist.
+    /// The word that fills rows without a source.
     pub pad: u32,
 }
 
 impl Plane {
-    /// The largest word that every row of it is made of.
+    /// The widest unit, 16, 4 or 1 bytes, that divides addresses, strides and rows.
     fn unit(&self) -> u32 {
         let bits = self.from.address
             | self.to.address
@@ -115,15 +115,16 @@ unsafe impl KernelArg for RowPlane {
     }
 }
 
-/// Which row of where it comes from a row becomes; one that is not there gives pad.
+/// Which source row each row of the result is; a source row that does not exist gives a row of pads.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Order<'a> {
     /// Row i is row i.
     Same,
     /// Row i is row `index[i]`.
     Gather(&'a Buffer<i32>),
-    /// Row i is row `source_row[i]`; `slot_row` names the rows that have one, those of one source next to each other. A
-    /// source is read once for several rows, where gathering them would find it gone from the cache.
+    /// Row i is row `source_row[i]`. `slot_row` lists the rows that have a source, those of one source next to each
+    /// other: so a source is read once for all of its rows. In the order of the result it would have left the cache in
+    /// between.
     Spread { source_row: &'a Buffer<i32>, slot_row: &'a Buffer<i32> },
 }
 
@@ -136,11 +137,11 @@ pub(crate) struct CopyRows<'a> {
     pub codes: Plane,
     /// The scales, if rows have any.
     pub scales: Option<Plane>,
-    /// Which rows.
+    /// Which source row each row is.
     pub order: Order<'a>,
     /// Rows to write.
     pub rows: usize,
-    /// Rows there are.
+    /// Rows of the source.
     pub rows_in: usize,
 }
 
@@ -223,20 +224,21 @@ impl CopyRows<'_> {
 struct CopyConfig {
     /// Units that a lane loads at once.
     units: usize,
-    /// Lanes that take a row: 2 to this power.
+    /// 2 to this power is how many lanes take a row.
     lanes_log2: u32,
-    /// Slots, one after the other, that the same lanes take.
+    /// How many slots the same lanes take, one after the other.
     each: usize,
     ctas: usize,
 }
 
-/// Slots of one source follow each other: where there are many, lanes that take several read it once.
+/// How many slots the same lanes take. Slots of one source follow each other, so lanes that take several read the
+/// source once.
 fn slots_each(slots: usize, sources: usize) -> usize {
     if slots >= SLOTS_EACH * sources { SLOTS_EACH } else { 1 }
 }
 
 impl CopyConfig {
-    /// So many lanes that each has a row's units at once, within reason, and ctas for all rows.
+    /// Enough lanes to hold a row in one pass (8 to 64), then enough CTAs for all rows.
     fn choose(rows: usize, row_units: usize, each: usize) -> Self {
         let units = if row_units < SHORT_ROW_UNITS { 6 } else { 8 };
         let lanes_log2 = row_units.div_ceil(units).next_power_of_two().ilog2().clamp(3, 6);
@@ -295,7 +297,7 @@ impl Reorder<'_> {
         }
     }
 
-    /// Plain rows; zeros where there is none.
+    /// Plain rows; zeros where a row has no source.
     fn plain(&self, x: &Tensor<Cuda>) -> Result<Tensor<Cuda>> {
         let data = match &x.data {
             Data::F32(rows) => {
@@ -312,8 +314,8 @@ impl Reorder<'_> {
         Tensor::new(data, self.rows, x.cols)
     }
 
-    /// Blocks along the row, codes and scales in one launch, a scale of the tensor in another. Where there is no row codes and scale bytes
-    /// are 0, F32 scales the smallest normal number, and the tensor's 1.
+    /// Blocks along the row: codes and scales in one launch, a scale of the tensor in another. Where a row has no
+    /// source, codes and scale bytes are 0, F32 scales the smallest normal number, and the tensor's scale 1.
     fn blocks(&self, x: &BlockScaled<Cuda>) -> Result<BlockScaled<Cuda>> {
         x.check_rows_travel(self.op, "rows")?;
         let (kind, blocks) = (x.scale_kind(), x.format.scales_per_row(x.cols));

@@ -1,7 +1,7 @@
 //! `permute`, `unpermute`, `gather_scalars`, `combine_slots` on a GPU (`csrc/kernels/routing/{copy_rows,gather_scalars,combine}.cuh`).
 //!
-//! Indices are the backend's own, from a plan on the device: nobody waits to look at them. Whatever they hold, kernels read
-//! rows that exist, and write pads for those that do not.
+//! Indices come from a plan on the device, and the host does not wait to look at them. Whatever they hold, kernels only
+//! read rows that exist, and write pads for the others.
 
 use super::copy_rows::{Order, Reorder};
 use crate::Buffer;
@@ -15,9 +15,9 @@ use crate::ops::planes::type_name;
 use nibble_core::ops::{CombineSlots, GatherScalars, Permute, Unpermute};
 use nibble_core::{DType, Data, Error, Operand, Plain, Result, Tensor};
 
-/// Threads of a cta that gathers scalars or combines.
+/// Threads of a CTA that gathers scalars or combines slots.
 const THREADS: u32 = 256;
-/// What a thread loads at once, in bytes.
+/// Bytes that a thread loads at once.
 const UNIT: usize = 16;
 /// Units of a thread that combines fewer than 4 slots.
 const FEW_SLOTS_UNITS: usize = 4;
@@ -47,7 +47,7 @@ pub(crate) fn unpermute(cuda: &Cuda, op: Unpermute<'_, Cuda>) -> Result<Operand<
     Reorder { op: OP, device: cuda.device(), order, rows: map.num_slots }.run(op.rows)
 }
 
-/// Ctas for as many threads.
+/// CTAs for `threads` threads.
 fn ctas(op: &'static str, threads: usize) -> Result<u32> {
     if threads > i32::MAX as usize {
         return Err(Error::shape(op, "units of work", threads, "below 2^31"));
@@ -139,7 +139,7 @@ impl Combine {
         if self.units == 0 {
             return Ok(Buf::new(out));
         }
-        // The kernel reads row 0 for a slot that has none.
+        // The kernel reads row 0 for a slot without a row, so there must be one.
         let nothing = if rows.is_empty() { Some(device.filled(op.rows.cols, 0)?) } else { None };
         let rows = nothing.as_ref().unwrap_or(rows);
         let launch = Launch {

@@ -1,4 +1,5 @@
-//! `plan_permute` on a GPU: a counting sort in two launches, counts by chunk of slots, then places.
+//! `plan_permute` on a GPU: a counting sort in two launches. The first counts the slots of each group in each chunk,
+//! the second finds the places.
 
 use crate::Cuda;
 use crate::backend::Buf;
@@ -13,14 +14,14 @@ use std::ffi::c_void;
 const SOURCE: &str = "kernels/routing/plan_permute.cuh";
 const OP: &str = "plan_permute";
 const THREADS: usize = 512;
-/// Slots a cta sorts at once.
+/// Slots that a CTA sorts at once.
 const PASS: usize = 2048;
-/// A chunk's counts are 16 bits.
+/// The most passes of a chunk: its counts are 16 bits.
 const MOST_PASSES: usize = 16;
-/// Each cta reads the counts of all chunks, so there should not be many more than multiprocessors.
+/// The most chunks: each CTA reads the counts of all of them, so there should not be many more than multiprocessors.
 const CHUNKS: usize = 256;
 const MOST_GROUPS: usize = 4096;
-/// Ctas of `plan_place` at least, that padding does not wait for a few.
+/// The fewest CTAs of `plan_place`, so that writing the padding does not wait for a few.
 const PLACE_CTAS: i32 = 64;
 
 /// `PlanSizes` of the kernel.
@@ -29,15 +30,15 @@ const PLACE_CTAS: i32 = 64;
 struct Sizes {
     slots: i32,
     groups: i32,
-    /// Counts a chunk: groups, rounded up for loads of 16 bytes.
+    /// Counts of a chunk: one for each group, rounded up for loads of 16 bytes.
     columns: i32,
-    /// Times [`PASS`] slots in a chunk.
+    /// A chunk has this many times [`PASS`] slots.
     passes: i32,
     chunks: i32,
     align: i32,
     capacity: i32,
     num_slots: i32,
-    /// Chunks whose counts a cta reads at once.
+    /// Chunks whose counts a CTA reads at once.
     count_rows: i32,
 }
 
@@ -82,7 +83,7 @@ impl Sizes {
         let passes = slots.div_ceil(PASS * CHUNKS).clamp(1, MOST_PASSES);
         let chunks = slots.div_ceil(passes * PASS);
         let count_rows = (THREADS / (columns / 8)).clamp(1, 32);
-        // What `PlanPermute::check` and the conditions above leave fits an i32.
+        // `PlanPermute::check` and the conditions above let only sizes through that fit an i32.
         Ok(Self {
             slots: slots as i32,
             groups: groups as i32,
@@ -96,13 +97,13 @@ impl Sizes {
         })
     }
 
-    /// A count a column.
+    /// `plan_count`: shared memory for a count of each column.
     fn count(&self) -> Launch {
         self.launch(self.chunks, 4 * self.columns as usize)
     }
 
-    /// Four numbers a column, a number a token; and, one after the other, the counts of several chunks, and the sorted slots of a pass with
-    /// each warp's counts.
+    /// `plan_place`: shared memory for four numbers a column and a number a token; then, in the same place one after
+    /// the other, for the counts of several chunks, and for the sorted slots of a pass with each warp's counts.
     fn place(&self) -> Launch {
         let (columns, count_rows) = (self.columns as usize, self.count_rows as usize);
         let sorted = 4 * PASS + THREADS / 32 * 2 * columns;
@@ -140,7 +141,8 @@ pub(crate) fn plan_permute(cuda: &Cuda, op: PlanPermute<'_, Cuda>) -> Result<Per
     let (row_id, source_row, row_slot) = (row_id?, source_row?, row_slot?);
     let (slot_row, found) = (device.alloc::<i32>(op.num_slots)?, device.alloc::<i32>(2)?);
     if sizes.chunks > 0 {
-        // SAFETY: `expert`, on this device (`BufferCheck`), has sizes.slots values, `counts` sizes.columns of each chunk; a cta a chunk.
+        // SAFETY: `expert`, on this device (`BufferCheck`), has sizes.slots values, `counts` sizes.columns of each
+        // chunk; a CTA a chunk.
         unsafe {
             device.kernel(&spec("nib::plan_count"))?.launch(sizes.count(), &[expert, &counts, &sizes])?
         };
@@ -196,7 +198,7 @@ pub(crate) fn instances() -> Vec<Instance> {
     vec![instance("nib::plan_count", most.count()), instance("nib::plan_place", most.place())]
 }
 
-/// Of few groups, and of the most.
+/// The sizes for few groups, and for the most.
 pub(crate) fn shared_sizes() -> Vec<SharedSize> {
     let of = |(columns, count_rows)| {
         let sizes = Sizes { columns, count_rows, ..Sizes::default() };

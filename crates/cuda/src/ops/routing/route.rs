@@ -1,4 +1,4 @@
-//! `route`, `route_backward` on a GPU: a few lanes a token; then a cluster a shard for its losses.
+//! `route`, `route_backward` on a GPU: a few lanes share each token; then a cluster for each shard computes its losses.
 
 use crate::backend::Buf;
 use crate::jit::{KernelSpec, TemplateArg};
@@ -10,7 +10,7 @@ use nibble_core::ops::{Route, RouteBackward, Routing};
 use nibble_core::{Data, Error, Result, Tensor};
 
 const SOURCE: &str = "kernels/routing/route.cuh";
-/// Threads of the losses' ctas, and the experts one of them sums.
+/// Threads of a CTA of the losses, and the experts that it sums.
 const LOSS_THREADS: usize = 1024;
 const LOSS_EXPERTS: usize = 64;
 
@@ -24,8 +24,8 @@ struct RouteDesc {
 }
 
 impl RouteDesc {
-    /// Indices of tokens and slots are `i32` on the device; and what is routed can be brought back: both passes' chunks fit
-    /// the shared memory.
+    /// Holds the sizes to what the kernels take: indices of tokens and slots are `i32` on the device, and the chunks of
+    /// both passes must fit shared memory, so that what is routed forward has a backward pass.
     fn check(self, op: &'static str, config: &RouteConfig, shared_bytes: usize) -> Result<Self> {
         let Self { tokens_per_shard, shards, experts, top_k } = self;
         let tokens = tokens_per_shard * shards;
@@ -55,7 +55,8 @@ struct RouteConfig {
 }
 
 impl RouteConfig {
-    /// Fewer lanes a token take fewer instructions a token; sixteen probabilities a lane still fit its registers well.
+    /// In the order in which they are tried: fewer lanes take fewer instructions a token. Sixteen probabilities still
+    /// fit a lane's registers well.
     const ALL: [RouteConfig; 5] = [
         RouteConfig { lanes: 2, per_lane: 8 },
         RouteConfig { lanes: 4, per_lane: 16 },
@@ -79,7 +80,7 @@ impl RouteConfig {
         KernelSpec { source: SOURCE, name, args }
     }
 
-    /// The backward pass, under a loss for each shard or one for all.
+    /// The kernel of the backward pass, for one loss over all shards or a loss for each shard.
     fn backward_spec(&self, one_loss: bool) -> KernelSpec {
         let mut spec = self.spec("nib::route_backward");
         spec.args.push(("Load", TemplateArg::Type(if one_loss { "double" } else { "int" })));
@@ -90,27 +91,28 @@ impl RouteConfig {
         256.min(Route::<Cuda>::CHUNK * self.lanes)
     }
 
-    /// A cta a chunk.
+    /// A CTA for each chunk, with `words` words of shared memory.
     fn launch(&self, desc: &RouteDesc, words: usize) -> Launch {
         let (ctas, threads) = (desc.shards * desc.chunks(), self.threads() as u32);
         Launch { ctas: ctas as u32, threads, cluster: 1, shared_bytes: 4 * words }
     }
 
-    /// The chunk's probabilities, in rows half the banks apart; a count an expert; the slots of the tokens at work.
+    /// Shared memory for the chunk's probabilities, in rows half the banks apart; a count for each expert; and the
+    /// slots of the tokens that are worked on at once.
     fn tokens(&self, desc: &RouteDesc) -> Launch {
         let row = self.lanes * self.per_lane + 16 + 1;
         let slots = self.threads() / self.lanes * desc.top_k;
         self.launch(desc, Route::<Cuda>::CHUNK * row + desc.experts + slots)
     }
 
-    /// The chunk's probabilities, a row that they share, three numbers a slot.
+    /// Shared memory for the chunk's probabilities, a row for all tokens, and three numbers for each slot.
     fn backward(&self, desc: &RouteDesc) -> Launch {
         let (chunk, row) = (Route::<Cuda>::CHUNK, self.lanes * self.per_lane);
         self.launch(desc, (chunk + 1) * row + 3 * chunk * desc.top_k)
     }
 }
 
-/// A cluster a shard.
+/// A cluster for each shard.
 fn losses_launch(desc: &RouteDesc) -> Launch {
     let cluster = desc.experts.div_ceil(LOSS_EXPERTS) as u32;
     Launch { ctas: desc.shards as u32 * cluster, threads: LOSS_THREADS as u32, cluster, shared_bytes: 0 }
@@ -156,8 +158,9 @@ pub(crate) fn route(cuda: &Cuda, op: Route<'_, Cuda>) -> Result<Routing<Cuda>> {
     if tokens > 0 {
         let kernel = device.kernel(&config.spec("nib::route_tokens"))?;
         let normalize = i32::from(op.normalize);
-        // SAFETY: `BufferCheck` held logits to tokens · experts values, as many as probs has; expert and weight were made for
-        // tokens · top_k, log_sum_exp for `tokens`, the sums for every chunk, as the kernel indexes them; each cta takes a chunk.
+        // SAFETY: `BufferCheck` held logits to tokens · experts values, as many as probs has; expert and weight were
+        // made for tokens · top_k, log_sum_exp for `tokens`, the sums for every chunk, as the kernel indexes them; each
+        // CTA takes a chunk.
         unsafe {
             kernel.launch(
                 config.tokens(&desc),
@@ -208,7 +211,7 @@ pub(crate) fn route(cuda: &Cuda, op: Route<'_, Cuda>) -> Result<Routing<Cuda>> {
     })
 }
 
-/// What [`RouteBackward`] borrows.
+/// Checks the buffers that [`RouteBackward`] borrows.
 fn hold(cuda: &Cuda, op: &RouteBackward<'_, Cuda>) -> Result<()> {
     let (buffers, routing) = (BufferCheck::by("route_backward", cuda), op.routing);
     let (tokens, experts) = routing.probs.shape();
@@ -224,7 +227,7 @@ fn hold(cuda: &Cuda, op: &RouteBackward<'_, Cuda>) -> Result<()> {
     buffers.values("dweight", op.dweight, slots).map(drop)
 }
 
-/// See [`RouteBackward`]. An expert past the last one is passed over: its index never came from [`Route`].
+/// See [`RouteBackward`]. The kernel ignores an expert past the last one; such an index never comes from [`Route`].
 pub(crate) fn route_backward(cuda: &Cuda, op: RouteBackward<'_, Cuda>) -> Result<Tensor<Cuda>> {
     const OP: &str = "route_backward";
     op.check()?;
@@ -297,7 +300,7 @@ pub(crate) fn instances() -> Vec<Instance> {
     RouteConfig::ALL.iter().flat_map(of).chain([losses]).collect()
 }
 
-/// Of every instance, for few and all of its experts.
+/// The sizes of every instance, for few and for all of its experts.
 pub(crate) fn shared_sizes() -> Vec<SharedSize> {
     let of = |config: RouteConfig| {
         let RouteConfig { lanes, per_lane } = config;

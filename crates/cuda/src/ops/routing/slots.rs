@@ -10,21 +10,21 @@ use nibble_core::ops::{AssignRanks, PackSlots, ReceivedSlots, SlotRanks, UnpackS
 use nibble_core::{Error, Result};
 
 const THREADS: u32 = 256;
-/// Ctas a multiprocessor that assign ranks: each adds its sums to the same few counts.
+/// The most CTAs a multiprocessor that assign ranks: all of them add their sums to the same few counts.
 const ASSIGN_CTAS: u32 = 4;
-/// Two counts a rank lie in a cta's shared memory.
+/// The most ranks: a CTA has two counts for each in shared memory.
 const MOST_RANKS: usize = 4096;
 
 fn spec(name: &'static str) -> KernelSpec {
     KernelSpec { source: "kernels/routing/slots.cuh", name, args: Vec::new() }
 }
 
-/// A thread for each of so many, at least one, below 2^31; of so many ctas at most.
+/// `threads` threads (at least one, below 2^31), but at most `most_ctas` CTAs.
 fn launch(threads: u32, most_ctas: u32, shared_bytes: usize) -> Launch {
     Launch { ctas: threads.div_ceil(THREADS).min(most_ctas), threads: THREADS, cluster: 1, shared_bytes }
 }
 
-/// Bytes of a cta's counts.
+/// Bytes of a CTA's counts.
 fn count_bytes(world: usize) -> usize {
     8 * world
 }
@@ -138,7 +138,7 @@ mod tests {
         assert_eq!([1, 256, 257].map(|words| launch(words, u32::MAX, 0).ctas), [1, 1, 2]);
         assert_eq!(launch((1 << 31) - 1, u32::MAX, 0).ctas, 1 << 23);
         assert_eq!([1, 300_000].map(|slots| launch(slots, ASSIGN_CTAS * 132, 64).ctas), [1, 528]);
-        // What a cta may have without asking for more.
+        // The shared memory that a CTA has without asking for more.
         assert!(count_bytes(MOST_RANKS) <= 48 << 10);
     }
 }

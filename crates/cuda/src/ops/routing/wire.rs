@@ -31,7 +31,7 @@ pub(crate) fn pack_rows(cuda: &Cuda, op: PackRows<'_, Cuda>) -> Result<Buf<u8>> 
     let len = index.len().checked_mul(row_bytes);
     let len =
         len.ok_or_else(|| Error::shape(OP, "index.len()", index.len(), "a buffer that fits the memory"))?;
-    // The kernel writes codes and scales; what pads them to 16 bytes is there before.
+    // The kernel writes only codes and scales, so the zeros that pad records to 16 bytes are filled in first.
     let tensor_bytes = kind.tensor_scale_bytes();
     let out = if code_bytes + scale_bytes + tensor_bytes == row_bytes {
         cuda.device().alloc::<u8>(len)?
@@ -115,7 +115,7 @@ impl Records<'_> {
         Ok(Buf::new(to))
     }
 
-    /// Of formats that have one.
+    /// The tensor's scale of each record, for formats that have one.
     fn tensor_scale(&self) -> Result<Option<Buf<f32>>> {
         let (offset, bytes) =
             (self.kind.code_bytes() + self.kind.scale_bytes(), self.kind.tensor_scale_bytes());

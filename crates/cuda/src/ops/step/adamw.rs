@@ -12,10 +12,10 @@ use nibble_core::{DType, Data, Result, Tensor};
 
 const OP: &str = "adamw";
 const THREADS: u32 = 256;
-/// Numbers a cta steps.
+/// Numbers that a CTA updates.
 const PER_CTA: usize = 2048;
 const TYPES: [DType; 2] = [DType::F32, DType::Bf16];
-// The kernel's indices of a step's scalars.
+// The kernel has these indices of a step's scalars as numbers.
 const _: () = assert!(Control::LR == 0 && Control::BIAS1 == 1 && Control::BIAS2 == 2);
 const _: () = assert!(Control::GRAD_SCALE == 3 && Control::STOP == 4);
 
@@ -96,7 +96,7 @@ fn pairs() -> impl Iterator<Item = (DType, DType)> {
     TYPES.into_iter().flat_map(|grad| TYPES.map(|moment| (grad, moment)))
 }
 
-/// A tensor's buffers, of which those that are written become the only handles of their bytes.
+/// A tensor's addresses. Buffers that are written get bytes of their own first, if another handle shares them.
 fn tensor_arg(tensor: AdamWTensor<'_, Cuda>) -> Result<TensorArg> {
     let AdamWTensor { param, grad, exp_avg, exp_avg_sq, weight_decay } = tensor;
     let len = (param.rows * param.cols) as u64;

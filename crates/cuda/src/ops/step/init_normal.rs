@@ -26,7 +26,7 @@ pub(crate) fn init_normal(cuda: &Cuda, op: InitNormal) -> Result<Tensor<Cuda>> {
     Tensor::new(Data::F32(Buf::new(out)), op.rows, op.cols)
 }
 
-/// A thread for every four elements that share a block of random bits, but no more ctas than are at work together.
+/// A thread for every four elements, which share a block of random bits; but no more CTAs than run at once.
 fn launch(first: u64, len: u64, num_sms: u32) -> Launch {
     let quads = (first % 4 + len).div_ceil(4);
     let ctas = quads.div_ceil(u64::from(THREADS)).min(u64::from(32 * num_sms));

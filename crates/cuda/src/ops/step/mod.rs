@@ -20,10 +20,10 @@ use nibble_core::{Error, Plain, Result};
 
 const BEGIN_THREADS: u32 = 256;
 const MICRO_THREADS: u32 = 1024;
-/// Ctas of a micro-batch's cluster.
+/// CTAs of the cluster that begins a micro-batch.
 const MICRO_CTAS: u32 = 8;
 const COLLECT_THREADS: u32 = 128;
-/// Entries of a launch: what parameters have room for.
+/// Entries of a launch: as many as its parameters have room for.
 const COLLECT_ENTRIES: usize = 100;
 const END_THREADS: u32 = 1024;
 const PUSH_THREADS: u32 = 128;
@@ -141,7 +141,7 @@ impl EntryArg {
         let words = [entry.source.len(), entry.at, cells, entry.stride, capacity, slots, found];
         let mut small = [0u32; 7];
         for (small, word) in small.iter_mut().zip(words) {
-            // Sums of two of them are taken.
+            // The kernel adds two of them in 32 bits.
             let fits = u32::try_from(word).ok().filter(|word| *word <= i32::MAX as u32);
             *small = fits.ok_or_else(|| Error::shape("collect", "entry", word, "sizes below 2^31"))?;
         }
@@ -163,8 +163,8 @@ struct EntriesArg {
 }
 plain_args!(MicroBatchArg, EntriesArg, StepEndArg);
 
-/// Entries of one launch have no cell in common, and an entry comes behind those before it that have one of its cells: in which launch,
-/// of launches of any length, each of them is.
+/// The number of the launch that each entry goes into. Entries of one launch have no cell in common, and an entry comes
+/// in a later launch than the entries before it that share a cell with it.
 fn turns(entries: &[EntryArg], cells: usize) -> Vec<usize> {
     let mut next = vec![0usize; cells];
     let turn_of = |entry: &EntryArg| {
@@ -246,7 +246,7 @@ struct StepEndArg {
     clip_norm: f64,
 }
 
-/// See [`EndStep`]. A place of `order` outside `squares` is a norm that is not finite.
+/// See [`EndStep`]. A place of `order` outside `squares` makes the norm NaN.
 pub(crate) fn end_step(cuda: &Cuda, op: EndStep<'_, Cuda>) -> Result<()> {
     const OP: &str = "end_step";
     op.check()?;

@@ -1,4 +1,5 @@
-//! `sum_squares` on a GPU (`csrc/kernels/step/sum_squares.cuh`): chunks, then their tree, a level of 2048 neighbours a launch.
+//! `sum_squares` on a GPU (`csrc/kernels/step/sum_squares.cuh`): the sums of chunks, then a tree over them. Each launch
+//! of the tree makes one sum of 2048 neighbours.
 
 use super::tensor_list::{Listed, each_list};
 use crate::backend::Buf;
@@ -13,9 +14,9 @@ use nibble_core::{DType, Data, Error, Result};
 
 const OP: &str = "sum_squares";
 const THREADS: u32 = 256;
-/// Chunks a cta sums, eight threads each.
+/// Chunks that a CTA sums, with eight threads for each.
 const CHUNKS_PER_CTA: usize = 32;
-/// Sums a cta closes.
+/// Neighbouring sums that a CTA adds to one.
 const GROUP: usize = 2048;
 const CHUNK: usize = SumSquares::<Cuda>::CHUNK;
 
@@ -78,7 +79,8 @@ unsafe impl Listed for SumsArg {
     }
 }
 
-/// Sums of a tensor's parts that are yet to be closed: `count` of each, from `first` on in the buffer of all.
+/// A tensor's sums that are yet to be added: `count` for each of its parts, from `first` on in the buffer of all
+/// tensors.
 #[derive(Debug, Clone, Copy)]
 struct Open {
     parts: usize,
@@ -115,7 +117,7 @@ pub(crate) fn sum_squares(cuda: &Cuda, op: SumSquares<'_, Cuda>) -> Result<()> {
     close(cuda, open, sums, op.into)
 }
 
-/// Each chunk's sum, of all tensors.
+/// Sums every chunk of all tensors.
 fn sum_chunks(cuda: &Cuda, tensors: &[Squared<'_, Cuda>], open: &[Open], sums: &Buffer<f64>) -> Result<()> {
     for dtype in [DType::F32, DType::Bf16] {
         let of_type =
@@ -145,7 +147,7 @@ fn sum_chunks(cuda: &Cuda, tensors: &[Squared<'_, Cuda>], open: &[Open], sums: &
     Ok(())
 }
 
-/// Closes the sums of all tensors, a level at a time.
+/// Adds the sums of all tensors, one level of their trees at a time.
 fn close(cuda: &Cuda, mut open: Vec<Open>, mut sums: Buffer<f64>, into: &mut Buf<f32>) -> Result<()> {
     let (device, into) = (cuda.device(), into.make_mut()?);
     while !open.is_empty() {

@@ -1,18 +1,19 @@
-//! Many tensors in one launch (`csrc/pieces/step/tensor_list.cuh`): a list among its arguments, each with ctas of its own.
+//! Many tensors in one launch (`csrc/pieces/step/tensor_list.cuh`): they are a list among its arguments, and each has
+//! CTAs of its own.
 
 use crate::launch::KernelArg;
 use nibble_core::{Error, Result};
 use std::ffi::c_void;
 
-/// Tensors of a launch: what its arguments have room for. The kernels' `kListedTensors`.
+/// The most tensors of a launch: as many as its arguments have room for. The kernels' `kListedTensors`.
 const LISTED: usize = 72;
 
-/// A tensor as a kernel is told of it: plain words without padding, so that every byte of it is initialised.
+/// What a kernel gets of a tensor: plain words without padding, so that every byte is initialised.
 ///
 /// # Safety
 /// The type is `repr(C)` and has no padding.
 pub(super) unsafe trait Listed: Copy {
-    /// Says which cta of the launch is its first.
+    /// Sets which CTA of the launch is its first.
     fn begin_at(&mut self, cta: u32);
 }
 
@@ -34,8 +35,8 @@ unsafe impl<T: Listed> KernelArg for List<T> {
     }
 }
 
-/// Launches tensors, each with its number of ctas, which is not 0: as many of them at a time as a list holds. `launch` is given the list and
-/// the ctas of all of its tensors.
+/// Calls `launch` for every [`LISTED`] tensors. Each tensor comes with its number of CTAs, which is not 0; `launch`
+/// gets the list and how many CTAs all of its tensors have.
 pub(super) fn each_list<T: Listed>(
     op: &'static str,
     tensors: &[(T, usize)],

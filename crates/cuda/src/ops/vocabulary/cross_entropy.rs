@@ -1,4 +1,5 @@
-//! `cross_entropy` on a GPU: a cluster a row (`csrc/kernels/vocabulary/cross_entropy.cuh`), then a cta a shard.
+//! `cross_entropy` on a GPU (`csrc/kernels/vocabulary/cross_entropy.cuh`): a cluster for each row, then a CTA for each
+//! shard.
 
 use crate::backend::Buf;
 use crate::jit::{KernelSpec, TemplateArg};
@@ -15,7 +16,7 @@ const SOURCE: &str = "kernels/vocabulary/cross_entropy.cuh";
 const LANES: usize = 1024;
 /// The device's `EntropyRoom`.
 const ROOM_BYTES: usize = 4 * LANES + 4 * 128 + 16;
-/// Logits of a cta that leave a multiprocessor room for three.
+/// The most bytes of logits of a CTA: a multiprocessor has room for three such CTAs.
 const PART_BYTES: usize = 70 << 10;
 /// Threads that sum a shard's losses.
 const NATS_THREADS: u32 = 512;
@@ -49,16 +50,16 @@ pub(crate) fn cross_entropy(cuda: &Cuda, op: CrossEntropy<'_, Cuda>) -> Result<C
 /// How a row is divided, by the vocabulary.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct EntropyConfig {
-    /// Lanes of a cta; those of a row's ctas are 1024.
+    /// Lanes of a CTA; all CTAs of a row together have 1024.
     lanes: usize,
     /// Neighbouring lanes of a thread.
     wide: usize,
-    /// Threads that share lanes.
+    /// How many threads share the same lanes.
     groups: usize,
 }
 
 impl EntropyConfig {
-    /// As few ctas a row as leave each multiprocessor three of them; eight of a long one.
+    /// As few CTAs a row as possible, so that three of them fit a multiprocessor; eight for the longest rows.
     fn choose(vocab: usize) -> Self {
         let fits = |lanes: &usize| Self::part_bytes(*lanes, vocab) <= PART_BYTES;
         let lanes = [LANES, LANES / 2, LANES / 4].into_iter().find(fits).unwrap_or(LANES / 8);
@@ -82,7 +83,7 @@ impl EntropyConfig {
     }
 
     /// # Errors
-    /// Where rows are too many to count, or too long to be held.
+    /// There are too many rows to count, or they are too long for shared memory.
     fn launch(&self, op: &'static str, rows: usize, vocab: usize, shared_bytes: usize) -> Result<Launch> {
         let (cluster, needed) = (LANES / self.lanes, self.shared_bytes(vocab));
         if needed > shared_bytes {
@@ -102,7 +103,7 @@ impl EntropyConfig {
 pub(crate) struct Rows<'a> {
     pub op: &'static str,
     pub vocab: usize,
-    /// One a row.
+    /// The target of each row.
     pub targets: &'a Buffer<i32>,
     /// Factor of the gradient.
     pub scale: f32,
@@ -141,7 +142,7 @@ impl Rows<'_> {
     }
 }
 
-/// The losses of each shard, summed in F64. `shards` divides them.
+/// The losses of each shard, summed in F64. `shards` divides their number.
 pub(crate) fn shard_nats(device: &Device, loss: &Buffer<f32>, shards: usize) -> Result<Buffer<f64>> {
     let each = loss.len() / shards.max(1);
     let chunks = each.div_ceil(CrossEntropy::<Cuda>::CHUNK);
@@ -154,7 +155,7 @@ pub(crate) fn shard_nats(device: &Device, loss: &Buffer<f32>, shards: usize) -> 
         .map_err(|_| Error::shape("cross_entropy", "shards", shards, "below 2^31"))? as u32;
     let launch = Launch { ctas, threads: NATS_THREADS, cluster: 1, shared_bytes: 0 };
     let kernel = device.kernel(&nats_spec())?;
-    // SAFETY: a cta sums `each` of the shards · each losses in `chunks` of the sums, and writes one of the nats.
+    // SAFETY: a CTA sums `each` of the shards · each losses in `chunks` of the sums, and writes one of the nats.
     unsafe { kernel.launch(launch, &[loss, &sums, &nats, &(each as u64), &(chunks as u64)]) }?;
     Ok(nats)
 }
@@ -180,7 +181,7 @@ pub(crate) fn instances() -> Vec<Instance> {
     instances
 }
 
-/// Of every instance, for the longest rows that it is chosen for.
+/// The sizes of every instance, for the longest rows that it is chosen for.
 pub(crate) fn shared_sizes() -> Vec<SharedSize> {
     let of = |vocab| {
         let config = EntropyConfig::choose(vocab);

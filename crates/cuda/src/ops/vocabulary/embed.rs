@@ -1,5 +1,6 @@
-//! `embed`, `embed_backward` on a GPU (`csrc/kernels/vocabulary/embed.cuh`). The backward pass sorts the tokens by shard and id, a digit a
-//! [`PlanPermute`]; sums chunks of those of one id; and closes the sums of ids that have several chunks.
+//! `embed`, `embed_backward` on a GPU (`csrc/kernels/vocabulary/embed.cuh`). The backward pass sorts the tokens by
+//! shard and id, with a [`PlanPermute`] for each digit; sums chunks of tokens with the same id; and adds the sums of
+//! ids that have several chunks.
 
 use crate::backend::Buf;
 use crate::jit::{KernelSpec, TemplateArg};
@@ -14,11 +15,11 @@ use nibble_core::ops::{Embed, EmbedBackward, EmbedOut, PlanPermute};
 use nibble_core::{DType, Data, Error, Plain, Result, Tensor};
 
 const THREADS: usize = 256;
-/// Units of numbers that a cta looks up.
+/// Units (of a row's numbers) that a CTA looks up.
 const UNITS_PER_CTA: usize = 1024;
-/// Ctas a multiprocessor that sum chunks: each takes one after the other.
+/// CTAs a multiprocessor that sum chunks; each takes one chunk after the other.
 const SUM_CTAS: usize = 8;
-/// Bits of a digit at most: `plan_permute` takes as many groups.
+/// The most bits of a digit: `plan_permute` takes 2 to this power of groups.
 const DIGIT_BITS: u32 = 12;
 const TYPES: [DType; 2] = [DType::F32, DType::Bf16];
 
@@ -71,7 +72,7 @@ fn look_up<T: Plain>(
         return Ok(Buf::new(x));
     }
     let count = row_tree::count_of(d);
-    // A row of no columns has its id looked at all the same.
+    // The id of a row without columns is checked all the same.
     let units = d.div_ceil(count).max(1);
     let tasks = ids.len().saturating_mul(units);
     if tasks.max(vocab).max(d) >= (1 << 31) - UNITS_PER_CTA {
@@ -114,7 +115,7 @@ impl Keys {
         Ok(Self { tokens: tokens as u32, vocab: vocab as u32, none: keys as u32, by_shard })
     }
 
-    /// The digits that tell all keys apart, lowest first: where each begins, and its values.
+    /// The digits that tell all keys apart, lowest first: each digit's first bit, and how many values it has.
     fn digits(&self) -> impl Iterator<Item = (u32, usize)> + use<> {
         let bits = (32 - self.none.leading_zeros()).max(1);
         let each = bits.div_ceil(bits.div_ceil(DIGIT_BITS));
@@ -125,7 +126,7 @@ impl Keys {
         })
     }
 
-    /// The tokens by key, and those of one key in their order.
+    /// The tokens sorted by key; tokens with the same key stay in their order.
     fn sort(&self, cuda: &Cuda, ids: &Buffer<i32>) -> Result<Buf<i32>> {
         let (device, tokens) = (cuda.device(), self.tokens as usize);
         let kernel = device.kernel(&sort_spec("nib::embed_digits"))?;
@@ -140,7 +141,8 @@ impl Keys {
                     &[ids, &sorted, &digit, &as_they_are, self, &shift, &mask],
                 )?;
             }
-            // A token is a slot of its digit's group; its number among the slots in order comes back with the rows.
+            // Each token is a slot of its digit's group. The plan's rows then list the tokens in the order of their
+            // digits.
             let plan = PlanPermute {
                 expert: &Buf::new(digit),
                 token_id: &order.unwrap_or(Buf::new(as_they_are)),
@@ -199,7 +201,8 @@ impl<'a> Tasks<'a> {
     fn new(device: &Device, keys: &Keys, ids: &Buffer<i32>, order: &'a Buffer<i32>) -> Result<Self> {
         const WORDS: usize = 4;
         let tokens = keys.tokens as usize;
-        // A run of several chunks has more tokens than one holds.
+        // A run of several chunks has more tokens than one chunk, so there are no more such runs than chunks' worth of
+        // tokens.
         let most_runs = tokens.div_ceil(EmbedBackward::<Cuda>::CHUNK);
         let (chunks, runs) = (device.alloc::<i32>(WORDS * tokens)?, device.alloc::<i32>(WORDS * most_runs)?);
         let counts = device.counters(2)?;

@@ -1,5 +1,5 @@
-//! `head_loss` on a GPU: of each chunk of tokens the products and the rows of the cross-entropy, in place on their parts of the
-//! operands and results.
+//! `head_loss` on a GPU: for each chunk of tokens, the products and the cross-entropy's rows, which work directly on
+//! the chunk's part of the operands and results.
 
 use super::cross_entropy::{Rows, shard_nats};
 use crate::backend::Buf;
@@ -21,7 +21,7 @@ use std::ops::Range;
 const OP: &str = "head_loss";
 const SOURCE: &str = "kernels/vocabulary/head_loss.cuh";
 const THREADS: u32 = 256;
-/// Gradients a cta rounds.
+/// Numbers of a gradient that a CTA rounds.
 const ROUNDED_PER_CTA: usize = 1024;
 
 /// See [`HeadLoss`].
@@ -60,7 +60,7 @@ pub(crate) fn head_loss(cuda: &Cuda, op: HeadLoss<'_, Cuda>) -> Result<HeadLossO
         };
         let dlogits = Output::new(cuda, dtype, tokens.len() * vocab, false)?;
         head_rows(&rows, dtype, &logits, &loss, Some(&dlogits))?;
-        // Their memory is free for the gradients' planes.
+        // Gives their memory back before the planes of their gradient are allocated.
         drop(logits);
         let dlogits = of_dlogits.factors(cuda, dlogits.into_tensor(tokens.len(), vocab)?)?;
         gradients.add(chunk, &dlogits, &x)?;
@@ -74,11 +74,11 @@ pub(crate) fn head_loss(cuda: &Cuda, op: HeadLoss<'_, Cuda>) -> Result<HeadLossO
     })
 }
 
-/// Makes what the products take of a tensor, chunk by chunk, and counts as it goes.
+/// Makes the operands of the products from a tensor, chunk by chunk, and counts.
 struct Quantizer {
     rows: Option<Codec>,
     cols: Option<Codec>,
-    /// If there is anything to count.
+    /// `None` if there is nothing to count.
     counts: Option<Counts<Cuda>>,
 }
 
@@ -97,7 +97,7 @@ impl Quantizer {
         Ok(Self { rows, cols, counts })
     }
 
-    /// Those of a chunk, which is kept as it is only where a product takes it so.
+    /// The factors of a chunk. The chunk itself is kept only if a product takes it as it is.
     fn factors(&self, cuda: &Cuda, x: Tensor<Cuda>) -> Result<Factors> {
         match (self.rows, self.cols) {
             (None, None) => Ok(Factors { rows: Operand::Plain(x.clone()), cols: Operand::Plain(x) }),
@@ -125,7 +125,7 @@ impl Quantizer {
     }
 }
 
-/// The rows' cross-entropy: of F32 tokens to the bit, of others as fast as it goes.
+/// The rows' cross-entropy: with the CPU's bits for F32 tokens, by the fast kernel for others.
 fn head_rows(
     rows: &Rows<'_>,
     tokens: DType,
@@ -173,20 +173,21 @@ fn multiply(product: &Product<'_>, a: &Operand<Cuda>, b: &Operand<Cuda>, d: Targ
     }
 }
 
-/// The groups of each kind of chunk: by its shards and the tokens of each.
+/// The groups of each kind of chunk, by its number of shards and the tokens of each.
 type Grouped = Vec<((usize, usize), Groups<Cuda>)>;
 
-/// What is there only for gradients.
+/// What is needed only for gradients.
 struct Gradients {
     wt: Operand<Cuda>,
     vocab: usize,
     d: usize,
-    /// Of all tokens.
+    /// The gradient of all tokens.
     dx: Output,
-    /// Of the weight, by shard: the caller's own.
+    /// The gradient of the weight, by shard: the caller's buffer.
     dw: Output,
     accumulate: bool,
-    /// The sum of a shard that is not done in one chunk, where dw would round it on the way. `[vocab, d]`, F32.
+    /// The sum of a shard that takes several chunks, `[vocab, d]` in F32: a dw in BF16 would be rounded after each
+    /// chunk.
     sum: Option<Output>,
     groups: Grouped,
 }
@@ -222,7 +223,7 @@ impl Gradients {
         })
     }
 
-    /// A chunk's dx, and its part of dw.
+    /// Computes a chunk's dx, and adds its part of dw.
     fn add(&mut self, chunk: &HeadLossChunk, dlogits: &Factors, x: &Factors) -> Result<()> {
         let (vocab, d, tokens) = (self.vocab, self.d, chunk.tokens.clone());
         let mut dx = self.dx.part(tokens.start * d..tokens.end * d)?;
@@ -261,8 +262,9 @@ fn key_of(chunk: &HeadLossChunk) -> (usize, usize) {
     (chunk.shards.len(), chunk.tokens_each())
 }
 
-/// The groups of all chunks, whose columns end with a whole block. Made on the device, as nothing is uploaded here, and before there
-/// are logits: where those were the next chunk's shall fit.
+/// The groups of all chunks, whose columns end with a whole block. They are made on the device, because nothing is
+/// uploaded here; and before there are logits, so that the next chunk's logits fit where those of the previous one
+/// were.
 fn groups_of(cuda: &Cuda, chunks: &[HeadLossChunk], block: usize) -> Result<Grouped> {
     let mut groups = Grouped::new();
     for key in chunks.iter().map(key_of) {
@@ -274,7 +276,7 @@ fn groups_of(cuda: &Cuda, chunks: &[HeadLossChunk], block: usize) -> Result<Grou
     Ok(groups)
 }
 
-/// Groups of `each` rows that begin `apart` from each other. Nobody asks for the rows' numbers.
+/// Groups of `each` rows that begin `apart` rows from each other. They have no row ids, because nothing reads them.
 fn equal_groups(cuda: &Cuda, (count, each, apart): (usize, usize, usize)) -> Result<Groups<Cuda>> {
     let device = cuda.device();
     let (start, len) = (device.alloc::<i32>(count + 1)?, device.alloc::<i32>(count)?);
@@ -293,12 +295,12 @@ fn equal_groups(cuda: &Cuda, (count, each, apart): (usize, usize, usize)) -> Res
         num_groups: count,
         align: 1,
         capacity: count * apart,
-        // Runs of rows are cut of whole blocks.
+        // Only where groups lie one after the other, without padding in between.
         rows_each: (apart == each).then_some(each),
     })
 }
 
-/// A shard's sum to its place in a BF16 gradient, or added to it.
+/// Rounds a shard's sum to its place in a BF16 gradient, or adds it there.
 fn round(sum: &Output, dw: &Output, accumulate: bool) -> Result<()> {
     let (Output::F32(sum), Output::Bf16(dw)) = (sum, dw) else {
         return Err(Error::shape(OP, "dw", "F32", "BF16, as its sum lies apart"));

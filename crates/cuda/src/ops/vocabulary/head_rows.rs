@@ -1,5 +1,5 @@
-//! Cross-entropy of long rows as the head of a BF16 model wants it (`csrc/kernels/vocabulary/head_rows.cuh`): the head owes a relative error, and not
-//! the CPU's bits.
+//! Cross-entropy of long rows for the head of a BF16 model (`csrc/kernels/vocabulary/head_rows.cuh`). It is held to a
+//! relative error, not to the CPU's bits.
 
 use super::cross_entropy::Rows;
 use crate::Buffer;
@@ -13,24 +13,24 @@ const THREADS: u32 = 512;
 /// The device's `HeadRoom`.
 const ROOM_BYTES: usize = 272;
 const SOURCE: &str = "kernels/vocabulary/head_rows.cuh";
-/// Elements that a cta's part of a row is a multiple of.
+/// A CTA's part of a row is a multiple of this many elements.
 const UNIT: usize = 8;
-/// Ctas a row, at most.
+/// The numbers of CTAs that may share a row.
 const CLUSTERS: [usize; 4] = [1, 2, 4, 8];
-/// Shorter rows leave most threads of a cta without work.
+/// Shorter rows would leave most threads of a CTA without work.
 const SHORTEST: usize = 4096;
 
 /// How a row is divided.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct HeadRowsConfig {
-    /// Ctas that take a row.
+    /// CTAs that share a row.
     cluster: usize,
-    /// Elements of each.
+    /// Elements of each CTA.
     part: usize,
 }
 
 impl HeadRowsConfig {
-    /// As few ctas a row as hold two rows at once; none for a vocabulary that this kernel does not take.
+    /// As few CTAs a row as can hold two rows at once; `None` for a vocabulary that this kernel does not take.
     fn choose(vocab: usize, shared_bytes: usize) -> Option<Self> {
         if vocab < SHORTEST || !vocab.is_multiple_of(UNIT) || vocab > i32::MAX as usize {
             return None;
@@ -49,7 +49,7 @@ impl HeadRowsConfig {
     }
 }
 
-/// As [`Rows::run`], where the gradient is BF16 or none is wanted of BF16 tokens.
+/// The same as [`Rows::run`], for BF16 tokens: with a BF16 gradient, or without one.
 pub(crate) fn run(
     rows: &Rows<'_>,
     logits: &Buffer<f32>,
@@ -94,7 +94,7 @@ pub(crate) fn instances() -> Vec<Instance> {
     CLUSTERS.map(|cluster| Instance { spec: spec(cluster), shared_bytes: 0 }).to_vec()
 }
 
-/// Of a short row, and of a long one.
+/// The sizes for a short row, and for a long one.
 pub(crate) fn shared_sizes() -> Vec<SharedSize> {
     let of = |part| {
         let config = HeadRowsConfig { cluster: 1, part };
