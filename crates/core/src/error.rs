@@ -20,7 +20,15 @@ pub enum Error {
         /// What the operation takes.
         expected: String,
     },
-    /// A combination of format, axis or type for which there is no kernel. Nothing dequantizes and goes on instead.
+    /// What no input can cause, only a mistake in Nibble.
+    #[error("internal error, a defect of nibble: {place}: {what}")]
+    Defect {
+        /// The layer or the operation.
+        place: &'static str,
+        /// What cannot be.
+        what: &'static str,
+    },
+    /// A combination of format, axis or type for which there is no kernel.
     #[error("{op}: {format} is not supported here: {why}")]
     Unsupported {
         /// The operation.

@@ -4,7 +4,7 @@ use super::{Norm, NormSaved};
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
 use nibble_core::ops::{NormRope, NormRopeBackward, Rope};
-use nibble_core::{Kernels, Result, Tensor};
+use nibble_core::{Error, Kernels, Result, Tensor};
 
 /// What turns queries or keys.
 #[derive(Debug, Clone)]
@@ -75,7 +75,7 @@ impl<B: Kernels> Heads<B> {
         match (saved.turned.take(), &self.norm, &saved.norm) {
             (Some(turned), ..) => Ok(turned),
             (None, Some(norm), Some(saved)) => Ok(normed(norm, &saved.x, rotation).run(cx.b)?.y),
-            (None, ..) => Err(nibble_core::Error::shape("heads", "what is kept", "nothing", "the heads")),
+            (None, ..) => Err(Error::Defect { place: "heads", what: "they are neither kept nor made again" }),
         }
     }
 

@@ -9,7 +9,7 @@ use crate::param::Param;
 use crate::recompute::Scope;
 use crate::spec::{FeedSpec, MlpSpec};
 use nibble_core::ops::{Add, Routing};
-use nibble_core::{Kernels, Result, Tensor};
+use nibble_core::{Error, Kernels, Result, Tensor};
 
 /// Experts, or one MLP.
 #[derive(Debug, Clone)]
@@ -199,9 +199,9 @@ impl<B: Kernels> Layer<B> for Feed<B> {
             }
             (Self::Dense(mlp), FeedSaved::Dense(saved)) => mlp.backward(cx, saved, dy_td),
             (Self::Experts { .. }, FeedSaved::Experts { n_td: None, .. }) => {
-                Err(nibble_core::Error::shape("feed", "input", "neither kept nor made again", "one of both"))
+                Err(Error::Defect { place: "feed", what: "its input is neither kept nor made again" })
             }
-            _ => Err(nibble_core::Error::shape("feed", "what is kept", "of another layer", "of this one")),
+            _ => Err(Error::Defect { place: "feed", what: "what is kept is of another layer" }),
         }
     }
 }
