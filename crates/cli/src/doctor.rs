@@ -2,13 +2,15 @@
 
 mod start;
 
+use nibble_choice::products::{Factor, ProductDesc, Ragged};
 use nibble_command::console::bytes;
 use nibble_command::env::{self, Env};
 use nibble_command::error::Result;
 use nibble_command::say;
-use nibble_core::{Backend, Recipe};
-use nibble_formats::Format;
+use nibble_core::ops::ProductDims;
+use nibble_core::{Backend, DType, Recipe};
 use nibble_formats::WHOLE_LINE;
+use nibble_formats::{BlockAxis, Format, ScaleRule};
 use std::path::Path;
 
 /// Says what this machine and this build have
@@ -55,12 +57,14 @@ pub fn run(args: Args) -> Result<()> {
     }
     say!("formats:");
     say!(
-        "  {:<12} {:>9} {:>6}  {:<7}  {:<7}  scale rules (the default first)",
+        "  {:<12} {:>9} {:>6}  {:<7}  {:<7}  {:<width$}  scale rules (the default first)",
         "name",
         "code bits",
         "block",
         "cpu",
-        "gpu"
+        "gpu",
+        "products of two on a gpu",
+        width = PATH_WIDTH
     );
     for format in Format::ALL {
         let spec = format.spec();
@@ -70,13 +74,34 @@ pub fn run(args: Args) -> Result<()> {
         let cpu = if nibble_cpu::has_own_code(format) { "its own" } else { "general" };
         let gpu = if nibble_cuda::ops::has_own_kernels(format) { "its own" } else { "general" };
         let (name, bits, rules) = (spec.name, spec.code_bits, rules.join(", "));
-        say!("  {name:<12} {bits:>9} {block:>6}  {cpu:<7}  {gpu:<7}  {rules}");
+        let path = product_path(format);
+        say!("  {name:<12} {bits:>9} {block:>6}  {cpu:<7}  {gpu:<7}  {path:<PATH_WIDTH$}  {rules}");
     }
     say!("recipes:");
     for name in Recipe::all_names() {
         say!("  {name:<18} {}", Recipe::builtin(name)?.description);
     }
     Ok(())
+}
+
+/// Columns for the longest path of a product.
+const PATH_WIDTH: usize = 65;
+
+/// How a GPU multiplies two operands of a format under its default scale rule.
+fn product_path(format: Format) -> String {
+    let (m, n, k) = (1024, 1024, 1024);
+    let rule = format.spec().default_rule().unwrap_or(ScaleRule::Amax);
+    let factor = Factor { format, rule, axis: BlockAxis::Row, rows: m, cols: k, shared_cols: 1 };
+    let product = ProductDesc {
+        ragged: Ragged::Rows,
+        groups: None,
+        dims: ProductDims { m, n, k },
+        a: factor,
+        b: factor,
+        out: DType::F32,
+        accumulate: false,
+    };
+    product.path().to_string()
 }
 
 /// The size of the command itself, where the system says what it runs.

@@ -1,9 +1,14 @@
 //! `nibble recipe`: what a recipe says, and what follows for a layer of each kind.
 
+use crate::tensor_cores;
 use nibble_command::error::{Error, Result};
 use nibble_command::{layers, say};
 use nibble_core::Recipe;
 use nibble_train::checks::load_recipe;
+use nibble_train::config::Config;
+
+/// Whose sizes products have when a trace looks for those that a GPU is slow at.
+const SIZES: &str = "s";
 
 /// Lists the recipes, or explains one
 ///
@@ -18,7 +23,7 @@ pub struct Args {
     /// A built-in recipe or the path of a TOML file.
     #[arg(value_name = "NAME_OR_FILE")]
     recipe: Option<String>,
-    /// Runs those layers, and prints what the backend saw of them.
+    /// Runs those layers, and prints what the backend saw of them, and what a GPU would leave to its ordinary cores.
     #[arg(long, requires = "recipe")]
     trace: bool,
 }
@@ -56,6 +61,11 @@ pub fn run(args: Args) -> Result<()> {
             say!("  {change}{}", if change.is_cast() { "  (a cast)" } else { "" });
         }
         say!("casts: {}", changes.iter().filter(|change| change.is_cast()).count());
+    }
+    if args.trace {
+        for missed in tensor_cores::missed(&Config::load(SIZES, &[])?, &recipe) {
+            say!("off the tensor cores of a GPU, with the sizes of `{SIZES}`: {missed}");
+        }
     }
     Ok(())
 }

@@ -1,70 +1,84 @@
-//! Sizes of a model whose products a GPU makes on its ordinary cores, many times slower: said before a run begins.
+//! What of a run a GPU makes on its ordinary cores, many times slower: said before it begins, by the path that each product takes.
 
-use nibble_core::recipe::{Section, Site};
-use nibble_core::{DType, Recipe};
-use nibble_cuda::ops::ATTENTION_DIMS;
-use nibble_cuda::ops::products::grouped_product::row_unit;
+use nibble_core::Recipe;
 use nibble_train::config::Config;
+use nibble_train::plan::{OffTensorCores, off_tensor_cores};
 
-/// What the tensor cores cannot take, and what they would: empty where they have everything.
+/// What the tensor cores do not take, and why: empty where they have everything.
 pub fn missed(config: &Config, recipe: &Recipe) -> Vec<String> {
-    if recipe.activations == DType::F32 {
-        return vec!["recipe in F32: products and attention are on the ordinary cores".into()];
+    match off_tensor_cores(config, recipe) {
+        Ok(found) => found.iter().map(in_words).collect(),
+        // The prediction of memory has said the same, or will.
+        Err(why) => vec![why.to_string()],
     }
-    let m = &config.model;
-    let unit = |section: &Section| row_unit(if section.at(Site::FpropX).format.is_block() { 1 } else { 2 });
-    let [linear, expert, head] = [&recipe.linear, &recipe.expert, &recipe.head].map(unit);
-    let expert = if m.experts == 0 { 1 } else { expert };
-    let sizes = [
-        ("model.d_model", m.d_model, linear.max(expert).max(head)),
-        ("model.heads x model.head_dim", m.heads * m.head_dim, linear),
-        ("model.kv_heads x model.head_dim", m.kv_heads * m.head_dim, linear),
-        ("model.heads x model.value_head_dim", m.heads * m.value_head_dim, linear),
-        ("model.kv_heads x model.value_head_dim", m.kv_heads * m.value_head_dim, linear),
-        ("model.ffn", m.ffn, linear),
-        ("model.expert_ffn", m.expert_ffn, expert),
-        ("model.shared_ffn", m.shared_ffn, linear),
-        ("model.vocab_size", m.vocab_size, head),
-    ];
-    let odd = sizes.into_iter().filter(|(_, size, unit)| !size.is_multiple_of(*unit));
-    let mut missed: Vec<String> =
-        odd.map(|(key, size, unit)| format!("{key} = {size}, not a multiple of {unit}")).collect();
-    let dims = (m.head_dim, m.value_head_dim());
-    if !ATTENTION_DIMS.contains(&dims) {
-        let of = |(head, value)| match head == value {
-            true => format!("{head}"),
-            false => format!("{head} with values of {value}"),
-        };
-        let known = ATTENTION_DIMS.map(of).join(" or ");
-        missed.push(format!("attention, of model.head_dim = {}, not {known}", of(dims)));
-    }
-    missed
+}
+
+fn in_words(OffTensorCores { why, ops, share }: &OffTensorCores) -> String {
+    format!("{why} ({}, {:.1} % of the arithmetic)", ops.join(", "), 100.0 * share)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use nibble_core::Error;
 
-    fn of(recipe: &str, changes: &[&str]) -> Vec<String> {
+    fn of(recipe: &Recipe, changes: &[&str]) -> Vec<String> {
         let changes: Vec<String> = changes.iter().map(ToString::to_string).collect();
-        missed(&Config::load("s", &changes).unwrap(), &Recipe::builtin(recipe).unwrap())
+        missed(&Config::load("s", &changes).unwrap(), recipe)
+    }
+
+    /// Recipes that are shipped, and formats that no kernel reads, in all products.
+    #[test]
+    fn usual_sizes_are_all_on_the_tensor_cores() {
+        for recipe in Recipe::all_names().into_iter().filter(|name| *name != "f32") {
+            assert_eq!(of(&Recipe::builtin(recipe).unwrap(), &[]), [""; 0], "{recipe}");
+        }
+        for format in ["mxfp4", "mxfp8-e5m2", "hif4", "e5m2", "e5m2-row", "e5m2-tensor"] {
+            assert_eq!(of(&everywhere(format).unwrap(), &[]), [""; 0], "{format}");
+        }
+    }
+
+    /// A recipe of one format in all products of linear layers and experts.
+    fn everywhere(format: &str) -> Result<Recipe, Error> {
+        let keys = ["fprop.x", "fprop.w", "dgrad.dy", "wgrad.dy", "wgrad.x"];
+        let keys: String = keys.map(|key| format!("{key} = {{ format = \"{format}\" }}\n")).concat();
+        let saved = "saved.x = { format = \"bf16\" }\n";
+        let text = format!("extends = \"bf16\"\n[linear]\n{keys}{saved}[expert]\n{keys}{saved}");
+        Recipe::parse(format, &text)
     }
 
     #[test]
-    fn odd_sizes_are_told_and_others_are_not() {
-        for recipe in ["bf16", "fp8-block", "fp8-flow", "mxfp4-hopper", "mxfp4-hopper-head8"] {
-            assert_eq!(of(recipe, &[]), [""; 0], "{recipe}");
-        }
+    fn odd_sizes_are_told() {
+        let told = |recipe: &str, changes: &[&str]| of(&Recipe::builtin(recipe).unwrap(), changes).join("\n");
         let odd = ["model.expert_ffn=712", "model.vocab_size=50257", "model.head_dim=96"];
-        let attention = "attention, of model.head_dim = 96, not 64 or 128 or 192 with values of 128";
-        let vocab = "model.vocab_size = 50257, not a multiple of 8";
-        assert_eq!(of("bf16", &odd), [vocab, attention]);
-        assert_eq!(of("bf16", &["model.head_dim=192", "model.value_head_dim=128"]), [""; 0]);
-        let values =
-            "attention, of model.head_dim = 192 with values of 64, not 64 or 128 or 192 with values of 128";
-        assert_eq!(of("bf16", &["model.head_dim=192", "model.value_head_dim=64"]), [values]);
-        let expert = "model.expert_ffn = 712, not a multiple of 16";
-        assert_eq!(of("mxfp4-hopper", &odd), [expert, vocab, attention]);
-        assert_eq!(of("f32", &[]).len(), 1);
+        for (recipe, expected) in [
+            (
+                "bf16",
+                &[
+                    "n = 50257, not a multiple of 4 (head_loss, ",
+                    "heads of 96, not 64 or 128 or 192 with values of 128 (",
+                ][..],
+            ),
+            (
+                "mxfp4-hopper",
+                &[
+                    "= 712, not a multiple of 16 (",
+                    "n = 50257, not a multiple of 4 (head_loss, ",
+                    "heads of 96, not",
+                ],
+            ),
+        ] {
+            let told = told(recipe, &odd);
+            assert!(expected.iter().all(|expected| told.contains(expected)), "{recipe}: {told}");
+        }
+        assert_eq!(told("bf16", &["model.head_dim=192", "model.value_head_dim=128"]), "");
+        assert!(
+            told("bf16", &["model.head_dim=192", "model.value_head_dim=64"])
+                .contains("heads of 192 with values of 64")
+        );
+        // All of a recipe in F32.
+        let all =
+            off_tensor_cores(&Config::load("s", &[]).unwrap(), &Recipe::builtin("f32").unwrap()).unwrap();
+        assert!((all.iter().map(|found| found.share).sum::<f64>() - 1.0).abs() < 0.2, "{all:?}");
     }
 }

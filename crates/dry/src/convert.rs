@@ -2,7 +2,7 @@
 
 use crate::Dry;
 use crate::memory::Buf;
-use half::bf16;
+use nibble_choice::swiglu::{SwigluBackwardPath, SwigluPath};
 use nibble_core::formats::WHOLE_LINE;
 use nibble_core::formats::{BlockAxis, Codec, Format, Rounding, ScaleKind, ScaleLayout, ScaleRule};
 use nibble_core::ops::*;
@@ -106,79 +106,74 @@ impl Dry {
         })
     }
 
-    /// The form asked for, from the plain matrix of [`plain_form`]: what a GPU does where no kernel writes the form itself.
-    fn emitted_from(&self, x: Tensor<Self>, emit: Emit) -> Result<Emitted<Self>> {
+    /// The form asked for, from a plain matrix: what a GPU does where no kernel writes the form itself.
+    fn emitted_from(
+        &self,
+        x: Tensor<Self>,
+        emit: Emit,
+        groups: Option<&Groups<Self>>,
+    ) -> Result<Emitted<Self>> {
         match emit {
             Emit::Plain(_) => {
                 Ok(Emitted { rows: Some(Operand::Plain(x)), cols: None, counts: None, found: None })
             }
-            Emit::Block { codec, planes } => self.quantize(Quantize::new(&x, codec, planes)),
+            Emit::Block { codec, planes } => {
+                self.quantize(Quantize { groups, ..Quantize::new(&x, codec, planes) })
+            }
         }
     }
 
-    /// Whether one kernel of a GPU makes `a`, of columns that are a multiple of `unit`.
-    fn is_fused(&self, op: &Swiglu<'_, Self>, codec: Codec, unit: usize) -> bool {
-        is_fused_e4m3(codec) && op.h.dtype() == DType::Bf16 && (op.h.cols / 2).is_multiple_of(unit)
+    /// A plane of h as the kernel of `swiglu` writes it beside `a`.
+    fn rows_of_h(&self, h: &Tensor<Self>, codec: Option<Codec>) -> Result<Option<BlockScaled<Self>>> {
+        codec.map(|codec| self.planes(stored(codec), BlockAxis::Row, (h.rows, h.cols, 1))).transpose()
     }
 
-    /// h as the backward pass will want it.
+    /// h quantized by itself, as the backward pass will want it.
     fn saved_h(&self, op: &Swiglu<'_, Self>) -> Result<Option<BlockScaled<Self>>> {
-        let plane = |codec| self.planes(stored(codec), BlockAxis::Row, (op.h.rows, op.h.cols, 1));
-        op.save_h.map(plane).transpose()
+        let save = |codec| {
+            let quantize = Quantize { groups: op.groups, ..Quantize::new(op.h, codec, Planes::Rows) };
+            Ok(self.quantize(quantize)?.take_rows("swiglu")?.block("swiglu")?.clone())
+        };
+        op.save_h.map(save).transpose()
+    }
+
+    fn swiglu_on_gpu(&self, op: &Swiglu<'_, Self>) -> Result<SwigluOut<Self>> {
+        let (rows, f) = (op.h.rows, op.h.cols / 2);
+        match SwigluPath::of(op) {
+            SwigluPath::Rows { save_h, .. } => {
+                let h = self.rows_of_h(op.h, save_h)?;
+                Ok(SwigluOut { a: self.emitted(op.a, rows, f, 1)?, h })
+            }
+            SwigluPath::RowsCols { .. } => {
+                let a = self.emitted(op.a, rows, f, 1)?;
+                Ok(SwigluOut { a, h: self.saved_h(op)? })
+            }
+            SwigluPath::Plain(dtype) => {
+                let a = self.emitted_from(self.plain(dtype, rows, f)?, op.a, op.groups)?;
+                Ok(SwigluOut { a, h: self.saved_h(op)? })
+            }
+        }
     }
 
     /// On a GPU: h and its gradient, and `a` in some form whether or not it is wanted.
     fn swiglu_backward_on_gpu(&self, op: &SwigluBackward<'_, Self>) -> Result<SwigluGrads<Self>> {
         let (rows, f) = op.da.shape();
-        let to = op.a.unwrap_or(match op.dh {
-            Emit::Block { codec, planes: Planes::Both } => Emit::Block { codec, planes: Planes::Cols },
-            Emit::Block { .. } => Emit::Plain(DType::Bf16),
-            plain @ Emit::Plain(_) => plain,
-        });
-        let wanted = |a: Emitted<Self>| op.a.map(|_| a);
-        let tiled = op.groups.is_none_or(|g| rows.is_multiple_of(TILE) && g.align.is_multiple_of(TILE));
-        let sources = op.h.format() != Format::F32 && op.da.dtype() == DType::Bf16;
-        if is_fused_pair(op.dh, to) && tiled && sources && f.is_multiple_of(TILE) && rows > 0 {
-            let dh = self.emitted(op.dh, rows, 2 * f, 1)?;
-            let a = self.emitted(to, rows, f, 1)?;
-            let _parts: Buf<f32> = self.buf(rows * (f / TILE))?;
-            return Ok(SwigluGrads { dh, a: wanted(a), dweight: self.buf(rows)? });
+        match SwigluBackwardPath::of(op) {
+            SwigluBackwardPath::Fused { codec, parts, .. } => {
+                let dh = self.emitted(op.dh, rows, 2 * f, 1)?;
+                let a = self.emitted(Emit::Block { codec, planes: Planes::Cols }, rows, f, 1)?;
+                let _parts: Buf<f32> = self.buf(parts)?;
+                Ok(SwigluGrads { dh, a: op.a.map(|_| a), dweight: self.buf(rows)? })
+            }
+            SwigluBackwardPath::Plain { decoded, dh, a } => {
+                let _decoded: Option<Buf<f32>> = decoded.map(|len| self.buf(len)).transpose()?;
+                let (dh, a) = (self.plain(dh, rows, 2 * f)?, self.plain(a, rows, f)?);
+                let dweight = self.buf(rows)?;
+                let dh = self.emitted_from(dh, op.dh, op.groups)?;
+                let a = op.a.map(|to| self.emitted_from(a, to, op.groups)).transpose()?;
+                Ok(SwigluGrads { dh, a, dweight })
+            }
         }
-        let _decoded = match op.h {
-            Operand::Block(h) => Some(self.plain(DType::F32, h.rows, h.cols)?),
-            Operand::Plain(_) => None,
-        };
-        let dh = self.plain(plain_form(op.dh), rows, 2 * f)?;
-        let a = self.plain(plain_form(to), rows, f)?;
-        let dweight = self.buf(rows)?;
-        let dh = self.emitted_from(dh, op.dh)?;
-        let a = op.a.map(|to| self.emitted_from(a, to)).transpose()?;
-        Ok(SwigluGrads { dh, a, dweight })
-    }
-}
-
-/// The plain matrix that a form is made from on a GPU.
-fn plain_form(emit: Emit) -> DType {
-    match emit {
-        Emit::Plain(dtype) => dtype,
-        Emit::Block { .. } => DType::F32,
-    }
-}
-
-/// Whether a GPU's kernels that make more than one thing write this.
-fn is_fused_e4m3(codec: Codec) -> bool {
-    codec.format() == Format::E4m3
-        && codec.rounding() == Rounding::NearestEven
-        && matches!(codec.rule(), ScaleRule::Amax | ScaleRule::Rceil)
-}
-
-/// Both planes of one and the columns of the other, in one format.
-fn is_fused_pair(dh: Emit, a: Emit) -> bool {
-    match dh {
-        Emit::Block { codec, planes: Planes::Both } => {
-            a == Emit::Block { codec, planes: Planes::Cols } && is_fused_e4m3(codec)
-        }
-        _ => false,
     }
 }
 
@@ -433,25 +428,11 @@ impl Dry {
     }
 
     pub(crate) fn swiglu(&self, op: Swiglu<'_, Self>) -> Result<SwigluOut<Self>> {
-        let (rows, f) = (op.h.rows, op.h.cols / 2);
-        if !self.is_gpu() {
-            let a = self.emitted(op.a, rows, f, 1)?;
-            return Ok(SwigluOut { a, h: self.saved_h(&op)? });
+        if self.is_gpu() {
+            return self.swiglu_on_gpu(&op);
         }
-        match op.a {
-            Emit::Block { codec, planes: Planes::Rows } if self.is_fused(&op, codec, 32) => {
-                let h = self.saved_h(&op)?;
-                Ok(SwigluOut { a: self.emitted(op.a, rows, f, 1)?, h })
-            }
-            Emit::Block { codec, planes: Planes::Both } if self.is_fused(&op, codec, 8) => {
-                let a = self.emitted(op.a, rows, f, 1)?;
-                Ok(SwigluOut { a, h: self.saved_h(&op)? })
-            }
-            to => {
-                let a = self.emitted_from(self.plain(plain_form(to), rows, f)?, to)?;
-                Ok(SwigluOut { a, h: self.saved_h(&op)? })
-            }
-        }
+        let a = self.emitted(op.a, op.h.rows, op.h.cols / 2, 1)?;
+        Ok(SwigluOut { a, h: self.rows_of_h(op.h, op.save_h)? })
     }
 
     pub(crate) fn swiglu_backward(&self, op: SwigluBackward<'_, Self>) -> Result<SwigluGrads<Self>> {
@@ -476,10 +457,5 @@ impl Dry {
             Data::F32(values) => self.make_mut(values),
             Data::Bf16(values) => self.make_mut(values),
         }
-    }
-
-    /// So many elements of a BF16 temporary.
-    pub(crate) fn bf16(&self, len: usize) -> Result<Buf<bf16>> {
-        self.buf(len)
     }
 }

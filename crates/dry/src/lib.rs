@@ -11,19 +11,23 @@
 mod backend;
 mod comm;
 mod convert;
+mod head_loss;
 mod kernels;
 mod memory;
 mod model;
 mod op_work;
 mod products;
+mod slow;
 mod work;
 
 pub use comm::DryComm;
 pub use memory::{Arena, Buf};
+pub use slow::Slow;
 pub use work::{Call, Flops, Work};
 
 use memory::{Counters, Memory};
-use nibble_core::{DeviceKind, Room, Scope};
+use nibble_choice::Temporary;
+use nibble_core::{DeviceKind, Result, Room, Scope};
 use std::sync::{Arc, Mutex};
 
 /// A device of a kind, as large as it must be.
@@ -40,6 +44,8 @@ struct Inner {
     counters: Mutex<Option<Counters>>,
     /// The operations issued, while somebody counts.
     calls: Mutex<Option<Vec<Call>>>,
+    /// What a GPU's ordinary cores are left with, while somebody asks.
+    slow: Mutex<Option<Vec<Slow>>>,
     room: Option<Room>,
 }
 
@@ -59,8 +65,13 @@ impl Dry {
 
     fn telling(kind: DeviceKind, room: Option<Room>) -> Self {
         let (memory, scope) = (Arc::default(), Scope::default());
-        let (counters, calls) = (Mutex::default(), Mutex::default());
-        Self { inner: Arc::new(Inner { kind, memory, scope, counters, calls, room }) }
+        let (counters, calls, slow) = (Mutex::default(), Mutex::default(), Mutex::default());
+        Self { inner: Arc::new(Inner { kind, memory, scope, counters, calls, slow, room }) }
+    }
+
+    /// Temporaries, in this order, for as long as the caller keeps them.
+    pub(crate) fn hold(&self, temporaries: Vec<Temporary>) -> Result<Vec<Buf<u8>>> {
+        temporaries.into_iter().map(|temporary| self.buf(temporary.bytes)).collect()
     }
 
     /// Whether it stands for a GPU.

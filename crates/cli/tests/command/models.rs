@@ -85,6 +85,7 @@ fn doctor_says_what_is_there() {
     done.contains("backend: cpu")
         .contains("CUDA driver: ")
         .contains("NIBBLE_THREADS")
+        .contains("decoded to bf16; tensor cores, bf16")
         .contains("mxfp4-hopper");
     let out =
         place.command(&["doctor"]).env("NIBBLE_ISA", "scalar").env("NIBBLE_TREADS", "2").output().unwrap();

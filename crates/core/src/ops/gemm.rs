@@ -46,7 +46,8 @@ impl ProductDims {
 ///
 /// Operands are plain (a BF16 one counts as F32 beside an F32 one) or both block-scaled (A by `Row`, B by `Row` or `Tile`). Block-scaled: within a
 /// block the dot product of codes, then total = fma(dot, scale_a · scale_b, total) in F32. Formats without a path of their own are decoded to
-/// BF16 first, as far as its exponents reach, and summed without blocks; F32 scales, of rows or of a tensor, multiply the sum.
+/// BF16 first, as far as its exponents reach, and summed without blocks; scales of a tensor multiply the sum. Where a code times its scales is no BF16
+/// number, both operands are taken as the F32 numbers that they stand for, or their codes as BF16, with F32 scales beside them.
 #[derive(Debug)]
 pub struct Gemm<'a, B: Backend> {
     /// `[m, k]`.
@@ -57,14 +58,14 @@ pub struct Gemm<'a, B: Backend> {
     pub out: DType,
 }
 
-/// What backends owe each other for FP8 operands with F32 output. Hopper's tensor cores align the products of a sum to
+/// What backends owe each other for E4M3 operands under a scale for 128 or more, with F32 output. Hopper's tensor cores align the products of a sum to
 /// the largest and keep some 13 bits below it, where F32 keeps 23; promoting partial sums every 128 of the contraction
 /// leaves 1.6e-4 on random data, 3e-4 on heavy tails, and up to 6e-4 where one product of a block towers above the others:
 /// outliers along the contraction.
 pub const FP8_AGREEMENT: Agreement = Agreement::RelL2(7e-4);
 
-/// The same for BF16 operands, of whose products the tensor cores keep more; and for F32 ones that they take in BF16 parts: all
-/// three, which are exact from 2⁻¹¹⁰ on, with a BF16 operand beside them; two for a BF16 result. An infinity may become NaN.
+/// The same for BF16 operands, of whose products the tensor cores keep more, and for all other quantized ones, which are decoded; and for F32 ones that
+/// they take in BF16 parts: all three, which are exact from 2⁻¹¹⁰ on, with a BF16 operand beside them; two for a BF16 result and for what is decoded. An infinity may become NaN.
 pub const BF16_AGREEMENT: Agreement = Agreement::RelL2(3e-5);
 
 impl<B: Backend> Gemm<'_, B> {

@@ -14,8 +14,8 @@ pub(crate) mod step;
 pub(crate) mod swiglu;
 pub(crate) mod vocabulary;
 
-pub use attention::attention_wgmma::DIMS as ATTENTION_DIMS;
 pub use convert::has_own_kernels;
+pub use nibble_choice::attention::HEADS as ATTENTION_DIMS;
 
 // Each operation is the function of its name here.
 pub(crate) use {

@@ -4,7 +4,7 @@ use crate::conformance::{Case, Outputs, Pads, Pair, in_place};
 use crate::host::{HostBlock, plain};
 use crate::input::{Input, stream};
 use crate::shapes::{MoeShape, RaggedRows, Spread};
-use nibble_core::formats::{BlockAxis, Format, Rounding, ScaleKind, ScaleRule};
+use nibble_core::formats::{BlockAxis, Element, Format, Rounding, ScaleKind, ScaleRule};
 use nibble_core::ops::{BF16_AGREEMENT, FP8_AGREEMENT, Gemm, GroupedGemm, GroupedWgrad};
 use nibble_core::{Agreement, DType, Groups, Kernels, Operand, Result};
 
@@ -76,13 +76,18 @@ fn may_be_exact(stored: Stored) -> bool {
     }
 }
 
-/// What products owe each other: on integers whose sums are exact, the bits. Of blocks, FP8 under a scale for 128 or more and MXFP4 are
-/// multiplied as they are, the others as BF16.
+/// Whether FP8 units read its codes: E4M3 under a scale for 128 or more.
+fn is_fp8(stored: Stored) -> bool {
+    let Stored::Block(format, ..) = stored else { return false };
+    format.spec().block >= 128 && format.spec().element == Some(Element::E4M3)
+}
+
+/// What products owe each other: on integers whose sums are exact, the bits. Of blocks, those whose codes FP8 units read are multiplied as they
+/// are, the others as BF16, or as the sums of such that F32 numbers are.
 fn owed(agreement: Agreement, operands: [Stored; 2], out: DType, input: Input) -> Agreement {
     match operands {
         _ if input == Input::Integers && operands.into_iter().all(may_be_exact) => Agreement::Bitwise,
-        [Stored::Block(Mxfp4, ..), Stored::Block(Mxfp4, ..)] => agreement,
-        [Stored::Block(format, ..), _] if format.spec().block >= 128 => FP8_AGREEMENT,
+        [a, b] if is_fp8(a) && is_fp8(b) => FP8_AGREEMENT,
         [Stored::Block(..), _] => BF16_AGREEMENT,
         [Stored::Plain(a), Stored::Plain(b)] if [a, b, out].contains(&DType::Bf16) => BF16_AGREEMENT,
         _ => agreement,
@@ -120,6 +125,9 @@ fn pairs() -> Vec<(Stored, Stored)> {
         ((E4m3, Rceil), (E4m3, Amax, Tile)),
         ((E4m3, Rceil), (E4m3, Rceil, Row)),
         ((E5m2, Rceil), (E4m3, Rceil, Tile)),
+        ((E5m2, Amax), (E4m3, Amax, Tile)),
+        ((E5m2, Amax), (E5m2, Rceil, Tile)),
+        ((E5m2Row, Amax), (E4m3Row, Amax, Row)),
         ((Mxfp4, Rceil), (Mxfp4, Rceil, Row)),
         ((Mxfp8E4m3, Rceil), (Mxfp8E4m3, Rceil, Row)),
         ((Mxint8, Rceil), (Mxfp6E2m3, Rceil, Row)),
@@ -308,6 +316,9 @@ pub fn grouped_wgrad<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
         ((E4m3, Amax), (E4m3, Amax)),
         ((E4m3, Rceil), (E4m3, Rceil)),
         ((E5m2, Rceil), (E4m3, Amax)),
+        ((E5m2, Rceil), (E4m3, Rceil)),
+        ((E5m2Tensor, TensorAmax), (E4m3Tensor, TensorAmax)),
+        ((Mxfp4, Rceil), (Mxfp4, Rceil)),
         ((Mxfp8E4m3, Rceil), (Mxfp8E4m3, Rceil)),
         ((Nvfp4, TensorAmax), (Nvfp4, TensorAmax)),
         ((Hif4, Amax), (Hif4, Amax)),

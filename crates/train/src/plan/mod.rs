@@ -20,7 +20,7 @@ use crate::ledger::Ledger;
 use crate::param::Placement;
 use crate::rank::{RankState, RunMemory};
 use nibble_core::{Backend, Comm, DeviceKind, Recipe, Room, SoloComm};
-use nibble_dry::{Dry, DryComm};
+use nibble_dry::{Dry, DryComm, Slow};
 
 /// A GPU that the kernels run on.
 #[derive(Debug)]
@@ -119,6 +119,43 @@ pub fn work_of_step(kind: DeviceKind, config: &Config, recipe: &Recipe, step: u6
     on_shapes(kind, 1, config, recipe, |dry, rank| {
         let ((), calls) = dry.counted(|| rank.rehearse_whole_step(step))?;
         Ok(calls)
+    })
+}
+
+/// Products and attention that a GPU makes on its ordinary cores, many times slower than on its tensor cores.
+#[derive(Debug, Clone, PartialEq)]
+pub struct OffTensorCores {
+    /// Why: formats that they have no way for, or a size.
+    pub why: String,
+    /// The operations that ask for them, each once.
+    pub ops: Vec<&'static str>,
+    /// Their share of all products and attention of a run.
+    pub share: f64,
+}
+
+/// What of a run a GPU would leave to its ordinary cores: of a step at every point where precisions change, and of an evaluation.
+///
+/// # Errors
+/// As [`predict`].
+pub fn off_tensor_cores(config: &Config, recipe: &Recipe) -> Result<Vec<OffTensorCores>> {
+    on_shapes(DeviceKind::Gpu, 1, config, recipe, |dry, rank| {
+        let ((_, calls), slow) = dry.slow(|| dry.counted(|| rank.rehearse()))?;
+        let all: f64 = calls.iter().map(|call| call.work.flops.total()).sum();
+        let mut found: Vec<OffTensorCores> = Vec::new();
+        for Slow { op, why, flops } in slow {
+            let share = flops / all;
+            match found.iter_mut().find(|known| known.why == why) {
+                Some(known) => {
+                    known.share += share;
+                    if !known.ops.contains(&op) {
+                        known.ops.push(op);
+                    }
+                }
+                None => found.push(OffTensorCores { why, ops: vec![op], share }),
+            }
+        }
+        found.sort_by(|a, b| b.share.total_cmp(&a.share));
+        Ok(found)
     })
 }
 

@@ -8,11 +8,10 @@ use crate::ops::Instance;
 use crate::tensor_map::{Element, Swizzle, TensorMap, Tiles};
 use crate::{Buffer, Cuda, Device};
 use half::bf16;
+use nibble_choice::attention::HEADS;
 use nibble_core::ops::{AttentionBackward, AttentionGrads};
 use nibble_core::{Data, Result, Tensor};
 
-/// Elements of the heads it takes: of queries and keys, and of values.
-pub const DIMS: [(usize, usize); 3] = [(64, 64), (128, 128), (192, 128)];
 /// Queries or keys of a warpgroup.
 const GROUP_ROWS: usize = 64;
 /// Keys of a tile of the forward pass.
@@ -45,7 +44,7 @@ impl Wgmma {
     pub fn choose(sizes: &Sizes, tensors: &[&Tensor<Cuda>], num_sms: u32) -> Option<Self> {
         let aligned =
             |x: &&Tensor<Cuda>| matches!(&x.data, Data::Bf16(x) if x.get().address().is_multiple_of(16));
-        let takes = DIMS.contains(&sizes.dims()) && sizes.heads() > 0 && tensors.iter().all(aligned);
+        let takes = HEADS.contains(&sizes.dims()) && sizes.heads() > 0 && tensors.iter().all(aligned);
         takes.then_some(Self { sizes: *sizes, num_sms: num_sms as usize })
     }
 
@@ -165,7 +164,7 @@ enum Part {
     Kv,
 }
 
-/// Sizes of heads, one of [`DIMS`], and what follows from them, as in the kernels.
+/// Sizes of heads, one of [`HEADS`], and what follows from them, as in the kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Dims {
     /// Of queries and keys.
@@ -266,7 +265,7 @@ pub(super) fn instances() -> Vec<Instance> {
             (dims.backward_spec(Part::Q), dims.backward_q_shared()),
         ]
     };
-    DIMS.into_iter().flat_map(of_dims).map(|(spec, shared_bytes)| Instance { spec, shared_bytes }).collect()
+    HEADS.into_iter().flat_map(of_dims).map(|(spec, shared_bytes)| Instance { spec, shared_bytes }).collect()
 }
 
 #[cfg(test)]

@@ -1,19 +1,20 @@
-//! See [`nibble_core::ops::Gemm`]: which kernel takes a pair of operands, and the dense product.
+//! See [`nibble_core::ops::Gemm`]: the dense product, and the launch of the path that any product takes.
 
-use super::grouped_desc::{GroupedDesc, OperandKind, Out, ScalesB};
 use super::grouped_product::{self, GroupedProduct};
-use super::lowered::{Lowered, fp8_element};
+use super::lowered;
 use super::product::{GroupBuffers, Product, Ragged, ScaleValues, StridedScales, Target};
-use super::product_parts::Parts;
+use super::product_parts;
 use super::product_runs::{Runs, sum_to};
 use super::product_simt::{ProductSimt, Side, Values};
 use crate::Cuda;
 use crate::ops::plain::elementwise::cast_values;
 use half::bf16;
+use nibble_choice::Grouping;
+use nibble_choice::products::{Factor, GroupedDesc, ProductDesc, ProductPath, ScalesB};
 use nibble_core::formats::WHOLE_LINE;
 use nibble_core::formats::layout::mn_major_stride;
-use nibble_core::formats::{BlockAxis, Element, Format, ScaleKind, ScaleLayout};
-use nibble_core::ops::Gemm;
+use nibble_core::formats::{BlockAxis, Format, ScaleLayout};
+use nibble_core::ops::{Gemm, ProductDims};
 use nibble_core::{BlockScaled, DType, Data, Error, Operand, Result, Tensor};
 
 /// Contractions of formats with a scale a line are passed as whole multiples of this.
@@ -31,68 +32,50 @@ pub(crate) fn gemm(cuda: &Cuda, op: Gemm<'_, Cuda>) -> Result<Tensor<Cuda>> {
 }
 
 impl Product<'_> {
-    /// What the tensor cores' kernels would be asked, if they take the operands. With `transposed`, A and B change places, so
-    /// that it is B whose rows share scales: that is the faster way, which there is to F32 alone.
-    pub fn on_tensor_cores(
+    /// The path for these operands.
+    pub fn path(
         &self,
         a: &Operand<Cuda>,
         b: &Operand<Cuda>,
-        out: DType,
-        accumulate: bool,
-    ) -> Option<GroupedDesc> {
-        let kind = match (fp8_element(a), fp8_element(b)) {
-            (Some(Element::E4M3), Some(Element::E4M3)) => OperandKind::Fp8(scales_b(b)),
-            _ if (a.format(), b.format()) == (Format::Bf16, Format::Bf16) => OperandKind::Bf16,
-            _ => return None,
-        };
-        let desc = GroupedDesc {
-            ragged: self.ragged,
-            kind,
-            out: if out == DType::Bf16 { Out::Bf16 } else { Out::F32 },
-            accumulate,
-            transposed: false,
-            groups: self.groups.map_or(1, |groups| groups.num_groups),
-            m: self.m,
-            n: self.n,
-            k: self.k,
-        };
-        let turned = GroupedDesc {
-            kind: OperandKind::Fp8(scales_b(a)),
-            transposed: true,
-            m: self.n,
-            n: self.m,
-            ..desc
-        };
-        let shared = |kind| matches!(kind, OperandKind::Fp8(ScalesB::Tile | ScalesB::Strips));
-        let faster = shared(turned.kind) && !shared(kind) && turned.check().is_ok();
-        if faster { Some(turned) } else { desc.check().is_ok().then_some(desc) }
+        (out, accumulate): (DType, bool),
+    ) -> ProductPath {
+        let Self { ragged, m, n, k, .. } = *self;
+        let (groups, dims) = (self.groups.map(Grouping::of), ProductDims { m, n, k });
+        let (a, b) = (Factor::of(a), Factor::of(b));
+        ProductDesc { ragged, groups, dims, a, b, out, accumulate }.path()
     }
 
-    /// Runs on the tensor cores if they take the operands, or else on the ordinary cores, which leave rows of no group
-    /// alone. Sizes are positive and checked.
+    /// Runs. Rows of no group are zeros, or left alone where the path does not write every row. Sizes are positive and checked.
     pub fn run(&self, a: &Operand<Cuda>, b: &Operand<Cuda>, d: Target<'_>) -> Result<()> {
-        let groups =
-            self.groups.map(|groups| GroupBuffers { start: groups.start.get(), len: groups.len.get() });
-        if let Some(lowered) = Lowered::of(a, b) {
-            return lowered.run(self, d);
+        let path = self.path(a, b, d.result());
+        self.run_by(&path, (a, b), d)
+    }
+
+    /// Runs by the path that is chosen for this product.
+    pub fn run_by(
+        &self,
+        path: &ProductPath,
+        (a, b): (&Operand<Cuda>, &Operand<Cuda>),
+        d: Target<'_>,
+    ) -> Result<()> {
+        match path {
+            ProductPath::TensorCores(desc) => {
+                let (a, b) = self.operands(desc, (a, b))?;
+                GroupedProduct { desc: *desc, groups: self.group_buffers(), a, b, d }.run()
+            }
+            ProductPath::Runs { desc, each } => self.run_cut(*desc, *each, (a, b), d),
+            ProductPath::Parts(parts) => product_parts::run(*parts, self, (a, b), d),
+            ProductPath::Lowered(path) => lowered::run(path, self, (a, b), d),
+            ProductPath::OrdinaryCores { .. } => self.run_simt((a, b), d),
         }
-        let (out, accumulate) = match &d {
-            Target::Bf16 { accumulate, .. } => (DType::Bf16, *accumulate),
-            Target::F32 { accumulate, .. } => (DType::F32, *accumulate),
-        };
-        if let Some(runs) = Runs::of(self)?
-            && let Some(desc) = self.on_tensor_cores(a, b, DType::F32, false)
-        {
-            return self.run_cut(desc, &runs, (a, b), d);
-        }
-        if let Some(desc) = self.on_tensor_cores(a, b, out, accumulate) {
-            let (a, b) = if desc.transposed { (b, a) } else { (a, b) };
-            let (a, b) = (self.operand(a, ScalesB::Floats)?, self.operand(b, scales_b(b))?);
-            return GroupedProduct { desc, groups, a, b, d }.run();
-        }
-        if let Some(parts) = Parts::choose(self, a, b, &d) {
-            return parts.run(self, d);
-        }
+    }
+
+    pub(super) fn group_buffers(&self) -> Option<GroupBuffers<'_>> {
+        self.groups.map(|groups| GroupBuffers { start: groups.start.get(), len: groups.len.get() })
+    }
+
+    /// On the ordinary cores, which leave rows of no group alone.
+    fn run_simt(&self, (a, b): (&Operand<Cuda>, &Operand<Cuda>), d: Target<'_>) -> Result<()> {
         let (a, b) = (&widened(a, b)?, &widened(b, a)?);
         let block = match a {
             Operand::Plain(_) => None,
@@ -105,7 +88,7 @@ impl Product<'_> {
         let (a, b) = (self.side(a)?, self.side(b)?);
         ProductSimt {
             ragged: self.ragged,
-            groups,
+            groups: self.group_buffers(),
             num_groups,
             m: self.m,
             n: self.n,
@@ -122,17 +105,26 @@ impl Product<'_> {
     fn run_cut(
         &self,
         desc: GroupedDesc,
-        runs: &Runs,
-        (a, b): (&Operand<Cuda>, &Operand<Cuda>),
+        each: usize,
+        operands: (&Operand<Cuda>, &Operand<Cuda>),
         d: Target<'_>,
     ) -> Result<()> {
-        let desc = GroupedDesc { groups: desc.groups * runs.each, ..desc };
+        let runs = Runs::of(self, each)?;
         let mut all = d.device().alloc(desc.d())?;
-        let (a, b) = if desc.transposed { (b, a) } else { (a, b) };
-        let (a, b) = (self.operand(a, ScalesB::Floats)?, self.operand(b, scales_b(b))?);
+        let (a, b) = self.operands(&desc, operands)?;
         let to_all = Target::F32 { values: &mut all, accumulate: false };
-        GroupedProduct { desc, groups: Some(runs.groups()), a, b, d: to_all }.run()?;
-        sum_to(d, &all, self.m * self.n, 1, runs.each)
+        GroupedProduct { desc, groups: runs.as_ref().map(Runs::groups), a, b, d: to_all }.run()?;
+        sum_to(d, &all, self.m * self.n, 1, each)
+    }
+
+    /// Both as the tensor cores' kernels take them.
+    fn operands<'a>(
+        &self,
+        desc: &GroupedDesc,
+        (a, b): (&'a Operand<Cuda>, &'a Operand<Cuda>),
+    ) -> Result<(grouped_product::Operand<'a>, grouped_product::Operand<'a>)> {
+        let (a, b) = if desc.transposed { (b, a) } else { (a, b) };
+        Ok((self.operand(a, ScalesB::Floats)?, self.operand(b, Factor::of(b).scales_b())?))
     }
 
     /// Read with one scale for as many rows as `shared` says.
@@ -166,19 +158,14 @@ impl Product<'_> {
             }
             Operand::Block(q) => {
                 let codes = q.codes.get();
-                let values = match fp8_element(x) {
-                    Some(Element::E4M3) => Values::E4m3(codes),
-                    Some(Element::E5M2) => Values::E5m2(codes),
-                    _ if q.format == Format::Mxfp4 => Values::E2m1(codes),
-                    _ => return Err(Error::unsupported(self.op, q.format, "it has no codes")),
-                };
+                if !Factor::of(x).is_fp8() {
+                    return Err(Error::unsupported(self.op, q.format, "it is to be decoded first"));
+                }
                 let is_square = q.axis == BlockAxis::Tile && q.tensor_scale.is_none();
                 let tile_rows = if is_square { q.format.spec().block } else { 1 };
                 let scales = Some(scales(self.op, q)?);
-                // A line is whole bytes.
-                let len = if down { q.rows } else { q.cols };
-                let row_stride = q.format.row_code_bytes(len) * 8 / q.format.spec().code_bits as usize;
-                Ok(Side { values, row_stride, k_stride: 1, scales, tile_rows })
+                let row_stride = if down { q.rows } else { q.cols };
+                Ok(Side { values: Values::E4m3(codes), row_stride, k_stride: 1, scales, tile_rows })
             }
         }
     }
@@ -192,19 +179,6 @@ fn widened(x: &Operand<Cuda>, other: &Operand<Cuda>) -> Result<Operand<Cuda>> {
             Ok(Operand::Plain(Tensor { data: Data::F32(values), rows: *rows, cols: *cols }))
         }
         _ => Ok(x.clone()),
-    }
-}
-
-/// What is known of an operand's scales.
-fn scales_b(x: &Operand<Cuda>) -> ScalesB {
-    match x {
-        // A tensor's scale lies beside each row.
-        Operand::Block(q) if q.tensor_scale.is_some() => ScalesB::Floats,
-        Operand::Block(q) if q.axis == BlockAxis::Tile => ScalesB::Tile,
-        Operand::Block(q) if q.scale_kind() == ScaleKind::E8M0 => {
-            ScalesB::repeating(if q.axis == BlockAxis::Col { q.shared_cols } else { 1 })
-        }
-        _ => ScalesB::Floats,
     }
 }
 

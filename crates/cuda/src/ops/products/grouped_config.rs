@@ -1,12 +1,12 @@
 //! Which instance of the grouped products' kernels runs, and in what order it walks the tiles of D. Nothing but the product's sizes and
 //! the GPU may decide.
 
-use super::grouped_desc::{GroupedDesc, OperandKind, Out, ScalesB};
-use super::product::Ragged;
+use super::product::{Ragged, ragged_name};
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::Launch;
 use crate::probe::GpuInfo;
 use crate::tensor_map::Fetch;
+use nibble_choice::products::{GroupedDesc, OperandKind, Out, ScalesB};
 use nibble_core::ops::ProductDims;
 use nibble_core::{Error, Result};
 use std::fmt;
@@ -204,7 +204,7 @@ impl GroupedConfig {
     pub fn spec(&self, desc: &GroupedDesc) -> KernelSpec {
         let int = |value: usize| TemplateArg::Int(value as i64);
         let mut args = vec![
-            ("kRagged", TemplateArg::Type(desc.ragged.name())),
+            ("kRagged", TemplateArg::Type(ragged_name(desc.ragged))),
             ("Out", TemplateArg::Type(if desc.out == Out::Bf16 { "nib::u16" } else { "float" })),
             ("kAdds", TemplateArg::Type(self.adds(desc))),
             ("kStages", int(self.stages)),
@@ -218,7 +218,7 @@ impl GroupedConfig {
                 ("kernels/products/grouped_fp8_mixed.cuh", "nib::grouped_fp8_mixed")
             }
             OperandKind::Fp8(scales_b) => {
-                args.push(("kScalesB", TemplateArg::Type(scales_b.name())));
+                args.push(("kScalesB", TemplateArg::Type(scales_name(scales_b))));
                 args.push(("kTransposed", TemplateArg::Bool(desc.transposed)));
                 ("kernels/products/grouped_fp8_block.cuh", "nib::grouped_fp8_block")
             }
@@ -252,6 +252,16 @@ impl GroupedConfig {
             cluster: self.cluster as u32,
             shared_bytes: self.shared_bytes(desc),
         }
+    }
+}
+
+/// The device's name of [`ScalesB`].
+const fn scales_name(scales: ScalesB) -> &'static str {
+    match scales {
+        ScalesB::Tile => "nib::ScalesOfB::kTile",
+        ScalesB::Strips => "nib::ScalesOfB::kStrips",
+        ScalesB::Powers => "nib::ScalesOfB::kPowers",
+        ScalesB::Floats => "nib::ScalesOfB::kFloats",
     }
 }
 

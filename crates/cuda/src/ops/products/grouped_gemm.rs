@@ -16,12 +16,12 @@ pub(crate) fn grouped_gemm(cuda: &Cuda, op: GroupedGemm<'_, Cuda>) -> Result<Ten
         n: dims.n,
         k: dims.k,
     };
-    let empty = dims.m * dims.n * dims.k * op.groups.num_groups == 0;
-    // Rows of no group are zeros, which the tensor cores' kernel writes itself.
-    let zeroed = empty || product.on_tensor_cores(op.x, op.w, op.out, false).is_none();
-    let mut d = Output::new(cuda, op.out, dims.m * dims.n, zeroed)?;
-    if !empty {
-        product.run(op.x, op.w, d.target())?;
+    // Rows of no group are zeros, which most paths write themselves.
+    if dims.m * dims.n * dims.k * op.groups.num_groups == 0 {
+        return Output::new(cuda, op.out, dims.m * dims.n, true)?.into_tensor(dims.m, dims.n);
     }
+    let path = product.path(op.x, op.w, (op.out, false));
+    let mut d = Output::new(cuda, op.out, dims.m * dims.n, !path.writes_every_row())?;
+    product.run_by(&path, (op.x, op.w), d.target())?;
     d.into_tensor(dims.m, dims.n)
 }

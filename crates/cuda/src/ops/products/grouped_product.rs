@@ -3,16 +3,16 @@
 
 pub use super::grouped_config::{Adds, GroupedConfig, Order};
 use super::grouped_config::{BLOCK_N, OUT_ROW_BYTES, OUT_ROWS, ROW_BYTES};
-use super::grouped_desc::OP;
-pub use super::grouped_desc::{GroupedDesc, OperandKind, Out, ScalesB, row_unit};
 pub use super::product::{GroupBuffers, Ragged, ScaleValues, StridedScales, Target};
 use super::product::{GroupsArg, same_device};
 use crate::launch::KernelArg;
 use crate::tensor_map::{Element, Fetch, Swizzle, TensorMap, Tiles};
 use crate::{Buffer, Device};
 use half::bf16;
+pub use nibble_choice::products::{GroupedDesc, OperandKind, Out, ScalesB};
 use nibble_core::{Error, Result};
 
+const OP: &str = "grouped_product";
 /// Columns and rows of a box of a BF16 stage whose contraction runs down the rows.
 const BOX: usize = 64;
 

@@ -10,67 +10,44 @@ use crate::ops::Instance;
 use crate::ops::convert::dequantize;
 use crate::ops::planes::type_name;
 use crate::{Buffer, Cuda, Device};
-use nibble_core::formats::WHOLE_LINE;
-use nibble_core::formats::{Element, Format};
-use nibble_core::{BlockScaled, DType, Error, Groups, Operand, Result};
+use nibble_choice::products::Lowered;
+use nibble_core::{DType, Error, Groups, Operand, Result};
 
 const THREADS: usize = 256;
 /// Columns that a warp of `scale_sums` takes.
 const SEGMENT: usize = 512;
 
-/// Two operands, of which at least one has codes that no kernel multiplies.
-pub(super) struct Lowered<'a> {
-    a: &'a BlockScaled<Cuda>,
-    b: &'a BlockScaled<Cuda>,
-}
-
-/// FP8 in blocks of 128 or longer, under F32 scales or powers of two: what kernels read as it is.
-pub(super) fn fp8_element(x: &Operand<Cuda>) -> Option<Element> {
-    let Operand::Block(q) = x else { return None };
-    let spec = q.format.spec();
-    let whole = spec.block.is_multiple_of(128) || spec.block == WHOLE_LINE;
-    spec.element.filter(|element| whole && matches!(*element, Element::E4M3 | Element::E5M2))
-}
-
-impl<'a> Lowered<'a> {
-    /// None where the operands are plain, or multiplied as they are.
-    pub fn of(a: &'a Operand<Cuda>, b: &'a Operand<Cuda>) -> Option<Self> {
-        let as_it_is = |x: &Operand<Cuda>| fp8_element(x).is_some() || x.format() == Format::Mxfp4;
-        match (a, b) {
-            (Operand::Block(of_a), Operand::Block(of_b)) if !(as_it_is(a) && as_it_is(b)) => {
-                Some(Self { a: of_a, b: of_b })
-            }
-            _ => None,
-        }
-    }
-
-    /// Multiplies. Rows of no group are left alone, unless there are scales of tensors: then they are zeros.
-    pub fn run(self, product: &Product<'_>, d: Target<'_>) -> Result<()> {
-        let device = d.device().clone();
-        let folds = [self.a, self.b].iter().all(|x| x.format.folds_into_bf16(x.rule));
-        let decode = |x| if folds { dequantize::bare(&device, x) } else { dequantize::wide(&device, x) };
-        let (a, b) = (decode(self.a)?, decode(self.b)?);
-        let (a, b) = (Operand::Plain(a), Operand::Plain(b));
-        let groups =
-            product.groups.map(|groups| whole_groups(&device, product.ragged, groups)).transpose()?;
-        let whole = Product { groups: groups.as_ref(), ..*product };
-        let [of_a, of_b] = [self.a, self.b].map(|x| x.tensor_scale.as_ref().filter(|_| folds).map(Buf::get));
-        if of_a.is_none() && of_b.is_none() {
-            return whole.run(&a, &b, d);
-        }
-        let mut sums = device.alloc::<f32>(d.len())?;
-        whole.run(&a, &b, Target::F32 { values: &mut sums, accumulate: false })?;
-        scale_sums(product, &sums, (of_a, of_b), d)
-    }
+/// Decodes, and multiplies. Rows of no group are left alone, unless there are scales of tensors: then they are zeros.
+pub(super) fn run(
+    path: &Lowered,
+    product: &Product<'_>,
+    (a, b): (&Operand<Cuda>, &Operand<Cuda>),
+    d: Target<'_>,
+) -> Result<()> {
+    let (device, a, b) = (d.device().clone(), a.block(product.op)?, b.block(product.op)?);
+    let decode = |x| match path.dtype {
+        DType::Bf16 => dequantize::bare(&device, x),
+        DType::F32 => dequantize::wide(&device, x),
+    };
+    let (plain_a, plain_b) = (Operand::Plain(decode(a)?), Operand::Plain(decode(b)?));
+    let groups = match (path.whole_groups, product.groups) {
+        (Some(_), Some(groups)) => Some(whole_groups(&device, groups)?),
+        (_, groups) => groups.cloned(),
+    };
+    let whole = Product { groups: groups.as_ref(), ..*product };
+    let Some(sums) = path.sums else {
+        return whole.run_by(&path.product, (&plain_a, &plain_b), d);
+    };
+    let mut sums = device.alloc::<f32>(sums)?;
+    let to_sums = Target::F32 { values: &mut sums, accumulate: false };
+    whole.run_by(&path.product, (&plain_a, &plain_b), to_sums)?;
+    let [of_a, of_b] = [a, b].map(|x| x.tensor_scale.as_ref().map(Buf::get));
+    scale_sums(product, &sums, (of_a, of_b), d)
 }
 
 /// Groups as a contraction over blocks takes them, each to the end of its last whole block: what lies there are zeros, or, under a Hadamard
 /// transform, which spreads a group over whole blocks, a part of it.
-fn whole_groups(device: &Device, ragged: Ragged, groups: &Groups<Cuda>) -> Result<Groups<Cuda>> {
-    if ragged == Ragged::Rows || groups.rows_each.is_some_and(|rows| rows.is_multiple_of(groups.align.max(1)))
-    {
-        return Ok(groups.clone());
-    }
+fn whole_groups(device: &Device, groups: &Groups<Cuda>) -> Result<Groups<Cuda>> {
     let len = device.alloc::<i32>(groups.num_groups)?;
     let ctas = groups.num_groups.div_ceil(THREADS) as u32;
     let launch = Launch { ctas, threads: THREADS as u32, cluster: 1, shared_bytes: 0 };
@@ -127,9 +104,10 @@ fn scale_sums(
     if sums.len() != rows * product.n {
         return Err(Error::shape(product.op, "d", sums.len(), rows * product.n));
     }
-    let (address, dtype, accumulate) = match &d {
-        Target::Bf16 { values, accumulate } => (values.address(), DType::Bf16, *accumulate),
-        Target::F32 { values, accumulate } => (values.address(), DType::F32, *accumulate),
+    let (dtype, accumulate) = d.result();
+    let address = match &d {
+        Target::Bf16 { values, .. } => values.address(),
+        Target::F32 { values, .. } => values.address(),
     };
     let of_groups =
         |pick: fn(&Groups<Cuda>) -> &Buf<i32>| product.groups.map_or(0, |g| pick(g).get().address());

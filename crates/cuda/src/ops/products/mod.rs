@@ -2,7 +2,6 @@
 
 pub(crate) mod gemm;
 pub(crate) mod grouped_config;
-pub(crate) mod grouped_desc;
 pub(crate) mod grouped_gemm;
 pub mod grouped_product;
 pub(crate) mod grouped_wgrad;

@@ -2,10 +2,11 @@
 
 use crate::{Buffer, Cuda, Device};
 use half::bf16;
+pub use nibble_choice::products::Ragged;
 use nibble_core::formats::ScaleKind;
-use nibble_core::{Error, Groups, Result};
+use nibble_core::{DType, Error, Groups, Result};
 
-/// A product of two operands as the operations pass them; sizes as for [`GroupedDesc`](super::grouped_desc::GroupedDesc).
+/// A product of two operands as the operations pass them; sizes as for [`GroupedDesc`](nibble_choice::products::GroupedDesc).
 pub(crate) struct Product<'a> {
     pub op: &'static str,
     pub ragged: Ragged,
@@ -15,22 +16,11 @@ pub(crate) struct Product<'a> {
     pub k: usize,
 }
 
-/// What a group's rows are.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Ragged {
-    /// Rows of A and D; each group has a matrix of B. Forward, and gradient of the data.
-    Rows,
-    /// The contraction; each group has a matrix of D. Gradient of the weights.
-    Contraction,
-}
-
-impl Ragged {
-    /// The device's name for it.
-    pub(crate) const fn name(self) -> &'static str {
-        match self {
-            Self::Rows => "nib::Ragged::kRows",
-            Self::Contraction => "nib::Ragged::kContraction",
-        }
+/// The device's name of [`Ragged`].
+pub(super) const fn ragged_name(ragged: Ragged) -> &'static str {
+    match ragged {
+        Ragged::Rows => "nib::Ragged::kRows",
+        Ragged::Contraction => "nib::Ragged::kContraction",
     }
 }
 
@@ -202,6 +192,14 @@ pub struct GroupBuffers<'a> {
 }
 
 impl Target<'_> {
+    /// What it is of, and whether it is added to.
+    pub(crate) const fn result(&self) -> (DType, bool) {
+        match self {
+            Target::Bf16 { accumulate, .. } => (DType::Bf16, *accumulate),
+            Target::F32 { accumulate, .. } => (DType::F32, *accumulate),
+        }
+    }
+
     pub(crate) fn device(&self) -> &Device {
         match self {
             Target::Bf16 { values, .. } => values.device(),

@@ -1,51 +1,31 @@
 //! Contractions cut into runs of rows, where D alone has too few tiles for the GPU, and the sums of what the runs give
 //! (`csrc/kernels/products/bf16_parts.cuh`).
 //!
-//! The number of runs is a function of D's size and of the rows of a group, and of nothing else: the same bits for any number of
-//! groups, and so of ranks.
+//! The number of runs is a function of D's size and of the rows of a group, and of nothing else (`ProductDims::gpu_runs`): the same bits for
+//! any number of groups, and so of ranks.
 
-use super::product::{GroupBuffers, Product, Ragged, Target};
+use super::product::{GroupBuffers, Product, Target};
 use crate::Buffer;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, KernelArg, Launch};
 use crate::ops::planes::type_name;
 use half::bf16;
-use nibble_core::ops::ProductDims;
+use nibble_choice::products::{PARTS, SUMMED_UNIT as UNIT};
 use nibble_core::{DType, Error, Result};
 
 const OP: &str = "product_runs";
 const THREADS: u32 = 256;
-/// Numbers a thread sums.
-pub(crate) const UNIT: usize = 4;
-/// BF16 numbers that an F32 number is.
-pub(crate) const PARTS: usize = 3;
-
-/// Runs of a product's rows: one, unless it is a contraction over groups that are known to be equal.
-pub(crate) fn runs_of(product: &Product<'_>) -> usize {
-    let rows = product.groups.and_then(|groups| groups.rows_each);
-    match (product.ragged, rows) {
-        (Ragged::Contraction, Some(rows)) if (product.m * product.n).is_multiple_of(UNIT) => {
-            ProductDims { m: product.m, n: product.n, k: product.k }.gpu_runs(rows)
-        }
-        _ => 1,
-    }
-}
 
 /// Where the runs lie, on the device.
 pub(crate) struct Runs {
     start: Buffer<i32>,
     len: Buffer<i32>,
-    /// Of each group.
-    pub each: usize,
 }
 
 impl Runs {
-    /// Those of a product; none where each group is its own.
-    pub fn of(product: &Product<'_>) -> Result<Option<Self>> {
-        let (Some(groups), each) = (product.groups, runs_of(product)) else { return Ok(None) };
-        if each == 1 {
-            return Ok(None);
-        }
+    /// So many of each group of a product; none where each group is its own.
+    pub fn of(product: &Product<'_>, each: usize) -> Result<Option<Self>> {
+        let Some(groups) = product.groups.filter(|_| each > 1) else { return Ok(None) };
         let device = groups.start.get().device();
         let all = groups.num_groups * each;
         let (start, len) = (device.alloc(all + 1)?, device.alloc(all)?);
@@ -55,7 +35,7 @@ impl Runs {
         let args: [&dyn KernelArg; 6] = [groups.start.get(), groups.len.get(), &start, &len, &count, &runs];
         // SAFETY: the groups' start and length are of `count`, the results of `runs` times as many.
         unsafe { device.kernel(&spec("nib::cut_groups", Vec::new()))?.launch(launch, &args) }?;
-        Ok(Some(Self { start, len, each }))
+        Ok(Some(Self { start, len }))
     }
 
     /// As the products take them.
@@ -72,7 +52,7 @@ pub(crate) struct Units {
 }
 
 impl Units {
-    /// `cols` divides `len`, and is a multiple of [`UNIT`].
+    /// `cols` divides `len`, and is a multiple of [`SUMMED_UNIT`](UNIT).
     pub fn of(len: usize, cols: usize) -> Result<Self> {
         let units = u32::try_from(len / UNIT).ok().filter(|&units| units <= i32::MAX as u32);
         let units = units.ok_or_else(|| Error::shape(OP, "values", len, "below 2^33"))?;

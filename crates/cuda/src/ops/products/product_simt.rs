@@ -1,7 +1,9 @@
-//! D = A·Bᵀ of any two operands on the ordinary cores (`csrc/kernels/products/product_simt.cuh`): F32 products, and sizes and pairs of
-//! formats that the tensor-core kernels do not take.
+//! D = A·Bᵀ of any two operands on the ordinary cores (`csrc/kernels/products/product_simt.cuh`): F32 products, and sizes
+//! that the tensor-core kernels do not take.
 
-use super::product::{GroupBuffers, GroupsArg, Ragged, ScalesArg, StridedScales, Target, same_device};
+use super::product::{
+    GroupBuffers, GroupsArg, Ragged, ScalesArg, StridedScales, Target, ragged_name, same_device,
+};
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch, plain_args};
 use crate::{Buffer, Device};
@@ -20,9 +22,6 @@ pub(crate) enum Values<'a> {
     F32(&'a Buffer<f32>),
     Bf16(&'a Buffer<bf16>),
     E4m3(&'a Buffer<u8>),
-    E5m2(&'a Buffer<u8>),
-    /// Two a byte.
-    E2m1(&'a Buffer<u8>),
 }
 
 impl Values<'_> {
@@ -30,7 +29,7 @@ impl Values<'_> {
         match self {
             Self::F32(x) => x.device(),
             Self::Bf16(x) => x.device(),
-            Self::E4m3(x) | Self::E5m2(x) | Self::E2m1(x) => x.device(),
+            Self::E4m3(x) => x.device(),
         }
     }
 
@@ -38,7 +37,7 @@ impl Values<'_> {
         match self {
             Self::F32(x) => x.address(),
             Self::Bf16(x) => x.address(),
-            Self::E4m3(x) | Self::E5m2(x) | Self::E2m1(x) => x.address(),
+            Self::E4m3(x) => x.address(),
         }
     }
 
@@ -46,8 +45,7 @@ impl Values<'_> {
         match self {
             Self::F32(x) => x.len(),
             Self::Bf16(x) => x.len(),
-            Self::E4m3(x) | Self::E5m2(x) => x.len(),
-            Self::E2m1(x) => 2 * x.len(),
+            Self::E4m3(x) => x.len(),
         }
     }
 
@@ -57,8 +55,6 @@ impl Values<'_> {
             Self::F32(_) => 0,
             Self::Bf16(_) => 1,
             Self::E4m3(_) => 2,
-            Self::E5m2(_) => 3,
-            Self::E2m1(_) => 4,
         }
     }
 
@@ -66,7 +62,7 @@ impl Values<'_> {
         match self {
             Self::F32(_) => ELEMENTS[0],
             Self::Bf16(_) => ELEMENTS[1],
-            _ => ELEMENTS[2],
+            Self::E4m3(_) => ELEMENTS[2],
         }
     }
 }
@@ -127,7 +123,7 @@ impl Side<'_> {
     }
 }
 
-/// A product; sizes as for [`super::grouped_product::GroupedDesc`].
+/// A product; sizes as for [`nibble_choice::products::GroupedDesc`].
 #[derive(Debug)]
 pub(crate) struct ProductSimt<'a> {
     pub ragged: Ragged,
@@ -149,7 +145,10 @@ fn spec(element: &'static str, ragged: Ragged) -> KernelSpec {
     KernelSpec {
         source: "kernels/products/product_simt.cuh",
         name: "nib::product_simt",
-        args: vec![("Element", TemplateArg::Type(element)), ("kRagged", TemplateArg::Type(ragged.name()))],
+        args: vec![
+            ("Element", TemplateArg::Type(element)),
+            ("kRagged", TemplateArg::Type(ragged_name(ragged))),
+        ],
     }
 }
 

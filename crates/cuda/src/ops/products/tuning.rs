@@ -2,8 +2,8 @@
 //! than the chosen one.
 
 use super::grouped_config::GroupedConfig;
-use super::grouped_desc::GroupedDesc;
 use crate::probe::GpuInfo;
+use nibble_choice::products::GroupedDesc;
 use std::cell::RefCell;
 use std::thread::LocalKey;
 

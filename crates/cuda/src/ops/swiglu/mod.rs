@@ -18,7 +18,8 @@ use crate::ops::planes::{
 };
 use crate::tensor_map::{Element, Swizzle, TensorMap, Tiles, TurnedTiles};
 use crate::{Buffer, Device};
-use nibble_core::formats::{BlockAxis, Codec, Format, Rounding, ScaleRule};
+use nibble_choice::swiglu::{FUSED_RULES, SwigluPath, TILE, check_size};
+use nibble_core::formats::{BlockAxis, Codec, ScaleRule};
 use nibble_core::ops::{Emit, Emitted, Planes, Quantize, Swiglu, SwigluOut};
 use nibble_core::{BlockScaled, DType, Data, Error, Groups, Operand, Result, Tensor};
 
@@ -32,12 +33,15 @@ pub(crate) fn swiglu(cuda: &Cuda, op: Swiglu<'_, Cuda>) -> Result<SwigluOut<Cuda
     buffers.weight(op.weight, op.h.rows)?;
     buffers.groups(op.groups)?;
     let num_sms = cuda.device().info().num_sms;
-    if let Some(rows) = Rows::choose(&op, num_sms) {
-        return rows.run(cuda, &op);
-    }
-    match RowsCols::choose(&op, num_sms) {
-        Some(both) => both.run(cuda, &op),
-        None => by_way_of_plain(cuda, &op),
+    match SwigluPath::of(&op) {
+        SwigluPath::Rows { codec, save_h } => Rows::new(&op, (codec, save_h), num_sms).run(cuda, &op),
+        SwigluPath::RowsCols { codec, capacity } => {
+            RowsCols::new(&op, (codec, capacity), num_sms).run(cuda, &op)
+        }
+        SwigluPath::Plain(dtype) => {
+            let a = emit(cuda, plain(cuda.device(), &op, dtype)?, op.a, op.groups)?;
+            Ok(SwigluOut { a, h: saved_h(cuda, &op)? })
+        }
     }
 }
 
@@ -52,36 +56,12 @@ pub(super) fn instances() -> Vec<Instance> {
     all.map(|(spec, shared_bytes)| Instance { spec, shared_bytes }).collect()
 }
 
-/// The rules of E4M3 scales that kernels which make more than one thing are built for: those of the recipes.
-pub(super) const FUSED_RULES: [ScaleRule; 2] = [ScaleRule::Amax, ScaleRule::Rceil];
-
-/// Whether a codec is E4M3 as such kernels write it.
-pub(super) fn is_fused_e4m3(codec: Codec) -> bool {
-    codec.format() == Format::E4m3
-        && codec.rounding() == Rounding::NearestEven
-        && FUSED_RULES.contains(&codec.rule())
-}
-
 /// The rows' numbers, null where all rows count.
 pub(super) fn row_ids(groups: Option<&Groups<Cuda>>) -> Option<&Buffer<i32>> {
     groups.map(|groups| groups.row_id.get())
 }
 
-/// Sizes that the kernels' arithmetic in 32 bits can take, of h `[rows, 2f]`.
-pub(super) fn check_size(op: &'static str, rows: usize, f: usize) -> Result<()> {
-    // A row of h in BF16 has 4f bytes.
-    if f >= 1 << 29 {
-        return Err(Error::shape(op, "columns of h", f.saturating_mul(2), "below 2^30"));
-    }
-    // Tasks are counted below 2^31, of eight columns or more.
-    if rows.saturating_mul(f.div_ceil(8)) >= 1 << 31 {
-        let got = format!("{rows} · {}", 2 * f);
-        return Err(Error::shape(op, "rows · columns of h", got, "below 2^35"));
-    }
-    Ok(())
-}
-
-/// In the form asked for, from the plain matrix of [`plain_form`].
+/// In the form asked for, from a plain matrix.
 pub(super) fn emit(
     cuda: &Cuda,
     x: Tensor<Cuda>,
@@ -94,20 +74,6 @@ pub(super) fn emit(
         }
         Emit::Block { codec, planes } => Quantize { groups, ..Quantize::new(&x, codec, planes) }.run(cuda),
     }
-}
-
-/// The plain matrix that a form is made from. Quantization sees F32, not what BF16 would leave of it.
-pub(super) fn plain_form(emit: Emit) -> DType {
-    match emit {
-        Emit::Plain(dtype) => dtype,
-        Emit::Block { .. } => DType::F32,
-    }
-}
-
-/// Any form: plain `a`, then what is to be quantized.
-fn by_way_of_plain(cuda: &Cuda, op: &Swiglu<'_, Cuda>) -> Result<SwigluOut<Cuda>> {
-    let a = emit(cuda, plain(cuda.device(), op, plain_form(op.a))?, op.a, op.groups)?;
-    Ok(SwigluOut { a, h: saved_h(cuda, op)? })
 }
 
 /// h as the backward pass will want it.
@@ -178,29 +144,14 @@ struct Rows {
 }
 
 impl Rows {
-    /// Where the kernel takes all of the operation.
-    fn choose(op: &Swiglu<'_, Cuda>, num_sms: u32) -> Option<Self> {
-        let codec = match op.a {
-            Emit::Block { codec, planes: Planes::Rows } if is_fused_e4m3(codec) => Some(codec),
-            Emit::Plain(DType::Bf16) if op.save_h.is_none() => None,
-            _ => return None,
-        };
+    fn new(op: &Swiglu<'_, Cuda>, (codec, save_h): (Option<Codec>, Option<Codec>), num_sms: u32) -> Self {
         let (rows, f) = (op.h.rows, op.h.cols / 2);
-        let saves = op.save_h.is_none_or(|saved| {
-            saved.format() == Format::Mxfp4
-                && saved.rule() == ScaleRule::Rceil
-                && saved.rounding() == Rounding::NearestEven
-        });
-        let fits = f.is_multiple_of(32) && rows > 0 && f > 0 && check_size(OP, rows, f).is_ok();
-        if !(fits && saves && op.h.dtype() == DType::Bf16) {
-            return None;
-        }
         let segments = f.div_ceil(ROWS_COLS);
         // No more ctas than give every warp as many segments as any has.
         let (tasks, warps) = (rows * segments, ROWS_THREADS as usize / 32);
         let rounds = tasks.div_ceil(warps * num_sms.max(1) as usize);
         let ctas = tasks.div_ceil(warps * rounds) as u32;
-        Some(Self { codec, save_h: op.save_h, ctas, segments: segments as u32 })
+        Self { codec, save_h, ctas, segments: segments as u32 }
     }
 
     fn run(self, cuda: &Cuda, op: &Swiglu<'_, Cuda>) -> Result<SwigluOut<Cuda>> {
@@ -263,8 +214,6 @@ impl Rows {
 const ROWS_COLS_THREADS: u32 = 512;
 /// Ctas that a multiprocessor holds.
 const ROWS_COLS_PER_SM: usize = 2;
-/// Rows and columns of a tile, E4M3's block.
-const TILE: usize = 128;
 /// Rows that the copy engine brings at a time; a box of padding alone it leaves.
 pub(super) const BOX_ROWS: usize = 32;
 /// Dynamic shared memory in bytes, `RowsColsShared` of the kernel: the sigmoids, a tile of h, the factors of 128 columns, the numbers of
@@ -314,17 +263,10 @@ struct RowsCols {
 }
 
 impl RowsCols {
-    /// Where the kernel makes `a`.
-    fn choose(op: &Swiglu<'_, Cuda>, num_sms: u32) -> Option<Self> {
-        let Emit::Block { codec, planes: Planes::Both } = op.a else { return None };
-        let (rows, f) = (op.h.rows, op.h.cols / 2);
-        let capacity = tiled_capacity(rows, op.groups)?;
-        let fits = f.is_multiple_of(8) && rows > 0 && f > 0 && check_size(OP, capacity, f).is_ok();
-        if !(fits && is_fused_e4m3(codec) && op.h.dtype() == DType::Bf16) {
-            return None;
-        }
+    fn new(op: &Swiglu<'_, Cuda>, (codec, capacity): (Codec, usize), num_sms: u32) -> Self {
+        let f = op.h.cols / 2;
         let tiles = f.div_ceil(TILE) * (capacity / TILE);
-        Some(Self { codec, ctas: tiles.min(ROWS_COLS_PER_SM * num_sms as usize) as u32, capacity })
+        Self { codec, ctas: tiles.min(ROWS_COLS_PER_SM * num_sms as usize) as u32, capacity }
     }
 
     fn run(self, cuda: &Cuda, op: &Swiglu<'_, Cuda>) -> Result<SwigluOut<Cuda>> {
@@ -367,29 +309,9 @@ impl RowsCols {
     }
 }
 
-/// Rows of a column plane of E4M3 in whole tiles; `None` where groups do not start with a tile.
-pub(super) fn tiled_capacity(rows: usize, groups: Option<&Groups<Cuda>>) -> Option<usize> {
-    let whole = groups.is_none_or(|g| rows.is_multiple_of(TILE) && g.align.is_multiple_of(TILE));
-    whole.then(|| rows.next_multiple_of(TILE))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn sizes_beyond_32_bits_are_named() {
-        check_size(OP, 32768, 7168).unwrap();
-        check_size(OP, 1, (1 << 29) - 1).unwrap();
-        for (rows, f, argument) in [
-            (0, 1 << 29, "`columns of h`"),
-            (1 << 31, 8, "`rows · columns of h`"),
-            (1, usize::MAX, "`columns of h`"),
-        ] {
-            let error = check_size(OP, rows, f).unwrap_err().to_string();
-            assert!(error.contains(argument), "{rows} · {f}: {error}");
-        }
-    }
 
     #[test]
     fn shared_memory_is_what_the_kernel_lays_out() {

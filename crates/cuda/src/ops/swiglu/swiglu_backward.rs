@@ -2,10 +2,7 @@
 //! (`csrc/kernels/swiglu/swiglu_backward.cuh`); every other form by way of plain matrices in F32
 //! (`csrc/kernels/swiglu/swiglu_backward_plain.cuh`), which [`Quantize`](nibble_core::ops::Quantize) takes.
 
-use super::{
-    BOX_ROWS, FUSED_RULES, SIGMOIDS, bf16_tiles, check_size, emit, is_fused_e4m3, plain_form, row_ids,
-    tiled_capacity, turned_tiles,
-};
+use super::{BOX_ROWS, SIGMOIDS, bf16_tiles, emit, row_ids, turned_tiles};
 use crate::Cuda;
 use crate::backend::Buf;
 use crate::jit::{KernelSpec, TemplateArg};
@@ -15,8 +12,9 @@ use crate::ops::buffer_check::BufferCheck;
 use crate::ops::planes::{plain_arg, plane_args, rule_arg, unwritten, unwritten_columns, unwritten_plain};
 use crate::tensor_map::{Element, Swizzle, TensorMap, Tiles};
 use crate::{Buffer, Device};
-use nibble_core::formats::{BlockAxis, Codec, Format, ScaleLayout, ScaleRule};
-use nibble_core::ops::{Dequantize, Emit, Emitted, Planes, SwigluBackward, SwigluGrads};
+use nibble_choice::swiglu::{FUSED_RULES, HSource, SwigluBackwardPath, TILE, check_size};
+use nibble_core::formats::{BlockAxis, Codec, ScaleRule};
+use nibble_core::ops::{Dequantize, Emitted, SwigluBackward, SwigluGrads};
 use nibble_core::{BlockScaled, DType, Error, Operand, Result};
 
 const OP: &str = "swiglu_backward";
@@ -34,71 +32,53 @@ pub(crate) fn swiglu_backward(cuda: &Cuda, op: SwigluBackward<'_, Cuda>) -> Resu
     {
         return Err(Error::shape(OP, "h.axis", h.axis, "row"));
     }
-    let to = a_form(&op);
-    let made = match Fused::choose(&op, to, cuda.device().info().num_sms) {
-        Some(fused) => fused.run(cuda, &op)?,
-        None => by_way_of_plain(cuda, &op, to)?,
-    };
-    Ok(SwigluGrads { a: made.a.filter(|_| op.a.is_some()), ..made })
-}
-
-/// In what form the kernels write `a`: they always do, and where it is not wanted it is dropped.
-fn a_form(op: &SwigluBackward<'_, Cuda>) -> Emit {
-    op.a.unwrap_or(match op.dh {
-        Emit::Block { codec, planes: Planes::Both } => Emit::Block { codec, planes: Planes::Cols },
-        Emit::Block { .. } => Emit::Plain(DType::Bf16),
-        plain @ Emit::Plain(_) => plain,
-    })
+    match SwigluBackwardPath::of(&op) {
+        SwigluBackwardPath::Fused { source, codec, capacity, parts } => {
+            let fused = Fused::new(&op, source, (codec, capacity, parts), cuda.device().info().num_sms);
+            let made = fused.run(cuda, &op)?;
+            Ok(SwigluGrads { a: made.a.filter(|_| op.a.is_some()), ..made })
+        }
+        SwigluBackwardPath::Plain { dh, a, .. } => by_way_of_plain(cuda, &op, (dh, a)),
+    }
 }
 
 /// The instances built for it.
 pub(crate) fn instances() -> Vec<Instance> {
-    let fused = |source: Source| {
+    let fused = |source: HSource| {
         FUSED_RULES
-            .map(|rule| Instance { spec: fused_spec(source, rule), shared_bytes: source.shared_bytes() })
+            .map(|rule| Instance { spec: fused_spec(source, rule), shared_bytes: fused_shared_bytes(source) })
     };
     let plain =
         [false, true].map(|bf16| Instance { spec: plain_spec(bf16), shared_bytes: plain_shared_bytes(bf16) });
     let parts = [Instance { spec: parts_spec(), shared_bytes: 0 }];
-    [&fused(Source::Saved)[..], &fused(Source::Plain), &plain, &parts].concat()
+    [&fused(HSource::Saved)[..], &fused(HSource::Plain), &plain, &parts].concat()
 }
 
-/// Rows and columns of a tile: the block of E4M3, and a part of the gate weight's gradient.
-const TILE: usize = SwigluBackward::<Cuda>::PART;
+// A tile has a part of the gate weight's gradient.
+const _: () = assert!(TILE == SwigluBackward::<Cuda>::PART);
 const FUSED_THREADS: u32 = 512;
 const SOURCE: &str = "kernels/swiglu/swiglu_backward.cuh";
 
-/// What the kernel reads h from.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Source {
-    /// MXFP4 rows.
-    Saved,
-    /// BF16.
-    Plain,
+/// Dynamic shared memory in bytes: `BackwardShared` of the kernel.
+const fn fused_shared_bytes(source: HSource) -> usize {
+    let (table, tiles, stages, h, spares) = match source {
+        HSource::Saved => (256 * 16 * 8 + 256 * 16, 3, 2, 2 * TILE * (TILE / 2 + 4), 3),
+        // One tile of codes finds room between the sigmoids.
+        HSource::Plain => (SIGMOIDS, 2, 1, 2 * TILE * TILE * 2, 4),
+    };
+    let stage = h + TILE * TILE * 2 + TILE * 4;
+    let spare = spares * FUSED_THREADS as usize * 16;
+    let maxima = 8 * 3 * TILE * 4;
+    let (inverse, halves, row_id) = (3 * TILE * 4, (2 * 2 + 2) * TILE * 4, 2 * stages * TILE * 4);
+    let (barriers, flag, total) = ((stages + 1) * 8, 4, 3 * 4);
+    let before = table.next_multiple_of(1024) + tiles * TILE * TILE + stages * stage + spare;
+    (before + maxima + inverse + halves + row_id + barriers + flag + total).next_multiple_of(1024)
 }
 
-impl Source {
-    /// Dynamic shared memory in bytes: `BackwardShared` of the kernel.
-    const fn shared_bytes(self) -> usize {
-        let (table, tiles, stages, h, spares) = match self {
-            Self::Saved => (256 * 16 * 8 + 256 * 16, 3, 2, 2 * TILE * (TILE / 2 + 4), 3),
-            // One tile of codes finds room between the sigmoids.
-            Self::Plain => (SIGMOIDS, 2, 1, 2 * TILE * TILE * 2, 4),
-        };
-        let stage = h + TILE * TILE * 2 + TILE * 4;
-        let spare = spares * FUSED_THREADS as usize * 16;
-        let maxima = 8 * 3 * TILE * 4;
-        let (inverse, halves, row_id) = (3 * TILE * 4, (2 * 2 + 2) * TILE * 4, 2 * stages * TILE * 4);
-        let (barriers, flag, total) = ((stages + 1) * 8, 4, 3 * 4);
-        let before = table.next_multiple_of(1024) + tiles * TILE * TILE + stages * stage + spare;
-        (before + maxima + inverse + halves + row_id + barriers + flag + total).next_multiple_of(1024)
-    }
-}
-
-fn fused_spec(source: Source, rule: ScaleRule) -> KernelSpec {
+fn fused_spec(source: HSource, rule: ScaleRule) -> KernelSpec {
     let h = match source {
-        Source::Saved => "nib::SavedH",
-        Source::Plain => "nib::PlainH",
+        HSource::Saved => "nib::SavedH",
+        HSource::Plain => "nib::PlainH",
     };
     KernelSpec {
         source: SOURCE,
@@ -114,35 +94,24 @@ fn parts_spec() -> KernelSpec {
 /// A launch of the kernel that writes everything.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Fused {
-    source: Source,
+    source: HSource,
     codec: Codec,
     ctas: u32,
     /// Rows of the column planes.
     capacity: usize,
+    /// Parts of the gate weights' gradients.
+    parts: usize,
 }
 
 impl Fused {
-    /// Where the kernel takes all of the operation.
-    fn choose(op: &SwigluBackward<'_, Cuda>, a: Emit, num_sms: u32) -> Option<Self> {
-        let Emit::Block { codec, planes: Planes::Both } = op.dh else { return None };
-        let (rows, f) = (op.da.rows, op.da.cols);
-        let source = match op.h {
-            Operand::Plain(h) if h.dtype() == DType::Bf16 => Source::Plain,
-            Operand::Block(h)
-                if h.format == Format::Mxfp4 && h.scale_layout == ScaleLayout::RowMajor && h.stack == 1 =>
-            {
-                Source::Saved
-            }
-            _ => return None,
-        };
-        let same = a == Emit::Block { codec, planes: Planes::Cols } && is_fused_e4m3(codec);
-        let capacity = tiled_capacity(rows, op.groups)?;
-        let fits = f.is_multiple_of(TILE) && rows > 0 && f > 0 && check_size(OP, 2 * capacity, f).is_ok();
-        if !(same && fits && op.da.dtype() == DType::Bf16) {
-            return None;
-        }
-        let tiles = f / TILE * (capacity / TILE);
-        Some(Self { source, codec, ctas: tiles.min(num_sms as usize) as u32, capacity })
+    fn new(
+        op: &SwigluBackward<'_, Cuda>,
+        source: HSource,
+        (codec, capacity, parts): (Codec, usize, usize),
+        num_sms: u32,
+    ) -> Self {
+        let tiles = op.da.cols / TILE * (capacity / TILE);
+        Self { source, codec, ctas: tiles.min(num_sms as usize) as u32, capacity, parts }
     }
 
     fn run(self, cuda: &Cuda, op: &SwigluBackward<'_, Cuda>) -> Result<SwigluGrads<Cuda>> {
@@ -151,7 +120,7 @@ impl Fused {
         let dh_rows = unwritten(device, stored, BlockAxis::Row, (rows, 2 * f, 1))?;
         let dh_cols = unwritten_columns(device, stored, (self.capacity, 2 * f))?;
         let a = unwritten_columns(device, stored, (self.capacity, f))?;
-        let parts = device.alloc::<f32>(rows * (f / TILE))?;
+        let parts = device.alloc::<f32>(self.parts)?;
         let (dh_counts, a_counts) = (crate::ops::counts(cuda)?, crate::ops::counts(cuda)?);
         let (weight, row_id) = (op.weight.map(Buf::get), row_ids(op.groups));
         let no_scales = None::<&Buffer<u8>>;
@@ -165,7 +134,7 @@ impl Fused {
             ctas: self.ctas,
             threads: FUSED_THREADS,
             cluster: 1,
-            shared_bytes: self.source.shared_bytes(),
+            shared_bytes: fused_shared_bytes(self.source),
         };
         let kernel = device.kernel(&fused_spec(self.source, self.codec.rule()))?;
         let ([row_codes, row_scales], [_, col_scales]) = (plane_args(&dh_rows), plane_args(&dh_cols));
@@ -190,7 +159,7 @@ impl Fused {
             &(self.capacity as i32),
             &Divider::by((f / TILE) as u32),
         ];
-        // SAFETY: `BufferCheck` held h to `[rows, 2f]`, da to `[rows, f]`, and weights and groups to `rows`; `choose` their types and that
+        // SAFETY: `BufferCheck` held h to `[rows, 2f]`, da to `[rows, f]`, and weights and groups to `rows`; the path their types and that
         // f is whole tiles. The planes were made for these sizes and rules and are not yet shared.
         unsafe { kernel.launch(launch, &args) }?;
         let emitted = |rows, cols, counts| Emitted { rows, cols, counts: Some(counts), found: None };
@@ -257,7 +226,11 @@ const fn plain_shared_bytes(bf16: bool) -> usize {
 }
 
 /// Any form: plain h, plain dh and `a`, then what is to be quantized.
-fn by_way_of_plain(cuda: &Cuda, op: &SwigluBackward<'_, Cuda>, to: Emit) -> Result<SwigluGrads<Cuda>> {
+fn by_way_of_plain(
+    cuda: &Cuda,
+    op: &SwigluBackward<'_, Cuda>,
+    (of_dh, of_a): (DType, DType),
+) -> Result<SwigluGrads<Cuda>> {
     let (device, rows, f) = (cuda.device(), op.da.rows, op.da.cols);
     let decoded;
     let h = match op.h {
@@ -267,8 +240,8 @@ fn by_way_of_plain(cuda: &Cuda, op: &SwigluBackward<'_, Cuda>, to: Emit) -> Resu
             &decoded
         }
     };
-    let dh = unwritten_plain(device, plain_form(op.dh), rows, 2 * f)?;
-    let a = unwritten_plain(device, plain_form(to), rows, f)?;
+    let dh = unwritten_plain(device, of_dh, rows, 2 * f)?;
+    let a = unwritten_plain(device, of_a, rows, f)?;
     let dweight = device.alloc::<f32>(rows)?;
     if rows > 0 {
         check_size(OP, rows, f)?;
@@ -302,6 +275,6 @@ mod tests {
 
     #[test]
     fn every_source_fits_a_multiprocessor() {
-        assert_eq!([Source::Saved, Source::Plain].map(Source::shared_bytes), [231_424, 232_448]);
+        assert_eq!([HSource::Saved, HSource::Plain].map(fused_shared_bytes), [231_424, 232_448]);
     }
 }

@@ -1,13 +1,21 @@
 //! A grouped product in plain numbers: its sizes, what its operands are, and what the kernels can take.
 
-use super::product::Ragged;
 use nibble_core::{Error, Result};
 
-pub(super) const OP: &str = "grouped_product";
+const OP: &str = "grouped_product";
 /// Contraction that a scale is for.
 const BLOCK_K: usize = 128;
 /// The kernels count rows, columns and scales in `int`.
 const MAX_EXTENT: usize = i32::MAX as usize - 512;
+
+/// What a group's rows are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ragged {
+    /// Rows of A and D; each group has a matrix of B. Forward, and gradient of the data.
+    Rows,
+    /// The contraction; each group has a matrix of D. Gradient of the weights.
+    Contraction,
+}
 
 /// What the operands are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,16 +55,6 @@ impl ScalesB {
             128 => Self::Tile,
             32 => Self::Strips,
             _ => Self::Powers,
-        }
-    }
-
-    /// The device's name for it.
-    pub(crate) const fn name(self) -> &'static str {
-        match self {
-            Self::Tile => "nib::ScalesOfB::kTile",
-            Self::Strips => "nib::ScalesOfB::kStrips",
-            Self::Powers => "nib::ScalesOfB::kPowers",
-            Self::Floats => "nib::ScalesOfB::kFloats",
         }
     }
 }
@@ -126,7 +124,8 @@ impl GroupedDesc {
         }
     }
 
-    pub(super) const fn rows_b(&self) -> usize {
+    /// Rows of B, of all groups together.
+    pub const fn rows_b(&self) -> usize {
         match self.ragged {
             Ragged::Rows => self.groups.saturating_mul(self.n),
             Ragged::Contraction => self.n,
@@ -150,9 +149,9 @@ impl GroupedDesc {
         (self.m, rows_b)
     }
 
-    /// What the kernels can take.
-    pub fn check(&self) -> Result<()> {
-        let of_d = row_unit(if self.out == Out::Bf16 { 2 } else { 4 });
+    /// Its sizes, and what each must be a multiple of.
+    const fn extents(&self) -> [(&'static str, usize, usize); 4] {
+        let of_d = row_unit(if let Out::Bf16 = self.out { 2 } else { 4 });
         let (fp8, bf16) = (row_unit(1), row_unit(2));
         let (m, n, k) = match (self.ragged, self.kind) {
             (_, OperandKind::Fp8(_)) if self.transposed => (of_d, 1, fp8),
@@ -160,9 +159,18 @@ impl GroupedDesc {
             (Ragged::Rows, OperandKind::Bf16) => (1, of_d, bf16),
             (Ragged::Contraction, OperandKind::Bf16) => (bf16, bf16, 1),
         };
-        for (argument, value, multiple) in
-            [("groups", self.groups, 1), ("m", self.m, m), ("n", self.n, n), ("k", self.k, k)]
-        {
+        [("groups", self.groups, 1), ("m", self.m, m), ("n", self.n, n), ("k", self.k, k)]
+    }
+
+    /// A size of which rows are no whole number of 16 bytes, in words.
+    pub(super) fn odd_size(&self) -> Option<String> {
+        let odd = self.extents().into_iter().find(|(_, value, multiple)| value % multiple != 0);
+        odd.map(|(argument, value, multiple)| format!("{argument} = {value}, not a multiple of {multiple}"))
+    }
+
+    /// What the kernels can take.
+    pub fn check(&self) -> Result<()> {
+        for (argument, value, multiple) in self.extents() {
             if value == 0 || value % multiple != 0 || value > MAX_EXTENT {
                 let expected = format!("a positive multiple of {multiple} up to {MAX_EXTENT}");
                 return Err(Error::shape(OP, argument, value, expected));

@@ -1,0 +1,56 @@
+//! What an operation takes on a GPU: which path, and which temporaries. Pure functions of shapes, formats and groups, generic over the backend
+//! whose buffers the arguments are, so that they can be asked where there is no GPU.
+//!
+//! `nibble-cuda` launches what is chosen here, `nibble-dry` counts the memory of it, and the commands explain it. None of them asks a
+//! condition a second time.
+
+pub mod attention;
+pub mod products;
+pub mod swiglu;
+
+use nibble_core::{Backend, Groups};
+use std::fmt;
+
+/// Memory that an operation takes beside its results and gives back before it returns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Temporary {
+    /// What it is for.
+    pub what: &'static str,
+    /// How large it is.
+    pub bytes: usize,
+}
+
+impl Temporary {
+    const fn new(what: &'static str, bytes: usize) -> Self {
+        Self { what, bytes }
+    }
+}
+
+impl fmt::Display for Temporary {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {} bytes", self.what, self.bytes)
+    }
+}
+
+/// What a choice depends on of an operation's groups.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Grouping {
+    /// How many there are.
+    pub count: usize,
+    /// What their starts are multiples of.
+    pub align: usize,
+    /// Rows of every group, where the host knows that they are all the same.
+    pub rows_each: Option<usize>,
+}
+
+impl Grouping {
+    /// Of these groups.
+    pub fn of<B: Backend>(groups: &Groups<B>) -> Self {
+        Self { count: groups.num_groups, align: groups.align, rows_each: groups.rows_each }
+    }
+}
+
+/// The example of the README compiles.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -1,0 +1,352 @@
+//! Matrix products: which path a pair of operands takes.
+//!
+//! The tensor cores take E4M3 under a scale for 128 values or more, and BF16. What is quantized otherwise is decoded first: to BF16 where a code
+//! times its block's scales is a BF16 number, and else to F32, of which the products of BF16 parts are summed. Plain F32 goes to the ordinary
+//! cores, but where one operand or the result is BF16; so does what has rows of odd sizes.
+
+mod grouped;
+mod parts;
+
+pub use grouped::{GroupedDesc, OperandKind, Out, Ragged, ScalesB, row_unit};
+pub use parts::{PARTS, Parts, PartsForm};
+
+use crate::{Grouping, Temporary};
+use half::bf16;
+use nibble_core::formats::{BlockAxis, Element, Format, ScaleKind, ScaleRule, WHOLE_LINE};
+use nibble_core::ops::ProductDims;
+use nibble_core::{Backend, DType, Operand};
+use std::fmt;
+
+/// Numbers that a thread sums at a time: rows of what is summed are whole multiples.
+pub const SUMMED_UNIT: usize = 4;
+
+/// What a path depends on of an operand.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Factor {
+    /// Plain or quantized.
+    pub format: Format,
+    /// How scales were chosen; of no meaning where it is plain.
+    pub rule: ScaleRule,
+    /// Along what blocks run.
+    pub axis: BlockAxis,
+    /// Rows of the logical matrix, all groups together.
+    pub rows: usize,
+    /// Columns of the logical matrix.
+    pub cols: usize,
+    /// Neighbouring columns known to share scales.
+    pub shared_cols: usize,
+}
+
+impl Factor {
+    /// Of an operand.
+    pub fn of<B: Backend>(x: &Operand<B>) -> Self {
+        match x {
+            Operand::Plain(x) => Self::plain(x.dtype(), x.rows, x.cols),
+            Operand::Block(q) => Self {
+                format: q.format,
+                rule: q.rule,
+                axis: q.axis,
+                rows: q.rows,
+                cols: q.cols,
+                shared_cols: q.shared_cols,
+            },
+        }
+    }
+
+    /// Of a plain matrix.
+    pub const fn plain(dtype: DType, rows: usize, cols: usize) -> Self {
+        let format = match dtype {
+            DType::F32 => Format::F32,
+            DType::Bf16 => Format::Bf16,
+        };
+        Self { format, rule: ScaleRule::Amax, axis: BlockAxis::Row, rows, cols, shared_cols: 1 }
+    }
+
+    /// Whether the tensor cores read its codes: E4M3 in blocks of 128 or longer.
+    pub fn is_fp8(&self) -> bool {
+        let spec = self.format.spec();
+        let is_long = spec.block.is_multiple_of(128) || spec.block == WHOLE_LINE;
+        is_long && spec.element == Some(Element::E4M3)
+    }
+
+    fn scale_kind(&self) -> ScaleKind {
+        self.format.scale_kind(self.rule)
+    }
+
+    fn has_tensor_scale(&self) -> bool {
+        self.format.is_block() && self.scale_kind().has_tensor_scale()
+    }
+
+    /// What is known of its scales, as B's.
+    pub fn scales_b(&self) -> ScalesB {
+        match self.axis {
+            _ if !self.format.is_block() => ScalesB::Floats,
+            // A tensor's scale lies beside each row.
+            _ if self.has_tensor_scale() => ScalesB::Floats,
+            BlockAxis::Tile => ScalesB::Tile,
+            BlockAxis::Col if self.scale_kind() == ScaleKind::E8M0 => ScalesB::repeating(self.shared_cols),
+            BlockAxis::Row if self.scale_kind() == ScaleKind::E8M0 => ScalesB::Powers,
+            BlockAxis::Row | BlockAxis::Col => ScalesB::Floats,
+        }
+    }
+
+    fn values(&self) -> usize {
+        self.rows * self.cols
+    }
+}
+
+/// A product D `[m, n]` = A · Bᵀ, of positive sizes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ProductDesc {
+    /// What a group's rows are.
+    pub ragged: Ragged,
+    /// None where the product is dense.
+    pub groups: Option<Grouping>,
+    /// Of all groups together: rows of A and D and the contraction, or with [`Ragged::Contraction`] of one matrix of D and of all rows.
+    pub dims: ProductDims,
+    /// A.
+    pub a: Factor,
+    /// B.
+    pub b: Factor,
+    /// The type of D.
+    pub out: DType,
+    /// Whether D is added to.
+    pub accumulate: bool,
+}
+
+/// The way of a product.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ProductPath {
+    /// The tensor cores take the operands as they are.
+    TensorCores(GroupedDesc),
+    /// The same over runs of each group's rows, where D alone has too few tiles for the GPU: a D for each run, and their sum.
+    Runs {
+        /// Of all runs.
+        desc: GroupedDesc,
+        /// Runs of a group.
+        each: usize,
+    },
+    /// F32 operands as sums of BF16 numbers.
+    Parts(Parts),
+    /// Both operands are decoded first.
+    Lowered(Lowered),
+    /// What the tensor cores have no way for, many times slower; a BF16 operand in F32 where the other one is.
+    OrdinaryCores {
+        /// Values of A that are made F32, and of B.
+        widened: [usize; 2],
+    },
+}
+
+/// A product of decoded operands.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Lowered {
+    /// What both are decoded to: BF16, exactly as far as its exponents reach, without the scales of tensors; or F32, with all scales.
+    pub dtype: DType,
+    /// Values of A and of B.
+    pub values: [usize; 2],
+    /// Groups whose ends are moved to the end of their last block; none where they are taken as they are.
+    pub whole_groups: Option<usize>,
+    /// F32 sums that scales of tensors multiply; none where there are no such scales left.
+    pub sums: Option<usize>,
+    /// The product of what is decoded.
+    pub product: Box<ProductPath>,
+}
+
+impl ProductDesc {
+    /// The path of this product.
+    pub fn path(&self) -> ProductPath {
+        if let Some(lowered) = self.lowered() {
+            return ProductPath::Lowered(lowered);
+        }
+        self.plain_path(false)
+    }
+
+    /// The path of operands that are not decoded, or have been.
+    fn plain_path(&self, decoded: bool) -> ProductPath {
+        let each = self.runs();
+        if each > 1
+            && let Some(desc) = self.on_tensor_cores(DType::F32, false)
+        {
+            return ProductPath::Runs { desc: GroupedDesc { groups: desc.groups * each, ..desc }, each };
+        }
+        if let Some(desc) = self.on_tensor_cores(self.out, self.accumulate) {
+            return ProductPath::TensorCores(desc);
+        }
+        if let Some(parts) = Parts::choose(self, decoded) {
+            return ProductPath::Parts(parts);
+        }
+        let widened = |x: &Factor, other: &Factor| match (x.format, other.format) {
+            (Format::Bf16, Format::F32) => x.values(),
+            _ => 0,
+        };
+        ProductPath::OrdinaryCores { widened: [widened(&self.a, &self.b), widened(&self.b, &self.a)] }
+    }
+
+    /// Quantized operands, of which at least one has codes that the tensor cores do not read.
+    fn lowered(&self) -> Option<Lowered> {
+        let sides = [self.a, self.b];
+        if !sides.iter().all(|x| x.format.is_block()) || sides.iter().all(Factor::is_fp8) {
+            return None;
+        }
+        let folds = sides.iter().all(|x| x.format.folds_into_bf16(x.rule));
+        let dtype = if folds { DType::Bf16 } else { DType::F32 };
+        let [a, b] = sides.map(|x| Factor::plain(dtype, x.rows, x.cols));
+        let ProductDims { m, n, .. } = self.dims;
+        let matrices = if self.ragged == Ragged::Contraction { self.num_groups() } else { 1 };
+        let sums = (folds && sides.iter().any(Factor::has_tensor_scale)).then_some(matrices * m * n);
+        let result = if sums.is_some() { (DType::F32, false) } else { (self.out, self.accumulate) };
+        let inner = Self { a, b, out: result.0, accumulate: result.1, ..*self };
+        Some(Lowered {
+            dtype,
+            values: [a.values(), b.values()],
+            whole_groups: self.whole_groups(),
+            sums,
+            product: Box::new(inner.plain_path(true)),
+        })
+    }
+
+    /// A contraction over blocks goes to the end of each group's last one, unless that is where the group ends.
+    fn whole_groups(&self) -> Option<usize> {
+        let Grouping { count, align, rows_each } = self.groups?;
+        let are_whole = rows_each.is_some_and(|rows| rows.is_multiple_of(align.max(1)));
+        (self.ragged == Ragged::Contraction && !are_whole).then_some(count)
+    }
+
+    fn num_groups(&self) -> usize {
+        self.groups.map_or(1, |groups| groups.count)
+    }
+
+    /// Runs that each group's rows are cut into: one, unless it is a contraction over groups that are known to be equal.
+    fn runs(&self) -> usize {
+        match (self.ragged, self.groups.and_then(|groups| groups.rows_each)) {
+            (Ragged::Contraction, Some(rows)) if (self.dims.m * self.dims.n).is_multiple_of(SUMMED_UNIT) => {
+                self.dims.gpu_runs(rows)
+            }
+            _ => 1,
+        }
+    }
+
+    /// What the tensor cores' kernels would be asked, if they take such operands as they are. With `transposed`, A and B change places, so
+    /// that it is B whose rows share scales: that is the faster way, which there is to F32 alone.
+    fn asked(&self, out: DType, accumulate: bool) -> Option<GroupedDesc> {
+        let kind = match [self.a, self.b] {
+            [a, b] if a.is_fp8() && b.is_fp8() => OperandKind::Fp8(b.scales_b()),
+            [Factor { format: Format::Bf16, .. }, Factor { format: Format::Bf16, .. }] => OperandKind::Bf16,
+            _ => return None,
+        };
+        let ProductDims { m, n, k } = self.dims;
+        let desc = GroupedDesc {
+            ragged: self.ragged,
+            kind,
+            out: if out == DType::Bf16 { Out::Bf16 } else { Out::F32 },
+            accumulate,
+            transposed: false,
+            groups: self.num_groups(),
+            m,
+            n,
+            k,
+        };
+        let turned = GroupedDesc {
+            kind: OperandKind::Fp8(self.a.scales_b()),
+            transposed: true,
+            m: desc.n,
+            n: desc.m,
+            ..desc
+        };
+        let shared = |kind| matches!(kind, OperandKind::Fp8(ScalesB::Tile | ScalesB::Strips));
+        let faster = shared(turned.kind) && !shared(kind) && turned.check().is_ok();
+        Some(if faster { turned } else { desc })
+    }
+
+    fn on_tensor_cores(&self, out: DType, accumulate: bool) -> Option<GroupedDesc> {
+        self.asked(out, accumulate).filter(|desc| desc.check().is_ok())
+    }
+
+    /// Why the ordinary cores take it, in words; nothing where they do not.
+    pub fn obstacle(&self) -> Option<String> {
+        if self.path().is_on_tensor_cores() {
+            return None;
+        }
+        // What is decoded is multiplied as BF16, or as parts that are.
+        let bf16 = Factor::plain(DType::Bf16, 0, 0);
+        let multiplied = if self.lowered().is_some() { Self { a: bf16, b: bf16, ..*self } } else { *self };
+        let odd = multiplied.asked(self.out, self.accumulate).and_then(|desc| desc.odd_size());
+        Some(odd.unwrap_or_else(|| format!("{} x {} to {}", self.a.format, self.b.format, self.out)))
+    }
+}
+
+impl ProductPath {
+    /// Whether nothing of it is left to the ordinary cores.
+    pub fn is_on_tensor_cores(&self) -> bool {
+        match self {
+            Self::OrdinaryCores { .. } => false,
+            Self::Lowered(lowered) => lowered.product.is_on_tensor_cores(),
+            Self::TensorCores(_) | Self::Runs { .. } | Self::Parts(_) => true,
+        }
+    }
+
+    /// Whether every row of D is written, those of no group as zeros. Of a contraction every one is.
+    pub fn writes_every_row(&self) -> bool {
+        match self {
+            Self::OrdinaryCores { .. } => false,
+            Self::Lowered(lowered) => lowered.sums.is_some() || lowered.product.writes_every_row(),
+            Self::TensorCores(_) | Self::Runs { .. } | Self::Parts(_) => true,
+        }
+    }
+
+    /// What it takes beside D, in this order. All of it is there until the product is made.
+    pub fn temporaries(&self) -> Vec<Temporary> {
+        let f32s = |what, len: usize| Temporary::new(what, len * size_of::<f32>());
+        match self {
+            Self::TensorCores(_) => Vec::new(),
+            Self::Runs { desc, .. } => {
+                let [start, len] = run_lists(desc.groups);
+                vec![start, len, f32s("D of each run", desc.d())]
+            }
+            Self::Parts(parts) => parts.temporaries(),
+            Self::Lowered(lowered) => {
+                let each = lowered.dtype.size_bytes();
+                let [a, b] = lowered.values;
+                let mut all =
+                    vec![Temporary::new("A, decoded", a * each), Temporary::new("B, decoded", b * each)];
+                let lens = lowered
+                    .whole_groups
+                    .map(|count| Temporary::new("groups' ends", count * size_of::<i32>()));
+                all.extend(lens);
+                all.extend(lowered.sums.map(|len| f32s("sums", len)));
+                all.extend(lowered.product.temporaries());
+                all
+            }
+            Self::OrdinaryCores { widened } => {
+                let wide = [("A in F32", widened[0]), ("B in F32", widened[1])].into_iter();
+                wide.filter(|(_, len)| *len != 0).map(|(what, len)| f32s(what, len)).collect()
+            }
+        }
+    }
+}
+
+/// Where so many runs begin, and their lengths.
+fn run_lists(runs: usize) -> [Temporary; 2] {
+    let list = |what, len| Temporary::new(what, len * size_of::<i32>());
+    [list("runs' starts", runs + 1), list("runs' lengths", runs)]
+}
+
+/// BF16 numbers.
+fn bf16s(what: &'static str, len: usize) -> Temporary {
+    Temporary::new(what, len * size_of::<bf16>())
+}
+
+impl fmt::Display for ProductPath {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let codes = |kind| if kind == OperandKind::Bf16 { "bf16" } else { "e4m3" };
+        match self {
+            Self::TensorCores(desc) => write!(f, "tensor cores, {}", codes(desc.kind)),
+            Self::Runs { desc, each } => {
+                write!(f, "tensor cores, {}, rows in {each} runs", codes(desc.kind))
+            }
+            Self::Parts(parts) => write!(f, "{parts}"),
+            Self::Lowered(Lowered { dtype, product, .. }) => write!(f, "decoded to {dtype}; {product}"),
+            Self::OrdinaryCores { .. } => f.write_str("ordinary cores"),
+        }
+    }
+}

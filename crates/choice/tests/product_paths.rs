@@ -1,0 +1,134 @@
+//! Which path products take, and what they take on it, for every pair of formats.
+
+use nibble_choice::Grouping;
+use nibble_choice::products::{Factor, ProductDesc, Ragged};
+use nibble_core::DType;
+use nibble_core::formats::ScaleRule::{Amax, Rceil, TensorAmax};
+use nibble_core::formats::{BlockAxis, Format, ScaleRule};
+use nibble_core::ops::ProductDims;
+
+/// An operand along whose rows blocks run.
+fn rows(format: Format, rule: ScaleRule, rows: usize, cols: usize) -> Factor {
+    Factor { format, rule, axis: BlockAxis::Row, rows, cols, shared_cols: 1 }
+}
+
+/// A dense product of 256 x 512 over 1024.
+fn dense(a: (Format, ScaleRule), b: (Format, ScaleRule), out: DType) -> ProductDesc {
+    let dims = ProductDims { m: 256, n: 512, k: 1024 };
+    let (a, b) = (rows(a.0, a.1, 256, 1024), rows(b.0, b.1, 512, 1024));
+    ProductDesc { ragged: Ragged::Rows, groups: None, dims, a, b, out, accumulate: false }
+}
+
+/// The gradient of 4 matrices of 256 x 512 from the columns of as many groups of 1024 rows.
+fn gradient(a: (Format, ScaleRule), b: (Format, ScaleRule), rows_each: Option<usize>) -> ProductDesc {
+    let col = |of: (Format, ScaleRule), cols| match of.0.is_block() {
+        true => Factor { axis: BlockAxis::Col, ..rows(of.0, of.1, 4096, cols) },
+        false => rows(of.0, of.1, 4096, cols),
+    };
+    ProductDesc {
+        ragged: Ragged::Contraction,
+        groups: Some(Grouping { count: 4, align: 128, rows_each }),
+        dims: ProductDims { m: 256, n: 512, k: 4096 },
+        a: col(a, 256),
+        b: col(b, 512),
+        out: DType::F32,
+        accumulate: true,
+    }
+}
+
+fn said(product: ProductDesc) -> String {
+    product.path().to_string()
+}
+
+/// Every pair of formats that may be multiplied, in each of the three products of a layer.
+#[test]
+fn no_quantized_pair_is_left_to_the_ordinary_cores() {
+    let of = |format: Format| format.spec().rules.iter().map(move |&rule| (format, rule));
+    let all: Vec<_> = Format::ALL.into_iter().filter(|format| format.is_block()).flat_map(of).collect();
+    for (&a, &b) in all.iter().flat_map(|a| all.iter().map(move |b| (a, b))) {
+        if a.0.spec().block != b.0.spec().block {
+            continue;
+        }
+        for product in [
+            dense(a, b, DType::Bf16),
+            dense(a, b, DType::F32),
+            ProductDesc { groups: gradient(a, b, None).groups, ..dense(a, b, DType::Bf16) },
+            gradient(a, b, None),
+            gradient(a, b, Some(1024)),
+            ProductDesc { out: DType::Bf16, ..gradient(a, b, None) },
+        ] {
+            assert_eq!(product.obstacle(), None, "{a:?} {b:?} {product:?}");
+            assert!(product.path().writes_every_row(), "{product:?}");
+        }
+    }
+}
+
+#[test]
+fn the_path_of_each_pair() {
+    let (e4m3, e5m2, mxfp4) = (Format::E4m3, Format::E5m2, Format::Mxfp4);
+    let (bf16, f32) = ((Format::Bf16, Amax), (Format::F32, Amax));
+    for (a, b, out, expected) in [
+        ((e4m3, Rceil), (e4m3, Amax), DType::Bf16, "tensor cores, e4m3"),
+        ((Format::E4m3Row, Amax), (Format::E4m3Row, Amax), DType::F32, "tensor cores, e4m3"),
+        ((Format::E4m3Tensor, TensorAmax), (e4m3, Rceil), DType::F32, "tensor cores, e4m3"),
+        ((mxfp4, Rceil), (mxfp4, Rceil), DType::Bf16, "decoded to bf16; tensor cores, bf16"),
+        ((mxfp4, Rceil), (Format::Mxfp8E4m3, Rceil), DType::F32, "decoded to bf16; tensor cores, bf16"),
+        ((e5m2, Rceil), (e4m3, Rceil), DType::Bf16, "decoded to bf16; tensor cores, bf16"),
+        ((Format::E5m2Tensor, TensorAmax), (e4m3, Rceil), DType::Bf16, "decoded to bf16; tensor cores, bf16"),
+        (
+            (e5m2, Amax),
+            (e4m3, Amax),
+            DType::Bf16,
+            "decoded to f32; tensor cores, f32 as 3 products of bf16 parts",
+        ),
+        (bf16, bf16, DType::F32, "tensor cores, bf16"),
+        (bf16, f32, DType::F32, "tensor cores, f32 as 3 products of bf16 parts"),
+        (f32, f32, DType::Bf16, "tensor cores, f32 as 3 products of bf16 parts"),
+        // All bits of plain F32 operands count in an F32 result.
+        (f32, f32, DType::F32, "ordinary cores"),
+        (bf16, f32, DType::Bf16, "ordinary cores"),
+    ] {
+        assert_eq!(said(dense(a, b, out)), expected, "{a:?} {b:?}");
+    }
+    assert_eq!(said(gradient(bf16, bf16, Some(32_768))), "tensor cores, bf16, rows in 16 runs");
+    assert_eq!(said(gradient(f32, bf16, None)), "tensor cores, f32 as 3 products of bf16 parts");
+    assert_eq!(said(gradient(f32, f32, None)), "ordinary cores");
+}
+
+#[test]
+fn odd_sizes_are_named() {
+    let bf16 = (Format::Bf16, Amax);
+    let odd = |a, k| {
+        let product = dense(a, a, DType::Bf16);
+        ProductDesc { dims: ProductDims { k, ..product.dims }, ..product }.obstacle()
+    };
+    assert_eq!(odd(bf16, 1023).unwrap(), "k = 1023, not a multiple of 8");
+    assert_eq!(odd((Format::Mxfp4, Rceil), 1020).unwrap(), "k = 1020, not a multiple of 8");
+    assert_eq!(odd((Format::E4m3, Rceil), 1016).unwrap(), "k = 1016, not a multiple of 16");
+    assert_eq!(
+        dense((Format::F32, Amax), (Format::F32, Amax), DType::F32).obstacle().unwrap(),
+        "f32 x f32 to f32"
+    );
+}
+
+/// By hand, in the order in which they are taken.
+#[test]
+fn temporaries_are_counted_by_hand() {
+    let bytes =
+        |product: ProductDesc| product.path().temporaries().iter().map(|t| t.bytes).collect::<Vec<_>>();
+    let (m, n, k) = (256, 512, 1024);
+    let (mxfp4, nvfp4) = ((Format::Mxfp4, Rceil), (Format::Nvfp4, TensorAmax));
+    assert_eq!(bytes(dense(mxfp4, mxfp4, DType::Bf16)), [2 * m * k, 2 * n * k]);
+    assert_eq!(bytes(dense(nvfp4, nvfp4, DType::Bf16)), [2 * m * k, 2 * n * k, 4 * m * n]);
+    // Decoded to F32, and three BF16 numbers of each value.
+    let e5m2 = (Format::E5m2, Amax);
+    assert_eq!(bytes(dense(e5m2, e5m2, DType::F32)), [4 * m * k, 4 * n * k, 6 * m * k, 6 * n * k]);
+    // Of a gradient two of each, the ends of the groups, and the sums of all of them.
+    let rows = 4096;
+    let (a, b, sums) = (rows * m, rows * n, 4 * m * n);
+    assert_eq!(bytes(gradient(e5m2, e5m2, None)), [4 * a, 4 * b, 16, 4 * a, 4 * b, 4 * sums]);
+    // Shards of equal length are cut: their starts, their lengths, and a D each.
+    let plain = (Format::Bf16, Amax);
+    let runs = 4 * 16;
+    assert_eq!(bytes(gradient(plain, plain, Some(32_768))), [4 * (runs + 1), 4 * runs, runs * 4 * m * n]);
+}
