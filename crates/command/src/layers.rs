@@ -18,13 +18,13 @@ pub const EXPERTS: &str = "model.layers.0.mlp.experts";
 /// A dense layer that shares its input with no other.
 pub const DENSE: &str = "model.layers.0.self_attn.o_proj";
 
-/// Every change of representation in one layer, forward and backward, as a backend sees them.
+/// Every change of representation in one layer, forward and backward, as a backend sees them at a point of a run (step / steps).
 ///
 /// # Errors
 /// A CPU that cannot be had as the environment asks for it; what the layer returns.
-pub fn changes(recipe: &Recipe, layer: &Layer) -> Result<Vec<Change>> {
+pub fn changes(recipe: &Recipe, layer: &Layer, progress: f64) -> Result<Vec<Change>> {
     let env = Env::read()?;
     let recorder = Recorder::eager(env.cpu(env.threads(0))?);
-    let one = OneLayer { recipe, layer, progress: 0.0 };
+    let one = OneLayer { recipe, layer, progress };
     Ok(traced(&recorder, |begin| one.run(&recorder, begin))?)
 }

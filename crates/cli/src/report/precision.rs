@@ -132,21 +132,27 @@ fn sites(recipe: &Recipe, layer: &Layer, starts: &[u64], steps: u64) -> Vec<(Sit
     layer.kind.sites().filter(of_layer).map(row).collect()
 }
 
-/// Every change of representation in the first layer of each kind between two attentions, as the run began, and what that layer is:
-/// experts, and the two projections of an MLP that is no shared expert.
-pub fn changes(recipe: &Recipe, config: &Config) -> Vec<(&'static str, Vec<Change>)> {
-    let layers = layer_names(&config.model);
+/// Every change of representation in the first layer of each kind between two attentions, and what that layer is: experts, and the two
+/// projections of an MLP that is no shared expert. Where the changes are others from a step on, there is another list that says so.
+pub fn changes(recipe: &Recipe, config: &Config) -> Vec<(String, Vec<Change>)> {
+    let (layers, steps) = (layer_names(&config.model), config.train.steps as f64);
     let of = |what: &'static str, is: &dyn Fn(&Layer) -> bool| {
-        let layer = layers.iter().find(|layer| is(layer))?;
-        let section = recipe.section(layer.kind, &layer.name, 0.0);
-        Some((what, section.plan(layer.kind, recipe.activations, layer.gated)))
+        let plans = layers.iter().find(|layer| is(layer)).map(|layer| recipe.plans(layer));
+        let met = plans
+            .into_iter()
+            .flatten()
+            .map(move |((from, to), plan)| ([from, to].map(|progress| (progress * steps).ceil()), plan));
+        met.filter(|([first, end], _)| first < end).map(move |([first, _], plan)| {
+            let from = if first > 0.0 { format!(" from step {} on", first + 1.0) } else { String::new() };
+            (format!("{what}{from}"), plan)
+        })
     };
-    let kinds = [
-        of("an expert layer", &|layer| layer.kind == LayerKind::Expert),
-        of("an MLP's first projection and its SwiGLU", &|layer| layer.name.ends_with(".mlp.gate_up_proj")),
-        of("an MLP's second projection", &|layer| layer.name.ends_with(".mlp.down_proj")),
-    ];
-    kinds.into_iter().flatten().collect()
+    of("an expert layer", &|layer| layer.kind == LayerKind::Expert)
+        .chain(of("an MLP's first projection and its SwiGLU", &|layer| {
+            layer.name.ends_with(".mlp.gate_up_proj")
+        }))
+        .chain(of("an MLP's second projection", &|layer| layer.name.ends_with(".mlp.down_proj")))
+        .collect()
 }
 
 #[cfg(test)]
@@ -164,17 +170,32 @@ mod tests {
     #[test]
     fn changes_are_those_of_the_layers_that_a_model_has() {
         let recipe = Recipe::builtin("mxfp4-hopper").unwrap();
-        let of = |name: &str, set: &[&str]| -> Vec<(&str, usize)> {
+        let of = |name: &str, set: &[&str]| -> Vec<(String, usize)> {
             let set: Vec<String> = set.iter().map(ToString::to_string).collect();
             let config = Config::load(name, &set).unwrap();
             changes(&recipe, &config).into_iter().map(|(what, changes)| (what, changes.len())).collect()
         };
-        let count = |all: &[(&str, usize)]| all.iter().filter(|(_, changes)| *changes > 0).count();
+        let count = |all: &[(String, usize)]| all.iter().filter(|(_, changes)| *changes > 0).count();
         let (routed, dense) = (of("tiny", &["model.shared_ffn=64"]), of("tiny-dense", &[]));
-        assert_eq!((routed.len(), count(&routed), routed[0].0), (1, 1, "an expert layer"), "{routed:?}");
+        assert_eq!(
+            (routed.len(), count(&routed), routed[0].0.as_str()),
+            (1, 1, "an expert layer"),
+            "{routed:?}"
+        );
         assert_eq!((dense.len(), count(&dense)), (2, 2), "{dense:?}");
         let mixed = of("tiny", &["model.dense_layers=1", "model.ffn=128"]);
         assert_eq!(mixed, [routed, dense].concat());
+    }
+
+    #[test]
+    fn changes_of_a_schedule_are_listed_from_the_step_on_where_they_begin() {
+        let late = "extends = \"fp8-flow\"\n[[override]]\nsteps = \"0.5..1\"\nset.recipe = \"fp8-block\"\n";
+        let recipe = Recipe::parse("mine", late).unwrap();
+        let config = Config::load("tiny", &["train.steps=100".to_owned()]).unwrap();
+        let of_experts = changes(&recipe, &config);
+        let [(first, before), (second, after)] = &of_experts[..] else { panic!("{of_experts:?}") };
+        assert_eq!([first, second], ["an expert layer", "an expert layer from step 51 on"]);
+        assert!(before.iter().any(|c| c.op == "transcode") && after.iter().all(|c| c.op != "transcode"));
     }
 
     #[test]
