@@ -4,6 +4,7 @@ use crate::tensor_cores;
 use nibble_command::error::{Error, Result};
 use nibble_command::{layers, say};
 use nibble_core::Recipe;
+use nibble_core::recipe::{Change, Layer};
 use nibble_train::checks::load_recipe;
 use nibble_train::config::Config;
 
@@ -13,7 +14,8 @@ const SIZES: &str = "s";
 /// Lists the recipes, or explains one
 ///
 /// Every operand's format, axis, scale rule, rounding and origin, and every change of
-/// representation that follows in a layer of each kind.
+/// representation that follows in a layer of each kind, in each part of a run where
+/// they are others.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  \
     nibble recipe\n  \
@@ -40,27 +42,14 @@ pub fn run(args: Args) -> Result<()> {
     if recipe.requantizations().is_empty() {
         say!("  nothing is made from an already quantized tensor");
     }
+    let mut counted = false;
     for layer in layers::each_kind() {
-        let plan =
-            recipe.section(layer.kind, &layer.name, 0.0).plan(layer.kind, recipe.activations, layer.gated);
-        let (changes, who) = match args.trace {
-            true => (layers::changes(&recipe, &layer)?, "as a backend saw them"),
-            false => (plan.clone(), "as they follow"),
-        };
-        if changes != plan {
-            return Err(Error::Failed(format!(
-                "{}: the layer does {changes:#?}, where its recipe means {plan:#?}",
-                layer.name
-            )));
-        }
-        if changes.is_empty() {
-            continue;
-        }
-        say!("changes of representation in {} (activations and gradients), {who}:", layer.name);
-        for change in &changes {
-            say!("  {change}{}", if change.is_cast() { "  (a cast)" } else { "" });
-        }
-        say!("casts: {}", changes.iter().filter(|change| change.is_cast()).count());
+        counted |= explain(&recipe, &layer, args.trace)?;
+    }
+    if counted {
+        say!(
+            "a cast reads a tensor only to quantize it, along its rows or its columns (both are two), or to dequantize it"
+        );
     }
     if args.trace {
         for missed in tensor_cores::missed(&Config::load(SIZES, &[])?, &recipe) {
@@ -68,4 +57,50 @@ pub fn run(args: Args) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Prints what follows for one layer, in each part of a run whose changes are others; says whether there are any.
+fn explain(recipe: &Recipe, layer: &Layer, trace: bool) -> Result<bool> {
+    let plans = recipe.plans(layer);
+    if trace {
+        recipe.stretches().into_iter().try_for_each(|part| assert_traced(recipe, layer, &plans, part))?;
+    }
+    if plans.iter().all(|(_, plan)| plan.is_empty()) {
+        return Ok(false);
+    }
+    let who = if trace { "as a backend saw them" } else { "as they follow" };
+    for ((from, to), plan) in &plans {
+        let part = if plans.len() > 1 { format!(", steps {from}..{to}") } else { String::new() };
+        say!("changes of representation in {} (activations and gradients), {who}{part}:", layer.name);
+        for change in plan {
+            let casts = match change.casts() {
+                0 => String::new(),
+                1 => "  (a cast)".into(),
+                n => format!("  ({n} casts)"),
+            };
+            say!("  {change}{casts}");
+        }
+        let section = recipe.section(layer.kind, &layer.name, *from);
+        section.unfused(layer.kind, recipe.activations).iter().for_each(|line| say!("  {line}"));
+        say!("casts: {}", plan.iter().map(Change::casts).sum::<usize>());
+    }
+    Ok(true)
+}
+
+/// Runs a layer in a part of a run, and compares what it does with the plan.
+fn assert_traced(
+    recipe: &Recipe,
+    layer: &Layer,
+    plans: &[((f64, f64), Vec<Change>)],
+    (from, _): (f64, f64),
+) -> Result<()> {
+    let seen = layers::changes(recipe, layer, from)?;
+    let plan = plans.iter().find(|((start, end), _)| (*start..*end).contains(&from)).map(|(_, plan)| plan);
+    match plan == Some(&seen) {
+        true => Ok(()),
+        false => Err(Error::Failed(format!(
+            "{}: from {from} of the steps on the layer does {seen:#?}, where its recipe means {plan:#?}",
+            layer.name
+        ))),
+    }
 }

@@ -24,13 +24,13 @@ pub fn of_kind(kind: LayerKind) -> Option<Layer> {
     alone.into_iter().chain(model.recipe_layers()).find(|layer| layer.kind == kind)
 }
 
-/// Every change of representation in one layer, forward and backward, as a backend sees them.
+/// Every change of representation in one layer, forward and backward, as a backend sees them at a point of a run (step / steps).
 ///
 /// # Errors
 /// A CPU that cannot be had as the environment asks for it; what the layer returns.
-pub fn changes(recipe: &Recipe, layer: &Layer) -> Result<Vec<Change>> {
+pub fn changes(recipe: &Recipe, layer: &Layer, progress: f64) -> Result<Vec<Change>> {
     let env = Env::read()?;
     let recorder = Recorder::eager(env.cpu(env.threads(0))?);
-    let one = OneLayer { recipe, layer, progress: 0.0 };
+    let one = OneLayer { recipe, layer, progress };
     Ok(traced(&recorder, |begin| one.run(&recorder, begin))?)
 }

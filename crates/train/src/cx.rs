@@ -7,8 +7,8 @@ use nibble_core::formats::{Purpose, Rounding, Stream, fnv1a32};
 use nibble_core::ops::{
     Cast, Counts, Delayed, Dequantize, Emit, Emitted, Found, Hadamard, Planes, Quantize, Random, Transcode,
 };
-use nibble_core::recipe::{By, LayerKind, Precision, Section};
-use nibble_core::{BlockScaled, Comm, DType, Groups, Kernels, Operand, Recipe, Result, Tensor};
+use nibble_core::recipe::{Computed, LayerKind, Pair, Precision, Route, Section};
+use nibble_core::{BlockScaled, Comm, DType, Error, Groups, Kernels, Operand, Recipe, Result, Tensor};
 use std::cell::RefCell;
 
 /// A tensor on its way to a product, by the names that its counts and its random bits have.
@@ -226,25 +226,77 @@ impl<'a, B: Kernels> Cx<'a, B> {
         Ok(done.out)
     }
 
-    /// `x`, which is what `origin` says, as `to` wants it: the same buffers if those are the same bits, else one
-    /// conversion of it; or two where the recipe says that it is quantized again.
-    pub fn converted(
+    /// Takes a tensor along a route.
+    pub fn follow(
         &self,
         at: Place<'_>,
         x: &Operand<B>,
-        origin: &Precision,
-        to: &Precision,
+        route: &Route,
         groups: Option<&Groups<B>>,
     ) -> Result<Operand<B>> {
-        match x {
-            _ if to.same_bits(origin) && to.by == By::Transcode => Ok(x.clone()),
-            Operand::Plain(x) => self.form(at, x, to, groups),
-            Operand::Block(x) if to.by == By::Transcode && to.format.is_block() => {
-                Ok(Operand::Block(self.transcode(at, x, to, groups)?))
+        match (route, x) {
+            (Route::Same, x) => Ok(x.clone()),
+            (Route::Plain(dtype), Operand::Plain(x)) => self.cast(x, *dtype).map(Operand::Plain),
+            (Route::Plain(dtype), Operand::Block(x)) => {
+                Dequantize { x, dtype: *dtype }.run(self.b).map(Operand::Plain)
             }
-            Operand::Block(x) => {
-                let plain = Dequantize { x, dtype: to.dtype().unwrap_or(self.activations()) }.run(self.b)?;
-                self.form(at, &plain, to, groups)
+            (Route::Quantize(to), Operand::Plain(x)) => self.quantized(at, x, to, groups),
+            (Route::Transcode(to), Operand::Block(x)) => {
+                self.transcode(at, x, to, groups).map(Operand::Block)
+            }
+            (Route::Requantize { through, to }, Operand::Block(x)) => {
+                let plain = Dequantize { x, dtype: *through }.run(self.b)?;
+                self.quantized(at, &plain, to, groups)
+            }
+            (Route::Quantize(_), _) => Err(Error::shape("route", at.tensor, x.format(), "plain elements")),
+            (Route::Transcode(_) | Route::Requantize { .. }, _) => {
+                Err(Error::shape("route", at.tensor, x.format(), "blocks"))
+            }
+        }
+    }
+
+    /// Takes a tensor to two representations; one buffer where they are the same.
+    pub fn follow_both(
+        &self,
+        at: Place<'_>,
+        x: &Operand<B>,
+        pair: &Pair,
+        groups: Option<&Groups<B>>,
+    ) -> Result<(Operand<B>, Operand<B>)> {
+        match pair {
+            Pair::One(route) => {
+                let one = self.follow(at, x, route, groups)?;
+                Ok((one.clone(), one))
+            }
+            Pair::OneRead(to) => {
+                let both = self.quantize(at, x.plain("route")?, to, Planes::Both, groups)?;
+                Ok((both.take_rows("route")?, both.take_cols("route")?))
+            }
+            Pair::Two(first, second) => {
+                Ok((self.follow(at, x, first, groups)?, self.follow(at, x, second, groups)?))
+            }
+        }
+    }
+
+    /// Takes what a fused kernel has written as [`emit`] said to its representations: by rows and the second one.
+    pub fn follow_computed(
+        &self,
+        at: Place<'_>,
+        made: &Emitted<B>,
+        of: &Computed,
+        groups: Option<&Groups<B>>,
+    ) -> Result<(Operand<B>, Operand<B>)> {
+        match of {
+            Computed::Plain { then, .. } => self.follow_both(at, &made.take_rows(at.tensor)?, then, groups),
+            Computed::Fused { planes: Planes::Both, .. } => {
+                Ok((made.take_rows(at.tensor)?, made.take_cols(at.tensor)?))
+            }
+            Computed::Fused { planes, .. } => {
+                let one = match planes {
+                    Planes::Cols => made.take_cols(at.tensor)?,
+                    _ => made.take_rows(at.tensor)?,
+                };
+                Ok((one.clone(), one))
             }
         }
     }
@@ -257,31 +309,20 @@ impl<'a, B: Kernels> Cx<'a, B> {
         to: &Precision,
         groups: Option<&Groups<B>>,
     ) -> Result<Operand<B>> {
-        match (to.dtype(), to.axis) {
-            (Some(dtype), _) => self.cast(x, dtype).map(Operand::Plain),
-            (None, BlockAxis::Col) => self.quantize(at, x, to, Planes::Cols, groups)?.take_cols("form"),
-            (None, _) => self.quantize(at, x, to, Planes::Rows, groups)?.take_rows("form"),
-        }
+        self.follow(at, &Operand::Plain(x.clone()), &Route::of_plain(to), groups)
     }
 
-    /// A plain tensor by rows and in a second form, from one read where one kernel can; one buffer where they are the same.
-    pub fn forms(
+    fn quantized(
         &self,
         at: Place<'_>,
         x: &Tensor<B>,
-        rows: &Precision,
-        second: &Precision,
+        to: &Precision,
         groups: Option<&Groups<B>>,
-    ) -> Result<(Operand<B>, Operand<B>)> {
-        if second.same_bits(rows) && second.round == rows.round {
-            let rows = self.form(at, x, rows, groups)?;
-            return Ok((rows.clone(), rows));
+    ) -> Result<Operand<B>> {
+        match to.axis {
+            BlockAxis::Col => self.quantize(at, x, to, Planes::Cols, groups)?.take_cols("route"),
+            _ => self.quantize(at, x, to, Planes::Rows, groups)?.take_rows("route"),
         }
-        if rows.one_read(second) {
-            let both = self.quantize(at, x, rows, Planes::Both, groups)?;
-            return Ok((both.take_rows("forms")?, both.take_cols("forms")?));
-        }
-        Ok((self.form(at, x, rows, groups)?, self.form(at, x, second, groups)?))
     }
 
     /// A plain tensor in another type; the same tensor if it already is.
@@ -290,10 +331,13 @@ impl<'a, B: Kernels> Cx<'a, B> {
     }
 }
 
-/// In what form a fused kernel writes something of this precision.
-pub fn emit(to: &Precision, planes: Planes, activations: DType) -> Result<Emit> {
-    Ok(match to.dtype() {
-        Some(_) => Emit::Plain(activations),
-        None => Emit::Block { codec: to.codec()?, planes },
+/// What a fused kernel is asked to write.
+pub fn emit(of: &Computed) -> Result<Emit> {
+    Ok(match of {
+        Computed::Plain { dtype, .. } => Emit::Plain(*dtype),
+        Computed::Fused { to, planes } => match to.dtype() {
+            Some(dtype) => Emit::Plain(dtype),
+            None => Emit::Block { codec: to.codec()?, planes: *planes },
+        },
     })
 }

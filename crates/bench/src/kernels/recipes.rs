@@ -74,7 +74,7 @@ fn steps(changes: &[Change], section: &Section) -> Result<Vec<Step>> {
 fn steps_of(recipe: &str, kind: LayerKind) -> Result<Vec<Step>> {
     let recipe = Recipe::builtin(recipe)?;
     let Some(layer) = layers::of_kind(kind) else { return Ok(Vec::new()) };
-    steps(&layers::changes(&recipe, &layer)?, &recipe.section(kind, &layer.name, 0.0))
+    steps(&layers::changes(&recipe, &layer, 0.0)?, &recipe.section(kind, &layer.name, 0.0))
 }
 
 fn axis_of(planes: Planes) -> BlockAxis {

@@ -132,22 +132,31 @@ fn sites(recipe: &Recipe, layer: &Layer, starts: &[u64], steps: u64) -> Vec<(Sit
     layer.kind.sites().filter(of_layer).map(row).collect()
 }
 
-/// Every change of representation in the first layer of each kind between two attentions, as the run began, and what that layer is:
-/// experts, and the two projections of an MLP that is no shared expert.
-pub fn changes(recipe: &Recipe, config: &Config) -> Vec<(&'static str, Vec<Change>)> {
+/// Every change of representation in the first layer of each kind between two attentions, and what that layer is: experts, and the two
+/// projections of an MLP that is no shared expert. Where the changes are others from a step on, there is another list that says so.
+pub fn changes(recipe: &Recipe, config: &Config) -> Vec<(String, Vec<Change>)> {
     let parts: Vec<_> = ModelSpec::new(&config.model).parts().collect();
-    let of = |what: &'static str, group: spec::Group, kind: fn(PartKind) -> bool| {
-        let layer = parts.iter().find(|part| part.group == group && kind(part.kind))?.layer()?;
-        let section = recipe.section(layer.kind, &layer.name, 0.0);
-        Some((what, section.plan(layer.kind, recipe.activations, layer.gated)))
+    let steps = config.train.steps as f64;
+    let of = |what: &'static str, group: spec::Group, is: fn(PartKind) -> bool| {
+        let layer =
+            parts.iter().find(|part| part.group == group && is(part.kind)).and_then(|part| part.layer());
+        let plans = layer.map(|layer| recipe.plans(&layer));
+        let met = plans
+            .into_iter()
+            .flatten()
+            .map(move |((from, to), plan)| ([from, to].map(|progress| (progress * steps).ceil()), plan));
+        met.filter(|([first, end], _)| first < end).map(move |([first, _], plan)| {
+            let from = if first > 0.0 { format!(" from step {} on", first + 1.0) } else { String::new() };
+            (format!("{what}{from}"), plan)
+        })
     };
     let is_gated = |kind: PartKind| kind == PartKind::Linear { gated: true };
-    let kinds = [
-        of("an expert layer", spec::Group::Experts, |_| true),
-        of("an MLP's first projection and its SwiGLU", spec::Group::Mlps, is_gated),
-        of("an MLP's second projection", spec::Group::Mlps, |kind| kind == PartKind::Linear { gated: false }),
-    ];
-    kinds.into_iter().flatten().collect()
+    of("an expert layer", spec::Group::Experts, |_| true)
+        .chain(of("an MLP's first projection and its SwiGLU", spec::Group::Mlps, is_gated))
+        .chain(of("an MLP's second projection", spec::Group::Mlps, |kind| {
+            kind == PartKind::Linear { gated: false }
+        }))
+        .collect()
 }
 
 #[cfg(test)]
@@ -165,17 +174,32 @@ mod tests {
     #[test]
     fn changes_are_those_of_the_layers_that_a_model_has() {
         let recipe = Recipe::builtin("mxfp4-hopper").unwrap();
-        let of = |name: &str, set: &[&str]| -> Vec<(&str, usize)> {
+        let of = |name: &str, set: &[&str]| -> Vec<(String, usize)> {
             let set: Vec<String> = set.iter().map(ToString::to_string).collect();
             let config = Config::load(name, &set).unwrap();
             changes(&recipe, &config).into_iter().map(|(what, changes)| (what, changes.len())).collect()
         };
-        let count = |all: &[(&str, usize)]| all.iter().filter(|(_, changes)| *changes > 0).count();
+        let count = |all: &[(String, usize)]| all.iter().filter(|(_, changes)| *changes > 0).count();
         let (routed, dense) = (of("tiny", &["model.shared_ffn=64"]), of("tiny-dense", &[]));
-        assert_eq!((routed.len(), count(&routed), routed[0].0), (1, 1, "an expert layer"), "{routed:?}");
+        assert_eq!(
+            (routed.len(), count(&routed), routed[0].0.as_str()),
+            (1, 1, "an expert layer"),
+            "{routed:?}"
+        );
         assert_eq!((dense.len(), count(&dense)), (2, 2), "{dense:?}");
         let mixed = of("tiny", &["model.dense_layers=1", "model.ffn=128"]);
         assert_eq!(mixed, [routed, dense].concat());
+    }
+
+    #[test]
+    fn changes_of_a_schedule_are_listed_from_the_step_on_where_they_begin() {
+        let late = "extends = \"fp8-flow\"\n[[override]]\nsteps = \"0.5..1\"\nset.recipe = \"fp8-block\"\n";
+        let recipe = Recipe::parse("mine", late).unwrap();
+        let config = Config::load("tiny", &["train.steps=100".to_owned()]).unwrap();
+        let of_experts = changes(&recipe, &config);
+        let [(first, before), (second, after)] = &of_experts[..] else { panic!("{of_experts:?}") };
+        assert_eq!([first, second], ["an expert layer", "an expert layer from step 51 on"]);
+        assert!(before.iter().any(|c| c.op == "transcode") && after.iter().all(|c| c.op != "transcode"));
     }
 
     #[test]

@@ -72,10 +72,27 @@ fn recipes_are_listed_and_traced() {
     flow.contains("casts: 2").contains("transcode").contains("e4m3 rows → e4m3 columns");
     flow.contains("made from an already quantized tensor: expert.wgrad.x");
     place.nibble(&["recipe", "fp8-deepseek", "--trace"]).ok().contains("casts: 6");
+    place.nibble(&["recipe", "fp8-block", "--trace"]).ok().contains("casts: 4").contains("(both are two)");
     place.nibble(&["recipe", "bf16", "--trace"]).ok().contains("casts: 0");
     let text = "description = \"mine\"\nextends = \"fp8-flow\"\n[expert]\nsaved.h = { format = \"mxfp4\", scale = \"floor\" }\n";
     std::fs::write(place.path("mine.toml"), text).unwrap();
     place.nibble(&["recipe", "mine.toml"]).ok().contains("recipe mine: mine").contains("mxfp4 row floor");
+}
+
+/// Each part of a run whose changes are others, with the fused kernel that a choice loses.
+#[test]
+fn a_schedule_is_printed_and_traced_in_parts() {
+    let place = Place::new();
+    let text = "description = \"mine\"\nextends = \"fp8-flow\"\n[[override]]\nsteps = \"0.5..1\"\n\
+                set.expert.dgrad.dh = { format = \"e4m3\", scale = \"rceil\", round = \"stochastic\" }\n";
+    std::fs::write(place.path("late.toml"), text).unwrap();
+    for arguments in [&["recipe", "late.toml"][..], &["recipe", "late.toml", "--trace"]] {
+        let done = place.nibble(arguments).ok();
+        let (before, after) = done.stdout.split_once("steps 0.5..1:").unwrap();
+        assert!(before.contains("experts") && before.contains("steps 0..0.5:"), "{before}");
+        assert!(before.contains("casts: 2") && !before.contains("does not write"), "{before}");
+        assert!(after.contains("swiglu_backward does not write dh") && after.contains("casts: 4"), "{after}");
+    }
 }
 
 #[test]

@@ -9,6 +9,7 @@
 mod parse;
 mod plan;
 mod precision;
+mod route;
 mod shipped;
 mod site;
 mod validate;
@@ -16,6 +17,7 @@ mod write;
 
 pub use plan::{Change, Form, Pass};
 pub use precision::{By, Precision, Section};
+pub use route::{Computed, ExpertRoutes, Pair, Route, WgradA};
 pub use site::{From, LayerKind, Site};
 
 use crate::{DType, Error, Result};
@@ -66,7 +68,15 @@ pub struct Layer {
 
 impl Layer {
     fn has(&self, kind: LayerKind, site: Site) -> bool {
-        self.kind == kind && kind.has(site) && (self.gated || site != Site::SavedH)
+        self.kind == kind
+            && kind.has(site)
+            && (self.gated || kind != LayerKind::Linear || site != Site::SavedH)
+    }
+
+    /// Whether two sections decide the same for it.
+    pub fn same(&self, a: &Section, b: &Section) -> bool {
+        let mut sites = self.kind.sites().filter(|site| self.has(self.kind, *site));
+        a.kept_a().is_some() == b.kept_a().is_some() && sites.all(|site| a.at(site) == b.at(site))
     }
 }
 
@@ -167,6 +177,29 @@ impl Recipe {
     pub fn boundaries(&self) -> Vec<f64> {
         let ends = self.overrides.iter().flat_map(|o| [o.steps.0, o.steps.1]).filter(|end| end.is_finite());
         std::iter::once(0.0).chain(ends).collect()
+    }
+
+    /// The parts of a run, as fractions of its steps, within each of which every section stays as it is.
+    pub fn stretches(&self) -> Vec<(f64, f64)> {
+        let mut starts = self.boundaries();
+        starts.sort_by(f64::total_cmp);
+        starts.dedup();
+        let ends = starts.iter().skip(1).copied().chain([1.0]);
+        starts.iter().copied().zip(ends).collect()
+    }
+
+    /// The plans of one layer in the course of a run: each with the part of the run that it is for.
+    pub fn plans(&self, layer: &Layer) -> Vec<((f64, f64), Vec<Change>)> {
+        let mut plans: Vec<((f64, f64), Vec<Change>)> = Vec::new();
+        for (from, to) in self.stretches() {
+            let section = self.section(layer.kind, &layer.name, from);
+            let plan = section.plan(layer.kind, self.activations, layer.gated);
+            match plans.last_mut() {
+                Some((part, same)) if *same == plan => part.1 = to,
+                _ => plans.push(((from, to), plan)),
+            }
+        }
+        plans
     }
 
     /// Every section that these layers meet in the course of a run, overrides applied, each checked.

@@ -1,10 +1,12 @@
 //! What a section's decisions amount to: every change of representation of a layer's activations and gradients, in the
 //! order in which a layer issues them. Weights' copies are left out: they are made once a step.
 //!
-//! It is derived here from the recipe alone. A test holds it equal to what a backend sees of the layers.
+//! It is read off the routes that the layers take ([`super::Route`]). A test holds it equal to what a backend sees of them.
 
-use super::{By, LayerKind, Precision, Recipe, Section, Site};
+use super::route::{Computed, ExpertRoutes, Pair, Route, WgradA};
+use super::{LayerKind, Precision, Recipe, Section, Site};
 use crate::DType;
+use crate::ops::Planes;
 use nibble_formats::{BlockAxis, Format};
 use std::fmt;
 
@@ -86,9 +88,15 @@ pub struct Change {
 }
 
 impl Change {
-    /// Whether it is a cast by a kernel of its own: a plain tensor read only to be quantized, or made only for that.
-    pub fn is_cast(&self) -> bool {
-        matches!(self.op, "quantize" | "dequantize")
+    /// How many casts it is. A cast is a quantization of a plain tensor by a kernel of its own, along its rows or along its
+    /// columns, or a dequantization. Rows and columns from one read are two: a flow free of casts quantizes the rows alone and
+    /// transcodes them to columns. What a kernel writes quantized that computes it is none.
+    pub fn casts(&self) -> usize {
+        match self.op {
+            "quantize" => usize::from(self.to.rows) + usize::from(self.to.cols),
+            "dequantize" => 1,
+            _ => 0,
+        }
     }
 
     /// Whether rows move and stay as they are.
@@ -104,105 +112,102 @@ impl fmt::Display for Change {
     }
 }
 
-/// The changes of a pass so far.
-struct Flow<'a> {
-    section: &'a Section,
-    kind: LayerKind,
+/// The changes of a layer so far.
+struct Flow {
     plain: Form,
     pass: Pass,
     changes: Vec<Change>,
 }
 
-impl Flow<'_> {
+impl Flow {
     fn add(&mut self, op: &'static str, tensor: &'static str, from: Form, to: Form) {
         self.changes.push(Change { pass: self.pass, op, tensor, from, to });
     }
 
-    /// A plain tensor as a site wants it.
-    fn quantize(&mut self, tensor: &'static str, from: Form, to: &Precision) {
-        match to.format.is_block() {
-            true => self.add("quantize", tensor, from, to.into()),
-            false if from.format != to.format => self.add("cast", tensor, from, to.into()),
-            false => {}
-        }
-    }
-
-    /// A plain tensor by rows and in a second form: from one read where one kernel can.
-    fn forms(&mut self, tensor: &'static str, from: Form, rows: &Precision, second: &Precision) {
-        if rows.one_read(second) {
-            self.add("quantize", tensor, from, Form::both(rows.format));
-        } else {
-            self.quantize(tensor, from, rows);
-            self.quantize(tensor, from, second);
-        }
-    }
-
-    /// What one site has, as another wants it.
-    fn convert(&mut self, tensor: &'static str, site: Site) {
-        let to = self.section.at(site);
-        let Some(origin) = self.section.origin(self.kind, site).site().map(|site| self.section.at(site))
-        else {
-            return;
-        };
-        match (origin.format.is_block(), to.format.is_block(), to.by) {
-            _ if to.same_bits(origin) && to.by == By::Transcode => {}
-            (false, ..) => self.quantize(tensor, origin.into(), to),
-            (true, false, _) => self.add("dequantize", tensor, origin.into(), to.into()),
-            (true, true, By::Transcode) => self.add("transcode", tensor, origin.into(), to.into()),
-            (true, true, By::Requantize) => {
-                self.add("dequantize", tensor, origin.into(), self.plain);
-                self.quantize(tensor, self.plain, to);
+    fn route(&mut self, tensor: &'static str, from: Form, route: &Route) {
+        match route {
+            Route::Same => {}
+            Route::Plain(dtype) if from.format.is_block() => {
+                self.add("dequantize", tensor, from, (*dtype).into());
+            }
+            Route::Plain(dtype) if from != Form::from(*dtype) => {
+                self.add("cast", tensor, from, (*dtype).into());
+            }
+            Route::Plain(_) => {}
+            Route::Quantize(to) => self.add("quantize", tensor, from, to.into()),
+            Route::Transcode(to) => self.add("transcode", tensor, from, to.into()),
+            Route::Requantize { through, to } => {
+                self.add("dequantize", tensor, from, (*through).into());
+                self.add("quantize", tensor, (*through).into(), to.into());
             }
         }
     }
 
-    /// Rows of the tokens, at the experts.
-    fn dispatched(&mut self, tensor: &'static str, wire: Site) {
-        let to = self.section.at(wire);
-        self.quantize(tensor, self.plain, to);
-        self.add("dispatch+permute", tensor, to.into(), to.into());
-    }
-
-    /// A tensor that arrived or is plain, as fprop and the backward pass want it, or as dgrad and wgrad do.
-    fn pair(&mut self, tensor: &'static str, rows: Site, second: Site) {
-        let section = self.section;
-        let origin = section.origin(self.kind, rows).site().map(|site| section.at(site));
-        match origin.filter(|origin| origin.format.is_block()) {
-            Some(_) => [rows, second].into_iter().for_each(|site| self.convert(tensor, site)),
-            None => self.plain_pair(tensor, self.plain, rows, second),
+    fn pair(&mut self, tensor: &'static str, from: Form, pair: &Pair) {
+        match pair {
+            Pair::One(route) => self.route(tensor, from, route),
+            Pair::OneRead(to) => self.add("quantize", tensor, from, Form::both(to.format)),
+            Pair::Two(first, second) => {
+                [first, second].into_iter().for_each(|to| self.route(tensor, from, to))
+            }
         }
     }
 
-    fn plain_pair(&mut self, tensor: &'static str, from: Form, rows: Site, second: Site) {
-        let (rows, second) = (self.section.at(rows), self.section.at(second));
-        match second.same_bits(rows) && second.round == rows.round {
-            true => self.quantize(tensor, from, rows),
-            false => self.forms(tensor, from, rows, second),
+    /// What a fused kernel writes, of what it reads. Plain from plain is no change.
+    fn written(
+        &mut self,
+        [op, quantizing]: [&'static str; 2],
+        tensor: &'static str,
+        from: Form,
+        of: &Computed,
+    ) {
+        let to = match of {
+            Computed::Fused { to, planes: Planes::Both } if to.format.is_block() => Form::both(to.format),
+            Computed::Fused { to, .. } => to.into(),
+            Computed::Plain { dtype, .. } => (*dtype).into(),
+        };
+        match (from.format.is_block(), to.format.is_block()) {
+            (_, true) => self.add(quantizing, tensor, from, to),
+            (true, false) => self.add(op, tensor, from, to),
+            (false, false) => {}
         }
     }
 
-    fn dense(&mut self, gated: bool) {
-        let section = self.section;
-        let h = section.at(Site::SavedH);
-        self.pair("x", Site::FpropX, Site::SavedX);
-        let keeps_h = gated && h.format.is_block();
-        if keeps_h {
+    /// What is made of what a fused kernel has written plain.
+    fn then(&mut self, tensor: &'static str, of: &Computed) {
+        if let Computed::Plain { dtype, then, .. } = of {
+            self.pair(tensor, (*dtype).into(), then);
+        }
+    }
+
+    /// Rows of the tokens, as they travel.
+    fn sent(&mut self, tensor: &'static str, wire: &Precision, route: &Route) {
+        self.route(tensor, self.plain, route);
+        self.add("dispatch+permute", tensor, wire.into(), wire.into());
+    }
+
+    fn dense(&mut self, section: &Section, activations: DType, gated: bool) {
+        const KIND: LayerKind = LayerKind::Linear;
+        self.pair("x", self.plain, &section.input(KIND, activations, true));
+        let h = section.kept_h(true).filter(|_| gated);
+        if let Some(h) = h {
             self.add("swiglu+quantize", "h", self.plain, h.into());
         }
         self.pass = Pass::Backward;
-        if keeps_h {
+        if let Some(h) = h {
             self.add("swiglu_backward", "dh", h.into(), self.plain);
         }
+        let kept = section.at(Site::SavedX).into();
+        self.route("x", kept, &section.route(KIND, Site::WgradX, activations));
         let tensor = if gated { "dh" } else { "dy" };
-        self.convert("x", Site::WgradX);
-        self.pair(tensor, Site::DgradDy, Site::WgradDy);
+        self.pair(tensor, self.plain, &section.gradient(KIND, activations));
     }
 
-    fn head(&mut self) {
+    fn head(&mut self, section: &Section) {
         for (tensor, rows, cols) in
             [("x", Site::FpropX, Site::WgradX), ("dlogits", Site::DgradDy, Site::WgradDy)]
         {
-            let (rows, cols) = (self.section.at(rows), self.section.at(cols));
+            let (rows, cols) = (section.at(rows), section.at(cols));
             let made = match rows.one_read(cols) {
                 true => vec![Form::both(rows.format)],
                 false => [rows, cols].into_iter().filter(|p| p.format.is_block()).map(Form::from).collect(),
@@ -211,85 +216,37 @@ impl Flow<'_> {
         }
     }
 
-    fn experts(&mut self) {
-        let section = self.section;
-        let h = section.at(Site::SavedH);
-        self.dispatched("x", Site::DispatchFwd);
-        self.pair("x", Site::FpropX, Site::SavedX);
-        self.swiglu();
-        if h.format.is_block() {
+    fn experts(&mut self, section: &Section, routes: &ExpertRoutes) {
+        const FORWARD: [&str; 2] = ["swiglu", "swiglu+quantize"];
+        const BACKWARD: [&str; 2] = ["swiglu_backward", "swiglu_backward+quantize"];
+        let at = |site| section.at(site);
+        self.sent("x", at(Site::DispatchFwd), &routes.x_sent);
+        self.pair("x", at(Site::DispatchFwd).into(), &routes.x);
+        // The kernel writes both before anything is made of a.
+        self.written(FORWARD, "a", self.plain, &routes.a);
+        if let Some(h) = &routes.h {
             self.add("swiglu+quantize", "h", self.plain, h.into());
         }
-        // The kernel writes both before anything is made of a.
-        if self.a_is_written_plain() {
-            // For a delayed scale as wide as the kernel has it.
-            let fprop = section.at(Site::FpropA);
-            let from = if fprop.delayed.is_some() { DType::F32.into() } else { self.plain };
-            match section.kept_a() {
-                Some(_) => self.plain_pair("a", from, Site::FpropA, Site::SavedA),
-                None => self.quantize("a", from, fprop),
-            }
-        }
+        self.then("a", &routes.a);
         self.add("unpermute+combine", "y", self.plain, self.plain);
         self.pass = Pass::Backward;
-        self.dispatched("dy", Site::DispatchBwd);
-        self.pair("dy", Site::DgradDy, Site::WgradDy);
-        self.swiglu_backward();
-        self.convert("x", Site::WgradX);
+        self.sent("dy", at(Site::DispatchBwd), &routes.dy_sent);
+        self.pair("dy", at(Site::DispatchBwd).into(), &routes.dy);
+        let h = Form::from(at(Site::SavedH));
+        self.written(BACKWARD, "dh", h, &routes.dh);
+        match &routes.wgrad_a {
+            WgradA::Again(a) => {
+                self.written(BACKWARD, "a", h, a);
+                self.then("dh", &routes.dh);
+                self.then("a", a);
+            }
+            WgradA::Kept(route) => {
+                self.then("dh", &routes.dh);
+                self.route("a", at(Site::SavedA).into(), route);
+            }
+        }
+        self.route("x", at(Site::SavedX).into(), &routes.wgrad_x);
         self.add("unpermute+combine", "dx", self.plain, self.plain);
-    }
-
-    fn a_is_written_plain(&self) -> bool {
-        let fprop = self.section.at(Site::FpropA);
-        fprop.delayed.is_some() || self.section.kept_a().is_some_and(|kept| !fprop.fused_with(kept))
-    }
-
-    fn swiglu(&mut self) {
-        let fprop = self.section.at(Site::FpropA);
-        if self.a_is_written_plain() || !fprop.format.is_block() {
-            return;
-        }
-        let both = self.section.kept_a().is_some_and(|kept| fprop.one_read(kept));
-        let to = if both { Form::both(fprop.format) } else { fprop.into() };
-        self.add("swiglu+quantize", "a", self.plain, to);
-    }
-
-    fn swiglu_backward(&mut self) {
-        const OP: &str = "swiglu_backward+quantize";
-        let (section, h) = (self.section, Form::from(self.section.at(Site::SavedH)));
-        let [dgrad, wgrad] = [Site::DgradDh, Site::WgradDh].map(|site| section.at(site));
-        let wgrad_a = section.at(Site::WgradA);
-        let fused = dgrad.one_read(wgrad) && !dgrad.round.is_random() && dgrad.delayed.is_none();
-        let f32 = Form::from(DType::F32);
-        if fused {
-            self.add(OP, "dh", h, Form::both(dgrad.format));
-        } else if h.rows {
-            let plain = if dgrad.format.is_block() || wgrad.format.is_block() { f32 } else { self.plain };
-            self.add("swiglu_backward", "dh", h, plain);
-        }
-        let made_again = section.kept_a().is_none();
-        let a_fused = wgrad_a.rht.is_none() && wgrad_a.delayed.is_none();
-        match (made_again, wgrad_a.format.is_block()) {
-            (true, true) if a_fused => self.add(OP, "a", h, wgrad_a.into()),
-            (true, true) if h.rows => self.add("swiglu_backward", "a", h, f32),
-            (true, false) if h.rows => self.add("swiglu_backward", "a", h, self.plain),
-            _ => {}
-        }
-        if !fused && (dgrad.format.is_block() || wgrad.format.is_block()) {
-            self.forms("dh", f32, dgrad, wgrad);
-        }
-        match (made_again, a_fused) {
-            (true, false) => self.quantize("a", f32, wgrad_a),
-            _ => self.convert("a", Site::WgradA),
-        }
-    }
-}
-
-impl Precision {
-    /// Whether the kernel that computes a tensor can write it in both forms, this one for fprop. It measures what it writes.
-    pub fn fused_with(&self, kept: &Self) -> bool {
-        let made_of_one = (self.same_bits(kept) && self.round == kept.round) || self.one_read(kept);
-        self.delayed.is_none() && made_of_one
     }
 }
 
@@ -297,15 +254,22 @@ impl Section {
     /// Every change of representation in one layer of this kind, forward and backward, on one rank, with nothing made
     /// again that the recipe keeps. `gated`: SwiGLU follows it (dense layers).
     pub fn plan(&self, kind: LayerKind, activations: DType, gated: bool) -> Vec<Change> {
-        let mut flow =
-            Flow { section: self, kind, plain: activations.into(), pass: Pass::Forward, changes: Vec::new() };
+        let mut flow = Flow { plain: activations.into(), pass: Pass::Forward, changes: Vec::new() };
         match kind {
-            LayerKind::Linear => flow.dense(gated),
-            LayerKind::Expert => flow.experts(),
-            LayerKind::Head => flow.head(),
+            LayerKind::Linear => flow.dense(self, activations, gated),
+            LayerKind::Expert => flow.experts(self, &self.expert_routes(activations, true, false)),
+            LayerKind::Head => flow.head(self),
             LayerKind::Router => {}
         }
         flow.changes
+    }
+
+    /// What the fused kernels of this kind of layer leave to operations of their own, and why.
+    pub fn unfused(&self, kind: LayerKind, activations: DType) -> Vec<String> {
+        match kind {
+            LayerKind::Expert => self.expert_routes(activations, true, false).unfused(),
+            _ => Vec::new(),
+        }
     }
 
     /// Every tensor of this kind of layer that is quantized from an already quantized one.

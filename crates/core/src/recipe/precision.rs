@@ -75,13 +75,8 @@ impl Precision {
         self.format == other.format && blocks(self) == blocks(other)
     }
 
-    /// Whether a plain tensor is quantized once for both: they are the same, or one kernel can write both.
-    pub fn made_at_once(&self, other: &Self) -> bool {
-        self.format.is_block() && (self.one_read(other) || self.same_bits(other) && self.round == other.round)
-    }
-
     /// Whether one kernel can write both from one read of a plain tensor, one by rows and the other by columns.
-    pub fn one_read(&self, other: &Self) -> bool {
+    pub(super) fn one_read(&self, other: &Self) -> bool {
         let codec = |p: &Self| (p.format, p.scale, p.delayed, p.round, p.rht);
         let axes = [self.axis, other.axis];
         self.format.is_block()

@@ -488,3 +488,68 @@ fn delayed_scales_are_refused_where_nothing_could_follow_them() {
     let e = error(&head);
     assert!(e.contains("head.fprop.x") && e.contains("in chunks"), "{e}");
 }
+
+#[test]
+fn a_run_is_parted_where_an_override_begins_or_ends() {
+    let flow = Recipe::builtin("fp8-flow").unwrap();
+    assert_eq!(flow.stretches(), [(0.0, 1.0)]);
+    let text = "extends = \"fp8-flow\"
+        [[override]]\nsteps = \"0.5..1\"\nset.recipe = \"bf16\"
+        [[override]]\nsteps = \"0.25..0.5\"\nlayers = \"*.experts\"\nset.recipe = \"fp8-block\"";
+    let recipe = Recipe::parse("mine", text).unwrap();
+    assert_eq!(recipe.stretches(), [(0.0, 0.25), (0.25, 0.5), (0.5, 1.0)]);
+    let layer = |kind, name: &str| Layer { kind, name: name.into(), gated: false };
+    let parts = |layer: &Layer| recipe.plans(layer).into_iter().map(|(part, _)| part).collect::<Vec<_>>();
+    assert_eq!(parts(&layer(LayerKind::Expert, "a.experts")), recipe.stretches());
+    assert_eq!(parts(&layer(LayerKind::Linear, "a.q_proj")), [(0.0, 0.5), (0.5, 1.0)]);
+}
+
+/// Rows and columns quantized from a plain tensor are two casts; a flow free of casts makes columns of rows.
+#[test]
+fn casts_are_counted_by_quantization() {
+    let casts = |name: &str| {
+        let recipe = Recipe::builtin(name).unwrap();
+        let plan = recipe.expert.plan(LayerKind::Expert, recipe.activations, false);
+        plan.iter().map(Change::casts).sum::<usize>()
+    };
+    let names = ["bf16", "fp8-flow", "mxfp4-hopper", "fp8-block", "fp8-deepseek"];
+    assert_eq!(names.map(casts), [0, 2, 2, 4, 6]);
+}
+
+/// Each fused kernel that a choice loses is said with the choice; those of the recipes that ship lose none they need not.
+#[test]
+fn fused_kernels_that_a_choice_loses_are_named() {
+    let lost = |base: &str, line: &str| {
+        let recipe = Recipe::parse("mine", &format!("extends = \"{base}\"\n[expert]\n{line}")).unwrap();
+        recipe.expert.unfused(LayerKind::Expert, recipe.activations)
+    };
+    assert_eq!(lost("fp8-flow", ""), [""; 0]);
+    for (line, parts) in [
+        (
+            "dgrad.dh = { format = \"e4m3\", scale = \"rceil\", round = \"stochastic\" }",
+            ["swiglu_backward does not write dh", "dgrad.dh is rounded at random"],
+        ),
+        (
+            "dgrad.dh = { format = \"e4m3\", scale = \"floor\" }",
+            ["swiglu_backward does not write dh", "not made alike"],
+        ),
+        (
+            "saved.a = { format = \"mxfp4\" }",
+            ["swiglu does not write a", "saved.a is not made as fprop.a is"],
+        ),
+    ] {
+        let lines = lost("fp8-flow", line);
+        assert!(lines.len() == 1 && parts.iter().all(|part| lines[0].contains(part)), "{line}: {lines:?}");
+    }
+}
+
+#[test]
+fn a_dither_of_nothing_is_refused() {
+    let of = |delta: &str| {
+        let dy = format!("{{ format = \"e4m3\", scale = \"rceil\", round = \"dither:{delta}\" }}");
+        Recipe::parse("mine", &format!("extends = \"fp8-flow\"\n[linear]\ndgrad.dy = {dy}"))
+    };
+    let e = of("0").unwrap_err().to_string();
+    assert!(e.contains("linear.dgrad.dy") && e.contains("nearest-even"), "{e}");
+    assert!(of("0.25").is_ok());
+}

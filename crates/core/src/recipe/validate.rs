@@ -59,6 +59,8 @@ pub(super) fn section(recipe: &Recipe, kind: LayerKind, s: &Section) -> Result<(
         let p = s.at(site);
         let random = matches!(p.round, Rounding::Stochastic | Rounding::Dither { .. });
         check.expect(site, site.is_gradient() || !random, "stochastic rounding is for gradients")?;
+        let why = "`round` decides nothing: dither of no code steps is nearest-even";
+        check.expect(site, p.round != Rounding::Dither { delta_q16: 0 }, why)?;
         let nearest = kind != LayerKind::Head || !random;
         check.expect(site, nearest, "the gradients of the logits are rounded to nearest")?;
         let of_all = p.format.scale_kind(p.scale).has_tensor_scale()

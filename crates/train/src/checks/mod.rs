@@ -1,5 +1,6 @@
 //! What a run is checked for before it begins.
 
+mod overrides;
 mod recipe_file;
 mod sizes;
 
@@ -32,15 +33,20 @@ fn path_of(recipe: &str) -> Option<&Path> {
 /// The recipe that a configuration names, once both are known to fit each other.
 ///
 /// # Errors
-/// For a recipe that cannot be read, and as [`check_recipe`].
+/// For a recipe that cannot be read, as [`check_recipe`], and for an override of a recipe file that decides nothing in this run.
 pub fn checked_recipe(config: &Config) -> Result<Recipe> {
     check_sizes(config)?;
     let recipe = load_recipe(&config.recipe)?;
-    match (check_recipe(config, &recipe), path_of(&config.recipe)) {
-        (Ok(()), _) => Ok(recipe),
-        (Err(error), Some(path)) => Err(recipe_file::in_file(error, path)),
-        (Err(error), None) => Err(error),
-    }
+    let Some(path) = path_of(&config.recipe) else {
+        check_recipe(config, &recipe)?;
+        return Ok(recipe);
+    };
+    check_recipe(config, &recipe)
+        .and_then(|()| {
+            Ok(overrides::check(&recipe, &ModelSpec::new(&config.model).recipe_layers(), config.train.steps)?)
+        })
+        .map_err(|error| recipe_file::in_file(error, path))?;
+    Ok(recipe)
 }
 
 /// Whether a configuration and a recipe fit each other.

@@ -29,14 +29,8 @@ impl<B: Kernels> Input<B> {
         groups: Option<&Groups<B>>,
     ) -> Result<Self> {
         let at = Place { layer, tensor: "x", linear };
-        let (fprop, saved) = (section.at(Site::FpropX), section.at(Site::SavedX));
-        let (fprop, saved) = match cx.training {
-            true => cx.forms(at, x_tk, fprop, saved, groups)?,
-            false => {
-                let fprop = cx.form(at, x_tk, fprop, groups)?;
-                (fprop.clone(), fprop)
-            }
-        };
+        let pair = section.input(LayerKind::Linear, cx.activations(), cx.training);
+        let (fprop, saved) = cx.follow_both(at, &Operand::Plain(x_tk.clone()), &pair, groups)?;
         Ok(Self { fprop, saved })
     }
 }
@@ -106,8 +100,8 @@ impl<B: Kernels> Linear<B> {
         let section = self.section(cx);
         let groups = &cx.shards.groups;
         let at = Place { layer: self.site(), tensor: "dy", linear };
-        let (dgrad, wgrad) = (section.at(Site::DgradDy), section.at(Site::WgradDy));
-        let (rows, cols) = cx.forms(at, dy_tn, dgrad, wgrad, Some(groups))?;
+        let pair = section.gradient(LayerKind::Linear, cx.activations());
+        let (rows, cols) = cx.follow_both(at, &Operand::Plain(dy_tn.clone()), &pair, Some(groups))?;
         let dx_tk = Gemm { a: &rows, b: self.weight.wt()?, out: cx.activations() }.run(cx.b)?;
         self.weight.accumulate_wgrad(cx, &cols, x, groups)?;
         Ok(dx_tk)
@@ -154,7 +148,6 @@ pub(crate) fn wgrad_x<B: Kernels>(
     saved: &Operand<B>,
     groups: &Groups<B>,
 ) -> Result<Operand<B>> {
-    let (origin, to) = (section.at(Site::SavedX), section.at(Site::WgradX));
-    let at = Place { layer, tensor: "x", linear };
-    cx.converted(at, saved, origin, to, Some(groups))
+    let route = section.route(LayerKind::Linear, Site::WgradX, cx.activations());
+    cx.follow(Place { layer, tensor: "x", linear }, saved, &route, Some(groups))
 }

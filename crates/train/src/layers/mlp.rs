@@ -6,7 +6,7 @@ use crate::ledger::{Ledger, Saved};
 use crate::param::Param;
 use crate::spec::MlpSpec;
 use nibble_core::ops::{Emit, Swiglu, SwigluBackward};
-use nibble_core::recipe::Site;
+use nibble_core::recipe::Precision;
 use nibble_core::{DType, Kernels, Operand, Result, Tensor};
 
 /// y = (silu(x·Wgᵀ) · x·Wuᵀ)·Wdᵀ.
@@ -54,8 +54,8 @@ impl<B: Kernels> Mlp<B> {
     fn hidden(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<(Operand<B>, MlpSaved<B>)> {
         let (h_tf, gate_up) = self.gate_up.forward(cx, x_td)?;
         let a = Emit::Plain(cx.activations());
-        let saved_h = *self.gate_up.section(cx).at(Site::SavedH);
-        let save_h = if cx.training && saved_h.format.is_block() { Some(saved_h.codec()?) } else { None };
+        let section = self.gate_up.section(cx);
+        let save_h = section.kept_h(cx.training).map(Precision::codec).transpose()?;
         let out = Swiglu { h: &h_tf, weight: None, groups: None, a, save_h }.run(cx.b)?;
         let h = out.h.map_or(Operand::Plain(h_tf), Operand::Block);
         let a_tf = out.a.take_rows("mlp")?.plain("mlp")?.clone();

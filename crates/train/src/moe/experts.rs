@@ -3,14 +3,13 @@
 
 use super::Plan;
 use crate::cx::{Cx, Place, emit};
-use crate::layers::{Input, wgrad_x};
 use crate::ledger::{Ledger, Saved};
 use crate::param::Param;
 use crate::record::Conversion;
 use crate::spec::{ParamSpec, Part};
-use nibble_core::ops::{Emit, GroupedGemm, Planes, Swiglu, SwigluBackward};
-use nibble_core::recipe::{LayerKind, Precision, Section, Site};
-use nibble_core::{DType, Error, Kernels, Operand, Result, Tensor};
+use nibble_core::ops::{GroupedGemm, Swiglu, SwigluBackward};
+use nibble_core::recipe::{ExpertRoutes, LayerKind, Precision, Section, Site, WgradA};
+use nibble_core::{Error, Kernels, Operand, Result, Tensor};
 
 /// Stacked expert weights.
 #[derive(Debug, Clone)]
@@ -22,8 +21,7 @@ pub struct Experts<B: Kernels> {
     /// Down projections: `[l · d, f]`.
     pub down: Param<B>,
     /// Where the recipe does not say how to keep the second product's input, keep it if the forward pass has the very bits that
-    /// wgrad takes, instead of making it again from h: it has not where h is kept in another format, since then wgrad's is
-    /// made of that.
+    /// wgrad takes, instead of making it again from h ([`Section::expert_routes`]).
     pub keep_a: bool,
 }
 
@@ -31,7 +29,7 @@ pub struct Experts<B: Kernels> {
 #[derive(Debug)]
 pub struct ExpertsSaved<B: Kernels> {
     layer: String,
-    /// `[r, d]`; none where it is made again from what the layer was given ([`Experts::kept_input`]).
+    /// `[r, d]`; none where it is made again from what the layer was given ([`Experts::input_at`]).
     pub x: Option<Operand<B>>,
     /// `[r, 2f]`.
     pub h: Operand<B>,
@@ -77,6 +75,11 @@ impl<B: Kernels> Experts<B> {
         vec![&mut self.gate_up, &mut self.down]
     }
 
+    /// How it makes everything under a section.
+    fn routes(&self, cx: &Cx<'_, B>, section: &Section) -> ExpertRoutes {
+        section.expert_routes(cx.activations(), cx.training, self.keep_a)
+    }
+
     /// x as fprop multiplies it and as the backward pass keeps it, from the rows that arrived.
     pub(super) fn input(
         &self,
@@ -85,42 +88,20 @@ impl<B: Kernels> Experts<B> {
         x_rd: Operand<B>,
         plan: &Plan<B>,
     ) -> Result<(Operand<B>, Operand<B>)> {
-        let groups = Some(&plan.map.groups);
-        if let Operand::Plain(x) = &x_rd {
-            let input = Input::new(cx, (&self.name, &self.gate_up.name), section, x, groups)?;
-            return Ok((input.fprop, input.saved));
-        }
-        let fprop = self.fprop_input(cx, section, &x_rd, Some(plan))?;
-        let (origin, to) = (section.at(Site::DispatchFwd), section.at(Site::SavedX));
-        let saved = match cx.training {
-            true => cx.converted(self.x(), &x_rd, origin, to, groups)?,
-            false => fprop.clone(),
-        };
-        Ok((fprop, saved))
+        cx.follow_both(self.x(), &x_rd, &self.routes(cx, section).x, Some(&plan.map.groups))
     }
 
-    /// What [`Experts::forward`] keeps of the rows that arrived, for a backward pass that has none.
-    pub fn kept_input(
+    /// Rows as they travel, as a site has them: [`Site::SavedX`] for a backward pass whose forward pass has kept none.
+    pub fn input_at(
         &self,
         cx: &Cx<'_, B>,
         section: &Section,
-        x_rd: &Operand<B>,
-        plan: &Plan<B>,
-    ) -> Result<Operand<B>> {
-        let (origin, to) = (section.at(Site::DispatchFwd), section.at(Site::SavedX));
-        cx.converted(self.x(), x_rd, origin, to, Some(&plan.map.groups))
-    }
-
-    /// Rows as they travel, as fprop multiplies them.
-    pub fn fprop_input(
-        &self,
-        cx: &Cx<'_, B>,
-        section: &Section,
+        site: Site,
         x: &Operand<B>,
         plan: Option<&Plan<B>>,
     ) -> Result<Operand<B>> {
-        let (origin, to) = (section.at(Site::DispatchFwd), section.at(Site::FpropX));
-        cx.converted(self.x(), x, origin, to, plan.map(|plan| &plan.map.groups))
+        let route = section.route(LayerKind::Expert, site, cx.activations());
+        cx.follow(self.x(), x, &route, plan.map(|plan| &plan.map.groups))
     }
 
     /// The names of the first product's input.
@@ -159,68 +140,22 @@ impl<B: Kernels> Experts<B> {
         let groups = &plan.map.groups;
         let h_rf = GroupedGemm { x: &x, w: self.gate_up.w()?, groups, out: cx.activations() }.run(cx.b)?;
         drop(x);
-        let saved_h = section.at(Site::SavedH);
-        let save_h = if cx.training && saved_h.format.is_block() { Some(saved_h.codec()?) } else { None };
-        let fprop = section.at(Site::FpropA);
-        let second = self.second_a(cx, section);
-        // What no kernel writes from one read is made of the plain tensor, under a delayed scale of one as wide as the kernel has it.
-        let delayed = fprop.delayed.is_some();
-        let fused = !delayed && second.is_none_or(|second| fprop.fused_with(second));
-        let both = fused && second.is_some_and(|second| fprop.one_read(second));
-        let a = match fused {
-            true => emit(fprop, if both { Planes::Both } else { Planes::Rows }, cx.activations())?,
-            false => Emit::Plain(if delayed { DType::F32 } else { cx.activations() }),
-        };
+        let routes = self.routes(cx, section);
+        let save_h = routes.h.as_ref().map(Precision::codec).transpose()?;
+        let a = emit(&routes.a)?;
         let op = Swiglu { h: &h_rf, weight: Some(&plan.gate_r), groups: Some(groups), a, save_h };
         let out = op.run(cx.b)?;
         cx.keep_counts(&self.name, "a", Conversion::Quantize, out.a.counts.as_ref());
         let h = out.h.map_or(Operand::Plain(h_rf), Operand::Block);
-        let (a, kept_a) = match (second, out.a.take_rows("experts")?) {
-            (Some(second), Operand::Plain(a)) if !fused => {
-                let at = self.of_down("a");
-                let (a, kept) = cx.forms(at, &a, fprop, second, Some(groups))?;
-                (a, Some(kept))
-            }
-            (None, Operand::Plain(a)) if !fused => {
-                (cx.form(self.of_down("a"), &a, fprop, Some(groups))?, None)
-            }
-            (Some(_), a) if both => (a, Some(out.a.take_cols("experts")?)),
-            (second, a) => (a.clone(), second.map(|_| a)),
-        };
+        let (a, second) = cx.follow_computed(self.of_down("a"), &out.a, &routes.a, Some(groups))?;
+        let kept_a = routes.keeps_a.then_some(second);
         Ok((a, ExpertsSaved { layer: self.name.clone(), x: kept, h, a: kept_a }))
-    }
-
-    /// In what form the second product's input is kept, if it is.
-    fn second_a<'s>(&self, cx: &Cx<'_, B>, section: &'s Section) -> Option<&'s Precision> {
-        let (fprop, wgrad) = (section.at(Site::FpropA), section.at(Site::WgradA));
-        let h_is_plain = !section.at(Site::SavedH).format.is_block();
-        let has_it = self.keep_a && h_is_plain && fprop.fused_with(wgrad);
-        section.kept_a().or(has_it.then_some(wgrad)).filter(|_| cx.training)
     }
 
     /// The last product.
     pub(super) fn output(&self, cx: &Cx<'_, B>, a_rf: Operand<B>, plan: &Plan<B>) -> Result<Tensor<B>> {
         let groups = &plan.map.groups;
         GroupedGemm { x: &a_rf, w: self.down.w()?, groups, out: cx.activations() }.run(cx.b)
-    }
-
-    /// dY as dgrad and as wgrad take it, from the rows that arrived.
-    fn gradient(
-        &self,
-        cx: &Cx<'_, B>,
-        section: &Section,
-        dy_rd: Operand<B>,
-        plan: &Plan<B>,
-    ) -> Result<(Operand<B>, Operand<B>)> {
-        let groups = Some(&plan.map.groups);
-        let at = self.of_down("dy");
-        let (dgrad, wgrad) = (section.at(Site::DgradDy), section.at(Site::WgradDy));
-        if let Operand::Plain(dy) = &dy_rd {
-            return cx.forms(at, dy, dgrad, wgrad, groups);
-        }
-        let origin = section.at(Site::DispatchBwd);
-        let made = |to| cx.converted(at, &dy_rd, origin, to, groups);
-        Ok((made(dgrad)?, made(wgrad)?))
     }
 
     /// The backward pass: returns dx of the expert-sorted rows and the gradient of each row's gate weight.
@@ -236,66 +171,47 @@ impl<B: Kernels> Experts<B> {
         let Some(x) = &saved.x else {
             return Err(Error::shape("experts", "saved.x", "none", "what forward kept, or that made again"));
         };
-        let (dy_rows, dy_cols) = self.gradient(cx, section, dy_rd, plan)?;
+        let routes = self.routes(cx, section);
+        let (dy_rows, dy_cols) = cx.follow_both(self.of_down("dy"), &dy_rd, &routes.dy, Some(groups))?;
+        drop(dy_rd);
         let da_rf =
             GroupedGemm { x: &dy_rows, w: self.down.wt()?, groups, out: cx.activations() }.run(cx.b)?;
         drop(dy_rows);
-        let (dh_rows, dh_cols, a, dgate_r) = self.swiglu_backward(cx, section, &saved, da_rf, plan)?;
+        let (dh_rows, dh_cols, a, dgate_r) = self.swiglu_backward(cx, &routes, &saved, da_rf, plan)?;
         self.down.accumulate_wgrad(cx, &dy_cols, &a, groups)?;
         let dx_rd =
             GroupedGemm { x: &dh_rows, w: self.gate_up.wt()?, groups, out: cx.activations() }.run(cx.b)?;
-        let x = wgrad_x(cx, (&self.name, &self.gate_up.name), section, x, groups)?;
+        let x = cx.follow(self.x(), x, &routes.wgrad_x, Some(groups))?;
         self.gate_up.accumulate_wgrad(cx, &dh_cols, &x, groups)?;
         Ok((dx_rd, dgate_r))
     }
 
     /// dh for dgrad and for wgrad, `a` for wgrad, made again unless it was kept, and the gradient of each row's gate weight.
-    ///
-    /// One kernel writes them all, unless dgrad and wgrad want dh in different forms or rounded stochastically, or wgrad wants
-    /// them transformed, or under a delayed scale: then it writes them in F32, and that is quantized by itself.
+    /// One kernel computes them all, and writes what the recipe lets it write as it is multiplied.
     #[allow(clippy::type_complexity)]
     fn swiglu_backward(
         &self,
         cx: &Cx<'_, B>,
-        section: &Section,
+        routes: &ExpertRoutes,
         saved: &ExpertsSaved<B>,
         da_rf: Tensor<B>,
         plan: &Plan<B>,
     ) -> Result<(Operand<B>, Operand<B>, Operand<B>, B::Buf<f32>)> {
         let groups = &plan.map.groups;
-        let (dgrad, wgrad) = (section.at(Site::DgradDh), section.at(Site::WgradDh));
-        let wgrad_a = section.at(Site::WgradA);
-        let plain = !dgrad.format.is_block() && !wgrad.format.is_block();
-        let one_kernel = dgrad.one_read(wgrad) && !dgrad.round.is_random() && dgrad.delayed.is_none();
-        let fused = plain || one_kernel;
-        let dh = if fused { emit(dgrad, Planes::Both, cx.activations())? } else { Emit::Plain(DType::F32) };
-        let by_itself = wgrad_a.rht.is_some() || wgrad_a.delayed.is_some();
-        let a = match (&saved.a, by_itself) {
-            (Some(_), _) => None,
-            (None, true) => Some(Emit::Plain(DType::F32)),
-            (None, false) => Some(emit(wgrad_a, Planes::Cols, cx.activations())?),
+        let a = match &routes.wgrad_a {
+            WgradA::Again(a) => Some(emit(a)?),
+            WgradA::Kept(_) => None,
         };
-        let (h, weight) = (&saved.h, Some(&plan.gate_r));
+        let (h, weight, dh) = (&saved.h, Some(&plan.gate_r), emit(&routes.dh)?);
         let grads = SwigluBackward { h, da: &da_rf, weight, groups: Some(groups), dh, a }.run(cx.b)?;
         cx.keep_counts(&self.name, "dh", Conversion::Quantize, grads.dh.counts.as_ref());
-        let (rows, cols) = match grads.dh.take_rows("dgrad")? {
-            Operand::Plain(dh) if !fused => {
-                let at = Place { tensor: "dh", ..self.x() };
-                cx.forms(at, &dh, dgrad, wgrad, Some(groups))?
-            }
-            dh => (dh, grads.dh.take_cols("wgrad")?),
-        };
-        let a = match (&saved.a, grads.a) {
-            (Some(a), _) if section.kept_a().is_some() => {
-                let at = self.of_down("a");
-                cx.converted(at, a, section.at(Site::SavedA), wgrad_a, Some(groups))?
-            }
-            (Some(a), _) => a.clone(),
-            (None, Some(a)) => match a.take_cols("wgrad")? {
-                Operand::Plain(a) => cx.form(self.of_down("a"), &a, wgrad_a, Some(groups))?,
-                a => a,
-            },
-            (None, None) => return Err(Error::shape("experts", "a", "none", "kept or made again")),
+        let at = Place { tensor: "dh", ..self.x() };
+        let (rows, cols) = cx.follow_computed(at, &grads.dh, &routes.dh, Some(groups))?;
+        let at = self.of_down("a");
+        let a = match (&routes.wgrad_a, &saved.a, &grads.a) {
+            (WgradA::Kept(route), Some(a), _) => cx.follow(at, a, route, Some(groups))?,
+            (WgradA::Again(of), _, Some(a)) => cx.follow_computed(at, a, of, Some(groups))?.0,
+            _ => return Err(Error::shape("experts", "a", "none", "kept or made again")),
         };
         Ok((rows, cols, a, grads.dweight))
     }

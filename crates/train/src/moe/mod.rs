@@ -17,7 +17,7 @@ use crate::ledger::{Ledger, Saved};
 use crate::param::Param;
 use crate::spec::MoeSpec;
 use nibble_core::ops::Routing;
-use nibble_core::recipe::{LayerKind, Precision, Section, Site};
+use nibble_core::recipe::{LayerKind, Pair, Precision, Section, Site};
 use nibble_core::{Kernels, Occupancy, Operand, Result, Tensor};
 
 /// Router and experts of one decoder layer.
@@ -168,12 +168,12 @@ impl<B: Kernels> Moe<B> {
         let by_expert = fprop.format.is_block() && fprop.format.scale_kind(fprop.scale).has_tensor_scale();
         if cx.comm.world() > 1 || by_expert {
             let x_rd = self.arrived(cx, "x", x_td, to, plan)?;
-            return self.experts.fprop_input(cx, section, &x_rd, Some(plan));
+            return self.experts.input_at(cx, section, Site::FpropX, &x_rd, Some(plan));
         }
         // Converted once a token, then copied to its experts.
         let rows = outgoing(cx, &self.experts.name, "x", x_td, to)?;
         let top_k = self.router.shape.top_k;
-        let rows = cx.counted_for(top_k, || self.experts.fprop_input(cx, section, &rows, None))?;
+        let rows = cx.counted_for(top_k, || self.experts.input_at(cx, section, Site::FpropX, &rows, None))?;
         self.exchange(cx).dispatch(plan, &rows)
     }
 
@@ -187,10 +187,9 @@ impl<B: Kernels> Moe<B> {
     ) -> Result<Operand<B>> {
         let to = section.at(Site::DispatchFwd);
         let x_rd = cx.again(|| self.arrived(cx, "x", x_td, to, plan))?;
-        let kept = || self.experts.kept_input(cx, section, &x_rd, plan);
+        let kept = || self.experts.input_at(cx, section, Site::SavedX, &x_rd, Some(plan));
         // A plain tensor that is quantized once for both has been counted; what is made by itself has not.
-        let once = section.at(Site::FpropX).made_at_once(section.at(Site::SavedX));
-        let counted = to.dtype().is_some() && once;
+        let counted = !matches!(section.input(LayerKind::Expert, cx.activations(), true), Pair::Two(..));
         if counted { cx.again(kept) } else { kept() }
     }
 

@@ -11,9 +11,9 @@ use nibble_train::param::Placement;
 use nibble_train::trainer::Trainer;
 use std::path::Path;
 
-/// Every recipe that ships, but for those that study a format.
+/// Every recipe that ships.
 pub fn recipes() -> Vec<&'static str> {
-    Recipe::names().collect()
+    Recipe::all_names().collect()
 }
 
 /// The file of a recipe.

@@ -1,0 +1,277 @@
+//! How a layer gets every tensor in the representations that its recipe asks for, decided once. The layers carry these
+//! routes out, and what `nibble recipe` prints is made of the same ones ([`Section::plan`]).
+
+use super::{By, LayerKind, Precision, Section, Site};
+use crate::DType;
+use crate::ops::Planes;
+
+/// How a tensor gets from the representation it is in to another.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Route {
+    /// It is in it already: the same buffers.
+    Same,
+    /// To plain elements of a type: a block tensor is dequantized, a plain one cast unless it has the type.
+    Plain(DType),
+    /// A plain tensor is quantized.
+    Quantize(Precision),
+    /// Codes become other codes, without a plain tensor between.
+    Transcode(Precision),
+    /// A block tensor is dequantized, and quantized again with scales of its own.
+    Requantize {
+        /// The plain type between.
+        through: DType,
+        /// What it becomes.
+        to: Precision,
+    },
+}
+
+impl Route {
+    /// From a plain tensor.
+    pub fn of_plain(to: &Precision) -> Self {
+        to.dtype().map_or(Self::Quantize(*to), Self::Plain)
+    }
+
+    /// From what one site has to what another wants.
+    fn between(origin: &Precision, to: &Precision, activations: DType) -> Self {
+        if to.same_bits(origin) && to.by == By::Transcode {
+            return Self::Same;
+        }
+        match (origin.format.is_block() && to.format.is_block(), to.by) {
+            (false, _) => Self::of_plain(to),
+            (true, By::Transcode) => Self::Transcode(*to),
+            (true, By::Requantize) => Self::Requantize { through: activations, to: *to },
+        }
+    }
+}
+
+/// How one tensor gets into two representations: that of fprop or dgrad, and a second one.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Pair {
+    /// One tensor is both.
+    One(Route),
+    /// One read of a plain tensor makes rows and columns.
+    OneRead(Precision),
+    /// Each by itself.
+    Two(Route, Route),
+}
+
+impl Pair {
+    /// From a plain tensor.
+    fn of_plain(first: &Precision, second: &Precision) -> Self {
+        if second.same_bits(first) && second.round == first.round {
+            Self::One(Route::of_plain(first))
+        } else if first.one_read(second) {
+            Self::OneRead(*first)
+        } else {
+            Self::Two(Route::of_plain(first), Route::of_plain(second))
+        }
+    }
+}
+
+/// How what a fused kernel computes gets into one representation or two.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Computed {
+    /// The kernel writes it so.
+    Fused {
+        /// What it writes: plain, or blocks.
+        to: Precision,
+        /// Of blocks, which planes.
+        planes: Planes,
+    },
+    /// The kernel writes plain elements, which are converted by themselves.
+    Plain {
+        /// What it writes.
+        dtype: DType,
+        /// What is made of that.
+        then: Pair,
+        /// Why the kernel does not do it.
+        why: &'static str,
+    },
+}
+
+/// Where the gradient of an expert's second product gets that product's input.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum WgradA {
+    /// From what the forward pass kept.
+    Kept(Route),
+    /// SwiGLU's backward kernel makes it again from h.
+    Again(Computed),
+}
+
+/// The routes of an expert layer, in the order in which it takes them.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ExpertRoutes {
+    /// Tokens, as they travel.
+    pub x_sent: Route,
+    /// Tokens that arrived: for fprop, and as they are kept.
+    pub x: Pair,
+    /// The input of SwiGLU as SwiGLU's kernel writes it; none where it is kept as it is.
+    pub h: Option<Precision>,
+    /// The second product's input: for fprop, and as it is kept.
+    pub a: Computed,
+    /// Whether the second form of `a` is kept.
+    pub keeps_a: bool,
+    /// Gradients, as they travel.
+    pub dy_sent: Route,
+    /// Gradients that arrived: for dgrad, and for wgrad.
+    pub dy: Pair,
+    /// The gradient of h: for dgrad, and for wgrad.
+    pub dh: Computed,
+    /// The second product's input for wgrad.
+    pub wgrad_a: WgradA,
+    /// The tokens for wgrad, from what was kept.
+    pub wgrad_x: Route,
+}
+
+impl Precision {
+    /// Whether the kernel that computes a tensor can write it in both forms, this one for fprop. It measures what it writes.
+    fn fused_with(&self, kept: &Self) -> bool {
+        let made_of_one = (self.same_bits(kept) && self.round == kept.round) || self.one_read(kept);
+        self.delayed.is_none() && made_of_one
+    }
+}
+
+impl Section {
+    /// How the tensor of a site is made.
+    pub fn route(&self, kind: LayerKind, site: Site, activations: DType) -> Route {
+        let to = self.at(site);
+        match self.origin(kind, site).site() {
+            Some(origin) => Route::between(self.at(origin), to, activations),
+            None => Route::of_plain(to),
+        }
+    }
+
+    /// The same for two sites that are made of one tensor.
+    fn pair(&self, kind: LayerKind, [first, second]: [Site; 2], activations: DType) -> Pair {
+        let origin = self.origin(kind, first).site().map(|site| self.at(site));
+        match origin.is_some_and(|origin| origin.format.is_block()) {
+            true => {
+                let [first, second] = [first, second].map(|site| self.route(kind, site, activations));
+                Pair::Two(first, second)
+            }
+            false => Pair::of_plain(self.at(first), self.at(second)),
+        }
+    }
+
+    /// The input of a linear layer or of experts: for fprop, and as it is kept where a backward pass follows.
+    pub fn input(&self, kind: LayerKind, activations: DType, training: bool) -> Pair {
+        match training {
+            true => self.pair(kind, [Site::FpropX, Site::SavedX], activations),
+            false => Pair::One(self.route(kind, Site::FpropX, activations)),
+        }
+    }
+
+    /// The gradient of the output: for dgrad, and for wgrad.
+    pub fn gradient(&self, kind: LayerKind, activations: DType) -> Pair {
+        self.pair(kind, [Site::DgradDy, Site::WgradDy], activations)
+    }
+
+    /// What SwiGLU's kernel writes of its input for the backward pass; none where that is kept as it is.
+    pub fn kept_h(&self, training: bool) -> Option<&Precision> {
+        Some(self.at(Site::SavedH)).filter(|h| training && h.format.is_block())
+    }
+
+    /// How an expert layer makes everything. `keep_a`: where the recipe does not say how to keep the second product's input, it is
+    /// kept if the forward pass has the very bits that wgrad takes.
+    pub fn expert_routes(&self, activations: DType, training: bool, keep_a: bool) -> ExpertRoutes {
+        const KIND: LayerKind = LayerKind::Expert;
+        let route = |site| self.route(KIND, site, activations);
+        let kept_a = self.second_a(keep_a).filter(|_| training);
+        let wgrad_a = match (self.kept_a(), kept_a) {
+            (Some(_), _) => WgradA::Kept(route(Site::WgradA)),
+            (None, Some(_)) => WgradA::Kept(Route::Same),
+            (None, None) => WgradA::Again(self.a_again()),
+        };
+        ExpertRoutes {
+            x_sent: Route::of_plain(self.at(Site::DispatchFwd)),
+            x: self.input(KIND, activations, training),
+            h: self.kept_h(training).copied(),
+            a: self.a(kept_a, activations),
+            keeps_a: kept_a.is_some(),
+            dy_sent: Route::of_plain(self.at(Site::DispatchBwd)),
+            dy: self.gradient(KIND, activations),
+            dh: self.dh(),
+            wgrad_a,
+            wgrad_x: route(Site::WgradX),
+        }
+    }
+
+    /// In what form the second product's input is kept, if it is.
+    fn second_a(&self, keep_a: bool) -> Option<&Precision> {
+        let (fprop, wgrad) = (self.at(Site::FpropA), self.at(Site::WgradA));
+        // Where h is kept in another format, wgrad's is made of that.
+        let h_is_plain = !self.at(Site::SavedH).format.is_block();
+        let has_it = keep_a && h_is_plain && fprop.fused_with(wgrad);
+        self.kept_a().or(has_it.then_some(wgrad))
+    }
+
+    fn a(&self, kept: Option<&Precision>, activations: DType) -> Computed {
+        let fprop = self.at(Site::FpropA);
+        let then = kept.map_or(Pair::One(Route::of_plain(fprop)), |kept| Pair::of_plain(fprop, kept));
+        if fprop.delayed.is_some() {
+            // A delayed scale is for values as wide as the kernel has them.
+            return Computed::Plain { dtype: DType::F32, then, why: "fprop.a has a delayed scale" };
+        }
+        match kept {
+            Some(kept) if !fprop.fused_with(kept) => {
+                Computed::Plain { dtype: activations, then, why: "saved.a is not made as fprop.a is" }
+            }
+            Some(kept) if fprop.one_read(kept) => Computed::Fused { to: *fprop, planes: Planes::Both },
+            _ => Computed::Fused { to: *fprop, planes: Planes::Rows },
+        }
+    }
+
+    fn a_again(&self) -> Computed {
+        let wgrad = self.at(Site::WgradA);
+        let then = Pair::One(Route::of_plain(wgrad));
+        let why = match wgrad {
+            Precision { rht: Some(_), .. } => "wgrad.a is transformed",
+            Precision { delayed: Some(_), .. } => "wgrad.a has a delayed scale",
+            _ => return Computed::Fused { to: *wgrad, planes: Planes::Cols },
+        };
+        Computed::Plain { dtype: DType::F32, then, why }
+    }
+
+    fn dh(&self) -> Computed {
+        let (dgrad, wgrad) = (self.at(Site::DgradDh), self.at(Site::WgradDh));
+        let why = if !dgrad.format.is_block() && !wgrad.format.is_block() {
+            None
+        } else if dgrad.delayed.is_some() {
+            Some("dgrad.dh has a delayed scale")
+        } else if dgrad.round.is_random() {
+            Some("dgrad.dh is rounded at random")
+        } else if wgrad.rht.is_some() {
+            Some("wgrad.dh is transformed")
+        } else if !dgrad.one_read(wgrad) {
+            Some("dgrad.dh and wgrad.dh are not made alike")
+        } else {
+            None
+        };
+        match why {
+            None => Computed::Fused { to: *dgrad, planes: Planes::Both },
+            Some(why) => Computed::Plain { dtype: DType::F32, then: Pair::of_plain(dgrad, wgrad), why },
+        }
+    }
+}
+
+impl ExpertRoutes {
+    /// What its fused kernels leave to operations of their own, and why.
+    pub fn unfused(&self) -> Vec<String> {
+        let again = match &self.wgrad_a {
+            WgradA::Again(computed) => Some(computed),
+            WgradA::Kept(_) => None,
+        };
+        let all = [
+            Some(("swiglu", "a", &self.a)),
+            Some(("swiglu_backward", "dh", &self.dh)),
+            again.map(|a| ("swiglu_backward", "a", a)),
+        ];
+        let lost = all.into_iter().flatten().filter_map(|(kernel, tensor, computed)| match computed {
+            Computed::Plain { why, .. } => {
+                Some(format!("{kernel} does not write {tensor} as it is multiplied: {why}"))
+            }
+            Computed::Fused { .. } => None,
+        });
+        lost.collect()
+    }
+}

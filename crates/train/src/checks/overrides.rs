@@ -1,0 +1,95 @@
+//! Overrides of a recipe that decide nothing in a run: what is written and never followed is a mistake.
+
+use super::steps_of_change;
+use nibble_core::recipe::{Layer, Override};
+use nibble_core::{Error, Recipe, Result};
+
+/// Refuses the first override that decides nothing for these layers in a run of so many steps.
+pub(super) fn check(recipe: &Recipe, layers: &[Layer], steps: u64) -> Result<()> {
+    let several = recipe.overrides.len() > 1;
+    for (i, o) in recipe.overrides.iter().enumerate() {
+        let Some(why) = why_idle(recipe, (i, o), layers, steps) else { continue };
+        // Of several the error says which, from 1.
+        let key = if several { format!("override[{}]", i + 1) } else { "override".into() };
+        return Err(Error::Recipe {
+            recipe: recipe.name.clone(),
+            key,
+            why: format!("decides nothing: {why}"),
+        });
+    }
+    Ok(())
+}
+
+/// Why an override decides nothing, if it does not.
+fn why_idle(recipe: &Recipe, (i, o): (usize, &Override), layers: &[Layer], steps: u64) -> Option<String> {
+    let mut starts = steps_of_change(recipe, steps);
+    starts.pop();
+    let at = |step: &u64| *step as f64 / steps as f64;
+    let covered: Vec<f64> =
+        starts.iter().map(at).filter(|progress| (o.steps.0..o.steps.1).contains(progress)).collect();
+    if covered.is_empty() {
+        let end = o.steps.1.min(1.0);
+        return Some(format!("{}..{end} of {steps} steps is none of them", o.steps.0));
+    }
+    let with = |overrides: Vec<Override>| Recipe { overrides, ..recipe.clone() };
+    let differ = |a: &Recipe, b: &Recipe| {
+        layers.iter().any(|layer| {
+            let section = |recipe: &Recipe, progress| recipe.section(layer.kind, &layer.name, progress);
+            covered.iter().any(|progress| !layer.same(&section(a, *progress), &section(b, *progress)))
+        })
+    };
+    let mut others = recipe.overrides.clone();
+    others.remove(i);
+    if differ(recipe, &with(others)) {
+        return None;
+    }
+    let until = |end: usize| with(recipe.overrides[..end].to_vec());
+    Some(match differ(&until(i), &until(i + 1)) {
+        true => "later overrides say otherwise wherever it holds".to_owned(),
+        false => "what it sets is so without it, in every layer that it is for".to_owned(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nibble_core::recipe::LayerKind;
+
+    fn checked(overrides: &str, steps: u64) -> std::result::Result<(), String> {
+        let named = |kind, name: &str| Layer { kind, name: name.into(), gated: false };
+        let layers = [
+            named(LayerKind::Linear, "model.layers.0.self_attn.q_proj"),
+            named(LayerKind::Expert, "model.layers.0.mlp.experts"),
+        ];
+        let recipe = Recipe::parse("mine", &format!("extends = \"fp8-flow\"\n{overrides}")).unwrap();
+        check(&recipe, &layers, steps).map_err(|e| e.to_string())
+    }
+
+    const LATE: &str = "[[override]]\nsteps = \"0.94..1\"\nset.recipe = \"bf16\"\n";
+
+    #[test]
+    fn an_override_of_no_step_is_refused() {
+        assert_eq!(checked(LATE, 100), Ok(()));
+        assert_eq!(checked(LATE, 17), Ok(()), "0.94 · 17 is before the last step");
+        let e = checked(LATE, 10).unwrap_err();
+        assert!(e.contains("0.94..1 of 10 steps"), "{e}");
+    }
+
+    #[test]
+    fn an_override_that_later_ones_hide_is_refused_and_said_which() {
+        let all = "[[override]]\nset.recipe = \"fp8-block\"\n";
+        let e = checked(&format!("{LATE}{all}"), 100).unwrap_err();
+        assert!(e.contains("override[1]") && e.contains("later overrides"), "{e}");
+        assert_eq!(checked(&format!("{all}{LATE}"), 100), Ok(()));
+        let some = "[[override]]\nlayers = \"*.experts\"\nset.recipe = \"fp8-block\"\n";
+        assert_eq!(checked(&format!("{LATE}{some}"), 100), Ok(()), "q_proj still follows the first");
+    }
+
+    #[test]
+    fn an_override_to_what_is_so_already_is_refused() {
+        let e = checked("[[override]]\nset.recipe = \"fp8-flow\"\n", 100).unwrap_err();
+        assert!(e.contains("so without it"), "{e}");
+        let h = "[[override]]\nset.expert.saved.h = { format = \"mxfp4\" }\n";
+        assert_eq!(checked(h, 100), Ok(()));
+    }
+}
