@@ -17,10 +17,7 @@ pub const HELP: &[(&str, &str)] = &[
         "folder of compiled kernels; `off` keeps them in memory only (default: $XDG_CACHE_HOME/nibble/cubins or ~/.cache/nibble/cubins)",
     ),
     ("NIBBLE_CSRC", "read kernel sources from this folder instead of the ones in the binary"),
-    (
-        "NIBBLE_UPDATE",
-        "set: tests write tests/resources.txt instead of comparing with it",
-    ),
+    ("NIBBLE_UPDATE", "set: tests write tests/resources.txt instead of comparing with it"),
     ("NIBBLE_REQUIRE_GPU", "1: a test that finds no GPU fails instead of printing a skip"),
     (
         "NIBBLE_RANDOM_ELEMENTS",

@@ -1,5 +1,5 @@
-use super::rope::check_turn;
 use super::RmsNormBackward;
+use super::rope::check_turn;
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, DType, Result, Tensor};
 
