@@ -6,8 +6,8 @@ use nibble_core::{Backend, Recipe};
 use nibble_cpu::Cpu;
 use nibble_train::ledger::{Ledger, Saved};
 use nibble_train::moe::{Moe, MoeShape};
-use nibble_train::spec::MoeSpec;
 use nibble_train::param::{GradientPlan, Param};
+use nibble_train::spec::MoeSpec;
 use nibble_train::trainer::Trainer;
 use rig::{SOLO, cx, matrix, small};
 

@@ -340,7 +340,13 @@ fn a_refusal_says_which_sizes_need_the_memory() {
         ),
         (&["model.shared_ffn=65536"], "what the shared experts keep", &["model.shared_ffn = 65536"]),
         (
-            &["model.heads=64", "model.head_dim=256", "train.batch_size=4", "train.shards=1", "data.seq_len=32"],
+            &[
+                "model.heads=64",
+                "model.head_dim=256",
+                "train.batch_size=4",
+                "train.shards=1",
+                "data.seq_len=32",
+            ],
             "attention",
             &["model.head_dim = 256", "model.heads = 64"],
         ),

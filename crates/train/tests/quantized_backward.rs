@@ -28,8 +28,8 @@ use nibble_train::cx::Cx;
 use nibble_train::layers::{Layer, Linear, Mlp};
 use nibble_train::ledger::{Ledger, Saved};
 use nibble_train::moe::{Exchange, Experts, Moe, MoeShape, Plan};
-use nibble_train::spec::{Group, MlpSpec, MoeSpec};
 use nibble_train::param::{Param, Placement};
+use nibble_train::spec::{Group, MlpSpec, MoeSpec};
 use rig::cx;
 use std::ops::Range;
 
@@ -261,7 +261,8 @@ fn dense_feed_forward_layer() {
         let recipe = Recipe::builtin(name).unwrap();
         let cx = cx(&cpu, &recipe, 2, TOKENS / 2);
         let (section, groups) = (recipe.linear, &cx.shards.groups);
-        let mut layer = Mlp::new(&cpu, 1, &MlpSpec::new("mlp", Group::Mlps, (D, F), [0.1; 2]), DType::Bf16).unwrap();
+        let mut layer =
+            Mlp::new(&cpu, 1, &MlpSpec::new("mlp", Group::Mlps, (D, F), [0.1; 2]), DType::Bf16).unwrap();
         layer.prepare(&cx).unwrap();
         let (x, dy) = (uneven(&cpu, "x", D, fall), uneven(&cpu, "dy", D, |r| 27 - 2 * fall(r)));
         let (_, saved) = layer.forward(&cx, x.clone()).unwrap();
