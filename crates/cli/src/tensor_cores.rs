@@ -61,7 +61,11 @@ mod tests {
             ),
             (
                 "mxfp4-hopper",
-                &["= 712, not a multiple of 16 (", "n = 50257, not a multiple of 4 (head_loss, ", "heads of 96, not"],
+                &[
+                    "= 712, not a multiple of 16 (",
+                    "n = 50257, not a multiple of 4 (head_loss, ",
+                    "heads of 96, not",
+                ],
             ),
         ] {
             let told = told(recipe, &odd);
