@@ -116,7 +116,7 @@ pub struct RowScales {
 
 impl RowScales {
     /// Bytes that it takes until they are at their places.
-    pub const fn len(&self) -> usize {
+    pub const fn total_bytes(&self) -> usize {
         self.written * self.stride * self.bytes
     }
 }
@@ -239,7 +239,7 @@ impl QuantizeDesc {
         if last.is_general() {
             all.extend(last.measured());
         }
-        all.extend(last.row_scales().map(|scales| Temporary::new("the rows' scales", scales.len())));
+        all.extend(last.row_scales().map(|scales| Temporary::new("the rows' scales", scales.total_bytes())));
         all
     }
 

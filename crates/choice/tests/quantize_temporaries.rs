@@ -62,9 +62,8 @@ fn lines_and_tensors_are_measured_first() {
 
 #[test]
 fn a_transform_is_made_apart_unless_a_kernel_makes_it() {
-    let transformed = |format, planes, cols| {
-        bytes(QuantizeDesc { hadamard: Some(64), cols, ..desc(format, planes) })
-    };
+    let transformed =
+        |format, planes, cols| bytes(QuantizeDesc { hadamard: Some(64), cols, ..desc(format, planes) });
     assert_eq!(transformed(Format::Mxfp4, Planes::Rows, COLS), [0; 0]);
     assert_eq!(transformed(Format::Mxfp4, Planes::Rows, 192), [4 * ROWS * 192]);
     assert_eq!(transformed(Format::Hif4, Planes::Rows, COLS), [4 * ROWS * COLS]);

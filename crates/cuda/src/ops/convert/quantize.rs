@@ -266,7 +266,7 @@ struct ByBlock {
 impl ByBlock {
     /// Where the description leaves them so.
     fn new(device: &Device, desc: &QuantizeDesc) -> Result<Option<Self>> {
-        let new = |plane: RowScales| Ok(Self { plane, scales: device.alloc(plane.len())? });
+        let new = |plane: RowScales| Ok(Self { plane, scales: device.alloc(plane.total_bytes())? });
         desc.row_scales().map(new).transpose()
     }
 
