@@ -5,8 +5,11 @@
 //! condition a second time.
 
 pub mod attention;
+pub mod norm;
 pub mod products;
+pub mod quantize;
 pub mod swiglu;
+pub mod transcode;
 
 use nibble_core::{Backend, Groups};
 use std::fmt;

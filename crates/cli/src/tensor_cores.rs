@@ -30,7 +30,7 @@ mod tests {
     /// Recipes that are shipped, and formats that no kernel reads, in all products.
     #[test]
     fn usual_sizes_are_all_on_the_tensor_cores() {
-        for recipe in Recipe::all_names().into_iter().filter(|name| *name != "f32") {
+        for recipe in Recipe::all_names().filter(|name| *name != "f32") {
             assert_eq!(of(&Recipe::builtin(recipe).unwrap(), &[]), [""; 0], "{recipe}");
         }
         for format in ["mxfp4", "mxfp8-e5m2", "hif4", "e5m2", "e5m2-row", "e5m2-tensor"] {

@@ -2,18 +2,15 @@
 
 use crate::Dry;
 use crate::memory::Buf;
+use nibble_choice::quantize::QuantizeDesc;
 use nibble_choice::swiglu::{SwigluBackwardPath, SwigluPath};
-use nibble_core::formats::WHOLE_LINE;
-use nibble_core::formats::{BlockAxis, Codec, Format, Rounding, ScaleKind, ScaleLayout, ScaleRule};
+use nibble_choice::transcode::whole_cols;
+use nibble_core::formats::{BlockAxis, Codec, Format, ScaleLayout, ScaleRule};
 use nibble_core::ops::*;
 use nibble_core::{
     Backend, BlockScaled, DType, Data, Groups, Occupancy, Operand, PermuteMap, Result, Tensor,
 };
 
-/// Rows and columns of a tile of the GPU's fused kernels.
-const TILE: usize = 128;
-/// Values of a block of MXFP4, of which a GPU's kernels take whole ones.
-const MXFP4_BLOCK: usize = 32;
 /// Slots that a GPU's plan of rows takes together at least, and chunks of them at most unless there are millions.
 const PLAN_CHUNK: usize = 2048;
 const PLAN_CHUNKS: usize = 256;
@@ -75,25 +72,6 @@ impl Dry {
             false => self.planes(stored, BlockAxis::Row, (stack * rows, cols, 1)),
         };
         Ok([plane(n, k)?, plane(k, n)?])
-    }
-
-    /// What a GPU measures before it encodes under a scale for a line or for a tensor: of each row a group (4 bytes), or of each line its
-    /// largest magnitude and whether it has a non-zero code (5), of columns within each group. What it has a number a group of is too little to count.
-    fn measured(&self, op: &Quantize<'_, Self>) -> Result<Option<Buf<u8>>> {
-        let (rows, cols) = op.x.shape();
-        // Of columns for each group, and for rows of none.
-        let spans = op.groups.map_or(1, |groups| groups.num_groups + 1);
-        let (rows, cols) = match op.planes {
-            Planes::Rows => (rows, 0),
-            Planes::Cols => (0, spans * cols),
-            Planes::Both => (rows, spans * cols),
-            Planes::Tiles => (rows, op.stack * cols),
-        };
-        let by_line = op.codec.format().spec().block == WHOLE_LINE;
-        let grouped = op.codec.scale_kind().has_tensor_scale() && op.groups.is_some();
-        let span_of_row = if cols != 0 && op.groups.is_some() { 4 * op.x.rows } else { 0 };
-        let bytes = if by_line { 5 * (rows + cols) + span_of_row } else { 4 * op.x.rows };
-        (self.is_gpu() && (by_line || grouped)).then(|| self.buf(bytes)).transpose()
     }
 
     /// Rows of a matrix at other places, one each of `index`.
@@ -177,30 +155,6 @@ impl Dry {
     }
 }
 
-/// Whether a GPU has kernels for just this: of numbers of `input`, in `rows` of them that are not yet `transformed` where a transform is wanted.
-/// The others go through the general one, and a transform is then a matrix of its own.
-fn has_fast_kernels(op: &Quantize<'_, Dry>, input: DType, rows: usize, transformed: bool) -> bool {
-    let (codec, cols) = (op.codec, op.x.cols);
-    let (format, spec) = (codec.format(), codec.format().spec());
-    let of_recipes = has_own_kernels(format) && codec.scale_kind() == ScaleKind::E8M0;
-    let transforms = op.hadamard.is_some() && !transformed;
-    let rounds = match codec.rounding() {
-        Rounding::NearestEven if transforms => input == DType::Bf16 && of_recipes,
-        Rounding::NearestEven => has_own_kernels(format) || is_mxfp8(format),
-        Rounding::Stochastic => input == DType::Bf16 && of_recipes,
-        _ => false,
-    };
-    let (by_rows, by_cols) = (op.planes != Planes::Cols, op.planes != Planes::Rows);
-    let ends_short = by_rows && !cols.is_multiple_of(spec.block)
-        || by_cols && !rows.is_multiple_of(format.column_step().max(least_block(op)));
-    let whole_lines = match op.planes {
-        Planes::Rows => !transforms || cols.is_multiple_of(TILE),
-        Planes::Both if spec.block == 32 => cols.is_multiple_of(32),
-        _ => true,
-    };
-    rounds && cols.is_multiple_of(8) && whole_lines && (spec.code_bits == 8 || !ends_short)
-}
-
 /// Rows that a column's length is rounded up to besides the format's own.
 fn least_block(op: &Quantize<'_, Dry>) -> usize {
     match op.hadamard {
@@ -209,69 +163,52 @@ fn least_block(op: &Quantize<'_, Dry>) -> usize {
     }
 }
 
-fn is_mxfp8(format: Format) -> bool {
-    matches!(format, Format::Mxfp8E4m3 | Format::Mxfp8E5m2)
-}
-
-/// Whether a GPU has kernels for this format alone.
-fn has_own_kernels(format: Format) -> bool {
-    matches!(format, Format::Mxfp4 | Format::E4m3)
-}
-
 fn stored(codec: Codec) -> (Format, ScaleRule) {
     (codec.format(), codec.rule())
 }
 
 impl Dry {
     pub(crate) fn quantize(&self, op: Quantize<'_, Self>) -> Result<Emitted<Self>> {
-        let spans = op.delayed.map(|_| op.spans());
-        let emitted = self.quantized(op)?;
         let found = |spans| -> Result<_> { Ok(Found { amax: self.buf(spans)?, counts: self.counters(2)? }) };
-        Ok(Emitted { found: spans.map(found).transpose()?, ..emitted })
+        let found = op.delayed.map(|_| found(op.spans())).transpose()?;
+        let emitted = match self.is_gpu() {
+            true => self.quantized_on_gpu(&op)?,
+            false => self.quantized_on_host(&op)?,
+        };
+        Ok(Emitted { found, ..emitted })
     }
 
     /// The planes and their counts.
-    fn quantized(&self, op: Quantize<'_, Self>) -> Result<Emitted<Self>> {
+    fn quantized_planes(&self, op: &Quantize<'_, Self>) -> Result<Emitted<Self>> {
         let (rows, cols) = op.x.shape();
-        if op.planes == Planes::Tiles {
-            let n = rows / op.stack.max(1);
-            let [upright, turned] = self.tiles(stored(op.codec), (op.stack, n, cols))?;
-            let [rows, cols] = [upright, turned].map(|plane| Some(Operand::Block(plane)));
-            let _measured = self.measured(&op)?;
-            return Ok(Emitted { rows, cols, counts: Some(self.counts()?), found: None });
+        if op.planes != Planes::Tiles {
+            return self.emitted(
+                Emit::Block { codec: op.codec, planes: op.planes },
+                rows,
+                cols,
+                least_block(op),
+            );
         }
-        let emit = Emit::Block { codec: op.codec, planes: op.planes };
-        let emitted = || self.emitted(emit, rows, cols, least_block(&op));
-        let is_fused = self.is_gpu() && has_fast_kernels(&op, op.x.dtype(), rows, false);
-        let apart = op.hadamard.is_some() && !is_fused;
-        let transformed_rows = match op.planes {
-            Planes::Cols => rows.next_multiple_of(least_block(&op).max(op.codec.format().column_step())),
+        let [upright, turned] = self.tiles(stored(op.codec), (op.stack, rows / op.stack.max(1), cols))?;
+        let [rows, cols] = [upright, turned].map(|plane| Some(Operand::Block(plane)));
+        Ok(Emitted { rows, cols, counts: Some(self.counts()?), found: None })
+    }
+
+    fn quantized_on_gpu(&self, op: &Quantize<'_, Self>) -> Result<Emitted<Self>> {
+        let made = self.quantized_planes(op)?;
+        let _held = self.hold(QuantizeDesc::of(op).temporaries())?;
+        Ok(made)
+    }
+
+    /// A host makes a transform apart.
+    fn quantized_on_host(&self, op: &Quantize<'_, Self>) -> Result<Emitted<Self>> {
+        let (rows, cols) = op.x.shape();
+        let rows = match op.planes {
+            Planes::Cols => rows.next_multiple_of(least_block(op).max(op.codec.format().column_step())),
             _ => rows,
         };
-        let transformed = || self.plain(DType::F32, transformed_rows, cols);
-        if !self.is_gpu() {
-            let _transformed = apart.then(transformed).transpose()?;
-            return emitted();
-        }
-        let out = emitted()?;
-        let is_fast = is_fused || apart && has_fast_kernels(&op, DType::F32, transformed_rows, true);
-        // The general kernel makes the transform itself, unless whole lines of it are to be measured first.
-        let as_it_reads =
-            !is_fast && op.planes == Planes::Cols && op.codec.format().spec().block != WHOLE_LINE;
-        let _transformed = (apart && !as_it_reads).then(transformed).transpose()?;
-        let _measured = self.measured(&op)?;
-        let (block, bytes) = (op.codec.format().spec().block, op.codec.scale_kind().bytes());
-        let is_mx = op.codec.scale_kind() == ScaleKind::E8M0 && block == 32;
-        if op.planes == Planes::Both && !is_fast && is_mx && cols.is_multiple_of(TILE) {
-            // The rows' scales by words, before they come to their places.
-            let _by_word: Buf<u8> = self.buf(rows.next_multiple_of(TILE) * cols / block)?;
-        }
-        if op.planes == Planes::Both && is_fast {
-            // The rows' scales by columns, before they come to their places.
-            let _by_block: Buf<u8> =
-                self.buf(cols.next_multiple_of(TILE) / block * rows.next_multiple_of(TILE) * bytes)?;
-        }
-        Ok(out)
+        let _transformed = op.hadamard.map(|_| self.plain(DType::F32, rows, cols)).transpose()?;
+        self.quantized_planes(op)
     }
 
     pub(crate) fn dequantize(&self, op: Dequantize<'_, Self>) -> Result<Tensor<Self>> {
@@ -280,8 +217,9 @@ impl Dry {
 
     pub(crate) fn transcode(&self, op: Transcode<'_, Self>) -> Result<Transcoded<Self>> {
         let x = op.x;
-        let whole = x.cols.next_multiple_of(MXFP4_BLOCK);
-        if self.is_gpu() && whole != x.cols && [x.format, op.to].contains(&Format::Mxfp4) {
+        if self.is_gpu()
+            && let Some(whole) = whole_cols(x.format, op.to, x.cols)
+        {
             return self.transcode_short_blocks(op, whole);
         }
         // Only MXFP4 gets scales chosen anew.

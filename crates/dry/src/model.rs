@@ -3,13 +3,12 @@
 use crate::Dry;
 use crate::memory::Buf;
 use nibble_choice::attention;
+use nibble_choice::norm::TURNED_HEADS;
 use nibble_core::ops::*;
 use nibble_core::{Backend, Result, Tensor};
 
 /// Queries of a tile of a GPU's attention.
 const ATTENTION_TILE: usize = 128;
-/// Columns of heads that a GPU norms and turns in one pass.
-const FUSED_HEADS: [usize; 3] = [64, 128, 256];
 
 impl Dry {
     /// The losses of each shard, and on a GPU the sums of its chunks meanwhile.
@@ -44,7 +43,7 @@ impl Dry {
     }
 
     fn turns_as_it_norms(&self, head_dim: usize) -> bool {
-        self.is_gpu() && FUSED_HEADS.contains(&head_dim)
+        self.is_gpu() && TURNED_HEADS.contains(&head_dim)
     }
 }
 

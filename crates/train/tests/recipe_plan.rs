@@ -8,8 +8,8 @@ use nibble_core::formats::{Format, Purpose, Stream};
 use nibble_core::recipe::{Change, Layer, LayerKind, Site};
 use nibble_cpu::Cpu;
 use nibble_testkit::recorder::{Recorder, traced};
-use nibble_train::spec::ModelSpec;
 use nibble_train::one_layer::OneLayer;
+use nibble_train::spec::ModelSpec;
 use std::collections::{BTreeMap, HashSet};
 
 fn layers() -> [Layer; 4] {

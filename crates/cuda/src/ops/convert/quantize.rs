@@ -4,7 +4,7 @@ mod config;
 mod measure;
 mod units;
 
-pub(crate) use config::{has_fast_kernels, instances};
+pub(crate) use config::instances;
 
 use crate::Buffer;
 use crate::backend::Buf;
@@ -15,7 +15,10 @@ use crate::ops::planes::{
 };
 use crate::tensor_map::{self, Swizzle, TensorMap, Tiles};
 use crate::{Cuda, Device};
-use config::{QuantizeDesc, QuantizeKernel, RowScales, TILE, TRANSFORM_COLS, UNIT_COLS, transpose_spec};
+use config::{
+    Launches, QuantizeDesc, QuantizeKernel, RowScales, TRANSFORM_COLS, UNIT_COLS, transpose_ctas,
+    transpose_spec,
+};
 use nibble_core::formats::{BlockAxis, Element, ScaleKind, ScaleRule};
 use nibble_core::ops::{Counts, Emitted, Found, Hadamard, Planes, Quantize};
 use nibble_core::{BlockScaled, DType, Data, Operand, Result, Tensor};
@@ -261,27 +264,18 @@ struct ByBlock {
 }
 
 impl ByBlock {
-    /// Where rows are written as well.
+    /// Where the description leaves them so.
     fn new(device: &Device, desc: &QuantizeDesc) -> Result<Option<Self>> {
-        let plane = desc.row_scales();
-        let new = |bytes| Ok(Self { plane, scales: device.alloc(bytes)? });
-        let both = desc.planes == Planes::Both;
-        both.then(|| new(plane.written * plane.stride * desc.kind().bytes())).transpose()
-    }
-
-    /// Room for a plane's records of one byte, four of a row in a word; rows have a multiple of four.
-    fn words(device: &Device, rows: &BlockScaled<Cuda>) -> Result<Self> {
-        let (lines, blocks) = rows.shape_of_scales();
-        let words = blocks / size_of::<u32>();
-        let plane = RowScales { lines, blocks: words, stride: lines.next_multiple_of(TILE), written: words };
-        Ok(Self { plane, scales: device.alloc(words * plane.stride * size_of::<u32>())? })
+        let new = |plane: RowScales| Ok(Self { plane, scales: device.alloc(plane.total_bytes())? });
+        desc.row_scales().map(new).transpose()
     }
 
     /// Brings them to their places.
     fn transpose(&self, device: &Device, kind: ScaleKind, row_scales: &dyn KernelArg) -> Result<()> {
         let RowScales { lines, blocks, stride, .. } = self.plane;
         let [lines, blocks, stride] = [lines, blocks, stride].map(|value| value as i32);
-        let launch = Launch { ctas: self.plane.ctas() as u32, threads: 256, cluster: 1, shared_bytes: 0 };
+        let launch =
+            Launch { ctas: transpose_ctas(&self.plane) as u32, threads: 256, cluster: 1, shared_bytes: 0 };
         // SAFETY: both planes have the lengths that follow from the same sizes, and nobody else writes them; the ctas cover them. The
         // kernel waits before its first load.
         unsafe {

@@ -1,6 +1,6 @@
 //! The formats that the general kernels take (`csrc/kernels/convert/{quantize,dequantize}_units.cuh`): one row each.
 
-use super::quantize::has_fast_kernels;
+use nibble_choice::quantize::has_fast_kernels;
 use nibble_core::DType;
 use nibble_core::formats::{Format, Rounding, ScaleRule};
 

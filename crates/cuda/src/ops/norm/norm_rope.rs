@@ -10,11 +10,12 @@ use crate::launch::{Divider, KernelArg, Launch};
 use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;
 use crate::ops::planes::{plain_arg, type_name, unwritten_plain};
+use nibble_choice::norm::TURNED_HEADS;
 use nibble_core::ops::{NormRope, NormRopeBackward, RmsNorm, RmsNormBackward, RmsNormOut, Rope};
 use nibble_core::{DType, Result, Tensor};
 
-/// Threads of a head, eight columns each.
-const HEAD_THREADS: [usize; 3] = [8, 16, 32];
+/// Columns of a thread.
+const THREAD_COLS: usize = 8;
 /// How many heads a thread has a part of.
 const ROWS: usize = 4;
 
@@ -28,8 +29,7 @@ struct NormRopeConfig {
 
 impl NormRopeConfig {
     fn choose(dtype: DType, head_dim: usize) -> Option<Self> {
-        let threads = HEAD_THREADS.into_iter().find(|threads| 8 * threads == head_dim)?;
-        Some(Self { dtype, threads })
+        TURNED_HEADS.contains(&head_dim).then_some(Self { dtype, threads: head_dim / THREAD_COLS })
     }
 
     fn spec(&self, name: &'static str) -> KernelSpec {
@@ -184,8 +184,9 @@ pub(crate) fn norm_rope_backward(cuda: &Cuda, op: NormRopeBackward<'_, Cuda>) ->
 
 /// The instances.
 pub(crate) fn instances() -> Vec<Instance> {
-    let configs =
-        TYPES.into_iter().flat_map(|dtype| HEAD_THREADS.map(|threads| NormRopeConfig { dtype, threads }));
+    let configs = TYPES
+        .into_iter()
+        .flat_map(|dtype| TURNED_HEADS.map(|dim| NormRopeConfig { dtype, threads: dim / THREAD_COLS }));
     let specs = configs.flat_map(|config| [config.forward(), config.backward()]);
     specs.map(|spec| Instance { spec, shared_bytes: 0 }).collect()
 }

@@ -1,16 +1,16 @@
 //! Which kernel a quantization takes and how it is launched, decided from its description alone.
 
 use super::OP;
-use crate::Cuda;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Launch, RoundingArg};
 use crate::ops::Instance;
-use nibble_core::formats::{Codec, Element, Format, Rounding, ScaleKind, WHOLE_LINE, hadamard};
-use nibble_core::ops::{Planes, Quantize};
+use nibble_choice::quantize::{FastKernels, MOST_UNITS};
+pub(super) use nibble_choice::quantize::{QuantizeDesc, RowScales, TILE, UNIT_COLS};
+use nibble_core::formats::{Element, Format, ScaleKind};
+use nibble_core::ops::Planes;
 use nibble_core::{DType, Error, Result};
+use std::ops::Deref;
 
-/// Rows and columns of a cta's square; the block of FP8.
-pub(super) const TILE: usize = 128;
 /// Strips of 128 rows done side by side where both planes are written.
 const BAND_STRIPS: usize = 4;
 /// Blocks and lines that a cta of `transpose_scales` takes.
@@ -21,32 +21,11 @@ const CHUNK_COLS: usize = 256;
 const WARP_CHUNKS: usize = 16;
 /// Columns a warp of `hadamard_rows` takes.
 pub(super) const TRANSFORM_COLS: usize = 256;
-/// Columns a lane of `quantize_hadamard_rows` takes at a time, and how many of those a row may have.
-pub(super) const UNIT_COLS: usize = 64;
-const MOST_UNITS: usize = 768;
 const UNIT_THREADS: u32 = 512;
 /// Ctas of `quantize_hadamard_cols` that a multiprocessor holds.
 const HADAMARD_CTAS_PER_SM: usize = 2;
 /// A matrix of less than this many numbers may be taken as one row.
 const ONE_ROW_BELOW: usize = 1 << 30;
-
-/// What decides about the kernel and its launch.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct QuantizeDesc {
-    pub input: DType,
-    pub codec: Codec,
-    pub planes: Planes,
-    /// Rows of one matrix.
-    pub rows: usize,
-    pub cols: usize,
-    pub stack: usize,
-    /// Rows of a column plane.
-    pub capacity: usize,
-    /// Whether some rows may be padding.
-    pub ragged: bool,
-    /// The length of a transform that comes first.
-    pub hadamard: Option<usize>,
-}
 
 /// Which kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -71,49 +50,21 @@ pub(super) struct QuantizeConfig {
     pub launch: Launch,
 }
 
-/// What an instance of one of the fast kernels is made for.
+/// One of the fast kernels, of which there are instances.
 #[derive(Debug, Clone, Copy, PartialEq)]
-struct Variant {
-    input: DType,
-    format: Format,
-    element: Element,
-    kind: ScaleKind,
-    rounding: Rounding,
-    /// With a transform of this length, which is for one plane at a time.
-    hadamard: Option<usize>,
+struct Variant(FastKernels);
+
+impl Deref for Variant {
+    type Target = FastKernels;
+
+    fn deref(&self) -> &FastKernels {
+        &self.0
+    }
 }
 
 impl Variant {
-    /// Those that recipes ask for: activations and gradients are BF16, and where their scales are powers of two they may be
-    /// rounded stochastically and transformed; weights are F32.
     fn all() -> impl Iterator<Item = Self> {
-        let formats = [
-            (Format::Mxfp4, Element::E2M1, ScaleKind::E8M0),
-            (Format::E4m3, Element::E4M3, ScaleKind::E8M0),
-            (Format::E4m3, Element::E4M3, ScaleKind::F32),
-            (Format::Mxfp8E4m3, Element::E4M3, ScaleKind::E8M0),
-            (Format::Mxfp8E5m2, Element::E5M2, ScaleKind::E8M0),
-        ];
-        let inputs = [
-            (DType::F32, Rounding::NearestEven),
-            (DType::Bf16, Rounding::NearestEven),
-            (DType::Bf16, Rounding::Stochastic),
-        ];
-        let of = move |(format, element, kind)| {
-            let is_plain = kind == ScaleKind::F32 || !matches!(format, Format::Mxfp4 | Format::E4m3);
-            let plain = inputs.into_iter().take(if is_plain { 2 } else { 3 });
-            let transformed = inputs.into_iter().skip(if is_plain { 3 } else { 1 });
-            let transformed = transformed.flat_map(|of| hadamard::LENGTHS.map(|len| (of, Some(len))));
-            plain.map(|of| (of, None)).chain(transformed).map(move |((input, rounding), hadamard)| Self {
-                input,
-                format,
-                element,
-                kind,
-                rounding,
-                hadamard,
-            })
-        };
-        formats.into_iter().flat_map(of)
+        FastKernels::all().map(Self)
     }
 
     fn spec(&self, source: &'static str, name: &'static str) -> KernelSpec {
@@ -182,11 +133,6 @@ impl Variant {
         self.spec("kernels/convert/quantize_tiles.cuh", "nib::quantize_tiles")
     }
 
-    /// Weights are not rounded randomly, and have no tiles of MXFP4.
-    fn has_tiles(&self) -> bool {
-        self.format.spec().tiles && self.rounding == Rounding::NearestEven && self.hadamard.is_none()
-    }
-
     /// Dynamic shared memory for rows: `UnitsShared` of the kernel with a transform.
     fn row_shared_bytes(&self) -> usize {
         if self.hadamard.is_none() {
@@ -242,28 +188,9 @@ fn element_type(element: Element) -> TemplateArg {
     })
 }
 
-/// The scales of rows as `quantize_cols` leaves them, block by block, and as they are to be.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct RowScales {
-    pub lines: usize,
-    /// Of a line.
-    pub blocks: usize,
-    /// From one block to the next, a multiple of 128 lines.
-    pub stride: usize,
-    /// Blocks that the kernel writes: those of whole squares.
-    pub written: usize,
-}
-
-impl RowScales {
-    /// Ctas of `transpose_scales`.
-    pub fn ctas(&self) -> usize {
-        self.blocks.div_ceil(TRANSPOSED.0) * self.lines.div_ceil(TRANSPOSED.1)
-    }
-}
-
-/// Whether a fast kernel quantizes to a format.
-pub(crate) fn has_fast_kernels(format: Format) -> bool {
-    Variant::all().any(|variant| variant.format == format)
+/// Ctas of `transpose_scales`.
+pub(super) fn transpose_ctas(scales: &RowScales) -> usize {
+    scales.blocks.div_ceil(TRANSPOSED.0) * scales.lines.div_ceil(TRANSPOSED.1)
 }
 
 /// The kernel that brings scales to their places.
@@ -279,32 +206,28 @@ fn transform_spec(input: DType, down: bool) -> KernelSpec {
     KernelSpec { source: "kernels/convert/hadamard.cuh", name, args: vec![("In", input_type(input))] }
 }
 
-impl QuantizeDesc {
-    pub fn of(op: &Quantize<'_, Cuda>) -> Self {
-        let has_cols = matches!(op.planes, Planes::Cols | Planes::Both);
-        let rows = op.x.rows / op.stack.max(1);
-        // A dense column plane ends with a whole block, a ragged one where its groups' capacity does.
-        let dense_capacity = rows.next_multiple_of(op.codec.format().column_step());
-        let capacity = if has_cols && op.groups.is_none() { dense_capacity } else { rows };
-        Self {
-            input: op.x.dtype(),
-            codec: op.codec,
-            planes: op.planes,
-            rows,
-            cols: op.x.cols,
-            stack: op.stack,
-            capacity,
-            ragged: op.groups.is_some(),
-            hadamard: op.hadamard.map(|hadamard| hadamard.len),
-        }
-    }
-
-    pub fn kind(&self) -> ScaleKind {
-        self.codec.scale_kind()
-    }
-
+/// How a description is launched.
+pub(super) trait Launches {
     /// What the kernels can take beyond what the operation's own check lets in.
-    pub fn check(&self) -> Result<()> {
+    fn check(&self) -> Result<()>;
+    /// Rows and columns as `quantize_rows` is told: one row where that saves it tails.
+    fn row_shape(&self) -> (usize, usize);
+    /// Rows whose codes fill a line of a column's: strips of half bytes are taken in twos.
+    fn line_rows(&self) -> usize;
+    /// How many of those a column has.
+    fn lines_height(&self) -> usize;
+    /// Units of columns, of all rows.
+    fn units(&self) -> usize;
+    /// Squares of 128 x 128, of all matrices.
+    fn squares(&self) -> usize;
+    /// The kernel that makes the transform, and its ctas.
+    fn transform(&self) -> (KernelSpec, usize);
+    /// Of a fast kernel; none where the general one takes it (`UnitsConfig`).
+    fn config(&self, num_sms: usize) -> Option<QuantizeConfig>;
+}
+
+impl Launches for QuantizeDesc {
+    fn check(&self) -> Result<()> {
         if self.planes == Planes::Tiles && self.ragged {
             return Err(Error::shape(OP, "groups", "given", "none: square tiles are for weights"));
         }
@@ -324,103 +247,29 @@ impl QuantizeDesc {
         Ok(())
     }
 
-    /// Rows and columns as `quantize_rows` is told: one row where that saves it tails.
-    pub fn row_shape(&self) -> (usize, usize) {
+    fn row_shape(&self) -> (usize, usize) {
         let len = self.rows * self.cols;
         let whole = self.cols.is_multiple_of(self.codec.format().spec().block);
         if !self.ragged && whole && len < ONE_ROW_BELOW { (1, len) } else { (self.rows, self.cols) }
     }
 
-    /// Rows whose codes fill a line of a column's: strips of half bytes are taken in twos.
     fn line_rows(&self) -> usize {
         TILE * 8 / self.codec.format().spec().code_bits as usize
     }
 
-    /// How many of those a column has.
-    pub fn lines_height(&self) -> usize {
+    fn lines_height(&self) -> usize {
         self.capacity.div_ceil(self.line_rows())
     }
 
-    /// Units of columns, of all rows.
-    pub fn units(&self) -> usize {
+    fn units(&self) -> usize {
         self.rows * (self.cols / UNIT_COLS)
     }
 
-    /// Squares of 128 x 128, of all matrices.
     fn squares(&self) -> usize {
         self.stack * self.capacity.max(self.rows).div_ceil(TILE) * self.cols.div_ceil(TILE)
     }
 
-    /// The variant of the fast kernels that does it, if one is built and takes the shape.
-    fn variant(&self) -> Option<Variant> {
-        let (format, element) = (self.codec.format(), self.codec.element());
-        let (input, kind, rounding) = (self.input, self.kind(), self.codec.rounding());
-        let wanted = Variant { input, format, element, kind, rounding, hadamard: self.hadamard };
-        let whole_lines = match self.planes {
-            Planes::Rows if self.hadamard.is_some() => {
-                let units = self.cols / UNIT_COLS;
-                self.cols.is_multiple_of(TILE) && units <= MOST_UNITS && self.rows * units < 1 << 30
-            }
-            Planes::Rows => true,
-            // Blocks of 32 of both planes are counted by lanes that all have columns.
-            Planes::Both if format.spec().block == 32 => {
-                self.capacity.is_multiple_of(32) && self.cols.is_multiple_of(32)
-            }
-            Planes::Cols | Planes::Both => self.capacity.is_multiple_of(format.spec().block),
-            Planes::Tiles => wanted.has_tiles() && self.rows.is_multiple_of(16),
-        };
-        // Of codes of less than a byte the kernels take whole blocks, the general one the others.
-        let (by_rows, by_cols) = (self.planes != Planes::Cols, self.planes != Planes::Rows);
-        let ends_short = by_rows && !self.cols.is_multiple_of(format.spec().block)
-            || by_cols && self.rows != self.capacity;
-        let takes_codes = format.spec().code_bits == 8 || !ends_short;
-        let takes_shape = self.cols.is_multiple_of(8) && whole_lines && takes_codes;
-        Variant::all().find(|variant| takes_shape && *variant == wanted)
-    }
-
-    /// The scales of the rows, whose padding to whole squares is written as well.
-    pub fn row_scales(&self) -> RowScales {
-        let block = self.codec.format().spec().block;
-        RowScales {
-            lines: self.rows,
-            blocks: self.cols.div_ceil(block),
-            stride: self.capacity.next_multiple_of(TILE),
-            written: self.cols.next_multiple_of(TILE) / block,
-        }
-    }
-
-    /// Whether one kernel does all of it, the transform included.
-    pub fn is_fused(&self) -> bool {
-        self.hadamard.is_none() || self.variant().is_some()
-    }
-
-    /// Whether the general kernel takes it.
-    pub fn is_general(&self) -> bool {
-        self.variant().is_none()
-    }
-
-    /// Whether the general kernel leaves the rows' record bytes as words, which a second kernel brings to their places. In their places every four bytes
-    /// are a sector of their own to the L2. It pays for MX formats; NVFP4, with twice as many records, loses more by the second kernel.
-    pub fn has_words(&self) -> bool {
-        let is_mx = self.codec.scale_kind() == ScaleKind::E8M0 && self.codec.format().spec().block == 32;
-        self.planes == Planes::Both && is_mx && self.cols.is_multiple_of(TILE)
-    }
-
-    /// Of what [`transformed`](Self::transformed) gives: whether the general kernel makes the transform as it reads. Where lines have one scale it does
-    /// not: their maxima are measured of a transform in memory.
-    pub fn transforms_as_it_reads(&self) -> bool {
-        self.is_general() && self.planes == Planes::Cols && self.codec.format().spec().block != WHOLE_LINE
-    }
-
-    /// What is left to do once the transform has been made.
-    pub fn transformed(&self) -> Self {
-        let rows = if self.planes == Planes::Rows { self.rows } else { self.capacity };
-        let transformed = Self { input: DType::F32, rows, hadamard: None, ..*self };
-        Self { ragged: self.ragged && transformed.is_general(), ..transformed }
-    }
-
-    /// The kernel that makes it, and its ctas.
-    pub fn transform(&self) -> (KernelSpec, usize) {
+    fn transform(&self) -> (KernelSpec, usize) {
         let spec = transform_spec(self.input, self.planes == Planes::Cols);
         if self.planes == Planes::Rows {
             (spec, (self.rows * self.cols.div_ceil(TRANSFORM_COLS)).div_ceil(8))
@@ -429,13 +278,12 @@ impl QuantizeDesc {
         }
     }
 
-    /// Of a fast kernel; none where the general one takes it (`UnitsConfig`).
-    pub fn config(&self, num_sms: usize) -> Option<QuantizeConfig> {
+    fn config(&self, num_sms: usize) -> Option<QuantizeConfig> {
         let config = |path, spec, ctas: usize, threads, shared_bytes| {
             let launch = Launch { ctas: ctas as u32, threads, cluster: 1, shared_bytes };
             QuantizeConfig { path, spec, launch }
         };
-        Some(match (self.variant(), self.planes) {
+        Some(match (self.fast_kernels().map(Variant), self.planes) {
             (Some(variant), Planes::Rows) if variant.hadamard.is_some() => {
                 let ctas = self.units().div_ceil(32).min(num_sms);
                 config(

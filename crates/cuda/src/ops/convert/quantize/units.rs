@@ -251,8 +251,7 @@ pub(super) fn launch(
     let whole = |codes: usize| u32::from(format.row_code_bytes(codes).is_multiple_of(16));
     // A thread has 64 values of a row.
     let of_rows = RecordWords::of(out.rows, 64 / format.spec().block.clamp(1, 64));
-    let by_word =
-        out.rows.filter(|_| desc.has_words()).map(|rows| ByBlock::words(device, rows)).transpose()?;
+    let by_word = ByBlock::new(device, desc)?;
     let in_pairs = |plane: &BlockScaled<Cuda>| {
         has_bytes(plane) && plane.scale_layout == ScaleLayout::MnMajor && desc.cols.is_multiple_of(2)
     };

@@ -8,18 +8,13 @@ use crate::launch::Launch;
 use crate::ops::Instance;
 use crate::ops::planes::column_stride;
 use crate::{Buffer, Cuda};
+use nibble_choice::transcode::whole_cols;
 use nibble_core::ops::{Transcode, Transcoded};
 use nibble_core::{BlockScaled, Result};
 use nibble_formats::{BlockAxis, Format};
 
 const THREADS: usize = 256;
 const MOST_CTAS: usize = 4096;
-
-/// Columns up to the end of a block, where the rows end inside one.
-fn whole_cols(from: Format, to: Format, cols: usize) -> Option<usize> {
-    let whole = cols.next_multiple_of(Format::Mxfp4.spec().block);
-    ([from, to].contains(&Format::Mxfp4) && whole != cols).then_some(whole)
-}
 
 /// By way of whole blocks; none where the kernels take the rows as they are.
 pub(super) fn run(cuda: &Cuda, op: &Transcode<'_, Cuda>) -> Result<Option<Transcoded<Cuda>>> {
@@ -109,15 +104,6 @@ pub(super) fn instance() -> Instance {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn rows_that_end_inside_a_block_are_extended_and_others_are_not() {
-        use Format::{E4m3, Mxfp4};
-        assert_eq!(whole_cols(Mxfp4, E4m3, 33), Some(64));
-        assert_eq!(whole_cols(E4m3, Mxfp4, 130), Some(160));
-        assert_eq!(whole_cols(Mxfp4, E4m3, 96), None);
-        assert_eq!(whole_cols(E4m3, E4m3, 33), None, "its kernel takes any columns");
-    }
 
     #[test]
     fn of_an_odd_number_of_nibbles_half_the_last_byte_counts() {

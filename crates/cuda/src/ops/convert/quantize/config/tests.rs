@@ -1,6 +1,6 @@
 use super::*;
 use crate::ops::convert::quantize::units::UnitsConfig;
-use nibble_core::formats::ScaleRule;
+use nibble_core::formats::{Codec, Rounding, ScaleRule};
 
 fn desc(format: Format, planes: Planes, rows: usize, cols: usize) -> QuantizeDesc {
     let rule = format.spec().default_rule().unwrap();
@@ -17,6 +17,7 @@ fn desc(format: Format, planes: Planes, rows: usize, cols: usize) -> QuantizeDes
         cols,
         stack: 1,
         capacity,
+        groups: None,
         ragged: false,
         hadamard: None,
     }

@@ -1,0 +1,287 @@
+//! Quantization: which kernels make the planes, and what they take on the way.
+
+use crate::{Grouping, Temporary};
+use nibble_core::formats::{Codec, Element, Format, Rounding, ScaleKind, WHOLE_LINE, hadamard};
+use nibble_core::ops::{Planes, Quantize};
+use nibble_core::{Backend, DType};
+use std::fmt;
+
+/// Rows and columns of a cta's square; the block of FP8.
+pub const TILE: usize = 128;
+/// Columns that a lane of the kernel takes at a time which transforms rows, and how many of those a row may have.
+pub const UNIT_COLS: usize = 64;
+/// See [`UNIT_COLS`].
+pub const MOST_UNITS: usize = 768;
+
+/// What an instance of one of the fast kernels is made for.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct FastKernels {
+    /// The numbers that are read.
+    pub input: DType,
+    /// The format.
+    pub format: Format,
+    /// What its codes stand for.
+    pub element: Element,
+    /// A power of two or an F32 a block.
+    pub kind: ScaleKind,
+    /// How values are rounded.
+    pub rounding: Rounding,
+    /// With a transform of this length, which is for one plane at a time.
+    pub hadamard: Option<usize>,
+}
+
+impl FastKernels {
+    /// Those that recipes ask for: activations and gradients are BF16, and where their scales are powers of two they may be
+    /// rounded stochastically and transformed; weights are F32.
+    pub fn all() -> impl Iterator<Item = Self> {
+        let formats = [
+            (Format::Mxfp4, Element::E2M1, ScaleKind::E8M0),
+            (Format::E4m3, Element::E4M3, ScaleKind::E8M0),
+            (Format::E4m3, Element::E4M3, ScaleKind::F32),
+            (Format::Mxfp8E4m3, Element::E4M3, ScaleKind::E8M0),
+            (Format::Mxfp8E5m2, Element::E5M2, ScaleKind::E8M0),
+        ];
+        let inputs = [
+            (DType::F32, Rounding::NearestEven),
+            (DType::Bf16, Rounding::NearestEven),
+            (DType::Bf16, Rounding::Stochastic),
+        ];
+        let of = move |(format, element, kind)| {
+            let is_plain = kind == ScaleKind::F32 || !matches!(format, Format::Mxfp4 | Format::E4m3);
+            let plain = inputs.into_iter().take(if is_plain { 2 } else { 3 });
+            let transformed = inputs.into_iter().skip(if is_plain { 3 } else { 1 });
+            let transformed = transformed.flat_map(|of| hadamard::LENGTHS.map(|len| (of, Some(len))));
+            plain.map(|of| (of, None)).chain(transformed).map(move |((input, rounding), hadamard)| Self {
+                input,
+                format,
+                element,
+                kind,
+                rounding,
+                hadamard,
+            })
+        };
+        formats.into_iter().flat_map(of)
+    }
+
+    /// Weights are not rounded randomly, and have no tiles of MXFP4.
+    pub fn has_tiles(&self) -> bool {
+        self.format.spec().tiles && self.rounding == Rounding::NearestEven && self.hadamard.is_none()
+    }
+}
+
+/// Whether a fast kernel quantizes to a format.
+pub fn has_fast_kernels(format: Format) -> bool {
+    FastKernels::all().any(|kernels| kernels.format == format)
+}
+
+/// What decides about the kernels and their launches.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct QuantizeDesc {
+    /// The numbers that are read.
+    pub input: DType,
+    /// Format, rule and rounding.
+    pub codec: Codec,
+    /// Which planes.
+    pub planes: Planes,
+    /// Rows of one matrix.
+    pub rows: usize,
+    /// Columns.
+    pub cols: usize,
+    /// Matrices.
+    pub stack: usize,
+    /// Rows of a column plane.
+    pub capacity: usize,
+    /// Groups of rows; some rows may be padding.
+    pub groups: Option<Grouping>,
+    /// Whether a fast kernel is told which rows are padding.
+    pub ragged: bool,
+    /// The length of a transform that comes first.
+    pub hadamard: Option<usize>,
+}
+
+/// The scales of rows as a kernel that also writes columns leaves them, block by block, and as they are to be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RowScales {
+    /// Lines of codes.
+    pub lines: usize,
+    /// Blocks of a line.
+    pub blocks: usize,
+    /// From one block to the next, a multiple of 128 lines.
+    pub stride: usize,
+    /// Blocks that the kernel writes: those of whole squares.
+    pub written: usize,
+    /// Of a block.
+    pub bytes: usize,
+}
+
+impl RowScales {
+    /// Bytes that it takes until they are at their places.
+    pub const fn total_bytes(&self) -> usize {
+        self.written * self.stride * self.bytes
+    }
+}
+
+impl QuantizeDesc {
+    /// Of an operation.
+    pub fn of<B: Backend>(op: &Quantize<'_, B>) -> Self {
+        let has_cols = matches!(op.planes, Planes::Cols | Planes::Both);
+        let rows = op.x.rows / op.stack.max(1);
+        // A dense column plane ends with a whole block, a ragged one where its groups' capacity does.
+        let dense_capacity = rows.next_multiple_of(op.codec.format().column_step());
+        let capacity = if has_cols && op.groups.is_none() { dense_capacity } else { rows };
+        Self {
+            input: op.x.dtype(),
+            codec: op.codec,
+            planes: op.planes,
+            rows,
+            cols: op.x.cols,
+            stack: op.stack,
+            capacity,
+            groups: op.groups.map(Grouping::of),
+            ragged: op.groups.is_some(),
+            hadamard: op.hadamard.map(|hadamard| hadamard.len),
+        }
+    }
+
+    /// What a block's record holds.
+    pub fn kind(&self) -> ScaleKind {
+        self.codec.scale_kind()
+    }
+
+    /// The fast kernels that do it, if they are built and take the shape.
+    pub fn fast_kernels(&self) -> Option<FastKernels> {
+        let (format, element) = (self.codec.format(), self.codec.element());
+        let (input, kind, rounding) = (self.input, self.kind(), self.codec.rounding());
+        let wanted = FastKernels { input, format, element, kind, rounding, hadamard: self.hadamard };
+        let whole_lines = match self.planes {
+            Planes::Rows if self.hadamard.is_some() => {
+                let units = self.cols / UNIT_COLS;
+                self.cols.is_multiple_of(TILE) && units <= MOST_UNITS && self.rows * units < 1 << 30
+            }
+            Planes::Rows => true,
+            // Blocks of 32 of both planes are counted by lanes that all have columns.
+            Planes::Both if format.spec().block == 32 => {
+                self.capacity.is_multiple_of(32) && self.cols.is_multiple_of(32)
+            }
+            Planes::Cols | Planes::Both => self.capacity.is_multiple_of(format.spec().block),
+            Planes::Tiles => wanted.has_tiles() && self.rows.is_multiple_of(16),
+        };
+        // Of codes of less than a byte the kernels take whole blocks, the general one the others.
+        let (by_rows, by_cols) = (self.planes != Planes::Cols, self.planes != Planes::Rows);
+        let ends_short = by_rows && !self.cols.is_multiple_of(format.spec().block)
+            || by_cols && self.rows != self.capacity;
+        let takes_codes = format.spec().code_bits == 8 || !ends_short;
+        let takes_shape = self.cols.is_multiple_of(8) && whole_lines && takes_codes;
+        FastKernels::all().find(|kernels| takes_shape && *kernels == wanted)
+    }
+
+    /// Whether one kernel does all of it, the transform included.
+    pub fn is_fused(&self) -> bool {
+        self.hadamard.is_none() || self.fast_kernels().is_some()
+    }
+
+    /// Whether the general kernel takes it.
+    pub fn is_general(&self) -> bool {
+        self.fast_kernels().is_none()
+    }
+
+    /// What is left to do once the transform has been made, if it is made apart.
+    pub fn transformed(&self) -> Self {
+        let rows = if self.planes == Planes::Rows { self.rows } else { self.capacity };
+        let transformed = Self { input: DType::F32, rows, hadamard: None, ..*self };
+        Self { ragged: self.ragged && transformed.is_general(), ..transformed }
+    }
+
+    /// Of what [`transformed`](Self::transformed) gives: whether the general kernel makes the transform as it reads. Where lines have one scale it does
+    /// not: their maxima are measured of a transform in memory.
+    pub fn transforms_as_it_reads(&self) -> bool {
+        self.is_general() && self.planes == Planes::Cols && self.codec.format().spec().block != WHOLE_LINE
+    }
+
+    /// The scales of the rows, whose padding to whole squares is written as well, where they come to their places by a second kernel. The fast
+    /// kernels leave those of neighbouring rows together. The general one leaves record bytes as words: in their places every four bytes are a
+    /// sector of their own to the L2. That pays for MX formats; NVFP4, with twice as many records, loses more by the second kernel.
+    pub fn row_scales(&self) -> Option<RowScales> {
+        let (block, kind) = (self.codec.format().spec().block, self.kind());
+        if self.planes != Planes::Both {
+            return None;
+        }
+        if self.is_general() {
+            let words = self.cols / block / size_of::<u32>();
+            let plane = RowScales {
+                lines: self.rows,
+                blocks: words,
+                stride: self.rows.next_multiple_of(TILE),
+                written: words,
+                bytes: size_of::<u32>(),
+            };
+            return (kind == ScaleKind::E8M0 && block == 32 && self.cols.is_multiple_of(TILE))
+                .then_some(plane);
+        }
+        Some(RowScales {
+            lines: self.rows,
+            blocks: self.cols.div_ceil(block),
+            stride: self.capacity.next_multiple_of(TILE),
+            written: self.cols.next_multiple_of(TILE) / block,
+            bytes: kind.bytes(),
+        })
+    }
+
+    /// What it takes beside planes and counts, in this order, and until it is done.
+    pub fn temporaries(&self) -> Vec<Temporary> {
+        if self.rows == 0 || self.cols == 0 {
+            return Vec::new();
+        }
+        let last = if self.is_fused() { *self } else { self.transformed() };
+        let is_apart = !self.is_fused() && !last.transforms_as_it_reads();
+        let transformed = Temporary::new("the transform in F32", last.rows * self.cols * size_of::<f32>());
+        let mut all: Vec<_> = is_apart.then_some(transformed).into_iter().collect();
+        if last.is_general() {
+            all.extend(last.measured());
+        }
+        all.extend(last.row_scales().map(|scales| Temporary::new("the rows' scales", scales.total_bytes())));
+        all
+    }
+
+    /// What is measured before values are encoded under a scale for a line or for a tensor.
+    fn measured(&self) -> Vec<Temporary> {
+        let by_line = self.codec.format().spec().block == WHOLE_LINE;
+        if !by_line && !self.kind().has_tensor_scale() {
+            return Vec::new();
+        }
+        let words = |what, len: usize| Temporary::new(what, len * size_of::<u32>());
+        let bytes = |what, len: usize| Temporary::new(what, len);
+        let has_spans = self.groups.is_some() && !(by_line && self.planes == Planes::Rows);
+        let spans = self.groups.map(|groups| groups.count + 1);
+        let mut all: Vec<_> =
+            has_spans.then(|| words("the span of each row", self.rows)).into_iter().collect();
+        if by_line {
+            let rows = self.stack * self.rows;
+            let cols = spans.unwrap_or(1) * self.stack * self.cols;
+            if self.planes != Planes::Cols {
+                all.extend([words("rows' maxima", rows), bytes("rows with a code", rows)]);
+            }
+            if self.planes != Planes::Rows {
+                all.extend([words("columns' maxima", cols), bytes("columns with a code", cols)]);
+            }
+        } else {
+            let count = spans.unwrap_or(self.stack);
+            all.extend([
+                words("tensors' maxima", count),
+                words("inverses", 2 * count),
+                words("scales", count),
+            ]);
+        }
+        all
+    }
+}
+
+impl fmt::Display for QuantizeDesc {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let last = if self.is_fused() { *self } else { self.transformed() };
+        if !self.is_fused() && !last.transforms_as_it_reads() {
+            f.write_str("transform; ")?;
+        }
+        f.write_str(if last.is_general() { "general kernel" } else { "kernel of its own" })
+    }
+}
