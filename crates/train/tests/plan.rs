@@ -205,6 +205,18 @@ fn a_gpu_takes_what_was_measured() {
     }
 }
 
+/// On the same card: h in a format that no kernel of SwiGLU reads or writes is decoded to F32, and what is made of it quantized by itself.
+#[test]
+fn h_kept_in_another_format_takes_what_was_measured() {
+    let path = concat!(env!("CARGO_TARGET_TMPDIR"), "/plan-h.toml");
+    let text = "description = \"\"\nextends = \"fp8-flow\"\n[expert]\nsaved.h = { format = \"nvfp4\" }\n";
+    std::fs::write(path, text).unwrap();
+    let config = Config::load("s", &[format!("recipe={path}")]).unwrap();
+    let activations = prediction(DeviceKind::Gpu, &config).unwrap().memory.activations;
+    let gib = activations.total_bytes.unwrap() as f64 / (1u64 << 30) as f64;
+    assert!((gib / 22.6 - 1.0).abs() < 0.02, "{gib:.2} GiB predicted, 22.6 measured");
+}
+
 /// DeepSeek-V3's sizes.
 const HUGE: &[&str] = &[
     "model.d_model=7168",
