@@ -2,7 +2,8 @@
 
 mod rig;
 
-use nibble_core::Kernels;
+use nibble_core::recipe::{Section, Site};
+use nibble_core::{Kernels, Recipe};
 use nibble_cpu::Cpu;
 use nibble_testkit::Recorder;
 use nibble_train::config::Config;
@@ -43,8 +44,16 @@ fn check_run<B: Kernels>(b: &B, config: &Config, prompt: usize, tokens: usize) {
 
 #[test]
 fn a_cache_changes_no_bit() {
+    // A scale of a whole tensor depends on how many tokens are computed at a time.
+    let of_all = |section: &Section| {
+        let x = section.at(Site::FpropX);
+        x.format.is_block() && x.format.scale_kind(x.scale).has_tensor_scale()
+    };
     for recipe in rig::recipes() {
-        check(&Cpu::new(2).unwrap(), recipe, 1, 11);
+        let Recipe { linear, expert, .. } = Recipe::builtin(recipe).unwrap();
+        if !of_all(&linear) && !of_all(&expert) {
+            check(&Cpu::new(2).unwrap(), recipe, 1, 11);
+        }
     }
 }
 

@@ -226,9 +226,11 @@ fn a_run_may_be_made_longer_or_shorter() {
         let text = format!("extends = \"bf16\"\n{always}{part}set.linear = {{ {} }}", sites(3));
         let (short, _recipe) = with_recipe(&text, &["train.steps=6"]);
         let (long, _recipe) = with_recipe(&text, &["train.steps=12"]);
+        // Given as it is: from a file an override of no step would be refused.
+        let recipe = Recipe::parse("mine", &text).unwrap();
         let saved = |config: &Config| {
             let (b, dir) = (cpu(), tempfile::tempdir().unwrap());
-            let mut trainer = Trainer::new(&b, &SOLO, config).unwrap();
+            let mut trainer = Trainer::under(&b, &SOLO, config, recipe.clone()).unwrap().with_data().unwrap();
             (0..3).for_each(|_| drop(trainer.train_step().unwrap()));
             trainer.save(Some(&Store::open(dir.path()).unwrap())).unwrap();
             (trainer.histories().unwrap(), dir)
@@ -236,7 +238,7 @@ fn a_run_may_be_made_longer_or_shorter() {
         for (from, to) in [(&short, &long), (&long, &short)] {
             let (before, dir) = saved(from);
             let b = cpu();
-            let mut trainer = Trainer::new(&b, &SOLO, to).unwrap();
+            let mut trainer = Trainer::under(&b, &SOLO, to, recipe.clone()).unwrap().with_data().unwrap();
             trainer.load(&latest_valid(dir.path()).unwrap().checkpoint.unwrap()).unwrap();
             for history in trainer.histories().unwrap() {
                 match before.iter().find(|was| was.name == history.name) {

@@ -17,14 +17,15 @@
 
 mod rig;
 
-use nibble_core::formats::BlockAxis;
+use nibble_core::formats::{BlockAxis, Purpose, Stream, fnv1a32};
 use nibble_core::ops::{
-    Cast, Dequantize, Emit, Emitted, Gemm, GroupedGemm, Planes, Quantize, SwigluBackward, Transcode,
+    Cast, Dequantize, Emit, Emitted, Gemm, GroupedGemm, Hadamard, Planes, Quantize, Random, SwigluBackward,
+    Transcode,
 };
 use nibble_core::recipe::{By, LayerKind, Precision, Section, Site};
 use nibble_core::{DType, Groups, Operand, Recipe, Tensor};
 use nibble_cpu::Cpu;
-use nibble_train::cx::Cx;
+use nibble_train::cx::{Cx, Place};
 use nibble_train::layers::{Layer, Linear, Mlp};
 use nibble_train::ledger::{Ledger, Saved};
 use nibble_train::moe::{Exchange, Experts, Moe, MoeShape, Plan};
@@ -37,7 +38,9 @@ use std::ops::Range;
 const EXACT: f64 = 1e-5;
 
 /// Every recipe that rounds operands.
-const RECIPES: [&str; 5] = ["bf16", "fp8-block", "fp8-deepseek", "fp8-flow", "mxfp4-hopper"];
+fn recipes() -> impl Iterator<Item = &'static str> {
+    Recipe::all_names().filter(|name| *name != "f32")
+}
 
 /// Model width: one whole block of FP8 and a quarter of the next.
 const D: usize = 160;
@@ -147,37 +150,46 @@ fn values(cpu: &Cpu, x: &Tensor<Cpu>) -> Vec<f32> {
     x.to_f32_vec(cpu).unwrap()
 }
 
-/// A plain tensor as the recipe wants it.
-fn made(cpu: &Cpu, x: &Tensor<Cpu>, to: &Precision, groups: Option<&Groups<Cpu>>) -> Operand<Cpu> {
+/// A plain tensor as the recipe wants it, under the names that its random bits and the signs of its transform have.
+fn made(
+    cx: &Cx<'_, Cpu>,
+    at: Place<'_>,
+    x: &Tensor<Cpu>,
+    to: &Precision,
+    groups: Option<&Groups<Cpu>>,
+) -> Operand<Cpu> {
+    let cpu = cx.b;
     if let Some(dtype) = to.dtype() {
         return Operand::Plain(Cast { x, dtype }.run(cpu).unwrap());
     }
-    let quantize =
-        |planes| Quantize { groups, ..Quantize::new(x, to.codec().unwrap(), planes) }.run(cpu).unwrap();
-    match to.axis {
-        BlockAxis::Col => quantize(Planes::Cols).take_cols("made").unwrap(),
-        _ => quantize(Planes::Rows).take_rows("made").unwrap(),
-    }
+    let bits = Stream::new(cx.seed, Purpose::Rounding, fnv1a32(&format!("{}.{}", at.layer, at.tensor)), 0);
+    let random = to.round.is_random().then_some(Random { stream: bits, step: None });
+    let signs = Stream::new(cx.seed, Purpose::Sign, fnv1a32(at.linear), 0);
+    let hadamard = to.rht.map(|len| Hadamard { len, signs });
+    let planes = if to.axis == BlockAxis::Col { Planes::Cols } else { Planes::Rows };
+    let op = Quantize { groups, random, hadamard, ..Quantize::new(x, to.codec().unwrap(), planes) };
+    let made = op.run(cpu).unwrap();
+    if planes == Planes::Cols { made.take_cols("made").unwrap() } else { made.take_rows("made").unwrap() }
 }
 
 /// What arrived or was saved as `origin`, as the recipe wants it.
 fn converted(
-    cpu: &Cpu,
+    cx: &Cx<'_, Cpu>,
+    at: Place<'_>,
     x: &Operand<Cpu>,
-    origin: &Precision,
-    to: &Precision,
+    [origin, to]: [&Precision; 2],
     groups: &Groups<Cpu>,
 ) -> Operand<Cpu> {
     match x {
         _ if to.same_bits(origin) => x.clone(),
-        Operand::Plain(x) => made(cpu, x, to, Some(groups)),
+        Operand::Plain(x) => made(cx, at, x, to, Some(groups)),
         Operand::Block(x) if to.by == By::Requantize => {
-            let plain = Dequantize { x, dtype: DType::Bf16 }.run(cpu).unwrap();
-            made(cpu, &plain, to, Some(groups))
+            let plain = Dequantize { x, dtype: DType::Bf16 }.run(cx.b).unwrap();
+            made(cx, at, &plain, to, Some(groups))
         }
         Operand::Block(x) => {
             let op = Transcode { x, to: to.format, axis: to.axis, rule: to.scale, groups: Some(groups) };
-            Operand::Block(op.run(cpu).unwrap().out)
+            Operand::Block(op.run(cx.b).unwrap().out)
         }
     }
 }
@@ -199,9 +211,14 @@ fn grouped(x: &Mat, w: &Mat, groups: &Groups<Cpu>) -> Mat {
     out
 }
 
-/// Each group's weight gradient, one under the other.
-fn grouped_wgrad(dy: &Mat, x: &Mat, groups: &Groups<Cpu>) -> Mat {
-    let each = ranges(groups).into_iter().flat_map(|rows| dy.contracted(x, rows).at);
+/// Each group's weight gradient, one under the other; `padded`: over the rows behind each group, too.
+fn grouped_wgrad(dy: &Mat, x: &Mat, groups: &Groups<Cpu>, padded: bool) -> Mat {
+    let ranges = ranges(groups);
+    let ends = ranges.iter().skip(1).map(|next| next.start).chain([dy.rows]);
+    let each = ranges
+        .iter()
+        .zip(ends)
+        .flat_map(|(rows, end)| dy.contracted(x, if padded { rows.start..end } else { rows.clone() }).at);
     Mat { rows: groups.num_groups * dy.cols, cols: x.cols, at: each.collect() }
 }
 
@@ -224,7 +241,7 @@ fn uneven(cpu: &Cpu, name: &str, cols: usize, octave: impl Fn(usize) -> usize) -
 #[test]
 fn dense_linear_layer() {
     let cpu = Cpu::new(1).unwrap();
-    for name in RECIPES {
+    for name in recipes() {
         let recipe = Recipe::builtin(name).unwrap();
         let cx = cx(&cpu, &recipe, 2, TOKENS / 2);
         let (section, groups) = (recipe.linear, &cx.shards.groups);
@@ -236,13 +253,14 @@ fn dense_linear_layer() {
 
         let (_, saved) = layer.forward(&cx, x.clone()).unwrap();
         let saved_x = section.at(Site::SavedX);
-        let expected = Mat::of(&cpu, &made(&cpu, &x, saved_x, Some(groups)));
+        let at = |tensor| Place { layer: "w", tensor, linear: "w" };
+        let expected = Mat::of(&cpu, &made(&cx, at("x"), &x, saved_x, Some(groups)));
         assert_eq!(Mat::of(&cpu, &saved.x).at, expected.at, "{name}: what is saved is what the recipe says");
-        let x_cols = converted(&cpu, &saved.x, saved_x, section.at(Site::WgradX), groups);
+        let x_cols = converted(&cx, at("x"), &saved.x, [saved_x, section.at(Site::WgradX)], groups);
         let dx = layer.backward(&cx, saved, dy.clone()).unwrap();
 
-        let dy_rows = made(&cpu, &dy, section.at(Site::DgradDy), Some(groups));
-        let dy_cols = made(&cpu, &dy, section.at(Site::WgradDy), Some(groups));
+        let dy_rows = made(&cx, at("dy"), &dy, section.at(Site::DgradDy), Some(groups));
+        let dy_cols = made(&cx, at("dy"), &dy, section.at(Site::WgradDy), Some(groups));
         let wt = Mat::of(&cpu, layer.weight.wt().unwrap());
         let want = Mat::of(&cpu, &dy_rows).times_transposed(&wt);
         assert_rounded(&format!("{name}: dx"), &Mat::tensor(&cpu, &dx), &want, no_more);
@@ -257,7 +275,7 @@ fn dense_linear_layer() {
 #[test]
 fn dense_feed_forward_layer() {
     let cpu = Cpu::new(1).unwrap();
-    for name in RECIPES {
+    for name in recipes() {
         let recipe = Recipe::builtin(name).unwrap();
         let cx = cx(&cpu, &recipe, 2, TOKENS / 2);
         let (section, groups) = (recipe.linear, &cx.shards.groups);
@@ -266,21 +284,25 @@ fn dense_feed_forward_layer() {
         layer.prepare(&cx).unwrap();
         let (x, dy) = (uneven(&cpu, "x", D, fall), uneven(&cpu, "dy", D, |r| 27 - 2 * fall(r)));
         let (_, saved) = layer.forward(&cx, x.clone()).unwrap();
-        let expected = Mat::of(&cpu, &made(&cpu, &x, section.at(Site::SavedX), Some(groups)));
+        let [gate_up, down] = ["mlp.gate_up_proj", "mlp.down_proj"]
+            .map(|linear| move |tensor| Place { layer: linear, tensor, linear });
+        let expected = Mat::of(&cpu, &made(&cx, gate_up("x"), &x, section.at(Site::SavedX), Some(groups)));
         assert_eq!(
             Mat::of(&cpu, &saved.gate_up.x).at,
             expected.at,
             "{name}: saved x is what the recipe says"
         );
         assert_eq!(saved.h.format(), section.at(Site::SavedH).format, "{name}: h");
-        let kept = |x| converted(&cpu, x, section.at(Site::SavedX), section.at(Site::WgradX), groups);
-        let (x_cols, a_cols, h) = (kept(&saved.gate_up.x), kept(&saved.down.x), saved.h.clone());
+        let sites = [Site::SavedX, Site::WgradX].map(|site| section.at(site));
+        let kept = |at: Place<'_>, x: &Operand<Cpu>| converted(&cx, at, x, sites, groups);
+        let (x_cols, a_cols) = (kept(gate_up("x"), &saved.gate_up.x), kept(down("x"), &saved.down.x));
+        let h = saved.h.clone();
         let dx = layer.backward(&cx, saved, dy.clone()).unwrap();
 
-        let both = |dy: &Tensor<Cpu>| {
-            [Site::DgradDy, Site::WgradDy].map(|site| made(&cpu, dy, section.at(site), Some(groups)))
+        let both = |at: Place<'_>, dy: &Tensor<Cpu>| {
+            [Site::DgradDy, Site::WgradDy].map(|site| made(&cx, at, dy, section.at(site), Some(groups)))
         };
-        let [dy_rows, dy_cols] = both(&dy);
+        let [dy_rows, dy_cols] = both(down("dy"), &dy);
         let wt = layer.down.weight.wt().unwrap();
         let da = Gemm { a: &dy_rows, b: wt, out: DType::Bf16 }.run(&cpu).unwrap();
         let want = Mat::of(&cpu, &dy_rows).times_transposed(&Mat::of(&cpu, wt));
@@ -297,7 +319,7 @@ fn dense_feed_forward_layer() {
         let dh = op.run(&cpu).unwrap().dh.take_rows("dh").unwrap().plain("dh").unwrap().clone();
         assert_rounded(&format!("{name}: dh"), &Mat::tensor(&cpu, &dh), &want, no_more);
 
-        let [dh_rows, dh_cols] = both(&dh).map(|dh| Mat::of(&cpu, &dh));
+        let [dh_rows, dh_cols] = both(gate_up("dy"), &dh).map(|dh| Mat::of(&cpu, &dh));
         let want = dh_rows.times_transposed(&Mat::of(&cpu, layer.gate_up.weight.wt().unwrap()));
         assert_rounded(&format!("{name}: dx"), &Mat::tensor(&cpu, &dx), &want, no_more);
         for (what, linear, dy_cols, x_cols) in [
@@ -342,19 +364,18 @@ fn swiglu_backward(h: &Mat, da: &Mat, gate: &[f32]) -> (Mat, Mat, Mat) {
     (dh, a, dgate)
 }
 
-/// What a fused kernel wrote has the values of its F32 output in the recipe's form. Returns those values.
+/// What a fused kernel wrote has the values of its F32 output in the recipe's form.
 fn assert_written(
-    cpu: &Cpu,
+    cx: &Cx<'_, Cpu>,
     what: &str,
     got: &Operand<Cpu>,
     exact: &Tensor<Cpu>,
     to: &Precision,
     groups: &Groups<Cpu>,
-) -> Mat {
-    let want = Mat::of(cpu, &made(cpu, exact, to, Some(groups)));
-    let got = Mat::of(cpu, got);
-    assert!(got.at == want.at, "{what}: not the F32 output in the recipe's form, {to}");
-    got
+) {
+    let at = Place { layer: "written", tensor: "written", linear: "written" };
+    let want = Mat::of(cx.b, &made(cx, at, exact, to, Some(groups)));
+    assert!(Mat::of(cx.b, got).at == want.at, "{what}: not the F32 output in the recipe's form, {to}");
 }
 
 /// Checks each stage of the experts' backward pass and returns what must come out of it.
@@ -369,7 +390,9 @@ fn experts_backward(
     plan: &Plan<Cpu>,
 ) -> Expected {
     let (cpu, groups, at) = (cx.b, &plan.map.groups, |site| section.at(site));
-    let from_dispatched = |site| converted(cpu, dy_rd, at(Site::DispatchBwd), at(site), groups);
+    let gate_up = |tensor| Place { layer: &experts.name, tensor, linear: &experts.gate_up.name };
+    let down = |tensor| Place { layer: &experts.name, tensor, linear: &experts.down.name };
+    let from_dispatched = |site| converted(cx, down("dy"), dy_rd, [at(Site::DispatchBwd), at(site)], groups);
     let (dy_rows, dy_cols) = (from_dispatched(Site::DgradDy), from_dispatched(Site::WgradDy));
 
     let w = experts.down.wt().unwrap();
@@ -393,27 +416,38 @@ fn experts_backward(
         Some(dtype) => Emit::Plain(dtype),
         None => Emit::Block { codec: at(site).codec().unwrap(), planes },
     };
-    let written = swiglu(emit(Site::DgradDy, Planes::Both), emit(Site::WgradX, Planes::Cols));
-    let dh_rows = written.dh.take_rows("dh").unwrap();
-    let dh_row_values =
-        assert_written(cpu, &format!("{name}: dh rows"), &dh_rows, &dh_exact, at(Site::DgradDy), groups);
-    let dh_cols = written.dh.take_cols("dh").unwrap();
-    let dh_cols =
-        assert_written(cpu, &format!("{name}: dh cols"), &dh_cols, &dh_exact, at(Site::WgradDy), groups);
-    let a_cols = written.a.unwrap().take_cols("a").unwrap();
-    let a_cols = assert_written(cpu, &format!("{name}: a cols"), &a_cols, &a_exact, at(Site::WgradX), groups);
+    let [dh_rows, dh_cols] =
+        [Site::DgradDy, Site::WgradDy].map(|site| made(cx, gate_up("dh"), &dh_exact, at(site), Some(groups)));
+    let a_cols = Mat::of(cpu, &made(cx, down("a"), &a_exact, at(Site::WgradX), Some(groups)));
+    // A kernel that can write them does so in one; what it cannot, it leaves in F32.
+    let is_written =
+        |site| !at(site).round.is_random() && at(site).rht.is_none() && at(site).delayed.is_none();
+    if [Site::DgradDy, Site::WgradDy, Site::WgradX].into_iter().all(is_written) {
+        let written = swiglu(emit(Site::DgradDy, Planes::Both), emit(Site::WgradX, Planes::Cols));
+        let (dh, a) = (written.dh, written.a.unwrap());
+        for (what, got, exact, site) in [
+            ("dh rows", dh.take_rows("dh"), &dh_exact, Site::DgradDy),
+            ("dh cols", dh.take_cols("dh"), &dh_exact, Site::WgradDy),
+            ("a cols", a.take_cols("a"), &a_exact, Site::WgradX),
+        ] {
+            assert_written(cx, &format!("{name}: {what}"), &got.unwrap(), exact, at(site), groups);
+        }
+    }
+    let (dh_row_values, dh_cols) = (Mat::of(cpu, &dh_rows), Mat::of(cpu, &dh_cols));
 
     let w = experts.gate_up.wt().unwrap();
     let dx = GroupedGemm { x: &dh_rows, w, groups, out: DType::Bf16 }.run(cpu).unwrap();
     let want = grouped(&dh_row_values, &Mat::of(cpu, w), groups);
     assert_rounded(&format!("{name}: dx"), &Mat::tensor(cpu, &dx), &want, no_more);
 
-    let x_cols = converted(cpu, saved_x, at(Site::SavedX), at(Site::WgradX), groups);
+    let x_cols = converted(cx, gate_up("x"), saved_x, [at(Site::SavedX), at(Site::WgradX)], groups);
+    // A transform spreads a group's rows over the zeros behind them.
+    let padded = at(Site::WgradX).rht.is_some();
     Expected {
         dx,
         dgate,
-        gate_up: grouped_wgrad(&dh_cols, &Mat::of(cpu, &x_cols), groups),
-        down: grouped_wgrad(&Mat::of(cpu, &dy_cols), &a_cols, groups),
+        gate_up: grouped_wgrad(&dh_cols, &Mat::of(cpu, &x_cols), groups, padded),
+        down: grouped_wgrad(&Mat::of(cpu, &dy_cols), &a_cols, groups, padded),
     }
 }
 
@@ -436,16 +470,18 @@ fn scene(cx: &Cx<'_, Cpu>, section: &Section) -> Scene {
     let exchange = Exchange::new(cx, SHAPE.experts, SHAPE.top_k);
     let align = if section.has_blocks() { 128 } else { 1 };
     let plan = exchange.plan(&moe.router.forward(cx, &x).unwrap().routing, align).unwrap();
-    let arrive =
-        |t: &Tensor<Cpu>, site| exchange.dispatch(&plan, &made(cx.b, t, section.at(site), None)).unwrap();
-    let (x_rd, dy_rd) = (arrive(&x, Site::DispatchFwd), arrive(&dy, Site::DispatchBwd));
+    let arrive = |t: &Tensor<Cpu>, tensor, site| {
+        let at = Place { layer: "moe.experts", tensor, linear: "moe.experts" };
+        exchange.dispatch(&plan, &made(cx, at, t, section.at(site), None)).unwrap()
+    };
+    let (x_rd, dy_rd) = (arrive(&x, "x", Site::DispatchFwd), arrive(&dy, "dy", Site::DispatchBwd));
     Scene { moe, x, dy, plan, x_rd, dy_rd }
 }
 
 #[test]
 fn experts() {
     let cpu = Cpu::new(1).unwrap();
-    for name in RECIPES {
+    for name in recipes() {
         let recipe = Recipe::builtin(name).unwrap();
         let cx = cx(&cpu, &recipe, 2, TOKENS / 2);
         let section = cx.section(LayerKind::Expert, "moe.experts");
@@ -504,7 +540,7 @@ fn router_backward(logits: &Mat, expert: &[i32], dgate: &[f32], shards: usize) -
 #[test]
 fn whole_mixture_of_experts() {
     let cpu = Cpu::new(1).unwrap();
-    for name in RECIPES {
+    for name in recipes() {
         let recipe = Recipe::builtin(name).unwrap();
         let cx = cx(&cpu, &recipe, 2, TOKENS / 2);
         let section = cx.section(LayerKind::Expert, "moe.experts");

@@ -4,7 +4,8 @@
 mod rig;
 
 use nibble_core::Recipe;
-use nibble_core::recipe::{By, LayerKind, Precision};
+use nibble_core::formats::Format;
+use nibble_core::recipe::{By, LayerKind, Precision, Site};
 use nibble_cpu::Cpu;
 use nibble_train::config::Config;
 use nibble_train::trainer::Trainer;
@@ -147,12 +148,15 @@ fn wgrad_is_in_bf16_under_every_recipe_that_is_asked_to() {
         if matches!(recipe, "f32" | "bf16") {
             continue;
         }
-        assert_decides(recipe, "[[override]]\nproducts = \"wgrad\"\nset.recipe = \"bf16\"");
+        // What is kept transformed is for a product of transformed operands.
+        if Recipe::builtin(recipe).unwrap().linear.at(Site::SavedX).rht.is_none() {
+            assert_decides(recipe, "[[override]]\nproducts = \"wgrad\"\nset.recipe = \"bf16\"");
+        }
         assert_decides(recipe, "[[override]]\nproducts = [\"wgrad\", \"saved\"]\nset.recipe = \"bf16\"");
     }
 }
 
-/// What a key may be changed to: each format, and each field of a block format by itself.
+/// What any key may be changed to.
 const CHANGES: [&str; 15] = [
     "\"f32\" }",
     "\"bf16\" }",
@@ -171,20 +175,35 @@ const CHANGES: [&str; 15] = [
     "\"e4m3-tensor\", scale = \"delayed\", history = 2 }",
 ];
 
+/// Those, and of a block format each other one of the same blocks, and each field by itself.
+fn changes(now: &Precision) -> Vec<String> {
+    let mut all = CHANGES.map(str::to_owned).to_vec();
+    if now.format.is_block() {
+        let is_alike = |format: &Format| format.is_block() && format.spec().block == now.format.spec().block;
+        let alike = Format::ALL.into_iter().filter(|format| is_alike(format) && *format != now.format);
+        all.extend(alike.map(|format| format!("\"{format}\" }}")));
+        let fields = ["round = \"stochastic\"", "rht = 32", "by = \"requantize\"", "axis = \"col\""];
+        all.extend(fields.map(|field| format!("\"{}\", {field} }}", now.format)));
+    }
+    all
+}
+
 /// Runs to see a change by: the smallest that has every layer and whole blocks, after one step and after three; and one of four times the
 /// blocks and a large vocabulary, for what rounds a block in a hundred.
 const RUNS: [(&[&str], usize); 3] =
     [(SMALLEST, 1), (SMALLEST, 3), (&["train.warmup_steps=0", "train.lr=0.04", "model.vocab_size=2048"], 3)];
 const SMALLEST: &[&str] = &["model.layers=1", "train.batch_size=1", "train.shards=1", "train.warmup_steps=0"];
 
-/// Weights and moments of such a run; and what it keeps, sends and converts, which may be a decision of its own for the same numbers.
+/// Weights and moments of such a run; and what it keeps, sends, converts and remembers, which may be a decision of its own for the same numbers.
 /// What is planned is what a backend sees (`recipe_plan.rs`).
 fn after(recipe: &Recipe, (changes, steps): (&[&str], usize)) -> (Vec<(String, Vec<u32>)>, String) {
     let (cpu, config) = (Cpu::new(1).unwrap(), small("bf16", changes));
     let mut trainer = Trainer::under(&cpu, &SOLO, &config, recipe.clone()).unwrap().with_data().unwrap();
     (0..steps).for_each(|_| drop(trainer.train_step().unwrap()));
     let plan = LayerKind::ALL.map(|kind| recipe.of(kind).plan(kind, recipe.activations, true));
-    (state(&cpu, &mut trainer), trainer.ledger().unwrap().0.table() + &format!("{plan:?}"))
+    let histories = trainer.histories().unwrap();
+    let remembered: usize = histories.iter().flat_map(|history| &history.records).map(Vec::len).sum();
+    (state(&cpu, &mut trainer), trainer.ledger().unwrap().0.table() + &format!("{plan:?} {remembered}"))
 }
 
 /// Whether two recipes decide the same, written or not. How something is converted is no question where it is made of a plain tensor.
@@ -206,7 +225,7 @@ fn is_same(a: &Recipe, b: &Recipe) -> bool {
 }
 
 /// Every key of the kinds of layers under every recipe, changed in one field: refused, or in three steps other weights. What is kept for
-/// the backward pass, what is sent, and by which conversion something is made, may also be another way to the same numbers.
+/// the backward pass, what is sent, what is remembered, and by which conversion something is made, may also be another way to the same numbers.
 #[test]
 fn every_key_under_every_recipe_decides_or_is_refused() {
     let all = || LayerKind::ALL.into_iter().flat_map(|kind| kind.sites().map(move |site| (kind, site)));
@@ -216,14 +235,17 @@ fn every_key_under_every_recipe_decides_or_is_refused() {
         let base = RUNS.map(|run| after(&own, run));
         let mut ignored = Vec::new();
         for (kind, site) in all() {
-            for change in CHANGES {
+            for change in changes(own.of(kind).at(site)) {
                 let key = format!("{}.{}", kind.name(), site.key());
                 let text = format!("extends = \"{name}\"\n{key} = {{ format = {change}");
                 let Ok(recipe) = Recipe::parse("changed", &text) else { continue };
                 if is_same(&recipe, &own) {
                     continue;
                 }
-                let is_way = matches!(site.product(), "saved" | "dispatch") || change.contains("by =");
+                // A history decides where magnitudes fall, which those of weights do later in a run.
+                let is_way = matches!(site.product(), "saved" | "dispatch")
+                    || change.contains("by =")
+                    || change.contains("history =");
                 let differs = RUNS.into_iter().zip(&base).any(|(run, (weights, way))| {
                     let (changed, now) = after(&recipe, run);
                     changed != *weights || is_way && now != *way

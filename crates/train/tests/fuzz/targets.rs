@@ -161,8 +161,8 @@ fn read_recipe(u: &mut Unstructured<'_>) -> Result<()> {
         drop(recipe.of(kind).plan(kind, recipe.activations, u.arbitrary()?));
     }
     drop(recipe.requantizations());
-    for progress in recipe.boundaries() {
-        assert!((0.0..=1.0).contains(&progress), "{progress}: {text}");
+    for (from, to) in recipe.stretches() {
+        assert!(0.0 <= from && from < to && to <= 1.0, "{from}..{to}: {text}");
     }
     static TINY: OnceLock<Config> = OnceLock::new();
     let config = TINY.get_or_init(|| Config::load("tiny", &[]).unwrap());
@@ -174,7 +174,7 @@ fn read_recipe(u: &mut Unstructured<'_>) -> Result<()> {
 
 fn changed_recipe(u: &mut Unstructured<'_>) -> Result<String> {
     const NUMBERS: [&str; 8] = ["0", "0.5", "1", "-1", "nan", "1e9", "0.9999999", "\"\""];
-    let names: Vec<&str> = Recipe::names().collect();
+    let names: Vec<&str> = Recipe::all_names().collect();
     let mut text = format!("extends = {:?}\n", u.choose(&names)?);
     for _ in 0..u.int_in_range(0..=3)? {
         let kind = *u.choose(&LayerKind::ALL)?;
@@ -209,11 +209,12 @@ fn precision(u: &mut Unstructured<'_>) -> Result<String> {
     if u.ratio(1, 8)? {
         return Ok((*u.choose(&["\"again\"", "\"fprop.x\"", "{}", "7", "[]"])?).to_owned());
     }
-    let format = u.choose(&["f32", "bf16", "e4m3", "e5m2", "mxfp4", "mxfp8", "nvfp4", "none"])?;
+    let formats: Vec<&str> = Format::ALL.into_iter().map(Format::name).chain(["mxfp8", "none"]).collect();
+    let format = u.choose(&formats)?;
     let mut text = format!("{{ format = \"{format}\"");
     for (key, values) in [
-        ("scale", &["\"rceil\"", "\"floor\"", "\"amax\"", "\"even\"", "3"][..]),
-        ("round", &["\"stochastic\"", "\"nearest\"", "\"dither\"", "1"]),
+        ("scale", &["\"rceil\"", "\"floor\"", "\"amax\"", "\"even\"", "\"delayed\"", "3"][..]),
+        ("round", &["\"stochastic\"", "\"nearest\"", "\"dither\"", "\"dither:0\"", "\"dither:0.25\"", "1"]),
         ("rht", &["16", "64", "128", "-16", "65", "9223372036854775807"]),
         ("axis", &["\"row\"", "\"col\"", "\"tile\""]),
         ("by", &["\"requantize\"", "\"transcode\""]),
