@@ -4,10 +4,13 @@
 use super::call::{Run, Taken, open};
 use super::mapping::{Mapping, Over, Plane};
 use super::{Buf, Recorder};
-use nibble_core::formats::BlockAxis;
+use crate::head_by_parts::head_by_parts;
+use nibble_core::formats::{BlockAxis, Codec};
 use nibble_core::ops::*;
 use nibble_core::recipe::Form;
-use nibble_core::{Backend, Convert, Model, Occupancy, Operand, PermuteMap, Products, Result, Tensor};
+use nibble_core::{
+    Backend, Convert, Kernels, Model, Occupancy, Operand, PermuteMap, Products, Result, Tensor,
+};
 use std::convert::identity;
 
 /// Issues an operation: seals its arguments, and has the same operation of the inner backend run on what their cells hold.
@@ -119,7 +122,7 @@ impl<B: Products> Products for Recorder<B> {
     op!(grouped_wgrad(GroupedWgrad { reads dy, x, groups; writes grad; plain accumulate; }) -> ());
 }
 
-impl<B: Model> Model for Recorder<B> {
+impl<B: Kernels> Model for Recorder<B> {
     op!(embed(Embed { reads table, ids; plain dtype; }) -> EmbedOut<Self>);
     op!(embed_backward(EmbedBackward { reads ids, dy; writes grad; plain shards; }) -> ());
     op!(rms_norm(RmsNorm { reads x, weight; may_read plus; plain eps; }) -> RmsNormOut<Self>);
@@ -194,6 +197,7 @@ impl<B: Model> Model for Recorder<B> {
         let mut call = self.call("head_loss", &op);
         let HeadLoss { x, w, codecs, targets, shards, chunk, grad } = op;
         call.makes_inside(head_forms(&codecs));
+        let skipped = call.not_quantized(&head_arguments(&codecs));
         let (x, w, targets) = (call.reads(x)?, call.reads(w)?, call.reads(targets)?);
         let grad = match grad {
             Some(HeadLossGrad { wt, scale, dw, accumulate }) => {
@@ -213,7 +217,11 @@ impl<B: Model> Model for Recorder<B> {
                 let (wt, scale, dw, accumulate) = (&*wt, *scale, &mut **dw, *accumulate);
                 HeadLossGrad { wt, scale, dw, accumulate }
             });
-            b.head_loss(HeadLoss { x: &x, w: &w, codecs, targets: &targets, shards, chunk, grad })
+            let op = HeadLoss { x: &x, w: &w, codecs, targets: &targets, shards, chunk, grad };
+            match skipped {
+                Some(argument) => head_by_parts(b, op, argument),
+                None => b.head_loss(op),
+            }
         })
     }
 
@@ -234,6 +242,15 @@ impl<B: Model> Model for Recorder<B> {
             b.collect(Collect { entries: &entries, table: &mut *Taken::new(b, &table, run)? })
         })
     }
+}
+
+/// The arguments by which the head's loss quantizes on its way, and the forms.
+fn head_arguments(codecs: &HeadCodecs) -> Vec<(&'static str, Form)> {
+    let form = |(argument, codec, columns): (_, Option<Codec>, bool)| {
+        let axis = if columns { BlockAxis::Col } else { BlockAxis::Row };
+        Some((argument, Form::new(codec?.format(), axis)))
+    };
+    codecs.arguments().into_iter().filter_map(form).collect()
 }
 
 /// What the head's loss quantizes on its way.
