@@ -27,7 +27,7 @@ pub use backend::{
     Backend, Convert, DeviceKind, Kernels, LayerKernels, MemoryStats, Model, Plain, Products, Room, ValueRun,
 };
 pub use block_scaled::{BlockScaled, Operand, RowKind};
-pub use comm::{Comm, SoloComm};
+pub use comm::{Comm, Mesh, SoloComm};
 pub use error::{Error, Result, check_range, check_runs};
 pub use groups::{Groups, Occupancy, PermuteMap, round_up};
 pub use heap::{HEAP_ALIGN, Heap, Segments};

@@ -7,7 +7,7 @@ use crate::param::{Param, Placement};
 use nibble_core::formats::{Purpose, Stream, fnv1a32};
 use nibble_core::ops::{Cast, InitNormal};
 use nibble_core::recipe::{Layer as Name, LayerKind, Pass};
-use nibble_core::{DType, Kernels, Recipe, Result, SoloComm, Tensor};
+use nibble_core::{DType, Kernels, Mesh, Recipe, Result, SoloComm, Tensor};
 
 /// Widths, and tokens of each of two shards: what the recipes' blocks ask for at least.
 const WIDTH: usize = 128;
@@ -33,7 +33,7 @@ impl OneLayer<'_> {
     pub fn run<B: Kernels>(&self, b: &B, begin: &mut dyn FnMut(Pass, &'static str, u64)) -> Result<()> {
         let Self { recipe, layer, progress } = *self;
         let shards = Shards::new(b, 2, SHARD, 0)?;
-        let cx = Cx { training: true, ..Cx::inference(b, &SoloComm, recipe, shards, progress) };
+        let cx = Cx { training: true, ..Cx::inference(b, Mesh::new(&SoloComm), recipe, shards, progress) };
         let name = layer.name.as_str();
         let param = |name: &str, n| {
             Param::normal(b, 0, format!("{name}.weight"), (n, WIDTH), 0.1, Placement::Replicated, 0)

@@ -54,9 +54,9 @@ impl<B: LayerKernels> Saved for ExpertsSaved<B> {
 impl<B: LayerKernels> Experts<B> {
     /// Random weights: each expert's are a function of its global number.
     pub fn new(cx: &Cx<'_, B>, name: &str, shape: MoeShape, std: f32, out_std: f32) -> Result<Self> {
-        let local = shape.experts / cx.comm.world();
+        let local = shape.experts / cx.mesh.ep.world();
         let param = |part: &str, n: usize, k: usize, std: f32| {
-            let (size, rank) = ((local * n, k), cx.comm.rank());
+            let (size, rank) = ((local * n, k), cx.mesh.ep.rank());
             Param::normal(cx.b, cx.seed, format!("{name}.{part}"), size, std, Placement::Experts(local), rank)
         };
         Ok(Self {
