@@ -33,6 +33,37 @@ pub trait Comm<B: Backend>: Debug + Send + Sync {
     fn abort(&self, why: &str);
 }
 
+/// The ranks of a run, by what is divided among them: a communicator for each axis. Whoever asks for a rank or a number of ranks says along
+/// which axis.
+///
+/// There are dp · ep ranks. Of every layer with experts, the ep ranks of one replica hold all of them, each its part; the dp replicas hold
+/// the same. All else that is trained, each rank holds.
+#[derive(Debug)]
+pub struct Mesh<'a, B: Backend> {
+    /// Every rank. Each has its own part of a batch, so losses, loads, reports and the gradients of what each rank holds meet here.
+    pub all: &'a dyn Comm<B>,
+    /// The ranks that a layer's experts are divided among: rows go to their experts over it, and the parts of experts that a checkpoint
+    /// writes as one tensor come together over it.
+    pub ep: &'a dyn Comm<B>,
+    /// The ranks that hold the same experts: their gradients meet here.
+    pub dp: &'a dyn Comm<B>,
+}
+
+impl<'a, B: Backend> Mesh<'a, B> {
+    /// Experts divided among all ranks: no two hold the same.
+    pub fn new(all: &'a dyn Comm<B>) -> Self {
+        Self { all, ep: all, dp: &SoloComm }
+    }
+}
+
+impl<B: Backend> Clone for Mesh<'_, B> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<B: Backend> Copy for Mesh<'_, B> {}
+
 /// One rank alone: every collective is the identity.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct SoloComm;

@@ -6,7 +6,7 @@ mod gpu;
 
 use nibble_core::formats::{Purpose, Stream};
 use nibble_core::ops::{Cast, InitNormal};
-use nibble_core::{Backend, DType, DeviceKind, Kernels, MemoryStats, Recipe, Result, SoloComm, Tensor};
+use nibble_core::{Backend, DType, DeviceKind, Kernels, MemoryStats, Mesh, Recipe, Result, SoloComm, Tensor};
 use nibble_cpu::Cpu;
 use nibble_cuda::Cuda;
 use nibble_dry::Dry;
@@ -54,7 +54,7 @@ fn cuda() -> Option<(Cuda, MutexGuard<'static, ()>)> {
 
 fn context<'a, B: Kernels>(b: &'a B, recipe: &'a Recipe, shards: usize, tokens: usize) -> Cx<'a, B> {
     let shards = Shards::new(b, shards, tokens / shards, 0).unwrap();
-    Cx { training: true, seed: 3, ..Cx::inference(b, &SoloComm, recipe, shards, 0.0) }
+    Cx { training: true, seed: 3, ..Cx::inference(b, Mesh::new(&SoloComm), recipe, shards, 0.0) }
 }
 
 fn normals(site: u32, len: usize) -> Vec<f32> {

@@ -217,7 +217,7 @@ fn mx_formats_down_the_columns() {
     for v in vectors("mxfp4_floor_axis0_bf16") {
         check_mx(&v, Format::Mxfp4, ScaleRule::Floor, true);
     }
-    if let Some(v) = public("mxfp8_e4m3_rceil_axis0_bf16") {
+    for v in vectors("mxfp8_e4m3_rceil_axis0_bf16") {
         check_mx(&v, Format::Mxfp8E4m3, ScaleRule::Rceil, true);
     }
 }
@@ -226,14 +226,15 @@ fn mx_formats_down_the_columns() {
 #[test]
 fn floor_scales_decode_as_microxcaling_does() {
     for (format, prefix) in MX.into_iter().filter(|(format, _)| *format != OWN_ALONE) {
-        let Some(v) = public(&format!("microxcaling_{prefix}_floor_bf16")) else { continue };
-        let ([_, cols], x) = (v.shape("x"), v.f32s("x"));
-        for (rounding, name) in [(Rounding::NearestEven, "even"), (Rounding::NearestAway, "nearest")] {
-            let codec = Codec::new(format, ScaleRule::Floor, rounding).unwrap();
-            let (codes, scales) = quantize_rows(&codec, &x, cols);
-            let want = v.f32s(&format!("dequant_{name}"));
-            let what = format!("{} {name}", v.name);
-            assert_same(&what, &decode_rows(&codec, &codes, &scales, cols), &want, equal);
+        for v in vectors(&format!("microxcaling_{prefix}_floor_bf16")) {
+            let ([_, cols], x) = (v.shape("x"), v.f32s("x"));
+            for (rounding, name) in [(Rounding::NearestEven, "even"), (Rounding::NearestAway, "nearest")] {
+                let codec = Codec::new(format, ScaleRule::Floor, rounding).unwrap();
+                let (codes, scales) = quantize_rows(&codec, &x, cols);
+                let want = v.f32s(&format!("dequant_{name}"));
+                let what = format!("{} {name}", v.name);
+                assert_same(&what, &decode_rows(&codec, &codes, &scales, cols), &want, equal);
+            }
         }
     }
 }
@@ -278,20 +279,20 @@ fn check_nvfp4(v: &Vectors, prefix: &str, tile_rows: usize) {
 
 #[test]
 fn nvfp4_under_a_tensor_scale() {
-    for (kind, tile_rows) in
-        [("1x16_normal_bf16", 1), ("1x16_normal_f32", 1), ("1x16_tiny_bf16", 1), ("16x16_normal_bf16", 16)]
-    {
-        vectors(&format!("nvfp4_te_{kind}")).iter().for_each(|v| check_nvfp4(v, "", tile_rows));
-    }
     for (kind, tile_rows) in [
+        ("1x16_normal_bf16", 1),
+        ("1x16_normal_f32", 1),
+        ("1x16_tiny_bf16", 1),
+        ("1x16_tiny_f32", 1),
         ("1x16_huge_bf16", 1),
         ("1x16_normal_globalamax_outlier_bf16", 1),
         ("1x16_subnormal_bf16", 1),
-        ("1x16_tiny_f32", 1),
+        ("16x16_normal_bf16", 16),
         ("16x16_tiny_bf16", 16),
     ] {
-        public(&format!("nvfp4_te_{kind}")).iter().for_each(|v| check_nvfp4(v, "", tile_rows));
+        vectors(&format!("nvfp4_te_{kind}")).iter().for_each(|v| check_nvfp4(v, "", tile_rows));
     }
+    small("nvfp4_te_1x16_colwise_bf16").iter().for_each(|v| check_nvfp4(v, "colwise_", 1));
     let kinds = ["1x16_normal_bf16", "1x16_tiny_bf16", "1x16_huge_bf16", "1x16_normal_f32"];
     let files: Vec<Vectors> = kinds.iter().filter_map(|kind| public(&format!("nvfp4_te_{kind}"))).collect();
     let by_columns: Vec<&Vectors> = files.iter().filter(|v| v.has("colwise_codes")).collect();
@@ -304,26 +305,28 @@ fn nvfp4_under_a_tensor_scale() {
 fn nvfp4_by_itself() {
     let codec = Codec::new(Format::Nvfp4, ScaleRule::Amax, Rounding::NearestEven).unwrap();
     for kind in ["bf16", "f32"] {
-        let Some(v) = public(&format!("nvfp4_torchao_no_tensor_scale_{kind}")) else { continue };
-        let ([_, cols], x) = (v.shape("x"), v.f32s("x"));
-        let (codes, scales) = quantize_rows(&codec, &x, cols);
-        let mut want = vec![0; codes.len()];
-        unpack_codes(4, &v.u8s("codes"), &mut want).unwrap();
-        let mut compared = 0;
-        for (i, (got, byte)) in scales.iter().zip(v.u8s("scales")).enumerate() {
-            let block = 16 * i..16 * (i + 1);
-            if nibble_formats::amax(&x[block.clone()]).unwrap() < 6.0 / 64.0 {
-                assert_eq!(byte, 0x08, "{} block {i}: torchao's smallest", v.name);
-                continue;
-            }
-            compared += 1;
-            assert_eq!(got.0, u32::from(byte), "{} scale of block {i}", v.name);
-            let unsigned =
-                |codes: &[u8]| unsigned_zeros(Element::E2M1, &x[block.clone()], &codes[block.clone()]);
-            assert_eq!(unsigned(&codes), unsigned(&want), "{} block {i}", v.name);
-        }
-        assert!(compared > scales.len() / 2, "{}: {compared} of {}", v.name, scales.len());
+        vectors(&format!("nvfp4_torchao_no_tensor_scale_{kind}")).iter().for_each(|v| check_alone(&codec, v));
     }
+}
+
+fn check_alone(codec: &Codec, v: &Vectors) {
+    let ([_, cols], x) = (v.shape("x"), v.f32s("x"));
+    let (codes, scales) = quantize_rows(codec, &x, cols);
+    let mut want = vec![0; codes.len()];
+    unpack_codes(4, &v.u8s("codes"), &mut want).unwrap();
+    let mut compared = 0;
+    for (i, (got, byte)) in scales.iter().zip(v.u8s("scales")).enumerate() {
+        let block = 16 * i..16 * (i + 1);
+        if nibble_formats::amax(&x[block.clone()]).unwrap() < 6.0 / 64.0 {
+            assert_eq!(byte, 0x08, "{} block {i}: torchao's smallest", v.name);
+            continue;
+        }
+        compared += 1;
+        assert_eq!(got.0, u32::from(byte), "{} scale of block {i}", v.name);
+        let unsigned = |codes: &[u8]| unsigned_zeros(Element::E2M1, &x[block.clone()], &codes[block.clone()]);
+        assert_eq!(unsigned(&codes), unsigned(&want), "{} block {i}", v.name);
+    }
+    assert!(compared > scales.len() / 2, "{}: {compared} of {}", v.name, scales.len());
 }
 
 /// Another definition, whose elements are divided by the scale where ours are multiplied by its inverse, so that ties may fall otherwise.
@@ -362,10 +365,10 @@ fn hif4_under_both_conventions() {
             check_hif4(&v, ScaleRule::Amax, Rounding::NearestAway, false);
         }
     }
-    if let Some(v) = public("hif4_axis0_bf16") {
+    for v in vectors("hif4_axis0_bf16") {
         check_hif4(&v, ScaleRule::Amax, Rounding::NearestAway, true);
     }
-    if let Some(v) = public("hif4_cann_convention_bf16") {
+    for v in vectors("hif4_cann_convention_bf16") {
         check_hif4(&v, ScaleRule::Cann, Rounding::NearestEven, false);
     }
 }

@@ -15,6 +15,7 @@ pub use crate::ops::*;
 use crate::assert::{Mismatch, compare_bits, compare_rel_l2};
 use crate::host::zero_pads;
 use crate::testdata::skip;
+use crate::trial::Trial;
 use half::bf16;
 use nibble_core::ops::{Counts, Emitted, Found};
 use nibble_core::{
@@ -36,12 +37,14 @@ pub struct Pair<A, B> {
     /// The same bits are owed everywhere, products and attention included (two paths of one machine).
     pub strict: bool,
     cases: Arc<AtomicUsize>,
+    /// What is done with cases instead of comparing them.
+    trial: Option<Arc<Trial>>,
 }
 
 impl<A: Backend, B: Backend> Pair<A, B> {
     /// Each operation at its own `AGREEMENT`.
     pub fn new(a: A, b: B) -> Self {
-        Self { a, b, more: Vec::new(), strict: false, cases: Arc::default() }
+        Self { a, b, more: Vec::new(), strict: false, cases: Arc::default(), trial: None }
     }
 
     /// The same bits everywhere.
@@ -53,6 +56,11 @@ impl<A: Backend, B: Backend> Pair<A, B> {
     pub fn and(mut self, b: B) -> Self {
         self.more.push(b);
         self
+    }
+
+    /// Each case is tried with defects of the backend under test, one at a time, instead.
+    pub(crate) fn tried(a: A, b: B, trial: Arc<Trial>) -> Self {
+        Self { trial: Some(trial), ..Self::new(a, b) }
     }
 
     /// Those under test.
@@ -72,16 +80,20 @@ impl<A: Backend, B: Backend> Pair<A, B> {
     #[track_caller]
     pub(crate) fn check<C: Case<A> + Case<B>>(&self, case: &C) {
         self.cases.fetch_add(1, Ordering::Relaxed);
+        if let Some(trial) = &self.trial {
+            return trial.of_case(&self.a, &self.b, case);
+        }
         let a = run(&self.a, case, Pads::Zero);
-        let agreement = if self.strict { Agreement::Bitwise } else { Case::<A>::agreement(case) };
+        let owed =
+            |result: &str| if self.strict { Agreement::Bitwise } else { Case::<A>::owed(case, result) };
         for tested in self.tested() {
             let b = run(tested, case, Pads::Zero);
             let named = |what: &str| format!("{case:?}\n  {}, {what}", tested.name());
-            b.require_agreement(agreement, &a, &named(&format!("against {}", self.a.name())));
+            b.require_agreement(owed, &a, &named(&format!("against {}", self.a.name())));
             if <C as Case<B>>::RAGGED {
                 // Not of `a`: a specification with code of its own is put under test as well.
                 run(tested, case, Pads::Poison).require_agreement(
-                    Agreement::Bitwise,
+                    |_| Agreement::Bitwise,
                     &b,
                     &named("with pads of NaN against pads of zeros"),
                 );
@@ -96,6 +108,9 @@ impl<A: Backend, B: Backend> Pair<A, B> {
     #[track_caller]
     pub(crate) fn check_refused<C: Case<A> + Case<B>>(&self, case: &C, expected: impl Fn(&Error) -> bool) {
         self.cases.fetch_add(1, Ordering::Relaxed);
+        if self.trial.is_some() {
+            return;
+        }
         let of_a = (self.a.name(), case.run(&self.a, Pads::Zero).err());
         let tested = self.tested().map(|b| (b.name(), case.run(b, Pads::Zero).err()));
         for (name, error) in std::iter::once(of_a).chain(tested) {
@@ -116,7 +131,7 @@ pub fn on<A: Backend, B: Backend>(pair: impl Into<Option<Pair<A, B>>>, name: &st
 }
 
 #[track_caller]
-fn run<B: Backend, C: Case<B>>(b: &B, case: &C, pads: Pads) -> Outputs {
+pub(crate) fn run<B: Backend, C: Case<B>>(b: &B, case: &C, pads: Pads) -> Outputs {
     match case.run(b, pads) {
         Ok(outputs) => outputs,
         Err(e) => panic!("{case:?}\n  {}: {e}", b.name()),
@@ -140,6 +155,11 @@ pub(crate) trait Case<B: Backend>: Debug {
 
     /// What is owed.
     fn agreement(&self) -> Agreement;
+
+    /// What is owed of one result, where it is not the same for all.
+    fn owed(&self, _result: &str) -> Agreement {
+        self.agreement()
+    }
 
     /// Makes the operands, runs the operation, brings its results to the host.
     fn run(&self, b: &B, pads: Pads) -> Result<Outputs>;
@@ -316,21 +336,29 @@ pub(crate) fn in_place<B: Backend, R>(
     Ok((written, result))
 }
 
-/// Results of one run beside those of another.
-trait Compared {
-    fn require_agreement(&self, agreement: Agreement, want: &Outputs, case: &str);
-}
-
-impl Compared for Outputs {
+impl Outputs {
+    /// Holds these results to those of another run; `owed` says what each owes.
     #[track_caller]
-    fn require_agreement(&self, agreement: Agreement, want: &Outputs, case: &str) {
-        let names = |o: &Outputs| o.0.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>();
-        assert_eq!(names(self), names(want), "{case}: results");
-        for ((name, got), (_, want)) in self.0.iter().zip(&want.0) {
-            if let Err(mismatch) = compare(agreement, got, want) {
-                panic!("{case}\n  {name}: {mismatch}");
-            }
+    pub(crate) fn require_agreement(&self, owed: impl Fn(&str) -> Agreement, want: &Outputs, case: &str) {
+        if let Err(mismatch) = self.compare(owed, want) {
+            panic!("{case}\n  {mismatch}");
         }
+    }
+
+    /// The same, with what differs.
+    pub(crate) fn compare(
+        &self,
+        owed: impl Fn(&str) -> Agreement,
+        want: &Outputs,
+    ) -> std::result::Result<(), String> {
+        let names = |o: &Outputs| o.0.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>();
+        if names(self) != names(want) {
+            return Err(format!("results are {:?}, expected {:?}", names(self), names(want)));
+        }
+        for ((name, got), (_, want)) in self.0.iter().zip(&want.0) {
+            compare(owed(name), got, want).map_err(|mismatch| format!("{name}: {mismatch}"))?;
+        }
+        Ok(())
     }
 }
 

@@ -6,6 +6,7 @@
 //! * [`mod@conformance`]: every operation of two backends compared, one `#[test]` an operation.
 //! * [`gradient`]: finite differences against an analytic gradient.
 //! * [`mod@recorder`]: a backend that watches, records and replays another one, and makes faults.
+//! * [`mod@trial`]: the conformance suite tried with defects that it must notice.
 //! * [`timing`]: paired timing.
 //! * [`mod@testdata`]: golden vectors, where they are and how they are read.
 //!
@@ -14,6 +15,7 @@
 pub mod assert;
 pub mod conformance;
 pub mod gradient;
+mod head_by_parts;
 pub mod host;
 pub mod input;
 mod ops;
@@ -22,6 +24,7 @@ pub mod recorder;
 pub mod shapes;
 pub mod testdata;
 pub mod timing;
+pub mod trial;
 
 pub use assert::{assert_agreement, assert_bits_equal, assert_rel_l2};
 pub use conformance::Pair;

@@ -8,7 +8,7 @@ use nibble_core::ops::{
     Cast, Counts, Delayed, Dequantize, Emit, Emitted, Found, Hadamard, Planes, Quantize, Random, Transcode,
 };
 use nibble_core::recipe::{Computed, LayerKind, Pair, Precision, Route, Section};
-use nibble_core::{BlockScaled, Comm, DType, Error, Groups, Kernels, Operand, Recipe, Result, Tensor};
+use nibble_core::{BlockScaled, DType, Error, Groups, Kernels, Mesh, Operand, Recipe, Result, Tensor};
 use std::cell::RefCell;
 
 /// A tensor on its way to a product, by the names that its counts and its random bits have.
@@ -56,8 +56,8 @@ impl<B: Kernels> Shards<B> {
 pub struct Cx<'a, B: Kernels> {
     /// Where it runs.
     pub b: &'a B,
-    /// The other ranks.
-    pub comm: &'a dyn Comm<B>,
+    /// The ranks, this one among them.
+    pub mesh: Mesh<'a, B>,
     /// Every precision.
     pub recipe: &'a Recipe,
     /// The optimizer step, from 0.
@@ -84,14 +84,14 @@ impl<'a, B: Kernels> Cx<'a, B> {
     /// A context for a forward pass alone, at this point of training's precision schedule.
     pub fn inference(
         b: &'a B,
-        comm: &'a dyn Comm<B>,
+        mesh: Mesh<'a, B>,
         recipe: &'a Recipe,
         shards: Shards<B>,
         progress: f64,
     ) -> Self {
         Self {
             b,
-            comm,
+            mesh,
             recipe,
             step: 0,
             progress,
@@ -158,7 +158,7 @@ impl<'a, B: Kernels> Cx<'a, B> {
             (Some(records), Some(scaling)) if self.training => {
                 let scales = records.of(&format!("{layer}.{tensor}"), scaling, spans, is_replicated)?;
                 // Of what every rank has the first one's values count.
-                let is_counted = !is_replicated || self.comm.rank() == 0;
+                let is_counted = !is_replicated || self.mesh.all.rank() == 0;
                 Ok(scales.map(|(delayed, first)| (delayed, FoundCells { first, is_counted })))
             }
             _ => Ok(None),

@@ -9,7 +9,7 @@ use crate::spec::{Extent, Group, MlpSpec, MoeSpec, Part, Size};
 use nibble_core::formats::{Purpose, Stream, fnv1a32};
 use nibble_core::ops::{Cast, InitNormal};
 use nibble_core::recipe::{Layer as Name, LayerKind, Pass};
-use nibble_core::{Kernels, Recipe, Result, SoloComm, Tensor};
+use nibble_core::{Kernels, Mesh, Recipe, Result, SoloComm, Tensor};
 
 /// Widths, and tokens of each of two shards: what the recipes' blocks ask for at least.
 const WIDTH: usize = 128;
@@ -37,7 +37,7 @@ impl OneLayer<'_> {
     pub fn run<B: Kernels>(&self, b: &B, begin: &mut dyn FnMut(Pass, &'static str, u64)) -> Result<()> {
         let Self { recipe, layer, progress } = *self;
         let shards = Shards::new(b, 2, SHARD, 0)?;
-        let cx = Cx { training: true, ..Cx::inference(b, &SoloComm, recipe, shards, progress) };
+        let cx = Cx { training: true, ..Cx::inference(b, Mesh::new(&SoloComm), recipe, shards, progress) };
         let (activations, width) = (cx.activations(), Size::new("model.d_model", WIDTH));
         let mut begin = |pass, tensor, x: &Tensor<B>| begin(pass, tensor, buffer_id(x));
         let id = layer.name.as_str();

@@ -110,11 +110,11 @@ fn end<B: Kernels>(
 ) -> Result<()> {
     let OptimizerState { squares, order, control, reports } = state;
     let (all_squares, all_tables);
-    let (squares, tables) = match cx.comm.world() {
+    let (squares, tables) = match cx.mesh.all.world() {
         1 => (&*squares, table),
         _ => {
-            all_squares = cx.comm.all_gather(cx.b, squares)?;
-            all_tables = cx.comm.all_gather_f64(cx.b, table)?;
+            all_squares = cx.mesh.all.all_gather(cx.b, squares)?;
+            all_tables = cx.mesh.all.all_gather_f64(cx.b, table)?;
             (&all_squares, &all_tables)
         }
     };
@@ -125,7 +125,7 @@ fn end<B: Kernels>(
         squares,
         order,
         tables,
-        ranks: cx.comm.world(),
+        ranks: cx.mesh.all.world(),
         alarms: layout.alarms(),
         finite: layout.finite(),
         clip_norm: config.clip_norm,

@@ -5,7 +5,7 @@ use crate::spec::{Init, ParamSpec, Part};
 use nibble_core::formats::{Purpose, Stream, fnv1a32};
 use nibble_core::ops::{GroupedWgrad, InitNormal, Planes, Quantize, SumShards, Transpose};
 use nibble_core::recipe::{Section, Site};
-use nibble_core::{DType, Data, Error, Groups, Kernels, Operand, Result, Tensor};
+use nibble_core::{Comm, DType, Data, Error, Groups, Kernels, Operand, Result, Tensor};
 
 /// Which rows' gradients meet in a parameter, and where it lives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -256,9 +256,10 @@ impl<B: Kernels> Param<B> {
             let got = format!("{} a second time in a step", self.name);
             return Err(Error::shape("add_gradient", "parameter", got, "one that is used once"));
         }
+        let replicas = self.replicas(cx);
         // Ranks, and a pass's own parts, are added in F32, before anything is rounded.
         let one_product = writes == Writes::Overwrites;
-        let alone = shards == 1 && (dtype == DType::F32 || (cx.comm.world() == 1 && one_product));
+        let alone = shards == 1 && (dtype == DType::F32 || (replicas.world() == 1 && one_product));
         if dtype == DType::Bf16 && !one_product && !at_once {
             let got = format!("bf16 for {}, whose passes add several times", self.name);
             return Err(Error::shape("add_gradient", "gradient", got, "f32"));
@@ -279,7 +280,7 @@ impl<B: Kernels> Param<B> {
         }
         let made = pass(values, accumulate)?;
         if at_once {
-            all_reduce(cx, values)?;
+            all_reduce(cx.b, replicas, values)?;
         }
         self.gradient.written = true;
         Ok(made)
@@ -298,14 +299,15 @@ impl<B: Kernels> Param<B> {
 
     /// Shards and ranks by one tree, into the gradient's buffer, rounded once.
     fn store_sum(&mut self, cx: &Cx<'_, B>, parts: &Tensor<B>, shards: usize) -> Result<()> {
+        let replicas = self.replicas(cx);
         let values = self.values(cx.b, 1)?;
-        if cx.comm.world() == 1 || values.dtype() == DType::F32 {
+        if replicas.world() == 1 || values.dtype() == DType::F32 {
             SumShards { x: parts, shards, into: values }.run(cx.b)?;
-            all_reduce(cx, values)?;
+            all_reduce(cx.b, replicas, values)?;
         } else {
             let mut sum = Tensor::unwritten(cx.b, DType::F32, values.rows, values.cols)?;
             SumShards { x: parts, shards, into: &mut sum }.run(cx.b)?;
-            all_reduce(cx, &mut sum)?;
+            all_reduce(cx.b, replicas, &mut sum)?;
             SumShards { x: &sum, shards: 1, into: values }.run(cx.b)?;
         }
         self.gradient.written = true;
@@ -317,6 +319,14 @@ impl<B: Kernels> Param<B> {
         match self.placement {
             Placement::Replicated => cx.shards.local,
             Placement::Experts(_) => 1,
+        }
+    }
+
+    /// The ranks that hold the same values, whose gradients are one sum.
+    fn replicas<'a>(&self, cx: &Cx<'a, B>) -> &'a dyn Comm<B> {
+        match self.placement {
+            Placement::Replicated => cx.mesh.all,
+            Placement::Experts(_) => cx.mesh.dp,
         }
     }
 
@@ -349,24 +359,20 @@ impl<B: Kernels> Param<B> {
 
     /// Brings the gradient's shards and ranks together, if that has not been done after its pass.
     pub fn reduce_gradient(&mut self, cx: &Cx<'_, B>) -> Result<()> {
-        let shards = self.shards(cx);
+        let (shards, replicas) = (self.shards(cx), self.replicas(cx));
         let (rows, cols) = self.master.shape();
         let (GradientPlan { at_once, .. }, written) = (self.gradient.plan, self.gradient.written);
-        let met = self.placement != Placement::Replicated || at_once;
+        let are_experts = self.placement != Placement::Replicated;
         let values = self.values(cx.b, if at_once { 1 } else { shards })?;
         if !written {
             clear(cx.b, values)?;
         }
-        if met {
-            self.gradient.written = true;
-            return Ok(());
-        }
-        if shards == 1 && values.dtype() == DType::F32 {
-            all_reduce(cx, values)?;
-        } else {
+        if are_experts || shards == 1 && !at_once && values.dtype() == DType::F32 {
+            all_reduce(cx.b, replicas, values)?;
+        } else if !at_once {
             let mut sum = Tensor::unwritten(cx.b, DType::F32, rows, cols)?;
             SumShards { x: values, shards, into: &mut sum }.run(cx.b)?;
-            all_reduce(cx, &mut sum)?;
+            all_reduce(cx.b, replicas, &mut sum)?;
             self.gradient.sum = Some(sum);
         }
         self.gradient.written = true;
@@ -427,11 +433,11 @@ fn clear<B: Kernels>(b: &B, x: &mut Tensor<B>) -> Result<()> {
     }
 }
 
-/// The sum over ranks by a tree, in place. F32.
-fn all_reduce<B: Kernels>(cx: &Cx<'_, B>, x: &mut Tensor<B>) -> Result<()> {
+/// The sum over these ranks by a tree, in place. F32.
+fn all_reduce<B: Kernels>(b: &B, ranks: &dyn Comm<B>, x: &mut Tensor<B>) -> Result<()> {
     match &mut x.data {
-        Data::F32(values) => cx.comm.all_reduce_tree(cx.b, values),
-        Data::Bf16(_) if cx.comm.world() == 1 => Ok(()),
+        Data::F32(values) => ranks.all_reduce_tree(b, values),
+        Data::Bf16(_) if ranks.world() == 1 => Ok(()),
         Data::Bf16(_) => Err(Error::shape("all_reduce", "gradient", "bf16", "f32")),
     }
 }

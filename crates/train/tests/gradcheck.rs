@@ -16,7 +16,7 @@
 mod rig;
 
 use nibble_core::ops::Add;
-use nibble_core::{Backend, DType, Recipe, Tensor};
+use nibble_core::{Backend, DType, Mesh, Recipe, Tensor};
 use nibble_cpu::Cpu;
 use nibble_train::config::{Balance, ModelConfig};
 use nibble_train::cx::{Cx, Shards};
@@ -316,7 +316,7 @@ fn dense() -> ModelConfig {
 }
 
 fn decoder_of(cpu: &Cpu, recipe: &Recipe, config: &ModelConfig) -> Decoder<Cpu> {
-    let mut decoder = Decoder::new(cpu, &SOLO, recipe, config, SEQ_LEN, 5).unwrap();
+    let mut decoder = Decoder::new(cpu, Mesh::new(&SOLO), recipe, config, SEQ_LEN, 5).unwrap();
     for param in decoder.params() {
         let (rows, cols) = param.master.shape();
         let values: Vec<f32> = if param.decays {

@@ -4,7 +4,7 @@ mod rig;
 
 use nibble_core::formats::Rounding;
 use nibble_core::recipe::{Precision, Site};
-use nibble_core::{Backend, Comm, Recipe, Traffic};
+use nibble_core::{Backend, Comm, Mesh, Recipe, Traffic};
 use nibble_cpu::{Cpu, ThreadComm};
 use nibble_testkit::Recorder;
 use nibble_train::config::Config;
@@ -201,7 +201,8 @@ fn a_layer_that_is_made_again_keeps_its_input() {
 fn pass(recipe: &Recipe, scopes: &[Scope]) -> (Vec<(CountSite, [u64; 3])>, Vec<Vec<u32>>) {
     let cpu = Cpu::new(2).unwrap();
     let config = small("bf16", &[]);
-    let mut model = Decoder::new(&cpu, &SOLO, recipe, &config.model, config.data.seq_len, 1).unwrap();
+    let mut model =
+        Decoder::new(&cpu, Mesh::new(&SOLO), recipe, &config.model, config.data.seq_len, 1).unwrap();
     model.recompute(scopes);
     let cx = cx(&cpu, recipe, 4, 128);
     model.prepare(&cx).unwrap();

@@ -4,7 +4,7 @@ use super::super::gemm::cases::Load;
 use super::super::kernels::operands::normal;
 use nibble_core::ops::Routing;
 use nibble_core::recipe::{LayerKind, Section, Site};
-use nibble_core::{Backend, DType, Kernels, Operand, Recipe, Result, SoloComm, Tensor};
+use nibble_core::{Backend, DType, Kernels, Mesh, Operand, Recipe, Result, SoloComm, Tensor};
 use nibble_train::cx::{Cx, Place, Shards};
 use nibble_train::ledger::{Ledger, Saved};
 use nibble_train::moe::{Exchange, Experts, Moe, MoeShape, Plan};
@@ -87,7 +87,8 @@ impl<'a, B: Kernels> Layer<'a, B> {
     pub fn new(b: &'a B, recipe: &'a Recipe, shape: Shape, remake_x: bool) -> Result<Self> {
         // As many shards as a run has by default.
         let shards = Shards::new(b, 4, shape.tokens / 4, 0)?;
-        let cx = Cx { training: true, seed: 3, ..Cx::inference(b, &SoloComm, recipe, shards, 0.0) };
+        let cx =
+            Cx { training: true, seed: 3, ..Cx::inference(b, Mesh::new(&SoloComm), recipe, shards, 0.0) };
         let rows = |seed| normal(b, shape.tokens, shape.hidden, seed);
         let spec = MoeSpec::new(NAME, shape.moe(), [0.02; 2]);
         let timed = if shape.top_k > 0 {

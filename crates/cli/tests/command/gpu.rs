@@ -2,10 +2,16 @@
 
 use super::Place;
 
-/// Whether the machine that runs the tests has a GPU the kernels run on, and what compiles them: otherwise `nibble` takes the CPU.
+/// Whether the machine that runs the tests has a GPU the kernels run on, and what compiles them: otherwise `nibble` takes the CPU, and
+/// under `NIBBLE_REQUIRE_GPU=1` the test fails.
 pub fn has_gpu() -> bool {
     let found = nibble_cuda::probe();
-    found.driver.is_ok() && found.nvrtc.is_ok() && found.usable().next().is_some()
+    let is_there = found.driver.is_ok() && found.nvrtc.is_ok() && found.usable().next().is_some();
+    assert!(
+        is_there || !nibble_cuda::env::require_gpu(),
+        "NIBBLE_REQUIRE_GPU=1, and no Hopper GPU:\n{found}"
+    );
+    is_there
 }
 
 #[test]

@@ -152,6 +152,15 @@ fn nor_does_it_among_ranks() {
     Undisturbed::new(2).kill_everywhere(1);
 }
 
+/// There a step is recorded once and replayed, and what a checkpoint copies comes over the link beside it.
+#[test]
+fn nor_does_it_on_a_gpu() {
+    if !crate::gpu::has_gpu() {
+        return println!("skipped: kills at every point on a GPU");
+    }
+    Undisturbed::with(1, &["--device", "cuda:0"]).kill_everywhere(1);
+}
+
 /// The checkpoint's threads are held at a point of theirs while training goes on, and then the process is killed.
 #[test]
 fn a_kill_beside_a_checkpoint_under_way_costs_no_bit() {

@@ -73,15 +73,19 @@ impl HeadCodecs {
         self.wgrad_dy.map_or(1, |codec| codec.format().column_step())
     }
 
+    /// Each by the argument's name, and whether it is for columns.
+    pub fn arguments(&self) -> [(&'static str, Option<Codec>, bool); 4] {
+        [
+            ("codecs.fprop_x", self.fprop_x, false),
+            ("codecs.dgrad_dy", self.dgrad_dy, false),
+            ("codecs.wgrad_dy", self.wgrad_dy, true),
+            ("codecs.wgrad_x", self.wgrad_x, true),
+        ]
+    }
+
     fn check(&self, gradients: bool) -> Result<()> {
-        for (argument, codec) in [
-            ("codecs.fprop_x", self.fprop_x),
-            ("codecs.dgrad_dy", self.dgrad_dy),
-            ("codecs.wgrad_dy", self.wgrad_dy),
-            ("codecs.wgrad_x", self.wgrad_x),
-        ] {
+        for (argument, codec, columns) in self.arguments() {
             let Some(codec) = codec else { continue };
-            let columns = argument.starts_with("codecs.wgrad");
             if codec.scale_kind().has_tensor_scale() || columns && codec.format().spec().block == WHOLE_LINE {
                 let why = "the head takes its tokens in chunks: a scale for all of them is not known before the last";
                 return Err(Error::unsupported(OP, codec.format(), why));
@@ -191,9 +195,24 @@ impl<B: Backend> HeadLoss<'_, B> {
         }
     }
 
-    /// The same where anything is quantized: logits of E4M3 differ by 7e-4 ([`super::FP8_AGREEMENT`]) of what they can be, their
-    /// gradients by several times that, and of the codes of those, which are 6 to 12 % apart, a few in a hundred are others.
+    /// The same where anything is quantized, whatever the values: logits of E4M3 differ by 7e-4 ([`super::FP8_AGREEMENT`]) of what they
+    /// can be, their gradients by several times that, and of the codes of those, which are 6 to 12 % apart, a few in a hundred are
+    /// others. That is as much as one rounding to E4M3, so that a quantization left out can pass: see [`HeadLoss::gradient_agreement`].
     pub const QUANTIZED_AGREEMENT: Agreement = Agreement::RelL2(3e-2);
+
+    /// The vocabulary from which on the rows of a BF16 head's cross-entropy may be summed in an order of the backend's own.
+    pub const OWN_ORDER_FROM: usize = 4096;
+
+    /// What backends owe each other of dx and dw where the sums of the logits are exact and the vocabulary is below
+    /// [`HeadLoss::OWN_ORDER_FROM`]. Logits, losses, dlogits, their codes and the counts are then the same bits on all of them, as those of
+    /// [`super::Gemm`], [`super::CrossEntropy`] and [`super::Quantize`] are; the last two products alone may sum in another order. So each
+    /// owes what such a product does. `codec`: how dlogits are quantized for it.
+    pub fn gradient_agreement(codec: Option<Codec>) -> Agreement {
+        match codec {
+            Some(codec) if codec.format().spec().block >= 128 => super::FP8_AGREEMENT,
+            _ => super::BF16_AGREEMENT,
+        }
+    }
 
     /// Tokens of the longest chunk: whole shards, or a part of one. For checked arguments.
     pub fn longest_chunk(&self) -> usize {

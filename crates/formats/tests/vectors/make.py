@@ -173,6 +173,34 @@ def nvfp4(block, encode):
     return codes, byte
 
 
+def nvfp4_tensors(x, shape, tile, amax, prefix=""):
+    """The tensors of a matrix under a tensor's scale for the largest magnitude `amax`, in blocks of 16 or squares of them."""
+    rows, columns = shape
+    encode = min(f32(2688 / amax), (2 - power(-23)) * power(127))
+    codes, values, scales = [0] * len(x), [0.0] * len(x), [0] * (rows * columns // 16)
+    for top in range(0, rows, tile):
+        for left in range(0, columns, 16):
+            at = [r * columns + c for r in range(top, top + tile) for c in range(left, left + 16)]
+            block, byte = nvfp4([x[i] for i in at], encode)
+            for r in range(top, top + tile):
+                scales[(r * columns + left) // 16] = byte
+            for i, code in zip(at, block):
+                codes[i] = code
+                values[i] = signed(f32(E2M1.decode(code) * E4M3.values[byte] * f32(amax / 2688)), code & 8)
+    tensors = {f"{prefix}codes": ("U8", [rows, columns // 2], packed(codes))}
+    tensors |= {f"{prefix}scales": ("U8", [rows, columns // 16], scales), f"{prefix}dequant": ("F32", shape, values)}
+    return tensors | {f"{prefix}global_amax": ("F32", [1], [float(amax)])}
+
+
+def nvfp4_alone(block):
+    """Codes, the scale byte and values of a block without a tensor's scale, whose own is no subnormal number."""
+    amax = max(abs(Fraction(v)) for v in block)
+    byte = E4M3.encode(max(f32(amax / 6), power(-6)))
+    inverse = f32(1 / E4M3.values[byte])
+    codes = [E2M1.coded(E2M1.encode(f32(abs(Fraction(v)) * inverse)), is_negative(v)) for v in block]
+    return codes, byte, [signed(E2M1.decode(c) * E4M3.values[byte], c & 8) for c in codes]
+
+
 def e6m2(byte):
     return (4 + byte % 4) * power(byte // 4 - 48 - 2)
 
@@ -199,6 +227,40 @@ def hif4(block):
         codes.append(S1P2.coded(magnitude, is_negative(v)))
         values.append(signed(magnitude * (-1) ** is_negative(v) * Fraction(2) ** o / 4 * scale, is_negative(v)))
     return codes, word, values
+
+
+def hif4_cann(block):
+    """The same by Ascend's convention: no scale beyond E6M2's, products rounded to BF16 before the elements are, to even."""
+    top = lambda values: max(abs(Fraction(v)) for v in values)
+    wanted = rounded(top(block) * Fraction(73, 512), 7, -126)
+    if not power(-48) <= wanted < Fraction(13, 8) * power(15):
+        return [0] * 64, 255, [NAN] * 64
+    _, word, _ = hif4(block)
+    inverse, scale = rounded(1 / e6m2(word & 255), 7, -126), e6m2(word & 255)
+    codes, values = [], []
+    for i, v in enumerate(block):
+        octaves = (word >> 8 + i // 8 & 1) + (word >> 16 + i // 4 & 1)
+        product = rounded(f32(abs(Fraction(v)) * inverse), 7, -126)
+        magnitude = min(7, nearest_even(product / 2**octaves * 4))
+        codes.append(S1P2.coded(magnitude, is_negative(v)))
+        values.append(signed(magnitude * (-1) ** is_negative(v) * power(octaves - 2) * scale, is_negative(v)))
+    return codes, word, values
+
+
+def mx_values(element, x, away):
+    """What `mx` under the rule `floor` decodes to, ties to even or away from zero."""
+    values = []
+    for at in range(0, len(x), 32):
+        block = x[at : at + 32]
+        amax = max(abs(Fraction(v)) for v in block)
+        scale = power(max(-127, mx_exponent("floor", element, amax))) if amax else power(-127)
+        for v in block:
+            magnitude = abs(Fraction(v)) / scale
+            low = max(i for i, value in enumerate(element.values) if value <= magnitude)
+            tie = low + 1 < len(element.values) and magnitude == (element.values[low] + element.values[low + 1]) / 2
+            code = low + 1 if tie and away else element.encode(magnitude)
+            values.append(signed(f32(element.values[code] * (-1) ** is_negative(v) * scale), is_negative(v)))
+    return values
 
 
 def packed(codes):
@@ -418,6 +480,7 @@ def main():
         save(folder, f"hadamard_{n}", tensors)
 
     others(folder, drawn, kinds, both)
+    conventions(folder, Drawn(2027), both)
 
 
 def others(folder, drawn, kinds, both):
@@ -449,20 +512,7 @@ def others(folder, drawn, kinds, both):
     ):
         x = drawn.matrix(rows, 64, 16, narrow, kind)
         amax = max(abs(Fraction(v)) for v in x)
-        encode = min(f32(2688 / amax), (2 - power(-23)) * power(127))
-        codes, values = [0] * len(x), [0.0] * len(x)
-        scales = [0] * (rows * 4)
-        for top in range(0, rows, tile):
-            for left in range(0, 64, 16):
-                at = [r * 64 + c for r in range(top, top + tile) for c in range(left, left + 16)]
-                block, byte = nvfp4([x[i] for i in at], encode)
-                for r in range(top, top + tile):
-                    scales[r * 4 + left // 16] = byte
-                for i, code in zip(at, block):
-                    codes[i] = code
-                    values[i] = signed(f32(E2M1.decode(code) * E4M3.values[byte] * f32(amax / 2688)), code & 8)
-        tensors = {"x": (dtype, [rows, 64], x), "codes": ("U8", [rows, 32], packed(codes)), "scales": ("U8", [rows, 4], scales)}
-        tensors |= {"global_amax": ("F32", [1], [float(amax)]), "dequant": ("F32", [rows, 64], values)}
+        tensors = {"x": (dtype, [rows, 64], x)} | nvfp4_tensors(x, [rows, 64], tile, amax)
         save(folder, f"nvfp4_te_{name}", tensors)
 
     for name, dtype, narrow in both:
@@ -476,6 +526,63 @@ def others(folder, drawn, kinds, both):
         tensors = {"x": (dtype, [12, 128], x), "elem_codes": ("U8", [12, 128], codes), "codes_packed": ("U8", [12, 64], packed(codes))}
         tensors |= {"scale_word": ("U32", [12, 2], words), "dequant": ("F32", [12, 128], values)}
         save(folder, f"hif4_{name}", tensors)
+
+
+def conventions(folder, drawn, both):
+    """What public implementations of one format do differently, and what few of them do at all."""
+    for prefix, element in (("mxfp4", E2M1), ("mxfp6_e2m3", E2M3), ("mxfp6_e3m2", E3M2), ("mxfp8_e4m3", E4M3), ("mxfp8_e5m2", E5M2)):
+        x = drawn.matrix(4, 32, 32, True, ("normal", "wide", "edge"))
+        # Ties of this element, under the scale 1: its values' middles, and its largest value.
+        middles = [float((low + high) / 2) for low, high in zip(element.values, element.values[1:]) if low >= 1 / 8]
+        x += [drawn.random.choice((-1, 1)) * drawn.random.choice(middles) for _ in range(31)] + [float(element.values[-1])]
+        tensors = {"x": ("BF16", [5, 32], x)}
+        tensors |= {f"dequant_{name}": ("F32", [5, 32], mx_values(element, x, name == "nearest")) for name in ("even", "nearest")}
+        assert tensors["dequant_even"] != tensors["dequant_nearest"]
+        save(folder, f"microxcaling_{prefix}_floor_bf16", tensors)
+
+    x = drawn.matrix(32, 6, 6, True, ("normal", "wide", "edge"))
+    codes, scales, values = mx(E4M3, "rceil", turned(x, 32, 6))
+    tensors = {"x": ("BF16", [32, 6], x), "codes": ("U8", [6, 32], codes)}
+    tensors |= {"scales": ("U8", [6, 1], scales), "dequant": ("F32", [6, 32], values)}
+    save(folder, "mxfp8_e4m3_rceil_axis0_bf16", tensors)
+
+    for name, rows, tile, dtype, unit, beyond in (
+        ("1x16_huge_bf16", 3, 1, "BF16", 2.0**120, 1),
+        ("1x16_normal_globalamax_outlier_bf16", 3, 1, "BF16", 2.0**-5, 1000),
+        ("1x16_subnormal_bf16", 3, 1, "BF16", 2.0**-133, 1),
+        ("1x16_tiny_f32", 3, 1, "F32", 2.0**-100, 1),
+        ("16x16_tiny_bf16", 16, 16, "BF16", 2.0**-100, 1),
+    ):
+        # Seven bits each, exact in both types.
+        x = [drawn.random.randint(-127, 127) * unit for _ in range(rows * 32)]
+        amax = max(abs(Fraction(v)) for v in x) * beyond
+        tensors = {"x": (dtype, [rows, 32], x)} | nvfp4_tensors(x, [rows, 32], tile, amax)
+        save(folder, f"nvfp4_te_{name}", tensors)
+    x = drawn.matrix(16, 6, 6, True, ("normal", "wide"))
+    amax = max(abs(Fraction(v)) for v in x)
+    columns = nvfp4_tensors(turned(x, 16, 6), [6, 16], 1, amax, "colwise_")
+    tensors = {"x": ("BF16", [16, 6], x), "global_amax": ("F32", [1], [float(amax)])}
+    save(folder, "nvfp4_te_1x16_colwise_bf16", tensors | columns)
+
+    for name, dtype, narrow in both:
+        x = drawn.matrix(6, 64, 16, narrow, ("normal", "wide", "ties", "normal", "edge", "normal"))
+        blocks = [nvfp4_alone(x[at : at + 16]) for at in range(0, len(x), 16)]
+        tensors = {"x": (dtype, [6, 64], x), "codes": ("U8", [6, 32], packed([c for codes, _, _ in blocks for c in codes]))}
+        tensors |= {"scales": ("U8", [6, 4], [byte for _, byte, _ in blocks])}
+        tensors |= {"dequant": ("F32", [6, 64], [v for _, _, values in blocks for v in values])}
+        save(folder, f"nvfp4_torchao_no_tensor_scale_{name}", tensors)
+
+    for name, quantize, turn in (("axis0", hif4, True), ("cann_convention", hif4_cann, False)):
+        lines = drawn.matrix(7, 64, 64, True, ("normal", "wide", "ties", "edge", "tiny", "normal"))
+        # A block of zeros, which one convention marks as NaN.
+        lines[5 * 64 : 6 * 64] = [0.0] * 64
+        blocks = [quantize(lines[at : at + 64]) for at in range(0, len(lines), 64)]
+        n = len(blocks)
+        shape, x = ([64, n], turned(lines, n, 64)) if turn else ([n, 64], lines)
+        tensors = {"x": ("BF16", shape, x), "elem_codes": ("U8", [n, 64], [c for codes, _, _ in blocks for c in codes])}
+        tensors |= {"scale_word": ("U32", [n, 1], [word for _, word, _ in blocks])}
+        tensors |= {"dequant": ("F32", [n, 64], [v for _, _, values in blocks for v in values])}
+        save(folder, f"hif4_{name}_bf16", tensors)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@ use super::quantize::codec;
 use crate::conformance::{Case, Outputs, Pads, Pair, in_place};
 use crate::host::{HostBlock, plain};
 use crate::input::{Input, stream};
-use nibble_core::formats::{BlockAxis, Codec, Format, Rounding, ScaleRule};
+use nibble_core::formats::{BlockAxis, Codec, Format, Rounding, ScaleRule, Stream};
 use nibble_core::ops::{Counts, HeadCodecs, HeadLoss, HeadLossGrad};
 use nibble_core::{Agreement, DType, Error, Kernels, Operand, Result};
 
@@ -18,14 +18,63 @@ struct Head {
     codecs: HeadCodecs,
     /// Type of the weight's gradient and whether it is added to; none for losses alone.
     grad: Option<(DType, bool)>,
-    input: Input,
+    values: Values,
 }
 
+/// What x and the weight hold.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Values {
+    /// These, of a stream each.
+    Of(Input),
+    /// Such that quantizing x changes it, and the logits are sums of few bits all the same, exact in any order and on any tensor core. So
+    /// all that comes before the last products is the same bits everywhere, which no bound on quantized gradients could ask.
+    ExactLogits,
+}
+
+use Values::{ExactLogits, Of};
+
+/// Columns of x whose magnitude is the largest of their row's, or so of each of its blocks.
+const LARGEST_OF_X: (usize, usize) = (8, 3);
+/// Columns of the weight.
+const LARGEST_OF_W: (usize, usize) = (8, 5);
+
 impl Head {
+    /// What the largest magnitude of a block has to be so that its scale is a power of two, whichever the rule: a power of two times the
+    /// element's largest number, here 7 or 6.
+    fn largest(&self) -> f32 {
+        let element = self.codecs.fprop_x.and_then(|codec| codec.format().spec().element);
+        let largest = element.map_or(7.0, |element| element.max());
+        largest * 2.0f32.powi(2 - largest.log2().floor() as i32)
+    }
+
+    /// `[t, d]`. For exact logits integers from 17 to 28, or 24, which take five bits, one more than any element here has.
+    fn x(&self) -> Vec<f32> {
+        let (bits, len) = (stream("head.x"), self.tokens * self.d);
+        match self.values {
+            Of(input) => input.values(&bits, len),
+            ExactLogits => integers(&bits, (len, self.d), LARGEST_OF_X, 4.0 * self.largest(), |random| {
+                17.0 + (random % (4.0 * self.largest() - 17.0) as u32) as f32
+            }),
+        }
+    }
+
+    /// `[v, d]`. For exact logits 0, 1, 2 and a few of 7, or 6, times a power of two with which the logits spread by 1 to 3.
+    fn w(&self) -> Vec<f32> {
+        let (bits, len) = (stream("head.w"), self.vocab * self.d);
+        match self.values {
+            Of(input) => input.values(&bits, len),
+            ExactLogits => {
+                let small = |random: u32| (random % 3) as f32;
+                let w = integers(&bits, (len, self.d), LARGEST_OF_W, self.largest(), small);
+                w.into_iter().map(|w| w / 256.0).collect()
+            }
+        }
+    }
+
     /// The weight `[v, d]`, and `[d, v]`.
     fn weights<B: Kernels>(&self, b: &B) -> Result<[Operand<B>; 2]> {
-        let Self { d, vocab, dtype, input, codecs, .. } = *self;
-        let w = input.values(&stream("head.w"), vocab * d);
+        let Self { d, vocab, dtype, codecs, .. } = *self;
+        let w = self.w();
         let wt: Vec<f32> = (0..d * vocab).map(|i| w[i % vocab * d + i / vocab]).collect();
         let operand = |w: &[f32], codec: Option<Codec>, rows, cols| match codec {
             None => plain(b, dtype, w, rows, cols).map(Operand::Plain),
@@ -49,6 +98,22 @@ impl Head {
     }
 }
 
+/// Values of random signs in rows of `d`: of the columns `(every, first)` this magnitude, of the others one of 31 random bits.
+fn integers(
+    bits: &Stream,
+    (len, d): (usize, usize),
+    (every, first): (usize, usize),
+    largest: f32,
+    magnitude: impl Fn(u32) -> f32,
+) -> Vec<f32> {
+    let value = |i: usize| {
+        let random = bits.u32_at(i as u64);
+        let magnitude = if i % d % every == first { largest } else { magnitude(random >> 1) };
+        if random & 1 == 0 { magnitude } else { -magnitude }
+    };
+    (0..len).map(value).collect()
+}
+
 impl<B: Kernels> Case<B> for Head {
     fn agreement(&self) -> Agreement {
         if self.codecs.is_plain() {
@@ -58,9 +123,18 @@ impl<B: Kernels> Case<B> for Head {
         }
     }
 
+    fn owed(&self, result: &str) -> Agreement {
+        match (self.values, result) {
+            (Of(_), _) => Case::<B>::agreement(self),
+            (ExactLogits, "dx") => HeadLoss::<B>::gradient_agreement(self.codecs.dgrad_dy),
+            (ExactLogits, "dw") => HeadLoss::<B>::gradient_agreement(self.codecs.wgrad_dy),
+            (ExactLogits, _) => Agreement::Bitwise,
+        }
+    }
+
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
-        let Self { tokens, d, vocab, shards, chunk, dtype, codecs, input, .. } = *self;
-        let x = plain(b, dtype, &input.values(&stream("head.x"), tokens * d), tokens, d)?;
+        let Self { tokens, d, vocab, shards, chunk, dtype, codecs, .. } = *self;
+        let x = plain(b, dtype, &self.x(), tokens, d)?;
         let [w, wt] = self.weights(b)?;
         let targets = b.upload(&self.targets())?;
         let mut out = Outputs::default();
@@ -88,10 +162,15 @@ impl<B: Kernels> Case<B> for Head {
         if let Some(Counts(counts)) = &made.x_counts {
             out.buf(b, "x_counts", counts, None)?;
         }
-        // How many codes are not zero depends on the last bits of the logits; how many gradients are finite does not.
         if let Some(Counts(counts)) = &made.dlogits_counts {
-            let non_finite = b.download(counts)?[Counts::<B>::NON_FINITE];
-            out.values("non-finite blocks of dlogits", vec![non_finite]);
+            match self.values {
+                ExactLogits => out.buf(b, "dlogits_counts", counts, None)?,
+                // How many codes are not zero depends on the last bits of the logits; how many gradients are finite does not.
+                Of(_) => {
+                    let non_finite = b.download(counts)?[Counts::<B>::NON_FINITE];
+                    out.values("non-finite blocks of dlogits", vec![non_finite]);
+                }
+            }
         }
         Ok(out)
     }
@@ -113,8 +192,8 @@ pub fn head_loss<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
         for (i, &input) in inputs.iter().enumerate() {
             for (j, (tokens, d, vocab, shards, chunk)) in sizes.into_iter().enumerate() {
                 let grad = grads[(i + j) % grads.len()];
-                let codecs = HeadCodecs::default();
-                pair.check(&Head { tokens, d, vocab, shards, chunk, dtype, codecs, grad, input });
+                let (codecs, values) = (HeadCodecs::default(), Of(input));
+                pair.check(&Head { tokens, d, vocab, shards, chunk, dtype, codecs, grad, values });
             }
         }
     }
@@ -124,16 +203,16 @@ pub fn head_loss<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
         [(200, 64, 512, 1, 48), (256, 64, 520, 4, 128), (24, 16, 32_768, 1, 8)]
     {
         for grad in all.map(Some) {
-            let (dtype, input, codecs) = (DType::Bf16, Input::Normal, HeadCodecs::default());
-            pair.check(&Head { tokens, d, vocab, shards, chunk, dtype, codecs, grad, input });
+            let (dtype, values, codecs) = (DType::Bf16, Of(Input::Normal), HeadCodecs::default());
+            pair.check(&Head { tokens, d, vocab, shards, chunk, dtype, codecs, grad, values });
         }
     }
     // Rows that one, two and eight multiprocessors hold, more of them than there are such groups. A CPU has no such ways.
     let rows = if pair.strict { &[][..] } else { &[(600, 4096), (300, 32_776), (80, 151_936)][..] };
     for &(tokens, vocab) in rows {
         for grad in [None, Some((DType::Bf16, false))] {
-            let (dtype, input, codecs) = (DType::Bf16, Input::Normal, HeadCodecs::default());
-            pair.check(&Head { tokens, d: 16, vocab, shards: 1, chunk: tokens, dtype, codecs, grad, input });
+            let (dtype, values, codecs) = (DType::Bf16, Of(Input::Normal), HeadCodecs::default());
+            pair.check(&Head { tokens, d: 16, vocab, shards: 1, chunk: tokens, dtype, codecs, grad, values });
         }
     }
     quantized(pair);
@@ -146,7 +225,7 @@ pub fn head_loss<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
         dtype: DType::F32,
         codecs: HeadCodecs::default(),
         grad: None,
-        input: Input::Normal,
+        values: Of(Input::Normal),
     };
     let columns = HeadCodecs { fprop_x: None, dgrad_dy: None, ..all_of(ScaleRule::Rceil) };
     let gradients = Head { codecs: columns, grad: Some((DType::F32, false)), ..good };
@@ -184,7 +263,7 @@ fn lowered() -> Vec<HeadCodecs> {
 }
 
 /// Operands in FP8: all of them and those of some products; shards that are cut and several a chunk, and one that ends inside a
-/// block; widths and vocabularies that do, and such as no tensor core takes.
+/// block; widths and vocabularies that do, and such as no tensor core takes. Tokens in F32 too, whose gradients are not rounded.
 fn quantized<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let (powers, floats) = (all_of(ScaleRule::Rceil), all_of(ScaleRule::Amax));
     let mixed = HeadCodecs { wgrad_dy: powers.wgrad_dy, wgrad_x: powers.wgrad_x, ..floats };
@@ -204,39 +283,80 @@ fn quantized<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
         (256, 72, 200, 1, 512),
         (128, 20, 33, 1, 128),
     ];
+    let values = ExactLogits;
     for (i, (tokens, d, vocab, shards, chunk)) in sizes.into_iter().enumerate() {
         for (j, codecs) in [powers, floats, mixed, rows, columns].into_iter().enumerate() {
             let grad = grads[(i + j) % grads.len()];
-            let (dtype, input) = (if (i, j) == (0, 0) { DType::F32 } else { DType::Bf16 }, Input::Normal);
-            pair.check(&Head { tokens, d, vocab, shards, chunk, dtype, codecs, grad, input });
+            let dtype = if i == j { DType::F32 } else { DType::Bf16 };
+            pair.check(&Head { tokens, d, vocab, shards, chunk, dtype, codecs, grad, values });
         }
     }
+    // Logits as a model has them.
     for grad in grads {
-        let (dtype, codecs, input) = (DType::Bf16, powers, Input::Normal);
-        pair.check(&Head {
-            tokens: 256,
-            d: 128,
-            vocab: 1024,
-            shards: 1,
-            chunk: 128,
-            dtype,
-            codecs,
-            grad,
-            input,
-        });
+        let (tokens, d, vocab, shards, chunk) = (256, 128, 1024, 1, 128);
+        let (dtype, codecs, values) = (DType::Bf16, powers, Of(Input::Normal));
+        pair.check(&Head { tokens, d, vocab, shards, chunk, dtype, codecs, grad, values });
     }
     let sizes = [(512, 64, 264, 2, 128), (256, 72, 75, 1, 128)];
     for (i, codecs) in lowered().into_iter().enumerate() {
         for (j, (tokens, d, vocab, shards, chunk)) in sizes.into_iter().enumerate() {
-            let (grad, dtype, input) = (grads[(i + j) % grads.len()], DType::Bf16, Input::Normal);
-            pair.check(&Head { tokens, d, vocab, shards, chunk, dtype, codecs, grad, input });
+            let (grad, dtype) = (grads[(i + j) % 4], if j == 0 { DType::F32 } else { DType::Bf16 });
+            pair.check(&Head { tokens, d, vocab, shards, chunk, dtype, codecs, grad, values });
         }
     }
     if !pair.strict {
         return;
     }
     // NaN and infinities reach the losses, the gradients and the counts.
-    let (grad, input) = (Some((DType::F32, false)), Input::NonFinite);
+    let (grad, values) = (Some((DType::F32, false)), Of(Input::NonFinite));
     let (tokens, d, vocab, shards, chunk, dtype) = (128, 64, 64, 1, 128, DType::Bf16);
-    pair.check(&Head { tokens, d, vocab, shards, chunk, dtype, codecs: powers, grad, input });
+    pair.check(&Head { tokens, d, vocab, shards, chunk, dtype, codecs: powers, grad, values });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nibble_core::formats::ScalePlane;
+
+    /// Scales of x and of the weight are powers of two, x is changed by every format, and no partial sum of a logit takes more bits than
+    /// an FP8 tensor core keeps: 13, of which these leave some.
+    #[test]
+    fn exact_logits_are_exact() {
+        let codecs = [all_of(ScaleRule::Rceil), all_of(ScaleRule::Amax)].into_iter().chain(lowered());
+        for codecs in codecs {
+            let (tokens, d, vocab) = (64, 128, 64);
+            let head = Head {
+                tokens,
+                d,
+                vocab,
+                shards: 1,
+                chunk: 128,
+                dtype: DType::Bf16,
+                codecs,
+                grad: None,
+                values: ExactLogits,
+            };
+            let codec = codecs.fprop_x.unwrap();
+            let (x, w) = (head.x(), head.w());
+            for (values, rows, axis) in [(&x, tokens, BlockAxis::Row), (&w, vocab, BlockAxis::Row)] {
+                let q = HostBlock::quantize(codec, axis, values, rows, d, 1);
+                let plane = ScalePlane { kind: codec.scale_kind(), bytes: &q.scales };
+                for i in 0..plane.len() {
+                    let scale = plane.kind.multiplier(plane.get(i), 0, codec.format().spec().block.min(d));
+                    assert_eq!(scale.to_bits() << 9, 0, "{codec:?}: a scale of {scale} is no power of two");
+                }
+            }
+            assert!(x.iter().any(|x| x % 2.0 != 0.0), "odd numbers of five bits are none of the elements'");
+            // To even numbers, or to multiples of four and more.
+            let even = |x: f32| (x / 2.0).round() * 2.0;
+            for (x, w) in x.chunks(d).flat_map(|x| w.chunks(d).map(move |w| (x, w))) {
+                let mut sum = 0.0f32;
+                for (x, w) in x.iter().zip(w) {
+                    sum += even(*x) / 2.0 * (w * 256.0);
+                    assert!(sum.abs() < 4096.0, "{sum}");
+                }
+                assert!(sum.abs() * 2.0 / 256.0 < 20.0, "a logit that leaves nothing to the others");
+            }
+        }
+    }
 }

@@ -3,7 +3,8 @@
 use super::Recorder;
 use super::call::{Taken, open};
 use super::mapping::{Mapping, Over};
-use nibble_core::formats::BlockAxis;
+use crate::head_by_parts::head_by_parts;
+use nibble_core::formats::{BlockAxis, Codec};
 use nibble_core::ops::*;
 use nibble_core::recipe::Form;
 use nibble_core::{Backend, Kernels, Occupancy, Result};
@@ -83,6 +84,7 @@ pub(super) fn head_loss<B: Kernels>(
     let mut call = recorder.call("head_loss", &op);
     let HeadLoss { x, w, codecs, targets, shards, chunk, grad } = op;
     call.makes_inside(head_forms(&codecs));
+    let skipped = call.not_quantized(&head_arguments(&codecs));
     let (x, w, targets) = (call.reads(x)?, call.reads(w)?, call.reads(targets)?);
     let grad = match grad {
         Some(HeadLossGrad { wt, scale, dw, accumulate }) => {
@@ -102,7 +104,11 @@ pub(super) fn head_loss<B: Kernels>(
             let (wt, scale, dw, accumulate) = (&*wt, *scale, &mut **dw, *accumulate);
             HeadLossGrad { wt, scale, dw, accumulate }
         });
-        b.head_loss(HeadLoss { x: &x, w: &w, codecs, targets: &targets, shards, chunk, grad })
+        let op = HeadLoss { x: &x, w: &w, codecs, targets: &targets, shards, chunk, grad };
+        match skipped {
+            Some(argument) => head_by_parts(b, op, argument),
+            None => b.head_loss(op),
+        }
     })
 }
 
@@ -122,6 +128,15 @@ pub(super) fn collect<B: Kernels>(recorder: &Recorder<B>, op: Collect<'_, Record
         let entries: Vec<Entry<'_, B>> = opened.iter().map(OwnedEntry::lent).collect();
         b.collect(Collect { entries: &entries, table: &mut *Taken::new(b, &table, run)? })
     })
+}
+
+/// The arguments by which the head's loss quantizes on its way, and the forms.
+fn head_arguments(codecs: &HeadCodecs) -> Vec<(&'static str, Form)> {
+    let form = |(argument, codec, columns): (_, Option<Codec>, bool)| {
+        let axis = if columns { BlockAxis::Col } else { BlockAxis::Row };
+        Some((argument, Form::new(codec?.format(), axis)))
+    };
+    codecs.arguments().into_iter().filter_map(form).collect()
 }
 
 /// What the head's loss quantizes on its way.

@@ -3,7 +3,7 @@
 use super::buf::Buf;
 use super::cell::Output;
 use super::fault::{Struck, spoil};
-use super::mapping::{Open, Over, Returned, Seal, Store, Wrap};
+use super::mapping::{Elements, Open, Over, Returned, Seal, Store, Wrap};
 use super::recording::{Entry, Op};
 use super::{Event, Mode, Recorder};
 use nibble_core::recipe::Form;
@@ -32,10 +32,10 @@ impl<B: Backend> Recorder<B> {
         let told = self.is_watched() || self.shared.is_recording();
         let arguments = if told { format!("{arguments:?}") } else { String::new() };
         let (reads, writes, made) = (Vec::new(), Vec::new(), Vec::new());
-        let (forms, inside) = (Default::default(), Vec::new());
+        let (tensors, inside) = (Default::default(), Vec::new());
         Call {
             recorder: self,
-            op: Op { name, arguments, reads, writes, made, forms, inside, computes: true },
+            op: Op { name, arguments, reads, writes, made, tensors, inside, computes: true },
         }
     }
 
@@ -67,14 +67,14 @@ impl<B: Backend> Recorder<B> {
         let outputs = [&op.made[..], &op.writes].concat();
         self.note(|| {
             let written: Vec<u64> = outputs.iter().map(|output| output.cell.id()).collect();
-            let of = |ids: &[u64], forms: &[(usize, Form)]| {
-                forms.iter().filter_map(|(at, form)| Some((*ids.get(*at)?, *form))).collect()
+            let of = |ids: &[u64], tensors: &[(usize, Elements)]| {
+                tensors.iter().filter_map(|(at, elements)| Some((*ids.get(*at)?, elements.form))).collect()
             };
             Event {
                 op: op.name,
                 arguments: op.arguments.clone(),
-                tensors_read: of(&inputs, &op.forms[0]),
-                tensors_made: of(&written, &op.forms[1]),
+                tensors_read: of(&inputs, &op.tensors[0]),
+                tensors_made: of(&written, &op.tensors[1]),
                 made_inside: op.inside.clone(),
                 inputs,
                 outputs: written,
@@ -91,10 +91,10 @@ impl<B: Backend> Recorder<B> {
 
     /// New handles for what the inner backend returned.
     #[allow(clippy::type_complexity)] // what `Wrap` holds at the end, and what it was for
-    fn wrap<R: Returned<B>>(&self, inner: &R::Inner) -> Result<(R, Vec<Output<B>>, Vec<(usize, Form)>)> {
-        let mut wrap = Wrap { recorder: self, made: Vec::new(), forms: Vec::new() };
+    fn wrap<R: Returned<B>>(&self, inner: &R::Inner) -> Result<(R, Vec<Output<B>>, Vec<(usize, Elements)>)> {
+        let mut wrap = Wrap { recorder: self, made: Vec::new(), tensors: Vec::new() };
         let wrapped = R::wrapped(inner, &mut wrap)?;
-        Ok((wrapped, wrap.made, wrap.forms))
+        Ok((wrapped, wrap.made, wrap.tensors))
     }
 }
 
@@ -107,7 +107,7 @@ impl<B: Backend> Call<'_, B> {
 
     /// Something to be read.
     pub fn reads<X: Over<A = Recorder<B>, On<Recorder<B>> = X>>(&mut self, x: &X) -> Result<X> {
-        x.mapped(&mut Seal { cells: &mut self.op.reads, forms: &mut self.op.forms[0] })
+        x.mapped(&mut Seal { cells: &mut self.op.reads, tensors: &mut self.op.tensors[0] })
     }
 
     /// It makes these forms of tensors on its way, and returns none of them.
@@ -115,11 +115,17 @@ impl<B: Backend> Call<'_, B> {
         self.op.inside.extend(forms);
     }
 
+    /// It quantizes on its way, as these arguments say: the one among them that it shall not obey.
+    pub fn not_quantized(&self, inside: &[(&'static str, Form)]) -> Option<&'static str> {
+        self.recorder.shared.defects.not_quantized(self.op.name, inside)
+    }
+
     /// Something to be written in place; a copy of its own first, if another handle shares it.
     pub fn writes<W: Written<B>>(&mut self, x: &mut W) -> Result<W> {
         x.make_own(self.recorder)?;
         let output = x.output();
         self.op.reads.push(output.cell.clone());
+        self.op.tensors[2].extend(x.elements().map(|elements| (self.op.writes.len(), elements)));
         self.op.writes.push(output);
         Ok(x.unowned())
     }
@@ -133,16 +139,20 @@ impl<B: Backend> Call<'_, B> {
         let is_recording = recorder.shared.is_recording();
         if !is_recording && recorder.shared.mode != Mode::EachReplayed {
             let inputs = recorder.inputs(&op);
-            let (wrapped, made, forms) = recorder.wrap(&run(&recorder.inner, Run::Real)?)?;
-            (op.made, op.forms[1]) = (made, forms);
+            let spoiled = recorder.spoil_read(&op)?;
+            let ran = run(&recorder.inner, Run::Real);
+            spoiled.into_iter().for_each(|(cell, original)| cell.put(original));
+            let (wrapped, made, tensors) = recorder.wrap(&ran?)?;
+            (op.made, op.tensors[1]) = (made, tensors);
+            recorder.spoil_results(&op)?;
             recorder.executed(&op, inputs)?;
             return Ok(wrapped);
         }
-        let (wrapped, made, forms) = match R::nothing() {
+        let (wrapped, made, tensors) = match R::nothing() {
             Some(nothing) => (nothing, Vec::new(), Vec::new()),
             None => recorder.wrap(&run(&recorder.inner, Run::Dry)?)?,
         };
-        (op.made, op.forms[1]) = (made.clone(), forms);
+        (op.made, op.tensors[1]) = (made.clone(), tensors);
         let replay = move |b: &B| {
             let inner = run(b, Run::Real)?;
             R::wrapped(&inner, &mut Store { b, cells: made.iter() }).map(drop)
@@ -167,6 +177,8 @@ pub(super) trait Written<B: Backend>: Sized {
     type Inner;
     fn make_own(&mut self, recorder: &Recorder<B>) -> Result<()>;
     fn output(&self) -> Output<B>;
+    /// Those of a tensor.
+    fn elements(&self) -> Option<Elements>;
     fn unowned(&self) -> Self;
     /// Out of the cell, or a copy of what it holds.
     fn take(&self, b: &B, run: Run) -> Result<Self::Inner>;
@@ -188,6 +200,10 @@ impl<T: Plain, B: Backend> Written<B> for Buf<T, B> {
 
     fn output(&self) -> Output<B> {
         Buf::output(self)
+    }
+
+    fn elements(&self) -> Option<Elements> {
+        None
     }
 
     fn unowned(&self) -> Self {
@@ -221,6 +237,10 @@ impl<B: Backend> Written<B> for Tensor<Recorder<B>> {
             Data::F32(buf) => buf.output(),
             Data::Bf16(buf) => buf.output(),
         }
+    }
+
+    fn elements(&self) -> Option<Elements> {
+        Some(Elements { form: self.dtype().into(), lines: self.rows, scales: None })
     }
 
     fn unowned(&self) -> Self {

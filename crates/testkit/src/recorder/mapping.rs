@@ -3,7 +3,7 @@
 use super::buf::Buf;
 use super::cell::{Cell, Element, Output};
 use super::{Recorder, device};
-use nibble_core::formats::ScaleKind;
+use nibble_core::formats::{BlockAxis, ScaleKind};
 use nibble_core::ops::*;
 use nibble_core::recipe::Form;
 use nibble_core::{
@@ -14,12 +14,22 @@ use std::sync::Arc;
 /// What becomes of each buffer.
 pub(super) trait Mapping<A: Backend, C: Backend> {
     fn buf<T: Plain>(&mut self, buf: &A::Buf<T>) -> Result<C::Buf<T>>;
-    /// The buffer that comes next holds the elements of a tensor of this form.
-    fn elements(&mut self, _form: Form) {}
+    /// The buffer that comes next holds these elements of a tensor.
+    fn elements(&mut self, _elements: Elements) {}
     /// A plane of records of scales.
     fn scales(&mut self, _kind: ScaleKind, buf: &A::Buf<u8>) -> Result<C::Buf<u8>> {
         self.buf(buf)
     }
+}
+
+/// What the buffers of a tensor hold: that of its elements, and behind it those of its scales, where it has them.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Elements {
+    pub form: Form,
+    /// Lines that they lie in: rows, or columns where those are stored one after the other.
+    pub lines: usize,
+    /// Records of blocks, and whether there is a scale of the tensor behind them.
+    pub scales: Option<ScaleKind>,
 }
 
 /// Something made of buffers of the backend `A`.
@@ -73,7 +83,7 @@ macro_rules! over {
 }
 
 over!(Tensor, |x, m| {
-    m.elements(x.dtype().into());
+    m.elements(Elements { form: x.dtype().into(), lines: x.rows, scales: None });
     let data = match &x.data {
         Data::F32(buf) => Data::F32(m.buf(buf)?),
         Data::Bf16(buf) => Data::Bf16(m.buf(buf)?),
@@ -81,7 +91,8 @@ over!(Tensor, |x, m| {
     Tensor { data, rows: x.rows, cols: x.cols }
 });
 over!(BlockScaled, |x, m| {
-    m.elements(Form::new(x.format, x.axis));
+    let lines = if x.axis == BlockAxis::Col { x.cols } else { x.rows };
+    m.elements(Elements { form: Form::new(x.format, x.axis), lines, scales: Some(x.scale_kind()) });
     let codes = m.buf(&x.codes)?;
     let scales = m.scales(x.scale_kind(), &x.scales)?;
     let tensor_scale = x.tensor_scale.as_ref().map(|scale| m.buf(scale)).transpose()?;
@@ -220,7 +231,7 @@ impl<B: Backend> Returned<B> for () {
 /// elements of tensors, by their places in that list.
 pub(super) struct Seal<'a, B: Backend> {
     pub cells: &'a mut Vec<Arc<Cell<B>>>,
-    pub forms: &'a mut Vec<(usize, Form)>,
+    pub tensors: &'a mut Vec<(usize, Elements)>,
 }
 
 impl<B: Backend> Mapping<Recorder<B>, Recorder<B>> for Seal<'_, B> {
@@ -229,8 +240,8 @@ impl<B: Backend> Mapping<Recorder<B>, Recorder<B>> for Seal<'_, B> {
         Ok(buf.unowned())
     }
 
-    fn elements(&mut self, form: Form) {
-        self.forms.push((self.cells.len(), form));
+    fn elements(&mut self, elements: Elements) {
+        self.tensors.push((self.cells.len(), elements));
     }
 }
 
@@ -248,7 +259,7 @@ pub(super) struct Wrap<'a, B: Backend> {
     pub recorder: &'a Recorder<B>,
     pub made: Vec<Output<B>>,
     /// Which of them hold elements of tensors, by their places.
-    pub forms: Vec<(usize, Form)>,
+    pub tensors: Vec<(usize, Elements)>,
 }
 
 impl<B: Backend> Mapping<B, Recorder<B>> for Wrap<'_, B> {
@@ -258,8 +269,8 @@ impl<B: Backend> Mapping<B, Recorder<B>> for Wrap<'_, B> {
         Ok(wrapped)
     }
 
-    fn elements(&mut self, form: Form) {
-        self.forms.push((self.made.len(), form));
+    fn elements(&mut self, elements: Elements) {
+        self.tensors.push((self.made.len(), elements));
     }
 
     fn scales(&mut self, kind: ScaleKind, buf: &B::Buf<u8>) -> Result<Buf<u8, B>> {

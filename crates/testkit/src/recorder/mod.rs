@@ -9,6 +9,8 @@
 //!   than the recorded work is given back at the same place of every replay, so that replays find the addresses of the work
 //!   itself.
 //! * **Faults**: [`Recorder::poison`] makes one element of one operation's result NaN, as it is issued or in a replay.
+//! * **Defects**: [`Recorder::defects`] have an operation compute something else whenever it is issued: a tile of an operand transposed, a
+//!   block's scale doubled, a quantization left out.
 //!
 //! ```text
 //! let recorder = Recorder::new(Cpu::new(2)?);
@@ -22,6 +24,7 @@ mod buf;
 mod by_hand;
 mod call;
 mod cell;
+mod defect;
 mod fault;
 mod kernels;
 mod mapping;
@@ -29,6 +32,7 @@ mod recording;
 mod trace;
 
 pub use buf::Buf;
+pub use defect::{Defect, Defects, Spot};
 pub use fault::{Point, Struck};
 pub use recording::Recording;
 pub use trace::traced;
@@ -62,6 +66,7 @@ enum Mode {
 #[derive(Debug)]
 struct Shared<B: Backend> {
     mode: Mode,
+    defects: Arc<Defects>,
     state: Mutex<State<B>>,
 }
 
@@ -137,7 +142,7 @@ impl<B: Backend> Recorder<B> {
         let (recording, log, fault, struck) = (None, None, None, None);
         let recordings = Recordings::default();
         let state = State { recording, log, fault, struck, refuses_replay: false, recordings };
-        Self { inner, shared: Arc::new(Shared { mode, state: Mutex::new(state) }) }
+        Self { inner, shared: Arc::new(Shared { mode, defects: Arc::default(), state: Mutex::new(state) }) }
     }
 
     /// The backend that does the work.

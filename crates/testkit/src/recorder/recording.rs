@@ -1,6 +1,7 @@
 //! Recorded work: operations and what they drop, in order.
 
 use super::cell::{Cell, Output};
+use super::mapping::Elements;
 use super::{Recordings, Shared};
 use nibble_core::recipe::Form;
 use nibble_core::{Backend, Result};
@@ -65,8 +66,8 @@ pub(super) struct Op<B: Backend> {
     pub(super) writes: Vec<Output<B>>,
     /// What it returns.
     pub(super) made: Vec<Output<B>>,
-    /// Which of what it reads and of what it returns are elements of tensors, by their places, and of which form.
-    pub(super) forms: [Vec<(usize, Form)>; 2],
+    /// Which of what it reads, of what it returns and of what it writes in place are elements of tensors, by their places.
+    pub(super) tensors: [Vec<(usize, Elements)>; 3],
     /// Forms that it makes and keeps to itself, with the tensor's name.
     pub(super) inside: Vec<(&'static str, Form)>,
     /// Whether it computes something: what only allocates or shares is neither noted nor poisoned.

@@ -22,7 +22,7 @@ use crate::param::Param;
 use crate::recompute::Scope;
 use crate::spec::ModelSpec;
 use nibble_core::ops::{Collect, EmbedOut, Entry, Routing, Source, verify_ids};
-use nibble_core::{Comm, Kernels, Recipe, Result, Tensor};
+use nibble_core::{Kernels, Mesh, Recipe, Result, Tensor};
 
 /// The whole decoder.
 #[derive(Debug, Clone)]
@@ -87,26 +87,26 @@ impl<B: Kernels> Decoder<B> {
     /// From the backend; the configuration is checked where it is read.
     pub fn new(
         b: &B,
-        comm: &dyn Comm<B>,
+        mesh: Mesh<'_, B>,
         recipe: &Recipe,
         config: &ModelConfig,
         seq_len: usize,
         seed: u64,
     ) -> Result<Self> {
         let rope = rope_table(b, seq_len, ModelSpec::new(config).rope)?;
-        Self::with_rope(b, comm, recipe, config, rope, seed)
+        Self::with_rope(b, mesh, recipe, config, rope, seed)
     }
 
     /// [`Decoder::new`] with RoPE's table, `[positions, head_dim]`.
     pub(crate) fn with_rope(
         b: &B,
-        comm: &dyn Comm<B>,
+        mesh: Mesh<'_, B>,
         recipe: &Recipe,
         config: &ModelConfig,
         rope: Tensor<B>,
         seed: u64,
     ) -> Result<Self> {
-        let mut cx = Cx::inference(b, comm, recipe, Shards::new(b, 1, 1, comm.rank())?, 0.0);
+        let mut cx = Cx::inference(b, mesh, recipe, Shards::new(b, 1, 1, mesh.all.rank())?, 0.0);
         cx.seed = seed;
         let spec = ModelSpec::new(config);
         let blocks = spec.blocks().map(|block| Block::new(&cx, &block, rope.clone()));
@@ -259,9 +259,9 @@ impl<B: Kernels> Decoder<B> {
         let (mut of_layers, mut load) = (cx.b.zeros(loads.len() * experts)?, cx.b.zeros(experts)?);
         Collect { entries: &loads, table: &mut of_layers }.run(cx.b)?;
         // Whole numbers: their sum is the same in any order.
-        let of_ranks = cx.comm.all_gather_f64(cx.b, &of_layers)?;
+        let of_ranks = cx.mesh.all.all_gather_f64(cx.b, &of_layers)?;
         Collect { entries: &[entry((0, Source::F64(&of_ranks)))], table: &mut load }.run(cx.b)?;
-        let rows = self.config.num_routed() * cx.shards.tokens() * cx.comm.world();
+        let rows = self.config.num_routed() * cx.shards.tokens() * cx.mesh.all.world();
         for routed in blocks.iter_mut().filter_map(|block| block.routed.as_mut()) {
             routed.batch = Some(BatchLoad { load: load.clone(), rows });
         }

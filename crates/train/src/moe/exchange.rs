@@ -58,7 +58,7 @@ impl<B: Kernels> Saved for Plan<B> {
     }
 }
 
-/// Rows that go between this rank and each of all, itself among them.
+/// Rows that go between this rank and each that has experts, itself among them.
 #[derive(Debug, PartialEq, Eq)]
 struct RowCounts {
     /// Tokens sent.
@@ -101,7 +101,7 @@ pub struct Exchange<'a, 'c, B: Kernels> {
 }
 
 impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
-    /// An exchange among all ranks; experts are divided evenly, in order.
+    /// An exchange among the ranks that experts are divided among: evenly, in order.
     pub fn new(cx: &'a Cx<'c, B>, experts: usize, top_k: usize) -> Self {
         Self { cx, experts, top_k }
     }
@@ -109,7 +109,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
     /// Decides where every (token, slot) goes.
     pub fn plan(&self, routing: &Routing<B>, align: usize) -> Result<Plan<B>> {
         let cx = self.cx;
-        if cx.comm.world() > 1 {
+        if cx.mesh.ep.world() > 1 {
             return self.plan_ranks(routing, align);
         }
         let tokens = B::len(&routing.expert) / self.top_k;
@@ -126,7 +126,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         slots: usize,
         align: usize,
     ) -> Result<PermuteMap<B>> {
-        let num_groups = self.experts / self.cx.comm.world();
+        let num_groups = self.experts / self.cx.mesh.ep.world();
         let op = PlanPermute {
             expert,
             token_id,
@@ -142,14 +142,15 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
     /// The plan among several ranks: they tell each other which tokens go where, with experts and gate weights. The host reads
     /// how many, once; everything else stays on the device.
     fn plan_ranks(&self, routing: &Routing<B>, align: usize) -> Result<Plan<B>> {
-        let (b, comm, top_k, world) = (self.cx.b, self.cx.comm, self.top_k, self.cx.comm.world());
+        let (b, ep, top_k) = (self.cx.b, self.cx.mesh.ep, self.top_k);
+        let world = ep.world();
         let (expert, experts_each) = (&routing.expert, self.experts / world);
         let ranks = AssignRanks { expert, top_k, experts_each, world }.run(b)?;
-        let counts = comm.counts(b, &ranks.counts)?;
+        let counts = ep.counts(b, &ranks.counts)?;
         let counts = b.begin_download(&counts, 0..B::len(&counts))?;
         // While the counts are under way: the slots by rank, whose number is known.
         let slots = self.sort_by_rank(&ranks.rank, B::len(expert))?;
-        let rows = RowCounts::of(&b.finish_download(counts)?, comm.rank(), world)?;
+        let rows = RowCounts::of(&b.finish_download(counts)?, ep.rank(), world)?;
         let placed: usize = rows.slots_from.iter().sum();
         if placed != B::len(expert) {
             let got = format!("an expert in {placed} of {} slots", B::len(expert));
@@ -172,7 +173,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         };
         let sent = b.reinterpret(&records.run(b)?)?;
         let record_bytes = size_of::<i32>() * record_words(top_k);
-        let received = comm.all_to_all_v(b, &sent, record_bytes, &rows.tokens_to, &rows.tokens_from)?;
+        let received = ep.all_to_all_v(b, &sent, record_bytes, &rows.tokens_to, &rows.tokens_from)?;
         let received = UnpackSlots { records: &b.reinterpret(&received)?, top_k }.run(b)?;
         let map = self.sort(&received.expert, &received.token_id, rows.slots_to.iter().sum(), align)?;
         let gate_r = GatherScalars { values: &received.weight, index: &map.row_slot }.run(b)?;
@@ -182,7 +183,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
 
     /// Sorts this rank's slots by the rank they go to, −1 for none; `slots` of them go somewhere, and get a row each.
     fn sort_by_rank(&self, rank: &B::Buf<i32>, slots: usize) -> Result<PermuteMap<B>> {
-        let (top_k, num_groups) = (self.top_k, self.cx.comm.world());
+        let (top_k, num_groups) = (self.top_k, self.cx.mesh.ep.world());
         let token_id = &self.cx.shards.groups.row_id;
         let op = PlanPermute {
             expert: rank,
@@ -209,7 +210,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
 
     fn send(&self, rows: &B::Buf<u8>, kind: RowKind, to: &[usize], from: &[usize]) -> Result<Operand<B>> {
         let b = self.cx.b;
-        let bytes = self.cx.comm.all_to_all_v(b, rows, kind.row_bytes(), to, from)?;
+        let bytes = self.cx.mesh.ep.all_to_all_v(b, rows, kind.row_bytes(), to, from)?;
         if kind.row_bytes() > kind.code_bytes() {
             return UnpackRows { bytes: &bytes, kind }.run(b);
         }
@@ -247,7 +248,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         let slots = GatherScalars { values: values_r, index: &plan.map.slot_row }.run(b)?;
         let Some(wire) = &plan.wire else { return Ok(slots) };
         let (bytes, to, from) = (b.reinterpret(&slots)?, &wire.rows.slots_to, &wire.rows.slots_from);
-        let received = self.cx.comm.all_to_all_v(b, &bytes, size_of::<f32>(), to, from)?;
+        let received = self.cx.mesh.ep.all_to_all_v(b, &bytes, size_of::<f32>(), to, from)?;
         GatherScalars { values: &b.reinterpret(&received)?, index: &wire.slot_place }.run(b)
     }
 }

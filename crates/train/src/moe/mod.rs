@@ -166,7 +166,7 @@ impl<B: Kernels> Moe<B> {
         // Messages stay as narrow as the recipe says; an expert's scale is known of its own rows alone.
         let fprop = section.at(Site::FpropX);
         let by_expert = fprop.format.is_block() && fprop.format.scale_kind(fprop.scale).has_tensor_scale();
-        if cx.comm.world() > 1 || by_expert {
+        if cx.mesh.ep.world() > 1 || by_expert {
             let x_rd = self.arrived(cx, "x", x_td, to, plan)?;
             return self.experts.input_at(cx, section, Site::FpropX, &x_rd, Some(plan));
         }

@@ -83,7 +83,7 @@ impl<B: Kernels> Router<B> {
         dweight_tk: &B::Buf<f32>,
     ) -> Result<Tensor<B>> {
         // A step's loss is the mean over its shards and micro-batches.
-        let shards = (cx.comm.world() * cx.shards.local * cx.micro_batches) as f32;
+        let shards = (cx.mesh.all.world() * cx.shards.local * cx.micro_batches) as f32;
         // There is one balance loss a micro-batch where its rows are taken together.
         let (losses, batch) = match &saved.batch {
             Some(batch) => (cx.micro_batches as f32, Some(batch)),

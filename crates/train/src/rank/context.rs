@@ -5,14 +5,14 @@ use crate::cx::{Cx, Shards};
 use crate::data::{Batch, BatchPlan, Dataset};
 use crate::error::{Error, Result};
 use crate::model::Decoder;
-use nibble_core::{Comm, Error as CoreError, Kernels, Recipe};
+use nibble_core::{Error as CoreError, Kernels, Mesh, Recipe};
 use std::sync::Arc;
 
 /// Everything of a rank but the model and the buffers of its steps.
 #[derive(Debug)]
 pub(crate) struct RankContext<'a, B: Kernels> {
     pub b: &'a B,
-    pub comm: &'a dyn Comm<B>,
+    pub mesh: Mesh<'a, B>,
     pub config: Config,
     pub recipe: Recipe,
     pub data: Option<Arc<Dataset>>,
@@ -34,7 +34,7 @@ impl<B: Kernels> RankContext<'_, B> {
     pub fn plan(&self) -> Result<BatchPlan> {
         let data = self.data.clone().ok_or_else(no_data)?;
         let train = &self.config.train;
-        let (rank, ranks) = (self.comm.rank(), self.comm.world());
+        let (rank, ranks) = (self.mesh.all.rank(), self.mesh.all.world());
         Ok(BatchPlan { data, batch_size: train.batch_size, micro_batches: train.grad_accum, rank, ranks })
     }
 
@@ -78,14 +78,14 @@ impl<B: Kernels> RankContext<'_, B> {
 
     /// The context of a forward pass alone over so many tokens.
     pub fn inference_cx(&self, tokens: usize) -> Result<Cx<'_, B>> {
-        let shards = Shards::new(self.b, 1, tokens, self.comm.rank())?;
-        Ok(Cx::inference(self.b, self.comm, &self.recipe, shards, self.progress()))
+        let shards = Shards::new(self.b, 1, tokens, self.mesh.all.rank())?;
+        Ok(Cx::inference(self.b, self.mesh, &self.recipe, shards, self.progress()))
     }
 
     /// Nats of a batch that every rank holds: each evaluates its part, the sums meet in the order of the sequences.
     pub fn held_out_nats(&self, model: &Decoder<B>, batch: &Batch) -> Result<f64> {
-        let each = batch.sequences.div_ceil(self.comm.world());
-        let mine = batch.part(self.comm.rank() * each, each);
+        let each = batch.sequences.div_ceil(self.mesh.all.world());
+        let mine = batch.part(self.mesh.all.rank() * each, each);
         // Every rank runs as many tokens; those past the batch have no target.
         let tokens = each * batch.seq_len;
         let padded = |ids: &[i32], with: i32| -> Vec<i32> {
@@ -98,7 +98,7 @@ impl<B: Kernels> RankContext<'_, B> {
         let out = model.losses(&cx, &ids, &targets, each)?;
         out.verify_ids(self.b, "evaluate", model.config.vocab_size)?;
         let sums: Vec<f32> = self.b.download(&out.shard_nats)?.into_iter().map(|nats| nats as f32).collect();
-        let all = self.comm.all_gather(self.b, &self.b.upload(&sums)?)?;
+        let all = self.mesh.all.all_gather(self.b, &self.b.upload(&sums)?)?;
         Ok(self.b.download(&all)?.into_iter().map(f64::from).sum())
     }
 }

@@ -17,7 +17,7 @@ use crate::family::Named;
 use crate::ledger::{Ledger, Saved};
 use crate::model::Decoder;
 use crate::plan;
-use nibble_core::{Comm, Kernels, MemoryStats, Recipe, Tensor};
+use nibble_core::{Comm, Kernels, MemoryStats, Mesh, Recipe, Tensor};
 
 /// The model of a rank, and the memory of its steps.
 #[derive(Debug)]
@@ -59,7 +59,7 @@ impl RunMemory {
 }
 
 impl<'a, B: Kernels> RankState<'a, B> {
-    /// One whose RoPE table is made by `rope`. Nothing is checked.
+    /// One whose RoPE table is made by `rope`. Nothing is checked. Experts are divided among all ranks.
     pub fn assemble(
         b: &'a B,
         comm: &'a dyn Comm<B>,
@@ -67,12 +67,13 @@ impl<'a, B: Kernels> RankState<'a, B> {
         recipe: Recipe,
         rope: impl FnOnce(&B) -> nibble_core::Result<Tensor<B>>,
     ) -> Result<Self> {
+        let mesh = Mesh::new(comm);
         let weights = b.arena("weights")?;
         let mut model = b.within(&weights, || {
-            Decoder::with_rope(b, comm, &recipe, &config.model, rope(b)?, config.seed)
+            Decoder::with_rope(b, mesh, &recipe, &config.model, rope(b)?, config.seed)
         })?;
         model.recompute(&config.train.recompute);
-        let context = RankContext { b, comm, config: config.clone(), recipe, data: None, step: 0 };
+        let context = RankContext { b, mesh, config: config.clone(), recipe, data: None, step: 0 };
         Ok(Self { context, model, weights, buffers: None, activations: b.arena("activations")? })
     }
 
@@ -95,8 +96,8 @@ impl<'a, B: Kernels> RankState<'a, B> {
     /// The buffers of steps, if they have not been made.
     pub fn make_buffers(&mut self) -> Result<()> {
         if self.buffers.is_none() {
-            let RankContext { comm, config, recipe, .. } = &self.context;
-            let delayed = plan::delayed_sites(comm.world(), config, recipe)?;
+            let RankContext { mesh, config, recipe, .. } = &self.context;
+            let delayed = plan::delayed_sites(mesh.all.world(), config, recipe)?;
             self.make_buffers_with(delayed)?;
         }
         Ok(())
@@ -117,11 +118,11 @@ impl<'a, B: Kernels> RankState<'a, B> {
         let Self { context, model, activations, .. } = self;
         let t = &context.config.train;
         let (local, rows_each) =
-            (t.shards / context.comm.world(), t.batch_size / t.shards * context.config.data.seq_len);
+            (t.shards / context.mesh.all.world(), t.batch_size / t.shards * context.config.data.seq_len);
         let measured = context.b.within(activations, || {
-            let shards = Shards::new(context.b, local, rows_each, context.comm.rank())?;
+            let shards = Shards::new(context.b, local, rows_each, context.mesh.all.rank())?;
             let inference =
-                Cx::inference(context.b, context.comm, &context.recipe, shards, context.progress());
+                Cx::inference(context.b, context.mesh, &context.recipe, shards, context.progress());
             let cx =
                 Cx { training: true, micro_batches: t.grad_accum, seed: context.config.seed, ..inference };
             model.prepare(&cx)?;

@@ -58,7 +58,7 @@ impl<'a, B: Kernels> RankState<'a, B> {
     pub(crate) fn rehearse(&mut self) -> Result<Ledger> {
         let config = self.context.config.clone();
         let (size, seq_len, steps) = (config.train.batch_size, config.data.seq_len, config.train.steps);
-        let world = self.context.comm.world();
+        let world = self.context.mesh.all.world();
         // More micro-batches than two find what the second found.
         let micro_batches = config.train.grad_accum.min(2);
         let (mine, all) = (Batch::zeroed(size / world, seq_len), Batch::zeroed(size, seq_len));

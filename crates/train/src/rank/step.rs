@@ -53,7 +53,7 @@ struct Place<B: Kernels> {
 impl<B: Kernels> StepBuffers<B> {
     /// Buffers for this rank's part of this configuration, of the parameters their gradients and moments, and of `delayed` their records.
     pub fn new(context: &RankContext<'_, B>, model: &mut Decoder<B>, delayed: DelayedSites) -> Result<Self> {
-        let (b, ranks, config) = (context.b, context.comm.world(), &context.config);
+        let (b, ranks, config) = (context.b, context.mesh.all.world(), &context.config);
         let t = &config.train;
         let shards = Shards::new(b, t.shards / ranks, t.batch_size / t.shards * config.data.seq_len, 0)?;
         let input_layout = InputLayout { tokens: shards.tokens(), micro_batches: t.grad_accum };
@@ -161,7 +161,7 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
             let got = "taken by a step that failed";
             return Err(CoreError::shape("step", "buffers", got, "those of a run that goes on").into());
         };
-        let inference = Cx::inference(context.b, context.comm, &context.recipe, shards, context.progress());
+        let inference = Cx::inference(context.b, context.mesh, &context.recipe, shards, context.progress());
         let cx = Cx {
             step: context.step,
             seed: context.config.seed,
@@ -227,7 +227,7 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
     ) -> Result<()> {
         let Self { context, model, buffers, cx } = self;
         let StepBuffers { inputs, input_layout, ids, targets, .. } = &mut **buffers;
-        let (rank, ranks) = (cx.comm.rank(), cx.comm.world());
+        let (rank, ranks) = (cx.mesh.all.rank(), cx.mesh.all.world());
         let Cx { clock, shards, .. } = cx;
         let op = BeginMicroBatch {
             inputs,

@@ -74,7 +74,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// On several ranks or with several micro-batches; from the backend and the data.
     pub fn inspect(mut self) -> Result<Inspection> {
         let t = &self.rank.context.config.train;
-        if self.rank.context.comm.world() != 1 || t.grad_accum != 1 {
+        if self.rank.context.mesh.all.world() != 1 || t.grad_accum != 1 {
             return Err(
                 CoreError::shape("inspect", "run", "several ranks or micro-batches", "one of each").into()
             );
@@ -94,9 +94,9 @@ impl<B: Kernels> Trainer<'_, B> {
         seen.push("targets", &shape, as_floats(&batch.targets));
 
         let named = self.rank.model.named_tensors();
-        let (b, comm) = (self.rank.context.b, self.rank.context.comm);
+        let (b, ep) = (self.rank.context.b, self.rank.context.mesh.ep);
         for (param, named) in self.rank.model.params().into_iter().zip(&named) {
-            let values = gather(b, comm, param, &param.master)?;
+            let values = gather(b, ep, param, &param.master)?;
             for TensorRef { name, shape, data } in slices(named, "", &values) {
                 seen.push(name, &shape, data.to_vec());
             }

@@ -154,9 +154,9 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         self.issued.len()
     }
 
-    /// Where it computes, and with whom.
+    /// Where it computes, and all ranks.
     fn backend(&self) -> (&'a B, &'a dyn Comm<B>) {
-        (self.rank.context.b, self.rank.context.comm)
+        (self.rank.context.b, self.rank.context.mesh.all)
     }
 
     /// The run's configuration.
@@ -254,7 +254,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
             None => loader.insert(Loader::new(context.plan()?)),
         };
         buffers.write_inputs(context, lr, &loader.take(context.step)?)?;
-        let alone = context.comm.world() == 1;
+        let alone = context.mesh.all.world() == 1;
         let mut whole = || -> Result<Duration> {
             if context.b.can_record() && alone && how == Issue::Replayed {
                 return Recorded::run(recorded, context, model, buffers, saving);

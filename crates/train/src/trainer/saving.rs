@@ -270,7 +270,7 @@ impl<B: Kernels> Trainer<'_, B> {
         self.require_settled("save")?;
         self.finish_save()?;
         self.rank.make_buffers()?;
-        let (b, comm, position) = (self.rank.context.b, self.rank.context.comm, self.position()?);
+        let (b, position) = (self.rank.context.b, self.position()?);
         let files = self.files();
         let pool = self.pool(&files);
         let writer = store.map(|store| {
@@ -288,7 +288,7 @@ impl<B: Kernels> Trainer<'_, B> {
             None => None,
         };
         reach(Point::SaveBegins)?;
-        if comm.world() > 1 {
+        if self.rank.context.mesh.ep.world() > 1 {
             return self.gather_all(&files, pieces);
         }
         let Some(pieces) = pieces else { return Ok(()) };
@@ -351,7 +351,7 @@ impl<B: Kernels> Trainer<'_, B> {
     fn files(&mut self) -> [Vec<Source>; 3] {
         let named = self.rank.model.named_tensors();
         let delayed = self.rank.buffers.as_ref().and_then(|buffers| buffers.delayed());
-        let ranks = self.rank.context.comm.world();
+        let ranks = self.rank.context.mesh.ep.world();
         let scales = delayed.map(|delayed| scale_sources(delayed.sites.borrow().sites(), ranks));
         let moments = [Part::ExpAvg, Part::ExpAvgSq];
         [sources(&named, &[Part::Master]), sources(&named, &moments), scales.unwrap_or_default()]
@@ -376,10 +376,10 @@ impl<B: Kernels> Trainer<'_, B> {
         Ok((pieces, started(Builder::new().name("checkpoint writer".into()).spawn(writer))?))
     }
 
-    /// Brings every parameter together from all ranks when a file first wants values of it; the rank that writes keeps it until
+    /// Brings every parameter together from the ranks that hold its parts when a file first wants values of it; the rank that writes keeps it until
     /// the last of them: a layer's experts.
     fn gather_all(&mut self, files: &[Vec<Source>], mut pieces: Option<Pieces<B>>) -> Result<()> {
-        let (b, comm) = (self.rank.context.b, self.rank.context.comm);
+        let (b, ep) = (self.rank.context.b, self.rank.context.mesh.ep);
         let delayed = self.rank.buffers.as_ref().and_then(|buffers| buffers.delayed());
         let params = self.rank.model.params();
         reach(Point::CopyBegins)?;
@@ -396,10 +396,10 @@ impl<B: Kernels> Trainer<'_, B> {
                     let param = &*params[of.0];
                     // The others only take part where values come from all.
                     if let (Part::Scales, Some(delayed)) = (of.1, delayed) {
-                        let of_ranks = b.download(&comm.all_gather(b, &delayed.records)?)?;
-                        held.insert(*of, delayed.in_order(&of_ranks, comm.world()));
+                        let of_ranks = b.download(&ep.all_gather(b, &delayed.records)?)?;
+                        held.insert(*of, delayed.in_order(&of_ranks, ep.world()));
                     } else if pieces.is_some() || param.placement != Placement::Replicated {
-                        held.insert(*of, gather(b, comm, param, of.1.of(param)?)?);
+                        held.insert(*of, gather(b, ep, param, of.1.of(param)?)?);
                     }
                     if pieces.is_none() {
                         held.clear();

@@ -15,18 +15,18 @@ use nibble_core::{Comm, DType, Data, Kernels, Tensor};
 /// Name, shape and values of a tensor.
 pub(super) type HostTensor = (String, Vec<usize>, Vec<f32>);
 
-/// A parameter's values over all ranks.
+/// All of a parameter's values; those of experts come from the ranks that these are divided among.
 pub(super) fn gather<B: Kernels>(
     b: &B,
-    comm: &dyn Comm<B>,
+    ep: &dyn Comm<B>,
     param: &Param<B>,
     tensor: &Tensor<B>,
 ) -> Result<Vec<f32>> {
-    if param.placement == Placement::Replicated || comm.world() == 1 {
+    if param.placement == Placement::Replicated || ep.world() == 1 {
         return Ok(tensor.to_f32_vec(b)?);
     }
     let values = Cast { x: tensor, dtype: DType::F32 }.run(b)?;
-    Ok(b.download(&comm.all_gather(b, values.f32("checkpoint", "parameter")?)?)?)
+    Ok(b.download(&ep.all_gather(b, values.f32("checkpoint", "parameter")?)?)?)
 }
 
 /// The slices of `values` that checkpoint tensors name.
@@ -103,7 +103,7 @@ fn require_finite(from: &Tensors, name: &str, values: &[f32]) -> Result<()> {
 /// nothing is known yet, and what it holds of others is left.
 fn restore<B: Kernels>(
     b: &B,
-    comm: &dyn Comm<B>,
+    ep: &dyn Comm<B>,
     delayed: &mut DelayedRecords<B>,
     checkpoint: &Checkpoint,
 ) -> Result<()> {
@@ -113,10 +113,10 @@ fn restore<B: Kernels>(
     }
     let mut scales = checkpoint.scales()?;
     for site in sites.sites() {
-        let shape = site.shape(comm.world());
+        let shape = site.shape(ep.world());
         let found = scales.as_mut().map(|scales| scales.take_if_there(&site.tensor_name(), &shape));
         let all = found.transpose()?.flatten().unwrap_or_else(|| vec![0.0; shape.iter().product()]);
-        delayed.restore(b, site, comm.rank(), &all)?;
+        delayed.restore(b, site, ep.rank(), &all)?;
     }
     scales.map_or(Ok(()), Tensors::finish_with_others)
 }
@@ -145,7 +145,8 @@ impl<B: Kernels> Trainer<'_, B> {
     pub fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         self.load_weights(checkpoint)?;
         self.rank.make_buffers().map_err(|error| self.without_room(error, "loading a checkpoint"))?;
-        let (b, rank, mut optim) = (self.rank.context.b, self.rank.context.comm.rank(), checkpoint.optim()?);
+        let (b, rank, mut optim) =
+            (self.rank.context.b, self.rank.context.mesh.ep.rank(), checkpoint.optim()?);
         let named = self.rank.model.named_tensors();
         for (param, named) in self.rank.model.params().into_iter().zip(&named) {
             let place = (rank, param.placement);
@@ -157,7 +158,7 @@ impl<B: Kernels> Trainer<'_, B> {
         optim.finish()?;
         let Some(buffers) = &mut self.rank.buffers else { return Ok(()) };
         if let Some(delayed) = buffers.delayed_mut() {
-            restore(b, self.rank.context.comm, delayed, checkpoint)?;
+            restore(b, self.rank.context.mesh.ep, delayed, checkpoint)?;
         }
         buffers.restart(b, self.rank.context.step)
     }
@@ -180,7 +181,8 @@ impl<B: Kernels> Trainer<'_, B> {
         self.require_settled("load")?;
         phase(format_args!("loading {}", checkpoint.path().display()));
         self.saving.wait_copied();
-        let (b, rank, mut model) = (self.rank.context.b, self.rank.context.comm.rank(), checkpoint.model()?);
+        let (b, rank, mut model) =
+            (self.rank.context.b, self.rank.context.mesh.ep.rank(), checkpoint.model()?);
         let named = self.rank.model.named_tensors();
         for (param, named) in self.rank.model.params().into_iter().zip(&named) {
             scatter(b, (rank, param.placement), &mut param.master, named, "", &mut model)?;

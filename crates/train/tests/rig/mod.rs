@@ -3,7 +3,7 @@
 #![allow(dead_code)] // every test file takes a part of it
 
 use nibble_core::formats::{Purpose, Stream, fnv1a32};
-use nibble_core::{Comm, DType, Kernels, Recipe, SoloComm, Tensor};
+use nibble_core::{Comm, DType, Kernels, Mesh, Recipe, SoloComm, Tensor};
 use nibble_cpu::{Cpu, ThreadComm};
 use nibble_train::config::Config;
 use nibble_train::cx::{Cx, Shards};
@@ -233,5 +233,5 @@ pub fn rank_cx<'a>(
     rows_each: usize,
 ) -> Cx<'a, Cpu> {
     let shards = Shards::new(cpu, shards, rows_each, comm.rank()).unwrap();
-    Cx { training: true, seed: 3, ..Cx::inference(cpu, comm, recipe, shards, 0.0) }
+    Cx { training: true, seed: 3, ..Cx::inference(cpu, Mesh::new(comm), recipe, shards, 0.0) }
 }

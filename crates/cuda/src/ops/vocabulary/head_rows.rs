@@ -2,12 +2,13 @@
 //! relative error, not to the CPU's bits.
 
 use super::cross_entropy::Rows;
-use crate::Buffer;
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch};
 use crate::ops::products::gemm::Output;
 use crate::ops::{Instance, SharedSize};
+use crate::{Buffer, Cuda};
 use nibble_core::Result;
+use nibble_core::ops::HeadLoss;
 
 const THREADS: u32 = 512;
 /// The device's `HeadRoom`.
@@ -17,8 +18,8 @@ const SOURCE: &str = "kernels/vocabulary/head_rows.cuh";
 const UNIT: usize = 8;
 /// The numbers of CTAs that may share a row.
 const CLUSTERS: [usize; 4] = [1, 2, 4, 8];
-/// Shorter rows would leave most threads of a CTA without work.
-const SHORTEST: usize = 4096;
+/// Shorter rows leave most threads of a CTA without work, and owe the CPU's bits.
+const SHORTEST: usize = HeadLoss::<Cuda>::OWN_ORDER_FROM;
 
 /// How a row is divided.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

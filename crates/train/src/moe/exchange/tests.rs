@@ -3,7 +3,7 @@
 use super::*;
 use crate::cx::Shards;
 use nibble_core::formats::{Purpose, Stream};
-use nibble_core::{Backend, Comm, DType, Recipe};
+use nibble_core::{Backend, Comm, DType, Mesh, Recipe};
 use nibble_cpu::{Cpu, ThreadComm};
 
 /// Experts of a rank.
@@ -192,7 +192,7 @@ fn check(case: Case, comm: ThreadComm) {
     let (cpu, recipe) = (Cpu::new(1).unwrap(), Recipe::builtin("bf16").unwrap());
     let comm: &dyn Comm<Cpu> = &comm;
     let shards = Shards::new(&cpu, 1, case.tokens, comm.rank()).unwrap();
-    let cx = Cx::inference(&cpu, comm, &recipe, shards, 0.0);
+    let cx = Cx::inference(&cpu, Mesh::new(comm), &recipe, shards, 0.0);
     let (expert, weight) = case.routing(comm.rank());
     let routing = Routing {
         expert: cpu.upload(&expert).unwrap(),
