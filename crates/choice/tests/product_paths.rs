@@ -68,9 +68,9 @@ fn the_path_of_each_pair() {
     let (e4m3, e5m2, mxfp4) = (Format::E4m3, Format::E5m2, Format::Mxfp4);
     let (bf16, f32) = ((Format::Bf16, Amax), (Format::F32, Amax));
     for (a, b, out, expected) in [
-        ((e4m3, Rceil), (e4m3, Amax), DType::Bf16, "tensor cores, e4m3"),
-        ((Format::E4m3Row, Amax), (Format::E4m3Row, Amax), DType::F32, "tensor cores, e4m3"),
-        ((Format::E4m3Tensor, TensorAmax), (e4m3, Rceil), DType::F32, "tensor cores, e4m3"),
+        ((e4m3, Rceil), (e4m3, Amax), DType::Bf16, "tensor cores, fp8"),
+        ((Format::E4m3Row, Amax), (Format::E4m3Row, Amax), DType::F32, "tensor cores, fp8"),
+        ((Format::E4m3Tensor, TensorAmax), (e4m3, Rceil), DType::F32, "tensor cores, fp8"),
         ((mxfp4, Rceil), (mxfp4, Rceil), DType::Bf16, "decoded to bf16; tensor cores, bf16"),
         ((mxfp4, Rceil), (Format::Mxfp8E4m3, Rceil), DType::F32, "decoded to bf16; tensor cores, bf16"),
         ((e5m2, Rceil), (e4m3, Rceil), DType::Bf16, "decoded to bf16; tensor cores, bf16"),

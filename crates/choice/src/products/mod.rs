@@ -338,7 +338,7 @@ fn bf16s(what: &'static str, len: usize) -> Temporary {
 
 impl fmt::Display for ProductPath {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let codes = |kind| if kind == OperandKind::Bf16 { "bf16" } else { "e4m3" };
+        let codes = |kind| if kind == OperandKind::Bf16 { "bf16" } else { "fp8" };
         match self {
             Self::TensorCores(desc) => write!(f, "tensor cores, {}", codes(desc.kind)),
             Self::Runs { desc, each } => {
