@@ -6,6 +6,8 @@ use nibble_core::{Kernels, Operand, PermuteMap, Result, Tensor, for_each_op};
 
 macro_rules! methods {
     (() $($name:ident($args:ty) -> $out:ty { $($fields:tt)* })*) => {$(
+        // An operation that `Dry` has no method of its own for would call this one.
+        #[deny(unconditional_recursion)]
         fn $name(&self, op: $args) -> Result<$out> {
             let counted = self.is_counted().then(|| op_work::$name(&op));
             // What makes the buffers: `Dry`'s own method of this name, and not this one of the trait.
