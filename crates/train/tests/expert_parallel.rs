@@ -4,12 +4,14 @@
 mod rig;
 
 use nibble_core::recipe::LayerKind;
-use nibble_core::{Backend, Comm, DType, Error, Recipe, Result, Traffic};
+use nibble_core::{Backend, Comm, DType, Error, Mesh, Recipe, Result, SoloComm, Tensor, Traffic};
 use nibble_cpu::{Buf, Cpu, ThreadComm};
 use nibble_train::config::Config;
+use nibble_train::cx::Cx;
 use nibble_train::metrics::Metrics;
 use nibble_train::model::Feed;
 use nibble_train::moe::{Moe, MoeShape};
+use nibble_train::param::{Param, Placement, Writes};
 use nibble_train::spec::MoeSpec;
 use nibble_train::trainer::{Observer, Options, Start, Trainer, run};
 use rig::{matrix, rank_cx, small, train};
@@ -422,7 +424,7 @@ fn a_weight_that_is_not_a_number_on_one_rank_stops_every_rank_and_is_named() {
             let mut values = down.master.to_f32_vec(&cpu).unwrap();
             values[5] = f32::NAN;
             let (rows, cols) = down.master.shape();
-            down.master = nibble_core::Tensor::from_f32(&cpu, &values, rows, cols).unwrap();
+            down.master = Tensor::from_f32(&cpu, &values, rows, cols).unwrap();
         }
         let error = trainer.train_step().unwrap_err().to_string();
         Comm::<Cpu>::abort(&comm, &error);
@@ -441,4 +443,38 @@ fn a_weight_that_is_not_a_number_on_one_rank_stops_every_rank_and_is_named() {
     );
     // The first rank may have met the NaN itself, in rows that came back, or hears of the second's.
     assert!(errors[0].contains("not finite"), "{}", errors[0]);
+}
+
+/// What all ranks hold is added over all of them; experts over those that hold the same, which are none where each rank has its own.
+#[test]
+fn gradients_meet_along_the_axis_of_what_they_are_of() {
+    let recipe = Recipe::builtin("f32").unwrap();
+    let sums = |comm: &ThreadComm, mesh: Mesh<'_, Cpu>, placement| {
+        let cpu = cpu();
+        let cx = Cx { mesh, ..rank_cx(&cpu, comm, &recipe, 1, 2) };
+        let mine = [1.0 + Comm::<Cpu>::rank(comm) as f32; 4];
+        let mut param = Param::new("w", Tensor::zeros(&cpu, DType::F32, 2, 2).unwrap(), placement);
+        let write = |grad: &mut Tensor<Cpu>, _| {
+            *grad = Tensor::from_f32(&cpu, &mine, 2, 2)?;
+            Ok(())
+        };
+        param.add_gradient(&cx, Writes::Overwrites, write).unwrap();
+        param.reduce_gradient(&cx).unwrap();
+        param.reduced().unwrap().to_f32_vec(&cpu).unwrap()
+    };
+    let one_rank = |comm: ThreadComm| {
+        let mine = 1.0 + Comm::<Cpu>::rank(&comm) as f32;
+        let (divided, experts) = (Mesh::new(&comm), Placement::Experts(2));
+        let replicas = Mesh { all: &comm, ep: &SoloComm, dp: &comm };
+        assert_eq!(sums(&comm, divided, Placement::Replicated), [3.0; 4]);
+        assert_eq!(sums(&comm, divided, experts), [mine; 4]);
+        assert_eq!(sums(&comm, replicas, Placement::Replicated), [3.0; 4]);
+        assert_eq!(sums(&comm, replicas, experts), [3.0; 4]);
+    };
+    std::thread::scope(|scope| {
+        let one_rank = &one_rank;
+        ThreadComm::world(2).into_iter().for_each(|comm| {
+            scope.spawn(move || one_rank(comm));
+        });
+    });
 }

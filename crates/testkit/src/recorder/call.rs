@@ -157,7 +157,7 @@ impl<B: Backend> Call<'_, B> {
             let inner = run(b, Run::Real)?;
             R::wrapped(&inner, &mut Store { b, cells: made.iter() }).map(drop)
         };
-        let entry = Entry::Op(op, Box::new(replay));
+        let entry = Entry::Op(Box::new(op), Box::new(replay));
         if !is_recording {
             recorder.execute(&[entry])?;
         } else if let Some(recording) = &mut recorder.shared.lock().recording {

@@ -40,7 +40,7 @@ type Replay<B> = Box<dyn Fn(&B) -> Result<()> + Send>;
 
 /// One thing that a replay does.
 pub(super) enum Entry<B: Backend> {
-    Op(Op<B>, Replay<B>),
+    Op(Box<Op<B>>, Replay<B>),
     /// The last handle of what recorded work made is dropped here.
     Free(Arc<Cell<B>>),
 }
