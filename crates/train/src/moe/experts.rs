@@ -169,7 +169,10 @@ impl<B: Kernels> Experts<B> {
     ) -> Result<(Tensor<B>, B::Buf<f32>)> {
         let groups = &plan.map.groups;
         let Some(x) = &saved.x else {
-            return Err(Error::shape("experts", "saved.x", "none", "what forward kept, or that made again"));
+            return Err(Error::Defect {
+                place: "experts",
+                what: "their input is neither kept nor made again",
+            });
         };
         let routes = self.routes(cx, section);
         let (dy_rows, dy_cols) = cx.follow_both(self.of_down("dy"), &dy_rd, &routes.dy, Some(groups))?;
@@ -211,7 +214,7 @@ impl<B: Kernels> Experts<B> {
         let a = match (&routes.wgrad_a, &saved.a, &grads.a) {
             (WgradA::Kept(route), Some(a), _) => cx.follow(at, a, route, Some(groups))?,
             (WgradA::Again(of), _, Some(a)) => cx.follow_computed(at, a, of, Some(groups))?.0,
-            _ => return Err(Error::shape("experts", "a", "none", "kept or made again")),
+            _ => return Err(Error::Defect { place: "experts", what: "a is neither kept nor made again" }),
         };
         Ok((rows, cols, a, grads.dweight))
     }

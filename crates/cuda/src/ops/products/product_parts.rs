@@ -2,7 +2,7 @@
 //! exactly, and the products of those are exact, so that only the order of the sums is another.
 
 use super::grouped_product::{GroupedProduct, Operand as Factor};
-use super::product::{Product, Target};
+use super::product::{Product, Ragged, Target};
 use super::product_runs::{Runs, Units, sum, sum_to};
 use crate::jit::KernelSpec;
 use crate::launch::{Divider, KernelArg};
@@ -25,6 +25,16 @@ pub(super) fn run(
     let (Operand::Plain(Tensor { data: a, .. }), Operand::Plain(Tensor { data: b, .. })) = operands else {
         return Err(Error::shape(product.op, "operands", "quantized", "plain, as chosen for"));
     };
+    let matrices_of_b = match product.ragged {
+        Ragged::Rows => product.groups.map_or(1, |groups| groups.num_groups),
+        Ragged::Contraction => 1,
+    };
+    let lengths = (len(a), len(b));
+    let expected = (product.m * product.k, matrices_of_b * product.n * product.k);
+    if lengths != expected {
+        let (got, expected) = (format!("{lengths:?}"), format!("{expected:?}"));
+        return Err(Error::shape(product.op, "values of the operands", got, expected));
+    }
     let multiply = |a: &Buffer<bf16>, b: &Buffer<bf16>, d: Target<'_>| {
         GroupedProduct { desc, groups, a: Factor::Bf16(a), b: Factor::Bf16(b), d }.run()
     };
@@ -54,6 +64,13 @@ pub(super) fn run(
         (.., d) => {
             Err(Error::shape(product.op, "operands and out", format!("{operands:?}, {d:?}"), "as chosen for"))
         }
+    }
+}
+
+fn len(data: &Data<Cuda>) -> usize {
+    match data {
+        Data::F32(values) => values.get().len(),
+        Data::Bf16(values) => values.get().len(),
     }
 }
 
