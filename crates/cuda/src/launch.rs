@@ -256,8 +256,8 @@ impl Kernel {
     /// The same, but the kernel may start while the one issued just before it still runs, which hides the time of its
     /// launch (programmatic dependent launch).
     ///
-    /// # Safety As for [`Kernel::launch`]; and every thread of the kernel calls `ptx::grid_wait` before it reads or
-    /// writes memory that earlier kernels read or write.
+    /// # Safety
+    /// As for [`Kernel::launch`]; and every thread of the kernel calls `ptx::grid_wait` before it reads or writes memory that earlier kernels read or write.
     pub unsafe fn launch_early(&self, launch: Launch, args: &[&dyn KernelArg]) -> Result<()> {
         // SAFETY: the caller's promise.
         unsafe { self.issue(launch, Start::Early, args) }

@@ -51,7 +51,7 @@ pub use transcode::{CONVERSIONS, Transcode, Transcoded};
 
 use crate::{Kernels, Operand, PermuteMap, Result, Tensor};
 
-/// Every operation, listed once. A row is a method of [`Kernels`](crate::Kernels), the struct of its arguments, what it returns, and what it does with each
+/// Every operation, listed once. A row is a method of [`Kernels`], the struct of its arguments, what it returns, and what it does with each
 /// field of the struct:
 ///
 /// * `reads`: tensors and buffers;

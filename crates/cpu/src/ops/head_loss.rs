@@ -1,7 +1,7 @@
 //! See [`nibble_core::ops::HeadLoss`].
 //!
 //! Made of the very parts that the separate operations are made of: the engine of [`crate::gemm`], whose chains go on from
-//! chunk to chunk, the rows of [`super::cross_entropy`], and [`super::quantize`].
+//! chunk to chunk, the rows of [`mod@super::cross_entropy`], and [`mod@super::quantize`].
 
 use super::cross_entropy::{Rows, shard_sums};
 use super::gemm::{engine, refused};

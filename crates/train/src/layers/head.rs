@@ -107,10 +107,7 @@ impl<B: Kernels> Head<B> {
         })?;
         cx.keep_counts(&self.id, "x", Conversion::Quantize, out.x_counts.as_ref());
         cx.keep_counts(&self.id, "dlogits", Conversion::Quantize, out.dlogits_counts.as_ref());
-        let dx = out
-            .dx
-            .take()
-            .ok_or_else(|| Error::Defect { place: "head_loss", what: "it gives no gradient" })?;
+        let dx = out.dx.take().ok_or(Error::Defect { place: "head_loss", what: "it gives no gradient" })?;
         Ok((out, HeadSaved { layer: self.id.clone(), dx }))
     }
 
