@@ -11,7 +11,7 @@ use nibble_command::say;
 use nibble_core::ops::{Attention, AttentionBackward, AttentionOut, Cast, InitNormal};
 use nibble_core::{DType, Result as CoreResult, Tensor};
 use nibble_cuda::Cuda;
-use nibble_cuda::timing::Sustained;
+use nibble_cuda::measure::timing::Sustained;
 use nibble_formats::{Purpose, Stream};
 use serde_json::{Value, json};
 use std::fmt;

@@ -61,7 +61,7 @@ fn ms(work: &Work, peaks: &Peaks) -> f64 {
 #[cfg(test)]
 pub mod tests {
     use super::*;
-    use nibble_cuda::timing::Rates;
+    use nibble_cuda::measure::timing::Rates;
     use nibble_train::plan::Flops;
 
     pub const PEAKS: Peaks = Peaks { memory: Rates { copy: 4e12, fill: 3e12 }, bf16: 1e15, fp8: 2e15 };

@@ -4,7 +4,7 @@ use super::median;
 use nibble_command::error::{Error, Result};
 use nibble_command::say;
 use nibble_core::Result as CoreResult;
-use nibble_cuda::timing::{Rates, Stopwatch, Sustained};
+use nibble_cuda::measure::timing::{Rates, Stopwatch, Sustained};
 use nibble_cuda::{Cuda, probe};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};

@@ -9,7 +9,7 @@ use nibble_command::error::{Error, Result};
 use nibble_command::say;
 use nibble_core::ops::{Emitted, GroupedGemm, GroupedWgrad, Planes, Quantize, Transpose};
 use nibble_core::{DType, Groups, Kernels, Operand, Result as CoreResult, Tensor};
-use nibble_cuda::timing::Sustained;
+use nibble_cuda::measure::timing::Sustained;
 use nibble_formats::{Codec, Format, Rounding};
 use serde_json::{Value, json};
 

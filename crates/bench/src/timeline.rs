@@ -3,7 +3,7 @@
 use super::floors::Floors;
 use nibble_command::device::Peaks;
 use nibble_command::say;
-use nibble_cuda::timeline::Span;
+use nibble_cuda::measure::timeline::Span;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 

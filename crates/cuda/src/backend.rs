@@ -1,13 +1,13 @@
 //! The CUDA backend's memory: what [`Backend`] asks of it. Operations are in [`ops`](crate::ops).
 
-use crate::arena::{Arena, Entered};
-use crate::buffer::Buffer;
 use crate::device::Device;
-use crate::download::{Pending, copy_out};
+use crate::device::arena::{Arena, Entered};
+use crate::device::buffer::Buffer;
+use crate::device::download::{Pending, copy_out};
+use crate::device::pinned::Pinned;
+use crate::device::recording::Recording;
 use crate::driver::failed;
-use crate::pinned::Pinned;
-use crate::profile::Marks;
-use crate::recording::Recording;
+use crate::measure::profile::Marks;
 use nibble_core::{Backend, DeviceKind, MemoryStats, Plain, Result, Room, Traffic, ValueRun, check_range};
 use std::fmt;
 use std::ops::Range;

@@ -7,59 +7,34 @@
 //! | module | what |
 //! | --- | --- |
 //! | [`env`](mod@env) | the environment variables, read in one place |
+//! | `driver` | what the driver answers, and which functions of NVIDIA's libraries are called |
+//! | [`compile`] | instance → cubin: embedded sources, NVRTC, the cache on disk, one compilation at a time per instance |
 //! | [`probe`](mod@probe) | what CUDA there is here |
-//! | [`source`] | the embedded kernel sources and what each includes |
-//! | [`jit`] | instance → cubin: NVRTC, the cache on disk, one compilation at a time per instance |
-//! | [`device`] | context, streams, memory pool, pinned staging, events, loaded kernels |
-//! | [`buffer`] | typed buffers: of the pool, or of an arena |
-//! | [`arena`] | memory at addresses that come back, for work done over and over |
-//! | [`recording`] | work recorded once and issued as a whole |
-//! | [`download`], [`pinned`] | copies to the host on a stream of their own, and host memory that they reach at full speed |
-//! | [`launch`] | checked, typed launches: grid, cluster, shared memory |
-//! | [`tensor_map`] | descriptors of the bulk tensor copy engine, checked before they are encoded |
+//! | [`device`] | context, streams, events, loaded kernels; buffers of the pool or of an arena, copies to the host; work recorded once and issued as a whole |
+//! | [`launch`] | checked, typed launches: grid, cluster, shared memory; descriptors of the bulk tensor copy engine |
+//! | [`cublaslt`] | dense BF16 and FP8 products by NVIDIA's library |
+//! | [`measure`], [`Cuda::profiled`] | burst and sustained times, watts and clocks; the time of each operation, and of what ran inside a recording |
 //! | [`backend`] | the same as `nibble-core`'s `Backend` |
 //! | [`ops`] | a folder a family, one file an operation: description → configuration → launch |
-//! | [`cublaslt`] | dense BF16 and FP8 products by NVIDIA's library |
-//! | [`timeline`] | what ran inside a recording, and when, by CUPTI |
-//! | [`timing`], [`Cuda::profiled`] | burst and sustained times; the time of each operation |
-//! | [`power`] | watts and clocks |
 
-pub mod arena;
 pub mod backend;
-pub mod buffer;
-mod cubin;
-mod cubin_cache;
+pub mod compile;
 pub mod cublaslt;
 pub mod device;
-pub mod download;
 mod driver;
 pub mod env;
-mod gpu;
-pub mod jit;
-mod kept;
 mod kernels;
-mod landing;
 pub mod launch;
-mod mapping;
+pub mod measure;
 pub mod ops;
-pub mod pinned;
-pub mod power;
 pub mod probe;
-mod profile;
-pub mod recording;
-pub mod source;
-mod staging;
-mod symbols;
-pub mod tensor_map;
-pub mod timeline;
-pub mod timing;
 
-pub use arena::Arena;
 pub use backend::Cuda;
-pub use buffer::Buffer;
+pub use compile::jit::{Jit, KernelSpec};
+pub use device::arena::Arena;
+pub use device::buffer::Buffer;
+pub use device::recording::Recording;
 pub use device::{Device, Event, Launched};
-pub use jit::{Jit, KernelSpec};
+pub use measure::profile::OpTime;
 pub use nibble_core::{Error, Result};
 pub use probe::probe;
-pub use profile::OpTime;
-pub use recording::Recording;

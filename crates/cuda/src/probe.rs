@@ -1,7 +1,7 @@
 //! What CUDA there is on this machine. Asking never fails and never panics.
 
-use crate::jit::Nvrtc;
-use crate::symbols;
+use crate::compile::jit::Nvrtc;
+use crate::driver::symbols;
 use cudarc::driver::sys::CUdevice_attribute as Attribute;
 use cudarc::driver::{result, sys};
 use std::fmt;

@@ -3,9 +3,9 @@
 //! To re-pin after a deliberate change: `NIBBLE_UPDATE=1 cargo test --test compile_all`, and commit the file with the change.
 
 use nibble_cuda::KernelSpec;
-use nibble_cuda::jit::Nvrtc;
+use nibble_cuda::compile::jit::Nvrtc;
+use nibble_cuda::compile::source::{EMBEDDED, Sources};
 use nibble_cuda::ops::{Instance, SharedSize};
-use nibble_cuda::source::{EMBEDDED, Sources};
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
@@ -13,7 +13,7 @@ const RESOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/resources.tx
 
 /// Every instance: those of the operations, and the one that timing needs.
 fn instances() -> Vec<Instance> {
-    let flush = Instance { spec: nibble_cuda::timing::flush_spec(), shared_bytes: 0 };
+    let flush = Instance { spec: nibble_cuda::measure::timing::flush_spec(), shared_bytes: 0 };
     [vec![flush], nibble_cuda::ops::instances()].concat()
 }
 

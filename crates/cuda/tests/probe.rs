@@ -1,7 +1,7 @@
 //! Asking what CUDA there is fails nowhere; opening a device where there is none says so.
 
-use nibble_cuda::jit::{Jit, Nvrtc};
-use nibble_cuda::source::Sources;
+use nibble_cuda::compile::jit::{Jit, Nvrtc};
+use nibble_cuda::compile::source::Sources;
 use nibble_cuda::{Device, probe};
 
 #[test]

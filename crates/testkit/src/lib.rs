@@ -20,6 +20,7 @@ pub mod host;
 pub mod input;
 mod ops;
 mod random_elements;
+mod random_recipe;
 pub mod recorder;
 pub mod shapes;
 pub mod testdata;
@@ -33,6 +34,7 @@ pub use input::Input;
 #[doc(hidden)] // of `conformance!`
 pub use nibble_core::for_each_op;
 pub use random_elements::random_elements;
+pub use random_recipe::Dice;
 pub use recorder::Recorder;
 pub use testdata::{Vectors, skip, testdata};
 pub use timing::{Paired, paired};

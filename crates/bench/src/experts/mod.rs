@@ -12,7 +12,7 @@ use layer::{Kept, Layer, Shape};
 use nibble_command::error::Result;
 use nibble_command::say;
 use nibble_core::{Backend, Recipe, Result as CoreResult};
-use nibble_cuda::timing::Sustained;
+use nibble_cuda::measure::timing::Sustained;
 use nibble_cuda::{Cuda, OpTime};
 use nibble_testkit::shapes::MoeShape;
 use serde_json::{Value, json};

@@ -174,7 +174,7 @@ mod tests {
     use super::super::layer::Kept;
     use super::*;
     use crate::peers::assert_is_where_it_says;
-    use nibble_cuda::timing::Sustained;
+    use nibble_cuda::measure::timing::Sustained;
 
     fn measured(recipe: &'static str, ms: f32, ops: &[(&'static str, f64)]) -> Measured {
         let sustained = Some(Sustained { median_ms: ms, min_ms: 0.9 * ms, max_ms: 1.1 * ms, draw: None });

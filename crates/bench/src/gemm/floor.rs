@@ -1,7 +1,7 @@
 //! What a product must do: its operations and the bytes it must move, and the least time for both.
 
 use super::cases::{Operands, Pass, Product};
-use nibble_cuda::timing::Rates;
+use nibble_cuda::measure::timing::Rates;
 
 /// Bits of a value with its share of the scales.
 const BF16: f64 = 16.0;

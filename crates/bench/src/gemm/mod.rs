@@ -25,7 +25,7 @@ use nibble_command::say;
 use nibble_core::ops::{Planes, Quantize};
 use nibble_core::{DType, Data, Result as CoreResult, Tensor};
 use nibble_cuda::cublaslt::Gemm;
-use nibble_cuda::timing::Sustained;
+use nibble_cuda::measure::timing::Sustained;
 use nibble_cuda::{Buffer, Cuda};
 use nibble_formats::Rounding;
 use serde_json::{Value, json};

@@ -7,7 +7,7 @@ use super::floor::Work;
 use super::{Ceilings, Measured};
 use nibble_command::error::{Error, Result};
 use nibble_command::output::{Mark, Output};
-use nibble_cuda::timing::Rates;
+use nibble_cuda::measure::timing::Rates;
 use plotters::prelude::*;
 
 /// What a picture bears.

@@ -8,7 +8,7 @@ use super::peers::{self, Reached};
 use super::{Ceilings, Measured, Times};
 use crate::peers::MEASURED;
 use nibble_command::say;
-use nibble_cuda::timing::Rates;
+use nibble_cuda::measure::timing::Rates;
 use serde_json::{Value, json};
 
 /// Widths of a product's columns.
@@ -178,7 +178,7 @@ fn figure(row: &Measured, all: &[Measured], ceilings: Ceilings, rates: Rates) ->
 mod tests {
     use super::super::cases::{Load, Pass, Product, ceilings, sections};
     use super::*;
-    use nibble_cuda::timing::{Draw, Sustained};
+    use nibble_cuda::measure::timing::{Draw, Sustained};
 
     const CEILINGS: Ceilings = Ceilings { fp8: 1.2e15, bf16: 0.7e15 };
     const RATES: Rates = Rates { copy: 4e12, fill: 3e12 };

@@ -8,7 +8,7 @@ use nibble_command::console::{bits, thousands};
 use nibble_command::device::{Device, On};
 use nibble_command::say;
 use nibble_core::visible;
-use nibble_cuda::power::Meter;
+use nibble_cuda::measure::power::Meter;
 use nibble_train::config::Config;
 use nibble_train::data::Entropy;
 use nibble_train::files::write_whole;

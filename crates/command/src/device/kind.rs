@@ -3,9 +3,9 @@
 use nibble_core::{Kernels, Result};
 use nibble_cpu::Cpu;
 use nibble_cpu::gemm::peak::{Dot, measure};
-use nibble_cuda::power::Meter;
-use nibble_cuda::timeline::Span;
-use nibble_cuda::timing::{Rates, Stopwatch};
+use nibble_cuda::measure::power::Meter;
+use nibble_cuda::measure::timeline::Span;
+use nibble_cuda::measure::timing::{Rates, Stopwatch};
 use nibble_cuda::{Cuda, Launched};
 use std::collections::BTreeMap;
 use std::time::Duration;

@@ -1,5 +1,5 @@
 // How a number between two codes is rounded: the twins of `Rounding` and `Element::encode_rounded` in crates/formats,
-// bit for bit. A kernel takes the policy as a template argument (`RoundingArg::policy` in src/launch.rs has its name)
+// bit for bit. A kernel takes the policy as a template argument (`RoundingArg::policy` in src/launch/mod.rs has its name)
 // and a `RoundingArg` by value:
 //
 //   template <class In, class E, int kRule, bool kAligned, class Round> __global__ void kernel(..., RoundingArg rounding) {
@@ -31,7 +31,7 @@
 
 namespace nib {
 
-/// What a rounding needs beside its kind; `RoundingArg` in src/launch.rs.
+/// What a rounding needs beside its kind; `RoundingArg` in src/launch/mod.rs.
 struct RoundingArg {
     Stream stream;
     u32 delta_q16;       // of dither

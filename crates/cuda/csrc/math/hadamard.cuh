@@ -1,5 +1,5 @@
 // The random Hadamard transform before a quantization, with the bits of crates/formats/src/hadamard.rs: signs, F32 butterflies with
-// strides 1, 2, 4 ..., one multiplication by 1 / sqrt(len). `HadamardArg` goes to the kernel by value (src/launch.rs).
+// strides 1, 2, 4 ..., one multiplication by 1 / sqrt(len). `HadamardArg` goes to the kernel by value (src/launch/mod.rs).
 //
 // Kernels that also quantize hold 64 numbers a lane (pieces/convert/hadamard_unit.cuh) and use `flip`, `butterflies`
 // and `scale_exactly`. Signs depend only on the position along the transform, so a thread that keeps its columns draws

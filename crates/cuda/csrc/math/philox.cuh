@@ -21,7 +21,7 @@ struct RandomBits {
 };
 
 /// Random bits for one (seed, purpose, site, step), addressed by element; the launch passes it by value (`StreamArg` in
-/// src/launch.rs). The host computes the keys of all rounds. As kernel parameters they are operands in constant memory,
+/// src/launch/mod.rs). The host computes the keys of all rounds. As kernel parameters they are operands in constant memory,
 /// which cost nothing.
 struct Stream {
     static constexpr u32 kFactor0 = 0xD2511F53, kFactor1 = 0xCD9E8D57;

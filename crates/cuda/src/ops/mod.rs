@@ -24,7 +24,7 @@ pub(crate) use {
 
 use crate::Cuda;
 use crate::backend::Buf;
-use crate::jit::KernelSpec;
+use crate::compile::jit::KernelSpec;
 use nibble_core::Result;
 use nibble_core::ops::Counts;
 

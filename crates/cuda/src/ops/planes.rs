@@ -2,7 +2,7 @@
 
 use crate::Cuda;
 use crate::backend::Buf;
-use crate::jit::TemplateArg;
+use crate::compile::jit::TemplateArg;
 use crate::launch::KernelArg;
 use crate::{Buffer, Device};
 use nibble_core::formats::layout::mn_major_stride;

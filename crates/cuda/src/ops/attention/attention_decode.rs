@@ -2,7 +2,7 @@
 //! cores.
 
 use crate::Cuda;
-use crate::jit::{KernelSpec, TemplateArg};
+use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::Launch;
 use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;

@@ -2,10 +2,10 @@
 //! or of 192 with values of 128.
 
 use super::{QueryRows, Sizes};
-use crate::jit::{KernelSpec, TemplateArg};
+use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::Launch;
+use crate::launch::tensor_map::{Element, Swizzle, TensorMap, Tiles};
 use crate::ops::Instance;
-use crate::tensor_map::{Element, Swizzle, TensorMap, Tiles};
 use crate::{Buffer, Cuda, Device};
 use half::bf16;
 use nibble_choice::attention::HEADS;

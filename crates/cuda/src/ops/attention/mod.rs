@@ -10,7 +10,7 @@ pub(crate) mod attention_wgmma;
 pub(crate) use attention_decode::attention_decode;
 
 use crate::backend::Buf;
-use crate::jit::{KernelSpec, TemplateArg};
+use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch, plain_args};
 use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;

@@ -8,12 +8,12 @@ pub(crate) use config::instances;
 
 use crate::Buffer;
 use crate::backend::Buf;
+use crate::launch::tensor_map::{self, Swizzle, TensorMap, Tiles};
 use crate::launch::{Divider, HadamardArg, KernelArg, Launch, RoundingArg, plain_args};
 use crate::ops::buffer_check::BufferCheck;
 use crate::ops::planes::{
     column_stride, plain_address, plain_arg, planes_or_nulls, unwritten, unwritten_columns,
 };
-use crate::tensor_map::{self, Swizzle, TensorMap, Tiles};
 use crate::{Cuda, Device};
 use config::{
     Launches, QuantizeDesc, QuantizeKernel, RowScales, TRANSFORM_COLS, UNIT_COLS, transpose_ctas,

@@ -1,7 +1,7 @@
 //! `tile_scales` and `untile_scales` on a GPU (`csrc/kernels/convert/scale_tiles.cuh`).
 
 use crate::backend::Buf;
-use crate::jit::{KernelSpec, TemplateArg};
+use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::Launch;
 use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;

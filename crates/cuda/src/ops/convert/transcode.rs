@@ -5,7 +5,7 @@ mod short_blocks;
 
 use crate::Buffer;
 use crate::Cuda;
-use crate::jit::{KernelSpec, TemplateArg};
+use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, KernelArg, Launch};
 use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;

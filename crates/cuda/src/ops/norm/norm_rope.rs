@@ -5,7 +5,7 @@ use super::rms_norm::{self, Chunks, THREADS, TYPES, add_chunks, check_size, int,
 use super::rope::rope;
 use crate::Cuda;
 use crate::backend::Buf;
-use crate::jit::{KernelSpec, TemplateArg};
+use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, KernelArg, Launch};
 use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;

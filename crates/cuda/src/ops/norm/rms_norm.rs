@@ -3,7 +3,7 @@
 //! other width are read twice.
 
 use crate::backend::Buf;
-use crate::jit::{KernelSpec, TemplateArg};
+use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch};
 use crate::ops::buffer_check::BufferCheck;
 use crate::ops::plain::row_tree::Stack;

@@ -1,7 +1,7 @@
 //! `rope` on a GPU (`csrc/kernels/norm/rope.cuh`).
 
 use crate::backend::Buf;
-use crate::jit::{KernelSpec, TemplateArg};
+use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, Launch};
 use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;

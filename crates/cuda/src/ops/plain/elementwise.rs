@@ -2,7 +2,7 @@
 
 use crate::Cuda;
 use crate::backend::Buf;
-use crate::jit::{KernelSpec, TemplateArg};
+use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, Launch};
 use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;

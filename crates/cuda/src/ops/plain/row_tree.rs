@@ -1,7 +1,7 @@
 //! Sums of rows as a tree over neighbours (`csrc/kernels/plain/row_tree.cuh`): how the sums of chunks of rows become
 //! one row.
 
-use crate::jit::{KernelSpec, TemplateArg};
+use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch};
 use crate::ops::Instance;
 use crate::{Buffer, Device};

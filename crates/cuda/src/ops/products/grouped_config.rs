@@ -2,10 +2,10 @@
 //! the GPU may decide.
 
 use super::product::{Ragged, ragged_name};
-use crate::jit::{KernelSpec, TemplateArg};
+use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::Launch;
+use crate::launch::tensor_map::Fetch;
 use crate::probe::GpuInfo;
-use crate::tensor_map::Fetch;
 use nibble_choice::products::{GroupedDesc, OperandKind, Out, ScalesB};
 use nibble_core::ops::ProductDims;
 use nibble_core::{Error, Result};

@@ -6,7 +6,7 @@ use super::grouped_config::{BLOCK_N, OUT_ROW_BYTES, OUT_ROWS, ROW_BYTES};
 pub use super::product::{GroupBuffers, Ragged, ScaleValues, StridedScales, Target};
 use super::product::{GroupsArg, same_device};
 use crate::launch::KernelArg;
-use crate::tensor_map::{Element, Fetch, Swizzle, TensorMap, Tiles};
+use crate::launch::tensor_map::{Element, Fetch, Swizzle, TensorMap, Tiles};
 use crate::{Buffer, Device};
 use half::bf16;
 pub use nibble_choice::products::{GroupedDesc, OperandKind, Out, ScalesB};

@@ -4,7 +4,7 @@
 
 use super::product::{Product, Ragged, Target};
 use crate::backend::Buf;
-use crate::jit::{KernelSpec, TemplateArg};
+use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, KernelArg, Launch, plain_args};
 use crate::ops::Instance;
 use crate::ops::convert::dequantize;

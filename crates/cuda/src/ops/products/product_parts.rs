@@ -4,7 +4,7 @@
 use super::grouped_product::{GroupedProduct, Operand as Factor};
 use super::product::{Product, Ragged, Target};
 use super::product_runs::{Runs, Units, sum, sum_to};
-use crate::jit::KernelSpec;
+use crate::compile::jit::KernelSpec;
 use crate::launch::{Divider, KernelArg};
 use crate::{Buffer, Cuda, Device};
 use half::bf16;

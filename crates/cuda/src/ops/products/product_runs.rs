@@ -6,7 +6,7 @@
 
 use super::product::{GroupBuffers, Product, Target};
 use crate::Buffer;
-use crate::jit::{KernelSpec, TemplateArg};
+use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, KernelArg, Launch};
 use crate::ops::planes::type_name;
 use half::bf16;

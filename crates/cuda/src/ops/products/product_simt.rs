@@ -4,7 +4,7 @@
 use super::product::{
     GroupBuffers, GroupsArg, Ragged, ScalesArg, StridedScales, Target, ragged_name, same_device,
 };
-use crate::jit::{KernelSpec, TemplateArg};
+use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch, plain_args};
 use crate::{Buffer, Device};
 use half::bf16;

@@ -3,7 +3,7 @@
 
 use crate::Cuda;
 use crate::backend::Buf;
-use crate::jit::{KernelSpec, TemplateArg};
+use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, KernelArg, Launch};
 use crate::ops::buffer_check::BufferCheck;
 use crate::ops::{Instance, SharedSize};

@@ -1,7 +1,7 @@
 //! `route`, `route_backward` on a GPU: a few lanes share each token; then a cluster for each shard computes its losses.
 
 use crate::backend::Buf;
-use crate::jit::{KernelSpec, TemplateArg};
+use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch};
 use crate::ops::buffer_check::BufferCheck;
 use crate::ops::{Instance, SharedSize};

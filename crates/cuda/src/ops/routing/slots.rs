@@ -2,7 +2,7 @@
 
 use crate::Cuda;
 use crate::backend::Buf;
-use crate::jit::KernelSpec;
+use crate::compile::jit::KernelSpec;
 use crate::launch::{Divider, KernelArg, Launch};
 use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;

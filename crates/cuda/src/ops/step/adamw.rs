@@ -2,7 +2,7 @@
 
 use super::tensor_list::{Listed, each_list};
 use crate::Cuda;
-use crate::jit::{KernelSpec, TemplateArg};
+use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Launch, plain_args};
 use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;

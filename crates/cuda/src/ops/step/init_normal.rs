@@ -2,7 +2,7 @@
 
 use crate::Cuda;
 use crate::backend::Buf;
-use crate::jit::KernelSpec;
+use crate::compile::jit::KernelSpec;
 use crate::launch::{Launch, StreamArg};
 use crate::ops::Instance;
 use nibble_core::ops::InitNormal;

@@ -7,7 +7,7 @@ mod tensor_list;
 
 pub(crate) use {adamw::adamw, init_normal::init_normal, sum_squares::sum_squares};
 
-use crate::jit::KernelSpec;
+use crate::compile::jit::KernelSpec;
 use crate::launch::{Launch, plain_args};
 use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;

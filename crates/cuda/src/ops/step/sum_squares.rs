@@ -3,7 +3,7 @@
 
 use super::tensor_list::{Listed, each_list};
 use crate::backend::Buf;
-use crate::jit::{KernelSpec, TemplateArg};
+use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::Launch;
 use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;

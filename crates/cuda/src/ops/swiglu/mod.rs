@@ -8,7 +8,8 @@ pub(crate) use swiglu_backward::swiglu_backward;
 
 use crate::Cuda;
 use crate::backend::Buf;
-use crate::jit::{KernelSpec, TemplateArg};
+use crate::compile::jit::{KernelSpec, TemplateArg};
+use crate::launch::tensor_map::{Element, Swizzle, TensorMap, Tiles, TurnedTiles};
 use crate::launch::{Divider, KernelArg, Launch};
 use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;
@@ -16,7 +17,6 @@ use crate::ops::planes::{
     column_stride, plain_arg, plane_args, planes_or_nulls, rule_arg, unwritten, unwritten_columns,
     unwritten_plain,
 };
-use crate::tensor_map::{Element, Swizzle, TensorMap, Tiles, TurnedTiles};
 use crate::{Buffer, Device};
 use nibble_choice::swiglu::{FUSED_RULES, SwigluPath, TILE, check_size};
 use nibble_core::formats::{BlockAxis, Codec, ScaleRule};

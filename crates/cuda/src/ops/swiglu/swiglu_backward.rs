@@ -5,12 +5,12 @@
 use super::{BOX_ROWS, SIGMOIDS, bf16_tiles, emit, row_ids, turned_tiles};
 use crate::Cuda;
 use crate::backend::Buf;
-use crate::jit::{KernelSpec, TemplateArg};
+use crate::compile::jit::{KernelSpec, TemplateArg};
+use crate::launch::tensor_map::{Element, Swizzle, TensorMap, Tiles};
 use crate::launch::{Divider, KernelArg, Launch};
 use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;
 use crate::ops::planes::{plain_arg, plane_args, rule_arg, unwritten, unwritten_columns, unwritten_plain};
-use crate::tensor_map::{Element, Swizzle, TensorMap, Tiles};
 use crate::{Buffer, Device};
 use nibble_choice::swiglu::{FUSED_RULES, HSource, SwigluBackwardPath, TILE, check_size};
 use nibble_core::formats::{BlockAxis, Codec, ScaleRule};

@@ -2,7 +2,7 @@
 //! shard.
 
 use crate::backend::Buf;
-use crate::jit::{KernelSpec, TemplateArg};
+use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::Launch;
 use crate::ops::buffer_check::BufferCheck;
 use crate::ops::products::gemm::Output;

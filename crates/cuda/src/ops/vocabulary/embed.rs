@@ -3,7 +3,7 @@
 //! ids that have several chunks.
 
 use crate::backend::Buf;
-use crate::jit::{KernelSpec, TemplateArg};
+use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, Launch, plain_args};
 use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;

@@ -3,7 +3,7 @@
 
 use super::cross_entropy::{Rows, shard_nats};
 use crate::backend::Buf;
-use crate::jit::KernelSpec;
+use crate::compile::jit::KernelSpec;
 use crate::launch::Launch;
 use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;

@@ -2,7 +2,7 @@
 //! relative error, not to the CPU's bits.
 
 use super::cross_entropy::Rows;
-use crate::jit::{KernelSpec, TemplateArg};
+use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch};
 use crate::ops::products::gemm::Output;
 use crate::ops::{Instance, SharedSize};

@@ -1,7 +1,7 @@
 //! Decoding any format by the general kernel (`csrc/kernels/convert/dequantize_units.cuh`).
 
 use super::OP;
-use crate::jit::{KernelSpec, TemplateArg};
+use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Launch, plain_args};
 use crate::ops::Instance;
 use crate::ops::convert::units::{LONG, RecordPlane, SQUARE, UnitFormat, tiles};

@@ -1,7 +1,7 @@
 //! Which kernel a quantization takes and how it is launched, decided from its description alone.
 
 use super::OP;
-use crate::jit::{KernelSpec, TemplateArg};
+use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Launch, RoundingArg};
 use crate::ops::Instance;
 use nibble_choice::quantize::{FastKernels, MOST_UNITS};

@@ -3,7 +3,7 @@
 
 use super::config::{QuantizeDesc, TILE, input_type};
 use super::{Planned, Source, Transform};
-use crate::jit::{KernelSpec, TemplateArg};
+use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch, plain_args};
 use crate::{Buffer, Cuda, Device};
 use nibble_core::formats::Format;

@@ -3,7 +3,7 @@
 use super::config::{QuantizeDesc, input_type};
 use super::measure::{self, EarlierArg, Measure, Measured};
 use super::{ByBlock, OP, Planned, Source, TransformArg};
-use crate::jit::{KernelSpec, TemplateArg};
+use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, Launch, RoundingArg, plain_args};
 use crate::ops::Instance;
 use crate::ops::convert::units::{LONG, RecordPlane, SQUARE, UnitFormat, tiles};

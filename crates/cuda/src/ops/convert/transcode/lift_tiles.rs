@@ -2,7 +2,7 @@
 
 use super::below_2_31;
 use crate::Cuda;
-use crate::jit::{KernelSpec, TemplateArg};
+use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch};
 use crate::ops::Instance;
 use crate::ops::planes::{plane_args, unwritten};

@@ -3,7 +3,7 @@
 
 use super::transcode;
 use crate::backend::Buf;
-use crate::jit::KernelSpec;
+use crate::compile::jit::KernelSpec;
 use crate::launch::Launch;
 use crate::ops::Instance;
 use crate::ops::planes::column_stride;

@@ -1,7 +1,7 @@
 //! Memory that outlives its last handle, because recorded work may still use it.
 
+use crate::device::mapping::Mapping;
 use crate::driver::failed;
-use crate::mapping::Mapping;
 use nibble_core::Result;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

@@ -1,11 +1,13 @@
 //! Typed launches: the arguments are checked against the sizes the cubin declares, before the driver reads them.
 
+pub mod tensor_map;
+
 use crate::Cuda;
-use crate::buffer::Buffer;
+use crate::compile::jit::KernelSpec;
+use crate::device::buffer::Buffer;
 use crate::device::{Device, Module};
 use crate::driver::{check, named};
-use crate::jit::KernelSpec;
-use crate::tensor_map::TensorMap;
+use crate::launch::tensor_map::TensorMap;
 use bytemuck::Pod;
 use cudarc::driver::{result, sys};
 use nibble_core::ops::{Hadamard, Random};
@@ -121,7 +123,7 @@ impl RoundingArg {
         Self { stream: StreamArg::new(&stream), delta_q16, step_at }
     }
 
-    /// The policy's name on the device, for [`TemplateArg::Type`](crate::jit::TemplateArg::Type).
+    /// The policy's name on the device, for [`TemplateArg::Type`](crate::compile::jit::TemplateArg::Type).
     pub fn policy(rounding: Rounding) -> &'static str {
         match rounding {
             Rounding::NearestEven => "nib::NearestEven",
@@ -389,7 +391,7 @@ mod tests {
 
     #[test]
     fn every_rounding_has_its_policy_on_the_device() {
-        let sources = crate::source::Sources::embedded();
+        let sources = crate::compile::source::Sources::embedded();
         let text = sources.text("formats/rounding.cuh").unwrap();
         for rounding in Rounding::PLAIN.into_iter().chain([Rounding::Dither { delta_q16: 5 }]) {
             let name = RoundingArg::policy(rounding).strip_prefix("nib::").unwrap();

@@ -1,9 +1,9 @@
 //! Typed allocations on the device, and where their bytes come from.
 
-use crate::arena::{Arena, ArenaBlock};
+use crate::device::arena::{Arena, ArenaBlock};
+use crate::device::kept::Kept;
 use crate::device::{Device, PooledZeros};
 use crate::driver::{failed, named};
-use crate::kept::Kept;
 use bytemuck::Pod;
 use cudarc::driver::{result, sys};
 use nibble_core::{Error, Result, check_range};

@@ -1,5 +1,7 @@
 //! From the driver's answers to this workspace's errors.
 
+pub(crate) mod symbols;
+
 use cudarc::driver::DriverError;
 use cudarc::driver::sys::{self, CUresult};
 use nibble_core::{Error, Result};

@@ -5,10 +5,10 @@
 //! What a call allocates comes from a warm pool in stream order: the driver hands out an address and puts nothing on the
 //! stream, so a burst's window holds kernels and memsets alone.
 
-use crate::jit::KernelSpec;
+use crate::compile::jit::KernelSpec;
 use crate::launch::{Kernel, Launch};
-pub use crate::power::Draw;
-use crate::power::Meter;
+pub use crate::measure::power::Draw;
+use crate::measure::power::Meter;
 use crate::{Buffer, Device};
 use nibble_core::Result;
 use std::time::{Duration, Instant};

@@ -140,7 +140,7 @@ mod tests {
 
     #[test]
     fn kernels_are_entry_points_that_an_instance_compiles_and_pieces_are_none() {
-        let flush = crate::timing::flush_spec();
+        let flush = crate::measure::timing::flush_spec();
         let mut launched: Vec<&str> =
             crate::ops::instances().iter().map(|instance| instance.spec.source).collect();
         launched.push(flush.source);

@@ -7,11 +7,11 @@
 //! What is too large for a copy on the device is copied out directly (`copy_out`), while the first stream leaves it
 //! alone.
 
-use crate::buffer::Buffer;
 use crate::device::Device;
+use crate::device::buffer::Buffer;
+use crate::device::landing::Landing;
+use crate::device::pinned::Pinned;
 use crate::driver::{check, failed, named};
-use crate::landing::Landing;
-use crate::pinned::Pinned;
 use bytemuck::Pod;
 use cudarc::driver::{result, sys};
 use nibble_core::{Result, check_range, check_runs};

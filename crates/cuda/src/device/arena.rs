@@ -1,10 +1,10 @@
 //! Arenas: memory for work that is done over and over. An arena is one range of addresses, with memory mapped as far as
 //! it is used.
 
+use crate::device::gpu::Gpu;
+use crate::device::kept::Kept;
+use crate::device::mapping::{Mapping, granularity};
 use crate::driver::failed;
-use crate::gpu::Gpu;
-use crate::kept::Kept;
-use crate::mapping::{Mapping, granularity};
 use cudarc::driver::result;
 use nibble_core::{Error, Heap, MemoryStats, Result};
 use std::fmt;

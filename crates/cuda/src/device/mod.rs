@@ -1,18 +1,29 @@
 //! A GPU with what is done on it: loaded kernels, events, the arena that work lies in, copies.
 //!
 //! All work is issued on the device's first stream, so that a buffer freed after a launch is reused only by later work.
-//! The second stream only copies to the host ([`download`](crate::download)). These calls wait:
+//! The second stream only copies to the host ([`download`](crate::device::download)). These calls wait:
 //! [`Device::synchronize`], [`Buffer::download`](crate::Buffer::download), the end of a download begun before,
 //! [`Event::elapsed_ms`], and an upload where megabytes of earlier uploads are still in flight.
 
-use crate::arena::{Entered, UsedArenas};
+pub mod arena;
+pub mod buffer;
+pub mod download;
+pub(crate) mod gpu;
+pub(crate) mod kept;
+mod landing;
+mod mapping;
+pub mod pinned;
+pub mod recording;
+mod staging;
+
+use crate::compile::jit::{Cubin, Jit, KernelSpec};
+use crate::device::arena::{Entered, UsedArenas};
+use crate::device::gpu::Gpu;
+use crate::device::kept::{Kept, Recordings};
+use crate::device::landing::Landing;
+use crate::device::staging::Staging;
 use crate::driver::{check, failed, named};
-use crate::gpu::Gpu;
-use crate::jit::{Cubin, Jit, KernelSpec};
-use crate::kept::{Kept, Recordings};
-use crate::landing::Landing;
 use crate::probe::GpuInfo;
-use crate::staging::Staging;
 use cudarc::driver::{result, sys};
 use nibble_core::{Error, MemoryStats, Result, Room, Scope, TrafficCounter};
 use std::collections::HashMap;

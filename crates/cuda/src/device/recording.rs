@@ -4,8 +4,8 @@
 //! else while it lives. Memory of the pool, and whole arenas, that existed while it was made and were dropped since are
 //! kept until no such recording is left. It cannot hold addresses of memory that was freed before, or allocated after.
 
-use crate::arena::{Arena, Entered};
 use crate::device::Device;
+use crate::device::arena::{Arena, Entered};
 use crate::driver::{check, failed, named};
 use cudarc::driver::{result, sys};
 use nibble_core::Result;

@@ -1,7 +1,7 @@
 //! An opened GPU without its kernels: context, streams, a memory pool ordered by the first of them, and what its memory holds.
 
+use crate::device::kept::{Kept, Recordings};
 use crate::driver::{failed, named};
-use crate::kept::{Kept, Recordings};
 use crate::probe::GpuInfo;
 use cudarc::driver::{result, sys};
 use nibble_core::{MemoryStats, Result, Room};

@@ -4,9 +4,9 @@
 //! of every source it reaches, the options, NVRTC's version and the instance itself. So an entry of the cache on disk
 //! is never stale, and no times are compared. If several threads need the same instance, one of them compiles it.
 
-pub use crate::cubin::{Cubin, Key, Resources};
-use crate::cubin_cache::CubinCache;
-use crate::source::{Sources, num_arguments, template_parameters};
+pub use crate::compile::cubin::{Cubin, Key, Resources};
+use crate::compile::cubin_cache::CubinCache;
+use crate::compile::source::{Sources, num_arguments, template_parameters};
 use cudarc::nvrtc::{result, sys};
 use nibble_core::{Error, Result};
 use std::collections::{BTreeMap, HashMap};
@@ -119,7 +119,11 @@ impl Nvrtc {
                 .into());
         }
         // SAFETY: as above; the library was just found.
-        crate::symbols::missing("libnvrtc.so", unsafe { sys::culib() }, crate::symbols::NVRTC)?;
+        crate::driver::symbols::missing(
+            "libnvrtc.so",
+            unsafe { sys::culib() },
+            crate::driver::symbols::NVRTC,
+        )?;
         let (mut major, mut minor) = (0, 0);
         // SAFETY: writes two ints.
         unsafe { sys::nvrtcVersion(&mut major, &mut minor) }.result().map_err(|error| error.to_string())?;
@@ -336,5 +340,4 @@ impl Jit {
 }
 
 #[cfg(test)]
-#[path = "jit_tests.rs"]
 mod tests;

@@ -3,7 +3,7 @@
 //! An entry is a file `KEY.cubin`. It is written under another name and then renamed, so that a reader sees a whole
 //! entry or none, whoever writes at the same time. A digest of the body turns a truncated or damaged file into a miss.
 
-use crate::cubin::{Cubin, Key, Resources};
+use crate::compile::cubin::{Cubin, Key, Resources};
 use nibble_core::visible;
 use sha2::{Digest, Sha256};
 use std::io::Write;
