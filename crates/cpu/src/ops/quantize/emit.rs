@@ -9,7 +9,7 @@ use super::general::{self, Job};
 use super::planes::{unwritten, unwritten_as};
 use super::round::{fixed_bits, reads_bits};
 use super::shared::Shared;
-use super::source::Source;
+use super::source::ValueSource;
 use super::spans::Spans;
 use super::spec::Tally;
 use crate::gemm::Isa;
@@ -348,7 +348,7 @@ impl<'a> Sink<'a> {
         let plain = match self.plain {
             Some(Plain::Staged(values, _)) => {
                 let Some((codec, planes)) = self.staged else { unreachable!("staged with its codec") };
-                let x = (Source::F32(&values, self.cols), self.cols);
+                let x = (ValueSource::F32(&values, self.cols), self.cols);
                 return general::emit(cpu, &Job::new(cpu, x, codec, self.random, self.spans), planes);
             }
             Some(Plain::F32(buf, _)) => Some(Data::F32(buf)),

@@ -9,7 +9,7 @@ use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{DecodeArg, Divider, KernelArg, Launch};
 use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;
-use crate::ops::planes::{column_stride, type_name};
+use crate::ops::planes::{column_stride, numbers_per_load, type_name};
 use crate::{Buffer, Device};
 use half::bf16;
 use nibble_core::ops::Dequantize;
@@ -103,8 +103,7 @@ impl DequantizeDesc {
         }
         let instance =
             |aligned| DequantizeVariant { down: axis == BlockAxis::Col, bits, block, dtype, aligned };
-        // What one load and one store of a thread take.
-        let whole = cols.is_multiple_of(16 / dtype.size_bytes());
+        let whole = cols.is_multiple_of(numbers_per_load(dtype));
         let most = |tasks: usize| {
             let tasks = u32::try_from(tasks).ok().filter(|&tasks| tasks < 1 << 31);
             tasks.ok_or_else(|| {

@@ -103,7 +103,7 @@ pub(crate) fn quantize_counting(
         Planes::Cols | Planes::Both => Some(unwritten_columns(device, stored, (desc.capacity, cols))?),
     };
     if op.x.rows != 0 && op.x.cols != 0 {
-        let source = Source::of(&op);
+        let source = MatrixArgs::of(&op);
         let (rows, cols) = (rows.as_ref(), cols.as_ref());
         let out = Planned { rows, cols, counts: counts.0.get(), found: found.as_ref() };
         match op.hadamard.filter(|_| !desc.is_fused()) {
@@ -116,11 +116,11 @@ pub(crate) fn quantize_counting(
                 let arg = TransformArg::new(&source, &desc, &transform)?;
                 if last.transforms_as_it_reads() {
                     let transform = Some(Transform { arg, input: desc.input });
-                    launch(device, &op, &last, &Source { id_mask, transform, ..source }, &out)?;
+                    launch(device, &op, &last, &MatrixArgs { id_mask, transform, ..source }, &out)?;
                 } else {
                     let transformed = transform_first(device, &source, &desc, &arg)?;
                     let address = transformed.address();
-                    let source = Source { x: &transformed, address, row_id, id_mask, ..source };
+                    let source = MatrixArgs { x: &transformed, address, row_id, id_mask, ..source };
                     launch(device, &op, &last, &source, &out)?;
                 }
             }
@@ -134,7 +134,7 @@ pub(crate) fn quantize_counting(
 
 /// The matrix and its groups, as arguments.
 #[derive(Clone, Copy)]
-struct Source<'a> {
+struct MatrixArgs<'a> {
     x: &'a dyn KernelArg,
     address: u64,
     row_id: Option<&'a Buffer<i32>>,
@@ -161,7 +161,7 @@ impl TransformArg {
     /// None at all.
     const NONE: Self = Self { start: 0, num_groups: 0, rows: 0, hadamard: HadamardArg::NONE };
 
-    fn new(source: &Source<'_>, desc: &QuantizeDesc, transform: &Hadamard) -> Result<Self> {
+    fn new(source: &MatrixArgs<'_>, desc: &QuantizeDesc, transform: &Hadamard) -> Result<Self> {
         let hadamard = HadamardArg::new(transform)?;
         let start = source.start.map_or(0, Buffer::address);
         Ok(Self { start, num_groups: source.num_groups, rows: desc.rows as i32, hadamard })
@@ -175,7 +175,7 @@ struct Transform {
     input: DType,
 }
 
-impl<'a> Source<'a> {
+impl<'a> MatrixArgs<'a> {
     fn of(op: &Quantize<'a, Cuda>) -> Self {
         Self {
             x: plain_arg(op.x).0,
@@ -217,7 +217,7 @@ impl FoundBuffers {
 /// The transform of a matrix as F32, for kernels that do not make it as they read.
 fn transform_first(
     device: &Device,
-    source: &Source<'_>,
+    source: &MatrixArgs<'_>,
     desc: &QuantizeDesc,
     transform: &TransformArg,
 ) -> Result<Buffer<f32>> {
@@ -226,7 +226,7 @@ fn transform_first(
     let (spec, ctas) = desc.transform();
     let launch = Launch { ctas: ctas as u32, threads: 256, cluster: 1, shared_bytes: 0 };
     let kernel = device.kernel(&spec)?;
-    let Source { x, row_id, .. } = *source;
+    let MatrixArgs { x, row_id, .. } = *source;
     let (rows, cols, out_rows) = (desc.rows as i32, desc.cols as i32, out_rows as i32);
     // SAFETY: `BufferCheck` held x and the groups to the sizes passed, and `out` is new and has out_rows · cols numbers.
     unsafe {
@@ -290,14 +290,14 @@ fn launch(
     device: &Device,
     op: &Quantize<'_, Cuda>,
     desc: &QuantizeDesc,
-    source: &Source<'_>,
+    source: &MatrixArgs<'_>,
     out: &Planned<'_>,
 ) -> Result<()> {
     let Some(config) = desc.config(device.info().num_sms as usize) else {
         return units::launch(device, op, desc, source, out);
     };
     let kernel = device.kernel(&config.spec)?;
-    let Source { x, row_id, start, num_groups, .. } = *source;
+    let MatrixArgs { x, row_id, start, num_groups, .. } = *source;
     let counts = out.counts;
     let rule = PowerRule::of(op.codec.rule(), op.codec.element());
     let rounding = RoundingArg::new(op.codec.rounding(), op.random);

@@ -2,7 +2,7 @@
 //! (`csrc/kernels/convert/whole_scales.cuh`).
 
 use super::config::{QuantizeDesc, TILE, input_type};
-use super::{Planned, Source, Transform};
+use super::{MatrixArgs, Planned, Transform};
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch, plain_args};
 use crate::{Buffer, Cuda, Device};
@@ -79,7 +79,7 @@ pub(super) struct Measured {
 pub(super) struct Measure<'a> {
     pub device: &'a Device,
     pub desc: &'a QuantizeDesc,
-    pub source: &'a Source<'a>,
+    pub source: &'a MatrixArgs<'a>,
     pub earlier: EarlierArg,
     pub len: Option<&'a Buffer<i32>>,
 }

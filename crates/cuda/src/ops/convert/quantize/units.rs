@@ -2,7 +2,7 @@
 
 use super::config::{QuantizeDesc, input_type};
 use super::measure::{self, EarlierArg, Measure, Measured};
-use super::{ByBlock, OP, Planned, Source, TransformArg};
+use super::{ByBlock, MatrixArgs, OP, Planned, TransformArg};
 use crate::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, Launch, RoundingArg, plain_args};
 use crate::ops::Instance;
@@ -227,7 +227,7 @@ pub(super) fn launch(
     device: &Device,
     op: &Quantize<'_, Cuda>,
     desc: &QuantizeDesc,
-    source: &Source<'_>,
+    source: &MatrixArgs<'_>,
     out: &Planned<'_>,
 ) -> Result<()> {
     let config = UnitsConfig::of(desc)?;
