@@ -35,7 +35,7 @@ pub struct Args {
 
 /// A call that is timed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Shape {
+struct AttentionShape {
     sequences: usize,
     seq_len: usize,
     heads: usize,
@@ -44,7 +44,7 @@ struct Shape {
     value_dim: usize,
 }
 
-impl fmt::Display for Shape {
+impl fmt::Display for AttentionShape {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { sequences, seq_len, heads, kv_heads, head_dim, value_dim } = self;
         let dims =
@@ -53,7 +53,7 @@ impl fmt::Display for Shape {
     }
 }
 
-impl Shape {
+impl AttentionShape {
     /// Operations forward and backward.
     fn flops(&self) -> [f64; 2] {
         let pairs = (self.sequences * self.heads) as f64 * (self.seq_len as f64).powi(2) / 2.0;
@@ -63,8 +63,8 @@ impl Shape {
 }
 
 /// Heads of 128 as in the configurations of whole models, of 64, and of 192 with values of 128 as DeepSeek-V3 has them.
-fn shapes() -> Vec<Shape> {
-    let of = |(sequences, seq_len, heads, kv_heads, head_dim, value_dim)| Shape {
+fn shapes() -> Vec<AttentionShape> {
+    let of = |(sequences, seq_len, heads, kv_heads, head_dim, value_dim)| AttentionShape {
         sequences,
         seq_len,
         heads,
@@ -95,7 +95,7 @@ struct Time {
 }
 
 pub fn run(args: &Args) -> Result<Value> {
-    let chosen = wanted(shapes(), &args.only, Shape::to_string)?;
+    let chosen = wanted(shapes(), &args.only, AttentionShape::to_string)?;
     let bench = Bench::open("`nibble bench ops` measures the CPU's attention")?;
     let header = bench.header();
     say!("");
@@ -133,8 +133,8 @@ pub fn run(args: &Args) -> Result<Value> {
 }
 
 /// Forward and backward.
-fn times(bench: &Bench, shape: &Shape, quick: bool) -> CoreResult<[Time; 2]> {
-    let &Shape { sequences, seq_len, heads, kv_heads, head_dim, value_dim } = shape;
+fn times(bench: &Bench, shape: &AttentionShape, quick: bool) -> CoreResult<[Time; 2]> {
+    let &AttentionShape { sequences, seq_len, heads, kv_heads, head_dim, value_dim } = shape;
     let cuda = &bench.cuda;
     let tensor = |site, cols| {
         let stream = Stream::new(1, Purpose::Init, site, 0);
@@ -166,7 +166,7 @@ mod tests {
 
     #[test]
     fn operations_are_those_that_the_mask_leaves() {
-        let shape = |head_dim, value_dim| Shape {
+        let shape = |head_dim, value_dim| AttentionShape {
             sequences: 2,
             seq_len: 16,
             heads: 3,
@@ -184,7 +184,7 @@ mod tests {
     #[test]
     fn every_shape_has_a_name_of_its_own_and_is_taken_by_the_tensor_cores() {
         let shapes = shapes();
-        let mut names: Vec<String> = shapes.iter().map(Shape::to_string).collect();
+        let mut names: Vec<String> = shapes.iter().map(AttentionShape::to_string).collect();
         names.sort();
         names.dedup();
         assert_eq!(names.len(), shapes.len());

@@ -7,7 +7,7 @@ use super::kernels::operands::normal;
 use super::parse_sizes;
 use nibble_command::error::{Error, Result};
 use nibble_command::say;
-use nibble_core::ops::{Emitted, GroupedGemm, GroupedWgrad, Planes, Quantize, Transpose};
+use nibble_core::ops::{Emitted, GroupedGemm, GroupedWgrad, Planes, ProductDims, Quantize, Transpose};
 use nibble_core::{DType, Groups, Kernels, Operand, Result as CoreResult, Tensor};
 use nibble_cuda::measure::timing::Sustained;
 use nibble_formats::{Codec, Format, Rounding};
@@ -18,12 +18,12 @@ const ALIGN: usize = 128;
 /// Passes whose operations are timed one by one.
 const PROFILES: usize = 5;
 /// torchao's published shape, of Llama 4's experts.
-const SHAPE: Shape = Shape { rows: 128_000, n: 8192, k: 5120 };
+const SHAPE: ProductDims = ProductDims { m: 128_000, n: 8192, k: 5120 };
 
 /// The products of experts, forward and backward, quantization included: format against format.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Y = X·Wᵀ, dX = dY·W, dW = dYᵀ·X. X, W and dY are given in BF16, and each is quantized along every contraction that it\n\
+    after_help = "Y = X·Wᵀ, dX = dY·W, dW = dYᵀ·X. X, W and dY are given in BF16, and each is quantized along every contraction that it \
     takes part in; dW is BF16. Formats that tensor cores do not take are decoded to BF16 first, and that counts, too.\n\n\
     Examples:\n  \
     nibble bench grouped --format mxfp8-e4m3 --groups 1,2,4,8\n  \
@@ -32,7 +32,7 @@ const SHAPE: Shape = Shape { rows: 128_000, n: 8192, k: 5120 };
 pub struct Args {
     /// Rows of all groups × outputs × inputs of an expert; 128000x8192x5120 where left out.
     #[arg(long, value_name = "MxNxK", value_delimiter = ',', value_parser = parse_shape)]
-    shapes: Vec<Shape>,
+    shapes: Vec<ProductDims>,
     /// Numbers of groups, which share the rows evenly.
     #[arg(long, value_name = "N", value_delimiter = ',', default_values_t = [1, 2, 4, 8])]
     groups: Vec<usize>,
@@ -41,23 +41,9 @@ pub struct Args {
     formats: Vec<Format>,
 }
 
-/// Sizes of the products.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Shape {
-    rows: usize,
-    n: usize,
-    k: usize,
-}
-
-impl Shape {
-    fn flop(&self) -> f64 {
-        6.0 * self.rows as f64 * self.n as f64 * self.k as f64
-    }
-}
-
-fn parse_shape(text: &str) -> Result<Shape, String> {
-    let [rows, n, k] = parse_sizes(text, "MxNxK, 128000x8192x5120")?;
-    Ok(Shape { rows, n, k })
+fn parse_shape(text: &str) -> Result<ProductDims, String> {
+    let [m, n, k] = parse_sizes(text, "MxNxK, 128000x8192x5120")?;
+    Ok(ProductDims { m, n, k })
 }
 
 /// What is given: all BF16.
@@ -69,7 +55,7 @@ struct Given<B: Kernels> {
 }
 
 impl<B: Kernels> Given<B> {
-    fn new(b: &B, Shape { rows, n, k }: Shape, num_groups: usize) -> CoreResult<Self> {
+    fn new(b: &B, ProductDims { m: rows, n, k }: ProductDims, num_groups: usize) -> CoreResult<Self> {
         Ok(Self {
             x: normal(b, rows, k, 1)?,
             w: normal(b, num_groups * n, k, 2)?,
@@ -129,8 +115,8 @@ where
 pub fn run(args: &Args) -> Result<Value> {
     let shapes = if args.shapes.is_empty() { vec![SHAPE] } else { args.shapes.clone() };
     for (shape, groups) in shapes.iter().flat_map(|shape| args.groups.iter().map(move |g| (shape, *g))) {
-        if groups == 0 || !shape.rows.is_multiple_of(groups * ALIGN) {
-            let rows = shape.rows;
+        if groups == 0 || !shape.m.is_multiple_of(groups * ALIGN) {
+            let rows = shape.m;
             return Err(Error::usage(format!(
                 "--groups: {rows} rows in {groups} groups: a group needs a multiple of {ALIGN} rows"
             )));
@@ -149,7 +135,7 @@ pub fn run(args: &Args) -> Result<Value> {
     let mut all = Vec::new();
     for shape in shapes {
         say!("");
-        say!("{} x {} x {}, forward and backward, quantization included", shape.rows, shape.n, shape.k);
+        say!("{} x {} x {}, forward and backward, quantization included", shape.m, shape.n, shape.k);
         say!(
             "{:<7} {:<16} {:>9} {:>6} {:>9} {:>6}  by operation, ms",
             "groups",
@@ -164,7 +150,8 @@ pub fn run(args: &Args) -> Result<Value> {
             let mut base = None;
             for codec in &codecs {
                 let name = codec.map_or("bf16".to_owned(), |codec| codec.format().to_string());
-                let mut figures = json!({ "rows": shape.rows, "n": shape.n, "k": shape.k, "groups": groups, "format": name });
+                let mut figures =
+                    json!({ "rows": shape.m, "n": shape.n, "k": shape.k, "groups": groups, "format": name });
                 match measured(&bench, || given.step(&bench.cuda, *codec)) {
                     Ok(times) => {
                         if codec.is_none() {
@@ -188,13 +175,15 @@ pub fn run(args: &Args) -> Result<Value> {
     Ok(json!({ "machine": header, "layers": all }))
 }
 
-fn line(shape: Shape, groups: usize, name: &str, times: &Times, bf16_ms: Option<f32>) -> String {
+fn line(shape: ProductDims, groups: usize, name: &str, times: &Times, bf16_ms: Option<f32>) -> String {
     let ms = f64::from(times.sustained.median_ms);
+    // Three products.
+    let flop = 6.0 * shape.m as f64 * shape.n as f64 * shape.k as f64;
     let ops: Vec<String> = times.ops.iter().map(|(op, ms)| format!("{op} {ms:.2}")).collect();
     let speed = bf16_ms.map_or("-".to_owned(), |bf16| format!("{:.2}", f64::from(bf16) / ms));
     format!(
         "{groups:<7} {name:<16} {ms:>9.3} {:>6.0} {:>9.3} {speed:>6}  {}",
-        shape.flop() / ms / 1e9,
+        flop / ms / 1e9,
         times.burst_ms,
         ops.join(", ")
     )
@@ -208,7 +197,7 @@ mod tests {
     #[test]
     fn every_format_multiplies_on_the_cpu() {
         let b = Cpu::new(1).unwrap();
-        let given = Given::new(&b, Shape { rows: 256, n: 128, k: 256 }, 2).unwrap();
+        let given = Given::new(&b, ProductDims { m: 256, n: 128, k: 256 }, 2).unwrap();
         given.step(&b, None).unwrap();
         for format in Format::ALL {
             let Some(rule) = format.spec().default_rule() else { continue };

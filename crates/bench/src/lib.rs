@@ -53,7 +53,7 @@ enum What {
     Step(step::Args),
     /// The CPU's operations, one thread: scalar and vectorised code in turns; bytes are those read and written.
     Ops,
-    /// Both of these: what is measured where nothing is named, of `tiny` then.
+    /// Both `step` and `ops`: what `nibble bench` alone measures, of `tiny`.
     All(step::Args),
     Kernels(kernels::Args),
     Gemm(gemm::Args),

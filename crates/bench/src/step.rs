@@ -19,11 +19,11 @@ use std::time::Instant;
 /// Training steps: tokens a second under each recipe, and where the time goes.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "The floor is the products' arithmetic divided by the rate that the processor reaches at nothing but multiply-adds,\n\
+    after_help = "The floor is the products' arithmetic divided by the rate that the processor reaches at nothing but multiply-adds, \
     measured in the same run; on a GPU, by its maker's dense BF16 rate.\n\n\
-    On a GPU, where CUPTI is found, one step is traced. Beside each operation's time stands its floor, summed over its calls:\n\
-    the larger of its bytes (each operand read once, each result written once, no padding of experts' rows) divided by what the\n\
-    memory copies, measured in the same run, and of its products' flops divided by the dense BF16 or FP8 rate. Operands that the\n\
+    On a GPU, where CUPTI is found, one step is traced. Beside each operation's time stands its floor, summed over its calls: \
+    the larger of its bytes (each operand read once, each result written once, no padding of experts' rows) divided by what the \
+    memory copies, measured in the same run, and of its products' flops divided by the dense BF16 or FP8 rate. Operands that the \
     cache still holds may be read faster than that: an operation can reach more than all of its floor.\n\n\
     Examples:\n  \
     nibble bench step --recipe mxfp4-hopper --steps 20\n  \

@@ -16,8 +16,8 @@ use std::path::PathBuf;
 /// Weights, tokens, chosen experts, logits, gradients.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "All tensors are F32; weights have the names of a checkpoint, gradients `grad.` before them. Beside OUT goes\n\
-    OUT with the ending .json: the model's sizes. `benchmarks/peers/parity.py` holds both to plain PyTorch.\n\n\
+    after_help = "All tensors are F32; weights have the names of a checkpoint, gradients `grad.` before them. The model's \
+    sizes go beside OUT, into a file with the ending .json. `benchmarks/peers/parity.py` holds both to plain PyTorch.\n\n\
     Examples:\n  \
     nibble inspect tiny --recipe f32 --out step.safetensors\n  \
     python3 benchmarks/peers/parity.py step.safetensors --model step.json"

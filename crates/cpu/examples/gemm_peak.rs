@@ -7,8 +7,9 @@
 //! other things now and then. Conversions and packing count as the product's time.
 
 use half::bf16;
+use nibble_core::ops::ProductDims;
 use nibble_cpu::gemm::peak::{self, Dot};
-use nibble_cpu::gemm::{Data, Engine, Group, Isa, Operand, OperandScales, Output, Shape};
+use nibble_cpu::gemm::{Data, Engine, Group, Isa, Operand, OperandScales, Output};
 use nibble_formats::ScalePlane;
 use std::time::Instant;
 
@@ -78,7 +79,7 @@ fn every_isa(peaks: &Peaks) {
             Dot::Bf16,
             || {
                 engine
-                    .gemm(Shape { m, n, k }, &operand, &operand, Output::f32(&mut out, n))
+                    .gemm(ProductDims { m, n, k }, &operand, &operand, Output::f32(&mut out, n))
                     .expect("the shapes agree");
             },
         );
@@ -91,7 +92,7 @@ fn values(len: usize) -> impl Iterator<Item = f32> {
 }
 
 fn dense(engine: &Engine, peaks: &Peaks, m: usize, n: usize, k: usize) {
-    let shape = Shape { m, n, k };
+    let shape = ProductDims { m, n, k };
     let flops = 2.0 * (m * n * k) as f64;
     let (a, b): (Vec<f32>, Vec<f32>) = (values(m * k).collect(), values(n * k).collect());
     let (ha, hb): (Vec<bf16>, Vec<bf16>) = (narrow(&a), narrow(&b));

@@ -157,7 +157,7 @@ impl Bytes for Operand<Dry> {
     }
 }
 
-impl Bytes for Source<'_, Dry> {
+impl Bytes for EntrySource<'_, Dry> {
     fn bytes_of(&self, rows: Option<usize>) -> u64 {
         match self {
             Self::U64(x) => x.bytes_of(rows),

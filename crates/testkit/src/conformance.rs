@@ -198,7 +198,7 @@ macro_rules! recorded {
 recorded!(u8 => U8, u32 => U32, i32 => I32, u64 => U64, f32 => F32, f64 => F64, bf16 => Bf16);
 
 /// Which rows of a result are compared: all of them, or those that are not padding.
-pub(crate) type Rows<'a> = Option<&'a [bool]>;
+pub(crate) type ComparedRows<'a> = Option<&'a [bool]>;
 
 impl Outputs {
     /// Host values.
@@ -212,7 +212,7 @@ impl Outputs {
         b: &B,
         name: &str,
         buf: &B::Buf<T>,
-        rows: Rows<'_>,
+        rows: ComparedRows<'_>,
     ) -> Result<()> {
         let mut values = b.download(buf)?;
         if let Some(is_valid) = rows {
@@ -237,7 +237,7 @@ impl Outputs {
         b: &B,
         name: &str,
         x: &BlockScaled<B>,
-        rows: Rows<'_>,
+        rows: ComparedRows<'_>,
     ) -> Result<()> {
         let kind = [x.axis as usize, x.format as usize, x.rule as usize, x.shared_cols];
         self.shape(name, &[&[x.rows, x.cols, x.stack], &kind[..]].concat());

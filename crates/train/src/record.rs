@@ -6,7 +6,7 @@
 
 use crate::spec::ModelSpec;
 use nibble_core::formats::{BlockAxis, Format};
-use nibble_core::ops::{Counts, Entry, Found, OCCUPANCY_VALUES, REPORT_HEAD, Source};
+use nibble_core::ops::{Counts, Entry, EntrySource, Found, OCCUPANCY_VALUES, REPORT_HEAD};
 use nibble_core::{Backend, Error, Result};
 use std::collections::HashMap;
 use std::fmt;
@@ -205,7 +205,7 @@ impl Layout {
 
     /// Of a site: where its counts go.
     pub fn counts<'a, B: Backend>(&self, site: usize, counts: &'a Counts<B>) -> Entry<'a, B> {
-        Entry { source: Source::U64(&counts.0), at: site, cells: 3, stride: self.sites }
+        Entry { source: EntrySource::U64(&counts.0), at: site, cells: 3, stride: self.sites }
     }
 
     /// First of the three cells of a layer's occupancy.
@@ -258,9 +258,9 @@ impl Layout {
     ) -> impl Iterator<Item = Entry<'a, B>> + use<'a, B> {
         let FoundCells { first, is_counted } = cells;
         let (spans, stride) = (B::len(&found.amax), self.sites);
-        let (source, at) = (Source::Largest(&found.amax), self.amax() + first);
+        let (source, at) = (EntrySource::Largest(&found.amax), self.amax() + first);
         let amax = Entry { source, at, cells: spans, stride: 1 };
-        let (source, at) = (Source::U64(&found.counts), self.saturated() + site);
+        let (source, at) = (EntrySource::U64(&found.counts), self.saturated() + site);
         [amax].into_iter().chain(is_counted.then_some(Entry { source, at, cells: 2, stride }))
     }
 }

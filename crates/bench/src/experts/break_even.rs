@@ -1,7 +1,7 @@
 //! At which sizes each recipe's experts are faster than BF16's.
 
 use super::super::gpu::Bench;
-use super::layer::{Layer, Shape};
+use super::layer::{Layer, LayerShape};
 use super::{RECIPES, SHAPES};
 use crate::kernels::report::shortened;
 use nibble_command::error::Result;
@@ -70,7 +70,7 @@ fn faster_from(speeds: &[f64]) -> String {
 fn times(bench: &Bench, recipe: &str, hidden: usize, inner: usize) -> CoreResult<Vec<f64>> {
     let recipe = Recipe::builtin(recipe)?;
     let at = |rows| {
-        let shape = Shape { experts: EXPERTS, tokens: EXPERTS * rows, hidden, inner, ..SHAPES[0] };
+        let shape = LayerShape { experts: EXPERTS, tokens: EXPERTS * rows, hidden, inner, ..SHAPES[0] };
         let mut layer = Layer::new(&bench.cuda, &recipe, shape, false)?;
         Ok(f64::from(bench.stopwatch.burst_ms(|| layer.step())?))
     };

@@ -3,7 +3,7 @@
 
 use super::super::gpu::Bench;
 use super::super::kernels::cases::kernels;
-use super::super::kernels::operands::{Operands, Shape, uneven};
+use super::super::kernels::operands::{MatrixShape, Operands, uneven};
 use super::layer::Layer;
 use super::{MXFP4, SHAPES};
 use crate::kernels::report::shortened;
@@ -83,7 +83,7 @@ fn late() -> CoreResult<Recipe> {
 }
 
 /// Milliseconds of a burst of a whole layer.
-fn layer_ms(bench: &Bench, shape: super::Shape, recipe: CoreResult<Recipe>) -> CoreResult<f64> {
+fn layer_ms(bench: &Bench, shape: super::LayerShape, recipe: CoreResult<Recipe>) -> CoreResult<f64> {
     let recipe = recipe?;
     let mut layer = Layer::new(&bench.cuda, &recipe, shape, false)?;
     Ok(f64::from(bench.stopwatch.burst_ms(|| layer.step())?))
@@ -94,7 +94,7 @@ fn times(bench: &Bench, name: &str, width: Width) -> CoreResult<(f64, f64, &'sta
     let shape = SHAPES[0];
     let cols = if width == Width::Hidden { shape.hidden } else { shape.inner };
     let lengths = uneven(shape.experts, shape.tokens);
-    let operands = Operands::new(&bench.cuda, Shape { rows: shape.tokens, cols }, Some(&lengths))?;
+    let operands = Operands::new(&bench.cuda, MatrixShape { rows: shape.tokens, cols }, Some(&lengths))?;
     let missing = || nibble_core::Error::shape("bench", "kernel", name, "one with a sequence beside it");
     let kernel = kernels::<Cuda>().into_iter().find(|kernel| kernel.name == name).ok_or_else(missing)?;
     let case = kernel.case(&operands)?;
@@ -110,8 +110,14 @@ mod tests {
     #[test]
     fn a_layer_whose_rows_are_quantized_after_the_permutation_runs() {
         let (cpu, recipe) = (Cpu::new(1).unwrap(), late().unwrap());
-        let shape =
-            super::super::Shape { experts: 4, top_k: 2, tokens: 256, hidden: 128, inner: 128, ..SHAPES[2] };
+        let shape = super::super::LayerShape {
+            experts: 4,
+            top_k: 2,
+            tokens: 256,
+            hidden: 128,
+            inner: 128,
+            ..SHAPES[2]
+        };
         Layer::new(&cpu, &recipe, shape, false).and_then(|mut layer| layer.step()).unwrap();
     }
 

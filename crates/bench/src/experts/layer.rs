@@ -15,7 +15,7 @@ const EXPERTS: &str = "mlp.experts";
 
 /// What is timed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Shape {
+pub struct LayerShape {
     pub name: &'static str,
     pub experts: usize,
     /// 0: the experts alone, on rows that are sorted already.
@@ -26,7 +26,7 @@ pub struct Shape {
     pub inner: usize,
 }
 
-impl Shape {
+impl LayerShape {
     /// Rows that the experts multiply.
     pub fn rows(&self) -> usize {
         self.tokens * self.top_k.max(1)
@@ -84,7 +84,7 @@ pub struct Layer<'a, B: Kernels> {
 impl<'a, B: Kernels> Layer<'a, B> {
     /// Random weights, with the copies that a step makes of them. `remake_x`: a whole layer's rows are made again in the
     /// backward pass.
-    pub fn new(b: &'a B, recipe: &'a Recipe, shape: Shape, remake_x: bool) -> Result<Self> {
+    pub fn new(b: &'a B, recipe: &'a Recipe, shape: LayerShape, remake_x: bool) -> Result<Self> {
         // As many shards as a run has by default.
         let shards = Shards::new(b, 4, shape.tokens / 4, 0)?;
         let cx =
@@ -157,7 +157,7 @@ impl<'a, B: Kernels> Layer<'a, B> {
 }
 
 /// A routing of one expert a row: uneven groups, in order.
-fn uneven<B: Backend>(b: &B, shape: Shape) -> Result<Routing<B>> {
+fn uneven<B: Backend>(b: &B, shape: LayerShape) -> Result<Routing<B>> {
     let load = match shape.tokens / shape.experts {
         // Multiples of 128 would leave most experts without a row.
         0..128 => Load::Odd(shape.experts),
@@ -199,7 +199,7 @@ mod tests {
     #[test]
     fn a_few_rows_each_are_still_of_every_expert() {
         let cpu = Cpu::new(1).unwrap();
-        let few = Shape { name: "few", experts: 8, top_k: 0, tokens: 8 * 32, hidden: 128, inner: 128 };
+        let few = LayerShape { name: "few", experts: 8, top_k: 0, tokens: 8 * 32, hidden: 128, inner: 128 };
         let mut counts = [0; 8];
         cpu.download(&uneven(&cpu, few).unwrap().expert)
             .unwrap()
@@ -215,8 +215,9 @@ mod tests {
     #[test]
     fn both_kinds_of_layer_run_under_every_recipe_and_keep_what_they_list() {
         let cpu = Cpu::new(1).unwrap();
-        let experts = Shape { name: "experts", experts: 2, top_k: 0, tokens: 256, hidden: 128, inner: 128 };
-        let whole = Shape { name: "layer", experts: 4, top_k: 2, ..experts };
+        let experts =
+            LayerShape { name: "experts", experts: 2, top_k: 0, tokens: 256, hidden: 128, inner: 128 };
+        let whole = LayerShape { name: "layer", experts: 4, top_k: 2, ..experts };
         assert_eq!((experts.rows(), whole.rows()), (256, 512));
         assert_eq!(experts.flop(), 18.0 * 256.0 * 128.0 * 128.0);
         for recipe in RECIPES {

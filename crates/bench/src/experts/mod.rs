@@ -8,7 +8,7 @@ mod peers;
 mod report;
 
 use super::gpu::{Bench, COOL_DOWN, wanted};
-use layer::{Kept, Layer, Shape};
+use layer::{Kept, Layer, LayerShape};
 use nibble_command::error::Result;
 use nibble_command::say;
 use nibble_core::{Backend, Recipe, Result as CoreResult};
@@ -29,9 +29,16 @@ const MANY: MoeShape = MoeShape::EXPERTS_128;
 const QWEN: MoeShape = MoeShape::QWEN3_30B;
 
 /// DeepSeek-V3's experts on one rank of an expert-parallel run, the experts of a whole layer, and two whole layers on one GPU.
-pub const SHAPES: [Shape; 4] = [
-    Shape { name: "DeepSeek-V3, 8 experts", experts: 8, top_k: 0, tokens: 32768, hidden: V3.d, inner: V3.f },
-    Shape {
+pub const SHAPES: [LayerShape; 4] = [
+    LayerShape {
+        name: "DeepSeek-V3, 8 experts",
+        experts: 8,
+        top_k: 0,
+        tokens: 32768,
+        hidden: V3.d,
+        inner: V3.f,
+    },
+    LayerShape {
         name: "128 experts, sorted rows",
         experts: MANY.experts,
         top_k: 0,
@@ -39,7 +46,7 @@ pub const SHAPES: [Shape; 4] = [
         hidden: MANY.d,
         inner: MANY.f,
     },
-    Shape {
+    LayerShape {
         name: "128 experts, top-8",
         experts: MANY.experts,
         top_k: MANY.top_k,
@@ -47,7 +54,7 @@ pub const SHAPES: [Shape; 4] = [
         hidden: MANY.d,
         inner: MANY.f,
     },
-    Shape {
+    LayerShape {
         name: "Qwen3-30B, top-8",
         experts: QWEN.experts,
         top_k: QWEN.top_k,
@@ -63,7 +70,7 @@ const PROFILES: usize = 7;
 /// One layer under one recipe.
 #[derive(Debug, Clone)]
 pub struct Measured {
-    pub shape: Shape,
+    pub shape: LayerShape,
     pub recipe: &'static str,
     /// Or why there are none.
     pub figures: Result<Figures, String>,
@@ -92,7 +99,7 @@ impl Figures {
 /// The expert layer on the GPU, forward and backward, under each recipe. About two minutes.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Its time and where it goes, what it keeps, what each fused conversion saves, and from which sizes on it is faster\n\
+    after_help = "Its time and where it goes, what it keeps, what each fused conversion saves, and from which sizes on it is faster \
     than BF16; the last two where no name is given.\n\n\
     Example:\n  \
     nibble bench experts --quick --only V3 --only Qwen3"
@@ -137,15 +144,15 @@ pub fn run(&Args { quick, ref only }: &Args) -> Result<Value> {
 }
 
 /// Every shape under every recipe.
-fn pairs() -> Vec<(Shape, &'static str)> {
-    let of = |shape: Shape| {
+fn pairs() -> Vec<(LayerShape, &'static str)> {
+    let of = |shape: LayerShape| {
         let remade = (shape.top_k > 0).then_some(REMADE);
         RECIPES.into_iter().chain(remade).map(move |recipe| (shape, recipe))
     };
     SHAPES.into_iter().flat_map(of).collect()
 }
 
-fn measured(bench: &Bench, shape: Shape, recipe: &str, quick: bool) -> CoreResult<Figures> {
+fn measured(bench: &Bench, shape: LayerShape, recipe: &str, quick: bool) -> CoreResult<Figures> {
     let remake_x = recipe == REMADE;
     let recipe = Recipe::builtin(if remake_x { MXFP4 } else { recipe })?;
     let mut layer = Layer::new(&bench.cuda, &recipe, shape, remake_x)?;

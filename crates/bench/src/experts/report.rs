@@ -1,6 +1,6 @@
 //! The tables, and the same figures for a program to read.
 
-use super::layer::Shape;
+use super::layer::LayerShape;
 use super::peers::{PEERS, Peer, WHO};
 use super::{Figures, Measured, RECIPES};
 use crate::gpu;
@@ -14,8 +14,8 @@ const MIB: f64 = (1 << 20) as f64;
 const NAME: usize = 46;
 
 /// Prints one shape's tables, which fit 140 columns: totals with peers, and the time by operation.
-pub fn table(shape: Shape, rows: &[Measured]) {
-    let Shape { name, experts, tokens, hidden, inner, .. } = shape;
+pub fn table(shape: LayerShape, rows: &[Measured]) {
+    let LayerShape { name, experts, tokens, hidden, inner, .. } = shape;
     say!("");
     let what = if shape.top_k > 0 { "tokens" } else { "sorted rows" };
     say!("{name}: {tokens} {what} over {experts} experts, H {hidden}, I {inner}; forward and backward");
@@ -66,7 +66,7 @@ fn line(row: &Measured, figures: &Figures, base: Option<&Figures>) -> String {
     )
 }
 
-fn peer_line(shape: Shape, peer: &Peer) -> String {
+fn peer_line(shape: LayerShape, peer: &Peer) -> String {
     let tflops = |ms: f64| shape.flop() / ms / 1e9;
     let (ms, rate) =
         peer.sustained_ms.map_or(Default::default(), |ms| (format!("{ms:.1}"), format!("{:.0}", tflops(ms))));
@@ -143,7 +143,7 @@ pub fn figures(all: &[Measured]) -> Value {
 }
 
 fn figure(row: &Measured) -> Value {
-    let Shape { name, experts, top_k, tokens, hidden, inner } = row.shape;
+    let LayerShape { name, experts, top_k, tokens, hidden, inner } = row.shape;
     let mut value = json!({
         "layer": name, "recipe": row.recipe, "experts": experts, "top_k": top_k, "tokens": tokens,
         "hidden": hidden, "intermediate": inner, "flop": row.shape.flop(),

@@ -34,7 +34,7 @@ use std::path::PathBuf;
 /// The GPU's products beside its fastest dense ones: back to back until the chip is at its power limit, and single calls.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "The floor is the larger of operations / rate of the fastest dense product and of the memory's floor. About three\n\
+    after_help = "The floor is the larger of operations / rate of the fastest dense product and of the memory's floor. About three \
     minutes, --quick a third of one.\n\n\
     Examples:\n  \
     nibble bench gemm --only wgrad --only dgrad --json gemm.json --plot roofline.svg\n  \

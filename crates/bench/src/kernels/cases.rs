@@ -26,13 +26,13 @@ pub struct Kernel<B: Kernels> {
     /// The separate kernels it is compared with, in words; empty where there are none.
     pub against: &'static str,
     /// What rows it takes.
-    pub rows: Rows,
+    pub rows: TimedRows,
     build: Build<B>,
 }
 
 /// What rows a kernel is timed on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Rows {
+pub enum TimedRows {
     /// Dense rows alone: it knows no groups.
     Dense,
     /// Dense rows, and uneven groups.
@@ -47,23 +47,23 @@ impl<B: Kernels> Kernel<B> {
         against: &'static str,
         build: impl Fn(&Operands<B>) -> Result<Case<B>> + 'static,
     ) -> Self {
-        Self { name, against, rows: Rows::Any, build: Box::new(build) }
+        Self { name, against, rows: TimedRows::Any, build: Box::new(build) }
     }
 
     fn dense(name: &'static str, build: impl Fn(&Operands<B>) -> Result<Case<B>> + 'static) -> Self {
-        Self { rows: Rows::Dense, ..Self::new(name, "", build) }
+        Self { rows: TimedRows::Dense, ..Self::new(name, "", build) }
     }
 
     fn sorted(name: &'static str, build: impl Fn(&Operands<B>) -> Result<Case<B>> + 'static) -> Self {
-        Self { rows: Rows::Sorted, ..Self::new(name, "", build) }
+        Self { rows: TimedRows::Sorted, ..Self::new(name, "", build) }
     }
 
     /// Whether it is timed on so many groups; 0 for dense rows.
     pub fn takes(&self, groups: usize) -> bool {
         match self.rows {
-            Rows::Dense => groups == 0,
-            Rows::Any => true,
-            Rows::Sorted => groups > 0,
+            TimedRows::Dense => groups == 0,
+            TimedRows::Any => true,
+            TimedRows::Sorted => groups > 0,
         }
     }
 
@@ -143,7 +143,7 @@ fn drawn<B: Kernels>(name: &'static str, to: Block, planes: Planes) -> Kernel<B>
 fn rounded<B: Kernels>(name: &'static str, to: Block, planes: Planes, round: Rounding) -> Kernel<B> {
     let against = if planes == Planes::Both { "rows, then columns" } else { "" };
     let build = move |o: &Operands<B>| quantize(o, to, planes, round);
-    Kernel { rows: Rows::Dense, ..Kernel::new(name, against, build) }
+    Kernel { rows: TimedRows::Dense, ..Kernel::new(name, against, build) }
 }
 
 fn quantize<B: Kernels>(o: &Operands<B>, to: Block, planes: Planes, round: Rounding) -> Result<Case<B>> {
@@ -186,7 +186,8 @@ fn transcodings<B: Kernels>() -> Vec<Kernel<B>> {
         kernel("MXFP4 → E4M3 rows (lift)", Block::MXFP4, Block::E4M3, Row),
         kernel("MXFP4 → E4M3 columns (lift)", Block::MXFP4, Block::E4M3, Col),
         Kernel {
-            rows: Rows::Dense, ..kernel("MXFP4 → E4M3 tiles (lift)", Block::MXFP4, Block::E4M3, Tile)
+            rows: TimedRows::Dense,
+            ..kernel("MXFP4 → E4M3 tiles (lift)", Block::MXFP4, Block::E4M3, Tile)
         },
         kernel("E4M3 rows → columns", Block::E4M3, Block::E4M3, Col),
         kernel("E4M3 → MXFP4 rows", Block::E4M3, Block::MXFP4, Row),
@@ -402,7 +403,7 @@ fn transpose<B: Kernels>(o: &Operands<B>) -> Result<Case<B>> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::operands::{Shape, uneven};
+    use super::super::operands::{MatrixShape, uneven};
     use super::*;
     use nibble_cpu::Cpu;
 
@@ -410,7 +411,7 @@ mod tests {
     #[test]
     fn every_kernel_and_its_separate_sequence_run_on_the_cpu() {
         let cpu = Cpu::new(1).unwrap();
-        let shape = Shape { rows: 256, cols: 256 };
+        let shape = MatrixShape { rows: 256, cols: 256 };
         for groups in [None, Some(8)] {
             let lengths = groups.map(|groups| uneven(groups, shape.rows));
             let operands = Operands::new(&cpu, shape, lengths.as_deref()).unwrap();

@@ -22,7 +22,7 @@ use nibble_command::say;
 use nibble_core::Backend;
 use nibble_cuda::Cuda;
 use nibble_testkit::shapes::MoeShape;
-use operands::{Operands, Shape, uneven};
+use operands::{MatrixShape, Operands, uneven};
 use serde_json::{Value, json};
 use std::path::PathBuf;
 use traffic::Traffic;
@@ -30,15 +30,15 @@ use traffic::Traffic;
 /// The GPU's conversions beside the speed of its memory: single calls with the L2 flushed before each.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "The floor is the time in which this GPU's memory can move the bytes that must move, by its copy and fill rates\n\
+    after_help = "The floor is the time in which this GPU's memory can move the bytes that must move, by its copy and fill rates \
     measured in the same run.\n\n\
     Example:\n  \
     nibble bench kernels --shapes 32768x7168,4096x7168 --only lift --plot lift.svg"
 )]
 pub struct Args {
-    /// Rows × columns; the target's five where left out.
+    /// Rows × columns; five of published models' layers where left out.
     #[arg(long, value_name = "ROWSxCOLS", value_delimiter = ',', value_parser = parse_shape)]
-    shapes: Vec<Shape>,
+    shapes: Vec<MatrixShape>,
     /// Numbers of uneven groups the rows are in; 0 for dense rows.
     #[arg(long, value_name = "N", value_delimiter = ',', default_values_t = GROUPS)]
     groups: Vec<usize>,
@@ -51,18 +51,18 @@ pub struct Args {
 }
 
 /// Tokens × width of DeepSeek-V3's and V2's expert layers and of smaller ones, and few tokens.
-pub const SHAPES: [Shape; 5] = [
-    Shape { rows: 32768, cols: MoeShape::DEEPSEEK_V3.d },
-    Shape { rows: 32768, cols: MoeShape::QWEN3_30B.d },
-    Shape { rows: 24576, cols: MoeShape::DEEPSEEK_V2.d },
-    Shape { rows: 24576, cols: MoeShape::QWEN3_30B.d },
-    Shape { rows: 4096, cols: MoeShape::DEEPSEEK_V3.d },
+pub const SHAPES: [MatrixShape; 5] = [
+    MatrixShape { rows: 32768, cols: MoeShape::DEEPSEEK_V3.d },
+    MatrixShape { rows: 32768, cols: MoeShape::QWEN3_30B.d },
+    MatrixShape { rows: 24576, cols: MoeShape::DEEPSEEK_V2.d },
+    MatrixShape { rows: 24576, cols: MoeShape::QWEN3_30B.d },
+    MatrixShape { rows: 4096, cols: MoeShape::DEEPSEEK_V3.d },
 ];
 const GROUPS: [usize; 4] = [0, 8, 32, 256];
 
-fn parse_shape(text: &str) -> Result<Shape, String> {
+fn parse_shape(text: &str) -> Result<MatrixShape, String> {
     let [rows, cols] = parse_sizes(text, "ROWSxCOLS, 32768x7168")?;
-    let shape = Shape { rows, cols };
+    let shape = MatrixShape { rows, cols };
     if !shape.cols.is_multiple_of(32) {
         return Err(format!("{} columns are not a multiple of MXFP4's block of 32", shape.cols));
     }
@@ -74,7 +74,7 @@ fn parse_shape(text: &str) -> Result<Shape, String> {
 pub struct Measured {
     pub kernel: &'static str,
     pub against: &'static str,
-    pub shape: Shape,
+    pub shape: MatrixShape,
     /// 0: dense rows.
     pub groups: usize,
     /// Or why there are none.
@@ -159,7 +159,12 @@ fn header(bench: &Bench) -> Result<Value> {
 }
 
 /// Every kernel at one shape, dense and ragged.
-fn at_shape(bench: &Bench, chosen: &[Kernel<Cuda>], shape: Shape, groups: &[usize]) -> Result<Vec<Measured>> {
+fn at_shape(
+    bench: &Bench,
+    chosen: &[Kernel<Cuda>],
+    shape: MatrixShape,
+    groups: &[usize],
+) -> Result<Vec<Measured>> {
     let mut measured = Vec::new();
     for &groups in groups {
         let lengths = (groups > 0).then(|| uneven(groups, shape.rows));

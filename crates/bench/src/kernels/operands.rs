@@ -13,7 +13,7 @@ use std::cell::OnceCell;
 
 /// A matrix to convert: its rows, without padding, and its columns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Shape {
+pub struct MatrixShape {
     pub rows: usize,
     pub cols: usize,
 }
@@ -144,7 +144,7 @@ pub struct Operands<B: Kernels> {
 
 impl<B: Kernels> Operands<B> {
     /// Dense rows, or as many in uneven groups of these lengths.
-    pub fn new(b: &B, shape: Shape, lengths: Option<&[usize]>) -> Result<Self> {
+    pub fn new(b: &B, shape: MatrixShape, lengths: Option<&[usize]>) -> Result<Self> {
         let ragged = lengths.map(|lengths| RaggedRows::new(lengths, ALIGN));
         let capacity = ragged.as_ref().map_or(shape.rows, |r| r.capacity);
         Ok(Self {
@@ -245,7 +245,7 @@ mod tests {
     #[test]
     fn operands_are_random_and_routed_to_different_experts() {
         let cpu = Cpu::new(1).unwrap();
-        let shape = Shape { rows: 256, cols: 96 };
+        let shape = MatrixShape { rows: 256, cols: 96 };
         let made = Operands::new(&cpu, shape, Some(&uneven(16, 256))).unwrap();
         let x = made.x().unwrap().to_f32_vec(&cpu).unwrap();
         assert_eq!(x.len(), made.extent.capacity * 96);

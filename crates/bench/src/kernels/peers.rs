@@ -7,7 +7,7 @@
 //! wherever they are installed.
 
 use super::SHAPES;
-use super::operands::Shape;
+use super::operands::MatrixShape;
 use crate::peers::Who;
 
 const MXFP4_HOPPER: Who = Who {
@@ -112,7 +112,7 @@ const ROWS: &[Row] = &[
 ];
 
 /// What others took for a kernel at a shape and number of groups (0: dense).
-pub fn of(kernel: &str, shape: Shape, groups: usize) -> impl Iterator<Item = (Who, f64)> {
+pub fn of(kernel: &str, shape: MatrixShape, groups: usize) -> impl Iterator<Item = (Who, f64)> {
     let column = SHAPES.iter().position(|s| *s == shape);
     let named = move |row: &&Row| row.groups == groups && row.kernels.contains(&kernel);
     let measured = move |row: &Row| Some((row.who, row.us[column?])).filter(|(_, us)| *us > 0.0);
@@ -120,7 +120,7 @@ pub fn of(kernel: &str, shape: Shape, groups: usize) -> impl Iterator<Item = (Wh
 }
 
 /// The fastest of them, of published kernels alone or of all.
-pub fn fastest(kernel: &str, shape: Shape, groups: usize, published: bool) -> Option<(Who, f64)> {
+pub fn fastest(kernel: &str, shape: MatrixShape, groups: usize, published: bool) -> Option<(Who, f64)> {
     of(kernel, shape, groups)
         .filter(|(who, _)| who.published || !published)
         .min_by(|a, b| a.1.total_cmp(&b.1))
@@ -169,7 +169,7 @@ mod tests {
         let find = |published| fastest("BF16 → MXFP4 rows", SHAPES[0], 0, published).unwrap();
         assert_eq!((find(true).0.name, find(true).1), ("MXFP4-Hopper", 491.0));
         assert_eq!((find(false).0.name, find(false).1), ("Triton", 294.8));
-        assert!(fastest("BF16 → MXFP4 rows", Shape { rows: 1, cols: 1 }, 0, false).is_none());
+        assert!(fastest("BF16 → MXFP4 rows", MatrixShape { rows: 1, cols: 1 }, 0, false).is_none());
         assert!(fastest("SwiGLU → BF16", SHAPES[0], 0, false).is_none(), "not measured at this shape");
     }
 }

@@ -1,6 +1,6 @@
 //! The shares of the floor as an SVG file that any browser opens.
 
-use super::operands::Shape;
+use super::operands::MatrixShape;
 use super::{Measured, peers};
 use nibble_command::error::{Error, Result};
 use nibble_command::output::{Mark, Output};
@@ -40,7 +40,7 @@ struct Line<'a> {
     published: Option<f64>,
 }
 
-fn lines(measured: &[Measured], shape: Shape) -> Vec<Line<'_>> {
+fn lines(measured: &[Measured], shape: MatrixShape) -> Vec<Line<'_>> {
     let mut lines: Vec<Line<'_>> = Vec::new();
     for m in measured.iter().filter(|m| m.shape == shape) {
         let Ok(times) = &m.times else { continue };

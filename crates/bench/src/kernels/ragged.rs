@@ -2,7 +2,7 @@
 
 use super::super::gpu::Bench;
 use super::conversion::{Conversion, Work};
-use super::operands::{Operands, Shape, uneven};
+use super::operands::{MatrixShape, Operands, uneven};
 use super::report::shortened;
 use super::traffic::Block;
 use nibble_command::error::Result;
@@ -13,7 +13,7 @@ use nibble_formats::{BlockAxis, Rounding};
 use nibble_testkit::shapes::MoeShape;
 use serde_json::{Value, json};
 
-const SHAPE: Shape = Shape { rows: 8192, cols: MoeShape::DEEPSEEK_V3.d };
+const SHAPE: MatrixShape = MatrixShape { rows: 8192, cols: MoeShape::DEEPSEEK_V3.d };
 const GROUPS: usize = 64;
 
 const TIMED: [(&str, Conversion); 3] = [
@@ -23,13 +23,18 @@ const TIMED: [(&str, Conversion); 3] = [
 ];
 
 /// All groups in one call.
-fn together<B: Kernels>(b: &B, shape: Shape, lengths: &[usize], how: Conversion) -> CoreResult<Work<B>> {
+fn together<B: Kernels>(
+    b: &B,
+    shape: MatrixShape,
+    lengths: &[usize],
+    how: Conversion,
+) -> CoreResult<Work<B>> {
     how.on(&Operands::new(b, shape, Some(lengths))?)
 }
 
 /// A call for each group, on tensors of its own.
 fn one_by_one<B: Kernels>(b: &B, cols: usize, lengths: &[usize], how: Conversion) -> CoreResult<Work<B>> {
-    let call = |&rows: &usize| how.on(&Operands::new(b, Shape { rows, cols }, None)?);
+    let call = |&rows: &usize| how.on(&Operands::new(b, MatrixShape { rows, cols }, None)?);
     let calls = lengths.iter().map(call).collect::<CoreResult<Vec<_>>>()?;
     Ok(Box::new(move |b| calls.iter().try_for_each(|call| call(b))))
 }
@@ -78,7 +83,7 @@ mod tests {
         let cpu = Cpu::new(1).unwrap();
         let lengths = [3, 0, 40];
         for (name, how) in TIMED {
-            let shape = Shape { rows: 43, cols: 64 };
+            let shape = MatrixShape { rows: 43, cols: 64 };
             let together = together(&cpu, shape, &lengths, how).unwrap();
             together(&cpu).unwrap_or_else(|error| panic!("{name}: {error}"));
             let apart = one_by_one(&cpu, shape.cols, &lengths, how).unwrap();

@@ -5,7 +5,7 @@
 
 use super::super::gpu::Bench;
 use super::conversion::Conversion;
-use super::operands::{Operands, Shape, uneven};
+use super::operands::{MatrixShape, Operands, uneven};
 use super::report::shortened;
 use super::traffic::Block;
 use nibble_command::error::{Error, Result};
@@ -153,7 +153,7 @@ fn measure(bench: &Bench, steps: &[Step], groups: Option<usize>) -> CoreResult<C
     let lengths = groups.map(|groups| uneven(groups, ROWS));
     let mut cost = Cost { us: 0.0, before_dispatch_us: 0.0 };
     for step in steps {
-        let shape = Shape { rows: ROWS, cols: if step.gradient { OUTPUTS } else { INPUTS } };
+        let shape = MatrixShape { rows: ROWS, cols: if step.gradient { OUTPUTS } else { INPUTS } };
         let lengths = lengths.as_deref().filter(|_| !step.before_dispatch);
         let operands = Operands::new(&bench.cuda, shape, lengths)?;
         let us = bench.us(step.how.on(&operands)?)?;
@@ -213,7 +213,8 @@ mod tests {
             for (kind, groups) in [(LayerKind::Linear, None), (LayerKind::Expert, Some(4))] {
                 for step in of(name, kind) {
                     let lengths = groups.map(|groups| uneven(groups, 256));
-                    let o = Operands::new(&cpu, Shape { rows: 256, cols: 256 }, lengths.as_deref()).unwrap();
+                    let o = Operands::new(&cpu, MatrixShape { rows: 256, cols: 256 }, lengths.as_deref())
+                        .unwrap();
                     step.how.on(&o).unwrap()(&cpu).unwrap();
                 }
             }

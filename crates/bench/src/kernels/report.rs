@@ -1,6 +1,6 @@
 //! The table, and the same figures for a program to read.
 
-use super::operands::Shape;
+use super::operands::MatrixShape;
 use super::{Measured, Times, peers};
 use crate::peers::{MEASURED, Who};
 use nibble_command::say;
@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 
 /// Prints one shape's table, which fits 140 columns: a kernel a line, its time on dense rows (on the most groups, where it
 /// has no dense form), the share of the floor on ragged rows, and what others take.
-pub fn table(shape: Shape, groups: &[usize], names: &[&str], measured: &[Measured]) {
+pub fn table(shape: MatrixShape, groups: &[usize], names: &[&str], measured: &[Measured]) {
     say!("");
     say!("{} × {}", shape.rows, shape.cols);
     let ragged: Vec<usize> = groups.iter().copied().filter(|g| *g > 0).collect();

@@ -33,17 +33,20 @@ use std::path::{Path, PathBuf};
 /// Every matrix, and every stack of matrices, of F32, BF16 or F16 to a block format; with --back a quantized file to plain numbers.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Blocks run along rows, down columns (then the planes lie transposed) or are square tiles. Of three\n\
-    sizes the first is the number of matrices, each of which has blocks of its own. Tensors that are not matrices of\n\
-    floats are copied, and so is what is quantized already. The input is never touched, and equal input gives equal bytes.\n\
-    A line tells of the largest error, and warnings of values that no rounding explains: those that come back infinite, that\n\
+    after_help = "Blocks run along rows, down columns (then the planes lie transposed) or are square tiles. Of three \
+    sizes the first is the number of matrices, each of which has blocks of its own. Tensors that are not matrices of \
+    floats are copied, and so is what is quantized already. The input is never touched, and equal input gives equal bytes. \
+    A line tells of the largest error, and warnings of values that no rounding explains: those that come back infinite, that \
     are larger than what the format holds, or so small that their whole block comes back as zeros.\n\n\
     Planes of a tensor NAME:\n  \
-    NAME.codes         codes of less than 8 bits are packed from the lowest bit on: 2 of 4 bits a byte, 4 of 6 bits in 3 bytes\n  \
-    NAME.scales        a record a block: an E8M0 byte (MX, FP8 with a power-of-two rule), an F32 (FP8 with amax), an E4M3\n                     \
-    byte (nvfp4), or 4 bytes (hif4: an E6M2 byte, 8 bits for 8 values each, 16 bits for 4 values each).\n                     \
-    Of e4m3-row and e5m2-row one a row; down columns one for each 128 rows, all of a column alike\n  \
-    NAME.tensor_scale  an F32 a matrix that multiplies all its blocks (nvfp4 with tensor-amax, e4m3-tensor, e5m2-tensor)\n\n\
+    NAME.codes         codes of less than 8 bits are packed from the lowest bit on: 2 of 4 bits a byte,\n                     \
+    4 of 6 bits in 3 bytes\n  \
+    NAME.scales        a record a block: an E8M0 byte (MX, FP8 with a power-of-two rule), an F32 (FP8 with\n                     \
+    amax), an E4M3 byte (nvfp4), or 4 bytes (hif4: an E6M2 byte, 8 bits for 8 values\n                     \
+    each, 16 bits for 4 values each). Of e4m3-row and e5m2-row one a row; down columns\n                     \
+    one for each 128 rows, all of a column alike\n  \
+    NAME.tensor_scale  an F32 a matrix that multiplies all its blocks (nvfp4 with tensor-amax,\n                     \
+    e4m3-tensor, e5m2-tensor)\n\n\
     Examples:\n  \
     nibble quantize model.safetensors model-mxfp4.safetensors --format mxfp4\n  \
     nibble quantize model.safetensors q.safetensors --format e4m3 --axis tile --scale rceil --only '*.mlp.*'\n  \

@@ -43,8 +43,8 @@ pub use route::{Route, RouteBackward, Routing};
 pub use scale_tiles::{CutScales, CutSide, TileScales, UntileScales};
 pub use slots::{AssignRanks, PackSlots, ReceivedSlots, SlotRanks, UnpackSlots, record_words};
 pub use step::{
-    BeginMicroBatch, BeginStep, Clock, Collect, Control, EndStep, Entry, InputLayout, OCCUPANCY_VALUES,
-    REPORT_HEAD, Source,
+    BeginMicroBatch, BeginStep, Clock, Collect, Control, EndStep, Entry, EntrySource, InputLayout,
+    OCCUPANCY_VALUES, REPORT_HEAD,
 };
 pub use swiglu::{Swiglu, SwigluBackward, SwigluGrads, SwigluOut};
 pub use transcode::{CONVERSIONS, Transcode, Transcoded};

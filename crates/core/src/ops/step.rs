@@ -141,7 +141,7 @@ impl<B: Backend> BeginMicroBatch<'_, B> {
 
 /// A few values that an operation left on the device.
 #[derive(Debug)]
-pub enum Source<'a, B: Backend> {
+pub enum EntrySource<'a, B: Backend> {
     /// Counts.
     U64(&'a B::Buf<u64>),
     /// Loads.
@@ -157,7 +157,7 @@ pub enum Source<'a, B: Backend> {
     Occupancy(&'a Occupancy<B>),
 }
 
-impl<B: Backend> Source<'_, B> {
+impl<B: Backend> EntrySource<'_, B> {
     /// Number of values.
     pub fn len(&self) -> usize {
         match self {
@@ -176,7 +176,7 @@ impl<B: Backend> Source<'_, B> {
     }
 }
 
-/// Values of [`Source::Occupancy`].
+/// Values of [`EntrySource::Occupancy`].
 pub const OCCUPANCY_VALUES: usize = 3;
 
 /// Values of a report before the tables: the step, whether it stopped, the norm, the factor on the gradient.
@@ -186,7 +186,7 @@ pub const REPORT_HEAD: usize = 4;
 #[derive(Debug)]
 pub struct Entry<'a, B: Backend> {
     /// The values.
-    pub source: Source<'a, B>,
+    pub source: EntrySource<'a, B>,
     /// First cell.
     pub at: usize,
     /// Number of cells; a divisor of the number of values.

@@ -26,18 +26,8 @@ pub use isa::Isa;
 pub use operand::{Data, Operand, OperandScales, Output, OutputData};
 
 use drive::{Job, Problem};
+use nibble_core::ops::ProductDims;
 use operand::DotKind;
-
-/// The sizes of a product: D `[m, n]` = A `[m, k]` · B `[n, k]`ᵀ.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Shape {
-    /// Rows of A and of D.
-    pub m: usize,
-    /// Rows of B, columns of D.
-    pub n: usize,
-    /// The contraction.
-    pub k: usize,
-}
 
 /// The rows of one expert: `start .. start + len` of a ragged matrix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -77,9 +67,9 @@ impl Engine {
     /// D = A·Bᵀ.
     ///
     /// # Errors
-    /// If an operand or the output is too short for the shape, or the operands cannot be multiplied with each other.
-    pub fn gemm(&self, shape: Shape, a: &Operand, b: &Operand, out: Output) -> Result<(), GemmError> {
-        drive::parallel(&self.single(shape, a, b, &out)?, out);
+    /// If an operand or the output is too short for the sizes, or the operands cannot be multiplied with each other.
+    pub fn gemm(&self, dims: ProductDims, a: &Operand, b: &Operand, out: Output) -> Result<(), GemmError> {
+        drive::parallel(&self.single(dims, a, b, &out)?, out);
         Ok(())
     }
 
@@ -89,24 +79,24 @@ impl Engine {
     /// As [`Engine::gemm`].
     pub fn gemm_serial(
         &self,
-        shape: Shape,
+        dims: ProductDims,
         a: &Operand,
         b: &Operand,
         out: Output,
         scratch: &mut Scratch,
     ) -> Result<(), GemmError> {
-        drive::serial(&self.single(shape, a, b, &out)?, out, scratch);
+        drive::serial(&self.single(dims, a, b, &out)?, out, scratch);
         Ok(())
     }
 
     fn single<'a>(
         &self,
-        shape: Shape,
+        dims: ProductDims,
         a: &Operand<'a>,
         b: &Operand<'a>,
         out: &Output,
     ) -> Result<Job<'a>, GemmError> {
-        let Shape { m, n, k } = shape;
+        let ProductDims { m, n, k } = dims;
         self.job(vec![Problem { a: *a, b: *b, m, n, k, out: out.offset }], out)
     }
 

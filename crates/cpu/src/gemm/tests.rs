@@ -145,7 +145,7 @@ fn run(isa: Isa, shape: (usize, usize, usize), a: &Operand, b: &Operand) -> Vec<
     let (offset, stride) = (3, n + 5);
     let mut out = vec![-7.0; offset + m * stride];
     let engine = Engine::with_isa(isa).unwrap();
-    engine.gemm(Shape { m, n, k }, a, b, Output::f32(&mut out, stride).at(offset)).unwrap();
+    engine.gemm(ProductDims { m, n, k }, a, b, Output::f32(&mut out, stride).at(offset)).unwrap();
     let mut inside = Vec::new();
     for (i, &x) in out.iter().enumerate() {
         let column = i.wrapping_sub(offset) % stride;
@@ -439,7 +439,7 @@ fn outputs_round_to_bf16_and_accumulate() {
     let b = Matrix::new(n, k, false, f32::NAN, || f32_value(Fill::Normal, &mut r));
     let before: Vec<f32> = (0..m * n).map(|_| r.value()).collect();
     let want = product(&a.rows, &b.rows, spec::dot_f32);
-    let shape = Shape { m, n, k };
+    let shape = ProductDims { m, n, k };
     for isa in isas() {
         let engine = Engine::with_isa(isa).unwrap();
         let mut rounded = vec![bf16::NAN; m * n];
@@ -537,7 +537,7 @@ fn bits_do_not_depend_on_threads() {
         let b = Matrix::new(n, k, false, bf16::NAN, || bf16_value(Fill::Normal, &mut r));
         let (a, b) = (a.view(Data::Bf16), b.view(Data::Bf16));
         let mut want = vec![0.0; m * n];
-        let shape = Shape { m, n, k };
+        let shape = ProductDims { m, n, k };
         let mut scratch = Scratch::default();
         Engine::default().gemm_serial(shape, &a, &b, Output::f32(&mut want, n), &mut scratch).unwrap();
         for threads in [1, 2, 3] {
@@ -552,7 +552,7 @@ fn bits_do_not_depend_on_threads() {
 fn mistakes_are_named() {
     let (x, codes, mut out) = (vec![0f32; 100], vec![0u8; 100], vec![0f32; 100]);
     let h = vec![bf16::ZERO; 100];
-    let shape = Shape { m: 10, n: 10, k: 10 };
+    let shape = ProductDims { m: 10, n: 10, k: 10 };
     let f32s = Operand::rows(Data::F32(&x), 10);
     let bf16s = Operand::rows(Data::Bf16(&h), 10);
     let one = [1f32; 10];
@@ -563,7 +563,7 @@ fn mistakes_are_named() {
         assert!(error.to_string().contains("expected"), "{error}");
         error.argument
     };
-    assert_eq!(argument(Shape { k: 11, ..shape }, &f32s, &f32s), "a");
+    assert_eq!(argument(ProductDims { k: 11, ..shape }, &f32s, &f32s), "a");
     assert_eq!(argument(shape, &f32s, &f32s.at(1)), "b");
     assert_eq!(argument(shape, &Operand { stride: usize::MAX, ..f32s }, &f32s), "a");
     assert_eq!(argument(shape, &f32s, &bf16s), "b");
@@ -575,7 +575,7 @@ fn mistakes_are_named() {
         argument(shape, &scaled.scaled(OperandScales::rows(singles(&one[1..]), 128, 1)), &scaled),
         "a"
     );
-    assert_eq!(argument(Shape { m: 3, n: 11, k: 9 }, &f32s, &Operand { stride: 9, ..f32s }), "out");
+    assert_eq!(argument(ProductDims { m: 3, n: 11, k: 9 }, &f32s, &Operand { stride: 9, ..f32s }), "out");
     let mut narrow = [bf16::ZERO; 100];
     assert_eq!(
         engine.gemm(shape, &f32s, &f32s, Output::bf16(&mut narrow[1..], 10)).unwrap_err().argument,

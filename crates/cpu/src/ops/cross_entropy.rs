@@ -15,7 +15,7 @@ const OP: &str = "cross_entropy";
 
 /// The loss of each row and shard, and dlogits if asked for.
 pub(crate) fn cross_entropy(cpu: &Cpu, op: CrossEntropy<'_, Cpu>) -> Result<CrossEntropyOut<Cpu>> {
-    let rows = Rows::new(cpu, op.targets.as_slice(), op.logits.cols, op.scale);
+    let rows = TargetRows::new(cpu, op.targets.as_slice(), op.logits.cols, op.scale);
     let logits = op.logits.f32(OP, "logits")?.as_slice();
     let mut loss = cpu.scratch::<f32>(op.logits.rows);
     let dlogits = match op.grad {
@@ -32,7 +32,7 @@ pub(crate) fn cross_entropy(cpu: &Cpu, op: CrossEntropy<'_, Cpu>) -> Result<Cros
 }
 
 fn with_gradient<T: Real>(
-    rows: &Rows<'_>,
+    rows: &TargetRows<'_>,
     op: &CrossEntropy<'_, Cpu>,
     logits: &[f32],
     loss: &mut [f32],
@@ -50,14 +50,14 @@ pub(super) fn shard_sums(cpu: &Cpu, loss: &[f32], shards: usize) -> Result<Buf<f
 }
 
 /// Some rows of a cross-entropy, by their targets.
-pub(super) struct Rows<'a> {
+pub(super) struct TargetRows<'a> {
     cpu: &'a Cpu,
     targets: &'a [i32],
     vocab: usize,
     scale: f32,
 }
 
-impl<'a> Rows<'a> {
+impl<'a> TargetRows<'a> {
     pub fn new(cpu: &'a Cpu, targets: &'a [i32], vocab: usize, scale: f32) -> Self {
         Self { cpu, targets, vocab, scale }
     }

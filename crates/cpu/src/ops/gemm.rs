@@ -2,7 +2,7 @@
 
 use super::elementwise::cast;
 use super::lowered::sides;
-use crate::gemm::{Engine, GemmError, Group, Output, Shape};
+use crate::gemm::{Engine, GemmError, Group, Output};
 use crate::{Buf, Cpu};
 use half::bf16;
 use nibble_core::formats::Format;
@@ -13,11 +13,10 @@ use std::borrow::Cow;
 pub(crate) fn gemm(cpu: &Cpu, op: Gemm<'_, Cpu>) -> Result<Tensor<Cpu>> {
     const OP: &str = "gemm";
     let dims = op.check()?;
-    let shape = Shape { m: dims.m, n: dims.n, k: dims.k };
     let (a, b) = (widened(cpu, op.a, op.b)?, widened(cpu, op.b, op.a)?);
     let (a, b) = sides(cpu, &a, &b)?;
     let (a, b) = (a.view(OP, 0)?, b.view(OP, 0)?);
-    product(cpu, OP, op.out, (dims.m, dims.n), false, |engine, out| engine.gemm(shape, &a, &b, out))
+    product(cpu, OP, op.out, (dims.m, dims.n), false, |engine, out| engine.gemm(dims, &a, &b, out))
 }
 
 pub(crate) fn grouped_gemm(cpu: &Cpu, op: GroupedGemm<'_, Cpu>) -> Result<Tensor<Cpu>> {

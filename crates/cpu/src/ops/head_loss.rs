@@ -3,17 +3,19 @@
 //! Made of the very parts that the separate operations are made of: the engine of [`crate::gemm`], whose chains go on from
 //! chunk to chunk, the rows of [`mod@super::cross_entropy`], and [`mod@super::quantize`].
 
-use super::cross_entropy::{Rows, shard_sums};
+use super::cross_entropy::{TargetRows, shard_sums};
 use super::gemm::{engine, refused};
 use super::lowered::{Side, Way, sides};
 use super::operands::view;
 use super::quantize::quantize;
-use crate::gemm::{self, Engine, GemmError, Group, Operand, Output, Shape};
+use crate::gemm::{self, Engine, GemmError, Group, Operand, Output};
 use crate::simd::{Real, per_isa};
 use crate::{Buf, Cpu};
 use half::bf16;
 use nibble_core::formats::Codec;
-use nibble_core::ops::{Counts, HeadCodecs, HeadLoss, HeadLossChunk, HeadLossOut, Planes, Quantize};
+use nibble_core::ops::{
+    Counts, HeadCodecs, HeadLoss, HeadLossChunk, HeadLossOut, Planes, ProductDims, Quantize,
+};
 use nibble_core::{self as core, DType, Data, Result, Tensor};
 
 const OP: &str = "head_loss";
@@ -86,7 +88,7 @@ fn run<T: Factor>(cpu: &Cpu, op: HeadLoss<'_, Cpu>) -> Result<HeadLossOut<Cpu>> 
         let logits = &mut logits.as_mut_slice()[..rows.len() * vocab];
         product(cpu, (rows.len(), vocab, d), (&x, &mut w), &mut *logits)?;
         let losses = &mut loss.as_mut_slice()[rows.clone()];
-        let entropy = Rows::new(cpu, &targets[rows.clone()], vocab, scale);
+        let entropy = TargetRows::new(cpu, &targets[rows.clone()], vocab, scale);
         match &mut gradients {
             None => entropy.run::<T>(logits, losses, &mut []),
             Some(Gradients { wt, dlogits, dx, dw }) => {
@@ -101,7 +103,7 @@ fn run<T: Factor>(cpu: &Cpu, op: HeadLoss<'_, Cpu>) -> Result<HeadLossOut<Cpu>> 
     }
     Ok(HeadLossOut {
         shard_nats: shard_sums(cpu, loss.as_slice(), op.shards)?,
-        bad_ids: cpu.computed(&[Rows::new(cpu, targets, vocab, scale).bad_ids()]),
+        bad_ids: cpu.computed(&[TargetRows::new(cpu, targets, vocab, scale).bad_ids()]),
         dx: gradients.map(|g| Tensor::new(T::data(g.dx), tokens, d)).transpose()?,
         x_counts: of_x.counts(),
         dlogits_counts: of_dlogits.counts(),
@@ -197,10 +199,10 @@ fn product<T: Factor>(
     (a, b): (&Chunk<'_>, &mut Weight<'_>),
     out: &mut [T],
 ) -> Result<()> {
-    let (shape, out) = (Shape { m, n, k }, T::output(out, n));
+    let (dims, out) = (ProductDims { m, n, k }, T::output(out, n));
     let Some(rows) = &a.by_rows else {
         let (a, b) = (Operand::rows(a.values, a.cols), view(OP, b.operand, 0)?);
-        return multiply(cpu, out, |engine, out| engine.gemm(shape, &a, &b, out));
+        return multiply(cpu, out, |engine, out| engine.gemm(dims, &a, &b, out));
     };
     let way = Way::of(rows, b.operand);
     let a = way.side(cpu, rows)?;
@@ -209,7 +211,7 @@ fn product<T: Factor>(
         none => none.insert(way.side(cpu, b.operand)?),
     };
     let (a, b) = (a.view(OP, 0)?, b.view(OP, 0)?);
-    multiply(cpu, out, |engine, out| engine.gemm(shape, &a, &b, out))
+    multiply(cpu, out, |engine, out| engine.gemm(dims, &a, &b, out))
 }
 
 /// Runs a product in the pool of its backend.

@@ -27,7 +27,7 @@ use general::Job;
 use nibble_core::ops::{Emit, Emitted, Planes, Quantize, Random};
 use nibble_core::{Error, Groups, Result};
 use nibble_formats::{Codec, Format, Stream};
-use source::Source;
+use source::ValueSource;
 use spans::Spans;
 use spec::{Casting, Matrix};
 
@@ -95,7 +95,7 @@ fn encode(
             }
         };
     }
-    let x = (Source::plain(op.x), op.x.cols);
+    let x = (ValueSource::plain(op.x), op.x.cols);
     match (encode::fast(format), op.planes) {
         _ if row_weights => general::row_weights(cpu, x, (op.x.rows, op.stack), (op.codec, random)),
         (Some(_), Planes::Tiles) => square_tiles(cpu, op, random),
@@ -113,7 +113,7 @@ fn strips(
     emit: Emit,
     spans: &Spans,
 ) -> Result<Emitted<Cpu>> {
-    let (isa, cols, x) = (cpu.isa(), op.x.cols, Source::plain(op.x));
+    let (isa, cols, x) = (cpu.isa(), op.x.cols, ValueSource::plain(op.x));
     let sink = Sink::new(cpu, spans, cols, emit, random);
     let tile_cols = if has_cols(emit) { TILE_COLS } else { ROW_COLS };
     let height = strip_rows(has_cols(emit), cols.min(tile_cols));
@@ -133,7 +133,7 @@ fn strips(
 
 /// Square tiles of stacked matrices, vectorised.
 fn square_tiles(cpu: &Cpu, op: &Quantize<'_, Cpu>, random: Option<Stream>) -> Result<Emitted<Cpu>> {
-    let (isa, k, x) = (cpu.isa(), op.x.cols, Source::plain(op.x));
+    let (isa, k, x) = (cpu.isa(), op.x.cols, ValueSource::plain(op.x));
     let n = op.x.rows / op.stack.max(1);
     let spans = Spans::stacked(op.stack, n);
     let sink = SquareSink::new(cpu, &spans, (op.stack, n, k), op.codec, random);

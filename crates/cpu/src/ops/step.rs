@@ -4,8 +4,8 @@
 use crate::Cpu;
 use crate::sums::sum_f64;
 use nibble_core::ops::{
-    AmaxRecords, BeginMicroBatch, BeginStep, Clock, Collect, Control, EndStep, InputLayout, OCCUPANCY_VALUES,
-    PushAmax, REPORT_HEAD, Source,
+    AmaxRecords, BeginMicroBatch, BeginStep, Clock, Collect, Control, EndStep, EntrySource, InputLayout,
+    OCCUPANCY_VALUES, PushAmax, REPORT_HEAD,
 };
 use nibble_core::{Error, Occupancy, Result};
 use nibble_formats::{AmaxOf, DelayedScaling};
@@ -57,11 +57,11 @@ pub(crate) fn collect(_: &Cpu, op: Collect<'_, Cpu>) -> Result<()> {
     for entry in op.entries {
         let mut add = |i: usize, value: f64| table[entry.at + i % entry.cells * entry.stride] += value;
         match &entry.source {
-            Source::U64(x) => x.as_slice().iter().enumerate().for_each(|(i, x)| add(i, *x as f64)),
-            Source::I32(x) => x.as_slice().iter().enumerate().for_each(|(i, x)| add(i, f64::from(*x))),
-            Source::F32(x) => x.as_slice().iter().enumerate().for_each(|(i, x)| add(i, f64::from(*x))),
-            Source::F64(x) => x.as_slice().iter().enumerate().for_each(|(i, x)| add(i, *x)),
-            Source::Largest(x) => {
+            EntrySource::U64(x) => x.as_slice().iter().enumerate().for_each(|(i, x)| add(i, *x as f64)),
+            EntrySource::I32(x) => x.as_slice().iter().enumerate().for_each(|(i, x)| add(i, f64::from(*x))),
+            EntrySource::F32(x) => x.as_slice().iter().enumerate().for_each(|(i, x)| add(i, f64::from(*x))),
+            EntrySource::F64(x) => x.as_slice().iter().enumerate().for_each(|(i, x)| add(i, *x)),
+            EntrySource::Largest(x) => {
                 for (i, amax) in x.as_slice().iter().enumerate() {
                     let cell = &mut table[entry.at + i % entry.cells * entry.stride];
                     // A NaN is not below anything.
@@ -70,13 +70,13 @@ pub(crate) fn collect(_: &Cpu, op: Collect<'_, Cpu>) -> Result<()> {
                     }
                 }
             }
-            Source::Occupancy(x) => misplaced(x).into_iter().enumerate().for_each(|(i, x)| add(i, x)),
+            EntrySource::Occupancy(x) => misplaced(x).into_iter().enumerate().for_each(|(i, x)| add(i, x)),
         }
     }
     Ok(())
 }
 
-/// See [`Source::Occupancy`].
+/// See [`EntrySource::Occupancy`].
 fn misplaced(x: &Occupancy<Cpu>) -> [f64; OCCUPANCY_VALUES] {
     let found = x.found.as_slice();
     let [needed, occupied] = [0, 1].map(|i| found.get(i).map_or(0, |n| i64::from(*n)));

@@ -17,6 +17,11 @@ pub(super) fn type_name(dtype: DType) -> &'static str {
     }
 }
 
+/// Numbers in the 16 bytes that a thread loads or stores at once.
+pub(super) fn numbers_per_load(dtype: DType) -> usize {
+    16 / dtype.size_bytes()
+}
+
 /// The device's number of a rule (`csrc/formats/e8m0.cuh`).
 pub(super) fn rule_arg(rule: ScaleRule) -> TemplateArg {
     TemplateArg::Int(match rule {

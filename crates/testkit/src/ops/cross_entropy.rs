@@ -4,7 +4,7 @@ use nibble_core::ops::CrossEntropy;
 use nibble_core::{Agreement, DType, Error, Kernels, Result, Tensor};
 
 #[derive(Debug)]
-struct Rows {
+struct CrossEntropyRows {
     rows: usize,
     vocab: usize,
     input: Input,
@@ -14,7 +14,7 @@ struct Rows {
     max_target: usize,
 }
 
-impl<B: Kernels> Case<B> for Rows {
+impl<B: Kernels> Case<B> for CrossEntropyRows {
     fn agreement(&self) -> Agreement {
         CrossEntropy::<B>::AGREEMENT
     }
@@ -54,15 +54,16 @@ pub fn cross_entropy<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
         {
             let grad = [None, Some(DType::F32), Some(DType::Bf16)][(i + rows) % 3];
             for max_target in [vocab - 1, vocab + 3] {
-                pair.check(&Rows { rows, vocab, input, shards, grad, max_target });
+                pair.check(&CrossEntropyRows { rows, vocab, input, shards, grad, max_target });
             }
         }
         // Vocabularies of models: rows that several processors of a GPU share, of even and odd lengths.
         for (j, vocab) in [17_409, 20_480, 32_768, 40_001, 50_257, 151_936].into_iter().enumerate() {
             let grad = Some([DType::F32, DType::Bf16][(i + j) % 2]);
-            pair.check(&Rows { rows: 3, vocab, input, shards: 1, grad, max_target: vocab });
+            pair.check(&CrossEntropyRows { rows: 3, vocab, input, shards: 1, grad, max_target: vocab });
         }
     }
-    let uneven = Rows { rows: 4, vocab: 7, input: Input::Normal, shards: 3, grad: None, max_target: 6 };
+    let uneven =
+        CrossEntropyRows { rows: 4, vocab: 7, input: Input::Normal, shards: 3, grad: None, max_target: 6 };
     pair.check_refused(&uneven, |e| matches!(e, Error::Shape { argument: "shards", .. }));
 }

@@ -21,7 +21,7 @@ const WIDE: [(usize, usize, usize); 8] = [
 ];
 
 #[derive(Debug, Clone, Copy)]
-struct Rows {
+struct RmsNormRows {
     rows: usize,
     d: usize,
     shards: usize,
@@ -31,7 +31,7 @@ struct Rows {
     plus: bool,
 }
 
-impl Rows {
+impl RmsNormRows {
     fn x<B: Kernels>(&self, b: &B, name: &str) -> Result<Tensor<B>> {
         plain(b, self.dtype, &self.input.values(&stream(name), self.rows * self.d), self.rows, self.d)
     }
@@ -48,12 +48,12 @@ impl Rows {
         RmsNorm { x, plus: self.plus(b)?.as_ref(), weight: &self.weight(b)?, eps: 1e-6 }.run(b)
     }
 
-    fn all() -> impl Iterator<Item = Rows> {
+    fn all() -> impl Iterator<Item = RmsNormRows> {
         let of = |sizes: &'static [_], inputs: &'static [Input]| {
             PLAIN.into_iter().flat_map(move |dtype| {
                 inputs.iter().flat_map(move |&input| {
                     sizes.iter().flat_map(move |&(rows, d, shards)| {
-                        [false, true].map(|plus| Rows { rows, d, shards, dtype, input, plus })
+                        [false, true].map(|plus| RmsNormRows { rows, d, shards, dtype, input, plus })
                     })
                 })
             })
@@ -63,7 +63,7 @@ impl Rows {
 }
 
 #[derive(Debug)]
-struct Forward(Rows);
+struct Forward(RmsNormRows);
 
 impl<B: Kernels> Case<B> for Forward {
     fn agreement(&self) -> Agreement {
@@ -84,11 +84,11 @@ impl<B: Kernels> Case<B> for Forward {
 
 /// Conformance of [`RmsNorm`].
 pub fn rms_norm<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
-    Rows::all().for_each(|rows| pair.check(&Forward(rows)));
+    RmsNormRows::all().for_each(|rows| pair.check(&Forward(rows)));
 }
 
 #[derive(Debug)]
-struct Backward(Rows);
+struct Backward(RmsNormRows);
 
 impl<B: Kernels> Case<B> for Backward {
     fn agreement(&self) -> Agreement {
@@ -96,7 +96,7 @@ impl<B: Kernels> Case<B> for Backward {
     }
 
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
-        let Rows { d, shards, .. } = self.0;
+        let RmsNormRows { d, shards, .. } = self.0;
         let (x, dy, weight) = (self.0.x(b, "rms_norm.x")?, self.0.x(b, "rms_norm.dy")?, self.0.weight(b)?);
         let plus = self.0.plus(b)?;
         let inv_rms = RmsNorm::new(&x, &weight, 1e-6).run(b)?.inv_rms;
@@ -115,5 +115,5 @@ impl<B: Kernels> Case<B> for Backward {
 
 /// Conformance of [`RmsNormBackward`].
 pub fn rms_norm_backward<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
-    Rows::all().for_each(|rows| pair.check(&Backward(rows)));
+    RmsNormRows::all().for_each(|rows| pair.check(&Backward(rows)));
 }

@@ -2,8 +2,8 @@ use crate::conformance::{Case, Outputs, Pads, Pair};
 use crate::input::{Input, stream};
 use nibble_core::formats::{AmaxOf, DelayedScaling};
 use nibble_core::ops::{
-    AmaxRecords, BeginMicroBatch, BeginStep, Clock, Collect, Control, EndStep, Entry, InputLayout, PushAmax,
-    REPORT_HEAD, Source,
+    AmaxRecords, BeginMicroBatch, BeginStep, Clock, Collect, Control, EndStep, Entry, EntrySource,
+    InputLayout, PushAmax, REPORT_HEAD,
 };
 use nibble_core::{Agreement, Backend, Kernels, Occupancy, Result};
 
@@ -114,15 +114,15 @@ impl<B: Kernels> Case<B> for Collected {
         let occupancy = Occupancy { found, num_slots: 40, capacity: self.capacity };
         let entry = |source, at, cells, stride| Entry { source, at, cells, stride };
         let entries = [
-            entry(Source::U64(&counts[0]), 0, 3, 2),
-            entry(Source::U64(&counts[1]), 1, 3, 2),
-            entry(Source::U64(&counts[1]), 0, 3, 2),
-            entry(Source::I32(&load), 8, 8, 1),
-            entry(Source::F32(&losses), 16, 6, 1),
-            entry(Source::F64(&sums), 22, 2, 1),
-            entry(Source::Occupancy(&occupancy), 24, 3, 1),
-            entry(Source::Largest(&amaxes[0]), 28, 3, 1),
-            entry(Source::Largest(&amaxes[1]), 28, 3, 1),
+            entry(EntrySource::U64(&counts[0]), 0, 3, 2),
+            entry(EntrySource::U64(&counts[1]), 1, 3, 2),
+            entry(EntrySource::U64(&counts[1]), 0, 3, 2),
+            entry(EntrySource::I32(&load), 8, 8, 1),
+            entry(EntrySource::F32(&losses), 16, 6, 1),
+            entry(EntrySource::F64(&sums), 22, 2, 1),
+            entry(EntrySource::Occupancy(&occupancy), 24, 3, 1),
+            entry(EntrySource::Largest(&amaxes[0]), 28, 3, 1),
+            entry(EntrySource::Largest(&amaxes[1]), 28, 3, 1),
         ];
         let mut table = b.upload(&(0..31).map(|i| f64::from(i) * 0.25).collect::<Vec<f64>>())?;
         Collect { entries: &entries, table: &mut table }.run(b)?;
@@ -152,7 +152,7 @@ impl<B: Kernels> Case<B> for TooFar {
 
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let (counts, mut table) = (b.zeros(3)?, b.zeros(8)?);
-        let entries = [Entry { source: Source::U64(&counts), at: 0, cells: 3, stride: 4 }];
+        let entries = [Entry { source: EntrySource::U64(&counts), at: 0, cells: 3, stride: 4 }];
         Collect { entries: &entries, table: &mut table }.run(b)?;
         Ok(Outputs::default())
     }

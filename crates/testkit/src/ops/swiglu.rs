@@ -9,7 +9,7 @@ use nibble_core::{Agreement, Backend, DType, Groups, Kernels, Operand, Result};
 
 /// The rows of a case, and how they are divided.
 #[derive(Debug, Clone, Copy)]
-struct Rows {
+struct SwigluRows {
     /// `None`: dense rows.
     spread: Option<Spread>,
     rows: usize,
@@ -20,7 +20,7 @@ struct Rows {
     weighted: bool,
 }
 
-impl Rows {
+impl SwigluRows {
     /// Dense rows are one group without padding.
     fn ragged(&self) -> RaggedRows {
         match self.spread {
@@ -52,7 +52,7 @@ impl Rows {
 
 #[derive(Debug)]
 struct Forward {
-    rows: Rows,
+    rows: SwigluRows,
     a: Emit,
     save: bool,
 }
@@ -93,30 +93,44 @@ fn block(format: Format, rule: ScaleRule, planes: Planes) -> Emit {
 }
 
 /// Every division of rows under several kinds of values, and every kind on dense rows.
-fn all_rows() -> Vec<Rows> {
+fn all_rows() -> Vec<SwigluRows> {
     let mut all = Vec::new();
     let dtypes = super::PLAIN;
     for (i, input) in Input::ALL.into_iter().enumerate() {
         let (f, dtype) = (widths()[i % 4], dtypes[i % 2]);
-        all.push(Rows { spread: None, rows: [1, 7, 130][i % 3], f, dtype, input, weighted: i % 2 == 0 });
+        all.push(SwigluRows {
+            spread: None,
+            rows: [1, 7, 130][i % 3],
+            f,
+            dtype,
+            input,
+            weighted: i % 2 == 0,
+        });
     }
     for (i, spread) in Spread::ALL.into_iter().enumerate() {
         for input in [Input::Normal, Input::NonFinite] {
             let (f, dtype) = (widths()[i % 3], dtypes[(i + 1) % 2]);
-            all.push(Rows { spread: Some(spread), rows: 200, f, dtype, input, weighted: i % 3 > 0 });
+            all.push(SwigluRows { spread: Some(spread), rows: 200, f, dtype, input, weighted: i % 3 > 0 });
         }
     }
     // Whole tiles in BF16, which kernels that make everything at once take, and a width that no block divides.
     for (i, input) in Input::ALL.into_iter().enumerate() {
         let spread = [None, Some(Spread::Zipf)][i % 2];
-        all.push(Rows { spread, rows: 140, f: 384, dtype: DType::Bf16, input, weighted: i % 3 > 0 });
+        all.push(SwigluRows { spread, rows: 140, f: 384, dtype: DType::Bf16, input, weighted: i % 3 > 0 });
         for f in [37, 80] {
-            all.push(Rows { spread, rows: 70, f, dtype: dtypes[i / 2 % 2], input, weighted: i % 3 > 0 });
+            all.push(SwigluRows {
+                spread,
+                rows: 70,
+                f,
+                dtype: dtypes[i / 2 % 2],
+                input,
+                weighted: i % 3 > 0,
+            });
         }
     }
     // Real widths, in tiles of a few rows.
     let (dtype, input, weighted) = (DType::Bf16, Input::HeavyTailed, true);
-    all.extend(WIDTHS.map(|f| Rows { spread: None, rows: 5, f, dtype, input, weighted }));
+    all.extend(WIDTHS.map(|f| SwigluRows { spread: None, rows: 5, f, dtype, input, weighted }));
     all
 }
 
@@ -142,7 +156,7 @@ pub fn swiglu<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
 
 #[derive(Debug)]
 struct Backward {
-    rows: Rows,
+    rows: SwigluRows,
     /// h as MXFP4 rows rather than plain.
     saved: bool,
     dh: Emit,

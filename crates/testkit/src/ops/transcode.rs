@@ -9,7 +9,7 @@ use nibble_core::{Agreement, Kernels, Result};
 
 /// Where the source's codes and scales come from.
 #[derive(Debug, Clone, Copy)]
-enum Source {
+enum CodeOrigin {
     /// These values, quantized by this rule.
     Values(Input, ScaleRule),
     /// Any code under any scale, scales of one row up to 24 octaves apart.
@@ -27,16 +27,16 @@ struct Conversion {
 #[derive(Debug)]
 struct Dense {
     conversion: Conversion,
-    source: Source,
+    source: CodeOrigin,
     rows: usize,
     cols: usize,
 }
 
-impl Source {
+impl CodeOrigin {
     fn block(self, from: Format, rows: usize, cols: usize, x: impl FnOnce(Input) -> Vec<f32>) -> HostBlock {
         match self {
-            Source::Any => HostBlock::random(from, BlockAxis::Row, rows, cols, &stream("transcode")),
-            Source::Values(input, rule) => {
+            CodeOrigin::Any => HostBlock::random(from, BlockAxis::Row, rows, cols, &stream("transcode")),
+            CodeOrigin::Values(input, rule) => {
                 let codec = codec(from, rule, Rounding::NearestEven);
                 HostBlock::quantize(codec, BlockAxis::Row, &x(input), rows, cols, 1)
             }
@@ -64,7 +64,7 @@ impl<B: Kernels> Case<B> for Dense {
 #[derive(Debug)]
 struct Ragged {
     conversion: Conversion,
-    source: Source,
+    source: CodeOrigin,
     spread: Spread,
     cols: usize,
 }
@@ -99,7 +99,7 @@ impl<B: Kernels> Case<B> for Ragged {
 /// Stacked weights, to tiles.
 #[derive(Debug)]
 struct Tiles {
-    source: Source,
+    source: CodeOrigin,
     stack: usize,
     n: usize,
     k: usize,
@@ -128,15 +128,15 @@ impl<B: Kernels> Case<B> for Tiles {
 
 /// Matrices of whole tiles, and with ends of every kind; the experts' weights of models, made smaller.
 fn tiles<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
-    let of = |input| [ScaleRule::Rceil, ScaleRule::Floor].map(|rule| Source::Values(input, rule));
-    let sources = Input::ALL.into_iter().flat_map(of).chain([Source::Any]);
+    let of = |input| [ScaleRule::Rceil, ScaleRule::Floor].map(|rule| CodeOrigin::Values(input, rule));
+    let sources = Input::ALL.into_iter().flat_map(of).chain([CodeOrigin::Any]);
     for source in sources {
         for (stack, n, k) in [(1, 1, 32), (1, 70, 160), (2, 144, 96), (3, 20, 288), (2, 37, 80), (3, 16, 147)]
         {
             pair.check(&Tiles { source, stack, n, k });
         }
     }
-    let source = Source::Any;
+    let source = CodeOrigin::Any;
     for shape in MoeShape::ALL.map(|s| s.scaled(8, 8)) {
         pair.check(&Tiles { source, stack: 4, n: 2 * shape.f, k: shape.d });
         pair.check(&Tiles { source, stack: 4, n: shape.d, k: shape.f });
@@ -160,9 +160,9 @@ pub fn transcode<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
         cases.push((Conversion { from: E4m3, to: Mxfp4, axis: Row, rule }, vec![Amax, Rceil]));
     }
     for (conversion, source_rules) in cases {
-        let of = |input: Input| source_rules.iter().map(move |&rule| Source::Values(input, rule));
+        let of = |input: Input| source_rules.iter().map(move |&rule| CodeOrigin::Values(input, rule));
         let values = Input::ALL.into_iter().flat_map(of);
-        for (i, source) in values.chain([Source::Any]).enumerate() {
+        for (i, source) in values.chain([CodeOrigin::Any]).enumerate() {
             for (rows, cols) in [(1, 32), (70, 160), (130, 96), (35, 104), (3, 33)] {
                 pair.check(&Dense { conversion, source, rows, cols });
             }
@@ -171,18 +171,18 @@ pub fn transcode<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
         }
         for spread in Spread::ALL {
             for cols in [160, 48, 131] {
-                pair.check(&Ragged { conversion, source: Source::Any, spread, cols });
+                pair.check(&Ragged { conversion, source: CodeOrigin::Any, spread, cols });
             }
         }
         // A last block that is short: the only one, behind whole ones of the source, and of an odd number of codes.
         for (rows, cols) in [(1, 1), (5, 31), (17, 130), (300, 1000), (129, 2049)] {
-            pair.check(&Dense { conversion, source: Source::Any, rows, cols });
+            pair.check(&Dense { conversion, source: CodeOrigin::Any, rows, cols });
         }
-        pair.check(&Dense { conversion, source: Source::Any, rows: 384, cols: 448 });
+        pair.check(&Dense { conversion, source: CodeOrigin::Any, rows: 384, cols: 448 });
         for cols in WIDTHS {
-            pair.check(&Dense { conversion, source: Source::Any, rows: 37, cols });
+            pair.check(&Dense { conversion, source: CodeOrigin::Any, rows: 37, cols });
         }
-        pair.check(&Ragged { conversion, source: Source::Any, spread: Spread::OneTakesMost, cols: 2048 });
+        pair.check(&Ragged { conversion, source: CodeOrigin::Any, spread: Spread::OneTakesMost, cols: 2048 });
     }
     tiles(pair);
 }

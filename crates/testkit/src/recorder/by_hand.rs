@@ -168,18 +168,18 @@ struct OwnedEntry<A: Backend> {
 impl<A: Backend> OwnedEntry<A> {
     fn lent(&self) -> Entry<'_, A> {
         let source = match &self.source {
-            OwnedSource::U64(x) => Source::U64(x),
-            OwnedSource::I32(x) => Source::I32(x),
-            OwnedSource::F32(x) => Source::F32(x),
-            OwnedSource::F64(x) => Source::F64(x),
-            OwnedSource::Largest(x) => Source::Largest(x),
-            OwnedSource::Occupancy(x) => Source::Occupancy(x),
+            OwnedSource::U64(x) => EntrySource::U64(x),
+            OwnedSource::I32(x) => EntrySource::I32(x),
+            OwnedSource::F32(x) => EntrySource::F32(x),
+            OwnedSource::F64(x) => EntrySource::F64(x),
+            OwnedSource::Largest(x) => EntrySource::Largest(x),
+            OwnedSource::Occupancy(x) => EntrySource::Occupancy(x),
         };
         Entry { source, at: self.at, cells: self.cells, stride: self.stride }
     }
 }
 
-/// A [`Source`] that owns its handles.
+/// An [`EntrySource`] that owns its handles.
 enum OwnedSource<A: Backend> {
     U64(A::Buf<u64>),
     I32(A::Buf<i32>),
@@ -190,14 +190,14 @@ enum OwnedSource<A: Backend> {
 }
 
 impl<A: Backend> OwnedSource<A> {
-    fn new(source: &Source<'_, A>) -> Self {
+    fn new(source: &EntrySource<'_, A>) -> Self {
         match *source {
-            Source::U64(x) => Self::U64(x.clone()),
-            Source::I32(x) => Self::I32(x.clone()),
-            Source::F32(x) => Self::F32(x.clone()),
-            Source::F64(x) => Self::F64(x.clone()),
-            Source::Largest(x) => Self::Largest(x.clone()),
-            Source::Occupancy(x) => Self::Occupancy(x.clone()),
+            EntrySource::U64(x) => Self::U64(x.clone()),
+            EntrySource::I32(x) => Self::I32(x.clone()),
+            EntrySource::F32(x) => Self::F32(x.clone()),
+            EntrySource::F64(x) => Self::F64(x.clone()),
+            EntrySource::Largest(x) => Self::Largest(x.clone()),
+            EntrySource::Occupancy(x) => Self::Occupancy(x.clone()),
         }
     }
 }

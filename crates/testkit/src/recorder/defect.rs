@@ -54,6 +54,17 @@ impl fmt::Display for Spot {
     }
 }
 
+/// A tensor that an operation had.
+#[derive(Debug, Clone, Copy)]
+pub struct Seen {
+    /// Which one.
+    pub spot: Spot,
+    /// Its form.
+    pub form: Form,
+    /// How many lines it has: one alone has no tile. None of what an operation keeps to itself.
+    pub lines: usize,
+}
+
 /// The defects of one of a recorder's operations: which tensors could have one, and the one that a tensor has.
 #[derive(Debug, Default)]
 pub struct Defects(Mutex<State>);
@@ -62,7 +73,7 @@ pub struct Defects(Mutex<State>);
 struct State {
     /// The operation; none before [`Defects::watch`].
     op: Option<&'static str>,
-    seen: Vec<(Spot, Form)>,
+    seen: Vec<Seen>,
     armed: Option<(Spot, Defect)>,
     struck: bool,
 }
@@ -73,8 +84,8 @@ impl Defects {
         *self.lock() = State { op: Some(op), ..State::default() };
     }
 
-    /// The tensors that it had since then or since the last call of this, and their forms.
-    pub fn take_seen(&self) -> Vec<(Spot, Form)> {
+    /// The tensors that it had since then or since the last call of this.
+    pub fn take_seen(&self) -> Vec<Seen> {
         std::mem::take(&mut self.lock().seen)
     }
 
@@ -97,7 +108,8 @@ impl Defects {
         if state.op != Some(op) {
             return None;
         }
-        state.seen.extend(inside.iter().map(|(argument, form)| (Spot::Inside(argument), *form)));
+        let seen = |&(argument, form): &(_, _)| Seen { spot: Spot::Inside(argument), form, lines: 0 };
+        state.seen.extend(inside.iter().map(seen));
         match state.armed {
             Some((Spot::Inside(argument), Defect::NotQuantized)) => {
                 state.struck = true;
@@ -113,7 +125,7 @@ impl Defects {
         if state.op != Some(op) {
             return None;
         }
-        state.seen.extend(tensors.map(|(spot, elements)| (spot, elements.form)));
+        state.seen.extend(tensors.map(|(spot, Elements { form, lines, .. })| Seen { spot, form, lines }));
         state.armed
     }
 

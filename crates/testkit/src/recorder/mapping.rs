@@ -7,7 +7,7 @@ use nibble_core::formats::{BlockAxis, ScaleKind};
 use nibble_core::ops::*;
 use nibble_core::recipe::Form;
 use nibble_core::{
-    Backend, BlockScaled, Data, Groups, Occupancy, Operand, PermuteMap, Plain, Result, Tensor,
+    Backend, BlockScaled, DType, Data, Groups, Occupancy, Operand, PermuteMap, Plain, Result, Tensor,
 };
 use std::sync::Arc;
 
@@ -166,7 +166,13 @@ over!(RmsNormOut, |x, m| RmsNormOut {
     inv_rms: m.buf(&x.inv_rms)?,
     sum: x.sum.mapped(m)?
 });
-over!(AttentionOut, |x, m| AttentionOut { out: x.out.mapped(m)?, lse: m.buf(&x.lse)? });
+over!(AttentionOut, |x, m| AttentionOut {
+    out: x.out.mapped(m)?,
+    lse: {
+        m.elements(Elements { form: DType::F32.into(), lines: x.out.rows, scales: None });
+        m.buf(&x.lse)?
+    },
+});
 over!(AttentionGrads, |x, m| AttentionGrads {
     dq: x.dq.mapped(m)?,
     dk: x.dk.mapped(m)?,

@@ -32,7 +32,7 @@ mod recording;
 mod trace;
 
 pub use buf::Buf;
-pub use defect::{Defect, Defects, Spot};
+pub use defect::{Defect, Defects, Seen, Spot};
 pub use fault::{Point, Struck};
 pub use recording::Recording;
 pub use trace::traced;

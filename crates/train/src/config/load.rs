@@ -87,7 +87,7 @@ impl Config {
         let known = Value::try_from(Self::with_every_key()).map_err(|e| Error::config("", e.to_string()))?;
         let mut merged = Table::new();
         let mut origins = Origins::new();
-        let source = Source { text, file, known: &known };
+        let source = ConfigText { text, file, known: &known };
         source.merge(&mut merged, &mut origins)?;
         // A run stores every key. What it was told when it began is not asked again.
         let asked = asked && !has_all(&origins)?;
@@ -218,13 +218,13 @@ pub(crate) fn read_text(path: &Path) -> Result<String> {
 }
 
 /// A TOML text, the file it stands in, and all that may be said in it.
-struct Source<'a> {
+struct ConfigText<'a> {
     text: &'a str,
     file: &'a Path,
     known: &'a Value,
 }
 
-impl Source<'_> {
+impl ConfigText<'_> {
     /// Checks every key and value of the text and puts it into `merged`.
     fn merge(&self, merged: &mut Table, origins: &mut Origins) -> Result<()> {
         let syntax = |error: toml::de::Error| Error::Config {

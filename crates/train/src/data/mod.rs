@@ -78,13 +78,13 @@ impl Batch {
 /// The tokens of a run: training sequences by cursor, held-out sequences in order.
 #[derive(Debug, Clone)]
 pub struct Dataset {
-    source: Source,
+    source: TokenSource,
     seq_len: usize,
     seed: u64,
 }
 
 #[derive(Debug, Clone)]
-enum Source {
+enum TokenSource {
     Synthetic(Box<Language>),
     Text {
         text: Text,
@@ -112,7 +112,7 @@ impl Dataset {
     /// As [`Dataset::open`].
     pub fn of(config: &Config) -> Result<Self> {
         if config.data.source == crate::config::RANDOM {
-            let source = Source::Random { vocab_size: config.model.vocab_size };
+            let source = TokenSource::Random { vocab_size: config.model.vocab_size };
             return Ok(Self { source, seq_len: config.data.seq_len, seed: config.seed });
         }
         Self::open(&config.data, config.seed)
@@ -138,11 +138,11 @@ impl Dataset {
                 );
                 return Err(Error::config("data.seq_len", why));
             }
-            Source::Synthetic(Box::default())
+            TokenSource::Synthetic(Box::default())
         } else {
             let text = Text::open(Path::new(&config.source), config.bytes, config.valid_fraction, seq_len)?;
             let order = WindowOrder::new(text.train().len(), seq_len, seed);
-            Source::Text { text, order }
+            TokenSource::Text { text, order }
         };
         Ok(Self { source, seq_len, seed })
     }
@@ -151,9 +151,9 @@ impl Dataset {
     #[must_use]
     pub fn sha256(&self) -> String {
         match &self.source {
-            Source::Synthetic(_) => crate::checkpoint::sha256_hex(crate::config::SYNTHETIC.as_bytes()),
-            Source::Text { text, .. } => crate::checkpoint::sha256_hex(text.bytes()),
-            Source::Random { vocab_size } => {
+            TokenSource::Synthetic(_) => crate::checkpoint::sha256_hex(crate::config::SYNTHETIC.as_bytes()),
+            TokenSource::Text { text, .. } => crate::checkpoint::sha256_hex(text.bytes()),
+            TokenSource::Random { vocab_size } => {
                 let name = format!("{} below {vocab_size}", crate::config::RANDOM);
                 crate::checkpoint::sha256_hex(name.as_bytes())
             }
@@ -164,9 +164,9 @@ impl Dataset {
     #[must_use]
     pub fn vocab_size(&self) -> usize {
         match &self.source {
-            Source::Synthetic(_) => SYNTHETIC_VOCAB,
-            Source::Text { .. } => BYTE_VOCAB,
-            Source::Random { vocab_size } => *vocab_size,
+            TokenSource::Synthetic(_) => SYNTHETIC_VOCAB,
+            TokenSource::Text { .. } => BYTE_VOCAB,
+            TokenSource::Random { vocab_size } => *vocab_size,
         }
     }
 
@@ -180,8 +180,8 @@ impl Dataset {
     #[must_use]
     pub fn tokenizer(&self) -> Tokenizer {
         match &self.source {
-            Source::Synthetic(_) => Tokenizer::Synthetic,
-            Source::Text { .. } | Source::Random { .. } => Tokenizer::Bytes,
+            TokenSource::Synthetic(_) => Tokenizer::Synthetic,
+            TokenSource::Text { .. } | TokenSource::Random { .. } => Tokenizer::Bytes,
         }
     }
 
@@ -189,8 +189,8 @@ impl Dataset {
     #[must_use]
     pub fn entropy(&self) -> Option<Entropy> {
         match &self.source {
-            Source::Synthetic(language) => Some(language.entropy()),
-            Source::Text { .. } | Source::Random { .. } => None,
+            TokenSource::Synthetic(language) => Some(language.entropy()),
+            TokenSource::Text { .. } | TokenSource::Random { .. } => None,
         }
     }
 
@@ -202,16 +202,16 @@ impl Dataset {
         for index in 0..sequences {
             let cursor = cursor + index as u64;
             match &self.source {
-                Source::Synthetic(language) => {
+                TokenSource::Synthetic(language) => {
                     let tokens = language.sequence(self.seed, Split::Train, cursor, self.seq_len);
                     batch.set(index, tokens.into_iter());
                 }
-                Source::Text { text, order } => {
+                TokenSource::Text { text, order } => {
                     let start = order.start(cursor);
                     let window = &text.train()[start..=start + self.seq_len];
                     batch.set(index, window.iter().map(|&byte| i32::from(byte)));
                 }
-                Source::Random { vocab_size } => {
+                TokenSource::Random { vocab_size } => {
                     batch.set(index, random(self.seed, "data.train", *vocab_size, cursor, self.seq_len));
                 }
             }
@@ -223,10 +223,10 @@ impl Dataset {
     #[must_use]
     pub fn valid_windows(&self) -> usize {
         match &self.source {
-            Source::Synthetic(_) => HELD_OUT_RECORDS * RECORD_TOKENS / self.seq_len,
+            TokenSource::Synthetic(_) => HELD_OUT_RECORDS * RECORD_TOKENS / self.seq_len,
             // The last target needs a byte of its own.
-            Source::Text { text, .. } => (text.valid().len() - 1) / self.seq_len,
-            Source::Random { .. } => HELD_OUT_RANDOM.div_ceil(self.seq_len),
+            TokenSource::Text { text, .. } => (text.valid().len() - 1) / self.seq_len,
+            TokenSource::Random { .. } => HELD_OUT_RANDOM.div_ceil(self.seq_len),
         }
     }
 
@@ -238,16 +238,16 @@ impl Dataset {
         for index in 0..sequences {
             let window = first + index;
             match &self.source {
-                Source::Synthetic(language) => {
+                TokenSource::Synthetic(language) => {
                     let tokens = language.sequence(HELD_OUT_SEED, Split::Valid, window as u64, self.seq_len);
                     batch.set(index, tokens.into_iter());
                 }
-                Source::Text { text, .. } => {
+                TokenSource::Text { text, .. } => {
                     let start = window * self.seq_len;
                     let tokens = &text.valid()[start..=start + self.seq_len];
                     batch.set(index, tokens.iter().map(|&byte| i32::from(byte)));
                 }
-                Source::Random { vocab_size } => {
+                TokenSource::Random { vocab_size } => {
                     let tokens =
                         random(HELD_OUT_SEED, "data.valid", *vocab_size, window as u64, self.seq_len);
                     batch.set(index, tokens);
@@ -262,7 +262,7 @@ impl Dataset {
     /// left.
     #[must_use]
     pub fn valid_tail(&self) -> Option<Batch> {
-        let Source::Text { text, .. } = &self.source else { return None };
+        let TokenSource::Text { text, .. } = &self.source else { return None };
         let rest = &text.valid()[self.valid_windows() * self.seq_len..];
         (rest.len() > 1).then(|| {
             let mut batch = Batch::zeroed(1, rest.len() - 1);

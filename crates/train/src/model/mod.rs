@@ -21,7 +21,7 @@ use crate::moe::BatchLoad;
 use crate::param::Param;
 use crate::recompute::Scope;
 use crate::spec::ModelSpec;
-use nibble_core::ops::{Collect, EmbedOut, Entry, Routing, Source, verify_ids};
+use nibble_core::ops::{Collect, EmbedOut, Entry, EntrySource, Routing, verify_ids};
 use nibble_core::{Kernels, Mesh, Recipe, Result, Tensor};
 
 /// The whole decoder.
@@ -255,12 +255,13 @@ impl<B: Kernels> Decoder<B> {
         let experts = self.config.experts;
         let routed = blocks.iter().filter_map(|block| block.routed.as_ref());
         let entry = |(at, source)| Entry { source, at: at * experts, cells: experts, stride: 1 };
-        let loads: Vec<_> = routed.map(|routed| Source::I32(&routed.load)).enumerate().map(entry).collect();
+        let loads: Vec<_> =
+            routed.map(|routed| EntrySource::I32(&routed.load)).enumerate().map(entry).collect();
         let (mut of_layers, mut load) = (cx.b.zeros(loads.len() * experts)?, cx.b.zeros(experts)?);
         Collect { entries: &loads, table: &mut of_layers }.run(cx.b)?;
         // Whole numbers: their sum is the same in any order.
         let of_ranks = cx.mesh.all.all_gather_f64(cx.b, &of_layers)?;
-        Collect { entries: &[entry((0, Source::F64(&of_ranks)))], table: &mut load }.run(cx.b)?;
+        Collect { entries: &[entry((0, EntrySource::F64(&of_ranks)))], table: &mut load }.run(cx.b)?;
         let rows = self.config.num_routed() * cx.shards.tokens() * cx.mesh.all.world();
         for routed in blocks.iter_mut().filter_map(|block| block.routed.as_mut()) {
             routed.batch = Some(BatchLoad { load: load.clone(), rows });

@@ -16,7 +16,7 @@ use crate::param::{GradientPlan, Param};
 use crate::record::{Counted, Layout, Waiting};
 use crate::spec::ModelSpec;
 use nibble_core::ops::{
-    BeginMicroBatch, BeginStep, Clock, Collect, Entry, InputLayout, OCCUPANCY_VALUES, PushAmax, Source,
+    BeginMicroBatch, BeginStep, Clock, Collect, Entry, EntrySource, InputLayout, OCCUPANCY_VALUES, PushAmax,
 };
 use nibble_core::{DType, Error as CoreError, Kernels};
 use std::cell::RefCell;
@@ -260,17 +260,17 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         }
         let entry = |source, at, cells| Entry { source, at, cells, stride: 1 };
         if let Some((out, saved)) = forward {
-            entries.push(entry(Source::F64(&out.shard_nats), layout.nats(), layout.shards));
-            entries.push(entry(Source::F32(&optimizer.control), layout.scalars(), 1));
+            entries.push(entry(EntrySource::F64(&out.shard_nats), layout.nats(), layout.shards));
+            entries.push(entry(EntrySource::F32(&optimizer.control), layout.scalars(), 1));
             for (i, bad_ids) in out.bad_ids.iter().enumerate() {
-                entries.push(entry(Source::U64(bad_ids), layout.bad_ids() + i, 1));
+                entries.push(entry(EntrySource::U64(bad_ids), layout.bad_ids() + i, 1));
             }
             for (layer, block) in saved.blocks.iter().enumerate() {
                 let Some(routed) = &block.routed else { continue };
                 let (losses, load) = (layout.router_losses(layer), layout.load(layer));
-                entries.push(entry(Source::F32(&routed.losses), losses, 2 * layout.shards));
-                entries.push(entry(Source::I32(&routed.load), load, layout.experts));
-                let occupancy = Source::Occupancy(&routed.occupancy);
+                entries.push(entry(EntrySource::F32(&routed.losses), losses, 2 * layout.shards));
+                entries.push(entry(EntrySource::I32(&routed.load), load, layout.experts));
+                let occupancy = EntrySource::Occupancy(&routed.occupancy);
                 entries.push(entry(occupancy, layout.occupancy(layer), OCCUPANCY_VALUES));
             }
         }

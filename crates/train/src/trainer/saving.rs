@@ -119,7 +119,7 @@ impl Part {
 
 /// A tensor of a file: where its values lie.
 #[derive(Debug)]
-struct Source {
+struct FileTensor {
     spec: TensorSpec,
     /// Index of the parameter, and which of its tensors.
     of: (usize, Part),
@@ -128,18 +128,18 @@ struct Source {
 }
 
 /// Values of a file.
-fn num_values(file: &[Source]) -> usize {
+fn num_values(file: &[FileTensor]) -> usize {
     file.iter().map(|source| source.spec.num_values()).sum()
 }
 
 /// A file's tensors in order of their names.
-fn sources(named: &[Vec<Named>], parts: &[Part]) -> Vec<Source> {
+fn sources(named: &[Vec<Named>], parts: &[Part]) -> Vec<FileTensor> {
     let mut all = Vec::new();
     for (param, named) in named.iter().enumerate() {
         for (tensor, part) in named.iter().flat_map(|tensor| parts.iter().map(move |part| (tensor, *part))) {
             let spec =
                 TensorSpec { name: format!("{}{}", tensor.name, part.suffix()), shape: tensor.shape.clone() };
-            all.push(Source { spec, of: (param, part), first: tensor.first_value() });
+            all.push(FileTensor { spec, of: (param, part), first: tensor.first_value() });
         }
     }
     all.sort_by(|a, b| a.spec.name.cmp(&b.spec.name));
@@ -147,15 +147,15 @@ fn sources(named: &[Vec<Named>], parts: &[Part]) -> Vec<Source> {
 }
 
 /// The histories of scales in order of their names, of all ranks.
-fn scale_sources(sites: &[DelayedSite], ranks: usize) -> Vec<Source> {
+fn scale_sources(sites: &[DelayedSite], ranks: usize) -> Vec<FileTensor> {
     let mut first = 0;
     let source = |site: &DelayedSite| {
         let spec = TensorSpec { name: site.tensor_name(), shape: site.shape(ranks) };
         let begins = first;
         first += spec.num_values();
-        Source { spec, of: (0, Part::Scales), first: begins }
+        FileTensor { spec, of: (0, Part::Scales), first: begins }
     };
-    let mut all: Vec<Source> = sites.iter().map(source).collect();
+    let mut all: Vec<FileTensor> = sites.iter().map(source).collect();
     all.sort_by(|a, b| a.spec.name.cmp(&b.spec.name));
     all
 }
@@ -163,7 +163,7 @@ fn scale_sources(sites: &[DelayedSite], ranks: usize) -> Vec<Source> {
 /// Copies everything from this rank's device, which is the only one.
 fn copy<B: Kernels>(
     b: &B,
-    files: &[Vec<Source>],
+    files: &[Vec<FileTensor>],
     tensors: &HashMap<(usize, Part), Tensor<B>>,
     mut pieces: Pieces<B>,
     mut narrow: Option<Piece<B>>,
@@ -188,10 +188,10 @@ fn copy<B: Kernels>(
 type Run = ((usize, Part), Range<usize>);
 
 /// A file's values, cut into pieces of so many; the last one may be shorter.
-fn cut(file: &[Source], piece: usize) -> Vec<Vec<Run>> {
+fn cut(file: &[FileTensor], piece: usize) -> Vec<Vec<Run>> {
     let mut all: Vec<Vec<Run>> = Vec::new();
     let mut room = 0;
-    for Source { spec, of, first } in file {
+    for FileTensor { spec, of, first } in file {
         let (mut at, end) = (*first, first + spec.num_values());
         while at < end {
             if room == 0 {
@@ -348,7 +348,7 @@ impl<B: Kernels> Trainer<'_, B> {
     }
 
     /// What the files of tensors hold. Buffers have been made.
-    fn files(&mut self) -> [Vec<Source>; 3] {
+    fn files(&mut self) -> [Vec<FileTensor>; 3] {
         let named = self.rank.model.named_tensors();
         let delayed = self.rank.buffers.as_ref().and_then(|buffers| buffers.delayed());
         let ranks = self.rank.context.mesh.ep.world();
@@ -357,7 +357,7 @@ impl<B: Kernels> Trainer<'_, B> {
         [sources(&named, &[Part::Master]), sources(&named, &moments), scales.unwrap_or_default()]
     }
 
-    fn pool(&mut self, files: &[Vec<Source>]) -> Arc<Pool<B>> {
+    fn pool(&mut self, files: &[Vec<FileTensor>]) -> Arc<Pool<B>> {
         let host_bytes = self.rank.context.config.checkpoint.host_gib.saturating_mul(1 << 30);
         let values = files.iter().map(|file| num_values(file)).sum();
         let make = || Arc::new(Pool::new(self.rank.context.b, values, host_bytes));
@@ -378,7 +378,7 @@ impl<B: Kernels> Trainer<'_, B> {
 
     /// Brings every parameter together from the ranks that hold its parts when a file first wants values of it; the rank that writes keeps it until
     /// the last of them: a layer's experts.
-    fn gather_all(&mut self, files: &[Vec<Source>], mut pieces: Option<Pieces<B>>) -> Result<()> {
+    fn gather_all(&mut self, files: &[Vec<FileTensor>], mut pieces: Option<Pieces<B>>) -> Result<()> {
         let (b, ep) = (self.rank.context.b, self.rank.context.mesh.ep);
         let delayed = self.rank.buffers.as_ref().and_then(|buffers| buffers.delayed());
         let params = self.rank.model.params();
@@ -391,7 +391,7 @@ impl<B: Kernels> Trainer<'_, B> {
             file.iter().for_each(|source| *uses.entry(source.of).or_default() += 1);
             let mut held: HashMap<(usize, Part), Vec<f32>> = HashMap::new();
             let mut met = HashSet::new();
-            for Source { spec, of, first } in file {
+            for FileTensor { spec, of, first } in file {
                 if met.insert(*of) {
                     let param = &*params[of.0];
                     // The others only take part where values come from all.
@@ -439,7 +439,7 @@ mod tests {
 
     #[test]
     fn a_file_is_cut_into_whole_pieces_in_its_order() {
-        let source = |of: usize, len: usize, first: usize| Source {
+        let source = |of: usize, len: usize, first: usize| FileTensor {
             spec: TensorSpec { name: of.to_string(), shape: vec![len] },
             of: (of, Part::Master),
             first,

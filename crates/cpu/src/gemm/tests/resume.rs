@@ -73,7 +73,7 @@ fn a_small_sum_of_an_earlier_part_is_flushed_as_in_the_whole() {
 fn only_sums_in_f32_can_be_resumed() {
     let h = vec![bf16::ONE; 64];
     let x = Operand::rows(Data::Bf16(&h), 8);
-    let shape = Shape { m: 8, n: 8, k: 8 };
+    let shape = ProductDims { m: 8, n: 8, k: 8 };
     let (mut sums, mut narrow) = (vec![0.0; 64], h.clone());
     let engine = Engine::default();
     let error = engine.gemm(shape, &x, &x, Output::bf16(&mut narrow, 8).resume()).unwrap_err();

@@ -21,8 +21,8 @@ pub(super) fn decode<T: Real>(cpu: &Cpu, op: &AttentionDecode<'_, Cpu>) -> Resul
         let query: Vec<f32> =
             q[head * head_dim..][..head_dim].iter().map(|x| x.widen() * sizes.scale()).collect();
         let kv_head = sizes.kv_head(head);
-        let keys = Rows { x: &k[kv_head * head_dim..], stride: op.k.cols };
-        let values = Rows { x: &v[kv_head * value_dim..], stride: op.v.cols };
+        let keys = StridedRows { x: &k[kv_head * head_dim..], stride: op.k.cols };
+        let values = StridedRows { x: &v[kv_head * value_dim..], stride: op.v.cols };
         one_head(&query, keys, values, op.len, to);
     };
     cpu.pool().install(|| out.as_mut_slice().par_chunks_mut(value_dim).enumerate().for_each(head));
@@ -31,13 +31,13 @@ pub(super) fn decode<T: Real>(cpu: &Cpu, op: &AttentionDecode<'_, Cpu>) -> Resul
 
 /// Rows of one head, from one to the next `stride`.
 #[derive(Clone, Copy)]
-struct Rows<'a, T> {
+struct StridedRows<'a, T> {
     x: &'a [T],
     stride: usize,
 }
 
 /// `query` is scaled.
-fn one_head<T: Real>(query: &[f32], k: Rows<'_, T>, v: Rows<'_, T>, len: usize, to: &mut [T]) {
+fn one_head<T: Real>(query: &[f32], k: StridedRows<'_, T>, v: StridedRows<'_, T>, len: usize, to: &mut [T]) {
     let key =
         |j: usize| -> Vec<f32> { k.x[j * k.stride..][..query.len()].iter().map(|x| x.widen()).collect() };
     let mut weights = Vec::with_capacity(len);

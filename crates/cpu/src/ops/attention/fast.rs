@@ -1,7 +1,8 @@
 //! Attention over register tiles, one task for a sequence and a key/value head (or a query head): the bits of `spec`.
 
 use super::tile::{
-    Panels, Product, Rows, TILE, row_dots, score_grads, softmax_rows, store_row, transpose_panels, widen_rows,
+    PanelStrides, Product, RowStrides, TILE, row_dots, score_grads, softmax_rows, store_row,
+    transpose_panels, widen_rows,
 };
 use super::{BackwardInput, BackwardOutput, ForwardInput, ForwardOutput, Heads};
 use crate::Cpu;
@@ -249,9 +250,9 @@ impl<'a> Space<'a> {
             for (weights, rows, sum, width) in sums {
                 let product = Product {
                     a: &weights[at * self.stride + key..],
-                    a_at: Rows { row: 1, step: self.stride },
+                    a_at: RowStrides { row: 1, step: self.stride },
                     b: &rows[at * width..],
-                    b_at: Panels { step: width, panel: LANES },
+                    b_at: PanelStrides { step: width, panel: LANES },
                     k: queries.end - from,
                     panels: width / LANES,
                     out_row: width,
@@ -287,9 +288,9 @@ impl<'a> Space<'a> {
     ) -> Product<'p> {
         Product {
             a: rows,
-            a_at: Rows { row: width, step: 1 },
+            a_at: RowStrides { row: width, step: 1 },
             b: panels,
-            b_at: Panels { step: LANES, panel: dim * LANES },
+            b_at: PanelStrides { step: LANES, panel: dim * LANES },
             k: dim,
             panels: keys_of(first) / LANES,
             out_row: self.stride,
@@ -307,9 +308,9 @@ fn keys_of(first: usize) -> usize {
 fn over_keys<'p>(weights: &'p [f32], stride: usize, b: &'p [f32], width: usize, keys: usize) -> Product<'p> {
     Product {
         a: weights,
-        a_at: Rows { row: stride, step: 1 },
+        a_at: RowStrides { row: stride, step: 1 },
         b,
-        b_at: Panels { step: width, panel: LANES },
+        b_at: PanelStrides { step: width, panel: LANES },
         k: keys,
         panels: width / LANES,
         out_row: width,

@@ -13,14 +13,14 @@ pub(super) const TILE: usize = 8;
 /// Where the next of something lies: element (row, k) of A at `row·row + k·step`, element (k, panel·16 + c) of B at
 /// `k·step + panel·panel + c`.
 #[derive(Clone, Copy)]
-pub(super) struct Rows {
+pub(super) struct RowStrides {
     pub row: usize,
     pub step: usize,
 }
 
-/// See [`Rows`].
+/// See [`RowStrides`].
 #[derive(Clone, Copy)]
-pub(super) struct Panels {
+pub(super) struct PanelStrides {
     pub step: usize,
     pub panel: usize,
 }
@@ -28,9 +28,9 @@ pub(super) struct Panels {
 /// Eight rows of A times some panels of B; each element one chain of fma over ascending k.
 pub(super) struct Product<'a> {
     pub a: &'a [f32],
-    pub a_at: Rows,
+    pub a_at: RowStrides,
     pub b: &'a [f32],
-    pub b_at: Panels,
+    pub b_at: PanelStrides,
     /// The contraction.
     pub k: usize,
     /// Panels of 16 columns.

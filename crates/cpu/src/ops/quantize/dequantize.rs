@@ -2,7 +2,7 @@
 
 use super::emit::{STRIP_ROWS, Sink, SinkWork, TILE_COLS, for_strips};
 use super::encode::Tile;
-use super::source::{Lines, Scales, Source};
+use super::source::{Lines, Scales, ValueSource};
 use super::spans::Spans;
 use super::spec;
 use crate::{CodePath, Cpu};
@@ -18,7 +18,7 @@ pub(crate) fn dequantize(cpu: &Cpu, op: Dequantize<'_, Cpu>) -> Result<Tensor<Cp
     if cpu.path() == CodePath::Scalar {
         return spec::plain(cpu, &spec::decode(cpu, x, 0..x.rows)?, op.dtype, x.rows);
     }
-    let (isa, lines) = (cpu.isa(), Source::Lines(Lines::of(x, Scales::All)?));
+    let (isa, lines) = (cpu.isa(), ValueSource::Lines(Lines::of(x, Scales::All)?));
     let spans = Spans::new(OP, x.rows, None, 1)?;
     let sink = Sink::new(cpu, &spans, x.cols, Emit::Plain(op.dtype), None);
     let scratch = || (vec![0.0; STRIP_ROWS * TILE_COLS], vec![0.0; STRIP_ROWS]);

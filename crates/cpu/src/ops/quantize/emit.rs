@@ -5,11 +5,11 @@
 //! groups.
 
 use super::encode::{Tile, Work, encode_cols, encode_row, encode_square, fast, fill_random, transpose};
-use super::general::{self, Job};
+use super::general::{self, Job, WORTH_A_THREAD};
 use super::planes::{unwritten, unwritten_as};
 use super::round::{fixed_bits, reads_bits};
 use super::shared::Shared;
-use super::source::Source;
+use super::source::ValueSource;
 use super::spans::Spans;
 use super::spec::Tally;
 use crate::gemm::Isa;
@@ -28,8 +28,6 @@ pub(crate) const STRIP_ROWS: usize = 128;
 pub(crate) const TILE_COLS: usize = 128;
 /// Values of a strip where blocks run along the rows only: what a first-level cache holds.
 const ROW_STRIP_VALUES: usize = 4096;
-/// Values below which waking another thread costs more than it saves.
-pub(super) const WORTH_A_THREAD: usize = 16_384;
 
 /// Some rows of one span.
 #[derive(Debug, Clone, Copy)]
@@ -348,7 +346,7 @@ impl<'a> Sink<'a> {
         let plain = match self.plain {
             Some(Plain::Staged(values, _)) => {
                 let Some((codec, planes)) = self.staged else { unreachable!("staged with its codec") };
-                let x = (Source::F32(&values, self.cols), self.cols);
+                let x = (ValueSource::F32(&values, self.cols), self.cols);
                 return general::emit(cpu, &Job::new(cpu, x, codec, self.random, self.spans), planes);
             }
             Some(Plain::F32(buf, _)) => Some(Data::F32(buf)),

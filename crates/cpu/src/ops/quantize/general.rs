@@ -4,11 +4,10 @@
 //! scale and for the values in its units; the largest magnitude, the rounding and the packing are the same code for all. Threads divide
 //! lines.
 
-use super::emit::WORTH_A_THREAD;
 use super::encode::{amax_bits, fill_random, transpose};
 use super::planes::unwritten_as;
 use super::round::{Facts, Nearest, OneByOne, Round, Threshold, fixed_bits, reads_bits, with_rounding};
-use super::source::Source;
+use super::source::ValueSource;
 use super::spans::Spans;
 use super::spec::{Block, Casting, Tally, blocks, sum};
 use crate::Cpu;
@@ -19,6 +18,9 @@ use nibble_core::{BlockScaled, Operand, Result};
 use nibble_formats::{BlockAxis, BlockScale, Codec, Rounding, ScalePlaneMut, Stream, pack_codes};
 use rayon::prelude::*;
 use std::ops::Range;
+
+/// Values below which waking another thread costs more than it saves.
+pub(super) const WORTH_A_THREAD: usize = 16_384;
 
 /// Columns that are read, turned and quantized together.
 const PANEL: usize = 32;
@@ -146,7 +148,7 @@ per_isa! {
 
 /// A matrix to quantize, and how.
 pub(super) struct Job<'a> {
-    x: Source<'a>,
+    x: ValueSource<'a>,
     cols: usize,
     /// Sixteen bits for each value `[rows, cols]`, where they are not those of its place.
     bits: Option<&'a [u16]>,
@@ -157,7 +159,7 @@ impl<'a> Job<'a> {
     /// Measures the values, where the tensor has a scale of its own.
     pub fn new(
         cpu: &Cpu,
-        (x, cols): (Source<'a>, usize),
+        (x, cols): (ValueSource<'a>, usize),
         codec: Codec,
         random: Option<Stream>,
         spans: &'a Spans<'a>,
@@ -493,7 +495,7 @@ fn pack_lines(cpu: &Cpu, codec: &Codec, codes: &[u8], len: usize, out: &mut Bloc
 /// The two planes of `stack` matrices in blocks along their rows: as they stand, and transposed. Either draws the bits of the element.
 pub(super) fn row_weights(
     cpu: &Cpu,
-    (x, k): (Source, usize),
+    (x, k): (ValueSource, usize),
     (rows_all, stack): (usize, usize),
     (codec, random): (Codec, Option<Stream>),
 ) -> Result<Emitted<Cpu>> {
@@ -508,8 +510,10 @@ pub(super) fn row_weights(
         turned(cpu, (stack, n, k), fill)
     });
     let spans = Spans::stacked(stack, k);
-    let job =
-        Job { bits: bits.as_deref(), ..Job::new(cpu, (Source::F32(&across, n), n), codec, random, &spans) };
+    let job = Job {
+        bits: bits.as_deref(),
+        ..Job::new(cpu, (ValueSource::F32(&across, n), n), codec, random, &spans)
+    };
     emitted(cpu, [Some(upright), Some(rows(cpu, &job).0)], tally)
 }
 

@@ -1,6 +1,6 @@
 //! The random Hadamard transform of a matrix before it is quantized: along the rows, or down the columns group by group.
 
-use super::source::Source;
+use super::source::ValueSource;
 use super::spans::Spans;
 use super::spec::Matrix;
 use crate::ops::elementwise::for_rows;
@@ -75,7 +75,7 @@ fn rows_vectorised(
     sign: &[f32],
     len: usize,
 ) -> Result<Tensor<Cpu>> {
-    let (isa, cols, from) = (cpu.isa(), x.cols, Source::plain(x));
+    let (isa, cols, from) = (cpu.isa(), x.cols, ValueSource::plain(x));
     let factor = hadamard::inv_sqrt_len(len)?;
     let mut counts = vec![false; x.rows];
     spans.valid().for_each(|row| counts[row] = true);
@@ -101,7 +101,7 @@ fn cols_vectorised(
     sign: &[f32],
     len: usize,
 ) -> Result<Tensor<Cpu>> {
-    let (isa, cols, from) = (cpu.isa(), x.cols, Source::plain(x));
+    let (isa, cols, from) = (cpu.isa(), x.cols, ValueSource::plain(x));
     let factor = hadamard::inv_sqrt_len(len)?;
     // Of each transform block: its place in the group, and how many of its rows count; none where it is padding.
     let mut places = vec![None; whole.rows / len];

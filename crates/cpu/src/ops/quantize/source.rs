@@ -75,7 +75,7 @@ per_isa! {
 
 /// A matrix to read values from.
 #[derive(Clone, Copy)]
-pub(crate) enum Source<'a> {
+pub(crate) enum ValueSource<'a> {
     /// `[rows, cols]`.
     F32(&'a [f32], usize),
     /// `[rows, cols]`.
@@ -263,7 +263,7 @@ per_isa! {
     fn decode_line = decode_line_body; (lines: &Lines, at: (usize, usize), out: &mut [f32])
 }
 
-impl<'a> Source<'a> {
+impl<'a> ValueSource<'a> {
     /// A plain tensor.
     pub fn plain(x: &'a Tensor<Cpu>) -> Self {
         match &x.data {

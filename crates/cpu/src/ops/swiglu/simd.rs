@@ -6,7 +6,7 @@ use crate::Cpu;
 use crate::ops::quantize::emit::{Sink, SinkWork, TILE_COLS, for_strips, has_cols, strip_rows};
 use crate::ops::quantize::encode::Tile;
 use crate::ops::quantize::shared::Shared;
-use crate::ops::quantize::source::{Lines, Scales, Source};
+use crate::ops::quantize::source::{Lines, Scales, ValueSource};
 use crate::ops::quantize::spans::Spans;
 use crate::simd::{LANES, per_isa};
 use nibble_core::ops::{Emit, Swiglu, SwigluBackward, SwigluGrads, SwigluOut};
@@ -30,7 +30,7 @@ pub(super) fn forward(
     saved: Option<Emit>,
     spans: &Spans,
 ) -> Result<SwigluOut<Cpu>> {
-    let (isa, f, h) = (cpu.isa(), op.h.cols / 2, Source::plain(op.h));
+    let (isa, f, h) = (cpu.isa(), op.h.cols / 2, ValueSource::plain(op.h));
     let weights = op.weight.map(|w| w.as_slice());
     let sink_a = Sink::new(cpu, spans, f, op.a, None);
     let sink_h = saved.map(|saved| Sink::new(cpu, spans, 2 * f, saved, None));
@@ -129,10 +129,10 @@ struct Work {
 }
 
 pub(super) fn backward(cpu: &Cpu, op: &SwigluBackward<'_, Cpu>, spans: &Spans) -> Result<SwigluGrads<Cpu>> {
-    let (isa, f, da) = (cpu.isa(), op.da.cols, Source::plain(op.da));
+    let (isa, f, da) = (cpu.isa(), op.da.cols, ValueSource::plain(op.da));
     let h = match op.h {
-        Operand::Plain(h) => Source::plain(h),
-        Operand::Block(h) => Source::Lines(Lines::of(h, Scales::All)?),
+        Operand::Plain(h) => ValueSource::plain(h),
+        Operand::Block(h) => ValueSource::Lines(Lines::of(h, Scales::All)?),
     };
     let weights = op.weight.map(|w| w.as_slice());
     let sink_dh = Sink::new(cpu, spans, 2 * f, op.dh, None);

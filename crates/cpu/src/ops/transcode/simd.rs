@@ -15,14 +15,14 @@ use nibble_formats::{Codec, Format, Scale, ScalePlane, lift_target, shift_target
 use std::sync::atomic::AtomicU64;
 
 /// A row-blocked source with E8M0 scales.
-struct Rows<'a> {
+struct PowerScaledRows<'a> {
     format: Format,
     codes: &'a [u8],
     scales: &'a [u8],
     cols: usize,
 }
 
-impl<'a> Rows<'a> {
+impl<'a> PowerScaledRows<'a> {
     fn of(x: &'a BlockScaled<Cpu>) -> Result<Self> {
         let scales = x.e8m0_scales("transcode")?.as_slice();
         Ok(Self { format: x.format, codes: x.codes.as_slice(), scales, cols: x.cols })
@@ -63,7 +63,7 @@ pub(super) fn lift_rows(
     spans: &Spans,
     out: BlockScaled<Cpu>,
 ) -> Result<Transcoded<Cpu>> {
-    let (isa, lifts, rows, out) = (cpu.isa(), lifts(), Rows::of(x)?, Target::new(out));
+    let (isa, lifts, rows, out) = (cpu.isa(), lifts(), PowerScaledRows::of(x)?, Target::new(out));
     let sum: [AtomicU64; 3] = Default::default();
     let height = strip_rows(false, x.cols);
     for_strips(
@@ -111,7 +111,7 @@ pub(super) fn to_cols(
     spans: &Spans,
     out: BlockScaled<Cpu>,
 ) -> Result<Transcoded<Cpu>> {
-    let (isa, lifts, rows, out) = (cpu.isa(), lifts(), Rows::of(x)?, Target::new(out));
+    let (isa, lifts, rows, out) = (cpu.isa(), lifts(), PowerScaledRows::of(x)?, Target::new(out));
     let sum: [AtomicU64; 3] = Default::default();
     for_strips(cpu, spans, (STRIP_ROWS, x.cols), Turn::default, |memory, strip| {
         let Turn { codes, turned, scales } = memory;
@@ -156,7 +156,7 @@ pub(super) fn to_cols(
 /// MXFP4 rows → E4M3 tiles.
 pub(super) fn lift_tiles(cpu: &Cpu, x: &BlockScaled<Cpu>) -> Result<Transcoded<Cpu>> {
     let (n, k) = (x.rows / x.stack.max(1), x.cols);
-    let (isa, lifts, rows) = (cpu.isa(), lifts(), Rows::of(x)?);
+    let (isa, lifts, rows) = (cpu.isa(), lifts(), PowerScaledRows::of(x)?);
     let out = SquareTarget::new(cpu, (Format::E4m3, x.rule), (x.stack, n, k));
     let sum: [AtomicU64; 3] = Default::default();
     let scratch = || (vec![0; STRIP_ROWS * TILE_COLS], Vec::new());

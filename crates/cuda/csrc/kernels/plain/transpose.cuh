@@ -1,6 +1,6 @@
-// transpose<T, kAligned>: each of a stack of matrices [n, k] to [k, n]. A CTA transposes a square of kTile x kTile. A thread reads kUnit
-// rows of 16 bytes, transposes them in registers and writes them to shared memory, from which whole lines of the result are stored. The
-// 16-byte chunks of shared memory are swizzled by their row, so that neither writes nor reads have bank conflicts.
+// transpose<T, kAligned>: each of a stack of matrices [n, k] to [k, n]. A CTA transposes a square of kTile x kTile. A thread reads
+// kPerChunk rows of 16 bytes, transposes them in registers and writes them to shared memory, from which whole lines of the result are
+// stored. The 16-byte chunks of shared memory are swizzled by their row, so that neither writes nor reads have bank conflicts.
 //   256 threads; grid stack · ceil(n / kTile) · ceil(k / kTile); kTile = 128 (BF16), 64 (F32). kAligned: n and k are multiples of
 //   16 bytes.
 //
@@ -16,8 +16,8 @@ constexpr int kTransposeThreads = 256;
 
 template <typename T>
 struct TransposeTile {
-    static constexpr int kUnit = 16 / T::kBytes;  // numbers in 16 bytes
-    static constexpr int kTile = 16 * kUnit;
+    static constexpr int kPerChunk = 16 / T::kBytes;  // numbers in 16 bytes
+    static constexpr int kTile = 16 * kPerChunk;
 };
 
 /// The bits of a number of 2 or 4 bytes.
@@ -59,7 +59,7 @@ __device__ __forceinline__ void store_unit(u8* to, uint4 v, int left) {
     }
 }
 
-/// Transposes a square of kUnit x kUnit numbers.
+/// Transposes a square of kPerChunk x kPerChunk numbers.
 __device__ __forceinline__ void turn(uint4 (&v)[4]) {
     const uint4 a = v[0], b = v[1], c = v[2], d = v[3];
     v[0] = {a.x, b.x, c.x, d.x};
@@ -96,7 +96,7 @@ template <typename T, bool kAligned>
 __global__ void __launch_bounds__(kTransposeThreads)
     transpose(const u8* __restrict__ in, u8* __restrict__ out, u32 n, u32 k, u32 tiles_n, u32 tiles_k, Divider by_tiles_k,
               Divider by_tiles_n) {
-    constexpr int kUnit = TransposeTile<T>::kUnit;
+    constexpr int kPerChunk = TransposeTile<T>::kPerChunk;
     constexpr int kTile = TransposeTile<T>::kTile;
     __shared__ __align__(16) uint4 chunks[kTile][16];
     const u32 tile_row = by_tiles_k.divide(blockIdx.x);
@@ -106,23 +106,23 @@ __global__ void __launch_bounds__(kTransposeThreads)
     out += u64(matrix) * n * k * T::kBytes;
 
     const int i = threadIdx.x / 16, j = threadIdx.x % 16;  // square i down, j along
-    uint4 v[kUnit];
+    uint4 v[kPerChunk];
 #pragma unroll
-    for (int r = 0; r < kUnit; ++r) {
-        const u32 y = row + i * kUnit + r, x = col + j * kUnit;
+    for (int r = 0; r < kPerChunk; ++r) {
+        const u32 y = row + i * kPerChunk + r, x = col + j * kPerChunk;
         v[r] = load_unit<T, kAligned>(in + (u64(y) * k + x) * T::kBytes, y < n ? int(k) - int(x) : 0);
     }
     turn(v);
 #pragma unroll
-    for (int r = 0; r < kUnit; ++r) chunks[j * kUnit + r][i ^ j] = v[r];
+    for (int r = 0; r < kPerChunk; ++r) chunks[j * kPerChunk + r][i ^ j] = v[r];
     __syncthreads();
 #pragma unroll
-    for (int r = 0; r < kUnit; ++r) {
+    for (int r = 0; r < kPerChunk; ++r) {
         // Lines of 16 chunks, one after the other, so that a warp writes two whole ones.
         const int line = r * 16 + i;
-        const u32 y = col + line, x = row + j * kUnit;
+        const u32 y = col + line, x = row + j * kPerChunk;
         if (y < k)
-            store_unit<T, kAligned>(out + (u64(y) * n + x) * T::kBytes, chunks[line][j ^ (line / kUnit)], int(n) - int(x));
+            store_unit<T, kAligned>(out + (u64(y) * n + x) * T::kBytes, chunks[line][j ^ (line / kPerChunk)], int(n) - int(x));
     }
 }
 

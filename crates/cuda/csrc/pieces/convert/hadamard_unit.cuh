@@ -7,10 +7,9 @@
 #include "formats/e8m0.cuh"
 #include "formats/rounding.cuh"
 #include "math/hadamard.cuh"
+#include "pieces/convert/unit.cuh"
 
 namespace nib {
-
-constexpr int kUnit = 64;
 
 /// The bits of the largest magnitude.
 template <int kCount>

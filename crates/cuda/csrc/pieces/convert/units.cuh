@@ -12,12 +12,12 @@
 #include "formats/bf16.cuh"
 #include "math/reduce.cuh"
 #include "pieces/convert/column_tile.cuh"
+#include "pieces/convert/unit.cuh"
 #include "ptx/global.cuh"
 #include "ptx/thread.cuh"
 
 namespace nib {
 
-constexpr int kUnit = 64;
 constexpr int kUnitThreads = 256;
 constexpr int kColumnRecord = 128;  // rows of a column that have a record, of formats with a scale for a line
 

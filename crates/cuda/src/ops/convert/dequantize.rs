@@ -9,14 +9,14 @@ use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{DecodeArg, Divider, KernelArg, Launch};
 use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;
-use crate::ops::planes::{column_stride, type_name};
+use crate::ops::planes::{column_stride, numbers_per_load, type_name};
 use crate::{Buffer, Device};
 use half::bf16;
 use nibble_core::ops::Dequantize;
 use nibble_core::{BlockScaled, DType, Data, Error, Plain, Result, Tensor};
 use nibble_formats::{BlockAxis, Element, Format, ScaleKind, ScaleLayout};
+use units::OP;
 
-const OP: &str = "dequantize";
 const THREADS: u32 = 256;
 /// Columns a warp takes at a time where blocks do not run down them.
 const SEGMENT: usize = 1024;
@@ -103,8 +103,7 @@ impl DequantizeDesc {
         }
         let instance =
             |aligned| DequantizeVariant { down: axis == BlockAxis::Col, bits, block, dtype, aligned };
-        // What one load and one store of a thread take.
-        let whole = cols.is_multiple_of(16 / dtype.size_bytes());
+        let whole = cols.is_multiple_of(numbers_per_load(dtype));
         let most = |tasks: usize| {
             let tasks = u32::try_from(tasks).ok().filter(|&tasks| tasks < 1 << 31);
             tasks.ok_or_else(|| {

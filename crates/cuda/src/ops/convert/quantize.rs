@@ -1,30 +1,28 @@
 //! `quantize` on a GPU (`csrc/kernels/convert/quantize*.cuh`).
 
+mod args;
 mod config;
 mod measure;
 mod units;
 
-pub(crate) use config::instances;
-
 use crate::Buffer;
-use crate::backend::Buf;
 use crate::launch::tensor_map::{self, Swizzle, TensorMap, Tiles};
-use crate::launch::{Divider, HadamardArg, KernelArg, Launch, RoundingArg, plain_args};
+use crate::launch::{Divider, HadamardArg, KernelArg, Launch, RoundingArg};
+use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;
-use crate::ops::planes::{
-    column_stride, plain_address, plain_arg, planes_or_nulls, unwritten, unwritten_columns,
-};
+use crate::ops::planes::{column_stride, planes_or_nulls, unwritten, unwritten_columns};
 use crate::{Cuda, Device};
-use config::{
-    Launches, QuantizeDesc, QuantizeKernel, RowScales, TRANSFORM_COLS, UNIT_COLS, transpose_ctas,
-    transpose_spec,
-};
-use nibble_core::formats::{BlockAxis, Element, ScaleKind, ScaleRule};
-use nibble_core::ops::{Counts, Emitted, Found, Hadamard, Planes, Quantize};
-use nibble_core::{BlockScaled, DType, Data, Operand, Result, Tensor};
+use args::{ByBlock, FoundBuffers, MatrixArgs, OP, Planned, Transform, TransformArg};
+use config::{Launches, QuantizeDesc, QuantizeKernel, TRANSFORM_COLS, UNIT_COLS};
+use nibble_core::formats::{BlockAxis, Element, ScaleRule};
+use nibble_core::ops::{Counts, Emitted, Planes, Quantize};
+use nibble_core::{BlockScaled, Data, Operand, Result, Tensor};
 use std::ffi::c_void;
 
-const OP: &str = "quantize";
+/// Every instance of its kernels.
+pub(crate) fn instances() -> Vec<Instance> {
+    [config::instances(), units::instances()].concat()
+}
 
 /// The device's `PowerRule` (csrc/formats/e8m0.cuh).
 #[repr(C)]
@@ -103,7 +101,7 @@ pub(crate) fn quantize_counting(
         Planes::Cols | Planes::Both => Some(unwritten_columns(device, stored, (desc.capacity, cols))?),
     };
     if op.x.rows != 0 && op.x.cols != 0 {
-        let source = Source::of(&op);
+        let source = MatrixArgs::of(&op);
         let (rows, cols) = (rows.as_ref(), cols.as_ref());
         let out = Planned { rows, cols, counts: counts.0.get(), found: found.as_ref() };
         match op.hadamard.filter(|_| !desc.is_fused()) {
@@ -116,11 +114,11 @@ pub(crate) fn quantize_counting(
                 let arg = TransformArg::new(&source, &desc, &transform)?;
                 if last.transforms_as_it_reads() {
                     let transform = Some(Transform { arg, input: desc.input });
-                    launch(device, &op, &last, &Source { id_mask, transform, ..source }, &out)?;
+                    launch(device, &op, &last, &MatrixArgs { id_mask, transform, ..source }, &out)?;
                 } else {
                     let transformed = transform_first(device, &source, &desc, &arg)?;
                     let address = transformed.address();
-                    let source = Source { x: &transformed, address, row_id, id_mask, ..source };
+                    let source = MatrixArgs { x: &transformed, address, row_id, id_mask, ..source };
                     launch(device, &op, &last, &source, &out)?;
                 }
             }
@@ -132,92 +130,10 @@ pub(crate) fn quantize_counting(
     Ok(Emitted { rows: block(rows), cols: block(cols), counts: Some(counts), found })
 }
 
-/// The matrix and its groups, as arguments.
-#[derive(Clone, Copy)]
-struct Source<'a> {
-    x: &'a dyn KernelArg,
-    address: u64,
-    row_id: Option<&'a Buffer<i32>>,
-    start: Option<&'a Buffer<i32>>,
-    num_groups: i32,
-    /// A row counts if the id of this part of its number is not negative.
-    id_mask: i32,
-    /// Made as the kernels read the matrix.
-    transform: Option<Transform>,
-}
-
-/// The device's `TransformArg` (csrc/pieces/convert/transformed_columns.cuh).
-#[repr(C)]
-#[derive(Debug, Clone, Copy, PartialEq)]
-struct TransformArg {
-    start: u64,
-    num_groups: i32,
-    rows: i32,
-    hadamard: HadamardArg,
-}
-plain_args!(TransformArg);
-
-impl TransformArg {
-    /// None at all.
-    const NONE: Self = Self { start: 0, num_groups: 0, rows: 0, hadamard: HadamardArg::NONE };
-
-    fn new(source: &Source<'_>, desc: &QuantizeDesc, transform: &Hadamard) -> Result<Self> {
-        let hadamard = HadamardArg::new(transform)?;
-        let start = source.start.map_or(0, Buffer::address);
-        Ok(Self { start, num_groups: source.num_groups, rows: desc.rows as i32, hadamard })
-    }
-}
-
-/// A transform of a matrix of numbers of this type.
-#[derive(Debug, Clone, Copy)]
-struct Transform {
-    arg: TransformArg,
-    input: DType,
-}
-
-impl<'a> Source<'a> {
-    fn of(op: &Quantize<'a, Cuda>) -> Self {
-        Self {
-            x: plain_arg(op.x).0,
-            address: plain_address(op.x),
-            row_id: op.groups.map(|groups| groups.row_id.get()),
-            start: op.groups.map(|groups| groups.start.get()),
-            num_groups: op.groups.map_or(0, |groups| groups.num_groups as i32),
-            id_mask: -1,
-            transform: None,
-        }
-    }
-}
-
-/// What is to be written.
-struct Planned<'a> {
-    rows: Option<&'a BlockScaled<Cuda>>,
-    cols: Option<&'a BlockScaled<Cuda>>,
-    counts: &'a Buffer<u64>,
-    /// Under scales of earlier steps.
-    found: Option<&'a FoundBuffers>,
-}
-
-/// What is found of values under scales of earlier steps, zeros before.
-struct FoundBuffers {
-    amax: Buffer<f32>,
-    counts: Buffer<u64>,
-}
-
-impl FoundBuffers {
-    fn new(device: &Device, spans: usize) -> Result<Self> {
-        Ok(Self { amax: device.filled(spans, 0)?, counts: device.counters(2)? })
-    }
-
-    fn into_found(self) -> Found<Cuda> {
-        Found { amax: Buf::new(self.amax), counts: Buf::new(self.counts) }
-    }
-}
-
 /// The transform of a matrix as F32, for kernels that do not make it as they read.
 fn transform_first(
     device: &Device,
-    source: &Source<'_>,
+    source: &MatrixArgs<'_>,
     desc: &QuantizeDesc,
     transform: &TransformArg,
 ) -> Result<Buffer<f32>> {
@@ -226,7 +142,7 @@ fn transform_first(
     let (spec, ctas) = desc.transform();
     let launch = Launch { ctas: ctas as u32, threads: 256, cluster: 1, shared_bytes: 0 };
     let kernel = device.kernel(&spec)?;
-    let Source { x, row_id, .. } = *source;
+    let MatrixArgs { x, row_id, .. } = *source;
     let (rows, cols, out_rows) = (desc.rows as i32, desc.cols as i32, out_rows as i32);
     // SAFETY: `BufferCheck` held x and the groups to the sizes passed, and `out` is new and has out_rows · cols numbers.
     unsafe {
@@ -257,47 +173,18 @@ fn unit_map(x: &Tensor<Cuda>, desc: &QuantizeDesc) -> Result<TensorMap> {
     .encode()
 }
 
-/// The scales of rows as a kernel leaves them, those of neighbouring rows together.
-struct ByBlock {
-    plane: RowScales,
-    scales: Buffer<u8>,
-}
-
-impl ByBlock {
-    /// Where the description leaves them so.
-    fn new(device: &Device, desc: &QuantizeDesc) -> Result<Option<Self>> {
-        let new = |plane: RowScales| Ok(Self { plane, scales: device.alloc(plane.total_bytes())? });
-        desc.row_scales().map(new).transpose()
-    }
-
-    /// Brings them to their places.
-    fn transpose(&self, device: &Device, kind: ScaleKind, row_scales: &dyn KernelArg) -> Result<()> {
-        let RowScales { lines, blocks, stride, .. } = self.plane;
-        let [lines, blocks, stride] = [lines, blocks, stride].map(|value| value as i32);
-        let launch =
-            Launch { ctas: transpose_ctas(&self.plane) as u32, threads: 256, cluster: 1, shared_bytes: 0 };
-        // SAFETY: both planes have the lengths that follow from the same sizes, and nobody else writes them; the ctas cover them. The
-        // kernel waits before its first load.
-        unsafe {
-            device
-                .kernel(&transpose_spec(kind))?
-                .launch_early(launch, &[&self.scales, row_scales, &lines, &blocks, &stride])
-        }
-    }
-}
-
 fn launch(
     device: &Device,
     op: &Quantize<'_, Cuda>,
     desc: &QuantizeDesc,
-    source: &Source<'_>,
+    source: &MatrixArgs<'_>,
     out: &Planned<'_>,
 ) -> Result<()> {
     let Some(config) = desc.config(device.info().num_sms as usize) else {
         return units::launch(device, op, desc, source, out);
     };
     let kernel = device.kernel(&config.spec)?;
-    let Source { x, row_id, start, num_groups, .. } = *source;
+    let MatrixArgs { x, row_id, start, num_groups, .. } = *source;
     let counts = out.counts;
     let rule = PowerRule::of(op.codec.rule(), op.codec.element());
     let rounding = RoundingArg::new(op.codec.rounding(), op.random);

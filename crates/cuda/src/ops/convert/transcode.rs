@@ -1,6 +1,7 @@
 //! `transcode` on a GPU: `csrc/kernels/convert/{lift_rows,lift_cols,lift_tiles,shift_cols,requantize_rows,recut_lines}.cuh`.
 
 mod lift_tiles;
+mod limits;
 mod short_blocks;
 
 use crate::Buffer;
@@ -10,11 +11,12 @@ use crate::launch::{Divider, KernelArg, Launch};
 use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;
 use crate::ops::planes::{column_stride, plane_args, rule_arg, unwritten, unwritten_columns};
+use limits::{OP, below_2_31};
+use nibble_choice::transcode::whole_cols;
 use nibble_core::ops::{Transcode, Transcoded};
 use nibble_core::{BlockScaled, Error, Result};
 use nibble_formats::{BlockAxis, Format, ScaleKind, ScaleRule};
 
-const OP: &str = "transcode";
 const THREADS: u32 = 256;
 /// Rows of a strip, columns of a panel, and the FP8 block.
 const TILE: usize = 128;
@@ -195,15 +197,6 @@ impl RowPlan {
     }
 }
 
-/// Kernels count in 32-bit signed numbers.
-fn below_2_31(argument: &'static str, n: usize) -> Result<i32> {
-    // What a kernel adds to it stays below 2^31 too.
-    i32::try_from(n)
-        .ok()
-        .filter(|&n| n < i32::MAX - 4096)
-        .ok_or_else(|| Error::shape(OP, argument, n, "below 2^31 - 4096"))
-}
-
 /// See [`Transcode`].
 pub(crate) fn transcode(cuda: &Cuda, op: Transcode<'_, Cuda>) -> Result<Transcoded<Cuda>> {
     op.check()?;
@@ -220,8 +213,10 @@ pub(crate) fn transcode(cuda: &Cuda, op: Transcode<'_, Cuda>) -> Result<Transcod
     if op.to != Format::Mxfp4 {
         x.e8m0_scales(OP)?;
     }
-    if let Some(made) = short_blocks::run(cuda, &op)? {
-        return Ok(made);
+    if let Some(whole) = whole_cols(x.format, op.to, x.cols) {
+        let extended = short_blocks::extended(x, whole)?;
+        let (axis, cols) = (op.axis, x.cols);
+        return short_blocks::cut(transcode(cuda, Transcode { x: &extended, ..op })?, axis, cols);
     }
     if op.axis == BlockAxis::Tile {
         return lift_tiles::run(cuda, x);

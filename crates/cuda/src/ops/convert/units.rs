@@ -5,7 +5,7 @@ use nibble_core::DType;
 use nibble_core::formats::{Format, Rounding, ScaleRule};
 
 /// Values of a unit, units of a tile.
-const UNIT: usize = 64;
+const VALUES_PER_UNIT: usize = 64;
 const UNITS: usize = 256;
 /// Units of a row of a tile: of rows alone, and where columns are written or read.
 pub(super) const LONG: usize = 16;
@@ -79,7 +79,7 @@ impl UnitFormat {
 
     /// `UnitCodes` of the kernels.
     fn code_bytes(&self) -> usize {
-        let of_unit = UNIT * self.format.spec().code_bits as usize / 8;
+        let of_unit = VALUES_PER_UNIT * self.format.spec().code_bits as usize / 8;
         UNITS * if of_unit == 48 { 48 } else { of_unit + 16 }
     }
 
@@ -97,12 +97,12 @@ impl UnitFormat {
 
 /// `UnitValues` of the kernels.
 fn value_bytes(dtype: DType) -> usize {
-    UNITS * UNIT * dtype.size_bytes()
+    UNITS * VALUES_PER_UNIT * dtype.size_bytes()
 }
 
 /// Tiles of a matrix `[rows, cols]`.
 pub(super) fn tiles(rows: usize, cols: usize, across: usize) -> usize {
-    rows.div_ceil(UNITS / across) * cols.div_ceil(UNIT * across)
+    rows.div_ceil(UNITS / across) * cols.div_ceil(VALUES_PER_UNIT * across)
 }
 
 /// The device's `RecordPlane`.

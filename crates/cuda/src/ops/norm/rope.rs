@@ -5,7 +5,7 @@ use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, Launch};
 use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;
-use crate::ops::planes::type_name;
+use crate::ops::planes::{numbers_per_load, type_name};
 use crate::{Buffer, Cuda, Device};
 use nibble_core::ops::Rope;
 use nibble_core::{DType, Data, Error, Plain, Result, Tensor};
@@ -31,7 +31,7 @@ struct RopeConfig {
 impl RopeConfig {
     /// Loads of 16 bytes, where each half of a head is a multiple of that.
     fn choose(dtype: DType, rows: usize, heads: usize, half: usize) -> Result<Self> {
-        let whole = widest(dtype);
+        let whole = numbers_per_load(dtype);
         let count = if half.is_multiple_of(whole) { whole } else { 1 };
         let (units, head_groups) = (half / count, heads.div_ceil(HEADS));
         let tasks = rows.saturating_mul(head_groups).saturating_mul(units);
@@ -52,11 +52,6 @@ impl RopeConfig {
             ],
         }
     }
-}
-
-/// Numbers in 16 bytes.
-fn widest(dtype: DType) -> usize {
-    16 / dtype.size_bytes()
 }
 
 /// See [`Rope`].
@@ -117,7 +112,7 @@ fn rotated<T: Plain>(device: &Device, op: &Rope<'_, Cuda>, x: &Buffer<T>) -> Res
 pub(crate) fn instances() -> Vec<Instance> {
     let of = |dtype| {
         let config = |count| RopeConfig { dtype, count, units: 1, head_groups: 1, tasks: 1 };
-        [widest(dtype), 1].map(|count| Instance { spec: config(count).spec(), shared_bytes: 0 })
+        [numbers_per_load(dtype), 1].map(|count| Instance { spec: config(count).spec(), shared_bytes: 0 })
     };
     [DType::F32, DType::Bf16].into_iter().flat_map(of).collect()
 }

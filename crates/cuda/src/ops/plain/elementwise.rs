@@ -6,7 +6,7 @@ use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, Launch};
 use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;
-use crate::ops::planes::{plain_arg, plain_or_null, type_name, unwritten_plain};
+use crate::ops::planes::{numbers_per_load, plain_arg, plain_or_null, type_name, unwritten_plain};
 use crate::{Buffer, Device};
 use half::bf16;
 use nibble_core::ops::{Add, Cast, SumShards, Transpose};
@@ -19,8 +19,6 @@ const CAST_PER_CTA: usize = 4096;
 const ADD_UNITS_PER_CTA: usize = 1024;
 /// Units of 16 bytes along a side of a transposed tile.
 const TILE_UNITS: usize = 16;
-/// The size of a unit, in bytes.
-const UNIT: usize = 16;
 
 /// See [`Cast`]. A cast to the type it has shares the buffer.
 pub(crate) fn cast(cuda: &Cuda, op: Cast<'_, Cuda>) -> Result<Tensor<Cuda>> {
@@ -72,7 +70,7 @@ pub(crate) fn add(cuda: &Cuda, op: Add<'_, Cuda>) -> Result<Tensor<Cuda>> {
     if len == 0 {
         return Ok(out);
     }
-    let ctas = u32::try_from(len.div_ceil(ADD_UNITS_PER_CTA * UNIT / dtype.size_bytes()))
+    let ctas = u32::try_from(len.div_ceil(ADD_UNITS_PER_CTA * numbers_per_load(dtype)))
         .map_err(|_| Error::shape("add", "a.len()", len, "below 2^44"))?;
     let launch = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
     let kernel = cuda.device().kernel(&add_spec(dtype, op.plus.is_some()))?;
@@ -162,13 +160,13 @@ struct TransposeConfig {
 
 impl TransposeConfig {
     fn choose(dtype: DType, stack: usize, n: usize, k: usize) -> Self {
-        let unit = UNIT / dtype.size_bytes();
+        let unit = numbers_per_load(dtype);
         Self { dtype, n, k, stack, aligned: n.is_multiple_of(unit) && k.is_multiple_of(unit) }
     }
 
     /// Tiles down and along.
     fn tiles(&self) -> (usize, usize) {
-        let tile = TILE_UNITS * UNIT / self.dtype.size_bytes();
+        let tile = TILE_UNITS * numbers_per_load(self.dtype);
         (self.n.div_ceil(tile), self.k.div_ceil(tile))
     }
 

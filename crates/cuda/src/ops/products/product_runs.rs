@@ -10,7 +10,7 @@ use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, KernelArg, Launch};
 use crate::ops::planes::type_name;
 use half::bf16;
-use nibble_choice::products::{PARTS, SUMMED_UNIT as UNIT};
+use nibble_choice::products::{PARTS, SUMMED_UNIT};
 use nibble_core::{DType, Error, Result};
 
 const OP: &str = "product_runs";
@@ -52,12 +52,12 @@ pub(crate) struct Units {
 }
 
 impl Units {
-    /// `cols` divides `len`, and is a multiple of [`SUMMED_UNIT`](UNIT).
+    /// `cols` divides `len`, and is a multiple of [`SUMMED_UNIT`].
     pub fn of(len: usize, cols: usize) -> Result<Self> {
-        let units = u32::try_from(len / UNIT).ok().filter(|&units| units <= i32::MAX as u32);
+        let units = u32::try_from(len / SUMMED_UNIT).ok().filter(|&units| units <= i32::MAX as u32);
         let units = units.ok_or_else(|| Error::shape(OP, "values", len, "below 2^33"))?;
         let launch = Launch { ctas: units.div_ceil(THREADS), threads: THREADS, cluster: 1, shared_bytes: 0 };
-        Ok(Self { launch, units, units_per_row: (cols / UNIT) as u32 })
+        Ok(Self { launch, units, units_per_row: (cols / SUMMED_UNIT) as u32 })
     }
 }
 

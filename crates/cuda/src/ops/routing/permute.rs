@@ -11,14 +11,12 @@ use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, KernelArg, Launch};
 use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;
-use crate::ops::planes::type_name;
+use crate::ops::planes::{numbers_per_load, type_name};
 use nibble_core::ops::{CombineSlots, GatherScalars, Permute, Unpermute};
 use nibble_core::{DType, Data, Error, Operand, Plain, Result, Tensor};
 
 /// Threads of a CTA that gathers scalars or combines slots.
 const THREADS: u32 = 256;
-/// Bytes that a thread loads at once.
-const UNIT: usize = 16;
 /// Units of a thread that combines fewer than 4 slots.
 const FEW_SLOTS_UNITS: usize = 4;
 
@@ -95,7 +93,7 @@ impl Combine {
     /// 16 bytes a unit where rows are multiples of that, else one column.
     fn choose(dtype: DType, tokens: usize, cols: usize, top_k: usize) -> Result<Self> {
         const OP: &str = "combine_slots";
-        let wide = UNIT / dtype.size_bytes();
+        let wide = numbers_per_load(dtype);
         let count = if cols.is_multiple_of(wide) { wide } else { 1 };
         let units_per_row = cols / count;
         let units = tokens.checked_mul(units_per_row).filter(|&units| units <= i32::MAX as usize);
@@ -197,8 +195,8 @@ pub(crate) fn combine_slots(cuda: &Cuda, op: CombineSlots<'_, Cuda>) -> Result<T
 pub(crate) fn instances() -> Vec<Instance> {
     let combine = [DType::F32, DType::Bf16].into_iter().flat_map(|dtype| {
         [
-            (UNIT / dtype.size_bytes(), 1),
-            (UNIT / dtype.size_bytes(), FEW_SLOTS_UNITS),
+            (numbers_per_load(dtype), 1),
+            (numbers_per_load(dtype), FEW_SLOTS_UNITS),
             (1, 1),
             (1, FEW_SLOTS_UNITS),
         ]

@@ -13,8 +13,8 @@ use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;
 use crate::{Buffer, Cuda};
 use nibble_core::ops::{
-    AmaxRecords, BeginMicroBatch, BeginStep, Collect, CrossEntropy, EndStep, Entry, InputLayout, PushAmax,
-    Source,
+    AmaxRecords, BeginMicroBatch, BeginStep, Collect, CrossEntropy, EndStep, Entry, EntrySource, InputLayout,
+    PushAmax,
 };
 use nibble_core::{Error, Plain, Result};
 
@@ -127,12 +127,12 @@ impl EntryArg {
             Ok((kind, buffers.buffer("entry.source", x)?.address()))
         }
         let ((kind, source), occupancy) = match &entry.source {
-            Source::U64(x) => (plane(buffers, 0, x)?, None),
-            Source::I32(x) => (plane(buffers, 1, x)?, None),
-            Source::F32(x) => (plane(buffers, 2, x)?, None),
-            Source::F64(x) => (plane(buffers, 3, x)?, None),
-            Source::Occupancy(x) => (plane(buffers, 4, &x.found)?, Some(x)),
-            Source::Largest(x) => (plane(buffers, 5, x)?, None),
+            EntrySource::U64(x) => (plane(buffers, 0, x)?, None),
+            EntrySource::I32(x) => (plane(buffers, 1, x)?, None),
+            EntrySource::F32(x) => (plane(buffers, 2, x)?, None),
+            EntrySource::F64(x) => (plane(buffers, 3, x)?, None),
+            EntrySource::Occupancy(x) => (plane(buffers, 4, &x.found)?, Some(x)),
+            EntrySource::Largest(x) => (plane(buffers, 5, x)?, None),
         };
         let [capacity, slots, found] =
             occupancy.map_or([0; 3], |x| [x.capacity, x.num_slots, x.found.get().len()]);

@@ -34,9 +34,9 @@ pub(crate) fn swiglu(cuda: &Cuda, op: Swiglu<'_, Cuda>) -> Result<SwigluOut<Cuda
     buffers.groups(op.groups)?;
     let num_sms = cuda.device().info().num_sms;
     match SwigluPath::of(&op) {
-        SwigluPath::Rows { codec, save_h } => Rows::new(&op, (codec, save_h), num_sms).run(cuda, &op),
+        SwigluPath::Rows { codec, save_h } => RowsLaunch::new(&op, (codec, save_h), num_sms).run(cuda, &op),
         SwigluPath::RowsCols { codec, capacity } => {
-            RowsCols::new(&op, (codec, capacity), num_sms).run(cuda, &op)
+            RowsColsLaunch::new(&op, (codec, capacity), num_sms).run(cuda, &op)
         }
         SwigluPath::Plain(dtype) => {
             let a = emit(cuda, plain(cuda.device(), &op, dtype)?, op.a, op.groups)?;
@@ -134,7 +134,7 @@ fn rows_spec(rule: Option<ScaleRule>, save_h: bool) -> KernelSpec {
 
 /// A launch of `swiglu_rows`.
 #[derive(Debug, Clone, Copy, PartialEq)]
-struct Rows {
+struct RowsLaunch {
     /// BF16 where there is none.
     codec: Option<Codec>,
     save_h: Option<Codec>,
@@ -143,7 +143,7 @@ struct Rows {
     segments: u32,
 }
 
-impl Rows {
+impl RowsLaunch {
     fn new(op: &Swiglu<'_, Cuda>, (codec, save_h): (Option<Codec>, Option<Codec>), num_sms: u32) -> Self {
         let (rows, f) = (op.h.rows, op.h.cols / 2);
         let segments = f.div_ceil(ROWS_COLS);
@@ -255,14 +255,14 @@ fn rows_cols_spec(rule: ScaleRule) -> KernelSpec {
 
 /// A launch of `swiglu_rows_cols`.
 #[derive(Debug, Clone, Copy, PartialEq)]
-struct RowsCols {
+struct RowsColsLaunch {
     codec: Codec,
     ctas: u32,
     /// Rows of the column plane.
     capacity: usize,
 }
 
-impl RowsCols {
+impl RowsColsLaunch {
     fn new(op: &Swiglu<'_, Cuda>, (codec, capacity): (Codec, usize), num_sms: u32) -> Self {
         let f = op.h.cols / 2;
         let tiles = f.div_ceil(TILE) * (capacity / TILE);

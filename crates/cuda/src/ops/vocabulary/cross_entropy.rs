@@ -34,7 +34,7 @@ pub(crate) fn cross_entropy(cuda: &Cuda, op: CrossEntropy<'_, Cuda>) -> Result<C
     let bad_ids = device.counters(1)?;
     let dlogits = op.grad.map(|dtype| Output::new(cuda, dtype, rows * vocab, false)).transpose()?;
     let logits = op.logits.f32(OP, "logits")?.get();
-    Rows { op: OP, vocab, targets, scale: op.scale, bad_ids: &bad_ids }.run(
+    TargetRows { op: OP, vocab, targets, scale: op.scale, bad_ids: &bad_ids }.run(
         logits,
         &loss,
         dlogits.as_ref(),
@@ -100,7 +100,7 @@ impl EntropyConfig {
 
 /// Some rows of a cross-entropy, by their targets.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Rows<'a> {
+pub(crate) struct TargetRows<'a> {
     pub op: &'static str,
     pub vocab: usize,
     /// The target of each row.
@@ -111,7 +111,7 @@ pub(crate) struct Rows<'a> {
     pub bad_ids: &'a Buffer<u64>,
 }
 
-impl Rows<'_> {
+impl TargetRows<'_> {
     /// Writes the loss of each row, and the gradient of its logits where there is a place for it.
     pub fn run(&self, logits: &Buffer<f32>, loss: &Buffer<f32>, dlogits: Option<&Output>) -> Result<()> {
         let Self { op, vocab, targets, scale, bad_ids } = *self;

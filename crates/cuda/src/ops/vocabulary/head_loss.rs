@@ -1,7 +1,7 @@
 //! `head_loss` on a GPU: for each chunk of tokens, the products and the cross-entropy's rows, which work directly on
 //! the chunk's part of the operands and results.
 
-use super::cross_entropy::{Rows, shard_nats};
+use super::cross_entropy::{TargetRows, shard_nats};
 use crate::backend::Buf;
 use crate::compile::jit::KernelSpec;
 use crate::launch::Launch;
@@ -52,7 +52,7 @@ pub(crate) fn head_loss(cuda: &Cuda, op: HeadLoss<'_, Cuda>) -> Result<HeadLossO
         product((tokens.len(), vocab, d), (&x.rows, w), logits.target())?;
         let Output::F32(logits) = logits else { return Err(Error::shape(OP, "logits", "BF16", "F32")) };
         let targets = targets.part(tokens.clone())?;
-        let rows = Rows { op: OP, vocab, targets: &targets, scale, bad_ids: &bad_ids };
+        let rows = TargetRows { op: OP, vocab, targets: &targets, scale, bad_ids: &bad_ids };
         let loss = loss.part(tokens.clone())?;
         let Some(gradients) = &mut gradients else {
             head_rows(&rows, dtype, &logits, &loss, None)?;
@@ -127,7 +127,7 @@ impl Quantizer {
 
 /// The rows' cross-entropy: with the CPU's bits for F32 tokens, by the fast kernel for others.
 fn head_rows(
-    rows: &Rows<'_>,
+    rows: &TargetRows<'_>,
     tokens: DType,
     logits: &Buffer<f32>,
     loss: &Buffer<f32>,

@@ -1,7 +1,7 @@
 //! Cross-entropy of long rows for the head of a BF16 model (`csrc/kernels/vocabulary/head_rows.cuh`). It is held to a
 //! relative error, not to the CPU's bits.
 
-use super::cross_entropy::Rows;
+use super::cross_entropy::TargetRows;
 use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch};
 use crate::ops::products::gemm::Output;
@@ -15,7 +15,7 @@ const THREADS: u32 = 512;
 const ROOM_BYTES: usize = 272;
 const SOURCE: &str = "kernels/vocabulary/head_rows.cuh";
 /// A CTA's part of a row is a multiple of this many elements.
-const UNIT: usize = 8;
+const PART_MULTIPLE: usize = 8;
 /// The numbers of CTAs that may share a row.
 const CLUSTERS: [usize; 4] = [1, 2, 4, 8];
 /// Shorter rows leave most threads of a CTA without work, and owe the CPU's bits.
@@ -33,10 +33,10 @@ struct HeadRowsConfig {
 impl HeadRowsConfig {
     /// As few CTAs a row as can hold two rows at once; `None` for a vocabulary that this kernel does not take.
     fn choose(vocab: usize, shared_bytes: usize) -> Option<Self> {
-        if vocab < SHORTEST || !vocab.is_multiple_of(UNIT) || vocab > i32::MAX as usize {
+        if vocab < SHORTEST || !vocab.is_multiple_of(PART_MULTIPLE) || vocab > i32::MAX as usize {
             return None;
         }
-        let of = |cluster| Self { cluster, part: vocab.div_ceil(cluster).next_multiple_of(UNIT) };
+        let of = |cluster| Self { cluster, part: vocab.div_ceil(cluster).next_multiple_of(PART_MULTIPLE) };
         CLUSTERS.into_iter().map(of).find(|config| config.shared_bytes() <= shared_bytes)
     }
 
@@ -50,9 +50,9 @@ impl HeadRowsConfig {
     }
 }
 
-/// The same as [`Rows::run`], for BF16 tokens: with a BF16 gradient, or without one.
+/// The same as [`TargetRows::run`], for BF16 tokens: with a BF16 gradient, or without one.
 pub(crate) fn run(
-    rows: &Rows<'_>,
+    rows: &TargetRows<'_>,
     logits: &Buffer<f32>,
     loss: &Buffer<f32>,
     dlogits: Option<&Output>,
@@ -102,7 +102,7 @@ pub(crate) fn shared_sizes() -> Vec<SharedSize> {
         let expression = format!("nib::head_rows_shared_bytes({part})");
         SharedSize { source: SOURCE, expression, bytes: config.shared_bytes() }
     };
-    [UNIT, SHORTEST, 7 * SHORTEST].map(of).to_vec()
+    [PART_MULTIPLE, SHORTEST, 7 * SHORTEST].map(of).to_vec()
 }
 
 #[cfg(test)]

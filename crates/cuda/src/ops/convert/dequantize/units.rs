@@ -1,6 +1,5 @@
 //! Decoding any format by the general kernel (`csrc/kernels/convert/dequantize_units.cuh`).
 
-use super::OP;
 use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Launch, plain_args};
 use crate::ops::Instance;
@@ -9,6 +8,9 @@ use crate::ops::planes::{column_stride, type_name};
 use crate::{Buffer, Cuda, Device};
 use nibble_core::formats::{BlockAxis, Element, Format, ScaleKind, ScaleLayout, ScaleRule};
 use nibble_core::{BlockScaled, DType, Error, Plain, Result};
+
+/// The operation, in errors.
+pub(super) const OP: &str = "dequantize";
 
 const THREADS: u32 = 256;
 

@@ -1,6 +1,6 @@
 //! Which kernel a quantization takes and how it is launched, decided from its description alone.
 
-use super::OP;
+use super::args::OP;
 use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Launch, RoundingArg};
 use crate::ops::Instance;
@@ -350,7 +350,6 @@ pub fn instances() -> Vec<Instance> {
         let specs = [false, true].map(|down| transform_spec(input, down));
         all.extend(specs.map(|spec| Instance { spec, shared_bytes: 0 }));
     }
-    all.extend(super::units::instances());
     all
 }
 

@@ -1,8 +1,8 @@
 //! What formats with a scale for a line or for a tensor want measured before their values are encoded, and written afterwards
 //! (`csrc/kernels/convert/whole_scales.cuh`).
 
+use super::args::{MatrixArgs, Planned, Transform};
 use super::config::{QuantizeDesc, TILE, input_type};
-use super::{Planned, Source, Transform};
 use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch, plain_args};
 use crate::{Buffer, Cuda, Device};
@@ -79,7 +79,7 @@ pub(super) struct Measured {
 pub(super) struct Measure<'a> {
     pub device: &'a Device,
     pub desc: &'a QuantizeDesc,
-    pub source: &'a Source<'a>,
+    pub source: &'a MatrixArgs<'a>,
     pub earlier: EarlierArg,
     pub len: Option<&'a Buffer<i32>>,
 }

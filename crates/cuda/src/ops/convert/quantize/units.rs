@@ -1,8 +1,8 @@
 //! Quantization to any format by the general kernel (`csrc/kernels/convert/quantize_units.cuh`).
 
+use super::args::{ByBlock, MatrixArgs, OP, Planned, TransformArg};
 use super::config::{QuantizeDesc, input_type};
 use super::measure::{self, EarlierArg, Measure, Measured};
-use super::{ByBlock, OP, Planned, Source, TransformArg};
 use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, Launch, RoundingArg, plain_args};
 use crate::ops::Instance;
@@ -227,7 +227,7 @@ pub(super) fn launch(
     device: &Device,
     op: &Quantize<'_, Cuda>,
     desc: &QuantizeDesc,
-    source: &Source<'_>,
+    source: &MatrixArgs<'_>,
     out: &Planned<'_>,
 ) -> Result<()> {
     let config = UnitsConfig::of(desc)?;

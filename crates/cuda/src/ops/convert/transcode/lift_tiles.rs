@@ -1,6 +1,6 @@
 //! MXFP4 weights to E4M3 tiles, both ways (`csrc/kernels/convert/lift_tiles.cuh`).
 
-use super::below_2_31;
+use super::limits::below_2_31;
 use crate::Cuda;
 use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch};

@@ -1,36 +1,35 @@
 //! Conversions from or to MXFP4 whose rows end inside one of its blocks. The kernels take whole blocks: rows are extended by zeros, and what is
 //! made of those is cut off (`csrc/kernels/convert/recut_lines.cuh`).
 
-use super::transcode;
 use crate::backend::Buf;
 use crate::compile::jit::KernelSpec;
 use crate::launch::Launch;
 use crate::ops::Instance;
 use crate::ops::planes::column_stride;
 use crate::{Buffer, Cuda};
-use nibble_choice::transcode::whole_cols;
-use nibble_core::ops::{Transcode, Transcoded};
+use nibble_core::ops::Transcoded;
 use nibble_core::{BlockScaled, Result};
 use nibble_formats::{BlockAxis, Format};
 
 const THREADS: usize = 256;
 const MOST_CTAS: usize = 4096;
 
-/// By way of whole blocks; none where the kernels take the rows as they are.
-pub(super) fn run(cuda: &Cuda, op: &Transcode<'_, Cuda>) -> Result<Option<Transcoded<Cuda>>> {
-    let x = op.x;
-    let Some(cols) = whole_cols(x.format, op.to, x.cols) else { return Ok(None) };
+/// The same rows with zeros up to so many columns, which are whole blocks.
+pub(super) fn extended(x: &BlockScaled<Cuda>, cols: usize) -> Result<BlockScaled<Cuda>> {
     let (from, to) = (x.format.row_code_bytes(x.cols), x.format.row_code_bytes(cols));
     let extended = Lines { count: x.rows, from, to, last: last_byte(x.format, x.cols) };
     // As many scales: E4M3's blocks end where MXFP4's do.
-    let extended = BlockScaled { cols, codes: extended.recut(x.codes.get())?, ..x.clone() };
-    let made = transcode(cuda, Transcode { x: &extended, ..*op })?;
-    let out = match op.axis {
-        BlockAxis::Row | BlockAxis::Tile => cut_rows(made.out, x.cols)?,
-        BlockAxis::Col => cut_columns(made.out, x.cols)?,
+    Ok(BlockScaled { cols, codes: extended.recut(x.codes.get())?, ..x.clone() })
+}
+
+/// What was made of extended rows, without what follows from their zeros.
+pub(super) fn cut(made: Transcoded<Cuda>, axis: BlockAxis, cols: usize) -> Result<Transcoded<Cuda>> {
+    let out = match axis {
+        BlockAxis::Row | BlockAxis::Tile => cut_rows(made.out, cols)?,
+        BlockAxis::Col => cut_columns(made.out, cols)?,
     };
-    let transposed = made.transposed.map(|q| cut_matrices(q, x.cols)).transpose()?;
-    Ok(Some(Transcoded { out, transposed, counts: made.counts }))
+    let transposed = made.transposed.map(|q| cut_matrices(q, cols)).transpose()?;
+    Ok(Transcoded { out, transposed, counts: made.counts })
 }
 
 /// The first `cols` of each row.

@@ -1,0 +1,8 @@
+// A unit: 64 neighbouring numbers of a line, which one lane converts.
+#pragma once
+
+namespace nib {
+
+constexpr int kUnit = 64;
+
+}  // namespace nib
