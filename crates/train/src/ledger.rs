@@ -101,3 +101,12 @@ pub trait Saved {
     /// Lists every buffer it holds.
     fn ledger(&self, ledger: &mut Ledger);
 }
+
+/// 3 670 016 → `3.5 MiB`; nothing above GiB, so that sizes compare at a glance.
+pub(crate) fn in_words(bytes: usize) -> String {
+    const UNITS: [(&str, u32); 3] = [("GiB", 30), ("MiB", 20), ("KiB", 10)];
+    match UNITS.into_iter().find(|(_, power)| bytes >> power > 0) {
+        Some((unit, power)) => format!("{:.1} {unit}", bytes as f64 / (1u64 << power) as f64),
+        None => format!("{bytes} B"),
+    }
+}

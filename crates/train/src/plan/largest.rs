@@ -1,8 +1,9 @@
 //! Which sizes need the memory: its largest parts, each with the keys of the configuration that it grows with.
 
-use super::{Prediction, in_words};
+use super::Prediction;
 use crate::checks::listed;
 use crate::config::{Config, PlainType};
+use crate::ledger::in_words;
 use crate::spec::{Group, ModelSpec, Parameters, Size};
 use std::collections::HashMap;
 

@@ -12,15 +12,13 @@ use largest::largest;
 use nibble_core::allocation::phase;
 pub use nibble_dry::{Call, Flops, Work};
 
-use crate::checks::check_sizes;
 use crate::config::Config;
-use crate::delayed::DelayedSites;
 use crate::error::{Error, Result};
-use crate::ledger::Ledger;
+use crate::ledger::{Ledger, in_words};
 use crate::param::Placement;
-use crate::rank::{RankState, RunMemory};
-use nibble_core::{Backend, Comm, DeviceKind, Recipe, Room, SoloComm};
-use nibble_dry::{Dry, DryComm, Slow};
+use crate::rank::{RankState, RunMemory, on_dry};
+use nibble_core::{Backend, Comm, DeviceKind, Recipe, Room};
+use nibble_dry::{Dry, Slow};
 
 /// A GPU that the kernels run on.
 #[derive(Debug)]
@@ -159,18 +157,6 @@ pub fn off_tensor_cores(config: &Config, recipe: &Recipe) -> Result<Vec<OffTenso
     })
 }
 
-/// The tensors of a rank whose scales are those of earlier steps, found in a rehearsal; under most recipes none.
-///
-/// # Errors
-/// As [`predict`]; where a tensor would have different histories in a run.
-pub(crate) fn delayed_sites(ranks: usize, config: &Config, recipe: &Recipe) -> Result<DelayedSites> {
-    if !recipe.is_delayed() {
-        return Ok(DelayedSites::default());
-    }
-    // Which they are is a question of shapes.
-    with_dry(DeviceKind::Host, ranks, config, |dry, comm| RankState::delayed_sites(dry, comm, config, recipe))
-}
-
 fn rehearsed(
     kind: DeviceKind,
     ranks: usize,
@@ -200,30 +186,20 @@ fn on_shapes<R>(
     })
 }
 
-/// Runs `run` with a device that computes nothing.
+/// Runs `run` with a device that computes nothing. What is beyond counting is an error that says what needs it.
 fn with_dry<R>(
     kind: DeviceKind,
     ranks: usize,
     config: &Config,
     run: impl FnOnce(&Dry, &dyn Comm<Dry>) -> Result<R>,
 ) -> Result<R> {
-    check_sizes(config)?;
-    let dry = Dry::new(kind);
-    let tokens = config.train.batch_size / ranks * config.data.seq_len;
-    let several = DryComm { world: ranks, tokens, top_k: config.model.top_k };
-    let comm: &dyn Comm<Dry> = if ranks == 1 { &SoloComm } else { &several };
-    match run(&dry, comm) {
-        Err(_) if dry.has_overflowed() => Err(Error::Memory {
-            needed: usize::MAX,
-            settings: Vec::new(),
-            why: format!(
-                "a run takes more than {}, and no device has that; {}",
-                in_words(Dry::MOST_BYTES),
-                largest(config, None)
-            ),
-        }),
-        done => done,
-    }
+    on_dry(kind, ranks, config, run).map_err(|error| match error {
+        Error::Memory { needed: usize::MAX, settings, why } => {
+            let why = format!("{why}; {}", largest(config, None));
+            Error::Memory { needed: usize::MAX, settings, why }
+        }
+        other => other,
+    })
 }
 
 /// What a checkpoint brings together of the largest tensor that ranks share out.
@@ -351,13 +327,4 @@ pub(crate) fn require_room_for_state<B: Backend>(
     let why =
         device.refusal("the model's state", needed, Some(&predicted), &largest, "make the model smaller");
     Err(Error::Memory { needed, settings: Vec::new(), why })
-}
-
-/// 3 670 016 → `3.5 MiB`; nothing above GiB, so that sizes compare at a glance.
-fn in_words(bytes: usize) -> String {
-    const UNITS: [(&str, u32); 3] = [("GiB", 30), ("MiB", 20), ("KiB", 10)];
-    match UNITS.into_iter().find(|(_, power)| bytes >> power > 0) {
-        Some((unit, power)) => format!("{:.1} {unit}", bytes as f64 / (1u64 << power) as f64),
-        None => format!("{bytes} B"),
-    }
 }

@@ -6,6 +6,7 @@ mod rehearse;
 mod step;
 
 pub(crate) use context::RankContext;
+pub(crate) use rehearse::on_dry;
 pub(crate) use step::{Step, StepBuffers};
 
 use crate::config::Config;
@@ -16,8 +17,8 @@ use crate::error::Result;
 use crate::family::Named;
 use crate::ledger::{Ledger, Saved};
 use crate::model::Decoder;
-use crate::plan;
 use nibble_core::{Comm, Kernels, MemoryStats, Mesh, Recipe, Tensor};
+use rehearse::delayed_sites;
 
 /// The model of a rank, and the memory of its steps.
 #[derive(Debug)]
@@ -97,7 +98,7 @@ impl<'a, B: Kernels> RankState<'a, B> {
     pub fn make_buffers(&mut self) -> Result<()> {
         if self.buffers.is_none() {
             let RankContext { mesh, config, recipe, .. } = &self.context;
-            let delayed = plan::delayed_sites(mesh.all.world(), config, recipe)?;
+            let delayed = delayed_sites(mesh.all.world(), config, recipe)?;
             self.make_buffers_with(delayed)?;
         }
         Ok(())

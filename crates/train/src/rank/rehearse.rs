@@ -2,14 +2,52 @@
 
 use super::RankState;
 use super::step::Step;
-use crate::checks::steps_of_change;
+use crate::checks::{check_sizes, steps_of_change};
 use crate::config::Config;
 use crate::data::Batch;
 use crate::delayed::DelayedSites;
-use crate::error::Result;
-use crate::ledger::Ledger;
+use crate::error::{Error, Result};
+use crate::ledger::{Ledger, in_words};
 use crate::spec::ModelSpec;
-use nibble_core::{Comm, DType, Kernels, Recipe, Tensor};
+use nibble_core::{Comm, DType, DeviceKind, Kernels, Recipe, SoloComm, Tensor};
+use nibble_dry::{Dry, DryComm};
+
+/// Runs `run` with a device that computes nothing.
+///
+/// # Errors
+/// [`Error::Memory`] with `usize::MAX` bytes where `run` takes more than can be counted.
+pub(crate) fn on_dry<R>(
+    kind: DeviceKind,
+    ranks: usize,
+    config: &Config,
+    run: impl FnOnce(&Dry, &dyn Comm<Dry>) -> Result<R>,
+) -> Result<R> {
+    check_sizes(config)?;
+    let dry = Dry::new(kind);
+    let tokens = config.train.batch_size / ranks * config.data.seq_len;
+    let several = DryComm { world: ranks, tokens, top_k: config.model.top_k };
+    let comm: &dyn Comm<Dry> = if ranks == 1 { &SoloComm } else { &several };
+    match run(&dry, comm) {
+        Err(_) if dry.has_overflowed() => {
+            let most = in_words(Dry::MOST_BYTES);
+            let why = format!("a run takes more than {most}, and no device has that");
+            Err(Error::Memory { needed: usize::MAX, settings: Vec::new(), why })
+        }
+        done => done,
+    }
+}
+
+/// The tensors of a rank whose scales are those of earlier steps, found in a rehearsal; under most recipes none.
+///
+/// # Errors
+/// As [`on_dry`]; where a tensor would have different histories in a run.
+pub(super) fn delayed_sites(ranks: usize, config: &Config, recipe: &Recipe) -> Result<DelayedSites> {
+    if !recipe.is_delayed() {
+        return Ok(DelayedSites::default());
+    }
+    // Which they are is a question of shapes.
+    on_dry(DeviceKind::Host, ranks, config, |dry, comm| RankState::delayed_sites(dry, comm, config, recipe))
+}
 
 impl<'a, B: Kernels> RankState<'a, B> {
     /// A rank of these sizes, whose weights and gradients have places and whose values mean nothing.
@@ -34,7 +72,7 @@ impl<'a, B: Kernels> RankState<'a, B> {
     ///
     /// # Errors
     /// As [`RankState::rehearse`]; where a tensor has different histories in a run.
-    pub(crate) fn delayed_sites(
+    fn delayed_sites(
         b: &'a B,
         comm: &'a dyn Comm<B>,
         config: &Config,
