@@ -8,8 +8,11 @@ pub mod attention;
 pub mod norm;
 pub mod products;
 pub mod quantize;
+pub mod routing;
+pub mod squares;
 pub mod swiglu;
 pub mod transcode;
+pub mod vocabulary;
 
 use nibble_core::{Backend, Groups};
 use std::fmt;

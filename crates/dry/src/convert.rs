@@ -3,6 +3,7 @@
 use crate::Dry;
 use crate::memory::Buf;
 use nibble_choice::quantize::QuantizeDesc;
+use nibble_choice::routing::{PlanChunks, RouteSums};
 use nibble_choice::swiglu::{SwigluBackwardPath, SwigluPath};
 use nibble_choice::transcode::whole_cols;
 use nibble_core::formats::{BlockAxis, Codec, Format, ScaleLayout, ScaleRule};
@@ -10,10 +11,6 @@ use nibble_core::ops::*;
 use nibble_core::{
     Backend, BlockScaled, DType, Data, Groups, Occupancy, Operand, PermuteMap, Result, Tensor,
 };
-
-/// Slots that a GPU's plan of rows takes together at least, and chunks of them at most unless there are millions.
-const PLAN_CHUNK: usize = 2048;
-const PLAN_CHUNKS: usize = 256;
 
 impl Dry {
     pub(crate) fn plain(&self, dtype: DType, rows: usize, cols: usize) -> Result<Tensor<Self>> {
@@ -281,12 +278,7 @@ impl Dry {
         let (probs, log_sum_exp) = (self.plain(DType::F32, tokens, experts)?, self.buf(tokens)?);
         let (expert, weight) = (self.buf(tokens * op.top_k)?, self.buf(tokens * op.top_k)?);
         let (load, losses) = (self.buf(op.shards * experts)?, self.buf(2 * op.shards)?);
-        if self.is_gpu() {
-            let chunks = op.shards * (tokens / op.shards).div_ceil(Route::<Self>::CHUNK);
-            let _sums: (Buf<f32>, Buf<f32>, Buf<i32>) =
-                (self.buf(chunks * experts)?, self.buf(chunks)?, self.buf(chunks * experts)?);
-            let _products: Buf<f64> = self.buf(op.shards * experts)?;
-        }
+        self.while_on_gpu(RouteSums::new::<Self>(tokens, op.shards, experts).temporaries())?;
         Ok(Routing { expert, weight, probs, log_sum_exp, load, losses })
     }
 
@@ -296,9 +288,7 @@ impl Dry {
     }
 
     pub(crate) fn plan_permute(&self, op: PlanPermute<'_, Self>) -> Result<PermuteMap<Self>> {
-        // Slots of each group in each chunk of slots, of 16 bits.
-        let counts = Self::len(op.expert).div_ceil(PLAN_CHUNK).min(PLAN_CHUNKS) * op.num_groups;
-        let _counts: Option<Buf<u8>> = self.is_gpu().then(|| self.buf(2 * counts)).transpose()?;
+        let _counts = self.hold_on_gpu([PlanChunks::new(Self::len(op.expert), op.num_groups).temporary()])?;
         // As long as each other: their sum is what is known.
         let lengths = |g| op.num_slots / op.num_groups + usize::from(g < op.num_slots % op.num_groups);
         let lengths: Vec<i32> = (0..op.num_groups).map(|g| lengths(g) as i32).collect();

@@ -74,6 +74,16 @@ impl Dry {
         temporaries.into_iter().map(|temporary| self.buf(temporary.bytes)).collect()
     }
 
+    /// The same of a GPU alone.
+    pub(crate) fn hold_on_gpu<const N: usize>(&self, temporaries: [Temporary; N]) -> Result<Vec<Buf<u8>>> {
+        if self.is_gpu() { self.hold(temporaries.into()) } else { Ok(Vec::new()) }
+    }
+
+    /// Temporaries of a GPU for a moment.
+    pub(crate) fn while_on_gpu<const N: usize>(&self, temporaries: [Temporary; N]) -> Result<()> {
+        self.hold_on_gpu(temporaries).map(drop)
+    }
+
     /// Whether it stands for a GPU.
     pub(crate) fn is_gpu(&self) -> bool {
         self.inner.kind == DeviceKind::Gpu

@@ -2,30 +2,17 @@
 
 use crate::Dry;
 use crate::memory::Buf;
-use nibble_choice::attention;
-use nibble_choice::norm::TURNED_HEADS;
+use nibble_choice::vocabulary::{EmbedTasks, digits, losses_temporary};
+use nibble_choice::{attention, norm, squares};
 use nibble_core::ops::*;
 use nibble_core::{Backend, Result, Tensor};
-
-/// Queries of a tile of a GPU's attention.
-const ATTENTION_TILE: usize = 128;
 
 impl Dry {
     /// The losses of each shard, and on a GPU the sums of its chunks meanwhile.
     pub(crate) fn shard_nats(&self, tokens: usize, shards: usize) -> Result<Buf<f64>> {
         let nats = self.buf(shards)?;
-        if self.is_gpu() {
-            let chunks = (tokens / shards.max(1)).div_ceil(CrossEntropy::<Self>::CHUNK);
-            let _sums: Buf<f64> = self.buf(shards * chunks)?;
-        }
+        self.while_on_gpu([losses_temporary::<Self>(tokens, shards)])?;
         Ok(nats)
-    }
-
-    /// A GPU's sums over chunks of rows, of a norm's weight.
-    fn beside_dweight(&self, (rows, cols): (usize, usize), shards: usize) -> Result<()> {
-        let chunks = shards * (rows / shards.max(1)).div_ceil(RmsNormBackward::<Self>::CHUNK);
-        let _sums: Buf<f32> = self.buf(chunks * cols)?;
-        Ok(())
     }
 
     /// Notes attention that the tensor cores do not take, of so many products of each query with the keys before it.
@@ -43,7 +30,7 @@ impl Dry {
     }
 
     fn turns_as_it_norms(&self, head_dim: usize) -> bool {
-        self.is_gpu() && TURNED_HEADS.contains(&head_dim)
+        self.is_gpu() && norm::turns_as_it_norms(head_dim)
     }
 }
 
@@ -55,14 +42,34 @@ impl Dry {
 
     pub(crate) fn embed_backward(&self, op: EmbedBackward<'_, Self>) -> Result<()> {
         self.make_tensor_mut(op.grad)?;
-        if self.is_gpu() {
-            // Tokens sorted by id; then their order, the tasks, and the sums of ids of several chunks.
-            let (tokens, d) = op.dy.shape();
-            drop::<Buf<i32>>(self.buf(6 * tokens)?);
-            let _tasks: Buf<i32> = self.buf(5 * tokens)?;
-            let _sums: Buf<f32> = self.buf((2 * tokens).div_ceil(EmbedBackward::<Self>::CHUNK) * d)?;
+        let (tokens, d) = op.dy.shape();
+        let vocab = op.grad.rows / op.shards.max(1);
+        if !self.is_gpu() || tokens * d * vocab == 0 {
+            return Ok(());
         }
-        Ok(())
+        let _order = self.sorted_tokens(tokens, (op.shards * vocab) as u32)?;
+        let [chunks, runs, sums] = EmbedTasks::new::<Self>(tokens).temporaries(tokens, d);
+        let _tasks = (self.hold(vec![chunks, runs])?, self.counters(2)?);
+        self.while_on_gpu([sums])
+    }
+
+    /// A GPU's list of tokens in the order of so many keys: a plan for each digit.
+    fn sorted_tokens(&self, tokens: usize, keys: u32) -> Result<Option<Buf<i32>>> {
+        let mut order = None;
+        for digit in digits(keys) {
+            let (expert, as_they_are) = (self.buf(tokens)?, self.buf(tokens)?);
+            let plan = PlanPermute {
+                expert: &expert,
+                token_id: &order.unwrap_or(as_they_are),
+                top_k: 1,
+                num_slots: tokens,
+                num_groups: digit.values,
+                align: 1,
+                capacity: tokens,
+            };
+            order = Some(self.plan_permute(plan)?.groups.row_id);
+        }
+        Ok(order)
     }
 
     pub(crate) fn rms_norm(&self, op: RmsNorm<'_, Self>) -> Result<RmsNormOut<Self>> {
@@ -80,7 +87,7 @@ impl Dry {
         let like = || self.plain(op.x.dtype(), op.x.rows, op.x.cols);
         let dx = like()?;
         if self.is_gpu() {
-            self.beside_dweight(op.x.shape(), op.dweight.rows)?;
+            self.while_on_gpu([norm::dweight_temporary::<Self>(op.x.shape(), op.dweight.rows)])?;
             return Ok(dx);
         }
         // What is to be added is added by itself.
@@ -104,9 +111,7 @@ impl Dry {
         let like = || self.plain(x.dtype(), x.rows, x.cols);
         let _turned = if self.turns_as_it_norms(head.1) { None } else { Some(like()?) };
         let dx = like()?;
-        if self.is_gpu() {
-            self.beside_dweight(head, op.dweight.rows)?;
-        }
+        self.while_on_gpu([norm::dweight_temporary::<Self>(head, op.dweight.rows)])?;
         Ok(dx)
     }
 
@@ -134,10 +139,8 @@ impl Dry {
         if self.is_gpu() {
             let heads = (op.head_dim, op.value_dim);
             self.note_slow_attention("attention_backward", op.q, heads, (op.seq_len, 5.0));
-            // Log-sum-exp and out · dout of each query, by heads of whole tiles.
-            let seq_len = op.seq_len.max(1);
-            let rows = Self::len(op.lse) / seq_len * seq_len.next_multiple_of(ATTENTION_TILE);
-            let _rows: [Buf<f32>; 2] = [self.buf(rows)?, self.buf(rows)?];
+            let (seq_len, heads) = (op.seq_len.max(1), op.q.cols / op.head_dim.max(1));
+            self.while_on_gpu(attention::backward_temporaries(op.q.rows / seq_len, heads, seq_len))?;
         }
         Ok(grads)
     }
@@ -166,12 +169,17 @@ impl Dry {
 
     pub(crate) fn sum_squares(&self, op: SumSquares<'_, Self>) -> Result<()> {
         self.make_mut(op.into)?;
-        if self.is_gpu() {
-            let chunks = op.tensors.iter().map(|&Squared { x, parts, .. }| {
-                parts * (x.rows / parts.max(1) * x.cols).div_ceil(SumSquares::<Self>::CHUNK)
-            });
-            let _sums: Buf<f64> = self.buf(chunks.sum())?;
+        let of_part = |&Squared { x, parts, .. }: &Squared<'_, Self>| {
+            (parts, squares::chunks::<Self>(x.rows * x.cols / parts.max(1)))
+        };
+        let mut open: Vec<_> = op.tensors.iter().map(of_part).collect();
+        let mut level = self.hold_on_gpu([squares::level_temporary(open.iter().copied())])?;
+        while !open.is_empty() {
+            let later = open.iter().map(|&(parts, sums)| (parts, squares::next_level(sums)));
+            open = later.filter(|&(_, sums)| sums > 1).collect();
+            level = self.hold_on_gpu([squares::level_temporary(open.iter().copied())])?;
         }
+        drop(level);
         Ok(())
     }
 

@@ -8,9 +8,9 @@ use crate::launch::tensor_map::{Element, Swizzle, TensorMap, Tiles};
 use crate::ops::Instance;
 use crate::{Buffer, Cuda, Device};
 use half::bf16;
-use nibble_choice::attention::HEADS;
+use nibble_choice::attention::{HEADS, obstacle};
 use nibble_core::ops::{AttentionBackward, AttentionGrads};
-use nibble_core::{Data, Result, Tensor};
+use nibble_core::{DType, Data, Result, Tensor};
 
 /// Queries or keys of a warpgroup.
 const GROUP_ROWS: usize = 64;
@@ -40,11 +40,10 @@ pub(super) struct Wgmma {
 }
 
 impl Wgmma {
-    /// The kernels' arguments if they take heads of these sizes, and tensors that are aligned like these.
-    pub fn choose(sizes: &Sizes, tensors: &[&Tensor<Cuda>], num_sms: u32) -> Option<Self> {
-        let aligned =
-            |x: &&Tensor<Cuda>| matches!(&x.data, Data::Bf16(x) if x.get().address().is_multiple_of(16));
-        let takes = HEADS.contains(&sizes.dims()) && sizes.heads() > 0 && tensors.iter().all(aligned);
+    /// The kernels' arguments if they take heads of these sizes. Tensors begin on 16 bytes, as all that backends make do: a descriptor of
+    /// another address is an error.
+    pub fn choose(sizes: &Sizes, dtype: DType, num_sms: u32) -> Option<Self> {
+        let takes = obstacle(dtype, sizes.dims()).is_none() && sizes.heads() > 0;
         takes.then_some(Self { sizes: *sizes, num_sms: num_sms as usize })
     }
 

@@ -17,6 +17,7 @@ use crate::ops::buffer_check::BufferCheck;
 use crate::ops::planes::{plain_arg, type_name, unwritten_plain};
 use crate::{Buffer, Cuda, Device};
 use attention_wgmma::Wgmma;
+use nibble_choice::attention::{PADDED_QUERIES, padded_queries};
 use nibble_core::ops::{
     Attention, AttentionBackward, AttentionGrads, AttentionOut, GPU_HEAD_LIMIT, check_gpu_heads,
 };
@@ -27,8 +28,6 @@ const BACKWARD: &str = "attention_backward";
 const THREADS: u32 = 256;
 /// Queries of a CTA in the forward pass.
 const QUERIES: usize = 64;
-/// The rows of a head are padded to a multiple of this in the backward pass: every kernel's tiles divide it.
-const PADDED: usize = 128;
 /// The sizes of heads that have instances.
 const DIMS: [usize; 4] = [32, 64, 128, GPU_HEAD_LIMIT];
 
@@ -63,7 +62,7 @@ impl Sizes {
             return Ok(None);
         }
         check_gpu_heads(op, head_dim, value_dim)?;
-        let (sequences, padded) = (q.rows / seq_len, seq_len.next_multiple_of(PADDED));
+        let (sequences, padded) = (q.rows / seq_len, seq_len.next_multiple_of(PADDED_QUERIES));
         let heads = (q.cols / head_dim).max(k.cols / head_dim);
         // The kernels count CTAs and rows in 32 bits, with at least 8 rows a CTA.
         if sequences.saturating_mul(padded).saturating_mul(heads) > i32::MAX as usize / 4 {
@@ -88,7 +87,7 @@ impl Sizes {
             kv_heads: kv_heads as i32,
             head_dim: head_dim as i32,
             value_dim: value_dim as i32,
-            padded: seq_len.next_multiple_of(PADDED) as i32,
+            padded: seq_len.next_multiple_of(PADDED_QUERIES) as i32,
             scale: 1.0 / (head_dim as f32).sqrt(),
         }
     }
@@ -148,7 +147,7 @@ pub(crate) fn attention(cuda: &Cuda, op: Attention<'_, Cuda>) -> Result<Attentio
     let lse = device.alloc::<f32>(op.q.rows * heads)?;
     let sizes = Sizes::new(FORWARD, op.q, op.k, (op.head_dim, op.value_dim), op.seq_len)?;
     if let Some(sizes) = sizes.filter(|sizes| sizes.heads > 0) {
-        if let Some(wgmma) = Wgmma::choose(&sizes, &[op.q, op.k, op.v], device.info().num_sms) {
+        if let Some(wgmma) = Wgmma::choose(&sizes, op.q.dtype(), device.info().num_sms) {
             wgmma.forward(device, [op.q, op.k, op.v, &out], &lse)?;
             return Ok(AttentionOut { out, lse: Buf::new(lse) });
         }
@@ -195,8 +194,7 @@ pub(crate) fn attention_backward(
     let like = |x: &Tensor<Cuda>| unwritten_plain(device, x.dtype(), x.rows, x.cols);
     let grads = AttentionGrads { dq: like(op.q)?, dk: like(op.k)?, dv: like(op.v)? };
     if let Some(sizes) = Sizes::new(BACKWARD, op.q, op.k, (op.head_dim, op.value_dim), op.seq_len)? {
-        let inputs = [op.q, op.k, op.v, op.out, op.dout];
-        match Wgmma::choose(&sizes, &inputs, device.info().num_sms) {
+        match Wgmma::choose(&sizes, op.q.dtype(), device.info().num_sms) {
             Some(wgmma) => {
                 let rows = QueryRows::of(device, &op, &sizes, Cores::Tensor)?;
                 wgmma.backward(device, &op, &rows, &grads)?;
@@ -226,7 +224,7 @@ impl Cores {
         }
     }
 
-    /// Lanes and elements of `attention_rows`. Tensors that the tensor cores take are 16-byte aligned.
+    /// Lanes and elements of `attention_rows`.
     fn lanes(self, dtype: DType, value_dim: usize) -> (usize, usize) {
         let fits = |&&(of, lanes, each): &&(DType, usize, usize)| {
             of == dtype && lanes * each == value_dim && each > 1
@@ -247,7 +245,7 @@ pub(super) struct QueryRows {
 impl QueryRows {
     /// For the kernels of the ordinary or of the tensor cores.
     fn of(device: &Device, op: &AttentionBackward<'_, Cuda>, sizes: &Sizes, cores: Cores) -> Result<Self> {
-        let len = sizes.sequences() * sizes.padded as usize * sizes.heads();
+        let len = padded_queries(sizes.sequences(), sizes.heads(), sizes.seq_len());
         let rows = Self { lse: device.alloc(len)?, delta: device.alloc(len)? };
         if len == 0 {
             return Ok(rows);

@@ -10,7 +10,7 @@ use crate::launch::{Divider, KernelArg, Launch};
 use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;
 use crate::ops::planes::{plain_arg, type_name, unwritten_plain};
-use nibble_choice::norm::TURNED_HEADS;
+use nibble_choice::norm::{TURNED_HEADS, turns_as_it_norms};
 use nibble_core::ops::{NormRope, NormRopeBackward, RmsNorm, RmsNormBackward, RmsNormOut, Rope};
 use nibble_core::{DType, Result, Tensor};
 
@@ -29,7 +29,7 @@ struct NormRopeConfig {
 
 impl NormRopeConfig {
     fn choose(dtype: DType, head_dim: usize) -> Option<Self> {
-        TURNED_HEADS.contains(&head_dim).then_some(Self { dtype, threads: head_dim / THREAD_COLS })
+        turns_as_it_norms(head_dim).then_some(Self { dtype, threads: head_dim / THREAD_COLS })
     }
 
     fn spec(&self, name: &'static str) -> KernelSpec {
@@ -200,7 +200,10 @@ mod tests {
         for (head_dim, forward, backward) in [(64, 2, 1), (128, 3, 1), (256, 6, 2)] {
             let config = NormRopeConfig::choose(DType::Bf16, head_dim).unwrap();
             assert_eq!(config.forward_launch(96).ctas, forward, "{config:?}");
-            assert_eq!(config.backward_launch(96_usize.div_ceil(rms_norm::CHUNK) + 3).ctas, backward);
+            assert_eq!(
+                config.backward_launch(96_usize.div_ceil(RmsNormBackward::<Cuda>::CHUNK) + 3).ctas,
+                backward
+            );
             for spec in [config.forward(), config.backward()] {
                 assert!(instances().iter().any(|instance| instance.spec == spec), "{spec}");
             }

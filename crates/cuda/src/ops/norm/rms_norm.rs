@@ -10,6 +10,7 @@ use crate::ops::plain::row_tree::Stack;
 use crate::ops::planes::{plain_arg, plain_or_null, type_name, unwritten_plain};
 use crate::ops::{Instance, SharedSize};
 use crate::{Buffer, Cuda, Device};
+use nibble_choice::norm::chunks_of_shard;
 use nibble_core::ops::{RmsNorm, RmsNormBackward, RmsNormOut};
 use nibble_core::{DType, Data, Error, Result, Tensor};
 
@@ -19,7 +20,6 @@ const BACKWARD_SOURCE: &str = "kernels/norm/rms_norm_backward.cuh";
 const WIDE_STAGES: usize = 3;
 /// Columns of a block: eight of each thread of a warp.
 const BLOCK: usize = 256;
-pub(crate) const CHUNK: usize = RmsNormBackward::<Cuda>::CHUNK;
 pub(crate) const TYPES: [DType; 2] = [DType::F32, DType::Bf16];
 
 /// The widths that have instances, in blocks.
@@ -321,7 +321,7 @@ pub(crate) fn add_chunks(
         return Ok(());
     }
     let rows_per_shard = rows / shards;
-    let per_shard = rows_per_shard.div_ceil(CHUNK);
+    let per_shard = chunks_of_shard::<Cuda>(rows, shards);
     let all = shards * per_shard; // no more than rows
     let sums = device.alloc::<f32>(all * d)?;
     let [all, rows_per_shard, chunks] = [all, rows_per_shard, per_shard].map(|n| n as u32);

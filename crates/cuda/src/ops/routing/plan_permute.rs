@@ -7,19 +7,14 @@ use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, KernelArg, Launch};
 use crate::ops::buffer_check::BufferCheck;
 use crate::ops::{Instance, SharedSize};
+use nibble_choice::routing::{PLAN_PASS, PlanChunks};
 use nibble_core::ops::PlanPermute;
-use nibble_core::{Error, Groups, Occupancy, PermuteMap, Result, round_up};
+use nibble_core::{Error, Groups, Occupancy, PermuteMap, Result};
 use std::ffi::c_void;
 
 const SOURCE: &str = "kernels/routing/plan_permute.cuh";
 const OP: &str = "plan_permute";
 const THREADS: usize = 512;
-/// Slots that a CTA sorts at once.
-const PASS: usize = 2048;
-/// The most passes of a chunk: its counts are 16 bits.
-const MOST_PASSES: usize = 16;
-/// The most chunks: each CTA reads the counts of all of them, so there should not be many more than multiprocessors.
-const CHUNKS: usize = 256;
 const MOST_GROUPS: usize = 4096;
 /// The fewest CTAs of `plan_place`, so that writing the padding does not wait for a few.
 const PLACE_CTAS: i32 = 64;
@@ -32,7 +27,7 @@ struct Sizes {
     groups: i32,
     /// Counts of a chunk: one for each group, rounded up for loads of 16 bytes.
     columns: i32,
-    /// A chunk has this many times [`PASS`] slots.
+    /// A chunk has this many times [`PLAN_PASS`] slots.
     passes: i32,
     chunks: i32,
     align: i32,
@@ -79,9 +74,7 @@ impl Sizes {
         if top_k >= 1 << 31 {
             return Err(Error::shape(OP, "top_k", top_k, "below 2^31"));
         }
-        let columns = round_up(groups, 8);
-        let passes = slots.div_ceil(PASS * CHUNKS).clamp(1, MOST_PASSES);
-        let chunks = slots.div_ceil(passes * PASS);
+        let PlanChunks { columns, passes, chunks } = PlanChunks::new(slots, groups);
         let count_rows = (THREADS / (columns / 8)).clamp(1, 32);
         // `PlanPermute::check` and the conditions above let only sizes through that fit an i32.
         Ok(Self {
@@ -106,8 +99,8 @@ impl Sizes {
     /// the other, for the counts of several chunks, and for the sorted slots of a pass with each warp's counts.
     fn place(&self) -> Launch {
         let (columns, count_rows) = (self.columns as usize, self.count_rows as usize);
-        let sorted = 4 * PASS + THREADS / 32 * 2 * columns;
-        let ids = 4 * (PASS + 4);
+        let sorted = 4 * PLAN_PASS + THREADS / 32 * 2 * columns;
+        let ids = 4 * (PLAN_PASS + 4);
         self.launch(self.chunks.max(PLACE_CTAS), 16 * columns + ids + sorted.max(8 * count_rows * columns))
     }
 

@@ -6,6 +6,7 @@ use crate::launch::{KernelArg, Launch};
 use crate::ops::buffer_check::BufferCheck;
 use crate::ops::{Instance, SharedSize};
 use crate::{Buffer, Cuda};
+use nibble_choice::routing::RouteSums;
 use nibble_core::ops::{Route, RouteBackward, Routing};
 use nibble_core::{Data, Error, Result, Tensor};
 
@@ -42,8 +43,12 @@ impl RouteDesc {
         Ok(self)
     }
 
+    fn sums(&self) -> RouteSums {
+        RouteSums::new::<Cuda>(self.tokens_per_shard * self.shards, self.shards, self.experts)
+    }
+
     fn chunks(&self) -> usize {
-        self.tokens_per_shard.div_ceil(Route::<Cuda>::CHUNK)
+        self.sums().chunks_of_shard
     }
 }
 
@@ -146,7 +151,7 @@ pub(crate) fn route(cuda: &Cuda, op: Route<'_, Cuda>) -> Result<Routing<Cuda>> {
     let (probs, log_sum_exp) = (device.alloc::<f32>(tokens * experts)?, device.alloc::<f32>(tokens)?);
     let (expert, weight) = (device.alloc::<i32>(tokens * top_k)?, device.alloc::<f32>(tokens * top_k)?);
     let (load, losses) = (device.alloc::<i32>(shards * experts)?, device.alloc::<f32>(shards * 2)?);
-    let chunks = shards * desc.chunks();
+    let chunks = desc.sums().chunks;
     let sums = Chunks {
         probs: device.alloc(chunks * experts)?,
         squares: device.alloc(chunks)?,

@@ -9,6 +9,7 @@ use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;
 use crate::ops::planes::type_name;
 use crate::{Buffer, Cuda};
+use nibble_choice::squares;
 use nibble_core::ops::{Squared, SumSquares};
 use nibble_core::{DType, Data, Error, Result};
 
@@ -16,9 +17,6 @@ const OP: &str = "sum_squares";
 const THREADS: u32 = 256;
 /// Chunks that a CTA sums, with eight threads for each.
 const CHUNKS_PER_CTA: usize = 32;
-/// Neighbouring sums that a CTA adds to one.
-const GROUP: usize = 2048;
-const CHUNK: usize = SumSquares::<Cuda>::CHUNK;
 
 fn chunks_spec(dtype: DType) -> KernelSpec {
     KernelSpec {
@@ -91,7 +89,7 @@ struct Open {
 
 impl Open {
     fn groups(&self) -> usize {
-        self.count.div_ceil(GROUP).max(1)
+        squares::next_level(self.count)
     }
 }
 
@@ -104,7 +102,7 @@ pub(crate) fn sum_squares(cuda: &Cuda, op: SumSquares<'_, Cuda>) -> Result<()> {
     for &Squared { x, parts, at } in &op.tensors {
         buffers.tensor("x", x)?;
         let len = x.rows * x.cols / parts;
-        let count = len.div_ceil(CHUNK);
+        let count = squares::chunks::<Cuda>(len);
         if parts.max(parts.saturating_mul(count)).max(at) >= 1 << 31 {
             let got = format!("{parts} parts of {len} numbers");
             return Err(Error::shape(OP, "x", got, "fewer than 2^31 chunks of 4096"));

@@ -8,6 +8,7 @@ use crate::ops::buffer_check::BufferCheck;
 use crate::ops::products::gemm::Output;
 use crate::ops::{Instance, SharedSize};
 use crate::{Buffer, Cuda, Device};
+use nibble_choice::vocabulary::chunks_of_losses;
 use nibble_core::ops::{CrossEntropy, CrossEntropyOut};
 use nibble_core::{Error, Result};
 
@@ -145,7 +146,7 @@ impl TargetRows<'_> {
 /// The losses of each shard, summed in F64. `shards` divides their number.
 pub(crate) fn shard_nats(device: &Device, loss: &Buffer<f32>, shards: usize) -> Result<Buffer<f64>> {
     let each = loss.len() / shards.max(1);
-    let chunks = each.div_ceil(CrossEntropy::<Cuda>::CHUNK);
+    let chunks = chunks_of_losses::<Cuda>(loss.len(), shards);
     let nats = device.alloc::<f64>(shards)?;
     if shards == 0 {
         return Ok(nats);

@@ -11,6 +11,7 @@ use crate::ops::plain::row_tree;
 use crate::ops::planes::type_name;
 use crate::ops::routing::plan_permute::plan_permute;
 use crate::{Buffer, Cuda, Device};
+use nibble_choice::vocabulary::{Digit, EmbedTasks, TASK_WORDS, digits};
 use nibble_core::ops::{Embed, EmbedBackward, EmbedOut, PlanPermute};
 use nibble_core::{DType, Data, Error, Plain, Result, Tensor};
 
@@ -19,8 +20,6 @@ const THREADS: usize = 256;
 const UNITS_PER_CTA: usize = 1024;
 /// CTAs a multiprocessor that sum chunks; each takes one chunk after the other.
 const SUM_CTAS: usize = 8;
-/// The most bits of a digit: `plan_permute` takes 2 to this power of groups.
-const DIGIT_BITS: u32 = 12;
 const TYPES: [DType; 2] = [DType::F32, DType::Bf16];
 
 fn spec(name: &'static str, dtype: Option<DType>, count: usize) -> KernelSpec {
@@ -115,23 +114,12 @@ impl Keys {
         Ok(Self { tokens: tokens as u32, vocab: vocab as u32, none: keys as u32, by_shard })
     }
 
-    /// The digits that tell all keys apart, lowest first: each digit's first bit, and how many values it has.
-    fn digits(&self) -> impl Iterator<Item = (u32, usize)> + use<> {
-        let bits = (32 - self.none.leading_zeros()).max(1);
-        let each = bits.div_ceil(bits.div_ceil(DIGIT_BITS));
-        let none = self.none;
-        (0..bits).step_by(each as usize).map(move |shift| {
-            let top = none >> shift;
-            (shift, top.min((1 << each) - 1) as usize + 1)
-        })
-    }
-
     /// The tokens sorted by key; tokens with the same key stay in their order.
     fn sort(&self, cuda: &Cuda, ids: &Buffer<i32>) -> Result<Buf<i32>> {
         let (device, tokens) = (cuda.device(), self.tokens as usize);
         let kernel = device.kernel(&sort_spec("nib::embed_digits"))?;
         let mut order: Option<Buf<i32>> = None;
-        for (shift, values) in self.digits() {
+        for Digit { shift, values } in digits(self.none) {
             let (digit, as_they_are) = (device.alloc::<i32>(tokens)?, device.alloc::<i32>(tokens)?);
             let (mask, sorted) = (values.next_power_of_two() as u32 - 1, order.as_ref().map(Buf::get));
             // SAFETY: ids, digit and the orders have a value a token; an order holds each token once.
@@ -199,12 +187,10 @@ struct Tasks<'a> {
 
 impl<'a> Tasks<'a> {
     fn new(device: &Device, keys: &Keys, ids: &Buffer<i32>, order: &'a Buffer<i32>) -> Result<Self> {
-        const WORDS: usize = 4;
         let tokens = keys.tokens as usize;
-        // A run of several chunks has more tokens than one chunk, so there are no more such runs than chunks' worth of
-        // tokens.
-        let most_runs = tokens.div_ceil(EmbedBackward::<Cuda>::CHUNK);
-        let (chunks, runs) = (device.alloc::<i32>(WORDS * tokens)?, device.alloc::<i32>(WORDS * most_runs)?);
+        let EmbedTasks { most_runs, .. } = EmbedTasks::new::<Cuda>(tokens);
+        let (chunks, runs) =
+            (device.alloc::<i32>(TASK_WORDS * tokens)?, device.alloc::<i32>(TASK_WORDS * most_runs)?);
         let counts = device.counters(2)?;
         let kernel = device.kernel(&sort_spec("nib::embed_chunks"))?;
         // SAFETY: ids and order have a value a token; no token begins more than one chunk, and runs of several chunks are no more than
@@ -230,8 +216,7 @@ impl<'a> Tasks<'a> {
             let got = format!("{} x {d}", self.tokens);
             return Err(Error::shape("embed_backward", "dy", got, "below 2^31 blocks of 128 columns"));
         }
-        // Two rows for each 64 tokens: every run of several chunks has its own.
-        let partial = device.alloc::<f32>(self.tokens.div_ceil(32) * d)?;
+        let partial = device.alloc::<f32>(EmbedTasks::new::<Cuda>(self.tokens).rows * d)?;
         let ctas = SUM_CTAS * device.info().num_sms as usize;
         let sums = device.kernel(&spec("nib::embed_sums", Some(dtype), count))?;
         let close = device.kernel(&spec("nib::embed_close", None, count))?;
@@ -244,7 +229,7 @@ impl<'a> Tasks<'a> {
                 &[dy, self.order, &self.chunks, &self.counts, &*grad, &partial, &d_arg, &blocks_arg],
             )?;
             close.launch(
-                launch(ctas.min(self.runs.len() / 4 * close_blocks)),
+                launch(ctas.min(self.runs.len() / TASK_WORDS * close_blocks)),
                 &[&partial, &self.runs, &self.counts, &*grad, &d_arg, &close_arg],
             )
         }
@@ -267,23 +252,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn digits_tell_all_keys_apart_and_are_few_enough_for_a_plan() {
-        let digits =
-            |shards, vocab| Keys::new(8 * shards, shards, vocab).unwrap().digits().collect::<Vec<_>>();
-        assert_eq!(digits(1, 1), [(0, 2)]);
-        assert_eq!(digits(4, 3), [(0, 13)]);
-        assert_eq!(digits(1, 4095), [(0, 4096)]);
-        assert_eq!(digits(1, 4096), [(0, 128), (7, 33)]);
-        assert_eq!(digits(4, 151_936), [(0, 1024), (10, 594)]);
-        for (shards, vocab) in [(1, 2), (7, 1000), (4, 50_257), (16, 262_144), (64, 20_000_000)] {
-            let (digits, last) = (digits(shards, vocab), (shards * vocab) as u32);
-            assert!(digits.iter().all(|&(_, values)| values <= 1 << DIGIT_BITS), "{digits:?}");
-            let (top, values) = digits[digits.len() - 1];
-            assert_eq!((last >> top) as usize + 1, values, "{digits:?}");
-            for pair in digits.windows(2) {
-                assert_eq!(1usize << (pair[1].0 - pair[0].0), pair[0].1, "{digits:?}");
-            }
-        }
+    fn keys_that_kernels_cannot_count_are_refused() {
         assert!(Keys::new(8, 8, 1 << 28).is_err());
+        assert!(Keys::new(8, 8, 1 << 20).is_ok());
     }
 }

@@ -1,0 +1,88 @@
+//! The ends of a model: tokens sorted by id, and losses summed by shard.
+
+use crate::Temporary;
+use nibble_core::Backend;
+use nibble_core::ops::{CrossEntropy, EmbedBackward};
+
+/// The most bits of a digit: `plan_permute` takes 2 to this power of groups.
+pub const DIGIT_BITS: u32 = 12;
+/// Words of a task of `embed_backward`.
+pub const TASK_WORDS: usize = 4;
+
+/// A digit that `embed_backward` sorts tokens by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Digit {
+    /// Its lowest bit.
+    pub shift: u32,
+    /// How many values it has.
+    pub values: usize,
+}
+
+/// The digits that tell so many keys apart, and one more that is past all of them, the lowest first. For each, tokens are sorted by a `plan_permute`.
+pub fn digits(keys: u32) -> impl Iterator<Item = Digit> {
+    let bits = (32 - keys.leading_zeros()).max(1);
+    let each = bits.div_ceil(bits.div_ceil(DIGIT_BITS));
+    (0..bits).step_by(each as usize).map(move |shift| {
+        let top = keys >> shift;
+        Digit { shift, values: top.min((1 << each) - 1) as usize + 1 }
+    })
+}
+
+/// What `embed_backward` sums, once so many tokens are sorted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct EmbedTasks {
+    /// The most runs of tokens with one id that take several chunks: such a run has more tokens than one chunk.
+    pub most_runs: usize,
+    /// Rows of sums of chunks: two for each 64 tokens, so that every run of several chunks has its own.
+    pub rows: usize,
+}
+
+impl EmbedTasks {
+    /// Of so many tokens.
+    pub const fn new<B: Backend>(tokens: usize) -> Self {
+        Self { most_runs: tokens.div_ceil(EmbedBackward::<B>::CHUNK), rows: tokens.div_ceil(32) }
+    }
+
+    /// What they take, in this order, for `tokens` rows of `d` columns: the tasks of chunks and of runs, and the sums. Beside them are two counters.
+    pub const fn temporaries(&self, tokens: usize, d: usize) -> [Temporary; 3] {
+        [
+            Temporary::new("chunks", TASK_WORDS * tokens * size_of::<i32>()),
+            Temporary::new("runs", TASK_WORDS * self.most_runs * size_of::<i32>()),
+            Temporary::new("sums of chunks", self.rows * d * size_of::<f32>()),
+        ]
+    }
+}
+
+/// Chunks of a shard's losses, each of which is summed by itself.
+pub const fn chunks_of_losses<B: Backend>(tokens: usize, shards: usize) -> usize {
+    (tokens / if shards == 0 { 1 } else { shards }).div_ceil(CrossEntropy::<B>::CHUNK)
+}
+
+/// What the sum of losses by shard takes.
+pub const fn losses_temporary<B: Backend>(tokens: usize, shards: usize) -> Temporary {
+    Temporary::new("sums of losses", shards * chunks_of_losses::<B>(tokens, shards) * size_of::<f64>())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn digits_tell_all_keys_apart_and_are_few_enough_for_a_plan() {
+        let listed = |keys| digits(keys).map(|digit| (digit.shift, digit.values)).collect::<Vec<_>>();
+        assert_eq!(listed(1), [(0, 2)]);
+        assert_eq!(listed(12), [(0, 13)]);
+        assert_eq!(listed(4095), [(0, 4096)]);
+        assert_eq!(listed(4096), [(0, 128), (7, 33)]);
+        assert_eq!(listed(4 * 151_936), [(0, 1024), (10, 594)]);
+        for keys in [2, 7000, 4 * 50_257, 16 * 262_144, 64 * 20_000_000] {
+            let digits = listed(keys);
+            assert!(digits.iter().all(|&(_, values)| values <= 1 << DIGIT_BITS), "{digits:?}");
+            let (top, values) = digits[digits.len() - 1];
+            assert_eq!((keys >> top) as usize + 1, values, "{digits:?}");
+            for pair in digits.windows(2) {
+                assert_eq!(1usize << (pair[1].0 - pair[0].0), pair[0].1, "{digits:?}");
+            }
+        }
+    }
+}

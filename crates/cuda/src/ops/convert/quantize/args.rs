@@ -1,0 +1,129 @@
+//! What the kernels of `quantize` take and write, on the host's side.
+
+use super::config::{QuantizeDesc, RowScales, transpose_ctas, transpose_spec};
+use crate::backend::Buf;
+use crate::launch::{HadamardArg, KernelArg, Launch, plain_args};
+use crate::ops::planes::{plain_address, plain_arg};
+use crate::{Buffer, Cuda, Device};
+use nibble_core::formats::ScaleKind;
+use nibble_core::ops::{Found, Hadamard, Quantize};
+use nibble_core::{BlockScaled, DType, Result};
+
+/// The operation, in errors.
+pub(super) const OP: &str = "quantize";
+
+/// The matrix and its groups, as arguments.
+#[derive(Clone, Copy)]
+pub(super) struct MatrixArgs<'a> {
+    pub(super) x: &'a dyn KernelArg,
+    pub(super) address: u64,
+    pub(super) row_id: Option<&'a Buffer<i32>>,
+    pub(super) start: Option<&'a Buffer<i32>>,
+    pub(super) num_groups: i32,
+    /// A row counts if the id of this part of its number is not negative.
+    pub(super) id_mask: i32,
+    /// Made as the kernels read the matrix.
+    pub(super) transform: Option<Transform>,
+}
+
+/// The device's `TransformArg` (csrc/pieces/convert/transformed_columns.cuh).
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct TransformArg {
+    pub(super) start: u64,
+    pub(super) num_groups: i32,
+    pub(super) rows: i32,
+    pub(super) hadamard: HadamardArg,
+}
+plain_args!(TransformArg);
+
+impl TransformArg {
+    /// None at all.
+    pub(super) const NONE: Self = Self { start: 0, num_groups: 0, rows: 0, hadamard: HadamardArg::NONE };
+
+    pub(super) fn new(source: &MatrixArgs<'_>, desc: &QuantizeDesc, transform: &Hadamard) -> Result<Self> {
+        let hadamard = HadamardArg::new(transform)?;
+        let start = source.start.map_or(0, Buffer::address);
+        Ok(Self { start, num_groups: source.num_groups, rows: desc.rows as i32, hadamard })
+    }
+}
+
+/// A transform of a matrix of numbers of this type.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Transform {
+    pub(super) arg: TransformArg,
+    pub(super) input: DType,
+}
+
+impl<'a> MatrixArgs<'a> {
+    pub(super) fn of(op: &Quantize<'a, Cuda>) -> Self {
+        Self {
+            x: plain_arg(op.x).0,
+            address: plain_address(op.x),
+            row_id: op.groups.map(|groups| groups.row_id.get()),
+            start: op.groups.map(|groups| groups.start.get()),
+            num_groups: op.groups.map_or(0, |groups| groups.num_groups as i32),
+            id_mask: -1,
+            transform: None,
+        }
+    }
+}
+
+/// What is to be written.
+pub(super) struct Planned<'a> {
+    pub(super) rows: Option<&'a BlockScaled<Cuda>>,
+    pub(super) cols: Option<&'a BlockScaled<Cuda>>,
+    pub(super) counts: &'a Buffer<u64>,
+    /// Under scales of earlier steps.
+    pub(super) found: Option<&'a FoundBuffers>,
+}
+
+/// What is found of values under scales of earlier steps, zeros before.
+pub(super) struct FoundBuffers {
+    pub(super) amax: Buffer<f32>,
+    pub(super) counts: Buffer<u64>,
+}
+
+impl FoundBuffers {
+    pub(super) fn new(device: &Device, spans: usize) -> Result<Self> {
+        Ok(Self { amax: device.filled(spans, 0)?, counts: device.counters(2)? })
+    }
+
+    pub(super) fn into_found(self) -> Found<Cuda> {
+        Found { amax: Buf::new(self.amax), counts: Buf::new(self.counts) }
+    }
+}
+
+/// The scales of rows as a kernel leaves them, those of neighbouring rows together.
+pub(super) struct ByBlock {
+    pub(super) plane: RowScales,
+    pub(super) scales: Buffer<u8>,
+}
+
+impl ByBlock {
+    /// Where the description leaves them so.
+    pub(super) fn new(device: &Device, desc: &QuantizeDesc) -> Result<Option<Self>> {
+        let new = |plane: RowScales| Ok(Self { plane, scales: device.alloc(plane.total_bytes())? });
+        desc.row_scales().map(new).transpose()
+    }
+
+    /// Brings them to their places.
+    pub(super) fn transpose(
+        &self,
+        device: &Device,
+        kind: ScaleKind,
+        row_scales: &dyn KernelArg,
+    ) -> Result<()> {
+        let RowScales { lines, blocks, stride, .. } = self.plane;
+        let [lines, blocks, stride] = [lines, blocks, stride].map(|value| value as i32);
+        let launch =
+            Launch { ctas: transpose_ctas(&self.plane) as u32, threads: 256, cluster: 1, shared_bytes: 0 };
+        // SAFETY: both planes have the lengths that follow from the same sizes, and nobody else writes them; the ctas cover them. The
+        // kernel waits before its first load.
+        unsafe {
+            device
+                .kernel(&transpose_spec(kind))?
+                .launch_early(launch, &[&self.scales, row_scales, &lines, &blocks, &stride])
+        }
+    }
+}
