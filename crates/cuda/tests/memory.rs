@@ -29,6 +29,7 @@ struct Drawn {
 fn config(dice: &mut Dice) -> Config {
     let mut overrides = vec![
         format!("train.steps={STEPS}"),
+        "train.warmup_steps=1".to_owned(),
         "model.vocab_size=16384".to_owned(),
         format!("model.d_model={}", dice.of(&[1024, 2048])),
         format!("model.layers={}", dice.of(&[2, 4, 6])),

@@ -136,7 +136,7 @@ fn many_processes_keep_one_folder() {
     let jit = || Jit::new(nvrtc, sources.clone(), Some(folder.path().to_owned()));
     let process = || {
         let mut command = std::process::Command::new(std::env::current_exe().unwrap());
-        command.args(["--ignored", "--exact", "jit::tests::one_process_of_many"]);
+        command.args(["--ignored", "--exact", "compile::jit::tests::one_process_of_many"]);
         command.env("NIBBLE_CUBIN_CACHE", folder.path()).stdout(std::process::Stdio::piped());
         command.spawn().unwrap()
     };

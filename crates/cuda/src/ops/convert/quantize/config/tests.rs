@@ -30,7 +30,7 @@ fn path(desc: QuantizeDesc) -> Option<QuantizeKernel> {
 
 #[test]
 fn every_launch_is_of_an_instance_that_is_built() {
-    let built = instances();
+    let built = crate::ops::convert::quantize::instances();
     for format in Format::ALL {
         for &rule in format.spec().rules {
             for rounding in Rounding::PLAIN.into_iter().chain([Rounding::Dither { delta_q16: 9 }]) {
