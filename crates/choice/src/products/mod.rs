@@ -1,13 +1,13 @@
 //! Matrix products: which path a pair of operands takes.
 //!
-//! The tensor cores take E4M3 under a scale for 128 values or more, and BF16. What is quantized otherwise is decoded first: to BF16 where a code
+//! The tensor cores take E4M3 and E5M2 under a scale for 128 values or more, and BF16. What is quantized otherwise is decoded first: to BF16 where a code
 //! times its block's scales is a BF16 number, and else to F32, of which the products of BF16 parts are summed. Plain F32 goes to the ordinary
 //! cores, but where one operand or the result is BF16; so does what has rows of odd sizes.
 
 mod grouped;
 mod parts;
 
-pub use grouped::{GroupedDesc, OperandKind, Out, Ragged, ScalesB, row_unit};
+pub use grouped::{Fp8, GroupedDesc, OperandKind, Out, Ragged, ScalesB, row_unit};
 pub use parts::{PARTS, Parts, PartsForm};
 
 use crate::{Grouping, Temporary};
@@ -62,11 +62,15 @@ impl Factor {
         Self { format, rule: ScaleRule::Amax, axis: BlockAxis::Row, rows, cols, shared_cols: 1 }
     }
 
-    /// Whether the tensor cores read its codes: E4M3 in blocks of 128 or longer.
-    pub fn is_fp8(&self) -> bool {
+    /// As what the tensor cores read its codes, where they do: FP8 in blocks of 128 or longer.
+    pub fn fp8(&self) -> Option<Fp8> {
         let spec = self.format.spec();
         let is_long = spec.block.is_multiple_of(128) || spec.block == WHOLE_LINE;
-        is_long && spec.element == Some(Element::E4M3)
+        match spec.element.filter(|_| is_long)? {
+            Element::E4M3 => Some(Fp8::E4m3),
+            Element::E5M2 => Some(Fp8::E5m2),
+            _ => None,
+        }
     }
 
     fn scale_kind(&self) -> ScaleKind {
@@ -77,13 +81,14 @@ impl Factor {
         self.format.is_block() && self.scale_kind().has_tensor_scale()
     }
 
-    /// What is known of its scales, as B's.
-    pub fn scales_b(&self) -> ScalesB {
+    /// What is known of its scales, as those of a quantized B in a product of these elements.
+    fn scales_b(&self, elements: [Fp8; 2]) -> ScalesB {
         match self.axis {
-            _ if !self.format.is_block() => ScalesB::Floats,
             // A tensor's scale lies beside each row.
             _ if self.has_tensor_scale() => ScalesB::Floats,
             BlockAxis::Tile => ScalesB::Tile,
+            // Not every way is compiled for every pair of elements: the general one does for all.
+            _ if elements != [Fp8::E4m3; 2] => ScalesB::Floats,
             BlockAxis::Col if self.scale_kind() == ScaleKind::E8M0 => ScalesB::repeating(self.shared_cols),
             BlockAxis::Row if self.scale_kind() == ScaleKind::E8M0 => ScalesB::Powers,
             BlockAxis::Row | BlockAxis::Col => ScalesB::Floats,
@@ -185,7 +190,7 @@ impl ProductDesc {
     /// Quantized operands, of which at least one has codes that the tensor cores do not read.
     fn lowered(&self) -> Option<Lowered> {
         let sides = [self.a, self.b];
-        if !sides.iter().all(|x| x.format.is_block()) || sides.iter().all(Factor::is_fp8) {
+        if !sides.iter().all(|x| x.format.is_block()) || sides.iter().all(|x| x.fp8().is_some()) {
             return None;
         }
         let folds = sides.iter().all(|x| x.format.folds_into_bf16(x.rule));
@@ -226,14 +231,18 @@ impl ProductDesc {
         }
     }
 
+    /// What A and B are to the tensor cores' kernels, if they take such operands as they are.
+    fn kind(a: &Factor, b: &Factor) -> Option<OperandKind> {
+        match (a.fp8(), b.fp8()) {
+            (Some(of_a), Some(of_b)) => Some(OperandKind::Fp8([of_a, of_b], b.scales_b([of_a, of_b]))),
+            _ => [a, b].iter().all(|x| x.format == Format::Bf16).then_some(OperandKind::Bf16),
+        }
+    }
+
     /// What the tensor cores' kernels would be asked, if they take such operands as they are. With `transposed`, A and B change places, so
     /// that it is B whose rows share scales: that is the faster way, which there is to F32 alone.
     fn asked(&self, out: DType, accumulate: bool) -> Option<GroupedDesc> {
-        let kind = match [self.a, self.b] {
-            [a, b] if a.is_fp8() && b.is_fp8() => OperandKind::Fp8(b.scales_b()),
-            [Factor { format: Format::Bf16, .. }, Factor { format: Format::Bf16, .. }] => OperandKind::Bf16,
-            _ => return None,
-        };
+        let kind = Self::kind(&self.a, &self.b)?;
         let ProductDims { m, n, k } = self.dims;
         let desc = GroupedDesc {
             ragged: self.ragged,
@@ -246,14 +255,9 @@ impl ProductDesc {
             n,
             k,
         };
-        let turned = GroupedDesc {
-            kind: OperandKind::Fp8(self.a.scales_b()),
-            transposed: true,
-            m: desc.n,
-            n: desc.m,
-            ..desc
-        };
-        let shared = |kind| matches!(kind, OperandKind::Fp8(ScalesB::Tile | ScalesB::Strips));
+        let turned =
+            GroupedDesc { kind: Self::kind(&self.b, &self.a)?, transposed: true, m: desc.n, n: desc.m, ..desc };
+        let shared = |kind| matches!(kind, OperandKind::Fp8(_, ScalesB::Tile | ScalesB::Strips));
         let faster = shared(turned.kind) && !shared(kind) && turned.check().is_ok();
         Some(if faster { turned } else { desc })
     }
