@@ -78,7 +78,12 @@ fn the_path_of_each_pair() {
         ((Format::E5m2Tensor, TensorAmax), (e4m3, Rceil), DType::Bf16, "tensor cores, fp8"),
         ((Format::E5m2Row, Amax), (Format::E5m2Row, Rceil), DType::Bf16, "tensor cores, fp8"),
         // In blocks of 32 both are decoded.
-        ((Format::Mxfp8E5m2, Rceil), (Format::Mxfp8E5m2, Rceil), DType::F32, "decoded to bf16; tensor cores, bf16"),
+        (
+            (Format::Mxfp8E5m2, Rceil),
+            (Format::Mxfp8E5m2, Rceil),
+            DType::F32,
+            "decoded to bf16; tensor cores, bf16",
+        ),
         (bf16, bf16, DType::F32, "tensor cores, bf16"),
         (bf16, f32, DType::F32, "tensor cores, f32 as 3 products of bf16 parts"),
         (f32, f32, DType::Bf16, "tensor cores, f32 as 3 products of bf16 parts"),

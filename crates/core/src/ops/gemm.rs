@@ -66,7 +66,7 @@ pub struct Gemm<'a, B: Backend> {
 pub const FP8_AGREEMENT: Agreement = Agreement::RelL2(7e-4);
 
 /// The same for BF16 operands, of whose products the tensor cores keep more, and for all other quantized ones, which are decoded; and for F32 ones that
-/// they take in BF16 parts: all three, which are exact from 2⁻¹¹⁰ on, with a BF16 operand beside them; two for a BF16 result and for what is decoded. An infinity may become NaN.
+/// they take in BF16 parts: all three, which are exact from 2⁻¹¹⁰ on, with a BF16 operand beside them; two for a BF16 result. An infinity may become NaN.
 pub const BF16_AGREEMENT: Agreement = Agreement::RelL2(3e-5);
 
 impl<B: Backend> Gemm<'_, B> {

@@ -65,7 +65,8 @@ pub fn small() -> Vec<Case> {
         [(8, 16), (136, 272), (128, 128), (392, 1040), (264, 640), (256, 512), (1000, 896), (768, 768)];
     let mut cases = Vec::new();
     for (i, (&lens, (n, k))) in lens.iter().zip(sizes).enumerate() {
-        for kind in [OperandKind::e4m3(ScalesB::Tile), OperandKind::e4m3(ScalesB::Floats), OperandKind::Bf16] {
+        for kind in [OperandKind::e4m3(ScalesB::Tile), OperandKind::e4m3(ScalesB::Floats), OperandKind::Bf16]
+        {
             for out in [Out::Bf16, Out::F32] {
                 let e8m0 = (i % 2 == 0, i % 3 == 0);
                 let slack = 128 * (i % 3);
@@ -138,9 +139,12 @@ fn pairs_with_e5m2<'a>(sizes: impl Iterator<Item = (&'a [usize], (usize, usize))
         let [tiles, each] = [ScalesB::Tile, ScalesB::Floats].map(|scales| OperandKind::Fp8(pair, scales));
         for out in [Out::Bf16, Out::F32] {
             cases.extend([tiles, each].map(|kind| Case { kind, out, ..by_rows.clone() }));
-            cases.extend(
-                [false, true].map(|accumulate| Case { kind: each, out, accumulate, ..gradient.clone() }),
-            );
+            cases.extend([false, true].map(|accumulate| Case {
+                kind: each,
+                out,
+                accumulate,
+                ..gradient.clone()
+            }));
         }
     }
     cases
@@ -243,12 +247,8 @@ fn compared(device: &Device, case: &Case, data: Data) -> Result<Vec<Compared>, S
             return Err(format!("{}: output {at} is {}, then {}", case.name(), d[at], again[at]));
         }
     }
-    let pick = |at: usize| Compared {
-        at,
-        got: d[at],
-        exact: operands.exact(at),
-        num_large: operands.num_large(at),
-    };
+    let pick =
+        |at: usize| Compared { at, got: d[at], exact: operands.exact(at), num_large: operands.num_large(at) };
     let [_, _, cols] = case.desc().shape_d();
     Ok(sampled(d.len(), cols).into_iter().map(pick).collect())
 }
