@@ -1,8 +1,8 @@
 //! Matrix products: which path a pair of operands takes.
 //!
-//! The tensor cores take E4M3 and E5M2 under a scale for 128 values or more, and BF16. What is quantized otherwise is decoded to BF16 first,
-//! which a code times its block's scales is a number of. Plain F32 goes to the ordinary cores, but where one operand or the result is BF16:
-//! then products of BF16 parts are summed. So does what has rows of odd sizes.
+//! The tensor cores take E4M3 and E5M2 under a scale for 128 values or more, and BF16. What is quantized otherwise is decoded to BF16 first:
+//! its codes times their block's scales are BF16 numbers. Plain F32 goes to the ordinary cores, unless one operand or the result is BF16: then
+//! products of BF16 parts are summed. What has rows of odd sizes goes to the ordinary cores as well.
 
 mod grouped;
 mod parts;
