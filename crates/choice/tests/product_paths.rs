@@ -1,7 +1,7 @@
 //! Which path products take, and what they take on it, for every pair of formats.
 
 use nibble_choice::Grouping;
-use nibble_choice::products::{Factor, ProductDesc, Ragged};
+use nibble_choice::products::{Factor, Fp8, OperandKind, ProductDesc, ProductPath, Ragged, ScalesB};
 use nibble_core::DType;
 use nibble_core::formats::ScaleRule::{Amax, Rceil, TensorAmax};
 use nibble_core::formats::{BlockAxis, Format, ScaleRule};
@@ -73,13 +73,16 @@ fn the_path_of_each_pair() {
         ((Format::E4m3Tensor, TensorAmax), (e4m3, Rceil), DType::F32, "tensor cores, fp8"),
         ((mxfp4, Rceil), (mxfp4, Rceil), DType::Bf16, "decoded to bf16; tensor cores, bf16"),
         ((mxfp4, Rceil), (Format::Mxfp8E4m3, Rceil), DType::F32, "decoded to bf16; tensor cores, bf16"),
-        ((e5m2, Rceil), (e4m3, Rceil), DType::Bf16, "decoded to bf16; tensor cores, bf16"),
-        ((Format::E5m2Tensor, TensorAmax), (e4m3, Rceil), DType::Bf16, "decoded to bf16; tensor cores, bf16"),
+        ((e5m2, Rceil), (e4m3, Rceil), DType::Bf16, "tensor cores, fp8"),
+        ((e4m3, Amax), (e5m2, Amax), DType::F32, "tensor cores, fp8"),
+        ((Format::E5m2Tensor, TensorAmax), (e4m3, Rceil), DType::Bf16, "tensor cores, fp8"),
+        ((Format::E5m2Row, Amax), (Format::E5m2Row, Rceil), DType::Bf16, "tensor cores, fp8"),
+        // In blocks of 32 both are decoded.
         (
-            (e5m2, Amax),
-            (e4m3, Amax),
-            DType::Bf16,
-            "decoded to f32; tensor cores, f32 as 3 products of bf16 parts",
+            (Format::Mxfp8E5m2, Rceil),
+            (Format::Mxfp8E5m2, Rceil),
+            DType::F32,
+            "decoded to bf16; tensor cores, bf16",
         ),
         (bf16, bf16, DType::F32, "tensor cores, bf16"),
         (bf16, f32, DType::F32, "tensor cores, f32 as 3 products of bf16 parts"),
@@ -93,6 +96,39 @@ fn the_path_of_each_pair() {
     assert_eq!(said(gradient(bf16, bf16, Some(32_768))), "tensor cores, bf16, rows in 16 runs");
     assert_eq!(said(gradient(f32, bf16, None)), "tensor cores, f32 as 3 products of bf16 parts");
     assert_eq!(said(gradient(f32, f32, None)), "ordinary cores");
+}
+
+/// What the tensor cores' kernel is asked, if the operands are taken as they are.
+fn asked(product: ProductDesc) -> OperandKind {
+    match product.path() {
+        ProductPath::TensorCores(desc) => desc.kind,
+        path => panic!("{product:?}: {path}"),
+    }
+}
+
+/// Of E4M3 each way of B's scales is told; beside E5M2 tiles of weights, and a scale for each row as what does for all others.
+#[test]
+fn scales_beside_e5m2_are_of_tiles_or_of_rows() {
+    let (e4m3, e5m2) = ((Format::E4m3, Rceil), (Format::E5m2, Rceil));
+    for (a, b, elements) in [
+        (e4m3, e4m3, [Fp8::E4m3, Fp8::E4m3]),
+        (e5m2, e4m3, [Fp8::E5m2, Fp8::E4m3]),
+        (e4m3, e5m2, [Fp8::E4m3, Fp8::E5m2]),
+        (e5m2, e5m2, [Fp8::E5m2, Fp8::E5m2]),
+    ] {
+        let kind = |scales| OperandKind::Fp8(elements, scales);
+        let told = |of_e4m3| if elements == [Fp8::E4m3; 2] { of_e4m3 } else { ScalesB::Floats };
+        let by_rows = dense(a, b, DType::Bf16);
+        let weights = Factor { axis: BlockAxis::Tile, ..by_rows.b };
+        assert_eq!(asked(ProductDesc { b: weights, ..by_rows }), kind(ScalesB::Tile));
+        assert_eq!(asked(by_rows), kind(told(ScalesB::Powers)));
+        let columns = gradient(a, b, None);
+        let lifted = Factor { shared_cols: 32, ..columns.b };
+        assert_eq!(asked(ProductDesc { b: lifted, ..columns }), kind(told(ScalesB::Strips)));
+        // If A's rows share scales, E4M3 changes places; nothing does beside E5M2.
+        let turned = Factor { shared_cols: 128, ..columns.a };
+        assert_eq!(asked(ProductDesc { a: turned, ..columns }), kind(told(ScalesB::Tile)));
+    }
 }
 
 #[test]
@@ -120,13 +156,15 @@ fn temporaries_are_counted_by_hand() {
     let (mxfp4, nvfp4) = ((Format::Mxfp4, Rceil), (Format::Nvfp4, TensorAmax));
     assert_eq!(bytes(dense(mxfp4, mxfp4, DType::Bf16)), [2 * m * k, 2 * n * k]);
     assert_eq!(bytes(dense(nvfp4, nvfp4, DType::Bf16)), [2 * m * k, 2 * n * k, 4 * m * n]);
-    // Decoded to F32, and three BF16 numbers of each value.
+    // FP8 is multiplied as it lies.
     let e5m2 = (Format::E5m2, Amax);
-    assert_eq!(bytes(dense(e5m2, e5m2, DType::F32)), [4 * m * k, 4 * n * k, 6 * m * k, 6 * n * k]);
-    // Of a gradient two of each, the ends of the groups, and the sums of all of them.
+    assert!(bytes(dense(e5m2, e5m2, DType::F32)).is_empty());
+    // Three BF16 numbers of each F32 value.
+    let f32 = (Format::F32, Amax);
+    assert_eq!(bytes(dense(f32, f32, DType::Bf16)), [6 * m * k, 6 * n * k]);
+    // A contraction over decoded blocks takes the ends of the groups.
     let rows = 4096;
-    let (a, b, sums) = (rows * m, rows * n, 4 * m * n);
-    assert_eq!(bytes(gradient(e5m2, e5m2, None)), [4 * a, 4 * b, 16, 4 * a, 4 * b, 4 * sums]);
+    assert_eq!(bytes(gradient(mxfp4, mxfp4, None)), [2 * rows * m, 2 * rows * n, 16]);
     // Shards of equal length are cut: their starts, their lengths, and a D each.
     let plain = (Format::Bf16, Amax);
     let runs = 4 * 16;

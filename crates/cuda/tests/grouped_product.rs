@@ -25,7 +25,7 @@ fn right_at_every_edge() {
         let checked = check::check(&device, &case).unwrap_or_else(|why| panic!("{why}"));
         println!("{}: {checked}", case.name());
     }
-    for kind in [OperandKind::Fp8(ScalesB::Tile), OperandKind::Fp8(ScalesB::Floats)] {
+    for kind in [OperandKind::e4m3(ScalesB::Tile), OperandKind::e4m3(ScalesB::Floats)] {
         check::nan_stays_in_its_row(&device, kind).unwrap_or_else(|why| panic!("{why}"));
     }
 }
@@ -35,7 +35,7 @@ fn wrong_operands_are_named() {
     let Some(device) = device("argument checks on device buffers") else { return };
     let desc = GroupedDesc {
         ragged: Ragged::Rows,
-        kind: OperandKind::Fp8(ScalesB::Tile),
+        kind: OperandKind::e4m3(ScalesB::Tile),
         out: Out::F32,
         accumulate: false,
         transposed: false,

@@ -17,13 +17,37 @@ pub enum Ragged {
     Contraction,
 }
 
+/// An FP8 element, as the tensor cores multiply it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fp8 {
+    /// Four bits of exponent, three of mantissa.
+    E4m3,
+    /// Five bits of exponent, two of mantissa.
+    E5m2,
+}
+
 /// What the operands are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OperandKind {
-    /// E4M3; A's scales 1 × 128, and these of B.
-    Fp8(ScalesB),
+    /// FP8, A's element and B's; A's scales 1 × 128, and these of B.
+    Fp8([Fp8; 2], ScalesB),
     /// BF16.
     Bf16,
+}
+
+impl OperandKind {
+    /// Both in E4M3.
+    pub const fn e4m3(scales: ScalesB) -> Self {
+        Self::Fp8([Fp8::E4m3; 2], scales)
+    }
+
+    /// How B is scaled; none where it is plain.
+    pub const fn scales_b(self) -> Option<ScalesB> {
+        match self {
+            Self::Fp8(_, scales) => Some(scales),
+            Self::Bf16 => None,
+        }
+    }
 }
 
 /// How B is scaled, every 128 of the contraction.
@@ -140,7 +164,7 @@ impl GroupedDesc {
     /// Rows of A's and B's matrices of scales.
     pub const fn scale_rows(&self) -> (usize, usize) {
         let rows_b = match self.kind {
-            OperandKind::Fp8(scales) => {
+            OperandKind::Fp8(_, scales) => {
                 let matrices = if let Ragged::Rows = self.ragged { self.groups } else { 1 };
                 matrices.saturating_mul(self.n.div_ceil(scales.rows()))
             }
@@ -154,8 +178,8 @@ impl GroupedDesc {
         let of_d = row_unit(if let Out::Bf16 = self.out { 2 } else { 4 });
         let (fp8, bf16) = (row_unit(1), row_unit(2));
         let (m, n, k) = match (self.ragged, self.kind) {
-            (_, OperandKind::Fp8(_)) if self.transposed => (of_d, 1, fp8),
-            (_, OperandKind::Fp8(_)) => (1, of_d, fp8),
+            (_, OperandKind::Fp8(..)) if self.transposed => (of_d, 1, fp8),
+            (_, OperandKind::Fp8(..)) => (1, of_d, fp8),
             (Ragged::Rows, OperandKind::Bf16) => (1, of_d, bf16),
             (Ragged::Contraction, OperandKind::Bf16) => (bf16, bf16, 1),
         };
@@ -177,7 +201,7 @@ impl GroupedDesc {
             }
         }
         let scales = match self.kind {
-            OperandKind::Fp8(_) => self.m.max(self.rows_b()).saturating_mul(self.blocks_k()),
+            OperandKind::Fp8(..) => self.m.max(self.rows_b()).saturating_mul(self.blocks_k()),
             OperandKind::Bf16 => 0,
         };
         let [matrices, rows_d, _] = self.shape_d();
@@ -197,7 +221,7 @@ impl GroupedDesc {
                 return Err(Error::shape(OP, argument, got, "a gradient"));
             }
         }
-        if by_rows && self.kind == OperandKind::Fp8(ScalesB::Strips) {
+        if by_rows && self.kind.scales_b() == Some(ScalesB::Strips) {
             return Err(Error::shape(OP, "kind", "Strips with Ragged::Rows", "another"));
         }
         Ok(())

@@ -1,13 +1,13 @@
 //! Matrix products: which path a pair of operands takes.
 //!
-//! The tensor cores take E4M3 under a scale for 128 values or more, and BF16. What is quantized otherwise is decoded first: to BF16 where a code
-//! times its block's scales is a BF16 number, and else to F32, of which the products of BF16 parts are summed. Plain F32 goes to the ordinary
-//! cores, but where one operand or the result is BF16; so does what has rows of odd sizes.
+//! The tensor cores take E4M3 and E5M2 under a scale for 128 values or more, and BF16. What is quantized otherwise is decoded to BF16 first:
+//! its codes times their block's scales are BF16 numbers. Plain F32 goes to the ordinary cores, unless one operand or the result is BF16: then
+//! products of BF16 parts are summed. What has rows of odd sizes goes to the ordinary cores as well.
 
 mod grouped;
 mod parts;
 
-pub use grouped::{GroupedDesc, OperandKind, Out, Ragged, ScalesB, row_unit};
+pub use grouped::{Fp8, GroupedDesc, OperandKind, Out, Ragged, ScalesB, row_unit};
 pub use parts::{PARTS, Parts, PartsForm};
 
 use crate::{Grouping, Temporary};
@@ -62,11 +62,15 @@ impl Factor {
         Self { format, rule: ScaleRule::Amax, axis: BlockAxis::Row, rows, cols, shared_cols: 1 }
     }
 
-    /// Whether the tensor cores read its codes: E4M3 in blocks of 128 or longer.
-    pub fn is_fp8(&self) -> bool {
+    /// As what the tensor cores read its codes, where they do: FP8 in blocks of 128 or longer.
+    pub fn fp8(&self) -> Option<Fp8> {
         let spec = self.format.spec();
         let is_long = spec.block.is_multiple_of(128) || spec.block == WHOLE_LINE;
-        is_long && spec.element == Some(Element::E4M3)
+        match spec.element.filter(|_| is_long)? {
+            Element::E4M3 => Some(Fp8::E4m3),
+            Element::E5M2 => Some(Fp8::E5m2),
+            _ => None,
+        }
     }
 
     fn scale_kind(&self) -> ScaleKind {
@@ -77,13 +81,14 @@ impl Factor {
         self.format.is_block() && self.scale_kind().has_tensor_scale()
     }
 
-    /// What is known of its scales, as B's.
-    pub fn scales_b(&self) -> ScalesB {
+    /// What is known of its scales, as those of a quantized B in a product of these elements.
+    fn scales_b(&self, elements: [Fp8; 2]) -> ScalesB {
         match self.axis {
-            _ if !self.format.is_block() => ScalesB::Floats,
             // A tensor's scale lies beside each row.
             _ if self.has_tensor_scale() => ScalesB::Floats,
             BlockAxis::Tile => ScalesB::Tile,
+            // Not every way is compiled for every pair of elements: the general one does for all.
+            _ if elements != [Fp8::E4m3; 2] => ScalesB::Floats,
             BlockAxis::Col if self.scale_kind() == ScaleKind::E8M0 => ScalesB::repeating(self.shared_cols),
             BlockAxis::Row if self.scale_kind() == ScaleKind::E8M0 => ScalesB::Powers,
             BlockAxis::Row | BlockAxis::Col => ScalesB::Floats,
@@ -137,11 +142,9 @@ pub enum ProductPath {
     },
 }
 
-/// A product of decoded operands.
+/// A product of operands that are decoded to BF16: exactly as far as its exponents reach, without the scales of tensors.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Lowered {
-    /// What both are decoded to: BF16, exactly as far as its exponents reach, without the scales of tensors; or F32, with all scales.
-    pub dtype: DType,
     /// Values of A and of B.
     pub values: [usize; 2],
     /// Groups whose ends are moved to the end of their last block; none where they are taken as they are.
@@ -158,11 +161,11 @@ impl ProductDesc {
         if let Some(lowered) = self.lowered() {
             return ProductPath::Lowered(lowered);
         }
-        self.plain_path(false)
+        self.plain_path()
     }
 
     /// The path of operands that are not decoded, or have been.
-    fn plain_path(&self, decoded: bool) -> ProductPath {
+    fn plain_path(&self) -> ProductPath {
         let each = self.runs();
         if each > 1
             && let Some(desc) = self.on_tensor_cores(DType::F32, false)
@@ -172,7 +175,7 @@ impl ProductDesc {
         if let Some(desc) = self.on_tensor_cores(self.out, self.accumulate) {
             return ProductPath::TensorCores(desc);
         }
-        if let Some(parts) = Parts::choose(self, decoded) {
+        if let Some(parts) = Parts::choose(self) {
             return ProductPath::Parts(parts);
         }
         let widened = |x: &Factor, other: &Factor| match (x.format, other.format) {
@@ -182,26 +185,25 @@ impl ProductDesc {
         ProductPath::OrdinaryCores { widened: [widened(&self.a, &self.b), widened(&self.b, &self.a)] }
     }
 
-    /// Quantized operands, of which at least one has codes that the tensor cores do not read.
+    /// Quantized operands, of which at least one has codes that the tensor cores do not read. Where those times their scales are no BF16
+    /// numbers, which is so of no format that is shipped, there is no kernel.
     fn lowered(&self) -> Option<Lowered> {
         let sides = [self.a, self.b];
-        if !sides.iter().all(|x| x.format.is_block()) || sides.iter().all(Factor::is_fp8) {
+        let folds = sides.iter().all(|x| x.format.is_block() && x.format.folds_into_bf16(x.rule));
+        if !folds || sides.iter().all(|x| x.fp8().is_some()) {
             return None;
         }
-        let folds = sides.iter().all(|x| x.format.folds_into_bf16(x.rule));
-        let dtype = if folds { DType::Bf16 } else { DType::F32 };
-        let [a, b] = sides.map(|x| Factor::plain(dtype, x.rows, x.cols));
+        let [a, b] = sides.map(|x| Factor::plain(DType::Bf16, x.rows, x.cols));
         let ProductDims { m, n, .. } = self.dims;
         let matrices = if self.ragged == Ragged::Contraction { self.num_groups() } else { 1 };
-        let sums = (folds && sides.iter().any(Factor::has_tensor_scale)).then_some(matrices * m * n);
+        let sums = sides.iter().any(Factor::has_tensor_scale).then_some(matrices * m * n);
         let result = if sums.is_some() { (DType::F32, false) } else { (self.out, self.accumulate) };
         let inner = Self { a, b, out: result.0, accumulate: result.1, ..*self };
         Some(Lowered {
-            dtype,
             values: [a.values(), b.values()],
             whole_groups: self.whole_groups(),
             sums,
-            product: Box::new(inner.plain_path(true)),
+            product: Box::new(inner.plain_path()),
         })
     }
 
@@ -226,14 +228,18 @@ impl ProductDesc {
         }
     }
 
+    /// What A and B are to the tensor cores' kernels, if they take such operands as they are.
+    fn kind(a: &Factor, b: &Factor) -> Option<OperandKind> {
+        match (a.fp8(), b.fp8()) {
+            (Some(of_a), Some(of_b)) => Some(OperandKind::Fp8([of_a, of_b], b.scales_b([of_a, of_b]))),
+            _ => [a, b].iter().all(|x| x.format == Format::Bf16).then_some(OperandKind::Bf16),
+        }
+    }
+
     /// What the tensor cores' kernels would be asked, if they take such operands as they are. With `transposed`, A and B change places, so
     /// that it is B whose rows share scales: that is the faster way, which there is to F32 alone.
     fn asked(&self, out: DType, accumulate: bool) -> Option<GroupedDesc> {
-        let kind = match [self.a, self.b] {
-            [a, b] if a.is_fp8() && b.is_fp8() => OperandKind::Fp8(b.scales_b()),
-            [Factor { format: Format::Bf16, .. }, Factor { format: Format::Bf16, .. }] => OperandKind::Bf16,
-            _ => return None,
-        };
+        let kind = Self::kind(&self.a, &self.b)?;
         let ProductDims { m, n, k } = self.dims;
         let desc = GroupedDesc {
             ragged: self.ragged,
@@ -247,13 +253,13 @@ impl ProductDesc {
             k,
         };
         let turned = GroupedDesc {
-            kind: OperandKind::Fp8(self.a.scales_b()),
+            kind: Self::kind(&self.b, &self.a)?,
             transposed: true,
             m: desc.n,
             n: desc.m,
             ..desc
         };
-        let shared = |kind| matches!(kind, OperandKind::Fp8(ScalesB::Tile | ScalesB::Strips));
+        let shared = |kind| matches!(kind, OperandKind::Fp8(_, ScalesB::Tile | ScalesB::Strips));
         let faster = shared(turned.kind) && !shared(kind) && turned.check().is_ok();
         Some(if faster { turned } else { desc })
     }
@@ -267,7 +273,7 @@ impl ProductDesc {
         if self.path().is_on_tensor_cores() {
             return None;
         }
-        // What is decoded is multiplied as BF16, or as parts that are.
+        // What is decoded is multiplied as BF16.
         let bf16 = Factor::plain(DType::Bf16, 0, 0);
         let multiplied = if self.lowered().is_some() { Self { a: bf16, b: bf16, ..*self } } else { *self };
         let odd = multiplied.asked(self.out, self.accumulate).and_then(|desc| desc.odd_size());
@@ -305,10 +311,8 @@ impl ProductPath {
             }
             Self::Parts(parts) => parts.temporaries(),
             Self::Lowered(lowered) => {
-                let each = lowered.dtype.size_bytes();
                 let [a, b] = lowered.values;
-                let mut all =
-                    vec![Temporary::new("A, decoded", a * each), Temporary::new("B, decoded", b * each)];
+                let mut all = vec![bf16s("A, decoded", a), bf16s("B, decoded", b)];
                 let lens = lowered
                     .whole_groups
                     .map(|count| Temporary::new("groups' ends", count * size_of::<i32>()));
@@ -345,7 +349,7 @@ impl fmt::Display for ProductPath {
                 write!(f, "tensor cores, {}, rows in {each} runs", codes(desc.kind))
             }
             Self::Parts(parts) => write!(f, "{parts}"),
-            Self::Lowered(Lowered { dtype, product, .. }) => write!(f, "decoded to {dtype}; {product}"),
+            Self::Lowered(Lowered { product, .. }) => write!(f, "decoded to bf16; {product}"),
             Self::OrdinaryCores { .. } => f.write_str("ordinary cores"),
         }
     }

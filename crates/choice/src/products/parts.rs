@@ -15,12 +15,10 @@ pub const PARTS: usize = 3;
 pub enum PartsForm {
     /// Dense, A in BF16: B's parts are three matrices under each other, their products beside each other.
     Right,
-    /// Rows of both in F32: one product over the pairs of parts, which lie along the contraction.
+    /// Dense, rows of both in F32: one product over the pairs of parts, which lie along the contraction.
     Both,
     /// Contraction of A's columns in F32 with B's in BF16: A's parts lie beside each other, their gradients under each other.
     Left,
-    /// Contraction of columns of both in F32: a product for each pair of parts, which are matrices of their own, all added to one sum.
-    Down,
 }
 
 /// A product of parts.
@@ -37,23 +35,20 @@ pub struct Parts {
 }
 
 impl Parts {
-    /// Of two F32 operands, the pairs of parts that are multiplied: part `LEFT[i]` of A with part `RIGHT[i]` of B, the largest last. What is
-    /// left out is at most 3 · 2⁻¹⁸ of a product, of either sign, where a BF16 result keeps 2⁻⁹ and scales of FP8 are not known better.
+    /// Of two F32 operands, the pairs of parts that are multiplied: part `LEFT[i]` of A with part `RIGHT[i]` of B. What is
+    /// left out is at most 3 · 2⁻¹⁸ of a product, of either sign, where a BF16 result keeps 2⁻⁹.
     pub const LEFT: [u32; 3] = [0, 0, 1];
     /// See [`Parts::LEFT`].
     pub const RIGHT: [u32; 3] = [0, 1, 0];
 
-    /// Whether operands and sizes are such that the tensor cores take the parts. Two plain F32 operands are multiplied so for a BF16 result
-    /// alone: to F32 all of their bits count. Those of `decoded` codes are always.
-    pub(super) fn choose(product: &ProductDesc, decoded: bool) -> Option<Self> {
-        let by_rows = product.ragged == Ragged::Rows && !product.accumulate;
-        let is_dense = by_rows && product.groups.is_none();
+    /// Whether operands and sizes are such that the tensor cores take the parts. Two F32 operands are multiplied so for a BF16 result
+    /// alone: to F32 all of their bits count.
+    pub(super) fn choose(product: &ProductDesc) -> Option<Self> {
+        let is_dense = product.ragged == Ragged::Rows && !product.accumulate && product.groups.is_none();
         let is_contraction = product.ragged == Ragged::Contraction;
         let form = match (product.a.format, product.b.format, product.out) {
             (Format::Bf16, Format::F32, DType::F32) if is_dense => PartsForm::Right,
             (Format::F32, Format::F32, DType::Bf16) if is_dense => PartsForm::Both,
-            (Format::F32, Format::F32, _) if decoded && by_rows => PartsForm::Both,
-            (Format::F32, Format::F32, _) if decoded && is_contraction => PartsForm::Down,
             (Format::F32, Format::Bf16, _) if is_contraction => PartsForm::Left,
             _ => return None,
         };
@@ -63,7 +58,6 @@ impl Parts {
             PartsForm::Right => n.is_multiple_of(SUMMED_UNIT),
             PartsForm::Both => k.is_multiple_of(SUMMED_UNIT),
             PartsForm::Left => m.is_multiple_of(SUMMED_UNIT),
-            PartsForm::Down => values.iter().all(|len| len.is_multiple_of(SUMMED_UNIT)),
         };
         let runs = product.runs();
         let desc = GroupedDesc {
@@ -79,12 +73,8 @@ impl Parts {
         };
         let desc = match form {
             PartsForm::Right => GroupedDesc { n: PARTS * n, ..desc },
-            PartsForm::Both => {
-                let out = if product.out == DType::Bf16 { Out::Bf16 } else { Out::F32 };
-                GroupedDesc { k: Self::LEFT.len() * k, out, ..desc }
-            }
+            PartsForm::Both => GroupedDesc { k: Self::LEFT.len() * k, out: Out::Bf16, ..desc },
             PartsForm::Left => GroupedDesc { m: PARTS * m, groups: desc.groups * runs, ..desc },
-            PartsForm::Down => GroupedDesc { groups: desc.groups * runs, ..desc },
         };
         (whole && desc.check().is_ok()).then_some(Self { form, desc, runs, values })
     }
@@ -95,7 +85,6 @@ impl Parts {
             PartsForm::Right => [0, PARTS],
             PartsForm::Both => [Self::LEFT.len(), Self::RIGHT.len()],
             PartsForm::Left => [PARTS, 0],
-            PartsForm::Down => [2, 2],
         }
     }
 
@@ -118,7 +107,7 @@ impl fmt::Display for Parts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let pairs = match self.form {
             PartsForm::Right | PartsForm::Left => PARTS,
-            PartsForm::Both | PartsForm::Down => Self::LEFT.len(),
+            PartsForm::Both => Self::LEFT.len(),
         };
         write!(f, "tensor cores, f32 as {pairs} products of bf16 parts")?;
         if self.runs > 1 { write!(f, ", rows in {} runs", self.runs) } else { Ok(()) }

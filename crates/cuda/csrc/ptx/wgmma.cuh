@@ -57,19 +57,34 @@ __device__ __forceinline__ void wgmma_wait_until() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-/// d = A·Bᵀ (+ d where `accumulate`), E4M3 x E4M3, 64 x 128 x 32.
-__device__ __forceinline__ void wgmma_m64n128k32_e4m3(float (&d)[64], u64 a, u64 b, bool accumulate) {
-    asm volatile(
-        "{\n"
-        ".reg .pred keep;\n"
-        "setp.ne.b32 keep, %66, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
-        NIB_NAMES_64
-        "}, %64, %65, keep, 1, 1;\n"
-        "}\n"
-        : NIB_REGISTERS_64
-        : "l"(a), "l"(b), "r"(int(accumulate)));
+/// An FP8 element.
+enum class Fp8 { kE4m3, kE5m2 };
+
+#define NIB_WGMMA_FP8(elements)                                    \
+    asm volatile(                                                  \
+        "{\n"                                                      \
+        ".reg .pred keep;\n"                                       \
+        "setp.ne.b32 keep, %66, 0;\n"                              \
+        "wgmma.mma_async.sync.aligned.m64n128k32.f32." elements " {" \
+        NIB_NAMES_64                                               \
+        "}, %64, %65, keep, 1, 1;\n"                               \
+        "}\n"                                                      \
+        : NIB_REGISTERS_64                                         \
+        : "l"(a), "l"(b), "r"(int(accumulate)))
+
+/// d = A·Bᵀ (+ d where `accumulate`), of these elements, 64 x 128 x 32.
+template <Fp8 kA, Fp8 kB>
+__device__ __forceinline__ void wgmma_m64n128k32_fp8(float (&d)[64], u64 a, u64 b, bool accumulate) {
+    if constexpr (kA == Fp8::kE4m3 && kB == Fp8::kE4m3)
+        NIB_WGMMA_FP8("e4m3.e4m3");
+    else if constexpr (kA == Fp8::kE4m3)
+        NIB_WGMMA_FP8("e4m3.e5m2");
+    else if constexpr (kB == Fp8::kE4m3)
+        NIB_WGMMA_FP8("e5m2.e4m3");
+    else
+        NIB_WGMMA_FP8("e5m2.e5m2");
 }
+#undef NIB_WGMMA_FP8
 
 /// d = A·Bᵀ (+ d where `accumulate`), BF16 x BF16, 64 x 128 x 16. kTransposed: both operands are MN-major.
 template <bool kTransposed>

@@ -2,7 +2,7 @@
 
 use half::bf16;
 use nibble_cuda::ops::products::grouped_product::{
-    GroupBuffers, GroupedConfig, GroupedDesc, GroupedProduct, Operand, OperandKind, Order, Out, Ragged,
+    Fp8, GroupBuffers, GroupedConfig, GroupedDesc, GroupedProduct, Operand, OperandKind, Order, Out, Ragged,
     ScaleValues, ScalesB, StridedScales, Target,
 };
 use nibble_cuda::{Buffer, Device, Result};
@@ -47,9 +47,9 @@ fn normals() -> Vec<f32> {
 pub enum Data {
     /// Codes -2 to 2, scales 1/2, 1, 2, 4: every partial and total sum is exact in F32.
     Integers,
-    /// Normal values in E4M3 as quantization leaves them, the largest of a block near 448.
+    /// Normal values in FP8 as quantization leaves them, the largest of a block near the largest code.
     Normal,
-    /// Cubed normal values: a few codes near 448 beside many small ones.
+    /// Cubed normal values: a few codes near the largest beside many small ones.
     HeavyTails,
     /// Normal values, and a few columns of the activations 64 times as large.
     OutlierColumns,
@@ -102,8 +102,12 @@ impl Large {
             true => (large(rows).map(|row| row / share).collect(), (0..k.div_ceil(128)).collect()),
             false => ((0..rows.div_ceil(share)).collect(), large(k).map(|at| at / 128).collect()),
         };
-        let value = |code: usize| Element::E4M3.decode(code as u8);
-        let shrunk: Vec<u8> = (0..256).map(|code| Element::E4M3.encode(value(code) / self.gain)).collect();
+        let shrunk: Vec<u8> = match plane {
+            Plane::Codes(of) => {
+                of.values.iter().map(|&value| of.element.encode(value as f32 / self.gain)).collect()
+            }
+            Plane::Bf16(_) => Vec::new(),
+        };
         for line in lines {
             for &block in &blocks {
                 if let Plane::Codes(_) = plane {
@@ -112,8 +116,8 @@ impl Large {
                 for row in line * share..(line * share + share).min(rows) {
                     for at in block * 128..(block * 128 + 128).min(k) {
                         match plane {
-                            Plane::Codes(codes) if !is_large(row, at) => {
-                                codes[row * k + at] = shrunk[codes[row * k + at] as usize];
+                            Plane::Codes(of) if !is_large(row, at) => {
+                                of.codes[row * k + at] = shrunk[of.codes[row * k + at] as usize];
                             }
                             Plane::Bf16(values) if is_large(row, at) => {
                                 let value = values[row * k + at].to_f32() * self.gain;
@@ -180,10 +184,10 @@ impl Case {
             Ragged::Rows => (self.capacity(), self.k),
             Ragged::Contraction => (self.m, self.capacity()),
         };
-        let powers = self.kind == OperandKind::Fp8(ScalesB::Floats) && self.e8m0.1;
+        let powers = self.kind == OperandKind::e4m3(ScalesB::Floats) && self.e8m0.1;
         GroupedDesc {
             ragged: self.ragged,
-            kind: if powers { OperandKind::Fp8(ScalesB::Powers) } else { self.kind },
+            kind: if powers { OperandKind::e4m3(ScalesB::Powers) } else { self.kind },
             out: self.out,
             accumulate: self.accumulate,
             transposed: self.transposed,
@@ -202,9 +206,10 @@ impl Case {
         let scale = |e8m0| if e8m0 { "e8" } else { "f32" };
         let operands = match self.desc().kind {
             OperandKind::Bf16 => "bf16".to_owned(),
-            OperandKind::Fp8(scales_b) => {
+            OperandKind::Fp8(elements, scales_b) => {
                 let layout = if self.mn_major { "mn" } else { "row" };
-                format!("{}/{} {layout} {scales_b:?}", scale(self.e8m0.0), scale(self.e8m0.1))
+                let [a, b] = elements.map(|of| element(of).name());
+                format!("{a} x {b} {}/{} {layout} {scales_b:?}", scale(self.e8m0.0), scale(self.e8m0.1))
             }
         };
         let (total, most) = (self.lens.iter().sum::<usize>(), self.lens.iter().max().unwrap_or(&0));
@@ -221,14 +226,30 @@ impl Case {
     }
 }
 
+/// As the host knows it.
+fn element(of: Fp8) -> Element {
+    match of {
+        Fp8::E4m3 => Element::E4M3,
+        Fp8::E5m2 => Element::E5M2,
+    }
+}
+
+/// Codes, and what each of 256 stands for.
+struct Codes {
+    codes: Vec<u8>,
+    element: Element,
+    values: [f64; 256],
+}
+
 /// An operand's values, `[rows][k]`.
 enum Plane {
-    Codes(Vec<u8>),
+    Codes(Codes),
     Bf16(Vec<bf16>),
 }
 
 impl Plane {
-    fn draw(kind: OperandKind, data: Data, random: &mut Random, len: usize) -> Self {
+    /// Of an FP8 element, or none.
+    fn draw(of: Option<Fp8>, data: Data, random: &mut Random, len: usize) -> Self {
         let value: Vec<f32> = match data {
             Data::Integers => (0..1 << 16).map(|i| (i % 5) as f32 - 2.0).collect(),
             Data::Normal | Data::OutlierColumns | Data::MassiveTokens => {
@@ -236,27 +257,28 @@ impl Plane {
             }
             Data::HeavyTails => normals().into_iter().map(|x| x * x * x * 8.0).collect(),
         };
-        match kind {
-            OperandKind::Bf16 => {
-                Self::Bf16(random.draw(&value.into_iter().map(bf16::from_f32).collect::<Vec<_>>(), len))
-            }
-            OperandKind::Fp8(_) => {
-                let codes: Vec<u8> = value.into_iter().map(|x| Element::E4M3.encode(x)).collect();
-                Self::Codes(random.draw(&codes, len))
-            }
-        }
+        let Some(of) = of else {
+            return Self::Bf16(random.draw(&value.into_iter().map(bf16::from_f32).collect::<Vec<_>>(), len));
+        };
+        let element = element(of);
+        // What is near E4M3's largest code is brought near this one's.
+        let gain = if data == Data::Integers { 1.0 } else { element.max() / Element::E4M3.max() };
+        let codes: Vec<u8> = value.into_iter().map(|x| element.encode(x * gain)).collect();
+        let values = std::array::from_fn(|code| f64::from(element.decode(code as u8)));
+        Self::Codes(Codes { codes: random.draw(&codes, len), element, values })
     }
 
     fn fill(&mut self, at: Range<usize>, nan: bool) {
         match self {
-            Self::Codes(codes) => codes[at].fill(if nan { 0x7F } else { 0 }),
+            // A NaN in either element.
+            Self::Codes(of) => of.codes[at].fill(if nan { 0x7F } else { 0 }),
             Self::Bf16(values) => values[at].fill(if nan { bf16::NAN } else { bf16::ZERO }),
         }
     }
 
-    fn value(&self, at: usize, decode: &[f64; 256]) -> f64 {
+    fn value(&self, at: usize) -> f64 {
         match self {
-            Self::Codes(codes) => decode[codes[at] as usize],
+            Self::Codes(of) => of.values[of.codes[at] as usize],
             Self::Bf16(values) => values[at].to_f64(),
         }
     }
@@ -264,7 +286,7 @@ impl Plane {
     /// BF16 with the contraction down the rows if `down`.
     fn upload(&self, device: &Device, k: usize, down: bool) -> Result<OnDevicePlane> {
         match self {
-            Self::Codes(codes) => Ok(OnDevicePlane::Codes(device.upload(codes)?)),
+            Self::Codes(of) => Ok(OnDevicePlane::Codes(device.upload(&of.codes)?)),
             Self::Bf16(values) if down => {
                 let rows = values.len() / k;
                 let down: Vec<bf16> = (0..values.len()).map(|i| values[i % rows * k + i / rows]).collect();
@@ -321,9 +343,13 @@ impl Operands {
         let mut random = Random(seed);
         let adds = case.accumulate && desc.d() < MOST_BEFORE;
         let (rows_a, rows_b) = desc.scale_rows();
+        let [of_a, of_b] = match desc.kind {
+            OperandKind::Fp8(elements, _) => elements.map(Some),
+            OperandKind::Bf16 => [None; 2],
+        };
         let mut operands = Self {
-            a: Plane::draw(desc.kind, data, &mut random, desc.a()),
-            b: Plane::draw(desc.kind, data, &mut random, desc.b()),
+            a: Plane::draw(of_a, data, &mut random, desc.a()),
+            b: Plane::draw(of_b, data, &mut random, desc.b()),
             scales_a: random.draw(&scales(case.e8m0.0), rows_a * desc.blocks_k()),
             scales_b: random.draw(&scales(case.e8m0.1), rows_b * desc.blocks_k()),
             before: if adds { random.draw(&scales(true), desc.d()) } else { Vec::new() },
@@ -335,7 +361,7 @@ impl Operands {
             large.apply(a, scales_a, (desc.m, desc.k, 1));
         }
         if let Some(large) = &large[1] {
-            let share = if let OperandKind::Fp8(scales) = desc.kind { scales.rows() } else { 1 };
+            let share = desc.kind.scales_b().map_or(1, ScalesB::rows);
             large.apply(b, scales_b, (desc.n, desc.k, share));
         }
         operands.fill_pads(desc);
@@ -443,21 +469,17 @@ impl Operands {
     }
 
     /// One element of D in F64, before rounding; by its place in all of D.
-    pub fn exact(&self, at: usize, decode: &[f64; 256]) -> f64 {
+    pub fn exact(&self, at: usize) -> f64 {
         let desc = self.case.desc();
         let blocks = desc.blocks_k();
         let Some((row_a, row_b, Range { start: from, end: to })) = self.terms(at) else { return 0.0 };
-        let scale_row_b = match desc.kind {
-            OperandKind::Fp8(scales) => {
-                row_b / desc.n * desc.n.div_ceil(scales.rows()) + row_b % desc.n / scales.rows()
-            }
-            OperandKind::Bf16 => row_b,
-        };
+        let share = desc.kind.scales_b().map_or(1, ScalesB::rows);
+        let scale_row_b = row_b / desc.n * desc.n.div_ceil(share) + row_b % desc.n / share;
         let mut total =
             if self.case.accumulate { self.before.get(at).map_or(0.0, |&x| f64::from(x)) } else { 0.0 };
         for block in from / 128..to.div_ceil(128) {
             let dot: f64 = ((block * 128).max(from)..(block * 128 + 128).min(to))
-                .map(|k| self.a.value(row_a * desc.k + k, decode) * self.b.value(row_b * desc.k + k, decode))
+                .map(|k| self.a.value(row_a * desc.k + k) * self.b.value(row_b * desc.k + k))
                 .sum();
             let scale_a = f64::from(self.scales_a[row_a * blocks + block]);
             total += dot * scale_a * f64::from(self.scales_b[scale_row_b * blocks + block]);

@@ -5,8 +5,7 @@ use half::bf16;
 use nibble_core::Agreement;
 use nibble_core::ops::{BF16_AGREEMENT, FP8_AGREEMENT};
 use nibble_cuda::Device;
-use nibble_cuda::ops::products::grouped_product::{OperandKind, Order, Out, Ragged, ScalesB};
-use nibble_formats::Element;
+use nibble_cuda::ops::products::grouped_product::{Fp8, OperandKind, Order, Out, Ragged, ScalesB};
 use std::fmt;
 
 /// Outputs compared where there are too many for the host.
@@ -19,7 +18,7 @@ const MANY: usize = 100;
 pub fn rows(lens: &[usize], n: usize, k: usize) -> Case {
     Case {
         ragged: Ragged::Rows,
-        kind: OperandKind::Fp8(ScalesB::Tile),
+        kind: OperandKind::e4m3(ScalesB::Tile),
         out: Out::Bf16,
         e8m0: (true, true),
         accumulate: false,
@@ -38,7 +37,7 @@ pub fn rows(lens: &[usize], n: usize, k: usize) -> Case {
 pub fn wgrad(lens: &[usize], m: usize, n: usize) -> Case {
     Case {
         ragged: Ragged::Contraction,
-        kind: OperandKind::Fp8(ScalesB::Floats),
+        kind: OperandKind::e4m3(ScalesB::Floats),
         out: Out::F32,
         m,
         ..rows(lens, n, 0)
@@ -66,7 +65,8 @@ pub fn small() -> Vec<Case> {
         [(8, 16), (136, 272), (128, 128), (392, 1040), (264, 640), (256, 512), (1000, 896), (768, 768)];
     let mut cases = Vec::new();
     for (i, (&lens, (n, k))) in lens.iter().zip(sizes).enumerate() {
-        for kind in [OperandKind::Fp8(ScalesB::Tile), OperandKind::Fp8(ScalesB::Floats), OperandKind::Bf16] {
+        for kind in [OperandKind::e4m3(ScalesB::Tile), OperandKind::e4m3(ScalesB::Floats), OperandKind::Bf16]
+        {
             for out in [Out::Bf16, Out::F32] {
                 let e8m0 = (i % 2 == 0, i % 3 == 0);
                 let slack = 128 * (i % 3);
@@ -79,20 +79,21 @@ pub fn small() -> Vec<Case> {
             let case = Case { accumulate, e8m0, mn_major: i % 2 == 0, slack: 128, ..wgrad(lens, k + 3, n) };
             cases.push(bf16_of(Case { slack: 5, m: k, ..case.clone() }));
             for scales in [ScalesB::Floats, ScalesB::Strips, ScalesB::Tile] {
-                cases.push(Case { kind: OperandKind::Fp8(scales), ..case.clone() });
+                cases.push(Case { kind: OperandKind::e4m3(scales), ..case.clone() });
             }
             for scales in [ScalesB::Strips, ScalesB::Tile] {
-                let kind = OperandKind::Fp8(scales);
+                let kind = OperandKind::e4m3(scales);
                 cases.push(Case { kind, transposed: true, m: k + 4, n: n + 3, ..case.clone() });
             }
         }
         for accumulate in [false, true] {
             let case = Case { out: Out::Bf16, accumulate, slack: 128, ..wgrad(lens, k + 3, n) };
             cases.push(bf16_of(Case { slack: 5, m: k, ..case.clone() }));
-            cases.push(Case { kind: OperandKind::Fp8(ScalesB::Tile), ..case.clone() });
+            cases.push(Case { kind: OperandKind::e4m3(ScalesB::Tile), ..case.clone() });
             cases.push(case);
         }
     }
+    cases.extend(pairs_with_e5m2(lens.into_iter().zip(sizes)));
     // More groups than lanes of a warp.
     let many: Vec<usize> = (0..77).map(|g| g * 37 % 300).collect();
     cases.extend(
@@ -101,14 +102,14 @@ pub fn small() -> Vec<Case> {
     cases.push(wgrad(&many, 256, 128));
     // Qwen3's experts are 768 wide.
     for scales in [ScalesB::Floats, ScalesB::Strips, ScalesB::Tile] {
-        cases.push(Case { kind: OperandKind::Fp8(scales), mn_major: true, ..wgrad(lens[7], 768, 768) });
+        cases.push(Case { kind: OperandKind::e4m3(scales), mn_major: true, ..wgrad(lens[7], 768, 768) });
     }
     // Many tiles a cta, of short contractions and of none, added to what is there.
     let short: Vec<usize> = (0..40).map(|g| g * 137 % 1200).collect();
     let adding = Case { accumulate: true, ..wgrad(&short, 512, 640) };
-    cases.push(Case { kind: OperandKind::Fp8(ScalesB::Strips), ..adding.clone() });
-    cases.push(Case { kind: OperandKind::Fp8(ScalesB::Tile), transposed: true, ..adding.clone() });
-    cases.push(Case { out: Out::Bf16, kind: OperandKind::Fp8(ScalesB::Strips), ..adding.clone() });
+    cases.push(Case { kind: OperandKind::e4m3(ScalesB::Strips), ..adding.clone() });
+    cases.push(Case { kind: OperandKind::e4m3(ScalesB::Tile), transposed: true, ..adding.clone() });
+    cases.push(Case { out: Out::Bf16, kind: OperandKind::e4m3(ScalesB::Strips), ..adding.clone() });
     cases.push(Case { out: Out::Bf16, ..bf16_of(adding) });
     // Tiles of long and short groups mixed, in every layout of scales.
     let zipf: Vec<usize> = (0..200).map(|g| 3000 / (g + 1)).collect();
@@ -121,6 +122,29 @@ pub fn small() -> Vec<Case> {
             let out = if (i + layout) % 3 == 0 { Out::F32 } else { Out::Bf16 };
             let slack = 128 * (i % 2);
             cases.push(Case { order: Some(Order::Mixed), out, e8m0, mn_major, slack, ..rows(lens, n, k) });
+        }
+    }
+    cases
+}
+
+/// Every instance of each pair of elements with E5M2.
+fn pairs_with_e5m2<'a>(sizes: impl Iterator<Item = (&'a [usize], (usize, usize))>) -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (i, (lens, (n, k))) in sizes.enumerate() {
+        let e8m0 = (i % 2 == 0, i % 4 < 2);
+        // A pair a size: each pair has empty groups, short ones, and scales of either kind.
+        let pair = [[Fp8::E5m2, Fp8::E4m3], [Fp8::E4m3, Fp8::E5m2], [Fp8::E5m2; 2]][i % 3];
+        let by_rows = Case { e8m0, mn_major: i % 2 == 1, slack: 128 * (i % 2), ..rows(lens, n, k) };
+        let gradient = Case { e8m0, mn_major: i % 2 == 0, slack: 128, ..wgrad(lens, k + 3, n) };
+        let [tiles, each] = [ScalesB::Tile, ScalesB::Floats].map(|scales| OperandKind::Fp8(pair, scales));
+        for out in [Out::Bf16, Out::F32] {
+            cases.extend([tiles, each].map(|kind| Case { kind, out, ..by_rows.clone() }));
+            cases.extend([false, true].map(|accumulate| Case {
+                kind: each,
+                out,
+                accumulate,
+                ..gradient.clone()
+            }));
         }
     }
     cases
@@ -174,9 +198,9 @@ fn bound(case: &Case, data: Data) -> f64 {
         (Out::Bf16, ..) => 4e-3,
         (Out::F32, OperandKind::Bf16, _) => owed(BF16_AGREEMENT),
         // Three rows of a single block are too few for errors to average out: 3.4e-4 has been seen.
-        (Out::F32, OperandKind::Fp8(_), Data::HeavyTails) if three_rows => 4e-4,
-        (Out::F32, OperandKind::Fp8(_), _) if towers => owed(FP8_AGREEMENT),
-        (Out::F32, OperandKind::Fp8(_), _) => 3e-4,
+        (Out::F32, OperandKind::Fp8(..), Data::HeavyTails) if three_rows => 4e-4,
+        (Out::F32, OperandKind::Fp8(..), _) if towers => owed(FP8_AGREEMENT),
+        (Out::F32, OperandKind::Fp8(..), _) => 3e-4,
     }
 }
 
@@ -223,13 +247,8 @@ fn compared(device: &Device, case: &Case, data: Data) -> Result<Vec<Compared>, S
             return Err(format!("{}: output {at} is {}, then {}", case.name(), d[at], again[at]));
         }
     }
-    let decode: [f64; 256] = std::array::from_fn(|code| f64::from(Element::E4M3.decode(code as u8)));
-    let pick = |at: usize| Compared {
-        at,
-        got: d[at],
-        exact: operands.exact(at, &decode),
-        num_large: operands.num_large(at),
-    };
+    let pick =
+        |at: usize| Compared { at, got: d[at], exact: operands.exact(at), num_large: operands.num_large(at) };
     let [_, _, cols] = case.desc().shape_d();
     Ok(sampled(d.len(), cols).into_iter().map(pick).collect())
 }

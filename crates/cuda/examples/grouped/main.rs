@@ -52,8 +52,8 @@ fn large() -> Vec<Case> {
     let f32_scales = |case: Case| Case { e8m0: (false, false), ..case };
     let mn_major = |case: Case| Case { mn_major: true, ..case };
     // Columns made from E4M3 rows, and from MXFP4.
-    let tiles = |case: Case| Case { kind: OperandKind::Fp8(ScalesB::Tile), ..mn_major(case) };
-    let strips = |case: Case| Case { kind: OperandKind::Fp8(ScalesB::Strips), ..mn_major(case) };
+    let tiles = |case: Case| Case { kind: OperandKind::e4m3(ScalesB::Tile), ..mn_major(case) };
+    let strips = |case: Case| Case { kind: OperandKind::e4m3(ScalesB::Strips), ..mn_major(case) };
     let transposed = |case: Case| Case { transposed: true, ..case };
     let adding = |case: Case| Case { accumulate: true, ..case };
     let mixed = |case: Case| Case { order: Some(Order::Mixed), ..case };
@@ -68,7 +68,7 @@ fn large() -> Vec<Case> {
         f32_scales(rows(&UNEVEN, 7168, 2048)),
         rows(&UNEVEN, 7168, 4096),
         rows(&UNEVEN, 2048, 7168),
-        Case { kind: OperandKind::Fp8(ScalesB::Floats), ..rows(&UNEVEN, 4096, 7168) },
+        Case { kind: OperandKind::e4m3(ScalesB::Floats), ..rows(&UNEVEN, 4096, 7168) },
         mixed(rows(&zipf, 1024, 4096)),
         mixed(f32_scales(mn_major(rows(&zipf, 1024, 4096)))),
         rows(&ODD, 4096, 7168),
@@ -124,7 +124,7 @@ fn checks(device: &Device, cases: &[Case]) -> Result<(), String> {
     if failed > 0 {
         return Err(format!("{failed} of {} cases", cases.len()));
     }
-    for kind in [OperandKind::Fp8(ScalesB::Tile), OperandKind::Fp8(ScalesB::Floats)] {
+    for kind in [OperandKind::e4m3(ScalesB::Tile), OperandKind::e4m3(ScalesB::Floats)] {
         check::nan_stays_in_its_row(device, kind)?;
     }
     println!("the same bits twice; a NaN scale stays in its row");

@@ -76,14 +76,15 @@ fn may_be_exact(stored: Stored) -> bool {
     }
 }
 
-/// Whether FP8 units read its codes: E4M3 under a scale for 128 or more.
+/// Whether FP8 units read its codes: E4M3 and E5M2 under a scale for 128 or more.
 fn is_fp8(stored: Stored) -> bool {
     let Stored::Block(format, ..) = stored else { return false };
-    format.spec().block >= 128 && format.spec().element == Some(Element::E4M3)
+    let spec = format.spec();
+    spec.block >= 128 && [Some(Element::E4M3), Some(Element::E5M2)].contains(&spec.element)
 }
 
 /// What products owe each other: on integers whose sums are exact, the bits. Of blocks, those whose codes FP8 units read are multiplied as they
-/// are, the others as BF16, or as the sums of such that F32 numbers are.
+/// are, the others as BF16.
 fn owed(agreement: Agreement, operands: [Stored; 2], out: DType, input: Input) -> Agreement {
     match operands {
         _ if input == Input::Integers && operands.into_iter().all(may_be_exact) => Agreement::Bitwise,
@@ -128,6 +129,9 @@ fn pairs() -> Vec<(Stored, Stored)> {
         ((E5m2, Amax), (E4m3, Amax, Tile)),
         ((E5m2, Amax), (E5m2, Rceil, Tile)),
         ((E5m2Row, Amax), (E4m3Row, Amax, Row)),
+        ((E4m3, Amax), (E5m2, Amax, Row)),
+        ((E4m3, Rceil), (E5m2, Amax, Tile)),
+        ((E5m2Row, Rceil), (E5m2Row, Amax, Row)),
         ((Mxfp4, Rceil), (Mxfp4, Rceil, Row)),
         ((Mxfp8E4m3, Rceil), (Mxfp8E4m3, Rceil, Row)),
         ((Mxint8, Rceil), (Mxfp6E2m3, Rceil, Row)),
@@ -138,6 +142,7 @@ fn pairs() -> Vec<(Stored, Stored)> {
         ((E4m3Row, Amax), (E4m3Row, Amax, Row)),
         ((E4m3Tensor, TensorAmax), (E4m3Tensor, TensorAmax, Tile)),
         ((E5m2Tensor, TensorAmax), (E4m3, Rceil, Tile)),
+        ((E4m3Tensor, TensorAmax), (E5m2Tensor, TensorAmax, Tile)),
     ] {
         pairs.push((Stored::Block(a.0, a.1, Row), Stored::Block(b.0, b.1, b.2)));
     }
@@ -317,6 +322,9 @@ pub fn grouped_wgrad<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
         ((E4m3, Rceil), (E4m3, Rceil)),
         ((E5m2, Rceil), (E4m3, Amax)),
         ((E5m2, Rceil), (E4m3, Rceil)),
+        ((E5m2, Amax), (E4m3, Amax)),
+        ((E4m3, Rceil), (E5m2, Amax)),
+        ((E5m2, Amax), (E5m2, Rceil)),
         ((E5m2Tensor, TensorAmax), (E4m3Tensor, TensorAmax)),
         ((Mxfp4, Rceil), (Mxfp4, Rceil)),
         ((Mxfp8E4m3, Rceil), (Mxfp8E4m3, Rceil)),
@@ -325,6 +333,8 @@ pub fn grouped_wgrad<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
         ((E4m3Tensor, TensorAmax), (E4m3Tensor, TensorAmax)),
         ((E4m3Row, Amax), (E4m3Row, Amax)),
         ((E5m2Row, Rceil), (E4m3Row, Amax)),
+        ((E4m3Tensor, TensorAmax), (E5m2Tensor, TensorAmax)),
+        ((E4m3Row, Amax), (E5m2Row, Rceil)),
     ] {
         stored.push((Stored::Block(dy.0, dy.1, Col), Stored::Block(x.0, x.1, Col)));
     }

@@ -1,11 +1,11 @@
-// D = A·Bᵀ over groups, E4M3 operands with block scales: the expert layer's products in all three passes.
+// D = A·Bᵀ over groups, FP8 operands with block scales: the expert layer's products in all three passes.
 //
 // kRagged::kRows (forward, data gradient): rows start[g] .. start[g] + len[g] of A and D belong to group g, whose matrix is
 //   rows g·n .. (g+1)·n of B. Starts are multiples of 128. Rows of D of no group are written as zeros.
 // kRagged::kContraction (weight gradient): D is a stack of matrices [m][n], one a group; A [m][k] and B [n][k] are multiplied
 //   over columns start[g] .. start[g] + len[g], rounded up to 128: codes past len are zeros. An empty group gives zeros.
 //
-// A  codes [rows][k], k contiguous, k % 16 == 0; 1x128 scales.
+// A  codes [rows][k], k contiguous, k % 16 == 0; 1x128 scales. kA, kB: the elements, E4M3 or E5M2.
 // B  codes [rows][k];                            128x128, 32x128 or 1x128 scales (kScalesB).
 //    A scale is an F32 or an E8M0 byte. That of a row and a block of the contraction lies at row * row_stride + block * block_stride.
 // D  BF16 or F32, overwritten or, as kAdds says, added to; kTransposed: [n][m] instead. Its rows are multiples of 16 bytes.
@@ -24,7 +24,8 @@
 
 namespace nib {
 
-template <Ragged kRagged, ScalesOfB kScalesB, class Out, Adds kAdds, bool kTransposed, int kStages, int kCluster, int kOutBuffers, int kBoxes>
+template <ptx::Fp8 kA, ptx::Fp8 kB, Ragged kRagged, ScalesOfB kScalesB, class Out, Adds kAdds, bool kTransposed, int kStages,
+          int kCluster, int kOutBuffers, int kBoxes>
 __global__ void __launch_bounds__(384, 1)
     grouped_fp8_block(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
                       const __grid_constant__ TensorMap map_d, const __grid_constant__ Scales scales_a,
@@ -47,7 +48,7 @@ __global__ void __launch_bounds__(384, 1)
             fetch_scales<kRagged, kStages, kCluster, kScalesB>(shared, scales_a, scales_b, groups, threadIdx.x - 32);
     } else {
         ptx::registers_grow_to<224>();
-        consume<kRagged, kStages, kCluster, kOutBuffers, kBoxes, kScalesB, kAdds, kTransposed, Out>(shared, map_d, warp - 4);
+        consume<kA, kB, kRagged, kStages, kCluster, kOutBuffers, kBoxes, kScalesB, kAdds, kTransposed, Out>(shared, map_d, warp - 4);
         if constexpr (kRagged == Ragged::kRows) clear_tail(d, groups);
     }
     // A peer may still arrive at this CTA's barriers or multicast into its ring: no CTA exits before all are done.

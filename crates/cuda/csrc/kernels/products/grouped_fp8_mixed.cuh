@@ -1,5 +1,5 @@
 // The forward product of grouped_fp8_block.cuh where many groups are short: the same operands, arithmetic and results
-// (kRagged::kRows, 128x128 scales of B), with another order of tiles and another use of the ring.
+// (E4M3, kRagged::kRows, 128x128 scales of B), with another order of tiles and another use of the ring.
 //
 // Tiles of short groups stream B from the memory; tiles of long groups keep the tensor cores busy. They come mixed
 // (grouped_mixed_schedule.cuh), so that both work all the time. Where a tile has rows for one wave only, a stage holds
@@ -175,7 +175,8 @@ __global__ void __launch_bounds__(384, 1)
             shared.queue.tell(MixedSchedule<kCluster>(groups));
     } else {
         ptx::registers_grow_to<224>();
-        consume<Ragged::kRows, kStages, kCluster, kOutBuffers, kBoxes, ScalesOfB::kTile, Adds::kNone, false, Out>(shared, map_d, warp - 4);
+        constexpr ptx::Fp8 kE4m3 = ptx::Fp8::kE4m3;
+        consume<kE4m3, kE4m3, Ragged::kRows, kStages, kCluster, kOutBuffers, kBoxes, ScalesOfB::kTile, Adds::kNone, false, Out>(shared, map_d, warp - 4);
         clear_tail(d, groups);
     }
     // A peer may still arrive at this CTA's barriers or multicast into its ring: no CTA exits before all are done.

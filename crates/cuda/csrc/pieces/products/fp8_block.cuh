@@ -1,4 +1,4 @@
-// Products of E4M3 blocks: the ring of stages in shared memory, who fills it, and who multiplies, scales and stores.
+// Products of FP8 blocks: the ring of stages in shared memory, who fills it, and who multiplies, scales and stores.
 #pragma once
 #include "pieces/products/grouped_store.cuh"
 
@@ -240,13 +240,14 @@ __device__ __forceinline__ void fetch_scales(Shared& shared, const Scales& scale
 
 /// Starts the product of one 64-row wave of a stage: four wgmma over its 128 of K. `a` and `b` are the low halves of the
 /// tiles' descriptors; one step of 32 along K is 32 bytes, 2 in a descriptor.
+template <ptx::Fp8 kA, ptx::Fp8 kB>
 __device__ __forceinline__ void multiply(float (&partial)[64], u32 a, u32 b) {
     ptx::wgmma_pin(partial);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kBlockK / 32; ++step)
-        ptx::wgmma_m64n128k32_e4m3(partial, ptx::wgmma_descriptor(a + 2 * step), ptx::wgmma_descriptor(b + 2 * step),
-                                   step != 0);
+        ptx::wgmma_m64n128k32_fp8<kA, kB>(partial, ptx::wgmma_descriptor(a + 2 * step), ptx::wgmma_descriptor(b + 2 * step),
+                                          step != 0);
     ptx::wgmma_commit();
     ptx::wgmma_pin(partial);
 }
@@ -320,7 +321,8 @@ struct Promotion {
 };
 
 /// Empties the ring: products, promotion, and the stores of finished tiles. `warp` counts within the math warps.
-template <Ragged kRagged, int kStages, int kCluster, int kOutBuffers, int kBoxes, ScalesOfB kScalesB, Adds kAdds, bool kTransposed, class Out, class Shared>
+template <ptx::Fp8 kA, ptx::Fp8 kB, Ragged kRagged, int kStages, int kCluster, int kOutBuffers, int kBoxes, ScalesOfB kScalesB, Adds kAdds,
+          bool kTransposed, class Out, class Shared>
 __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, int warp) {
     const u32 lane = ptx::lane_idx();
     const int first_row = warp / 4 * kWaveRows;             // of this warpgroup's first wave, in the tile
@@ -416,7 +418,7 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
         float partial[64];
         Promotion<kScalesB> upper, lower;
         if (!kLate) upper.read(shared, stage, lane_row);
-        multiply(partial, a, b);
+        multiply<kA, kB>(partial, a, b);
         if (!kLate) upper.fetch();
         if (first) store(before, kLast, kFirst, tile, true);
         if (second) load(tile);
@@ -424,7 +426,7 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
         finish(partial);
         upper.add(total[0], partial);
         if (!kLate) lower.read(shared, stage, lane_row + kNextWave);
-        multiply(partial, a + kNextWave * kBlockK / 16, b);
+        multiply<kA, kB>(partial, a + kNextWave * kBlockK / 16, b);
         if (!kLate) lower.fetch();
         if (first) store(before, kFirst, kAll, tile, true);
         if (first && last) load(tile);
@@ -443,8 +445,8 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
         float partial[64];
         Promotion<kScalesB> promotion, second;
         promotion.read(shared, stage, lane_row), second.read(shared, stage, lane_row + kWaveRows);
-        multiply(partial, a, first_b + stage * kStageB);
-        multiply(total[1], second_a, second_b);
+        multiply<kA, kB>(partial, a, first_b + stage * kStageB);
+        multiply<kA, kB>(total[1], second_a, second_b);
         ptx::wgmma_wait_until<1>();
         ptx::wgmma_pin(partial);
         promotion.add(total[0], partial);
@@ -502,7 +504,7 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
                     Promotion<kScalesB> promotion;
                     promotion.read(shared, stage, lane_row);
                     float partial[64];
-                    multiply(partial, first_a + stage * kStageA, first_b + stage * kStageB);
+                    multiply<kA, kB>(partial, first_a + stage * kStageA, first_b + stage * kStageB);
                     promotion.fetch();
                     finish(partial);
                     promotion.add(total[0], partial);

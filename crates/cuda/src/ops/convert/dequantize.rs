@@ -37,11 +37,6 @@ pub(crate) fn bare(device: &Device, x: &BlockScaled<Cuda>) -> Result<Tensor<Cuda
     decoded(device, Dequantize { x, dtype: DType::Bf16 }, true)
 }
 
-/// The values in F32, with every scale.
-pub(crate) fn wide(device: &Device, x: &BlockScaled<Cuda>) -> Result<Tensor<Cuda>> {
-    decoded(device, Dequantize { x, dtype: DType::F32 }, false)
-}
-
 fn decoded(device: &Device, op: Dequantize<'_, Cuda>, bare: bool) -> Result<Tensor<Cuda>> {
     op.check()?;
     BufferCheck::on(OP, device).blocks("x", op.x)?;

@@ -10,7 +10,7 @@ use crate::Cuda;
 use crate::ops::plain::elementwise::cast_values;
 use half::bf16;
 use nibble_choice::Grouping;
-use nibble_choice::products::{Factor, GroupedDesc, ProductDesc, ProductPath, ScalesB};
+use nibble_choice::products::{Factor, Fp8, GroupedDesc, ProductDesc, ProductPath, ScalesB};
 use nibble_core::formats::WHOLE_LINE;
 use nibble_core::formats::layout::mn_major_stride;
 use nibble_core::formats::{BlockAxis, Format, ScaleLayout};
@@ -124,16 +124,17 @@ impl Product<'_> {
         (a, b): (&'a Operand<Cuda>, &'a Operand<Cuda>),
     ) -> Result<(grouped_product::Operand<'a>, grouped_product::Operand<'a>)> {
         let (a, b) = if desc.transposed { (b, a) } else { (a, b) };
-        Ok((self.operand(a, ScalesB::Floats)?, self.operand(b, Factor::of(b).scales_b())?))
+        let rows_b = desc.kind.scales_b().map_or(1, ScalesB::rows);
+        Ok((self.operand(a, 1)?, self.operand(b, rows_b)?))
     }
 
-    /// Read with one scale for as many rows as `shared` says.
-    fn operand<'a>(&self, x: &'a Operand<Cuda>, shared: ScalesB) -> Result<grouped_product::Operand<'a>> {
+    /// Read with one scale for so many neighbouring rows, of which each has the same.
+    fn operand<'a>(&self, x: &'a Operand<Cuda>, shared: usize) -> Result<grouped_product::Operand<'a>> {
         match x {
             Operand::Block(q) => {
                 let mut scales = scales(self.op, q)?;
                 if q.axis != BlockAxis::Tile {
-                    scales.row_stride *= shared.rows();
+                    scales.row_stride *= shared;
                 }
                 Ok(grouped_product::Operand::Fp8(q.codes.get(), scales))
             }
@@ -158,14 +159,18 @@ impl Product<'_> {
             }
             Operand::Block(q) => {
                 let codes = q.codes.get();
-                if !Factor::of(x).is_fp8() {
-                    return Err(Error::unsupported(self.op, q.format, "it is to be decoded first"));
-                }
+                let values = match Factor::of(x).fp8() {
+                    Some(Fp8::E4m3) => Values::E4m3(codes),
+                    Some(Fp8::E5m2) => Values::E5m2(codes),
+                    None => {
+                        return Err(Error::unsupported(self.op, q.format, "it is to be decoded first"));
+                    }
+                };
                 let is_square = q.axis == BlockAxis::Tile && q.tensor_scale.is_none();
                 let tile_rows = if is_square { q.format.spec().block } else { 1 };
                 let scales = Some(scales(self.op, q)?);
                 let row_stride = if down { q.rows } else { q.cols };
-                Ok(Side { values: Values::E4m3(codes), row_stride, k_stride: 1, scales, tile_rows })
+                Ok(Side { values, row_stride, k_stride: 1, scales, tile_rows })
             }
         }
     }

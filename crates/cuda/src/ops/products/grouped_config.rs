@@ -6,7 +6,7 @@ use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::Launch;
 use crate::launch::tensor_map::Fetch;
 use crate::probe::GpuInfo;
-use nibble_choice::products::{GroupedDesc, OperandKind, Out, ScalesB};
+use nibble_choice::products::{Fp8, GroupedDesc, OperandKind, Out, ScalesB};
 use nibble_core::ops::ProductDims;
 use nibble_core::{Error, Result};
 use std::fmt;
@@ -50,7 +50,7 @@ pub enum Order {
     /// Full ones first, those that end a group early last.
     FullFirst,
     /// Those of long and of short groups mixed: the ones keep the tensor cores busy, the others the memory
-    /// ([`Ragged::Rows`], FP8 with a scale a tile of B).
+    /// ([`Ragged::Rows`], E4M3 with a scale a tile of B).
     Mixed,
 }
 
@@ -104,7 +104,7 @@ impl GroupedConfig {
     /// Tiles of groups that are short on average come mixed. At 256 rows a group that is 4 % slower.
     pub const fn choose(desc: &GroupedDesc, _gpu: &GpuInfo) -> Self {
         let in_warp = Self { stages: 3, adds: Adds::InWarp, ..Self::USUAL };
-        let shared = matches!(desc.kind, OperandKind::Fp8(ScalesB::Tile | ScalesB::Strips));
+        let shared = matches!(desc.kind, OperandKind::Fp8(_, ScalesB::Tile | ScalesB::Strips));
         match desc.out {
             Out::Bf16 if desc.accumulate => Self { out_buffers: 4, out_boxes: 2, ..in_warp },
             Out::F32 if desc.accumulate && shared && desc.k / SHORT < desc.groups => {
@@ -119,7 +119,8 @@ impl GroupedConfig {
 
     /// Whether there is an instance that mixes tiles.
     const fn can_mix(desc: &GroupedDesc) -> bool {
-        let by_rows = matches!((desc.ragged, desc.kind), (Ragged::Rows, OperandKind::Fp8(ScalesB::Tile)));
+        const E4M3_BY_TILES: OperandKind = OperandKind::e4m3(ScalesB::Tile);
+        let by_rows = matches!((desc.ragged, desc.kind), (Ragged::Rows, E4M3_BY_TILES));
         by_rows && desc.groups > 1
     }
 
@@ -152,7 +153,7 @@ impl GroupedConfig {
     /// buffers, which go through a tile's parts of D: the device's `Stores`.
     pub(crate) fn check_for(&self, desc: &GroupedDesc) -> Result<()> {
         if self.order == Order::Mixed && !Self::can_mix(desc) {
-            let expected = "full tiles, but for several groups of rows in FP8 with a scale a tile of B";
+            let expected = "full tiles, but for several groups of rows in E4M3 with a scale a tile of B";
             return Err(Error::shape("grouped_product", "config", self.to_string(), expected));
         }
         let bytes = if desc.out == Out::Bf16 { size_of::<half::bf16>() } else { size_of::<f32>() };
@@ -177,12 +178,12 @@ impl GroupedConfig {
     /// Dynamic shared memory in bytes: `SharedLayout` of the kernel, and 1024 to align it.
     pub const fn shared_bytes(&self, desc: &GroupedDesc) -> usize {
         let operands = (BLOCK_M + BLOCK_N) * ROW_BYTES;
-        let scales = match desc.kind {
-            OperandKind::Fp8(ScalesB::Tile | ScalesB::Strips) => BLOCK_M + 4,
+        let scales = match desc.kind.scales_b() {
+            Some(ScalesB::Tile | ScalesB::Strips) => BLOCK_M + 4,
             // B's in four parts, each padded by 4; powers of two as BF16.
-            OperandKind::Fp8(ScalesB::Powers) => BLOCK_M + BLOCK_N / 2 + 16,
-            OperandKind::Fp8(ScalesB::Floats) => BLOCK_M + BLOCK_N + 16,
-            OperandKind::Bf16 => 0,
+            Some(ScalesB::Powers) => BLOCK_M + BLOCK_N / 2 + 16,
+            Some(ScalesB::Floats) => BLOCK_M + BLOCK_N + 16,
+            None => 0,
         };
         let barriers = 2 * size_of::<u64>();
         let out =
@@ -217,7 +218,9 @@ impl GroupedConfig {
                 args.retain(|(name, _)| !matches!(*name, "kRagged" | "kAdds"));
                 ("kernels/products/grouped_fp8_mixed.cuh", "nib::grouped_fp8_mixed")
             }
-            OperandKind::Fp8(scales_b) => {
+            OperandKind::Fp8([a, b], scales_b) => {
+                args.push(("kA", TemplateArg::Type(element_name(a))));
+                args.push(("kB", TemplateArg::Type(element_name(b))));
                 args.push(("kScalesB", TemplateArg::Type(scales_name(scales_b))));
                 args.push(("kTransposed", TemplateArg::Bool(desc.transposed)));
                 ("kernels/products/grouped_fp8_block.cuh", "nib::grouped_fp8_block")
@@ -255,6 +258,14 @@ impl GroupedConfig {
     }
 }
 
+/// The device's name of [`Fp8`].
+const fn element_name(element: Fp8) -> &'static str {
+    match element {
+        Fp8::E4m3 => "nib::ptx::Fp8::kE4m3",
+        Fp8::E5m2 => "nib::ptx::Fp8::kE5m2",
+    }
+}
+
 /// The device's name of [`ScalesB`].
 const fn scales_name(scales: ScalesB) -> &'static str {
     match scales {
@@ -281,7 +292,7 @@ fn hopper() -> GpuInfo {
 
 /// The instances built for it.
 pub(crate) fn instances() -> Vec<crate::ops::Instance> {
-    let fp8 = OperandKind::Fp8;
+    let fp8 = OperandKind::e4m3;
     let mut cases = Vec::new();
     for kind in [fp8(ScalesB::Tile), fp8(ScalesB::Powers), fp8(ScalesB::Floats), OperandKind::Bf16] {
         cases.extend([Out::Bf16, Out::F32].map(|out| (Ragged::Rows, kind, out, false, false)));
@@ -295,6 +306,14 @@ pub(crate) fn instances() -> Vec<crate::ops::Instance> {
             if !own.contains(&kind) {
                 cases.push((Ragged::Contraction, kind, Out::F32, accumulate, true));
             }
+        }
+    }
+    // Pairs with E5M2: scales of B by tiles, of weights, and in the way that does for all others.
+    for pair in [[Fp8::E5m2, Fp8::E4m3], [Fp8::E4m3, Fp8::E5m2], [Fp8::E5m2; 2]] {
+        let [tiles, rows] = [ScalesB::Tile, ScalesB::Floats].map(|scales| OperandKind::Fp8(pair, scales));
+        for out in [Out::Bf16, Out::F32] {
+            cases.extend([tiles, rows].map(|kind| (Ragged::Rows, kind, out, false, false)));
+            cases.extend([false, true].map(|adds| (Ragged::Contraction, rows, out, adds, false)));
         }
     }
     let gpu = hopper();
@@ -319,7 +338,7 @@ mod tests {
 
     const DESC: GroupedDesc = GroupedDesc {
         ragged: Ragged::Rows,
-        kind: OperandKind::Fp8(ScalesB::Tile),
+        kind: OperandKind::e4m3(ScalesB::Tile),
         out: Out::Bf16,
         accumulate: false,
         transposed: false,
@@ -366,8 +385,9 @@ mod tests {
         assert_eq!((tiles(&DESC), tiles(&zipf)), (Order::FullFirst, Order::Mixed));
         let longer = GroupedDesc { m: 256 * MIXED_ROWS, ..zipf };
         let few = GroupedDesc { groups: 8, m: 1024, ..DESC };
-        let others =
-            [OperandKind::Bf16, OperandKind::Fp8(ScalesB::Powers)].map(|kind| GroupedDesc { kind, ..zipf });
+        let e5m2 = OperandKind::Fp8([Fp8::E5m2, Fp8::E4m3], ScalesB::Tile);
+        let others = [OperandKind::Bf16, OperandKind::e4m3(ScalesB::Powers), e5m2]
+            .map(|kind| GroupedDesc { kind, ..zipf });
         let gradient = GroupedDesc { ragged: Ragged::Contraction, ..zipf };
         for desc in [longer, few, gradient].iter().chain(&others) {
             assert_eq!(tiles(desc), Order::FullFirst, "{desc:?}");

@@ -1,4 +1,4 @@
-//! D = A·Bᵀ over groups whose sizes only the device knows, on the tensor cores: E4M3 operands with block scales
+//! D = A·Bᵀ over groups whose sizes only the device knows, on the tensor cores: FP8 operands with block scales
 //! (`csrc/kernels/products/grouped_fp8_block.cuh`), and BF16 (`csrc/kernels/products/grouped_bf16.cuh`). One group is the dense product.
 
 pub use super::grouped_config::{Adds, GroupedConfig, Order};
@@ -9,7 +9,7 @@ use crate::launch::KernelArg;
 use crate::launch::tensor_map::{Element, Fetch, Swizzle, TensorMap, Tiles};
 use crate::{Buffer, Device};
 use half::bf16;
-pub use nibble_choice::products::{GroupedDesc, OperandKind, Out, ScalesB};
+pub use nibble_choice::products::{Fp8, GroupedDesc, OperandKind, Out, ScalesB};
 use nibble_core::{Error, Result};
 
 const OP: &str = "grouped_product";
@@ -19,7 +19,7 @@ const BOX: usize = 64;
 /// One operand.
 #[derive(Debug, Clone, Copy)]
 pub enum Operand<'a> {
-    /// E4M3 codes `[rows][k]` and their scales.
+    /// FP8 codes `[rows][k]` and their scales.
     Fp8(&'a Buffer<u8>, StridedScales<'a>),
     /// `[rows][k]`; with [`Ragged::Contraction`], `[k][rows]`.
     Bf16(&'a Buffer<bf16>),
@@ -115,8 +115,8 @@ impl GroupedProduct<'_> {
         let (rows_a, rows_b) = desc.scale_rows();
         self.a.check("a", desc, desc.a(), rows_a, device)?;
         self.b.check("b", desc, desc.b(), rows_b, device)?;
-        if let (OperandKind::Fp8(ScalesB::Powers), Operand::Fp8(_, StridedScales { values, .. })) =
-            (desc.kind, &self.b)
+        if let (Some(ScalesB::Powers), Operand::Fp8(_, StridedScales { values, .. })) =
+            (desc.kind.scales_b(), &self.b)
             && values.is_f32()
         {
             return Err(Error::shape(OP, "scales of b", "F32", "E8M0"));
@@ -200,7 +200,7 @@ mod tests {
 
     const GOOD: GroupedDesc = GroupedDesc {
         ragged: Ragged::Rows,
-        kind: OperandKind::Fp8(ScalesB::Tile),
+        kind: OperandKind::e4m3(ScalesB::Tile),
         out: Out::Bf16,
         accumulate: false,
         transposed: false,
@@ -228,7 +228,7 @@ mod tests {
             (GroupedDesc { m: 1 << 30, ..GOOD }, "scales"),
             (GroupedDesc { accumulate: true, ..GOOD }, "accumulate"),
             (GroupedDesc { transposed: true, ..GOOD }, "transposed"),
-            (GroupedDesc { kind: OperandKind::Fp8(ScalesB::Strips), ..GOOD }, "kind"),
+            (GroupedDesc { kind: OperandKind::e4m3(ScalesB::Strips), ..GOOD }, "kind"),
             (GroupedDesc { transposed: true, ..wgrad }, "transposed"),
             (GroupedDesc { m: 12, ..wgrad }, "m"),
         ] {
@@ -242,9 +242,9 @@ mod tests {
         assert_eq!((GOOD.blocks_k(), GOOD.scale_rows()), (4, (384, 3 * 3)));
         assert_eq!((GOOD.a(), GOOD.b(), GOOD.d()), (384 * 400, 3 * 264 * 400, 384 * 264));
         let wgrad =
-            GroupedDesc { ragged: Ragged::Contraction, kind: OperandKind::Fp8(ScalesB::Floats), ..GOOD };
+            GroupedDesc { ragged: Ragged::Contraction, kind: OperandKind::e4m3(ScalesB::Floats), ..GOOD };
         assert_eq!((wgrad.b(), wgrad.d(), wgrad.scale_rows()), (264 * 400, 3 * 384 * 264, (384, 264)));
-        let strips = GroupedDesc { kind: OperandKind::Fp8(ScalesB::Strips), transposed: true, ..wgrad };
+        let strips = GroupedDesc { kind: OperandKind::e4m3(ScalesB::Strips), transposed: true, ..wgrad };
         assert_eq!((strips.shape_d(), strips.scale_rows()), ([3, 264, 384], (384, 9)));
         let of_bytes = [ScalesB::Tile, ScalesB::Strips, ScalesB::Powers];
         assert!(of_bytes.iter().all(|&b| ScalesB::repeating(b.rows()) == b));

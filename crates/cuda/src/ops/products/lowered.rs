@@ -1,6 +1,5 @@
 //! Products of formats that no kernel multiplies as they are: their codes times the scales of their blocks are BF16 numbers, exactly as far
 //! as its exponents reach, and are multiplied as such. Scales of tensors multiply the F32 sums (`csrc/kernels/products/scale_sums.cuh`).
-//! Where they are no BF16 numbers, both sides are multiplied as the F32 numbers that they stand for.
 
 use super::product::{Product, Ragged, Target};
 use crate::backend::Buf;
@@ -25,11 +24,8 @@ pub(super) fn run(
     d: Target<'_>,
 ) -> Result<()> {
     let (device, a, b) = (d.device().clone(), a.block(product.op)?, b.block(product.op)?);
-    let decode = |x| match path.dtype {
-        DType::Bf16 => dequantize::bare(&device, x),
-        DType::F32 => dequantize::wide(&device, x),
-    };
-    let (plain_a, plain_b) = (Operand::Plain(decode(a)?), Operand::Plain(decode(b)?));
+    let [plain_a, plain_b] =
+        [dequantize::bare(&device, a)?, dequantize::bare(&device, b)?].map(Operand::Plain);
     let groups = match (path.whole_groups, product.groups) {
         (Some(_), Some(groups)) => Some(whole_groups(&device, groups)?),
         (_, groups) => groups.cloned(),

@@ -2,13 +2,13 @@
 //! exactly, and the products of those are exact, so that only the order of the sums is another.
 
 use super::grouped_product::{GroupedProduct, Operand as Factor};
-use super::product::{Product, Ragged, Target};
+use super::product::{Product, Target};
 use super::product_runs::{Runs, Units, sum, sum_to};
 use crate::compile::jit::KernelSpec;
 use crate::launch::{Divider, KernelArg};
 use crate::{Buffer, Cuda, Device};
 use half::bf16;
-use nibble_choice::products::{GroupedDesc, PARTS, Parts, PartsForm};
+use nibble_choice::products::{PARTS, Parts, PartsForm};
 use nibble_core::{Data, Error, Operand, Result, Tensor};
 
 /// Each part once.
@@ -25,12 +25,8 @@ pub(super) fn run(
     let (Operand::Plain(Tensor { data: a, .. }), Operand::Plain(Tensor { data: b, .. })) = operands else {
         return Err(Error::shape(product.op, "operands", "quantized", "plain, as chosen for"));
     };
-    let matrices_of_b = match product.ragged {
-        Ragged::Rows => product.groups.map_or(1, |groups| groups.num_groups),
-        Ragged::Contraction => 1,
-    };
     let lengths = (len(a), len(b));
-    let expected = (product.m * product.k, matrices_of_b * product.n * product.k);
+    let expected = (product.m * product.k, product.n * product.k);
     if lengths != expected {
         let (got, expected) = (format!("{lengths:?}"), format!("{expected:?}"));
         return Err(Error::shape(product.op, "values of the operands", got, expected));
@@ -60,7 +56,6 @@ pub(super) fn run(
                 .run()?;
             sum_to(d, &tall, product.m * product.n, PARTS, parts.runs)
         }
-        (PartsForm::Down, Data::F32(a), Data::F32(b), d) => down(parts, product, (a.get(), b.get()), d),
         (.., d) => {
             Err(Error::shape(product.op, "operands and out", format!("{operands:?}, {d:?}"), "as chosen for"))
         }
@@ -72,29 +67,6 @@ fn len(data: &Data<Cuda>) -> usize {
         Data::F32(values) => values.get().len(),
         Data::Bf16(values) => values.get().len(),
     }
-}
-
-/// The small products of parts first: what they are together is not lost beside the large one.
-fn down(
-    parts: Parts,
-    product: &Product<'_>,
-    (a, b): (&Buffer<f32>, &Buffer<f32>),
-    d: Target<'_>,
-) -> Result<()> {
-    let [of_a, of_b] = parts.of_each().map(|count| &EACH[..count]);
-    let (len_a, len_b) = (a.len(), b.len());
-    let (a, b) = (split(a, len_a, of_a)?, split(b, len_b, of_b)?);
-    let mut all = d.device().alloc(parts.desc.d())?;
-    let runs = Runs::of(product, parts.runs)?;
-    let groups = runs.as_ref().map(Runs::groups).or(product.group_buffers());
-    for (i, (left, right)) in Parts::LEFT.into_iter().zip(Parts::RIGHT).rev().enumerate() {
-        let part = |of: &Buffer<bf16>, i: u32, len| of.part(i as usize * len..(i as usize + 1) * len);
-        let (a, b) = (part(&a, left, len_a)?, part(&b, right, len_b)?);
-        let desc = GroupedDesc { accumulate: i != 0, ..parts.desc };
-        let to_all = Target::F32 { values: &mut all, accumulate: i != 0 };
-        GroupedProduct { desc, groups, a: Factor::Bf16(&a), b: Factor::Bf16(&b), d: to_all }.run()?;
-    }
-    sum_to(d, &all, product.m * product.n, 1, parts.runs)
 }
 
 /// The parts of each row beside each other, in this order.

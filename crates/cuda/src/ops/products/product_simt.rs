@@ -22,6 +22,7 @@ pub(crate) enum Values<'a> {
     F32(&'a Buffer<f32>),
     Bf16(&'a Buffer<bf16>),
     E4m3(&'a Buffer<u8>),
+    E5m2(&'a Buffer<u8>),
 }
 
 impl Values<'_> {
@@ -29,7 +30,7 @@ impl Values<'_> {
         match self {
             Self::F32(x) => x.device(),
             Self::Bf16(x) => x.device(),
-            Self::E4m3(x) => x.device(),
+            Self::E4m3(x) | Self::E5m2(x) => x.device(),
         }
     }
 
@@ -37,7 +38,7 @@ impl Values<'_> {
         match self {
             Self::F32(x) => x.address(),
             Self::Bf16(x) => x.address(),
-            Self::E4m3(x) => x.address(),
+            Self::E4m3(x) | Self::E5m2(x) => x.address(),
         }
     }
 
@@ -45,7 +46,7 @@ impl Values<'_> {
         match self {
             Self::F32(x) => x.len(),
             Self::Bf16(x) => x.len(),
-            Self::E4m3(x) => x.len(),
+            Self::E4m3(x) | Self::E5m2(x) => x.len(),
         }
     }
 
@@ -55,6 +56,7 @@ impl Values<'_> {
             Self::F32(_) => 0,
             Self::Bf16(_) => 1,
             Self::E4m3(_) => 2,
+            Self::E5m2(_) => 3,
         }
     }
 
@@ -62,7 +64,7 @@ impl Values<'_> {
         match self {
             Self::F32(_) => ELEMENTS[0],
             Self::Bf16(_) => ELEMENTS[1],
-            Self::E4m3(_) => ELEMENTS[2],
+            Self::E4m3(_) | Self::E5m2(_) => ELEMENTS[2],
         }
     }
 }
