@@ -238,7 +238,7 @@ fn element(of: Fp8) -> Element {
 struct Codes {
     codes: Vec<u8>,
     element: Element,
-    values: [f64; 256],
+    values: Box<[f64; 256]>,
 }
 
 /// An operand's values, `[rows][k]`.
@@ -265,7 +265,7 @@ impl Plane {
         let gain = if data == Data::Integers { 1.0 } else { element.max() / Element::E4M3.max() };
         let codes: Vec<u8> = value.into_iter().map(|x| element.encode(x * gain)).collect();
         let values = std::array::from_fn(|code| f64::from(element.decode(code as u8)));
-        Self::Codes(Codes { codes: random.draw(&codes, len), element, values })
+        Self::Codes(Codes { codes: random.draw(&codes, len), element, values: Box::new(values) })
     }
 
     fn fill(&mut self, at: Range<usize>, nan: bool) {

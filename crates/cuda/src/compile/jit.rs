@@ -7,6 +7,7 @@
 pub use crate::compile::cubin::{Cubin, Key, Resources};
 use crate::compile::cubin_cache::CubinCache;
 use crate::compile::source::{Sources, num_arguments, template_parameters};
+use crate::driver::symbols;
 use cudarc::nvrtc::{result, sys};
 use nibble_core::{Error, Result};
 use std::collections::{BTreeMap, HashMap};
@@ -119,11 +120,7 @@ impl Nvrtc {
                 .into());
         }
         // SAFETY: as above; the library was just found.
-        crate::driver::symbols::missing(
-            "libnvrtc.so",
-            unsafe { sys::culib() },
-            crate::driver::symbols::NVRTC,
-        )?;
+        symbols::missing("libnvrtc.so", unsafe { sys::culib() }, symbols::NVRTC)?;
         let (mut major, mut minor) = (0, 0);
         // SAFETY: writes two ints.
         unsafe { sys::nvrtcVersion(&mut major, &mut minor) }.result().map_err(|error| error.to_string())?;

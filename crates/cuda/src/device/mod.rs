@@ -1,7 +1,7 @@
 //! A GPU with what is done on it: loaded kernels, events, the arena that work lies in, copies.
 //!
 //! All work is issued on the device's first stream, so that a buffer freed after a launch is reused only by later work.
-//! The second stream only copies to the host ([`download`](crate::device::download)). These calls wait:
+//! The second stream only copies to the host ([`download`]). These calls wait:
 //! [`Device::synchronize`], [`Buffer::download`](crate::Buffer::download), the end of a download begun before,
 //! [`Event::elapsed_ms`], and an upload where megabytes of earlier uploads are still in flight.
 

@@ -47,7 +47,7 @@ impl RouteDesc {
         RouteSums::new::<Cuda>(self.tokens_per_shard * self.shards, self.shards, self.experts)
     }
 
-    fn chunks(&self) -> usize {
+    fn chunks_of_shard(&self) -> usize {
         self.sums().chunks_of_shard
     }
 }
@@ -98,7 +98,7 @@ impl RouteConfig {
 
     /// A CTA for each chunk, with `words` words of shared memory.
     fn launch(&self, desc: &RouteDesc, words: usize) -> Launch {
-        let (ctas, threads) = (desc.shards * desc.chunks(), self.threads() as u32);
+        let (ctas, threads) = (desc.shards * desc.chunks_of_shard(), self.threads() as u32);
         Launch { ctas: ctas as u32, threads, cluster: 1, shared_bytes: 4 * words }
     }
 
@@ -159,7 +159,7 @@ pub(crate) fn route(cuda: &Cuda, op: Route<'_, Cuda>) -> Result<Routing<Cuda>> {
     };
     let products = device.alloc::<f64>(shards * experts)?;
     let [experts_arg, top_k_arg, tokens_arg, chunks_arg] =
-        [experts, top_k, desc.tokens_per_shard, desc.chunks()].map(|n| n as i32);
+        [experts, top_k, desc.tokens_per_shard, desc.chunks_of_shard()].map(|n| n as i32);
     if tokens > 0 {
         let kernel = device.kernel(&config.spec("nib::route_tokens"))?;
         let normalize = i32::from(op.normalize);
@@ -250,7 +250,7 @@ pub(crate) fn route_backward(cuda: &Cuda, op: RouteBackward<'_, Cuda>) -> Result
         let per_shard = desc.tokens_per_shard;
         let (balance, z) = op.loss_factors();
         let [experts, top_k, normalize, per_shard, chunks] =
-            [experts, top_k, usize::from(op.normalize), per_shard, desc.chunks()].map(|n| n as i32);
+            [experts, top_k, usize::from(op.normalize), per_shard, desc.chunks_of_shard()].map(|n| n as i32);
         let routing = op.routing;
         let (load, load_stride): (&dyn KernelArg, i32) = match op.batch_load {
             Some(load) => (load.get(), 0),
