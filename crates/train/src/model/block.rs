@@ -93,9 +93,6 @@ impl<B: Kernels> Saved for AttendSaved<B> {
 impl<B: Kernels> Saved for SecondSaved<B> {
     fn ledger(&self, ledger: &mut Ledger) {
         self.norm.ledger(ledger);
-        if let Some(n_td) = self.feed.input() {
-            ledger.tensor(&self.norm.layer, "y", n_td);
-        }
         self.feed.ledger(ledger);
     }
 }
