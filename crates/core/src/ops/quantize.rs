@@ -50,12 +50,29 @@ pub enum Emit {
 }
 
 impl Emit {
+    /// What the length of a plane of columns is a multiple of; 1 where there is none.
+    pub fn column_step(self) -> usize {
+        match self {
+            Self::Block { codec, planes: Planes::Cols | Planes::Both } => codec.format().column_step(),
+            Self::Block { .. } | Self::Plain(_) => 1,
+        }
+    }
+
     /// What is asked for of a matrix `[rows, cols]`: yet to be written, and counts of zero.
     pub fn result<B: Backend>(self, b: &B, rows: usize, cols: usize) -> Result<Emitted<B>> {
+        self.result_with(b, (rows, cols), self.column_step())
+    }
+
+    /// The same with columns that are a multiple of `step` long.
+    pub(crate) fn result_with<B: Backend>(
+        self,
+        b: &B,
+        (rows, cols): (usize, usize),
+        step: usize,
+    ) -> Result<Emitted<B>> {
         match self {
             Self::Plain(dtype) => Ok(Emitted::plain(Tensor::unwritten(b, dtype, rows, cols)?)),
             Self::Block { codec, planes: wanted } => {
-                let step = codec.format().column_step();
                 let [rows, cols] = planes(b, (codec, wanted), (rows, cols, 1), step)?;
                 Ok(Emitted { rows, cols, counts: Some(Counts::zeros(b)?), found: None })
             }

@@ -146,8 +146,10 @@ impl<B: Backend> SwigluBackward<'_, B> {
     /// Its result: planes yet to be written, and counts of zero. For checked arguments.
     pub fn result(&self, b: &B) -> Result<SwigluGrads<B>> {
         let (rows, f) = self.da.shape();
-        let dh = self.dh.result(b, rows, 2 * f)?;
-        let a = self.a.map(|a| a.result(b, rows, f)).transpose()?;
+        // Columns of both are as long.
+        let step = self.dh.column_step().max(self.a.map_or(1, Emit::column_step));
+        let dh = self.dh.result_with(b, (rows, 2 * f), step)?;
+        let a = self.a.map(|a| a.result_with(b, (rows, f), step)).transpose()?;
         Ok(SwigluGrads { dh, a, dweight: b.alloc(rows)? })
     }
 }
