@@ -29,7 +29,6 @@ const ALLOWED: [(&str, &str); 18] = [
     ("crates/cpu/src/ops/transcode.rs", "conversions"),
     ("crates/cpu/src/ops/transcode/simd.rs", "conversions"),
     ("crates/cpu/src/ops/transcode/spec.rs", "conversions"),
-    ("crates/dry/src/convert.rs", "what kernels of a GPU need beside their results"),
     ("crates/train/src/metrics/mod.rs", "metrics of two conversions"),
     ("crates/cli/src/doctor/start.rs", "a conversion to start a GPU with"),
 ];
