@@ -117,9 +117,11 @@ struct Gradients<'a, B: Backend> {
     accumulate: bool,
     /// The sum of a shard that takes several chunks, `[vocab, d]`: a dw in BF16 would be rounded after each chunk.
     sum: Option<Tensor<B>>,
-    /// The groups of each kind of chunk, by its number of shards and the tokens of each.
-    groups: Vec<((usize, usize), Groups<B>)>,
+    groups: Grouped<B>,
 }
+
+/// The groups of each kind of chunk, by its number of shards and the tokens of each.
+type Grouped<B> = Vec<((usize, usize), Groups<B>)>;
 
 impl<'a, B: GpuKernels> Gradients<'a, B> {
     fn new(
@@ -172,12 +174,8 @@ fn key_of(chunk: &HeadLossChunk) -> (usize, usize) {
 
 /// The groups of all chunks, whose columns end with a whole block. They are made on the device, because nothing is uploaded here; and before
 /// there are logits, so that the next chunk's logits fit where those of the previous one were.
-fn groups_of<B: GpuKernels>(
-    b: &B,
-    chunks: &[HeadLossChunk],
-    block: usize,
-) -> Result<Vec<((usize, usize), Groups<B>)>> {
-    let mut all = Vec::<((usize, usize), Groups<B>)>::new();
+fn groups_of<B: GpuKernels>(b: &B, chunks: &[HeadLossChunk], block: usize) -> Result<Grouped<B>> {
+    let mut all = Grouped::<B>::new();
     for (count, each) in chunks.iter().map(key_of) {
         if all.iter().any(|(known, _)| *known == (count, each)) {
             continue;
