@@ -13,7 +13,7 @@ use std::process::ExitCode;
 const USAGE: &str = "\
 usage: cargo xtask check [--fast]    formatting, dependencies, clippy, documentation, tests (not with --fast)
        cargo xtask moved             a copy of this checkout builds, is moved, and builds again
-       cargo xtask made-up           a copy of this checkout takes a made-up format in three hunks and a made-up operation in eight files; their tests pass
+       cargo xtask made-up           a copy of this checkout takes a made-up format in five files and a made-up operation in eight; their tests pass
        cargo xtask bench [ARGS..]    nibble bench ARGS.., written to benchmarks/DATE_MACHINE_COMMIT.md";
 
 fn main() -> ExitCode {

@@ -18,6 +18,10 @@ pub const HELP: &[(&str, &str)] = &[
     ),
     ("NIBBLE_CSRC", "read kernel sources from this folder instead of the ones in the binary"),
     ("NIBBLE_UPDATE", "set: tests write tests/resources.txt instead of comparing with it"),
+    (
+        "NIBBLE_ONLY",
+        "words with spaces between them: tests compile only kernel instances whose line of tests/resources.txt has one of them, and leave the other lines as they are (default: every instance)",
+    ),
     ("NIBBLE_REQUIRE_GPU", "1: a test that finds no GPU fails instead of printing a skip"),
     (
         "NIBBLE_RANDOM_ELEMENTS",
@@ -52,6 +56,12 @@ pub fn require_gpu() -> bool {
 /// `NIBBLE_UPDATE` is set.
 pub fn update() -> bool {
     std::env::var_os("NIBBLE_UPDATE").is_some()
+}
+
+/// The words of `NIBBLE_ONLY`; none where it is not set.
+pub fn only() -> Vec<String> {
+    let words = std::env::var("NIBBLE_ONLY").unwrap_or_default();
+    words.split_whitespace().map(str::to_owned).collect()
 }
 
 /// `NIBBLE_RANDOM_ELEMENTS`, if it is a number above zero.

@@ -1,6 +1,7 @@
 //! Every kernel instance compiles, without a GPU, and needs what `resources.txt` says. Needs libnvrtc (its Python wheel will do).
 //!
-//! To re-pin after a deliberate change: `NIBBLE_UPDATE=1 cargo test --test compile_all`, and commit the file with the change.
+//! To re-pin after a deliberate change: `NIBBLE_UPDATE=1 cargo test --test compile_all`, and commit the file with the change. With
+//! `NIBBLE_ONLY="nib::Nvfp4 nib::cast"` only instances of which a word is part are compiled, and held to their lines.
 
 use nibble_cuda::KernelSpec;
 use nibble_cuda::compile::jit::Nvrtc;
@@ -17,6 +18,28 @@ fn instances() -> Vec<Instance> {
     [vec![flush], nibble_cuda::ops::instances()].concat()
 }
 
+/// Whether an instance is to be compiled: all are, unless `NIBBLE_ONLY` says which.
+fn is_asked_for(spec: &KernelSpec, only: &[String]) -> bool {
+    let name = spec.to_string();
+    only.is_empty() || only.iter().any(|word| name.contains(word.as_str()))
+}
+
+/// The instance of a line of the table: what stands before registers, spills, and two numbers of shared memory around a `+`.
+fn instance_of(line: &str) -> &str {
+    line.rsplitn(6, ' ').nth(5).unwrap_or_else(|| panic!("no line of resources.txt: {line}"))
+}
+
+/// An instance's line of the table, by compiling it.
+fn compiled_line(nvrtc: &Nvrtc, sources: &Sources, Instance { spec, shared_bytes }: &Instance) -> String {
+    let (cubin, log) = nvrtc.compile(spec, sources).unwrap();
+    assert!(cubin.image.starts_with(b"\x7FELF"), "{spec}: not an ELF image");
+    assert!(!log.to_lowercase().contains("warning"), "{spec}: {log}");
+    let r = cubin.resources;
+    assert!(r.registers > 0, "{spec}: no resources in the log: {log}");
+    let (spills, shared) = (r.spill_store_bytes + r.spill_load_bytes, r.static_shared_bytes);
+    format!("{spec} {} {spills} {shared} + {shared_bytes}", r.registers)
+}
+
 #[test]
 fn every_instance_compiles_and_needs_no_more_than_before() {
     let nvrtc = match Nvrtc::load() {
@@ -24,29 +47,29 @@ fn every_instance_compiles_and_needs_no_more_than_before() {
         Err(error) if nibble_cuda::env::nvrtc().is_some() => panic!("{error}"),
         Err(error) => return println!("skipped: compiling every kernel instance: {error}"),
     };
-    let sources = Sources::embedded();
+    let (sources, only) = (Sources::embedded(), nibble_cuda::env::only());
+    let before = std::fs::read_to_string(RESOURCES).unwrap();
+    let lines = before.lines().filter(|line| !line.starts_with('#'));
+    let lines: BTreeMap<&str, &str> = lines.map(|line| (instance_of(line), line)).collect();
     let mut table = String::from(
         "# registers, spilled bytes (stored + loaded), static + dynamic shared memory in bytes; NVRTC 13.0, sm_90a\n",
     );
-    for Instance { spec, shared_bytes } in instances() {
-        let (cubin, log) = nvrtc.compile(&spec, &sources).unwrap();
-        assert!(cubin.image.starts_with(b"\x7FELF"), "{spec}: not an ELF image");
-        assert!(!log.to_lowercase().contains("warning"), "{spec}: {log}");
-        let r = cubin.resources;
-        let (spills, shared) = (r.spill_store_bytes + r.spill_load_bytes, r.static_shared_bytes);
-        writeln!(table, "{spec} {} {spills} {shared} + {shared_bytes}", r.registers).unwrap();
-        assert!(r.registers > 0, "{spec}: no resources in the log: {log}");
+    let mut compiled = 0;
+    for instance in instances() {
+        if is_asked_for(&instance.spec, &only) {
+            let line = compiled_line(&nvrtc, &sources, &instance);
+            println!("{line}");
+            writeln!(table, "{line}").unwrap();
+            compiled += 1;
+        } else if let Some(line) = lines.get(&*instance.spec.to_string()) {
+            writeln!(table, "{line}").unwrap();
+        }
     }
-    print!("{table}");
+    assert!(compiled > 0, "no instance has one of {only:?}");
     if nibble_cuda::env::update() {
         std::fs::write(RESOURCES, &table).unwrap();
-    }
-    if nvrtc.version == (13, 0) {
-        assert_eq!(
-            table,
-            std::fs::read_to_string(RESOURCES).unwrap(),
-            "resources changed: re-pin if that is meant"
-        );
+    } else if nvrtc.version == (13, 0) {
+        assert_eq!(table, before, "resources changed: re-pin if that is meant");
     } else {
         println!("not compared with resources.txt: that is of NVRTC 13.0, this is {:?}", nvrtc.version);
     }
@@ -59,9 +82,8 @@ fn resources_list_every_instance_in_order() {
         return println!("skipped: resources.txt is being written");
     }
     let resources = std::fs::read_to_string(RESOURCES).unwrap();
-    // A line is an instance, registers, spills, and two numbers of shared memory around a `+`.
     let lines = resources.lines().filter(|line| !line.starts_with('#'));
-    let listed: Vec<&str> = lines.map(|line| line.rsplitn(6, ' ').nth(5).expect(line)).collect();
+    let listed: Vec<&str> = lines.map(instance_of).collect();
     let instances: Vec<String> = instances().iter().map(|instance| instance.spec.to_string()).collect();
     for (listed, instance) in listed.iter().zip(&instances) {
         assert_eq!(listed, instance, "instances changed: compile them, and re-pin");
@@ -151,9 +173,13 @@ fn every_instance_has_the_shared_memory_that_its_kernel_lays_out() {
         Err(error) if nibble_cuda::env::nvrtc().is_some() => panic!("{error}"),
         Err(error) => return println!("skipped: sizes of shared memory: {error}"),
     };
+    let only = nibble_cuda::env::only();
     let mut asserts: BTreeMap<&str, String> = BTreeMap::new();
     let mut compared = 0;
     for Instance { spec, shared_bytes } in instances() {
+        if !is_asked_for(&spec, &only) {
+            continue;
+        }
         let Some((layout, least, most)) = layout(&spec) else {
             assert!(shared_bytes == 0 || COMPUTED.contains(&spec.name), "{spec}: nothing holds its size");
             continue;
@@ -171,11 +197,14 @@ fn every_instance_has_the_shared_memory_that_its_kernel_lays_out() {
         .unwrap();
         compared += 1;
     }
-    for SharedSize { source, expression, bytes } in nibble_cuda::ops::shared_sizes() {
-        let text = asserts.entry(source).or_default();
-        writeln!(text, "static_assert({expression} == {bytes}, \"the launch asks for {bytes}\");").unwrap();
+    if only.is_empty() {
+        for SharedSize { source, expression, bytes } in nibble_cuda::ops::shared_sizes() {
+            let text = asserts.entry(source).or_default();
+            writeln!(text, "static_assert({expression} == {bytes}, \"the launch asks for {bytes}\");")
+                .unwrap();
+        }
+        assert!(compared > 120, "{compared}");
     }
-    assert!(compared > 120, "{compared}");
     for (source, asserts) in asserts {
         let text = format!("#include \"{source}\"\n{asserts}__global__ void sizes() {{}}\n");
         let embedded = EMBEDDED.iter().map(|&(path, text)| (path.to_owned(), text.into()));

@@ -18,8 +18,19 @@
 //                with the `bytes_of` and `pair_code` that table_encoder.cuh calls
 // The record of a block with a NaN or an infinity has the inverse NaN, and the block's codes are zeros. The twin of
 // crates/formats/src/block.rs.
+//
+// A line of its own, NIB_UNIT_FORMAT(format, scale rule, struct, roundings..), declares the struct for a format. The build script of this
+// crate reads such lines, and makes of them the table that launches look in (src/ops/convert/units.rs) and formats/all.cuh. To the
+// compiler they are nothing.
+//   format       its name in crates/formats/src/format.rs
+//   scale rule   the one of crates/formats/src/e8m0.rs that the struct is for; AnyOther: all that no line before names for the format
+//   struct       of the namespace nib, or an alias there
+//   roundings    NearestEven, NearestAway, Stochastic: those that have instances of quantize_units to themselves. The others share one,
+//                kAnyRounding. There are none for a format with faster kernels of its own, which do what is common.
 #pragma once
 #include "formats/small_elements.cuh"
+
+#define NIB_UNIT_FORMAT(...)
 
 namespace nib {
 

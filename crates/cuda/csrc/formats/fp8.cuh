@@ -28,6 +28,11 @@ using E4m3BlockPower = Fp8Block<WholeE4m3, E4m3, false>;
 using E5m2Block = Fp8Block<WholeE5m2, E5m2, true>;
 using E5m2BlockPower = Fp8Block<WholeE5m2, E5m2, false>;
 
+NIB_UNIT_FORMAT(E4m3, Amax, E4m3Block)
+NIB_UNIT_FORMAT(E4m3, AnyOther, E4m3BlockPower)
+NIB_UNIT_FORMAT(E5m2, Amax, E5m2Block)
+NIB_UNIT_FORMAT(E5m2, AnyOther, E5m2BlockPower)
+
 /// One scale a line: F32, or a power of two.
 template <class E, bool kF32>
 struct Fp8Line : OneFactor<E> {
@@ -49,6 +54,11 @@ using E4m3LinePower = Fp8Line<WholeE4m3, false>;
 using E5m2Line = Fp8Line<WholeE5m2, true>;
 using E5m2LinePower = Fp8Line<WholeE5m2, false>;
 
+NIB_UNIT_FORMAT(E4m3Row, Amax, E4m3Line, NearestEven)
+NIB_UNIT_FORMAT(E4m3Row, AnyOther, E4m3LinePower, NearestEven)
+NIB_UNIT_FORMAT(E5m2Row, Amax, E5m2Line, NearestEven)
+NIB_UNIT_FORMAT(E5m2Row, AnyOther, E5m2LinePower, NearestEven)
+
 /// One scale a tensor. Blocks of 128 are only counted; they store no record.
 template <class E>
 struct Fp8Tensor : OneFactor<E> {
@@ -64,5 +74,8 @@ struct Fp8Tensor : OneFactor<E> {
 
 using E4m3Tensor = Fp8Tensor<WholeE4m3>;
 using E5m2Tensor = Fp8Tensor<WholeE5m2>;
+
+NIB_UNIT_FORMAT(E4m3Tensor, AnyOther, E4m3Tensor, NearestEven)
+NIB_UNIT_FORMAT(E5m2Tensor, AnyOther, E5m2Tensor, NearestEven)
 
 }  // namespace nib

@@ -143,4 +143,7 @@ private:
 using Hif4Amax = Hif4<false>;
 using Hif4Cann = Hif4<true>;
 
+NIB_UNIT_FORMAT(Hif4, Cann, Hif4Cann, NearestEven, NearestAway)
+NIB_UNIT_FORMAT(Hif4, AnyOther, Hif4Amax, NearestEven, NearestAway, Stochastic)
+
 }  // namespace nib

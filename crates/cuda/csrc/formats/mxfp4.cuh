@@ -6,4 +6,6 @@ namespace nib {
 
 struct Mxfp4 : MxFormat<SixteenE2m1> {};
 
+NIB_UNIT_FORMAT(Mxfp4, AnyOther, Mxfp4)
+
 }  // namespace nib

@@ -6,4 +6,6 @@ namespace nib {
 
 struct Mxint8 : MxFormat<Int8> {};
 
+NIB_UNIT_FORMAT(Mxint8, AnyOther, Mxint8, NearestEven)
+
 }  // namespace nib

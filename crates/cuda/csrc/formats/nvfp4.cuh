@@ -93,4 +93,7 @@ struct Nvfp4Block : Nvfp4Codes {
     }
 };
 
+NIB_UNIT_FORMAT(Nvfp4, Amax, Nvfp4Block, NearestEven, Stochastic)
+NIB_UNIT_FORMAT(Nvfp4, AnyOther, Nvfp4, NearestEven, Stochastic)
+
 }  // namespace nib

@@ -4,3 +4,6 @@ mod cubin;
 mod cubin_cache;
 pub mod jit;
 pub mod source;
+// The build script's; here it is tested.
+#[cfg(test)]
+mod unit_formats;

@@ -3,9 +3,14 @@
 use nibble_core::{Error, Result};
 use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::path::Path;
 
-/// Path under `csrc/`, text; every file there, sorted by path.
+/// Path under `csrc/`, text; every file there and [`GENERATED`], sorted by path.
 pub const EMBEDDED: &[(&str, &str)] = include!(concat!(env!("OUT_DIR"), "/embedded.rs"));
+
+/// The one source that the build script writes, of what the headers of formats declare. The table of formats in the binary is of the same
+/// declarations, so no folder has another one.
+const GENERATED: &str = "formats/all.cuh";
 
 /// A set of sources: the embedded one, a folder's (`NIBBLE_CSRC`), or a test's.
 #[derive(Debug, Clone)]
@@ -21,17 +26,22 @@ impl Sources {
 
     /// What `NIBBLE_CSRC` says: its folder's texts of the files the binary knows, or else the binary's own.
     pub fn from_env() -> Result<Self> {
-        let Some(folder) = crate::env::csrc() else { return Ok(Self::embedded()) };
-        let mut files = BTreeMap::new();
-        for (path, _) in EMBEDDED {
+        crate::env::csrc().map_or_else(|| Ok(Self::embedded()), |folder| Self::from_folder(&folder))
+    }
+
+    fn from_folder(folder: &Path) -> Result<Self> {
+        let text = |&(path, embedded): &(&str, &'static str)| {
+            if path == GENERATED {
+                return Ok((path.to_owned(), Cow::Borrowed(embedded)));
+            }
             let file = folder.join(path);
             let text = std::fs::read_to_string(&file).map_err(|error| Error::Jit {
-                kernel: (*path).to_owned(),
+                kernel: path.to_owned(),
                 log: format!("{}: {error}", file.display()),
             })?;
-            files.insert((*path).to_owned(), Cow::Owned(text));
-        }
-        Ok(Self { files })
+            Ok((path.to_owned(), Cow::Owned(text)))
+        };
+        Ok(Self { files: EMBEDDED.iter().map(text).collect::<Result<_>>()? })
     }
 
     /// Any set of (path, text).
@@ -129,12 +139,23 @@ mod tests {
     }
 
     #[test]
+    fn what_is_generated_includes_headers_that_are_there() {
+        assert_eq!(GENERATED, crate::compile::unit_formats::HEADER);
+        let text = Sources::embedded().text(GENERATED).unwrap().to_owned();
+        let declare = |text: &str| text.lines().any(|line| line.starts_with("NIB_UNIT_FORMAT("));
+        let headers = EMBEDDED.iter().filter(|(_, text)| declare(text)).map(|(path, _)| *path);
+        assert_eq!(includes(&text).collect::<Vec<_>>(), headers.collect::<Vec<_>>());
+    }
+
+    #[test]
     fn what_is_embedded_names_no_folder_of_the_machine() {
         let generated = include_str!(concat!(env!("OUT_DIR"), "/embedded.rs"));
         assert!(!generated.contains(env!("CARGO_MANIFEST_DIR")), "a moved checkout would not build");
-        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("csrc");
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("csrc");
+        assert!(!folder.join(GENERATED).exists());
+        let read = Sources::from_folder(&folder).unwrap();
         for (path, text) in EMBEDDED {
-            assert!(std::fs::read_to_string(folder.join(path)).unwrap() == *text, "{path} is another text");
+            assert!(read.text(path).unwrap() == *text, "{path} is another text");
         }
     }
 

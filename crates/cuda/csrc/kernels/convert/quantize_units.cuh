@@ -1,6 +1,6 @@
 // BF16 or F32 -> blocks of any format, along the rows, down the columns, both from one read, or square tiles; every rule and rounding.
 //
-// quantize_units<F, In, kRound, kAcross>: x [stack * rows][cols]. F: of formats/all.cuh. kRound: kNearestEven, kNearestAway or kStochastic where F
+// quantize_units<F, In, kRound, kAcross>: x [stack * rows][cols]. F: declared in formats/. kRound: kNearestEven, kNearestAway or kStochastic where F
 //   has code of its own for it; kAnyRounding rounds by `policy`. kStochastic needs cols that are a multiple of 8, since draws are for eight numbers.
 //   kAcross: 2 for every form, or 16 for rows alone, whose tiles are then 16 x 1024.
 //   256 threads; grid stack * ceil(lines / (256 / kAcross)) * ceil(cols / (64 * kAcross)), lines = capacity where columns are written, else rows.

@@ -8,7 +8,7 @@
 // memory fill whole 128-byte lines of shared memory; with padded units the L2 moved a third more sectors. Codes lie
 // unit after unit of the lines that are written, rows or columns.
 #pragma once
-#include "formats/all.cuh"
+#include "formats/all.cuh"  // generated: every header that declares a format
 #include "formats/bf16.cuh"
 #include "math/reduce.cuh"
 #include "pieces/convert/column_tile.cuh"

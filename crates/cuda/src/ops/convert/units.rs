@@ -1,4 +1,4 @@
-//! The formats that the general kernels take (`csrc/kernels/convert/{quantize,dequantize}_units.cuh`): one row each.
+//! The formats that the general kernels take (`csrc/kernels/convert/{quantize,dequantize}_units.cuh`): the rows that their headers declare.
 
 use nibble_choice::quantize::has_fast_kernels;
 use nibble_core::DType;
@@ -22,11 +22,6 @@ pub(super) struct UnitFormat {
     pub own: &'static [Rounding],
 }
 
-const EVEN: &[Rounding] = &[Rounding::NearestEven];
-const DRAWS: &[Rounding] = &[Rounding::NearestEven, Rounding::Stochastic];
-const BOTH: &[Rounding] = &[Rounding::NearestEven, Rounding::NearestAway];
-const ALL: &[Rounding] = &[Rounding::NearestEven, Rounding::NearestAway, Rounding::Stochastic];
-
 const fn row(
     format: Format,
     rule: Option<ScaleRule>,
@@ -36,29 +31,8 @@ const fn row(
     UnitFormat { format, rule, device, own }
 }
 
-/// Every format of blocks.
-const FORMATS: [UnitFormat; 20] = [
-    row(Format::E4m3, Some(ScaleRule::Amax), "nib::E4m3Block", &[]),
-    row(Format::E4m3, None, "nib::E4m3BlockPower", &[]),
-    row(Format::E5m2, Some(ScaleRule::Amax), "nib::E5m2Block", &[]),
-    row(Format::E5m2, None, "nib::E5m2BlockPower", &[]),
-    row(Format::E4m3Row, Some(ScaleRule::Amax), "nib::E4m3Line", EVEN),
-    row(Format::E4m3Row, None, "nib::E4m3LinePower", EVEN),
-    row(Format::E5m2Row, Some(ScaleRule::Amax), "nib::E5m2Line", EVEN),
-    row(Format::E5m2Row, None, "nib::E5m2LinePower", EVEN),
-    row(Format::E4m3Tensor, None, "nib::E4m3Tensor", EVEN),
-    row(Format::E5m2Tensor, None, "nib::E5m2Tensor", EVEN),
-    row(Format::Mxfp4, None, "nib::Mxfp4", &[]),
-    row(Format::Mxfp6E2m3, None, "nib::Mxfp6E2m3", DRAWS),
-    row(Format::Mxfp6E3m2, None, "nib::Mxfp6E3m2", DRAWS),
-    row(Format::Mxfp8E4m3, None, "nib::Mxfp8E4m3", EVEN),
-    row(Format::Mxfp8E5m2, None, "nib::Mxfp8E5m2", EVEN),
-    row(Format::Mxint8, None, "nib::Mxint8", EVEN),
-    row(Format::Nvfp4, Some(ScaleRule::Amax), "nib::Nvfp4Block", DRAWS),
-    row(Format::Nvfp4, None, "nib::Nvfp4", DRAWS),
-    row(Format::Hif4, Some(ScaleRule::Cann), "nib::Hif4Cann", BOTH),
-    row(Format::Hif4, None, "nib::Hif4Amax", ALL),
-];
+/// Every format of blocks: each `NIB_UNIT_FORMAT` of `csrc/formats/`, by file and line. The build script writes them (`compile/unit_formats.rs`).
+const FORMATS: &[UnitFormat] = &include!(concat!(env!("OUT_DIR"), "/unit_formats.rs"));
 
 /// Whether kernels quantize to a format alone, plain ones among them; the others go through the general ones.
 pub fn has_own_kernels(format: Format) -> bool {
@@ -74,7 +48,7 @@ impl UnitFormat {
 
     /// Every one.
     pub fn all() -> impl Iterator<Item = Self> {
-        FORMATS.into_iter()
+        FORMATS.iter().copied()
     }
 
     /// `UnitCodes` of the kernels.
