@@ -341,6 +341,16 @@ impl Dry {
         }
     }
 
+    pub(crate) fn assign_parts(&self, op: AssignParts<'_, Self>) -> Result<Buf<i32>> {
+        self.buf(Self::len(op.expert))
+    }
+
+    pub(crate) fn join_groups(&self, op: JoinGroups<'_, Self>) -> Result<Groups<Self>> {
+        let num_groups = op.groups.num_groups / op.parts;
+        let (start, len) = (self.buf(num_groups + 1)?, self.buf(num_groups)?);
+        Ok(Groups { start, len, num_groups, rows_each: None, ..op.groups.clone() })
+    }
+
     pub(crate) fn assign_ranks(&self, op: AssignRanks<'_, Self>) -> Result<SlotRanks<Self>> {
         let slots = Self::len(op.expert);
         Ok(SlotRanks { rank: self.buf(slots)?, first: self.buf(slots)?, counts: self.buf(2 * op.world)? })

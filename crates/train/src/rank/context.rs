@@ -1,7 +1,7 @@
 //! What a pass needs besides the model: one rank's backend, data, recipe and place in the run.
 
 use crate::config::Config;
-use crate::cx::{Cx, Shards};
+use crate::cx::{Cx, ExpertParts, Shards};
 use crate::data::{Batch, BatchPlan, Dataset};
 use crate::error::{Error, Result};
 use crate::model::Decoder;
@@ -36,6 +36,20 @@ impl<B: Kernels> RankContext<'_, B> {
         let train = &self.config.train;
         let (rank, ranks) = (self.mesh.all.rank(), self.mesh.all.world());
         Ok(BatchPlan { data, batch_size: train.batch_size, micro_batches: train.grad_accum, rank, ranks })
+    }
+
+    /// Parts of an expert's rows on a rank.
+    pub fn expert_parts(&self) -> usize {
+        self.config.train.expert_shards / self.mesh.dp.world()
+    }
+
+    /// This rank's shards of a training micro-batch. `run` says which run of so many tokens of a step it is.
+    pub fn training_shards(&self, run: usize) -> nibble_core::Result<Shards<B>> {
+        let (mesh, t) = (self.mesh.shape(), &self.config.train);
+        let rows_each = t.batch_size / t.shards * self.config.data.seq_len;
+        let parts = ExpertParts::of(t.batch_size * self.config.data.seq_len, t.expert_shards, mesh.dp);
+        let shards = Shards::new(self.b, t.shards / mesh.ranks(), rows_each, run)?;
+        Ok(shards.with_expert_parts(parts))
     }
 
     /// Mean held-out nats: `batches` batches from all over the data, or all of it (0). `go_on` is asked after every batch, told how many
@@ -84,14 +98,17 @@ impl<B: Kernels> RankContext<'_, B> {
 
     /// Nats of a batch that every rank holds: each evaluates its part, the sums meet in the order of the sequences.
     pub fn held_out_nats(&self, model: &Decoder<B>, batch: &Batch) -> Result<f64> {
-        let each = batch.sequences.div_ceil(self.mesh.all.world());
+        let (mesh, parts) = (self.mesh.shape(), self.config.train.expert_shards);
+        // Experts whose rows are divided see the same parts on every mesh.
+        let each = batch.sequences.next_multiple_of(mesh.ranks().max(parts)) / mesh.ranks();
         let mine = batch.part(self.mesh.all.rank() * each, each);
         // Every rank runs as many tokens; those past the batch have no target.
         let tokens = each * batch.seq_len;
         let padded = |ids: &[i32], with: i32| -> Vec<i32> {
             ids.iter().copied().chain(std::iter::repeat(with)).take(tokens).collect()
         };
-        let cx = self.inference_cx(tokens)?;
+        let mut cx = self.inference_cx(tokens)?;
+        cx.shards.expert_parts = ExpertParts::of(tokens * mesh.ranks(), parts, mesh.dp);
         let ids = self.b.upload(&padded(&mine.inputs, 0))?;
         let targets = self.b.upload(&padded(&mine.targets, -1))?;
         // A sum for each sequence.
