@@ -15,7 +15,7 @@
 //! | [`cublaslt`] | dense BF16 and FP8 products by NVIDIA's library |
 //! | [`measure`], [`Cuda::profiled`] | burst and sustained times, watts and clocks; the time of each operation, and of what ran inside a recording |
 //! | [`backend`] | the same as `nibble-core`'s `Backend` |
-//! | [`ops`] | a folder a family, one file an operation: description → configuration → launch |
+//! | [`ops`] | a folder for related operations, a file for one or a few: description → configuration → launch |
 
 pub mod backend;
 pub mod compile;

@@ -1,5 +1,5 @@
-//! The arguments of every operation, their checks and their documentation. Each backend has a file of the same name
-//! with the code.
+//! The arguments of every operation, their checks and their documentation. Related operations share a file. The code of each is a
+//! function of its name in every backend, in a file of the same name or of its relatives there.
 //!
 //! Legend: t tokens, r routed rows (padding included), d model, f ffn, e experts, l local experts, k top-k, s shards.
 

@@ -1,4 +1,4 @@
-//! One file an operation, named as in `nibble_core::ops`. Each operation is the function of its name here.
+//! A file for each operation or several related ones, named as in `nibble_core::ops` with few exceptions. Each operation is the function of its name here.
 
 pub mod adamw;
 pub mod attention;

@@ -1,4 +1,4 @@
-//! The operations: a folder for each family, a file for each operation. Each has three steps: a checked description;
+//! The operations: a folder for related ones, a file for one or a few of them. Each has three steps: a checked description;
 //! the configuration that a pure function chooses for it, which can be printed and tested without a GPU; and the
 //! launch.
 

@@ -1,4 +1,4 @@
-//! One file an operation, named as in `nibble_core::ops`: its conformance test.
+//! Conformance tests, each the function of its operation's name. Files are named as in `nibble_core::ops`: one for an operation or several related ones.
 
 mod adamw;
 mod attention;

@@ -17,7 +17,7 @@ use crate::files::{append, open_to_read};
 /// A named logical tensor to be written: F32, row-major.
 #[derive(Debug, Clone)]
 pub struct TensorRef<'a> {
-    /// Canonical name; for weights the one Hugging Face's `transformers` uses.
+    /// Its name in the file; for weights that of the model's family.
     pub name: String,
     /// Shape, the slowest dimension first.
     pub shape: Vec<usize>,

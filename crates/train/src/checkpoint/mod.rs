@@ -2,10 +2,10 @@
 //!
 //! ```text
 //! RUN/checkpoints/step-00001000/
-//!   model.safetensors   F32 masters under Hugging Face names
+//!   model.safetensors   F32 masters under the names of the model's family
 //!   optim.safetensors   NAME.exp_avg, NAME.exp_avg_sq
 //!   scales.safetensors  NAME.amax_history, where a recipe has scales of earlier steps
-//!   config.json         the model, as `transformers` reads it
+//!   config.json         the model's sizes, as its family says them; written for others, never read here
 //!   tokenizer.json      the tokenizer, as `tokenizers` reads it
 //!   tokenizer_config.json   that `transformers` takes it as it is; checkpoints of before it was written have none
 //!   state.json          step, tokens, seed, cursor, schedule, the recipe in full; length and SHA-256 of the files above, and its own

@@ -4,8 +4,9 @@
 //! cut into tensors there, is its family's choice. So a family changes no weight, and the same model can be written as any family that has
 //! names for its parts.
 //!
-//! A family is a folder here and a line in [`FAMILIES`]: names and layouts of tensors, what `config.json` says, and in its first comment
-//! which models those are and where they differ from what loads them.
+//! A family is a folder here and a place in [`FAMILIES`]: names and layouts of tensors, what `config.json` says, and in its first comment
+//! which models those are and where they differ from what loads them. No setting chooses one: the sizes of the model do. Where a family takes models that
+//! another one had, checkpoints that were written before are not found under the new names.
 
 mod qwen;
 
@@ -33,10 +34,11 @@ pub trait Family: fmt::Debug + Sync {
     fn has(&self, model: &ModelConfig) -> bool;
 
     /// The tensors that a checkpoint holds of a parameter. Together they are all of its rows, over all ranks, each once and in their order: a
-    /// parameter is written as they say, and read by the same list.
+    /// parameter is written as they say, and read by the same list. None is transposed, reordered, or rows of two parameters. A gated projection
+    /// is one parameter, the gate's rows before the up projection's.
     fn tensors(&self, param: &ParamSpec) -> Vec<Named>;
 
-    /// What `config.json` says of a model; `seq_len` is that of training.
+    /// What `config.json` says of a model, for others: nothing here reads it. `seq_len` is that of training.
     fn config_json(&self, model: &ModelConfig, seq_len: usize) -> serde_json::Value;
 }
 
