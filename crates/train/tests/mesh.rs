@@ -197,7 +197,7 @@ fn a_run_goes_on_on_any_mesh() {
 fn evaluations_keep_the_bits() {
     for recipe in ["fp8-tensor", "nvfp4", "mxfp4-hopper"] {
         assert!(Recipe::all_names().any(|name| name == recipe), "{recipe}");
-        let config = small(recipe, &settings(0, &["eval.batches=2"]));
+        let config = small(recipe, &settings(0, &[]));
         let nats = |mesh: Mesh<'_, Cpu>| {
             let b = cpu();
             // The backend lives as long as the trainer.
