@@ -5,10 +5,10 @@ use nibble_command::error::{Error, Result};
 use nibble_command::{layers, say};
 use nibble_core::Recipe;
 use nibble_core::recipe::{Change, Layer};
-use nibble_train::checks::load_recipe;
+use nibble_train::checks::{idle_overrides, load_recipe};
 use nibble_train::config::Config;
 
-/// Whose sizes products have when a trace looks for those that a GPU is slow at.
+/// Whose sizes products have when a trace looks for those that a GPU is slow at, and whose layers and steps overrides are tried on.
 const SIZES: &str = "s";
 
 /// Lists the recipes, or explains one
@@ -42,6 +42,9 @@ pub fn run(args: Args) -> Result<()> {
     if recipe.requantizations().is_empty() {
         say!("  nothing is made from an already quantized tensor");
     }
+    for note in idle(&recipe)? {
+        say!("  note: {note}");
+    }
     let mut counted = false;
     for layer in layers::each_kind() {
         counted |= explain(&recipe, &layer, args.trace)?;
@@ -57,6 +60,13 @@ pub fn run(args: Args) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// The overrides that decide nothing, which nobody refuses where no run begins, or in a recipe that is built in.
+fn idle(recipe: &Recipe) -> Result<Vec<String>> {
+    let config = Config::load(SIZES, &[])?;
+    let in_a_run = format!("with the layers and the {} steps of `{SIZES}`", config.train.steps);
+    Ok(idle_overrides(&config, recipe).into_iter().map(|idle| format!("{idle} ({in_a_run})")).collect())
 }
 
 /// Prints what follows for one layer, in each part of a run whose changes are others; says whether there are any.
@@ -102,5 +112,50 @@ fn assert_traced(
             "{}: from {from} of the steps on the layer does {seen:#?}, where its recipe means {plan:#?}",
             layer.name
         ))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Of a recipe as it is built in: an override of no step, one that a later one hides, one that changes nothing, and two that decide something.
+    #[test]
+    fn overrides_that_decide_nothing_are_noted() {
+        let text = r#"
+            extends = "fp8-flow"
+            [[override]]
+            steps = "0.99..1"
+            set.recipe = "bf16"
+            [[override]]
+            layers = "*.experts"
+            set.recipe = "bf16"
+            [[override]]
+            layers = "*.experts"
+            set.recipe = "mxfp4-hopper"
+            [[override]]
+            layers = "model.layers.0.self_attn.*"
+            set.recipe = "fp8-flow"
+            [[override]]
+            layers = "model.layers.1.self_attn.*"
+            set.recipe = "bf16"
+            [[override]]
+            layers = "model.layers.1000.*"
+            set.recipe = "bf16"
+        "#;
+        let notes = idle(&Recipe::parse("shipped", text).unwrap()).unwrap();
+        let expected = [
+            ("`override[1]`", "0.99..1 of 30 steps is none of them"),
+            ("`override[2]`", "later overrides say otherwise"),
+            ("`override[4]`", "so without it"),
+            ("`override[6]`", "no layer is called so"),
+        ];
+        assert_eq!(notes.len(), expected.len(), "{notes:#?}");
+        for (note, (key, why)) in notes.iter().zip(expected) {
+            assert!(note.starts_with(key) && note.contains(why) && note.contains("steps of `s`"), "{note}");
+        }
+        for name in Recipe::all_names() {
+            assert_eq!(idle(&Recipe::builtin(name).unwrap()).unwrap(), [""; 0], "{name}");
+        }
     }
 }

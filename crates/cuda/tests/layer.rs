@@ -11,6 +11,7 @@ use nibble_cpu::Cpu;
 use nibble_cuda::Cuda;
 use nibble_dry::Dry;
 use nibble_train::cx::{Cx, Shards};
+use nibble_train::layers::Layer;
 use nibble_train::ledger::{Ledger, Saved};
 use nibble_train::moe::{Moe, MoeShape};
 use nibble_train::param::{GradientPlan, Param};
@@ -99,8 +100,8 @@ impl<B: Kernels> Scene<B> {
     /// Output, gradient of the input, gradients of the weights.
     fn pass(&mut self, cx: &Cx<'_, B>) -> Result<Vec<Tensor<B>>> {
         self.moe.params().into_iter().for_each(Param::clear_gradient);
-        let (y, saved) = self.moe.forward(cx, &self.x)?;
-        let dx = self.moe.backward(cx, saved, &self.x, &self.dy)?;
+        let (y, saved) = self.moe.forward(cx, self.x.clone())?;
+        let dx = self.moe.backward(cx, saved, self.dy.clone())?;
         let grads = self.moe.params().into_iter().flat_map(|param| param.grad().cloned());
         Ok([y, dx].into_iter().chain(grads).collect())
     }
@@ -186,8 +187,8 @@ fn gradients_add_up_over_micro_batches() {
         let cx = context(&cuda, &recipe, SHARDS, TOKENS);
         let mut scene = Scene::new(&cx).unwrap();
         let mut gradients = || -> Result<Vec<Vec<f32>>> {
-            let (_, saved) = scene.moe.forward(&cx, &scene.x)?;
-            scene.moe.backward(&cx, saved, &scene.x, &scene.dy)?;
+            let (_, saved) = scene.moe.forward(&cx, scene.x.clone())?;
+            scene.moe.backward(&cx, saved, scene.dy.clone())?;
             scene
                 .moe
                 .params()
@@ -273,8 +274,8 @@ fn a_recorded_micro_batch_adds_to_the_gradients_when_it_is_replayed() {
             x: &Tensor<Cuda>,
             dy: &Tensor<Cuda>,
         ) -> Result<()> {
-            let (_, saved) = moe.forward(cx, x)?;
-            moe.backward(cx, saved, x, dy)?;
+            let (_, saved) = moe.forward(cx, x.clone())?;
+            moe.backward(cx, saved, dy.clone())?;
             cx.counted.borrow_mut().truncate(0);
             Ok(())
         }
@@ -298,13 +299,14 @@ fn a_recorded_micro_batch_adds_to_the_gradients_when_it_is_replayed() {
 fn kept(cuda: &Cuda, recipe: &str, shape: MoeShape, tokens: usize, remake_x: bool) -> (usize, usize) {
     let recipe = Recipe::builtin(recipe).unwrap();
     let cx = context(cuda, &recipe, 1, tokens);
-    let mut moe = Moe { remake_x, ..Moe::new(&cx, &MoeSpec::new("mlp", shape, [0.02; 2])).unwrap() };
+    let moe = Moe::new(&cx, &MoeSpec::new("mlp", shape, [0.02; 2])).unwrap();
+    let mut moe = Moe { keep_input: false, remake_x, ..moe };
     moe.prepare(&cx).unwrap();
     let stream = Stream::new(11, Purpose::Data, 1, 0);
     let x = InitNormal { stream, first: 0, rows: tokens, cols: shape.d_model, std: 1.0 }.run(cuda).unwrap();
     let x = Cast { x: &x, dtype: DType::Bf16 }.run(cuda).unwrap();
     let before = cuda.device().memory().live_bytes;
-    let (y, saved) = moe.forward(&cx, &x).unwrap();
+    let (y, saved) = moe.forward(&cx, x.clone()).unwrap();
     let live = cuda.device().memory().live_bytes - before - y.bytes();
     let mut ledger = Ledger::default();
     saved.ledger(&mut ledger);

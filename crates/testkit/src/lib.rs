@@ -13,12 +13,15 @@
 //! This crate is for tests: its functions panic with a report where a test has to fail.
 
 pub mod assert;
+mod case;
+mod case_trial;
 pub mod conformance;
 pub mod gradient;
 mod head_by_parts;
 pub mod host;
 pub mod input;
 mod ops;
+mod pair;
 mod random_elements;
 mod random_recipe;
 pub mod recorder;
@@ -28,11 +31,11 @@ pub mod timing;
 pub mod trial;
 
 pub use assert::{assert_agreement, assert_bits_equal, assert_rel_l2};
-pub use conformance::Pair;
 pub use gradient::{GradientCheck, check_gradient};
 pub use input::Input;
 #[doc(hidden)] // of `conformance!`
 pub use nibble_core::for_each_op;
+pub use pair::Pair;
 pub use random_elements::random_elements;
 pub use random_recipe::Dice;
 pub use recorder::Recorder;

@@ -1,8 +1,9 @@
 //! Very many random elements, converted by two backends: what the chosen cases of the conformance suite may miss.
 
-use crate::conformance::{Case, Outputs, Pads, Pair};
+use crate::case::{Case, Outputs, Pads};
 use crate::host::plain;
 use crate::input::{Input, stream};
+use crate::pair::Pair;
 use nibble_core::formats::{Codec, Format, Rounding};
 use nibble_core::ops::{Dequantize, Planes, Quantize};
 use nibble_core::{Agreement, DType, Error, Kernels, Result};

@@ -4,6 +4,10 @@
 //! A tensor has a record for each of its spans: of a dense activation or gradient the shards, of an expert layer's tensors the parts of experts,
 //! of experts' weights the experts, of a dense weight the whole ([`Spans`]). A rank has the records of its own, so ranks need not agree, and since
 //! spans are numbered over all ranks, a checkpoint holds them all whatever the mesh.
+//!
+//! Which tensors these are, under what names and of how many spans, layers decide as they run: which of them share an input, which form is
+//! made of which, and over what groups. So a rehearsal, which runs the layers themselves on shapes, is the one place that knows, and no list
+//! made of the model's description stands beside them.
 
 use crate::error::Result;
 use nibble_core::formats::DelayedScaling;

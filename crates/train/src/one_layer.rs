@@ -2,7 +2,6 @@
 
 use crate::cx::{Cx, Shards};
 use crate::layers::{Head, HeadInput, Layer, Linear, Mlp};
-use crate::model::Feed;
 use crate::moe::{Moe, MoeShape};
 use crate::param::Param;
 use crate::spec::{Extent, Group, MlpSpec, MoeSpec, Part, Size};
@@ -58,8 +57,7 @@ impl OneLayer<'_> {
                 let (d_model, ffn, experts, top_k) = (WIDTH, WIDTH, 4, 2);
                 let shape =
                     MoeShape { d_model, ffn, experts, top_k, normalize: true, aux_coef: 0.0, z_coef: 0.0 };
-                let moe = Moe::new(&cx, &MoeSpec::new(whole, shape, STDS))?;
-                there_and_back(Feed::Experts { moe, shared: None, keep_input: true }, &cx, &mut begin)
+                there_and_back(Moe::new(&cx, &MoeSpec::new(whole, shape, STDS))?, &cx, &mut begin)
             }
             LayerKind::Head => {
                 let mut table = Param::only(b, 0, &Part::head(id, false, width, width, STDS[0]))?;

@@ -2,9 +2,6 @@
 //!
 //! The forward pass is run again from what is still there, with the same random bits; its conversions have been counted.
 
-use crate::cx::Cx;
-use crate::ledger::{Ledger, Saved};
-use nibble_core::{Backend, Kernels, Result, Tensor};
 use serde::{Deserialize, Serialize};
 
 /// Something that can be made again. A wider scope takes the place of those within it: `layers` that of `attention` and
@@ -63,43 +60,5 @@ impl Scope {
     pub fn normal(scopes: &[Self]) -> Vec<Self> {
         let is_covered = |scope: &Self| scopes.iter().any(|wider| wider.within().contains(scope));
         Self::ALL.into_iter().filter(|scope| scopes.contains(scope) && !is_covered(scope)).collect()
-    }
-}
-
-/// What a part of the model keeps: everything that its backward pass reads, or its input alone.
-#[derive(Debug)]
-pub enum Kept<B: Backend, S> {
-    /// Everything.
-    All(S),
-    /// From which everything is made again.
-    Input {
-        /// The first layer of the part.
-        layer: String,
-        /// The residual stream, `[t, d]`.
-        x_td: Tensor<B>,
-    },
-}
-
-impl<B: Kernels, S> Kept<B, S> {
-    /// What is kept of a forward pass from `x_td`.
-    pub fn of(input_alone: bool, layer: String, x_td: &Tensor<B>, saved: S) -> Self {
-        if input_alone { Self::Input { layer, x_td: x_td.clone() } } else { Self::All(saved) }
-    }
-
-    /// Everything: `again` makes it from the input.
-    pub fn all(self, cx: &Cx<'_, B>, again: impl FnOnce(&Tensor<B>) -> Result<S>) -> Result<S> {
-        match self {
-            Self::All(saved) => Ok(saved),
-            Self::Input { x_td, .. } => cx.again(|| again(&x_td)),
-        }
-    }
-}
-
-impl<B: Backend, S: Saved> Saved for Kept<B, S> {
-    fn ledger(&self, ledger: &mut Ledger) {
-        match self {
-            Self::All(saved) => saved.ledger(ledger),
-            Self::Input { layer, x_td } => ledger.tensor(layer, "x", x_td),
-        }
     }
 }

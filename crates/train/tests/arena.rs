@@ -4,6 +4,7 @@ mod rig;
 
 use nibble_core::{Backend, Recipe};
 use nibble_cpu::Cpu;
+use nibble_train::layers::Layer;
 use nibble_train::ledger::{Ledger, Saved};
 use nibble_train::moe::{Moe, MoeShape};
 use nibble_train::param::{GradientPlan, Param};
@@ -37,10 +38,10 @@ fn both_passes_of_an_expert_layer_find_the_same_addresses_every_time() {
         for _ in 0..3 {
             moe.params().into_iter().for_each(Param::clear_gradient);
             let made = cpu.within(&arena, || {
-                let (y, saved) = moe.forward(&cx, &x)?;
+                let (y, saved) = moe.forward(&cx, x.clone())?;
                 let mut ledger = Ledger::default();
                 saved.ledger(&mut ledger);
-                let dx = moe.backward(&cx, saved, &x, &dy)?;
+                let dx = moe.backward(&cx, saved, dy.clone())?;
                 let grads = moe.params().into_iter().flat_map(|param| param.grad().cloned());
                 let outputs: Vec<_> = [y, dx].into_iter().chain(grads).collect();
                 cx.counted.borrow_mut().truncate(0);

@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 use sha2::{Digest, Sha256};
 
 use nibble_train::Error;
-use nibble_train::checkpoint::{Checkpoint, Contents, FILES, Position, Store, TensorRef, latest_valid};
+use nibble_train::checkpoint::{Checkpoint, FILES, Outline, Position, Store, TensorSpec, latest_valid};
 use nibble_train::config::Config;
 use nibble_train::tokenizer::Tokenizer;
 
@@ -32,20 +32,38 @@ fn weights(step: u64) -> Vec<f32> {
     (0..24).map(|i| (i as f32 + step as f32).sin()).collect()
 }
 
-fn tensor<'a>(name: &str, shape: &[usize], data: &'a [f32]) -> TensorRef<'a> {
-    TensorRef { name: name.into(), shape: shape.to_vec(), data }
+/// A tensor's description and its values.
+type Described<'a> = (TensorSpec, &'a [f32]);
+
+fn tensor<'a>(name: &str, shape: &[usize], data: &'a [f32]) -> Described<'a> {
+    (TensorSpec { name: name.into(), shape: shape.to_vec() }, data)
+}
+
+/// Writes a checkpoint of these tensors, each in one piece.
+fn save_all(
+    store: &Store,
+    [model, optim]: [&[Described<'_>]; 2],
+    position: Position,
+    keep: usize,
+) -> Result<PathBuf, Error> {
+    let specs = |tensors: &[Described<'_>]| tensors.iter().map(|(spec, _)| spec.clone()).collect();
+    let outline = Outline {
+        model: specs(model),
+        optim: specs(optim),
+        scales: Vec::new(),
+        config_json: "{\"model_type\": \"qwen3_moe\"}".into(),
+        tokenizer_json: Tokenizer::Bytes.to_json(),
+        position,
+    };
+    let mut values = model.iter().chain(optim).map(|(_, data)| *data);
+    store.save(&outline, &mut || Ok(values.next().unwrap_or_default()), keep)
 }
 
 fn save(store: &Store, step: u64, keep: usize) -> Result<PathBuf, Error> {
     let (a, b) = (weights(step), [f32::NAN, -0.0, f32::MIN_POSITIVE / 2.0]);
-    let contents = Contents {
-        model: vec![tensor("model.b", &[3], &b), tensor("model.a", &[2, 3, 4], &a)],
-        optim: vec![tensor("model.a.exp_avg", &[24], &a), tensor("model.a.exp_avg_sq", &[24], &a)],
-        config_json: "{\"model_type\": \"qwen3_moe\"}",
-        tokenizer_json: &Tokenizer::Bytes.to_json(),
-        position: position(step)?,
-    };
-    store.save(contents, keep)
+    let model = [tensor("model.a", &[2, 3, 4], &a), tensor("model.b", &[3], &b)];
+    let optim = [tensor("model.a.exp_avg", &[24], &a), tensor("model.a.exp_avg_sq", &[24], &a)];
+    save_all(store, [&model, &optim], position(step)?, keep)
 }
 
 fn steps(run: &Path) -> std::io::Result<Vec<String>> {
@@ -143,17 +161,13 @@ fn tensors_that_contradict_themselves_are_refused_and_leave_nothing() -> Outcome
     let store = Store::open(run.path())?;
     let data = [1.0; 6];
     for (model, expected) in [
-        (vec![tensor("w", &[2, 4], &data)], "`w` has 6 values, expected shape [2, 4]"),
+        (vec![tensor("w", &[2, 4], &data)], "was given 0 values where 2 are missing"),
+        (vec![tensor("w", &[5], &data)], "was given 6 values where 5 are missing"),
         (vec![tensor("w", &[6], &data), tensor("w", &[2, 3], &data)], "two tensors are called `w`"),
+        (vec![tensor("w", &[6], &data), tensor("v", &[6], &data)], "tensor `w` comes before `v`"),
     ] {
-        let contents = Contents {
-            model,
-            optim: vec![],
-            config_json: "{}",
-            tokenizer_json: "{}",
-            position: position(1)?,
-        };
-        let error = store.save(contents, 0).err().map(|e| e.to_string()).unwrap_or_default();
+        let saved = save_all(&store, [&model, &[]], position(1)?, 0);
+        let error = saved.err().map(|e| e.to_string()).unwrap_or_default();
         assert!(error.contains(expected), "{error}");
         assert_eq!(steps(run.path())?, [""; 0]);
     }

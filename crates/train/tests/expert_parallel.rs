@@ -8,6 +8,7 @@ use nibble_core::{Backend, Comm, DType, Error, Mesh, Recipe, Result, SoloComm, T
 use nibble_cpu::{Buf, Cpu, ThreadComm};
 use nibble_train::config::Config;
 use nibble_train::cx::Cx;
+use nibble_train::layers::Layer;
 use nibble_train::metrics::Metrics;
 use nibble_train::model::Feed;
 use nibble_train::moe::{Moe, MoeShape};
@@ -240,8 +241,8 @@ fn wire(recipe: &str, d_model: usize, top_k: usize) -> (Wire, usize) {
         let mut moe = Moe::new(&cx, &MoeSpec::new("moe", shape, [0.02; 2])).unwrap();
         moe.prepare(&cx).unwrap();
         let x = matrix(&cpu, &format!("x{}", comm.rank()), (TOKENS, d_model), DType::Bf16);
-        let (y, saved) = moe.forward(&cx, &x).unwrap();
-        moe.backward(&cx, saved, &x, &y).unwrap();
+        let (y, saved) = moe.forward(&cx, x.clone()).unwrap();
+        moe.backward(&cx, saved, y).unwrap();
         let expert = moe.router.forward(&cx, &x).unwrap().routing.expert;
         let pairs: usize = expert
             .as_slice()
@@ -312,8 +313,8 @@ fn an_expert_layer_copies_nothing_to_or_from_the_host_but_one_table_of_counts() 
         moe.prepare(&cx).unwrap();
         let x = matrix(&cpu, &format!("x{}", comm.rank()), (TOKENS, shape.d_model), recipe.activations);
         let before = cpu.traffic();
-        let (y, saved) = moe.forward(&cx, &x).unwrap();
-        moe.backward(&cx, saved, &x, &y).unwrap();
+        let (y, saved) = moe.forward(&cx, x.clone()).unwrap();
+        moe.backward(&cx, saved, y).unwrap();
         cpu.traffic() - before
     };
     for recipe in rig::recipes() {

@@ -547,16 +547,16 @@ fn whole_mixture_of_experts() {
         let Scene { mut moe, x, dy, plan, x_rd, dy_rd } = scene(&cx, &section);
         let mut experts = moe.experts.clone();
         let mut forgetful = Moe { remake_x: true, ..moe.clone() };
-        let (_, saved) = moe.forward(&cx, &x).unwrap();
-        let dx = moe.backward(&cx, saved, &x, &dy).unwrap();
+        let (_, saved) = moe.forward(&cx, x.clone()).unwrap();
+        let dx = moe.backward(&cx, saved, dy.clone()).unwrap();
 
         // What is made again is what was kept.
-        let (_, saved) = forgetful.forward(&cx, &x).unwrap();
+        let (_, saved) = forgetful.forward(&cx, x.clone()).unwrap();
         let mut ledger = Ledger::default();
         saved.ledger(&mut ledger);
         assert_eq!(ledger.bytes_of("moe.experts", "x"), 0, "{name}: x is not kept");
         assert_eq!(
-            values(&cpu, &forgetful.backward(&cx, saved, &x, &dy).unwrap()),
+            values(&cpu, &forgetful.backward(&cx, saved, dy.clone()).unwrap()),
             values(&cpu, &dx),
             "{name}"
         );

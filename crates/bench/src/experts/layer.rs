@@ -6,6 +6,7 @@ use nibble_core::ops::Routing;
 use nibble_core::recipe::{LayerKind, Section, Site};
 use nibble_core::{Backend, DType, Kernels, Mesh, Operand, Recipe, Result, SoloComm, Tensor};
 use nibble_train::cx::{Cx, Place, Shards};
+use nibble_train::layers::Layer as _;
 use nibble_train::ledger::{Ledger, Saved};
 use nibble_train::moe::{Exchange, Experts, Moe, MoeShape, Plan};
 use nibble_train::spec::MoeSpec;
@@ -92,7 +93,7 @@ impl<'a, B: Kernels> Layer<'a, B> {
         let rows = |seed| normal(b, shape.tokens, shape.hidden, seed);
         let spec = MoeSpec::new(NAME, shape.moe(), [0.02; 2]);
         let timed = if shape.top_k > 0 {
-            let mut moe = Box::new(Moe { remake_x, ..Moe::new(&cx, &spec)? });
+            let mut moe = Box::new(Moe { keep_input: false, remake_x, ..Moe::new(&cx, &spec)? });
             moe.prepare(&cx)?;
             Timed::Moe { moe, x: rows(1)?, dy: rows(2)? }
         } else {
@@ -123,9 +124,10 @@ impl<'a, B: Kernels> Layer<'a, B> {
             }
             Timed::Moe { moe, x, dy } => {
                 moe.params().into_iter().for_each(nibble_train::param::Param::clear_gradient);
-                let (y, saved) = moe.forward(cx, x)?;
+                let (y, mut saved) = moe.forward(cx, x.clone())?;
                 drop(y);
-                moe.backward(cx, saved, x, dy).map(drop)
+                saved.give_input(|| Ok(x.clone()))?;
+                moe.backward(cx, saved, dy.clone()).map(drop)
             }
         }
     }
@@ -142,7 +144,7 @@ impl<'a, B: Kernels> Layer<'a, B> {
                 (y, Box::new(saved))
             }
             Timed::Moe { moe, x, .. } => {
-                let (y, saved) = moe.forward(cx, x)?;
+                let (y, saved) = moe.forward(cx, x.clone())?;
                 saved.routed().occupancy.verify(cx.b)?;
                 (y, Box::new(saved))
             }

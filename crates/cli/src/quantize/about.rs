@@ -1,6 +1,5 @@
 //! What the metadata of a file tell of its quantized tensors, and the names of their planes.
 
-use super::forward::matrices;
 use nibble_command::error::{Error, Result};
 use nibble_formats::{BlockAxis, Codec, Format, Rounding, ScaleRule};
 use safetensors::Dtype;
@@ -17,6 +16,15 @@ pub fn planes(name: &str) -> [String; 3] {
 /// Names and descriptions of the quantized tensors of a file.
 pub fn described(metadata: &BTreeMap<String, String>) -> impl Iterator<Item = (&str, &str)> {
     metadata.iter().filter_map(|(key, text)| Some((key.strip_prefix(PREFIX)?, text.as_str())))
+}
+
+/// Number, rows and columns of the matrices that a tensor of this shape holds.
+pub fn matrices(shape: &[usize]) -> Option<[usize; 3]> {
+    match *shape {
+        [rows, cols] => Some([1, rows, cols]),
+        [stack, rows, cols] => Some([stack, rows, cols]),
+        _ => None,
+    }
 }
 
 /// One quantized tensor as the metadata describes it.

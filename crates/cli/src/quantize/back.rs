@@ -1,8 +1,7 @@
 //! Planes to plain numbers.
 
-use super::about::{About, PREFIX, described, planes};
+use super::about::{About, PREFIX, described, matrices, planes};
 use super::converted::Converted;
-use super::forward::{matrices, words};
 use half::{bf16, f16};
 use nibble_command::error::{Error, Result};
 use nibble_core::allocation::phase;
@@ -61,6 +60,11 @@ pub fn restore<'d, B: Kernels>(b: &B, file: &SafeTensors<'d>, out: &mut Converte
 fn plane<'d>(file: &SafeTensors<'d>, name: &str) -> Result<&'d [u8]> {
     let view = file.tensor(name).map_err(|_| Error::usage(format!("tensor `{name}` is missing")))?;
     Ok(view.data())
+}
+
+/// The numbers of a plane of singles. No cast: the file's bytes need not be aligned in memory.
+pub fn words(data: &[u8]) -> Vec<f32> {
+    data.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
 }
 
 /// Decodes the two planes of a matrix to bytes of the original type.

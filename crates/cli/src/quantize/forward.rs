@@ -1,8 +1,8 @@
 //! Plain numbers to planes.
 
 use super::Args;
-use super::about::{PREFIX, described, planes};
-use super::back::decode;
+use super::about::{PREFIX, described, matrices, planes};
+use super::back::{decode, words};
 use super::converted::Converted;
 use super::loss::{self, Blocks, Loss, Losses};
 use half::{bf16, f16};
@@ -118,15 +118,6 @@ fn require_matches(globs: &[String], file: &SafeTensors<'_>) -> Result<()> {
     Err(Error::usage(format!("--only `{none}`: no tensor is called so; there are {}, ...", names.join(", "))))
 }
 
-/// Number, rows and columns of the matrices that a tensor of this shape holds.
-pub fn matrices(shape: &[usize]) -> Option<[usize; 3]> {
-    match *shape {
-        [rows, cols] => Some([1, rows, cols]),
-        [stack, rows, cols] => Some([stack, rows, cols]),
-        _ => None,
-    }
-}
-
 /// Each matrix of a tensor, quantized by itself.
 fn quantize_all<B: Kernels>(
     b: &B,
@@ -180,10 +171,6 @@ fn floats(dtype: Dtype, data: &[u8]) -> Option<Vec<f32>> {
         Dtype::F16 => Some(halves().map(|b| f16::from_bits(b).to_f32()).collect()),
         _ => None,
     }
-}
-
-pub fn words(data: &[u8]) -> Vec<f32> {
-    data.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect()
 }
 
 /// Rows of the code plane and of the scale plane.

@@ -1,7 +1,7 @@
 //! What goes wrong: each a clear message and the right exit code, never a panic.
 
 use crate::{Place, read};
-use nibble_train::checkpoint::{Checkpoint, Contents, Store, TensorRef, Tensors};
+use nibble_train::checkpoint::{Checkpoint, Outline, Store, TensorSpec, Tensors};
 
 #[test]
 fn mistakes_in_the_configuration_name_key_file_and_line() {
@@ -248,8 +248,7 @@ fn samples_need_a_prompt_that_the_model_can_read() {
 
 /// A tensor of a checkpoint.
 struct Named {
-    name: String,
-    shape: Vec<usize>,
+    spec: TensorSpec,
     data: Vec<f32>,
 }
 
@@ -259,13 +258,9 @@ impl Named {
             tensors.shapes().map(|(name, shape)| (name.to_owned(), shape.to_vec())).collect();
         let take = |(name, shape): (String, Vec<usize>)| {
             let data = tensors.take(&name, &shape).unwrap();
-            Self { name, shape, data }
+            Self { spec: TensorSpec { name, shape }, data }
         };
         shapes.into_iter().map(take).collect()
-    }
-
-    fn as_ref(&self) -> TensorRef<'_> {
-        TensorRef { name: self.name.clone(), shape: self.shape.clone(), data: &self.data }
     }
 }
 
@@ -275,16 +270,21 @@ fn poison(place: &Place, step: u64) {
     let checkpoint = Checkpoint::open(&path).unwrap();
     let (mut model, optim) =
         (Named::all(checkpoint.model().unwrap()), Named::all(checkpoint.optim().unwrap()));
-    let poisoned = model.iter_mut().find(|t| t.name.contains("experts") && t.name.contains("down_proj"));
+    let poisoned =
+        model.iter_mut().find(|t| t.spec.name.contains("experts") && t.spec.name.contains("down_proj"));
     poisoned.unwrap().data[5] = f32::NAN;
-    let contents = Contents {
-        model: model.iter().map(Named::as_ref).collect(),
-        optim: optim.iter().map(Named::as_ref).collect(),
-        config_json: "{}",
-        tokenizer_json: "{}",
+    let specs = |tensors: &[Named]| tensors.iter().map(|tensor| tensor.spec.clone()).collect();
+    let outline = Outline {
+        model: specs(&model),
+        optim: specs(&optim),
+        scales: Vec::new(),
+        config_json: "{}".into(),
+        tokenizer_json: "{}".into(),
         position: checkpoint.position().clone(),
     };
-    Store::open(&place.path("run")).unwrap().save(contents, 0).unwrap();
+    let mut values = model.iter().chain(&optim).map(|tensor| &tensor.data);
+    let store = Store::open(&place.path("run")).unwrap();
+    store.save(&outline, &mut || Ok(values.next().unwrap()), 0).unwrap();
 }
 
 #[test]

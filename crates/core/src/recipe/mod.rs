@@ -35,7 +35,9 @@ pub struct Override {
 }
 
 impl Override {
-    fn is_for(&self, layer: &str) -> bool {
+    /// Whether a layer of this name is meant.
+    #[must_use]
+    pub fn is_for(&self, layer: &str) -> bool {
         self.layers.iter().any(|pattern| covers(pattern, layer))
     }
 

@@ -203,17 +203,12 @@ impl Flow {
         self.pair(tensor, self.plain, &section.gradient(KIND, activations));
     }
 
-    fn head(&mut self, section: &Section) {
-        for (tensor, rows, cols) in
-            [("x", Site::FpropX, Site::WgradX), ("dlogits", Site::DgradDy, Site::WgradDy)]
-        {
-            let (rows, cols) = (section.at(rows), section.at(cols));
-            let made = match rows.one_read(cols) {
-                true => vec![Form::both(rows.format)],
-                false => [rows, cols].into_iter().filter(|p| p.format.is_block()).map(Form::from).collect(),
-            };
-            made.into_iter().for_each(|to| self.add("head_loss+quantize", tensor, self.plain, to));
-        }
+    fn head(&mut self, section: &Section, activations: DType) {
+        const KIND: LayerKind = LayerKind::Head;
+        self.pair("x", self.plain, &section.input(KIND, activations, true));
+        self.pair("dlogits", self.plain, &section.gradient(KIND, activations));
+        // Its one kernel makes them, chunk by chunk.
+        self.changes.iter_mut().for_each(|change| change.op = "head_loss+quantize");
     }
 
     fn experts(&mut self, section: &Section, routes: &ExpertRoutes) {
@@ -258,7 +253,7 @@ impl Section {
         match kind {
             LayerKind::Linear => flow.dense(self, activations, gated),
             LayerKind::Expert => flow.experts(self, &self.expert_routes(activations, true, false)),
-            LayerKind::Head => flow.head(self),
+            LayerKind::Head => flow.head(self, activations),
             LayerKind::Router => {}
         }
         flow.changes

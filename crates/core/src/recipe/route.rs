@@ -2,8 +2,9 @@
 //! routes out, and what `nibble recipe` prints is made of the same ones ([`Section::plan`]).
 
 use super::{By, LayerKind, Precision, Section, Site};
-use crate::DType;
-use crate::ops::Planes;
+use crate::ops::{HeadCodecs, Planes};
+use crate::{DType, Result};
+use nibble_formats::Codec;
 
 /// How a tensor gets from the representation it is in to another.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -42,6 +43,14 @@ impl Route {
             (true, By::Requantize) => Self::Requantize { through: activations, to: *to },
         }
     }
+
+    /// What a kernel quantizes with that takes a plain tensor along this route by itself.
+    fn codec(&self) -> Result<Option<Codec>> {
+        match self {
+            Self::Quantize(to) => to.codec().map(Some),
+            _ => Ok(None),
+        }
+    }
 }
 
 /// How one tensor gets into two representations: that of fprop or dgrad, and a second one.
@@ -65,6 +74,15 @@ impl Pair {
         } else {
             Self::Two(Route::of_plain(first), Route::of_plain(second))
         }
+    }
+
+    /// [`Route::codec`] of each of the two, none for a second one that is the first.
+    fn codecs(&self) -> Result<[Option<Codec>; 2]> {
+        Ok(match self {
+            Self::One(route) => [route.codec()?, None],
+            Self::OneRead(to) => [Some(to.codec()?); 2],
+            Self::Two(first, second) => [first.codec()?, second.codec()?],
+        })
     }
 }
 
@@ -153,10 +171,12 @@ impl Section {
         }
     }
 
-    /// The input of a linear layer or of experts: for fprop, and as it is kept where a backward pass follows.
+    /// The input of a layer: for fprop, and, where a backward pass follows, as it is kept. The head keeps none, as it makes its gradients at
+    /// once: its second form is that for wgrad.
     pub fn input(&self, kind: LayerKind, activations: DType, training: bool) -> Pair {
+        let second = if kind == LayerKind::Head { Site::WgradX } else { Site::SavedX };
         match training {
-            true => self.pair(kind, [Site::FpropX, Site::SavedX], activations),
+            true => self.pair(kind, [Site::FpropX, second], activations),
             false => Pair::One(self.route(kind, Site::FpropX, activations)),
         }
     }
@@ -164,6 +184,19 @@ impl Section {
     /// The gradient of the output: for dgrad, and for wgrad.
     pub fn gradient(&self, kind: LayerKind, activations: DType) -> Pair {
         self.pair(kind, [Site::DgradDy, Site::WgradDy], activations)
+    }
+
+    /// What the head's kernel quantizes on its way: of its input, and where gradients are wanted of that of the logits. What it does not, it
+    /// multiplies as it is.
+    ///
+    /// # Errors
+    /// As [`Precision::codec`].
+    pub fn head_codecs(&self, activations: DType, gradients: bool) -> Result<HeadCodecs> {
+        const KIND: LayerKind = LayerKind::Head;
+        let [fprop_x, wgrad_x] = self.input(KIND, activations, gradients).codecs()?;
+        let dlogits = gradients.then(|| self.gradient(KIND, activations).codecs()).transpose()?;
+        let [dgrad_dy, wgrad_dy] = dlogits.unwrap_or_default();
+        Ok(HeadCodecs { fprop_x, dgrad_dy, wgrad_dy, wgrad_x })
     }
 
     /// What SwiGLU's kernel writes of its input for the backward pass; none where that is kept as it is.

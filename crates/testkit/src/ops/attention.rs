@@ -1,7 +1,8 @@
 use super::PLAIN;
-use crate::conformance::{Case, Outputs, Pads, Pair};
+use crate::case::{Case, Outputs, Pads};
 use crate::host::plain;
 use crate::input::{Input, stream};
+use crate::pair::Pair;
 use nibble_core::ops::{Attention, AttentionBackward, AttentionDecode, AttentionOut, attention_agreement};
 use nibble_core::{Agreement, DType, Kernels, Result, Tensor};
 

@@ -1,8 +1,9 @@
 use super::PLAIN;
 use super::quantize::codec;
-use crate::conformance::{Case, Outputs, Pads, Pair, in_place};
+use crate::case::{Case, Outputs, Pads, in_place};
 use crate::host::{HostBlock, plain};
 use crate::input::{Input, stream};
+use crate::pair::Pair;
 use crate::shapes::{MoeShape, RaggedRows, Spread};
 use nibble_core::formats::{BlockAxis, Element, Format, Rounding, ScaleKind, ScaleRule};
 use nibble_core::ops::{BF16_AGREEMENT, FP8_AGREEMENT, Gemm, GroupedGemm, GroupedWgrad};

@@ -1,8 +1,9 @@
 use super::PLAIN;
 use super::quantize::codec;
-use crate::conformance::{Case, Outputs, Pads, Pair, in_place};
+use crate::case::{Case, Outputs, Pads, in_place};
 use crate::host::{HostBlock, plain};
 use crate::input::{Input, stream};
+use crate::pair::Pair;
 use nibble_core::formats::{BlockAxis, Codec, Format, Rounding, ScaleRule, Stream};
 use nibble_core::ops::{Counts, HeadCodecs, HeadLoss, HeadLossGrad};
 use nibble_core::{Agreement, DType, Error, Kernels, Operand, Result};

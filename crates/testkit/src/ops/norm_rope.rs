@@ -1,8 +1,9 @@
 use super::PLAIN;
 use super::rope::table;
-use crate::conformance::{Case, Outputs, Pads, Pair, in_place};
+use crate::case::{Case, Outputs, Pads, in_place};
 use crate::host::plain;
 use crate::input::{Input, stream};
+use crate::pair::Pair;
 use nibble_core::ops::{NormRope, NormRopeBackward, RmsNormOut};
 use nibble_core::{Agreement, DType, Kernels, Result, Tensor};
 

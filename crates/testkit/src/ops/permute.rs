@@ -1,8 +1,9 @@
 use super::PLAIN;
 use super::quantize::codec;
-use crate::conformance::{Case, Outputs, Pads, Pair};
+use crate::case::{Case, Outputs, Pads};
 use crate::host::{HostBlock, plain};
 use crate::input::{Input, stream};
+use crate::pair::Pair;
 use crate::shapes::{MoeShape, RaggedRows, Spread, slots};
 use nibble_core::formats::{BlockAxis, Format, Rounding, ScaleRule};
 use nibble_core::ops::{CombineSlots, GatherScalars, PackRows, Permute, PlanPermute, UnpackRows, Unpermute};

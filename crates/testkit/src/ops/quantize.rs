@@ -1,7 +1,8 @@
 use super::PLAIN;
-use crate::conformance::{Case, Outputs, Pads, Pair};
+use crate::case::{Case, Outputs, Pads};
 use crate::host::{HostBlock, plain};
 use crate::input::{Input, stream};
+use crate::pair::Pair;
 use crate::shapes::{RaggedRows, Spread, WIDTHS};
 use nibble_core::formats::hadamard::LENGTHS;
 use nibble_core::formats::{BlockAxis, Codec, Format, Purpose, Rounding, ScaleRule, Stream};

@@ -1,7 +1,8 @@
 use super::PLAIN;
-use crate::conformance::{Case, Outputs, Pads, Pair, in_place};
+use crate::case::{Case, Outputs, Pads, in_place};
 use crate::host::plain;
 use crate::input::{Input, stream};
+use crate::pair::Pair;
 use nibble_core::ops::{RmsNorm, RmsNormBackward, RmsNormOut};
 use nibble_core::{Agreement, DType, Kernels, Result, Tensor};
 

@@ -1,5 +1,6 @@
-use crate::conformance::{Case, Outputs, Pads, Pair};
+use crate::case::{Case, Outputs, Pads};
 use crate::input::{Input, stream};
+use crate::pair::Pair;
 use crate::shapes::MoeShape;
 use nibble_core::ops::{Route, RouteBackward, Routing};
 use nibble_core::{Agreement, Kernels, Result, Tensor};

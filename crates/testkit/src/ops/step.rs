@@ -1,5 +1,6 @@
-use crate::conformance::{Case, Outputs, Pads, Pair};
+use crate::case::{Case, Outputs, Pads};
 use crate::input::{Input, stream};
+use crate::pair::Pair;
 use nibble_core::formats::{AmaxOf, DelayedScaling};
 use nibble_core::ops::{
     AmaxRecords, BeginMicroBatch, BeginStep, Clock, Collect, Control, EndStep, Entry, EntrySource,

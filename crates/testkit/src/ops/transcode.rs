@@ -1,7 +1,8 @@
 use super::quantize::{codec, ragged_values};
-use crate::conformance::{Case, Outputs, Pads, Pair};
+use crate::case::{Case, Outputs, Pads};
 use crate::host::HostBlock;
 use crate::input::{Input, stream};
+use crate::pair::Pair;
 use crate::shapes::{MoeShape, RaggedRows, Spread, WIDTHS};
 use nibble_core::formats::{BlockAxis, Format, Rounding, ScaleRule};
 use nibble_core::ops::Transcode;

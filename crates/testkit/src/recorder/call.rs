@@ -1,9 +1,9 @@
 //! One operation on its way: its arguments sealed, run now or kept for replays, noted, and poisoned.
 
 use super::buf::Buf;
-use super::cell::Output;
+use super::cell::{Elements, Output};
 use super::fault::{Struck, spoil};
-use super::mapping::{Elements, Open, Over, Returned, Seal, Store, Wrap};
+use super::mapping::{Open, Over, Returned, Seal, Store, Wrap};
 use super::recording::{Entry, Op};
 use super::{Event, Mode, Recorder};
 use nibble_core::recipe::Form;

@@ -3,6 +3,7 @@
 use super::device;
 use half::bf16;
 use nibble_core::formats::ScaleKind;
+use nibble_core::recipe::Form;
 use nibble_core::{Backend, Plain, Result};
 use std::any::TypeId;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -30,6 +31,16 @@ pub(super) enum Element {
     Scales(ScaleKind),
     /// Codes, counts, indices.
     Other,
+}
+
+/// What the buffers of a tensor hold: that of its elements, and behind it those of its scales, where it has them.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Elements {
+    pub form: Form,
+    /// Lines that they lie in: rows, or columns where those are stored one after the other.
+    pub lines: usize,
+    /// Records of blocks, and whether there is a scale of the tensor behind them.
+    pub scales: Option<ScaleKind>,
 }
 
 impl Element {

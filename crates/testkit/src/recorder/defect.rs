@@ -1,8 +1,7 @@
 //! Defects: an operation that computes something else than it should, whenever it runs. What the conformance suite must notice.
 
 use super::Recorder;
-use super::cell::Cell;
-use super::mapping::Elements;
+use super::cell::{Cell, Elements};
 use super::recording::Op;
 use nibble_core::formats::{
     Scale, ScaleKind, ScaleNumber, ScalePlane, ScalePlaneMut, pack_codes, unpack_codes,

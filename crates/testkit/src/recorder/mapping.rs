@@ -1,7 +1,7 @@
 //! What is made of buffers, brought from one backend to another buffer by buffer. A structure's parts are listed here, once.
 
 use super::buf::Buf;
-use super::cell::{Cell, Element, Output};
+use super::cell::{Cell, Element, Elements, Output};
 use super::{Recorder, device};
 use nibble_core::formats::{BlockAxis, ScaleKind};
 use nibble_core::ops::*;
@@ -20,16 +20,6 @@ pub(super) trait Mapping<A: Backend, C: Backend> {
     fn scales(&mut self, _kind: ScaleKind, buf: &A::Buf<u8>) -> Result<C::Buf<u8>> {
         self.buf(buf)
     }
-}
-
-/// What the buffers of a tensor hold: that of its elements, and behind it those of its scales, where it has them.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Elements {
-    pub form: Form,
-    /// Lines that they lie in: rows, or columns where those are stored one after the other.
-    pub lines: usize,
-    /// Records of blocks, and whether there is a scale of the tensor behind them.
-    pub scales: Option<ScaleKind>,
 }
 
 /// Something made of buffers of the backend `A`.

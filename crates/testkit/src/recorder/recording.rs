@@ -1,7 +1,6 @@
 //! Recorded work: operations and what they drop, in order.
 
-use super::cell::{Cell, Output};
-use super::mapping::Elements;
+use super::cell::{Cell, Elements, Output};
 use super::{Recordings, Shared};
 use nibble_core::recipe::Form;
 use nibble_core::{Backend, Result};

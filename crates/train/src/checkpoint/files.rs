@@ -14,21 +14,10 @@ use crate::error::{Error, Result};
 use crate::fault::{Point, reach};
 use crate::files::{append, open_to_read};
 
-/// A named logical tensor to be written: F32, row-major.
-#[derive(Debug, Clone)]
-pub struct TensorRef<'a> {
-    /// Its name in the file; for weights that of the model's family.
-    pub name: String,
-    /// Shape, the slowest dimension first.
-    pub shape: Vec<usize>,
-    /// The values, as many as the shape's product.
-    pub data: &'a [f32],
-}
-
 /// Name and shape of a logical tensor whose values are to follow: F32, row-major.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorSpec {
-    /// As in [`TensorRef`].
+    /// Its name in the file; for weights that of the model's family.
     pub name: String,
     /// Shape, the slowest dimension first.
     pub shape: Vec<usize>,

@@ -26,7 +26,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 pub(crate) use digest::sha256_hex;
-pub use files::{TensorRef, TensorSpec};
+pub use files::TensorSpec;
 pub use header::{header, little_endian, metadata};
 pub use state::{FileEntry, Position, State};
 pub use tensors::Tensors;
@@ -54,21 +54,6 @@ const TMP_PREFIX: &str = ".tmp-";
 /// A checkpoint moved aside while another of the same step takes its place.
 const REPLACED_PREFIX: &str = ".tmp-replaced-";
 const LOCK_FILE: &str = ".lock";
-
-/// All that a checkpoint holds.
-#[derive(Debug)]
-pub struct Contents<'a> {
-    /// F32 master weights.
-    pub model: Vec<TensorRef<'a>>,
-    /// Optimizer moments.
-    pub optim: Vec<TensorRef<'a>>,
-    /// `config.json`.
-    pub config_json: &'a str,
-    /// `tokenizer.json`.
-    pub tokenizer_json: &'a str,
-    /// Where the run stands.
-    pub position: Position,
-}
 
 /// All that a checkpoint holds but the values of its tensors, which come while it is written.
 #[derive(Debug, Clone)]
@@ -135,48 +120,14 @@ impl Store {
         run_dir.join(DIR).join(LOCK_FILE).exists()
     }
 
-    /// Writes a checkpoint without histories of scales and removes all but the newest `keep` (0 = keep all). Returns its directory.
-    ///
-    /// # Errors
-    /// [`Error::Io`] (a full disk, say) and [`Error::Checkpoint`] for tensors that contradict themselves; the earlier
-    /// checkpoints are untouched then.
-    pub fn save(&self, contents: Contents<'_>, keep: usize) -> Result<PathBuf> {
-        let Contents { mut model, mut optim, config_json, tokenizer_json, position } = contents;
-        let specs = |tensors: &mut Vec<TensorRef<'_>>| {
-            tensors.sort_by(|a, b| a.name.cmp(&b.name));
-            let specs = tensors.iter().map(|tensor| {
-                let spec = TensorSpec { name: tensor.name.clone(), shape: tensor.shape.clone() };
-                let (name, shape, got) = (&spec.name, &spec.shape, tensor.data.len());
-                if spec.num_values() == got {
-                    return Ok(spec);
-                }
-                let why = format!("tensor `{name}` has {got} values, expected shape {shape:?}");
-                Err(Error::checkpoint(&self.dir, why))
-            });
-            specs.collect::<Result<Vec<_>>>()
-        };
-        let (config_json, tokenizer_json) = (config_json.to_owned(), tokenizer_json.to_owned());
-        let (model_specs, optim_specs) = (specs(&mut model)?, specs(&mut optim)?);
-        let outline = Outline {
-            model: model_specs,
-            optim: optim_specs,
-            scales: Vec::new(),
-            config_json,
-            tokenizer_json,
-            position,
-        };
-        let mut tensors =
-            model.iter().chain(&optim).map(|tensor| tensor.data).filter(|data| !data.is_empty());
-        self.save_in_pieces(&outline, &mut || Ok(tensors.next().unwrap_or_default()), keep)
-    }
-
     /// Writes a checkpoint whose tensors' values come from `next`: those of the model, of the optimizer, and of the scales, one tensor
     /// after the other as the outline has them, in pieces of any length that end where a file ends. Nothing more of them is
     /// held. Removes all but the newest `keep` (0 = keep all). Returns its directory.
     ///
     /// # Errors
-    /// As [`Store::save`], and what `next` returns.
-    pub fn save_in_pieces<P: AsRef<[f32]>>(
+    /// [`Error::Io`] (a full disk, say), [`Error::Checkpoint`] for tensors that contradict themselves, and what `next` returns; the earlier
+    /// checkpoints are untouched then.
+    pub fn save<P: AsRef<[f32]>>(
         &self,
         outline: &Outline,
         next: &mut dyn FnMut() -> Result<P>,

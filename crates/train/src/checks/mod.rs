@@ -49,6 +49,14 @@ pub fn checked_recipe(config: &Config) -> Result<Recipe> {
     Ok(recipe)
 }
 
+/// The overrides of a recipe that decide nothing in a run of this configuration, a line each. [`checked_recipe`] refuses those of a file, where
+/// who wrote them can mend them; those of a built-in recipe are no mistake of the user's, whose model and steps may be others.
+#[must_use]
+pub fn idle_overrides(config: &Config, recipe: &Recipe) -> Vec<String> {
+    let layers = ModelSpec::new(&config.model).recipe_layers();
+    overrides::idle(recipe, &layers, config.train.steps).map(|(key, why)| format!("`{key}` {why}")).collect()
+}
+
 /// Whether a configuration and a recipe fit each other.
 ///
 /// # Errors

@@ -4,24 +4,34 @@ use super::steps_of_change;
 use nibble_core::recipe::{Layer, Override};
 use nibble_core::{Error, Recipe, Result};
 
+/// The overrides that decide nothing for these layers in a run of so many steps: the key of each, and why.
+pub(super) fn idle<'a>(
+    recipe: &'a Recipe,
+    layers: &'a [Layer],
+    steps: u64,
+) -> impl Iterator<Item = (String, String)> + 'a {
+    let several = recipe.overrides.len() > 1;
+    recipe.overrides.iter().enumerate().filter_map(move |(i, o)| {
+        let why = why_idle(recipe, (i, o), layers, steps)?;
+        // Of several it is said which, from 1.
+        let key = if several { format!("override[{}]", i + 1) } else { "override".into() };
+        Some((key, format!("decides nothing: {why}")))
+    })
+}
+
 /// Refuses the first override that decides nothing for these layers in a run of so many steps.
 pub(super) fn check(recipe: &Recipe, layers: &[Layer], steps: u64) -> Result<()> {
-    let several = recipe.overrides.len() > 1;
-    for (i, o) in recipe.overrides.iter().enumerate() {
-        let Some(why) = why_idle(recipe, (i, o), layers, steps) else { continue };
-        // Of several the error says which, from 1.
-        let key = if several { format!("override[{}]", i + 1) } else { "override".into() };
-        return Err(Error::Recipe {
-            recipe: recipe.name.clone(),
-            key,
-            why: format!("decides nothing: {why}"),
-        });
+    match idle(recipe, layers, steps).next() {
+        Some((key, why)) => Err(Error::Recipe { recipe: recipe.name.clone(), key, why }),
+        None => Ok(()),
     }
-    Ok(())
 }
 
 /// Why an override decides nothing, if it does not.
 fn why_idle(recipe: &Recipe, (i, o): (usize, &Override), layers: &[Layer], steps: u64) -> Option<String> {
+    if !layers.iter().any(|layer| o.is_for(&layer.name)) {
+        return Some("no layer is called so".to_owned());
+    }
     let mut starts = steps_of_change(recipe, steps);
     starts.pop();
     let at = |step: &u64| *step as f64 / steps as f64;

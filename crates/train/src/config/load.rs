@@ -188,6 +188,15 @@ impl Config {
             .collect();
         Ok(changes)
     }
+
+    /// [`Config::changes_since`] with which a run does not go on: more steps are none of them.
+    pub(crate) fn changes_to_refuse(&self, earlier: &Self) -> Result<Vec<String>> {
+        let mut changes = self.changes_since(earlier)?;
+        if self.train.steps > earlier.train.steps {
+            changes.retain(|change| !change.starts_with("train.steps: "));
+        }
+        Ok(changes)
+    }
 }
 
 /// Whether a text has every key that a run stores.

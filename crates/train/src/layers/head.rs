@@ -9,10 +9,9 @@ use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Writes};
 use crate::record::Conversion;
 use crate::spec::Part;
-use nibble_core::formats::Codec;
-use nibble_core::ops::{Gemm, HeadCodecs, HeadLoss, HeadLossGrad, HeadLossOut, head_chunk};
+use nibble_core::ops::{Gemm, HeadLoss, HeadLossGrad, HeadLossOut, head_chunk};
 use nibble_core::recipe::{LayerKind, Section, Site};
-use nibble_core::{DType, Error, Kernels, Result, Tensor};
+use nibble_core::{DType, Error, Kernels, Operand, Result, Tensor};
 
 /// The gradient of the head's input, made in the forward pass.
 #[derive(Debug)]
@@ -84,7 +83,7 @@ impl<B: Kernels> Head<B> {
         let HeadInput { x_td: x, targets, shards } = *input;
         let weight = self.weight(table);
         let (w, chunk) = (weight.w()?, head_chunk(cx.b.kind(), weight.master.rows));
-        let codecs = HeadCodecs { fprop_x: codec(&self.section(cx), Site::FpropX)?, ..HeadCodecs::default() };
+        let codecs = self.section(cx).head_codecs(cx.activations(), false)?;
         HeadLoss { x, w, codecs, targets, shards, chunk, grad: None }.run(cx.b)
     }
 
@@ -97,7 +96,7 @@ impl<B: Kernels> Head<B> {
         scale: f32,
     ) -> Result<(HeadLossOut<B>, HeadSaved<B>)> {
         let HeadInput { x_td: x, targets, shards } = *input;
-        let codecs = self.codecs(cx)?;
+        let codecs = self.section(cx).head_codecs(cx.activations(), true)?;
         let weight = self.weight_mut(table);
         let (w, wt) = (weight.w()?.clone(), weight.wt()?.clone());
         let chunk = head_chunk(cx.b.kind(), w.rows());
@@ -111,29 +110,11 @@ impl<B: Kernels> Head<B> {
         Ok((out, HeadSaved { layer: self.id.clone(), dx }))
     }
 
-    /// What a pass with gradients quantizes. All of it in the forward pass.
-    fn codecs(&self, cx: &Cx<'_, B>) -> Result<HeadCodecs> {
-        let section = self.section(cx);
-        Ok(HeadCodecs {
-            fprop_x: codec(&section, Site::FpropX)?,
-            dgrad_dy: codec(&section, Site::DgradDy)?,
-            wgrad_dy: codec(&section, Site::WgradDy)?,
-            wgrad_x: codec(&section, Site::WgradX)?,
-        })
-    }
-
     /// Logits F32 `[t, v]` of the plain `[t, d]`.
     pub fn logits(&self, cx: &Cx<'_, B>, table: &Param<B>, x: &Tensor<B>) -> Result<Tensor<B>> {
-        let section = self.section(cx);
-        let to = section.at(Site::FpropX);
+        let route = self.section(cx).route(LayerKind::Head, Site::FpropX, cx.activations());
         let at = Place { layer: &self.id, tensor: "x", linear: &self.id };
-        let x = cx.form(at, x, to, None)?;
+        let x = cx.follow(at, &Operand::Plain(x.clone()), &route, None)?;
         Gemm { a: &x, b: self.weight(table).w()?, out: DType::F32 }.run(cx.b)
     }
-}
-
-/// That of a site's blocks.
-fn codec(section: &Section, site: Site) -> Result<Option<Codec>> {
-    let to = section.at(site);
-    to.format.is_block().then(|| to.codec()).transpose()
 }

@@ -26,7 +26,7 @@ use nibble_core::{Kernels, Result, Tensor};
 /// A layer: forward returns its output and what backward needs; backward consumes that, adds the gradients of its
 /// parameters and returns the gradient of its input. Using a `Saved` twice does not compile.
 ///
-/// The mixture of experts, the embedding and the head have the same parts with other arguments: each says why.
+/// The embedding and the head have the same parts with other arguments: each says why.
 pub trait Layer<B: Kernels> {
     /// What it takes.
     type In;

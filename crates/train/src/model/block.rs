@@ -2,13 +2,14 @@
 //! is added by the norm that reads the sum ([`Residual`]), and in the backward pass by the norm that the half begins with.
 //! t tokens, d model.
 
+use super::kept::Kept;
 use super::{Attention, AttentionCache, AttentionSaved, Feed, FeedSaved};
 use crate::cx::Cx;
 use crate::layers::{Layer, Norm, NormSaved, Residual};
 use crate::ledger::{Ledger, Saved};
 use crate::moe::Routed;
 use crate::param::Param;
-use crate::recompute::{Kept, Scope};
+use crate::recompute::Scope;
 use crate::spec::BlockSpec;
 use nibble_core::ops::Routing;
 use nibble_core::{Kernels, Result, Tensor};
@@ -93,9 +94,6 @@ impl<B: Kernels> Saved for AttendSaved<B> {
 impl<B: Kernels> Saved for SecondSaved<B> {
     fn ledger(&self, ledger: &mut Ledger) {
         self.norm.ledger(ledger);
-        if let Some(n_td) = self.feed.input() {
-            ledger.tensor(&self.norm.layer, "y", n_td);
-        }
         self.feed.ledger(ledger);
     }
 }

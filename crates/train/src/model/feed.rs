@@ -22,8 +22,6 @@ pub enum Feed<B: Kernels> {
         moe: Moe<B>,
         /// The expert every token passes, if there is one.
         shared: Option<Mlp<B>>,
-        /// Keep the router's input, instead of having it made again from the norm's.
-        keep_input: bool,
     },
     /// One MLP for all of them.
     Dense(Mlp<B>),
@@ -35,8 +33,6 @@ pub enum Feed<B: Kernels> {
 pub enum FeedSaved<B: Kernels> {
     /// Of experts.
     Experts {
-        /// The router's input, unless it is made again: then [`FeedSaved::give_input`] has it before the backward pass.
-        n_td: Option<Tensor<B>>,
         /// Of router and experts.
         moe: MoeSaved<B>,
         /// Of the shared expert.
@@ -63,12 +59,12 @@ impl<B: Kernels> FeedSaved<B> {
         }
     }
 
-    /// Makes the input again where the backward pass needs it and it was not kept.
+    /// Makes the input again if the backward pass needs it and it was not kept.
     pub fn give_input(&mut self, again: impl FnOnce() -> Result<Tensor<B>>) -> Result<()> {
-        if let Self::Experts { n_td: n_td @ None, .. } = self {
-            *n_td = Some(again()?);
+        match self {
+            Self::Experts { moe, .. } => moe.give_input(again),
+            Self::Dense(_) => Ok(()),
         }
-        Ok(())
     }
 
     /// Says what the load-balancing loss is taken over, if there are experts.
@@ -77,21 +73,12 @@ impl<B: Kernels> FeedSaved<B> {
             moe.balance_over(batch);
         }
     }
-
-    /// The router's input, where it is kept.
-    pub fn input(&self) -> Option<&Tensor<B>> {
-        match self {
-            Self::Experts { n_td, .. } => n_td.as_ref(),
-            Self::Dense(_) => None,
-        }
-    }
 }
 
-/// All but the router's input: that is what the norm before has made, and is listed as the norm's.
 impl<B: Kernels> Saved for FeedSaved<B> {
     fn ledger(&self, ledger: &mut Ledger) {
         match self {
-            Self::Experts { moe, shared, .. } => {
+            Self::Experts { moe, shared } => {
                 moe.ledger(ledger);
                 if let Some(shared) = shared {
                     shared.ledger(ledger);
@@ -108,11 +95,9 @@ impl<B: Kernels> Feed<B> {
         let mlp = |spec: &MlpSpec| Mlp::new(cx.b, cx.seed, spec, cx.activations());
         Ok(match spec {
             FeedSpec::Dense(spec) => Self::Dense(mlp(spec)?),
-            FeedSpec::Experts { moe, shared } => Self::Experts {
-                moe: Moe::new(cx, moe)?,
-                shared: shared.as_ref().map(mlp).transpose()?,
-                keep_input: false,
-            },
+            FeedSpec::Experts { moe, shared } => {
+                Self::Experts { moe: Moe::new(cx, moe)?, shared: shared.as_ref().map(mlp).transpose()? }
+            }
         })
     }
 }
@@ -124,7 +109,7 @@ impl<B: Kernels> Layer<B> for Feed<B> {
 
     fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
         match self {
-            Self::Experts { moe, shared, .. } => {
+            Self::Experts { moe, shared } => {
                 moe.prepare(cx)?;
                 shared.iter_mut().try_for_each(|shared| shared.prepare(cx))
             }
@@ -134,7 +119,7 @@ impl<B: Kernels> Layer<B> for Feed<B> {
 
     fn params(&mut self) -> Vec<&mut Param<B>> {
         match self {
-            Self::Experts { moe, shared, .. } => {
+            Self::Experts { moe, shared } => {
                 let mut params = moe.params();
                 params.extend(shared.iter_mut().flat_map(Mlp::params));
                 params
@@ -145,40 +130,36 @@ impl<B: Kernels> Layer<B> for Feed<B> {
 
     /// An MLP keeps what its products read, as every linear layer does.
     fn recompute(&mut self, scopes: &[Scope]) {
-        if let Self::Experts { moe, keep_input, .. } = self {
-            let has = |scope| scopes.contains(&scope);
-            *keep_input = !has(Scope::Norms);
-            moe.experts.keep_a = !has(Scope::Swiglu);
-            moe.remake_x = has(Scope::ExpertInput) && !has(Scope::Experts) && !has(Scope::Layers);
+        if let Self::Experts { moe, .. } = self {
+            moe.recompute(scopes);
         }
     }
 
     fn forward(&self, cx: &Cx<'_, B>, n_td: Tensor<B>) -> Result<(Tensor<B>, FeedSaved<B>)> {
-        let (moe, shared, keep) = match self {
-            Self::Experts { moe, shared, keep_input } => (moe, shared, *keep_input),
+        match self {
+            Self::Experts { moe, shared } => {
+                let (mut y_td, moe) = moe.forward(cx, n_td.clone())?;
+                let mut shared_saved = None;
+                if let Some(mlp) = shared {
+                    let (s_td, saved) = mlp.forward(cx, n_td)?;
+                    y_td = Add::new(&y_td, &s_td).run(cx.b)?;
+                    shared_saved = Some(saved);
+                }
+                Ok((y_td, FeedSaved::Experts { moe, shared: shared_saved }))
+            }
             Self::Dense(mlp) => {
                 let (y_td, saved) = mlp.forward(cx, n_td)?;
-                return Ok((y_td, FeedSaved::Dense(saved)));
+                Ok((y_td, FeedSaved::Dense(saved)))
             }
-        };
-        let (mut y_td, moe) = moe.forward(cx, &n_td)?;
-        let kept = keep.then(|| n_td.clone());
-        let mut shared_saved = None;
-        if let Some(mlp) = shared {
-            let (s_td, saved) = mlp.forward(cx, n_td)?;
-            y_td = Add::new(&y_td, &s_td).run(cx.b)?;
-            shared_saved = Some(saved);
         }
-        Ok((y_td, FeedSaved::Experts { n_td: kept, moe, shared: shared_saved }))
     }
 
     fn again(&self, cx: &Cx<'_, B>, n_td: Tensor<B>) -> Result<FeedSaved<B>> {
         match self {
-            Self::Experts { moe, shared, keep_input } => {
-                let moe = moe.again(cx, &n_td)?;
-                let kept = keep_input.then(|| n_td.clone());
+            Self::Experts { moe, shared } => {
+                let moe = moe.again(cx, n_td.clone())?;
                 let shared = shared.as_ref().map(|mlp| mlp.again(cx, n_td)).transpose()?;
-                Ok(FeedSaved::Experts { n_td: kept, moe, shared })
+                Ok(FeedSaved::Experts { moe, shared })
             }
             Self::Dense(mlp) => Ok(FeedSaved::Dense(mlp.again(cx, n_td)?)),
         }
@@ -186,11 +167,8 @@ impl<B: Kernels> Layer<B> for Feed<B> {
 
     fn backward(&mut self, cx: &Cx<'_, B>, saved: FeedSaved<B>, dy_td: Tensor<B>) -> Result<Tensor<B>> {
         match (self, saved) {
-            (
-                Self::Experts { moe, shared, .. },
-                FeedSaved::Experts { n_td: Some(n_td), moe: moe_saved, shared: shared_saved },
-            ) => {
-                let mut dn_td = moe.backward(cx, moe_saved, &n_td, &dy_td)?;
+            (Self::Experts { moe, shared }, FeedSaved::Experts { moe: saved, shared: shared_saved }) => {
+                let mut dn_td = moe.backward(cx, saved, dy_td.clone())?;
                 if let (Some(mlp), Some(saved)) = (shared, shared_saved) {
                     let ds_td = mlp.backward(cx, saved, dy_td)?;
                     dn_td = Add::new(&dn_td, &ds_td).run(cx.b)?;
@@ -198,9 +176,6 @@ impl<B: Kernels> Layer<B> for Feed<B> {
                 Ok(dn_td)
             }
             (Self::Dense(mlp), FeedSaved::Dense(saved)) => mlp.backward(cx, saved, dy_td),
-            (Self::Experts { .. }, FeedSaved::Experts { n_td: None, .. }) => {
-                Err(Error::Defect { place: "feed", what: "its input is neither kept nor made again" })
-            }
             _ => Err(Error::Defect { place: "feed", what: "what is kept is of another layer" }),
         }
     }

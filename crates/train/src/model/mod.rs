@@ -4,6 +4,7 @@
 mod attention;
 mod block;
 mod feed;
+mod kept;
 
 pub use attention::{Attention, AttentionCache, AttentionSaved};
 pub use block::{Block, BlockSaved};

@@ -13,12 +13,14 @@ pub use experts::{Experts, ExpertsSaved};
 pub use router::{BatchLoad, Router, RouterSaved};
 
 use crate::cx::{Cx, Place};
+use crate::layers::Layer;
 use crate::ledger::{Ledger, Saved};
 use crate::param::Param;
+use crate::recompute::Scope;
 use crate::spec::MoeSpec;
 use nibble_core::ops::Routing;
 use nibble_core::recipe::{LayerKind, Pair, Precision, Section, Site};
-use nibble_core::{Kernels, Occupancy, Operand, Result, Tensor};
+use nibble_core::{Error, Kernels, Occupancy, Operand, Result, Tensor};
 
 /// Router and experts of one decoder layer.
 #[derive(Debug, Clone)]
@@ -29,14 +31,18 @@ pub struct Moe<B: Kernels> {
     pub router: Router<B>,
     /// This rank's experts.
     pub experts: Experts<B>,
+    /// Keep the layer's input, instead of having it made again and given to [`MoeSaved::give_input`].
+    pub keep_input: bool,
     /// Make the experts' input again in the backward pass, from the layer's, instead of keeping it: it has a row for each
     /// expert of a token. Several ranks send it to each other again.
     pub remake_x: bool,
 }
 
-/// What the layer keeps. The router's input is not here: the caller hands it in again.
+/// What the layer keeps.
 #[derive(Debug)]
 pub struct MoeSaved<B: Kernels> {
+    /// The input, unless it is made again.
+    x_td: Option<Tensor<B>>,
     router: RouterSaved<B>,
     plan: Plan<B>,
     experts: ExpertsSaved<B>,
@@ -86,6 +92,14 @@ impl<B: Kernels> MoeSaved<B> {
         }
     }
 
+    /// Makes the input again if it was not kept: the backward pass needs it.
+    pub fn give_input(&mut self, again: impl FnOnce() -> Result<Tensor<B>>) -> Result<()> {
+        if self.x_td.is_none() {
+            self.x_td = Some(again()?);
+        }
+        Ok(())
+    }
+
     /// Says what the load-balancing loss is taken over.
     pub(crate) fn balance_over(&mut self, batch: Option<BatchLoad<B>>) {
         self.router.batch = batch;
@@ -94,6 +108,9 @@ impl<B: Kernels> MoeSaved<B> {
 
 impl<B: Kernels> Saved for MoeSaved<B> {
     fn ledger(&self, ledger: &mut Ledger) {
+        if let Some(x_td) = &self.x_td {
+            ledger.tensor(&self.router.layer, "x", x_td);
+        }
         self.router.ledger(ledger);
         self.plan.ledger(ledger);
         self.experts.ledger(ledger);
@@ -107,34 +124,9 @@ impl<B: Kernels> Moe<B> {
             name: spec.id.clone(),
             router: Router::new(cx, &spec.router, spec.shape)?,
             experts: Experts::new(cx, &spec.experts)?,
+            keep_input: true,
             remake_x: false,
         })
-    }
-
-    /// Makes the weights' copies for this step.
-    pub fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
-        self.router.prepare(cx)?;
-        self.experts.prepare(cx)
-    }
-
-    /// Its parameters, in canonical order.
-    pub fn params(&mut self) -> Vec<&mut Param<B>> {
-        let mut params = vec![&mut self.router.weight];
-        params.extend(self.experts.params());
-        params
-    }
-
-    /// The forward pass. `x_td` is the normed residual stream.
-    pub fn forward(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>) -> Result<(Tensor<B>, MoeSaved<B>)> {
-        let (a_rf, saved) = self.hidden(cx, x_td)?;
-        let y_rd = self.experts.output(cx, a_rf, &saved.plan)?;
-        let y_td = self.exchange(cx).combine(&saved.plan, &y_rd, None)?;
-        Ok((y_td, saved))
-    }
-
-    /// What a forward pass keeps, made again.
-    pub fn again(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>) -> Result<MoeSaved<B>> {
-        Ok(self.hidden(cx, x_td)?.1)
     }
 
     /// The forward pass up to its last product: what that multiplies, and what is kept.
@@ -151,7 +143,8 @@ impl<B: Kernels> Moe<B> {
             (x_rd, Some(kept))
         };
         let (a_rf, experts) = self.experts.hidden(cx, &section, x_rd, kept, &plan)?;
-        Ok((a_rf, MoeSaved { router, plan, experts }))
+        let kept = self.keep_input.then(|| x_td.clone());
+        Ok((a_rf, MoeSaved { x_td: kept, router, plan, experts }))
     }
 
     /// The rows that fprop multiplies, and nothing for the backward pass.
@@ -193,28 +186,6 @@ impl<B: Kernels> Moe<B> {
         if counted { cx.again(kept) } else { kept() }
     }
 
-    /// The backward pass, with the input of the forward pass made again by the caller.
-    pub fn backward(
-        &mut self,
-        cx: &Cx<'_, B>,
-        mut saved: MoeSaved<B>,
-        x_td: &Tensor<B>,
-        dy_td: &Tensor<B>,
-    ) -> Result<Tensor<B>> {
-        let section = cx.section(LayerKind::Expert, &self.experts.name);
-        let exchange = self.exchange(cx);
-        if saved.experts.x.is_none() {
-            saved.experts.x = Some(self.kept_input(cx, &section, x_td, &saved.plan)?);
-        }
-        let to = section.at(Site::DispatchBwd);
-        let dy_rd = self.arrived(cx, "dy", dy_td, to, &saved.plan)?;
-        let (dx_rd, dgate_r) = self.experts.backward(cx, &section, saved.experts, dy_rd, &saved.plan)?;
-        let dgate = exchange.return_scalars(&saved.plan, &dgate_r)?;
-        let dx_router = self.router.backward(cx, saved.router, x_td, &dgate)?;
-        let dx_td = exchange.combine(&saved.plan, &dx_rd, Some(&dx_router))?;
-        Ok(dx_td)
-    }
-
     fn exchange<'a, 'c>(&self, cx: &'a Cx<'c, B>) -> Exchange<'a, 'c, B> {
         Exchange::new(cx, self.router.shape.experts, self.router.shape.top_k)
     }
@@ -230,6 +201,58 @@ impl<B: Kernels> Moe<B> {
     ) -> Result<Operand<B>> {
         let rows = outgoing(cx, &self.experts.name, tensor, x_td, to)?;
         self.exchange(cx).dispatch(plan, &rows)
+    }
+}
+
+impl<B: Kernels> Layer<B> for Moe<B> {
+    type In = Tensor<B>;
+    type Out = Tensor<B>;
+    type Saved = MoeSaved<B>;
+
+    fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
+        self.router.prepare(cx)?;
+        self.experts.prepare(cx)
+    }
+
+    fn params(&mut self) -> Vec<&mut Param<B>> {
+        let mut params = vec![&mut self.router.weight];
+        params.extend(self.experts.params());
+        params
+    }
+
+    fn recompute(&mut self, scopes: &[Scope]) {
+        let has = |scope| scopes.contains(&scope);
+        self.keep_input = !has(Scope::Norms);
+        self.experts.keep_a = !has(Scope::Swiglu);
+        self.remake_x = has(Scope::ExpertInput) && !has(Scope::Experts) && !has(Scope::Layers);
+    }
+
+    /// `x_td` is the normed residual stream.
+    fn forward(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<(Tensor<B>, MoeSaved<B>)> {
+        let (a_rf, saved) = self.hidden(cx, &x_td)?;
+        let y_rd = self.experts.output(cx, a_rf, &saved.plan)?;
+        let y_td = self.exchange(cx).combine(&saved.plan, &y_rd, None)?;
+        Ok((y_td, saved))
+    }
+
+    fn again(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<MoeSaved<B>> {
+        Ok(self.hidden(cx, &x_td)?.1)
+    }
+
+    fn backward(&mut self, cx: &Cx<'_, B>, saved: MoeSaved<B>, dy_td: Tensor<B>) -> Result<Tensor<B>> {
+        let MoeSaved { x_td, router, plan, mut experts } = saved;
+        let missing = Error::Defect { place: "moe", what: "its input is neither kept nor made again" };
+        let x_td = x_td.ok_or(missing)?;
+        let section = cx.section(LayerKind::Expert, &self.experts.name);
+        if experts.x.is_none() {
+            experts.x = Some(self.kept_input(cx, &section, &x_td, &plan)?);
+        }
+        let dy_rd = self.arrived(cx, "dy", &dy_td, section.at(Site::DispatchBwd), &plan)?;
+        let (dx_rd, dgate_r) = self.experts.backward(cx, &section, experts, dy_rd, &plan)?;
+        let exchange = self.exchange(cx);
+        let dgate = exchange.return_scalars(&plan, &dgate_r)?;
+        let dx_router = self.router.backward(cx, router, &x_td, &dgate)?;
+        exchange.combine(&plan, &dx_rd, Some(&dx_router))
     }
 }
 

@@ -2,8 +2,8 @@
 //! the gradient of every weight.
 
 use super::Trainer;
-use super::weights::{HostTensor, gather, slices};
-use crate::checkpoint::{TensorRef, header, little_endian};
+use super::weights::{HostTensor, TensorRef, gather, slices};
+use crate::checkpoint::{header, little_endian};
 use crate::cx::Cx;
 use crate::error::Result;
 use crate::model::Inside;

@@ -2,6 +2,7 @@
 
 mod any_rank;
 mod decoding;
+mod divergence;
 mod inspect;
 mod observer;
 mod options;

@@ -140,7 +140,7 @@ fn latest(config: &Config, observer: &mut dyn Observer) -> Result<Option<Checkpo
             return Err(Error::checkpoint(&dir, "every checkpoint is damaged; nothing was changed"));
         }
         require_nothing_to_lose(&dir, config.checkpoint.every)?;
-        let changes = changes_to_refuse(config, &stored_config(&dir, &[])?.0)?;
+        let changes = config.changes_to_refuse(&stored_config(&dir, &[])?.0)?;
         require_none(&changes, &dir)?;
         observer.note(&format!("{} has no checkpoint yet: from the beginning", dir.display()));
     }
@@ -152,7 +152,7 @@ fn latest(config: &Config, observer: &mut dyn Observer) -> Result<Option<Checkpo
 fn require_same(config: &Config, recipe: &Recipe, data: &Dataset, checkpoint: &Checkpoint) -> Result<()> {
     let position = checkpoint.position();
     let earlier = Config::from_text(&position.config, checkpoint.path(), &[])?;
-    let mut changes = changes_to_refuse(config, &earlier)?;
+    let mut changes = config.changes_to_refuse(&earlier)?;
     let (then, now) = (&position.data_sha256, &data.sha256());
     // Another path of the same content changes nothing.
     if then == now {
@@ -180,15 +180,6 @@ fn require_none(changes: &[String], stored: &Path) -> Result<()> {
     let (stored, changes) = (stored.display(), changes.join("; "));
     let why = format!("differs from that of the run to be resumed ({stored}): {changes}");
     Err(Error::config("configuration", why))
-}
-
-/// The changes of a configuration since an earlier one with which a run does not go on: more steps are none of them.
-pub(super) fn changes_to_refuse(config: &Config, earlier: &Config) -> Result<Vec<String>> {
-    let mut changes = config.changes_since(earlier)?;
-    if config.train.steps > earlier.train.steps {
-        changes.retain(|change| !change.starts_with("train.steps: "));
-    }
-    Ok(changes)
 }
 
 /// Checks that a run without checkpoints has not come far enough to have had one, or to be wanted without any.

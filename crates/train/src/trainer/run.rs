@@ -2,6 +2,7 @@
 
 use super::Trainer;
 use super::any_rank::any_rank;
+use super::divergence::of_divergence;
 use super::observer::{Observer, Start, Summary};
 use super::options::Options;
 use super::outputs::Outputs;
@@ -96,7 +97,7 @@ fn train<B: Kernels>(
         // The record of the step before is read while this one runs; what must not outrun this one waits for its own.
         let unread = if issued.is_err() || last || evaluate || save { 0 } else { 1 };
         while trainer.unread() > unread {
-            let settled = trainer.settle().map_err(|error| error.of_divergence(config, false));
+            let settled = trainer.settle().map_err(|error| of_divergence(error, config, false));
             if let (Some(layers), Some(outputs)) = (trainer.take_layers(), outputs.as_mut()) {
                 outputs.write_layers(&layers)?;
             }
@@ -236,7 +237,7 @@ fn evaluate<B: Kernels>(
         }
         Ok(done == of || !options.asked_to_stop(b, comm)?)
     });
-    let evaluated = evaluated.map_err(|error| error.of_divergence(trainer.config(), true))?;
+    let evaluated = evaluated.map_err(|error| of_divergence(error, trainer.config(), true))?;
     let Some(valid_loss) = evaluated else { return Ok(None) };
     if let Some(outputs) = outputs {
         let step = trainer.step();

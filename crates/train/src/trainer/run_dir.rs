@@ -1,6 +1,5 @@
 //! Which directory a run writes to: a new run replaces no file of another run, or of a person.
 
-use super::resume::changes_to_refuse;
 use crate::checkpoint::{DIR, Store, has_checkpoints, latest_valid};
 use crate::config::{Config, read_text};
 use crate::error::{Error, Result};
@@ -144,7 +143,7 @@ pub fn latest(config: &Config, named_by_user: bool) -> Result<PathBuf> {
     let mut of_newest = None;
     for run in runs.iter().rev() {
         // One whose configuration cannot be read is not meant by another's name.
-        let changes = stored_config(run, &[]).and_then(|(stored, _)| changes_to_refuse(config, &stored));
+        let changes = stored_config(run, &[]).and_then(|(stored, _)| config.changes_to_refuse(&stored));
         let changes = changes.unwrap_or_else(|e| vec![e.to_string()]);
         if changes.is_empty() {
             return Ok(run.clone());

@@ -247,7 +247,7 @@ fn write<B: Kernels>(
         // Its thread has panicked, or another rank has failed: told there.
         Err(_) => Err(store.given_up(outline)),
     };
-    store.save_in_pieces(outline, &mut next, keep)
+    store.save(outline, &mut next, keep)
 }
 
 impl<B: Kernels> Trainer<'_, B> {

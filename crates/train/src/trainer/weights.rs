@@ -2,7 +2,7 @@
 
 use super::Trainer;
 use super::pieces::PIECE;
-use crate::checkpoint::{Checkpoint, Position, TensorRef, Tensors};
+use crate::checkpoint::{Checkpoint, Position, Tensors};
 use crate::delayed::{DelayedRecords, History};
 use crate::error::{Error, Result};
 use crate::family::Named;
@@ -27,6 +27,13 @@ pub(super) fn gather<B: Kernels>(
     }
     let values = Cast { x: tensor, dtype: DType::F32 }.run(b)?;
     Ok(b.download(&ep.all_gather(b, values.f32("checkpoint", "parameter")?)?)?)
+}
+
+/// The values of a checkpoint's tensor, F32, row-major.
+pub(super) struct TensorRef<'a> {
+    pub name: String,
+    pub shape: Vec<usize>,
+    pub data: &'a [f32],
 }
 
 /// The slices of `values` that checkpoint tensors name.

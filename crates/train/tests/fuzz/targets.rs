@@ -7,7 +7,7 @@ use nibble_core::ops::{Dequantize, Transcode};
 use nibble_core::recipe::LayerKind;
 use nibble_core::{Backend, BlockScaled, DType, DeviceKind, Recipe};
 use nibble_cpu::Cpu;
-use nibble_train::checkpoint::{Checkpoint, Contents, FILES, Position, Store, TensorRef, latest_valid};
+use nibble_train::checkpoint::{Checkpoint, FILES, Outline, Position, Store, TensorSpec, latest_valid};
 use nibble_train::checks::{check_recipe, check_sizes};
 use nibble_train::config::Config;
 use nibble_train::plan;
@@ -238,7 +238,7 @@ fn whole() -> &'static Files {
         let dir = tempfile::tempdir().unwrap();
         let config = Config::load("tiny", &[]).unwrap();
         let values: Vec<f32> = (0..12).map(|i| i as f32).collect();
-        let tensor = |name: &str| TensorRef { name: name.into(), shape: vec![3, 4], data: &values };
+        let tensor = |name: &str| TensorSpec { name: name.into(), shape: vec![3, 4] };
         let recipe = Recipe::builtin(&config.recipe).unwrap();
         let position = Position {
             step: 3,
@@ -251,14 +251,15 @@ fn whole() -> &'static Files {
             data_sha256: "1".repeat(64),
             config: config.resolved_toml().unwrap(),
         };
-        let contents = Contents {
+        let outline = Outline {
             model: vec![tensor("a"), tensor("b")],
             optim: vec![tensor("a.exp_avg"), tensor("a.exp_avg_sq")],
-            config_json: "{}",
-            tokenizer_json: "{}",
+            scales: vec![],
+            config_json: "{}".into(),
+            tokenizer_json: "{}".into(),
             position,
         };
-        Store::open(dir.path()).unwrap().save(contents, 0).unwrap();
+        Store::open(dir.path()).unwrap().save(&outline, &mut || Ok(&values), 0).unwrap();
         FILES.map(|name| (name, std::fs::read(dir.path().join(NAME).join(name)).unwrap())).into()
     })
 }

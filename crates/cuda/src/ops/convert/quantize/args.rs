@@ -9,9 +9,6 @@ use nibble_core::formats::ScaleKind;
 use nibble_core::ops::{Found, Hadamard, Quantize};
 use nibble_core::{BlockScaled, DType, Result};
 
-/// The operation, in errors.
-pub(super) const OP: &str = "quantize";
-
 /// The matrix and its groups, as arguments.
 #[derive(Clone, Copy)]
 pub(super) struct MatrixArgs<'a> {

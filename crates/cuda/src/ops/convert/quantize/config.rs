@@ -1,6 +1,5 @@
 //! Which kernel a quantization takes and how it is launched, decided from its description alone.
 
-use super::args::OP;
 use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Launch, RoundingArg};
 use crate::ops::Instance;
@@ -11,6 +10,8 @@ use nibble_core::ops::Planes;
 use nibble_core::{DType, Error, Result};
 use std::ops::Deref;
 
+/// The operation, in errors.
+pub(super) const OP: &str = "quantize";
 /// Strips of 128 rows done side by side where both planes are written.
 const BAND_STRIPS: usize = 4;
 /// Blocks and lines that a cta of `transpose_scales` takes.

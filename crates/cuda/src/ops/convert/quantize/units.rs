@@ -1,7 +1,7 @@
 //! Quantization to any format by the general kernel (`csrc/kernels/convert/quantize_units.cuh`).
 
-use super::args::{ByBlock, MatrixArgs, OP, Planned, TransformArg};
-use super::config::{QuantizeDesc, input_type};
+use super::args::{ByBlock, MatrixArgs, Planned, TransformArg};
+use super::config::{OP, QuantizeDesc, input_type};
 use super::measure::{self, EarlierArg, Measure, Measured};
 use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, Launch, RoundingArg, plain_args};

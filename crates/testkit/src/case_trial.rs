@@ -1,0 +1,92 @@
+//! A case run with each defect of the backend under test, instead of compared.
+
+use crate::case::{Case, Pads, run};
+use crate::recorder::{Defect, Defects, Seen, Spot};
+use nibble_core::{Agreement, Backend};
+use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// What is done with a test's cases.
+#[derive(Debug, Default)]
+pub(crate) struct CaseTrial {
+    /// Of the backend under test. Without them nothing runs.
+    defects: Option<Arc<Defects>>,
+    /// Whether some case owes a relative error.
+    owes_an_error: AtomicBool,
+    /// By defect: whether a case failed with it.
+    noticed: Mutex<BTreeMap<String, bool>>,
+}
+
+impl CaseTrial {
+    /// With these defects of the backend under test.
+    pub(crate) fn with(defects: Arc<Defects>) -> Self {
+        Self { defects: Some(defects), ..Self::default() }
+    }
+
+    /// Whether some case owes a relative error.
+    pub(crate) fn owes_an_error(&self) -> bool {
+        self.owes_an_error.load(Ordering::Relaxed)
+    }
+
+    /// By defect: whether a case failed with it.
+    pub(crate) fn noticed(&self) -> MutexGuard<'_, BTreeMap<String, bool>> {
+        self.noticed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Instead of a comparison: the case runs as it is, and then with each defect that was not noticed yet.
+    #[track_caller]
+    pub(crate) fn of_case<A: Backend, B: Backend, C: Case<A> + Case<B>>(&self, a: &A, b: &B, case: &C) {
+        let Some(defects) = &self.defects else {
+            let owes_an_error = matches!(Case::<A>::agreement(case), Agreement::RelL2(_));
+            self.owes_an_error.fetch_or(owes_an_error, Ordering::Relaxed);
+            return;
+        };
+        let mut noticed = self.noticed();
+        defects.take_seen();
+        let sound = run(b, case, Pads::Zero);
+        let seen = defects.take_seen();
+        let agreement = Case::<A>::agreement(case);
+        let all = seen.iter().flat_map(|seen| {
+            let Seen { spot, form, .. } = *seen;
+            let named = move |defect| (spot, defect, format!("{spot}, {form}, {agreement:?}: {defect:?}"));
+            defects_of(seen).map(named)
+        });
+        let open: Vec<_> = all.filter(|(_, _, name)| noticed.get(name) != Some(&true)).collect();
+        if open.is_empty() {
+            return;
+        }
+        let want = run(a, case, Pads::Zero);
+        let owed = |result: &str| Case::<A>::owed(case, result);
+        sound.require_agreement(owed, &want, &format!("{case:?}, without a defect"));
+        if seen.iter().any(|seen| matches!(seen.spot, Spot::Inside(_))) {
+            // Another right way to compute the same passes.
+            defects.arm(Spot::Inside("nothing"), Defect::NotQuantized);
+            let by_parts = run(b, case, Pads::Zero);
+            assert!(defects.disarm(), "{case:?}: ran as a whole");
+            by_parts.require_agreement(owed, &want, &format!("{case:?}, by its parts"));
+        }
+        for (spot, defect, name) in open {
+            defects.arm(spot, defect);
+            let result = catch_unwind(AssertUnwindSafe(|| case.run(b, Pads::Zero)));
+            let struck = defects.disarm();
+            let differs = match result {
+                Ok(Ok(got)) => got.compare(owed, &want).is_err(),
+                Ok(Err(error)) => panic!("{case:?}\n  {name}: {error}"),
+                // A promise about padding is held by a panic.
+                Err(_) => true,
+            };
+            *noticed.entry(name).or_default() |= struck && differs;
+        }
+    }
+}
+
+/// What can be wrong with such a tensor.
+fn defects_of(&Seen { spot, lines, .. }: &Seen) -> impl Iterator<Item = Defect> {
+    let all: &[Defect] = match spot {
+        Spot::Inside(_) => &[Defect::NotQuantized],
+        Spot::Read(_) | Spot::Made(_) | Spot::Written(_) => &Defect::OF_TENSORS,
+    };
+    all.iter().copied().filter(move |&defect| lines > 1 || defect != Defect::TransposedTile)
+}

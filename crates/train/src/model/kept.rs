@@ -1,0 +1,43 @@
+//! What a part of a decoder layer keeps where the backward pass may make it again.
+
+use crate::cx::Cx;
+use crate::ledger::{Ledger, Saved};
+use nibble_core::{Backend, Kernels, Result, Tensor};
+
+/// What a part of the model keeps: everything that its backward pass reads, or its input alone.
+#[derive(Debug)]
+pub(super) enum Kept<B: Backend, S> {
+    /// Everything.
+    All(S),
+    /// From which everything is made again.
+    Input {
+        /// The first layer of the part.
+        layer: String,
+        /// The residual stream, `[t, d]`.
+        x_td: Tensor<B>,
+    },
+}
+
+impl<B: Kernels, S> Kept<B, S> {
+    /// What is kept of a forward pass from `x_td`.
+    pub(super) fn of(input_alone: bool, layer: String, x_td: &Tensor<B>, saved: S) -> Self {
+        if input_alone { Self::Input { layer, x_td: x_td.clone() } } else { Self::All(saved) }
+    }
+
+    /// Everything: `again` makes it from the input.
+    pub(super) fn all(self, cx: &Cx<'_, B>, again: impl FnOnce(&Tensor<B>) -> Result<S>) -> Result<S> {
+        match self {
+            Self::All(saved) => Ok(saved),
+            Self::Input { x_td, .. } => cx.again(|| again(&x_td)),
+        }
+    }
+}
+
+impl<B: Backend, S: Saved> Saved for Kept<B, S> {
+    fn ledger(&self, ledger: &mut Ledger) {
+        match self {
+            Self::All(saved) => saved.ledger(ledger),
+            Self::Input { layer, x_td } => ledger.tensor(layer, "x", x_td),
+        }
+    }
+}

@@ -1,0 +1,64 @@
+//! What helps where a run's numbers are none.
+
+use crate::config::Config;
+use crate::error::Error;
+
+/// Says what to do about numbers that are none, of a step of this run or of its held-out loss; of other errors nothing.
+pub(super) fn of_divergence(error: Error, config: &Config, held_out: bool) -> Error {
+    match error {
+        Error::Core(source @ nibble_core::Error::NonFinite { .. }) => {
+            Error::Diverged { advice: against_divergence(config), held_out, source }
+        }
+        other => other,
+    }
+}
+
+/// What most likely makes a run diverge, and what helps: a setting far from what is usual before all others.
+fn against_divergence(config: &Config) -> String {
+    let (m, t) = (&config.model, &config.train);
+    let far = [
+        ("model.aux_loss_coef", m.aux_loss_coef, 0.01),
+        ("model.z_loss_coef", m.z_loss_coef, 0.001),
+        ("train.weight_decay", t.weight_decay, 0.1),
+    ];
+    let far = far.into_iter().filter(|(_, is, usual)| *is > 1000.0 * usual);
+    let far: Vec<String> =
+        far.map(|(key, is, usual)| format!("a smaller {key} (now {is:?}, usual is {usual:?})")).collect();
+    if !far.is_empty() {
+        return format!("Most likely a setting is too large. What helps: {}", far.join(", "));
+    }
+    let clip = match t.clip_norm {
+        0.0 => "a train.clip_norm, such as 1.0 (now 0: none)".to_owned(),
+        norm => format!("a smaller train.clip_norm (now {norm:?})"),
+    };
+    format!(
+        "Most likely the run diverges. What helps: a smaller train.lr (now {:?}), more train.warmup_steps (now {}), {clip}",
+        t.lr, t.warmup_steps
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_helps_against_divergence_fits_the_settings() {
+        let told = |sets: &[&str]| {
+            let sets: Vec<String> = sets.iter().map(|set| (*set).to_owned()).collect();
+            let config = Config::load("tiny", &sets).unwrap();
+            let core = nibble_core::Error::NonFinite { site: "the loss".into(), layer: "-".into(), step: 3 };
+            of_divergence(core.into(), &config, false).to_string()
+        };
+        let usual = told(&[]);
+        assert!(
+            usual.contains("step 3: the loss") && usual.contains("a smaller train.lr (now 0.005)"),
+            "{usual}"
+        );
+        assert!(told(&["train.clip_norm=0"]).contains("a train.clip_norm, such as 1.0"));
+        let aux = told(&["model.aux_loss_coef=1e30"]);
+        assert!(
+            aux.contains("a smaller model.aux_loss_coef (now 1e30") && !aux.contains("train.lr"),
+            "{aux}"
+        );
+    }
+}
