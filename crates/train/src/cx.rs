@@ -128,6 +128,11 @@ impl<'a, B: Kernels> Cx<'a, B> {
         }
     }
 
+    /// The shards that these rows are of, where they are the tokens of the context: text that is made token by token has none.
+    pub fn groups_of(&self, x_td: &Tensor<B>) -> Option<&Groups<B>> {
+        Some(&self.shards.groups).filter(|groups| groups.capacity == x_td.rows)
+    }
+
     /// The precisions of a layer now.
     pub fn section(&self, kind: LayerKind, layer: &str) -> Section {
         self.recipe.section(kind, layer, self.progress)

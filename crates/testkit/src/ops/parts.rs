@@ -1,5 +1,6 @@
-use crate::conformance::{Case, Outputs, Pads, Pair};
+use crate::case::{Case, Outputs, Pads};
 use crate::input::stream;
+use crate::pair::Pair;
 use nibble_core::ops::{AssignParts, JoinGroups};
 use nibble_core::{Agreement, Groups, Kernels, Result};
 

@@ -45,11 +45,14 @@ impl<B: Kernels> RankContext<'_, B> {
 
     /// This rank's shards of a training micro-batch. `run` says which run of so many tokens of a step it is.
     pub fn training_shards(&self, run: usize) -> nibble_core::Result<Shards<B>> {
+        self.shards_of(self.config.train.batch_size * self.config.data.seq_len, run)
+    }
+
+    /// The same of so many tokens over all ranks.
+    fn shards_of(&self, tokens: usize, run: usize) -> nibble_core::Result<Shards<B>> {
         let (mesh, t) = (self.mesh.shape(), &self.config.train);
-        let rows_each = t.batch_size / t.shards * self.config.data.seq_len;
-        let parts = ExpertParts::of(t.batch_size * self.config.data.seq_len, t.expert_shards, mesh.dp);
-        let shards = Shards::new(self.b, t.shards / mesh.ranks(), rows_each, run)?;
-        Ok(shards.with_expert_parts(parts))
+        let shards = Shards::new(self.b, t.shards / mesh.ranks(), tokens / t.shards, run)?;
+        Ok(shards.with_expert_parts(ExpertParts::of(tokens, t.expert_shards, mesh.dp)))
     }
 
     /// Mean held-out nats: `batches` batches from all over the data, or all of it (0). `go_on` is asked after every batch, told how many
@@ -98,17 +101,17 @@ impl<B: Kernels> RankContext<'_, B> {
 
     /// Nats of a batch that every rank holds: each evaluates its part, the sums meet in the order of the sequences.
     pub fn held_out_nats(&self, model: &Decoder<B>, batch: &Batch) -> Result<f64> {
-        let (mesh, parts) = (self.mesh.shape(), self.config.train.expert_shards);
-        // Experts whose rows are divided see the same parts on every mesh.
-        let each = batch.sequences.next_multiple_of(mesh.ranks().max(parts)) / mesh.ranks();
+        let (ranks, shards) = (self.mesh.all.world(), self.config.train.shards);
+        // The shards of training: what has a scale of a shard, or of a part of an expert's rows, has the same on every mesh.
+        let each = batch.sequences.next_multiple_of(shards) / ranks;
         let mine = batch.part(self.mesh.all.rank() * each, each);
         // Every rank runs as many tokens; those past the batch have no target.
         let tokens = each * batch.seq_len;
         let padded = |ids: &[i32], with: i32| -> Vec<i32> {
             ids.iter().copied().chain(std::iter::repeat(with)).take(tokens).collect()
         };
-        let mut cx = self.inference_cx(tokens)?;
-        cx.shards.expert_parts = ExpertParts::of(tokens * mesh.ranks(), parts, mesh.dp);
+        let shards = self.shards_of(ranks * tokens, self.mesh.all.rank())?;
+        let cx = Cx::inference(self.b, self.mesh, &self.recipe, shards, self.progress());
         let ids = self.b.upload(&padded(&mine.inputs, 0))?;
         let targets = self.b.upload(&padded(&mine.targets, -1))?;
         // A sum for each sequence.
