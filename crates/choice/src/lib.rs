@@ -5,6 +5,8 @@
 //! condition a second time.
 
 pub mod attention;
+mod gpu_kernels;
+pub mod head_loss;
 pub mod norm;
 pub mod products;
 pub mod quantize;
@@ -13,6 +15,8 @@ pub mod squares;
 pub mod swiglu;
 pub mod transcode;
 pub mod vocabulary;
+
+pub use gpu_kernels::{GpuKernels, Product};
 
 use nibble_core::{Backend, Groups};
 use std::fmt;
@@ -27,7 +31,8 @@ pub struct Temporary {
 }
 
 impl Temporary {
-    const fn new(what: &'static str, bytes: usize) -> Self {
+    /// So many bytes.
+    pub const fn new(what: &'static str, bytes: usize) -> Self {
         Self { what, bytes }
     }
 }

@@ -1,15 +1,41 @@
 //! Norms: heads that are turned afterwards, and the sums of a weight's gradient.
 
 use crate::Temporary;
-use nibble_core::Backend;
 use nibble_core::ops::RmsNormBackward;
+use nibble_core::{Backend, Tensor};
+use std::fmt;
 
-/// Columns of heads that are normed and turned in one pass; others by two operations.
+/// Columns of heads that are normed and turned in one pass.
 pub const TURNED_HEADS: [usize; 3] = [64, 128, 256];
 
-/// Whether heads of so many columns are normed and turned in one pass.
-pub fn turns_as_it_norms(head_dim: usize) -> bool {
-    TURNED_HEADS.contains(&head_dim)
+/// The way of `norm_rope` and of its backward pass.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NormRopePath {
+    /// Heads are normed and turned in one pass.
+    OnePass,
+    /// By two operations, one after the other.
+    Apart,
+}
+
+impl NormRopePath {
+    /// Of heads of so many columns.
+    pub fn of(head_dim: usize) -> Self {
+        if TURNED_HEADS.contains(&head_dim) { Self::OnePass } else { Self::Apart }
+    }
+
+    /// What lies between the two operations, of x or of dy: the normed heads, or the gradient turned back.
+    pub fn between<B: Backend>(self, x: &Tensor<B>) -> Option<Temporary> {
+        (self == Self::Apart).then(|| Temporary::new("heads between norm and rotation", x.bytes()))
+    }
+}
+
+impl fmt::Display for NormRopePath {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::OnePass => "norm and rotation in one pass",
+            Self::Apart => "norm and rotation by themselves",
+        })
+    }
 }
 
 /// Chunks of rows of a shard, over which a weight's gradient is summed.

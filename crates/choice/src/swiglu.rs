@@ -1,7 +1,10 @@
 //! `swiglu` and its backward pass: one kernel for what recipes ask for, every other form by way of plain matrices.
 
+use crate::GpuKernels;
 use nibble_core::formats::{Codec, Format, Rounding, ScaleLayout, ScaleRule};
-use nibble_core::ops::{Emit, Planes, Swiglu, SwigluBackward};
+use nibble_core::ops::{
+    Dequantize, Emit, Emitted, Planes, Quantize, Swiglu, SwigluBackward, SwigluGrads, SwigluOut,
+};
 use nibble_core::{Backend, DType, Error, Groups, Operand, Result};
 use std::fmt;
 
@@ -117,6 +120,44 @@ impl fmt::Display for SwigluPath {
     }
 }
 
+/// `swiglu` on a GPU. What no kernel writes itself is quantized afterwards, when what it is made of is the only other thing there.
+pub fn swiglu<B: GpuKernels>(b: &B, op: &Swiglu<'_, B>) -> Result<SwigluOut<B>> {
+    let (path, rows, f) = (SwigluPath::of(op), op.h.rows, op.h.cols / 2);
+    let first = match path {
+        SwigluPath::Rows { .. } => op.result(b)?,
+        SwigluPath::RowsCols { .. } => SwigluOut { a: op.a.result(b, rows, f)?, h: None },
+        SwigluPath::Plain(dtype) => SwigluOut { a: Emit::Plain(dtype).result(b, rows, f)?, h: None },
+    };
+    b.swiglu_kernel(op, &path, &first)?;
+    let a = match path {
+        SwigluPath::Plain(_) => emitted(b, first.a, op.a, op.groups)?,
+        SwigluPath::Rows { .. } | SwigluPath::RowsCols { .. } => first.a,
+    };
+    if matches!(path, SwigluPath::Rows { .. }) {
+        return Ok(SwigluOut { a, h: first.h });
+    }
+    let save = |codec| -> Result<_> {
+        let op = Quantize { groups: op.groups, ..Quantize::new(op.h, codec, Planes::Rows) };
+        b.quantize_counting(op, None)?.take_rows("swiglu")?.block("swiglu").cloned()
+    };
+    Ok(SwigluOut { a, h: op.save_h.map(save).transpose()? })
+}
+
+/// The form asked for, from a plain matrix.
+fn emitted<B: GpuKernels>(
+    b: &B,
+    x: Emitted<B>,
+    emit: Emit,
+    groups: Option<&Groups<B>>,
+) -> Result<Emitted<B>> {
+    match (emit, &x.rows) {
+        (Emit::Block { codec, planes }, Some(Operand::Plain(x))) => {
+            b.quantize_counting(Quantize { groups, ..Quantize::new(x, codec, planes) }, None)
+        }
+        _ => Ok(x),
+    }
+}
+
 /// What the kernel of the backward pass reads h from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HSource {
@@ -154,8 +195,8 @@ pub enum SwigluBackwardPath {
     },
     /// Plain dh and `a`, which are quantized where that is wanted.
     Plain {
-        /// Values of h that are made F32 first; none where h is plain.
-        decoded: Option<usize>,
+        /// Whether h is decoded to F32 first.
+        decoded: bool,
         /// dh before it is quantized.
         dh: DType,
         /// `a` before it is quantized.
@@ -173,10 +214,7 @@ impl SwigluBackwardPath {
             Emit::Block { .. } => Emit::Plain(DType::Bf16),
             plain @ Emit::Plain(_) => plain,
         });
-        let decoded = match op.h {
-            Operand::Block(h) => Some(h.rows * h.cols),
-            Operand::Plain(_) => None,
-        };
+        let decoded = matches!(op.h, Operand::Block(_));
         let plain = Self::Plain { decoded, dh: plain_form(op.dh), a: plain_form(a) };
         let Emit::Block { codec, planes: Planes::Both } = op.dh else { return plain };
         let (Some(source), Some(capacity)) = (HSource::of(op.h), tiled_capacity(rows, op.groups)) else {
@@ -192,12 +230,40 @@ impl SwigluBackwardPath {
     }
 }
 
+/// `swiglu_backward` on a GPU.
+pub fn swiglu_backward<B: GpuKernels>(b: &B, op: &SwigluBackward<'_, B>) -> Result<SwigluGrads<B>> {
+    let (path, (rows, f)) = (SwigluBackwardPath::of(op), op.da.shape());
+    match path {
+        SwigluBackwardPath::Fused { codec, parts, .. } => {
+            // The kernel writes `a` whether or not it is wanted.
+            let a = Some(Emit::Block { codec, planes: Planes::Cols });
+            let grads = SwigluBackward { a, ..*op }.result(b)?;
+            let parts = b.alloc(parts)?;
+            b.swiglu_backward_kernel(op, &path, op.h, Some(&parts), &grads)?;
+            Ok(SwigluGrads { a: grads.a.filter(|_| op.a.is_some()), ..grads })
+        }
+        SwigluBackwardPath::Plain { dh, a, .. } => {
+            let h = match op.h {
+                Operand::Plain(_) => op.h.clone(),
+                Operand::Block(x) => Operand::Plain(b.decode(Dequantize { x, dtype: DType::F32 })?),
+            };
+            let (dh, a) = (Emit::Plain(dh).result(b, rows, 2 * f)?, Emit::Plain(a).result(b, rows, f)?);
+            let plain = SwigluGrads { dh, a: Some(a), dweight: b.alloc(rows)? };
+            b.swiglu_backward_kernel(op, &path, &h, None, &plain)?;
+            let SwigluGrads { dh, a, dweight } = plain;
+            let dh = emitted(b, dh, op.dh, op.groups)?;
+            let a = a.zip(op.a).map(|(a, to)| emitted(b, a, to, op.groups)).transpose()?;
+            Ok(SwigluGrads { dh, a, dweight })
+        }
+    }
+}
+
 impl fmt::Display for SwigluBackwardPath {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Fused { codec, .. } => write!(f, "one kernel to {} planes of dh and a", codec.format()),
             Self::Plain { decoded, dh, a } => {
-                f.write_str(if decoded.is_some() { "h decoded to f32; " } else { "" })?;
+                f.write_str(if *decoded { "h decoded to f32; " } else { "" })?;
                 write!(f, "dh in {dh} and a in {a}, then quantized by themselves")
             }
         }

@@ -1,12 +1,89 @@
 //! Conversions of codes: which go by way of whole blocks.
 
-use nibble_core::formats::Format;
+use crate::GpuKernels;
+use nibble_core::formats::layout::mn_major_stride;
+use nibble_core::formats::{BlockAxis, Format};
+use nibble_core::ops::{Transcode, Transcoded};
+use nibble_core::{BlockScaled, Result};
 
 /// Columns up to the end of a block of MXFP4, where rows end inside one: its kernels take whole blocks, so that such rows are extended by zeros and
 /// what is made of them is cut. None where the kernels take the rows as they are.
 pub fn whole_cols(from: Format, to: Format, cols: usize) -> Option<usize> {
     let whole = cols.next_multiple_of(Format::Mxfp4.spec().block);
     ([from, to].contains(&Format::Mxfp4) && whole != cols).then_some(whole)
+}
+
+/// Lines of bytes that are copied to longer or shorter ones; what a longer one has more is zeros.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Lines {
+    /// How many.
+    pub count: usize,
+    /// Bytes of a line before.
+    pub from: usize,
+    /// And after.
+    pub to: usize,
+    /// The bits that count of the last byte of a line before.
+    pub last: u32,
+}
+
+impl Lines {
+    /// Cut, or of whole bytes.
+    const fn whole(count: usize, from: usize, to: usize) -> Self {
+        Self { count, from, to, last: 0xFF }
+    }
+
+    fn recut<B: GpuKernels>(&self, b: &B, from: &B::Buf<u8>) -> Result<B::Buf<u8>> {
+        let to = b.alloc(self.count * self.to)?;
+        b.recut(self, from, &to)?;
+        Ok(to)
+    }
+}
+
+/// `transcode` on a GPU. Rows that end inside a block of MXFP4 are extended by zeros, and what is made of those is cut off.
+pub fn transcode<B: GpuKernels>(b: &B, op: Transcode<'_, B>) -> Result<Transcoded<B>> {
+    let x = op.x;
+    let Some(whole) = whole_cols(x.format, op.to, x.cols) else { return b.transcode_whole_blocks(op) };
+    let (axis, [from, to]) = (op.axis, [x.cols, whole].map(|cols| x.format.row_code_bytes(cols)));
+    let extended = Lines { last: last_byte(x.format, x.cols), ..Lines::whole(x.rows, from, to) };
+    // As many scales: E4M3's blocks end where MXFP4's do.
+    let extended = BlockScaled { cols: whole, codes: extended.recut(b, &x.codes)?, ..x.clone() };
+    let made = b.transcode_whole_blocks(Transcode { x: &extended, ..op })?;
+    let out = match axis {
+        BlockAxis::Row | BlockAxis::Tile => cut_rows(b, made.out, x.cols)?,
+        BlockAxis::Col => cut_columns(b, made.out, x.cols)?,
+    };
+    let transposed = made.transposed.map(|q| cut_matrices(b, q, x.cols)).transpose()?;
+    Ok(Transcoded { out, transposed, counts: made.counts })
+}
+
+/// The first `cols` of each row.
+fn cut_rows<B: GpuKernels>(b: &B, q: BlockScaled<B>, cols: usize) -> Result<BlockScaled<B>> {
+    let [from, to] = [q.cols, cols].map(|cols| q.format.row_code_bytes(cols));
+    let codes = Lines::whole(q.rows, from, to).recut(b, &q.codes)?;
+    Ok(BlockScaled { cols, codes, ..q })
+}
+
+/// The first `rows` of each matrix of a stack.
+fn cut_matrices<B: GpuKernels>(b: &B, q: BlockScaled<B>, rows: usize) -> Result<BlockScaled<B>> {
+    let [from, to] = [q.rows / q.stack, rows].map(|rows| rows * q.format.row_code_bytes(q.cols));
+    let codes = Lines::whole(q.stack, from, to).recut(b, &q.codes)?;
+    Ok(BlockScaled { rows: q.stack * rows, codes, ..q })
+}
+
+/// The first `cols` columns: of codes the first lines, of scales so many of each block.
+fn cut_columns<B: GpuKernels>(b: &B, q: BlockScaled<B>, cols: usize) -> Result<BlockScaled<B>> {
+    let line = q.format.row_code_bytes(q.rows);
+    let codes = Lines::whole(1, q.cols * line, cols * line).recut(b, &q.codes)?;
+    let (bytes, blocks) = (q.scale_kind().bytes(), q.shape_of_scales().1);
+    let [from, to] = [q.cols, cols].map(|cols| mn_major_stride(cols, bytes) * bytes);
+    let scales = Lines::whole(blocks, from, to).recut(b, &q.scales)?;
+    Ok(BlockScaled { cols, codes, scales, ..q })
+}
+
+/// The bits of a line's last byte that are codes, of so many codes.
+fn last_byte(format: Format, codes: usize) -> u32 {
+    let bits = codes * format.spec().code_bits as usize % 8;
+    if bits == 0 { 0xFF } else { (1 << bits) - 1 }
 }
 
 #[cfg(test)]
@@ -20,5 +97,12 @@ mod tests {
         assert_eq!(whole_cols(E4m3, Mxfp4, 130), Some(160));
         assert_eq!(whole_cols(Mxfp4, E4m3, 96), None);
         assert_eq!(whole_cols(E4m3, E4m3, 33), None, "its kernel takes any columns");
+    }
+
+    #[test]
+    fn of_an_odd_number_of_nibbles_half_the_last_byte_counts() {
+        assert_eq!(last_byte(Format::Mxfp4, 33), 0x0F);
+        assert_eq!(last_byte(Format::Mxfp4, 34), 0xFF);
+        assert_eq!(last_byte(Format::E4m3, 33), 0xFF);
     }
 }

@@ -1,8 +1,8 @@
 //! The ends of a model: tokens sorted by id, and losses summed by shard.
 
-use crate::Temporary;
-use nibble_core::Backend;
-use nibble_core::ops::{CrossEntropy, EmbedBackward};
+use crate::{GpuKernels, Temporary};
+use nibble_core::ops::{CrossEntropy, EmbedBackward, PlanPermute};
+use nibble_core::{Backend, Error, Result};
 
 /// The most bits of a digit: `plan_permute` takes 2 to this power of groups.
 pub const DIGIT_BITS: u32 = 12;
@@ -28,6 +28,33 @@ pub fn digits(keys: u32) -> impl Iterator<Item = Digit> {
     })
 }
 
+/// The tokens sorted by so many keys, those with the same key in their order: a plan for each digit. `list(digit, order, values, tokens)` writes
+/// each token's value of the digit, in an order if there is one, and without one the tokens as they are.
+pub fn sorted_tokens<B: GpuKernels>(
+    b: &B,
+    tokens: usize,
+    keys: u32,
+    mut list: impl FnMut(Digit, Option<&B::Buf<i32>>, &B::Buf<i32>, &B::Buf<i32>) -> Result<()>,
+) -> Result<B::Buf<i32>> {
+    let mut order = None;
+    for digit in digits(keys) {
+        let (values, as_they_are) = (b.alloc(tokens)?, b.alloc(tokens)?);
+        list(digit, order.as_ref(), &values, &as_they_are)?;
+        // Each token is a slot of its value's group. The plan's rows then list the tokens in the order of their values.
+        let plan = PlanPermute {
+            expert: &values,
+            token_id: &order.unwrap_or(as_they_are),
+            top_k: 1,
+            num_slots: tokens,
+            num_groups: digit.values,
+            align: 1,
+            capacity: tokens,
+        };
+        order = Some(b.plan(plan)?.groups.row_id);
+    }
+    order.ok_or_else(|| Error::shape("embed_backward", "rows of grad", keys, "at least one id"))
+}
+
 /// What `embed_backward` sums, once so many tokens are sorted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EmbedTasks {
@@ -38,6 +65,12 @@ pub struct EmbedTasks {
 }
 
 impl EmbedTasks {
+    /// None where there is nothing to add.
+    pub fn of<B: Backend>(op: &EmbedBackward<'_, B>) -> Option<Self> {
+        let ((tokens, d), rows) = (op.dy.shape(), op.grad.rows);
+        (tokens * d * rows > 0).then(|| Self::new::<B>(tokens))
+    }
+
     /// Of so many tokens.
     pub const fn new<B: Backend>(tokens: usize) -> Self {
         Self { most_runs: tokens.div_ceil(EmbedBackward::<B>::CHUNK), rows: tokens.div_ceil(32) }

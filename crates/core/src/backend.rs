@@ -1,4 +1,5 @@
 use crate::{Result, Traffic};
+use nibble_formats::ScaleLayout;
 use std::fmt::Debug;
 use std::ops::Range;
 
@@ -48,6 +49,16 @@ pub enum DeviceKind {
     Gpu,
 }
 
+impl DeviceKind {
+    /// How the scales of blocks down the columns lie, as kernels write them and products read them best.
+    pub fn column_scales(self) -> ScaleLayout {
+        match self {
+            Self::Host => ScaleLayout::RowMajor,
+            Self::Gpu => ScaleLayout::MnMajor,
+        }
+    }
+}
+
 /// Values of a buffer that follow one another.
 #[derive(Debug, Clone)]
 pub struct ValueRun<'a, B: Backend, T: Plain> {
@@ -79,6 +90,8 @@ pub trait Backend: Clone + Debug + Send + Sync + Sized + 'static {
     fn kind(&self) -> DeviceKind;
     /// A buffer of zeros.
     fn zeros<T: Plain>(&self, len: usize) -> Result<Self::Buf<T>>;
+    /// A few zeros, for what an operation counts. A device that zeroes many at once cuts them from those.
+    fn counters(&self, len: usize) -> Result<Self::Buf<u64>>;
     /// A buffer of unspecified values, for what an operation overwrites entirely.
     fn alloc<T: Plain>(&self, len: usize) -> Result<Self::Buf<T>>;
     /// A buffer with these values.

@@ -44,15 +44,23 @@ pub struct BlockScaled<B: Backend> {
 
 impl<B: Backend> BlockScaled<B> {
     /// A tensor whose planes the next operation overwrites. `rows` are those of all `stack` matrices.
+    ///
+    /// # Errors
+    /// What the backend returns where it has no memory left.
     pub fn unwritten(
         b: &B,
         (format, rule): (Format, ScaleRule),
         axis: BlockAxis,
         (rows, cols, stack): (usize, usize, usize),
-        scale_layout: ScaleLayout,
     ) -> Result<Self> {
         let (lines, blocks) = Self::scale_shape(format, axis, rows, cols, stack);
         let kind = format.scale_kind(rule);
+        let scale_layout = match axis {
+            BlockAxis::Col => b.kind().column_scales(),
+            BlockAxis::Row | BlockAxis::Tile => ScaleLayout::RowMajor,
+        };
+        // Of rows without values a GPU writes nothing.
+        let tensor_scale = || if cols == 0 { b.upload(&vec![1.0; rows]) } else { b.alloc(rows) };
         Ok(Self {
             format,
             axis,
@@ -62,7 +70,7 @@ impl<B: Backend> BlockScaled<B> {
             stack,
             codes: b.alloc(Self::code_bytes(format, axis, rows, cols))?,
             scales: b.alloc(scale_layout.len(lines, blocks, kind.bytes()) * kind.bytes())?,
-            tensor_scale: kind.has_tensor_scale().then(|| b.alloc(rows)).transpose()?,
+            tensor_scale: kind.has_tensor_scale().then(tensor_scale).transpose()?,
             scale_layout,
             shared_cols: 1,
         })
@@ -290,6 +298,27 @@ impl RowKind {
     /// What a block's record of scales holds.
     pub fn scale_kind(&self) -> ScaleKind {
         if self.format.is_block() { self.format.scale_kind(self.rule) } else { ScaleKind::NONE }
+    }
+
+    /// So many such rows, yet to be written.
+    ///
+    /// # Errors
+    /// What the backend returns where it has no memory left.
+    pub fn unwritten<B: Backend>(&self, b: &B, rows: usize) -> Result<Operand<B>> {
+        let plain = |dtype| Tensor::unwritten(b, dtype, rows, self.cols).map(Operand::Plain);
+        match self.format {
+            Format::F32 => plain(DType::F32),
+            Format::Bf16 => plain(DType::Bf16),
+            format => {
+                let stored = (format, self.rule);
+                BlockScaled::unwritten(b, stored, BlockAxis::Row, (rows, self.cols, 1)).map(Operand::Block)
+            }
+        }
+    }
+
+    /// Whether a record ends with padding.
+    pub fn is_padded(&self) -> bool {
+        self.row_bytes() != self.code_bytes() + self.scale_bytes() + self.tensor_scale_bytes()
     }
 
     /// Rows of a block format that came with these planes.

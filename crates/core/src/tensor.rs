@@ -78,6 +78,14 @@ impl<B: Backend> Tensor<B> {
         Ok(Self { data, rows, cols })
     }
 
+    /// One of the same type and shape that the next operation overwrites.
+    ///
+    /// # Errors
+    /// What the backend returns where it has no memory left.
+    pub fn unwritten_like(&self, b: &B) -> Result<Self> {
+        Self::unwritten(b, self.dtype(), self.rows, self.cols)
+    }
+
     /// An F32 tensor with these values.
     ///
     /// # Errors

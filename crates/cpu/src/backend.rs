@@ -237,6 +237,10 @@ impl Backend for Cpu {
         })
     }
 
+    fn counters(&self, len: usize) -> Result<Buf<u64>> {
+        self.zeros(len)
+    }
+
     fn alloc<T: Plain>(&self, len: usize) -> Result<Buf<T>> {
         or_out_of_room(|| Ok(self.scratch(len)))
     }

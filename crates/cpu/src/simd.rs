@@ -57,6 +57,8 @@ pub(crate) trait Real: Plain {
     fn round(x: f32) -> Self;
     /// The buffer of a tensor of this type, if it is one.
     fn buf(data: &Data<Cpu>) -> Option<&Buf<Self>>;
+    /// The same, for writing.
+    fn buf_mut(data: &mut Data<Cpu>) -> Option<&mut Buf<Self>>;
     /// A tensor's elements.
     fn data(buf: Buf<Self>) -> Data<Cpu>;
 
@@ -68,6 +70,18 @@ pub(crate) trait Real: Plain {
         match Self::buf(&t.data) {
             Some(buf) => Ok(buf.as_slice()),
             None => Err(Error::shape(op, argument, t.dtype(), Self::DTYPE)),
+        }
+    }
+
+    /// The elements of a tensor that is being made, for writing.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] naming the operation if they are of another type.
+    fn slice_mut<'a>(op: &'static str, t: &'a mut Tensor<Cpu>) -> Result<&'a mut [Self]> {
+        let dtype = t.dtype();
+        match Self::buf_mut(&mut t.data) {
+            Some(buf) => Ok(buf.as_mut_slice()),
+            None => Err(Error::shape(op, "type of the result", dtype, Self::DTYPE)),
         }
     }
 }
@@ -83,6 +97,12 @@ impl Real for f32 {
         x
     }
     fn buf(data: &Data<Cpu>) -> Option<&Buf<Self>> {
+        match data {
+            Data::F32(buf) => Some(buf),
+            Data::Bf16(_) => None,
+        }
+    }
+    fn buf_mut(data: &mut Data<Cpu>) -> Option<&mut Buf<Self>> {
         match data {
             Data::F32(buf) => Some(buf),
             Data::Bf16(_) => None,
@@ -107,6 +127,12 @@ impl Real for bf16 {
         Self::from_bits(if x.is_nan() { quiet } else { nearest } as u16)
     }
     fn buf(data: &Data<Cpu>) -> Option<&Buf<Self>> {
+        match data {
+            Data::Bf16(buf) => Some(buf),
+            Data::F32(_) => None,
+        }
+    }
+    fn buf_mut(data: &mut Data<Cpu>) -> Option<&mut Buf<Self>> {
         match data {
             Data::Bf16(buf) => Some(buf),
             Data::F32(_) => None,

@@ -67,6 +67,11 @@ impl<T: Plain> Buf<T> {
         &self.buffer
     }
 
+    /// The buffer, to write to where it is: by whoever made it, or a part of what nobody else has.
+    pub(crate) fn in_place(&mut self) -> &mut Buffer<T> {
+        &mut self.buffer
+    }
+
     /// The buffer, to write to. If another handle shares the bytes, this one gets a copy of its own first.
     pub fn make_mut(&mut self) -> Result<&mut Buffer<T>> {
         if !self.buffer.is_sole() {
@@ -107,6 +112,10 @@ impl Backend for Cuda {
 
     fn zeros<T: Plain>(&self, len: usize) -> Result<Buf<T>> {
         self.device.filled(len, 0).map(Buf::new)
+    }
+
+    fn counters(&self, len: usize) -> Result<Buf<u64>> {
+        self.device.counters(len).map(Buf::new)
     }
 
     fn alloc<T: Plain>(&self, len: usize) -> Result<Buf<T>> {

@@ -28,6 +28,7 @@ pub mod launch;
 pub mod measure;
 pub mod ops;
 pub mod probe;
+mod sequences;
 
 pub use backend::Cuda;
 pub use compile::jit::{Jit, KernelSpec};

@@ -49,6 +49,10 @@ impl Backend for Dry {
         self.buf(len)
     }
 
+    fn counters(&self, len: usize) -> Result<Buf<u64>> {
+        if self.is_gpu() { self.cut_counters(len) } else { self.buf(len) }
+    }
+
     fn alloc<T: Plain>(&self, len: usize) -> Result<Buf<T>> {
         self.buf(len)
     }

@@ -47,7 +47,9 @@ impl Comm<Dry> for DryComm {
                 table.extend([slots.min(self.tokens), slots].map(|n| n as i32));
             }
         }
-        b.buf_of(&table)
+        let mut counts = b.buf(table.len())?;
+        counts.tell(&table);
+        Ok(counts)
     }
 
     fn all_to_all_v(

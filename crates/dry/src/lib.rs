@@ -10,13 +10,12 @@
 
 mod backend;
 mod comm;
-mod convert;
-mod head_loss;
+mod gpu;
+mod host;
 mod kernels;
 mod memory;
-mod model;
 mod op_work;
-mod products;
+mod ops;
 mod slow;
 mod work;
 
@@ -70,18 +69,13 @@ impl Dry {
     }
 
     /// Temporaries, in this order, for as long as the caller keeps them.
-    pub(crate) fn hold(&self, temporaries: Vec<Temporary>) -> Result<Vec<Buf<u8>>> {
+    pub(crate) fn hold(&self, temporaries: impl IntoIterator<Item = Temporary>) -> Result<Vec<Buf<u8>>> {
         temporaries.into_iter().map(|temporary| self.buf(temporary.bytes)).collect()
     }
 
-    /// The same of a GPU alone.
-    pub(crate) fn hold_on_gpu<const N: usize>(&self, temporaries: [Temporary; N]) -> Result<Vec<Buf<u8>>> {
-        if self.is_gpu() { self.hold(temporaries.into()) } else { Ok(Vec::new()) }
-    }
-
     /// Temporaries of a GPU for a moment.
-    pub(crate) fn while_on_gpu<const N: usize>(&self, temporaries: [Temporary; N]) -> Result<()> {
-        self.hold_on_gpu(temporaries).map(drop)
+    pub(crate) fn while_on_gpu(&self, temporaries: impl IntoIterator<Item = Temporary>) -> Result<()> {
+        if self.is_gpu() { self.hold(temporaries).map(drop) } else { Ok(()) }
     }
 
     /// Whether it stands for a GPU.

@@ -1,7 +1,7 @@
 //! Buffers without bytes, and where they would lie.
 
 use crate::Dry;
-use nibble_core::{DeviceKind, Error, Heap, MemoryStats, Plain, Result, Segments};
+use nibble_core::{Data, DeviceKind, Error, Heap, MemoryStats, Plain, Result, Segments, Tensor};
 use std::fmt;
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -204,6 +204,18 @@ impl<T: Plain> Buf<T> {
         self.storage.values.as_deref().map(bytemuck::pod_collect_to_vec)
     }
 
+    /// So many of its values.
+    pub(crate) fn part(&self, len: usize) -> Self {
+        Self { len, ..self.clone() }
+    }
+
+    /// Tells what a download finds in a buffer that nobody else has.
+    pub(crate) fn tell(&mut self, values: &[T]) {
+        if let Some(storage) = Arc::get_mut(&mut self.storage) {
+            storage.values = Some(bytemuck::cast_slice(values).to_vec());
+        }
+    }
+
     /// The same bytes as values of another type.
     pub(crate) fn reinterpreted<U: Plain>(&self) -> Result<Buf<U>> {
         // It was possible to count them when they were allocated.
@@ -235,15 +247,6 @@ pub(crate) struct Counters {
 
 impl Dry {
     pub(crate) fn buf<T: Plain>(&self, len: usize) -> Result<Buf<T>> {
-        self.buf_with(len, None)
-    }
-
-    /// A buffer that a download finds these values in.
-    pub(crate) fn buf_of<T: Plain>(&self, values: &[T]) -> Result<Buf<T>> {
-        self.buf_with(values.len(), Some(bytemuck::cast_slice(values).to_vec()))
-    }
-
-    fn buf_with<T: Plain>(&self, len: usize, values: Option<Vec<u8>>) -> Result<Buf<T>> {
         let bytes = len.checked_mul(size_of::<T>());
         let memory = self.inner.memory.clone();
         let bytes = bytes.ok_or_else(|| memory.too_much(usize::MAX))?;
@@ -260,15 +263,12 @@ impl Dry {
             },
         };
         let id = 1 + memory.ids.fetch_add(1, Ordering::Relaxed);
-        let storage = Arc::new(Storage { id, bytes, home, memory, values });
+        let storage = Arc::new(Storage { id, bytes, home, memory, values: None });
         Ok(Buf { storage, len, element: PhantomData })
     }
 
-    /// A few words of zeros.
-    pub(crate) fn counters(&self, len: usize) -> Result<Buf<u64>> {
-        if !self.is_gpu() {
-            return self.buf(len);
-        }
+    /// A few words of a GPU's zeros.
+    pub(crate) fn cut_counters(&self, len: usize) -> Result<Buf<u64>> {
         let mut counters = self.inner.counters.lock().unwrap_or_else(PoisonError::into_inner);
         let Counters { words, used } = match counters.take().filter(|left| left.used + len <= COUNTERS) {
             Some(left) => left,
@@ -285,6 +285,14 @@ impl Dry {
     pub(crate) fn forget_counters(&self) {
         let left = self.inner.counters.lock().unwrap_or_else(PoisonError::into_inner).take();
         drop(left);
+    }
+
+    /// Room for a copy, where another handle shares what is to be written.
+    pub(crate) fn make_tensor_mut(&self, x: &mut Tensor<Self>) -> Result<()> {
+        match &mut x.data {
+            Data::F32(values) => self.make_mut(values),
+            Data::Bf16(values) => self.make_mut(values),
+        }
     }
 
     /// A copy, where another handle shares the bytes, as for a write in place.

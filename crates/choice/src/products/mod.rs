@@ -100,7 +100,7 @@ impl Factor {
     }
 }
 
-/// A product D `[m, n]` = A · Bᵀ, of positive sizes.
+/// A product D `[m, n]` = A · Bᵀ. It has a path where its sizes are positive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProductDesc {
     /// What a group's rows are.
@@ -266,6 +266,18 @@ impl ProductDesc {
 
     fn on_tensor_cores(&self, out: DType, accumulate: bool) -> Option<GroupedDesc> {
         self.asked(out, accumulate).filter(|desc| desc.check().is_ok())
+    }
+
+    /// Whether there is nothing to multiply.
+    pub fn is_empty(&self) -> bool {
+        let ProductDims { m, n, k } = self.dims;
+        m == 0 || n == 0 || k == 0 || self.groups.is_some_and(|groups| groups.count == 0)
+    }
+
+    /// Two a multiply-add.
+    pub fn flops(&self) -> f64 {
+        let ProductDims { m, n, k } = self.dims;
+        2.0 * m as f64 * n as f64 * k as f64
     }
 
     /// Why the ordinary cores take it, in words; nothing where they do not.

@@ -23,22 +23,6 @@ pub struct Attention<'a, B: Backend> {
     pub seq_len: usize,
 }
 
-/// Elements of a head at most on a GPU, of queries and keys or of values: four tiles of such heads must fit a multiprocessor.
-pub const GPU_HEAD_LIMIT: usize = 256;
-
-/// Refuses heads that no kernel of a GPU takes.
-///
-/// # Errors
-/// [`Error::Shape`] beyond [`GPU_HEAD_LIMIT`].
-pub fn check_gpu_heads(op: &'static str, head_dim: usize, value_dim: usize) -> Result<()> {
-    for (name, dim) in [("head_dim", head_dim), ("value_dim", value_dim)] {
-        if dim > GPU_HEAD_LIMIT {
-            return Err(Error::shape(op, name, dim, format!("at most {GPU_HEAD_LIMIT} on a GPU")));
-        }
-    }
-    Ok(())
-}
-
 /// The result of [`Attention`].
 #[derive(Debug, Clone)]
 pub struct AttentionOut<B: Backend> {
@@ -68,6 +52,13 @@ impl<B: Backend> Attention<'_, B> {
     pub fn check(&self) -> Result<()> {
         check_qkv("attention", self.q, self.k, self.v, (self.head_dim, self.value_dim), self.seq_len)
             .map(drop)
+    }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<AttentionOut<B>> {
+        let (tokens, heads) = (self.q.rows, self.q.cols / self.head_dim);
+        let out = Tensor::unwritten(b, self.q.dtype(), tokens, heads * self.value_dim)?;
+        Ok(AttentionOut { out, lse: b.alloc(tokens * heads)? })
     }
 }
 
@@ -101,6 +92,11 @@ impl<B: Backend> AttentionDecode<'_, B> {
             true => Ok(()),
             false => Err(Error::shape(OP, "len", len, format!("1 to the {} rows of k", k.rows))),
         }
+    }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<Tensor<B>> {
+        Tensor::unwritten(b, self.q.dtype(), 1, self.q.cols / self.head_dim * self.value_dim)
     }
 }
 
@@ -149,6 +145,12 @@ impl<B: Backend> AttentionBackward<'_, B> {
         let types = (self.out.dtype(), self.dout.dtype());
         expect_eq(OP, "types of out and dout", types, (self.q.dtype(), self.q.dtype()))?;
         expect_eq(OP, "lse.len()", B::len(self.lse), self.q.rows * heads)
+    }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<AttentionGrads<B>> {
+        let [dq, dk, dv] = [self.q, self.k, self.v].map(|x| x.unwritten_like(b));
+        Ok(AttentionGrads { dq: dq?, dk: dk?, dv: dv? })
     }
 }
 

@@ -56,6 +56,14 @@ impl<B: Backend> CrossEntropy<'_, B> {
         expect_eq(OP, "type of logits", self.logits.dtype(), DType::F32)?;
         check_shards(OP, self.logits.rows, self.shards)
     }
+
+    /// Its result, yet to be written but for the count of bad ids, which is zero. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<CrossEntropyOut<B>> {
+        let (tokens, vocab) = self.logits.shape();
+        let (loss, bad_ids) = (b.alloc(tokens)?, b.counters(1)?);
+        let dlogits = self.grad.map(|dtype| Tensor::unwritten(b, dtype, tokens, vocab)).transpose()?;
+        Ok(CrossEntropyOut { loss, shard_nats: b.alloc(self.shards)?, bad_ids, dlogits })
+    }
 }
 
 /// Shards that divide the tokens.

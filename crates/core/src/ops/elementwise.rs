@@ -19,6 +19,14 @@ impl<B: Backend> Cast<'_, B> {
     pub fn check(&self) -> Result<()> {
         Ok(())
     }
+
+    /// Its result, yet to be written; x itself where it has the type.
+    pub fn result(&self, b: &B) -> Result<Tensor<B>> {
+        if self.x.dtype() == self.dtype {
+            return Ok(self.x.clone());
+        }
+        Tensor::unwritten(b, self.dtype, self.x.rows, self.x.cols)
+    }
 }
 
 /// F32 normal numbers of mean 0 and this standard deviation, element i from index `first + i` of the stream.
@@ -51,6 +59,11 @@ impl InitNormal {
             }
         }
     }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result<B: Backend>(&self, b: &B) -> Result<Tensor<B>> {
+        Tensor::unwritten(b, DType::F32, self.rows, self.cols)
+    }
 }
 
 /// a + b, elementwise in F32, rounded once to the type of a; and then likewise a third term, if there is one.
@@ -82,6 +95,11 @@ impl<'a, B: Backend> Add<'a, B> {
             expect_eq("add", "type of plus", plus.dtype(), self.a.dtype())?;
         }
         Ok(())
+    }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<Tensor<B>> {
+        self.a.unwritten_like(b)
     }
 }
 
@@ -187,5 +205,10 @@ impl<B: Backend> Transpose<'_, B> {
             return Err(Error::shape("transpose", "stack", self.stack, expected));
         }
         Ok(())
+    }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<Tensor<B>> {
+        Tensor::unwritten(b, self.x.dtype(), self.stack * self.x.cols, self.x.rows / self.stack)
     }
 }

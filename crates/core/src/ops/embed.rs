@@ -32,6 +32,12 @@ impl<B: Backend> Embed<'_, B> {
     pub fn check(&self) -> Result<()> {
         expect_eq("embed", "type of table", self.table.dtype(), DType::F32)
     }
+
+    /// Its result: rows yet to be written, and no bad id so far. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<EmbedOut<B>> {
+        let bad_ids = b.counters(1)?;
+        Ok(EmbedOut { x: Tensor::unwritten(b, self.dtype, B::len(self.ids), self.table.cols)?, bad_ids })
+    }
 }
 
 /// Adds dy to the rows of each shard's gradient table.

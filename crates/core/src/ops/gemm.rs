@@ -82,6 +82,15 @@ impl<B: Backend> Gemm<'_, B> {
         expect_eq(OP, "k of b", self.b.cols(), self.a.cols())?;
         Ok(ProductDims { m: self.a.rows(), n: self.b.rows(), k: self.a.cols() })
     }
+
+    /// D, yet to be written; zeros where the contraction is of nothing. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<Tensor<B>> {
+        let (m, n) = (self.a.rows(), self.b.rows());
+        if self.a.cols() == 0 {
+            return Tensor::zeros(b, self.out, m, n);
+        }
+        Tensor::unwritten(b, self.out, m, n)
+    }
 }
 
 /// Ragged rows times expert weights, all groups at once: rows of group g multiply matrix g. Serves fprop (w as it
@@ -116,6 +125,11 @@ impl<B: Backend> GroupedGemm<'_, B> {
             n: self.w.rows() / self.groups.num_groups.max(1),
             k: self.x.cols(),
         })
+    }
+
+    /// D, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<Tensor<B>> {
+        Tensor::unwritten(b, self.out, self.x.rows(), self.w.rows() / self.groups.num_groups.max(1))
     }
 }
 

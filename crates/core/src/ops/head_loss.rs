@@ -254,6 +254,17 @@ impl<B: Backend> HeadLoss<'_, B> {
         Ok(())
     }
 
+    /// Its result, yet to be written, and counts of zero. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<HeadLossOut<B>> {
+        let HeadCodecs { fprop_x, dgrad_dy, wgrad_dy, wgrad_x } = self.codecs;
+        let counts =
+            |rows: Option<Codec>, cols: Option<Codec>| rows.or(cols).map(|_| Counts::zeros(b)).transpose();
+        let (x_counts, dlogits_counts) = (counts(fprop_x, wgrad_x)?, counts(dgrad_dy, wgrad_dy)?);
+        let (shard_nats, bad_ids) = (b.alloc(self.shards)?, b.counters(1)?);
+        let dx = self.grad.as_ref().map(|_| self.x.unwritten_like(b)).transpose()?;
+        Ok(HeadLossOut { shard_nats, bad_ids, dx, x_counts, dlogits_counts })
+    }
+
     /// The chunks, in the order of the tokens. One of no tokens where there are none.
     pub fn chunks(&self) -> Vec<HeadLossChunk> {
         let (shards, most) = (self.shards, self.chunk.max(1));

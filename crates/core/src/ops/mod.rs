@@ -26,8 +26,7 @@ mod transcode;
 
 pub use adamw::{AdamW, AdamWTensor};
 pub use attention::{
-    Attention, AttentionBackward, AttentionDecode, AttentionGrads, AttentionOut, GPU_HEAD_LIMIT,
-    attention_agreement, check_gpu_heads,
+    Attention, AttentionBackward, AttentionDecode, AttentionGrads, AttentionOut, attention_agreement,
 };
 pub use cross_entropy::{CrossEntropy, CrossEntropyOut, verify_ids};
 pub use elementwise::{Add, Cast, InitNormal, Squared, SumShards, SumSquares, Transpose};

@@ -1,5 +1,5 @@
-use super::RmsNormBackward;
 use super::rope::check_turn;
+use super::{RmsNormBackward, RmsNormOut};
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, DType, Result, Tensor};
 
@@ -33,6 +33,17 @@ impl<B: Backend> NormRope<'_, B> {
         const OP: &str = "norm_rope";
         check_turn(OP, self.x, self.table, self.seq_len, self.first_position)?;
         check_weight(OP, self.weight, self.table)
+    }
+
+    /// Heads of all rows. For checked arguments.
+    pub fn heads(&self) -> usize {
+        self.x.rows * (self.x.cols / self.table.cols)
+    }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<RmsNormOut<B>> {
+        let inv_rms = b.alloc(self.heads())?;
+        Ok(RmsNormOut { y: self.x.unwritten_like(b)?, inv_rms, sum: None })
     }
 }
 
@@ -77,6 +88,11 @@ impl<B: Backend> NormRopeBackward<'_, B> {
         expect_eq(OP, "columns of dweight", self.dweight.cols, self.table.cols)?;
         expect_eq(OP, "inv_rms.len()", B::len(self.inv_rms), self.heads())?;
         expect_eq(OP, "heads modulo the shards of dweight", self.heads() % self.dweight.rows.max(1), 0)
+    }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<Tensor<B>> {
+        self.x.unwritten_like(b)
     }
 }
 

@@ -40,6 +40,11 @@ impl<B: Backend> AssignParts<'_, B> {
         }
         expect_eq(OP, "expert.len()", slots, B::len(self.token_id) * self.top_k)
     }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<B::Buf<i32>> {
+        b.alloc(B::len(self.expert))
+    }
 }
 
 /// Groups of the same rows, `parts` of which are one: from those of [`AssignParts`] to one an expert. A group's padding lies within then, where
@@ -64,5 +69,11 @@ impl<B: Backend> JoinGroups<'_, B> {
             return Err(Error::shape("join_groups", "parts", self.parts, expected));
         }
         Ok(())
+    }
+    /// Its result: starts and lengths yet to be written, and the rows' ids as they are. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<Groups<B>> {
+        let num_groups = self.groups.num_groups / self.parts;
+        let (start, len) = (b.alloc(num_groups + 1)?, b.alloc(num_groups)?);
+        Ok(Groups { start, len, num_groups, rows_each: None, ..self.groups.clone() })
     }
 }

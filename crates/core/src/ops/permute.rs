@@ -1,6 +1,6 @@
 use super::quantize::check_planes;
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, Error, Operand, PermuteMap, Result, RowKind, Tensor};
+use crate::{Agreement, Backend, Error, Groups, Occupancy, Operand, PermuteMap, Result, RowKind, Tensor};
 
 /// Sorts received (token, slot) pairs by expert: the order (expert, global token, slot), stable, each group padded to
 /// a multiple of `align`.
@@ -63,6 +63,17 @@ impl<B: Backend> PlanPermute<'_, B> {
         }
         expect_eq(OP, "expert.len()", B::len(self.expert), B::len(self.token_id) * self.top_k)
     }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<PermuteMap<B>> {
+        let &Self { num_groups, align, capacity, num_slots, .. } = self;
+        let (start, len, row_id) = (b.alloc(num_groups + 1)?, b.alloc(num_groups)?, b.alloc(capacity)?);
+        let (source_row, row_slot) = (b.alloc(capacity)?, b.alloc(capacity)?);
+        let slot_row = b.alloc(num_slots)?;
+        let groups = Groups { start, len, row_id, num_groups, align, capacity, rows_each: None };
+        let occupancy = Occupancy { found: b.alloc(2)?, num_slots, capacity };
+        Ok(PermuteMap { groups, source_row, row_slot, slot_row, num_slots, occupancy })
+    }
 }
 
 /// Copies received rows to their expert-sorted places, codes and scales alike. Padding gets code 0 and scale byte 0
@@ -82,6 +93,11 @@ impl<B: Backend> Permute<'_, B> {
     /// Checks planes.
     pub fn check(&self) -> Result<()> {
         check_rows("permute", self.rows)
+    }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<Operand<B>> {
+        self.rows.row_kind().unwritten(b, self.map.groups.capacity)
     }
 }
 
@@ -113,6 +129,11 @@ impl<B: Backend> Unpermute<'_, B> {
         check_rows("unpermute", self.rows)?;
         expect_eq("unpermute", "rows", self.rows.rows(), self.map.groups.capacity)
     }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<Operand<B>> {
+        self.rows.row_kind().unwritten(b, self.map.num_slots)
+    }
 }
 
 /// `out[i] = values[index[i]]`, 0 where the index is negative. Brings gate weights to expert-sorted rows and their
@@ -132,6 +153,11 @@ impl<B: Backend> GatherScalars<'_, B> {
     /// Nothing the host can see is wrong: indices are the backend's own, from a [`PermuteMap`].
     pub fn check(&self) -> Result<()> {
         Ok(())
+    }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<B::Buf<f32>> {
+        b.alloc(B::len(self.index))
     }
 }
 
@@ -179,6 +205,11 @@ impl<'a, B: Backend> CombineSlots<'a, B> {
     pub fn tokens(&self) -> usize {
         self.index.map_or(self.rows.rows, B::len) / self.top_k
     }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<Tensor<B>> {
+        Tensor::unwritten(b, self.rows.dtype(), self.tokens(), self.rows.cols)
+    }
 }
 
 /// Lays chosen rows out as messages: codes ‖ scales ‖ the tensor's scale where there is one ‖ zeros to a multiple
@@ -204,6 +235,16 @@ impl<B: Backend> PackRows<'_, B> {
                 check_planes("pack_rows", q)
             }
         }
+    }
+
+    /// Its result: zeros where records are padded, otherwise yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<B::Buf<u8>> {
+        let kind = self.rows.row_kind();
+        let len = B::len(self.index).checked_mul(kind.row_bytes());
+        let len = len.ok_or_else(|| {
+            Error::shape("pack_rows", "index.len()", B::len(self.index), "a buffer that fits the memory")
+        })?;
+        if kind.is_padded() { b.zeros(len) } else { b.alloc(len) }
     }
 }
 
@@ -231,5 +272,10 @@ impl<B: Backend> UnpackRows<'_, B> {
             B::len(self.bytes) % self.kind.row_bytes(),
             0,
         )
+    }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<Operand<B>> {
+        self.kind.unwritten(b, B::len(self.bytes) / self.kind.row_bytes())
     }
 }

@@ -1,6 +1,6 @@
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, BlockScaled, DType, Error, Groups, Operand, Result, Tensor};
-use nibble_formats::{BlockAxis, Codec, Format, Purpose, Rounding, Stream, hadamard};
+use nibble_formats::{BlockAxis, Codec, Format, Purpose, Rounding, ScaleRule, Stream, hadamard};
 
 /// Which planes of a matrix to write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,6 +28,11 @@ impl<B: Backend> Counts<B> {
     pub const INEXACT: usize = 1;
     /// Index of the number of blocks marked NaN.
     pub const NON_FINITE: usize = 2;
+
+    /// Nothing counted so far.
+    pub fn zeros(b: &B) -> Result<Self> {
+        b.counters(3).map(Self)
+    }
 }
 
 /// In what form a fused kernel writes its result.
@@ -44,6 +49,68 @@ pub enum Emit {
     },
 }
 
+impl Emit {
+    /// What the length of a plane of columns is a multiple of; 1 where there is none.
+    pub fn column_step(self) -> usize {
+        match self {
+            Self::Block { codec, planes: Planes::Cols | Planes::Both } => codec.format().column_step(),
+            Self::Block { .. } | Self::Plain(_) => 1,
+        }
+    }
+
+    /// What is asked for of a matrix `[rows, cols]`: yet to be written, and counts of zero.
+    pub fn result<B: Backend>(self, b: &B, rows: usize, cols: usize) -> Result<Emitted<B>> {
+        self.result_with(b, (rows, cols), self.column_step())
+    }
+
+    /// The same with columns that are a multiple of `step` long.
+    pub(crate) fn result_with<B: Backend>(
+        self,
+        b: &B,
+        (rows, cols): (usize, usize),
+        step: usize,
+    ) -> Result<Emitted<B>> {
+        match self {
+            Self::Plain(dtype) => Ok(Emitted::plain(Tensor::unwritten(b, dtype, rows, cols)?)),
+            Self::Block { codec, planes: wanted } => {
+                let [rows, cols] = planes(b, (codec, wanted), (rows, cols, 1), step)?;
+                Ok(Emitted { rows, cols, counts: Some(Counts::zeros(b)?), found: None })
+            }
+        }
+    }
+}
+
+/// The planes of `stack` matrices, yet to be written. Column planes reach over the end of the rows, to a multiple of `step`.
+fn planes<B: Backend>(
+    b: &B,
+    (codec, wanted): (Codec, Planes),
+    (rows, cols, stack): (usize, usize, usize),
+    step: usize,
+) -> Result<[Option<Operand<B>>; 2]> {
+    let stored = (codec.format(), codec.rule());
+    let row_plane = || BlockScaled::unwritten(b, stored, BlockAxis::Row, (rows, cols, 1));
+    let col_plane =
+        || BlockScaled::unwritten(b, stored, BlockAxis::Col, (rows.next_multiple_of(step), cols, 1));
+    let made = match wanted {
+        Planes::Rows => [Some(row_plane()?), None],
+        Planes::Cols => [None, Some(col_plane()?)],
+        Planes::Both => [Some(row_plane()?), Some(col_plane()?)],
+        Planes::Tiles => tiles(b, stored, (rows, cols, stack))?.map(Some),
+    };
+    Ok(made.map(|plane| plane.map(Operand::Block)))
+}
+
+/// Weights as they stand and transposed, yet to be written: in blocks along the rows of each where the format has no square ones.
+pub(crate) fn tiles<B: Backend>(
+    b: &B,
+    stored: (Format, ScaleRule),
+    (rows, cols, stack): (usize, usize, usize),
+) -> Result<[BlockScaled<B>; 2]> {
+    let (axis, matrices) = if stored.0.spec().tiles { (BlockAxis::Tile, stack) } else { (BlockAxis::Row, 1) };
+    let plane = |rows, cols| BlockScaled::unwritten(b, stored, axis, (rows, cols, matrices));
+    Ok([plane(rows, cols)?, plane(stack * cols, rows / stack.max(1))?])
+}
+
 /// What [`Emit`] asked for.
 #[derive(Debug, Clone)]
 pub struct Emitted<B: Backend> {
@@ -58,6 +125,11 @@ pub struct Emitted<B: Backend> {
 }
 
 impl<B: Backend> Emitted<B> {
+    /// A plain result.
+    pub fn plain(x: Tensor<B>) -> Self {
+        Self { rows: Some(Operand::Plain(x)), cols: None, counts: None, found: None }
+    }
+
     /// The row plane or plain result.
     ///
     /// # Errors
@@ -289,6 +361,23 @@ impl<'a, B: Backend> Quantize<'a, B> {
             }
         }
     }
+
+    /// Its result: planes yet to be written, and zeros for what is counted and found. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<Emitted<B>> {
+        let made = self.uncounted(b)?;
+        Ok(Emitted { counts: Some(Counts::zeros(b)?), ..made })
+    }
+
+    /// The same without counts, for what is counted together with others.
+    pub fn uncounted(&self, b: &B) -> Result<Emitted<B>> {
+        let found = |_| -> Result<_> { Ok(Found { amax: b.zeros(self.spans())?, counts: b.counters(2)? }) };
+        let found = self.delayed.map(found).transpose()?;
+        let transform = self.hadamard.filter(|_| self.planes == Planes::Cols).map_or(1, |h| h.len);
+        let step = self.codec.format().column_step().max(transform);
+        let [rows, cols] =
+            planes(b, (self.codec, self.planes), (self.x.rows, self.x.cols, self.stack), step)?;
+        Ok(Emitted { rows, cols, counts: None, found })
+    }
 }
 
 /// Decodes a block-scaled tensor to plain elements, in its logical shape `[rows, cols]` whatever its axis.
@@ -307,6 +396,11 @@ impl<B: Backend> Dequantize<'_, B> {
     /// Checks the planes' lengths.
     pub fn check(&self) -> Result<()> {
         check_planes("dequantize", self.x)
+    }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<Tensor<B>> {
+        Tensor::unwritten(b, self.dtype, self.x.rows, self.x.cols)
     }
 }
 

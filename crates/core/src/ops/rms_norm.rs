@@ -45,6 +45,13 @@ impl<'a, B: Backend> RmsNorm<'a, B> {
         expect_eq(OP, "type of weight", self.weight.dtype(), DType::F32)?;
         check_plus(OP, self.plus, self.x)
     }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<RmsNormOut<B>> {
+        let inv_rms = b.alloc(self.x.rows)?;
+        let y = self.x.unwritten_like(b)?;
+        Ok(RmsNormOut { y, inv_rms, sum: self.plus.map(|_| self.x.unwritten_like(b)).transpose()? })
+    }
 }
 
 /// What is added to a tensor is like it.
@@ -93,5 +100,10 @@ impl<B: Backend> RmsNormBackward<'_, B> {
         expect_eq(OP, "inv_rms.len()", B::len(self.inv_rms), self.x.rows)?;
         check_plus(OP, self.plus, self.x)?;
         expect_eq(OP, "rows modulo the shards of dweight", self.x.rows % self.dweight.rows.max(1), 0)
+    }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<Tensor<B>> {
+        self.x.unwritten_like(b)
     }
 }

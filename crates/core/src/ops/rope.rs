@@ -46,4 +46,9 @@ impl<B: Backend> Rope<'_, B> {
     pub fn check(&self) -> Result<()> {
         check_turn("rope", self.x, self.table, self.seq_len, self.first_position)
     }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<Tensor<B>> {
+        self.x.unwritten_like(b)
+    }
 }

@@ -59,6 +59,15 @@ impl<B: Backend> Route<'_, B> {
         check_top_k(OP, self.top_k, self.logits.cols)?;
         expect_eq(OP, "tokens modulo the shards", self.logits.rows % self.shards, 0)
     }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<Routing<B>> {
+        let ((tokens, experts), slots) = (self.logits.shape(), self.logits.rows * self.top_k);
+        let (probs, log_sum_exp) = (self.logits.unwritten_like(b)?, b.alloc(tokens)?);
+        let (expert, weight) = (b.alloc(slots)?, b.alloc(slots)?);
+        let (load, losses) = (b.alloc(self.shards * experts)?, b.alloc(2 * self.shards)?);
+        Ok(Routing { expert, weight, probs, log_sum_exp, load, losses })
+    }
 }
 
 fn check_top_k(op: &'static str, top_k: usize, experts: usize) -> Result<()> {
@@ -127,5 +136,10 @@ impl<B: Backend> RouteBackward<'_, B> {
         }
         expect_eq(OP, "routing.log_sum_exp.len()", B::len(&self.routing.log_sum_exp), tokens)?;
         expect_eq(OP, "dweight.len()", B::len(self.dweight), slots)
+    }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<Tensor<B>> {
+        self.routing.probs.unwritten_like(b)
     }
 }

@@ -100,6 +100,11 @@ impl<B: Backend> TileScales<'_, B> {
         self.matrix.check::<B>(OP, self.starts)?;
         expect_eq(OP, "scales.len()", B::len(self.scales), self.matrix.rows * self.matrix.cols)
     }
+
+    /// Its result, all zeros so far. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<B::Buf<u8>> {
+        b.zeros(self.matrix.tiled_len(B::len(self.starts) - 1))
+    }
 }
 
 /// Undoes [`TileScales`]: to `[rows][cols]`, zero where no group is. Starts are as there.
@@ -122,5 +127,10 @@ impl<B: Backend> UntileScales<'_, B> {
         const OP: &str = "untile_scales";
         self.matrix.check::<B>(OP, self.starts)?;
         expect_eq(OP, "tiles.len()", B::len(self.tiles), self.matrix.tiled_len(B::len(self.starts) - 1))
+    }
+
+    /// Its result, all zeros so far. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<B::Buf<u8>> {
+        b.zeros(self.matrix.rows * self.matrix.cols)
     }
 }

@@ -46,6 +46,12 @@ impl<B: Backend> AssignRanks<'_, B> {
         }
         check_slots(OP, B::len(self.expert), self.top_k).map(drop)
     }
+
+    /// Its result: ranks yet to be written, and counts of zero. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<SlotRanks<B>> {
+        let slots = B::len(self.expert);
+        Ok(SlotRanks { rank: b.alloc(slots)?, first: b.alloc(slots)?, counts: b.zeros(2 * self.world)? })
+    }
 }
 
 /// Tokens of so many slots.
@@ -101,6 +107,11 @@ impl<B: Backend> PackSlots<'_, B> {
         expect_eq(OP, "token_id.len()", B::len(self.token_id), tokens)?;
         check_words(OP, "slot.len()", B::len(self.slot), self.top_k)
     }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<B::Buf<i32>> {
+        b.alloc(B::len(self.slot) * record_words(self.top_k))
+    }
 }
 
 /// Records whose words can be counted.
@@ -150,5 +161,11 @@ impl<B: Backend> UnpackSlots<'_, B> {
     /// How many there are.
     pub fn records(&self) -> usize {
         B::len(self.records) / record_words(self.top_k)
+    }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<ReceivedSlots<B>> {
+        let (records, slots) = (self.records(), self.records() * self.top_k);
+        Ok(ReceivedSlots { token_id: b.alloc(records)?, expert: b.alloc(slots)?, weight: b.alloc(slots)? })
     }
 }

@@ -1,7 +1,7 @@
 use super::quantize::{Emit, Emitted, Planes, check_group_rows};
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, BlockScaled, Error, Groups, Operand, Result, Tensor};
-use nibble_formats::Codec;
+use nibble_formats::{BlockAxis, Codec};
 
 /// a = silu(g) · u · w, from h = `[g | u]` of `[r, 2f]` and the gate weight w of each row.
 ///
@@ -69,6 +69,15 @@ impl<B: Backend> Swiglu<'_, B> {
             None => Ok(()),
         }
     }
+
+    /// Its result: planes yet to be written, and counts of zero. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<SwigluOut<B>> {
+        let stored = |codec: Codec| (codec.format(), codec.rule());
+        let save =
+            |codec| BlockScaled::unwritten(b, stored(codec), BlockAxis::Row, (self.h.rows, self.h.cols, 1));
+        let h = self.save_h.map(save).transpose()?;
+        Ok(SwigluOut { a: self.a.result(b, self.h.rows, self.h.cols / 2)?, h })
+    }
 }
 
 /// The backward pass of [`Swiglu`], with `a` made again from h if asked for: one kernel writes dh, `a` and the gate weight's
@@ -132,5 +141,15 @@ impl<B: Backend> SwigluBackward<'_, B> {
             Some(w) => expect_eq(OP, "weight.len()", B::len(w), self.h.rows()),
             None => Ok(()),
         }
+    }
+
+    /// Its result: planes yet to be written, and counts of zero. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<SwigluGrads<B>> {
+        let (rows, f) = self.da.shape();
+        // Columns of both are as long.
+        let step = self.dh.column_step().max(self.a.map_or(1, Emit::column_step));
+        let dh = self.dh.result_with(b, (rows, 2 * f), step)?;
+        let a = self.a.map(|a| a.result_with(b, (rows, f), step)).transpose()?;
+        Ok(SwigluGrads { dh, a, dweight: b.alloc(rows)? })
     }
 }

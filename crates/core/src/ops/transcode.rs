@@ -1,4 +1,4 @@
-use super::quantize::{check_axis, check_group_align, check_group_rows, check_planes, check_stack};
+use super::quantize::{check_axis, check_group_align, check_group_rows, check_planes, check_stack, tiles};
 use super::{Counts, Planes};
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, BlockScaled, Error, Groups, Result};
@@ -79,5 +79,25 @@ impl<B: Backend> Transcode<'_, B> {
                 }
             }
         }
+    }
+
+    /// Its result: planes yet to be written, and counts of zero. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<Transcoded<B>> {
+        let x = self.x;
+        // Only MXFP4 gets scales chosen anew.
+        let stored = (self.to, if self.to == Format::Mxfp4 { self.rule } else { x.rule });
+        let (out, transposed) = match self.axis {
+            BlockAxis::Tile => {
+                let [out, transposed] = tiles(b, stored, (x.rows, x.cols, x.stack))?;
+                (out, Some(transposed))
+            }
+            BlockAxis::Col => {
+                let capacity = x.rows.next_multiple_of(self.to.spec().block);
+                let out = BlockScaled::unwritten(b, stored, BlockAxis::Col, (capacity, x.cols, 1))?;
+                (BlockScaled { shared_cols: x.format.spec().block, ..out }, None)
+            }
+            BlockAxis::Row => (BlockScaled::unwritten(b, stored, BlockAxis::Row, (x.rows, x.cols, 1))?, None),
+        };
+        Ok(Transcoded { out, transposed, counts: Counts::zeros(b)? })
     }
 }

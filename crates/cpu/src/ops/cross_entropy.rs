@@ -2,12 +2,11 @@
 //!
 //! One body serves as specification and as vectorised code: a loop over rows, whose sum is `crate::sums::wide_sum`.
 
+use crate::Cpu;
 use crate::simd::{Real, exp_less, lane_max, per_isa, rows_per_task};
 use crate::sums::{WideLanes, sum_f64, wide_sum};
-use crate::{Buf, Cpu};
-use half::bf16;
 use nibble_core::ops::{CrossEntropy, CrossEntropyOut};
-use nibble_core::{DType, Result, Tensor};
+use nibble_core::{Data, Result};
 use nibble_formats::math::log;
 use rayon::prelude::*;
 
@@ -17,36 +16,24 @@ const OP: &str = "cross_entropy";
 pub(crate) fn cross_entropy(cpu: &Cpu, op: CrossEntropy<'_, Cpu>) -> Result<CrossEntropyOut<Cpu>> {
     let rows = TargetRows::new(cpu, op.targets.as_slice(), op.logits.cols, op.scale);
     let logits = op.logits.f32(OP, "logits")?.as_slice();
-    let mut loss = cpu.scratch::<f32>(op.logits.rows);
-    let dlogits = match op.grad {
-        None => {
-            rows.run::<f32>(logits, loss.as_mut_slice(), &mut []);
-            None
-        }
-        Some(DType::F32) => Some(with_gradient::<f32>(&rows, &op, logits, loss.as_mut_slice())?),
-        Some(DType::Bf16) => Some(with_gradient::<bf16>(&rows, &op, logits, loss.as_mut_slice())?),
-    };
-    let shard_nats = shard_sums(cpu, loss.as_slice(), op.shards)?;
-    let bad_ids = cpu.computed(&[rows.bad_ids()]);
-    Ok(CrossEntropyOut { loss, shard_nats, bad_ids, dlogits })
-}
-
-fn with_gradient<T: Real>(
-    rows: &TargetRows<'_>,
-    op: &CrossEntropy<'_, Cpu>,
-    logits: &[f32],
-    loss: &mut [f32],
-) -> Result<Tensor<Cpu>> {
-    let mut dlogits = rows.cpu.scratch::<T>(logits.len());
-    rows.run(logits, loss, dlogits.as_mut_slice());
-    Tensor::new(T::data(dlogits), op.logits.rows, op.logits.cols)
+    let mut out = op.result(cpu)?;
+    let loss = out.loss.as_mut_slice();
+    match out.dlogits.as_mut().map(|dlogits| &mut dlogits.data) {
+        None => rows.run::<f32>(logits, loss, &mut []),
+        Some(Data::F32(dlogits)) => rows.run(logits, loss, dlogits.as_mut_slice()),
+        Some(Data::Bf16(dlogits)) => rows.run(logits, loss, dlogits.as_mut_slice()),
+    }
+    sum_losses(cpu, loss, out.shard_nats.as_mut_slice());
+    out.bad_ids.as_mut_slice()[0] = rows.bad_ids();
+    Ok(out)
 }
 
 /// The losses of each shard, summed in F64.
-pub(super) fn shard_sums(cpu: &Cpu, loss: &[f32], shards: usize) -> Result<Buf<f64>> {
-    let each = loss.len() / shards.max(1);
-    let sums: Vec<f64> = (0..shards).map(|s| sum_f64(cpu.isa(), &loss[s * each..][..each])).collect();
-    Ok(cpu.computed(&sums))
+pub(super) fn sum_losses(cpu: &Cpu, loss: &[f32], nats: &mut [f64]) {
+    let each = loss.len() / nats.len().max(1);
+    for (shard, nats) in nats.iter_mut().enumerate() {
+        *nats = sum_f64(cpu.isa(), &loss[shard * each..][..each]);
+    }
 }
 
 /// Some rows of a cross-entropy, by their targets.

@@ -9,7 +9,7 @@ use crate::sums::chunk_tree;
 use crate::{Buf, CodePath, Cpu};
 use half::bf16;
 use nibble_core::ops::{Add, Cast, InitNormal, Squared, SumShards, SumSquares};
-use nibble_core::{DType, Data, Error, Plain, Result, Tensor};
+use nibble_core::{Data, Error, Plain, Result, Tensor};
 use rayon::prelude::*;
 
 /// Runs `body` on every share, among the threads of the pool unless there is only one.
@@ -55,26 +55,24 @@ per_isa!(fn widen_bf16 = widen_body; (x: &[bf16], out: &mut [f32]));
 
 /// Plain → plain. A cast to the type it has shares the buffer.
 pub(crate) fn cast(cpu: &Cpu, op: Cast<'_, Cpu>) -> Result<Tensor<Cpu>> {
-    let data = match (&op.x.data, op.dtype) {
-        (Data::F32(x), DType::Bf16) => Data::Bf16(map(cpu, x.as_slice(), round_bf16)),
-        (Data::Bf16(x), DType::F32) => Data::F32(map(cpu, x.as_slice(), widen_bf16)),
-        (Data::F32(_), DType::F32) | (Data::Bf16(_), DType::Bf16) => op.x.data.clone(),
-    };
-    Tensor::new(data, op.x.rows, op.x.cols)
+    let mut out = op.result(cpu)?;
+    match (&op.x.data, &mut out.data) {
+        (Data::F32(x), Data::Bf16(out)) => map(cpu, x.as_slice(), out.as_mut_slice(), round_bf16),
+        (Data::Bf16(x), Data::F32(out)) => map(cpu, x.as_slice(), out.as_mut_slice(), widen_bf16),
+        (Data::F32(_), Data::F32(_)) | (Data::Bf16(_), Data::Bf16(_)) => {}
+    }
+    Ok(out)
 }
 
-fn map<T: Plain, U: Plain>(cpu: &Cpu, x: &[T], body: fn(Isa, &[T], &mut [U])) -> Buf<U> {
-    let mut out = cpu.scratch::<U>(x.len());
-    for_rows(cpu, out.as_mut_slice(), 1, |first, out| body(cpu.isa(), &x[first..][..out.len()], out));
-    out
+fn map<T: Plain, U: Plain>(cpu: &Cpu, x: &[T], out: &mut [U], body: fn(Isa, &[T], &mut [U])) {
+    for_rows(cpu, out, 1, |first, out| body(cpu.isa(), &x[first..][..out.len()], out));
 }
 
 /// Element i is std · normal(first + i), one product in F32.
 pub(crate) fn init_normal(cpu: &Cpu, op: InitNormal) -> Result<Tensor<Cpu>> {
     op.check()?;
-    let len = op.rows * op.cols;
-    let mut out = cpu.scratch::<f32>(len);
-    for_rows(cpu, out.as_mut_slice(), 1, |first, out| {
+    let mut out = op.result(cpu)?;
+    for_rows(cpu, f32::slice_mut("init_normal", &mut out)?, 1, |first, out| {
         let first = op.first + first as u64;
         match cpu.path() {
             CodePath::Scalar => {
@@ -85,7 +83,7 @@ pub(crate) fn init_normal(cpu: &Cpu, op: InitNormal) -> Result<Tensor<Cpu>> {
             CodePath::Simd => fill_normal(&op, first, out),
         }
     });
-    Tensor::new(Data::F32(out), op.rows, op.cols)
+    Ok(out)
 }
 
 /// One block of Philox for the four elements it serves.
@@ -111,6 +109,26 @@ per_isa!(fn add_f32 = add_body::<f32>; (a: &[f32], b: &[f32], out: &mut [f32]));
 per_isa!(fn add_bf16 = add_body::<bf16>; (a: &[bf16], b: &[bf16], out: &mut [bf16]));
 
 #[inline(always)]
+fn add_to_body<T: Real>(x: &[T], sum: &mut [T]) {
+    for (sum, x) in sum.iter_mut().zip(x) {
+        *sum = T::round(sum.widen() + x.widen());
+    }
+}
+per_isa!(fn add_to_f32 = add_to_body::<f32>; (x: &[f32], sum: &mut [f32]));
+per_isa!(fn add_to_bf16 = add_to_body::<bf16>; (x: &[bf16], sum: &mut [bf16]));
+
+/// Adds a tensor, if there is one, to another of its type and shape, each element rounded.
+pub(super) fn add_to(cpu: &Cpu, x: Option<&Tensor<Cpu>>, sum: &mut Tensor<Cpu>) -> Result<()> {
+    let Some(x) = x else { return Ok(()) };
+    match (&x.data, &mut sum.data) {
+        (Data::F32(x), Data::F32(sum)) => map(cpu, x.as_slice(), sum.as_mut_slice(), add_to_f32),
+        (Data::Bf16(x), Data::Bf16(sum)) => map(cpu, x.as_slice(), sum.as_mut_slice(), add_to_bf16),
+        _ => return Err(Error::shape("add", "type of plus", x.dtype(), sum.dtype())),
+    }
+    Ok(())
+}
+
+#[inline(always)]
 fn accumulate_body(x: &[f32], sum: &mut [f32]) {
     for (sum, x) in sum.iter_mut().zip(x) {
         *sum += x;
@@ -120,23 +138,31 @@ per_isa!(fn accumulate = accumulate_body; (x: &[f32], sum: &mut [f32]));
 
 /// a + b in F32, rounded once; then plus likewise, if there is one.
 pub(crate) fn add(cpu: &Cpu, op: Add<'_, Cpu>) -> Result<Tensor<Cpu>> {
-    if let Add { a, b, plus: Some(plus) } = op {
-        return add(cpu, Add::new(&add(cpu, Add::new(a, b))?, plus));
-    }
-    let data = match (&op.a.data, &op.b.data) {
-        (Data::F32(a), Data::F32(b)) => sum_of(cpu, a.as_slice(), b.as_slice(), add_f32),
-        (Data::Bf16(a), Data::Bf16(b)) => sum_of(cpu, a.as_slice(), b.as_slice(), add_bf16),
-        _ => return Err(Error::shape("add", "type of b", op.b.dtype(), op.a.dtype())),
-    };
-    Tensor::new(data, op.a.rows, op.a.cols)
+    let mut out = op.result(cpu)?;
+    write_sum(cpu, (op.a, op.b), &mut out)?;
+    add_to(cpu, op.plus, &mut out)?;
+    Ok(out)
 }
 
-fn sum_of<T: Real>(cpu: &Cpu, a: &[T], b: &[T], body: fn(Isa, &[T], &[T], &mut [T])) -> Data<Cpu> {
-    let mut out = cpu.scratch::<T>(a.len());
+/// a + b, to a tensor of their type and shape.
+pub(super) fn write_sum(
+    cpu: &Cpu,
+    (a, b): (&Tensor<Cpu>, &Tensor<Cpu>),
+    out: &mut Tensor<Cpu>,
+) -> Result<()> {
+    match (&a.data, &b.data, &mut out.data) {
+        (Data::F32(a), Data::F32(b), Data::F32(out)) => sum_of(cpu, [a, b], out, add_f32),
+        (Data::Bf16(a), Data::Bf16(b), Data::Bf16(out)) => sum_of(cpu, [a, b], out, add_bf16),
+        _ => return Err(Error::shape("add", "type of b", b.dtype(), a.dtype())),
+    }
+    Ok(())
+}
+
+fn sum_of<T: Real>(cpu: &Cpu, of: [&Buf<T>; 2], out: &mut Buf<T>, body: fn(Isa, &[T], &[T], &mut [T])) {
+    let [a, b] = of.map(Buf::as_slice);
     for_rows(cpu, out.as_mut_slice(), 1, |first, out| {
         body(cpu.isa(), &a[first..][..out.len()], &b[first..][..out.len()], out);
     });
-    T::data(out)
 }
 
 /// Elements whose tree is closed while they lie in the nearest cache.

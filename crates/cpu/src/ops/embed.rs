@@ -1,24 +1,25 @@
 //! See [`nibble_core::ops::Embed`] and [`nibble_core::ops::EmbedBackward`].
 
 use super::elementwise::{for_rows, round_bf16, round_f32, run_shares};
+use crate::Cpu;
 use crate::gemm::Isa;
 use crate::simd::{LANES, Real, per_isa, rows_per_task};
 use crate::sums::close_neighbours;
-use crate::{Buf, Cpu};
 use nibble_core::ops::{Embed, EmbedBackward, EmbedOut};
-use nibble_core::{DType, Data, Error, Result, Tensor};
+use nibble_core::{DType, Data, Error, Result};
 use std::ops::Range;
 
 /// Copies rows, rounding them on the way.
 pub(crate) fn embed(cpu: &Cpu, op: Embed<'_, Cpu>) -> Result<EmbedOut<Cpu>> {
     let table = op.table.f32("embed", "table")?.as_slice();
-    let (ids, vocab, d) = (op.ids.as_slice(), op.table.rows, op.table.cols);
-    let bad = ids.iter().filter(|&&id| row_of(id, vocab).is_none()).count() as u64;
-    let data = match op.dtype {
-        DType::F32 => Data::F32(look_up(cpu, table, ids, d, round_f32)),
-        DType::Bf16 => Data::Bf16(look_up(cpu, table, ids, d, round_bf16)),
-    };
-    Ok(EmbedOut { x: Tensor::new(data, ids.len(), d)?, bad_ids: cpu.computed(&[bad]) })
+    let mut out = op.result(cpu)?;
+    let (ids, vocab) = (op.ids.as_slice(), op.table.rows);
+    out.bad_ids.as_mut_slice()[0] = ids.iter().filter(|&&id| row_of(id, vocab).is_none()).count() as u64;
+    match &mut out.x.data {
+        Data::F32(x) => look_up(cpu, table, ids, x.as_mut_slice(), round_f32),
+        Data::Bf16(x) => look_up(cpu, table, ids, x.as_mut_slice(), round_bf16),
+    }
+    Ok(out)
 }
 
 /// The row of a table that an id stands for, if it does.
@@ -26,16 +27,10 @@ fn row_of(id: i32, vocab: usize) -> Option<usize> {
     usize::try_from(id).ok().filter(|&row| row < vocab)
 }
 
-fn look_up<T: Real>(
-    cpu: &Cpu,
-    table: &[f32],
-    ids: &[i32],
-    d: usize,
-    round: fn(Isa, &[f32], &mut [T]),
-) -> Buf<T> {
-    let mut out = cpu.scratch::<T>(ids.len() * d);
+fn look_up<T: Real>(cpu: &Cpu, table: &[f32], ids: &[i32], out: &mut [T], round: fn(Isa, &[f32], &mut [T])) {
+    let d = out.len() / ids.len().max(1);
     let vocab = table.len() / d.max(1);
-    for_rows(cpu, out.as_mut_slice(), d, |first, out| {
+    for_rows(cpu, out, d, |first, out| {
         for (out, &id) in out.chunks_exact_mut(d).zip(&ids[first..]) {
             match row_of(id, vocab) {
                 Some(row) => round(cpu.isa(), &table[row * d..][..d], out),
@@ -43,7 +38,6 @@ fn look_up<T: Real>(
             }
         }
     });
-    out
 }
 
 per_isa!(fn add_tokens<T: Real> = add_tokens_body; (tokens: &[u32], dy: &[T], row: &mut [f32], room: &mut Vec<f32>));

@@ -2,8 +2,8 @@
 
 use super::elementwise::cast;
 use super::lowered::sides;
+use crate::Cpu;
 use crate::gemm::{Engine, GemmError, Group, Output};
-use crate::{Buf, Cpu};
 use half::bf16;
 use nibble_core::formats::Format;
 use nibble_core::ops::{Cast, Gemm, GroupedGemm, GroupedWgrad};
@@ -12,25 +12,29 @@ use std::borrow::Cow;
 
 pub(crate) fn gemm(cpu: &Cpu, op: Gemm<'_, Cpu>) -> Result<Tensor<Cpu>> {
     const OP: &str = "gemm";
-    let dims = op.check()?;
+    let (dims, mut d) = (op.check()?, op.result(cpu)?);
     let (a, b) = (widened(cpu, op.a, op.b)?, widened(cpu, op.b, op.a)?);
     let (a, b) = sides(cpu, &a, &b)?;
     let (a, b) = (a.view(OP, 0)?, b.view(OP, 0)?);
-    product(cpu, OP, op.out, (dims.m, dims.n), false, |engine, out| engine.gemm(dims, &a, &b, out))
+    product(cpu, OP, &mut d, |engine, out| engine.gemm(dims, &a, &b, out))?;
+    Ok(d)
 }
 
 pub(crate) fn grouped_gemm(cpu: &Cpu, op: GroupedGemm<'_, Cpu>) -> Result<Tensor<Cpu>> {
     const OP: &str = "grouped_gemm";
-    let dims = op.check()?;
+    let (dims, mut d) = (op.check()?, op.result(cpu)?);
+    // Rows of no group are zero.
+    match &mut d.data {
+        Data::F32(d) => d.as_mut_slice().fill(0.0),
+        Data::Bf16(d) => d.as_mut_slice().fill(bf16::ZERO),
+    }
     let groups = host_groups(op.groups);
     let (x, w) = (widened(cpu, op.x, op.w)?, widened(cpu, op.w, op.x)?);
     let (x, w) = sides(cpu, &x, &w)?;
     let a = x.view(OP, 0)?;
     let b = (0..groups.len()).map(|g| w.view(OP, g * dims.n)).collect::<Result<Vec<_>>>()?;
-    // Rows of no group are zero.
-    product(cpu, OP, op.out, (dims.m, dims.n), true, |engine, out| {
-        engine.grouped(&groups, dims.n, dims.k, &a, &b, out)
-    })
+    product(cpu, OP, &mut d, |engine, out| engine.grouped(&groups, dims.n, dims.k, &a, &b, out))?;
+    Ok(d)
 }
 
 pub(crate) fn grouped_wgrad(cpu: &Cpu, op: GroupedWgrad<'_, Cpu>) -> Result<()> {
@@ -52,37 +56,19 @@ pub(crate) fn grouped_wgrad(cpu: &Cpu, op: GroupedWgrad<'_, Cpu>) -> Result<()> 
     cpu.pool().install(|| engine.ragged(&groups, dims.m, dims.n, &dy, &x, out)).map_err(|e| refused(OP, e))
 }
 
-/// Runs a product into a new tensor of this type and shape, zeroed first if not every row is written.
+/// Runs a product into a tensor.
 fn product(
     cpu: &Cpu,
     op: &'static str,
-    dtype: DType,
-    (rows, cols): (usize, usize),
-    zeroed: bool,
+    d: &mut Tensor<Cpu>,
     run: impl FnOnce(Engine, Output<'_>) -> Result<(), GemmError> + Send,
-) -> Result<Tensor<Cpu>> {
-    let engine = engine(cpu, op)?;
-    let data = match dtype {
-        DType::F32 => {
-            let mut out: Buf<f32> = cpu.scratch(rows * cols);
-            if zeroed {
-                out.as_mut_slice().fill(0.0);
-            }
-            let output = Output::f32(out.as_mut_slice(), cols);
-            cpu.pool().install(|| run(engine, output)).map_err(|e| refused(op, e))?;
-            Data::F32(out)
-        }
-        DType::Bf16 => {
-            let mut out: Buf<bf16> = cpu.scratch(rows * cols);
-            if zeroed {
-                out.as_mut_slice().fill(bf16::ZERO);
-            }
-            let output = Output::bf16(out.as_mut_slice(), cols);
-            cpu.pool().install(|| run(engine, output)).map_err(|e| refused(op, e))?;
-            Data::Bf16(out)
-        }
+) -> Result<()> {
+    let (engine, cols) = (engine(cpu, op)?, d.cols);
+    let output = match &mut d.data {
+        Data::F32(d) => Output::f32(d.as_mut_slice(), cols),
+        Data::Bf16(d) => Output::bf16(d.as_mut_slice(), cols),
     };
-    Tensor::new(data, rows, cols)
+    cpu.pool().install(|| run(engine, output)).map_err(|e| refused(op, e))
 }
 
 /// The scalar specification is the engine on portable code: the dots of [`crate::gemm::spec`], tile by tile.

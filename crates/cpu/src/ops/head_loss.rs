@@ -3,7 +3,7 @@
 //! Made of the very parts that the separate operations are made of: the engine of [`crate::gemm`], whose chains go on from
 //! chunk to chunk, the rows of [`mod@super::cross_entropy`], and [`mod@super::quantize`].
 
-use super::cross_entropy::{TargetRows, shard_sums};
+use super::cross_entropy::{TargetRows, sum_losses};
 use super::gemm::{engine, refused};
 use super::lowered::{Side, Way, sides};
 use super::operands::view;
@@ -67,6 +67,7 @@ fn run<T: Factor>(cpu: &Cpu, op: HeadLoss<'_, Cpu>) -> Result<HeadLossOut<Cpu>> 
     let targets = op.targets.as_slice();
     let chunks = op.chunks();
     let longest = chunks.iter().map(|chunk| chunk.tokens.len()).max().unwrap_or(0);
+    let mut out = op.result(cpu)?;
     let mut loss = cpu.scratch::<f32>(tokens);
     let mut logits = cpu.scratch::<f32>(longest * vocab);
     let HeadCodecs { fprop_x, dgrad_dy, wgrad_dy, wgrad_x } = op.codecs;
@@ -76,9 +77,8 @@ fn run<T: Factor>(cpu: &Cpu, op: HeadLoss<'_, Cpu>) -> Result<HeadLossOut<Cpu>> 
         Some(grad) => {
             let wt = Weight::new(grad.wt);
             let dlogits = cpu.scratch::<T>(longest * vocab);
-            let dx = cpu.scratch::<T>(tokens * d);
             let dw = WeightGradient::new(cpu, grad.dw, grad.accumulate, &chunks, sizes);
-            (grad.scale, Some(Gradients { wt, dlogits, dx, dw }))
+            (grad.scale, Some(Gradients { wt, dlogits, dw }))
         }
         None => (0.0, None),
     };
@@ -89,25 +89,26 @@ fn run<T: Factor>(cpu: &Cpu, op: HeadLoss<'_, Cpu>) -> Result<HeadLossOut<Cpu>> 
         product(cpu, (rows.len(), vocab, d), (&x, &mut w), &mut *logits)?;
         let losses = &mut loss.as_mut_slice()[rows.clone()];
         let entropy = TargetRows::new(cpu, &targets[rows.clone()], vocab, scale);
-        match &mut gradients {
-            None => entropy.run::<T>(logits, losses, &mut []),
-            Some(Gradients { wt, dlogits, dx, dw }) => {
+        match (&mut gradients, &mut out.dx) {
+            (Some(Gradients { wt, dlogits, dw }), Some(dx)) => {
                 let dlogits = &mut dlogits.as_mut_slice()[..rows.len() * vocab];
                 entropy.run(logits, losses, dlogits);
                 let dlogits = of_dlogits.factor(dlogits, vocab)?;
-                let dx = &mut dx.as_mut_slice()[rows.start * d..rows.end * d];
+                let dx = &mut T::slice_mut(OP, dx)?[rows.start * d..rows.end * d];
                 product(cpu, (rows.len(), d, vocab), (&dlogits, wt), dx)?;
                 dw.add_chunk(cpu, chunk, &dlogits, &x)?;
             }
+            _ => entropy.run::<T>(logits, losses, &mut []),
         }
     }
-    Ok(HeadLossOut {
-        shard_nats: shard_sums(cpu, loss.as_slice(), op.shards)?,
-        bad_ids: cpu.computed(&[TargetRows::new(cpu, targets, vocab, scale).bad_ids()]),
-        dx: gradients.map(|g| Tensor::new(T::data(g.dx), tokens, d)).transpose()?,
-        x_counts: of_x.counts(),
-        dlogits_counts: of_dlogits.counts(),
-    })
+    sum_losses(cpu, loss.as_slice(), out.shard_nats.as_mut_slice());
+    out.bad_ids.as_mut_slice()[0] = TargetRows::new(cpu, targets, vocab, scale).bad_ids();
+    for (counts, made) in [(&mut out.x_counts, of_x), (&mut out.dlogits_counts, of_dlogits)] {
+        if let Some(Counts(counts)) = counts {
+            counts.as_mut_slice().copy_from_slice(&made.counts);
+        }
+    }
+    Ok(out)
 }
 
 /// What is there only for gradients.
@@ -115,8 +116,6 @@ struct Gradients<'a, T: Factor> {
     wt: Weight<'a>,
     /// Of one chunk.
     dlogits: Buf<T>,
-    /// Of all tokens.
-    dx: Buf<T>,
     dw: WeightGradient<'a>,
 }
 
@@ -165,10 +164,6 @@ impl<'a> Quantizer<'a> {
             self.counts.iter_mut().zip(counts.as_slice()).for_each(|(sum, count)| *sum += count);
         }
         Ok(made)
-    }
-
-    fn counts(&self) -> Option<Counts<Cpu>> {
-        (self.rows.is_some() || self.cols.is_some()).then(|| Counts(self.cpu.computed(&self.counts)))
     }
 }
 

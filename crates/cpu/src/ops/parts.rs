@@ -7,7 +7,7 @@ use nibble_core::{Groups, Result};
 
 pub(crate) fn assign_parts(cpu: &Cpu, op: AssignParts<'_, Cpu>) -> Result<Buf<i32>> {
     let (expert, token_id) = (op.expert.as_slice(), op.token_id.as_slice());
-    let mut out = cpu.scratch::<i32>(expert.len());
+    let mut out = op.result(cpu)?;
     let (parts, part_tokens) = (op.parts as u32, op.part_tokens as u32);
     for_rows(cpu, out.as_mut_slice(), op.top_k, |first, out| {
         let experts = expert[first * op.top_k..].chunks_exact(op.top_k);
@@ -23,18 +23,13 @@ pub(crate) fn assign_parts(cpu: &Cpu, op: AssignParts<'_, Cpu>) -> Result<Buf<i3
 
 /// Their starts are among the others'.
 pub(crate) fn join_groups(cpu: &Cpu, op: JoinGroups<'_, Cpu>) -> Result<Groups<Cpu>> {
-    let Groups { num_groups, ref row_id, align, capacity, .. } = *op.groups;
     let (start, len) = (op.groups.start.as_slice(), op.groups.len.as_slice());
-    let joined: Vec<i32> = start.iter().step_by(op.parts).copied().collect();
-    let ends = (0..num_groups).skip(op.parts - 1).step_by(op.parts).map(|last| start[last] + len[last]);
-    let len: Vec<i32> = ends.zip(&joined).map(|(end, start)| end - start).collect();
-    Ok(Groups {
-        start: cpu.computed(&joined),
-        len: cpu.computed(&len),
-        row_id: row_id.clone(),
-        num_groups: num_groups / op.parts,
-        align,
-        capacity,
-        rows_each: None,
-    })
+    let mut out = op.result(cpu)?;
+    let begins = start.iter().step_by(op.parts);
+    out.start.as_mut_slice().iter_mut().zip(begins).for_each(|(to, start)| *to = *start);
+    let last = (op.parts - 1..len.len()).step_by(op.parts);
+    let ends = last.map(|last| start[last] + len[last]);
+    let lens = ends.zip(out.start.as_slice()).map(|(end, start)| end - start);
+    out.len.as_mut_slice().iter_mut().zip(lens).for_each(|(to, len)| *to = len);
+    Ok(out)
 }

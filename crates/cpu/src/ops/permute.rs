@@ -1,15 +1,13 @@
 //! See [`nibble_core::ops::PlanPermute`], [`nibble_core::ops::Permute`], [`nibble_core::ops::Unpermute`],
 //! [`nibble_core::ops::GatherScalars`] and [`nibble_core::ops::CombineSlots`].
 
-use super::elementwise::{add, for_rows, round_bf16, round_f32};
+use super::elementwise::{add_to, for_rows, round_bf16, round_f32};
 use crate::gemm::Isa;
 use crate::simd::{Real, per_isa};
 use crate::{Buf, Cpu};
 use half::bf16;
-use nibble_core::ops::{Add, CombineSlots, GatherScalars, Permute, PlanPermute, Unpermute};
-use nibble_core::{
-    BlockScaled, Data, Error, Groups, Occupancy, Operand, PermuteMap, Plain, Result, Tensor, round_up,
-};
+use nibble_core::ops::{CombineSlots, GatherScalars, Permute, PlanPermute, Unpermute};
+use nibble_core::{BlockScaled, Data, Error, Operand, PermuteMap, Plain, Result, Tensor, round_up};
 use nibble_formats::{Scale, ScalePlaneMut};
 
 /// A counting sort, in one thread: its order is the contract, and it touches a few bytes a slot.
@@ -35,12 +33,12 @@ pub(crate) fn plan_permute(cpu: &Cpu, op: PlanPermute<'_, Cpu>) -> Result<Permut
     if end > op.capacity {
         return Err(Error::Capacity { op: "plan_permute", needed: end, capacity: op.capacity });
     }
-    let mut row_id = cpu.scratch::<i32>(op.capacity);
-    let mut source_row = cpu.scratch::<i32>(op.capacity);
-    let mut row_slot = cpu.scratch::<i32>(op.capacity);
-    let mut slot_row = cpu.scratch::<i32>(occupied);
-    for rows in [&mut row_id, &mut source_row, &mut row_slot] {
-        rows.as_mut_slice().fill(-1);
+    let mut map = op.result(cpu)?;
+    let PermuteMap { groups, source_row, row_slot, slot_row, occupancy, .. } = &mut map;
+    let row_id = groups.row_id.as_mut_slice();
+    let (source_row, row_slot) = (source_row.as_mut_slice(), row_slot.as_mut_slice());
+    for rows in [&mut *row_id, source_row, row_slot] {
+        rows.fill(-1);
     }
     let mut slots = slot_row.as_mut_slice().iter_mut();
     let mut next = start.clone();
@@ -50,35 +48,22 @@ pub(crate) fn plan_permute(cpu: &Cpu, op: PlanPermute<'_, Cpu>) -> Result<Permut
             let Ok(expert) = usize::try_from(expert) else { continue };
             let row = next[expert];
             next[expert] += 1;
-            row_id.as_mut_slice()[row] = token_id[token] * op.top_k as i32 + slot as i32;
-            source_row.as_mut_slice()[row] = token as i32;
-            row_slot.as_mut_slice()[row] = (token * op.top_k + slot) as i32;
+            row_id[row] = token_id[token] * op.top_k as i32 + slot as i32;
+            source_row[row] = token as i32;
+            row_slot[row] = (token * op.top_k + slot) as i32;
             if let Some(place) = slots.next() {
                 *place = row as i32;
             }
         }
     }
-    let as_i32 = |values: &[usize]| values.iter().map(|&v| v as i32).collect::<Vec<_>>();
-    Ok(PermuteMap {
-        groups: Groups {
-            start: cpu.computed(&as_i32(&start)),
-            len: cpu.computed(&as_i32(&counts)),
-            row_id,
-            num_groups: op.num_groups,
-            align: op.align,
-            capacity: op.capacity,
-            rows_each: None,
-        },
-        source_row,
-        row_slot,
-        num_slots: occupied,
-        slot_row,
-        occupancy: Occupancy {
-            found: cpu.computed(&as_i32(&[end, occupied])),
-            num_slots: occupied,
-            capacity: op.capacity,
-        },
-    })
+    for (to, values) in [
+        (&mut groups.start, &start[..]),
+        (&mut groups.len, &counts),
+        (&mut occupancy.found, &[end, occupied]),
+    ] {
+        to.as_mut_slice().iter_mut().zip(values).for_each(|(to, value)| *to = *value as i32);
+    }
+    Ok(map)
 }
 
 /// Slots of each expert, and proof that every index is in range and fits an i32.
@@ -129,37 +114,44 @@ pub(crate) fn permute(cpu: &Cpu, op: Permute<'_, Cpu>) -> Result<Operand<Cpu>> {
         ));
     }
     check_index(OP, "map.source_row", index, op.rows.rows(), Pads::Allowed)?;
-    gather(OP, cpu, op.rows, index)
+    let mut out = op.result(cpu)?;
+    gather(OP, cpu, (op.rows, index), &mut out)?;
+    Ok(out)
 }
 
 /// `out[i] = rows[index[i]]`, padding where the index is negative. Indices were checked.
-fn gather(op: &'static str, cpu: &Cpu, rows: &Operand<Cpu>, index: &[i32]) -> Result<Operand<Cpu>> {
-    Ok(match rows {
-        Operand::Plain(x) => Operand::Plain(gather_plain(cpu, x, index)?),
-        Operand::Block(x) => {
+fn gather(
+    op: &'static str,
+    cpu: &Cpu,
+    (rows, index): (&Operand<Cpu>, &[i32]),
+    out: &mut Operand<Cpu>,
+) -> Result<()> {
+    match (rows, out) {
+        (Operand::Plain(x), Operand::Plain(out)) => match (&x.data, &mut out.data) {
+            (Data::F32(x), Data::F32(out)) => gather_rows(cpu, (x, index), 0.0, out),
+            (Data::Bf16(x), Data::Bf16(out)) => gather_rows(cpu, (x, index), bf16::ZERO, out),
+            _ => return Err(Error::shape(op, "type of the result", out.dtype(), x.dtype())),
+        },
+        (Operand::Block(x), Operand::Block(out)) => {
             x.check_rows_travel(op, "rows")?;
-            let codes = gather_rows(cpu, x.codes.as_slice(), x.format.row_code_bytes(x.cols), index, 0);
-            let scales = gather_scales(cpu, x, index);
-            let tensor_scale = x.tensor_scale.as_ref().map(|s| gather_rows(cpu, s.as_slice(), 1, index, 1.0));
-            Operand::Block(BlockScaled {
-                rows: index.len(),
-                stack: 1,
-                codes,
-                scales,
-                tensor_scale,
-                ..x.clone()
-            })
+            gather_rows(cpu, (&x.codes, index), 0, &mut out.codes);
+            gather_scales(cpu, (x, index), out);
+            if let (Some(x), Some(out)) = (&x.tensor_scale, &mut out.tensor_scale) {
+                gather_rows(cpu, (x, index), 1.0, out);
+            }
         }
-    })
+        (rows, out) => return Err(Error::shape(op, "format of the result", out.format(), rows.format())),
+    }
+    Ok(())
 }
 
 /// Records of scales move as they are; padding has the smallest.
-fn gather_scales(cpu: &Cpu, x: &BlockScaled<Cpu>, index: &[i32]) -> Buf<u8> {
+fn gather_scales(cpu: &Cpu, (x, index): (&BlockScaled<Cpu>, &[i32]), out: &mut BlockScaled<Cpu>) {
     let (kind, width) = (x.scale_kind(), x.format.scales_per_row(x.cols));
-    let mut scales = gather_rows(cpu, x.scales.as_slice(), width * kind.bytes(), index, 0);
+    gather_rows(cpu, (&x.scales, index), 0, &mut out.scales);
     // Where that is not zeros anyway.
     if kind.least() != Scale(0) {
-        for_rows(cpu, scales.as_mut_slice(), width * kind.bytes(), |first, scales| {
+        for_rows(cpu, out.scales.as_mut_slice(), width * kind.bytes(), |first, scales| {
             for (bytes, &i) in scales.chunks_exact_mut(width * kind.bytes()).zip(&index[first..]) {
                 if i < 0 {
                     ScalePlaneMut { kind, bytes }.fill(kind.least());
@@ -167,7 +159,6 @@ fn gather_scales(cpu: &Cpu, x: &BlockScaled<Cpu>, index: &[i32]) -> Buf<u8> {
             }
         });
     }
-    scales
 }
 
 /// Whether a negative index stands for padding.
@@ -196,9 +187,10 @@ pub(super) fn check_index(
 }
 
 /// `out[i] = rows[index[i]]`, `pad` throughout where the index is negative. Indices were checked.
-pub(super) fn gather_rows<T: Plain>(cpu: &Cpu, rows: &[T], width: usize, index: &[i32], pad: T) -> Buf<T> {
-    let mut out = cpu.scratch::<T>(index.len() * width);
-    for_rows(cpu, out.as_mut_slice(), width, |first, out| {
+fn gather_rows<T: Plain>(cpu: &Cpu, (rows, index): (&Buf<T>, &[i32]), pad: T, out: &mut Buf<T>) {
+    let (rows, out) = (rows.as_slice(), out.as_mut_slice());
+    let width = out.len() / index.len().max(1);
+    for_rows(cpu, out, width, |first, out| {
         for (out, &i) in out.chunks_exact_mut(width).zip(&index[first..]) {
             match usize::try_from(i) {
                 Ok(i) => out.copy_from_slice(&rows[i * width..][..width]),
@@ -206,15 +198,6 @@ pub(super) fn gather_rows<T: Plain>(cpu: &Cpu, rows: &[T], width: usize, index: 
             }
         }
     });
-    out
-}
-
-fn gather_plain(cpu: &Cpu, x: &Tensor<Cpu>, index: &[i32]) -> Result<Tensor<Cpu>> {
-    let data = match &x.data {
-        Data::F32(rows) => Data::F32(gather_rows(cpu, rows.as_slice(), x.cols, index, 0.0)),
-        Data::Bf16(rows) => Data::Bf16(gather_rows(cpu, rows.as_slice(), x.cols, index, bf16::ZERO)),
-    };
-    Tensor::new(data, index.len(), x.cols)
 }
 
 /// The inverse of [`permute`] on the slots of this rank.
@@ -222,14 +205,18 @@ pub(crate) fn unpermute(cpu: &Cpu, op: Unpermute<'_, Cpu>) -> Result<Operand<Cpu
     const OP: &str = "unpermute";
     let index = op.map.slot_row.as_slice();
     check_index(OP, "map.slot_row", index, op.rows.rows(), Pads::Refused)?;
-    gather(OP, cpu, op.rows, index)
+    let mut out = op.result(cpu)?;
+    gather(OP, cpu, (op.rows, index), &mut out)?;
+    Ok(out)
 }
 
 /// Scalars are rows of one.
 pub(crate) fn gather_scalars(cpu: &Cpu, op: GatherScalars<'_, Cpu>) -> Result<Buf<f32>> {
     let (values, index) = (op.values.as_slice(), op.index.as_slice());
     check_index("gather_scalars", "index", index, values.len(), Pads::Allowed)?;
-    Ok(gather_rows(cpu, values, 1, index, 0.0))
+    let mut out = op.result(cpu)?;
+    gather_rows(cpu, (op.values, index), 0.0, &mut out);
+    Ok(out)
 }
 
 /// Columns summed while they lie in registers and the nearest cache.
@@ -248,27 +235,29 @@ per_isa!(fn add_row_bf16 = add_row_body::<bf16>; (row: &[bf16], first: bool, sum
 /// Σ over slots, in slot order.
 pub(crate) fn combine_slots(cpu: &Cpu, op: CombineSlots<'_, Cpu>) -> Result<Tensor<Cpu>> {
     op.check()?;
-    let data = match &op.rows.data {
-        Data::F32(rows) => combine(cpu, &op, rows.as_slice(), add_row_f32, round_f32),
-        Data::Bf16(rows) => combine(cpu, &op, rows.as_slice(), add_row_bf16, round_bf16),
-    };
-    let sums = Tensor::new(data, op.tokens(), op.rows.cols)?;
-    op.plus.map_or(Ok(sums.clone()), |b| add(cpu, Add::new(&sums, b)))
+    let mut out = op.result(cpu)?;
+    match (&op.rows.data, &mut out.data) {
+        (Data::F32(rows), Data::F32(out)) => combine(cpu, &op, (rows, out), add_row_f32, round_f32),
+        (Data::Bf16(rows), Data::Bf16(out)) => combine(cpu, &op, (rows, out), add_row_bf16, round_bf16),
+        _ => return Err(Error::shape("combine_slots", "type of the result", out.dtype(), op.rows.dtype())),
+    }
+    add_to(cpu, op.plus, &mut out)?;
+    Ok(out)
 }
 
 fn combine<T: Real>(
     cpu: &Cpu,
     op: &CombineSlots<'_, Cpu>,
-    rows: &[T],
+    (rows, out): (&Buf<T>, &mut Buf<T>),
     add_row: fn(Isa, &[T], bool, &mut [f32]),
     round: fn(Isa, &[f32], &mut [T]),
-) -> Data<Cpu> {
+) {
+    let rows = rows.as_slice();
     let (cols, index) = (op.rows.cols, op.index.map(|index| index.as_slice()));
     let row_of = |slot: usize| {
         let row = index.map_or(Some(slot), |index| usize::try_from(index[slot]).ok())?;
         rows.get(row * cols..(row + 1) * cols)
     };
-    let mut out = cpu.scratch::<T>(op.tokens() * cols);
     for_rows(cpu, out.as_mut_slice(), cols, |first, out| {
         for (token, out) in (first..).zip(out.chunks_exact_mut(cols)) {
             for (chunk, out) in out.chunks_mut(COMBINE_CHUNK).enumerate() {
@@ -283,7 +272,6 @@ fn combine<T: Real>(
             }
         }
     });
-    T::data(out)
 }
 
 #[cfg(test)]

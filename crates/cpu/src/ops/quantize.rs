@@ -48,14 +48,14 @@ pub(crate) fn quantize(cpu: &Cpu, op: Quantize<'_, Cpu>) -> Result<Emitted<Cpu>>
         return Err(Error::shape(OP, "groups", "given", "none: square tiles are for weights"));
     }
     let emit = Emit::Block { codec: op.codec, planes: op.planes };
-    let block = column_block(OP, &[emit], op.groups)?;
+    let (block, made) = (column_block(OP, &[emit], op.groups)?, op.result(cpu)?);
     if let Some(transform) = op.hadamard {
         let block = if op.planes == Planes::Cols { block.max(transform.len) } else { block };
         let spans = Spans::new(OP, op.x.rows, op.groups, block)?;
         let (x, spans) = hadamard::transform(cpu, op.x, op.planes, transform, &spans)?;
-        return encode(cpu, &Quantize { x: &x, hadamard: None, ..op }, random, emit, &spans);
+        return encode(cpu, &Quantize { x: &x, hadamard: None, ..op }, random, (emit, made), &spans);
     }
-    encode(cpu, &op, random, emit, &Spans::new(OP, op.x.rows, op.groups, block)?)
+    encode(cpu, &op, random, (emit, made), &Spans::new(OP, op.x.rows, op.groups, block)?)
 }
 
 /// The stream of random bits, at the step that counts now.
@@ -73,7 +73,7 @@ fn encode(
     cpu: &Cpu,
     op: &Quantize<'_, Cpu>,
     random: Option<Stream>,
-    emit: Emit,
+    (emit, made): (Emit, Emitted<Cpu>),
     spans: &Spans,
 ) -> Result<Emitted<Cpu>> {
     let format = op.codec.format();
@@ -85,23 +85,23 @@ fn encode(
         let x = Matrix::of(op.x, spans);
         let delayed = op.delayed.map(|delayed| (delayed, op.spans()));
         return match op.planes {
-            _ if row_weights => spec::row_weights(cpu, &x, (op.stack, op.codec, random)),
+            _ if row_weights => spec::row_weights(cpu, &x, (op.stack, op.codec, random), made),
             Planes::Tiles => {
                 let spans = each();
-                spec::tiles(cpu, &x, op.stack, &Casting::new(op.codec, random, &spans, &x, delayed))
+                spec::tiles(&x, op.stack, &Casting::new(op.codec, random, &spans, &x, delayed), made)
             }
-            planes => {
-                Ok(spec::quantized(cpu, &x, &Casting::new(op.codec, random, spans, &x, delayed), planes))
-            }
+            _ => Ok(spec::quantized(cpu, &x, &Casting::new(op.codec, random, spans, &x, delayed), made)),
         };
     }
     let x = (ValueSource::plain(op.x), op.x.cols);
     match (encode::fast(format), op.planes) {
-        _ if row_weights => general::row_weights(cpu, x, (op.x.rows, op.stack), (op.codec, random)),
-        (Some(_), Planes::Tiles) => square_tiles(cpu, op, random),
-        (Some(_), _) => strips(cpu, op, random, emit, spans),
-        (None, Planes::Tiles) => general::tiles(cpu, &Job::new(cpu, x, op.codec, random, &each()), op.stack),
-        (None, planes) => general::emit(cpu, &Job::new(cpu, x, op.codec, random, spans), planes),
+        _ if row_weights => general::row_weights(cpu, x, (op.x.rows, op.stack), (op.codec, random), made),
+        (Some(_), Planes::Tiles) => square_tiles(cpu, op, random, made),
+        (Some(_), _) => strips(cpu, op, random, (emit, made), spans),
+        (None, Planes::Tiles) => {
+            general::tiles(cpu, &Job::new(cpu, x, op.codec, random, &each()), op.stack, made)
+        }
+        (None, _) => Ok(general::emit(cpu, &Job::new(cpu, x, op.codec, random, spans), made)),
     }
 }
 
@@ -110,11 +110,11 @@ fn strips(
     cpu: &Cpu,
     op: &Quantize<'_, Cpu>,
     random: Option<Stream>,
-    emit: Emit,
+    (emit, made): (Emit, Emitted<Cpu>),
     spans: &Spans,
 ) -> Result<Emitted<Cpu>> {
     let (isa, cols, x) = (cpu.isa(), op.x.cols, ValueSource::plain(op.x));
-    let sink = Sink::new(cpu, spans, cols, emit, random);
+    let sink = Sink::new(spans, cols, (emit, made), random);
     let tile_cols = if has_cols(emit) { TILE_COLS } else { ROW_COLS };
     let height = strip_rows(has_cols(emit), cols.min(tile_cols));
     let scratch = || (vec![0.0; height * tile_cols.min(cols)], SinkWork::default());
@@ -132,11 +132,16 @@ fn strips(
 }
 
 /// Square tiles of stacked matrices, vectorised.
-fn square_tiles(cpu: &Cpu, op: &Quantize<'_, Cpu>, random: Option<Stream>) -> Result<Emitted<Cpu>> {
+fn square_tiles(
+    cpu: &Cpu,
+    op: &Quantize<'_, Cpu>,
+    random: Option<Stream>,
+    made: Emitted<Cpu>,
+) -> Result<Emitted<Cpu>> {
     let (isa, k, x) = (cpu.isa(), op.x.cols, ValueSource::plain(op.x));
     let n = op.x.rows / op.stack.max(1);
     let spans = Spans::stacked(op.stack, n);
-    let sink = SquareSink::new(cpu, &spans, (op.stack, n, k), op.codec, random);
+    let sink = SquareSink::new(made, &spans, (n, k), op.codec, random)?;
     let scratch = || (vec![0.0; STRIP_ROWS * TILE_COLS], SinkWork::default());
     for_strips(cpu, &spans, (STRIP_ROWS, k), scratch, |(values, memory), strip| {
         for col in (0..k).step_by(TILE_COLS) {
@@ -148,7 +153,7 @@ fn square_tiles(cpu: &Cpu, op: &Quantize<'_, Cpu>, random: Option<Stream>) -> Re
             sink.write(isa, memory, strip.row, tile, col);
         }
     });
-    sink.finish(cpu)
+    Ok(sink.finish())
 }
 
 /// Random roundings need a stream.

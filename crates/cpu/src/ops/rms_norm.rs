@@ -2,62 +2,80 @@
 //!
 //! One body serves as specification and as vectorised code: its sums are those of `crate::sums`.
 
-use super::elementwise::add;
+use super::elementwise::{add_to, write_sum};
 use crate::Cpu;
 use crate::simd::{LANES, Real, map_lanes, per_isa, rows_per_task};
 use crate::sums::{Terms, Vector, close_neighbours, lanes_dot};
 use half::bf16;
-use nibble_core::ops::{Add, RmsNorm, RmsNormBackward, RmsNormOut};
+use nibble_core::ops::{RmsNorm, RmsNormBackward, RmsNormOut};
 use nibble_core::{DType, Data, Error, Result, Tensor};
 use nibble_formats::math::rsqrt;
 use rayon::prelude::*;
 
 /// y = x · inv_rms · weight, and inv_rms; of x + plus, if there is a plus.
 pub(crate) fn rms_norm(cpu: &Cpu, op: RmsNorm<'_, Cpu>) -> Result<RmsNormOut<Cpu>> {
-    if let RmsNorm { x, plus: Some(b), weight, eps } = op {
-        let sum = add(cpu, Add::new(x, b))?;
-        let out = rms_norm(cpu, RmsNorm::new(&sum, weight, eps))?;
-        return Ok(RmsNormOut { sum: Some(sum), ..out });
+    let mut out = op.result(cpu)?;
+    if let (Some(plus), Some(sum)) = (op.plus, &mut out.sum) {
+        write_sum(cpu, (op.x, plus), sum)?;
     }
+    let RmsNormOut { y, inv_rms, sum } = &mut out;
+    let op = RmsNorm::new(sum.as_ref().unwrap_or(op.x), op.weight, op.eps);
+    write_norm(cpu, &op, y, inv_rms.as_mut_slice())?;
+    Ok(out)
+}
+
+/// The norm of x alone.
+pub(super) fn write_norm(
+    cpu: &Cpu,
+    op: &RmsNorm<'_, Cpu>,
+    y: &mut Tensor<Cpu>,
+    inv_rms: &mut [f32],
+) -> Result<()> {
     match op.x.dtype() {
-        DType::F32 => forward::<f32>(cpu, &op),
-        DType::Bf16 => forward::<bf16>(cpu, &op),
+        DType::F32 => forward::<f32>(cpu, op, y, inv_rms),
+        DType::Bf16 => forward::<bf16>(cpu, op, y, inv_rms),
     }
 }
 
 /// dx, plus what there is to add; dweight is added to: each shard's sum begins at zero and is added once.
 pub(crate) fn rms_norm_backward(cpu: &Cpu, op: RmsNormBackward<'_, Cpu>) -> Result<Tensor<Cpu>> {
-    let plus = op.plus;
-    let dx = match op.x.dtype() {
-        DType::F32 => backward::<f32>(cpu, op),
-        DType::Bf16 => backward::<bf16>(cpu, op),
-    }?;
-    match plus {
-        Some(plus) => add(cpu, Add::new(plus, &dx)),
-        None => Ok(dx),
+    let (mut dx, plus) = (op.result(cpu)?, op.plus);
+    write_dx(cpu, op, &mut dx)?;
+    add_to(cpu, plus, &mut dx)?;
+    Ok(dx)
+}
+
+/// dx alone; adds to dweight.
+pub(super) fn write_dx(cpu: &Cpu, op: RmsNormBackward<'_, Cpu>, dx: &mut Tensor<Cpu>) -> Result<()> {
+    match op.x.dtype() {
+        DType::F32 => backward::<f32>(cpu, op, dx),
+        DType::Bf16 => backward::<bf16>(cpu, op, dx),
     }
 }
 
-fn forward<T: Real>(cpu: &Cpu, op: &RmsNorm<'_, Cpu>) -> Result<RmsNormOut<Cpu>> {
+fn forward<T: Real>(
+    cpu: &Cpu,
+    op: &RmsNorm<'_, Cpu>,
+    y: &mut Tensor<Cpu>,
+    inv_rms: &mut [f32],
+) -> Result<()> {
     const OP: &str = "rms_norm";
     let (rows, d) = op.x.shape();
     expect_columns(OP, d)?;
     let x = T::slice(OP, "x", op.x)?;
     let weight = op.weight.f32(OP, "weight")?.as_slice();
-    let mut y = cpu.scratch::<T>(rows * d);
-    let mut inv_rms = cpu.scratch::<f32>(rows);
+    let y = T::slice_mut(OP, y)?;
     let (isa, eps, step) = (cpu.isa(), op.eps, rows_per_task(cpu, rows, d));
     if step >= rows {
-        forward_rows(isa, x, weight, eps, y.as_mut_slice(), inv_rms.as_mut_slice());
+        forward_rows(isa, x, weight, eps, y, inv_rms);
     } else {
-        let (y, inv_rms) = (y.as_mut_slice(), inv_rms.as_mut_slice());
         cpu.pool().install(|| {
             let tasks =
                 x.par_chunks(step * d).zip(y.par_chunks_mut(step * d)).zip(inv_rms.par_chunks_mut(step));
             tasks.for_each(|((x, y), inv_rms)| forward_rows(isa, x, weight, eps, y, inv_rms));
         });
     }
-    Ok(RmsNormOut { y: Tensor::new(T::data(y), rows, d)?, inv_rms, sum: None })
+    Ok(())
 }
 
 per_isa!(fn forward_rows<T: Real> = forward_rows_body; (x: &[T], weight: &[f32], eps: f32, y: &mut [T], inv_rms: &mut [f32]));
@@ -97,7 +115,7 @@ fn forward_rows_of<T: Real, const D: usize>(
     }
 }
 
-fn backward<T: Real>(cpu: &Cpu, op: RmsNormBackward<'_, Cpu>) -> Result<Tensor<Cpu>> {
+fn backward<T: Real>(cpu: &Cpu, op: RmsNormBackward<'_, Cpu>, dx: &mut Tensor<Cpu>) -> Result<()> {
     const OP: &str = "rms_norm_backward";
     let (rows, d) = op.x.shape();
     expect_columns(OP, d)?;
@@ -111,7 +129,7 @@ fn backward<T: Real>(cpu: &Cpu, op: RmsNormBackward<'_, Cpu>) -> Result<Tensor<C
     let Data::F32(dweight) = &mut op.dweight.data else {
         return Err(Error::shape(OP, "type of dweight", DType::Bf16, DType::F32));
     };
-    let mut dx = cpu.scratch::<T>(rows * d);
+    let dx = T::slice_mut(OP, dx)?;
     let (isa, step) = (cpu.isa(), rows_per_task(cpu, rows, d));
     let rows_per_shard = rows / shards;
     let shard_dweight = |shard: usize, first: usize, sums: &mut [f32]| {
@@ -120,14 +138,14 @@ fn backward<T: Real>(cpu: &Cpu, op: RmsNormBackward<'_, Cpu>) -> Result<Tensor<C
         add_dweight(isa, &x[elements.clone()], &inv_rms[range], &dy[elements], d, first, sums);
     };
     if step >= rows {
-        backward_rows(isa, x, weight, inv_rms, dy, dx.as_mut_slice());
+        backward_rows(isa, x, weight, inv_rms, dy, dx);
         dweight
             .as_mut_slice()
             .chunks_exact_mut(d)
             .enumerate()
             .for_each(|(s, sums)| shard_dweight(s, 0, sums));
     } else {
-        let (dx, dweight) = (dx.as_mut_slice(), dweight.as_mut_slice());
+        let dweight = dweight.as_mut_slice();
         cpu.pool().install(|| {
             let tasks = x.par_chunks(step * d).zip(dy.par_chunks(step * d)).zip(dx.par_chunks_mut(step * d));
             let tasks = tasks.zip(inv_rms.par_chunks(step));
@@ -138,7 +156,7 @@ fn backward<T: Real>(cpu: &Cpu, op: RmsNormBackward<'_, Cpu>) -> Result<Tensor<C
             });
         });
     }
-    Tensor::new(T::data(dx), rows, d)
+    Ok(())
 }
 
 per_isa!(fn backward_rows<T: Real> = backward_rows_body; (x: &[T], weight: &[f32], inv_rms: &[f32], dy: &[T], dx: &mut [T]));

@@ -12,32 +12,38 @@ use rayon::prelude::*;
 
 /// x with each head's pairs turned by its row's angles, or back.
 pub(crate) fn rope(cpu: &Cpu, op: Rope<'_, Cpu>) -> Result<Tensor<Cpu>> {
+    let mut y = op.result(cpu)?;
+    write_turned(cpu, &op, &mut y)?;
+    Ok(y)
+}
+
+/// The same, to a tensor like x.
+pub(super) fn write_turned(cpu: &Cpu, op: &Rope<'_, Cpu>, y: &mut Tensor<Cpu>) -> Result<()> {
     match op.x.dtype() {
-        DType::F32 => rotate::<f32>(cpu, &op),
-        DType::Bf16 => rotate::<bf16>(cpu, &op),
+        DType::F32 => rotate::<f32>(cpu, op, y),
+        DType::Bf16 => rotate::<bf16>(cpu, op, y),
     }
 }
 
-fn rotate<T: Real>(cpu: &Cpu, op: &Rope<'_, Cpu>) -> Result<Tensor<Cpu>> {
+fn rotate<T: Real>(cpu: &Cpu, op: &Rope<'_, Cpu>, y: &mut Tensor<Cpu>) -> Result<()> {
     const OP: &str = "rope";
     let (rows, cols) = op.x.shape();
     let x = T::slice(OP, "x", op.x)?;
     let head_dim = op.table.cols;
     let table = &op.table.f32(OP, "table")?.as_slice()[op.first_position * head_dim..];
     let sign = if op.inverse { -1.0 } else { 1.0 };
-    let mut y = cpu.scratch::<T>(rows * cols);
+    let y = T::slice_mut(OP, y)?;
     let (isa, step) = (cpu.isa(), rows_per_task(cpu, rows, cols));
     let rotation = Rotation { head_dim, cols, seq_len: op.seq_len, sign };
     if step >= rows || cols == 0 {
-        rotate_rows(isa, rotation, table, 0, x, y.as_mut_slice());
+        rotate_rows(isa, rotation, table, 0, x, y);
     } else {
-        let y = y.as_mut_slice();
         cpu.pool().install(|| {
             let tasks = x.par_chunks(step * cols).zip(y.par_chunks_mut(step * cols)).enumerate();
             tasks.for_each(|(i, (x, y))| rotate_rows(isa, rotation, table, i * step, x, y));
         });
     }
-    Tensor::new(T::data(y), rows, cols)
+    Ok(())
 }
 
 /// The sizes, and the sign of the angle.

@@ -4,10 +4,10 @@
 //! makes the losses of its shard NaN: training sees it there.
 
 use super::elementwise::{for_rows, run_shares};
-use crate::simd::{LANES, exp_less, lane_max, per_isa, rows_per_task, tree_sum};
-use crate::{Buf, Cpu};
+use crate::Cpu;
+use crate::simd::{LANES, Real, exp_less, lane_max, per_isa, rows_per_task, tree_sum};
 use nibble_core::ops::{Route, RouteBackward, Routing};
-use nibble_core::{Data, Result, Tensor};
+use nibble_core::{Result, Tensor};
 use nibble_formats::math;
 use std::ops::{Add, AddAssign};
 
@@ -94,17 +94,17 @@ pub(crate) fn route(cpu: &Cpu, op: Route<'_, Cpu>) -> Result<Routing<Cpu>> {
     const OP: &str = "route";
     let (tokens, experts, top_k) = (op.logits.rows, op.logits.cols, op.top_k);
     let logits = op.logits.f32(OP, "logits")?.as_slice();
-    let mut probs = cpu.scratch::<f32>(tokens * experts);
-    let mut expert = cpu.scratch::<i32>(tokens * top_k);
-    let mut weight = cpu.scratch::<f32>(tokens * top_k);
-    let mut log_sum_exp = cpu.scratch::<f32>(tokens);
+    let mut out = op.result(cpu)?;
+    let Routing { expert, weight, probs, log_sum_exp, load, losses } = &mut out;
+    let (probs, log_sum_exp) = (f32::slice_mut(OP, probs)?, log_sum_exp.as_mut_slice());
+    let (expert, weight) = (expert.as_mut_slice(), weight.as_mut_slice());
     let rows = rows_per_task(cpu, tokens, experts);
     let shares = logits
         .chunks(rows * experts)
-        .zip(probs.as_mut_slice().chunks_mut(rows * experts))
-        .zip(expert.as_mut_slice().chunks_mut(rows * top_k))
-        .zip(weight.as_mut_slice().chunks_mut(rows * top_k))
-        .zip(log_sum_exp.as_mut_slice().chunks_mut(rows))
+        .zip(probs.chunks_mut(rows * experts))
+        .zip(expert.chunks_mut(rows * top_k))
+        .zip(weight.chunks_mut(rows * top_k))
+        .zip(log_sum_exp.chunks_mut(rows))
         .map(|((((logits, probs), expert), weight), log_sum_exp)| Share {
             logits,
             probs,
@@ -120,15 +120,8 @@ pub(crate) fn route(cpu: &Cpu, op: Route<'_, Cpu>) -> Result<Routing<Cpu>> {
             choose(probs, op.normalize, expert, weight);
         }
     });
-    let (load, losses) = shard_losses(cpu, &op, probs.as_slice(), expert.as_slice(), log_sum_exp.as_slice());
-    Ok(Routing {
-        expert,
-        weight,
-        probs: Tensor::new(Data::F32(probs), tokens, experts)?,
-        log_sum_exp,
-        load,
-        losses,
-    })
+    shard_losses(cpu, &op, (probs, expert, log_sum_exp), (load.as_mut_slice(), losses.as_mut_slice()));
+    Ok(out)
 }
 
 /// Closes sixteen lanes of `width` sums.
@@ -161,15 +154,12 @@ fn token_sum(tokens: usize, width: usize, add: impl Fn(&mut [f32], usize)) -> Ve
 fn shard_losses(
     cpu: &Cpu,
     op: &Route<'_, Cpu>,
-    probs: &[f32],
-    expert: &[i32],
-    log_sum_exp: &[f32],
-) -> (Buf<i32>, Buf<f32>) {
+    (probs, expert, log_sum_exp): (&[f32], &[i32], &[f32]),
+    (load, losses): (&mut [i32], &mut [f32]),
+) {
     let (experts, tokens) = (op.logits.cols, op.logits.rows / op.shards);
     let slots = tokens * op.top_k;
-    let mut load = cpu.scratch::<i32>(op.shards * experts);
-    let mut losses = cpu.scratch::<f32>(op.shards * 2);
-    let all = load.as_mut_slice().chunks_mut(experts).zip(losses.as_mut_slice().chunks_mut(2)).enumerate();
+    let all = load.chunks_mut(experts).zip(losses.chunks_mut(2)).enumerate();
     let body = |(shard, (load, losses)): (usize, (&mut [i32], &mut [f32]))| {
         load.fill(0);
         for &e in &expert[shard * slots..][..slots] {
@@ -191,12 +181,7 @@ fn shard_losses(
         losses[0] = (experts as f64 * balance / per_slot) as f32;
         losses[1] = (squares / per_token) as f32;
     };
-    if probs.len() < 1 << 14 {
-        all.for_each(body)
-    } else {
-        run_shares(cpu, all.collect(), body)
-    }
-    (load, losses)
+    if probs.len() < 1 << 14 { all.for_each(body) } else { run_shares(cpu, all.collect(), body) }
 }
 
 /// dlogits = p ⊙ ((dp − Σ dp·p) + z · log Σ exp). `dp` comes in `out`, which is overwritten.
@@ -229,8 +214,8 @@ pub(crate) fn route_backward(cpu: &Cpu, op: RouteBackward<'_, Cpu>) -> Result<Te
         Some(load) => load.as_slice().iter().map(|&n| part(n)).collect(),
         None => op.routing.load.as_slice().iter().map(|&n| part(f64::from(n))).collect(),
     };
-    let mut out = cpu.scratch::<f32>(tokens * experts);
-    for_rows(cpu, out.as_mut_slice(), experts, |first, out| {
+    let mut out = op.result(cpu)?;
+    for_rows(cpu, f32::slice_mut(OP, &mut out)?, experts, |first, out| {
         for (token, out) in (first..).zip(out.chunks_exact_mut(experts)) {
             let shard = if op.batch_load.is_some() { 0 } else { token / per_shard };
             weights_backward(
@@ -244,7 +229,7 @@ pub(crate) fn route_backward(cpu: &Cpu, op: RouteBackward<'_, Cpu>) -> Result<Te
         let log_sum_exp = &log_sum_exp[first..][..out.len() / experts];
         softmax_backward(cpu.isa(), &probs[first * experts..][..out.len()], experts, log_sum_exp, z, out);
     });
-    Tensor::new(Data::F32(out), tokens, experts)
+    Ok(out)
 }
 
 /// The gradient of one token's probabilities: of the load-balancing loss everywhere, of the gate weights where chosen.

@@ -3,7 +3,7 @@
 use crate::{Buf, Cpu};
 use nibble_core::formats::tiled_128x4_offset;
 use nibble_core::ops::{CutScales, CutSide, TileScales, UntileScales};
-use nibble_core::{Backend, Error, Result};
+use nibble_core::{Error, Result};
 
 /// Tells of every scale of a group where it lies in the dense matrix, and where in the tiles.
 fn each_scale(
@@ -54,7 +54,7 @@ fn each_scale(
 pub(crate) fn tile_scales(cpu: &Cpu, op: TileScales<'_, Cpu>) -> Result<Buf<u8>> {
     op.check()?;
     let (scales, starts) = (op.scales.as_slice(), op.starts.as_slice());
-    let mut out = cpu.zeros::<u8>(op.matrix.tiled_len(starts.len() - 1))?;
+    let mut out = op.result(cpu)?;
     let tiles = out.as_mut_slice();
     each_scale("tile_scales", &op.matrix, starts, |dense, tiled| tiles[tiled] = scales[dense])?;
     Ok(out)
@@ -64,7 +64,7 @@ pub(crate) fn tile_scales(cpu: &Cpu, op: TileScales<'_, Cpu>) -> Result<Buf<u8>>
 pub(crate) fn untile_scales(cpu: &Cpu, op: UntileScales<'_, Cpu>) -> Result<Buf<u8>> {
     op.check()?;
     let (tiles, starts) = (op.tiles.as_slice(), op.starts.as_slice());
-    let mut out = cpu.zeros::<u8>(op.matrix.rows * op.matrix.cols)?;
+    let mut out = op.result(cpu)?;
     let scales = out.as_mut_slice();
     each_scale("untile_scales", &op.matrix, starts, |dense, tiled| scales[dense] = tiles[tiled])?;
     Ok(out)

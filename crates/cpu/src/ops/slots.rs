@@ -2,14 +2,13 @@
 
 use super::elementwise::for_rows;
 use crate::{Buf, Cpu};
+use nibble_core::Result;
 use nibble_core::ops::{AssignRanks, PackSlots, ReceivedSlots, SlotRanks, UnpackSlots, record_words};
-use nibble_core::{Backend, Result};
 
 /// In one thread: it touches a few bytes a slot.
 pub(crate) fn assign_ranks(cpu: &Cpu, op: AssignRanks<'_, Cpu>) -> Result<SlotRanks<Cpu>> {
-    let slots = Cpu::len(op.expert);
-    let (mut rank, mut first) = (cpu.scratch::<i32>(slots), cpu.scratch::<i32>(slots));
-    let mut counts = cpu.zeros::<i32>(2 * op.world)?;
+    let mut out = op.result(cpu)?;
+    let SlotRanks { rank, first, counts } = &mut out;
     let count = counts.as_mut_slice();
     let tokens = op.expert.as_slice().chunks_exact(op.top_k);
     let ranks = rank.as_mut_slice().chunks_exact_mut(op.top_k);
@@ -29,7 +28,7 @@ pub(crate) fn assign_ranks(cpu: &Cpu, op: AssignRanks<'_, Cpu>) -> Result<SlotRa
             }
         }
     }
-    Ok(SlotRanks { rank, first, counts })
+    Ok(out)
 }
 
 /// Records are independent of each other.
@@ -38,7 +37,7 @@ pub(crate) fn pack_slots(cpu: &Cpu, op: PackSlots<'_, Cpu>) -> Result<Buf<i32>> 
     let (slots, expert, weight) = (op.slot.as_slice(), op.expert.as_slice(), op.weight.as_slice());
     let token_id = op.token_id.as_slice();
     let rank_of = |e: i32| usize::try_from(e).ok().map(|e| e / op.experts_each);
-    let mut out = cpu.scratch::<i32>(slots.len() * words);
+    let mut out = op.result(cpu)?;
     for_rows(cpu, out.as_mut_slice(), words, |first, out| {
         for (record, &slot) in out.chunks_exact_mut(words).zip(&slots[first..]) {
             let (experts, weights) = record[1..].split_at_mut(k);
@@ -65,28 +64,25 @@ pub(crate) fn pack_slots(cpu: &Cpu, op: PackSlots<'_, Cpu>) -> Result<Buf<i32>> 
 /// Words move; nothing is looked at.
 pub(crate) fn unpack_slots(cpu: &Cpu, op: UnpackSlots<'_, Cpu>) -> Result<ReceivedSlots<Cpu>> {
     let (words, k) = (record_words(op.top_k), op.top_k);
-    let (n, records) = (op.records(), op.records.as_slice());
-    let mut token_id = cpu.scratch::<i32>(n);
-    for_rows(cpu, token_id.as_mut_slice(), 1, |first, out| {
+    let (mut out, records) = (op.result(cpu)?, op.records.as_slice());
+    for_rows(cpu, out.token_id.as_mut_slice(), 1, |first, out| {
         for (to, record) in out.iter_mut().zip(records[first * words..].chunks_exact(words)) {
             *to = record[0];
         }
     });
-    let mut expert = cpu.scratch::<i32>(n * k);
-    for_rows(cpu, expert.as_mut_slice(), k, |first, out| {
+    for_rows(cpu, out.expert.as_mut_slice(), k, |first, out| {
         for (to, record) in out.chunks_exact_mut(k).zip(records[first * words..].chunks_exact(words)) {
             to.copy_from_slice(&record[1..=k]);
         }
     });
-    let mut weight = cpu.scratch::<f32>(n * k);
-    for_rows(cpu, weight.as_mut_slice(), k, |first, out| {
+    for_rows(cpu, out.weight.as_mut_slice(), k, |first, out| {
         for (to, record) in out.chunks_exact_mut(k).zip(records[first * words..].chunks_exact(words)) {
             for (to, &bits) in to.iter_mut().zip(&record[1 + k..]) {
                 *to = f32::from_bits(bits as u32);
             }
         }
     });
-    Ok(ReceivedSlots { token_id, expert, weight })
+    Ok(out)
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 
 use crate::{Buf, Cpu};
 use nibble_core::ops::Transpose;
-use nibble_core::{Data, Plain, Result, Tensor};
+use nibble_core::{Data, Error, Plain, Result, Tensor};
 use rayon::prelude::*;
 
 /// Rows and columns of the square that is turned while it lies in the cache.
@@ -11,17 +11,18 @@ const SQUARE: usize = 32;
 /// One body serves as specification and fast path: it only moves elements.
 pub(crate) fn transpose(cpu: &Cpu, op: Transpose<'_, Cpu>) -> Result<Tensor<Cpu>> {
     let (n, k) = (op.x.rows / op.stack.max(1), op.x.cols);
-    let data = match &op.x.data {
-        Data::F32(x) => Data::F32(transposed(cpu, x, n, k)),
-        Data::Bf16(x) => Data::Bf16(transposed(cpu, x, n, k)),
-    };
-    Tensor::new(data, op.stack * k, n)
+    let mut out = op.result(cpu)?;
+    match (&op.x.data, &mut out.data) {
+        (Data::F32(x), Data::F32(out)) => turn(cpu, x, out, n, k),
+        (Data::Bf16(x), Data::Bf16(out)) => turn(cpu, x, out, n, k),
+        _ => return Err(Error::shape("transpose", "type of the result", out.dtype(), op.x.dtype())),
+    }
+    Ok(out)
 }
 
-fn transposed<T: Plain>(cpu: &Cpu, x: &Buf<T>, n: usize, k: usize) -> Buf<T> {
-    let mut out = cpu.scratch::<T>(x.as_slice().len());
+fn turn<T: Plain>(cpu: &Cpu, x: &Buf<T>, out: &mut Buf<T>, n: usize, k: usize) {
     if n * k == 0 {
-        return out;
+        return;
     }
     let x = x.as_slice();
     // A strip is up to SQUARE rows of one turned matrix.
@@ -43,7 +44,6 @@ fn transposed<T: Plain>(cpu: &Cpu, x: &Buf<T>, n: usize, k: usize) -> Buf<T> {
                 .for_each(|(strip, out)| turn_strip(matrix, strip, out));
         });
     });
-    out
 }
 
 #[cfg(test)]

@@ -4,8 +4,7 @@ use super::elementwise::for_rows;
 use super::permute::{Pads, check_index};
 use crate::{Buf, Cpu};
 use nibble_core::ops::{PackRows, UnpackRows};
-use nibble_core::{DType, Data, Operand, Plain, Result, Tensor};
-use nibble_formats::Format;
+use nibble_core::{Data, Operand, Plain, Result};
 
 /// Copies bytes; a record is codes ‖ scales ‖ the tensor's scale ‖ zeros to a multiple of 16.
 pub(crate) fn pack_rows(cpu: &Cpu, op: PackRows<'_, Cpu>) -> Result<Buf<u8>> {
@@ -26,7 +25,7 @@ pub(crate) fn pack_rows(cpu: &Cpu, op: PackRows<'_, Cpu>) -> Result<Buf<u8>> {
     let kind = op.rows.row_kind();
     let widths = [kind.code_bytes(), kind.scale_bytes(), kind.tensor_scale_bytes()];
     let row_bytes = kind.row_bytes();
-    let mut out = cpu.scratch::<u8>(index.len() * row_bytes);
+    let mut out = op.result(cpu)?;
     for_rows(cpu, out.as_mut_slice(), row_bytes, |first, out| {
         for (record, &row) in out.chunks_exact_mut(row_bytes).zip(&index[first..]) {
             let row = row as usize; // not negative: checked above
@@ -46,26 +45,25 @@ pub(crate) fn pack_rows(cpu: &Cpu, op: PackRows<'_, Cpu>) -> Result<Buf<u8>> {
 pub(crate) fn unpack_rows(cpu: &Cpu, op: UnpackRows<'_, Cpu>) -> Result<Operand<Cpu>> {
     const OP: &str = "unpack_rows";
     op.check()?;
-    let (kind, format) = (op.kind, op.kind.format);
-    let planes = Records { cpu, bytes: op.bytes.as_slice(), row_bytes: kind.row_bytes() };
-    let (rows, cols, code_bytes) = (planes.bytes.len() / planes.row_bytes, kind.cols, kind.code_bytes());
-    let dtype = match format {
-        Format::F32 => Some(DType::F32),
-        Format::Bf16 => Some(DType::Bf16),
-        _ => None,
-    };
-    if let Some(dtype) = dtype {
-        let data = match dtype {
-            DType::F32 => Data::F32(planes.plane(0, code_bytes)),
-            DType::Bf16 => Data::Bf16(planes.plane(0, code_bytes)),
-        };
-        return Ok(Operand::Plain(Tensor::new(data, rows, cols)?));
-    }
+    let kind = op.kind;
     kind.check_rule(OP)?;
-    let scales = planes.plane(code_bytes, kind.scale_bytes());
-    let (at, tensor_bytes) = (code_bytes + kind.scale_bytes(), kind.tensor_scale_bytes());
-    let tensor_scale = (tensor_bytes > 0).then(|| planes.plane(at, tensor_bytes));
-    Ok(Operand::Block(kind.block_rows(rows, planes.plane(0, code_bytes), scales, tensor_scale)))
+    let mut out = op.result(cpu)?;
+    let records = Records { cpu, bytes: op.bytes.as_slice(), row_bytes: kind.row_bytes() };
+    let (code_bytes, scale_bytes) = (kind.code_bytes(), kind.scale_bytes());
+    match &mut out {
+        Operand::Plain(x) => match &mut x.data {
+            Data::F32(x) => records.read(0, code_bytes, x),
+            Data::Bf16(x) => records.read(0, code_bytes, x),
+        },
+        Operand::Block(x) => {
+            records.read(0, code_bytes, &mut x.codes);
+            records.read(code_bytes, scale_bytes, &mut x.scales);
+            if let Some(of_tensor) = &mut x.tensor_scale {
+                records.read(code_bytes + scale_bytes, kind.tensor_scale_bytes(), of_tensor);
+            }
+        }
+    }
+    Ok(out)
 }
 
 /// Messages, back to back.
@@ -77,9 +75,7 @@ struct Records<'a> {
 
 impl Records<'_> {
     /// Bytes `offset .. offset + width` of every record, as one plane.
-    fn plane<T: Plain>(&self, offset: usize, width: usize) -> Buf<T> {
-        let rows = self.bytes.len() / self.row_bytes;
-        let mut out = self.cpu.scratch::<T>(rows * width / size_of::<T>());
+    fn read<T: Plain>(&self, offset: usize, width: usize, out: &mut Buf<T>) {
         for_rows(self.cpu, out.as_mut_slice(), width / size_of::<T>(), |first, out| {
             let records = self.bytes[first * self.row_bytes..].chunks_exact(self.row_bytes);
             // Within a record scales need not be aligned: move them as bytes.
@@ -88,7 +84,6 @@ impl Records<'_> {
                 out.copy_from_slice(&record[offset..][..width]);
             }
         });
-        out
     }
 }
 

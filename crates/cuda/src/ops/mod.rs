@@ -22,16 +22,7 @@ pub(crate) use {
     attention::*, convert::*, norm::*, plain::*, products::*, routing::*, step::*, swiglu::*, vocabulary::*,
 };
 
-use crate::Cuda;
-use crate::backend::Buf;
 use crate::compile::jit::KernelSpec;
-use nibble_core::Result;
-use nibble_core::ops::Counts;
-
-/// Counts that kernels add to, all zero at first.
-pub(crate) fn counts(cuda: &Cuda) -> Result<Counts<Cuda>> {
-    Ok(Counts(Buf::new(cuda.device().counters(3)?)))
-}
 
 /// A kernel instance that an operation may launch.
 #[derive(Debug, Clone, PartialEq)]

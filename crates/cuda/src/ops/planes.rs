@@ -1,13 +1,12 @@
-//! Matrices as the operations make them and pass them to kernels.
+//! Matrices as the operations pass them to kernels.
 
+use crate::Buffer;
 use crate::Cuda;
-use crate::backend::Buf;
 use crate::compile::jit::TemplateArg;
 use crate::launch::KernelArg;
-use crate::{Buffer, Device};
 use nibble_core::formats::layout::mn_major_stride;
-use nibble_core::formats::{BlockAxis, Format, ScaleKind, ScaleLayout, ScaleRule};
-use nibble_core::{BlockScaled, DType, Data, Result, Tensor};
+use nibble_core::formats::{ScaleKind, ScaleRule};
+use nibble_core::{BlockScaled, DType, Data, Tensor};
 
 /// The device's name of a plain type.
 pub(super) fn type_name(dtype: DType) -> &'static str {
@@ -35,58 +34,9 @@ pub(super) fn rule_arg(rule: ScaleRule) -> TemplateArg {
     })
 }
 
-/// A tensor whose planes a kernel is about to write in full; scales are of the rule's kind, row-major.
-pub(super) fn unwritten(
-    device: &Device,
-    stored: (Format, ScaleRule),
-    axis: BlockAxis,
-    sizes: (usize, usize, usize),
-) -> Result<BlockScaled<Cuda>> {
-    unwritten_as(device, stored, axis, sizes, ScaleLayout::RowMajor)
-}
-
-/// Columns that a kernel is about to write in full. Scales lie strip by strip, `[capacity / block][column_stride]`:
-/// this is how kernels write them and products read them fastest.
-pub(super) fn unwritten_columns(
-    device: &Device,
-    stored: (Format, ScaleRule),
-    (capacity, cols): (usize, usize),
-) -> Result<BlockScaled<Cuda>> {
-    unwritten_as(device, stored, BlockAxis::Col, (capacity, cols, 1), ScaleLayout::MnMajor)
-}
-
 /// Scales from one strip to the next: one for each column, padded to 16 bytes.
 pub(super) fn column_stride(kind: ScaleKind, cols: usize) -> usize {
     mn_major_stride(cols, kind.bytes())
-}
-
-fn unwritten_as(
-    device: &Device,
-    (format, rule): (Format, ScaleRule),
-    axis: BlockAxis,
-    (rows, cols, stack): (usize, usize, usize),
-    scale_layout: ScaleLayout,
-) -> Result<BlockScaled<Cuda>> {
-    let (lines, blocks) = BlockScaled::<Cuda>::scale_shape(format, axis, rows, cols, stack);
-    let kind = format.scale_kind(rule);
-    // Without values no kernel runs, so the scales are uploaded.
-    let tensor_scale = || match cols {
-        0 => device.upload(&vec![1.0f32; rows]).map(Buf::new),
-        _ => device.alloc(rows).map(Buf::new),
-    };
-    Ok(BlockScaled {
-        format,
-        axis,
-        rule,
-        rows,
-        cols,
-        stack,
-        codes: Buf::new(device.alloc(BlockScaled::<Cuda>::code_bytes(format, axis, rows, cols))?),
-        scales: Buf::new(device.alloc(scale_layout.len(lines, blocks, kind.bytes()) * kind.bytes())?),
-        tensor_scale: kind.has_tensor_scale().then(tensor_scale).transpose()?,
-        scale_layout,
-        shared_cols: 1,
-    })
 }
 
 /// What a launch takes for a tensor's codes and scales.
@@ -120,18 +70,4 @@ pub(super) fn plain_address(x: &Tensor<Cuda>) -> u64 {
 pub(super) fn plain_or_null(x: Option<&Tensor<Cuda>>) -> &dyn KernelArg {
     const NONE: Option<&Buffer<u8>> = None;
     x.map_or(&NONE, |x| plain_arg(x).0)
-}
-
-/// A plain matrix whose values are yet to be written; without rows or without columns it is complete.
-pub(super) fn unwritten_plain(
-    device: &Device,
-    dtype: DType,
-    rows: usize,
-    cols: usize,
-) -> Result<Tensor<Cuda>> {
-    let data = match dtype {
-        DType::F32 => Data::F32(Buf::new(device.alloc(rows * cols)?)),
-        DType::Bf16 => Data::Bf16(Buf::new(device.alloc(rows * cols)?)),
-    };
-    Tensor::new(data, rows, cols)
 }

@@ -25,6 +25,11 @@ impl<B: Backend> Backend for Recorder<B> {
         call.issue(move |b, _| b.zeros(len))
     }
 
+    fn counters(&self, len: usize) -> Result<Buf<u64, B>> {
+        let call = self.call("counters", &len);
+        call.issue(move |b, _| b.counters(len))
+    }
+
     fn alloc<T: Plain>(&self, len: usize) -> Result<Buf<T, B>> {
         let call = self.call("alloc", &(len, std::any::type_name::<T>())).silent();
         call.issue(move |b, _| b.alloc(len))

@@ -16,7 +16,8 @@ pub(super) fn decode<T: Real>(cpu: &Cpu, op: &AttentionDecode<'_, Cpu>) -> Resul
     let (head_dim, value_dim) = (op.head_dim, op.value_dim);
     let sizes = Heads::new(op.q, op.k, (head_dim, value_dim), 1);
     let [q, k, v] = [T::slice(OP, "q", op.q)?, T::slice(OP, "k", op.k)?, T::slice(OP, "v", op.v)?];
-    let mut out = cpu.scratch::<T>(sizes.heads * value_dim);
+    let mut out = op.result(cpu)?;
+    let to = T::slice_mut(OP, &mut out)?;
     let head = |(head, to): (usize, &mut [T])| {
         let query: Vec<f32> =
             q[head * head_dim..][..head_dim].iter().map(|x| x.widen() * sizes.scale()).collect();
@@ -25,8 +26,8 @@ pub(super) fn decode<T: Real>(cpu: &Cpu, op: &AttentionDecode<'_, Cpu>) -> Resul
         let values = StridedRows { x: &v[kv_head * value_dim..], stride: op.v.cols };
         one_head(&query, keys, values, op.len, to);
     };
-    cpu.pool().install(|| out.as_mut_slice().par_chunks_mut(value_dim).enumerate().for_each(head));
-    Tensor::new(T::data(out), 1, sizes.heads * value_dim)
+    cpu.pool().install(|| to.par_chunks_mut(value_dim).enumerate().for_each(head));
+    Ok(out)
 }
 
 /// Rows of one head, from one to the next `stride`.

@@ -164,18 +164,16 @@ fn forward<T: Real>(cpu: &Cpu, op: &Attention<'_, Cpu>) -> Result<AttentionOut<C
         k: T::slice(OP, "k", op.k)?,
         v: T::slice(OP, "v", op.v)?,
     };
-    let cols = sizes.heads * sizes.value_dim;
-    let mut out = cpu.scratch::<T>(sizes.tokens() * cols);
-    let mut lse = cpu.scratch::<f32>(sizes.tokens() * sizes.heads);
+    let mut made = op.result(cpu)?;
     let output = ForwardOutput {
-        out: Cells::new(out.as_mut_slice(), sizes.tokens(), sizes.heads),
-        lse: Cells::new(lse.as_mut_slice(), sizes.tokens(), sizes.heads),
+        out: Cells::new(T::slice_mut(OP, &mut made.out)?, sizes.tokens(), sizes.heads),
+        lse: Cells::new(made.lse.as_mut_slice(), sizes.tokens(), sizes.heads),
     };
     match cpu.path() {
         CodePath::Scalar => spec::forward(&sizes, &input, &output),
         CodePath::Simd => fast::forward(cpu, &sizes, &input, &output),
     }
-    Ok(AttentionOut { out: Tensor::new(T::data(out), op.q.rows, cols)?, lse })
+    Ok(made)
 }
 
 fn backward<T: Real>(cpu: &Cpu, op: &AttentionBackward<'_, Cpu>) -> Result<AttentionGrads<Cpu>> {
@@ -189,20 +187,16 @@ fn backward<T: Real>(cpu: &Cpu, op: &AttentionBackward<'_, Cpu>) -> Result<Atten
         dout: T::slice(OP, "dout", op.dout)?,
         lse: op.lse.as_slice(),
     };
-    let mut dq = cpu.scratch::<T>(input.q.len());
-    let (mut dk, mut dv) = (cpu.scratch::<T>(input.k.len()), cpu.scratch::<T>(input.v.len()));
+    let mut grads = op.result(cpu)?;
+    let AttentionGrads { dq, dk, dv } = &mut grads;
     let output = BackwardOutput {
-        dq: Cells::new(dq.as_mut_slice(), sizes.tokens(), sizes.heads),
-        dk: Cells::new(dk.as_mut_slice(), sizes.tokens(), sizes.kv_heads),
-        dv: Cells::new(dv.as_mut_slice(), sizes.tokens(), sizes.kv_heads),
+        dq: Cells::new(T::slice_mut(OP, dq)?, sizes.tokens(), sizes.heads),
+        dk: Cells::new(T::slice_mut(OP, dk)?, sizes.tokens(), sizes.kv_heads),
+        dv: Cells::new(T::slice_mut(OP, dv)?, sizes.tokens(), sizes.kv_heads),
     };
     match cpu.path() {
         CodePath::Scalar => spec::backward(&sizes, &input, &output),
         CodePath::Simd => fast::backward(cpu, &sizes, &input, &output),
     }
-    Ok(AttentionGrads {
-        dq: Tensor::new(T::data(dq), op.q.rows, op.q.cols)?,
-        dk: Tensor::new(T::data(dk), op.k.rows, op.k.cols)?,
-        dv: Tensor::new(T::data(dv), op.v.rows, op.v.cols)?,
-    })
+    Ok(grads)
 }

@@ -1,6 +1,7 @@
 use super::*;
 use crate::ops::elementwise::tests::{below, bits, normals, same_everywhere};
-use nibble_core::Backend;
+use half::bf16;
+use nibble_core::{Backend, DType, Tensor};
 
 const SHAPES: [(usize, usize); 8] = [(0, 4), (1, 1), (3, 2), (5, 15), (4, 16), (7, 33), (70, 256), (9, 5003)];
 

@@ -1,6 +1,6 @@
 use super::*;
 use crate::gemm::Isa;
-use nibble_core::Backend;
+use nibble_core::{Backend, DType};
 use nibble_formats::{Purpose, Stream};
 
 /// The specification first, then every instruction set of this machine with one to three threads.

@@ -1,7 +1,7 @@
 use super::super::elementwise::tests::{below, bits, normals, same_everywhere};
 use super::*;
 use half::bf16;
-use nibble_core::Backend;
+use nibble_core::{Backend, Tensor};
 
 #[test]
 fn rows_of_the_table_rounded_to_the_type_asked_for() {

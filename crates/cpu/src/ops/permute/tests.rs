@@ -1,6 +1,6 @@
 use super::super::elementwise::tests::{below, bits, every_cpu, normals, same_everywhere};
 use super::*;
-use nibble_core::Backend;
+use nibble_core::{Backend, Occupancy};
 use nibble_formats::{BlockAxis, Format, ScaleLayout, ScalePlane, ScaleRule};
 use std::collections::BTreeSet;
 

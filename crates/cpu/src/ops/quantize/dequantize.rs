@@ -6,7 +6,7 @@ use super::source::{Lines, Scales, ValueSource};
 use super::spans::Spans;
 use super::spec;
 use crate::{CodePath, Cpu};
-use nibble_core::ops::{Dequantize, Emit};
+use nibble_core::ops::{Dequantize, Emit, Emitted};
 use nibble_core::{Backend, BlockScaled, Error, Result, Tensor};
 use nibble_formats::{BlockAxis, ScaleLayout};
 
@@ -15,12 +15,14 @@ pub(crate) fn dequantize(cpu: &Cpu, op: Dequantize<'_, Cpu>) -> Result<Tensor<Cp
     const OP: &str = "dequantize";
     let x = op.x;
     decodable(OP, x)?;
+    let mut out = op.result(cpu)?;
     if cpu.path() == CodePath::Scalar {
-        return spec::plain(cpu, &spec::decode(cpu, x, 0..x.rows)?, op.dtype, x.rows);
+        spec::plain(&spec::decode(cpu, x, 0..x.rows)?, &mut out);
+        return Ok(out);
     }
     let (isa, lines) = (cpu.isa(), ValueSource::Lines(Lines::of(x, Scales::All)?));
     let spans = Spans::new(OP, x.rows, None, 1)?;
-    let sink = Sink::new(cpu, &spans, x.cols, Emit::Plain(op.dtype), None);
+    let sink = Sink::new(&spans, x.cols, (Emit::Plain(op.dtype), Emitted::plain(out)), None);
     let scratch = || (vec![0.0; STRIP_ROWS * TILE_COLS], vec![0.0; STRIP_ROWS]);
     for_strips(cpu, &spans, (STRIP_ROWS, x.cols), scratch, |(values, line), strip| {
         for col in (0..x.cols).step_by(TILE_COLS) {

@@ -6,19 +6,19 @@
 
 use super::encode::{Tile, Work, encode_cols, encode_row, encode_square, fast, fill_random, transpose};
 use super::general::{self, Job, WORTH_A_THREAD};
-use super::planes::{unwritten, unwritten_as};
+use super::planes::put_counts;
 use super::round::{fixed_bits, reads_bits};
 use super::shared::Shared;
 use super::source::ValueSource;
 use super::spans::Spans;
 use super::spec::Tally;
+use crate::Cpu;
 use crate::gemm::Isa;
 use crate::ops::elementwise::{round_bf16, round_f32};
-use crate::{Buf, Cpu};
 use half::bf16;
 use nibble_core::ops::{Counts, Emit, Emitted, Planes};
-use nibble_core::{BlockScaled, DType, Data, Operand, Result, Tensor};
-use nibble_formats::{BlockAxis, Codec, Format, Scale, ScaleKind, ScalePlaneMut, ScaleRule, Stream};
+use nibble_core::{BlockScaled, Data, Error, Operand, Result, Tensor};
+use nibble_formats::{Codec, Scale, ScaleKind, ScalePlaneMut, Stream};
 use rayon::prelude::*;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -184,24 +184,22 @@ impl Target {
 
 /// A plain result being written.
 enum Plain {
-    F32(Buf<f32>, Shared<f32>),
-    Bf16(Buf<bf16>, Shared<bf16>),
+    F32(Tensor<Cpu>, Shared<f32>),
+    Bf16(Tensor<Cpu>, Shared<bf16>),
     /// What is quantized once all of it is there.
     Staged(Vec<f32>, Shared<f32>),
 }
 
 impl Plain {
-    fn new(cpu: &Cpu, dtype: DType, len: usize) -> Self {
-        match dtype {
-            DType::F32 => {
-                let mut buf = cpu.scratch(len);
-                let shared = Shared::of(&mut buf);
-                Self::F32(buf, shared)
+    fn new(mut x: Tensor<Cpu>) -> Self {
+        match &mut x.data {
+            Data::F32(values) => {
+                let shared = Shared::of(values);
+                Self::F32(x, shared)
             }
-            DType::Bf16 => {
-                let mut buf = cpu.scratch(len);
-                let shared = Shared::of(&mut buf);
-                Self::Bf16(buf, shared)
+            Data::Bf16(values) => {
+                let shared = Shared::of(values);
+                Self::Bf16(x, shared)
             }
         }
     }
@@ -250,16 +248,22 @@ pub(crate) struct Sink<'a> {
     codec: Option<Codec>,
     random: Option<Stream>,
     plain: Option<Plain>,
-    /// How what is staged is quantized.
-    staged: Option<(Codec, Planes)>,
+    /// How what is staged is quantized, and into what.
+    staged: Option<(Codec, Emitted<Cpu>)>,
     row_plane: Option<Target>,
     col_plane: Option<Target>,
+    counts: Option<Counts<Cpu>>,
     tally: [AtomicU64; 3],
 }
 
 impl<'a> Sink<'a> {
-    /// A result `[rows of spans, cols]`.
-    pub fn new(cpu: &Cpu, spans: &'a Spans<'a>, cols: usize, emit: Emit, random: Option<Stream>) -> Self {
+    /// Of a result `[rows of spans, cols]`, which the operation has made.
+    pub fn new(
+        spans: &'a Spans<'a>,
+        cols: usize,
+        (emit, made): (Emit, Emitted<Cpu>),
+        random: Option<Stream>,
+    ) -> Self {
         let mut sink = Self {
             cols,
             spans,
@@ -269,22 +273,26 @@ impl<'a> Sink<'a> {
             staged: None,
             row_plane: None,
             col_plane: None,
+            counts: None,
             tally: Default::default(),
         };
         match emit {
-            Emit::Plain(dtype) => sink.plain = Some(Plain::new(cpu, dtype, spans.rows * cols)),
             // The largest magnitude of a line or a tensor is known when all of it is there.
-            Emit::Block { codec, planes } if fast(codec.format()).is_none() => {
-                (sink.plain, sink.staged) = (Some(Plain::staged(spans.rows * cols)), Some((codec, planes)));
+            Emit::Block { codec, .. } if fast(codec.format()).is_none() => {
+                (sink.plain, sink.staged) = (Some(Plain::staged(spans.rows * cols)), Some((codec, made)));
             }
-            Emit::Block { codec, planes } => {
-                let target = |axis, rows| Some(Target::new(unwritten_as(cpu, codec, axis, (rows, cols, 1))));
-                sink.codec = Some(codec);
-                if matches!(planes, Planes::Rows | Planes::Both) {
-                    sink.row_plane = target(BlockAxis::Row, spans.rows);
+            _ => {
+                let Emitted { rows, cols, counts, .. } = made;
+                if let Emit::Block { codec, .. } = emit {
+                    (sink.codec, sink.counts) = (Some(codec), counts);
                 }
-                if matches!(planes, Planes::Cols | Planes::Both) {
-                    sink.col_plane = target(BlockAxis::Col, spans.capacity);
+                match rows {
+                    Some(Operand::Plain(x)) => sink.plain = Some(Plain::new(x)),
+                    Some(Operand::Block(plane)) => sink.row_plane = Some(Target::new(plane)),
+                    None => {}
+                }
+                if let Some(Operand::Block(plane)) = cols {
+                    sink.col_plane = Some(Target::new(plane));
                 }
             }
         }
@@ -345,20 +353,16 @@ impl<'a> Sink<'a> {
     pub fn finish(self, cpu: &Cpu) -> Result<Emitted<Cpu>> {
         let plain = match self.plain {
             Some(Plain::Staged(values, _)) => {
-                let Some((codec, planes)) = self.staged else { unreachable!("staged with its codec") };
+                let Some((codec, made)) = self.staged else { unreachable!("staged with its codec") };
                 let x = (ValueSource::F32(&values, self.cols), self.cols);
-                return general::emit(cpu, &Job::new(cpu, x, codec, self.random, self.spans), planes);
+                return Ok(general::emit(cpu, &Job::new(cpu, x, codec, self.random, self.spans), made));
             }
-            Some(Plain::F32(buf, _)) => Some(Data::F32(buf)),
-            Some(Plain::Bf16(buf, _)) => Some(Data::Bf16(buf)),
-            None => None,
-        };
-        let plain = match plain {
-            Some(data) => Some(Operand::Plain(Tensor::new(data, self.spans.rows, self.cols)?)),
+            Some(Plain::F32(x, _) | Plain::Bf16(x, _)) => Some(Operand::Plain(x)),
             None => None,
         };
         let block = |target: Option<Target>| target.map(|t| Operand::Block(t.finish()));
-        let counts = self.codec.map(|_| counts(cpu, &self.tally));
+        let mut counts = self.counts;
+        put_counts(&mut counts, counted(&self.tally));
         Ok(Emitted {
             rows: plain.or(block(self.row_plane)),
             cols: block(self.col_plane),
@@ -378,8 +382,8 @@ pub(crate) fn add_tally(sum: &[AtomicU64; 3], tally: Tally) {
 }
 
 /// The counts of all tiles.
-pub(crate) fn counts(cpu: &Cpu, sum: &[AtomicU64; 3]) -> Counts<Cpu> {
-    Counts(cpu.computed(&sum.each_ref().map(|count| count.load(Ordering::Relaxed))))
+pub(crate) fn counted(sum: &[AtomicU64; 3]) -> Tally {
+    sum.each_ref().map(|count| count.load(Ordering::Relaxed))
 }
 
 /// The bits `[rows][width]` that the codec's rounding reads for a tile at (row, col); none for nearest-even.
@@ -412,12 +416,9 @@ pub(crate) struct SquareTarget {
 }
 
 impl SquareTarget {
-    /// Opens the planes of `stack` matrices [n, k] for writing.
-    pub fn new(cpu: &Cpu, (format, rule): (Format, ScaleRule), (stack, n, k): (usize, usize, usize)) -> Self {
-        let target = |rows, cols| {
-            Target::new(unwritten(cpu, format, rule, BlockAxis::Tile, (stack * rows, cols, stack)))
-        };
-        Self { shape: (n, k), upright: target(n, k), turned: target(k, n) }
+    /// Opens the planes of matrices `[n, k]` for writing.
+    pub fn new([upright, turned]: [BlockScaled<Cpu>; 2], shape: (usize, usize)) -> Self {
+        Self { shape, upright: Target::new(upright), turned: Target::new(turned) }
     }
 
     /// Writes the tile whose first element is (row of the stack, col): its codes `[rows][width]`, the same `[width][rows]`, and its scale.
@@ -463,20 +464,24 @@ pub(crate) struct SquareSink<'a> {
     codec: Codec,
     random: Option<Stream>,
     planes: SquareTarget,
+    counts: Option<Counts<Cpu>>,
     tally: [AtomicU64; 3],
 }
 
 impl<'a> SquareSink<'a> {
-    /// Planes of `stack` matrices [n, k].
+    /// Planes of matrices `[n, k]`, which the operation has made.
     pub fn new(
-        cpu: &Cpu,
+        made: Emitted<Cpu>,
         spans: &'a Spans<'a>,
-        shape: (usize, usize, usize),
+        shape: (usize, usize),
         codec: Codec,
         random: Option<Stream>,
-    ) -> Self {
-        let planes = SquareTarget::new(cpu, (codec.format(), codec.rule()), shape);
-        Self { spans, codec, random, planes, tally: Default::default() }
+    ) -> Result<Self> {
+        let (Some(Operand::Block(upright)), Some(Operand::Block(turned))) = (made.rows, made.cols) else {
+            return Err(Error::shape("quantize", "planes of the result", "fewer", "two"));
+        };
+        let planes = SquareTarget::new([upright, turned], shape);
+        Ok(Self { spans, codec, random, planes, counts: made.counts, tally: Default::default() })
     }
 
     /// Writes one tile, whose first element is (row of the stack, col).
@@ -494,8 +499,10 @@ impl<'a> SquareSink<'a> {
     }
 
     /// The planes, once every tile is written.
-    pub fn finish(self, cpu: &Cpu) -> Result<Emitted<Cpu>> {
+    pub fn finish(self) -> Emitted<Cpu> {
         let [rows, cols] = self.planes.finish().map(|plane| Some(Operand::Block(plane)));
-        Ok(Emitted { rows, cols, counts: Some(counts(cpu, &self.tally)), found: None })
+        let mut counts = self.counts;
+        put_counts(&mut counts, counted(&self.tally));
+        Emitted { rows, cols, counts, found: None }
     }
 }

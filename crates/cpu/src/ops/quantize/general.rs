@@ -5,7 +5,7 @@
 //! lines.
 
 use super::encode::{amax_bits, fill_random, transpose};
-use super::planes::unwritten_as;
+use super::planes::{both, plane, put_counts};
 use super::round::{Facts, Nearest, OneByOne, Round, Threshold, fixed_bits, reads_bits, with_rounding};
 use super::source::ValueSource;
 use super::spans::Spans;
@@ -13,8 +13,8 @@ use super::spec::{Block, Casting, Tally, blocks, sum};
 use crate::Cpu;
 use crate::gemm::Isa;
 use crate::simd::per_isa;
-use nibble_core::ops::{Counts, Emitted, Planes};
-use nibble_core::{BlockScaled, Operand, Result};
+use nibble_core::ops::{Counts, Emitted};
+use nibble_core::{BlockScaled, Result};
 use nibble_formats::{BlockAxis, BlockScale, Codec, Rounding, ScalePlaneMut, Stream, pack_codes};
 use rayon::prelude::*;
 use std::ops::Range;
@@ -208,17 +208,12 @@ per_isa! {
     fn finite_amax = finite_amax_body; (x: &[f32]) -> (f32, bool)
 }
 
-/// Writes a matrix in the planes asked for.
-pub(super) fn emit(cpu: &Cpu, job: &Job, planes: Planes) -> Result<Emitted<Cpu>> {
-    let rows = matches!(planes, Planes::Rows | Planes::Both).then(|| rows(cpu, job));
-    let cols = matches!(planes, Planes::Cols | Planes::Both).then(|| columns(cpu, job));
-    let tally = rows.as_ref().or(cols.as_ref()).map_or([0; 3], |(_, tally)| *tally);
-    emitted(cpu, [rows, cols].map(|plane| plane.map(|(plane, _)| plane)), tally)
-}
-
-fn emitted(cpu: &Cpu, [rows, cols]: [Option<BlockScaled<Cpu>>; 2], tally: Tally) -> Result<Emitted<Cpu>> {
-    let counts = Some(Counts(cpu.computed(&tally)));
-    Ok(Emitted { rows: rows.map(Operand::Block), cols: cols.map(Operand::Block), counts, found: None })
+/// Writes a matrix in the planes there are.
+pub(super) fn emit(cpu: &Cpu, job: &Job, mut made: Emitted<Cpu>) -> Emitted<Cpu> {
+    let rows = plane(&mut made.rows).map(|out| rows(cpu, job, out));
+    let cols = plane(&mut made.cols).map(|out| columns(cpu, job, out));
+    put_counts(&mut made.counts, rows.or(cols).unwrap_or_default());
+    made
 }
 
 /// The lines of a plane, so many a piece: codes and scales.
@@ -271,11 +266,10 @@ fn counted<P: Send>(
 }
 
 /// Blocks along the rows.
-fn rows(cpu: &Cpu, job: &Job) -> (BlockScaled<Cpu>, Tally) {
+fn rows(cpu: &Cpu, job: &Job, out: &mut BlockScaled<Cpu>) -> Tally {
     let Job { cols, casting: Casting { codec, spans, .. }, .. } = job;
     let (isa, cols) = (cpu.isa(), *cols);
-    let mut out = unwritten_as(cpu, *codec, BlockAxis::Row, (spans.rows, cols, 1));
-    job.casting.put_tensor_scale(&mut out, |row| job.casting.codec(row));
+    job.casting.put_tensor_scale(out, |row| job.casting.codec(row));
     let (format, kind) = (codec.format(), codec.scale_kind());
     let bytes = (format.row_code_bytes(cols), out.shape_of_scales().1 * kind.bytes());
     let blocks = blocks(format, BlockAxis::Row, spans, cols);
@@ -307,16 +301,14 @@ fn rows(cpu: &Cpu, job: &Job) -> (BlockScaled<Cpu>, Tally) {
         }
         tally
     };
-    let tally = counted(cpu, job, pieces(&mut out, 1, bytes), one);
-    (out, tally)
+    counted(cpu, job, pieces(out, 1, bytes), one)
 }
 
 /// Blocks down the columns, stored transposed.
-fn columns(cpu: &Cpu, job: &Job) -> (BlockScaled<Cpu>, Tally) {
+fn columns(cpu: &Cpu, job: &Job, out: &mut BlockScaled<Cpu>) -> Tally {
     let Job { cols, casting: Casting { codec, spans, .. }, .. } = job;
     let cols = *cols;
-    let mut out = unwritten_as(cpu, *codec, BlockAxis::Col, (spans.capacity, cols, 1));
-    job.casting.put_tensor_scale(&mut out, |row| job.casting.codec(row));
+    job.casting.put_tensor_scale(out, |row| job.casting.codec(row));
     let (format, kind) = (codec.format(), codec.scale_kind());
     let len = spans.capacity;
     let bytes = (format.row_code_bytes(len), out.shape_of_scales().1 * kind.bytes());
@@ -327,8 +319,7 @@ fn columns(cpu: &Cpu, job: &Job) -> (BlockScaled<Cpu>, Tally) {
         let panel = Panel { job, blocks, padding, col, width: PANEL.min(cols - col), bytes };
         panel.write(cpu.isa(), memory, codes, scales)
     };
-    let tally = counted(cpu, job, pieces(&mut out, PANEL, bytes), one);
-    (out, tally)
+    counted(cpu, job, pieces(out, PANEL, bytes), one)
 }
 
 /// Columns that are read, turned and quantized together.
@@ -414,15 +405,14 @@ impl Panel<'_> {
 }
 
 /// Square tiles of `stack` matrices, as they stand and transposed.
-pub(super) fn tiles(cpu: &Cpu, job: &Job, stack: usize) -> Result<Emitted<Cpu>> {
+pub(super) fn tiles(cpu: &Cpu, job: &Job, stack: usize, mut made: Emitted<Cpu>) -> Result<Emitted<Cpu>> {
     let Job { cols: k, casting: Casting { codec, spans, .. }, .. } = job;
     let (n, k, isa) = (spans.rows / stack.max(1), *k, cpu.isa());
     let format = codec.format();
     let (block, kind) = (format.spec().block, codec.scale_kind());
-    let mut upright = unwritten_as(cpu, *codec, BlockAxis::Tile, (stack * n, k, stack));
-    let mut turned = unwritten_as(cpu, *codec, BlockAxis::Tile, (stack * k, n, stack));
-    job.casting.put_tensor_scale(&mut upright, |row| job.casting.codec(row));
-    job.casting.put_tensor_scale(&mut turned, |row| job.casting.codec(row / k.max(1) * n));
+    let [upright, turned] = both("quantize", &mut made)?;
+    job.casting.put_tensor_scale(upright, |row| job.casting.codec(row));
+    job.casting.put_tensor_scale(turned, |row| job.casting.codec(row / k.max(1) * n));
     let (tiles_n, tiles_k) = (n.div_ceil(block), k.div_ceil(block));
     // One a byte; a band is the rows of one row of tiles.
     let mut codes = vec![0; stack * n * k];
@@ -461,11 +451,12 @@ pub(super) fn tiles(cpu: &Cpu, job: &Job, stack: usize) -> Result<Emitted<Cpu>> 
         }
         (records, tally)
     };
-    let made: Vec<_> = cpu.pool().install(|| bands.into_par_iter().map_init(Memory::default, band).collect());
+    let of_bands: Vec<_> =
+        cpu.pool().install(|| bands.into_par_iter().map_init(Memory::default, band).collect());
     let mut tally = Tally::default();
     let mut planes =
-        [&mut upright, &mut turned].map(|out| ScalePlaneMut { kind, bytes: out.scales.as_mut_slice() });
-    for (i, (records, of_band)) in made.into_iter().enumerate() {
+        [&mut *upright, &mut *turned].map(|out| ScalePlaneMut { kind, bytes: out.scales.as_mut_slice() });
+    for (i, (records, of_band)) in of_bands.into_iter().enumerate() {
         let (matrix, tile_n) = (i / tiles_n, i % tiles_n);
         for (tile_k, record) in records.into_iter().enumerate() {
             planes[0].set(i * tiles_k + tile_k, record);
@@ -474,16 +465,17 @@ pub(super) fn tiles(cpu: &Cpu, job: &Job, stack: usize) -> Result<Emitted<Cpu>> 
         tally = sum(tally, of_band);
     }
     if n * k > 0 {
-        pack_lines(cpu, codec, &codes, k, &mut upright);
+        pack_lines(cpu, codec, &codes, k, upright);
         let mut across = Vec::with_capacity(codes.len());
         let mut one = Vec::new();
         for matrix in codes.chunks_exact(n * k) {
             transpose(isa, matrix, n, k, &mut one);
             across.extend_from_slice(&one);
         }
-        pack_lines(cpu, codec, &across, n, &mut turned);
+        pack_lines(cpu, codec, &across, n, turned);
     }
-    emitted(cpu, [Some(upright), Some(turned)], tally)
+    put_counts(&mut made.counts, tally);
+    Ok(made)
 }
 
 /// Packs lines of `len` codes.
@@ -498,10 +490,12 @@ pub(super) fn row_weights(
     (x, k): (ValueSource, usize),
     (rows_all, stack): (usize, usize),
     (codec, random): (Codec, Option<Stream>),
+    mut made: Emitted<Cpu>,
 ) -> Result<Emitted<Cpu>> {
+    let [upright, across_plane] = both("quantize", &mut made)?;
     let (n, isa) = (rows_all / stack.max(1), cpu.isa());
     let spans = Spans::stacked(stack, n);
-    let (upright, tally) = rows(cpu, &Job::new(cpu, (x, k), codec, random, &spans));
+    let tally = rows(cpu, &Job::new(cpu, (x, k), codec, random, &spans), upright);
     let across: Vec<f32> = turned(cpu, (stack, n, k), |row, col, out| x.load(isa, row, col, out));
     let random = random.filter(|_| codec.rounding().is_random());
     let bits: Option<Vec<u16>> = random.map(|stream| {
@@ -514,7 +508,9 @@ pub(super) fn row_weights(
         bits: bits.as_deref(),
         ..Job::new(cpu, (ValueSource::F32(&across, n), n), codec, random, &spans)
     };
-    emitted(cpu, [Some(upright), Some(rows(cpu, &job).0)], tally)
+    rows(cpu, &job, across_plane);
+    put_counts(&mut made.counts, tally);
+    Ok(made)
 }
 
 /// `stack` matrices [n, k] transposed, of which `load` gives the values of a row of all from a column on.

@@ -1,45 +1,34 @@
 //! Quantized planes being written.
 
 use crate::{Buf, Cpu};
-use nibble_core::BlockScaled;
-use nibble_formats::{
-    BlockAxis, Codec, Format, Scale, ScaleLayout, ScalePlane, ScalePlaneMut, ScaleRule, pack_codes,
-    packed_code,
-};
+use nibble_core::ops::{Counts, Emitted};
+use nibble_core::{BlockScaled, Error, Operand, Result};
+use nibble_formats::{Format, Scale, ScalePlane, ScalePlaneMut, pack_codes, packed_code};
 
-/// A tensor whose planes are yet to be written.
-pub(crate) fn unwritten(
-    cpu: &Cpu,
-    format: Format,
-    rule: ScaleRule,
-    axis: BlockAxis,
-    (rows, cols, stack): (usize, usize, usize),
-) -> BlockScaled<Cpu> {
-    let num_scales = BlockScaled::<Cpu>::num_scales(format, axis, rows, cols, stack);
-    let kind = format.scale_kind(rule);
-    BlockScaled {
-        format,
-        axis,
-        rule,
-        rows,
-        cols,
-        stack,
-        codes: cpu.scratch(BlockScaled::<Cpu>::code_bytes(format, axis, rows, cols)),
-        scales: cpu.scratch(num_scales * kind.bytes()),
-        tensor_scale: kind.has_tensor_scale().then(|| cpu.scratch(rows)),
-        scale_layout: ScaleLayout::RowMajor,
-        shared_cols: 1,
+/// A plane that is being made, where there is one.
+pub(crate) fn plane(made: &mut Option<Operand<Cpu>>) -> Option<&mut BlockScaled<Cpu>> {
+    match made {
+        Some(Operand::Block(plane)) => Some(plane),
+        Some(Operand::Plain(_)) | None => None,
     }
 }
 
-/// [`unwritten`] for a codec's format and rule.
-pub(crate) fn unwritten_as(
-    cpu: &Cpu,
-    codec: Codec,
-    axis: BlockAxis,
-    shape: (usize, usize, usize),
-) -> BlockScaled<Cpu> {
-    unwritten(cpu, codec.format(), codec.rule(), axis, shape)
+/// Both planes of a weight that is being made.
+pub(crate) fn both<'a>(
+    op: &'static str,
+    made: &'a mut Emitted<Cpu>,
+) -> Result<[&'a mut BlockScaled<Cpu>; 2]> {
+    match (plane(&mut made.rows), plane(&mut made.cols)) {
+        (Some(upright), Some(turned)) => Ok([upright, turned]),
+        _ => Err(Error::shape(op, "planes of the result", "fewer", "two")),
+    }
+}
+
+/// Writes what was counted, where it is wanted.
+pub(crate) fn put_counts(counts: &mut Option<Counts<Cpu>>, tally: [u64; 3]) {
+    if let Some(Counts(counts)) = counts {
+        counts.as_mut_slice().copy_from_slice(&tally);
+    }
 }
 
 /// The scales of a tensor, for reading.

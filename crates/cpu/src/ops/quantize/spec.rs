@@ -2,11 +2,11 @@
 //! `Codec::quantize_block`, from a matrix of F32 values.
 
 use super::delayed::Met;
-use super::planes::{get_code, put_codes, put_scale, scales_of, unwritten_as};
+use super::planes::{both, get_code, plane, put_codes, put_counts, put_scale, scales_of};
 use super::spans::{Span, Spans};
 use crate::Cpu;
-use nibble_core::ops::{Counts, Delayed, Emit, Emitted, Found, Planes};
-use nibble_core::{BlockScaled, DType, Data, Operand, Result, Tensor};
+use nibble_core::ops::{Counts, Delayed, Emit, Emitted, Found};
+use nibble_core::{BlockScaled, Data, Error, Operand, Result, Tensor};
 use nibble_formats::{
     BlockAxis, Codec, Format, Rounding, Scale, ScaleKind, ScalePlane, ScalePlaneMut, Stream, WHOLE_LINE,
     bf16, pack_codes,
@@ -118,8 +118,10 @@ impl<'a> Casting<'a> {
     }
 
     /// What was found of values under scales of earlier steps.
-    fn found(&self, cpu: &Cpu) -> Option<Found<Cpu>> {
-        self.met.as_ref().map(|met| met.found(cpu))
+    fn put_found(&self, found: &mut Option<Found<Cpu>>) {
+        if let (Some(met), Some(found)) = (&self.met, found) {
+            met.put_found(found);
+        }
     }
 
     /// Writes the tensor's scale of each row.
@@ -144,42 +146,38 @@ fn count(tally: &mut Tally, codec: Codec, codes: &[u8], nonfinite: bool) {
 pub(crate) fn emit(
     cpu: &Cpu,
     x: &Matrix,
-    emit: Emit,
+    (emit, mut made): (Emit, Emitted<Cpu>),
     spans: &Spans,
     random: Option<Stream>,
 ) -> Result<Emitted<Cpu>> {
-    match emit {
-        Emit::Plain(dtype) => {
-            let rows = Some(Operand::Plain(plain(cpu, x, dtype, spans.rows)?));
-            Ok(Emitted { rows, cols: None, counts: None, found: None })
+    match (emit, &mut made.rows) {
+        (Emit::Block { codec, .. }, _) => {
+            Ok(quantized(cpu, x, &Casting::new(codec, random, spans, x, None), made))
         }
-        Emit::Block { codec, planes } => {
-            Ok(quantized(cpu, x, &Casting::new(codec, random, spans, x, None), planes))
+        (Emit::Plain(_), Some(Operand::Plain(out))) => {
+            plain(x, out);
+            Ok(made)
         }
+        (Emit::Plain(dtype), _) => Err(Error::shape("emit", "the result", "not plain", dtype)),
     }
 }
 
 /// Writes a matrix in blocks, by rows, by columns, or both.
-pub(crate) fn quantized(cpu: &Cpu, x: &Matrix, casting: &Casting, planes: Planes) -> Emitted<Cpu> {
-    let lines = |axis| lines(cpu, x, casting, axis);
-    let rows = matches!(planes, Planes::Rows | Planes::Both).then(|| lines(BlockAxis::Row));
-    let cols = matches!(planes, Planes::Cols | Planes::Both).then(|| lines(BlockAxis::Col));
-    let tally = rows.as_ref().or(cols.as_ref()).map_or([0; 3], |(_, tally)| *tally);
-    Emitted {
-        rows: rows.map(|(plane, _)| Operand::Block(plane)),
-        cols: cols.map(|(plane, _)| Operand::Block(plane)),
-        counts: Some(Counts(cpu.computed(&tally))),
-        found: casting.found(cpu),
-    }
+pub(crate) fn quantized(cpu: &Cpu, x: &Matrix, casting: &Casting, mut made: Emitted<Cpu>) -> Emitted<Cpu> {
+    let rows = plane(&mut made.rows).map(|out| lines(cpu, x, casting, out));
+    let cols = plane(&mut made.cols).map(|out| lines(cpu, x, casting, out));
+    put_counts(&mut made.counts, rows.or(cols).unwrap_or_default());
+    casting.put_found(&mut made.found);
+    made
 }
 
-/// A matrix as a plain tensor.
-pub(crate) fn plain(cpu: &Cpu, x: &Matrix, dtype: DType, rows: usize) -> Result<Tensor<Cpu>> {
-    match dtype {
-        DType::F32 => Tensor::new(Data::F32(cpu.computed(&x.values)), rows, x.cols),
-        DType::Bf16 => {
-            let values: Vec<bf16> = x.values.iter().map(|&v| bf16::from_f32(v)).collect();
-            Tensor::new(Data::Bf16(cpu.computed(&values)), rows, x.cols)
+/// Writes a matrix as a plain tensor.
+pub(crate) fn plain(x: &Matrix, out: &mut Tensor<Cpu>) {
+    match &mut out.data {
+        Data::F32(out) => out.as_mut_slice().copy_from_slice(&x.values),
+        Data::Bf16(out) => {
+            let values = out.as_mut_slice().iter_mut().zip(&x.values);
+            values.for_each(|(out, &x)| *out = bf16::from_f32(x));
         }
     }
 }
@@ -206,12 +204,11 @@ pub(super) fn blocks(format: Format, axis: BlockAxis, spans: &Spans, len: usize)
 }
 
 /// Blocks along the rows, or down the columns and stored transposed. Threads divide lines; a line's blocks follow one another.
-fn lines(cpu: &Cpu, x: &Matrix, casting: &Casting, axis: BlockAxis) -> (BlockScaled<Cpu>, Tally) {
-    let Casting { codec, spans, .. } = casting;
+fn lines(cpu: &Cpu, x: &Matrix, casting: &Casting, out: &mut BlockScaled<Cpu>) -> Tally {
+    let (Casting { codec, spans, .. }, axis) = (casting, out.axis);
     let down = axis == BlockAxis::Col;
-    let (rows, len) = if down { (spans.capacity, spans.capacity) } else { (spans.rows, x.cols) };
-    let mut out = unwritten_as(cpu, *codec, axis, (rows, x.cols, 1));
-    casting.put_tensor_scale(&mut out, |row| casting.codec(row));
+    let len = if down { spans.capacity } else { x.cols };
+    casting.put_tensor_scale(out, |row| casting.codec(row));
     let (format, kind) = (codec.format(), codec.scale_kind());
     let (line_bytes, scale_bytes) = (format.row_code_bytes(len), out.shape_of_scales().1 * kind.bytes());
     let (padding, blocks) = (spans.padding(), blocks(format, axis, spans, len));
@@ -256,8 +253,7 @@ fn lines(cpu: &Cpu, x: &Matrix, casting: &Casting, axis: BlockAxis) -> (BlockSca
             .unwrap_or_else(|e| unreachable!("cut to that length: {e}"));
         tally
     };
-    let tally = cpu.pool().install(|| lines.into_par_iter().enumerate().map(one).reduce(Tally::default, sum));
-    (out, tally)
+    cpu.pool().install(|| lines.into_par_iter().enumerate().map(one).reduce(Tally::default, sum))
 }
 
 /// Counts of two parts together.
@@ -266,13 +262,17 @@ pub(super) fn sum(a: Tally, b: Tally) -> Tally {
 }
 
 /// Square tiles of `stack` matrices, as they stand and transposed.
-pub(crate) fn tiles(cpu: &Cpu, x: &Matrix, stack: usize, casting: &Casting) -> Result<Emitted<Cpu>> {
+pub(crate) fn tiles(
+    x: &Matrix,
+    stack: usize,
+    casting: &Casting,
+    mut made: Emitted<Cpu>,
+) -> Result<Emitted<Cpu>> {
     let Casting { codec, spans, .. } = *casting;
     let (n, k) = (spans.rows / stack, x.cols);
-    let mut rows = unwritten_as(cpu, codec, BlockAxis::Tile, (stack * n, k, stack));
-    let mut cols = unwritten_as(cpu, codec, BlockAxis::Tile, (stack * k, n, stack));
-    casting.put_tensor_scale(&mut rows, |row| casting.codec(row));
-    casting.put_tensor_scale(&mut cols, |row| casting.codec(row / k.max(1) * n));
+    let [rows, cols] = both("quantize", &mut made)?;
+    casting.put_tensor_scale(rows, |row| casting.codec(row));
+    casting.put_tensor_scale(cols, |row| casting.codec(row / k.max(1) * n));
     let mut tally = Tally::default();
     let (format, block) = (codec.format(), codec.format().spec().block);
     let (tiles_n, tiles_k) = (n.div_ceil(block), k.div_ceil(block));
@@ -292,17 +292,13 @@ pub(crate) fn tiles(cpu: &Cpu, x: &Matrix, stack: usize, casting: &Casting) -> R
             let line: Vec<u8> = codes.iter().skip(i).step_by(width).copied().collect();
             put_codes(&mut cols.codes, format, (matrix * k + k0 + i, n), n0, &line);
         }
-        put_scale(&mut rows, (matrix * tiles_n + tile_n) * tiles_k + tile_k, scale);
-        put_scale(&mut cols, (matrix * tiles_k + tile_k) * tiles_n + tile_n, scale);
+        put_scale(rows, (matrix * tiles_n + tile_n) * tiles_k + tile_k, scale);
+        put_scale(cols, (matrix * tiles_k + tile_k) * tiles_n + tile_n, scale);
         count(&mut tally, codec, &codes, nonfinite);
     }
-    let [non_zero, inexact, non_finite] = tally;
-    Ok(Emitted {
-        rows: Some(Operand::Block(rows)),
-        cols: Some(Operand::Block(cols)),
-        counts: Some(Counts(cpu.computed(&[non_zero, inexact, non_finite]))),
-        found: casting.found(cpu),
-    })
+    put_counts(&mut made.counts, tally);
+    casting.put_found(&mut made.found);
+    Ok(made)
 }
 
 /// The two planes of `stack` matrices in blocks along their rows: as they stand, and transposed.
@@ -310,23 +306,21 @@ pub(crate) fn row_weights(
     cpu: &Cpu,
     x: &Matrix,
     (stack, codec, random): (usize, Codec, Option<Stream>),
+    mut made: Emitted<Cpu>,
 ) -> Result<Emitted<Cpu>> {
     let (n, k) = (x.values.len() / x.cols.max(1) / stack.max(1), x.cols);
-    let plane = |x: &Matrix, rows: usize, transposed| {
+    let [upright, across] = both("quantize", &mut made)?;
+    let plane = |x: &Matrix, rows: usize, transposed, out| {
         let spans = Spans::stacked(stack, rows);
         let casting = Casting::new(codec, random, &spans, x, None);
-        lines(cpu, x, &Casting { transposed, ..casting }, BlockAxis::Row)
+        lines(cpu, x, &Casting { transposed, ..casting }, out)
     };
     let turned = (0..stack * k).flat_map(|i| (0..n).map(move |row| (i / k * n + row) * k + i % k));
     let turned = Matrix { values: turned.map(|at| x.values[at]).collect(), cols: n };
-    let ((rows, [non_zero, inexact, non_finite]), (cols, _)) =
-        (plane(x, n, None), plane(&turned, k, Some(k)));
-    Ok(Emitted {
-        rows: Some(Operand::Block(rows)),
-        cols: Some(Operand::Block(cols)),
-        counts: Some(Counts(cpu.computed(&[non_zero, inexact, non_finite]))),
-        found: None,
-    })
+    let tally = plane(x, n, None, upright);
+    plane(&turned, k, Some(k), across);
+    put_counts(&mut made.counts, tally);
+    Ok(made)
 }
 
 /// Matrix, and place down and across, of every tile of a stack.

@@ -1,5 +1,4 @@
 use super::fixture::*;
-use super::planes::unwritten;
 use super::{dequantize, quantize};
 use crate::Cpu;
 use crate::ops::elementwise::tests::normals;
@@ -74,7 +73,8 @@ fn every_code_under_every_scale_is_decoded_as_specified() {
             }
             let stack = if tiles { 2 } else { 1 };
             let (rows, cols) = if axis == BlockAxis::Col { (287, 256) } else { (256, 287) };
-            let mut x = unwritten(&spec, format, codec.rule(), axis, (rows, cols, stack));
+            let stored = (format, codec.rule());
+            let mut x = BlockScaled::unwritten(&spec, stored, axis, (rows, cols, stack)).unwrap();
             let line = if axis == BlockAxis::Col { rows } else { cols };
             let (bytes, records) = (format.row_code_bytes(line), x.shape_of_scales().1);
             for (i, byte) in x.codes.as_mut_slice().iter_mut().enumerate() {

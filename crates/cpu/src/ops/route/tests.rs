@@ -1,5 +1,6 @@
 use super::super::elementwise::tests::{bits, normals, same_everywhere};
 use super::*;
+use crate::Buf;
 use nibble_core::{Backend, DType};
 
 /// (tokens, experts, top_k, shards)

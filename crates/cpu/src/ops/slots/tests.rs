@@ -1,5 +1,6 @@
 use super::super::elementwise::tests::{below, normals, same_everywhere};
 use super::*;
+use nibble_core::Backend;
 
 /// Tokens, slots a token, experts of a rank, ranks.
 const CASES: [(usize, usize, usize, usize); 8] = [

@@ -1,6 +1,6 @@
 //! By strips of rows on several threads; within a row the compiler vectorises.
 
-use super::spec::taken_block;
+use super::spec::{taken_block, uncounted};
 use super::{PART, part_dot};
 use crate::Cpu;
 use crate::ops::quantize::emit::{Sink, SinkWork, TILE_COLS, for_strips, has_cols, strip_rows};
@@ -32,8 +32,9 @@ pub(super) fn forward(
 ) -> Result<SwigluOut<Cpu>> {
     let (isa, f, h) = (cpu.isa(), op.h.cols / 2, ValueSource::plain(op.h));
     let weights = op.weight.map(|w| w.as_slice());
-    let sink_a = Sink::new(cpu, spans, f, op.a, None);
-    let sink_h = saved.map(|saved| Sink::new(cpu, spans, 2 * f, saved, None));
+    let SwigluOut { a, h: saved_h } = op.result(cpu)?;
+    let sink_a = Sink::new(spans, f, (op.a, a), None);
+    let sink_h = saved.zip(saved_h).map(|(saved, h)| Sink::new(spans, 2 * f, (saved, uncounted(h)), None));
     let height = strip_rows(has_cols(op.a), 2 * f);
     let scratch = || (vec![0.0; height * 2 * f], vec![0.0; height * f], SinkWork::default());
     for_strips(cpu, spans, (height, 2 * f), scratch, |(h_rows, a_rows, memory), strip| {
@@ -135,9 +136,9 @@ pub(super) fn backward(cpu: &Cpu, op: &SwigluBackward<'_, Cpu>, spans: &Spans) -
         Operand::Block(h) => ValueSource::Lines(Lines::of(h, Scales::All)?),
     };
     let weights = op.weight.map(|w| w.as_slice());
-    let sink_dh = Sink::new(cpu, spans, 2 * f, op.dh, None);
-    let sink_a = op.a.map(|a| Sink::new(cpu, spans, f, a, None));
-    let mut dweight = cpu.scratch(spans.rows);
+    let SwigluGrads { dh, a, mut dweight } = op.result(cpu)?;
+    let sink_dh = Sink::new(spans, 2 * f, (op.dh, dh), None);
+    let sink_a = op.a.zip(a).map(|a| Sink::new(spans, f, a, None));
     let shared_dweight = Shared::of(&mut dweight);
     // Panels of whole blocks in both halves of dh, or all of it where a block lies across the halves.
     let panel = if f.is_multiple_of(TILE_COLS) { TILE_COLS } else { f };

@@ -28,16 +28,22 @@ pub(super) fn forward(
             a.values[row * f + i] = silu(gate) * up * weight;
         }
     }
-    let h = match saved {
-        Some(saved) => taken_block(emit(cpu, &h, saved, spans, None)?)?,
+    let made = op.result(cpu)?;
+    let h = match saved.zip(made.h) {
+        Some((saved, made)) => taken_block(emit(cpu, &h, (saved, uncounted(made)), spans, None)?)?,
         None => None,
     };
-    Ok(SwigluOut { a: emit(cpu, &a, op.a, spans, None)?, h })
+    Ok(SwigluOut { a: emit(cpu, &a, (op.a, made.a), spans, None)?, h })
+}
+
+/// A row plane that is being made, of which nothing is counted.
+pub(super) fn uncounted(plane: BlockScaled<Cpu>) -> Emitted<Cpu> {
+    Emitted { rows: Some(Operand::Block(plane)), cols: None, counts: None, found: None }
 }
 
 /// The row plane of a block format.
-pub(super) fn taken_block(emitted: Emitted<Cpu>) -> Result<Option<BlockScaled<Cpu>>> {
-    Ok(Some(emitted.take_rows("swiglu")?.block("swiglu")?.clone()))
+pub(super) fn taken_block(made: Emitted<Cpu>) -> Result<Option<BlockScaled<Cpu>>> {
+    Ok(Some(made.take_rows("swiglu")?.block("swiglu")?.clone()))
 }
 
 pub(super) fn backward(cpu: &Cpu, op: &SwigluBackward<'_, Cpu>, spans: &Spans) -> Result<SwigluGrads<Cpu>> {
@@ -70,9 +76,12 @@ pub(super) fn backward(cpu: &Cpu, op: &SwigluBackward<'_, Cpu>, spans: &Spans) -
             dweight[row] += part_dot(&p, &incoming);
         }
     }
-    Ok(SwigluGrads {
-        dh: emit(cpu, &dh, op.dh, spans, None)?,
-        a: op.a.map(|to| emit(cpu, &a, to, spans, None)).transpose()?,
-        dweight: cpu.computed(&dweight),
-    })
+    let made = op.result(cpu)?;
+    let mut grads = SwigluGrads {
+        dh: emit(cpu, &dh, (op.dh, made.dh), spans, None)?,
+        a: op.a.zip(made.a).map(|to| emit(cpu, &a, to, spans, None)).transpose()?,
+        dweight: made.dweight,
+    };
+    grads.dweight.as_mut_slice().copy_from_slice(&dweight);
+    Ok(grads)
 }

@@ -3,7 +3,7 @@
 use super::lift::{Column, lift_column, lift_row, lifts, shift_block};
 use crate::Cpu;
 use crate::ops::quantize::emit::{
-    STRIP_ROWS, SquareTarget, Strip, TILE_COLS, Target, add_tally, counts, for_strips, strip_rows,
+    STRIP_ROWS, SquareTarget, Strip, TILE_COLS, Target, add_tally, counted, for_strips, strip_rows,
 };
 use crate::ops::quantize::encode::{encode_row, fast, transpose};
 use crate::ops::quantize::source::{Coded, Lines, Scales, decode_row};
@@ -61,9 +61,9 @@ pub(super) fn lift_rows(
     cpu: &Cpu,
     x: &BlockScaled<Cpu>,
     spans: &Spans,
-    out: BlockScaled<Cpu>,
+    made: Transcoded<Cpu>,
 ) -> Result<Transcoded<Cpu>> {
-    let (isa, lifts, rows, out) = (cpu.isa(), lifts(), PowerScaledRows::of(x)?, Target::new(out));
+    let (isa, lifts, rows, out) = (cpu.isa(), lifts(), PowerScaledRows::of(x)?, Target::new(made.out));
     let sum: [AtomicU64; 3] = Default::default();
     let height = strip_rows(false, x.cols);
     for_strips(
@@ -85,7 +85,17 @@ pub(super) fn lift_rows(
             add_tally(&sum, tally);
         },
     );
-    Ok(Transcoded { out: out.finish(), transposed: None, counts: counts(cpu, &sum) })
+    Ok(written(out.finish(), None, (made.counts, &sum)))
+}
+
+/// The result with what was counted.
+fn written(
+    out: BlockScaled<Cpu>,
+    transposed: Option<BlockScaled<Cpu>>,
+    (mut counts, sum): (Counts<Cpu>, &[AtomicU64; 3]),
+) -> Transcoded<Cpu> {
+    counts.0.as_mut_slice().copy_from_slice(&counted(sum));
+    Transcoded { out, transposed, counts }
 }
 
 /// Zeros on a strip's padding.
@@ -109,9 +119,9 @@ pub(super) fn to_cols(
     cpu: &Cpu,
     x: &BlockScaled<Cpu>,
     spans: &Spans,
-    out: BlockScaled<Cpu>,
+    made: Transcoded<Cpu>,
 ) -> Result<Transcoded<Cpu>> {
-    let (isa, lifts, rows, out) = (cpu.isa(), lifts(), PowerScaledRows::of(x)?, Target::new(out));
+    let (isa, lifts, rows, out) = (cpu.isa(), lifts(), PowerScaledRows::of(x)?, Target::new(made.out));
     let sum: [AtomicU64; 3] = Default::default();
     for_strips(cpu, spans, (STRIP_ROWS, x.cols), Turn::default, |memory, strip| {
         let Turn { codes, turned, scales } = memory;
@@ -150,14 +160,15 @@ pub(super) fn to_cols(
         }
         add_tally(&sum, tally);
     });
-    Ok(Transcoded { out: out.finish(), transposed: None, counts: counts(cpu, &sum) })
+    Ok(written(out.finish(), None, (made.counts, &sum)))
 }
 
 /// MXFP4 rows → E4M3 tiles.
-pub(super) fn lift_tiles(cpu: &Cpu, x: &BlockScaled<Cpu>) -> Result<Transcoded<Cpu>> {
+pub(super) fn lift_tiles(cpu: &Cpu, x: &BlockScaled<Cpu>, made: Transcoded<Cpu>) -> Result<Transcoded<Cpu>> {
     let (n, k) = (x.rows / x.stack.max(1), x.cols);
     let (isa, lifts, rows) = (cpu.isa(), lifts(), PowerScaledRows::of(x)?);
-    let out = SquareTarget::new(cpu, (Format::E4m3, x.rule), (x.stack, n, k));
+    let Some(transposed) = made.transposed else { return Err(super::one_plane()) };
+    let out = SquareTarget::new([made.out, transposed], (n, k));
     let sum: [AtomicU64; 3] = Default::default();
     let scratch = || (vec![0; STRIP_ROWS * TILE_COLS], Vec::new());
     for_strips(cpu, &Spans::stacked(x.stack, n), (STRIP_ROWS, k), scratch, |(codes, turned), strip| {
@@ -180,7 +191,7 @@ pub(super) fn lift_tiles(cpu: &Cpu, x: &BlockScaled<Cpu>) -> Result<Transcoded<C
         add_tally(&sum, tally);
     });
     let [out, transposed] = out.finish();
-    Ok(Transcoded { out, transposed: Some(transposed), counts: counts(cpu, &sum) })
+    Ok(written(out, Some(transposed), (made.counts, &sum)))
 }
 
 /// E4M3 rows → MXFP4 rows.
@@ -189,9 +200,9 @@ pub(super) fn requantize_rows(
     x: &BlockScaled<Cpu>,
     codec: Codec,
     spans: &Spans,
-    out: BlockScaled<Cpu>,
+    made: Transcoded<Cpu>,
 ) -> Result<Transcoded<Cpu>> {
-    let (isa, lines, out) = (cpu.isa(), Lines::of(x, Scales::All)?, Target::new(out));
+    let (isa, lines, out) = (cpu.isa(), Lines::of(x, Scales::All)?, Target::new(made.out));
     let Some(fast) = fast(codec.format()) else {
         return Err(Error::unsupported("transcode", codec.format(), "it has no vectorised code"));
     };
@@ -231,5 +242,5 @@ pub(super) fn requantize_rows(
             add_tally(&sum, tally);
         },
     );
-    Ok(Transcoded { out: out.finish(), transposed: None, counts: counts(cpu, &sum) })
+    Ok(written(out.finish(), None, (made.counts, &sum)))
 }

@@ -2,8 +2,8 @@ use super::super::elementwise::tests::{below, bits, normals, same_everywhere};
 use super::super::permute::tests::{any_blocks, scale_bytes};
 use super::*;
 use half::bf16;
-use nibble_core::{Backend, BlockScaled, RowKind};
-use nibble_formats::{BlockAxis, ScaleLayout, ScaleRule};
+use nibble_core::{Backend, BlockScaled, RowKind, Tensor};
+use nibble_formats::{BlockAxis, Format, ScaleLayout, ScaleRule};
 
 /// Rows of a format: plain numbers, or arbitrary codes and scales.
 fn rows_of(cpu: &Cpu, format: Format, rule: ScaleRule, rows: usize, cols: usize) -> Operand<Cpu> {

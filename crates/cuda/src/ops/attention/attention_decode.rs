@@ -6,14 +6,15 @@ use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::Launch;
 use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;
-use crate::ops::planes::{plain_arg, type_name, unwritten_plain};
-use nibble_core::ops::{AttentionDecode, GPU_HEAD_LIMIT, check_gpu_heads};
+use crate::ops::planes::{plain_arg, type_name};
+use nibble_choice::attention::{HEAD_LIMIT, check_heads};
+use nibble_core::ops::AttentionDecode;
 use nibble_core::{DType, Error, Result, Tensor};
 
 const OP: &str = "attention_decode";
 const THREADS: u32 = 256;
 // Each element of a head has a thread.
-const _: () = assert!(GPU_HEAD_LIMIT <= THREADS as usize);
+const _: () = assert!(HEAD_LIMIT <= THREADS as usize);
 /// The most keys. Each has a weight of 4 bytes in shared memory: 192 KiB, beside the kernel's own 4 KiB.
 const MOST_KEYS: usize = 48 << 10;
 
@@ -25,13 +26,13 @@ pub(crate) fn attention_decode(cuda: &Cuda, op: AttentionDecode<'_, Cuda>) -> Re
         buffers.tensor(argument, x)?;
     }
     let AttentionDecode { q, k, v, head_dim, value_dim, len } = op;
-    check_gpu_heads(OP, head_dim, value_dim)?;
+    check_heads(OP, (head_dim, value_dim))?;
     if len > MOST_KEYS {
         return Err(Error::shape(OP, "len", len, format!("at most {MOST_KEYS} on a GPU")));
     }
     let device = cuda.device();
     let (heads, kv_heads) = (q.cols / head_dim, k.cols / head_dim);
-    let out = unwritten_plain(device, q.dtype(), 1, heads * value_dim)?;
+    let out = op.result(cuda)?;
     if heads == 0 {
         return Ok(out);
     }

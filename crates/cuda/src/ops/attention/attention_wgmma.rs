@@ -8,7 +8,7 @@ use crate::launch::tensor_map::{Element, Swizzle, TensorMap, Tiles};
 use crate::ops::Instance;
 use crate::{Buffer, Cuda, Device};
 use half::bf16;
-use nibble_choice::attention::{HEADS, obstacle};
+use nibble_choice::attention::{AttentionPath, HEADS};
 use nibble_core::ops::{AttentionBackward, AttentionGrads};
 use nibble_core::{DType, Data, Result, Tensor};
 
@@ -43,7 +43,7 @@ impl Wgmma {
     /// The kernels' arguments if they take heads of these sizes. Tensors begin on 16 bytes, as all that backends make do: a descriptor of
     /// another address is an error.
     pub fn choose(sizes: &Sizes, dtype: DType, num_sms: u32) -> Option<Self> {
-        let takes = obstacle(dtype, sizes.dims()).is_none() && sizes.heads() > 0;
+        let takes = AttentionPath::of(dtype, sizes.dims()) == AttentionPath::TensorCores && sizes.heads() > 0;
         takes.then_some(Self { sizes: *sizes, num_sms: num_sms as usize })
     }
 

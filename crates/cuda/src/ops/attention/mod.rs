@@ -9,18 +9,15 @@ pub(crate) mod attention_wgmma;
 
 pub(crate) use attention_decode::attention_decode;
 
-use crate::backend::Buf;
 use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch, plain_args};
 use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;
-use crate::ops::planes::{plain_arg, type_name, unwritten_plain};
+use crate::ops::planes::{plain_arg, type_name};
 use crate::{Buffer, Cuda, Device};
 use attention_wgmma::Wgmma;
-use nibble_choice::attention::{PADDED_QUERIES, padded_queries};
-use nibble_core::ops::{
-    Attention, AttentionBackward, AttentionGrads, AttentionOut, GPU_HEAD_LIMIT, check_gpu_heads,
-};
+use nibble_choice::attention::{HEAD_LIMIT, PADDED_QUERIES, check_heads, padded_queries};
+use nibble_core::ops::{Attention, AttentionBackward, AttentionGrads, AttentionOut};
 use nibble_core::{DType, Error, Result, Tensor};
 
 const FORWARD: &str = "attention";
@@ -29,7 +26,7 @@ const THREADS: u32 = 256;
 /// Queries of a CTA in the forward pass.
 const QUERIES: usize = 64;
 /// The sizes of heads that have instances.
-const DIMS: [usize; 4] = [32, 64, 128, GPU_HEAD_LIMIT];
+const DIMS: [usize; 4] = [32, 64, 128, HEAD_LIMIT];
 
 const LOG2_E: f32 = std::f32::consts::LOG2_E;
 
@@ -61,7 +58,7 @@ impl Sizes {
         if q.rows == 0 {
             return Ok(None);
         }
-        check_gpu_heads(op, head_dim, value_dim)?;
+        check_heads(op, (head_dim, value_dim))?;
         let (sequences, padded) = (q.rows / seq_len, seq_len.next_multiple_of(PADDED_QUERIES));
         let heads = (q.cols / head_dim).max(k.cols / head_dim);
         // The kernels count CTAs and rows in 32 bits, with at least 8 rows a CTA.
@@ -142,14 +139,13 @@ pub(crate) fn attention(cuda: &Cuda, op: Attention<'_, Cuda>) -> Result<Attentio
         buffers.tensor(argument, x)?;
     }
     let device = cuda.device();
-    let heads = op.q.cols / op.head_dim;
-    let out = unwritten_plain(device, op.q.dtype(), op.q.rows, heads * op.value_dim)?;
-    let lse = device.alloc::<f32>(op.q.rows * heads)?;
+    let result = op.result(cuda)?;
+    let AttentionOut { out, lse } = &result;
     let sizes = Sizes::new(FORWARD, op.q, op.k, (op.head_dim, op.value_dim), op.seq_len)?;
     if let Some(sizes) = sizes.filter(|sizes| sizes.heads > 0) {
         if let Some(wgmma) = Wgmma::choose(&sizes, op.q.dtype(), device.info().num_sms) {
-            wgmma.forward(device, [op.q, op.k, op.v, &out], &lse)?;
-            return Ok(AttentionOut { out, lse: Buf::new(lse) });
+            wgmma.forward(device, [op.q, op.k, op.v, out], lse.get())?;
+            return Ok(result);
         }
         let dim = sizes.dim();
         let launch = Launch {
@@ -158,13 +154,13 @@ pub(crate) fn attention(cuda: &Cuda, op: Attention<'_, Cuda>) -> Result<Attentio
             cluster: 1,
             shared_bytes: forward_shared(dim),
         };
-        let [q, k, v, to] = [op.q, op.k, op.v, &out].map(|x| plain_arg(x).0);
+        let [q, k, v, to] = [op.q, op.k, op.v, out].map(|x| plain_arg(x).0);
         let kernel = device.kernel(&forward_spec(op.q.dtype(), dim))?;
         // SAFETY: `check` and `BufferCheck` held q, k and v to the sizes and to the instance's type, out and lse were made so and are not yet
         // shared.
-        unsafe { kernel.launch(launch, &[q, k, v, to, &lse, &sizes]) }?;
+        unsafe { kernel.launch(launch, &[q, k, v, to, lse.get(), &sizes]) }?;
     }
-    Ok(AttentionOut { out, lse: Buf::new(lse) })
+    Ok(result)
 }
 
 fn forward_spec(dtype: DType, dim: usize) -> KernelSpec {
@@ -191,8 +187,7 @@ pub(crate) fn attention_backward(
     }
     buffers.buffer("lse", op.lse)?;
     let device = cuda.device();
-    let like = |x: &Tensor<Cuda>| unwritten_plain(device, x.dtype(), x.rows, x.cols);
-    let grads = AttentionGrads { dq: like(op.q)?, dk: like(op.k)?, dv: like(op.v)? };
+    let grads = op.result(cuda)?;
     if let Some(sizes) = Sizes::new(BACKWARD, op.q, op.k, (op.head_dim, op.value_dim), op.seq_len)? {
         match Wgmma::choose(&sizes, op.q.dtype(), device.info().num_sms) {
             Some(wgmma) => {

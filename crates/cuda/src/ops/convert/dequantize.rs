@@ -11,7 +11,6 @@ use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;
 use crate::ops::planes::{column_stride, numbers_per_load, type_name};
 use crate::{Buffer, Device};
-use half::bf16;
 use nibble_core::ops::Dequantize;
 use nibble_core::{BlockScaled, DType, Data, Error, Plain, Result, Tensor};
 use nibble_formats::{BlockAxis, Element, Format, ScaleKind, ScaleLayout};
@@ -29,23 +28,29 @@ const ONE_ROW: usize = 1 << 30;
 
 /// See [`Dequantize`].
 pub(crate) fn dequantize(cuda: &Cuda, op: Dequantize<'_, Cuda>) -> Result<Tensor<Cuda>> {
-    decoded(cuda.device(), op, false)
+    op.check()?;
+    let out = op.result(cuda)?;
+    decode_to(cuda.device(), op.x, false, &out)?;
+    Ok(out)
 }
 
 /// The values of codes and of their blocks' scales in BF16, without a tensor's.
 pub(crate) fn bare(device: &Device, x: &BlockScaled<Cuda>) -> Result<Tensor<Cuda>> {
-    decoded(device, Dequantize { x, dtype: DType::Bf16 }, true)
+    let op = Dequantize { x, dtype: DType::Bf16 };
+    op.check()?;
+    let out = Data::Bf16(Buf::new(device.alloc(x.rows * x.cols)?));
+    let out = Tensor::new(out, x.rows, x.cols)?;
+    decode_to(device, x, true, &out)?;
+    Ok(out)
 }
 
-fn decoded(device: &Device, op: Dequantize<'_, Cuda>, bare: bool) -> Result<Tensor<Cuda>> {
-    op.check()?;
-    BufferCheck::on(OP, device).blocks("x", op.x)?;
-    let desc = DequantizeDesc::of(op.x, op.dtype)?;
-    let data = match op.dtype {
-        DType::F32 => Data::F32(decode::<f32>(device, &desc, op.x, bare)?),
-        DType::Bf16 => Data::Bf16(decode::<bf16>(device, &desc, op.x, bare)?),
-    };
-    Tensor::new(data, op.x.rows, op.x.cols)
+fn decode_to(device: &Device, x: &BlockScaled<Cuda>, bare: bool, out: &Tensor<Cuda>) -> Result<()> {
+    BufferCheck::on(OP, device).blocks("x", x)?;
+    let desc = DequantizeDesc::of(x, out.dtype())?;
+    match &out.data {
+        Data::F32(out) => decode(device, &desc, x, bare, out.get()),
+        Data::Bf16(out) => decode(device, &desc, x, bare, out.get()),
+    }
 }
 
 /// What is decoded.
@@ -183,19 +188,18 @@ fn decode<T: Plain>(
     desc: &DequantizeDesc,
     x: &BlockScaled<Cuda>,
     bare: bool,
-) -> Result<Buf<T>> {
-    let out = device.alloc::<T>(desc.rows * desc.cols)?;
+    out: &Buffer<T>,
+) -> Result<()> {
     if units::takes(x.format, x.rule)? || desc.ends_short() {
         if desc.rows != 0 && desc.cols != 0 {
-            units::launch(device, x, desc.dtype, bare, &out)?;
+            units::launch(device, x, desc.dtype, bare, out)?;
         }
-        return Ok(Buf::new(out));
+        return Ok(());
     }
-    let Some(config) = desc.config(device.info().num_sms)? else {
-        return Ok(Buf::new(out));
-    };
-    launch(device, desc, &config, x, &out)?;
-    Ok(Buf::new(out))
+    match desc.config(device.info().num_sms)? {
+        Some(config) => launch(device, desc, &config, x, out),
+        None => Ok(()),
+    }
 }
 
 fn launch<T: Plain>(

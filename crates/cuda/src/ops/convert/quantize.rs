@@ -10,13 +10,13 @@ use crate::launch::tensor_map::{self, Swizzle, TensorMap, Tiles};
 use crate::launch::{Divider, HadamardArg, KernelArg, Launch, RoundingArg};
 use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;
-use crate::ops::planes::{column_stride, planes_or_nulls, unwritten, unwritten_columns};
+use crate::ops::planes::{column_stride, planes_or_nulls};
 use crate::{Cuda, Device};
-use args::{ByBlock, FoundBuffers, MatrixArgs, Planned, Transform, TransformArg};
+use args::{ByBlock, MatrixArgs, Planned, Transform, TransformArg};
 use config::{Launches, OP, QuantizeDesc, QuantizeKernel, TRANSFORM_COLS, UNIT_COLS};
-use nibble_core::formats::{BlockAxis, Element, ScaleRule};
+use nibble_core::formats::{Element, ScaleRule};
 use nibble_core::ops::{Counts, Emitted, Planes, Quantize};
-use nibble_core::{BlockScaled, Data, Operand, Result, Tensor};
+use nibble_core::{Data, Result, Tensor};
 use std::ffi::c_void;
 
 /// Every instance of its kernels.
@@ -61,15 +61,14 @@ impl PowerRule {
 
 /// See [`Quantize`].
 pub(crate) fn quantize(cuda: &Cuda, op: Quantize<'_, Cuda>) -> Result<Emitted<Cuda>> {
-    let counts = crate::ops::counts(cuda)?;
-    quantize_counting(cuda, op, counts)
+    quantize_counting(cuda, op, None)
 }
 
-/// The same, with what it counts added to `counts`, which are this device's.
+/// The same, with what it counts added to `counts`, if they are given, which are this device's.
 pub(crate) fn quantize_counting(
     cuda: &Cuda,
     op: Quantize<'_, Cuda>,
-    counts: Counts<Cuda>,
+    counts: Option<&Counts<Cuda>>,
 ) -> Result<Emitted<Cuda>> {
     op.check()?;
     let (device, buffers) = (cuda.device(), BufferCheck::by(OP, cuda));
@@ -83,27 +82,13 @@ pub(crate) fn quantize_counting(
     }
     let desc = QuantizeDesc::of(&op);
     desc.check()?;
-    let found = op.delayed.map(|_| FoundBuffers::new(device, op.spans())).transpose()?;
-    let (codec, cols, stack) = (op.codec, op.x.cols, op.stack);
-    let stored = (codec.format(), codec.rule());
-    // A weight's planes have blocks along their rows where the format has no square ones.
-    let (row_axis, matrices) = match op.planes {
-        Planes::Tiles if codec.format().spec().tiles => (BlockAxis::Tile, stack),
-        _ => (BlockAxis::Row, 1),
-    };
-    let rows = match op.planes {
-        Planes::Cols => None,
-        _ => Some(unwritten(device, stored, row_axis, (stack * desc.rows, cols, matrices))?),
-    };
-    let cols = match op.planes {
-        Planes::Rows => None,
-        Planes::Tiles => Some(unwritten(device, stored, row_axis, (stack * cols, desc.rows, matrices))?),
-        Planes::Cols | Planes::Both => Some(unwritten_columns(device, stored, (desc.capacity, cols))?),
+    let made = match counts {
+        Some(counts) => Emitted { counts: Some(counts.clone()), ..op.uncounted(cuda)? },
+        None => op.result(cuda)?,
     };
     if op.x.rows != 0 && op.x.cols != 0 {
         let source = MatrixArgs::of(&op);
-        let (rows, cols) = (rows.as_ref(), cols.as_ref());
-        let out = Planned { rows, cols, counts: counts.0.get(), found: found.as_ref() };
+        let out = Planned::of(&made)?;
         match op.hadamard.filter(|_| !desc.is_fused()) {
             Some(transform) => {
                 let last = desc.transformed();
@@ -125,9 +110,7 @@ pub(crate) fn quantize_counting(
             None => launch(device, &op, &desc, &source, &out)?,
         }
     }
-    let block = |plane: Option<BlockScaled<Cuda>>| plane.map(Operand::Block);
-    let found = found.map(FoundBuffers::into_found);
-    Ok(Emitted { rows: block(rows), cols: block(cols), counts: Some(counts), found })
+    Ok(made)
 }
 
 /// The transform of a matrix as F32, for kernels that do not make it as they read.

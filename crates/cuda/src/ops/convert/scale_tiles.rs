@@ -22,9 +22,9 @@ pub(crate) fn tile_scales(cuda: &Cuda, op: TileScales<'_, Cuda>) -> Result<Buf<u
     let buffers = BufferCheck::by("tile_scales", cuda);
     let (scales, starts) = (buffers.buffer("scales", op.scales)?, buffers.buffer("starts", op.starts)?);
     // There may be less than a tile past the last whole one.
-    let out = cuda.device().filled::<u8>(op.matrix.tiled_len(starts.len() - 1), 0)?;
-    launch(cuda, "tile_scales", true, &op.matrix, [scales, &out], starts)?;
-    Ok(Buf::new(out))
+    let out = op.result(cuda)?;
+    launch(cuda, "tile_scales", true, &op.matrix, [scales, out.get()], starts)?;
+    Ok(out)
 }
 
 /// See [`UntileScales`].
@@ -32,9 +32,9 @@ pub(crate) fn untile_scales(cuda: &Cuda, op: UntileScales<'_, Cuda>) -> Result<B
     op.check()?;
     let buffers = BufferCheck::by("untile_scales", cuda);
     let (tiles, starts) = (buffers.buffer("tiles", op.tiles)?, buffers.buffer("starts", op.starts)?);
-    let out = cuda.device().filled::<u8>(op.matrix.rows * op.matrix.cols, 0)?;
-    launch(cuda, "untile_scales", false, &op.matrix, [&out, tiles], starts)?;
-    Ok(Buf::new(out))
+    let out = op.result(cuda)?;
+    launch(cuda, "untile_scales", false, &op.matrix, [out.get(), tiles], starts)?;
+    Ok(out)
 }
 
 fn launch(

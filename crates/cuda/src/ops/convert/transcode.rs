@@ -2,7 +2,7 @@
 
 mod lift_tiles;
 mod limits;
-mod short_blocks;
+pub(crate) mod short_blocks;
 
 use crate::Buffer;
 use crate::Cuda;
@@ -10,9 +10,9 @@ use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, KernelArg, Launch};
 use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;
-use crate::ops::planes::{column_stride, plane_args, rule_arg, unwritten, unwritten_columns};
+use crate::ops::planes::{column_stride, plane_args, rule_arg};
 use limits::{OP, below_2_31};
-use nibble_choice::transcode::whole_cols;
+use nibble_choice::transcode as sequence;
 use nibble_core::ops::{Transcode, Transcoded};
 use nibble_core::{BlockScaled, Error, Result};
 use nibble_formats::{BlockAxis, Format, ScaleKind, ScaleRule};
@@ -213,37 +213,24 @@ pub(crate) fn transcode(cuda: &Cuda, op: Transcode<'_, Cuda>) -> Result<Transcod
     if op.to != Format::Mxfp4 {
         x.e8m0_scales(OP)?;
     }
-    if let Some(whole) = whole_cols(x.format, op.to, x.cols) {
-        let extended = short_blocks::extended(x, whole)?;
-        let (axis, cols) = (op.axis, x.cols);
-        return short_blocks::cut(transcode(cuda, Transcode { x: &extended, ..op })?, axis, cols);
-    }
+    sequence::transcode(cuda, op)
+}
+
+/// Of rows that are whole blocks of MXFP4, if they or the result are MXFP4.
+pub(crate) fn transcode_whole_blocks(cuda: &Cuda, op: Transcode<'_, Cuda>) -> Result<Transcoded<Cuda>> {
+    let x = op.x;
     if op.axis == BlockAxis::Tile {
-        return lift_tiles::run(cuda, x);
+        return lift_tiles::run(cuda, op);
     }
     let row_id = op.groups.map(|groups| groups.row_id.get());
-    let capacity = match op.axis {
-        BlockAxis::Col => x.rows.next_multiple_of(TILE),
-        BlockAxis::Row | BlockAxis::Tile => x.rows,
-    };
-    if op.axis == BlockAxis::Col && row_id.is_some() && capacity != x.rows {
+    if op.axis == BlockAxis::Col && row_id.is_some() && !x.rows.is_multiple_of(TILE) {
         return Err(Error::shape(OP, "groups.capacity", x.rows, "a multiple of e4m3's block of 128"));
     }
-    let rule = if op.to == Format::Mxfp4 { op.rule } else { x.rule };
-    let out = match op.axis {
-        BlockAxis::Col => {
-            let out = unwritten_columns(cuda.device(), (op.to, rule), (capacity, x.cols))?;
-            BlockScaled { shared_cols: x.format.spec().block, ..out }
-        }
-        BlockAxis::Row | BlockAxis::Tile => {
-            unwritten(cuda.device(), (op.to, rule), op.axis, (capacity, x.cols, 1))?
-        }
-    };
-    let counts = crate::ops::counts(cuda)?;
+    let made = op.result(cuda)?;
     if x.rows != 0 && x.cols != 0 {
-        launch(cuda, &op, row_id, &out, counts.0.get())?;
+        launch(cuda, &op, row_id, &made.out, made.counts.0.get())?;
     }
-    Ok(Transcoded { out, transposed: None, counts })
+    Ok(made)
 }
 
 fn launch(
@@ -289,7 +276,7 @@ fn launch(
     let mut args: Vec<&dyn KernelArg> =
         vec![codes, scales, out_codes, out_scales, counts, &row_id, &rows, &cols, &by_segments, &segments];
     args.extend(is_lift.then_some(&rounds as &dyn KernelArg));
-    // SAFETY: `BufferCheck` held the planes of x, and `unwritten` made those of the output, for the sizes passed here, past
+    // SAFETY: `BufferCheck` held the planes of x, and `Transcode::result` made those of the output, for the sizes passed here, past
     // which the kernel does not go, and the instance is that of these scales; rows passed as one lie one after the other;
     // row_id has a number for each row.
     unsafe { kernel.launch(shape, &args) }

@@ -1,16 +1,17 @@
 //! `norm_rope`, `norm_rope_backward` on a GPU (`csrc/kernels/norm/norm_rope.cuh`): heads of 64, 128 and 256 in one pass; others by the
 //! two operations, one after the other.
 
-use super::rms_norm::{self, Chunks, THREADS, TYPES, add_chunks, check_size, int, plain_launch};
-use super::rope::rope;
+use super::rms_norm::{
+    Chunks, THREADS, TYPES, add_chunks, check_size, int, plain_launch, write_dx, write_norm,
+};
+use super::rope::write_turned;
 use crate::Cuda;
-use crate::backend::Buf;
 use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, KernelArg, Launch};
 use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;
-use crate::ops::planes::{plain_arg, type_name, unwritten_plain};
-use nibble_choice::norm::{TURNED_HEADS, turns_as_it_norms};
+use crate::ops::planes::{plain_arg, type_name};
+use nibble_choice::norm::{NormRopePath, TURNED_HEADS};
 use nibble_core::ops::{NormRope, NormRopeBackward, RmsNorm, RmsNormBackward, RmsNormOut, Rope};
 use nibble_core::{DType, Result, Tensor};
 
@@ -29,7 +30,10 @@ struct NormRopeConfig {
 
 impl NormRopeConfig {
     fn choose(dtype: DType, head_dim: usize) -> Option<Self> {
-        turns_as_it_norms(head_dim).then_some(Self { dtype, threads: head_dim / THREAD_COLS })
+        match NormRopePath::of(head_dim) {
+            NormRopePath::OnePass => Some(Self { dtype, threads: head_dim / THREAD_COLS }),
+            NormRopePath::Apart => None,
+        }
     }
 
     fn spec(&self, name: &'static str) -> KernelSpec {
@@ -84,32 +88,36 @@ pub(crate) fn norm_rope(cuda: &Cuda, op: NormRope<'_, Cuda>) -> Result<RmsNormOu
     op.check()?;
     let NormRope { x, weight, eps, table, seq_len, first_position } = op;
     let (dtype, head_dim) = (x.dtype(), table.cols);
-    let Some(config) = NormRopeConfig::choose(dtype, head_dim) else {
-        let normed = rms_norm::rms_norm(cuda, RmsNorm::new(&head_rows(x, head_dim)?, weight, eps))?;
-        let y = normed.y.reshape(x.rows, x.cols)?;
-        let y = rope(cuda, Rope { x: &y, table, seq_len, first_position, inverse: false })?;
-        return Ok(RmsNormOut { y, ..normed });
-    };
     let buffers = BufferCheck::by(OP, cuda);
     buffers.tensor("x", x)?;
     buffers.tensor("weight", weight)?;
     buffers.tensor("table", table)?;
+    let Some(config) = NormRopeConfig::choose(dtype, head_dim) else {
+        check_size(OP, op.heads(), head_dim)?;
+        let out = op.result(cuda)?;
+        // Made by the norm in place of y, which is that of the rotation.
+        let heads = head_rows(x, head_dim)?;
+        let normed = RmsNormOut { y: heads.unwritten_like(cuda)?, ..out.clone() };
+        write_norm(cuda, &RmsNorm::new(&heads, weight, eps), &normed)?;
+        let x = normed.y.reshape(x.rows, x.cols)?;
+        write_turned(cuda, &Rope { x: &x, table, seq_len, first_position, inverse: false }, &out.y)?;
+        return Ok(out);
+    };
     let heads = x.cols / head_dim;
     let rows = x.rows.saturating_mul(heads);
     check_size(OP, rows, head_dim)?;
-    let inv_rms = cuda.device().alloc::<f32>(rows)?;
-    let y = unwritten_plain(cuda.device(), dtype, x.rows, x.cols)?;
+    let out = op.result(cuda)?;
     if rows > 0 {
         let Places { heads, seq_len, by_heads, by_seq_len } = Places::new(heads, seq_len);
         let angles = table.f32(OP, "table")?.get().address() + angles_before(first_position, head_dim);
-        let [x, to] = [x, &y].map(|x| plain_arg(x).0);
+        let [x, to] = [x, &out.y].map(|x| plain_arg(x).0);
         let weight = weight.f32(OP, "weight")?.get();
         let args: [&dyn KernelArg; 11] = [
             x,
             weight,
             &angles,
             to,
-            &inv_rms,
+            out.inv_rms.get(),
             &(rows as u32),
             &eps,
             &heads,
@@ -122,7 +130,7 @@ pub(crate) fn norm_rope(cuda: &Cuda, op: NormRope<'_, Cuda>) -> Result<RmsNormOu
         // `seq_len` positions from the first one on to the table.
         unsafe { kernel.launch(config.forward_launch(rows), &args) }?;
     }
-    Ok(RmsNormOut { y, inv_rms: Buf::new(inv_rms), sum: None })
+    Ok(out)
 }
 
 /// Bytes of the table before a position.
@@ -134,15 +142,9 @@ fn angles_before(position: usize, head_dim: usize) -> u64 {
 pub(crate) fn norm_rope_backward(cuda: &Cuda, op: NormRopeBackward<'_, Cuda>) -> Result<Tensor<Cuda>> {
     const OP: &str = "norm_rope_backward";
     op.check()?;
-    let rows = op.heads();
+    let (rows, dx) = (op.heads(), op.result(cuda)?);
     let NormRopeBackward { x, weight, inv_rms, dy, table, seq_len, first_position, dweight } = op;
     let (dtype, head_dim) = (x.dtype(), table.cols);
-    let Some(config) = NormRopeConfig::choose(dtype, head_dim) else {
-        let dy = rope(cuda, Rope { x: dy, table, seq_len, first_position, inverse: true })?;
-        let (heads, dy) = (head_rows(x, head_dim)?, head_rows(&dy, head_dim)?);
-        let op = RmsNormBackward { x: &heads, weight, inv_rms, dy: &dy, plus: None, dweight };
-        return rms_norm::rms_norm_backward(cuda, op)?.reshape(x.rows, x.cols);
-    };
     check_size(OP, rows, head_dim)?;
     let buffers = BufferCheck::by(OP, cuda);
     buffers.tensor("x", x)?;
@@ -151,7 +153,14 @@ pub(crate) fn norm_rope_backward(cuda: &Cuda, op: NormRopeBackward<'_, Cuda>) ->
     buffers.tensor("table", table)?;
     buffers.tensor("dweight", dweight)?;
     buffers.values("inv_rms", inv_rms, rows)?;
-    let dx = unwritten_plain(cuda.device(), dtype, x.rows, x.cols)?;
+    let Some(config) = NormRopeConfig::choose(dtype, head_dim) else {
+        let turned = dy.unwritten_like(cuda)?;
+        write_turned(cuda, &Rope { x: dy, table, seq_len, first_position, inverse: true }, &turned)?;
+        let [x, dy, to] = [x, &turned, &dx].map(|x| head_rows(x, head_dim));
+        let (x, dy) = (&x?, &dy?);
+        write_dx(cuda, RmsNormBackward { x, weight, inv_rms, dy, plus: None, dweight }, &to?)?;
+        return Ok(dx);
+    };
     let Places { heads, seq_len, by_heads, by_seq_len } = Places::new(x.cols / head_dim, seq_len);
     let angles = table.f32(OP, "table")?.get().address() + angles_before(first_position, head_dim);
     let weight = weight.f32(OP, "weight")?.get();

@@ -2,12 +2,11 @@
 //! holds rows in registers, the backward pass chunks of rows in shared memory, and both read them once. Rows of any
 //! other width are read twice.
 
-use crate::backend::Buf;
 use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch};
 use crate::ops::buffer_check::BufferCheck;
 use crate::ops::plain::row_tree::Stack;
-use crate::ops::planes::{plain_arg, plain_or_null, type_name, unwritten_plain};
+use crate::ops::planes::{plain_arg, plain_or_null, type_name};
 use crate::ops::{Instance, SharedSize};
 use crate::{Buffer, Cuda, Device};
 use nibble_choice::norm::chunks_of_shard;
@@ -124,25 +123,28 @@ pub(crate) fn rms_norm(cuda: &Cuda, op: RmsNorm<'_, Cuda>) -> Result<RmsNormOut<
     buffers.tensor("x", op.x)?;
     buffers.tensor("weight", op.weight)?;
     op.plus.map_or(Ok(()), |plus| buffers.tensor("plus", plus))?;
-    let (rows, d) = op.x.shape();
-    check_size(OP, rows, d)?;
-    let (device, dtype) = (cuda.device(), op.x.dtype());
-    let inv_rms = device.alloc::<f32>(rows)?;
-    let y = unwritten_plain(device, dtype, rows, d)?;
-    let sum = op.plus.map(|_| unwritten_plain(device, dtype, rows, d)).transpose()?;
+    check_size(OP, op.x.rows, op.x.cols)?;
+    let out = op.result(cuda)?;
+    write_norm(cuda, &op, &out)?;
+    Ok(out)
+}
+
+/// Writes the result of a checked [`RmsNorm`].
+pub(super) fn write_norm(cuda: &Cuda, op: &RmsNorm<'_, Cuda>, out: &RmsNormOut<Cuda>) -> Result<()> {
+    let (device, dtype, (rows, d)) = (cuda.device(), op.x.dtype(), op.x.shape());
     if rows > 0 {
         let config = Forward::choose(dtype, d);
         let kernel = device.kernel(&config.spec(dtype, op.plus.is_some()))?;
-        let [x, y] = [op.x, &y].map(|x| plain_arg(x).0);
-        let (plus, sum) = (plain_or_null(op.plus), plain_or_null(sum.as_ref()));
-        let weight = op.weight.f32(OP, "weight")?.get();
+        let [x, y] = [op.x, &out.y].map(|x| plain_arg(x).0);
+        let (plus, sum) = (plain_or_null(op.plus), plain_or_null(out.sum.as_ref()));
+        let weight = op.weight.f32("rms_norm", "weight")?.get();
         let args: [&dyn KernelArg; 9] =
-            [x, plus, weight, y, sum, &inv_rms, &(rows as u32), &(d as u32), &op.eps];
+            [x, plus, weight, y, sum, out.inv_rms.get(), &(rows as u32), &(d as u32), &op.eps];
         // SAFETY: `BufferCheck` and `check` held x and plus to `[rows, d]` and weight to d values; y and sum are as large as x, inv_rms has
         // a value a row; the instance is one that holds d, and that adds if there is something to add.
         unsafe { kernel.launch(config.launch(rows), &args) }?;
     }
-    Ok(RmsNormOut { y, inv_rms: Buf::new(inv_rms), sum })
+    Ok(())
 }
 
 /// How [`RmsNormBackward`] is launched.
@@ -229,8 +231,15 @@ impl Backward {
 
 /// See [`RmsNormBackward`].
 pub(crate) fn rms_norm_backward(cuda: &Cuda, op: RmsNormBackward<'_, Cuda>) -> Result<Tensor<Cuda>> {
-    const OP: &str = "rms_norm_backward";
     op.check()?;
+    let dx = op.result(cuda)?;
+    write_dx(cuda, op, &dx)?;
+    Ok(dx)
+}
+
+/// Writes dx of a checked [`RmsNormBackward`], and adds to dweight.
+pub(super) fn write_dx(cuda: &Cuda, op: RmsNormBackward<'_, Cuda>, dx: &Tensor<Cuda>) -> Result<()> {
+    const OP: &str = "rms_norm_backward";
     let (rows, d) = op.x.shape();
     check_size(OP, rows, d)?;
     let buffers = BufferCheck::by(OP, cuda);
@@ -242,8 +251,7 @@ pub(crate) fn rms_norm_backward(cuda: &Cuda, op: RmsNormBackward<'_, Cuda>) -> R
     op.plus.map_or(Ok(()), |plus| buffers.tensor("plus", plus))?;
     let (dtype, weight) = (op.x.dtype(), op.weight.f32(OP, "weight")?.get());
     let inv_rms = op.inv_rms.get();
-    let dx = unwritten_plain(cuda.device(), dtype, rows, d)?;
-    let [x, dy, to] = [op.x, op.dy, &dx].map(|x| plain_arg(x).0);
+    let [x, dy, to] = [op.x, op.dy, dx].map(|x| plain_arg(x).0);
     let plus = plain_or_null(op.plus);
     let config = Backward::choose(dtype, d);
     let blocks = d.div_ceil(THREADS);
@@ -286,8 +294,7 @@ pub(crate) fn rms_norm_backward(cuda: &Cuda, op: RmsNormBackward<'_, Cuda>) -> R
             unsafe { cuda.device().kernel(spec)?.launch(launch, &args) }?;
         }
         Ok(())
-    })?;
-    Ok(dx)
+    })
 }
 
 /// What kernels write for dweight: sums over chunks of rows.

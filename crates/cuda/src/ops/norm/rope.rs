@@ -1,14 +1,13 @@
 //! `rope` on a GPU (`csrc/kernels/norm/rope.cuh`).
 
-use crate::backend::Buf;
+use crate::Cuda;
 use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, Launch};
 use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;
-use crate::ops::planes::{numbers_per_load, type_name};
-use crate::{Buffer, Cuda, Device};
+use crate::ops::planes::{numbers_per_load, plain_arg, type_name};
 use nibble_core::ops::Rope;
-use nibble_core::{DType, Data, Error, Plain, Result, Tensor};
+use nibble_core::{DType, Error, Result, Tensor};
 
 const OP: &str = "rope";
 const THREADS: u32 = 256;
@@ -60,17 +59,15 @@ pub(crate) fn rope(cuda: &Cuda, op: Rope<'_, Cuda>) -> Result<Tensor<Cuda>> {
     let buffers = BufferCheck::by(OP, cuda);
     buffers.tensor("x", op.x)?;
     buffers.tensor("table", op.table)?;
-    let data = match &op.x.data {
-        Data::F32(x) => Data::F32(rotated(cuda.device(), &op, x.get())?),
-        Data::Bf16(x) => Data::Bf16(rotated(cuda.device(), &op, x.get())?),
-    };
-    Tensor::new(data, op.x.rows, op.x.cols)
+    let y = op.result(cuda)?;
+    write_turned(cuda, &op, &y)?;
+    Ok(y)
 }
 
-fn rotated<T: Plain>(device: &Device, op: &Rope<'_, Cuda>, x: &Buffer<T>) -> Result<Buf<T>> {
-    let y = device.alloc::<T>(x.len())?;
-    if x.is_empty() {
-        return Ok(Buf::new(y));
+/// Writes the result of a checked [`Rope`].
+pub(super) fn write_turned(cuda: &Cuda, op: &Rope<'_, Cuda>, y: &Tensor<Cuda>) -> Result<()> {
+    if op.x.rows * op.x.cols == 0 {
+        return Ok(());
     }
     let head_dim = op.table.cols;
     let heads = op.x.cols / head_dim;
@@ -82,7 +79,8 @@ fn rotated<T: Plain>(device: &Device, op: &Rope<'_, Cuda>, x: &Buffer<T>) -> Res
     let [by_units, by_groups, by_seq_len] = [units, groups, seq_len].map(Divider::by);
     let first = (op.first_position * head_dim) as u64;
     let sign: f32 = if op.inverse { -1.0 } else { 1.0 };
-    let (table, kernel) = (op.table.f32(OP, "table")?.get(), device.kernel(&config.spec())?);
+    let (table, kernel) = (op.table.f32(OP, "table")?.get(), cuda.device().kernel(&config.spec())?);
+    let [x, y] = [op.x, y].map(|x| plain_arg(x).0);
     // SAFETY: `BufferCheck` held x to rows · heads · head_dim values, as many as y has; `check` held `seq_len` positions from the first one
     // on to the table, and the rows to whole sequences, so that seq_len is no more than rows.
     unsafe {
@@ -91,7 +89,7 @@ fn rotated<T: Plain>(device: &Device, op: &Rope<'_, Cuda>, x: &Buffer<T>) -> Res
             &[
                 x,
                 table,
-                &y,
+                y,
                 &config.tasks,
                 &units,
                 &groups,
@@ -103,9 +101,8 @@ fn rotated<T: Plain>(device: &Device, op: &Rope<'_, Cuda>, x: &Buffer<T>) -> Res
                 &by_seq_len,
                 &sign,
             ],
-        )?;
+        )
     }
-    Ok(Buf::new(y))
 }
 
 /// The instances.

@@ -1,14 +1,12 @@
 //! `cast`, `add`, `sum_shards`, `transpose` on a GPU (`csrc/kernels/plain/{cast,add,sum_shards,transpose}.cuh`).
 
 use crate::Cuda;
-use crate::backend::Buf;
 use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, Launch};
 use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;
-use crate::ops::planes::{numbers_per_load, plain_arg, plain_or_null, type_name, unwritten_plain};
+use crate::ops::planes::{numbers_per_load, plain_arg, plain_or_null, type_name};
 use crate::{Buffer, Device};
-use half::bf16;
 use nibble_core::ops::{Add, Cast, SumShards, Transpose};
 use nibble_core::{DType, Data, Error, Plain, Result, Tensor};
 
@@ -23,27 +21,26 @@ const TILE_UNITS: usize = 16;
 /// See [`Cast`]. A cast to the type it has shares the buffer.
 pub(crate) fn cast(cuda: &Cuda, op: Cast<'_, Cuda>) -> Result<Tensor<Cuda>> {
     BufferCheck::by("cast", cuda).tensor("x", op.x)?;
-    let device = cuda.device();
-    let data = match (&op.x.data, op.dtype) {
-        (Data::F32(x), DType::Bf16) => Data::Bf16(cast_values::<f32, bf16>(device, x.get(), DType::Bf16)?),
-        (Data::Bf16(x), DType::F32) => Data::F32(cast_values::<bf16, f32>(device, x.get(), DType::F32)?),
-        (Data::F32(_), DType::F32) | (Data::Bf16(_), DType::Bf16) => op.x.data.clone(),
-    };
-    Tensor::new(data, op.x.rows, op.x.cols)
+    let out = op.result(cuda)?;
+    match (&op.x.data, &out.data) {
+        (Data::F32(x), Data::Bf16(out)) => cast_values(x.get(), out.get(), DType::Bf16)?,
+        (Data::Bf16(x), Data::F32(out)) => cast_values(x.get(), out.get(), DType::F32)?,
+        (Data::F32(_), Data::F32(_)) | (Data::Bf16(_), Data::Bf16(_)) => {}
+    }
+    Ok(out)
 }
 
-pub(crate) fn cast_values<T: Plain, U: Plain>(device: &Device, x: &Buffer<T>, to: DType) -> Result<Buf<U>> {
-    let out = device.alloc::<U>(x.len())?;
+/// Writes x as another type. Both have as many values, on one device.
+pub(crate) fn cast_values<T: Plain, U: Plain>(x: &Buffer<T>, out: &Buffer<U>, to: DType) -> Result<()> {
     if x.is_empty() {
-        return Ok(Buf::new(out));
+        return Ok(());
     }
     let ctas = u32::try_from(x.len().div_ceil(CAST_PER_CTA))
         .map_err(|_| Error::shape("cast", "x.len()", x.len(), "below 2^44"))?;
     let launch = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
-    let kernel = device.kernel(&cast_spec(to))?;
+    let kernel = x.device().kernel(&cast_spec(to))?;
     // SAFETY: both buffers have `x.len()` values of the types of the instance; `BufferCheck` held x to this device.
-    unsafe { kernel.launch(launch, &[x, &out, &(x.len() as u64)]) }?;
-    Ok(Buf::new(out))
+    unsafe { kernel.launch(launch, &[x, out, &(x.len() as u64)]) }
 }
 
 fn cast_spec(to: DType) -> KernelSpec {
@@ -66,7 +63,7 @@ pub(crate) fn add(cuda: &Cuda, op: Add<'_, Cuda>) -> Result<Tensor<Cuda>> {
     buffers.tensor("b", op.b)?;
     op.plus.map_or(Ok(()), |plus| buffers.tensor("plus", plus))?;
     let (dtype, len) = (op.a.dtype(), op.a.rows * op.a.cols);
-    let out = unwritten_plain(cuda.device(), dtype, op.a.rows, op.a.cols)?;
+    let out = op.result(cuda)?;
     if len == 0 {
         return Ok(out);
     }
@@ -184,10 +181,9 @@ impl TransposeConfig {
         }
     }
 
-    fn run<T: Plain>(&self, device: &Device, x: &Buffer<T>) -> Result<Buf<T>> {
-        let out = device.alloc::<T>(x.len())?;
-        if x.is_empty() {
-            return Ok(Buf::new(out));
+    fn run(&self, cuda: &Cuda, x: &Tensor<Cuda>, out: &Tensor<Cuda>) -> Result<()> {
+        if x.rows * x.cols == 0 {
+            return Ok(());
         }
         let (tiles_n, tiles_k) = self.tiles();
         let too_many = || {
@@ -200,11 +196,11 @@ impl TransposeConfig {
         let launch = Launch { ctas: ctas as u32, threads: THREADS, cluster: 1, shared_bytes: 0 };
         let [n, k, tiles_n, tiles_k] = [self.n, self.k, tiles_n, tiles_k].map(|size| size as u32);
         let (by_tiles_n, by_tiles_k) = (Divider::by(tiles_n), Divider::by(tiles_k));
-        let kernel = device.kernel(&self.spec())?;
+        let kernel = cuda.device().kernel(&self.spec())?;
+        let [x, out] = [x, out].map(|x| plain_arg(x).0);
         // SAFETY: `BufferCheck` held x to stack · n · k values of the instance's type, `out` is as long, and no CTA
         // leaves its tile of one matrix.
-        unsafe { kernel.launch(launch, &[x, &out, &n, &k, &tiles_n, &tiles_k, &by_tiles_k, &by_tiles_n]) }?;
-        Ok(Buf::new(out))
+        unsafe { kernel.launch(launch, &[x, out, &n, &k, &tiles_n, &tiles_k, &by_tiles_k, &by_tiles_n]) }
     }
 }
 
@@ -214,11 +210,9 @@ pub(crate) fn transpose(cuda: &Cuda, op: Transpose<'_, Cuda>) -> Result<Tensor<C
     BufferCheck::by("transpose", cuda).tensor("x", op.x)?;
     let (n, k) = (op.x.rows / op.stack, op.x.cols);
     let transpose = TransposeConfig::choose(op.x.dtype(), op.stack, n, k);
-    let data = match &op.x.data {
-        Data::F32(x) => Data::F32(transpose.run(cuda.device(), x.get())?),
-        Data::Bf16(x) => Data::Bf16(transpose.run(cuda.device(), x.get())?),
-    };
-    Tensor::new(data, op.stack * k, n)
+    let out = op.result(cuda)?;
+    transpose.run(cuda, op.x, &out)?;
+    Ok(out)
 }
 
 /// The instances built for it.

@@ -7,8 +7,8 @@ use super::product_parts;
 use super::product_runs::{Runs, sum_to};
 use super::product_simt::{ProductSimt, Side, Values};
 use crate::Cuda;
+use crate::backend::Buf;
 use crate::ops::plain::elementwise::cast_values;
-use half::bf16;
 use nibble_choice::Grouping;
 use nibble_choice::products::{Factor, Fp8, GroupedDesc, ProductDesc, ProductPath, ScalesB};
 use nibble_core::formats::WHOLE_LINE;
@@ -23,12 +23,12 @@ const LONGEST_BLOCK: usize = 128;
 pub(crate) fn gemm(cuda: &Cuda, op: Gemm<'_, Cuda>) -> Result<Tensor<Cuda>> {
     const OP: &str = "gemm";
     let dims = op.check()?;
-    let mut d = Output::new(cuda, op.out, dims.m * dims.n, dims.k == 0)?;
+    let mut d = op.result(cuda)?;
     if dims.m * dims.n * dims.k != 0 {
         let product = Product { op: OP, ragged: Ragged::Rows, groups: None, m: dims.m, n: dims.n, k: dims.k };
-        product.run(op.a, op.b, d.target())?;
+        product.run(op.a, op.b, Target::of(&mut d, false))?;
     }
-    d.into_tensor(dims.m, dims.n)
+    Ok(d)
 }
 
 impl Product<'_> {
@@ -180,8 +180,9 @@ impl Product<'_> {
 fn widened(x: &Operand<Cuda>, other: &Operand<Cuda>) -> Result<Operand<Cuda>> {
     match (x, other.format()) {
         (Operand::Plain(Tensor { data: Data::Bf16(values), rows, cols }), Format::F32) => {
-            let values = cast_values(values.get().device(), values.get(), DType::F32)?;
-            Ok(Operand::Plain(Tensor { data: Data::F32(values), rows: *rows, cols: *cols }))
+            let wide = values.get().device().alloc(values.get().len())?;
+            cast_values(values.get(), &wide, DType::F32)?;
+            Ok(Operand::Plain(Tensor { data: Data::F32(Buf::new(wide)), rows: *rows, cols: *cols }))
         }
         _ => Ok(x.clone()),
     }
@@ -213,52 +214,5 @@ fn scales<'a>(op: &'static str, q: &'a BlockScaled<Cuda>) -> Result<StridedScale
             q.format,
             format!("its scales are {layout}; row-major or mn-major here"),
         )),
-    }
-}
-
-/// D before it is a tensor.
-pub(crate) enum Output {
-    Bf16(crate::Buffer<bf16>),
-    F32(crate::Buffer<f32>),
-}
-
-impl Output {
-    /// So many values, zeros if `zeroed`.
-    pub fn new(cuda: &Cuda, dtype: DType, len: usize, zeroed: bool) -> Result<Self> {
-        let device = cuda.device();
-        Ok(match (dtype, zeroed) {
-            (DType::Bf16, false) => Self::Bf16(device.alloc(len)?),
-            (DType::Bf16, true) => Self::Bf16(device.filled(len, 0)?),
-            (DType::F32, false) => Self::F32(device.alloc(len)?),
-            (DType::F32, true) => Self::F32(device.filled(len, 0)?),
-        })
-    }
-
-    pub fn target(&mut self) -> Target<'_> {
-        self.target_of(false)
-    }
-
-    /// To be overwritten, or added to.
-    pub fn target_of(&mut self, accumulate: bool) -> Target<'_> {
-        match self {
-            Self::Bf16(values) => Target::Bf16 { values, accumulate },
-            Self::F32(values) => Target::F32 { values, accumulate },
-        }
-    }
-
-    /// Some of the values, in place.
-    pub fn part(&self, range: std::ops::Range<usize>) -> Result<Self> {
-        Ok(match self {
-            Self::Bf16(values) => Self::Bf16(values.part(range)?),
-            Self::F32(values) => Self::F32(values.part(range)?),
-        })
-    }
-
-    pub fn into_tensor(self, rows: usize, cols: usize) -> Result<Tensor<Cuda>> {
-        let data = match self {
-            Self::Bf16(values) => Data::Bf16(crate::backend::Buf::new(values)),
-            Self::F32(values) => Data::F32(crate::backend::Buf::new(values)),
-        };
-        Tensor::new(data, rows, cols)
     }
 }

@@ -1,7 +1,6 @@
 //! See [`nibble_core::ops::GroupedGemm`]: ragged rows times a stack of matrices.
 
-use super::gemm::Output;
-use super::product::{Product, Ragged};
+use super::product::{Product, Ragged, Target};
 use crate::Cuda;
 use nibble_core::ops::GroupedGemm;
 use nibble_core::{Result, Tensor};
@@ -16,12 +15,16 @@ pub(crate) fn grouped_gemm(cuda: &Cuda, op: GroupedGemm<'_, Cuda>) -> Result<Ten
         n: dims.n,
         k: dims.k,
     };
+    let mut d = op.result(cuda)?;
     // Rows of no group are zeros, which most paths write themselves.
     if dims.m * dims.n * dims.k * op.groups.num_groups == 0 {
-        return Output::new(cuda, op.out, dims.m * dims.n, true)?.into_tensor(dims.m, dims.n);
+        cuda.clear_tensor(&mut d)?;
+        return Ok(d);
     }
     let path = product.path(op.x, op.w, (op.out, false));
-    let mut d = Output::new(cuda, op.out, dims.m * dims.n, !path.writes_every_row())?;
-    product.run_by(&path, (op.x, op.w), d.target())?;
-    d.into_tensor(dims.m, dims.n)
+    if !path.writes_every_row() {
+        cuda.clear_tensor(&mut d)?;
+    }
+    product.run_by(&path, (op.x, op.w), Target::of(&mut d, false))?;
+    Ok(d)
 }

@@ -4,7 +4,7 @@ use crate::{Buffer, Cuda, Device};
 use half::bf16;
 pub use nibble_choice::products::Ragged;
 use nibble_core::formats::ScaleKind;
-use nibble_core::{DType, Error, Groups, Result};
+use nibble_core::{DType, Data, Error, Groups, Result, Tensor};
 
 /// A product of two operands as the operations pass them; sizes as for [`GroupedDesc`](nibble_choice::products::GroupedDesc).
 pub(crate) struct Product<'a> {
@@ -189,6 +189,16 @@ pub struct GroupBuffers<'a> {
     pub start: &'a Buffer<i32>,
     /// Rows of each group.
     pub len: &'a Buffer<i32>,
+}
+
+impl<'a> Target<'a> {
+    /// A tensor that nobody else has, or the caller's part of one.
+    pub(crate) fn of(d: &'a mut Tensor<Cuda>, accumulate: bool) -> Self {
+        match &mut d.data {
+            Data::F32(values) => Target::F32 { values: values.in_place(), accumulate },
+            Data::Bf16(values) => Target::Bf16 { values: values.in_place(), accumulate },
+        }
+    }
 }
 
 impl Target<'_> {

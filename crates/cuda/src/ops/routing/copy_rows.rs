@@ -8,7 +8,7 @@ use crate::launch::{KernelArg, Launch};
 use crate::ops::Instance;
 use crate::{Buffer, Device};
 use bytemuck::Pod;
-use nibble_core::{BlockScaled, Data, Error, Operand, Plain, Result, Tensor};
+use nibble_core::{Data, Error, Operand, Plain, Result};
 use std::ffi::c_void;
 
 const THREADS: usize = 128;
@@ -266,70 +266,45 @@ pub(crate) struct Reorder<'a> {
     pub op: &'static str,
     pub device: &'a Device,
     pub order: Order<'a>,
-    /// Rows of the result.
-    pub rows: usize,
+}
+
+/// The plane that fills rows of `width` values with those of others.
+fn plane<T: Plain>(from: &Buf<T>, to: &Buf<T>, width: usize, pad: u32) -> Plane {
+    let bytes = width * size_of::<T>();
+    Plane { from: Span::of(from.get(), bytes), to: Span::of(to.get(), bytes), bytes, pad }
 }
 
 impl Reorder<'_> {
-    /// A new buffer of rows of `width` values, and the plane that fills it.
-    fn plane<T: Plain>(&self, from: &Buf<T>, width: usize, pad: u32) -> Result<(Buffer<T>, Plane)> {
-        let len = self.rows.checked_mul(width);
-        let len =
-            len.ok_or_else(|| Error::shape(self.op, "width", width, "a buffer that fits the memory"))?;
-        let to = self.device.alloc::<T>(len)?;
-        let bytes = width * size_of::<T>();
-        let plane = Plane { from: Span::of(from.get(), bytes), to: Span::of(&to, bytes), bytes, pad };
-        Ok((to, plane))
-    }
-
-    fn copy(&self, rows_in: usize, codes: Plane, scales: Option<Plane>) -> Result<()> {
-        let copy = CopyRows { op: self.op, codes, scales, order: self.order, rows: self.rows, rows_in };
-        // SAFETY: the planes were made by `plane`: they write new buffers, which their owner keeps, and read borrowed ones, which
+    fn copy(&self, (rows_in, rows): (usize, usize), codes: Plane, scales: Option<Plane>) -> Result<()> {
+        let copy = CopyRows { op: self.op, codes, scales, order: self.order, rows, rows_in };
+        // SAFETY: the planes were made by `plane`: they write a new result, which its owner keeps, and read borrowed buffers, which
         // the operation has held to this device (`BufferCheck`).
         unsafe { copy.run(self.device) }
     }
 
-    /// Rows of either kind.
-    pub(crate) fn run(&self, rows: &Operand<Cuda>) -> Result<Operand<Cuda>> {
-        match rows {
-            Operand::Plain(x) => self.plain(x).map(Operand::Plain),
-            Operand::Block(x) => self.blocks(x).map(Operand::Block),
+    /// Rows of either kind to a result of as long rows. Where a row has no source, plain values, codes and scale bytes are 0, F32 scales the smallest
+    /// normal number, and the tensor's scale 1. Codes and scales go in one launch, a scale of the tensor in another.
+    pub(crate) fn run(&self, rows: &Operand<Cuda>, to: &Operand<Cuda>) -> Result<()> {
+        let counts = (rows.rows(), to.rows());
+        match (rows, to) {
+            (Operand::Plain(x), Operand::Plain(to)) => match (&x.data, &to.data) {
+                (Data::F32(from), Data::F32(to)) => self.copy(counts, plane(from, to, x.cols, 0), None),
+                (Data::Bf16(from), Data::Bf16(to)) => self.copy(counts, plane(from, to, x.cols, 0), None),
+                _ => Err(Error::shape(self.op, "type of the result", to.dtype(), x.dtype())),
+            },
+            (Operand::Block(x), Operand::Block(to)) => {
+                x.check_rows_travel(self.op, "rows")?;
+                let (kind, blocks) = (x.scale_kind(), x.format.scales_per_row(x.cols));
+                let codes = plane(&x.codes, &to.codes, x.format.row_code_bytes(x.cols), 0);
+                let scales = plane(&x.scales, &to.scales, blocks * kind.bytes(), kind.least().0);
+                self.copy(counts, codes, Some(scales))?;
+                match x.tensor_scale.as_ref().zip(to.tensor_scale.as_ref()) {
+                    Some((from, to)) => self.copy(counts, plane(from, to, 1, 1.0f32.to_bits()), None),
+                    None => Ok(()),
+                }
+            }
+            _ => Err(Error::shape(self.op, "format of the result", to.format(), rows.format())),
         }
-    }
-
-    /// Plain rows; zeros where a row has no source.
-    fn plain(&self, x: &Tensor<Cuda>) -> Result<Tensor<Cuda>> {
-        let data = match &x.data {
-            Data::F32(rows) => {
-                let (to, plane) = self.plane(rows, x.cols, 0)?;
-                self.copy(x.rows, plane, None)?;
-                Data::F32(Buf::new(to))
-            }
-            Data::Bf16(rows) => {
-                let (to, plane) = self.plane(rows, x.cols, 0)?;
-                self.copy(x.rows, plane, None)?;
-                Data::Bf16(Buf::new(to))
-            }
-        };
-        Tensor::new(data, self.rows, x.cols)
-    }
-
-    /// Blocks along the row: codes and scales in one launch, a scale of the tensor in another. Where a row has no
-    /// source, codes and scale bytes are 0, F32 scales the smallest normal number, and the tensor's scale 1.
-    fn blocks(&self, x: &BlockScaled<Cuda>) -> Result<BlockScaled<Cuda>> {
-        x.check_rows_travel(self.op, "rows")?;
-        let (kind, blocks) = (x.scale_kind(), x.format.scales_per_row(x.cols));
-        let (codes, plane) = self.plane(&x.codes, x.format.row_code_bytes(x.cols), 0)?;
-        let (to, scales) = self.plane(&x.scales, blocks * kind.bytes(), kind.least().0)?;
-        self.copy(x.rows, plane, Some(scales))?;
-        let scales = Buf::new(to);
-        let tensor_scale = x.tensor_scale.as_ref().map(|of_rows| {
-            let (to, plane) = self.plane(of_rows, 1, 1.0f32.to_bits())?;
-            self.copy(x.rows, plane, None)?;
-            Ok::<_, Error>(Buf::new(to))
-        });
-        let (tensor_scale, codes) = (tensor_scale.transpose()?, Buf::new(codes));
-        Ok(BlockScaled { rows: self.rows, stack: 1, codes, scales, tensor_scale, ..x.clone() })
     }
 }
 

@@ -25,42 +25,33 @@ pub(crate) fn assign_parts(cuda: &Cuda, op: AssignParts<'_, Cuda>) -> Result<Buf
     let buffers = BufferCheck::by("assign_parts", cuda);
     let expert = buffers.buffer("expert", op.expert)?;
     let token_id = buffers.values("token_id", op.token_id, expert.len() / op.top_k)?;
-    let out = cuda.device().alloc::<i32>(expert.len())?;
+    let out = op.result(cuda)?;
     if !expert.is_empty() {
         // `check` held them below 2^31.
         let [slots, top_k, parts, part_tokens] =
             [expert.len(), op.top_k, op.parts, op.part_tokens].map(|n| n as u32);
         let [by_top_k, by_parts, by_part_tokens] = [top_k, parts, part_tokens].map(Divider::by);
         let args: [&dyn KernelArg; 8] =
-            [expert, token_id, &out, &slots, &by_top_k, &parts, &by_parts, &by_part_tokens];
+            [expert, token_id, out.get(), &slots, &by_top_k, &parts, &by_parts, &by_part_tokens];
         // SAFETY: all on this device (`BufferCheck`); `expert` and `out` have `slots` values, `token_id` one for each `top_k` of them.
         unsafe { cuda.device().kernel(&spec("nib::assign_parts"))?.launch(launch(slots), &args) }?;
     }
-    Ok(Buf::new(out))
+    Ok(out)
 }
 
 /// See [`JoinGroups`].
 pub(crate) fn join_groups(cuda: &Cuda, op: JoinGroups<'_, Cuda>) -> Result<Groups<Cuda>> {
     op.check()?;
-    let Groups { num_groups, ref row_id, align, capacity, .. } = *op.groups;
+    let num_groups = op.groups.num_groups;
     let buffers = BufferCheck::by("join_groups", cuda);
     let start = buffers.values("groups.start", &op.groups.start, num_groups + 1)?;
     let len = buffers.values("groups.len", &op.groups.len, num_groups)?;
-    let (device, joined) = (cuda.device(), num_groups / op.parts);
-    let (start_out, len_out) = (device.alloc::<i32>(joined + 1)?, device.alloc::<i32>(joined)?);
-    let [groups, parts] = [joined, op.parts].map(|n| n as u32);
-    let args: [&dyn KernelArg; 6] = [start, len, &start_out, &len_out, &groups, &parts];
+    let out = op.result(cuda)?;
+    let [groups, parts] = [out.num_groups, op.parts].map(|n| n as u32);
+    let args: [&dyn KernelArg; 6] = [start, len, out.start.get(), out.len.get(), &groups, &parts];
     // SAFETY: all on this device (`BufferCheck`); there are `parts` groups for each of `groups` (`check`), and a start more than groups.
-    unsafe { device.kernel(&spec("nib::join_groups"))?.launch(launch(groups + 1), &args) }?;
-    Ok(Groups {
-        start: Buf::new(start_out),
-        len: Buf::new(len_out),
-        row_id: row_id.clone(),
-        num_groups: joined,
-        align,
-        capacity,
-        rows_each: None,
-    })
+    unsafe { cuda.device().kernel(&spec("nib::join_groups"))?.launch(launch(groups + 1), &args) }?;
+    Ok(out)
 }
 
 /// The instances.

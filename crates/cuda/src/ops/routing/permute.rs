@@ -4,16 +4,15 @@
 //! read rows that exist, and write pads for the others.
 
 use super::copy_rows::{Order, Reorder};
-use crate::Buffer;
 use crate::Cuda;
 use crate::backend::Buf;
 use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, KernelArg, Launch};
 use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;
-use crate::ops::planes::{numbers_per_load, type_name};
+use crate::ops::planes::{numbers_per_load, plain_arg, plain_or_null, type_name};
 use nibble_core::ops::{CombineSlots, GatherScalars, Permute, Unpermute};
-use nibble_core::{DType, Data, Error, Operand, Plain, Result, Tensor};
+use nibble_core::{DType, Error, Operand, Result, Tensor};
 
 /// Threads of a CTA that gathers scalars or combines slots.
 const THREADS: u32 = 256;
@@ -32,7 +31,9 @@ pub(crate) fn permute(cuda: &Cuda, op: Permute<'_, Cuda>) -> Result<Operand<Cuda
         true => Order::Spread { source_row, slot_row },
         false => Order::Gather(source_row),
     };
-    Reorder { op: OP, device: cuda.device(), order, rows: capacity }.run(op.rows)
+    let out = op.result(cuda)?;
+    Reorder { op: OP, device: cuda.device(), order }.run(op.rows, &out)?;
+    Ok(out)
 }
 
 /// See [`Unpermute`].
@@ -42,7 +43,9 @@ pub(crate) fn unpermute(cuda: &Cuda, op: Unpermute<'_, Cuda>) -> Result<Operand<
     let (buffers, map) = (BufferCheck::by(OP, cuda), op.map);
     buffers.operand("rows", op.rows)?;
     let order = Order::Gather(buffers.values("map.slot_row", &map.slot_row, map.num_slots)?);
-    Reorder { op: OP, device: cuda.device(), order, rows: map.num_slots }.run(op.rows)
+    let out = op.result(cuda)?;
+    Reorder { op: OP, device: cuda.device(), order }.run(op.rows, &out)?;
+    Ok(out)
 }
 
 /// CTAs for `threads` threads.
@@ -58,17 +61,17 @@ pub(crate) fn gather_scalars(cuda: &Cuda, op: GatherScalars<'_, Cuda>) -> Result
     const OP: &str = "gather_scalars";
     let buffers = BufferCheck::by(OP, cuda);
     let (values, index) = (buffers.buffer("values", op.values)?, buffers.buffer("index", op.index)?);
-    let out = cuda.device().alloc::<f32>(index.len())?;
+    let out = op.result(cuda)?;
     if index.is_empty() {
-        return Ok(Buf::new(out));
+        return Ok(out);
     }
     let launch = Launch { ctas: ctas(OP, index.len())?, threads: THREADS, cluster: 1, shared_bytes: 0 };
     // No index reaches past 2^31, so a longer buffer is as good as one of that length.
     let (len, num_values) = (index.len() as u32, values.len().min(1 << 31) as u32);
     let kernel = cuda.device().kernel(&gather_spec())?;
     // SAFETY: `index` and `out` have `len` values, all on this device (`BufferCheck`); the kernel reads `values` below `num_values` only.
-    unsafe { kernel.launch(launch, &[values, index, &out, &len, &num_values]) }?;
-    Ok(Buf::new(out))
+    unsafe { kernel.launch(launch, &[values, index, out.get(), &len, &num_values]) }?;
+    Ok(out)
 }
 
 fn gather_spec() -> KernelSpec {
@@ -126,20 +129,16 @@ impl Combine {
         }
     }
 
-    fn run<T: Plain>(
-        &self,
-        op: &CombineSlots<'_, Cuda>,
-        rows: &Buffer<T>,
-        plus: Option<&Buffer<T>>,
-    ) -> Result<Buf<T>> {
-        let device = rows.device();
-        let out = device.alloc::<T>(self.units * self.count)?;
+    fn run(&self, cuda: &Cuda, op: &CombineSlots<'_, Cuda>, out: &Tensor<Cuda>) -> Result<()> {
         if self.units == 0 {
-            return Ok(Buf::new(out));
+            return Ok(());
         }
         // The kernel reads row 0 for a slot without a row, so there must be one.
-        let nothing = if rows.is_empty() { Some(device.filled(op.rows.cols, 0)?) } else { None };
-        let rows = nothing.as_ref().unwrap_or(rows);
+        let nothing = match op.rows.rows {
+            0 => Some(Tensor::zeros(cuda, op.rows.dtype(), 1, op.rows.cols)?),
+            _ => None,
+        };
+        let rows = plain_arg(nothing.as_ref().unwrap_or(op.rows)).0;
         let launch = Launch {
             ctas: ctas("combine_slots", self.units.div_ceil(self.units_a_thread))?,
             threads: THREADS,
@@ -151,17 +150,17 @@ impl Combine {
             i32::try_from(value).map_err(|_| Error::shape("combine_slots", argument, value, "below 2^31"))
         };
         let (top_k, num_rows) = (small("top_k", op.top_k)?, small("rows", op.rows.rows)? as u32);
-        let kernel = device.kernel(&self.spec())?;
+        let kernel = cuda.device().kernel(&self.spec())?;
+        let (plus, out) = (plain_or_null(op.plus), plain_arg(out).0);
         let by_units_per_row = Divider::by(units_per_row);
         let index = op.index.map(Buf::get);
         // SAFETY: `BufferCheck` held `rows` to `num_rows` rows, `plus` is as large as `out`, and `index` as long as its slots, by `tokens`; the
         // kernel reads no other row and writes `units` times `count`.
         unsafe {
             let args: [&dyn KernelArg; 9] =
-                [rows, &index, &num_rows, &plus, &out, &units, &units_per_row, &by_units_per_row, &top_k];
+                [rows, &index, &num_rows, plus, out, &units, &units_per_row, &by_units_per_row, &top_k];
             kernel.launch(launch, &args)
-        }?;
-        Ok(Buf::new(out))
+        }
     }
 }
 
@@ -174,21 +173,9 @@ pub(crate) fn combine_slots(cuda: &Cuda, op: CombineSlots<'_, Cuda>) -> Result<T
     op.plus.map_or(Ok(()), |plus| buffers.tensor("plus", plus))?;
     let (tokens, cols) = (op.tokens(), op.rows.cols);
     let combine = Combine::choose(op.rows.dtype(), tokens, cols, op.top_k)?;
-    let data = match (&op.rows.data, op.plus.map(|plus| &plus.data)) {
-        (Data::F32(rows), None) => Data::F32(combine.run(&op, rows.get(), None)?),
-        (Data::F32(rows), Some(Data::F32(plus))) => {
-            Data::F32(combine.run(&op, rows.get(), Some(plus.get()))?)
-        }
-        (Data::Bf16(rows), None) => Data::Bf16(combine.run(&op, rows.get(), None)?),
-        (Data::Bf16(rows), Some(Data::Bf16(plus))) => {
-            Data::Bf16(combine.run(&op, rows.get(), Some(plus.get()))?)
-        }
-        // `check` held them to one type.
-        (_, Some(_)) => {
-            return Err(Error::shape("combine_slots", "type of plus", "another", op.rows.dtype()));
-        }
-    };
-    Tensor::new(data, tokens, cols)
+    let out = op.result(cuda)?;
+    combine.run(cuda, &op, &out)?;
+    Ok(out)
 }
 
 /// The instances built for it.

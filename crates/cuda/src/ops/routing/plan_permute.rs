@@ -9,7 +9,7 @@ use crate::ops::buffer_check::BufferCheck;
 use crate::ops::{Instance, SharedSize};
 use nibble_choice::routing::{PLAN_PASS, PlanChunks};
 use nibble_core::ops::PlanPermute;
-use nibble_core::{Error, Groups, Occupancy, PermuteMap, Result};
+use nibble_core::{Error, Groups, PermuteMap, Result};
 use std::ffi::c_void;
 
 const SOURCE: &str = "kernels/routing/plan_permute.cuh";
@@ -128,11 +128,12 @@ pub(crate) fn plan_permute(cuda: &Cuda, op: PlanPermute<'_, Cuda>) -> Result<Per
         capacity: op.capacity,
     })?;
     let device = cuda.device();
+    let out = op.result(cuda)?;
     let counts = device.alloc::<u16>((sizes.chunks * sizes.columns) as usize)?;
-    let (start, len) = (device.alloc::<i32>(op.num_groups + 1)?, device.alloc::<i32>(op.num_groups)?);
-    let [row_id, source_row, row_slot] = [(); 3].map(|()| device.alloc::<i32>(op.capacity));
-    let (row_id, source_row, row_slot) = (row_id?, source_row?, row_slot?);
-    let (slot_row, found) = (device.alloc::<i32>(op.num_slots)?, device.alloc::<i32>(2)?);
+    let Groups { start, len, row_id, .. } = &out.groups;
+    let [start, len, row_id] = [start, len, row_id].map(Buf::get);
+    let [source_row, row_slot, slot_row, found] =
+        [&out.source_row, &out.row_slot, &out.slot_row, &out.occupancy.found].map(Buf::get);
     if sizes.chunks > 0 {
         // SAFETY: `expert`, on this device (`BufferCheck`), has sizes.slots values, `counts` sizes.columns of each
         // chunk; a CTA a chunk.
@@ -148,39 +149,12 @@ pub(crate) fn plan_permute(cuda: &Cuda, op: PlanPermute<'_, Cuda>) -> Result<Per
         device.kernel(&spec("nib::plan_place"))?.launch_early(
             sizes.place(),
             &[
-                expert,
-                token_id,
-                &counts,
-                &start,
-                &len,
-                &row_id,
-                &source_row,
-                &row_slot,
-                &slot_row,
-                &found,
-                &sizes,
-                &top_k,
-                &by_top_k,
+                expert, token_id, &counts, start, len, row_id, source_row, row_slot, slot_row, found, &sizes,
+                &top_k, &by_top_k,
             ],
         )?;
     }
-    let (num_slots, capacity) = (op.num_slots, op.capacity);
-    Ok(PermuteMap {
-        groups: Groups {
-            start: Buf::new(start),
-            len: Buf::new(len),
-            row_id: Buf::new(row_id),
-            num_groups: op.num_groups,
-            align: op.align,
-            capacity,
-            rows_each: None,
-        },
-        source_row: Buf::new(source_row),
-        row_slot: Buf::new(row_slot),
-        slot_row: Buf::new(slot_row),
-        num_slots,
-        occupancy: Occupancy { found: Buf::new(found), num_slots, capacity },
-    })
+    Ok(out)
 }
 
 /// The instances built for it, with the most shared memory any launch asks for.

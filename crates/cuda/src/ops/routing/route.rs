@@ -1,14 +1,14 @@
 //! `route`, `route_backward` on a GPU: a few lanes share each token; then a cluster for each shard computes its losses.
 
-use crate::backend::Buf;
 use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch};
 use crate::ops::buffer_check::BufferCheck;
+use crate::ops::planes::plain_arg;
 use crate::ops::{Instance, SharedSize};
 use crate::{Buffer, Cuda};
 use nibble_choice::routing::RouteSums;
 use nibble_core::ops::{Route, RouteBackward, Routing};
-use nibble_core::{Data, Error, Result, Tensor};
+use nibble_core::{Error, Result, Tensor};
 
 const SOURCE: &str = "kernels/routing/route.cuh";
 /// Threads of a CTA of the losses, and the experts that it sums.
@@ -148,9 +148,10 @@ pub(crate) fn route(cuda: &Cuda, op: Route<'_, Cuda>) -> Result<Routing<Cuda>> {
     let desc = desc.check(OP, &config, shared_bytes)?;
     let logits = op.logits.f32(OP, "logits")?.get();
     let device = cuda.device();
-    let (probs, log_sum_exp) = (device.alloc::<f32>(tokens * experts)?, device.alloc::<f32>(tokens)?);
-    let (expert, weight) = (device.alloc::<i32>(tokens * top_k)?, device.alloc::<f32>(tokens * top_k)?);
-    let (load, losses) = (device.alloc::<i32>(shards * experts)?, device.alloc::<f32>(shards * 2)?);
+    let out = op.result(cuda)?;
+    let probs = out.probs.f32(OP, "probs")?.get();
+    let (expert, weight, log_sum_exp) = (out.expert.get(), out.weight.get(), out.log_sum_exp.get());
+    let (load, losses) = (out.load.get(), out.losses.get());
     let chunks = desc.sums().chunks;
     let sums = Chunks {
         probs: device.alloc(chunks * experts)?,
@@ -171,10 +172,10 @@ pub(crate) fn route(cuda: &Cuda, op: Route<'_, Cuda>) -> Result<Routing<Cuda>> {
                 config.tokens(&desc),
                 &[
                     logits,
-                    &probs,
-                    &expert,
-                    &weight,
-                    &log_sum_exp,
+                    probs,
+                    expert,
+                    weight,
+                    log_sum_exp,
                     &sums.probs,
                     &sums.squares,
                     &sums.counts,
@@ -197,8 +198,8 @@ pub(crate) fn route(cuda: &Cuda, op: Route<'_, Cuda>) -> Result<Routing<Cuda>> {
                 &sums.squares,
                 &sums.counts,
                 &products,
-                &load,
-                &losses,
+                load,
+                losses,
                 &experts_arg,
                 &top_k_arg,
                 &tokens_arg,
@@ -206,14 +207,7 @@ pub(crate) fn route(cuda: &Cuda, op: Route<'_, Cuda>) -> Result<Routing<Cuda>> {
             ],
         )?;
     }
-    Ok(Routing {
-        expert: Buf::new(expert),
-        weight: Buf::new(weight),
-        probs: Tensor::new(Data::F32(Buf::new(probs)), tokens, experts)?,
-        log_sum_exp: Buf::new(log_sum_exp),
-        load: Buf::new(load),
-        losses: Buf::new(losses),
-    })
+    Ok(out)
 }
 
 /// Checks the buffers that [`RouteBackward`] borrows.
@@ -245,7 +239,7 @@ pub(crate) fn route_backward(cuda: &Cuda, op: RouteBackward<'_, Cuda>) -> Result
     let desc = desc.check(OP, &config, shared_bytes)?;
     let probs = op.routing.probs.f32(OP, "routing.probs")?.get();
     let device = cuda.device();
-    let dlogits = device.alloc::<f32>(tokens * experts)?;
+    let dlogits = op.result(cuda)?;
     if tokens > 0 {
         let per_shard = desc.tokens_per_shard;
         let (balance, z) = op.loss_factors();
@@ -269,7 +263,7 @@ pub(crate) fn route_backward(cuda: &Cuda, op: RouteBackward<'_, Cuda>) -> Result
                     routing.log_sum_exp.get(),
                     load,
                     op.dweight.get(),
-                    &dlogits,
+                    plain_arg(&dlogits).0,
                     &experts,
                     &load_stride,
                     &top_k,
@@ -282,7 +276,7 @@ pub(crate) fn route_backward(cuda: &Cuda, op: RouteBackward<'_, Cuda>) -> Result
             )?;
         }
     }
-    Tensor::new(Data::F32(Buf::new(dlogits)), tokens, experts)
+    Ok(dlogits)
 }
 
 /// The instances built for it.

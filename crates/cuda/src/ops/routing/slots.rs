@@ -42,9 +42,9 @@ pub(crate) fn assign_ranks(cuda: &Cuda, op: AssignRanks<'_, Cuda>) -> Result<Slo
     }
     let expert = BufferCheck::by(OP, cuda).buffer("expert", op.expert)?;
     let (device, len) = (cuda.device(), expert.len());
-    let (rank, first) = (device.alloc::<i32>(len)?, device.alloc::<i32>(len)?);
-    let counts = device.filled::<i32>(2 * op.world, 0)?;
+    let out = op.result(cuda)?;
     if len > 0 {
+        let [rank, first, counts] = [&out.rank, &out.first, &out.counts].map(Buf::get);
         // `check` held them below 2^31.
         let [slots, top_k, experts_each, world] =
             [len, op.top_k, op.experts_each, op.world].map(|n| n as u32);
@@ -52,12 +52,12 @@ pub(crate) fn assign_ranks(cuda: &Cuda, op: AssignRanks<'_, Cuda>) -> Result<Slo
         let (by_top_k, by_experts_each) = (Divider::by(top_k), Divider::by(experts_each));
         let experts = experts_each * world;
         let args: [&dyn KernelArg; 10] =
-            [expert, &rank, &first, &counts, &slots, &top_k, &by_top_k, &experts, &by_experts_each, &world];
+            [expert, rank, first, counts, &slots, &top_k, &by_top_k, &experts, &by_experts_each, &world];
         // SAFETY: `expert` is on this device (`BufferCheck`); `rank` and `first` have as many values, `slots`, and `counts` two a rank, of
         // which there are `experts / experts_each` at most. A slot's earlier ones are of its token.
         unsafe { device.kernel(&spec("nib::assign_ranks"))?.launch(launch, &args) }?;
     }
-    Ok(SlotRanks { rank: Buf::new(rank), first: Buf::new(first), counts: Buf::new(counts) })
+    Ok(out)
 }
 
 /// See [`PackSlots`].
@@ -68,7 +68,8 @@ pub(crate) fn pack_slots(cuda: &Cuda, op: PackSlots<'_, Cuda>) -> Result<Buf<i32
     let weight = buffers.values("weight", op.weight, expert.len())?;
     let token_id = buffers.values("token_id", op.token_id, expert.len() / op.top_k)?;
     let (device, per_record) = (cuda.device(), record_words(op.top_k));
-    let records = device.alloc::<i32>(slot.len() * per_record)?;
+    let out = op.result(cuda)?;
+    let records = out.get();
     if !records.is_empty() {
         // `check` held them below 2^31.
         let [words, slots, top_k, per_record, experts_each] =
@@ -79,7 +80,7 @@ pub(crate) fn pack_slots(cuda: &Cuda, op: PackSlots<'_, Cuda>) -> Result<Buf<i32
             expert,
             weight,
             token_id,
-            &records,
+            records,
             &words,
             &slots,
             &top_k,
@@ -94,29 +95,27 @@ pub(crate) fn pack_slots(cuda: &Cuda, op: PackSlots<'_, Cuda>) -> Result<Buf<i32
             device.kernel(&spec("nib::pack_slots"))?.launch(launch(words, u32::MAX, 0), &args)?;
         }
     }
-    Ok(Buf::new(records))
+    Ok(out)
 }
 
 /// See [`UnpackSlots`].
 pub(crate) fn unpack_slots(cuda: &Cuda, op: UnpackSlots<'_, Cuda>) -> Result<ReceivedSlots<Cuda>> {
     op.check()?;
     let records = BufferCheck::by("unpack_slots", cuda).buffer("records", op.records)?;
-    let (device, tokens) = (cuda.device(), op.records());
-    let slots = tokens * op.top_k;
-    let (token_id, expert) = (device.alloc::<i32>(tokens)?, device.alloc::<i32>(slots)?);
-    let weight = device.alloc::<f32>(slots)?;
-    if tokens > 0 {
+    let out = op.result(cuda)?;
+    if op.records() > 0 {
+        let (token_id, expert, weight) = (out.token_id.get(), out.expert.get(), out.weight.get());
         // `check` held them below 2^31.
         let [words, top_k, per_record] = [records.len(), op.top_k, record_words(op.top_k)].map(|n| n as u32);
         let by_words = Divider::by(per_record);
-        let args: [&dyn KernelArg; 7] = [records, &token_id, &expert, &weight, &words, &top_k, &by_words];
+        let args: [&dyn KernelArg; 7] = [records, token_id, expert, weight, &words, &top_k, &by_words];
         // SAFETY: `records`, on this device (`BufferCheck`), has `words` values, a whole number of records by `check`; `token_id` has a value a
         // record, `expert` and `weight` `top_k`.
         unsafe {
-            device.kernel(&spec("nib::unpack_slots"))?.launch(launch(words, u32::MAX, 0), &args)?;
+            cuda.device().kernel(&spec("nib::unpack_slots"))?.launch(launch(words, u32::MAX, 0), &args)?;
         }
     }
-    Ok(ReceivedSlots { token_id: Buf::new(token_id), expert: Buf::new(expert), weight: Buf::new(weight) })
+    Ok(out)
 }
 
 /// The instances built for it, with the most shared memory any launch asks for.

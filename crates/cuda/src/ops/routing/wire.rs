@@ -7,8 +7,7 @@ use crate::Cuda;
 use crate::backend::Buf;
 use crate::ops::buffer_check::BufferCheck;
 use nibble_core::ops::{PackRows, UnpackRows};
-use nibble_core::{BlockScaled, Data, Error, Operand, Plain, Result, RowKind, Tensor};
-use nibble_formats::Format;
+use nibble_core::{BlockScaled, Data, Operand, Plain, Result, RowKind};
 
 /// See [`PackRows`].
 pub(crate) fn pack_rows(cuda: &Cuda, op: PackRows<'_, Cuda>) -> Result<Buf<u8>> {
@@ -28,17 +27,9 @@ pub(crate) fn pack_rows(cuda: &Cuda, op: PackRows<'_, Cuda>) -> Result<Buf<u8>> 
             (Span::of(x.codes.get(), code_bytes), Some(Span::of(x.scales.get(), scale_bytes)))
         }
     };
-    let len = index.len().checked_mul(row_bytes);
-    let len =
-        len.ok_or_else(|| Error::shape(OP, "index.len()", index.len(), "a buffer that fits the memory"))?;
-    // The kernel writes only codes and scales, so the zeros that pad records to 16 bytes are filled in first.
     let tensor_bytes = kind.tensor_scale_bytes();
-    let out = if code_bytes + scale_bytes + tensor_bytes == row_bytes {
-        cuda.device().alloc::<u8>(len)?
-    } else {
-        cuda.device().filled(len, 0)?
-    };
-    let to = Span::of(&out, row_bytes);
+    let out = op.result(cuda)?;
+    let to = Span::of(out.get(), row_bytes);
     let copy = CopyRows {
         op: OP,
         codes: Plane { from: codes, to, bytes: code_bytes, pad: 0 },
@@ -63,26 +54,32 @@ pub(crate) fn pack_rows(cuda: &Cuda, op: PackRows<'_, Cuda>) -> Result<Buf<u8>> 
         // SAFETY: as above.
         unsafe { copy.run(cuda.device()) }?;
     }
-    Ok(Buf::new(out))
+    Ok(out)
 }
 
 /// See [`UnpackRows`].
 pub(crate) fn unpack_rows(cuda: &Cuda, op: UnpackRows<'_, Cuda>) -> Result<Operand<Cuda>> {
     const OP: &str = "unpack_rows";
     op.check()?;
-    let (kind, format) = (op.kind, op.kind.format);
+    op.kind.check_rule(OP)?;
     let bytes = BufferCheck::by(OP, cuda).buffer("bytes", op.bytes)?;
-    let records = Records { cuda, bytes, kind, rows: bytes.len() / kind.row_bytes() };
-    let (rows, cols) = (records.rows, kind.cols);
-    match format {
-        Format::F32 => return Tensor::new(Data::F32(records.plain()?), rows, cols).map(Operand::Plain),
-        Format::Bf16 => return Tensor::new(Data::Bf16(records.plain()?), rows, cols).map(Operand::Plain),
-        _ => {}
+    let (out, kind) = (op.result(cuda)?, op.kind);
+    let records = Records { cuda, bytes, kind, rows: out.rows() };
+    match &out {
+        Operand::Plain(x) => match &x.data {
+            Data::F32(to) => records.copy(records.plane(to, 0, kind.code_bytes()), None)?,
+            Data::Bf16(to) => records.copy(records.plane(to, 0, kind.code_bytes()), None)?,
+        },
+        Operand::Block(x) => {
+            let codes = records.plane(&x.codes, 0, kind.code_bytes());
+            records.copy(codes, Some(records.plane(&x.scales, kind.code_bytes(), kind.scale_bytes())))?;
+            if let Some(to) = &x.tensor_scale {
+                let offset = kind.code_bytes() + kind.scale_bytes();
+                records.copy(records.plane(to, offset, kind.tensor_scale_bytes()), None)?;
+            }
+        }
     }
-    kind.check_rule(OP)?;
-    let (codes, scales) = records.blocks()?;
-    let tensor_scale = records.tensor_scale()?;
-    Ok(Operand::Block(kind.block_rows(rows, codes, scales, tensor_scale)))
+    Ok(out)
 }
 
 /// Messages, back to back.
@@ -94,12 +91,10 @@ struct Records<'a> {
 }
 
 impl Records<'_> {
-    /// A new buffer of `bytes` a row, and the plane that fills it from `offset` of each record.
-    fn plane<T: Plain>(&self, offset: usize, bytes: usize) -> Result<(Buffer<T>, Plane)> {
-        let to = self.cuda.device().alloc::<T>(self.rows * bytes / size_of::<T>())?;
+    /// The plane that fills rows of `bytes` from `offset` of each record on.
+    fn plane<T: Plain>(&self, to: &Buf<T>, offset: usize, bytes: usize) -> Plane {
         let from = Span::of(self.bytes, self.kind.row_bytes()).skipping(offset);
-        let plane = Plane { from, to: Span::of(&to, bytes), bytes, pad: 0 };
-        Ok((to, plane))
+        Plane { from, to: Span::of(to.get(), bytes), bytes, pad: 0 }
     }
 
     fn copy(&self, codes: Plane, scales: Option<Plane>) -> Result<()> {
@@ -107,30 +102,5 @@ impl Records<'_> {
         let copy = CopyRows { op: "unpack_rows", codes, scales, order: Order::Same, rows, rows_in };
         // SAFETY: the planes write new buffers, which the caller keeps, and read the borrowed messages, on this device (`BufferCheck`).
         unsafe { copy.run(self.cuda.device()) }
-    }
-
-    fn plain<T: Plain>(&self) -> Result<Buf<T>> {
-        let (to, plane) = self.plane(0, self.kind.code_bytes())?;
-        self.copy(plane, None)?;
-        Ok(Buf::new(to))
-    }
-
-    /// The tensor's scale of each record, for formats that have one.
-    fn tensor_scale(&self) -> Result<Option<Buf<f32>>> {
-        let (offset, bytes) =
-            (self.kind.code_bytes() + self.kind.scale_bytes(), self.kind.tensor_scale_bytes());
-        if bytes == 0 {
-            return Ok(None);
-        }
-        let (to, plane) = self.plane(offset, bytes)?;
-        self.copy(plane, None)?;
-        Ok(Some(Buf::new(to)))
-    }
-
-    fn blocks(&self) -> Result<(Buf<u8>, Buf<u8>)> {
-        let (codes, of_codes) = self.plane(0, self.kind.code_bytes())?;
-        let (scales, of_scales) = self.plane(self.kind.code_bytes(), self.kind.scale_bytes())?;
-        self.copy(of_codes, Some(of_scales))?;
-        Ok((Buf::new(codes), Buf::new(scales)))
     }
 }

@@ -1,12 +1,12 @@
 //! `init_normal` on a GPU (`csrc/kernels/step/init_normal.cuh`).
 
 use crate::Cuda;
-use crate::backend::Buf;
 use crate::compile::jit::KernelSpec;
 use crate::launch::{Launch, StreamArg};
 use crate::ops::Instance;
+use crate::ops::planes::plain_arg;
 use nibble_core::ops::InitNormal;
-use nibble_core::{Data, Result, Tensor};
+use nibble_core::{Result, Tensor};
 
 const THREADS: u32 = 256;
 
@@ -14,16 +14,15 @@ const THREADS: u32 = 256;
 pub(crate) fn init_normal(cuda: &Cuda, op: InitNormal) -> Result<Tensor<Cuda>> {
     op.check()?;
     let len = op.rows * op.cols;
-    let device = cuda.device();
-    let out = device.alloc::<f32>(len)?;
+    let (device, out) = (cuda.device(), op.result(cuda)?);
     if len > 0 {
         let launch = launch(op.first, len as u64, device.info().num_sms);
         let kernel = device.kernel(&spec())?;
         let (stream, len) = (StreamArg::new(&op.stream), len as u64);
         // SAFETY: the kernel writes the `len` values of `out`.
-        unsafe { kernel.launch(launch, &[&out, &stream, &op.first, &len, &op.std]) }?;
+        unsafe { kernel.launch(launch, &[plain_arg(&out).0, &stream, &op.first, &len, &op.std]) }?;
     }
-    Tensor::new(Data::F32(Buf::new(out)), op.rows, op.cols)
+    Ok(out)
 }
 
 /// A thread for every four elements, which share a block of random bits; but no more CTAs than run at once.

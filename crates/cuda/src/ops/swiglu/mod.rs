@@ -1,6 +1,6 @@
 //! `swiglu` on a GPU: one kernel from BF16 to E4M3 rows or BF16 (`csrc/kernels/swiglu/swiglu.cuh`), one to rows and columns
 //! (`csrc/kernels/swiglu/swiglu_cols.cuh`); every other form by way of a plain matrix in F32 (`csrc/kernels/swiglu/swiglu_plain.cuh`), which
-//! [`Quantize`] takes.
+//! [`Quantize`](nibble_core::ops::Quantize) takes.
 
 pub(crate) mod swiglu_backward;
 
@@ -13,14 +13,11 @@ use crate::launch::tensor_map::{Element, Swizzle, TensorMap, Tiles, TurnedTiles}
 use crate::launch::{Divider, KernelArg, Launch};
 use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;
-use crate::ops::planes::{
-    column_stride, plain_arg, plane_args, planes_or_nulls, rule_arg, unwritten, unwritten_columns,
-    unwritten_plain,
-};
+use crate::ops::planes::{column_stride, plain_arg, plane_args, planes_or_nulls, rule_arg};
 use crate::{Buffer, Device};
-use nibble_choice::swiglu::{FUSED_RULES, SwigluPath, TILE, check_size};
-use nibble_core::formats::{BlockAxis, Codec, ScaleRule};
-use nibble_core::ops::{Emit, Emitted, Planes, Quantize, Swiglu, SwigluOut};
+use nibble_choice::swiglu::{self as sequence, FUSED_RULES, SwigluPath, TILE, check_size};
+use nibble_core::formats::{Codec, ScaleRule};
+use nibble_core::ops::{Emitted, Swiglu, SwigluOut};
 use nibble_core::{BlockScaled, DType, Data, Error, Groups, Operand, Result, Tensor};
 
 const OP: &str = "swiglu";
@@ -32,17 +29,41 @@ pub(crate) fn swiglu(cuda: &Cuda, op: Swiglu<'_, Cuda>) -> Result<SwigluOut<Cuda
     buffers.tensor("h", op.h)?;
     buffers.weight(op.weight, op.h.rows)?;
     buffers.groups(op.groups)?;
+    sequence::swiglu(cuda, &op)
+}
+
+/// Launches the kernel of the path.
+pub(crate) fn launch_swiglu(
+    cuda: &Cuda,
+    op: &Swiglu<'_, Cuda>,
+    path: &SwigluPath,
+    out: &SwigluOut<Cuda>,
+) -> Result<()> {
     let num_sms = cuda.device().info().num_sms;
-    match SwigluPath::of(&op) {
-        SwigluPath::Rows { codec, save_h } => RowsLaunch::new(&op, (codec, save_h), num_sms).run(cuda, &op),
+    match *path {
+        SwigluPath::Rows { codec, save_h } => {
+            RowsLaunch::new(op, (codec, save_h), num_sms).run(cuda.device(), op, out)
+        }
         SwigluPath::RowsCols { codec, capacity } => {
-            RowsColsLaunch::new(&op, (codec, capacity), num_sms).run(cuda, &op)
+            RowsColsLaunch::new(op, (codec, capacity), num_sms).run(cuda.device(), op, &out.a)
         }
-        SwigluPath::Plain(dtype) => {
-            let a = emit(cuda, plain(cuda.device(), &op, dtype)?, op.a, op.groups)?;
-            Ok(SwigluOut { a, h: saved_h(cuda, &op)? })
-        }
+        SwigluPath::Plain(_) => plain(cuda.device(), op, rows_of(OP, &out.a)?.plain(OP)?),
     }
+}
+
+/// The plane of rows, or the plain result.
+pub(super) fn rows_of<'a>(op: &'static str, made: &'a Emitted<Cuda>) -> Result<&'a Operand<Cuda>> {
+    made.rows.as_ref().ok_or_else(|| Error::shape(op, "rows", "not made", "a row plane"))
+}
+
+/// The plane of columns.
+pub(super) fn cols_of<'a>(op: &'static str, made: &'a Emitted<Cuda>) -> Result<&'a BlockScaled<Cuda>> {
+    made.cols.as_ref().ok_or_else(|| Error::shape(op, "cols", "not made", "a column plane"))?.block(op)
+}
+
+/// What is counted, null where nothing is.
+pub(super) fn counts_of(made: &Emitted<Cuda>) -> Option<&Buffer<u64>> {
+    made.counts.as_ref().map(|counts| counts.0.get())
 }
 
 /// The instances built for it.
@@ -61,30 +82,6 @@ pub(super) fn row_ids(groups: Option<&Groups<Cuda>>) -> Option<&Buffer<i32>> {
     groups.map(|groups| groups.row_id.get())
 }
 
-/// In the form asked for, from a plain matrix.
-pub(super) fn emit(
-    cuda: &Cuda,
-    x: Tensor<Cuda>,
-    emit: Emit,
-    groups: Option<&Groups<Cuda>>,
-) -> Result<Emitted<Cuda>> {
-    match emit {
-        Emit::Plain(_) => {
-            Ok(Emitted { rows: Some(Operand::Plain(x)), cols: None, counts: None, found: None })
-        }
-        Emit::Block { codec, planes } => Quantize { groups, ..Quantize::new(&x, codec, planes) }.run(cuda),
-    }
-}
-
-/// h as the backward pass will want it.
-fn saved_h(cuda: &Cuda, op: &Swiglu<'_, Cuda>) -> Result<Option<BlockScaled<Cuda>>> {
-    let save = |codec| {
-        let saved = Quantize { groups: op.groups, ..Quantize::new(op.h, codec, Planes::Rows) }.run(cuda)?;
-        Ok(saved.take_rows(OP)?.block(OP)?.clone())
-    };
-    op.save_h.map(save).transpose()
-}
-
 const PLAIN_THREADS: usize = 256;
 
 fn plain_spec() -> KernelSpec {
@@ -92,17 +89,16 @@ fn plain_spec() -> KernelSpec {
 }
 
 /// `a` as a plain matrix.
-fn plain(device: &Device, op: &Swiglu<'_, Cuda>, dtype: DType) -> Result<Tensor<Cuda>> {
+fn plain(device: &Device, op: &Swiglu<'_, Cuda>, a: &Tensor<Cuda>) -> Result<()> {
     let (rows, f) = (op.h.rows, op.h.cols / 2);
-    let a = unwritten_plain(device, dtype, rows, f)?;
     if rows == 0 || f == 0 {
-        return Ok(a);
+        return Ok(());
     }
     check_size(OP, rows, f)?;
     let chunks = f.div_ceil(8);
     let ctas = (rows * chunks).div_ceil(PLAIN_THREADS) as u32;
     let launch = Launch { ctas, threads: PLAIN_THREADS as u32, cluster: 1, shared_bytes: 0 };
-    let ((h, h_bf16), (out, out_bf16)) = (plain_arg(op.h), plain_arg(&a));
+    let ((h, h_bf16), (out, out_bf16)) = (plain_arg(op.h), plain_arg(a));
     let (weight, row_id) = (op.weight.map(Buf::get), row_ids(op.groups));
     let (by_chunks, chunks) = (Divider::by(chunks as u32), chunks as u32);
     let kernel = device.kernel(&plain_spec())?;
@@ -113,8 +109,7 @@ fn plain(device: &Device, op: &Swiglu<'_, Cuda>, dtype: DType) -> Result<Tensor<
             launch,
             &[h, &h_bf16, &weight, out, &out_bf16, &row_id, &(rows as i32), &(f as i32), &by_chunks, &chunks],
         )
-    }?;
-    Ok(a)
+    }
 }
 
 /// Threads of a cta of `swiglu_rows`, one a multiprocessor.
@@ -154,38 +149,16 @@ impl RowsLaunch {
         Self { codec, save_h, ctas, segments: segments as u32 }
     }
 
-    fn run(self, cuda: &Cuda, op: &Swiglu<'_, Cuda>) -> Result<SwigluOut<Cuda>> {
-        let (device, rows, f) = (cuda.device(), op.h.rows, op.h.cols / 2);
-        let new_rows = |codec: Codec, cols| {
-            unwritten(device, (codec.format(), codec.rule()), BlockAxis::Row, (rows, cols, 1))
+    fn run(self, device: &Device, op: &Swiglu<'_, Cuda>, out: &SwigluOut<Cuda>) -> Result<()> {
+        let no_scales = None::<&Buffer<u8>>;
+        let [a, a_scales] = match rows_of(OP, &out.a)? {
+            Operand::Plain(a) => [plain_arg(a).0, &no_scales],
+            Operand::Block(a) => plane_args(a),
         };
-        let saved = self.save_h.map(|codec| new_rows(codec, 2 * f)).transpose()?;
-        let Some(codec) = self.codec else {
-            let a = unwritten_plain(device, DType::Bf16, rows, f)?;
-            let no_scales = None::<&Buffer<u8>>;
-            self.launch(device, op, [plain_arg(&a).0, &no_scales], saved.as_ref(), None)?;
-            return Ok(SwigluOut {
-                a: Emitted { rows: Some(Operand::Plain(a)), cols: None, counts: None, found: None },
-                h: saved,
-            });
-        };
-        let (a, counts) = (new_rows(codec, f)?, crate::ops::counts(cuda)?);
-        self.launch(device, op, plane_args(&a), saved.as_ref(), Some(counts.0.get()))?;
-        let a = Emitted { rows: Some(Operand::Block(a)), cols: None, counts: Some(counts), found: None };
-        Ok(SwigluOut { a, h: saved })
-    }
-
-    fn launch(
-        self,
-        device: &Device,
-        op: &Swiglu<'_, Cuda>,
-        [a, a_scales]: [&dyn KernelArg; 2],
-        saved: Option<&BlockScaled<Cuda>>,
-        counts: Option<&Buffer<u64>>,
-    ) -> Result<()> {
+        let counts = counts_of(&out.a);
         let (weight, row_id) = (op.weight.map(Buf::get), row_ids(op.groups));
         let (h, _) = plain_arg(op.h);
-        let [h_codes, h_scales] = planes_or_nulls(saved);
+        let [h_codes, h_scales] = planes_or_nulls(out.h.as_ref());
         let (rows, f) = (op.h.rows as i32, (op.h.cols / 2) as i32);
         let by_segments = Divider::by(self.segments);
         let launch = Launch { ctas: self.ctas, threads: ROWS_THREADS, cluster: 1, shared_bytes: 0 };
@@ -269,15 +242,13 @@ impl RowsColsLaunch {
         Self { codec, ctas: tiles.min(ROWS_COLS_PER_SM * num_sms as usize) as u32, capacity }
     }
 
-    fn run(self, cuda: &Cuda, op: &Swiglu<'_, Cuda>) -> Result<SwigluOut<Cuda>> {
-        let (device, rows, f) = (cuda.device(), op.h.rows, op.h.cols / 2);
-        let stored = (self.codec.format(), self.codec.rule());
-        let row_plane = unwritten(device, stored, BlockAxis::Row, (rows, f, 1))?;
-        let col_plane = unwritten_columns(device, stored, (self.capacity, f))?;
-        let counts = crate::ops::counts(cuda)?;
-        let ([row_codes, row_scales], [_, col_scales]) = (plane_args(&row_plane), plane_args(&col_plane));
+    fn run(self, device: &Device, op: &Swiglu<'_, Cuda>, a: &Emitted<Cuda>) -> Result<()> {
+        let (rows, f) = (op.h.rows, op.h.cols / 2);
+        let (row_plane, col_plane) = (rows_of(OP, a)?.block(OP)?, cols_of(OP, a)?);
+        let ([row_codes, row_scales], [_, col_scales]) = (plane_args(row_plane), plane_args(col_plane));
+        let counts = counts_of(a);
         let (weight, row_id) = (op.weight.map(Buf::get), row_ids(op.groups));
-        let [h, cols] = [bf16_tiles(OP, op.h)?, turned_tiles(&col_plane)?];
+        let [h, cols] = [bf16_tiles(OP, op.h)?, turned_tiles(col_plane)?];
         let launch = Launch {
             ctas: self.ctas,
             threads: ROWS_COLS_THREADS,
@@ -292,7 +263,7 @@ impl RowsColsLaunch {
             row_scales,
             &cols,
             col_scales,
-            counts.0.get(),
+            &counts,
             &row_id,
             &(rows as i32),
             &(f as i32),
@@ -302,10 +273,7 @@ impl RowsColsLaunch {
         ];
         // SAFETY: the map is that of h, which `BufferCheck` held to `[rows, 2f]`, BF16 with f a multiple of 8, as it held weights and groups to
         // `rows`; the planes were made for these sizes and rules and are not yet shared.
-        unsafe { kernel.launch(launch, &args) }?;
-        let [rows, cols] = [row_plane, col_plane].map(|plane| Some(Operand::Block(plane)));
-        let a = Emitted { rows, cols, counts: Some(counts), found: None };
-        Ok(SwigluOut { a, h: saved_h(cuda, op)? })
+        unsafe { kernel.launch(launch, &args) }
     }
 }
 

@@ -2,7 +2,7 @@
 //! (`csrc/kernels/swiglu/swiglu_backward.cuh`); every other form by way of plain matrices in F32
 //! (`csrc/kernels/swiglu/swiglu_backward_plain.cuh`), which [`Quantize`](nibble_core::ops::Quantize) takes.
 
-use super::{BOX_ROWS, SIGMOIDS, bf16_tiles, emit, row_ids, turned_tiles};
+use super::{BOX_ROWS, SIGMOIDS, bf16_tiles, cols_of, counts_of, row_ids, rows_of, turned_tiles};
 use crate::Cuda;
 use crate::backend::Buf;
 use crate::compile::jit::{KernelSpec, TemplateArg};
@@ -10,12 +10,12 @@ use crate::launch::tensor_map::{Element, Swizzle, TensorMap, Tiles};
 use crate::launch::{Divider, KernelArg, Launch};
 use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;
-use crate::ops::planes::{plain_arg, plane_args, rule_arg, unwritten, unwritten_columns, unwritten_plain};
+use crate::ops::planes::{plain_arg, plane_args, rule_arg};
 use crate::{Buffer, Device};
-use nibble_choice::swiglu::{FUSED_RULES, HSource, SwigluBackwardPath, TILE, check_size};
+use nibble_choice::swiglu::{self as sequence, FUSED_RULES, HSource, SwigluBackwardPath, TILE, check_size};
 use nibble_core::formats::{BlockAxis, Codec, ScaleRule};
-use nibble_core::ops::{Dequantize, Emitted, SwigluBackward, SwigluGrads};
-use nibble_core::{BlockScaled, DType, Error, Operand, Result};
+use nibble_core::ops::{Emitted, SwigluBackward, SwigluGrads};
+use nibble_core::{BlockScaled, DType, Error, Operand, Result, Tensor};
 
 const OP: &str = "swiglu_backward";
 
@@ -32,13 +32,25 @@ pub(crate) fn swiglu_backward(cuda: &Cuda, op: SwigluBackward<'_, Cuda>) -> Resu
     {
         return Err(Error::shape(OP, "h.axis", h.axis, "row"));
     }
-    match SwigluBackwardPath::of(&op) {
-        SwigluBackwardPath::Fused { source, codec, capacity, parts } => {
-            let fused = Fused::new(&op, source, (codec, capacity, parts), cuda.device().info().num_sms);
-            let made = fused.run(cuda, &op)?;
-            Ok(SwigluGrads { a: made.a.filter(|_| op.a.is_some()), ..made })
+    sequence::swiglu_backward(cuda, &op)
+}
+
+/// Launches the kernels of the path.
+pub(crate) fn launch_swiglu_backward(
+    cuda: &Cuda,
+    op: &SwigluBackward<'_, Cuda>,
+    path: &SwigluBackwardPath,
+    (h, parts): (&Operand<Cuda>, Option<&Buffer<f32>>),
+    out: &SwigluGrads<Cuda>,
+) -> Result<()> {
+    let a = out.a.as_ref().ok_or_else(|| Error::shape(OP, "a", "not made", "the kernels always write it"))?;
+    match (*path, parts) {
+        (SwigluBackwardPath::Fused { source, codec, capacity, .. }, Some(parts)) => {
+            let fused = Fused::new(op, source, (codec, capacity), cuda.device().info().num_sms);
+            fused.run(cuda.device(), op, parts, (&out.dh, a))?;
+            add_partial_sums(cuda.device(), parts, out.dweight.get(), op.da.cols / TILE)
         }
-        SwigluBackwardPath::Plain { dh, a, .. } => by_way_of_plain(cuda, &op, (dh, a)),
+        _ => plain(cuda.device(), op, h.plain(OP)?, (&out.dh, a, out.dweight.get())),
     }
 }
 
@@ -99,29 +111,29 @@ struct Fused {
     ctas: u32,
     /// Rows of the column planes.
     capacity: usize,
-    /// Parts of the gate weights' gradients.
-    parts: usize,
 }
 
 impl Fused {
     fn new(
         op: &SwigluBackward<'_, Cuda>,
         source: HSource,
-        (codec, capacity, parts): (Codec, usize, usize),
+        (codec, capacity): (Codec, usize),
         num_sms: u32,
     ) -> Self {
         let tiles = op.da.cols / TILE * (capacity / TILE);
-        Self { source, codec, ctas: tiles.min(num_sms as usize) as u32, capacity, parts }
+        Self { source, codec, ctas: tiles.min(num_sms as usize) as u32, capacity }
     }
 
-    fn run(self, cuda: &Cuda, op: &SwigluBackward<'_, Cuda>) -> Result<SwigluGrads<Cuda>> {
-        let (device, rows, f) = (cuda.device(), op.da.rows, op.da.cols);
-        let stored = (self.codec.format(), self.codec.rule());
-        let dh_rows = unwritten(device, stored, BlockAxis::Row, (rows, 2 * f, 1))?;
-        let dh_cols = unwritten_columns(device, stored, (self.capacity, 2 * f))?;
-        let a = unwritten_columns(device, stored, (self.capacity, f))?;
-        let parts = device.alloc::<f32>(self.parts)?;
-        let (dh_counts, a_counts) = (crate::ops::counts(cuda)?, crate::ops::counts(cuda)?);
+    fn run(
+        self,
+        device: &Device,
+        op: &SwigluBackward<'_, Cuda>,
+        parts: &Buffer<f32>,
+        (dh, a): (&Emitted<Cuda>, &Emitted<Cuda>),
+    ) -> Result<()> {
+        let (rows, f) = (op.da.rows, op.da.cols);
+        let (dh_rows, dh_cols, a_cols) = (rows_of(OP, dh)?.block(OP)?, cols_of(OP, dh)?, cols_of(OP, a)?);
+        let (dh_counts, a_counts) = (counts_of(dh), counts_of(a));
         let (weight, row_id) = (op.weight.map(Buf::get), row_ids(op.groups));
         let no_scales = None::<&Buffer<u8>>;
         let (h, h_scales): (TensorMap, &dyn KernelArg) = match op.h {
@@ -129,7 +141,7 @@ impl Fused {
             Operand::Block(h) => (code_tiles(h)?, h.e8m0_scales(OP)?.get()),
         };
         let da = bf16_tiles(OP, op.da)?;
-        let [dh_col_tiles, a_tiles] = [turned_tiles(&dh_cols)?, turned_tiles(&a)?];
+        let [dh_col_tiles, a_tiles] = [turned_tiles(dh_cols)?, turned_tiles(a_cols)?];
         let launch = Launch {
             ctas: self.ctas,
             threads: FUSED_THREADS,
@@ -137,8 +149,8 @@ impl Fused {
             shared_bytes: fused_shared_bytes(self.source),
         };
         let kernel = device.kernel(&fused_spec(self.source, self.codec.rule()))?;
-        let ([row_codes, row_scales], [_, col_scales]) = (plane_args(&dh_rows), plane_args(&dh_cols));
-        let [_, a_scales] = plane_args(&a);
+        let ([row_codes, row_scales], [_, col_scales]) = (plane_args(dh_rows), plane_args(dh_cols));
+        let [_, a_scales] = plane_args(a_cols);
         let args: [&dyn KernelArg; 18] = [
             &h,
             h_scales,
@@ -150,9 +162,9 @@ impl Fused {
             col_scales,
             &a_tiles,
             a_scales,
-            &parts,
-            dh_counts.0.get(),
-            a_counts.0.get(),
+            parts,
+            &dh_counts,
+            &a_counts,
             &row_id,
             &(rows as i32),
             &(f as i32),
@@ -161,14 +173,7 @@ impl Fused {
         ];
         // SAFETY: `BufferCheck` held h to `[rows, 2f]`, da to `[rows, f]`, and weights and groups to `rows`; the path their types and that
         // f is whole tiles. The planes were made for these sizes and rules and are not yet shared.
-        unsafe { kernel.launch(launch, &args) }?;
-        let emitted = |rows, cols, counts| Emitted { rows, cols, counts: Some(counts), found: None };
-        let [dh_rows, dh_cols, a] = [dh_rows, dh_cols, a].map(|plane| Some(Operand::Block(plane)));
-        Ok(SwigluGrads {
-            dh: emitted(dh_rows, dh_cols, dh_counts),
-            a: Some(emitted(None, a, a_counts)),
-            dweight: Buf::new(add_partial_sums(device, &parts, rows, f / TILE)?),
-        })
+        unsafe { kernel.launch(launch, &args) }
     }
 }
 
@@ -194,16 +199,15 @@ const PARTS_THREADS: usize = 256;
 fn add_partial_sums(
     device: &Device,
     parts: &Buffer<f32>,
-    rows: usize,
+    dweight: &Buffer<f32>,
     num_parts: usize,
-) -> Result<Buffer<f32>> {
-    let dweight = device.alloc::<f32>(rows)?;
+) -> Result<()> {
+    let rows = dweight.len();
     let ctas = rows.div_ceil(PARTS_THREADS) as u32;
     let launch = Launch { ctas, threads: PARTS_THREADS as u32, cluster: 1, shared_bytes: 0 };
     let kernel = device.kernel(&parts_spec())?;
     // SAFETY: the parts are `num_parts · rows`, the sums `rows`.
-    unsafe { kernel.launch(launch, &[parts, &dweight, &(rows as i32), &(num_parts as i32)]) }?;
-    Ok(dweight)
+    unsafe { kernel.launch(launch, &[parts, dweight, &(rows as i32), &(num_parts as i32)]) }
 }
 
 const PLAIN_THREADS: usize = 256;
@@ -225,48 +229,35 @@ const fn plain_shared_bytes(bf16: bool) -> usize {
     if bf16 { SIGMOIDS } else { 0 }
 }
 
-/// Any form: plain h, plain dh and `a`, then what is to be quantized.
-fn by_way_of_plain(
-    cuda: &Cuda,
+/// Any form: plain h, plain dh and `a`.
+fn plain(
+    device: &Device,
     op: &SwigluBackward<'_, Cuda>,
-    (of_dh, of_a): (DType, DType),
-) -> Result<SwigluGrads<Cuda>> {
-    let (device, rows, f) = (cuda.device(), op.da.rows, op.da.cols);
-    let decoded;
-    let h = match op.h {
-        Operand::Plain(h) => h,
-        Operand::Block(h) => {
-            decoded = Dequantize { x: h, dtype: DType::F32 }.run(cuda)?;
-            &decoded
-        }
-    };
-    let dh = unwritten_plain(device, of_dh, rows, 2 * f)?;
-    let a = unwritten_plain(device, of_a, rows, f)?;
-    let dweight = device.alloc::<f32>(rows)?;
+    h: &Tensor<Cuda>,
+    (dh, a, dweight): (&Emitted<Cuda>, &Emitted<Cuda>, &Buffer<f32>),
+) -> Result<()> {
+    let (rows, f) = (op.da.rows, op.da.cols);
+    let (dh, a) = (rows_of(OP, dh)?.plain(OP)?, rows_of(OP, a)?.plain(OP)?);
     if rows > 0 {
         check_size(OP, rows, f)?;
-        let bf16 = f.is_multiple_of(8) && [h, op.da, &dh, &a].iter().all(|x| x.dtype() == DType::Bf16);
+        let bf16 = f.is_multiple_of(8) && [h, op.da, dh, a].iter().all(|x| x.dtype() == DType::Bf16);
         let most = if bf16 { PLAIN_PER_SM * device.info().num_sms as usize } else { usize::MAX };
         let ctas = rows.div_ceil(PLAIN_THREADS / 32).min(most) as u32;
         let threads = PLAIN_THREADS as u32;
         let launch = Launch { ctas, threads, cluster: 1, shared_bytes: plain_shared_bytes(bf16) };
         let ((h, h_bf16), (da, da_bf16)) = (plain_arg(h), plain_arg(op.da));
-        let ((dh, dh_bf16), (a, a_bf16)) = (plain_arg(&dh), plain_arg(&a));
+        let ((dh, dh_bf16), (a, a_bf16)) = (plain_arg(dh), plain_arg(a));
         let (weight, row_id) = (op.weight.map(Buf::get), row_ids(op.groups));
         let (rows, f) = (rows as i32, f as i32);
         let args: [&dyn KernelArg; 13] =
-            [h, &h_bf16, da, &da_bf16, &weight, dh, &dh_bf16, a, &a_bf16, &dweight, &row_id, &rows, &f];
+            [h, &h_bf16, da, &da_bf16, &weight, dh, &dh_bf16, a, &a_bf16, dweight, &row_id, &rows, &f];
         let kernel = device.kernel(&plain_spec(bf16))?;
         // SAFETY: `BufferCheck` held h, unless it has just been decoded, to `[rows, 2f]`, da to `[rows, f]`, and weights and groups to `rows`;
         // the flags say the types, and the instance is for them and f.
         // What is written was made for these sizes and is not yet shared.
         unsafe { kernel.launch(launch, &args) }?;
     }
-    Ok(SwigluGrads {
-        dh: emit(cuda, dh, op.dh, op.groups)?,
-        a: op.a.map(|to| emit(cuda, a, to, op.groups)).transpose()?,
-        dweight: Buf::new(dweight),
-    })
+    Ok(())
 }
 
 #[cfg(test)]

@@ -1,16 +1,15 @@
 //! `cross_entropy` on a GPU (`csrc/kernels/vocabulary/cross_entropy.cuh`): a cluster for each row, then a CTA for each
 //! shard.
 
-use crate::backend::Buf;
 use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::Launch;
 use crate::ops::buffer_check::BufferCheck;
-use crate::ops::products::gemm::Output;
+use crate::ops::planes::{plain_address, plain_arg};
 use crate::ops::{Instance, SharedSize};
-use crate::{Buffer, Cuda, Device};
+use crate::{Buffer, Cuda};
 use nibble_choice::vocabulary::chunks_of_losses;
 use nibble_core::ops::{CrossEntropy, CrossEntropyOut};
-use nibble_core::{Error, Result};
+use nibble_core::{Error, Result, Tensor};
 
 const SOURCE: &str = "kernels/vocabulary/cross_entropy.cuh";
 /// Lanes of a row's sum.
@@ -30,22 +29,11 @@ pub(crate) fn cross_entropy(cuda: &Cuda, op: CrossEntropy<'_, Cuda>) -> Result<C
     buffers.tensor("logits", op.logits)?;
     let (rows, vocab) = op.logits.shape();
     let targets = buffers.values("targets", op.targets, rows)?;
-    let device = cuda.device();
-    let loss = device.alloc::<f32>(rows)?;
-    let bad_ids = device.counters(1)?;
-    let dlogits = op.grad.map(|dtype| Output::new(cuda, dtype, rows * vocab, false)).transpose()?;
-    let logits = op.logits.f32(OP, "logits")?.get();
-    TargetRows { op: OP, vocab, targets, scale: op.scale, bad_ids: &bad_ids }.run(
-        logits,
-        &loss,
-        dlogits.as_ref(),
-    )?;
-    Ok(CrossEntropyOut {
-        shard_nats: Buf::new(shard_nats(device, &loss, op.shards)?),
-        loss: Buf::new(loss),
-        bad_ids: Buf::new(bad_ids),
-        dlogits: dlogits.map(|dlogits| dlogits.into_tensor(rows, vocab)).transpose()?,
-    })
+    let out = op.result(cuda)?;
+    let rows = TargetRows { op: OP, vocab, targets, scale: op.scale, bad_ids: out.bad_ids.get() };
+    rows.run(op.logits.f32(OP, "logits")?.get(), out.loss.get(), out.dlogits.as_ref())?;
+    sum_losses(out.loss.get(), out.shard_nats.get())?;
+    Ok(out)
 }
 
 /// How a row is divided, by the vocabulary.
@@ -114,13 +102,17 @@ pub(crate) struct TargetRows<'a> {
 
 impl TargetRows<'_> {
     /// Writes the loss of each row, and the gradient of its logits where there is a place for it.
-    pub fn run(&self, logits: &Buffer<f32>, loss: &Buffer<f32>, dlogits: Option<&Output>) -> Result<()> {
+    pub fn run(
+        &self,
+        logits: &Buffer<f32>,
+        loss: &Buffer<f32>,
+        dlogits: Option<&Tensor<Cuda>>,
+    ) -> Result<()> {
         let Self { op, vocab, targets, scale, bad_ids } = *self;
         let rows = targets.len();
         let (len, is_bf16, address) = match dlogits {
             None => (logits.len(), 0, 0u64),
-            Some(Output::F32(values)) => (values.len(), 0, values.address()),
-            Some(Output::Bf16(values)) => (values.len(), 1, values.address()),
+            Some(x) => (x.rows * x.cols, plain_arg(x).1, plain_address(x)),
         };
         if (logits.len(), loss.len(), len, bad_ids.len()) != (rows * vocab, rows, rows * vocab, 1) {
             let got = format!("{}, {}, {len}, {} values", logits.len(), loss.len(), bad_ids.len());
@@ -143,22 +135,21 @@ impl TargetRows<'_> {
     }
 }
 
-/// The losses of each shard, summed in F64. `shards` divides their number.
-pub(crate) fn shard_nats(device: &Device, loss: &Buffer<f32>, shards: usize) -> Result<Buffer<f64>> {
-    let each = loss.len() / shards.max(1);
-    let chunks = chunks_of_losses::<Cuda>(loss.len(), shards);
-    let nats = device.alloc::<f64>(shards)?;
+/// The losses of each shard, summed in F64. The number of shards divides theirs.
+pub(crate) fn sum_losses(loss: &Buffer<f32>, nats: &Buffer<f64>) -> Result<()> {
+    let (device, shards) = (loss.device(), nats.len());
     if shards == 0 {
-        return Ok(nats);
+        return Ok(());
     }
+    let each = loss.len() / shards;
+    let chunks = chunks_of_losses::<Cuda>(loss.len(), shards);
     let sums = device.alloc::<f64>(shards * chunks)?;
     let ctas = i32::try_from(shards)
         .map_err(|_| Error::shape("cross_entropy", "shards", shards, "below 2^31"))? as u32;
     let launch = Launch { ctas, threads: NATS_THREADS, cluster: 1, shared_bytes: 0 };
     let kernel = device.kernel(&nats_spec())?;
     // SAFETY: a CTA sums `each` of the shards · each losses in `chunks` of the sums, and writes one of the nats.
-    unsafe { kernel.launch(launch, &[loss, &sums, &nats, &(each as u64), &(chunks as u64)]) }?;
-    Ok(nats)
+    unsafe { kernel.launch(launch, &[loss, &sums, nats, &(each as u64), &(chunks as u64)]) }
 }
 
 fn nats_spec() -> KernelSpec {

@@ -1,5 +1,5 @@
 //! `embed`, `embed_backward` on a GPU (`csrc/kernels/vocabulary/embed.cuh`). The backward pass sorts the tokens by
-//! shard and id, with a [`PlanPermute`] for each digit; sums chunks of tokens with the same id; and adds the sums of
+//! shard and id, with a [`PlanPermute`](nibble_core::ops::PlanPermute) for each digit; sums chunks of tokens with the same id; and adds the sums of
 //! ids that have several chunks.
 
 use crate::backend::Buf;
@@ -8,12 +8,11 @@ use crate::launch::{Divider, Launch, plain_args};
 use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;
 use crate::ops::plain::row_tree;
-use crate::ops::planes::type_name;
-use crate::ops::routing::plan_permute::plan_permute;
+use crate::ops::planes::{plain_arg, type_name};
 use crate::{Buffer, Cuda, Device};
-use nibble_choice::vocabulary::{Digit, EmbedTasks, TASK_WORDS, digits};
-use nibble_core::ops::{Embed, EmbedBackward, EmbedOut, PlanPermute};
-use nibble_core::{DType, Data, Error, Plain, Result, Tensor};
+use nibble_choice::vocabulary::{Digit, EmbedTasks, TASK_WORDS, sorted_tokens};
+use nibble_core::ops::{Embed, EmbedBackward, EmbedOut};
+use nibble_core::{DType, Data, Error, Plain, Result};
 
 const THREADS: usize = 256;
 /// Units (of a row's numbers) that a CTA looks up.
@@ -50,25 +49,20 @@ pub(crate) fn embed(cuda: &Cuda, op: Embed<'_, Cuda>) -> Result<EmbedOut<Cuda>> 
     buffers.tensor("table", op.table)?;
     let ids = buffers.buffer("ids", op.ids)?;
     let (device, table) = (cuda.device(), op.table.f32(OP, "table")?.get());
-    let bad_ids = device.counters(1)?;
-    let data = match op.dtype {
-        DType::F32 => Data::F32(look_up(device, &op, table, ids, &bad_ids)?),
-        DType::Bf16 => Data::Bf16(look_up(device, &op, table, ids, &bad_ids)?),
-    };
-    Ok(EmbedOut { x: Tensor::new(data, ids.len(), op.table.cols)?, bad_ids: Buf::new(bad_ids) })
+    let out = op.result(cuda)?;
+    look_up(device, &op, (table, ids), &out)?;
+    Ok(out)
 }
 
-fn look_up<T: Plain>(
+fn look_up(
     device: &Device,
     op: &Embed<'_, Cuda>,
-    table: &Buffer<f32>,
-    ids: &Buffer<i32>,
-    bad_ids: &Buffer<u64>,
-) -> Result<Buf<T>> {
+    (table, ids): (&Buffer<f32>, &Buffer<i32>),
+    out: &EmbedOut<Cuda>,
+) -> Result<()> {
     let (vocab, d) = op.table.shape();
-    let x = device.alloc::<T>(ids.len() * d)?;
     if ids.is_empty() {
-        return Ok(Buf::new(x));
+        return Ok(());
     }
     let count = row_tree::count_of(d);
     // The id of a row without columns is checked all the same.
@@ -81,14 +75,14 @@ fn look_up<T: Plain>(
     let [tasks_arg, units, vocab, d] = [tasks, units, vocab, d].map(|n| n as u32);
     let by_units = Divider::by(units);
     let kernel = device.kernel(&spec("nib::embed", Some(op.dtype), count))?;
+    let (x, bad_ids) = (plain_arg(&out.x).0, out.bad_ids.get());
     // SAFETY: `BufferCheck` held the table to `[vocab, d]`, with which ids are compared; x has a row for each id.
     unsafe {
         kernel.launch(
             launch(tasks.div_ceil(UNITS_PER_CTA)),
-            &[table, ids, &x, bad_ids, &tasks_arg, &units, &by_units, &vocab, &d],
-        )?;
+            &[table, ids, x, bad_ids, &tasks_arg, &units, &by_units, &vocab, &d],
+        )
     }
-    Ok(Buf::new(x))
 }
 
 /// `EmbedKeys` of the kernels: what tokens are sorted by.
@@ -118,31 +112,13 @@ impl Keys {
     fn sort(&self, cuda: &Cuda, ids: &Buffer<i32>) -> Result<Buf<i32>> {
         let (device, tokens) = (cuda.device(), self.tokens as usize);
         let kernel = device.kernel(&sort_spec("nib::embed_digits"))?;
-        let mut order: Option<Buf<i32>> = None;
-        for Digit { shift, values } in digits(self.none) {
-            let (digit, as_they_are) = (device.alloc::<i32>(tokens)?, device.alloc::<i32>(tokens)?);
-            let (mask, sorted) = (values.next_power_of_two() as u32 - 1, order.as_ref().map(Buf::get));
+        sorted_tokens(cuda, tokens, self.none, |Digit { shift, values }, order, digit, as_they_are| {
+            let (mask, sorted) = (values.next_power_of_two() as u32 - 1, order.map(Buf::get));
+            let (digit, as_they_are) = (digit.get(), as_they_are.get());
+            let launch = launch(tokens.div_ceil(THREADS));
             // SAFETY: ids, digit and the orders have a value a token; an order holds each token once.
-            unsafe {
-                kernel.launch(
-                    launch(tokens.div_ceil(THREADS)),
-                    &[ids, &sorted, &digit, &as_they_are, self, &shift, &mask],
-                )?;
-            }
-            // Each token is a slot of its digit's group. The plan's rows then list the tokens in the order of their
-            // digits.
-            let plan = PlanPermute {
-                expert: &Buf::new(digit),
-                token_id: &order.unwrap_or(Buf::new(as_they_are)),
-                top_k: 1,
-                num_slots: tokens,
-                num_groups: values,
-                align: 1,
-                capacity: tokens,
-            };
-            order = Some(plan_permute(cuda, plan)?.groups.row_id);
-        }
-        order.ok_or_else(|| Error::shape("embed_backward", "rows of grad", self.none, "at least one id"))
+            unsafe { kernel.launch(launch, &[ids, &sorted, digit, as_they_are, self, &shift, &mask]) }
+        })
     }
 }
 
@@ -157,18 +133,16 @@ pub(crate) fn embed_backward(cuda: &Cuda, op: EmbedBackward<'_, Cuda>) -> Result
     buffers.tensor("dy", op.dy)?;
     buffers.tensor("grad", op.grad)?;
     let ids = buffers.values("ids", op.ids, op.dy.rows)?;
+    let Some(sizes) = EmbedTasks::of(&op) else { return Ok(()) };
     let (tokens, d) = op.dy.shape();
     let (vocab, grad_type) = (op.grad.rows / op.shards, op.grad.dtype());
-    if tokens == 0 || d == 0 || vocab == 0 {
-        return Ok(());
-    }
     let keys = Keys::new(tokens, op.shards, vocab)?;
     let Data::F32(grad) = &mut op.grad.data else {
         return Err(Error::shape(OP, "type of grad", grad_type, DType::F32));
     };
     let grad = grad.make_mut()?;
     let order = keys.sort(cuda, ids)?;
-    let tasks = Tasks::new(cuda.device(), &keys, ids, order.get())?;
+    let tasks = Tasks::new(cuda.device(), sizes, &keys, ids, order.get())?;
     match &op.dy.data {
         Data::F32(dy) => tasks.add(cuda.device(), DType::F32, dy.get(), d, grad),
         Data::Bf16(dy) => tasks.add(cuda.device(), DType::Bf16, dy.get(), d, grad),
@@ -177,6 +151,7 @@ pub(crate) fn embed_backward(cuda: &Cuda, op: EmbedBackward<'_, Cuda>) -> Result
 
 /// `EmbedTask`s of the kernels, four words each.
 struct Tasks<'a> {
+    sizes: EmbedTasks,
     tokens: usize,
     order: &'a Buffer<i32>,
     chunks: Buffer<i32>,
@@ -186,19 +161,24 @@ struct Tasks<'a> {
 }
 
 impl<'a> Tasks<'a> {
-    fn new(device: &Device, keys: &Keys, ids: &Buffer<i32>, order: &'a Buffer<i32>) -> Result<Self> {
+    fn new(
+        device: &Device,
+        sizes: EmbedTasks,
+        keys: &Keys,
+        ids: &Buffer<i32>,
+        order: &'a Buffer<i32>,
+    ) -> Result<Self> {
         let tokens = keys.tokens as usize;
-        let EmbedTasks { most_runs, .. } = EmbedTasks::new::<Cuda>(tokens);
-        let (chunks, runs) =
-            (device.alloc::<i32>(TASK_WORDS * tokens)?, device.alloc::<i32>(TASK_WORDS * most_runs)?);
         let counts = device.counters(2)?;
+        let [chunks, runs] = [tokens, sizes.most_runs].map(|tasks| device.alloc::<i32>(TASK_WORDS * tasks));
+        let (chunks, runs) = (chunks?, runs?);
         let kernel = device.kernel(&sort_spec("nib::embed_chunks"))?;
         // SAFETY: ids and order have a value a token; no token begins more than one chunk, and runs of several chunks are no more than
         // `most_runs`.
         unsafe {
             kernel.launch(launch(tokens.div_ceil(THREADS)), &[ids, order, &chunks, &runs, &counts, keys])?;
         }
-        Ok(Self { tokens, order, chunks, runs, counts })
+        Ok(Self { sizes, tokens, order, chunks, runs, counts })
     }
 
     /// Adds the sums of rows of dy to grad.
@@ -216,7 +196,7 @@ impl<'a> Tasks<'a> {
             let got = format!("{} x {d}", self.tokens);
             return Err(Error::shape("embed_backward", "dy", got, "below 2^31 blocks of 128 columns"));
         }
-        let partial = device.alloc::<f32>(EmbedTasks::new::<Cuda>(self.tokens).rows * d)?;
+        let partial = device.alloc::<f32>(self.sizes.rows * d)?;
         let ctas = SUM_CTAS * device.info().num_sms as usize;
         let sums = device.kernel(&spec("nib::embed_sums", Some(dtype), count))?;
         let close = device.kernel(&spec("nib::embed_close", None, count))?;

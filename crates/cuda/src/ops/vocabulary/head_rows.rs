@@ -4,11 +4,11 @@
 use super::cross_entropy::TargetRows;
 use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch};
-use crate::ops::products::gemm::Output;
+use crate::ops::planes::plain_address;
 use crate::ops::{Instance, SharedSize};
 use crate::{Buffer, Cuda};
-use nibble_core::Result;
 use nibble_core::ops::HeadLoss;
+use nibble_core::{DType, Result, Tensor};
 
 const THREADS: u32 = 512;
 /// The device's `HeadRoom`.
@@ -55,13 +55,13 @@ pub(crate) fn run(
     rows: &TargetRows<'_>,
     logits: &Buffer<f32>,
     loss: &Buffer<f32>,
-    dlogits: Option<&Output>,
+    dlogits: Option<&Tensor<Cuda>>,
 ) -> Result<()> {
     let device = logits.device();
     let count = rows.targets.len();
     let address = match dlogits {
         None => 0u64,
-        Some(Output::Bf16(values)) if values.len() == count * rows.vocab => values.address(),
+        Some(x) if x.dtype() == DType::Bf16 && x.rows * x.cols == count * rows.vocab => plain_address(x),
         Some(_) => return rows.run(logits, loss, dlogits),
     };
     let whole = logits.len() == count * rows.vocab && loss.len() == count && rows.bad_ids.len() == 1;

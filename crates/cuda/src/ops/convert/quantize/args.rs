@@ -1,13 +1,12 @@
 //! What the kernels of `quantize` take and write, on the host's side.
 
-use super::config::{QuantizeDesc, RowScales, transpose_ctas, transpose_spec};
-use crate::backend::Buf;
+use super::config::{OP, QuantizeDesc, RowScales, transpose_ctas, transpose_spec};
 use crate::launch::{HadamardArg, KernelArg, Launch, plain_args};
 use crate::ops::planes::{plain_address, plain_arg};
 use crate::{Buffer, Cuda, Device};
 use nibble_core::formats::ScaleKind;
-use nibble_core::ops::{Found, Hadamard, Quantize};
-use nibble_core::{BlockScaled, DType, Result};
+use nibble_core::ops::{Emitted, Found, Hadamard, Quantize};
+use nibble_core::{BlockScaled, DType, Error, Operand, Result};
 
 /// The matrix and its groups, as arguments.
 #[derive(Clone, Copy)]
@@ -72,22 +71,16 @@ pub(super) struct Planned<'a> {
     pub(super) cols: Option<&'a BlockScaled<Cuda>>,
     pub(super) counts: &'a Buffer<u64>,
     /// Under scales of earlier steps.
-    pub(super) found: Option<&'a FoundBuffers>,
+    pub(super) found: Option<&'a Found<Cuda>>,
 }
 
-/// What is found of values under scales of earlier steps, zeros before.
-pub(super) struct FoundBuffers {
-    pub(super) amax: Buffer<f32>,
-    pub(super) counts: Buffer<u64>,
-}
-
-impl FoundBuffers {
-    pub(super) fn new(device: &Device, spans: usize) -> Result<Self> {
-        Ok(Self { amax: device.filled(spans, 0)?, counts: device.counters(2)? })
-    }
-
-    pub(super) fn into_found(self) -> Found<Cuda> {
-        Found { amax: Buf::new(self.amax), counts: Buf::new(self.counts) }
+impl<'a> Planned<'a> {
+    pub(super) fn of(made: &'a Emitted<Cuda>) -> Result<Self> {
+        let block =
+            |plane: &'a Option<Operand<Cuda>>| plane.as_ref().map(|plane| plane.block(OP)).transpose();
+        let counts = made.counts.as_ref().ok_or_else(|| Error::shape(OP, "counts", "none", "three"))?;
+        let (rows, cols) = (block(&made.rows)?, block(&made.cols)?);
+        Ok(Self { rows, cols, counts: counts.0.get(), found: made.found.as_ref() })
     }
 }
 

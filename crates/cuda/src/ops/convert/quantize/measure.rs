@@ -176,7 +176,7 @@ impl Measure<'_> {
         let (inverses, scales) = (device.alloc::<f32>(2 * count)?, device.alloc::<f32>(count)?);
         let largest = if format == Format::Nvfp4 { 6.0 * 448.0 } else { desc.codec.element().max() };
         let (matrix_rows, cols) = (desc.rows as i32, desc.cols as i32);
-        let counts = out.found.map(|found| &found.counts);
+        let counts = out.found.map(|found| found.counts.get());
         let args: [&dyn KernelArg; 10] = [
             &maxima,
             &(count as i32),
@@ -199,7 +199,7 @@ impl Measure<'_> {
     /// The scale of each row of what is written, from those of the spans: NaN where a value of the span was found not to be finite.
     pub fn spread(&self, measured: &Measured, out: &Planned<'_>) -> Result<()> {
         let (desc, Some(scales)) = (self.desc, &measured.scales) else { return Ok(()) };
-        let found = out.found.map(|found| &found.amax);
+        let found = out.found.map(|found| found.amax.get());
         let found_spans = found.map_or(0, |found| found.len() as i32);
         let spread = |plane: Option<&BlockScaled<Cuda>>, matrix_rows: usize| -> Result<()> {
             let Some(of_rows) = plane.and_then(|plane| plane.tensor_scale.as_ref()) else { return Ok(()) };

@@ -5,10 +5,9 @@ use crate::Cuda;
 use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch};
 use crate::ops::Instance;
-use crate::ops::planes::{plane_args, unwritten};
-use nibble_core::ops::Transcoded;
-use nibble_core::{BlockScaled, Result};
-use nibble_formats::{BlockAxis, Format};
+use crate::ops::planes::planes_or_nulls;
+use nibble_core::Result;
+use nibble_core::ops::{Transcode, Transcoded};
 
 const TILE: usize = 128;
 const THREADS: u32 = 512;
@@ -38,22 +37,20 @@ pub(super) fn instances() -> Vec<Instance> {
 }
 
 /// Both planes of stacked weights, checked and held.
-pub(super) fn run(cuda: &Cuda, x: &BlockScaled<Cuda>) -> Result<Transcoded<Cuda>> {
-    let (n, k, stack, device) = (x.rows / x.stack, x.cols, x.stack, cuda.device());
-    let plane =
-        |rows, cols| unwritten(device, (Format::E4m3, x.rule), BlockAxis::Tile, (stack * rows, cols, stack));
-    let (out, transposed, counts) = (plane(n, k)?, plane(k, n)?, crate::ops::counts(cuda)?);
+pub(super) fn run(cuda: &Cuda, op: Transcode<'_, Cuda>) -> Result<Transcoded<Cuda>> {
+    let (x, device, made) = (op.x, cuda.device(), op.result(cuda)?);
+    let (n, k, stack) = (x.rows / x.stack, x.cols, x.stack);
     if n != 0 && k != 0 {
         let Instance { spec, shared_bytes } = instance(k.is_multiple_of(TILE) && n.is_multiple_of(STORE));
         let ctas = stack * k.div_ceil(SIDE * TILE) * n.div_ceil(SIDE * TILE);
         let ctas = below_2_31("squares of x", ctas)? as u32;
         let (rows, cols) = (below_2_31("rows of a matrix of x", n)?, below_2_31("x.cols", k)?);
-        let planes = [x, &out, &transposed].map(plane_args).concat();
-        let args: [&[&dyn KernelArg]; 2] = [&planes, &[counts.0.get(), &rows, &cols]];
+        let planes = [Some(x), Some(&made.out), made.transposed.as_ref()].map(planes_or_nulls).concat();
+        let args: [&[&dyn KernelArg]; 2] = [&planes, &[made.counts.0.get(), &rows, &cols]];
         let launch = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes };
-        // SAFETY: the planes of x, whose scales are E8M0, were held to its sizes, `unwritten` made the others, and the kernel does not
+        // SAFETY: the planes of x, whose scales are E8M0, were held to its sizes, `Transcode::result` made the others, and the kernel does not
         // go past the sizes passed; the ctas are those of `stack` matrices.
         unsafe { device.kernel(&spec)?.launch(launch, &args.concat()) }?;
     }
-    Ok(Transcoded { out, transposed: Some(transposed), counts })
+    Ok(made)
 }

@@ -1,0 +1,201 @@
+//! The head's products and loss, chunk by chunk: which planes are made of which tensor, which products follow, and what lives when.
+
+use crate::products::Ragged;
+use crate::{GpuKernels, Product};
+use nibble_core::formats::Codec;
+use nibble_core::ops::{
+    Counts, Emitted, HeadLoss, HeadLossChunk, HeadLossGrad, HeadLossOut, Planes, ProductDims, Quantize,
+};
+use nibble_core::{Backend, DType, Error, Groups, Operand, Result, Tensor};
+
+const OP: &str = "head_loss";
+
+/// Some rows of a cross-entropy, by their targets.
+#[derive(Debug)]
+pub struct TargetRows<'a, B: Backend> {
+    /// The target of each row.
+    pub targets: &'a B::Buf<i32>,
+    /// Factor of the gradient.
+    pub scale: f32,
+    /// Counts targets at or past the vocabulary.
+    pub bad_ids: &'a B::Buf<u64>,
+    /// The type of the tokens, by which the kernel is chosen.
+    pub tokens: DType,
+}
+
+/// `head_loss` on a GPU.
+pub fn head_loss<B: GpuKernels>(b: &B, op: HeadLoss<'_, B>) -> Result<HeadLossOut<B>> {
+    let (out, chunks, vocab, codecs) = (op.result(b)?, op.chunks(), op.w.rows(), op.codecs);
+    let HeadLoss { x, w, targets, grad, .. } = op;
+    let (d, dtype, loss) = (x.cols, x.dtype(), b.alloc::<f32>(x.rows)?);
+    let scale = grad.as_ref().map_or(0.0, |grad| grad.scale);
+    let of_x = Quantizer { rows: codecs.fprop_x, cols: codecs.wgrad_x, counts: out.x_counts.as_ref() };
+    let of_dlogits =
+        Quantizer { rows: codecs.dgrad_dy, cols: codecs.wgrad_dy, counts: out.dlogits_counts.as_ref() };
+    let mut gradients = match (grad, &out.dx) {
+        (Some(grad), Some(dx)) => Some(Gradients::new(b, dx, grad, &chunks, codecs.column_block())?),
+        _ => None,
+    };
+    for chunk in &chunks {
+        let tokens = chunk.tokens.clone();
+        let rows = tokens.len();
+        let x = of_x.factors(b, b.rows_of(x, tokens.clone())?)?;
+        let mut logits = Tensor::unwritten(b, DType::F32, rows, vocab)?;
+        dense(b, ProductDims { m: rows, n: vocab, k: d }, (&x.rows, w), &mut logits)?;
+        let targets = b.part_of(targets, tokens.clone())?;
+        let rows_of = TargetRows { targets: &targets, scale, bad_ids: &out.bad_ids, tokens: dtype };
+        let loss = b.part_of(&loss, tokens)?;
+        let Some(gradients) = &mut gradients else {
+            b.target_rows(&rows_of, &logits, &loss, None)?;
+            continue;
+        };
+        let dlogits = Tensor::unwritten(b, dtype, rows, vocab)?;
+        b.target_rows(&rows_of, &logits, &loss, Some(&dlogits))?;
+        // Gives their memory back before the planes of their gradient are allocated.
+        drop(logits);
+        let dlogits = of_dlogits.factors(b, dlogits)?;
+        gradients.add(b, chunk, &dlogits, &x)?;
+    }
+    b.sum_losses(&loss, &out.shard_nats)?;
+    Ok(out)
+}
+
+/// D `[m, n]` = a `[m, k]` · b `[n, k]`ᵀ.
+fn dense<B: GpuKernels>(
+    b: &B,
+    dims: ProductDims,
+    operands: (&Operand<B>, &Operand<B>),
+    d: &mut Tensor<B>,
+) -> Result<()> {
+    let product = Product { op: OP, ragged: Ragged::Rows, groups: None, dims, operands, accumulate: false };
+    b.multiply(product, d)
+}
+
+/// Makes the operands of the products from a tensor, chunk by chunk, and counts.
+struct Quantizer<'a, B: Backend> {
+    rows: Option<Codec>,
+    cols: Option<Codec>,
+    counts: Option<&'a Counts<B>>,
+}
+
+/// A matrix as it is multiplied along its rows and down its columns.
+struct Factors<B: Backend> {
+    rows: Operand<B>,
+    cols: Operand<B>,
+}
+
+impl<B: GpuKernels> Quantizer<'_, B> {
+    /// The factors of a chunk. The chunk itself is kept only if a product takes it as it is.
+    fn factors(&self, b: &B, x: Tensor<B>) -> Result<Factors<B>> {
+        if let (Some(rows), true) = (self.rows, self.rows == self.cols) {
+            let both = self.quantize(b, &x, rows, Planes::Both)?;
+            return Ok(Factors { rows: both.take_rows(OP)?, cols: both.take_cols(OP)? });
+        }
+        let rows = match self.rows {
+            Some(codec) => self.quantize(b, &x, codec, Planes::Rows)?.take_rows(OP)?,
+            None => Operand::Plain(x.clone()),
+        };
+        let cols = match self.cols {
+            Some(codec) => self.quantize(b, &x, codec, Planes::Cols)?.take_cols(OP)?,
+            None => Operand::Plain(x),
+        };
+        Ok(Factors { rows, cols })
+    }
+
+    fn quantize(&self, b: &B, x: &Tensor<B>, codec: Codec, planes: Planes) -> Result<Emitted<B>> {
+        b.quantize_counting(Quantize::new(x, codec, planes), self.counts)
+    }
+}
+
+/// What is needed only for gradients.
+struct Gradients<'a, B: Backend> {
+    wt: &'a Operand<B>,
+    /// The gradient of all tokens.
+    dx: &'a Tensor<B>,
+    /// The gradient of the weight, by shard.
+    dw: &'a Tensor<B>,
+    accumulate: bool,
+    /// The sum of a shard that takes several chunks, `[vocab, d]`: a dw in BF16 would be rounded after each chunk.
+    sum: Option<Tensor<B>>,
+    /// The groups of each kind of chunk, by its number of shards and the tokens of each.
+    groups: Vec<((usize, usize), Groups<B>)>,
+}
+
+impl<'a, B: GpuKernels> Gradients<'a, B> {
+    fn new(
+        b: &B,
+        dx: &'a Tensor<B>,
+        grad: HeadLossGrad<'a, B>,
+        chunks: &[HeadLossChunk],
+        block: usize,
+    ) -> Result<Self> {
+        let HeadLossGrad { wt, dw, accumulate, .. } = grad;
+        b.make_sole(dw)?;
+        let apart = chunks.iter().any(|chunk| !chunk.is_last) && dw.dtype() == DType::Bf16;
+        let sum = apart.then(|| Tensor::unwritten(b, DType::F32, wt.cols(), wt.rows())).transpose()?;
+        let groups = groups_of(b, chunks, block)?;
+        Ok(Self { wt, dx, dw, accumulate, sum, groups })
+    }
+
+    /// Computes a chunk's dx, and adds its part of dw.
+    fn add(&mut self, b: &B, chunk: &HeadLossChunk, dlogits: &Factors<B>, x: &Factors<B>) -> Result<()> {
+        let (vocab, d) = (self.wt.cols(), self.wt.rows());
+        let mut dx = b.rows_of(self.dx, chunk.tokens.clone())?;
+        let dims = ProductDims { m: chunk.tokens.len(), n: d, k: vocab };
+        dense(b, dims, (&dlogits.rows, self.wt), &mut dx)?;
+
+        let mut dw = b.rows_of(self.dw, chunk.shards.start * vocab..chunk.shards.end * vocab)?;
+        let key = key_of(chunk);
+        let groups = self.groups.iter().find(|(known, _)| *known == key);
+        let unknown = || Error::shape(OP, "chunk", format!("{chunk:?}"), "one of the operation's");
+        let (_, groups) = groups.ok_or_else(unknown)?;
+        let before = if self.sum.is_none() { self.accumulate } else { false };
+        let product = Product {
+            op: OP,
+            ragged: Ragged::Contraction,
+            groups: Some(groups),
+            // Columns end with a whole block.
+            dims: ProductDims { m: vocab, n: d, k: dlogits.cols.rows() },
+            operands: (&dlogits.cols, &x.cols),
+            accumulate: before || !chunk.is_first,
+        };
+        let Some(sum) = &mut self.sum else { return b.multiply(product, &mut dw) };
+        b.multiply(product, sum)?;
+        if chunk.is_last { b.round_sum(sum, &dw, self.accumulate) } else { Ok(()) }
+    }
+}
+
+/// Shards, and tokens of each.
+fn key_of(chunk: &HeadLossChunk) -> (usize, usize) {
+    (chunk.shards.len(), chunk.tokens_each())
+}
+
+/// The groups of all chunks, whose columns end with a whole block. They are made on the device, because nothing is uploaded here; and before
+/// there are logits, so that the next chunk's logits fit where those of the previous one were.
+fn groups_of<B: GpuKernels>(
+    b: &B,
+    chunks: &[HeadLossChunk],
+    block: usize,
+) -> Result<Vec<((usize, usize), Groups<B>)>> {
+    let mut all = Vec::<((usize, usize), Groups<B>)>::new();
+    for (count, each) in chunks.iter().map(key_of) {
+        if all.iter().any(|(known, _)| *known == (count, each)) {
+            continue;
+        }
+        let apart = each.next_multiple_of(block);
+        let groups = Groups {
+            start: b.alloc(count + 1)?,
+            len: b.alloc(count)?,
+            // Nothing reads them.
+            row_id: b.alloc(0)?,
+            num_groups: count,
+            align: 1,
+            capacity: count * apart,
+            // Only where groups lie one after the other, without padding in between.
+            rows_each: (apart == each).then_some(each),
+        };
+        b.list_groups(&groups, each, apart)?;
+        all.push(((count, each), groups));
+    }
+    Ok(all)
+}
