@@ -38,7 +38,7 @@ pub fn open(path: &Path) -> Result<Checkpoint> {
 /// The configuration a checkpoint was trained with, changed by `overrides`, for one rank, and for this machine's device where they
 /// name none.
 pub fn config(checkpoint: &Checkpoint, overrides: &[String]) -> Result<Config> {
-    let one_rank = ["run.device=auto", "run.ranks=1"].map(String::from);
+    let one_rank = ["run.device=auto", "run.ranks=1", "run.dp=1"].map(String::from);
     let overrides = [&one_rank[..], overrides, &one_rank[1..]].concat();
     let changed = Config::from_text(&checkpoint.position().config, checkpoint.path(), &overrides);
     let trained = Config::from_text(&checkpoint.position().config, checkpoint.path(), &[])?;
@@ -82,7 +82,7 @@ pub fn load<'a, B: Device>(
     recipe: &Recipe,
     checkpoint: &Checkpoint,
 ) -> Result<Trainer<'a, B>> {
-    let mut trainer = Trainer::under(on.b, on.comm, config, recipe.clone())?;
+    let mut trainer = Trainer::under(on.b, on.mesh, config, recipe.clone())?;
     trainer.load_weights(checkpoint)?;
     Ok(trainer)
 }

@@ -37,7 +37,7 @@ pub fn run(args: Args) -> Result<()> {
 }
 
 /// Keys and tables of keys that decide nothing but how a model is trained.
-const OF_TRAINING: [&str; 10] = [
+const OF_TRAINING: [&str; 11] = [
     "seed",
     "model.aux_loss_coef",
     "model.balance",
@@ -47,11 +47,12 @@ const OF_TRAINING: [&str; 10] = [
     "checkpoint.",
     "run.dir",
     "run.ranks",
+    "run.dp",
     "run.log_every",
 ];
 
 /// Those of their keys that an evaluation follows, too: its batches are those of the training.
-const OF_BOTH: [&str; 2] = ["train.batch_size", "train.shards"];
+const OF_BOTH: [&str; 3] = ["train.batch_size", "train.expert_shards", "train.shards"];
 
 /// Checks that no override decides nothing here.
 fn require_of_evaluation(overrides: &[String]) -> Result<()> {

@@ -78,7 +78,7 @@ impl Work for Inspect<'_> {
 
     fn run<B: Device>(&self, on: &On<'_, B>) -> Result<Seen> {
         on.announce();
-        let trainer = Trainer::new(on.b, on.comm, self.config)?;
+        let trainer = Trainer::new(on.b, on.mesh, self.config)?;
         let model = trainer.config_json();
         Ok(Seen { tensors: trainer.inspect()?, model })
     }

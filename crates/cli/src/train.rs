@@ -116,11 +116,11 @@ impl Work for Training<'_> {
         let Self { config, options } = *self;
         // First of all: a GPU may have kernels to compile before there is more to say.
         on.announce();
-        let mut observer: Box<dyn Observer> = match on.comm.rank() {
+        let mut observer: Box<dyn Observer> = match on.mesh.all.rank() {
             0 => Box::new(Console::new(config, on)),
             _ => Box::new(Silent),
         };
-        Ok(trainer::run(on.b, on.comm, config, options, &mut *observer)?)
+        Ok(trainer::run(on.b, on.mesh, config, options, &mut *observer)?)
     }
 }
 
@@ -132,12 +132,12 @@ impl Work for DryRun<'_> {
     type Out = ();
 
     fn run<B: Device>(&self, on: &On<'_, B>) -> Result<()> {
-        if on.comm.rank() != 0 {
+        if on.mesh.all.rank() != 0 {
             return Ok(());
         }
         on.announce();
         let (recipe, _) = introduce_dry_run(self.config, on.b.kind())?;
-        match plan::require_room(on.b, self.config.run.ranks, self.config, &recipe) {
+        match plan::require_room(on.b, self.config.run.mesh(), self.config, &recipe) {
             Ok(_) => say!("the device has room for it"),
             Err(refusal) => say!("it would be refused: {refusal}"),
         }
@@ -151,7 +151,7 @@ fn introduce_dry_run(config: &Config, kind: DeviceKind) -> Result<(Recipe, Predi
     let recipe = checked_recipe(config)?;
     // No file is opened for it: a text has none.
     let entropy = if config.is_synthetic() { Dataset::of(config)?.entropy() } else { None };
-    let prediction = plan::predict(kind, config.run.ranks, config, &recipe)?;
+    let prediction = plan::predict(kind, config.run.mesh(), config, &recipe)?;
     let start = Start { step: 0, config, recipe: &recipe, prediction: &prediction, entropy };
     introduction::all(&start).iter().for_each(|line| say!("{line}"));
     Ok((recipe, prediction))

@@ -2,37 +2,37 @@
 
 use crate::env::Env;
 use crate::error::{Error, Result, panicked};
-use nibble_core::{Comm, Error as CoreError, SoloComm};
+use nibble_core::{Axes, Comm, Error as CoreError, Mesh, SoloComm};
 use nibble_cpu::{Cpu, ThreadComm};
 use nibble_train::config::RunConfig;
 
-/// Runs `body` on every rank and returns the first rank's result. It is given the rank's backend and communicator.
+/// Runs `body` on every rank and returns the first rank's result. It is given the rank's backend and what joins it to the others.
 ///
 /// # Errors
 /// The error of the rank that failed first in its own right; the others only echo it.
 pub fn on_ranks<T: Send>(
     env: &Env,
     run: &RunConfig,
-    body: impl Fn(&Cpu, &dyn Comm<Cpu>) -> Result<T> + Sync,
+    body: impl Fn(&Cpu, Mesh<'_, Cpu>) -> Result<T> + Sync,
 ) -> Result<T> {
     let threads = env.threads(run.threads);
     if run.ranks == 1 {
-        return body(&env.cpu(threads)?, &SoloComm);
+        return body(&env.cpu(threads)?, Mesh::new(&SoloComm));
     }
     let each = (threads / run.ranks).max(1);
-    // The communicator is moved into the thread: dropped there by a panic, it tells the others.
-    let rank = |comm: ThreadComm| {
-        let done = env.cpu(each).map_err(Error::from).and_then(|cpu| body(&cpu, &comm));
+    // The communicators are moved into the thread: dropped there by a panic, they tell the others.
+    let rank = |axes: Axes<ThreadComm>| {
+        let done = env.cpu(each).map_err(Error::from).and_then(|cpu| body(&cpu, axes.mesh()));
         if let Err(error) = &done {
-            Comm::<Cpu>::abort(&comm, &error.to_string());
+            Comm::<Cpu>::abort(&axes.all, &error.to_string());
         }
         done
     };
     let results: Vec<Result<T>> = std::thread::scope(|scope| {
-        let ranks = ThreadComm::world(run.ranks).into_iter();
-        // Where a thread cannot be started its communicator is dropped, which tells the others too.
-        let start = |comm| {
-            std::thread::Builder::new().spawn_scoped(scope, || rank(comm)).map_err(CoreError::not_started)
+        let ranks = ThreadComm::mesh(run.mesh()).into_iter();
+        // Where a thread cannot be started its communicators are dropped, which tells the others too.
+        let start = |axes| {
+            std::thread::Builder::new().spawn_scoped(scope, || rank(axes)).map_err(CoreError::not_started)
         };
         let handles: Vec<_> = ranks.map(start).collect();
         handles.into_iter().map(|h| h?.join().unwrap_or_else(|_| Err(panicked()))).collect()
@@ -83,11 +83,11 @@ mod tests {
     fn one_failing_rank_ends_all_of_them() {
         let env = Env::read().unwrap();
         let run = RunConfig { ranks: 3, ..RunConfig::default() };
-        let done = on_ranks(&env, &run, |cpu, comm| {
-            if comm.rank() == 1 {
+        let done = on_ranks(&env, &run, |cpu, mesh| {
+            if mesh.all.rank() == 1 {
                 return Err(Error::usage("rank 1 had enough"));
             }
-            Ok(comm.all_gather(cpu, &nibble_core::Backend::zeros(cpu, 1)?)?)
+            Ok(mesh.all.all_gather(cpu, &nibble_core::Backend::zeros(cpu, 1)?)?)
         });
         assert_eq!(done.unwrap_err().to_string(), "rank 1 had enough");
     }
@@ -96,9 +96,9 @@ mod tests {
     fn a_panicking_rank_ends_all_of_them_too() {
         let env = Env::read().unwrap();
         let run = RunConfig { ranks: 2, ..RunConfig::default() };
-        let done = on_ranks(&env, &run, |_, comm| {
-            assert_eq!(comm.rank(), 0, "a defect, for this test");
-            Ok(comm.barrier()?)
+        let done = on_ranks(&env, &run, |_, mesh| {
+            assert_eq!(mesh.all.rank(), 0, "a defect, for this test");
+            Ok(mesh.all.barrier()?)
         });
         assert!(done.unwrap_err().to_string().starts_with("internal error"));
     }

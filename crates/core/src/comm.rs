@@ -1,5 +1,5 @@
 use crate::{Backend, Result};
-use std::fmt::Debug;
+use std::fmt::{self, Debug};
 
 /// Collectives between ranks. Every method is called by all ranks in the same order.
 pub trait Comm<B: Backend>: Debug + Send + Sync {
@@ -36,8 +36,9 @@ pub trait Comm<B: Backend>: Debug + Send + Sync {
 /// The ranks of a run, by what is divided among them: a communicator for each axis. Whoever asks for a rank or a number of ranks says along
 /// which axis.
 ///
-/// There are dp · ep ranks. Of every layer with experts, the ep ranks of one replica hold all of them, each its part; the dp replicas hold
-/// the same. All else that is trained, each rank holds.
+/// There are dp · ep ranks; rank = dp rank · ep + ep rank. Of every layer with experts, the ep ranks of one replica hold all of them, each its
+/// part; the dp replicas hold the same. All else that is trained, each rank holds. The tokens of a batch are divided among all ranks, in order, so
+/// that a replica's are consecutive.
 #[derive(Debug)]
 pub struct Mesh<'a, B: Backend> {
     /// Every rank. Each has its own part of a batch, so losses, loads, reports and the gradients of what each rank holds meet here.
@@ -49,10 +50,80 @@ pub struct Mesh<'a, B: Backend> {
     pub dp: &'a dyn Comm<B>,
 }
 
+/// How many ranks there are along each axis of a [`Mesh`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct MeshShape {
+    /// Replicas of the experts.
+    pub dp: usize,
+    /// Ranks that experts are divided among.
+    pub ep: usize,
+}
+
+impl MeshShape {
+    /// One rank.
+    pub const ONE: Self = Self { dp: 1, ep: 1 };
+
+    /// All of them.
+    pub fn ranks(&self) -> usize {
+        self.dp * self.ep
+    }
+
+    /// Where a rank stands along both axes: (dp rank, ep rank).
+    pub fn place(&self, rank: usize) -> (usize, usize) {
+        (rank / self.ep, rank % self.ep)
+    }
+}
+
+impl fmt::Display for MeshShape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} x {}", self.dp, self.ep)
+    }
+}
+
 impl<'a, B: Backend> Mesh<'a, B> {
     /// Experts divided among all ranks: no two hold the same.
     pub fn new(all: &'a dyn Comm<B>) -> Self {
         Self { all, ep: all, dp: &SoloComm }
+    }
+
+    /// How many ranks there are along each axis.
+    pub fn shape(&self) -> MeshShape {
+        MeshShape { dp: self.dp.world(), ep: self.ep.world() }
+    }
+}
+
+/// See [`Mesh::new`].
+impl<'a, B: Backend, C: Comm<B>> From<&'a C> for Mesh<'a, B> {
+    fn from(all: &'a C) -> Self {
+        Self::new(all)
+    }
+}
+
+/// See [`Mesh::new`].
+impl<'a, B: Backend> From<&'a dyn Comm<B>> for Mesh<'a, B> {
+    fn from(all: &'a dyn Comm<B>) -> Self {
+        Self::new(all)
+    }
+}
+
+/// A rank's communicators along the axes of a [`Mesh`].
+#[derive(Debug)]
+pub struct Axes<C> {
+    /// Every rank.
+    pub all: C,
+    /// The ranks that experts are divided among.
+    pub ep: C,
+    /// The ranks that hold the same experts.
+    pub dp: C,
+}
+
+impl<C> Axes<C> {
+    /// The mesh that they make.
+    pub fn mesh<B: Backend>(&self) -> Mesh<'_, B>
+    where
+        C: Comm<B>,
+    {
+        Mesh { all: &self.all, ep: &self.ep, dp: &self.dp }
     }
 }
 

@@ -1,5 +1,5 @@
 use crate::ops::*;
-use crate::{Backend, Operand, PermuteMap, Result, Tensor, for_each_op};
+use crate::{Backend, Groups, Operand, PermuteMap, Result, Tensor, for_each_op};
 
 macro_rules! methods {
     (() $($name:ident($Op:ident $(<$l:lifetime, $B:ident>)?) -> $out:ty { $($fields:tt)* })*) => {$(

@@ -1,26 +1,40 @@
 //! Ranks as threads.
 
-use nibble_core::{Backend, Comm, Error, Plain, Result};
+use nibble_core::{Axes, Backend, Comm, Error, MeshShape, Plain, Result};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 /// What all ranks of a world share.
 #[derive(Debug)]
 struct World {
-    size: usize,
     state: Mutex<State>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    /// What each rank posted for the collective under way; `None` until it arrives.
+    /// Those who call collectives together.
+    circles: Vec<Circle>,
+    /// Ranks whose communicators are gone. What they posted before still counts.
+    left: Vec<bool>,
+    /// The first failure of any rank, with the rank that had it. It never goes away.
+    failure: Option<(usize, String)>,
+}
+
+/// Ranks that call collectives together: all of a world, or those along an axis of a mesh.
+#[derive(Debug)]
+struct Circle {
+    /// Its ranks by their numbers in the world, in the circle's order.
+    members: Vec<usize>,
+    /// What each of them posted for the collective under way; `None` until it arrives.
     posts: Vec<Option<Arc<Post>>>,
     /// Ranks that have read the posts of this collective.
     readers: usize,
-    /// Ranks whose communicator is gone. What they posted before still counts.
-    left: Vec<bool>,
-    /// The first failure, with the rank that had it. It never goes away.
-    failure: Option<(usize, String)>,
+}
+
+impl Circle {
+    fn of(members: Vec<usize>) -> Self {
+        Self { posts: vec![None; members.len()], members, readers: 0 }
+    }
 }
 
 /// One rank's contribution to a collective.
@@ -34,10 +48,20 @@ struct Post {
 /// One rank of a world of threads that exchange through shared memory.
 ///
 /// Nobody waits for a rank that will not come. A rank that calls [`Comm::abort`], that is dropped while its thread
-/// panics, or that gets an error from a collective fails the pending and later calls of all; so does a call that needs a
-/// rank dropped before. For that a rank's thread must own its communicator: one that outlives the thread cannot tell.
+/// panics, or that gets an error from a collective fails the pending and later calls of all, along every axis of a mesh; so does a call that
+/// needs a rank dropped before. For that a rank's thread must own its communicators: those that outlive the thread cannot tell.
 #[derive(Debug)]
 pub struct ThreadComm {
+    /// Number of the circle.
+    circle: usize,
+    /// This rank's place in it, and how many it has.
+    place: (usize, usize),
+    seat: Arc<Seat>,
+}
+
+/// A rank's place in a world, as long as it has a communicator.
+#[derive(Debug)]
+struct Seat {
     rank: usize,
     world: Arc<World>,
 }
@@ -45,17 +69,36 @@ pub struct ThreadComm {
 impl ThreadComm {
     /// The ranks of a new world, in order.
     pub fn world(size: usize) -> Vec<Self> {
-        let state = State { posts: vec![None; size], left: vec![false; size], ..State::default() };
-        let world = Arc::new(World { size, state: Mutex::new(state), changed: Condvar::new() });
-        (0..size).map(|rank| Self { rank, world: world.clone() }).collect()
+        let seats = Seat::all(vec![Circle::of((0..size).collect())], size);
+        seats.map(|seat| Self { circle: 0, place: (seat.rank, size), seat }).collect()
+    }
+
+    /// The ranks of a new mesh, in order.
+    pub fn mesh(shape: MeshShape) -> Vec<Axes<Self>> {
+        let MeshShape { dp, ep } = shape;
+        let all = (0..shape.ranks()).collect();
+        let replica = |d| (0..ep).map(|e| d * ep + e).collect();
+        let same_experts = |e| (0..dp).map(|d| d * ep + e).collect();
+        let circles = [all].into_iter().chain((0..dp).map(replica)).chain((0..ep).map(same_experts));
+        let seats = Seat::all(circles.map(Circle::of).collect(), shape.ranks());
+        let axes = seats.map(|seat| {
+            let (d, e) = shape.place(seat.rank);
+            let of = |circle, place| Self { circle, place, seat: seat.clone() };
+            Axes {
+                all: of(0, (seat.rank, shape.ranks())),
+                ep: of(1 + d, (e, ep)),
+                dp: of(1 + dp + e, (d, dp)),
+            }
+        });
+        axes.collect()
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.world.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.seat.world.lock()
     }
 
     fn wait<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
-        self.world.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
+        self.seat.world.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The world's failure, if there is one.
@@ -67,7 +110,7 @@ impl ThreadComm {
     }
 
     fn error(&self, call: &'static str, why: String) -> Error {
-        Error::Comm { call, rank: self.rank, why }
+        Error::Comm { call, rank: self.seat.rank, why }
     }
 
     /// Runs a collective. Its error fails the world, so that no other rank waits for this one.
@@ -83,45 +126,46 @@ impl ThreadComm {
     /// A place is free again only after every rank has read it, so that a rank one collective ahead can neither
     /// overwrite what a slow one has yet to read nor be taken for the same rank one collective before.
     fn exchange(&self, call: &'static str, parts: Vec<Vec<u8>>) -> Result<Vec<Arc<Post>>> {
+        let (circle, (mine, size)) = (self.circle, self.place);
         let mut state = self.lock();
         loop {
             self.check(call, &state)?;
-            if state.posts[self.rank].is_none() {
+            if state.circles[circle].posts[mine].is_none() {
                 break;
             }
             state = self.wait(state);
         }
-        state.posts[self.rank] = Some(Arc::new(Post { call, parts }));
-        self.world.changed.notify_all();
-        while state.posts.iter().any(Option::is_none) {
+        state.circles[circle].posts[mine] = Some(Arc::new(Post { call, parts }));
+        self.seat.world.changed.notify_all();
+        while state.circles[circle].posts.iter().any(Option::is_none) {
             self.check(call, &state)?;
-            let gone = state.posts.iter().zip(&state.left).position(|(post, left)| post.is_none() && *left);
-            if let Some(rank) = gone {
+            let Circle { members, posts, .. } = &state.circles[circle];
+            let gone = members.iter().zip(posts).find(|(rank, post)| post.is_none() && state.left[**rank]);
+            if let Some((rank, _)) = gone {
                 return Err(self.error(call, format!("rank {rank} has left, and this call needs it")));
             }
             state = self.wait(state);
         }
         // Complete: a rank that has failed since does not change what it gave. The next call tells.
-        let posts: Vec<Arc<Post>> = state.posts.iter().flatten().cloned().collect();
-        state.readers += 1;
-        if state.readers == self.world.size {
-            state.readers = 0;
-            state.posts.fill(None);
-            self.world.changed.notify_all();
+        let Circle { members, posts, readers } = &mut state.circles[circle];
+        let all: Vec<Arc<Post>> = posts.iter().flatten().cloned().collect();
+        let other = members.iter().zip(&all).find(|(_, post)| post.call != call);
+        let other = other.map(|(rank, post)| format!("rank {rank} called {} at the same time", post.call));
+        *readers += 1;
+        if *readers == size {
+            *readers = 0;
+            posts.fill(None);
+            self.seat.world.changed.notify_all();
         }
         drop(state);
-        match posts.iter().enumerate().find(|(_, p)| p.call != call) {
-            Some((rank, other)) => {
-                Err(self.error(call, format!("rank {rank} called {} at the same time", other.call)))
-            }
-            None => Ok(posts),
+        match other {
+            Some(why) => Err(self.error(call, why)),
+            None => Ok(all),
         }
     }
 
     fn fail(&self, why: &str) {
-        let mut state = self.lock();
-        state.failure.get_or_insert_with(|| (self.rank, why.to_owned()));
-        self.world.changed.notify_all();
+        self.seat.fail(why);
     }
 
     /// Every rank's same-sized values, in rank order.
@@ -134,9 +178,9 @@ impl ThreadComm {
         let bytes = bytemuck::cast_slice(&b.download(values)?).to_vec();
         let posts = self.exchange(call, vec![bytes])?;
         let all: Vec<Vec<T>> = posts.iter().map(|p| bytemuck::pod_collect_to_vec(&p.parts[0])).collect();
-        match all.iter().enumerate().find(|(_, v)| v.len() != all[self.rank].len()) {
+        match all.iter().enumerate().find(|(_, v)| v.len() != all[self.place.0].len()) {
             Some((rank, v)) => {
-                let why = format!("rank {rank} sent {} values, this rank {}", v.len(), all[self.rank].len());
+                let why = format!("rank {rank} sent {} values, this rank {}", v.len(), all[self.place.0].len());
                 Err(self.error(call, why))
             }
             None => Ok(all),
@@ -144,31 +188,52 @@ impl ThreadComm {
     }
 }
 
-impl Drop for ThreadComm {
+impl World {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Seat {
+    /// Those of a new world of so many ranks, who meet in these circles.
+    fn all(circles: Vec<Circle>, size: usize) -> impl Iterator<Item = Arc<Self>> {
+        let state = State { circles, left: vec![false; size], failure: None };
+        let world = Arc::new(World { state: Mutex::new(state), changed: Condvar::new() });
+        (0..size).map(move |rank| Arc::new(Self { rank, world: world.clone() }))
+    }
+
+    fn fail(&self, why: &str) {
+        let mut state = self.world.lock();
+        state.failure.get_or_insert_with(|| (self.rank, why.to_owned()));
+        self.world.changed.notify_all();
+    }
+}
+
+impl Drop for Seat {
     fn drop(&mut self) {
         if std::thread::panicking() {
             self.fail("its thread panicked");
         }
-        self.lock().left[self.rank] = true;
+        self.world.lock().left[self.rank] = true;
         self.world.changed.notify_all();
     }
 }
 
 impl<B: Backend> Comm<B> for ThreadComm {
     fn rank(&self) -> usize {
-        self.rank
+        self.place.0
     }
 
     fn world(&self) -> usize {
-        self.world.size
+        self.place.1
     }
 
     fn counts(&self, b: &B, send: &B::Buf<i32>) -> Result<B::Buf<i32>> {
         const CALL: &str = "counts";
         self.collective(|| {
             let all = self.gather(CALL, b, send)?;
-            if !all[self.rank].len().is_multiple_of(self.world.size) {
-                let why = format!("{} counts for {} ranks", all[self.rank].len(), self.world.size);
+            if !all[self.place.0].len().is_multiple_of(self.place.1) {
+                let why = format!("{} counts for {} ranks", all[self.place.0].len(), self.place.1);
                 return Err(self.error(CALL, why));
             }
             b.upload(&all.concat())
@@ -185,7 +250,7 @@ impl<B: Backend> Comm<B> for ThreadComm {
     ) -> Result<B::Buf<u8>> {
         const CALL: &str = "all_to_all_v";
         self.collective(|| {
-            let size = self.world.size;
+            let size = self.place.1;
             if send_rows.len() != size || recv_rows.len() != size {
                 let why = format!("{} and {} counts for {size} ranks", send_rows.len(), recv_rows.len());
                 return Err(self.error(CALL, why));
@@ -197,7 +262,7 @@ impl<B: Backend> Comm<B> for ThreadComm {
             };
             let posts = self.exchange(CALL, parts)?;
             for (from, (post, rows)) in posts.iter().zip(recv_rows).enumerate() {
-                let came = post.parts[self.rank].len();
+                let came = post.parts[self.place.0].len();
                 if rows.checked_mul(row_bytes) != Some(came) {
                     let why = format!(
                         "{rows} rows of {row_bytes} bytes expected from rank {from}, {came} bytes came"
@@ -205,7 +270,7 @@ impl<B: Backend> Comm<B> for ThreadComm {
                     return Err(self.error(CALL, why));
                 }
             }
-            let received: Vec<&[u8]> = posts.iter().map(|post| post.parts[self.rank].as_slice()).collect();
+            let received: Vec<&[u8]> = posts.iter().map(|post| post.parts[self.place.0].as_slice()).collect();
             b.upload(&received.concat())
         })
     }

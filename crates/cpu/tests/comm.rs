@@ -1,6 +1,6 @@
 //! Ranks as threads: what the collectives compute, and that no failure of one rank leaves another waiting.
 
-use nibble_core::{Backend, Comm, Error, Result};
+use nibble_core::{Axes, Backend, Comm, Error, MeshShape, Result};
 use nibble_cpu::{Buf, Cpu, ThreadComm};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
@@ -16,8 +16,16 @@ fn ranks<R: Send + 'static>(
     size: usize,
     body: impl Fn(&Cpu, ThreadComm) -> R + Clone + Send + 'static,
 ) -> Vec<Option<R>> {
+    spawned(ThreadComm::world(size), body)
+}
+
+fn spawned<C: Send + 'static, R: Send + 'static>(
+    comms: Vec<C>,
+    body: impl Fn(&Cpu, C) -> R + Clone + Send + 'static,
+) -> Vec<Option<R>> {
+    let size = comms.len();
     let (done, results) = mpsc::channel();
-    for (rank, comm) in ThreadComm::world(size).into_iter().enumerate() {
+    for (rank, comm) in comms.into_iter().enumerate() {
         let (body, done) = (body.clone(), done.clone());
         std::thread::spawn(move || {
             let cpu = Cpu::new(1).unwrap();
@@ -31,6 +39,14 @@ fn ranks<R: Send + 'static>(
         all[rank] = result;
     }
     all
+}
+
+/// The same of a mesh.
+fn mesh_ranks<R: Send + 'static>(
+    shape: MeshShape,
+    body: impl Fn(&Cpu, Axes<ThreadComm>) -> R + Clone + Send + 'static,
+) -> Vec<Option<R>> {
+    spawned(ThreadComm::mesh(shape), body)
 }
 
 /// The rank, whatever the backend.
@@ -200,6 +216,58 @@ fn a_rank_that_leaves_is_missed_only_by_calls_that_need_it() {
             assert!(first.starts_with(&format!("rank {rank}: barrier: ")), "{first}");
             assert!(first.contains("rank 1 has left"), "{first}");
             assert!(later.contains("rank 1 has left"), "{later}");
+        }
+    }
+}
+
+/// Collectives along all axes in the same order, each with its own ranks; those of one axis go on while others wait along another.
+#[test]
+fn each_axis_of_a_mesh_has_its_own_ranks() {
+    for shape in [(1, 1), (1, 3), (3, 1), (2, 2), (2, 3), (4, 2)].map(|(dp, ep)| MeshShape { dp, ep }) {
+        let done = mesh_ranks(shape, move |cpu, axes| {
+            let (d, e) = shape.place(rank_of(&axes.all));
+            assert_eq!((rank_of(&axes.dp), rank_of(&axes.ep)), (d, e));
+            let mesh = axes.mesh::<Cpu>();
+            assert_eq!(mesh.shape(), shape);
+            for round in 0..100 {
+                let mine = cpu.upload(&[(10 * d + e) as f32]).unwrap();
+                let of = |comm: &dyn Comm<Cpu>| comm.all_gather(cpu, &mine).unwrap().as_slice().to_vec();
+                let number = |d: usize, e: usize| (10 * d + e) as f32;
+                assert_eq!(of(mesh.ep), (0..shape.ep).map(|e| number(d, e)).collect::<Vec<_>>());
+                // Replicas are out of step with each other here.
+                one_round(cpu, &axes.ep, shape.ep, round + d);
+                assert_eq!(of(mesh.dp), (0..shape.dp).map(|d| number(d, e)).collect::<Vec<_>>());
+                let everybody = (0..shape.dp).flat_map(|d| (0..shape.ep).map(move |e| number(d, e)));
+                assert_eq!(of(mesh.all), everybody.collect::<Vec<_>>());
+            }
+        });
+        assert!(done.iter().all(Option::is_some), "{shape}");
+    }
+}
+
+/// Ranks that wait along one axis are told of a failure along another.
+#[test]
+fn a_failure_along_one_axis_fails_all_ranks() {
+    let shape = MeshShape { dp: 2, ep: 2 };
+    let failing: [fn(&Axes<ThreadComm>); 3] = [
+        |axes| Comm::<Cpu>::abort(&axes.all, "the cable is unplugged"),
+        |axes| Comm::<Cpu>::abort(&axes.dp, "the cable is unplugged"),
+        |_| panic!("a planned panic"),
+    ];
+    for fail in failing {
+        let all = mesh_ranks(shape, move |_, axes| match rank_of(&axes.all) {
+            0 => {
+                fail(&axes);
+                String::new()
+            }
+            // Of its axis, which needs rank 0; and one that does not, but for the next call.
+            1 => why(barrier(&axes.ep)),
+            2 => why(barrier(&axes.dp)),
+            _ => why(barrier(&axes.all)),
+        });
+        for rank in 1..4 {
+            let got = all[rank].clone().unwrap();
+            assert!(got.contains("rank 0 failed: "), "rank {rank}: {got}");
         }
     }
 }

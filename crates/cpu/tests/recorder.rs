@@ -24,7 +24,7 @@ fn tensor(b: &Recorded, values: &[f32]) -> Tensor<Recorded> {
 fn work(b: &Recorded, x: &Tensor<Recorded>, into: &mut Tensor<Recorded>) -> Result<()> {
     for _ in 0..2 {
         let sum = Add::new(x, into).run(b)?;
-        SumShards { x: &sum, shards: 1, into }.run(b)?;
+        SumShards { x: &sum, stack: 1, shards: 1, into }.run(b)?;
     }
     Ok(())
 }
@@ -129,7 +129,7 @@ fn what_outlives_the_recording_is_made_by_every_replay() {
     let second = b
         .record(&mut || {
             let sum = Add::new(&made, &made).run(&b)?;
-            SumShards { x: &sum, shards: 1, into: &mut z }.run(&b)
+            SumShards { x: &sum, stack: 1, shards: 1, into: &mut z }.run(&b)
         })
         .unwrap();
     for value in [3.0, 5.0] {

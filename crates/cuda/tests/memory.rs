@@ -3,7 +3,7 @@
 
 mod gpu;
 
-use nibble_core::{DeviceKind, Recipe, SoloComm};
+use nibble_core::{DeviceKind, MeshShape, Recipe, SoloComm};
 use nibble_cuda::Cuda;
 use nibble_testkit::Dice;
 use nibble_train::config::Config;
@@ -66,7 +66,7 @@ fn draw(dice: &mut Dice) -> Drawn {
         let layers = ModelSpec::new(&config.model).recipe_layers();
         let text = dice.recipe(&layers);
         let Ok(recipe) = Recipe::parse("random", &text) else { continue };
-        let Ok(predicted) = plan::predict(DeviceKind::Gpu, 1, &config, &recipe) else { continue };
+        let Ok(predicted) = plan::predict(DeviceKind::Gpu, MeshShape::ONE, &config, &recipe) else { continue };
         let gib = predicted.device_bytes() as f64 / GIB;
         let slow = plan::off_tensor_cores(&config, &recipe).unwrap();
         if (10.0..60.0).contains(&gib) && slow.iter().map(|slow| slow.share).sum::<f64>() < 0.01 {

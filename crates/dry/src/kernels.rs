@@ -2,7 +2,7 @@
 
 use crate::{Dry, op_work};
 use nibble_core::ops::*;
-use nibble_core::{Kernels, Operand, PermuteMap, Result, Tensor, for_each_op};
+use nibble_core::{Groups, Kernels, Operand, PermuteMap, Result, Tensor, for_each_op};
 
 macro_rules! methods {
     (() $($name:ident($args:ty) -> $out:ty { $($fields:tt)* })*) => {$(

@@ -11,7 +11,7 @@ use nibble_choice::routing::{PlanChunks, RouteSums};
 use nibble_choice::vocabulary::{EmbedTasks, losses_temporary, sorted_tokens};
 use nibble_choice::{GpuKernels, Product, head_loss, squares, swiglu, transcode};
 use nibble_core::ops::*;
-use nibble_core::{Backend, Operand, PermuteMap, Result, Tensor};
+use nibble_core::{Backend, Groups, Operand, PermuteMap, Result, Tensor};
 
 /// Operations that take nothing beside their results.
 macro_rules! results {
@@ -36,6 +36,8 @@ results! {
     combine_slots(CombineSlots<'_, Self>) -> Tensor<Self>;
     pack_rows(PackRows<'_, Self>) -> <Self as Backend>::Buf<u8>;
     unpack_rows(UnpackRows<'_, Self>) -> Operand<Self>;
+    assign_parts(AssignParts<'_, Self>) -> <Self as Backend>::Buf<i32>;
+    join_groups(JoinGroups<'_, Self>) -> Groups<Self>;
     assign_ranks(AssignRanks<'_, Self>) -> SlotRanks<Self>;
     pack_slots(PackSlots<'_, Self>) -> <Self as Backend>::Buf<i32>;
     unpack_slots(UnpackSlots<'_, Self>) -> ReceivedSlots<Self>;

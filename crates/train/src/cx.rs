@@ -1,6 +1,6 @@
 //! What every layer is handed: the backend, the other ranks, the recipe, and where in the run it is. No globals.
 
-use crate::delayed::DelayedRecords;
+use crate::delayed::{DelayedRecords, Spans};
 use crate::record::{Conversion, CountSite, Counted, FoundCells};
 use nibble_core::formats::BlockAxis;
 use nibble_core::formats::{Purpose, Rounding, Stream, fnv1a32};
@@ -30,6 +30,24 @@ pub struct Shards<B: Kernels> {
     pub local: usize,
     /// The shards as ragged groups: the contraction of dense weight gradients.
     pub groups: Groups<B>,
+    /// How the rows of experts are divided.
+    pub expert_parts: ExpertParts,
+}
+
+/// The parts of a micro-batch, over all ranks, that an expert's weight gradient is a tree over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ExpertParts {
+    /// How many of them this rank's replica of the experts has.
+    pub local: usize,
+    /// Tokens of each.
+    pub tokens: usize,
+}
+
+impl ExpertParts {
+    /// Of micro-batches of so many tokens over all ranks, which are cut into `parts` of which `dp` replicas have as many each.
+    pub fn of(tokens: usize, parts: usize, dp: usize) -> Self {
+        Self { local: parts / dp.max(1), tokens: tokens / parts.max(1) }
+    }
 }
 
 impl<B: Kernels> Shards<B> {
@@ -42,7 +60,12 @@ impl<B: Kernels> Shards<B> {
         let align = if rows_each.is_multiple_of(128) { 128 } else { 1 };
         let tokens = local * rows_each;
         let groups = Groups::uniform(b, local, rows_each, align, run * tokens)?;
-        Ok(Self { local, groups })
+        Ok(Self { local, groups, expert_parts: ExpertParts { local: 1, tokens } })
+    }
+
+    /// The same with the rows of experts divided so.
+    pub fn with_expert_parts(self, expert_parts: ExpertParts) -> Self {
+        Self { expert_parts, ..self }
     }
 
     /// Tokens on this rank.
@@ -105,6 +128,11 @@ impl<'a, B: Kernels> Cx<'a, B> {
         }
     }
 
+    /// The shards that these rows are of, where they are the tokens of the context: text that is made token by token has none.
+    pub fn groups_of(&self, x_td: &Tensor<B>) -> Option<&Groups<B>> {
+        Some(&self.shards.groups).filter(|groups| groups.capacity == x_td.rows)
+    }
+
     /// The precisions of a layer now.
     pub fn section(&self, kind: LayerKind, layer: &str) -> Section {
         self.recipe.section(kind, layer, self.progress)
@@ -151,14 +179,17 @@ impl<'a, B: Kernels> Cx<'a, B> {
         &self,
         (layer, tensor): (&str, &str),
         to: &Precision,
-        spans: usize,
-        is_replicated: bool,
+        spans: (Spans, usize),
     ) -> Result<Option<(Delayed<'_, B>, FoundCells)>> {
         match (&self.delayed, to.delayed) {
             (Some(records), Some(scaling)) if self.training => {
-                let scales = records.of(&format!("{layer}.{tensor}"), scaling, spans, is_replicated)?;
-                // Of what every rank has the first one's values count.
-                let is_counted = !is_replicated || self.mesh.all.rank() == 0;
+                let scales = records.of(&format!("{layer}.{tensor}"), scaling, spans)?;
+                // Of what several ranks have the first one's values count.
+                let is_counted = match spans.0 {
+                    Spans::Whole => self.mesh.all.rank() == 0,
+                    Spans::Experts => self.mesh.dp.rank() == 0,
+                    Spans::Shards | Spans::ExpertParts => true,
+                };
                 Ok(scales.map(|(delayed, first)| (delayed, FoundCells { first, is_counted })))
             }
             _ => Ok(None),
@@ -206,7 +237,12 @@ impl<'a, B: Kernels> Cx<'a, B> {
         let signs = Stream::new(self.seed, Purpose::Sign, fnv1a32(linear), 0);
         let hadamard = to.rht.map(|len| Hadamard { len, signs });
         let op = Quantize { groups, random, hadamard, ..Quantize::new(x, to.codec()?, planes) };
-        let scales = self.earlier_scales((layer, tensor), to, op.spans(), false)?;
+        // Of shards the host knows how many rows they have, of experts not.
+        let of = match groups.is_some_and(|groups| groups.rows_each.is_none()) {
+            true => Spans::ExpertParts,
+            false => Spans::Shards,
+        };
+        let scales = self.earlier_scales((layer, tensor), to, (of, op.spans()))?;
         let out = Quantize { delayed: scales.map(|(delayed, _)| delayed), ..op }.run(self.b)?;
         self.keep_quantized(layer, tensor, &out, scales);
         Ok(out)

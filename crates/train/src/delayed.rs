@@ -1,31 +1,69 @@
 //! Scales of earlier steps: which tensors of a model have records of their largest magnitudes, where those lie, and how a step reads and
 //! ends them.
 //!
-//! A tensor has a record for each of its spans: of a dense activation or gradient the shards, of an expert layer's tensors the experts, of a
-//! dense weight the whole. A rank has the records of its own shards and experts, so ranks need not agree, and since shards and experts are
-//! numbered over all ranks, a checkpoint holds them all whatever the number of ranks. A dense weight's record is the same on every rank.
+//! A tensor has a record for each of its spans: of a dense activation or gradient the shards, of an expert layer's tensors the parts of experts,
+//! of experts' weights the experts, of a dense weight the whole ([`Spans`]). A rank has the records of its own, so ranks need not agree, and since
+//! spans are numbered over all ranks, a checkpoint holds them all whatever the mesh.
 //!
 //! Which tensors these are, under what names and of how many spans, layers decide as they run: which of them share an input, which form is
 //! made of which, and over what groups. So a rehearsal, which runs the layers themselves on shapes, is the one place that knows, and no list
 //! made of the model's description stands beside them.
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 use nibble_core::formats::DelayedScaling;
 use nibble_core::ops::{AmaxRecords, Delayed};
-use nibble_core::{Error as CoreError, Kernels, Result as CoreResult};
+use nibble_core::{Error as CoreError, Kernels, MeshShape, Result as CoreResult};
 use std::cell::RefCell;
 use std::collections::HashMap;
 
 /// Name of what a checkpoint holds of a tensor, behind that of the tensor.
 const SUFFIX: &str = ".amax_history";
 
+/// What the spans of a tensor are, and so which of all ranks' a rank has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Spans {
+    /// A dense weight: one, the same on every rank.
+    Whole,
+    /// A dense activation or gradient: its shards, those of each rank behind those of the one before.
+    Shards,
+    /// Weights of experts: the experts, the same on the ranks that hold them.
+    Experts,
+    /// Activations and gradients of experts: (expert, part).
+    ExpertParts,
+}
+
+impl Spans {
+    /// How often this rank's spans make up those of all ranks.
+    fn parts(self, mesh: MeshShape) -> usize {
+        match self {
+            Self::Whole => 1,
+            Self::Experts => mesh.ep,
+            Self::Shards | Self::ExpertParts => mesh.ranks(),
+        }
+    }
+
+    /// The number among all ranks' spans of each of a rank's `local` spans, of which an expert has `expert_parts`.
+    fn of_rank(self, rank: usize, mesh: MeshShape, local: usize, expert_parts: usize) -> impl Iterator<Item = usize> {
+        let ((d, e), parts) = (mesh.place(rank), expert_parts.max(1));
+        (0..local).map(move |i| match self {
+            Self::Whole => i,
+            Self::Shards => rank * local + i,
+            Self::Experts => e * local + i,
+            Self::ExpertParts => {
+                let expert = e * (local / parts) + i / parts;
+                (expert * mesh.dp + d) * parts + i % parts
+            }
+        })
+    }
+}
+
 /// A tensor whose scale is that of earlier steps.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DelayedSite {
     /// The layer's name and the tensor's.
     pub name: String,
-    /// Whether every rank has the same values: a dense weight.
-    pub is_replicated: bool,
+    /// What its spans are.
+    pub spans: Spans,
     /// How its records change, and where this rank's lie.
     pub records: AmaxRecords,
     /// How many spans there are on this rank before its first.
@@ -38,14 +76,9 @@ impl DelayedSite {
         format!("{}{SUFFIX}", self.name)
     }
 
-    /// How often this rank's records make up all of them.
-    pub fn parts(&self, ranks: usize) -> usize {
-        if self.is_replicated { 1 } else { ranks }
-    }
-
     /// Shape in a checkpoint: the spans of all ranks, and of each its record.
-    pub fn shape(&self, ranks: usize) -> Vec<usize> {
-        vec![self.parts(ranks) * self.records.spans, self.records.scaling.record_len()]
+    pub fn shape(&self, mesh: MeshShape) -> Vec<usize> {
+        vec![self.spans.parts(mesh) * self.records.spans, self.records.scaling.record_len()]
     }
 }
 
@@ -89,15 +122,14 @@ impl DelayedSites {
         &mut self,
         name: &str,
         scaling: DelayedScaling,
-        spans: usize,
-        is_replicated: bool,
+        (of, spans): (Spans, usize),
     ) -> CoreResult<&DelayedSite> {
         let number = match self.numbers.get(name) {
             Some(number) => *number,
             None if self.is_open => {
                 let records = AmaxRecords { scaling, first: self.record_values(), spans };
                 let (number, cell) = (self.sites.len(), self.spans());
-                self.sites.push(DelayedSite { name: name.to_owned(), is_replicated, records, cell });
+                self.sites.push(DelayedSite { name: name.to_owned(), spans: of, records, cell });
                 self.numbers.insert(name.to_owned(), number);
                 number
             }
@@ -124,8 +156,8 @@ pub struct History {
     pub name: String,
     /// How its records change.
     pub scaling: DelayedScaling,
-    /// Whether every rank has the same.
-    pub is_replicated: bool,
+    /// What its spans are.
+    pub spans: Spans,
     /// Of each span its record, as [`DelayedScaling`] has it.
     pub records: Vec<Vec<f32>>,
 }
@@ -157,12 +189,11 @@ impl<B: Kernels> DelayedRecords<B> {
         &self,
         name: &str,
         scaling: DelayedScaling,
-        spans: usize,
-        is_replicated: bool,
+        spans: (Spans, usize),
     ) -> CoreResult<Option<(Delayed<'_, B>, usize)>> {
         let mut sites = self.sites.borrow_mut();
         let is_open = sites.is_open;
-        let DelayedSite { records, cell, .. } = sites.meet(name, scaling, spans, is_replicated)?;
+        let DelayedSite { records, cell, .. } = sites.meet(name, scaling, spans)?;
         let delayed =
             Delayed { records: &self.records, first: records.first, stride: records.scaling.record_len() };
         Ok((!is_open).then_some((delayed, *cell)))
@@ -175,33 +206,47 @@ impl<B: Kernels> DelayedRecords<B> {
             let AmaxRecords { scaling, first, .. } = site.records;
             let records = values[first..][..site.records.len()].chunks(scaling.record_len());
             let records = records.map(<[f32]>::to_vec).collect();
-            History { name: site.name.clone(), scaling, is_replicated: site.is_replicated, records }
+            History { name: site.name.clone(), scaling, spans: site.spans, records }
         };
         Ok(self.sites.borrow().sites().iter().map(history).collect())
     }
 
-    /// What of every rank's records, one rank's behind the other's, a checkpoint holds: site after site, the spans of all ranks.
-    pub fn in_order(&self, of_ranks: &[f32], ranks: usize) -> Vec<f32> {
+    /// What of every rank's records, one rank's behind the other's, a checkpoint holds: site after site, the spans of all ranks. Experts have so
+    /// many parts on a rank.
+    pub fn in_order(&self, of_ranks: &[f32], mesh: MeshShape, expert_parts: usize) -> Vec<f32> {
         let sites = self.sites.borrow();
-        let values = sites.record_values();
-        let parts = sites.sites().iter().flat_map(|site| {
-            let first = site.records.first;
-            (0..site.parts(ranks))
-                .map(move |rank| rank * values + first..rank * values + first + site.records.len())
-        });
-        parts.flat_map(|range| of_ranks[range].iter().copied()).collect()
+        let mut all = Vec::new();
+        for site in sites.sites() {
+            let (AmaxRecords { first, spans, .. }, len) = (site.records, site.records.scaling.record_len());
+            let begins = all.len();
+            all.resize(begins + site.shape(mesh).iter().product::<usize>(), 0.0);
+            for (rank, records) in of_ranks.chunks(sites.record_values().max(1)).enumerate() {
+                let spans = site.spans.of_rank(rank, mesh, spans, expert_parts);
+                for (record, span) in records[first..].chunks(len).zip(spans) {
+                    all[begins + span * len..][..len].copy_from_slice(record);
+                }
+            }
+        }
+        all
     }
 
     /// Writes this rank's records of a site, of all ranks' in a checkpoint.
-    pub fn restore(&mut self, b: &B, site: &DelayedSite, rank: usize, all: &[f32]) -> Result<()>
+    pub fn restore(
+        &mut self,
+        b: &B,
+        site: &DelayedSite,
+        (rank, mesh, expert_parts): (usize, MeshShape, usize),
+        all: &[f32],
+    ) -> Result<()>
     where
         B: Kernels,
     {
-        let len = site.records.len();
-        let first = if site.is_replicated { 0 } else { rank * len };
-        let mine = all.get(first..first + len);
-        let mine =
-            mine.ok_or_else(|| Error::from(CoreError::shape("restore", "records", all.len(), first + len)))?;
-        Ok(b.write(&mut self.records, site.records.first, mine)?)
+        let (expected, len) = (site.shape(mesh).iter().product::<usize>(), site.records.scaling.record_len());
+        if all.len() != expected {
+            return Err(CoreError::shape("restore", "records", all.len(), expected).into());
+        }
+        let spans = site.spans.of_rank(rank, mesh, site.records.spans, expert_parts);
+        let mine: Vec<f32> = spans.flat_map(|span| &all[span * len..][..len]).copied().collect();
+        Ok(b.write(&mut self.records, site.records.first, &mine)?)
     }
 }

@@ -6,7 +6,7 @@ use crate::param::{Moments, Optimized, Param, Placement};
 use crate::record::Layout;
 use nibble_core::formats::double::power;
 use nibble_core::ops::{AdamW, AdamWTensor, Control, EndStep, REPORT_HEAD, Squared, SumSquares};
-use nibble_core::{Error, Kernels, Result};
+use nibble_core::{Error, Kernels, MeshShape, Result};
 
 /// The scalars of a step that the host decides: learning rate and bias corrections.
 pub fn scalars(config: &TrainConfig, lr: f64, step: u64) -> [f32; Control::FROM_HOST] {
@@ -29,12 +29,13 @@ pub struct OptimizerState<B: Kernels> {
 
 impl<B: Kernels> OptimizerState<B> {
     /// State for these parameters. `layout` is that of the step's record.
-    pub fn new(b: &B, params: &[&mut Param<B>], ranks: usize, layout: &Layout) -> Result<Self> {
+    pub fn new(b: &B, params: &[&mut Param<B>], mesh: MeshShape, layout: &Layout) -> Result<Self> {
         let each: usize = params.iter().map(|p| p.stack()).sum();
         let mut order = Vec::new();
         let mut first = 0;
         for param in params {
-            let ranks = if param.placement == Placement::Replicated { 1 } else { ranks };
+            // Of what several ranks hold, the first one's counts: of experts, those of the first replica, whose ranks are the first.
+            let ranks = if param.placement == Placement::Replicated { 1 } else { mesh.ep };
             order.extend((0..ranks).flat_map(|rank| {
                 let first = rank * each + first;
                 (first..first + param.stack()).map(|i| i as i32)
@@ -45,7 +46,7 @@ impl<B: Kernels> OptimizerState<B> {
             squares: b.zeros(each)?,
             order: b.upload(&order)?,
             control: b.zeros(Control::LEN)?,
-            reports: b.zeros(2 * (REPORT_HEAD + ranks * layout.cells()))?,
+            reports: b.zeros(2 * (REPORT_HEAD + mesh.ranks() * layout.cells()))?,
         })
     }
 

@@ -1,6 +1,7 @@
 //! Weights: the F32 master, its gradient, and the copies the products multiply with.
 
-use crate::cx::Cx;
+use crate::cx::{Cx, Shards};
+use crate::delayed::Spans;
 use crate::spec::{Init, ParamSpec, Part};
 use nibble_core::formats::{Purpose, Stream, fnv1a32};
 use nibble_core::ops::{GroupedWgrad, InitNormal, Planes, Quantize, SumShards, Transpose};
@@ -12,9 +13,19 @@ use nibble_core::{Comm, DType, Data, Error, Groups, Kernels, Operand, Result, Te
 pub enum Placement {
     /// On every rank; gradients are summed over the shards by a tree.
     Replicated,
-    /// Stacked experts, divided among the ranks; each expert sees all its rows in global order. The number is how many
-    /// are on this rank.
+    /// Stacked experts, divided among the ranks that do so; gradients are summed over the parts of an expert's rows by a tree. The number is how
+    /// many experts are on this rank.
     Experts(usize),
+}
+
+impl Placement {
+    /// Copies of each matrix's gradient that a step adds up on a rank of these shards.
+    pub fn shards<B: Kernels>(self, shards: &Shards<B>) -> usize {
+        match self {
+            Self::Replicated => shards.local,
+            Self::Experts(_) => shards.expert_parts.local,
+        }
+    }
 }
 
 /// A trainable tensor: the weight, its gradient, and what the optimizer remembers of it.
@@ -64,7 +75,7 @@ impl Default for GradientPlan {
 #[derive(Debug, Clone)]
 pub struct Gradient<B: Kernels> {
     plan: GradientPlan,
-    /// `[rows, cols]`; one such matrix a local shard where shards meet at the end of a step.
+    /// `[rows, cols]`; where shards meet at the end of a step, of each matrix of a stack one a local shard.
     values: Option<Tensor<B>>,
     /// The sum over shards and ranks, where it does not lie in `values`: `[rows, cols]`, F32. For the rest of the step.
     sum: Option<Tensor<B>>,
@@ -182,8 +193,11 @@ impl<B: Kernels> Param<B> {
                 Shadow { w: Operand::Plain(w), wt }
             }
             None => {
-                let is_replicated = self.placement == Placement::Replicated;
-                let scales = cx.earlier_scales((&self.name, "w"), to, stack, is_replicated)?;
+                let of = match self.placement {
+                    Placement::Replicated => Spans::Whole,
+                    Placement::Experts(_) => Spans::Experts,
+                };
+                let scales = cx.earlier_scales((&self.name, "w"), to, (of, stack))?;
                 let delayed = scales.map(|(delayed, _)| delayed);
                 let op =
                     Quantize { stack, delayed, ..Quantize::new(&self.master, to.codec()?, Planes::Tiles) };
@@ -225,7 +239,7 @@ impl<B: Kernels> Param<B> {
         )
     }
 
-    /// Adds dW = dYᵀ·X of each group to the gradient: groups are shards for a replicated weight, experts for a stack.
+    /// Adds dW = dYᵀ·X of each group to the gradient: groups are shards for a replicated weight, parts of experts for a stack.
     pub fn accumulate_wgrad(
         &mut self,
         cx: &Cx<'_, B>,
@@ -238,8 +252,8 @@ impl<B: Kernels> Param<B> {
         })
     }
 
-    /// Runs a pass that makes this parameter's gradient. `pass` is given the matrix to write, of a replicated weight one a
-    /// local shard, one under the other, and whether to add to what it holds.
+    /// Runs a pass that makes this parameter's gradient. `pass` is given the matrices to write, of each matrix one a
+    /// local shard, one under the other, and whether to add to what they hold.
     ///
     /// # Errors
     /// What `pass` returns; [`Error::Shape`] for a second pass of a step whose shards were summed after the first.
@@ -251,7 +265,6 @@ impl<B: Kernels> Param<B> {
     ) -> Result<R> {
         let shards = self.shards(cx);
         let GradientPlan { dtype, at_once } = self.gradient.plan;
-        let at_once = at_once && self.placement == Placement::Replicated;
         if at_once && self.gradient.written {
             let got = format!("{} a second time in a step", self.name);
             return Err(Error::shape("add_gradient", "parameter", got, "one that is used once"));
@@ -299,27 +312,24 @@ impl<B: Kernels> Param<B> {
 
     /// Shards and ranks by one tree, into the gradient's buffer, rounded once.
     fn store_sum(&mut self, cx: &Cx<'_, B>, parts: &Tensor<B>, shards: usize) -> Result<()> {
-        let replicas = self.replicas(cx);
+        let (replicas, stack) = (self.replicas(cx), self.stack());
         let values = self.values(cx.b, 1)?;
         if replicas.world() == 1 || values.dtype() == DType::F32 {
-            SumShards { x: parts, shards, into: values }.run(cx.b)?;
+            SumShards { x: parts, stack, shards, into: values }.run(cx.b)?;
             all_reduce(cx.b, replicas, values)?;
         } else {
             let mut sum = Tensor::unwritten(cx.b, DType::F32, values.rows, values.cols)?;
-            SumShards { x: parts, shards, into: &mut sum }.run(cx.b)?;
+            SumShards { x: parts, stack, shards, into: &mut sum }.run(cx.b)?;
             all_reduce(cx.b, replicas, &mut sum)?;
-            SumShards { x: &sum, shards: 1, into: values }.run(cx.b)?;
+            SumShards { x: &sum, stack: 1, shards: 1, into: values }.run(cx.b)?;
         }
         self.gradient.written = true;
         Ok(())
     }
 
-    /// Copies of the gradient that a step adds up: one a local shard of a replicated weight.
+    /// Copies of each matrix's gradient that a step adds up on this rank.
     fn shards(&self, cx: &Cx<'_, B>) -> usize {
-        match self.placement {
-            Placement::Replicated => cx.shards.local,
-            Placement::Experts(_) => 1,
-        }
+        self.placement.shards(&cx.shards)
     }
 
     /// The ranks that hold the same values, whose gradients are one sum.
@@ -330,8 +340,7 @@ impl<B: Kernels> Param<B> {
         }
     }
 
-    /// What the passes of this step have written; none before the first. Of a replicated weight whose shards have not met, one
-    /// matrix a local shard.
+    /// What the passes of this step have written; none before the first. Where shards have not met, of each matrix one a local shard.
     pub fn grad(&self) -> Option<&Tensor<B>> {
         let Gradient { values, written, .. } = &self.gradient;
         values.as_ref().filter(|_| *written)
@@ -344,7 +353,7 @@ impl<B: Kernels> Param<B> {
 
     /// Makes the gradient's buffer, for so many shards on this rank, where the backend allocates now.
     pub fn place_gradient(&mut self, b: &B, plan: GradientPlan, shards: usize) -> Result<()> {
-        let parts = if plan.at_once || self.placement != Placement::Replicated { 1 } else { shards };
+        let parts = if plan.at_once { 1 } else { shards };
         self.gradient = Gradient { plan, ..Gradient::default() };
         self.values(b, parts).map(drop)
     }
@@ -362,16 +371,16 @@ impl<B: Kernels> Param<B> {
         let (shards, replicas) = (self.shards(cx), self.replicas(cx));
         let (rows, cols) = self.master.shape();
         let (GradientPlan { at_once, .. }, written) = (self.gradient.plan, self.gradient.written);
-        let are_experts = self.placement != Placement::Replicated;
+        let stack = self.stack();
         let values = self.values(cx.b, if at_once { 1 } else { shards })?;
         if !written {
             clear(cx.b, values)?;
         }
-        if are_experts || shards == 1 && !at_once && values.dtype() == DType::F32 {
+        if shards == 1 && !at_once && (values.dtype() == DType::F32 || replicas.world() == 1) {
             all_reduce(cx.b, replicas, values)?;
         } else if !at_once {
             let mut sum = Tensor::unwritten(cx.b, DType::F32, rows, cols)?;
-            SumShards { x: values, shards, into: &mut sum }.run(cx.b)?;
+            SumShards { x: values, stack, shards, into: &mut sum }.run(cx.b)?;
             all_reduce(cx.b, replicas, &mut sum)?;
             self.gradient.sum = Some(sum);
         }

@@ -8,7 +8,7 @@ use nibble_cpu::{Cpu, ThreadComm};
 use nibble_testkit::Recorder;
 use nibble_train::checkpoint::{Store, latest_valid};
 use nibble_train::config::Config;
-use nibble_train::delayed::History;
+use nibble_train::delayed::{History, Spans};
 use nibble_train::metrics::Metrics;
 use nibble_train::trainer::Trainer;
 use rig::{SOLO, recipe_file, small, state, train, train_alone, with_recipe};
@@ -157,7 +157,7 @@ fn ranks_have_the_histories_of_their_own_shards_and_experts() {
         for (i, want) in alone.histories.iter().enumerate() {
             let of_ranks = ranks.iter().flat_map(|told| told.histories[i].records.clone());
             let all: Vec<_> =
-                if want.is_replicated { ranks[1].histories[i].records.clone() } else { of_ranks.collect() };
+                if want.spans == Spans::Whole { ranks[1].histories[i].records.clone() } else { of_ranks.collect() };
             assert_eq!(all, want.records, "{}, {world} ranks", want.name);
         }
     }
@@ -203,7 +203,7 @@ fn a_resumed_run_has_the_bits_of_one_that_was_never_interrupted() {
         for (i, want) in whole.histories.iter().enumerate() {
             let of_ranks = ranks.iter().flat_map(|told| told.histories[i].records.clone());
             let all: Vec<_> =
-                if want.is_replicated { ranks[0].histories[i].records.clone() } else { of_ranks.collect() };
+                if want.spans == Spans::Whole { ranks[0].histories[i].records.clone() } else { of_ranks.collect() };
             assert_eq!(all, want.records, "{}, {worlds:?}", want.name);
         }
         if worlds[1] == 1 {

@@ -1,6 +1,6 @@
 //! What is predicted is what a run takes: by the allocator, arena by arena, after steps and an evaluation.
 
-use nibble_core::{DeviceKind, Recipe, Room, SoloComm};
+use nibble_core::{DeviceKind, MeshShape, Recipe, Room, SoloComm};
 use nibble_cpu::{Cpu, ThreadComm};
 use nibble_dry::Dry;
 use nibble_train::Error;
@@ -15,7 +15,7 @@ fn config(changes: &[&str]) -> Config {
 }
 
 fn prediction(kind: DeviceKind, config: &Config) -> nibble_train::Result<Prediction> {
-    predict(kind, config.run.ranks, config, &checked_recipe(config)?)
+    predict(kind, config.run.mesh(), config, &checked_recipe(config)?)
 }
 
 /// Two steps and an evaluation.
@@ -273,7 +273,7 @@ fn refused(config: &Config, there: usize) -> (Vec<String>, String) {
 }
 
 fn refused_by(device: &Dry, config: &Config) -> (Vec<String>, String) {
-    match require_room(device, config.run.ranks, config, &checked_recipe(config).unwrap()) {
+    match require_room(device, config.run.mesh(), config, &checked_recipe(config).unwrap()) {
         Err(Error::Memory { settings, why, .. }) => (settings, why),
         other => panic!("{other:?}"),
     }
@@ -297,7 +297,7 @@ fn what_does_not_fit_is_told_the_shortest_list_that_does() {
     };
     let all = bytes(&[]);
     let recipe = Recipe::builtin("bf16").unwrap();
-    assert!(require_room(&gpu(all, 0), 1, &config, &recipe).is_ok());
+    assert!(require_room(&gpu(all, 0), MeshShape::ONE, &config, &recipe).is_ok());
     let moments = bytes(&["train.moment_dtype=bf16"]);
     let (settings, why) = refused(&config, moments);
     println!("{why}");
@@ -314,7 +314,7 @@ fn what_does_not_fit_is_told_the_shortest_list_that_does() {
         assert!(why.contains(part), "{part}: {why}");
     }
     // What others hold of a larger device is not to be had, and who holds it is told.
-    assert!(require_room(&gpu(all + (3 << 30), 3 << 30), 1, &config, &recipe).is_ok());
+    assert!(require_room(&gpu(all + (3 << 30), 3 << 30), MeshShape::ONE, &config, &recipe).is_ok());
     let (settings, why) = refused_by(&gpu(moments + (3 << 30), 3 << 30), &config);
     println!("{why}");
     assert_eq!(settings, ["train.moment_dtype=bf16"], "{why}");
@@ -463,7 +463,7 @@ fn a_gpu_takes_every_format_and_needs_room_to_decode() {
             .unwrap()
     };
     let config = config(&[]);
-    let of = |kind, format| predict(kind, 1, &config, &late(format)).unwrap().device_bytes();
+    let of = |kind, format| predict(kind, MeshShape::ONE, &config, &late(format)).unwrap().device_bytes();
     for format in ["nvfp4", "hif4", "mxfp6-e2m3", "mxint8", "mxfp4", "e4m3-tensor"] {
         assert!(of(DeviceKind::Host, format) > 0, "{format}");
         assert!(of(DeviceKind::Gpu, format) > 0, "{format}");
@@ -482,7 +482,7 @@ fn absurd_sizes_are_errors() {
             let cpu = Cpu::new(1).unwrap();
             let refused = Trainer::new(&cpu, &SoloComm, &config)
                 .map(drop)
-                .and_then(|()| require_room(&cpu, 1, &config, &checked_recipe(&config)?).map(drop));
+                .and_then(|()| require_room(&cpu, MeshShape::ONE, &config, &checked_recipe(&config)?).map(drop));
             refused.unwrap_err().to_string()
         }
     };

@@ -96,7 +96,7 @@ impl Recorded {
             files::read_text(&path, files::MOST_TEXT).map_err(|e| format!("{}: {e}", path.display()));
         // Of both kinds of device the kept tensors are the same.
         let predicted =
-            |recipe| plan::predict(DeviceKind::Host, files.config.run.ranks, &files.config, recipe);
+            |recipe| plan::predict(DeviceKind::Host, files.config.run.mesh(), &files.config, recipe);
         let predicted = match &files.recipe {
             Ok(recipe) => predicted(recipe).map_err(|e| e.to_string()),
             Err(why) => Err(why.clone()),

@@ -16,7 +16,7 @@ pub fn short(start: &Start<'_>) -> Vec<String> {
     lines.push(format!(
         "memory, as predicted: {} {}; a forward pass keeps {} (parts: {})",
         bytes(prediction.device_bytes() as u64),
-        whose(prediction.kind, prediction.ranks),
+        whose(prediction.kind, prediction.mesh.ranks()),
         bytes(prediction.ledger.bytes() as u64),
         Path::new(&start.config.run.dir).join(MEMORY_FILE).display()
     ));
@@ -76,7 +76,7 @@ fn whose(kind: DeviceKind, ranks: usize) -> &'static str {
 
 /// The memory of a run, part by part and tensor by tensor.
 pub fn memory(prediction: &Prediction) -> Vec<String> {
-    let of = if prediction.ranks > 1 { ", first rank" } else { "" };
+    let of = if prediction.mesh.ranks() > 1 { ", first rank" } else { "" };
     let ledger = &prediction.ledger;
     let mut lines =
         vec![format!("kept by a forward pass for its backward pass{of}: {}", bytes(ledger.bytes() as u64))];
@@ -85,7 +85,7 @@ pub fn memory(prediction: &Prediction) -> Vec<String> {
     for (part, size) in prediction.parts().into_iter().chain([prediction.allowance()]) {
         lines.push(format!("  {part:<34} {:>10}", bytes(size as u64)));
     }
-    let all = format!("in all, {}", whose(prediction.kind, prediction.ranks));
+    let all = format!("in all, {}", whose(prediction.kind, prediction.mesh.ranks()));
     lines.push(format!("  {all:<34} {:>10}", bytes(prediction.device_bytes() as u64)));
     lines
 }

@@ -12,7 +12,7 @@ use crate::error::Result;
 use crate::ranks;
 use crate::say;
 use choice::Choice;
-use nibble_core::{Comm, SoloComm};
+use nibble_core::{Mesh, SoloComm};
 use nibble_train::config::{DeviceChoice, RunConfig};
 
 /// What is to be done on a device, by each rank.
@@ -32,23 +32,25 @@ pub struct On<'a, B: Device> {
     /// The rank's backend.
     pub b: &'a B,
     /// What joins it to the other ranks.
-    pub comm: &'a dyn Comm<B>,
+    pub mesh: Mesh<'a, B>,
     why: &'a str,
 }
 
 impl<B: Device> On<'_, B> {
     /// The device, and which configuration or finding led to it.
     pub fn describe(&self) -> String {
-        let ranks = match self.comm.world() {
-            1 => String::new(),
-            n => format!(", {n} ranks of this kind"),
+        let mesh = self.mesh.shape();
+        let ranks = match (mesh.ranks(), mesh.dp) {
+            (1, _) => String::new(),
+            (n, 1) => format!(", {n} ranks of this kind"),
+            (n, dp) => format!(", {n} ranks of this kind in {dp} replicas"),
         };
         format!("{}{ranks} ({})", self.b.name(), self.why)
     }
 
     /// Says so, once for all ranks.
     pub fn announce(&self) {
-        if self.comm.rank() == 0 {
+        if self.mesh.all.rank() == 0 {
             say!("device: {}", self.describe());
         }
     }
@@ -62,8 +64,8 @@ pub fn run<W: Work>(run: &RunConfig, work: &W) -> Result<W::Out> {
     let env = Env::read()?;
     let (choice, why) = choice::choose(run, nibble_cuda::probe(), nibble_cuda::Cuda::new)?;
     match choice {
-        Choice::Cuda(cuda) => work.run(&On { b: &cuda, comm: &SoloComm, why: &why }),
-        Choice::Cpu => ranks::on_ranks(&env, run, |cpu, comm| work.run(&On { b: cpu, comm, why: &why })),
+        Choice::Cuda(cuda) => work.run(&On { b: &cuda, mesh: Mesh::new(&SoloComm), why: &why }),
+        Choice::Cpu => ranks::on_ranks(&env, run, |cpu, mesh| work.run(&On { b: cpu, mesh, why: &why })),
     }
 }
 

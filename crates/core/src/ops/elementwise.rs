@@ -103,15 +103,17 @@ impl<'a, B: Backend> Add<'a, B> {
     }
 }
 
-/// Sums `shards` stacked tensors by the balanced tree ((0+1)+(2+3))… in F32: `[shards · rows, cols] → [rows, cols]`, rounded
-/// once to the type of `into`.
+/// Sums the shards of each matrix of a stack by the balanced tree ((0+1)+(2+3))… in F32: `[stack · shards · rows, cols] →
+/// [stack · rows, cols]`, rounded once to the type of `into`.
 #[derive(Debug)]
 pub struct SumShards<'a, B: Backend> {
-    /// The stack, F32 or BF16.
+    /// F32 or BF16; the shards of a matrix lie one under the other.
     pub x: &'a Tensor<B>,
-    /// How many; a power of two.
+    /// Matrices.
+    pub stack: usize,
+    /// Shards of each; a power of two.
     pub shards: usize,
-    /// `[rows, cols]`, F32 or BF16, overwritten.
+    /// `[stack · rows, cols]`, F32 or BF16, overwritten.
     pub into: &'a mut Tensor<B>,
 }
 
@@ -122,9 +124,10 @@ impl<B: Backend> SumShards<'_, B> {
     /// Checks shapes.
     pub fn check(&self) -> Result<()> {
         const OP: &str = "sum_shards";
-        if !self.shards.is_power_of_two() || !self.x.rows.is_multiple_of(self.shards) {
-            let got = format!("{} for {} rows", self.shards, self.x.rows);
-            return Err(Error::shape(OP, "shards", got, "a power of two that divides the rows"));
+        let parts = self.stack.checked_mul(self.shards).filter(|parts| *parts > 0);
+        if !self.shards.is_power_of_two() || !parts.is_some_and(|parts| self.x.rows.is_multiple_of(parts)) {
+            let got = format!("{} of each of {} in {} rows", self.shards, self.stack, self.x.rows);
+            return Err(Error::shape(OP, "shards", got, "a power of two, of which all matrices have as many rows"));
         }
         expect_eq(OP, "shape of into", self.into.shape(), (self.x.rows / self.shards, self.x.cols))
     }

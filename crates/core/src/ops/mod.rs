@@ -11,6 +11,7 @@ mod embed;
 mod gemm;
 mod head_loss;
 mod norm_rope;
+mod parts;
 mod permute;
 mod push_amax;
 mod quantize;
@@ -33,6 +34,7 @@ pub use embed::{Embed, EmbedBackward, EmbedOut};
 pub use gemm::{BF16_AGREEMENT, FP8_AGREEMENT, Gemm, GroupedGemm, GroupedWgrad, ProductDims};
 pub use head_loss::{HeadCodecs, HeadLoss, HeadLossChunk, HeadLossGrad, HeadLossOut, head_chunk};
 pub use norm_rope::{NormRope, NormRopeBackward};
+pub use parts::{AssignParts, JoinGroups};
 pub use permute::{CombineSlots, GatherScalars, PackRows, Permute, PlanPermute, UnpackRows, Unpermute};
 pub use push_amax::{AmaxRecords, PushAmax};
 pub use quantize::{Counts, Delayed, Dequantize, Emit, Emitted, Found, Hadamard, Planes, Quantize, Random};
@@ -48,7 +50,7 @@ pub use step::{
 pub use swiglu::{Swiglu, SwigluBackward, SwigluGrads, SwigluOut};
 pub use transcode::{CONVERSIONS, Transcode, Transcoded};
 
-use crate::{Kernels, Operand, PermuteMap, Result, Tensor};
+use crate::{Groups, Kernels, Operand, PermuteMap, Result, Tensor};
 
 /// Every operation, listed once. A row is a method of [`Kernels`], the struct of its arguments, what it returns, and what it does with each
 /// field of the struct:
@@ -73,7 +75,7 @@ macro_rules! for_each_op {
             cast(Cast<'_, $B>) -> Tensor<$B> { reads x; plain dtype; }
             transpose(Transpose<'_, $B>) -> Tensor<$B> { reads x; plain stack; }
             add(Add<'_, $B>) -> Tensor<$B> { reads a, b; may_read plus; }
-            sum_shards(SumShards<'_, $B>) -> () { reads x; writes into; plain shards; }
+            sum_shards(SumShards<'_, $B>) -> () { reads x; writes into; plain stack, shards; }
             route(Route<'_, $B>) -> Routing<$B> { reads logits; plain top_k, normalize, shards; }
             route_backward(RouteBackward<'_, $B>) -> Tensor<$B> {
                 reads routing, dweight; may_read batch_load; plain top_k, normalize, shards, aux_scale, batch_rows, z_scale;
@@ -81,6 +83,8 @@ macro_rules! for_each_op {
             plan_permute(PlanPermute<'_, $B>) -> PermuteMap<$B> {
                 reads expert, token_id; plain top_k, num_slots, num_groups, align, capacity;
             }
+            assign_parts(AssignParts<'_, $B>) -> $B::Buf<i32> { reads expert, token_id; plain top_k, parts, part_tokens; }
+            join_groups(JoinGroups<'_, $B>) -> Groups<$B> { reads groups; plain parts; }
             permute(Permute<'_, $B>) -> Operand<$B> { reads rows, map; }
             unpermute(Unpermute<'_, $B>) -> Operand<$B> { reads rows, map; }
             gather_scalars(GatherScalars<'_, $B>) -> $B::Buf<f32> { reads values, index; }

@@ -170,34 +170,46 @@ const TREE_CHUNK: usize = 1024;
 
 /// ((0+1)+(2+3))…, element by element, rounded once.
 pub(crate) fn sum_shards(cpu: &Cpu, op: SumShards<'_, Cpu>) -> Result<()> {
-    let stack = Stack { isa: cpu.isa(), x: &op.x.data, len: op.into.rows * op.into.cols };
+    let len = op.into.rows * op.into.cols / op.stack;
+    let shards = Shards { isa: cpu.isa(), x: &op.x.data, count: op.shards, len };
     match &mut op.into.data {
         Data::F32(out) => for_rows(cpu, out.as_mut_slice(), 1, |first, out| {
-            for (chunk, out) in out.chunks_mut(TREE_CHUNK).enumerate() {
-                stack.sum(first + chunk * TREE_CHUNK, 0..op.shards, out);
-            }
+            shards.for_pieces(first, out, |at, out| shards.sum(at, 0..op.shards, out));
         }),
         Data::Bf16(out) => for_rows(cpu, out.as_mut_slice(), 1, |first, out| {
-            for (chunk, out) in out.chunks_mut(TREE_CHUNK).enumerate() {
+            shards.for_pieces(first, out, |at, out| {
                 let mut sum = [0.0; TREE_CHUNK];
                 let sum = &mut sum[..out.len()];
-                stack.sum(first + chunk * TREE_CHUNK, 0..op.shards, sum);
+                shards.sum(at, 0..op.shards, sum);
                 round_bf16(cpu.isa(), sum, out);
-            }
+            });
         }),
     }
     Ok(())
 }
 
-/// Shards of `len` elements, one after the other.
-struct Stack<'a> {
+/// The shards of a stack of matrices, each of `len` elements, a matrix's one after the other.
+struct Shards<'a> {
     isa: Isa,
     x: &'a Data<Cpu>,
+    count: usize,
     len: usize,
 }
 
-impl Stack<'_> {
-    /// The tree over these shards (one at least) of the elements from `at` on.
+impl Shards<'_> {
+    /// Cuts sums, of which `first` is the first one's index among those of all matrices, into pieces of one matrix and no more than fit a
+    /// temporary. `body` is given where the elements of a piece begin in the first shard.
+    fn for_pieces<T>(&self, first: usize, mut out: &mut [T], body: impl Fn(usize, &mut [T])) {
+        let mut next = first;
+        while let (false, Some(i)) = (out.is_empty(), next.checked_rem(self.len)) {
+            let (piece, rest) = out.split_at_mut(TREE_CHUNK.min(self.len - i).min(out.len()));
+            next += piece.len();
+            body((next - piece.len()) / self.len * self.count * self.len + i, piece);
+            out = rest;
+        }
+    }
+
+    /// The tree over these shards (one at least) of the elements that begin at `at` in the first.
     fn sum(&self, at: usize, shards: std::ops::Range<usize>, out: &mut [f32]) {
         if shards.len() <= 1 {
             let range = shards.start * self.len + at..shards.start * self.len + at + out.len();

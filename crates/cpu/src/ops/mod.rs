@@ -10,6 +10,7 @@ pub mod head_loss;
 mod lowered;
 pub mod norm_rope;
 mod operands;
+pub mod parts;
 pub mod permute;
 pub mod quantize;
 pub mod rms_norm;
@@ -25,6 +26,6 @@ pub mod wire;
 
 pub(crate) use {
     adamw::*, attention::*, cross_entropy::*, elementwise::*, embed::*, gemm::*, head_loss::*, norm_rope::*,
-    permute::*, quantize::*, rms_norm::*, rope::*, route::*, scale_tiles::*, slots::*, step::*, swiglu::*,
+    parts::*, permute::*, quantize::*, rms_norm::*, rope::*, route::*, scale_tiles::*, slots::*, step::*, swiglu::*,
     transcode::*, transpose::*, wire::*,
 };

@@ -74,6 +74,7 @@ pub fn instances() -> Vec<Instance> {
         routing::plan_permute::instances(),
         routing::route::instances(),
         routing::slots::instances(),
+        routing::parts::instances(),
         plain::elementwise::instances(),
         attention::instances(),
         vocabulary::embed::instances(),

@@ -153,6 +153,7 @@ pub fn init_normal<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
 #[derive(Debug)]
 struct Shards {
     x: Matrix,
+    stack: usize,
     shards: usize,
     into: DType,
 }
@@ -165,7 +166,7 @@ impl<B: Kernels> Case<B> for Shards {
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let x = self.x.upload(b, "sum_shards")?;
         let into = Tensor::zeros(b, self.into, x.rows / self.shards, x.cols)?;
-        let (into, ()) = in_place(b, &into, |into| SumShards { x: &x, shards: self.shards, into }.run(b))?;
+        let (into, ()) = in_place(b, &into, |into| SumShards { x: &x, stack: self.stack, shards: self.shards, into }.run(b))?;
         one_tensor(b, &into)
     }
 }
@@ -173,11 +174,19 @@ impl<B: Kernels> Case<B> for Shards {
 /// Conformance of [`SumShards`].
 pub fn sum_shards<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for input in Input::ALL {
-        for (shards, rows, cols) in
-            [(1, 3, 5), (2, 1, 1), (4, 17, 129), (8, 3, 700), (4, 96, 320), (1, 9, 1023)]
-        {
+        for (stack, shards, rows, cols) in [
+            (1, 1, 3, 5),
+            (1, 2, 1, 1),
+            (1, 4, 17, 129),
+            (1, 8, 3, 700),
+            (1, 4, 96, 320),
+            (1, 1, 9, 1023),
+            (3, 2, 5, 7),
+            (5, 4, 8, 132),
+            (2, 8, 40, 320),
+        ] {
             for (dtype, into) in PLAIN.into_iter().flat_map(|x| PLAIN.map(|into| (x, into))) {
-                pair.check(&Shards { x: Matrix { dtype, rows: shards * rows, cols, input }, shards, into });
+                pair.check(&Shards { x: Matrix { dtype, rows: stack * shards * rows, cols, input }, stack, shards, into });
             }
         }
     }

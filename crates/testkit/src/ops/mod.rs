@@ -8,6 +8,7 @@ mod embed;
 mod gemm;
 mod head_loss;
 mod norm_rope;
+mod parts;
 mod permute;
 mod quantize;
 mod rms_norm;
@@ -21,7 +22,7 @@ mod transcode;
 
 pub use {
     adamw::*, attention::*, cross_entropy::*, elementwise::*, embed::*, gemm::*, head_loss::*, norm_rope::*,
-    permute::*, quantize::*, rms_norm::*, rope::*, route::*, scale_tiles::*, slots::*, step::*, swiglu::*,
+    parts::*, permute::*, quantize::*, rms_norm::*, rope::*, route::*, scale_tiles::*, slots::*, step::*, swiglu::*,
     transcode::*,
 };
 

@@ -3,7 +3,7 @@
 use super::call::{Run, Taken, open};
 use super::{Recorder, by_hand};
 use nibble_core::ops::*;
-use nibble_core::{Kernels, Operand, PermuteMap, Result, Tensor, for_each_op};
+use nibble_core::{Groups, Kernels, Operand, PermuteMap, Result, Tensor, for_each_op};
 
 /// Issues an operation: seals its arguments, and has the same operation of the inner backend run on what their cells hold.
 /// All fields of the operation are named, so that a new one does not compile before it is listed.

@@ -26,6 +26,7 @@ pub(crate) fn listed(sizes: &[Size]) -> String {
 /// [`Error::Config`] naming the key.
 pub fn check_sizes(config: &Config) -> Result<()> {
     let (m, t, ranks) = (&config.model, &config.train, config.run.ranks.max(1));
+    let mesh = config.run.mesh();
     let wide = |n: usize| n as u128;
     let times =
         |factors: &[usize]| factors.iter().try_fold(1u128, |product, n| product.checked_mul(wide(*n)));
@@ -68,7 +69,8 @@ pub fn check_sizes(config: &Config) -> Result<()> {
     }
     // Sizes up to here have no more than 48 bits each.
     let tokens = tokens.unwrap_or(0);
-    let rows = tokens * wide(m.top_k.max(1)) * wide(ranks) + wide(m.experts) * 128;
+    let parts = wide(t.expert_shards) / wide(mesh.dp.max(1));
+    let rows = tokens * wide(m.top_k.max(1)) * wide(mesh.ep) + wide(m.experts) * parts.max(1) * 128;
     let widest = spec.widest().unwrap_or(u128::MAX);
     let table = wide(config.data.seq_len).saturating_mul(wide(m.head_dim));
     if rows.saturating_mul(widest) > MOST_ELEMENTS || table > MOST_ELEMENTS {

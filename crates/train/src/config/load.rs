@@ -7,7 +7,9 @@ use toml::{Table, Value};
 
 use super::asked::Written;
 use super::preset::{preset, preset_names};
-use super::{Balance, Config, DataConfig, ModelConfig, RANDOM, SYNTHETIC, foreign};
+use super::{
+    Balance, Config, DataConfig, ModelConfig, RANDOM, RunConfig, SYNTHETIC, TrainConfig, foreign,
+};
 use crate::data::{BYTE_VOCAB, SYNTHETIC_VOCAB};
 use crate::error::{Error, Result};
 use crate::files;
@@ -134,7 +136,9 @@ impl Config {
     fn with_every_key() -> Self {
         let data = DataConfig { bytes: true, ..DataConfig::default() };
         let model = ModelConfig { balance: Balance::Batch, ..ModelConfig::default() };
-        Self { data, model, ..Self::default() }
+        let train = TrainConfig { expert_shards: 2, ..TrainConfig::default() };
+        let run = RunConfig { dp: 2, ..RunConfig::default() };
+        Self { data, model, train, run, ..Self::default() }
     }
 
     /// Fills in what depends on other keys.

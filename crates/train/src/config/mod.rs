@@ -22,7 +22,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 use crate::recompute::Scope;
 use crate::schedule::{Schedule, ScheduleKind};
-use nibble_core::DType;
+use nibble_core::{DType, MeshShape};
 
 pub use device::DeviceChoice;
 pub use foreign::{Meaning, of_option};
@@ -222,6 +222,10 @@ pub struct TrainConfig {
     /// Fixed shards of a micro-batch whose partial sums are added as a tree: the result does not depend on the number
     /// of ranks as long as that divides this.
     pub shards: usize,
+    /// Parts of a micro-batch whose gradients of an expert are added as a tree: a power of two that `run.dp` divides. The result depends on it, and not
+    /// on the number of ranks.
+    #[serde(skip_serializing_if = "is_one")]
+    pub expert_shards: usize,
     /// Peak learning rate.
     pub lr: f64,
     /// Learning rate of the last step.
@@ -299,6 +303,7 @@ impl Default for TrainConfig {
             batch_size: 16,
             grad_accum: 1,
             shards: 4,
+            expert_shards: 1,
             lr: 3e-3,
             min_lr: 3e-4,
             warmup_steps: 20,
@@ -363,8 +368,12 @@ pub struct RunConfig {
     /// Where to compute: `cpu`; `cuda:N`, a Hopper GPU by the driver's number; or `auto`, such a GPU if there is one to use, else
     /// the CPU. Sums of products on a GPU and on a CPU differ in their last bits.
     pub device: DeviceChoice,
-    /// Data- and expert-parallel ranks, run as threads on a CPU; divides `train.shards`, and `model.experts` where there are any.
+    /// Ranks, run as threads on a CPU; divides `train.shards`. The tokens of a batch are divided among all of them, and the experts of a layer,
+    /// where there are any, among `ranks / dp`.
     pub ranks: usize,
+    /// Ranks that hold the same experts: with 1 each expert lives on one rank. Divides `ranks` and `train.expert_shards`.
+    #[serde(skip_serializing_if = "is_one")]
+    pub dp: usize,
     /// Worker threads over all ranks; 0 = one a core.
     pub threads: usize,
     /// Steps between lines on the console; the metrics file always gets every step.
@@ -373,8 +382,21 @@ pub struct RunConfig {
 
 impl Default for RunConfig {
     fn default() -> Self {
-        Self { dir: String::new(), device: DeviceChoice::Auto, ranks: 1, threads: 0, log_every: 10 }
+        Self { dir: String::new(), device: DeviceChoice::Auto, ranks: 1, dp: 1, threads: 0, log_every: 10 }
     }
+}
+
+impl RunConfig {
+    /// How many ranks there are along each axis; of a valid configuration.
+    #[must_use]
+    pub fn mesh(&self) -> MeshShape {
+        MeshShape { dp: self.dp, ep: self.ranks / self.dp.max(1) }
+    }
+}
+
+/// Stored configurations leave it out.
+fn is_one(n: &usize) -> bool {
+    *n == 1
 }
 
 impl Config {

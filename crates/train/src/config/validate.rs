@@ -135,12 +135,15 @@ impl Config {
 
     fn validate_batch(&self) -> Result<()> {
         let (t, ranks) = (&self.train, self.run.ranks);
+        let (dp, experts) = (self.run.dp, self.model.experts);
         for (key, value) in [
             ("train.steps", t.steps as usize),
             ("train.batch_size", t.batch_size),
             ("train.grad_accum", t.grad_accum),
             ("train.shards", t.shards),
+            ("train.expert_shards", t.expert_shards),
             ("run.ranks", ranks),
+            ("run.dp", dp),
         ] {
             require(value > 0, key, || "is 0, expected at least 1".into())?;
         }
@@ -156,9 +159,30 @@ impl Config {
         require(t.shards.is_multiple_of(ranks), "run.ranks", || {
             format!("is {ranks}, which does not divide train.shards = {}", t.shards)
         })?;
+        require(ranks.is_multiple_of(dp), "run.dp", || {
+            format!("is {dp}, which does not divide run.ranks = {ranks}; {}", these(dividing(ranks, |_| true)))
+        })?;
+        let ep = ranks / dp;
         // 0 is a multiple of everything.
-        require(self.model.experts.is_multiple_of(ranks), "run.ranks", || {
-            format!("is {ranks}, which does not divide model.experts = {}", self.model.experts)
+        require(experts.is_multiple_of(ep), if dp > 1 { "run.dp" } else { "run.ranks" }, || {
+            let would_do = these(dividing(ranks, |dp| experts.is_multiple_of(ranks / dp)));
+            match dp {
+                1 => format!("is {ranks}, which does not divide model.experts = {experts}; as run.dp {would_do}"),
+                _ => format!("is {dp}: run.ranks / run.dp = {ep} does not divide model.experts = {experts}; {would_do}"),
+            }
+        })?;
+        let parts = t.expert_shards;
+        require(parts.is_power_of_two() && t.shards.is_multiple_of(parts), "train.expert_shards", || {
+            format!("is {parts}, expected a power of two that divides train.shards = {}", t.shards)
+        })?;
+        require(experts > 0 || parts == 1, "train.expert_shards", || {
+            format!("is {parts}, and model.experts = 0: without experts it decides nothing")
+        })?;
+        require(parts.is_multiple_of(dp) || experts == 0, "run.dp", || {
+            format!(
+                "is {dp}, which does not divide train.expert_shards = {parts}; train.expert_shards={dp} would do, which changes the \
+                 order of sums, and so the last bits"
+            )
         })?;
         let on_gpu = matches!(self.run.device, DeviceChoice::Cuda(_));
         require(ranks == 1 || !on_gpu, "run.device", || {
@@ -248,6 +272,21 @@ fn fail(key: &str, why: impl Into<String>) -> Result<()> {
 
 fn require(holds: bool, key: &str, why: impl FnOnce() -> String) -> Result<()> {
     if holds { Ok(()) } else { fail(key, why()) }
+}
+
+/// The divisors of `n` that do.
+fn dividing(n: usize, does: impl Fn(usize) -> bool) -> Vec<usize> {
+    (1..=n).filter(|d| n.is_multiple_of(*d) && does(*d)).collect()
+}
+
+/// `1, 2 or 4 would do`.
+fn these(values: Vec<usize>) -> String {
+    let words: Vec<String> = values.iter().map(usize::to_string).collect();
+    match words.split_last() {
+        None => "no value would do".into(),
+        Some((one, [])) => format!("{one} would do"),
+        Some((last, others)) => format!("{} or {last} would do", others.join(", ")),
+    }
 }
 
 fn positive(key: &str, value: f64) -> Result<()> {

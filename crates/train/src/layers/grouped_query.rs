@@ -186,7 +186,7 @@ impl<B: Kernels> GroupedQuery<B> {
 
     /// Queries, keys and values of tokens from this position on, and what is kept of making them.
     fn projected(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>, first_position: usize) -> Result<Projected<B>> {
-        let groups = cx.training.then_some(&cx.shards.groups);
+        let groups = cx.groups_of(x_td);
         let mut inputs: Vec<Input<B>> = Vec::with_capacity(3);
         for (layer, like, section) in self.sharing(cx, &[Site::FpropX, Site::SavedX], &self.name) {
             inputs.push(match like {

@@ -78,7 +78,7 @@ impl<B: Kernels> Linear<B> {
 
     /// The forward pass up to its product: what fprop multiplies, and what is kept.
     pub fn input(&self, cx: &Cx<'_, B>, x_tk: &Tensor<B>) -> Result<(Operand<B>, LinearSaved<B>)> {
-        let groups = cx.training.then_some(&cx.shards.groups);
+        let groups = cx.groups_of(x_tk);
         let x = Input::new(cx, (self.site(), self.site()), &self.section(cx), x_tk, groups)?;
         Ok((x.fprop, LinearSaved { layer: self.site().to_owned(), x: x.saved }))
     }

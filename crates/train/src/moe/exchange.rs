@@ -4,20 +4,22 @@
 //! within: since ranks hold consecutive tokens, that is the global order, and expert-sorted rows lie as they would on a
 //! single rank.
 
-use crate::cx::Cx;
+use crate::cx::{Cx, ExpertParts};
 use crate::ledger::{Ledger, Saved};
 use nibble_core::formats::Format;
 use nibble_core::ops::{
-    AssignRanks, CombineSlots, GatherScalars, PackRows, PackSlots, Permute, PlanPermute, Routing, UnpackRows,
+    AssignParts, AssignRanks, CombineSlots, GatherScalars, JoinGroups, PackRows, PackSlots, Permute, PlanPermute, Routing, UnpackRows,
     UnpackSlots, record_words,
 };
-use nibble_core::{Data, Error, Kernels, Operand, PermuteMap, Result, RowKind, Tensor, round_up};
+use nibble_core::{Data, Error, Groups, Kernels, Operand, PermuteMap, Result, RowKind, Tensor, round_up};
 
 /// Where every (token, slot) of one layer goes.
 #[derive(Debug)]
 pub struct Plan<B: Kernels> {
-    /// The order of the rows on this rank.
+    /// The order of the rows on this rank, by (expert, part): what gradients of weights contract, and what has a scale of its own.
     pub map: PermuteMap<B>,
+    /// The same rows by expert, whose parts lie one behind the other: which matrix they are multiplied with.
+    pub experts: Groups<B>,
     /// Gate weight of each expert-sorted row; 0 on padding. `[r]`
     pub gate_r: B::Buf<f32>,
     wire: Option<Wire<B>>,
@@ -41,6 +43,8 @@ impl<B: Kernels> Saved for Plan<B> {
         for index in [
             &map.groups.start,
             &map.groups.len,
+            &self.experts.start,
+            &self.experts.len,
             &map.groups.row_id,
             &map.source_row,
             &map.row_slot,
@@ -113,22 +117,29 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
             return self.plan_ranks(routing, align);
         }
         let tokens = B::len(&routing.expert) / self.top_k;
-        let map = self.sort(&routing.expert, &cx.shards.groups.row_id, tokens * self.top_k, align)?;
+        let (map, experts) =
+            self.sort(&routing.expert, &cx.shards.groups.row_id, tokens * self.top_k, align)?;
         let gate_r = GatherScalars { values: &routing.weight, index: &map.row_slot }.run(cx.b)?;
-        Ok(Plan { map, gate_r, wire: None })
+        Ok(Plan { map, experts, gate_r, wire: None })
     }
 
-    /// Sorts received tokens by this rank's experts; `slots` of their slots are here.
+    /// Sorts received tokens by this rank's experts, and each expert's by parts; `slots` of their slots are here. The groups of the order, and of
+    /// each expert one.
     fn sort(
         &self,
         expert: &B::Buf<i32>,
         token_id: &B::Buf<i32>,
         slots: usize,
         align: usize,
-    ) -> Result<PermuteMap<B>> {
-        let num_groups = self.experts / self.cx.mesh.ep.world();
+    ) -> Result<(PermuteMap<B>, Groups<B>)> {
+        let (b, top_k, ExpertParts { local: parts, tokens }) = (self.cx.b, self.top_k, self.cx.shards.expert_parts);
+        let num_groups = self.experts / self.cx.mesh.ep.world() * parts;
+        let by_part = match parts {
+            1 => None,
+            _ => Some(AssignParts { expert, token_id, top_k, parts, part_tokens: tokens }.run(b)?),
+        };
         let op = PlanPermute {
-            expert,
+            expert: by_part.as_ref().unwrap_or(expert),
             token_id,
             top_k: self.top_k,
             num_slots: slots,
@@ -136,7 +147,12 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
             align,
             capacity: round_up(slots + num_groups * (align - 1), align).max(align),
         };
-        op.run(self.cx.b)
+        let map = op.run(b)?;
+        let experts = match parts {
+            1 => map.groups.clone(),
+            _ => JoinGroups { groups: &map.groups, parts }.run(b)?,
+        };
+        Ok((map, experts))
     }
 
     /// The plan among several ranks: they tell each other which tokens go where, with experts and gate weights. The host reads
@@ -175,10 +191,11 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         let record_bytes = size_of::<i32>() * record_words(top_k);
         let received = ep.all_to_all_v(b, &sent, record_bytes, &rows.tokens_to, &rows.tokens_from)?;
         let received = UnpackSlots { records: &b.reinterpret(&received)?, top_k }.run(b)?;
-        let map = self.sort(&received.expert, &received.token_id, rows.slots_to.iter().sum(), align)?;
+        let (map, experts) =
+            self.sort(&received.expert, &received.token_id, rows.slots_to.iter().sum(), align)?;
         let gate_r = GatherScalars { values: &received.weight, index: &map.row_slot }.run(b)?;
         let wire = Wire { send_token: tokens.source_row, slot_place: slots.slot_row, rows };
-        Ok(Plan { map, gate_r, wire: Some(wire) })
+        Ok(Plan { map, experts, gate_r, wire: Some(wire) })
     }
 
     /// Sorts this rank's slots by the rank they go to, −1 for none; `slots` of them go somewhere, and get a row each.

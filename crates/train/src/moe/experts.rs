@@ -137,8 +137,9 @@ impl<B: Kernels> Experts<B> {
         kept: Option<Operand<B>>,
         plan: &Plan<B>,
     ) -> Result<(Operand<B>, ExpertsSaved<B>)> {
-        let groups = &plan.map.groups;
-        let h_rf = GroupedGemm { x: &x, w: self.gate_up.w()?, groups, out: cx.activations() }.run(cx.b)?;
+        let (groups, experts) = (&plan.map.groups, &plan.experts);
+        let h_rf =
+            GroupedGemm { x: &x, w: self.gate_up.w()?, groups: experts, out: cx.activations() }.run(cx.b)?;
         drop(x);
         let routes = self.routes(cx, section);
         let save_h = routes.h.as_ref().map(Precision::codec).transpose()?;
@@ -154,7 +155,7 @@ impl<B: Kernels> Experts<B> {
 
     /// The last product.
     pub(super) fn output(&self, cx: &Cx<'_, B>, a_rf: Operand<B>, plan: &Plan<B>) -> Result<Tensor<B>> {
-        let groups = &plan.map.groups;
+        let groups = &plan.experts;
         GroupedGemm { x: &a_rf, w: self.down.w()?, groups, out: cx.activations() }.run(cx.b)
     }
 
@@ -167,7 +168,7 @@ impl<B: Kernels> Experts<B> {
         dy_rd: Operand<B>,
         plan: &Plan<B>,
     ) -> Result<(Tensor<B>, B::Buf<f32>)> {
-        let groups = &plan.map.groups;
+        let (groups, experts) = (&plan.map.groups, &plan.experts);
         let Some(x) = &saved.x else {
             return Err(Error::Defect {
                 place: "experts",
@@ -178,12 +179,12 @@ impl<B: Kernels> Experts<B> {
         let (dy_rows, dy_cols) = cx.follow_both(self.of_down("dy"), &dy_rd, &routes.dy, Some(groups))?;
         drop(dy_rd);
         let da_rf =
-            GroupedGemm { x: &dy_rows, w: self.down.wt()?, groups, out: cx.activations() }.run(cx.b)?;
+            GroupedGemm { x: &dy_rows, w: self.down.wt()?, groups: experts, out: cx.activations() }.run(cx.b)?;
         drop(dy_rows);
         let (dh_rows, dh_cols, a, dgate_r) = self.swiglu_backward(cx, &routes, &saved, da_rf, plan)?;
         self.down.accumulate_wgrad(cx, &dy_cols, &a, groups)?;
         let dx_rd =
-            GroupedGemm { x: &dh_rows, w: self.gate_up.wt()?, groups, out: cx.activations() }.run(cx.b)?;
+            GroupedGemm { x: &dh_rows, w: self.gate_up.wt()?, groups: experts, out: cx.activations() }.run(cx.b)?;
         let x = cx.follow(self.x(), x, &routes.wgrad_x, Some(groups))?;
         self.gate_up.accumulate_wgrad(cx, &dh_cols, &x, groups)?;
         Ok((dx_rd, dgate_r))

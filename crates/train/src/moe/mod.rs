@@ -265,6 +265,6 @@ fn outgoing<B: Kernels>(
     to: &Precision,
 ) -> Result<Operand<B>> {
     // One group of all tokens gives stochastic rounding its global row numbers.
-    let groups = Some(&cx.shards.groups).filter(|g| g.capacity == x_td.rows);
+    let groups = cx.groups_of(x_td);
     cx.form(Place { layer, tensor, linear: layer }, x_td, to, groups)
 }

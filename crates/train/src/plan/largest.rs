@@ -41,7 +41,7 @@ fn state(config: &Config, model: &ModelSpec, prediction: Option<&Prediction>) ->
     let each = 4.0 + width(config.train.grad_dtype) + 2.0 * width(config.train.moment_dtype);
     let part = |of: Parameters| {
         let copies = prediction.map_or(1.0, |prediction| {
-            let ranks = if of.group == Group::Experts { prediction.ranks } else { 1 };
+            let ranks = if of.group == Group::Experts { prediction.mesh.ep } else { 1 };
             prediction.ranks_of_a_device() as f64 / ranks as f64
         });
         let what = format!("{}, with gradients and moments,", of.what);

@@ -17,7 +17,7 @@ use crate::error::{Error, Result};
 use crate::ledger::{Ledger, in_words};
 use crate::param::Placement;
 use crate::rank::{RankState, RunMemory, on_dry};
-use nibble_core::{Backend, Comm, DeviceKind, Recipe, Room};
+use nibble_core::{Backend, DeviceKind, Mesh, MeshShape, Recipe, Room};
 use nibble_dry::{Dry, Slow};
 
 /// A GPU that the kernels run on.
@@ -41,8 +41,8 @@ pub const GPUS: [Gpu; 3] = [
 pub struct Prediction {
     /// Where it would run.
     pub kind: DeviceKind,
-    /// Number of ranks.
-    pub ranks: usize,
+    /// Its ranks.
+    pub mesh: MeshShape,
     /// The arenas of a rank, at their largest.
     pub memory: RunMemory,
     /// Bytes of a rank outside arenas: inputs, sums, reports, and among several ranks what a checkpoint brings together.
@@ -77,7 +77,7 @@ impl Prediction {
 
     fn ranks_of_a_device(&self) -> usize {
         match self.kind {
-            DeviceKind::Host => self.ranks,
+            DeviceKind::Host => self.mesh.ranks(),
             DeviceKind::Gpu => 1,
         }
     }
@@ -94,17 +94,17 @@ impl Prediction {
     }
 }
 
-/// Predicts a run on so many ranks of a device of this kind.
+/// Predicts a run on ranks of a device of this kind.
 ///
 /// # Errors
 /// [`Error::Memory`] where it takes more than any device has; what is wrong with the configuration.
-pub fn predict(kind: DeviceKind, ranks: usize, config: &Config, recipe: &Recipe) -> Result<Prediction> {
-    rehearsed(kind, ranks, config, recipe, |rank| rank.rehearse())
+pub fn predict(kind: DeviceKind, mesh: MeshShape, config: &Config, recipe: &Recipe) -> Result<Prediction> {
+    rehearsed(kind, mesh, config, recipe, |rank| rank.rehearse())
 }
 
 /// Predicts what is there as long as the run: no activations.
-fn predict_state(kind: DeviceKind, ranks: usize, config: &Config, recipe: &Recipe) -> Result<Prediction> {
-    rehearsed(kind, ranks, config, recipe, |_| Ok(Ledger::default()))
+fn predict_state(kind: DeviceKind, mesh: MeshShape, config: &Config, recipe: &Recipe) -> Result<Prediction> {
+    rehearsed(kind, mesh, config, recipe, |_| Ok(Ledger::default()))
 }
 
 /// The operations of one step on one rank, in order, and what each must move and multiply. What the backward pass makes again
@@ -114,7 +114,7 @@ fn predict_state(kind: DeviceKind, ranks: usize, config: &Config, recipe: &Recip
 /// # Errors
 /// As [`predict`].
 pub fn work_of_step(kind: DeviceKind, config: &Config, recipe: &Recipe, step: u64) -> Result<Vec<Call>> {
-    on_shapes(kind, 1, config, recipe, |dry, rank| {
+    on_shapes(kind, MeshShape::ONE, config, recipe, |dry, rank| {
         let ((), calls) = dry.counted(|| rank.rehearse_whole_step(step))?;
         Ok(calls)
     })
@@ -136,7 +136,7 @@ pub struct OffTensorCores {
 /// # Errors
 /// As [`predict`].
 pub fn off_tensor_cores(config: &Config, recipe: &Recipe) -> Result<Vec<OffTensorCores>> {
-    on_shapes(DeviceKind::Gpu, 1, config, recipe, |dry, rank| {
+    on_shapes(DeviceKind::Gpu, MeshShape::ONE, config, recipe, |dry, rank| {
         let ((_, calls), slow) = dry.slow(|| dry.counted(|| rank.rehearse()))?;
         let all: f64 = calls.iter().map(|call| call.work.flops.total()).sum();
         let mut found: Vec<OffTensorCores> = Vec::new();
@@ -159,41 +159,41 @@ pub fn off_tensor_cores(config: &Config, recipe: &Recipe) -> Result<Vec<OffTenso
 
 fn rehearsed(
     kind: DeviceKind,
-    ranks: usize,
+    mesh: MeshShape,
     config: &Config,
     recipe: &Recipe,
     run: impl FnOnce(&mut RankState<'_, Dry>) -> Result<Ledger>,
 ) -> Result<Prediction> {
     phase(format_args!("rehearsing a step to predict its memory"));
-    on_shapes(kind, ranks, config, recipe, |dry, rank| {
+    on_shapes(kind, mesh, config, recipe, |dry, rank| {
         let ledger = run(rank)?;
-        let beside_bytes = dry.pooled_peak() + gathered_bytes(rank, ranks);
+        let beside_bytes = dry.pooled_peak() + gathered_bytes(rank, mesh);
         let (memory, parameters) = (rank.memory(), rank.parameters());
-        Ok(Prediction { kind, ranks, memory, beside_bytes, ledger, parameters })
+        Ok(Prediction { kind, mesh, memory, beside_bytes, ledger, parameters })
     })
 }
 
 /// Runs `run` with a rank that computes nothing.
 fn on_shapes<R>(
     kind: DeviceKind,
-    ranks: usize,
+    mesh: MeshShape,
     config: &Config,
     recipe: &Recipe,
     run: impl FnOnce(&Dry, &mut RankState<'_, Dry>) -> Result<R>,
 ) -> Result<R> {
-    with_dry(kind, ranks, config, |dry, comm| {
-        RankState::of_shapes(dry, comm, config, recipe).and_then(|mut rank| run(dry, &mut rank))
+    with_dry(kind, mesh, config, |dry, mesh| {
+        RankState::of_shapes(dry, mesh, config, recipe).and_then(|mut rank| run(dry, &mut rank))
     })
 }
 
 /// Runs `run` with a device that computes nothing. What is beyond counting is an error that says what needs it.
 fn with_dry<R>(
     kind: DeviceKind,
-    ranks: usize,
+    mesh: MeshShape,
     config: &Config,
-    run: impl FnOnce(&Dry, &dyn Comm<Dry>) -> Result<R>,
+    run: impl FnOnce(&Dry, Mesh<'_, Dry>) -> Result<R>,
 ) -> Result<R> {
-    on_dry(kind, ranks, config, run).map_err(|error| match error {
+    on_dry(kind, mesh, config, run).map_err(|error| match error {
         Error::Memory { needed: usize::MAX, settings, why } => {
             let why = format!("{why}; {}", largest(config, None));
             Error::Memory { needed: usize::MAX, settings, why }
@@ -203,22 +203,23 @@ fn with_dry<R>(
 }
 
 /// What a checkpoint brings together of the largest tensor that ranks share out.
-fn gathered_bytes(rank: &mut RankState<'_, Dry>, ranks: usize) -> usize {
+fn gathered_bytes(rank: &mut RankState<'_, Dry>, mesh: MeshShape) -> usize {
     let shared = rank.model.params().into_iter().filter(|p| p.placement != Placement::Replicated);
     let largest = shared.map(|p| p.master.bytes()).max().unwrap_or(0);
     // And what earlier steps left for scales.
     let records = rank.buffers.as_ref().and_then(|buffers| buffers.delayed());
     let records = records.map_or(0, |delayed| size_of::<f32>() * delayed.sites.borrow().record_values());
-    if ranks == 1 { 0 } else { (largest * (1 + ranks)).max(records * ranks) }
+    let experts = if mesh.ep == 1 { 0 } else { largest * (1 + mesh.ep) };
+    if mesh.ranks() == 1 { 0 } else { experts.max(records * mesh.ranks()) }
 }
 
 /// Predicts the run, if this device has room for it now: what other processes hold is not to be had.
 ///
 /// # Errors
 /// [`Error::Memory`] if not, with what needs the most of it and the shortest list of settings that would make it fit.
-pub fn require_room<B: Backend>(b: &B, ranks: usize, config: &Config, recipe: &Recipe) -> Result<Prediction> {
+pub fn require_room<B: Backend>(b: &B, mesh: MeshShape, config: &Config, recipe: &Recipe) -> Result<Prediction> {
     let device = Device { name: b.name(), room: b.room() };
-    let predicted = predict(b.kind(), ranks, config, recipe);
+    let predicted = predict(b.kind(), mesh, config, recipe);
     let (needed, prediction) = match &predicted {
         Ok(prediction) if prediction.device_bytes() <= device.bytes() => return predicted,
         Ok(prediction) => (prediction.device_bytes(), Some(prediction)),
@@ -228,7 +229,7 @@ pub fn require_room<B: Backend>(b: &B, ranks: usize, config: &Config, recipe: &R
     // What is beyond counting is so with every setting.
     let found = match needed {
         usize::MAX => None,
-        _ => search::shortest(b.kind(), ranks, config, device.bytes())?,
+        _ => search::shortest(b.kind(), mesh, config, device.bytes())?,
     };
     let settings = match &found {
         Some(found) if found.bytes <= device.bytes() => found.settings.clone(),
@@ -289,8 +290,8 @@ impl Device {
 }
 
 /// What needs the most memory of a run that got none, a sentence and a space; empty where that cannot be said.
-pub(crate) fn sizes_of<B: Backend>(b: &B, ranks: usize, config: &Config, recipe: &Recipe) -> String {
-    let largest = match predict(b.kind(), ranks, config, recipe) {
+pub(crate) fn sizes_of<B: Backend>(b: &B, mesh: MeshShape, config: &Config, recipe: &Recipe) -> String {
+    let largest = match predict(b.kind(), mesh, config, recipe) {
         Ok(prediction) => largest(config, Some(&prediction)),
         Err(Error::Memory { .. }) => largest(config, None),
         Err(_) => return String::new(),
@@ -313,12 +314,12 @@ fn overrides(settings: &[String]) -> String {
 /// [`Error::Memory`] if not.
 pub(crate) fn require_room_for_state<B: Backend>(
     b: &B,
-    ranks: usize,
+    mesh: MeshShape,
     config: &Config,
     recipe: &Recipe,
 ) -> Result<()> {
     let device = Device { name: b.name(), room: b.room() };
-    let predicted = predict_state(b.kind(), ranks, config, recipe)?;
+    let predicted = predict_state(b.kind(), mesh, config, recipe)?;
     let needed = predicted.device_bytes();
     if needed <= device.bytes() {
         return Ok(());

@@ -5,7 +5,7 @@ use crate::checks::checked_recipe;
 use crate::config::{Config, PlainType};
 use crate::error::{Error, Result};
 use crate::recompute::Scope;
-use nibble_core::DeviceKind;
+use nibble_core::{DeviceKind, MeshShape};
 use std::path::Path;
 
 /// A way to take less memory: for a configuration its alternatives, each a list of overrides, the mildest first. None where
@@ -88,7 +88,7 @@ const SHORT: usize = 48;
 /// If the configuration cannot be written down.
 pub(super) fn shortest(
     kind: DeviceKind,
-    ranks: usize,
+    mesh: MeshShape,
     config: &Config,
     there: usize,
 ) -> Result<Option<Found>> {
@@ -103,7 +103,7 @@ pub(super) fn shortest(
         }
     };
     let whole = |config: &Config| -> Result<usize> {
-        Ok(predict(kind, ranks, config, &checked_recipe(config)?)?.device_bytes())
+        Ok(predict(kind, mesh, config, &checked_recipe(config)?)?.device_bytes())
     };
     let exact = |settings: &[String]| bytes_by(settings, &whole);
     if config.model.layers > 4 * SHORT && config.model.num_dense().min(config.model.num_routed()) < SHORT {
@@ -211,7 +211,7 @@ mod tests {
             for kind in [DeviceKind::Host, DeviceKind::Gpu] {
                 // Without what the device takes for itself, which hides differences.
                 let whole = |config: &Config| -> Result<usize> {
-                    let prediction = predict(kind, 1, config, &checked_recipe(config)?)?;
+                    let prediction = predict(kind, MeshShape::ONE, config, &checked_recipe(config)?)?;
                     Ok(prediction.memory.arenas().iter().map(|(_, stats)| stats.peak_bytes).sum())
                 };
                 let (near, is) = (by_shorter(&config, &whole).unwrap(), whole(&config).unwrap());

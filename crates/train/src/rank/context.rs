@@ -1,7 +1,7 @@
 //! What a pass needs besides the model: one rank's backend, data, recipe and place in the run.
 
 use crate::config::Config;
-use crate::cx::{Cx, Shards};
+use crate::cx::{Cx, ExpertParts, Shards};
 use crate::data::{Batch, BatchPlan, Dataset};
 use crate::error::{Error, Result};
 use crate::model::Decoder;
@@ -36,6 +36,23 @@ impl<B: Kernels> RankContext<'_, B> {
         let train = &self.config.train;
         let (rank, ranks) = (self.mesh.all.rank(), self.mesh.all.world());
         Ok(BatchPlan { data, batch_size: train.batch_size, micro_batches: train.grad_accum, rank, ranks })
+    }
+
+    /// Parts of an expert's rows on a rank.
+    pub fn expert_parts(&self) -> usize {
+        self.config.train.expert_shards / self.mesh.dp.world()
+    }
+
+    /// This rank's shards of a training micro-batch. `run` says which run of so many tokens of a step it is.
+    pub fn training_shards(&self, run: usize) -> nibble_core::Result<Shards<B>> {
+        self.shards_of(self.config.train.batch_size * self.config.data.seq_len, run)
+    }
+
+    /// The same of so many tokens over all ranks.
+    fn shards_of(&self, tokens: usize, run: usize) -> nibble_core::Result<Shards<B>> {
+        let (mesh, t) = (self.mesh.shape(), &self.config.train);
+        let shards = Shards::new(self.b, t.shards / mesh.ranks(), tokens / t.shards, run)?;
+        Ok(shards.with_expert_parts(ExpertParts::of(tokens, t.expert_shards, mesh.dp)))
     }
 
     /// Mean held-out nats: `batches` batches from all over the data, or all of it (0). `go_on` is asked after every batch, told how many
@@ -84,14 +101,17 @@ impl<B: Kernels> RankContext<'_, B> {
 
     /// Nats of a batch that every rank holds: each evaluates its part, the sums meet in the order of the sequences.
     pub fn held_out_nats(&self, model: &Decoder<B>, batch: &Batch) -> Result<f64> {
-        let each = batch.sequences.div_ceil(self.mesh.all.world());
+        let (ranks, shards) = (self.mesh.all.world(), self.config.train.shards);
+        // The shards of training: what has a scale of a shard, or of a part of an expert's rows, has the same on every mesh.
+        let each = batch.sequences.next_multiple_of(shards) / ranks;
         let mine = batch.part(self.mesh.all.rank() * each, each);
         // Every rank runs as many tokens; those past the batch have no target.
         let tokens = each * batch.seq_len;
         let padded = |ids: &[i32], with: i32| -> Vec<i32> {
             ids.iter().copied().chain(std::iter::repeat(with)).take(tokens).collect()
         };
-        let cx = self.inference_cx(tokens)?;
+        let shards = self.shards_of(ranks * tokens, self.mesh.all.rank())?;
+        let cx = Cx::inference(self.b, self.mesh, &self.recipe, shards, self.progress());
         let ids = self.b.upload(&padded(&mine.inputs, 0))?;
         let targets = self.b.upload(&padded(&mine.targets, -1))?;
         // A sum for each sequence.

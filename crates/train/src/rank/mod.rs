@@ -10,14 +10,14 @@ pub(crate) use rehearse::on_dry;
 pub(crate) use step::{Step, StepBuffers};
 
 use crate::config::Config;
-use crate::cx::{Cx, Shards};
+use crate::cx::Cx;
 use crate::data::Batch;
 use crate::delayed::DelayedSites;
 use crate::error::Result;
 use crate::family::Named;
 use crate::ledger::{Ledger, Saved};
 use crate::model::Decoder;
-use nibble_core::{Comm, Kernels, MemoryStats, Mesh, Recipe, Tensor};
+use nibble_core::{Kernels, MemoryStats, Mesh, Recipe, Tensor};
 use rehearse::delayed_sites;
 
 /// The model of a rank, and the memory of its steps.
@@ -60,15 +60,14 @@ impl RunMemory {
 }
 
 impl<'a, B: Kernels> RankState<'a, B> {
-    /// One whose RoPE table is made by `rope`. Nothing is checked. Experts are divided among all ranks.
+    /// One whose RoPE table is made by `rope`. Nothing is checked.
     pub fn assemble(
         b: &'a B,
-        comm: &'a dyn Comm<B>,
+        mesh: Mesh<'a, B>,
         config: &Config,
         recipe: Recipe,
         rope: impl FnOnce(&B) -> nibble_core::Result<Tensor<B>>,
     ) -> Result<Self> {
-        let mesh = Mesh::new(comm);
         let weights = b.arena("weights")?;
         let mut model = b.within(&weights, || {
             Decoder::with_rope(b, mesh, &recipe, &config.model, rope(b)?, config.seed)
@@ -98,7 +97,7 @@ impl<'a, B: Kernels> RankState<'a, B> {
     pub fn make_buffers(&mut self) -> Result<()> {
         if self.buffers.is_none() {
             let RankContext { mesh, config, recipe, .. } = &self.context;
-            let delayed = delayed_sites(mesh.all.world(), config, recipe)?;
+            let delayed = delayed_sites(mesh.shape(), config, recipe)?;
             self.make_buffers_with(delayed)?;
         }
         Ok(())
@@ -118,10 +117,8 @@ impl<'a, B: Kernels> RankState<'a, B> {
         self.make_buffers()?;
         let Self { context, model, activations, .. } = self;
         let t = &context.config.train;
-        let (local, rows_each) =
-            (t.shards / context.mesh.all.world(), t.batch_size / t.shards * context.config.data.seq_len);
         let measured = context.b.within(activations, || {
-            let shards = Shards::new(context.b, local, rows_each, context.mesh.all.rank())?;
+            let shards = context.training_shards(context.mesh.all.rank())?;
             let inference =
                 Cx::inference(context.b, context.mesh, &context.recipe, shards, context.progress());
             let cx =

@@ -9,7 +9,7 @@ use crate::delayed::DelayedSites;
 use crate::error::{Error, Result};
 use crate::ledger::{Ledger, in_words};
 use crate::spec::ModelSpec;
-use nibble_core::{Comm, DType, DeviceKind, Kernels, Recipe, SoloComm, Tensor};
+use nibble_core::{Comm, DType, DeviceKind, Kernels, Mesh, MeshShape, Recipe, SoloComm, Tensor};
 use nibble_dry::{Dry, DryComm};
 
 /// Runs `run` with a device that computes nothing.
@@ -18,16 +18,21 @@ use nibble_dry::{Dry, DryComm};
 /// [`Error::Memory`] with `usize::MAX` bytes where `run` takes more than can be counted.
 pub(crate) fn on_dry<R>(
     kind: DeviceKind,
-    ranks: usize,
+    mesh: MeshShape,
     config: &Config,
-    run: impl FnOnce(&Dry, &dyn Comm<Dry>) -> Result<R>,
+    run: impl FnOnce(&Dry, Mesh<'_, Dry>) -> Result<R>,
 ) -> Result<R> {
     check_sizes(config)?;
     let dry = Dry::new(kind);
-    let tokens = config.train.batch_size / ranks * config.data.seq_len;
-    let several = DryComm { world: ranks, tokens, top_k: config.model.top_k };
-    let comm: &dyn Comm<Dry> = if ranks == 1 { &SoloComm } else { &several };
-    match run(&dry, comm) {
+    let tokens = config.train.batch_size / mesh.ranks() * config.data.seq_len;
+    let [all, ep, dp] = [mesh.ranks(), mesh.ep, mesh.dp].map(|world| {
+        let several: Box<dyn Comm<Dry>> = match world {
+            1 => Box::new(SoloComm),
+            _ => Box::new(DryComm { world, tokens, top_k: config.model.top_k }),
+        };
+        several
+    });
+    match run(&dry, Mesh { all: &*all, ep: &*ep, dp: &*dp }) {
         Err(_) if dry.has_overflowed() => {
             let most = in_words(Dry::MOST_BYTES);
             let why = format!("a run takes more than {most}, and no device has that");
@@ -41,31 +46,31 @@ pub(crate) fn on_dry<R>(
 ///
 /// # Errors
 /// As [`on_dry`]; where a tensor would have different histories in a run.
-pub(super) fn delayed_sites(ranks: usize, config: &Config, recipe: &Recipe) -> Result<DelayedSites> {
+pub(super) fn delayed_sites(mesh: MeshShape, config: &Config, recipe: &Recipe) -> Result<DelayedSites> {
     if !recipe.is_delayed() {
         return Ok(DelayedSites::default());
     }
     // Which they are is a question of shapes.
-    on_dry(DeviceKind::Host, ranks, config, |dry, comm| RankState::delayed_sites(dry, comm, config, recipe))
+    on_dry(DeviceKind::Host, mesh, config, |dry, mesh| RankState::delayed_sites(dry, mesh, config, recipe))
 }
 
 impl<'a, B: Kernels> RankState<'a, B> {
     /// A rank of these sizes, whose weights and gradients have places and whose values mean nothing.
     pub(crate) fn of_shapes(
         b: &'a B,
-        comm: &'a dyn Comm<B>,
+        mesh: Mesh<'a, B>,
         config: &Config,
         recipe: &Recipe,
     ) -> Result<Self> {
-        let mut rank = Self::without_buffers(b, comm, config, recipe)?;
+        let mut rank = Self::without_buffers(b, mesh, config, recipe)?;
         rank.make_buffers()?;
         Ok(rank)
     }
 
-    fn without_buffers(b: &'a B, comm: &'a dyn Comm<B>, config: &Config, recipe: &Recipe) -> Result<Self> {
+    fn without_buffers(b: &'a B, mesh: Mesh<'a, B>, config: &Config, recipe: &Recipe) -> Result<Self> {
         let head_dim = ModelSpec::new(&config.model).rope.head_dim;
         let table = |b: &B| Tensor::unwritten(b, DType::F32, config.data.seq_len, head_dim);
-        Self::assemble(b, comm, config, recipe.clone(), table)
+        Self::assemble(b, mesh, config, recipe.clone(), table)
     }
 
     /// The tensors whose scales are those of earlier steps, found by a step at every point of the run where precisions change.
@@ -74,11 +79,11 @@ impl<'a, B: Kernels> RankState<'a, B> {
     /// As [`RankState::rehearse`]; where a tensor has different histories in a run.
     fn delayed_sites(
         b: &'a B,
-        comm: &'a dyn Comm<B>,
+        mesh: Mesh<'a, B>,
         config: &Config,
         recipe: &Recipe,
     ) -> Result<DelayedSites> {
-        let mut rank = Self::without_buffers(b, comm, config, recipe)?;
+        let mut rank = Self::without_buffers(b, mesh, config, recipe)?;
         rank.make_buffers_with(DelayedSites::open())?;
         let steps = config.train.steps;
         for step in steps_of_change(recipe, steps).into_iter().filter(|step| *step < steps) {

@@ -53,13 +53,13 @@ struct Place<B: Kernels> {
 impl<B: Kernels> StepBuffers<B> {
     /// Buffers for this rank's part of this configuration, of the parameters their gradients and moments, and of `delayed` their records.
     pub fn new(context: &RankContext<'_, B>, model: &mut Decoder<B>, delayed: DelayedSites) -> Result<Self> {
-        let (b, ranks, config) = (context.b, context.mesh.all.world(), &context.config);
+        let (b, mesh, config) = (context.b, context.mesh.shape(), &context.config);
         let t = &config.train;
-        let shards = Shards::new(b, t.shards / ranks, t.batch_size / t.shards * config.data.seq_len, 0)?;
+        let shards = context.training_shards(0)?;
         let input_layout = InputLayout { tokens: shards.tokens(), micro_batches: t.grad_accum };
         let layout = Layout::new(&ModelSpec::new(&config.model), shards.local, delayed.spans());
         let (gradients, moments) = (b.arena("gradients")?, b.arena("moments")?);
-        place_parameters(b, config, model, shards.local, [&gradients, &moments])?;
+        place_parameters(b, config, model, &shards, [&gradients, &moments])?;
         let delayed = b.within(&moments, || DelayedRecords::new(b, delayed))?;
         Ok(Self {
             gradients,
@@ -70,7 +70,7 @@ impl<B: Kernels> StepBuffers<B> {
             targets: b.zeros(shards.tokens())?,
             table: b.zeros(layout.cells())?,
             layout,
-            optimizer: OptimizerState::new(b, &model.params(), ranks, &layout)?,
+            optimizer: OptimizerState::new(b, &model.params(), mesh, &layout)?,
             place: Some(Place { shards, clock: b.zeros(Clock::LEN)?, counted: Counted::default(), delayed }),
         })
     }
@@ -119,7 +119,7 @@ fn place_parameters<B: Kernels>(
     b: &B,
     config: &Config,
     model: &mut Decoder<B>,
-    shards: usize,
+    shards: &Shards<B>,
     [gradients, moments]: [&B::Arena; 2],
 ) -> Result<()> {
     let t = &config.train;
@@ -133,7 +133,7 @@ fn place_parameters<B: Kernels>(
             // Norms, the table and the head are added to more than once a micro-batch: in F32, unless that sum is for a moment.
             let several = !param.decays || param.name == table || param.name == head;
             let dtype = if several && !at_once { DType::F32 } else { t.grad_dtype.into() };
-            param.place_gradient(b, GradientPlan { dtype, at_once }, shards)
+            param.place_gradient(b, GradientPlan { dtype, at_once }, param.placement.shards(shards))
         })
     })?;
     b.within(moments, || {

@@ -41,7 +41,7 @@ use crate::spec::ModelSpec;
 use crate::tokenizer::Tokenizer;
 use nibble_core::allocation::phase;
 use nibble_core::ops::verify_ids;
-use nibble_core::{Comm, Error as CoreError, Kernels, Recipe};
+use nibble_core::{Comm, Error as CoreError, Kernels, Mesh, Recipe};
 use recorded::Recorded;
 use saving::Saving;
 use std::collections::VecDeque;
@@ -91,8 +91,8 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     ///
     /// # Errors
     /// For a recipe or data that cannot be read, or a batch that the recipe's blocks do not divide.
-    pub fn new(b: &'a B, comm: &'a dyn Comm<B>, config: &Config) -> Result<Self> {
-        Self::under(b, comm, config, checked_recipe(config)?)?.with_data()
+    pub fn new(b: &'a B, mesh: impl Into<Mesh<'a, B>>, config: &Config) -> Result<Self> {
+        Self::under(b, mesh, config, checked_recipe(config)?)?.with_data()
     }
 
     /// Under a recipe that need not be the one that the configuration names: a checkpoint has the run's own. Without data, which
@@ -100,13 +100,19 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     ///
     /// # Errors
     /// As [`Trainer::new`], the data aside.
-    pub fn under(b: &'a B, comm: &'a dyn Comm<B>, config: &Config, recipe: Recipe) -> Result<Self> {
+    pub fn under(
+        b: &'a B,
+        mesh: impl Into<Mesh<'a, B>>,
+        config: &Config,
+        recipe: Recipe,
+    ) -> Result<Self> {
+        let mesh = mesh.into();
         phase(format_args!("making the model"));
         check_recipe(config, &recipe)?;
-        plan::require_room_for_state(b, comm.world(), config, &recipe)?;
+        plan::require_room_for_state(b, mesh.shape(), config, &recipe)?;
         let rope = |b: &B| rope_table(b, config.data.seq_len, ModelSpec::new(&config.model).rope);
-        let rank = RankState::assemble(b, comm, config, recipe.clone(), rope).map_err(|error| {
-            error.without_room("making the model", || plan::sizes_of(b, comm.world(), config, &recipe))
+        let rank = RankState::assemble(b, mesh, config, recipe.clone(), rope).map_err(|error| {
+            error.without_room("making the model", || plan::sizes_of(b, mesh.shape(), config, &recipe))
         })?;
         Ok(Self {
             recorded: None,
@@ -121,8 +127,8 @@ impl<'a, B: Kernels> Trainer<'a, B> {
 
     /// An error of this run, which says what needs the memory where there is none.
     fn without_room(&self, error: Error, when: impl Into<String>) -> Error {
-        let (b, comm) = self.backend();
-        error.without_room(when, || plan::sizes_of(b, comm.world(), self.config(), self.recipe()))
+        let (b, mesh) = (self.rank.context.b, self.rank.context.mesh.shape());
+        error.without_room(when, || plan::sizes_of(b, mesh, self.config(), self.recipe()))
     }
 
     /// The model, this rank's part of it.

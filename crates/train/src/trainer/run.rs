@@ -13,7 +13,7 @@ use crate::error::Result;
 use crate::fault::{Point, reach};
 use crate::metrics::{Metrics, Watchdog};
 use crate::plan::{self, Prediction};
-use nibble_core::{Comm, DeviceKind, Kernels, MemoryStats};
+use nibble_core::{DeviceKind, Kernels, MemoryStats, Mesh};
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 
@@ -21,34 +21,35 @@ use std::path::PathBuf;
 ///
 /// # Errors
 /// Whatever stops a run; the error has been told to the other ranks.
-pub fn run<B: Kernels>(
-    b: &B,
-    comm: &dyn Comm<B>,
+pub fn run<'a, B: Kernels>(
+    b: &'a B,
+    mesh: impl Into<Mesh<'a, B>>,
     config: &Config,
     options: Options,
     observer: &mut dyn Observer,
 ) -> Result<Option<Summary>> {
-    let done = run_rank(b, comm, config, options, observer);
+    let mesh = mesh.into();
+    let done = run_rank(b, mesh, config, options, observer);
     if let Err(e) = &done {
-        comm.abort(&e.to_string());
+        mesh.all.abort(&e.to_string());
     }
     done
 }
 
-fn run_rank<B: Kernels>(
-    b: &B,
-    comm: &dyn Comm<B>,
+fn run_rank<'a, B: Kernels>(
+    b: &'a B,
+    mesh: Mesh<'a, B>,
     config: &Config,
     options: Options,
     observer: &mut dyn Observer,
 ) -> Result<Option<Summary>> {
     reach(Point::Loading)?;
-    let origin = Origin::find(b, comm, config, options.resume, observer)?;
-    if let ControlFlow::Break(summary) = origin.finished(b, comm, config, observer)? {
+    let origin = Origin::find(b, mesh.all, config, options.resume, observer)?;
+    if let ControlFlow::Break(summary) = origin.finished(b, mesh.all, config, observer)? {
         return Ok(summary);
     }
     let resumed = origin.checkpoint.as_ref().map(|c| (c.position().step, c.path().to_owned()));
-    let (mut trainer, mut outputs) = set_up(b, comm, config, origin, options, observer)?;
+    let (mut trainer, mut outputs) = set_up(b, mesh, config, origin, options, observer)?;
     let done = train(&mut trainer, &mut outputs, config, options, resumed, observer);
     if let (Err(_), Some(outputs)) = (&done, &outputs) {
         // The first error is the one to tell.
@@ -141,16 +142,16 @@ fn train<B: Kernels>(
 /// A trainer where the run begins or goes on, and on the first rank its files.
 fn set_up<'a, B: Kernels>(
     b: &'a B,
-    comm: &'a dyn Comm<B>,
+    mesh: Mesh<'a, B>,
     config: &Config,
     origin: Origin,
     options: Options,
     observer: &mut dyn Observer,
 ) -> Result<(Trainer<'a, B>, Option<Outputs>)> {
-    let first = comm.rank() == 0;
+    let first = mesh.all.rank() == 0;
     let Origin { store, checkpoint, recipe, data } = origin;
-    let prediction = plan::require_room(b, comm.world(), config, &recipe)?;
-    let trainer = Trainer::under(b, comm, config, recipe)?;
+    let prediction = plan::require_room(b, mesh.shape(), config, &recipe)?;
+    let trainer = Trainer::under(b, mesh, config, recipe)?;
     let mut trainer = match data {
         Some(data) => trainer.with(data),
         None => trainer.with_data()?,
@@ -161,7 +162,7 @@ fn set_up<'a, B: Kernels>(
     let outputs =
         if first { Some(begin(&mut trainer, store, &prediction, options, observer)?) } else { None };
     // No rank does a step of a run that has no directory yet.
-    comm.barrier()?;
+    mesh.all.barrier()?;
     if first && b.kind() == DeviceKind::Gpu && config.checkpoint.every > 0 {
         trainer.prepare_to_save()?;
     }

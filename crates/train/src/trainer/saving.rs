@@ -18,7 +18,7 @@ use crate::family::Named;
 use crate::fault::{Point, reach};
 use crate::param::{Moments, Param, Placement};
 use half::bf16;
-use nibble_core::{Backend, Data, Error as CoreError, Kernels, Tensor, ValueRun};
+use nibble_core::{Backend, Data, Error as CoreError, Kernels, MeshShape, Tensor, ValueRun};
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::path::PathBuf;
@@ -147,10 +147,10 @@ fn sources(named: &[Vec<Named>], parts: &[Part]) -> Vec<FileTensor> {
 }
 
 /// The histories of scales in order of their names, of all ranks.
-fn scale_sources(sites: &[DelayedSite], ranks: usize) -> Vec<FileTensor> {
+fn scale_sources(sites: &[DelayedSite], mesh: MeshShape) -> Vec<FileTensor> {
     let mut first = 0;
     let source = |site: &DelayedSite| {
-        let spec = TensorSpec { name: site.tensor_name(), shape: site.shape(ranks) };
+        let spec = TensorSpec { name: site.tensor_name(), shape: site.shape(mesh) };
         let begins = first;
         first += spec.num_values();
         FileTensor { spec, of: (0, Part::Scales), first: begins }
@@ -288,7 +288,7 @@ impl<B: Kernels> Trainer<'_, B> {
             None => None,
         };
         reach(Point::SaveBegins)?;
-        if self.rank.context.mesh.ep.world() > 1 {
+        if self.rank.context.mesh.all.world() > 1 {
             return self.gather_all(&files, pieces);
         }
         let Some(pieces) = pieces else { return Ok(()) };
@@ -351,8 +351,8 @@ impl<B: Kernels> Trainer<'_, B> {
     fn files(&mut self) -> [Vec<FileTensor>; 3] {
         let named = self.rank.model.named_tensors();
         let delayed = self.rank.buffers.as_ref().and_then(|buffers| buffers.delayed());
-        let ranks = self.rank.context.mesh.ep.world();
-        let scales = delayed.map(|delayed| scale_sources(delayed.sites.borrow().sites(), ranks));
+        let mesh = self.rank.context.mesh.shape();
+        let scales = delayed.map(|delayed| scale_sources(delayed.sites.borrow().sites(), mesh));
         let moments = [Part::ExpAvg, Part::ExpAvgSq];
         [sources(&named, &[Part::Master]), sources(&named, &moments), scales.unwrap_or_default()]
     }
@@ -379,7 +379,8 @@ impl<B: Kernels> Trainer<'_, B> {
     /// Brings every parameter together from the ranks that hold its parts when a file first wants values of it; the rank that writes keeps it until
     /// the last of them: a layer's experts.
     fn gather_all(&mut self, files: &[Vec<FileTensor>], mut pieces: Option<Pieces<B>>) -> Result<()> {
-        let (b, ep) = (self.rank.context.b, self.rank.context.mesh.ep);
+        let (b, mesh, expert_parts) =
+            (self.rank.context.b, self.rank.context.mesh, self.rank.context.expert_parts());
         let delayed = self.rank.buffers.as_ref().and_then(|buffers| buffers.delayed());
         let params = self.rank.model.params();
         reach(Point::CopyBegins)?;
@@ -396,10 +397,10 @@ impl<B: Kernels> Trainer<'_, B> {
                     let param = &*params[of.0];
                     // The others only take part where values come from all.
                     if let (Part::Scales, Some(delayed)) = (of.1, delayed) {
-                        let of_ranks = b.download(&ep.all_gather(b, &delayed.records)?)?;
-                        held.insert(*of, delayed.in_order(&of_ranks, ep.world()));
+                        let of_ranks = b.download(&mesh.all.all_gather(b, &delayed.records)?)?;
+                        held.insert(*of, delayed.in_order(&of_ranks, mesh.shape(), expert_parts));
                     } else if pieces.is_some() || param.placement != Placement::Replicated {
-                        held.insert(*of, gather(b, ep, param, of.1.of(param)?)?);
+                        held.insert(*of, gather(b, mesh.ep, param, of.1.of(param)?)?);
                     }
                     if pieces.is_none() {
                         held.clear();

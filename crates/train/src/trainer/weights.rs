@@ -10,7 +10,7 @@ use crate::param::{Moments, Param, Placement};
 use half::bf16;
 use nibble_core::allocation::phase;
 use nibble_core::ops::Cast;
-use nibble_core::{Comm, DType, Data, Kernels, Tensor};
+use nibble_core::{Comm, DType, Data, Kernels, Mesh, Tensor};
 
 /// Name, shape and values of a tensor.
 pub(super) type HostTensor = (String, Vec<usize>, Vec<f32>);
@@ -110,7 +110,7 @@ fn require_finite(from: &Tensors, name: &str, values: &[f32]) -> Result<()> {
 /// nothing is known yet, and what it holds of others is left.
 fn restore<B: Kernels>(
     b: &B,
-    ep: &dyn Comm<B>,
+    (mesh, expert_parts): (Mesh<'_, B>, usize),
     delayed: &mut DelayedRecords<B>,
     checkpoint: &Checkpoint,
 ) -> Result<()> {
@@ -120,10 +120,10 @@ fn restore<B: Kernels>(
     }
     let mut scales = checkpoint.scales()?;
     for site in sites.sites() {
-        let shape = site.shape(ep.world());
+        let shape = site.shape(mesh.shape());
         let found = scales.as_mut().map(|scales| scales.take_if_there(&site.tensor_name(), &shape));
         let all = found.transpose()?.flatten().unwrap_or_else(|| vec![0.0; shape.iter().product()]);
-        delayed.restore(b, site, ep.rank(), &all)?;
+        delayed.restore(b, site, (mesh.all.rank(), mesh.shape(), expert_parts), &all)?;
     }
     scales.map_or(Ok(()), Tensors::finish_with_others)
 }
@@ -165,7 +165,7 @@ impl<B: Kernels> Trainer<'_, B> {
         optim.finish()?;
         let Some(buffers) = &mut self.rank.buffers else { return Ok(()) };
         if let Some(delayed) = buffers.delayed_mut() {
-            restore(b, self.rank.context.mesh.ep, delayed, checkpoint)?;
+            restore(b, (self.rank.context.mesh, self.rank.context.expert_parts()), delayed, checkpoint)?;
         }
         buffers.restart(b, self.rank.context.step)
     }

@@ -56,7 +56,7 @@ fn read_configuration(u: &mut Unstructured<'_>) -> Result<()> {
     if check_recipe(&config, &recipe).is_ok() && config.model.layers <= 2 && config.train.steps < 1 << 20 {
         let kind = if u.arbitrary()? { DeviceKind::Gpu } else { DeviceKind::Host };
         // A prediction or an error, whatever the sizes are.
-        drop(plan::predict(kind, config.run.ranks, &config, &recipe));
+        drop(plan::predict(kind, config.run.mesh(), &config, &recipe));
     }
     Ok(())
 }

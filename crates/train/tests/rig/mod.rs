@@ -3,7 +3,7 @@
 #![allow(dead_code)] // every test file takes a part of it
 
 use nibble_core::formats::{Purpose, Stream, fnv1a32};
-use nibble_core::{Comm, DType, Kernels, Mesh, Recipe, SoloComm, Tensor};
+use nibble_core::{Axes, Comm, DType, Kernels, Mesh, MeshShape, Recipe, SoloComm, Tensor};
 use nibble_cpu::{Cpu, ThreadComm};
 use nibble_train::config::Config;
 use nibble_train::cx::{Cx, Shards};
@@ -121,11 +121,11 @@ struct Part {
 /// Trains for `steps` on one rank.
 fn train_rank<B: Kernels>(
     b: &B,
-    comm: &dyn Comm<B>,
+    mesh: Mesh<'_, B>,
     config: &Config,
     steps: u64,
 ) -> (Vec<f64>, Vec<f64>, Vec<Part>) {
-    let mut trainer = Trainer::new(b, comm, config).unwrap();
+    let mut trainer = Trainer::new(b, mesh, config).unwrap();
     let (mut losses, mut norms) = (Vec::new(), Vec::new());
     for _ in 0..steps {
         let metrics = trainer.train_step().unwrap();
@@ -142,7 +142,7 @@ fn train_rank<B: Kernels>(
 
 /// Trains for `steps` on one rank, on any backend.
 pub fn train_alone<B: Kernels>(b: &B, config: &Config, steps: u64) -> Outcome {
-    let (losses, norms, parts) = train_rank(b, &SOLO, config, steps);
+    let (losses, norms, parts) = train_rank(b, Mesh::new(&SOLO), config, steps);
     Outcome { losses, norms, weights: parts.into_iter().map(|p| (p.name, p.values)).collect() }
 }
 
@@ -180,28 +180,44 @@ pub fn with_recipe(text: &str, changes: &[&str]) -> (Config, tempfile::TempDir) 
     (small(path.to_str().unwrap(), changes), dir)
 }
 
-/// Trains for `steps` with `world` ranks as threads, each on a backend of its own.
+/// Trains for `steps` with `world` ranks as threads, each on a backend of its own; experts divided among all of them.
 pub fn train(config: &Config, world: usize, steps: u64, cpu: impl Fn() -> Cpu + Sync) -> Outcome {
-    let ranks: Vec<_> = std::thread::scope(|scope| {
-        let (config, cpu) = (&config, &cpu);
-        let spawn = |comm: ThreadComm| scope.spawn(move || train_rank(&cpu(), &comm, config, steps));
-        let threads: Vec<_> = ThreadComm::world(world).into_iter().map(spawn).collect();
-        threads.into_iter().map(|t| t.join().unwrap()).collect()
-    });
-    let mut ranks = ranks.into_iter();
-    let (losses, norms, mut parts) = ranks.next().unwrap();
-    for (other_losses, other_norms, other) in ranks {
+    train_mesh(config, MeshShape { dp: 1, ep: world }, steps, cpu)
+}
+
+/// The same on a mesh.
+pub fn train_mesh(config: &Config, mesh: MeshShape, steps: u64, cpu: impl Fn() -> Cpu + Sync) -> Outcome {
+    let ranks = on_mesh(mesh, |mesh| train_rank(&cpu(), mesh, config, steps));
+    let mut ranks = ranks.into_iter().enumerate();
+    let (_, (losses, norms, mut parts)) = ranks.next().unwrap();
+    let mut experts: Vec<Vec<f32>> = parts.iter().map(|part| part.values.clone()).collect();
+    for (rank, (other_losses, other_norms, other)) in ranks {
         assert_eq!(losses, other_losses, "every rank reports the same losses");
         assert_eq!(norms, other_norms, "every rank reports the same gradient norms");
-        for (part, more) in parts.iter_mut().zip(other) {
-            if part.divided {
-                part.values.extend(more.values);
-            } else {
+        let (dp_rank, ep_rank) = mesh.place(rank);
+        for ((part, experts), more) in parts.iter().zip(&mut experts).zip(other) {
+            if !part.divided {
                 assert_eq!(part.values, more.values, "every rank has the same {}", part.name);
+            } else if dp_rank == 0 {
+                experts.extend(more.values);
+            } else {
+                let first = ep_rank * more.values.len();
+                assert_eq!(experts[first..][..more.values.len()], more.values, "replicas agree on {}", part.name);
             }
         }
     }
+    parts.iter_mut().zip(experts).for_each(|(part, experts)| part.values = experts);
     Outcome { losses, norms, weights: parts.into_iter().map(|p| (p.name, p.values)).collect() }
+}
+
+/// What every rank of a mesh of threads returns, in order.
+pub fn on_mesh<R: Send>(mesh: MeshShape, rank: impl Fn(Mesh<'_, Cpu>) -> R + Sync) -> Vec<R> {
+    std::thread::scope(|scope| {
+        let rank = &rank;
+        let spawn = |axes: Axes<ThreadComm>| scope.spawn(move || rank(axes.mesh()));
+        let threads: Vec<_> = ThreadComm::mesh(mesh).into_iter().map(spawn).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
 }
 
 /// Normal numbers, a function of their name.

@@ -154,7 +154,7 @@ fn shards_are_summed_by_the_tree() {
             let got = same_everywhere(|cpu| {
                 let t = Tensor::from_f32(cpu, &x, shards, len).unwrap();
                 let mut into = Tensor::zeros(cpu, DType::F32, 1, len).unwrap();
-                SumShards { x: &t, shards, into: &mut into }.run(cpu).unwrap();
+                SumShards { x: &t, stack: 1, shards, into: &mut into }.run(cpu).unwrap();
                 bits(&into)
             });
             for (i, &got) in got.iter().enumerate() {
@@ -166,12 +166,30 @@ fn shards_are_summed_by_the_tree() {
             }
         }
     }
+    // Each matrix of a stack by itself, also where a piece of work ends within one.
+    for (stack, shards, len) in [(3, 2, 1), (4, 4, 700), (2, 8, 1025)] {
+        let x = normals(5, stack * shards * len);
+        let got = same_everywhere(|cpu| {
+            let t = Tensor::from_f32(cpu, &x, stack * shards, len).unwrap();
+            let mut into = Tensor::zeros(cpu, DType::F32, stack, len).unwrap();
+            SumShards { x: &t, stack, shards, into: &mut into }.run(cpu).unwrap();
+            bits(&into)
+        });
+        let alone = |matrix: usize| {
+            let cpu = Cpu::new(1).unwrap();
+            let t = Tensor::from_f32(&cpu, &x[matrix * shards * len..][..shards * len], shards, len).unwrap();
+            let mut into = Tensor::zeros(&cpu, DType::F32, 1, len).unwrap();
+            SumShards { x: &t, stack: 1, shards, into: &mut into }.run(&cpu).unwrap();
+            bits(&into)
+        };
+        assert_eq!(got, (0..stack).flat_map(alone).collect::<Vec<_>>(), "{stack} of {shards} shards");
+    }
     // One large term and three that vanish beside it alone: only the tree keeps two of them.
     let cpu = Cpu::new(1).unwrap();
     let t = Tensor::from_f32(&cpu, &[16_777_216.0, 1.0, 1.0, 1.0], 4, 1).unwrap();
     for (dtype, want) in [(DType::F32, 16_777_218.0), (DType::Bf16, 16_777_216.0)] {
         let mut out = Tensor::zeros(&cpu, dtype, 1, 1).unwrap();
-        SumShards { x: &t, shards: 4, into: &mut out }.run(&cpu).unwrap();
+        SumShards { x: &t, stack: 1, shards: 4, into: &mut out }.run(&cpu).unwrap();
         assert_eq!(out.to_f32_vec(&cpu).unwrap(), [want]);
     }
 }

@@ -1,7 +1,8 @@
-// Sums shards in F32 as a tree over neighbours, ((0+1)+(2+3))..., and rounds once.
+// Sums the shards of each matrix of a stack in F32 as a tree over neighbours, ((0+1)+(2+3))..., and rounds once.
 //
-// sum_shards<From, To, kShards>: out[i] = the tree over x[s * len + i]. Types are Bf16 or F32; buffers are 16-byte aligned.
-//   256 threads; grid ceil(len / (1024 * kShardGroups<kShards>)); any len.
+// sum_shards<From, To, kShards>: out[m * len + i] = the tree over x[(m * kShards + s) * len + i] for matrix m. Types are Bf16 or F32; buffers are
+//   16-byte aligned.
+//   256 threads; grid matrices * ctas_each, ctas_each = ceil(len / (1024 * kShardGroups<kShards>)); any len.
 #pragma once
 #include "formats/plain.cuh"
 
@@ -31,9 +32,12 @@ __device__ __forceinline__ void shard_tree(const u8* x, u64 stride, float (&sum)
 }
 
 template <typename From, typename To, int kShards>
-__global__ void __launch_bounds__(kShardThreads) sum_shards(const u8* __restrict__ x, u8* __restrict__ out, u64 len) {
+__global__ void __launch_bounds__(kShardThreads) sum_shards(const u8* __restrict__ x, u8* __restrict__ out, u64 len, u32 ctas_each) {
     constexpr int kGroups = kShardGroups<kShards>;
-    const u64 first = (u64(blockIdx.x) * (kShardThreads * kGroups) + threadIdx.x) * kShardCount, stride = len * From::kBytes;
+    const u32 matrix = blockIdx.x / ctas_each, cta = blockIdx.x - matrix * ctas_each;
+    x += u64(matrix) * kShards * len * From::kBytes;
+    out += u64(matrix) * len * To::kBytes;
+    const u64 first = (u64(cta) * (kShardThreads * kGroups) + threadIdx.x) * kShardCount, stride = len * From::kBytes;
     const auto begin = [&](int group) { return first + group * (kShardThreads * kShardCount); };
     if (len % kShardCount == 0) {
         float sum[kGroups][kShardCount];

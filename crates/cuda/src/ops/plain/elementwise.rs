@@ -104,31 +104,34 @@ pub(crate) fn sum_shards(cuda: &Cuda, op: SumShards<'_, Cuda>) -> Result<()> {
         return Err(Error::shape(OP, "shards", op.shards, format!("one of {SHARDS:?} a rank on a GPU")));
     }
     let spec = sum_spec(op.x.dtype(), op.into.dtype(), op.shards);
-    let device = cuda.device();
+    let (device, parts) = (cuda.device(), (op.stack, op.shards));
     match (&op.x.data, &mut op.into.data) {
-        (Data::F32(x), Data::F32(into)) => sum_values(device, &spec, op.shards, x.get(), into.make_mut()?),
-        (Data::F32(x), Data::Bf16(into)) => sum_values(device, &spec, op.shards, x.get(), into.make_mut()?),
-        (Data::Bf16(x), Data::F32(into)) => sum_values(device, &spec, op.shards, x.get(), into.make_mut()?),
-        (Data::Bf16(x), Data::Bf16(into)) => sum_values(device, &spec, op.shards, x.get(), into.make_mut()?),
+        (Data::F32(x), Data::F32(into)) => sum_values(device, &spec, parts, x.get(), into.make_mut()?),
+        (Data::F32(x), Data::Bf16(into)) => sum_values(device, &spec, parts, x.get(), into.make_mut()?),
+        (Data::Bf16(x), Data::F32(into)) => sum_values(device, &spec, parts, x.get(), into.make_mut()?),
+        (Data::Bf16(x), Data::Bf16(into)) => sum_values(device, &spec, parts, x.get(), into.make_mut()?),
     }
 }
 
 fn sum_values<T: Plain, U: Plain>(
     device: &Device,
     spec: &KernelSpec,
-    shards: usize,
+    (stack, shards): (usize, usize),
     x: &Buffer<T>,
     into: &mut Buffer<U>,
 ) -> Result<()> {
     if into.is_empty() {
         return Ok(());
     }
-    let ctas = u32::try_from(into.len().div_ceil(sums_per_cta(shards)))
+    let len = into.len() / stack;
+    let ctas_each = len.div_ceil(sums_per_cta(shards));
+    let ctas = u32::try_from(ctas_each.saturating_mul(stack))
         .map_err(|_| Error::shape("sum_shards", "into.len()", into.len(), "below 2^42"))?;
     let launch = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
     let kernel = device.kernel(spec)?;
-    // SAFETY: x has the instance's number of shards of `into.len()` values each (`check`, `BufferCheck`), both of its types, on this device.
-    unsafe { kernel.launch(launch, &[x, &*into, &(into.len() as u64)]) }
+    // SAFETY: x has, for each of `stack` matrices, the instance's number of shards of `len` values each (`check`, `BufferCheck`), both of its
+    // types, on this device.
+    unsafe { kernel.launch(launch, &[x, &*into, &(len as u64), &(ctas_each as u32)]) }
 }
 
 fn sum_spec(from: DType, to: DType, shards: usize) -> KernelSpec {

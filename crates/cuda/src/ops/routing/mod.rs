@@ -1,10 +1,11 @@
 //! Experts' rows: who takes which, and how they move within a rank and between ranks.
 
 pub(crate) mod copy_rows;
+pub(crate) mod parts;
 pub(crate) mod permute;
 pub(crate) mod plan_permute;
 pub(crate) mod route;
 pub(crate) mod slots;
 pub(crate) mod wire;
 
-pub(crate) use {permute::*, plan_permute::*, route::*, slots::*, wire::*};
+pub(crate) use {parts::*, permute::*, plan_permute::*, route::*, slots::*, wire::*};

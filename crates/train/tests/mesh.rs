@@ -1,0 +1,216 @@
+//! Meshes of replicas and divided experts: at the same settings all give the bits of one rank.
+
+mod rig;
+
+use nibble_core::{Kernels, Mesh, MeshShape};
+use nibble_cpu::Cpu;
+use nibble_train::checkpoint::{Store, latest_valid};
+use nibble_train::config::Config;
+use nibble_train::delayed::History;
+use nibble_train::metrics::Metrics;
+use nibble_train::trainer::Trainer;
+use rig::{Outcome, SOLO, on_mesh, recipe_file, recipes, small, train_mesh, with_recipe};
+use std::path::Path;
+
+fn cpu() -> Cpu {
+    Cpu::new(1).unwrap()
+}
+
+const fn mesh(dp: usize, ep: usize) -> MeshShape {
+    MeshShape { dp, ep }
+}
+
+/// Every mesh of up to eight ranks.
+const MESHES: [MeshShape; 10] = [
+    mesh(1, 1),
+    mesh(1, 2),
+    mesh(2, 1),
+    mesh(1, 4),
+    mesh(2, 2),
+    mesh(4, 1),
+    mesh(1, 8),
+    mesh(2, 4),
+    mesh(4, 2),
+    mesh(8, 1),
+];
+
+/// What all meshes up to eight ranks can divide: eight shards, of which the rows of each of eight experts have as many parts.
+const DIVIDED: [&str; 4] =
+    ["model.experts=8", "train.batch_size=8", "train.shards=8", "train.expert_shards=8"];
+
+/// Settings of which each run has one of every line.
+const SETTINGS: [[&[&str]; 2]; 6] = [
+    [&[], &["train.grad_accum=2"]],
+    [&[], &["train.grad_dtype=bf16"]],
+    [&[], &["model.tie_embeddings=false"]],
+    [&[], &["train.recompute=[\"experts\",\"norms\"]"]],
+    [&[], &["model.balance=batch"]],
+    [&[], &["train.moment_dtype=bf16", "model.shared_ffn=0"]],
+];
+
+/// Rows of choices such that any two lines have all four pairs.
+const PAIRS: [[usize; 6]; 6] = [
+    [0, 0, 0, 0, 0, 0],
+    [0, 1, 1, 1, 1, 1],
+    [1, 0, 1, 1, 1, 0],
+    [1, 1, 0, 1, 0, 1],
+    [1, 1, 1, 0, 0, 0],
+    [1, 0, 0, 0, 1, 1],
+];
+
+/// The settings of a row, and more.
+fn settings<'a>(row: usize, more: &[&'a str]) -> Vec<&'a str> {
+    let chosen = SETTINGS.iter().zip(PAIRS[row % PAIRS.len()]).flat_map(|(line, choice)| line[choice]);
+    DIVIDED.iter().chain(chosen).copied().chain(more.iter().copied()).collect()
+}
+
+/// That these meshes end with the bits of one rank.
+#[track_caller]
+fn assert_same(config: &Config, meshes: impl IntoIterator<Item = MeshShape>, steps: u64, what: &str) -> Outcome {
+    let one = train_mesh(config, MeshShape::ONE, steps, cpu);
+    assert!(one.losses.iter().all(|loss| loss.is_finite()), "{what}");
+    for mesh in meshes {
+        one.assert_same(&train_mesh(config, mesh, steps, cpu), &format!("{what}, mesh {mesh}"));
+    }
+    one
+}
+
+#[test]
+fn choices_meet_in_pairs() {
+    for a in 0..SETTINGS.len() {
+        for b in 0..a {
+            for pair in [[0, 0], [0, 1], [1, 0], [1, 1]] {
+                assert!(PAIRS.iter().any(|row| [row[a], row[b]] == pair), "lines {a} and {b}: {pair:?}");
+            }
+        }
+    }
+}
+
+/// Each recipe on a mesh of two, of four and of eight ranks, and over all of them every mesh with every row of settings.
+#[test]
+fn every_recipe_keeps_its_bits() {
+    for (i, recipe) in recipes().into_iter().enumerate() {
+        let config = small(recipe, &settings(i, &[]));
+        let meshes = [&MESHES[1..3], &MESHES[3..6], &MESHES[6..]].map(|size| size[i % size.len()]);
+        assert_same(&config, meshes, 3, &format!("{recipe}, settings {}", i % PAIRS.len()));
+    }
+}
+
+#[test]
+fn every_mesh_keeps_the_bits() {
+    for row in 0..PAIRS.len() {
+        let config = small("mxfp4-hopper", &settings(row, &[]));
+        assert_same(&config, MESHES.into_iter().skip(1 + row % 3).step_by(3), 3, &format!("settings {row}"));
+    }
+}
+
+/// Few experts are chosen, some by no token: groups without rows, parts without rows, a rank that receives nothing.
+#[test]
+fn empty_experts_and_ranks_keep_the_bits() {
+    let config = small("mxfp4-hopper", &settings(0, &["model.top_k=1", "model.aux_loss_coef=0", "train.lr=0.5"]));
+    let one = assert_same(&config, [mesh(1, 8), mesh(2, 4), mesh(8, 1)], 6, "one expert a token");
+    // A step this large sends all tokens to a few experts.
+    let b = cpu();
+    let mut trainer = Trainer::new(&b, &SOLO, &config).unwrap();
+    let load: Vec<f64> = (0..6).map(|_| trainer.train_step().unwrap().dead_expert_fraction.unwrap()).collect();
+    assert!(load.iter().any(|dead| *dead > 0.0), "{load:?}, losses {:?}", one.losses);
+}
+
+/// What fixes the bits: parts of experts, as shards do.
+#[test]
+fn parts_of_experts_decide_the_last_bits_and_no_more() {
+    for recipe in ["f32", "bf16", "mxfp4-hopper"] {
+        let of = |parts: usize| {
+            let parts = format!("train.expert_shards={parts}");
+            train_mesh(&small(recipe, &[&DIVIDED[..3], &[&*parts]].concat()), MeshShape::ONE, 4, cpu)
+        };
+        let (one, eight) = (of(1), of(8));
+        assert_eq!(one.losses[0].to_bits(), eight.losses[0].to_bits(), "{recipe}: the forward pass is the same");
+        assert_ne!(one.weights, eight.weights, "{recipe}");
+        // Columns are quantized in blocks of other rows: more than the last bits under recipes that do so.
+        let most = if recipe == "mxfp4-hopper" { 3e-3 } else { 2e-5 };
+        for (a, b) in one.losses.iter().zip(&eight.losses) {
+            assert!((a - b).abs() <= most * a, "{recipe}: {a} and {b}");
+        }
+        for (a, b) in one.norms.iter().zip(&eight.norms).take(1) {
+            assert!((a - b).abs() <= 10.0 * most * a, "{recipe}: norms {a} and {b}");
+        }
+    }
+}
+
+/// What a run under scales of earlier steps tells: metrics, and histories where there is one rank.
+fn told<B: Kernels>(b: &B, mesh: Mesh<'_, B>, config: &Config, saved: Option<(&Path, bool)>) -> (Vec<Metrics>, Vec<History>) {
+    let first = mesh.all.rank() == 0;
+    let mut trainer = Trainer::new(b, mesh, config).unwrap();
+    if let Some((dir, false)) = saved {
+        trainer.load(&latest_valid(dir).unwrap().checkpoint.unwrap()).unwrap();
+    }
+    let without_times = |m: Metrics| Metrics { tps: None, tflops: None, seconds: None, ..m };
+    let steps = (0..3).map(|_| without_times(trainer.train_step().unwrap())).collect();
+    if let Some((dir, true)) = saved {
+        let store = first.then(|| Store::open(dir).unwrap());
+        trainer.save(store.as_ref()).unwrap();
+    }
+    (steps, trainer.histories().unwrap())
+}
+
+/// Saved on a mesh, resumed on another: the metrics of a run that was not stopped. Under a recipe that keeps histories of scales, which each mesh has
+/// in an order of its own.
+#[test]
+fn a_run_goes_on_on_any_mesh() {
+    let text = std::fs::read_to_string(recipe_file("fp8-delayed")).unwrap();
+    let text = text.replace("history = 1024", "history = 3");
+    let changes = settings(0, &["train.steps=6"]);
+    let (config, _recipe) = with_recipe(&text, &changes);
+    let b = cpu();
+    let whole = {
+        let mut trainer = Trainer::new(&b, &SOLO, &config).unwrap();
+        let without_times = |m: Metrics| Metrics { tps: None, tflops: None, seconds: None, ..m };
+        let steps: Vec<_> = (0..6).map(|_| without_times(trainer.train_step().unwrap())).collect();
+        (steps, trainer.histories().unwrap())
+    };
+    let files = |dir: &Path| {
+        let dir = dir.join("checkpoints/step-00000003");
+        ["model.safetensors", "optim.safetensors", "scales.safetensors"]
+            .map(|name| std::fs::read(dir.join(name)).unwrap())
+    };
+    let mut written = None;
+    for (i, from) in MESHES.into_iter().enumerate() {
+        let dir = tempfile::tempdir().unwrap();
+        let before = on_mesh(from, |mesh| told(&cpu(), mesh, &config, Some((dir.path(), true))));
+        assert!(before.iter().all(|(steps, _)| *steps == whole.0[..3]), "{from}");
+        let files = files(dir.path());
+        assert!(*written.get_or_insert_with(|| files.clone()) == files, "{from}: tensors of the checkpoint");
+        // On one rank, whose histories are all there are, and on one more mesh.
+        for to in [MeshShape::ONE, MESHES[(3 * i + 4) % MESHES.len()]] {
+            let after = on_mesh(to, |mesh| told(&cpu(), mesh, &config, Some((dir.path(), false))));
+            assert!(after.iter().all(|(steps, _)| *steps == whole.0[3..]), "{from} to {to}");
+            if to == MeshShape::ONE {
+                assert_eq!(after[0].1, whole.1, "{from}");
+            }
+        }
+    }
+}
+
+/// The held-out loss is of the same bits too, where parts of experts have scales of their own.
+#[test]
+fn evaluations_keep_the_bits() {
+    let dir = tempfile::tempdir().unwrap();
+    let text = dir.path().join("text.txt");
+    // Fifteen sequences and a part of one are held out.
+    std::fs::write(&text, (0..8_100u32).map(|i| b'a' + (i * i % 23) as u8).collect::<Vec<_>>()).unwrap();
+    for recipe in ["fp8-tensor", "nvfp4", "mxfp4-hopper"] {
+        let source = format!("data.source={}", text.display());
+        let config = small(recipe, &settings(0, &[&source, "data.valid_fraction=0.25"]));
+        let nats = |mesh: Mesh<'_, Cpu>| {
+            let b = cpu();
+            let mut trainer = Trainer::new(&b, mesh, &config).unwrap();
+            // Whole batches, and all there is: a number of sequences that ranks do not divide.
+            [2, 0].map(|batches| trainer.evaluate(batches).unwrap().to_bits())
+        };
+        let one = on_mesh(MeshShape::ONE, nats)[0];
+        for mesh in [mesh(1, 2), mesh(2, 2), mesh(4, 1), mesh(2, 4)] {
+            assert!(on_mesh(mesh, nats).iter().all(|nats| *nats == one), "{recipe}, mesh {mesh}");
+        }
+    }
+}
