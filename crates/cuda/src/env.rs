@@ -20,7 +20,7 @@ pub const HELP: &[(&str, &str)] = &[
     ("NIBBLE_UPDATE", "set: tests write tests/resources.txt instead of comparing with it"),
     (
         "NIBBLE_ONLY",
-        "words with spaces between them: tests compile only kernel instances whose line of tests/resources.txt has one of them, and leave the other lines as they are (default: every instance)",
+        "words with spaces between them: tests compile only kernel instances that have one of them in their name, as tests/resources.txt has it, and leave the other lines as they are (default: every instance)",
     ),
     ("NIBBLE_REQUIRE_GPU", "1: a test that finds no GPU fails instead of printing a skip"),
     (

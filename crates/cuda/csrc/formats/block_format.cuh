@@ -1,8 +1,9 @@
 // What a format is to quantize_units and dequantize_units: a struct with
 //   Element      its numbers (small_elements.cuh)
 //   kBlock       values that share a record of scales: 16, 32, 64 or 128
-//   kPart        of those, the values whose largest magnitude is looked at by itself: a factor for each part
-//   kScaleBytes  of a record: 0, 1 or 4
+//   kPart        of those, the values whose largest magnitude is looked at by itself: a factor for each part.
+//                Below 16 in blocks of 64 only
+//   kScaleBytes  of a record: 0, 1 or 4. 4 in blocks of 64 or 128 only, and then an F32 unless kPart is below 16: padding takes the least
 //   kLine        whether there is one record for the whole line instead of one for each block
 //   kTensor      whether all blocks of a tensor share a second scale
 //   kTiles       whether there are square blocks
