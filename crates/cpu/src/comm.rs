@@ -180,7 +180,8 @@ impl ThreadComm {
         let all: Vec<Vec<T>> = posts.iter().map(|p| bytemuck::pod_collect_to_vec(&p.parts[0])).collect();
         match all.iter().enumerate().find(|(_, v)| v.len() != all[self.place.0].len()) {
             Some((rank, v)) => {
-                let why = format!("rank {rank} sent {} values, this rank {}", v.len(), all[self.place.0].len());
+                let why =
+                    format!("rank {rank} sent {} values, this rank {}", v.len(), all[self.place.0].len());
                 Err(self.error(call, why))
             }
             None => Ok(all),

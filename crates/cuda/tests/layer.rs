@@ -213,7 +213,8 @@ fn both_passes_are_one_graph() {
         let cx = context(&cuda, &recipe, SHARDS, TOKENS);
         let mut scene = Scene::new(&cx).unwrap();
         for param in scene.moe.params() {
-            param.place_gradient(&cuda, GradientPlan::default(), SHARDS).unwrap();
+            let shards = param.placement.shards(&cx.shards);
+            param.place_gradient(&cuda, GradientPlan::default(), shards).unwrap();
         }
         let arena = cuda.arena("layer").unwrap();
         let mut pass = || {

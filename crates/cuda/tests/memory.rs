@@ -66,7 +66,9 @@ fn draw(dice: &mut Dice) -> Drawn {
         let layers = ModelSpec::new(&config.model).recipe_layers();
         let text = dice.recipe(&layers);
         let Ok(recipe) = Recipe::parse("random", &text) else { continue };
-        let Ok(predicted) = plan::predict(DeviceKind::Gpu, MeshShape::ONE, &config, &recipe) else { continue };
+        let Ok(predicted) = plan::predict(DeviceKind::Gpu, MeshShape::ONE, &config, &recipe) else {
+            continue;
+        };
         let gib = predicted.device_bytes() as f64 / GIB;
         let slow = plan::off_tensor_cores(&config, &recipe).unwrap();
         if (10.0..60.0).contains(&gib) && slow.iter().map(|slow| slow.share).sum::<f64>() < 0.01 {

@@ -43,7 +43,13 @@ impl Spans {
     }
 
     /// The number among all ranks' spans of each of a rank's `local` spans, of which an expert has `expert_parts`.
-    fn of_rank(self, rank: usize, mesh: MeshShape, local: usize, expert_parts: usize) -> impl Iterator<Item = usize> {
+    fn of_rank(
+        self,
+        rank: usize,
+        mesh: MeshShape,
+        local: usize,
+        expert_parts: usize,
+    ) -> impl Iterator<Item = usize> {
         let ((d, e), parts) = (mesh.place(rank), expert_parts.max(1));
         (0..local).map(move |i| match self {
             Self::Whole => i,

@@ -31,7 +31,7 @@ fn both_passes_of_an_expert_layer_find_the_same_addresses_every_time() {
         moe.prepare(&cx).unwrap();
         let [x, dy] = ["x", "dy"].map(|what| matrix(&cpu, what, (256, 128), recipe.activations));
         for param in moe.params() {
-            param.place_gradient(&cpu, GradientPlan::default(), cx.shards.local).unwrap();
+            param.place_gradient(&cpu, GradientPlan::default(), param.placement.shards(&cx.shards)).unwrap();
         }
         let arena = cpu.arena("layer").unwrap();
         let mut runs = Vec::new();

@@ -156,8 +156,11 @@ fn ranks_have_the_histories_of_their_own_shards_and_experts() {
         }
         for (i, want) in alone.histories.iter().enumerate() {
             let of_ranks = ranks.iter().flat_map(|told| told.histories[i].records.clone());
-            let all: Vec<_> =
-                if want.spans == Spans::Whole { ranks[1].histories[i].records.clone() } else { of_ranks.collect() };
+            let all: Vec<_> = if want.spans == Spans::Whole {
+                ranks[1].histories[i].records.clone()
+            } else {
+                of_ranks.collect()
+            };
             assert_eq!(all, want.records, "{}, {world} ranks", want.name);
         }
     }
@@ -202,8 +205,11 @@ fn a_resumed_run_has_the_bits_of_one_that_was_never_interrupted() {
         assert_eq!(ranks[0].steps, whole.steps[3..], "{worlds:?}");
         for (i, want) in whole.histories.iter().enumerate() {
             let of_ranks = ranks.iter().flat_map(|told| told.histories[i].records.clone());
-            let all: Vec<_> =
-                if want.spans == Spans::Whole { ranks[0].histories[i].records.clone() } else { of_ranks.collect() };
+            let all: Vec<_> = if want.spans == Spans::Whole {
+                ranks[0].histories[i].records.clone()
+            } else {
+                of_ranks.collect()
+            };
             assert_eq!(all, want.records, "{}, {worlds:?}", want.name);
         }
         if worlds[1] == 1 {

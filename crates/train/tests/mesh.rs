@@ -66,7 +66,12 @@ fn settings<'a>(row: usize, more: &[&'a str]) -> Vec<&'a str> {
 
 /// That these meshes end with the bits of one rank.
 #[track_caller]
-fn assert_same(config: &Config, meshes: impl IntoIterator<Item = MeshShape>, steps: u64, what: &str) -> Outcome {
+fn assert_same(
+    config: &Config,
+    meshes: impl IntoIterator<Item = MeshShape>,
+    steps: u64,
+    what: &str,
+) -> Outcome {
     let one = train_mesh(config, MeshShape::ONE, steps, cpu);
     assert!(one.losses.iter().all(|loss| loss.is_finite()), "{what}");
     for mesh in meshes {
@@ -107,12 +112,14 @@ fn every_mesh_keeps_the_bits() {
 /// Few experts are chosen, some by no token: groups without rows, parts without rows, a rank that receives nothing.
 #[test]
 fn empty_experts_and_ranks_keep_the_bits() {
-    let config = small("mxfp4-hopper", &settings(0, &["model.top_k=1", "model.aux_loss_coef=0", "train.lr=0.5"]));
+    let config =
+        small("mxfp4-hopper", &settings(0, &["model.top_k=1", "model.aux_loss_coef=0", "train.lr=0.5"]));
     let one = assert_same(&config, [mesh(1, 8), mesh(2, 4), mesh(8, 1)], 6, "one expert a token");
     // A step this large sends all tokens to a few experts.
     let b = cpu();
     let mut trainer = Trainer::new(&b, &SOLO, &config).unwrap();
-    let load: Vec<f64> = (0..6).map(|_| trainer.train_step().unwrap().dead_expert_fraction.unwrap()).collect();
+    let load: Vec<f64> =
+        (0..6).map(|_| trainer.train_step().unwrap().dead_expert_fraction.unwrap()).collect();
     assert!(load.iter().any(|dead| *dead > 0.0), "{load:?}, losses {:?}", one.losses);
 }
 
@@ -125,7 +132,11 @@ fn parts_of_experts_decide_the_last_bits_and_no_more() {
             train_mesh(&small(recipe, &[&DIVIDED[..3], &[&*parts]].concat()), MeshShape::ONE, 4, cpu)
         };
         let (one, eight) = (of(1), of(8));
-        assert_eq!(one.losses[0].to_bits(), eight.losses[0].to_bits(), "{recipe}: the forward pass is the same");
+        assert_eq!(
+            one.losses[0].to_bits(),
+            eight.losses[0].to_bits(),
+            "{recipe}: the forward pass is the same"
+        );
         assert_ne!(one.weights, eight.weights, "{recipe}");
         // Columns are quantized in blocks of other rows: more than the last bits under recipes that do so.
         let most = if recipe == "mxfp4-hopper" { 3e-3 } else { 2e-5 };
@@ -139,7 +150,12 @@ fn parts_of_experts_decide_the_last_bits_and_no_more() {
 }
 
 /// What a run under scales of earlier steps tells: metrics, and histories where there is one rank.
-fn told<B: Kernels>(b: &B, mesh: Mesh<'_, B>, config: &Config, saved: Option<(&Path, bool)>) -> (Vec<Metrics>, Vec<History>) {
+fn told<B: Kernels>(
+    b: &B,
+    mesh: Mesh<'_, B>,
+    config: &Config,
+    saved: Option<(&Path, bool)>,
+) -> (Vec<Metrics>, Vec<History>) {
     let first = mesh.all.rank() == 0;
     let mut trainer = Trainer::new(b, mesh, config).unwrap();
     if let Some((dir, false)) = saved {

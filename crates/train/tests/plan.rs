@@ -480,9 +480,9 @@ fn absurd_sizes_are_errors() {
         Err(e) => e.to_string(),
         Ok(config) => {
             let cpu = Cpu::new(1).unwrap();
-            let refused = Trainer::new(&cpu, &SoloComm, &config)
-                .map(drop)
-                .and_then(|()| require_room(&cpu, MeshShape::ONE, &config, &checked_recipe(&config)?).map(drop));
+            let refused = Trainer::new(&cpu, &SoloComm, &config).map(drop).and_then(|()| {
+                require_room(&cpu, MeshShape::ONE, &config, &checked_recipe(&config)?).map(drop)
+            });
             refused.unwrap_err().to_string()
         }
     };

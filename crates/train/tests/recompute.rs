@@ -207,7 +207,7 @@ fn pass(recipe: &Recipe, scopes: &[Scope]) -> (Vec<(CountSite, [u64; 3])>, Vec<V
     let cx = cx(&cpu, recipe, 4, 128);
     model.prepare(&cx).unwrap();
     for param in model.params() {
-        param.place_gradient(&cpu, GradientPlan::default(), cx.shards.local).unwrap();
+        param.place_gradient(&cpu, GradientPlan::default(), param.placement.shards(&cx.shards)).unwrap();
     }
     let ids: Vec<i32> = rig::normals("ids", 512).iter().map(|x| (x.abs() * 1000.0) as i32 % 64).collect();
     let (ids, targets) = (cpu.upload(&ids).unwrap(), cpu.upload(&ids).unwrap());

@@ -127,7 +127,12 @@ impl<B: Backend> SumShards<'_, B> {
         let parts = self.stack.checked_mul(self.shards).filter(|parts| *parts > 0);
         if !self.shards.is_power_of_two() || !parts.is_some_and(|parts| self.x.rows.is_multiple_of(parts)) {
             let got = format!("{} of each of {} in {} rows", self.shards, self.stack, self.x.rows);
-            return Err(Error::shape(OP, "shards", got, "a power of two, of which all matrices have as many rows"));
+            return Err(Error::shape(
+                OP,
+                "shards",
+                got,
+                "a power of two, of which all matrices have as many rows",
+            ));
         }
         expect_eq(OP, "shape of into", self.into.shape(), (self.x.rows / self.shards, self.x.cols))
     }

@@ -26,6 +26,6 @@ pub mod wire;
 
 pub(crate) use {
     adamw::*, attention::*, cross_entropy::*, elementwise::*, embed::*, gemm::*, head_loss::*, norm_rope::*,
-    parts::*, permute::*, quantize::*, rms_norm::*, rope::*, route::*, scale_tiles::*, slots::*, step::*, swiglu::*,
-    transcode::*, transpose::*, wire::*,
+    parts::*, permute::*, quantize::*, rms_norm::*, rope::*, route::*, scale_tiles::*, slots::*, step::*,
+    swiglu::*, transcode::*, transpose::*, wire::*,
 };

@@ -14,7 +14,11 @@ pub(crate) fn assign_parts(cpu: &Cpu, op: AssignParts<'_, Cpu>) -> Result<Buf<i3
         for ((to, from), &token) in out.chunks_exact_mut(op.top_k).zip(experts).zip(&token_id[first..]) {
             let part = token as u32 / part_tokens % parts;
             for (to, &expert) in to.iter_mut().zip(from) {
-                *to = if expert < 0 { -1 } else { (expert as u32).wrapping_mul(parts).wrapping_add(part) as i32 };
+                *to = if expert < 0 {
+                    -1
+                } else {
+                    (expert as u32).wrapping_mul(parts).wrapping_add(part) as i32
+                };
             }
         }
     });

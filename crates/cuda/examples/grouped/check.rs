@@ -197,8 +197,8 @@ fn bound(case: &Case, data: Data) -> f64 {
         // that, but the smallest cases have eight.
         (Out::Bf16, ..) => 4e-3,
         (Out::F32, OperandKind::Bf16, _) => owed(BF16_AGREEMENT),
-        // Three rows of a single block are too few for errors to average out: 3.4e-4 has been seen.
-        (Out::F32, OperandKind::Fp8(..), Data::HeavyTails) if three_rows => 4e-4,
+        // Three rows of a single block are too few for errors to average out: 3.4e-4 has been seen of E4M3, 4.4e-4 of two E5M2.
+        (Out::F32, OperandKind::Fp8(..), Data::HeavyTails) if three_rows => 5e-4,
         (Out::F32, OperandKind::Fp8(..), _) if towers => owed(FP8_AGREEMENT),
         (Out::F32, OperandKind::Fp8(..), _) => 3e-4,
     }

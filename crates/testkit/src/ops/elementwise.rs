@@ -166,7 +166,9 @@ impl<B: Kernels> Case<B> for Shards {
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let x = self.x.upload(b, "sum_shards")?;
         let into = Tensor::zeros(b, self.into, x.rows / self.shards, x.cols)?;
-        let (into, ()) = in_place(b, &into, |into| SumShards { x: &x, stack: self.stack, shards: self.shards, into }.run(b))?;
+        let (into, ()) = in_place(b, &into, |into| {
+            SumShards { x: &x, stack: self.stack, shards: self.shards, into }.run(b)
+        })?;
         one_tensor(b, &into)
     }
 }
@@ -186,7 +188,12 @@ pub fn sum_shards<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
             (2, 8, 40, 320),
         ] {
             for (dtype, into) in PLAIN.into_iter().flat_map(|x| PLAIN.map(|into| (x, into))) {
-                pair.check(&Shards { x: Matrix { dtype, rows: stack * shards * rows, cols, input }, stack, shards, into });
+                pair.check(&Shards {
+                    x: Matrix { dtype, rows: stack * shards * rows, cols, input },
+                    stack,
+                    shards,
+                    into,
+                });
             }
         }
     }

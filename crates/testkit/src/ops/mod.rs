@@ -22,8 +22,8 @@ mod transcode;
 
 pub use {
     adamw::*, attention::*, cross_entropy::*, elementwise::*, embed::*, gemm::*, head_loss::*, norm_rope::*,
-    parts::*, permute::*, quantize::*, rms_norm::*, rope::*, route::*, scale_tiles::*, slots::*, step::*, swiglu::*,
-    transcode::*,
+    parts::*, permute::*, quantize::*, rms_norm::*, rope::*, route::*, scale_tiles::*, slots::*, step::*,
+    swiglu::*, transcode::*,
 };
 
 use nibble_core::DType;

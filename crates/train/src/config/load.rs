@@ -7,9 +7,7 @@ use toml::{Table, Value};
 
 use super::asked::Written;
 use super::preset::{preset, preset_names};
-use super::{
-    Balance, Config, DataConfig, ModelConfig, RANDOM, RunConfig, SYNTHETIC, TrainConfig, foreign,
-};
+use super::{Balance, Config, DataConfig, ModelConfig, RANDOM, RunConfig, SYNTHETIC, TrainConfig, foreign};
 use crate::data::{BYTE_VOCAB, SYNTHETIC_VOCAB};
 use crate::error::{Error, Result};
 use crate::files;

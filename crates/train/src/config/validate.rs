@@ -160,15 +160,22 @@ impl Config {
             format!("is {ranks}, which does not divide train.shards = {}", t.shards)
         })?;
         require(ranks.is_multiple_of(dp), "run.dp", || {
-            format!("is {dp}, which does not divide run.ranks = {ranks}; {}", these(dividing(ranks, |_| true)))
+            format!(
+                "is {dp}, which does not divide run.ranks = {ranks}; {}",
+                these(dividing(ranks, |_| true))
+            )
         })?;
         let ep = ranks / dp;
         // 0 is a multiple of everything.
         require(experts.is_multiple_of(ep), if dp > 1 { "run.dp" } else { "run.ranks" }, || {
             let would_do = these(dividing(ranks, |dp| experts.is_multiple_of(ranks / dp)));
             match dp {
-                1 => format!("is {ranks}, which does not divide model.experts = {experts}; as run.dp {would_do}"),
-                _ => format!("is {dp}: run.ranks / run.dp = {ep} does not divide model.experts = {experts}; {would_do}"),
+                1 => format!(
+                    "is {ranks}, which does not divide model.experts = {experts}; as run.dp {would_do}"
+                ),
+                _ => format!(
+                    "is {dp}: run.ranks / run.dp = {ep} does not divide model.experts = {experts}; {would_do}"
+                ),
             }
         })?;
         let parts = t.expert_shards;

@@ -8,8 +8,8 @@ use crate::cx::{Cx, ExpertParts};
 use crate::ledger::{Ledger, Saved};
 use nibble_core::formats::Format;
 use nibble_core::ops::{
-    AssignParts, AssignRanks, CombineSlots, GatherScalars, JoinGroups, PackRows, PackSlots, Permute, PlanPermute, Routing, UnpackRows,
-    UnpackSlots, record_words,
+    AssignParts, AssignRanks, CombineSlots, GatherScalars, JoinGroups, PackRows, PackSlots, Permute,
+    PlanPermute, Routing, UnpackRows, UnpackSlots, record_words,
 };
 use nibble_core::{Data, Error, Groups, Kernels, Operand, PermuteMap, Result, RowKind, Tensor, round_up};
 
@@ -132,7 +132,8 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         slots: usize,
         align: usize,
     ) -> Result<(PermuteMap<B>, Groups<B>)> {
-        let (b, top_k, ExpertParts { local: parts, tokens }) = (self.cx.b, self.top_k, self.cx.shards.expert_parts);
+        let (b, top_k, ExpertParts { local: parts, tokens }) =
+            (self.cx.b, self.top_k, self.cx.shards.expert_parts);
         let num_groups = self.experts / self.cx.mesh.ep.world() * parts;
         let by_part = match parts {
             1 => None,

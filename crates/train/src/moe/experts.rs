@@ -178,13 +178,14 @@ impl<B: Kernels> Experts<B> {
         let routes = self.routes(cx, section);
         let (dy_rows, dy_cols) = cx.follow_both(self.of_down("dy"), &dy_rd, &routes.dy, Some(groups))?;
         drop(dy_rd);
-        let da_rf =
-            GroupedGemm { x: &dy_rows, w: self.down.wt()?, groups: experts, out: cx.activations() }.run(cx.b)?;
+        let da_rf = GroupedGemm { x: &dy_rows, w: self.down.wt()?, groups: experts, out: cx.activations() }
+            .run(cx.b)?;
         drop(dy_rows);
         let (dh_rows, dh_cols, a, dgate_r) = self.swiglu_backward(cx, &routes, &saved, da_rf, plan)?;
         self.down.accumulate_wgrad(cx, &dy_cols, &a, groups)?;
         let dx_rd =
-            GroupedGemm { x: &dh_rows, w: self.gate_up.wt()?, groups: experts, out: cx.activations() }.run(cx.b)?;
+            GroupedGemm { x: &dh_rows, w: self.gate_up.wt()?, groups: experts, out: cx.activations() }
+                .run(cx.b)?;
         let x = cx.follow(self.x(), x, &routes.wgrad_x, Some(groups))?;
         self.gate_up.accumulate_wgrad(cx, &dh_cols, &x, groups)?;
         Ok((dx_rd, dgate_r))

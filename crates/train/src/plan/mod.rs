@@ -217,7 +217,12 @@ fn gathered_bytes(rank: &mut RankState<'_, Dry>, mesh: MeshShape) -> usize {
 ///
 /// # Errors
 /// [`Error::Memory`] if not, with what needs the most of it and the shortest list of settings that would make it fit.
-pub fn require_room<B: Backend>(b: &B, mesh: MeshShape, config: &Config, recipe: &Recipe) -> Result<Prediction> {
+pub fn require_room<B: Backend>(
+    b: &B,
+    mesh: MeshShape,
+    config: &Config,
+    recipe: &Recipe,
+) -> Result<Prediction> {
     let device = Device { name: b.name(), room: b.room() };
     let predicted = predict(b.kind(), mesh, config, recipe);
     let (needed, prediction) = match &predicted {

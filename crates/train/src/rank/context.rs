@@ -105,8 +105,8 @@ impl<B: Kernels> RankContext<'_, B> {
         // The shards of training: what has a scale of a shard, or of a part of an expert's rows, has the same on every mesh.
         let each = batch.sequences.next_multiple_of(shards) / ranks;
         let mine = batch.part(self.mesh.all.rank() * each, each);
-        // Every rank runs as many tokens; those past the batch have no target.
-        let tokens = each * batch.seq_len;
+        // Every rank runs as many tokens; those past the batch, and past the one sequence of a batch that is shorter, have no target.
+        let tokens = each * self.config.data.seq_len;
         let padded = |ids: &[i32], with: i32| -> Vec<i32> {
             ids.iter().copied().chain(std::iter::repeat(with)).take(tokens).collect()
         };

@@ -56,12 +56,7 @@ pub(super) fn delayed_sites(mesh: MeshShape, config: &Config, recipe: &Recipe) -
 
 impl<'a, B: Kernels> RankState<'a, B> {
     /// A rank of these sizes, whose weights and gradients have places and whose values mean nothing.
-    pub(crate) fn of_shapes(
-        b: &'a B,
-        mesh: Mesh<'a, B>,
-        config: &Config,
-        recipe: &Recipe,
-    ) -> Result<Self> {
+    pub(crate) fn of_shapes(b: &'a B, mesh: Mesh<'a, B>, config: &Config, recipe: &Recipe) -> Result<Self> {
         let mut rank = Self::without_buffers(b, mesh, config, recipe)?;
         rank.make_buffers()?;
         Ok(rank)
@@ -77,12 +72,7 @@ impl<'a, B: Kernels> RankState<'a, B> {
     ///
     /// # Errors
     /// As [`RankState::rehearse`]; where a tensor has different histories in a run.
-    fn delayed_sites(
-        b: &'a B,
-        mesh: Mesh<'a, B>,
-        config: &Config,
-        recipe: &Recipe,
-    ) -> Result<DelayedSites> {
+    fn delayed_sites(b: &'a B, mesh: Mesh<'a, B>, config: &Config, recipe: &Recipe) -> Result<DelayedSites> {
         let mut rank = Self::without_buffers(b, mesh, config, recipe)?;
         rank.make_buffers_with(DelayedSites::open())?;
         let steps = config.train.steps;

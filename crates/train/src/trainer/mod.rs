@@ -100,12 +100,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     ///
     /// # Errors
     /// As [`Trainer::new`], the data aside.
-    pub fn under(
-        b: &'a B,
-        mesh: impl Into<Mesh<'a, B>>,
-        config: &Config,
-        recipe: Recipe,
-    ) -> Result<Self> {
+    pub fn under(b: &'a B, mesh: impl Into<Mesh<'a, B>>, config: &Config, recipe: Recipe) -> Result<Self> {
         let mesh = mesh.into();
         phase(format_args!("making the model"));
         check_recipe(config, &recipe)?;

@@ -202,7 +202,12 @@ pub fn train_mesh(config: &Config, mesh: MeshShape, steps: u64, cpu: impl Fn() -
                 experts.extend(more.values);
             } else {
                 let first = ep_rank * more.values.len();
-                assert_eq!(experts[first..][..more.values.len()], more.values, "replicas agree on {}", part.name);
+                assert_eq!(
+                    experts[first..][..more.values.len()],
+                    more.values,
+                    "replicas agree on {}",
+                    part.name
+                );
             }
         }
     }

@@ -56,5 +56,7 @@ pub(crate) fn join_groups(cuda: &Cuda, op: JoinGroups<'_, Cuda>) -> Result<Group
 
 /// The instances.
 pub(crate) fn instances() -> Vec<Instance> {
-    ["nib::assign_parts", "nib::join_groups"].map(|name| Instance { spec: spec(name), shared_bytes: 0 }).to_vec()
+    ["nib::assign_parts", "nib::join_groups"]
+        .map(|name| Instance { spec: spec(name), shared_bytes: 0 })
+        .to_vec()
 }
