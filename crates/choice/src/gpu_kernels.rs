@@ -19,7 +19,7 @@ pub struct Product<'a, B: Backend> {
     pub ragged: Ragged,
     /// None where the product is dense.
     pub groups: Option<&'a Groups<B>>,
-    /// As in [`ProductDesc`](crate::products::ProductDesc).
+    /// As in [`crate::products::ProductDesc`].
     pub dims: ProductDims,
     /// A and B.
     pub operands: (&'a Operand<B>, &'a Operand<B>),

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Path under `csrc/`, text; every file there and [`GENERATED`], sorted by path.
+/// Path under `csrc/`, text; every file there and the generated list of formats, sorted by path.
 pub const EMBEDDED: &[(&str, &str)] = include!(concat!(env!("OUT_DIR"), "/embedded.rs"));
 
 /// The one source that the build script writes, of what the headers of formats declare. The table of formats in the binary is of the same
