@@ -137,6 +137,22 @@ fn impossible_values_name_both_numbers_and_where_they_stand() {
         ),
         ("[train]\nshards = 3\n", "run.toml:2: `train.shards`: is 3, expected a power of two"),
         ("[run]\nranks = 3\n", "run.toml:2: `run.ranks`: is 3, which does not divide train.shards = 4"),
+        (
+            "[run]\ndp = 3\nranks = 4\n",
+            "run.toml:2: `run.dp`: is 3, which does not divide run.ranks = 4; 1, 2 or 4 would do",
+        ),
+        (
+            "[model]\nexperts = 6\n[run]\nranks = 4\n",
+            "run.toml:4: `run.ranks`: is 4, which does not divide model.experts = 6; as run.dp 2 or 4 would do",
+        ),
+        (
+            "[run]\ndp = 2\nranks = 4\n",
+            "run.toml:2: `run.dp`: is 2, which does not divide train.expert_shards = 1; train.expert_shards=2 would do",
+        ),
+        (
+            "[train]\nexpert_shards = 8\n",
+            "run.toml:2: `train.expert_shards`: is 8, expected a power of two that divides train.shards = 4",
+        ),
         ("[train]\nlr = 0\n", "run.toml:2: `train.lr`: is 0"),
         ("[train]\nlr = nan\n", "run.toml:2: `train.lr`: is NaN"),
         ("[train]\nmin_lr = 1.0\n", "run.toml:2: `train.min_lr`: is 1.0, more than train.lr = 0.003"),

@@ -8,7 +8,7 @@ use nibble_train::checkpoint::{Store, latest_valid};
 use nibble_train::config::Config;
 use nibble_train::delayed::History;
 use nibble_train::metrics::Metrics;
-use nibble_train::trainer::Trainer;
+use nibble_train::trainer::{Observer, Options, Start, Trainer, run};
 use rig::{Outcome, SOLO, on_mesh, recipe_file, recipes, small, train_mesh, with_recipe};
 use std::path::Path;
 
@@ -208,16 +208,20 @@ fn a_run_goes_on_on_any_mesh() {
     }
 }
 
+/// Settings for a text in this folder of which fifteen sequences and a part of one are held out.
+fn few_held_out(dir: &Path) -> [String; 2] {
+    let text = dir.join("text.txt");
+    std::fs::write(&text, (0..8_100u32).map(|i| b'a' + (i * i % 23) as u8).collect::<Vec<_>>()).unwrap();
+    [format!("data.source={}", text.display()), "data.valid_fraction=0.25".to_owned()]
+}
+
 /// The held-out loss is of the same bits too, where parts of experts have scales of their own.
 #[test]
 fn evaluations_keep_the_bits() {
     let dir = tempfile::tempdir().unwrap();
-    let text = dir.path().join("text.txt");
-    // Fifteen sequences and a part of one are held out.
-    std::fs::write(&text, (0..8_100u32).map(|i| b'a' + (i * i % 23) as u8).collect::<Vec<_>>()).unwrap();
+    let [source, held_out] = few_held_out(dir.path());
     for recipe in ["fp8-tensor", "nvfp4", "mxfp4-hopper"] {
-        let source = format!("data.source={}", text.display());
-        let config = small(recipe, &settings(0, &[&source, "data.valid_fraction=0.25"]));
+        let config = small(recipe, &settings(0, &[&source, &held_out]));
         let nats = |mesh: Mesh<'_, Cpu>| {
             let b = cpu();
             let mut trainer = Trainer::new(&b, mesh, &config).unwrap();
@@ -229,4 +233,65 @@ fn evaluations_keep_the_bits() {
             assert!(on_mesh(mesh, nats).iter().all(|nats| *nats == one), "{recipe}, mesh {mesh}");
         }
     }
+}
+
+/// What a run tells.
+#[derive(Default)]
+struct Notes(Vec<String>);
+
+impl Observer for Notes {
+    fn start(&mut self, _: &Start<'_>) {}
+    fn note(&mut self, text: &str) {
+        self.0.push(text.to_owned());
+    }
+    fn rejected(&mut self, _: &Path, _: &nibble_train::Error) {}
+    fn step(&mut self, _: &Metrics) {}
+    fn evaluation(&mut self, _: u64, _: f64) {}
+    fn checkpoint(&mut self, _: &Path) {}
+}
+
+/// A run that began with one part goes on with two if it is asked to, says so and stores it, with the bits of any mesh from there on. Without being
+/// asked, and under scales of earlier steps, it does not.
+#[test]
+fn a_run_goes_on_with_other_parts_of_experts_if_asked() {
+    let delayed = std::fs::read_to_string(recipe_file("fp8-delayed")).unwrap();
+    let go = |config: &Config, resume: bool| {
+        let ranks = on_mesh(config.run.mesh(), |mesh| {
+            let mut notes = Notes::default();
+            let options = Options { resume, ..Options::default() };
+            run(&cpu(), mesh, config, options, &mut notes).map(|_| notes.0).map_err(|e| e.to_string())
+        });
+        ranks.into_iter().next().unwrap()
+    };
+    let at = |dir: &Path, text: Option<&str>, more: &[&str]| {
+        let [source, held_out] = few_held_out(dir);
+        let dir = format!("run.dir={}", dir.join("run").display());
+        let common = ["train.warmup_steps=1", &dir, &source, &held_out];
+        match text {
+            Some(text) => with_recipe(text, &[&common[..], more].concat()),
+            None => (small("bf16", &[&common[..], more].concat()), tempfile::tempdir().unwrap()),
+        }
+    };
+    let weights =
+        |dir: &Path| std::fs::read(dir.join("run/checkpoints/step-00000004/model.safetensors")).unwrap();
+    let mut all = Vec::new();
+    for mesh in [&["run.ranks=1"][..], &["run.ranks=4", "run.dp=2"]] {
+        let dir = tempfile::tempdir().unwrap();
+        go(&at(dir.path(), None, &["train.steps=2"]).0, false).unwrap();
+        let more = [&["train.steps=4", "train.expert_shards=2"], mesh].concat();
+        let notes = go(&at(dir.path(), None, &more).0, true).unwrap();
+        assert!(notes.iter().any(|note| note.starts_with("train.expert_shards: 1 → 2: ")), "{notes:?}");
+        let stored = std::fs::read_to_string(dir.path().join("run/config.toml")).unwrap();
+        assert!(stored.contains("expert_shards = 2"), "{stored}");
+        all.push(weights(dir.path()));
+        let why = go(&at(dir.path(), None, &["train.steps=5"]).0, true).unwrap_err();
+        assert!(why.contains("train.expert_shards: 2 → the default"), "{why}");
+    }
+    assert!(all[0] == all[1], "one rank, and two replicas of two");
+    let dir = tempfile::tempdir().unwrap();
+    let (config, _recipe) = at(dir.path(), Some(&delayed), &["train.steps=2"]);
+    go(&config, false).unwrap();
+    let (config, _recipe) = at(dir.path(), Some(&delayed), &["train.steps=4", "train.expert_shards=2"]);
+    let why = go(&config, true).unwrap_err();
+    assert!(why.contains("of which scales of earlier steps are"), "{why}");
 }

@@ -187,12 +187,13 @@ impl Config {
         Ok(changes)
     }
 
-    /// [`Config::changes_since`] with which a run does not go on: more steps are none of them.
+    /// [`Config::changes_since`] with which a run does not go on: more steps are none of them, and neither are other parts of experts, if they are
+    /// asked for: nobody asks for the default.
     pub(crate) fn changes_to_refuse(&self, earlier: &Self) -> Result<Vec<String>> {
         let mut changes = self.changes_since(earlier)?;
-        if self.train.steps > earlier.train.steps {
-            changes.retain(|change| !change.starts_with("train.steps: "));
-        }
+        let (steps, parts) = (self.train.steps > earlier.train.steps, self.train.expert_shards > 1);
+        let may = [("train.steps: ", steps), ("train.expert_shards: ", parts)];
+        changes.retain(|change| !may.iter().any(|(key, may)| *may && change.starts_with(key)));
         Ok(changes)
     }
 }

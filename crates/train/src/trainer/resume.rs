@@ -50,11 +50,18 @@ impl Origin {
         let recipe = checkpoint.position().resolved_recipe()?;
         let data = Dataset::of(config)?;
         require_same(config, &recipe, &data, &checkpoint)?;
-        let then = Config::from_text(&checkpoint.position().config, checkpoint.path(), &[])?.train.steps;
-        if config.train.steps > then && comm.rank() == 0 {
+        let (then, now) =
+            (Config::from_text(&checkpoint.position().config, checkpoint.path(), &[])?.train, &config.train);
+        if now.steps > then.steps && comm.rank() == 0 {
             observer.note(&format!(
-                "train.steps: {then} → {}: learning rate and recipe follow the new number from here on",
-                config.train.steps
+                "train.steps: {} → {}: learning rate and recipe follow the new number from here on",
+                then.steps, now.steps
+            ));
+        }
+        if now.expert_shards != then.expert_shards && comm.rank() == 0 {
+            observer.note(&format!(
+                "train.expert_shards: {} → {}: gradients of experts are summed in another order from here on",
+                then.expert_shards, now.expert_shards
             ));
         }
         Ok(Self { store, checkpoint: Some(checkpoint), recipe, data: Some(data) })
@@ -148,11 +155,16 @@ fn latest(config: &Config, observer: &mut dyn Observer) -> Result<Option<Checkpo
 }
 
 /// Checks that a configuration is that of the run to be resumed; of what decides the numbers only `train.steps` may differ, by being
-/// more. `recipe` is the run's own.
+/// more, and `train.expert_shards` where no history of scales is of parts of experts. `recipe` is the run's own.
 fn require_same(config: &Config, recipe: &Recipe, data: &Dataset, checkpoint: &Checkpoint) -> Result<()> {
     let position = checkpoint.position();
     let earlier = Config::from_text(&position.config, checkpoint.path(), &[])?;
     let mut changes = config.changes_to_refuse(&earlier)?;
+    let [before, parts] = [&earlier, config].map(|config| config.train.expert_shards);
+    if recipe.is_delayed() && parts > 1 && parts != before {
+        changes
+            .push(format!("train.expert_shards: {before} → {parts}, of which scales of earlier steps are"));
+    }
     let (then, now) = (&position.data_sha256, &data.sha256());
     // Another path of the same content changes nothing.
     if then == now {
