@@ -1,7 +1,9 @@
 //! What is predicted is what a run takes: by the allocator, arena by arena, after steps and an evaluation.
 
+mod rig;
+
 use nibble_core::{DeviceKind, MeshShape, Recipe, Room, SoloComm};
-use nibble_cpu::{Cpu, ThreadComm};
+use nibble_cpu::Cpu;
 use nibble_dry::Dry;
 use nibble_train::Error;
 use nibble_train::checks::checked_recipe;
@@ -160,22 +162,21 @@ fn the_peak_of_a_schedule_is_that_of_its_largest_part() {
 
 #[test]
 fn ranks_with_a_balanced_router_take_about_what_is_predicted() {
-    let config = config(&["run.ranks=2", "train.shards=2", "recipe=mxfp4-hopper"]);
-    let predicted = prediction(DeviceKind::Host, &config).unwrap();
-    let rank = |comm: ThreadComm| {
-        let cpu = Cpu::new(1).unwrap();
-        measured(&mut Trainer::new(&cpu, &comm, &config).unwrap())
-    };
-    let rank = &rank;
-    let there: Vec<RunMemory> = std::thread::scope(|scope| {
-        let ranks = ThreadComm::world(2).into_iter();
-        let handles: Vec<_> = ranks.map(|comm| scope.spawn(move || rank(comm))).collect();
-        handles.into_iter().map(|handle| handle.join().unwrap()).collect()
-    });
-    for there in there {
-        for ((name, there), (_, predicted)) in there.arenas().into_iter().zip(predicted.memory.arenas()) {
-            let bound = if name == "activations" { 0.1 } else { 1e-9 };
-            assert!(off(predicted.peak_bytes, there.peak_bytes) < bound, "{name}: {predicted:?}, {there:?}");
+    let two = ["run.ranks=2", "train.shards=2"];
+    let replicas = ["run.ranks=4", "run.dp=2", "train.expert_shards=4", "train.grad_accum=2"];
+    for changes in [&two[..], &replicas] {
+        let config = config(&[&["recipe=mxfp4-hopper"], changes].concat());
+        let predicted = prediction(DeviceKind::Host, &config).unwrap();
+        let there = rig::on_mesh(config.run.mesh(), |mesh| {
+            let cpu = Cpu::new(1).unwrap();
+            measured(&mut Trainer::new(&cpu, mesh, &config).unwrap())
+        });
+        for there in there {
+            for ((name, there), (_, predicted)) in there.arenas().into_iter().zip(predicted.memory.arenas()) {
+                let bound = if name == "activations" { 0.1 } else { 1e-9 };
+                let off = off(predicted.peak_bytes, there.peak_bytes);
+                assert!(off < bound, "{changes:?}, {name}: {predicted:?}, {there:?}");
+            }
         }
     }
 }

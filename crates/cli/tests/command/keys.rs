@@ -61,6 +61,7 @@ fn cases() -> Vec<Case> {
         ("train.batch_size", &[], "8", Weights),
         ("train.grad_accum", &[], "2", Weights),
         ("train.shards", &[], "1", Weights),
+        ("train.expert_shards", &[], "2", Weights),
         ("train.lr", &[], "1e-2", Weights),
         ("train.min_lr", &[], "1e-5", Weights),
         ("train.warmup_steps", &[], "1", Weights),
@@ -83,6 +84,7 @@ fn cases() -> Vec<Case> {
         ("run.dir", &[], "", Nowhere("every case here sets it")),
         ("run.device", &[], "auto", Nowhere("which devices there are")),
         ("run.ranks", &[], "2", File("memory.txt")),
+        ("run.dp", &["run.ranks=2", "train.expert_shards=2"], "2", File("memory.txt")),
         ("run.threads", &[], "2", Nowhere("how fast it is")),
         ("run.log_every", &[], "2", Console("step: ")),
     ]

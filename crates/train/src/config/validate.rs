@@ -135,7 +135,6 @@ impl Config {
 
     fn validate_batch(&self) -> Result<()> {
         let (t, ranks) = (&self.train, self.run.ranks);
-        let (dp, experts) = (self.run.dp, self.model.experts);
         for (key, value) in [
             ("train.steps", t.steps as usize),
             ("train.batch_size", t.batch_size),
@@ -143,7 +142,7 @@ impl Config {
             ("train.shards", t.shards),
             ("train.expert_shards", t.expert_shards),
             ("run.ranks", ranks),
-            ("run.dp", dp),
+            ("run.dp", self.run.dp),
         ] {
             require(value > 0, key, || "is 0, expected at least 1".into())?;
         }
@@ -159,6 +158,34 @@ impl Config {
         require(t.shards.is_multiple_of(ranks), "run.ranks", || {
             format!("is {ranks}, which does not divide train.shards = {}", t.shards)
         })?;
+        self.validate_mesh()?;
+        let on_gpu = matches!(self.run.device, DeviceChoice::Cuda(_));
+        require(ranks == 1 || !on_gpu, "run.device", || {
+            format!(
+                "is {}, but run.ranks = {ranks}: ranks are threads of the CPU; take run.ranks=1 or run.device=cpu",
+                self.run.device
+            )
+        })?;
+        // Row and element indices of the random numbers and of the ragged groups are 32-bit.
+        let slots = self.model.top_k.max(1);
+        let rows = [t.batch_size, t.grad_accum, self.data.seq_len, slots]
+            .iter()
+            .try_fold(1usize, |product, &factor| product.checked_mul(factor))
+            .filter(|&rows| i32::try_from(rows).is_ok());
+        require(rows.is_some(), "train.batch_size", || {
+            let top_k =
+                if self.model.experts > 0 { format!(" and model.top_k = {slots}") } else { String::new() };
+            format!(
+                "is {}: times train.grad_accum = {}, data.seq_len = {}{top_k} that is beyond 2^31 - 1 rows",
+                t.batch_size, t.grad_accum, self.data.seq_len
+            )
+        })
+    }
+
+    /// What is divided among ranks can be.
+    fn validate_mesh(&self) -> Result<()> {
+        let (t, ranks) = (&self.train, self.run.ranks);
+        let (dp, experts) = (self.run.dp, self.model.experts);
         require(ranks.is_multiple_of(dp), "run.dp", || {
             format!(
                 "is {dp}, which does not divide run.ranks = {ranks}; {}",
@@ -185,31 +212,13 @@ impl Config {
         require(experts > 0 || parts == 1, "train.expert_shards", || {
             format!("is {parts}, and model.experts = 0: without experts it decides nothing")
         })?;
-        require(parts.is_multiple_of(dp) || experts == 0, "run.dp", || {
+        require(experts > 0 || dp == 1, "run.dp", || {
+            format!("is {dp}, and model.experts = 0: without experts it decides nothing")
+        })?;
+        require(parts.is_multiple_of(dp), "run.dp", || {
             format!(
                 "is {dp}, which does not divide train.expert_shards = {parts}; train.expert_shards={dp} would do, which changes the \
                  order of sums, and so the last bits"
-            )
-        })?;
-        let on_gpu = matches!(self.run.device, DeviceChoice::Cuda(_));
-        require(ranks == 1 || !on_gpu, "run.device", || {
-            format!(
-                "is {}, but run.ranks = {ranks}: ranks are threads of the CPU; take run.ranks=1 or run.device=cpu",
-                self.run.device
-            )
-        })?;
-        // Row and element indices of the random numbers and of the ragged groups are 32-bit.
-        let slots = self.model.top_k.max(1);
-        let rows = [t.batch_size, t.grad_accum, self.data.seq_len, slots]
-            .iter()
-            .try_fold(1usize, |product, &factor| product.checked_mul(factor))
-            .filter(|&rows| i32::try_from(rows).is_ok());
-        require(rows.is_some(), "train.batch_size", || {
-            let top_k =
-                if self.model.experts > 0 { format!(" and model.top_k = {slots}") } else { String::new() };
-            format!(
-                "is {}: times train.grad_accum = {}, data.seq_len = {}{top_k} that is beyond 2^31 - 1 rows",
-                t.batch_size, t.grad_accum, self.data.seq_len
             )
         })
     }
