@@ -54,8 +54,10 @@ struct Post {
 pub struct ThreadComm {
     /// Number of the circle.
     circle: usize,
-    /// This rank's place in it, and how many it has.
-    place: (usize, usize),
+    /// This rank's number in it.
+    rank: usize,
+    /// How many ranks it has.
+    size: usize,
     seat: Arc<Seat>,
 }
 
@@ -70,7 +72,7 @@ impl ThreadComm {
     /// The ranks of a new world, in order.
     pub fn world(size: usize) -> Vec<Self> {
         let seats = Seat::all(vec![Circle::of((0..size).collect())], size);
-        seats.map(|seat| Self { circle: 0, place: (seat.rank, size), seat }).collect()
+        seats.map(|seat| Self { circle: 0, rank: seat.rank, size, seat }).collect()
     }
 
     /// The ranks of a new mesh, in order.
@@ -83,7 +85,7 @@ impl ThreadComm {
         let seats = Seat::all(circles.map(Circle::of).collect(), shape.ranks());
         let axes = seats.map(|seat| {
             let (d, e) = shape.place(seat.rank);
-            let of = |circle, place| Self { circle, place, seat: seat.clone() };
+            let of = |circle, (rank, size)| Self { circle, rank, size, seat: seat.clone() };
             Axes {
                 all: of(0, (seat.rank, shape.ranks())),
                 ep: of(1 + d, (e, ep)),
@@ -126,7 +128,7 @@ impl ThreadComm {
     /// A place is free again only after every rank has read it, so that a rank one collective ahead can neither
     /// overwrite what a slow one has yet to read nor be taken for the same rank one collective before.
     fn exchange(&self, call: &'static str, parts: Vec<Vec<u8>>) -> Result<Vec<Arc<Post>>> {
-        let (circle, (mine, size)) = (self.circle, self.place);
+        let (circle, mine, size) = (self.circle, self.rank, self.size);
         let mut state = self.lock();
         loop {
             self.check(call, &state)?;
@@ -178,10 +180,9 @@ impl ThreadComm {
         let bytes = bytemuck::cast_slice(&b.download(values)?).to_vec();
         let posts = self.exchange(call, vec![bytes])?;
         let all: Vec<Vec<T>> = posts.iter().map(|p| bytemuck::pod_collect_to_vec(&p.parts[0])).collect();
-        match all.iter().enumerate().find(|(_, v)| v.len() != all[self.place.0].len()) {
+        match all.iter().enumerate().find(|(_, v)| v.len() != all[self.rank].len()) {
             Some((rank, v)) => {
-                let why =
-                    format!("rank {rank} sent {} values, this rank {}", v.len(), all[self.place.0].len());
+                let why = format!("rank {rank} sent {} values, this rank {}", v.len(), all[self.rank].len());
                 Err(self.error(call, why))
             }
             None => Ok(all),
@@ -222,19 +223,19 @@ impl Drop for Seat {
 
 impl<B: Backend> Comm<B> for ThreadComm {
     fn rank(&self) -> usize {
-        self.place.0
+        self.rank
     }
 
     fn world(&self) -> usize {
-        self.place.1
+        self.size
     }
 
     fn counts(&self, b: &B, send: &B::Buf<i32>) -> Result<B::Buf<i32>> {
         const CALL: &str = "counts";
         self.collective(|| {
             let all = self.gather(CALL, b, send)?;
-            if !all[self.place.0].len().is_multiple_of(self.place.1) {
-                let why = format!("{} counts for {} ranks", all[self.place.0].len(), self.place.1);
+            if !all[self.rank].len().is_multiple_of(self.size) {
+                let why = format!("{} counts for {} ranks", all[self.rank].len(), self.size);
                 return Err(self.error(CALL, why));
             }
             b.upload(&all.concat())
@@ -251,7 +252,7 @@ impl<B: Backend> Comm<B> for ThreadComm {
     ) -> Result<B::Buf<u8>> {
         const CALL: &str = "all_to_all_v";
         self.collective(|| {
-            let size = self.place.1;
+            let size = self.size;
             if send_rows.len() != size || recv_rows.len() != size {
                 let why = format!("{} and {} counts for {size} ranks", send_rows.len(), recv_rows.len());
                 return Err(self.error(CALL, why));
@@ -263,7 +264,7 @@ impl<B: Backend> Comm<B> for ThreadComm {
             };
             let posts = self.exchange(CALL, parts)?;
             for (from, (post, rows)) in posts.iter().zip(recv_rows).enumerate() {
-                let came = post.parts[self.place.0].len();
+                let came = post.parts[self.rank].len();
                 if rows.checked_mul(row_bytes) != Some(came) {
                     let why = format!(
                         "{rows} rows of {row_bytes} bytes expected from rank {from}, {came} bytes came"
@@ -271,7 +272,7 @@ impl<B: Backend> Comm<B> for ThreadComm {
                     return Err(self.error(CALL, why));
                 }
             }
-            let received: Vec<&[u8]> = posts.iter().map(|post| post.parts[self.place.0].as_slice()).collect();
+            let received: Vec<&[u8]> = posts.iter().map(|post| post.parts[self.rank].as_slice()).collect();
             b.upload(&received.concat())
         })
     }
