@@ -1,36 +1,25 @@
-//! Sums of squares: chunks of tensors, and the levels of their trees.
+//! Sums of squares: the levels of the trees over the sums of chunks.
 
 use crate::Temporary;
-use nibble_core::Backend;
-use nibble_core::ops::{Squared, SumSquares};
+use nibble_core::ops::ChunkSums;
 
 /// Sums of a level that become one of the next.
 pub const GROUP: usize = 2048;
-
-/// Chunks of a part of a tensor of so many elements.
-pub const fn chunks<B: Backend>(elements: usize) -> usize {
-    elements.div_ceil(SumSquares::<B>::CHUNK)
-}
 
 /// Sums of the next level.
 pub fn next_level(sums: usize) -> usize {
     sums.div_ceil(GROUP).max(1)
 }
 
-/// What each level takes, until the next one has been made of it: the sums of chunks, then those of the sums that are more than one a part. The
-/// last level is empty.
-pub fn levels<B: Backend>(op: &SumSquares<'_, B>) -> Vec<Temporary> {
-    let of_chunks =
-        |&Squared { x, parts, .. }: &Squared<'_, B>| (parts, chunks::<B>(x.rows * x.cols / parts.max(1)));
-    let mut open: Vec<(usize, usize)> = op.tensors.iter().map(of_chunks).collect();
+/// What each level takes, until the next one has been made of it: the sums of tensors that have more than one a part. The last level is empty.
+pub fn levels(tensors: &[ChunkSums]) -> Vec<Temporary> {
+    let mut open: Vec<(usize, usize)> = tensors.iter().map(|tensor| (tensor.parts, tensor.chunks)).collect();
     let mut all = Vec::new();
-    loop {
-        let sums: usize = open.iter().map(|(parts, sums)| parts * sums).sum();
-        all.push(Temporary::new("sums of squares", sums * size_of::<f64>()));
-        if open.is_empty() {
-            return all;
-        }
+    while !open.is_empty() {
         open.iter_mut().for_each(|(_, sums)| *sums = next_level(*sums));
         open.retain(|&(_, sums)| sums > 1);
+        let sums: usize = open.iter().map(|(parts, sums)| parts * sums).sum();
+        all.push(Temporary::new("sums of squares", sums * size_of::<f64>()));
     }
+    all
 }

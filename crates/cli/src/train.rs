@@ -154,6 +154,15 @@ fn introduce_dry_run(config: &Config, kind: DeviceKind) -> Result<(Recipe, Predi
     let prediction = plan::predict(kind, config.run.mesh(), config, &recipe)?;
     let start = Start { step: 0, config, recipe: &recipe, prediction: &prediction, entropy };
     introduction::all(&start).iter().for_each(|line| say!("{line}"));
+    let mesh = config.run.mesh();
+    if mesh.ranks() > 1 {
+        let taken = |ranks: Vec<usize>| {
+            let of = plan::predict_rank(kind, (mesh, ranks[0]), config, &recipe)?;
+            Ok((ranks, of.parts().iter().map(|(_, bytes)| bytes).sum()))
+        };
+        let kinds = plan::kinds_of_ranks(mesh, config)?.into_iter().map(taken).collect::<Result<Vec<_>>>()?;
+        introduction::ranks(&kinds).iter().for_each(|line| say!("{line}"));
+    }
     Ok((recipe, prediction))
 }
 

@@ -1,5 +1,6 @@
-use crate::{Backend, Result};
+use crate::{Backend, Error, Result};
 use std::fmt::{self, Debug};
+use std::ops::Range;
 
 /// Collectives between ranks. Every method is called by all ranks in the same order.
 pub trait Comm<B: Backend>: Debug + Send + Sync {
@@ -21,8 +22,24 @@ pub trait Comm<B: Backend>: Debug + Send + Sync {
         send_rows: &[usize],
         recv_rows: &[usize],
     ) -> Result<B::Buf<u8>>;
-    /// The sum over ranks by a balanced tree, ((0+1)+(2+3))…, the same bits on every rank; at the buffer's address.
-    fn all_reduce_tree(&self, b: &B, values: &mut B::Buf<f32>) -> Result<()>;
+    /// The sum over ranks by a balanced tree, ((0+1)+(2+3))…, of which each rank gets its part: `parts[p]` of the values goes to rank
+    /// `p`. `into` is as long as this rank's part; a part may be empty. All ranks give the same parts.
+    fn reduce_scatter_tree(
+        &self,
+        b: &B,
+        values: &B::Buf<f32>,
+        parts: &[Range<usize>],
+        into: &mut B::Buf<f32>,
+    ) -> Result<()>;
+    /// Brings parts together on every rank: the bytes of rank `p` go to `parts[p]` of `into`, to its ranges one after the other. Bytes of
+    /// `into` that are in nobody's part stay as they are. All ranks give the same parts.
+    fn all_gather_parts(
+        &self,
+        b: &B,
+        mine: &B::Buf<u8>,
+        parts: &[Vec<Range<usize>>],
+        into: &mut B::Buf<u8>,
+    ) -> Result<()>;
     /// Every rank's values one after the other, in rank order. All ranks send the same number.
     fn all_gather(&self, b: &B, values: &B::Buf<f32>) -> Result<B::Buf<f32>>;
     /// [`Comm::all_gather`] of F64, bit for bit.
@@ -159,7 +176,27 @@ impl<B: Backend> Comm<B> for SoloComm {
     ) -> Result<B::Buf<u8>> {
         Ok(send.clone())
     }
-    fn all_reduce_tree(&self, _: &B, _: &mut B::Buf<f32>) -> Result<()> {
+    fn reduce_scatter_tree(
+        &self,
+        _: &B,
+        values: &B::Buf<f32>,
+        parts: &[Range<usize>],
+        into: &mut B::Buf<f32>,
+    ) -> Result<()> {
+        all_of("reduce_scatter_tree", parts, B::len(values))?;
+        *into = values.clone();
+        Ok(())
+    }
+    fn all_gather_parts(
+        &self,
+        _: &B,
+        mine: &B::Buf<u8>,
+        parts: &[Vec<Range<usize>>],
+        into: &mut B::Buf<u8>,
+    ) -> Result<()> {
+        let parts: &[Range<usize>] = parts.first().map_or(&[], Vec::as_slice);
+        all_of("all_gather_parts", parts, B::len(mine))?;
+        *into = mine.clone();
         Ok(())
     }
     fn all_gather(&self, _: &B, values: &B::Buf<f32>) -> Result<B::Buf<f32>> {
@@ -172,4 +209,12 @@ impl<B: Backend> Comm<B> for SoloComm {
         Ok(())
     }
     fn abort(&self, _: &str) {}
+}
+
+/// Checks that the part of a rank alone is everything: there is nobody to have another.
+fn all_of(call: &'static str, parts: &[Range<usize>], len: usize) -> Result<()> {
+    match parts {
+        [all] if *all == (0..len) => Ok(()),
+        _ => Err(Error::shape(call, "parts", format!("{parts:?}"), format!("all {len} in one"))),
+    }
 }

@@ -1,6 +1,7 @@
 //! Ranks as threads.
 
 use nibble_core::{Axes, Backend, Comm, Error, MeshShape, Plain, Result};
+use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 /// What all ranks of a world share.
@@ -170,6 +171,31 @@ impl ThreadComm {
         self.seat.fail(why);
     }
 
+    /// This rank's part, of as many as there are ranks.
+    fn part<'p, P>(&self, call: &'static str, parts: &'p [P]) -> Result<&'p P> {
+        match parts.get(self.rank) {
+            Some(mine) if parts.len() == self.size => Ok(mine),
+            _ => Err(self.error(call, format!("{} parts for {} ranks", parts.len(), self.size))),
+        }
+    }
+
+    /// What each rank has sent to this one: so many bytes.
+    fn received<'p>(
+        &self,
+        call: &'static str,
+        posts: &'p [Arc<Post>],
+        bytes: usize,
+    ) -> Result<impl Iterator<Item = &'p [u8]>> {
+        let mine = self.rank;
+        match posts.iter().enumerate().find(|(_, post)| post.parts[mine].len() != bytes) {
+            Some((rank, post)) => {
+                let came = post.parts[mine].len();
+                Err(self.error(call, format!("rank {rank} sent {came} bytes, {bytes} were expected")))
+            }
+            None => Ok(posts.iter().map(move |post| post.parts[mine].as_slice())),
+        }
+    }
+
     /// Every rank's same-sized values, in rank order.
     fn gather<B: Backend, T: Plain>(
         &self,
@@ -277,19 +303,62 @@ impl<B: Backend> Comm<B> for ThreadComm {
         })
     }
 
-    fn all_reduce_tree(&self, b: &B, values: &mut B::Buf<f32>) -> Result<()> {
+    fn reduce_scatter_tree(
+        &self,
+        b: &B,
+        values: &B::Buf<f32>,
+        parts: &[Range<usize>],
+        into: &mut B::Buf<f32>,
+    ) -> Result<()> {
+        const CALL: &str = "reduce_scatter_tree";
         self.collective(|| {
-            let mut level = self.gather("all_reduce_tree", b, values)?;
-            while level.len() > 1 {
-                level = level
-                    .chunks(2)
-                    .map(|pair| match pair {
-                        [a, c] => a.iter().zip(c).map(|(x, y)| x + y).collect(),
-                        alone => alone.concat(),
-                    })
-                    .collect();
+            let values = b.download(values)?;
+            let cut =
+                parts.iter().map(|part| values.get(part.clone()).map(|x| bytemuck::cast_slice(x).to_vec()));
+            let mine = self.part(CALL, parts)?.len();
+            let Some(cut) = cut.collect::<Option<Vec<Vec<u8>>>>().filter(|_| mine == B::len(into)) else {
+                let why =
+                    format!("{parts:?} of {} values, {} of them for this rank", values.len(), B::len(into));
+                return Err(self.error(CALL, why));
+            };
+            let posts = self.exchange(CALL, cut)?;
+            let level = self.received(CALL, &posts, size_of::<f32>() * mine)?;
+            b.write(into, 0, &tree_sum(level.map(bytemuck::pod_collect_to_vec).collect()))
+        })
+    }
+
+    fn all_gather_parts(
+        &self,
+        b: &B,
+        mine: &B::Buf<u8>,
+        parts: &[Vec<Range<usize>>],
+        into: &mut B::Buf<u8>,
+    ) -> Result<()> {
+        const CALL: &str = "all_gather_parts";
+        self.collective(|| {
+            let bytes = |part: &[Range<usize>]| part.iter().map(ExactSizeIterator::len).sum::<usize>();
+            let (held, expected) = (B::len(mine), bytes(self.part(CALL, parts)?));
+            if held != expected {
+                return Err(
+                    self.error(CALL, format!("{held} bytes given, and {expected} in this rank's part"))
+                );
             }
-            b.write(values, 0, &level.concat())
+            let posts = self.exchange(CALL, vec![b.download(mine)?])?;
+            for (rank, (post, part)) in posts.iter().zip(parts).enumerate() {
+                let mut rest = post.parts[0].as_slice();
+                if rest.len() != bytes(part) {
+                    let why =
+                        format!("rank {rank} sent {} bytes, and its part has {}", rest.len(), bytes(part));
+                    return Err(self.error(CALL, why));
+                }
+                for range in part {
+                    // As many as all ranges together: checked above.
+                    let (now, later) = rest.split_at(range.len());
+                    b.write(into, range.start, now)?;
+                    rest = later;
+                }
+            }
+            Ok(())
         })
     }
 
@@ -320,4 +389,18 @@ fn split_rows(bytes: &[u8], row_bytes: usize, rows: &[usize]) -> Option<Vec<Vec<
         rest = tail;
     }
     rest.is_empty().then_some(parts)
+}
+
+/// The sum over ranks by a balanced tree, one at least.
+fn tree_sum(mut level: Vec<Vec<f32>>) -> Vec<f32> {
+    while level.len() > 1 {
+        level = level
+            .chunks(2)
+            .map(|pair| match pair {
+                [a, c] => a.iter().zip(c).map(|(x, y)| x + y).collect(),
+                alone => alone.concat(),
+            })
+            .collect();
+    }
+    level.concat()
 }

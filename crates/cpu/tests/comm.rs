@@ -111,13 +111,28 @@ fn one_round(cpu: &Cpu, comm: &ThreadComm, world: usize, round: usize) {
     let len = scrambled(round) % 5;
     let of = |rank: usize| (0..len).map(move |i| value(rank, i));
     let mine: Vec<f32> = of(me).collect();
-    let mut sums = cpu.upload(&mine).unwrap();
+    let parts = parts_of(len, world, round);
+    let mut sums = cpu.zeros::<f32>(parts[me].len()).unwrap();
     let address = Cpu::buffer_id(&sums);
-    comm.all_reduce_tree(cpu, &mut sums).unwrap();
+    comm.reduce_scatter_tree(cpu, &cpu.upload(&mine).unwrap(), &parts, &mut sums).unwrap();
     assert_eq!(Cpu::buffer_id(&sums), address, "the sums lie in the caller's buffer");
-    for (i, got) in sums.as_slice().iter().enumerate() {
+    for (i, got) in parts[me].clone().zip(sums.as_slice()) {
         assert_eq!(got.to_bits(), tree((0..world).map(|rank| value(rank, i)).collect()).to_bits());
     }
+    // And back, by bytes, in two ranges a rank: what the others have, laid behind each other with a byte between that is nobody's.
+    let twice = |rank: usize| {
+        let part = &parts[rank];
+        let second = len * 4 + 1;
+        vec![part.start * 4..part.end * 4, second + part.start * 4..second + part.end * 4]
+    };
+    let both: Vec<u8> =
+        [sums.as_slice(), sums.as_slice()].concat().iter().flat_map(|x| x.to_le_bytes()).collect();
+    let mut all = cpu.upload(&vec![0xAB; len * 8 + 1]).unwrap();
+    let ranges: Vec<_> = (0..world).map(twice).collect();
+    comm.all_gather_parts(cpu, &cpu.upload(&both).unwrap(), &ranges, &mut all).unwrap();
+    let sum = |i| tree((0..world).map(|rank| value(rank, i)).collect());
+    let once: Vec<u8> = (0..len).flat_map(|i| sum(i).to_le_bytes()).collect();
+    assert_eq!(all.as_slice(), [&once[..], &[0xAB], &once].concat());
     let gathered = comm.all_gather(cpu, &cpu.upload(&mine).unwrap()).unwrap();
     assert_eq!(gathered.as_slice(), (0..world).flat_map(of).collect::<Vec<_>>());
     // Numbers that F32 has no room for, and a NaN that says who sent it.
@@ -149,12 +164,13 @@ fn every_collective_is_right_over_many_rounds_and_orders_of_arrival() {
 }
 
 #[test]
-fn a_reduction_gives_all_ranks_the_bits_of_the_tree_not_of_a_chain() {
+fn a_reduction_gives_each_rank_the_bits_of_the_tree_not_of_a_chain() {
     let terms = [16_777_216.0f32, 1.0, 1.0, 1.0];
     let all = ranks(4, move |cpu, comm| {
-        let mut x = cpu.upload(&[terms[rank_of(&comm)]]).unwrap();
-        comm.all_reduce_tree(cpu, &mut x).unwrap();
-        x.as_slice()[0]
+        let x = cpu.upload(&[terms[rank_of(&comm)]; 4]).unwrap();
+        let mut sum = cpu.zeros(1).unwrap();
+        comm.reduce_scatter_tree(cpu, &x, &[3..4, 0..1, 1..2, 2..3], &mut sum).unwrap();
+        sum.as_slice()[0]
     });
     assert_eq!(all, [Some(16_777_218.0); 4]);
     assert_eq!(terms.iter().sum::<f32>(), 16_777_216.0);
@@ -288,14 +304,48 @@ fn different_collectives_at_the_same_time_fail_all_ranks() {
 #[test]
 fn contributions_of_different_lengths_fail_all_ranks() {
     let all = ranks(3, |cpu, comm| {
-        let mut x = cpu.zeros::<f32>(if rank_of(&comm) == 1 { 4 } else { 5 }).unwrap();
-        (why(comm.all_reduce_tree(cpu, &mut x)), why(barrier(&comm)))
+        let x = cpu.zeros::<f32>(if rank_of(&comm) == 1 { 4 } else { 5 }).unwrap();
+        (why(comm.all_gather(cpu, &x)), why(barrier(&comm)))
     });
     for got in all {
         let (first, later) = got.unwrap();
         assert!(first.contains("values"), "{first}");
-        assert!(later.contains("failed: all_reduce_tree: "), "{later}");
+        assert!(later.contains("failed: all_gather: "), "{later}");
     }
+}
+
+#[test]
+fn parts_that_do_not_fit_fail_all_ranks() {
+    let sum_with = |parts: &[std::ops::Range<usize>], room: usize, world: usize| {
+        let parts = parts.to_vec();
+        let all = ranks(world, move |cpu, comm| {
+            let (x, mut into) = (cpu.zeros(4).unwrap(), cpu.zeros(room).unwrap());
+            (why(comm.reduce_scatter_tree(cpu, &x, &parts, &mut into)), why(barrier(&comm)))
+        });
+        for got in all {
+            let (first, later) = got.unwrap();
+            assert!(first.contains("reduce_scatter_tree"), "{first}");
+            assert!(later.contains("reduce_scatter_tree: "), "{later}");
+        }
+    };
+    // Past the end; not as long as what it goes to; of other ranks than there are.
+    sum_with(&[0..2, 2..5], 2, 2);
+    sum_with(&[0..2, 2..4], 3, 2);
+    sum_with(&[0..2, 2..4], 2, 3);
+    let all = ranks(2, |cpu, comm| {
+        // Rank 1 takes its part for one byte longer than rank 0 does.
+        let parts = [vec![0..1], vec![1..2 + rank_of(&comm)]];
+        let mine = cpu.upload(&vec![7u8; 1 + rank_of(&comm)]).unwrap();
+        why(comm.all_gather_parts(cpu, &mine, &parts, &mut cpu.zeros(3).unwrap()))
+    });
+    let [first, _] = all.try_into().unwrap();
+    assert!(first.unwrap().contains("rank 1 sent 2 bytes, and its part has 1"));
+}
+
+/// Parts of so many values, some of them empty, in an order that is not that of the ranks.
+fn parts_of(len: usize, world: usize, round: usize) -> Vec<std::ops::Range<usize>> {
+    let cut = |i: usize| i * len / world;
+    (0..world).map(|rank| (rank + round) % world).map(|i| cut(i)..cut(i + 1)).collect()
 }
 
 #[test]

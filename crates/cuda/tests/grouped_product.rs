@@ -30,6 +30,45 @@ fn right_at_every_edge() {
     }
 }
 
+/// Which instance runs depends on how many rows the groups have room for, which differs where their rows are divided among GPUs. So
+/// all that such a number may choose give the same bits.
+#[test]
+fn capacity_changes_no_bit() {
+    let Some(device) = device("instances that capacity chooses between") else { return };
+    let mut met = std::collections::BTreeSet::new();
+    for case in check::small() {
+        let desc = case.desc();
+        let mut configs: Vec<GroupedConfig> = Vec::new();
+        for rows in (0..24).map(|i| 1usize << i) {
+            let with = match case.ragged {
+                Ragged::Rows => GroupedDesc { m: rows, ..desc },
+                Ragged::Contraction => GroupedDesc { k: rows, ..desc },
+            };
+            let config = GroupedConfig::choose(&with, device.info());
+            if !configs.contains(&config) {
+                configs.push(config);
+            }
+        }
+        if configs.len() == 1 {
+            continue;
+        }
+        let operands = case::Operands::new(case.clone(), case::Data::HeavyTails, 3);
+        let run = |config| {
+            let mut there = operands.upload(&device).unwrap();
+            there.run_with(config).unwrap();
+            there.d.download().unwrap().into_iter().map(f32::to_bits).collect::<Vec<_>>()
+        };
+        let first = run(configs[0]);
+        for &config in &configs[1..] {
+            assert!(run(config) == first, "{}: {config} and {}", case.name(), configs[0]);
+            met.insert(format!("{:?}: {config} and {}", case.ragged, configs[0]));
+        }
+    }
+    met.iter().for_each(|pair| println!("{pair}"));
+    assert!(met.iter().any(|pair| pair.starts_with("Rows")), "{met:?}");
+    assert!(met.iter().any(|pair| pair.starts_with("Contraction")), "{met:?}");
+}
+
 #[test]
 fn wrong_operands_are_named() {
     let Some(device) = device("argument checks on device buffers") else { return };

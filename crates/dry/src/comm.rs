@@ -3,11 +3,16 @@
 use crate::Dry;
 use crate::memory::Buf;
 use nibble_core::{Backend, Comm, Error, Plain, Result};
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::PoisonError;
 
 /// One rank among several that are not there. Every rank is sent as many tokens and slots as every other, as a balanced router
 /// would have it; a rank that is sent more in a run needs more.
 #[derive(Debug, Clone, Copy)]
 pub struct DryComm {
+    /// This rank.
+    pub rank: usize,
     /// Number of ranks.
     pub world: usize,
     /// Tokens of this rank.
@@ -16,8 +21,24 @@ pub struct DryComm {
     pub top_k: usize,
 }
 
+impl Dry {
+    /// Bytes that have been sent to other ranks since this device was made, by collective. Each goes where it is wanted at once: a ring sends as
+    /// many in all.
+    pub fn sent(&self) -> BTreeMap<&'static str, u64> {
+        self.inner.sent.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
 impl DryComm {
-    fn gathered<T: Plain>(&self, b: &Dry, values: &Buf<T>) -> Result<Buf<T>> {
+    /// Notes what goes to each of the other ranks, of which `bytes` tells.
+    fn send(&self, b: &Dry, call: &'static str, bytes: impl Fn(usize) -> usize) {
+        let others = (0..self.world).filter(|rank| *rank != self.rank);
+        let all: usize = others.map(bytes).sum();
+        *b.inner.sent.lock().unwrap_or_else(PoisonError::into_inner).entry(call).or_default() += all as u64;
+    }
+
+    fn gathered<T: Plain>(&self, b: &Dry, call: &'static str, values: &Buf<T>) -> Result<Buf<T>> {
+        self.send(b, call, |_| values.len() * size_of::<T>());
         let len = values.len().checked_mul(self.world);
         b.buf(len.ok_or_else(|| Error::shape("all_gather", "values", values.len(), "fewer"))?)
     }
@@ -25,7 +46,7 @@ impl DryComm {
 
 impl Comm<Dry> for DryComm {
     fn rank(&self) -> usize {
-        0
+        self.rank
     }
 
     fn world(&self) -> usize {
@@ -35,6 +56,7 @@ impl Comm<Dry> for DryComm {
     /// Counts of tokens and slots for each rank, as the exchange asks of them.
     fn counts(&self, b: &Dry, send: &Buf<i32>) -> Result<Buf<i32>> {
         let (world, slots) = (self.world, self.tokens * self.top_k);
+        self.send(b, "counts", |_| send.len() * size_of::<i32>());
         if send.len() != 2 * world {
             return Err(Error::shape("counts", "send.len()", send.len(), 2 * world));
         }
@@ -57,22 +79,43 @@ impl Comm<Dry> for DryComm {
         b: &Dry,
         _: &Buf<u8>,
         row_bytes: usize,
-        _: &[usize],
+        to: &[usize],
         from: &[usize],
     ) -> Result<Buf<u8>> {
+        self.send(b, "all_to_all_v", |rank| to[rank] * row_bytes);
         b.alloc(row_bytes * from.iter().sum::<usize>())
     }
 
-    fn all_reduce_tree(&self, b: &Dry, values: &mut Buf<f32>) -> Result<()> {
-        b.make_mut(values)
+    /// What the ranks send lies here until it is added.
+    fn reduce_scatter_tree(
+        &self,
+        b: &Dry,
+        _: &Buf<f32>,
+        parts: &[Range<usize>],
+        into: &mut Buf<f32>,
+    ) -> Result<()> {
+        self.send(b, "reduce_scatter_tree", |rank| parts[rank].len() * size_of::<f32>());
+        let _received: Buf<f32> = b.buf(into.len() * self.world)?;
+        b.make_mut(into)
+    }
+
+    fn all_gather_parts(
+        &self,
+        b: &Dry,
+        mine: &Buf<u8>,
+        _: &[Vec<Range<usize>>],
+        into: &mut Buf<u8>,
+    ) -> Result<()> {
+        self.send(b, "all_gather_parts", |_| mine.len());
+        b.make_mut(into)
     }
 
     fn all_gather(&self, b: &Dry, values: &Buf<f32>) -> Result<Buf<f32>> {
-        self.gathered(b, values)
+        self.gathered(b, "all_gather", values)
     }
 
     fn all_gather_f64(&self, b: &Dry, values: &Buf<f64>) -> Result<Buf<f64>> {
-        self.gathered(b, values)
+        self.gathered(b, "all_gather_f64", values)
     }
 
     fn barrier(&self) -> Result<()> {

@@ -4,7 +4,7 @@
 //! included: places are given by the same arithmetic ([`nibble_core::Heap`], [`nibble_core::Segments`]).
 //!
 //! Downloads give zeros. So whoever decides by values that were computed is told nothing: the ranks' exchange, which reads how
-//! many rows go where, has a communicator here that says so ([`DryComm`]).
+//! many rows go where, has a communicator here that says so ([`DryComm`]), and notes how much goes to other ranks ([`Dry::sent`]).
 //!
 //! [`Dry::counted`] says what each operation of some work must move and multiply ([`Work`]): the floor under its time.
 
@@ -27,6 +27,7 @@ pub use work::{Call, Flops, Work};
 use memory::{Counters, Memory};
 use nibble_choice::Temporary;
 use nibble_core::{DeviceKind, Result, Room, Scope};
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
 /// A device of a kind, as large as it must be.
@@ -45,6 +46,8 @@ struct Inner {
     calls: Mutex<Option<Vec<Call>>>,
     /// What a GPU's ordinary cores are left with, while somebody asks.
     slow: Mutex<Option<Vec<Slow>>>,
+    /// Bytes sent to other ranks, by collective.
+    sent: Mutex<BTreeMap<&'static str, u64>>,
     room: Option<Room>,
 }
 
@@ -65,7 +68,8 @@ impl Dry {
     fn telling(kind: DeviceKind, room: Option<Room>) -> Self {
         let (memory, scope) = (Arc::default(), Scope::default());
         let (counters, calls, slow) = (Mutex::default(), Mutex::default(), Mutex::default());
-        Self { inner: Arc::new(Inner { kind, memory, scope, counters, calls, slow, room }) }
+        let sent = Mutex::default();
+        Self { inner: Arc::new(Inner { kind, memory, scope, counters, calls, slow, sent, room }) }
     }
 
     /// Temporaries, in this order, for as long as the caller keeps them.

@@ -223,9 +223,15 @@ pub fn collect(op: &Collect<'_, Dry>) -> Counted {
 }
 
 pub fn sum_squares(op: &SumSquares<'_, Dry>) -> Counted {
-    let parts = op.tensors.iter().map(|tensor| tensor.parts).sum();
+    let chunks = op.tensors.iter().map(Squared::chunks).sum();
     let tensors: Vec<&dyn Bytes> = op.tensors.iter().map(|tensor| tensor.x as &dyn Bytes).collect();
-    Work::reads(&tensors).writes(Some(parts), &[&*op.into]).into()
+    Work::reads(&tensors).writes(Some(chunks), &[&*op.into]).into()
+}
+
+pub fn close_squares(op: &CloseSquares<'_, Dry>) -> Counted {
+    let of = |count: fn(&ChunkSums) -> usize| Some(op.tensors.iter().map(count).sum());
+    let chunks = of(|tensor| tensor.parts * tensor.chunks);
+    Work::reads(&[]).and_reads(chunks, &[op.sums]).writes(of(|tensor| tensor.parts), &[&*op.into]).into()
 }
 
 /// One of the two places of the ring of reports.

@@ -225,9 +225,13 @@ impl Dry {
     }
 
     pub(crate) fn sum_squares(&self, op: SumSquares<'_, Self>) -> Result<()> {
+        self.make_mut(op.into)
+    }
+
+    pub(crate) fn close_squares(&self, op: CloseSquares<'_, Self>) -> Result<()> {
         self.make_mut(op.into)?;
         let mut level = Vec::new();
-        for next in squares::levels(&op).into_iter().filter(|_| self.is_gpu()) {
+        for next in squares::levels(&op.tensors).into_iter().filter(|_| self.is_gpu()) {
             level = self.hold([next])?;
         }
         drop(level);

@@ -45,13 +45,13 @@ impl OneLayer<'_> {
         match layer.kind {
             LayerKind::Linear if layer.gated => {
                 let spec = MlpSpec::new(whole, Group::Mlps, (WIDTH, WIDTH), STDS);
-                there_and_back(Mlp::new(b, 0, &spec, activations)?, &cx, &mut begin)
+                there_and_back(Mlp::new(&cx, &spec)?, &cx, &mut begin)
             }
             LayerKind::Linear => {
                 let extent = Extent::of(&[width]);
                 let part =
                     Part::linear(id.to_owned(), false, Group::Attention, extent.clone(), extent, STDS[0]);
-                there_and_back(Linear::new(b, 0, &part, activations)?, &cx, &mut begin)
+                there_and_back(Linear::new(&cx, &part, activations)?, &cx, &mut begin)
             }
             LayerKind::Expert => {
                 let (d_model, ffn, experts, top_k) = (WIDTH, WIDTH, 4, 2);
@@ -60,7 +60,7 @@ impl OneLayer<'_> {
                 there_and_back(Moe::new(&cx, &MoeSpec::new(whole, shape, STDS))?, &cx, &mut begin)
             }
             LayerKind::Head => {
-                let mut table = Param::only(b, 0, &Part::head(id, false, width, width, STDS[0]))?;
+                let mut table = Param::only(&cx, &Part::head(id, false, width, width, STDS[0]))?;
                 let mut head = Head { id: id.to_owned(), own: None };
                 head.prepare(&cx, &mut table)?;
                 let (x, targets) = (values(&cx, "x")?, b.zeros(cx.shards.tokens())?);

@@ -5,8 +5,12 @@ use crate::cx::Cx;
 use crate::param::{Moments, Optimized, Param, Placement};
 use crate::record::Layout;
 use nibble_core::formats::double::power;
-use nibble_core::ops::{AdamW, AdamWTensor, Control, EndStep, REPORT_HEAD, Squared, SumSquares};
+use nibble_core::ops::{
+    AdamW, AdamWTensor, ChunkSums, CloseSquares, Control, EndStep, REPORT_HEAD, SQUARES_CHUNK, Squared,
+    SumSquares,
+};
 use nibble_core::{Error, Kernels, MeshShape, Result};
+use std::ops::Range;
 
 /// The scalars of a step that the host decides: learning rate and bias corrections.
 pub fn scalars(config: &TrainConfig, lr: f64, step: u64) -> [f32; Control::FROM_HOST] {
@@ -59,7 +63,7 @@ impl<B: Kernels> OptimizerState<B> {
 /// Reduces all gradients, finds their norm and whether the step counts, writes its report, and takes one AdamW step unless it
 /// does not count. `table` is this rank's record.
 ///
-/// Each tensor's (each expert's) sum of squares is rounded to F32. They are added in canonical order, so that the norm is the same
+/// A rank has the sums of the rows that it keeps, and changes these. Each tensor's (each expert's) sum of squares is rounded to F32. They are added in canonical order, so that the norm is the same
 /// on every rank and for any number of them.
 ///
 /// # Errors
@@ -75,16 +79,10 @@ pub fn step<B: Kernels>(
     for param in &mut params {
         param.reduce_gradient(cx)?;
     }
-    let mut at = 0;
-    let tensors = params.iter_mut().map(|param| {
-        let (first, parts) = (at, param.stack());
-        at += parts;
-        Ok(Squared { x: param.optimized()?.grad, parts, at: first })
-    });
-    let tensors = tensors.collect::<Result<_>>()?;
-    SumSquares { tensors, into: &mut state.squares }.run(cx.b)?;
+    sum_squares(cx, &mut params, &mut state.squares)?;
     end(cx, config, state, table, layout)?;
-    let tensors = params.iter_mut().map(|param| {
+    let kept = params.iter_mut().filter(|param| param.master.rows > 0);
+    let tensors = kept.map(|param| {
         let weight_decay = if param.decays { config.weight_decay as f32 } else { 0.0 };
         let Optimized { master, grad, moments: Moments { exp_avg, exp_avg_sq } } = param.optimized()?;
         Ok(AdamWTensor { param: master, grad, exp_avg, exp_avg_sq, weight_decay })
@@ -99,6 +97,82 @@ pub fn step<B: Kernels>(
     .run(cx.b)?;
     params.into_iter().for_each(Param::clear_gradient);
     Ok(())
+}
+
+/// The sum of squares of each matrix on this rank. Where a parameter is divided, each rank sums the chunks of its rows.
+fn sum_squares<B: Kernels>(
+    cx: &Cx<'_, B>,
+    params: &mut [&mut Param<B>],
+    squares: &mut B::Buf<f32>,
+) -> Result<()> {
+    let (mut first, mut at) = (0, 0);
+    let matrices = params.iter().map(|param| {
+        let chunks = param.slices.matrix_values().div_ceil(SQUARES_CHUNK);
+        let matrices = ChunkSums { first, parts: param.stack(), chunks, at };
+        (first, at) = (first + matrices.parts * chunks, at + matrices.parts);
+        matrices
+    });
+    let matrices: Vec<ChunkSums> = matrices.collect();
+    let mut sums = cx.b.alloc::<f64>(first)?;
+
+    let whole = |param: &Param<B>| !param.slices.is_divided();
+    let places = matrices.iter().map(|matrices| matrices.first);
+    let tensors = params.iter_mut().zip(places).filter(|(param, _)| whole(param));
+    let tensors = tensors.map(|(param, at)| squared(param, at)).collect::<Result<Vec<_>>>()?;
+    if !tensors.is_empty() {
+        SumSquares { tensors, into: &mut sums }.run(cx.b)?;
+    }
+    for placed in
+        [|placement| placement == Placement::Replicated, |placement| placement != Placement::Replicated]
+    {
+        let mut divided: Vec<(&mut Param<B>, usize)> = params
+            .iter_mut()
+            .zip(&matrices)
+            .filter(|(param, _)| param.slices.is_divided() && placed(param.placement))
+            .map(|(param, matrices)| (&mut **param, matrices.first))
+            .collect();
+        sums = gather_chunks(cx, &mut divided, sums)?;
+    }
+    CloseSquares { sums: &sums, tensors: matrices, into: squares }.run(cx.b)
+}
+
+/// The chunks of this rank's rows, whose sums are to lie from `at` on.
+fn squared<B: Kernels>(param: &mut Param<B>, at: usize) -> Result<Squared<'_, B>> {
+    let (part, skip) = (param.slices.matrix_values(), param.slices.skip());
+    Ok(Squared { x: param.optimized()?.grad, part, skip, at })
+}
+
+/// Adds to the sums those of the chunks of parameters that the same ranks divide among them, each with the place of its first one.
+fn gather_chunks<B: Kernels>(
+    cx: &Cx<'_, B>,
+    params: &mut [(&mut Param<B>, usize)],
+    sums: B::Buf<f64>,
+) -> Result<B::Buf<f64>> {
+    let Some((param, _)) = params.first() else { return Ok(sums) };
+    let ranks = param.replicas(cx.mesh);
+    let (b, rank) = (cx.b, ranks.rank());
+    let mut parts = vec![Vec::new(); ranks.world()];
+    for (param, first) in &*params {
+        let of_f64 = |chunks: Range<usize>| {
+            (first + chunks.start) * size_of::<f64>()..(first + chunks.end) * size_of::<f64>()
+        };
+        let chunks = param.slices.chunks().into_iter().map(of_f64);
+        parts.iter_mut().zip(chunks).for_each(|(part, chunks)| part.push(chunks));
+    }
+    let mut end = 0;
+    let tensors = params.iter_mut().map(|(param, _)| {
+        let at = end;
+        end += param.slices.chunks()[rank].len();
+        squared(param, at)
+    });
+    let tensors = tensors.collect::<Result<Vec<_>>>()?;
+    let mut mine = b.alloc::<f64>(end)?;
+    SumSquares { tensors, into: &mut mine }.run(b)?;
+    let mut all = b.reinterpret::<f64, u8>(&sums)?;
+    // With two handles the buffer would be copied.
+    drop(sums);
+    ranks.all_gather_parts(b, &b.reinterpret(&mine)?, &parts, &mut all)?;
+    b.reinterpret(&all)
 }
 
 /// Norm, verdict and report, of all ranks.

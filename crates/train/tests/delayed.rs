@@ -3,7 +3,7 @@
 mod rig;
 
 use nibble_core::formats::{AmaxOf, DelayedScaling};
-use nibble_core::{Comm, Recipe};
+use nibble_core::{Comm, Mesh, Recipe};
 use nibble_cpu::{Cpu, ThreadComm};
 use nibble_testkit::Recorder;
 use nibble_train::checkpoint::{Store, latest_valid};
@@ -11,7 +11,7 @@ use nibble_train::config::Config;
 use nibble_train::delayed::{History, Spans};
 use nibble_train::metrics::Metrics;
 use nibble_train::trainer::Trainer;
-use rig::{SOLO, recipe_file, small, state, train, train_alone, with_recipe};
+use rig::{SOLO, recipe_file, small, state, state_on, train, train_alone, with_recipe};
 use std::path::Path;
 
 /// The small run under scales of earlier steps, most with a short history.
@@ -35,7 +35,11 @@ fn without_times(metrics: Metrics) -> Metrics {
 fn told<B: nibble_core::Kernels>(b: &B, comm: &dyn Comm<B>, config: &Config, steps: usize) -> Told {
     let mut trainer = Trainer::new(b, comm, config).unwrap();
     let steps = (0..steps).map(|_| without_times(trainer.train_step().unwrap())).collect();
-    Told { steps, histories: trainer.histories().unwrap(), state: state(b, &mut trainer) }
+    Told {
+        steps,
+        histories: trainer.histories().unwrap(),
+        state: state_on(b, Mesh::from(comm), &mut trainer),
+    }
 }
 
 fn cpu() -> Cpu {
@@ -183,7 +187,11 @@ fn resumed(config: &Config, dir: &Path, worlds: [usize; 2], steps: usize) -> Vec
                 if !from {
                     trainer.save(store.as_ref().filter(|_| first)).unwrap();
                 }
-                Told { steps: told, histories: trainer.histories().unwrap(), state: state(&b, &mut trainer) }
+                Told {
+                    steps: told,
+                    histories: trainer.histories().unwrap(),
+                    state: state_on(&b, Mesh::new(&comm), &mut trainer),
+                }
             };
             let ranks: Vec<_> =
                 ThreadComm::world(world).into_iter().map(|comm| scope.spawn(move || rank(comm))).collect();

@@ -143,7 +143,9 @@ fn f32_recipe() -> Recipe {
 }
 
 fn linear(cpu: &Cpu, n: usize, k: usize) -> Linear<Cpu> {
-    let weight = Param::normal(cpu, 1, "linear.weight", (n, k), 0.3, Placement::Replicated, 0).unwrap();
+    let weight = normals("linear.weight", n * k).iter().map(|x| 0.3 * x).collect::<Vec<_>>();
+    let weight = Tensor::from_f32(cpu, &weight, n, k).unwrap();
+    let weight = Param::new("linear.weight", weight, Placement::Replicated);
     Linear { weight, name: "linear".into(), out: DType::F32 }
 }
 
@@ -178,7 +180,7 @@ fn norm_layer() {
     let (cpu, recipe) = (cpu(), f32_recipe());
     let cx = cx(&cpu, &recipe, 4, 5);
     let mut norm =
-        Norm::new(&cpu, &Part::norm("norm", Size::new("model.d_model", 24), Group::Norms), 1e-5).unwrap();
+        Norm::new(&cx, &Part::norm("norm", Size::new("model.d_model", 24), Group::Norms), 1e-5).unwrap();
     uneven(&cpu, &mut norm);
     let x = matrix(&cpu, "x", (20, 24), DType::F32);
     check_layer("norm", norm, &cx, &x, 24);
@@ -201,7 +203,7 @@ fn attention_layer_with_grouped_query_heads() {
         let shape = GroupedQueryShape { d_model, heads, kv_heads, head_dim, value_dim, qk_norm };
         let spec = GroupedQuerySpec::new("attention", shape, 1e-5, [0.3; 2]);
         let rope = rope_table(&cpu, seq_len, Rope { head_dim, theta: 100.0 }).unwrap();
-        let mut layer = GroupedQuery::new(&cpu, 1, &spec, DType::F32, rope).unwrap();
+        let mut layer = GroupedQuery::new(&cx, &spec, rope).unwrap();
         let norms: Vec<&mut Norm<Cpu>> = [&mut layer.q_heads, &mut layer.k_heads]
             .into_iter()
             .filter_map(|heads| heads.norm.as_mut())
@@ -218,7 +220,7 @@ fn attention_layer_with_grouped_query_heads() {
 fn dense_feed_forward_layer() {
     let (cpu, recipe) = (cpu(), f32_recipe());
     let cx = cx(&cpu, &recipe, 2, 8);
-    let layer = Mlp::new(&cpu, 1, &MlpSpec::new("mlp", Group::Mlps, (16, 24), [0.3; 2]), DType::F32).unwrap();
+    let layer = Mlp::new(&cx, &MlpSpec::new("mlp", Group::Mlps, (16, 24), [0.3; 2])).unwrap();
     let x = matrix(&cpu, "x", (16, 16), DType::F32);
     check_layer("mlp", layer, &cx, &x, 16);
 }

@@ -8,7 +8,7 @@ use nibble_dry::Dry;
 use nibble_train::Error;
 use nibble_train::checks::checked_recipe;
 use nibble_train::config::Config;
-use nibble_train::plan::{Prediction, predict, require_room};
+use nibble_train::plan::{Prediction, kinds_of_ranks, predict, predict_rank, require_room};
 use nibble_train::rank::RunMemory;
 use nibble_train::trainer::Trainer;
 
@@ -166,16 +166,51 @@ fn ranks_with_a_balanced_router_take_about_what_is_predicted() {
     let replicas = ["run.ranks=4", "run.dp=2", "train.expert_shards=4", "train.grad_accum=2"];
     for changes in [&two[..], &replicas] {
         let config = config(&[&["recipe=mxfp4-hopper"], changes].concat());
-        let predicted = prediction(DeviceKind::Host, &config).unwrap();
-        let there = rig::on_mesh(config.run.mesh(), |mesh| {
+        let mesh = config.run.mesh();
+        let there = rig::on_mesh(mesh, |mesh| {
             let cpu = Cpu::new(1).unwrap();
             measured(&mut Trainer::new(&cpu, mesh, &config).unwrap())
         });
-        for there in there {
+        let recipe = checked_recipe(&config).unwrap();
+        let kinds = kinds_of_ranks(mesh, &config).unwrap();
+        assert_eq!(kinds.concat().len(), mesh.ranks());
+        let largest = prediction(DeviceKind::Host, &config).unwrap();
+        for (rank, there) in there.into_iter().enumerate() {
+            let like = kinds.iter().find(|kind| kind.contains(&rank)).unwrap();
+            let predicted = predict_rank(DeviceKind::Host, (mesh, like[0]), &config, &recipe).unwrap();
+            assert!(predicted.device_bytes() <= largest.device_bytes());
             for ((name, there), (_, predicted)) in there.arenas().into_iter().zip(predicted.memory.arenas()) {
                 let bound = if name == "activations" { 0.1 } else { 1e-9 };
                 let off = off(predicted.peak_bytes, there.peak_bytes);
                 assert!(off < bound, "{changes:?}, {name}: {predicted:?}, {there:?}");
+            }
+        }
+    }
+}
+
+/// Masters and moments are divided among all ranks: what is dense among all, a rank's experts among those that have the same.
+#[test]
+fn a_rank_keeps_its_share_of_the_state() {
+    let changes = |ranks: usize, dp: usize| {
+        let parts = format!("train.expert_shards={dp}");
+        ["train.shards=8".to_owned(), format!("run.ranks={ranks}"), format!("run.dp={dp}"), parts]
+    };
+    let mut activations = None;
+    for (ranks, dp) in [(1, 1), (2, 1), (2, 2), (4, 2), (8, 1), (8, 2), (8, 8)] {
+        for (bytes_each, types) in [(12, "f32"), (8, "bf16")] {
+            let moments = [format!("train.moment_dtype={types}")];
+            let config = Config::load("s", &[&changes(ranks, dp)[..], &moments].concat()).unwrap();
+            let (mesh, recipe) = (config.run.mesh(), checked_recipe(&config).unwrap());
+            let rope = 4 * config.data.seq_len * config.model.head_dim;
+            for kind in kinds_of_ranks(mesh, &config).unwrap() {
+                let of = predict_rank(DeviceKind::Gpu, (mesh, kind[0]), &config, &recipe).unwrap();
+                let state = of.memory.weights.peak_bytes + of.memory.moments.peak_bytes - rope;
+                let share = bytes_each * of.parameters / ranks;
+                assert!(off(state, share) < 0.01, "{ranks} ranks, dp {dp}, {types}: {state} and {share}");
+                // Nothing else is kept twice for it.
+                let first = *activations.get_or_insert(of.memory.activations.peak_bytes);
+                assert!(of.memory.activations.peak_bytes <= first, "{ranks} ranks, dp {dp}");
+                assert_eq!(of.sent.values().sum::<u64>() > 0, ranks > 1);
             }
         }
     }

@@ -31,7 +31,7 @@ use nibble_train::ledger::{Ledger, Saved};
 use nibble_train::moe::{Exchange, Experts, Moe, MoeShape, Plan};
 use nibble_train::param::{Param, Placement};
 use nibble_train::spec::{Group, MlpSpec, MoeSpec};
-use rig::cx;
+use rig::{cx, normals};
 use std::ops::Range;
 
 /// Largest relative L2 error of what is F32.
@@ -245,7 +245,9 @@ fn dense_linear_layer() {
         let recipe = Recipe::builtin(name).unwrap();
         let cx = cx(&cpu, &recipe, 2, TOKENS / 2);
         let (section, groups) = (recipe.linear, &cx.shards.groups);
-        let weight = Param::normal(&cpu, 1, "w", (F, D), 0.1, Placement::Replicated, 0).unwrap();
+        let weight = normals("w", F * D).iter().map(|x| 0.1 * x).collect::<Vec<_>>();
+        let weight = Tensor::from_f32(&cpu, &weight, F, D).unwrap();
+        let weight = Param::new("w", weight, Placement::Replicated);
         let mut layer = Linear { weight, name: "linear".into(), out: DType::Bf16 };
         layer.prepare(&cx).unwrap();
         let x = uneven(&cpu, "x", D, fall);
@@ -279,8 +281,7 @@ fn dense_feed_forward_layer() {
         let recipe = Recipe::builtin(name).unwrap();
         let cx = cx(&cpu, &recipe, 2, TOKENS / 2);
         let (section, groups) = (recipe.linear, &cx.shards.groups);
-        let mut layer =
-            Mlp::new(&cpu, 1, &MlpSpec::new("mlp", Group::Mlps, (D, F), [0.1; 2]), DType::Bf16).unwrap();
+        let mut layer = Mlp::new(&cx, &MlpSpec::new("mlp", Group::Mlps, (D, F), [0.1; 2])).unwrap();
         layer.prepare(&cx).unwrap();
         let (x, dy) = (uneven(&cpu, "x", D, fall), uneven(&cpu, "dy", D, |r| 27 - 2 * fall(r)));
         let (_, saved) = layer.forward(&cx, x.clone()).unwrap();

@@ -3,7 +3,7 @@
 
 mod rig;
 
-use nibble_core::{Comm, Kernels};
+use nibble_core::{Backend, Comm, Kernels, MeshShape};
 use nibble_cpu::{Cpu, ThreadComm};
 use nibble_testkit::Recorder;
 use nibble_train::checkpoint::{Checkpoint, FILES, Store, latest_valid};
@@ -75,6 +75,41 @@ fn ranks_write_what_one_writes() {
     });
     let [one, two] = [one, four].map(|dir| files(&dir.join("checkpoints/step-00000002")));
     assert!(one[..2] == two[..2], "weights and moments");
+}
+
+/// A piece that a rank sends and one that the first rank gets, and no more, however large the model is.
+#[test]
+fn ranks_hold_a_piece_of_each_other_for_a_checkpoint() {
+    const PIECE: usize = 16 << 20;
+    let large =
+        ["model.d_model=512", "model.ffn=1024", "model.experts=8", "train.shards=4", "train.expert_shards=2"];
+    let dirs = [(1, 2), (2, 1), (2, 2)].map(|(dp, ep)| {
+        let config = small("bf16", &large);
+        let dir = tempfile::tempdir().unwrap();
+        let added = rig::on_mesh(MeshShape { dp, ep }, |mesh| {
+            let cpu = Cpu::new(1).unwrap();
+            let mut trainer = Trainer::new(&cpu, mesh, &config).unwrap();
+            // The same files from each mesh, with none but the first weights.
+            let store = (mesh.all.rank() == 0).then(|| Store::open(dir.path()).unwrap());
+            let before = cpu.memory();
+            assert!(before.live_bytes > 2 * PIECE, "{before:?}");
+            trainer.save(store.as_ref()).unwrap();
+            let state = trainer.memory();
+            let state = state.gradients.live_bytes + state.moments.live_bytes;
+            cpu.memory().peak_bytes - before.peak_bytes.min(before.live_bytes) - state
+        });
+        for added in added {
+            assert!(added <= 2 * PIECE + (1 << 20), "{added} bytes on {dp} x {ep}");
+        }
+        dir
+    });
+    let saved = |dir: &tempfile::TempDir| {
+        let path = latest_valid(dir.path()).unwrap().checkpoint.unwrap().path().to_owned();
+        files(&path)
+    };
+    let first = saved(&dirs[0]);
+    assert!(first.iter().map(Vec::len).sum::<usize>() > 10 * PIECE);
+    assert!(dirs[1..].iter().all(|dir| saved(dir) == first), "every mesh writes the same files");
 }
 
 #[test]

@@ -76,7 +76,8 @@ fn whose(kind: DeviceKind, ranks: usize) -> &'static str {
 
 /// The memory of a run, part by part and tensor by tensor.
 pub fn memory(prediction: &Prediction) -> Vec<String> {
-    let of = if prediction.mesh.ranks() > 1 { ", first rank" } else { "" };
+    let several = prediction.mesh.ranks() > 1;
+    let of = if several { format!(", rank {}", prediction.rank) } else { String::new() };
     let ledger = &prediction.ledger;
     let mut lines =
         vec![format!("kept by a forward pass for its backward pass{of}: {}", bytes(ledger.bytes() as u64))];
@@ -87,7 +88,31 @@ pub fn memory(prediction: &Prediction) -> Vec<String> {
     }
     let all = format!("in all, {}", whose(prediction.kind, prediction.mesh.ranks()));
     lines.push(format!("  {all:<34} {:>10}", bytes(prediction.device_bytes() as u64)));
+    if several {
+        lines.push(format!("sent to other ranks in a step{of}, with routers in balance:"));
+        lines.extend(SENT.iter().map(|(what, calls)| {
+            let sent = calls.iter().filter_map(|call| prediction.sent.get(call)).sum();
+            format!("  {what:<34} {:>10}", bytes(sent))
+        }));
+    }
     lines
+}
+
+/// What goes between ranks, and by which collectives.
+const SENT: [(&str, &[&str]); 4] = [
+    ("rows to experts and back", &["all_to_all_v", "counts"]),
+    ("gradients", &["reduce_scatter_tree"]),
+    ("weights", &["all_gather_parts"]),
+    ("losses, counts and norms", &["all_gather", "all_gather_f64"]),
+];
+
+/// What each kind of ranks takes, where they differ in what they keep.
+pub fn ranks(kinds: &[(Vec<usize>, usize)]) -> Vec<String> {
+    let of = |(ranks, taken): &(Vec<usize>, usize)| {
+        let ranks = ranks.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
+        format!("  {:<34} {:>10}", format!("ranks {ranks}"), bytes(*taken as u64))
+    };
+    std::iter::once("memory of each rank:".to_owned()).chain(kinds.iter().map(of)).collect()
 }
 
 /// On which GPUs that the kernels run on a run of this size fits.

@@ -138,55 +138,142 @@ impl<B: Backend> SumShards<'_, B> {
     }
 }
 
-/// Σ x² of parts of tensors, in F64: chunks of [`SumSquares::CHUNK`] elements over 16 lanes in element
-/// order, each closed by the tree 8, 4, 2, 1; then the chunks' sums by the tree ((0+1)+(2+3))…, of which an odd one out goes up
-/// as it is. Each part's sum is rounded to F32.
+/// Σ x² of chunks of tensors, in F64: [`SumSquares::CHUNK`] elements over 16 lanes in element order, closed by the tree 8, 4, 2, 1.
+/// [`CloseSquares`] adds the chunks.
 #[derive(Debug)]
 pub struct SumSquares<'a, B: Backend> {
     /// The tensors. Together, so that a GPU takes a handful of launches for all of them.
     pub tensors: Vec<Squared<'a, B>>,
     /// Where the sums go.
-    pub into: &'a mut B::Buf<f32>,
+    pub into: &'a mut B::Buf<f64>,
 }
 
-/// One tensor of [`SumSquares`].
+/// One tensor of [`SumSquares`]: elements of parts (experts of a stack), one part behind the other. Chunks begin anew with each part, whose
+/// last one may be shorter.
 #[derive(Debug)]
 pub struct Squared<'a, B: Backend> {
-    /// F32 or BF16.
+    /// F32 or BF16. Its end is that of a chunk.
     pub x: &'a Tensor<B>,
-    /// How many parts (experts of a stack), equal runs of rows; divides the rows.
-    pub parts: usize,
-    /// Index of the first part's sum. The others' follow; no two sums have the same.
+    /// Elements of a part.
+    pub part: usize,
+    /// Elements of the first part that lie before x: whole chunks.
+    pub skip: usize,
+    /// Index of the first chunk's sum. The others' follow; no two sums have the same.
     pub at: usize,
 }
 
+impl<B: Backend> Squared<'_, B> {
+    /// Elements of the tensor.
+    fn len(&self) -> usize {
+        self.x.rows * self.x.cols
+    }
+
+    /// Chunks of it.
+    pub fn chunks(&self) -> usize {
+        let before = |elements: usize| match self.part {
+            0 => 0,
+            part => elements / part * chunks(part) + chunks(elements % part),
+        };
+        before(self.skip + self.len()) - before(self.skip)
+    }
+}
+
+/// Chunks of so many elements.
+fn chunks(elements: usize) -> usize {
+    elements.div_ceil(SQUARES_CHUNK)
+}
+
+/// Elements of a chunk of [`SumSquares`], which is summed by itself.
+pub const SQUARES_CHUNK: usize = 4096;
+
 impl<B: Backend> SumSquares<'_, B> {
-    /// Elements of a chunk: what one cta sums.
-    pub const CHUNK: usize = 4096;
+    /// Elements of a chunk.
+    pub const CHUNK: usize = SQUARES_CHUNK;
 
     /// What backends owe each other.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
+    /// Chunks of a part of so many elements.
+    pub fn chunks(elements: usize) -> usize {
+        chunks(elements)
+    }
+
     /// Checks the parts and their places.
     pub fn check(&self) -> Result<()> {
         const OP: &str = "sum_squares";
-        let len = B::len(self.into);
-        let mut places = Vec::with_capacity(self.tensors.len());
-        for &Squared { x, parts, at } in &self.tensors {
-            if parts == 0 || !x.rows.is_multiple_of(parts) {
-                return Err(Error::shape(OP, "parts", parts, format!("a divisor of {} rows", x.rows)));
+        for tensor in &self.tensors {
+            let &Squared { part, skip, .. } = tensor;
+            if !skip.is_multiple_of(Self::CHUNK) || skip > 0 && skip >= part {
+                let expected = format!("whole chunks of {}, and less than a part of {part}", Self::CHUNK);
+                return Err(Error::shape(OP, "skip", skip, expected));
             }
-            let end = at.saturating_add(parts);
-            if end > len {
-                return Err(Error::shape(OP, "at + parts", end, format!("at most into.len() = {len}")));
+            let rest = (skip + tensor.len()).checked_rem(part).unwrap_or(0);
+            if !rest.is_multiple_of(Self::CHUNK) || part == 0 && tensor.len() > 0 {
+                let expected = format!("that of a chunk of {}, of parts of {part}", Self::CHUNK);
+                return Err(Error::shape(OP, "end of x", skip + tensor.len(), expected));
             }
-            places.push(at..end);
         }
-        places.sort_by_key(|place| place.start);
-        match places.windows(2).find(|pair| pair[1].start < pair[0].end) {
-            Some(pair) => Err(Error::shape(OP, "at", pair[1].start, format!("at least {}", pair[0].end))),
-            None => Ok(()),
+        check_places(OP, self.tensors.iter().map(|x| (x.at, x.chunks())), B::len(self.into))
+    }
+}
+
+/// Adds the sums of chunks by the tree ((0+1)+(2+3))…, of which an odd one out goes up as it is; each part's sum is rounded to F32.
+#[derive(Debug)]
+pub struct CloseSquares<'a, B: Backend> {
+    /// Sums of chunks.
+    pub sums: &'a B::Buf<f64>,
+    /// Which of them belong together. Together, so that a GPU takes a handful of launches for all of them.
+    pub tensors: Vec<ChunkSums>,
+    /// Where the parts' sums go.
+    pub into: &'a mut B::Buf<f32>,
+}
+
+/// The chunks of one tensor of [`CloseSquares`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ChunkSums {
+    /// The first one's index.
+    pub first: usize,
+    /// Parts.
+    pub parts: usize,
+    /// Chunks of each part.
+    pub chunks: usize,
+    /// Index of the first part's sum. The others' follow; no two sums have the same.
+    pub at: usize,
+}
+
+impl<B: Backend> CloseSquares<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks the chunks and the places.
+    pub fn check(&self) -> Result<()> {
+        const OP: &str = "close_squares";
+        let sums = B::len(self.sums);
+        for tensor in &self.tensors {
+            let end = tensor.first.saturating_add(tensor.parts.saturating_mul(tensor.chunks));
+            if end > sums {
+                return Err(Error::shape(
+                    OP,
+                    "end of the chunks",
+                    end,
+                    format!("at most sums.len() = {sums}"),
+                ));
+            }
         }
+        check_places(OP, self.tensors.iter().map(|x| (x.at, x.parts)), B::len(self.into))
+    }
+}
+
+/// Checks that places, so many from an index on, lie within `len`, and that no two are the same.
+fn check_places(op: &'static str, places: impl Iterator<Item = (usize, usize)>, len: usize) -> Result<()> {
+    let mut places: Vec<_> = places.map(|(at, count)| at..at.saturating_add(count)).collect();
+    if let Some(place) = places.iter().find(|place| place.end > len) {
+        return Err(Error::shape(op, "end of the sums", place.end, format!("at most into.len() = {len}")));
+    }
+    places.sort_by_key(|place| place.start);
+    match places.windows(2).find(|pair| pair[1].start < pair[0].end) {
+        Some(pair) => Err(Error::shape(op, "at", pair[1].start, format!("at least {}", pair[0].end))),
+        None => Ok(()),
     }
 }
 

@@ -29,7 +29,9 @@ pub use attention::{
     Attention, AttentionBackward, AttentionDecode, AttentionGrads, AttentionOut, attention_agreement,
 };
 pub use cross_entropy::{CrossEntropy, CrossEntropyOut, verify_ids};
-pub use elementwise::{Add, Cast, InitNormal, Squared, SumShards, SumSquares, Transpose};
+pub use elementwise::{
+    Add, Cast, ChunkSums, CloseSquares, InitNormal, SQUARES_CHUNK, Squared, SumShards, SumSquares, Transpose,
+};
 pub use embed::{Embed, EmbedBackward, EmbedOut};
 pub use gemm::{BF16_AGREEMENT, FP8_AGREEMENT, Gemm, GroupedGemm, GroupedWgrad, ProductDims};
 pub use head_loss::{HeadCodecs, HeadLoss, HeadLossChunk, HeadLossGrad, HeadLossOut, head_chunk};
@@ -134,6 +136,7 @@ macro_rules! for_each_op {
             }
             collect(Collect<'_, $B>) -> () {}
             sum_squares(SumSquares<'_, $B>) -> () {}
+            close_squares(CloseSquares<'_, $B>) -> () { reads sums; writes into; plain tensors; }
             end_step(EndStep<'_, $B>) -> () {
                 reads squares, order, tables; writes clock, control, reports; plain ranks, alarms, finite, clip_norm;
             }

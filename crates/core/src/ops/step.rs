@@ -229,7 +229,7 @@ impl<B: Backend> Collect<'_, B> {
 
 /// Ends a step's passes: the norm of the gradient, whether the step counts, and the report of both.
 ///
-/// * norm² = Σ `squares[order[i]]` in F64, in the order of [`SumSquares`](super::SumSquares): chunks, lanes, trees.
+/// * norm² = Σ `squares[order[i]]` in F64, in the order of [`SumSquares`](super::SumSquares) and [`CloseSquares`](super::CloseSquares): chunks, lanes, trees.
 /// * The step does not count, and no later one does, if the norm is not finite, or any of `squares` (also one that `order` leaves
 ///   out: another rank's own copy of a gradient), or, in the table of any rank, a cell of `alarms` is not 0 or one of `finite` is
 ///   not finite: [`Control::STOP`] becomes 1. It never becomes 0 here.

@@ -8,7 +8,7 @@ use crate::simd::{LANES, Real, per_isa, rows_per_task, tree_sum};
 use crate::sums::chunk_tree;
 use crate::{Buf, CodePath, Cpu};
 use half::bf16;
-use nibble_core::ops::{Add, Cast, InitNormal, Squared, SumShards, SumSquares};
+use nibble_core::ops::{Add, Cast, ChunkSums, CloseSquares, InitNormal, Squared, SumShards, SumSquares};
 use nibble_core::{Data, Error, Plain, Result, Tensor};
 use rayon::prelude::*;
 
@@ -244,36 +244,49 @@ fn sum_squares_body<T: Real>(x: &[T]) -> f64 {
 per_isa!(fn squares_f32 = sum_squares_body::<f32>; (x: &[f32]) -> f64);
 per_isa!(fn squares_bf16 = sum_squares_body::<bf16>; (x: &[bf16]) -> f64);
 
-/// Σ x² of each part; threads divide the chunks, never a sum.
+/// Σ x² of each chunk; threads divide the chunks, never a sum.
 pub(crate) fn sum_squares(cpu: &Cpu, op: SumSquares<'_, Cpu>) -> Result<()> {
+    op.check()?;
     let into = op.into.as_mut_slice();
-    for Squared { x, parts, at } in op.tensors {
-        let sums = &mut into[at..][..parts];
-        match &x.data {
-            Data::F32(x) => part_squares(cpu, x.as_slice(), squares_f32, sums),
-            Data::Bf16(x) => part_squares(cpu, x.as_slice(), squares_bf16, sums),
+    for tensor in &op.tensors {
+        let sums = &mut into[tensor.at..][..tensor.chunks()];
+        match &tensor.x.data {
+            Data::F32(x) => chunk_squares(cpu, (tensor, x.as_slice()), squares_f32, sums),
+            Data::Bf16(x) => chunk_squares(cpu, (tensor, x.as_slice()), squares_bf16, sums),
         }
     }
     Ok(())
 }
 
-fn part_squares<T: Real>(cpu: &Cpu, x: &[T], squares: fn(Isa, &[T]) -> f64, sums: &mut [f32]) {
+fn chunk_squares<T: Real>(
+    cpu: &Cpu,
+    (tensor, x): (&Squared<'_, Cpu>, &[T]),
+    squares: fn(Isa, &[T]) -> f64,
+    sums: &mut [f64],
+) {
     const CHUNK: usize = SumSquares::<Cpu>::CHUNK;
-    // Divides: checked.
-    let len = x.len() / sums.len();
-    let each = len.div_ceil(CHUNK);
-    let mut chunks = vec![0.0; sums.len() * each];
-    let per_share = rows_per_task(cpu, chunks.len(), CHUNK);
-    let shares = chunks.chunks_mut(per_share).enumerate().collect();
-    run_shares(cpu, shares, |(share, chunks): (usize, &mut [f64])| {
-        for (i, sum) in (share * per_share..).zip(chunks) {
-            let at = i % each * CHUNK;
-            *sum = squares(cpu.isa(), &x[i / each * len + at..][..CHUNK.min(len - at)]);
+    let &Squared { part, skip, .. } = tensor;
+    let each = SumSquares::<Cpu>::chunks(part);
+    let per_share = rows_per_task(cpu, sums.len(), CHUNK);
+    let shares = sums.chunks_mut(per_share).enumerate().collect();
+    run_shares(cpu, shares, |(share, sums): (usize, &mut [f64])| {
+        for (i, sum) in (skip / CHUNK + share * per_share..).zip(sums) {
+            let within = i % each * CHUNK;
+            *sum = squares(cpu.isa(), &x[i / each * part + within - skip..][..CHUNK.min(part - within)]);
         }
     });
-    for (part, sum) in sums.iter_mut().enumerate() {
-        *sum = chunk_tree(chunks[part * each..][..each].to_vec()) as f32;
+}
+
+/// The tree over each part's chunks.
+pub(crate) fn close_squares(_: &Cpu, op: CloseSquares<'_, Cpu>) -> Result<()> {
+    op.check()?;
+    let (sums, into) = (op.sums.as_slice(), op.into.as_mut_slice());
+    for ChunkSums { first, parts, chunks, at } in op.tensors {
+        for (part, sum) in into[at..][..parts].iter_mut().enumerate() {
+            *sum = chunk_tree(sums[first + part * chunks..][..chunks].to_vec()) as f32;
+        }
     }
+    Ok(())
 }
 
 #[cfg(test)]

@@ -518,10 +518,14 @@ impl Written {
 
 impl OnDevice {
     pub fn run(&mut self) -> Result<()> {
+        let chosen = GroupedConfig::choose(&self.case.desc(), self.start.device().info());
+        self.run_with(GroupedConfig { order: self.case.order.unwrap_or(chosen.order), ..chosen })
+    }
+
+    /// By this instance.
+    pub fn run_with(&mut self, config: GroupedConfig) -> Result<()> {
         let desc = self.case.desc();
         let (rows_a, rows_b) = desc.scale_rows();
-        let chosen = GroupedConfig::choose(&desc, self.start.device().info());
-        let config = GroupedConfig { order: self.case.order.unwrap_or(chosen.order), ..chosen };
         GroupedProduct {
             desc,
             groups: (!self.case.is_dense()).then_some(GroupBuffers { start: &self.start, len: &self.len }),

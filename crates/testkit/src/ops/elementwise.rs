@@ -5,7 +5,9 @@ use crate::input::{Input, stream};
 use crate::pair::Pair;
 use crate::shapes::WIDTHS;
 use nibble_core::formats::{Purpose, Stream};
-use nibble_core::ops::{Add, Cast, InitNormal, Squared, SumShards, SumSquares, Transpose};
+use nibble_core::ops::{
+    Add, Cast, ChunkSums, CloseSquares, InitNormal, Squared, SumShards, SumSquares, Transpose,
+};
 use nibble_core::{Agreement, Backend, DType, Kernels, Result, Tensor};
 
 /// A matrix of a kind of values.
@@ -201,8 +203,8 @@ pub fn sum_shards<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
 
 #[derive(Debug)]
 struct Squares {
-    /// Tensors and their parts.
-    tensors: Vec<(Matrix, usize)>,
+    /// Tensors, the parts of the whole that they end, and how many of the chunks of the first part they lack.
+    tensors: Vec<(Matrix, usize, usize)>,
     at: usize,
 }
 
@@ -212,18 +214,19 @@ impl<B: Kernels> Case<B> for Squares {
     }
 
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
-        let xs = self.tensors.iter().map(|(x, _)| x.upload(b, "sum_squares"));
+        let xs = self.tensors.iter().map(|(x, ..)| x.upload(b, "sum_squares"));
         let xs = xs.collect::<Result<Vec<_>>>()?;
         let mut end = self.at;
         // A place nobody writes lies between the tensors' sums.
-        let tensors = xs.iter().zip(&self.tensors).map(|(x, &(_, parts))| {
-            let at = end;
-            end += parts + 1;
-            Squared { x, parts, at }
+        let tensors = xs.iter().zip(&self.tensors).map(|(x, &(_, parts, lacks))| {
+            let skip = lacks * SumSquares::<B>::CHUNK;
+            let tensor = Squared { x, part: (x.rows * x.cols + skip) / parts, skip, at: end };
+            end += tensor.chunks() + 1;
+            tensor
         });
         let tensors: Vec<_> = tensors.collect();
         // What lies around the places of the sums stays as it is.
-        let mut into = b.upload(&vec![-1.0f32; end + 1])?;
+        let mut into = b.upload(&vec![-1.0f64; end + 1])?;
         SumSquares { tensors, into: &mut into }.run(b)?;
         let mut out = Outputs::default();
         out.values("sums", b.download(&into)?);
@@ -236,7 +239,7 @@ pub fn sum_squares<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     const SIZES: [(usize, usize, usize); 6] =
         [(1, 1, 1), (1, 5, 7), (3, 11, 15), (8, 12, 448), (1, 320, 448), (2, 33, 4099)];
     let matrix =
-        |(parts, rows, cols), dtype, input| (Matrix { dtype, rows: parts * rows, cols, input }, parts);
+        |(parts, rows, cols), dtype, input| (Matrix { dtype, rows: parts * rows, cols, input }, parts, 0);
     for (i, input) in Input::ALL.into_iter().enumerate() {
         for size in SIZES {
             for dtype in PLAIN {
@@ -244,11 +247,54 @@ pub fn sum_squares<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
             }
         }
     }
-    // More chunks than a GPU's cta closes, beside a tensor with few; none; more tensors than a launch takes.
+    // Beside a large tensor; none; more tensors than a launch takes; some that begin within a part.
     let large = |dtype| matrix((1, 2051, 4096), dtype, Input::Integers);
     let small = |i: usize| matrix(SIZES[i % 5], PLAIN[i % 2], Input::Normal);
-    pair.check(&Squares { tensors: vec![large(DType::Bf16)], at: 0 });
+    let cut =
+        |dtype, lacks, rows, parts| (Matrix { dtype, rows, cols: 4096, input: Input::Normal }, parts, lacks);
     pair.check(&Squares { tensors: vec![small(4), large(DType::F32), small(2), large(DType::Bf16)], at: 3 });
     pair.check(&Squares { tensors: Vec::new(), at: 1 });
     pair.check(&Squares { tensors: (0..203).map(small).collect(), at: 0 });
+    for dtype in PLAIN {
+        pair.check(&Squares { tensors: vec![cut(dtype, 2, 1, 1), cut(dtype, 3, 45, 4), small(3)], at: 2 });
+    }
+}
+
+/// Sums of chunks by `(parts, chunks)`.
+#[derive(Debug)]
+struct Closed(Vec<(usize, usize)>);
+
+impl<B: Kernels> Case<B> for Closed {
+    fn agreement(&self) -> Agreement {
+        CloseSquares::<B>::AGREEMENT
+    }
+
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
+        let (mut first, mut at) = (1, 2);
+        let place = |&(parts, chunks): &(usize, usize)| {
+            let tensor = ChunkSums { first, parts, chunks, at };
+            // What lies between is nobody's.
+            (first, at) = (first + parts * chunks + 1, at + parts + 1);
+            tensor
+        };
+        let tensors = self.0.iter().map(place).collect();
+        let sums = Input::Normal.values(&stream("close_squares"), first);
+        let sums: Vec<f64> = sums.into_iter().map(|x| f64::from(x).powi(2) / 3.0).collect();
+        let mut into = b.upload(&vec![-1.0f32; at + 1])?;
+        CloseSquares { sums: &b.upload(&sums)?, tensors, into: &mut into }.run(b)?;
+        let mut out = Outputs::default();
+        out.values("sums", b.download(&into)?);
+        Ok(out)
+    }
+}
+
+/// Conformance of [`CloseSquares`].
+pub fn close_squares<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+    for size in [(1, 0), (1, 1), (3, 2), (5, 33), (2, 2047), (1, 2048), (3, 2051), (1, 70_001)] {
+        pair.check(&Closed(vec![size]));
+    }
+    // Trees of one level and of two beside each other; none; more tensors than a launch takes.
+    pair.check(&Closed(vec![(2, 7), (1, 5000), (1, 0), (4, 2049), (3, 1)]));
+    pair.check(&Closed(Vec::new()));
+    pair.check(&Closed((0..203).map(|i| (1 + i % 3, i % 40)).collect()));
 }

@@ -35,13 +35,14 @@ pub(super) fn quantize<B: Kernels>(
 
 pub(super) fn sum_squares<B: Kernels>(recorder: &Recorder<B>, op: SumSquares<'_, Recorder<B>>) -> Result<()> {
     let mut call = recorder.call("sum_squares", &op);
-    let tensors = op.tensors.iter().map(|tensor| Ok((call.reads(tensor.x)?, tensor.parts, tensor.at)));
+    let tensors =
+        op.tensors.iter().map(|tensor| Ok((call.reads(tensor.x)?, [tensor.part, tensor.skip, tensor.at])));
     let tensors: Vec<_> = tensors.collect::<Result<_>>()?;
     let into = call.writes(op.into)?;
     call.issue(move |b: &B, run| {
-        let opened = tensors.iter().map(|(x, parts, at)| Ok((open(b, x)?, *parts, *at)));
+        let opened = tensors.iter().map(|(x, place)| Ok((open(b, x)?, *place)));
         let opened: Vec<_> = opened.collect::<Result<_>>()?;
-        let tensors = opened.iter().map(|&(ref x, parts, at)| Squared { x, parts, at });
+        let tensors = opened.iter().map(|&(ref x, [part, skip, at])| Squared { x, part, skip, at });
         let tensors = tensors.collect();
         b.sum_squares(SumSquares { tensors, into: &mut *Taken::new(b, &into, run)? })
     })

@@ -30,13 +30,18 @@ impl<B: Kernels> Saved for EmbeddingSaved<B> {
 
 impl<B: Kernels> Embedding<B> {
     /// Random weights, the same on every rank.
-    pub fn new(b: &B, seed: u64, part: &Part) -> Result<Self> {
-        Ok(Self { weight: Param::only(b, seed, part)? })
+    pub fn new(cx: &Cx<'_, B>, part: &Part) -> Result<Self> {
+        Ok(Self { weight: Param::only(cx, part)? })
+    }
+
+    /// Makes the weight there for this step.
+    pub fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
+        self.weight.prepare_plain(cx)
     }
 
     /// `[t, d]`; and how many of the tokens are none of the vocabulary.
     pub fn forward(&self, cx: &Cx<'_, B>, ids: &B::Buf<i32>) -> Result<EmbedOut<B>> {
-        Embed { table: &self.weight.master, ids, dtype: cx.activations() }.run(cx.b)
+        Embed { table: self.weight.plain()?, ids, dtype: cx.activations() }.run(cx.b)
     }
 
     /// What the backward pass needs.

@@ -136,20 +136,14 @@ impl<B: Kernels> Saved for GroupedQuerySaved<B> {
 
 impl<B: Kernels> GroupedQuery<B> {
     /// Random weights, and positions for sequences as long as the table.
-    pub fn new(
-        b: &B,
-        seed: u64,
-        spec: &GroupedQuerySpec,
-        activations: DType,
-        rope: Tensor<B>,
-    ) -> Result<Self> {
-        let linear = |part: &Part| Linear::new(b, seed, part, activations);
+    pub fn new(cx: &Cx<'_, B>, spec: &GroupedQuerySpec, rope: Tensor<B>) -> Result<Self> {
+        let linear = |part: &Part| Linear::new(cx, part, cx.activations());
         let [q_norm, k_norm] = match &spec.norms {
             Some(norms) => norms.each_ref().map(Some),
             None => [None; 2],
         };
         let heads = |norm: Option<&Part>| -> Result<Heads<B>> {
-            Ok(Heads { norm: norm.map(|part| Norm::new(b, part, spec.eps)).transpose()? })
+            Ok(Heads { norm: norm.map(|part| Norm::new(cx, part, spec.eps)).transpose()? })
         };
         Ok(Self {
             name: spec.id.clone(),
@@ -252,6 +246,9 @@ impl<B: Kernels> Layer<B> for GroupedQuery<B> {
     type Saved = GroupedQuerySaved<B>;
 
     fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
+        let norms =
+            [&mut self.q_heads, &mut self.k_heads].into_iter().filter_map(|heads| heads.norm.as_mut());
+        norms.into_iter().try_for_each(|norm| norm.prepare(cx))?;
         [&mut self.q, &mut self.k, &mut self.v, &mut self.o].into_iter().try_for_each(|l| l.prepare(cx))
     }
 

@@ -50,8 +50,8 @@ pub struct Head<B: Kernels> {
 
 impl<B: Kernels> Head<B> {
     /// Random weights, the same on every rank; none of a head that is tied.
-    pub fn new(b: &B, seed: u64, part: &Part) -> Result<Self> {
-        let own = (!part.params().is_empty()).then(|| Param::only(b, seed, part));
+    pub fn new(cx: &Cx<'_, B>, part: &Part) -> Result<Self> {
+        let own = (!part.params().is_empty()).then(|| Param::only(cx, part));
         Ok(Self { id: part.id.clone(), own: own.transpose()? })
     }
 
@@ -82,7 +82,8 @@ impl<B: Kernels> Head<B> {
     ) -> Result<HeadLossOut<B>> {
         let HeadInput { x_td: x, targets, shards } = *input;
         let weight = self.weight(table);
-        let (w, chunk) = (weight.w()?, head_chunk(cx.b.kind(), weight.master.rows));
+        let w = weight.w()?;
+        let chunk = head_chunk(cx.b.kind(), w.rows());
         let codecs = self.section(cx).head_codecs(cx.activations(), false)?;
         HeadLoss { x, w, codecs, targets, shards, chunk, grad: None }.run(cx.b)
     }

@@ -59,7 +59,7 @@ impl<B: Kernels> Heads<B> {
             let y = rotated(cx, &x, rotation, false)?;
             return Ok((y.clone(), HeadsSaved { norm: None, turned: Some(y) }));
         };
-        let out = normed(norm, &x, rotation).run(cx.b)?;
+        let out = normed(norm, &x, rotation)?.run(cx.b)?;
         let saved = NormSaved { layer: norm.layer(), x, inv_rms: out.inv_rms };
         let turned = keep.then(|| out.y.clone());
         Ok((out.y, HeadsSaved { norm: Some(saved), turned }))
@@ -74,7 +74,7 @@ impl<B: Kernels> Heads<B> {
     ) -> Result<Tensor<B>> {
         match (saved.turned.take(), &self.norm, &saved.norm) {
             (Some(turned), ..) => Ok(turned),
-            (None, Some(norm), Some(saved)) => Ok(normed(norm, &saved.x, rotation).run(cx.b)?.y),
+            (None, Some(norm), Some(saved)) => Ok(normed(norm, &saved.x, rotation)?.run(cx.b)?.y),
             (None, ..) => Err(Error::Defect { place: "heads", what: "they are neither kept nor made again" }),
         }
     }
@@ -91,7 +91,7 @@ impl<B: Kernels> Heads<B> {
             return rotated(cx, &dy, rotation, true);
         };
         let &Rotation { table, seq_len, first_position } = rotation;
-        let weight = &norm.weight.master.clone();
+        let weight = &norm.weight.plain()?.clone();
         norm.weight.add_gradient(cx, crate::param::Writes::Adds, |dweight, _| {
             let NormSaved { x, inv_rms, .. } = &saved;
             let dy = &dy;
@@ -104,9 +104,10 @@ fn normed<'a, B: Kernels>(
     norm: &'a Norm<B>,
     x: &'a Tensor<B>,
     rotation: &Rotation<'a, B>,
-) -> NormRope<'a, B> {
+) -> Result<NormRope<'a, B>> {
     let &Rotation { table, seq_len, first_position } = rotation;
-    NormRope { x, weight: &norm.weight.master, eps: norm.eps, table, seq_len, first_position }
+    let weight = norm.weight.plain()?;
+    Ok(NormRope { x, weight, eps: norm.eps, table, seq_len, first_position })
 }
 
 fn rotated<B: Kernels>(

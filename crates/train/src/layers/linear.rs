@@ -62,8 +62,8 @@ impl<B: Kernels> Saved for LinearSaved<B> {
 
 impl<B: Kernels> Linear<B> {
     /// Random weights, the same on every rank. `out` is the type of the output.
-    pub fn new(b: &B, seed: u64, part: &Part, out: DType) -> Result<Self> {
-        Ok(Self { weight: Param::only(b, seed, part)?, name: part.id.clone(), out })
+    pub fn new(cx: &Cx<'_, B>, part: &Part, out: DType) -> Result<Self> {
+        Ok(Self { weight: Param::only(cx, part)?, name: part.id.clone(), out })
     }
 
     /// Its own name, where [`Linear::name`] may be that of a layer it is a part of: no two share random bits.

@@ -7,7 +7,7 @@ use crate::param::Param;
 use crate::spec::MlpSpec;
 use nibble_core::ops::{Emit, Swiglu, SwigluBackward};
 use nibble_core::recipe::Precision;
-use nibble_core::{DType, Kernels, Operand, Result, Tensor};
+use nibble_core::{Kernels, Operand, Result, Tensor};
 
 /// y = (silu(x·Wgᵀ) · x·Wuᵀ)·Wdᵀ.
 #[derive(Debug, Clone)]
@@ -42,12 +42,9 @@ impl<B: Kernels> Saved for MlpSaved<B> {
 
 impl<B: Kernels> Mlp<B> {
     /// Random weights.
-    pub fn new(b: &B, seed: u64, spec: &MlpSpec, activations: DType) -> Result<Self> {
-        Ok(Self {
-            name: spec.id.clone(),
-            gate_up: Linear::new(b, seed, &spec.gate_up, activations)?,
-            down: Linear::new(b, seed, &spec.down, activations)?,
-        })
+    pub fn new(cx: &Cx<'_, B>, spec: &MlpSpec) -> Result<Self> {
+        let linear = |part| Linear::new(cx, part, cx.activations());
+        Ok(Self { name: spec.id.clone(), gate_up: linear(&spec.gate_up)?, down: linear(&spec.down)? })
     }
 
     /// The forward pass up to its last product: what that multiplies, and what is kept.

@@ -53,9 +53,8 @@ impl<B: Kernels> Saved for NormSaved<B> {
 
 impl<B: Kernels> Norm<B> {
     /// Weights of ones.
-    pub fn new(b: &B, part: &Part, eps: f32) -> Result<Self> {
-        // Ones have no seed.
-        Ok(Self { weight: Param::only(b, 0, part)?, eps })
+    pub fn new(cx: &Cx<'_, B>, part: &Part, eps: f32) -> Result<Self> {
+        Ok(Self { weight: Param::only(cx, part)?, eps })
     }
 
     /// Its name, `model.layers.3.input_layernorm`.
@@ -66,14 +65,14 @@ impl<B: Kernels> Norm<B> {
     /// The norm of the residual stream, and the stream itself in what is saved.
     pub fn of(&self, cx: &Cx<'_, B>, residual: Residual<B>) -> Result<(Tensor<B>, NormSaved<B>)> {
         let Residual { x, plus } = residual;
-        let op = RmsNorm { x: &x, plus: plus.as_ref(), weight: &self.weight.master, eps: self.eps };
+        let op = RmsNorm { x: &x, plus: plus.as_ref(), weight: self.weight.plain()?, eps: self.eps };
         let out = op.run(cx.b)?;
         Ok((out.y, NormSaved { layer: self.layer(), x: out.sum.unwrap_or(x), inv_rms: out.inv_rms }))
     }
 
     /// The output again, from what was saved.
     pub fn output(&self, cx: &Cx<'_, B>, saved: &NormSaved<B>) -> Result<Tensor<B>> {
-        Ok(RmsNorm::new(&saved.x, &self.weight.master, self.eps).run(cx.b)?.y)
+        Ok(RmsNorm::new(&saved.x, self.weight.plain()?, self.eps).run(cx.b)?.y)
     }
 
     /// dx + plus, of the gradient dy of the output.
@@ -84,7 +83,7 @@ impl<B: Kernels> Norm<B> {
         dy: &Tensor<B>,
         plus: Option<&Tensor<B>>,
     ) -> Result<Tensor<B>> {
-        let weight = self.weight.master.clone();
+        let weight = self.weight.plain()?.clone();
         self.weight.add_gradient(cx, Writes::Adds, |dweight, _| {
             let NormSaved { x, inv_rms, .. } = &saved;
             RmsNormBackward { x, weight: &weight, inv_rms, dy, plus, dweight }.run(cx.b)
@@ -96,6 +95,10 @@ impl<B: Kernels> Layer<B> for Norm<B> {
     type In = Tensor<B>;
     type Out = Tensor<B>;
     type Saved = NormSaved<B>;
+
+    fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
+        self.weight.prepare_plain(cx)
+    }
 
     fn params(&mut self) -> Vec<&mut Param<B>> {
         vec![&mut self.weight]

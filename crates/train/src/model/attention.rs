@@ -49,7 +49,7 @@ impl<B: Kernels> Attention<B> {
     /// Random weights; `rope` has a row for each position of a sequence.
     pub fn new(cx: &Cx<'_, B>, spec: &AttentionSpec, rope: Tensor<B>) -> Result<Self> {
         let AttentionSpec::GroupedQuery(spec) = spec;
-        Ok(Self::GroupedQuery(GroupedQuery::new(cx.b, cx.seed, spec, cx.activations(), rope)?))
+        Ok(Self::GroupedQuery(GroupedQuery::new(cx, spec, rope)?))
     }
 
     /// A cache for one sequence.

@@ -101,7 +101,7 @@ impl<B: Kernels> Saved for SecondSaved<B> {
 impl<B: Kernels> Block<B> {
     /// Random weights, this rank's part of them; `rope` has a row for each position of a sequence.
     pub(super) fn new(cx: &Cx<'_, B>, spec: &BlockSpec, rope: Tensor<B>) -> Result<Self> {
-        let norm = |part| Norm::new(cx.b, part, spec.eps);
+        let norm = |part| Norm::new(cx, part, spec.eps);
         let mut block = Self {
             attn_norm: norm(&spec.attn_norm)?,
             attn: Attention::new(cx, &spec.attn, rope)?,
@@ -185,7 +185,9 @@ impl<B: Kernels> Layer<B> for Block<B> {
     type Saved = BlockSaved<B>;
 
     fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
+        self.attn_norm.prepare(cx)?;
         self.attn.prepare(cx)?;
+        self.mlp_norm.prepare(cx)?;
         self.feed.prepare(cx)
     }
 

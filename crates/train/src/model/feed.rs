@@ -92,7 +92,7 @@ impl<B: Kernels> Saved for FeedSaved<B> {
 impl<B: Kernels> Feed<B> {
     /// Random weights, this rank's part of them.
     pub fn new(cx: &Cx<'_, B>, spec: &FeedSpec) -> Result<Self> {
-        let mlp = |spec: &MlpSpec| Mlp::new(cx.b, cx.seed, spec, cx.activations());
+        let mlp = |spec: &MlpSpec| Mlp::new(cx, spec);
         Ok(match spec {
             FeedSpec::Dense(spec) => Self::Dense(mlp(spec)?),
             FeedSpec::Experts { moe, shared } => {

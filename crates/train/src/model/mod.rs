@@ -114,10 +114,10 @@ impl<B: Kernels> Decoder<B> {
         Ok(Self {
             config: config.clone(),
             family: family::of(config),
-            embed: Embedding::new(b, seed, &spec.embed)?,
+            embed: Embedding::new(&cx, &spec.embed)?,
             blocks: blocks.collect::<Result<_>>()?,
-            norm: Norm::new(b, &spec.norm, config.norm_eps as f32)?,
-            head: Head::new(b, seed, &spec.head)?,
+            norm: Norm::new(&cx, &spec.norm, config.norm_eps as f32)?,
+            head: Head::new(&cx, &spec.head)?,
         })
     }
 
@@ -128,7 +128,9 @@ impl<B: Kernels> Decoder<B> {
 
     /// Makes all weights' copies for this step.
     pub fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
+        self.embed.prepare(cx)?;
         self.blocks.iter_mut().try_for_each(|block| block.prepare(cx))?;
+        self.norm.prepare(cx)?;
         self.head.prepare(cx, &mut self.embed.weight)
     }
 

@@ -57,8 +57,7 @@ impl<B: Kernels> Experts<B> {
             let got = format!("{} of {}", part.weights().len(), part.id);
             return Err(Error::shape("experts", "weights", got, "a stack for each of two products"));
         };
-        let place = (cx.mesh.ep.rank(), cx.mesh.ep.world());
-        let param = |spec: &ParamSpec| Param::of(cx.b, cx.seed, spec, place);
+        let param = |spec: &ParamSpec| Param::of(cx, spec);
         let name = part.id.clone();
         Ok(Self { name, gate_up: param(gate_up)?, down: param(down)?, keep_a: false })
     }

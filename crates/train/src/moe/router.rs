@@ -51,7 +51,7 @@ impl<B: Kernels> Saved for RouterSaved<B> {
 impl<B: Kernels> Router<B> {
     /// Random weights, the same on every rank.
     pub fn new(cx: &Cx<'_, B>, part: &Part, shape: MoeShape) -> Result<Self> {
-        Ok(Self { weight: Param::only(cx.b, cx.seed, part)?, shape })
+        Ok(Self { weight: Param::only(cx, part)?, shape })
     }
 
     /// The name by which a recipe's overrides know it.

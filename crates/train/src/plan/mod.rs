@@ -12,13 +12,17 @@ use largest::largest;
 use nibble_core::allocation::phase;
 pub use nibble_dry::{Call, Flops, Work};
 
+use crate::checks::check_sizes;
 use crate::config::Config;
 use crate::error::{Error, Result};
 use crate::ledger::{Ledger, in_words};
-use crate::param::Placement;
+use crate::param::Slices;
 use crate::rank::{RankState, RunMemory, on_dry};
+use crate::spec::{ModelSpec, ParamSpec};
+use crate::trainer::PIECE;
 use nibble_core::{Backend, DeviceKind, Mesh, MeshShape, Recipe, Room};
 use nibble_dry::{Dry, Slow};
+use std::collections::BTreeMap;
 
 /// A GPU that the kernels run on.
 #[derive(Debug)]
@@ -43,7 +47,9 @@ pub struct Prediction {
     pub kind: DeviceKind,
     /// Its ranks.
     pub mesh: MeshShape,
-    /// The arenas of a rank, at their largest.
+    /// The rank that this is of: of those that take the most, the first.
+    pub rank: usize,
+    /// The arenas of the rank, at their largest.
     pub memory: RunMemory,
     /// Bytes of a rank outside arenas: inputs, sums, reports, and among several ranks what a checkpoint brings together.
     pub beside_bytes: usize,
@@ -51,6 +57,8 @@ pub struct Prediction {
     pub ledger: Ledger,
     /// Trainable numbers over all ranks.
     pub parameters: usize,
+    /// Bytes that the rank sends to others in a step, by collective, with routers that are in balance.
+    pub sent: BTreeMap<&'static str, u64>,
 }
 
 impl Prediction {
@@ -94,17 +102,69 @@ impl Prediction {
     }
 }
 
-/// Predicts a run on ranks of a device of this kind.
+/// Predicts a run on ranks of a device of this kind: what the one takes that takes the most.
 ///
 /// # Errors
 /// [`Error::Memory`] where it takes more than any device has; what is wrong with the configuration.
 pub fn predict(kind: DeviceKind, mesh: MeshShape, config: &Config, recipe: &Recipe) -> Result<Prediction> {
-    rehearsed(kind, mesh, config, recipe, |rank| rank.rehearse())
+    predict_rank(kind, (mesh, largest_rank(mesh, config)?), config, recipe)
+}
+
+/// [`predict`], of this rank of the mesh.
+///
+/// # Errors
+/// As [`predict`].
+pub fn predict_rank(
+    kind: DeviceKind,
+    rank: (MeshShape, usize),
+    config: &Config,
+    recipe: &Recipe,
+) -> Result<Prediction> {
+    rehearsed(kind, rank, config, recipe, |rank| Ok((rank.rehearse()?, rank.sent_in_a_step()?)))
 }
 
 /// Predicts what is there as long as the run: no activations.
 fn predict_state(kind: DeviceKind, mesh: MeshShape, config: &Config, recipe: &Recipe) -> Result<Prediction> {
-    rehearsed(kind, mesh, config, recipe, |_| Ok(Ledger::default()))
+    let rank = (mesh, largest_rank(mesh, config)?);
+    rehearsed(kind, rank, config, recipe, |_| Ok(<_>::default()))
+}
+
+/// Ranks of a mesh that keep as many rows of every parameter, and so take the same memory; each kind once.
+///
+/// # Errors
+/// [`Error::Memory`] for sizes beyond counting.
+pub fn kinds_of_ranks(mesh: MeshShape, config: &Config) -> Result<Vec<Vec<usize>>> {
+    check_sizes(config)?;
+    let mut kinds: BTreeMap<Vec<usize>, Vec<usize>> = BTreeMap::new();
+    for rank in 0..mesh.ranks() {
+        kinds.entry(kept_values(mesh, rank, config)).or_default().push(rank);
+    }
+    let mut kinds: Vec<Vec<usize>> = kinds.into_values().collect();
+    kinds.sort();
+    Ok(kinds)
+}
+
+/// The first rank of those that keep the most.
+fn largest_rank(mesh: MeshShape, config: &Config) -> Result<usize> {
+    if mesh.ranks() == 1 {
+        return Ok(0);
+    }
+    check_sizes(config)?;
+    let kept = |rank: &usize| kept_values(mesh, *rank, config).iter().sum::<usize>();
+    Ok((0..mesh.ranks()).rev().max_by_key(kept).unwrap_or(0))
+}
+
+/// Values of each parameter that a rank keeps.
+fn kept_values(mesh: MeshShape, rank: usize, config: &Config) -> Vec<usize> {
+    let (dp, _) = mesh.place(rank);
+    let kept = |param: &ParamSpec| {
+        let (stack, place) = match param.experts {
+            None => (1, (rank, mesh.ranks())),
+            Some(_) => (param.stack() / mesh.ep, (dp, mesh.dp)),
+        };
+        Slices::new(&param.id, param.shape(), stack, place).mine().len() * param.shape().1
+    };
+    ModelSpec::new(&config.model).params().map(|param| kept(&param)).collect()
 }
 
 /// The operations of one step on one rank, in order, and what each must move and multiply. What the backward pass makes again
@@ -114,7 +174,7 @@ fn predict_state(kind: DeviceKind, mesh: MeshShape, config: &Config, recipe: &Re
 /// # Errors
 /// As [`predict`].
 pub fn work_of_step(kind: DeviceKind, config: &Config, recipe: &Recipe, step: u64) -> Result<Vec<Call>> {
-    on_shapes(kind, MeshShape::ONE, config, recipe, |dry, rank| {
+    on_shapes(kind, (MeshShape::ONE, 0), config, recipe, |dry, rank| {
         let ((), calls) = dry.counted(|| rank.rehearse_whole_step(step))?;
         Ok(calls)
     })
@@ -136,7 +196,7 @@ pub struct OffTensorCores {
 /// # Errors
 /// As [`predict`].
 pub fn off_tensor_cores(config: &Config, recipe: &Recipe) -> Result<Vec<OffTensorCores>> {
-    on_shapes(DeviceKind::Gpu, MeshShape::ONE, config, recipe, |dry, rank| {
+    on_shapes(DeviceKind::Gpu, (MeshShape::ONE, 0), config, recipe, |dry, rank| {
         let ((_, calls), slow) = dry.slow(|| dry.counted(|| rank.rehearse()))?;
         let all: f64 = calls.iter().map(|call| call.work.flops.total()).sum();
         let mut found: Vec<OffTensorCores> = Vec::new();
@@ -159,29 +219,29 @@ pub fn off_tensor_cores(config: &Config, recipe: &Recipe) -> Result<Vec<OffTenso
 
 fn rehearsed(
     kind: DeviceKind,
-    mesh: MeshShape,
+    (mesh, rank): (MeshShape, usize),
     config: &Config,
     recipe: &Recipe,
-    run: impl FnOnce(&mut RankState<'_, Dry>) -> Result<Ledger>,
+    run: impl FnOnce(&mut RankState<'_, Dry>) -> Result<(Ledger, BTreeMap<&'static str, u64>)>,
 ) -> Result<Prediction> {
     phase(format_args!("rehearsing a step to predict its memory"));
-    on_shapes(kind, mesh, config, recipe, |dry, rank| {
-        let ledger = run(rank)?;
-        let beside_bytes = dry.pooled_peak() + gathered_bytes(rank, mesh);
-        let (memory, parameters) = (rank.memory(), rank.parameters());
-        Ok(Prediction { kind, mesh, memory, beside_bytes, ledger, parameters })
+    on_shapes(kind, (mesh, rank), config, recipe, |dry, state| {
+        let (ledger, sent) = run(state)?;
+        let beside_bytes = dry.pooled_peak() + collected_bytes(state, mesh);
+        let (memory, parameters) = (state.memory(), state.parameters());
+        Ok(Prediction { kind, mesh, rank, memory, beside_bytes, ledger, parameters, sent })
     })
 }
 
 /// Runs `run` with a rank that computes nothing.
 fn on_shapes<R>(
     kind: DeviceKind,
-    mesh: MeshShape,
+    rank: (MeshShape, usize),
     config: &Config,
     recipe: &Recipe,
     run: impl FnOnce(&Dry, &mut RankState<'_, Dry>) -> Result<R>,
 ) -> Result<R> {
-    with_dry(kind, mesh, config, |dry, mesh| {
+    with_dry(kind, rank, config, |dry, mesh| {
         RankState::of_shapes(dry, mesh, config, recipe).and_then(|mut rank| run(dry, &mut rank))
     })
 }
@@ -189,11 +249,11 @@ fn on_shapes<R>(
 /// Runs `run` with a device that computes nothing. What is beyond counting is an error that says what needs it.
 fn with_dry<R>(
     kind: DeviceKind,
-    mesh: MeshShape,
+    rank: (MeshShape, usize),
     config: &Config,
     run: impl FnOnce(&Dry, Mesh<'_, Dry>) -> Result<R>,
 ) -> Result<R> {
-    on_dry(kind, mesh, config, run).map_err(|error| match error {
+    on_dry(kind, rank, config, run).map_err(|error| match error {
         Error::Memory { needed: usize::MAX, settings, why } => {
             let why = format!("{why}; {}", largest(config, None));
             Error::Memory { needed: usize::MAX, settings, why }
@@ -202,15 +262,15 @@ fn with_dry<R>(
     })
 }
 
-/// What a checkpoint brings together of the largest tensor that ranks share out.
-fn gathered_bytes(rank: &mut RankState<'_, Dry>, mesh: MeshShape) -> usize {
-    let shared = rank.model.params().into_iter().filter(|p| p.placement != Placement::Replicated);
-    let largest = shared.map(|p| p.master.bytes()).max().unwrap_or(0);
-    // And what earlier steps left for scales.
+/// What a checkpoint brings together at a time: a piece that a rank sends and one that the first one gets, or what earlier steps left for scales.
+fn collected_bytes(rank: &mut RankState<'_, Dry>, mesh: MeshShape) -> usize {
+    if mesh.ranks() == 1 {
+        return 0;
+    }
     let records = rank.buffers.as_ref().and_then(|buffers| buffers.delayed());
-    let records = records.map_or(0, |delayed| size_of::<f32>() * delayed.sites.borrow().record_values());
-    let experts = if mesh.ep == 1 { 0 } else { largest * (1 + mesh.ep) };
-    if mesh.ranks() == 1 { 0 } else { experts.max(records * mesh.ranks()) }
+    let records = records.map_or(0, |delayed| delayed.sites.borrow().record_values());
+    let piece = rank.parameters().min(PIECE);
+    size_of::<f32>() * (2 * piece).max(records * mesh.ranks())
 }
 
 /// Predicts the run, if this device has room for it now: what other processes hold is not to be had.

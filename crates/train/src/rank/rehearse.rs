@@ -11,27 +11,30 @@ use crate::ledger::{Ledger, in_words};
 use crate::spec::ModelSpec;
 use nibble_core::{Comm, DType, DeviceKind, Kernels, Mesh, MeshShape, Recipe, SoloComm, Tensor};
 use nibble_dry::{Dry, DryComm};
+use std::collections::BTreeMap;
 
-/// Runs `run` with a device that computes nothing.
+/// Runs `run` as this rank, with a device that computes nothing.
 ///
 /// # Errors
 /// [`Error::Memory`] with `usize::MAX` bytes where `run` takes more than can be counted.
 pub(crate) fn on_dry<R>(
     kind: DeviceKind,
-    mesh: MeshShape,
+    (mesh, rank): (MeshShape, usize),
     config: &Config,
     run: impl FnOnce(&Dry, Mesh<'_, Dry>) -> Result<R>,
 ) -> Result<R> {
     check_sizes(config)?;
     let dry = Dry::new(kind);
     let tokens = config.train.batch_size / mesh.ranks() * config.data.seq_len;
-    let [all, ep, dp] = [mesh.ranks(), mesh.ep, mesh.dp].map(|world| {
-        let several: Box<dyn Comm<Dry>> = match world {
-            1 => Box::new(SoloComm),
-            _ => Box::new(DryComm { world, tokens, top_k: config.model.top_k }),
-        };
-        several
-    });
+    let (dp_rank, ep_rank) = mesh.place(rank);
+    let [all, ep, dp] =
+        [(rank, mesh.ranks()), (ep_rank, mesh.ep), (dp_rank, mesh.dp)].map(|(rank, world)| {
+            let several: Box<dyn Comm<Dry>> = match world {
+                1 => Box::new(SoloComm),
+                _ => Box::new(DryComm { rank, world, tokens, top_k: config.model.top_k }),
+            };
+            several
+        });
     match run(&dry, Mesh { all: &*all, ep: &*ep, dp: &*dp }) {
         Err(_) if dry.has_overflowed() => {
             let most = in_words(Dry::MOST_BYTES);
@@ -51,7 +54,9 @@ pub(super) fn delayed_sites(mesh: MeshShape, config: &Config, recipe: &Recipe) -
         return Ok(DelayedSites::default());
     }
     // Which they are is a question of shapes.
-    on_dry(DeviceKind::Host, mesh, config, |dry, mesh| RankState::delayed_sites(dry, mesh, config, recipe))
+    on_dry(DeviceKind::Host, (mesh, 0), config, |dry, mesh| {
+        RankState::delayed_sites(dry, mesh, config, recipe)
+    })
 }
 
 impl<'a, B: Kernels> RankState<'a, B> {
@@ -140,5 +145,36 @@ impl<'a, B: Kernels> RankState<'a, B> {
                 Ok(())
             })())
         })?
+    }
+}
+
+impl RankState<'_, Dry> {
+    /// Bytes that the rank sends to others in the first step, by collective. A rehearsed step has been before.
+    ///
+    /// # Errors
+    /// As [`RankState::rehearse`].
+    pub(crate) fn sent_in_a_step(&mut self) -> Result<BTreeMap<&'static str, u64>> {
+        let (dry, micro_batches) = (self.context.b, self.context.config.train.grad_accum as u64);
+        if self.context.mesh.all.world() == 1 {
+            return Ok(BTreeMap::new());
+        }
+        self.context.step = 0;
+        let mut sent_by = |micro_batches| -> Result<BTreeMap<&'static str, u64>> {
+            let before = dry.sent();
+            self.rehearse_step(micro_batches)?;
+            let sent =
+                dry.sent().into_iter().map(|(call, bytes)| (call, bytes - before.get(call).unwrap_or(&0)));
+            Ok(sent.collect())
+        };
+        let one = sent_by(1)?;
+        if micro_batches == 1 {
+            return Ok(one);
+        }
+        // What another micro-batch brings, each one brings.
+        let two = sent_by(2)?;
+        let all = one.iter().map(|(call, bytes)| {
+            (*call, bytes + (two.get(call).unwrap_or(bytes) - bytes) * (micro_batches - 1))
+        });
+        Ok(all.collect())
     }
 }

@@ -94,9 +94,9 @@ impl<B: Kernels> Trainer<'_, B> {
         seen.push("targets", &shape, as_floats(&batch.targets));
 
         let named = self.rank.model.named_tensors();
-        let (b, ep) = (self.rank.context.b, self.rank.context.mesh.ep);
+        let (b, mesh) = (self.rank.context.b, self.rank.context.mesh);
         for (param, named) in self.rank.model.params().into_iter().zip(&named) {
-            let values = gather(b, ep, param, &param.master)?;
+            let values = gather(b, mesh, param, &param.master)?;
             for TensorRef { name, shape, data } in slices(named, "", &values) {
                 seen.push(name, &shape, data.to_vec());
             }

@@ -1,6 +1,7 @@
 //! Training, one rank's view of it: steps, evaluations, and what goes into a checkpoint.
 
 mod any_rank;
+mod collect;
 mod decoding;
 mod divergence;
 mod inspect;
@@ -20,6 +21,7 @@ pub use inspect::Inspection;
 pub use observer::{Observer, Start, Summary};
 pub use options::Options;
 pub use outputs::heading;
+pub(crate) use pieces::PIECE;
 pub use run::run;
 pub use run_dir::{
     CONFIG_FILE, LAYERS_FILE, LOG_FILE, MEMORY_FILE, METRICS_FILE, PICTURE_FILE, PROCESSES_FILE, RECIPE_FILE,

@@ -7,7 +7,7 @@ use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 /// Values of a piece, at most.
-pub(super) const PIECE: usize = 4 << 20;
+pub(crate) const PIECE: usize = 4 << 20;
 
 /// Pieces that are always allowed: one is filled, one is written, and one holds BF16 values on their way.
 const FEWEST: usize = 3;
@@ -37,6 +37,11 @@ impl<B: Backend> Pool<B> {
         let limit = (bytes / (size_of::<f32>() * len)).min(values.div_ceil(len)).max(FEWEST);
         let state = State { free: Vec::new(), made: 0, limit };
         Self { b: b.clone(), len, state: Mutex::new(state), freed: Condvar::new() }
+    }
+
+    /// Values of a piece, at most.
+    pub fn piece_values(&self) -> usize {
+        self.len
     }
 
     /// The most pieces that there will be.
@@ -150,8 +155,6 @@ impl<B: Backend> Drop for Piece<B> {
 pub(super) struct Pieces<B: Backend> {
     pool: Arc<Pool<B>>,
     to: SyncSender<Result<Piece<B>>>,
-    /// The piece that is being filled.
-    piece: Option<Piece<B>>,
     /// Values of the file that have not been sent.
     left: usize,
 }
@@ -161,26 +164,21 @@ pub(super) struct Stopped;
 
 impl<B: Backend> Pieces<B> {
     pub fn new(pool: Arc<Pool<B>>, to: SyncSender<Result<Piece<B>>>) -> Self {
-        Self { pool, to, piece: None, left: 0 }
+        Self { pool, to, left: 0 }
     }
 
     /// A file of so many values begins: no piece goes beyond its end.
     pub fn begin(&mut self, values: usize) {
-        (self.left, self.piece) = (values, None);
+        self.left = values;
     }
 
     /// Sends the error of a fault.
     pub fn reach(&self, point: Point) -> std::result::Result<(), Stopped> {
         reach(point).map_err(|error| {
-            // As in `take`.
+            // If nobody listens, there is an error already.
             let _ = self.to.send(Err(error));
             Stopped
         })
-    }
-
-    /// Values of a piece, at most.
-    pub fn longest(&self) -> usize {
-        self.pool.len
     }
 
     /// Takes the values of the next piece all at once: `read` copies them.
@@ -199,49 +197,6 @@ impl<B: Backend> Pieces<B> {
         // If nobody listens, there is an error already.
         let sent = self.to.send(filled);
         if stopped || sent.is_err() { Err(Stopped) } else { Ok(()) }
-    }
-
-    /// Takes so many values: `read` copies those from an index on.
-    pub fn take(
-        &mut self,
-        len: usize,
-        mut read: impl FnMut(usize, &mut [f32]) -> Result<()>,
-    ) -> std::result::Result<(), Stopped> {
-        let mut done = 0;
-        while done < len {
-            match self.fill(done, len, &mut read) {
-                Ok(now) => done += now,
-                Err(error) => {
-                    // If nobody listens, there is an error already.
-                    let _ = self.to.send(Err(error));
-                    return Err(Stopped);
-                }
-            }
-            let full = self.left.min(self.pool.len);
-            if let Some(piece) = self.piece.take_if(|piece| piece.filled == full) {
-                self.left -= full;
-                self.to.send(Ok(piece)).map_err(|_| Stopped)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Reads as many of the values from `done` to `len` as the piece has room for.
-    fn fill(
-        &mut self,
-        done: usize,
-        len: usize,
-        read: &mut impl FnMut(usize, &mut [f32]) -> Result<()>,
-    ) -> Result<usize> {
-        let full = self.left.min(self.pool.len);
-        let piece = match &mut self.piece {
-            Some(piece) => piece,
-            none => none.insert(self.pool.take()?),
-        };
-        let (filled, now) = (piece.filled, (full - piece.filled).min(len - done));
-        read(done, &mut piece.room()[filled..filled + now])?;
-        piece.filled += now;
-        Ok(now)
     }
 }
 
@@ -276,18 +231,18 @@ mod tests {
         let receive = move || from.iter().map(|piece| piece.unwrap().as_ref().to_vec()).collect::<Vec<_>>();
         let received = std::thread::spawn(receive);
         let mut pieces = Pieces::new(pool, to);
-        let mut count = |at: usize, to: &mut [f32]| {
-            to.iter_mut().enumerate().for_each(|(i, x)| *x = (at + i) as f32);
-            Ok(())
-        };
-        for file in [&[6, 0, 3][..], &[2]] {
-            pieces.begin(file.iter().sum());
-            for len in file {
-                assert!(pieces.take(*len, &mut count).is_ok());
+        for (file, values) in [9usize, 2].into_iter().enumerate() {
+            pieces.begin(values);
+            for _ in 0..values.div_ceil(4) {
+                let filled = |to: &mut [f32]| {
+                    to.fill(file as f32);
+                    Ok(())
+                };
+                assert!(pieces.take_whole(filled).is_ok());
             }
         }
         drop(pieces);
-        let expected: [&[f32]; 4] = [&[0.0, 1.0, 2.0, 3.0], &[4.0, 5.0, 0.0, 1.0], &[2.0], &[0.0, 1.0]];
+        let expected: [&[f32]; 4] = [&[0.0; 4], &[0.0; 4], &[0.0], &[1.0; 2]];
         assert_eq!(received.join().unwrap(), expected);
     }
 }

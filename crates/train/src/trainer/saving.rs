@@ -6,20 +6,20 @@
 //! `checkpoint.host_gib` of pieces lie between the two, so copying falls back to the speed of the disk where that is little.
 //! Their memory stays for the next checkpoint; a third thread makes it before the first one, beside the first steps.
 //!
-//! Several ranks bring tensors together themselves, on the training thread; hashing and writing are the same.
+//! Several ranks bring pieces together themselves, on the training thread ([`collect`](super::collect)); hashing and writing are the same.
 
 use super::Trainer;
+use super::collect::collect;
 use super::pieces::{Piece, Pieces, Pool, Stopped};
-use super::weights::gather;
 use crate::checkpoint::{Outline, Store, TensorSpec};
 use crate::delayed::DelayedSite;
 use crate::error::Result;
 use crate::family::Named;
 use crate::fault::{Point, reach};
-use crate::param::{Moments, Param, Placement};
+use crate::param::{Moments, Param};
 use half::bf16;
 use nibble_core::{Backend, Data, Error as CoreError, Kernels, MeshShape, Tensor, ValueRun};
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -84,7 +84,7 @@ impl<B: Backend> Drop for Saving<B> {
 
 /// Which of a parameter's tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-enum Part {
+pub(super) enum Part {
     Master,
     ExpAvg,
     ExpAvgSq,
@@ -102,7 +102,8 @@ impl Part {
         }
     }
 
-    fn of<B: Kernels>(self, param: &Param<B>) -> Result<&Tensor<B>> {
+    /// The tensor, this rank's rows of it.
+    pub fn of<B: Kernels>(self, param: &Param<B>) -> Result<&Tensor<B>> {
         let Some(Moments { exp_avg, exp_avg_sq }) = &param.moments else {
             return Err(CoreError::shape("save", "parameter", &param.name, "one with moments").into());
         };
@@ -163,7 +164,7 @@ fn scale_sources(sites: &[DelayedSite], mesh: MeshShape) -> Vec<FileTensor> {
 /// Copies everything from this rank's device, which is the only one.
 fn copy<B: Kernels>(
     b: &B,
-    files: &[Vec<FileTensor>],
+    (files, piece): (&[Vec<FileTensor>], usize),
     tensors: &HashMap<(usize, Part), Tensor<B>>,
     mut pieces: Pieces<B>,
     mut narrow: Option<Piece<B>>,
@@ -173,7 +174,7 @@ fn copy<B: Kernels>(
     }
     for file in files {
         pieces.begin(num_values(file));
-        for runs in cut(file, pieces.longest()) {
+        for runs in cut(file, piece) {
             if let Err(Stopped) = pieces.take_whole(|to| copy_values(b, tensors, &runs, to, &mut narrow)) {
                 return;
             }
@@ -185,7 +186,7 @@ fn copy<B: Kernels>(
 }
 
 /// Values of one of a parameter's tensors.
-type Run = ((usize, Part), Range<usize>);
+pub(super) type Run = ((usize, Part), Range<usize>);
 
 /// A file's values, cut into pieces of so many; the last one may be shorter.
 fn cut(file: &[FileTensor], piece: usize) -> Vec<Vec<Run>> {
@@ -289,7 +290,7 @@ impl<B: Kernels> Trainer<'_, B> {
         };
         reach(Point::SaveBegins)?;
         if self.rank.context.mesh.all.world() > 1 {
-            return self.gather_all(&files, pieces);
+            return self.gather_all(&files, pool.piece_values(), pieces);
         }
         let Some(pieces) = pieces else { return Ok(()) };
         // What wrote the weights is done, whatever it was.
@@ -310,7 +311,8 @@ impl<B: Kernels> Trainer<'_, B> {
         let has_narrow = tensors.values().any(|tensor| matches!(tensor.data, Data::Bf16(_)));
         let narrow = if has_narrow { Some(Piece::of(&pool)?) } else { None };
         let b = b.clone();
-        let copier = move || copy(&b, &files, &tensors, pieces, narrow);
+        let piece = pool.piece_values();
+        let copier = move || copy(&b, (&files, piece), &tensors, pieces, narrow);
         self.saving.copier = Some(started(Builder::new().name("checkpoint copies".into()).spawn(copier))?);
         Ok(())
     }
@@ -376,50 +378,45 @@ impl<B: Kernels> Trainer<'_, B> {
         Ok((pieces, started(Builder::new().name("checkpoint writer".into()).spawn(writer))?))
     }
 
-    /// Brings every parameter together from the ranks that hold its parts when a file first wants values of it; the rank that writes keeps it until
-    /// the last of them: a layer's experts.
-    fn gather_all(&mut self, files: &[Vec<FileTensor>], mut pieces: Option<Pieces<B>>) -> Result<()> {
+    /// Brings the files' values together, piece by piece; the first rank sends them on to be written.
+    fn gather_all(
+        &mut self,
+        files: &[Vec<FileTensor>],
+        piece: usize,
+        mut pieces: Option<Pieces<B>>,
+    ) -> Result<()> {
         let (b, mesh, expert_parts) =
             (self.rank.context.b, self.rank.context.mesh, self.rank.context.expert_parts());
         let delayed = self.rank.buffers.as_ref().and_then(|buffers| buffers.delayed());
         let params = self.rank.model.params();
         reach(Point::CopyBegins)?;
+        let scales =
+            match delayed.filter(|_| files.iter().flatten().any(|source| source.of.1 == Part::Scales)) {
+                Some(delayed) => {
+                    let of_ranks = b.download(&mesh.all.all_gather(b, &delayed.records)?)?;
+                    delayed.in_order(&of_ranks, mesh.shape(), expert_parts)
+                }
+                None => Vec::new(),
+            };
         for file in files {
             if let Some(pieces) = &mut pieces {
                 pieces.begin(num_values(file));
             }
-            let mut uses: HashMap<(usize, Part), usize> = HashMap::new();
-            file.iter().for_each(|source| *uses.entry(source.of).or_default() += 1);
-            let mut held: HashMap<(usize, Part), Vec<f32>> = HashMap::new();
-            let mut met = HashSet::new();
-            for FileTensor { spec, of, first } in file {
-                if met.insert(*of) {
-                    let param = &*params[of.0];
-                    // The others only take part where values come from all.
-                    if let (Part::Scales, Some(delayed)) = (of.1, delayed) {
-                        let of_ranks = b.download(&mesh.all.all_gather(b, &delayed.records)?)?;
-                        held.insert(*of, delayed.in_order(&of_ranks, mesh.shape(), expert_parts));
-                    } else if pieces.is_some() || param.placement != Placement::Replicated {
-                        held.insert(*of, gather(b, mesh.ep, param, of.1.of(param)?)?);
+            for runs in cut(file, piece) {
+                let values = match runs.first() {
+                    Some(((_, Part::Scales), _)) => {
+                        runs.iter().flat_map(|(_, range)| &scales[range.clone()]).copied().collect()
                     }
-                    if pieces.is_none() {
-                        held.clear();
-                    }
-                }
-                let (Some(sending), Some(values)) = (&mut pieces, held.get(of)) else { continue };
-                let read = |at: usize, to: &mut [f32]| {
-                    to.copy_from_slice(&values[first + at..][..to.len()]);
+                    _ => collect(b, mesh, &params, &runs)?,
+                };
+                let Some(pieces) = &mut pieces else { continue };
+                let read = |to: &mut [f32]| {
+                    to.copy_from_slice(&values);
                     Ok(())
                 };
-                if let Err(Stopped) = sending.take(spec.num_values(), read) {
+                if let Err(Stopped) = pieces.take_whole(read) {
                     // The writer has an error, which `finish` tells.
                     return self.finish_save().map(drop);
-                }
-                if let Some(left) = uses.get_mut(of) {
-                    *left -= 1;
-                    if *left == 0 {
-                        held.remove(of);
-                    }
                 }
             }
             reach(Point::FileCopied)?;

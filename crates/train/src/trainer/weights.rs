@@ -1,6 +1,7 @@
 //! Parameters and moments to and from checkpoints: logical tensors, so that the number of ranks may change.
 
 use super::Trainer;
+use super::collect::kept_by;
 use super::pieces::PIECE;
 use crate::checkpoint::{Checkpoint, Position, Tensors};
 use crate::delayed::{DelayedRecords, History};
@@ -10,23 +11,28 @@ use crate::param::{Moments, Param, Placement};
 use half::bf16;
 use nibble_core::allocation::phase;
 use nibble_core::ops::Cast;
-use nibble_core::{Comm, DType, Data, Kernels, Mesh, Tensor};
+use nibble_core::{DType, Data, Kernels, Mesh, Tensor};
 
 /// Name, shape and values of a tensor.
 pub(super) type HostTensor = (String, Vec<usize>, Vec<f32>);
 
-/// All of a parameter's values; those of experts come from the ranks that these are divided among.
+/// All values of one of a parameter's tensors, of which this rank has `mine`: the others' rows come from those who keep them, and other experts from
+/// the ranks that these are divided among.
 pub(super) fn gather<B: Kernels>(
     b: &B,
-    ep: &dyn Comm<B>,
+    mesh: Mesh<'_, B>,
     param: &Param<B>,
-    tensor: &Tensor<B>,
+    mine: &Tensor<B>,
 ) -> Result<Vec<f32>> {
-    if param.placement == Placement::Replicated || ep.world() == 1 {
-        return Ok(tensor.to_f32_vec(b)?);
+    let all = param.gathered(b, mesh, mine)?;
+    if param.placement == Placement::Replicated || mesh.ep.world() == 1 {
+        return Ok(all.to_f32_vec(b)?);
     }
-    let values = Cast { x: tensor, dtype: DType::F32 }.run(b)?;
-    Ok(b.download(&ep.all_gather(b, values.f32("checkpoint", "parameter")?)?)?)
+    let values = match all.dtype() {
+        DType::F32 => all,
+        DType::Bf16 => Cast { x: &all, dtype: DType::F32 }.run(b)?,
+    };
+    Ok(b.download(&mesh.ep.all_gather(b, values.f32("checkpoint", "parameter")?)?)?)
 }
 
 /// The values of a checkpoint's tensor, F32, row-major.
@@ -51,20 +57,16 @@ pub(super) fn slices<'v>(named: &[Named], suffix: &str, values: &'v [f32]) -> Ve
         .collect()
 }
 
-/// Writes this rank's rows of checkpoint tensors to where they live.
+/// Writes this rank's values of checkpoint tensors, of which the first is that of this number, to where they live.
 fn scatter<B: Kernels>(
     b: &B,
-    (rank, placement): (usize, Placement),
+    first: usize,
     to: &mut Tensor<B>,
     named: &[Named],
     suffix: &str,
     from: &mut Tensors,
 ) -> Result<()> {
     let len = to.rows * to.cols;
-    let first = match placement {
-        Placement::Replicated => 0,
-        Placement::Experts(_) => rank * len,
-    };
     let mut piece = vec![0.0; len.min(PIECE)];
     // Of the tensor in the parameter over all ranks.
     let mut begin = 0;
@@ -152,14 +154,13 @@ impl<B: Kernels> Trainer<'_, B> {
     pub fn load(&mut self, checkpoint: &Checkpoint) -> Result<()> {
         self.load_weights(checkpoint)?;
         self.rank.make_buffers().map_err(|error| self.without_room(error, "loading a checkpoint"))?;
-        let (b, rank, mut optim) =
-            (self.rank.context.b, self.rank.context.mesh.ep.rank(), checkpoint.optim()?);
+        let (b, mesh, mut optim) = (self.rank.context.b, self.rank.context.mesh, checkpoint.optim()?);
         let named = self.rank.model.named_tensors();
         for (param, named) in self.rank.model.params().into_iter().zip(&named) {
-            let place = (rank, param.placement);
+            let first = kept_by(param, mesh.shape(), mesh.all.rank()).start;
             if let Some(Moments { exp_avg, exp_avg_sq }) = &mut param.moments {
-                scatter(b, place, exp_avg, named, ".exp_avg", &mut optim)?;
-                scatter(b, place, exp_avg_sq, named, ".exp_avg_sq", &mut optim)?;
+                scatter(b, first, exp_avg, named, ".exp_avg", &mut optim)?;
+                scatter(b, first, exp_avg_sq, named, ".exp_avg_sq", &mut optim)?;
             }
         }
         optim.finish()?;
@@ -188,11 +189,11 @@ impl<B: Kernels> Trainer<'_, B> {
         self.require_settled("load")?;
         phase(format_args!("loading {}", checkpoint.path().display()));
         self.saving.wait_copied();
-        let (b, rank, mut model) =
-            (self.rank.context.b, self.rank.context.mesh.ep.rank(), checkpoint.model()?);
+        let (b, mesh, mut model) = (self.rank.context.b, self.rank.context.mesh, checkpoint.model()?);
         let named = self.rank.model.named_tensors();
         for (param, named) in self.rank.model.params().into_iter().zip(&named) {
-            scatter(b, (rank, param.placement), &mut param.master, named, "", &mut model)?;
+            let first = kept_by(param, mesh.shape(), mesh.all.rank()).start;
+            scatter(b, first, &mut param.master, named, "", &mut model)?;
         }
         model.finish()?;
         self.rank.context.step = checkpoint.position().step;

@@ -135,7 +135,7 @@ fn train_rank<B: Kernels>(
     let parts = trainer.model().params().into_iter().map(|p| Part {
         name: p.name.clone(),
         divided: p.placement != Placement::Replicated,
-        values: p.master.to_f32_vec(b).unwrap(),
+        values: p.gathered(b, mesh, &p.master).unwrap().to_f32_vec(b).unwrap(),
     });
     (losses, norms, parts.collect())
 }
@@ -146,10 +146,21 @@ pub fn train_alone<B: Kernels>(b: &B, config: &Config, steps: u64) -> Outcome {
     Outcome { losses, norms, weights: parts.into_iter().map(|p| (p.name, p.values)).collect() }
 }
 
-/// The bits of every weight and both its moments, as this rank has them; no moments before the first step.
+/// The bits of every weight and both its moments on a rank alone; no moments before the first step.
 pub fn state<B: Kernels>(b: &B, trainer: &mut Trainer<'_, B>) -> Vec<(String, Vec<u32>)> {
-    let bits = |x: &Tensor<B>| x.to_f32_vec(b).unwrap().into_iter().map(f32::to_bits);
+    state_on(b, Mesh::new(&SOLO), trainer)
+}
+
+/// The same on a mesh, of this rank's experts.
+pub fn state_on<B: Kernels>(
+    b: &B,
+    mesh: Mesh<'_, B>,
+    trainer: &mut Trainer<'_, B>,
+) -> Vec<(String, Vec<u32>)> {
     let params = trainer.model().params().into_iter().map(|param| {
+        let bits = |x: &Tensor<B>| {
+            param.gathered(b, mesh, x).unwrap().to_f32_vec(b).unwrap().into_iter().map(f32::to_bits)
+        };
         let mut values: Vec<u32> = bits(&param.master).collect();
         if let Some(moments) = &param.moments {
             values.extend(bits(&moments.exp_avg).chain(bits(&moments.exp_avg_sq)));

@@ -199,9 +199,21 @@ fn squares_are_summed_in_double_precision_part_by_part() {
     for (parts, len) in [(1, 0), (1, 1), (1, 17), (3, 33), (4, 4096), (2, 50_001)] {
         let x: Vec<f32> = normals(5, parts * len).iter().map(|x| x * 1e15).collect();
         let got = same_everywhere(|cpu| {
-            let t = Tensor::from_f32(cpu, &x, parts, len).unwrap();
+            let chunks = len.div_ceil(4096);
+            let mut of_chunks = cpu.zeros::<f64>(2 + parts * chunks).unwrap();
+            // The same in two tensors, the second of which begins within a part.
+            let cut = parts * len / 2 / len.max(1) * len + (len / 2 / 4096) * 4096;
+            let mut at = 2;
+            for (skip, x) in [(0, &x[..cut]), (cut.checked_rem(len).unwrap_or(0), &x[cut..])] {
+                let x = Tensor::from_f32(cpu, x, 1, x.len()).unwrap();
+                let tensor = Squared { x: &x, part: len, skip, at };
+                at += tensor.chunks();
+                SumSquares { tensors: vec![tensor], into: &mut of_chunks }.run(cpu).unwrap();
+            }
+            assert_eq!(at, 2 + parts * chunks);
             let mut sums = cpu.zeros::<f32>(parts + 1).unwrap();
-            SumSquares { tensors: vec![Squared { x: &t, parts, at: 1 }], into: &mut sums }.run(cpu).unwrap();
+            let tensors = vec![ChunkSums { first: 2, parts, chunks, at: 1 }];
+            CloseSquares { sums: &of_chunks, tensors, into: &mut sums }.run(cpu).unwrap();
             sums.as_slice()[1..].iter().map(|x| x.to_bits()).collect::<Vec<_>>()
         });
         for (part, &got) in got.iter().enumerate() {

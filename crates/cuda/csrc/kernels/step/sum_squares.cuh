@@ -1,9 +1,9 @@
 // Sums of squares of equal parts of a matrix, in F64 and in the CPU's order (math/chunk_sum.cuh): 16 lanes for each
 // chunk of 4096 numbers, added over lanes 8, 4, 2 and 1 apart; then the chunks' sums as a tree over neighbours.
 //
-// sum_squares<T>: of each tensor of the list x [parts * len] of type T (Bf16 or F32), sums [parts * chunks] F64, chunks = ceil(len / 4096). Eight
-//   threads a chunk, two lanes each. Tensor i has CTAs first_cta[i] up to the next one's, ceil(parts * chunks / 32) of them. 256 threads; grid:
-//   the CTAs of all tensors.
+// sum_squares<T>: of each tensor of the list, parts of len numbers of type T (Bf16 or F32) with ceil(len / 4096) chunks each, sums [all_chunks]
+//   F64, from chunk first_chunk of the first part on: there x begins. Eight threads a chunk, two lanes each. Tensor i has CTAs first_cta[i] up to
+//   the next one's, ceil(all_chunks / 32) of them. 256 threads; grid: the CTAs of all tensors.
 // close_squares<kThreads>: kThreads is kSquaresThreads; from each tensor's sums [parts * count], each kSquaresGroup neighbours to one:
 //   out [parts * groups] F64; or, where there is one group a part, its sum rounded to F32: into[at + part] (out is null then). 256 threads;
 //   grid: parts * groups of all tensors; may be launched early.
@@ -53,10 +53,10 @@ struct SquaresTensor {
     const u8* x;
     double* sums;
     u64 len;  // of a part
-    u32 chunks;
+    u32 chunks;  // of a part
     u32 all_chunks;
     u32 first_cta;
-    u32 unused;
+    u32 first_chunk;
 };
 
 struct SquaresTensors {
@@ -66,15 +66,15 @@ struct SquaresTensors {
 
 template <typename T>
 __global__ void __launch_bounds__(kSquaresThreads) sum_squares(const __grid_constant__ SquaresTensors tensors) {
-    const auto& [x, sums, len, chunks, all_chunks, first_cta, unused] = tensors.tensor[tensor_of_cta(tensors)];
+    const auto& [x, sums, len, chunks, all_chunks, first_cta, first_chunk] = tensors.tensor[tensor_of_cta(tensors)];
     const u32 index = threadIdx.x % 8, number = (blockIdx.x - first_cta) * (kSquaresThreads / 8) + threadIdx.x / 8;
     double lane[2] = {};
     if (number < all_chunks) {
-        const u32 part = number / chunks;
-        const u64 within = u64(number - part * chunks) * kSquaresChunk, left = len - within;
+        const u32 of_parts = first_chunk + number, part = of_parts / chunks;
+        const u64 within = u64(of_parts - part * chunks) * kSquaresChunk, left = len - within;
         const u32 count = left < kSquaresChunk ? u32(left) : kSquaresChunk;
         const u32 rounds = count / kSquaresLanes, rest = count % kSquaresLanes;
-        const u8* const from = x + (part * len + within + 2 * index) * T::kBytes;
+        const u8* const from = x + (part * len + within - u64(first_chunk) * kSquaresChunk + 2 * index) * T::kBytes;
         // Parts need not be aligned for loads of two numbers.
         if (u64(from) % (2 * T::kBytes) == 0)
             add_rounds<T, 2>(from, rounds, lane);

@@ -5,7 +5,11 @@ pub(crate) mod init_normal;
 pub(crate) mod sum_squares;
 mod tensor_list;
 
-pub(crate) use {adamw::adamw, init_normal::init_normal, sum_squares::sum_squares};
+pub(crate) use {
+    adamw::adamw,
+    init_normal::init_normal,
+    sum_squares::{close_squares, sum_squares},
+};
 
 use crate::compile::jit::KernelSpec;
 use crate::launch::{Launch, plain_args};

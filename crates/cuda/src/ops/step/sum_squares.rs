@@ -1,8 +1,7 @@
-//! `sum_squares` on a GPU (`csrc/kernels/step/sum_squares.cuh`): the sums of chunks, then a tree over them. Each launch
-//! of the tree makes one sum of 2048 neighbours.
+//! `sum_squares` and `close_squares` on a GPU (`csrc/kernels/step/sum_squares.cuh`): the sums of chunks, and the tree over them, of which each
+//! launch makes one sum of 2048 neighbours.
 
 use super::tensor_list::{Listed, each_list};
-use crate::backend::Buf;
 use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::Launch;
 use crate::ops::Instance;
@@ -10,10 +9,9 @@ use crate::ops::buffer_check::BufferCheck;
 use crate::ops::planes::type_name;
 use crate::{Buffer, Cuda};
 use nibble_choice::squares;
-use nibble_core::ops::{Squared, SumSquares};
+use nibble_core::ops::{ChunkSums, CloseSquares, Squared, SumSquares};
 use nibble_core::{DType, Data, Error, Result};
 
-const OP: &str = "sum_squares";
 const THREADS: u32 = 256;
 /// Chunks that a CTA sums, with eight threads for each.
 const CHUNKS_PER_CTA: usize = 32;
@@ -48,7 +46,7 @@ struct ChunksArg {
     chunks: u32,
     all_chunks: u32,
     first_cta: u32,
-    unused: u32,
+    first_chunk: u32,
 }
 
 // SAFETY: three words of 8 bytes and four of 4.
@@ -77,91 +75,75 @@ unsafe impl Listed for SumsArg {
     }
 }
 
-/// A tensor's sums that are yet to be added: `count` for each of its parts, from `first` on in the buffer of all
-/// tensors.
-#[derive(Debug, Clone, Copy)]
-struct Open {
-    parts: usize,
-    count: usize,
-    at: usize,
-    first: usize,
-}
-
-impl Open {
-    fn groups(&self) -> usize {
-        squares::next_level(self.count)
-    }
-}
-
-/// See [`SumSquares`]. A launch for every 72 tensors of a type, and a level of their trees.
+/// See [`SumSquares`]. A launch for every 72 tensors of a type.
 pub(crate) fn sum_squares(cuda: &Cuda, op: SumSquares<'_, Cuda>) -> Result<()> {
+    const OP: &str = "sum_squares";
     op.check()?;
     let buffers = BufferCheck::by(OP, cuda);
     buffers.buffer("into", op.into)?;
-    let (mut open, mut all) = (Vec::with_capacity(op.tensors.len()), 0);
-    for &Squared { x, parts, at } in &op.tensors {
-        buffers.tensor("x", x)?;
-        let len = x.rows * x.cols / parts;
-        let count = squares::chunks::<Cuda>(len);
-        if parts.max(parts.saturating_mul(count)).max(at) >= 1 << 31 {
-            let got = format!("{parts} parts of {len} numbers");
-            return Err(Error::shape(OP, "x", got, "fewer than 2^31 chunks of 4096"));
-        }
-        open.push(Open { parts, count, at, first: all });
-        all += parts * count;
+    for tensor in &op.tensors {
+        buffers.tensor("x", tensor.x)?;
+        require_countable(OP, "chunks of x", tensor.skip / SumSquares::<Cuda>::CHUNK + tensor.chunks())?;
     }
-    let sums = cuda.device().alloc::<f64>(all)?;
-    sum_chunks(cuda, &op.tensors, &open, &sums)?;
-    close(cuda, open, sums, op.into)
-}
-
-/// Sums every chunk of all tensors.
-fn sum_chunks(cuda: &Cuda, tensors: &[Squared<'_, Cuda>], open: &[Open], sums: &Buffer<f64>) -> Result<()> {
+    let into = op.into.make_mut()?;
     for dtype in [DType::F32, DType::Bf16] {
-        let of_type =
-            tensors.iter().zip(open).filter(|(tensor, open)| tensor.x.dtype() == dtype && open.count > 0);
-        let args = of_type.map(|(&Squared { x, parts, .. }, open)| {
-            let all_chunks = parts * open.count;
+        let of_type = op.tensors.iter().filter(|x| x.x.dtype() == dtype && x.chunks() > 0);
+        let args = of_type.map(|tensor| {
+            let &Squared { x, part, skip, at } = tensor;
+            let all_chunks = tensor.chunks();
             let arg = ChunksArg {
                 x: match &x.data {
                     Data::F32(x) => x.get().address(),
                     Data::Bf16(x) => x.get().address(),
                 },
-                sums: address_of(sums, open.first),
-                len: (x.rows * x.cols / parts) as u64,
-                chunks: open.count as u32,
+                sums: address_of(into, at),
+                len: part as u64,
+                chunks: SumSquares::<Cuda>::chunks(part) as u32,
                 all_chunks: all_chunks as u32,
                 first_cta: 0,
-                unused: 0,
+                first_chunk: (skip / SumSquares::<Cuda>::CHUNK) as u32,
             };
             (arg, all_chunks.div_ceil(CHUNKS_PER_CTA))
         });
         each_list(OP, &args.collect::<Vec<_>>(), |list, ctas| {
             let kernel = cuda.device().kernel(&chunks_spec(dtype))?;
-            // SAFETY: `BufferCheck` held each x to parts · len values of the instance's type; `sums` has one for each part's each chunk.
+            // SAFETY: `BufferCheck` held each x to its values, of the instance's type; `check` each end of x to that of a chunk, and all
+            // chunks' places to `into`, none twice.
             unsafe { kernel.launch(launch(ctas), &[list]) }
         })?;
     }
     Ok(())
 }
 
-/// Adds the sums of all tensors, one level of their trees at a time.
-fn close(cuda: &Cuda, mut open: Vec<Open>, mut sums: Buffer<f64>, into: &mut Buf<f32>) -> Result<()> {
-    let (device, into) = (cuda.device(), into.make_mut()?);
+/// See [`CloseSquares`]. A launch for every 72 tensors, and a level of their trees.
+pub(crate) fn close_squares(cuda: &Cuda, op: CloseSquares<'_, Cuda>) -> Result<()> {
+    const OP: &str = "close_squares";
+    op.check()?;
+    let buffers = BufferCheck::by(OP, cuda);
+    (buffers.buffer("sums", op.sums)?, buffers.buffer("into", op.into)?);
+    for &ChunkSums { parts, chunks, at, .. } in &op.tensors {
+        require_countable(OP, "chunks", parts.max(parts.saturating_mul(chunks)).max(at))?;
+    }
+    let (device, into) = (cuda.device(), op.into.make_mut()?);
+    let (mut open, mut level) = (op.tensors, None);
     while !open.is_empty() {
+        let sums = level.as_ref().unwrap_or(op.sums.get());
         let (mut later, mut all) = (Vec::new(), 0);
-        for tensor in open.iter().filter(|tensor| tensor.groups() > 1) {
-            later.push(Open { count: tensor.groups(), first: all, ..*tensor });
-            all += tensor.parts * tensor.groups();
+        for tensor in &open {
+            let groups = squares::next_level(tensor.chunks);
+            if groups > 1 {
+                later.push(ChunkSums { first: all, chunks: groups, ..*tensor });
+                all += tensor.parts * groups;
+            }
         }
         let next = device.alloc::<f64>(all)?;
         let mut places = later.iter().map(|tensor| address_of(&next, tensor.first));
         let args = open.iter().map(|tensor| {
-            let groups = tensor.groups();
+            let groups = squares::next_level(tensor.chunks);
             let arg = SumsArg {
-                sums: address_of(&sums, tensor.first),
+                sums: address_of(sums, tensor.first),
                 out: if groups > 1 { places.next().unwrap_or_default() } else { 0 },
-                count: tensor.count as u32,
+                count: tensor.chunks as u32,
                 groups: groups as u32,
                 at: tensor.at as u32,
                 first_cta: 0,
@@ -174,9 +156,14 @@ fn close(cuda: &Cuda, mut open: Vec<Open>, mut sums: Buffer<f64>, into: &mut Buf
             // `into` from `at` on, which no other has (`check`). The kernel waits for those before it.
             unsafe { kernel.launch_early(launch(ctas), &[list, &*into]) }
         })?;
-        (open, sums) = (later, next);
+        (open, level) = (later, Some(next));
     }
     Ok(())
+}
+
+/// What a kernel counts with 32 bits.
+fn require_countable(op: &'static str, argument: &'static str, n: usize) -> Result<()> {
+    if n < 1 << 31 { Ok(()) } else { Err(Error::shape(op, argument, n, "fewer than 2^31")) }
 }
 
 fn address_of(sums: &Buffer<f64>, first: usize) -> u64 {

@@ -1,12 +1,16 @@
 //! Weights: the F32 master, its gradient, and the copies the products multiply with.
 
+mod slices;
+
+pub use slices::Slices;
+
 use crate::cx::{Cx, Shards};
 use crate::delayed::Spans;
 use crate::spec::{Init, ParamSpec, Part};
 use nibble_core::formats::{Purpose, Stream, fnv1a32};
 use nibble_core::ops::{GroupedWgrad, InitNormal, Planes, Quantize, SumShards, Transpose};
 use nibble_core::recipe::{Section, Site};
-use nibble_core::{Comm, DType, Data, Error, Groups, Kernels, Operand, Result, Tensor};
+use nibble_core::{Comm, DType, Data, Error, Groups, Kernels, Mesh, Operand, Result, Tensor};
 
 /// Which rows' gradients meet in a parameter, and where it lives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -19,6 +23,14 @@ pub enum Placement {
 }
 
 impl Placement {
+    /// Matrices on this rank.
+    pub fn stack(self) -> usize {
+        match self {
+            Self::Replicated => 1,
+            Self::Experts(local) => local,
+        }
+    }
+
     /// Copies of each matrix's gradient that a step adds up on a rank of these shards.
     pub fn shards<B: Kernels>(self, shards: &Shards<B>) -> usize {
         match self {
@@ -33,8 +45,10 @@ impl Placement {
 pub struct Param<B: Kernels> {
     /// Canonical name; for stacked experts, of the stack.
     pub name: String,
-    /// F32 `[rows, cols]`: this rank's part.
+    /// F32: the rows of [`Param::slices`] that this rank keeps.
     pub master: Tensor<B>,
+    /// Which rank keeps which rows, of the ranks that hold the same values.
+    pub slices: Slices,
     /// What the backward passes of a step add up to.
     pub gradient: Gradient<B>,
     /// What AdamW remembers; none in a model that is not trained.
@@ -44,14 +58,16 @@ pub struct Param<B: Kernels> {
     /// Whether weight decay applies (matrices, but not norms).
     pub decays: bool,
     shadow: Option<Shadow<B>>,
+    /// All rows, for passes that take them as they are, where this rank keeps some of them alone.
+    whole: Option<Tensor<B>>,
 }
 
-/// First and second moment of AdamW, both F32 or both BF16.
+/// First and second moment of AdamW, both F32 or both BF16, of the rows of the master.
 #[derive(Debug, Clone)]
 pub struct Moments<B: Kernels> {
-    /// `[rows, cols]`.
+    /// As the master.
     pub exp_avg: Tensor<B>,
-    /// `[rows, cols]`.
+    /// As the master.
     pub exp_avg_sq: Tensor<B>,
 }
 
@@ -75,9 +91,9 @@ impl Default for GradientPlan {
 #[derive(Debug, Clone)]
 pub struct Gradient<B: Kernels> {
     plan: GradientPlan,
-    /// `[rows, cols]`; where shards meet at the end of a step, of each matrix of a stack one a local shard.
+    /// As the master; where shards and ranks meet at the end of a step, of each whole matrix of a stack one a local shard.
     values: Option<Tensor<B>>,
-    /// The sum over shards and ranks, where it does not lie in `values`: `[rows, cols]`, F32. For the rest of the step.
+    /// The sum over shards and ranks, where it does not lie in `values`: as the master. For the rest of the step.
     sum: Option<Tensor<B>>,
     /// Whether anything was written since the step began.
     written: bool,
@@ -99,71 +115,68 @@ struct Shadow<B: Kernels> {
 }
 
 impl<B: Kernels> Param<B> {
-    /// A parameter with these values.
+    /// A parameter with these values, all of them on this rank.
     pub fn new(name: impl Into<String>, master: Tensor<B>, placement: Placement) -> Self {
+        let name = name.into();
+        let stack = placement.stack();
+        let slices = Slices::new(&name, (master.rows / stack.max(1), master.cols), stack, (0, 1));
+        Self::of_slice(name, slices, master, placement)
+    }
+
+    fn of_slice(name: String, slices: Slices, master: Tensor<B>, placement: Placement) -> Self {
         Self {
-            name: name.into(),
-            decays: master.rows > 1,
+            name,
+            decays: slices.num_rows() > 1,
             gradient: Gradient::default(),
             moments: None,
             master,
+            slices,
             placement,
             shadow: None,
+            whole: None,
         }
     }
 
-    /// The parameter of a description with its initial values: this rank's part, of so many ranks.
-    pub fn of(b: &B, seed: u64, spec: &ParamSpec, (rank, ranks): (usize, usize)) -> Result<Self> {
-        let (rows, cols) = spec.shape();
-        let local = spec.stack() / ranks.max(1);
-        let (placement, rows) = match spec.experts {
-            None => (Placement::Replicated, rows),
-            Some(_) => (Placement::Experts(local), local * rows),
+    /// The parameter of a description with its initial values: this rank's rows of them.
+    ///
+    /// # Errors
+    /// From the backend.
+    pub fn of(cx: &Cx<'_, B>, spec: &ParamSpec) -> Result<Self> {
+        let ((rows, cols), Mesh { all, ep, dp }) = (spec.shape(), cx.mesh);
+        let (placement, first, replicas) = match spec.experts {
+            None => (Placement::Replicated, 0, all),
+            Some(_) => {
+                let local = spec.stack() / ep.world().max(1);
+                (Placement::Experts(local), ep.rank() * local * rows, dp)
+            }
         };
-        match spec.init {
-            Init::Ones => Self::ones(b, spec.id.as_str(), cols),
-            Init::Normal(std) => Self::normal(b, seed, spec.id.as_str(), (rows, cols), std, placement, rank),
-        }
+        let (name, place) = (spec.id.to_string(), (replicas.rank(), replicas.world()));
+        let slices = Slices::new(&name, (rows, cols), placement.stack(), place);
+        let mine = slices.mine();
+        let master = match spec.init {
+            _ if mine.is_empty() => Tensor::zeros(cx.b, DType::F32, 0, cols)?,
+            Init::Ones => Tensor::from_f32(cx.b, &vec![1.0; mine.len() * cols], mine.len(), cols)?,
+            Init::Normal(std) => {
+                let stream = Stream::new(cx.seed, Purpose::Init, fnv1a32(&name), 0);
+                let first = ((first + mine.start) * cols) as u64;
+                InitNormal { stream, first, rows: mine.len(), cols, std }.run(cx.b)?
+            }
+        };
+        Ok(Self::of_slice(name, slices, master, placement))
     }
 
     /// The one weight of a part that every rank has whole.
     ///
     /// # Errors
     /// [`Error::Shape`] for a part that has others; from the backend.
-    pub fn only(b: &B, seed: u64, part: &Part) -> Result<Self> {
+    pub fn only(cx: &Cx<'_, B>, part: &Part) -> Result<Self> {
         match part.weights() {
-            [weight] if weight.experts.is_none() => Self::of(b, seed, weight, (0, 1)),
+            [weight] if weight.experts.is_none() => Self::of(cx, weight),
             weights => {
                 let got = format!("{} of {}", weights.len(), part.id);
                 Err(Error::shape("parameter", "weights", got, "one, of which every rank has the whole"))
             }
         }
-    }
-
-    /// A matrix of normal numbers; each element a function of (seed, name, its index in the whole tensor).
-    pub fn normal(
-        b: &B,
-        seed: u64,
-        name: impl Into<String>,
-        (rows, cols): (usize, usize),
-        std: f32,
-        placement: Placement,
-        rank: usize,
-    ) -> Result<Self> {
-        let name = name.into();
-        let stream = Stream::new(seed, Purpose::Init, fnv1a32(&name), 0);
-        let first = match placement {
-            Placement::Replicated => 0,
-            Placement::Experts(_) => (rank * rows * cols) as u64,
-        };
-        let master = InitNormal { stream, first, rows, cols, std }.run(b)?;
-        Ok(Self::new(name, master, placement))
-    }
-
-    /// A norm's weight: ones.
-    pub fn ones(b: &B, name: impl Into<String>, cols: usize) -> Result<Self> {
-        let master = Tensor::from_f32(b, &vec![1.0; cols], 1, cols)?;
-        Ok(Self::new(name, master, Placement::Replicated))
     }
 
     /// The id of the part it belongs to, of one that has a single weight.
@@ -173,9 +186,55 @@ impl<B: Kernels> Param<B> {
 
     /// Matrices stacked in it.
     pub fn stack(&self) -> usize {
-        match self.placement {
-            Placement::Replicated => 1,
-            Placement::Experts(local) => local,
+        self.placement.stack()
+    }
+
+    /// Rows and columns of all slices together.
+    pub fn shape(&self) -> (usize, usize) {
+        (self.slices.num_rows(), self.slices.cols())
+    }
+
+    /// All rows of the master, or of what is kept of each row beside it, of which this rank has `mine`: from every rank that keeps some.
+    ///
+    /// # Errors
+    /// From the backend and other ranks.
+    pub fn gathered(&self, b: &B, mesh: Mesh<'_, B>, mine: &Tensor<B>) -> Result<Tensor<B>> {
+        let (rows, cols) = self.shape();
+        if !self.slices.is_divided() {
+            return Ok(mine.clone());
+        }
+        let (bytes, of_value) = match &mine.data {
+            Data::F32(values) => (b.reinterpret(values)?, size_of::<f32>()),
+            Data::Bf16(values) => (b.reinterpret(values)?, size_of::<u16>()),
+        };
+        let mut all = b.alloc::<u8>(rows * cols * of_value)?;
+        self.replicas(mesh).all_gather_parts(b, &bytes, &self.slices.bytes(of_value), &mut all)?;
+        let data = match &mine.data {
+            Data::F32(_) => Data::F32(b.reinterpret(&all)?),
+            Data::Bf16(_) => Data::Bf16(b.reinterpret(&all)?),
+        };
+        Tensor::new(data, rows, cols)
+    }
+
+    /// Makes all rows there for passes that take them as they are.
+    ///
+    /// # Errors
+    /// From the backend and other ranks.
+    pub fn prepare_plain(&mut self, cx: &Cx<'_, B>) -> Result<()> {
+        if self.slices.is_divided() && self.whole.is_none() {
+            self.whole = Some(self.gathered(cx.b, cx.mesh, &self.master)?);
+        }
+        Ok(())
+    }
+
+    /// The weight, all of it, F32.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] before [`Param::prepare_plain`].
+    pub fn plain(&self) -> Result<&Tensor<B>> {
+        match self.slices.is_divided() {
+            false => Ok(&self.master),
+            true => self.whole.as_ref().ok_or_else(|| self.unprepared()),
         }
     }
 
@@ -185,7 +244,8 @@ impl<B: Kernels> Param<B> {
         let stack = self.stack();
         self.shadow = Some(match to.dtype() {
             Some(dtype) => {
-                let w = cx.cast(&self.master, dtype)?;
+                // As narrow as it is read.
+                let w = self.gathered(cx.b, cx.mesh, &cx.cast(&self.master, dtype)?)?;
                 let wt = match cx.training {
                     true => Some(Operand::Plain(Transpose { x: &w, stack }.run(cx.b)?)),
                     false => None,
@@ -199,8 +259,11 @@ impl<B: Kernels> Param<B> {
                 };
                 let scales = cx.earlier_scales((&self.name, "w"), to, (of, stack))?;
                 let delayed = scales.map(|(delayed, _)| delayed);
-                let op =
-                    Quantize { stack, delayed, ..Quantize::new(&self.master, to.codec()?, Planes::Tiles) };
+                let whole = match &self.whole {
+                    Some(whole) => whole.clone(),
+                    None => self.gathered(cx.b, cx.mesh, &self.master)?,
+                };
+                let op = Quantize { stack, delayed, ..Quantize::new(&whole, to.codec()?, Planes::Tiles) };
                 let tiles = op.run(cx.b)?;
                 cx.keep_quantized(&self.name, "w", &tiles, scales);
                 Shadow { w: tiles.take_rows("prepare")?, wt: tiles.cols }
@@ -211,7 +274,7 @@ impl<B: Kernels> Param<B> {
 
     /// Drops the copies: their memory is free until the next step, and the master has no other handle.
     pub fn release(&mut self) {
-        self.shadow = None;
+        (self.shadow, self.whole) = (None, None);
     }
 
     /// The weight as fprop takes it.
@@ -269,16 +332,16 @@ impl<B: Kernels> Param<B> {
             let got = format!("{} a second time in a step", self.name);
             return Err(Error::shape("add_gradient", "parameter", got, "one that is used once"));
         }
-        let replicas = self.replicas(cx);
         // Ranks, and a pass's own parts, are added in F32, before anything is rounded.
         let one_product = writes == Writes::Overwrites;
-        let alone = shards == 1 && (dtype == DType::F32 || (replicas.world() == 1 && one_product));
+        let alone = shards == 1 && !self.slices.is_divided() && (dtype == DType::F32 || one_product);
         if dtype == DType::Bf16 && !one_product && !at_once {
             let got = format!("bf16 for {}, whose passes add several times", self.name);
             return Err(Error::shape("add_gradient", "gradient", got, "f32"));
         }
         if at_once && !alone {
-            let (rows, cols) = (shards * self.master.rows, self.master.cols);
+            let (rows, cols) = self.shape();
+            let rows = shards * rows;
             let mut parts = match writes {
                 Writes::Overwrites | Writes::InParts => Tensor::unwritten(cx.b, DType::F32, rows, cols)?,
                 Writes::Adds => Tensor::zeros(cx.b, DType::F32, rows, cols)?,
@@ -292,19 +355,19 @@ impl<B: Kernels> Param<B> {
             clear(cx.b, values)?;
         }
         let made = pass(values, accumulate)?;
-        if at_once {
-            all_reduce(cx.b, replicas, values)?;
-        }
         self.gradient.written = true;
         Ok(made)
     }
 
     /// The buffer of the gradient, made now if it is not there.
-    fn values(&mut self, b: &B, parts: usize) -> Result<&mut Tensor<B>> {
+    fn values(&mut self, b: &B, shards: usize) -> Result<&mut Tensor<B>> {
         let values = match self.gradient.values.take() {
             Some(values) => values,
             None => {
-                Tensor::unwritten(b, self.gradient.plan.dtype, parts * self.master.rows, self.master.cols)?
+                let GradientPlan { dtype, at_once } = self.gradient.plan;
+                let (rows, cols) = self.shape();
+                let rows = if at_once { self.master.rows } else { shards * rows };
+                Tensor::unwritten(b, dtype, rows, cols)?
             }
         };
         Ok(self.gradient.values.insert(values))
@@ -312,19 +375,47 @@ impl<B: Kernels> Param<B> {
 
     /// Shards and ranks by one tree, into the gradient's buffer, rounded once.
     fn store_sum(&mut self, cx: &Cx<'_, B>, parts: &Tensor<B>, shards: usize) -> Result<()> {
-        let (replicas, stack) = (self.replicas(cx), self.stack());
-        let values = self.values(cx.b, 1)?;
-        if replicas.world() == 1 || values.dtype() == DType::F32 {
-            SumShards { x: parts, stack, shards, into: values }.run(cx.b)?;
-            all_reduce(cx.b, replicas, values)?;
-        } else {
-            let mut sum = Tensor::unwritten(cx.b, DType::F32, values.rows, values.cols)?;
-            SumShards { x: parts, stack, shards, into: &mut sum }.run(cx.b)?;
-            all_reduce(cx.b, replicas, &mut sum)?;
-            SumShards { x: &sum, stack: 1, shards: 1, into: values }.run(cx.b)?;
-        }
+        let (b, stack) = (cx.b, self.stack());
+        self.values(b, shards)?;
+        // Made just now, if it was not there.
+        let Some(mut values) = self.gradient.values.take() else { return Ok(()) };
+        let stored = match values.dtype() {
+            _ if !self.slices.is_divided() => SumShards { x: parts, stack, shards, into: &mut values }.run(b),
+            DType::F32 => self.sum_of_ranks(cx, parts, shards, &mut values),
+            DType::Bf16 => {
+                let mut sum = Tensor::unwritten(b, DType::F32, values.rows, values.cols)?;
+                self.sum_of_ranks(cx, parts, shards, &mut sum)?;
+                SumShards { x: &sum, stack: 1, shards: 1, into: &mut values }.run(b)
+            }
+        };
+        self.gradient.values = Some(values);
         self.gradient.written = true;
-        Ok(())
+        stored
+    }
+
+    /// The rows that this rank keeps of the sum over shards and ranks, F32.
+    fn sum_of_ranks(
+        &self,
+        cx: &Cx<'_, B>,
+        parts: &Tensor<B>,
+        shards: usize,
+        into: &mut Tensor<B>,
+    ) -> Result<()> {
+        let (b, stack, (rows, cols)) = (cx.b, self.stack(), self.shape());
+        let mut sum;
+        let of_rank = match (&parts.data, shards) {
+            (Data::F32(_), 1) => parts,
+            _ => {
+                sum = Tensor::unwritten(b, DType::F32, rows, cols)?;
+                SumShards { x: parts, stack, shards, into: &mut sum }.run(b)?;
+                &sum
+            }
+        };
+        let (values, places) = (of_rank.f32("reduce_scatter_tree", "gradient")?, self.slices.values());
+        match &mut into.data {
+            Data::F32(into) => self.replicas(cx.mesh).reduce_scatter_tree(b, values, &places, into),
+            Data::Bf16(_) => Err(Error::shape("reduce_scatter_tree", "gradient", "bf16", "f32")),
+        }
     }
 
     /// Copies of each matrix's gradient that a step adds up on this rank.
@@ -333,10 +424,10 @@ impl<B: Kernels> Param<B> {
     }
 
     /// The ranks that hold the same values, whose gradients are one sum.
-    fn replicas<'a>(&self, cx: &Cx<'a, B>) -> &'a dyn Comm<B> {
+    pub fn replicas<'a>(&self, mesh: Mesh<'a, B>) -> &'a dyn Comm<B> {
         match self.placement {
-            Placement::Replicated => cx.mesh.all,
-            Placement::Experts(_) => cx.mesh.dp,
+            Placement::Replicated => mesh.all,
+            Placement::Experts(_) => mesh.dp,
         }
     }
 
@@ -353,9 +444,8 @@ impl<B: Kernels> Param<B> {
 
     /// Makes the gradient's buffer, for so many shards on this rank, where the backend allocates now.
     pub fn place_gradient(&mut self, b: &B, plan: GradientPlan, shards: usize) -> Result<()> {
-        let parts = if plan.at_once { 1 } else { shards };
         self.gradient = Gradient { plan, ..Gradient::default() };
-        self.values(b, parts).map(drop)
+        self.values(b, shards).map(drop)
     }
 
     /// Makes the moments, both zero, where the backend allocates now.
@@ -366,29 +456,35 @@ impl<B: Kernels> Param<B> {
         Ok(())
     }
 
-    /// Brings the gradient's shards and ranks together, if that has not been done after its pass.
+    /// Brings the gradient's shards and ranks together, if that has not been done after its pass: each rank gets the rows that it keeps.
+    ///
+    /// # Errors
+    /// From the backend and other ranks.
     pub fn reduce_gradient(&mut self, cx: &Cx<'_, B>) -> Result<()> {
-        let (shards, replicas) = (self.shards(cx), self.replicas(cx));
-        let (rows, cols) = self.master.shape();
+        let (shards, stack) = (self.shards(cx), self.stack());
         let (GradientPlan { at_once, .. }, written) = (self.gradient.plan, self.gradient.written);
-        let stack = self.stack();
-        let values = self.values(cx.b, if at_once { 1 } else { shards })?;
+        let values = self.values(cx.b, shards)?;
         if !written {
             clear(cx.b, values)?;
         }
-        if shards == 1 && !at_once && (values.dtype() == DType::F32 || replicas.world() == 1) {
-            all_reduce(cx.b, replicas, values)?;
-        } else if !at_once {
+        self.gradient.written = true;
+        if at_once {
+            return Ok(());
+        }
+        let values = self.values(cx.b, shards)?.clone();
+        if self.slices.is_divided() || shards > 1 {
+            let (rows, cols) = self.master.shape();
             let mut sum = Tensor::unwritten(cx.b, DType::F32, rows, cols)?;
-            SumShards { x: values, stack, shards, into: &mut sum }.run(cx.b)?;
-            all_reduce(cx.b, replicas, &mut sum)?;
+            match self.slices.is_divided() {
+                true => self.sum_of_ranks(cx, &values, shards, &mut sum)?,
+                false => SumShards { x: &values, stack, shards, into: &mut sum }.run(cx.b)?,
+            }
             self.gradient.sum = Some(sum);
         }
-        self.gradient.written = true;
         Ok(())
     }
 
-    /// The sum over shards and ranks, `[rows, cols]`, after [`Param::reduce_gradient`].
+    /// The sum over shards and ranks, as the master, after [`Param::reduce_gradient`].
     pub fn reduced(&self) -> Option<&Tensor<B>> {
         let grad = self.gradient.sum.as_ref().or(self.gradient.values.as_ref());
         grad.filter(|grad| grad.shape() == self.master.shape())
@@ -416,9 +512,9 @@ impl<B: Kernels> Param<B> {
 /// What the optimizer reads and changes of a parameter.
 #[derive(Debug)]
 pub struct Optimized<'a, B: Kernels> {
-    /// F32 `[rows, cols]`.
+    /// F32: the rows that this rank keeps.
     pub master: &'a mut Tensor<B>,
-    /// Summed over shards and ranks, `[rows, cols]`.
+    /// Summed over shards and ranks, of the same rows.
     pub grad: &'a Tensor<B>,
     /// AdamW's.
     pub moments: &'a mut Moments<B>,
@@ -439,14 +535,5 @@ fn clear<B: Kernels>(b: &B, x: &mut Tensor<B>) -> Result<()> {
     match &mut x.data {
         Data::F32(values) => b.clear(values),
         Data::Bf16(values) => b.clear(values),
-    }
-}
-
-/// The sum over these ranks by a tree, in place. F32.
-fn all_reduce<B: Kernels>(b: &B, ranks: &dyn Comm<B>, x: &mut Tensor<B>) -> Result<()> {
-    match &mut x.data {
-        Data::F32(values) => ranks.all_reduce_tree(b, values),
-        Data::Bf16(_) if ranks.world() == 1 => Ok(()),
-        Data::Bf16(_) => Err(Error::shape("all_reduce", "gradient", "bf16", "f32")),
     }
 }
