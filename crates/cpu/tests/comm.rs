@@ -334,7 +334,7 @@ fn parts_that_do_not_fit_fail_all_ranks() {
     sum_with(&[0..2, 2..4], 2, 3);
     let all = ranks(2, |cpu, comm| {
         // Rank 1 takes its part for one byte longer than rank 0 does.
-        let parts = [vec![0..1], vec![1..2 + rank_of(&comm)]];
+        let parts = [0..1, 1..2 + rank_of(&comm)].map(|part| Vec::from([part]));
         let mine = cpu.upload(&vec![7u8; 1 + rank_of(&comm)]).unwrap();
         why(comm.all_gather_parts(cpu, &mine, &parts, &mut cpu.zeros(3).unwrap()))
     });

@@ -11,7 +11,7 @@ use nibble_train::config::Config;
 use nibble_train::delayed::{History, Spans};
 use nibble_train::metrics::Metrics;
 use nibble_train::trainer::Trainer;
-use rig::{SOLO, recipe_file, small, state, state_on, train, train_alone, with_recipe};
+use rig::{SOLO, recipe_file, small, state_on, train, train_alone, with_recipe};
 use std::path::Path;
 
 /// The small run under scales of earlier steps, most with a short history.

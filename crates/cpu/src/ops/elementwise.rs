@@ -1,5 +1,5 @@
 //! See [`nibble_core::ops::Cast`], [`nibble_core::ops::InitNormal`], [`nibble_core::ops::Add`],
-//! [`nibble_core::ops::SumShards`] and [`nibble_core::ops::SumSquares`].
+//! [`nibble_core::ops::SumShards`], [`nibble_core::ops::SumSquares`] and [`nibble_core::ops::CloseSquares`].
 //!
 //! Each body here is one loop without branches; compiled for each instruction set it is specification and fast path.
 

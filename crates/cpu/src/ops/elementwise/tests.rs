@@ -239,8 +239,22 @@ fn squares_are_summed_in_double_precision_part_by_part() {
     let cpu = Cpu::new(1).unwrap();
     let t = Tensor::from_f32(&cpu, &[1.0; 6], 6, 1).unwrap();
     let mut into = cpu.zeros(4).unwrap();
-    let e = SumSquares { tensors: vec![Squared { x: &t, parts: 4, at: 0 }], into: &mut into }
-        .run(&cpu)
-        .unwrap_err();
-    assert!(e.to_string().contains("`parts` is 4"), "{e}");
+    let mut error = |part, skip, at| {
+        let tensors = vec![Squared { x: &t, part, skip, at }];
+        SumSquares { tensors, into: &mut into }.run(&cpu).unwrap_err().to_string()
+    };
+    for (part, skip, at, why) in [
+        (4, 0, 0, "`end of x` is 6"),
+        (9000, 4095, 0, "`skip` is 4095"),
+        (4096, 4096, 0, "`skip` is 4096"),
+        (3, 0, 3, "`end of the sums` is 5"),
+    ] {
+        let error = error(part, skip, at);
+        assert!(error.contains(why), "{error}");
+    }
+    let sums = cpu.zeros(4).unwrap();
+    let mut into = cpu.zeros(2).unwrap();
+    let tensors = vec![ChunkSums { first: 1, parts: 2, chunks: 2, at: 0 }];
+    let error = CloseSquares { sums: &sums, tensors, into: &mut into }.run(&cpu).unwrap_err().to_string();
+    assert!(error.contains("`end of the chunks` is 5"), "{error}");
 }

@@ -120,7 +120,8 @@ pub(crate) fn close_squares(cuda: &Cuda, op: CloseSquares<'_, Cuda>) -> Result<(
     const OP: &str = "close_squares";
     op.check()?;
     let buffers = BufferCheck::by(OP, cuda);
-    (buffers.buffer("sums", op.sums)?, buffers.buffer("into", op.into)?);
+    buffers.buffer("sums", op.sums)?;
+    buffers.buffer("into", op.into)?;
     for &ChunkSums { parts, chunks, at, .. } in &op.tensors {
         require_countable(OP, "chunks", parts.max(parts.saturating_mul(chunks)).max(at))?;
     }
