@@ -42,15 +42,27 @@ fn tensor<'a>(name: &str, shape: &[usize], data: &'a [f32]) -> Described<'a> {
 /// Writes a checkpoint of these tensors, each in one piece.
 fn save_all(
     store: &Store,
+    tensors: [&[Described<'_>]; 2],
+    position: Position,
+    keep: usize,
+) -> Result<PathBuf, Error> {
+    save_in_files(store, tensors, position, keep, 0)
+}
+
+/// The same in files of so many bytes of values.
+fn save_in_files(
+    store: &Store,
     [model, optim]: [&[Described<'_>]; 2],
     position: Position,
     keep: usize,
+    file_bytes: usize,
 ) -> Result<PathBuf, Error> {
     let specs = |tensors: &[Described<'_>]| tensors.iter().map(|(spec, _)| spec.clone()).collect();
     let outline = Outline {
         model: specs(model),
         optim: specs(optim),
         scales: Vec::new(),
+        file_bytes,
         config_json: "{\"model_type\": \"qwen3_moe\"}".into(),
         tokenizer_json: Tokenizer::Bytes.to_json(),
         position,
@@ -103,6 +115,39 @@ fn what_is_written_comes_back_to_the_last_bit() -> Outcome {
     assert_eq!(bits, [f32::NAN, -0.0, f32::MIN_POSITIVE / 2.0].map(f32::to_bits));
     model.finish()?;
     assert_eq!(checkpoint.file("config.json")?, b"{\"model_type\": \"qwen3_moe\"}");
+    Ok(())
+}
+
+/// A large model lies in several files, which an index names; what is read does not depend on that, and damage to any is told.
+#[test]
+fn tensors_in_several_files_come_back_the_same() -> Outcome {
+    let (run, a) = (tempfile::tempdir()?, weights(3));
+    let names: Vec<String> = (0..5).map(|i| format!("model.{i}")).collect();
+    let model: Vec<Described<'_>> = names.iter().map(|name| tensor(name, &[6, 4], &a)).collect();
+    let optim = [tensor("model.0.exp_avg", &[24], &a)];
+    let path = save_in_files(&Store::open(run.path())?, [&model, &optim], position(3)?, 0, 2 * 24 * 4)?;
+    let file = |i: usize| format!("model-{i:05}-of-00003.safetensors");
+    let index: serde_json::Value =
+        serde_json::from_slice(&fs::read(path.join("model.safetensors.index.json"))?)?;
+    assert_eq!(index["metadata"]["total_size"], 5 * 24 * 4);
+    for (i, name) in names.iter().enumerate() {
+        assert_eq!(index["weight_map"][name], file(i / 2 + 1));
+    }
+    for i in 1..=3 {
+        let bytes = fs::read(path.join(file(i)))?;
+        let there = safetensors::SafeTensors::deserialize(&bytes)?;
+        assert_eq!(there.len(), if i == 3 { 1 } else { 2 });
+    }
+    assert!(path.join("optim.safetensors").exists() && !path.join("optim.safetensors.index.json").exists());
+    let checkpoint = latest_valid(run.path())?.checkpoint.ok_or("no checkpoint found")?;
+    let mut tensors = checkpoint.model()?;
+    for name in &names {
+        assert_eq!(tensors.take(name, &[6, 4])?, a);
+    }
+    tensors.finish()?;
+    fs::remove_file(path.join(file(2)))?;
+    let latest = latest_valid(run.path())?;
+    assert!(latest.checkpoint.is_none() && latest.rejected[0].why.to_string().contains(&file(2)));
     Ok(())
 }
 

@@ -12,7 +12,7 @@ enum Shows {
     File(&'static str),
     /// In the values of this name in the lines of the metrics.
     Metric(&'static str),
-    /// In which checkpoints there are.
+    /// In which checkpoints there are, and which files they have.
     Checkpoints,
     /// In how many lines of the console begin so.
     Console(&'static str),
@@ -80,6 +80,7 @@ fn cases() -> Vec<Case> {
         ("checkpoint.every", &[], "1", Checkpoints),
         ("checkpoint.keep", OFTEN, "1", Checkpoints),
         ("checkpoint.at_end", &["checkpoint.every=3"], "false", Checkpoints),
+        ("checkpoint.file_mib", &["model.vocab_size=8192"], "1", Checkpoints),
         ("checkpoint.host_gib", &[], "1", Nowhere("how long a step waits for a checkpoint that is large")),
         ("run.dir", &[], "", Nowhere("every case here sets it")),
         ("run.device", &[], "auto", Nowhere("which devices there are")),
@@ -115,7 +116,15 @@ fn left(place: &Place, dir: &str, shows: &Shows, sets: &[&str]) -> String {
             let lines = text.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
             lines.filter_map(|line| line.get(name).map(ToString::to_string)).collect::<Vec<_>>().join(" ")
         }
-        Shows::Checkpoints => format!("{:?}", names()),
+        Shows::Checkpoints => {
+            let of = |name: String| {
+                let files =
+                    std::fs::read_dir(place.path(dir).join("checkpoints").join(&name)).into_iter().flatten();
+                let files = files.map(|file| file.unwrap().file_name().into_string().unwrap());
+                (name, files.collect::<BTreeSet<_>>())
+            };
+            format!("{:?}", names().into_iter().map(of).collect::<Vec<_>>())
+        }
         Shows::Console(start) => done.stdout.lines().filter(|l| l.starts_with(start)).count().to_string(),
         Shows::Runs | Shows::Nowhere(_) => String::new(),
     }
@@ -162,6 +171,7 @@ fn what_decides_nothing_is_refused_where_it_stands_unless_a_run_has_stored_it() 
         (&["eval.every=0", "eval.batches=3"], "eval.batches"),
         (&["checkpoint.every=0", "checkpoint.at_end=false", "checkpoint.keep=7"], "checkpoint.keep"),
         (&["checkpoint.every=0", "checkpoint.at_end=false", "checkpoint.host_gib=7"], "checkpoint.host_gib"),
+        (&["checkpoint.every=0", "checkpoint.at_end=false", "checkpoint.file_mib=7"], "checkpoint.file_mib"),
     ] {
         assert!(refused(sets, key).contains("decides nothing"), "{key}");
     }

@@ -278,6 +278,7 @@ fn poison(place: &Place, step: u64) {
         model: specs(&model),
         optim: specs(&optim),
         scales: Vec::new(),
+        file_bytes: 0,
         config_json: "{}".into(),
         tokenizer_json: "{}".into(),
         position: checkpoint.position().clone(),

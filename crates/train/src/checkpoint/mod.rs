@@ -2,8 +2,9 @@
 //!
 //! ```text
 //! RUN/checkpoints/step-00001000/
-//!   model.safetensors   F32 masters under the names of the model's family
-//!   optim.safetensors   NAME.exp_avg, NAME.exp_avg_sq
+//!   model.safetensors   F32 masters under the names of the model's family; of a large model model-00001-of-00003.safetensors and so on,
+//!                       and model.safetensors.index.json, which says what is where
+//!   optim.safetensors   NAME.exp_avg, NAME.exp_avg_sq; likewise
 //!   scales.safetensors  NAME.amax_history, where a recipe has scales of earlier steps
 //!   config.json         the model's sizes, as its family says them; written for others, never read here
 //!   tokenizer.json      the tokenizer, as `tokenizers` reads it
@@ -16,6 +17,7 @@
 //! removes. Tensors are logical, so the number of ranks may change between runs.
 
 mod digest;
+mod divided;
 mod files;
 mod header;
 mod state;
@@ -26,6 +28,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 pub(crate) use digest::sha256_hex;
+pub(crate) use divided::divided;
 pub use files::TensorSpec;
 pub use header::{header, little_endian, metadata};
 pub use state::{FileEntry, Position, State};
@@ -38,14 +41,16 @@ use crate::tokenizer::transformers_tokenizer;
 use files::{OpenFile, sync_dir, write_synced, write_tensors};
 use state::STATE_FILE;
 
-/// The files that every checkpoint has, in the order they are written.
+/// The files that a checkpoint of a small model has, in the order they are written.
 pub const FILES: [&str; 6] =
     [MODEL_FILE, OPTIM_FILE, CONFIG_FILE, TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, STATE_FILE];
 /// The directory of the checkpoints in that of a run.
 pub(crate) const DIR: &str = "checkpoints";
+const MODEL: &str = "model";
+const OPTIM: &str = "optim";
+const SCALES: &str = "scales";
 const MODEL_FILE: &str = "model.safetensors";
 const OPTIM_FILE: &str = "optim.safetensors";
-const SCALES_FILE: &str = "scales.safetensors";
 const CONFIG_FILE: &str = "config.json";
 const TOKENIZER_FILE: &str = "tokenizer.json";
 const TOKENIZER_CONFIG_FILE: &str = "tokenizer_config.json";
@@ -64,6 +69,8 @@ pub struct Outline {
     pub optim: Vec<TensorSpec>,
     /// Histories of delayed scales, in order of their names; without any there is no such file.
     pub scales: Vec<TensorSpec>,
+    /// Bytes of values in a file of tensors, at most; 0: all of a kind in one.
+    pub file_bytes: usize,
     /// `config.json`.
     pub config_json: String,
     /// `tokenizer.json`.
@@ -221,16 +228,22 @@ fn write_all<P: AsRef<[f32]>>(
     outline: &Outline,
     next: &mut dyn FnMut() -> Result<P>,
 ) -> Result<()> {
-    let Outline { model, optim, scales, config_json, tokenizer_json, position } = outline;
+    let Outline { model, optim, scales, file_bytes, config_json, tokenizer_json, position } = outline;
     reach(Point::CheckpointBegins)?;
     fs::create_dir_all(dir).map_err(Error::io(dir))?;
     let mut entries = Vec::new();
-    let files = [(MODEL_FILE, model), (OPTIM_FILE, optim), (SCALES_FILE, scales)];
-    for (name, tensors) in
-        files.into_iter().filter(|(name, tensors)| *name != SCALES_FILE || !tensors.is_empty())
+    let kinds = [(MODEL, model), (OPTIM, optim), (SCALES, scales)];
+    for (kind, tensors) in kinds.into_iter().filter(|(kind, tensors)| *kind != SCALES || !tensors.is_empty())
     {
-        entries.push(write_tensors(dir, name, tensors, next)?);
-        reach(Point::FileWritten)?;
+        let files = divided(tensors, |spec| spec, *file_bytes);
+        for (number, tensors) in files.iter().enumerate() {
+            entries.push(write_tensors(dir, &divided::name_of(kind, number, files.len()), tensors, next)?);
+            reach(Point::FileWritten)?;
+        }
+        if files.len() > 1 {
+            let index = divided::index(kind, &files);
+            entries.push(write_synced(dir, &divided::index_name(kind), index.as_bytes())?);
+        }
     }
     let tokenizer_config = transformers_tokenizer();
     for (name, text) in [
@@ -364,8 +377,7 @@ impl Checkpoint {
     /// [`Error::Checkpoint`] where the file cannot be read, or holds no tensors of F32. Whether it is what was written
     /// [`Tensors::finish`] says.
     pub fn model(&self) -> Result<Tensors> {
-        let (entry, file) = self.required(MODEL_FILE)?;
-        Tensors::open(file, entry, self.checks)
+        self.tensors(MODEL)?.ok_or_else(|| self.has_no(MODEL_FILE))
     }
 
     /// The optimizer's moments.
@@ -373,8 +385,7 @@ impl Checkpoint {
     /// # Errors
     /// As [`Checkpoint::model`].
     pub fn optim(&self) -> Result<Tensors> {
-        let (entry, file) = self.required(OPTIM_FILE)?;
-        Tensors::open(file, entry, self.checks)
+        self.tensors(OPTIM)?.ok_or_else(|| self.has_no(OPTIM_FILE))
     }
 
     /// Histories of delayed scales, of a run that had any.
@@ -382,7 +393,7 @@ impl Checkpoint {
     /// # Errors
     /// As [`Checkpoint::model`].
     pub fn scales(&self) -> Result<Option<Tensors>> {
-        self.find(SCALES_FILE).map(|(entry, file)| Tensors::open(file, entry, self.checks)).transpose()
+        self.tensors(SCALES)
     }
 
     /// The bytes of a file of the checkpoint, verified as they are read.
@@ -394,12 +405,20 @@ impl Checkpoint {
         file.read_checked(entry)
     }
 
-    fn find(&self, name: &str) -> Option<(&FileEntry, &OpenFile)> {
-        self.state.files.iter().zip(&self.files).find(|(entry, _)| entry.name == name)
+    /// The tensors of this kind, in whatever files they are; none where there is no such file.
+    fn tensors(&self, kind: &str) -> Result<Option<Tensors>> {
+        let files = self.state.files.iter().zip(&self.files);
+        let files: Vec<_> = files.filter(|(entry, _)| divided::is_of_kind(&entry.name, kind)).collect();
+        if files.is_empty() { Ok(None) } else { Tensors::open(&self.path, &files, self.checks).map(Some) }
     }
 
     fn required(&self, name: &str) -> Result<(&FileEntry, &OpenFile)> {
-        self.find(name).ok_or_else(|| Error::checkpoint(&self.path, format!("has no file `{name}`")))
+        let mut files = self.state.files.iter().zip(&self.files);
+        files.find(|(entry, _)| entry.name == name).ok_or_else(|| self.has_no(name))
+    }
+
+    fn has_no(&self, name: &str) -> Error {
+        Error::checkpoint(&self.path, format!("has no file `{name}`"))
     }
 }
 

@@ -13,19 +13,21 @@ use std::thread::{Builder, JoinHandle};
 /// The longest description of tensors that is believed; safetensors' own limit.
 const LONGEST_HEADER: u64 = 100_000_000;
 
-/// Tensors of a file of a checkpoint; each can be taken once, and at the end none may be left. While they are read another
-/// thread compares the file with its checksum, unless another rank does: what was taken counts once [`Tensors::finish`] has said so.
+/// Tensors of one kind of a checkpoint, in one file or several; each can be taken once, and at the end none may be left. While they are read
+/// other threads compare the files with their checksums, unless another rank does: what was taken counts once [`Tensors::finish`] has said so.
 #[derive(Debug)]
 pub struct Tensors {
+    /// The file, or the directory of several.
     path: PathBuf,
-    file: File,
+    files: Vec<(PathBuf, File)>,
     tensors: BTreeMap<String, Stored>,
-    checked: Option<JoinHandle<Result<()>>>,
+    checked: Vec<JoinHandle<Result<()>>>,
 }
 
-/// Where a tensor's values lie in its file.
+/// Where a tensor's values lie: in which file, and where in that.
 #[derive(Debug)]
 pub(crate) struct Stored {
+    file: usize,
     shape: Vec<usize>,
     start: u64,
 }
@@ -38,13 +40,23 @@ impl Stored {
 }
 
 impl Tensors {
-    /// The file.
+    /// The file, or the directory of several.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Opens a safetensors file of F32 tensors. `checks`: compares it with its checksum meanwhile.
-    pub(super) fn open(open: &OpenFile, entry: &FileEntry, checks: bool) -> Result<Self> {
+    /// Opens safetensors files of F32 tensors, one at least. `checks`: compares them with their checksums meanwhile.
+    pub(super) fn open(dir: &Path, files: &[(&FileEntry, &OpenFile)], checks: bool) -> Result<Self> {
+        let path = match files {
+            [(_, one)] => one.path().to_owned(),
+            _ => dir.to_owned(),
+        };
+        let mut all = Self { path, files: Vec::new(), tensors: BTreeMap::new(), checked: Vec::new() };
+        files.iter().try_for_each(|(entry, open)| all.add(entry, open, checks))?;
+        Ok(all)
+    }
+
+    fn add(&mut self, entry: &FileEntry, open: &OpenFile, checks: bool) -> Result<()> {
         let (open, path) = (open.again()?, open.path().to_owned());
         let mut file = open.values.try_clone().map_err(|e| unreadable(&path, e))?;
         file.seek(SeekFrom::Start(0)).map_err(|e| unreadable(&path, e))?;
@@ -53,19 +65,23 @@ impl Tensors {
         if end != Some(file.metadata().map_err(|e| unreadable(&path, e))?.len()) {
             return Err(Error::checkpoint(&path, "is damaged: its tensors do not fill it"));
         }
-        let mut tensors = BTreeMap::new();
         for (name, info) in metadata.tensors() {
             if info.dtype != Dtype::F32 {
                 let why = format!("tensor `{name}` is {:?}, expected F32", info.dtype);
                 return Err(Error::checkpoint(&path, why));
             }
             let start = begin + info.data_offsets.0 as u64;
-            tensors.insert(name, Stored { shape: info.shape.clone(), start });
+            let stored = Stored { file: self.files.len(), shape: info.shape.clone(), start };
+            if self.tensors.insert(name.clone(), stored).is_some() {
+                return Err(Error::checkpoint(&path, format!("has tensor `{name}`, as another file has")));
+            }
         }
         let entry = entry.clone();
         let check = || Builder::new().name("checkpoint checksum".into()).spawn(move || open.verify(&entry));
         let checked = checks.then(check).transpose().map_err(nibble_core::Error::not_started)?;
-        Ok(Self { path, file, tensors, checked })
+        self.files.push((path, file));
+        self.checked.extend(checked);
+        Ok(())
     }
 
     /// Names and shapes of the tensors not yet taken, in order of their names.
@@ -109,17 +125,18 @@ impl Tensors {
     /// Reads the values from index `at` on, which are there.
     pub(crate) fn read(&mut self, stored: &Stored, at: usize, to: &mut [f32]) -> Result<()> {
         let place = SeekFrom::Start(stored.start + (at * size_of::<f32>()) as u64);
-        let read = self.file.seek(place).and_then(|_| self.file.read_exact(bytemuck::cast_slice_mut(to)));
-        read.map_err(|e| unreadable(&self.path, e))?;
+        let (path, file) = &mut self.files[stored.file];
+        let read = file.seek(place).and_then(|_| file.read_exact(bytemuck::cast_slice_mut(to)));
+        read.map_err(|e| unreadable(path, e))?;
         // The file's bytes are little-endian everywhere.
         to.iter_mut().for_each(|x| *x = f32::from_bits(u32::from_le(x.to_bits())));
         Ok(())
     }
 
-    /// Checks that the file is what was written, and that every tensor was taken: one that was not belongs to another model.
+    /// Checks that the files are what was written, and that every tensor was taken: one that was not belongs to another model.
     ///
     /// # Errors
-    /// [`Error::Checkpoint`] naming the file, or the first of the others.
+    /// [`Error::Checkpoint`] naming a file, or the first of the others.
     pub fn finish(mut self) -> Result<()> {
         self.check()?;
         match self.tensors.keys().next() {
@@ -140,13 +157,12 @@ impl Tensors {
         self.check()
     }
 
-    /// Waits until the file has been compared with its checksum.
+    /// Waits until the files have been compared with their checksums.
     fn check(&mut self) -> Result<()> {
-        match self.checked.take().map(JoinHandle::join) {
-            Some(Err(panic)) => std::panic::resume_unwind(panic),
-            Some(Ok(checked)) => checked,
-            None => Ok(()),
-        }
+        let join = |checked: JoinHandle<Result<()>>| {
+            checked.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        };
+        self.checked.drain(..).try_for_each(join)
     }
 }
 

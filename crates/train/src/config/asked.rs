@@ -100,6 +100,7 @@ impl Config {
         for (key, value, usual) in [
             ("checkpoint.keep", c.keep, default.checkpoint.keep),
             ("checkpoint.host_gib", c.host_gib, default.checkpoint.host_gib),
+            ("checkpoint.file_mib", c.file_mib, default.checkpoint.file_mib),
         ] {
             add(
                 none && value != usual,

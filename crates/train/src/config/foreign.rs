@@ -300,6 +300,7 @@ const NAMES: &[(Meaning, &[&str])] = &[
         ],
     ),
     (Key("checkpoint.keep"), &["save_total_limit", "keep_latest_k", "keep_last"]),
+    (Key("checkpoint.file_mib"), &["max_shard_size", "shard_size"]),
     (
         Key("run.dir"),
         &[

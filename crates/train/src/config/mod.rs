@@ -351,11 +351,13 @@ pub struct CheckpointConfig {
     /// kept until the run ends. A checkpoint that fits is copied while the next step computes; a larger one holds that step's
     /// optimizer up, as long as the disk takes for the rest.
     pub host_gib: usize,
+    /// MiB of values in a file of tensors, at most; 0 = all in one. A tensor that is larger has a file of its own.
+    pub file_mib: usize,
 }
 
 impl Default for CheckpointConfig {
     fn default() -> Self {
-        Self { every: 100, keep: 2, at_end: true, host_gib: 16 }
+        Self { every: 100, keep: 2, at_end: true, host_gib: 16, file_mib: 5120 }
     }
 }
 

@@ -11,7 +11,7 @@
 use super::Trainer;
 use super::collect::collect;
 use super::pieces::{Piece, Pieces, Pool, Stopped};
-use crate::checkpoint::{Outline, Store, TensorSpec};
+use crate::checkpoint::{Outline, Store, TensorSpec, divided};
 use crate::delayed::DelayedSite;
 use crate::error::Result;
 use crate::family::Named;
@@ -128,6 +128,22 @@ struct FileTensor {
     first: usize,
 }
 
+/// The tensors of a checkpoint.
+#[derive(Debug)]
+struct Files {
+    /// Weights, moments, and histories of scales.
+    kinds: [Vec<FileTensor>; 3],
+    /// Bytes of a file's values, at most; 0: all of a kind in one.
+    most_bytes: usize,
+}
+
+impl Files {
+    /// The tensors of each file, in the order they are written.
+    fn of_tensors(&self) -> impl Iterator<Item = &[FileTensor]> {
+        self.kinds.iter().flat_map(|kind| divided(kind, |source| &source.spec, self.most_bytes))
+    }
+}
+
 /// Values of a file.
 fn num_values(file: &[FileTensor]) -> usize {
     file.iter().map(|source| source.spec.num_values()).sum()
@@ -164,7 +180,7 @@ fn scale_sources(sites: &[DelayedSite], mesh: MeshShape) -> Vec<FileTensor> {
 /// Copies everything from this rank's device, which is the only one.
 fn copy<B: Kernels>(
     b: &B,
-    (files, piece): (&[Vec<FileTensor>], usize),
+    (files, piece): (&Files, usize),
     tensors: &HashMap<(usize, Part), Tensor<B>>,
     mut pieces: Pieces<B>,
     mut narrow: Option<Piece<B>>,
@@ -172,7 +188,7 @@ fn copy<B: Kernels>(
     if pieces.reach(Point::CopyBegins).is_err() {
         return;
     }
-    for file in files {
+    for file in files.of_tensors() {
         pieces.begin(num_values(file));
         for runs in cut(file, piece) {
             if let Err(Stopped) = pieces.take_whole(|to| copy_values(b, tensors, &runs, to, &mut narrow)) {
@@ -276,9 +292,10 @@ impl<B: Kernels> Trainer<'_, B> {
         let pool = self.pool(&files);
         let writer = store.map(|store| {
             let [model, optim, scales] =
-                [0, 1, 2].map(|i| files[i].iter().map(|source| source.spec.clone()).collect());
+                files.kinds.each_ref().map(|kind| kind.iter().map(|source| source.spec.clone()).collect());
             let (config_json, tokenizer_json) = (self.config_json(), self.tokenizer().to_json());
-            let outline = Outline { model, optim, scales, config_json, tokenizer_json, position };
+            let file_bytes = files.most_bytes;
+            let outline = Outline { model, optim, scales, file_bytes, config_json, tokenizer_json, position };
             self.start_writer(store.clone(), outline, pool.limit())
         });
         let pieces = match writer.transpose()? {
@@ -350,18 +367,20 @@ impl<B: Kernels> Trainer<'_, B> {
     }
 
     /// What the files of tensors hold. Buffers have been made.
-    fn files(&mut self) -> [Vec<FileTensor>; 3] {
+    fn files(&mut self) -> Files {
         let named = self.rank.model.named_tensors();
         let delayed = self.rank.buffers.as_ref().and_then(|buffers| buffers.delayed());
         let mesh = self.rank.context.mesh.shape();
         let scales = delayed.map(|delayed| scale_sources(delayed.sites.borrow().sites(), mesh));
         let moments = [Part::ExpAvg, Part::ExpAvgSq];
-        [sources(&named, &[Part::Master]), sources(&named, &moments), scales.unwrap_or_default()]
+        let kinds = [sources(&named, &[Part::Master]), sources(&named, &moments), scales.unwrap_or_default()];
+        let most_bytes = self.rank.context.config.checkpoint.file_mib.saturating_mul(1 << 20);
+        Files { kinds, most_bytes }
     }
 
-    fn pool(&mut self, files: &[Vec<FileTensor>]) -> Arc<Pool<B>> {
+    fn pool(&mut self, files: &Files) -> Arc<Pool<B>> {
         let host_bytes = self.rank.context.config.checkpoint.host_gib.saturating_mul(1 << 30);
-        let values = files.iter().map(|file| num_values(file)).sum();
+        let values = files.kinds.iter().map(|kind| num_values(kind)).sum();
         let make = || Arc::new(Pool::new(self.rank.context.b, values, host_bytes));
         self.saving.pool.get_or_insert_with(make).clone()
     }
@@ -379,26 +398,20 @@ impl<B: Kernels> Trainer<'_, B> {
     }
 
     /// Brings the files' values together, piece by piece; the first rank sends them on to be written.
-    fn gather_all(
-        &mut self,
-        files: &[Vec<FileTensor>],
-        piece: usize,
-        mut pieces: Option<Pieces<B>>,
-    ) -> Result<()> {
+    fn gather_all(&mut self, files: &Files, piece: usize, mut pieces: Option<Pieces<B>>) -> Result<()> {
         let (b, mesh, expert_parts) =
             (self.rank.context.b, self.rank.context.mesh, self.rank.context.expert_parts());
         let delayed = self.rank.buffers.as_ref().and_then(|buffers| buffers.delayed());
         let params = self.rank.model.params();
         reach(Point::CopyBegins)?;
-        let scales =
-            match delayed.filter(|_| files.iter().flatten().any(|source| source.of.1 == Part::Scales)) {
-                Some(delayed) => {
-                    let of_ranks = b.download(&mesh.all.all_gather(b, &delayed.records)?)?;
-                    delayed.in_order(&of_ranks, mesh.shape(), expert_parts)
-                }
-                None => Vec::new(),
-            };
-        for file in files {
+        let scales = match delayed.filter(|_| !files.kinds[2].is_empty()) {
+            Some(delayed) => {
+                let of_ranks = b.download(&mesh.all.all_gather(b, &delayed.records)?)?;
+                delayed.in_order(&of_ranks, mesh.shape(), expert_parts)
+            }
+            None => Vec::new(),
+        };
+        for file in files.of_tensors() {
             if let Some(pieces) = &mut pieces {
                 pieces.begin(num_values(file));
             }

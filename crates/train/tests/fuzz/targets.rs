@@ -255,6 +255,7 @@ fn whole() -> &'static Files {
             model: vec![tensor("a"), tensor("b")],
             optim: vec![tensor("a.exp_avg"), tensor("a.exp_avg_sq")],
             scales: vec![],
+            file_bytes: 0,
             config_json: "{}".into(),
             tokenizer_json: "{}".into(),
             position,
