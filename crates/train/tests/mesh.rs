@@ -139,6 +139,13 @@ fn the_way_to_combine_decides_the_last_bits_and_no_more() {
         for (a, b) in slots.losses.iter().zip(&tree.losses) {
             assert!((a - b).abs() <= most * a, "{recipe}: {a} and {b}");
         }
+        // An evaluation of the same weights sums as training does.
+        let nats = ["slots", "tree"].map(|way| {
+            let way = format!("train.combine={way}");
+            let config = small(recipe, &[&DIVIDED[..], &["model.top_k=5", &*way]].concat());
+            Trainer::new(&cpu(), &SOLO, &config).unwrap().evaluate(1).unwrap().to_bits()
+        });
+        assert_ne!(nats[0], nats[1], "{recipe}");
         let [slots, tree] = ["slots", "tree"].map(|way| of("model.top_k=2", way));
         slots.assert_same(&tree, &format!("{recipe}: two rows have one sum"));
     }
@@ -260,8 +267,9 @@ fn few_held_out(dir: &Path) -> [String; 2] {
 fn evaluations_keep_the_bits() {
     let dir = tempfile::tempdir().unwrap();
     let [source, held_out] = few_held_out(dir.path());
-    for recipe in ["fp8-tensor", "nvfp4", "mxfp4-hopper"] {
-        let config = small(recipe, &settings(0, &[&source, &held_out]));
+    for (recipe, way) in [("fp8-tensor", "slots"), ("nvfp4", "tree"), ("mxfp4-hopper", "tree")] {
+        let way = format!("train.combine={way}");
+        let config = small(recipe, &settings(0, &[&source, &held_out, "model.top_k=3", &way]));
         let nats = |mesh: Mesh<'_, Cpu>| {
             let b = cpu();
             let mut trainer = Trainer::new(&b, mesh, &config).unwrap();
@@ -340,7 +348,8 @@ fn a_run_goes_on_with_other_parts_of_experts_if_asked() {
     assert!(why.contains("of which scales of earlier steps are"), "{why}");
 }
 
-/// A run keeps the way to combine that it began with, whatever ranks it goes on with, until another is asked for; the new one is stored, told of, and kept.
+/// A run keeps the way to combine that it began with, whatever ranks it goes on with, until another is asked for; the new one is stored, told
+/// of, and kept.
 #[test]
 fn a_run_keeps_its_way_to_combine_until_another_is_asked_for() {
     let stored = |dir: &Path| std::fs::read_to_string(dir.join("run/config.toml")).unwrap();

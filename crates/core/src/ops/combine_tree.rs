@@ -4,12 +4,12 @@ use crate::{Agreement, Backend, Error, Result, Tensor};
 /// Sums the rows of each token up a binary tree over leaves: to `[t, d]`.
 ///
 /// A node of the leaves `lo..hi` has the children `lo..mid` and `mid..hi`, mid = lo + (hi − lo) / 2. Each slot of a token has its row at one
-/// leaf. Where both children of a node have rows, their sums are added in F32 and the result is rounded to the rows' type, left + right; where one has, its
-/// sum is that of the node as it is, to the bit (−0 and the payload of a NaN stay). A token without rows gives zeros. Several slots at one leaf
-/// are added in slot order, each sum rounded.
+/// leaf. Where both children of a node have rows, their sums are added in F32 and the result is rounded to the rows' type, left + right;
+/// where one has, its sum is that of the node as it is, to the bit (−0 and the payload of a NaN stay). A token without rows gives zeros.
+/// Several slots at one leaf are added in slot order, each sum rounded.
 ///
-/// So a part of the tree can be summed elsewhere: where `ranks` is a power of two that divides `leaves`, the sums over each rank's equal share of them are leaves of
-/// a tree of `ranks`, and the root is of the same bits.
+/// So a part of the tree can be summed elsewhere: where `ranks` is a power of two that divides `leaves`, the sums over each rank's equal
+/// share of them are leaves of a tree of `ranks`, and the root is of the same bits.
 #[derive(Debug)]
 pub struct CombineTree<'a, B: Backend> {
     /// The rows.
@@ -60,8 +60,8 @@ impl<B: Backend> CombineTree<'_, B> {
     }
 }
 
-/// The inverse of a list of slots: for each slot the row that has it, −1 where none has. What [`CombineTree`] takes of a [`PermuteMap`](crate::PermuteMap)
-/// whose rows are of some slots only.
+/// The inverse of a list of slots: for each slot the row that has it, −1 where none has. What [`CombineTree`] takes of a
+/// [`PermuteMap`](crate::PermuteMap) whose rows are of some slots only.
 #[derive(Debug)]
 pub struct FindSlots<'a, B: Backend> {
     /// The (token, slot) of each row, as a map's `row_slot`; negative on padding. No slot stands twice. `[r]`

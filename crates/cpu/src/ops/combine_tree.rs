@@ -66,8 +66,8 @@ struct Node<'a, T> {
 }
 
 impl<T: Real> Node<'_, T> {
-    /// The sum of the columns from `at` on, as many as `out` has. `add_to` adds a row to another, each element rounded. `scratch` has room for as many
-    /// chunks as there are rows but one.
+    /// The sum of the columns from `at` on, as many as `out` has. `add_to` adds a row to another, each element rounded. `scratch` has room
+    /// for as many chunks as there are rows but one.
     fn sum(&self, at: usize, out: &mut [T], scratch: &mut [T], add_to: &dyn Fn(&[T], &mut [T])) {
         let &Node { lo, hi, slots } = self;
         let (first, others) = slots.split_first().map_or((&[][..], slots), |((_, row), rest)| (*row, rest));

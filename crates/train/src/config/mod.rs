@@ -20,11 +20,11 @@ mod validate;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
-use crate::moe::Combine;
 use crate::recompute::Scope;
 use crate::schedule::{Schedule, ScheduleKind};
 use nibble_core::{DType, DeviceKind, MeshShape};
 
+pub use crate::moe::Combine;
 pub use device::DeviceChoice;
 pub use foreign::{Meaning, of_option};
 pub(crate) use load::read_text;
@@ -228,9 +228,9 @@ pub struct TrainConfig {
     /// on the number of ranks.
     #[serde(skip_serializing_if = "is_one")]
     pub expert_shards: usize,
-    /// How the rows of a token's experts become one: `slots`, in slot order, rounded once; or `tree`, up a binary tree over the experts, rounded at each node, of
-    /// which ranks send one row a token. The result depends on it, and not on the number of ranks. Where it is not given, a run keeps what it began with:
-    /// `tree` where experts are divided among GPUs, else `slots`.
+    /// How the rows of a token's experts become one: `slots`, in slot order, rounded once; or `tree`, up a binary tree over the experts,
+    /// rounded at each node, of which ranks send one row a token. The result depends on it, and not on the number of ranks. Where it is not
+    /// given, a run keeps what it began with: `tree` where experts are divided among GPUs, else `slots`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub combine: Option<Combine>,
     /// Peak learning rate.
@@ -422,8 +422,8 @@ impl Config {
         }
     }
 
-    /// The configuration of a run that begins on devices of this kind, and that keeps what is decided now: rows are summed up a tree where experts are divided
-    /// among GPUs, between which a row a slot would be most of what travels.
+    /// The configuration of a run that begins on devices of this kind, and that keeps what is decided now: rows are summed up a tree where
+    /// experts are divided among GPUs, between which a row a slot would be most of what travels.
     #[must_use]
     pub fn begun_on(&self, kind: DeviceKind) -> Self {
         let mut begun = self.clone();

@@ -1,16 +1,16 @@
 // Sums the rows of a token's slots up a binary tree over leaves, rounded at each node.
 //
-// combine_tree<T, kCount>: out[t] = the root's sum of rows[index[t · top_k + s]], each at leaf[t · top_k + s]. A node lo..hi is split at
-// lo + (hi - lo) / 2. Where both children have rows: left + right in F32, rounded to T; a row alone moves as it is. Rows of one leaf are added in the order of the
-// slots, each sum rounded. A slot counts if its row is below num_rows and its leaf below `leaves` (below 2^31). Zeros where none does. Where there is a `plus`,
-// plus[t] is added to that, and the sum rounded again. T is Bf16 or F32.
+// combine_tree<T, kCount>: out[t] = the root's sum of rows[index[t · top_k + s]], each at leaf[t · top_k + s]. A node lo..hi is split at lo +
+// (hi - lo) / 2. Where both children have rows: left + right in F32, rounded to T; a row alone moves as it is. Rows of one leaf are added in
+// the order of the slots, each sum rounded. A slot counts if its row is below num_rows and its leaf below `leaves` (below 2^31). Zeros where
+// none does. Where there is a `plus`, plus[t] is added to that, and the sum rounded again. T is Bf16 or F32.
 // kCount columns a unit: as many as lie in 16 bytes, where a row is a multiple of that, else 1.
-//   256 threads, a warp for kTreeChunk units of a token; grid ceil(items / 8), items = tokens · chunks below 2^31, chunks = ceil(units_per_row / kTreeChunk);
-//   top_k at most 32; dynamic shared memory: combine_tree_shared_bytes.
+//   256 threads, a warp for kTreeChunk units of a token; grid ceil(items / 8), items = tokens · chunks below 2^31, chunks =
+//   ceil(units_per_row / kTreeChunk); top_k at most 32; dynamic shared memory: combine_tree_shared_bytes.
 //
-// A warp sorts its token's slots by leaf, a lane a slot, and finds after which row each sum is due. Then its lanes go through the rows in that order, each
-// with units of its own: all loads first, as many bytes of few rows as of many. Sums that wait for their right side lie in shared memory, a column a thread, where
-// indices may be computed; since each is rounded they are as small as rows are.
+// A warp sorts its token's slots by leaf, a lane a slot, and finds after which row each sum is due. Then its lanes go through the rows in
+// that order, each with units of its own: all loads first, as many bytes of few rows as of many. Sums that wait for their right side lie in
+// shared memory, a column a thread, where indices may be computed; since each is rounded they are as small as rows are.
 #pragma once
 #include "formats/plain.cuh"
 #include "math/reduce.cuh"
@@ -23,8 +23,8 @@ constexpr int kTreeWarps = kTreeThreads / 32;
 constexpr int kTreeUnits = 4;
 constexpr int kTreeChunk = 32 * kTreeUnits;
 
-/// Sums of a thread that may wait at a time. Those that wait meet at nodes of which each lies deeper than the one before, or at a leaf. Four rows or fewer are summed
-/// for two units at a time.
+/// Sums of a thread that may wait at a time. Those that wait meet at nodes of which each lies deeper than the one before, or at a leaf. Four
+/// rows or fewer are summed for two units at a time.
 __device__ constexpr int tree_entries(int top_k, u32 leaves) {
     int height = 0;
     while (height < 31 && (1u << height) < leaves) ++height;

@@ -100,14 +100,15 @@ impl Config {
             &by_chunks,
             &top_k,
         ];
-        // SAFETY: `BufferCheck` held `rows` to at least `num_rows` rows; `plus` is as large as `out`, and `index` and `leaf` have `top_k` values for each of its rows,
-        // by `check`. The kernel reads no other row, writes the units of its items, and keeps no more than `entries` sums a thread.
+        // SAFETY: `BufferCheck` held `rows` to at least `num_rows` rows; `plus` is as large as `out`, and `index` and `leaf` have `top_k`
+        // values for each of its rows, by `check`. The kernel reads no other row, writes the units of its items, and keeps no more than
+        // `entries` sums a thread.
         unsafe { kernel.launch(self.launch(), &args) }
     }
 }
 
-/// Sums of a thread that wait at a time: the device's `tree_entries`. Those that wait meet at nodes of which each lies deeper than the one before, or at a
-/// leaf. Four rows or fewer are summed for two units at a time.
+/// Sums of a thread that wait at a time: the device's `tree_entries`. Those that wait meet at nodes of which each lies deeper than the one
+/// before, or at a leaf. Four rows or fewer are summed for two units at a time.
 fn tree_entries(top_k: usize, leaves: usize) -> usize {
     let height = leaves.max(1).next_power_of_two().ilog2() as usize;
     let waiting = (top_k - 1).min(height + 1);

@@ -29,8 +29,8 @@ impl SlotCounts {
     }
 }
 
-/// Bytes that the ranks of one exchange hand to the transport for a layer, all of them together, by leg. What a rank sends to itself is among them; on a mesh of
-/// N ranks with uniform routing it is one N-th.
+/// Bytes that the ranks of one exchange hand to the transport for a layer, all of them together, by leg. What a rank sends to itself is among
+/// them; on a mesh of N ranks with uniform routing it is one N-th.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ExchangeBytes {
     /// Numbers, experts and gate weights of the tokens, before the rows.
@@ -50,8 +50,8 @@ pub struct ExchangeBytes {
 impl ExchangeBytes {
     /// Of rows that go to experts as `dispatch` says (forward, backward) and come back as `combine`.
     ///
-    /// A token's record and its row travel once to each of its ranks. Back come a row for each slot, or, summed up a tree, one for each token and rank; the gate
-    /// weight's gradient comes back for each slot.
+    /// A token's record and its row travel once to each of its ranks. Back come a row for each slot, or, summed up a tree, one for each token
+    /// and rank; the gate weight's gradient comes back for each slot.
     pub fn of(counts: SlotCounts, way: Combine, dispatch: [RowKind; 2], combine: RowKind) -> Self {
         let SlotCounts { tokens, slots, top_k } = counts;
         let back = combine.row_bytes()
