@@ -52,7 +52,7 @@ const OF_TRAINING: [&str; 11] = [
 ];
 
 /// Those of their keys that an evaluation follows, too: its batches are those of the training.
-const OF_BOTH: [&str; 3] = ["train.batch_size", "train.expert_shards", "train.shards"];
+const OF_BOTH: [&str; 4] = ["train.batch_size", "train.combine", "train.expert_shards", "train.shards"];
 
 /// Checks that no override decides nothing here.
 fn require_of_evaluation(overrides: &[String]) -> Result<()> {

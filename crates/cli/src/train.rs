@@ -136,8 +136,9 @@ impl Work for DryRun<'_> {
             return Ok(());
         }
         on.announce();
-        let (recipe, _) = introduce_dry_run(self.config, on.b.kind())?;
-        match plan::require_room(on.b, self.config.run.mesh(), self.config, &recipe) {
+        let config = &self.config.begun_on(on.b.kind());
+        let (recipe, _) = introduce_dry_run(config, on.b.kind())?;
+        match plan::require_room(on.b, config.run.mesh(), config, &recipe) {
             Ok(_) => say!("the device has room for it"),
             Err(refusal) => say!("it would be refused: {refusal}"),
         }
@@ -148,6 +149,7 @@ impl Work for DryRun<'_> {
 
 /// Says what a run takes on a device of this kind. Returns its recipe, and what it takes.
 fn introduce_dry_run(config: &Config, kind: DeviceKind) -> Result<(Recipe, Prediction)> {
+    let config = &config.begun_on(kind);
     let recipe = checked_recipe(config)?;
     // No file is opened for it: a text has none.
     let entropy = if config.is_synthetic() { Dataset::of(config)?.entropy() } else { None };

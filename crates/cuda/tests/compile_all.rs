@@ -93,9 +93,10 @@ fn resources_list_every_instance_in_order() {
 
 /// The kernels whose shared memory follows from the sizes of the problem: those of [`nibble_cuda::ops::shared_sizes`], and three that
 /// have an array of one number for each of as many as are counted.
-const COMPUTED: [&str; 10] = [
+const COMPUTED: [&str; 11] = [
     "nib::assign_ranks",
     "nib::attention_decode",
+    "nib::combine_tree",
     "nib::cross_entropy",
     "nib::head_rows",
     "nib::plan_count",

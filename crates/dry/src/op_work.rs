@@ -76,6 +76,12 @@ pub fn combine_slots(op: &CombineSlots<'_, Dry>) -> Counted {
     Work::reads(&[&op.index, &op.plus]).and_reads(op.index.map(Buf::len), &[op.rows]).into()
 }
 
+/// As if each row there is were of a slot, where there are fewer rows than slots.
+pub fn combine_tree(op: &CombineTree<'_, Dry>) -> Counted {
+    let rows = op.index.len().min(op.rows.rows);
+    Work::reads(&[op.index, op.leaf, &op.plus]).and_reads(Some(rows), &[op.rows]).into()
+}
+
 pub fn pack_rows(op: &PackRows<'_, Dry>) -> Counted {
     Work::reads_rows(Some(op.index.len()), &[op.rows, op.index]).into()
 }

@@ -34,6 +34,8 @@ results! {
     unpermute(Unpermute<'_, Self>) -> Operand<Self>;
     gather_scalars(GatherScalars<'_, Self>) -> <Self as Backend>::Buf<f32>;
     combine_slots(CombineSlots<'_, Self>) -> Tensor<Self>;
+    combine_tree(CombineTree<'_, Self>) -> Tensor<Self>;
+    find_slots(FindSlots<'_, Self>) -> <Self as Backend>::Buf<i32>;
     pack_rows(PackRows<'_, Self>) -> <Self as Backend>::Buf<u8>;
     unpack_rows(UnpackRows<'_, Self>) -> Operand<Self>;
     assign_parts(AssignParts<'_, Self>) -> <Self as Backend>::Buf<i32>;

@@ -1,6 +1,7 @@
 //! What every layer is handed: the backend, the other ranks, the recipe, and where in the run it is. No globals.
 
 use crate::delayed::{DelayedRecords, Spans};
+use crate::moe::Combine;
 use crate::record::{Conversion, CountSite, Counted, FoundCells};
 use nibble_core::formats::BlockAxis;
 use nibble_core::formats::{Purpose, Rounding, Stream, fnv1a32};
@@ -95,6 +96,8 @@ pub struct Cx<'a, B: Kernels> {
     pub shards: Shards<B>,
     /// In training the device's own count of steps and micro-batches, [`nibble_core::ops::Clock`].
     pub clock: Option<B::Buf<u32>>,
+    /// How the rows of a token's experts become one.
+    pub combine: Combine,
     /// Micro-batches of the step: losses are means over all of them.
     pub micro_batches: usize,
     /// Counts of conversions by site, still on the device.
@@ -104,7 +107,7 @@ pub struct Cx<'a, B: Kernels> {
 }
 
 impl<'a, B: Kernels> Cx<'a, B> {
-    /// A context for a forward pass alone, at this point of training's precision schedule.
+    /// A context for a forward pass alone, at this point of training's precision schedule; rows of experts are summed in slot order.
     pub fn inference(
         b: &'a B,
         mesh: Mesh<'a, B>,
@@ -121,6 +124,7 @@ impl<'a, B: Kernels> Cx<'a, B> {
             seed: 0,
             training: false,
             shards,
+            combine: Combine::Slots,
             micro_batches: 1,
             counted: RefCell::default(),
             clock: None,

@@ -2,8 +2,9 @@
 
 use std::path::Path;
 
+use nibble_core::DeviceKind;
 use nibble_train::Error;
-use nibble_train::config::{Config, preset_names};
+use nibble_train::config::{Combine, Config, preset_names};
 use nibble_train::spec::ModelSpec;
 
 type Outcome = Result<(), Box<dyn std::error::Error>>;
@@ -299,4 +300,41 @@ fn random_tokens_need_a_vocabulary_and_devices_a_name() {
     assert!(why.contains("run.device") && why.contains("run.toml:2") && why.contains("cuda:0"), "{why}");
     let why = complaint("", &["run.device=cuda:1", "run.ranks=2"]);
     assert!(why.contains("`run.device`") && why.contains("threads of the CPU"), "{why}");
+}
+
+/// Ranks divide a power of two, so those of a tree are one; where nothing is asked for, what a run began with stays.
+#[test]
+fn a_way_to_combine_is_decided_where_a_run_begins_and_kept() -> Outcome {
+    let of = |sets: &[&str]| Config::load("tiny", &overrides(sets));
+    let begun = |config: &Config, kind| config.begun_on(kind).train.combine;
+    let (one, two) = (of(&[])?, of(&["run.ranks=2"])?);
+    let replicas = of(&["run.ranks=2", "run.dp=2", "train.expert_shards=2"])?;
+    let asked = of(&["run.ranks=2", "train.combine=slots"])?;
+    for (config, on_gpus) in
+        [(&one, None), (&two, Some(Combine::Tree)), (&replicas, None), (&asked, Some(Combine::Slots))]
+    {
+        assert_eq!(begun(config, DeviceKind::Gpu), on_gpus);
+        assert_eq!(begun(config, DeviceKind::Host), config.train.combine);
+    }
+    assert!(!one.resolved_toml()?.contains("combine"));
+    let tree = two.begun_on(DeviceKind::Gpu);
+    let stored = Config::from_text(&tree.resolved_toml()?, Path::new("config.toml"), &[])?;
+    assert_eq!(stored.train.combine, Some(Combine::Tree));
+
+    assert_eq!(one.going_on_from(&stored).train.combine, Some(Combine::Tree));
+    assert_eq!(asked.going_on_from(&stored).train.combine, Some(Combine::Slots));
+    assert!(two.changes_since(&stored)?.is_empty(), "it asks for nothing else");
+    assert!(asked.changes_since(&two)?.is_empty(), "a run that has not stored it sums slots");
+    assert_eq!(asked.changes_since(&stored)?, ["train.combine: \"tree\" → \"slots\""]);
+
+    let got = complaint("[train]\ncombine = \"heap\"\n", &[]);
+    assert!(got.starts_with("run.toml:2: `train.combine`: unknown variant `heap`"), "{got}");
+    let got = complaint("[run]\nranks = 3\n", &["train.combine=tree"]);
+    assert!(
+        got.starts_with("run.toml:2: `run.ranks`: is 3, which does not divide train.shards = 4"),
+        "{got}"
+    );
+    let got = Config::load("tiny-dense", &overrides(&["train.combine=tree"])).unwrap_err().to_string();
+    assert!(got.starts_with("`train.combine`: is \"tree\", and model.experts = 0: without experts"), "{got}");
+    Ok(())
 }

@@ -3,15 +3,16 @@
 
 mod rig;
 
+use nibble_core::formats::{Format, ScaleRule};
 use nibble_core::recipe::LayerKind;
-use nibble_core::{Backend, Comm, DType, Error, Mesh, Recipe, Result, SoloComm, Tensor, Traffic};
+use nibble_core::{Backend, Comm, DType, Error, Mesh, Recipe, Result, RowKind, SoloComm, Tensor, Traffic};
 use nibble_cpu::{Buf, Cpu, ThreadComm};
 use nibble_train::config::Config;
 use nibble_train::cx::Cx;
 use nibble_train::layers::Layer;
 use nibble_train::metrics::Metrics;
 use nibble_train::model::Feed;
-use nibble_train::moe::{Moe, MoeShape};
+use nibble_train::moe::{Combine, ExchangeBytes, Moe, MoeShape, SlotCounts};
 use nibble_train::param::{Param, Writes};
 use nibble_train::spec::{MoeSpec, ParamSpec};
 use nibble_train::trainer::{Observer, Options, Start, Trainer, run};
@@ -247,13 +248,13 @@ impl Wire {
 
 /// The exchanges of one forward and backward pass of one expert layer on two ranks. Also the number of different
 /// (token, rank) pairs that the routing asked for.
-fn wire(recipe: &str, d_model: usize, top_k: usize) -> (Wire, usize) {
+fn wire(recipe: &str, d_model: usize, top_k: usize, combine: Combine) -> (Wire, usize) {
     const TOKENS: usize = 128;
     let recipe = Recipe::builtin(recipe).unwrap();
     let shape = MoeShape { d_model, ffn: 32, experts: 4, top_k, normalize: true, aux_coef: 0.0, z_coef: 0.0 };
     let one_rank = |comm: Wrapped| {
         let cpu = cpu();
-        let cx = rank_cx(&cpu, &comm, &recipe, 1, TOKENS);
+        let cx = Cx { combine, ..rank_cx(&cpu, &comm, &recipe, 1, TOKENS) };
         let mut moe = Moe::new(&cx, &MoeSpec::new("moe", shape, [0.02; 2])).unwrap();
         moe.prepare(&cx).unwrap();
         let x = matrix(&cpu, &format!("x{}", comm.rank()), (TOKENS, d_model), DType::Bf16);
@@ -285,9 +286,9 @@ fn wire(recipe: &str, d_model: usize, top_k: usize) -> (Wire, usize) {
 fn dispatch_sends_half_a_byte_a_value_and_the_four_legs_two_thirds_of_bf16() {
     // DeepSeek-V3's width. One expert a token, so that all legs carry the same rows.
     const D: usize = 7168;
-    let (bf16, _) = wire("bf16", D, 1);
-    let (flow, _) = wire("fp8-flow", D, 1);
-    let (fp4, _) = wire("mxfp4-hopper", D, 1);
+    let (bf16, _) = wire("bf16", D, 1, Combine::Slots);
+    let (flow, _) = wire("fp8-flow", D, 1, Combine::Slots);
+    let (fp4, _) = wire("mxfp4-hopper", D, 1, Combine::Slots);
     assert_eq!(bf16.rows, [256; 4]);
     assert_eq!((bf16.rows, bf16.rows), (flow.rows, fp4.rows));
     assert_eq!(bf16.bytes, [2.0; 4]);
@@ -303,11 +304,76 @@ fn dispatch_sends_half_a_byte_a_value_and_the_four_legs_two_thirds_of_bf16() {
 
 #[test]
 fn a_token_is_sent_once_to_each_rank_that_needs_it() {
-    let (wire, pairs) = wire("mxfp4-hopper", 512, 3);
     let slots = 256 * 3;
-    assert_eq!(wire.bytes[0], 17.0 / 32.0, "multiples of 512 need no padding");
-    assert_eq!(wire.rows, [pairs, slots, pairs, slots], "dispatch sends tokens, combine returns slots");
-    assert!(pairs < slots, "three of four experts on two ranks: some two are on one");
+    for (way, back) in [(Combine::Slots, None), (Combine::Tree, Some(()))] {
+        let (wire, pairs) = wire("mxfp4-hopper", 512, 3, way);
+        let back = back.map_or(slots, |()| pairs);
+        assert_eq!(wire.bytes[0], 17.0 / 32.0, "multiples of 512 need no padding");
+        assert_eq!(
+            wire.rows,
+            [pairs, back, pairs, back],
+            "dispatch sends tokens, as the tree does on the way back"
+        );
+        assert!(pairs < slots, "three of four experts on two ranks: some two are on one");
+    }
+}
+
+/// The six legs of a layer's exchange, all ranks together, are what a formula makes of the routing.
+#[test]
+fn every_leg_carries_what_the_routing_asks_for() {
+    const TOKENS: usize = 128;
+    let row = |format: Format, rule: ScaleRule, cols| RowKind { format, rule, cols };
+    for (world, d_model, top_k, way) in [
+        (2, 64, 8, Combine::Slots),
+        (2, 64, 8, Combine::Tree),
+        (4, 96, 3, Combine::Tree),
+        (8, 64, 8, Combine::Slots),
+        (8, 64, 8, Combine::Tree),
+        // Rows that are no multiple of 16 bytes.
+        (2, 36, 2, Combine::Slots),
+        (4, 36, 5, Combine::Tree),
+    ] {
+        let shape =
+            MoeShape { d_model, ffn: 32, experts: 16, top_k, normalize: true, aux_coef: 0.0, z_coef: 0.0 };
+        let one_rank = |comm: Wrapped| {
+            let (cpu, recipe) = (cpu(), Recipe::builtin("bf16").unwrap());
+            let cx = Cx { combine: way, ..rank_cx(&cpu, &comm, &recipe, 1, TOKENS) };
+            let mut moe = Moe::new(&cx, &MoeSpec::new("moe", shape, [0.02; 2])).unwrap();
+            moe.prepare(&cx).unwrap();
+            let x = matrix(&cpu, &format!("x{}", comm.rank()), (TOKENS, d_model), DType::Bf16);
+            let (y, saved) = moe.forward(&cx, x.clone()).unwrap();
+            moe.backward(&cx, saved, y).unwrap();
+            let expert = moe.router.forward(&cx, &x).unwrap().routing.expert;
+            (comm.legs(), SlotCounts::of(expert.as_slice(), top_k, 16 / world))
+        };
+        let ranks: Vec<(Vec<Leg>, SlotCounts)> = std::thread::scope(|scope| {
+            let one_rank = &one_rank;
+            let wrap = |inner| Wrapped::new(inner, Also::Count(Mutex::default()));
+            let ranks = ThreadComm::world(world).into_iter();
+            let threads: Vec<_> = ranks.map(|c| scope.spawn(move || one_rank(wrap(c)))).collect();
+            threads.into_iter().map(|t| t.join().unwrap()).collect()
+        });
+        let mut counts = SlotCounts { top_k, ..SlotCounts::default() };
+        for (_, of_rank) in &ranks {
+            counts.tokens += of_rank.tokens;
+            counts.slots += of_rank.slots;
+        }
+        assert_eq!(counts.slots, world * TOKENS * top_k);
+        assert!(counts.tokens < counts.slots, "some experts of a token are on one rank");
+        let bf16 = row(Format::Bf16, ScaleRule::Amax, d_model);
+        let want = ExchangeBytes::of(counts, way, [bf16; 2], bf16);
+        let leg = |i: usize| ranks.iter().map(|(legs, _)| legs[i].row_bytes * legs[i].rows).sum::<usize>();
+        let case = format!("{world} ranks, top {top_k} of {d_model} columns, {way:?}");
+        assert_eq!(want.legs().map(|(_, bytes)| bytes), [0, 1, 2, 3, 4, 5].map(leg), "{case}");
+        // By hand, of 16-byte multiples: two bytes a value.
+        if d_model % 8 == 0 {
+            let back = if way == Combine::Tree { counts.tokens } else { counts.slots };
+            assert_eq!(
+                want.total(),
+                counts.tokens * (4 + 8 * top_k + 4 * d_model) + back * 4 * d_model + 4 * counts.slots
+            );
+        }
+    }
 }
 
 #[test]
@@ -322,9 +388,9 @@ fn an_expert_layer_copies_nothing_to_or_from_the_host_but_one_table_of_counts() 
         aux_coef: 0.01,
         z_coef: 0.001,
     };
-    let traffic = |recipe: &str, comm: &dyn Comm<Cpu>| {
+    let traffic = |recipe: &str, combine: Combine, comm: &dyn Comm<Cpu>| {
         let (cpu, recipe) = (cpu(), Recipe::builtin(recipe).unwrap());
-        let cx = rank_cx(&cpu, comm, &recipe, 1, TOKENS);
+        let cx = Cx { combine, ..rank_cx(&cpu, comm, &recipe, 1, TOKENS) };
         let mut moe = Moe::new(&cx, &MoeSpec::new("moe", shape, [0.02; 2])).unwrap();
         moe.prepare(&cx).unwrap();
         let x = matrix(&cpu, &format!("x{}", comm.rank()), (TOKENS, shape.d_model), recipe.activations);
@@ -333,15 +399,16 @@ fn an_expert_layer_copies_nothing_to_or_from_the_host_but_one_table_of_counts() 
         moe.backward(&cx, saved, y).unwrap();
         cpu.traffic() - before
     };
-    for recipe in rig::recipes() {
-        assert_eq!(traffic(recipe, &rig::SOLO), Traffic::default(), "{recipe}, one rank");
+    for (i, recipe) in rig::recipes().into_iter().enumerate() {
+        let way = [Combine::Tree, Combine::Slots][i % 2];
+        assert_eq!(traffic(recipe, way, &rig::SOLO), Traffic::default(), "{recipe}, one rank");
         for world in [2, 4] {
             // Tokens and slots from every rank to every rank, read once.
             let bytes = (world * world * 2 * size_of::<i32>()) as u64;
             let counts = Traffic { downloads: 1, download_bytes: bytes, waits: 1, ..Traffic::default() };
             let one_rank = |comm: ThreadComm| {
                 let comm = Wrapped::new(comm, Also::Count(Mutex::default()));
-                let all = traffic(recipe, &comm);
+                let all = traffic(recipe, way, &comm);
                 let transport = comm.transport.lock().unwrap();
                 // Before the passes the router's weight has come together.
                 let transport = &transport[1..];

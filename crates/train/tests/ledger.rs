@@ -25,6 +25,7 @@ fn the_ledger_is_what_the_allocator_holds() {
             &["model.shared_ffn=0", "model.tie_embeddings=false", "train.shards=2"],
             &["model.value_head_dim=64"],
             &["model.balance=batch"],
+            &["train.combine=tree"],
         ] {
             let cpu = Cpu::new(1).unwrap();
             let mut trainer = Trainer::new(&cpu, &SOLO, &small(recipe, changes)).unwrap();
@@ -71,7 +72,10 @@ fn the_ledger_of_dense_layers_is_what_the_allocator_holds() {
 
 #[test]
 fn the_ledger_of_each_of_several_ranks_is_true_too() {
-    for (recipe, changes) in [("bf16", &[][..]), ("mxfp4-hopper", &[]), ("bf16", &["model.balance=batch"])] {
+    let tree = &["train.combine=tree"][..];
+    for (recipe, changes) in
+        [("bf16", &[][..]), ("mxfp4-hopper", &[]), ("bf16", &["model.balance=batch"]), ("bf16", tree)]
+    {
         let one_rank = |comm: ThreadComm| {
             let cpu = Cpu::new(1).unwrap();
             let mut trainer = Trainer::new(&cpu, &comm, &small(recipe, changes)).unwrap();

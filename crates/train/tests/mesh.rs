@@ -39,23 +39,25 @@ const DIVIDED: [&str; 4] =
     ["model.experts=8", "train.batch_size=8", "train.shards=8", "train.expert_shards=8"];
 
 /// Settings of which each run has one of every line.
-const SETTINGS: [[&[&str]; 2]; 6] = [
+const SETTINGS: [[&[&str]; 2]; 7] = [
     [&[], &["train.grad_accum=2"]],
     [&[], &["train.grad_dtype=bf16"]],
     [&[], &["model.tie_embeddings=false"]],
     [&[], &["train.recompute=[\"experts\",\"norms\"]"]],
     [&[], &["model.balance=batch"]],
     [&[], &["train.moment_dtype=bf16", "model.shared_ffn=0"]],
+    // Of three rows the order of sums shows.
+    [&[], &["train.combine=tree", "model.top_k=3"]],
 ];
 
 /// Rows of choices such that any two lines have all four pairs.
-const PAIRS: [[usize; 6]; 6] = [
-    [0, 0, 0, 0, 0, 0],
-    [0, 1, 1, 1, 1, 1],
-    [1, 0, 1, 1, 1, 0],
-    [1, 1, 0, 1, 0, 1],
-    [1, 1, 1, 0, 0, 0],
-    [1, 0, 0, 0, 1, 1],
+const PAIRS: [[usize; 7]; 6] = [
+    [0, 0, 0, 0, 0, 0, 0],
+    [0, 1, 1, 1, 1, 1, 1],
+    [1, 0, 1, 1, 1, 0, 0],
+    [1, 1, 0, 1, 0, 1, 0],
+    [1, 1, 1, 0, 0, 0, 1],
+    [1, 0, 0, 0, 1, 1, 1],
 ];
 
 /// The settings of a row, and more.
@@ -109,12 +111,57 @@ fn every_mesh_keeps_the_bits() {
     }
 }
 
+/// A tree over experts is cut at nodes by every number of ranks, of as many experts as is no power of two as well.
+#[test]
+fn a_tree_keeps_its_bits_on_every_mesh() {
+    let of = |recipe: &str, more: &[&str]| {
+        small(recipe, &[&DIVIDED[..], &["model.experts=16", "model.top_k=6"], more].concat())
+    };
+    let tree = of("mxfp4-hopper", &["train.combine=tree"]);
+    assert_same(&tree, MESHES.into_iter().skip(1), 2, "16 experts");
+    for recipe in ["f32", "bf16"] {
+        let twelve = of(recipe, &["train.combine=tree", "model.experts=12"]);
+        assert_same(&twelve, [mesh(1, 2), mesh(1, 4), mesh(2, 4)], 2, &format!("{recipe}, 12 experts"));
+    }
+}
+
+/// What fixes the bits: the order in which a token's rows are summed, from the first forward pass on, and no more than rounding.
+#[test]
+fn the_way_to_combine_decides_the_last_bits_and_no_more() {
+    for (recipe, most) in [("f32", 1e-5), ("bf16", 1e-2), ("mxfp4-hopper", 1e-2)] {
+        let of = |top_k: &str, way: &str| {
+            let way = format!("train.combine={way}");
+            train_mesh(&small(recipe, &[&DIVIDED[..], &[top_k, &*way]].concat()), MeshShape::ONE, 3, cpu)
+        };
+        let [slots, tree] = ["slots", "tree"].map(|way| of("model.top_k=5", way));
+        assert_ne!(slots.losses, tree.losses, "{recipe}");
+        assert_ne!(slots.weights, tree.weights, "{recipe}");
+        for (a, b) in slots.losses.iter().zip(&tree.losses) {
+            assert!((a - b).abs() <= most * a, "{recipe}: {a} and {b}");
+        }
+        // An evaluation of the same weights sums as training does.
+        let nats = ["slots", "tree"].map(|way| {
+            let way = format!("train.combine={way}");
+            let config = small(recipe, &[&DIVIDED[..], &["model.top_k=5", &*way]].concat());
+            Trainer::new(&cpu(), &SOLO, &config).unwrap().evaluate(1).unwrap().to_bits()
+        });
+        assert_ne!(nats[0], nats[1], "{recipe}");
+        let [slots, tree] = ["slots", "tree"].map(|way| of("model.top_k=2", way));
+        slots.assert_same(&tree, &format!("{recipe}: two rows have one sum"));
+    }
+}
+
 /// Few experts are chosen, some by no token: groups without rows, parts without rows, a rank that receives nothing.
 #[test]
 fn empty_experts_and_ranks_keep_the_bits() {
-    let config =
-        small("mxfp4-hopper", &settings(0, &["model.top_k=1", "model.aux_loss_coef=0", "train.lr=0.5"]));
+    let of = |way: &str| {
+        let more = ["model.top_k=1", "model.aux_loss_coef=0", "train.lr=0.5", way];
+        small("mxfp4-hopper", &settings(0, &more))
+    };
+    let config = of("train.combine=slots");
     let one = assert_same(&config, [mesh(1, 8), mesh(2, 4), mesh(8, 1)], 6, "one expert a token");
+    let tree = assert_same(&of("train.combine=tree"), [mesh(1, 8), mesh(2, 4)], 6, "one, up a tree");
+    one.assert_same(&tree, "a row alone is the sum");
     // A step this large sends all tokens to a few experts.
     let b = cpu();
     let mut trainer = Trainer::new(&b, &SOLO, &config).unwrap();
@@ -220,8 +267,9 @@ fn few_held_out(dir: &Path) -> [String; 2] {
 fn evaluations_keep_the_bits() {
     let dir = tempfile::tempdir().unwrap();
     let [source, held_out] = few_held_out(dir.path());
-    for recipe in ["fp8-tensor", "nvfp4", "mxfp4-hopper"] {
-        let config = small(recipe, &settings(0, &[&source, &held_out]));
+    for (recipe, way) in [("fp8-tensor", "slots"), ("nvfp4", "tree"), ("mxfp4-hopper", "tree")] {
+        let way = format!("train.combine={way}");
+        let config = small(recipe, &settings(0, &[&source, &held_out, "model.top_k=3", &way]));
         let nats = |mesh: Mesh<'_, Cpu>| {
             let b = cpu();
             let mut trainer = Trainer::new(&b, mesh, &config).unwrap();
@@ -250,28 +298,32 @@ impl Observer for Notes {
     fn checkpoint(&mut self, _: &Path) {}
 }
 
+/// A run in the directory of its configuration, from its beginning or on: what the first rank notes, or why it does not.
+fn go(config: &Config, resume: bool) -> Result<Vec<String>, String> {
+    let ranks = on_mesh(config.run.mesh(), |mesh| {
+        let mut notes = Notes::default();
+        let options = Options { resume, ..Options::default() };
+        run(&cpu(), mesh, config, options, &mut notes).map(|_| notes.0).map_err(|e| e.to_string())
+    });
+    ranks.into_iter().next().unwrap()
+}
+
+/// A short run in this folder, under `bf16` or the recipe of this text, which lies where the second says.
+fn at(dir: &Path, text: Option<&str>, more: &[&str]) -> (Config, tempfile::TempDir) {
+    let [source, held_out] = few_held_out(dir);
+    let dir = format!("run.dir={}", dir.join("run").display());
+    let common = ["train.warmup_steps=1", &dir, &source, &held_out];
+    match text {
+        Some(text) => with_recipe(text, &[&common[..], more].concat()),
+        None => (small("bf16", &[&common[..], more].concat()), tempfile::tempdir().unwrap()),
+    }
+}
+
 /// A run that began with one part goes on with two if it is asked to, says so and stores it, with the bits of any mesh from there on. Without being
 /// asked, and under scales of earlier steps, it does not.
 #[test]
 fn a_run_goes_on_with_other_parts_of_experts_if_asked() {
     let delayed = std::fs::read_to_string(recipe_file("fp8-delayed")).unwrap();
-    let go = |config: &Config, resume: bool| {
-        let ranks = on_mesh(config.run.mesh(), |mesh| {
-            let mut notes = Notes::default();
-            let options = Options { resume, ..Options::default() };
-            run(&cpu(), mesh, config, options, &mut notes).map(|_| notes.0).map_err(|e| e.to_string())
-        });
-        ranks.into_iter().next().unwrap()
-    };
-    let at = |dir: &Path, text: Option<&str>, more: &[&str]| {
-        let [source, held_out] = few_held_out(dir);
-        let dir = format!("run.dir={}", dir.join("run").display());
-        let common = ["train.warmup_steps=1", &dir, &source, &held_out];
-        match text {
-            Some(text) => with_recipe(text, &[&common[..], more].concat()),
-            None => (small("bf16", &[&common[..], more].concat()), tempfile::tempdir().unwrap()),
-        }
-    };
     let weights =
         |dir: &Path| std::fs::read(dir.join("run/checkpoints/step-00000004/model.safetensors")).unwrap();
     let mut all = Vec::new();
@@ -294,4 +346,38 @@ fn a_run_goes_on_with_other_parts_of_experts_if_asked() {
     let (config, _recipe) = at(dir.path(), Some(&delayed), &["train.steps=4", "train.expert_shards=2"]);
     let why = go(&config, true).unwrap_err();
     assert!(why.contains("of which scales of earlier steps are"), "{why}");
+}
+
+/// A run keeps the way to combine that it began with, whatever ranks it goes on with, until another is asked for; the new one is stored, told
+/// of, and kept.
+#[test]
+fn a_run_keeps_its_way_to_combine_until_another_is_asked_for() {
+    let stored = |dir: &Path| std::fs::read_to_string(dir.join("run/config.toml")).unwrap();
+    let on = |dir: &Path, steps: u64, more: &[&str], resume: bool| {
+        let steps = format!("train.steps={steps}");
+        go(&at(dir, None, &[&["model.top_k=4", &*steps], more].concat()).0, resume).unwrap()
+    };
+    let told = |notes: &[String]| notes.iter().any(|note| note.starts_with("train.combine: "));
+    let four = ["run.ranks=4"];
+    let mut all = Vec::new();
+    for ranks in [&[][..], &four] {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path();
+        assert!(!told(&on(dir, 1, ranks, false)));
+        assert!(!stored(dir).contains("combine"), "as it was stored before there was another way");
+        let notes = on(dir, 2, &[ranks, &["train.combine=slots"]].concat(), true);
+        assert!(!told(&notes), "which it has: {notes:?}");
+        let notes = on(dir, 3, &[ranks, &["train.combine=tree"]].concat(), true);
+        assert!(notes.iter().any(|note| note.starts_with("train.combine: slots → tree: ")), "{notes:?}");
+        assert!(stored(dir).contains("combine = \"tree\""), "{}", stored(dir));
+        // Not asked for again; on other ranks.
+        let others = if ranks.is_empty() { &four[..] } else { &[] };
+        assert!(!told(&on(dir, 4, others, true)));
+        assert!(stored(dir).contains("combine = \"tree\""), "{}", stored(dir));
+        let weights = std::fs::read(dir.join("run/checkpoints/step-00000004/model.safetensors")).unwrap();
+        all.push(weights);
+        let notes = on(dir, 5, &["train.combine=slots"], true);
+        assert!(notes.iter().any(|note| note.starts_with("train.combine: tree → slots: ")), "{notes:?}");
+    }
+    assert!(all[0] == all[1], "steps on one rank and on four");
 }

@@ -106,6 +106,7 @@ fn short_blocks_and_formats_of_the_general_path_too() {
         &["recipe=mxfp4-hopper", "model.d_model=80", "model.expert_ffn=37", "model.head_dim=20"][..],
         &["recipe=mxfp4-hopper", "model.d_model=112", "train.recompute=[\"expert_input\"]"],
         &[rows],
+        &["recipe=mxfp4-hopper", "train.combine=tree"],
         &[rows, "model.d_model=80", "model.expert_ffn=75"],
         &[&head],
     ] {
@@ -164,7 +165,8 @@ fn the_peak_of_a_schedule_is_that_of_its_largest_part() {
 fn ranks_with_a_balanced_router_take_about_what_is_predicted() {
     let two = ["run.ranks=2", "train.shards=2"];
     let replicas = ["run.ranks=4", "run.dp=2", "train.expert_shards=4", "train.grad_accum=2"];
-    for changes in [&two[..], &replicas] {
+    let tree = ["run.ranks=2", "train.shards=2", "train.combine=tree"];
+    for changes in [&two[..], &replicas, &tree] {
         let config = config(&[&["recipe=mxfp4-hopper"], changes].concat());
         let mesh = config.run.mesh();
         let there = rig::on_mesh(mesh, |mesh| {

@@ -321,6 +321,7 @@ fn rearrangements<B: Kernels>() -> Vec<Kernel<B>> {
         },
         Kernel::sorted("unpermute BF16", unpermute),
         Kernel::sorted("combine BF16", combine),
+        Kernel::sorted("combine up a tree BF16", combine_tree),
         Kernel::sorted("route", route),
         Kernel::sorted("plan permute", plan_permute),
         Kernel::dense("cast BF16 → F32", cast),
@@ -365,6 +366,18 @@ fn combine<B: Kernels>(o: &Operands<B>) -> Result<Case<B>> {
     let rows = normal(&o.b, tokens * top_k, o.extent.cols, 5)?;
     let traffic = traffic::combine(o.extent.cols * DType::Bf16.size_bytes(), tokens, top_k);
     Ok(Case::new(traffic, move |b| CombineSlots::new(&rows, top_k).run(b).map(drop)))
+}
+
+fn combine_tree<B: Kernels>(o: &Operands<B>) -> Result<Case<B>> {
+    let routed = o.routed()?;
+    let (top_k, leaves, leaf, index) = (routed.top_k, routed.experts, routed.expert, routed.map.slot_row);
+    let (tokens, cols) = (routed.tokens, o.extent.cols);
+    let rows = normal(&o.b, routed.map.groups.capacity, cols, 5)?;
+    let traffic = traffic::combine_tree(cols * DType::Bf16.size_bytes(), tokens, top_k);
+    Ok(Case::new(traffic, move |b| {
+        let (rows, index, leaf) = (&rows, &index, &leaf);
+        CombineTree { rows, index, leaf, leaves, plus: None, top_k }.run(b).map(drop)
+    }))
 }
 
 fn route<B: Kernels>(o: &Operands<B>) -> Result<Case<B>> {

@@ -140,6 +140,11 @@ pub fn combine(row_bytes: usize, tokens: usize, top_k: usize) -> Traffic {
     traffic(tokens * top_k * row_bytes, tokens * row_bytes)
 }
 
+/// The same up a tree: where each slot's row lies, and at which leaf, are read too.
+pub fn combine_tree(row_bytes: usize, tokens: usize, top_k: usize) -> Traffic {
+    traffic(tokens * top_k * (row_bytes + 2 * WORD), tokens * row_bytes)
+}
+
 /// h `[r, 2f]` and a gate weight a row → `a` `[r, f]` in these planes, and h itself as row blocks.
 pub fn swiglu(a: Extent, to: Option<(Block, Planes)>, save_h: Option<Block>) -> Traffic {
     let h = a.wide(2 * a.cols);
@@ -228,6 +233,7 @@ mod tests {
         assert_eq!(permute(row, 100, 384), traffic(100 * 272 + 384 * 4, 384 * 272));
         assert_eq!(unpermute(1024, 200), traffic(200 * 1028, 200 * 1024));
         assert_eq!(combine(1024, 25, 8), traffic(200 * 1024, 25 * 1024));
+        assert_eq!(combine_tree(1024, 25, 8), traffic(200 * 1032, 25 * 1024));
         assert_eq!(plan_permute(25, 8, 200, 384), traffic(25 * 36, 4 * (3 * 384 + 200)));
         assert_eq!(route(10, 16, 4), traffic(640, 640 + 320));
     }

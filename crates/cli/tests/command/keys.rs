@@ -62,6 +62,8 @@ fn cases() -> Vec<Case> {
         ("train.grad_accum", &[], "2", Weights),
         ("train.shards", &[], "1", Weights),
         ("train.expert_shards", &[], "2", Weights),
+        // Two rows have one order of sums.
+        ("train.combine", &["model.top_k=4"], "tree", Weights),
         ("train.lr", &[], "1e-2", Weights),
         ("train.min_lr", &[], "1e-5", Weights),
         ("train.warmup_steps", &[], "1", Weights),

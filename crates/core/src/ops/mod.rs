@@ -5,6 +5,7 @@
 
 mod adamw;
 mod attention;
+mod combine_tree;
 mod cross_entropy;
 mod elementwise;
 mod embed;
@@ -28,6 +29,7 @@ pub use adamw::{AdamW, AdamWTensor};
 pub use attention::{
     Attention, AttentionBackward, AttentionDecode, AttentionGrads, AttentionOut, attention_agreement,
 };
+pub use combine_tree::{CombineTree, FindSlots};
 pub use cross_entropy::{CrossEntropy, CrossEntropyOut, verify_ids};
 pub use elementwise::{
     Add, Cast, ChunkSums, CloseSquares, InitNormal, SQUARES_CHUNK, Squared, SumShards, SumSquares, Transpose,
@@ -91,6 +93,8 @@ macro_rules! for_each_op {
             unpermute(Unpermute<'_, $B>) -> Operand<$B> { reads rows, map; }
             gather_scalars(GatherScalars<'_, $B>) -> $B::Buf<f32> { reads values, index; }
             combine_slots(CombineSlots<'_, $B>) -> Tensor<$B> { reads rows; may_read index, plus; plain top_k; }
+            combine_tree(CombineTree<'_, $B>) -> Tensor<$B> { reads rows, index, leaf; may_read plus; plain leaves, top_k; }
+            find_slots(FindSlots<'_, $B>) -> $B::Buf<i32> { reads row_slot; plain slots; }
             pack_rows(PackRows<'_, $B>) -> $B::Buf<u8> { reads rows, index; }
             unpack_rows(UnpackRows<'_, $B>) -> Operand<$B> { reads bytes; plain kind; }
             assign_ranks(AssignRanks<'_, $B>) -> SlotRanks<$B> { reads expert; plain top_k, experts_each, world; }

@@ -114,8 +114,8 @@ fn add_to_body<T: Real>(x: &[T], sum: &mut [T]) {
         *sum = T::round(sum.widen() + x.widen());
     }
 }
-per_isa!(fn add_to_f32 = add_to_body::<f32>; (x: &[f32], sum: &mut [f32]));
-per_isa!(fn add_to_bf16 = add_to_body::<bf16>; (x: &[bf16], sum: &mut [bf16]));
+per_isa!(pub(super) fn add_to_f32 = add_to_body::<f32>; (x: &[f32], sum: &mut [f32]));
+per_isa!(pub(super) fn add_to_bf16 = add_to_body::<bf16>; (x: &[bf16], sum: &mut [bf16]));
 
 /// Adds a tensor, if there is one, to another of its type and shape, each element rounded.
 pub(super) fn add_to(cpu: &Cpu, x: Option<&Tensor<Cpu>>, sum: &mut Tensor<Cpu>) -> Result<()> {

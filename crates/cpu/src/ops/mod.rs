@@ -2,6 +2,7 @@
 
 pub mod adamw;
 pub mod attention;
+pub mod combine_tree;
 pub mod cross_entropy;
 pub mod elementwise;
 pub mod embed;
@@ -25,7 +26,7 @@ pub mod transpose;
 pub mod wire;
 
 pub(crate) use {
-    adamw::*, attention::*, cross_entropy::*, elementwise::*, embed::*, gemm::*, head_loss::*, norm_rope::*,
-    parts::*, permute::*, quantize::*, rms_norm::*, rope::*, route::*, scale_tiles::*, slots::*, step::*,
-    swiglu::*, transcode::*, transpose::*, wire::*,
+    adamw::*, attention::*, combine_tree::*, cross_entropy::*, elementwise::*, embed::*, gemm::*,
+    head_loss::*, norm_rope::*, parts::*, permute::*, quantize::*, rms_norm::*, rope::*, route::*,
+    scale_tiles::*, slots::*, step::*, swiglu::*, transcode::*, transpose::*, wire::*,
 };

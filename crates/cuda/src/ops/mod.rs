@@ -49,6 +49,7 @@ pub fn shared_sizes() -> Vec<SharedSize> {
     [
         norm::rms_norm::shared_sizes(),
         routing::route::shared_sizes(),
+        routing::combine_tree::shared_sizes(),
         routing::plan_permute::shared_sizes(),
         vocabulary::cross_entropy::shared_sizes(),
         vocabulary::head_rows::shared_sizes(),
@@ -71,6 +72,7 @@ pub fn instances() -> Vec<Instance> {
         swiglu::instances(),
         swiglu::swiglu_backward::instances(),
         routing::permute::instances(),
+        routing::combine_tree::instances(),
         routing::plan_permute::instances(),
         routing::route::instances(),
         routing::slots::instances(),

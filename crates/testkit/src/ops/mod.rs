@@ -2,6 +2,7 @@
 
 mod adamw;
 mod attention;
+mod combine_tree;
 mod cross_entropy;
 mod elementwise;
 mod embed;
@@ -21,9 +22,9 @@ mod swiglu;
 mod transcode;
 
 pub use {
-    adamw::*, attention::*, cross_entropy::*, elementwise::*, embed::*, gemm::*, head_loss::*, norm_rope::*,
-    parts::*, permute::*, quantize::*, rms_norm::*, rope::*, route::*, scale_tiles::*, slots::*, step::*,
-    swiglu::*, transcode::*,
+    adamw::*, attention::*, combine_tree::*, cross_entropy::*, elementwise::*, embed::*, gemm::*,
+    head_loss::*, norm_rope::*, parts::*, permute::*, quantize::*, rms_norm::*, rope::*, route::*,
+    scale_tiles::*, slots::*, step::*, swiglu::*, transcode::*,
 };
 
 use nibble_core::DType;

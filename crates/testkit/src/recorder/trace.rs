@@ -49,7 +49,7 @@ impl Trace {
                 self.made(event.op, tensor, from, made);
             }
             ("permute", Some(tensor)) => self.made("dispatch+permute", tensor, from, made),
-            ("combine_slots", _) => {
+            ("combine_slots" | "combine_tree", _) => {
                 let tensor = if self.pass == Pass::Forward { "y" } else { "dx" };
                 self.made("unpermute+combine", tensor, from, made);
             }

@@ -392,6 +392,7 @@ const OWN: &[&str] = &[
     "train.grad_accum",
     "train.shards",
     "train.expert_shards",
+    "train.combine",
     "train.schedule",
     "train.weight_decay",
     "train.beta1",

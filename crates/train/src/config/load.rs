@@ -11,6 +11,7 @@ use super::{Balance, Config, DataConfig, ModelConfig, RANDOM, RunConfig, SYNTHET
 use crate::data::{BYTE_VOCAB, SYNTHETIC_VOCAB};
 use crate::error::{Error, Result};
 use crate::files;
+use crate::moe::Combine;
 use crate::recompute::Scope;
 
 /// Keys there were, and what has become of them.
@@ -134,7 +135,7 @@ impl Config {
     fn with_every_key() -> Self {
         let data = DataConfig { bytes: true, ..DataConfig::default() };
         let model = ModelConfig { balance: Balance::Batch, ..ModelConfig::default() };
-        let train = TrainConfig { expert_shards: 2, ..TrainConfig::default() };
+        let train = TrainConfig { expert_shards: 2, combine: Some(Combine::Tree), ..TrainConfig::default() };
         let run = RunConfig { dp: 2, ..RunConfig::default() };
         Self { data, model, train, run, ..Self::default() }
     }
@@ -160,7 +161,7 @@ impl Config {
 
     /// The keys in which `self` differs from `earlier` and that decide the numbers of a run, each as
     /// `key: earlier → now`. Tables `eval`, `checkpoint` and `run` are left out, and `train.recompute`: they change what is
-    /// reported and how fast, never a weight. A resumed run should refuse when this is not empty.
+    /// reported and how fast, never a weight; so is `train.combine` where `self` does not say it. A resumed run should refuse when this is not empty.
     ///
     /// # Errors
     /// As [`Config::resolved_toml`].
@@ -171,7 +172,12 @@ impl Config {
             flatten("", &value, &mut flat);
             Ok::<_, Error>(flat)
         };
-        let (now, before) = (leaves(self)?, leaves(earlier)?);
+        let (mut now, mut before) = (leaves(&self.going_on_from(earlier))?, leaves(earlier)?);
+        // Of a run that has not stored it, it is that.
+        for all in [&mut now, &mut before] {
+            all.entry("train.combine".to_owned())
+                .or_insert_with(|| in_short(&Combine::default().name().into()));
+        }
         // How a text is taken shows in its bytes, which are compared.
         let reported_only = ["eval.", "checkpoint.", "run.", "train.recompute", "data.bytes"];
         let keys: BTreeSet<&String> = now.keys().chain(before.keys()).collect();
@@ -188,11 +194,11 @@ impl Config {
     }
 
     /// [`Config::changes_since`] with which a run does not go on: more steps are none of them, and neither are other parts of experts, if they are
-    /// asked for: nobody asks for the default.
+    /// asked for: nobody asks for the default. Another way to combine differs only where it is asked for.
     pub(crate) fn changes_to_refuse(&self, earlier: &Self) -> Result<Vec<String>> {
         let mut changes = self.changes_since(earlier)?;
         let (steps, parts) = (self.train.steps > earlier.train.steps, self.train.expert_shards > 1);
-        let may = [("train.steps: ", steps), ("train.expert_shards: ", parts)];
+        let may = [("train.steps: ", steps), ("train.expert_shards: ", parts), ("train.combine: ", true)];
         changes.retain(|change| !may.iter().any(|(key, may)| *may && change.starts_with(key)));
         Ok(changes)
     }

@@ -22,8 +22,9 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 use crate::recompute::Scope;
 use crate::schedule::{Schedule, ScheduleKind};
-use nibble_core::{DType, MeshShape};
+use nibble_core::{DType, DeviceKind, MeshShape};
 
+pub use crate::moe::Combine;
 pub use device::DeviceChoice;
 pub use foreign::{Meaning, of_option};
 pub(crate) use load::read_text;
@@ -31,7 +32,8 @@ pub use preset::{preset, preset_names};
 pub use validate::MOST_THREADS;
 
 /// Everything that decides a run. Two runs with equal configurations and equal data end with equal weights, whatever
-/// `run` says, on one kind of device: products on a GPU and on a CPU differ in their last bits.
+/// `run` says, on one kind of device: products on a GPU and on a CPU differ in their last bits. (`train.combine` is equal where it was decided
+/// alike: [`Config::begun_on`].)
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Config {
@@ -226,6 +228,11 @@ pub struct TrainConfig {
     /// on the number of ranks.
     #[serde(skip_serializing_if = "is_one")]
     pub expert_shards: usize,
+    /// How the rows of a token's experts become one: `slots`, in slot order, rounded once; or `tree`, up a binary tree over the experts,
+    /// rounded at each node, of which ranks send one row a token. The result depends on it, and not on the number of ranks. Where it is not
+    /// given, a run keeps what it began with: `tree` where experts are divided among GPUs, else `slots`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub combine: Option<Combine>,
     /// Peak learning rate.
     pub lr: f64,
     /// Learning rate of the last step.
@@ -304,6 +311,7 @@ impl Default for TrainConfig {
             grad_accum: 1,
             shards: 4,
             expert_shards: 1,
+            combine: None,
             lr: 3e-3,
             min_lr: 3e-4,
             warmup_steps: 20,
@@ -414,6 +422,25 @@ impl Config {
             steps: t.steps,
             decay_fraction: t.decay_fraction,
         }
+    }
+
+    /// The configuration of a run that begins on devices of this kind, and that keeps what is decided now: rows are summed up a tree where
+    /// experts are divided among GPUs, between which a row a slot would be most of what travels.
+    #[must_use]
+    pub fn begun_on(&self, kind: DeviceKind) -> Self {
+        let mut begun = self.clone();
+        if kind == DeviceKind::Gpu && self.model.experts > 0 && self.run.mesh().ep > 1 {
+            begun.train.combine.get_or_insert(Combine::Tree);
+        }
+        begun
+    }
+
+    /// The configuration under which a run goes on that began with `earlier`: what is not asked for stays.
+    #[must_use]
+    pub fn going_on_from(&self, earlier: &Self) -> Self {
+        let mut now = self.clone();
+        now.train.combine = now.train.combine.or(earlier.train.combine);
+        now
     }
 
     /// Sequences of one optimizer step: how far the data cursor moves.

@@ -212,6 +212,10 @@ impl Config {
         require(experts > 0 || parts == 1, "train.expert_shards", || {
             format!("is {parts}, and model.experts = 0: without experts it decides nothing")
         })?;
+        require(experts > 0 || t.combine.is_none(), "train.combine", || {
+            let way = t.combine.unwrap_or_default().name();
+            format!("is \"{way}\", and model.experts = 0: without experts it decides nothing")
+        })?;
         require(experts > 0 || dp == 1, "run.dp", || {
             format!("is {dp}, and model.experts = 0: without experts it decides nothing")
         })?;

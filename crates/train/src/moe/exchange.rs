@@ -3,15 +3,44 @@
 //! A token is sent once to each rank that has one of its experts. Rows arrive by source rank, and in the order of tokens
 //! within: since ranks hold consecutive tokens, that is the global order, and expert-sorted rows lie as they would on a
 //! single rank.
+//!
+//! On the way back a rank sends a row for each slot, or one for each token that it was sent: [`Combine`].
 
 use crate::cx::{Cx, ExpertParts};
 use crate::ledger::{Ledger, Saved};
 use nibble_core::formats::Format;
 use nibble_core::ops::{
-    AssignParts, AssignRanks, CombineSlots, GatherScalars, JoinGroups, PackRows, PackSlots, Permute,
-    PlanPermute, Routing, UnpackRows, UnpackSlots, record_words,
+    AssignParts, AssignRanks, CombineSlots, CombineTree, FindSlots, GatherScalars, JoinGroups, PackRows,
+    PackSlots, Permute, PlanPermute, Routing, UnpackRows, UnpackSlots, record_words,
 };
 use nibble_core::{Data, Error, Groups, Kernels, Operand, PermuteMap, Result, RowKind, Tensor, round_up};
+use serde::{Deserialize, Serialize};
+
+pub use traffic::{ExchangeBytes, SlotCounts};
+
+/// How the rows of a token's experts become one. Both ways have their own order of sums, so their results differ in the last bits where a
+/// token has three experts or more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Combine {
+    /// In slot order, in F32, rounded once ([`CombineSlots`]). A row for each slot travels back.
+    #[default]
+    Slots,
+    /// Up a binary tree over the layer's experts in order, rounded to the rows' type at each node ([`CombineTree`]). Each rank sums what its
+    /// experts made: one row for each token that it was sent travels back. The number of ranks that divide the experts is a power of two.
+    Tree,
+}
+
+impl Combine {
+    /// Its name in a configuration.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Slots => "slots",
+            Self::Tree => "tree",
+        }
+    }
+}
 
 /// Where every (token, slot) of one layer goes.
 #[derive(Debug)]
@@ -22,7 +51,28 @@ pub struct Plan<B: Kernels> {
     pub experts: Groups<B>,
     /// Gate weight of each expert-sorted row; 0 on padding. `[r]`
     pub gate_r: B::Buf<f32>,
+    /// The slots whose experts are here, of the tokens that are here or have arrived. Where rows are summed up a tree.
+    experts_tree: Option<TreeSlots<B>>,
     wire: Option<Wire<B>>,
+}
+
+/// Slots of tokens at the leaves of a tree.
+#[derive(Debug)]
+struct TreeSlots<B: Kernels> {
+    /// Row of each (token, slot), −1 for none.
+    row: B::Buf<i32>,
+    /// Leaf of each (token, slot), −1 for none.
+    leaf: B::Buf<i32>,
+    /// Leaves of the tree.
+    leaves: usize,
+}
+
+impl<B: Kernels> TreeSlots<B> {
+    /// One row for each token: what its rows add up to.
+    fn sum(&self, b: &B, rows: &Tensor<B>, plus: Option<&Tensor<B>>, top_k: usize) -> Result<Tensor<B>> {
+        let Self { row: index, leaf, leaves } = self;
+        CombineTree { rows, index, leaf, leaves: *leaves, plus, top_k }.run(b)
+    }
 }
 
 /// How messages go when there are other ranks.
@@ -32,6 +82,8 @@ struct Wire<B: Kernels> {
     send_token: B::Buf<i32>,
     /// For each (token, slot), its place among the slot rows that come back, which arrive rank by rank.
     slot_place: B::Buf<i32>,
+    /// The slots of this rank's tokens, of which the first for each rank has the row that comes back from there. Where rows are summed up a tree.
+    ranks_tree: Option<TreeSlots<B>>,
     /// How many rows: what the transport needs to know on the host.
     rows: RowCounts,
 }
@@ -54,10 +106,15 @@ impl<B: Kernels> Saved for Plan<B> {
             ledger.words::<B, i32>(LAYER, "plan", index);
         }
         ledger.words::<B, f32>(LAYER, "plan", &self.gate_r);
+        let mut trees = vec![&self.experts_tree];
         if let Some(wire) = &self.wire {
             for index in [&wire.send_token, &wire.slot_place] {
                 ledger.words::<B, i32>(LAYER, "plan", index);
             }
+            trees.push(&wire.ranks_tree);
+        }
+        for index in trees.into_iter().flatten().flat_map(|tree| [&tree.row, &tree.leaf]) {
+            ledger.words::<B, i32>(LAYER, "plan", index);
         }
     }
 }
@@ -111,16 +168,40 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
     }
 
     /// Decides where every (token, slot) goes.
+    ///
+    /// # Errors
+    /// Where rows are summed up a tree and the number of ranks is not a power of two; from the backend, and from other ranks.
     pub fn plan(&self, routing: &Routing<B>, align: usize) -> Result<Plan<B>> {
-        let cx = self.cx;
-        if cx.mesh.ep.world() > 1 {
+        let (cx, world) = (self.cx, self.cx.mesh.ep.world());
+        if self.has_tree() && !world.is_power_of_two() {
+            let expected = "a power of two, as their sums are nodes of a tree";
+            return Err(Error::shape("exchange", "ranks that divide the experts", world, expected));
+        }
+        if world > 1 {
             return self.plan_ranks(routing, align);
         }
         let tokens = B::len(&routing.expert) / self.top_k;
         let (map, experts) =
             self.sort(&routing.expert, &cx.shards.groups.row_id, tokens * self.top_k, align)?;
         let gate_r = GatherScalars { values: &routing.weight, index: &map.row_slot }.run(cx.b)?;
-        Ok(Plan { map, experts, gate_r, wire: None })
+        // Every slot has a row.
+        let tree =
+            || TreeSlots { row: map.slot_row.clone(), leaf: routing.expert.clone(), leaves: self.experts };
+        let experts_tree = self.has_tree().then(tree);
+        Ok(Plan { map, experts, gate_r, experts_tree, wire: None })
+    }
+
+    fn has_tree(&self) -> bool {
+        self.cx.combine == Combine::Tree
+    }
+
+    /// Those of the slots that have a row, which is of the slot `row_slot` says, at these leaves. Where rows are summed up a tree.
+    fn tree(&self, row_slot: &B::Buf<i32>, leaf: B::Buf<i32>, leaves: usize) -> Result<Option<TreeSlots<B>>> {
+        if !self.has_tree() {
+            return Ok(None);
+        }
+        let row = FindSlots { row_slot, slots: B::len(&leaf) }.run(self.cx.b)?;
+        Ok(Some(TreeSlots { row, leaf, leaves }))
     }
 
     /// Sorts received tokens by this rank's experts, and each expert's by parts; `slots` of their slots are here. The groups of the order, and of
@@ -195,8 +276,10 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         let (map, experts) =
             self.sort(&received.expert, &received.token_id, rows.slots_to.iter().sum(), align)?;
         let gate_r = GatherScalars { values: &received.weight, index: &map.row_slot }.run(b)?;
-        let wire = Wire { send_token: tokens.source_row, slot_place: slots.slot_row, rows };
-        Ok(Plan { map, experts, gate_r, wire: Some(wire) })
+        let experts_tree = self.tree(&map.row_slot, received.expert, experts_each)?;
+        let ranks_tree = self.tree(&tokens.row_slot, ranks.first, world)?;
+        let wire = Wire { send_token: tokens.source_row, slot_place: slots.slot_row, ranks_tree, rows };
+        Ok(Plan { map, experts, gate_r, experts_tree, wire: Some(wire) })
     }
 
     /// Sorts this rank's slots by the rank they go to, −1 for none; `slots` of them go somewhere, and get a row each.
@@ -241,7 +324,10 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         Tensor::new(data, from.iter().sum(), kind.cols).map(Operand::Plain)
     }
 
-    /// Brings one row a slot back to its token and sums them in F32, in slot order: `[r, d] → [t, d]`; adds `plus_td` to that.
+    /// Brings the rows of each token back to it and sums them, in the order that [`Combine`] says: `[r, d] → [t, d]`; adds `plus_td` to that.
+    ///
+    /// # Errors
+    /// From the backend, and from other ranks.
     pub fn combine(
         &self,
         plan: &Plan<B>,
@@ -249,6 +335,9 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         plus_td: Option<&Tensor<B>>,
     ) -> Result<Tensor<B>> {
         let (b, top_k) = (self.cx.b, self.top_k);
+        if let Some(tree) = &plan.experts_tree {
+            return self.combine_up(tree, plan.wire.as_ref(), rows_rd, plus_td);
+        }
         let Some(wire) = &plan.wire else {
             return CombineSlots { rows: rows_rd, index: Some(&plan.map.slot_row), plus: plus_td, top_k }
                 .run(b);
@@ -258,6 +347,39 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         let received = self.send(&sent, rows.row_kind(), &wire.rows.slots_to, &wire.rows.slots_from)?;
         let rows = received.plain("combine")?;
         CombineSlots { rows, index: Some(&wire.slot_place), plus: plus_td, top_k }.run(b)
+    }
+
+    /// Sums up the tree of this rank's experts, and what comes back up that of ranks.
+    fn combine_up(
+        &self,
+        experts: &TreeSlots<B>,
+        wire: Option<&Wire<B>>,
+        rows_rd: &Tensor<B>,
+        plus_td: Option<&Tensor<B>>,
+    ) -> Result<Tensor<B>> {
+        let (b, top_k) = (self.cx.b, self.top_k);
+        let Some((wire, ranks)) = wire.and_then(|wire| Some((wire, wire.ranks_tree.as_ref()?))) else {
+            return experts.sum(b, rows_rd, plus_td, top_k);
+        };
+        // A row for each token that arrived, in that order: rank by rank, as they go back.
+        let sums = Operand::Plain(experts.sum(b, rows_rd, None, top_k)?);
+        let kind = sums.row_kind();
+        let sent = self.whole_rows(&sums, kind)?;
+        let received = self.send(&sent, kind, &wire.rows.tokens_from, &wire.rows.tokens_to)?;
+        ranks.sum(b, received.plain("combine")?, plus_td, top_k)
+    }
+
+    /// All rows of a plain tensor as a message.
+    fn whole_rows(&self, rows: &Operand<B>, kind: RowKind) -> Result<B::Buf<u8>> {
+        let b = self.cx.b;
+        if kind.row_bytes() > kind.code_bytes() {
+            let all: Vec<i32> = (0..rows.rows() as i32).collect();
+            return PackRows { rows, index: &b.upload(&all)? }.run(b);
+        }
+        match &rows.plain("combine")?.data {
+            Data::F32(values) => b.reinterpret(values),
+            Data::Bf16(values) => b.reinterpret(values),
+        }
     }
 
     /// Brings one number a row back to its (token, slot): `[r] → [t·k]`.
@@ -270,6 +392,8 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         GatherScalars { values: &b.reinterpret(&received)?, index: &wire.slot_place }.run(b)
     }
 }
+
+mod traffic;
 
 #[cfg(test)]
 mod tests;

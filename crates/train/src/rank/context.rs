@@ -96,7 +96,13 @@ impl<B: Kernels> RankContext<'_, B> {
     /// The context of a forward pass alone over so many tokens.
     pub fn inference_cx(&self, tokens: usize) -> Result<Cx<'_, B>> {
         let shards = Shards::new(self.b, 1, tokens, self.mesh.all.rank())?;
-        Ok(Cx::inference(self.b, self.mesh, &self.recipe, shards, self.progress()))
+        Ok(self.cx(shards))
+    }
+
+    /// The context of a forward pass alone over these tokens.
+    pub fn cx(&self, shards: Shards<B>) -> Cx<'_, B> {
+        let combine = self.config.train.combine.unwrap_or_default();
+        Cx { combine, ..Cx::inference(self.b, self.mesh, &self.recipe, shards, self.progress()) }
     }
 
     /// Nats of a batch that every rank holds: each evaluates its part, the sums meet in the order of the sequences.
@@ -111,7 +117,7 @@ impl<B: Kernels> RankContext<'_, B> {
             ids.iter().copied().chain(std::iter::repeat(with)).take(tokens).collect()
         };
         let shards = self.shards_of(ranks * tokens, self.mesh.all.rank())?;
-        let cx = Cx::inference(self.b, self.mesh, &self.recipe, shards, self.progress());
+        let cx = self.cx(shards);
         let ids = self.b.upload(&padded(&mine.inputs, 0))?;
         let targets = self.b.upload(&padded(&mine.targets, -1))?;
         // A sum for each sequence.

@@ -119,10 +119,12 @@ impl<'a, B: Kernels> RankState<'a, B> {
         let t = &context.config.train;
         let measured = context.b.within(activations, || {
             let shards = context.training_shards(context.mesh.all.rank())?;
-            let inference =
-                Cx::inference(context.b, context.mesh, &context.recipe, shards, context.progress());
-            let cx =
-                Cx { training: true, micro_batches: t.grad_accum, seed: context.config.seed, ..inference };
+            let cx = Cx {
+                training: true,
+                micro_batches: t.grad_accum,
+                seed: context.config.seed,
+                ..context.cx(shards)
+            };
             model.prepare(&cx)?;
             let (ids, targets) = (cx.b.upload(&batch.inputs)?, cx.b.upload(&batch.targets)?);
             // Counts of conversions live until the end of the step; they are not for the backward pass.

@@ -161,7 +161,6 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
             let got = "taken by a step that failed";
             return Err(CoreError::shape("step", "buffers", got, "those of a run that goes on").into());
         };
-        let inference = Cx::inference(context.b, context.mesh, &context.recipe, shards, context.progress());
         let cx = Cx {
             step: context.step,
             seed: context.config.seed,
@@ -170,7 +169,7 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
             clock: Some(clock),
             counted: RefCell::new(counted),
             delayed: Some(delayed),
-            ..inference
+            ..context.cx(shards)
         };
         Ok(Self { context, model, buffers, cx })
     }

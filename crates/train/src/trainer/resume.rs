@@ -6,7 +6,7 @@ use super::observer::{Observer, Summary};
 use super::run_dir::{METRICS_FILE, PICTURE_FILE, has_begun, stored_config};
 use crate::checkpoint::{Checkpoint, Store, latest_valid};
 use crate::checks::{checked_recipe, load_recipe};
-use crate::config::Config;
+use crate::config::{Config, TrainConfig};
 use crate::data::Dataset;
 use crate::error::{Error, Result};
 use crate::metrics::read_metrics;
@@ -21,6 +21,8 @@ pub(super) struct Origin {
     pub store: Option<Store>,
     /// The checkpoint to go on from; none at the beginning.
     pub checkpoint: Option<Checkpoint>,
+    /// What is asked for, with what was decided when the run began.
+    pub config: Config,
     /// A run goes on under the recipe that it began with, whatever has become of the file.
     pub recipe: Recipe,
     /// Those of a run that goes on: they are what it was trained on.
@@ -45,26 +47,23 @@ impl Origin {
             false => (None, None),
         };
         let Some(checkpoint) = checkpoint else {
-            return Ok(Self { store, checkpoint, recipe: checked_recipe(config)?, data: None });
+            let config = match resume {
+                // It has begun, and has no checkpoint yet. What another rank writes there meanwhile is the same.
+                true => config.going_on_from(&stored_config(Path::new(&config.run.dir), &[])?.0),
+                false => begun(b, comm, config, observer),
+            };
+            return Ok(Self { store, checkpoint, recipe: checked_recipe(&config)?, config, data: None });
         };
         let recipe = checkpoint.position().resolved_recipe()?;
         let data = Dataset::of(config)?;
         require_same(config, &recipe, &data, &checkpoint)?;
-        let (then, now) =
-            (Config::from_text(&checkpoint.position().config, checkpoint.path(), &[])?.train, &config.train);
-        if now.steps > then.steps && comm.rank() == 0 {
-            observer.note(&format!(
-                "train.steps: {} → {}: learning rate and recipe follow the new number from here on",
-                then.steps, now.steps
-            ));
+        let earlier = Config::from_text(&checkpoint.position().config, checkpoint.path(), &[])?;
+        let config = config.going_on_from(&earlier);
+        config.validate()?;
+        if comm.rank() == 0 {
+            changes_to_tell(&config.train, &earlier.train).iter().for_each(|change| observer.note(change));
         }
-        if now.expert_shards != then.expert_shards && comm.rank() == 0 {
-            observer.note(&format!(
-                "train.expert_shards: {} → {}: gradients of experts are summed in another order from here on",
-                then.expert_shards, now.expert_shards
-            ));
-        }
-        Ok(Self { store, checkpoint: Some(checkpoint), recipe, data: Some(data) })
+        Ok(Self { store, checkpoint: Some(checkpoint), config, recipe, data: Some(data) })
     }
 
     /// Breaks with what there is to say of a run that is done: every step, and the held-out loss after the last one.
@@ -75,9 +74,9 @@ impl Origin {
         &self,
         b: &B,
         comm: &dyn Comm<B>,
-        config: &Config,
         observer: &mut dyn Observer,
     ) -> Result<ControlFlow<Option<Summary>>> {
+        let config = &self.config;
         let Some(checkpoint) = self.checkpoint.as_ref().filter(|c| c.position().step >= config.train.steps)
         else {
             return Ok(ControlFlow::Continue(()));
@@ -106,6 +105,43 @@ impl Origin {
             dir,
         })))
     }
+}
+
+/// What a run begins with, of which the first rank tells what was decided here.
+fn begun<B: Kernels>(b: &B, comm: &dyn Comm<B>, config: &Config, observer: &mut dyn Observer) -> Config {
+    let begun = config.begun_on(b.kind());
+    if begun.train.combine != config.train.combine && comm.rank() == 0 {
+        observer.note(
+            "train.combine: tree, as experts are divided among GPUs: ranks send back one row a token; slots has the bits of a run on one GPU",
+        );
+    }
+    begun
+}
+
+/// What of a run that goes on is otherwise from here on.
+fn changes_to_tell(now: &TrainConfig, then: &TrainConfig) -> Vec<String> {
+    let mut changes = Vec::new();
+    if now.steps > then.steps {
+        changes.push(format!(
+            "train.steps: {} → {}: learning rate and recipe follow the new number from here on",
+            then.steps, now.steps
+        ));
+    }
+    if now.expert_shards != then.expert_shards {
+        changes.push(format!(
+            "train.expert_shards: {} → {}: gradients of experts are summed in another order from here on",
+            then.expert_shards, now.expert_shards
+        ));
+    }
+    let [was, is] = [then, now].map(|train| train.combine.unwrap_or_default());
+    if is != was {
+        changes.push(format!(
+            "train.combine: {} → {}: the rows of a token's experts are summed in another order from here on",
+            was.name(),
+            is.name()
+        ));
+    }
+    changes
 }
 
 /// The checkpoints of a run that has begun, open on the first rank, and the newest whole one, on every rank.
@@ -155,7 +191,7 @@ fn latest(config: &Config, observer: &mut dyn Observer) -> Result<Option<Checkpo
 }
 
 /// Checks that a configuration is that of the run to be resumed; of what decides the numbers only `train.steps` may differ, by being
-/// more, and `train.expert_shards` where no history of scales is of parts of experts. `recipe` is the run's own.
+/// more, `train.combine`, and `train.expert_shards` where no history of scales is of parts of experts. `recipe` is the run's own.
 fn require_same(config: &Config, recipe: &Recipe, data: &Dataset, checkpoint: &Checkpoint) -> Result<()> {
     let position = checkpoint.position();
     let earlier = Config::from_text(&position.config, checkpoint.path(), &[])?;

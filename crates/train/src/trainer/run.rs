@@ -45,9 +45,10 @@ fn run_rank<'a, B: Kernels>(
 ) -> Result<Option<Summary>> {
     reach(Point::Loading)?;
     let origin = Origin::find(b, mesh.all, config, options.resume, observer)?;
-    if let ControlFlow::Break(summary) = origin.finished(b, mesh.all, config, observer)? {
+    if let ControlFlow::Break(summary) = origin.finished(b, mesh.all, observer)? {
         return Ok(summary);
     }
+    let config = &origin.config.clone();
     let resumed = origin.checkpoint.as_ref().map(|c| (c.position().step, c.path().to_owned()));
     let (mut trainer, mut outputs) = set_up(b, mesh, config, origin, options, observer)?;
     let done = train(&mut trainer, &mut outputs, config, options, resumed, observer);
@@ -149,7 +150,7 @@ fn set_up<'a, B: Kernels>(
     observer: &mut dyn Observer,
 ) -> Result<(Trainer<'a, B>, Option<Outputs>)> {
     let first = mesh.all.rank() == 0;
-    let Origin { store, checkpoint, recipe, data } = origin;
+    let Origin { store, checkpoint, recipe, data, .. } = origin;
     let prediction = plan::require_room(b, mesh.shape(), config, &recipe)?;
     let trainer = Trainer::under(b, mesh, config, recipe)?;
     let mut trainer = match data {

@@ -1,5 +1,6 @@
 //! Experts' rows: who takes which, and how they move within a rank and between ranks.
 
+pub(crate) mod combine_tree;
 pub(crate) mod copy_rows;
 pub(crate) mod parts;
 pub(crate) mod permute;
@@ -8,4 +9,4 @@ pub(crate) mod route;
 pub(crate) mod slots;
 pub(crate) mod wire;
 
-pub(crate) use {parts::*, permute::*, plan_permute::*, route::*, slots::*, wire::*};
+pub(crate) use {combine_tree::*, parts::*, permute::*, plan_permute::*, route::*, slots::*, wire::*};

@@ -20,6 +20,8 @@ enum Choice {
     NoneOnOneRank,
     /// Neighbours, so that several are of the same rank.
     Neighbours,
+    /// The first ones most often, by Zipf's law.
+    Skewed,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -37,7 +39,7 @@ impl Case {
         let mut all = Vec::new();
         for world in [1, 2, 4] {
             for top_k in 1..=4 {
-                for choice in [Random, AllOnOneRank, NoneOnOneRank, Neighbours] {
+                for choice in [Random, AllOnOneRank, NoneOnOneRank, Neighbours, Skewed] {
                     for tokens in [0, 1, 130] {
                         all.push(Case { world, tokens, top_k, choice });
                     }
@@ -61,6 +63,16 @@ impl Case {
             let start = stream.u32_at(token as u64) as usize;
             let step = if matches!(self.choice, Choice::Neighbours) { 1 } else { 1 + (start >> 16) };
             let mut chosen = Vec::new();
+            if matches!(self.choice, Choice::Skewed) {
+                // Expert e about as often as 1 / (e + 1).
+                let draws =
+                    (0..40).map(|i| stream.u32_at((token * 40 + i) as u64 + 5000) as f32 / u32::MAX as f32);
+                for e in draws.map(|u| ((count as f32 + 1.0).powf(u) - 1.0) as usize) {
+                    if !chosen.contains(&e.min(count - 1)) {
+                        chosen.push(e.min(count - 1));
+                    }
+                }
+            }
             for e in (0..count).map(|i| (start + i * step) % count).chain(0..count) {
                 if !chosen.contains(&e) {
                     chosen.push(e);
@@ -188,20 +200,25 @@ fn contents(cpu: &Cpu, plan: &Plan<Cpu>) -> Vec<(&'static str, Vec<i32>)> {
     lists
 }
 
+/// A rank's part of a routing, on the device.
+fn routing_of(cpu: &Cpu, case: &Case, rank: usize) -> Routing<Cpu> {
+    let (expert, weight) = case.routing(rank);
+    Routing {
+        expert: cpu.upload(&expert).unwrap(),
+        weight: cpu.upload(&weight).unwrap(),
+        probs: Tensor::zeros(cpu, DType::F32, 0, 0).unwrap(),
+        log_sum_exp: cpu.zeros(0).unwrap(),
+        load: cpu.zeros(0).unwrap(),
+        losses: cpu.zeros(0).unwrap(),
+    }
+}
+
 fn check(case: Case, comm: ThreadComm) {
     let (cpu, recipe) = (Cpu::new(1).unwrap(), Recipe::builtin("bf16").unwrap());
     let comm: &dyn Comm<Cpu> = &comm;
     let shards = Shards::new(&cpu, 1, case.tokens, comm.rank()).unwrap();
     let cx = Cx::inference(&cpu, Mesh::new(comm), &recipe, shards, 0.0);
-    let (expert, weight) = case.routing(comm.rank());
-    let routing = Routing {
-        expert: cpu.upload(&expert).unwrap(),
-        weight: cpu.upload(&weight).unwrap(),
-        probs: Tensor::zeros(&cpu, DType::F32, 0, 0).unwrap(),
-        log_sum_exp: cpu.zeros(0).unwrap(),
-        load: cpu.zeros(0).unwrap(),
-        losses: cpu.zeros(0).unwrap(),
-    };
+    let routing = routing_of(&cpu, &case, comm.rank());
     let plan = Exchange::new(&cx, EACH * case.world, case.top_k).plan(&routing, 1).unwrap();
     plan.map.occupancy.verify(&cpu).unwrap();
     let (rows, want) = want(&case, comm.rank());
@@ -245,4 +262,120 @@ fn counts_that_cannot_be_are_errors() {
     let rows = RowCounts::of(&[1, 2, 3, 4, 5, 6, 7, 8], 1, 2).unwrap();
     assert_eq!((rows.tokens_to, rows.tokens_from), (vec![5, 7], vec![3, 7]));
     assert_eq!((rows.slots_from, rows.slots_to), (vec![6, 8], vec![4, 8]));
+}
+
+/// What the expert of a (token, slot), counted over all ranks, returns in a column.
+fn made(id: usize, col: usize) -> f32 {
+    Stream::new(6, Purpose::Data, 0, 0).normal_at((id * 64 + col) as u64)
+}
+
+/// A matrix of such values, by what stands in its rows.
+fn rows_of(
+    cpu: &Cpu,
+    dtype: DType,
+    rows: usize,
+    cols: usize,
+    value: impl Fn(usize, usize) -> f32,
+) -> Tensor<Cpu> {
+    let x: Vec<f32> = (0..rows * cols).map(|i| value(i / cols, i % cols)).collect();
+    let x = Tensor::from_f32(cpu, &x, rows, cols).unwrap();
+    nibble_core::ops::Cast { x: &x, dtype }.run(cpu).unwrap()
+}
+
+/// Combines what experts made of the tokens of one rank, and compares with sums over all experts, as one rank would make them.
+fn check_sums(case: Case, way: Combine, (dtype, cols): (DType, usize), comm: ThreadComm) {
+    let (cpu, recipe) = (Cpu::new(1).unwrap(), Recipe::builtin("bf16").unwrap());
+    let comm: &dyn Comm<Cpu> = &comm;
+    let (rank, experts, top_k) = (comm.rank(), EACH * case.world, case.top_k);
+    let shards = Shards::new(&cpu, 1, case.tokens, rank).unwrap();
+    let cx = Cx { combine: way, ..Cx::inference(&cpu, Mesh::new(comm), &recipe, shards, 0.0) };
+    let routing = routing_of(&cpu, &case, rank);
+    let exchange = Exchange::new(&cx, experts, top_k);
+    let plan = exchange.plan(&routing, 4).unwrap();
+    let row_id = plan.map.groups.row_id.as_slice();
+    // Padding holds what must not be read.
+    let made_here = |row: usize, col| usize::try_from(row_id[row]).map_or(f32::NAN, |id| made(id, col));
+    let rows_rd = rows_of(&cpu, dtype, row_id.len(), cols, made_here);
+    let first = rank * case.tokens;
+    let plus = rows_of(&cpu, dtype, case.tokens, cols, |token, col| made(9_999_999 - first - token, col));
+    for plus in [None, Some(&plus)] {
+        let got = exchange.combine(&plan, &rows_rd, plus).unwrap();
+        let rows = &rows_of(&cpu, dtype, case.tokens * top_k, cols, |id, col| made(first * top_k + id, col));
+        let index = &cpu.upload(&(0..(case.tokens * top_k) as i32).collect::<Vec<_>>()).unwrap();
+        let want = match way {
+            Combine::Slots => CombineSlots { plus, ..CombineSlots::new(rows, top_k) }.run(&cpu),
+            Combine::Tree => {
+                let leaf = &routing.expert;
+                CombineTree { rows, index, leaf, leaves: experts, plus, top_k }.run(&cpu)
+            }
+        };
+        let bits =
+            |x: &Tensor<Cpu>| x.to_f32_vec(&cpu).unwrap().into_iter().map(f32::to_bits).collect::<Vec<_>>();
+        assert_eq!(got.dtype(), dtype);
+        assert!(
+            bits(&got) == bits(&want.unwrap()),
+            "{case:?}, {way:?}, rank {rank}, {dtype} of {cols} columns"
+        );
+    }
+    // And one number a slot, however rows come back.
+    let gates: Vec<f32> =
+        row_id.iter().map(|&id| usize::try_from(id).map_or(f32::NAN, |id| made(id, 63))).collect();
+    let back = exchange.return_scalars(&plan, &cpu.upload(&gates).unwrap()).unwrap();
+    let want: Vec<f32> = (0..case.tokens * top_k).map(|id| made(first * top_k + id, 63)).collect();
+    assert_eq!(back.as_slice(), want, "{case:?}, {way:?}, rank {rank}");
+}
+
+#[test]
+fn rows_come_back_and_add_up_as_on_one_rank() {
+    // Rows of whole 16 bytes, and others, whose messages are padded.
+    let kinds = [(DType::Bf16, 8), (DType::Bf16, 5), (DType::F32, 4), (DType::F32, 7)];
+    for (i, case) in Case::all().into_iter().enumerate() {
+        for (j, way) in [Combine::Slots, Combine::Tree].into_iter().enumerate() {
+            std::thread::scope(|scope| {
+                let kind = kinds[(i + 2 * j) % 4];
+                let spawn = |comm| scope.spawn(move || check_sums(case, way, kind, comm));
+                let ranks: Vec<_> = ThreadComm::world(case.world).into_iter().map(spawn).collect();
+                ranks.into_iter().for_each(|rank| rank.join().unwrap());
+            });
+        }
+    }
+}
+
+/// A tree of which no rank has a node.
+#[test]
+fn a_tree_over_other_numbers_of_ranks_is_refused() {
+    std::thread::scope(|scope| {
+        for comm in ThreadComm::world(3) {
+            scope.spawn(move || {
+                let (cpu, recipe) = (Cpu::new(1).unwrap(), Recipe::builtin("bf16").unwrap());
+                let shards = Shards::new(&cpu, 1, 2, 0).unwrap();
+                let mesh = Mesh::new(&comm);
+                let cx = Cx { combine: Combine::Tree, ..Cx::inference(&cpu, mesh, &recipe, shards, 0.0) };
+                let case = Case { world: 3, tokens: 2, top_k: 1, choice: Choice::Random };
+                let why = Exchange::new(&cx, 12, 1).plan(&routing_of(&cpu, &case, 0), 1).unwrap_err();
+                assert!(why.to_string().contains("is 3, expected a power of two"), "{why}");
+            });
+        }
+    });
+}
+
+#[test]
+fn bytes_follow_from_the_routing() {
+    // Tokens of two slots, two experts a rank: one rank, two, one.
+    let counts = SlotCounts::of(&[0, 1, 1, 2, 5, 4], 2, 2);
+    assert_eq!(counts, SlotCounts { tokens: 4, slots: 6, top_k: 2 });
+    let row = |format| RowKind { format, rule: nibble_core::formats::ScaleRule::Floor, cols: 512 };
+    let (fp4, bf16) = (row(Format::Mxfp4), row(Format::Bf16));
+    let of = |way| ExchangeBytes::of(counts, way, [fp4, bf16], bf16);
+    let tree = ExchangeBytes {
+        records: 4 * 20,
+        dispatch: 4 * 272,
+        combine: 4 * 1024,
+        dispatch_backward: 4 * 1024,
+        combine_backward: 4 * 1024,
+        scalars: 24,
+    };
+    assert_eq!(of(Combine::Tree), tree);
+    assert_eq!(of(Combine::Slots), ExchangeBytes { combine: 6 * 1024, combine_backward: 6 * 1024, ..tree });
+    assert_eq!(tree.total(), 4 * (20 + 272 + 3 * 1024) + 24);
 }

@@ -1,0 +1,218 @@
+// Sums the rows of a token's slots up a binary tree over leaves, rounded at each node.
+//
+// combine_tree<T, kCount>: out[t] = the root's sum of rows[index[t · top_k + s]], each at leaf[t · top_k + s]. A node lo..hi is split at lo +
+// (hi - lo) / 2. Where both children have rows: left + right in F32, rounded to T; a row alone moves as it is. Rows of one leaf are added in
+// the order of the slots, each sum rounded. A slot counts if its row is below num_rows and its leaf below `leaves` (below 2^31). Zeros where
+// none does. Where there is a `plus`, plus[t] is added to that, and the sum rounded again. T is Bf16 or F32.
+// kCount columns a unit: as many as lie in 16 bytes, where a row is a multiple of that, else 1.
+//   256 threads, a warp for kTreeChunk units of a token; grid ceil(items / 8), items = tokens · chunks below 2^31, chunks =
+//   ceil(units_per_row / kTreeChunk); top_k at most 32; dynamic shared memory: combine_tree_shared_bytes.
+//
+// A warp sorts its token's slots by leaf, a lane a slot, and finds after which row each sum is due. Then its lanes go through the rows in
+// that order, each with units of its own: all loads first, as many bytes of few rows as of many. Sums that wait for their right side lie in
+// shared memory, a column a thread, where indices may be computed; since each is rounded they are as small as rows are.
+#pragma once
+#include "formats/plain.cuh"
+#include "math/reduce.cuh"
+
+namespace nib {
+
+constexpr int kTreeThreads = 256;
+constexpr int kTreeWarps = kTreeThreads / 32;
+/// Units of a lane, and of a warp.
+constexpr int kTreeUnits = 4;
+constexpr int kTreeChunk = 32 * kTreeUnits;
+
+/// Sums of a thread that may wait at a time. Those that wait meet at nodes of which each lies deeper than the one before, or at a leaf. Four
+/// rows or fewer are summed for two units at a time.
+__device__ constexpr int tree_entries(int top_k, u32 leaves) {
+    int height = 0;
+    while (height < 31 && (1u << height) < leaves) ++height;
+    const int waiting = top_k - 1 < height + 1 ? top_k - 1 : height + 1;
+    const int of_four = waiting < 3 ? waiting : 3;
+    return top_k <= 2 ? 0 : waiting > 2 * of_four ? waiting : 2 * of_four;
+}
+
+/// Dynamic shared memory of combine_tree.
+template <typename T, int kCount>
+__device__ constexpr u64 combine_tree_shared_bytes(int top_k, u32 leaves) {
+    return u64(tree_entries(top_k, leaves)) * kTreeThreads * Few<T, kCount>::kBytes;
+}
+
+/// A row and its leaf.
+struct TreeSlot {
+    u32 row;
+    u32 leaf;
+};
+
+/// The rows of a token by leaf, spread over the lanes of a warp.
+struct TreeOrder {
+    int count;   // of all lanes
+    u32 row;     // of lane i: the i-th
+    int closes;  // of lane i: the row after which what ends with row i and what begins with row i + 1 are summed; -1 for none
+};
+
+/// How deep the node lies that has leaf a on its left and leaf b on its right.
+__device__ __forceinline__ int split_depth(u32 a, u32 b, u32 leaves) {
+    u32 lo = 0;
+    int depth = 0;
+    for (;; ++depth) {
+        const u32 half = leaves / 2;
+        if (b < lo + half) {
+            leaves = half;
+        } else if (a >= lo + half) {
+            lo += half;
+            leaves -= half;
+        } else {
+            return depth;
+        }
+    }
+}
+
+/// Every lane of the warp calls this; `sorted` is shared memory of the warp.
+__device__ __forceinline__ TreeOrder order_slots(const int* index, const int* leaf_of, int top_k, u32 num_rows, u32 leaves,
+                                                 TreeSlot (&sorted)[32]) {
+    const int lane = ptx::lane_idx();
+    u32 row = ~0u, leaf = ~0u;
+    if (lane < top_k) {
+        row = u32(__ldg(index + lane));
+        leaf = u32(__ldg(leaf_of + lane));
+    }
+    const bool counts = row < num_rows && leaf < leaves;
+    leaf = counts ? leaf : ~0u;  // behind all others
+    TreeOrder order;
+    order.count = __popc(__ballot_sync(kAllLanes, counts));
+    int place = 0;
+    for (int slot = 0; slot < top_k; ++slot) {
+        const u32 other = __shfl_sync(kAllLanes, leaf, slot);
+        place += other < leaf || (other == leaf && slot < lane);
+    }
+    if (counts) sorted[place] = {row, leaf};
+    __syncwarp();
+    const TreeSlot mine = lane < order.count ? sorted[lane] : TreeSlot{0, 0};
+    order.row = mine.row;
+    const u32 next = __shfl_down_sync(kAllLanes, mine.leaf, 1);
+    // The node that a row shares with the next one. At one leaf: deeper than any node.
+    const bool has_next = lane + 1 < order.count;
+    int depth = -1;
+    if (has_next) depth = mine.leaf == next ? 32 : split_depth(mine.leaf, next, leaves);
+    // What is right of it ends where a node follows that is no deeper.
+    order.closes = -1;
+    for (int i = 1; i < order.count; ++i) {
+        const int other = __shfl_sync(kAllLanes, depth, i);
+        if (has_next && i > lane && order.closes < 0 && other <= depth) order.closes = i;
+    }
+    return order;
+}
+
+/// What all units have in common.
+struct TreeRows {
+    const u8* rows;
+    const u8* plus;  // of the token, or null
+    u8* out;         // of the token
+    u64 row_bytes;
+    u32 units_per_row;
+};
+
+/// A unit in shared memory, by one access.
+template <typename T, int kCount>
+__device__ __forceinline__ void keep(u8* to, const Few<T, kCount>& x) {
+    if constexpr (Few<T, kCount>::kBytes == 16)
+        *reinterpret_cast<uint4*>(to) = make_uint4(x.word[0], x.word[1], x.word[2], x.word[3]);
+    else if constexpr (Few<T, kCount>::kBytes == 4)
+        *reinterpret_cast<u32*>(to) = x.word[0];
+    else
+        *reinterpret_cast<u16*>(to) = u16(x.word[0]);
+}
+
+/// Sums kUnits units of each lane, the warp's first one `first_unit`, of a token that has at most kRows rows; of any number where that is 8.
+template <int kUnits, int kRows, typename T, int kCount>
+__device__ __forceinline__ void sum_units(const TreeRows& from, const TreeOrder& order, u32 first_unit, u8* stack) {
+    using Unit = Few<T, kCount>;
+    constexpr int kEntry = kTreeThreads * Unit::kBytes;
+    const u32 unit = first_unit + ptx::lane_idx();
+    Unit x[kUnits][kRows], sum[kUnits] = {};
+    u32 at[kUnits];
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) at[u] = min(unit + 32 * u, from.units_per_row - 1) * Unit::kBytes;  // those past the end are not stored
+    u8* top = stack;
+    for (int base = 0; base < order.count; base += kRows) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            const u64 row = u64(__shfl_sync(kAllLanes, order.row, (base + i) % 32)) * from.row_bytes;
+            if (base + i < order.count) {
+#pragma unroll
+                for (int u = 0; u < kUnits; ++u) x[u][i] = Unit::load(from.rows + row + at[u]);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            if (base + i >= order.count) break;
+            if constexpr (kRows <= 2) {
+#pragma unroll
+                for (int u = 0; u < kUnits; ++u) sum[u] = i == 0 ? x[u][i] : add_few(sum[u], x[u][i]);
+            } else {
+#pragma unroll
+                for (int u = 0; u < kUnits; ++u) sum[u] = x[u][i];
+                for (int due = __popc(__ballot_sync(kAllLanes, order.closes == base + i)); due > 0; --due) {
+#pragma unroll
+                    for (int u = 0; u < kUnits; ++u) {
+                        top -= kEntry;
+                        const int left = kUnits - 1 - u;
+                        sum[left] = add_few(Unit::load_written(top), sum[left]);
+                    }
+                }
+                if (base + i + 1 < order.count) {
+#pragma unroll
+                    for (int u = 0; u < kUnits; ++u) {
+                        keep(top, sum[u]);
+                        top += kEntry;
+                    }
+                }
+            }
+        }
+        if constexpr (kRows < 8) break;
+    }
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+        if (unit + 32 * u >= from.units_per_row) break;
+        if (from.plus != nullptr) sum[u] = add_few(sum[u], Unit::load(from.plus + at[u]));
+        sum[u].store(from.out + at[u]);
+    }
+}
+
+template <typename T, int kCount>
+__global__ void __launch_bounds__(kTreeThreads, 4)
+    combine_tree(const u8* __restrict__ rows, const int* __restrict__ index, const int* __restrict__ leaf, u32 num_rows, u32 leaves,
+                 const u8* __restrict__ plus, u8* __restrict__ out, u32 items, u32 units_per_row, u32 chunks, Divider by_chunks, int top_k) {
+    extern __shared__ __align__(16) u8 stack[];
+    __shared__ TreeSlot sorted[kTreeWarps][32];
+    const u32 warp = threadIdx.x / 32, item = blockIdx.x * kTreeWarps + warp;
+    if (item >= items) return;  // whole warps, which share nothing
+    const u32 token = by_chunks.divide(item);
+    const u64 slot = u64(token) * top_k, row_bytes = u64(units_per_row) * Few<T, kCount>::kBytes;
+    const TreeOrder order = order_slots(index + slot, leaf + slot, top_k, num_rows, leaves, sorted[warp]);
+    const u64 at = token * row_bytes;
+    const TreeRows from = {rows, plus == nullptr ? nullptr : plus + at, out + at, row_bytes, units_per_row};
+    u8* mine = stack + threadIdx.x * Few<T, kCount>::kBytes;
+    u32 unit = (item - token * chunks) * kTreeChunk;
+    if (order.count <= 1) return sum_units<4, 1, T, kCount>(from, order, unit, mine);
+    if (order.count <= 2) return sum_units<4, 2, T, kCount>(from, order, unit, mine);
+    const u32 end = min(unit + kTreeChunk, units_per_row);
+    if (order.count <= 4) {
+        for (; unit < end; unit += 64) sum_units<2, 4, T, kCount>(from, order, unit, mine);
+    } else {
+        for (; unit < end; unit += 32) sum_units<1, 8, T, kCount>(from, order, unit, mine);
+    }
+}
+
+/// find_slots: found[row_slot[r]] = r, where that is below `slots`; the rest of `found` stays. 256 threads; grid ceil(rows / 256).
+__global__ void __launch_bounds__(kTreeThreads)
+    find_slots(const int* __restrict__ row_slot, int* __restrict__ found, u32 rows, u32 slots) {
+    const u32 row = blockIdx.x * kTreeThreads + threadIdx.x;
+    if (row >= rows) return;
+    const u32 slot = u32(row_slot[row]);
+    if (slot < slots) found[slot] = int(row);
+}
+
+}  // namespace nib

@@ -1,0 +1,232 @@
+//! `combine_tree`, `find_slots` on a GPU (`csrc/kernels/routing/combine_tree.cuh`).
+//!
+//! Indices and leaves come from a plan on the device, and the host does not wait to look at them. Whatever they hold, kernels only read
+//! rows that exist.
+
+use crate::Cuda;
+use crate::backend::Buf;
+use crate::compile::jit::{KernelSpec, TemplateArg};
+use crate::launch::{Divider, KernelArg, Launch};
+use crate::ops::buffer_check::BufferCheck;
+use crate::ops::planes::{numbers_per_load, plain_arg, plain_or_null, type_name};
+use crate::ops::{Instance, SharedSize};
+use nibble_core::ops::{CombineTree, FindSlots};
+use nibble_core::{DType, Error, Result, Tensor};
+
+const SOURCE: &str = "kernels/routing/combine_tree.cuh";
+const THREADS: usize = 256;
+/// Units of a row that a warp sums.
+const CHUNK: usize = 128;
+/// Slots of a token: a lane of a warp each.
+const MOST_SLOTS: usize = 32;
+
+/// How [`CombineTree`] is launched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Config {
+    dtype: DType,
+    /// Columns a unit.
+    count: usize,
+    /// Units a row.
+    units_per_row: usize,
+    /// Warps for each token.
+    chunks: usize,
+    /// Warps in all.
+    items: usize,
+    /// Sums of a thread that wait in shared memory.
+    entries: usize,
+}
+
+impl Config {
+    /// 16 bytes a unit where rows are multiples of that, else one column.
+    fn choose(dtype: DType, tokens: usize, cols: usize, tree: (usize, usize)) -> Result<Self> {
+        const OP: &str = "combine_tree";
+        let (top_k, leaves) = tree;
+        if top_k > MOST_SLOTS {
+            return Err(Error::Unsupported {
+                op: OP,
+                format: format!("{top_k} slots a token"),
+                why: format!("a warp sorts up to {MOST_SLOTS}"),
+            });
+        }
+        let wide = numbers_per_load(dtype);
+        let count = if cols.is_multiple_of(wide) { wide } else { 1 };
+        let units_per_row = cols / count;
+        let chunks = units_per_row.div_ceil(CHUNK);
+        let items = tokens.checked_mul(chunks).filter(|&items| items <= i32::MAX as usize);
+        let items = items.ok_or_else(|| {
+            let (got, most) = (format!("{tokens} tokens of {cols}"), CHUNK * count);
+            Error::shape(OP, "rows", got, format!("below 2^31 · {most} results"))
+        })?;
+        Ok(Self { dtype, count, units_per_row, chunks, items, entries: tree_entries(top_k, leaves) })
+    }
+
+    fn spec(&self) -> KernelSpec {
+        let args = vec![
+            ("T", TemplateArg::Type(type_name(self.dtype))),
+            ("kCount", TemplateArg::Int(self.count as i64)),
+        ];
+        KernelSpec { source: SOURCE, name: "nib::combine_tree", args }
+    }
+
+    fn launch(&self) -> Launch {
+        let ctas = self.items.div_ceil(THREADS / 32) as u32;
+        let shared_bytes = self.entries * THREADS * self.count * self.dtype.size_bytes();
+        Launch { ctas, threads: THREADS as u32, cluster: 1, shared_bytes }
+    }
+
+    fn run(&self, cuda: &Cuda, op: &CombineTree<'_, Cuda>, out: &Tensor<Cuda>) -> Result<()> {
+        if self.items == 0 {
+            return Ok(());
+        }
+        // No index reaches past 2^31, so more rows are as good as so many. `choose` and `check` held the others below that.
+        let num_rows = op.rows.rows.min(1 << 31) as u32;
+        let [items, units_per_row, chunks, leaves] =
+            [self.items, self.units_per_row, self.chunks, op.leaves].map(|n| n as u32);
+        let (by_chunks, top_k) = (Divider::by(chunks), op.top_k as i32);
+        let (rows, plus, out) = (plain_arg(op.rows).0, plain_or_null(op.plus), plain_arg(out).0);
+        let (index, leaf) = (op.index.get(), op.leaf.get());
+        let kernel = cuda.device().kernel(&self.spec())?;
+        let args: [&dyn KernelArg; 12] = [
+            rows,
+            index,
+            leaf,
+            &num_rows,
+            &leaves,
+            plus,
+            out,
+            &items,
+            &units_per_row,
+            &chunks,
+            &by_chunks,
+            &top_k,
+        ];
+        // SAFETY: `BufferCheck` held `rows` to at least `num_rows` rows; `plus` is as large as `out`, and `index` and `leaf` have `top_k`
+        // values for each of its rows, by `check`. The kernel reads no other row, writes the units of its items, and keeps no more than
+        // `entries` sums a thread.
+        unsafe { kernel.launch(self.launch(), &args) }
+    }
+}
+
+/// Sums of a thread that wait at a time: the device's `tree_entries`. Those that wait meet at nodes of which each lies deeper than the one
+/// before, or at a leaf. Four rows or fewer are summed for two units at a time.
+fn tree_entries(top_k: usize, leaves: usize) -> usize {
+    let height = leaves.max(1).next_power_of_two().ilog2() as usize;
+    let waiting = (top_k - 1).min(height + 1);
+    if top_k <= 2 { 0 } else { waiting.max(2 * waiting.min(3)) }
+}
+
+/// See [`CombineTree`].
+pub(crate) fn combine_tree(cuda: &Cuda, op: CombineTree<'_, Cuda>) -> Result<Tensor<Cuda>> {
+    op.check()?;
+    let buffers = BufferCheck::by("combine_tree", cuda);
+    buffers.tensor("rows", op.rows)?;
+    buffers.buffer("index", op.index)?;
+    buffers.buffer("leaf", op.leaf)?;
+    op.plus.map_or(Ok(()), |plus| buffers.tensor("plus", plus))?;
+    let config = Config::choose(op.rows.dtype(), op.tokens(), op.rows.cols, (op.top_k, op.leaves))?;
+    let out = op.result(cuda)?;
+    config.run(cuda, &op, &out)?;
+    Ok(out)
+}
+
+fn find_spec() -> KernelSpec {
+    KernelSpec { source: SOURCE, name: "nib::find_slots", args: Vec::new() }
+}
+
+/// See [`FindSlots`].
+pub(crate) fn find_slots(cuda: &Cuda, op: FindSlots<'_, Cuda>) -> Result<Buf<i32>> {
+    op.check()?;
+    let row_slot = BufferCheck::by("find_slots", cuda).buffer("row_slot", op.row_slot)?;
+    let mut out = op.result(cuda)?;
+    if op.slots == 0 {
+        return Ok(out);
+    }
+    // −1, byte by byte.
+    out.in_place().fill(0xFF)?;
+    if !row_slot.is_empty() {
+        // `check` held them below 2^31.
+        let [rows, slots] = [row_slot.len(), op.slots].map(|n| n as u32);
+        let ctas = rows.div_ceil(THREADS as u32);
+        let launch = Launch { ctas, threads: THREADS as u32, cluster: 1, shared_bytes: 0 };
+        // SAFETY: both on this device (`BufferCheck`); `row_slot` has `rows` values and `out` `slots`, below which the kernel writes.
+        unsafe { cuda.device().kernel(&find_spec())?.launch(launch, &[row_slot, out.get(), &rows, &slots]) }?;
+    }
+    Ok(out)
+}
+
+/// The kernels, each with units of a row that is only that.
+fn configs(entries: usize) -> impl Iterator<Item = Config> {
+    [DType::F32, DType::Bf16].into_iter().flat_map(move |dtype| {
+        [numbers_per_load(dtype), 1].map(|count| Config {
+            dtype,
+            count,
+            units_per_row: 1,
+            chunks: 1,
+            items: 1,
+            entries,
+        })
+    })
+}
+
+/// The instances built for it, with the most shared memory any launch asks for.
+pub(crate) fn instances() -> Vec<Instance> {
+    let instance =
+        |config: Config| Instance { spec: config.spec(), shared_bytes: config.launch().shared_bytes };
+    let trees = configs(tree_entries(MOST_SLOTS, i32::MAX as usize)).map(instance);
+    trees.chain([Instance { spec: find_spec(), shared_bytes: 0 }]).collect()
+}
+
+/// What sums that wait take.
+pub(crate) fn shared_sizes() -> Vec<SharedSize> {
+    let slots = [1, 2, 3, 4, 5, 8, 9, MOST_SLOTS];
+    let leaves = [1, 2, 3, 12, 64, 256, i32::MAX as usize];
+    let trees = slots.into_iter().flat_map(|top_k| leaves.map(|leaves| (top_k, leaves)));
+    let of = |(top_k, leaves)| {
+        configs(tree_entries(top_k, leaves)).map(move |config| SharedSize {
+            source: SOURCE,
+            expression: format!(
+                "nib::combine_tree_shared_bytes<{}, {}>({top_k}, {leaves})",
+                type_name(config.dtype),
+                config.count
+            ),
+            bytes: config.launch().shared_bytes,
+        })
+    };
+    trees.flat_map(of).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_warp_sums_a_part_of_a_token_16_bytes_at_a_time_where_rows_allow_it() {
+        for (dtype, cols, count, chunks) in [
+            (DType::Bf16, 7168, 8, 7),
+            (DType::Bf16, 300, 1, 3),
+            (DType::F32, 300, 4, 1),
+            (DType::F32, 33, 1, 1),
+        ] {
+            let config = Config::choose(dtype, 5, cols, (8, 256)).unwrap();
+            assert_eq!((config.count, config.chunks), (count, chunks), "{dtype} {cols}");
+            assert_eq!(config.items, 5 * chunks);
+            assert_eq!(config.launch().ctas as usize, (5 * chunks).div_ceil(8));
+            assert!(instances().iter().any(|instance| instance.spec == config.spec()));
+        }
+        assert_eq!(Config::choose(DType::F32, 0, 16, (1, 4)).unwrap().items, 0);
+        assert!(Config::choose(DType::F32, 1 << 31, 4, (1, 4)).is_err());
+        let why = Config::choose(DType::F32, 1, 4, (33, 64)).unwrap_err().to_string();
+        assert!(why.contains("33 slots a token") && why.contains("up to 32"), "{why}");
+    }
+
+    #[test]
+    fn as_many_sums_wait_as_rows_and_the_height_of_the_tree_allow() {
+        for (top_k, leaves, entries) in
+            [(1, 64, 0), (2, 64, 0), (3, 64, 4), (4, 64, 6), (8, 256, 7), (8, 8, 6), (32, 64, 7), (8, 1, 2)]
+        {
+            assert_eq!(tree_entries(top_k, leaves), entries, "{top_k} of {leaves}");
+        }
+        let most = instances().into_iter().map(|instance| instance.shared_bytes).max().unwrap();
+        assert_eq!(most, 31 * 256 * 16);
+    }
+}

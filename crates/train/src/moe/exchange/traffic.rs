@@ -1,0 +1,88 @@
+//! What the exchange of one layer carries: a function of the routing, which tests hold the messages to.
+
+use super::Combine;
+use nibble_core::RowKind;
+use nibble_core::ops::record_words;
+
+/// How often tokens are sent, and for how many slots.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct SlotCounts {
+    /// Tokens, each counted once for every rank that has one of its experts.
+    pub tokens: usize,
+    /// Slots of all tokens.
+    pub slots: usize,
+    /// Slots a token.
+    pub top_k: usize,
+}
+
+impl SlotCounts {
+    /// Of the experts of each (token, slot), `[t·k]`, where each rank has `experts_each` of them, in order.
+    ///
+    /// # Panics
+    /// If `top_k` or `experts_each` is 0.
+    pub fn of(expert: &[i32], top_k: usize, experts_each: usize) -> Self {
+        let ranks_of = |experts: &[i32]| {
+            let ranks = experts.iter().map(|&e| e / experts_each as i32);
+            ranks.collect::<std::collections::BTreeSet<_>>().len()
+        };
+        Self { tokens: expert.chunks(top_k).map(ranks_of).sum(), slots: expert.len(), top_k }
+    }
+}
+
+/// Bytes that the ranks of one exchange hand to the transport for a layer, all of them together, by leg. What a rank sends to itself is among
+/// them; on a mesh of N ranks with uniform routing it is one N-th.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ExchangeBytes {
+    /// Numbers, experts and gate weights of the tokens, before the rows.
+    pub records: usize,
+    /// Rows to their experts.
+    pub dispatch: usize,
+    /// And back.
+    pub combine: usize,
+    /// Gradients of what experts return, to them.
+    pub dispatch_backward: usize,
+    /// Gradients of the rows, back.
+    pub combine_backward: usize,
+    /// Gradients of gate weights, back.
+    pub scalars: usize,
+}
+
+impl ExchangeBytes {
+    /// Of rows that go to experts as `dispatch` says (forward, backward) and come back as `combine`.
+    ///
+    /// A token's record and its row travel once to each of its ranks. Back come a row for each slot, or, summed up a tree, one for each token
+    /// and rank; the gate weight's gradient comes back for each slot.
+    pub fn of(counts: SlotCounts, way: Combine, dispatch: [RowKind; 2], combine: RowKind) -> Self {
+        let SlotCounts { tokens, slots, top_k } = counts;
+        let back = combine.row_bytes()
+            * match way {
+                Combine::Slots => slots,
+                Combine::Tree => tokens,
+            };
+        Self {
+            records: tokens * record_words(top_k) * size_of::<i32>(),
+            dispatch: tokens * dispatch[0].row_bytes(),
+            combine: back,
+            dispatch_backward: tokens * dispatch[1].row_bytes(),
+            combine_backward: back,
+            scalars: slots * size_of::<f32>(),
+        }
+    }
+
+    /// Each leg by its name, in the order of a step.
+    pub fn legs(&self) -> [(&'static str, usize); 6] {
+        [
+            ("records", self.records),
+            ("dispatch, forward", self.dispatch),
+            ("combine, forward", self.combine),
+            ("dispatch, backward", self.dispatch_backward),
+            ("scalars, backward", self.scalars),
+            ("combine, backward", self.combine_backward),
+        ]
+    }
+
+    /// All legs.
+    pub fn total(&self) -> usize {
+        self.legs().iter().map(|(_, bytes)| bytes).sum()
+    }
+}
