@@ -99,12 +99,18 @@ impl<B: Kernels> StepBuffers<B> {
         }
     }
 
-    /// Writes the slot of the step that is to be issued: its scalars and this rank's tokens.
-    pub fn write_inputs(&mut self, context: &RankContext<'_, B>, lr: f64, batches: &[Batch]) -> Result<()> {
+    /// Writes the slot of the step that is to be issued: its scalars, whether this rank was `asked` to end the run, and its tokens.
+    pub fn write_inputs(
+        &mut self,
+        context: &RankContext<'_, B>,
+        (lr, asked): (f64, bool),
+        batches: &[Batch],
+    ) -> Result<()> {
         let config = &context.config;
         let scalars = optim::scalars(&config.train, lr, context.step);
         let mut words: Vec<i32> = scalars.iter().map(|x| x.to_bits() as i32).collect();
         words.resize(InputLayout::SCALARS, 0);
+        words[InputLayout::ASKED] = i32::from(asked);
         for batch in batches {
             words.extend(&batch.inputs);
             words.extend(&batch.targets);
@@ -208,10 +214,10 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         look: impl FnOnce(&Cx<'_, B>, Inside<'_, B>) -> nibble_core::Result<()>,
     ) -> Result<()> {
         let Self { model, buffers, cx, .. } = self;
-        let StepBuffers { inputs, input_layout, table, optimizer, .. } = &mut **buffers;
+        let StepBuffers { inputs, input_layout, table, layout, optimizer, .. } = &mut **buffers;
         let clock = cx.clock.as_mut().ok_or_else(no_clock)?;
-        let control = &mut optimizer.control;
-        BeginStep { inputs, layout: *input_layout, clock, control, table }.run(self.context.b)?;
+        let (control, asked) = (&mut optimizer.control, layout.asked());
+        BeginStep { inputs, layout: *input_layout, clock, control, table, asked }.run(self.context.b)?;
         model.prepare(cx)?;
         self.micro_batch(look)
     }
