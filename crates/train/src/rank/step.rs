@@ -18,7 +18,7 @@ use crate::spec::ModelSpec;
 use nibble_core::ops::{
     BeginMicroBatch, BeginStep, Clock, Collect, Entry, EntrySource, InputLayout, OCCUPANCY_VALUES, PushAmax,
 };
-use nibble_core::{DType, Error as CoreError, Kernels};
+use nibble_core::{DType, Error as CoreError, Kernels, Tensor};
 use std::cell::RefCell;
 
 /// What a training step reads and writes, at addresses that do not change during a run; activations lie in an arena.
@@ -283,13 +283,17 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         Ok(Collect { entries: &entries, table }.run(self.context.b)?)
     }
 
-    /// Every parameter's gradient, summed over shards, on the host, in the order of the parameters.
-    pub fn gradients(&mut self) -> Result<Vec<Vec<f32>>> {
+    /// Every parameter's gradient, summed over shards and ranks, in the order of the parameters, as `read` brings it to the host.
+    pub fn gradients(
+        &mut self,
+        read: impl Fn(&Param<B>, &Tensor<B>) -> Result<Vec<f32>>,
+    ) -> Result<Vec<Vec<f32>>> {
         self.model.release();
         let mut gradients = Vec::new();
         for param in self.model.params() {
             param.reduce_gradient(&self.cx)?;
-            gradients.push(param.optimized()?.grad.to_f32_vec(self.context.b)?);
+            let grad = param.reduced().ok_or_else(|| no_gradient(&param.name))?;
+            gradients.push(read(param, grad)?);
             param.clear_gradient();
         }
         Ok(gradients)
@@ -309,6 +313,10 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
             _ => Ok(()),
         }
     }
+}
+
+fn no_gradient(param: &str) -> CoreError {
+    CoreError::shape("gradients", "parameter", param, "one whose gradient has been summed")
 }
 
 fn no_clock() -> CoreError {
