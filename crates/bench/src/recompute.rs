@@ -1,10 +1,11 @@
 //! What each scope of recomputation saves, and what it costs.
 
 use super::median;
+use super::step::{slowest, tell};
 use nibble_command::console::bytes;
+use nibble_command::device::{Device, On};
 use nibble_command::error::Result;
 use nibble_command::say;
-use nibble_core::{Kernels, SoloComm};
 use nibble_train::config::Config;
 use nibble_train::recompute::Scope;
 use nibble_train::trainer::Trainer;
@@ -12,7 +13,7 @@ use serde_json::{Value, json};
 use std::time::Instant;
 
 /// Steps of one configuration under the default, nothing made again, each scope alone, and all of them.
-pub fn run<B: Kernels>(b: &B, config: &Config, steps: usize) -> Result<Value> {
+pub fn run<B: Device>(on: &On<'_, B>, config: &Config, steps: usize) -> Result<Value> {
     let names = |scopes: &[Scope]| scopes.iter().map(|scope| scope.name()).collect::<Vec<_>>().join(", ");
     let mut choices = vec![
         (format!("default ({})", names(&Scope::DEFAULT)), Scope::DEFAULT.to_vec()),
@@ -20,18 +21,19 @@ pub fn run<B: Kernels>(b: &B, config: &Config, steps: usize) -> Result<Value> {
     ];
     choices.extend(Scope::ALL.map(|scope| (scope.name().to_owned(), vec![scope])));
     choices.push(("all".to_owned(), Scope::ALL.to_vec()));
-    say!(
+    tell!(
+        on,
         "{}, made again in the backward pass; kept: by a forward pass; peak: of activations and copies",
         config.recipe
     );
-    say!("    {:<24} {:>12} {:>12} {:>12}", "train.recompute", "kept", "peak", "ms a step");
+    tell!(on, "    {:<24} {:>12} {:>12} {:>12}", "train.recompute", "kept", "peak", "ms a step");
     let mut rows = Vec::new();
     for (name, recompute) in choices {
         let mut config = config.clone();
         config.train.recompute = recompute;
-        let cost = measure(b, &config, steps)?;
+        let cost = measure(on, &config, steps)?;
         let [kept, peak] = [cost.kept_bytes, cost.peak_bytes].map(|n| bytes(n as u64));
-        say!("    {name:<24} {kept:>12} {peak:>12} {:>12.2}", 1e3 * cost.step_seconds);
+        tell!(on, "    {name:<24} {kept:>12} {peak:>12} {:>12.2}", 1e3 * cost.step_seconds);
         rows.push(json!({
             "recompute": config.train.recompute, "kept_bytes": cost.kept_bytes, "activation_peak_bytes": cost.peak_bytes,
             "step_seconds": cost.step_seconds,
@@ -50,8 +52,8 @@ struct Cost {
 }
 
 /// Steps after two that are not measured.
-fn measure<B: Kernels>(b: &B, config: &Config, steps: usize) -> Result<Cost> {
-    let mut trainer = Trainer::new(b, &SoloComm, config)?;
+fn measure<B: Device>(on: &On<'_, B>, config: &Config, steps: usize) -> Result<Cost> {
+    let mut trainer = Trainer::new(on.b, on.mesh, config)?;
     for _ in 0..2 {
         trainer.train_step()?;
     }
@@ -63,5 +65,5 @@ fn measure<B: Kernels>(b: &B, config: &Config, steps: usize) -> Result<Cost> {
     }
     let peak_bytes = trainer.memory().activations.peak_bytes;
     let (ledger, _) = trainer.ledger()?;
-    Ok(Cost { kept_bytes: ledger.bytes(), peak_bytes, step_seconds: median(seconds) })
+    Ok(Cost { kept_bytes: ledger.bytes(), peak_bytes, step_seconds: slowest(on, median(seconds))? })
 }

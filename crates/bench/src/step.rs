@@ -5,9 +5,9 @@ use super::recompute;
 use super::timeline::Timeline;
 use nibble_command::console::{bytes, thousands};
 use nibble_command::device::{self, Device, DeviceArg, On, OpTime, Work};
-use nibble_command::error::Result;
+use nibble_command::error::{Error, Result};
 use nibble_command::say;
-use nibble_core::{DType, MemoryStats, Recipe, SoloComm};
+use nibble_core::{DType, MemoryStats, Recipe};
 use nibble_train::config::Config;
 use nibble_train::plan;
 use nibble_train::rank::RunMemory;
@@ -25,9 +25,12 @@ use std::time::Instant;
     the larger of its bytes (each operand read once, each result written once, no padding of experts' rows) divided by what the \
     memory copies, measured in the same run, and of its products' flops divided by the dense BF16 or FP8 rate. Operands that the \
     cache still holds may be read faster than that: an operation can reach more than all of its floor.\n\n\
+    With `run.ranks` and `run.dp` the ranks are threads, which divide the processor's threads among them. A step takes as long as on the slowest \
+    rank; what else is printed is the first one's, the peak aside, which is that of all.\n\n\
     Examples:\n  \
     nibble bench step --recipe mxfp4-hopper --steps 20\n  \
     nibble bench step --recipe bf16 --recompute\n  \
+    nibble bench step --recipe bf16 --set run.ranks=4 --set run.dp=2 --set train.expert_shards=2\n  \
     nibble bench step shakespeare --set data.source=tinyshakespeare.txt\n  \
     nibble bench step s --device cuda:0 --recipe mxfp4-hopper"
 )]
@@ -82,9 +85,18 @@ impl Default for Args {
     }
 }
 
+/// Says it once for all ranks.
+macro_rules! tell {
+    ($on:expr, $($text:tt)*) => {
+        if $on.is_first() {
+            say!($($text)*);
+        }
+    };
+}
+pub(crate) use tell;
+
 pub fn run(args: &Args) -> Result<Value> {
-    let mut overrides = args.device.after(args.overrides.clone());
-    overrides.push("run.ranks=1".into());
+    let overrides = args.device.after(args.overrides.clone());
     let recipes = match args.recipes.as_slice() {
         [] => Recipe::names().map(str::to_owned).collect(),
         some => some.to_vec(),
@@ -110,36 +122,53 @@ impl Work for Steps<'_> {
 
     fn run<B: Device>(&self, on: &On<'_, B>) -> Result<Value> {
         let Self { args, configs, flops } = self;
-        let rates = on.b.rates();
+        let rates = rates(on)?;
         let tokens = configs.first().map_or(0, Config::tokens_per_step);
-        say!("step of {}: {tokens} tokens, {:.3} Gflop of products", args.config, flops / 1e9);
+        tell!(on, "step of {}: {tokens} tokens, {:.3} Gflop of products", args.config, flops / 1e9);
         match rates {
             Some([f32, bf16]) => {
-                say!("{}; peak F32 {:.0}, BF16 {:.0} Gflop/s", on.describe(), f32 / 1e9, bf16 / 1e9);
+                let [f32, bf16] = [f32, bf16].map(|rate| rate / 1e9);
+                tell!(on, "{}; peak F32 {f32:.0}, BF16 {bf16:.0} Gflop/s", on.describe());
             }
-            None => say!("{}; its peak is not known", on.describe()),
+            None => tell!(on, "{}; its peak is not known", on.describe()),
         }
         let measured = configs.iter().map(|config| match args.recompute {
-            true => recompute::run(on.b, config, args.steps.max(1)),
-            false => one(on.b, config, args, *flops, rates),
+            true => recompute::run(on, config, args.steps.max(1)),
+            false => one(on, config, args, *flops, rates),
         });
         let measured: Vec<Value> = measured.collect::<Result<_>>()?;
+        let mesh = on.mesh.shape();
         Ok(json!({
-            "config": args.config, "backend": on.b.name(), "flops": flops,
+            "config": args.config, "backend": on.b.name(), "dp": mesh.dp, "ep": mesh.ep, "flops": flops,
             "peak_flops": rates.map(|[f32, bf16]| json!({ "f32": f32, "bf16": bf16 })), "recipes": measured,
         }))
     }
 }
 
+/// What all ranks reach together at F32 and BF16 products, flops a second.
+fn rates<B: Device>(on: &On<'_, B>) -> Result<Option<[f64; 2]>> {
+    let Some([f32, bf16]) = on.b.rates() else { return Ok(None) };
+    let all = |rate| Ok::<_, Error>(on.on_all_ranks(rate)?.iter().sum());
+    Ok(Some([all(f32)?, all(bf16)?]))
+}
+
 /// One recipe: prints its line and its profile.
-fn one<B: Device>(b: &B, config: &Config, args: &Args, flops: f64, rates: Option<[f64; 2]>) -> Result<Value> {
-    let mut trainer = Trainer::new(b, &SoloComm, config)?;
+fn one<B: Device>(
+    on: &On<'_, B>,
+    config: &Config,
+    args: &Args,
+    flops: f64,
+    rates: Option<[f64; 2]>,
+) -> Result<Value> {
+    let b = on.b;
+    let mut trainer = Trainer::new(b, on.mesh, config)?;
     // The first step is recorded, where the backend can.
     let (first, launched) = b.logged(|| Ok(trainer.train_step()))?;
     first?;
     trainer.train_step()?;
     let warm = Instant::now();
-    while warm.elapsed().as_secs_f64() < args.warm_up {
+    // All ranks take as many steps.
+    while slowest(on, args.warm_up - warm.elapsed().as_secs_f64())? > 0.0 {
         pass(&mut trainer, 1)?;
     }
     let steps = args.steps.max(1);
@@ -149,7 +178,7 @@ fn one<B: Device>(b: &B, config: &Config, args: &Args, flops: f64, rates: Option
         None => (pass(&mut trainer, steps), None),
     };
     let traffic = b.traffic() - before;
-    let step = seconds? / steps as f64;
+    let step = slowest(on, seconds?)? / steps as f64;
     let floor = rates.map(|[f32, bf16]| match trainer.recipe().activations {
         DType::F32 => flops / f32,
         DType::Bf16 => flops / bf16,
@@ -160,10 +189,19 @@ fn one<B: Device>(b: &B, config: &Config, args: &Args, flops: f64, rates: Option
         format!("; floor {:.2} ms: {:.1} % of the peak", 1e3 * floor, 100.0 * floor / step)
     });
     let drawn = draw.map_or(String::new(), |draw| format!("; {:.0} W, {} MHz", draw.watts, draw.sm_mhz));
-    say!("{name:<18} {:>9} tokens/s  {:>8.2} ms a step{beside}{drawn}", thousands(tps as u64), 1e3 * step);
+    let (is_alone, mesh) = (on.mesh.all.world() == 1, on.mesh.shape());
+    let ranks = if is_alone { String::new() } else { format!(" on a mesh of {mesh} (dp x ep)") };
+    tell!(
+        on,
+        "{name:<18} {:>9} tokens/s  {:>8.2} ms a step{ranks}{beside}{drawn}",
+        thousands(tps as u64),
+        1e3 * step
+    );
     let each = |count: u64| count as f64 / steps as f64;
-    say!(
-        "    a step: {} uploads ({} bytes), {} downloads ({} bytes), {} waits, {} copies on write",
+    tell!(
+        on,
+        "    a step{}: {} uploads ({} bytes), {} downloads ({} bytes), {} waits, {} copies on write",
+        if is_alone { "" } else { " of the first rank, with what it sends and receives" },
         each(traffic.uploads),
         each(traffic.upload_bytes),
         each(traffic.downloads),
@@ -171,18 +209,18 @@ fn one<B: Device>(b: &B, config: &Config, args: &Args, flops: f64, rates: Option
         each(traffic.waits),
         each(traffic.copies_on_write)
     );
-    let memory = memory(&mut trainer)?;
+    let memory = memory(on, &mut trainer)?;
     let traced_at = trainer.step();
     let timeline = match b.traced(&launched, || Ok(trainer.train_step())) {
         Ok(Some((done, spans))) => done.map(|_| Some(Timeline::of(&spans)))?,
         Ok(None) => None,
         Err(why) => {
-            say!("    no timeline: {why}");
+            tell!(on, "    no timeline: {why}");
             None
         }
     };
     let (ops, profiled) = match timeline {
-        None => profile(b, &mut trainer)?,
+        None => profile(on, &mut trainer)?,
         Some(_) => (Vec::new(), 0.0),
     };
     let recipe = trainer.recipe().clone();
@@ -200,7 +238,7 @@ fn one<B: Device>(b: &B, config: &Config, args: &Args, flops: f64, rates: Option
 
 /// What each operation of this step takes at least; none where the device's peaks are not known.
 fn floors<B: Device>(b: &B, config: &Config, recipe: &Recipe, step: u64) -> Option<Floors> {
-    let found = b.peaks().map_err(nibble_command::error::Error::from).and_then(|peaks| {
+    let found = b.peaks().map_err(Error::from).and_then(|peaks| {
         let Some(peaks) = peaks else { return Ok(None) };
         Ok(Some(Floors::of(&plan::work_of_step(b.kind(), config, recipe, step)?, peaks)))
     });
@@ -208,6 +246,11 @@ fn floors<B: Device>(b: &B, config: &Config, recipe: &Recipe, step: u64) -> Opti
         say!("    no floors: {why}");
         None
     })
+}
+
+/// The most that any rank has of it.
+pub(crate) fn slowest<B: Device>(on: &On<'_, B>, seconds: f64) -> Result<f64> {
+    Ok(on.on_all_ranks(seconds)?.into_iter().fold(f64::NEG_INFINITY, f64::max))
 }
 
 /// Takes steps, each issued before the record of the one before it has been read; the seconds of all of them.
@@ -224,9 +267,9 @@ fn pass<B: Device>(trainer: &mut Trainer<'_, B>, steps: usize) -> Result<f64> {
 }
 
 /// Where the time of a step goes that is issued operation by operation, as a recording does not tell; and its seconds.
-fn profile<B: Device>(b: &B, trainer: &mut Trainer<'_, B>) -> Result<(Vec<Value>, f64)> {
+fn profile<B: Device>(on: &On<'_, B>, trainer: &mut Trainer<'_, B>) -> Result<(Vec<Value>, f64)> {
     let start = Instant::now();
-    let (done, profile) = b.profiled(|| Ok(trainer.eager_step()))?;
+    let (done, profile) = on.b.profiled(|| Ok(trainer.eager_step()))?;
     let total = start.elapsed().as_secs_f64();
     done?;
     let mut rest = total;
@@ -236,11 +279,12 @@ fn profile<B: Device>(b: &B, trainer: &mut Trainer<'_, B>) -> Result<(Vec<Value>
         rest -= seconds;
         if seconds > 0.01 * total {
             let share = 100.0 * seconds / total;
-            say!("    {op:<20} {share:>5.1} %  {:>8.3} ms in {calls} calls", 1e3 * seconds);
+            tell!(on, "    {op:<20} {share:>5.1} %  {:>8.3} ms in {calls} calls", 1e3 * seconds);
         }
         ops.push(json!({ "op": op, "calls": calls, "seconds": seconds }));
     }
-    say!(
+    tell!(
+        on,
         "    {:<20} {:>5.1} %  (data, host copies, bookkeeping; of a step issued one by one, {:.2} ms)",
         "outside operations",
         100.0 * rest.max(0.0) / total,
@@ -250,12 +294,13 @@ fn profile<B: Device>(b: &B, trainer: &mut Trainer<'_, B>) -> Result<(Vec<Value>
 }
 
 /// Where the memory is: bytes a parameter, and what a step makes and drops, beside what a forward pass keeps by the ledger.
-fn memory<B: Device>(trainer: &mut Trainer<'_, B>) -> Result<Value> {
+fn memory<B: Device>(on: &On<'_, B>, trainer: &mut Trainer<'_, B>) -> Result<Value> {
     let RunMemory { weights, gradients, moments, activations } = trainer.memory();
     let parameters = trainer.parameters() as f64;
     let (ledger, _) = trainer.ledger()?;
     let a_parameter = |memory: MemoryStats| memory.live_bytes as f64 / parameters;
-    say!(
+    tell!(
+        on,
         "    bytes a parameter: {:.2} weights, {:.2} gradients, {:.2} moments; activations and copies: {} at most, {} taken; \
          a forward pass keeps {}",
         a_parameter(weights),

@@ -210,9 +210,9 @@ pub fn head_loss(op: &HeadLoss<'_, Dry>) -> Counted {
 }
 
 pub fn begin_step(op: &BeginStep<'_, Dry>) -> Counted {
-    let scalars = Some(Control::FROM_HOST);
+    let [read, written] = [InputLayout::SCALARS, Control::FROM_HOST].map(Some);
     let control: &Buf<f32> = op.control;
-    Work::reads_rows(scalars, &[control]).writes(scalars, &[control]).writes(None, &[&*op.table]).into()
+    Work::reads_rows(read, &[op.inputs]).writes(written, &[control]).writes(None, &[&*op.table]).into()
 }
 
 /// Ids and targets are copied; the rows' numbers are made.

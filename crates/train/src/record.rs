@@ -198,7 +198,7 @@ impl Layout {
         2 * self.sites..self.nats()
     }
 
-    /// Cells that must be finite: the losses, the sum of the step's scalars, and the largest magnitudes.
+    /// Cells that must be finite: the losses, the sum of the step's scalars, and the largest magnitudes. (The one between them is 0 or 1.)
     pub fn finite(&self) -> Range<usize> {
         self.nats()..self.amax() + self.spans
     }
@@ -229,9 +229,14 @@ impl Layout {
         self.nats() + self.shards
     }
 
+    /// Not 0: this rank had been asked to end the run when the step was issued.
+    pub fn asked(&self) -> usize {
+        self.scalars() + 1
+    }
+
     /// First of the largest magnitudes, one a span with a scale of earlier steps.
     pub fn amax(&self) -> usize {
-        self.scalars() + 1
+        self.asked() + 1
     }
 
     /// First of a layer's router losses, two a shard.
@@ -300,6 +305,11 @@ impl<'a> Report<'a> {
     /// Norm of the gradient.
     pub fn norm(&self) -> f64 {
         self.head[2]
+    }
+
+    /// Whether any rank had been asked to end the run when it issued the step: the same on every rank.
+    pub fn asked(&self) -> bool {
+        self.tables.iter().any(|table| table[self.layout.asked()] != 0.0)
     }
 
     /// Whether the step counts.

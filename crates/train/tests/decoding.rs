@@ -3,12 +3,12 @@
 mod rig;
 
 use nibble_core::recipe::{Section, Site};
-use nibble_core::{Kernels, Recipe};
+use nibble_core::{Kernels, Mesh, MeshShape, Recipe};
 use nibble_cpu::Cpu;
 use nibble_testkit::Recorder;
 use nibble_train::config::Config;
 use nibble_train::trainer::Trainer;
-use rig::{SOLO, small};
+use rig::{FOUR_PARTS, FOUR_RANKS, SOLO, on_mesh, small};
 
 fn bits(logits: &[f32]) -> Vec<u32> {
     // Adding 0 makes -0 of a sum that underflowed +0.
@@ -21,8 +21,19 @@ fn check<B: Kernels>(b: &B, recipe: &str, prompt: usize, tokens: usize) {
 }
 
 fn check_run<B: Kernels>(b: &B, config: &Config, prompt: usize, tokens: usize) {
+    check_rank(b, Mesh::new(&SOLO), config, prompt, tokens);
+}
+
+/// The same of a rank; the bits of the logits of all windows.
+fn check_rank<B: Kernels>(
+    b: &B,
+    mesh: Mesh<'_, B>,
+    config: &Config,
+    prompt: usize,
+    tokens: usize,
+) -> Vec<Vec<u32>> {
     let recipe = &config.recipe;
-    let mut trainer = Trainer::new(b, &SOLO, config).unwrap();
+    let mut trainer = Trainer::new(b, mesh, config).unwrap();
     trainer.train_step().unwrap();
     let (seq_len, vocab) = (trainer.config().data.seq_len, trainer.config().model.vocab_size);
     let text: Vec<i32> = (0..prompt + tokens).map(|i| (i * i * 7 + 3 * i) as i32 % vocab as i32).collect();
@@ -40,20 +51,64 @@ fn check_run<B: Kernels>(b: &B, config: &Config, prompt: usize, tokens: usize) {
     assert!(bits(&decoding.next_logits(windows[0]).unwrap()) == whole[0], "{recipe}: again");
     drop(decoding);
     trainer.train_step().unwrap();
+    whole
 }
 
-#[test]
-fn a_cache_changes_no_bit() {
-    // A scale of a whole tensor depends on how many tokens are computed at a time.
+/// Whether a scale is of all tokens that are computed at a time, so that a cache changes it.
+fn has_scale_of_all_tokens(recipe: &str) -> bool {
     let of_all = |section: &Section| {
         let x = section.at(Site::FpropX);
         x.format.is_block() && x.format.scale_kind(x.scale).has_tensor_scale()
     };
-    for recipe in rig::recipes() {
-        let Recipe { linear, expert, .. } = Recipe::builtin(recipe).unwrap();
-        if !of_all(&linear) && !of_all(&expert) {
-            check(&Cpu::new(2).unwrap(), recipe, 1, 11);
+    let Recipe { linear, expert, .. } = Recipe::builtin(recipe).unwrap();
+    of_all(&linear) || of_all(&expert)
+}
+
+#[test]
+fn a_cache_changes_no_bit() {
+    for recipe in rig::recipes().into_iter().filter(|recipe| !has_scale_of_all_tokens(recipe)) {
+        check(&Cpu::new(2).unwrap(), recipe, 1, 11);
+    }
+}
+
+/// Every rank of every mesh has the logits of one rank, with a cache and without.
+#[test]
+fn a_mesh_changes_no_bit_either() {
+    let changes = [FOUR_PARTS];
+    for (i, recipe) in rig::recipes().into_iter().enumerate() {
+        let config = if i % 3 == 2 { rig::mixed(recipe, &changes) } else { small(recipe, &changes) };
+        let decode = |mesh: Mesh<'_, Cpu>| {
+            let b = Cpu::new(1).unwrap();
+            if !has_scale_of_all_tokens(recipe) {
+                return check_rank(&b, mesh, &config, 1, 4);
+            }
+            let mut trainer = Trainer::new(&b, mesh, &config).unwrap();
+            trainer.train_step().unwrap();
+            [3, 1].map(|tokens| bits(&trainer.next_logits(&[5, 50, 7][..tokens]).unwrap())).to_vec()
+        };
+        let one = &on_mesh(MeshShape::ONE, decode)[0];
+        // All of them under the recipe that mixes formats, else one of two and one of four.
+        let meshes = match recipe {
+            "mxfp4-hopper" => FOUR_RANKS[1..].to_vec(),
+            _ => vec![FOUR_RANKS[1 + i % 2], FOUR_RANKS[3 + i % 3]],
+        };
+        for mesh in meshes {
+            for (rank, logits) in on_mesh(mesh, decode).iter().enumerate() {
+                assert!(logits == one, "{recipe}, mesh {mesh}, rank {rank}");
+            }
         }
+    }
+}
+
+/// A window that moves is computed again on every rank.
+#[test]
+fn nor_does_one_past_the_length_of_a_sequence() {
+    let config = small("bf16", &[FOUR_PARTS]);
+    let decode =
+        |mesh: Mesh<'_, Cpu>| check_rank(&Cpu::new(1).unwrap(), mesh, &config, config.data.seq_len - 1, 3);
+    let one = &on_mesh(MeshShape::ONE, decode)[0];
+    for mesh in [FOUR_RANKS[1], FOUR_RANKS[4]] {
+        assert!(on_mesh(mesh, decode).iter().all(|logits| logits == one), "mesh {mesh}");
     }
 }
 

@@ -2,10 +2,10 @@
 
 mod rig;
 
-use nibble_core::Recipe;
+use nibble_core::{Mesh, MeshShape, Recipe};
 use nibble_cpu::Cpu;
 use nibble_train::trainer::{Inspection, Trainer};
-use rig::{SOLO, small};
+use rig::{FOUR_PARTS, FOUR_RANKS, SOLO, on_mesh, small};
 
 /// Mean cross-entropy of the logits.
 fn mean_nats(seen: &Inspection) -> f64 {
@@ -89,4 +89,33 @@ fn several_micro_batches_are_refused() {
     let trainer = Trainer::new(&cpu, &SOLO, &small("bf16", &["train.grad_accum=2"])).unwrap();
     let error = trainer.inspect().unwrap_err().to_string();
     assert!(error.contains("micro-batches"), "{error}");
+}
+
+/// Rows of all ranks in the order of the tokens, experts of all ranks by their number: every tensor has the bits of one rank.
+#[test]
+fn every_mesh_lays_open_what_one_rank_does() {
+    for config in [
+        small("f32", &[FOUR_PARTS]),
+        small("mxfp4-hopper", &[FOUR_PARTS, "train.grad_dtype=bf16"]),
+        rig::mixed("fp8-tensor", &[FOUR_PARTS, "train.recompute=['experts']", "model.balance=batch"]),
+        rig::dense("bf16", &[]),
+    ] {
+        let inspect = |mesh: Mesh<'_, Cpu>| {
+            Trainer::new(&Cpu::new(1).unwrap(), mesh, &config).unwrap().inspect().unwrap()
+        };
+        let one = &on_mesh(MeshShape::ONE, inspect)[0];
+        for mesh in FOUR_RANKS.into_iter().skip(1) {
+            for (rank, seen) in on_mesh(mesh, inspect).into_iter().enumerate() {
+                let what = format!("{}, mesh {mesh}, rank {rank}", config.recipe);
+                assert!(seen.shapes().eq(one.shapes()), "{what}");
+                for (name, _) in one.shapes() {
+                    let [a, b] = [one, &seen].map(|seen| seen.values(name).unwrap());
+                    assert!(
+                        a.iter().map(|x| x.to_bits()).eq(b.iter().map(|x| x.to_bits())),
+                        "{what}: {name}"
+                    );
+                }
+            }
+        }
+    }
 }

@@ -9,7 +9,7 @@ use nibble_train::config::Config;
 use nibble_train::delayed::History;
 use nibble_train::metrics::Metrics;
 use nibble_train::trainer::{Observer, Options, Start, Trainer, run};
-use rig::{Outcome, SOLO, on_mesh, recipe_file, recipes, small, train_mesh, with_recipe};
+use rig::{Outcome, SOLO, few_held_out, on_mesh, recipe_file, recipes, small, train_mesh, with_recipe};
 use std::path::Path;
 
 fn cpu() -> Cpu {
@@ -253,13 +253,6 @@ fn a_run_goes_on_on_any_mesh() {
             }
         }
     }
-}
-
-/// Settings for a text in this folder of which fifteen sequences and a part of one are held out.
-fn few_held_out(dir: &Path) -> [String; 2] {
-    let text = dir.join("text.txt");
-    std::fs::write(&text, (0..8_100u32).map(|i| b'a' + (i * i % 23) as u8).collect::<Vec<_>>()).unwrap();
-    [format!("data.source={}", text.display()), "data.valid_fraction=0.25".to_owned()]
 }
 
 /// The held-out loss is of the same bits too, where parts of experts have scales of their own.

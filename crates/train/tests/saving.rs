@@ -81,8 +81,13 @@ fn ranks_write_what_one_writes() {
 #[test]
 fn ranks_hold_a_piece_of_each_other_for_a_checkpoint() {
     const PIECE: usize = 16 << 20;
-    let large =
-        ["model.d_model=512", "model.ffn=1024", "model.experts=8", "train.shards=4", "train.expert_shards=2"];
+    let large = [
+        "model.d_model=512",
+        "model.expert_ffn=1024",
+        "model.experts=8",
+        "train.shards=4",
+        "train.expert_shards=2",
+    ];
     let dirs = [(1, 2), (2, 1), (2, 2)].map(|(dp, ep)| {
         let config = small("bf16", &large);
         let dir = tempfile::tempdir().unwrap();

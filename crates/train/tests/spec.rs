@@ -41,7 +41,7 @@ fn as_described(comm: &dyn Comm<Cpu>, config: &Config) {
             }
             None => (Placement::Replicated, rows),
         };
-        let made = (&param.name, param.master.shape(), param.placement);
+        let made = (&param.name, param.shape(), param.placement);
         assert_eq!(made, (&spec.id, (rows, cols), placement), "rank {} of {}", comm.rank(), comm.world());
     }
     let told: u128 =

@@ -1,12 +1,22 @@
-//! What goes between host and device in a step of one rank: its inputs in one copy, its record in one copy, one wait.
+//! What goes between host and device in a step: its inputs in one copy, its record in one copy, one wait. On several ranks besides, for each
+//! plan of an exchange, how many rows travel.
 
 mod rig;
 
-use nibble_core::{Backend, Traffic};
-use nibble_cpu::Cpu;
+use nibble_core::{Axes, Backend, Comm, Mesh, MeshShape, Result, Traffic};
+use nibble_cpu::{Cpu, ThreadComm};
 use nibble_testkit::Recorder;
-use nibble_train::trainer::Trainer;
-use rig::{SOLO, small};
+use nibble_train::config::Config;
+use nibble_train::metrics::Metrics;
+use nibble_train::trainer::{Observer, Options, Start, Trainer, run};
+use rig::{FOUR_PARTS, FOUR_RANKS, SOLO, few_held_out, mixed, small};
+use std::ops::Range;
+use std::path::Path;
+use std::sync::atomic::AtomicUsize;
+use std::sync::{Arc, Mutex};
+
+/// A buffer of the CPU.
+type Buf<T> = <Cpu as Backend>::Buf<T>;
 
 #[test]
 fn a_step_is_one_upload_one_download_and_one_wait() {
@@ -70,5 +80,216 @@ fn a_replayed_step_copies_the_same() {
             log.iter().filter(|event| event.is_transfer()).map(|event| event.op).collect();
         assert_eq!(transfers, ["write", "begin_download", "finish_download"], "{recipe}");
         assert_eq!((b.traffic() - before).copies_on_write, 0, "{recipe}");
+    }
+}
+
+/// A rank's communicator, and what went between host and device within its calls: ranks that are threads meet in the host's memory, where
+/// those of GPUs meet on the devices.
+#[derive(Debug)]
+struct Apart {
+    comm: ThreadComm,
+    within: Arc<Mutex<Vec<Traffic>>>,
+}
+
+impl Apart {
+    fn call<R>(&self, b: &Cpu, call: impl FnOnce(&ThreadComm) -> Result<R>) -> Result<R> {
+        let before = b.traffic();
+        let done = call(&self.comm);
+        self.within.lock().unwrap().push(b.traffic() - before);
+        done
+    }
+}
+
+impl Comm<Cpu> for Apart {
+    fn rank(&self) -> usize {
+        Comm::<Cpu>::rank(&self.comm)
+    }
+    fn world(&self) -> usize {
+        Comm::<Cpu>::world(&self.comm)
+    }
+    fn counts(&self, b: &Cpu, send: &Buf<i32>) -> Result<Buf<i32>> {
+        self.call(b, |comm| comm.counts(b, send))
+    }
+    fn all_to_all_v(
+        &self,
+        b: &Cpu,
+        send: &Buf<u8>,
+        row_bytes: usize,
+        to: &[usize],
+        from: &[usize],
+    ) -> Result<Buf<u8>> {
+        self.call(b, |comm| comm.all_to_all_v(b, send, row_bytes, to, from))
+    }
+    fn reduce_scatter_tree(
+        &self,
+        b: &Cpu,
+        values: &Buf<f32>,
+        parts: &[Range<usize>],
+        into: &mut Buf<f32>,
+    ) -> Result<()> {
+        self.call(b, |comm| comm.reduce_scatter_tree(b, values, parts, into))
+    }
+    fn all_gather_parts(
+        &self,
+        b: &Cpu,
+        mine: &Buf<u8>,
+        parts: &[Vec<Range<usize>>],
+        into: &mut Buf<u8>,
+    ) -> Result<()> {
+        self.call(b, |comm| comm.all_gather_parts(b, mine, parts, into))
+    }
+    fn all_gather(&self, b: &Cpu, values: &Buf<f32>) -> Result<Buf<f32>> {
+        self.call(b, |comm| comm.all_gather(b, values))
+    }
+    fn all_gather_f64(&self, b: &Cpu, values: &Buf<f64>) -> Result<Buf<f64>> {
+        self.call(b, |comm| comm.all_gather_f64(b, values))
+    }
+    fn barrier(&self) -> Result<()> {
+        Comm::<Cpu>::barrier(&self.comm)
+    }
+    fn abort(&self, why: &str) {
+        Comm::<Cpu>::abort(&self.comm, why);
+    }
+}
+
+/// A rank with a backend of its own, and what goes between host and device outside of collectives.
+struct Rank<'a> {
+    cpu: &'a Cpu,
+    mesh: Mesh<'a, Cpu>,
+    within: &'a Mutex<Vec<Traffic>>,
+}
+
+impl Rank<'_> {
+    /// So far.
+    fn went(&self) -> Traffic {
+        self.within.lock().unwrap().iter().fold(self.cpu.traffic(), |went, within| went - *within)
+    }
+}
+
+/// What every rank of a mesh returns, in order.
+fn on_ranks<R: Send>(mesh: MeshShape, work: impl Fn(Rank<'_>) -> R + Sync) -> Vec<R> {
+    let rank = |axes: Axes<ThreadComm>| {
+        let within = Arc::new(Mutex::new(Vec::new()));
+        let apart = |comm| Apart { comm, within: within.clone() };
+        let axes = Axes { all: apart(axes.all), ep: apart(axes.ep), dp: apart(axes.dp) };
+        work(Rank { cpu: &Cpu::new(1).unwrap(), mesh: axes.mesh(), within: &within })
+    };
+    std::thread::scope(|scope| {
+        let rank = &rank;
+        let start = |axes| scope.spawn(move || rank(axes));
+        let threads: Vec<_> = ThreadComm::mesh(mesh).into_iter().map(start).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+/// Asserts that a rank's steps were each an upload of inputs, a read of counts for each plan among several ranks, and a read of the record.
+#[track_caller]
+fn assert_steps(went: Traffic, steps: u64, (config, mesh, plans): (&Config, MeshShape, usize), what: &str) {
+    // Where no other rank has experts nobody asks how many rows there will be.
+    let reads = 1 + if mesh.ep > 1 { plans as u64 } else { 0 };
+    let tokens = config.tokens_per_step() / mesh.ranks() as u64;
+    let want = Traffic {
+        uploads: steps,
+        upload_bytes: steps * 4 * (4 + 2 * tokens),
+        downloads: steps * reads,
+        waits: steps * reads,
+        copies_on_write: 0,
+        download_bytes: went.download_bytes,
+    };
+    assert_eq!(went, want, "{what}, mesh {mesh}");
+}
+
+/// Times that a micro-batch plans the exchange of a layer. What is made again from before the router is planned again, as the plan is not
+/// kept; what is made again from behind it is not.
+const PLANS: [(&str, usize); 6] = [
+    ("[]", 1),
+    ("['norms','swiglu']", 1),
+    ("['expert_input']", 1),
+    ("['attention']", 1),
+    ("['experts']", 2),
+    ("['layers']", 2),
+];
+
+#[test]
+fn on_a_mesh_a_step_is_one_upload_the_counts_of_each_plan_and_one_record() {
+    for (i, mesh) in FOUR_RANKS.into_iter().enumerate() {
+        for (j, (again, plans)) in PLANS.into_iter().enumerate() {
+            let accum = 1 + (i + j) % 2;
+            let [recompute, micro_batches] =
+                [format!("train.recompute={again}"), format!("train.grad_accum={accum}")];
+            let changes = [FOUR_PARTS, &recompute, &micro_batches];
+            let config = match j % 3 {
+                0 => small("mxfp4-hopper", &changes),
+                1 => small("bf16", &[&changes[..], &["model.balance=batch"]].concat()),
+                _ => mixed("fp8-delayed", &changes),
+            };
+            let plans = accum * plans * config.model.num_routed();
+            on_ranks(mesh, |rank| {
+                let mut trainer = Trainer::new(rank.cpu, rank.mesh, &config).unwrap();
+                trainer.train_step().unwrap();
+                for _ in 0..2 {
+                    let before = rank.went();
+                    trainer.train_step().unwrap();
+                    let went = rank.went() - before;
+                    assert_steps(went, 1, (&config, mesh, plans), &format!("{accum} x {again}"));
+                }
+            });
+        }
+    }
+}
+
+/// Where a step is read one later.
+#[test]
+fn issuing_a_step_on_a_mesh_waits_for_counts_alone() {
+    for mesh in FOUR_RANKS {
+        let config = small("mxfp4-hopper", &[FOUR_PARTS, "train.grad_accum=2"]);
+        let reads = if mesh.ep > 1 { 2 * config.model.num_routed() as u64 } else { 0 };
+        on_ranks(mesh, |rank| {
+            let mut trainer = Trainer::new(rank.cpu, rank.mesh, &config).unwrap();
+            trainer.train_step().unwrap();
+            let before = rank.went();
+            trainer.issue_step().unwrap();
+            trainer.issue_step().unwrap();
+            assert_eq!((rank.went() - before).waits, 2 * reads, "mesh {mesh}");
+        });
+    }
+}
+
+/// Tells nothing.
+struct Silent;
+
+impl Observer for Silent {
+    fn start(&mut self, _: &Start<'_>) {}
+    fn rejected(&mut self, _: &Path, _: &nibble_train::Error) {}
+    fn step(&mut self, _: &Metrics) {}
+    fn evaluation(&mut self, _: u64, _: f64) {}
+    fn checkpoint(&mut self, _: &Path) {}
+}
+
+/// Runs of five steps and of eight, on ranks that may be asked to stop, differ by three steps and nothing else: a run asks the device nothing
+/// for its own sake.
+#[test]
+fn a_run_adds_nothing_to_its_steps() {
+    static STOP: AtomicUsize = AtomicUsize::new(0);
+    for mesh in FOUR_RANKS {
+        let dir = tempfile::tempdir().unwrap();
+        let held_out = few_held_out(dir.path());
+        let run_of = |steps: u64| {
+            let [steps, run_dir] =
+                [format!("train.steps={steps}"), format!("run.dir={}/{steps}", dir.path().display())];
+            let changes = [FOUR_PARTS, "train.grad_accum=2", &steps, &run_dir, &held_out[0], &held_out[1]];
+            let config = small("bf16", &changes);
+            let went = on_ranks(mesh, |rank| {
+                let options = Options { stop: Some(&STOP), ..Options::default() };
+                run(rank.cpu, rank.mesh, &config, options, &mut Silent).unwrap();
+                rank.went()
+            });
+            (config, went)
+        };
+        let ((config, long), (_, short)) = (run_of(8), run_of(5));
+        for (long, short) in long.into_iter().zip(short) {
+            let plans = 2 * config.model.num_routed();
+            assert_steps(long - short, 3, (&config, mesh, plans), "three steps of a run");
+        }
     }
 }

@@ -195,6 +195,35 @@ fn two_ranks_give_the_same_weights_as_one() {
 }
 
 #[test]
+fn ranks_lay_open_the_same_step_as_one() {
+    let place = Place::with_text();
+    std::fs::write(place.path("small.toml"), crate::SMALL).unwrap();
+    let of = |name: &str, ranks: &[&str]| {
+        let args = ["inspect", "small.toml", "--out", &format!("{name}.safetensors")];
+        place.nibble(&[&args[..], &["--set", "train.expert_shards=2"], ranks].concat()).ok();
+        ["safetensors", "json"].map(|ending| read(place.path(format!("{name}.{ending}"))))
+    };
+    let one = of("one", &[]);
+    assert!(one == of("experts", &["--set", "run.ranks=2"]));
+    assert!(one == of("replicas", &["--set", "run.ranks=2", "--set", "run.dp=2"]));
+}
+
+#[test]
+fn a_step_over_ranks_is_measured_once_for_all() {
+    let place = Place::with_text();
+    std::fs::write(place.path("small.toml"), crate::SMALL).unwrap();
+    let bench = ["bench", "step", "small.toml", "--device", "cpu", "--recipe", "bf16", "--steps", "1"];
+    let mesh = ["--set", "run.ranks=2", "--set", "run.dp=2", "--set", "train.expert_shards=2"];
+    let done = place.nibble(&[&bench[..], &mesh, &["--json", "step.json"]].concat()).ok();
+    done.contains("2 ranks of this kind in 2 replicas").contains("a step on a mesh of 2 x 1 (dp x ep)");
+    assert_eq!(done.stdout.matches("tokens/s").count(), 1, "{}", done.stdout);
+    let json: serde_json::Value = serde_json::from_slice(&read(place.path("step.json"))).unwrap();
+    assert_eq!((&json["step"]["dp"], &json["step"]["ep"]), (&2.into(), &1.into()), "{json}");
+    let all = place.nibble(&[&bench[..], &mesh, &["--recompute"]].concat()).ok();
+    assert_eq!(all.stdout.matches("expert_input").count(), 1, "{}", all.stdout);
+}
+
+#[test]
 fn gzip_is_read_like_the_text_it_holds() {
     let place = Place::with_text();
     let file = std::fs::File::create(place.path("text.gz")).unwrap();

@@ -48,9 +48,23 @@ impl<B: Device> On<'_, B> {
         format!("{}{ranks} ({})", self.b.name(), self.why)
     }
 
+    /// Whether this is the first rank, which speaks for all of them.
+    pub fn is_first(&self) -> bool {
+        self.mesh.all.rank() == 0
+    }
+
+    /// What this number is on every rank, in order.
+    ///
+    /// # Errors
+    /// From the device and the other ranks.
+    pub fn on_all_ranks(&self, value: f64) -> Result<Vec<f64>> {
+        let mine = self.b.upload(&[value])?;
+        Ok(self.b.download(&self.mesh.all.all_gather_f64(self.b, &mine)?)?)
+    }
+
     /// Says so, once for all ranks.
     pub fn announce(&self) {
-        if self.mesh.all.rank() == 0 {
+        if self.is_first() {
             say!("device: {}", self.describe());
         }
     }

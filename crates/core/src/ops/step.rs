@@ -36,9 +36,9 @@ impl Clock {
     pub const LEN: usize = 2;
 }
 
-/// What the host hands over for a step, as I32 words: [`InputLayout::SCALARS`] words that begin with the bits of the F32
-/// scalars of [`Control::FROM_HOST`], then for each micro-batch its ids and its targets. A ring has two such slots, so that
-/// one is written while the other is in use: step n reads slot n mod 2.
+/// What the host hands over for a step, as I32 words: [`InputLayout::SCALARS`] words, which are the bits of the F32 scalars of
+/// [`Control::FROM_HOST`] and the word at [`InputLayout::ASKED`]; then for each micro-batch its ids and its targets. A ring has two
+/// such slots, so that one is written while the other is in use: step n reads slot n mod 2.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct InputLayout {
     /// Tokens of a micro-batch on this rank.
@@ -50,6 +50,9 @@ pub struct InputLayout {
 impl InputLayout {
     /// Words before the first id.
     pub const SCALARS: usize = 4;
+    /// Which of them says whether this rank was asked to end the run, 1 or 0: it travels with the step's record, so that all ranks
+    /// read the same.
+    pub const ASKED: usize = 3;
 
     /// Words of one slot.
     pub fn slot_len(&self) -> usize {
@@ -68,7 +71,8 @@ impl InputLayout {
     }
 }
 
-/// Begins a step: the scalars of its slot go to the control buffer, the table of sums becomes zero, no micro-batch has begun.
+/// Begins a step: the scalars of its slot go to the control buffer, the table of sums becomes zero but for the cell `asked`, which
+/// becomes the word at [`InputLayout::ASKED`]; no micro-batch has begun.
 #[derive(Debug)]
 pub struct BeginStep<'a, B: Backend> {
     /// The ring of inputs.
@@ -81,16 +85,22 @@ pub struct BeginStep<'a, B: Backend> {
     pub control: &'a mut B::Buf<f32>,
     /// What [`Collect`] adds to.
     pub table: &'a mut B::Buf<f64>,
+    /// The cell of it that says whether this rank was asked to end the run.
+    pub asked: usize,
 }
 
 impl<B: Backend> BeginStep<'_, B> {
     /// What backends owe each other.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Checks lengths.
+    /// Checks lengths, and that `asked` lies within the table.
     pub fn check(&self) -> Result<()> {
         const OP: &str = "begin_step";
         self.layout.check::<B>(OP, self.inputs, self.clock)?;
+        let cells = B::len(self.table);
+        if self.asked >= cells {
+            return Err(Error::shape(OP, "asked", self.asked, format!("below {cells} cells")));
+        }
         expect_eq(OP, "control.len()", B::len(self.control), Control::LEN)
     }
 }

@@ -16,7 +16,7 @@ fn slot<'a>(inputs: &'a [i32], layout: &InputLayout, clock: &[u32]) -> &'a [i32]
     &inputs[clock[Clock::STEP] as usize % 2 * len..][..len]
 }
 
-/// The scalars of the slot, a table of zeros, no micro-batch.
+/// The scalars of the slot, a table of zeros and of what this rank was asked, no micro-batch.
 pub(crate) fn begin_step(_: &Cpu, op: BeginStep<'_, Cpu>) -> Result<()> {
     let clock = op.clock.as_mut_slice();
     clock[Clock::MICRO] = 0;
@@ -25,7 +25,9 @@ pub(crate) fn begin_step(_: &Cpu, op: BeginStep<'_, Cpu>) -> Result<()> {
     for (control, &bits) in control.iter_mut().zip(scalars) {
         *control = f32::from_bits(bits as u32);
     }
-    op.table.as_mut_slice().fill(0.0);
+    let table = op.table.as_mut_slice();
+    table.fill(0.0);
+    table[op.asked] = f64::from(scalars[InputLayout::ASKED]);
     Ok(())
 }
 

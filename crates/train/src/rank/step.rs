@@ -18,7 +18,7 @@ use crate::spec::ModelSpec;
 use nibble_core::ops::{
     BeginMicroBatch, BeginStep, Clock, Collect, Entry, EntrySource, InputLayout, OCCUPANCY_VALUES, PushAmax,
 };
-use nibble_core::{DType, Error as CoreError, Kernels};
+use nibble_core::{DType, Error as CoreError, Kernels, Tensor};
 use std::cell::RefCell;
 
 /// What a training step reads and writes, at addresses that do not change during a run; activations lie in an arena.
@@ -99,12 +99,18 @@ impl<B: Kernels> StepBuffers<B> {
         }
     }
 
-    /// Writes the slot of the step that is to be issued: its scalars and this rank's tokens.
-    pub fn write_inputs(&mut self, context: &RankContext<'_, B>, lr: f64, batches: &[Batch]) -> Result<()> {
+    /// Writes the slot of the step that is to be issued: its scalars, whether this rank was `asked` to end the run, and its tokens.
+    pub fn write_inputs(
+        &mut self,
+        context: &RankContext<'_, B>,
+        (lr, asked): (f64, bool),
+        batches: &[Batch],
+    ) -> Result<()> {
         let config = &context.config;
         let scalars = optim::scalars(&config.train, lr, context.step);
         let mut words: Vec<i32> = scalars.iter().map(|x| x.to_bits() as i32).collect();
         words.resize(InputLayout::SCALARS, 0);
+        words[InputLayout::ASKED] = i32::from(asked);
         for batch in batches {
             words.extend(&batch.inputs);
             words.extend(&batch.targets);
@@ -207,10 +213,10 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         look: impl FnOnce(&Cx<'_, B>, Inside<'_, B>) -> nibble_core::Result<()>,
     ) -> Result<()> {
         let Self { model, buffers, cx, .. } = self;
-        let StepBuffers { inputs, input_layout, table, optimizer, .. } = &mut **buffers;
+        let StepBuffers { inputs, input_layout, table, layout, optimizer, .. } = &mut **buffers;
         let clock = cx.clock.as_mut().ok_or_else(no_clock)?;
-        let control = &mut optimizer.control;
-        BeginStep { inputs, layout: *input_layout, clock, control, table }.run(self.context.b)?;
+        let (control, asked) = (&mut optimizer.control, layout.asked());
+        BeginStep { inputs, layout: *input_layout, clock, control, table, asked }.run(self.context.b)?;
         model.prepare(cx)?;
         self.micro_batch(look)
     }
@@ -276,13 +282,17 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         Ok(Collect { entries: &entries, table }.run(self.context.b)?)
     }
 
-    /// Every parameter's gradient, summed over shards, on the host, in the order of the parameters.
-    pub fn gradients(&mut self) -> Result<Vec<Vec<f32>>> {
+    /// Every parameter's gradient, summed over shards and ranks, in the order of the parameters, as `read` brings it to the host.
+    pub fn gradients(
+        &mut self,
+        read: impl Fn(&Param<B>, &Tensor<B>) -> Result<Vec<f32>>,
+    ) -> Result<Vec<Vec<f32>>> {
         self.model.release();
         let mut gradients = Vec::new();
         for param in self.model.params() {
             param.reduce_gradient(&self.cx)?;
-            gradients.push(param.optimized()?.grad.to_f32_vec(self.context.b)?);
+            let grad = param.reduced().ok_or_else(|| no_gradient(&param.name))?;
+            gradients.push(read(param, grad)?);
             param.clear_gradient();
         }
         Ok(gradients)
@@ -302,6 +312,10 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
             _ => Ok(()),
         }
     }
+}
+
+fn no_gradient(param: &str) -> CoreError {
+    CoreError::shape("gradients", "parameter", param, "one whose gradient has been summed")
 }
 
 fn no_clock() -> CoreError {

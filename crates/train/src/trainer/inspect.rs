@@ -9,7 +9,8 @@ use crate::error::Result;
 use crate::model::Inside;
 use crate::rank::{RankState, Step};
 use crate::recompute::Scope;
-use nibble_core::{Error as CoreError, Kernels};
+use nibble_core::ops::Cast;
+use nibble_core::{Comm, DType, Error as CoreError, Kernels};
 use safetensors::Dtype;
 use std::collections::BTreeMap;
 use std::io::{self, Write};
@@ -21,22 +22,34 @@ pub struct Inspection {
 }
 
 impl Inspection {
+    /// A tensor of which every rank has as many rows of this length: all of them, in the order of the ranks, which is that of the tokens.
+    fn push_rows<B: Kernels>(
+        &mut self,
+        name: impl Into<String>,
+        (b, all): (&B, &dyn Comm<B>),
+        row_len: usize,
+        rows: &B::Buf<f32>,
+    ) -> nibble_core::Result<()> {
+        let values = b.download(&all.all_gather(b, rows)?)?;
+        self.push(name, &[values.len() / row_len.max(1), row_len], values);
+        Ok(())
+    }
+
     fn push(&mut self, name: impl Into<String>, shape: &[usize], values: Vec<f32>) {
         self.tensors.push((name.into(), shape.to_vec(), values));
     }
 
-    /// What a forward pass chooses and gives.
+    /// What a forward pass chooses and gives, on all ranks.
     fn look<B: Kernels>(&mut self, cx: &Cx<'_, B>, inside: &Inside<'_, B>) -> nibble_core::Result<()> {
+        let ranks = (cx.b, cx.mesh.all);
         for (layer, routing) in inside.routings() {
-            let tokens = routing.probs.rows;
-            let shape = [tokens, B::len(&routing.expert) / tokens.max(1)];
-            let experts = cx.b.download(&routing.expert)?.into_iter().map(|expert| expert as f32).collect();
-            self.push(format!("experts.{layer}"), &shape, experts);
-            self.push(format!("gates.{layer}"), &shape, cx.b.download(&routing.weight)?);
+            let top_k = B::len(&routing.expert) / routing.probs.rows.max(1);
+            let experts = cx.b.upload(&as_floats(&cx.b.download(&routing.expert)?))?;
+            self.push_rows(format!("experts.{layer}"), ranks, top_k, &experts)?;
+            self.push_rows(format!("gates.{layer}"), ranks, top_k, &routing.weight)?;
         }
-        let logits = inside.logits(cx)?;
-        self.push("logits", &[logits.rows, logits.cols], logits.to_f32_vec(cx.b)?);
-        Ok(())
+        let logits = Cast { x: &inside.logits(cx)?, dtype: DType::F32 }.run(cx.b)?;
+        self.push_rows("logits", ranks, logits.cols, logits.f32("inspect", "logits")?)
     }
 
     /// Names and shapes, in the order they were made.
@@ -62,22 +75,28 @@ impl Inspection {
     }
 }
 
+/// Whole numbers below 2²⁴, which ids and numbers of experts are.
+fn as_floats(numbers: &[i32]) -> Vec<f32> {
+    numbers.iter().map(|&number| number as f32).collect()
+}
+
 impl<B: Kernels> Trainer<'_, B> {
-    /// The next step's first micro-batch, forward and backward, without an optimizer: all of it of one pass, that of the step, with its
-    /// shards. The trainer is used up.
+    /// The next step's only micro-batch, forward and backward, without an optimizer: all of it of one pass, that of the step, with its
+    /// shards. The trainer is used up. Every rank returns the tensors of all ranks, with the bits of one: rows in the order of the tokens, experts by
+    /// their number.
     ///
     /// Tensors: `ids`, `targets` `[sequences, seq_len]`; of layers with experts `experts.LAYER` and `gates.LAYER` `[t, k]`; `logits` `[t, v]`; each
     /// weight under its checkpoint's name, and its gradient under `grad.NAME`. The loss is the mean of the tokens' nats and the
     /// routers' losses.
     ///
     /// # Errors
-    /// On several ranks or with several micro-batches; from the backend and the data.
+    /// With several micro-batches, since a step's gradients are the sum over all of them, and the tensors of one would not explain them; from
+    /// the backend, the data and other ranks.
     pub fn inspect(mut self) -> Result<Inspection> {
-        let t = &self.rank.context.config.train;
-        if self.rank.context.mesh.all.world() != 1 || t.grad_accum != 1 {
-            return Err(
-                CoreError::shape("inspect", "run", "several ranks or micro-batches", "one of each").into()
-            );
+        let micro_batches = self.rank.context.config.train.grad_accum;
+        if micro_batches != 1 {
+            let got = format!("{micro_batches} micro-batches a step");
+            return Err(CoreError::shape("inspect", "train.grad_accum", got, "one").into());
         }
         self.require_settled("inspect")?;
         // What routers chose is looked at, and so kept.
@@ -88,13 +107,12 @@ impl<B: Kernels> Trainer<'_, B> {
         self.rank.make_buffers()?;
         let mut seen = Inspection::default();
         let batch = self.rank.context.plan()?.batch(self.rank.context.step, 0);
-        let as_floats = |ids: &[i32]| ids.iter().map(|&id| id as f32).collect();
-        let shape = [batch.sequences, batch.seq_len];
-        seen.push("ids", &shape, as_floats(&batch.inputs));
-        seen.push("targets", &shape, as_floats(&batch.targets));
+        let (b, mesh) = (self.rank.context.b, self.rank.context.mesh);
+        for (name, ids) in [("ids", &batch.inputs), ("targets", &batch.targets)] {
+            seen.push_rows(name, (b, mesh.all), batch.seq_len, &b.upload(&as_floats(ids))?)?;
+        }
 
         let named = self.rank.model.named_tensors();
-        let (b, mesh) = (self.rank.context.b, self.rank.context.mesh);
         for (param, named) in self.rank.model.params().into_iter().zip(&named) {
             let values = gather(b, mesh, param, &param.master)?;
             for TensorRef { name, shape, data } in slices(named, "", &values) {
@@ -104,11 +122,12 @@ impl<B: Kernels> Trainer<'_, B> {
         let RankState { context, model, buffers: Some(buffers), activations, .. } = &mut self.rank else {
             return Err(CoreError::shape("inspect", "buffers", "none", "made").into());
         };
-        buffers.write_inputs(context, 0.0, &[batch])?;
+        buffers.write_inputs(context, (0.0, false), &[batch])?;
         let mut work = || -> Result<()> {
             let mut step = Step::new(context, model, buffers)?;
             step.first_micro_batch_seen(|cx, inside| seen.look(cx, &inside))?;
-            for (values, named) in step.gradients()?.iter().zip(&named) {
+            let gradients = step.gradients(|param, grad| gather(b, mesh, param, grad))?;
+            for (values, named) in gradients.iter().zip(&named) {
                 for TensorRef { name, shape, data } in slices(named, "", values) {
                     seen.push(format!("grad.{name}"), &shape, data.to_vec());
                 }

@@ -63,6 +63,10 @@ pub struct Trainer<'a, B: Kernels> {
     issued: VecDeque<Issued<B>>,
     /// What the last record said layer by layer, if its step is one to tell of.
     layers: Option<LayerMetrics>,
+    /// Whether this rank was asked to end the run, which the steps issued from here on take along.
+    asked: bool,
+    /// Whether any rank was, by the last record.
+    any_asked: bool,
     /// When the last record was read, if nothing but steps has come since.
     settled: Option<Instant>,
     /// The checkpoint on its way to the disk, if there is one.
@@ -117,6 +121,8 @@ impl<'a, B: Kernels> Trainer<'a, B> {
             loader: None,
             issued: VecDeque::new(),
             layers: None,
+            asked: false,
+            any_asked: false,
             settled: None,
             saving: Saving::default(),
         })
@@ -248,7 +254,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         }
         let started = Instant::now();
         self.rank.make_buffers()?;
-        let Self { rank, recorded, loader, saving, .. } = self;
+        let Self { rank, recorded, loader, saving, asked, .. } = self;
         let RankState { context, model, buffers: Some(buffers), activations, .. } = rank else {
             return Err(CoreError::shape("issue_step", "buffers", "none", "made").into());
         };
@@ -257,7 +263,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
             Some(loader) => loader,
             None => loader.insert(Loader::new(context.plan()?)),
         };
-        buffers.write_inputs(context, lr, &loader.take(context.step)?)?;
+        buffers.write_inputs(context, (lr, *asked), &loader.take(context.step)?)?;
         let alone = context.mesh.all.world() == 1;
         let mut whole = || -> Result<Duration> {
             if context.b.can_record() && alone && how == Issue::Replayed {
@@ -291,6 +297,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         let Issued { report, lr, started, issuing } = issued;
         let values = self.rank.context.b.finish_download(report)?;
         let report = Report::new(buffers.layout, buffers.sites(), &values)?;
+        self.any_asked = report.asked();
         let (config, verified) = (&self.rank.context.config, report.verify());
         let told = verified.is_err() || LayerMetrics::is_due(report.step() + 1, config.train.steps);
         self.layers = told.then(|| LayerMetrics::of_step(&report));
@@ -310,6 +317,16 @@ impl<'a, B: Kernels> Trainer<'a, B> {
             seconds: Some(seconds),
             ..Metrics::of_step(&report, config)
         }))
+    }
+
+    /// Says whether this rank was asked to end the run. The records of the steps issued from here on tell it to every rank.
+    pub fn ask_to_stop(&mut self, asked: bool) {
+        self.asked = asked;
+    }
+
+    /// Whether any rank had been asked to end the run when it issued the step whose record was read last: the same answer on every rank.
+    pub fn is_asked_to_stop(&self) -> bool {
+        self.any_asked
     }
 
     /// What the record that was read last says layer by layer, if its step is one to tell of ([`LayerMetrics::is_due`]), or has failed.

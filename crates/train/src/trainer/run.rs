@@ -87,40 +87,33 @@ fn train<B: Kernels>(
     let mut loss = None;
     let mut stopped = !evaluate_what_is_owed(trainer, outputs, resumed_at, options, observer)?;
     let mut watchdog = Watchdog::default();
+    let is_alone = trainer.backend().1.world() == 1;
     while trainer.step() < config.train.steps && !stopped {
+        trainer.ask_to_stop(options.is_asked_to_stop());
         let issued = trainer.issue_step();
         let step = trainer.step();
-        let (b, comm) = trainer.backend();
-        stopped = issued.is_ok() && step < config.train.steps && options.asked_to_stop(b, comm)?;
-        let last = stopped || step == config.train.steps;
-        let evaluate = !last && due(step, config.eval.every);
-        let save = !last && due(step, config.checkpoint.every);
+        let goes_on = issued.is_ok() && step < config.train.steps;
+        let evaluate = goes_on && due(step, config.eval.every);
+        let save = goes_on && due(step, config.checkpoint.every);
+        // One rank alone need not wait for a record.
+        stopped = goes_on && is_alone && options.is_asked_to_stop();
         // The record of the step before is read while this one runs; what must not outrun this one waits for its own.
-        let unread = if issued.is_err() || last || evaluate || save { 0 } else { 1 };
-        while trainer.unread() > unread {
-            let settled = trainer.settle().map_err(|error| of_divergence(error, config, false));
-            if let (Some(layers), Some(outputs)) = (trainer.take_layers(), outputs.as_mut()) {
-                outputs.write_layers(&layers)?;
-            }
-            let Some(mut metrics) = settled? else { break };
-            loss = metrics.loss;
-            reach(Point::StepSettled)?;
-            if let Some(outputs) = outputs {
-                note_memory(&mut metrics, b.memory());
-                record(metrics, outputs, &mut watchdog, observer)?;
-            }
-            reach(Point::MetricsWritten)?;
+        let unread = if !goes_on || stopped || evaluate || save { 0 } else { 1 };
+        loss = read_records(trainer, unread, outputs, &mut watchdog, observer)?.or(loss);
+        if goes_on && trainer.is_asked_to_stop() {
+            stopped = true;
+            loss = read_records(trainer, 0, outputs, &mut watchdog, observer)?.or(loss);
         }
         issued?;
         let mut done = trainer.saved()?;
-        if save {
+        if save && !stopped {
             // One at a time.
             done = done.or(trainer.finish_save()?);
             trainer.begin_save(outputs.as_ref().map(|o| &o.store))?;
             saved_at = Some(step);
         }
         saved = tell(done, observer).or(saved);
-        if evaluate {
+        if evaluate && !stopped {
             stopped = self::evaluate(trainer, config.eval.batches, outputs, options, observer)?.is_none();
             reach(Point::Evaluated)?;
         }
@@ -138,6 +131,32 @@ fn train<B: Kernels>(
         false => evaluate(trainer, 0, outputs, options, observer)?,
     };
     Ok(Done { loss, valid_loss, checkpoint: saved })
+}
+
+/// Reads the records of all steps but the last so many, writes and tells what they say. The loss of the last one read, if any was.
+fn read_records<B: Kernels>(
+    trainer: &mut Trainer<'_, B>,
+    unread: usize,
+    outputs: &mut Option<Outputs>,
+    watchdog: &mut Watchdog,
+    observer: &mut dyn Observer,
+) -> Result<Option<f64>> {
+    let mut loss = None;
+    while trainer.unread() > unread {
+        let settled = trainer.settle().map_err(|error| of_divergence(error, trainer.config(), false));
+        if let (Some(layers), Some(outputs)) = (trainer.take_layers(), outputs.as_mut()) {
+            outputs.write_layers(&layers)?;
+        }
+        let Some(mut metrics) = settled? else { break };
+        loss = metrics.loss;
+        reach(Point::StepSettled)?;
+        if let Some(outputs) = outputs {
+            note_memory(&mut metrics, trainer.backend().0.memory());
+            record(metrics, outputs, watchdog, observer)?;
+        }
+        reach(Point::MetricsWritten)?;
+    }
+    Ok(loss)
 }
 
 /// A trainer where the run begins or goes on, and on the first rank its files.
@@ -236,7 +255,7 @@ fn evaluate<B: Kernels>(
         if first {
             observer.evaluating(done, of);
         }
-        Ok(done == of || !options.asked_to_stop(b, comm)?)
+        Ok(done == of || !options.any_is_asked_to_stop(b, comm)?)
     });
     let evaluated = evaluated.map_err(|error| of_divergence(error, trainer.config(), true))?;
     let Some(valid_loss) = evaluated else { return Ok(None) };

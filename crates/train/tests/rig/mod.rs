@@ -226,6 +226,26 @@ pub fn train_mesh(config: &Config, mesh: MeshShape, steps: u64, cpu: impl Fn() -
     Outcome { losses, norms, weights: parts.into_iter().map(|p| (p.name, p.values)).collect() }
 }
 
+/// Settings for a text in this folder of which fifteen sequences and a part of one are held out.
+pub fn few_held_out(dir: &Path) -> [String; 2] {
+    let text = dir.join("text.txt");
+    std::fs::write(&text, (0..8_100u32).map(|i| b'a' + (i * i % 23) as u8).collect::<Vec<_>>()).unwrap();
+    [format!("data.source={}", text.display()), "data.valid_fraction=0.25".to_owned()]
+}
+
+/// Every mesh of up to four ranks.
+pub const FOUR_RANKS: [MeshShape; 6] = [
+    MeshShape::ONE,
+    MeshShape { dp: 1, ep: 2 },
+    MeshShape { dp: 2, ep: 1 },
+    MeshShape { dp: 1, ep: 4 },
+    MeshShape { dp: 2, ep: 2 },
+    MeshShape { dp: 4, ep: 1 },
+];
+
+/// What the small run needs on all of these: an expert's rows in as many parts as there may be replicas.
+pub const FOUR_PARTS: &str = "train.expert_shards=4";
+
 /// What every rank of a mesh of threads returns, in order.
 pub fn on_mesh<R: Send>(mesh: MeshShape, rank: impl Fn(Mesh<'_, Cpu>) -> R + Sync) -> Vec<R> {
     std::thread::scope(|scope| {
