@@ -7,7 +7,7 @@ use nibble_command::console::{bytes, thousands};
 use nibble_command::device::{self, Device, DeviceArg, On, OpTime, Work};
 use nibble_command::error::{Error, Result};
 use nibble_command::say;
-use nibble_core::{DType, MemoryStats, Recipe};
+use nibble_core::{DType, MemoryStats, Recipe, Traffic};
 use nibble_train::config::Config;
 use nibble_train::plan;
 use nibble_train::rank::RunMemory;
@@ -189,8 +189,8 @@ fn one<B: Device>(
         format!("; floor {:.2} ms: {:.1} % of the peak", 1e3 * floor, 100.0 * floor / step)
     });
     let drawn = draw.map_or(String::new(), |draw| format!("; {:.0} W, {} MHz", draw.watts, draw.sm_mhz));
-    let (is_alone, mesh) = (on.mesh.all.world() == 1, on.mesh.shape());
-    let ranks = if is_alone { String::new() } else { format!(" on a mesh of {mesh} (dp x ep)") };
+    let mesh = on.mesh.shape();
+    let ranks = if mesh.ranks() == 1 { String::new() } else { format!(" on a mesh of {mesh} (dp x ep)") };
     tell!(
         on,
         "{name:<18} {:>9} tokens/s  {:>8.2} ms a step{ranks}{beside}{drawn}",
@@ -198,17 +198,7 @@ fn one<B: Device>(
         1e3 * step
     );
     let each = |count: u64| count as f64 / steps as f64;
-    tell!(
-        on,
-        "    a step{}: {} uploads ({} bytes), {} downloads ({} bytes), {} waits, {} copies on write",
-        if is_alone { "" } else { " of the first rank, with what it sends and receives" },
-        each(traffic.uploads),
-        each(traffic.upload_bytes),
-        each(traffic.downloads),
-        each(traffic.download_bytes),
-        each(traffic.waits),
-        each(traffic.copies_on_write)
-    );
+    tell_traffic(on, traffic, each);
     let memory = memory(on, &mut trainer)?;
     let traced_at = trainer.step();
     let timeline = match b.traced(&launched, || Ok(trainer.train_step())) {
@@ -246,6 +236,23 @@ fn floors<B: Device>(b: &B, config: &Config, recipe: &Recipe, step: u64) -> Opti
         say!("    no floors: {why}");
         None
     })
+}
+
+/// Says what went between host and device in a step.
+fn tell_traffic<B: Device>(on: &On<'_, B>, traffic: Traffic, each: impl Fn(u64) -> f64) {
+    // Ranks that are threads meet in the host's memory.
+    let ranks =
+        if on.mesh.all.world() == 1 { "" } else { " of the first rank, with what it sends and receives" };
+    tell!(
+        on,
+        "    a step{ranks}: {} uploads ({} bytes), {} downloads ({} bytes), {} waits, {} copies on write",
+        each(traffic.uploads),
+        each(traffic.upload_bytes),
+        each(traffic.downloads),
+        each(traffic.download_bytes),
+        each(traffic.waits),
+        each(traffic.copies_on_write)
+    );
 }
 
 /// The most that any rank has of it.

@@ -17,7 +17,8 @@ use std::path::PathBuf;
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "All tensors are F32; weights have the names of a checkpoint, gradients `grad.` before them. The model's \
-    sizes go beside OUT, into a file with the ending .json. With `run.ranks` they are those of all ranks, with the bits of one. `benchmarks/peers/parity.py` holds both to plain PyTorch.\n\n\
+    sizes go beside OUT, into a file with the ending .json. With `run.ranks` they are those of all ranks, with the bits of one. \
+    `benchmarks/peers/parity.py` holds both to plain PyTorch.\n\n\
     Examples:\n  \
     nibble inspect tiny --recipe f32 --out step.safetensors\n  \
     python3 benchmarks/peers/parity.py step.safetensors --model step.json"
