@@ -97,7 +97,6 @@ fn ranks_hold_a_piece_of_each_other_for_a_checkpoint() {
             // The same files from each mesh, with none but the first weights.
             let store = (mesh.all.rank() == 0).then(|| Store::open(dir.path()).unwrap());
             let before = cpu.memory();
-            assert!(before.live_bytes > 2 * PIECE, "{before:?}");
             trainer.save(store.as_ref()).unwrap();
             let state = trainer.memory();
             let state = state.gradients.live_bytes + state.moments.live_bytes;
