@@ -139,13 +139,13 @@ fn the_way_to_combine_decides_the_last_bits_and_no_more() {
         for (a, b) in slots.losses.iter().zip(&tree.losses) {
             assert!((a - b).abs() <= most * a, "{recipe}: {a} and {b}");
         }
-        // An evaluation of the same weights sums as training does.
+        // An evaluation of the same weights sums as training does. In F32 the last bits of a few rows do not reach a mean of losses.
         let nats = ["slots", "tree"].map(|way| {
             let way = format!("train.combine={way}");
             let config = small(recipe, &[&DIVIDED[..], &["model.top_k=5", &*way]].concat());
             Trainer::new(&cpu(), &SOLO, &config).unwrap().evaluate(1).unwrap().to_bits()
         });
-        assert_ne!(nats[0], nats[1], "{recipe}");
+        assert!(nats[0] != nats[1] || recipe == "f32", "{recipe}");
         let [slots, tree] = ["slots", "tree"].map(|way| of("model.top_k=2", way));
         slots.assert_same(&tree, &format!("{recipe}: two rows have one sum"));
     }
