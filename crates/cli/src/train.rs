@@ -147,6 +147,9 @@ impl Work for DryRun<'_> {
     }
 }
 
+/// Kinds of ranks that are told of, at most.
+const MOST_KINDS: usize = 8;
+
 /// Says what a run takes on a device of this kind. Returns its recipe, and what it takes.
 fn introduce_dry_run(config: &Config, kind: DeviceKind) -> Result<(Recipe, Prediction)> {
     let config = &config.begun_on(kind);
@@ -162,7 +165,11 @@ fn introduce_dry_run(config: &Config, kind: DeviceKind) -> Result<(Recipe, Predi
             let of = plan::predict_rank(kind, (mesh, ranks[0]), config, &recipe)?;
             Ok((ranks, of.parts().iter().map(|(_, bytes)| bytes).sum()))
         };
-        let kinds = plan::kinds_of_ranks(mesh, config)?.into_iter().map(taken).collect::<Result<Vec<_>>>()?;
+        // Of many ranks nearly each is a kind of its own, a tile apart.
+        let kinds = plan::kinds_of_ranks(mesh, config)?.into_iter().take(MOST_KINDS);
+        let kinds = kinds.map(taken).collect::<Result<Vec<_>>>()?;
+        let sent = plan::sent_in_a_step(kind, (mesh, prediction.rank), config, &recipe)?;
+        introduction::sent(prediction.rank, &sent).iter().for_each(|line| say!("{line}"));
         introduction::ranks(&kinds).iter().for_each(|line| say!("{line}"));
     }
     Ok((recipe, prediction))

@@ -125,6 +125,28 @@ fn a_tree_keeps_its_bits_on_every_mesh() {
     }
 }
 
+/// Matrices of several tiles and of a part of one, and some whose columns are no whole chunks: slices end within them, within an expert, and at
+/// their ends.
+#[test]
+fn slices_within_matrices_keep_the_bits() {
+    let large: &[&str] = &["model.vocab_size=300", "model.tie_embeddings=false", "model.experts=4"];
+    let tiles = ["model.d_model=160", "model.expert_ffn=200"];
+    let odd = ["model.d_model=80", "model.expert_ffn=72", "train.grad_accum=2"];
+    for (recipe, sizes, more) in [
+        ("bf16", &tiles[..], &["train.grad_dtype=bf16"][..]),
+        ("bf16", &tiles[..], &["train.grad_accum=2", "train.moment_dtype=bf16"][..]),
+        ("f32", &odd[..], &[][..]),
+    ] {
+        let config = small(recipe, &[&DIVIDED[..], large, sizes, more].concat());
+        assert_same(
+            &config,
+            [mesh(2, 2), mesh(4, 1), mesh(1, 4)],
+            2,
+            &format!("{recipe}, {sizes:?}, {more:?}"),
+        );
+    }
+}
+
 /// What fixes the bits: the order in which a token's rows are summed, from the first forward pass on, and no more than rounding.
 #[test]
 fn the_way_to_combine_decides_the_last_bits_and_no_more() {

@@ -7,6 +7,7 @@ use nibble_train::config::Config;
 use nibble_train::data::Entropy;
 use nibble_train::plan::{self, Prediction};
 use nibble_train::trainer::{MEMORY_FILE, Start};
+use std::collections::BTreeMap;
 use std::path::Path;
 
 /// What the console is told: no more than eight lines together with the device.
@@ -76,8 +77,7 @@ fn whose(kind: DeviceKind, ranks: usize) -> &'static str {
 
 /// The memory of a run, part by part and tensor by tensor.
 pub fn memory(prediction: &Prediction) -> Vec<String> {
-    let several = prediction.mesh.ranks() > 1;
-    let of = if several { format!(", rank {}", prediction.rank) } else { String::new() };
+    let of = if prediction.mesh.ranks() > 1 { format!(", rank {}", prediction.rank) } else { String::new() };
     let ledger = &prediction.ledger;
     let mut lines =
         vec![format!("kept by a forward pass for its backward pass{of}: {}", bytes(ledger.bytes() as u64))];
@@ -88,13 +88,6 @@ pub fn memory(prediction: &Prediction) -> Vec<String> {
     }
     let all = format!("in all, {}", whose(prediction.kind, prediction.mesh.ranks()));
     lines.push(format!("  {all:<34} {:>10}", bytes(prediction.device_bytes() as u64)));
-    if several {
-        lines.push(format!("sent to other ranks in a step{of}, with routers in balance:"));
-        lines.extend(SENT.iter().map(|(what, calls)| {
-            let sent = calls.iter().filter_map(|call| prediction.sent.get(call)).sum();
-            format!("  {what:<34} {:>10}", bytes(sent))
-        }));
-    }
     lines
 }
 
@@ -102,9 +95,19 @@ pub fn memory(prediction: &Prediction) -> Vec<String> {
 const SENT: [(&str, &[&str]); 4] = [
     ("rows to experts and back", &["all_to_all_v", "counts"]),
     ("gradients", &["reduce_scatter_tree"]),
-    ("weights", &["all_gather_parts"]),
-    ("losses, counts and norms", &["all_gather", "all_gather_f64"]),
+    ("weights, and sums for the norm", &["all_gather_parts"]),
+    ("losses and counts", &["all_gather", "all_gather_f64"]),
 ];
+
+/// What a rank sends to others in a step.
+pub fn sent(rank: usize, bytes_by_call: &BTreeMap<&'static str, u64>) -> Vec<String> {
+    let of = |(what, calls): &(&str, &[&str])| {
+        let sent = calls.iter().filter_map(|call| bytes_by_call.get(call)).sum();
+        format!("  {what:<34} {:>10}", bytes(sent))
+    };
+    let title = format!("sent to other ranks in a step, rank {rank}, with routers in balance:");
+    std::iter::once(title).chain(SENT.iter().map(of)).collect()
+}
 
 /// What each kind of ranks takes, where they differ in what they keep.
 pub fn ranks(kinds: &[(Vec<usize>, usize)]) -> Vec<String> {

@@ -1,8 +1,8 @@
 //! Files of a checkpoint: synced writing, checksums, tensors as safetensors.
 
 use std::fs::File;
-use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use safetensors::tensor::Dtype;
 use sha2::{Digest, Sha256};
@@ -105,28 +105,54 @@ pub(super) fn write_synced(dir: &Path, name: &str, content: &[u8]) -> Result<Fil
     file.finish(name)
 }
 
-/// A file of a checkpoint, open twice: what it holds can be read to its end even if the run removes the checkpoint meanwhile.
-#[derive(Debug)]
+/// A file of a checkpoint that is open: what it holds can be read to its end even if the run removes the checkpoint meanwhile. Each reader says
+/// where it reads, so that several may at once.
+#[derive(Debug, Clone)]
 pub(super) struct OpenFile {
     path: PathBuf,
-    /// For values.
-    pub values: File,
-    /// For the checksum, which is made beside the reading of values.
-    check: File,
+    file: Arc<File>,
 }
 
 impl OpenFile {
     pub fn open(dir: &Path, entry: &FileEntry) -> Result<Self> {
         let path = dir.join(&entry.name);
-        let open = || open_to_read(&path).map_err(|e| unreadable(&path, e));
-        let (values, check) = (open()?, open()?);
-        Ok(Self { path, values, check })
+        match open_to_read(&path) {
+            Ok(file) => Ok(Self { path, file: Arc::new(file) }),
+            // No damage: the system has no more files to give.
+            Err(source) if is_out_of_files(&source) => Err(Error::Io { path, source }),
+            Err(source) => Err(unreadable(&path, source)),
+        }
     }
 
-    /// The same file. Two that read at once get in each other's way.
-    pub fn again(&self) -> Result<Self> {
-        let again = |file: &File| file.try_clone().map_err(|e| unreadable(&self.path, e));
-        Ok(Self { path: self.path.clone(), values: again(&self.values)?, check: again(&self.check)? })
+    /// Bytes of it.
+    pub fn len(&self) -> Result<u64> {
+        Ok(self.file.metadata().map_err(|e| unreadable(&self.path, e))?.len())
+    }
+
+    /// Fills `to` with what lies from a byte on.
+    pub fn read_exact_at(&self, to: &mut [u8], at: u64) -> Result<()> {
+        let mut done = 0;
+        while done < to.len() {
+            match self.read_at(&mut to[done..], at + done as u64)? {
+                0 => return Err(unreadable(&self.path, std::io::ErrorKind::UnexpectedEof.into())),
+                now => done += now,
+            }
+        }
+        Ok(())
+    }
+
+    /// Some of what lies from a byte on; 0 bytes at the end.
+    fn read_at(&self, to: &mut [u8], at: u64) -> Result<usize> {
+        loop {
+            #[cfg(unix)]
+            let read = std::os::unix::fs::FileExt::read_at(&*self.file, to, at);
+            #[cfg(windows)]
+            let read = std::os::windows::fs::FileExt::seek_read(&*self.file, to, at);
+            match read {
+                Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
+                read => return read.map_err(|e| unreadable(&self.path, e)),
+            }
+        }
     }
 
     /// Its place.
@@ -136,15 +162,26 @@ impl OpenFile {
 
     /// Compares it with what was written, a piece at a time.
     pub fn verify(&self, entry: &FileEntry) -> Result<()> {
-        verify(&self.path, &self.check, entry)
+        check_len(&self.path, self.len()?, entry)?;
+        let (mut hash, mut piece, mut at) = (Sha256::new(), vec![0; 1 << 20], 0);
+        loop {
+            match self.read_at(&mut piece, at)? {
+                0 => return check_hash(&self.path, &hexadecimal(&hash.finalize()), entry),
+                len => {
+                    hash.update(&piece[..len]);
+                    at += len as u64;
+                }
+            }
+        }
     }
 
     /// Reads it and compares it with what was written.
     pub fn read_checked(&self, entry: &FileEntry) -> Result<Vec<u8>> {
-        let (mut file, mut content) = (&self.values, Vec::new());
-        let read = file.seek(SeekFrom::Start(0)).and_then(|_| file.read_to_end(&mut content));
-        read.map_err(|e| unreadable(&self.path, e))?;
-        check_len(&self.path, content.len() as u64, entry)?;
+        let bytes = self.len()?;
+        check_len(&self.path, bytes, entry)?;
+        // As long as was written: checked just now.
+        let mut content = vec![0; bytes as usize];
+        self.read_exact_at(&mut content, 0)?;
         check_hash(&self.path, &sha256_hex(&content), entry)?;
         Ok(content)
     }
@@ -155,17 +192,11 @@ pub(super) fn unreadable(path: &Path, e: std::io::Error) -> Error {
     Error::checkpoint(path, format!("cannot be read: {e}"))
 }
 
-fn verify(path: &Path, mut file: &File, entry: &FileEntry) -> Result<()> {
-    let unreadable = |e| unreadable(path, e);
-    check_len(path, file.metadata().map_err(unreadable)?.len(), entry)?;
-    file.seek(SeekFrom::Start(0)).map_err(unreadable)?;
-    let (mut hash, mut piece) = (Sha256::new(), vec![0; 1 << 20]);
-    loop {
-        match file.read(&mut piece).map_err(unreadable)? {
-            0 => return check_hash(path, &hexadecimal(&hash.finalize()), entry),
-            len => hash.update(&piece[..len]),
-        }
-    }
+/// Whether the process, or the system, has as many files open as it may.
+fn is_out_of_files(error: &std::io::Error) -> bool {
+    const ENFILE: i32 = 23;
+    const EMFILE: i32 = 24;
+    cfg!(unix) && matches!(error.raw_os_error(), Some(ENFILE | EMFILE))
 }
 
 fn check_len(path: &Path, bytes: u64, entry: &FileEntry) -> Result<()> {

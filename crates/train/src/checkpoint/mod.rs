@@ -5,7 +5,7 @@
 //!   model.safetensors   F32 masters under the names of the model's family; of a large model model-00001-of-00003.safetensors and so on,
 //!                       and model.safetensors.index.json, which says what is where
 //!   optim.safetensors   NAME.exp_avg, NAME.exp_avg_sq; likewise
-//!   scales.safetensors  NAME.amax_history, where a recipe has scales of earlier steps
+//!   scales.safetensors  NAME.amax_history, where a recipe has scales of earlier steps; likewise
 //!   config.json         the model's sizes, as its family says them; written for others, never read here
 //!   tokenizer.json      the tokenizer, as `tokenizers` reads it
 //!   tokenizer_config.json   that `transformers` takes it as it is; checkpoints of before it was written have none
@@ -59,6 +59,8 @@ const TMP_PREFIX: &str = ".tmp-";
 /// A checkpoint moved aside while another of the same step takes its place.
 const REPLACED_PREFIX: &str = ".tmp-replaced-";
 const LOCK_FILE: &str = ".lock";
+/// Threads that compare files with their checksums.
+const VERIFIERS: usize = 6;
 
 /// All that a checkpoint holds but the values of its tensors, which come while it is written.
 #[derive(Debug, Clone)]
@@ -329,11 +331,21 @@ impl Checkpoint {
     pub fn open(path: &Path) -> Result<Self> {
         let checkpoint = Self::opened(path, true)?;
         std::thread::scope(|scope| {
-            let start = |(entry, file)| {
-                let file: &OpenFile = file;
-                std::thread::Builder::new().spawn_scoped(scope, move || file.verify(entry))
+            let files: Vec<_> = checkpoint.state.files.iter().zip(&checkpoint.files).collect();
+            let files = Arc::new(files);
+            // As many threads as a small model has files; each takes every so-manieth.
+            let start = |first| {
+                let files = files.clone();
+                let verify = move || {
+                    files
+                        .iter()
+                        .skip(first)
+                        .step_by(VERIFIERS)
+                        .try_for_each(|(entry, file)| file.verify(entry))
+                };
+                std::thread::Builder::new().spawn_scoped(scope, verify)
             };
-            let verifying: Vec<_> = checkpoint.state.files.iter().zip(&checkpoint.files).map(start).collect();
+            let verifying: Vec<_> = (0..VERIFIERS.min(files.len())).map(start).collect();
             let join = |file: std::io::Result<std::thread::ScopedJoinHandle<'_, Result<()>>>| {
                 file.map_err(nibble_core::Error::not_started)?
                     .join()
@@ -472,8 +484,8 @@ fn look_for_latest(run_dir: &Path) -> Result<Option<Latest>> {
                 return Ok(Some(latest));
             }
             Err(_) if fs::symlink_metadata(&path).is_err() => is_one_gone = true,
-            // No thread to read it with: it may be whole.
-            Err(why @ Error::Core(_)) => return Err(why),
+            // No thread to read it with, or no file to be opened: it may be whole.
+            Err(why @ (Error::Core(_) | Error::Io { .. })) => return Err(why),
             Err(why) => latest.rejected.push(Rejected { path, why }),
         }
     }

@@ -1,12 +1,10 @@
 //! Tensors of a checkpoint, read as they are wanted.
 
-use super::files::{OpenFile, unreadable};
+use super::files::OpenFile;
 use super::state::FileEntry;
 use crate::error::{Error, Result};
 use safetensors::tensor::{Dtype, Metadata};
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::thread::{Builder, JoinHandle};
 
@@ -14,14 +12,14 @@ use std::thread::{Builder, JoinHandle};
 const LONGEST_HEADER: u64 = 100_000_000;
 
 /// Tensors of one kind of a checkpoint, in one file or several; each can be taken once, and at the end none may be left. While they are read
-/// other threads compare the files with their checksums, unless another rank does: what was taken counts once [`Tensors::finish`] has said so.
+/// another thread compares the files with their checksums, unless another rank does: what was taken counts once [`Tensors::finish`] has said so.
 #[derive(Debug)]
 pub struct Tensors {
     /// The file, or the directory of several.
     path: PathBuf,
-    files: Vec<(PathBuf, File)>,
+    files: Vec<OpenFile>,
     tensors: BTreeMap<String, Stored>,
-    checked: Vec<JoinHandle<Result<()>>>,
+    checked: Option<JoinHandle<Result<()>>>,
 }
 
 /// Where a tensor's values lie: in which file, and where in that.
@@ -51,36 +49,37 @@ impl Tensors {
             [(_, one)] => one.path().to_owned(),
             _ => dir.to_owned(),
         };
-        let mut all = Self { path, files: Vec::new(), tensors: BTreeMap::new(), checked: Vec::new() };
-        files.iter().try_for_each(|(entry, open)| all.add(entry, open, checks))?;
+        let mut all = Self { path, files: Vec::new(), tensors: BTreeMap::new(), checked: None };
+        files.iter().try_for_each(|(_, open)| all.add(open))?;
+        if checks {
+            let written: Vec<(FileEntry, OpenFile)> =
+                files.iter().map(|(entry, open)| ((*entry).clone(), (*open).clone())).collect();
+            let check = move || written.iter().try_for_each(|(entry, open)| open.verify(entry));
+            let checked = Builder::new().name("checkpoint checksum".into()).spawn(check);
+            all.checked = Some(checked.map_err(nibble_core::Error::not_started)?);
+        }
         Ok(all)
     }
 
-    fn add(&mut self, entry: &FileEntry, open: &OpenFile, checks: bool) -> Result<()> {
-        let (open, path) = (open.again()?, open.path().to_owned());
-        let mut file = open.values.try_clone().map_err(|e| unreadable(&path, e))?;
-        file.seek(SeekFrom::Start(0)).map_err(|e| unreadable(&path, e))?;
-        let (metadata, begin) = read_header(&path, &mut file)?;
+    fn add(&mut self, file: &OpenFile) -> Result<()> {
+        let path = file.path();
+        let (metadata, begin) = read_header(file)?;
         let end = begin.checked_add(metadata.data_len() as u64);
-        if end != Some(file.metadata().map_err(|e| unreadable(&path, e))?.len()) {
-            return Err(Error::checkpoint(&path, "is damaged: its tensors do not fill it"));
+        if end != Some(file.len()?) {
+            return Err(Error::checkpoint(path, "is damaged: its tensors do not fill it"));
         }
         for (name, info) in metadata.tensors() {
             if info.dtype != Dtype::F32 {
                 let why = format!("tensor `{name}` is {:?}, expected F32", info.dtype);
-                return Err(Error::checkpoint(&path, why));
+                return Err(Error::checkpoint(path, why));
             }
             let start = begin + info.data_offsets.0 as u64;
             let stored = Stored { file: self.files.len(), shape: info.shape.clone(), start };
             if self.tensors.insert(name.clone(), stored).is_some() {
-                return Err(Error::checkpoint(&path, format!("has tensor `{name}`, as another file has")));
+                return Err(Error::checkpoint(path, format!("has tensor `{name}`, as another file has")));
             }
         }
-        let entry = entry.clone();
-        let check = || Builder::new().name("checkpoint checksum".into()).spawn(move || open.verify(&entry));
-        let checked = checks.then(check).transpose().map_err(nibble_core::Error::not_started)?;
-        self.files.push((path, file));
-        self.checked.extend(checked);
+        self.files.push(file.clone());
         Ok(())
     }
 
@@ -124,10 +123,8 @@ impl Tensors {
 
     /// Reads the values from index `at` on, which are there.
     pub(crate) fn read(&mut self, stored: &Stored, at: usize, to: &mut [f32]) -> Result<()> {
-        let place = SeekFrom::Start(stored.start + (at * size_of::<f32>()) as u64);
-        let (path, file) = &mut self.files[stored.file];
-        let read = file.seek(place).and_then(|_| file.read_exact(bytemuck::cast_slice_mut(to)));
-        read.map_err(|e| unreadable(path, e))?;
+        let place = stored.start + (at * size_of::<f32>()) as u64;
+        self.files[stored.file].read_exact_at(bytemuck::cast_slice_mut(to), place)?;
         // The file's bytes are little-endian everywhere.
         to.iter_mut().for_each(|x| *x = f32::from_bits(u32::from_le(x.to_bits())));
         Ok(())
@@ -159,24 +156,27 @@ impl Tensors {
 
     /// Waits until the files have been compared with their checksums.
     fn check(&mut self) -> Result<()> {
-        let join = |checked: JoinHandle<Result<()>>| {
-            checked.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-        };
-        self.checked.drain(..).try_for_each(join)
+        match self.checked.take().map(JoinHandle::join) {
+            Some(Err(panic)) => std::panic::resume_unwind(panic),
+            Some(Ok(checked)) => checked,
+            None => Ok(()),
+        }
     }
 }
 
 /// What a safetensors file says of its tensors, and where their bytes begin.
-fn read_header(path: &Path, file: &mut File) -> Result<(Metadata, u64)> {
-    let damaged = |why: String| Error::checkpoint(path, format!("is damaged: {why}"));
+fn read_header(file: &OpenFile) -> Result<(Metadata, u64)> {
+    let damaged = |why: String| Error::checkpoint(file.path(), format!("is damaged: {why}"));
     let mut len = [0; size_of::<u64>()];
-    file.read_exact(&mut len).map_err(|e| unreadable(path, e))?;
+    file.read_exact_at(&mut len, 0)?;
     let len = u64::from_le_bytes(len);
     if len > LONGEST_HEADER {
         return Err(damaged(format!("a header of {len} bytes, {LONGEST_HEADER} at most are expected")));
     }
-    let mut text = Vec::new();
-    file.take(len).read_to_end(&mut text).map_err(|e| unreadable(path, e))?;
+    // What is cut off is told by the description that does not end.
+    let there = len.min(file.len()?.saturating_sub(size_of::<u64>() as u64));
+    let mut text = vec![0; there as usize];
+    file.read_exact_at(&mut text, size_of::<u64>() as u64)?;
     let metadata = serde_json::from_slice(&text).map_err(|e| damaged(e.to_string()))?;
     Ok((metadata, size_of::<u64>() as u64 + len))
 }

@@ -7,7 +7,10 @@ use toml::{Table, Value};
 
 use super::asked::Written;
 use super::preset::{preset, preset_names};
-use super::{Balance, Config, DataConfig, ModelConfig, RANDOM, RunConfig, SYNTHETIC, TrainConfig, foreign};
+use super::{
+    Balance, CheckpointConfig, Config, DataConfig, ModelConfig, RANDOM, RunConfig, SYNTHETIC, TrainConfig,
+    foreign,
+};
 use crate::data::{BYTE_VOCAB, SYNTHETIC_VOCAB};
 use crate::error::{Error, Result};
 use crate::files;
@@ -137,7 +140,8 @@ impl Config {
         let model = ModelConfig { balance: Balance::Batch, ..ModelConfig::default() };
         let train = TrainConfig { expert_shards: 2, combine: Some(Combine::Tree), ..TrainConfig::default() };
         let run = RunConfig { dp: 2, ..RunConfig::default() };
-        Self { data, model, train, run, ..Self::default() }
+        let checkpoint = CheckpointConfig { file_mib: 1, ..CheckpointConfig::default() };
+        Self { data, model, train, run, checkpoint, ..Self::default() }
     }
 
     /// Fills in what depends on other keys.

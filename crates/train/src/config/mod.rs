@@ -360,12 +360,13 @@ pub struct CheckpointConfig {
     /// optimizer up, as long as the disk takes for the rest.
     pub host_gib: usize,
     /// MiB of values in a file of tensors, at most; 0 = all in one. A tensor that is larger has a file of its own.
+    #[serde(skip_serializing_if = "is_usual_file")]
     pub file_mib: usize,
 }
 
 impl Default for CheckpointConfig {
     fn default() -> Self {
-        Self { every: 100, keep: 2, at_end: true, host_gib: 16, file_mib: 5120 }
+        Self { every: 100, keep: 2, at_end: true, host_gib: 16, file_mib: USUAL_FILE_MIB }
     }
 }
 
@@ -402,6 +403,13 @@ impl RunConfig {
     pub fn mesh(&self) -> MeshShape {
         MeshShape { dp: self.dp, ep: self.ranks / self.dp.max(1) }
     }
+}
+
+/// [`CheckpointConfig::file_mib`] where it is not given. Stored configurations leave it out.
+const USUAL_FILE_MIB: usize = 5120;
+
+fn is_usual_file(mib: &usize) -> bool {
+    *mib == USUAL_FILE_MIB
 }
 
 /// Stored configurations leave it out.

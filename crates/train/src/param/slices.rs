@@ -14,12 +14,16 @@ const TILE: usize = 128;
 /// parameter's name, so that it is not always the same ones.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Slices {
-    /// Rows of each matrix.
+    /// Rows and columns of each matrix, and how many there are.
     matrix: usize,
     cols: usize,
-    /// By rank.
-    rows: Vec<Range<usize>>,
+    stack: usize,
+    /// Tiles of a matrix.
+    tiles: usize,
+    /// Which of the equal shares the first rank has.
+    shift: usize,
     rank: usize,
+    ranks: usize,
 }
 
 impl Slices {
@@ -30,25 +34,20 @@ impl Slices {
         stack: usize,
         (rank, ranks): (usize, usize),
     ) -> Self {
+        let ranks = ranks.max(1);
         let in_tiles = cols.is_multiple_of(SQUARES_CHUNK / TILE);
         let tiles = if in_tiles { matrix.div_ceil(TILE) } else { 1 };
-        let begin = |tile: usize| tile / tiles.max(1) * matrix + (tile % tiles.max(1) * TILE).min(matrix);
-        let all = stack * tiles;
-        let slice = |rank: usize| {
-            let place = (rank + fnv1a32(name) as usize) % ranks;
-            begin(place * all / ranks)..begin((place + 1) * all / ranks)
-        };
-        Self { matrix, cols, rows: (0..ranks).map(slice).collect(), rank }
+        Self { matrix, cols, stack, tiles, shift: fnv1a32(name) as usize % ranks, rank, ranks }
     }
 
     /// Whether other ranks keep some of it.
     pub fn is_divided(&self) -> bool {
-        self.rows.len() > 1
+        self.ranks > 1
     }
 
     /// Rows of all slices.
     pub fn num_rows(&self) -> usize {
-        self.rows.iter().map(|slice| slice.end).max().unwrap_or(0)
+        self.stack * self.matrix
     }
 
     /// Values of a row.
@@ -58,21 +57,29 @@ impl Slices {
 
     /// The rows that this rank keeps.
     pub fn mine(&self) -> Range<usize> {
-        self.rows[self.rank].clone()
+        self.rows(self.rank)
+    }
+
+    /// The rows that a rank keeps; those of the first beyond the last one, again.
+    pub fn rows(&self, rank: usize) -> Range<usize> {
+        let tiles = self.tiles.max(1);
+        let begin = |tile: usize| tile / tiles * self.matrix + (tile % tiles * TILE).min(self.matrix);
+        let (place, all) = ((rank + self.shift) % self.ranks, self.stack * self.tiles);
+        begin(place * all / self.ranks)..begin((place + 1) * all / self.ranks)
     }
 
     /// The values of every rank's slice, in the order of the ranks.
     pub fn values(&self) -> Vec<Range<usize>> {
-        self.scaled(self.cols)
+        self.scaled(self.cols).collect()
     }
 
     /// The bytes of every rank's slice where a value has so many.
     pub fn bytes(&self, of_value: usize) -> Vec<Vec<Range<usize>>> {
-        self.scaled(self.cols * of_value).into_iter().map(|range| vec![range]).collect()
+        self.scaled(self.cols * of_value).map(|range| vec![range]).collect()
     }
 
-    fn scaled(&self, by: usize) -> Vec<Range<usize>> {
-        self.rows.iter().map(|rows| rows.start * by..rows.end * by).collect()
+    fn scaled(&self, by: usize) -> impl Iterator<Item = Range<usize>> + '_ {
+        (0..self.ranks).map(|rank| self.rows(rank)).map(move |rows| rows.start * by..rows.end * by)
     }
 
     /// Values of a matrix: a part of the gradient's norm.
@@ -92,7 +99,7 @@ impl Slices {
             0 => 0,
             matrix => row / matrix * of_matrix + (row % matrix * self.cols).div_ceil(SQUARES_CHUNK),
         };
-        self.rows.iter().map(|rows| before(rows.start)..before(rows.end)).collect()
+        (0..self.ranks).map(|rank| self.rows(rank)).map(|rows| before(rows.start)..before(rows.end)).collect()
     }
 }
 
@@ -115,7 +122,7 @@ mod tests {
             for ranks in [1, 2, 3, 4, 8] {
                 for name in ["a", "model.layers.0.mlp", "lm_head.weight"] {
                     let all = Slices::new(name, (matrix, cols), stack, (0, ranks));
-                    let mut rows = all.rows.clone();
+                    let mut rows: Vec<_> = (0..ranks).map(|rank| all.rows(rank)).collect();
                     rows.sort_by_key(|rows| (rows.start, rows.end));
                     assert_eq!(rows[0].start, 0);
                     assert!(rows.windows(2).all(|pair| pair[0].end == pair[1].start), "{rows:?}");
@@ -140,7 +147,7 @@ mod tests {
     fn what_is_left_over_does_not_always_go_to_the_same_rank() {
         let owner = |name: &str| {
             let slices = Slices::new(name, (1, 64), 1, (0, 4));
-            slices.rows.iter().position(|rows| !rows.is_empty()).unwrap()
+            (0..4).position(|rank| !slices.rows(rank).is_empty()).unwrap()
         };
         let owners: std::collections::BTreeSet<usize> =
             (0..40).map(|layer| owner(&format!("model.layers.{layer}.input_layernorm.weight"))).collect();

@@ -38,14 +38,20 @@ pub(super) fn largest(config: &Config, prediction: Option<&Prediction>) -> Strin
 /// Weights, gradients and moments.
 fn state(config: &Config, model: &ModelSpec, prediction: Option<&Prediction>) -> Vec<Part> {
     let width = |dtype: PlainType| if dtype == PlainType::F32 { 4.0 } else { 2.0 };
-    let each = 4.0 + width(config.train.grad_dtype) + 2.0 * width(config.train.moment_dtype);
+    let (kept, gradient) = (4.0 + 2.0 * width(config.train.moment_dtype), width(config.train.grad_dtype));
     let part = |of: Parameters| {
-        let copies = prediction.map_or(1.0, |prediction| {
-            let ranks = if of.group == Group::Experts { prediction.mesh.ep } else { 1 };
-            prediction.ranks_of_a_device() as f64 / ranks as f64
+        // Of masters and moments all ranks have one together. Gradients that are added to are whole on every rank that computes with them.
+        let each = prediction.map_or(kept + gradient, |prediction| {
+            let (here, mesh) = (prediction.ranks_of_a_device() as f64, prediction.mesh);
+            let ranks = match (config.train.grad_accum, of.group) {
+                (1, _) => mesh.ranks(),
+                (_, Group::Experts) => mesh.ep,
+                _ => 1,
+            };
+            here * (kept / mesh.ranks() as f64 + gradient / ranks as f64)
         });
         let what = format!("{}, with gradients and moments,", of.what);
-        Part { bytes: each * copies * of.count.unwrap_or(u128::MAX) as f64, what, sizes: of.sizes }
+        Part { bytes: each * of.count.unwrap_or(u128::MAX) as f64, what, sizes: of.sizes }
     };
     model.parameters().into_iter().map(part).collect()
 }

@@ -47,7 +47,7 @@ pub struct Prediction {
     pub kind: DeviceKind,
     /// Its ranks.
     pub mesh: MeshShape,
-    /// The rank that this is of: of those that take the most, the first.
+    /// The rank that this is of: [`predict`] takes the first of those that take the most.
     pub rank: usize,
     /// The arenas of the rank, at their largest.
     pub memory: RunMemory,
@@ -57,8 +57,6 @@ pub struct Prediction {
     pub ledger: Ledger,
     /// Trainable numbers over all ranks.
     pub parameters: usize,
-    /// Bytes that the rank sends to others in a step, by collective, with routers that are in balance.
-    pub sent: BTreeMap<&'static str, u64>,
 }
 
 impl Prediction {
@@ -77,7 +75,7 @@ impl Prediction {
         }
     }
 
-    /// Bytes of one device: a GPU has one rank, a host all of them.
+    /// Bytes of one device: a GPU has one rank, a host all of them, as if each were like this one.
     pub fn device_bytes(&self) -> usize {
         let rank: usize = self.parts().iter().map(|(_, bytes)| bytes).sum();
         rank * self.ranks_of_a_device() + self.allowance().1
@@ -113,31 +111,49 @@ pub fn predict(kind: DeviceKind, mesh: MeshShape, config: &Config, recipe: &Reci
 /// [`predict`], of this rank of the mesh.
 ///
 /// # Errors
-/// As [`predict`].
+/// As [`predict`]; [`nibble_core::Error::Shape`] for a rank that the mesh does not have.
 pub fn predict_rank(
+    kind: DeviceKind,
+    (mesh, rank): (MeshShape, usize),
+    config: &Config,
+    recipe: &Recipe,
+) -> Result<Prediction> {
+    if rank >= mesh.ranks() {
+        let expected = format!("below the {} ranks", mesh.ranks());
+        return Err(nibble_core::Error::shape("predict_rank", "rank", rank, expected).into());
+    }
+    rehearsed(kind, (mesh, rank), config, recipe, |rank| rank.rehearse())
+}
+
+/// Bytes that a rank sends to others in a step, by collective, with routers that are in balance: none of a rank alone.
+///
+/// # Errors
+/// As [`predict_rank`].
+pub fn sent_in_a_step(
     kind: DeviceKind,
     rank: (MeshShape, usize),
     config: &Config,
     recipe: &Recipe,
-) -> Result<Prediction> {
-    rehearsed(kind, rank, config, recipe, |rank| Ok((rank.rehearse()?, rank.sent_in_a_step()?)))
+) -> Result<BTreeMap<&'static str, u64>> {
+    on_shapes(kind, rank, config, recipe, |_, state| state.sent_in_a_step())
 }
 
 /// Predicts what is there as long as the run: no activations.
 fn predict_state(kind: DeviceKind, mesh: MeshShape, config: &Config, recipe: &Recipe) -> Result<Prediction> {
     let rank = (mesh, largest_rank(mesh, config)?);
-    rehearsed(kind, rank, config, recipe, |_| Ok(<_>::default()))
+    rehearsed(kind, rank, config, recipe, |_| Ok(Ledger::default()))
 }
 
-/// Ranks of a mesh that keep as many rows of every parameter, and so take the same memory; each kind once.
+/// Ranks of a mesh that keep as many rows of every parameter, and so take the same memory; each kind once, in the order of their first ranks.
 ///
 /// # Errors
-/// [`Error::Memory`] for sizes beyond counting.
+/// [`Error::Config`] for sizes beyond counting.
 pub fn kinds_of_ranks(mesh: MeshShape, config: &Config) -> Result<Vec<Vec<usize>>> {
     check_sizes(config)?;
+    let slices = divided(mesh, config);
     let mut kinds: BTreeMap<Vec<usize>, Vec<usize>> = BTreeMap::new();
     for rank in 0..mesh.ranks() {
-        kinds.entry(kept_values(mesh, rank, config)).or_default().push(rank);
+        kinds.entry(kept_values(mesh, rank, &slices).collect()).or_default().push(rank);
     }
     let mut kinds: Vec<Vec<usize>> = kinds.into_values().collect();
     kinds.sort();
@@ -150,21 +166,29 @@ fn largest_rank(mesh: MeshShape, config: &Config) -> Result<usize> {
         return Ok(0);
     }
     check_sizes(config)?;
-    let kept = |rank: &usize| kept_values(mesh, *rank, config).iter().sum::<usize>();
+    let slices = divided(mesh, config);
+    let kept = |rank: &usize| kept_values(mesh, *rank, &slices).sum::<usize>();
     Ok((0..mesh.ranks()).rev().max_by_key(kept).unwrap_or(0))
 }
 
-/// Values of each parameter that a rank keeps.
-fn kept_values(mesh: MeshShape, rank: usize, config: &Config) -> Vec<usize> {
-    let (dp, _) = mesh.place(rank);
-    let kept = |param: &ParamSpec| {
-        let (stack, place) = match param.experts {
-            None => (1, (rank, mesh.ranks())),
-            Some(_) => (param.stack() / mesh.ep, (dp, mesh.dp)),
+/// How every parameter is divided, and whether among replicas alone.
+fn divided(mesh: MeshShape, config: &Config) -> Vec<(Slices, bool)> {
+    let of = |param: ParamSpec| {
+        let (stack, ranks) = match param.experts {
+            None => (1, mesh.ranks()),
+            Some(_) => (param.stack() / mesh.ep, mesh.dp),
         };
-        Slices::new(&param.id, param.shape(), stack, place).mine().len() * param.shape().1
+        (Slices::new(&param.id, param.shape(), stack, (0, ranks)), param.experts.is_some())
     };
-    ModelSpec::new(&config.model).params().map(|param| kept(&param)).collect()
+    ModelSpec::new(&config.model).params().map(of).collect()
+}
+
+/// Values of each parameter that a rank keeps.
+fn kept_values(mesh: MeshShape, rank: usize, slices: &[(Slices, bool)]) -> impl Iterator<Item = usize> + '_ {
+    let (dp, _) = mesh.place(rank);
+    slices.iter().map(move |(slices, of_replicas)| {
+        slices.rows(if *of_replicas { dp } else { rank }).len() * slices.cols()
+    })
 }
 
 /// The operations of one step on one rank, in order, and what each must move and multiply. What the backward pass makes again
@@ -222,14 +246,14 @@ fn rehearsed(
     (mesh, rank): (MeshShape, usize),
     config: &Config,
     recipe: &Recipe,
-    run: impl FnOnce(&mut RankState<'_, Dry>) -> Result<(Ledger, BTreeMap<&'static str, u64>)>,
+    run: impl FnOnce(&mut RankState<'_, Dry>) -> Result<Ledger>,
 ) -> Result<Prediction> {
     phase(format_args!("rehearsing a step to predict its memory"));
     on_shapes(kind, (mesh, rank), config, recipe, |dry, state| {
-        let (ledger, sent) = run(state)?;
+        let ledger = run(state)?;
         let beside_bytes = dry.pooled_peak() + collected_bytes(state, mesh);
         let (memory, parameters) = (state.memory(), state.parameters());
-        Ok(Prediction { kind, mesh, rank, memory, beside_bytes, ledger, parameters, sent })
+        Ok(Prediction { kind, mesh, rank, memory, beside_bytes, ledger, parameters })
     })
 }
 

@@ -149,7 +149,7 @@ impl<'a, B: Kernels> RankState<'a, B> {
 }
 
 impl RankState<'_, Dry> {
-    /// Bytes that the rank sends to others in the first step, by collective. A rehearsed step has been before.
+    /// Bytes that the rank sends to others in the first step, by collective.
     ///
     /// # Errors
     /// As [`RankState::rehearse`].

@@ -16,8 +16,8 @@ pub(super) fn kept_by<B: Kernels>(param: &Param<B>, mesh: MeshShape, rank: usize
         Placement::Replicated => (0, rank),
         Placement::Experts(_) => (ep * rows * cols, dp),
     };
-    let values = &param.slices.values()[of];
-    first + values.start..first + values.end
+    let kept = param.slices.rows(of);
+    first + kept.start * cols..first + kept.end * cols
 }
 
 /// Values of runs that one rank keeps: of which run, which of its values, and where in the piece they go.

@@ -278,7 +278,7 @@ impl<B: Kernels> Trainer<'_, B> {
     }
 
     /// Begins to write a checkpoint of the step whose record was read last: training may go on at once. Every rank calls this; the
-    /// one that has the store writes. Waits for a checkpoint that is still under way, which [`Trainer::saved`] does not tell of then.
+    /// first one has the store, and writes. Waits for a checkpoint that is still under way, which [`Trainer::saved`] does not tell of then.
     ///
     /// # Errors
     /// If a step's record has not been read; those of the checkpoint before; from the backend and other ranks. What goes wrong later
@@ -290,6 +290,10 @@ impl<B: Kernels> Trainer<'_, B> {
         let (b, position) = (self.rank.context.b, self.position()?);
         let files = self.files();
         let pool = self.pool(&files);
+        if store.is_some() && self.rank.context.mesh.all.rank() != 0 {
+            let got = format!("on rank {}", self.rank.context.mesh.all.rank());
+            return Err(CoreError::shape("save", "store", got, "on the first rank alone").into());
+        }
         let writer = store.map(|store| {
             let [model, optim, scales] =
                 files.kinds.each_ref().map(|kind| kind.iter().map(|source| source.spec.clone()).collect());
