@@ -1,6 +1,6 @@
 //! `nibble bench`: how fast a training step is beside what the processor could do, each operation's vectorised code beside
 //! its scalar specification, and the GPU's conversions, products, attention and expert layers beside the speed of its memory and tensor
-//! cores; and what the exchange between ranks carries.
+//! cores. And, without a clock, how many bytes the exchange between ranks carries.
 
 mod attention;
 mod exchange;

@@ -84,7 +84,7 @@ pub fn run(args: &Args) -> Result<Value> {
     let Rows { dispatch: [forward, backward], combine } = rows;
     let name = &recipe.name;
     say!(
-        "exchange of a layer under {name}: bytes a token, top {TOP_K} of {EXPERTS} experts, {TOKENS} tokens"
+        "exchange of a layer under {name}: bytes a token, top {TOP_K} of {EXPERTS} experts, mean of {TOKENS} tokens"
     );
     say!(
         "rows of {COLS} columns: {} forward, {} backward, {} on the way back",

@@ -111,7 +111,7 @@ impl Traffic {
         }
         line("combine, both", ways.map(|way| combined(&way)));
         line("total", ways.map(|way| way.total()));
-        let shares: String = ways.iter().map(|way| format!(" {:>8.1}%", 100.0 * share(way))).collect();
+        let shares: String = ways.iter().map(|way| format!(" {:>7.1} %", 100.0 * share(way))).collect();
         say!("{:<22}{shares}", "combine of total");
     }
 
