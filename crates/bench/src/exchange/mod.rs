@@ -1,4 +1,5 @@
-//! `nibble bench exchange`: the bytes of a layer's exchange between ranks, and the error of its sums. Counted, not timed.
+//! `nibble bench exchange`: the bytes of a layer's exchange between ranks, and the error of its sums.
+//! Counted, not timed.
 
 mod routing;
 mod sums;
@@ -29,15 +30,14 @@ const TOKENS: usize = 8192;
 
 /// What the exchange between ranks costs: bytes a token, and the error of its sums. Counted, not timed.
 #[derive(Debug, clap::Args)]
-#[command(
-    after_help = "A token has 7168 columns and 8 of 256 experts, which 2, 4 or 8 ranks divide. Its experts are drawn: balanced, each as likely as \
-    another, or zipf, expert e with weight 1 / (e + 1), where the first rank has the busiest. `all` counts what ranks send to themselves, \
-    `leaves` does not. `slots` and `tree` are what train.combine says.\n\n\
-    The second table adds up rows of normal numbers either way, on the CPU, and compares with sums in F64.\n\n\
+#[command(after_help = "A token has 7168 columns and 8 of 256 experts, which 2, 4 or 8 ranks divide. Its \
+    experts are drawn. In a balanced routing each is as likely as another. In a zipf routing expert e has \
+    weight 1 / (e + 1), so the first rank has the busiest. `slots` and `tree` are values of train.combine. \
+    `all` counts what ranks send to themselves, `leaves` does not.\n\n\
+    The last table sums rows of normal numbers both ways, on the CPU, and compares with sums in F64.\n\n\
     Examples:\n  \
     nibble bench exchange\n  \
-    nibble bench exchange --recipe bf16 --json exchange.json"
-)]
+    nibble bench exchange --recipe bf16 --json exchange.json")]
 pub struct Args {
     /// Precision recipe: a built-in one (see `nibble recipe`) or the path of a TOML file.
     #[arg(long, value_name = "RECIPE", default_value = "mxfp4-hopper")]
@@ -84,7 +84,7 @@ pub fn run(args: &Args) -> Result<Value> {
     let Rows { dispatch: [forward, backward], combine } = rows;
     let name = &recipe.name;
     say!(
-        "exchange of a layer under {name}: bytes a token, top {TOP_K} of {EXPERTS} experts, mean of {TOKENS} tokens"
+        "exchange of a layer under {name}: bytes a token, mean of {TOKENS}; top {TOP_K} of {EXPERTS} experts"
     );
     say!(
         "rows of {COLS} columns: {} forward, {} backward, {} on the way back",

@@ -69,9 +69,7 @@ fn relative(values: &[f32], exact: &[f64]) -> f64 {
 /// Prints the table.
 pub fn table(all: &[Errors]) {
     say!("");
-    say!(
-        "relative L2 error of the sums of BF16 rows of normal numbers, against F64; {TOKENS} tokens of {COLS} columns"
-    );
+    say!("relative L2 error of sums of normal BF16 rows, against F64; {TOKENS} tokens of {COLS} columns");
     say!("{:<22} {:>12} {:>12} {:>14}", "", "slots", "tree", "tree : slots");
     for Errors { top_k, slots, tree } in all {
         let (name, ratio) = (format!("top {top_k}"), tree / slots);

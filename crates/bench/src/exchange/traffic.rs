@@ -133,8 +133,8 @@ mod tests {
         Traffic::each(Rows::of(&Recipe::builtin(recipe).unwrap()))
     }
 
-    /// Ranks that have one of `top_k` experts drawn without replacement: each rank's experts are all missed with the
-    /// probability of drawing from the others alone.
+    /// Ranks that have one of a token's experts, which are drawn without replacement. A rank has none where
+    /// all of them are among the others' experts.
     fn expected_ranks(ranks: usize) -> f64 {
         let others = EXPERTS - EXPERTS / ranks;
         let missed: f64 = (0..TOP_K).map(|i| (others - i) as f64 / (EXPERTS - i) as f64).product();
