@@ -1,8 +1,9 @@
 //! `nibble bench`: how fast a training step is beside what the processor could do, each operation's vectorised code beside
 //! its scalar specification, and the GPU's conversions, products, attention and expert layers beside the speed of its memory and tensor
-//! cores.
+//! cores. And, without a clock, how many bytes the exchange between ranks carries.
 
 mod attention;
+mod exchange;
 mod experts;
 mod floors;
 mod gemm;
@@ -36,6 +37,7 @@ use std::path::PathBuf;
     nibble bench gemm --only wgrad --only dgrad --json gemm.json --plot roofline.svg\n  \
     nibble bench attention --only 192\n  \
     nibble bench experts --quick --only V3 --only Qwen3\n  \
+    nibble bench exchange --recipe bf16\n  \
     nibble bench grouped --format mxfp8-e4m3 --groups 8"
 )]
 pub struct Args {
@@ -60,6 +62,7 @@ enum What {
     Attention(attention::Args),
     Experts(experts::Args),
     Grouped(grouped::Args),
+    Exchange(exchange::Args),
 }
 
 impl What {
@@ -74,6 +77,7 @@ impl What {
             Self::Attention(_) => "nibble bench attention",
             Self::Experts(_) => "nibble bench experts",
             Self::Grouped(_) => "nibble bench grouped",
+            Self::Exchange(_) => "nibble bench exchange",
         })
     }
 
@@ -81,6 +85,7 @@ impl What {
     fn inputs(&self) -> Result<Vec<PathBuf>> {
         match self {
             Self::Step(args) | Self::All(args) => args.inputs(),
+            Self::Exchange(args) => Ok(args.inputs()),
             _ => Ok(Vec::new()),
         }
     }
@@ -107,6 +112,7 @@ pub fn run(args: Args) -> Result<()> {
         What::Attention(args) => json!({ "attention": attention::run(args)? }),
         What::Experts(args) => json!({ "experts": experts::run(args)? }),
         What::Grouped(args) => json!({ "grouped": grouped::run(args)? }),
+        What::Exchange(args) => json!({ "exchange": exchange::run(args)? }),
     };
     if let Some(json) = json {
         json.write(mark.json(figures))?;

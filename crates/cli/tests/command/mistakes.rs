@@ -180,6 +180,7 @@ fn an_option_of_another_measurement_is_refused_by_name() {
         "gemm --set train.lr=1",
         "experts --plot p.svg",
         "experts --recipe bf16",
+        "exchange --set train.lr=1",
     ] {
         let words: Vec<&str> = command.split(' ').collect();
         let error = place.nibble(&[&["bench"], &words[..]].concat()).failed(2);

@@ -137,7 +137,7 @@ fn every_command_explains_itself() {
     for command in ["train", "eval", "generate", "quantize", "recipe", "doctor", "bench", "verify"] {
         place.nibble(&[command, "--help"]).ok().contains("Examples:");
     }
-    for what in ["step", "kernels", "gemm", "experts"] {
+    for what in ["step", "kernels", "gemm", "experts", "exchange"] {
         place.nibble(&["bench", what, "--help"]).ok().contains("--json").contains("Example");
     }
 }

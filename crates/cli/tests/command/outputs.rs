@@ -60,6 +60,7 @@ const CASES: &[Case] = &[
     case("bench attention", "--json", "", Does::AsksForGpu),
     case("bench experts", "--json", "", Does::AsksForGpu),
     case("bench grouped", "--json", "--format mxfp8-e4m3", Does::AsksForGpu),
+    reading(case("bench exchange", "--json", "--recipe mine.toml", Does::Writes), &["mine.toml"]),
 ];
 
 impl Case {

@@ -44,6 +44,7 @@ const READERS: &[(&[&str], &[&str])] = &[
     (&["inspect", "small.toml", "--recipe", "stop.toml", "--out", "x.safetensors"], &["stop.toml"]),
     (&["bench", "step", "stop.toml"], &["stop.toml"]),
     (&["bench", "step", "small.toml", "--recipe", "stop.toml"], &["stop.toml"]),
+    (&["bench", "exchange", "--recipe", "stop.toml"], &["stop.toml"]),
     (&["bench", "step", "small.toml", "--recipe", "bf16", "--set", "data.source=stop"], &["stop"]),
 ];
 

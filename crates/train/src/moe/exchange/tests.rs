@@ -364,6 +364,11 @@ fn bytes_follow_from_the_routing() {
     // Tokens of two slots, two experts a rank: one rank, two, one.
     let counts = SlotCounts::of(&[0, 1, 1, 2, 5, 4], 2, 2);
     assert_eq!(counts, SlotCounts { tokens: 4, slots: 6, top_k: 2 });
+    // Rank 0 has two slots of the first token and one of the second.
+    let leaving = |home| SlotCounts::leaving(&[0, 1, 1, 2, 5, 4], 2, 2, home);
+    assert_eq!(leaving(0), SlotCounts { tokens: 2, slots: 3, top_k: 2 });
+    assert_eq!(leaving(1), SlotCounts { tokens: 3, slots: 5, top_k: 2 });
+    assert_eq!(leaving(3), counts);
     let row = |format| RowKind { format, rule: nibble_core::formats::ScaleRule::Floor, cols: 512 };
     let (fp4, bf16) = (row(Format::Mxfp4), row(Format::Bf16));
     let of = |way| ExchangeBytes::of(counts, way, [fp4, bf16], bf16);

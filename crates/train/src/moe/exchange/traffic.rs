@@ -21,11 +21,29 @@ impl SlotCounts {
     /// # Panics
     /// If `top_k` or `experts_each` is 0.
     pub fn of(expert: &[i32], top_k: usize, experts_each: usize) -> Self {
-        let ranks_of = |experts: &[i32]| {
-            let ranks = experts.iter().map(|&e| e / experts_each as i32);
-            ranks.collect::<std::collections::BTreeSet<_>>().len()
-        };
-        Self { tokens: expert.chunks(top_k).map(ranks_of).sum(), slots: expert.len(), top_k }
+        Self::to(expert, top_k, experts_each, |_| true)
+    }
+
+    /// The same of what leaves the rank `home`, whose tokens these are: without what it sends to itself.
+    ///
+    /// # Panics
+    /// As [`Self::of`].
+    pub fn leaving(expert: &[i32], top_k: usize, experts_each: usize, home: usize) -> Self {
+        Self::to(expert, top_k, experts_each, |rank| rank != home as i32)
+    }
+
+    /// What goes to those ranks that `counts` is true of.
+    fn to(expert: &[i32], top_k: usize, experts_each: usize, counts: impl Fn(i32) -> bool) -> Self {
+        let mut all = Self { top_k, ..Self::default() };
+        for experts in expert.chunks(top_k) {
+            let mut ranks = std::collections::BTreeSet::new();
+            for rank in experts.iter().map(|&e| e / experts_each as i32).filter(|rank| counts(*rank)) {
+                all.slots += 1;
+                ranks.insert(rank);
+            }
+            all.tokens += ranks.len();
+        }
+        all
     }
 }
 

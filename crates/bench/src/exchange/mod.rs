@@ -1,0 +1,109 @@
+//! `nibble bench exchange`: the bytes of a layer's exchange between ranks, and the error of its sums.
+//! Counted, not timed.
+
+mod routing;
+mod sums;
+mod traffic;
+
+use nibble_command::env::Env;
+use nibble_command::error::Result;
+use nibble_command::say;
+use nibble_core::recipe::{LayerKind, Site};
+use nibble_core::{DType, Recipe, RowKind};
+use nibble_formats::{Format, ScaleRule};
+use nibble_train::checks::load_recipe;
+use serde_json::{Value, json};
+use std::path::PathBuf;
+use sums::{Errors, TOP_KS};
+use traffic::Traffic;
+
+/// Columns of a token's row.
+const COLS: usize = 7168;
+/// Experts of the layer.
+const EXPERTS: usize = 256;
+/// Experts of a token.
+const TOP_K: usize = 8;
+/// Numbers of ranks that divide the experts.
+const RANKS: [usize; 3] = [2, 4, 8];
+/// Tokens of all ranks, for which experts are drawn.
+const TOKENS: usize = 8192;
+
+/// What the exchange between ranks costs: bytes a token, and the error of its sums. Counted, not timed.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "A token has 7168 columns and 8 of 256 experts, which 2, 4 or 8 ranks divide. Its \
+    experts are drawn. In a balanced routing each is as likely as another. In a zipf routing expert e has \
+    weight 1 / (e + 1), so the first rank has the busiest. `slots` and `tree` are values of train.combine. \
+    `all` counts what ranks send to themselves, `leaves` does not.\n\n\
+    The last table sums rows of normal numbers both ways, on the CPU, and compares with sums in F64.\n\n\
+    Examples:\n  \
+    nibble bench exchange\n  \
+    nibble bench exchange --recipe bf16 --json exchange.json")]
+pub struct Args {
+    /// Precision recipe: a built-in one (see `nibble recipe`) or the path of a TOML file.
+    #[arg(long, value_name = "RECIPE", default_value = "mxfp4-hopper")]
+    recipe: String,
+}
+
+impl Args {
+    /// The files that are read.
+    pub(crate) fn inputs(&self) -> Vec<PathBuf> {
+        let path = self.recipe.ends_with(".toml").then(|| PathBuf::from(&self.recipe));
+        path.into_iter().collect()
+    }
+}
+
+/// How rows travel.
+#[derive(Debug, Clone, Copy)]
+struct Rows {
+    /// To their experts, forward and backward.
+    dispatch: [RowKind; 2],
+    /// And back.
+    combine: RowKind,
+}
+
+impl Rows {
+    /// As a recipe says, its overrides aside.
+    fn of(recipe: &Recipe) -> Self {
+        let section = recipe.of(LayerKind::Expert);
+        let kind = |format, rule| RowKind { format, rule, cols: COLS };
+        let dispatch = [Site::DispatchFwd, Site::DispatchBwd]
+            .map(|site| kind(section.at(site).format, section.at(site).scale));
+        let plain = match recipe.activations {
+            DType::F32 => Format::F32,
+            DType::Bf16 => Format::Bf16,
+        };
+        Self { dispatch, combine: kind(plain, ScaleRule::Amax) }
+    }
+}
+
+pub fn run(args: &Args) -> Result<Value> {
+    let recipe = load_recipe(&args.recipe)?;
+    let env = Env::read()?;
+    let cpu = env.cpu(env.threads(0))?;
+    let rows = Rows::of(&recipe);
+    let Rows { dispatch: [forward, backward], combine } = rows;
+    let name = &recipe.name;
+    say!(
+        "exchange of a layer under {name}: bytes a token, mean of {TOKENS}; top {TOP_K} of {EXPERTS} experts"
+    );
+    say!(
+        "rows of {COLS} columns: {} forward, {} backward, {} on the way back",
+        forward.format,
+        backward.format,
+        combine.format
+    );
+    let counted = Traffic::each(rows);
+    counted.iter().for_each(Traffic::table);
+    let errors = TOP_KS.map(|top_k| Errors::of(&cpu, top_k));
+    let errors = errors.into_iter().collect::<Result<Vec<_>, _>>()?;
+    sums::table(&errors);
+    Ok(json!({
+        "recipe": name, "cols": COLS, "experts": EXPERTS, "top_k": TOP_K, "tokens": TOKENS,
+        "rows": {
+            "dispatch_forward": forward.format.to_string(), "dispatch_backward": backward.format.to_string(),
+            "combine": combine.format.to_string(),
+        },
+        "bytes_a_token": counted.iter().map(Traffic::figures).collect::<Vec<_>>(),
+        "errors": errors.iter().map(Errors::figures).collect::<Vec<_>>(),
+    }))
+}
