@@ -26,7 +26,7 @@ use std::time::Instant;
     memory copies, measured in the same run, and of its products' flops divided by the dense BF16 or FP8 rate. Operands that the \
     cache still holds may be read faster than that: an operation can reach more than all of its floor.\n\n\
     With `run.ranks` and `run.dp` the ranks are threads, which divide the processor's threads among them. A step takes as long as on the slowest \
-    rank; what else is printed is the first one's, the peak aside, which is that of all.\n\n\
+    rank. The peak rate is that of all ranks together, and so are the bytes a parameter; what else is printed is the first one's.\n\n\
     Examples:\n  \
     nibble bench step --recipe mxfp4-hopper --steps 20\n  \
     nibble bench step --recipe bf16 --recompute\n  \
@@ -300,19 +300,27 @@ fn profile<B: Device>(on: &On<'_, B>, trainer: &mut Trainer<'_, B>) -> Result<(V
     Ok((ops, total))
 }
 
-/// Where the memory is: bytes a parameter, and what a step makes and drops, beside what a forward pass keeps by the ledger.
+/// Where the memory is: bytes a parameter, of all ranks together, and what a step makes and drops, beside what a forward pass keeps by the
+/// ledger.
 fn memory<B: Device>(on: &On<'_, B>, trainer: &mut Trainer<'_, B>) -> Result<Value> {
     let RunMemory { weights, gradients, moments, activations } = trainer.memory();
     let parameters = trainer.parameters() as f64;
     let (ledger, _) = trainer.ledger()?;
-    let a_parameter = |memory: MemoryStats| memory.live_bytes as f64 / parameters;
+    let of_all = |memory: MemoryStats| {
+        Ok::<_, Error>(on.on_all_ranks(memory.live_bytes as f64)?.into_iter().sum::<f64>())
+    };
+    let [of_weights, of_gradients, of_moments] = [of_all(weights)?, of_all(gradients)?, of_all(moments)?];
+    let (ranks, first) = match on.mesh.all.world() {
+        1 => ("", ""),
+        _ => (" on all ranks together", " of the first rank"),
+    };
     tell!(
         on,
-        "    bytes a parameter: {:.2} weights, {:.2} gradients, {:.2} moments; activations and copies: {} at most, {} taken; \
+        "    bytes a parameter{ranks}: {:.2} weights, {:.2} gradients, {:.2} moments; activations and copies{first}: {} at most, {} taken; \
          a forward pass keeps {}",
-        a_parameter(weights),
-        a_parameter(gradients),
-        a_parameter(moments),
+        of_weights / parameters,
+        of_gradients / parameters,
+        of_moments / parameters,
         bytes(activations.peak_bytes as u64),
         bytes(activations.total_bytes.unwrap_or_default() as u64),
         bytes(ledger.bytes() as u64)
@@ -321,6 +329,7 @@ fn memory<B: Device>(on: &On<'_, B>, trainer: &mut Trainer<'_, B>) -> Result<Val
         "weight_bytes": weights.live_bytes, "gradient_bytes": gradients.live_bytes, "moment_bytes": moments.live_bytes,
         "activation_peak_bytes": activations.peak_bytes, "activation_bytes_taken": activations.total_bytes,
         "kept_bytes": ledger.bytes(),
+        "bytes_of_all_ranks": { "weights": of_weights, "gradients": of_gradients, "moments": of_moments },
     }))
 }
 

@@ -14,6 +14,7 @@ pub fn next_level(sums: usize) -> usize {
 /// What each level takes, until the next one has been made of it: the sums of tensors that have more than one a part. The last level is empty.
 pub fn levels(tensors: &[ChunkSums]) -> Vec<Temporary> {
     let mut open: Vec<(usize, usize)> = tensors.iter().map(|tensor| (tensor.parts, tensor.chunks)).collect();
+    open.retain(|&(parts, _)| parts > 0);
     let mut all = Vec::new();
     while !open.is_empty() {
         open.iter_mut().for_each(|(_, sums)| *sums = next_level(*sums));

@@ -47,7 +47,7 @@ pub struct Args {
     #[command(flatten)]
     changes: Changes,
     /// Goes on from the newest whole checkpoint of the latest run that has this configuration, or of the run in the directory CONFIG. Of
-    /// what decides the numbers only train.steps may change, to more.
+    /// what decides the numbers only train.steps may change, to more, and, where that is asked for, train.combine and train.expert_shards.
     #[arg(long)]
     resume: bool,
     /// Prints configuration, number of parameters and the memory that a run takes, and stops: no weight is made, and nothing written.
@@ -153,6 +153,7 @@ const MOST_KINDS: usize = 8;
 /// Says what a run takes on a device of this kind. Returns its recipe, and what it takes.
 fn introduce_dry_run(config: &Config, kind: DeviceKind) -> Result<(Recipe, Prediction)> {
     let config = &config.begun_on(kind);
+    config.validate_on(kind)?;
     let recipe = checked_recipe(config)?;
     // No file is opened for it: a text has none.
     let entropy = if config.is_synthetic() { Dataset::of(config)?.entropy() } else { None };

@@ -54,16 +54,17 @@ pub trait Comm<B: Backend>: Debug + Send + Sync {
 /// which axis.
 ///
 /// There are dp · ep ranks; rank = dp rank · ep + ep rank. Of every layer with experts, the ep ranks of one replica hold all of them, each its
-/// part; the dp replicas hold the same. All else that is trained, each rank holds. The tokens of a batch are divided among all ranks, in order, so
-/// that a replica's are consecutive.
+/// part; the dp replicas hold the same. With all else that is trained, each rank computes. F32 masters and moments are divided among the ranks
+/// that compute with the same weights: each keeps its rows. The tokens of a batch are divided among all ranks, in order, so that a replica's are
+/// consecutive.
 #[derive(Debug)]
 pub struct Mesh<'a, B: Backend> {
-    /// Every rank. Each has its own part of a batch, so losses, loads, reports and the gradients of what each rank holds meet here.
+    /// Every rank. Each has its own part of a batch, so losses, loads, reports and the gradients of what each rank computes with meet here; so do
+    /// the values that a checkpoint writes.
     pub all: &'a dyn Comm<B>,
-    /// The ranks that a layer's experts are divided among: rows go to their experts over it, and the parts of experts that a checkpoint
-    /// writes as one tensor come together over it.
+    /// The ranks that a layer's experts are divided among: rows go to their experts over it.
     pub ep: &'a dyn Comm<B>,
-    /// The ranks that hold the same experts: their gradients meet here.
+    /// The ranks that compute with the same experts: their gradients meet here, and before a step their weights.
     pub dp: &'a dyn Comm<B>,
 }
 

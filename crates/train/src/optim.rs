@@ -63,8 +63,8 @@ impl<B: Kernels> OptimizerState<B> {
 /// Reduces all gradients, finds their norm and whether the step counts, writes its report, and takes one AdamW step unless it
 /// does not count. `table` is this rank's record.
 ///
-/// A rank has the sums of the rows that it keeps, and changes these. Each tensor's (each expert's) sum of squares is rounded to F32. They are added in canonical order, so that the norm is the same
-/// on every rank and for any number of them.
+/// A rank has the sums of the rows that it keeps, and changes these. Each tensor's (each expert's) sum of squares is rounded to F32. They are
+/// added in canonical order, so that the norm is the same on every rank and for any number of them.
 ///
 /// # Errors
 /// From the backend and other ranks. What is not finite is no error here: the report tells.

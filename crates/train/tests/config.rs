@@ -317,6 +317,22 @@ fn a_way_to_combine_is_decided_where_a_run_begins_and_kept() -> Outcome {
         assert_eq!(begun(config, DeviceKind::Host), config.train.combine);
     }
     assert!(!one.resolved_toml()?.contains("combine"));
+    // A GPU sums so many up a tree, and no more.
+    for (top_k, way) in [(32, Combine::Tree), (33, Combine::Slots)] {
+        let many = ["model.experts=64", &format!("model.top_k={top_k}")];
+        let with = |change: &str| of(&[&many[..], &["run.ranks=2", change]].concat());
+        assert_eq!(begun(&with("seed=1")?, DeviceKind::Gpu), Some(way));
+        let tree = with("train.combine=tree")?;
+        assert!(tree.validate_on(DeviceKind::Host).is_ok());
+        assert_eq!(tree.validate_on(DeviceKind::Gpu).is_ok(), way == Combine::Tree);
+        let one = of(&[&many[..], &["train.combine=tree", "run.device=cuda:0"]].concat());
+        match one.map_err(|why| why.to_string()) {
+            Ok(_) => assert_eq!(way, Combine::Tree),
+            Err(why) => {
+                assert!(why.starts_with("`train.combine`: is \"tree\", and model.top_k = 33"), "{why}")
+            }
+        }
+    }
     let tree = two.begun_on(DeviceKind::Gpu);
     let stored = Config::from_text(&tree.resolved_toml()?, Path::new("config.toml"), &[])?;
     assert_eq!(stored.train.combine, Some(Combine::Tree));

@@ -2,15 +2,18 @@
 
 mod rig;
 
-use nibble_core::MeshShape;
+use nibble_core::{Backend, Comm, Mesh, MeshShape, Result};
 use nibble_cpu::Cpu;
 use nibble_train::metrics::Metrics;
 use nibble_train::trainer::{Observer, Options, Start, Summary, run};
 use rig::{FOUR_PARTS, FOUR_RANKS, few_held_out, on_mesh, small};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-static NOBODY: AtomicUsize = AtomicUsize::new(0);
+/// A buffer of the CPU.
+type Buf<T> = <Cpu as Backend>::Buf<T>;
+
 static ALWAYS: AtomicUsize = AtomicUsize::new(1);
 
 /// Asks its rank to stop once the record of a step is told, and notes what is told.
@@ -38,22 +41,99 @@ impl Observer for Asking {
     }
 }
 
-/// A run on a mesh one of whose ranks is asked: after how many steps it ended. Every step of them was told, and that one is in a checkpoint.
-fn steps_until_stopped(
-    mesh: MeshShape,
-    changes: &[&str],
-    (asked, stop): (usize, &'static AtomicUsize),
-    at: Option<u64>,
-) -> u64 {
+/// A communicator that asks its rank to stop within a step: where weights come together, once `armed` is set.
+#[derive(Debug)]
+struct Within<'a> {
+    comm: &'a dyn Comm<Cpu>,
+    armed: &'a AtomicUsize,
+    stop: &'a AtomicUsize,
+}
+
+impl Comm<Cpu> for Within<'_> {
+    fn rank(&self) -> usize {
+        self.comm.rank()
+    }
+    fn world(&self) -> usize {
+        self.comm.world()
+    }
+    fn counts(&self, b: &Cpu, send: &Buf<i32>) -> Result<Buf<i32>> {
+        self.comm.counts(b, send)
+    }
+    fn all_to_all_v(
+        &self,
+        b: &Cpu,
+        send: &Buf<u8>,
+        row_bytes: usize,
+        to: &[usize],
+        from: &[usize],
+    ) -> Result<Buf<u8>> {
+        self.comm.all_to_all_v(b, send, row_bytes, to, from)
+    }
+    fn reduce_scatter_tree(
+        &self,
+        b: &Cpu,
+        values: &Buf<f32>,
+        parts: &[Range<usize>],
+        into: &mut Buf<f32>,
+    ) -> Result<()> {
+        self.comm.reduce_scatter_tree(b, values, parts, into)
+    }
+    fn all_gather_parts(
+        &self,
+        b: &Cpu,
+        mine: &Buf<u8>,
+        parts: &[Vec<Range<usize>>],
+        into: &mut Buf<u8>,
+    ) -> Result<()> {
+        self.stop.fetch_max(self.armed.load(Ordering::Relaxed), Ordering::Relaxed);
+        self.comm.all_gather_parts(b, mine, parts, into)
+    }
+    fn all_gather(&self, b: &Cpu, values: &Buf<f32>) -> Result<Buf<f32>> {
+        self.comm.all_gather(b, values)
+    }
+    fn all_gather_f64(&self, b: &Cpu, values: &Buf<f64>) -> Result<Buf<f64>> {
+        self.comm.all_gather_f64(b, values)
+    }
+    fn barrier(&self) -> Result<()> {
+        self.comm.barrier()
+    }
+    fn abort(&self, why: &str) {
+        self.comm.abort(why);
+    }
+}
+
+/// When a rank is asked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum When {
+    /// Before the run.
+    Before,
+    /// Once this step's record is told, between two steps.
+    Told(u64),
+    /// While the step is issued that follows.
+    IssuedAfter(u64),
+}
+
+/// A run on a mesh one of whose ranks is asked, which nobody can ask the others: after how many steps it ended. Every step of them was told,
+/// and that one is in a checkpoint.
+fn steps_until_stopped(mesh: MeshShape, changes: &[&str], (asked, when): (usize, When)) -> u64 {
     let dir = tempfile::tempdir().unwrap();
     let [source, held_out] = few_held_out(dir.path());
     let run_dir = format!("run.dir={}", dir.path().join("run").display());
     let config = small("bf16", &[&[FOUR_PARTS, &*source, &*held_out, &*run_dir], changes].concat());
     let ranks = on_mesh(mesh, |mesh| {
-        let stop = if mesh.all.rank() == asked { stop } else { &NOBODY };
-        let at = at.map(|at| (at, stop));
+        // For each run its own: what is asked stays asked.
+        let [armed, own]: [&'static AtomicUsize; 2] = [Box::leak(Box::default()), Box::leak(Box::default())];
+        let (stop, at) = match when {
+            When::Before => (&ALWAYS, None),
+            When::Told(step) => (own, Some((step, own))),
+            When::IssuedAfter(step) => (own, Some((step, armed))),
+        };
+        let is_asked = mesh.all.rank() == asked;
+        let within = Within { comm: mesh.all, armed, stop };
+        let mesh = if is_asked { Mesh { all: &within, ..mesh } } else { mesh };
+        let at = at.filter(|_| is_asked);
         let mut told = Asking { at, steps: Vec::new(), evaluations: Vec::new(), checkpoints: Vec::new() };
-        let options = Options { stop: Some(stop), ..Options::default() };
+        let options = Options { stop: is_asked.then_some(stop), ..Options::default() };
         (run(&Cpu::new(1).unwrap(), mesh, &config, options, &mut told).unwrap(), told)
     });
     let (summary, told) = ranks.into_iter().next().unwrap();
@@ -71,7 +151,7 @@ fn all_ranks_stop_after_the_same_step() {
     for mesh in FOUR_RANKS {
         let alone = mesh.ranks() == 1;
         for asked in [0, mesh.ranks() - 1] {
-            let of = |changes: &[&str]| steps_until_stopped(mesh, changes, (asked, &ALWAYS), None);
+            let of = |changes: &[&str]| steps_until_stopped(mesh, changes, (asked, When::Before));
             assert_eq!(of(&["checkpoint.every=10"]), if alone { 1 } else { 2 }, "mesh {mesh}");
             // Where an evaluation or a checkpoint is due the record is read at once. No evaluation follows, and one checkpoint.
             for every in ["eval.every=1", "checkpoint.every=1"] {
@@ -87,7 +167,7 @@ fn asked_in_the_last_step_a_run_leaves_out_the_evaluation() {
     for mesh in FOUR_RANKS {
         for steps in [1, 2] {
             let changes = [&format!("train.steps={steps}"), "train.warmup_steps=1", "checkpoint.every=10"];
-            let ended = steps_until_stopped(mesh, &changes, (mesh.ranks() - 1, &ALWAYS), None);
+            let ended = steps_until_stopped(mesh, &changes, (mesh.ranks() - 1, When::Before));
             assert_eq!(ended, if mesh.ranks() == 1 { 1 } else { steps }, "mesh {mesh}");
         }
     }
@@ -97,9 +177,17 @@ fn asked_in_the_last_step_a_run_leaves_out_the_evaluation() {
 #[test]
 fn asked_beside_a_step_a_run_ends_after_the_next_or_the_one_after() {
     for mesh in FOUR_RANKS {
-        // One for each run: what is asked stays asked.
-        let stop: &'static AtomicUsize = Box::leak(Box::default());
-        let ended = steps_until_stopped(mesh, &["checkpoint.every=10"], (0, stop), Some(1));
+        let ended = steps_until_stopped(mesh, &["checkpoint.every=10"], (0, When::Told(1)));
         assert_eq!(ended, if mesh.ranks() == 1 { 3 } else { 4 }, "mesh {mesh}");
+    }
+}
+
+/// The third step has its inputs by then, so that the fourth takes it along, whose record is read beside the fifth. One rank alone would end
+/// after the third.
+#[test]
+fn asked_within_a_step_several_ranks_end_two_later() {
+    for mesh in FOUR_RANKS.into_iter().filter(|mesh| mesh.ranks() > 1) {
+        let ended = steps_until_stopped(mesh, &["checkpoint.every=10"], (0, When::IssuedAfter(1)));
+        assert_eq!(ended, 5, "mesh {mesh}");
     }
 }

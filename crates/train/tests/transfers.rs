@@ -238,6 +238,25 @@ fn on_a_mesh_a_step_is_one_upload_the_counts_of_each_plan_and_one_record() {
     }
 }
 
+/// However rows come back. 60 values of two bytes are no whole number of 16 bytes.
+#[test]
+fn sums_up_a_tree_take_no_upload() {
+    for (mesh, d_model) in [(1, 2, 64), (1, 2, 60), (1, 4, 60), (2, 2, 64), (2, 2, 60)]
+        .map(|(dp, ep, d_model)| (MeshShape { dp, ep }, d_model))
+    {
+        let width = format!("model.d_model={d_model}");
+        let config = small("bf16", &[FOUR_PARTS, "train.combine=tree", "model.top_k=3", &width]);
+        on_ranks(mesh, |rank| {
+            let mut trainer = Trainer::new(rank.cpu, rank.mesh, &config).unwrap();
+            trainer.train_step().unwrap();
+            let before = rank.went();
+            trainer.train_step().unwrap();
+            let went = rank.went() - before;
+            assert_steps(went, 1, (&config, mesh, config.model.num_routed()), &format!("{d_model} columns"));
+        });
+    }
+}
+
 /// Where a step is read one later.
 #[test]
 fn issuing_a_step_on_a_mesh_waits_for_counts_alone() {

@@ -207,10 +207,14 @@ impl<B: Backend> SumSquares<'_, B> {
                 let expected = format!("whole chunks of {}, and less than a part of {part}", Self::CHUNK);
                 return Err(Error::shape(OP, "skip", skip, expected));
             }
-            let rest = (skip + tensor.len()).checked_rem(part).unwrap_or(0);
+            let Some(end) = skip.checked_add(tensor.len()) else {
+                let got = format!("{skip} + {}", tensor.len());
+                return Err(Error::shape(OP, "end of x", got, "an index below 2^64"));
+            };
+            let rest = end.checked_rem(part).unwrap_or(0);
             if !rest.is_multiple_of(Self::CHUNK) || part == 0 && tensor.len() > 0 {
                 let expected = format!("that of a chunk of {}, of parts of {part}", Self::CHUNK);
-                return Err(Error::shape(OP, "end of x", skip + tensor.len(), expected));
+                return Err(Error::shape(OP, "end of x", end, expected));
             }
         }
         check_places(OP, self.tensors.iter().map(|x| (x.at, x.chunks())), B::len(self.into))
@@ -233,7 +237,7 @@ pub struct CloseSquares<'a, B: Backend> {
 pub struct ChunkSums {
     /// The first one's index.
     pub first: usize,
-    /// Parts.
+    /// Parts; of none there is nothing to do.
     pub parts: usize,
     /// Chunks of each part.
     pub chunks: usize,

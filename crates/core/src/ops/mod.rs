@@ -29,7 +29,7 @@ pub use adamw::{AdamW, AdamWTensor};
 pub use attention::{
     Attention, AttentionBackward, AttentionDecode, AttentionGrads, AttentionOut, attention_agreement,
 };
-pub use combine_tree::{CombineTree, FindSlots};
+pub use combine_tree::{CombineTree, FindSlots, MOST_TREE_SLOTS_OF_GPU};
 pub use cross_entropy::{CrossEntropy, CrossEntropyOut, verify_ids};
 pub use elementwise::{
     Add, Cast, ChunkSums, CloseSquares, InitNormal, SQUARES_CHUNK, Squared, SumShards, SumSquares, Transpose,

@@ -241,8 +241,8 @@ impl<B: Backend> Collect<'_, B> {
 ///
 /// * norm² = Σ `squares[order[i]]` in F64, in the order of [`SumSquares`](super::SumSquares) and [`CloseSquares`](super::CloseSquares): chunks, lanes, trees.
 /// * The step does not count, and no later one does, if the norm is not finite, or any of `squares` (also one that `order` leaves
-///   out: another rank's own copy of a gradient), or, in the table of any rank, a cell of `alarms` is not 0 or one of `finite` is
-///   not finite: [`Control::STOP`] becomes 1. It never becomes 0 here.
+///   out, as another rank has it too), or, in the table of any rank, a cell of `alarms` is not 0 or one of `finite` is not finite:
+///   [`Control::STOP`] becomes 1. It never becomes 0 here.
 /// * [`Control::GRAD_SCALE`] = `clip_norm` / norm where the norm is larger and `clip_norm` is not 0, else 1.
 /// * Half (step mod 2) of `reports` gets [`REPORT_HEAD`] values (step, stop, norm, scale), then the tables.
 /// * The clock goes on to the next step.

@@ -22,6 +22,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 use crate::recompute::Scope;
 use crate::schedule::{Schedule, ScheduleKind};
+use nibble_core::ops::MOST_TREE_SLOTS_OF_GPU;
 use nibble_core::{DType, DeviceKind, MeshShape};
 
 pub use crate::moe::Combine;
@@ -433,12 +434,14 @@ impl Config {
     }
 
     /// The configuration of a run that begins on devices of this kind, and that keeps what is decided now: rows are summed up a tree where
-    /// experts are divided among GPUs, between which a row a slot would be most of what travels.
+    /// experts are divided among GPUs, between which a row a slot would be most of what travels; as slots, where a token has more of them than a
+    /// GPU sums up a tree.
     #[must_use]
     pub fn begun_on(&self, kind: DeviceKind) -> Self {
         let mut begun = self.clone();
         if kind == DeviceKind::Gpu && self.model.experts > 0 && self.run.mesh().ep > 1 {
-            begun.train.combine.get_or_insert(Combine::Tree);
+            let has_tree = self.model.top_k <= MOST_TREE_SLOTS_OF_GPU;
+            begun.train.combine.get_or_insert(if has_tree { Combine::Tree } else { Combine::Slots });
         }
         begun
     }

@@ -2,10 +2,12 @@
 //!
 //! What a precision recipe asks of the widths (multiples of its block) is checked where recipe and model meet.
 
-use super::{Balance, Config, DeviceChoice, ModelConfig, RANDOM, ScheduleKind};
+use super::{Balance, Combine, Config, DeviceChoice, ModelConfig, RANDOM, ScheduleKind};
 use crate::data::{BYTE_VOCAB, RECORD_TOKENS, SYNTHETIC_VOCAB};
 use crate::error::{Error, Result};
 use crate::recompute::Scope;
+use nibble_core::DeviceKind;
+use nibble_core::ops::MOST_TREE_SLOTS_OF_GPU;
 
 /// More layers than any model has: each is an object of its own, also where memory is only counted.
 const MOST_LAYERS: usize = 1 << 12;
@@ -31,7 +33,25 @@ impl Config {
         self.validate_model()?;
         self.validate_data()?;
         self.validate_batch()?;
-        self.validate_optimizer()
+        self.validate_optimizer()?;
+        match self.run.device {
+            DeviceChoice::Cuda(_) => self.validate_on(DeviceKind::Gpu),
+            DeviceChoice::Auto | DeviceChoice::Cpu => Ok(()),
+        }
+    }
+
+    /// Checks that devices of this kind have what it asks for by name.
+    ///
+    /// # Errors
+    /// [`Error::Config`] with the key.
+    pub fn validate_on(&self, kind: DeviceKind) -> Result<()> {
+        let (top_k, most) = (self.model.top_k, MOST_TREE_SLOTS_OF_GPU);
+        let has_tree = kind != DeviceKind::Gpu || top_k <= most;
+        require(has_tree || self.train.combine != Some(Combine::Tree), "train.combine", || {
+            format!(
+                "is \"tree\", and model.top_k = {top_k}: a GPU sums up to {most} rows a token up a tree; take slots"
+            )
+        })
     }
 
     fn validate_model(&self) -> Result<()> {

@@ -29,7 +29,7 @@ impl<B: Kernels> Saved for EmbeddingSaved<B> {
 }
 
 impl<B: Kernels> Embedding<B> {
-    /// Random weights, the same on every rank.
+    /// Random weights, of which this rank keeps its rows; every rank computes with all of them.
     pub fn new(cx: &Cx<'_, B>, part: &Part) -> Result<Self> {
         Ok(Self { weight: Param::only(cx, part)? })
     }

@@ -49,7 +49,7 @@ pub struct Head<B: Kernels> {
 }
 
 impl<B: Kernels> Head<B> {
-    /// Random weights, the same on every rank; none of a head that is tied.
+    /// Random weights, of which this rank keeps its rows; every rank computes with all of them. None of a head that is tied.
     pub fn new(cx: &Cx<'_, B>, part: &Part) -> Result<Self> {
         let own = (!part.params().is_empty()).then(|| Param::only(cx, part));
         Ok(Self { id: part.id.clone(), own: own.transpose()? })

@@ -61,7 +61,8 @@ impl<B: Kernels> Saved for LinearSaved<B> {
 }
 
 impl<B: Kernels> Linear<B> {
-    /// Random weights, the same on every rank. `out` is the type of the output.
+    /// Random weights, of which this rank keeps its rows; every rank computes with all of them. `out` is the type of the
+    /// output.
     pub fn new(cx: &Cx<'_, B>, part: &Part, out: DType) -> Result<Self> {
         Ok(Self { weight: Param::only(cx, part)?, name: part.id.clone(), out })
     }

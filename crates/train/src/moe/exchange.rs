@@ -13,7 +13,9 @@ use nibble_core::ops::{
     AssignParts, AssignRanks, CombineSlots, CombineTree, FindSlots, GatherScalars, JoinGroups, PackRows,
     PackSlots, Permute, PlanPermute, Routing, UnpackRows, UnpackSlots, record_words,
 };
-use nibble_core::{Data, Error, Groups, Kernels, Operand, PermuteMap, Result, RowKind, Tensor, round_up};
+use nibble_core::{
+    DType, Data, Error, Groups, Kernels, Operand, PermuteMap, Result, RowKind, Tensor, round_up,
+};
 use serde::{Deserialize, Serialize};
 
 pub use traffic::{ExchangeBytes, SlotCounts};
@@ -312,16 +314,25 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
     fn send(&self, rows: &B::Buf<u8>, kind: RowKind, to: &[usize], from: &[usize]) -> Result<Operand<B>> {
         let b = self.cx.b;
         let bytes = self.cx.mesh.ep.all_to_all_v(b, rows, kind.row_bytes(), to, from)?;
+        let dtype = match kind.format {
+            Format::F32 => DType::F32,
+            Format::Bf16 => DType::Bf16,
+            _ => return UnpackRows { bytes: &bytes, kind }.run(b),
+        };
         if kind.row_bytes() > kind.code_bytes() {
             return UnpackRows { bytes: &bytes, kind }.run(b);
         }
         // Nothing lies between the rows: they are what came.
-        let data = match kind.format {
-            Format::F32 => Data::F32(b.reinterpret(&bytes)?),
-            Format::Bf16 => Data::Bf16(b.reinterpret(&bytes)?),
-            _ => return UnpackRows { bytes: &bytes, kind }.run(b),
+        self.as_rows(&bytes, dtype, (from.iter().sum(), kind.cols)).map(Operand::Plain)
+    }
+
+    /// Bytes that are rows one behind the other.
+    fn as_rows(&self, bytes: &B::Buf<u8>, dtype: DType, (rows, cols): (usize, usize)) -> Result<Tensor<B>> {
+        let data = match dtype {
+            DType::F32 => Data::F32(self.cx.b.reinterpret(bytes)?),
+            DType::Bf16 => Data::Bf16(self.cx.b.reinterpret(bytes)?),
         };
-        Tensor::new(data, from.iter().sum(), kind.cols).map(Operand::Plain)
+        Tensor::new(data, rows, cols)
     }
 
     /// Brings the rows of each token back to it and sums them, in the order that [`Combine`] says: `[r, d] → [t, d]`; adds `plus_td` to that.
@@ -361,25 +372,18 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         let Some((wire, ranks)) = wire.and_then(|wire| Some((wire, wire.ranks_tree.as_ref()?))) else {
             return experts.sum(b, rows_rd, plus_td, top_k);
         };
-        // A row for each token that arrived, in that order: rank by rank, as they go back.
-        let sums = Operand::Plain(experts.sum(b, rows_rd, None, top_k)?);
-        let kind = sums.row_kind();
-        let sent = self.whole_rows(&sums, kind)?;
-        let received = self.send(&sent, kind, &wire.rows.tokens_from, &wire.rows.tokens_to)?;
-        ranks.sum(b, received.plain("combine")?, plus_td, top_k)
-    }
-
-    /// All rows of a plain tensor as a message.
-    fn whole_rows(&self, rows: &Operand<B>, kind: RowKind) -> Result<B::Buf<u8>> {
-        let b = self.cx.b;
-        if kind.row_bytes() > kind.code_bytes() {
-            let all: Vec<i32> = (0..rows.rows() as i32).collect();
-            return PackRows { rows, index: &b.upload(&all)? }.run(b);
-        }
-        match &rows.plain("combine")?.data {
-            Data::F32(values) => b.reinterpret(values),
-            Data::Bf16(values) => b.reinterpret(values),
-        }
+        // A row for each token that arrived, in that order: rank by rank, as they go back. So they need no index, and no room between them.
+        let sums = experts.sum(b, rows_rd, None, top_k)?;
+        let sent = match &sums.data {
+            Data::F32(values) => b.reinterpret(values)?,
+            Data::Bf16(values) => b.reinterpret(values)?,
+        };
+        let (dtype, cols) = (sums.dtype(), sums.cols);
+        let RowCounts { tokens_to, tokens_from, .. } = &wire.rows;
+        let row_bytes = cols * dtype.size_bytes();
+        let received = self.cx.mesh.ep.all_to_all_v(b, &sent, row_bytes, tokens_from, tokens_to)?;
+        let received = self.as_rows(&received, dtype, (tokens_to.iter().sum(), cols))?;
+        ranks.sum(b, &received, plus_td, top_k)
     }
 
     /// Brings one number a row back to its (token, slot): `[r] → [t·k]`.

@@ -49,7 +49,7 @@ impl<B: Kernels> Saved for RouterSaved<B> {
 }
 
 impl<B: Kernels> Router<B> {
-    /// Random weights, the same on every rank.
+    /// Random weights, of which this rank keeps its rows; every rank computes with all of them.
     pub fn new(cx: &Cx<'_, B>, part: &Part, shape: MoeShape) -> Result<Self> {
         Ok(Self { weight: Param::only(cx, part)?, shape })
     }

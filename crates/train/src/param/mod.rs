@@ -165,7 +165,7 @@ impl<B: Kernels> Param<B> {
         Ok(Self::of_slice(name, slices, master, placement))
     }
 
-    /// The one weight of a part that every rank has whole.
+    /// The one weight of a part, with all of which every rank computes. This rank keeps its rows of the master.
     ///
     /// # Errors
     /// [`Error::Shape`] for a part that has others; from the backend.
@@ -174,7 +174,7 @@ impl<B: Kernels> Param<B> {
             [weight] if weight.experts.is_none() => Self::of(cx, weight),
             weights => {
                 let got = format!("{} of {}", weights.len(), part.id);
-                Err(Error::shape("parameter", "weights", got, "one, of which every rank has the whole"))
+                Err(Error::shape("parameter", "weights", got, "one, of no experts"))
             }
         }
     }

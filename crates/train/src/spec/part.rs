@@ -76,7 +76,7 @@ pub struct ParamSpec {
     /// `model.layers.3.self_attn.q_proj.weight`. It keys random numbers, transforms' signs and the histories of scales, so it is the same
     /// whatever the tensor is called elsewhere.
     pub id: String,
-    /// How many experts' matrices are stacked in it, divided among the ranks. None of what every rank has.
+    /// How many experts' matrices are stacked in it, divided among the ranks. None of what every rank computes with.
     pub experts: Option<Size>,
     /// Rows of a matrix.
     pub rows: Extent,

@@ -13,8 +13,8 @@ pub struct Options {
     /// Where a new run finds its directory taken it takes the next free number: `runs/tiny-2`.
     pub numbered: bool,
     /// Not 0 once the run is to end after the step, or the batch of an evaluation, under way: it saves, draws, and leaves out the last
-    /// evaluation, or the rest of it. Any rank may have it: on several ranks all learn of it by the record of a step that was issued after
-    /// it was set, and end after the same step, one later at most than one rank alone would.
+    /// evaluation, or the rest of it. Any rank may have one; a rank without is never asked. On several ranks all learn of it by the record of
+    /// a step that was issued after it was set, and end after the same step, two later at most than one rank alone would.
     pub stop: Option<&'static AtomicUsize>,
 }
 
@@ -24,8 +24,9 @@ impl Options {
         self.stop.is_some_and(|stop| stop.load(Ordering::Relaxed) != 0)
     }
 
-    /// Whether any rank has, asked of all of them now. Not for steps, whose records tell it by the way.
+    /// Whether any rank has, asked of all of them now: so every rank calls it, one that nobody can ask too. Not for steps, whose records tell
+    /// it by the way.
     pub(super) fn any_is_asked_to_stop<B: Kernels>(self, b: &B, comm: &dyn Comm<B>) -> Result<bool> {
-        if self.stop.is_some() { any_rank(b, comm, self.is_asked_to_stop()) } else { Ok(false) }
+        any_rank(b, comm, self.is_asked_to_stop())
     }
 }

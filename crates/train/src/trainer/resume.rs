@@ -6,7 +6,7 @@ use super::observer::{Observer, Summary};
 use super::run_dir::{METRICS_FILE, PICTURE_FILE, has_begun, stored_config};
 use crate::checkpoint::{Checkpoint, Store, latest_valid};
 use crate::checks::{checked_recipe, load_recipe};
-use crate::config::{Config, TrainConfig};
+use crate::config::{Combine, Config, TrainConfig};
 use crate::data::Dataset;
 use crate::error::{Error, Result};
 use crate::metrics::read_metrics;
@@ -52,6 +52,7 @@ impl Origin {
                 true => config.going_on_from(&stored_config(Path::new(&config.run.dir), &[])?.0),
                 false => begun(b, comm, config, observer),
             };
+            config.validate_on(b.kind())?;
             return Ok(Self { store, checkpoint, recipe: checked_recipe(&config)?, config, data: None });
         };
         let recipe = checkpoint.position().resolved_recipe()?;
@@ -60,6 +61,7 @@ impl Origin {
         let earlier = Config::from_text(&checkpoint.position().config, checkpoint.path(), &[])?;
         let config = config.going_on_from(&earlier);
         config.validate()?;
+        config.validate_on(b.kind())?;
         if comm.rank() == 0 {
             changes_to_tell(&config.train, &earlier.train).iter().for_each(|change| observer.note(change));
         }
@@ -111,9 +113,14 @@ impl Origin {
 fn begun<B: Kernels>(b: &B, comm: &dyn Comm<B>, config: &Config, observer: &mut dyn Observer) -> Config {
     let begun = config.begun_on(b.kind());
     if begun.train.combine != config.train.combine && comm.rank() == 0 {
-        observer.note(
-            "train.combine: tree, as experts are divided among GPUs: ranks send back one row a token; slots has the bits of a run on one GPU",
-        );
+        observer.note(match begun.train.combine.unwrap_or_default() {
+            Combine::Tree => {
+                "train.combine: tree, as experts are divided among GPUs: ranks send back one row a token; slots has the bits of a run on one GPU"
+            }
+            Combine::Slots => {
+                "train.combine: slots, as a token has more experts than a GPU sums up a tree: ranks send back a row for each of them"
+            }
+        });
     }
     begun
 }

@@ -10,7 +10,7 @@ use crate::launch::{Divider, KernelArg, Launch};
 use crate::ops::buffer_check::BufferCheck;
 use crate::ops::planes::{numbers_per_load, plain_arg, plain_or_null, type_name};
 use crate::ops::{Instance, SharedSize};
-use nibble_core::ops::{CombineTree, FindSlots};
+use nibble_core::ops::{CombineTree, FindSlots, MOST_TREE_SLOTS_OF_GPU};
 use nibble_core::{DType, Error, Result, Tensor};
 
 const SOURCE: &str = "kernels/routing/combine_tree.cuh";
@@ -18,7 +18,7 @@ const THREADS: usize = 256;
 /// Units of a row that a warp sums.
 const CHUNK: usize = 128;
 /// Slots of a token: a lane of a warp each.
-const MOST_SLOTS: usize = 32;
+const MOST_SLOTS: usize = MOST_TREE_SLOTS_OF_GPU;
 
 /// How [`CombineTree`] is launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,6 +47,9 @@ impl Config {
                 format: format!("{top_k} slots a token"),
                 why: format!("a warp sorts up to {MOST_SLOTS}"),
             });
+        }
+        if cols.checked_mul(dtype.size_bytes()).is_none_or(|bytes| bytes >= 1 << 32) {
+            return Err(Error::shape(OP, "bytes of a row", format!("{cols} of {dtype}"), "below 2^32"));
         }
         let wide = numbers_per_load(dtype);
         let count = if cols.is_multiple_of(wide) { wide } else { 1 };
@@ -215,6 +218,10 @@ mod tests {
         }
         assert_eq!(Config::choose(DType::F32, 0, 16, (1, 4)).unwrap().items, 0);
         assert!(Config::choose(DType::F32, 1 << 31, 4, (1, 4)).is_err());
+        for (dtype, cols) in [(DType::F32, 1 << 30), (DType::Bf16, 1 << 31), (DType::F32, usize::MAX)] {
+            let why = Config::choose(dtype, 1, cols, (2, 4)).unwrap_err().to_string();
+            assert!(why.contains("bytes of a row") && why.contains("below 2^32"), "{why}");
+        }
         let why = Config::choose(DType::F32, 1, 4, (33, 64)).unwrap_err().to_string();
         assert!(why.contains("33 slots a token") && why.contains("up to 32"), "{why}");
     }

@@ -83,7 +83,9 @@ pub(crate) fn sum_squares(cuda: &Cuda, op: SumSquares<'_, Cuda>) -> Result<()> {
     buffers.buffer("into", op.into)?;
     for tensor in &op.tensors {
         buffers.tensor("x", tensor.x)?;
-        require_countable(OP, "chunks of x", tensor.skip / SumSquares::<Cuda>::CHUNK + tensor.chunks())?;
+        let before = tensor.skip / SumSquares::<Cuda>::CHUNK;
+        require_countable(OP, "chunks of a part", SumSquares::<Cuda>::chunks(tensor.part))?;
+        require_countable(OP, "chunks of x", before.saturating_add(tensor.chunks()))?;
     }
     let into = op.into.make_mut()?;
     for dtype in [DType::F32, DType::Bf16] {
@@ -127,6 +129,8 @@ pub(crate) fn close_squares(cuda: &Cuda, op: CloseSquares<'_, Cuda>) -> Result<(
     }
     let (device, into) = (cuda.device(), op.into.make_mut()?);
     let (mut open, mut level) = (op.tensors, None);
+    // Nothing is launched for them.
+    open.retain(|tensor| tensor.parts > 0);
     while !open.is_empty() {
         let sums = level.as_ref().unwrap_or(op.sums.get());
         let (mut later, mut all) = (Vec::new(), 0);

@@ -69,14 +69,13 @@ impl ExchangeBytes {
     /// Of rows that go to experts as `dispatch` says (forward, backward) and come back as `combine`.
     ///
     /// A token's record and its row travel once to each of its ranks. Back come a row for each slot, or, summed up a tree, one for each token
-    /// and rank; the gate weight's gradient comes back for each slot.
+    /// and rank, which is not padded; the gate weight's gradient comes back for each slot.
     pub fn of(counts: SlotCounts, way: Combine, dispatch: [RowKind; 2], combine: RowKind) -> Self {
         let SlotCounts { tokens, slots, top_k } = counts;
-        let back = combine.row_bytes()
-            * match way {
-                Combine::Slots => slots,
-                Combine::Tree => tokens,
-            };
+        let back = match way {
+            Combine::Slots => slots * combine.row_bytes(),
+            Combine::Tree => tokens * combine.code_bytes(),
+        };
         Self {
             records: tokens * record_words(top_k) * size_of::<i32>(),
             dispatch: tokens * dispatch[0].row_bytes(),
