@@ -327,7 +327,7 @@ fn check_sums(case: Case, way: Combine, (dtype, cols): (DType, usize), comm: Thr
 
 #[test]
 fn rows_come_back_and_add_up_as_on_one_rank() {
-    // Rows of whole 16 bytes, and others, whose messages are padded.
+    // Rows of whole 16 bytes, and others, whose messages are padded where a row for each slot travels.
     let kinds = [(DType::Bf16, 8), (DType::Bf16, 5), (DType::F32, 4), (DType::F32, 7)];
     for (i, case) in Case::all().into_iter().enumerate() {
         for (j, way) in [Combine::Slots, Combine::Tree].into_iter().enumerate() {
