@@ -6,8 +6,8 @@ use crate::param::{Moments, Optimized, Param, Placement};
 use crate::record::Layout;
 use nibble_core::formats::double::power;
 use nibble_core::ops::{
-    AdamW, AdamWTensor, ChunkSums, CloseSquares, Control, EndStep, REPORT_HEAD, SQUARES_CHUNK, Squared,
-    SumSquares,
+    AdamW, AdamWTensor, ChunkSums, CloseSquares, Control, EndStep, REPORT_HEAD, Squared, SumSquares,
+    squares_chunks,
 };
 use nibble_core::{Error, Kernels, MeshShape, Result};
 use std::ops::Range;
@@ -107,7 +107,7 @@ fn sum_squares<B: Kernels>(
 ) -> Result<()> {
     let (mut first, mut at) = (0, 0);
     let matrices = params.iter().map(|param| {
-        let chunks = param.slices.matrix_values().div_ceil(SQUARES_CHUNK);
+        let chunks = squares_chunks(param.slices.matrix_values());
         let matrices = ChunkSums { first, parts: param.stack(), chunks, at };
         (first, at) = (first + matrices.parts * chunks, at + matrices.parts);
         matrices

@@ -138,7 +138,7 @@ impl<B: Backend> SumShards<'_, B> {
     }
 }
 
-/// Σ x² of chunks of tensors, in F64: [`SumSquares::CHUNK`] elements over 16 lanes in element order, closed by the tree 8, 4, 2, 1.
+/// Σ x² of chunks of tensors, in F64: [`SQUARES_CHUNK`] elements over 16 lanes in element order, closed by the tree 8, 4, 2, 1.
 /// [`CloseSquares`] adds the chunks.
 #[derive(Debug)]
 pub struct SumSquares<'a, B: Backend> {
@@ -172,14 +172,14 @@ impl<B: Backend> Squared<'_, B> {
     pub fn chunks(&self) -> usize {
         let before = |elements: usize| match self.part {
             0 => 0,
-            part => elements / part * chunks(part) + chunks(elements % part),
+            part => elements / part * squares_chunks(part) + squares_chunks(elements % part),
         };
         before(self.skip + self.len()) - before(self.skip)
     }
 }
 
-/// Chunks of so many elements.
-fn chunks(elements: usize) -> usize {
+/// Chunks of a part of so many elements.
+pub fn squares_chunks(elements: usize) -> usize {
     elements.div_ceil(SQUARES_CHUNK)
 }
 
@@ -187,24 +187,16 @@ fn chunks(elements: usize) -> usize {
 pub const SQUARES_CHUNK: usize = 4096;
 
 impl<B: Backend> SumSquares<'_, B> {
-    /// Elements of a chunk.
-    pub const CHUNK: usize = SQUARES_CHUNK;
-
     /// What backends owe each other.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
-
-    /// Chunks of a part of so many elements.
-    pub fn chunks(elements: usize) -> usize {
-        chunks(elements)
-    }
 
     /// Checks the parts and their places.
     pub fn check(&self) -> Result<()> {
         const OP: &str = "sum_squares";
         for tensor in &self.tensors {
             let &Squared { part, skip, .. } = tensor;
-            if !skip.is_multiple_of(Self::CHUNK) || skip > 0 && skip >= part {
-                let expected = format!("whole chunks of {}, and less than a part of {part}", Self::CHUNK);
+            if !skip.is_multiple_of(SQUARES_CHUNK) || skip > 0 && skip >= part {
+                let expected = format!("whole chunks of {}, and less than a part of {part}", SQUARES_CHUNK);
                 return Err(Error::shape(OP, "skip", skip, expected));
             }
             let Some(end) = skip.checked_add(tensor.len()) else {
@@ -212,8 +204,8 @@ impl<B: Backend> SumSquares<'_, B> {
                 return Err(Error::shape(OP, "end of x", got, "an index below 2^64"));
             };
             let rest = end.checked_rem(part).unwrap_or(0);
-            if !rest.is_multiple_of(Self::CHUNK) || part == 0 && tensor.len() > 0 {
-                let expected = format!("that of a chunk of {}, of parts of {part}", Self::CHUNK);
+            if !rest.is_multiple_of(SQUARES_CHUNK) || part == 0 && tensor.len() > 0 {
+                let expected = format!("that of a chunk of {}, of parts of {part}", SQUARES_CHUNK);
                 return Err(Error::shape(OP, "end of x", end, expected));
             }
         }

@@ -33,6 +33,7 @@ pub use combine_tree::{CombineTree, FindSlots, MOST_TREE_SLOTS_OF_GPU};
 pub use cross_entropy::{CrossEntropy, CrossEntropyOut, verify_ids};
 pub use elementwise::{
     Add, Cast, ChunkSums, CloseSquares, InitNormal, SQUARES_CHUNK, Squared, SumShards, SumSquares, Transpose,
+    squares_chunks,
 };
 pub use embed::{Embed, EmbedBackward, EmbedOut};
 pub use gemm::{BF16_AGREEMENT, FP8_AGREEMENT, Gemm, GroupedGemm, GroupedWgrad, ProductDims};

@@ -8,7 +8,10 @@ use crate::simd::{LANES, Real, per_isa, rows_per_task, tree_sum};
 use crate::sums::chunk_tree;
 use crate::{Buf, CodePath, Cpu};
 use half::bf16;
-use nibble_core::ops::{Add, Cast, ChunkSums, CloseSquares, InitNormal, Squared, SumShards, SumSquares};
+use nibble_core::ops::{
+    Add, Cast, ChunkSums, CloseSquares, InitNormal, SQUARES_CHUNK, Squared, SumShards, SumSquares,
+    squares_chunks,
+};
 use nibble_core::{Data, Error, Plain, Result, Tensor};
 use rayon::prelude::*;
 
@@ -264,9 +267,9 @@ fn chunk_squares<T: Real>(
     squares: fn(Isa, &[T]) -> f64,
     sums: &mut [f64],
 ) {
-    const CHUNK: usize = SumSquares::<Cpu>::CHUNK;
+    const CHUNK: usize = SQUARES_CHUNK;
     let &Squared { part, skip, .. } = tensor;
-    let each = SumSquares::<Cpu>::chunks(part);
+    let each = squares_chunks(part);
     let per_share = rows_per_task(cpu, sums.len(), CHUNK);
     let shares = sums.chunks_mut(per_share).enumerate().collect();
     run_shares(cpu, shares, |(share, sums): (usize, &mut [f64])| {

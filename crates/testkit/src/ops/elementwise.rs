@@ -6,7 +6,7 @@ use crate::pair::Pair;
 use crate::shapes::WIDTHS;
 use nibble_core::formats::{Purpose, Stream};
 use nibble_core::ops::{
-    Add, Cast, ChunkSums, CloseSquares, InitNormal, Squared, SumShards, SumSquares, Transpose,
+    Add, Cast, ChunkSums, CloseSquares, InitNormal, SQUARES_CHUNK, Squared, SumShards, SumSquares, Transpose,
 };
 use nibble_core::{Agreement, Backend, DType, Kernels, Result, Tensor};
 
@@ -219,7 +219,7 @@ impl<B: Kernels> Case<B> for Squares {
         let mut end = self.at;
         // A place nobody writes lies between the tensors' sums.
         let tensors = xs.iter().zip(&self.tensors).map(|(x, &(_, parts, lacks))| {
-            let skip = lacks * SumSquares::<B>::CHUNK;
+            let skip = lacks * SQUARES_CHUNK;
             let tensor = Squared { x, part: (x.rows * x.cols + skip) / parts, skip, at: end };
             end += tensor.chunks() + 1;
             tensor

@@ -1,7 +1,7 @@
 //! How a parameter's rows are divided among the ranks that hold the same values: who keeps which masters, moments and sums of gradients.
 
 use nibble_core::formats::fnv1a32;
-use nibble_core::ops::SQUARES_CHUNK;
+use nibble_core::ops::{SQUARES_CHUNK, squares_chunks};
 use std::ops::Range;
 
 /// Rows of a tile that a slice has whole: those of a block of codes in both directions.
@@ -94,10 +94,10 @@ impl Slices {
 
     /// The norm's chunks of every rank's slice, in the order of the ranks.
     pub fn chunks(&self) -> Vec<Range<usize>> {
-        let of_matrix = self.matrix_values().div_ceil(SQUARES_CHUNK);
+        let of_matrix = squares_chunks(self.matrix_values());
         let before = |row: usize| match self.matrix {
             0 => 0,
-            matrix => row / matrix * of_matrix + (row % matrix * self.cols).div_ceil(SQUARES_CHUNK),
+            matrix => row / matrix * of_matrix + squares_chunks(row % matrix * self.cols),
         };
         (0..self.ranks).map(|rank| self.rows(rank)).map(|rows| before(rows.start)..before(rows.end)).collect()
     }

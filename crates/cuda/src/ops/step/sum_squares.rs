@@ -9,7 +9,7 @@ use crate::ops::buffer_check::BufferCheck;
 use crate::ops::planes::type_name;
 use crate::{Buffer, Cuda};
 use nibble_choice::squares;
-use nibble_core::ops::{ChunkSums, CloseSquares, Squared, SumSquares};
+use nibble_core::ops::{ChunkSums, CloseSquares, SQUARES_CHUNK, Squared, SumSquares, squares_chunks};
 use nibble_core::{DType, Data, Error, Result};
 
 const THREADS: u32 = 256;
@@ -83,8 +83,8 @@ pub(crate) fn sum_squares(cuda: &Cuda, op: SumSquares<'_, Cuda>) -> Result<()> {
     buffers.buffer("into", op.into)?;
     for tensor in &op.tensors {
         buffers.tensor("x", tensor.x)?;
-        let before = tensor.skip / SumSquares::<Cuda>::CHUNK;
-        require_countable(OP, "chunks of a part", SumSquares::<Cuda>::chunks(tensor.part))?;
+        let before = tensor.skip / SQUARES_CHUNK;
+        require_countable(OP, "chunks of a part", squares_chunks(tensor.part))?;
         require_countable(OP, "chunks of x", before.saturating_add(tensor.chunks()))?;
     }
     let into = op.into.make_mut()?;
@@ -100,10 +100,10 @@ pub(crate) fn sum_squares(cuda: &Cuda, op: SumSquares<'_, Cuda>) -> Result<()> {
                 },
                 sums: address_of(into, at),
                 len: part as u64,
-                chunks: SumSquares::<Cuda>::chunks(part) as u32,
+                chunks: squares_chunks(part) as u32,
                 all_chunks: all_chunks as u32,
                 first_cta: 0,
-                first_chunk: (skip / SumSquares::<Cuda>::CHUNK) as u32,
+                first_chunk: (skip / SQUARES_CHUNK) as u32,
             };
             (arg, all_chunks.div_ceil(CHUNKS_PER_CTA))
         });
