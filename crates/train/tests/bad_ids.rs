@@ -4,6 +4,7 @@ mod rig;
 
 use nibble_core::{DType, Tensor};
 use nibble_cpu::Cpu;
+use nibble_train::param::{Param, Placement};
 use nibble_train::trainer::Trainer;
 use rig::{SOLO, small};
 
@@ -11,7 +12,8 @@ use rig::{SOLO, small};
 fn with_a_short_table(cpu: &Cpu) -> Trainer<'_, Cpu> {
     let mut trainer = Trainer::new(cpu, &SOLO, &small("bf16", &["model.tie_embeddings=false"])).unwrap();
     let weight = &mut trainer.model().embed.weight;
-    weight.master = Tensor::zeros(cpu, DType::F32, 2, weight.master.cols).unwrap();
+    let table = Tensor::zeros(cpu, DType::F32, 2, weight.master.cols).unwrap();
+    *weight = Param::new(weight.name.clone(), table, Placement::Replicated);
     trainer
 }
 
