@@ -7,7 +7,7 @@ use nibble_core::{Axes, Comm, DType, Kernels, Mesh, MeshShape, Recipe, SoloComm,
 use nibble_cpu::{Cpu, ThreadComm};
 use nibble_train::config::Config;
 use nibble_train::cx::{Cx, Shards};
-use nibble_train::param::Placement;
+use nibble_train::param::{Param, Placement};
 use nibble_train::trainer::Trainer;
 use std::path::Path;
 
@@ -146,26 +146,29 @@ pub fn train_alone<B: Kernels>(b: &B, config: &Config, steps: u64) -> Outcome {
     Outcome { losses, norms, weights: parts.into_iter().map(|p| (p.name, p.values)).collect() }
 }
 
-/// The bits of every weight and both its moments on a rank alone; no moments before the first step.
+/// The bits of every weight and both its moments, of the rows that this rank keeps; no moments before the first step.
 pub fn state<B: Kernels>(b: &B, trainer: &mut Trainer<'_, B>) -> Vec<(String, Vec<u32>)> {
-    state_on(b, Mesh::new(&SOLO), trainer)
+    bits_of(trainer, |_, kept| kept.to_f32_vec(b).unwrap())
 }
 
-/// The same on a mesh, of this rank's experts.
+/// The same of all rows, and of this rank's experts.
 pub fn state_on<B: Kernels>(
     b: &B,
     mesh: Mesh<'_, B>,
     trainer: &mut Trainer<'_, B>,
 ) -> Vec<(String, Vec<u32>)> {
+    bits_of(trainer, |param, kept| param.gathered(b, mesh, kept).unwrap().to_f32_vec(b).unwrap())
+}
+
+fn bits_of<B: Kernels>(
+    trainer: &mut Trainer<'_, B>,
+    values: impl Fn(&Param<B>, &Tensor<B>) -> Vec<f32>,
+) -> Vec<(String, Vec<u32>)> {
     let params = trainer.model().params().into_iter().map(|param| {
-        let bits = |x: &Tensor<B>| {
-            param.gathered(b, mesh, x).unwrap().to_f32_vec(b).unwrap().into_iter().map(f32::to_bits)
-        };
-        let mut values: Vec<u32> = bits(&param.master).collect();
-        if let Some(moments) = &param.moments {
-            values.extend(bits(&moments.exp_avg).chain(bits(&moments.exp_avg_sq)));
-        }
-        (param.name.clone(), values)
+        let mut kept = vec![&param.master];
+        kept.extend(param.moments.iter().flat_map(|moments| [&moments.exp_avg, &moments.exp_avg_sq]));
+        let bits = kept.into_iter().flat_map(|kept| values(param, kept)).map(f32::to_bits);
+        (param.name.clone(), bits.collect())
     });
     params.collect()
 }
