@@ -5,8 +5,10 @@ mod rig;
 
 use nibble_core::formats::{Format, ScaleRule};
 use nibble_core::recipe::LayerKind;
-use nibble_core::{Backend, Comm, DType, Error, Mesh, Recipe, Result, RowKind, SoloComm, Tensor, Traffic};
-use nibble_cpu::{Buf, Cpu, ThreadComm};
+use nibble_core::{
+    Backend as _, Comm, DType, Error, Mesh, Recipe, Result, RowKind, SoloComm, Tensor, Traffic,
+};
+use nibble_cpu::{Cpu, ThreadComm};
 use nibble_train::config::Config;
 use nibble_train::cx::Cx;
 use nibble_train::layers::Layer;
@@ -16,8 +18,7 @@ use nibble_train::moe::{Combine, ExchangeBytes, Moe, MoeShape, SlotCounts};
 use nibble_train::param::{Param, Writes};
 use nibble_train::spec::{MoeSpec, ParamSpec};
 use nibble_train::trainer::{Observer, Options, Start, Trainer, run};
-use rig::{matrix, rank_cx, small, train};
-use std::ops::Range;
+use rig::{Call, Hook, Hooked, matrix, rank_cx, small, train};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc;
@@ -125,110 +126,63 @@ struct Leg {
     rows: usize,
 }
 
-/// What a communicator does beside passing everything on to a [`ThreadComm`].
+/// What a communicator does beside passing everything on.
 #[derive(Debug)]
 enum Also {
-    /// Notes every exchange of rows.
-    Count(Mutex<Vec<Leg>>),
+    /// Nothing.
+    Notes,
     /// Fails the exchange of this number.
     FailAt(usize, AtomicUsize),
     /// Panics in the exchange of this number.
     PanicAt(usize, AtomicUsize),
 }
 
+/// Notes the calls of a rank.
 #[derive(Debug)]
-struct Wrapped {
-    inner: ThreadComm,
+struct Notes {
     also: Also,
+    /// Every exchange of rows.
+    legs: Mutex<Vec<Leg>>,
     /// What threads copy to and from the host, as their shared memory lies there; call by call.
     transport: Mutex<Vec<Traffic>>,
 }
 
-impl Wrapped {
-    fn new(inner: ThreadComm, also: Also) -> Self {
-        Self { inner, also, transport: Mutex::default() }
-    }
+type Wrapped = Hooked<Notes>;
 
-    /// Passes a call on and notes what it copied.
-    fn carry<R>(&self, b: &Cpu, call: impl FnOnce(&ThreadComm) -> R) -> R {
-        let before = b.traffic();
-        let result = call(&self.inner);
-        self.transport.lock().unwrap().push(b.traffic() - before);
-        result
-    }
+fn wrapped(comm: ThreadComm, also: Also) -> Wrapped {
+    Hooked::new(comm, Notes { also, legs: Mutex::default(), transport: Mutex::default() })
+}
 
+fn noted(comm: ThreadComm) -> Wrapped {
+    wrapped(comm, Also::Notes)
+}
+
+impl Notes {
     fn legs(&self) -> Vec<Leg> {
-        match &self.also {
-            Also::Count(legs) => legs.lock().unwrap().clone(),
-            _ => Vec::new(),
-        }
+        self.legs.lock().unwrap().clone()
     }
 }
 
-impl Comm<Cpu> for Wrapped {
-    fn rank(&self) -> usize {
-        Comm::<Cpu>::rank(&self.inner)
-    }
-    fn world(&self) -> usize {
-        Comm::<Cpu>::world(&self.inner)
-    }
-    fn counts(&self, b: &Cpu, send: &Buf<i32>) -> Result<Buf<i32>> {
-        self.carry(b, |inner| inner.counts(b, send))
-    }
-    fn all_to_all_v(
-        &self,
-        b: &Cpu,
-        send: &Buf<u8>,
-        row_bytes: usize,
-        send_rows: &[usize],
-        recv_rows: &[usize],
-    ) -> Result<Buf<u8>> {
+impl Hook for Notes {
+    fn before(&self, call: Call) -> Result<()> {
+        if call.name != "all_to_all_v" {
+            return Ok(());
+        }
+        let Call { name, bytes, row_bytes } = call;
+        self.legs.lock().unwrap().push(Leg { row_bytes, rows: bytes / row_bytes });
         match &self.also {
-            Also::Count(legs) => {
-                let rows = send_rows.iter().sum();
-                assert_eq!(Cpu::len(send), rows * row_bytes, "what is sent is what is announced");
-                legs.lock().unwrap().push(Leg { row_bytes, rows });
-            }
             Also::FailAt(at, calls) if calls.fetch_add(1, Ordering::Relaxed) == *at => {
-                let rank = Comm::<Cpu>::rank(self);
-                return Err(Error::Comm { call: "all_to_all_v", rank, why: "the cable is unplugged".into() });
+                Err(Error::Comm { call: name, rank: 2, why: "the cable is unplugged".into() })
             }
             Also::PanicAt(at, calls) if calls.fetch_add(1, Ordering::Relaxed) == *at => {
                 panic!("a planned panic");
             }
-            _ => {}
+            _ => Ok(()),
         }
-        self.carry(b, |inner| inner.all_to_all_v(b, send, row_bytes, send_rows, recv_rows))
     }
-    fn reduce_scatter_tree(
-        &self,
-        b: &Cpu,
-        values: &Buf<f32>,
-        parts: &[Range<usize>],
-        into: &mut Buf<f32>,
-    ) -> Result<()> {
-        self.carry(b, |inner| inner.reduce_scatter_tree(b, values, parts, into))
-    }
-    fn all_gather_parts(
-        &self,
-        b: &Cpu,
-        mine: &Buf<u8>,
-        parts: &[Vec<Range<usize>>],
-        into: &mut Buf<u8>,
-    ) -> Result<()> {
-        self.carry(b, |inner| inner.all_gather_parts(b, mine, parts, into))
-    }
-    fn all_gather(&self, b: &Cpu, values: &Buf<f32>) -> Result<Buf<f32>> {
-        self.carry(b, |inner| inner.all_gather(b, values))
-    }
-    fn all_gather_f64(&self, b: &Cpu, values: &Buf<f64>) -> Result<Buf<f64>> {
-        self.carry(b, |inner| inner.all_gather_f64(b, values))
-    }
-    fn barrier(&self) -> Result<()> {
-        Comm::<Cpu>::barrier(&self.inner)
-    }
-    fn abort(&self, why: &str) {
-        Comm::<Cpu>::abort(&self.inner, why);
+
+    fn after(&self, _: Call, copied: Traffic) {
+        self.transport.lock().unwrap().push(copied);
     }
 }
 
@@ -267,14 +221,13 @@ fn wire(recipe: &str, d_model: usize, top_k: usize, combine: Combine) -> (Wire, 
             .map(|e| (0..2).filter(|rank| e.iter().any(|e| e / 2 == *rank)).count())
             .sum();
         // First comes the routing itself, and before the last one the gate weights' gradients: one number a slot.
-        let legs = comm.legs();
+        let legs = comm.hook.legs();
         ([&legs[1..4], &legs[5..6]].concat(), pairs)
     };
     let ranks: Vec<(Vec<Leg>, usize)> = std::thread::scope(|scope| {
         let one_rank = &one_rank;
-        let wrap = |inner| Wrapped::new(inner, Also::Count(Mutex::default()));
         let threads: Vec<_> =
-            ThreadComm::world(2).into_iter().map(|c| scope.spawn(move || one_rank(wrap(c)))).collect();
+            ThreadComm::world(2).into_iter().map(|c| scope.spawn(move || one_rank(noted(c)))).collect();
         threads.into_iter().map(|t| t.join().unwrap()).collect()
     });
     let bytes = [0, 1, 2, 3].map(|i| ranks[0].0[i].row_bytes as f64 / d_model as f64);
@@ -344,13 +297,12 @@ fn every_leg_carries_what_the_routing_asks_for() {
             let (y, saved) = moe.forward(&cx, x.clone()).unwrap();
             moe.backward(&cx, saved, y).unwrap();
             let expert = moe.router.forward(&cx, &x).unwrap().routing.expert;
-            (comm.legs(), SlotCounts::of(expert.as_slice(), top_k, 16 / world))
+            (comm.hook.legs(), SlotCounts::of(expert.as_slice(), top_k, 16 / world))
         };
         let ranks: Vec<(Vec<Leg>, SlotCounts)> = std::thread::scope(|scope| {
             let one_rank = &one_rank;
-            let wrap = |inner| Wrapped::new(inner, Also::Count(Mutex::default()));
             let ranks = ThreadComm::world(world).into_iter();
-            let threads: Vec<_> = ranks.map(|c| scope.spawn(move || one_rank(wrap(c)))).collect();
+            let threads: Vec<_> = ranks.map(|c| scope.spawn(move || one_rank(noted(c)))).collect();
             threads.into_iter().map(|t| t.join().unwrap()).collect()
         });
         let mut counts = SlotCounts { top_k, ..SlotCounts::default() };
@@ -407,9 +359,9 @@ fn an_expert_layer_copies_nothing_to_or_from_the_host_but_one_table_of_counts() 
             let bytes = (world * world * 2 * size_of::<i32>()) as u64;
             let counts = Traffic { downloads: 1, download_bytes: bytes, waits: 1, ..Traffic::default() };
             let one_rank = |comm: ThreadComm| {
-                let comm = Wrapped::new(comm, Also::Count(Mutex::default()));
+                let comm = noted(comm);
                 let all = traffic(recipe, way, &comm);
-                let transport = comm.transport.lock().unwrap();
+                let transport = comm.hook.transport.lock().unwrap();
                 // Before the passes the router's weight has come together.
                 let transport = &transport[1..];
                 assert_eq!(transport.len(), 7, "counts, records, four legs and gate gradients");
@@ -444,9 +396,9 @@ fn four_ranks(config: &Config, also: fn() -> Also) -> Vec<Option<nibble_train::R
     for (rank, inner) in ThreadComm::world(4).into_iter().enumerate() {
         let (config, done) = (config.clone(), done.clone());
         std::thread::spawn(move || {
-            let also = if rank == 2 { also() } else { Also::Count(Mutex::default()) };
+            let also = if rank == 2 { also() } else { Also::Notes };
             let train = move || {
-                let comm = Wrapped::new(inner, also);
+                let comm = wrapped(inner, also);
                 run(&cpu(), &comm, &config, Options::default(), &mut Blind).map(|_| ())
             };
             let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(train)).ok();

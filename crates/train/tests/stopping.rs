@@ -2,17 +2,13 @@
 
 mod rig;
 
-use nibble_core::{Backend, Comm, Mesh, MeshShape, Result};
+use nibble_core::{Comm, MeshShape, Result};
 use nibble_cpu::Cpu;
 use nibble_train::metrics::Metrics;
 use nibble_train::trainer::{Observer, Options, Start, Summary, run};
-use rig::{FOUR_PARTS, FOUR_RANKS, few_held_out, on_mesh, small};
-use std::ops::Range;
+use rig::{Call, FOUR_PARTS, FOUR_RANKS, Hook, Hooked, few_held_out, on_axes, small};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
-
-/// A buffer of the CPU.
-type Buf<T> = <Cpu as Backend>::Buf<T>;
 
 static ALWAYS: AtomicUsize = AtomicUsize::new(1);
 
@@ -41,64 +37,19 @@ impl Observer for Asking {
     }
 }
 
-/// A communicator that asks its rank to stop within a step: where weights come together, once `armed` is set.
+/// Asks its rank to stop within a step: where weights come together, once `armed` is set.
 #[derive(Debug)]
-struct Within<'a> {
-    comm: &'a dyn Comm<Cpu>,
-    armed: &'a AtomicUsize,
-    stop: &'a AtomicUsize,
+struct Within {
+    armed: &'static AtomicUsize,
+    stop: &'static AtomicUsize,
 }
 
-impl Comm<Cpu> for Within<'_> {
-    fn rank(&self) -> usize {
-        self.comm.rank()
-    }
-    fn world(&self) -> usize {
-        self.comm.world()
-    }
-    fn counts(&self, b: &Cpu, send: &Buf<i32>) -> Result<Buf<i32>> {
-        self.comm.counts(b, send)
-    }
-    fn all_to_all_v(
-        &self,
-        b: &Cpu,
-        send: &Buf<u8>,
-        row_bytes: usize,
-        to: &[usize],
-        from: &[usize],
-    ) -> Result<Buf<u8>> {
-        self.comm.all_to_all_v(b, send, row_bytes, to, from)
-    }
-    fn reduce_scatter_tree(
-        &self,
-        b: &Cpu,
-        values: &Buf<f32>,
-        parts: &[Range<usize>],
-        into: &mut Buf<f32>,
-    ) -> Result<()> {
-        self.comm.reduce_scatter_tree(b, values, parts, into)
-    }
-    fn all_gather_parts(
-        &self,
-        b: &Cpu,
-        mine: &Buf<u8>,
-        parts: &[Vec<Range<usize>>],
-        into: &mut Buf<u8>,
-    ) -> Result<()> {
-        self.stop.fetch_max(self.armed.load(Ordering::Relaxed), Ordering::Relaxed);
-        self.comm.all_gather_parts(b, mine, parts, into)
-    }
-    fn all_gather(&self, b: &Cpu, values: &Buf<f32>) -> Result<Buf<f32>> {
-        self.comm.all_gather(b, values)
-    }
-    fn all_gather_f64(&self, b: &Cpu, values: &Buf<f64>) -> Result<Buf<f64>> {
-        self.comm.all_gather_f64(b, values)
-    }
-    fn barrier(&self) -> Result<()> {
-        self.comm.barrier()
-    }
-    fn abort(&self, why: &str) {
-        self.comm.abort(why);
+impl Hook for Within {
+    fn before(&self, call: Call) -> Result<()> {
+        if call.name == "all_gather_parts" {
+            self.stop.fetch_max(self.armed.load(Ordering::Relaxed), Ordering::Relaxed);
+        }
+        Ok(())
     }
 }
 
@@ -120,7 +71,7 @@ fn steps_until_stopped(mesh: MeshShape, changes: &[&str], (asked, when): (usize,
     let [source, held_out] = few_held_out(dir.path());
     let run_dir = format!("run.dir={}", dir.path().join("run").display());
     let config = small("bf16", &[&[FOUR_PARTS, &*source, &*held_out, &*run_dir], changes].concat());
-    let ranks = on_mesh(mesh, |mesh| {
+    let ranks = on_axes(mesh, |axes| {
         // For each run its own: what is asked stays asked.
         let [armed, own]: [&'static AtomicUsize; 2] = [Box::leak(Box::default()), Box::leak(Box::default())];
         let (stop, at) = match when {
@@ -128,13 +79,13 @@ fn steps_until_stopped(mesh: MeshShape, changes: &[&str], (asked, when): (usize,
             When::Told(step) => (own, Some((step, own))),
             When::IssuedAfter(step) => (own, Some((step, armed))),
         };
-        let is_asked = mesh.all.rank() == asked;
-        let within = Within { comm: mesh.all, armed, stop };
-        let mesh = if is_asked { Mesh { all: &within, ..mesh } } else { mesh };
+        // Nobody arms the others.
+        let axes = Hooked::axes(axes, || Within { armed, stop });
+        let is_asked = axes.all.rank() == asked;
         let at = at.filter(|_| is_asked);
         let mut told = Asking { at, steps: Vec::new(), evaluations: Vec::new(), checkpoints: Vec::new() };
         let options = Options { stop: is_asked.then_some(stop), ..Options::default() };
-        (run(&Cpu::new(1).unwrap(), mesh, &config, options, &mut told).unwrap(), told)
+        (run(&Cpu::new(1).unwrap(), axes.mesh(), &config, options, &mut told).unwrap(), told)
     });
     let (summary, told) = ranks.into_iter().next().unwrap();
     let Summary { steps, valid_loss, .. } = summary.unwrap();

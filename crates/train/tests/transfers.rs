@@ -3,20 +3,16 @@
 
 mod rig;
 
-use nibble_core::{Axes, Backend, Comm, Mesh, MeshShape, Result, Traffic};
-use nibble_cpu::{Cpu, ThreadComm};
+use nibble_core::{Backend, Mesh, MeshShape, Traffic};
+use nibble_cpu::Cpu;
 use nibble_testkit::Recorder;
 use nibble_train::config::Config;
 use nibble_train::metrics::Metrics;
 use nibble_train::trainer::{Observer, Options, Start, Trainer, run};
-use rig::{FOUR_PARTS, FOUR_RANKS, SOLO, few_held_out, mixed, small};
-use std::ops::Range;
+use rig::{Call, FOUR_PARTS, FOUR_RANKS, Hook, Hooked, SOLO, few_held_out, mixed, on_axes, small};
 use std::path::Path;
 use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex};
-
-/// A buffer of the CPU.
-type Buf<T> = <Cpu as Backend>::Buf<T>;
 
 #[test]
 fn a_step_is_one_upload_one_download_and_one_wait() {
@@ -83,72 +79,14 @@ fn a_replayed_step_copies_the_same() {
     }
 }
 
-/// A rank's communicator, and what went between host and device within its calls: ranks that are threads meet in the host's memory, where
-/// those of GPUs meet on the devices.
+/// Notes what goes between host and device within a rank's collectives: ranks that are threads meet in the host's memory, where those of GPUs
+/// meet on the devices.
 #[derive(Debug)]
-struct Apart {
-    comm: ThreadComm,
-    within: Arc<Mutex<Vec<Traffic>>>,
-}
+struct Within(Arc<Mutex<Vec<Traffic>>>);
 
-impl Apart {
-    fn call<R>(&self, b: &Cpu, call: impl FnOnce(&ThreadComm) -> Result<R>) -> Result<R> {
-        let before = b.traffic();
-        let done = call(&self.comm);
-        self.within.lock().unwrap().push(b.traffic() - before);
-        done
-    }
-}
-
-impl Comm<Cpu> for Apart {
-    fn rank(&self) -> usize {
-        Comm::<Cpu>::rank(&self.comm)
-    }
-    fn world(&self) -> usize {
-        Comm::<Cpu>::world(&self.comm)
-    }
-    fn counts(&self, b: &Cpu, send: &Buf<i32>) -> Result<Buf<i32>> {
-        self.call(b, |comm| comm.counts(b, send))
-    }
-    fn all_to_all_v(
-        &self,
-        b: &Cpu,
-        send: &Buf<u8>,
-        row_bytes: usize,
-        to: &[usize],
-        from: &[usize],
-    ) -> Result<Buf<u8>> {
-        self.call(b, |comm| comm.all_to_all_v(b, send, row_bytes, to, from))
-    }
-    fn reduce_scatter_tree(
-        &self,
-        b: &Cpu,
-        values: &Buf<f32>,
-        parts: &[Range<usize>],
-        into: &mut Buf<f32>,
-    ) -> Result<()> {
-        self.call(b, |comm| comm.reduce_scatter_tree(b, values, parts, into))
-    }
-    fn all_gather_parts(
-        &self,
-        b: &Cpu,
-        mine: &Buf<u8>,
-        parts: &[Vec<Range<usize>>],
-        into: &mut Buf<u8>,
-    ) -> Result<()> {
-        self.call(b, |comm| comm.all_gather_parts(b, mine, parts, into))
-    }
-    fn all_gather(&self, b: &Cpu, values: &Buf<f32>) -> Result<Buf<f32>> {
-        self.call(b, |comm| comm.all_gather(b, values))
-    }
-    fn all_gather_f64(&self, b: &Cpu, values: &Buf<f64>) -> Result<Buf<f64>> {
-        self.call(b, |comm| comm.all_gather_f64(b, values))
-    }
-    fn barrier(&self) -> Result<()> {
-        Comm::<Cpu>::barrier(&self.comm)
-    }
-    fn abort(&self, why: &str) {
-        Comm::<Cpu>::abort(&self.comm, why);
+impl Hook for Within {
+    fn after(&self, _: Call, copied: Traffic) {
+        self.0.lock().unwrap().push(copied);
     }
 }
 
@@ -168,17 +106,10 @@ impl Rank<'_> {
 
 /// What every rank of a mesh returns, in order.
 fn on_ranks<R: Send>(mesh: MeshShape, work: impl Fn(Rank<'_>) -> R + Sync) -> Vec<R> {
-    let rank = |axes: Axes<ThreadComm>| {
+    on_axes(mesh, |axes| {
         let within = Arc::new(Mutex::new(Vec::new()));
-        let apart = |comm| Apart { comm, within: within.clone() };
-        let axes = Axes { all: apart(axes.all), ep: apart(axes.ep), dp: apart(axes.dp) };
+        let axes = Hooked::axes(axes, || Within(within.clone()));
         work(Rank { cpu: &Cpu::new(1).unwrap(), mesh: axes.mesh(), within: &within })
-    };
-    std::thread::scope(|scope| {
-        let rank = &rank;
-        let start = |axes| scope.spawn(move || rank(axes));
-        let threads: Vec<_> = ThreadComm::mesh(mesh).into_iter().map(start).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     })
 }
 

@@ -1,10 +1,14 @@
 //! What the tests of training share: a small run that has every kind of layer, ranks as threads, and reproducible
 //! values.
-#![allow(dead_code)] // every test file takes a part of it
+#![allow(dead_code, unused_imports)] // every test file takes a part of it
+
+mod comm;
+
+pub use comm::{Call, Hook, Hooked, on_axes};
 
 use nibble_core::formats::{Purpose, Stream, fnv1a32};
-use nibble_core::{Axes, Comm, DType, Kernels, Mesh, MeshShape, Recipe, SoloComm, Tensor};
-use nibble_cpu::{Cpu, ThreadComm};
+use nibble_core::{Comm, DType, Kernels, Mesh, MeshShape, Recipe, SoloComm, Tensor};
+use nibble_cpu::Cpu;
 use nibble_train::config::Config;
 use nibble_train::cx::{Cx, Shards};
 use nibble_train::param::{Param, Placement};
@@ -251,12 +255,7 @@ pub const FOUR_PARTS: &str = "train.expert_shards=4";
 
 /// What every rank of a mesh of threads returns, in order.
 pub fn on_mesh<R: Send>(mesh: MeshShape, rank: impl Fn(Mesh<'_, Cpu>) -> R + Sync) -> Vec<R> {
-    std::thread::scope(|scope| {
-        let rank = &rank;
-        let spawn = |axes: Axes<ThreadComm>| scope.spawn(move || rank(axes.mesh()));
-        let threads: Vec<_> = ThreadComm::mesh(mesh).into_iter().map(spawn).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-    })
+    on_axes(mesh, |axes| rank(axes.mesh()))
 }
 
 /// Normal numbers, a function of their name.

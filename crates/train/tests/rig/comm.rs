@@ -1,0 +1,134 @@
+//! A communicator that is watched.
+
+use nibble_core::{Axes, Backend, Comm, MeshShape, Result, Traffic};
+use nibble_cpu::{Buf, Cpu, ThreadComm};
+use std::fmt::Debug;
+use std::ops::Range;
+
+/// A call of a collective.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Call {
+    /// The method of [`Comm`].
+    pub name: &'static str,
+    /// What this rank gives.
+    pub bytes: usize,
+    /// Of an exchange of rows, those of each; otherwise of a value.
+    pub row_bytes: usize,
+}
+
+/// What is done beside each call, on the thread that makes it.
+pub trait Hook: Debug + Send + Sync {
+    /// Before it. With an error the call is not made, and returns that.
+    fn before(&self, call: Call) -> Result<()> {
+        let _ = call;
+        Ok(())
+    }
+    /// After it, whatever it returned: what it copied between host and device.
+    fn after(&self, call: Call, copied: Traffic) {
+        let _ = (call, copied);
+    }
+}
+
+/// A rank's communicator with a hook around each call that is about values.
+#[derive(Debug)]
+pub struct Hooked<H> {
+    pub comm: ThreadComm,
+    pub hook: H,
+}
+
+impl<H: Hook> Hooked<H> {
+    pub fn new(comm: ThreadComm, hook: H) -> Self {
+        Self { comm, hook }
+    }
+
+    /// A rank's communicators, each with its own hook.
+    pub fn axes(axes: Axes<ThreadComm>, hook: impl Fn() -> H) -> Axes<Self> {
+        let Axes { all, ep, dp } = axes;
+        let [all, ep, dp] = [all, ep, dp].map(|comm| Self::new(comm, hook()));
+        Axes { all, ep, dp }
+    }
+
+    fn call<T, R>(
+        &self,
+        b: &Cpu,
+        (name, gives): (&'static str, &Buf<T>),
+        call: impl FnOnce(&ThreadComm) -> Result<R>,
+    ) -> Result<R>
+    where
+        T: nibble_core::Plain,
+    {
+        let row_bytes = size_of::<T>();
+        self.around(b, Call { name, bytes: Cpu::len(gives) * row_bytes, row_bytes }, call)
+    }
+
+    fn around<R>(&self, b: &Cpu, about: Call, call: impl FnOnce(&ThreadComm) -> Result<R>) -> Result<R> {
+        self.hook.before(about)?;
+        let before = b.traffic();
+        let done = call(&self.comm);
+        self.hook.after(about, b.traffic() - before);
+        done
+    }
+}
+
+impl<H: Hook> Comm<Cpu> for Hooked<H> {
+    fn rank(&self) -> usize {
+        Comm::<Cpu>::rank(&self.comm)
+    }
+    fn world(&self) -> usize {
+        Comm::<Cpu>::world(&self.comm)
+    }
+    fn counts(&self, b: &Cpu, send: &Buf<i32>) -> Result<Buf<i32>> {
+        self.call(b, ("counts", send), |comm| comm.counts(b, send))
+    }
+    fn all_to_all_v(
+        &self,
+        b: &Cpu,
+        send: &Buf<u8>,
+        row_bytes: usize,
+        to: &[usize],
+        from: &[usize],
+    ) -> Result<Buf<u8>> {
+        let about = Call { name: "all_to_all_v", bytes: Cpu::len(send), row_bytes };
+        self.around(b, about, |comm| comm.all_to_all_v(b, send, row_bytes, to, from))
+    }
+    fn reduce_scatter_tree(
+        &self,
+        b: &Cpu,
+        values: &Buf<f32>,
+        parts: &[Range<usize>],
+        into: &mut Buf<f32>,
+    ) -> Result<()> {
+        self.call(b, ("reduce_scatter_tree", values), |comm| comm.reduce_scatter_tree(b, values, parts, into))
+    }
+    fn all_gather_parts(
+        &self,
+        b: &Cpu,
+        mine: &Buf<u8>,
+        parts: &[Vec<Range<usize>>],
+        into: &mut Buf<u8>,
+    ) -> Result<()> {
+        self.call(b, ("all_gather_parts", mine), |comm| comm.all_gather_parts(b, mine, parts, into))
+    }
+    fn all_gather(&self, b: &Cpu, values: &Buf<f32>) -> Result<Buf<f32>> {
+        self.call(b, ("all_gather", values), |comm| comm.all_gather(b, values))
+    }
+    fn all_gather_f64(&self, b: &Cpu, values: &Buf<f64>) -> Result<Buf<f64>> {
+        self.call(b, ("all_gather_f64", values), |comm| comm.all_gather_f64(b, values))
+    }
+    fn barrier(&self) -> Result<()> {
+        Comm::<Cpu>::barrier(&self.comm)
+    }
+    fn abort(&self, why: &str) {
+        Comm::<Cpu>::abort(&self.comm, why);
+    }
+}
+
+/// What every rank of a mesh of threads returns, in order; each is given its communicators.
+pub fn on_axes<R: Send>(mesh: MeshShape, rank: impl Fn(Axes<ThreadComm>) -> R + Sync) -> Vec<R> {
+    std::thread::scope(|scope| {
+        let rank = &rank;
+        let spawn = |axes| scope.spawn(move || rank(axes));
+        let threads: Vec<_> = ThreadComm::mesh(mesh).into_iter().map(spawn).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
