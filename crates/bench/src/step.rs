@@ -213,6 +213,9 @@ fn one<B: Device>(
         None => profile(on, &mut trainer)?,
         Some(_) => (Vec::new(), 0.0),
     };
+    for note in trainer.take_notes() {
+        tell!(on, "    {note}");
+    }
     let recipe = trainer.recipe().clone();
     // The memory is measured in room that the run took.
     drop(trainer);

@@ -37,7 +37,7 @@ pub fn run(args: Args) -> Result<()> {
 }
 
 /// Keys and tables of keys that decide nothing but how a model is trained.
-const OF_TRAINING: [&str; 11] = [
+const OF_TRAINING: [&str; 12] = [
     "seed",
     "model.aux_loss_coef",
     "model.balance",
@@ -48,6 +48,7 @@ const OF_TRAINING: [&str; 11] = [
     "run.dir",
     "run.ranks",
     "run.dp",
+    "run.capacity_factor",
     "run.log_every",
 ];
 

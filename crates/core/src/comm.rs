@@ -12,8 +12,8 @@ pub trait Comm<B: Backend>: Debug + Send + Sync {
     /// answer is every rank's, in rank order: `[world, world · n]`. A rank's own line of it says what it sends, and column `p` what
     /// comes to rank `p`, so that its host learns both by one read.
     fn counts(&self, b: &B, send: &B::Buf<i32>) -> Result<B::Buf<i32>>;
-    /// Sends rows of `row_bytes` bytes, `send_rows[p]` of them to rank `p`, in order; returns the `recv_rows[p]` rows
-    /// from each rank, in rank order.
+    /// Sends rows of `row_bytes` bytes, `send_rows[p]` of them to rank `p`, in order; the `recv_rows[p]` rows from each rank, in rank order,
+    /// are the first of `into`. Both buffers may be longer: what is beyond these rows is not sent, and stays as it is.
     fn all_to_all_v(
         &self,
         b: &B,
@@ -21,7 +21,8 @@ pub trait Comm<B: Backend>: Debug + Send + Sync {
         row_bytes: usize,
         send_rows: &[usize],
         recv_rows: &[usize],
-    ) -> Result<B::Buf<u8>>;
+        into: &mut B::Buf<u8>,
+    ) -> Result<()>;
     /// The sum over ranks by a balanced tree, ((0+1)+(2+3))…, of which each rank gets its part: `parts[p]` of the values goes to rank
     /// `p`. `into` is as long as this rank's part; a part may be empty. All ranks give the same parts.
     fn reduce_scatter_tree(
@@ -169,13 +170,26 @@ impl<B: Backend> Comm<B> for SoloComm {
     }
     fn all_to_all_v(
         &self,
-        _: &B,
+        b: &B,
         send: &B::Buf<u8>,
-        _: usize,
-        _: &[usize],
-        _: &[usize],
-    ) -> Result<B::Buf<u8>> {
-        Ok(send.clone())
+        row_bytes: usize,
+        send_rows: &[usize],
+        recv_rows: &[usize],
+        into: &mut B::Buf<u8>,
+    ) -> Result<()> {
+        let bytes = match (send_rows, recv_rows) {
+            ([to], [from]) if to == from => to.checked_mul(row_bytes),
+            _ => None,
+        };
+        match bytes.filter(|bytes| *bytes <= B::len(send).min(B::len(into))) {
+            Some(bytes) => b.copy(send, 0..bytes, into, 0),
+            None => {
+                let got = format!("{send_rows:?} and {recv_rows:?} of {row_bytes} bytes");
+                let expected =
+                    format!("the same of one rank, within {} and {} bytes", B::len(send), B::len(into));
+                Err(Error::shape("all_to_all_v", "rows", got, expected))
+            }
+        }
     }
     fn reduce_scatter_tree(
         &self,

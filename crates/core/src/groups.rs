@@ -66,9 +66,9 @@ pub struct PermuteMap<B: Backend> {
     pub source_row: B::Buf<i32>,
     /// For each expert-sorted row, received token · k + slot; −1 for padding. `capacity` values.
     pub row_slot: B::Buf<i32>,
-    /// For each occupied (received token, slot), in that order, its expert-sorted row. `num_slots` values.
+    /// For each occupied (received token, slot), in that order, its expert-sorted row; −1 behind them. `num_slots` values.
     pub slot_row: B::Buf<i32>,
-    /// Number of occupied (received token, slot) pairs.
+    /// Number of occupied (received token, slot) pairs that the plan was told of.
     pub num_slots: usize,
     /// Whether all of them found a row.
     pub occupancy: Occupancy<B>,

@@ -275,7 +275,8 @@ impl<B: Backend> Comm<B> for ThreadComm {
         row_bytes: usize,
         send_rows: &[usize],
         recv_rows: &[usize],
-    ) -> Result<B::Buf<u8>> {
+        into: &mut B::Buf<u8>,
+    ) -> Result<()> {
         const CALL: &str = "all_to_all_v";
         self.collective(|| {
             let size = self.size;
@@ -285,7 +286,8 @@ impl<B: Backend> Comm<B> for ThreadComm {
             }
             let bytes = b.download(send)?;
             let Some(parts) = split_rows(&bytes, row_bytes, send_rows) else {
-                let why = format!("{} bytes given are not {send_rows:?} rows of {row_bytes}", bytes.len());
+                let why =
+                    format!("{} bytes given are fewer than {send_rows:?} rows of {row_bytes}", bytes.len());
                 return Err(self.error(CALL, why));
             };
             let posts = self.exchange(CALL, parts)?;
@@ -299,7 +301,12 @@ impl<B: Backend> Comm<B> for ThreadComm {
                 }
             }
             let received: Vec<&[u8]> = posts.iter().map(|post| post.parts[self.rank].as_slice()).collect();
-            b.upload(&received.concat())
+            let received = received.concat();
+            if received.len() > B::len(into) {
+                let why = format!("{} bytes came, and there is room for {}", received.len(), B::len(into));
+                return Err(self.error(CALL, why));
+            }
+            b.write(into, 0, &received)
         })
     }
 
@@ -379,7 +386,7 @@ impl<B: Backend> Comm<B> for ThreadComm {
     }
 }
 
-/// The bytes of each rank's rows; `None` unless they make up `bytes` exactly.
+/// The bytes of each rank's rows, the first of `bytes`; `None` if there are too few.
 fn split_rows(bytes: &[u8], row_bytes: usize, rows: &[usize]) -> Option<Vec<Vec<u8>>> {
     let mut rest = bytes;
     let mut parts = Vec::with_capacity(rows.len());
@@ -388,7 +395,7 @@ fn split_rows(bytes: &[u8], row_bytes: usize, rows: &[usize]) -> Option<Vec<Vec<
         parts.push(part.to_vec());
         rest = tail;
     }
-    rest.is_empty().then_some(parts)
+    Some(parts)
 }
 
 /// The sum over ranks by a balanced tree, one at least.

@@ -1,7 +1,7 @@
 //! Ranks as threads: what the collectives compute, and that no failure of one rank leaves another waiting.
 
 use nibble_core::{Axes, Backend, Comm, Error, MeshShape, Result};
-use nibble_cpu::{Buf, Cpu, ThreadComm};
+use nibble_cpu::{Cpu, ThreadComm};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
@@ -103,9 +103,13 @@ fn one_round(cpu: &Cpu, comm: &ThreadComm, world: usize, round: usize) {
         (0..rows_sent(round, from, to)).flat_map(move |row| [filling(round, from, to, row); ROW])
     };
     let bytes: Vec<u8> = (0..world).flat_map(|to| rows_between(me, to)).collect();
-    let got = comm.all_to_all_v(cpu, &cpu.upload(&bytes).unwrap(), ROW, &send, &recv).unwrap();
     let want: Vec<u8> = (0..world).flat_map(|from| rows_between(from, me)).collect();
-    assert_eq!(got.as_slice(), want);
+    // Bytes behind the rows are not sent, and stay.
+    let (send_more, room) = (round % 3, round % 5);
+    let rows = cpu.upload(&[bytes, vec![91; send_more]].concat()).unwrap();
+    let mut got = cpu.upload(&vec![92u8; want.len() + room]).unwrap();
+    comm.all_to_all_v(cpu, &rows, ROW, &send, &recv, &mut got).unwrap();
+    assert_eq!(got.as_slice(), [want, vec![92; room]].concat());
 
     let value = |rank: usize, i: usize| (1.0f32 + i as f32).powi(rank as i32 * 5 - 7) * (round as f32 + 0.3);
     let len = scrambled(round) % 5;
@@ -359,25 +363,29 @@ fn counts_need_as_many_numbers_for_each_rank() {
 }
 
 /// The all-to-all that a rank makes instead of a right one.
-type Mistake = fn(&Cpu, &ThreadComm) -> Result<Buf<u8>>;
+type Mistake = fn(&Cpu, &ThreadComm) -> Result<()>;
+
+/// Rows of 16 bytes from this many bytes to as many.
+fn all_to_all(cpu: &Cpu, comm: &ThreadComm, bytes: [usize; 2], send: &[usize], recv: &[usize]) -> Result<()> {
+    let [rows, mut into] = bytes.map(|bytes| cpu.zeros(bytes).unwrap());
+    comm.all_to_all_v(cpu, &rows, 16, send, recv, &mut into)
+}
 
 #[test]
 fn a_mistake_in_the_arguments_of_one_rank_fails_all_ranks() {
     let mistakes: [(&str, Mistake); 5] = [
-        ("1 and 2 counts for 2 ranks", |cpu, comm| {
-            comm.all_to_all_v(cpu, &cpu.zeros(16).unwrap(), 16, &[1], &[1, 1])
+        ("1 and 2 counts for 2 ranks", |cpu, comm| all_to_all(cpu, comm, [16, 32], &[1], &[1, 1])),
+        ("17 bytes given are fewer than [1, 1] rows of 16", |cpu, comm| {
+            all_to_all(cpu, comm, [17, 32], &[1, 1], &[1, 1])
         }),
-        ("17 bytes given are not [1, 1] rows of 16", |cpu, comm| {
-            comm.all_to_all_v(cpu, &cpu.zeros(17).unwrap(), 16, &[1, 1], &[1, 1])
+        ("32 bytes came, and there is room for 31", |cpu, comm| {
+            all_to_all(cpu, comm, [32, 31], &[1, 1], &[1, 1])
         }),
-        ("33 bytes given are not [1, 1] rows of 16", |cpu, comm| {
-            comm.all_to_all_v(cpu, &cpu.zeros(33).unwrap(), 16, &[1, 1], &[1, 1])
-        }),
-        ("32 bytes given are not [1, 18446744073709551615] rows of 16", |cpu, comm| {
-            comm.all_to_all_v(cpu, &cpu.zeros(32).unwrap(), 16, &[1, usize::MAX], &[1, 1])
+        ("32 bytes given are fewer than [1, 18446744073709551615] rows of 16", |cpu, comm| {
+            all_to_all(cpu, comm, [32, 32], &[1, usize::MAX], &[1, 1])
         }),
         ("18446744073709551615 rows of 16 bytes expected from rank 1, 16 bytes came", |cpu, comm| {
-            comm.all_to_all_v(cpu, &cpu.zeros(32).unwrap(), 16, &[1, 1], &[1, usize::MAX])
+            all_to_all(cpu, comm, [32, 32], &[1, 1], &[1, usize::MAX])
         }),
     ];
     for (message, mistake) in mistakes {
@@ -385,7 +393,7 @@ fn a_mistake_in_the_arguments_of_one_rank_fails_all_ranks() {
             if rank_of(&comm) == 0 {
                 return why(mistake(cpu, &comm));
             }
-            let right = comm.all_to_all_v(cpu, &cpu.zeros(32).unwrap(), 16, &[1, 1], &[1, 1]);
+            let right = all_to_all(cpu, &comm, [32, 32], &[1, 1], &[1, 1]);
             // The mistake may show only in what rank 0 makes of the answers: then the next call fails.
             why(right.and_then(|_| barrier(&comm)))
         });

@@ -2,13 +2,13 @@
 
 use crate::Dry;
 use crate::memory::Buf;
-use nibble_core::{Backend, Comm, Error, Plain, Result};
+use nibble_core::{Comm, Error, Plain, Result};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::PoisonError;
 
 /// One rank among several that are not there. Every rank is sent as many tokens and slots as every other, as a balanced router
-/// would have it; a rank that is sent more in a run needs more.
+/// would have it: that is what travels. What memory holds is the room that an exchange has, whatever comes.
 #[derive(Debug, Clone, Copy)]
 pub struct DryComm {
     /// This rank.
@@ -80,10 +80,11 @@ impl Comm<Dry> for DryComm {
         _: &Buf<u8>,
         row_bytes: usize,
         to: &[usize],
-        from: &[usize],
-    ) -> Result<Buf<u8>> {
+        _: &[usize],
+        into: &mut Buf<u8>,
+    ) -> Result<()> {
         self.send(b, "all_to_all_v", |rank| to.get(rank).map_or(0, |rows| rows * row_bytes));
-        b.alloc(row_bytes * from.iter().sum::<usize>())
+        b.make_mut(into)
     }
 
     /// What the ranks send lies here until it is added.

@@ -10,7 +10,7 @@ use nibble_core::ops::{
 };
 use nibble_core::recipe::{Computed, LayerKind, Pair, Precision, Route, Section};
 use nibble_core::{BlockScaled, DType, Error, Groups, Kernels, Mesh, Operand, Recipe, Result, Tensor};
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 
 /// A tensor on its way to a product, by the names that its counts and its random bits have.
 #[derive(Debug, Clone, Copy)]
@@ -98,6 +98,10 @@ pub struct Cx<'a, B: Kernels> {
     pub clock: Option<B::Buf<u32>>,
     /// How the rows of a token's experts become one.
     pub combine: Combine,
+    /// How many slots of tokens a rank has room for where experts are divided among ranks: so many times its share if all had as many.
+    pub capacity_factor: f64,
+    /// The same of what a rank was sent that had more: the first exchange of this pass that did not fit; 0 if all did.
+    pub overflow: Cell<f64>,
     /// Micro-batches of the step: losses are means over all of them.
     pub micro_batches: usize,
     /// Counts of conversions by site, still on the device.
@@ -107,7 +111,8 @@ pub struct Cx<'a, B: Kernels> {
 }
 
 impl<'a, B: Kernels> Cx<'a, B> {
-    /// A context for a forward pass alone, at this point of training's precision schedule; rows of experts are summed in slot order.
+    /// A context for a forward pass alone, at this point of training's precision schedule; rows of experts are summed in slot order, and a rank
+    /// has room for all that can come.
     pub fn inference(
         b: &'a B,
         mesh: Mesh<'a, B>,
@@ -125,10 +130,20 @@ impl<'a, B: Kernels> Cx<'a, B> {
             training: false,
             shards,
             combine: Combine::Slots,
+            capacity_factor: f64::INFINITY,
+            overflow: Cell::new(0.0),
             micro_batches: 1,
             counted: RefCell::default(),
             clock: None,
             delayed: None,
+        }
+    }
+
+    /// Notes by how much an exchange exceeded its room, if it did. What such a pass computes means nothing.
+    pub(crate) fn note_overflow(&self, factor: Option<f64>) {
+        // The first says what was sent: behind it routers saw what was not sent.
+        if let (Some(factor), 0.0) = (factor, self.overflow.get()) {
+            self.overflow.set(factor);
         }
     }
 

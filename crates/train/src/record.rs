@@ -312,6 +312,20 @@ impl<'a> Report<'a> {
         self.tables.iter().any(|table| table[self.layout.asked()] != 0.0)
     }
 
+    /// Where an exchange had less room than a rank was sent: by how much the most that one was sent exceeds the room. Such a step has changed
+    /// nothing.
+    pub fn overflow(&self) -> Option<f64> {
+        let of_layer = |layer: usize| {
+            let cells = |table: &&[f64]| {
+                let [needed, room] = [0, 1].map(|i| table[self.layout.occupancy(layer) + i]);
+                (needed > 0.0).then(|| needed / room)
+            };
+            self.tables.iter().filter_map(cells).reduce(f64::max)
+        };
+        // The first layer says what was sent: behind it routers saw what was not.
+        (0..self.layout.layers).find_map(of_layer)
+    }
+
     /// Whether the step counts.
     ///
     /// # Errors

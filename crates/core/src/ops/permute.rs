@@ -6,16 +6,16 @@ use crate::{Agreement, Backend, Error, Groups, Occupancy, Operand, PermuteMap, R
 /// a multiple of `align`.
 ///
 /// Too many rows and a wrong `num_slots` are found on the device: [`crate::Occupancy::verify`] tells of them. A backend
-/// that sees the slots on the host may say so at once, and of experts and tokens that are out of range or order.
+/// that sees the slots on the host may say at once that there are too many, and of experts and tokens that are out of range or order.
 #[derive(Debug)]
 pub struct PlanPermute<'a, B: Backend> {
     /// Local expert of each (received token, slot), −1 where the slot is not of this rank: `tokens · top_k`.
     pub expert: &'a B::Buf<i32>,
-    /// Global index of each received token, strictly ascending.
+    /// Global index of each received token, strictly ascending. Of tokens without a slot of this rank it does not matter.
     pub token_id: &'a B::Buf<i32>,
     /// Slots a token.
     pub top_k: usize,
-    /// How many slots are occupied.
+    /// How many slots are occupied; not more in any case.
     pub num_slots: usize,
     /// Local experts.
     pub num_groups: usize,
@@ -213,7 +213,7 @@ impl<'a, B: Backend> CombineSlots<'a, B> {
 }
 
 /// Lays chosen rows out as messages: codes ‖ scales ‖ the tensor's scale where there is one ‖ zeros to a multiple
-/// of 16 bytes ([`RowKind::row_bytes`]).
+/// of 16 bytes ([`RowKind::row_bytes`]). Where an index is negative, zeros.
 #[derive(Debug)]
 pub struct PackRows<'a, B: Backend> {
     /// Plain rows, or blocks along the row.

@@ -71,11 +71,12 @@ pub const fn record_words(top_k: usize) -> usize {
     1 + 2 * top_k
 }
 
-/// What a rank learns of each token it is sent, in [`record_words`] words: the token's global number; for each slot its expert
-/// as that rank counts its own, −1 where another rank has it; for each slot the bits of its gate weight.
+/// What a rank learns of each token it is sent, in [`record_words`] words: the token's global number and one; for each slot one more than its
+/// expert's number as that rank counts its own, 0 where another rank has it; for each slot the bits of its gate weight. So zeros are the record of
+/// no token.
 ///
-/// Which rank that is, a slot tells: the rank of its expert. A record of no slot (one that is negative or past the end) has token
-/// −1, experts −1 and weights 0; where the slot's expert is negative, all experts are −1.
+/// Which rank that is, a slot tells: the rank of its expert. Of no slot (one that is negative or past the end) all words are 0; where the
+/// slot's expert is negative, those of all experts are.
 #[derive(Debug)]
 pub struct PackSlots<'a, B: Backend> {
     /// For each record, a (token, slot) that goes to its rank: such rows' `row_slot` of a plan over [`SlotRanks::first`]. `[m]`
@@ -125,7 +126,7 @@ fn check_words(op: &'static str, argument: &'static str, records: usize, top_k: 
 }
 
 /// The inverse of [`PackSlots`]: records to what [`PlanPermute`](super::PlanPermute) and
-/// [`GatherScalars`](super::GatherScalars) take. Words move as they are.
+/// [`GatherScalars`](super::GatherScalars) take. Of a record of zeros the token is −1, every expert −1 and every weight 0.
 #[derive(Debug)]
 pub struct UnpackSlots<'a, B: Backend> {
     /// Records back to back: `[m, record_words]`.

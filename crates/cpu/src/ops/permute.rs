@@ -15,7 +15,8 @@ pub(crate) fn plan_permute(cpu: &Cpu, op: PlanPermute<'_, Cpu>) -> Result<Permut
     let (expert, token_id) = (op.expert.as_slice(), op.token_id.as_slice());
     let counts = count_slots(&op)?;
     let occupied: usize = counts.iter().sum();
-    if occupied != op.num_slots {
+    // Fewer are what the occupancy tells of.
+    if occupied > op.num_slots {
         return Err(Error::shape(
             "plan_permute",
             "num_slots",
@@ -37,14 +38,15 @@ pub(crate) fn plan_permute(cpu: &Cpu, op: PlanPermute<'_, Cpu>) -> Result<Permut
     let PermuteMap { groups, source_row, row_slot, slot_row, occupancy, .. } = &mut map;
     let row_id = groups.row_id.as_mut_slice();
     let (source_row, row_slot) = (source_row.as_mut_slice(), row_slot.as_mut_slice());
-    for rows in [&mut *row_id, source_row, row_slot] {
+    let slot_row = slot_row.as_mut_slice();
+    for rows in [&mut *row_id, source_row, row_slot, &mut *slot_row] {
         rows.fill(-1);
     }
-    let mut slots = slot_row.as_mut_slice().iter_mut();
+    let mut slots = slot_row.iter_mut();
     let mut next = start.clone();
     for (token, experts) in expert.chunks_exact(op.top_k).enumerate() {
         for (slot, &expert) in experts.iter().enumerate() {
-            // `count_slots` saw every expert and every row id in range, and as many slots as there are places.
+            // `count_slots` saw every expert and every row id in range, and no more slots than there are places.
             let Ok(expert) = usize::try_from(expert) else { continue };
             let row = next[expert];
             next[expert] += 1;
@@ -74,20 +76,24 @@ fn count_slots(op: &PlanPermute<'_, Cpu>) -> Result<Vec<usize>> {
             return Err(Error::shape(OP, argument, got, "at most 2^31 − 1"));
         }
     }
-    let token_id = op.token_id.as_slice();
-    for (i, &token) in token_id.iter().enumerate() {
+    let (token_id, experts) = (op.token_id.as_slice(), op.expert.as_slice());
+    let is_here = |i: &usize| experts[i * op.top_k..][..op.top_k].iter().any(|e| *e != -1);
+    let mut before = -1;
+    for i in (0..token_id.len()).filter(is_here) {
+        let token = token_id[i];
         let last_row = (i64::from(token) + 1) * op.top_k as i64 - 1;
         if token < 0 || last_row > i64::from(i32::MAX) {
             let expected = format!("at least 0, and token · {} + slot below 2^31", op.top_k);
             return Err(Error::shape(OP, "token_id", format!("{token} at {i}"), expected));
         }
-    }
-    if let Some(i) = token_id.windows(2).position(|pair| pair[0] >= pair[1]) {
-        let got = format!("{} before {} at {i}", token_id[i], token_id[i + 1]);
-        return Err(Error::shape(OP, "token_id", got, "ascending, each token once"));
+        if token <= before {
+            let got = format!("{before} before {token} at {i}");
+            return Err(Error::shape(OP, "token_id", got, "ascending, each token once"));
+        }
+        before = token;
     }
     let mut counts = vec![0; op.num_groups];
-    for (i, &expert) in op.expert.as_slice().iter().enumerate() {
+    for (i, &expert) in experts.iter().enumerate() {
         match usize::try_from(expert) {
             Ok(e) if e < op.num_groups => counts[e] += 1,
             Err(_) if expert == -1 => {}

@@ -42,37 +42,35 @@ pub(crate) fn pack_slots(cpu: &Cpu, op: PackSlots<'_, Cpu>) -> Result<Buf<i32>> 
         for (record, &slot) in out.chunks_exact_mut(words).zip(&slots[first..]) {
             let (experts, weights) = record[1..].split_at_mut(k);
             let Some(slot) = usize::try_from(slot).ok().filter(|&slot| slot < expert.len()) else {
-                experts.fill(-1);
-                weights.fill(0);
-                record[0] = -1;
+                record.fill(0);
                 continue;
             };
             let (token, rank) = (slot / k, rank_of(expert[slot]));
             for (to, &e) in experts.iter_mut().zip(&expert[token * k..]) {
                 let is_there = rank.is_some() && rank_of(e) == rank;
-                *to = if is_there { (e as usize % op.experts_each) as i32 } else { -1 };
+                *to = if is_there { (e as usize % op.experts_each) as i32 + 1 } else { 0 };
             }
             for (to, w) in weights.iter_mut().zip(&weight[token * k..]) {
                 *to = w.to_bits() as i32;
             }
-            record[0] = token_id[token];
+            record[0] = token_id[token].wrapping_add(1);
         }
     });
     Ok(out)
 }
 
-/// Words move; nothing is looked at.
+/// Nothing is checked.
 pub(crate) fn unpack_slots(cpu: &Cpu, op: UnpackSlots<'_, Cpu>) -> Result<ReceivedSlots<Cpu>> {
     let (words, k) = (record_words(op.top_k), op.top_k);
     let (mut out, records) = (op.result(cpu)?, op.records.as_slice());
     for_rows(cpu, out.token_id.as_mut_slice(), 1, |first, out| {
         for (to, record) in out.iter_mut().zip(records[first * words..].chunks_exact(words)) {
-            *to = record[0];
+            *to = record[0].wrapping_sub(1);
         }
     });
     for_rows(cpu, out.expert.as_mut_slice(), k, |first, out| {
         for (to, record) in out.chunks_exact_mut(k).zip(records[first * words..].chunks_exact(words)) {
-            to.copy_from_slice(&record[1..=k]);
+            to.iter_mut().zip(&record[1..=k]).for_each(|(to, word)| *to = word.wrapping_sub(1));
         }
     });
     for_rows(cpu, out.weight.as_mut_slice(), k, |first, out| {

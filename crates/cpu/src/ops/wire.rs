@@ -11,7 +11,7 @@ pub(crate) fn pack_rows(cpu: &Cpu, op: PackRows<'_, Cpu>) -> Result<Buf<u8>> {
     const OP: &str = "pack_rows";
     op.check()?;
     let index = op.index.as_slice();
-    check_index(OP, "index", index, op.rows.rows(), Pads::Refused)?;
+    check_index(OP, "index", index, op.rows.rows(), Pads::Allowed)?;
     let planes: [&[u8]; 3] = match op.rows {
         Operand::Plain(x) => match &x.data {
             Data::F32(x) => [bytemuck::cast_slice(x.as_slice()), &[], &[]],
@@ -28,7 +28,10 @@ pub(crate) fn pack_rows(cpu: &Cpu, op: PackRows<'_, Cpu>) -> Result<Buf<u8>> {
     let mut out = op.result(cpu)?;
     for_rows(cpu, out.as_mut_slice(), row_bytes, |first, out| {
         for (record, &row) in out.chunks_exact_mut(row_bytes).zip(&index[first..]) {
-            let row = row as usize; // not negative: checked above
+            let Ok(row) = usize::try_from(row) else {
+                record.fill(0);
+                continue;
+            };
             let mut rest = record;
             for (plane, width) in planes.iter().zip(widths) {
                 let (part, after) = rest.split_at_mut(width);

@@ -95,6 +95,15 @@ impl Config {
                 self.eval.batches
             ),
         );
+        let factor = self.run.capacity_factor;
+        add(
+            (self.run.mesh().ep == 1 || self.model.experts == 0) && factor != default.run.capacity_factor,
+            "run.capacity_factor",
+            &["run.ranks", "run.dp", "model.experts"],
+            format!(
+                "is {factor:?}, but decides nothing: no experts are divided among ranks; leave it out, or set run.ranks"
+            ),
+        );
         let c = &self.checkpoint;
         let none = c.every == 0 && !c.at_end;
         for (key, value, usual) in [

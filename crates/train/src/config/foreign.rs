@@ -337,6 +337,10 @@ const NAMES: &[(Meaning, &[&str])] = &[
         ],
     ),
     (Key("run.dp"), &["data_parallel_degree", "data_parallel_size", "data_parallel_replicate_degree"]),
+    (
+        Key("run.capacity_factor"),
+        &["moe_expert_capacity_factor", "expert_capacity_factor", "moe_capacity_factor", "expert_capacity"],
+    ),
     (Key("run.threads"), &["num_threads", "num_workers", "dataloader_num_workers", "num_proc"]),
     (Key("run.device"), &["accelerator", "gpu", "cuda", "device_type"]),
     (Key("seed"), &["random_seed", "manual_seed", "rng_seed", "data_seed"]),
@@ -414,6 +418,7 @@ const OWN: &[&str] = &[
     "model.vocab_size",
     "run.ranks",
     "run.dp",
+    "run.capacity_factor",
     "run.threads",
     "run.device",
     "run.log_every",

@@ -139,7 +139,7 @@ impl Config {
         let data = DataConfig { bytes: true, ..DataConfig::default() };
         let model = ModelConfig { balance: Balance::Batch, ..ModelConfig::default() };
         let train = TrainConfig { expert_shards: 2, combine: Some(Combine::Tree), ..TrainConfig::default() };
-        let run = RunConfig { dp: 2, ..RunConfig::default() };
+        let run = RunConfig { dp: 2, capacity_factor: 2.0, ..RunConfig::default() };
         let checkpoint = CheckpointConfig { file_mib: 1, ..CheckpointConfig::default() };
         Self { data, model, train, run, checkpoint, ..Self::default() }
     }

@@ -386,6 +386,10 @@ pub struct RunConfig {
     /// Ranks that hold the same experts: with 1 each expert lives on one rank. Divides `ranks` and `train.expert_shards`.
     #[serde(skip_serializing_if = "is_one")]
     pub dp: usize,
+    /// Where experts are divided among ranks: how many slots of tokens a rank has room for, as a multiple of its share if all were sent as
+    /// many. No token is ever dropped: a step in which a rank is sent more is done again with more room, and the same bits.
+    #[serde(skip_serializing_if = "is_usual_capacity")]
+    pub capacity_factor: f64,
     /// Worker threads over all ranks; 0 = one a core.
     pub threads: usize,
     /// Steps between lines on the console; the metrics file always gets every step.
@@ -394,7 +398,15 @@ pub struct RunConfig {
 
 impl Default for RunConfig {
     fn default() -> Self {
-        Self { dir: String::new(), device: DeviceChoice::Auto, ranks: 1, dp: 1, threads: 0, log_every: 10 }
+        Self {
+            dir: String::new(),
+            device: DeviceChoice::Auto,
+            ranks: 1,
+            dp: 1,
+            capacity_factor: USUAL_CAPACITY,
+            threads: 0,
+            log_every: 10,
+        }
     }
 }
 
@@ -411,6 +423,13 @@ const USUAL_FILE_MIB: usize = 5120;
 
 fn is_usual_file(mib: &usize) -> bool {
     *mib == USUAL_FILE_MIB
+}
+
+/// [`RunConfig::capacity_factor`] where it is not given. Stored configurations leave it out.
+const USUAL_CAPACITY: f64 = 1.25;
+
+fn is_usual_capacity(factor: &f64) -> bool {
+    *factor == USUAL_CAPACITY
 }
 
 /// Stored configurations leave it out.

@@ -178,6 +178,10 @@ impl Config {
         require(t.shards.is_multiple_of(ranks), "run.ranks", || {
             format!("is {ranks}, which does not divide train.shards = {}", t.shards)
         })?;
+        let factor = self.run.capacity_factor;
+        require(factor.is_finite() && factor > 0.0, "run.capacity_factor", || {
+            format!("is {factor:?}, expected a number above 0; 1.25 is usual")
+        })?;
         self.validate_mesh()?;
         let on_gpu = matches!(self.run.device, DeviceChoice::Cuda(_));
         require(ranks == 1 || !on_gpu, "run.device", || {

@@ -14,7 +14,8 @@ use nibble_core::ops::{
     PackSlots, Permute, PlanPermute, Routing, UnpackRows, UnpackSlots, record_words,
 };
 use nibble_core::{
-    DType, Data, Error, Groups, Kernels, Operand, PermuteMap, Result, RowKind, Tensor, round_up,
+    DType, Data, Error, ExchangeRoom, Groups, Kernels, Leg, Occupancy, Operand, PermuteMap, Result, RowKind,
+    RowPlan, Tensor, round_up,
 };
 use serde::{Deserialize, Serialize};
 
@@ -86,8 +87,8 @@ struct Wire<B: Kernels> {
     slot_place: B::Buf<i32>,
     /// The slots of this rank's tokens, of which the first for each rank has the row that comes back from there. Where rows are summed up a tree.
     ranks_tree: Option<TreeSlots<B>>,
-    /// How many rows: what the transport needs to know on the host.
-    rows: RowCounts,
+    /// How many rows, which is the transport's own business.
+    rows: RowPlan,
 }
 
 impl<B: Kernels> Saved for Plan<B> {
@@ -118,40 +119,6 @@ impl<B: Kernels> Saved for Plan<B> {
         for index in trees.into_iter().flatten().flat_map(|tree| [&tree.row, &tree.leaf]) {
             ledger.words::<B, i32>(LAYER, "plan", index);
         }
-    }
-}
-
-/// Rows that go between this rank and each that has experts, itself among them.
-#[derive(Debug, PartialEq, Eq)]
-struct RowCounts {
-    /// Tokens sent.
-    tokens_to: Vec<usize>,
-    /// Tokens that arrive.
-    tokens_from: Vec<usize>,
-    /// Slots that come back.
-    slots_from: Vec<usize>,
-    /// Slots that go back.
-    slots_to: Vec<usize>,
-}
-
-impl RowCounts {
-    /// From every rank's tokens and slots to every rank, `[world, world, 2]`.
-    fn of(table: &[i32], rank: usize, world: usize) -> Result<Self> {
-        let error = |why| Error::Comm { call: "counts", rank, why };
-        if table.len() != 2 * world * world {
-            return Err(error(format!("{} counts among {world} ranks", table.len())));
-        }
-        if let Some(n) = table.iter().find(|n| **n < 0) {
-            return Err(error(format!("a negative number of rows: {n}")));
-        }
-        let between = |from: usize, to: usize, what: usize| table[(from * world + to) * 2 + what] as usize;
-        let all = |count: &dyn Fn(usize) -> usize| (0..world).map(count).collect();
-        Ok(Self {
-            tokens_to: all(&|peer| between(rank, peer, 0)),
-            tokens_from: all(&|peer| between(peer, rank, 0)),
-            slots_from: all(&|peer| between(rank, peer, 1)),
-            slots_to: all(&|peer| between(peer, rank, 1)),
-        })
     }
 }
 
@@ -239,44 +206,38 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         Ok((map, experts))
     }
 
-    /// The plan among several ranks: they tell each other which tokens go where, with experts and gate weights. The host reads
-    /// how many, once; everything else stays on the device.
+    /// The plan among several ranks: they tell each other which tokens go where, with experts and gate weights. How many come is known to the
+    /// transport alone; here there is room.
     fn plan_ranks(&self, routing: &Routing<B>, align: usize) -> Result<Plan<B>> {
-        let (b, ep, top_k) = (self.cx.b, self.cx.mesh.ep, self.top_k);
+        let (cx, b, ep, top_k) = (self.cx, self.cx.b, self.cx.mesh.ep, self.top_k);
         let world = ep.world();
         let (expert, experts_each) = (&routing.expert, self.experts / world);
+        let tokens = B::len(expert) / top_k;
+        let room = ExchangeRoom::new(tokens, top_k, (world, experts_each), cx.capacity_factor);
         let ranks = AssignRanks { expert, top_k, experts_each, world }.run(b)?;
-        let counts = ep.counts(b, &ranks.counts)?;
-        let counts = b.begin_download(&counts, 0..B::len(&counts))?;
-        // While the counts are under way: the slots by rank, whose number is known.
+        let counts = RowPlan::begin(b, ep, &ranks.counts, room)?;
+        // While the counts are under way.
         let slots = self.sort_by_rank(&ranks.rank, B::len(expert))?;
-        let rows = RowCounts::of(&b.finish_download(counts)?, ep.rank(), world)?;
-        let placed: usize = rows.slots_from.iter().sum();
-        if placed != B::len(expert) {
-            let got = format!("an expert in {placed} of {} slots", B::len(expert));
-            return Err(Error::shape(
-                "exchange",
-                "routing.expert",
-                got,
-                format!("0 to {}", self.experts - 1),
-            ));
-        }
-        let tokens = self.sort_by_rank(&ranks.first, rows.tokens_to.iter().sum())?;
-
+        let tokens = self.sort_by_rank(&ranks.first, room.sent)?;
         let records = PackSlots {
             slot: &tokens.row_slot,
             expert,
             weight: &routing.weight,
             top_k,
             experts_each,
-            token_id: &self.cx.shards.groups.row_id,
+            token_id: &cx.shards.groups.row_id,
         };
         let sent = b.reinterpret(&records.run(b)?)?;
+        let rows = RowPlan::finish(b, ep, counts)?;
+        cx.note_overflow(rows.overflow().map(|slots| slots as f64 / room.own_slots as f64));
+
         let record_bytes = size_of::<i32>() * record_words(top_k);
-        let received = ep.all_to_all_v(b, &sent, record_bytes, &rows.tokens_to, &rows.tokens_from)?;
+        // Where no record arrives there are zeros, which is one of no token.
+        let mut received = b.zeros::<u8>(room.tokens * record_bytes)?;
+        rows.exchange(b, ep, (Leg::Tokens, record_bytes), &sent, &mut received)?;
         let received = UnpackSlots { records: &b.reinterpret(&received)?, top_k }.run(b)?;
-        let (map, experts) =
-            self.sort(&received.expert, &received.token_id, rows.slots_to.iter().sum(), align)?;
+        let (map, experts) = self.sort(&received.expert, &received.token_id, room.slots, align)?;
+        let map = PermuteMap { occupancy: occupancy(b, &rows, room)?, ..map };
         let gate_r = GatherScalars { values: &received.weight, index: &map.row_slot }.run(b)?;
         let experts_tree = self.tree(&map.row_slot, received.expert, experts_each)?;
         let ranks_tree = self.tree(&tokens.row_slot, ranks.first, world)?;
@@ -284,7 +245,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         Ok(Plan { map, experts, gate_r, experts_tree, wire: Some(wire) })
     }
 
-    /// Sorts this rank's slots by the rank they go to, −1 for none; `slots` of them go somewhere, and get a row each.
+    /// Sorts this rank's slots by the rank they go to, −1 for none; no more than `slots` of them go somewhere, and get a row each.
     fn sort_by_rank(&self, rank: &B::Buf<i32>, slots: usize) -> Result<PermuteMap<B>> {
         let (top_k, num_groups) = (self.top_k, self.cx.mesh.ep.world());
         let token_id = &self.cx.shards.groups.row_id;
@@ -307,23 +268,36 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         };
         let kind = rows_td.row_kind();
         let sent = PackRows { rows: rows_td, index: &wire.send_token }.run(self.cx.b)?;
-        let received = self.send(&sent, kind, &wire.rows.tokens_to, &wire.rows.tokens_from)?;
+        let received = self.send(&sent, kind, &wire.rows, Leg::Tokens)?;
         Permute { rows: &received, map: &plan.map }.run(self.cx.b)
     }
 
-    fn send(&self, rows: &B::Buf<u8>, kind: RowKind, to: &[usize], from: &[usize]) -> Result<Operand<B>> {
-        let b = self.cx.b;
-        let bytes = self.cx.mesh.ep.all_to_all_v(b, rows, kind.row_bytes(), to, from)?;
+    /// What one leg brings, of rows of this kind.
+    fn send(&self, rows: &B::Buf<u8>, kind: RowKind, plan: &RowPlan, leg: Leg) -> Result<Operand<B>> {
+        let bytes = self.received(rows, plan, (leg, kind.row_bytes()))?;
         let dtype = match kind.format {
             Format::F32 => DType::F32,
             Format::Bf16 => DType::Bf16,
-            _ => return UnpackRows { bytes: &bytes, kind }.run(b),
+            _ => return UnpackRows { bytes: &bytes, kind }.run(self.cx.b),
         };
         if kind.row_bytes() > kind.code_bytes() {
-            return UnpackRows { bytes: &bytes, kind }.run(b);
+            return UnpackRows { bytes: &bytes, kind }.run(self.cx.b);
         }
         // Nothing lies between the rows: they are what came.
-        self.as_rows(&bytes, dtype, (from.iter().sum(), kind.cols)).map(Operand::Plain)
+        self.as_rows(&bytes, dtype, (plan.capacity(leg), kind.cols)).map(Operand::Plain)
+    }
+
+    /// The bytes of that, with room for as many rows as there is.
+    fn received(
+        &self,
+        rows: &B::Buf<u8>,
+        plan: &RowPlan,
+        (leg, row_bytes): (Leg, usize),
+    ) -> Result<B::Buf<u8>> {
+        let b = self.cx.b;
+        let mut bytes = b.alloc(plan.capacity(leg) * row_bytes)?;
+        plan.exchange(b, self.cx.mesh.ep, (leg, row_bytes), rows, &mut bytes)?;
+        Ok(bytes)
     }
 
     /// Bytes that are rows one behind the other.
@@ -355,7 +329,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         };
         let rows = Operand::Plain(rows_rd.clone());
         let sent = PackRows { rows: &rows, index: &plan.map.slot_row }.run(b)?;
-        let received = self.send(&sent, rows.row_kind(), &wire.rows.slots_to, &wire.rows.slots_from)?;
+        let received = self.send(&sent, rows.row_kind(), &wire.rows, Leg::SlotsBack)?;
         let rows = received.plain("combine")?;
         CombineSlots { rows, index: Some(&wire.slot_place), plus: plus_td, top_k }.run(b)
     }
@@ -379,10 +353,8 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
             Data::Bf16(values) => b.reinterpret(values)?,
         };
         let (dtype, cols) = (sums.dtype(), sums.cols);
-        let RowCounts { tokens_to, tokens_from, .. } = &wire.rows;
-        let row_bytes = cols * dtype.size_bytes();
-        let received = self.cx.mesh.ep.all_to_all_v(b, &sent, row_bytes, tokens_from, tokens_to)?;
-        let received = self.as_rows(&received, dtype, (tokens_to.iter().sum(), cols))?;
+        let received = self.received(&sent, &wire.rows, (Leg::TokensBack, cols * dtype.size_bytes()))?;
+        let received = self.as_rows(&received, dtype, (wire.rows.capacity(Leg::TokensBack), cols))?;
         ranks.sum(b, &received, plus_td, top_k)
     }
 
@@ -391,10 +363,20 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         let b = self.cx.b;
         let slots = GatherScalars { values: values_r, index: &plan.map.slot_row }.run(b)?;
         let Some(wire) = &plan.wire else { return Ok(slots) };
-        let (bytes, to, from) = (b.reinterpret(&slots)?, &wire.rows.slots_to, &wire.rows.slots_from);
-        let received = self.cx.mesh.ep.all_to_all_v(b, &bytes, size_of::<f32>(), to, from)?;
+        let leg = (Leg::SlotsBack, size_of::<f32>());
+        let received = self.received(&b.reinterpret(&slots)?, &wire.rows, leg)?;
         GatherScalars { values: &b.reinterpret(&received)?, index: &wire.slot_place }.run(b)
     }
+}
+
+/// What a step's record says of an exchange: nothing, or that a rank was sent more slots than there is room for.
+fn occupancy<B: Kernels>(b: &B, rows: &RowPlan, room: ExchangeRoom) -> Result<Occupancy<B>> {
+    let found = match rows.overflow() {
+        None => b.zeros(1)?,
+        Some(slots) => b.upload(&[i32::try_from(slots).unwrap_or(i32::MAX)])?,
+    };
+    // The number of slots is the transport's own: that as many came as were told of is not asked.
+    Ok(Occupancy { found, num_slots: 0, capacity: room.slots })
 }
 
 mod traffic;

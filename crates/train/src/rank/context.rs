@@ -18,6 +18,10 @@ pub(crate) struct RankContext<'a, B: Kernels> {
     pub data: Option<Arc<Dataset>>,
     /// Steps issued.
     pub step: u64,
+    /// How much room an exchange has: `run.capacity_factor`, or more, once that was too little. The same on every rank.
+    pub capacity_factor: f64,
+    /// What whoever runs this should be told of that.
+    pub notes: Vec<String>,
 }
 
 impl<B: Kernels> RankContext<'_, B> {
@@ -58,13 +62,13 @@ impl<B: Kernels> RankContext<'_, B> {
     /// Mean held-out nats: `batches` batches from all over the data, or all of it (0). `go_on` is asked after every batch, told how many
     /// are done, of how many; none once it has said no.
     pub fn evaluate(
-        &self,
+        &mut self,
         model: &mut Decoder<B>,
         batches: usize,
         go_on: &mut dyn FnMut(usize, usize) -> Result<bool>,
     ) -> Result<Option<f64>> {
         let size = self.config.train.batch_size;
-        let data = self.data()?;
+        let data = self.data.clone().ok_or_else(no_data)?;
         let windows = data.valid_windows();
         // A part of the data is taken from all over it, so that losses during a run are comparable with the last one.
         let all = windows.div_ceil(size);
@@ -93,20 +97,47 @@ impl<B: Kernels> RankContext<'_, B> {
         Ok(Some(nats / tokens.max(1) as f64))
     }
 
-    /// The context of a forward pass alone over so many tokens.
+    /// Gives exchanges more room, since a rank was sent `needed` times its share. `again` is what is done again therefore.
+    pub fn make_room(&mut self, needed: f64, again: &str) {
+        // More than was asked for: what comes next may be less even still.
+        const SPARE: f64 = 1.125;
+        let (before, now) = (self.capacity_factor, needed.max(self.capacity_factor) * SPARE);
+        self.notes.push(format!(
+            "a rank was sent {needed:.2} times its share of the tokens, and had room for {before:.2}: from here on it is {now:.2}, and {again} is \
+             done again. run.capacity_factor={now:.2} has this room from the beginning"
+        ));
+        self.capacity_factor = now;
+    }
+
+    /// The context of a forward pass alone over so many tokens, with room for whatever is sent.
     pub fn inference_cx(&self, tokens: usize) -> Result<Cx<'_, B>> {
         let shards = Shards::new(self.b, 1, tokens, self.mesh.all.rank())?;
-        Ok(self.cx(shards))
+        Ok(Cx { capacity_factor: f64::INFINITY, ..self.cx(shards) })
     }
 
     /// The context of a forward pass alone over these tokens.
     pub fn cx(&self, shards: Shards<B>) -> Cx<'_, B> {
         let combine = self.config.train.combine.unwrap_or_default();
-        Cx { combine, ..Cx::inference(self.b, self.mesh, &self.recipe, shards, self.progress()) }
+        let capacity_factor = self.capacity_factor;
+        Cx {
+            combine,
+            capacity_factor,
+            ..Cx::inference(self.b, self.mesh, &self.recipe, shards, self.progress())
+        }
     }
 
     /// Nats of a batch that every rank holds: each evaluates its part, the sums meet in the order of the sequences.
-    pub fn held_out_nats(&self, model: &Decoder<B>, batch: &Batch) -> Result<f64> {
+    pub fn held_out_nats(&mut self, model: &Decoder<B>, batch: &Batch) -> Result<f64> {
+        loop {
+            match self.nats_that_fit(model, batch)? {
+                Ok(nats) => return Ok(nats),
+                Err(needed) => self.make_room(needed, "a batch of held-out sequences"),
+            }
+        }
+    }
+
+    /// [`Self::held_out_nats`]; if an exchange had too little room, what the rank that was sent most was sent, in shares.
+    fn nats_that_fit(&self, model: &Decoder<B>, batch: &Batch) -> Result<std::result::Result<f64, f64>> {
         let (ranks, shards) = (self.mesh.all.world(), self.config.train.shards);
         // The shards of training: what has a scale of a shard, or of a part of an expert's rows, has the same on every mesh.
         let each = batch.sequences.next_multiple_of(shards) / ranks;
@@ -123,9 +154,17 @@ impl<B: Kernels> RankContext<'_, B> {
         // A sum for each sequence.
         let out = model.losses(&cx, &ids, &targets, each)?;
         out.verify_ids(self.b, "evaluate", model.config.vocab_size)?;
-        let sums: Vec<f32> = self.b.download(&out.shard_nats)?.into_iter().map(|nats| nats as f32).collect();
-        let all = self.mesh.all.all_gather(self.b, &self.b.upload(&sums)?)?;
-        Ok(self.b.download(&all)?.into_iter().map(f64::from).sum())
+        let mut sums: Vec<f32> =
+            self.b.download(&out.shard_nats)?.into_iter().map(|nats| nats as f32).collect();
+        let len = sums.len() + 1;
+        sums.push(cx.overflow.get() as f32);
+        let all = self.b.download(&self.mesh.all.all_gather(self.b, &self.b.upload(&sums)?)?)?;
+        let (sums, needed): (Vec<&[f32]>, Vec<f32>) =
+            all.chunks_exact(len).map(|of_rank| (&of_rank[..len - 1], of_rank[len - 1])).unzip();
+        Ok(match needed.into_iter().fold(0.0, f32::max) {
+            0.0 => Ok(sums.into_iter().flatten().copied().map(f64::from).sum()),
+            needed => Err(needed.into()),
+        })
     }
 }
 

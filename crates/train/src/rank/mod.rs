@@ -73,7 +73,16 @@ impl<'a, B: Kernels> RankState<'a, B> {
             Decoder::with_rope(b, mesh, &recipe, &config.model, rope(b)?, config.seed)
         })?;
         model.recompute(&config.train.recompute);
-        let context = RankContext { b, mesh, config: config.clone(), recipe, data: None, step: 0 };
+        let context = RankContext {
+            b,
+            mesh,
+            config: config.clone(),
+            recipe,
+            data: None,
+            step: 0,
+            capacity_factor: config.run.capacity_factor,
+            notes: Vec::new(),
+        };
         Ok(Self { context, model, weights, buffers: None, activations: b.arena("activations")? })
     }
 

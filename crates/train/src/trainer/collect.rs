@@ -97,7 +97,8 @@ fn collect_as<B: Kernels, T: Plain>(
     let from = |rank| if first { count(&of_rank(rank)) } else { 0 };
     let [to, from] =
         [&to as &dyn Fn(usize) -> usize, &from].map(|rows| (0..all.world()).map(rows).collect::<Vec<_>>());
-    let received = all.all_to_all_v(b, &b.reinterpret(&sent)?, size_of::<T>(), &to, &from)?;
+    let mut received = b.alloc(size_of::<T>() * from.iter().sum::<usize>())?;
+    all.all_to_all_v(b, &b.reinterpret(&sent)?, size_of::<T>(), &to, &from, &mut received)?;
     if !first {
         return Ok(Vec::new());
     }

@@ -99,6 +99,8 @@ impl<B: Kernels> Trainer<'_, B> {
             return Err(CoreError::shape("inspect", "train.grad_accum", got, "one").into());
         }
         self.require_settled("inspect")?;
+        // Done once: there is room for whatever is sent.
+        self.rank.context.capacity_factor = f64::INFINITY;
         // What routers chose is looked at, and so kept.
         let scopes = self.rank.context.config.train.recompute.iter().copied();
         let kept: Vec<Scope> =

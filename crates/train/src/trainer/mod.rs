@@ -77,6 +77,7 @@ pub struct Trainer<'a, B: Kernels> {
 #[derive(Debug)]
 struct Issued<B: Kernels> {
     report: B::Pending<f64>,
+    how: Issue,
     lr: f64,
     started: Instant,
     /// How long the host took to issue it, recorded as it was.
@@ -281,7 +282,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         context.step += 1;
         // While a step is recorded the device works on the one before, whose time that is.
         let issuing = started.elapsed().saturating_sub(recording);
-        self.issued.push_back(Issued { report, lr, started, issuing });
+        self.issued.push_back(Issued { report, how, lr, started, issuing });
         Ok(())
     }
 
@@ -291,12 +292,17 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// [`nibble_core::Error::NonFinite`] naming the first tensor that is not finite, of whichever rank, and the step: no weight
     /// has changed since; [`nibble_core::Error::Capacity`] if an expert layer had more rows than its buffers hold.
     pub fn settle(&mut self) -> Result<Option<Metrics>> {
-        let (Some(issued), Some(buffers)) = (self.issued.pop_front(), &self.rank.buffers) else {
+        let Some(Issued { report, how, lr, started, issuing }) = self.issued.pop_front() else {
             return Ok(None);
         };
-        let Issued { report, lr, started, issuing } = issued;
         let values = self.rank.context.b.finish_download(report)?;
+        let Some(buffers) = &self.rank.buffers else { return Ok(None) };
         let report = Report::new(buffers.layout, buffers.sites(), &values)?;
+        if let Some(times) = report.overflow().filter(|_| self.rank.context.mesh.ep.world() > 1) {
+            let step = report.step();
+            self.repeat(step, times, how)?;
+            return self.settle();
+        }
         self.any_asked = report.asked();
         let (config, verified) = (&self.rank.context.config, report.verify());
         let told = verified.is_err() || LayerMetrics::is_due(report.step() + 1, config.train.steps);
@@ -317,6 +323,28 @@ impl<'a, B: Kernels> Trainer<'a, B> {
             seconds: Some(seconds),
             ..Metrics::of_step(&report, config)
         }))
+    }
+
+    /// Does a step again that had `times` too little room in an exchange, and what was issued after it. Every rank has read the same record.
+    fn repeat(&mut self, step: u64, times: f64, how: Issue) -> Result<()> {
+        // Steps after it have changed nothing either.
+        let later: Vec<Issued<B>> = self.issued.drain(..).collect();
+        let hows: Vec<Issue> = std::iter::once(how).chain(later.iter().map(|issued| issued.how)).collect();
+        for Issued { report, .. } in later {
+            self.rank.context.b.finish_download(report)?;
+        }
+        let RankState { context, buffers, .. } = &mut self.rank;
+        context.make_room(times * context.capacity_factor, &format!("step {}", step + 1));
+        context.step = step;
+        if let Some(buffers) = buffers {
+            buffers.restart(context.b, step)?;
+        }
+        hows.into_iter().try_for_each(|how| self.issue(how))
+    }
+
+    /// What whoever runs this should be told of the exchanges among ranks since this was asked last.
+    pub fn take_notes(&mut self) -> Vec<String> {
+        std::mem::take(&mut self.rank.context.notes)
     }
 
     /// Says whether this rank was asked to end the run. The records of the steps issued from here on tell it to every rank.

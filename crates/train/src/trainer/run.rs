@@ -144,6 +144,9 @@ fn read_records<B: Kernels>(
     let mut loss = None;
     while trainer.unread() > unread {
         let settled = trainer.settle().map_err(|error| of_divergence(error, trainer.config(), false));
+        if outputs.is_some() {
+            trainer.take_notes().iter().for_each(|note| observer.note(note));
+        }
         if let (Some(layers), Some(outputs)) = (trainer.take_layers(), outputs.as_mut()) {
             outputs.write_layers(&layers)?;
         }
@@ -258,6 +261,9 @@ fn evaluate<B: Kernels>(
         Ok(done == of || !options.any_is_asked_to_stop(b, comm)?)
     });
     let evaluated = evaluated.map_err(|error| of_divergence(error, trainer.config(), true))?;
+    if first {
+        trainer.take_notes().iter().for_each(|note| observer.note(note));
+    }
     let Some(valid_loss) = evaluated else { return Ok(None) };
     if let Some(outputs) = outputs {
         let step = trainer.step();

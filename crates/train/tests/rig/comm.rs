@@ -87,9 +87,10 @@ impl<H: Hook> Comm<Cpu> for Hooked<H> {
         row_bytes: usize,
         to: &[usize],
         from: &[usize],
-    ) -> Result<Buf<u8>> {
-        let about = Call { name: "all_to_all_v", bytes: Cpu::len(send), row_bytes };
-        self.around(b, about, |comm| comm.all_to_all_v(b, send, row_bytes, to, from))
+        into: &mut Buf<u8>,
+    ) -> Result<()> {
+        let about = Call { name: "all_to_all_v", bytes: to.iter().sum::<usize>() * row_bytes, row_bytes };
+        self.around(b, about, |comm| comm.all_to_all_v(b, send, row_bytes, to, from, into))
     }
     fn reduce_scatter_tree(
         &self,

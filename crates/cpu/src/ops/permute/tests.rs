@@ -121,11 +121,12 @@ fn too_many_rows_and_bad_indices_are_errors() {
     let e = plan([0, 1, 2, 1, 0, -1], [1, 2, 5], 8).unwrap_err();
     assert_eq!(e, "plan_permute: `expert` is 2 at 2, expected -1 to 1");
     assert!(plan([0, 1, 0, 1, 0, -2], [1, 2, 5], 8).unwrap_err().contains("`expert` is -2 at 5"));
-    assert!(plan(good, [1, 5, 2], 8).unwrap_err().contains("`token_id` is 5 before 2 at 1"));
+    assert!(plan(good, [1, 5, 2], 8).unwrap_err().contains("`token_id` is 5 before 2 at 2"));
     assert!(plan(good, [1, 1, 2], 8).unwrap_err().contains("ascending"));
     assert!(plan(good, [-1, 1, 2], 8).unwrap_err().contains("`token_id` is -1 at 0"));
     assert!(plan(good, [0, 1, i32::MAX], 8).unwrap_err().contains("below 2^31"));
     assert_eq!(plan(good, [0, 1, (i32::MAX - 1) / 2], 8), Ok(5), "the last row id that fits");
+    assert_eq!(plan([0, 1, -1, -1, 0, 1], [1, -1, 2], 8), Ok(4), "a token without a slot has no number");
 }
 
 #[test]
@@ -142,6 +143,22 @@ fn what_a_plan_found_is_told_when_asked() {
     };
     assert!(told([12, 5]).starts_with("plan_permute: 12 routed rows do not fit a capacity of 8"));
     assert_eq!(told([8, 4]), "plan_permute: `occupied slots` is 4, expected 5");
+}
+
+#[test]
+fn fewer_slots_than_the_plan_was_told_of_leave_no_row() {
+    let cpu = Cpu::new(1).unwrap();
+    let [expert, token_id] = [&[0, 1, 0, 1, -1, -1][..], &[1, 2, 5]].map(|x| cpu.upload(x).unwrap());
+    let plan = |num_slots| {
+        let (expert, token_id) = (&expert, &token_id);
+        let op = PlanPermute { expert, token_id, top_k: 2, num_slots, num_groups: 2, align: 4, capacity: 8 };
+        op.run(&cpu)
+    };
+    let (exact, more) = (plan(4).unwrap(), plan(6).unwrap());
+    assert_eq!(more.slot_row.as_slice(), [exact.slot_row.as_slice(), &[-1, -1]].concat());
+    assert_eq!(more.groups.row_id.as_slice(), exact.groups.row_id.as_slice());
+    assert!(more.occupancy.verify(&cpu).unwrap_err().to_string().contains("`occupied slots` is 4"));
+    assert!(plan(3).unwrap_err().to_string().contains("4 are occupied"));
 }
 
 #[test]

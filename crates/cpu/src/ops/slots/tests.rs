@@ -86,24 +86,27 @@ fn a_record_tells_a_rank_of_its_own_experts_and_of_all_weights() {
         for (i, (&slot, record)) in slot.iter().zip(records.chunks(words)).enumerate() {
             let from = usize::try_from(slot).ok().filter(|slot| *slot < slots);
             let want: Vec<i32> = match from {
-                None => [vec![-1; 1 + top_k], vec![0; top_k]].concat(),
+                None => vec![0; words],
                 Some(from) => {
                     let token = from / top_k;
                     let of_token = token * top_k..(token + 1) * top_k;
                     // The packer does not know how many ranks there are: past the last come more of the same size.
                     let rank = |e: i32| (e >= 0).then(|| e as usize / each);
                     let local = |&e: &i32| match rank(expert[from]) {
-                        Some(r) if rank(e) == Some(r) => e - (r * each) as i32,
-                        _ => -1,
+                        Some(r) if rank(e) == Some(r) => e - (r * each) as i32 + 1,
+                        _ => 0,
                     };
                     let experts = expert[of_token.clone()].iter().map(local);
                     let weights = weight[of_token].iter().map(|w| w.to_bits() as i32);
-                    std::iter::once((FIRST + 3 * token) as i32).chain(experts).chain(weights).collect()
+                    std::iter::once((FIRST + 3 * token) as i32 + 1).chain(experts).chain(weights).collect()
                 }
             };
             assert_eq!(record, want, "{case:?}, {world} ranks, record {i} of slot {slot}");
-            assert_eq!(back.0[i], want[0]);
-            assert_eq!(back.1[i * top_k..][..top_k], want[1..=top_k]);
+            assert_eq!(back.0[i], want[0] - 1);
+            assert_eq!(
+                back.1[i * top_k..][..top_k],
+                want[1..=top_k].iter().map(|e| e - 1).collect::<Vec<_>>()
+            );
             let bits: Vec<i32> = back.2[i * top_k..][..top_k].iter().map(|&w| w as i32).collect();
             assert_eq!(bits, want[1 + top_k..]);
         }

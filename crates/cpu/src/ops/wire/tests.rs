@@ -108,14 +108,27 @@ fn what_lies_in_the_padding_does_not_matter() {
 }
 
 #[test]
+fn a_message_of_no_row_is_zeros() {
+    let cpu = Cpu::new(1).unwrap();
+    for (format, rule) in [(Format::Mxfp4, ScaleRule::Rceil), (Format::Nvfp4, ScaleRule::Amax)] {
+        let x = rows_of(&cpu, format, rule, 3, 64);
+        let pack = |index: &[i32]| {
+            let index = cpu.upload(index).unwrap();
+            pack_rows(&cpu, PackRows { rows: &x, index: &index }).unwrap().as_slice().to_vec()
+        };
+        let (two, row_bytes) = (pack(&[2, 0]), x.row_kind().row_bytes());
+        let (last, first) = two.split_at(row_bytes);
+        assert_eq!(pack(&[2, -1, 0, -7]), [last, &vec![0; row_bytes], first, &vec![0; row_bytes]].concat());
+    }
+}
+
+#[test]
 fn mistakes_are_errors() {
     let cpu = Cpu::new(1).unwrap();
     let x = rows_of(&cpu, Format::E4m3, ScaleRule::Amax, 3, 128);
-    for bad in [3, -1] {
-        let index = cpu.upload(&[0, bad]).unwrap();
-        let e = pack_rows(&cpu, PackRows { rows: &x, index: &index }).unwrap_err().to_string();
-        assert_eq!(e, format!("pack_rows: `index` is {bad} at 1, expected at least 0 and below 3"));
-    }
+    let index = cpu.upload(&[0, 3]).unwrap();
+    let e = pack_rows(&cpu, PackRows { rows: &x, index: &index }).unwrap_err().to_string();
+    assert_eq!(e, "pack_rows: `index` is 3 at 1, expected below 3");
     let index = cpu.upload(&[0]).unwrap();
     let Operand::Block(q) = x else { unreachable!("E4M3 is a block format") };
     let refused =

@@ -4,10 +4,10 @@
 // assign_ranks: rank[s] = the rank of expert[s], -1 where that is not below `experts`; first[s] the same, -1 where an earlier slot of the token
 //   has that rank. Adds each rank's tokens to counts[2 * rank] and its slots to counts[2 * rank + 1], summed within a CTA first.
 //   256 threads; any grid, best a thread a slot up to a few CTAs a multiprocessor. Dynamic shared memory: 8 bytes a rank.
-// pack_slots: record i has 1 + 2 * top_k words for the token of slot[i], as the rank of expert[slot[i]] needs them: the token_id; for each slot of
-//   the token its expert, counted from the rank's first, or -1 if the expert is on another rank; and the bits of each slot's weight. Where slot[i]
-//   is not below `slots`: -1, -1 ..., 0 ...
-// unpack_slots: splits records into token_id, expert and weight, word by word.
+// pack_slots: record i has 1 + 2 * top_k words for the token of slot[i], as the rank of expert[slot[i]] needs them: the token_id + 1; for each slot
+//   of the token its expert, counted from 1 for the rank's first, or 0 if the expert is on another rank; and the bits of each slot's weight. Where
+//   slot[i] is not below `slots`: zeros.
+// unpack_slots: splits records into token_id, expert, both counted from 0 again, and weight.
 //   256 threads a CTA; grid ceil(words / 256), words = those of all records, below 2^31.
 #pragma once
 #include "math/reduce.cuh"
@@ -62,14 +62,14 @@ __global__ void __launch_bounds__(kSlotThreads)
     const u32 from = u32(__ldg(slot + at.record));
     const bool present = from < slots;
     const u32 token = present ? by_top_k.divide(from) : 0;
-    int value = at.word <= top_k ? -1 : 0;
+    int value = 0;
     if (present && at.word == 0) {
-        value = __ldg(token_id + token);
+        value = int(u32(__ldg(token_id + token)) + 1);
     } else if (present && at.word <= top_k) {
         const int mine = __ldg(expert + from), other = __ldg(expert + token * top_k + at.word - 1);
         if (mine >= 0 && other >= 0) {
             const u32 rank = by_experts_each.divide(u32(mine));
-            if (by_experts_each.divide(u32(other)) == rank) value = int(u32(other) - rank * experts_each);
+            if (by_experts_each.divide(u32(other)) == rank) value = int(u32(other) - rank * experts_each + 1);
         }
     } else if (present) {
         value = __float_as_int(__ldg(weight + token * top_k + at.word - 1 - top_k));
@@ -83,13 +83,13 @@ __global__ void __launch_bounds__(kSlotThreads)
     const u32 i = blockIdx.x * kSlotThreads + threadIdx.x;
     if (i >= words) return;
     const RecordWord at(i, top_k, by_words);
-    const int value = __ldg(records + i);
+    const u32 value = u32(__ldg(records + i));
     if (at.word == 0)
-        token_id[at.record] = value;
+        token_id[at.record] = int(value - 1);
     else if (at.word <= top_k)
-        expert[at.record * top_k + at.word - 1] = value;
+        expert[at.record * top_k + at.word - 1] = int(value - 1);
     else
-        weight[at.record * top_k + at.word - 1 - top_k] = __int_as_float(value);
+        weight[at.record * top_k + at.word - 1 - top_k] = __uint_as_float(value);
 }
 
 }  // namespace nib

@@ -137,7 +137,7 @@ struct Slot {
 }
 
 /// What the plan of one rank must hold, in the order of [`contents`].
-fn want(case: &Case, rank: usize) -> (RowCounts, Vec<(&'static str, Vec<i32>)>) {
+fn want(case: &Case, rank: usize) -> Vec<(&'static str, Vec<i32>)> {
     let Case { world, tokens, top_k, .. } = *case;
     let routings: Vec<_> = (0..world).map(|r| case.routing(r)).collect();
     let boxes: Vec<_> = routings.iter().map(|(e, _)| Outbox::new(e, top_k, EACH, world)).collect();
@@ -164,14 +164,7 @@ fn want(case: &Case, rank: usize) -> (RowCounts, Vec<(&'static str, Vec<i32>)>) 
     let place_of =
         |s: &Slot| sorted.iter().position(|o| (o.token, o.slot) == (s.token, s.slot)).unwrap() as i32;
     let ints = |of: &dyn Fn(&Slot) -> usize| sorted.iter().map(|s| of(s) as i32).collect();
-    let counts = |of: &dyn Fn(usize) -> usize| (0..world).map(of).collect();
-    let rows = RowCounts {
-        tokens_to: counts(&|p| boxes[rank].tokens[p].len()),
-        tokens_from: counts(&|p| boxes[p].tokens[rank].len()),
-        slots_from: boxes[rank].slots.clone(),
-        slots_to: counts(&|p| boxes[p].slots[rank]),
-    };
-    let lists = vec![
+    vec![
         ("row_id", ints(&|s| s.token * top_k + s.slot)),
         ("source_row", ints(&|s| s.received)),
         ("row_slot", ints(&|s| s.received * top_k + s.slot)),
@@ -179,19 +172,18 @@ fn want(case: &Case, rank: usize) -> (RowCounts, Vec<(&'static str, Vec<i32>)>) 
         ("gate_r", ints(&|s| s.weight.to_bits() as usize)),
         ("send_token", boxes[rank].send_token()),
         ("slot_place", boxes[rank].slot_place()),
-    ];
-    (rows, lists)
+    ]
 }
 
-/// What the plan of one rank holds. Without padding there is one more row than slots at most.
+/// What the plan of one rank holds.
 fn contents(cpu: &Cpu, plan: &Plan<Cpu>) -> Vec<(&'static str, Vec<i32>)> {
-    let (map, rows) = (&plan.map, plan.map.num_slots);
+    let map = &plan.map;
     let mut lists = vec![
-        ("row_id", map.groups.row_id.as_slice()[..rows].to_vec()),
-        ("source_row", map.source_row.as_slice()[..rows].to_vec()),
-        ("row_slot", map.row_slot.as_slice()[..rows].to_vec()),
+        ("row_id", map.groups.row_id.as_slice().to_vec()),
+        ("source_row", map.source_row.as_slice().to_vec()),
+        ("row_slot", map.row_slot.as_slice().to_vec()),
         ("slot_row", map.slot_row.as_slice().to_vec()),
-        ("gate_r", cpu.reinterpret::<f32, i32>(&plan.gate_r).unwrap().as_slice()[..rows].to_vec()),
+        ("gate_r", cpu.reinterpret::<f32, i32>(&plan.gate_r).unwrap().as_slice().to_vec()),
     ];
     if let Some(wire) = &plan.wire {
         lists.push(("send_token", wire.send_token.as_slice().to_vec()));
@@ -213,30 +205,88 @@ fn routing_of(cpu: &Cpu, case: &Case, rank: usize) -> Routing<Cpu> {
     }
 }
 
-fn check(case: Case, comm: ThreadComm) {
+/// The most slots that a rank of a case is sent, as a share of what each would be sent if all were sent the same.
+fn fullest(case: &Case) -> f64 {
+    let slots = |rank| Outbox::new(&case.routing(rank).0, case.top_k, EACH, case.world).slots;
+    let all: Vec<Vec<usize>> = (0..case.world).map(slots).collect();
+    let most = (0..case.world).map(|to| all.iter().map(|slots| slots[to]).sum::<usize>()).max();
+    most.unwrap() as f64 / (case.tokens * case.top_k).max(1) as f64
+}
+
+/// With room for everything, and with just enough.
+fn check(case: Case, capacity_factor: f64, comm: ThreadComm) {
     let (cpu, recipe) = (Cpu::new(1).unwrap(), Recipe::builtin("bf16").unwrap());
     let comm: &dyn Comm<Cpu> = &comm;
     let shards = Shards::new(&cpu, 1, case.tokens, comm.rank()).unwrap();
-    let cx = Cx::inference(&cpu, Mesh::new(comm), &recipe, shards, 0.0);
+    let cx = Cx { capacity_factor, ..Cx::inference(&cpu, Mesh::new(comm), &recipe, shards, 0.0) };
     let routing = routing_of(&cpu, &case, comm.rank());
     let plan = Exchange::new(&cx, EACH * case.world, case.top_k).plan(&routing, 1).unwrap();
     plan.map.occupancy.verify(&cpu).unwrap();
-    let (rows, want) = want(&case, comm.rank());
-    assert_eq!(plan.wire.as_ref().map(|wire| &wire.rows), (case.world > 1).then_some(&rows), "{case:?}");
-    assert_eq!(plan.map.num_slots, rows.slots_to.iter().sum::<usize>(), "{case:?}");
-    for (got, want) in contents(&cpu, &plan).iter().zip(&want) {
-        assert_eq!(got, want, "{case:?}, rank {}", comm.rank());
+    assert_eq!(cx.overflow.get(), 0.0, "{case:?}");
+    if capacity_factor <= 1.0 && case.world > 1 {
+        assert_eq!(plan.map.num_slots, case.tokens * case.top_k, "{case:?}: its share and no more");
     }
+    for ((name, got), (_, want)) in contents(&cpu, &plan).iter().zip(&want(&case, comm.rank())) {
+        let (rows, none) = got.split_at(want.len());
+        assert_eq!(rows, want, "{case:?}, rank {}, {name}", comm.rank());
+        let nothing = if *name == "gate_r" { 0 } else { -1 };
+        assert!(none.iter().all(|x| *x == nothing), "{case:?}, {name} behind the last row: {none:?}");
+    }
+}
+
+/// Nothing is sent, nobody waits, and every rank's record tells of it.
+fn check_overflow(case: Case, comm: ThreadComm) {
+    let (cpu, recipe) = (Cpu::new(1).unwrap(), Recipe::builtin("bf16").unwrap());
+    let comm: &dyn Comm<Cpu> = &comm;
+    let shards = Shards::new(&cpu, 1, case.tokens, comm.rank()).unwrap();
+    for combine in [Combine::Slots, Combine::Tree] {
+        let cx = Cx {
+            // A slot too little.
+            capacity_factor: fullest(&case) - 1.5 / (case.tokens * case.top_k) as f64,
+            combine,
+            ..Cx::inference(&cpu, Mesh::new(comm), &recipe, shards.clone(), 0.0)
+        };
+        let exchange = Exchange::new(&cx, EACH * case.world, case.top_k);
+        let plan = exchange.plan(&routing_of(&cpu, &case, comm.rank()), 128).unwrap();
+        assert_eq!(cx.overflow.get(), fullest(&case), "{case:?}");
+        let why = plan.map.occupancy.verify(&cpu).unwrap_err();
+        let most = (fullest(&case) * (case.tokens * case.top_k) as f64).round() as usize;
+        assert!(
+            matches!(why, Error::Capacity { needed, capacity, .. } if (needed, capacity) == (most, most - 1)),
+            "{case:?}: {why}"
+        );
+        assert!(plan.map.groups.len.as_slice().iter().all(|len| *len == 0), "{case:?}");
+        let x = rows_of(&cpu, DType::Bf16, case.tokens, 8, made);
+        let rows = exchange.dispatch(&plan, &Operand::Plain(x)).unwrap();
+        let back = exchange.combine(&plan, rows.plain("test").unwrap(), None).unwrap();
+        assert_eq!(back.shape(), (case.tokens, 8));
+        exchange.return_scalars(&plan, &plan.gate_r).unwrap();
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_told_to_every_rank_and_is_not_sent() {
+    for case in Case::all().into_iter().filter(|case| case.world > 1 && case.tokens > 0) {
+        on_ranks(case.world, |comm| check_overflow(case, comm));
+    }
+}
+
+/// Does so on every rank.
+fn on_ranks(world: usize, work: impl Fn(ThreadComm) + Sync) {
+    std::thread::scope(|scope| {
+        let work = &work;
+        let spawn = |comm| scope.spawn(move || work(comm));
+        let ranks: Vec<_> = ThreadComm::world(world).into_iter().map(spawn).collect();
+        ranks.into_iter().for_each(|rank| rank.join().unwrap());
+    });
 }
 
 #[test]
 fn a_plan_made_on_the_device_is_the_one_a_host_makes_of_all_routings() {
     for case in Case::all() {
-        std::thread::scope(|scope| {
-            let spawn = |comm| scope.spawn(move || check(case, comm));
-            let ranks: Vec<_> = ThreadComm::world(case.world).into_iter().map(spawn).collect();
-            ranks.into_iter().for_each(|rank| rank.join().unwrap());
-        });
+        for capacity_factor in [f64::INFINITY, fullest(&case)] {
+            on_ranks(case.world, |comm| check(case, capacity_factor, comm));
+        }
     }
 }
 
@@ -252,16 +302,6 @@ fn the_cases_have_what_they_are_for() {
     for token in of(Choice::Random, 3).chunks(4) {
         assert!((1..4).all(|i| !token[..i].contains(&token[i])), "{token:?}: an expert is chosen once");
     }
-}
-
-#[test]
-fn counts_that_cannot_be_are_errors() {
-    let of = |table: &[i32]| RowCounts::of(table, 1, 2).unwrap_err().to_string();
-    assert_eq!(of(&[0; 7]), "rank 1: counts: 7 counts among 2 ranks");
-    assert_eq!(of(&[1, 2, 3, 4, 5, -6, 7, 8]), "rank 1: counts: a negative number of rows: -6");
-    let rows = RowCounts::of(&[1, 2, 3, 4, 5, 6, 7, 8], 1, 2).unwrap();
-    assert_eq!((rows.tokens_to, rows.tokens_from), (vec![5, 7], vec![3, 7]));
-    assert_eq!((rows.slots_from, rows.slots_to), (vec![6, 8], vec![4, 8]));
 }
 
 /// What the expert of a (token, slot), counted over all ranks, returns in a column.
@@ -331,12 +371,7 @@ fn rows_come_back_and_add_up_as_on_one_rank() {
     let kinds = [(DType::Bf16, 8), (DType::Bf16, 5), (DType::F32, 4), (DType::F32, 7)];
     for (i, case) in Case::all().into_iter().enumerate() {
         for (j, way) in [Combine::Slots, Combine::Tree].into_iter().enumerate() {
-            std::thread::scope(|scope| {
-                let kind = kinds[(i + 2 * j) % 4];
-                let spawn = |comm| scope.spawn(move || check_sums(case, way, kind, comm));
-                let ranks: Vec<_> = ThreadComm::world(case.world).into_iter().map(spawn).collect();
-                ranks.into_iter().for_each(|rank| rank.join().unwrap());
-            });
+            on_ranks(case.world, |comm| check_sums(case, way, kinds[(i + 2 * j) % 4], comm));
         }
     }
 }
@@ -344,18 +379,14 @@ fn rows_come_back_and_add_up_as_on_one_rank() {
 /// A tree of which no rank has a node.
 #[test]
 fn a_tree_over_other_numbers_of_ranks_is_refused() {
-    std::thread::scope(|scope| {
-        for comm in ThreadComm::world(3) {
-            scope.spawn(move || {
-                let (cpu, recipe) = (Cpu::new(1).unwrap(), Recipe::builtin("bf16").unwrap());
-                let shards = Shards::new(&cpu, 1, 2, 0).unwrap();
-                let mesh = Mesh::new(&comm);
-                let cx = Cx { combine: Combine::Tree, ..Cx::inference(&cpu, mesh, &recipe, shards, 0.0) };
-                let case = Case { world: 3, tokens: 2, top_k: 1, choice: Choice::Random };
-                let why = Exchange::new(&cx, 12, 1).plan(&routing_of(&cpu, &case, 0), 1).unwrap_err();
-                assert!(why.to_string().contains("is 3, expected a power of two"), "{why}");
-            });
-        }
+    on_ranks(3, |comm| {
+        let (cpu, recipe) = (Cpu::new(1).unwrap(), Recipe::builtin("bf16").unwrap());
+        let shards = Shards::new(&cpu, 1, 2, 0).unwrap();
+        let mesh = Mesh::new(&comm);
+        let cx = Cx { combine: Combine::Tree, ..Cx::inference(&cpu, mesh, &recipe, shards, 0.0) };
+        let case = Case { world: 3, tokens: 2, top_k: 1, choice: Choice::Random };
+        let why = Exchange::new(&cx, 12, 1).plan(&routing_of(&cpu, &case, 0), 1).unwrap_err();
+        assert!(why.to_string().contains("is 3, expected a power of two"), "{why}");
     });
 }
 

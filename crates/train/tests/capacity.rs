@@ -1,0 +1,184 @@
+//! Exchanges with too little room: the step, or the batch that is evaluated, is done again with more of it, and with the same bits.
+
+mod rig;
+
+use nibble_core::{Data, Kernels, Mesh, MeshShape};
+use nibble_cpu::Cpu;
+use nibble_train::config::Config;
+use nibble_train::trainer::Trainer;
+use rig::{SOLO, few_held_out, mixed, on_mesh, small, state_on};
+use std::collections::BTreeMap;
+
+/// Meshes that divide experts.
+const MESHES: [MeshShape; 4] = [
+    MeshShape { dp: 1, ep: 2 },
+    MeshShape { dp: 1, ep: 4 },
+    MeshShape { dp: 2, ep: 2 },
+    MeshShape { dp: 2, ep: 4 },
+];
+
+/// What these meshes can divide.
+const DIVIDED: [&str; 4] =
+    ["model.experts=8", "train.batch_size=8", "train.shards=8", "train.expert_shards=2"];
+
+/// Settings of which each recipe here has one.
+const SETTINGS: [&[&str]; 4] = [
+    &["train.grad_accum=2"],
+    &["train.combine=tree", "model.top_k=3"],
+    &["train.recompute=[\"layers\"]", "model.balance=batch"],
+    &["train.combine=tree", "train.grad_accum=2", "train.recompute=[\"experts\"]"],
+];
+
+/// The small run with room for so many times a rank's share.
+fn with_room(recipe: &str, factor: f64, changes: &[&str]) -> Config {
+    let changes = [&DIVIDED[..], changes].concat();
+    let mut config = if recipe == "fp8-delayed" { mixed(recipe, &changes) } else { small(recipe, &changes) };
+    config.run.capacity_factor = factor;
+    config
+}
+
+/// How tokens are routed in the first step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Routers {
+    /// As random weights have it.
+    Random,
+    /// All alike: every token goes to the first experts, and ranks that have none of them are sent nothing.
+    Zero,
+}
+
+/// What a rank has seen: losses, norms, a held-out loss, all rows of the dense weights and of the experts that are here, and what it was told.
+#[derive(Debug, PartialEq)]
+struct Seen {
+    losses: Vec<f64>,
+    norms: Vec<f64>,
+    held_out: f64,
+    state: BTreeMap<String, Vec<u32>>,
+    notes: Vec<String>,
+}
+
+/// Trains for three steps, of which two are under way at once, and evaluates.
+fn seen(mesh: Mesh<'_, Cpu>, config: &Config, routers: Routers) -> Seen {
+    let cpu = Cpu::new(1).unwrap();
+    let mut trainer = Trainer::new(&cpu, mesh, config).unwrap();
+    if routers == Routers::Zero {
+        zero_routers(&cpu, &mut trainer);
+    }
+    let mut all = Vec::new();
+    let settle = |trainer: &mut Trainer<'_, Cpu>| {
+        let metrics = trainer.settle().unwrap().unwrap();
+        (metrics.step, metrics.loss.unwrap(), metrics.grad_norm.unwrap())
+    };
+    trainer.issue_step().unwrap();
+    trainer.issue_step().unwrap();
+    all.push(settle(&mut trainer));
+    assert_eq!((trainer.step(), trainer.unread()), (2, 1), "as if nothing had been done again");
+    trainer.issue_step().unwrap();
+    all.push(settle(&mut trainer));
+    all.push(settle(&mut trainer));
+    assert_eq!(all.iter().map(|(step, ..)| *step).collect::<Vec<_>>(), [1, 2, 3]);
+    let held_out = trainer.evaluate(2).unwrap();
+    let notes = trainer.take_notes();
+    let state = state_on(&cpu, mesh, &mut trainer).into_iter().collect();
+    let (losses, norms) = all.into_iter().map(|(_, loss, norm)| (loss, norm)).unzip();
+    Seen { losses, norms, held_out, state, notes }
+}
+
+/// That a mesh ends with the bits of one rank, of whose state every rank has its part. Returns what ranks were told.
+#[track_caller]
+fn assert_same(config: &Config, mesh: MeshShape, routers: Routers) -> Vec<String> {
+    let one = seen(Mesh::new(&SOLO), config, routers);
+    assert!(one.notes.is_empty(), "{:?}", one.notes);
+    let ranks = on_mesh(mesh, |mesh| seen(mesh, config, routers));
+    for (rank, on_rank) in ranks.iter().enumerate() {
+        let what = format!("{}, mesh {mesh}, rank {rank}", config.recipe);
+        assert_eq!((&on_rank.losses, &on_rank.norms), (&one.losses, &one.norms), "{what}");
+        assert_eq!(on_rank.held_out, one.held_out, "{what}");
+        assert_eq!(on_rank.notes, ranks[0].notes, "{what}");
+        let (_, ep_rank) = mesh.place(rank);
+        for (name, bits) in &on_rank.state {
+            let all = &one.state[name];
+            // Weights and two moments, of each of which a rank has all or the part of its experts.
+            let (mine, whole) = (bits.len() / 3, all.len() / 3);
+            let first = if mine == whole { 0 } else { ep_rank * mine };
+            for tensor in 0..3 {
+                let want = &all[tensor * whole + first..][..mine];
+                assert!(bits[tensor * mine..][..mine] == *want, "{what}: {name}, tensor {tensor}");
+            }
+        }
+    }
+    ranks.into_iter().next().map(|rank| rank.notes).unwrap_or_default()
+}
+
+#[test]
+fn a_step_without_room_is_done_again_with_the_same_bits() {
+    for (i, recipe) in ["mxfp4-hopper", "bf16", "fp8-flow", "fp8-delayed"].into_iter().enumerate() {
+        let mesh = MESHES[i];
+        let config = with_room(recipe, 0.05, SETTINGS[i]);
+        let notes = assert_same(&config, mesh, Routers::Random);
+        assert!(notes.iter().any(|note| note.contains("step 1 is done again")), "{recipe}: {notes:?}");
+        // With room it is done once.
+        assert_eq!(assert_same(&with_room(recipe, 100.0, SETTINGS[i]), mesh, Routers::Random), [""; 0]);
+    }
+}
+
+#[test]
+fn a_rank_may_be_sent_everything_and_others_nothing() {
+    for (i, mesh) in MESHES.into_iter().enumerate() {
+        let config = with_room("mxfp4-hopper", 1.25, SETTINGS[(i + 1) % 4]);
+        let notes = assert_same(&config, mesh, Routers::Zero);
+        let (all, step) = (format!("sent {}.00 times its share", mesh.ep), "step 1 is done again");
+        assert!(notes[0].contains(&all) && notes[0].contains(step), "{notes:?}");
+    }
+}
+
+#[test]
+fn a_held_out_batch_without_room_is_done_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let held_out = few_held_out(dir.path());
+    let config = with_room("mxfp4-hopper", 0.05, &[&held_out[0], &held_out[1]]);
+    let evaluated = |mesh: Mesh<'_, Cpu>| {
+        let cpu = Cpu::new(1).unwrap();
+        let mut trainer = Trainer::new(&cpu, mesh, &config).unwrap();
+        let losses = [trainer.evaluate(0).unwrap(), trainer.evaluate(0).unwrap()];
+        (losses.map(f64::to_bits), trainer.take_notes())
+    };
+    let (one, _) = evaluated(Mesh::new(&SOLO));
+    for mesh in MESHES {
+        for (losses, notes) in on_mesh(mesh, evaluated) {
+            assert_eq!(losses, one, "mesh {mesh}");
+            assert!(notes.iter().any(|note| note.contains("held-out sequences is done again")), "{notes:?}");
+        }
+    }
+}
+
+/// The memory of activations is that of the room, whatever routers choose.
+#[test]
+fn memory_does_not_depend_on_what_is_sent() {
+    for mesh in MESHES {
+        let config = with_room("mxfp4-hopper", 100.0, &[]);
+        let peak = |routers| {
+            on_mesh(mesh, |mesh| {
+                let cpu = Cpu::new(1).unwrap();
+                memory_of(&cpu, mesh, &config, routers)
+            })
+        };
+        assert_eq!(peak(Routers::Random), peak(Routers::Zero), "mesh {mesh}");
+    }
+}
+
+fn memory_of(cpu: &Cpu, mesh: Mesh<'_, Cpu>, config: &Config, routers: Routers) -> usize {
+    let mut trainer = Trainer::new(cpu, mesh, config).unwrap();
+    if routers == Routers::Zero {
+        zero_routers(cpu, &mut trainer);
+    }
+    trainer.train_step().unwrap();
+    trainer.memory().activations.peak_bytes
+}
+
+fn zero_routers<B: Kernels>(b: &B, trainer: &mut Trainer<'_, B>) {
+    for param in trainer.model().params() {
+        if let (true, Data::F32(values)) = (param.name.contains(".gate."), &mut param.master.data) {
+            b.clear(values).unwrap();
+        }
+    }
+}
