@@ -162,12 +162,14 @@ fn the_peak_of_a_schedule_is_that_of_its_largest_part() {
 }
 
 #[test]
-fn ranks_with_a_balanced_router_take_about_what_is_predicted() {
+fn each_rank_takes_what_is_predicted_whatever_it_is_sent() {
     let two = ["run.ranks=2", "train.shards=2"];
     let replicas = ["run.ranks=4", "run.dp=2", "train.expert_shards=4", "train.grad_accum=2"];
     let tree = ["run.ranks=2", "train.shards=2", "train.combine=tree"];
     for changes in [&two[..], &replicas, &tree] {
-        let config = config(&[&["recipe=mxfp4-hopper"], changes].concat());
+        // Room for whatever a router chooses: none of it depends on that.
+        let room = ["recipe=mxfp4-hopper", "run.capacity_factor=8"];
+        let config = config(&[&room[..], changes].concat());
         let mesh = config.run.mesh();
         let there = rig::on_mesh(mesh, |mesh| {
             let cpu = Cpu::new(1).unwrap();
@@ -182,7 +184,7 @@ fn ranks_with_a_balanced_router_take_about_what_is_predicted() {
             let predicted = predict_rank(DeviceKind::Host, (mesh, like[0]), &config, &recipe).unwrap();
             assert!(predicted.device_bytes() <= largest.device_bytes());
             for ((name, there), (_, predicted)) in there.arenas().into_iter().zip(predicted.memory.arenas()) {
-                let bound = if name == "activations" { 0.01 } else { 1e-9 };
+                let bound = if name == "activations" { 0.005 } else { 1e-9 };
                 let off = off(predicted.peak_bytes, there.peak_bytes);
                 assert!(off < bound, "{changes:?}, {name}: {predicted:?}, {there:?}");
             }
