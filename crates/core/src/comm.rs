@@ -23,15 +23,12 @@ pub trait Comm<B: Backend>: Debug + Send + Sync {
         recv_rows: &[usize],
         into: &mut B::Buf<u8>,
     ) -> Result<()>;
-    /// The sum over ranks by a balanced tree, ((0+1)+(2+3))…, of which each rank gets its part: `parts[p]` of the values goes to rank
-    /// `p`. `into` is as long as this rank's part; a part may be empty. All ranks give the same parts.
-    fn reduce_scatter_tree(
-        &self,
-        b: &B,
-        values: &B::Buf<f32>,
-        parts: &[Range<usize>],
-        into: &mut B::Buf<f32>,
-    ) -> Result<()>;
+    /// Begins sums over ranks, each by a balanced tree, ((0+1)+(2+3))…, of which each rank gets its part. Does not wait for others: several
+    /// transfers may be under way, and other collectives may be called meanwhile. All ranks give as many sums, with the same parts.
+    ///
+    /// # Errors
+    /// Besides those of the backend and of other ranks, [`Error::Comm`] for parts that the values or `into` do not have.
+    fn begin_reduce_scatter_tree(&self, b: &B, sums: Vec<TreeSum<B>>) -> Result<Transfer<B>>;
     /// Brings parts together on every rank: the bytes of rank `p` go to `parts[p]` of `into`, to its ranges one after the other. Bytes of
     /// `into` that are in nobody's part stay as they are. All ranks give the same parts.
     fn all_gather_parts(
@@ -49,6 +46,47 @@ pub trait Comm<B: Backend>: Debug + Send + Sync {
     fn barrier(&self) -> Result<()>;
     /// Tells all ranks that this one failed; their pending and later calls return this error.
     fn abort(&self, why: &str);
+}
+
+/// What [`Comm::begin_reduce_scatter_tree`] sums.
+#[derive(Debug)]
+pub struct TreeSum<B: Backend> {
+    /// This rank's.
+    pub values: B::Buf<f32>,
+    /// Which of them go to each rank; a part may be empty.
+    pub parts: Vec<Range<usize>>,
+    /// Where the sum of this rank's part goes: as long as that.
+    pub into: B::Buf<f32>,
+}
+
+/// Sums under way. It owns every buffer that they read and write until it is waited for, so that how long memory is held depends on when the
+/// rank waits, and not on how fast another one is.
+///
+/// Dropped without that, it keeps nobody from going on: the other ranks get their sums.
+#[must_use = "what is under way is waited for"]
+pub struct Transfer<B: Backend>(Box<Finish<B>>);
+
+type Finish<B> = dyn FnOnce(&B) -> Result<Vec<<B as Backend>::Buf<f32>>> + Send;
+
+impl<B: Backend> Transfer<B> {
+    /// One that `finish` completes. It owns the buffers, and when it is dropped it must see to it that nothing reads or writes them any more.
+    pub fn new(finish: impl FnOnce(&B) -> Result<Vec<B::Buf<f32>>> + Send + 'static) -> Self {
+        Self(Box::new(finish))
+    }
+
+    /// The sums, in the buffers they were to go to. What is issued on the device after this comes after them.
+    ///
+    /// # Errors
+    /// From the backend and other ranks, as a call that is pending has them.
+    pub fn wait(self, b: &B) -> Result<Vec<B::Buf<f32>>> {
+        (self.0)(b)
+    }
+}
+
+impl<B: Backend> Debug for Transfer<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Transfer")
+    }
 }
 
 /// The ranks of a run, by what is divided among them: a communicator for each axis. Whoever asks for a rank or a number of ranks says along
@@ -191,15 +229,14 @@ impl<B: Backend> Comm<B> for SoloComm {
             }
         }
     }
-    fn reduce_scatter_tree(
-        &self,
-        b: &B,
-        values: &B::Buf<f32>,
-        parts: &[Range<usize>],
-        into: &mut B::Buf<f32>,
-    ) -> Result<()> {
-        all_of("reduce_scatter_tree", parts, B::len(values))?;
-        b.copy(values, 0..B::len(values), into, 0)
+    fn begin_reduce_scatter_tree(&self, _: &B, sums: Vec<TreeSum<B>>) -> Result<Transfer<B>> {
+        for TreeSum { values, parts, .. } in &sums {
+            all_of("reduce_scatter_tree", parts, B::len(values))?;
+        }
+        let sum = |b: &B, TreeSum { values, mut into, .. }: TreeSum<B>| {
+            b.copy(&values, 0..B::len(&values), &mut into, 0).map(|()| into)
+        };
+        Ok(Transfer::new(move |b| sums.into_iter().map(|of| sum(b, of)).collect()))
     }
     fn all_gather_parts(
         &self,

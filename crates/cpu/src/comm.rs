@@ -1,6 +1,7 @@
 //! Ranks as threads.
 
-use nibble_core::{Axes, Backend, Comm, Error, MeshShape, Plain, Result};
+use nibble_core::{Axes, Backend, Comm, Error, MeshShape, Plain, Result, Transfer, TreeSum};
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
@@ -26,15 +27,53 @@ struct State {
 struct Circle {
     /// Its ranks by their numbers in the world, in the circle's order.
     members: Vec<usize>,
-    /// What each of them posted for the collective under way; `None` until it arrives.
+    /// The collectives that some rank has yet to read, in order.
+    rounds: VecDeque<Round>,
+    /// How many came before these.
+    gone: usize,
+    /// The number of collectives that each rank has called.
+    called: Vec<usize>,
+}
+
+/// A collective.
+#[derive(Debug)]
+struct Round {
+    /// What each rank posted for it; `None` until it calls.
     posts: Vec<Option<Arc<Post>>>,
-    /// Ranks that have read the posts of this collective.
-    readers: usize,
+    /// Ranks that are done with it. Each has posted before.
+    done: usize,
 }
 
 impl Circle {
     fn of(members: Vec<usize>) -> Self {
-        Self { posts: vec![None; members.len()], members, readers: 0 }
+        Self { called: vec![0; members.len()], members, rounds: VecDeque::new(), gone: 0 }
+    }
+
+    /// The next collective of a rank, to which it gives this; its number.
+    fn post(&mut self, rank: usize, post: Post) -> usize {
+        let number = self.called[rank];
+        self.called[rank] += 1;
+        let size = self.members.len();
+        let round = number - self.gone;
+        if round == self.rounds.len() {
+            self.rounds.push_back(Round { posts: vec![None; size], done: 0 });
+        }
+        self.rounds[round].posts[rank] = Some(Arc::new(post));
+        number
+    }
+
+    /// A rank needs nothing more of a collective. What every rank is done with goes, here or with the last one before it.
+    fn done(&mut self, number: usize) {
+        let size = self.members.len();
+        let round = &mut self.rounds[number - self.gone];
+        round.done += 1;
+        if round.done == size {
+            round.posts.clear();
+        }
+        while self.rounds.front().is_some_and(|round| round.done == size) {
+            self.rounds.pop_front();
+            self.gone += 1;
+        }
     }
 }
 
@@ -46,11 +85,55 @@ struct Post {
     parts: Vec<Vec<u8>>,
 }
 
+/// A collective that a rank has called. Dropped, it tells that the rank is done with it, whether it has read what the others gave or not.
+#[derive(Debug)]
+struct Ticket {
+    comm: ThreadComm,
+    call: &'static str,
+    number: usize,
+}
+
+impl Ticket {
+    /// What everybody posted, in rank order, once all have.
+    fn read(self) -> Result<Vec<Arc<Post>>> {
+        let Self { comm, call, number } = &self;
+        let mut state = comm.lock();
+        let all: Vec<Arc<Post>> = loop {
+            let Circle { members, rounds, gone, .. } = &state.circles[comm.circle];
+            // A round stays until this rank is done with it.
+            let posts = &rounds[number - gone].posts;
+            // Complete: a rank that has failed since does not change what it gave. The next call tells.
+            if let Some(all) = posts.iter().cloned().collect() {
+                break all;
+            }
+            comm.check(call, &state)?;
+            let missed = members.iter().zip(posts).find(|(rank, post)| post.is_none() && state.left[**rank]);
+            if let Some((rank, _)) = missed {
+                return Err(comm.error(call, format!("rank {rank} has left, and this call needs it")));
+            }
+            state = comm.wait(state);
+        };
+        let other = state.circles[comm.circle].members.iter().zip(&all).find(|(_, post)| post.call != *call);
+        match other {
+            Some((rank, post)) => {
+                Err(comm.error(call, format!("rank {rank} called {} at the same time", post.call)))
+            }
+            None => Ok(all),
+        }
+    }
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        self.comm.lock().circles[self.comm.circle].done(self.number);
+    }
+}
+
 /// One rank of a world of threads that exchange through shared memory.
 ///
 /// Nobody waits for a rank that will not come. A rank that calls [`Comm::abort`], that is dropped while its thread
 /// panics, or that gets an error from a collective fails the pending and later calls of all, along every axis of a mesh; so does a call that
-/// needs a rank dropped before. For that a rank's thread must own its communicators: those that outlive the thread cannot tell.
+/// needs a rank dropped before. For that a rank's thread must own its communicators and transfers: those that outlive the thread cannot tell.
 #[derive(Debug)]
 pub struct ThreadComm {
     /// Number of the circle.
@@ -62,7 +145,7 @@ pub struct ThreadComm {
     seat: Arc<Seat>,
 }
 
-/// A rank's place in a world, as long as it has a communicator.
+/// A rank's place in a world, as long as it has a communicator or a transfer.
 #[derive(Debug)]
 struct Seat {
     rank: usize,
@@ -124,47 +207,24 @@ impl ThreadComm {
         })
     }
 
-    /// Posts this rank's parts and returns everybody's, in rank order, once all have arrived.
-    ///
-    /// A place is free again only after every rank has read it, so that a rank one collective ahead can neither
-    /// overwrite what a slow one has yet to read nor be taken for the same rank one collective before.
-    fn exchange(&self, call: &'static str, parts: Vec<Vec<u8>>) -> Result<Vec<Arc<Post>>> {
-        let (circle, mine, size) = (self.circle, self.rank, self.size);
+    /// The same rank, for what outlives a call.
+    fn again(&self) -> Self {
+        Self { seat: self.seat.clone(), ..*self }
+    }
+
+    /// Posts this rank's parts of a collective, and waits for nobody.
+    fn post(&self, call: &'static str, parts: Vec<Vec<u8>>) -> Result<Ticket> {
         let mut state = self.lock();
-        loop {
-            self.check(call, &state)?;
-            if state.circles[circle].posts[mine].is_none() {
-                break;
-            }
-            state = self.wait(state);
-        }
-        state.circles[circle].posts[mine] = Some(Arc::new(Post { call, parts }));
+        self.check(call, &state)?;
+        let number = state.circles[self.circle].post(self.rank, Post { call, parts });
         self.seat.world.changed.notify_all();
-        while state.circles[circle].posts.iter().any(Option::is_none) {
-            self.check(call, &state)?;
-            let Circle { members, posts, .. } = &state.circles[circle];
-            let gone = members.iter().zip(posts).find(|(rank, post)| post.is_none() && state.left[**rank]);
-            if let Some((rank, _)) = gone {
-                return Err(self.error(call, format!("rank {rank} has left, and this call needs it")));
-            }
-            state = self.wait(state);
-        }
-        // Complete: a rank that has failed since does not change what it gave. The next call tells.
-        let Circle { members, posts, readers } = &mut state.circles[circle];
-        let all: Vec<Arc<Post>> = posts.iter().flatten().cloned().collect();
-        let other = members.iter().zip(&all).find(|(_, post)| post.call != call);
-        let other = other.map(|(rank, post)| format!("rank {rank} called {} at the same time", post.call));
-        *readers += 1;
-        if *readers == size {
-            *readers = 0;
-            posts.fill(None);
-            self.seat.world.changed.notify_all();
-        }
         drop(state);
-        match other {
-            Some(why) => Err(self.error(call, why)),
-            None => Ok(all),
-        }
+        Ok(Ticket { comm: self.again(), call, number })
+    }
+
+    /// Posts this rank's parts and returns everybody's, in rank order, once all have arrived.
+    fn exchange(&self, call: &'static str, parts: Vec<Vec<u8>>) -> Result<Vec<Arc<Post>>> {
+        self.post(call, parts)?.read()
     }
 
     fn fail(&self, why: &str) {
@@ -179,21 +239,42 @@ impl ThreadComm {
         }
     }
 
-    /// What each rank has sent to this one: so many bytes.
-    fn received<'p>(
-        &self,
-        call: &'static str,
-        posts: &'p [Arc<Post>],
-        bytes: usize,
-    ) -> Result<impl Iterator<Item = &'p [u8]>> {
-        let mine = self.rank;
-        match posts.iter().enumerate().find(|(_, post)| post.parts[mine].len() != bytes) {
-            Some((rank, post)) => {
-                let came = post.parts[mine].len();
-                Err(self.error(call, format!("rank {rank} sent {came} bytes, {bytes} were expected")))
-            }
-            None => Ok(posts.iter().map(move |post| post.parts[mine].as_slice())),
+    /// What goes to each rank of these sums, one behind the other.
+    fn cut<B: Backend>(&self, call: &'static str, b: &B, sums: &[TreeSum<B>]) -> Result<Vec<Vec<u8>>> {
+        let mut cut = vec![Vec::new(); self.size];
+        for TreeSum { values, parts, into } in sums {
+            let (mine, room, values) = (self.part(call, parts)?.len(), B::len(into), b.download(values)?);
+            let of_ranks: Option<Vec<&[f32]>> = parts.iter().map(|part| values.get(part.clone())).collect();
+            let Some(of_ranks) = of_ranks.filter(|_| mine == room) else {
+                let why = format!("{parts:?} of {} values, {room} of them for this rank", values.len());
+                return Err(self.error(call, why));
+            };
+            cut.iter_mut()
+                .zip(of_ranks)
+                .for_each(|(cut, of)| cut.extend_from_slice(bytemuck::cast_slice(of)));
         }
+        Ok(cut)
+    }
+
+    /// The sums of what all ranks have sent to this one, each as long as it is to be.
+    fn sum<B: Backend>(&self, b: &B, ticket: Ticket, into: &mut [B::Buf<f32>]) -> Result<()> {
+        let call = ticket.call;
+        let posts = ticket.read()?;
+        let bytes = size_of::<f32>() * into.iter().map(B::len).sum::<usize>();
+        let level = posts.iter().map(|post| post.parts[self.rank].as_slice());
+        if let Some((rank, came)) = level.clone().enumerate().find(|(_, came)| came.len() != bytes) {
+            let why = format!("rank {rank} sent {} bytes, {bytes} were expected", came.len());
+            return Err(self.error(call, why));
+        }
+        let sums = tree_sum(level.map(bytemuck::pod_collect_to_vec).collect());
+        let mut rest = sums.as_slice();
+        for into in into {
+            // As many as all of them together: checked above.
+            let (now, later) = rest.split_at(B::len(into));
+            b.write(into, 0, now)?;
+            rest = later;
+        }
+        Ok(())
     }
 
     /// Every rank's same-sized values, in rank order.
@@ -310,28 +391,15 @@ impl<B: Backend> Comm<B> for ThreadComm {
         })
     }
 
-    fn reduce_scatter_tree(
-        &self,
-        b: &B,
-        values: &B::Buf<f32>,
-        parts: &[Range<usize>],
-        into: &mut B::Buf<f32>,
-    ) -> Result<()> {
+    fn begin_reduce_scatter_tree(&self, b: &B, sums: Vec<TreeSum<B>>) -> Result<Transfer<B>> {
         const CALL: &str = "reduce_scatter_tree";
-        self.collective(|| {
-            let values = b.download(values)?;
-            let cut =
-                parts.iter().map(|part| values.get(part.clone()).map(|x| bytemuck::cast_slice(x).to_vec()));
-            let mine = self.part(CALL, parts)?.len();
-            let Some(cut) = cut.collect::<Option<Vec<Vec<u8>>>>().filter(|_| mine == B::len(into)) else {
-                let why =
-                    format!("{parts:?} of {} values, {} of them for this rank", values.len(), B::len(into));
-                return Err(self.error(CALL, why));
-            };
-            let posts = self.exchange(CALL, cut)?;
-            let level = self.received(CALL, &posts, size_of::<f32>() * mine)?;
-            b.write(into, 0, &tree_sum(level.map(bytemuck::pod_collect_to_vec).collect()))
-        })
+        let ticket = self.collective(|| self.post(CALL, self.cut(CALL, b, &sums)?))?;
+        let comm = self.again();
+        Ok(Transfer::new(move |b| {
+            // The values are kept until here, where a device would read them up to now.
+            let mut into: Vec<_> = sums.into_iter().map(|sum| sum.into).collect();
+            comm.collective(|| comm.sum(b, ticket, &mut into)).map(|()| into)
+        }))
     }
 
     fn all_gather_parts(
@@ -410,4 +478,44 @@ fn tree_sum(mut level: Vec<Vec<f32>>) -> Vec<f32> {
             .collect();
     }
     level.concat()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Cpu;
+
+    /// Collectives whose posts some rank may still read.
+    fn kept(comm: &ThreadComm) -> usize {
+        comm.lock().circles[comm.circle].rounds.iter().filter(|round| !round.posts.is_empty()).count()
+    }
+
+    /// All ranks of one thread: nothing here waits for a rank that has not posted.
+    #[test]
+    fn a_collective_stays_until_every_rank_is_done_with_it() {
+        let cpu = Cpu::new(1).unwrap();
+        let comms = ThreadComm::world(2);
+        let begin = |comm: &ThreadComm| {
+            let (values, into) = (cpu.upload(&[1.0f32]).unwrap(), cpu.zeros(1).unwrap());
+            let sum = TreeSum { values, parts: vec![0..1, 0..1], into };
+            comm.begin_reduce_scatter_tree(&cpu, vec![sum]).unwrap()
+        };
+        let [[a0, a1], [b0, b1]] = [0, 1].map(|rank| [begin(&comms[rank]), begin(&comms[rank])]);
+        assert_eq!(kept(&comms[0]), 2);
+        assert_eq!(a1.wait(&cpu).unwrap()[0].as_slice(), [2.0]);
+        assert_eq!(kept(&comms[0]), 2);
+        drop(b1);
+        assert_eq!(kept(&comms[0]), 1, "the second is over before the first");
+        drop(a0);
+        assert_eq!(
+            b0.wait(&cpu).unwrap()[0].as_slice(),
+            [2.0],
+            "what a rank gave stays when it drops its own"
+        );
+        assert!(comms[0].lock().circles[0].rounds.is_empty());
+        // One that is dropped before the other rank has come.
+        drop(begin(&comms[0]));
+        drop(begin(&comms[1]));
+        assert!(comms[0].lock().circles[0].rounds.is_empty());
+    }
 }

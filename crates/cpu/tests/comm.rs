@@ -1,7 +1,8 @@
 //! Ranks as threads: what the collectives compute, and that no failure of one rank leaves another waiting.
 
-use nibble_core::{Axes, Backend, Comm, Error, MeshShape, Result};
-use nibble_cpu::{Cpu, ThreadComm};
+use nibble_core::{Axes, Backend, Comm, Error, MeshShape, Result, Transfer, TreeSum};
+use nibble_cpu::{Buf, Cpu, ThreadComm};
+use std::ops::Range;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
@@ -66,6 +67,15 @@ fn why<T>(result: Result<T>) -> String {
     }
 }
 
+/// Begins sums of these values, each with its parts, of which this rank's go to zeros.
+fn begin(cpu: &Cpu, comm: &ThreadComm, of: &[(&[f32], &[Range<usize>])]) -> Result<Transfer<Cpu>> {
+    let sum = |(values, parts): &(&[f32], &[Range<usize>])| {
+        let into = cpu.zeros(parts[rank_of(comm)].len())?;
+        Ok(TreeSum { values: cpu.upload(values)?, parts: parts.to_vec(), into })
+    };
+    comm.begin_reduce_scatter_tree(cpu, of.iter().map(sum).collect::<Result<_>>()?)
+}
+
 /// A small generator, so that ranks arrive in ever new orders.
 fn scrambled(x: usize) -> usize {
     (x.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ (x << 7)).wrapping_mul(0xBF58_476D_1CE4_E5B9) >> 40
@@ -116,9 +126,11 @@ fn one_round(cpu: &Cpu, comm: &ThreadComm, world: usize, round: usize) {
     let of = |rank: usize| (0..len).map(move |i| value(rank, i));
     let mine: Vec<f32> = of(me).collect();
     let parts = parts_of(len, world, round);
-    let mut sums = cpu.zeros::<f32>(parts[me].len()).unwrap();
-    let address = Cpu::buffer_id(&sums);
-    comm.reduce_scatter_tree(cpu, &cpu.upload(&mine).unwrap(), &parts, &mut sums).unwrap();
+    let into = cpu.zeros::<f32>(parts[me].len()).unwrap();
+    let address = Cpu::buffer_id(&into);
+    let sum = TreeSum { values: cpu.upload(&mine).unwrap(), parts: parts.clone(), into };
+    let [sums]: [Buf<f32>; 1] =
+        comm.begin_reduce_scatter_tree(cpu, vec![sum]).unwrap().wait(cpu).unwrap().try_into().unwrap();
     assert_eq!(Cpu::buffer_id(&sums), address, "the sums lie in the caller's buffer");
     for (i, got) in parts[me].clone().zip(sums.as_slice()) {
         assert_eq!(got.to_bits(), tree((0..world).map(|rank| value(rank, i)).collect()).to_bits());
@@ -171,13 +183,127 @@ fn every_collective_is_right_over_many_rounds_and_orders_of_arrival() {
 fn a_reduction_gives_each_rank_the_bits_of_the_tree_not_of_a_chain() {
     let terms = [16_777_216.0f32, 1.0, 1.0, 1.0];
     let all = ranks(4, move |cpu, comm| {
-        let x = cpu.upload(&[terms[rank_of(&comm)]; 4]).unwrap();
-        let mut sum = cpu.zeros(1).unwrap();
-        comm.reduce_scatter_tree(cpu, &x, &[3..4, 0..1, 1..2, 2..3], &mut sum).unwrap();
-        sum.as_slice()[0]
+        let x = [terms[rank_of(&comm)]; 4];
+        let sums = begin(cpu, &comm, &[(&x, &[3..4, 0..1, 1..2, 2..3])]).unwrap().wait(cpu).unwrap();
+        sums[0].as_slice()[0]
     });
     assert_eq!(all, [Some(16_777_218.0); 4]);
     assert_eq!(terms.iter().sum::<f32>(), 16_777_216.0);
+}
+
+/// Two transfers under way, of several sums each, with other collectives between, waited for in either order.
+#[test]
+fn transfers_under_way_are_each_their_own() {
+    for world in [1, 2, 3, 4] {
+        let done = ranks(world, move |cpu, comm| {
+            let me = rank_of(&comm);
+            let value = |rank: usize, i: usize| 0.1 + (rank * 7 + i) as f32;
+            for round in 0..100 {
+                let lens = [0, 1, 2, 3].map(|i| scrambled(round * 4 + i) % 6);
+                let mine: Vec<f32> = (0..6).map(|i| value(me, i)).collect();
+                let parts = lens.map(|len| parts_of(len, world, round));
+                let of = |i: usize| (&mine[..lens[i]], &parts[i][..]);
+                let first = begin(cpu, &comm, &[of(0), of(1)]).unwrap();
+                one_round(cpu, &comm, world, round);
+                let second = begin(cpu, &comm, &[of(2), of(3)]).unwrap();
+                // Which is waited for first is each rank's own affair.
+                let (first, second) = if scrambled(round + me).is_multiple_of(2) {
+                    let first = first.wait(cpu).unwrap();
+                    barrier(&comm).unwrap();
+                    (first, second.wait(cpu).unwrap())
+                } else {
+                    let second = second.wait(cpu).unwrap();
+                    barrier(&comm).unwrap();
+                    (first.wait(cpu).unwrap(), second)
+                };
+                for (sums, parts) in first.iter().chain(&second).zip(&parts) {
+                    let want =
+                        parts[me].clone().map(|i| tree((0..world).map(|rank| value(rank, i)).collect()));
+                    assert_eq!(sums.as_slice(), want.collect::<Vec<_>>(), "round {round}");
+                }
+            }
+        });
+        assert!(done.into_iter().all(|rank| rank.is_some()), "a rank of {world} saw something else");
+    }
+}
+
+/// The others come only after two transfers have begun.
+#[test]
+fn to_begin_a_transfer_waits_for_nobody() {
+    let begun = Arc::new(std::sync::Barrier::new(3));
+    let all = ranks(3, move |cpu, comm| {
+        if rank_of(&comm) > 0 {
+            begun.wait();
+        }
+        let two = [[1.0], [2.0]].map(|x| begin(cpu, &comm, &[(&x, &[0..0, 0..1, 0..0])]).unwrap());
+        if rank_of(&comm) == 0 {
+            begun.wait();
+        }
+        two.map(|transfer| transfer.wait(cpu).unwrap()[0].as_slice().to_vec())
+    });
+    assert_eq!(all, [[vec![], vec![]], [vec![3.0], vec![6.0]], [vec![], vec![]]].map(Some));
+}
+
+#[test]
+fn an_abort_reaches_a_transfer_under_way() {
+    let begun = Arc::new(std::sync::Barrier::new(2));
+    let all = ranks(2, move |cpu, comm| {
+        let of: (&[f32], &[Range<usize>]) = (&[1.0], &[0..1, 0..0]);
+        let complete = begin(cpu, &comm, &[of]).unwrap();
+        barrier(&comm).unwrap();
+        if rank_of(&comm) == 1 {
+            begun.wait();
+            Comm::<Cpu>::abort(&comm, "the disk is full");
+            return (why(complete.wait(cpu)), why(begin(cpu, &comm, &[of])));
+        }
+        let pending = begin(cpu, &comm, &[of]).unwrap();
+        begun.wait();
+        let error = why(pending.wait(cpu));
+        // What all ranks gave before is there.
+        (why(complete.wait(cpu)), error)
+    });
+    for (rank, got) in all.into_iter().enumerate() {
+        let (complete, pending) = got.unwrap();
+        assert_eq!(complete, "no error");
+        assert_eq!(pending, format!("rank {rank}: reduce_scatter_tree: rank 1 failed: the disk is full"));
+    }
+}
+
+#[test]
+fn a_rank_that_leaves_fails_transfers_that_need_it() {
+    let all = ranks(2, |cpu, comm| {
+        let of: (&[f32], &[Range<usize>]) = (&[1.0], &[0..1, 0..0]);
+        let first = begin(cpu, &comm, &[of]).unwrap();
+        if rank_of(&comm) == 1 {
+            return None;
+        }
+        let second = begin(cpu, &comm, &[of]).unwrap();
+        Some((why(second.wait(cpu)), why(first.wait(cpu))))
+    });
+    let (second, first) = all[0].clone().unwrap().unwrap();
+    assert!(second.contains("rank 1 has left"), "{second}");
+    assert_eq!(first, "no error");
+}
+
+#[test]
+fn a_transfer_that_is_dropped_keeps_nobody_from_going_on() {
+    let all = ranks(3, |cpu, comm| {
+        let mut sums = Vec::new();
+        for round in 0..50 {
+            let x = [round as f32];
+            let transfer = begin(cpu, &comm, &[(&x, &[0..1, 0..1, 0..1])]).unwrap();
+            if rank_of(&comm) == round % 3 {
+                drop(transfer);
+            } else {
+                sums.push((round, transfer.wait(cpu).unwrap()[0].as_slice()[0]));
+            }
+        }
+        barrier(&comm).unwrap();
+        sums
+    });
+    for sums in all {
+        assert!(sums.unwrap().iter().all(|(round, sum)| *sum == 3.0 * *round as f32));
+    }
 }
 
 #[test]
@@ -320,11 +446,12 @@ fn contributions_of_different_lengths_fail_all_ranks() {
 
 #[test]
 fn parts_that_do_not_fit_fail_all_ranks() {
-    let sum_with = |parts: &[std::ops::Range<usize>], room: usize, world: usize| {
+    let sum_with = |parts: &[Range<usize>], room: usize, world: usize| {
         let parts = parts.to_vec();
         let all = ranks(world, move |cpu, comm| {
-            let (x, mut into) = (cpu.zeros(4).unwrap(), cpu.zeros(room).unwrap());
-            (why(comm.reduce_scatter_tree(cpu, &x, &parts, &mut into)), why(barrier(&comm)))
+            let (values, into) = (cpu.zeros(4).unwrap(), cpu.zeros(room).unwrap());
+            let sum = TreeSum { values, parts: parts.clone(), into };
+            (why(comm.begin_reduce_scatter_tree(cpu, vec![sum])), why(barrier(&comm)))
         });
         for got in all {
             let (first, later) = got.unwrap();
@@ -347,7 +474,7 @@ fn parts_that_do_not_fit_fail_all_ranks() {
 }
 
 /// Parts of so many values, some of them empty, in an order that is not that of the ranks.
-fn parts_of(len: usize, world: usize, round: usize) -> Vec<std::ops::Range<usize>> {
+fn parts_of(len: usize, world: usize, round: usize) -> Vec<Range<usize>> {
     let cut = |i: usize| i * len / world;
     (0..world).map(|rank| (rank + round) % world).map(|i| cut(i)..cut(i + 1)).collect()
 }

@@ -2,7 +2,7 @@
 
 use crate::Dry;
 use crate::memory::Buf;
-use nibble_core::{Comm, Error, Plain, Result};
+use nibble_core::{Comm, Error, Plain, Result, Transfer, TreeSum};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::PoisonError;
@@ -87,19 +87,20 @@ impl Comm<Dry> for DryComm {
         b.make_mut(into)
     }
 
-    /// What the ranks send lies here until it is added.
-    fn reduce_scatter_tree(
-        &self,
-        b: &Dry,
-        _: &Buf<f32>,
-        parts: &[Range<usize>],
-        into: &mut Buf<f32>,
-    ) -> Result<()> {
+    /// What the ranks send lies here until it is added, and what is sent until then.
+    fn begin_reduce_scatter_tree(&self, b: &Dry, sums: Vec<TreeSum<Dry>>) -> Result<Transfer<Dry>> {
         self.send(b, "reduce_scatter_tree", |rank| {
-            parts.get(rank).map_or(0, |part| part.len() * size_of::<f32>())
+            let parts = sums.iter().filter_map(|sum| sum.parts.get(rank));
+            parts.map(|part| part.len() * size_of::<f32>()).sum()
         });
-        let _received: Buf<f32> = b.buf(into.len() * self.world)?;
-        b.make_mut(into)
+        let mine: usize = sums.iter().map(|sum| sum.into.len()).sum();
+        let received: Buf<f32> = b.buf(mine * self.world)?;
+        Ok(Transfer::new(move |b: &Dry| {
+            let _received = received;
+            let written =
+                sums.into_iter().map(|TreeSum { mut into, .. }| b.make_mut(&mut into).map(|()| into));
+            written.collect()
+        }))
     }
 
     fn all_gather_parts(

@@ -2,6 +2,7 @@
 
 use crate::delayed::{DelayedRecords, Spans};
 use crate::moe::Combine;
+use crate::param::Buckets;
 use crate::record::{Conversion, CountSite, Counted, FoundCells};
 use nibble_core::formats::BlockAxis;
 use nibble_core::formats::{Purpose, Rounding, Stream, fnv1a32};
@@ -106,6 +107,8 @@ pub struct Cx<'a, B: Kernels> {
     pub micro_batches: usize,
     /// Counts of conversions by site, still on the device.
     pub counted: RefCell<Counted<B>>,
+    /// Gradients on their way to their sums over ranks.
+    pub buckets: RefCell<Buckets<B>>,
     /// In training under a recipe with such scales, what earlier steps left for them. Without it tensors are measured.
     pub delayed: Option<DelayedRecords<B>>,
 }
@@ -134,6 +137,7 @@ impl<'a, B: Kernels> Cx<'a, B> {
             overflow: Cell::new(0.0),
             micro_batches: 1,
             counted: RefCell::default(),
+            buckets: RefCell::default(),
             clock: None,
             delayed: None,
         }

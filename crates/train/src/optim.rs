@@ -2,7 +2,7 @@
 
 use crate::config::TrainConfig;
 use crate::cx::Cx;
-use crate::param::{Moments, Optimized, Param, Placement};
+use crate::param::{Moments, Optimized, Param, Placement, reduce_gradients};
 use crate::record::Layout;
 use nibble_core::formats::double::power;
 use nibble_core::ops::{
@@ -76,9 +76,7 @@ pub fn step<B: Kernels>(
     table: &B::Buf<f64>,
     layout: &Layout,
 ) -> Result<()> {
-    for param in &mut params {
-        param.reduce_gradient(cx)?;
-    }
+    reduce_gradients(cx, &mut params)?;
     sum_squares(cx, &mut params, &mut state.squares)?;
     end(cx, config, state, table, layout)?;
     let kept = params.iter_mut().filter(|param| param.master.rows > 0);

@@ -80,7 +80,7 @@ fn steps_until_stopped(mesh: MeshShape, changes: &[&str], (asked, when): (usize,
             When::IssuedAfter(step) => (own, Some((step, armed))),
         };
         // Nobody arms the others.
-        let axes = Hooked::axes(axes, || Within { armed, stop });
+        let axes = Hooked::axes(axes, |_| Within { armed, stop });
         let is_asked = axes.all.rank() == asked;
         let at = at.filter(|_| is_asked);
         let mut told = Asking { at, steps: Vec::new(), evaluations: Vec::new(), checkpoints: Vec::new() };

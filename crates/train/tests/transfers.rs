@@ -108,7 +108,7 @@ impl Rank<'_> {
 fn on_ranks<R: Send>(mesh: MeshShape, work: impl Fn(Rank<'_>) -> R + Sync) -> Vec<R> {
     on_axes(mesh, |axes| {
         let within = Arc::new(Mutex::new(Vec::new()));
-        let axes = Hooked::axes(axes, || Within(within.clone()));
+        let axes = Hooked::axes(axes, |_| Within(within.clone()));
         work(Rank { cpu: &Cpu::new(1).unwrap(), mesh: axes.mesh(), within: &within })
     })
 }

@@ -1,16 +1,20 @@
 //! Weights: the F32 master, its gradient, and the copies the products multiply with.
 
+mod buckets;
+mod gradient;
 mod slices;
 
+pub use buckets::Buckets;
+pub use gradient::{Gradient, GradientPlan, Optimized, Writes, reduce_gradients};
 pub use slices::Slices;
 
 use crate::cx::{Cx, Shards};
 use crate::delayed::Spans;
 use crate::spec::{Init, ParamSpec, Part};
 use nibble_core::formats::{Purpose, Stream, fnv1a32};
-use nibble_core::ops::{GroupedWgrad, InitNormal, Planes, Quantize, SumShards, Transpose};
+use nibble_core::ops::{InitNormal, Planes, Quantize, Transpose};
 use nibble_core::recipe::{Section, Site};
-use nibble_core::{Comm, DType, Data, Error, Groups, Kernels, Mesh, Operand, Result, Tensor};
+use nibble_core::{Comm, DType, Data, Error, Kernels, Mesh, Operand, Result, Tensor};
 
 /// Which rows' gradients meet in a parameter, and where it lives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -69,40 +73,6 @@ pub struct Moments<B: Kernels> {
     pub exp_avg: Tensor<B>,
     /// As the master.
     pub exp_avg_sq: Tensor<B>,
-}
-
-/// How a gradient is stored, and when its shards meet.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct GradientPlan {
-    /// F32, or BF16: rounded once a micro-batch, added in F32.
-    pub dtype: DType,
-    /// Sum the shards, and the ranks, right after the one pass of a step that makes them, so that there is one gradient and
-    /// not one a shard. Only where a step has one such pass: one micro-batch, and a weight that is used once.
-    pub at_once: bool,
-}
-
-impl Default for GradientPlan {
-    fn default() -> Self {
-        Self { dtype: DType::F32, at_once: false }
-    }
-}
-
-/// The gradient of a parameter. Its buffer is made once and stays where it is.
-#[derive(Debug, Clone)]
-pub struct Gradient<B: Kernels> {
-    plan: GradientPlan,
-    /// As the master; where shards and ranks meet at the end of a step, of each whole matrix of a stack one a local shard.
-    values: Option<Tensor<B>>,
-    /// The sum over shards and ranks, where it does not lie in `values`: as the master. For the rest of the step.
-    sum: Option<Tensor<B>>,
-    /// Whether anything was written since the step began.
-    written: bool,
-}
-
-impl<B: Kernels> Default for Gradient<B> {
-    fn default() -> Self {
-        Self { plan: GradientPlan::default(), values: None, sum: None, written: false }
-    }
 }
 
 /// The copies of a weight that the products take, made once a step.
@@ -302,122 +272,6 @@ impl<B: Kernels> Param<B> {
         )
     }
 
-    /// Adds dW = dYᵀ·X of each group to the gradient: groups are shards for a replicated weight, parts of experts for a stack.
-    pub fn accumulate_wgrad(
-        &mut self,
-        cx: &Cx<'_, B>,
-        dy: &Operand<B>,
-        x: &Operand<B>,
-        groups: &Groups<B>,
-    ) -> Result<()> {
-        self.add_gradient(cx, Writes::Overwrites, |grad, accumulate| {
-            GroupedWgrad { dy, x, groups, grad, accumulate }.run(cx.b)
-        })
-    }
-
-    /// Runs a pass that makes this parameter's gradient. `pass` is given the matrices to write, of each matrix one a
-    /// local shard, one under the other, and whether to add to what they hold.
-    ///
-    /// # Errors
-    /// What `pass` returns; [`Error::Shape`] for a second pass of a step whose shards were summed after the first.
-    pub fn add_gradient<R>(
-        &mut self,
-        cx: &Cx<'_, B>,
-        writes: Writes,
-        pass: impl FnOnce(&mut Tensor<B>, bool) -> Result<R>,
-    ) -> Result<R> {
-        let shards = self.shards(cx);
-        let GradientPlan { dtype, at_once } = self.gradient.plan;
-        if at_once && self.gradient.written {
-            let got = format!("{} a second time in a step", self.name);
-            return Err(Error::shape("add_gradient", "parameter", got, "one that is used once"));
-        }
-        // Ranks, and a pass's own parts, are added in F32, before anything is rounded.
-        let one_product = writes == Writes::Overwrites;
-        let alone = shards == 1 && !self.slices.is_divided() && (dtype == DType::F32 || one_product);
-        if dtype == DType::Bf16 && !one_product && !at_once {
-            let got = format!("bf16 for {}, whose passes add several times", self.name);
-            return Err(Error::shape("add_gradient", "gradient", got, "f32"));
-        }
-        if at_once && !alone {
-            let (rows, cols) = self.shape();
-            let rows = shards * rows;
-            let mut parts = match writes {
-                Writes::Overwrites | Writes::InParts => Tensor::unwritten(cx.b, DType::F32, rows, cols)?,
-                Writes::Adds => Tensor::zeros(cx.b, DType::F32, rows, cols)?,
-            };
-            let made = pass(&mut parts, false)?;
-            return self.store_sum(cx, &parts, shards).map(|()| made);
-        }
-        let accumulate = self.gradient.written;
-        let values = self.values(cx.b, if at_once { 1 } else { shards })?;
-        if writes == Writes::Adds && !accumulate {
-            clear(cx.b, values)?;
-        }
-        let made = pass(values, accumulate)?;
-        self.gradient.written = true;
-        Ok(made)
-    }
-
-    /// The buffer of the gradient, made now if it is not there.
-    fn values(&mut self, b: &B, shards: usize) -> Result<&mut Tensor<B>> {
-        let values = match self.gradient.values.take() {
-            Some(values) => values,
-            None => {
-                let GradientPlan { dtype, at_once } = self.gradient.plan;
-                let (rows, cols) = self.shape();
-                let rows = if at_once { self.master.rows } else { shards * rows };
-                Tensor::unwritten(b, dtype, rows, cols)?
-            }
-        };
-        Ok(self.gradient.values.insert(values))
-    }
-
-    /// Shards and ranks by one tree, into the gradient's buffer, rounded once.
-    fn store_sum(&mut self, cx: &Cx<'_, B>, parts: &Tensor<B>, shards: usize) -> Result<()> {
-        let (b, stack) = (cx.b, self.stack());
-        self.values(b, shards)?;
-        // Made just now, if it was not there.
-        let Some(mut values) = self.gradient.values.take() else { return Ok(()) };
-        let stored = match values.dtype() {
-            _ if !self.slices.is_divided() => SumShards { x: parts, stack, shards, into: &mut values }.run(b),
-            DType::F32 => self.sum_of_ranks(cx, parts, shards, &mut values),
-            DType::Bf16 => {
-                let mut sum = Tensor::unwritten(b, DType::F32, values.rows, values.cols)?;
-                self.sum_of_ranks(cx, parts, shards, &mut sum)?;
-                SumShards { x: &sum, stack: 1, shards: 1, into: &mut values }.run(b)
-            }
-        };
-        self.gradient.values = Some(values);
-        self.gradient.written = true;
-        stored
-    }
-
-    /// The rows that this rank keeps of the sum over shards and ranks, F32.
-    fn sum_of_ranks(
-        &self,
-        cx: &Cx<'_, B>,
-        parts: &Tensor<B>,
-        shards: usize,
-        into: &mut Tensor<B>,
-    ) -> Result<()> {
-        let (b, stack, (rows, cols)) = (cx.b, self.stack(), self.shape());
-        let mut sum;
-        let of_rank = match (&parts.data, shards) {
-            (Data::F32(_), 1) => parts,
-            _ => {
-                sum = Tensor::unwritten(b, DType::F32, rows, cols)?;
-                SumShards { x: parts, stack, shards, into: &mut sum }.run(b)?;
-                &sum
-            }
-        };
-        let (values, places) = (of_rank.f32("reduce_scatter_tree", "gradient")?, self.slices.values());
-        match &mut into.data {
-            Data::F32(into) => self.replicas(cx.mesh).reduce_scatter_tree(b, values, &places, into),
-            Data::Bf16(_) => Err(Error::shape("reduce_scatter_tree", "gradient", "bf16", "f32")),
-        }
-    }
-
     /// Copies of each matrix's gradient that a step adds up on this rank.
     fn shards(&self, cx: &Cx<'_, B>) -> usize {
         self.placement.shards(&cx.shards)
@@ -431,109 +285,11 @@ impl<B: Kernels> Param<B> {
         }
     }
 
-    /// What the passes of this step have written; none before the first. Where shards have not met, of each matrix one a local shard.
-    pub fn grad(&self) -> Option<&Tensor<B>> {
-        let Gradient { values, written, .. } = &self.gradient;
-        values.as_ref().filter(|_| *written)
-    }
-
-    /// The gradient counts as zero again; its buffer stays.
-    pub fn clear_gradient(&mut self) {
-        (self.gradient.written, self.gradient.sum) = (false, None);
-    }
-
-    /// Makes the gradient's buffer, for so many shards on this rank, where the backend allocates now.
-    pub fn place_gradient(&mut self, b: &B, plan: GradientPlan, shards: usize) -> Result<()> {
-        self.gradient = Gradient { plan, ..Gradient::default() };
-        self.values(b, shards).map(drop)
-    }
-
     /// Makes the moments, both zero, where the backend allocates now.
     pub fn place_moments(&mut self, b: &B, dtype: DType) -> Result<()> {
         let (rows, cols) = self.master.shape();
         let zeros = || Tensor::zeros(b, dtype, rows, cols);
         self.moments = Some(Moments { exp_avg: zeros()?, exp_avg_sq: zeros()? });
         Ok(())
-    }
-
-    /// Brings the gradient's shards and ranks together, if that has not been done after its pass: each rank gets the rows that it keeps.
-    ///
-    /// # Errors
-    /// From the backend and other ranks.
-    pub fn reduce_gradient(&mut self, cx: &Cx<'_, B>) -> Result<()> {
-        let (shards, stack) = (self.shards(cx), self.stack());
-        let (GradientPlan { at_once, .. }, written) = (self.gradient.plan, self.gradient.written);
-        let values = self.values(cx.b, shards)?;
-        if !written {
-            clear(cx.b, values)?;
-        }
-        self.gradient.written = true;
-        if at_once {
-            return Ok(());
-        }
-        let values = self.values(cx.b, shards)?.clone();
-        if self.slices.is_divided() || shards > 1 {
-            let (rows, cols) = self.master.shape();
-            let mut sum = Tensor::unwritten(cx.b, DType::F32, rows, cols)?;
-            match self.slices.is_divided() {
-                true => self.sum_of_ranks(cx, &values, shards, &mut sum)?,
-                false => SumShards { x: &values, stack, shards, into: &mut sum }.run(cx.b)?,
-            }
-            self.gradient.sum = Some(sum);
-        }
-        Ok(())
-    }
-
-    /// The sum over shards and ranks, as the master, after [`Param::reduce_gradient`].
-    pub fn reduced(&self) -> Option<&Tensor<B>> {
-        let grad = self.gradient.sum.as_ref().or(self.gradient.values.as_ref());
-        grad.filter(|grad| grad.shape() == self.master.shape())
-    }
-
-    /// What [`Param::reduced`] gives, and the parts that the optimizer changes.
-    ///
-    /// # Errors
-    /// [`Error::Shape`] before that, or without moments.
-    pub fn optimized(&mut self) -> Result<Optimized<'_, B>> {
-        let Self { name, master, gradient, moments, .. } = self;
-        let grad = gradient.sum.as_ref().or(gradient.values.as_ref());
-        match (grad, moments) {
-            (Some(grad), Some(moments)) if grad.shape() == master.shape() => {
-                Ok(Optimized { master, grad, moments })
-            }
-            _ => {
-                let got = format!("{name} without its summed gradient or its moments");
-                Err(Error::shape("optimizer", "parameter", got, "both"))
-            }
-        }
-    }
-}
-
-/// What the optimizer reads and changes of a parameter.
-#[derive(Debug)]
-pub struct Optimized<'a, B: Kernels> {
-    /// F32: the rows that this rank keeps.
-    pub master: &'a mut Tensor<B>,
-    /// Summed over shards and ranks, of the same rows.
-    pub grad: &'a Tensor<B>,
-    /// AdamW's.
-    pub moments: &'a mut Moments<B>,
-}
-
-/// What a pass does with a gradient that holds nothing yet.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Writes {
-    /// It can overwrite, with one product, rounded once.
-    Overwrites,
-    /// It can overwrite, and adds to that: F32 alone.
-    InParts,
-    /// It always adds: what is there must be zero. F32 alone.
-    Adds,
-}
-
-fn clear<B: Kernels>(b: &B, x: &mut Tensor<B>) -> Result<()> {
-    match &mut x.data {
-        Data::F32(values) => b.clear(values),
-        Data::Bf16(values) => b.clear(values),
     }
 }

@@ -143,6 +143,8 @@ impl<'a, B: Kernels> RankState<'a, B> {
             let (out, saved) = model.forward(&cx, ids, &targets, 0.0)?;
             drop(out);
             forget();
+            // What the head's gradient travels in is not kept, and its buffer comes back.
+            model.params().into_iter().try_for_each(|param| param.finish_reduction(&cx))?;
             let live = cx.b.memory().live_bytes - before;
             let mut ledger = Ledger::default();
             saved.ledger(&mut ledger);

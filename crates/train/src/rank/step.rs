@@ -12,7 +12,7 @@ use crate::error::Result;
 use crate::fault::{Point, reach};
 use crate::model::{Decoder, DecoderOut, DecoderSaved, Inside};
 use crate::optim::{self, OptimizerState};
-use crate::param::{GradientPlan, Param};
+use crate::param::{GradientPlan, Param, reduce_gradients};
 use crate::record::{Counted, Layout, Waiting};
 use crate::spec::ModelSpec;
 use nibble_core::ops::{
@@ -289,8 +289,9 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
     ) -> Result<Vec<Vec<f32>>> {
         self.model.release();
         let mut gradients = Vec::new();
-        for param in self.model.params() {
-            param.reduce_gradient(&self.cx)?;
+        let mut params = self.model.params();
+        reduce_gradients(&self.cx, &mut params)?;
+        for param in params {
             let grad = param.reduced().ok_or_else(|| no_gradient(&param.name))?;
             gradients.push(read(param, grad)?);
             param.clear_gradient();

@@ -1,14 +1,15 @@
 //! A communicator that is watched.
 
-use nibble_core::{Axes, Backend, Comm, MeshShape, Result, Traffic};
+use nibble_core::{Axes, Backend, Comm, MeshShape, Result, Traffic, Transfer, TreeSum};
 use nibble_cpu::{Buf, Cpu, ThreadComm};
 use std::fmt::Debug;
 use std::ops::Range;
+use std::sync::Arc;
 
 /// A call of a collective.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Call {
-    /// The method of [`Comm`].
+    /// The method of [`Comm`]; `wait` of a transfer.
     pub name: &'static str,
     /// What this rank gives.
     pub bytes: usize,
@@ -33,19 +34,19 @@ pub trait Hook: Debug + Send + Sync {
 #[derive(Debug)]
 pub struct Hooked<H> {
     pub comm: ThreadComm,
-    pub hook: H,
+    pub hook: Arc<H>,
 }
 
-impl<H: Hook> Hooked<H> {
+impl<H: Hook + 'static> Hooked<H> {
     pub fn new(comm: ThreadComm, hook: H) -> Self {
-        Self { comm, hook }
+        Self { comm, hook: Arc::new(hook) }
     }
 
-    /// A rank's communicators, each with its own hook.
-    pub fn axes(axes: Axes<ThreadComm>, hook: impl Fn() -> H) -> Axes<Self> {
+    /// A rank's communicators, each with its own hook, which is told the axis.
+    pub fn axes(axes: Axes<ThreadComm>, hook: impl Fn(&'static str) -> H) -> Axes<Self> {
         let Axes { all, ep, dp } = axes;
-        let [all, ep, dp] = [all, ep, dp].map(|comm| Self::new(comm, hook()));
-        Axes { all, ep, dp }
+        let of = |comm, axis| Self::new(comm, hook(axis));
+        Axes { all: of(all, "all"), ep: of(ep, "ep"), dp: of(dp, "dp") }
     }
 
     fn call<T, R>(
@@ -62,15 +63,19 @@ impl<H: Hook> Hooked<H> {
     }
 
     fn around<R>(&self, b: &Cpu, about: Call, call: impl FnOnce(&ThreadComm) -> Result<R>) -> Result<R> {
-        self.hook.before(about)?;
-        let before = b.traffic();
-        let done = call(&self.comm);
-        self.hook.after(about, b.traffic() - before);
-        done
+        around(&*self.hook, b, about, || call(&self.comm))
     }
 }
 
-impl<H: Hook> Comm<Cpu> for Hooked<H> {
+fn around<R>(hook: &dyn Hook, b: &Cpu, about: Call, call: impl FnOnce() -> Result<R>) -> Result<R> {
+    hook.before(about)?;
+    let before = b.traffic();
+    let done = call();
+    hook.after(about, b.traffic() - before);
+    done
+}
+
+impl<H: Hook + 'static> Comm<Cpu> for Hooked<H> {
     fn rank(&self) -> usize {
         Comm::<Cpu>::rank(&self.comm)
     }
@@ -92,14 +97,14 @@ impl<H: Hook> Comm<Cpu> for Hooked<H> {
         let about = Call { name: "all_to_all_v", bytes: to.iter().sum::<usize>() * row_bytes, row_bytes };
         self.around(b, about, |comm| comm.all_to_all_v(b, send, row_bytes, to, from, into))
     }
-    fn reduce_scatter_tree(
-        &self,
-        b: &Cpu,
-        values: &Buf<f32>,
-        parts: &[Range<usize>],
-        into: &mut Buf<f32>,
-    ) -> Result<()> {
-        self.call(b, ("reduce_scatter_tree", values), |comm| comm.reduce_scatter_tree(b, values, parts, into))
+    fn begin_reduce_scatter_tree(&self, b: &Cpu, sums: Vec<TreeSum<Cpu>>) -> Result<Transfer<Cpu>> {
+        let row_bytes = size_of::<f32>();
+        let bytes = sums.iter().map(|sum| Cpu::len(&sum.values) * row_bytes).sum();
+        let call = |name| Call { name, bytes, row_bytes };
+        let begin = |comm: &ThreadComm| comm.begin_reduce_scatter_tree(b, sums);
+        let transfer = self.around(b, call("begin_reduce_scatter_tree"), begin)?;
+        let (hook, wait) = (self.hook.clone(), call("wait"));
+        Ok(Transfer::new(move |b| around(&*hook, b, wait, || transfer.wait(b))))
     }
     fn all_gather_parts(
         &self,

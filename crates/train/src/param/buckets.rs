@@ -1,0 +1,166 @@
+//! Sums of gradients over ranks, several weights at a time, beside the backward pass that makes the next ones.
+
+use super::Placement;
+use nibble_core::ops::SumShards;
+use nibble_core::{Comm, Data, Error, Kernels, Mesh, Result, Tensor, Transfer, TreeSum};
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+/// Bytes of gradients, F32, that are sent together. Fewer would not use the full rate of a link; of more the last ones, which nothing is
+/// left to compute beside, would take longer. PyTorch's data parallel training sends as many.
+const BUCKET_BYTES: usize = 25 << 20;
+
+/// Where this rank's gradients are on their way to their sums over ranks.
+///
+/// A gradient is put in when it is ready, and those that meet on the same ranks fill a bucket in that order, which is the same on all of them.
+/// A full bucket is sent, once the one before it has come back: so no more than two lie in memory, one that is filled and one under way. A
+/// gradient that is as large as a bucket goes alone.
+#[derive(Debug)]
+pub struct Buckets<B: Kernels> {
+    bytes: usize,
+    /// Of what every rank holds.
+    replicated: Lane<B>,
+    /// Of experts.
+    experts: Lane<B>,
+}
+
+impl<B: Kernels> Default for Buckets<B> {
+    fn default() -> Self {
+        Self::of_bytes(BUCKET_BYTES)
+    }
+}
+
+impl<B: Kernels> Buckets<B> {
+    /// Buckets that are full with so many bytes. No bit of a sum depends on it.
+    pub fn of_bytes(bytes: usize) -> Self {
+        Self { bytes, replicated: Lane::default(), experts: Lane::default() }
+    }
+
+    /// Puts a gradient in, and sends its bucket if that is full.
+    pub(super) fn put(
+        &mut self,
+        (b, ranks): (&B, &dyn Comm<B>),
+        placement: Placement,
+        gradient: Summand<B>,
+    ) -> Result<()> {
+        let full = self.bytes;
+        let lane = self.lane(placement);
+        let bytes = size_of::<f32>() * B::len(&gradient.values);
+        if bytes >= full {
+            lane.send(b, ranks)?;
+        }
+        lane.open.push(gradient);
+        lane.open_bytes += bytes;
+        if lane.open_bytes >= full { lane.send(b, ranks) } else { Ok(()) }
+    }
+
+    /// Sends what has been put in, full or not.
+    pub(super) fn send(&mut self, b: &B, mesh: Mesh<'_, B>) -> Result<()> {
+        self.replicated.send(b, mesh.all)?;
+        self.experts.send(b, mesh.dp)
+    }
+
+    /// The sum of the weight of this name, waiting for it and for all that was put in before. All ranks ask in the same order.
+    pub(super) fn take(
+        &mut self,
+        (b, ranks): (&B, &dyn Comm<B>),
+        placement: Placement,
+        name: &str,
+    ) -> Result<Tensor<B>> {
+        let lane = self.lane(placement);
+        if !lane.done.contains_key(name) {
+            lane.send(b, ranks)?;
+            lane.receive(b)?;
+        }
+        let unknown = || Error::shape("gradients", "parameter", name, "one whose sum has begun");
+        lane.done.remove(name).ok_or_else(unknown)
+    }
+
+    fn lane(&mut self, placement: Placement) -> &mut Lane<B> {
+        match placement {
+            Placement::Replicated => &mut self.replicated,
+            Placement::Experts(_) => &mut self.experts,
+        }
+    }
+}
+
+/// A gradient that is to be summed over ranks.
+#[derive(Debug)]
+pub(super) struct Summand<B: Kernels> {
+    /// Of the weight.
+    pub name: String,
+    /// This rank's sum, of all rows.
+    pub values: B::Buf<f32>,
+    /// Which values go to each rank.
+    pub parts: Vec<Range<usize>>,
+    /// Where the sum goes: the rows that this rank keeps; in F32, or in BF16, rounded once.
+    pub into: Tensor<B>,
+}
+
+/// The buckets of gradients that meet on the same ranks.
+#[derive(Debug)]
+struct Lane<B: Kernels> {
+    /// Gradients that have not been sent.
+    open: Vec<Summand<B>>,
+    open_bytes: usize,
+    under_way: Option<(Transfer<B>, Vec<Destination<B>>)>,
+    /// Sums by weight.
+    done: BTreeMap<String, Tensor<B>>,
+}
+
+/// Where a sum goes that is under way.
+#[derive(Debug)]
+struct Destination<B: Kernels> {
+    name: String,
+    shape: (usize, usize),
+    /// What it is rounded into, where that is not F32.
+    rounded: Option<Tensor<B>>,
+}
+
+impl<B: Kernels> Default for Lane<B> {
+    fn default() -> Self {
+        Self { open: Vec::new(), open_bytes: 0, under_way: None, done: BTreeMap::new() }
+    }
+}
+
+impl<B: Kernels> Lane<B> {
+    /// Sends what has been put in, once what was sent before has come back.
+    fn send(&mut self, b: &B, ranks: &dyn Comm<B>) -> Result<()> {
+        if self.open.is_empty() {
+            return Ok(());
+        }
+        self.receive(b)?;
+        self.open_bytes = 0;
+        let (mut sums, mut destinations) = (Vec::new(), Vec::new());
+        for Summand { name, values, parts, into } in self.open.drain(..) {
+            let shape = into.shape();
+            let (into, rounded) = match into.data {
+                Data::F32(into) => (into, None),
+                Data::Bf16(_) => (b.alloc(shape.0 * shape.1)?, Some(into)),
+            };
+            sums.push(TreeSum { values, parts, into });
+            destinations.push(Destination { name, shape, rounded });
+        }
+        self.under_way = Some((ranks.begin_reduce_scatter_tree(b, sums)?, destinations));
+        Ok(())
+    }
+
+    /// Waits for what is under way.
+    fn receive(&mut self, b: &B) -> Result<()> {
+        let Some((transfer, destinations)) = self.under_way.take() else { return Ok(()) };
+        for (sum, Destination { name, shape: (rows, cols), rounded }) in
+            transfer.wait(b)?.into_iter().zip(destinations)
+        {
+            let sum = Tensor::new(Data::F32(sum), rows, cols)?;
+            let sum = match rounded {
+                None => sum,
+                Some(mut into) => {
+                    SumShards { x: &sum, stack: 1, shards: 1, into: &mut into }.run(b)?;
+                    into
+                }
+            };
+            self.done.insert(name, sum);
+        }
+        Ok(())
+    }
+}
