@@ -1,4 +1,4 @@
-use crate::{Result, Traffic};
+use crate::{Error, Result, Traffic, check_range};
 use nibble_formats::ScaleLayout;
 use std::fmt::Debug;
 use std::ops::Range;
@@ -68,6 +68,32 @@ pub struct ValueRun<'a, B: Backend, T: Plain> {
     pub range: Range<usize>,
 }
 
+/// Where lines of values lie in a buffer: at equal distances.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Lines {
+    /// Index of the first line's first value.
+    pub first: usize,
+    /// Values from the beginning of one line to that of the next.
+    pub stride: usize,
+}
+
+impl Lines {
+    /// Checks that so many lines of so many values lie within a buffer of `values`, and no two overlap.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] naming `op`.
+    pub fn check(&self, op: &'static str, (lines, len): (usize, usize), values: usize) -> Result<()> {
+        if lines == 0 || len == 0 {
+            return Ok(());
+        }
+        if lines > 1 && self.stride < len {
+            return Err(Error::shape(op, "stride", self.stride, format!("at least a line's {len}")));
+        }
+        let last = (lines - 1).saturating_mul(self.stride).saturating_add(self.first);
+        check_range(op, values, self.first..last.saturating_add(len)).map(drop)
+    }
+}
+
 /// Memory and order only; nothing numeric.
 ///
 /// A buffer is reference counted: a clone shares the bytes, and a write through a shared handle first makes a copy of
@@ -124,6 +150,16 @@ pub trait Backend: Clone + Debug + Send + Sync + Sized + 'static {
         range: Range<usize>,
         to: &mut Self::Buf<T>,
         at: usize,
+    ) -> Result<()>;
+    /// Copies lines of values, so many of so many each, to where they lie in another buffer, at that buffer's address, on the device.
+    ///
+    /// # Errors
+    /// [`crate::Error::Shape`] if either has no such lines, or its lines overlap.
+    fn copy_lines<T: Plain>(
+        &self,
+        from: (&Self::Buf<T>, Lines),
+        to: (&mut Self::Buf<T>, Lines),
+        lines_and_len: (usize, usize),
     ) -> Result<()>;
     /// Sets every byte of the buffer to 0, at its address.
     fn clear<T: Plain>(&self, buf: &mut Self::Buf<T>) -> Result<()>;

@@ -2,7 +2,8 @@ use crate::gemm::Isa;
 use crate::memory::{Arena, Memory, Words, or_out_of_room, out_of_room};
 use crate::room;
 use nibble_core::{
-    Backend, DeviceKind, Error, MemoryStats, Plain, Result, Room, Traffic, ValueRun, check_range, check_runs,
+    Backend, DeviceKind, Error, Lines, MemoryStats, Plain, Result, Room, Traffic, ValueRun, check_range,
+    check_runs,
 };
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -289,6 +290,25 @@ impl Backend for Cpu {
         let range = check_range("copy", Self::len(from), range)?;
         let into = check_range("copy", Self::len(to), at..at.saturating_add(range.len()))?;
         to.as_mut_slice()[into].copy_from_slice(&from.as_slice()[range]);
+        Ok(())
+    }
+
+    fn copy_lines<T: Plain>(
+        &self,
+        (from, of): (&Buf<T>, Lines),
+        (to, into): (&mut Buf<T>, Lines),
+        (lines, len): (usize, usize),
+    ) -> Result<()> {
+        of.check("copy_lines", (lines, len), Self::len(from))?;
+        into.check("copy_lines", (lines, len), Self::len(to))?;
+        if lines == 0 || len == 0 {
+            return Ok(());
+        }
+        let (from, to) = (from.as_slice(), to.as_mut_slice());
+        for line in 0..lines {
+            let values = &from[of.first + line * of.stride..][..len];
+            to[into.first + line * into.stride..][..len].copy_from_slice(values);
+        }
         Ok(())
     }
 

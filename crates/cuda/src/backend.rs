@@ -8,7 +8,9 @@ use crate::device::pinned::Pinned;
 use crate::device::recording::Recording;
 use crate::driver::failed;
 use crate::measure::profile::Marks;
-use nibble_core::{Backend, DeviceKind, MemoryStats, Plain, Result, Room, Traffic, ValueRun, check_range};
+use nibble_core::{
+    Backend, DeviceKind, Lines, MemoryStats, Plain, Result, Room, Traffic, ValueRun, check_range,
+};
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
@@ -157,6 +159,15 @@ impl Backend for Cuda {
 
     fn copy<T: Plain>(&self, from: &Buf<T>, range: Range<usize>, to: &mut Buf<T>, at: usize) -> Result<()> {
         to.make_mut()?.copy_from(at, from.get(), range)
+    }
+
+    fn copy_lines<T: Plain>(
+        &self,
+        (from, of): (&Buf<T>, Lines),
+        (to, into): (&mut Buf<T>, Lines),
+        lines_and_len: (usize, usize),
+    ) -> Result<()> {
+        to.make_mut()?.copy_lines_from(into, (from.get(), of), lines_and_len)
     }
 
     fn clear<T: Plain>(&self, buf: &mut Buf<T>) -> Result<()> {

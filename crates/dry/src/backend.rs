@@ -3,7 +3,8 @@
 use crate::Dry;
 use crate::memory::{Arena, Buf};
 use nibble_core::{
-    Backend, DeviceKind, Error, MemoryStats, Plain, Result, Room, Traffic, ValueRun, check_range, check_runs,
+    Backend, DeviceKind, Error, Lines, MemoryStats, Plain, Result, Room, Traffic, ValueRun, check_range,
+    check_runs,
 };
 use std::convert::Infallible;
 use std::fmt;
@@ -93,6 +94,16 @@ impl Backend for Dry {
     fn copy<T: Plain>(&self, from: &Buf<T>, range: Range<usize>, to: &mut Buf<T>, at: usize) -> Result<()> {
         let range = check_range("copy", from.len(), range)?;
         check_range("copy", to.len(), at..at.saturating_add(range.len())).map(drop)
+    }
+
+    fn copy_lines<T: Plain>(
+        &self,
+        (from, of): (&Buf<T>, Lines),
+        (to, into): (&mut Buf<T>, Lines),
+        lines_and_len: (usize, usize),
+    ) -> Result<()> {
+        of.check("copy_lines", lines_and_len, from.len())?;
+        into.check("copy_lines", lines_and_len, to.len())
     }
 
     fn copy_out<T: Plain>(&self, from: &[ValueRun<'_, Self, T>], to: &mut [T]) -> Result<()> {

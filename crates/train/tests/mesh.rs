@@ -7,7 +7,7 @@ use nibble_cpu::Cpu;
 use nibble_train::checkpoint::{Store, latest_valid};
 use nibble_train::config::Config;
 use nibble_train::delayed::History;
-use nibble_train::metrics::Metrics;
+use nibble_train::metrics::{LayerMetrics, Metrics, SiteMetrics};
 use nibble_train::trainer::{Observer, Options, Start, Trainer, run};
 use rig::{Outcome, SOLO, few_held_out, on_mesh, recipe_file, recipes, small, train_mesh, with_recipe};
 use std::path::Path;
@@ -132,7 +132,13 @@ fn slices_within_matrices_keep_the_bits() {
     let large: &[&str] = &["model.vocab_size=300", "model.tie_embeddings=false", "model.experts=4"];
     let tiles = ["model.d_model=160", "model.expert_ffn=200"];
     let odd = ["model.d_model=80", "model.expert_ffn=72", "train.grad_accum=2"];
+    let blocks = ["model.d_model=160", "model.expert_ffn=224"];
     for (recipe, sizes, more) in [
+        // Codes of four bits in rows and of eight in square tiles, scales of a byte and of four, and scales of tensors.
+        ("hif4", &blocks[..], &["train.grad_accum=2"][..]),
+        ("mxfp4-hopper-head8", &blocks[..], &[][..]),
+        ("fp8-block", &blocks[..], &[][..]),
+        ("nvfp4", &blocks[..], &[][..]),
         ("bf16", &tiles[..], &["train.grad_dtype=bf16"][..]),
         ("bf16", &tiles[..], &["train.grad_accum=2", "train.moment_dtype=bf16"][..]),
         ("f32", &odd[..], &[][..]),
@@ -331,6 +337,29 @@ fn at(dir: &Path, text: Option<&str>, more: &[&str]) -> (Config, tempfile::TempD
     match text {
         Some(text) => with_recipe(text, &[&common[..], more].concat()),
         None => (small("bf16", &[&common[..], more].concat()), tempfile::tempdir().unwrap()),
+    }
+}
+
+/// The records of a run count every block of a weight once, whoever quantizes it: its slices one each, or all ranks all of it.
+#[test]
+fn blocks_of_weights_are_counted_once() {
+    for recipe in ["hif4", "fp8-delayed"] {
+        let text = std::fs::read_to_string(recipe_file(recipe)).unwrap();
+        let counted = |more: &[&str]| {
+            let dir = tempfile::tempdir().unwrap();
+            let more = [&DIVIDED[..], &["train.steps=2", "model.d_model=160"], more].concat();
+            let (config, _recipe) = at(dir.path(), Some(&text), &more);
+            go(&config, false).unwrap();
+            let lines = std::fs::read_to_string(dir.path().join("run/layers.jsonl")).unwrap();
+            let of_line = |line: &str| serde_json::from_str::<LayerMetrics>(line).unwrap().sites;
+            let sites = lines.lines().flat_map(of_line).filter(|site| site.tensor == "w");
+            sites.collect::<Vec<SiteMetrics>>()
+        };
+        let one = counted(&["run.ranks=1"]);
+        assert!(one.len() >= 20 && one.iter().all(|site| site.non_zero > 0), "{one:?}");
+        for mesh in [["run.ranks=2", "run.dp=1"], ["run.ranks=4", "run.dp=2"]] {
+            assert_eq!(counted(&mesh), one, "{recipe}, {mesh:?}");
+        }
     }
 }
 

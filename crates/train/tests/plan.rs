@@ -224,6 +224,38 @@ fn a_rank_keeps_its_share_of_the_state() {
     }
 }
 
+/// Before a step a rank sends codes and scales of its rows, as they stand and transposed, and no value of a quantized weight.
+#[test]
+fn of_a_quantized_weight_codes_and_scales_travel() {
+    let sizes =
+        ["model.d_model=256", "model.heads=4", "model.kv_heads=2", "model.head_dim=64", "model.ffn=384"];
+    let ranks = 4;
+    let sent = |recipe: &str, kind: DeviceKind| {
+        let config = rig::dense(recipe, &[&sizes[..], &["run.ranks=4"]].concat());
+        let recipe = checked_recipe(&config).unwrap();
+        let of_rank = |rank| sent_in_a_step(kind, (config.run.mesh(), rank), &config, &recipe).unwrap();
+        (0..ranks).map(|rank| of_rank(rank)["all_gather_parts"] as i64).sum::<i64>()
+    };
+    // Rows and columns of a layer's weights: q, k, v, o, gate and up, down.
+    let layer = [(256, 256), (128, 256), (128, 256), (256, 256), (768, 256), (256, 384)];
+    let values: i64 = 2 * layer.iter().map(|(n, k)| n * k).sum::<i64>();
+    // Of each value: bits of its two codes, and of the shares that it has in two scales.
+    for (recipe, codes, scales) in [
+        ("hif4", 2 * 4, 2.0 * 32.0 / 64.0),
+        ("mxfp8", 2 * 8, 2.0 * 8.0 / 32.0),
+        ("fp8-block", 2 * 8, 2.0 * 32.0 / (128.0 * 128.0)),
+        ("fp8-flow", 2 * 8, 2.0 * 8.0 / (128.0 * 128.0)),
+    ] {
+        let bits = (codes * values) as f64 + scales * values as f64;
+        for kind in [DeviceKind::Host, DeviceKind::Gpu] {
+            // Everything else is as it is where weights are read in BF16.
+            let more = sent(recipe, kind) - sent("bf16", kind);
+            let expected = (ranks as i64 - 1) * (bits as i64 / 8 - 2 * values);
+            assert_eq!(more, expected, "{recipe}, {kind:?}");
+        }
+    }
+}
+
 /// Of configuration `s` on an H200, as its driver and its arenas reported after some steps: recipe; of the activations the
 /// most bytes that lived and the bytes taken, and by the ledger what a forward pass keeps, in GiB.
 const MEASURED: [(&str, [f64; 3]); 2] = [("bf16", [32.6, 33.0, 24.4]), ("mxfp4-hopper", [17.6, 17.8, 12.6])];

@@ -136,7 +136,7 @@ fn what_is_made_again_is_counted_again() {
 #[test]
 fn a_step_issues_the_operations_that_are_counted() {
     // Memory is not an operation's.
-    const MEMORY: [&str; 4] = ["zeros", "alloc", "copy", "clear"];
+    const MEMORY: [&str; 5] = ["zeros", "alloc", "copy", "copy_lines", "clear"];
     let dense = ["bf16", "mxfp4-hopper"].map(|recipe| rig::dense(recipe, &[]));
     let small = rig::recipes().into_iter().map(|recipe| small(recipe, &["train.grad_accum=3"]));
     for config in small.chain(dense) {

@@ -42,7 +42,9 @@ pub use norm_rope::{NormRope, NormRopeBackward};
 pub use parts::{AssignParts, JoinGroups};
 pub use permute::{CombineSlots, GatherScalars, PackRows, Permute, PlanPermute, UnpackRows, Unpermute};
 pub use push_amax::{AmaxRecords, PushAmax};
-pub use quantize::{Counts, Delayed, Dequantize, Emit, Emitted, Found, Hadamard, Planes, Quantize, Random};
+pub use quantize::{
+    Counts, Delayed, Dequantize, Emit, Emitted, Found, Hadamard, Planes, Quantize, Random, weight_planes,
+};
 pub use rms_norm::{RmsNorm, RmsNormBackward, RmsNormOut};
 pub use rope::Rope;
 pub use route::{Route, RouteBackward, Routing};

@@ -95,13 +95,16 @@ fn planes<B: Backend>(
         Planes::Rows => [Some(row_plane()?), None],
         Planes::Cols => [None, Some(col_plane()?)],
         Planes::Both => [Some(row_plane()?), Some(col_plane()?)],
-        Planes::Tiles => tiles(b, stored, (rows, cols, stack))?.map(Some),
+        Planes::Tiles => weight_planes(b, stored, (rows, cols, stack))?.map(Some),
     };
     Ok(made.map(|plane| plane.map(Operand::Block)))
 }
 
-/// Weights as they stand and transposed, yet to be written: in blocks along the rows of each where the format has no square ones.
-pub(crate) fn tiles<B: Backend>(
+/// The two planes of [`Planes::Tiles`], yet to be written: `stack` matrices, `rows` of them all, as they stand and transposed.
+///
+/// # Errors
+/// What the backend returns where it has no memory left.
+pub fn weight_planes<B: Backend>(
     b: &B,
     stored: (Format, ScaleRule),
     (rows, cols, stack): (usize, usize, usize),

@@ -1,4 +1,6 @@
-use super::quantize::{check_axis, check_group_align, check_group_rows, check_planes, check_stack, tiles};
+use super::quantize::{
+    check_axis, check_group_align, check_group_rows, check_planes, check_stack, weight_planes,
+};
 use super::{Counts, Planes};
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, BlockScaled, Error, Groups, Result};
@@ -88,7 +90,7 @@ impl<B: Backend> Transcode<'_, B> {
         let stored = (self.to, if self.to == Format::Mxfp4 { self.rule } else { x.rule });
         let (out, transposed) = match self.axis {
             BlockAxis::Tile => {
-                let [out, transposed] = tiles(b, stored, (x.rows, x.cols, x.stack))?;
+                let [out, transposed] = weight_planes(b, stored, (x.rows, x.cols, x.stack))?;
                 (out, Some(transposed))
             }
             BlockAxis::Col => {

@@ -3,10 +3,10 @@
 use crate::device::arena::{Arena, ArenaBlock};
 use crate::device::kept::Kept;
 use crate::device::{Device, PooledZeros};
-use crate::driver::{failed, named};
+use crate::driver::{check, failed, named};
 use bytemuck::Pod;
 use cudarc::driver::{result, sys};
-use nibble_core::{Error, Result, check_range};
+use nibble_core::{Error, Lines, Result, check_range};
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -298,6 +298,51 @@ impl<T: Pod> Buffer<T> {
         // handle, so they do not overlap.
         let copied = unsafe { result::memcpy_dtod_async(to, from, bytes, stream) };
         named("cuMemcpyDtoDAsync", copied)
+    }
+
+    /// Overwrites lines of values, so many of so many each, with those of another buffer of the same device, after everything issued so far.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for lines past the end of either or such as overlap, or a buffer of another device.
+    pub(crate) fn copy_lines_from(
+        &mut self,
+        into: Lines,
+        (from, of): (&Self, Lines),
+        (lines, len): (usize, usize),
+    ) -> Result<()> {
+        of.check("copy_lines", (lines, len), from.len())?;
+        into.check("copy_lines", (lines, len), self.len)?;
+        if !from.device().is_same(self.device()) {
+            let got = format!("on {:?}", from.device());
+            return Err(Error::shape("copy_lines", "from", got, format!("on {:?}", self.device())));
+        }
+        if lines == 0 || len == 0 {
+            return Ok(());
+        }
+        let (each, stream) = (size_of::<T>(), self.device().stream()?);
+        // One line may say any stride; the driver wants one that is no shorter than the line.
+        let pitch = |lie: Lines| lie.stride.max(len) * each;
+        let copy = sys::CUDA_MEMCPY2D {
+            srcXInBytes: 0,
+            srcY: 0,
+            srcMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
+            srcHost: std::ptr::null(),
+            srcDevice: from.address + (of.first * each) as u64,
+            srcArray: std::ptr::null_mut(),
+            srcPitch: pitch(of),
+            dstXInBytes: 0,
+            dstY: 0,
+            dstMemoryType: sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
+            dstHost: std::ptr::null_mut(),
+            dstDevice: self.address + (into.first * each) as u64,
+            dstArray: std::ptr::null_mut(),
+            dstPitch: pitch(into),
+            WidthInBytes: len * each,
+            Height: lines,
+        };
+        // SAFETY: all lines are within their buffers, which are freed behind the copy in the stream; the one written has no other handle,
+        // so they do not overlap.
+        check("cuMemcpy2DAsync", unsafe { sys::cuMemcpy2DAsync_v2(&copy, stream) })
     }
 
     /// Overwrites the values, after everything issued so far. The slice may be reused once this returns.

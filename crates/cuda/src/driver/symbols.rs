@@ -63,6 +63,7 @@ pub(crate) const DRIVER: &[Call] = &[
     ("sys::cuMemRelease", "cuMemRelease"),
     ("sys::cuMemSetAccess", "cuMemSetAccess"),
     ("sys::cuMemUnmap", "cuMemUnmap"),
+    ("sys::cuMemcpy2DAsync_v2", "cuMemcpy2DAsync_v2"),
     ("sys::cuMemcpyDtoHAsync_v2", "cuMemcpyDtoHAsync_v2"),
     ("sys::cuMemcpyHtoDAsync_v2", "cuMemcpyHtoDAsync_v2"),
     ("sys::cuOccupancyMaxActiveClusters", "cuOccupancyMaxActiveClusters"),

@@ -2,7 +2,7 @@
 
 use super::call::{Taken, open};
 use super::{Buf, Event, Mode, Recorder, Recording, Shared, device};
-use nibble_core::{Backend, DeviceKind, MemoryStats, Plain, Result, Room, Traffic, ValueRun};
+use nibble_core::{Backend, DeviceKind, Lines, MemoryStats, Plain, Result, Room, Traffic, ValueRun};
 use std::ops::Range;
 
 impl<B: Backend> Backend for Recorder<B> {
@@ -96,6 +96,20 @@ impl<B: Backend> Backend for Recorder<B> {
         let mut call = self.call("copy", &(&from, &range, &to, at));
         let (from, to) = (call.reads(from)?, call.writes(to)?);
         call.issue(move |b, run| b.copy(&open(b, &from)?, range.clone(), &mut *Taken::new(b, &to, run)?, at))
+    }
+
+    fn copy_lines<T: Plain>(
+        &self,
+        (from, of): (&Buf<T, B>, Lines),
+        (to, into): (&mut Buf<T, B>, Lines),
+        lines_and_len: (usize, usize),
+    ) -> Result<()> {
+        let mut call = self.call("copy_lines", &(&from, &of, &to, &into, lines_and_len));
+        let (from, to) = (call.reads(from)?, call.writes(to)?);
+        call.issue(move |b, run| {
+            let to = &mut *Taken::new(b, &to, run)?;
+            b.copy_lines((&open(b, &from)?, of), (to, into), lines_and_len)
+        })
     }
 
     fn begin_download<T: Plain>(&self, buf: &Buf<T, B>, range: Range<usize>) -> Result<B::Pending<T>> {

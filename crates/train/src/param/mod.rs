@@ -1,6 +1,7 @@
 //! Weights: the F32 master, its gradient, and the copies the products multiply with.
 
 mod buckets;
+mod codes;
 mod gradient;
 mod slices;
 
@@ -12,7 +13,7 @@ use crate::cx::{Cx, Shards};
 use crate::delayed::Spans;
 use crate::spec::{Init, ParamSpec, Part};
 use nibble_core::formats::{Purpose, Stream, fnv1a32};
-use nibble_core::ops::{InitNormal, Planes, Quantize, Transpose};
+use nibble_core::ops::{Counts, Emitted, InitNormal, Planes, Quantize, Transpose};
 use nibble_core::recipe::{Section, Site};
 use nibble_core::{Comm, DType, Data, Error, Kernels, Mesh, Operand, Result, Tensor};
 
@@ -208,7 +209,11 @@ impl<B: Kernels> Param<B> {
         }
     }
 
-    /// Makes the copies the products take: quantized or cast, and transposed for dgrad.
+    /// Makes the copies the products take: quantized or cast, and transposed for dgrad. Of rows that several ranks keep, what travels is as
+    /// narrow as it is read, where it can be made of a rank's own rows: a cast, or codes whose scales are those of blocks.
+    ///
+    /// # Errors
+    /// From the backend and other ranks.
     pub fn prepare(&mut self, cx: &Cx<'_, B>, section: &Section) -> Result<()> {
         let to = section.at(Site::FpropW);
         let stack = self.stack();
@@ -221,6 +226,13 @@ impl<B: Kernels> Param<B> {
                     false => None,
                 };
                 Shadow { w: Operand::Plain(w), wt }
+            }
+            None if self.slices.is_divided() && self.whole.is_none() && codes::travel(to.codec()?) => {
+                let codec = to.codec()?;
+                let mine = codes::OfRank::new(cx.b, &self.slices, &self.master, codec)?;
+                mine.keep_counts(cx, &self.name)?;
+                let (w, wt) = mine.gathered(cx, self.replicas(cx.mesh), &self.slices, codec)?;
+                Shadow { w, wt }
             }
             None => {
                 let of = match self.placement {
@@ -235,7 +247,12 @@ impl<B: Kernels> Param<B> {
                 };
                 let op = Quantize { stack, delayed, ..Quantize::new(&whole, to.codec()?, Planes::Tiles) };
                 let tiles = op.run(cx.b)?;
-                cx.keep_quantized(&self.name, "w", &tiles, scales);
+                // Every rank that has the weight finds the same: the first one's blocks count.
+                let counts = match self.replicas(cx.mesh).rank() {
+                    0 => tiles.counts.clone(),
+                    _ => Some(Counts::zeros(cx.b)?),
+                };
+                cx.keep_quantized(&self.name, "w", &Emitted { counts, ..tiles.clone() }, scales);
                 Shadow { w: tiles.take_rows("prepare")?, wt: tiles.cols }
             }
         });

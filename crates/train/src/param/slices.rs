@@ -5,7 +5,7 @@ use nibble_core::ops::{SQUARES_CHUNK, squares_chunks};
 use std::ops::Range;
 
 /// Rows of a tile that a slice has whole: those of a block of codes in both directions.
-const TILE: usize = 128;
+pub(super) const TILE: usize = 128;
 
 /// The rows of a parameter, of all its matrices one under the other, by the rank that keeps them. A rank alone keeps all of them.
 ///
@@ -24,6 +24,17 @@ pub struct Slices {
     shift: usize,
     rank: usize,
     ranks: usize,
+}
+
+/// Rows that lie alike in one matrix or several, of a slice.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Piece {
+    /// Number of the first matrix.
+    pub first: usize,
+    /// How many there are: one, or several whole ones.
+    pub matrices: usize,
+    /// Which rows of each.
+    pub rows: Range<usize>,
 }
 
 impl Slices {
@@ -66,6 +77,42 @@ impl Slices {
         let begin = |tile: usize| tile / tiles * self.matrix + (tile % tiles * TILE).min(self.matrix);
         let (place, all) = ((rank + self.shift) % self.ranks, self.stack * self.tiles);
         begin(place * all / self.ranks)..begin((place + 1) * all / self.ranks)
+    }
+
+    /// A rank's slice in pieces, one after the other: the end of a matrix, whole matrices, the beginning of one, as far as it has these.
+    pub(super) fn pieces(&self, rank: usize) -> Vec<Piece> {
+        let Range { start: mut row, end } = self.rows(rank);
+        let mut pieces = Vec::new();
+        while row < end {
+            let (first, begin, left) = (row / self.matrix, row % self.matrix, end - row);
+            let (matrices, rows) = match left / self.matrix {
+                whole if begin == 0 && whole > 0 => (whole, 0..self.matrix),
+                _ => (1, begin..self.matrix.min(begin + left)),
+            };
+            row += matrices * rows.len();
+            pieces.push(Piece { first, matrices, rows });
+        }
+        pieces
+    }
+
+    /// This rank.
+    pub(super) fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// How many ranks there are.
+    pub(super) fn ranks(&self) -> usize {
+        self.ranks
+    }
+
+    /// How many matrices there are.
+    pub(super) fn stack(&self) -> usize {
+        self.stack
+    }
+
+    /// Rows of each matrix.
+    pub(super) fn matrix_rows(&self) -> usize {
+        self.matrix
     }
 
     /// The values of every rank's slice, in the order of the ranks.
@@ -129,6 +176,20 @@ mod tests {
                     assert_eq!(rows[ranks - 1].end, stack * matrix, "{rows:?}");
                     for end in rows.iter().map(|rows| rows.end % matrix) {
                         assert!(end == 0 || end % TILE == 0 && (end * cols) % SQUARES_CHUNK == 0, "{rows:?}");
+                    }
+                    for rank in 0..ranks {
+                        let rows = |piece: &Piece| {
+                            let first = piece.first * matrix + piece.rows.start;
+                            first..first + piece.matrices * piece.rows.len()
+                        };
+                        let pieces = all.pieces(rank);
+                        assert!(pieces.len() <= 3, "{pieces:?}");
+                        assert!(
+                            pieces.iter().all(|p| p.matrices == 1 || p.rows == (0..matrix)),
+                            "{pieces:?}"
+                        );
+                        let one_after_the_other: Vec<_> = pieces.iter().flat_map(rows).collect();
+                        assert_eq!(one_after_the_other, all.rows(rank).collect::<Vec<_>>());
                     }
                     let mut chunks = all.chunks();
                     chunks.sort_by_key(|chunks| (chunks.start, chunks.end));
