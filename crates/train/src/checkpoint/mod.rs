@@ -326,11 +326,11 @@ fn kinds<T>(tensors: [&[T]; 3]) -> impl Iterator<Item = (&'static str, &[T])> {
 
 /// The files of tensors of a checkpoint by name, each with its tensors, in the order in which `state.json` has them. `tensors`: those of the
 /// model, of the optimizer, and of the scales; of so many bytes of values in a file at most (0: all of a kind in one).
-pub(crate) fn tensor_files<'t, T>(
-    tensors: [&'t [T]; 3],
+pub(crate) fn tensor_files<T>(
+    tensors: [&[T]; 3],
     spec: impl Fn(&T) -> &TensorSpec + Copy,
     most_bytes: usize,
-) -> Vec<(String, &'t [T])> {
+) -> Vec<(String, &[T])> {
     let mut all = Vec::new();
     for (kind, tensors) in kinds(tensors) {
         let files = divided(tensors, spec, most_bytes);

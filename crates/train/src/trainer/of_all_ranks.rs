@@ -28,7 +28,7 @@ pub(super) fn of_all_ranks<B: Kernels>(
     let mut end = 0;
     let part = |(_, len): &(bool, usize)| {
         end += len;
-        vec![end - len..end]
+        std::iter::once(end - len..end).collect::<Vec<_>>()
     };
     let parts: Vec<_> = all.iter().map(part).collect();
     let mut together = b.alloc::<u8>(end)?;

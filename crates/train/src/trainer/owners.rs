@@ -245,13 +245,42 @@ impl<B: Kernels> Trainer<'_, B> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::pieces::PIECE;
     use super::*;
+    use crate::config::Config;
+    use nibble_core::Comm;
+    use nibble_cpu::{Cpu, ThreadComm};
 
     #[test]
     fn files_are_dealt_so_that_ranks_write_about_as_much() {
         assert_eq!(owners(&[5, 9, 1, 9, 3], 3), [2, 0, 2, 1, 2]);
         assert_eq!(owners(&[4, 8], 4), [1, 0]);
         assert_eq!(owners(&[4, 8, 0], 1), [0, 0, 0]);
+    }
+
+    /// A model of more than ten pieces of 8 MiB, and of the host's memory what is always allowed.
+    #[test]
+    fn what_waits_for_a_ranks_writer_is_no_more_than_its_share() {
+        let sets = ["model.d_model=512", "model.vocab_size=16384", "checkpoint.host_gib=0", "run.ranks=2"];
+        let config = Config::load("tiny", &sets.map(str::to_owned)).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        std::thread::scope(|scope| {
+            for comm in ThreadComm::world(2) {
+                let (config, dir) = (&config, dir.path());
+                scope.spawn(move || {
+                    let b = Cpu::new(1).unwrap();
+                    let mut trainer = Trainer::new(&b, &comm, config).unwrap();
+                    let store = (Comm::<Cpu>::rank(&comm) == 0).then(|| Store::open(dir).unwrap());
+                    trainer.save(store.as_ref()).unwrap();
+                    let files = trainer.files();
+                    assert!(files.values().iter().sum::<usize>() > 5 * PIECE);
+                    let pool = trainer.pool(&files);
+                    assert_eq!(pool.piece_values(), PIECE / 2);
+                    let bytes = pool.bytes();
+                    assert!(bytes > 0 && bytes <= 3 * size_of::<f32>() * PIECE / 2, "{bytes} bytes");
+                });
+            }
+        });
     }
 
     #[test]

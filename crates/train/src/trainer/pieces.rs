@@ -48,6 +48,12 @@ impl<B: Backend> Pool<B> {
         self.state().limit
     }
 
+    /// Bytes of all pieces so far.
+    #[cfg(test)]
+    pub fn bytes(&self) -> usize {
+        self.state().made * self.len * size_of::<f32>()
+    }
+
     /// Makes one more piece. False where there are enough.
     ///
     /// # Errors

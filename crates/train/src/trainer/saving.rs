@@ -394,7 +394,7 @@ impl<B: Kernels> Trainer<'_, B> {
     }
 
     /// What the files of tensors hold. Buffers have been made.
-    fn files(&mut self) -> Files {
+    pub(super) fn files(&mut self) -> Files {
         let named = self.rank.model.named_tensors();
         let delayed = self.rank.buffers.as_ref().and_then(|buffers| buffers.delayed());
         let mesh = self.rank.context.mesh.shape();
