@@ -59,11 +59,11 @@ points! {
     EvaluationBegins = "evaluation-begins",
     /// A held-out loss is written.
     Evaluated = "evaluated",
-    /// A checkpoint's writer is started, and nothing copied.
+    /// A checkpoint's writer is started, on several ranks one on each, and nothing copied.
     SaveBegins = "save-begins",
     /// The copying of weights and moments begins, beside training where there is one rank.
     CopyBegins = "copy-begins",
-    /// All values of one of a checkpoint's two files of tensors are copied.
+    /// All values of one of a checkpoint's files of tensors are copied.
     FileCopied = "file-copied",
     /// Nothing of a checkpoint is on the disk.
     CheckpointBegins = "checkpoint-begins",

@@ -151,6 +151,26 @@ impl<B: Backend> Counted<B> {
     }
 }
 
+/// What a rank tells the others when it issues a step: its record brings it to all of them, without a call of its own.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Told {
+    /// It was asked to end the run.
+    pub asked: bool,
+    /// It is writing files of a checkpoint.
+    pub writing: bool,
+}
+
+impl Told {
+    /// As the word at [`nibble_core::ops::InputLayout::ASKED`].
+    pub fn word(self) -> i32 {
+        i32::from(self.asked) | i32::from(self.writing) << 1
+    }
+
+    fn of_word(word: i32) -> Self {
+        Self { asked: word & 1 != 0, writing: word & 2 != 0 }
+    }
+}
+
 /// Ids that are checked against the vocabulary.
 const BAD_IDS: [&str; 2] = ["inputs", "targets"];
 
@@ -229,14 +249,14 @@ impl Layout {
         self.nats() + self.shards
     }
 
-    /// Not 0: this rank had been asked to end the run when the step was issued.
-    pub fn asked(&self) -> usize {
+    /// What this rank told the others when the step was issued, as [`Told::word`] says it.
+    pub fn told(&self) -> usize {
         self.scalars() + 1
     }
 
     /// First of the largest magnitudes, one a span with a scale of earlier steps.
     pub fn amax(&self) -> usize {
-        self.asked() + 1
+        self.told() + 1
     }
 
     /// First of a layer's router losses, two a shard.
@@ -307,9 +327,10 @@ impl<'a> Report<'a> {
         self.head[2]
     }
 
-    /// Whether any rank had been asked to end the run when it issued the step: the same on every rank.
-    pub fn asked(&self) -> bool {
-        self.tables.iter().any(|table| table[self.layout.asked()] != 0.0)
+    /// What any rank told when it issued the step: the same on every rank.
+    pub fn told(&self) -> Told {
+        let word = |table: &[f64]| table[self.layout.told()] as i32;
+        Told::of_word(self.tables.iter().fold(0, |any, table| any | word(table)))
     }
 
     /// Where an exchange had less room than a rank was sent: by how much the most that one was sent exceeds the room. Such a step has changed

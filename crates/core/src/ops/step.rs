@@ -50,8 +50,8 @@ pub struct InputLayout {
 impl InputLayout {
     /// Words before the first id.
     pub const SCALARS: usize = 4;
-    /// Which of them says whether this rank was asked to end the run, 1 or 0: it travels with the step's record, so that all ranks
-    /// read the same.
+    /// Which of them is what this rank tells the others, a small number, as whether it was asked to end the run: it travels with the step's
+    /// record, so that all ranks read the same.
     pub const ASKED: usize = 3;
 
     /// Words of one slot.

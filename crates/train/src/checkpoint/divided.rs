@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 const SUFFIX: &str = ".safetensors";
 
 /// Tensors in files of so many bytes of values at most (0: all in one): whole ones, in their order. One that is larger has a file of its own.
-pub(crate) fn divided<T>(tensors: &[T], spec: impl Fn(&T) -> &TensorSpec, most_bytes: usize) -> Vec<&[T]> {
+pub(super) fn divided<T>(tensors: &[T], spec: impl Fn(&T) -> &TensorSpec, most_bytes: usize) -> Vec<&[T]> {
     let most = if most_bytes == 0 { usize::MAX } else { most_bytes };
     let bytes = |tensor| size_of::<f32>().saturating_mul(spec(tensor).num_values());
     let (mut files, mut first, mut held) = (Vec::new(), 0, 0usize);

@@ -14,7 +14,8 @@
 //!
 //! A checkpoint is written under `.tmp-…`, its files and the directory synced, `state.json` last, and then renamed. A
 //! kill at any instant leaves the earlier checkpoints as they were, and at worst a `.tmp-…` that the next writer
-//! removes. Tensors are logical, so the number of ranks may change between runs.
+//! removes. Tensors are logical, so the number of ranks may change between runs. Several ranks write files of tensors, each its own; the first one
+//! writes all others and renames.
 
 mod digest;
 mod divided;
@@ -23,12 +24,12 @@ mod header;
 mod state;
 mod tensors;
 
+use std::collections::BTreeMap;
 use std::fs::{self, File, TryLockError};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 pub(crate) use digest::sha256_hex;
-pub(crate) use divided::divided;
 pub use files::TensorSpec;
 pub use header::{header, little_endian, metadata};
 pub use state::{FileEntry, Position, State};
@@ -38,6 +39,7 @@ use crate::error::{Error, Result};
 use crate::fault::{Point, reach};
 use crate::files::remove_abandoned;
 use crate::tokenizer::transformers_tokenizer;
+use divided::divided;
 use files::{OpenFile, sync_dir, write_synced, write_tensors};
 use state::STATE_FILE;
 
@@ -79,6 +81,17 @@ pub struct Outline {
     pub tokenizer_json: String,
     /// Where the run stands.
     pub position: Position,
+}
+
+impl Outline {
+    fn tensors(&self) -> [&[TensorSpec]; 3] {
+        [&self.model, &self.optim, &self.scales]
+    }
+
+    /// The files of tensors.
+    fn files(&self) -> Vec<(String, &[TensorSpec])> {
+        tensor_files(self.tensors(), |spec| spec, self.file_bytes)
+    }
 }
 
 /// The checkpoints of one run, open for writing by one process at a time. Clones share it.
@@ -142,18 +155,53 @@ impl Store {
         next: &mut dyn FnMut() -> Result<P>,
         keep: usize,
     ) -> Result<PathBuf> {
-        let name = name_of(outline.position.step);
-        let tmp = self.dir.join(format!("{TMP_PREFIX}{name}"));
-        remove(&tmp)?;
-        let written = write_all(&tmp, outline, next).and_then(|()| self.publish(&tmp, &name));
+        let dir = self.begin(outline)?;
+        let files = outline.files();
+        let written =
+            files.iter().map(|(name, tensors)| write_file(&dir, name, tensors, &mut *next)).collect();
+        self.finish(outline, written, keep)
+    }
+
+    /// Makes the directory in which the files of a checkpoint are written before it has its name. Returns it.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub(crate) fn begin(&self, outline: &Outline) -> Result<PathBuf> {
+        let dir = self.unnamed(outline);
+        remove(&dir)?;
+        reach(Point::CheckpointBegins)?;
+        fs::create_dir_all(&dir).map_err(Error::io(&dir))?;
+        Ok(dir)
+    }
+
+    /// Ends a checkpoint whose files of tensors are `written`, whoever wrote them and in whatever order: writes all others, `state.json` last,
+    /// and gives it its name. Removes all but the newest `keep` (0 = keep all). Returns its directory.
+    ///
+    /// # Errors
+    /// That of the files; [`Error::Io`]; [`Error::Checkpoint`] if a file is missing. The earlier checkpoints are untouched then, and nothing is
+    /// left of this one.
+    pub(crate) fn finish(
+        &self,
+        outline: &Outline,
+        written: Result<Vec<FileEntry>>,
+        keep: usize,
+    ) -> Result<PathBuf> {
+        let (dir, name) = (self.unnamed(outline), name_of(outline.position.step));
+        let written = written.and_then(|entries| write_rest(&dir, outline, entries));
+        let written = written.and_then(|()| self.publish(&dir, &name));
         if written.is_err() {
             // The first error is the one to tell; what cannot be removed now goes when the store is next opened.
-            let _ = remove(&tmp);
+            let _ = remove(&dir);
         }
         let path = written?;
         self.prune(keep, &path)?;
         reach(Point::CheckpointEnds)?;
         Ok(path)
+    }
+
+    /// The directory of a checkpoint before it has its name.
+    fn unnamed(&self, outline: &Outline) -> PathBuf {
+        self.dir.join(format!("{TMP_PREFIX}{}", name_of(outline.position.step)))
     }
 
     /// The error of a checkpoint whose values stop coming: whoever sent them has failed, and tells why.
@@ -224,23 +272,30 @@ impl Store {
     }
 }
 
-/// Writes every file of a checkpoint into a new directory, `state.json` last, all synced.
-fn write_all<P: AsRef<[f32]>>(
+/// Writes a file of tensors, whose values come from `next`, and waits until it is on the disk.
+pub(crate) fn write_file<P: AsRef<[f32]>>(
     dir: &Path,
-    outline: &Outline,
+    name: &str,
+    tensors: &[TensorSpec],
     next: &mut dyn FnMut() -> Result<P>,
-) -> Result<()> {
-    let Outline { model, optim, scales, file_bytes, config_json, tokenizer_json, position } = outline;
-    reach(Point::CheckpointBegins)?;
-    fs::create_dir_all(dir).map_err(Error::io(dir))?;
+) -> Result<FileEntry> {
+    let entry = write_tensors(dir, name, tensors, next)?;
+    reach(Point::FileWritten)?;
+    Ok(entry)
+}
+
+/// Writes the files beside those of tensors, `state.json` last, all synced.
+fn write_rest(dir: &Path, outline: &Outline, written: Vec<FileEntry>) -> Result<()> {
+    let Outline { file_bytes, config_json, tokenizer_json, position, .. } = outline;
+    let mut written: BTreeMap<String, FileEntry> =
+        written.into_iter().map(|entry| (entry.name.clone(), entry)).collect();
     let mut entries = Vec::new();
-    let kinds = [(MODEL, model), (OPTIM, optim), (SCALES, scales)];
-    for (kind, tensors) in kinds.into_iter().filter(|(kind, tensors)| *kind != SCALES || !tensors.is_empty())
-    {
+    for (kind, tensors) in kinds(outline.tensors()) {
         let files = divided(tensors, |spec| spec, *file_bytes);
-        for (number, tensors) in files.iter().enumerate() {
-            entries.push(write_tensors(dir, &divided::name_of(kind, number, files.len()), tensors, next)?);
-            reach(Point::FileWritten)?;
+        for number in 0..files.len() {
+            let name = divided::name_of(kind, number, files.len());
+            let missing = || Error::checkpoint(&dir.join(&name), "was not written");
+            entries.push(written.remove(&name).ok_or_else(missing)?);
         }
         if files.len() > 1 {
             let index = divided::index(kind, &files);
@@ -261,6 +316,28 @@ fn write_all<P: AsRef<[f32]>>(
     reach(Point::ManifestWritten)?;
     sync_dir(dir)?;
     reach(Point::BeforeRename)
+}
+
+/// The kinds of tensors that have files, and their tensors. Where there are no scales there is no file of them.
+fn kinds<T>(tensors: [&[T]; 3]) -> impl Iterator<Item = (&'static str, &[T])> {
+    let all = [MODEL, OPTIM, SCALES].into_iter().zip(tensors);
+    all.filter(|(kind, tensors)| *kind != SCALES || !tensors.is_empty())
+}
+
+/// The files of tensors of a checkpoint by name, each with its tensors, in the order in which `state.json` has them. `tensors`: those of the
+/// model, of the optimizer, and of the scales; of so many bytes of values in a file at most (0: all of a kind in one).
+pub(crate) fn tensor_files<T>(
+    tensors: [&[T]; 3],
+    spec: impl Fn(&T) -> &TensorSpec + Copy,
+    most_bytes: usize,
+) -> Vec<(String, &[T])> {
+    let mut all = Vec::new();
+    for (kind, tensors) in kinds(tensors) {
+        let files = divided(tensors, spec, most_bytes);
+        let named = |(number, tensors)| (divided::name_of(kind, number, files.len()), tensors);
+        all.extend(files.iter().copied().enumerate().map(named));
+    }
+    all
 }
 
 /// Removes a directory or a file, if it is there.

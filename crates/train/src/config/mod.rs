@@ -358,7 +358,7 @@ pub struct CheckpointConfig {
     pub at_end: bool,
     /// GiB of the host's memory that values may take on their way from the device to the disk, page-locked where there is a GPU,
     /// kept until the run ends. A checkpoint that fits is copied while the next step computes; a larger one holds that step's
-    /// optimizer up, as long as the disk takes for the rest.
+    /// optimizer up, as long as the disk takes for the rest. The ranks of a host have equal shares of it.
     pub host_gib: usize,
     /// MiB of values in a file of tensors, at most; 0 = all in one. A tensor that is larger has a file of its own.
     #[serde(skip_serializing_if = "is_usual_file")]

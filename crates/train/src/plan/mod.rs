@@ -286,15 +286,16 @@ fn with_dry<R>(
     })
 }
 
-/// What a checkpoint brings together at a time: a piece that a rank sends and one that the first one gets, or what earlier steps left for scales.
+/// What a checkpoint brings together at a time: what a rank sends to all owners in a round and the piece that it gets, of three values a parameter,
+/// or what earlier steps left for scales.
 fn collected_bytes(rank: &mut RankState<'_, Dry>, mesh: MeshShape) -> usize {
     if mesh.ranks() == 1 {
         return 0;
     }
     let records = rank.buffers.as_ref().and_then(|buffers| buffers.delayed());
     let records = records.map_or(0, |delayed| delayed.sites.borrow().record_values());
-    let piece = rank.parameters().min(PIECE);
-    size_of::<f32>() * (2 * piece).max(records * mesh.ranks())
+    let round = (3 * rank.parameters()).min(PIECE + PIECE / mesh.ranks());
+    size_of::<f32>() * round.max(records * mesh.ranks())
 }
 
 /// Predicts the run, if this device has room for it now: what other processes hold is not to be had.

@@ -13,7 +13,7 @@ use crate::fault::{Point, reach};
 use crate::model::{Decoder, DecoderOut, DecoderSaved, Inside};
 use crate::optim::{self, OptimizerState};
 use crate::param::{GradientPlan, Param, reduce_gradients};
-use crate::record::{Counted, Layout, Waiting};
+use crate::record::{Counted, Layout, Told, Waiting};
 use crate::spec::ModelSpec;
 use nibble_core::ops::{
     BeginMicroBatch, BeginStep, Clock, Collect, Entry, EntrySource, InputLayout, OCCUPANCY_VALUES, PushAmax,
@@ -99,18 +99,18 @@ impl<B: Kernels> StepBuffers<B> {
         }
     }
 
-    /// Writes the slot of the step that is to be issued: its scalars, whether this rank was `asked` to end the run, and its tokens.
+    /// Writes the slot of the step that is to be issued: its scalars, what this rank tells the others, and its tokens.
     pub fn write_inputs(
         &mut self,
         context: &RankContext<'_, B>,
-        (lr, asked): (f64, bool),
+        (lr, told): (f64, Told),
         batches: &[Batch],
     ) -> Result<()> {
         let config = &context.config;
         let scalars = optim::scalars(&config.train, lr, context.step);
         let mut words: Vec<i32> = scalars.iter().map(|x| x.to_bits() as i32).collect();
         words.resize(InputLayout::SCALARS, 0);
-        words[InputLayout::ASKED] = i32::from(asked);
+        words[InputLayout::ASKED] = told.word();
         for batch in batches {
             words.extend(&batch.inputs);
             words.extend(&batch.targets);
@@ -215,7 +215,7 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         let Self { model, buffers, cx, .. } = self;
         let StepBuffers { inputs, input_layout, table, layout, optimizer, .. } = &mut **buffers;
         let clock = cx.clock.as_mut().ok_or_else(no_clock)?;
-        let (control, asked) = (&mut optimizer.control, layout.asked());
+        let (control, asked) = (&mut optimizer.control, layout.told());
         BeginStep { inputs, layout: *input_layout, clock, control, table, asked }.run(self.context.b)?;
         model.prepare(cx)?;
         self.micro_batch(look)

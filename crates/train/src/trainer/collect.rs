@@ -1,11 +1,11 @@
-//! Pieces of a checkpoint's files, brought together on the first rank from those that keep their values. Of every value one rank is asked, and no rank
-//! holds more of the others' than a piece.
+//! Pieces of a checkpoint's files, brought to their owners by the ranks that keep their values. Of every value one rank is asked. In a round each
+//! owner gets one piece, so that no rank holds more of the others' than that, nor sends more than all of them together.
 
-use super::saving::Run;
+use super::saving::{Part, Run};
 use crate::error::Result;
 use crate::param::{Param, Placement};
 use half::bf16;
-use nibble_core::{Data, Error, Kernels, Mesh, MeshShape, Plain};
+use nibble_core::{Data, Kernels, Mesh, MeshShape};
 use std::ops::Range;
 
 /// The values, of a parameter of all ranks, that a rank is asked for.
@@ -27,10 +27,13 @@ struct Share {
     at: usize,
 }
 
-/// What of these runs a rank is asked for.
+/// What of these runs a rank is asked for. Histories of scales every rank has already.
 fn shares<B: Kernels>(params: &[&mut Param<B>], mesh: MeshShape, rank: usize, runs: &[Run]) -> Vec<Share> {
     let (mut shares, mut at) = (Vec::new(), 0);
-    for (run, ((param, _), range)) in runs.iter().enumerate() {
+    for (run, ((param, part), range)) in runs.iter().enumerate() {
+        if *part == Part::Scales {
+            continue;
+        }
         let kept = kept_by(params[*param], mesh, rank);
         let values = range.start.max(kept.start)..range.end.min(kept.end);
         if !values.is_empty() {
@@ -41,75 +44,89 @@ fn shares<B: Kernels>(params: &[&mut Param<B>], mesh: MeshShape, rank: usize, ru
     shares
 }
 
-fn count(shares: &[Share]) -> usize {
-    shares.iter().map(|share| share.values.len()).sum()
-}
-
-/// The values of a piece of a file, which are all of one type, F32; on ranks but the first nothing. Every rank calls this with the same runs.
-///
-/// # Errors
-/// From the backend and other ranks.
-pub(super) fn collect<B: Kernels>(
-    b: &B,
-    mesh: Mesh<'_, B>,
-    params: &[&mut Param<B>],
-    runs: &[Run],
-) -> Result<Vec<f32>> {
-    let Some(((param, part), _)) = runs.first() else { return Ok(Vec::new()) };
+/// Bytes of a value of these runs, which are all of one type.
+fn value_bytes<B: Kernels>(params: &[&mut Param<B>], runs: &[Run]) -> Result<usize> {
+    let Some(((param, part), _)) = runs.first().filter(|((_, part), _)| *part != Part::Scales) else {
+        return Ok(1);
+    };
     Ok(match part.of(params[*param])?.data {
-        Data::F32(_) => collect_as(b, mesh, params, runs, f32_values, |x| x)?,
-        Data::Bf16(_) => collect_as(b, mesh, params, runs, bf16_values, bf16::to_f32)?,
+        Data::F32(_) => size_of::<f32>(),
+        Data::Bf16(_) => size_of::<bf16>(),
     })
 }
 
-fn f32_values<B: Kernels>(data: &Data<B>) -> Option<&B::Buf<f32>> {
-    if let Data::F32(values) = data { Some(values) } else { None }
+/// A round of pieces: rank `p` gets what the others keep of `runs[p]`. Returns what comes to this rank, for [`place`]. Every rank calls this with the
+/// same runs.
+///
+/// # Errors
+/// From the backend and other ranks.
+pub(super) fn exchange<B: Kernels>(
+    b: &B,
+    mesh: Mesh<'_, B>,
+    params: &[&mut Param<B>],
+    runs: &[Vec<Run>],
+) -> Result<B::Buf<u8>> {
+    let (shape, all) = (mesh.shape(), mesh.all);
+    let bytes = |rank, runs: &[Run]| -> Result<usize> {
+        let shares = shares(params, shape, rank, runs);
+        Ok(shares.iter().map(|share| share.values.len()).sum::<usize>() * value_bytes(params, runs)?)
+    };
+    let to = runs.iter().map(|runs| bytes(all.rank(), runs)).collect::<Result<Vec<_>>>()?;
+    let from = (0..all.world()).map(|rank| bytes(rank, &runs[all.rank()])).collect::<Result<Vec<_>>>()?;
+    let mut sent = b.alloc::<u8>(to.iter().sum())?;
+    let mut at = 0;
+    for runs in runs {
+        let each = value_bytes(params, runs)?;
+        for Share { run, values, .. } in shares(params, shape, all.rank(), runs) {
+            let (param, part) = runs[run].0;
+            let kept = kept_by(params[param], shape, all.rank());
+            let kept = (values.start - kept.start) * each..(values.end - kept.start) * each;
+            let (begins, len) = (at, kept.len());
+            match &part.of(params[param])?.data {
+                Data::F32(from) => b.copy(&b.reinterpret(from)?, kept, &mut sent, begins)?,
+                Data::Bf16(from) => b.copy(&b.reinterpret(from)?, kept, &mut sent, begins)?,
+            }
+            at += len;
+        }
+    }
+    let mut received = b.alloc(from.iter().sum())?;
+    all.all_to_all_v(b, &sent, 1, &to, &from, &mut received)?;
+    Ok(received)
 }
 
-fn bf16_values<B: Kernels>(data: &Data<B>) -> Option<&B::Buf<bf16>> {
-    if let Data::Bf16(values) = data { Some(values) } else { None }
-}
-
-/// [`collect`] of one type.
-fn collect_as<B: Kernels, T: Plain>(
+/// Puts what came for this rank's runs where it belongs in their piece, as F32.
+///
+/// # Errors
+/// From the backend.
+pub(super) fn place<B: Kernels>(
     b: &B,
     mesh: Mesh<'_, B>,
     params: &[&mut Param<B>],
     runs: &[Run],
-    of_type: for<'d> fn(&'d Data<B>) -> Option<&'d B::Buf<T>>,
+    received: &B::Buf<u8>,
+    piece: &mut [f32],
+) -> Result<()> {
+    let shares = (0..mesh.all.world()).flat_map(|rank| shares(params, mesh.shape(), rank, runs));
+    if value_bytes(params, runs)? == size_of::<bf16>() {
+        let received: Vec<bf16> = b.download(&b.reinterpret(received)?)?;
+        scatter(&received, shares, piece, bf16::to_f32);
+    } else {
+        let received: Vec<f32> = b.download(&b.reinterpret(received)?)?;
+        scatter(&received, shares, piece, |x| x);
+    }
+    Ok(())
+}
+
+/// As many values were received as all shares have.
+fn scatter<T: Copy>(
+    mut received: &[T],
+    shares: impl Iterator<Item = Share>,
+    piece: &mut [f32],
     widened: fn(T) -> f32,
-) -> Result<Vec<f32>> {
-    let (shape, all) = (mesh.shape(), mesh.all);
-    let of_rank = |rank| shares(params, shape, rank, runs);
-    let mine = of_rank(all.rank());
-    let mut sent = b.alloc::<T>(count(&mine))?;
-    let mut at = 0;
-    for Share { run, values, .. } in &mine {
-        let (param, part) = runs[*run].0;
-        let kept = kept_by(params[param], shape, all.rank());
-        let from = of_type(&part.of(params[param])?.data)
-            .ok_or_else(|| Error::shape("save", "tensors of a file", "of two types", "of one"))?;
-        b.copy(from, values.start - kept.start..values.end - kept.start, &mut sent, at)?;
-        at += values.len();
-    }
-    let first = all.rank() == 0;
-    let to = |rank: usize| if rank == 0 { at } else { 0 };
-    let from = |rank| if first { count(&of_rank(rank)) } else { 0 };
-    let [to, from] =
-        [&to as &dyn Fn(usize) -> usize, &from].map(|rows| (0..all.world()).map(rows).collect::<Vec<_>>());
-    let mut received = b.alloc(size_of::<T>() * from.iter().sum::<usize>())?;
-    all.all_to_all_v(b, &b.reinterpret(&sent)?, size_of::<T>(), &to, &from, &mut received)?;
-    if !first {
-        return Ok(Vec::new());
-    }
-    let received: Vec<T> = b.download(&b.reinterpret(&received)?)?;
-    let mut piece = vec![0.0; runs.iter().map(|(_, range)| range.len()).sum()];
-    let mut rest = received.as_slice();
-    for Share { values, at, .. } in (0..all.world()).flat_map(of_rank) {
-        // As many came as all shares have.
-        let (now, later) = rest.split_at(values.len());
+) {
+    for Share { values, at, .. } in shares {
+        let (now, later) = received.split_at(values.len());
         piece[at..][..now.len()].iter_mut().zip(now).for_each(|(to, from)| *to = widened(*from));
-        rest = later;
+        received = later;
     }
-    Ok(piece)
 }

@@ -9,6 +9,7 @@ use crate::error::Result;
 use crate::model::Inside;
 use crate::rank::{RankState, Step};
 use crate::recompute::Scope;
+use crate::record::Told;
 use nibble_core::ops::Cast;
 use nibble_core::{Comm, DType, Error as CoreError, Kernels};
 use safetensors::Dtype;
@@ -124,7 +125,7 @@ impl<B: Kernels> Trainer<'_, B> {
         let RankState { context, model, buffers: Some(buffers), activations, .. } = &mut self.rank else {
             return Err(CoreError::shape("inspect", "buffers", "none", "made").into());
         };
-        buffers.write_inputs(context, (0.0, false), &[batch])?;
+        buffers.write_inputs(context, (0.0, Told::default()), &[batch])?;
         let mut work = || -> Result<()> {
             let mut step = Step::new(context, model, buffers)?;
             step.first_micro_batch_seen(|cx, inside| seen.look(cx, &inside))?;

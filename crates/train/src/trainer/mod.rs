@@ -6,8 +6,10 @@ mod decoding;
 mod divergence;
 mod inspect;
 mod observer;
+mod of_all_ranks;
 mod options;
 mod outputs;
+mod owners;
 mod pieces;
 mod recorded;
 mod resume;
@@ -38,7 +40,7 @@ use crate::metrics::{LayerMetrics, Metrics};
 use crate::model::Decoder;
 use crate::plan;
 use crate::rank::{RankState, RunMemory, Step};
-use crate::record::Report;
+use crate::record::{Report, Told};
 use crate::spec::ModelSpec;
 use crate::tokenizer::Tokenizer;
 use nibble_core::allocation::phase;
@@ -65,8 +67,8 @@ pub struct Trainer<'a, B: Kernels> {
     layers: Option<LayerMetrics>,
     /// Whether this rank was asked to end the run, which the steps issued from here on take along.
     asked: bool,
-    /// Whether any rank was, by the last record.
-    any_asked: bool,
+    /// What any rank told, by the last record.
+    any_told: Told,
     /// When the last record was read, if nothing but steps has come since.
     settled: Option<Instant>,
     /// The checkpoint on its way to the disk, if there is one.
@@ -123,7 +125,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
             issued: VecDeque::new(),
             layers: None,
             asked: false,
-            any_asked: false,
+            any_told: Told::default(),
             settled: None,
             saving: Saving::default(),
         })
@@ -264,7 +266,8 @@ impl<'a, B: Kernels> Trainer<'a, B> {
             Some(loader) => loader,
             None => loader.insert(Loader::new(context.plan()?)),
         };
-        buffers.write_inputs(context, (lr, *asked), &loader.take(context.step)?)?;
+        let told = Told { asked: *asked, writing: saving.is_writing() };
+        buffers.write_inputs(context, (lr, told), &loader.take(context.step)?)?;
         let alone = context.mesh.all.world() == 1;
         let mut whole = || -> Result<Duration> {
             if context.b.can_record() && alone && how == Issue::Replayed {
@@ -303,11 +306,15 @@ impl<'a, B: Kernels> Trainer<'a, B> {
             self.repeat(step, times, how)?;
             return self.settle();
         }
-        self.any_asked = report.asked();
+        self.any_told = report.told();
         let (config, verified) = (&self.rank.context.config, report.verify());
         let told = verified.is_err() || LayerMetrics::is_due(report.step() + 1, config.train.steps);
         self.layers = told.then(|| LayerMetrics::of_step(&report));
-        verified?;
+        if let Err(error) = verified {
+            // Every rank has read it: all of them end the checkpoint under way, which is of an earlier step. Its own error comes second.
+            let _ = self.saving.owner.take().map(|owner| self.finish_owned(owner));
+            return Err(error.into());
+        }
         // From record to record; a backend that computes while the host issues has spent that time on the step after.
         let (now, later) = (Instant::now(), self.issued.front().map_or(Duration::ZERO, |next| next.issuing));
         let since = self.settled.map_or(started, |settled| settled.max(started));
@@ -354,7 +361,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
 
     /// Whether any rank had been asked to end the run when it issued the step whose record was read last: the same answer on every rank.
     pub fn is_asked_to_stop(&self) -> bool {
-        self.any_asked
+        self.any_told.asked
     }
 
     /// What the record that was read last says layer by layer, if its step is one to tell of ([`LayerMetrics::is_due`]), or has failed.

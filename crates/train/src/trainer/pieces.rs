@@ -6,7 +6,7 @@ use nibble_core::Backend;
 use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-/// Values of a piece, at most.
+/// Values of a piece, at most; of several ranks, those of all the pieces that travel at once.
 pub(crate) const PIECE: usize = 4 << 20;
 
 /// Pieces that are always allowed: one is filled, one is written, and one holds BF16 values on their way.
@@ -31,9 +31,8 @@ struct State<B: Backend> {
 }
 
 impl<B: Backend> Pool<B> {
-    /// For checkpoints of so many values: so many bytes at most, unless fewer pieces than are needed would fit.
-    pub fn new(b: &B, values: usize, bytes: usize) -> Self {
-        let len = values.clamp(1, PIECE);
+    /// For pieces of `len` values, one at least, of so many values in all: so many bytes at most, unless fewer pieces than are needed would fit.
+    pub fn new(b: &B, len: usize, values: usize, bytes: usize) -> Self {
         let limit = (bytes / (size_of::<f32>() * len)).min(values.div_ceil(len)).max(FEWEST);
         let state = State { free: Vec::new(), made: 0, limit };
         Self { b: b.clone(), len, state: Mutex::new(state), freed: Condvar::new() }
@@ -47,6 +46,12 @@ impl<B: Backend> Pool<B> {
     /// The most pieces that there will be.
     pub fn limit(&self) -> usize {
         self.state().limit
+    }
+
+    /// Bytes of all pieces so far.
+    #[cfg(test)]
+    pub fn bytes(&self) -> usize {
+        self.state().made * self.len * size_of::<f32>()
     }
 
     /// Makes one more piece. False where there are enough.
@@ -151,12 +156,10 @@ impl<B: Backend> Drop for Piece<B> {
     }
 }
 
-/// Cuts what it is given into pieces, and sends them.
+/// Sends pieces to who writes them.
 pub(super) struct Pieces<B: Backend> {
     pool: Arc<Pool<B>>,
     to: SyncSender<Result<Piece<B>>>,
-    /// Values of the file that have not been sent.
-    left: usize,
 }
 
 /// The writer has stopped; it tells why.
@@ -164,12 +167,7 @@ pub(super) struct Stopped;
 
 impl<B: Backend> Pieces<B> {
     pub fn new(pool: Arc<Pool<B>>, to: SyncSender<Result<Piece<B>>>) -> Self {
-        Self { pool, to, left: 0 }
-    }
-
-    /// A file of so many values begins: no piece goes beyond its end.
-    pub fn begin(&mut self, values: usize) {
-        self.left = values;
+        Self { pool, to }
     }
 
     /// Sends the error of a fault.
@@ -181,19 +179,18 @@ impl<B: Backend> Pieces<B> {
         })
     }
 
-    /// Takes the values of the next piece all at once: `read` copies them.
+    /// Sends the next piece, of so many values, no more than a piece has: `read` copies them.
     pub fn take_whole(
-        &mut self,
+        &self,
+        values: usize,
         read: impl FnOnce(&mut [f32]) -> Result<()>,
     ) -> std::result::Result<(), Stopped> {
-        let full = self.left.min(self.pool.len);
         let filled = self.pool.take().and_then(|mut piece| {
-            read(&mut piece.room()[..full])?;
-            piece.filled = full;
+            read(&mut piece.room()[..values])?;
+            piece.filled = values;
             Ok(piece)
         });
         let stopped = filled.is_err();
-        self.left -= full;
         // If nobody listens, there is an error already.
         let sent = self.to.send(filled);
         if stopped || sent.is_err() { Err(Stopped) } else { Ok(()) }
@@ -204,11 +201,10 @@ impl<B: Backend> Pieces<B> {
 mod tests {
     use super::*;
     use nibble_cpu::Cpu;
-    use std::sync::mpsc::sync_channel;
 
     #[test]
     fn memory_comes_back_and_never_grows_beyond_its_limit() {
-        let pool = Arc::new(Pool::new(&Cpu::new(1).unwrap(), 10, 0));
+        let pool = Arc::new(Pool::new(&Cpu::new(1).unwrap(), 10, 10, 0));
         assert_eq!(pool.limit(), FEWEST);
         let pieces: Vec<_> = (0..FEWEST).map(|_| Piece::of(&pool).unwrap()).collect();
         assert!(!pool.make().unwrap());
@@ -225,24 +221,9 @@ mod tests {
     }
 
     #[test]
-    fn pieces_end_where_files_end() {
-        let pool = Arc::new(Pool::new(&Cpu::new(1).unwrap(), 4, 1 << 10));
-        let (to, from) = sync_channel::<Result<Piece<Cpu>>>(10);
-        let receive = move || from.iter().map(|piece| piece.unwrap().as_ref().to_vec()).collect::<Vec<_>>();
-        let received = std::thread::spawn(receive);
-        let mut pieces = Pieces::new(pool, to);
-        for (file, values) in [9usize, 2].into_iter().enumerate() {
-            pieces.begin(values);
-            for _ in 0..values.div_ceil(4) {
-                let filled = |to: &mut [f32]| {
-                    to.fill(file as f32);
-                    Ok(())
-                };
-                assert!(pieces.take_whole(filled).is_ok());
-            }
-        }
-        drop(pieces);
-        let expected: [&[f32]; 4] = [&[0.0; 4], &[0.0; 4], &[0.0], &[1.0; 2]];
-        assert_eq!(received.join().unwrap(), expected);
+    fn a_pool_has_no_more_pieces_than_its_bytes_and_its_values_allow() {
+        let b = Cpu::new(1).unwrap();
+        let limit = |values, bytes| Pool::new(&b, 10, values, bytes).limit();
+        assert_eq!([limit(1000, 400), limit(1000, 439), limit(71, 400), limit(0, 400)], [10, 10, 8, FEWEST]);
     }
 }

@@ -17,7 +17,7 @@ use nibble_core::{DeviceKind, Kernels, MemoryStats, Mesh};
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 
-/// Trains to the end on this rank. Ranks other than the first return `None`, write nothing and tell nobody.
+/// Trains to the end on this rank. Ranks other than the first return `None`, write nothing but files of checkpoints, and tell nobody.
 ///
 /// # Errors
 /// Whatever stops a run; the error has been told to the other ranks.
@@ -114,6 +114,10 @@ fn train<B: Kernels>(
         }
         saved = tell(done, observer).or(saved);
         if evaluate && !stopped {
+            if !is_alone {
+                // Before it: only steps tell several ranks that all have written, and an evaluation may take long and fail.
+                saved = tell(trainer.finish_save()?, observer).or(saved);
+            }
             stopped = self::evaluate(trainer, config.eval.batches, outputs, options, observer)?.is_none();
             reach(Point::Evaluated)?;
         }
@@ -186,7 +190,7 @@ fn set_up<'a, B: Kernels>(
         if first { Some(begin(&mut trainer, store, &prediction, options, observer)?) } else { None };
     // No rank does a step of a run that has no directory yet.
     mesh.all.barrier()?;
-    if first && b.kind() == DeviceKind::Gpu && config.checkpoint.every > 0 {
+    if b.kind() == DeviceKind::Gpu && config.checkpoint.every > 0 {
         trainer.prepare_to_save()?;
     }
     Ok((trainer, outputs))

@@ -6,12 +6,12 @@
 //! `checkpoint.host_gib` of pieces lie between the two, so copying falls back to the speed of the disk where that is little.
 //! Their memory stays for the next checkpoint; a third thread makes it before the first one, beside the first steps.
 //!
-//! Several ranks bring pieces together themselves, on the training thread ([`collect`](super::collect)); hashing and writing are the same.
+//! That is one rank alone. Of several, each writes files of its own ([`owners`](super::owners)).
 
 use super::Trainer;
-use super::collect::collect;
-use super::pieces::{Piece, Pieces, Pool, Stopped};
-use crate::checkpoint::{Outline, Store, TensorSpec, divided};
+use super::owners::{Owner, owners};
+use super::pieces::{PIECE, Piece, Pieces, Pool, Stopped};
+use crate::checkpoint::{Outline, Store, TensorSpec, tensor_files};
 use crate::delayed::DelayedSite;
 use crate::error::Result;
 use crate::family::Named;
@@ -37,11 +37,13 @@ pub(super) struct Saving<B: Backend> {
     copier: Option<JoinHandle<()>>,
     /// Ends with the checkpoint in its place.
     writer: Option<JoinHandle<Result<PathBuf>>>,
+    /// Of several ranks, what this one writes: on all of them, or on none.
+    pub owner: Option<Owner>,
 }
 
 impl<B: Backend> Default for Saving<B> {
     fn default() -> Self {
-        Self { pool: None, filler: None, copier: None, writer: None }
+        Self { pool: None, filler: None, copier: None, writer: None, owner: None }
     }
 }
 
@@ -53,13 +55,18 @@ impl<B: Backend> Saving<B> {
         }
     }
 
+    /// Whether this rank, of several, is writing.
+    pub fn is_writing(&self) -> bool {
+        self.owner.as_ref().is_some_and(Owner::is_writing)
+    }
+
     /// Whether [`Saving::finish`] would not wait.
     fn is_done(&self) -> bool {
         self.copier.as_ref().is_none_or(JoinHandle::is_finished)
             && self.writer.as_ref().is_none_or(JoinHandle::is_finished)
     }
 
-    /// Waits until the checkpoint is in its place. None if none is under way.
+    /// Waits until the checkpoint of one rank alone is in its place. None if none is under way.
     fn finish(&mut self) -> Result<Option<PathBuf>> {
         self.wait_copied();
         match self.writer.take().map(JoinHandle::join) {
@@ -79,6 +86,9 @@ impl<B: Backend> Drop for Saving<B> {
         let _ = self.filler.take().map(JoinHandle::join);
         let _ = self.copier.take().map(JoinHandle::join);
         let _ = self.writer.take().map(JoinHandle::join);
+        if let Some(owner) = self.owner.take() {
+            owner.wait();
+        }
     }
 }
 
@@ -120,8 +130,8 @@ impl Part {
 
 /// A tensor of a file: where its values lie.
 #[derive(Debug)]
-struct FileTensor {
-    spec: TensorSpec,
+pub(super) struct FileTensor {
+    pub spec: TensorSpec,
     /// Index of the parameter, and which of its tensors.
     of: (usize, Part),
     /// The first value, in the whole (all ranks') parameter.
@@ -130,7 +140,7 @@ struct FileTensor {
 
 /// The tensors of a checkpoint.
 #[derive(Debug)]
-struct Files {
+pub(super) struct Files {
     /// Weights, moments, and histories of scales.
     kinds: [Vec<FileTensor>; 3],
     /// Bytes of a file's values, at most; 0: all of a kind in one.
@@ -138,15 +148,23 @@ struct Files {
 }
 
 impl Files {
-    /// The tensors of each file, in the order they are written.
-    fn of_tensors(&self) -> impl Iterator<Item = &[FileTensor]> {
-        self.kinds.iter().flat_map(|kind| divided(kind, |source| &source.spec, self.most_bytes))
+    /// The files by name, each with its tensors, in the order they are written.
+    pub fn named(&self) -> Vec<(String, &[FileTensor])> {
+        tensor_files(self.kinds.each_ref().map(Vec::as_slice), |source| &source.spec, self.most_bytes)
     }
-}
 
-/// Values of a file.
-fn num_values(file: &[FileTensor]) -> usize {
-    file.iter().map(|source| source.spec.num_values()).sum()
+    /// Values of each file, in order.
+    pub fn values(&self) -> Vec<usize> {
+        self.named()
+            .iter()
+            .map(|(_, file)| file.iter().map(|source| source.spec.num_values()).sum())
+            .collect()
+    }
+
+    /// Whether histories of scales are among them.
+    pub fn has_scales(&self) -> bool {
+        !self.kinds[2].is_empty()
+    }
 }
 
 /// A file's tensors in order of their names.
@@ -182,16 +200,16 @@ fn copy<B: Kernels>(
     b: &B,
     (files, piece): (&Files, usize),
     tensors: &HashMap<(usize, Part), Tensor<B>>,
-    mut pieces: Pieces<B>,
+    pieces: Pieces<B>,
     mut narrow: Option<Piece<B>>,
 ) {
     if pieces.reach(Point::CopyBegins).is_err() {
         return;
     }
-    for file in files.of_tensors() {
-        pieces.begin(num_values(file));
+    for (_, file) in files.named() {
         for runs in cut(file, piece) {
-            if let Err(Stopped) = pieces.take_whole(|to| copy_values(b, tensors, &runs, to, &mut narrow)) {
+            let read = |to: &mut [f32]| copy_values(b, tensors, &runs, to, &mut narrow);
+            if let Err(Stopped) = pieces.take_whole(num_values(&runs), read) {
                 return;
             }
         }
@@ -204,8 +222,13 @@ fn copy<B: Kernels>(
 /// Values of one of a parameter's tensors.
 pub(super) type Run = ((usize, Part), Range<usize>);
 
+/// Values of a piece.
+pub(super) fn num_values(runs: &[Run]) -> usize {
+    runs.iter().map(|(_, range)| range.len()).sum()
+}
+
 /// A file's values, cut into pieces of so many; the last one may be shorter.
-fn cut(file: &[FileTensor], piece: usize) -> Vec<Vec<Run>> {
+pub(super) fn cut(file: &[FileTensor], piece: usize) -> Vec<Vec<Run>> {
     let mut all: Vec<Vec<Run>> = Vec::new();
     let mut room = 0;
     for FileTensor { spec, of, first } in file {
@@ -278,42 +301,32 @@ impl<B: Kernels> Trainer<'_, B> {
     }
 
     /// Begins to write a checkpoint of the step whose record was read last: training may go on at once. Every rank calls this; the
-    /// first one has the store, and writes. Waits for a checkpoint that is still under way, which [`Trainer::saved`] does not tell of then.
+    /// first one has the store, and without it nothing is written. Waits for a checkpoint that is still under way, which [`Trainer::saved`]
+    /// does not tell of then.
     ///
     /// # Errors
-    /// If a step's record has not been read; those of the checkpoint before; from the backend and other ranks. What goes wrong later
-    /// [`Trainer::saved`] and [`Trainer::finish_save`] tell.
+    /// If a step's record has not been read; those of the checkpoint before; from the backend and other ranks;
+    /// [`crate::Error::Checkpoint`] on a rank that does not see the store's folder. What goes wrong later [`Trainer::saved`] and
+    /// [`Trainer::finish_save`] tell.
     pub fn begin_save(&mut self, store: Option<&Store>) -> Result<()> {
         self.require_settled("save")?;
         self.finish_save()?;
         self.rank.make_buffers()?;
-        let (b, position) = (self.rank.context.b, self.position()?);
-        let files = self.files();
-        let pool = self.pool(&files);
-        if store.is_some() && self.rank.context.mesh.all.rank() != 0 {
-            let got = format!("on rank {}", self.rank.context.mesh.all.rank());
+        let all = self.rank.context.mesh.all;
+        if store.is_some() && all.rank() != 0 {
+            let got = format!("on rank {}", all.rank());
             return Err(CoreError::shape("save", "store", got, "on the first rank alone").into());
         }
-        let writer = store.map(|store| {
-            let [model, optim, scales] =
-                files.kinds.each_ref().map(|kind| kind.iter().map(|source| source.spec.clone()).collect());
-            let (config_json, tokenizer_json) = (self.config_json(), self.tokenizer().to_json());
-            let file_bytes = files.most_bytes;
-            let outline = Outline { model, optim, scales, file_bytes, config_json, tokenizer_json, position };
-            self.start_writer(store.clone(), outline, pool.limit())
-        });
-        let pieces = match writer.transpose()? {
-            Some((pieces, writer)) => {
-                self.saving.writer = Some(writer);
-                Some(Pieces::new(pool.clone(), pieces))
-            }
-            None => None,
-        };
-        reach(Point::SaveBegins)?;
-        if self.rank.context.mesh.all.world() > 1 {
-            return self.gather_all(&files, pool.piece_values(), pieces);
+        let files = self.files();
+        if all.world() > 1 {
+            return self.begin_owned(&files, store);
         }
-        let Some(pieces) = pieces else { return Ok(()) };
+        let Some(store) = store else { return Ok(()) };
+        let (b, pool, outline) = (self.rank.context.b, self.pool(&files), self.outline(&files)?);
+        let (pieces, writer) = self.start_writer(store.clone(), outline, pool.limit())?;
+        self.saving.writer = Some(writer);
+        let pieces = Pieces::new(pool.clone(), pieces);
+        reach(Point::SaveBegins)?;
         // What wrote the weights is done, whatever it was.
         if let Some(buffers) = &self.rank.buffers {
             b.finish_download(b.begin_download(&buffers.optimizer.control, 0..1)?)?;
@@ -338,12 +351,19 @@ impl<B: Kernels> Trainer<'_, B> {
         Ok(())
     }
 
-    /// The directory of a checkpoint that has got into its place since this was last asked. Does not wait.
+    /// The directory of a checkpoint that has got into its place since this was last asked. Does not wait. Several ranks put it there
+    /// together: once the record of a step, which all of them read, says that none was writing any more when it issued the step. So every
+    /// rank calls this after the same step.
     ///
     /// # Errors
-    /// What went wrong with it: [`crate::Error::Io`] if it could not be written, errors of the backend.
+    /// What went wrong with it: [`crate::Error::Io`] if it could not be written, errors of the backend. Of several ranks, where a file could not
+    /// be written, [`crate::Error::Checkpoint`] names it and its rank there, and [`nibble_core::Error::Comm`] on the others.
     pub fn saved(&mut self) -> Result<Option<PathBuf>> {
-        if self.saving.is_done() { self.saving.finish() } else { Ok(None) }
+        let is_done = match self.saving.owner {
+            Some(_) => !self.any_told.writing,
+            None => self.saving.is_done(),
+        };
+        if is_done { self.finish_save() } else { Ok(None) }
     }
 
     /// As [`Trainer::saved`], waiting for the checkpoint under way, if there is one.
@@ -351,7 +371,10 @@ impl<B: Kernels> Trainer<'_, B> {
     /// # Errors
     /// As [`Trainer::saved`].
     pub fn finish_save(&mut self) -> Result<Option<PathBuf>> {
-        self.saving.finish()
+        match self.saving.owner.take() {
+            Some(owner) => self.finish_owned(owner),
+            None => self.saving.finish(),
+        }
     }
 
     /// Makes the host's memory for checkpoints to come, beside what is done meanwhile: a first checkpoint need not wait for it.
@@ -371,7 +394,7 @@ impl<B: Kernels> Trainer<'_, B> {
     }
 
     /// What the files of tensors hold. Buffers have been made.
-    fn files(&mut self) -> Files {
+    pub(super) fn files(&mut self) -> Files {
         let named = self.rank.model.named_tensors();
         let delayed = self.rank.buffers.as_ref().and_then(|buffers| buffers.delayed());
         let mesh = self.rank.context.mesh.shape();
@@ -382,10 +405,23 @@ impl<B: Kernels> Trainer<'_, B> {
         Files { kinds, most_bytes }
     }
 
-    fn pool(&mut self, files: &Files) -> Arc<Pool<B>> {
+    /// All that a checkpoint holds but the values of these files.
+    pub(super) fn outline(&self, files: &Files) -> Result<Outline> {
+        let [model, optim, scales] =
+            files.kinds.each_ref().map(|kind| kind.iter().map(|source| source.spec.clone()).collect());
+        let (config_json, tokenizer_json) = (self.config_json(), self.tokenizer().to_json());
+        let (file_bytes, position) = (files.most_bytes, self.position()?);
+        Ok(Outline { model, optim, scales, file_bytes, config_json, tokenizer_json, position })
+    }
+
+    /// This rank's share of the host's memory. Ranks are threads of one process, and so of one host.
+    pub(super) fn pool(&mut self, files: &Files) -> Arc<Pool<B>> {
+        let (all, values) = (self.rank.context.mesh.all, files.values());
         let host_bytes = self.rank.context.config.checkpoint.host_gib.saturating_mul(1 << 30);
-        let values = files.kinds.iter().map(|kind| num_values(kind)).sum();
-        let make = || Arc::new(Pool::new(self.rank.context.b, values, host_bytes));
+        let piece = values.iter().sum::<usize>().min(PIECE / all.world()).max(1);
+        let owners = owners(&values, all.world()).into_iter().zip(&values);
+        let mine = owners.filter(|(owner, _)| *owner == all.rank()).map(|(_, values)| values).sum();
+        let make = || Arc::new(Pool::new(self.rank.context.b, piece, mine, host_bytes / all.world()));
         self.saving.pool.get_or_insert_with(make).clone()
     }
 
@@ -400,51 +436,11 @@ impl<B: Kernels> Trainer<'_, B> {
         let writer = move || write(&store, &outline, &received, keep);
         Ok((pieces, started(Builder::new().name("checkpoint writer".into()).spawn(writer))?))
     }
-
-    /// Brings the files' values together, piece by piece; the first rank sends them on to be written.
-    fn gather_all(&mut self, files: &Files, piece: usize, mut pieces: Option<Pieces<B>>) -> Result<()> {
-        let (b, mesh, expert_parts) =
-            (self.rank.context.b, self.rank.context.mesh, self.rank.context.expert_parts());
-        let delayed = self.rank.buffers.as_ref().and_then(|buffers| buffers.delayed());
-        let params = self.rank.model.params();
-        reach(Point::CopyBegins)?;
-        let scales = match delayed.filter(|_| !files.kinds[2].is_empty()) {
-            Some(delayed) => {
-                let of_ranks = b.download(&mesh.all.all_gather(b, &delayed.records)?)?;
-                delayed.in_order(&of_ranks, mesh.shape(), expert_parts)
-            }
-            None => Vec::new(),
-        };
-        for file in files.of_tensors() {
-            if let Some(pieces) = &mut pieces {
-                pieces.begin(num_values(file));
-            }
-            for runs in cut(file, piece) {
-                let values = match runs.first() {
-                    Some(((_, Part::Scales), _)) => {
-                        runs.iter().flat_map(|(_, range)| &scales[range.clone()]).copied().collect()
-                    }
-                    _ => collect(b, mesh, &params, &runs)?,
-                };
-                let Some(pieces) = &mut pieces else { continue };
-                let read = |to: &mut [f32]| {
-                    to.copy_from_slice(&values);
-                    Ok(())
-                };
-                if let Err(Stopped) = pieces.take_whole(read) {
-                    // The writer has an error, which `finish` tells.
-                    return self.finish_save().map(drop);
-                }
-            }
-            reach(Point::FileCopied)?;
-        }
-        Ok(())
-    }
 }
 
 type Writer = JoinHandle<Result<PathBuf>>;
 
-fn started<T>(thread: std::io::Result<JoinHandle<T>>) -> Result<JoinHandle<T>> {
+pub(super) fn started<T>(thread: std::io::Result<JoinHandle<T>>) -> Result<JoinHandle<T>> {
     Ok(thread.map_err(CoreError::not_started)?)
 }
 
