@@ -102,7 +102,7 @@ pub struct Cx<'a, B: Kernels> {
     /// How many slots of tokens a rank has room for where experts are divided among ranks: so many times its share if all had as many.
     pub capacity_factor: f64,
     /// The same of what a rank was sent that had more: the first exchange of this pass that did not fit; 0 if all did.
-    pub overflow: Cell<f64>,
+    pub overflow: Cell<f32>,
     /// Micro-batches of the step: losses are means over all of them.
     pub micro_batches: usize,
     /// Counts of conversions by site, still on the device.
@@ -144,7 +144,7 @@ impl<'a, B: Kernels> Cx<'a, B> {
     }
 
     /// Notes by how much an exchange exceeded its room, if it did. What such a pass computes means nothing.
-    pub(crate) fn note_overflow(&self, factor: Option<f64>) {
+    pub(crate) fn note_overflow(&self, factor: Option<f32>) {
         // The first says what was sent: behind it routers saw what was not sent.
         if let (Some(factor), 0.0) = (factor, self.overflow.get()) {
             self.overflow.set(factor);

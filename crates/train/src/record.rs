@@ -218,7 +218,7 @@ impl Layout {
         2 * self.sites..self.nats()
     }
 
-    /// Cells that must be finite: the losses, the sum of the step's scalars, and the largest magnitudes. (The one between them is 0 or 1.)
+    /// Cells that must be finite: the losses, the sum of the step's scalars, and the largest magnitudes. (The one between them is a small number.)
     pub fn finite(&self) -> Range<usize> {
         self.nats()..self.amax() + self.spans
     }
@@ -333,18 +333,26 @@ impl<'a> Report<'a> {
         Told::of_word(self.tables.iter().fold(0, |any, table| any | word(table)))
     }
 
-    /// Where an exchange had less room than a rank was sent: by how much the most that one was sent exceeds the room. Such a step has changed
-    /// nothing.
+    /// Where an exchange between ranks had less room than a rank was sent: what the one that was sent most was sent, in shares. Such a step has
+    /// changed nothing.
     pub fn overflow(&self) -> Option<f64> {
-        let of_layer = |layer: usize| {
-            let cells = |table: &&[f64]| {
-                let [needed, room] = [0, 1].map(|i| table[self.layout.occupancy(layer) + i]);
-                (needed > 0.0).then(|| needed / room)
-            };
-            self.tables.iter().filter_map(cells).reduce(f64::max)
+        let needed = |layer: usize| {
+            self.tables.iter().map(|table| table[self.layout.occupancy(layer)]).fold(0.0, f64::max)
         };
-        // The first layer says what was sent: behind it routers saw what was not.
-        (0..self.layout.layers).find_map(of_layer)
+        // The first layer says what was sent: behind it routers saw what was not. One that saw no numbers chose the first experts: no room
+        // helps that.
+        let first = (0..self.layout.layers).find(|layer| needed(*layer) > 0.0);
+        first.filter(|layer| self.is_routed(*layer)).map(needed)
+    }
+
+    /// Whether a layer's routers saw numbers.
+    fn is_routed(&self, layer: usize) -> bool {
+        let first = self.layout.router_losses(layer);
+        self.is_finite(first..first + 2 * self.layout.shards)
+    }
+
+    fn is_finite(&self, cells: Range<usize>) -> bool {
+        self.tables.iter().all(|table| table[cells.clone()].iter().all(|x| x.is_finite()))
     }
 
     /// Whether the step counts.
@@ -366,16 +374,13 @@ impl<'a> Report<'a> {
                 return Err(Error::NonFinite { site: site.to_string(), layer: site.layer_number(), step });
             }
         }
-        let is_finite = |cells: Range<usize>| {
-            self.tables.iter().all(|table| table[cells.clone()].iter().all(|x| x.is_finite()))
-        };
         let Layout { spans, .. } = self.layout;
         let (scalars, amax) = (self.layout.scalars(), self.layout.amax());
-        let site = if !is_finite(self.layout.nats()..scalars) {
+        let site = if !self.is_finite(self.layout.nats()..scalars) {
             "loss"
-        } else if !is_finite(scalars..scalars + 1) {
+        } else if !self.is_finite(scalars..scalars + 1) {
             "learning rate or bias correction"
-        } else if !is_finite(amax..amax + spans) {
+        } else if !self.is_finite(amax..amax + spans) {
             "largest magnitude of a tensor"
         } else {
             "gradient norm"
@@ -386,7 +391,8 @@ impl<'a> Report<'a> {
     /// Every row has a place, every id a row.
     fn verify_placed(&self, table: &[f64]) -> Result<()> {
         const OP: &str = "plan_permute";
-        for layer in 0..self.layout.layers {
+        // Where a router saw no numbers, that is the error.
+        for layer in (0..self.layout.layers).filter(|layer| self.is_routed(*layer)) {
             let cells = &table[self.layout.occupancy(layer)..][..OCCUPANCY_VALUES];
             if cells[0] != 0.0 {
                 let [needed, capacity] = [0, 1].map(|i| cells[i] as usize);

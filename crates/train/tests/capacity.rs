@@ -2,12 +2,15 @@
 
 mod rig;
 
-use nibble_core::{Data, Kernels, Mesh, MeshShape};
-use nibble_cpu::Cpu;
+use nibble_core::{Axes, Backend, Comm, Data, Error, Kernels, Mesh, MeshShape, Result};
+use nibble_cpu::{Cpu, ThreadComm};
 use nibble_train::config::Config;
-use nibble_train::trainer::Trainer;
-use rig::{SOLO, few_held_out, mixed, on_mesh, small, state_on};
+use nibble_train::metrics::Metrics;
+use nibble_train::trainer::{Observer, Options, Start, Trainer, run};
+use rig::{Call, Hook, Hooked, SOLO, few_held_out, mixed, on_axes, on_mesh, small, state_on};
 use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Meshes that divide experts.
 const MESHES: [MeshShape; 4] = [
@@ -179,6 +182,134 @@ fn zero_routers<B: Kernels>(b: &B, trainer: &mut Trainer<'_, B>) {
     for param in trainer.model().params() {
         if let (true, Data::F32(values)) = (param.name.contains(".gate."), &mut param.master.data) {
             b.clear(values).unwrap();
+        }
+    }
+}
+
+/// Keeps what a run is told.
+#[derive(Default)]
+struct Told {
+    notes: Vec<String>,
+    steps: Vec<u64>,
+    checkpoints: usize,
+}
+
+impl Observer for Told {
+    fn start(&mut self, _: &Start<'_>) {}
+    fn note(&mut self, text: &str) {
+        self.notes.push(text.to_owned());
+    }
+    fn rejected(&mut self, _: &Path, _: &nibble_train::Error) {}
+    fn step(&mut self, metrics: &Metrics) {
+        self.steps.push(metrics.step);
+    }
+    fn evaluation(&mut self, _: u64, _: f64) {}
+    fn checkpoint(&mut self, _: &Path) {
+        self.checkpoints += 1;
+    }
+}
+
+/// Steps that are done again beside checkpoints that are under way, and where evaluations and checkpoints are due.
+#[test]
+fn a_run_with_too_little_room_leaves_the_files_of_one_with_enough() {
+    let dir = tempfile::tempdir().unwrap();
+    let held_out = few_held_out(dir.path());
+    let run_of = |mesh: MeshShape, factor: f64, name: &str| {
+        let place = format!("run.dir={}", dir.path().join(name).display());
+        let often = ["train.steps=5", "checkpoint.every=2", "eval.every=3", "checkpoint.keep=0"];
+        let mut config =
+            with_room("mxfp4-hopper", factor, &[&often[..], &[&held_out[0], &held_out[1], &place]].concat());
+        config.run.capacity_factor = factor;
+        let told = on_mesh(mesh, |mesh| {
+            let (cpu, mut told) = (Cpu::new(1).unwrap(), Told::default());
+            run(&cpu, mesh, &config, Options::default(), &mut told).unwrap();
+            told
+        });
+        told.into_iter().next().unwrap()
+    };
+    let enough = run_of(MeshShape::ONE, 100.0, "enough");
+    assert!(enough.notes.is_empty(), "{:?}", enough.notes);
+    for (i, mesh) in MESHES.into_iter().enumerate() {
+        let name = format!("little-{i}");
+        let little = run_of(mesh, 0.05, &name);
+        assert!(little.notes[0].contains("step 1 is done again"), "{:?}", little.notes);
+        assert_eq!((&little.steps, little.checkpoints), (&vec![1, 2, 3, 4, 5], enough.checkpoints));
+        for step in ["step-00000002", "step-00000004", "step-00000005"] {
+            for file in ["model.safetensors", "optim.safetensors"] {
+                let read = |name: &str| {
+                    let run = dir.path().join(name).join("checkpoints").join(step);
+                    std::fs::read(run.join(file)).unwrap()
+                };
+                assert!(read(&name) == read("enough"), "mesh {mesh}: {step}/{file}");
+            }
+        }
+    }
+}
+
+/// Where routers see no numbers all tokens go to the first experts: that is no lack of room.
+#[test]
+fn numbers_that_are_none_are_not_taken_for_a_lack_of_room() {
+    for mesh in MESHES {
+        let config = with_room("bf16", 1.25, &[]);
+        let ranks = on_mesh(mesh, |mesh| {
+            let cpu = Cpu::new(1).unwrap();
+            let mut trainer = Trainer::new(&cpu, mesh, &config).unwrap();
+            for param in trainer.model().params() {
+                let norm = param.name.ends_with("norm.weight");
+                if let (true, Data::F32(values)) = (norm, &mut param.master.data) {
+                    let nans = vec![f32::NAN; Cpu::len(values)];
+                    cpu.write(values, 0, &nans).unwrap();
+                }
+            }
+            (trainer.train_step().unwrap_err(), trainer.take_notes())
+        });
+        for (error, notes) in ranks {
+            assert!(
+                matches!(error, nibble_train::Error::Core(Error::NonFinite { .. })),
+                "mesh {mesh}: {error}"
+            );
+            assert!(notes.is_empty(), "mesh {mesh}: {notes:?}");
+        }
+    }
+}
+
+/// Fails the plan of this number.
+#[derive(Debug)]
+struct Unplugged {
+    at: Option<usize>,
+    plans: AtomicUsize,
+}
+
+impl Hook for Unplugged {
+    fn before(&self, call: Call) -> Result<()> {
+        if call.name != "counts" || Some(self.plans.fetch_add(1, Ordering::Relaxed)) != self.at {
+            return Ok(());
+        }
+        Err(Error::Comm { call: call.name, rank: 1, why: "the cable is unplugged".into() })
+    }
+}
+
+/// A rank that fails in the step behind one without room does not do that one again: its error is the one that is told, and nobody waits.
+#[test]
+fn a_rank_that_fails_behind_a_step_without_room_says_why() {
+    for mesh in MESHES {
+        let dir = tempfile::tempdir().unwrap();
+        let place = format!("run.dir={}", dir.path().display());
+        let config = with_room("bf16", 0.05, &["train.steps=6", &place]);
+        // As many plans as the first step has.
+        let at = config.model.num_routed();
+        let errors = on_axes(mesh, |axes: Axes<ThreadComm>| {
+            let fails = Comm::<Cpu>::rank(&axes.all) == 1;
+            let hook =
+                |axis| Unplugged { at: (fails && axis == "ep").then_some(at), plans: AtomicUsize::new(0) };
+            let (axes, cpu) = (Hooked::axes(axes, hook), Cpu::new(1).unwrap());
+            let mut told = Told::default();
+            let done = run(&cpu, axes.mesh(), &config, Options::default(), &mut told);
+            (done.map(drop).unwrap_err().to_string(), told.notes)
+        });
+        for (error, notes) in errors {
+            assert!(error.contains("the cable is unplugged"), "mesh {mesh}: {error}");
+            assert!(notes.is_empty(), "mesh {mesh}: {notes:?}");
         }
     }
 }

@@ -85,7 +85,7 @@ pub struct BeginStep<'a, B: Backend> {
     pub control: &'a mut B::Buf<f32>,
     /// What [`Collect`] adds to.
     pub table: &'a mut B::Buf<f64>,
-    /// The cell of it that says whether this rank was asked to end the run.
+    /// The cell of it for what this rank tells the others.
     pub asked: usize,
 }
 

@@ -16,7 +16,7 @@ fn slot<'a>(inputs: &'a [i32], layout: &InputLayout, clock: &[u32]) -> &'a [i32]
     &inputs[clock[Clock::STEP] as usize % 2 * len..][..len]
 }
 
-/// The scalars of the slot, a table of zeros and of what this rank was asked, no micro-batch.
+/// The scalars of the slot, a table of zeros and of what this rank tells the others, no micro-batch.
 pub(crate) fn begin_step(_: &Cpu, op: BeginStep<'_, Cpu>) -> Result<()> {
     let clock = op.clock.as_mut_slice();
     clock[Clock::MICRO] = 0;

@@ -199,6 +199,11 @@ impl Store {
         Ok(path)
     }
 
+    /// Removes what there is of a checkpoint that will not be ended. What cannot be removed goes when the store is next opened.
+    pub(crate) fn abandon(&self, outline: &Outline) {
+        let _ = remove(&self.unnamed(outline));
+    }
+
     /// The directory of a checkpoint before it has its name.
     fn unnamed(&self, outline: &Outline) -> PathBuf {
         self.dir.join(format!("{TMP_PREFIX}{}", name_of(outline.position.step)))

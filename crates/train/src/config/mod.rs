@@ -387,7 +387,7 @@ pub struct RunConfig {
     #[serde(skip_serializing_if = "is_one")]
     pub dp: usize,
     /// Where experts are divided among ranks: how many slots of tokens a rank has room for, as a multiple of its share if all were sent as
-    /// many. No token is ever dropped: a step in which a rank is sent more is done again with more room, and the same bits.
+    /// many; at least 1. No token is ever dropped: a step in which a rank is sent more is done again with more room, and the same bits.
     #[serde(skip_serializing_if = "is_usual_capacity")]
     pub capacity_factor: f64,
     /// Worker threads over all ranks; 0 = one a core.

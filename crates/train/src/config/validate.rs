@@ -179,8 +179,10 @@ impl Config {
             format!("is {ranks}, which does not divide train.shards = {}", t.shards)
         })?;
         let factor = self.run.capacity_factor;
-        require(factor.is_finite() && factor > 0.0, "run.capacity_factor", || {
-            format!("is {factor:?}, expected a number above 0; 1.25 is usual")
+        require(factor.is_finite() && factor >= 1.0, "run.capacity_factor", || {
+            format!(
+                "is {factor:?}, expected at least 1: of the tokens that ranks are sent, one has its share or more"
+            )
         })?;
         self.validate_mesh()?;
         let on_gpu = matches!(self.run.device, DeviceChoice::Cuda(_));

@@ -14,8 +14,8 @@ use nibble_core::ops::{
     PackSlots, Permute, PlanPermute, Routing, UnpackRows, UnpackSlots, record_words,
 };
 use nibble_core::{
-    DType, Data, Error, ExchangeRoom, Groups, Kernels, Leg, Occupancy, Operand, PermuteMap, Result, RowKind,
-    RowPlan, Tensor, round_up,
+    DType, Data, Error, ExchangeRoom, Groups, Kernels, Leg, Operand, PermuteMap, Result, RowKind, RowPlan,
+    Tensor, round_up,
 };
 use serde::{Deserialize, Serialize};
 
@@ -56,6 +56,8 @@ pub struct Plan<B: Kernels> {
     pub gate_r: B::Buf<f32>,
     /// The slots whose experts are here, of the tokens that are here or have arrived. Where rows are summed up a tree.
     experts_tree: Option<TreeSlots<B>>,
+    /// Among several ranks: 0, or what a rank was sent that had less room, in shares. One value.
+    pub overflow: Option<B::Buf<f32>>,
     wire: Option<Wire<B>>,
 }
 
@@ -109,6 +111,9 @@ impl<B: Kernels> Saved for Plan<B> {
             ledger.words::<B, i32>(LAYER, "plan", index);
         }
         ledger.words::<B, f32>(LAYER, "plan", &self.gate_r);
+        if let Some(overflow) = &self.overflow {
+            ledger.words::<B, f32>(LAYER, "plan", overflow);
+        }
         let mut trees = vec![&self.experts_tree];
         if let Some(wire) = &self.wire {
             for index in [&wire.send_token, &wire.slot_place] {
@@ -157,7 +162,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         let tree =
             || TreeSlots { row: map.slot_row.clone(), leaf: routing.expert.clone(), leaves: self.experts };
         let experts_tree = self.has_tree().then(tree);
-        Ok(Plan { map, experts, gate_r, experts_tree, wire: None })
+        Ok(Plan { map, experts, gate_r, experts_tree, overflow: None, wire: None })
     }
 
     fn has_tree(&self) -> bool {
@@ -229,7 +234,12 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         };
         let sent = b.reinterpret(&records.run(b)?)?;
         let rows = RowPlan::finish(b, ep, counts)?;
-        cx.note_overflow(rows.overflow().map(|slots| slots as f64 / room.own_slots as f64));
+        let needed = rows.overflow().map(|slots| slots as f32 / room.own_slots as f32);
+        cx.note_overflow(needed);
+        let overflow = Some(match needed {
+            None => b.zeros(1)?,
+            Some(needed) => b.upload(&[needed])?,
+        });
 
         let record_bytes = size_of::<i32>() * record_words(top_k);
         // Where no record arrives there are zeros, which is one of no token.
@@ -237,12 +247,11 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         rows.exchange(b, ep, (Leg::Tokens, record_bytes), &sent, &mut received)?;
         let received = UnpackSlots { records: &b.reinterpret(&received)?, top_k }.run(b)?;
         let (map, experts) = self.sort(&received.expert, &received.token_id, room.slots, align)?;
-        let map = PermuteMap { occupancy: occupancy(b, &rows, room)?, ..map };
         let gate_r = GatherScalars { values: &received.weight, index: &map.row_slot }.run(b)?;
         let experts_tree = self.tree(&map.row_slot, received.expert, experts_each)?;
         let ranks_tree = self.tree(&tokens.row_slot, ranks.first, world)?;
         let wire = Wire { send_token: tokens.source_row, slot_place: slots.slot_row, ranks_tree, rows };
-        Ok(Plan { map, experts, gate_r, experts_tree, wire: Some(wire) })
+        Ok(Plan { map, experts, gate_r, experts_tree, overflow, wire: Some(wire) })
     }
 
     /// Sorts this rank's slots by the rank they go to, −1 for none; no more than `slots` of them go somewhere, and get a row each.
@@ -367,16 +376,6 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         let received = self.received(&b.reinterpret(&slots)?, &wire.rows, leg)?;
         GatherScalars { values: &b.reinterpret(&received)?, index: &wire.slot_place }.run(b)
     }
-}
-
-/// What a step's record says of an exchange: nothing, or that a rank was sent more slots than there is room for.
-fn occupancy<B: Kernels>(b: &B, rows: &RowPlan, room: ExchangeRoom) -> Result<Occupancy<B>> {
-    let found = match rows.overflow() {
-        None => b.zeros(1)?,
-        Some(slots) => b.upload(&[i32::try_from(slots).unwrap_or(i32::MAX)])?,
-    };
-    // The number of slots is the transport's own: that as many came as were told of is not asked.
-    Ok(Occupancy { found, num_slots: 0, capacity: room.slots })
 }
 
 mod traffic;

@@ -57,17 +57,29 @@ pub struct Routed<B: Kernels> {
     /// Load-balancing loss and z-loss of each shard of this rank.
     pub losses: B::Buf<f32>,
     /// Whether every row found its place on this rank.
-    pub occupancy: Occupancy<B>,
+    pub placed: Placed<B>,
     /// What the layer's load-balancing loss is taken over, if not over each shard by itself. It is of the forward pass: a layer that is made again
     /// does not change it.
     pub batch: Option<BatchLoad<B>>,
+}
+
+/// Whether the rows of a layer found their places.
+#[derive(Debug, Clone)]
+pub enum Placed<B: Kernels> {
+    /// Of one rank: what was found to sort, and the room for it.
+    Here(Occupancy<B>),
+    /// Among several: [`Plan::overflow`].
+    AmongRanks(B::Buf<f32>),
 }
 
 impl<B: Kernels> Saved for Routed<B> {
     fn ledger(&self, ledger: &mut Ledger) {
         ledger.words::<B, i32>(&self.layer, "routing", &self.load);
         ledger.words::<B, f32>(&self.layer, "routing", &self.losses);
-        ledger.words::<B, i32>(&self.layer, "routing", &self.occupancy.found);
+        match &self.placed {
+            Placed::Here(occupancy) => ledger.words::<B, i32>(&self.layer, "routing", &occupancy.found),
+            Placed::AmongRanks(overflow) => ledger.words::<B, f32>(&self.layer, "routing", overflow),
+        }
         if let Some(batch) = &self.batch {
             ledger.words::<B, f64>(&self.layer, "routing", &batch.load);
         }
@@ -87,7 +99,10 @@ impl<B: Kernels> MoeSaved<B> {
             layer: self.router.layer.clone(),
             load: routing.load.clone(),
             losses: routing.losses.clone(),
-            occupancy: self.plan.map.occupancy.clone(),
+            placed: match &self.plan.overflow {
+                None => Placed::Here(self.plan.map.occupancy.clone()),
+                Some(overflow) => Placed::AmongRanks(overflow.clone()),
+            },
             batch: None,
         }
     }

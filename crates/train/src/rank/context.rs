@@ -157,7 +157,7 @@ impl<B: Kernels> RankContext<'_, B> {
         let mut sums: Vec<f32> =
             self.b.download(&out.shard_nats)?.into_iter().map(|nats| nats as f32).collect();
         let len = sums.len() + 1;
-        sums.push(cx.overflow.get() as f32);
+        sums.push(cx.overflow.get());
         let all = self.b.download(&self.mesh.all.all_gather(self.b, &self.b.upload(&sums)?)?)?;
         let (sums, needed): (Vec<&[f32]>, Vec<f32>) =
             all.chunks_exact(len).map(|of_rank| (&of_rank[..len - 1], of_rank[len - 1])).unzip();

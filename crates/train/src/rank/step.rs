@@ -11,6 +11,7 @@ use crate::delayed::{DelayedRecords, DelayedSites};
 use crate::error::Result;
 use crate::fault::{Point, reach};
 use crate::model::{Decoder, DecoderOut, DecoderSaved, Inside};
+use crate::moe::Placed;
 use crate::optim::{self, OptimizerState};
 use crate::param::{GradientPlan, Param, reduce_gradients};
 use crate::record::{Counted, Layout, Told, Waiting};
@@ -275,8 +276,11 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
                 let (losses, load) = (layout.router_losses(layer), layout.load(layer));
                 entries.push(entry(EntrySource::F32(&routed.losses), losses, 2 * layout.shards));
                 entries.push(entry(EntrySource::I32(&routed.load), load, layout.experts));
-                let occupancy = EntrySource::Occupancy(&routed.occupancy);
-                entries.push(entry(occupancy, layout.occupancy(layer), OCCUPANCY_VALUES));
+                let (placed, cells) = match &routed.placed {
+                    Placed::Here(occupancy) => (EntrySource::Occupancy(occupancy), OCCUPANCY_VALUES),
+                    Placed::AmongRanks(overflow) => (EntrySource::Largest(overflow), 1),
+                };
+                entries.push(entry(placed, layout.occupancy(layer), cells));
             }
         }
         Ok(Collect { entries: &entries, table }.run(self.context.b)?)

@@ -69,6 +69,8 @@ pub struct Trainer<'a, B: Kernels> {
     asked: bool,
     /// What any rank told, by the last record.
     any_told: Told,
+    /// Whether a step could not be issued: this rank's own error ends the run, and it meets no other rank any more.
+    has_failed: bool,
     /// When the last record was read, if nothing but steps has come since.
     settled: Option<Instant>,
     /// The checkpoint on its way to the disk, if there is one.
@@ -126,6 +128,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
             layers: None,
             asked: false,
             any_told: Told::default(),
+            has_failed: false,
             settled: None,
             saving: Saving::default(),
         })
@@ -246,7 +249,10 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     fn issue(&mut self, how: Issue) -> Result<()> {
         let step = self.rank.context.step;
         phase(format_args!("step {step}"));
-        self.issue_whole(how).map_err(|error| self.without_room(error, format!("step {step}")))
+        self.issue_whole(how).map_err(|error| {
+            self.has_failed = true;
+            self.without_room(error, format!("step {step}"))
+        })
     }
 
     fn issue_whole(&mut self, how: Issue) -> Result<()> {
@@ -291,9 +297,13 @@ impl<'a, B: Kernels> Trainer<'a, B> {
 
     /// Waits for the oldest step whose record has not been read, and reads it; none if there is no such step.
     ///
+    /// Where experts are divided among ranks, a step may have had too little room for what its routers chose. Then it is done again with more,
+    /// with what was issued after it, and what it gives is of that. So every rank calls this after the same steps.
+    ///
     /// # Errors
     /// [`nibble_core::Error::NonFinite`] naming the first tensor that is not finite, of whichever rank, and the step: no weight
-    /// has changed since; [`nibble_core::Error::Capacity`] if an expert layer had more rows than its buffers hold.
+    /// has changed since; [`nibble_core::Error::Capacity`] if an expert layer of one rank had more rows than its buffers hold; as
+    /// [`Trainer::issue_step`] where a step is done again; those of a checkpoint under way, which a step that fails or is done again ends.
     pub fn settle(&mut self) -> Result<Option<Metrics>> {
         let Some(Issued { report, how, lr, started, issuing }) = self.issued.pop_front() else {
             return Ok(None);
@@ -301,9 +311,13 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         let values = self.rank.context.b.finish_download(report)?;
         let Some(buffers) = &self.rank.buffers else { return Ok(None) };
         let report = Report::new(buffers.layout, buffers.sites(), &values)?;
-        if let Some(times) = report.overflow().filter(|_| self.rank.context.mesh.ep.world() > 1) {
+        if let Some(needed) = report.overflow().filter(|_| self.rank.context.mesh.ep.world() > 1) {
+            // The error of the step that could not be issued is the one to tell.
+            if self.has_failed {
+                return Ok(None);
+            }
             let step = report.step();
-            self.repeat(step, times, how)?;
+            self.repeat((step, needed), (how, started))?;
             return self.settle();
         }
         self.any_told = report.told();
@@ -311,8 +325,11 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         let told = verified.is_err() || LayerMetrics::is_due(report.step() + 1, config.train.steps);
         self.layers = told.then(|| LayerMetrics::of_step(&report));
         if let Err(error) = verified {
-            // Every rank has read it: all of them end the checkpoint under way, which is of an earlier step. Its own error comes second.
-            let _ = self.saving.owner.take().map(|owner| self.finish_owned(owner));
+            // Every rank has read it: all of them end the checkpoint under way, which is of an earlier step. Its own error comes second. A rank
+            // that has failed in a step meets nobody.
+            if !self.has_failed {
+                let _ = self.saving.owner.take().map(|owner| self.finish_owned(owner));
+            }
             return Err(error.into());
         }
         // From record to record; a backend that computes while the host issues has spent that time on the step after.
@@ -332,8 +349,13 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         }))
     }
 
-    /// Does a step again that had `times` too little room in an exchange, and what was issued after it. Every rank has read the same record.
-    fn repeat(&mut self, step: u64, times: f64, how: Issue) -> Result<()> {
+    /// Does a step again in which a rank was sent `needed` times its share and had less room, and what was issued after it. Every rank has read the
+    /// same record.
+    fn repeat(&mut self, (step, needed): (u64, f64), (how, started): (Issue, Instant)) -> Result<()> {
+        // Of an earlier step, and not to be lost if there is no memory for more room.
+        if let Some(owner) = self.saving.owner.take() {
+            self.saving.ended = self.finish_owned(owner)?;
+        }
         // Steps after it have changed nothing either.
         let later: Vec<Issued<B>> = self.issued.drain(..).collect();
         let hows: Vec<Issue> = std::iter::once(how).chain(later.iter().map(|issued| issued.how)).collect();
@@ -341,12 +363,17 @@ impl<'a, B: Kernels> Trainer<'a, B> {
             self.rank.context.b.finish_download(report)?;
         }
         let RankState { context, buffers, .. } = &mut self.rank;
-        context.make_room(times * context.capacity_factor, &format!("step {}", step + 1));
+        context.make_room(needed, &format!("step {}", step + 1));
         context.step = step;
         if let Some(buffers) = buffers {
             buffers.restart(context.b, step)?;
         }
-        hows.into_iter().try_for_each(|how| self.issue(how))
+        hows.into_iter().try_for_each(|how| self.issue(how))?;
+        if let Some(first) = self.issued.front_mut() {
+            // What the first attempt took is time of the step.
+            first.started = started;
+        }
+        Ok(())
     }
 
     /// What whoever runs this should be told of the exchanges among ranks since this was asked last.

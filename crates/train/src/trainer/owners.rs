@@ -46,9 +46,12 @@ impl Owner {
         !self.writer.is_finished()
     }
 
-    /// Waits for this rank's files, whatever has become of them.
-    pub fn wait(self) {
+    /// Waits for this rank's files, whatever has become of them. Ranks will not meet, so there is no checkpoint: the first one removes what is there.
+    pub fn abandon(self) {
         let _ = self.writer.join();
+        if let Some((store, outline)) = self.whole {
+            store.abandon(&outline);
+        }
     }
 }
 

@@ -39,11 +39,13 @@ pub(super) struct Saving<B: Backend> {
     writer: Option<JoinHandle<Result<PathBuf>>>,
     /// Of several ranks, what this one writes: on all of them, or on none.
     pub owner: Option<Owner>,
+    /// The checkpoint that all ranks have ended before anybody asked for it.
+    pub ended: Option<PathBuf>,
 }
 
 impl<B: Backend> Default for Saving<B> {
     fn default() -> Self {
-        Self { pool: None, filler: None, copier: None, writer: None, owner: None }
+        Self { pool: None, filler: None, copier: None, writer: None, owner: None, ended: None }
     }
 }
 
@@ -87,7 +89,7 @@ impl<B: Backend> Drop for Saving<B> {
         let _ = self.copier.take().map(JoinHandle::join);
         let _ = self.writer.take().map(JoinHandle::join);
         if let Some(owner) = self.owner.take() {
-            owner.wait();
+            owner.abandon();
         }
     }
 }
@@ -284,7 +286,7 @@ fn write<B: Kernels>(
 ) -> Result<PathBuf> {
     let mut next = || match pieces.recv() {
         Ok(piece) => piece,
-        // Its thread has panicked, or another rank has failed: told there.
+        // Its thread has panicked: told there.
         Err(_) => Err(store.given_up(outline)),
     };
     store.save(outline, &mut next, keep)
@@ -360,6 +362,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// be written, [`crate::Error::Checkpoint`] names it and its rank there, and [`nibble_core::Error::Comm`] on the others.
     pub fn saved(&mut self) -> Result<Option<PathBuf>> {
         let is_done = match self.saving.owner {
+            None if self.saving.ended.is_some() => true,
             Some(_) => !self.any_told.writing,
             None => self.saving.is_done(),
         };
@@ -371,9 +374,10 @@ impl<B: Kernels> Trainer<'_, B> {
     /// # Errors
     /// As [`Trainer::saved`].
     pub fn finish_save(&mut self) -> Result<Option<PathBuf>> {
-        match self.saving.owner.take() {
-            Some(owner) => self.finish_owned(owner),
-            None => self.saving.finish(),
+        match (self.saving.owner.take(), self.saving.ended.take()) {
+            (Some(owner), _) => self.finish_owned(owner),
+            (None, Some(path)) => Ok(Some(path)),
+            (None, None) => self.saving.finish(),
         }
     }
 
