@@ -49,7 +49,7 @@ pub use whole_operands::*;
 pub fn quantize(op: &Quantize<'_, Dry>) -> Counted {
     let rows = op.groups.and_then(rows_of);
     let ids = op.random.and(op.groups).map(|groups| &groups.row_id);
-    Counted { work: Work::reads_rows(rows, &[op.x, &ids]), rows }
+    Counted { work: Work::reads_rows(rows, &[op.x, &ids]).and_reads(None, &[&op.amax]), rows }
 }
 
 pub fn transcode(op: &Transcode<'_, Dry>) -> Counted {

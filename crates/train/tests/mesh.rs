@@ -134,11 +134,12 @@ fn slices_within_matrices_keep_the_bits() {
     let odd = ["model.d_model=80", "model.expert_ffn=72", "train.grad_accum=2"];
     let blocks = ["model.d_model=160", "model.expert_ffn=224"];
     for (recipe, sizes, more) in [
-        // Codes of four bits in rows and of eight in square tiles, scales of a byte and of four, and scales of tensors.
+        // Codes of four bits in rows and of eight in square tiles, scales of a byte and of four, and scales of tensors, of this step and of earlier ones.
         ("hif4", &blocks[..], &["train.grad_accum=2"][..]),
         ("mxfp4-hopper-head8", &blocks[..], &[][..]),
         ("fp8-block", &blocks[..], &[][..]),
         ("nvfp4", &blocks[..], &[][..]),
+        ("fp8-delayed", &blocks[..], &[][..]),
         ("bf16", &tiles[..], &["train.grad_dtype=bf16"][..]),
         ("bf16", &tiles[..], &["train.grad_accum=2", "train.moment_dtype=bf16"][..]),
         ("f32", &odd[..], &[][..]),
@@ -343,7 +344,7 @@ fn at(dir: &Path, text: Option<&str>, more: &[&str]) -> (Config, tempfile::TempD
 /// The records of a run count every block of a weight once, whoever quantizes it: its slices one each, or all ranks all of it.
 #[test]
 fn blocks_of_weights_are_counted_once() {
-    for recipe in ["hif4", "fp8-delayed"] {
+    for recipe in ["hif4", "nvfp4", "fp8-delayed", "fp8-row"] {
         let text = std::fs::read_to_string(recipe_file(recipe)).unwrap();
         let counted = |more: &[&str]| {
             let dir = tempfile::tempdir().unwrap();
@@ -357,6 +358,8 @@ fn blocks_of_weights_are_counted_once() {
         };
         let one = counted(&["run.ranks=1"]);
         assert!(one.len() >= 20 && one.iter().all(|site| site.non_zero > 0), "{one:?}");
+        let saturated = one.iter().filter_map(|site| site.saturated).any(|values| values > 0);
+        assert_eq!(saturated, recipe == "fp8-delayed", "{one:?}");
         for mesh in [["run.ranks=2", "run.dp=1"], ["run.ranks=4", "run.dp=2"]] {
             assert_eq!(counted(&mesh), one, "{recipe}, {mesh:?}");
         }

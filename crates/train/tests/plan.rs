@@ -245,8 +245,13 @@ fn of_a_quantized_weight_codes_and_scales_travel() {
         ("mxfp8", 2 * 8, 2.0 * 8.0 / 32.0),
         ("fp8-block", 2 * 8, 2.0 * 32.0 / (128.0 * 128.0)),
         ("fp8-flow", 2 * 8, 2.0 * 8.0 / (128.0 * 128.0)),
+        ("nvfp4", 2 * 4, 2.0 * 8.0 / (16.0 * 16.0)),
+        ("fp8-tensor", 2 * 8, 0.0),
     ] {
-        let bits = (codes * values) as f64 + scales * values as f64;
+        // Of a tensor's scale each row has one, and so has each column, transposed.
+        let rows: i64 = layer.iter().map(|(n, k)| 2 * (n + k)).sum();
+        let tensor_scales = if ["nvfp4", "fp8-tensor"].contains(&recipe) { 32 * rows } else { 0 };
+        let bits = (codes * values + tensor_scales) as f64 + scales * values as f64;
         for kind in [DeviceKind::Host, DeviceKind::Gpu] {
             // Everything else is as it is where weights are read in BF16.
             let more = sent(recipe, kind) - sent("bf16", kind);

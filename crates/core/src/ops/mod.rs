@@ -43,7 +43,8 @@ pub use parts::{AssignParts, JoinGroups};
 pub use permute::{CombineSlots, GatherScalars, PackRows, Permute, PlanPermute, UnpackRows, Unpermute};
 pub use push_amax::{AmaxRecords, PushAmax};
 pub use quantize::{
-    Counts, Delayed, Dequantize, Emit, Emitted, Found, Hadamard, Planes, Quantize, Random, weight_planes,
+    Counts, Delayed, Dequantize, Emit, Emitted, Found, Hadamard, MeasureAmax, Planes, Quantize, Random,
+    weight_planes,
 };
 pub use rms_norm::{RmsNorm, RmsNormBackward, RmsNormOut};
 pub use rope::Rope;
@@ -77,6 +78,7 @@ macro_rules! for_each_op {
     ([$($callback:tt)+] $given:tt $B:ident) => {
         $($callback)+! { $given
             quantize(Quantize<'_, $B>) -> Emitted<$B> {}
+            measure_amax(MeasureAmax<'_, $B>) -> $B::Buf<f32> { reads x; plain codec, stack; }
             dequantize(Dequantize<'_, $B>) -> Tensor<$B> { reads x; plain dtype; }
             transcode(Transcode<'_, $B>) -> Transcoded<$B> { reads x; may_read groups; plain to, axis, rule; }
             cast(Cast<'_, $B>) -> Tensor<$B> { reads x; plain dtype; }

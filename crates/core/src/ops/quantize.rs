@@ -249,6 +249,9 @@ impl<B: Backend> Found<B> {
 /// With `delayed` a span's scale is that of [`Codec::for_tensor`] for the magnitude that its record expects. Where that is 0 the span is
 /// measured, as it is without `delayed`. What is larger than expected saturates. A block with a NaN or an infinity gets zero codes and is counted, and
 /// the scale that is stored for its span is NaN; the span's other blocks are encoded all the same, since one pass does not know.
+///
+/// With `amax` the matrices are parts of larger ones: their largest magnitudes are not measured but these, and are what is found under `delayed`. So
+/// parts get the codes and scales that they have in the whole.
 #[derive(Debug)]
 pub struct Quantize<'a, B: Backend> {
     /// F32 or BF16.
@@ -267,6 +270,8 @@ pub struct Quantize<'a, B: Backend> {
     pub hadamard: Option<Hadamard>,
     /// Scales of earlier steps instead of measured ones.
     pub delayed: Option<Delayed<'a, B>>,
+    /// Of each matrix of the stack the largest magnitude, as [`MeasureAmax`] has it, and no smaller than its own (tiles only).
+    pub amax: Option<&'a B::Buf<f32>>,
 }
 
 impl<'a, B: Backend> Quantize<'a, B> {
@@ -275,7 +280,17 @@ impl<'a, B: Backend> Quantize<'a, B> {
 
     /// Dense rows, nearest rounding.
     pub fn new(x: &'a Tensor<B>, codec: Codec, planes: Planes) -> Self {
-        Self { x, codec, planes, groups: None, stack: 1, random: None, hadamard: None, delayed: None }
+        Self {
+            x,
+            codec,
+            planes,
+            groups: None,
+            stack: 1,
+            random: None,
+            hadamard: None,
+            delayed: None,
+            amax: None,
+        }
     }
 
     /// Spans that have a scale each, where a tensor has one.
@@ -308,6 +323,7 @@ impl<'a, B: Backend> Quantize<'a, B> {
             return Err(Error::shape(OP, "random.step", "an empty buffer", "the step"));
         }
         self.delayed.map_or(Ok(()), |delayed| self.check_delayed(delayed))?;
+        self.amax.map_or(Ok(()), |amax| self.check_amax(amax))?;
         self.hadamard.map_or(Ok(()), |transform| self.check_hadamard(transform))
     }
 
@@ -332,6 +348,17 @@ impl<'a, B: Backend> Quantize<'a, B> {
             return Err(Error::shape(OP, "delayed.records", len, expected));
         }
         Ok(())
+    }
+
+    /// There is a scale that it decides, of each matrix.
+    fn check_amax(&self, amax: &B::Buf<f32>) -> Result<()> {
+        const OP: &str = "quantize";
+        check_tensor_scale(OP, self.codec)?;
+        if self.planes != Planes::Tiles {
+            let got = format!("{:?}", self.planes);
+            return Err(Error::shape(OP, "planes (with amax)", got, "Tiles: it is for parts of weights"));
+        }
+        expect_eq(OP, "amax.len()", B::len(amax), self.stack)
     }
 
     /// A transform runs along one contraction, in whole blocks.
@@ -373,13 +400,48 @@ impl<'a, B: Backend> Quantize<'a, B> {
 
     /// The same without counts, for what is counted together with others.
     pub fn uncounted(&self, b: &B) -> Result<Emitted<B>> {
-        let found = |_| -> Result<_> { Ok(Found { amax: b.zeros(self.spans())?, counts: b.counters(2)? }) };
+        let found = |_| -> Result<_> {
+            let mut amax = b.zeros(self.spans())?;
+            if let Some(known) = self.amax {
+                b.copy(known, 0..self.spans(), &mut amax, 0)?;
+            }
+            Ok(Found { amax, counts: b.counters(2)? })
+        };
         let found = self.delayed.map(found).transpose()?;
         let transform = self.hadamard.filter(|_| self.planes == Planes::Cols).map_or(1, |h| h.len);
         let step = self.codec.format().column_step().max(transform);
         let [rows, cols] =
             planes(b, (self.codec, self.planes), (self.x.rows, self.x.cols, self.stack), step)?;
         Ok(Emitted { rows, cols, counts: None, found })
+    }
+}
+
+/// The largest magnitude of each matrix of a stack, of which the scale of a tensor follows. What is not finite does not count where blocks have
+/// records that could be marked, and otherwise makes it NaN. Without values it is 0.
+#[derive(Debug)]
+pub struct MeasureAmax<'a, B: Backend> {
+    /// F32 or BF16, the matrices one under the other.
+    pub x: &'a Tensor<B>,
+    /// Of a scale for the tensor.
+    pub codec: Codec,
+    /// Matrices.
+    pub stack: usize,
+}
+
+impl<B: Backend> MeasureAmax<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks the stack, and that there is such a scale.
+    pub fn check(&self) -> Result<()> {
+        const OP: &str = "measure_amax";
+        check_tensor_scale(OP, self.codec)?;
+        check_stack(OP, self.x.rows, self.stack, Planes::Tiles)
+    }
+
+    /// Its result before anything is measured: zeros. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<B::Buf<f32>> {
+        b.zeros(self.stack)
     }
 }
 
@@ -434,6 +496,14 @@ pub(crate) fn check_group_rows<B: Backend>(
     match groups {
         Some(g) => expect_eq(op, "rows (against groups.capacity)", rows, g.capacity),
         None => Ok(()),
+    }
+}
+
+/// All blocks of a tensor share a scale.
+fn check_tensor_scale(op: &'static str, codec: Codec) -> Result<()> {
+    match codec.scale_kind().has_tensor_scale() {
+        true => Ok(()),
+        false => Err(Error::unsupported(op, codec.format(), "it has no scale of a tensor")),
     }
 }
 

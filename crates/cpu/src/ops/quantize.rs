@@ -20,16 +20,16 @@ mod tests;
 
 pub(crate) use dequantize::{decodable, dequantize};
 
-use crate::{CodePath, Cpu};
+use crate::{Buf, CodePath, Cpu};
 use emit::{STRIP_ROWS, Sink, SinkWork, SquareSink, TILE_COLS, for_strips, has_cols, strip_rows};
 use encode::Tile;
 use general::Job;
-use nibble_core::ops::{Emit, Emitted, Planes, Quantize, Random};
+use nibble_core::ops::{Emit, Emitted, MeasureAmax, Planes, Quantize, Random};
 use nibble_core::{Error, Groups, Result};
 use nibble_formats::{Codec, Format, Stream};
 use source::ValueSource;
 use spans::Spans;
-use spec::{Casting, Matrix};
+use spec::{Casting, Known, Matrix};
 
 /// Whether there is code made for a format; general code, vectorised too, converts the others.
 pub fn has_own_code(format: Format) -> bool {
@@ -58,6 +58,22 @@ pub(crate) fn quantize(cpu: &Cpu, op: Quantize<'_, Cpu>) -> Result<Emitted<Cpu>>
     encode(cpu, &op, random, (emit, made), &Spans::new(OP, op.x.rows, op.groups, block)?)
 }
 
+/// See [`MeasureAmax`].
+pub(crate) fn measure_amax(cpu: &Cpu, op: MeasureAmax<'_, Cpu>) -> Result<Buf<f32>> {
+    let (mut out, cols, each) = (op.result(cpu)?, op.x.cols, op.x.rows / op.stack.max(1));
+    let x = ValueSource::plain(op.x);
+    for (matrix, out) in out.as_mut_slice().iter_mut().enumerate() {
+        let rows = matrix * each..(matrix + 1) * each;
+        *out = match cpu.path() {
+            CodePath::Scalar => {
+                op.codec.tensor_amax((rows.start * cols..rows.end * cols).map(|i| spec::value(op.x, i)))
+            }
+            CodePath::Simd => general::tensor_amax(cpu, (&x, cols), op.codec, rows),
+        };
+    }
+    Ok(out)
+}
+
 /// The stream of random bits, at the step that counts now.
 fn drawn(op: &Quantize<'_, Cpu>) -> Result<Option<Stream>> {
     let Some(Random { stream, step }) = op.random else { return Ok(None) };
@@ -80,28 +96,31 @@ fn encode(
     // Blocks along the rows of weights where there are no square ones.
     let row_weights = op.planes == Planes::Tiles && !format.spec().tiles;
     let each = || Spans::stacked(op.stack, op.x.rows / op.stack.max(1));
+    let delayed = op.delayed.map(|delayed| (delayed, op.spans()));
+    let known = Known { delayed, amax: op.amax.map(|amax| amax.as_slice()) };
     // Scales of earlier steps have no path but the specification's, on several threads.
     if cpu.path() == CodePath::Scalar || op.delayed.is_some() {
         let x = Matrix::of(op.x, spans);
-        let delayed = op.delayed.map(|delayed| (delayed, op.spans()));
         return match op.planes {
-            _ if row_weights => spec::row_weights(cpu, &x, (op.stack, op.codec, random), made),
+            _ if row_weights => spec::row_weights(cpu, &x, (op.stack, op.codec, random), known, made),
             Planes::Tiles => {
                 let spans = each();
-                spec::tiles(&x, op.stack, &Casting::new(op.codec, random, &spans, &x, delayed), made)
+                spec::tiles(&x, op.stack, &Casting::new(op.codec, random, &spans, &x, known), made)
             }
-            _ => Ok(spec::quantized(cpu, &x, &Casting::new(op.codec, random, spans, &x, delayed), made)),
+            _ => Ok(spec::quantized(cpu, &x, &Casting::new(op.codec, random, spans, &x, known), made)),
         };
     }
     let x = (ValueSource::plain(op.x), op.x.cols);
     match (encode::fast(format), op.planes) {
-        _ if row_weights => general::row_weights(cpu, x, (op.x.rows, op.stack), (op.codec, random), made),
+        _ if row_weights => {
+            general::row_weights(cpu, x, (op.x.rows, op.stack), (op.codec, random), known, made)
+        }
         (Some(_), Planes::Tiles) => square_tiles(cpu, op, random, made),
         (Some(_), _) => strips(cpu, op, random, (emit, made), spans),
         (None, Planes::Tiles) => {
-            general::tiles(cpu, &Job::new(cpu, x, op.codec, random, &each()), op.stack, made)
+            general::tiles(cpu, &Job::new(cpu, x, op.codec, random, &each(), known), op.stack, made)
         }
-        (None, _) => Ok(general::emit(cpu, &Job::new(cpu, x, op.codec, random, spans), made)),
+        (None, _) => Ok(general::emit(cpu, &Job::new(cpu, x, op.codec, random, spans, known), made)),
     }
 }
 

@@ -1,3 +1,7 @@
+mod amax;
+
+pub use amax::measure_amax;
+
 use super::PLAIN;
 use crate::case::{Case, Outputs, Pads};
 use crate::host::{HostBlock, plain};
@@ -441,9 +445,10 @@ fn wide<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     }
 }
 
-/// Conformance of [`Quantize`]: every format, rule, plane and kind of values; every rounding; ragged rows; transforms.
+/// Conformance of [`Quantize`]: every format, rule, plane and kind of values; every rounding; ragged rows; parts of matrices; transforms.
 pub fn quantize<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     of_earlier_steps(pair);
+    amax::parts(pair);
     for codec in codecs() {
         for (planes, rows, cols, stack) in SHAPES {
             for (i, input) in Input::ALL.into_iter().enumerate() {

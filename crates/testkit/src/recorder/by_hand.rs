@@ -14,13 +14,14 @@ pub(super) fn quantize<B: Kernels>(
     op: Quantize<'_, Recorder<B>>,
 ) -> Result<Emitted<Recorder<B>>> {
     let mut call = recorder.call("quantize", &op);
-    let Quantize { x, codec, planes, groups, stack, random, hadamard, delayed } = op;
+    let Quantize { x, codec, planes, groups, stack, random, hadamard, delayed, amax } = op;
     let x = call.reads(x)?;
     let groups = groups.map(|groups| call.reads(groups)).transpose()?;
     let stream = random.map(|random| random.stream);
     let step = random.and_then(|random| random.step).map(|step| call.reads(step)).transpose()?;
     let records = delayed.map(|delayed| call.reads(delayed.records)).transpose()?;
     let (first, stride) = delayed.map_or((0, 0), |delayed| (delayed.first, delayed.stride));
+    let amax = amax.map(|amax| call.reads(amax)).transpose()?;
     call.issue(move |b: &B, _| {
         let x = open(b, &x)?;
         let records = records.as_ref().map(|records| open(b, records)).transpose()?;
@@ -28,8 +29,9 @@ pub(super) fn quantize<B: Kernels>(
         let groups = groups.as_ref().map(|groups| open(b, groups)).transpose()?;
         let step = step.as_ref().map(|step| open(b, step)).transpose()?;
         let random = stream.map(|stream| Random { stream, step: step.as_ref() });
-        let groups = groups.as_ref();
-        b.quantize(Quantize { x: &x, codec, planes, groups, stack, random, hadamard, delayed })
+        let amax = amax.as_ref().map(|amax| open(b, amax)).transpose()?;
+        let (groups, amax) = (groups.as_ref(), amax.as_ref());
+        b.quantize(Quantize { x: &x, codec, planes, groups, stack, random, hadamard, delayed, amax })
     })
 }
 

@@ -14,7 +14,7 @@ use crate::delayed::Spans;
 use crate::spec::{Init, ParamSpec, Part};
 use nibble_core::formats::{Purpose, Stream, fnv1a32};
 use nibble_core::ops::{Counts, Emitted, InitNormal, Planes, Quantize, Transpose};
-use nibble_core::recipe::{Section, Site};
+use nibble_core::recipe::{Precision, Section, Site};
 use nibble_core::{Comm, DType, Data, Error, Kernels, Mesh, Operand, Result, Tensor};
 
 /// Which rows' gradients meet in a parameter, and where it lives.
@@ -210,7 +210,8 @@ impl<B: Kernels> Param<B> {
     }
 
     /// Makes the copies the products take: quantized or cast, and transposed for dgrad. Of rows that several ranks keep, what travels is as
-    /// narrow as it is read, where it can be made of a rank's own rows: a cast, or codes whose scales are those of blocks.
+    /// narrow as it is read, where it can be made of a rank's own rows: a cast, or codes, unless a scale is that of a line. The scale of a tensor is
+    /// measured over all ranks first.
     ///
     /// # Errors
     /// From the backend and other ranks.
@@ -227,36 +228,39 @@ impl<B: Kernels> Param<B> {
                 };
                 Shadow { w: Operand::Plain(w), wt }
             }
-            None if self.slices.is_divided() && self.whole.is_none() && codes::travel(to.codec()?) => {
-                let codec = to.codec()?;
-                let mine = codes::OfRank::new(cx.b, &self.slices, &self.master, codec)?;
-                mine.keep_counts(cx, &self.name)?;
-                let (w, wt) = mine.gathered(cx, self.replicas(cx.mesh), &self.slices, codec)?;
-                Shadow { w, wt }
-            }
-            None => {
-                let of = match self.placement {
-                    Placement::Replicated => Spans::Whole,
-                    Placement::Experts(_) => Spans::Experts,
-                };
-                let scales = cx.earlier_scales((&self.name, "w"), to, (of, stack))?;
-                let delayed = scales.map(|(delayed, _)| delayed);
-                let whole = match &self.whole {
-                    Some(whole) => whole.clone(),
-                    None => self.gathered(cx.b, cx.mesh, &self.master)?,
-                };
-                let op = Quantize { stack, delayed, ..Quantize::new(&whole, to.codec()?, Planes::Tiles) };
-                let tiles = op.run(cx.b)?;
-                // Every rank that has the weight finds the same: the first one's blocks count.
-                let counts = match self.replicas(cx.mesh).rank() {
-                    0 => tiles.counts.clone(),
-                    _ => Some(Counts::zeros(cx.b)?),
-                };
-                cx.keep_quantized(&self.name, "w", &Emitted { counts, ..tiles.clone() }, scales);
-                Shadow { w: tiles.take_rows("prepare")?, wt: tiles.cols }
-            }
+            None => self.quantized(cx, to)?,
         });
         Ok(())
+    }
+
+    /// The weight quantized, and what was counted and found of it kept.
+    fn quantized(&self, cx: &Cx<'_, B>, to: &Precision) -> Result<Shadow<B>> {
+        let (stack, codec, replicas) = (self.stack(), to.codec()?, self.replicas(cx.mesh));
+        let of = match self.placement {
+            Placement::Replicated => Spans::Whole,
+            Placement::Experts(_) => Spans::Experts,
+        };
+        let scales = cx.earlier_scales((&self.name, "w"), to, (of, stack))?;
+        let delayed = scales.map(|(delayed, _)| delayed);
+        if self.slices.is_divided() && self.whole.is_none() && codes::travel(codec) {
+            let rows = (&self.slices, &self.master);
+            let mine = codes::OfRank::new(cx.b, replicas, rows, codec, delayed)?;
+            mine.keep_counts(cx, &self.name, scales)?;
+            let (w, wt) = mine.gathered(cx, replicas, &self.slices, codec)?;
+            return Ok(Shadow { w, wt });
+        }
+        let whole = match &self.whole {
+            Some(whole) => whole.clone(),
+            None => self.gathered(cx.b, cx.mesh, &self.master)?,
+        };
+        let tiles = Quantize { stack, delayed, ..Quantize::new(&whole, codec, Planes::Tiles) }.run(cx.b)?;
+        // Every rank that has the weight finds the same: the first one's blocks count.
+        let counts = match replicas.rank() {
+            0 => tiles.counts.clone(),
+            _ => Some(Counts::zeros(cx.b)?),
+        };
+        cx.keep_quantized(&self.name, "w", &Emitted { counts, ..tiles.clone() }, scales);
+        Ok(Shadow { w: tiles.take_rows("prepare")?, wt: tiles.cols })
     }
 
     /// Drops the copies: their memory is free until the next step, and the master has no other handle.

@@ -17,13 +17,18 @@ impl<'a> Met<'a> {
         Self { delayed, amax: vec![0.0; spans], counts: [0; 2] }
     }
 
-    /// The codec of a span with these values.
-    pub fn meet(&mut self, codec: Codec, span: Option<usize>, values: &[f32]) -> Codec {
+    /// The codec of a span with these values, which are part of one with this largest magnitude, if it is given.
+    pub fn meet(
+        &mut self,
+        codec: Codec,
+        span: Option<usize>,
+        values: &[f32],
+        of_whole: Option<f32>,
+    ) -> Codec {
         let Some(span) = span.filter(|span| *span < self.amax.len()) else { return codec.for_tensor(0.0) };
         let Delayed { records, first, stride } = self.delayed;
         let expected = records.as_slice()[first + span * stride + DelayedScaling::EXPECTED];
-        let met = amax(values);
-        self.amax[span] = met.unwrap_or(f32::NAN);
+        self.amax[span] = of_whole.unwrap_or_else(|| amax(values).unwrap_or(f32::NAN));
         self.counts[Found::<Cpu>::VALUES] += values.len() as u64;
         if expected == 0.0 {
             return codec.for_tensor(self.amax[span]);
@@ -31,7 +36,7 @@ impl<'a> Met<'a> {
         let codec = codec.for_tensor(expected);
         let saturates = |x: &&f32| x.is_finite() && x.abs() > expected;
         self.counts[Found::<Cpu>::SATURATED] += values.iter().filter(saturates).count() as u64;
-        if met.is_some() { codec } else { codec.marked() }
+        if self.amax[span].is_nan() { codec.marked() } else { codec }
     }
 
     /// What was found of all spans.

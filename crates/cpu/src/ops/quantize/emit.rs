@@ -11,7 +11,7 @@ use super::round::{fixed_bits, reads_bits};
 use super::shared::Shared;
 use super::source::ValueSource;
 use super::spans::Spans;
-use super::spec::Tally;
+use super::spec::{Known, Tally};
 use crate::Cpu;
 use crate::gemm::Isa;
 use crate::ops::elementwise::{round_bf16, round_f32};
@@ -355,7 +355,11 @@ impl<'a> Sink<'a> {
             Some(Plain::Staged(values, _)) => {
                 let Some((codec, made)) = self.staged else { unreachable!("staged with its codec") };
                 let x = (ValueSource::F32(&values, self.cols), self.cols);
-                return Ok(general::emit(cpu, &Job::new(cpu, x, codec, self.random, self.spans), made));
+                return Ok(general::emit(
+                    cpu,
+                    &Job::new(cpu, x, codec, self.random, self.spans, Known::default()),
+                    made,
+                ));
             }
             Some(Plain::F32(x, _) | Plain::Bf16(x, _)) => Some(Operand::Plain(x)),
             None => None,

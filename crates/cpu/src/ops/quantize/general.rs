@@ -8,8 +8,8 @@ use super::encode::{amax_bits, fill_random, transpose};
 use super::planes::{both, plane, put_counts};
 use super::round::{Facts, Nearest, OneByOne, Round, Threshold, fixed_bits, reads_bits, with_rounding};
 use super::source::ValueSource;
-use super::spans::Spans;
-use super::spec::{Block, Casting, Tally, blocks, sum};
+use super::spans::{Span, Spans};
+use super::spec::{Block, Casting, Known, Tally, blocks, sum};
 use crate::Cpu;
 use crate::gemm::Isa;
 use crate::simd::per_isa;
@@ -156,28 +156,19 @@ pub(super) struct Job<'a> {
 }
 
 impl<'a> Job<'a> {
-    /// Measures the values, where the tensor has a scale of its own.
+    /// Measures the values, where the tensor has a scale of its own and its largest magnitude is not known.
     pub fn new(
         cpu: &Cpu,
         (x, cols): (ValueSource<'a>, usize),
         codec: Codec,
         random: Option<Stream>,
         spans: &'a Spans<'a>,
+        known: Known<'_>,
     ) -> Self {
-        let isa = cpu.isa();
-        let of_rows = |rows: Range<usize>| {
-            let of_row = |line: &mut Vec<f32>, row: usize| {
-                line.resize(cols, 0.0);
-                x.load(isa, row, 0, line);
-                finite_amax(isa, line)
-            };
-            let larger = |(a, bad): (f32, bool), (b, worse)| (f32::max(a, b), bad | worse);
-            let (amax, bad) = cpu
-                .pool()
-                .install(|| rows.into_par_iter().map_init(Vec::new, of_row).reduce(|| (0.0, false), larger));
-            codec.tensor_amax([amax, if bad { f32::NAN } else { 0.0 }].into_iter())
-        };
-        Self { x, cols, bits: None, casting: Casting::measured(codec, random, spans, of_rows) }
+        let amax =
+            |span: &Span, rows| known.amax(span).unwrap_or_else(|| tensor_amax(cpu, (&x, cols), codec, rows));
+        let casting = Casting::measured(codec, random, spans, amax);
+        Self { x, cols, bits: None, casting }
     }
 
     /// Values of a row from column `col` on, zeros where it is padding.
@@ -194,6 +185,26 @@ impl<'a> Job<'a> {
             fill_random(isa, stream, first, bits);
         }
     }
+}
+
+/// The largest magnitude of some rows, as [`Codec::tensor_amax`] has it.
+pub(super) fn tensor_amax(
+    cpu: &Cpu,
+    (x, cols): (&ValueSource, usize),
+    codec: Codec,
+    rows: Range<usize>,
+) -> f32 {
+    let isa = cpu.isa();
+    let of_row = |line: &mut Vec<f32>, row: usize| {
+        line.resize(cols, 0.0);
+        x.load(isa, row, 0, line);
+        finite_amax(isa, line)
+    };
+    let larger = |(a, bad): (f32, bool), (b, worse)| (f32::max(a, b), bad | worse);
+    let (amax, bad) = cpu
+        .pool()
+        .install(|| rows.into_par_iter().map_init(Vec::new, of_row).reduce(|| (0.0, false), larger));
+    codec.tensor_amax([amax, if bad { f32::NAN } else { 0.0 }].into_iter())
 }
 
 #[inline(always)]
@@ -490,12 +501,13 @@ pub(super) fn row_weights(
     (x, k): (ValueSource, usize),
     (rows_all, stack): (usize, usize),
     (codec, random): (Codec, Option<Stream>),
+    known: Known,
     mut made: Emitted<Cpu>,
 ) -> Result<Emitted<Cpu>> {
     let [upright, across_plane] = both("quantize", &mut made)?;
     let (n, isa) = (rows_all / stack.max(1), cpu.isa());
     let spans = Spans::stacked(stack, n);
-    let tally = rows(cpu, &Job::new(cpu, (x, k), codec, random, &spans), upright);
+    let tally = rows(cpu, &Job::new(cpu, (x, k), codec, random, &spans, known), upright);
     let across: Vec<f32> = turned(cpu, (stack, n, k), |row, col, out| x.load(isa, row, col, out));
     let random = random.filter(|_| codec.rounding().is_random());
     let bits: Option<Vec<u16>> = random.map(|stream| {
@@ -506,7 +518,7 @@ pub(super) fn row_weights(
     let spans = Spans::stacked(stack, k);
     let job = Job {
         bits: bits.as_deref(),
-        ..Job::new(cpu, (ValueSource::F32(&across, n), n), codec, random, &spans)
+        ..Job::new(cpu, (ValueSource::F32(&across, n), n), codec, random, &spans, known)
     };
     rows(cpu, &job, across_plane);
     put_counts(&mut made.counts, tally);

@@ -55,33 +55,50 @@ pub(crate) struct Casting<'a> {
     transposed: Option<usize>,
 }
 
+/// What is known of spans beside their values.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Known<'a> {
+    /// Records of so many of them.
+    pub delayed: Option<(Delayed<'a, Cpu>, usize)>,
+    /// Of each the largest magnitude.
+    pub amax: Option<&'a [f32]>,
+}
+
+impl Known<'_> {
+    /// The largest magnitude of a span.
+    pub fn amax(&self, span: &Span) -> Option<f32> {
+        self.amax?.get(span.number?).copied()
+    }
+}
+
 impl<'a> Casting<'a> {
-    /// Measures the values, where the tensor has a scale of its own; `delayed`: records of so many spans.
+    /// Measures the values, where the tensor has a scale of its own that is not known.
     pub fn new(
         codec: Codec,
         random: Option<Stream>,
         spans: &'a Spans<'a>,
         x: &Matrix,
-        delayed: Option<(Delayed<'a, Cpu>, usize)>,
+        known: Known<'a>,
     ) -> Self {
         let values = |rows: Range<usize>| &x.values[rows.start * x.cols..rows.end * x.cols];
-        let mut met = delayed.map(|(delayed, num_spans)| Met::new(delayed, num_spans));
-        let of_span = |span: &Span, rows: Range<usize>| match &mut met {
-            Some(met) => met.meet(codec, span.number, values(rows)),
-            None => codec.for_tensor(codec.tensor_amax(values(rows).iter().copied())),
+        let mut met = known.delayed.map(|(delayed, num_spans)| Met::new(delayed, num_spans));
+        let of_span = |span: &Span, rows: Range<usize>| match (&mut met, known.amax(span)) {
+            (Some(met), amax) => met.meet(codec, span.number, values(rows), amax),
+            (None, Some(amax)) => codec.for_tensor(amax),
+            (None, None) => codec.for_tensor(codec.tensor_amax(values(rows).iter().copied())),
         };
         let casting = Self::of_spans(codec, random, spans, of_span);
         Self { met, ..casting }
     }
 
-    /// With the largest magnitude of some rows, as [`Codec::tensor_amax`] has it.
+    /// With the largest magnitude of a span's rows that count, as [`Codec::tensor_amax`] has it.
     pub fn measured(
         codec: Codec,
         random: Option<Stream>,
         spans: &'a Spans<'a>,
-        amax: impl Fn(Range<usize>) -> f32,
+        amax: impl Fn(&Span, Range<usize>) -> f32,
     ) -> Self {
-        Self::of_spans(codec, random, spans, |_, rows| codec.for_tensor(amax(rows)))
+        Self::of_spans(codec, random, spans, |span, rows| codec.for_tensor(amax(span, rows)))
     }
 
     /// With the codec of each span, where the tensor has a scale of its own, for its rows that count.
@@ -152,7 +169,7 @@ pub(crate) fn emit(
 ) -> Result<Emitted<Cpu>> {
     match (emit, &mut made.rows) {
         (Emit::Block { codec, .. }, _) => {
-            Ok(quantized(cpu, x, &Casting::new(codec, random, spans, x, None), made))
+            Ok(quantized(cpu, x, &Casting::new(codec, random, spans, x, Known::default()), made))
         }
         (Emit::Plain(_), Some(Operand::Plain(out))) => {
             plain(x, out);
@@ -306,13 +323,14 @@ pub(crate) fn row_weights(
     cpu: &Cpu,
     x: &Matrix,
     (stack, codec, random): (usize, Codec, Option<Stream>),
+    known: Known,
     mut made: Emitted<Cpu>,
 ) -> Result<Emitted<Cpu>> {
     let (n, k) = (x.values.len() / x.cols.max(1) / stack.max(1), x.cols);
     let [upright, across] = both("quantize", &mut made)?;
     let plane = |x: &Matrix, rows: usize, transposed, out| {
         let spans = Spans::stacked(stack, rows);
-        let casting = Casting::new(codec, random, &spans, x, None);
+        let casting = Casting::new(codec, random, &spans, x, known);
         lines(cpu, x, &Casting { transposed, ..casting }, out)
     };
     let turned = (0..stack * k).flat_map(|i| (0..n).map(move |row| (i / k * n + row) * k + i % k));

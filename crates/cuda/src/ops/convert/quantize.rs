@@ -1,9 +1,11 @@
-//! `quantize` on a GPU (`csrc/kernels/convert/quantize*.cuh`).
+//! `quantize` and `measure_amax` on a GPU (`csrc/kernels/convert/quantize*.cuh`).
 
 mod args;
 mod config;
 mod measure;
 mod units;
+
+pub(crate) use measure::measure_amax;
 
 use crate::Buffer;
 use crate::launch::tensor_map::{self, Swizzle, TensorMap, Tiles};
@@ -79,6 +81,9 @@ pub(crate) fn quantize_counting(
     }
     if let Some(delayed) = &op.delayed {
         buffers.buffer("delayed.records", delayed.records)?;
+    }
+    if let Some(amax) = op.amax {
+        buffers.buffer("amax", amax)?;
     }
     let desc = QuantizeDesc::of(&op);
     desc.check()?;

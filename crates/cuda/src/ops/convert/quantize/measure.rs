@@ -2,12 +2,14 @@
 //! (`csrc/kernels/convert/whole_scales.cuh`).
 
 use super::args::{MatrixArgs, Planned, Transform};
-use super::config::{QuantizeDesc, TILE, input_type};
+use super::config::{Launches, QuantizeDesc, TILE, input_type};
+use crate::backend::Buf;
 use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch, plain_args};
+use crate::ops::buffer_check::BufferCheck;
 use crate::{Buffer, Cuda, Device};
 use nibble_core::formats::Format;
-use nibble_core::ops::{Delayed, Planes, Quantize};
+use nibble_core::ops::{Delayed, MeasureAmax, Planes, Quantize};
 use nibble_core::{BlockScaled, DType, Result};
 
 const THREADS: u32 = 256;
@@ -82,6 +84,25 @@ pub(super) struct Measure<'a> {
     pub source: &'a MatrixArgs<'a>,
     pub earlier: EarlierArg,
     pub len: Option<&'a Buffer<i32>>,
+    /// Largest magnitudes of matrices, which are taken instead of measured ones.
+    pub amax: Option<&'a Buf<f32>>,
+}
+
+/// See [`MeasureAmax`].
+pub(crate) fn measure_amax(cuda: &Cuda, op: MeasureAmax<'_, Cuda>) -> Result<Buf<f32>> {
+    op.check()?;
+    BufferCheck::by("measure_amax", cuda).tensor("x", op.x)?;
+    let out = op.result(cuda)?;
+    if op.x.rows != 0 && op.x.cols != 0 {
+        let op = Quantize { stack: op.stack, ..Quantize::new(op.x, op.codec, Planes::Tiles) };
+        let desc = QuantizeDesc::of(&op);
+        desc.check()?;
+        let (device, desc, source) = (cuda.device(), &desc, &MatrixArgs::of(&op));
+        let measure = Measure { device, desc, source, earlier: EarlierArg::of(&op), len: None, amax: None };
+        // The bits of magnitudes are in the order of the magnitudes.
+        measure.span_maxima(&out.get().reinterpreted()?, None)?;
+    }
+    Ok(out)
 }
 
 fn grid(threads: usize) -> Launch {
@@ -115,6 +136,13 @@ impl Measure<'_> {
         // SAFETY: x has rows · cols numbers and row_id and spans a number a row (`BufferCheck`); out has one for each row or span, and
         // `check` held the records to the spans.
         unsafe { device.kernel(&maxima_spec(false, desc.input))?.launch(launch, &args) }
+    }
+
+    /// The largest magnitude of each span, of which its scale follows.
+    fn span_maxima(&self, out: &Buffer<u32>, spans: Option<&Buffer<i32>>) -> Result<()> {
+        // Where blocks have no record that could be marked, what is not finite marks all of the tensor.
+        let marks_all = self.desc.codec.scale_kind().levels().is_empty();
+        self.row_maxima(out, spans, if marks_all { 2 } else { 1 })
     }
 
     /// The largest magnitude of each column, or of each within each span.
@@ -165,14 +193,18 @@ impl Measure<'_> {
 
     /// The scale of each span.
     pub fn tensor(&self, out: &Planned<'_>) -> Result<Measured> {
-        let Self { device, desc, source, earlier, len } = *self;
+        let Self { device, desc, source, earlier, len, amax } = *self;
         let format = desc.codec.format();
         let span_of_row = self.spans()?;
         let count = if span_of_row.is_some() { source.num_groups as usize + 1 } else { desc.stack };
-        let maxima = device.filled::<u32>(count, 0)?;
-        // Where blocks have no record that could be marked, what is not finite marks all of the tensor.
-        let marks_all = desc.codec.scale_kind().levels().is_empty();
-        self.row_maxima(&maxima, span_of_row.as_ref(), if marks_all { 2 } else { 1 })?;
+        let maxima = match amax {
+            Some(amax) => amax.get().reinterpreted::<u32>()?.copied()?,
+            None => {
+                let maxima = device.filled::<u32>(count, 0)?;
+                self.span_maxima(&maxima, span_of_row.as_ref())?;
+                maxima
+            }
+        };
         let (inverses, scales) = (device.alloc::<f32>(2 * count)?, device.alloc::<f32>(count)?);
         let largest = if format == Format::Nvfp4 { 6.0 * 448.0 } else { desc.codec.element().max() };
         let (matrix_rows, cols) = (desc.rows as i32, desc.cols as i32);

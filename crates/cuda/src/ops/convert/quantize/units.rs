@@ -233,7 +233,8 @@ pub(super) fn launch(
     let config = UnitsConfig::of(desc)?;
     let sweep = config.sweep;
     let len = op.groups.map(|groups| groups.len.get());
-    let (codec, measure) = (desc.codec, Measure { device, desc, source, earlier: EarlierArg::of(op), len });
+    let (codec, earlier) = (desc.codec, EarlierArg::of(op));
+    let measure = Measure { device, desc, source, earlier, len, amax: op.amax };
     let format = codec.format();
     let by_line = format.spec().block == WHOLE_LINE;
     let measured = match (by_line, codec.scale_kind().has_tensor_scale()) {
