@@ -374,12 +374,14 @@ impl<'a> Report<'a> {
                 return Err(Error::NonFinite { site: site.to_string(), layer: site.layer_number(), step });
             }
         }
-        let Layout { spans, .. } = self.layout;
+        let Layout { spans, layers, .. } = self.layout;
         let (scalars, amax) = (self.layout.scalars(), self.layout.amax());
         let site = if !self.is_finite(self.layout.nats()..scalars) {
             "loss"
         } else if !self.is_finite(scalars..scalars + 1) {
             "learning rate or bias correction"
+        } else if !self.is_finite(self.layout.occupancy(0)..self.layout.occupancy(layers)) {
+            "share of an exchange"
         } else if !self.is_finite(amax..amax + spans) {
             "largest magnitude of a tensor"
         } else {
@@ -394,7 +396,7 @@ impl<'a> Report<'a> {
         // Where a router saw no numbers, that is the error.
         for layer in (0..self.layout.layers).filter(|layer| self.is_routed(*layer)) {
             let cells = &table[self.layout.occupancy(layer)..][..OCCUPANCY_VALUES];
-            if cells[0] != 0.0 {
+            if cells[0] > 0.0 {
                 let [needed, capacity] = [0, 1].map(|i| cells[i] as usize);
                 return Err(Error::Capacity { op: OP, needed, capacity });
             }

@@ -16,6 +16,7 @@ use nibble_train::{Error, metrics::Metrics};
 use rig::{SOLO, small, state};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
+use std::sync::OnceLock;
 
 type Backend = Recorder<Cpu>;
 type State = Vec<(String, Vec<u32>)>;
@@ -196,16 +197,22 @@ fn a_nan_in_what_is_made_again_changes_nothing() {
 /// Faults on one of several ranks, and what became of each.
 fn on_ranks(config: &Config, world: usize, poisoned: usize, stride: usize) -> Vec<(&'static str, Became)> {
     let dir = tempfile::tempdir().unwrap();
+    // Of the poisoned rank: one that keeps no row of a weight does not quantize it.
+    let ops = OnceLock::new();
     let outcomes: Vec<Vec<(&'static str, Became)>> = std::thread::scope(|scope| {
-        let dir = dir.path();
+        let (dir, ops) = (dir.path(), &ops);
         let spawn = |comm: ThreadComm| {
             scope.spawn(move || {
                 let b = Recorder::eager(Cpu::new(1).unwrap());
                 let mine = Comm::<Backend>::rank(&comm) == poisoned;
                 let mut rank = Rank::new(&b, &comm, config, dir);
-                let ops = rank.ops.clone();
+                if mine {
+                    ops.set(rank.ops.clone()).unwrap();
+                }
+                Comm::<Backend>::barrier(&comm).unwrap();
+                let ops = ops.get().unwrap();
                 let fault = |k: usize| (ops[k], rank.with_fault(mine.then_some(Point::Op(k))));
-                some_of(&ops, stride).into_iter().map(fault).collect()
+                some_of(ops, stride).into_iter().map(fault).collect()
             })
         };
         let threads: Vec<_> = ThreadComm::world(world).into_iter().map(spawn).collect();
