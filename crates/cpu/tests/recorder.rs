@@ -2,10 +2,10 @@
 //! replay; what is watched is what happened; a fault hits what it is meant for.
 
 use nibble_core::ops::{Add, Cast, Gemm, SumShards};
-use nibble_core::{Backend, DType, Data, Error, Lines, Operand, Result, Tensor, ValueRun};
+use nibble_core::{Backend, DType, Data, Error, Operand, Result, Tensor, ValueRun};
 use nibble_cpu::Cpu;
 use nibble_testkit::recorder::{Event, Point, Struck};
-use nibble_testkit::{Pair, Recorder, conformance};
+use nibble_testkit::{Pair, Recorder, assert_copies_lines, conformance};
 
 fn cpu() -> Cpu {
     Cpu::new(1).expect("one thread")
@@ -177,29 +177,8 @@ fn runs_of_values_are_copied_out_one_behind_the_other() {
 /// Likewise lines at equal distances.
 #[test]
 fn lines_are_copied_from_one_distance_to_another() {
-    fn check<B: Backend>(b: &B) {
-        let from = b.upload(&(0u8..12).collect::<Vec<_>>()).unwrap();
-        let at = |first, stride| Lines { first, stride };
-        let mut to = b.zeros(9).unwrap();
-        // Columns 1 and 2 of three rows of four, behind the first column of three rows of three.
-        b.copy_lines((&from, at(1, 4)), (&mut to, at(1, 3)), (3, 2)).unwrap();
-        assert_eq!(b.download(&to).unwrap(), [0, 1, 2, 0, 5, 6, 0, 9, 10]);
-        // Of one line the stride does not matter, and of none nothing does.
-        b.copy_lines((&from, at(10, 0)), (&mut to, at(0, 0)), (1, 2)).unwrap();
-        b.copy_lines((&from, at(99, 0)), (&mut to, at(99, 0)), (2, 0)).unwrap();
-        assert_eq!(b.download(&to).unwrap(), [10, 11, 2, 0, 5, 6, 0, 9, 10]);
-        for (of, into, lines, why) in [
-            (at(3, 4), at(0, 3), (3, 2), "3..13"),
-            (at(0, 4), at(2, 3), (3, 2), "2..10"),
-            (at(0, 1), at(0, 3), (2, 2), "`stride`"),
-            (at(0, 4), at(0, 1), (2, 2), "`stride`"),
-        ] {
-            let error = b.copy_lines((&from, of), (&mut to, into), lines).unwrap_err().to_string();
-            assert!(error.contains("copy_lines") && error.contains(why), "{error}");
-        }
-    }
-    check(&cpu());
-    check(&Recorded::new(cpu()));
+    assert_copies_lines(&cpu());
+    assert_copies_lines(&Recorded::new(cpu()));
 }
 
 #[test]

@@ -3,9 +3,10 @@
 mod gpu;
 
 use gpu::device;
-use nibble_core::{Backend, Lines, Plain, Traffic, ValueRun};
+use nibble_core::{Backend, Plain, Traffic, ValueRun};
 use nibble_cuda::Cuda;
 use nibble_cuda::backend::Buf;
+use nibble_testkit::assert_copies_lines;
 
 #[test]
 fn memory_is_counted() {
@@ -252,24 +253,5 @@ fn events_time_what_lies_between_them() {
 #[test]
 fn lines_are_copied_from_one_distance_to_another() {
     let Some(device) = device("copies of lines") else { return };
-    let b = Cuda::on(device.clone());
-    let from = b.upload(&(0u8..12).collect::<Vec<_>>()).unwrap();
-    let at = |first, stride| Lines { first, stride };
-    let mut to = b.zeros(9).unwrap();
-    // Columns 1 and 2 of three rows of four, behind the first column of three rows of three.
-    b.copy_lines((&from, at(1, 4)), (&mut to, at(1, 3)), (3, 2)).unwrap();
-    assert_eq!(b.download(&to).unwrap(), [0, 1, 2, 0, 5, 6, 0, 9, 10]);
-    // Of one line the stride does not matter, and of none nothing does.
-    b.copy_lines((&from, at(10, 0)), (&mut to, at(0, 0)), (1, 2)).unwrap();
-    b.copy_lines((&from, at(99, 0)), (&mut to, at(99, 0)), (2, 0)).unwrap();
-    assert_eq!(b.download(&to).unwrap(), [10, 11, 2, 0, 5, 6, 0, 9, 10]);
-    for (of, into, lines, why) in [
-        (at(3, 4), at(0, 3), (3, 2), "3..13"),
-        (at(0, 4), at(2, 3), (3, 2), "2..10"),
-        (at(0, 1), at(0, 3), (2, 2), "`stride`"),
-        (at(0, 4), at(0, 1), (2, 2), "`stride`"),
-    ] {
-        let error = b.copy_lines((&from, of), (&mut to, into), lines).unwrap_err().to_string();
-        assert!(error.contains("copy_lines") && error.contains(why), "{error}");
-    }
+    assert_copies_lines(&Cuda::on(device.clone()));
 }

@@ -2,7 +2,7 @@
 //! the output, how many values are wrong, and the first of them with its bits.
 
 use half::bf16;
-use nibble_core::Agreement;
+use nibble_core::{Agreement, Backend, Lines};
 use std::fmt;
 
 /// A value whose bits can be compared.
@@ -201,6 +201,33 @@ pub fn assert_rel_l2(what: &str, got: &[f32], want: &[f32], max: f64) {
 #[track_caller]
 pub fn assert_agreement(agreement: Agreement, what: &str, got: &[f32], want: &[f32]) {
     require(what, compare_agreement(agreement, got, want));
+}
+
+/// That a backend copies lines at equal distances, and refuses those that are not there.
+///
+/// # Panics
+/// If it does not.
+#[track_caller]
+pub fn assert_copies_lines<B: Backend>(b: &B) {
+    let from = b.upload(&(0u8..12).collect::<Vec<_>>()).unwrap();
+    let at = |first, stride| Lines { first, stride };
+    let mut to = b.zeros(9).unwrap();
+    // Columns 1 and 2 of three rows of four, behind the first column of three rows of three.
+    b.copy_lines((&from, at(1, 4)), (&mut to, at(1, 3)), (3, 2)).unwrap();
+    assert_eq!(b.download(&to).unwrap(), [0, 1, 2, 0, 5, 6, 0, 9, 10]);
+    // Of one line the stride does not matter, and of none nothing does.
+    b.copy_lines((&from, at(10, 0)), (&mut to, at(0, 0)), (1, 2)).unwrap();
+    b.copy_lines((&from, at(99, 0)), (&mut to, at(99, 0)), (2, 0)).unwrap();
+    assert_eq!(b.download(&to).unwrap(), [10, 11, 2, 0, 5, 6, 0, 9, 10]);
+    for (of, into, lines, why) in [
+        (at(3, 4), at(0, 3), (3, 2), "3..13"),
+        (at(0, 4), at(2, 3), (3, 2), "2..10"),
+        (at(0, 1), at(0, 3), (2, 2), "`stride`"),
+        (at(0, 4), at(0, 1), (2, 2), "`stride`"),
+    ] {
+        let error = b.copy_lines((&from, of), (&mut to, into), lines).unwrap_err().to_string();
+        assert!(error.contains("copy_lines") && error.contains(why), "{error}");
+    }
 }
 
 #[cfg(test)]

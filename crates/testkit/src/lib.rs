@@ -30,7 +30,7 @@ pub mod testdata;
 pub mod timing;
 pub mod trial;
 
-pub use assert::{assert_agreement, assert_bits_equal, assert_rel_l2};
+pub use assert::{assert_agreement, assert_bits_equal, assert_copies_lines, assert_rel_l2};
 pub use gradient::{GradientCheck, check_gradient};
 pub use input::Input;
 #[doc(hidden)] // of `conformance!`
