@@ -2,6 +2,7 @@
 
 mod rig;
 
+use nibble_core::ops::squares_chunks;
 use nibble_core::{DeviceKind, MeshShape, Recipe, Room, SoloComm};
 use nibble_cpu::Cpu;
 use nibble_dry::Dry;
@@ -258,6 +259,29 @@ fn of_a_quantized_weight_codes_and_scales_travel() {
             let expected = (ranks as i64 - 1) * (bits as i64 / 8 - 2 * values);
             assert_eq!(more, expected, "{recipe}, {kind:?}");
         }
+    }
+}
+
+/// The head reads what the embedding has of a table that they share.
+#[test]
+fn a_tied_table_travels_once() {
+    let ranks = 4;
+    for (recipe, bytes) in [("f32", 4), ("bf16", 2), ("mxfp4-hopper", 2)] {
+        let sent = |tied: bool| {
+            let tied = format!("model.tie_embeddings={tied}");
+            let config = rig::dense(recipe, &["run.ranks=4", &tied]);
+            let recipe = checked_recipe(&config).unwrap();
+            let of_rank = |rank| {
+                let mesh = (config.run.mesh(), rank);
+                sent_in_a_step(DeviceKind::Host, mesh, &config, &recipe).unwrap()["all_gather_parts"]
+            };
+            let values = config.model.vocab_size * config.model.d_model;
+            ((0..ranks).map(of_rank).sum::<u64>(), values as u64)
+        };
+        let ((tied, values), (untied, _)) = (sent(true), sent(false));
+        // A weight of its own has sums for the norm as well.
+        let sums = 8 * squares_chunks(values as usize) as u64;
+        assert_eq!(untied - tied, (ranks as u64 - 1) * (values * bytes + sums), "{recipe}");
     }
 }
 

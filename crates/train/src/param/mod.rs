@@ -220,8 +220,11 @@ impl<B: Kernels> Param<B> {
         let stack = self.stack();
         self.shadow = Some(match to.dtype() {
             Some(dtype) => {
-                // As narrow as it is read.
-                let w = self.gathered(cx.b, cx.mesh, &cx.cast(&self.master, dtype)?)?;
+                // As narrow as it is read, unless all rows are here already: a tied table travels once.
+                let w = match &self.whole {
+                    Some(whole) => cx.cast(whole, dtype)?,
+                    None => self.gathered(cx.b, cx.mesh, &cx.cast(&self.master, dtype)?)?,
+                };
                 let wt = match cx.training {
                     true => Some(Operand::Plain(Transpose { x: &w, stack }.run(cx.b)?)),
                     false => None,
