@@ -58,15 +58,17 @@ fn an_owner_that_cannot_write_is_named_and_the_checkpoint_before_stays() {
     }
     // Who cannot write: its rank, and the file that it names.
     let failed = |save: usize| -> BTreeMap<usize, String> {
-        let own =
-            ranks.iter().enumerate().filter_map(|(rank, saves)| match saves[save].as_ref().unwrap_err() {
-                Error::Checkpoint { path, why } => {
-                    assert!(why.starts_with(&format!("rank {rank} could not write it: ")), "{why}");
-                    Some((rank, path.file_name().unwrap().to_str().unwrap().to_owned()))
-                }
-                Error::Core(CoreError::Comm { .. }) => None,
+        let own = ranks.iter().enumerate().filter_map(|(rank, saves)| {
+            let (path, why) = match saves[save].as_ref().unwrap_err() {
+                // Of the system, or of a test.
+                Error::Io { path, source } => (path, source.to_string()),
+                Error::Checkpoint { path, why } => (path, why.clone()),
+                Error::Core(CoreError::Comm { .. }) => return None,
                 other => panic!("{other}"),
-            });
+            };
+            assert!(why.starts_with(&format!("rank {rank} could not write it: ")), "{why}");
+            Some((rank, path.file_name().unwrap().to_str().unwrap().to_owned()))
+        });
         own.collect()
     };
     let one = failed(1);

@@ -73,11 +73,19 @@ fn write<B: Backend>(
     let mut written = |(name, tensors): &OwnFile| {
         let path = dir.join(name);
         write_file(dir, name, tensors, &mut next).map_err(|error| {
-            let why = match error {
-                Error::Io { path: at, source } if at == path => source.to_string(),
-                other => other.to_string(),
-            };
-            Error::checkpoint(&path, format!("rank {rank} could not write it: {why}"))
+            let why = |why: &dyn std::fmt::Display| format!("rank {rank} could not write it: {why}");
+            match error {
+                // Of the kind that it is: whose mistake it was depends on that.
+                Error::Io { path: at, source } => {
+                    let why = if at == path {
+                        why(&source)
+                    } else {
+                        why(&format_args!("{}: {source}", at.display()))
+                    };
+                    Error::Io { path, source: std::io::Error::new(source.kind(), why) }
+                }
+                other => Error::checkpoint(&path, why(&other)),
+            }
         })
     };
     files.iter().map(&mut written).collect()

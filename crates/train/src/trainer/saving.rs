@@ -359,7 +359,7 @@ impl<B: Kernels> Trainer<'_, B> {
     ///
     /// # Errors
     /// What went wrong with it: [`crate::Error::Io`] if it could not be written, errors of the backend. Of several ranks, where a file could not
-    /// be written, [`crate::Error::Checkpoint`] names it and its rank there, and [`nibble_core::Error::Comm`] on the others.
+    /// be written, the error there names it and its rank, and [`nibble_core::Error::Comm`] on the others.
     pub fn saved(&mut self) -> Result<Option<PathBuf>> {
         let is_done = match self.saving.owner {
             None if self.saving.ended.is_some() => true,
