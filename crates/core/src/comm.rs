@@ -27,7 +27,7 @@ pub trait Comm<B: Backend>: Debug + Send + Sync {
     /// transfers may be under way, and other collectives may be called meanwhile. All ranks give as many sums, with the same parts.
     ///
     /// # Errors
-    /// Besides those of the backend and of other ranks, an error for parts that the values or `into` do not have, at the latest where the transfer is waited for.
+    /// Those of the backend and of other ranks; for parts that the values or `into` do not have, here or where the transfer is waited for.
     fn begin_reduce_scatter_tree(&self, b: &B, sums: Vec<TreeSum<B>>) -> Result<Transfer<B>>;
     /// Brings parts together on every rank: the bytes of rank `p` go to `parts[p]` of `into`, to its ranges one after the other. Bytes of
     /// `into` that are in nobody's part stay as they are. All ranks give the same parts.

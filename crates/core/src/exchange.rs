@@ -1,5 +1,5 @@
-//! Rows between the ranks that divide the experts of a layer. How many there are is known here alone: whoever sends them knows how much room
-//! there is, so that memory does not depend on what a router chooses.
+//! Rows between the ranks that divide the experts of a layer. How many there are is known here alone. Whoever sends them knows only how many
+//! there is room for, so that memory does not depend on what a router chooses.
 
 use crate::{Backend, Comm, Error, Result};
 
@@ -28,7 +28,7 @@ impl ExchangeRoom {
     }
 }
 
-/// What goes from where to where.
+/// One way of rows between ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Leg {
     /// A row for each token, to every rank that has one of its experts.
@@ -99,8 +99,8 @@ impl RowPlan {
         let (slots_from, slots_to) = (to(rank, 1), from(rank, 1));
         let placed: usize = slots_from.iter().sum();
         if placed != room.own_slots {
-            let got = format!("in {placed} of {} slots one of a rank", room.own_slots);
-            return Err(Error::shape("exchange", "expert", got, "in every slot"));
+            let got = format!("an expert in {placed} of {} slots", room.own_slots);
+            return Err(Error::shape("exchange", "routing.expert", got, "one in every slot"));
         }
         let most = (0..world).map(|to| from(to, 1).iter().sum::<usize>()).max();
         let overflow = most.filter(|most| *most > room.slots);
@@ -113,7 +113,7 @@ impl RowPlan {
         self.overflow
     }
 
-    /// Rows for which what a leg brings has room.
+    /// How many rows there is room for, of those that a leg brings.
     pub fn capacity(&self, leg: Leg) -> usize {
         match leg {
             Leg::Tokens => self.room.tokens,
@@ -190,6 +190,10 @@ mod tests {
         assert!(why(&TABLE[..7], room).contains("7 counts among 2 ranks"));
         assert!(why(&[1, 2, 3, 4, 5, 6, 7, -8], room).contains("a negative number of rows: -8"));
         let all = ExchangeRoom { own_slots: 7, ..room };
-        assert!(why(&TABLE, all).contains("in 6 of 7 slots"), "{}", why(&TABLE, all));
+        assert!(
+            why(&TABLE, all).contains("`routing.expert` is an expert in 6 of 7 slots"),
+            "{}",
+            why(&TABLE, all)
+        );
     }
 }

@@ -161,7 +161,7 @@ pub struct Told {
 }
 
 impl Told {
-    /// As the word at [`nibble_core::ops::InputLayout::ASKED`].
+    /// As the word at [`nibble_core::ops::InputLayout::TOLD`].
     pub fn word(self) -> i32 {
         i32::from(self.asked) | i32::from(self.writing) << 1
     }
@@ -228,7 +228,8 @@ impl Layout {
         Entry { source: EntrySource::U64(&counts.0), at: site, cells: 3, stride: self.sites }
     }
 
-    /// First of the three cells of a layer's occupancy.
+    /// First of the three cells of a layer's occupancy. Where experts are divided among ranks it is what the fullest rank was sent, in shares, if that
+    /// was too much, and the others stay 0.
     pub fn occupancy(&self, layer: usize) -> usize {
         3 * self.sites + OCCUPANCY_VALUES * layer
     }
@@ -381,7 +382,7 @@ impl<'a> Report<'a> {
         } else if !self.is_finite(scalars..scalars + 1) {
             "learning rate or bias correction"
         } else if !self.is_finite(self.layout.occupancy(0)..self.layout.occupancy(layers)) {
-            "share of an exchange"
+            "tokens that a rank is sent, in shares"
         } else if !self.is_finite(amax..amax + spans) {
             "largest magnitude of a tensor"
         } else {

@@ -1,4 +1,4 @@
-//! Owners of a checkpoint's files that cannot write them. Alone in its process, whose faults are everybody's.
+//! Owners of a checkpoint's files that cannot write them. A process of its own: a fault that is armed strikes every thread.
 #![cfg(debug_assertions)]
 
 mod rig;

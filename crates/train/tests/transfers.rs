@@ -1,13 +1,16 @@
 //! What goes between host and device in a step: its inputs in one copy, its record in one copy, one wait. On several ranks besides, for each
-//! plan of an exchange, how many rows travel.
+//! plan of an exchange, how many rows travel; and what weights cost on their way between ranks.
 
 mod rig;
 
-use nibble_core::{Backend, Mesh, MeshShape, Traffic};
+use nibble_core::ops::squares_chunks;
+use nibble_core::{Backend, DeviceKind, Mesh, MeshShape, Traffic};
 use nibble_cpu::Cpu;
 use nibble_testkit::Recorder;
+use nibble_train::checks::checked_recipe;
 use nibble_train::config::Config;
 use nibble_train::metrics::Metrics;
+use nibble_train::plan::sent_in_a_step;
 use nibble_train::trainer::{Observer, Options, Start, Trainer, run};
 use rig::{Call, FOUR_PARTS, FOUR_RANKS, Hook, Hooked, SOLO, few_held_out, mixed, on_axes, small};
 use std::path::Path;
@@ -241,5 +244,65 @@ fn a_run_adds_nothing_to_its_steps() {
             let plans = 2 * config.model.num_routed();
             assert_steps(long - short, 3, (&config, mesh, plans), "three steps of a run");
         }
+    }
+}
+
+/// Before a step a rank sends codes and scales of its rows, as they stand and transposed, and no value of a quantized weight.
+#[test]
+fn of_a_quantized_weight_codes_and_scales_travel() {
+    let sizes =
+        ["model.d_model=256", "model.heads=4", "model.kv_heads=2", "model.head_dim=64", "model.ffn=384"];
+    let ranks = 4;
+    let sent = |recipe: &str, kind: DeviceKind| {
+        let config = rig::dense(recipe, &[&sizes[..], &["run.ranks=4"]].concat());
+        let recipe = checked_recipe(&config).unwrap();
+        let of_rank = |rank| sent_in_a_step(kind, (config.run.mesh(), rank), &config, &recipe).unwrap();
+        (0..ranks).map(|rank| of_rank(rank)["all_gather_parts"] as i64).sum::<i64>()
+    };
+    // Rows and columns of a layer's weights: q, k, v, o, gate and up, down.
+    let layer = [(256, 256), (128, 256), (128, 256), (256, 256), (768, 256), (256, 384)];
+    let values: i64 = 2 * layer.iter().map(|(n, k)| n * k).sum::<i64>();
+    // Of each value: bits of its two codes, and of the shares that it has in two scales.
+    for (recipe, codes, scales) in [
+        ("hif4", 2 * 4, 2.0 * 32.0 / 64.0),
+        ("mxfp8", 2 * 8, 2.0 * 8.0 / 32.0),
+        ("fp8-block", 2 * 8, 2.0 * 32.0 / (128.0 * 128.0)),
+        ("fp8-flow", 2 * 8, 2.0 * 8.0 / (128.0 * 128.0)),
+        ("nvfp4", 2 * 4, 2.0 * 8.0 / (16.0 * 16.0)),
+        ("fp8-tensor", 2 * 8, 0.0),
+    ] {
+        // Of a tensor's scale each row has one, and so has each column, transposed.
+        let rows: i64 = layer.iter().map(|(n, k)| 2 * (n + k)).sum();
+        let tensor_scales = if ["nvfp4", "fp8-tensor"].contains(&recipe) { 32 * rows } else { 0 };
+        let bits = (codes * values + tensor_scales) as f64 + scales * values as f64;
+        for kind in [DeviceKind::Host, DeviceKind::Gpu] {
+            // Everything else is as it is where weights are read in BF16.
+            let more = sent(recipe, kind) - sent("bf16", kind);
+            let expected = (ranks as i64 - 1) * (bits as i64 / 8 - 2 * values);
+            assert_eq!(more, expected, "{recipe}, {kind:?}");
+        }
+    }
+}
+
+/// The head reads what the embedding has of a table that they share.
+#[test]
+fn a_tied_table_travels_once() {
+    let ranks = 4;
+    for (recipe, bytes) in [("f32", 4), ("bf16", 2), ("mxfp4-hopper", 2)] {
+        let sent = |tied: bool| {
+            let tied = format!("model.tie_embeddings={tied}");
+            let config = rig::dense(recipe, &["run.ranks=4", &tied]);
+            let recipe = checked_recipe(&config).unwrap();
+            let of_rank = |rank| {
+                let mesh = (config.run.mesh(), rank);
+                sent_in_a_step(DeviceKind::Host, mesh, &config, &recipe).unwrap()["all_gather_parts"]
+            };
+            let values = config.model.vocab_size * config.model.d_model;
+            ((0..ranks).map(of_rank).sum::<u64>(), values as u64)
+        };
+        let ((tied, values), (untied, _)) = (sent(true), sent(false));
+        // A weight of its own has sums for the norm as well.
+        let sums = 8 * squares_chunks(values as usize) as u64;
+        assert_eq!(untied - tied, (ranks as u64 - 1) * (values * bytes + sums), "{recipe}");
     }
 }

@@ -139,7 +139,7 @@ macro_rules! for_each_op {
                 reads logits, targets; plain scale, shards, grad;
             }
             head_loss(HeadLoss<'_, $B>) -> HeadLossOut<$B> {}
-            begin_step(BeginStep<'_, $B>) -> () { reads inputs; writes clock, control, table; plain layout, asked; }
+            begin_step(BeginStep<'_, $B>) -> () { reads inputs; writes clock, control, table; plain layout, told; }
             begin_micro_batch(BeginMicroBatch<'_, $B>) -> () {
                 reads inputs; writes clock, ids, targets, row_id; plain layout, rank, ranks;
             }

@@ -15,7 +15,7 @@ pub struct PlanPermute<'a, B: Backend> {
     pub token_id: &'a B::Buf<i32>,
     /// Slots a token.
     pub top_k: usize,
-    /// How many slots are occupied; not more in any case.
+    /// How many slots are occupied. Where there are fewer, the last values of `slot_row` are −1, and the occupancy tells.
     pub num_slots: usize,
     /// Local experts.
     pub num_groups: usize,

@@ -100,7 +100,8 @@ fn planes<B: Backend>(
     Ok(made.map(|plane| plane.map(Operand::Block)))
 }
 
-/// The two planes of [`Planes::Tiles`], yet to be written: `stack` matrices, `rows` of them all, as they stand and transposed.
+/// The two planes of [`Planes::Tiles`], yet to be written: `stack` matrices, which have `rows` in all, as they stand and transposed; in blocks along
+/// the rows of each where the format has no square ones.
 ///
 /// # Errors
 /// What the backend returns where it has no memory left.

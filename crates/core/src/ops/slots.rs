@@ -71,9 +71,9 @@ pub const fn record_words(top_k: usize) -> usize {
     1 + 2 * top_k
 }
 
-/// What a rank learns of each token it is sent, in [`record_words`] words: the token's global number and one; for each slot one more than its
-/// expert's number as that rank counts its own, 0 where another rank has it; for each slot the bits of its gate weight. So zeros are the record of
-/// no token.
+/// What a rank learns of each token it is sent, in [`record_words`] words: the token's global number plus 1; for each slot its expert's
+/// number as that rank counts its own, plus 1, or 0 where another rank has it; for each slot the bits of its gate weight. So zeros are the record
+/// of no token.
 ///
 /// Which rank that is, a slot tells: the rank of its expert. Of no slot (one that is negative or past the end) all words are 0; where the
 /// slot's expert is negative, those of all experts are.

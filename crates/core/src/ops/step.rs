@@ -37,7 +37,7 @@ impl Clock {
 }
 
 /// What the host hands over for a step, as I32 words: [`InputLayout::SCALARS`] words, which are the bits of the F32 scalars of
-/// [`Control::FROM_HOST`] and the word at [`InputLayout::ASKED`]; then for each micro-batch its ids and its targets. A ring has two
+/// [`Control::FROM_HOST`] and the word at [`InputLayout::TOLD`]; then for each micro-batch its ids and its targets. A ring has two
 /// such slots, so that one is written while the other is in use: step n reads slot n mod 2.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct InputLayout {
@@ -52,7 +52,7 @@ impl InputLayout {
     pub const SCALARS: usize = 4;
     /// Which of them is what this rank tells the others, a small number, as whether it was asked to end the run: it travels with the step's
     /// record, so that all ranks read the same.
-    pub const ASKED: usize = 3;
+    pub const TOLD: usize = 3;
 
     /// Words of one slot.
     pub fn slot_len(&self) -> usize {
@@ -71,8 +71,8 @@ impl InputLayout {
     }
 }
 
-/// Begins a step: the scalars of its slot go to the control buffer, the table of sums becomes zero but for the cell `asked`, which
-/// becomes the word at [`InputLayout::ASKED`]; no micro-batch has begun.
+/// Begins a step: the scalars of its slot go to the control buffer, the table of sums becomes zero but for the cell `told`, which
+/// becomes the word at [`InputLayout::TOLD`]; no micro-batch has begun.
 #[derive(Debug)]
 pub struct BeginStep<'a, B: Backend> {
     /// The ring of inputs.
@@ -86,20 +86,20 @@ pub struct BeginStep<'a, B: Backend> {
     /// What [`Collect`] adds to.
     pub table: &'a mut B::Buf<f64>,
     /// The cell of it for what this rank tells the others.
-    pub asked: usize,
+    pub told: usize,
 }
 
 impl<B: Backend> BeginStep<'_, B> {
     /// What backends owe each other.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Checks lengths, and that `asked` lies within the table.
+    /// Checks lengths, and that `told` lies within the table.
     pub fn check(&self) -> Result<()> {
         const OP: &str = "begin_step";
         self.layout.check::<B>(OP, self.inputs, self.clock)?;
         let cells = B::len(self.table);
-        if self.asked >= cells {
-            return Err(Error::shape(OP, "asked", self.asked, format!("below {cells} cells")));
+        if self.told >= cells {
+            return Err(Error::shape(OP, "told", self.told, format!("below {cells} cells")));
         }
         expect_eq(OP, "control.len()", B::len(self.control), Control::LEN)
     }

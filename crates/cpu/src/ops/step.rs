@@ -27,7 +27,7 @@ pub(crate) fn begin_step(_: &Cpu, op: BeginStep<'_, Cpu>) -> Result<()> {
     }
     let table = op.table.as_mut_slice();
     table.fill(0.0);
-    table[op.asked] = f64::from(scalars[InputLayout::ASKED]);
+    table[op.told] = f64::from(scalars[InputLayout::TOLD]);
     Ok(())
 }
 

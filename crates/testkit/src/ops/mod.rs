@@ -4,6 +4,7 @@ mod adamw;
 mod attention;
 mod combine_tree;
 mod cross_entropy;
+mod dequantize;
 mod elementwise;
 mod embed;
 mod gemm;
@@ -22,8 +23,8 @@ mod swiglu;
 mod transcode;
 
 pub use {
-    adamw::*, attention::*, combine_tree::*, cross_entropy::*, elementwise::*, embed::*, gemm::*,
-    head_loss::*, norm_rope::*, parts::*, permute::*, quantize::*, rms_norm::*, rope::*, route::*,
+    adamw::*, attention::*, combine_tree::*, cross_entropy::*, dequantize::*, elementwise::*, embed::*,
+    gemm::*, head_loss::*, norm_rope::*, parts::*, permute::*, quantize::*, rms_norm::*, rope::*, route::*,
     scale_tiles::*, slots::*, step::*, swiglu::*, transcode::*,
 };
 

@@ -18,7 +18,7 @@ fn ring<B: Backend>(b: &B, layout: InputLayout) -> Result<B::Buf<i32>> {
 struct Begun {
     layout: InputLayout,
     step: u32,
-    asked: usize,
+    told: usize,
 }
 
 impl<B: Kernels> Case<B> for Begun {
@@ -32,8 +32,7 @@ impl<B: Kernels> Case<B> for Begun {
         let mut control = b.upload(&[-1.0f32; Control::LEN])?;
         let mut table = b.upload(&vec![f64::NAN; 300])?;
         let (clock, control, table) = (&mut clock, &mut control, &mut table);
-        BeginStep { inputs: &inputs, layout: self.layout, clock, control, table, asked: self.asked }
-            .run(b)?;
+        BeginStep { inputs: &inputs, layout: self.layout, clock, control, table, told: self.told }.run(b)?;
         let mut out = Outputs::default();
         out.values("clock", b.download(clock)?.into_iter().map(u64::from).collect());
         out.buf(b, "control", control, None)?;
@@ -44,8 +43,8 @@ impl<B: Kernels> Case<B> for Begun {
 
 /// Conformance of [`BeginStep`].
 pub fn begin_step<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
-    for (step, asked) in [(0, 0), (1, 255), (2, 256), (u32::MAX, 299)] {
-        pair.check(&Begun { layout: InputLayout { tokens: 33, micro_batches: 2 }, step, asked });
+    for (step, told) in [(0, 0), (1, 255), (2, 256), (u32::MAX, 299)] {
+        pair.check(&Begun { layout: InputLayout { tokens: 33, micro_batches: 2 }, step, told });
     }
 }
 

@@ -111,7 +111,7 @@ impl<B: Kernels> StepBuffers<B> {
         let scalars = optim::scalars(&config.train, lr, context.step);
         let mut words: Vec<i32> = scalars.iter().map(|x| x.to_bits() as i32).collect();
         words.resize(InputLayout::SCALARS, 0);
-        words[InputLayout::ASKED] = told.word();
+        words[InputLayout::TOLD] = told.word();
         for batch in batches {
             words.extend(&batch.inputs);
             words.extend(&batch.targets);
@@ -216,8 +216,8 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         let Self { model, buffers, cx, .. } = self;
         let StepBuffers { inputs, input_layout, table, layout, optimizer, .. } = &mut **buffers;
         let clock = cx.clock.as_mut().ok_or_else(no_clock)?;
-        let (control, asked) = (&mut optimizer.control, layout.told());
-        BeginStep { inputs, layout: *input_layout, clock, control, table, asked }.run(self.context.b)?;
+        let (control, told) = (&mut optimizer.control, layout.told());
+        BeginStep { inputs, layout: *input_layout, clock, control, table, told }.run(self.context.b)?;
         model.prepare(cx)?;
         self.micro_batch(look)
     }

@@ -130,13 +130,11 @@ impl<B: Kernels> Trainer<'_, B> {
             Ok((dir.to_str().ok_or_else(unnamed)?.to_owned(), (store.clone(), outline)))
         };
         let (dir, whole) = match store.map(begin).transpose() {
-            Ok(begun) => {
-                let (dir, whole) = begun.unzip();
-                (Ok(dir.unwrap_or_default().into_bytes()), whole)
-            }
+            Ok(Some((dir, whole))) => (Ok(dir.into_bytes()), Some(whole)),
+            Ok(None) => (Ok(Vec::new()), None),
             Err(error) => (Err(error), None),
         };
-        // The first rank's, whole as it was sent; empty without a store.
+        // The first rank's; empty without a store.
         let dir = of_all_ranks(b, all, dir)?.swap_remove(0);
         let dir = PathBuf::from(String::from_utf8_lossy(&dir).into_owned());
         if dir.as_os_str().is_empty() {

@@ -148,9 +148,7 @@ fn read_records<B: Kernels>(
     let mut loss = None;
     while trainer.unread() > unread {
         let settled = trainer.settle().map_err(|error| of_divergence(error, trainer.config(), false));
-        if outputs.is_some() {
-            trainer.take_notes().iter().for_each(|note| observer.note(note));
-        }
+        tell_notes(trainer, outputs.is_some(), observer);
         if let (Some(layers), Some(outputs)) = (trainer.take_layers(), outputs.as_mut()) {
             outputs.write_layers(&layers)?;
         }
@@ -264,10 +262,8 @@ fn evaluate<B: Kernels>(
         }
         Ok(done == of || !options.any_is_asked_to_stop(b, comm)?)
     });
+    tell_notes(trainer, first, observer);
     let evaluated = evaluated.map_err(|error| of_divergence(error, trainer.config(), true))?;
-    if first {
-        trainer.take_notes().iter().for_each(|note| observer.note(note));
-    }
     let Some(valid_loss) = evaluated else { return Ok(None) };
     if let Some(outputs) = outputs {
         let step = trainer.step();
@@ -286,6 +282,12 @@ fn note_memory(metrics: &mut Metrics, memory: MemoryStats) {
 
 fn due(step: u64, every: u64) -> bool {
     every > 0 && step.is_multiple_of(every)
+}
+
+/// Tells what exchanges among ranks have done again, on the first rank alone: all have the same to say.
+fn tell_notes<B: Kernels>(trainer: &mut Trainer<'_, B>, first: bool, observer: &mut dyn Observer) {
+    let notes = trainer.take_notes();
+    notes.iter().filter(|_| first).for_each(|note| observer.note(note));
 }
 
 /// Tells of a checkpoint that has got into its place.

@@ -1,7 +1,7 @@
 // A step's scalars, its micro-batches, what operations counted, and its end. crates/core/src/ops/step.rs describes
 // every value.
 //
-// begin_step: control[0 .. 3] from the slot's first words, table[asked] from the one behind them, the clock's micro-batches and the rest of `table`
+// begin_step: control[0 .. 3] from the slot's first words, table[told] from the one behind them, the clock's micro-batches and the rest of `table`
 //   zero. 256 threads; grid max(1, ceil(cells / 256)).
 // begin_micro_batch: ids and targets of the slot's next micro-batch, and the rows' numbers; then the clock counts it. 1024 threads; one cluster of
 //   8 CTAs, so that the clock changes only after all have read it.
@@ -19,15 +19,15 @@ namespace nib {
 enum { kGradScale = 3, kStop = 4, kFromHost = 3 };
 enum { kStep = 0, kMicro = 1 };
 // Place among a slot's scalars.
-enum { kAsked = 3 };
+enum { kTold = 3 };
 
 constexpr int kBeginThreads = 256;
 
 __global__ void __launch_bounds__(kBeginThreads)
     begin_step(const int* __restrict__ inputs, u32* clock, float* __restrict__ control, double* __restrict__ table, u64 slot, u64 cells,
-               u64 asked) {
+               u64 told) {
     const u64 i = u64(blockIdx.x) * kBeginThreads + threadIdx.x;
-    if (i < cells) table[i] = i == asked ? double(inputs[clock[kStep] % 2 * slot + kAsked]) : 0.0;
+    if (i < cells) table[i] = i == told ? double(inputs[clock[kStep] % 2 * slot + kTold]) : 0.0;
     if (i < kFromHost) control[i] = __int_as_float(inputs[clock[kStep] % 2 * slot + i]);
     if (i == 0) clock[kMicro] = 0;
 }

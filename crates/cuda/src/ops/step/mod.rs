@@ -49,10 +49,10 @@ pub(crate) fn begin_step(cuda: &Cuda, op: BeginStep<'_, Cuda>) -> Result<()> {
     let ctas = u32::try_from(table.len().div_ceil(BEGIN_THREADS as usize).max(1))
         .map_err(|_| Error::shape(OP, "table.len()", table.len(), "below 2^40"))?;
     let launch = Launch { ctas, threads: BEGIN_THREADS, cluster: 1, shared_bytes: 0 };
-    let (slot, cells, asked) = (op.layout.slot_len() as u64, table.len() as u64, op.asked as u64);
+    let (slot, cells, told) = (op.layout.slot_len() as u64, table.len() as u64, op.told as u64);
     let kernel = cuda.device().kernel(&spec("nib::begin_step"))?;
     // SAFETY: `check` held the inputs to two slots, clock and control to their lengths; the table has `cells` values.
-    unsafe { kernel.launch(launch, &[inputs, &*clock, &*control, &*table, &slot, &cells, &asked]) }
+    unsafe { kernel.launch(launch, &[inputs, &*clock, &*control, &*table, &slot, &cells, &told]) }
 }
 
 /// The device's `MicroBatch`.
