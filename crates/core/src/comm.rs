@@ -1,6 +1,7 @@
 use crate::{Backend, Error, Result};
 use std::fmt::{self, Debug};
 use std::ops::Range;
+use std::time::Duration;
 
 /// Collectives between ranks. Every method is called by all ranks in the same order.
 pub trait Comm<B: Backend>: Debug + Send + Sync {
@@ -46,6 +47,22 @@ pub trait Comm<B: Backend>: Debug + Send + Sync {
     fn barrier(&self) -> Result<()>;
     /// Tells all ranks that this one failed; their pending and later calls return this error.
     fn abort(&self, why: &str);
+    /// Whether a rank has failed, without waiting for anybody. Ask it after reading what a collective gave and before believing it: a collective that
+    /// was cut short may have left anything.
+    ///
+    /// # Errors
+    /// [`Error::Comm`] if one has.
+    fn check(&self) -> Result<()> {
+        Ok(())
+    }
+    /// How long this rank has waited for others, in all of its collectives so far, along every axis of the mesh.
+    fn waited(&self) -> Duration {
+        Duration::ZERO
+    }
+    /// How many of the ranks run on this rank's host, itself among them.
+    fn host_ranks(&self) -> usize {
+        self.world()
+    }
 }
 
 /// What [`Comm::begin_reduce_scatter_tree`] sums.

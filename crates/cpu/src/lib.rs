@@ -15,7 +15,7 @@ mod simd;
 mod sums;
 
 pub use backend::{Buf, CodePath, Cpu, OpTime};
-pub use comm::ThreadComm;
+pub use comm::{Arrivals, Link, ThreadComm};
 pub use memory::Arena;
 pub use ops::quantize::has_own_code;
 

@@ -1,23 +1,83 @@
-//! Ranks as threads: what the collectives compute, and that no failure of one rank leaves another waiting.
+//! Collectives through the host's memory: what the collectives compute, and that no failure of one rank leaves another waiting.
 
 use nibble_core::{Axes, Backend, Comm, Error, MeshShape, Result, Transfer, TreeSum};
-use nibble_cpu::{Buf, Cpu, ThreadComm};
+use nibble_cpu::{Arrivals, Buf, Cpu, Link, ThreadComm};
 use std::ops::Range;
-use std::sync::{Arc, mpsc};
+use std::sync::{Arc, OnceLock, mpsc};
 use std::time::Duration;
 
 /// Longer than anything here takes; a rank that is silent for so long hangs.
 const PATIENCE: Duration = Duration::from_secs(60);
+
+/// How ranks meet. Each test is of both.
+#[derive(Debug, Clone, Copy)]
+enum Kind {
+    /// In one world, as threads of a process.
+    Threads,
+    /// Each in a world of its own, as processes: joined by links.
+    Linked,
+}
+
+/// Joins ranks that have worlds of their own.
+struct Wire {
+    rank: usize,
+    others: Arc<OnceLock<Vec<Arrivals>>>,
+}
+
+impl std::fmt::Debug for Wire {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Wire of rank {}", self.rank)
+    }
+}
+
+impl Wire {
+    fn tell(&self, what: impl Fn(&Arrivals)) {
+        let all = self.others.get().unwrap().iter().enumerate();
+        all.filter(|(rank, _)| *rank != self.rank).for_each(|(_, other)| what(other));
+    }
+}
+
+impl Link for Wire {
+    fn send(&self, to: usize, circle: usize, number: usize, call: &str, bytes: &[u8]) {
+        self.others.get().unwrap()[to].rows(self.rank, circle, number, call.to_owned(), bytes.to_vec());
+    }
+    fn fail(&self, why: &str) {
+        self.tell(|other| other.failed(&format!("rank {} failed: {why}", self.rank)));
+    }
+    fn leave(&self) {
+        self.tell(|other| other.left(self.rank));
+    }
+}
+
+/// The ranks of a new mesh.
+fn mesh(kind: Kind, shape: MeshShape) -> Vec<Axes<ThreadComm>> {
+    match kind {
+        Kind::Threads => ThreadComm::mesh(shape),
+        Kind::Linked => {
+            let others = Arc::new(OnceLock::new());
+            let link = |rank| Arc::new(Wire { rank, others: others.clone() });
+            let ranks = (0..shape.ranks()).map(|rank| ThreadComm::of_process(shape, rank, 1, link(rank)));
+            let (axes, arrivals) = ranks.unzip();
+            others.set(arrivals).unwrap();
+            axes
+        }
+    }
+}
 
 /// Runs each rank on a thread that owns its communicator. `None` for a rank that panicked.
 ///
 /// # Panics
 /// If a rank does not return.
 fn ranks<R: Send + 'static>(
+    kind: Kind,
     size: usize,
     body: impl Fn(&Cpu, ThreadComm) -> R + Clone + Send + 'static,
 ) -> Vec<Option<R>> {
-    spawned(ThreadComm::world(size), body)
+    let comms = match kind {
+        Kind::Threads => ThreadComm::world(size),
+        Kind::Linked => mesh(kind, MeshShape { dp: 1, ep: size }).into_iter().map(|axes| axes.all).collect(),
+    };
+    spawned(comms, body)
 }
 
 fn spawned<C: Send + 'static, R: Send + 'static>(
@@ -44,10 +104,11 @@ fn spawned<C: Send + 'static, R: Send + 'static>(
 
 /// The same of a mesh.
 fn mesh_ranks<R: Send + 'static>(
+    kind: Kind,
     shape: MeshShape,
     body: impl Fn(&Cpu, Axes<ThreadComm>) -> R + Clone + Send + 'static,
 ) -> Vec<Option<R>> {
-    spawned(ThreadComm::mesh(shape), body)
+    spawned(mesh(kind, shape), body)
 }
 
 /// The rank, whatever the backend.
@@ -170,19 +231,18 @@ fn tree(mut level: Vec<f32>) -> f32 {
     level[0]
 }
 
-#[test]
-fn every_collective_is_right_over_many_rounds_and_orders_of_arrival() {
+fn every_collective_is_right_over_many_rounds_and_orders_of_arrival(kind: Kind) {
     for world in [1, 2, 3, 4, 7] {
-        let done =
-            ranks(world, move |cpu, comm| (0..300).for_each(|round| one_round(cpu, &comm, world, round)));
+        let done = ranks(kind, world, move |cpu, comm| {
+            (0..300).for_each(|round| one_round(cpu, &comm, world, round))
+        });
         assert!(done.into_iter().all(|rank| rank.is_some()), "a rank of {world} saw something else");
     }
 }
 
-#[test]
-fn a_reduction_gives_each_rank_the_bits_of_the_tree_not_of_a_chain() {
+fn a_reduction_gives_each_rank_the_bits_of_the_tree_not_of_a_chain(kind: Kind) {
     let terms = [16_777_216.0f32, 1.0, 1.0, 1.0];
-    let all = ranks(4, move |cpu, comm| {
+    let all = ranks(kind, 4, move |cpu, comm| {
         let x = [terms[rank_of(&comm)]; 4];
         let sums = begin(cpu, &comm, &[(&x, &[3..4, 0..1, 1..2, 2..3])]).unwrap().wait(cpu).unwrap();
         sums[0].as_slice()[0]
@@ -192,10 +252,9 @@ fn a_reduction_gives_each_rank_the_bits_of_the_tree_not_of_a_chain() {
 }
 
 /// Two transfers under way, of several sums each, with other collectives between, waited for in either order.
-#[test]
-fn transfers_under_way_are_each_their_own() {
+fn transfers_under_way_are_each_their_own(kind: Kind) {
     for world in [1, 2, 3, 4] {
-        let done = ranks(world, move |cpu, comm| {
+        let done = ranks(kind, world, move |cpu, comm| {
             let me = rank_of(&comm);
             let value = |rank: usize, i: usize| 0.1 + (rank * 7 + i) as f32;
             for round in 0..100 {
@@ -228,10 +287,9 @@ fn transfers_under_way_are_each_their_own() {
 }
 
 /// The others come only after two transfers have begun.
-#[test]
-fn to_begin_a_transfer_waits_for_nobody() {
+fn to_begin_a_transfer_waits_for_nobody(kind: Kind) {
     let begun = Arc::new(std::sync::Barrier::new(3));
-    let all = ranks(3, move |cpu, comm| {
+    let all = ranks(kind, 3, move |cpu, comm| {
         if rank_of(&comm) > 0 {
             begun.wait();
         }
@@ -244,10 +302,9 @@ fn to_begin_a_transfer_waits_for_nobody() {
     assert_eq!(all, [[vec![], vec![]], [vec![3.0], vec![6.0]], [vec![], vec![]]].map(Some));
 }
 
-#[test]
-fn an_abort_reaches_a_transfer_under_way() {
+fn an_abort_reaches_a_transfer_under_way(kind: Kind) {
     let begun = Arc::new(std::sync::Barrier::new(2));
-    let all = ranks(2, move |cpu, comm| {
+    let all = ranks(kind, 2, move |cpu, comm| {
         let of: (&[f32], &[Range<usize>]) = (&[1.0], &[0..1, 0..0]);
         let complete = begin(cpu, &comm, &[of]).unwrap();
         barrier(&comm).unwrap();
@@ -269,9 +326,8 @@ fn an_abort_reaches_a_transfer_under_way() {
     }
 }
 
-#[test]
-fn a_rank_that_leaves_fails_transfers_that_need_it() {
-    let all = ranks(2, |cpu, comm| {
+fn a_rank_that_leaves_fails_transfers_that_need_it(kind: Kind) {
+    let all = ranks(kind, 2, |cpu, comm| {
         let of: (&[f32], &[Range<usize>]) = (&[1.0], &[0..1, 0..0]);
         let first = begin(cpu, &comm, &[of]).unwrap();
         if rank_of(&comm) == 1 {
@@ -285,9 +341,8 @@ fn a_rank_that_leaves_fails_transfers_that_need_it() {
     assert_eq!(first, "no error");
 }
 
-#[test]
-fn a_transfer_that_is_dropped_keeps_nobody_from_going_on() {
-    let all = ranks(3, |cpu, comm| {
+fn a_transfer_that_is_dropped_keeps_nobody_from_going_on(kind: Kind) {
+    let all = ranks(kind, 3, |cpu, comm| {
         let mut sums = Vec::new();
         for round in 0..50 {
             let x = [round as f32];
@@ -306,9 +361,8 @@ fn a_transfer_that_is_dropped_keeps_nobody_from_going_on() {
     }
 }
 
-#[test]
-fn a_panic_fails_every_other_rank_now_and_later() {
-    let all = ranks(3, |_, comm| {
+fn a_panic_fails_every_other_rank_now_and_later(kind: Kind) {
+    let all = ranks(kind, 3, |_, comm| {
         // Complete for every rank, even one that looks only after rank 1 is gone.
         barrier(&comm).unwrap();
         if rank_of(&comm) == 1 {
@@ -324,11 +378,10 @@ fn a_panic_fails_every_other_rank_now_and_later() {
     }
 }
 
-#[test]
-fn an_abort_reaches_ranks_that_wait_and_ranks_that_come_later() {
+fn an_abort_reaches_ranks_that_wait_and_ranks_that_come_later(kind: Kind) {
     // Ranks 0 and 1 come when they will; rank 3 once the abort is over.
     let over = Arc::new(std::sync::Barrier::new(2));
-    let all = ranks(4, move |cpu, comm| {
+    let all = ranks(kind, 4, move |cpu, comm| {
         if rank_of(&comm) == 2 {
             Comm::<Cpu>::abort(&comm, "the disk is full");
             Comm::<Cpu>::abort(&comm, "a second reason, which nobody hears");
@@ -346,10 +399,9 @@ fn an_abort_reaches_ranks_that_wait_and_ranks_that_come_later() {
     }
 }
 
-#[test]
-fn a_rank_that_leaves_is_missed_only_by_calls_that_need_it() {
+fn a_rank_that_leaves_is_missed_only_by_calls_that_need_it(kind: Kind) {
     for _ in 0..200 {
-        let all = ranks(3, |cpu, comm| {
+        let all = ranks(kind, 3, |cpu, comm| {
             let me = rank_of(&comm);
             let sum = comm.all_gather(cpu, &cpu.upload(&[me as f32]).unwrap());
             // What rank 1 gave before it left counts, however late the others look at it.
@@ -367,10 +419,9 @@ fn a_rank_that_leaves_is_missed_only_by_calls_that_need_it() {
 }
 
 /// Collectives along all axes in the same order, each with its own ranks; those of one axis go on while others wait along another.
-#[test]
-fn each_axis_of_a_mesh_has_its_own_ranks() {
+fn each_axis_of_a_mesh_has_its_own_ranks(kind: Kind) {
     for shape in [(1, 1), (1, 3), (3, 1), (2, 2), (2, 3), (4, 2)].map(|(dp, ep)| MeshShape { dp, ep }) {
-        let done = mesh_ranks(shape, move |cpu, axes| {
+        let done = mesh_ranks(kind, shape, move |cpu, axes| {
             let (d, e) = shape.place(rank_of(&axes.all));
             assert_eq!((rank_of(&axes.dp), rank_of(&axes.ep)), (d, e));
             let mesh = axes.mesh::<Cpu>();
@@ -392,8 +443,7 @@ fn each_axis_of_a_mesh_has_its_own_ranks() {
 }
 
 /// Ranks that wait along one axis are told of a failure along another.
-#[test]
-fn a_failure_along_one_axis_fails_all_ranks() {
+fn a_failure_along_one_axis_fails_all_ranks(kind: Kind) {
     let shape = MeshShape { dp: 2, ep: 2 };
     let failing: [fn(&Axes<ThreadComm>); 3] = [
         |axes| Comm::<Cpu>::abort(&axes.all, "the cable is unplugged"),
@@ -401,7 +451,7 @@ fn a_failure_along_one_axis_fails_all_ranks() {
         |_| panic!("a planned panic"),
     ];
     for fail in failing {
-        let all = mesh_ranks(shape, move |_, axes| match rank_of(&axes.all) {
+        let all = mesh_ranks(kind, shape, move |_, axes| match rank_of(&axes.all) {
             0 => {
                 fail(&axes);
                 String::new()
@@ -418,9 +468,8 @@ fn a_failure_along_one_axis_fails_all_ranks() {
     }
 }
 
-#[test]
-fn different_collectives_at_the_same_time_fail_all_ranks() {
-    let all = ranks(3, |cpu, comm| match rank_of(&comm) {
+fn different_collectives_at_the_same_time_fail_all_ranks(kind: Kind) {
+    let all = ranks(kind, 3, |cpu, comm| match rank_of(&comm) {
         0 => why(barrier(&comm)),
         _ => why(comm.all_gather(cpu, &cpu.zeros(1).unwrap())),
     });
@@ -431,9 +480,8 @@ fn different_collectives_at_the_same_time_fail_all_ranks() {
     }
 }
 
-#[test]
-fn contributions_of_different_lengths_fail_all_ranks() {
-    let all = ranks(3, |cpu, comm| {
+fn contributions_of_different_lengths_fail_all_ranks(kind: Kind) {
+    let all = ranks(kind, 3, |cpu, comm| {
         let x = cpu.zeros::<f32>(if rank_of(&comm) == 1 { 4 } else { 5 }).unwrap();
         (why(comm.all_gather(cpu, &x)), why(barrier(&comm)))
     });
@@ -444,11 +492,10 @@ fn contributions_of_different_lengths_fail_all_ranks() {
     }
 }
 
-#[test]
-fn parts_that_do_not_fit_fail_all_ranks() {
+fn parts_that_do_not_fit_fail_all_ranks(kind: Kind) {
     let sum_with = |parts: &[Range<usize>], room: usize, world: usize| {
         let parts = parts.to_vec();
-        let all = ranks(world, move |cpu, comm| {
+        let all = ranks(kind, world, move |cpu, comm| {
             let (values, into) = (cpu.zeros(4).unwrap(), cpu.zeros(room).unwrap());
             let sum = TreeSum { values, parts: parts.clone(), into };
             (why(comm.begin_reduce_scatter_tree(cpu, vec![sum])), why(barrier(&comm)))
@@ -463,7 +510,7 @@ fn parts_that_do_not_fit_fail_all_ranks() {
     sum_with(&[0..2, 2..5], 2, 2);
     sum_with(&[0..2, 2..4], 3, 2);
     sum_with(&[0..2, 2..4], 2, 3);
-    let all = ranks(2, |cpu, comm| {
+    let all = ranks(kind, 2, |cpu, comm| {
         // Rank 1 takes its part for one byte longer than rank 0 does.
         let parts = [0..1, 1..2 + rank_of(&comm)].map(|part| Vec::from([part]));
         let mine = cpu.upload(&vec![7u8; 1 + rank_of(&comm)]).unwrap();
@@ -479,10 +526,9 @@ fn parts_of(len: usize, world: usize, round: usize) -> Vec<Range<usize>> {
     (0..world).map(|rank| (rank + round) % world).map(|i| cut(i)..cut(i + 1)).collect()
 }
 
-#[test]
-fn counts_need_as_many_numbers_for_each_rank() {
+fn counts_need_as_many_numbers_for_each_rank(kind: Kind) {
     for len in [1, 3] {
-        let all = ranks(2, move |cpu, comm| why(comm.counts(cpu, &cpu.zeros(len).unwrap())));
+        let all = ranks(kind, 2, move |cpu, comm| why(comm.counts(cpu, &cpu.zeros(len).unwrap())));
         for got in all {
             assert!(got.unwrap().contains(&format!("{len} counts for 2 ranks")));
         }
@@ -498,8 +544,7 @@ fn all_to_all(cpu: &Cpu, comm: &ThreadComm, bytes: [usize; 2], send: &[usize], r
     comm.all_to_all_v(cpu, &rows, 16, send, recv, &mut into)
 }
 
-#[test]
-fn a_mistake_in_the_arguments_of_one_rank_fails_all_ranks() {
+fn a_mistake_in_the_arguments_of_one_rank_fails_all_ranks(kind: Kind) {
     let mistakes: [(&str, Mistake); 5] = [
         ("1 and 2 counts for 2 ranks", |cpu, comm| all_to_all(cpu, comm, [16, 32], &[1], &[1, 1])),
         ("17 bytes given are fewer than [1, 1] rows of 16", |cpu, comm| {
@@ -516,7 +561,7 @@ fn a_mistake_in_the_arguments_of_one_rank_fails_all_ranks() {
         }),
     ];
     for (message, mistake) in mistakes {
-        let all = ranks(2, move |cpu, comm| {
+        let all = ranks(kind, 2, move |cpu, comm| {
             if rank_of(&comm) == 0 {
                 return why(mistake(cpu, &comm));
             }
@@ -528,4 +573,36 @@ fn a_mistake_in_the_arguments_of_one_rank_fails_all_ranks() {
         assert_eq!(of(0), format!("rank 0: all_to_all_v: {message}"));
         assert!(of(1).ends_with(&format!("rank 0 failed: all_to_all_v: {message}")), "{}", of(1));
     }
+}
+
+/// Makes tests of functions: of each kind one.
+macro_rules! of_both_kinds {
+    ($($name:ident,)+) => {
+        mod threads {
+            $(#[test] fn $name() { super::$name(super::Kind::Threads) })+
+        }
+        mod linked {
+            $(#[test] fn $name() { super::$name(super::Kind::Linked) })+
+        }
+    };
+}
+
+of_both_kinds! {
+    every_collective_is_right_over_many_rounds_and_orders_of_arrival,
+    a_reduction_gives_each_rank_the_bits_of_the_tree_not_of_a_chain,
+    transfers_under_way_are_each_their_own,
+    to_begin_a_transfer_waits_for_nobody,
+    an_abort_reaches_a_transfer_under_way,
+    a_rank_that_leaves_fails_transfers_that_need_it,
+    a_transfer_that_is_dropped_keeps_nobody_from_going_on,
+    a_panic_fails_every_other_rank_now_and_later,
+    an_abort_reaches_ranks_that_wait_and_ranks_that_come_later,
+    a_rank_that_leaves_is_missed_only_by_calls_that_need_it,
+    each_axis_of_a_mesh_has_its_own_ranks,
+    a_failure_along_one_axis_fails_all_ranks,
+    different_collectives_at_the_same_time_fail_all_ranks,
+    contributions_of_different_lengths_fail_all_ranks,
+    parts_that_do_not_fit_fail_all_ranks,
+    counts_need_as_many_numbers_for_each_rank,
+    a_mistake_in_the_arguments_of_one_rank_fails_all_ranks,
 }

@@ -1,202 +1,82 @@
-//! Ranks as threads.
+//! Collectives through the host's memory, of ranks that are threads of one process, or processes.
+
+mod world;
+
+pub use world::{Arrivals, Link};
 
 use nibble_core::{Axes, Backend, Comm, Error, MeshShape, Plain, Result, Transfer, TreeSum};
-use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
+use std::time::Duration;
+use world::{Post, Seat, Ticket};
 
-/// What all ranks of a world share.
-#[derive(Debug)]
-struct World {
-    state: Mutex<State>,
-    changed: Condvar,
+/// Ranks that call collectives together, as one of them sees them.
+#[derive(Debug, Clone, Copy)]
+struct CircleShape {
+    /// Number of the circle.
+    index: usize,
+    /// This rank's number in it.
+    rank: usize,
+    /// How many ranks it has.
+    size: usize,
 }
 
-#[derive(Debug, Default)]
-struct State {
-    /// Those who call collectives together.
-    circles: Vec<Circle>,
-    /// Ranks whose communicators are gone. What they posted before still counts.
-    left: Vec<bool>,
-    /// The first failure of any rank, with the rank that had it. It never goes away.
-    failure: Option<(usize, String)>,
-}
-
-/// Ranks that call collectives together: all of a world, or those along an axis of a mesh.
-#[derive(Debug)]
-struct Circle {
-    /// Its ranks by their numbers in the world, in the circle's order.
-    members: Vec<usize>,
-    /// The collectives that some rank has yet to read, in order.
-    rounds: VecDeque<Round>,
-    /// How many came before these.
-    gone: usize,
-    /// The number of collectives that each rank has called.
-    called: Vec<usize>,
-}
-
-/// A collective.
-#[derive(Debug)]
-struct Round {
-    /// What each rank posted for it; `None` until it calls.
-    posts: Vec<Option<Arc<Post>>>,
-    /// Ranks that are done with it. Each has posted before.
-    done: usize,
-}
-
-impl Circle {
-    fn of(members: Vec<usize>) -> Self {
-        Self { called: vec![0; members.len()], members, rounds: VecDeque::new(), gone: 0 }
-    }
-
-    /// The next collective of a rank, to which it gives this; its number.
-    fn post(&mut self, rank: usize, post: Post) -> usize {
-        let number = self.called[rank];
-        self.called[rank] += 1;
-        let size = self.members.len();
-        let round = number - self.gone;
-        if round == self.rounds.len() {
-            self.rounds.push_back(Round { posts: vec![None; size], done: 0 });
-        }
-        self.rounds[round].posts[rank] = Some(Arc::new(post));
-        number
-    }
-
-    /// A rank needs nothing more of a collective. What every rank is done with goes, here or with the last one before it.
-    fn done(&mut self, number: usize) {
-        let size = self.members.len();
-        let round = &mut self.rounds[number - self.gone];
-        round.done += 1;
-        if round.done == size {
-            round.posts.clear();
-        }
-        while self.rounds.front().is_some_and(|round| round.done == size) {
-            self.rounds.pop_front();
-            self.gone += 1;
-        }
-    }
-}
-
-/// One rank's contribution to a collective.
-#[derive(Debug)]
-struct Post {
-    call: &'static str,
-    /// Bytes for each rank; one entry for all where everybody gets the same.
-    parts: Vec<Vec<u8>>,
-}
-
-/// A collective that a rank has called. Dropped, it tells that the rank is done with it, whether it has read what the others gave or not.
-#[derive(Debug)]
-struct Ticket {
-    comm: ThreadComm,
-    call: &'static str,
-    number: usize,
-}
-
-impl Ticket {
-    /// What everybody posted, in rank order, once all have.
-    fn read(self) -> Result<Vec<Arc<Post>>> {
-        let Self { comm, call, number } = &self;
-        let mut state = comm.lock();
-        let all: Vec<Arc<Post>> = loop {
-            let Circle { members, rounds, gone, .. } = &state.circles[comm.circle];
-            // A round stays until this rank is done with it.
-            let posts = &rounds[number - gone].posts;
-            // Complete: a rank that has failed since does not change what it gave. The next call tells.
-            if let Some(all) = posts.iter().cloned().collect() {
-                break all;
-            }
-            comm.check(call, &state)?;
-            let missed = members.iter().zip(posts).find(|(rank, post)| post.is_none() && state.left[**rank]);
-            if let Some((rank, _)) = missed {
-                return Err(comm.error(call, format!("rank {rank} has left, and this call needs it")));
-            }
-            state = comm.wait(state);
-        };
-        let other = state.circles[comm.circle].members.iter().zip(&all).find(|(_, post)| post.call != *call);
-        match other {
-            Some((rank, post)) => {
-                Err(comm.error(call, format!("rank {rank} called {} at the same time", post.call)))
-            }
-            None => Ok(all),
-        }
-    }
-}
-
-impl Drop for Ticket {
-    fn drop(&mut self) {
-        self.comm.lock().circles[self.comm.circle].done(self.number);
-    }
-}
-
-/// One rank of a world of threads that exchange through shared memory.
+/// A rank's communicator, through the host's memory: with ranks that are threads of this process, or by a [`Link`] with those of other processes.
 ///
 /// Nobody waits for a rank that will not come. A rank that calls [`Comm::abort`], that is dropped while its thread
 /// panics, or that gets an error from a collective fails the pending and later calls of all, along every axis of a mesh; so does a call that
 /// needs a rank dropped before. For that a rank's thread must own its communicators and transfers: those that outlive the thread cannot tell.
 #[derive(Debug)]
 pub struct ThreadComm {
-    /// Number of the circle.
-    circle: usize,
-    /// This rank's number in it.
-    rank: usize,
-    /// How many ranks it has.
-    size: usize,
+    circle: CircleShape,
     seat: Arc<Seat>,
 }
 
-/// A rank's place in a world, as long as it has a communicator or a transfer.
-#[derive(Debug)]
-struct Seat {
-    rank: usize,
-    world: Arc<World>,
+/// The circles of a mesh, by their ranks: all; those of each replica; those with the same experts.
+fn circles(shape: MeshShape) -> Vec<Vec<usize>> {
+    let MeshShape { dp, ep } = shape;
+    let all = (0..shape.ranks()).collect();
+    let replica = |d| (0..ep).map(|e| d * ep + e).collect();
+    let same_experts = |e| (0..dp).map(|d| d * ep + e).collect();
+    [all].into_iter().chain((0..dp).map(replica)).chain((0..ep).map(same_experts)).collect()
+}
+
+/// A rank's communicators in these circles.
+fn axes(shape: MeshShape, seat: &Arc<Seat>) -> Axes<ThreadComm> {
+    let MeshShape { dp, ep } = shape;
+    let (d, e) = shape.place(seat.rank);
+    let of =
+        |index, (rank, size)| ThreadComm { circle: CircleShape { index, rank, size }, seat: seat.clone() };
+    Axes { all: of(0, (seat.rank, shape.ranks())), ep: of(1 + d, (e, ep)), dp: of(1 + dp + e, (d, dp)) }
 }
 
 impl ThreadComm {
-    /// The ranks of a new world, in order.
+    /// The ranks of a new world of threads, in order.
     pub fn world(size: usize) -> Vec<Self> {
-        let seats = Seat::all(vec![Circle::of((0..size).collect())], size);
-        seats.map(|seat| Self { circle: 0, rank: seat.rank, size, seat }).collect()
+        let seats = Seat::all(vec![(0..size).collect()], size);
+        seats
+            .map(|seat| Self { circle: CircleShape { index: 0, rank: seat.rank, size }, seat: seat.clone() })
+            .collect()
     }
 
-    /// The ranks of a new mesh, in order.
+    /// The ranks of a new mesh of threads, in order.
     pub fn mesh(shape: MeshShape) -> Vec<Axes<Self>> {
-        let MeshShape { dp, ep } = shape;
-        let all = (0..shape.ranks()).collect();
-        let replica = |d| (0..ep).map(|e| d * ep + e).collect();
-        let same_experts = |e| (0..dp).map(|d| d * ep + e).collect();
-        let circles = [all].into_iter().chain((0..dp).map(replica)).chain((0..ep).map(same_experts));
-        let seats = Seat::all(circles.map(Circle::of).collect(), shape.ranks());
-        let axes = seats.map(|seat| {
-            let (d, e) = shape.place(seat.rank);
-            let of = |circle, (rank, size)| Self { circle, rank, size, seat: seat.clone() };
-            Axes {
-                all: of(0, (seat.rank, shape.ranks())),
-                ep: of(1 + d, (e, ep)),
-                dp: of(1 + dp + e, (d, dp)),
-            }
-        });
-        axes.collect()
+        Seat::all(circles(shape), shape.ranks()).map(|seat| axes(shape, &seat)).collect()
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.seat.world.lock()
-    }
-
-    fn wait<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
-        self.seat.world.changed.wait(state).unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The world's failure, if there is one.
-    fn check(&self, call: &'static str, state: &State) -> Result<()> {
-        match &state.failure {
-            Some((rank, why)) => Err(self.error(call, format!("rank {rank} failed: {why}"))),
-            None => Ok(()),
-        }
+    /// This process's rank of a mesh, of which every process has one, `host_ranks` of them on this host; and where what the others give arrives.
+    pub fn of_process(
+        shape: MeshShape,
+        rank: usize,
+        host_ranks: usize,
+        link: Arc<dyn Link>,
+    ) -> (Axes<Self>, Arrivals) {
+        let (seat, arrivals) = Seat::linked(circles(shape), (rank, shape.ranks()), host_ranks, link);
+        (axes(shape, &seat), arrivals)
     }
 
     fn error(&self, call: &'static str, why: String) -> Error {
-        Error::Comm { call, rank: self.seat.rank, why }
+        self.seat.error(call, why)
     }
 
     /// Runs a collective. Its error fails the world, so that no other rank waits for this one.
@@ -209,17 +89,12 @@ impl ThreadComm {
 
     /// The same rank, for what outlives a call.
     fn again(&self) -> Self {
-        Self { seat: self.seat.clone(), ..*self }
+        Self { seat: self.seat.clone(), circle: self.circle }
     }
 
     /// Posts this rank's parts of a collective, and waits for nobody.
     fn post(&self, call: &'static str, parts: Vec<Vec<u8>>) -> Result<Ticket> {
-        let mut state = self.lock();
-        self.check(call, &state)?;
-        let number = state.circles[self.circle].post(self.rank, Post { call, parts });
-        self.seat.world.changed.notify_all();
-        drop(state);
-        Ok(Ticket { comm: self.again(), call, number })
+        Ticket::new(&self.seat, self.circle, call, parts)
     }
 
     /// Posts this rank's parts and returns everybody's, in rank order, once all have arrived.
@@ -233,15 +108,15 @@ impl ThreadComm {
 
     /// This rank's part, of as many as there are ranks.
     fn part<'p, P>(&self, call: &'static str, parts: &'p [P]) -> Result<&'p P> {
-        match parts.get(self.rank) {
-            Some(mine) if parts.len() == self.size => Ok(mine),
-            _ => Err(self.error(call, format!("{} parts for {} ranks", parts.len(), self.size))),
+        match parts.get(self.circle.rank) {
+            Some(mine) if parts.len() == self.circle.size => Ok(mine),
+            _ => Err(self.error(call, format!("{} parts for {} ranks", parts.len(), self.circle.size))),
         }
     }
 
     /// What goes to each rank of these sums, one behind the other.
     fn cut<B: Backend>(&self, call: &'static str, b: &B, sums: &[TreeSum<B>]) -> Result<Vec<Vec<u8>>> {
-        let mut cut = vec![Vec::new(); self.size];
+        let mut cut = vec![Vec::new(); self.circle.size];
         for TreeSum { values, parts, into } in sums {
             let (mine, room, values) = (self.part(call, parts)?.len(), B::len(into), b.download(values)?);
             let of_ranks: Option<Vec<&[f32]>> = parts.iter().map(|part| values.get(part.clone())).collect();
@@ -261,7 +136,7 @@ impl ThreadComm {
         let call = ticket.call;
         let posts = ticket.read()?;
         let bytes = size_of::<f32>() * into.iter().map(B::len).sum::<usize>();
-        let level = posts.iter().map(|post| post.parts[self.rank].as_slice());
+        let level = posts.iter().map(|post| post.part(self.circle.rank));
         if let Some((rank, came)) = level.clone().enumerate().find(|(_, came)| came.len() != bytes) {
             let why = format!("rank {rank} sent {} bytes, {bytes} were expected", came.len());
             return Err(self.error(call, why));
@@ -286,10 +161,12 @@ impl ThreadComm {
     ) -> Result<Vec<Vec<T>>> {
         let bytes = bytemuck::cast_slice(&b.download(values)?).to_vec();
         let posts = self.exchange(call, vec![bytes])?;
-        let all: Vec<Vec<T>> = posts.iter().map(|p| bytemuck::pod_collect_to_vec(&p.parts[0])).collect();
-        match all.iter().enumerate().find(|(_, v)| v.len() != all[self.rank].len()) {
+        let all: Vec<Vec<T>> =
+            posts.iter().map(|p| bytemuck::pod_collect_to_vec(p.part(self.circle.rank))).collect();
+        match all.iter().enumerate().find(|(_, v)| v.len() != all[self.circle.rank].len()) {
             Some((rank, v)) => {
-                let why = format!("rank {rank} sent {} values, this rank {}", v.len(), all[self.rank].len());
+                let why =
+                    format!("rank {rank} sent {} values, this rank {}", v.len(), all[self.circle.rank].len());
                 Err(self.error(call, why))
             }
             None => Ok(all),
@@ -297,52 +174,21 @@ impl ThreadComm {
     }
 }
 
-impl World {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Seat {
-    /// Those of a new world of so many ranks, who meet in these circles.
-    fn all(circles: Vec<Circle>, size: usize) -> impl Iterator<Item = Arc<Self>> {
-        let state = State { circles, left: vec![false; size], failure: None };
-        let world = Arc::new(World { state: Mutex::new(state), changed: Condvar::new() });
-        (0..size).map(move |rank| Arc::new(Self { rank, world: world.clone() }))
-    }
-
-    fn fail(&self, why: &str) {
-        let mut state = self.world.lock();
-        state.failure.get_or_insert_with(|| (self.rank, why.to_owned()));
-        self.world.changed.notify_all();
-    }
-}
-
-impl Drop for Seat {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            self.fail("its thread panicked");
-        }
-        self.world.lock().left[self.rank] = true;
-        self.world.changed.notify_all();
-    }
-}
-
 impl<B: Backend> Comm<B> for ThreadComm {
     fn rank(&self) -> usize {
-        self.rank
+        self.circle.rank
     }
 
     fn world(&self) -> usize {
-        self.size
+        self.circle.size
     }
 
     fn counts(&self, b: &B, send: &B::Buf<i32>) -> Result<B::Buf<i32>> {
         const CALL: &str = "counts";
         self.collective(|| {
             let all = self.gather(CALL, b, send)?;
-            if !all[self.rank].len().is_multiple_of(self.size) {
-                let why = format!("{} counts for {} ranks", all[self.rank].len(), self.size);
+            if !all[self.circle.rank].len().is_multiple_of(self.circle.size) {
+                let why = format!("{} counts for {} ranks", all[self.circle.rank].len(), self.circle.size);
                 return Err(self.error(CALL, why));
             }
             b.upload(&all.concat())
@@ -360,7 +206,7 @@ impl<B: Backend> Comm<B> for ThreadComm {
     ) -> Result<()> {
         const CALL: &str = "all_to_all_v";
         self.collective(|| {
-            let size = self.size;
+            let size = self.circle.size;
             if send_rows.len() != size || recv_rows.len() != size {
                 let why = format!("{} and {} counts for {size} ranks", send_rows.len(), recv_rows.len());
                 return Err(self.error(CALL, why));
@@ -373,7 +219,7 @@ impl<B: Backend> Comm<B> for ThreadComm {
             };
             let posts = self.exchange(CALL, parts)?;
             for (from, (post, rows)) in posts.iter().zip(recv_rows).enumerate() {
-                let came = post.parts[self.rank].len();
+                let came = post.part(self.circle.rank).len();
                 if rows.checked_mul(row_bytes) != Some(came) {
                     let why = format!(
                         "{rows} rows of {row_bytes} bytes expected from rank {from}, {came} bytes came"
@@ -381,7 +227,7 @@ impl<B: Backend> Comm<B> for ThreadComm {
                     return Err(self.error(CALL, why));
                 }
             }
-            let received: Vec<&[u8]> = posts.iter().map(|post| post.parts[self.rank].as_slice()).collect();
+            let received: Vec<&[u8]> = posts.iter().map(|post| post.part(self.circle.rank)).collect();
             let received = received.concat();
             if received.len() > B::len(into) {
                 let why = format!("{} bytes came, and there is room for {}", received.len(), B::len(into));
@@ -420,7 +266,7 @@ impl<B: Backend> Comm<B> for ThreadComm {
             }
             let posts = self.exchange(CALL, vec![b.download(mine)?])?;
             for (rank, (post, part)) in posts.iter().zip(parts).enumerate() {
-                let mut rest = post.parts[0].as_slice();
+                let mut rest = post.part(self.circle.rank);
                 if rest.len() != bytes(part) {
                     let why =
                         format!("rank {rank} sent {} bytes, and its part has {}", rest.len(), bytes(part));
@@ -451,6 +297,18 @@ impl<B: Backend> Comm<B> for ThreadComm {
 
     fn abort(&self, why: &str) {
         self.fail(why);
+    }
+
+    fn check(&self) -> Result<()> {
+        self.seat.check("check")
+    }
+
+    fn waited(&self) -> Duration {
+        self.seat.waited()
+    }
+
+    fn host_ranks(&self) -> usize {
+        self.seat.world().host_ranks
     }
 }
 
@@ -487,7 +345,14 @@ mod tests {
 
     /// Collectives whose posts some rank may still read.
     fn kept(comm: &ThreadComm) -> usize {
-        comm.lock().circles[comm.circle].rounds.iter().filter(|round| !round.posts.is_empty()).count()
+        comm.seat
+            .world()
+            .lock()
+            .circle(comm.circle.index)
+            .rounds
+            .iter()
+            .filter(|round| !round.posts.is_empty())
+            .count()
     }
 
     /// All ranks of one thread: nothing here waits for a rank that has not posted.
@@ -512,10 +377,10 @@ mod tests {
             [2.0],
             "what a rank gave stays when it drops its own"
         );
-        assert!(comms[0].lock().circles[0].rounds.is_empty());
+        assert!(comms[0].seat.world().lock().circle(0).rounds.is_empty());
         // One that is dropped before the other rank has come.
         drop(begin(&comms[0]));
         drop(begin(&comms[1]));
-        assert!(comms[0].lock().circles[0].rounds.is_empty());
+        assert!(comms[0].seat.world().lock().circle(0).rounds.is_empty());
     }
 }
