@@ -46,6 +46,18 @@ pub trait Comm<B: Backend>: Debug + Send + Sync {
     fn barrier(&self) -> Result<()>;
     /// Tells all ranks that this one failed; their pending and later calls return this error.
     fn abort(&self, why: &str);
+    /// Whether a rank has failed, without waiting for anybody. Ask it after reading what a collective gave and before believing it: a collective that was cut short may have left anything.
+    fn check(&self) -> Result<()> {
+        Ok(())
+    }
+    /// How long this rank has waited for others, in all of its collectives so far, along every axis of the mesh.
+    fn waited(&self) -> std::time::Duration {
+        std::time::Duration::ZERO
+    }
+    /// How many of the ranks run on this rank's host, itself among them.
+    fn host_ranks(&self) -> usize {
+        self.world()
+    }
 }
 
 /// What [`Comm::begin_reduce_scatter_tree`] sums.

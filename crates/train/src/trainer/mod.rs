@@ -34,6 +34,7 @@ use crate::checks::{check_recipe, checked_recipe};
 use crate::config::Config;
 use crate::data::{Dataset, Loader};
 use crate::error::{Error, Result};
+use crate::fault::learning_rate;
 use crate::layers::rope_table;
 use crate::ledger::Ledger;
 use crate::metrics::{LayerMetrics, Metrics};
@@ -43,7 +44,7 @@ use crate::rank::{RankState, RunMemory, Step};
 use crate::record::{Report, Told};
 use crate::spec::ModelSpec;
 use crate::tokenizer::Tokenizer;
-use nibble_core::allocation::phase;
+use nibble_core::allocation::{part, phase, set_step};
 use nibble_core::ops::verify_ids;
 use nibble_core::{Comm, Error as CoreError, Kernels, Mesh, Recipe};
 use recorded::Recorded;
@@ -249,6 +250,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     fn issue(&mut self, how: Issue) -> Result<()> {
         let step = self.rank.context.step;
         phase(format_args!("step {step}"));
+        set_step(Some(step));
         self.issue_whole(how).map_err(|error| {
             self.has_failed = true;
             self.without_room(error, format!("step {step}"))
@@ -267,7 +269,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         let RankState { context, model, buffers: Some(buffers), activations, .. } = rank else {
             return Err(CoreError::shape("issue_step", "buffers", "none", "made").into());
         };
-        let lr = context.config.schedule().lr(context.step);
+        let lr = learning_rate(context.config.schedule().lr(context.step));
         let loader = match loader {
             Some(loader) => loader,
             None => loader.insert(Loader::new(context.plan()?)),
@@ -439,6 +441,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     ) -> Result<Option<f64>> {
         self.require_settled("evaluate")?;
         phase(format_args!("the held-out loss"));
+        part("evaluation");
         let RankState { context, model, activations, .. } = &mut self.rank;
         let evaluated = context.b.within(activations, || Ok(context.evaluate(model, batches, go_on)))?;
         evaluated.map_err(|error| self.without_room(error, "the held-out loss"))
