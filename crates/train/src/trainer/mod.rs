@@ -303,14 +303,18 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// with what was issued after it, and what it gives is of that. So every rank calls this after the same steps.
     ///
     /// # Errors
-    /// [`nibble_core::Error::NonFinite`] naming the first tensor that is not finite, of whichever rank, and the step: no weight
-    /// has changed since; [`nibble_core::Error::Capacity`] if an expert layer of one rank had more rows than its buffers hold; as
+    /// That of a rank that has failed meanwhile: nothing of the record is believed then. [`nibble_core::Error::NonFinite`] naming the first tensor
+    /// that is not finite, of whichever rank, and the step: no weight has changed since; [`nibble_core::Error::Capacity`] if an expert layer of one rank had more rows than its buffers hold; as
     /// [`Trainer::issue_step`] where a step is done again; those of a checkpoint under way, which a step that fails or is done again ends.
     pub fn settle(&mut self) -> Result<Option<Metrics>> {
         let Some(Issued { report, how, lr, started, issuing }) = self.issued.pop_front() else {
             return Ok(None);
         };
         let values = self.rank.context.b.finish_download(report)?;
+        if let Err(error) = self.rank.context.mesh.all.check() {
+            // The error of the step that could not be issued is the one to tell.
+            return if self.has_failed { Ok(None) } else { Err(error.into()) };
+        }
         let Some(buffers) = &self.rank.buffers else { return Ok(None) };
         let report = Report::new(buffers.layout, buffers.sites(), &values)?;
         if let Some(needed) = report.overflow().filter(|_| self.rank.context.mesh.ep.world() > 1) {

@@ -251,6 +251,8 @@ impl<B: Kernels> Trainer<'_, B> {
     ) -> Result<Option<PathBuf>> {
         match whole {
             Some((store, outline)) => {
+                let all = self.rank.context.mesh.all;
+                let written = written.and_then(|entries| Ok(all.check().map(|()| entries)?));
                 store.finish(&outline, written, self.rank.context.config.checkpoint.keep).map(Some)
             }
             None => written.map(|_| None),

@@ -314,8 +314,9 @@ impl<B: Kernels> Trainer<'_, B> {
     pub fn begin_save(&mut self, store: Option<&Store>) -> Result<()> {
         self.require_settled("save")?;
         self.finish_save()?;
-        self.rank.make_buffers()?;
         let all = self.rank.context.mesh.all;
+        all.check()?;
+        self.rank.make_buffers()?;
         if store.is_some() && all.rank() != 0 {
             let got = format!("on rank {}", all.rank());
             return Err(CoreError::shape("save", "store", got, "on the first rank alone").into());
