@@ -114,7 +114,7 @@ fn ended(done: Result<()>) -> ExitCode {
 
 fn run(cli: Cli) -> Result<()> {
     #[cfg(debug_assertions)]
-    env::arm_faults()?;
+    env::arm_faults(0)?;
     phase(format_args!("nibble {}", std::env::args().nth(1).unwrap_or_default()));
     if !matches!(cli.command, Command::Train(_)) {
         ending::leave_nothing_unfinished().map_err(nibble_core::Error::not_started)?;

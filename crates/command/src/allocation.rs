@@ -71,9 +71,9 @@ pub(crate) fn end(why: impl FnOnce(&mut &mut [u8], &str) -> std::io::Result<()>)
     let mut text = [0; 512];
     let mut room = &mut text[..];
     // What there is no room for is left away.
-    let _ = room
-        .write_all(b"error: ")
-        .and_then(|()| with_phase(|phase| why(&mut room, if phase.is_empty() { "starting" } else { phase })));
+    let _ = room.write_all(b"error: ").and_then(|()| {
+        with_phase(|phase, _| why(&mut room, if phase.is_empty() { "starting" } else { phase }))
+    });
     let _ = room.write_all(b"\n");
     let left = room.len();
     let told = 512 - left;

@@ -100,18 +100,20 @@ pub fn all() -> impl Iterator<Item = (&'static str, &'static str)> {
     VARIABLES.iter().copied().chain(nibble_cuda::env::HELP.iter().copied())
 }
 
-/// Asks for the faults that the variable lists, `ACTION@POINT:COUNT` between commas; there are none in a build without debug
-/// assertions.
+/// Asks for the faults that the variable lists for this rank, `ACTION@POINT:COUNT` or `RANK/ACTION@POINT:COUNT` between commas; there are none in
+/// a build without debug assertions.
 ///
 /// # Errors
 /// A fault that does not exist.
 #[cfg(debug_assertions)]
-pub fn arm_faults() -> Result<()> {
+pub fn arm_faults(rank: usize) -> Result<()> {
     use nibble_train::fault;
     let Ok(text) = std::env::var(FAULT) else { return Ok(()) };
     crate::allocation::leave_aborts();
     let faults: std::result::Result<Vec<fault::Fault>, _> = text.split(',').map(str::parse).collect();
-    fault::arm(&faults.map_err(|why| Error::usage(format!("{FAULT}: {why}")))?);
+    let mut faults = faults.map_err(|why| Error::usage(format!("{FAULT}: {why}")))?;
+    faults.retain(|fault| fault.rank.is_none_or(|of| of == rank));
+    fault::arm(&faults);
     Ok(())
 }
 

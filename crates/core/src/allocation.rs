@@ -1,9 +1,10 @@
-//! What is known where the system refuses memory: what the process is doing, and who can go on without.
+//! What the process is doing, for whoever must tell it without taking memory or waiting; and who can go on where the system refuses memory.
 
 use crate::visible::Visible;
 use std::cell::Cell;
 use std::fmt::{self, Write};
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 thread_local! {
     static MAY_BE_REFUSED: Cell<bool> = const { Cell::new(false) };
@@ -31,9 +32,14 @@ pub fn takes_refusals() -> bool {
 struct Phase {
     text: [u8; 240],
     len: usize,
+    part: &'static str,
 }
 
-static PHASE: Mutex<Phase> = Mutex::new(Phase { text: [0; 240], len: 0 });
+static PHASE: Mutex<Phase> = Mutex::new(Phase { text: [0; 240], len: 0, part: "" });
+
+/// The step under way; [`NO_STEP`] before the first.
+static STEP: AtomicU64 = AtomicU64::new(NO_STEP);
+const NO_STEP: u64 = u64::MAX;
 
 impl Write for Phase {
     /// What there is no room for is left away.
@@ -46,21 +52,53 @@ impl Write for Phase {
     }
 }
 
-/// Says what the process does from now on, for the message if memory is refused: `phase(format_args!("reading {path}"))`.
+fn phase_now() -> MutexGuard<'static, Phase> {
+    PHASE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Says what the process does from now on, for whoever tells what went wrong: `phase(format_args!("reading {path}"))`. It has no part yet.
 pub fn phase(what: fmt::Arguments<'_>) {
-    let mut phase = PHASE.lock().unwrap_or_else(PoisonError::into_inner);
-    phase.len = 0;
+    let mut phase = phase_now();
+    (phase.len, phase.part) = (0, "");
     // A text that is too long is cut.
     let _ = write!(Visible::new(&mut *phase), "{what}");
 }
 
-/// Gives what the process is doing to `tell`: an empty text where nothing is known, or where a thread is saying it just now. Takes no
-/// memory, and waits for nobody.
-pub fn with_phase<R>(tell: impl FnOnce(&str) -> R) -> R {
+/// Says in which part of its phase the process is from now on: "forward"; an empty text is none.
+pub fn part(what: &'static str) {
+    phase_now().part = what;
+}
+
+/// Does something that is a part of its own, as "reduce", and then is in the part that it was in. Where it fails it stays in this one, so that
+/// whoever tells of the failure can say where it was.
+///
+/// # Errors
+/// What `work` returns.
+pub fn in_part<R, E>(what: &'static str, work: impl FnOnce() -> Result<R, E>) -> Result<R, E> {
+    let before = std::mem::replace(&mut phase_now().part, what);
+    let done = work()?;
+    part(before);
+    Ok(done)
+}
+
+/// Gives to `tell` what the process is doing, and in which part of that it is: empty texts where nothing is known, or where a thread is saying it
+/// just now. Takes no memory, and waits for nobody.
+pub fn with_phase<R>(tell: impl FnOnce(&str, &'static str) -> R) -> R {
     match PHASE.try_lock() {
-        Ok(phase) => tell(std::str::from_utf8(&phase.text[..phase.len]).unwrap_or_default()),
-        Err(_) => tell(""),
+        Ok(phase) => tell(std::str::from_utf8(&phase.text[..phase.len]).unwrap_or_default(), phase.part),
+        Err(_) => tell("", ""),
     }
+}
+
+/// Says which training step is issued from now on, from 0, as messages count them; none outside of a run's steps.
+pub fn set_step(step: Option<u64>) {
+    STEP.store(step.unwrap_or(NO_STEP), Ordering::Relaxed);
+}
+
+/// The training step that was issued last, from 0. Waits for nobody.
+#[must_use]
+pub fn step() -> Option<u64> {
+    Some(STEP.load(Ordering::Relaxed)).filter(|step| *step != NO_STEP)
 }
 
 #[cfg(test)]
@@ -70,9 +108,22 @@ mod tests {
     #[test]
     fn a_phase_is_what_was_said_last_and_never_longer_than_its_place() {
         phase(format_args!("reading {}", "a\x1bb"));
-        with_phase(|text| assert_eq!(text, r"reading a\u{1b}b"));
+        with_phase(|text, part| assert_eq!((text, part), (r"reading a\u{1b}b", "")));
         phase(format_args!("reading {}", "é".repeat(300)));
-        with_phase(|text| assert!(text.starts_with("reading éé") && (238..=240).contains(&text.len())));
+        with_phase(|text, _| assert!(text.starts_with("reading éé") && (238..=240).contains(&text.len())));
+        // What it does within.
+        let part_now = || with_phase(|_, part| part);
+        part("forward");
+        assert_eq!(in_part("reduce", || Ok::<_, ()>(part_now())), Ok("reduce"));
+        assert_eq!(part_now(), "forward");
+        assert_eq!(in_part("gather", || Err::<(), _>("why")), Err("why"));
+        assert_eq!(part_now(), "gather", "where it failed");
+        phase(format_args!("another"));
+        assert_eq!(part_now(), "");
+        set_step(Some(3));
+        assert_eq!(step(), Some(3));
+        set_step(None);
+        assert_eq!(step(), None);
     }
 
     #[test]

@@ -79,6 +79,7 @@ impl RowPlan {
     /// [`Error::Comm`] for counts that are none, [`Error::Shape`] where a slot has no expert; from the backend.
     pub fn finish<B: Backend>(b: &B, comm: &dyn Comm<B>, pending: PendingRows<B>) -> Result<Self> {
         let table = b.finish_download(pending.counts)?;
+        comm.check()?;
         Self::of(&table, (comm.rank(), comm.world()), pending.room)
     }
 

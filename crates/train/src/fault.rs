@@ -1,8 +1,9 @@
-//! Named points of a run, at which a test makes something go wrong: a kill, a failure, a thread that stops, no memory, a full disk.
+//! Named points of a run, at which a test makes something go wrong: a kill, a failure, a thread or a process that stops, no memory, a full disk,
+//! a lost connection, a number that is none.
 //!
 //! Builds with debug assertions have them, those that cargo makes for tests among them. Elsewhere `reach` is an empty function,
-//! and of the rest only the points' names in the code are there. It is the only such hook: a value that becomes NaN needs none, as the tests'
-//! backend that wraps another one makes it.
+//! and of the rest only the points' names in the code are there. It is the only such hook: a value of a tensor that becomes NaN needs
+//! none, as the tests' backend that wraps another one makes it.
 
 /// Declares the points: name in the code, name in a fault, what has been done there.
 macro_rules! points {
@@ -47,6 +48,12 @@ points! {
     RunOpened = "run-opened",
     /// The host has written the scalars and tokens of a step.
     StepBegins = "step-begins",
+    /// Several ranks are about to exchange rows in the forward pass: how many, or the rows.
+    ForwardExchange = "forward-exchange",
+    /// The same in the backward pass.
+    BackwardExchange = "backward-exchange",
+    /// Several ranks are about to sum gradients that they have made.
+    Reduce = "reduce",
     /// The gradients of a step are issued. Weights and moments may still be read by a checkpoint under way.
     BeforeOptimizer = "before-optimizer",
     /// All of a step is issued.
@@ -112,10 +119,30 @@ pub(crate) fn writing() -> std::io::Result<()> {
     })
 }
 
+/// A point that ranks reach together, for code whose errors are those of the core.
+///
+/// # Errors
+/// The failure that is asked for.
+pub(crate) fn exchanging(point: Point) -> nibble_core::Result<()> {
+    reach(point).map_err(|error| match error {
+        crate::Error::Core(error) => error,
+        other => {
+            nibble_core::Error::Device { call: format!("fault point {point:?}"), why: other.to_string() }
+        }
+    })
+}
+
+/// The learning rate of the step that is about to be issued, or what a test has asked for.
+#[cfg(not(debug_assertions))]
+#[inline(always)]
+pub(crate) fn learning_rate(lr: f64) -> f64 {
+    lr
+}
+
 #[cfg(debug_assertions)]
-pub(crate) use armed::reach;
+pub use armed::{Action, Fault, arm, on_disconnect};
 #[cfg(debug_assertions)]
-pub use armed::{Action, Fault, arm};
+pub(crate) use armed::{learning_rate, reach};
 
 #[cfg(debug_assertions)]
 mod armed {
@@ -124,7 +151,8 @@ mod armed {
     use nibble_core::Error as CoreError;
     use std::path::PathBuf;
     use std::str::FromStr;
-    use std::sync::{Condvar, Mutex, PoisonError};
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
     use std::time::Duration;
 
     /// What happens at a point.
@@ -133,6 +161,14 @@ mod armed {
         /// The process ends there and then, as by a signal: nothing is flushed, no destructor runs. It waits until the threads that
         /// other faults stop have stopped.
         Kill,
+        /// The process is ended by SIGKILL, as by the system where memory is short.
+        SigKill,
+        /// The process is stopped by SIGSTOP, all of its threads at once, until somebody sends SIGCONT.
+        SigStop,
+        /// The process loses its connection to the other ranks, by what [`on_disconnect`] has registered, and goes on.
+        Disconnect,
+        /// The learning rate of the step that is issued next is NaN, so that the step's record says so on every rank.
+        Nan,
         /// The thread does not go on.
         Stop,
         /// The thread makes a file `POINT.held` in the working directory, and goes on once somebody has removed it.
@@ -146,8 +182,12 @@ mod armed {
     }
 
     /// Every action by its name.
-    const ACTIONS: [(&str, Action); 6] = [
+    const ACTIONS: [(&str, Action); 10] = [
         ("kill", Action::Kill),
+        ("sigkill", Action::SigKill),
+        ("sigstop", Action::SigStop),
+        ("disconnect", Action::Disconnect),
+        ("nan", Action::Nan),
         ("stop", Action::Stop),
         ("hold", Action::Hold),
         ("fail", Action::Fail),
@@ -155,9 +195,11 @@ mod armed {
         ("full", Action::Full),
     ];
 
-    /// Something that goes wrong once, but for a disk that stays full. As text `ACTION@POINT:COUNT`.
+    /// Something that goes wrong once, but for a disk that stays full. As text `ACTION@POINT:COUNT`, or `RANK/ACTION@POINT:COUNT`.
     #[derive(Debug, Clone, Copy, PartialEq, Eq)]
     pub struct Fault {
+        /// The rank whose process it is for; none: every one. Whoever arms faults leaves out those of other ranks.
+        pub rank: Option<usize>,
         /// What.
         pub action: Action,
         /// Where.
@@ -170,9 +212,18 @@ mod armed {
         type Err = String;
 
         fn from_str(text: &str) -> std::result::Result<Self, String> {
-            let parts = text.split_once('@').and_then(|(action, at)| Some((action, at.split_once(':')?)));
-            let (action, (point, count)) =
-                parts.ok_or_else(|| format!("fault `{text}`: expected ACTION@POINT:COUNT"))?;
+            let (rank, what) = match text.split_once('/') {
+                None => (None, text),
+                Some((rank, what)) => {
+                    let wrong =
+                        |_| format!("fault `{text}`: the rank is `{rank}`, expected a number from 0 on");
+                    (Some(rank.parse().map_err(wrong)?), what)
+                }
+            };
+            let parts = what.split_once('@').and_then(|(action, at)| Some((action, at.split_once(':')?)));
+            let expected =
+                || format!("fault `{text}`: expected ACTION@POINT:COUNT or RANK/ACTION@POINT:COUNT");
+            let (action, (point, count)) = parts.ok_or_else(expected)?;
             let find = |what: &str, got: &str, known: Vec<&str>| {
                 let at = known.iter().position(|name| *name == got);
                 at.ok_or_else(|| {
@@ -184,7 +235,7 @@ mod armed {
             let count = count.parse().ok().filter(|count| *count > 0);
             let count =
                 count.ok_or_else(|| format!("fault `{text}`: the count is not a number from 1 on"))?;
-            Ok(Self { action: ACTIONS[action].1, point: Point::ALL[point], count })
+            Ok(Self { rank, action: ACTIONS[action].1, point: Point::ALL[point], count })
         }
     }
 
@@ -202,6 +253,20 @@ mod armed {
         ARMED.lock().unwrap_or_else(PoisonError::into_inner).faults.extend(faults);
     }
 
+    /// What loses the process's connection to the other ranks.
+    static DISCONNECT: Mutex<Option<fn()>> = Mutex::new(None);
+
+    /// Says what [`Action::Disconnect`] does in this process.
+    pub fn on_disconnect(disconnect: fn()) {
+        *DISCONNECT.lock().unwrap_or_else(PoisonError::into_inner) = Some(disconnect);
+    }
+
+    static NAN: AtomicBool = AtomicBool::new(false);
+
+    pub(crate) fn learning_rate(lr: f64) -> f64 {
+        if NAN.swap(false, Ordering::Relaxed) { f64::NAN } else { lr }
+    }
+
     pub(crate) fn reach(point: Point) -> Result<()> {
         let mut armed = ARMED.lock().unwrap_or_else(PoisonError::into_inner);
         let mut strikes = None;
@@ -212,15 +277,22 @@ mod armed {
                 fault.count = usize::from(fault.action == Action::Full);
             }
         }
-        let site = || format!("fault point {}", point.name());
         match strikes {
             None => Ok(()),
-            Some(Action::Kill) => {
+            Some(action) => strike(action, point, armed),
+        }
+    }
+
+    fn strike(action: Action, point: Point, mut armed: MutexGuard<'_, Armed>) -> Result<()> {
+        let site = || format!("fault point {}", point.name());
+        let failed = |why: &str| Err(CoreError::Device { call: site(), why: why.into() }.into());
+        match action {
+            Action::Kill => {
                 let stops = armed.faults.iter().filter(|fault| fault.action == Action::Stop).count();
                 let _all = STOPPED.wait_while(armed, |armed| armed.stopped < stops);
                 std::process::abort()
             }
-            Some(Action::Stop) => {
+            Action::Stop => {
                 armed.stopped += 1;
                 STOPPED.notify_all();
                 drop(armed);
@@ -228,21 +300,52 @@ mod armed {
                     std::thread::park();
                 }
             }
-            Some(Action::Hold) => {
+            Action::Hold => {
                 drop(armed);
                 hold(point)
             }
-            Some(Action::Full) => {
+            Action::SigKill | Action::SigStop => {
+                drop(armed);
+                signal(action).or_else(failed)
+            }
+            Action::Disconnect => {
+                drop(armed);
+                let disconnect = *DISCONNECT.lock().unwrap_or_else(PoisonError::into_inner);
+                match disconnect {
+                    Some(disconnect) => {
+                        disconnect();
+                        Ok(())
+                    }
+                    None => failed("this process has no connection to other ranks that it could lose"),
+                }
+            }
+            Action::Nan => {
+                NAN.store(true, Ordering::Relaxed);
+                Ok(())
+            }
+            Action::Full => {
                 Err(Error::Io { path: site().into(), source: std::io::Error::from_raw_os_error(DISK_FULL) })
             }
-            Some(Action::Fail) => {
-                Err(CoreError::Device { call: site(), why: "a test asked for it".into() }.into())
-            }
-            Some(Action::OutOfMemory) => {
+            Action::Fail => failed("a test asked for it"),
+            Action::OutOfMemory => {
                 let why = "a test asked for it".into();
                 Err(Error::from(CoreError::OutOfMemory { place: site(), bytes: 0, why }))
             }
         }
+    }
+
+    /// Sends this process the signal. After SIGKILL it does not return, after SIGSTOP once the process goes on.
+    #[cfg(unix)]
+    fn signal(action: Action) -> std::result::Result<(), &'static str> {
+        let number = if action == Action::SigKill { libc::SIGKILL } else { libc::SIGSTOP };
+        // SAFETY: two calls of the system that read no memory.
+        let sent = unsafe { libc::kill(libc::getpid(), number) };
+        if sent == 0 { Ok(()) } else { Err("the system did not send the signal") }
+    }
+
+    #[cfg(not(unix))]
+    fn signal(_: Action) -> std::result::Result<(), &'static str> {
+        Err("this system has no such signal")
     }
 
     /// The system's number of a full disk.
@@ -265,10 +368,20 @@ mod armed {
         #[test]
         fn faults_are_read_and_mistakes_told() {
             let fault: Fault = "kill@file-written:3".parse().unwrap();
-            assert_eq!(fault, Fault { action: Action::Kill, point: Point::FileWritten, count: 3 });
+            assert_eq!(
+                fault,
+                Fault { rank: None, action: Action::Kill, point: Point::FileWritten, count: 3 }
+            );
+            let fault: Fault = "2/sigstop@reduce:1".parse().unwrap();
+            assert_eq!(
+                fault,
+                Fault { rank: Some(2), action: Action::SigStop, point: Point::Reduce, count: 1 }
+            );
             for (text, part) in [
                 ("kill", "ACTION@POINT:COUNT"),
-                ("kil@renamed:1", "expected one of kill, stop"),
+                ("one/kill@renamed:1", "the rank is `one`"),
+                ("1/kill", "RANK/ACTION@POINT:COUNT"),
+                ("kil@renamed:1", "expected one of kill, sigkill, sigstop"),
                 ("kill@rename:1", "before-rename"),
                 ("kill@renamed:0", "the count"),
             ] {
@@ -282,6 +395,20 @@ mod armed {
             arm(&["out-of-memory@moved-aside:2".parse().unwrap()]);
             let struck: Vec<bool> = (0..4).map(|_| reach(Point::MovedAside).is_err()).collect();
             assert_eq!(struck, [false, true, false, false]);
+        }
+
+        #[test]
+        fn a_connection_is_lost_by_what_is_registered() {
+            static LOST: AtomicBool = AtomicBool::new(false);
+            let disconnect = || {
+                arm(&["disconnect@manifest-written:1".parse().unwrap()]);
+                reach(Point::ManifestWritten)
+            };
+            let error = disconnect().unwrap_err().to_string();
+            assert!(error.contains("no connection to other ranks"), "{error}");
+            on_disconnect(|| LOST.store(true, Ordering::Relaxed));
+            disconnect().unwrap();
+            assert!(LOST.load(Ordering::Relaxed));
         }
 
         #[test]

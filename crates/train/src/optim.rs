@@ -4,6 +4,7 @@ use crate::config::TrainConfig;
 use crate::cx::Cx;
 use crate::param::{Moments, Optimized, Param, Placement, reduce_gradients};
 use crate::record::Layout;
+use nibble_core::allocation::{in_part, part};
 use nibble_core::formats::double::power;
 use nibble_core::ops::{
     AdamW, AdamWTensor, ChunkSums, CloseSquares, Control, EndStep, REPORT_HEAD, Squared, SumSquares,
@@ -76,9 +77,12 @@ pub fn step<B: Kernels>(
     table: &B::Buf<f64>,
     layout: &Layout,
 ) -> Result<()> {
-    reduce_gradients(cx, &mut params)?;
-    sum_squares(cx, &mut params, &mut state.squares)?;
-    end(cx, config, state, table, layout)?;
+    in_part("reduce", || {
+        reduce_gradients(cx, &mut params)?;
+        sum_squares(cx, &mut params, &mut state.squares)?;
+        end(cx, config, state, table, layout)
+    })?;
+    part("optimizer");
     let kept = params.iter_mut().filter(|param| param.master.rows > 0);
     let tensors = kept.map(|param| {
         let weight_decay = if param.decays { config.weight_decay as f32 } else { 0.0 };

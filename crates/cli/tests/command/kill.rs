@@ -23,6 +23,9 @@ const ONCE: [Point; 8] = [
 /// Points that a new run does not pass.
 const NEVER: [Point; 2] = [Point::MovedAside, Point::CheckpointListed];
 
+/// Points that one rank alone does not pass.
+const AMONG_RANKS: [Point; 3] = [Point::ForwardExchange, Point::BackwardExchange, Point::Reduce];
+
 /// A run of 12 steps with a checkpoint every other one, of which two stay; with held-out losses after 5 and 10.
 pub fn train(place: &Place, dir: &str, ranks: usize, more: &[&str]) -> Command {
     let (dir, ranks) = (format!("run.dir={dir}"), format!("run.ranks={ranks}"));
@@ -124,14 +127,19 @@ impl Undisturbed {
     }
 
     /// The points that a new run passes so often.
-    fn points(count: usize) -> impl Iterator<Item = Point> {
-        let passed = move |point: &Point| !NEVER.contains(point) && (count == 1 || !ONCE.contains(point));
+    fn points(&self, count: usize) -> impl Iterator<Item = Point> + use<> {
+        let among_ranks = self.ranks > 1;
+        let passed = move |point: &Point| {
+            !NEVER.contains(point)
+                && (count == 1 || !ONCE.contains(point))
+                && (among_ranks || !AMONG_RANKS.contains(point))
+        };
         Point::ALL.iter().copied().filter(passed)
     }
 
     /// Kills a run where it passes each point for the `count`th time.
     fn kill_everywhere(&self, count: usize) {
-        for point in Self::points(count) {
+        for point in self.points(count) {
             let fault = format!("kill@{}:{count}", point.name());
             let (out, said) = self.disturbed(point.name(), &fault, &[]);
             assert!(out.status.code().is_none() && said.is_empty(), "{fault}: {:?}: {said}", out.status);
@@ -256,7 +264,7 @@ fn a_run_that_is_done_stays_as_it_is() {
 fn a_failure_at_any_point_is_told_and_costs_no_bit() {
     for ranks in [1, 2] {
         let run = Undisturbed::new(ranks);
-        for point in Undisturbed::points(1) {
+        for point in run.points(1) {
             let fault = format!("fail@{}:1", point.name());
             let (out, said) = run.disturbed(point.name(), &fault, &[]);
             assert_eq!(out.status.code(), Some(1), "{fault}: {said}");

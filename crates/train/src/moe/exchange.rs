@@ -7,7 +7,9 @@
 //! On the way back a rank sends a row for each slot, or one for each token that it was sent: [`Combine`].
 
 use crate::cx::{Cx, ExpertParts};
+use crate::fault::{Point, exchanging};
 use crate::ledger::{Ledger, Saved};
+use nibble_core::allocation::in_part;
 use nibble_core::formats::Format;
 use nibble_core::ops::{
     AssignParts, AssignRanks, CombineSlots, CombineTree, FindSlots, GatherScalars, JoinGroups, PackRows,
@@ -133,12 +135,31 @@ pub struct Exchange<'a, 'c, B: Kernels> {
     cx: &'a Cx<'c, B>,
     experts: usize,
     top_k: usize,
+    is_backward: bool,
 }
 
 impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
     /// An exchange among the ranks that experts are divided among: evenly, in order.
     pub fn new(cx: &'a Cx<'c, B>, experts: usize, top_k: usize) -> Self {
-        Self { cx, experts, top_k }
+        Self { cx, experts, top_k, is_backward: false }
+    }
+
+    /// The same in the backward pass.
+    #[must_use]
+    pub fn backward(self) -> Self {
+        Self { is_backward: true, ..self }
+    }
+
+    /// Does what ranks do together.
+    fn among_ranks<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<R> {
+        let (point, part) = match self.is_backward {
+            false => (Point::ForwardExchange, "forward exchange"),
+            true => (Point::BackwardExchange, "backward exchange"),
+        };
+        in_part(part, || {
+            exchanging(point)?;
+            work()
+        })
     }
 
     /// Decides where every (token, slot) goes.
@@ -152,7 +173,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
             return Err(Error::shape("exchange", "ranks that divide the experts", world, expected));
         }
         if world > 1 {
-            return self.plan_ranks(routing, align);
+            return self.among_ranks(|| self.plan_ranks(routing, align));
         }
         let tokens = B::len(&routing.expert) / self.top_k;
         let (map, experts) =
@@ -305,7 +326,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
     ) -> Result<B::Buf<u8>> {
         let b = self.cx.b;
         let mut bytes = b.alloc(plan.capacity(leg) * row_bytes)?;
-        plan.exchange(b, self.cx.mesh.ep, (leg, row_bytes), rows, &mut bytes)?;
+        self.among_ranks(|| plan.exchange(b, self.cx.mesh.ep, (leg, row_bytes), rows, &mut bytes))?;
         Ok(bytes)
     }
 

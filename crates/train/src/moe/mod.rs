@@ -153,7 +153,7 @@ impl<B: Kernels> Moe<B> {
         let (x_rd, kept) = if self.remake_x {
             (self.fprop_input(cx, &section, x_td, &plan)?, None)
         } else {
-            let x_rd = self.arrived(cx, "x", x_td, section.at(Site::DispatchFwd), &plan)?;
+            let x_rd = self.arrived(cx, x_td, section.at(Site::DispatchFwd), &plan)?;
             let (x_rd, kept) = self.experts.input(cx, &section, x_rd, &plan)?;
             (x_rd, Some(kept))
         };
@@ -175,7 +175,7 @@ impl<B: Kernels> Moe<B> {
         let fprop = section.at(Site::FpropX);
         let by_expert = fprop.format.is_block() && fprop.format.scale_kind(fprop.scale).has_tensor_scale();
         if cx.mesh.ep.world() > 1 || by_expert {
-            let x_rd = self.arrived(cx, "x", x_td, to, plan)?;
+            let x_rd = self.arrived(cx, x_td, to, plan)?;
             return self.experts.input_at(cx, section, Site::FpropX, &x_rd, Some(plan));
         }
         // Converted once a token, then copied to its experts.
@@ -194,7 +194,7 @@ impl<B: Kernels> Moe<B> {
         plan: &Plan<B>,
     ) -> Result<Operand<B>> {
         let to = section.at(Site::DispatchFwd);
-        let x_rd = cx.again(|| self.arrived(cx, "x", x_td, to, plan))?;
+        let x_rd = cx.again(|| self.arrived(cx, x_td, to, plan))?;
         let kept = || self.experts.input_at(cx, section, Site::SavedX, &x_rd, Some(plan));
         // A plain tensor that is quantized once for both has been counted; what is made by itself has not.
         let counted = !matches!(section.input(LayerKind::Expert, cx.activations(), true), Pair::Two(..));
@@ -205,16 +205,15 @@ impl<B: Kernels> Moe<B> {
         Exchange::new(cx, self.router.shape.experts, self.router.shape.top_k)
     }
 
-    /// A tensor's rows as they arrive at the experts.
+    /// The input's rows as they arrive at the experts.
     fn arrived(
         &self,
         cx: &Cx<'_, B>,
-        tensor: &'static str,
         x_td: &Tensor<B>,
         to: &Precision,
         plan: &Plan<B>,
     ) -> Result<Operand<B>> {
-        let rows = outgoing(cx, &self.experts.name, tensor, x_td, to)?;
+        let rows = outgoing(cx, &self.experts.name, "x", x_td, to)?;
         self.exchange(cx).dispatch(plan, &rows)
     }
 }
@@ -262,9 +261,10 @@ impl<B: Kernels> Layer<B> for Moe<B> {
         if experts.x.is_none() {
             experts.x = Some(self.kept_input(cx, &section, &x_td, &plan)?);
         }
-        let dy_rd = self.arrived(cx, "dy", &dy_td, section.at(Site::DispatchBwd), &plan)?;
+        let exchange = self.exchange(cx).backward();
+        let to = section.at(Site::DispatchBwd);
+        let dy_rd = exchange.dispatch(&plan, &outgoing(cx, &self.experts.name, "dy", &dy_td, to)?)?;
         let (dx_rd, dgate_r) = self.experts.backward(cx, &section, experts, dy_rd, &plan)?;
-        let exchange = self.exchange(cx);
         let dgate = exchange.return_scalars(&plan, &dgate_r)?;
         let dx_router = self.router.backward(cx, router, &x_td, &dgate)?;
         exchange.combine(&plan, &dx_rd, Some(&dx_router))

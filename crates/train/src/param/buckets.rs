@@ -1,6 +1,8 @@
 //! Sums of gradients over ranks, several weights at a time, beside the backward pass that makes the next ones.
 
 use super::Placement;
+use crate::fault::{Point, exchanging};
+use nibble_core::allocation::in_part;
 use nibble_core::ops::SumShards;
 use nibble_core::{Comm, Data, Error, Kernels, Mesh, Result, Tensor, Transfer, TreeSum};
 use std::collections::BTreeMap;
@@ -130,6 +132,11 @@ impl<B: Kernels> Lane<B> {
             return Ok(());
         }
         self.receive(b)?;
+        in_part("reduce", || self.send_open(b, ranks))
+    }
+
+    fn send_open(&mut self, b: &B, ranks: &dyn Comm<B>) -> Result<()> {
+        exchanging(Point::Reduce)?;
         self.open_bytes = 0;
         let (mut sums, mut destinations) = (Vec::new(), Vec::new());
         for Summand { name, values, parts, into } in self.open.drain(..) {
@@ -149,7 +156,7 @@ impl<B: Kernels> Lane<B> {
     fn receive(&mut self, b: &B) -> Result<()> {
         let Some((transfer, destinations)) = self.under_way.take() else { return Ok(()) };
         for (sum, Destination { name, shape: (rows, cols), rounded }) in
-            transfer.wait(b)?.into_iter().zip(destinations)
+            in_part("reduce", || transfer.wait(b))?.into_iter().zip(destinations)
         {
             let sum = Tensor::new(Data::F32(sum), rows, cols)?;
             let sum = match rounded {

@@ -159,6 +159,7 @@ impl<B: Kernels> RankContext<'_, B> {
         let len = sums.len() + 1;
         sums.push(cx.overflow.get());
         let all = self.b.download(&self.mesh.all.all_gather(self.b, &self.b.upload(&sums)?)?)?;
+        self.mesh.all.check()?;
         let (sums, needed): (Vec<&[f32]>, Vec<f32>) =
             all.chunks_exact(len).map(|of_rank| (&of_rank[..len - 1], of_rank[len - 1])).unzip();
         Ok(match needed.into_iter().fold(0.0, f32::max) {

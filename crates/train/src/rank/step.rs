@@ -16,6 +16,7 @@ use crate::optim::{self, OptimizerState};
 use crate::param::{GradientPlan, Param, reduce_gradients};
 use crate::record::{Counted, Layout, Told, Waiting};
 use crate::spec::ModelSpec;
+use nibble_core::allocation::{in_part, part};
 use nibble_core::ops::{
     BeginMicroBatch, BeginStep, Clock, Collect, Entry, EntrySource, InputLayout, OCCUPANCY_VALUES, PushAmax,
 };
@@ -218,7 +219,7 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         let clock = cx.clock.as_mut().ok_or_else(no_clock)?;
         let (control, told) = (&mut optimizer.control, layout.told());
         BeginStep { inputs, layout: *input_layout, clock, control, table, told }.run(self.context.b)?;
-        model.prepare(cx)?;
+        in_part("gather", || model.prepare(cx))?;
         self.micro_batch(look)
     }
 
@@ -247,10 +248,12 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         };
         op.run(context.b)?;
 
+        part("forward");
         let scale = 1.0 / context.config.tokens_per_step() as f32;
         let look = |inside: Inside<'_, B>| look(cx, inside);
         let (out, saved) = model.forward_seen(cx, buffers.ids.clone(), &buffers.targets, scale, look)?;
         self.collect(Some((&out, &saved)))?;
+        part("backward");
         self.model.backward(&self.cx, saved)?;
         self.collect(None)
     }

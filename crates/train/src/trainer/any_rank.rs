@@ -9,5 +9,7 @@ pub(super) fn any_rank<B: Kernels>(b: &B, comm: &dyn Comm<B>, here: bool) -> Res
         return Ok(here);
     }
     let all = comm.all_gather(b, &b.upload(&[f32::from(u8::from(here))])?)?;
-    Ok(b.download(&all)?.contains(&1.0))
+    let all = b.download(&all)?;
+    comm.check()?;
+    Ok(all.contains(&1.0))
 }

@@ -34,6 +34,7 @@ use crate::checks::{check_recipe, checked_recipe};
 use crate::config::Config;
 use crate::data::{Dataset, Loader};
 use crate::error::{Error, Result};
+use crate::fault::learning_rate;
 use crate::layers::rope_table;
 use crate::ledger::Ledger;
 use crate::metrics::{LayerMetrics, Metrics};
@@ -43,7 +44,7 @@ use crate::rank::{RankState, RunMemory, Step};
 use crate::record::{Report, Told};
 use crate::spec::ModelSpec;
 use crate::tokenizer::Tokenizer;
-use nibble_core::allocation::phase;
+use nibble_core::allocation::{part, phase, set_step};
 use nibble_core::ops::verify_ids;
 use nibble_core::{Comm, Error as CoreError, Kernels, Mesh, Recipe};
 use recorded::Recorded;
@@ -249,6 +250,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     fn issue(&mut self, how: Issue) -> Result<()> {
         let step = self.rank.context.step;
         phase(format_args!("step {step}"));
+        set_step(Some(step));
         self.issue_whole(how).map_err(|error| {
             self.has_failed = true;
             self.without_room(error, format!("step {step}"))
@@ -267,7 +269,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         let RankState { context, model, buffers: Some(buffers), activations, .. } = rank else {
             return Err(CoreError::shape("issue_step", "buffers", "none", "made").into());
         };
-        let lr = context.config.schedule().lr(context.step);
+        let lr = learning_rate(context.config.schedule().lr(context.step));
         let loader = match loader {
             Some(loader) => loader,
             None => loader.insert(Loader::new(context.plan()?)),
@@ -301,14 +303,18 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// with what was issued after it, and what it gives is of that. So every rank calls this after the same steps.
     ///
     /// # Errors
-    /// [`nibble_core::Error::NonFinite`] naming the first tensor that is not finite, of whichever rank, and the step: no weight
-    /// has changed since; [`nibble_core::Error::Capacity`] if an expert layer of one rank had more rows than its buffers hold; as
+    /// That of a rank that has failed meanwhile: nothing of the record is believed then. [`nibble_core::Error::NonFinite`] naming the first tensor
+    /// that is not finite, of whichever rank, and the step: no weight has changed since; [`nibble_core::Error::Capacity`] if an expert layer of one rank had more rows than its buffers hold; as
     /// [`Trainer::issue_step`] where a step is done again; those of a checkpoint under way, which a step that fails or is done again ends.
     pub fn settle(&mut self) -> Result<Option<Metrics>> {
         let Some(Issued { report, how, lr, started, issuing }) = self.issued.pop_front() else {
             return Ok(None);
         };
         let values = self.rank.context.b.finish_download(report)?;
+        if let Err(error) = self.rank.context.mesh.all.check() {
+            // The error of the step that could not be issued is the one to tell.
+            return if self.has_failed { Ok(None) } else { Err(error.into()) };
+        }
         let Some(buffers) = &self.rank.buffers else { return Ok(None) };
         let report = Report::new(buffers.layout, buffers.sites(), &values)?;
         if let Some(needed) = report.overflow().filter(|_| self.rank.context.mesh.ep.world() > 1) {
@@ -439,6 +445,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     ) -> Result<Option<f64>> {
         self.require_settled("evaluate")?;
         phase(format_args!("the held-out loss"));
+        part("evaluation");
         let RankState { context, model, activations, .. } = &mut self.rank;
         let evaluated = context.b.within(activations, || Ok(context.evaluate(model, batches, go_on)))?;
         evaluated.map_err(|error| self.without_room(error, "the held-out loss"))

@@ -23,6 +23,7 @@ pub(super) fn of_all_ranks<B: Kernels>(
     // To each rank the same two words: whether it is an error, and how long.
     let words = b.upload(&[failed, words].repeat(comm.world()))?;
     let words = b.download(&comm.counts(b, &words)?)?;
+    comm.check()?;
     let all: Vec<(bool, usize)> =
         words.chunks(2 * comm.world()).map(|of_rank| (of_rank[0] != 0, of_rank[1] as usize)).collect();
     let mut end = 0;
@@ -35,6 +36,7 @@ pub(super) fn of_all_ranks<B: Kernels>(
     comm.all_gather_parts(b, &b.upload(&said)?, &parts, &mut together)?;
     mine?;
     let together = b.download(&together)?;
+    comm.check()?;
     let said = |rank: usize| &together[parts[rank][0].clone()];
     if let Some(rank) = all.iter().position(|(failed, _)| *failed) {
         let why = format!("rank {rank} failed: {}", String::from_utf8_lossy(said(rank)));

@@ -13,6 +13,7 @@ use super::saving::{FileTensor, Files, Part, Run, cut, num_values, started};
 use crate::checkpoint::{FileEntry, Outline, Store, TensorSpec, write_file};
 use crate::error::{Error, Result};
 use crate::fault::{Point, reach};
+use nibble_core::allocation::in_part;
 use nibble_core::{Backend, Error as CoreError, Kernels};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, sync_channel};
@@ -218,6 +219,11 @@ impl<B: Kernels> Trainer<'_, B> {
 
     /// [`Trainer::finish_save`] of several ranks.
     pub(super) fn finish_owned(&mut self, owner: Owner) -> Result<Option<PathBuf>> {
+        in_part("checkpoint", || self.meet_over(owner))
+    }
+
+    /// Waits for this rank's files, and tells the others of them; the first rank puts the checkpoint in its place.
+    fn meet_over(&self, owner: Owner) -> Result<Option<PathBuf>> {
         let (b, all) = (self.rank.context.b, self.rank.context.mesh.all);
         let Owner { writer, whole } = owner;
         let written = writer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
@@ -245,6 +251,8 @@ impl<B: Kernels> Trainer<'_, B> {
     ) -> Result<Option<PathBuf>> {
         match whole {
             Some((store, outline)) => {
+                let all = self.rank.context.mesh.all;
+                let written = written.and_then(|entries| Ok(all.check().map(|()| entries)?));
                 store.finish(&outline, written, self.rank.context.config.checkpoint.keep).map(Some)
             }
             None => written.map(|_| None),

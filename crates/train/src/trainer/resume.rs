@@ -171,6 +171,7 @@ fn chosen<B: Kernels>(
         const NONE: f64 = -1.0;
         let step = found.as_ref().map_or(NONE, |checkpoint| checkpoint.position().step as f64);
         let told = b.download(&comm.all_gather_f64(b, &b.upload(&[step])?)?)?;
+        comm.check()?;
         let step = told.first().filter(|step| **step != NONE);
         if let (false, Some(step)) = (first, step) {
             found = Some(Checkpoint::open_verified(dir, *step as u64)?);

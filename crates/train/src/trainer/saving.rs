@@ -18,6 +18,7 @@ use crate::family::Named;
 use crate::fault::{Point, reach};
 use crate::param::{Moments, Param};
 use half::bf16;
+use nibble_core::allocation::in_part;
 use nibble_core::{Backend, Data, Error as CoreError, Kernels, MeshShape, Tensor, ValueRun};
 use std::collections::HashMap;
 use std::ops::Range;
@@ -313,15 +314,16 @@ impl<B: Kernels> Trainer<'_, B> {
     pub fn begin_save(&mut self, store: Option<&Store>) -> Result<()> {
         self.require_settled("save")?;
         self.finish_save()?;
-        self.rank.make_buffers()?;
         let all = self.rank.context.mesh.all;
+        all.check()?;
+        self.rank.make_buffers()?;
         if store.is_some() && all.rank() != 0 {
             let got = format!("on rank {}", all.rank());
             return Err(CoreError::shape("save", "store", got, "on the first rank alone").into());
         }
         let files = self.files();
         if all.world() > 1 {
-            return self.begin_owned(&files, store);
+            return in_part("checkpoint", || self.begin_owned(&files, store));
         }
         let Some(store) = store else { return Ok(()) };
         let (b, pool, outline) = (self.rank.context.b, self.pool(&files), self.outline(&files)?);

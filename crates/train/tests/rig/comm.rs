@@ -5,6 +5,7 @@ use nibble_cpu::{Buf, Cpu, ThreadComm};
 use std::fmt::Debug;
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// A call of a collective.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,6 +28,14 @@ pub trait Hook: Debug + Send + Sync {
     /// After it, whatever it returned: what it copied between host and device.
     fn after(&self, call: Call, copied: Traffic) {
         let _ = (call, copied);
+    }
+    /// What [`Comm::check`] says, beside what the communicator itself does.
+    fn check(&self) -> Result<()> {
+        Ok(())
+    }
+    /// How long the rank has waited for others, where that is to be known and not measured.
+    fn waited(&self) -> Option<Duration> {
+        None
     }
 }
 
@@ -126,6 +135,16 @@ impl<H: Hook + 'static> Comm<Cpu> for Hooked<H> {
     }
     fn abort(&self, why: &str) {
         Comm::<Cpu>::abort(&self.comm, why);
+    }
+    fn check(&self) -> Result<()> {
+        self.hook.check()?;
+        Comm::<Cpu>::check(&self.comm)
+    }
+    fn waited(&self) -> Duration {
+        self.hook.waited().unwrap_or_else(|| Comm::<Cpu>::waited(&self.comm))
+    }
+    fn host_ranks(&self) -> usize {
+        Comm::<Cpu>::host_ranks(&self.comm)
     }
 }
 
