@@ -1,6 +1,6 @@
 //! The two directions of an authenticated connection, for hub and client alike.
 
-use crate::message::{FRAME, encode};
+use crate::message::{FRAME, SMALL_FRAME, codec, encode};
 use crate::queue::Queue;
 use bytes::Bytes;
 use futures_util::{SinkExt, StreamExt};
@@ -11,28 +11,40 @@ use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::time::{Instant, timeout_at};
-use tokio_util::codec::{Framed, FramedRead, FramedWrite, LengthDelimitedCodec};
+use tokio_util::codec::{FramedRead, FramedWrite, LengthDelimitedCodec};
 
-/// A connection before it is divided.
-pub type Line = Framed<TcpStream, LengthDelimitedCodec>;
 /// What comes in.
 pub type Incoming = FramedRead<OwnedReadHalf, LengthDelimitedCodec>;
 /// What goes out.
 pub type Outgoing = FramedWrite<OwnedWriteHalf, LengthDelimitedCodec>;
 
-/// Divides a connection whose other side has proved what it is. What was read ahead is kept.
-pub fn divide(line: Line) -> (Incoming, Outgoing) {
-    let mut parts = line.into_parts();
-    parts.codec.set_max_frame_length(FRAME);
-    let (read, write) = parts.io.into_split();
-    let mut incoming = FramedRead::new(read, parts.codec.clone());
-    *incoming.read_buffer_mut() = parts.read_buf;
-    (incoming, FramedWrite::new(write, parts.codec))
+/// A connection in two directions.
+pub struct Line {
+    pub incoming: Incoming,
+    pub outgoing: Outgoing,
 }
 
-/// Sends one message, and waits until the system has taken it.
-pub async fn send<M: Serialize>(line: &mut Line, message: &M) -> io::Result<()> {
-    line.send(encode(message, &[])?).await
+impl Line {
+    /// A connection whose other side may be anybody: its frames are small.
+    pub fn new(stream: TcpStream) -> Self {
+        // A small message waits for no other. Without it everything works as well.
+        let _ = stream.set_nodelay(true);
+        let (read, write) = stream.into_split();
+        let [incoming, outgoing] = [codec(SMALL_FRAME), codec(SMALL_FRAME)];
+        Self { incoming: FramedRead::new(read, incoming), outgoing: FramedWrite::new(write, outgoing) }
+    }
+
+    /// The other side has proved what it is: frames may be of rows.
+    pub fn trust(mut self) -> Self {
+        self.incoming.decoder_mut().set_max_frame_length(FRAME);
+        self.outgoing.encoder_mut().set_max_frame_length(FRAME);
+        self
+    }
+
+    /// Sends one message, and waits until the system has taken it.
+    pub async fn send<M: Serialize>(&mut self, message: &M) -> io::Result<()> {
+        self.outgoing.send(encode(message, &[])?).await
+    }
 }
 
 /// What was met in place of a frame.

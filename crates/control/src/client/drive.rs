@@ -6,7 +6,7 @@ use super::inbox::Stage;
 use crate::error::{Error, Result};
 use crate::join::Join;
 use crate::limits::{Limits, seconds};
-use crate::link::{Incoming, Line, Lost, divide, next, write_all};
+use crate::link::{Incoming, Line, Lost, next, write_all};
 use crate::locked;
 use crate::message::Up;
 use crate::secret::Secret;
@@ -69,7 +69,7 @@ async fn stay(
     shared: &Shared,
     joined: &Sender<Result<()>>,
 ) -> String {
-    let (incoming, outgoing) = divide(line);
+    let Line { incoming, outgoing } = line;
     let alive = || Up::Alive(shared.status());
     let write = pin!(write_all(outgoing, &shared.queue, limits.beat(), alive));
     let lost = match select(pin!(read_all(incoming, limits, shared, joined)), write).await {

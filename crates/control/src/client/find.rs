@@ -3,8 +3,8 @@
 use crate::error::{Error, Refusal, Result};
 use crate::join::Join;
 use crate::limits::Limits;
-use crate::link::{Line, send};
-use crate::message::{Answer, Entry, Hello, MAGIC, PROTOCOL, SMALL_FRAME, codec, decode_whole};
+use crate::link::Line;
+use crate::message::{Answer, Entry, Hello, MAGIC, PROTOCOL, decode_whole};
 use crate::secret::{Secret, Side, nonce};
 use bytes::Bytes;
 use futures_util::StreamExt;
@@ -56,23 +56,21 @@ async fn meet(address: &str, secret: &Secret, join: &Join) -> Result<std::result
         Ok(stream) => stream,
         Err(error) => return Ok(Err(none(error))),
     };
-    // A small message waits for no other. Without it everything works as well.
-    let _ = stream.set_nodelay(true);
-    let mut line = Line::new(stream, codec(SMALL_FRAME));
+    let mut line = Line::new(stream);
     let hello = match frame(&mut line).await.and_then(hello) {
         Ok(hello) => hello,
         Err(refusal) => return Ok(Err(refusal)),
     };
     let entry = entry(&hello, secret, join)?;
-    if let Err(error) = send(&mut line, &entry).await {
+    if let Err(error) = line.send(&entry).await {
         return Ok(Err(none(error)));
     }
     let answered = frame(&mut line).await.and_then(|frame| accept(&hello, &entry, secret, frame));
-    Ok(answered.map(|()| line))
+    Ok(answered.map(|()| line.trust()))
 }
 
 async fn frame(line: &mut Line) -> std::result::Result<Bytes, Refusal> {
-    match line.next().await {
+    match line.incoming.next().await {
         Some(Ok(frame)) => Ok(frame.freeze()),
         Some(Err(error)) if error.kind() == std::io::ErrorKind::InvalidData => Err(Refusal::NoHub),
         Some(Err(error)) => Err(Refusal::NoAnswer(error.to_string())),

@@ -2,8 +2,8 @@
 
 use super::{Shared, link};
 use crate::join::Join;
-use crate::link::{Line, send};
-use crate::message::{Answer, Entry, Hello, MAGIC, PROTOCOL, SMALL_FRAME, codec, decode_whole};
+use crate::link::Line;
+use crate::message::{Answer, Entry, Hello, MAGIC, PROTOCOL, decode_whole};
 use crate::secret::{Secret, Side, nonce};
 use bytes::Bytes;
 use futures_util::StreamExt;
@@ -40,15 +40,13 @@ pub async fn keep(listener: TcpListener, shared: Arc<Shared>) {
 
 /// The handshake. `None` for a stranger.
 async fn meet(stream: TcpStream, secret: &Secret) -> Option<(Line, Join)> {
-    // A small message waits for no other. Without it everything works as well.
-    let _ = stream.set_nodelay(true);
     let nonce = nonce().ok()?;
-    let mut line = Line::new(stream, codec(SMALL_FRAME));
-    send(&mut line, &Hello { magic: MAGIC, protocol: PROTOCOL, nonce }).await.ok()?;
-    let frame = line.next().await?.ok()?;
+    let mut line = Line::new(stream);
+    line.send(&Hello { magic: MAGIC, protocol: PROTOCOL, nonce }).await.ok()?;
+    let frame = line.incoming.next().await?.ok()?;
     let (answer, join) = judge(secret, &nonce, frame.freeze())?;
-    send(&mut line, &answer).await.ok()?;
-    Some((line, join?))
+    line.send(&answer).await.ok()?;
+    Some((line.trust(), join?))
 }
 
 /// What is answered to an entry, and who comes in. `None` for what is no entry at all.

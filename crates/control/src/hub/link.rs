@@ -4,7 +4,7 @@ use super::Shared;
 use super::room::Loss;
 use crate::join::Join;
 use crate::limits::seconds;
-use crate::link::{Incoming, Line, Lost, divide, next, write_all};
+use crate::link::{Incoming, Line, Lost, next, write_all};
 use crate::locked;
 use crate::message::Down;
 use crate::queue::Queue;
@@ -17,7 +17,7 @@ use tokio::time::timeout_at;
 
 /// Until the rank is gone, or has been told of a failure for a deadline.
 pub async fn serve(line: Line, join: Join, shared: Arc<Shared>) {
-    let (incoming, outgoing) = divide(line);
+    let Line { incoming, outgoing } = line;
     let queue = Arc::new(Queue::new());
     let entered = shared.with(|room| room.enter(Instant::now(), join, Arc::clone(&queue)));
     let rank = entered.map_err(|refusal| queue.push_urgent(Down::Failed(refusal))).ok();
