@@ -1,0 +1,126 @@
+//! What a rank makes of the hub's messages. Without sockets and without a clock.
+
+use super::Ears;
+use crate::failure::{Failure, Status};
+use crate::message::{Assembly, Down, Frame, decode};
+use bytes::Bytes;
+use std::collections::HashMap;
+use std::sync::Arc;
+
+/// What a rank has heard.
+pub struct Inbox {
+    world: usize,
+    hub_is_rank_0: bool,
+    /// Where rank 0 is and what it does, as far as the hub has said.
+    host_0: String,
+    status_0: Status,
+    stage: Stage,
+    /// Rows on their way, by the ranks that send them.
+    rows: HashMap<usize, Assembly>,
+    ears: Arc<dyn Ears>,
+}
+
+/// How far the run is, as this rank knows it.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Stage {
+    /// Ranks come.
+    Gathering,
+    /// All have come.
+    Running,
+    /// This rank has left in peace.
+    Left,
+    /// It has failed.
+    Failed { failure: Failure, is_from_hub: bool },
+}
+
+impl Inbox {
+    /// Of a rank that the hub has let in.
+    pub fn new(world: usize, hub_is_rank_0: bool, ears: Arc<dyn Ears>) -> Self {
+        let (host_0, status_0, rows) = (String::new(), Status::default(), HashMap::new());
+        Self { world, hub_is_rank_0, host_0, status_0, stage: Stage::Gathering, rows, ears }
+    }
+
+    /// How far the run is.
+    pub fn stage(&self) -> &Stage {
+        &self.stage
+    }
+
+    /// Why the run has failed.
+    pub fn failure(&self) -> Option<&Failure> {
+        match &self.stage {
+            Stage::Failed { failure, .. } => Some(failure),
+            _ => None,
+        }
+    }
+
+    /// A message. What is wrong with it, if it is none. What it gives to the ears is returned, to be told without a lock.
+    pub fn hear(&mut self, frame: Bytes) -> Result<Option<Tell>, String> {
+        if matches!(self.stage, Stage::Left | Stage::Failed { .. }) {
+            return Ok(None);
+        }
+        let Frame { message, body } = decode::<Down>(frame)?;
+        if !body.is_empty() && !matches!(message, Down::Rows { .. }) {
+            return Err(format!("{} bytes follow a message", body.len()));
+        }
+        let is_running = self.stage == Stage::Running;
+        match message {
+            Down::Alive(status) => self.status_0 = status,
+            Down::AllHere { host_0 } if !is_running => (self.stage, self.host_0) = (Stage::Running, host_0),
+            Down::Rows { from, piece } if is_running && from < self.world => {
+                let rows = self.rows.entry(from).or_default().take(piece, &body)?;
+                return Ok(rows.map(|rows| Tell::Rows(from, rows)));
+            }
+            Down::Left(rank) if is_running && rank < self.world => return Ok(Some(Tell::Left(rank))),
+            Down::Goodbye if is_running => self.stage = Stage::Left,
+            Down::Failed(failure) => return Ok(self.fail(failure, true)),
+            _ => return Err(format!("out of turn: {message:?}")),
+        }
+        Ok(None)
+    }
+
+    /// The run has failed, if it has not before, and if this rank has not left.
+    pub fn fail(&mut self, failure: Failure, is_from_hub: bool) -> Option<Tell> {
+        if matches!(self.stage, Stage::Left | Stage::Failed { .. }) {
+            return None;
+        }
+        let was_running = self.stage == Stage::Running;
+        self.rows.clear();
+        self.stage = Stage::Failed { failure: failure.clone(), is_from_hub };
+        // Else it is what `join` answers with.
+        was_running.then_some(Tell::Failed(failure))
+    }
+
+    /// The hub is lost.
+    pub fn lose(&mut self, cause: String) -> Option<Tell> {
+        let mut failure = Failure { cause, ..Failure::default() };
+        if self.hub_is_rank_0 {
+            failure.rank = Some(0);
+            failure.host.clone_from(&self.host_0);
+            failure.status.clone_from(&self.status_0);
+        }
+        self.fail(failure, false)
+    }
+
+    /// Whom to tell.
+    pub fn ears(&self) -> Arc<dyn Ears> {
+        Arc::clone(&self.ears)
+    }
+}
+
+/// What is told to the ears.
+pub enum Tell {
+    Rows(usize, crate::message::Rows),
+    Left(usize),
+    Failed(Failure),
+}
+
+impl Tell {
+    /// Tells it.
+    pub fn to(self, ears: &dyn Ears) {
+        match self {
+            Self::Rows(from, rows) => ears.rows(from, rows),
+            Self::Left(rank) => ears.left(rank),
+            Self::Failed(failure) => ears.failed(&failure),
+        }
+    }
+}

@@ -1,0 +1,208 @@
+//! A rank's connection to the hub.
+
+pub(crate) mod find;
+pub(crate) mod inbox;
+
+mod drive;
+
+use crate::error::{Error, Result};
+use crate::failure::{Failure, Status};
+use crate::join::Join;
+use crate::limits::Limits;
+use crate::locked;
+use crate::message::{Frame, Rows, Up, pieces};
+use crate::queue::Queue;
+use crate::secret::Secret;
+use inbox::{Inbox, Stage, Tell};
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+use tokio::sync::Notify;
+
+/// What a rank hears. Called on the client's own thread, which reads and says that the rank is alive: so none of these may wait, nor call
+/// [`Client::fail`] or [`Client::leave`].
+pub trait Ears: Send + Sync {
+    /// Another rank gives rows. Those of one rank come in the order in which it sent them.
+    fn rows(&self, from: usize, rows: Rows);
+    /// Another rank has left in peace. What it sent before has been delivered.
+    fn left(&self, rank: usize);
+    /// The run has failed; this is told once. Nothing else is delivered after it.
+    fn failed(&self, failure: &Failure);
+    /// Half a deadline has passed since then, and the client is still there: whoever owns the process ends it by force.
+    fn overdue(&self, failure: &Failure);
+}
+
+/// A rank of a run, as long as it belongs to it. One that is dropped before it has left has failed, as far as the others can see.
+pub struct Client {
+    shared: Arc<Shared>,
+    limits: Limits,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// What the client's thread and its owner share.
+struct Shared {
+    inbox: Mutex<Inbox>,
+    /// The inbox has changed.
+    changed: Condvar,
+    queue: Queue<Up>,
+    status: Mutex<Box<dyn Fn() -> Status + Send>>,
+    /// What was said last of it.
+    said: Mutex<Status>,
+    failed: Notify,
+    stop: Notify,
+    cut: Notify,
+}
+
+impl Client {
+    /// Finds the run's hub, and returns once all ranks have come and the hub has found them to be of one mind.
+    ///
+    /// The addresses, each `HOST:PORT`, are tried in order, again and again until `limits.join` has passed. One where nobody listens, or where the
+    /// hub of another run answers, is passed over. `status` says what the rank does; it must not wait.
+    ///
+    /// # Errors
+    /// If no hub with this secret is found; if the hub refuses a rank, this one or another; if the run fails before all have come. With one address,
+    /// at once where its hub has another secret.
+    pub fn join(
+        addresses: &[String],
+        secret: &Secret,
+        join: Join,
+        limits: Limits,
+        status: impl Fn() -> Status + Send + 'static,
+        ears: Arc<dyn Ears>,
+    ) -> Result<Self, Error> {
+        let shared = Arc::new(Shared {
+            inbox: Mutex::new(Inbox::new(join.world, join.hub_is_rank_0, ears)),
+            changed: Condvar::new(),
+            queue: Queue::new(),
+            status: Mutex::new(Box::new(status)),
+            said: Mutex::new(Status::default()),
+            failed: Notify::new(),
+            stop: Notify::new(),
+            cut: Notify::new(),
+        });
+        let failed = |what| move |source| Error::System { what, source };
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build();
+        let runtime = runtime.map_err(failed("a rank's event loop"))?;
+        let name = format!("nibble rank {}", join.rank);
+        let search = drive::Search { addresses: addresses.to_vec(), secret: secret.clone(), join, limits };
+        let (sender, joined) = channel();
+        let inside = Arc::clone(&shared);
+        let run = move || {
+            runtime.block_on(drive::drive(search, &inside, sender));
+            // A name that is being looked up is not waited for.
+            runtime.shutdown_background();
+        };
+        let thread = std::thread::Builder::new().name(name).spawn(run).map_err(failed("a rank's thread"))?;
+        let client = Self { shared, limits, thread: Some(thread) };
+        let lost = || std::io::Error::other("it ended before it had found the hub");
+        joined.recv().map_err(|_| failed("a rank's thread")(lost()))??;
+        Ok(client)
+    }
+
+    /// Gives rows to another rank. Waits for nobody: they are queued, and travel in the order of these calls. Once the run has failed they are dropped.
+    pub fn send(&self, to: usize, rows: Rows) {
+        if self.failure().is_some() {
+            return;
+        }
+        let status = (locked(&self.shared.status))();
+        if *locked(&self.shared.said) != status {
+            self.shared.queue.push_urgent(Up::Alive(self.shared.say(status)));
+        }
+        // Whole rows at a time, whichever threads send.
+        let frames = pieces(rows)
+            .map(|Frame { message, body }| Frame { message: Up::Rows { to, piece: message }, body });
+        self.shared.queue.extend(frames);
+    }
+
+    /// Tells the hub that this rank has failed, and waits a quarter of a deadline at most until the hub has told all ranks. The first failure is
+    /// the run's: [`Client::failure`] says whether it is this one. Whether the hub has heard.
+    pub fn fail(&self, cause: &str, is_user_error: bool) -> bool {
+        let mut cause = cause.to_owned();
+        crate::failure::cut(&mut cause, crate::failure::CAUSE);
+        let status = self.shared.say((locked(&self.shared.status))());
+        self.shared.queue.push_urgent(Up::Failed { status, cause, is_user_error });
+        let stage = self.wait(Some(self.limits.deadline / 4));
+        matches!(stage, Stage::Failed { is_from_hub: true, .. })
+    }
+
+    /// Why the run has failed, if it has.
+    pub fn failure(&self) -> Option<Failure> {
+        locked(&self.shared.inbox).failure().cloned()
+    }
+
+    /// Leaves in peace. All that was queued is sent before, and the hub has heard.
+    ///
+    /// # Errors
+    /// The failure of the run, if it fails before.
+    pub fn leave(self) -> Result<(), Failure> {
+        self.shared.queue.push(Up::Leave);
+        match self.wait(None) {
+            Stage::Failed { failure, .. } => Err(failure),
+            _ => Ok(()),
+        }
+    }
+
+    /// Cuts the connection, as a broken network does: for tests of faults.
+    pub fn disconnect(&self) {
+        self.shared.cut.notify_one();
+    }
+
+    /// Waits until the run is over for this rank, so long at most.
+    fn wait(&self, most: Option<Duration>) -> Stage {
+        let until = most.map(|most| Instant::now() + most);
+        let mut inbox = locked(&self.shared.inbox);
+        while matches!(inbox.stage(), Stage::Gathering | Stage::Running) {
+            let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+            inbox = match left {
+                None => self.shared.changed.wait(inbox).unwrap_or_else(PoisonError::into_inner),
+                Some(Duration::ZERO) => break,
+                Some(left) => {
+                    self.shared.changed.wait_timeout(inbox, left).unwrap_or_else(PoisonError::into_inner).0
+                }
+            };
+        }
+        inbox.stage().clone()
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        self.shared.stop.notify_one();
+        // An ear may hold the last client; its thread does not wait for itself. One that panicked has said so.
+        if let Some(thread) =
+            self.thread.take().filter(|thread| thread.thread().id() != std::thread::current().id())
+        {
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Shared {
+    /// Changes the inbox, and tells the ears and who waits.
+    fn hear(&self, change: impl FnOnce(&mut Inbox) -> Option<Tell>) {
+        let mut inbox = locked(&self.inbox);
+        let before = inbox.failure().is_some();
+        let (tell, ears) = (change(&mut inbox), inbox.ears());
+        let has_failed = inbox.failure().is_some() && !before;
+        drop(inbox);
+        if let Some(tell) = tell {
+            tell.to(ears.as_ref());
+        }
+        if has_failed {
+            self.failed.notify_one();
+        }
+        self.changed.notify_all();
+    }
+
+    /// What the rank does, to be sent.
+    fn status(&self) -> Status {
+        let status = (locked(&self.status))();
+        self.say(status)
+    }
+
+    fn say(&self, status: Status) -> Status {
+        *locked(&self.said) = status.clone();
+        status.cut()
+    }
+}

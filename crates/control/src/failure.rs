@@ -1,0 +1,122 @@
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// What a rank does.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Status {
+    /// The step under way, once there is one.
+    pub step: Option<u64>,
+    /// What the rank is about, such as `forward exchange`; empty where nobody has said.
+    pub phase: String,
+}
+
+/// Why a run has failed. Its `Display` is the one message that every rank ends with.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Failure {
+    /// The rank that failed, where it was one.
+    pub rank: Option<usize>,
+    /// The host of that rank; empty where it is unknown.
+    pub host: String,
+    /// The last that was heard of what the rank did.
+    pub status: Status,
+    /// What happened: `its connection was lost`.
+    pub cause: String,
+    /// Whether the request cannot be followed as it stands, so that starting it again is of no use.
+    pub is_user_error: bool,
+}
+
+/// The longest cause that travels, in bytes.
+pub(crate) const CAUSE: usize = 16 << 10;
+/// The longest name of a host, a phase or a call that travels, in bytes.
+pub(crate) const NAME: usize = 1 << 10;
+
+impl Status {
+    /// With a phase that fits into a message.
+    pub(crate) fn cut(mut self) -> Self {
+        cut(&mut self.phase, NAME);
+        self
+    }
+}
+
+impl Failure {
+    /// With texts that fit into a message.
+    pub(crate) fn cut(mut self) -> Self {
+        cut(&mut self.host, NAME);
+        cut(&mut self.cause, CAUSE);
+        Self { status: self.status.cut(), ..self }
+    }
+}
+
+/// Shortens a text to so many bytes, and a mark that it was longer.
+pub(crate) fn cut(text: &mut String, bytes: usize) {
+    if text.len() > bytes {
+        // A text begins with a whole character.
+        text.truncate((0..=bytes).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0));
+        text.push('…');
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let host = Some(format!("host {}", self.host)).filter(|_| !self.host.is_empty());
+        let who = match (self.rank, host) {
+            (Some(rank), Some(host)) => Some(format!("rank {rank} on {host}")),
+            (Some(rank), None) => Some(format!("rank {rank}")),
+            (None, host) => host,
+        };
+        let step = self.status.step.map(|step| format!("step {step}"));
+        let phase = Some(self.status.phase.clone()).filter(|phase| !phase.is_empty());
+        let known: Vec<String> = [who, step, phase].into_iter().flatten().collect();
+        match known.is_empty() {
+            true => f.write_str(&self.cause),
+            false => write!(f, "{}: {}", known.join(", "), self.cause),
+        }
+    }
+}
+
+impl std::error::Error for Failure {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn failure() -> Failure {
+        Failure {
+            rank: Some(2),
+            host: "a".into(),
+            status: Status { step: Some(12), phase: "forward exchange".into() },
+            cause: "its connection was lost".into(),
+            is_user_error: false,
+        }
+    }
+
+    #[test]
+    fn the_message_names_what_is_known() {
+        assert_eq!(
+            failure().to_string(),
+            "rank 2 on host a, step 12, forward exchange: its connection was lost"
+        );
+        let status = Status { step: None, phase: "start".into() };
+        assert_eq!(
+            Failure { host: String::new(), status, ..failure() }.to_string(),
+            "rank 2, start: its connection was lost"
+        );
+        let status = Status { step: Some(0), phase: String::new() };
+        assert_eq!(
+            Failure { rank: None, status, ..failure() }.to_string(),
+            "host a, step 0: its connection was lost"
+        );
+        let cause = "rank 3 of 4 has not come".to_owned();
+        assert_eq!(Failure { cause, ..Failure::default() }.to_string(), "rank 3 of 4 has not come");
+    }
+
+    #[test]
+    fn texts_are_cut_between_characters() {
+        let long = Failure { cause: "é".repeat(CAUSE), host: "x".repeat(NAME), ..failure() }.cut();
+        assert_eq!(long.cause, "é".repeat(CAUSE / 2) + "…");
+        assert_eq!(long.host.len(), NAME);
+        let mut odd = "xé".to_owned();
+        cut(&mut odd, 2);
+        assert_eq!(odd, "x…");
+    }
+}

@@ -1,0 +1,71 @@
+//! The connection of a rank that has proved what it is.
+
+use super::Shared;
+use super::room::Loss;
+use crate::join::Join;
+use crate::limits::seconds;
+use crate::link::{Incoming, Line, Lost, next, write_all};
+use crate::locked;
+use crate::message::Down;
+use crate::queue::Queue;
+use futures_util::future::{Either, select};
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Instant;
+use tokio::io::{copy, sink};
+use tokio::time::timeout_at;
+
+/// Until the rank is gone, or has been told of a failure for a deadline.
+pub async fn serve(line: Line, join: Join, shared: Arc<Shared>) {
+    let Line { incoming, outgoing } = line;
+    let queue = Arc::new(Queue::new());
+    let entered = shared.with(|room| room.enter(Instant::now(), join, Arc::clone(&queue)));
+    let rank = entered.map_err(|refusal| queue.push_urgent(Down::Failed(refusal))).ok();
+    let alive = || Down::Alive(locked(&shared.room).status_of_0());
+    let write = pin!(write_all(outgoing, &queue, shared.limits.beat(), alive));
+    // What a rank said last is read even where nothing can be written to it.
+    if let Either::Right((_, read)) = select(pin!(read_all(incoming, rank, &shared)), write).await {
+        read.await;
+    }
+    shared.with(|room| room.gone());
+}
+
+/// Reads until the rank is gone. Of one that is refused, which has no number here, only the end counts.
+async fn read_all(mut incoming: Incoming, rank: Option<usize>, shared: &Shared) {
+    let mut heard = Instant::now();
+    let read_until = |heard| locked(&shared.room).read_until(heard);
+    loop {
+        let lost = match next(&mut incoming, read_until(heard).into()).await {
+            Ok(frame) => {
+                heard = Instant::now();
+                rank.inspect(|rank| shared.with(|room| room.hear(heard, *rank, frame)));
+                continue;
+            }
+            // A failure since then has given more time, in which the rank is told.
+            Err(Lost::Silent) if read_until(heard) > Instant::now() => continue,
+            Err(lost) => lost,
+        };
+        rank.inspect(|rank| shared.with(|room| room.lost(Instant::now(), *rank, loss(&lost, shared))));
+        match lost {
+            // A rank that was silent is told of its failure, should it listen again.
+            Lost::Silent if read_until(heard) > Instant::now() => {}
+            Lost::Closed | Lost::Silent => return,
+            Lost::Unreadable(_) => {
+                let mut sink = sink();
+                let rest = copy(incoming.get_mut(), &mut sink);
+                // At its end, or not: the rank has been told.
+                return drop(timeout_at(read_until(heard).into(), rest).await);
+            }
+        }
+    }
+}
+
+fn loss(lost: &Lost, shared: &Shared) -> Loss {
+    match lost {
+        Lost::Closed => Loss::Closed,
+        Lost::Silent => {
+            Loss::Other(format!("nothing was heard of it for {}", seconds(shared.limits.silence())))
+        }
+        Lost::Unreadable(why) => Loss::Other(format!("it sent what is no message: {why}")),
+    }
+}

@@ -1,0 +1,164 @@
+//! The hub of a run: it listens, and knows every rank.
+
+mod admission;
+mod door;
+mod link;
+mod room;
+
+pub(crate) use door::judge;
+pub(crate) use room::{Loss, Room};
+
+use crate::error::{Error, Result};
+use crate::failure::Failure;
+use crate::limits::Limits;
+use crate::locked;
+use crate::secret::Secret;
+use futures_util::future::{Either, select};
+use std::net::{SocketAddr, TcpListener};
+use std::pin::pin;
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread::JoinHandle;
+use std::time::Instant;
+use tokio::sync::Notify;
+use tokio::time::sleep_until;
+
+/// The hub of a run, on a thread of its own. One that is dropped cuts all connections, so that every rank that has not left fails.
+pub struct Hub {
+    shared: Arc<Shared>,
+    address: SocketAddr,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// What the hub's tasks and its owner share.
+struct Shared {
+    room: Mutex<Room>,
+    /// The room has changed.
+    changed: Condvar,
+    /// The next moment at which time alone changes something has changed.
+    due_changed: Notify,
+    stop: Notify,
+    secret: Secret,
+    limits: Limits,
+}
+
+impl Hub {
+    /// Starts the hub of a run of `world` ranks behind a listener.
+    ///
+    /// # Errors
+    /// Without a rank; if the system gives no thread, or takes the listener for none.
+    pub fn start(listener: TcpListener, secret: Secret, world: usize, limits: Limits) -> Result<Self> {
+        if world == 0 {
+            return Err(Error::NoRanks);
+        }
+        let failed = |what| move |source| Error::System { what, source };
+        let address = listener.local_addr().map_err(failed("the hub's address"))?;
+        listener.set_nonblocking(true).map_err(failed("the hub's listener"))?;
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build();
+        let runtime = runtime.map_err(failed("the hub's event loop"))?;
+        let listener = {
+            let _entered = runtime.enter();
+            tokio::net::TcpListener::from_std(listener).map_err(failed("the hub's listener"))?
+        };
+        let shared = Arc::new(Shared {
+            room: Mutex::new(Room::new(world, limits, Instant::now())),
+            changed: Condvar::new(),
+            due_changed: Notify::new(),
+            stop: Notify::new(),
+            secret,
+            limits,
+        });
+        let inside = Arc::clone(&shared);
+        let run = move || {
+            runtime.block_on(async {
+                tokio::spawn(clock(Arc::clone(&inside)));
+                // The door stays open until the end: who comes late is told why the run has failed.
+                select(pin!(door::keep(listener, Arc::clone(&inside))), pin!(inside.stop.notified())).await;
+            });
+        };
+        let thread = std::thread::Builder::new().name("nibble hub".into()).spawn(run);
+        let thread = Some(thread.map_err(failed("the hub's thread"))?);
+        Ok(Self { shared, address, thread })
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Whoever started a rank's process says that it has ended, and how: `it was killed by SIGKILL`. This is why the run has failed, unless the
+    /// rank has left in peace or has said why itself.
+    pub fn ended(&self, rank: usize, how: &str) {
+        self.shared.with(|room| room.ended(Instant::now(), rank, how));
+    }
+
+    /// Whoever hosts the hub ends the run.
+    pub fn fail(&self, failure: Failure) {
+        self.shared.with(|room| room.fail(Instant::now(), failure));
+    }
+
+    /// Why the run has failed, if it has.
+    pub fn failure(&self) -> Option<Failure> {
+        locked(&self.shared.room).failure().cloned()
+    }
+
+    /// Waits until all ranks have left in peace. After a failure, until all connections are closed, at most a deadline.
+    ///
+    /// # Errors
+    /// The failure of the run.
+    pub fn wait(self) -> Result<(), Failure> {
+        let mut room = locked(&self.shared.room);
+        loop {
+            let now = Instant::now();
+            let Some(until) = room.open_until() else {
+                room = self.shared.changed.wait(room).unwrap_or_else(std::sync::PoisonError::into_inner);
+                continue;
+            };
+            let Some(left) = until.checked_duration_since(now).filter(|left| !left.is_zero()) else { break };
+            let waited = self.shared.changed.wait_timeout(room, left);
+            room = waited.unwrap_or_else(std::sync::PoisonError::into_inner).0;
+        }
+        room.failure().cloned().map_or(Ok(()), Err)
+    }
+}
+
+impl Drop for Hub {
+    fn drop(&mut self) {
+        self.shared.stop.notify_one();
+        if let Some(thread) = self.thread.take() {
+            // A thread that panicked has said so.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Shared {
+    /// Changes the room, and tells who waits for that.
+    fn with<T>(&self, change: impl FnOnce(&mut Room) -> T) -> T {
+        let mut room = locked(&self.room);
+        let before = room.due();
+        let result = change(&mut room);
+        let is_due_the_same = room.due() == before;
+        drop(room);
+        self.changed.notify_all();
+        if !is_due_the_same {
+            self.due_changed.notify_one();
+        }
+        result
+    }
+}
+
+/// Tells the room when time alone changes something.
+async fn clock(shared: Arc<Shared>) {
+    loop {
+        let due = locked(&shared.room).due();
+        let changed = pin!(shared.due_changed.notified());
+        match due {
+            None => changed.await,
+            Some(due) => {
+                if let Either::Left(_) = select(pin!(sleep_until(due.into())), changed).await {
+                    shared.with(|room| room.tick(Instant::now()));
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,309 @@
+//! What the hub knows of its ranks, and what follows from what it hears. Without sockets, and without a clock: each call says what time it is.
+
+use super::admission::{absent, refusal};
+use crate::failure::{Failure, Status};
+use crate::join::Join;
+use crate::limits::{Limits, seconds};
+use crate::message::{Down, Flow, Frame, Piece, Up, decode};
+use crate::queue::Queue;
+use bytes::Bytes;
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// The ranks of a run, as the hub sees them.
+pub struct Room {
+    limits: Limits,
+    opened: Instant,
+    seats: Vec<Seat>,
+    /// All have come.
+    is_running: bool,
+    /// All have left in peace, the last of them at this time.
+    left: Option<Instant>,
+    suspect: Option<Suspect>,
+    failure: Option<(Failure, Instant)>,
+    /// Connections of ranks, and of those that are refused, which are open.
+    links: usize,
+}
+
+/// One rank.
+#[derive(Default)]
+pub(super) struct Seat {
+    /// Who has come, and what waits to be written to it.
+    pub(super) member: Option<(Join, Arc<Queue<Down>>)>,
+    status: Status,
+    presence: Presence,
+    /// How its process ended.
+    ended: Option<String>,
+    /// What it sends to others, by their numbers.
+    flows: HashMap<usize, Flow>,
+}
+
+#[derive(Default, Clone, Copy, PartialEq)]
+enum Presence {
+    #[default]
+    Absent,
+    Here,
+    Lost,
+    Left,
+}
+
+/// A rank that has most likely failed. For a moment somebody may know better why.
+struct Suspect {
+    rank: usize,
+    failure: Failure,
+    until: Instant,
+    /// What was heard of another rank since: a consequence, unless the suspect turns out to have left in peace.
+    echo: Option<Failure>,
+}
+
+/// How the connection of a rank was lost.
+pub enum Loss {
+    /// It ended.
+    Closed,
+    /// Anything else.
+    Other(String),
+}
+
+impl Room {
+    /// Where nobody has come yet.
+    pub fn new(world: usize, limits: Limits, now: Instant) -> Self {
+        Self {
+            limits,
+            opened: now,
+            seats: (0..world).map(|_| Seat::default()).collect(),
+            is_running: false,
+            left: None,
+            suspect: None,
+            failure: None,
+            links: 0,
+        }
+    }
+
+    /// Why the run has failed.
+    pub fn failure(&self) -> Option<&Failure> {
+        self.failure.as_ref().map(|(failure, _)| failure)
+    }
+
+    /// What rank 0 does.
+    pub fn status_of_0(&self) -> Status {
+        self.seats.first().map(|seat| seat.status.clone()).unwrap_or_default()
+    }
+
+    /// When the next call of [`Room::tick`] changes something.
+    pub fn due(&self) -> Option<Instant> {
+        if self.failure.is_some() {
+            return None;
+        }
+        let join = (!self.is_running).then(|| self.opened + self.limits.join);
+        join.into_iter().chain(self.suspect.as_ref().map(|suspect| suspect.until)).min()
+    }
+
+    /// Until when a connection is read that was heard at a time.
+    pub fn read_until(&self, heard: Instant) -> Instant {
+        match &self.failure {
+            Some((_, at)) => *at + self.limits.deadline,
+            None => heard + self.limits.silence(),
+        }
+    }
+
+    /// `None` while the run goes on; then until when its owner keeps the hub open.
+    pub fn open_until(&self) -> Option<Instant> {
+        let at = self.failure.as_ref().map(|(_, at)| *at).or(self.left)?;
+        Some(if self.links == 0 { at } else { at + self.limits.deadline })
+    }
+
+    /// Somebody who knows the secret comes. Answers with its number, or why it is refused.
+    pub fn enter(&mut self, now: Instant, join: Join, queue: Arc<Queue<Down>>) -> Result<usize, Failure> {
+        self.links += 1;
+        if let Some(failure) = self.failure() {
+            return Err(failure.clone());
+        }
+        let rank = join.rank;
+        let refusal = match self.left {
+            Some(_) => Some("the run has ended".to_owned()),
+            None => refusal(&self.seats, &join),
+        };
+        if let Some(cause) = refusal {
+            let host = join.host;
+            let failure =
+                Failure { rank: Some(rank), host, cause, is_user_error: true, ..Failure::default() }.cut();
+            // Later a rank that is started once too often does not end what has gone well.
+            if now < self.opened + self.limits.join {
+                self.fail(now, failure.clone());
+            }
+            return Err(failure);
+        }
+        let Some(seat) = self.seats.get_mut(rank) else { return Err(Failure::default()) };
+        seat.member = Some((join, queue));
+        seat.presence = Presence::Here;
+        if self.seats.iter().all(|seat| seat.presence == Presence::Here) {
+            self.is_running = true;
+            let host_0 = self.host(0);
+            self.everybody().for_each(|queue| queue.push_urgent(Down::AllHere { host_0: host_0.clone() }));
+        }
+        Ok(rank)
+    }
+
+    /// A rank says something.
+    pub fn hear(&mut self, now: Instant, rank: usize, frame: Bytes) {
+        if self.failure.is_some() || self.seats.get(rank).is_none_or(|seat| seat.presence != Presence::Here) {
+            return;
+        }
+        let taken = decode::<Up>(frame).and_then(|frame| self.take(now, rank, frame));
+        if let Err(why) = taken {
+            self.lost(now, rank, Loss::Other(format!("it sent what is no message: {why}")));
+        }
+    }
+
+    fn take(&mut self, now: Instant, rank: usize, Frame { message, body }: Frame<Up>) -> Result<(), String> {
+        if !body.is_empty() && !matches!(message, Up::Rows { .. }) {
+            return Err(format!("{} bytes follow a message", body.len()));
+        }
+        if !self.is_running && matches!(message, Up::Rows { .. } | Up::Leave) {
+            return Err("rows or a farewell before all have come".to_owned());
+        }
+        let (world, seat) = (self.seats.len(), &mut self.seats[rank]);
+        match message {
+            Up::Alive(status) => seat.status = status.cut(),
+            Up::Rows { to, piece } if to < world => {
+                seat.flows.entry(to).or_default().take(&piece, body.len())?;
+                self.give(rank, to, piece, body);
+            }
+            Up::Rows { to, .. } => return Err(format!("rows for rank {to} of {world}")),
+            Up::Failed { status, cause, is_user_error } => {
+                seat.status = status.cut();
+                let failure = Failure { is_user_error, ..self.failure_of(rank, cause) };
+                self.blame(now, rank, failure, now);
+            }
+            Up::Leave => self.leave(now, rank),
+        }
+        Ok(())
+    }
+
+    fn give(&self, from: usize, to: usize, piece: Piece, body: Bytes) {
+        let seat = &self.seats[to];
+        if let (Some((_, queue)), Presence::Here) = (&seat.member, seat.presence) {
+            queue.push(Frame { message: Down::Rows { from, piece }, body });
+        }
+    }
+
+    fn leave(&mut self, now: Instant, rank: usize) {
+        let seat = &mut self.seats[rank];
+        seat.presence = Presence::Left;
+        if let Some((_, queue)) = &seat.member {
+            queue.finish(Down::Goodbye);
+        }
+        self.everybody().for_each(|queue| queue.push(Down::Left(rank)));
+        if self.seats.iter().all(|seat| seat.presence == Presence::Left) {
+            self.left = Some(now);
+        }
+        if let Some(Suspect { echo, .. }) = self.suspect.take_if(|suspect| suspect.rank == rank)
+            && let Some(failure) = echo
+        {
+            self.fail(now, failure);
+        }
+    }
+
+    /// The connection of a rank was lost.
+    pub fn lost(&mut self, now: Instant, rank: usize, loss: Loss) {
+        let Some(seat) = self.seats.get_mut(rank).filter(|seat| seat.presence == Presence::Here) else {
+            return;
+        };
+        seat.presence = Presence::Lost;
+        if self.failure.is_some() {
+            return;
+        }
+        let (cause, until) = match (loss, seat.ended.take()) {
+            (Loss::Closed, Some(how)) => (how, now),
+            (Loss::Closed, None) => ("its connection was lost".to_owned(), now + self.limits.grace()),
+            (Loss::Other(cause), _) => (cause, now),
+        };
+        let failure = self.failure_of(rank, cause);
+        self.blame(now, rank, failure, until);
+        if self.failure.is_some() {
+            // It may listen again: it is told as the others are.
+            self.tell(rank);
+        }
+    }
+
+    /// The process of a rank has ended.
+    pub fn ended(&mut self, now: Instant, rank: usize, how: &str) {
+        let Some(seat) = self.seats.get_mut(rank) else { return };
+        let (cause, until) = match seat.presence {
+            Presence::Left => return,
+            Presence::Absent => (format!("{how}, before it had joined"), now),
+            Presence::Lost => (how.to_owned(), now),
+            // What it said last may still be on its way.
+            Presence::Here => (how.to_owned(), now + self.limits.grace()),
+        };
+        seat.ended = Some(how.to_owned());
+        let failure = self.failure_of(rank, cause);
+        self.blame(now, rank, failure, until);
+    }
+
+    /// Time has passed.
+    pub fn tick(&mut self, now: Instant) {
+        if let Some(suspect) = self.suspect.take_if(|suspect| suspect.until <= now) {
+            self.fail(now, suspect.failure);
+        }
+        if !self.is_running && self.opened + self.limits.join <= now {
+            let cause = format!("{} within {}", absent(&self.seats), seconds(self.limits.join));
+            self.fail(now, Failure { cause, is_user_error: true, ..Failure::default() });
+        }
+    }
+
+    /// A connection that had been let in is closed.
+    pub fn gone(&mut self) {
+        self.links = self.links.saturating_sub(1);
+    }
+
+    /// The run has failed, if it has not before. All ranks are told, before anything else that they would have been.
+    pub fn fail(&mut self, now: Instant, failure: Failure) {
+        if self.failure.is_some() || self.left.is_some() {
+            return;
+        }
+        let failure = failure.cut();
+        self.everybody().for_each(|queue| queue.interrupt(Down::Failed(failure.clone())));
+        self.failure = Some((failure, now));
+        self.suspect = None;
+    }
+
+    /// A rank has failed, as far as is known until a time. Only the first that did so is asked about.
+    fn blame(&mut self, now: Instant, rank: usize, failure: Failure, until: Instant) {
+        if self.failure.is_some() {
+            return;
+        }
+        match &mut self.suspect {
+            Some(suspect) if suspect.rank != rank => {
+                if suspect.echo.as_ref().is_none_or(|echo| echo.rank == failure.rank) {
+                    suspect.echo = Some(failure);
+                }
+            }
+            _ if until <= now => self.fail(now, failure),
+            Some(suspect) => suspect.failure = failure,
+            None => self.suspect = Some(Suspect { rank, failure, until, echo: None }),
+        }
+    }
+
+    fn tell(&self, rank: usize) {
+        if let (Some((_, queue)), Some(failure)) = (&self.seats[rank].member, self.failure()) {
+            queue.interrupt(Down::Failed(failure.clone()));
+        }
+    }
+
+    fn failure_of(&self, rank: usize, cause: String) -> Failure {
+        let status = self.seats[rank].status.clone();
+        Failure { rank: Some(rank), host: self.host(rank), status, cause, is_user_error: false }
+    }
+
+    fn host(&self, rank: usize) -> String {
+        self.seats[rank].member.as_ref().map(|(join, _)| join.host.clone()).unwrap_or_default()
+    }
+
+    /// What waits to be written to each rank that is here.
+    fn everybody(&self) -> impl Iterator<Item = &Queue<Down>> {
+        let here = self.seats.iter().filter(|seat| seat.presence == Presence::Here);
+        here.filter_map(|seat| seat.member.as_ref().map(|(_, queue)| queue.as_ref()))
+    }
+}

@@ -1,0 +1,44 @@
+use std::time::Duration;
+
+/// How long is waited for what.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// How long after a failure every rank has ended. A rank or a hub that is silent for half of it has failed; the other half is for ending.
+    pub deadline: Duration,
+    /// Until all ranks have come, from the hub's start; and until a rank has found the hub, from its own.
+    pub join: Duration,
+}
+
+impl Default for Limits {
+    /// 30 s and 300 s.
+    fn default() -> Self {
+        Self { deadline: Duration::from_secs(30), join: Duration::from_secs(300) }
+    }
+}
+
+impl Limits {
+    /// After so long without a word the other side is taken for dead.
+    pub(crate) fn silence(&self) -> Duration {
+        self.deadline / 2
+    }
+
+    /// A word at least so often.
+    pub(crate) fn beat(&self) -> Duration {
+        self.deadline / 8
+    }
+
+    /// After a connection was lost, until the cause is named: for who knows better.
+    pub(crate) fn grace(&self) -> Duration {
+        self.deadline / 16
+    }
+
+    /// For a stranger to prove that it belongs to the run.
+    pub(crate) fn handshake(&self) -> Duration {
+        self.silence().min(Duration::from_secs(10))
+    }
+}
+
+/// As messages have it: `300 s`, `0.5 s`.
+pub(crate) fn seconds(time: Duration) -> String {
+    format!("{} s", time.as_secs_f64())
+}

@@ -1,0 +1,93 @@
+//! The two directions of an authenticated connection, for hub and client alike.
+
+use crate::message::{FRAME, SMALL_FRAME, codec, encode};
+use crate::queue::Queue;
+use bytes::Bytes;
+use futures_util::{SinkExt, StreamExt};
+use serde::Serialize;
+use std::io;
+use std::time::Duration;
+use tokio::io::AsyncWriteExt;
+use tokio::net::TcpStream;
+use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::time::{Instant, timeout_at};
+use tokio_util::codec::{FramedRead, FramedWrite, LengthDelimitedCodec};
+
+/// What comes in.
+pub type Incoming = FramedRead<OwnedReadHalf, LengthDelimitedCodec>;
+/// What goes out.
+pub type Outgoing = FramedWrite<OwnedWriteHalf, LengthDelimitedCodec>;
+
+/// A connection in two directions.
+pub struct Line {
+    pub incoming: Incoming,
+    pub outgoing: Outgoing,
+}
+
+impl Line {
+    /// A connection whose other side may be anybody: its frames are small.
+    pub fn new(stream: TcpStream) -> Self {
+        // A small message waits for no other. Without it everything works as well.
+        let _ = stream.set_nodelay(true);
+        let (read, write) = stream.into_split();
+        let [incoming, outgoing] = [codec(SMALL_FRAME), codec(SMALL_FRAME)];
+        Self { incoming: FramedRead::new(read, incoming), outgoing: FramedWrite::new(write, outgoing) }
+    }
+
+    /// The other side has proved what it is: frames may be of rows.
+    pub fn trust(mut self) -> Self {
+        self.incoming.decoder_mut().set_max_frame_length(FRAME);
+        self.outgoing.encoder_mut().set_max_frame_length(FRAME);
+        self
+    }
+
+    /// Sends one message, and waits until the system has taken it.
+    pub async fn send<M: Serialize>(&mut self, message: &M) -> io::Result<()> {
+        self.outgoing.send(encode(message, &[])?).await
+    }
+}
+
+/// What was met in place of a frame.
+#[derive(Debug)]
+pub enum Lost {
+    /// The end of the connection, in order or not.
+    Closed,
+    /// No word until the time given.
+    Silent,
+    /// A frame that is too long: what follows cannot be read.
+    Unreadable(String),
+}
+
+/// The next frame, before a time.
+pub async fn next(incoming: &mut Incoming, until: Instant) -> Result<Bytes, Lost> {
+    match timeout_at(until, incoming.next()).await {
+        Err(_) => Err(Lost::Silent),
+        Ok(None) => Err(Lost::Closed),
+        Ok(Some(Ok(frame))) => Ok(frame.freeze()),
+        Ok(Some(Err(error))) if error.kind() == io::ErrorKind::InvalidData => {
+            Err(Lost::Unreadable(error.to_string()))
+        }
+        Ok(Some(Err(_))) => Err(Lost::Closed),
+    }
+}
+
+/// Writes what is queued and, at least so often, that this side is alive; until the queue is closed and empty.
+pub async fn write_all<M: Serialize>(
+    mut outgoing: Outgoing,
+    queue: &Queue<M>,
+    every: Duration,
+    alive: impl Fn() -> M,
+) -> io::Result<()> {
+    let mut due = Instant::now();
+    loop {
+        if Instant::now() >= due {
+            outgoing.send(encode(&alive(), &[])?).await?;
+            due = Instant::now() + every;
+        }
+        match timeout_at(due, queue.next()).await {
+            Err(_) => {}
+            Ok(Some(frame)) => outgoing.send(encode(&frame.message, &frame.body)?).await?,
+            Ok(None) => return outgoing.into_inner().shutdown().await,
+        }
+    }
+}

@@ -1,0 +1,274 @@
+//! What travels: one message a frame, and after the message the bytes of rows, if it has any.
+
+use crate::failure::{Failure, NAME, Status, cut};
+use crate::secret::{Nonce, Proof};
+use bytes::{Buf, Bytes, BytesMut};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use tokio_util::codec::LengthDelimitedCodec;
+
+/// How a hub's first message begins.
+pub const MAGIC: [u8; 8] = *b"nibble\0c";
+/// To be raised when a message changes.
+pub const PROTOCOL: u16 = 1;
+/// The longest frame before the other side has proved what it is, in bytes.
+pub const SMALL_FRAME: usize = 64 << 10;
+/// The longest frame, in bytes: rows, and what is said of them.
+pub const FRAME: usize = PIECE + SMALL_FRAME;
+/// So many bytes of rows travel in one frame at most, so that nothing else waits long.
+pub const PIECE: usize = 1 << 20;
+
+/// The hub's first message.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+pub struct Hello {
+    pub magic: [u8; 8],
+    pub protocol: u16,
+    pub nonce: Nonce,
+}
+
+/// The client's answer. `join` is a [`Join`](crate::Join), as the proof covers it.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+pub struct Entry {
+    pub nonce: Nonce,
+    pub proof: Proof,
+    pub join: Vec<u8>,
+}
+
+/// The hub's answer to that.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+pub enum Answer {
+    /// The client has proved its knowledge of the secret; so does the hub.
+    Welcome { proof: Proof },
+    /// It has not.
+    Stranger,
+}
+
+/// What a rank says to the hub.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+pub enum Up {
+    /// It is alive, and does this.
+    Alive(Status),
+    /// For another rank.
+    Rows { to: usize, piece: Piece },
+    /// It has failed.
+    Failed { status: Status, cause: String, is_user_error: bool },
+    /// Its work is done.
+    Leave,
+}
+
+/// What the hub says to a rank.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+pub enum Down {
+    /// It is alive, and this is what rank 0 does.
+    Alive(Status),
+    /// All have come. Where rank 0 is.
+    AllHere { host_0: String },
+    /// From another rank.
+    Rows { from: usize, piece: Piece },
+    /// Another rank has left in peace.
+    Left(usize),
+    /// The run has failed.
+    Failed(Failure),
+    /// The rank's own leave has been heard.
+    Goodbye,
+}
+
+/// What the bytes after a message are.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+pub enum Piece {
+    /// The first of some rows, `bytes` in all.
+    First { circle: u32, number: u64, call: String, bytes: u64 },
+    /// Those that follow.
+    More,
+}
+
+/// What a rank gives to one other rank in the `number`-th collective of a circle of ranks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rows {
+    /// Which circle of ranks.
+    pub circle: u32,
+    /// Which collective of that circle, in its order.
+    pub number: u64,
+    /// The collective's name, for messages. What is longer than 1 KiB is cut.
+    pub call: String,
+    /// What is given.
+    pub bytes: Vec<u8>,
+}
+
+/// A message and the bytes after it.
+#[derive(Debug)]
+pub struct Frame<M> {
+    pub message: M,
+    pub body: Bytes,
+}
+
+impl<M> From<M> for Frame<M> {
+    fn from(message: M) -> Self {
+        Self { message, body: Bytes::new() }
+    }
+}
+
+/// Frames of at most so many bytes, each after its length.
+pub fn codec(most: usize) -> LengthDelimitedCodec {
+    LengthDelimitedCodec::builder().max_frame_length(most).new_codec()
+}
+
+/// The bytes of a message and what follows it.
+pub fn encode<M: Serialize>(message: &M, body: &[u8]) -> std::io::Result<Bytes> {
+    let head = postcard::to_stdvec(message).map_err(std::io::Error::other)?;
+    let mut bytes = BytesMut::with_capacity(head.len() + body.len());
+    bytes.extend_from_slice(&head);
+    bytes.extend_from_slice(body);
+    Ok(bytes.freeze())
+}
+
+/// The message of a frame and what follows it. What is wrong, if it is none.
+pub fn decode<M: DeserializeOwned>(mut frame: Bytes) -> Result<Frame<M>, String> {
+    let (message, rest) = postcard::take_from_bytes(&frame).map_err(|error| error.to_string())?;
+    let body = rest.len();
+    frame.advance(frame.len() - body);
+    Ok(Frame { message, body: frame })
+}
+
+/// A message that nothing may follow.
+pub fn decode_whole<M: DeserializeOwned>(frame: Bytes) -> Result<M, String> {
+    let frame = decode(frame)?;
+    match frame.body.len() {
+        0 => Ok(frame.message),
+        more => Err(format!("{more} bytes follow a message")),
+    }
+}
+
+/// Rows as frames, in order.
+pub fn pieces(rows: Rows) -> impl Iterator<Item = Frame<Piece>> {
+    let Rows { circle, number, mut call, bytes } = rows;
+    cut(&mut call, NAME);
+    let mut rest = Bytes::from(bytes);
+    let mut head = Some(Piece::First { circle, number, call, bytes: rest.len() as u64 });
+    std::iter::from_fn(move || {
+        let message = match head.take() {
+            None if rest.is_empty() => return None,
+            first => first.unwrap_or(Piece::More),
+        };
+        Some(Frame { message, body: rest.split_to(PIECE.min(rest.len())) })
+    })
+}
+
+/// How much of some rows is still to come. The hub's check of a rank that sends, and half of putting rows together.
+#[derive(Debug, Default)]
+pub struct Flow {
+    left: u64,
+}
+
+impl Flow {
+    /// Takes a piece of so many bytes. What is wrong, if it does not fit what came before.
+    pub fn take(&mut self, piece: &Piece, bytes: usize) -> Result<(), String> {
+        let bytes = bytes as u64;
+        let left = match piece {
+            Piece::First { .. } if self.left > 0 => {
+                return Err(format!("{} bytes of rows are missing", self.left));
+            }
+            Piece::More if self.left == 0 => return Err("bytes of no rows".to_owned()),
+            // Else a rank could send as many frames as it likes without a byte.
+            _ if bytes == 0 && !matches!(piece, Piece::First { bytes: 0, .. }) => {
+                return Err("a piece without bytes".to_owned());
+            }
+            Piece::First { bytes, .. } => *bytes,
+            Piece::More => self.left,
+        };
+        self.left = left
+            .checked_sub(bytes)
+            .ok_or_else(|| format!("{bytes} bytes where {left} are left of some rows"))?;
+        Ok(())
+    }
+
+    fn is_done(&self) -> bool {
+        self.left == 0
+    }
+}
+
+/// Puts the pieces of one rank together.
+#[derive(Debug, Default)]
+pub struct Assembly {
+    flow: Flow,
+    rows: Option<Rows>,
+}
+
+impl Assembly {
+    /// The rows, once they are whole. What is wrong, if a piece does not fit.
+    pub fn take(&mut self, piece: Piece, body: &[u8]) -> Result<Option<Rows>, String> {
+        self.flow.take(&piece, body.len())?;
+        if let Piece::First { circle, number, call, bytes } = piece {
+            // What has not come yet takes no memory on the sender's word alone.
+            let room = usize::try_from(bytes).unwrap_or(usize::MAX).min(PIECE);
+            self.rows = Some(Rows { circle, number, call, bytes: Vec::with_capacity(room) });
+        }
+        if let Some(rows) = &mut self.rows {
+            rows.bytes.extend_from_slice(body);
+        }
+        Ok(self.rows.take_if(|_| self.flow.is_done()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rows(bytes: usize) -> Rows {
+        let bytes = (0..bytes).map(|i| (i % 251) as u8).collect();
+        Rows { circle: 1, number: 7, call: "all_gather".into(), bytes }
+    }
+
+    fn first(bytes: u64) -> Piece {
+        Piece::First { circle: 0, number: 0, call: String::new(), bytes }
+    }
+
+    #[test]
+    fn rows_are_cut_and_put_together() {
+        for (bytes, frames) in [(0, 1), (1, 1), (PIECE, 1), (PIECE + 1, 2), (3 * PIECE, 3)] {
+            let mut assembly = Assembly::default();
+            let mut seen = Vec::new();
+            for (i, piece) in pieces(rows(bytes)).enumerate() {
+                let frame = encode(&Up::Rows { to: 3, piece: piece.message }, &piece.body).unwrap();
+                assert!(frame.len() <= FRAME);
+                let Frame { message: Up::Rows { to: 3, piece }, body } = decode(frame).unwrap() else {
+                    panic!("another message")
+                };
+                seen.extend(assembly.take(piece, &body).unwrap().map(|rows| (i, rows)));
+            }
+            assert_eq!(seen, [(frames - 1, rows(bytes))]);
+        }
+    }
+
+    #[test]
+    fn pieces_that_do_not_fit_are_found() {
+        let taken = |pieces: &[(u64, usize)]| {
+            let mut flow = Flow::default();
+            // 0 is for a piece that follows, n for a first one of n - 1 bytes.
+            pieces
+                .iter()
+                .try_for_each(|(n, body)| flow.take(&n.checked_sub(1).map_or(Piece::More, first), *body))
+        };
+        assert_eq!(taken(&[(5, 2), (0, 2), (1, 0), (2, 1)]), Ok(()));
+        assert_eq!(taken(&[(0, 1)]).unwrap_err(), "bytes of no rows");
+        assert_eq!(taken(&[(5, 2), (5, 2)]).unwrap_err(), "2 bytes of rows are missing");
+        assert_eq!(taken(&[(5, 2), (0, 3)]).unwrap_err(), "3 bytes where 2 are left of some rows");
+        assert_eq!(taken(&[(5, 5)]).unwrap_err(), "5 bytes where 4 are left of some rows");
+        assert_eq!(taken(&[(5, 2), (0, 0)]).unwrap_err(), "a piece without bytes");
+    }
+
+    #[test]
+    fn rows_of_any_length_take_no_memory_before_they_come() {
+        let mut assembly = Assembly::default();
+        assert_eq!(assembly.take(first(u64::MAX), b"x"), Ok(None));
+    }
+
+    #[test]
+    fn a_message_stands_alone_unless_it_is_of_rows() {
+        let bytes = encode(&Down::Left(3), b"").unwrap();
+        assert_eq!(decode_whole::<Down>(bytes), Ok(Down::Left(3)));
+        let more = encode(&Down::Left(3), b"xy").unwrap();
+        assert_eq!(decode_whole::<Down>(more).unwrap_err(), "2 bytes follow a message");
+        assert!(decode::<Down>(Bytes::from_static(b"\xff")).is_err());
+    }
+}

@@ -1,0 +1,114 @@
+use crate::error::{Error, Result};
+use hmac::{Hmac, Mac};
+use sha2::Sha256;
+use std::fmt;
+
+/// What all processes of a run share, and nobody else knows. It is never sent, and `Debug` shows nothing of it.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Secret(Vec<u8>);
+
+/// The shortest secret, in bytes of its text.
+const LEAST: usize = 16;
+
+/// Random bytes that are used once.
+pub(crate) type Nonce = [u8; 32];
+/// What nobody without the secret can make.
+pub(crate) type Proof = [u8; 32];
+
+/// Who proves: what one side has shown is of no use to the other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Side {
+    Client,
+    Hub,
+}
+
+impl Secret {
+    /// A new one, of 32 random bytes.
+    ///
+    /// # Errors
+    /// If the system gives no random bytes.
+    pub fn random() -> Result<Self> {
+        let text: String = nonce()?.iter().map(|byte| format!("{byte:02x}")).collect();
+        Ok(Self(text.into_bytes()))
+    }
+
+    /// What a file or a variable of the environment holds. White space around it does not count.
+    ///
+    /// # Errors
+    /// If it has fewer than 16 bytes.
+    pub fn from_text(text: &str) -> Result<Self> {
+        let text = text.trim();
+        match text.len() < LEAST {
+            true => Err(Error::ShortSecret { bytes: text.len(), least: LEAST }),
+            false => Ok(Self(text.as_bytes().to_vec())),
+        }
+    }
+
+    /// What [`Secret::from_text`] reads: for a child's environment or for a file that others cannot read.
+    pub fn to_text(&self) -> String {
+        String::from_utf8_lossy(&self.0).into_owned()
+    }
+
+    /// Proves knowledge of the secret, and binds it to this connection's nonces and to what is said.
+    pub(crate) fn prove(&self, side: Side, hub: &Nonce, client: &Nonce, said: &[u8]) -> Proof {
+        self.mac(side, hub, client, said).finalize().into_bytes().into()
+    }
+
+    /// Whether the other side knows the secret. Takes the same time wherever a wrong proof begins to differ.
+    pub(crate) fn proves(&self, side: Side, hub: &Nonce, client: &Nonce, said: &[u8], proof: &Proof) -> bool {
+        self.mac(side, hub, client, said).verify_slice(proof).is_ok()
+    }
+
+    fn mac(&self, side: Side, hub: &Nonce, client: &Nonce, said: &[u8]) -> Hmac<Sha256> {
+        let label: &[u8; 16] = match side {
+            Side::Client => b"nibble rank v1\0\0",
+            Side::Hub => b"nibble hub v1\0\0\0",
+        };
+        // HMAC takes a key of any length.
+        let mac = Hmac::<Sha256>::new_from_slice(&self.0).expect("a key of any length");
+        mac.chain_update(label).chain_update(hub).chain_update(client).chain_update(said)
+    }
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Secret(..)")
+    }
+}
+
+/// 32 random bytes of the system.
+pub(crate) fn nonce() -> Result<Nonce> {
+    let mut nonce = [0; 32];
+    getrandom::fill(&mut nonce).map_err(Error::Random)?;
+    Ok(nonce)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_secret_is_read_as_it_was_written_and_is_not_shown() {
+        let secret = Secret::random().unwrap();
+        assert_eq!(secret.to_text().len(), 64);
+        assert_eq!(Secret::from_text(&format!(" {}\n", secret.to_text())).unwrap(), secret);
+        assert_ne!(Secret::random().unwrap(), secret);
+        assert_eq!(format!("{secret:?}"), "Secret(..)");
+        let short = Secret::from_text(" 0123456789abcde \n").unwrap_err().to_string();
+        assert!(short.starts_with("a secret of 15 bytes is too short: at least 16 bytes"), "{short}");
+        assert!(Secret::from_text("0123456789abcdef").is_ok());
+    }
+
+    #[test]
+    fn a_proof_holds_for_one_side_one_connection_and_one_text() {
+        let secret = Secret::random().unwrap();
+        let proof = secret.prove(Side::Client, &[1; 32], &[2; 32], b"said");
+        assert!(secret.proves(Side::Client, &[1; 32], &[2; 32], b"said", &proof));
+        let other = Secret::random().unwrap();
+        assert!(!other.proves(Side::Client, &[1; 32], &[2; 32], b"said", &proof));
+        assert!(!secret.proves(Side::Hub, &[1; 32], &[2; 32], b"said", &proof));
+        assert!(!secret.proves(Side::Client, &[3; 32], &[2; 32], b"said", &proof));
+        assert!(!secret.proves(Side::Client, &[1; 32], &[3; 32], b"said", &proof));
+        assert!(!secret.proves(Side::Client, &[1; 32], &[2; 32], b"says", &proof));
+    }
+}
