@@ -1,9 +1,11 @@
 //! Training, one rank's view of it: steps, evaluations, and what goes into a checkpoint.
 
+mod alike;
 mod any_rank;
 mod collect;
 mod decoding;
 mod divergence;
+mod folder;
 mod inspect;
 mod observer;
 mod of_all_ranks;
