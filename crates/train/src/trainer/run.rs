@@ -155,11 +155,17 @@ fn read_records<B: Kernels>(
         if let (Some(layers), Some(outputs)) = (trainer.take_layers(), outputs.as_mut()) {
             outputs.write_layers(&layers)?;
         }
+        let times = trainer.take_rank_times();
         let Some(mut metrics) = settled? else { break };
         loss = metrics.loss;
         reach(Point::StepSettled)?;
         if let Some(outputs) = outputs {
             note_memory(&mut metrics, trainer.backend().0.memory());
+            if let Some(times) = times {
+                outputs.write_ranks(&times)?;
+                metrics.other.extend(times.summary());
+                watchdog.ranks(&times).iter().for_each(|begun| observer.note(begun));
+            }
             record(metrics, outputs, watchdog, observer)?;
         }
         reach(Point::MetricsWritten)?;
