@@ -7,6 +7,7 @@ use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 /// What the name of an unfinished file begins with.
 pub const UNFINISHED_PREFIX: &str = ".nibble-tmp-";
@@ -27,6 +28,12 @@ pub struct WholeFile {
 struct Unfinished(PathBuf);
 
 impl Unfinished {
+    /// Known before it is there: a signal between the two finds it.
+    fn named(path: PathBuf) -> Self {
+        UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner).push(path.clone());
+        Self(path)
+    }
+
     fn forget(&self) -> bool {
         let mut all = UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner);
         let place = all.iter().position(|path| *path == self.0);
@@ -50,18 +57,13 @@ impl WholeFile {
     /// What the system says.
     pub fn create(path: &Path) -> io::Result<Self> {
         phase(format_args!("writing {}", path.display()));
-        static TURN: AtomicU64 = AtomicU64::new(0);
         let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
         let there = fs::metadata(&path).ok();
         // A device or a pipe would be gone, for everybody.
         if let Some(what) = there.as_ref().and_then(|there| what_else(there.file_type())) {
             return Err(no_file(what));
         }
-        let turn = TURN.fetch_add(1, Ordering::Relaxed);
-        let tmp = path.with_file_name(format!("{UNFINISHED_PREFIX}{}-{turn}", std::process::id()));
-        // Known before it is there: a signal between the two finds it.
-        UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner).push(tmp.clone());
-        let unfinished = Unfinished(tmp);
+        let unfinished = Unfinished::named(path.with_file_name(own_prefix()));
         let file = File::create(&unfinished.0)?;
         if let Some(there) = there {
             file.set_permissions(there.permissions())?;
@@ -80,6 +82,34 @@ impl WholeFile {
         self.unfinished.forget();
         sync_dir(self.path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new(".")))
     }
+}
+
+/// An empty file of a name that no other process gives, by which others know a directory. Dropped, it is removed.
+#[derive(Debug)]
+pub(crate) struct Mark(Unfinished);
+
+impl Mark {
+    /// One in this directory.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn in_dir(dir: &Path) -> io::Result<Self> {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let mark = Unfinished::named(dir.join(format!("{}-{:x}", own_prefix(), now.as_nanos())));
+        File::options().write(true).create_new(true).open(&mark.0)?;
+        Ok(Self(mark))
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.0.0
+    }
+}
+
+/// What the temporary name of one file of this process begins with: each time another.
+fn own_prefix() -> String {
+    static TURN: AtomicU64 = AtomicU64::new(0);
+    format!("{UNFINISHED_PREFIX}{}-{}", std::process::id(), TURN.fetch_add(1, Ordering::Relaxed))
 }
 
 impl Write for WholeFile {

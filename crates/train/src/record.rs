@@ -6,11 +6,12 @@
 
 use crate::spec::ModelSpec;
 use nibble_core::formats::{BlockAxis, Format};
-use nibble_core::ops::{Counts, Entry, EntrySource, Found, OCCUPANCY_VALUES, REPORT_HEAD};
+use nibble_core::ops::{Counts, Entry, EntrySource, Found, InputLayout, OCCUPANCY_VALUES, REPORT_HEAD};
 use nibble_core::{Backend, Error, Result};
 use std::collections::HashMap;
 use std::fmt;
 use std::ops::Range;
+use std::time::{Duration, Instant};
 
 /// By what a tensor changes its representation at a site.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -171,6 +172,38 @@ impl Told {
     }
 }
 
+/// What a step took a rank, from when it was issued to when the one after it was. The record of that one tells it to every rank.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Spent {
+    /// Seconds of it.
+    pub seconds: f64,
+    /// Seconds of these in which the rank waited for others.
+    pub waited: f64,
+}
+
+/// When the steps before the last one were issued first, and how long the rank had waited for others until then. A step that is done again is told
+/// of with what its first attempt took.
+#[derive(Debug, Default)]
+pub(crate) struct IssueTimes([Option<(u64, Instant, Duration)>; 3]);
+
+impl IssueTimes {
+    /// Step `step` is issued now. Returns the words that tell what the step before took: microseconds, and microseconds of waiting; zeros where
+    /// this process has not issued it.
+    pub fn issue(&mut self, step: u64, now: Instant, waited: Duration) -> [i32; 2] {
+        let place = |step: u64| (step % 3) as usize;
+        let this = &mut self.0[place(step)];
+        let (_, begun, waited) = *match this {
+            Some(times) if times.0 == step => times,
+            _ => this.insert((step, now, waited)),
+        };
+        let before =
+            step.checked_sub(1).and_then(|before| self.0[place(before)].filter(|times| times.0 == before));
+        let Some((_, before, waited_before)) = before else { return [0; 2] };
+        let micros = |time: Duration| i32::try_from(time.as_micros()).unwrap_or(i32::MAX);
+        [micros(begun - before).max(1), micros(waited.saturating_sub(waited_before))]
+    }
+}
+
 /// Ids that are checked against the vocabulary.
 const BAD_IDS: [&str; 2] = ["inputs", "targets"];
 
@@ -218,7 +251,7 @@ impl Layout {
         2 * self.sites..self.nats()
     }
 
-    /// Cells that must be finite: the losses, the sum of the step's scalars, and the largest magnitudes. (The one between them is a small number.)
+    /// Cells that must be finite: the losses, the sum of the step's scalars, and the largest magnitudes. (Those between them are whole numbers.)
     pub fn finite(&self) -> Range<usize> {
         self.nats()..self.amax() + self.spans
     }
@@ -250,14 +283,15 @@ impl Layout {
         self.nats() + self.shards
     }
 
-    /// What this rank told the others when the step was issued, as [`Told::word`] says it.
+    /// What this rank told the others when the step was issued, as [`Told::word`] says it; then what the step before took it, as [`Spent`]
+    /// has it, in microseconds.
     pub fn told(&self) -> usize {
         self.scalars() + 1
     }
 
     /// First of the largest magnitudes, one a span with a scale of earlier steps.
     pub fn amax(&self) -> usize {
-        self.told() + 1
+        self.told() + InputLayout::TOLD_WORDS
     }
 
     /// First of a layer's router losses, two a shard.
@@ -332,6 +366,17 @@ impl<'a> Report<'a> {
     pub fn told(&self) -> Told {
         let word = |table: &[f64]| table[self.layout.told()] as i32;
         Told::of_word(self.tables.iter().fold(0, |any, table| any | word(table)))
+    }
+
+    /// What the step before this one took each rank; none where any of them has not issued it.
+    pub fn spent(&self) -> Option<Vec<Spent>> {
+        let first = self.layout.told() + 1;
+        let seconds = |micros: f64| 1e-6 * micros;
+        let of_rank = |table: &&[f64]| {
+            let told = table[first] > 0.0;
+            told.then(|| Spent { seconds: seconds(table[first]), waited: seconds(table[first + 1]) })
+        };
+        self.tables.iter().map(of_rank).collect()
     }
 
     /// Where an exchange between ranks had less room than a rank was sent: what the one that was sent most was sent, in shares. Such a step has
@@ -465,5 +510,28 @@ impl<'a> Report<'a> {
                 (first..first + experts).map(sum).collect()
             })
             .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_step_that_is_done_again_is_told_of_with_what_its_first_attempt_took() {
+        let (begin, mut times) = (Instant::now(), IssueTimes::default());
+        let mut issue = |step: u64, at: u64, waited: u64| {
+            times.issue(step, begin + Duration::from_micros(at), Duration::from_micros(waited))
+        };
+        assert_eq!(issue(5, 0, 100), [0, 0], "the first of a process");
+        assert_eq!(issue(6, 10, 104), [10, 4]);
+        assert_eq!(issue(7, 30, 110), [20, 6]);
+        // The record of step 6 asks for more room: it is done again, and step 7.
+        assert_eq!(issue(6, 50, 130), [10, 4]);
+        assert_eq!(issue(7, 80, 140), [20, 6]);
+        assert_eq!(issue(8, 100, 150), [70, 40]);
+        assert_eq!(issue(9, 100 + u64::from(u32::MAX), 150), [i32::MAX, 0], "as long as there are words for");
+        assert_eq!(issue(9, 200 + u64::from(u32::MAX), 150), [i32::MAX, 0]);
+        assert_eq!(issue(10, 100 + u64::from(u32::MAX), 150), [1, 0], "told, however short");
     }
 }

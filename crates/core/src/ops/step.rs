@@ -37,7 +37,7 @@ impl Clock {
 }
 
 /// What the host hands over for a step, as I32 words: [`InputLayout::SCALARS`] words, which are the bits of the F32 scalars of
-/// [`Control::FROM_HOST`] and the word at [`InputLayout::TOLD`]; then for each micro-batch its ids and its targets. A ring has two
+/// [`Control::FROM_HOST`] and the words at [`InputLayout::TOLD`]; then for each micro-batch its ids and its targets. A ring has two
 /// such slots, so that one is written while the other is in use: step n reads slot n mod 2.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct InputLayout {
@@ -49,10 +49,12 @@ pub struct InputLayout {
 
 impl InputLayout {
     /// Words before the first id.
-    pub const SCALARS: usize = 4;
-    /// Which of them is what this rank tells the others, a small number, as whether it was asked to end the run: it travels with the step's
-    /// record, so that all ranks read the same.
-    pub const TOLD: usize = 3;
+    pub const SCALARS: usize = Self::TOLD + Self::TOLD_WORDS;
+    /// The first of those that this rank tells the others, as whether it was asked to end the run: they travel with the step's record, so that
+    /// all ranks read the same.
+    pub const TOLD: usize = Control::FROM_HOST;
+    /// How many these are.
+    pub const TOLD_WORDS: usize = 3;
 
     /// Words of one slot.
     pub fn slot_len(&self) -> usize {
@@ -71,8 +73,8 @@ impl InputLayout {
     }
 }
 
-/// Begins a step: the scalars of its slot go to the control buffer, the table of sums becomes zero but for the cell `told`, which
-/// becomes the word at [`InputLayout::TOLD`]; no micro-batch has begun.
+/// Begins a step: the scalars of its slot go to the control buffer, the table of sums becomes zero but for the cells from `told` on, which
+/// become the words at [`InputLayout::TOLD`]; no micro-batch has begun.
 #[derive(Debug)]
 pub struct BeginStep<'a, B: Backend> {
     /// The ring of inputs.
@@ -85,7 +87,7 @@ pub struct BeginStep<'a, B: Backend> {
     pub control: &'a mut B::Buf<f32>,
     /// What [`Collect`] adds to.
     pub table: &'a mut B::Buf<f64>,
-    /// The cell of it for what this rank tells the others.
+    /// The first of the [`InputLayout::TOLD_WORDS`] cells of it for what this rank tells the others.
     pub told: usize,
 }
 
@@ -93,13 +95,14 @@ impl<B: Backend> BeginStep<'_, B> {
     /// What backends owe each other.
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
-    /// Checks lengths, and that `told` lies within the table.
+    /// Checks lengths, and that the cells from `told` on lie within the table.
     pub fn check(&self) -> Result<()> {
         const OP: &str = "begin_step";
         self.layout.check::<B>(OP, self.inputs, self.clock)?;
         let cells = B::len(self.table);
-        if self.told >= cells {
-            return Err(Error::shape(OP, "told", self.told, format!("below {cells} cells")));
+        if self.told.saturating_add(InputLayout::TOLD_WORDS) > cells {
+            let expected = format!("{} words before the last of {cells} cells", InputLayout::TOLD_WORDS);
+            return Err(Error::shape(OP, "told", self.told, expected));
         }
         expect_eq(OP, "control.len()", B::len(self.control), Control::LEN)
     }

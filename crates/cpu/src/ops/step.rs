@@ -27,7 +27,8 @@ pub(crate) fn begin_step(_: &Cpu, op: BeginStep<'_, Cpu>) -> Result<()> {
     }
     let table = op.table.as_mut_slice();
     table.fill(0.0);
-    table[op.told] = f64::from(scalars[InputLayout::TOLD]);
+    let told = &scalars[InputLayout::TOLD..][..InputLayout::TOLD_WORDS];
+    table[op.told..].iter_mut().zip(told).for_each(|(cell, word)| *cell = f64::from(*word));
     Ok(())
 }
 

@@ -170,13 +170,7 @@ impl Config {
     /// # Errors
     /// As [`Config::resolved_toml`].
     pub fn changes_since(&self, earlier: &Self) -> Result<Vec<String>> {
-        let leaves = |config: &Self| {
-            let value = Value::try_from(config).map_err(|e| Error::config("", e.to_string()))?;
-            let mut flat = BTreeMap::new();
-            flatten("", &value, &mut flat);
-            Ok::<_, Error>(flat)
-        };
-        let (mut now, mut before) = (leaves(&self.going_on_from(earlier))?, leaves(earlier)?);
+        let (mut now, mut before) = (self.going_on_from(earlier).settings()?, earlier.settings()?);
         // Of a run that has not stored it, it is that.
         for all in [&mut now, &mut before] {
             all.entry("train.combine".to_owned())
@@ -195,6 +189,17 @@ impl Config {
             })
             .collect();
         Ok(changes)
+    }
+
+    /// Every setting that [`Config::resolved_toml`] writes, by its dotted key, as TOML.
+    ///
+    /// # Errors
+    /// As [`Config::resolved_toml`].
+    pub(crate) fn settings(&self) -> Result<BTreeMap<String, String>> {
+        let value = Value::try_from(self).map_err(|e| Error::config("", e.to_string()))?;
+        let mut settings = BTreeMap::new();
+        flatten("", &value, &mut settings);
+        Ok(settings)
     }
 
     /// [`Config::changes_since`] with which a run does not go on: more steps are none of them, and neither are other parts of experts, if they are

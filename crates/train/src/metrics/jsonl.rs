@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::marker::PhantomData;
 use std::path::{Path, PathBuf};
 
-use super::{LayerMetrics, Metrics};
+use super::{LayerMetrics, Metrics, RankTimes};
 use crate::error::{Error, Result};
 use crate::files::{self, append, write_whole};
 use serde::Serialize;
@@ -30,6 +30,12 @@ impl StepLine for Metrics {
 }
 
 impl StepLine for LayerMetrics {
+    fn step(&self) -> u64 {
+        self.step
+    }
+}
+
+impl StepLine for RankTimes {
     fn step(&self) -> u64 {
         self.step
     }
@@ -123,6 +129,14 @@ pub fn read_metrics(path: &Path) -> Result<StepFile<Metrics>> {
 /// # Errors
 /// [`Error::Io`].
 pub fn read_layers(path: &Path) -> Result<StepFile<LayerMetrics>> {
+    read_lines(path)
+}
+
+/// Reads a file of what steps took each rank; otherwise as [`read_metrics`].
+///
+/// # Errors
+/// [`Error::Io`].
+pub fn read_rank_times(path: &Path) -> Result<StepFile<RankTimes>> {
     read_lines(path)
 }
 

@@ -1,9 +1,10 @@
-//! What a run tells about itself: one JSON object a step, the same for TensorBoard, now and then one layer by layer, and a
-//! picture of its losses.
+//! What a run tells about itself: one JSON object a step, the same for TensorBoard, of several ranks one of their times, now and then one layer by
+//! layer, and a picture of its losses.
 
 mod jsonl;
 mod layers;
 mod plot;
+mod ranks;
 mod tensorboard;
 mod watchdog;
 
@@ -14,9 +15,10 @@ use crate::record::{Conversion, Report};
 use nibble_core::formats::Format;
 use serde::{Deserialize, Serialize};
 
-pub use jsonl::{MetricsLog, StepFile, StepLine, StepLog, read_layers, read_metrics};
+pub use jsonl::{MetricsLog, StepFile, StepLine, StepLog, read_layers, read_metrics, read_rank_times};
 pub use layers::{LayerMetrics, SiteMetrics};
 pub use plot::{LOSSES_BY, LossCurve, PICTURE, draw_losses, losses_svg, svg_beginning, thinned};
+pub use ranks::RankTimes;
 pub use tensorboard::{EVENTS_PREFIX, EventLog};
 pub use watchdog::Watchdog;
 
@@ -90,7 +92,7 @@ pub struct Metrics {
     /// Share of the values under scales of earlier steps that those took past the largest number. Absent of a recipe without.
     #[serde(rename = "quantization/saturated_fraction", skip_serializing_if = "Option::is_none", default)]
     pub saturated_fraction: Option<f64>,
-    /// Anything else, by name.
+    /// Anything else, by name: of several ranks what [`RankTimes::summary`] says.
     #[serde(flatten)]
     pub other: BTreeMap<String, f64>,
 }

@@ -1,6 +1,6 @@
 //! What goes wrong slowly: told when it begins, once, and again only after it has been over.
 
-use super::Metrics;
+use super::{Metrics, RankTimes};
 
 /// Looks at the metrics of every step.
 #[derive(Debug, Clone, Default)]
@@ -11,6 +11,8 @@ pub struct Watchdog {
     shift_inexact: Usual,
     /// Which of [`Watchdog::step`]'s findings are going on.
     is_on: [bool; 4],
+    /// For how many steps in a row each rank has been slow.
+    slow: Vec<u64>,
 }
 
 /// What a value usually is: its running mean, and that of its distance from it.
@@ -107,6 +109,27 @@ impl Watchdog {
         begun
     }
 
+    /// Takes what a step took each rank, and returns what begins with it: a rank has been slow, that is busy for at least 1.25 times the median of
+    /// all ranks, in 50 steps in a row. That is over with the first step in which it is not.
+    pub fn ranks(&mut self, times: &RankTimes) -> Vec<String> {
+        const SLOW: f64 = 1.25;
+        let Some(median) = times.median_busy() else { return Vec::new() };
+        let mut begun = Vec::new();
+        self.slow.resize(times.seconds.len(), 0);
+        for (rank, (busy, slow)) in times.busy().into_iter().zip(&mut self.slow).enumerate() {
+            *slow = if busy > 0.0 && busy >= SLOW * median { *slow + 1 } else { 0 };
+            if *slow == Self::SETTLED {
+                begun.push(format!(
+                    "step {}: rank {rank} has kept the others waiting for {} steps: it was busy for {busy:.3} s, and half of all ranks for no more than \
+                     {median:.3} s (ranks.jsonl); look at what else its processor, GPU or host does, and at its clock rate",
+                    times.step,
+                    Self::SETTLED
+                ));
+            }
+        }
+        begun
+    }
+
     /// Switches a finding on or off; its text if that is when it begins.
     fn switch(
         &mut self,
@@ -183,5 +206,21 @@ mod tests {
         let dead =
             Metrics { step: 1, loss: Some(9.0), dead_expert_fraction: Some(0.9), ..Metrics::default() };
         assert!(watchdog.step(&dead).is_empty());
+    }
+
+    #[test]
+    fn a_rank_that_is_slow_for_long_is_named_once_and_again_after_it_was_not() {
+        let mut watchdog = Watchdog::default();
+        let mut of = |steps: u64, busy: f64| -> Vec<String> {
+            let times = |step| RankTimes { step, seconds: vec![2.0, 2.0, 1.0 + busy], waiting: vec![1.0; 3] };
+            (1..=steps).flat_map(|step| watchdog.ranks(&times(step))).collect()
+        };
+        assert_eq!(of(100, 1.2), Vec::<String>::new());
+        assert_eq!(of(49, 1.25), Vec::<String>::new(), "not long enough");
+        assert_eq!(of(1, 1.0), Vec::<String>::new());
+        let begun = of(200, 1.25);
+        assert_eq!(begun.len(), 1, "{begun:?}");
+        assert!(begun[0].starts_with("step 50: rank 2 has kept the others waiting"), "{begun:?}");
+        assert_eq!((of(1, 1.0).len(), of(50, 1.5).len()), (0, 1));
     }
 }

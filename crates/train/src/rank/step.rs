@@ -101,18 +101,19 @@ impl<B: Kernels> StepBuffers<B> {
         }
     }
 
-    /// Writes the slot of the step that is to be issued: its scalars, what this rank tells the others, and its tokens.
+    /// Writes the slot of the step that is to be issued: its scalars, what this rank tells the others and what its step before took, and its tokens.
     pub fn write_inputs(
         &mut self,
         context: &RankContext<'_, B>,
-        (lr, told): (f64, Told),
+        (lr, told, spent): (f64, Told, [i32; 2]),
         batches: &[Batch],
     ) -> Result<()> {
         let config = &context.config;
         let scalars = optim::scalars(&config.train, lr, context.step);
         let mut words: Vec<i32> = scalars.iter().map(|x| x.to_bits() as i32).collect();
-        words.resize(InputLayout::SCALARS, 0);
-        words[InputLayout::TOLD] = told.word();
+        words.resize(InputLayout::TOLD, 0);
+        words.push(told.word());
+        words.extend(spent);
         for batch in batches {
             words.extend(&batch.inputs);
             words.extend(&batch.targets);

@@ -1,9 +1,11 @@
 //! Training, one rank's view of it: steps, evaluations, and what goes into a checkpoint.
 
+mod alike;
 mod any_rank;
 mod collect;
 mod decoding;
 mod divergence;
+mod folder;
 mod inspect;
 mod observer;
 mod of_all_ranks;
@@ -26,8 +28,8 @@ pub use outputs::heading;
 pub(crate) use pieces::PIECE;
 pub use run::run;
 pub use run_dir::{
-    CONFIG_FILE, LAYERS_FILE, LOG_FILE, MEMORY_FILE, METRICS_FILE, PICTURE_FILE, PROCESSES_FILE, RECIPE_FILE,
-    has_begun, is_of_a_run, latest as latest_run_dir, require_free, stored_config,
+    CONFIG_FILE, LAYERS_FILE, LOG_FILE, MEMORY_FILE, METRICS_FILE, PICTURE_FILE, PROCESSES_FILE, RANKS_FILE,
+    RECIPE_FILE, has_begun, is_of_a_run, latest as latest_run_dir, require_free, stored_config,
 };
 
 use crate::checks::{check_recipe, checked_recipe};
@@ -37,11 +39,11 @@ use crate::error::{Error, Result};
 use crate::fault::learning_rate;
 use crate::layers::rope_table;
 use crate::ledger::Ledger;
-use crate::metrics::{LayerMetrics, Metrics};
+use crate::metrics::{LayerMetrics, Metrics, RankTimes};
 use crate::model::Decoder;
 use crate::plan;
 use crate::rank::{RankState, RunMemory, Step};
-use crate::record::{Report, Told};
+use crate::record::{IssueTimes, Report, Told};
 use crate::spec::ModelSpec;
 use crate::tokenizer::Tokenizer;
 use nibble_core::allocation::{part, phase, set_step};
@@ -66,6 +68,10 @@ pub struct Trainer<'a, B: Kernels> {
     issued: VecDeque<Issued<B>>,
     /// What the last record said layer by layer, if its step is one to tell of.
     layers: Option<LayerMetrics>,
+    /// What the last record said of the times of several ranks.
+    rank_times: Option<RankTimes>,
+    /// When this rank, of several, issued its last steps.
+    issue_times: IssueTimes,
     /// Whether this rank was asked to end the run, which the steps issued from here on take along.
     asked: bool,
     /// What any rank told, by the last record.
@@ -127,6 +133,8 @@ impl<'a, B: Kernels> Trainer<'a, B> {
             loader: None,
             issued: VecDeque::new(),
             layers: None,
+            rank_times: None,
+            issue_times: IssueTimes::default(),
             asked: false,
             any_told: Told::default(),
             has_failed: false,
@@ -265,7 +273,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         }
         let started = Instant::now();
         self.rank.make_buffers()?;
-        let Self { rank, recorded, loader, saving, asked, .. } = self;
+        let Self { rank, recorded, loader, saving, asked, issue_times, .. } = self;
         let RankState { context, model, buffers: Some(buffers), activations, .. } = rank else {
             return Err(CoreError::shape("issue_step", "buffers", "none", "made").into());
         };
@@ -275,8 +283,12 @@ impl<'a, B: Kernels> Trainer<'a, B> {
             None => loader.insert(Loader::new(context.plan()?)),
         };
         let told = Told { asked: *asked, writing: saving.is_writing() };
-        buffers.write_inputs(context, (lr, told), &loader.take(context.step)?)?;
         let alone = context.mesh.all.world() == 1;
+        let spent = match alone {
+            true => [0; 2],
+            false => issue_times.issue(context.step, started, context.mesh.all.waited()),
+        };
+        buffers.write_inputs(context, (lr, told, spent), &loader.take(context.step)?)?;
         let mut whole = || -> Result<Duration> {
             if context.b.can_record() && alone && how == Issue::Replayed {
                 return Recorded::run(recorded, context, model, buffers, saving);
@@ -327,6 +339,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
             return self.settle();
         }
         self.any_told = report.told();
+        self.rank_times = RankTimes::of_report(&report);
         let (config, verified) = (&self.rank.context.config, report.verify());
         let told = verified.is_err() || LayerMetrics::is_due(report.step() + 1, config.train.steps);
         self.layers = told.then(|| LayerMetrics::of_step(&report));
@@ -400,6 +413,11 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// What the record that was read last says layer by layer, if its step is one to tell of ([`LayerMetrics::is_due`]), or has failed.
     pub fn take_layers(&mut self) -> Option<LayerMetrics> {
         self.layers.take()
+    }
+
+    /// What each of several ranks took for the step before that whose record was read last; none of one rank alone, and of a step of another process.
+    pub fn take_rank_times(&mut self) -> Option<RankTimes> {
+        self.rank_times.take()
     }
 
     /// Reads what steps have left, for what must come after them.

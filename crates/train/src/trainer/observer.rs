@@ -8,9 +8,9 @@ use crate::plan::Prediction;
 use nibble_core::Recipe;
 use std::path::{Path, PathBuf};
 
-/// What whoever watches a run is told, by its first rank.
+/// What whoever watches a run is told, by its first rank; of [`Observer::start`] by every rank.
 pub trait Observer {
-    /// The run begins (or goes on) at this step; what memory it takes.
+    /// The run begins (or goes on) at this step, in a folder that all ranks see; what memory it takes.
     fn start(&mut self, start: &Start<'_>);
     /// Something worth knowing that stops nothing, a sentence.
     fn note(&mut self, _text: &str) {}

@@ -1,7 +1,7 @@
 //! The files of a run, which its first rank alone has.
 
 use super::options::Options;
-use super::run_dir::{CONFIG_FILE, LAYERS_FILE, METRICS_FILE, PICTURE_FILE, RECIPE_FILE, claim};
+use super::run_dir::{CONFIG_FILE, LAYERS_FILE, METRICS_FILE, PICTURE_FILE, RANKS_FILE, RECIPE_FILE, claim};
 use crate::checkpoint::Store;
 use crate::config::Config;
 use crate::data::Entropy;
@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::fault::{Point, reach};
 use crate::files::write_whole;
 use crate::metrics::{
-    EventLog, LayerMetrics, LossCurve, Metrics, MetricsLog, StepLog, draw_losses, read_metrics,
+    EventLog, LayerMetrics, LossCurve, Metrics, MetricsLog, RankTimes, StepLog, draw_losses, read_metrics,
 };
 use nibble_core::Recipe;
 use std::path::{Path, PathBuf};
@@ -20,6 +20,8 @@ pub(super) struct Outputs {
     pub store: Store,
     log: MetricsLog,
     layers: StepLog<LayerMetrics>,
+    /// Of several ranks.
+    ranks: Option<StepLog<RankTimes>>,
     events: EventLog,
     curve: LossCurve,
     /// The last step whose held-out loss an earlier process has left.
@@ -53,8 +55,12 @@ impl Outputs {
         reach(Point::RunOpened)?;
         let log = MetricsLog::open(&dir.join(METRICS_FILE), step)?;
         let layers = StepLog::open(&dir.join(LAYERS_FILE), step)?;
+        // Lines of steps that one rank does again are those of nobody.
+        let times = dir.join(RANKS_FILE);
+        let ranks =
+            if config.run.ranks > 1 || times.exists() { Some(StepLog::open(&times, step)?) } else { None };
         let events = EventLog::create(&dir, step)?;
-        Ok(Self { dir, store, log, layers, events, curve: LossCurve::default(), held_out: None })
+        Ok(Self { dir, store, log, layers, ranks, events, curve: LossCurve::default(), held_out: None })
     }
 
     /// Begins the picture, with the losses that a resumed run already has. Returns what to tell of the file that holds them.
@@ -86,6 +92,10 @@ impl Outputs {
 
     pub fn write_layers(&mut self, layers: &LayerMetrics) -> Result<()> {
         self.layers.write(layers)
+    }
+
+    pub fn write_ranks(&mut self, times: &RankTimes) -> Result<()> {
+        self.ranks.as_mut().map_or(Ok(()), |ranks| ranks.write(times))
     }
 
     /// Draws the losses so far.

@@ -7,6 +7,7 @@
 
 use super::Trainer;
 use super::collect::{exchange, place};
+use super::folder::shared_folder;
 use super::of_all_ranks::of_all_ranks;
 use super::pieces::{Piece, Pieces, Stopped};
 use super::saving::{FileTensor, Files, Part, Run, cut, num_values, started};
@@ -97,17 +98,6 @@ fn misread(error: serde_json::Error) -> Error {
     CoreError::shape("save", "what a rank wrote", error, "names, lengths and checksums").into()
 }
 
-/// Checks that a rank sees the folder that the first rank has made.
-fn require_seen(dir: &Path, rank: usize) -> Result<()> {
-    if dir.is_dir() {
-        return Ok(());
-    }
-    let why = format!(
-        "rank {rank} does not see this folder: a checkpoint of several ranks needs one that all of them see"
-    );
-    Err(Error::checkpoint(dir, why))
-}
-
 /// The pieces of a rank's files, in order, and whether each is the last of its file.
 fn sequence<'f>(files: &'f [&'f [FileTensor]], piece: usize) -> impl Iterator<Item = (Vec<Run>, bool)> + 'f {
     files.iter().flat_map(move |file| {
@@ -125,25 +115,18 @@ impl<B: Kernels> Trainer<'_, B> {
         let (b, all) = (self.rank.context.b, self.rank.context.mesh.all);
         let begin = |store: &Store| {
             let outline = self.outline(files)?;
-            let dir = store.begin(&outline)?;
-            let unnamed =
-                || Error::checkpoint(&dir, "has a name that is no UTF-8, which ranks cannot tell each other");
-            Ok((dir.to_str().ok_or_else(unnamed)?.to_owned(), (store.clone(), outline)))
+            Ok((store.begin(&outline)?, (store.clone(), outline)))
         };
         let (dir, whole) = match store.map(begin).transpose() {
-            Ok(Some((dir, whole))) => (Ok(dir.into_bytes()), Some(whole)),
-            Ok(None) => (Ok(Vec::new()), None),
+            Ok(begun) => begun.map_or((Ok(None), None), |(dir, whole)| (Ok(Some(dir)), Some(whole))),
             Err(error) => (Err(error), None),
         };
-        // The first rank's; empty without a store.
-        let dir = of_all_ranks(b, all, dir)?.swap_remove(0);
-        let dir = PathBuf::from(String::from_utf8_lossy(&dir).into_owned());
-        if dir.as_os_str().is_empty() {
-            return Ok(());
-        }
-        if let Err(error) = of_all_ranks(b, all, require_seen(&dir, all.rank()).map(|()| Vec::new())) {
-            return self.end(whole, Err(error)).map(drop);
-        }
+        let dir = match shared_folder(b, all, dir, "the folder of a checkpoint") {
+            Ok(Some(dir)) => dir,
+            // There is no store.
+            Ok(None) => return Ok(()),
+            Err(error) => return self.end(whole, Err(error)).map(drop),
+        };
         let pool = self.pool(files);
         let (to, received) = sync_channel(pool.limit());
         let (rank, owners) = (all.rank(), owners(&files.values(), all.world()));
@@ -298,17 +281,5 @@ mod tests {
                 });
             }
         });
-    }
-
-    #[test]
-    fn a_rank_that_does_not_see_the_folder_says_so() {
-        let dir = tempfile::tempdir().unwrap();
-        require_seen(dir.path(), 3).unwrap();
-        let elsewhere = dir.path().join("elsewhere");
-        let error = require_seen(&elsewhere, 3).unwrap_err().to_string();
-        assert!(
-            error.contains("elsewhere: rank 3 does not see this folder: a checkpoint of several ranks"),
-            "{error}"
-        );
     }
 }

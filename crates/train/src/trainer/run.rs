@@ -1,8 +1,10 @@
 //! A whole run: steps, evaluations, checkpoints, metrics.
 
 use super::Trainer;
+use super::alike::require_alike;
 use super::any_rank::any_rank;
 use super::divergence::of_divergence;
+use super::folder::shared_folder;
 use super::observer::{Observer, Start, Summary};
 use super::options::Options;
 use super::outputs::Outputs;
@@ -12,12 +14,13 @@ use crate::config::{CheckpointConfig, Config};
 use crate::error::Result;
 use crate::fault::{Point, reach};
 use crate::metrics::{Metrics, Watchdog};
-use crate::plan::{self, Prediction};
+use crate::plan;
 use nibble_core::{DeviceKind, Kernels, MemoryStats, Mesh};
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 
-/// Trains to the end on this rank. Ranks other than the first return `None`, write nothing but files of checkpoints, and tell nobody.
+/// Trains to the end on this rank. Ranks other than the first return `None`, write nothing but files of checkpoints, and tell their observer nothing
+/// but that the run begins.
 ///
 /// # Errors
 /// Whatever stops a run; the error has been told to the other ranks.
@@ -152,11 +155,17 @@ fn read_records<B: Kernels>(
         if let (Some(layers), Some(outputs)) = (trainer.take_layers(), outputs.as_mut()) {
             outputs.write_layers(&layers)?;
         }
+        let times = trainer.take_rank_times();
         let Some(mut metrics) = settled? else { break };
         loss = metrics.loss;
         reach(Point::StepSettled)?;
         if let Some(outputs) = outputs {
             note_memory(&mut metrics, trainer.backend().0.memory());
+            if let Some(times) = times {
+                outputs.write_ranks(&times)?;
+                metrics.other.extend(times.summary());
+                watchdog.ranks(&times).iter().for_each(|begun| observer.note(begun));
+            }
             record(metrics, outputs, watchdog, observer)?;
         }
         reach(Point::MetricsWritten)?;
@@ -164,7 +173,7 @@ fn read_records<B: Kernels>(
     Ok(loss)
 }
 
-/// A trainer where the run begins or goes on, and on the first rank its files.
+/// A trainer where the run begins or goes on, and on the first rank its files. All ranks are told the run's folder, and then how it begins.
 fn set_up<'a, B: Kernels>(
     b: &'a B,
     mesh: Mesh<'a, B>,
@@ -181,13 +190,22 @@ fn set_up<'a, B: Kernels>(
         Some(data) => trainer.with(data),
         None => trainer.with_data()?,
     };
+    require_alike(b, mesh.all, (trainer.config(), trainer.recipe(), trainer.data()?))?;
     if let Some(checkpoint) = &checkpoint {
         trainer.load(checkpoint)?;
     }
-    let outputs =
-        if first { Some(begin(&mut trainer, store, &prediction, options, observer)?) } else { None };
+    let opened = if first { open(&mut trainer, store, options, observer).map(Some) } else { Ok(None) };
+    let (made, outputs) = match opened {
+        Ok(outputs) => (Ok(outputs.as_ref().map(|outputs| outputs.dir.clone())), outputs),
+        Err(error) => (Err(error), None),
+    };
     // No rank does a step of a run that has no directory yet.
-    mesh.all.barrier()?;
+    if let Some(dir) = shared_folder(b, mesh.all, made, "the run's folder")? {
+        trainer.rank.context.config.run.dir = dir.to_string_lossy().into_owned();
+    }
+    let (step, entropy) = (trainer.step(), trainer.data()?.entropy());
+    let (config, recipe) = (trainer.config(), trainer.recipe());
+    observer.start(&Start { step, config, recipe, prediction: &prediction, entropy });
     if b.kind() == DeviceKind::Gpu && config.checkpoint.every > 0 {
         trainer.prepare_to_save()?;
     }
@@ -213,21 +231,18 @@ fn evaluate_what_is_owed<B: Kernels>(
     Ok(evaluate(trainer, eval.batches, outputs, options, observer)?.is_some())
 }
 
-/// Opens the files of the run, and tells how it begins. `store` is that of a run that goes on.
-fn begin<B: Kernels>(
+/// Opens the files of the run. `store` is that of a run that goes on.
+fn open<B: Kernels>(
     trainer: &mut Trainer<'_, B>,
     store: Option<Store>,
-    prediction: &Prediction,
     options: Options,
     observer: &mut dyn Observer,
 ) -> Result<Outputs> {
     let (step, entropy) = (trainer.step(), trainer.data()?.entropy());
     let context = &mut trainer.rank.context;
     let mut outputs = Outputs::open(&mut context.config, &context.recipe, store, step, options)?;
-    let (config, recipe) = (trainer.config(), trainer.recipe());
-    let notes = outputs.begin_picture(&recipe.name, entropy, config.unit())?;
+    let notes = outputs.begin_picture(&context.recipe.name, entropy, context.config.unit())?;
     notes.iter().for_each(|note| observer.note(note));
-    observer.start(&Start { step, config, recipe, prediction, entropy });
     Ok(outputs)
 }
 

@@ -16,6 +16,8 @@ pub const RECIPE_FILE: &str = "recipe.toml";
 pub const METRICS_FILE: &str = "metrics.jsonl";
 /// For some steps a line that goes layer by layer.
 pub const LAYERS_FILE: &str = "layers.jsonl";
+/// What each step took each rank, of several.
+pub const RANKS_FILE: &str = "ranks.jsonl";
 /// The picture of the losses.
 pub const PICTURE_FILE: &str = "loss.svg";
 
@@ -27,11 +29,12 @@ pub const PROCESSES_FILE: &str = "processes.jsonl";
 pub const LOG_FILE: &str = "train.log";
 
 /// What a run writes into its directory, beside events and checkpoints.
-const FILES: [&str; 8] = [
+const FILES: [&str; 9] = [
     CONFIG_FILE,
     RECIPE_FILE,
     METRICS_FILE,
     LAYERS_FILE,
+    RANKS_FILE,
     PICTURE_FILE,
     MEMORY_FILE,
     PROCESSES_FILE,

@@ -1,8 +1,8 @@
 // A step's scalars, its micro-batches, what operations counted, and its end. crates/core/src/ops/step.rs describes
 // every value.
 //
-// begin_step: control[0 .. 3] from the slot's first words, table[told] from the one behind them, the clock's micro-batches and the rest of `table`
-//   zero. 256 threads; grid max(1, ceil(cells / 256)).
+// begin_step: control[0 .. 3] from the slot's first words, table[told .. told + 3] from those behind them, the clock's micro-batches and the rest
+//   of `table` zero. 256 threads; grid max(1, ceil(cells / 256)).
 // begin_micro_batch: ids and targets of the slot's next micro-batch, and the rows' numbers; then the clock counts it. 1024 threads; one cluster of
 //   8 CTAs, so that the clock changes only after all have read it.
 // push_amax: CTA s pushes table[s], the magnitude of span s, into the span's history. 128 threads; grid spans.
@@ -18,8 +18,8 @@ namespace nib {
 // Places in `Control` and `Clock`.
 enum { kGradScale = 3, kStop = 4, kFromHost = 3 };
 enum { kStep = 0, kMicro = 1 };
-// Place among a slot's scalars.
-enum { kTold = 3 };
+// Place among a slot's scalars, and how many.
+enum { kTold = 3, kToldWords = 3 };
 
 constexpr int kBeginThreads = 256;
 
@@ -27,8 +27,10 @@ __global__ void __launch_bounds__(kBeginThreads)
     begin_step(const int* __restrict__ inputs, u32* clock, float* __restrict__ control, double* __restrict__ table, u64 slot, u64 cells,
                u64 told) {
     const u64 i = u64(blockIdx.x) * kBeginThreads + threadIdx.x;
-    if (i < cells) table[i] = i == told ? double(inputs[clock[kStep] % 2 * slot + kTold]) : 0.0;
-    if (i < kFromHost) control[i] = __int_as_float(inputs[clock[kStep] % 2 * slot + i]);
+    const int* const from = inputs + clock[kStep] % 2 * slot;
+    // Before `told` the difference wraps round.
+    if (i < cells) table[i] = i - told < kToldWords ? double(from[kTold + (i - told)]) : 0.0;
+    if (i < kFromHost) control[i] = __int_as_float(from[i]);
     if (i == 0) clock[kMicro] = 0;
 }
 

@@ -1,0 +1,75 @@
+//! What a step took each of several ranks: who keeps the others waiting.
+
+use crate::record::Report;
+use serde::{Deserialize, Serialize};
+
+/// Times of one step, one a rank. The record of the step after tells them, so a step that no other follows has none.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct RankTimes {
+    /// Optimizer steps done, as in [`super::Metrics`].
+    pub step: u64,
+    /// Seconds from when the step was issued to when the one after it was, with whatever came between.
+    pub seconds: Vec<f64>,
+    /// Seconds of these in which the rank waited for others.
+    pub waiting: Vec<f64>,
+}
+
+impl RankTimes {
+    /// What a record says of the step before it; none of one rank alone, and where a rank has not issued that.
+    pub(crate) fn of_report(report: &Report<'_>) -> Option<Self> {
+        let spent = report.spent().filter(|ranks| ranks.len() > 1)?;
+        let (seconds, waiting) = spent.iter().map(|rank| (rank.seconds, rank.waited)).unzip();
+        // Steps are counted from 0, and this is of the one before.
+        Some(Self { step: report.step(), seconds, waiting })
+    }
+
+    /// Seconds in which each rank did not wait for others.
+    #[must_use]
+    pub fn busy(&self) -> Vec<f64> {
+        self.seconds.iter().zip(&self.waiting).map(|(seconds, waiting)| seconds - waiting).collect()
+    }
+
+    /// For the step's line of metrics: `ranks/slowest` (the number of the rank that was busy longest), `ranks/busy_max(s)` (for so long) and
+    /// `ranks/skew(s)` (so much longer than the one that was busy for the shortest time). Nothing without ranks.
+    #[must_use]
+    pub fn summary(&self) -> Vec<(String, f64)> {
+        let busy = self.busy();
+        let slowest = busy.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1).then(b.0.cmp(&a.0)));
+        let Some((slowest, most)) = slowest else { return Vec::new() };
+        let least = busy.iter().copied().fold(f64::INFINITY, f64::min);
+        let named = [("slowest", slowest as f64), ("busy_max(s)", *most), ("skew(s)", most - least)];
+        named.map(|(name, value)| (format!("ranks/{name}"), value)).into()
+    }
+
+    /// The median of the seconds in which ranks did not wait.
+    pub(crate) fn median_busy(&self) -> Option<f64> {
+        let mut busy = self.busy();
+        busy.sort_by(f64::total_cmp);
+        let middle = busy.len() / 2;
+        let upper = busy.get(middle)?;
+        Some(if busy.len() % 2 == 1 { *upper } else { (busy[middle - 1] + upper) / 2.0 })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_slowest_rank_is_the_one_that_others_wait_for() {
+        let times =
+            RankTimes { step: 3, seconds: vec![2.0, 2.0, 2.5, 2.0], waiting: vec![1.5, 0.25, 1.5, 1.0] };
+        assert_eq!(times.busy(), [0.5, 1.75, 1.0, 1.0]);
+        let named = |name: &str, value| (format!("ranks/{name}"), value);
+        assert_eq!(
+            times.summary(),
+            [named("slowest", 1.0), named("busy_max(s)", 1.75), named("skew(s)", 1.25)]
+        );
+        assert_eq!(times.median_busy(), Some(1.0));
+        let even = RankTimes { seconds: vec![1.0, 2.0], waiting: vec![0.0; 2], ..times };
+        assert_eq!(even.median_busy(), Some(1.5));
+        assert_eq!((RankTimes::default().summary(), RankTimes::default().median_busy()), (vec![], None));
+        let text = serde_json::to_string(&even).unwrap();
+        assert_eq!(text, r#"{"step":3,"seconds":[1.0,2.0],"waiting":[0.0,0.0]}"#);
+    }
+}

@@ -1,0 +1,82 @@
+//! What each rank's steps took, and how long it waited in them for others.
+
+mod rig;
+
+use nibble_core::{Comm, MeshShape};
+use nibble_cpu::Cpu;
+use nibble_train::metrics::{Metrics, read_metrics, read_rank_times};
+use nibble_train::trainer::{METRICS_FILE, Observer, Options, RANKS_FILE, Start, run};
+use rig::{Hook, Hooked, on_axes, small};
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+/// A rank that has waited this much longer each time it is asked.
+#[derive(Debug)]
+struct Waits {
+    each: Duration,
+    asked: AtomicU64,
+}
+
+impl Hook for Waits {
+    fn waited(&self) -> Option<Duration> {
+        Some(self.each * self.asked.fetch_add(1, Ordering::Relaxed) as u32)
+    }
+}
+
+struct Silent;
+
+impl Observer for Silent {
+    fn start(&mut self, _: &Start<'_>) {}
+    fn rejected(&mut self, _: &Path, _: &nibble_train::Error) {}
+    fn step(&mut self, _: &Metrics) {}
+    fn evaluation(&mut self, _: u64, _: f64) {}
+    fn checkpoint(&mut self, _: &Path) {}
+}
+
+/// A run of some steps, in which the rank of number n waits n + 1 milliseconds in each.
+fn run_of(dir: &Path, mesh: MeshShape, steps: u64, resume: bool) {
+    let (dir, steps) = (format!("run.dir={}", dir.display()), format!("train.steps={steps}"));
+    let ranks = format!("run.ranks={}", mesh.ranks());
+    let config = small("bf16", &[&dir, &steps, &ranks, "train.warmup_steps=1", "checkpoint.every=3"]);
+    on_axes(mesh, |axes| {
+        let each = Duration::from_millis(1 + Comm::<Cpu>::rank(&axes.all) as u64);
+        let axes = Hooked::axes(axes, |_| Waits { each, asked: AtomicU64::new(0) });
+        let options = Options { resume, ..Options::default() };
+        run(&Cpu::new(1).unwrap(), axes.mesh(), &config, options, &mut Silent).unwrap();
+    });
+}
+
+#[test]
+fn a_step_tells_what_the_one_before_it_took_each_rank() {
+    let dir = tempfile::tempdir().unwrap();
+    let four = MeshShape { dp: 1, ep: 4 };
+    run_of(dir.path(), four, 6, false);
+    run_of(dir.path(), four, 9, true);
+    let lines = read_rank_times(&dir.path().join(RANKS_FILE)).unwrap().metrics;
+    // No step follows the last one of a process.
+    let steps: Vec<u64> = lines.iter().map(|line| line.step).collect();
+    assert_eq!(steps, [1, 2, 3, 4, 5, 7, 8]);
+    for line in &lines {
+        assert_eq!(line.waiting, [1.0, 2.0, 3.0, 4.0].map(|ms| 1e-6 * (1e3 * ms)), "{line:?}");
+        assert!(line.seconds.len() == 4 && line.seconds.iter().all(|seconds| *seconds > 0.0), "{line:?}");
+    }
+    let metrics = read_metrics(&dir.path().join(METRICS_FILE)).unwrap().metrics;
+    let of_steps: Vec<_> = metrics.iter().filter(|metrics| metrics.loss.is_some()).collect();
+    assert_eq!(of_steps.len(), 9);
+    for metrics in of_steps {
+        // The line of a step has what the one before it took.
+        let before = lines.iter().find(|line| line.step + 1 == metrics.step);
+        let summary = before.map(|line| line.summary().into_iter().collect()).unwrap_or_default();
+        assert_eq!(metrics.other, summary, "step {}", metrics.step);
+    }
+}
+
+#[test]
+fn one_rank_alone_keeps_nobody_waiting() {
+    let dir = tempfile::tempdir().unwrap();
+    run_of(dir.path(), MeshShape::ONE, 2, false);
+    assert!(!dir.path().join(RANKS_FILE).exists());
+    let metrics = read_metrics(&dir.path().join(METRICS_FILE)).unwrap().metrics;
+    assert!(metrics.iter().all(|metrics| metrics.other.is_empty()));
+}
