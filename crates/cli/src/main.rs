@@ -7,6 +7,7 @@ mod ending;
 mod eval;
 mod generate;
 mod inspect;
+mod launch;
 mod options;
 mod plot;
 mod processes;
@@ -21,7 +22,7 @@ mod verify;
 
 use clap::{Parser, Subcommand};
 use nibble_command::error::{self, Result};
-use nibble_command::{allocation, console, env, say, warn};
+use nibble_command::{allocation, console, env, joined, say, warn};
 use nibble_core::allocation::phase;
 use std::process::ExitCode;
 
@@ -43,6 +44,7 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     Train(train::Args),
+    Launch(launch::Args),
     Eval(eval::Args),
     Generate(generate::Args),
     Plot(plot::Args),
@@ -99,28 +101,29 @@ fn command() -> ExitCode {
             return ended(console::require_said());
         }
     };
-    env::unknown().iter().for_each(|unread| warn!("warning: {unread}"));
+    if joined::is_first() {
+        env::unknown().iter().for_each(|unread| warn!("warning: {unread}"));
+    }
     ended(error::catch(|| run(cli).and_then(|()| console::require_said())))
 }
 
 /// Tells of an error, and gives the exit code.
 fn ended(done: Result<()>) -> ExitCode {
     let Err(error) = done else { return ExitCode::SUCCESS };
-    if !matches!(error, error::Error::Stopped(_)) {
-        warn!("error: {error}");
-    }
-    error.exit_code()
+    error.tell();
+    ExitCode::from(error.exit_code())
 }
 
 fn run(cli: Cli) -> Result<()> {
     #[cfg(debug_assertions)]
-    env::arm_faults(0)?;
+    env::arm_faults(joined::rank())?;
     phase(format_args!("nibble {}", std::env::args().nth(1).unwrap_or_default()));
-    if !matches!(cli.command, Command::Train(_)) {
+    if !matches!(cli.command, Command::Train(_) | Command::Launch(_)) {
         ending::leave_nothing_unfinished().map_err(nibble_core::Error::not_started)?;
     }
     match cli.command {
         Command::Train(args) => train::run(args),
+        Command::Launch(args) => launch::run(args),
         Command::Eval(args) => eval::run(args),
         Command::Generate(args) => generate::run(args),
         Command::Plot(args) => plot::run(args),

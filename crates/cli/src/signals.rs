@@ -117,7 +117,9 @@ mod unix {
             let name = nibble_command::error::signal_name(RECEIVED.load(Ordering::SeqCst));
             let text =
                 "the run ends after this step or batch; a second one after 3 s, or a third, ends it at once";
-            nibble_command::warn!("\n{name}: {text}");
+            if nibble_command::joined::is_first() {
+                nibble_command::warn!("\n{name}: {text}");
+            }
             drop(teller);
         };
         // Without a thread the line is not told, and the signal is heeded.

@@ -2,14 +2,16 @@
 
 mod console;
 mod introduction;
+mod rank_log;
 
 use crate::eval::against;
 use crate::signals::Signals;
-use console::{Console, Silent};
-use nibble_command::changes::Changes;
+use console::Console;
+use nibble_command::changes::{self, Changes};
 use nibble_command::console::{bits, thousands};
 use nibble_command::device::{self, Device, On, Work};
 use nibble_command::error::{Error, Result};
+use nibble_command::joined::{self, RendezvousArg};
 use nibble_command::{say, warn};
 use nibble_core::{DeviceKind, Recipe};
 use nibble_train::checks::checked_recipe;
@@ -17,6 +19,7 @@ use nibble_train::config::{Config, preset};
 use nibble_train::data::Dataset;
 use nibble_train::plan::{self, Prediction};
 use nibble_train::trainer::{self, CONFIG_FILE, Observer, Options, Start, Summary};
+use rank_log::RankLog;
 use std::path::{Path, PathBuf};
 
 /// Trains a model, or goes on with one
@@ -54,6 +57,18 @@ pub struct Args {
     /// On the device that the run would be on; =gpu: on a GPU, wherever this is.
     #[arg(long, value_name = "WHERE", num_args = 0..=1, require_equals = true, default_missing_value = "device")]
     dry_run: Option<DryRunOn>,
+    #[command(flatten)]
+    rendezvous: RendezvousArg,
+}
+
+/// Checks that ranks started by `nibble launch` can be asked for this.
+pub fn require_launchable(args: &Args) -> Result<()> {
+    match args.dry_run {
+        None => Ok(()),
+        Some(_) => {
+            Err(Error::usage("--dry-run starts no ranks: leave nibble launch away, and set run.ranks"))
+        }
+    }
 }
 
 /// Whose memory a dry run predicts.
@@ -69,7 +84,12 @@ pub fn run(args: Args) -> Result<()> {
     // First of all. A dry run, which writes nothing, needs no step to end.
     let signals = args.dry_run.is_none().then(Signals::wait_for_steps).transpose()?;
     let overrides = args.changes.overrides();
+    let process = args.rendezvous.begin()?;
     let (mut config, named_by_user) = load(&args.config, &overrides, args.resume)?;
+    if let Some(process) = process {
+        process.place(&mut config.run, changes::is_set(&overrides, "run.ranks"), args.resume)?;
+        config.validate()?;
+    }
     match args.dry_run {
         Some(DryRunOn::Device) => return device::run(&config.run, &DryRun { config: &config }),
         Some(DryRunOn::Gpu) => {
@@ -87,10 +107,12 @@ pub fn run(args: Args) -> Result<()> {
             let why = format!("--resume: no run has begun in {}; without it, one begins", dir.display());
             return Err(Error::usage(why));
         }
-        say!("resuming the run in {}", dir.display());
+        if joined::is_first() {
+            say!("resuming the run in {}", dir.display());
+        }
         config.run.dir = dir.to_string_lossy().into_owned();
-    } else if named_by_user {
-        // Before a device is opened, and again when the directory is taken.
+    } else if named_by_user && joined::is_first() {
+        // Before a device is opened, and again when the directory is taken: by the first rank, for all.
         trainer::require_free(Path::new(&config.run.dir))?;
     }
     let stop = signals.as_ref().map(Signals::received);
@@ -118,9 +140,13 @@ impl Work for Training<'_> {
         on.announce();
         let mut observer: Box<dyn Observer> = match on.mesh.all.rank() {
             0 => Box::new(Console::new(config, on)),
-            _ => Box::new(Silent),
+            _ => Box::new(RankLog::new(on)),
         };
         Ok(trainer::run(on.b, on.mesh, config, options, &mut *observer)?)
+    }
+
+    fn agreed(&self) -> String {
+        format!("resume = {}", self.options.resume)
     }
 }
 
@@ -179,8 +205,7 @@ fn introduce_dry_run(config: &Config, kind: DeviceKind) -> Result<(Recipe, Predi
 /// The configuration of this name, path or run's directory, and whether `run.dir` is the user's choice and not made of its name.
 fn load(name: &str, overrides: &[String], resume: bool) -> Result<(Config, bool)> {
     let path = Path::new(name);
-    let is_set = |o: &String| o.split('=').next().is_some_and(|key| key.trim() == "run.dir");
-    let is_dir_set = overrides.iter().any(is_set);
+    let is_dir_set = changes::is_set(overrides, "run.dir");
     if let (None, Some(dir)) = (preset(name), dir_of_run(path)) {
         let shown = dir.display();
         if path.is_dir() && !resume {

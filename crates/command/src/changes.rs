@@ -23,3 +23,8 @@ impl Changes {
         self.device.after(overrides)
     }
 }
+
+/// Whether one of these overrides sets this key.
+pub fn is_set(overrides: &[String], key: &str) -> bool {
+    overrides.iter().any(|set| set.split('=').next().is_some_and(|name| name.trim() == key))
+}

@@ -30,8 +30,11 @@ pub const SECRET_FILE: &str = "NIBBLE_SECRET_FILE";
 pub const DEADLINE: &str = "NIBBLE_DEADLINE";
 /// Seconds until all ranks have come.
 pub const JOIN_DEADLINE: &str = "NIBBLE_JOIN_DEADLINE";
+/// The folder of `nibble launch` for its ranks' last words.
+pub const LAUNCH_DIR: &str = "NIBBLE_LAUNCH_DIR";
+/// What goes wrong, in builds for tests.
 #[cfg(debug_assertions)]
-const FAULT: &str = "NIBBLE_FAULT";
+pub const FAULT: &str = "NIBBLE_FAULT";
 #[cfg(debug_assertions)]
 const SIGNAL_WINDOW: &str = "NIBBLE_SIGNAL_WINDOW";
 
@@ -48,6 +51,7 @@ const VARIABLES: &[(&str, &str)] = &[
     (SECRET_FILE, "a file of mode 600 that holds the secret, where NIBBLE_SECRET is not set"),
     (DEADLINE, "seconds without word of a rank after which the others end, 2 to 86400; unset: 30"),
     (JOIN_DEADLINE, "seconds in which all ranks must come at the start, 2 to 86400; unset: 300"),
+    (LAUNCH_DIR, "where a rank leaves what nibble launch tells of it; nibble launch sets it"),
     ("NIBBLE_TORCHRUN", "how the tests call torchrun; the command does not read it"),
     ("NIBBLE_TESTDATA", "where the tests find golden vectors and data; the command does not read it"),
     ("NIBBLE_BLESS", "1: the golden-loss test rewrites its files; the command does not read it"),

@@ -1,10 +1,9 @@
 //! What a command ends with when it does not succeed: a message, and whose fault it was.
 
-use crate::allocation;
+use crate::{allocation, joined, warn};
 use std::fmt;
 use std::io::Write;
 use std::panic::{self, AssertUnwindSafe};
-use std::process::ExitCode;
 use std::sync::{Mutex, PoisonError};
 
 /// Result of a command.
@@ -21,6 +20,8 @@ pub enum Error {
     Echo(String),
     /// A signal stopped the run, which has said so: exit code 128 and its number.
     Stopped(usize),
+    /// Another process tells why: this exit code.
+    Told(u8),
 }
 
 impl Error {
@@ -35,12 +36,20 @@ impl Error {
     }
 
     /// What the process ends with.
-    pub fn exit_code(&self) -> ExitCode {
+    pub fn exit_code(&self) -> u8 {
         match self {
-            Self::Usage(_) => ExitCode::from(2),
-            Self::Failed(_) | Self::Echo(_) => ExitCode::FAILURE,
+            Self::Usage(_) => 2,
+            Self::Failed(_) | Self::Echo(_) => 1,
             // Signals have numbers below 65.
-            Self::Stopped(signal) => ExitCode::from(128 + *signal as u8),
+            Self::Stopped(signal) => 128 + *signal as u8,
+            Self::Told(code) => *code,
+        }
+    }
+
+    /// Tells of it, unless that is done: on standard error, or to the launcher, which tells the errors of all ranks.
+    pub fn tell(&self) {
+        if !matches!(self, Self::Stopped(_) | Self::Told(_)) && !joined::leave_word(&self.to_string()) {
+            warn!("error: {self}");
         }
     }
 }
@@ -50,6 +59,7 @@ impl fmt::Display for Error {
         match self {
             Self::Usage(message) | Self::Failed(message) | Self::Echo(message) => f.write_str(message),
             Self::Stopped(signal) => write!(f, "stopped by {}", signal_name(*signal)),
+            Self::Told(code) => write!(f, "another process tells why; exit code {code}"),
         }
     }
 }

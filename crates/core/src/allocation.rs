@@ -4,7 +4,7 @@ use crate::visible::Visible;
 use std::cell::Cell;
 use std::fmt::{self, Write};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 thread_local! {
     static MAY_BE_REFUSED: Cell<bool> = const { Cell::new(false) };
@@ -56,17 +56,34 @@ fn phase_now() -> MutexGuard<'static, Phase> {
     PHASE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Told of each change.
+static ON_CHANGE: OnceLock<fn()> = OnceLock::new();
+
+/// From now on `told` is called whenever the process says what it does, on the thread that says it; it may ask what that is. The first to ask is told.
+pub fn on_change(told: fn()) {
+    let _ = ON_CHANGE.set(told);
+}
+
+fn changed() {
+    if let Some(told) = ON_CHANGE.get() {
+        told();
+    }
+}
+
 /// Says what the process does from now on, for whoever tells what went wrong: `phase(format_args!("reading {path}"))`. It has no part yet.
 pub fn phase(what: fmt::Arguments<'_>) {
     let mut phase = phase_now();
     (phase.len, phase.part) = (0, "");
     // A text that is too long is cut.
     let _ = write!(Visible::new(&mut *phase), "{what}");
+    drop(phase);
+    changed();
 }
 
 /// Says in which part of its phase the process is from now on: "forward"; an empty text is none.
 pub fn part(what: &'static str) {
     phase_now().part = what;
+    changed();
 }
 
 /// Does something that is a part of its own, as "reduce", and then is in the part that it was in. Where it fails it stays in this one, so that
@@ -76,6 +93,7 @@ pub fn part(what: &'static str) {
 /// What `work` returns.
 pub fn in_part<R, E>(what: &'static str, work: impl FnOnce() -> Result<R, E>) -> Result<R, E> {
     let before = std::mem::replace(&mut phase_now().part, what);
+    changed();
     let done = work()?;
     part(before);
     Ok(done)
@@ -93,6 +111,7 @@ pub fn with_phase<R>(tell: impl FnOnce(&str, &'static str) -> R) -> R {
 /// Says which training step is issued from now on, from 0, as messages count them; none outside of a run's steps.
 pub fn set_step(step: Option<u64>) {
     STEP.store(step.unwrap_or(NO_STEP), Ordering::Relaxed);
+    changed();
 }
 
 /// The training step that was issued last, from 0. Waits for nobody.

@@ -6,7 +6,7 @@ use crate::processes::Process;
 use indicatif::{ProgressBar, ProgressStyle};
 use nibble_command::console::{bits, thousands};
 use nibble_command::device::{Device, On};
-use nibble_command::say;
+use nibble_command::{joined, say};
 use nibble_core::visible;
 use nibble_cuda::measure::power::Meter;
 use nibble_train::config::Config;
@@ -88,6 +88,7 @@ impl Console {
 
 impl Observer for Console {
     fn start(&mut self, start: &Start<'_>) {
+        joined::leave_run(&start.config.run.dir);
         self.entropy = start.entropy;
         self.begin_log(start);
         let dir = &start.config.run.dir;
@@ -182,15 +183,4 @@ fn step_line(metrics: &Metrics) -> String {
         metrics.watts.map(|x| format!("power: {x:.0}W")),
     ];
     figures.into_iter().flatten().collect::<Vec<_>>().join("  ")
-}
-
-/// The observer of ranks other than the first, who are told nothing anyway.
-pub struct Silent;
-
-impl Observer for Silent {
-    fn start(&mut self, _: &Start<'_>) {}
-    fn rejected(&mut self, _: &Path, _: &nibble_train::Error) {}
-    fn step(&mut self, _: &Metrics) {}
-    fn evaluation(&mut self, _: u64, _: f64) {}
-    fn checkpoint(&mut self, _: &Path) {}
 }

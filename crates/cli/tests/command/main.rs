@@ -18,6 +18,8 @@ mod memory;
 mod mistakes;
 mod models;
 mod outputs;
+#[cfg(unix)]
+mod processes;
 mod quantize;
 #[cfg(unix)]
 mod reading;

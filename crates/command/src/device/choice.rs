@@ -26,7 +26,7 @@ pub fn choose<C>(
     match run.device {
         DeviceChoice::Cpu => Ok((Choice::Cpu, asked)),
         DeviceChoice::Auto if run.ranks > 1 => {
-            Ok((Choice::Cpu, format!("{asked}: ranks are threads of the CPU")))
+            Ok((Choice::Cpu, format!("{asked}: ranks compute on the CPU")))
         }
         DeviceChoice::Auto => {
             Ok(match first_usable(found).and_then(|n| open(n).map_err(|e| e.to_string())) {
@@ -118,7 +118,7 @@ mod tests {
             assert_eq!(number, None);
             why
         };
-        assert!(why(2, &two).contains("ranks are threads"));
+        assert!(why(2, &two).contains("ranks compute on the CPU"));
         assert!(why(1, &found(vec![gpu(0, "NVIDIA A100", (8, 0))])).contains("capability 8.0"));
         assert!(why(1, &found(Vec::new())).contains("finds no GPU"));
         let no_driver = Probe { driver: Err("libcuda.so cannot be loaded".into()), ..found(Vec::new()) };

@@ -9,10 +9,11 @@ pub use kind::{Device, OpTime, Peaks};
 
 use crate::env::Env;
 use crate::error::Result;
-use crate::ranks;
 use crate::say;
+use crate::{joined, ranks};
 use choice::Choice;
 use nibble_core::{Mesh, SoloComm};
+use nibble_cpu::Cpu;
 use nibble_train::config::{DeviceChoice, RunConfig};
 
 /// What is to be done on a device, by each rank.
@@ -24,6 +25,11 @@ pub trait Work: Sync {
     /// # Errors
     /// Whatever ends the command.
     fn run<B: Device>(&self, on: &On<'_, B>) -> Result<Self::Out>;
+
+    /// What ranks that are processes must have the same before they begin, besides the mesh: a line of TOML.
+    fn agreed(&self) -> String {
+        String::new()
+    }
 }
 
 /// A rank's backend, its communicator, and why it is this backend.
@@ -79,7 +85,13 @@ pub fn run<W: Work>(run: &RunConfig, work: &W) -> Result<W::Out> {
     let (choice, why) = choice::choose(run, nibble_cuda::probe(), nibble_cuda::Cuda::new)?;
     match choice {
         Choice::Cuda(cuda) => work.run(&On { b: &cuda, mesh: Mesh::new(&SoloComm), why: &why }),
-        Choice::Cpu => ranks::on_ranks(&env, run, |cpu, mesh| work.run(&On { b: cpu, mesh, why: &why })),
+        Choice::Cpu => {
+            let body = |cpu: &Cpu, mesh: Mesh<'_, Cpu>| work.run(&On { b: cpu, mesh, why: &why });
+            match joined::this() {
+                Some(process) => process.run(&env, run, &work.agreed(), body),
+                None => ranks::on_ranks(&env, run, body),
+            }
+        }
     }
 }
 

@@ -28,8 +28,8 @@ pub use outputs::heading;
 pub(crate) use pieces::PIECE;
 pub use run::run;
 pub use run_dir::{
-    CONFIG_FILE, LAYERS_FILE, LOG_FILE, MEMORY_FILE, METRICS_FILE, PICTURE_FILE, PROCESSES_FILE, RANKS_FILE,
-    RECIPE_FILE, has_begun, is_of_a_run, latest as latest_run_dir, require_free, stored_config,
+    CONFIG_FILE, LAYERS_FILE, LOG_FILE, MEMORY_FILE, METRICS_FILE, PICTURE_FILE, PROCESSES_FILE, RANKS_DIR,
+    RANKS_FILE, RECIPE_FILE, has_begun, is_of_a_run, latest as latest_run_dir, require_free, stored_config,
 };
 
 use crate::checks::{check_recipe, checked_recipe};

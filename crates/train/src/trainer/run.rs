@@ -15,6 +15,7 @@ use crate::error::Result;
 use crate::fault::{Point, reach};
 use crate::metrics::{Metrics, Watchdog};
 use crate::plan;
+use nibble_core::allocation::{part, phase};
 use nibble_core::{DeviceKind, Kernels, MemoryStats, Mesh};
 use std::ops::ControlFlow;
 use std::path::PathBuf;
@@ -46,6 +47,7 @@ fn run_rank<'a, B: Kernels>(
     options: Options,
     observer: &mut dyn Observer,
 ) -> Result<Option<Summary>> {
+    phase(format_args!("start"));
     reach(Point::Loading)?;
     let origin = Origin::find(b, mesh.all, config, options.resume, observer)?;
     if let ControlFlow::Break(summary) = origin.finished(b, mesh.all, observer)? {
@@ -269,6 +271,8 @@ fn evaluate<B: Kernels>(
     options: Options,
     observer: &mut dyn Observer,
 ) -> Result<Option<f64>> {
+    phase(format_args!("the held-out loss"));
+    part("evaluation");
     reach(Point::EvaluationBegins)?;
     let (first, (b, comm)) = (outputs.is_some(), trainer.backend());
     let evaluated = trainer.evaluate_while(batches, &mut |done, of| {

@@ -18,6 +18,8 @@ pub const METRICS_FILE: &str = "metrics.jsonl";
 pub const LAYERS_FILE: &str = "layers.jsonl";
 /// What each step took each rank, of several.
 pub const RANKS_FILE: &str = "ranks.jsonl";
+/// A folder with a log of each rank but the first.
+pub const RANKS_DIR: &str = "ranks";
 /// The picture of the losses.
 pub const PICTURE_FILE: &str = "loss.svg";
 
@@ -103,7 +105,11 @@ pub fn is_of_a_run(path: &Path) -> bool {
     let Some(name) = path.file_name().map(|name| name.to_string_lossy()) else { return false };
     let is_named_so = FILES.contains(&&*name) || name.starts_with(EVENTS_PREFIX);
     path.ancestors().skip(1).enumerate().any(|(depth, dir)| {
-        let is_its_own = if depth == 0 { is_named_so } else { path.starts_with(dir.join(DIR)) };
+        let is_its_own = if depth == 0 {
+            is_named_so
+        } else {
+            [DIR, RANKS_DIR].iter().any(|below| path.starts_with(dir.join(below)))
+        };
         is_its_own && has_begun(dir)
     })
 }

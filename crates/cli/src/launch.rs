@@ -1,0 +1,148 @@
+//! `nibble launch`: the ranks of a run as processes of this host, watched, and started again.
+
+mod children;
+
+use crate::{Cli, Command, train};
+use children::{Children, Ended};
+use clap::Parser;
+use nibble_command::error::{Error, Result};
+use nibble_command::warn;
+use nibble_control::{Failure, Limits};
+use std::path::Path;
+use std::time::Duration;
+
+/// Starts the ranks of a run as processes of this host, and watches them
+///
+/// If one of them dies, stops or fails, all of them end, with one message.
+#[derive(Debug, clap::Args)]
+#[command(
+    after_help = "The ranks divide the host's cores and memory. Ctrl-C, SIGTERM and SIGHUP reach all of them once, and end the run after a step, \
+    saved. On several hosts torchrun, srun or mpirun start the ranks: see the guide's page on several processes.\n\n\
+    Examples:\n  \
+    nibble launch --ranks 2 -- train tiny\n  \
+    nibble launch --ranks 4 --max-restarts 10 -- train my.toml --set run.dp=2\n  \
+    nibble launch --ranks 4 --max-restarts 10 --min-ranks 2 -- train runs/my --resume"
+)]
+pub struct Args {
+    /// How many ranks, a process each.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    ranks: u32,
+    /// How often a run that fails goes on by itself, from its newest whole checkpoint.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    max_restarts: u32,
+    /// Goes on with fewer ranks after a failure, but with so many at least: with as many as divide those before.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    min_ranks: Option<u32>,
+    /// Seconds after a failure within which all have ended; a rank that is silent for half of them has failed.
+    #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(2..=86_400))]
+    deadline: u64,
+    /// Seconds until all ranks have come.
+    #[arg(long, value_name = "SECONDS", default_value_t = 300, value_parser = clap::value_parser!(u64).range(2..=86_400))]
+    join_deadline: u64,
+    /// What every rank runs: `train` with its arguments.
+    #[arg(last = true, required = true, value_name = "COMMAND")]
+    command: Vec<String>,
+}
+
+pub fn run(args: Args) -> Result<()> {
+    require_training(&args.command)?;
+    if let Some(least) = args.min_ranks.filter(|least| *least > args.ranks) {
+        let ranks = args.ranks;
+        return Err(Error::usage(format!("--min-ranks {least}: is more than --ranks {ranks}")));
+    }
+    let seconds = Duration::from_secs;
+    let limits = Limits { deadline: seconds(args.deadline), join: seconds(args.join_deadline) };
+    let (mut ranks, mut command) = (args.ranks, args.command.clone());
+    let signals = children::signals()?;
+    for restart in 0..=args.max_restarts {
+        let children = Children::start((ranks as usize, restart), &command, limits)?;
+        let (ended, run) = children.watch(&signals)?;
+        let why = match ended {
+            Ended::Done => return Ok(()),
+            Ended::Stopped(code) => return Err(Error::Told(code)),
+            Ended::Failed(why) => why,
+        };
+        if why.is_user_error || restart == args.max_restarts {
+            return Err(error_of(&why));
+        }
+        ranks = args.min_ranks.map_or(ranks, |least| fewer(ranks, least));
+        command = again(command, run.as_deref());
+        let (now, of) = (restart + 1, args.max_restarts);
+        let from = if run.is_some() { "goes on from the newest whole checkpoint" } else { "begins" };
+        warn!("{why}\nrestart {now} of {of}: the run {from}, on {ranks} ranks");
+    }
+    // The last restart returns what it ends with.
+    Ok(())
+}
+
+/// Finds what is wrong with the ranks' arguments, once for all of them.
+fn require_training(command: &[String]) -> Result<()> {
+    let words = ["nibble"].into_iter().chain(command.iter().map(String::as_str));
+    match Cli::try_parse_from(words) {
+        Ok(Cli { command: Command::Train(args) }) => train::require_launchable(&args),
+        Ok(_) => {
+            let name = command.first().map_or("", String::as_str);
+            Err(Error::usage(format!("nibble launch starts `train`, and not `{name}`")))
+        }
+        Err(wrong) => Err(Error::usage(wrong.render().to_string().trim_start_matches("error: ").trim_end())),
+    }
+}
+
+/// What goes on with a run that has begun in this folder; where none has, what was asked for begins again.
+fn again(command: Vec<String>, run: Option<&Path>) -> Vec<String> {
+    match run {
+        Some(dir) => ["train".to_owned(), dir.to_string_lossy().into_owned(), "--resume".to_owned()].into(),
+        None => command,
+    }
+}
+
+/// The most ranks below these that divide them, or these where that would be below `least`.
+fn fewer(ranks: u32, least: u32) -> u32 {
+    (least..ranks).rev().find(|fewer| ranks.is_multiple_of(*fewer)).unwrap_or(ranks)
+}
+
+fn error_of(why: &Failure) -> Error {
+    if why.is_user_error { Error::usage(why) } else { Error::Failed(why.to_string()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fewer_ranks_divide_those_before() {
+        assert_eq!(
+            [(4, 1), (2, 1), (1, 1), (6, 2), (8, 5), (7, 1)].map(|(n, least)| fewer(n, least)),
+            [2, 1, 1, 3, 8, 1]
+        );
+    }
+
+    #[test]
+    fn a_run_that_has_begun_goes_on_in_its_folder_and_no_other() {
+        let asked = || ["train", "tiny", "--set", "train.steps=9"].map(str::to_owned).to_vec();
+        assert_eq!(again(asked(), None), asked());
+        assert_eq!(again(asked(), Some(Path::new("runs/tiny-2"))), ["train", "runs/tiny-2", "--resume"]);
+    }
+
+    #[test]
+    fn what_cannot_be_launched_is_refused_before_a_process_is_started() {
+        let words = |line: &str| line.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
+        require_training(&words("train tiny")).unwrap();
+        for (line, part) in [
+            ("plot x", "and not `plot`"),
+            ("train --stesp 3", "--stesp"),
+            ("train --dry-run", "--dry-run"),
+            ("launch --ranks 2 -- train", "and not `launch`"),
+        ] {
+            let error = require_training(&words(line)).unwrap_err();
+            assert!(matches!(error, Error::Usage(_)) && error.to_string().contains(part), "{line}: {error}");
+        }
+    }
+
+    #[test]
+    fn the_message_names_who_failed() {
+        let why = Failure { rank: Some(1), cause: "x".into(), ..Failure::default() };
+        assert_eq!(error_of(&why).to_string(), "rank 1: x");
+        assert!(matches!(error_of(&Failure { is_user_error: true, ..why }), Error::Usage(_)));
+    }
+}

@@ -1,0 +1,444 @@
+//! A rank that is a process: it finds the others, computes among them, and ends with them.
+//!
+//! All of them are clients of one hub. `nibble launch` has it in its own process; where another launcher has started the ranks, it is in that of
+//! the first one. What a rank ends with is told once: by the launcher, or else by the first rank.
+
+use crate::env::{self, Env};
+use crate::error::{Error, Result};
+use crate::launched::{self, Launched, Launcher, Meeting};
+use nibble_control::{Client, Ears, Failure, Hub, Join, Limits, Rows, Secret, Status};
+use nibble_core::{Mesh, allocation};
+use nibble_cpu::{Arrivals, Cpu, Link, ThreadComm};
+use nibble_train::config::RunConfig;
+use std::fmt::{self, Debug};
+use std::fs::File;
+use std::io::ErrorKind;
+use std::net::TcpListener;
+use std::path::PathBuf;
+use std::sync::{Arc, OnceLock, PoisonError, RwLock};
+
+/// How this process was started among others.
+#[derive(Debug)]
+pub struct Process {
+    /// By whom, and as which rank.
+    pub launched: Launched,
+    secret: Secret,
+    limits: Limits,
+}
+
+/// This process's place among others, once it is known.
+static THIS: OnceLock<Option<Process>> = OnceLock::new();
+
+/// This rank's connection to the hub, while it has one.
+static CLIENT: RwLock<Option<Client>> = RwLock::new(None);
+
+/// Where the ranks of a run meet.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub struct RendezvousArg {
+    /// Where ranks that are processes meet, HOST:PORT on the first rank's host, where their launcher gives no such address (mpirun) or a
+    /// network is chosen.
+    #[arg(long, value_name = "HOST:PORT")]
+    rendezvous: Option<String>,
+}
+
+impl RendezvousArg {
+    /// Finds out whether this process is a rank among others. To be asked before anything else is done.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] for environment variables that do not fit together, and for ranks without a secret.
+    pub fn begin(&self) -> Result<Option<&'static Process>> {
+        let process = match launched::launched(env::var, self.rendezvous.as_deref())? {
+            None => None,
+            Some(launched) => Some(Process::new(launched)?),
+        };
+        Ok(THIS.get_or_init(|| process).as_ref())
+    }
+}
+
+/// This process's place among others; none where it is alone, or has not [begun](RendezvousArg::begin) as one of several.
+pub fn this() -> Option<&'static Process> {
+    THIS.get().and_then(Option::as_ref)
+}
+
+/// Whether this process speaks for all: it is alone, or the first rank.
+pub fn is_first() -> bool {
+    rank() == 0
+}
+
+/// This process's rank among others; 0 of one that is alone.
+pub fn rank() -> usize {
+    match THIS.get() {
+        Some(process) => process.as_ref().map_or(0, |process| process.launched.rank),
+        // What is wrong with the variables is told where the rank begins.
+        None => launched::launched(env::var, None).ok().flatten().map_or(0, |launched| launched.rank),
+    }
+}
+
+impl Process {
+    fn new(launched: Launched) -> Result<Self> {
+        let text = launched::secret(env::var, launched::read_secret)?;
+        let secret = Secret::from_text(&text.ok_or_else(|| launched::missing_secret(&launched))?);
+        let (deadline, join) = launched::deadlines(env::var)?;
+        Ok(Self { launched, secret: secret.map_err(Error::usage)?, limits: Limits { deadline, join } })
+    }
+
+    /// What started it has this process's number of ranks, and how they are divided follows from the configuration. `asked`: whether the user asked
+    /// for `run.ranks`; `goes_on`: whether a run goes on that may have begun with another number.
+    ///
+    /// # Errors
+    /// [`Error::Usage`] where the user asked for another number.
+    pub fn place(&self, run: &mut RunConfig, asked: bool, goes_on: bool) -> Result<()> {
+        let Launched { launcher, world, .. } = self.launched;
+        if asked && run.ranks != world {
+            return Err(Error::usage(format!(
+                "`run.ranks`: is {}, and {launcher} started {world} ranks: leave it out",
+                run.ranks
+            )));
+        }
+        if goes_on && run.ranks != world {
+            // As many replicas as there were, or as few as divide the ranks that are left: what divided layers and experts before still does.
+            run.dp = common_divisor(run.dp, world);
+        }
+        run.ranks = world;
+        Ok(())
+    }
+
+    /// The hub, where it is this process's to have it, and the addresses at which it may be.
+    fn meet(&self) -> Result<(Option<Hub>, Vec<String>)> {
+        let (host, ports) = match &self.launched.meeting {
+            Meeting::At(address) => return Ok((None, vec![address.clone()])),
+            Meeting::First { host, ports } => (host, ports),
+        };
+        let at = |port: &u16| {
+            if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
+        };
+        if self.launched.rank > 0 {
+            return Ok((None, ports.iter().map(at).collect()));
+        }
+        let mut taken = None;
+        for port in ports {
+            match TcpListener::bind((host.as_str(), *port)) {
+                Ok(listener) => {
+                    let hub = Hub::start(listener, self.secret.clone(), self.launched.world, self.limits);
+                    return Ok((Some(hub.map_err(error_of)?), vec![at(port)]));
+                }
+                Err(why) if why.kind() == ErrorKind::AddrInUse => taken = Some(why),
+                Err(why) => {
+                    return Err(Error::Failed(format!(
+                        "rank 0 cannot listen on {}, where the ranks are to meet: {why}; it must be an address of rank 0's host",
+                        at(port)
+                    )));
+                }
+            }
+        }
+        // There is a port, or an error.
+        let why = taken.map_or_else(String::new, |why| format!(": {why}"));
+        let tried = ports.iter().map(u16::to_string).collect::<Vec<_>>().join(", ");
+        Err(Error::Failed(format!(
+            "rank 0 cannot listen on {host}, where the ranks are to meet, port {tried}{why}"
+        )))
+    }
+
+    /// Runs `body` as this rank among the others. `agreed` is what all of them must have the same before they begin, lines of TOML; what else must be
+    /// is compared by who needs it.
+    ///
+    /// # Errors
+    /// What ends the run, of whichever rank; told already where another process tells it.
+    pub fn run<T>(
+        &'static self,
+        env: &Env,
+        run: &RunConfig,
+        agreed: &str,
+        body: impl FnOnce(&Cpu, Mesh<'_, Cpu>) -> Result<T>,
+    ) -> Result<T> {
+        let Launched { rank, world, local_world, .. } = self.launched;
+        let (hub, addresses) = self.meet()?;
+        let (axes, arrivals) = ThreadComm::of_process(run.mesh(), rank, local_world, Arc::new(Wire));
+        let join = Join {
+            version: format!("nibble {}", std::env!("CARGO_PKG_VERSION")),
+            config: format!("{agreed}\n[run]\nranks = {world}\ndp = {}\n", run.dp),
+            rank,
+            world,
+            host: host(),
+            pid: std::process::id(),
+            hub_is_rank_0: self.launched.launcher != Launcher::Nibble,
+        };
+        if self.launched.launcher == Launcher::Nibble {
+            leave_status();
+        }
+        let hearing = Arc::new(Hearing { arrivals, process: self });
+        let joined = Client::join(&addresses, &self.secret, join, self.limits, status, hearing);
+        let done = match joined {
+            Ok(client) => {
+                *CLIENT.write().unwrap_or_else(PoisonError::into_inner) = Some(client);
+                #[cfg(debug_assertions)]
+                nibble_train::fault::on_disconnect(disconnect);
+                let done = env.cpu((env.threads(run.threads) / local_world).max(1)).map_err(Error::from);
+                let done = done.and_then(|cpu| body(&cpu, axes.mesh()));
+                self.conclude(done)
+            }
+            Err(nibble_control::Error::Failed(failure)) => Err(self.told(&failure, true)),
+            Err(other) => Err(error_of(other)),
+        };
+        drop(axes);
+        if let Some(hub) = hub {
+            // The others still need it: to leave, or to hear why they end. What they end with is what this rank does.
+            let _ = hub.wait();
+        }
+        done
+    }
+
+    /// Leaves the others, in peace or with an error.
+    fn conclude<T>(&self, done: Result<T>) -> Result<T> {
+        let client = CLIENT.write().unwrap_or_else(PoisonError::into_inner).take();
+        let Some(client) = client else { return done };
+        let error = match done {
+            Ok(value) => {
+                return client.leave().map(|()| value).map_err(|failure| self.told(&failure, true));
+            }
+            Err(error) => error,
+        };
+        let is_heard = client.fail(&error.to_string(), matches!(error, Error::Usage(_)));
+        match client.failure() {
+            Some(failure) => Err(match (self.told(&failure, is_heard), error) {
+                // Its own error has its own exit code.
+                (Error::Told(_), Error::Usage(_)) => Error::Told(2),
+                (told, _) => told,
+            }),
+            None => Err(error),
+        }
+    }
+
+    /// The run's failure, as this process ends with it: said here, or by another.
+    fn told(&self, failure: &Failure, hub_is_there: bool) -> Error {
+        // Where the hub is lost it was in the launcher's process, and the first rank is left; or in the first rank's, and the second is.
+        let speaker = match (self.launched.launcher, hub_is_there) {
+            (Launcher::Nibble, true) => None,
+            (Launcher::Nibble, false) | (_, true) => Some(0),
+            (_, false) => Some(1),
+        };
+        let is_user_error = failure.is_user_error;
+        match speaker == Some(self.launched.rank) {
+            true if is_user_error => Error::Usage(failure.to_string()),
+            true => Error::Failed(failure.to_string()),
+            false => Error::Told(if is_user_error { 2 } else { 1 }),
+        }
+    }
+}
+
+/// The file in the launcher's folder in which a rank leaves what it ends with.
+pub fn word_of(rank: usize) -> String {
+    format!("rank-{rank}")
+}
+
+/// The file there that says what a rank does.
+pub fn status_of(rank: usize) -> String {
+    format!("status-{rank}")
+}
+
+/// The file there in which the first rank leaves the name of the run's folder.
+pub const RUN: &str = "run";
+
+/// Leaves a text for `nibble launch`, if that has started this process: in this file of its folder.
+fn leave(file: &str, text: &str) -> bool {
+    let dir = env::var(env::LAUNCH_DIR).map(PathBuf::from);
+    dir.is_some_and(|dir| std::fs::write(dir.join(file), text).is_ok())
+}
+
+/// Leaves what this rank ends with for `nibble launch` to tell. False if there is nobody who would.
+pub(crate) fn leave_word(text: &str) -> bool {
+    leave(&word_of(rank()), text)
+}
+
+/// Leaves the folder of the run that has begun, or goes on, for `nibble launch`, which goes on with that run.
+pub fn leave_run(dir: &str) {
+    leave(RUN, dir);
+}
+
+fn error_of(error: nibble_control::Error) -> Error {
+    if error.is_user_error() { Error::usage(error) } else { Error::Failed(error.to_string()) }
+}
+
+fn common_divisor(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { common_divisor(b, a % b) }
+}
+
+/// What this process does, for the others.
+fn status() -> Status {
+    let phase = allocation::with_phase(|text, part| if part.is_empty() { text } else { part }.to_owned());
+    Status { step: allocation::step(), phase }
+}
+
+/// The name of this host.
+fn host() -> String {
+    let mut name = [0u8; 256];
+    // SAFETY: the system writes no more than so many bytes, and the last one is kept for the end of the text.
+    #[cfg(unix)]
+    unsafe {
+        libc::gethostname(name.as_mut_ptr().cast(), name.len() - 1)
+    };
+    let end = name.iter().position(|byte| *byte == 0).unwrap_or(0);
+    String::from_utf8_lossy(&name[..end]).into_owned()
+}
+
+/// Where this process says what it does, for `nibble launch` to find whatever becomes of the process.
+static STATUS: OnceLock<File> = OnceLock::new();
+
+/// From now on this process says there what it does.
+fn leave_status() {
+    let dir = env::var(env::LAUNCH_DIR).map(PathBuf::from);
+    let file = dir.and_then(|dir| File::create(dir.join(status_of(rank()))).ok());
+    if let Some(file) = file {
+        let _ = STATUS.set(file);
+        allocation::on_change(write_status);
+    }
+}
+
+/// Overwrites it in one write of one length: it is never half of one.
+fn write_status() {
+    const BYTES: usize = 320;
+    let Status { step, phase } = status();
+    let step = step.map_or_else(String::new, |step| step.to_string());
+    let mut text = format!("{step}\n{phase}").into_bytes();
+    text.resize(BYTES, b'\n');
+    #[cfg(unix)]
+    if let Some(file) = STATUS.get() {
+        let _ = std::os::unix::fs::FileExt::write_all_at(file, &text, 0);
+    }
+}
+
+/// What a rank did last, as it has left it in the launcher's folder.
+pub fn left_status(text: &str) -> Option<Status> {
+    let (step, phase) = text.split_once('\n')?;
+    Some(Status { step: step.parse().ok(), phase: phase.trim_end().to_owned() })
+}
+
+/// Does something with this rank's connection, while there is one.
+fn with_client(what: impl FnOnce(&Client)) {
+    if let Some(client) = &*CLIENT.read().unwrap_or_else(PoisonError::into_inner) {
+        what(client);
+    }
+}
+
+/// Cuts this rank's connection, for tests of faults.
+#[cfg(debug_assertions)]
+fn disconnect() {
+    with_client(Client::disconnect);
+}
+
+/// What this rank gives to the others goes through the hub.
+#[derive(Debug)]
+struct Wire;
+
+impl Link for Wire {
+    fn send(&self, to: usize, circle: usize, number: usize, call: &str, bytes: &[u8]) {
+        let rows = Rows {
+            circle: circle as u32,
+            number: number as u64,
+            call: call.to_owned(),
+            bytes: bytes.to_vec(),
+        };
+        with_client(|client| client.send(to, rows));
+    }
+
+    fn fail(&self, why: &str) {
+        // Whether it is the user's mistake is known where the rank ends, whose exit code says it.
+        with_client(|client| {
+            client.fail(why, false);
+        });
+    }
+
+    /// The rank leaves when its work is done, and it has no more to give then.
+    fn leave(&self) {}
+}
+
+/// What this rank hears of the others.
+struct Hearing {
+    arrivals: Arrivals,
+    process: &'static Process,
+}
+
+impl Debug for Hearing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Hearing")
+    }
+}
+
+impl Ears for Hearing {
+    fn rows(&self, from: usize, rows: Rows) {
+        let Rows { circle, number, call, bytes } = rows;
+        self.arrivals.rows(from, circle as usize, number as usize, call, bytes);
+    }
+
+    fn left(&self, rank: usize) {
+        self.arrivals.left(rank);
+    }
+
+    fn failed(&self, failure: &Failure) {
+        self.arrivals.failed(&failure.to_string());
+    }
+
+    /// This rank cannot be reached: what it does takes longer than the others may wait.
+    fn overdue(&self, failure: &Failure) {
+        let error = self.process.told(failure, true);
+        error.tell();
+        nibble_train::files::remove_unfinished();
+        std::process::exit(error.exit_code().into());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn process(launcher: Launcher, rank: usize) -> Process {
+        let meeting = Meeting::At("127.0.0.1:1".into());
+        let launched = Launched { launcher, rank, world: 4, local_rank: rank, local_world: 4, meeting };
+        let limits = Limits::default();
+        Process { launched, secret: Secret::from_text("0123456789abcdef").unwrap(), limits }
+    }
+
+    #[test]
+    fn a_run_that_goes_on_is_divided_among_as_many_as_were_started() {
+        let four = process(Launcher::Nibble, 1);
+        let placed = |(ranks, dp), asked, goes_on| {
+            let mut run = RunConfig { ranks, dp, ..RunConfig::default() };
+            four.place(&mut run, asked, goes_on).map(|()| (run.ranks, run.dp))
+        };
+        assert_eq!(placed((1, 1), false, false).unwrap(), (4, 1));
+        // What the user asks for stays, and is refused elsewhere if it does not fit.
+        assert_eq!(placed((1, 3), false, false).unwrap(), (4, 3));
+        assert_eq!(placed((4, 2), true, true).unwrap(), (4, 2));
+        for (before, now) in [((8, 8), 4), ((8, 2), 2), ((6, 3), 1), ((12, 6), 2)] {
+            assert_eq!(placed(before, false, true).unwrap(), (4, now), "{before:?}");
+        }
+        let error = placed((2, 1), true, false).unwrap_err();
+        assert!(matches!(error, Error::Usage(_)));
+        assert!(error.to_string().contains("is 2, and nibble launch started 4 ranks"), "{error}");
+    }
+
+    #[test]
+    fn one_process_tells_why_a_run_has_failed() {
+        let failure = Failure { rank: Some(2), cause: "x".into(), ..Failure::default() };
+        let speakers = |launcher, is_there| -> Vec<usize> {
+            let told =
+                |rank: &usize| !matches!(process(launcher, *rank).told(&failure, is_there), Error::Told(1));
+            (0..4).filter(told).collect()
+        };
+        assert_eq!(speakers(Launcher::Nibble, true), [0; 0]);
+        assert_eq!(speakers(Launcher::Nibble, false), [0]);
+        assert_eq!(speakers(Launcher::Torchrun, true), [0]);
+        assert_eq!(speakers(Launcher::Slurm, false), [1]);
+        let mistake = Failure { is_user_error: true, ..failure };
+        assert!(matches!(process(Launcher::Mpi, 0).told(&mistake, true), Error::Usage(_)));
+        assert!(matches!(process(Launcher::Mpi, 3).told(&mistake, true), Error::Told(2)));
+    }
+
+    #[test]
+    fn what_a_rank_did_is_read_as_it_was_left() {
+        let status = |step, phase: &str| Some(Status { step, phase: phase.to_owned() });
+        assert_eq!(left_status("12\nforward exchange\n\n\n"), status(Some(12), "forward exchange"));
+        assert_eq!(left_status("\nmaking the model\n"), status(None, "making the model"));
+        assert_eq!(left_status(""), None);
+    }
+}
