@@ -52,8 +52,7 @@ pub fn run(args: Args) -> Result<()> {
     say!("training: {}", nibble_command::device::preview());
     say!("environment:");
     for (name, meaning) in env::all() {
-        let value = std::env::var(name).map_or("unset".into(), |v| format!("`{v}`"));
-        say!("  {name} = {value}: {meaning}");
+        say!("  {name} = {}: {meaning}", env::shown(name));
     }
     say!("formats:");
     say!(

@@ -12,6 +12,24 @@ use std::time::Duration;
 const PREFIX: &str = "NIBBLE_";
 const THREADS: &str = "NIBBLE_THREADS";
 const ISA: &str = "NIBBLE_ISA";
+/// Rank of a process that `nibble launch` started.
+pub const RANK: &str = "NIBBLE_RANK";
+/// How many processes it started, on all hosts.
+pub const WORLD_SIZE: &str = "NIBBLE_WORLD_SIZE";
+/// Rank among the processes of the host.
+pub const LOCAL_RANK: &str = "NIBBLE_LOCAL_RANK";
+/// How many processes are on the host.
+pub const LOCAL_WORLD_SIZE: &str = "NIBBLE_LOCAL_WORLD_SIZE";
+/// HOST:PORT where ranks meet.
+pub const RENDEZVOUS: &str = "NIBBLE_RENDEZVOUS";
+/// The secret by which ranks know each other.
+pub const SECRET: &str = "NIBBLE_SECRET";
+/// A file that holds it.
+pub const SECRET_FILE: &str = "NIBBLE_SECRET_FILE";
+/// Seconds without word of a rank.
+pub const DEADLINE: &str = "NIBBLE_DEADLINE";
+/// Seconds until all ranks have come.
+pub const JOIN_DEADLINE: &str = "NIBBLE_JOIN_DEADLINE";
 #[cfg(debug_assertions)]
 const FAULT: &str = "NIBBLE_FAULT";
 #[cfg(debug_assertions)]
@@ -21,6 +39,16 @@ const SIGNAL_WINDOW: &str = "NIBBLE_SIGNAL_WINDOW";
 const VARIABLES: &[(&str, &str)] = &[
     (THREADS, "worker threads where the configuration has run.threads = 0; 0 or unset: one a core"),
     (ISA, "instruction set: portable, avx2, avx512, avx512bf16, or scalar for the specification"),
+    (RANK, "rank of a process; nibble launch sets it, and the next three"),
+    (WORLD_SIZE, "number of ranks"),
+    (LOCAL_RANK, "rank among those of its host"),
+    (LOCAL_WORLD_SIZE, "number of ranks on its host"),
+    (RENDEZVOUS, "HOST:PORT where ranks meet, as --rendezvous; mpirun needs it, nibble launch sets it"),
+    (SECRET, "the secret by which ranks know each other, 16 characters or more"),
+    (SECRET_FILE, "a file of mode 600 that holds the secret, where NIBBLE_SECRET is not set"),
+    (DEADLINE, "seconds without word of a rank after which the others end, 2 to 86400; unset: 30"),
+    (JOIN_DEADLINE, "seconds in which all ranks must come at the start, 2 to 86400; unset: 300"),
+    ("NIBBLE_TORCHRUN", "how the tests call torchrun; the command does not read it"),
     ("NIBBLE_TESTDATA", "where the tests find golden vectors and data; the command does not read it"),
     ("NIBBLE_BLESS", "1: the golden-loss test rewrites its files; the command does not read it"),
     #[cfg(debug_assertions)]
@@ -100,6 +128,22 @@ pub fn all() -> impl Iterator<Item = (&'static str, &'static str)> {
     VARIABLES.iter().copied().chain(nibble_cuda::env::HELP.iter().copied())
 }
 
+/// A variable of this process; nothing where it is not set or no Unicode.
+#[must_use]
+pub fn var(name: &str) -> Option<String> {
+    std::env::var(name).ok()
+}
+
+/// What a variable holds, for people; of a secret, that it is set.
+#[must_use]
+pub fn shown(name: &str) -> String {
+    match var(name) {
+        None => "unset".into(),
+        Some(_) if name == SECRET => "set, not shown".into(),
+        Some(value) => format!("`{value}`"),
+    }
+}
+
 /// Asks for the faults that the variable lists, `ACTION@POINT:COUNT` between commas; there are none in a build without debug
 /// assertions.
 ///
@@ -128,7 +172,7 @@ pub fn signal_window() -> Duration {
 
 /// One line a variable.
 pub fn help() -> String {
-    all().map(|(name, meaning)| format!("  {name:<22} {meaning}\n")).collect()
+    all().map(|(name, meaning)| format!("  {name:<23} {meaning}\n")).collect()
 }
 
 /// A warning for each variable that is set, looks as if meant for Nibble, and is read by nobody.

@@ -4,6 +4,7 @@
 //! | --- | --- |
 //! | [`device`] | what a command computes on: chosen by the configuration and by what there is, opened here and nowhere else |
 //! | [`ranks`] | ranks as threads of a CPU |
+//! | [`launched`] | which launcher started this process, as which rank, and where the ranks meet |
 //! | [`gpu`] | the GPU of a command that needs one |
 //! | [`changes`] | options that change a configuration |
 //! | [`layers`] | a layer of each kind under a recipe, and what a backend sees of it |
@@ -20,6 +21,7 @@ pub mod device;
 pub mod env;
 pub mod error;
 pub mod gpu;
+pub mod launched;
 pub mod layers;
 pub mod output;
 pub mod ranks;

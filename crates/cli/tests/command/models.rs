@@ -108,6 +108,10 @@ fn doctor_says_what_is_there() {
         place.command(&["doctor"]).env("NIBBLE_ISA", "scalar").env("NIBBLE_TREADS", "2").output().unwrap();
     let text = String::from_utf8_lossy(&out.stdout);
     assert!(text.contains("scalar specification"));
+    let secret = "cGxlYXNlIGRvIG5vdCBzaG93IG1l";
+    let out = place.command(&["doctor"]).env("NIBBLE_SECRET", secret).output().unwrap();
+    let text = String::from_utf8_lossy(&out.stdout);
+    assert!(text.contains("NIBBLE_SECRET = set, not shown") && !text.contains(secret), "{text}");
     let out = place.command(&["doctor"]).env("NIBBLE_ISA", "mmx").output().unwrap();
     assert_eq!(out.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&out.stderr).contains("expected one of portable"));

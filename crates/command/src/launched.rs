@@ -1,0 +1,336 @@
+//! Which launcher started this process, as which of its ranks, and where the ranks meet: from environment variables alone.
+//!
+//! Where one launcher runs inside another, the variables of both are set. The inner one counts, so they are asked in this order:
+//! `nibble launch`, torchrun, mpirun, variables of torchrun that were set by hand, srun. `mpirun` in a job of Slurm starts its helpers
+//! with `srun`, and torchrun is often a task of it.
+
+mod settings;
+mod slurm;
+
+pub use settings::{deadlines, missing_secret, read_secret, secret};
+
+use crate::env;
+use crate::error::{Error, Result};
+use nibble_core::formats::fnv1a32;
+use std::fmt;
+
+/// One process of several that were started together.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Launched {
+    /// What started it.
+    pub launcher: Launcher,
+    /// Its rank, below `world`.
+    pub rank: usize,
+    /// How many processes there are, 2 or more.
+    pub world: usize,
+    /// Its rank among those of its host, below `local_world`.
+    pub local_rank: usize,
+    /// How many of the processes are on its host.
+    pub local_world: usize,
+    /// Where they meet.
+    pub meeting: Meeting,
+}
+
+/// What starts processes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Launcher {
+    /// `nibble launch`.
+    Nibble,
+    /// PyTorch's torchrun, or its variables set by hand.
+    Torchrun,
+    /// Slurm's srun.
+    Slurm,
+    /// The mpirun of Open MPI, or MPICH's and Intel MPI's, whose process manager is Hydra.
+    Mpi,
+}
+
+impl fmt::Display for Launcher {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Nibble => "nibble launch",
+            Self::Torchrun => "torchrun",
+            Self::Slurm => "srun",
+            Self::Mpi => "mpirun",
+        })
+    }
+}
+
+/// Where the processes meet.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Meeting {
+    /// HOST:PORT of a hub that whoever started the processes has: `nibble launch`.
+    At(String),
+    /// The first rank's process has the hub, at the first of these ports that is free; the others try them all.
+    First {
+        /// Name or address of the first rank's host, as the others reach it; an IPv6 address without brackets.
+        host: String,
+        /// The ports in the order in which they are tried; one at least.
+        ports: Vec<u16>,
+    },
+}
+
+/// Who started this process with others, or nothing where it is alone: no launcher started it, or one that started no other.
+///
+/// `var` reads an environment variable, [`env::var`] in a program; an empty one counts as unset. `rendezvous` is HOST:PORT as the
+/// option `--rendezvous` gives it. It comes before the variable `NIBBLE_RENDEZVOUS`, and both before the address of a launcher, except
+/// that of `nibble launch`, which has its hub already.
+///
+/// # Errors
+/// [`Error::Usage`]: variables that are no numbers, do not fit together or are missing where others of their launcher are set; a launcher
+/// that gives no address where none was given; an address that is none; `--rendezvous` where no launcher is.
+pub fn launched(var: impl Fn(&str) -> Option<String>, rendezvous: Option<&str>) -> Result<Option<Launched>> {
+    let vars = Vars(&var);
+    let by_variable = || vars.get(env::RENDEZVOUS).map(|text| (env::RENDEZVOUS, text));
+    let given = rendezvous.map(|text| ("--rendezvous", text.to_owned())).or_else(by_variable);
+    let given = given.map(|(name, text)| address(name, &text)).transpose()?;
+    let Some((launcher, ranks)) = who(&vars, given.as_ref().map(|(host, _)| host.as_str()))? else {
+        if rendezvous.is_some() {
+            return Err(Error::usage(
+                "--rendezvous: no launcher started this process; expected one of several that nibble launch, torchrun, srun or \
+                 mpirun starts",
+            ));
+        }
+        return Ok(None);
+    };
+    let Ranks { rank, world, local_rank, local_world } = ranks;
+    if world == 1 {
+        return Ok(None);
+    }
+    let meeting = match (launcher, given) {
+        (Launcher::Nibble, _) => {
+            let at = vars.required(env::RENDEZVOUS, env::RANK)?;
+            address(env::RENDEZVOUS, &at)?;
+            Meeting::At(at)
+        }
+        (_, Some((host, port))) => Meeting::First { host, ports: vec![port] },
+        (Launcher::Torchrun, None) => torchrun_meeting(&vars)?,
+        (Launcher::Slurm, None) => slurm::meeting(&vars)?,
+        (Launcher::Mpi, None) => return Err(no_address(local_world == world)),
+    };
+    Ok(Some(Launched { launcher, rank, world, local_rank, local_world, meeting }))
+}
+
+/// A process among others.
+struct Ranks {
+    rank: usize,
+    world: usize,
+    local_rank: usize,
+    local_world: usize,
+}
+
+/// The variables of one launcher that say which process this is.
+struct Names {
+    rank: &'static str,
+    world: &'static str,
+    local_rank: &'static str,
+    local_world: &'static str,
+}
+
+const NIBBLE: Names = Names {
+    rank: env::RANK,
+    world: env::WORLD_SIZE,
+    local_rank: env::LOCAL_RANK,
+    local_world: env::LOCAL_WORLD_SIZE,
+};
+const TORCHRUN: Names =
+    Names { rank: "RANK", world: "WORLD_SIZE", local_rank: "LOCAL_RANK", local_world: "LOCAL_WORLD_SIZE" };
+const OPEN_MPI: Names = Names {
+    rank: "OMPI_COMM_WORLD_RANK",
+    world: "OMPI_COMM_WORLD_SIZE",
+    local_rank: "OMPI_COMM_WORLD_LOCAL_RANK",
+    local_world: "OMPI_COMM_WORLD_LOCAL_SIZE",
+};
+const HYDRA: Names = Names {
+    rank: "PMI_RANK",
+    world: "PMI_SIZE",
+    local_rank: "MPI_LOCALRANKID",
+    local_world: "MPI_LOCALNRANKS",
+};
+const MASTER_ADDR: &str = "MASTER_ADDR";
+const MASTER_PORT: &str = "MASTER_PORT";
+const RUN_ID: &str = "TORCHELASTIC_RUN_ID";
+const RESTARTS: &str = "TORCHELASTIC_RESTART_COUNT";
+
+/// The launcher nearest to this process; `given` is the host of an address that was given.
+fn who(vars: &Vars<'_>, given: Option<&str>) -> Result<Option<(Launcher, Ranks)>> {
+    if let Some(one) = NIBBLE.all().into_iter().find(|name| vars.has(name)) {
+        return Ok(Some((Launcher::Nibble, NIBBLE.read(vars, one)?)));
+    }
+    if vars.has(RUN_ID) {
+        return Ok(Some((Launcher::Torchrun, TORCHRUN.read(vars, RUN_ID)?)));
+    }
+    if let Some(one) = OPEN_MPI.all().into_iter().find(|name| vars.has(name)) {
+        return Ok(Some((Launcher::Mpi, OPEN_MPI.read(vars, one)?)));
+    }
+    // srun --mpi=pmi2 sets the first two as well, and counts the ranks of a host in variables of its own.
+    let is_hydra = vars.has(HYDRA.local_rank) || vars.has(HYDRA.local_world);
+    if is_hydra && (vars.has(HYDRA.rank) || vars.has(HYDRA.world)) {
+        return Ok(Some((Launcher::Mpi, HYDRA.read(vars, HYDRA.local_rank)?)));
+    }
+    let of_torchrun = [TORCHRUN.rank, TORCHRUN.world, MASTER_ADDR, MASTER_PORT];
+    let (pair, meeting) = of_torchrun.split_at(2);
+    let is_whole = pair.iter().all(|name| vars.has(name))
+        && (given.is_some() || meeting.iter().all(|name| vars.has(name)));
+    // A world of one that a shell was left with says nothing of what srun starts from there.
+    let is_alone = |name| vars.get(name).as_deref() == Some("1");
+    if is_whole && !is_alone(TORCHRUN.world) {
+        return Ok(Some((Launcher::Torchrun, by_hand(vars, given)?)));
+    }
+    if let Some(ranks) = slurm::ranks(vars)? {
+        return Ok(Some((Launcher::Slurm, ranks)));
+    }
+    // One of these names alone may mean anything.
+    if pair.iter().any(|name| vars.has(name)) && of_torchrun.iter().filter(|name| vars.has(name)).count() > 1
+    {
+        return Ok(Some((Launcher::Torchrun, by_hand(vars, given)?)));
+    }
+    if vars.has(HYDRA.rank) && vars.has(HYDRA.world) && !is_alone(HYDRA.world) {
+        return Ok(Some((Launcher::Mpi, HYDRA.read(vars, HYDRA.rank)?)));
+    }
+    Ok(None)
+}
+
+impl Names {
+    fn all(&self) -> [&'static str; 4] {
+        [self.rank, self.world, self.local_rank, self.local_world]
+    }
+
+    /// Reads all four; `present` is one that is set, for the message where one is missing.
+    fn read(&self, vars: &Vars<'_>, present: &str) -> Result<Ranks> {
+        let [rank, world, local_rank, local_world] =
+            self.all().map(|name| number(name, &vars.required(name, present)?));
+        let ranks = Ranks { rank: rank?, world: world?, local_rank: local_rank?, local_world: local_world? };
+        self.check(ranks)
+    }
+
+    /// # Errors
+    /// If the numbers do not fit together.
+    fn check(&self, ranks: Ranks) -> Result<Ranks> {
+        let Ranks { rank, world, local_rank, local_world } = ranks;
+        let below = |name, value, limit_name, limit| match value < limit {
+            true => Ok(()),
+            false => {
+                let expected = format!("expected a number below {limit_name}, which is {limit}");
+                Err(Error::usage(format!("{name}: got `{value}`, {expected}")))
+            }
+        };
+        below(self.rank, rank, self.world, world)?;
+        below(self.local_rank, local_rank, self.local_world, local_world)?;
+        if local_world > world {
+            let expected = format!("expected at most {}, which is {world}", self.world);
+            return Err(Error::usage(format!("{}: got `{local_world}`, {expected}", self.local_world)));
+        }
+        Ok(ranks)
+    }
+}
+
+/// The variables of torchrun without torchrun. Without those of the host, all processes are on one if they meet at a loopback address.
+fn by_hand(vars: &Vars<'_>, given: Option<&str>) -> Result<Ranks> {
+    let present = if vars.has(TORCHRUN.rank) { TORCHRUN.rank } else { TORCHRUN.world };
+    let of = |name| number(name, &vars.required(name, present)?);
+    let (rank, world) = (of(TORCHRUN.rank)?, of(TORCHRUN.world)?);
+    let host = given.map(str::to_owned).or_else(|| vars.get(MASTER_ADDR));
+    let is_one_host = world == 1 || host.is_some_and(|host| host == "localhost" || is_loopback(&host));
+    let or = |name, value| if is_one_host && !vars.has(name) { Ok(value) } else { of(name) };
+    let (local_rank, local_world) = (or(TORCHRUN.local_rank, rank)?, or(TORCHRUN.local_world, world)?);
+    TORCHRUN.check(Ranks { rank, world, local_rank, local_world })
+}
+
+fn is_loopback(host: &str) -> bool {
+    host.parse().is_ok_and(|address: std::net::IpAddr| address.is_loopback())
+}
+
+fn torchrun_meeting(vars: &Vars<'_>) -> Result<Meeting> {
+    let host = host(MASTER_ADDR, &vars.required(MASTER_ADDR, TORCHRUN.rank)?)?;
+    let port = port(MASTER_PORT, &vars.required(MASTER_PORT, TORCHRUN.rank)?)?;
+    // Set by hand, the port is nobody's yet. torchrun itself may hold it.
+    let ports = match vars.get(RUN_ID) {
+        None => vec![port],
+        Some(run) => {
+            let restarts = vars.get(RESTARTS).unwrap_or_default();
+            ports(&format!("torchrun {run} {restarts} {port}"), Some(port))
+        }
+    };
+    Ok(Meeting::First { host, ports })
+}
+
+/// Ports for a run of this name, the same in all of its processes. Several, as a process that is about to end may still hold one.
+fn ports(run: &str, never: Option<u16>) -> Vec<u16> {
+    // Below 32768, where Linux takes ports for connections that go out.
+    const FIRST: u16 = 20_000;
+    const RANGE: u16 = 12_000;
+    // A prime that does not divide the range: one after the other they are all different.
+    const STRIDE: u32 = 739;
+    const CANDIDATES: usize = 16;
+    let range = u32::from(RANGE);
+    let start = fnv1a32(run) % range;
+    let nth = |i: u16| FIRST + ((start + u32::from(i) * STRIDE) % range) as u16;
+    (0..RANGE).map(nth).filter(|port| Some(*port) != never).take(CANDIDATES).collect()
+}
+
+fn no_address(is_one_host: bool) -> Error {
+    let at = match is_one_host {
+        true => "all ranks are on this host, so add --rendezvous 127.0.0.1:29500",
+        false => "add --rendezvous HOST:29500, with the host of rank 0 as the others reach it",
+    };
+    Error::usage(format!(
+        "mpirun does not tell its ranks where to meet; {at}, or set {} to the same",
+        env::RENDEZVOUS
+    ))
+}
+
+/// `HOST:PORT` as a host, without brackets, and a port; `name` says where it stands.
+fn address(name: &str, text: &str) -> Result<(String, u16)> {
+    let wrong = || Error::usage(format!("{name}: got `{text}`, expected HOST:PORT, as in 10.0.0.1:29500"));
+    let (at, number) = text.rsplit_once(':').ok_or_else(wrong)?;
+    let bare = match at.strip_prefix('[').and_then(|at| at.strip_suffix(']')) {
+        Some(bare) => bare,
+        None if at.contains(':') => return Err(wrong()),
+        None => at,
+    };
+    Ok((host(name, bare).map_err(|_| wrong())?, port(name, number).map_err(|_| wrong())?))
+}
+
+fn host(name: &str, text: &str) -> Result<String> {
+    let is_host = |c: char| c.is_alphanumeric() || ".-_:%".contains(c);
+    match !text.is_empty() && text.chars().all(is_host) {
+        true => Ok(text.to_owned()),
+        false => Err(Error::usage(format!("{name}: got `{text}`, expected the name or address of a host"))),
+    }
+}
+
+fn port(name: &str, text: &str) -> Result<u16> {
+    let port = text.parse().ok().filter(|port| *port > 0);
+    port.ok_or_else(|| Error::usage(format!("{name}: got `{text}`, expected a port from 1 to 65535")))
+}
+
+fn number(name: &str, text: &str) -> Result<usize> {
+    // Nothing counts more ranks than this, and sums of such numbers fit.
+    let number = text.parse().ok().filter(|n: &u32| *n <= 1 << 20);
+    number
+        .map(|n| n as usize)
+        .ok_or_else(|| Error::usage(format!("{name}: got `{text}`, expected a number from 0 to 1048576")))
+}
+
+/// A process's environment.
+struct Vars<'a>(&'a dyn Fn(&str) -> Option<String>);
+
+impl Vars<'_> {
+    /// A variable that is set and not empty.
+    fn get(&self, name: &str) -> Option<String> {
+        (self.0)(name).filter(|text| !text.is_empty())
+    }
+
+    fn has(&self, name: &str) -> bool {
+        self.get(name).is_some()
+    }
+
+    /// A variable that must be there, as `present` is.
+    fn required(&self, name: &str, present: &str) -> Result<String> {
+        let missing = || Error::usage(format!("{name} is not set, expected beside {present}, which is"));
+        self.get(name).ok_or_else(missing)
+    }
+}
+
+#[cfg(test)]
+mod tests;
