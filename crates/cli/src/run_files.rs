@@ -13,6 +13,9 @@ use nibble_train::trainer::{
 };
 use std::path::{Path, PathBuf};
 
+/// For every step of several ranks a line of how long each took, and how much of that it waited for others.
+pub const RANKS_FILE: &str = "ranks.jsonl";
+
 /// The files of a run that say what it was and how it went.
 pub struct RunFiles {
     pub dir: PathBuf,
@@ -27,8 +30,8 @@ pub struct RunFiles {
 }
 
 /// The files in a run's directory that are read.
-pub fn paths(dir: &Path) -> [PathBuf; 5] {
-    [CONFIG_FILE, RECIPE_FILE, METRICS_FILE, LAYERS_FILE, MEMORY_FILE].map(|name| dir.join(name))
+pub fn paths(dir: &Path) -> [PathBuf; 6] {
+    [CONFIG_FILE, RECIPE_FILE, METRICS_FILE, LAYERS_FILE, MEMORY_FILE, RANKS_FILE].map(|name| dir.join(name))
 }
 
 impl RunFiles {

@@ -126,7 +126,11 @@ pub fn read_layers(path: &Path) -> Result<StepFile<LayerMetrics>> {
     read_lines(path)
 }
 
-fn read_lines<T: StepLine>(path: &Path) -> Result<StepFile<T>> {
+/// Reads a file of any such lines; otherwise as [`read_metrics`].
+///
+/// # Errors
+/// [`Error::Io`].
+pub fn read_lines<T: StepLine>(path: &Path) -> Result<StepFile<T>> {
     let mut file = StepFile { metrics: Vec::new(), unreadable: Vec::new() };
     for (i, line) in whole_lines(path)?.into_iter().enumerate() {
         match line.metrics {

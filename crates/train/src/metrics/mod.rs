@@ -14,7 +14,7 @@ use crate::record::{Conversion, Report};
 use nibble_core::formats::Format;
 use serde::{Deserialize, Serialize};
 
-pub use jsonl::{MetricsLog, StepFile, StepLine, StepLog, read_layers, read_metrics};
+pub use jsonl::{MetricsLog, StepFile, StepLine, StepLog, read_layers, read_lines, read_metrics};
 pub use layers::{LayerMetrics, SiteMetrics};
 pub use plot::{LOSSES_BY, LossCurve, PICTURE, draw_losses, losses_svg, svg_beginning, thinned};
 pub use tensorboard::{EVENTS_PREFIX, EventLog};
