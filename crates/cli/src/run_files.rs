@@ -9,7 +9,7 @@ use nibble_train::data::Dataset;
 use nibble_train::files;
 use nibble_train::metrics::{LossCurve, Metrics, read_metrics};
 use nibble_train::trainer::{
-    CONFIG_FILE, LAYERS_FILE, MEMORY_FILE, METRICS_FILE, RECIPE_FILE, stored_config,
+    CONFIG_FILE, LAYERS_FILE, MEMORY_FILE, METRICS_FILE, RANKS_FILE, RECIPE_FILE, stored_config,
 };
 use std::path::{Path, PathBuf};
 
@@ -27,8 +27,8 @@ pub struct RunFiles {
 }
 
 /// The files in a run's directory that are read.
-pub fn paths(dir: &Path) -> [PathBuf; 5] {
-    [CONFIG_FILE, RECIPE_FILE, METRICS_FILE, LAYERS_FILE, MEMORY_FILE].map(|name| dir.join(name))
+pub fn paths(dir: &Path) -> [PathBuf; 6] {
+    [CONFIG_FILE, RECIPE_FILE, METRICS_FILE, LAYERS_FILE, MEMORY_FILE, RANKS_FILE].map(|name| dir.join(name))
 }
 
 impl RunFiles {

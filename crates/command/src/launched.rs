@@ -172,7 +172,8 @@ fn who(vars: &Vars<'_>, given: Option<&str>) -> Result<Option<(Launcher, Ranks)>
     let is_whole = pair.iter().all(|name| vars.has(name))
         && (given.is_some() || meeting.iter().all(|name| vars.has(name)));
     // A world of one that a shell was left with says nothing of what srun starts from there.
-    if is_whole && vars.get(TORCHRUN.world).as_deref() != Some("1") {
+    let is_alone = |name| vars.get(name).as_deref() == Some("1");
+    if is_whole && !is_alone(TORCHRUN.world) {
         return Ok(Some((Launcher::Torchrun, by_hand(vars, given)?)));
     }
     if let Some(ranks) = slurm::ranks(vars)? {
@@ -183,7 +184,7 @@ fn who(vars: &Vars<'_>, given: Option<&str>) -> Result<Option<(Launcher, Ranks)>
     {
         return Ok(Some((Launcher::Torchrun, by_hand(vars, given)?)));
     }
-    if vars.has(HYDRA.rank) && vars.has(HYDRA.world) {
+    if vars.has(HYDRA.rank) && vars.has(HYDRA.world) && !is_alone(HYDRA.world) {
         return Ok(Some((Launcher::Mpi, HYDRA.read(vars, HYDRA.rank)?)));
     }
     Ok(None)

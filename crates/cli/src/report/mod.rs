@@ -3,6 +3,7 @@
 mod charts;
 mod page;
 mod precision;
+mod ranks;
 mod series;
 
 use crate::processes::Process;
@@ -14,9 +15,9 @@ use nibble_command::{say, warn};
 use nibble_core::DeviceKind;
 use nibble_train::files;
 use nibble_train::ledger::Ledger;
-use nibble_train::metrics::{LayerMetrics, Watchdog, read_layers};
+use nibble_train::metrics::{LayerMetrics, RankTimes, Watchdog, read_layers, read_rank_times};
 use nibble_train::plan;
-use nibble_train::trainer::{LAYERS_FILE, MEMORY_FILE};
+use nibble_train::trainer::{LAYERS_FILE, MEMORY_FILE, RANKS_FILE};
 use std::path::{Path, PathBuf};
 
 /// Writes a run's report, one HTML file
@@ -65,6 +66,8 @@ struct Recorded {
     /// Where the run's directory is, whatever it was called by.
     place: PathBuf,
     layers: Vec<LayerMetrics>,
+    /// Times of each rank, of a run with several.
+    ranks: Vec<RankTimes>,
     /// What kept tensors take, by shape, or why that is not known.
     ledger: std::result::Result<Ledger, String>,
     /// Trainable numbers, where that is known.
@@ -88,7 +91,10 @@ impl Recorded {
                 .faults
                 .push(format!("{}: no such file; expert load and numerics are not known", path.display()));
         }
-        let broken = layers.faults(&path, "cannot be read");
+        let mut broken = layers.faults(&path, "cannot be read");
+        let path = dir.join(RANKS_FILE);
+        let ranks = read_rank_times(&path)?;
+        broken.extend(ranks.faults(&path, "cannot be read"));
         broken.iter().for_each(|fault| warn!("warning: {fault}"));
         files.faults.extend(broken);
         let path = dir.join(MEMORY_FILE);
@@ -108,7 +114,17 @@ impl Recorded {
         let steps = files.metrics.iter().filter(|metrics| metrics.valid_loss.is_none());
         let findings = steps.flat_map(|metrics| watchdog.step(metrics)).collect();
         let processes = Process::of_run(dir);
-        Ok(Self { files, place, layers: layers.metrics, ledger, parameters, processes, memory, findings })
+        Ok(Self {
+            files,
+            place,
+            layers: layers.metrics,
+            ranks: ranks.metrics,
+            ledger,
+            parameters,
+            processes,
+            memory,
+            findings,
+        })
     }
 }
 

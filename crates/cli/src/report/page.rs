@@ -2,6 +2,7 @@
 
 use super::charts::{self, Line, inline, lines};
 use super::precision::{self, Group, ranges, without_number};
+use super::ranks;
 use super::series::{self, Place, Series};
 use super::{Recorded, beginning};
 use crate::processes;
@@ -38,6 +39,10 @@ pub fn render(run: &Recorded) -> Result<String> {
             (section("Loss", "Training and held-out loss. H is the least that any model can reach and U what frequencies alone give, \
                 where they are known.", html! { figure.wide data-series=(names) { (inline(&losses)) } }))
             (section("Speed", "The first steps also prepare the machine.", charts(Place::Speed)))
+            @if let Some(times) = ranks::times(&run.ranks) {
+                (section("Ranks", "How long each rank took for a step, and how much of that it waited for others. The rank that is busy longest \
+                    decides for all.", times))
+            }
             @if files.config.model.experts > 0 {
                 (section("Experts", "How the router spreads tokens. Even is best: the fullest expert decides how long a step takes.",
                     html! { (charts(Place::Experts)) (expert_load(run)) }))
@@ -140,7 +145,7 @@ fn duration(seconds: f64) -> String {
     }
 }
 
-fn middle(mut values: Vec<f64>) -> Option<f64> {
+pub fn middle(mut values: Vec<f64>) -> Option<f64> {
     values.sort_by(f64::total_cmp);
     values.get(values.len() / 2).copied()
 }
@@ -156,7 +161,7 @@ fn chart(series: &Series) -> Markup {
     }
 }
 
-fn drawn(all: &[Line<'_>]) -> Markup {
+pub fn drawn(all: &[Line<'_>]) -> Markup {
     lines(all).unwrap_or_else(|why| html! { p.fault { (why) } })
 }
 
@@ -323,7 +328,7 @@ fn site_rows(line: &LayerMetrics) -> Vec<SiteRow> {
     rows
 }
 
-fn percent(share: f64) -> String {
+pub fn percent(share: f64) -> String {
     if share > 0.0 && share < 1e-4 { "< 0.01 %".into() } else { format!("{:.2} %", 100.0 * share) }
 }
 

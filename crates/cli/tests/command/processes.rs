@@ -19,7 +19,8 @@ fn set<'a>(changes: impl IntoIterator<Item = &'a str>) -> Vec<&'a str> {
 fn launch(place: &Place, ranks: usize, options: &[&str], changes: &[&str]) -> Command {
     let ranks = ranks.to_string();
     let launch = ["launch", "--ranks", &*ranks].into_iter().chain(options.iter().copied());
-    let words: Vec<&str> = launch.chain(["--", "train", "small.toml"]).chain(changes.iter().copied()).collect();
+    let words: Vec<&str> =
+        launch.chain(["--", "train", "small.toml"]).chain(changes.iter().copied()).collect();
     place.command(&words)
 }
 

@@ -211,6 +211,34 @@ fn of_many_broken_lines_the_first_are_named() {
 }
 
 #[test]
+fn a_run_of_several_ranks_tells_which_of_them_is_slow() {
+    let place = Place::with_text();
+    place.train(&["--set", "run.dir=run"]).ok();
+    place.nibble(&["report", "run"]).ok();
+    assert!(!page(&place, "run/report.html").contains("<h2>Ranks</h2>"), "ranks of a run of one");
+    let line =
+        |step: u32| format!("{{\"step\":{step},\"seconds\":[0.5,0.5,0.5],\"waiting\":[0.25,0.125,0.375]}}\n");
+    let text = line(1) + "broken\n" + "{\"step\":2,\"seconds\":[0.5,0.5],\"waiting\":[0.5]}\n" + &line(3);
+    std::fs::write(place.path("run/ranks.jsonl"), &text).unwrap();
+    let done = place.nibble(&["report", "run"]);
+    assert_eq!(done.code, Some(0), "{}", done.stderr);
+    let told = page(&place, "run/report.html");
+    require_offline(&told);
+    for line in [2, 3] {
+        let fault = format!("run/ranks.jsonl: line {line} cannot be read");
+        assert!(done.stderr.contains(&fault) && told.contains(&fault), "{}", done.stderr);
+    }
+    for wanted in
+        ["<h2>Ranks</h2>", "3 ranks, 2 steps.", "Rank 1 is the slowest", "50.00 %", "Busy seconds a step"]
+    {
+        assert!(told.contains(wanted), "no {wanted:?}");
+    }
+    let onto = place.nibble(&["report", "run", "--out", "run/ranks.jsonl", "--force"]);
+    assert!(onto.code == Some(2) && onto.stderr.contains("would overwrite the input"), "{}", onto.stderr);
+    assert_eq!(read(place.path("run/ranks.jsonl")), text.as_bytes());
+}
+
+#[test]
 fn layer_by_layer_a_run_tells_of_its_experts_and_conversions() {
     let place = Place::with_text();
     place.train(&["--set", "run.dir=run"]).ok();

@@ -296,6 +296,7 @@ fn a_variable_that_is_missing_beside_others_is_named() {
         assert_eq!(error(&with(vars, &[(name, "")]), None), expected);
     }
     // The process managers that set no number of a host's ranks.
+    assert_eq!(told(&set(&[("PMI_RANK", "0"), ("PMI_SIZE", "1")]), None), None);
     let managed = set(&[("PMI_RANK", "1"), ("PMI_SIZE", "2")]);
     assert_eq!(error(&managed, None), "MPI_LOCALRANKID is not set, expected beside PMI_RANK, which is");
 }

@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 
 /// Times of one step, one a rank. The record of the step after tells them, so a step that no other follows has none.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(try_from = "Unchecked")]
 pub struct RankTimes {
     /// Optimizer steps done, as in [`super::Metrics`].
     pub step: u64,
@@ -12,6 +13,28 @@ pub struct RankTimes {
     pub seconds: Vec<f64>,
     /// Seconds of these in which the rank waited for others.
     pub waiting: Vec<f64>,
+}
+
+/// A line of a file before it is checked.
+#[derive(Deserialize)]
+struct Unchecked {
+    step: u64,
+    seconds: Vec<f64>,
+    waiting: Vec<f64>,
+}
+
+impl TryFrom<Unchecked> for RankTimes {
+    type Error = &'static str;
+
+    fn try_from(Unchecked { step, seconds, waiting }: Unchecked) -> Result<Self, Self::Error> {
+        if seconds.is_empty() || seconds.len() != waiting.len() {
+            return Err("expected as many times of waiting as of steps, one a rank");
+        }
+        if seconds.iter().chain(&waiting).any(|time| !time.is_finite() || *time < 0.0) {
+            return Err("expected seconds");
+        }
+        Ok(Self { step, seconds, waiting })
+    }
 }
 
 impl RankTimes {
@@ -54,6 +77,22 @@ impl RankTimes {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_line_has_a_time_and_a_waiting_for_each_rank() {
+        let read = |text: &str| serde_json::from_str::<RankTimes>(text);
+        let good = read(r#"{"step":3,"seconds":[1.5,2],"waiting":[0.5,0]}"#).unwrap();
+        assert_eq!((good.step, good.busy()), (3, vec![1.0, 2.0]));
+        for wrong in [
+            r#"{"step":3,"seconds":[1,2],"waiting":[0]}"#,
+            r#"{"step":3,"seconds":[],"waiting":[]}"#,
+            r#"{"step":3,"seconds":[-1],"waiting":[0]}"#,
+            r#"{"step":3,"seconds":[null],"waiting":[0]}"#,
+            r#"{"step":3,"seconds":[1]}"#,
+        ] {
+            assert!(read(wrong).is_err(), "{wrong}");
+        }
+    }
 
     #[test]
     fn the_slowest_rank_is_the_one_that_others_wait_for() {
