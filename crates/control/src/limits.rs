@@ -1,6 +1,6 @@
 use std::time::Duration;
 
-/// How long is waited for what.
+/// How long is waited for what. Each is at least 10 ms and at most a year: what is less or more is taken for that.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
     /// How long after a failure every rank has ended. A rank or a hub that is silent for half of it has failed; the other half is for ending.
@@ -17,6 +17,13 @@ impl Default for Limits {
 }
 
 impl Limits {
+    /// Times that can be added to any other, and be waited for without haste.
+    pub(crate) fn within_bounds(self) -> Self {
+        let bounded =
+            |time: Duration| time.clamp(Duration::from_millis(10), Duration::from_secs(365 * 24 * 3600));
+        Self { deadline: bounded(self.deadline), join: bounded(self.join) }
+    }
+
     /// After so long without a word the other side is taken for dead.
     pub(crate) fn silence(&self) -> Duration {
         self.deadline / 2

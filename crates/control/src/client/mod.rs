@@ -71,6 +71,7 @@ impl Client {
         status: impl Fn() -> Status + Send + 'static,
         ears: Arc<dyn Ears>,
     ) -> Result<Self, Error> {
+        let limits = limits.within_bounds();
         let shared = Arc::new(Shared {
             inbox: Mutex::new(Inbox::new(join.world, join.hub_is_rank_0, ears)),
             changed: Condvar::new(),
@@ -89,6 +90,7 @@ impl Client {
         let (sender, joined) = channel();
         let inside = Arc::clone(&shared);
         let run = move || {
+            let _ending = Ending(&inside);
             runtime.block_on(drive::drive(search, &inside, sender));
             // A name that is being looked up is not waited for.
             runtime.shutdown_background();
@@ -163,6 +165,19 @@ impl Client {
             };
         }
         inbox.stage().clone()
+    }
+}
+
+/// Of a client's thread. One that panics, as where an ear or the status does, has lost the hub: nobody waits for it.
+struct Ending<'a>(&'a Shared);
+
+impl Drop for Ending<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            // Not told to the ears, which may have panicked.
+            let _ = locked(&self.0.inbox).lose("the thread of its connection to the hub has panicked".into());
+            self.0.changed.notify_all();
+        }
     }
 }
 

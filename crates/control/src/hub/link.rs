@@ -21,13 +21,28 @@ pub async fn serve(line: Line, join: Join, shared: Arc<Shared>) {
     let queue = Arc::new(Queue::new());
     let entered = shared.with(|room| room.enter(Instant::now(), join, Arc::clone(&queue)));
     let rank = entered.map_err(|refusal| queue.push_urgent(Down::Failed(refusal))).ok();
+    let _ending = Ending { rank, shared: &shared };
     let alive = || Down::Alive(locked(&shared.room).status_of_0());
     let write = pin!(write_all(outgoing, &queue, shared.limits.beat(), alive));
     // What a rank said last is read even where nothing can be written to it.
     if let Either::Right((_, read)) = select(pin!(read_all(incoming, rank, &shared)), write).await {
         read.await;
     }
-    shared.with(|room| room.gone());
+}
+
+/// Of a connection, however it ends.
+struct Ending<'a> {
+    rank: Option<usize>,
+    shared: &'a Shared,
+}
+
+impl Drop for Ending<'_> {
+    fn drop(&mut self) {
+        self.shared.with(|room| {
+            self.rank.inspect(|rank| room.lost(Instant::now(), *rank, Loss::Closed));
+            room.gone();
+        });
+    }
 }
 
 /// Reads until the rank is gone. Of one that is refused, which has no number here, only the end counts.

@@ -50,6 +50,7 @@ impl Hub {
         if world == 0 {
             return Err(Error::NoRanks);
         }
+        let limits = limits.within_bounds();
         let failed = |what| move |source| Error::System { what, source };
         let address = listener.local_addr().map_err(failed("the hub's address"))?;
         listener.set_nonblocking(true).map_err(failed("the hub's listener"))?;

@@ -4,9 +4,10 @@ use crate::support::{
     Event, Hand, calm, ears, framed, hub, join, join_at, ranks, refused, secret, short, status,
 };
 use nibble_control::fuzz::{self, rank_of};
-use nibble_control::{Client, Failure, Join};
+use nibble_control::{Client, Ears, Failure, Join, Rows};
 use std::io::Write;
 use std::net::TcpListener;
+use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -185,9 +186,17 @@ fn what_a_rank_does_is_known_before_its_rows_travel() {
     let told = Arc::clone(&doing);
     let (ears, _heard) = ears();
     let (mut other, _) = Hand::rank(&hub, &rank_of(1, 2));
-    let status = move || nibble_control::Status { step: Some(3), phase: told.lock().unwrap().clone() };
+    let (asked, answers) = channel();
+    let status = move || {
+        let status = nibble_control::Status { step: Some(3), phase: told.lock().unwrap().clone() };
+        // Nobody listens after the first.
+        let _ = asked.send(());
+        status
+    };
     let addresses = [hub.address().to_string()];
     let client = Client::join(&addresses, &secret(), rank_of(0, 2), calm(), status, ears).unwrap();
+    // What it did at first is told by the first word; the next one of these is far away.
+    answers.recv().unwrap();
     *doing.lock().unwrap() = "backward exchange".into();
     client.send(1, fuzz::rows(0, vec![1, 2, 3]));
     // Once the rows have passed the hub, it knows.
@@ -197,6 +206,38 @@ fn what_a_rank_does_is_known_before_its_rows_travel() {
     assert_eq!(
         other.failure().to_string(),
         "rank 0 on host a, step 3, backward exchange: it was killed by SIGKILL"
+    );
+}
+
+/// Ears that cannot take rows, and say so.
+struct Broken(Sender<()>);
+
+impl Ears for Broken {
+    fn rows(&self, _: usize, _: Rows) {
+        self.0.send(()).unwrap();
+        panic!("this ear is broken, as the test wants it");
+    }
+    fn left(&self, _: usize) {}
+    fn failed(&self, _: &Failure) {}
+    fn overdue(&self, _: &Failure) {}
+}
+
+#[test]
+fn an_ear_that_panics_fails_its_rank_and_nobody_waits() {
+    let (sender, heard) = channel();
+    let hub = hub(2, calm());
+    let addresses = [hub.address().to_string()];
+    let (mut other, _) = Hand::rank(&hub, &rank_of(1, 2));
+    let client =
+        Client::join(&addresses, &secret(), rank_of(0, 2), calm(), status, Arc::new(Broken(sender))).unwrap();
+    client.send(0, fuzz::rows(0, vec![1]));
+    heard.recv().unwrap();
+    let failure = client.leave().unwrap_err();
+    assert_eq!(failure.to_string(), "the thread of its connection to the hub has panicked");
+    hub.ended(0, "it exited with status 101");
+    assert_eq!(
+        other.failure().to_string(),
+        "rank 0 on host a, step 12, forward exchange: it exited with status 101"
     );
 }
 

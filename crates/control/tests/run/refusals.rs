@@ -137,3 +137,12 @@ fn what_cannot_begin_says_why() {
         "the configuration has 100000 bytes; at most 57344 are expected"
     );
 }
+
+#[test]
+fn limits_of_any_size_are_taken() {
+    for time in [Duration::ZERO, Duration::MAX] {
+        let limits = Limits { deadline: time, join: time };
+        let hub = hub(1, limits);
+        drop(join_at(&address(&hub), &secret(), rank_of(0, 1), limits));
+    }
+}

@@ -66,6 +66,15 @@ fn the_cause_of_a_lost_connection_is_waited_for() {
 }
 
 #[test]
+fn a_rank_that_is_lost_before_all_have_come_fails_the_run() {
+    let mut hub = HubSide::new(3, 2, Limits::default());
+    hub.lost(1);
+    hub.pass(1);
+    assert_eq!(said(&hub).unwrap(), "rank 1 on host a: its connection was lost");
+    assert_eq!(hub.enter(rank_of(2, 3)), hub.failure().cloned());
+}
+
+#[test]
 fn what_an_ended_process_said_last_comes_first() {
     // It left in peace: the word of its end overtook it.
     let mut hub = running(2);
@@ -118,4 +127,14 @@ fn a_run_whose_ranks_have_left_does_not_fail() {
     assert!(hub.enter(rank_of(0, 2)).is_some_and(|failure| failure.cause == "the run has ended"));
     hub.pass(64);
     assert_eq!(said(&hub), None);
+}
+
+#[test]
+fn the_rank_that_sends_rows_out_of_turn_has_failed_and_the_first_failure_stays() {
+    let mut hub = running(2);
+    hub.hear(1, &[rank_says(2, 0, "", 0), vec![1]].concat());
+    let first = "rank 1 on host a: it sent what is no message: bytes of no rows";
+    assert_eq!(said(&hub).unwrap(), first);
+    hub.fail(Failure { cause: "later".into(), ..Failure::default() });
+    assert_eq!(said(&hub).unwrap(), first);
 }
