@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::launched::{self, Launched, Launcher, Meeting};
 use nibble_control::{Client, Ears, Failure, Hub, Join, Limits, Rows, Secret, Status};
 use nibble_core::{Mesh, allocation};
-use nibble_cpu::{Arrivals, Cpu, Link, ThreadComm};
+use nibble_cpu::{Arrivals, Cpu, HostComm, Link};
 use nibble_train::config::RunConfig;
 use std::fmt::{self, Debug};
 use std::fs::File;
@@ -153,7 +153,7 @@ impl Process {
     ) -> Result<T> {
         let Launched { rank, world, local_world, .. } = self.launched;
         let (hub, addresses) = self.meet()?;
-        let (axes, arrivals) = ThreadComm::of_process(run.mesh(), rank, local_world, Arc::new(Wire));
+        let (axes, arrivals) = HostComm::of_process(run.mesh(), rank, local_world, Arc::new(Wire));
         let join = Join {
             version: format!("nibble {}", std::env!("CARGO_PKG_VERSION")),
             config: format!("{agreed}\n[run]\nranks = {world}\ndp = {}\n", run.dp),

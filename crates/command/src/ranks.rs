@@ -3,7 +3,7 @@
 use crate::env::Env;
 use crate::error::{Error, Result, panicked};
 use nibble_core::{Axes, Comm, Error as CoreError, Mesh, SoloComm};
-use nibble_cpu::{Cpu, ThreadComm};
+use nibble_cpu::{Cpu, HostComm};
 use nibble_train::config::RunConfig;
 
 /// Runs `body` on every rank and returns the first rank's result. It is given the rank's backend and what joins it to the others.
@@ -21,7 +21,7 @@ pub fn on_ranks<T: Send>(
     }
     let each = (threads / run.ranks).max(1);
     // The communicators are moved into the thread: dropped there by a panic, they tell the others.
-    let rank = |axes: Axes<ThreadComm>| {
+    let rank = |axes: Axes<HostComm>| {
         let done = env.cpu(each).map_err(Error::from).and_then(|cpu| body(&cpu, axes.mesh()));
         if let Err(error) = &done {
             Comm::<Cpu>::abort(&axes.all, &error.to_string());
@@ -29,7 +29,7 @@ pub fn on_ranks<T: Send>(
         done
     };
     let results: Vec<Result<T>> = std::thread::scope(|scope| {
-        let ranks = ThreadComm::mesh(run.mesh()).into_iter();
+        let ranks = HostComm::mesh(run.mesh()).into_iter();
         // Where a thread cannot be started its communicators are dropped, which tells the others too.
         let start = |axes| {
             std::thread::Builder::new().spawn_scoped(scope, || rank(axes)).map_err(CoreError::not_started)

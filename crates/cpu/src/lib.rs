@@ -15,7 +15,7 @@ mod simd;
 mod sums;
 
 pub use backend::{Buf, CodePath, Cpu, OpTime};
-pub use comm::{Arrivals, Link, ThreadComm};
+pub use comm::{Arrivals, HostComm, Link};
 pub use memory::Arena;
 pub use ops::quantize::has_own_code;
 

@@ -1,7 +1,7 @@
 //! Collectives through the host's memory: what the collectives compute, and that no failure of one rank leaves another waiting.
 
 use nibble_core::{Axes, Backend, Comm, Error, MeshShape, Result, Transfer, TreeSum};
-use nibble_cpu::{Arrivals, Buf, Cpu, Link, ThreadComm};
+use nibble_cpu::{Arrivals, Buf, Cpu, HostComm, Link};
 use std::ops::Range;
 use std::sync::{Arc, OnceLock, mpsc};
 use std::time::Duration;
@@ -50,13 +50,13 @@ impl Link for Wire {
 }
 
 /// The ranks of a new mesh.
-fn mesh(kind: Kind, shape: MeshShape) -> Vec<Axes<ThreadComm>> {
+fn mesh(kind: Kind, shape: MeshShape) -> Vec<Axes<HostComm>> {
     match kind {
-        Kind::Threads => ThreadComm::mesh(shape),
+        Kind::Threads => HostComm::mesh(shape),
         Kind::Linked => {
             let others = Arc::new(OnceLock::new());
             let link = |rank| Arc::new(Wire { rank, others: others.clone() });
-            let ranks = (0..shape.ranks()).map(|rank| ThreadComm::of_process(shape, rank, 1, link(rank)));
+            let ranks = (0..shape.ranks()).map(|rank| HostComm::of_process(shape, rank, 1, link(rank)));
             let (axes, arrivals) = ranks.unzip();
             others.set(arrivals).unwrap();
             axes
@@ -71,10 +71,10 @@ fn mesh(kind: Kind, shape: MeshShape) -> Vec<Axes<ThreadComm>> {
 fn ranks<R: Send + 'static>(
     kind: Kind,
     size: usize,
-    body: impl Fn(&Cpu, ThreadComm) -> R + Clone + Send + 'static,
+    body: impl Fn(&Cpu, HostComm) -> R + Clone + Send + 'static,
 ) -> Vec<Option<R>> {
     let comms = match kind {
-        Kind::Threads => ThreadComm::world(size),
+        Kind::Threads => HostComm::world(size),
         Kind::Linked => mesh(kind, MeshShape { dp: 1, ep: size }).into_iter().map(|axes| axes.all).collect(),
     };
     spawned(comms, body)
@@ -106,17 +106,17 @@ fn spawned<C: Send + 'static, R: Send + 'static>(
 fn mesh_ranks<R: Send + 'static>(
     kind: Kind,
     shape: MeshShape,
-    body: impl Fn(&Cpu, Axes<ThreadComm>) -> R + Clone + Send + 'static,
+    body: impl Fn(&Cpu, Axes<HostComm>) -> R + Clone + Send + 'static,
 ) -> Vec<Option<R>> {
     spawned(mesh(kind, shape), body)
 }
 
 /// The rank, whatever the backend.
-fn rank_of(comm: &ThreadComm) -> usize {
+fn rank_of(comm: &HostComm) -> usize {
     Comm::<Cpu>::rank(comm)
 }
 
-fn barrier(comm: &ThreadComm) -> Result<()> {
+fn barrier(comm: &HostComm) -> Result<()> {
     Comm::<Cpu>::barrier(comm)
 }
 
@@ -129,7 +129,7 @@ fn why<T>(result: Result<T>) -> String {
 }
 
 /// Begins sums of these values, each with its parts, of which this rank's go to zeros.
-fn begin(cpu: &Cpu, comm: &ThreadComm, of: &[(&[f32], &[Range<usize>])]) -> Result<Transfer<Cpu>> {
+fn begin(cpu: &Cpu, comm: &HostComm, of: &[(&[f32], &[Range<usize>])]) -> Result<Transfer<Cpu>> {
     let sum = |(values, parts): &(&[f32], &[Range<usize>])| {
         let into = cpu.zeros(parts[rank_of(comm)].len())?;
         Ok(TreeSum { values: cpu.upload(values)?, parts: parts.to_vec(), into })
@@ -153,7 +153,7 @@ fn filling(round: usize, from: usize, to: usize, row: usize) -> u8 {
 }
 
 /// One collective of each kind, checked against what every rank can work out alone.
-fn one_round(cpu: &Cpu, comm: &ThreadComm, world: usize, round: usize) {
+fn one_round(cpu: &Cpu, comm: &HostComm, world: usize, round: usize) {
     const ROW: usize = 16;
     let me = rank_of(comm);
     for _ in 0..scrambled(round * 8 + me) % 3 {
@@ -445,7 +445,7 @@ fn each_axis_of_a_mesh_has_its_own_ranks(kind: Kind) {
 /// Ranks that wait along one axis are told of a failure along another.
 fn a_failure_along_one_axis_fails_all_ranks(kind: Kind) {
     let shape = MeshShape { dp: 2, ep: 2 };
-    let failing: [fn(&Axes<ThreadComm>); 3] = [
+    let failing: [fn(&Axes<HostComm>); 3] = [
         |axes| Comm::<Cpu>::abort(&axes.all, "the cable is unplugged"),
         |axes| Comm::<Cpu>::abort(&axes.dp, "the cable is unplugged"),
         |_| panic!("a planned panic"),
@@ -536,10 +536,10 @@ fn counts_need_as_many_numbers_for_each_rank(kind: Kind) {
 }
 
 /// The all-to-all that a rank makes instead of a right one.
-type Mistake = fn(&Cpu, &ThreadComm) -> Result<()>;
+type Mistake = fn(&Cpu, &HostComm) -> Result<()>;
 
 /// Rows of 16 bytes from this many bytes to as many.
-fn all_to_all(cpu: &Cpu, comm: &ThreadComm, bytes: [usize; 2], send: &[usize], recv: &[usize]) -> Result<()> {
+fn all_to_all(cpu: &Cpu, comm: &HostComm, bytes: [usize; 2], send: &[usize], recv: &[usize]) -> Result<()> {
     let [rows, mut into] = bytes.map(|bytes| cpu.zeros(bytes).unwrap());
     comm.all_to_all_v(cpu, &rows, 16, send, recv, &mut into)
 }

@@ -3,7 +3,7 @@
 mod rig;
 
 use nibble_core::{Axes, Backend as _, DType, MeshShape, Recipe, Result};
-use nibble_cpu::{Cpu, ThreadComm};
+use nibble_cpu::{Cpu, HostComm};
 use nibble_train::cx::{Cx, ExpertParts};
 use nibble_train::model::Decoder;
 use nibble_train::param::{Buckets, GradientPlan, reduce_gradients};
@@ -28,7 +28,7 @@ impl Hook for Noted {
     }
 }
 
-fn noted(axes: Axes<ThreadComm>) -> (Axes<Hooked<Noted>>, Log) {
+fn noted(axes: Axes<HostComm>) -> (Axes<Hooked<Noted>>, Log) {
     let log = Log::default();
     (Hooked::axes(axes, |axis| Noted { axis, log: log.clone() }), log)
 }

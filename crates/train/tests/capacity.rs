@@ -3,7 +3,7 @@
 mod rig;
 
 use nibble_core::{Axes, Backend, Comm, Data, Error, Kernels, Mesh, MeshShape, Result};
-use nibble_cpu::{Cpu, ThreadComm};
+use nibble_cpu::{Cpu, HostComm};
 use nibble_train::config::Config;
 use nibble_train::metrics::Metrics;
 use nibble_train::trainer::{Observer, Options, Start, Trainer, run};
@@ -298,7 +298,7 @@ fn a_rank_that_fails_behind_a_step_without_room_says_why() {
         let config = with_room("bf16", 0.05, &["train.steps=6", &place]);
         // As many plans as the first step has.
         let at = config.model.num_routed();
-        let errors = on_axes(mesh, |axes: Axes<ThreadComm>| {
+        let errors = on_axes(mesh, |axes: Axes<HostComm>| {
             let fails = Comm::<Cpu>::rank(&axes.all) == 1;
             let hook =
                 |axis| Unplugged { at: (fails && axis == "ep").then_some(at), plans: AtomicUsize::new(0) };

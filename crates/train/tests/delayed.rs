@@ -4,7 +4,7 @@ mod rig;
 
 use nibble_core::formats::{AmaxOf, DelayedScaling};
 use nibble_core::{Comm, Mesh, Recipe};
-use nibble_cpu::{Cpu, ThreadComm};
+use nibble_cpu::{Cpu, HostComm};
 use nibble_testkit::Recorder;
 use nibble_train::checkpoint::{Store, latest_valid};
 use nibble_train::config::Config;
@@ -151,8 +151,8 @@ fn ranks_have_the_histories_of_their_own_shards_and_experts() {
     for world in [2, 4] {
         let ranks: Vec<Told> = std::thread::scope(|scope| {
             let config = &config;
-            let spawn = |comm: ThreadComm| scope.spawn(move || told(&cpu(), &comm, config, 3));
-            let ranks: Vec<_> = ThreadComm::world(world).into_iter().map(spawn).collect();
+            let spawn = |comm: HostComm| scope.spawn(move || told(&cpu(), &comm, config, 3));
+            let ranks: Vec<_> = HostComm::world(world).into_iter().map(spawn).collect();
             ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
         });
         for told in &ranks {
@@ -176,7 +176,7 @@ fn resumed(config: &Config, dir: &Path, worlds: [usize; 2], steps: usize) -> Vec
         let store = (!from).then(|| Store::open(dir).unwrap());
         std::thread::scope(|scope| {
             let (config, store) = (config, &store);
-            let rank = move |comm: ThreadComm| {
+            let rank = move |comm: HostComm| {
                 let b = cpu();
                 let mut trainer = Trainer::new(&b, &comm, config).unwrap();
                 if from {
@@ -194,7 +194,7 @@ fn resumed(config: &Config, dir: &Path, worlds: [usize; 2], steps: usize) -> Vec
                 }
             };
             let ranks: Vec<_> =
-                ThreadComm::world(world).into_iter().map(|comm| scope.spawn(move || rank(comm))).collect();
+                HostComm::world(world).into_iter().map(|comm| scope.spawn(move || rank(comm))).collect();
             ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
         })
     };

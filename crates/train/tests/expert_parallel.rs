@@ -8,7 +8,7 @@ use nibble_core::recipe::LayerKind;
 use nibble_core::{
     Backend as _, Comm, DType, Error, Mesh, Recipe, Result, RowKind, SoloComm, Tensor, Traffic,
 };
-use nibble_cpu::{Cpu, ThreadComm};
+use nibble_cpu::{Cpu, HostComm};
 use nibble_train::config::Config;
 use nibble_train::cx::Cx;
 use nibble_train::layers::Layer;
@@ -72,7 +72,7 @@ fn micro_batches_and_an_uneven_choice_of_experts_keep_the_bits() {
 #[test]
 fn metrics_do_not_depend_on_the_number_of_ranks() {
     let told = |config: &Config, world: usize| -> Vec<Metrics> {
-        let one_rank = |comm: ThreadComm| {
+        let one_rank = |comm: HostComm| {
             let cpu = cpu();
             let mut trainer = Trainer::new(&cpu, &comm, config).unwrap();
             let mut step =
@@ -81,7 +81,7 @@ fn metrics_do_not_depend_on_the_number_of_ranks() {
         };
         std::thread::scope(|scope| {
             let one_rank = &one_rank;
-            let ranks = ThreadComm::world(world).into_iter().map(|c| scope.spawn(move || one_rank(c)));
+            let ranks = HostComm::world(world).into_iter().map(|c| scope.spawn(move || one_rank(c)));
             let ranks: Vec<_> = ranks.collect();
             let mut told: Vec<_> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
             assert!(told.iter().all(|other| *other == told[0]), "every rank tells the same");
@@ -149,11 +149,11 @@ struct Notes {
 
 type Wrapped = Hooked<Notes>;
 
-fn wrapped(comm: ThreadComm, also: Also) -> Wrapped {
+fn wrapped(comm: HostComm, also: Also) -> Wrapped {
     Hooked::new(comm, Notes { also, legs: Mutex::default(), transport: Mutex::default() })
 }
 
-fn noted(comm: ThreadComm) -> Wrapped {
+fn noted(comm: HostComm) -> Wrapped {
     wrapped(comm, Also::Notes)
 }
 
@@ -227,7 +227,7 @@ fn wire(recipe: &str, d_model: usize, top_k: usize, combine: Combine) -> (Wire, 
     let ranks: Vec<(Vec<Leg>, usize)> = std::thread::scope(|scope| {
         let one_rank = &one_rank;
         let threads: Vec<_> =
-            ThreadComm::world(2).into_iter().map(|c| scope.spawn(move || one_rank(noted(c)))).collect();
+            HostComm::world(2).into_iter().map(|c| scope.spawn(move || one_rank(noted(c)))).collect();
         threads.into_iter().map(|t| t.join().unwrap()).collect()
     });
     let bytes = [0, 1, 2, 3].map(|i| ranks[0].0[i].row_bytes as f64 / d_model as f64);
@@ -301,7 +301,7 @@ fn every_leg_carries_what_the_routing_asks_for() {
         };
         let ranks: Vec<(Vec<Leg>, SlotCounts)> = std::thread::scope(|scope| {
             let one_rank = &one_rank;
-            let ranks = ThreadComm::world(world).into_iter();
+            let ranks = HostComm::world(world).into_iter();
             let threads: Vec<_> = ranks.map(|c| scope.spawn(move || one_rank(noted(c)))).collect();
             threads.into_iter().map(|t| t.join().unwrap()).collect()
         });
@@ -358,7 +358,7 @@ fn an_expert_layer_copies_nothing_to_or_from_the_host_but_one_table_of_counts() 
             // Tokens and slots from every rank to every rank, read once.
             let bytes = (world * world * 2 * size_of::<i32>()) as u64;
             let counts = Traffic { downloads: 1, download_bytes: bytes, waits: 1, ..Traffic::default() };
-            let one_rank = |comm: ThreadComm| {
+            let one_rank = |comm: HostComm| {
                 let comm = noted(comm);
                 let all = traffic(recipe, way, &comm);
                 let transport = comm.hook.transport.lock().unwrap();
@@ -371,7 +371,7 @@ fn an_expert_layer_copies_nothing_to_or_from_the_host_but_one_table_of_counts() 
             std::thread::scope(|scope| {
                 let one_rank = &one_rank;
                 let threads: Vec<_> =
-                    ThreadComm::world(world).into_iter().map(|c| scope.spawn(move || one_rank(c))).collect();
+                    HostComm::world(world).into_iter().map(|c| scope.spawn(move || one_rank(c))).collect();
                 threads.into_iter().for_each(|t| t.join().unwrap());
             });
         }
@@ -393,7 +393,7 @@ impl Observer for Blind {
 /// if they have not all ended within two minutes.
 fn four_ranks(config: &Config, also: fn() -> Also) -> Vec<Option<nibble_train::Result<()>>> {
     let (done, results) = mpsc::channel();
-    for (rank, inner) in ThreadComm::world(4).into_iter().enumerate() {
+    for (rank, inner) in HostComm::world(4).into_iter().enumerate() {
         let (config, done) = (config.clone(), done.clone());
         std::thread::spawn(move || {
             let also = if rank == 2 { also() } else { Also::Notes };
@@ -452,7 +452,7 @@ fn a_rank_that_panics_ends_the_others() {
 #[test]
 fn a_weight_that_is_not_a_number_on_one_rank_stops_every_rank_and_is_named() {
     let config = small("mxfp4-hopper", &[]);
-    let one_rank = |comm: ThreadComm| {
+    let one_rank = |comm: HostComm| {
         let cpu = cpu();
         let mut trainer = Trainer::new(&cpu, &comm, &config).unwrap();
         trainer.train_step().unwrap();
@@ -471,7 +471,7 @@ fn a_weight_that_is_not_a_number_on_one_rank_stops_every_rank_and_is_named() {
     let errors: Vec<String> = std::thread::scope(|scope| {
         let one_rank = &one_rank;
         let threads: Vec<_> =
-            ThreadComm::world(2).into_iter().map(|c| scope.spawn(move || one_rank(c))).collect();
+            HostComm::world(2).into_iter().map(|c| scope.spawn(move || one_rank(c))).collect();
         threads.into_iter().map(|t| t.join().unwrap()).collect()
     });
     assert!(
@@ -493,7 +493,7 @@ fn gradients_meet_along_the_axis_of_what_they_are_of() {
         [0.1; 2],
     );
     let (dense, experts) = (&specs.router.weights()[0], &specs.experts.weights()[1]);
-    let sums = |comm: &ThreadComm, mesh: Mesh<'_, Cpu>, spec: &ParamSpec| {
+    let sums = |comm: &HostComm, mesh: Mesh<'_, Cpu>, spec: &ParamSpec| {
         let cpu = cpu();
         let cx = Cx { mesh, ..rank_cx(&cpu, comm, &recipe, 1, 2) };
         let mut param = Param::of(&cx, spec).unwrap();
@@ -508,7 +508,7 @@ fn gradients_meet_along_the_axis_of_what_they_are_of() {
         let all = param.gathered(&cpu, mesh, param.reduced().unwrap()).unwrap();
         all.to_f32_vec(&cpu).unwrap()
     };
-    let one_rank = |comm: ThreadComm| {
+    let one_rank = |comm: HostComm| {
         let mine = 1.0 + Comm::<Cpu>::rank(&comm) as f32;
         let divided = Mesh::new(&comm);
         let replicas = Mesh { all: &comm, ep: &SoloComm, dp: &comm };
@@ -519,7 +519,7 @@ fn gradients_meet_along_the_axis_of_what_they_are_of() {
     };
     std::thread::scope(|scope| {
         let one_rank = &one_rank;
-        ThreadComm::world(2).into_iter().for_each(|comm| {
+        HostComm::world(2).into_iter().for_each(|comm| {
             scope.spawn(move || one_rank(comm));
         });
     });

@@ -6,7 +6,7 @@
 mod rig;
 
 use nibble_core::{Comm, Error as CoreError};
-use nibble_cpu::{Cpu, ThreadComm};
+use nibble_cpu::{Cpu, HostComm};
 use nibble_testkit::Recorder;
 use nibble_testkit::recorder::Point;
 use nibble_train::checkpoint::{Checkpoint, Store};
@@ -201,7 +201,7 @@ fn on_ranks(config: &Config, world: usize, poisoned: usize, stride: usize) -> Ve
     let ops = OnceLock::new();
     let outcomes: Vec<Vec<(&'static str, Became)>> = std::thread::scope(|scope| {
         let (dir, ops) = (dir.path(), &ops);
-        let spawn = |comm: ThreadComm| {
+        let spawn = |comm: HostComm| {
             scope.spawn(move || {
                 let b = Recorder::eager(Cpu::new(1).unwrap());
                 let mine = Comm::<Backend>::rank(&comm) == poisoned;
@@ -215,7 +215,7 @@ fn on_ranks(config: &Config, world: usize, poisoned: usize, stride: usize) -> Ve
                 some_of(ops, stride).into_iter().map(fault).collect()
             })
         };
-        let threads: Vec<_> = ThreadComm::world(world).into_iter().map(spawn).collect();
+        let threads: Vec<_> = HostComm::world(world).into_iter().map(spawn).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     });
     for (rank, other) in outcomes.iter().enumerate() {

@@ -9,7 +9,7 @@ mod rig;
 
 use nibble_core::formats::Format;
 use nibble_core::{Backend, Comm, DType, Recipe};
-use nibble_cpu::{Cpu, ThreadComm};
+use nibble_cpu::{Cpu, HostComm};
 use nibble_train::layers::Layer;
 use nibble_train::ledger::{Ledger, Saved};
 use nibble_train::moe::{Moe, MoeShape};
@@ -76,7 +76,7 @@ fn the_ledger_of_each_of_several_ranks_is_true_too() {
     for (recipe, changes) in
         [("bf16", &[][..]), ("mxfp4-hopper", &[]), ("bf16", &["model.balance=batch"]), ("bf16", tree)]
     {
-        let one_rank = |comm: ThreadComm| {
+        let one_rank = |comm: HostComm| {
             let cpu = Cpu::new(1).unwrap();
             let mut trainer = Trainer::new(&cpu, &comm, &small(recipe, changes)).unwrap();
             let (ledger, live) = trainer.ledger().unwrap();
@@ -85,7 +85,7 @@ fn the_ledger_of_each_of_several_ranks_is_true_too() {
         };
         std::thread::scope(|scope| {
             let one_rank = &one_rank;
-            ThreadComm::world(2).into_iter().for_each(|c| drop(scope.spawn(move || one_rank(c))));
+            HostComm::world(2).into_iter().for_each(|c| drop(scope.spawn(move || one_rank(c))));
         });
     }
 }

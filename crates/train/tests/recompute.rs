@@ -5,7 +5,7 @@ mod rig;
 use nibble_core::formats::Rounding;
 use nibble_core::recipe::{Precision, Site};
 use nibble_core::{Backend, Comm, Mesh, Recipe, Traffic};
-use nibble_cpu::{Cpu, ThreadComm};
+use nibble_cpu::{Cpu, HostComm};
 use nibble_testkit::Recorder;
 use nibble_train::config::Config;
 use nibble_train::metrics::Metrics;
@@ -60,8 +60,8 @@ fn told_by(comm: &dyn Comm<Cpu>, config: &Config) -> Told {
 /// Of every rank.
 fn told(config: &Config, world: usize) -> Vec<Told> {
     std::thread::scope(|scope| {
-        let spawn = |comm: ThreadComm| scope.spawn(move || told_by(&comm, config));
-        let ranks: Vec<_> = ThreadComm::world(world).into_iter().map(spawn).collect();
+        let spawn = |comm: HostComm| scope.spawn(move || told_by(&comm, config));
+        let ranks: Vec<_> = HostComm::world(world).into_iter().map(spawn).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     })
 }
@@ -152,7 +152,7 @@ fn the_ledger_is_what_the_allocator_holds() {
     for recipe in rig::recipes() {
         for world in [1, 2] {
             let kept = |scopes: &[Scope]| -> Vec<usize> {
-                let one_rank = |comm: ThreadComm| {
+                let one_rank = |comm: HostComm| {
                     let cpu = Cpu::new(1).unwrap();
                     let config = with(&small(recipe, &[]), scopes);
                     let mut trainer = Trainer::new(&cpu, &comm, &config).unwrap();
@@ -162,8 +162,8 @@ fn the_ledger_is_what_the_allocator_holds() {
                 };
                 std::thread::scope(|scope| {
                     let one_rank = &one_rank;
-                    let spawn = |comm: ThreadComm| scope.spawn(move || one_rank(comm));
-                    let ranks: Vec<_> = ThreadComm::world(world).into_iter().map(spawn).collect();
+                    let spawn = |comm: HostComm| scope.spawn(move || one_rank(comm));
+                    let ranks: Vec<_> = HostComm::world(world).into_iter().map(spawn).collect();
                     ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
                 })
             };

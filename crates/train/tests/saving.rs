@@ -4,7 +4,7 @@
 mod rig;
 
 use nibble_core::{Backend, Comm, Kernels, MeshShape};
-use nibble_cpu::{Cpu, ThreadComm};
+use nibble_cpu::{Cpu, HostComm};
 use nibble_testkit::Recorder;
 use nibble_testkit::recorder::Point;
 use nibble_train::checkpoint::{Checkpoint, FILES, Store, latest_valid};
@@ -70,7 +70,7 @@ fn ranks_write_what_one_writes() {
     let [one, two, three, four] = dirs.each_ref().map(|dir| dir.path());
     twice(&Cpu::new(1).unwrap(), &SOLO, &config(1), [one, two]);
     std::thread::scope(|threads| {
-        for comm in ThreadComm::world(2) {
+        for comm in HostComm::world(2) {
             let config = config(2);
             threads.spawn(move || twice(&Cpu::new(1).unwrap(), &comm, &config, [three, four]));
         }
@@ -212,7 +212,7 @@ fn ranks_end_a_checkpoint_under_way_when_a_step_is_refused() {
         trainer.train_step().unwrap_err();
     };
     std::thread::scope(|threads| {
-        for comm in ThreadComm::world(2) {
+        for comm in HostComm::world(2) {
             let rank = &rank;
             threads.spawn(move || rank(&comm));
         }

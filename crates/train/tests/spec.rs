@@ -4,7 +4,7 @@
 mod rig;
 
 use nibble_core::Comm;
-use nibble_cpu::{Cpu, ThreadComm};
+use nibble_cpu::{Cpu, HostComm};
 use nibble_train::checkpoint::{Checkpoint, Store};
 use nibble_train::config::{Config, ModelConfig};
 use nibble_train::family::{Family, Named};
@@ -54,7 +54,7 @@ fn the_model_is_as_described() {
     for config in models() {
         as_described(&SOLO, &config);
         let config = Config { run: nibble_train::config::RunConfig { ranks: 2, ..config.run }, ..config };
-        let ranks = ThreadComm::world(2);
+        let ranks = HostComm::world(2);
         std::thread::scope(|scope| {
             for comm in ranks {
                 let config = &config;

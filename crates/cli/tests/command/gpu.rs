@@ -72,7 +72,7 @@ fn a_device_that_cannot_be_had_is_refused_with_what_there_is() {
     let error = place.train(&["--set", "run.device=cuda"]).failed(2);
     assert!(error.contains("`run.device`") && error.contains("cuda:0"), "{error}");
     let error = place.train(&["--device", "cuda:0", "--set", "run.ranks=2"]).failed(2);
-    assert!(error.contains("ranks are threads of the CPU"), "{error}");
+    assert!(error.contains("ranks compute on the CPU"), "{error}");
     // No machine has so many.
     let error = place.train(&["--device", "cuda:4000"]).failed(2);
     assert!(error.contains("run.device = cuda:4000") && error.contains("CUDA driver"), "{error}");
@@ -84,7 +84,7 @@ fn a_run_says_where_it_computes_and_why() {
     let place = Place::with_text();
     place.train(&["--dry-run"]).ok().contains("device: cpu").contains("(run.device = cpu)");
     let auto = place.train(&["--dry-run", "--device", "auto", "--set", "run.ranks=2"]).ok();
-    auto.contains("(run.device = auto: ranks are threads of the CPU)");
+    auto.contains("(run.device = auto: ranks compute on the CPU)");
     if !has_gpu() {
         let auto = place.train(&["--dry-run", "--device", "auto"]).ok();
         auto.contains("device: cpu").contains("(run.device = auto: no Hopper GPU to use: ");

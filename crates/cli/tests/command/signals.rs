@@ -125,6 +125,27 @@ fn a_second_signal_later_or_a_third_at_any_time_ends_the_process_in_every_phase(
     }
 }
 
+/// A second signal would end a rank at once, without its checkpoint.
+#[test]
+fn a_signal_to_the_launcher_reaches_every_rank_once_and_the_run_saves_once() {
+    for rank in [0, 1] {
+        let run = Undisturbed::new(1);
+        let (fault, window) = (format!("{rank}/hold@before-optimizer:3"), "0");
+        let mut command = run.place.command(&["launch", "--ranks", "2", "--max-restarts", "3", "--"]);
+        command.args(train(&run.place, "run", 2, &[]).get_args());
+        command.env("NIBBLE_FAULT", fault).env("NIBBLE_SIGNAL_WINDOW", window);
+        let mut held = Held::start(command, run.place.path("before-optimizer.held"));
+        held.send("TERM");
+        let told = held.told();
+        assert!(told.contains("SIGTERM: the run ends after this step"), "{told}");
+        assert_eq!(held.released(), Some(143));
+        let saved = std::fs::read_dir(run.place.path("run/checkpoints")).unwrap();
+        let saved = saved.filter(|e| e.as_ref().unwrap().path().join("state.json").exists()).count();
+        assert!((1..=2).contains(&saved), "{saved} checkpoints");
+        run.assert_resumes("run", "a signal to the launcher");
+    }
+}
+
 #[test]
 fn a_process_that_signals_end_at_once_leaves_no_unfinished_file() {
     let run = Undisturbed::new(1);

@@ -85,13 +85,16 @@ pub fn run<W: Work>(run: &RunConfig, work: &W) -> Result<W::Out> {
     let (choice, why) = choice::choose(run, nibble_cuda::probe(), nibble_cuda::Cuda::new)?;
     match choice {
         Choice::Cuda(cuda) => work.run(&On { b: &cuda, mesh: Mesh::new(&SoloComm), why: &why }),
-        Choice::Cpu => {
-            let body = |cpu: &Cpu, mesh: Mesh<'_, Cpu>| work.run(&On { b: cpu, mesh, why: &why });
-            match joined::this() {
-                Some(process) => process.run(&env, run, &work.agreed(), body),
-                None => ranks::on_ranks(&env, run, body),
+        Choice::Cpu => match joined::this() {
+            Some(process) => {
+                let why = format!(
+                    "{why}, as processes whose rows go through a socket: for tests and small machines"
+                );
+                let body = |cpu: &Cpu, mesh: Mesh<'_, Cpu>| work.run(&On { b: cpu, mesh, why: &why });
+                process.run(&env, run, &work.agreed(), body)
             }
-        }
+            None => ranks::on_ranks(&env, run, |cpu, mesh| work.run(&On { b: cpu, mesh, why: &why })),
+        },
     }
 }
 

@@ -27,7 +27,7 @@ struct CircleShape {
 /// panics, or that gets an error from a collective fails the pending and later calls of all, along every axis of a mesh; so does a call that
 /// needs a rank dropped before. For that a rank's thread must own its communicators and transfers: those that outlive the thread cannot tell.
 #[derive(Debug)]
-pub struct ThreadComm {
+pub struct HostComm {
     circle: CircleShape,
     seat: Arc<Seat>,
 }
@@ -42,15 +42,14 @@ fn circles(shape: MeshShape) -> Vec<Vec<usize>> {
 }
 
 /// A rank's communicators in these circles.
-fn axes(shape: MeshShape, seat: &Arc<Seat>) -> Axes<ThreadComm> {
+fn axes(shape: MeshShape, seat: &Arc<Seat>) -> Axes<HostComm> {
     let MeshShape { dp, ep } = shape;
     let (d, e) = shape.place(seat.rank);
-    let of =
-        |index, (rank, size)| ThreadComm { circle: CircleShape { index, rank, size }, seat: seat.clone() };
+    let of = |index, (rank, size)| HostComm { circle: CircleShape { index, rank, size }, seat: seat.clone() };
     Axes { all: of(0, (seat.rank, shape.ranks())), ep: of(1 + d, (e, ep)), dp: of(1 + dp + e, (d, dp)) }
 }
 
-impl ThreadComm {
+impl HostComm {
     /// The ranks of a new world of threads, in order.
     pub fn world(size: usize) -> Vec<Self> {
         let seats = Seat::all(vec![(0..size).collect()], size);
@@ -174,7 +173,7 @@ impl ThreadComm {
     }
 }
 
-impl<B: Backend> Comm<B> for ThreadComm {
+impl<B: Backend> Comm<B> for HostComm {
     fn rank(&self) -> usize {
         self.circle.rank
     }
@@ -344,7 +343,7 @@ mod tests {
     use crate::Cpu;
 
     /// Collectives whose posts some rank may still read.
-    fn kept(comm: &ThreadComm) -> usize {
+    fn kept(comm: &HostComm) -> usize {
         comm.seat
             .world()
             .lock()
@@ -359,8 +358,8 @@ mod tests {
     #[test]
     fn a_collective_stays_until_every_rank_is_done_with_it() {
         let cpu = Cpu::new(1).unwrap();
-        let comms = ThreadComm::world(2);
-        let begin = |comm: &ThreadComm| {
+        let comms = HostComm::world(2);
+        let begin = |comm: &HostComm| {
             let (values, into) = (cpu.upload(&[1.0f32]).unwrap(), cpu.zeros(1).unwrap());
             let sum = TreeSum { values, parts: vec![0..1, 0..1], into };
             comm.begin_reduce_scatter_tree(&cpu, vec![sum]).unwrap()

@@ -380,7 +380,7 @@ pub struct RunConfig {
     /// Where to compute: `cpu`; `cuda:N`, a Hopper GPU by the driver's number; or `auto`, such a GPU if there is one to use, else
     /// the CPU. Sums of products on a GPU and on a CPU differ in their last bits.
     pub device: DeviceChoice,
-    /// Ranks, run as threads on a CPU; divides `train.shards`. The tokens of a batch are divided among all of them, and the experts of a layer,
+    /// Ranks, run as threads on a CPU, or as processes where a launcher starts as many; divides `train.shards`. The tokens of a batch are divided among all of them, and the experts of a layer,
     /// where there are any, among `ranks / dp`.
     pub ranks: usize,
     /// Ranks that hold the same experts: with 1 each expert lives on one rank. Divides `ranks` and `train.expert_shards`.

@@ -188,7 +188,7 @@ impl Config {
         let on_gpu = matches!(self.run.device, DeviceChoice::Cuda(_));
         require(ranks == 1 || !on_gpu, "run.device", || {
             format!(
-                "is {}, but run.ranks = {ranks}: ranks are threads of the CPU; take run.ranks=1 or run.device=cpu",
+                "is {}, but run.ranks = {ranks}: ranks compute on the CPU; take run.ranks=1 or run.device=cpu",
                 self.run.device
             )
         })?;

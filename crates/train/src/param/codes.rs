@@ -324,7 +324,7 @@ mod tests {
     use crate::cx::Shards;
     use nibble_core::formats::{Format, Purpose, Rounding, Stream};
     use nibble_core::{Backend, Mesh, Recipe};
-    use nibble_cpu::{Cpu, ThreadComm};
+    use nibble_cpu::{Cpu, HostComm};
 
     /// Rows and columns of each matrix, and how many there are.
     type Shape = (usize, usize, usize);
@@ -410,7 +410,7 @@ mod tests {
         codec: Codec,
         (rows, cols, stack): Shape,
         (all, is_delayed): (&[f32], bool),
-        comm: &ThreadComm,
+        comm: &HostComm,
     ) -> Made {
         let (cpu, recipe) = (Cpu::new(1).unwrap(), Recipe::builtin("bf16").unwrap());
         let comm: &dyn Comm<Cpu> = comm;
@@ -446,9 +446,9 @@ mod tests {
                         let one = on_one_rank(codec, shape, &all, is_delayed);
                         let what = format!("{codec:?}, {shape:?}, {ranks} ranks, delayed: {is_delayed}");
                         let made: Vec<Made> = std::thread::scope(|scope| {
-                            let work = |comm: ThreadComm| on_a_rank(codec, shape, (&all, is_delayed), &comm);
+                            let work = |comm: HostComm| on_a_rank(codec, shape, (&all, is_delayed), &comm);
                             let run = |comm| scope.spawn(move || work(comm));
-                            let threads: Vec<_> = ThreadComm::world(ranks).into_iter().map(run).collect();
+                            let threads: Vec<_> = HostComm::world(ranks).into_iter().map(run).collect();
                             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
                         });
                         let (mut counts, mut found) = (vec![0; 3], vec![0; 2]);

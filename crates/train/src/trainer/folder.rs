@@ -58,13 +58,13 @@ fn require_seen(file: &Path, rank: usize, what: &str) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nibble_cpu::{Cpu, ThreadComm};
+    use nibble_cpu::{Cpu, HostComm};
 
     /// What three ranks find out about the folder that the first one gives.
     fn shared(made: impl Fn() -> Result<Option<PathBuf>> + Sync) -> Vec<Result<Option<PathBuf>>> {
         std::thread::scope(|scope| {
             let made = &made;
-            let ranks = ThreadComm::world(3).into_iter().map(|comm| {
+            let ranks = HostComm::world(3).into_iter().map(|comm| {
                 scope.spawn(move || {
                     let made = if Comm::<Cpu>::rank(&comm) == 0 { made() } else { Ok(None) };
                     shared_folder(&Cpu::new(1).unwrap(), &comm, made, "the folder of a test")

@@ -48,18 +48,18 @@ pub(super) fn of_all_ranks<B: Kernels>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nibble_cpu::{Cpu, ThreadComm};
+    use nibble_cpu::{Cpu, HostComm};
     use std::path::Path;
 
     /// What `mine` of each of three ranks gives on each of them.
     fn told(mine: impl Fn(usize) -> Result<Vec<u8>> + Sync) -> Vec<Result<Vec<Vec<u8>>>> {
         std::thread::scope(|scope| {
             let mine = &mine;
-            let spawn = |comm: ThreadComm| {
+            let spawn = |comm: HostComm| {
                 scope
                     .spawn(move || of_all_ranks(&Cpu::new(1).unwrap(), &comm, mine(Comm::<Cpu>::rank(&comm))))
             };
-            let ranks: Vec<_> = ThreadComm::world(3).into_iter().map(spawn).collect();
+            let ranks: Vec<_> = HostComm::world(3).into_iter().map(spawn).collect();
             ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
         })
     }

@@ -249,7 +249,7 @@ mod tests {
     use super::*;
     use crate::config::Config;
     use nibble_core::Comm;
-    use nibble_cpu::{Cpu, ThreadComm};
+    use nibble_cpu::{Cpu, HostComm};
 
     #[test]
     fn files_are_dealt_so_that_ranks_write_about_as_much() {
@@ -265,7 +265,7 @@ mod tests {
         let config = Config::load("tiny", &sets.map(str::to_owned)).unwrap();
         let dir = tempfile::tempdir().unwrap();
         std::thread::scope(|scope| {
-            for comm in ThreadComm::world(2) {
+            for comm in HostComm::world(2) {
                 let (config, dir) = (&config, dir.path());
                 scope.spawn(move || {
                     let b = Cpu::new(1).unwrap();

@@ -1,7 +1,7 @@
 //! A communicator that is watched.
 
 use nibble_core::{Axes, Backend, Comm, MeshShape, Result, Traffic, Transfer, TreeSum};
-use nibble_cpu::{Buf, Cpu, ThreadComm};
+use nibble_cpu::{Buf, Cpu, HostComm};
 use std::fmt::Debug;
 use std::ops::Range;
 use std::sync::Arc;
@@ -42,17 +42,17 @@ pub trait Hook: Debug + Send + Sync {
 /// A rank's communicator with a hook around each call that is about values.
 #[derive(Debug)]
 pub struct Hooked<H> {
-    pub comm: ThreadComm,
+    pub comm: HostComm,
     pub hook: Arc<H>,
 }
 
 impl<H: Hook + 'static> Hooked<H> {
-    pub fn new(comm: ThreadComm, hook: H) -> Self {
+    pub fn new(comm: HostComm, hook: H) -> Self {
         Self { comm, hook: Arc::new(hook) }
     }
 
     /// A rank's communicators, each with its own hook, which is told the axis.
-    pub fn axes(axes: Axes<ThreadComm>, hook: impl Fn(&'static str) -> H) -> Axes<Self> {
+    pub fn axes(axes: Axes<HostComm>, hook: impl Fn(&'static str) -> H) -> Axes<Self> {
         let Axes { all, ep, dp } = axes;
         let of = |comm, axis| Self::new(comm, hook(axis));
         Axes { all: of(all, "all"), ep: of(ep, "ep"), dp: of(dp, "dp") }
@@ -62,7 +62,7 @@ impl<H: Hook + 'static> Hooked<H> {
         &self,
         b: &Cpu,
         (name, gives): (&'static str, &Buf<T>),
-        call: impl FnOnce(&ThreadComm) -> Result<R>,
+        call: impl FnOnce(&HostComm) -> Result<R>,
     ) -> Result<R>
     where
         T: nibble_core::Plain,
@@ -71,7 +71,7 @@ impl<H: Hook + 'static> Hooked<H> {
         self.around(b, Call { name, bytes: Cpu::len(gives) * row_bytes, row_bytes }, call)
     }
 
-    fn around<R>(&self, b: &Cpu, about: Call, call: impl FnOnce(&ThreadComm) -> Result<R>) -> Result<R> {
+    fn around<R>(&self, b: &Cpu, about: Call, call: impl FnOnce(&HostComm) -> Result<R>) -> Result<R> {
         around(&*self.hook, b, about, || call(&self.comm))
     }
 }
@@ -110,7 +110,7 @@ impl<H: Hook + 'static> Comm<Cpu> for Hooked<H> {
         let row_bytes = size_of::<f32>();
         let bytes = sums.iter().map(|sum| Cpu::len(&sum.values) * row_bytes).sum();
         let call = |name| Call { name, bytes, row_bytes };
-        let begin = |comm: &ThreadComm| comm.begin_reduce_scatter_tree(b, sums);
+        let begin = |comm: &HostComm| comm.begin_reduce_scatter_tree(b, sums);
         let transfer = self.around(b, call("begin_reduce_scatter_tree"), begin)?;
         let (hook, wait) = (self.hook.clone(), call("wait"));
         Ok(Transfer::new(move |b| around(&*hook, b, wait, || transfer.wait(b))))
@@ -149,11 +149,11 @@ impl<H: Hook + 'static> Comm<Cpu> for Hooked<H> {
 }
 
 /// What every rank of a mesh of threads returns, in order; each is given its communicators.
-pub fn on_axes<R: Send>(mesh: MeshShape, rank: impl Fn(Axes<ThreadComm>) -> R + Sync) -> Vec<R> {
+pub fn on_axes<R: Send>(mesh: MeshShape, rank: impl Fn(Axes<HostComm>) -> R + Sync) -> Vec<R> {
     std::thread::scope(|scope| {
         let rank = &rank;
         let spawn = |axes| scope.spawn(move || rank(axes));
-        let threads: Vec<_> = ThreadComm::mesh(mesh).into_iter().map(spawn).collect();
+        let threads: Vec<_> = HostComm::mesh(mesh).into_iter().map(spawn).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     })
 }

@@ -4,7 +4,7 @@ use super::*;
 use crate::cx::Shards;
 use nibble_core::formats::{Purpose, Stream};
 use nibble_core::{Backend, Comm, DType, Mesh, Recipe};
-use nibble_cpu::{Cpu, ThreadComm};
+use nibble_cpu::{Cpu, HostComm};
 
 /// Experts of a rank.
 const EACH: usize = 4;
@@ -214,7 +214,7 @@ fn fullest(case: &Case) -> f64 {
 }
 
 /// With room for everything, and with just enough.
-fn check(case: Case, capacity_factor: f64, comm: ThreadComm) {
+fn check(case: Case, capacity_factor: f64, comm: HostComm) {
     let (cpu, recipe) = (Cpu::new(1).unwrap(), Recipe::builtin("bf16").unwrap());
     let comm: &dyn Comm<Cpu> = &comm;
     let shards = Shards::new(&cpu, 1, case.tokens, comm.rank()).unwrap();
@@ -238,7 +238,7 @@ fn check(case: Case, capacity_factor: f64, comm: ThreadComm) {
 }
 
 /// Nothing is sent, nobody waits, and every rank's record tells of it.
-fn check_overflow(case: Case, comm: ThreadComm) {
+fn check_overflow(case: Case, comm: HostComm) {
     let (cpu, recipe) = (Cpu::new(1).unwrap(), Recipe::builtin("bf16").unwrap());
     let comm: &dyn Comm<Cpu> = &comm;
     let shards = Shards::new(&cpu, 1, case.tokens, comm.rank()).unwrap();
@@ -271,11 +271,11 @@ fn what_does_not_fit_is_told_to_every_rank_and_is_not_sent() {
 }
 
 /// Does so on every rank.
-fn on_ranks(world: usize, work: impl Fn(ThreadComm) + Sync) {
+fn on_ranks(world: usize, work: impl Fn(HostComm) + Sync) {
     std::thread::scope(|scope| {
         let work = &work;
         let spawn = |comm| scope.spawn(move || work(comm));
-        let ranks: Vec<_> = ThreadComm::world(world).into_iter().map(spawn).collect();
+        let ranks: Vec<_> = HostComm::world(world).into_iter().map(spawn).collect();
         ranks.into_iter().for_each(|rank| rank.join().unwrap());
     });
 }
@@ -322,7 +322,7 @@ fn rows_of(
 }
 
 /// Combines what experts made of the tokens of one rank, and compares with sums over all experts, as one rank would make them.
-fn check_sums(case: Case, way: Combine, (dtype, cols): (DType, usize), comm: ThreadComm) {
+fn check_sums(case: Case, way: Combine, (dtype, cols): (DType, usize), comm: HostComm) {
     let (cpu, recipe) = (Cpu::new(1).unwrap(), Recipe::builtin("bf16").unwrap());
     let comm: &dyn Comm<Cpu> = &comm;
     let (rank, experts, top_k) = (comm.rank(), EACH * case.world, case.top_k);
