@@ -8,7 +8,9 @@ use nibble_dry::Dry;
 use nibble_train::Error;
 use nibble_train::checks::checked_recipe;
 use nibble_train::config::Config;
-use nibble_train::plan::{Prediction, kinds_of_ranks, predict, predict_rank, require_room, sent_in_a_step};
+use nibble_train::plan::{
+    Prediction, kinds_of_ranks, predict, predict_rank, require_room, require_room_for, sent_in_a_step,
+};
 use nibble_train::rank::RunMemory;
 use nibble_train::trainer::Trainer;
 
@@ -321,6 +323,20 @@ fn refused_by(device: &Dry, config: &Config) -> (Vec<String>, String) {
         Err(Error::Memory { settings, why, .. }) => (settings, why),
         other => panic!("{other:?}"),
     }
+}
+
+#[test]
+fn a_host_has_room_for_the_ranks_that_run_on_it() {
+    let config = config(&["recipe=bf16", "run.ranks=4", "train.shards=4"]);
+    let (mesh, recipe) = (config.run.mesh(), Recipe::builtin("bf16").unwrap());
+    let all = prediction(DeviceKind::Host, &config).unwrap();
+    let of_two = Prediction { host_ranks: 2, ..all.clone() }.device_bytes();
+    let (process, rank) = (all.allowance().1, (all.device_bytes() - all.allowance().1) / 4);
+    assert_eq!(of_two, process + 2 * rank);
+    let host = Dry::with_room(DeviceKind::Host, Room { total_bytes: of_two, others_bytes: 0 });
+    let predicted = require_room_for(&host, (mesh, 2), &config, &recipe).unwrap();
+    assert!(predicted.summary().starts_with("2 ranks of "), "{}", predicted.summary());
+    assert!(require_room(&host, mesh, &config, &recipe).is_err(), "four of them have no room");
 }
 
 #[test]

@@ -47,6 +47,8 @@ pub struct Prediction {
     pub kind: DeviceKind,
     /// Its ranks.
     pub mesh: MeshShape,
+    /// How many of them run on one host, and share its memory where they compute there: all of them, where nobody knows better.
+    pub host_ranks: usize,
     /// The rank that this is of: [`predict`] takes the first of those that take the most.
     pub rank: usize,
     /// The arenas of the rank, at their largest.
@@ -75,7 +77,7 @@ impl Prediction {
         }
     }
 
-    /// Bytes of one device: a GPU has one rank, a host all of them, as if each were like this one.
+    /// Bytes of one device: a GPU has one rank, a host all that run on it, as if each were like this one.
     pub fn device_bytes(&self) -> usize {
         let rank: usize = self.parts().iter().map(|(_, bytes)| bytes).sum();
         rank * self.ranks_of_a_device() + self.allowance().1
@@ -83,7 +85,7 @@ impl Prediction {
 
     fn ranks_of_a_device(&self) -> usize {
         match self.kind {
-            DeviceKind::Host => self.mesh.ranks(),
+            DeviceKind::Host => self.host_ranks,
             DeviceKind::Gpu => 1,
         }
     }
@@ -253,7 +255,8 @@ fn rehearsed(
         let ledger = run(state)?;
         let beside_bytes = dry.pooled_peak() + collected_bytes(state, mesh);
         let (memory, parameters) = (state.memory(), state.parameters());
-        Ok(Prediction { kind, mesh, rank, memory, beside_bytes, ledger, parameters })
+        let host_ranks = mesh.ranks();
+        Ok(Prediction { kind, mesh, host_ranks, rank, memory, beside_bytes, ledger, parameters })
     })
 }
 
@@ -298,7 +301,7 @@ fn collected_bytes(rank: &mut RankState<'_, Dry>, mesh: MeshShape) -> usize {
     size_of::<f32>() * round.max(records * mesh.ranks())
 }
 
-/// Predicts the run, if this device has room for it now: what other processes hold is not to be had.
+/// Predicts the run, if this device has room for it now, with all ranks on one host: what other processes hold is not to be had.
 ///
 /// # Errors
 /// [`Error::Memory`] if not, with what needs the most of it and the shortest list of settings that would make it fit.
@@ -308,8 +311,22 @@ pub fn require_room<B: Backend>(
     config: &Config,
     recipe: &Recipe,
 ) -> Result<Prediction> {
+    require_room_for(b, (mesh, mesh.ranks()), config, recipe)
+}
+
+/// [`require_room`], of ranks of which so many run on this host.
+///
+/// # Errors
+/// As [`require_room`].
+pub fn require_room_for<B: Backend>(
+    b: &B,
+    (mesh, host_ranks): (MeshShape, usize),
+    config: &Config,
+    recipe: &Recipe,
+) -> Result<Prediction> {
     let device = Device { name: b.name(), room: b.room() };
     let predicted = predict(b.kind(), mesh, config, recipe);
+    let predicted = predicted.map(|predicted| Prediction { host_ranks, ..predicted });
     let (needed, prediction) = match &predicted {
         Ok(prediction) if prediction.device_bytes() <= device.bytes() => return predicted,
         Ok(prediction) => (prediction.device_bytes(), Some(prediction)),
@@ -319,7 +336,7 @@ pub fn require_room<B: Backend>(
     // What is beyond counting is so with every setting.
     let found = match needed {
         usize::MAX => None,
-        _ => search::shortest(b.kind(), mesh, config, device.bytes())?,
+        _ => search::shortest(b.kind(), (mesh, host_ranks), config, device.bytes())?,
     };
     let settings = match &found {
         Some(found) if found.bytes <= device.bytes() => found.settings.clone(),
@@ -404,12 +421,12 @@ fn overrides(settings: &[String]) -> String {
 /// [`Error::Memory`] if not.
 pub(crate) fn require_room_for_state<B: Backend>(
     b: &B,
-    mesh: MeshShape,
+    (mesh, host_ranks): (MeshShape, usize),
     config: &Config,
     recipe: &Recipe,
 ) -> Result<()> {
     let device = Device { name: b.name(), room: b.room() };
-    let predicted = predict_state(b.kind(), mesh, config, recipe)?;
+    let predicted = Prediction { host_ranks, ..predict_state(b.kind(), mesh, config, recipe)? };
     let needed = predicted.device_bytes();
     if needed <= device.bytes() {
         return Ok(());

@@ -1,6 +1,6 @@
 //! The shortest list of settings with which a run would fit: alternatives, rehearsed.
 
-use super::predict;
+use super::{Prediction, predict};
 use crate::checks::checked_recipe;
 use crate::config::{Config, PlainType};
 use crate::error::{Error, Result};
@@ -88,7 +88,7 @@ const SHORT: usize = 48;
 /// If the configuration cannot be written down.
 pub(super) fn shortest(
     kind: DeviceKind,
-    mesh: MeshShape,
+    (mesh, host_ranks): (MeshShape, usize),
     config: &Config,
     there: usize,
 ) -> Result<Option<Found>> {
@@ -103,7 +103,8 @@ pub(super) fn shortest(
         }
     };
     let whole = |config: &Config| -> Result<usize> {
-        Ok(predict(kind, mesh, config, &checked_recipe(config)?)?.device_bytes())
+        let predicted = predict(kind, mesh, config, &checked_recipe(config)?)?;
+        Ok(Prediction { host_ranks, ..predicted }.device_bytes())
     };
     let exact = |settings: &[String]| bytes_by(settings, &whole);
     if config.model.layers > 4 * SHORT && config.model.num_dense().min(config.model.num_routed()) < SHORT {

@@ -186,7 +186,7 @@ fn set_up<'a, B: Kernels>(
 ) -> Result<(Trainer<'a, B>, Option<Outputs>)> {
     let first = mesh.all.rank() == 0;
     let Origin { store, checkpoint, recipe, data, .. } = origin;
-    let prediction = plan::require_room(b, mesh.shape(), config, &recipe)?;
+    let prediction = plan::require_room_for(b, (mesh.shape(), mesh.all.host_ranks()), config, &recipe)?;
     let trainer = Trainer::under(b, mesh, config, recipe)?;
     let mut trainer = match data {
         Some(data) => trainer.with(data),

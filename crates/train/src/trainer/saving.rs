@@ -420,14 +420,15 @@ impl<B: Kernels> Trainer<'_, B> {
         Ok(Outline { model, optim, scales, file_bytes, config_json, tokenizer_json, position })
     }
 
-    /// This rank's share of the host's memory. Ranks are threads of one process, and so of one host.
+    /// This rank's share of the host's memory, which all ranks of the host divide evenly.
     pub(super) fn pool(&mut self, files: &Files) -> Arc<Pool<B>> {
         let (all, values) = (self.rank.context.mesh.all, files.values());
         let host_bytes = self.rank.context.config.checkpoint.host_gib.saturating_mul(1 << 30);
         let piece = values.iter().sum::<usize>().min(PIECE / all.world()).max(1);
         let owners = owners(&values, all.world()).into_iter().zip(&values);
         let mine = owners.filter(|(owner, _)| *owner == all.rank()).map(|(_, values)| values).sum();
-        let make = || Arc::new(Pool::new(self.rank.context.b, piece, mine, host_bytes / all.world()));
+        let make =
+            || Arc::new(Pool::new(self.rank.context.b, piece, mine, host_bytes / all.host_ranks().max(1)));
         self.saving.pool.get_or_insert_with(make).clone()
     }
 
