@@ -11,7 +11,7 @@ use nibble_command::changes::{self, Changes};
 use nibble_command::console::{bits, thousands};
 use nibble_command::device::{self, Device, On, Work};
 use nibble_command::error::{Error, Result};
-use nibble_command::joined::{self, RendezvousArg};
+use nibble_command::joined::{self, Process, RendezvousArg};
 use nibble_command::{say, warn};
 use nibble_core::{DeviceKind, Recipe};
 use nibble_train::checks::checked_recipe;
@@ -85,11 +85,10 @@ pub fn run(args: Args) -> Result<()> {
     let signals = args.dry_run.is_none().then(Signals::wait_for_steps).transpose()?;
     let overrides = args.changes.overrides();
     let process = args.rendezvous.begin()?;
-    let (mut config, named_by_user) = load(&args.config, &overrides, args.resume)?;
-    if let Some(process) = process {
-        process.place(&mut config.run, changes::is_set(&overrides, "run.ranks"), args.resume)?;
-        config.validate()?;
-    }
+    let (mut config, named_by_user) = match process {
+        Some(process) => load_for(process, (&args.config, args.resume), &overrides)?,
+        None => load(&args.config, &overrides, args.resume)?,
+    };
     match args.dry_run {
         Some(DryRunOn::Device) => return device::run(&config.run, &DryRun { config: &config }),
         Some(DryRunOn::Gpu) => {
@@ -202,10 +201,23 @@ fn introduce_dry_run(config: &Config, kind: DeviceKind) -> Result<(Recipe, Predi
     Ok((recipe, prediction))
 }
 
+/// [`load`] for ranks that are processes, as many as their launcher has started: a run that goes on may have had another number.
+fn load_for(process: &Process, (name, resume): (&str, bool), overrides: &[String]) -> Result<(Config, bool)> {
+    let ranks = process.ranks(overrides)?;
+    load(name, &[overrides, &[ranks]].concat(), resume).or_else(|error| {
+        // Where that is wrong as it stands too, what is wrong with it for these ranks is of interest.
+        let stored = load(name, overrides, resume).ok().filter(|_| resume);
+        let (mut config, named_by_user) = stored.ok_or(error)?;
+        process.divide(&mut config.run);
+        config.validate()?;
+        Ok((config, named_by_user))
+    })
+}
+
 /// The configuration of this name, path or run's directory, and whether `run.dir` is the user's choice and not made of its name.
 fn load(name: &str, overrides: &[String], resume: bool) -> Result<(Config, bool)> {
     let path = Path::new(name);
-    let is_dir_set = changes::is_set(overrides, "run.dir");
+    let is_dir_set = changes::set_to(overrides, "run.dir").is_some();
     if let (None, Some(dir)) = (preset(name), dir_of_run(path)) {
         let shown = dir.display();
         if path.is_dir() && !resume {

@@ -24,7 +24,9 @@ impl Changes {
     }
 }
 
-/// Whether one of these overrides sets this key.
-pub fn is_set(overrides: &[String], key: &str) -> bool {
-    overrides.iter().any(|set| set.split('=').next().is_some_and(|name| name.trim() == key))
+/// What the last of these overrides that sets a key sets it to.
+pub fn set_to<'o>(overrides: &'o [String], key: &str) -> Option<&'o str> {
+    let value =
+        |set: &'o String| set.split_once('=').filter(|(name, _)| name.trim() == key).map(|(_, value)| value);
+    overrides.iter().rev().find_map(value)
 }

@@ -3,6 +3,7 @@
 //! All of them are clients of one hub. `nibble launch` has it in its own process; where another launcher has started the ranks, it is in that of
 //! the first one. What a rank ends with is told once: by the launcher, or else by the first rank.
 
+use crate::changes;
 use crate::env::{self, Env};
 use crate::error::{Error, Result};
 use crate::launched::{self, Launched, Launcher, Meeting};
@@ -47,6 +48,7 @@ impl RendezvousArg {
     /// # Errors
     /// [`Error::Usage`] for environment variables that do not fit together, and for ranks without a secret.
     pub fn begin(&self) -> Result<Option<&'static Process>> {
+        launcher_is_there();
         let process = match launched::launched(env::var, self.rendezvous.as_deref())? {
             None => None,
             Some(launched) => Some(Process::new(launched)?),
@@ -82,25 +84,26 @@ impl Process {
         Ok(Self { launched, secret: secret.map_err(Error::usage)?, limits: Limits { deadline, join } })
     }
 
-    /// What started it has this process's number of ranks, and how they are divided follows from the configuration. `asked`: whether the user asked
-    /// for `run.ranks`; `goes_on`: whether a run goes on that may have begun with another number.
+    /// The number of ranks as an override: the launcher's.
     ///
     /// # Errors
-    /// [`Error::Usage`] where the user asked for another number.
-    pub fn place(&self, run: &mut RunConfig, asked: bool, goes_on: bool) -> Result<()> {
+    /// [`Error::Usage`] where one of these overrides asks for another.
+    pub fn ranks(&self, overrides: &[String]) -> Result<String> {
         let Launched { launcher, world, .. } = self.launched;
-        if asked && run.ranks != world {
-            return Err(Error::usage(format!(
-                "`run.ranks`: is {}, and {launcher} started {world} ranks: leave it out",
-                run.ranks
-            )));
+        let is_other = |asked: &str| asked.trim().parse() != Ok(world);
+        match changes::set_to(overrides, "run.ranks").filter(|asked| is_other(asked)) {
+            Some(asked) => Err(Error::usage(format!(
+                "`run.ranks`: is {asked}, and {launcher} started {world} ranks: leave it out"
+            ))),
+            None => Ok(format!("run.ranks={world}")),
         }
-        if goes_on && run.ranks != world {
-            // As many replicas as there were, or as few as divide the ranks that are left: what divided layers and experts before still does.
-            run.dp = common_divisor(run.dp, world);
-        }
-        run.ranks = world;
-        Ok(())
+    }
+
+    /// Divides a run that had another number of ranks among these: with as many replicas as there were, or as few as divide the ranks. Then what
+    /// divided layers and experts before still does.
+    pub fn divide(&self, run: &mut RunConfig) {
+        run.ranks = self.launched.world;
+        run.dp = common_divisor(run.dp, run.ranks);
     }
 
     /// The hub, where it is this process's to have it, and the addresses at which it may be.
@@ -211,10 +214,12 @@ impl Process {
 
     /// The run's failure, as this process ends with it: said here, or by another.
     fn told(&self, failure: &Failure, hub_is_there: bool) -> Error {
-        // Where the hub is lost it was in the launcher's process, and the first rank is left; or in the first rank's, and the second is.
         let speaker = match (self.launched.launcher, hub_is_there) {
             (Launcher::Nibble, true) => None,
+            // This rank has lost its own connection: it says so to the launcher.
+            (Launcher::Nibble, false) if launcher_is_there() => Some(self.launched.rank),
             (Launcher::Nibble, false) | (_, true) => Some(0),
+            // The hub was in the first rank's process.
             (_, false) => Some(1),
         };
         let is_user_error = failure.is_user_error;
@@ -239,8 +244,30 @@ pub fn status_of(rank: usize) -> String {
 /// The file there in which the first rank leaves the name of the run's folder.
 pub const RUN: &str = "run";
 
-/// Leaves a text for `nibble launch`, if that has started this process: in this file of its folder.
+/// The process that has started this one.
+static PARENT: OnceLock<u32> = OnceLock::new();
+
+/// Whether the process that has started this one is still there: another one takes its place otherwise.
+fn launcher_is_there() -> bool {
+    let parent = parent();
+    *PARENT.get_or_init(|| parent) == parent
+}
+
+#[cfg(unix)]
+fn parent() -> u32 {
+    std::os::unix::process::parent_id()
+}
+
+#[cfg(not(unix))]
+fn parent() -> u32 {
+    0
+}
+
+/// Leaves a text for `nibble launch`, if that has started this process and is there: in this file of its folder.
 fn leave(file: &str, text: &str) -> bool {
+    if !launcher_is_there() {
+        return false;
+    }
     let dir = env::var(env::LAUNCH_DIR).map(PathBuf::from);
     dir.is_some_and(|dir| std::fs::write(dir.join(file), text).is_ok())
 }
@@ -399,22 +426,21 @@ mod tests {
     }
 
     #[test]
-    fn a_run_that_goes_on_is_divided_among_as_many_as_were_started() {
+    fn there_are_as_many_ranks_as_were_started() {
         let four = process(Launcher::Nibble, 1);
-        let placed = |(ranks, dp), asked, goes_on| {
-            let mut run = RunConfig { ranks, dp, ..RunConfig::default() };
-            four.place(&mut run, asked, goes_on).map(|()| (run.ranks, run.dp))
-        };
-        assert_eq!(placed((1, 1), false, false).unwrap(), (4, 1));
-        // What the user asks for stays, and is refused elsewhere if it does not fit.
-        assert_eq!(placed((1, 3), false, false).unwrap(), (4, 3));
-        assert_eq!(placed((4, 2), true, true).unwrap(), (4, 2));
-        for (before, now) in [((8, 8), 4), ((8, 2), 2), ((6, 3), 1), ((12, 6), 2)] {
-            assert_eq!(placed(before, false, true).unwrap(), (4, now), "{before:?}");
+        let ranks =
+            |asked: &[&str]| four.ranks(&asked.iter().map(|set| (*set).to_owned()).collect::<Vec<_>>());
+        for asked in [&[][..], &["run.ranks=4"], &["run.ranks=2", "run.ranks = 4"]] {
+            assert_eq!(ranks(asked).unwrap(), "run.ranks=4");
         }
-        let error = placed((2, 1), true, false).unwrap_err();
+        let error = ranks(&["run.ranks=4", "run.ranks=2"]).unwrap_err();
         assert!(matches!(error, Error::Usage(_)));
         assert!(error.to_string().contains("is 2, and nibble launch started 4 ranks"), "{error}");
+        for ((ranks, dp), now) in [((1, 1), 1), ((8, 8), 4), ((8, 2), 2), ((6, 3), 1), ((12, 6), 2)] {
+            let mut run = RunConfig { ranks, dp, ..RunConfig::default() };
+            four.divide(&mut run);
+            assert_eq!((run.ranks, run.dp), (4, now), "{ranks} ranks in {dp} replicas");
+        }
     }
 
     #[test]
@@ -426,7 +452,8 @@ mod tests {
             (0..4).filter(told).collect()
         };
         assert_eq!(speakers(Launcher::Nibble, true), [0; 0]);
-        assert_eq!(speakers(Launcher::Nibble, false), [0]);
+        // Each has lost its own connection.
+        assert_eq!(speakers(Launcher::Nibble, false), [0, 1, 2, 3]);
         assert_eq!(speakers(Launcher::Torchrun, true), [0]);
         assert_eq!(speakers(Launcher::Slurm, false), [1]);
         let mistake = Failure { is_user_error: true, ..failure };

@@ -6,7 +6,7 @@ use std::process::{Command, Output};
 
 /// What meshes of up to eight ranks can divide.
 const DIVIDED: [&str; 4] =
-    ["model.experts=8", "train.batch_size=8", "train.shards=8", "train.expert_shards=8"];
+    ["model.experts=8", "train.batch_size=16", "train.shards=8", "train.expert_shards=8"];
 
 fn set<'a>(changes: impl IntoIterator<Item = &'a str>) -> Vec<&'a str> {
     changes.into_iter().flat_map(|change| ["--set", change]).collect()
@@ -163,6 +163,8 @@ fn every_fault_in_every_phase_ends_all_ranks_with_one_message_and_loses_nothing(
             // Each fault and each phase on every rank, and followed by every number of ranks, over the others.
             let (rank, then) = ((f + p) % 4, [1, 2, 4][(f + 2 * p) % 3]);
             let told = disturb(&place, (fault, point), rank, then, &expected);
+            // A rank that has lost its connection goes on until it needs the others.
+            let phase = if fault == "disconnect" { "" } else { phase };
             for part in [&format!("rank {rank} on host "), phase, cause] {
                 assert!(told.contains(part), "{rank}/{fault}@{point}: no {part:?} in {told}");
             }
@@ -220,8 +222,6 @@ fn a_mistake_is_told_once_and_not_tried_again() {
             told.contains(part) && told.matches("error:").count() == 1 && !told.contains("restart"),
             "{told}"
         );
-        // Of no rank: each said it.
-        assert!(!told.contains("rank 0") && !told.contains("rank 1"), "{told}");
     }
 }
 
@@ -229,7 +229,9 @@ fn a_mistake_is_told_once_and_not_tried_again() {
 fn numbers_that_are_none_end_all_ranks() {
     let place = Place::with_text();
     for point in ["step-begins:3", "step-begins:7"] {
-        let changes = set(DIVIDED.into_iter().chain(FAULTY).chain(["run.dir=run"]));
+        // With room for whatever is sent: a step that is done again is one without the fault.
+        let more = ["run.capacity_factor=8", "run.dir=run"];
+        let changes = set(DIVIDED.into_iter().chain(FAULTY).chain(more));
         let fault = format!("1/nan@{point}");
         let out = launch(&place, 2, &[], &changes).env("NIBBLE_FAULT", fault).output().unwrap();
         let told = said(&out);
@@ -237,8 +239,8 @@ fn numbers_that_are_none_end_all_ranks() {
         assert!(told.contains("not finite") || told.contains("no number") || told.contains("NaN"), "{told}");
         assert_eq!(told.matches("error:").count(), 1, "{told}");
         assert_eq!(left_behind(&place), [""; 0]);
-        let changes = [changes, vec!["--resume"]].concat();
-        place.train(&changes).ok();
+        let out = launch(&place, 2, &[], &[changes, vec!["--resume"]].concat()).output().unwrap();
+        assert!(out.status.success(), "{}", said(&out));
         std::fs::remove_dir_all(place.path("run")).unwrap();
     }
 }

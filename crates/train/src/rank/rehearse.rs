@@ -7,6 +7,7 @@ use crate::config::Config;
 use crate::data::Batch;
 use crate::delayed::DelayedSites;
 use crate::error::{Error, Result};
+use crate::fault::rehearsing;
 use crate::ledger::{Ledger, in_words};
 use crate::spec::ModelSpec;
 use nibble_core::{Comm, DType, DeviceKind, Kernels, Mesh, MeshShape, Recipe, SoloComm, Tensor};
@@ -35,7 +36,7 @@ pub(crate) fn on_dry<R>(
             };
             several
         });
-    match run(&dry, Mesh { all: &*all, ep: &*ep, dp: &*dp }) {
+    match rehearsing(|| run(&dry, Mesh { all: &*all, ep: &*ep, dp: &*dp })) {
         Err(_) if dry.has_overflowed() => {
             let most = in_words(Dry::MOST_BYTES);
             let why = format!("a run takes more than {most}, and no device has that");
