@@ -83,11 +83,16 @@ enum DryRunOn {
 pub fn run(args: Args) -> Result<()> {
     // First of all. A dry run, which writes nothing, needs no step to end.
     let signals = args.dry_run.is_none().then(Signals::wait_for_steps).transpose()?;
-    let overrides = args.changes.overrides();
+    let mut overrides = args.changes.overrides();
     let process = args.rendezvous.begin()?;
+    let is_asked = changes::is_set(&overrides, "run.ranks");
+    if let Some(process) = process.filter(|_| !is_asked && !args.resume) {
+        // What the configuration divides among ranks is checked as it is read.
+        overrides.push(format!("run.ranks={}", process.launched.world));
+    }
     let (mut config, named_by_user) = load(&args.config, &overrides, args.resume)?;
     if let Some(process) = process {
-        process.place(&mut config.run, changes::is_set(&overrides, "run.ranks"), args.resume)?;
+        process.place(&mut config.run, is_asked, args.resume)?;
         config.validate()?;
     }
     match args.dry_run {

@@ -11,7 +11,7 @@ const MESHES: [(usize, usize); 5] = [(1, 2), (1, 4), (2, 1), (2, 2), (4, 1)];
 const DIVIDED: [&str; 4] =
     ["model.experts=8", "train.batch_size=8", "train.shards=8", "train.expert_shards=8"];
 
-fn set<'a>(changes: impl IntoIterator<Item = &'a str>) -> Vec<&'a str> {
+pub fn set<'a>(changes: impl IntoIterator<Item = &'a str>) -> Vec<&'a str> {
     changes.into_iter().flat_map(|change| ["--set", change]).collect()
 }
 
@@ -24,18 +24,18 @@ fn launch(place: &Place, ranks: usize, options: &[&str], changes: &[&str]) -> Co
     place.command(&words)
 }
 
-fn place() -> Place {
+pub fn place() -> Place {
     let place = Place::with_text();
     std::fs::write(place.path("small.toml"), SMALL).unwrap();
     place
 }
 
-fn said(out: &Output) -> String {
+pub fn said(out: &Output) -> String {
     String::from_utf8_lossy(&out.stderr).into_owned()
 }
 
 /// The weights and moments of a run's last checkpoint.
-fn left(place: &Place, dir: &str, step: u64) -> [Vec<u8>; 2] {
+pub fn left(place: &Place, dir: &str, step: u64) -> [Vec<u8>; 2] {
     let last = place.path(dir).join(format!("checkpoints/step-{step:08}"));
     ["model.safetensors", "optim.safetensors"].map(|file| read(last.join(file)))
 }
