@@ -53,6 +53,7 @@ const VARIABLES: &[(&str, &str)] = &[
     (JOIN_DEADLINE, "seconds in which all ranks must come at the start, 2 to 86400; unset: 300"),
     (LAUNCH_DIR, "where a rank leaves what nibble launch tells of it; nibble launch sets it"),
     ("NIBBLE_TORCHRUN", "how the tests call torchrun; the command does not read it"),
+    ("NIBBLE_MPIRUN", "how the tests call Open MPI's mpirun; the command does not read it"),
     ("NIBBLE_TESTDATA", "where the tests find golden vectors and data; the command does not read it"),
     ("NIBBLE_BLESS", "1: the golden-loss test rewrites its files; the command does not read it"),
     #[cfg(debug_assertions)]

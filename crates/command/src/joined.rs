@@ -72,7 +72,7 @@ pub fn rank() -> usize {
     match THIS.get() {
         Some(process) => process.as_ref().map_or(0, |process| process.launched.rank),
         // What is wrong with the variables is told where the rank begins.
-        None => launched::launched(env::var, None).ok().flatten().map_or(0, |launched| launched.rank),
+        None => launched::rank(env::var),
     }
 }
 
@@ -137,8 +137,9 @@ impl Process {
         // There is a port, or an error.
         let why = taken.map_or_else(String::new, |why| format!(": {why}"));
         let tried = ports.iter().map(u16::to_string).collect::<Vec<_>>().join(", ");
-        Err(Error::Failed(format!(
-            "rank 0 cannot listen on {host}, where the ranks are to meet, port {tried}{why}"
+        Err(Error::usage(format!(
+            "rank 0 cannot listen on {host}, where the ranks are to meet, port {tried}{why}; another process does: start rank 0 once, \
+             or choose another port by --rendezvous HOST:PORT"
         )))
     }
 
@@ -206,6 +207,7 @@ impl Process {
             Some(failure) => Err(match (self.told(&failure, is_heard), error) {
                 // Its own error has its own exit code.
                 (Error::Told(_), Error::Usage(_)) => Error::Told(2),
+                (Error::Failed(told), Error::Usage(_)) => Error::Usage(told),
                 (told, _) => told,
             }),
             None => Err(error),

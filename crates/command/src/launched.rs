@@ -110,6 +110,11 @@ pub fn launched(var: impl Fn(&str) -> Option<String>, rendezvous: Option<&str>) 
     Ok(Some(Launched { launcher, rank, world, local_rank, local_world, meeting }))
 }
 
+/// This process's rank, wherever the ranks meet: 0 where it is alone, or where the variables are wrong, which [`launched`] tells.
+pub fn rank(var: impl Fn(&str) -> Option<String>) -> usize {
+    who(&Vars(&var), None).ok().flatten().map_or(0, |(_, ranks)| ranks.rank)
+}
+
 /// A process among others.
 struct Ranks {
     rank: usize,

@@ -108,8 +108,45 @@ fn unmet(waited: Option<Duration>, tries: &[(String, Refusal)]) -> String {
     if tries.is_empty() {
         text += ": no address was given";
     }
-    for (i, (address, refusal)) in tries.iter().enumerate() {
+    // Of several ports most are nobody's. Who answers is told first.
+    let (silent, answers): (Vec<_>, Vec<_>) =
+        tries.iter().partition(|(_, refusal)| matches!(refusal, Refusal::NoAnswer(_)));
+    for (i, (address, refusal)) in answers.iter().chain(silent.first()).enumerate() {
         let _ = write!(text, "{} at {address} {refusal}", if i == 0 { ":" } else { ";" });
     }
+    match silent.len().saturating_sub(1) {
+        0 => {}
+        1 => text += "; nor is there at one other",
+        others => {
+            let _ = write!(text, "; nor is there at {others} others");
+        }
+    }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_answers_is_told_and_who_does_not_is_counted() {
+        let silent = || Refusal::NoAnswer("refused".into());
+        let unmet = |refusals: Vec<Refusal>| {
+            let tries = refusals.into_iter().zip('a'..).map(|(refusal, at)| (at.to_string(), refusal));
+            let tries = tries.collect();
+            Error::Unmet { waited: Some(Duration::from_secs(3)), tries }.to_string()
+        };
+        let begin = "no hub of this run was found within 3 s: at";
+        assert_eq!(unmet(vec![silent()]), format!("{begin} a there is no answer: refused"));
+        assert_eq!(
+            unmet(vec![silent(), Refusal::NoHub, silent(), silent()]),
+            format!(
+                "{begin} b what answers is no hub of a Nibble run; at a there is no answer: refused; nor is there at 2 others"
+            )
+        );
+        assert!(
+            unmet(vec![silent(), silent()])
+                .ends_with("a there is no answer: refused; nor is there at one other")
+        );
+    }
 }

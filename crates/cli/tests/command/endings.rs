@@ -192,9 +192,9 @@ fn a_run_that_ignores_hangups_goes_on() {
     let place = Place::with_text();
     std::fs::write(place.path("small.toml"), crate::SMALL).unwrap();
     // As `nohup` starts it.
-    let mut shell = std::process::Command::new("sh");
+    let mut shell = place.program("sh");
     shell.args(["-c", r#"trap "" HUP; exec "$NIBBLE" train small.toml --set eval.every=0 "$@""#, "sh"]);
-    shell.args(LONG).env("NIBBLE", env!("CARGO_BIN_EXE_nibble")).current_dir(place.path("."));
+    shell.args(LONG).env("NIBBLE", env!("CARGO_BIN_EXE_nibble"));
     let (run, _) = said_until(&mut shell, "step: 1 ");
     let kill = format!("kill -HUP {}", run.id());
     assert!(std::process::Command::new("sh").args(["-c", &kill]).status().unwrap().success());

@@ -7,7 +7,6 @@
 use crate::{Place, read};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 
 /// The root of the repository.
 fn root() -> PathBuf {
@@ -71,11 +70,8 @@ fn pages() -> Vec<(String, String)> {
 fn shell(place: &Place, script: &str) -> (Option<i32>, String) {
     let bin = Path::new(env!("CARGO_BIN_EXE_nibble")).parent().unwrap();
     let path = format!("{}:{}", bin.display(), std::env::var("PATH").unwrap_or_default());
-    let mut command = Command::new("sh");
-    command.args(["-e", "-c", script]).current_dir(place.path(".")).env("PATH", path).stdin(Stdio::null());
-    for variable in ["NIBBLE_ISA", "NIBBLE_THREADS", "NIBBLE_FAULT"] {
-        command.env_remove(variable);
-    }
+    let mut command = place.program("sh");
+    command.args(["-e", "-c", script]).env("PATH", path);
     let out = command.output().unwrap();
     let told = [out.stdout, out.stderr].concat();
     (out.status.code(), String::from_utf8_lossy(&told).into_owned())

@@ -13,6 +13,8 @@ mod guide;
 mod keys;
 #[cfg(debug_assertions)]
 mod kill;
+#[cfg(unix)]
+mod launchers;
 #[cfg(target_os = "linux")]
 mod memory;
 mod mistakes;
@@ -33,6 +35,41 @@ mod streams;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use tempfile::TempDir;
+
+/// What the names of variables begin with that are no test's own: those of Nibble and those of the launcher under which the tests may run, a step
+/// of Slurm for one.
+const CLEARED: [&str; 22] = [
+    "NIBBLE_ISA",
+    "NIBBLE_THREADS",
+    "NIBBLE_FAULT",
+    "NIBBLE_SIGNAL_WINDOW",
+    "NIBBLE_RANK",
+    "NIBBLE_WORLD_SIZE",
+    "NIBBLE_LOCAL_",
+    "NIBBLE_RENDEZVOUS",
+    "NIBBLE_SECRET",
+    "NIBBLE_DEADLINE",
+    "NIBBLE_JOIN_DEADLINE",
+    "NIBBLE_LAUNCH_DIR",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_",
+    "TORCHELASTIC_",
+    "SLURM_",
+    "OMPI_",
+    "PMI",
+    "MPI_LOCAL",
+];
+
+/// Takes these variables from a command.
+fn clear(command: &mut Command) {
+    let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
+    for name in names.filter(|name| CLEARED.iter().any(|cleared| name.starts_with(cleared))) {
+        command.env_remove(name);
+    }
+}
 
 /// What a command did.
 #[derive(Debug)]
@@ -91,11 +128,16 @@ impl Place {
     }
 
     fn command(&self, args: &[&str]) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_nibble"));
-        command.args(args).current_dir(self.dir.path()).stdin(Stdio::null());
-        for variable in ["NIBBLE_ISA", "NIBBLE_THREADS", "NIBBLE_FAULT", "NIBBLE_SIGNAL_WINDOW"] {
-            command.env_remove(variable);
-        }
+        let mut command = self.program(env!("CARGO_BIN_EXE_nibble"));
+        command.args(args);
+        command
+    }
+
+    /// Another program, in the place.
+    fn program(&self, program: &str) -> Command {
+        let mut command = Command::new(program);
+        command.current_dir(self.dir.path()).stdin(Stdio::null());
+        clear(&mut command);
         command
     }
 

@@ -565,9 +565,9 @@ fn memory_that_is_not_given_is_an_error_and_not_an_abort() {
     for kib in ["400000", "600000"] {
         let limited = "ulimit -v $0; exec \"$NIBBLE\" train small.toml --set run.dir=run --recipe bf16 \
             --set model.experts=1000 --set model.expert_ffn=512";
-        let mut shell = std::process::Command::new("sh");
+        let mut shell = place.program("sh");
         shell.args(["-c", limited, kib]).env("NIBBLE", env!("CARGO_BIN_EXE_nibble"));
-        let out = shell.current_dir(place.path(".")).output().unwrap();
+        let out = shell.output().unwrap();
         let error = String::from_utf8_lossy(&out.stderr).into_owned();
         assert_eq!(out.status.code(), Some(1), "{error}");
         assert!(error.starts_with("error: ") && error.contains("out of memory in arena"), "{error}");

@@ -8,7 +8,7 @@ use std::process::{Command, Output};
 const DIVIDED: [&str; 4] =
     ["model.experts=8", "train.batch_size=16", "train.shards=8", "train.expert_shards=8"];
 
-fn set<'a>(changes: impl IntoIterator<Item = &'a str>) -> Vec<&'a str> {
+pub fn set<'a>(changes: impl IntoIterator<Item = &'a str>) -> Vec<&'a str> {
     changes.into_iter().flat_map(|change| ["--set", change]).collect()
 }
 
@@ -22,12 +22,18 @@ fn launch(place: &Place, ranks: usize, options: &[&str], changes: &[&str]) -> Co
     place.command(&words)
 }
 
-fn said(out: &Output) -> String {
+pub fn place() -> Place {
+    let place = Place::with_text();
+    std::fs::write(place.path("small.toml"), SMALL).unwrap();
+    place
+}
+
+pub fn said(out: &Output) -> String {
     String::from_utf8_lossy(&out.stderr).into_owned()
 }
 
 /// The weights and moments of a run's last checkpoint.
-fn left(place: &Place, dir: &str, step: u64) -> [Vec<u8>; 2] {
+pub fn left(place: &Place, dir: &str, step: u64) -> [Vec<u8>; 2] {
     let last = place.path(dir).join(format!("checkpoints/step-{step:08}"));
     ["model.safetensors", "optim.safetensors"].map(|file| read(last.join(file)))
 }

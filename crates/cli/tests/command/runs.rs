@@ -133,11 +133,7 @@ fn a_dry_run_of_235_billion_parameters_takes_no_memory_of_that_size() {
     let place = Place::new();
     // Of addresses, not of pages: its weights alone would be 876 GiB.
     let limited = "ulimit -v 1048576; exec \"$0\" train qwen235b --dry-run=gpu";
-    let out = std::process::Command::new("sh")
-        .args(["-c", limited, env!("CARGO_BIN_EXE_nibble")])
-        .current_dir(place.path("."))
-        .output()
-        .unwrap();
+    let out = place.program("sh").args(["-c", limited, env!("CARGO_BIN_EXE_nibble")]).output().unwrap();
     let (told, why) = (String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
     assert!(out.status.success(), "{told}{why}");
     assert!(told.contains("parameters: 235,093,634,560\n") && told.contains("875.8 GiB"), "{told}");

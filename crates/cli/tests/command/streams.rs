@@ -8,10 +8,9 @@ use std::process::{Output, Stdio};
 /// How a command ends whose streams are these; a closed one is closed by a shell.
 fn ended(place: &Place, command: &Command, redirect: &str) -> Output {
     let inner = command.process(place);
-    let mut shell = std::process::Command::new("sh");
+    let mut shell = place.program("sh");
     shell.arg("-c").arg(format!("exec \"$@\" {redirect}")).arg("sh").arg(inner.get_program());
-    shell.args(inner.get_args()).current_dir(place.path(".")).stdin(Stdio::null());
-    shell.env("NIBBLE_THREADS", "1");
+    shell.args(inner.get_args()).env("NIBBLE_THREADS", "1");
     shell.output().unwrap()
 }
 

@@ -41,7 +41,12 @@ pub(super) fn require_alike<B: Kernels>(
     let all: Vec<Inputs> =
         all.iter().map(|said| serde_json::from_slice(said).map_err(misread)).collect::<Result<_>>()?;
     let others = all.iter().enumerate().skip(1);
-    others.into_iter().try_for_each(|(rank, inputs)| inputs.require_same_as(&all[0], rank))
+    let found = others.into_iter().try_for_each(|(rank, inputs)| inputs.require_same_as(&all[0], rank));
+    if found.is_err() {
+        // No rank ends before all know why: else the others would end with an echo. One that ends while this one waits knows it.
+        let _ = comm.barrier();
+    }
+    found
 }
 
 /// The error of what ranks tell each other of their inputs: one of them is another program.
