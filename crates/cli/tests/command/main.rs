@@ -13,6 +13,8 @@ mod guide;
 mod keys;
 #[cfg(debug_assertions)]
 mod kill;
+#[cfg(all(unix, debug_assertions))]
+mod launch_ends;
 #[cfg(target_os = "linux")]
 mod memory;
 mod mistakes;
