@@ -31,6 +31,15 @@ pub fn holds(process: u32) -> Option<Holds> {
     Some(Holds { rss_kib: number("VmRSS")?, fds, threads: number("Threads")? })
 }
 
+/// What its file descriptors are of, by name.
+pub fn files_of(process: u32) -> Vec<String> {
+    let entries = fs::read_dir(format!("/proc/{process}/fd")).into_iter().flatten().flatten();
+    let mut files: Vec<String> =
+        entries.filter_map(|entry| Some(fs::read_link(entry.path()).ok()?.display().to_string())).collect();
+    files.sort();
+    files
+}
+
 /// The processes that this one has started, with their ranks.
 pub fn ranks_of(launcher: u32) -> Vec<(u32, usize)> {
     let children = all().into_iter().filter(|process| parent_of(*process) == Some(launcher));

@@ -58,6 +58,8 @@ struct Kill {
     on: Duration,
     launcher: Holds,
     first: Holds,
+    /// What rank 0's descriptors are of.
+    files: Vec<String>,
 }
 
 /// Trains undisturbed and under `nibble launch`, whose ranks are killed, and compares.
@@ -148,7 +150,7 @@ impl Soak {
             sleep(Duration::from_millis(random.below(WITHIN_MS)));
             let rank = random.below(RANKS as u64) as usize;
             let done = self.kill(&mut launcher, rank, (kill + 1) * part)?;
-            let Kill { step, rank, on, launcher, first } = &done;
+            let Kill { step, rank, on, launcher, first, .. } = &done;
             println!(
                 "| {} | {step} | {rank} | {:.2} | {} | {} | {} | {} | {} |",
                 kill + 1,
@@ -183,9 +185,11 @@ impl Soak {
         let on = begun.elapsed();
         self.wait(launcher, |at| at.step >= settled)?;
         let first = processes::ranks_of(number).into_iter().find(|(_, rank)| *rank == 0);
-        let first = first.and_then(|(process, _)| processes::holds(process)).ok_or("rank 0 is gone")?;
+        let (first, files) = first
+            .and_then(|(process, _)| Some((processes::holds(process)?, processes::files_of(process))))
+            .ok_or("rank 0 is gone")?;
         let launcher = processes::holds(number).ok_or("the launcher is gone")?;
-        Ok(Kill { step: before.step, rank, on, launcher, first })
+        Ok(Kill { step: before.step, rank, on, launcher, first, files })
     }
 
     /// Waits until the run is somewhere.
@@ -240,7 +244,6 @@ impl Soak {
         for (what, samples) in [
             ("launcher's descriptors", column(&|kill| kill.launcher.fds)),
             ("launcher's threads", column(&|kill| kill.launcher.threads)),
-            ("rank 0's descriptors", column(&|kill| kill.first.fds)),
         ] {
             println!(
                 "{what}: {}",
@@ -249,6 +252,17 @@ impl Soak {
             if !is_flat(&samples) {
                 wrong.push(format!("the {what} are {samples:?}"));
             }
+        }
+        // A new process each time, which has a file of a checkpoint open now and then: more than the fewest is told by name, and must not stay.
+        let descriptors = column(&|kill| kill.first.fds);
+        let fewest = |of: &[u64]| of.iter().copied().min().unwrap_or(0);
+        let (early, late) = descriptors.split_at(descriptors.len() / 2);
+        println!("rank 0's descriptors: {} at the least", fewest(&descriptors));
+        for (i, kill) in found.iter().enumerate().filter(|(_, kill)| kill.first.fds > fewest(&descriptors)) {
+            println!("after kill {}: {} of them: {}", i + 1, kill.first.fds, kill.files.join(", "));
+        }
+        if !early.is_empty() && fewest(late) > fewest(early) {
+            wrong.push(format!("rank 0's descriptors are {descriptors:?}"));
         }
         let processes = processes::with_variable("TMPDIR=", &self.temporary);
         println!("processes left: {}", processes.len());
