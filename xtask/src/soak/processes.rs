@@ -9,6 +9,8 @@ use std::process::Command;
 pub struct Holds {
     /// KiB of memory that is in use and resident.
     pub rss_kib: u64,
+    /// KiB of these that are its own: without pages of files, which the system takes back and reads again as it likes.
+    pub anon_kib: u64,
     /// File descriptors.
     pub fds: u64,
     pub threads: u64,
@@ -28,7 +30,7 @@ pub fn holds(process: u32) -> Option<Holds> {
         line.trim_start_matches(':').split_whitespace().next()?.parse().ok()
     };
     let fds = fs::read_dir(format!("/proc/{process}/fd")).ok()?.count() as u64;
-    Some(Holds { rss_kib: number("VmRSS")?, fds, threads: number("Threads")? })
+    Some(Holds { rss_kib: number("VmRSS")?, anon_kib: number("RssAnon")?, fds, threads: number("Threads")? })
 }
 
 /// What its file descriptors are of, by name.

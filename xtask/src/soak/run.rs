@@ -140,9 +140,9 @@ impl Soak {
         let (mut random, part) = (Random(seed), self.options.part());
         let mut found = Vec::new();
         println!(
-            "| kill | step | rank | s until it went on | launcher KiB | its descriptors | its threads | rank 0 KiB | its descriptors |"
+            "| kill | step | rank | s until it went on | launcher KiB | without files | its descriptors | its threads | rank 0 KiB | its descriptors |"
         );
-        println!("|---|---|---|---|---|---|---|---|---|");
+        println!("|---|---|---|---|---|---|---|---|---|---|");
         for kill in 0..kills {
             // The last quarter of a part is for the run to settle.
             let step = kill * part + 1 + random.below(part - part / 4);
@@ -152,10 +152,11 @@ impl Soak {
             let done = self.kill(&mut launcher, rank, (kill + 1) * part)?;
             let Kill { step, rank, on, launcher, first, .. } = &done;
             println!(
-                "| {} | {step} | {rank} | {:.2} | {} | {} | {} | {} | {} |",
+                "| {} | {step} | {rank} | {:.2} | {} | {} | {} | {} | {} | {} |",
                 kill + 1,
                 on.as_secs_f64(),
                 launcher.rss_kib,
+                launcher.anon_kib,
                 launcher.fds,
                 launcher.threads,
                 first.rss_kib,
@@ -235,6 +236,8 @@ impl Soak {
         let column = |of: &dyn Fn(&Kill) -> u64| -> Vec<u64> { found.iter().map(of).collect() };
         // Not of ranks, each of which is new.
         let slope = growth(&column(&|kill| kill.launcher.rss_kib));
+        let own = growth(&column(&|kill| kill.launcher.anon_kib));
+        println!("launcher's memory without pages of files: {own:+.2} KiB a restart");
         println!(
             "launcher's memory: {slope:+.2} KiB a restart over the second half of the restarts, {MOST_KIB} at most"
         );
