@@ -1,5 +1,6 @@
 //! `cargo xtask check` is what CI runs, cheapest first; `cargo xtask bench` keeps a dated benchmark; `cargo xtask moved`
-//! builds a checkout that was moved; `cargo xtask made-up` adds a format and an operation to copies.
+//! builds a checkout that was moved; `cargo xtask made-up` adds a format and an operation to copies; `cargo xtask soak` kills
+//! ranks of a run one after another.
 
 mod bench;
 mod check;
@@ -7,6 +8,7 @@ mod made_up;
 mod moved;
 mod names;
 mod run;
+mod soak;
 
 use std::process::ExitCode;
 
@@ -14,7 +16,9 @@ const USAGE: &str = "\
 usage: cargo xtask check [--fast]    formatting, dependencies, clippy, documentation, tests (not with --fast)
        cargo xtask moved             a copy of this checkout builds, is moved, and builds again
        cargo xtask made-up           a copy of this checkout takes a made-up format in five files and a made-up operation in eight; their tests pass
-       cargo xtask bench [ARGS..]    nibble bench ARGS.., written to benchmarks/DATE_MACHINE_COMMIT.md";
+       cargo xtask bench [ARGS..]    nibble bench ARGS.., written to benchmarks/DATE_MACHINE_COMMIT.md
+       cargo xtask soak [--steps N] [--kills N] [--seed N]
+                                     a run of four processes, one of which is killed again and again: nothing is lost, grows or is left";
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -25,6 +29,7 @@ fn main() -> ExitCode {
         ["moved"] => moved::moved(),
         ["made-up"] => made_up::made_up(),
         ["bench", ref rest @ ..] => bench::bench(rest),
+        ["soak", ref rest @ ..] => soak::Options::parse(rest).and_then(|options| soak::soak(&options)),
         _ => {
             eprintln!("{USAGE}");
             return ExitCode::from(2);

@@ -3,7 +3,7 @@
 mod children;
 
 use crate::{Cli, Command, train};
-use children::{Children, Ended};
+use children::{Children, Ended, Signals};
 use clap::Parser;
 use nibble_command::error::{Error, Result};
 use nibble_command::warn;
@@ -53,16 +53,16 @@ pub fn run(args: Args) -> Result<()> {
     let seconds = Duration::from_secs;
     let limits = Limits { deadline: seconds(args.deadline), join: seconds(args.join_deadline) };
     let (mut ranks, mut command) = (args.ranks, args.command.clone());
-    let signals = children::signals()?;
+    let mut signals = Signals::start()?;
     for restart in 0..=args.max_restarts {
         let children = Children::start((ranks as usize, restart), &command, limits)?;
-        let (ended, run) = children.watch(&signals)?;
+        let (ended, run) = children.watch(&mut signals)?;
         let why = match ended {
             Ended::Done => return Ok(()),
             Ended::Stopped(code) => return Err(Error::Told(code)),
             Ended::Failed(why) => why,
         };
-        if why.is_user_error || restart == args.max_restarts {
+        if why.is_user_error || restart == args.max_restarts || signals.have_asked() {
             return Err(error_of(&why));
         }
         ranks = args.min_ranks.map_or(ranks, |least| fewer(ranks, least));

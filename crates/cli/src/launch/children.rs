@@ -4,7 +4,6 @@ use nibble_command::error::{Error, Result};
 use nibble_command::{env, joined, warn};
 use nibble_control::{Failure, Hub, Limits, Secret};
 use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM};
-use signal_hook::iterator::Signals;
 use std::io::{BufRead, BufReader};
 use std::net::{Ipv4Addr, TcpListener};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
@@ -12,34 +11,64 @@ use std::path::PathBuf;
 use std::process::{Child, ChildStderr, ChildStdout, Command, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 /// How the ranks ended.
 pub enum Ended {
     /// All of them in peace.
     Done,
-    /// After a step, as a signal asked: with this exit code.
+    /// As a signal asked, after a step or at once: with this exit code.
     Stopped(u8),
     /// One of them failed.
     Failed(Failure),
 }
 
 /// Signals as they come: a child's end, and what is meant for the run.
-///
-/// # Errors
-/// If the system takes no handler or gives no thread.
-pub fn signals() -> Result<Receiver<i32>> {
-    let failed = |why: std::io::Error| Error::Failed(format!("signals: {why}"));
-    let heeded = [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|signal| !crate::signals::is_ignored(*signal));
-    let mut signals = Signals::new(heeded.chain([SIGCHLD])).map_err(failed)?;
-    let (sender, received) = channel();
-    let wait = move || signals.forever().all(|signal| sender.send(signal).is_ok());
-    std::thread::Builder::new()
-        .name("signals".into())
-        .spawn(wait)
-        .map_err(nibble_core::Error::not_started)?;
-    Ok(received)
+pub struct Signals {
+    received: Receiver<i32>,
+    /// Those that are meant for the run, in the order in which they came.
+    asked: Vec<i32>,
+}
+
+impl Signals {
+    /// From now on they come here.
+    ///
+    /// # Errors
+    /// If the system takes no handler or gives no thread.
+    pub fn start() -> Result<Self> {
+        let failed = |why: std::io::Error| Error::Failed(format!("signals: {why}"));
+        let heeded =
+            [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|signal| !crate::signals::is_ignored(*signal));
+        let mut signals = signal_hook::iterator::Signals::new(heeded.chain([SIGCHLD])).map_err(failed)?;
+        let (sender, received) = channel();
+        let wait = move || signals.forever().all(|signal| sender.send(signal).is_ok());
+        std::thread::Builder::new()
+            .name("signals".into())
+            .spawn(wait)
+            .map_err(nibble_core::Error::not_started)?;
+        Ok(Self { received, asked: Vec::new() })
+    }
+
+    /// Whether anybody has asked for the end of the run: a run that fails after that is not started again.
+    pub fn have_asked(&mut self) -> bool {
+        while let Ok(signal) = self.received.try_recv() {
+            self.note(signal);
+        }
+        !self.asked.is_empty()
+    }
+
+    fn next(&mut self, most: Duration) -> std::result::Result<i32, RecvTimeoutError> {
+        let signal = self.received.recv_timeout(most)?;
+        self.note(signal);
+        Ok(signal)
+    }
+
+    fn note(&mut self, signal: i32) {
+        if signal != SIGCHLD {
+            self.asked.push(signal);
+        }
+    }
 }
 
 /// One rank's process.
@@ -103,6 +132,10 @@ impl Children {
             if restart > 0 {
                 process.env_remove(env::FAULT);
             }
+            #[cfg(target_os = "linux")]
+            if world == 1 {
+                end_with_launcher(&mut process);
+            }
             if rank > 0 {
                 process.stdout(Stdio::piped()).stderr(Stdio::piped());
             }
@@ -117,25 +150,21 @@ impl Children {
     ///
     /// # Errors
     /// What the system says.
-    pub fn watch(mut self, signals: &Receiver<i32>) -> Result<(Ended, Option<PathBuf>)> {
+    pub fn watch(mut self, signals: &mut Signals) -> Result<(Ended, Option<PathBuf>)> {
         // When those that are left are ended by force.
         let mut kill_at = None;
-        let mut asked = false;
         while self.reap()? {
             let has_failed = self.hub.as_ref().is_some_and(|hub| hub.failure().is_some());
             if kill_at.is_none() && has_failed {
                 kill_at = Some(Instant::now() + self.limits.deadline / 2);
             }
-            let signal = match kill_at {
-                None => signals.recv().map_err(|_| RecvTimeoutError::Disconnected),
-                Some(at) => signals.recv_timeout(at.saturating_duration_since(Instant::now())),
-            };
-            match signal {
+            // Of a rank that is silent no signal tells: the hub is asked again.
+            let wait =
+                kill_at.map_or(self.limits.deadline / 8, |at| at.saturating_duration_since(Instant::now()));
+            match signals.next(wait) {
                 Ok(SIGCHLD) => {}
-                Ok(signal) => {
-                    asked = true;
-                    self.send(signal);
-                }
+                Ok(signal) => self.send(signal),
+                Err(RecvTimeoutError::Timeout) if kill_at.is_none() => {}
                 Err(_) => {
                     self.send(libc::SIGKILL);
                     kill_at = Some(Instant::now() + self.limits.deadline);
@@ -143,7 +172,7 @@ impl Children {
             }
         }
         let run = std::fs::read_to_string(self.dir.path().join(joined::RUN)).ok().map(PathBuf::from);
-        Ok((self.ended(asked), run))
+        Ok((self.ended(&signals.asked), run))
     }
 
     /// Takes note of who has ended. Whether anybody is left.
@@ -169,7 +198,7 @@ impl Children {
     }
 
     /// What all of them together ended with.
-    fn ended(&mut self, asked: bool) -> Ended {
+    fn ended(&mut self, asked: &[i32]) -> Ended {
         let codes: Vec<Option<i32>> =
             self.ranks.iter().map(|rank| rank.status.and_then(|status| status.code())).collect();
         let failure = self.hub.as_ref().and_then(Hub::failure);
@@ -188,19 +217,19 @@ impl Children {
                 Failure { rank: Some(*rank), cause: text.clone(), ..Failure::default() }
             }
             ([], None) => {
-                let Some((rank, code)) = codes.iter().enumerate().find(|(_, code)| **code != Some(0)) else {
+                let Some((rank, _)) = codes.iter().enumerate().find(|(_, code)| **code != Some(0)) else {
                     return Ended::Done;
                 };
-                match code.and_then(|code| u8::try_from(code).ok()) {
-                    Some(code @ 129..) if asked => return Ended::Stopped(code),
-                    _ => {
-                        // One that has not ended well has a status.
-                        let cause = self.ranks[rank].status.map_or_else(String::new, how);
-                        Failure { rank: Some(rank), cause, ..Failure::default() }
-                    }
-                }
+                // One that has not ended well has a status.
+                let cause = self.ranks[rank].status.map_or_else(String::new, how);
+                Failure { rank: Some(rank), cause, ..Failure::default() }
             }
         };
+        let by = why.rank.and_then(|rank| self.ranks.get(rank)?.status).and_then(signal_of);
+        if let Some(signal) = by.filter(|signal| asked.contains(signal)) {
+            // By number they are below 65.
+            return Ended::Stopped(128 + signal as u8);
+        }
         // What the hub has heard last may be a moment old.
         let left = why
             .rank
@@ -210,6 +239,25 @@ impl Children {
             || why.rank.map_or(codes.contains(&Some(2)), |rank| codes.get(rank) == Some(&Some(2)));
         Ended::Failed(Failure { is_user_error, status, ..why })
     }
+}
+
+/// A rank that is alone has no hub that it could lose: the system tells it of the launcher's end, however that comes.
+#[cfg(target_os = "linux")]
+fn end_with_launcher(process: &mut Command) {
+    let launcher = std::process::id();
+    let ask = move || {
+        // SAFETY: `prctl` reads these two numbers and changes nothing but what this process is told.
+        if unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGTERM) } != 0 {
+            return Err(std::io::Error::last_os_error());
+        }
+        // It may have ended before.
+        match std::os::unix::process::parent_id() == launcher {
+            true => Ok(()),
+            false => Err(std::io::ErrorKind::BrokenPipe.into()),
+        }
+    };
+    // SAFETY: between fork and exec `ask` makes two calls of the system and takes no memory.
+    unsafe { process.pre_exec(ask) };
 }
 
 impl Drop for Children {
@@ -256,6 +304,11 @@ fn pass_on(rank: usize, from: impl std::io::Read) -> Option<String> {
         }
     }
     error
+}
+
+/// The signal that ended a process: after a step, at once where somebody insisted, or before it heeded signals.
+fn signal_of(status: ExitStatus) -> Option<i32> {
+    status.signal().or_else(|| status.code()?.checked_sub(128))
 }
 
 /// How a process ended.

@@ -15,6 +15,8 @@ mod keys;
 mod kill;
 #[cfg(unix)]
 mod launchers;
+#[cfg(all(unix, debug_assertions))]
+mod launch_ends;
 #[cfg(target_os = "linux")]
 mod memory;
 mod mistakes;
