@@ -79,7 +79,12 @@ pub fn rank() -> usize {
 impl Process {
     fn new(launched: Launched) -> Result<Self> {
         let text = launched::secret(env::var, launched::read_secret)?;
-        let secret = Secret::from_text(&text.ok_or_else(|| launched::missing_secret(&launched))?);
+        let mut text = text.ok_or_else(|| launched::missing_secret(&launched))?;
+        if let Meeting::First { ports, .. } = &launched.meeting {
+            // They follow from the run: another run of the same secret has another one.
+            text += &format!(" {ports:?}");
+        }
+        let secret = Secret::from_text(&text);
         let (deadline, join) = launched::deadlines(env::var)?;
         Ok(Self { launched, secret: secret.map_err(Error::usage)?, limits: Limits { deadline, join } })
     }
@@ -279,7 +284,7 @@ pub(crate) fn leave_word(text: &str) -> bool {
     leave(&word_of(rank()), text)
 }
 
-/// Leaves the folder of the run that has begun, or goes on, for `nibble launch`, which goes on with that run.
+/// Leaves the folder of the run for `nibble launch`, which goes on with that run once it has begun.
 pub fn leave_run(dir: &str) {
     leave(RUN, dir);
 }
@@ -290,6 +295,17 @@ fn error_of(error: nibble_control::Error) -> Error {
 
 fn common_divisor(a: usize, b: usize) -> usize {
     if b == 0 { a } else { common_divisor(b, a % b) }
+}
+
+/// Ends this process, whatever else it is doing: what runs at an ordinary end may wait for that.
+fn exit_now(code: u8) -> ! {
+    #[cfg(unix)]
+    // SAFETY: ends the process.
+    unsafe {
+        libc::_exit(code.into())
+    }
+    #[cfg(not(unix))]
+    std::process::exit(code.into())
 }
 
 /// What this process does, for the others.
@@ -412,7 +428,7 @@ impl Ears for Hearing {
         let error = self.process.told(failure, true);
         error.tell();
         nibble_train::files::remove_unfinished();
-        std::process::exit(error.exit_code().into());
+        exit_now(error.exit_code())
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::Options;
 use super::processes::{self, Holds};
-use super::samples::{MOST_KIB, Random, growth};
+use super::samples::{MOST_KIB, Random, grows, growth};
 use crate::moved::remove;
 use crate::run::{command, root};
 use std::fs::{self, File};
@@ -235,13 +235,15 @@ impl Soak {
         }
         let column = |of: &dyn Fn(&Kill) -> u64| -> Vec<u64> { found.iter().map(of).collect() };
         // Not of ranks, each of which is new.
-        let slope = growth(&column(&|kill| kill.launcher.rss_kib));
-        let own = growth(&column(&|kill| kill.launcher.anon_kib));
+        let resident = column(&|kill| kill.launcher.rss_kib);
+        let (own, _) = growth(&column(&|kill| kill.launcher.anon_kib));
         println!("launcher's memory without pages of files: {own:+.2} KiB a restart");
+        let (slope, error) = growth(&resident);
         println!(
-            "launcher's memory: {slope:+.2} KiB a restart over the second half of the restarts, {MOST_KIB} at most"
+            "launcher's memory: {slope:+.2} KiB a restart over the second half of the restarts, with a standard error of {error:.2}; more than \
+             {MOST_KIB} by two of them would be growth"
         );
-        if slope > MOST_KIB {
+        if grows(&resident) {
             wrong.push(format!("the launcher's memory grows by {slope:.1} KiB a restart"));
         }
         for (what, samples) in [

@@ -5,8 +5,9 @@
 #[cfg_attr(not(target_os = "linux"), allow(dead_code))]
 pub const MOST_KIB: f64 = 8.0;
 
-/// The slope of the least-squares line through the second half of these, a unit apart; 0 of fewer than two.
-pub fn growth(samples: &[u64]) -> f64 {
+/// The slope of the least-squares line through the second half of these, a unit apart, and its standard error: how far chance moves it. 0 of fewer
+/// than two, and of two the error is 0.
+pub fn growth(samples: &[u64]) -> (f64, f64) {
     let half = &samples[samples.len() / 2..];
     let mean_of = |values: &mut dyn Iterator<Item = f64>| values.sum::<f64>() / half.len().max(1) as f64;
     let (x, y) =
@@ -17,7 +18,19 @@ pub fn growth(samples: &[u64]) -> f64 {
         above += apart(i) * (*value as f64 - y);
         below += apart(i) * apart(i);
     }
-    if below > 0.0 { above / below } else { 0.0 }
+    if below == 0.0 {
+        return (0.0, 0.0);
+    }
+    let slope = above / below;
+    let squares = half.iter().enumerate().map(|(i, value)| (*value as f64 - y - slope * apart(i)).powi(2));
+    let freedom = half.len().saturating_sub(2).max(1) as f64;
+    (slope, (squares.sum::<f64>() / freedom / below).sqrt())
+}
+
+/// Whether memory grows by more than [`MOST_KIB`], beyond what two standard errors may be chance.
+pub fn grows(samples: &[u64]) -> bool {
+    let (slope, error) = growth(samples);
+    slope - 2.0 * error > MOST_KIB
 }
 
 /// The random numbers of a seed: `splitmix64`.
@@ -40,10 +53,14 @@ mod tests {
 
     #[test]
     fn growth_is_that_of_the_second_half() {
-        assert_eq!(growth(&[0, 50, 90, 100, 103, 106, 109, 112]), 3.0);
-        assert_eq!(growth(&[9, 9, 7, 8, 7, 8, 8, 7]), 0.0);
-        assert_eq!(growth(&[]), 0.0);
-        assert_eq!(growth(&[4]), 0.0);
+        assert_eq!(growth(&[0, 50, 90, 100, 103, 106, 109, 112]), (3.0, 0.0));
+        // Off the line by 1/2 up and down: 1 / (4 - 2) over 5.
+        assert_eq!(growth(&[9, 9, 7, 8, 7, 8, 8, 7]), (0.0, 0.1f64.sqrt()));
+        assert_eq!(growth(&[]), (0.0, 0.0));
+        assert_eq!(growth(&[4]), (0.0, 0.0));
+        assert!(grows(&[0, 0, 0, 0, 0, 9, 18, 27]) && !grows(&[0, 0, 0, 0, 0, 8, 16, 24]));
+        // As steep, and chance.
+        assert!(growth(&[0, 0, 0, 0, 0, 80, 0, 100]).0 == 22.0 && !grows(&[0, 0, 0, 0, 0, 80, 0, 100]));
     }
 
     #[test]

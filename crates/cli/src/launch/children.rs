@@ -3,6 +3,7 @@
 use nibble_command::error::{Error, Result};
 use nibble_command::{env, joined, warn};
 use nibble_control::{Failure, Hub, Limits, Secret};
+use nibble_train::trainer;
 use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM};
 use std::io::{BufRead, BufReader};
 use std::net::{Ipv4Addr, TcpListener};
@@ -172,6 +173,7 @@ impl Children {
             }
         }
         let run = std::fs::read_to_string(self.dir.path().join(joined::RUN)).ok().map(PathBuf::from);
+        let run = run.filter(|dir| trainer::has_begun(dir));
         Ok((self.ended(&signals.asked), run))
     }
 
@@ -218,7 +220,11 @@ impl Children {
             }
             ([], None) => {
                 let Some((rank, _)) = codes.iter().enumerate().find(|(_, code)| **code != Some(0)) else {
-                    return Ended::Done;
+                    // One that has ended well and not left the others in peace is still to be named.
+                    return match self.hub.take().map(Hub::wait) {
+                        Some(Err(failure)) => Ended::Failed(failure),
+                        _ => Ended::Done,
+                    };
                 };
                 // One that has not ended well has a status.
                 let cause = self.ranks[rank].status.map_or_else(String::new, how);
@@ -230,11 +236,14 @@ impl Children {
             // By number they are below 65.
             return Ended::Stopped(128 + signal as u8);
         }
-        // What the hub has heard last may be a moment old.
-        let left = why
-            .rank
-            .and_then(|rank| std::fs::read_to_string(self.dir.path().join(joined::status_of(rank))).ok());
-        let status = left.as_deref().and_then(joined::left_status).unwrap_or_else(|| why.status.clone());
+        // Of a rank that could not tell the hub itself, what that has heard last may be a moment old.
+        let could_not = |rank: &usize| {
+            let status = self.ranks.get(*rank).and_then(|rank| rank.status);
+            status.is_some_and(|status| status.signal().is_some()) || words.iter().any(|(one, _)| one == rank)
+        };
+        let left = why.rank.filter(could_not).map(|rank| self.dir.path().join(joined::status_of(rank)));
+        let left = left.and_then(|path| joined::left_status(&std::fs::read_to_string(path).ok()?));
+        let status = left.unwrap_or_else(|| why.status.clone());
         let is_user_error = why.is_user_error
             || why.rank.map_or(codes.contains(&Some(2)), |rank| codes.get(rank) == Some(&Some(2)));
         Ended::Failed(Failure { is_user_error, status, ..why })

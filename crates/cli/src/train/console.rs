@@ -87,8 +87,11 @@ impl Console {
 }
 
 impl Observer for Console {
+    fn claimed(&mut self, dir: &str) {
+        joined::leave_run(dir);
+    }
+
     fn start(&mut self, start: &Start<'_>) {
-        joined::leave_run(&start.config.run.dir);
         self.entropy = start.entropy;
         self.begin_log(start);
         let dir = &start.config.run.dir;

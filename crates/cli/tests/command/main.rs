@@ -13,10 +13,10 @@ mod guide;
 mod keys;
 #[cfg(debug_assertions)]
 mod kill;
-#[cfg(unix)]
-mod launchers;
 #[cfg(all(unix, debug_assertions))]
 mod launch_ends;
+#[cfg(unix)]
+mod launchers;
 #[cfg(target_os = "linux")]
 mod memory;
 mod mistakes;

@@ -10,6 +10,8 @@ use std::path::{Path, PathBuf};
 
 /// What whoever watches a run is told, by its first rank; of [`Observer::start`] by every rank.
 pub trait Observer {
+    /// The run begins (or goes on) in this folder, which is the first rank's from now on; nothing of a new run is in it yet.
+    fn claimed(&mut self, _dir: &str) {}
     /// The run begins (or goes on) at this step, in a folder that all ranks see; what memory it takes.
     fn start(&mut self, start: &Start<'_>);
     /// Something worth knowing that stops nothing, a sentence.

@@ -1,5 +1,6 @@
 //! The files of a run, which its first rank alone has.
 
+use super::observer::Observer;
 use super::options::Options;
 use super::run_dir::{CONFIG_FILE, LAYERS_FILE, METRICS_FILE, PICTURE_FILE, RANKS_FILE, RECIPE_FILE, claim};
 use crate::checkpoint::Store;
@@ -37,6 +38,7 @@ impl Outputs {
         store: Option<Store>,
         step: u64,
         options: Options,
+        observer: &mut dyn Observer,
     ) -> Result<Self> {
         let dir = PathBuf::from(&config.run.dir);
         let (dir, store) = match store {
@@ -44,6 +46,7 @@ impl Outputs {
             None => claim(&dir, !options.numbered)?,
         };
         config.run.dir = dir.to_string_lossy().into_owned();
+        observer.claimed(&config.run.dir);
         let write = |name: &str, text: String| {
             let path = dir.join(name);
             write_whole(&path, text).map_err(Error::io(&path))

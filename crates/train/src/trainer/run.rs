@@ -57,8 +57,9 @@ fn run_rank<'a, B: Kernels>(
     let resumed = origin.checkpoint.as_ref().map(|c| (c.position().step, c.path().to_owned()));
     let (mut trainer, mut outputs) = set_up(b, mesh, config, origin, options, observer)?;
     let done = train(&mut trainer, &mut outputs, config, options, resumed, observer);
-    if let (Err(_), Some(outputs)) = (&done, &outputs) {
-        // The first error is the one to tell.
+    if let (Err(error), Some(outputs)) = (&done, &outputs) {
+        // Before anything else is done: the others are told where it was. The first error is the one to tell.
+        mesh.all.abort(&error.to_string());
         let _ = outputs.draw();
     }
     let done = done?;
@@ -242,7 +243,7 @@ fn open<B: Kernels>(
 ) -> Result<Outputs> {
     let (step, entropy) = (trainer.step(), trainer.data()?.entropy());
     let context = &mut trainer.rank.context;
-    let mut outputs = Outputs::open(&mut context.config, &context.recipe, store, step, options)?;
+    let mut outputs = Outputs::open(&mut context.config, &context.recipe, store, step, options, observer)?;
     let notes = outputs.begin_picture(&context.recipe.name, entropy, context.config.unit())?;
     notes.iter().for_each(|note| observer.note(note));
     Ok(outputs)
