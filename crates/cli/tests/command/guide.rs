@@ -1,7 +1,7 @@
 //! The guide under `docs/`: every command in it is run, page after page in one folder, and ends as the page says.
 //!
 //! A fence `sh` is a script that must succeed; `sh exit=2` one that must end so; `sh gpu` needs a GPU; `toml file=NAME` is a file that a
-//! reader writes. After a script that fails stands a fence `text` with what it says. A fence `text` right after one that succeeds
+//! reader writes; `bash` is for what cannot be run here. After a script that fails stands a fence `text` with what it says. A fence `text` right after one that succeeds
 //! shows lines of its output; those of steps, whose numbers are a machine's own, are not compared, nor is anything where a GPU computes.
 
 use crate::{Place, read};
