@@ -29,6 +29,7 @@ pub fn takes_refusals() -> bool {
 }
 
 /// What the process is doing, in a place of its own: telling of it takes no memory.
+#[derive(Clone, Copy)]
 struct Phase {
     text: [u8; 240],
     len: usize,
@@ -99,6 +100,15 @@ pub fn in_part<R, E>(what: &'static str, work: impl FnOnce() -> Result<R, E>) ->
     Ok(done)
 }
 
+/// Does something beside what the process does, such as to find out more of an error: whatever it says of itself, the process is where it was then.
+pub fn aside<R>(work: impl FnOnce() -> R) -> R {
+    let Phase { text, len, part } = *phase_now();
+    let done = work();
+    *phase_now() = Phase { text, len, part };
+    changed();
+    done
+}
+
 /// Gives to `tell` what the process is doing, and in which part of that it is: empty texts where nothing is known, or where a thread is saying it
 /// just now. Takes no memory, and waits for nobody.
 pub fn with_phase<R>(tell: impl FnOnce(&str, &'static str) -> R) -> R {
@@ -137,6 +147,8 @@ mod tests {
         assert_eq!(part_now(), "forward");
         assert_eq!(in_part("gather", || Err::<(), _>("why")), Err("why"));
         assert_eq!(part_now(), "gather", "where it failed");
+        aside(|| phase(format_args!("looking why")));
+        with_phase(|text, part| assert!(text.starts_with("reading éé") && part == "gather"));
         phase(format_args!("another"));
         assert_eq!(part_now(), "");
         set_step(Some(3));

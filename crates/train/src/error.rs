@@ -1,5 +1,6 @@
 //! The one error type of this crate: what went wrong, where, and whether the user can put it right.
 
+use nibble_core::allocation::aside;
 use std::path::{Path, PathBuf};
 
 /// Result of this crate's functions.
@@ -114,7 +115,7 @@ impl Error {
     pub(crate) fn without_room(self, when: impl Into<String>, sizes: impl FnOnce() -> String) -> Self {
         match self {
             Self::Core(source @ nibble_core::Error::OutOfMemory { .. }) => {
-                Self::OutOfMemory { when: when.into(), sizes: sizes(), source: Box::new(source) }
+                Self::OutOfMemory { when: when.into(), sizes: aside(sizes), source: Box::new(source) }
             }
             other => other,
         }

@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::fault::rehearsing;
 use crate::ledger::{Ledger, in_words};
 use crate::spec::ModelSpec;
-use nibble_core::allocation::{part, with_phase};
+use nibble_core::allocation::aside;
 use nibble_core::{Comm, DType, DeviceKind, Kernels, Mesh, MeshShape, Recipe, SoloComm, Tensor};
 use nibble_dry::{Dry, DryComm};
 use std::collections::BTreeMap;
@@ -38,10 +38,7 @@ pub(crate) fn on_dry<R>(
             several
         });
     // What it does is not what the process does.
-    let before = with_phase(|_, part| part);
-    let done = rehearsing(|| run(&dry, Mesh { all: &*all, ep: &*ep, dp: &*dp }));
-    part(before);
-    match done {
+    match aside(|| rehearsing(|| run(&dry, Mesh { all: &*all, ep: &*ep, dp: &*dp }))) {
         Err(_) if dry.has_overflowed() => {
             let most = in_words(Dry::MOST_BYTES);
             let why = format!("a run takes more than {most}, and no device has that");
