@@ -276,7 +276,7 @@ fn assert_says(error: &str, parts: &[&str]) {
 const FOUR: &[&str] = &["train.shards=4", "train.expert_shards=4"];
 
 /// Where a deadline is what ends the wait.
-const SOON: [(&str, &str); 2] = [("NIBBLE_JOIN_DEADLINE", "3"), ("NIBBLE_DEADLINE", "2")];
+const SOON: [(&str, &str); 2] = [("NIBBLE_JOIN_DEADLINE", "3"), ("NIBBLE_DEADLINE", "4")];
 
 #[test]
 fn a_rank_that_does_not_come_is_named() {

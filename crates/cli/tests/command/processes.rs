@@ -91,7 +91,7 @@ fn eight_processes_give_the_bits_of_one_rank() {
 /// What happens to a rank, and part of the cause that is told.
 const FAULTS: [(&str, &str); 5] = [
     ("sigkill", "it was killed by SIGKILL"),
-    ("sigstop", "nothing was heard of it for 1 s"),
+    ("sigstop", "nothing was heard of it for 2 s"),
     ("disconnect", "connection"),
     ("fail", "a test asked for it"),
     ("out-of-memory", "out of memory"),
@@ -138,7 +138,7 @@ fn disturb(
         set(DIVIDED.into_iter().chain(FAULTY).chain(["run.dir=run"]).chain(more.iter().copied()))
     };
     let out =
-        launch(place, 4, &["--deadline", "2"], &changes(&[])).env("NIBBLE_FAULT", &what).output().unwrap();
+        launch(place, 4, &["--deadline", "4"], &changes(&[])).env("NIBBLE_FAULT", &what).output().unwrap();
     let told = said(&out);
     assert!(out.status.code() == Some(1), "{what}: {:?}: {told}", out.status);
     assert_eq!(told.matches("error:").count(), 1, "{what}: {told}");
