@@ -33,7 +33,6 @@ pub const JOIN_DEADLINE: &str = "NIBBLE_JOIN_DEADLINE";
 /// The folder of `nibble launch` for its ranks' last words.
 pub const LAUNCH_DIR: &str = "NIBBLE_LAUNCH_DIR";
 /// What goes wrong, in builds for tests.
-#[cfg(debug_assertions)]
 pub const FAULT: &str = "NIBBLE_FAULT";
 #[cfg(debug_assertions)]
 const SIGNAL_WINDOW: &str = "NIBBLE_SIGNAL_WINDOW";
