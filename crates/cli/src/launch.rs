@@ -11,7 +11,7 @@ use nibble_control::{Failure, Limits};
 use std::path::Path;
 use std::time::Duration;
 
-/// Starts the ranks of a run as processes of this host, and watches them
+/// Starts the ranks of a run as processes here, and watches them
 ///
 /// If one of them dies, stops or fails, all of them end, with one message.
 #[derive(Debug, clap::Args)]

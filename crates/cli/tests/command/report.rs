@@ -234,7 +234,7 @@ fn a_run_of_several_ranks_tells_which_of_them_is_slow() {
         assert!(told.contains(wanted), "no {wanted:?}");
     }
     let onto = place.nibble(&["report", "run", "--out", "run/ranks.jsonl", "--force"]);
-    assert!(onto.code == Some(2) && onto.stderr.contains("would overwrite the input"), "{}", onto.stderr);
+    assert!(onto.code == Some(2) && onto.stderr.contains("is a file of a run"), "{}", onto.stderr);
     assert_eq!(read(place.path("run/ranks.jsonl")), text.as_bytes());
 }
 
