@@ -35,7 +35,7 @@ const STACK_BYTES: usize = 8 << 20;
 
 /// Trains language models with activations in four bits and products in eight
 #[derive(Debug, Parser)]
-#[command(name = "nibble", version, propagate_version = true, after_help = AFTER_HELP)]
+#[command(name = "nibble", version, propagate_version = true, help_template = HELP, after_help = AFTER_HELP)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -59,6 +59,9 @@ enum Command {
     #[command(after_help = surroundings())]
     Environment,
 }
+
+/// As clap has it, without an empty line before the usage.
+const HELP: &str = "{about-with-newline}{usage-heading} {usage}\n\n{all-args}{after-help}";
 
 /// The whole of it fits a screen of 24 lines; a test counts them.
 const AFTER_HELP: &str = "Examples: nibble train, a first run of ten seconds; nibble train --help";
