@@ -89,16 +89,17 @@ fn another_secret_is_refused_at_once_and_the_run_goes_on() {
 }
 
 #[test]
-fn where_no_hub_of_the_run_is_found_each_address_is_named() {
+fn where_no_hub_of_the_run_is_found_who_answers_is_named_first() {
     let other = hub(1, calm());
     let nobody = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
     let addresses = [nobody.clone(), other.address().to_string()];
     let limits = Limits { join: Duration::from_millis(300), ..calm() };
     let error =
         join_at(&addresses, &Secret::random().unwrap(), rank_of(0, 1), limits).err().unwrap().to_string();
-    let begins = format!("no hub of this run was found within 0.3 s: at {nobody} there is no answer: ");
+    let other = other.address();
+    let begins = format!("no hub of this run was found within 0.3 s: at {other} the secret is another");
     assert!(error.starts_with(&begins), "{error}");
-    assert!(error.contains(&format!("; at {} the secret is another", other.address())), "{error}");
+    assert!(error.contains(&format!("; at {nobody} there is no answer: ")), "{error}");
     let none = join_at(&[], &secret(), rank_of(0, 1), limits).err().unwrap().to_string();
     assert_eq!(none, "no hub of this run was found: no address was given");
 }
