@@ -430,7 +430,8 @@ fn a_rank_that_fails_in_the_middle_of_a_step_ends_the_others_with_its_error() {
         assert_eq!(error.contains("rank 2 failed"), rank != 2, "rank {rank}: {error}");
     }
     let metrics = std::fs::read_to_string(dir.path().join("metrics.jsonl")).unwrap();
-    assert_eq!(metrics.lines().count(), 2, "two whole steps were done: {metrics}");
+    // Two whole steps were done. The report of the second is believed only if it was read before the failure was known.
+    assert!((1..=2).contains(&metrics.lines().count()), "{metrics}");
     assert!(!dir.path().join("checkpoints").join("step-00000020").exists());
 }
 
