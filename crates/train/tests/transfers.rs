@@ -40,9 +40,9 @@ fn a_step_is_one_upload_one_download_and_one_wait() {
                     copies_on_write: 0,
                 };
                 assert_eq!(went, want, "{recipe}, {accum} micro-batches");
-                // Inputs and targets of every token, and four scalars.
+                // Inputs and targets of every token, three scalars, and three words that ranks tell each other.
                 let tokens = config.tokens_per_step();
-                assert_eq!(upload_bytes, 4 * (4 + 2 * tokens), "{recipe}");
+                assert_eq!(upload_bytes, 4 * (6 + 2 * tokens), "{recipe}");
                 assert!(download_bytes > 0, "{recipe}");
             }
         }
@@ -124,7 +124,7 @@ fn assert_steps(went: Traffic, steps: u64, (config, mesh, plans): (&Config, Mesh
     let tokens = config.tokens_per_step() / mesh.ranks() as u64;
     let want = Traffic {
         uploads: steps,
-        upload_bytes: steps * 4 * (4 + 2 * tokens),
+        upload_bytes: steps * 4 * (6 + 2 * tokens),
         downloads: steps * reads,
         waits: steps * reads,
         copies_on_write: 0,
