@@ -106,10 +106,10 @@ impl Mark {
     }
 }
 
-/// What the temporary name of one file of this process begins with: each time another.
+/// What the temporary name of one file of this process begins with: each time another, of one length, as ranks tell each other such names.
 fn own_prefix() -> String {
     static TURN: AtomicU64 = AtomicU64::new(0);
-    format!("{UNFINISHED_PREFIX}{}-{}", std::process::id(), TURN.fetch_add(1, Ordering::Relaxed))
+    format!("{UNFINISHED_PREFIX}{}-{:08}", std::process::id(), TURN.fetch_add(1, Ordering::Relaxed))
 }
 
 impl Write for WholeFile {
