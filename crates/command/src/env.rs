@@ -26,7 +26,7 @@ pub const RENDEZVOUS: &str = "NIBBLE_RENDEZVOUS";
 pub const SECRET: &str = "NIBBLE_SECRET";
 /// A file that holds it.
 pub const SECRET_FILE: &str = "NIBBLE_SECRET_FILE";
-/// Seconds without word of a rank.
+/// Seconds after a failure within which all ranks end.
 pub const DEADLINE: &str = "NIBBLE_DEADLINE";
 /// Seconds until all ranks have come.
 pub const JOIN_DEADLINE: &str = "NIBBLE_JOIN_DEADLINE";
@@ -48,7 +48,7 @@ const VARIABLES: &[(&str, &str)] = &[
     (RENDEZVOUS, "HOST:PORT where ranks meet, as --rendezvous; mpirun needs it, nibble launch sets it"),
     (SECRET, "the secret by which ranks know each other, 16 characters or more"),
     (SECRET_FILE, "a file of mode 600 that holds the secret, where NIBBLE_SECRET is not set"),
-    (DEADLINE, "seconds without word of a rank after which the others end, 2 to 86400; unset: 30"),
+    (DEADLINE, "seconds after a failure within which all ranks have ended, 2 to 86400; unset: 30"),
     (JOIN_DEADLINE, "seconds in which all ranks must come at the start, 2 to 86400; unset: 300"),
     (LAUNCH_DIR, "where a rank leaves what nibble launch tells of it; nibble launch sets it"),
     ("NIBBLE_TORCHRUN", "how the tests call torchrun; the command does not read it"),

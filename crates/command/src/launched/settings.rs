@@ -75,7 +75,7 @@ pub fn missing_secret(launched: &Launched) -> Error {
     ))
 }
 
-/// How long ranks wait for word of another before they end, 30 s or `NIBBLE_DEADLINE`, and how long for all to come at the start, 300 s
+/// How long after a failure all ranks have ended, 30 s or `NIBBLE_DEADLINE`, and how long they wait for all to come at the start, 300 s
 /// or `NIBBLE_JOIN_DEADLINE`.
 ///
 /// # Errors
