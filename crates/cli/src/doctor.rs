@@ -48,6 +48,10 @@ pub fn run(args: Args) -> Result<()> {
     for line in nibble_cuda::probe().to_string().lines() {
         say!("{line}");
     }
+    match nibble_cuda::comm::nccl_version() {
+        Ok(version) => say!("NCCL: {version}, for ranks on several GPUs"),
+        Err(why) => say!("NCCL: unusable: {why}"),
+    }
     say!("compiled kernels: {}", cubins(nibble_cuda::env::cubin_cache().as_deref()));
     say!("training: {}", nibble_command::device::preview());
     say!("environment:");

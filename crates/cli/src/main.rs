@@ -84,6 +84,12 @@ fn main() -> ExitCode {
     unsafe {
         libc::signal(libc::SIGXFSZ, libc::SIG_IGN)
     };
+    for (name, value) in nibble_cuda::env::OF_NCCL {
+        if env::var(name).is_none() {
+            // SAFETY: there is one thread yet, so nobody reads the environment meanwhile.
+            unsafe { std::env::set_var(name, value) };
+        }
+    }
     match std::thread::Builder::new().name("nibble".into()).stack_size(STACK_BYTES).spawn(command) {
         // What panics outside of a command is no less a defect.
         Ok(thread) => thread.join().unwrap_or_else(|_| ended(Err(error::panicked()))),

@@ -30,6 +30,8 @@ pub const SECRET_FILE: &str = "NIBBLE_SECRET_FILE";
 pub const DEADLINE: &str = "NIBBLE_DEADLINE";
 /// Seconds until all ranks have come.
 pub const JOIN_DEADLINE: &str = "NIBBLE_JOIN_DEADLINE";
+/// Seconds until rows that ranks on GPUs wait for have arrived.
+pub const EXCHANGE_DEADLINE: &str = "NIBBLE_EXCHANGE_DEADLINE";
 /// The folder of `nibble launch` for its ranks' last words.
 pub const LAUNCH_DIR: &str = "NIBBLE_LAUNCH_DIR";
 /// What goes wrong, in builds for tests.
@@ -50,6 +52,10 @@ const VARIABLES: &[(&str, &str)] = &[
     (SECRET_FILE, "a file of mode 600 that holds the secret, where NIBBLE_SECRET is not set"),
     (DEADLINE, "seconds after a failure within which all ranks have ended, 2 to 86400; unset: 30"),
     (JOIN_DEADLINE, "seconds in which all ranks must come at the start, 2 to 86400; unset: 300"),
+    (
+        EXCHANGE_DEADLINE,
+        "seconds in which rows from ranks on other GPUs must arrive, 2 to 86400; unset: 600, as a rank may have kernels to compile",
+    ),
     (LAUNCH_DIR, "where a rank leaves what nibble launch tells of it; nibble launch sets it"),
     ("NIBBLE_TORCHRUN", "how the tests call torchrun; the command does not read it"),
     ("NIBBLE_MPIRUN", "how the tests call Open MPI's mpirun; the command does not read it"),

@@ -4,12 +4,12 @@
 //! the first one. What a rank ends with is told once: by the launcher, or else by the first rank.
 
 use crate::changes;
-use crate::env::{self, Env};
+use crate::env;
 use crate::error::{Error, Result};
 use crate::launched::{self, Launched, Launcher, Meeting};
 use nibble_control::{Client, Ears, Failure, Hub, Join, Limits, Rows, Secret, Status};
-use nibble_core::{Mesh, allocation};
-use nibble_cpu::{Arrivals, Cpu, HostComm, Link};
+use nibble_core::{Axes, allocation};
+use nibble_cpu::{Arrivals, HostComm, Link};
 use nibble_train::config::RunConfig;
 use std::fmt::{self, Debug};
 use std::fs::File;
@@ -155,10 +155,9 @@ impl Process {
     /// What ends the run, of whichever rank; told already where another process tells it.
     pub fn run<T>(
         &'static self,
-        env: &Env,
         run: &RunConfig,
         agreed: &str,
-        body: impl FnOnce(&Cpu, Mesh<'_, Cpu>) -> Result<T>,
+        body: impl FnOnce(&Axes<HostComm>) -> Result<T>,
     ) -> Result<T> {
         let Launched { rank, world, local_world, .. } = self.launched;
         let (hub, addresses) = self.meet()?;
@@ -182,9 +181,7 @@ impl Process {
                 *CLIENT.write().unwrap_or_else(PoisonError::into_inner) = Some(client);
                 #[cfg(debug_assertions)]
                 nibble_train::fault::on_disconnect(disconnect);
-                let done = env.cpu((env.threads(run.threads) / local_world).max(1)).map_err(Error::from);
-                let done = done.and_then(|cpu| body(&cpu, axes.mesh()));
-                self.conclude(done)
+                self.conclude(body(&axes))
             }
             Err(nibble_control::Error::Failed(failure)) => Err(self.told(&failure, true)),
             Err(other) => Err(error_of(other)),

@@ -7,7 +7,7 @@
 mod settings;
 mod slurm;
 
-pub use settings::{deadlines, missing_secret, read_secret, secret};
+pub use settings::{deadlines, exchange_deadline, missing_secret, read_secret, secret};
 
 use crate::env;
 use crate::error::{Error, Result};

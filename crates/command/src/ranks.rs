@@ -1,30 +1,23 @@
-//! Ranks as threads: each with a backend of its own, all of them ending together.
+//! Ranks as threads, all of them ending together.
 
-use crate::env::Env;
 use crate::error::{Error, Result, panicked};
-use nibble_core::{Axes, Comm, Error as CoreError, Mesh, SoloComm};
-use nibble_cpu::{Cpu, HostComm};
+use nibble_core::{Axes, Error as CoreError, Peers};
+use nibble_cpu::HostComm;
 use nibble_train::config::RunConfig;
 
-/// Runs `body` on every rank and returns the first rank's result. It is given the rank's backend and what joins it to the others.
+/// Runs `body` on every rank and returns the first rank's result. It is given the rank's number and what joins it to the others.
 ///
 /// # Errors
 /// The error of the rank that failed first in its own right; the others only echo it.
 pub fn on_ranks<T: Send>(
-    env: &Env,
     run: &RunConfig,
-    body: impl Fn(&Cpu, Mesh<'_, Cpu>) -> Result<T> + Sync,
+    body: impl Fn(usize, &Axes<HostComm>) -> Result<T> + Sync,
 ) -> Result<T> {
-    let threads = env.threads(run.threads);
-    if run.ranks == 1 {
-        return body(&env.cpu(threads)?, Mesh::new(&SoloComm));
-    }
-    let each = (threads / run.ranks).max(1);
     // The communicators are moved into the thread: dropped there by a panic, they tell the others.
     let rank = |axes: Axes<HostComm>| {
-        let done = env.cpu(each).map_err(Error::from).and_then(|cpu| body(&cpu, axes.mesh()));
+        let done = body(Peers::rank(&axes.all), &axes);
         if let Err(error) = &done {
-            Comm::<Cpu>::abort(&axes.all, &error.to_string());
+            Peers::abort(&axes.all, &error.to_string());
         }
         done
     };
@@ -81,24 +74,22 @@ mod tests {
 
     #[test]
     fn one_failing_rank_ends_all_of_them() {
-        let env = Env::read().unwrap();
         let run = RunConfig { ranks: 3, ..RunConfig::default() };
-        let done = on_ranks(&env, &run, |cpu, mesh| {
-            if mesh.all.rank() == 1 {
+        let done = on_ranks(&run, |rank, axes| {
+            if rank == 1 {
                 return Err(Error::usage("rank 1 had enough"));
             }
-            Ok(mesh.all.all_gather(cpu, &nibble_core::Backend::zeros(cpu, 1)?)?)
+            Ok(axes.all.gather(&[])?)
         });
         assert_eq!(done.unwrap_err().to_string(), "rank 1 had enough");
     }
 
     #[test]
     fn a_panicking_rank_ends_all_of_them_too() {
-        let env = Env::read().unwrap();
         let run = RunConfig { ranks: 2, ..RunConfig::default() };
-        let done = on_ranks(&env, &run, |_, mesh| {
-            assert_eq!(mesh.all.rank(), 0, "a defect, for this test");
-            Ok(mesh.all.barrier()?)
+        let done = on_ranks(&run, |rank, axes| {
+            assert_eq!(rank, 0, "a defect, for this test");
+            Ok(axes.all.gather(&[])?)
         });
         assert!(done.unwrap_err().to_string().starts_with("internal error"));
     }

@@ -65,6 +65,30 @@ pub trait Comm<B: Backend>: Debug + Send + Sync {
     }
 }
 
+/// The ranks of a communicator as their hosts know each other, whatever carries their rows: by this a device's communicator comes about, and ends.
+pub trait Peers: Debug + Send + Sync {
+    /// This rank, from 0.
+    fn rank(&self) -> usize;
+    /// Number of ranks.
+    fn world(&self) -> usize;
+    /// Every rank's bytes, in rank order. Waits for all ranks, which call this in the same order among their collectives.
+    ///
+    /// # Errors
+    /// [`Error::Comm`] for a rank that has failed or left.
+    fn gather(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>>;
+    /// See [`Comm::abort`].
+    fn abort(&self, why: &str);
+    /// See [`Comm::check`].
+    ///
+    /// # Errors
+    /// [`Error::Comm`] if a rank has failed.
+    fn check(&self) -> Result<()>;
+    /// See [`Comm::waited`].
+    fn waited(&self) -> Duration;
+    /// See [`Comm::host_ranks`].
+    fn host_ranks(&self) -> usize;
+}
+
 /// What [`Comm::begin_reduce_scatter_tree`] sums.
 #[derive(Debug)]
 pub struct TreeSum<B: Backend> {
@@ -145,6 +169,16 @@ impl MeshShape {
     /// Where a rank stands along both axes: (dp rank, ep rank).
     pub fn place(&self, rank: usize) -> (usize, usize) {
         (rank / self.ep, rank % self.ep)
+    }
+
+    /// The ranks of a replica, which divide its experts.
+    pub fn replica(&self, dp_rank: usize) -> Vec<usize> {
+        (0..self.ep).map(|e| dp_rank * self.ep + e).collect()
+    }
+
+    /// The ranks that hold the same experts, one of each replica.
+    pub fn same_experts(&self, ep_rank: usize) -> Vec<usize> {
+        (0..self.dp).map(|d| d * self.ep + ep_rank).collect()
     }
 }
 

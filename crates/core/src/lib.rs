@@ -26,7 +26,7 @@ mod visible;
 pub use agreement::Agreement;
 pub use backend::{Backend, DeviceKind, Lines, MemoryStats, Plain, Room, ValueRun};
 pub use block_scaled::{BlockScaled, Operand, RowKind};
-pub use comm::{Axes, Comm, Mesh, MeshShape, SoloComm, Transfer, TreeSum};
+pub use comm::{Axes, Comm, Mesh, MeshShape, Peers, SoloComm, Transfer, TreeSum};
 pub use error::{Error, Result, check_range, check_runs};
 pub use exchange::{ExchangeRoom, Leg, PendingRows, RowPlan};
 pub use groups::{Groups, Occupancy, PermuteMap, round_up};

@@ -12,6 +12,7 @@ pub const HELP: &[(&str, &str)] = &[
         "NIBBLE_CUPTI",
         "path of libcupti.so, which `nibble bench step` reads timelines from (default: the loader's search path)",
     ),
+    ("NIBBLE_NCCL", "path of libnccl.so.2, for ranks on GPUs (default: the loader's search path)"),
     (
         "NIBBLE_CUBIN_CACHE",
         "folder of compiled kernels; `off` keeps them in memory only (default: $XDG_CACHE_HOME/nibble/cubins or ~/.cache/nibble/cubins)",
@@ -29,6 +30,12 @@ pub const HELP: &[(&str, &str)] = &[
     ),
 ];
 
+/// Variables that NCCL reads, and what a program that has ranks on GPUs sets them to before it has a second thread, unless they are set.
+///
+/// NVLink multicast is of no use here, where every message has one receiver, and a library that only looks for it can fail where the host does not
+/// allow it. Between ranks of one process messages go through NCCL's own memory: this crate's is not mapped on the other GPUs.
+pub const OF_NCCL: [(&str, &str); 2] = [("NCCL_NVLS_ENABLE", "0"), ("NCCL_P2P_DIRECT_DISABLE", "1")];
+
 fn path(name: &str) -> Option<PathBuf> {
     std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from)
 }
@@ -41,6 +48,11 @@ pub fn nvrtc() -> Option<PathBuf> {
 /// `NIBBLE_CUPTI`.
 pub fn cupti() -> Option<PathBuf> {
     path("NIBBLE_CUPTI")
+}
+
+/// `NIBBLE_NCCL`.
+pub fn nccl() -> Option<PathBuf> {
+    path("NIBBLE_NCCL")
 }
 
 /// `NIBBLE_CSRC`.

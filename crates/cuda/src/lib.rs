@@ -15,9 +15,11 @@
 //! | [`cublaslt`] | dense BF16 and FP8 products by NVIDIA's library |
 //! | [`measure`], [`Cuda::profiled`] | burst and sustained times, watts and clocks; the time of each operation, and of what ran inside a recording |
 //! | [`backend`] | the same as `nibble-core`'s `Backend` |
+//! | [`comm`] | ranks on GPUs: collectives by NCCL, which is loaded when there are such ranks |
 //! | [`ops`] | a folder for related operations, a file for one or a few: description → configuration → launch |
 
 pub mod backend;
+pub mod comm;
 pub mod compile;
 pub mod cublaslt;
 pub mod device;
@@ -31,6 +33,7 @@ pub mod probe;
 mod sequences;
 
 pub use backend::Cuda;
+pub use comm::NcclComm;
 pub use compile::jit::{Jit, KernelSpec};
 pub use device::arena::Arena;
 pub use device::buffer::Buffer;

@@ -299,7 +299,7 @@ fn random_tokens_need_a_vocabulary_and_devices_a_name() {
     let why = complaint("[run]\ndevice = \"gpu\"", &[]);
     assert!(why.contains("run.device") && why.contains("run.toml:2") && why.contains("cuda:0"), "{why}");
     let why = complaint("", &["run.device=cuda:1", "run.ranks=2"]);
-    assert!(why.contains("`run.device`") && why.contains("ranks compute on the CPU"), "{why}");
+    assert!(why.contains("`run.device`") && why.contains("is one GPU"), "{why}");
 }
 
 /// Ranks divide a power of two, so those of a tree are one; where nothing is asked for, what a run began with stays.

@@ -69,10 +69,10 @@ fn a_device_that_cannot_be_had_is_refused_with_what_there_is() {
     let place = Place::with_text();
     let error = place.train(&["--device", "gpu"]).failed(2);
     assert!(error.contains("\"gpu\"") && error.contains("auto, cpu"), "{error}");
-    let error = place.train(&["--set", "run.device=cuda"]).failed(2);
+    let error = place.train(&["--set", "run.device=gpus"]).failed(2);
     assert!(error.contains("`run.device`") && error.contains("cuda:0"), "{error}");
     let error = place.train(&["--device", "cuda:0", "--set", "run.ranks=2"]).failed(2);
-    assert!(error.contains("ranks compute on the CPU"), "{error}");
+    assert!(error.contains("is one GPU") && error.contains("run.device=cuda"), "{error}");
     // No machine has so many.
     let error = place.train(&["--device", "cuda:4000"]).failed(2);
     assert!(error.contains("run.device = cuda:4000") && error.contains("CUDA driver"), "{error}");
@@ -83,9 +83,11 @@ fn a_device_that_cannot_be_had_is_refused_with_what_there_is() {
 fn a_run_says_where_it_computes_and_why() {
     let place = Place::with_text();
     place.train(&["--dry-run"]).ok().contains("device: cpu").contains("(run.device = cpu)");
-    let auto = place.train(&["--dry-run", "--device", "auto", "--set", "run.ranks=2"]).ok();
-    auto.contains("(run.device = auto: ranks compute on the CPU)");
     if !has_gpu() {
+        let auto = place.train(&["--dry-run", "--device", "auto", "--set", "run.ranks=2"]).ok();
+        auto.contains("(run.device = auto: fewer Hopper GPUs to use than the 2 ranks of this host: ");
+        let error = place.train(&["--device", "cuda", "--set", "run.ranks=2"]).failed(2);
+        assert!(error.contains("run.device = cuda") && error.contains("CUDA driver"), "{error}");
         let auto = place.train(&["--dry-run", "--device", "auto"]).ok();
         auto.contains("device: cpu").contains("(run.device = auto: no Hopper GPU to use: ");
     }

@@ -2,46 +2,89 @@
 
 use crate::error::{Error, Result};
 use nibble_core::Result as CoreResult;
-use nibble_cuda::probe::Probe;
+use nibble_cuda::probe::{GpuInfo, Probe};
 use nibble_train::config::{DeviceChoice, RunConfig};
 
 /// What was chosen.
 #[derive(Debug)]
 pub enum Choice<C> {
     Cpu,
-    /// An opened GPU.
+    /// An opened GPU, of one rank alone.
     Cuda(C),
+    /// GPUs by their numbers, one for each rank of this host.
+    Gpus(Vec<usize>),
 }
 
-/// Chooses by the configuration and by what was found; `open` opens a GPU by its number. With the reason, for people.
+/// Chooses by the configuration and by what was found; `open` opens a GPU by its number. With the reason, for people. Where ranks meet others, `met` is
+/// how many of them are on this host; each needs a GPU, and NCCL, of which `nccl` tells.
 ///
 /// # Errors
 /// A usage error where the configuration names a GPU that cannot be used; it says what was found.
 pub fn choose<C>(
     run: &RunConfig,
+    met: Option<usize>,
     found: &Probe,
+    nccl: impl Fn() -> std::result::Result<(), String>,
     open: impl Fn(usize) -> CoreResult<C>,
 ) -> Result<(Choice<C>, String)> {
     let asked = format!("run.device = {}", run.device);
-    match run.device {
-        DeviceChoice::Cpu => Ok((Choice::Cpu, asked)),
-        DeviceChoice::Auto if run.ranks > 1 => {
-            Ok((Choice::Cpu, format!("{asked}: ranks compute on the CPU")))
-        }
-        DeviceChoice::Auto => {
+    let refused = |why: String| {
+        let advice = "run.device=cpu computes on the CPU, and auto on what there is";
+        Error::usage(format!("`{asked}` cannot be used: {why}; {advice}\n{found}"))
+    };
+    match (run.device, met) {
+        (DeviceChoice::Cpu, _) => Ok((Choice::Cpu, asked)),
+        (DeviceChoice::Auto, None) => {
             Ok(match first_usable(found).and_then(|n| open(n).map_err(|e| e.to_string())) {
                 Ok(opened) => (Choice::Cuda(opened), format!("{asked}: a Hopper GPU")),
                 Err(why) => (Choice::Cpu, format!("{asked}: no Hopper GPU to use: {why}")),
             })
         }
-        DeviceChoice::Cuda(ordinal) => match usable(found, ordinal) {
-            Ok(()) => Ok((Choice::Cuda(open(ordinal)?), asked)),
-            Err(why) => {
-                let advice = "run.device=cpu computes on the CPU, and auto on what there is";
-                Err(Error::usage(format!("`{asked}` cannot be used: {why}; {advice}\n{found}")))
+        (DeviceChoice::Auto, Some(ranks)) => {
+            Ok(match one_each(found, ranks).and_then(|gpus| nccl().map(|()| gpus)) {
+                Ok(gpus) => {
+                    (Choice::Gpus(gpus), format!("{asked}: a Hopper GPU for each rank, joined by NCCL"))
+                }
+                Err(why) => (Choice::Cpu, format!("{asked}: {why}")),
+            })
+        }
+        (DeviceChoice::Gpus, None) => {
+            let first = first_usable(found).map_err(refused)?;
+            Ok((Choice::Cuda(open(first)?), asked))
+        }
+        (DeviceChoice::Gpus, Some(ranks)) => {
+            // A launcher may let each process see its own GPU alone: then it is the first of every one.
+            let only = || first_usable(found).ok().filter(|_| found.usable().count() == 1);
+            let gpus = one_each(found, ranks).or_else(|why| only().map(|gpu| vec![gpu; ranks]).ok_or(why));
+            let gpus = gpus.and_then(|gpus| nccl().map(|()| gpus)).map_err(refused)?;
+            Ok((Choice::Gpus(gpus), format!("{asked}, joined by NCCL")))
+        }
+        (DeviceChoice::Cuda(ordinal), met) => {
+            usable(found, ordinal).map_err(refused)?;
+            match met {
+                None => Ok((Choice::Cuda(open(ordinal)?), asked)),
+                // One rank among others, who are none here: a configuration of several is refused this choice.
+                Some(_) => {
+                    nccl().map_err(refused)?;
+                    Ok((Choice::Gpus(vec![ordinal]), format!("{asked}, with NCCL")))
+                }
             }
-        },
+        }
     }
+}
+
+/// So many GPUs, the first ones, one for each rank of a host.
+fn one_each(found: &Probe, ranks: usize) -> std::result::Result<Vec<usize>, String> {
+    toolkit(found)
+        .and_then(|()| {
+            let gpus: Vec<usize> = found.usable().map(|gpu: &GpuInfo| gpu.ordinal).take(ranks).collect();
+            match gpus.len() {
+                n if n == ranks => Ok(gpus),
+                0 => Err(first_usable(found).err().unwrap_or_default()),
+                n => Err(format!("there are {n}")),
+            }
+        })
+        .map_err(|why| format!("fewer Hopper GPUs to use than the {ranks} ranks of this host: {why}"))
 }
 
 /// Why nothing can be launched at all, if so.
@@ -98,27 +141,38 @@ mod tests {
         Probe { driver: Ok((13, 0)), nvrtc: Ok((13, 0)), cublaslt: Ok(()), gpus }
     }
 
-    /// The number of the GPU that was opened, none for the CPU; and why.
-    fn chosen(device: DeviceChoice, ranks: usize, found: &Probe) -> Result<(Option<usize>, String)> {
+    /// The numbers of the GPUs for so many ranks of this host, none for the CPU; and why.
+    fn chosen(device: DeviceChoice, ranks: usize, found: &Probe) -> Result<(Vec<usize>, String)> {
+        chosen_with(device, ranks, found, Ok(()))
+    }
+
+    fn chosen_with(
+        device: DeviceChoice,
+        ranks: usize,
+        found: &Probe,
+        nccl: std::result::Result<(), &str>,
+    ) -> Result<(Vec<usize>, String)> {
         let run = RunConfig { device, ranks, ..RunConfig::default() };
-        let (choice, why) = choose(&run, found, Ok)?;
-        let number = match choice {
-            Choice::Cpu => None,
-            Choice::Cuda(number) => Some(number),
+        let met = (ranks > 1).then_some(ranks);
+        let (choice, why) = choose(&run, met, found, || nccl.map_err(str::to_owned), Ok)?;
+        let numbers = match choice {
+            Choice::Cpu => Vec::new(),
+            Choice::Cuda(number) => vec![number],
+            Choice::Gpus(numbers) => numbers,
         };
-        Ok((number, why))
+        Ok((numbers, why))
     }
 
     #[test]
     fn auto_takes_the_first_hopper_gpu_and_says_why_it_took_none() {
         let two = found(vec![gpu(0, "NVIDIA A100", (8, 0)), gpu(1, "NVIDIA H200", (9, 0))]);
-        assert_eq!(chosen(DeviceChoice::Auto, 1, &two).unwrap().0, Some(1));
+        assert_eq!(chosen(DeviceChoice::Auto, 1, &two).unwrap().0, [1]);
         let why = |ranks, found: &Probe| {
-            let (number, why) = chosen(DeviceChoice::Auto, ranks, found).unwrap();
-            assert_eq!(number, None);
+            let (numbers, why) = chosen(DeviceChoice::Auto, ranks, found).unwrap();
+            assert_eq!(numbers, [0; 0]);
             why
         };
-        assert!(why(2, &two).contains("ranks compute on the CPU"));
+        assert!(why(2, &two).contains("fewer Hopper GPUs to use than the 2 ranks of this host: there are 1"));
         assert!(why(1, &found(vec![gpu(0, "NVIDIA A100", (8, 0))])).contains("capability 8.0"));
         assert!(why(1, &found(Vec::new())).contains("finds no GPU"));
         let no_driver = Probe { driver: Err("libcuda.so cannot be loaded".into()), ..found(Vec::new()) };
@@ -127,15 +181,16 @@ mod tests {
         // One that is there and cannot be opened, because others have all of it, say.
         let run = RunConfig::default();
         let busy = |_| Err::<(), _>(nibble_core::Error::Device { call: "open".into(), why: "busy".into() });
-        let (choice, why) = choose(&run, &two, busy).unwrap();
+        let (choice, why) = choose(&run, None, &two, || Ok(()), busy).unwrap();
         assert!(matches!(choice, Choice::Cpu) && why.contains("busy"), "{why}");
     }
 
     #[test]
     fn a_gpu_that_is_named_is_that_one_or_an_error_that_says_what_there_is() {
         let two = found(vec![gpu(0, "NVIDIA A100", (8, 0)), gpu(1, "NVIDIA H200", (9, 0))]);
-        assert_eq!(chosen(DeviceChoice::Cuda(1), 1, &two).unwrap(), (Some(1), "run.device = cuda:1".into()));
-        assert_eq!(chosen(DeviceChoice::Cpu, 1, &two).unwrap().0, None);
+        assert_eq!(chosen(DeviceChoice::Cuda(1), 1, &two).unwrap(), (vec![1], "run.device = cuda:1".into()));
+        assert_eq!(chosen(DeviceChoice::Gpus, 1, &two).unwrap(), (vec![1], "run.device = cuda".into()));
+        assert_eq!(chosen(DeviceChoice::Cpu, 1, &two).unwrap().0, [0; 0]);
         for (ordinal, found, why) in [
             (0, &two, "capability 8.0"),
             (2, &two, "finds 2, numbered from 0"),
@@ -149,5 +204,28 @@ mod tests {
                 "{text}"
             );
         }
+    }
+
+    #[test]
+    fn each_rank_of_a_host_has_a_gpu_or_all_compute_on_the_cpu() {
+        let hopper = |ordinal| gpu(ordinal, "NVIDIA H100", (9, 0));
+        let four = found(vec![hopper(0), gpu(1, "NVIDIA A100", (8, 0)), hopper(2), hopper(3)]);
+        for device in [DeviceChoice::Auto, DeviceChoice::Gpus] {
+            let (numbers, why) = chosen(device, 3, &four).unwrap();
+            assert_eq!(numbers, [0, 2, 3]);
+            assert!(why.contains("NCCL"), "{why}");
+        }
+        let (numbers, why) = chosen(DeviceChoice::Auto, 4, &four).unwrap();
+        assert!(numbers.is_empty() && why.contains("there are 3"), "{why}");
+        let (numbers, why) = chosen_with(DeviceChoice::Auto, 2, &four, Err("no library")).unwrap();
+        assert!(numbers.is_empty() && why.contains("no library"), "{why}");
+        for (ranks, nccl, part) in [(4, Ok(()), "there are 3"), (2, Err("no library"), "no library")] {
+            let error = chosen_with(DeviceChoice::Gpus, ranks, &four, nccl).unwrap_err().to_string();
+            assert!(error.contains("`run.device = cuda` cannot be used") && error.contains(part), "{error}");
+        }
+        // Each process sees its own.
+        let own = found(vec![hopper(0)]);
+        assert_eq!(chosen(DeviceChoice::Gpus, 4, &own).unwrap().0, [0; 4]);
+        assert!(chosen(DeviceChoice::Auto, 4, &own).unwrap().0.is_empty());
     }
 }

@@ -10,10 +10,11 @@ pub use kind::{Device, OpTime, Peaks};
 use crate::env::Env;
 use crate::error::Result;
 use crate::say;
-use crate::{joined, ranks};
+use crate::{env, joined, launched, ranks};
 use choice::Choice;
-use nibble_core::{Mesh, SoloComm};
-use nibble_cpu::Cpu;
+use nibble_core::{Axes, Mesh, SoloComm};
+use nibble_cpu::{Cpu, HostComm};
+use nibble_cuda::NcclComm;
 use nibble_train::config::{DeviceChoice, RunConfig};
 
 /// What is to be done on a device, by each rank.
@@ -82,27 +83,51 @@ impl<B: Device> On<'_, B> {
 /// A usage error that says what was found where the device is not there; what the work returns.
 pub fn run<W: Work>(run: &RunConfig, work: &W) -> Result<W::Out> {
     let env = Env::read()?;
-    let (choice, why) = choice::choose(run, nibble_cuda::probe(), nibble_cuda::Cuda::new)?;
-    match choice {
-        Choice::Cuda(cuda) => work.run(&On { b: &cuda, mesh: Mesh::new(&SoloComm), why: &why }),
-        Choice::Cpu => match joined::this() {
-            Some(process) => {
-                let why = format!(
-                    "{why}, as processes whose rows go through a socket: for tests and small machines"
-                );
-                let body = |cpu: &Cpu, mesh: Mesh<'_, Cpu>| work.run(&On { b: cpu, mesh, why: &why });
-                process.run(&env, run, &work.agreed(), body)
-            }
-            None => ranks::on_ranks(&env, run, |cpu, mesh| work.run(&On { b: cpu, mesh, why: &why })),
-        },
+    let process = joined::this();
+    let local_ranks = process.map_or(run.ranks, |process| process.launched.local_world);
+    let met = (process.is_some() || run.ranks > 1).then_some(local_ranks);
+    let nccl = || nibble_cuda::comm::nccl_version().map(drop);
+    let (choice, why) = choice::choose(run, met, nibble_cuda::probe(), nccl, nibble_cuda::Cuda::new)?;
+    let threads = (env.threads(run.threads) / local_ranks).max(1);
+    let on_cpu = |mesh: Mesh<'_, Cpu>, why: &str| work.run(&On { b: &env.cpu(threads)?, mesh, why });
+    let gpus = match choice {
+        Choice::Cuda(cuda) => return work.run(&On { b: &cuda, mesh: Mesh::new(&SoloComm), why: &why }),
+        Choice::Cpu if met.is_none() => return on_cpu(Mesh::new(&SoloComm), &why),
+        Choice::Cpu => None,
+        Choice::Gpus(gpus) => Some(gpus),
+    };
+    let deadline = launched::exchange_deadline(env::var)?;
+    let why = match (process, &gpus) {
+        (Some(_), None) => {
+            format!("{why}, as processes whose rows go through a socket: for tests and small machines")
+        }
+        _ => why,
+    };
+    // `local` is the rank's number among those of this host.
+    let body = |local: usize, axes: &Axes<HostComm>| match gpus.as_deref() {
+        None => on_cpu(axes.mesh(), &why),
+        Some(gpus) => {
+            let cuda = nibble_cuda::Cuda::new(gpus[local])?;
+            let axes = NcclComm::mesh(&cuda, run.mesh(), axes, deadline)?;
+            work.run(&On { b: &cuda, mesh: axes.mesh(), why: &why })
+        }
+    };
+    match process {
+        Some(process) => {
+            let kind = if gpus.is_some() { "GPUs" } else { "CPUs" };
+            let agreed = format!("{}\ndevices = \"{kind}\"", work.agreed());
+            process.run(run, &agreed, |axes| body(process.launched.local_rank, axes))
+        }
+        None => ranks::on_ranks(run, body),
     }
 }
 
 /// Where a run of one rank computes if its configuration leaves that open, for people. Opens nothing.
 pub fn preview() -> String {
-    match choice::choose(&RunConfig::default(), nibble_cuda::probe(), Ok) {
+    let one = RunConfig::default();
+    match choice::choose(&one, None, nibble_cuda::probe(), || Ok(()), Ok) {
         Ok((Choice::Cuda(ordinal), why)) => format!("on GPU {ordinal} ({why})"),
-        Ok((Choice::Cpu, why)) => format!("on the CPU ({why})"),
+        Ok((_, why)) => format!("on the CPU ({why})"),
         Err(error) => error.to_string(),
     }
 }
@@ -110,7 +135,7 @@ pub fn preview() -> String {
 /// `--device`, short for `--set run.device=...`.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct DeviceArg {
-    /// Where to compute: auto (a Hopper GPU if there is one to use, else the CPU), cpu, or cuda:N.
+    /// Where to compute: auto (a Hopper GPU for each rank if there are so many to use, else the CPU), cpu, cuda, or cuda:N.
     #[arg(long, value_name = "DEVICE")]
     pub device: Option<DeviceChoice>,
 }

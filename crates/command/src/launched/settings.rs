@@ -81,16 +81,23 @@ pub fn missing_secret(launched: &Launched) -> Error {
 /// # Errors
 /// [`Error::Usage`] for a variable that is no whole number of seconds from 2 to 86400.
 pub fn deadlines(var: impl Fn(&str) -> Option<String>) -> Result<(Duration, Duration)> {
-    let vars = Vars(&var);
-    let of = |name, default| {
-        let Some(text) = vars.get(name) else { return Ok(default) };
-        let seconds = text.parse().ok().filter(|seconds| (2..=86_400).contains(seconds));
-        seconds.ok_or_else(|| {
-            Error::usage(format!("{name}: got `{text}`, expected a whole number of seconds from 2 to 86400"))
-        })
-    };
-    let seconds = (of(env::DEADLINE, 30)?, of(env::JOIN_DEADLINE, 300)?);
-    Ok((Duration::from_secs(seconds.0), Duration::from_secs(seconds.1)))
+    Ok((seconds(&var, env::DEADLINE, 30)?, seconds(&var, env::JOIN_DEADLINE, 300)?))
+}
+
+/// How long the rows of ranks on GPUs may take to arrive.
+///
+/// # Errors
+/// As [`deadlines`].
+pub fn exchange_deadline(var: impl Fn(&str) -> Option<String>) -> Result<Duration> {
+    seconds(&var, env::EXCHANGE_DEADLINE, 600)
+}
+
+fn seconds(var: &dyn Fn(&str) -> Option<String>, name: &str, default: u64) -> Result<Duration> {
+    let Some(text) = Vars(&var).get(name) else { return Ok(Duration::from_secs(default)) };
+    let seconds = text.parse().ok().filter(|seconds| (2..=86_400).contains(seconds));
+    seconds.map(Duration::from_secs).ok_or_else(|| {
+        Error::usage(format!("{name}: got `{text}`, expected a whole number of seconds from 2 to 86400"))
+    })
 }
 
 #[cfg(test)]
@@ -163,9 +170,12 @@ mod tests {
         let seconds = |set: &[(&str, &str)]| deadlines(of(set)).map(|(a, b)| (a.as_secs(), b.as_secs()));
         assert_eq!(seconds(&[]).unwrap(), (30, 300));
         assert_eq!(seconds(&[(env::DEADLINE, "2"), (env::JOIN_DEADLINE, "86400")]).unwrap(), (2, 86_400));
-        for name in [env::DEADLINE, env::JOIN_DEADLINE] {
+        assert_eq!(exchange_deadline(of(&[])).unwrap().as_secs(), 600);
+        for name in [env::DEADLINE, env::JOIN_DEADLINE, env::EXCHANGE_DEADLINE] {
             for wrong in ["1", "86401", "-3", "2.5", "ten"] {
-                let error = seconds(&[(name, wrong)]).unwrap_err().to_string();
+                let set = [(name, wrong)];
+                let error = seconds(&set).err().or_else(|| exchange_deadline(of(&set)).err());
+                let error = error.unwrap().to_string();
                 assert_eq!(
                     error,
                     format!("{name}: got `{wrong}`, expected a whole number of seconds from 2 to 86400")

@@ -4,7 +4,7 @@ mod world;
 
 pub use world::{Arrivals, Link};
 
-use nibble_core::{Axes, Backend, Comm, Error, MeshShape, Plain, Result, Transfer, TreeSum};
+use nibble_core::{Axes, Backend, Comm, Error, MeshShape, Peers, Plain, Result, Transfer, TreeSum};
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,7 +26,7 @@ struct CircleShape {
 /// Nobody waits for a rank that will not come. A rank that calls [`Comm::abort`], that is dropped while its thread
 /// panics, or that gets an error from a collective fails the pending and later calls of all, along every axis of a mesh; so does a call that
 /// needs a rank dropped before. For that a rank's thread must own its communicators and transfers: those that outlive the thread cannot tell.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct HostComm {
     circle: CircleShape,
     seat: Arc<Seat>,
@@ -34,11 +34,10 @@ pub struct HostComm {
 
 /// The circles of a mesh, by their ranks: all; those of each replica; those with the same experts.
 fn circles(shape: MeshShape) -> Vec<Vec<usize>> {
-    let MeshShape { dp, ep } = shape;
     let all = (0..shape.ranks()).collect();
-    let replica = |d| (0..ep).map(|e| d * ep + e).collect();
-    let same_experts = |e| (0..dp).map(|d| d * ep + e).collect();
-    [all].into_iter().chain((0..dp).map(replica)).chain((0..ep).map(same_experts)).collect()
+    let replicas = (0..shape.dp).map(|d| shape.replica(d));
+    let same_experts = (0..shape.ep).map(|e| shape.same_experts(e));
+    [all].into_iter().chain(replicas).chain(same_experts).collect()
 }
 
 /// A rank's communicators in these circles.
@@ -84,11 +83,6 @@ impl HostComm {
             Error::Comm { call, why, .. } => self.fail(&format!("{call}: {why}")),
             other => self.fail(&other.to_string()),
         })
-    }
-
-    /// The same rank, for what outlives a call.
-    fn again(&self) -> Self {
-        Self { seat: self.seat.clone(), circle: self.circle }
     }
 
     /// Posts this rank's parts of a collective, and waits for nobody.
@@ -152,7 +146,7 @@ impl HostComm {
     }
 
     /// Every rank's same-sized values, in rank order.
-    fn gather<B: Backend, T: Plain>(
+    fn gather_values<B: Backend, T: Plain>(
         &self,
         call: &'static str,
         b: &B,
@@ -173,7 +167,7 @@ impl HostComm {
     }
 }
 
-impl<B: Backend> Comm<B> for HostComm {
+impl Peers for HostComm {
     fn rank(&self) -> usize {
         self.circle.rank
     }
@@ -182,10 +176,43 @@ impl<B: Backend> Comm<B> for HostComm {
         self.circle.size
     }
 
+    fn gather(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
+        self.collective(|| {
+            let posts = self.exchange("gather", vec![bytes.to_vec()])?;
+            Ok(posts.iter().map(|post| post.part(self.circle.rank).to_vec()).collect())
+        })
+    }
+
+    fn abort(&self, why: &str) {
+        self.fail(why);
+    }
+
+    fn check(&self) -> Result<()> {
+        self.seat.check("check")
+    }
+
+    fn waited(&self) -> Duration {
+        self.seat.waited()
+    }
+
+    fn host_ranks(&self) -> usize {
+        self.seat.world().host_ranks
+    }
+}
+
+impl<B: Backend> Comm<B> for HostComm {
+    fn rank(&self) -> usize {
+        Peers::rank(self)
+    }
+
+    fn world(&self) -> usize {
+        Peers::world(self)
+    }
+
     fn counts(&self, b: &B, send: &B::Buf<i32>) -> Result<B::Buf<i32>> {
         const CALL: &str = "counts";
         self.collective(|| {
-            let all = self.gather(CALL, b, send)?;
+            let all = self.gather_values(CALL, b, send)?;
             if !all[self.circle.rank].len().is_multiple_of(self.circle.size) {
                 let why = format!("{} counts for {} ranks", all[self.circle.rank].len(), self.circle.size);
                 return Err(self.error(CALL, why));
@@ -239,7 +266,7 @@ impl<B: Backend> Comm<B> for HostComm {
     fn begin_reduce_scatter_tree(&self, b: &B, sums: Vec<TreeSum<B>>) -> Result<Transfer<B>> {
         const CALL: &str = "reduce_scatter_tree";
         let ticket = self.collective(|| self.post(CALL, self.cut(CALL, b, &sums)?))?;
-        let comm = self.again();
+        let comm = self.clone();
         Ok(Transfer::new(move |b| {
             // The values are kept until here, where a device would read them up to now.
             let mut into: Vec<_> = sums.into_iter().map(|sum| sum.into).collect();
@@ -283,11 +310,11 @@ impl<B: Backend> Comm<B> for HostComm {
     }
 
     fn all_gather(&self, b: &B, values: &B::Buf<f32>) -> Result<B::Buf<f32>> {
-        self.collective(|| b.upload(&self.gather("all_gather", b, values)?.concat()))
+        self.collective(|| b.upload(&self.gather_values("all_gather", b, values)?.concat()))
     }
 
     fn all_gather_f64(&self, b: &B, values: &B::Buf<f64>) -> Result<B::Buf<f64>> {
-        self.collective(|| b.upload(&self.gather("all_gather_f64", b, values)?.concat()))
+        self.collective(|| b.upload(&self.gather_values("all_gather_f64", b, values)?.concat()))
     }
 
     fn barrier(&self) -> Result<()> {
@@ -295,19 +322,19 @@ impl<B: Backend> Comm<B> for HostComm {
     }
 
     fn abort(&self, why: &str) {
-        self.fail(why);
+        Peers::abort(self, why);
     }
 
     fn check(&self) -> Result<()> {
-        self.seat.check("check")
+        Peers::check(self)
     }
 
     fn waited(&self) -> Duration {
-        self.seat.waited()
+        Peers::waited(self)
     }
 
     fn host_ranks(&self) -> usize {
-        self.seat.world().host_ranks
+        Peers::host_ranks(self)
     }
 }
 

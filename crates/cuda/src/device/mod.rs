@@ -8,6 +8,7 @@
 pub mod arena;
 pub mod buffer;
 pub mod download;
+pub(crate) mod event;
 pub(crate) mod gpu;
 pub(crate) mod kept;
 mod landing;
@@ -15,6 +16,8 @@ mod mapping;
 pub mod pinned;
 pub mod recording;
 mod staging;
+
+pub use crate::device::event::Event;
 
 use crate::compile::jit::{Cubin, Jit, KernelSpec};
 use crate::device::arena::{Entered, UsedArenas};
@@ -273,11 +276,8 @@ impl Device {
 
     /// A point in the stream, marked now.
     pub fn event(&self) -> Result<Event> {
-        let stream = self.stream()?;
-        let event = named("cuEventCreate", result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT))?;
-        let event = Event { event, device: self.clone() };
-        // SAFETY: event and stream are alive and of one context.
-        named("cuEventRecord", unsafe { result::event::record(event.event, stream) })?;
+        let event = Event::new(self)?;
+        event.set(self.stream()?)?;
         Ok(event)
     }
 
@@ -354,34 +354,4 @@ fn param_bytes(function: sys::CUfunction, num_arguments: usize) -> Result<Vec<us
             check("cuFuncGetParamInfo", code).map(|()| bytes)
         })
         .collect()
-}
-
-/// A marked point in the stream.
-pub struct Event {
-    event: sys::CUevent,
-    device: Device,
-}
-
-// SAFETY: a driver's handle, used with the context current.
-unsafe impl Send for Event {}
-
-impl Event {
-    /// Milliseconds from `earlier` to this point, waiting until the device has passed it.
-    pub fn elapsed_ms(&self, earlier: &Event) -> Result<f32> {
-        self.device.inner.gpu.bind()?;
-        // SAFETY: both events are alive and recorded.
-        unsafe {
-            named("cuEventSynchronize", result::event::synchronize(self.event))?;
-            named("cuEventElapsedTime", result::event::elapsed(earlier.event, self.event))
-        }
-    }
-}
-
-impl Drop for Event {
-    fn drop(&mut self) {
-        if self.device.inner.gpu.bind().is_ok() {
-            // SAFETY: created once, destroyed once; the driver allows it before the event has passed.
-            let _ = unsafe { result::event::destroy(self.event) };
-        }
-    }
 }

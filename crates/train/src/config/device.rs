@@ -8,11 +8,13 @@ use std::str::FromStr;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum DeviceChoice {
-    /// A Hopper GPU where there is one to use, else the CPU.
+    /// A Hopper GPU for each rank where there are so many to use, else the CPU.
     #[default]
     Auto,
     /// The CPU.
     Cpu,
+    /// A GPU for each rank, in the order of the driver's numbers.
+    Gpus,
     /// The GPU with this number of the driver.
     Cuda(usize),
 }
@@ -25,8 +27,11 @@ impl FromStr for DeviceChoice {
         match (text, ordinal(text)) {
             ("auto", _) => Ok(Self::Auto),
             ("cpu", _) => Ok(Self::Cpu),
+            ("cuda", _) => Ok(Self::Gpus),
             (_, Some(ordinal)) => Ok(Self::Cuda(ordinal)),
-            _ => Err(format!("got \"{text}\", expected auto, cpu, or a GPU by its number, as in cuda:0")),
+            _ => Err(format!(
+                "got \"{text}\", expected auto, cpu, cuda (a GPU for each rank), or a GPU by its number, as in cuda:0"
+            )),
         }
     }
 }
@@ -44,6 +49,7 @@ impl fmt::Display for DeviceChoice {
         match self {
             Self::Auto => f.write_str("auto"),
             Self::Cpu => f.write_str("cpu"),
+            Self::Gpus => f.write_str("cuda"),
             Self::Cuda(ordinal) => write!(f, "cuda:{ordinal}"),
         }
     }
@@ -61,10 +67,10 @@ mod tests {
 
     #[test]
     fn names_come_back_and_others_are_refused() {
-        for name in ["auto", "cpu", "cuda:0", "cuda:13"] {
+        for name in ["auto", "cpu", "cuda", "cuda:0", "cuda:13"] {
             assert_eq!(name.parse::<DeviceChoice>().unwrap().to_string(), name);
         }
-        for name in ["", "gpu", "cuda", "cuda:", "cuda:-1", "cuda:x", "CPU"] {
+        for name in ["", "gpu", "cuda:", "cuda:-1", "cuda:x", "CPU"] {
             let why = name.parse::<DeviceChoice>().unwrap_err();
             assert!(why.contains("expected auto, cpu") && why.contains(name), "{why}");
         }

@@ -35,7 +35,7 @@ impl Config {
         self.validate_batch()?;
         self.validate_optimizer()?;
         match self.run.device {
-            DeviceChoice::Cuda(_) => self.validate_on(DeviceKind::Gpu),
+            DeviceChoice::Gpus | DeviceChoice::Cuda(_) => self.validate_on(DeviceKind::Gpu),
             DeviceChoice::Auto | DeviceChoice::Cpu => Ok(()),
         }
     }
@@ -185,10 +185,10 @@ impl Config {
             )
         })?;
         self.validate_mesh()?;
-        let on_gpu = matches!(self.run.device, DeviceChoice::Cuda(_));
-        require(ranks == 1 || !on_gpu, "run.device", || {
+        let is_one_gpu = matches!(self.run.device, DeviceChoice::Cuda(_));
+        require(ranks == 1 || !is_one_gpu, "run.device", || {
             format!(
-                "is {}, but run.ranks = {ranks}: ranks compute on the CPU; take run.ranks=1 or run.device=cpu",
+                "is {}, which is one GPU, but run.ranks = {ranks}: run.device=cuda gives each rank its own",
                 self.run.device
             )
         })?;

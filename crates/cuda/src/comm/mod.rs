@@ -1,0 +1,298 @@
+//! Ranks on GPUs: collectives by NCCL's messages.
+//!
+//! Of NCCL, messages alone are used, each from one rank to another, all those of a collective at once. So what arrives does not depend on how NCCL
+//! divides a collective, and sums over ranks are this crate's own, in the order of a tree that all backends have. The ranks meet, agree and fail
+//! by way of their hosts: [`Peers`].
+
+mod nccl;
+mod queue;
+
+pub use nccl::Version;
+
+use crate::backend::Buf;
+use crate::{Buffer, Cuda};
+use nccl::{Message, Nccl};
+use nibble_core::ops::SumShards;
+use nibble_core::{
+    Axes, Backend, Comm, Data, Error, MeshShape, Peers, Plain, Result, Tensor, Transfer, TreeSum,
+};
+use queue::{Queue, Sent};
+use std::fmt::{self, Debug};
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// The version of the NCCL that is used, or why there is none to use. Looks, and loads it, when it is asked first.
+///
+/// # Errors
+/// A sentence that says what is missing.
+pub fn nccl_version() -> std::result::Result<Version, String> {
+    Nccl::found().map(|nccl| nccl.version)
+}
+
+/// A rank's communicator among ranks that have a GPU each.
+pub struct NcclComm {
+    queue: Arc<Queue>,
+    /// These ranks by their numbers among all.
+    members: Vec<usize>,
+    /// This rank's number among these.
+    rank: usize,
+    peers: Arc<dyn Peers>,
+}
+
+impl Debug for NcclComm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "NcclComm(rank {} of {:?}, {:?})", self.rank, self.members, self.queue)
+    }
+}
+
+impl NcclComm {
+    /// A rank's communicators along the axes of a mesh, of ranks that know each other as `peers`. Waits for all of them. Messages that take longer
+    /// than `deadline` fail the run: a rank does not go on then.
+    ///
+    /// # Errors
+    /// [`Error::Device`] where there is no NCCL to use; [`Error::Comm`] where two ranks have the same GPU or different versions of NCCL, and where
+    /// a rank fails.
+    pub fn mesh<P: Peers + Clone + 'static>(
+        cuda: &Cuda,
+        shape: MeshShape,
+        peers: &Axes<P>,
+        deadline: Duration,
+    ) -> Result<Axes<Self>> {
+        let all: Arc<dyn Peers> = Arc::new(peers.all.clone());
+        let rank = all.rank();
+        let (d, e) = shape.place(rank);
+        let queue = Arc::new(Queue::new(cuda.device(), all.clone(), deadline)?);
+        let of = |members, rank, peers| Self { queue: queue.clone(), members, rank, peers };
+        Ok(Axes {
+            all: of((0..shape.ranks()).collect(), rank, all),
+            ep: of(shape.replica(d), e, Arc::new(peers.ep.clone())),
+            dp: of(shape.same_experts(e), d, Arc::new(peers.dp.clone())),
+        })
+    }
+
+    fn error(&self, call: &'static str, why: String) -> Error {
+        Error::Comm { call, rank: self.rank, why }
+    }
+
+    /// Does a collective. Its error fails the run, so that no other rank waits for this one.
+    fn collective<T>(&self, b: &Cuda, call: &'static str, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        let is_same = b.device().is_same(self.queue.device());
+        let known = || Err(self.error(call, format!("it is of {:?}, not of {b:?}", self.queue.device())));
+        let done = self.peers.check().and_then(|()| if is_same { work() } else { known() });
+        done.inspect_err(|error| self.peers.abort(&error.to_string()))
+    }
+
+    /// A message for each of these ranks, or from each: bytes of a buffer, as long as `bytes` says, one behind the other.
+    fn in_order(&self, of: &Buffer<u8>, bytes: impl Fn(usize) -> usize) -> Vec<Message> {
+        let mut address = of.address();
+        let message = |(rank, peer): (usize, &usize)| {
+            let message = Message { peer: *peer, address, bytes: bytes(rank) };
+            address += message.bytes as u64;
+            message
+        };
+        self.members.iter().enumerate().map(message).collect()
+    }
+
+    /// The same bytes for each of these ranks.
+    fn to_all(&self, address: u64, bytes: usize) -> Vec<Message> {
+        self.members.iter().map(|peer| Message { peer: *peer, address, bytes }).collect()
+    }
+
+    /// Every rank's values one after the other.
+    fn gathered<T: Plain>(&self, b: &Cuda, call: &'static str, values: &Buf<T>) -> Result<Buf<T>> {
+        self.collective(b, call, || {
+            let bytes = values.get().bytes();
+            let len = values.get().len().checked_mul(self.members.len());
+            let len = len.ok_or_else(|| self.error(call, "too many values".into()))?;
+            let mut all: Buf<T> = b.alloc(len)?;
+            let into = self.in_order(&all.in_place().reinterpreted()?, |_| bytes);
+            let sent = self.to_all(values.get().address(), bytes);
+            // SAFETY: what is sent has so many bytes, and what is received one place for each rank; both live until the messages are joined, here,
+            // and the buffer received is new.
+            unsafe { self.queue.send(call, &sent, &into) }?.join()?;
+            Ok(all)
+        })
+    }
+}
+
+/// Sums whose parts travel. Its fields go in their order: the messages are joined before the memory that they use is given back.
+struct SumsUnderWay {
+    sent: Sent,
+    /// What comes for each sum: this rank's part of every rank's values.
+    came: Vec<Buf<f32>>,
+    sums: Vec<TreeSum<Cuda>>,
+}
+
+impl SumsUnderWay {
+    fn finish(self, b: &Cuda) -> Result<Vec<Buf<f32>>> {
+        let Self { sent, came, sums } = self;
+        sent.join()?;
+        sums.into_iter().zip(came).map(|(sum, came)| Self::sum(b, sum.into, came)).collect()
+    }
+
+    fn sum(b: &Cuda, into: Buf<f32>, came: Buf<f32>) -> Result<Buf<f32>> {
+        let len = into.get().len();
+        if len == 0 {
+            return Ok(into);
+        }
+        let ranks = came.get().len() / len;
+        let x = Tensor::new(Data::F32(came), ranks, len)?;
+        let mut sum = Tensor::new(Data::F32(into), 1, len)?;
+        SumShards { x: &x, stack: 1, shards: ranks, into: &mut sum }.run(b)?;
+        sum.f32("reduce_scatter_tree", "the sum").cloned()
+    }
+}
+
+impl Comm<Cuda> for NcclComm {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn world(&self) -> usize {
+        self.members.len()
+    }
+
+    fn counts(&self, b: &Cuda, send: &Buf<i32>) -> Result<Buf<i32>> {
+        self.gathered(b, "counts", send)
+    }
+
+    fn all_to_all_v(
+        &self,
+        b: &Cuda,
+        send: &Buf<u8>,
+        row_bytes: usize,
+        send_rows: &[usize],
+        recv_rows: &[usize],
+        into: &mut Buf<u8>,
+    ) -> Result<()> {
+        const CALL: &str = "all_to_all_v";
+        self.collective(b, CALL, || {
+            for (rows, room, what) in
+                [(send_rows, send.get().len(), "sent"), (recv_rows, into.get().len(), "received")]
+            {
+                let all = rows.iter().try_fold(0usize, |all, rows| all.checked_add(*rows));
+                let bytes = all.and_then(|all| all.checked_mul(row_bytes)).filter(|bytes| *bytes <= room);
+                if rows.len() != self.members.len() || bytes.is_none() {
+                    let why = format!(
+                        "{rows:?} rows of {row_bytes} bytes are {what}, and the buffer has {room} bytes"
+                    );
+                    return Err(self.error(CALL, why));
+                }
+            }
+            if send_rows[self.rank] != recv_rows[self.rank] {
+                let (to, from) = (send_rows[self.rank], recv_rows[self.rank]);
+                return Err(
+                    self.error(CALL, format!("{to} rows to this rank itself, and {from} from itself"))
+                );
+            }
+            let received = self.in_order(into.make_mut()?, |rank| recv_rows[rank] * row_bytes);
+            let sent = self.in_order(send.get(), |rank| send_rows[rank] * row_bytes);
+            // SAFETY: all rows are within their buffers, checked above, and what is written has no other handle; both live until the messages are
+            // joined, here.
+            unsafe { self.queue.send(CALL, &sent, &received) }?.join()
+        })
+    }
+
+    fn begin_reduce_scatter_tree(&self, b: &Cuda, sums: Vec<TreeSum<Cuda>>) -> Result<Transfer<Cuda>> {
+        const CALL: &str = "reduce_scatter_tree";
+        const EACH: usize = size_of::<f32>();
+        let ranks = self.members.len();
+        let (sent, came) = self.collective(b, CALL, || {
+            let (mut sent, mut received) = (Vec::new(), Vec::new());
+            let mut came: Vec<Buf<f32>> = Vec::with_capacity(sums.len());
+            for TreeSum { values, parts, into } in &sums {
+                let (len, room) = (values.get().len(), into.get().len());
+                let fits = parts.len() == ranks
+                    && parts.iter().all(|part| part.start <= part.end && part.end <= len);
+                if !fits || parts[self.rank].len() != room {
+                    let why = format!("{parts:?} of {len} values, {room} of them for this rank of {ranks}");
+                    return Err(self.error(CALL, why));
+                }
+                let of_ranks: Buf<f32> = b.alloc(room * ranks)?;
+                for (rank, (peer, part)) in self.members.iter().zip(parts).enumerate() {
+                    let message = |at: u64, first: usize, len: usize| {
+                        let address = at + (first * EACH) as u64;
+                        Message { peer: *peer, address, bytes: len * EACH }
+                    };
+                    sent.push(message(values.get().address(), part.start, part.len()));
+                    received.push(message(of_ranks.get().address(), rank * room, room));
+                }
+                came.push(of_ranks);
+            }
+            // SAFETY: all parts are within their buffers, checked above; those received are new. The transfer owns them all, and joins the messages
+            // before it gives any back.
+            Ok((unsafe { self.queue.send(CALL, &sent, &received) }?, came))
+        })?;
+        let sums = SumsUnderWay { sent, came, sums };
+        Ok(Transfer::new(move |b: &Cuda| sums.finish(b)))
+    }
+
+    fn all_gather_parts(
+        &self,
+        b: &Cuda,
+        mine: &Buf<u8>,
+        parts: &[Vec<Range<usize>>],
+        into: &mut Buf<u8>,
+    ) -> Result<()> {
+        const CALL: &str = "all_gather_parts";
+        self.collective(b, CALL, || {
+            let (held, room) = (mine.get().len(), into.get().len());
+            let fits = parts.len() == self.members.len()
+                && parts.iter().flatten().all(|range| range.start <= range.end && range.end <= room)
+                && parts[self.rank].iter().map(ExactSizeIterator::len).sum::<usize>() == held;
+            if !fits {
+                let why = format!("{parts:?} of {room} bytes, {held} of them this rank's");
+                return Err(self.error(CALL, why));
+            }
+            let to = into.make_mut()?.address();
+            let mut from = mine.get().address();
+            let mut sent = Vec::new();
+            for range in &parts[self.rank] {
+                sent.extend(self.to_all(from, range.len()));
+                from += range.len() as u64;
+            }
+            let message = |peer: usize, range: &Range<usize>| Message {
+                peer,
+                address: to + range.start as u64,
+                bytes: range.len(),
+            };
+            let received = self.members.iter().zip(parts);
+            let received: Vec<_> =
+                received.flat_map(|(peer, part)| part.iter().map(|range| message(*peer, range))).collect();
+            // SAFETY: all ranges are within their buffers, checked above, and what is written has no other handle; both live until the messages are
+            // joined, here. Ranges of two ranks do not overlap, as a place has one owner.
+            unsafe { self.queue.send(CALL, &sent, &received) }?.join()
+        })
+    }
+
+    fn all_gather(&self, b: &Cuda, values: &Buf<f32>) -> Result<Buf<f32>> {
+        self.gathered(b, "all_gather", values)
+    }
+
+    fn all_gather_f64(&self, b: &Cuda, values: &Buf<f64>) -> Result<Buf<f64>> {
+        self.gathered(b, "all_gather_f64", values)
+    }
+
+    /// Of the hosts: the device may be behind.
+    fn barrier(&self) -> Result<()> {
+        self.peers.gather(&[]).map(drop)
+    }
+
+    fn abort(&self, why: &str) {
+        self.peers.abort(why);
+    }
+
+    fn check(&self) -> Result<()> {
+        self.peers.check()
+    }
+
+    /// With the time that messages took themselves, which the device does not tell apart.
+    fn waited(&self) -> Duration {
+        self.peers.waited() + self.queue.busy()
+    }
+
+    fn host_ranks(&self) -> usize {
+        self.peers.host_ranks()
+    }
+}

@@ -1,0 +1,332 @@
+//! NVIDIA's library of collectives, as far as it is called: NCCL, loaded when somebody asks.
+//!
+//! Its functions are looked up here and not by `cudarc`, which knows no other name than `libnccl.so`: that one is of the packages for
+//! development, and those that people have bring `libnccl.so.2`.
+
+use libloading::Library;
+use nibble_core::{Error, Result};
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::fmt;
+use std::sync::OnceLock;
+
+/// A communicator, as the library hands it out.
+#[repr(C)]
+pub(super) struct Opaque {
+    _private: [u8; 0],
+}
+
+/// `ncclComm_t`.
+pub(super) type Handle = *mut Opaque;
+/// `cudaStream_t`, which is a `CUstream`.
+type Stream = *mut c_void;
+
+/// `ncclUniqueId`: what the ranks of a communicator find each other by.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(super) struct UniqueId(pub [u8; UniqueId::BYTES]);
+
+impl UniqueId {
+    pub const BYTES: usize = 128;
+}
+
+/// `ncclConfig_t` of 2.18, which later versions take too: they read no more than `size` says.
+#[repr(C)]
+struct Config {
+    size: usize,
+    magic: u32,
+    version: u32,
+    blocking: c_int,
+    cga_cluster_size: c_int,
+    min_ctas: c_int,
+    max_ctas: c_int,
+    net_name: *const c_char,
+    split_share: c_int,
+    /// Where later versions have a setting of their own.
+    later: c_int,
+}
+
+/// What the library takes for a setting that is not made.
+const UNSET: c_int = c_int::MIN;
+const MAGIC: u32 = 0xcafe_beef;
+/// `ncclUint8`.
+const BYTES_TYPE: c_int = 1;
+
+/// The oldest version that is taken: what is called here is as old, and was not tried with older ones.
+const OLDEST: Version = Version { major: 2, minor: 18, patch: 0 };
+
+/// The library's version.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Version {
+    /// 2.
+    pub major: u32,
+    /// 28, say.
+    pub minor: u32,
+    /// The last part.
+    pub patch: u32,
+}
+
+impl Version {
+    /// By the number that the library gives: 22809 for 2.28.9.
+    fn of_code(code: u32) -> Self {
+        Self { major: code / 10_000, minor: code / 100 % 100, patch: code % 100 }
+    }
+
+    /// That number.
+    pub fn code(self) -> u32 {
+        10_000 * self.major + 100 * self.minor + self.patch
+    }
+}
+
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}.{}", self.major, self.minor, self.patch)
+    }
+}
+
+/// What a call answers besides an error.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Answer {
+    Done,
+    /// The library goes on by itself, and [`Nccl::state`] tells when it is done.
+    InProgress,
+}
+
+/// The library's calls. It stays loaded for the life of the process.
+pub(super) struct Nccl {
+    /// Its version.
+    pub version: Version,
+    error_text: unsafe extern "C" fn(c_int) -> *const c_char,
+    last_error: unsafe extern "C" fn(Handle) -> *const c_char,
+    unique_id: unsafe extern "C" fn(*mut UniqueId) -> c_int,
+    init: unsafe extern "C" fn(*mut Handle, c_int, UniqueId, c_int, *mut Config) -> c_int,
+    async_error: unsafe extern "C" fn(Handle, *mut c_int) -> c_int,
+    finalize: unsafe extern "C" fn(Handle) -> c_int,
+    destroy: unsafe extern "C" fn(Handle) -> c_int,
+    abort: unsafe extern "C" fn(Handle) -> c_int,
+    group_start: unsafe extern "C" fn() -> c_int,
+    group_end: unsafe extern "C" fn() -> c_int,
+    send: unsafe extern "C" fn(*const c_void, usize, c_int, c_int, Handle, Stream) -> c_int,
+    receive: unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, Handle, Stream) -> c_int,
+}
+
+impl fmt::Debug for Nccl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "NCCL {}", self.version)
+    }
+}
+
+/// One message of a group: bytes of a device's memory, and the rank that they go to or come from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Message {
+    pub peer: usize,
+    pub address: u64,
+    pub bytes: usize,
+}
+
+impl Nccl {
+    /// The library, or why there is none to use.
+    pub fn found() -> std::result::Result<&'static Self, String> {
+        static NCCL: OnceLock<std::result::Result<Nccl, String>> = OnceLock::new();
+        NCCL.get_or_init(Self::load).as_ref().map_err(Clone::clone)
+    }
+
+    fn load() -> std::result::Result<Self, String> {
+        let named = crate::env::nccl();
+        let mut tried = String::new();
+        let mut open = |place: &std::ffi::OsStr| {
+            // SAFETY: loading NCCL runs its initialisers, which are made for that.
+            unsafe { Library::new(place) }.inspect_err(|why| tried = why.to_string()).ok()
+        };
+        let library = match &named {
+            Some(path) => open(path.as_os_str()),
+            None => ["libnccl.so.2", "libnccl.so"].iter().find_map(|name| open(name.as_ref())),
+        };
+        let library = library.ok_or_else(|| match &named {
+            Some(path) => format!("NIBBLE_NCCL: {} cannot be loaded: {tried}", path.display()),
+            None => "libnccl.so.2 cannot be loaded; install NCCL (its Python wheel will do), or point NIBBLE_NCCL at it"
+                .into(),
+        })?;
+        Self::of(Box::leak(Box::new(library)))
+    }
+
+    fn of(library: &'static Library) -> std::result::Result<Self, String> {
+        fn call<F: Copy>(library: &'static Library, name: &str) -> std::result::Result<F, String> {
+            // SAFETY: `F` is the function's type, as in nccl.h.
+            let found = unsafe { library.get::<F>(name.as_bytes()) };
+            let symbol = found.map_err(|_| {
+                format!(
+                    "the library lacks {name}: it is too old, or not NCCL; NCCL {OLDEST} or newer is needed"
+                )
+            })?;
+            Ok(*symbol)
+        }
+        let version: unsafe extern "C" fn(*mut c_int) -> c_int = call(library, "ncclGetVersion")?;
+        let mut code = 0;
+        // SAFETY: writes one int.
+        unsafe { version(&mut code) };
+        let version = Version::of_code(code.max(0) as u32);
+        if version < OLDEST {
+            return Err(format!("NCCL {version} is too old: {OLDEST} or newer is needed"));
+        }
+        Ok(Self {
+            version,
+            error_text: call(library, "ncclGetErrorString")?,
+            last_error: call(library, "ncclGetLastError")?,
+            unique_id: call(library, "ncclGetUniqueId")?,
+            init: call(library, "ncclCommInitRankConfig")?,
+            async_error: call(library, "ncclCommGetAsyncError")?,
+            finalize: call(library, "ncclCommFinalize")?,
+            destroy: call(library, "ncclCommDestroy")?,
+            abort: call(library, "ncclCommAbort")?,
+            group_start: call(library, "ncclGroupStart")?,
+            group_end: call(library, "ncclGroupEnd")?,
+            send: call(library, "ncclSend")?,
+            receive: call(library, "ncclRecv")?,
+        })
+    }
+
+    /// What a code says.
+    fn answer(&self, call: &str, handle: Handle, code: c_int) -> Result<Answer> {
+        const IN_PROGRESS: c_int = 7;
+        match code {
+            0 => Ok(Answer::Done),
+            IN_PROGRESS => Ok(Answer::InProgress),
+            _ => {
+                // SAFETY: takes any code; gives a string that lives for ever.
+                let mut why = text(unsafe { (self.error_text)(code) });
+                // SAFETY: a handle that is alive, or null, which stands for none; the string lives until the next call of this thread.
+                let more = text(unsafe { (self.last_error)(handle) });
+                if !more.is_empty() {
+                    why += &format!(": {more}");
+                }
+                Err(Error::Device { call: call.into(), why })
+            }
+        }
+    }
+
+    pub fn unique_id(&self) -> Result<UniqueId> {
+        let mut id = UniqueId([0; UniqueId::BYTES]);
+        // SAFETY: writes the id.
+        let code = unsafe { (self.unique_id)(&mut id) };
+        self.answer("ncclGetUniqueId", std::ptr::null_mut(), code).map(|_| id)
+    }
+
+    /// Begins a communicator of the device whose context is current; [`Nccl::state`] tells when all ranks are there.
+    pub fn begin(&self, id: UniqueId, rank: usize, world: usize) -> Result<Handle> {
+        let mut config = Config {
+            size: size_of::<Config>(),
+            magic: MAGIC,
+            version: OLDEST.code(),
+            blocking: 0,
+            cga_cluster_size: UNSET,
+            min_ctas: UNSET,
+            max_ctas: UNSET,
+            net_name: std::ptr::null(),
+            split_share: UNSET,
+            later: UNSET,
+        };
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: writes the handle; the configuration is read during the call.
+        let code = unsafe { (self.init)(&mut handle, world as c_int, id, rank as c_int, &mut config) };
+        self.answer("ncclCommInitRankConfig", handle, code).map(|_| handle)
+    }
+
+    /// What a communicator does by itself, or its error.
+    ///
+    /// # Safety
+    /// The handle is alive.
+    pub unsafe fn state(&self, call: &str, handle: Handle) -> Result<Answer> {
+        let mut state = 0;
+        // SAFETY: as the caller says; writes one code.
+        let code = unsafe { (self.async_error)(handle, &mut state) };
+        self.answer("ncclCommGetAsyncError", handle, code)?;
+        self.answer(call, handle, state)
+    }
+
+    /// Issues messages on a stream, all of them at once.
+    ///
+    /// # Safety
+    /// The handle is alive and its device's context current; all memory is of that device, and alive and used by nobody else until the stream
+    /// has passed this.
+    pub unsafe fn exchange(
+        &self,
+        handle: Handle,
+        stream: Stream,
+        (sent, received): (&[Message], &[Message]),
+    ) -> Result<Answer> {
+        // SAFETY: as the caller says. A group that was begun is ended, whatever becomes of its calls.
+        unsafe {
+            self.answer("ncclGroupStart", handle, (self.group_start)())?;
+            let mut first = Ok(Answer::Done);
+            for Message { peer, address, bytes } in sent {
+                let code = (self.send)(*address as _, *bytes, BYTES_TYPE, *peer as c_int, handle, stream);
+                first = first.and(self.answer("ncclSend", handle, code));
+            }
+            for Message { peer, address, bytes } in received {
+                let code = (self.receive)(*address as _, *bytes, BYTES_TYPE, *peer as c_int, handle, stream);
+                first = first.and(self.answer("ncclRecv", handle, code));
+            }
+            let ended = self.answer("ncclGroupEnd", handle, (self.group_end)());
+            first.and(ended)
+        }
+    }
+
+    /// Begins to end a communicator in peace: with the other ranks.
+    ///
+    /// # Safety
+    /// The handle is alive.
+    pub unsafe fn finalize(&self, handle: Handle) -> Result<Answer> {
+        // SAFETY: as the caller says.
+        self.answer("ncclCommFinalize", handle, unsafe { (self.finalize)(handle) })
+    }
+
+    /// Frees what is finalized.
+    ///
+    /// # Safety
+    /// The handle is alive, and not used after this.
+    pub unsafe fn destroy(&self, handle: Handle) {
+        // SAFETY: as the caller says. An error has nobody to go to.
+        unsafe { (self.destroy)(handle) };
+    }
+
+    /// Ends a communicator at once, with all that it has under way: the device goes on.
+    ///
+    /// # Safety
+    /// The handle is alive, and not used after this.
+    pub unsafe fn abort(&self, handle: Handle) {
+        // SAFETY: as the caller says. An error has nobody to go to.
+        unsafe { (self.abort)(handle) };
+    }
+}
+
+fn text(text: *const c_char) -> String {
+    if text.is_null() {
+        return String::new();
+    }
+    // SAFETY: the library's texts end with a zero.
+    unsafe { CStr::from_ptr(text) }.to_string_lossy().trim().to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_are_read_from_the_librarys_number() {
+        let of = |major, minor, patch| Version { major, minor, patch };
+        for (code, version, text) in [(22809, of(2, 28, 9), "2.28.9"), (21800, of(2, 18, 0), "2.18.0")] {
+            assert_eq!(Version::of_code(code), version);
+            assert_eq!((version.code(), version.to_string().as_str()), (code, text));
+        }
+        assert!(Version::of_code(21706) < OLDEST && Version::of_code(21801) > OLDEST);
+    }
+
+    /// The library reads it by its size: no field may move.
+    #[test]
+    fn the_configuration_lies_as_the_library_has_it() {
+        assert_eq!(size_of::<Config>(), 48);
+        assert_eq!(std::mem::offset_of!(Config, blocking), 16);
+        assert_eq!(std::mem::offset_of!(Config, net_name), 32);
+        assert_eq!(size_of::<UniqueId>(), 128);
+    }
+}

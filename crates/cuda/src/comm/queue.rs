@@ -1,0 +1,373 @@
+//! The queue on which a rank's messages travel: a stream of its own, NCCL's communicator of all ranks, and who watches over it.
+
+use crate::Device;
+use crate::comm::nccl::{Answer, Handle, Message, Nccl, UniqueId};
+use crate::device::event::Event;
+use crate::driver::named;
+use cudarc::driver::{result, sys};
+use nibble_core::{Error, Peers, Result};
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// How often somebody looks whether another rank has failed.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
+/// How often a thread asks that waits for the library's own work.
+const ASK_EVERY: Duration = Duration::from_micros(20);
+
+/// A rank's queue of messages. All of a rank's communicators use the same one: then what is under way at once is under way everywhere in the same order.
+pub(super) struct Queue {
+    inner: Arc<Inner>,
+    watcher: Option<JoinHandle<()>>,
+}
+
+struct Inner {
+    nccl: &'static Nccl,
+    device: Device,
+    stream: sys::CUstream,
+    /// The communicator; none once it was ended.
+    handle: Mutex<Option<SendHandle>>,
+    peers: Arc<dyn Peers>,
+    under_way: Mutex<VecDeque<UnderWay>>,
+    /// Nanoseconds that messages have taken, waiting for others included.
+    busy: AtomicU64,
+    deadline: Duration,
+    is_over: Mutex<bool>,
+    over: Condvar,
+}
+
+// SAFETY: the stream is a driver's handle, used with the context current.
+unsafe impl Send for Inner {}
+// SAFETY: as above; what is mutable is behind a mutex or atomic.
+unsafe impl Sync for Inner {}
+
+struct SendHandle(Handle);
+
+// SAFETY: the library's communicators may be used from any thread, by one at a time: it is behind a mutex.
+unsafe impl Send for SendHandle {}
+
+/// Messages that the device has yet to pass.
+struct UnderWay {
+    call: &'static str,
+    began: Event,
+    ended: Arc<Event>,
+    issued: Instant,
+}
+
+/// Messages on the queue. The device's own work goes on beside them until they are [joined](Sent::join).
+#[must_use = "what is written by others is there once it is joined"]
+pub(super) struct Sent {
+    inner: Arc<Inner>,
+    ended: Option<Arc<Event>>,
+}
+
+impl fmt::Debug for Queue {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Queue({:?}, {:?})", self.inner.device, self.inner.nccl)
+    }
+}
+
+impl Queue {
+    /// Meets the other ranks. Messages that take longer than `deadline` fail the run.
+    pub fn new(device: &Device, peers: Arc<dyn Peers>, deadline: Duration) -> Result<Self> {
+        let nccl = Nccl::found().map_err(|why| Error::Device { call: "loading NCCL".into(), why })?;
+        let id = meet(device, &*peers, nccl)?;
+        device.stream()?;
+        let stream = result::stream::create(result::stream::StreamKind::NonBlocking);
+        let stream = named("cuStreamCreate", stream)?;
+        let handle = nccl.begin(id, peers.rank(), peers.world());
+        let inner = Arc::new(Inner {
+            nccl,
+            device: device.clone(),
+            stream,
+            handle: Mutex::new(handle.as_ref().ok().map(|handle| SendHandle(*handle))),
+            peers,
+            under_way: Mutex::default(),
+            busy: AtomicU64::new(0),
+            deadline,
+            is_over: Mutex::new(false),
+            over: Condvar::new(),
+        });
+        // From here on dropping it gives everything back.
+        let mut queue = Self { inner: inner.clone(), watcher: None };
+        handle?;
+        let watch = {
+            let inner = inner.clone();
+            move || inner.watch()
+        };
+        let started = std::thread::Builder::new().name("nccl".into()).spawn(watch);
+        queue.watcher = Some(started.map_err(Error::not_started)?);
+        inner.settle("ncclCommInitRankConfig")?;
+        Ok(queue)
+    }
+
+    /// The device that messages are of.
+    pub fn device(&self) -> &Device {
+        &self.inner.device
+    }
+
+    /// How long messages have taken so far, with what this rank waited for others in them.
+    pub fn busy(&self) -> Duration {
+        Duration::from_nanos(self.inner.busy.load(Ordering::Relaxed))
+    }
+
+    /// Issues messages after everything issued on the device so far. Those of a rank to itself are copies, in order.
+    ///
+    /// # Safety
+    /// All memory is of this device. What is sent is written by nobody, and what is received used by nobody, until the messages are joined, and
+    /// the memory is not given back before that. Nothing overlaps what is received.
+    pub unsafe fn send(&self, call: &'static str, sent: &[Message], received: &[Message]) -> Result<Sent> {
+        let inner = &self.inner;
+        let me = inner.peers.rank();
+        let stream = inner.device.stream()?;
+        let here = Event::new(&inner.device)?;
+        here.set(stream)?;
+        here.before(inner.stream)?;
+        let began = Event::new(&inner.device)?;
+        began.set(inner.stream)?;
+        let own = |messages: &[Message]| -> Vec<Message> {
+            messages.iter().filter(|message| message.peer == me && message.bytes > 0).copied().collect()
+        };
+        for (from, to) in own(sent).into_iter().zip(own(received)) {
+            // SAFETY: as the caller says.
+            let copied =
+                unsafe { result::memcpy_dtod_async(to.address, from.address, from.bytes, inner.stream) };
+            named("cuMemcpyDtoDAsync", copied)?;
+        }
+        let others = |messages: &[Message]| -> Vec<Message> {
+            messages.iter().filter(|message| message.peer != me && message.bytes > 0).copied().collect()
+        };
+        let (sent, received) = (others(sent), others(received));
+        let has_messages = !sent.is_empty() || !received.is_empty();
+        if has_messages {
+            inner.device.not_recording(call)?;
+            // SAFETY: as the caller says.
+            unsafe { inner.exchange(call, &sent, &received) }?;
+        }
+        let ended = Arc::new(Event::new(&inner.device)?);
+        ended.set(inner.stream)?;
+        if has_messages {
+            let issued = Instant::now();
+            lock(&inner.under_way).push_back(UnderWay { call, began, ended: ended.clone(), issued });
+        }
+        Ok(Sent { inner: inner.clone(), ended: Some(ended) })
+    }
+}
+
+impl Sent {
+    /// What is issued on the device from here on comes after the messages.
+    pub fn join(mut self) -> Result<()> {
+        self.joined()
+    }
+
+    fn joined(&mut self) -> Result<()> {
+        match self.ended.take() {
+            Some(ended) => ended.before(self.inner.device.stream()?),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Drop for Sent {
+    fn drop(&mut self) {
+        // Memory given back behind this is used again after the messages. An error here means that the device is lost.
+        let _ = self.joined();
+    }
+}
+
+impl Drop for Queue {
+    fn drop(&mut self) {
+        let inner = &self.inner;
+        if std::thread::panicking() {
+            inner.peers.abort("its thread panicked");
+        }
+        if inner.device.stream().is_ok() {
+            inner.end();
+        }
+        *lock(&inner.is_over) = true;
+        inner.over.notify_all();
+        if let Some(watcher) = self.watcher.take() {
+            // It has no panic of its own to tell.
+            let _ = watcher.join();
+        }
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if self.device.stream().is_ok() {
+            // SAFETY: created with the queue and destroyed once; what is on it goes on.
+            let _ = unsafe { result::stream::destroy(self.stream) };
+        }
+    }
+}
+
+impl Inner {
+    fn rank(&self) -> usize {
+        self.peers.rank()
+    }
+
+    /// Fails the run: every rank learns it.
+    fn fail(&self, call: &'static str, why: &str) -> Error {
+        self.peers.abort(&format!("{call}: {why}"));
+        self.abort();
+        Error::Comm { call, rank: self.rank(), why: why.to_owned() }
+    }
+
+    /// Ends the communicator at once, if it is there.
+    fn abort(&self) {
+        if let Some(SendHandle(handle)) = lock(&self.handle).take() {
+            // SAFETY: taken out of its place: nobody uses it after this.
+            unsafe { self.nccl.abort(handle) };
+        }
+    }
+
+    /// Does something with the communicator, unless it was ended: then somebody has failed.
+    fn with_handle<T>(&self, call: &'static str, work: impl FnOnce(Handle) -> Result<T>) -> Result<T> {
+        match &*lock(&self.handle) {
+            Some(SendHandle(handle)) => work(*handle),
+            None => {
+                self.peers.check()?;
+                Err(Error::Comm { call, rank: self.rank(), why: "the communicator has ended".into() })
+            }
+        }
+    }
+
+    /// # Safety
+    /// As [`Queue::send`] has it.
+    unsafe fn exchange(&self, call: &'static str, sent: &[Message], received: &[Message]) -> Result<()> {
+        let issued = self.with_handle(call, |handle| {
+            // SAFETY: the handle is alive while its place is locked; the context is current; the rest as the caller says.
+            unsafe { self.nccl.exchange(handle, self.stream.cast(), (sent, received)) }
+        });
+        match issued {
+            Ok(Answer::Done) => Ok(()),
+            Ok(Answer::InProgress) => self.settle(call),
+            Err(error @ Error::Comm { .. }) => Err(error),
+            Err(error) => Err(self.fail(call, &error.to_string())),
+        }
+    }
+
+    /// Waits until the library has done what it does by itself: what it is to issue on the stream is there then.
+    fn settle(&self, call: &'static str) -> Result<()> {
+        loop {
+            // SAFETY: the handle is alive while its place is locked.
+            let state = self.with_handle(call, |handle| unsafe { Ok(self.nccl.state(call, handle)) })?;
+            match state {
+                Ok(Answer::Done) => return Ok(()),
+                // Where a rank fails meanwhile, the watcher ends the communicator.
+                Ok(Answer::InProgress) => std::thread::sleep(ASK_EVERY),
+                Err(error) => return Err(self.fail(call, &error.to_string())),
+            }
+        }
+    }
+
+    /// Ends the communicator in peace where all ranks are well, and else at once.
+    fn end(&self) {
+        // SAFETY: the stream is there until the queue is dropped.
+        let is_well = self.peers.check().is_ok()
+            && unsafe { result::stream::synchronize(self.stream) }.is_ok()
+            // SAFETY: the handle is alive while its place is locked.
+            && self.with_handle("ncclCommFinalize", |handle| unsafe { self.nccl.finalize(handle) }).is_ok()
+            && self.settle("ncclCommFinalize").is_ok();
+        if !is_well {
+            return self.abort();
+        }
+        if let Some(SendHandle(handle)) = lock(&self.handle).take() {
+            // SAFETY: taken out of its place: nobody uses it after this.
+            unsafe { self.nccl.destroy(handle) };
+        }
+    }
+
+    /// Until the queue is dropped: ends the communicator where a rank fails, or where messages take too long. A thread that waits for the device waits
+    /// for messages of ranks that may be no more, and cannot see to it.
+    fn watch(&self) {
+        let mut is_over = lock(&self.is_over);
+        while !*is_over {
+            drop(is_over);
+            self.look();
+            is_over = lock(&self.is_over);
+            if !*is_over {
+                is_over =
+                    self.over.wait_timeout(is_over, LOOK_EVERY).unwrap_or_else(PoisonError::into_inner).0;
+            }
+        }
+    }
+
+    fn look(&self) {
+        if self.peers.check().is_err() {
+            return self.abort();
+        }
+        // An error here means that the device is lost, which whoever waits for it learns.
+        if self.device.stream().is_err() {
+            return;
+        }
+        // SAFETY: the handle is alive while its place is locked.
+        let state = self.with_handle("nccl", |handle| unsafe { Ok(self.nccl.state("nccl", handle)) });
+        if let Ok(Err(error)) = state {
+            drop(self.fail("nccl", &error.to_string()));
+            return;
+        }
+        let mut under_way = lock(&self.under_way);
+        while let Some(first) = under_way.front()
+            && first.ended.is_passed()
+        {
+            let took_ms = first.ended.elapsed_ms(&first.began).unwrap_or_default();
+            self.busy.fetch_add((f64::from(took_ms.max(0.0)) * 1e6) as u64, Ordering::Relaxed);
+            under_way.pop_front();
+        }
+        let late = under_way.front().filter(|first| first.issued.elapsed() > self.deadline);
+        let late = late.map(|first| first.call);
+        drop(under_way);
+        if let Some(call) = late {
+            let seconds = self.deadline.as_secs();
+            drop(
+                self.fail(
+                    call,
+                    &format!("messages have not arrived within {seconds} s: a rank does not go on"),
+                ),
+            );
+        }
+    }
+}
+
+/// Tells the other ranks which device this one has, and hears by what they find each other.
+fn meet(device: &Device, peers: &dyn Peers, nccl: &Nccl) -> Result<UniqueId> {
+    let call = "nccl";
+    let own = |why: String| Error::Comm { call, rank: peers.rank(), why };
+    let id = if peers.rank() == 0 { nccl.unique_id()?.0.to_vec() } else { Vec::new() };
+    let told = peers.gather(
+        &[id.as_slice(), nccl.version.to_string().as_bytes(), b"\n", device.info().uuid.as_bytes()].concat(),
+    )?;
+    let told: Vec<(Vec<u8>, String)> = told
+        .into_iter()
+        .enumerate()
+        .map(|(rank, bytes)| {
+            let id = if rank == 0 { UniqueId::BYTES.min(bytes.len()) } else { 0 };
+            (bytes[..id].to_vec(), String::from_utf8_lossy(&bytes[id..]).into_owned())
+        })
+        .collect();
+    let word = |rank: usize| told[rank].1.split_once('\n').unwrap_or_default();
+    for rank in 1..told.len() {
+        let ((first, _), (version, uuid)) = (word(0), word(rank));
+        if version != first {
+            return Err(own(format!(
+                "rank 0 has NCCL {first}, and rank {rank} NCCL {version}: install the same on all hosts"
+            )));
+        }
+        if let Some(other) = (0..rank).find(|other| word(*other).1 == uuid) {
+            return Err(own(format!(
+                "ranks {other} and {rank} compute on one GPU, {uuid}: each needs its own; start fewer ranks, or let each see another GPU"
+            )));
+        }
+    }
+    let id = told.first().and_then(|(id, _)| <[u8; UniqueId::BYTES]>::try_from(id.as_slice()).ok());
+    id.map(UniqueId).ok_or_else(|| own("rank 0 has sent no id of a communicator".into()))
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

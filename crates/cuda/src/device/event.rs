@@ -1,0 +1,67 @@
+//! Points in a stream: to wait for from another one, and to tell the time between.
+
+use crate::device::Device;
+use crate::driver::named;
+use cudarc::driver::{result, sys};
+use nibble_core::Result;
+
+/// A marked point in a stream.
+pub struct Event {
+    event: sys::CUevent,
+    device: Device,
+}
+
+// SAFETY: a driver's handle, used with the context current.
+unsafe impl Send for Event {}
+// SAFETY: as above; the driver allows calls from several threads.
+unsafe impl Sync for Event {}
+
+impl Event {
+    /// One that marks nothing yet.
+    pub(crate) fn new(device: &Device) -> Result<Self> {
+        device.stream()?;
+        let event = named("cuEventCreate", result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT))?;
+        Ok(Self { event, device: device.clone() })
+    }
+
+    /// Marks everything issued on a stream of the device so far.
+    pub(crate) fn set(&self, stream: sys::CUstream) -> Result<()> {
+        // SAFETY: event and stream are alive and of one context.
+        named("cuEventRecord", unsafe { result::event::record(self.event, stream) })
+    }
+
+    /// What is issued on a stream from here on comes after it.
+    pub(crate) fn before(&self, stream: sys::CUstream) -> Result<()> {
+        let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+        // SAFETY: event and stream are alive and of one context.
+        named("cuStreamWaitEvent", unsafe { result::stream::wait_event(stream, self.event, flags) })
+    }
+
+    /// Whether the device has passed it.
+    pub(crate) fn is_passed(&self) -> bool {
+        // SAFETY: the event is alive.
+        self.device.stream().is_ok() && unsafe { result::event::query(self.event) }.is_ok()
+    }
+
+    /// Milliseconds from `earlier` to this point, waiting until the device has passed it.
+    ///
+    /// # Errors
+    /// [`nibble_core::Error::Device`], also for one that marks nothing.
+    pub fn elapsed_ms(&self, earlier: &Self) -> Result<f32> {
+        self.device.stream()?;
+        // SAFETY: both events are alive; one that was never recorded is an error of the driver.
+        unsafe {
+            named("cuEventSynchronize", result::event::synchronize(self.event))?;
+            named("cuEventElapsedTime", result::event::elapsed(earlier.event, self.event))
+        }
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        if self.device.stream().is_ok() {
+            // SAFETY: created once, destroyed once; the driver allows it before the event has passed.
+            let _ = unsafe { result::event::destroy(self.event) };
+        }
+    }
+}
