@@ -8,6 +8,7 @@ use nibble_command::device::{self, Device, DeviceArg, On, OpTime, Work};
 use nibble_command::error::{Error, Result};
 use nibble_command::say;
 use nibble_core::{DType, MemoryStats, Recipe, Traffic};
+use nibble_cuda::Launched;
 use nibble_train::config::Config;
 use nibble_train::plan;
 use nibble_train::rank::RunMemory;
@@ -201,17 +202,11 @@ fn one<B: Device>(
     tell_traffic(on, traffic, each);
     let memory = memory(on, &mut trainer)?;
     let traced_at = trainer.step();
-    let timeline = match b.traced(&launched, || Ok(trainer.train_step())) {
-        Ok(Some((done, spans))) => done.map(|_| Some(Timeline::of(&spans)))?,
-        Ok(None) => None,
-        Err(why) => {
-            tell!(on, "    no timeline: {why}");
-            None
-        }
-    };
-    let (ops, profiled) = match timeline {
-        None => profile(on, &mut trainer)?,
-        Some(_) => (Vec::new(), 0.0),
+    let timeline = traced(on, &mut trainer, &launched)?;
+    // All ranks do the same steps.
+    let (ops, profiled) = match on.on_all_ranks(f64::from(u8::from(timeline.is_some())))?[0] == 0.0 {
+        true => profile(on, &mut trainer)?,
+        false => (Vec::new(), 0.0),
     };
     for note in trainer.take_notes() {
         tell!(on, "    {note}");
@@ -227,6 +222,34 @@ fn one<B: Device>(
         "profiled_seconds": profiled, "timeline": timeline,
         "watts": draw.map(|draw| draw.watts), "sm_mhz": draw.map(|draw| draw.sm_mhz),
     }))
+}
+
+/// A step, as the first rank's device did it; none where nothing can say.
+fn traced<B: Device>(
+    on: &On<'_, B>,
+    trainer: &mut Trainer<'_, B>,
+    launched: &[Launched],
+) -> Result<Option<Timeline>> {
+    // What traces stops every device of the process while it begins: none may wait for another one's messages then.
+    on.on_all_ranks(0.0)?;
+    on.mesh.all.barrier()?;
+    if !on.is_first() {
+        on.mesh.all.barrier()?;
+        trainer.train_step()?;
+        return Ok(None);
+    }
+    let step = || {
+        on.mesh.all.barrier()?;
+        Ok(trainer.train_step())
+    };
+    match on.b.traced(launched, step) {
+        Ok(Some((done, spans))) => Ok(done.map(|_| Some(Timeline::of(&spans)))?),
+        Ok(None) => Ok(None),
+        Err(why) => {
+            tell!(on, "    no timeline: {why}");
+            Ok(None)
+        }
+    }
 }
 
 /// What each operation of this step takes at least; none where the device's peaks are not known.

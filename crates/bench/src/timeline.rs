@@ -3,9 +3,10 @@
 use super::floors::Floors;
 use nibble_command::device::Peaks;
 use nibble_command::say;
-use nibble_cuda::measure::timeline::Span;
+use nibble_cuda::measure::timeline::{EXCHANGE, Span};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 /// A step's spans, added up.
 pub struct Timeline {
@@ -13,27 +14,42 @@ pub struct Timeline {
     total_ns: u64,
     /// Nanoseconds of it in which nothing ran.
     idle_ns: u64,
+    /// Messages between ranks: their nanoseconds, those beside which nothing else ran, and how many kernels they were.
+    exchange: (u64, u64, usize),
     /// Operation, kernel, nanoseconds, number; the longest first.
     kernels: Vec<(&'static str, &'static str, u64, usize)>,
 }
 
 impl Timeline {
-    /// Adds up spans that are in order of time. Where two overlap, the later one counts from the end of the earlier.
+    /// Adds up spans that are in order of time. Where two overlap, the later one counts from the end of the earlier; messages between ranks run
+    /// beside all else, and are added up by themselves.
     pub fn of(spans: &[Span]) -> Self {
+        let (messages, work): (Vec<&Span>, Vec<&Span>) =
+            spans.iter().partition(|span| span.what.op == EXCHANGE);
         let mut sums: BTreeMap<(&str, &str), (u64, usize)> = BTreeMap::new();
         let begin = spans.first().map_or(0, |span| span.start_ns);
-        let (mut done, mut idle_ns) = (begin, 0);
-        for span in spans {
-            idle_ns += span.start_ns.saturating_sub(done);
+        let end = spans.iter().map(|span| span.end_ns).max().unwrap_or(begin);
+        let mut done = begin;
+        let mut gaps = Vec::new();
+        for span in work {
+            gaps.push(done..span.start_ns.max(done));
             let busy = span.end_ns.saturating_sub(span.start_ns.max(done));
             done = done.max(span.end_ns);
             let sum = sums.entry((span.what.op, span.what.kernel)).or_default();
             *sum = (sum.0 + busy, sum.1 + 1);
         }
+        gaps.push(done..end);
+        let within = |gap: &Range<u64>, span: &Span| {
+            span.end_ns.min(gap.end).saturating_sub(span.start_ns.max(gap.start))
+        };
+        let alone: u64 =
+            messages.iter().map(|span| gaps.iter().map(|gap| within(gap, span)).sum::<u64>()).sum();
+        let idle_ns = gaps.iter().map(|gap| gap.end - gap.start).sum::<u64>().saturating_sub(alone);
+        let sent_ns = messages.iter().map(|span| span.end_ns - span.start_ns).sum();
         let mut kernels: Vec<_> =
             sums.into_iter().map(|((op, kernel), (ns, n))| (op, kernel, ns, n)).collect();
         kernels.sort_by_key(|&(op, kernel, ns, _)| (std::cmp::Reverse(ns), op, kernel));
-        Self { total_ns: done - begin, idle_ns, kernels }
+        Self { total_ns: end - begin, idle_ns, exchange: (sent_ns, alone, messages.len()), kernels }
     }
 
     /// Operations by time: nanoseconds and number of kernels.
@@ -75,6 +91,16 @@ impl Timeline {
             }
         }
         let (idle, total) = (self.idle_ns, self.total_ns);
+        let (sent, alone, messages) = self.exchange;
+        if messages > 0 {
+            say!(
+                "    {:<20} {:>5.1} %  {:>8.3} ms beside which nothing ran, of {:.3} ms in {messages} kernels, waiting for others included",
+                "messages (NCCL)",
+                share(alone),
+                ms(alone),
+                ms(sent)
+            );
+        }
         say!(
             "    {:<20} {:>5.1} %  {:>8.3} ms of {:.3} ms, one step traced",
             "between kernels",
@@ -88,6 +114,9 @@ impl Timeline {
             .map(|(op, kernel, ns, n)| json!({ "op": op, "kernel": kernel, "ms": ms(*ns), "calls": n }));
         let mut figures =
             json!({ "ms": ms(total), "idle_ms": ms(idle), "kernels": kernels.collect::<Vec<_>>() });
+        if messages > 0 {
+            figures["messages"] = json!({ "ms": ms(sent), "alone_ms": ms(alone), "kernels": messages });
+        }
         if let Some(floors) = floors {
             tell_floors(floors, &ops, total, &mut figures);
         }
@@ -145,6 +174,15 @@ mod tests {
         assert_eq!((timeline.total_ns, timeline.idle_ns), (210, 40));
         assert_eq!(timeline.ops(), [("a", 110, 2), ("b", 60, 1)]);
         assert_eq!(Timeline::of(&[]).total_ns, 0);
+        // Of the messages' 90 ns, 20 are beside work, and the last 30 behind all of it.
+        let timeline = Timeline::of(&[
+            span("a", 100, 200),
+            span(EXCHANGE, 190, 250),
+            span("b", 240, 280),
+            span(EXCHANGE, 280, 310),
+        ]);
+        assert_eq!((timeline.total_ns, timeline.idle_ns), (210, 0));
+        assert_eq!((timeline.exchange, timeline.ops().len()), ((90, 70, 2), 2));
     }
 
     #[test]

@@ -30,7 +30,7 @@ pub struct Console {
     log_every: u64,
     steps: u64,
     entropy: Option<Entropy>,
-    /// The device's dense BF16 rate in flops a second, where it is known.
+    /// The dense BF16 rate of all ranks' devices together in flops a second, where it is known.
     peak_flops: Option<f64>,
     power: Power,
 }
@@ -46,7 +46,8 @@ impl Console {
                 .with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
         });
         let (log_every, steps) = (config.run.log_every.max(1), config.train.steps);
-        let (peak_flops, power) = (on.b.peak_flops(), Power::new(on.b.meter()));
+        let ranks = on.mesh.all.world() as f64;
+        let (peak_flops, power) = (on.b.peak_flops().map(|each| ranks * each), Power::new(on.b.meter()));
         let (dir, device) = (config.run.dir.clone(), on.describe());
         Self { dir, device, log: None, bar, log_every, steps, entropy: None, peak_flops, power }
     }

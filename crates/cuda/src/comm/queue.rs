@@ -253,11 +253,14 @@ impl Inner {
 
     /// Waits until the library has done what it does by itself: what it is to issue on the stream is there then.
     fn settle(&self, call: &'static str) -> Result<()> {
+        let began = Instant::now();
         loop {
             // SAFETY: the handle is alive while its place is locked.
             let state = self.with_handle(call, |handle| unsafe { Ok(self.nccl.state(call, handle)) })?;
             match state {
                 Ok(Answer::Done) => return Ok(()),
+                // Two ranks that meet for the first time here wait for each other.
+                Ok(Answer::InProgress) if began.elapsed() > self.deadline => return Err(self.is_late(call)),
                 // Where a rank fails meanwhile, the watcher ends the communicator.
                 Ok(Answer::InProgress) => std::thread::sleep(ASK_EVERY),
                 Err(error) => return Err(self.fail(call, &error.to_string())),
@@ -323,14 +326,13 @@ impl Inner {
         let late = late.map(|first| first.call);
         drop(under_way);
         if let Some(call) = late {
-            let seconds = self.deadline.as_secs();
-            drop(
-                self.fail(
-                    call,
-                    &format!("messages have not arrived within {seconds} s: a rank does not go on"),
-                ),
-            );
+            drop(self.is_late(call));
         }
+    }
+
+    fn is_late(&self, call: &'static str) -> Error {
+        let seconds = self.deadline.as_secs();
+        self.fail(call, &format!("messages have not arrived within {seconds} s: a rank does not go on"))
     }
 }
 

@@ -27,9 +27,24 @@ struct Seen {
     kind: u32,
     start_ns: u64,
     end_ns: u64,
-    /// Whether the kernel is this crate's, not one that the driver uses for a fill or a copy.
-    ours: bool,
+    /// The device, by the driver's number.
+    device: u32,
+    whose: Whose,
 }
+
+/// Whose kernel it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Whose {
+    /// This crate's.
+    Ours,
+    /// NCCL's: messages between ranks.
+    Nccl,
+    /// The driver's own, for a fill or a copy; or it is no kernel.
+    Driver,
+}
+
+/// The operation of spans in which messages travel between ranks.
+pub const EXCHANGE: &str = "exchange";
 
 const KIND_COPY: u32 = 1;
 const KIND_FILL: u32 = 2;
@@ -50,7 +65,8 @@ struct KernelRecord {
     start: u64,
     end: u64,
     _completed: u64,
-    _shape: [u32; 14],
+    device: u32,
+    _shape: [u32; 13],
     _grid_id: i64,
     name: *const c_char,
 }
@@ -63,6 +79,7 @@ struct TransferRecord {
     _bytes: u64,
     start: u64,
     end: u64,
+    device: u32,
 }
 
 type Requested = unsafe extern "C" fn(*mut *mut u8, *mut usize, *mut usize);
@@ -164,19 +181,18 @@ unsafe extern "C" fn completed(_: *mut c_void, _: u32, buffer: *mut u8, _: usize
             while valid > 0 && (cupti.next)(buffer, valid, &mut record) != OUT_OF_RECORDS && !record.is_null()
             {
                 let kind = *record;
-                let (start_ns, end_ns, ours) = match kind {
+                seen.push(match kind {
                     KIND_KERNEL => {
-                        let kernel = &*record.cast::<KernelRecord>();
-                        let named = !kernel.name.is_null() && is_ours(CStr::from_ptr(kernel.name).to_bytes());
-                        (kernel.start, kernel.end, named)
+                        let KernelRecord { start, end, device, name, .. } = *record.cast();
+                        let name = if name.is_null() { &[] } else { CStr::from_ptr(name).to_bytes() };
+                        Seen { kind, start_ns: start, end_ns: end, device, whose: whose(name) }
                     }
                     KIND_COPY | KIND_FILL => {
-                        let transfer = &*record.cast::<TransferRecord>();
-                        (transfer.start, transfer.end, false)
+                        let TransferRecord { start, end, device, .. } = *record.cast();
+                        Seen { kind, start_ns: start, end_ns: end, device, whose: Whose::Driver }
                     }
                     _ => continue,
-                };
-                seen.push(Seen { kind, start_ns, end_ns, ours });
+                });
             }
         }
     }
@@ -184,13 +200,17 @@ unsafe extern "C" fn completed(_: *mut c_void, _: u32, buffer: *mut u8, _: usize
     unsafe { std::alloc::dealloc(buffer, layout()) };
 }
 
-/// Whether a kernel's mangled name is in the namespace of all of ours.
-fn is_ours(name: &[u8]) -> bool {
-    name.starts_with(b"_ZN3nib")
+/// By a kernel's mangled name: all of ours are in one namespace.
+fn whose(name: &[u8]) -> Whose {
+    match name {
+        [b'_', b'Z', b'N', b'3', b'n', b'i', b'b', ..] => Whose::Ours,
+        _ if name.windows(b"ncclDev".len()).any(|part| part == b"ncclDev") => Whose::Nccl,
+        _ => Whose::Driver,
+    }
 }
 
 impl Cuda {
-    /// Runs `work`, waits for it, and says what the device did for it, in order of time. `launched` names the kernels
+    /// Runs `work`, waits for it, and says what this device did for it, in order of time; by one thread of a process at a time. `launched` names the kernels
     /// in order: those that the work launches, or that its recordings hold ([`Cuda::logged`]).
     ///
     /// # Errors
@@ -218,7 +238,10 @@ impl Cuda {
         }
         let result = result?;
         flushed?;
-        let seen = std::mem::take(&mut *SEEN.lock().unwrap_or_else(PoisonError::into_inner));
+        let mut seen = std::mem::take(&mut *SEEN.lock().unwrap_or_else(PoisonError::into_inner));
+        // Other ranks of this process have their own devices.
+        let device = self.device().info().ordinal as u32;
+        seen.retain(|seen| seen.device == device);
         Ok((result, spans(seen, launched)?))
     }
 }
@@ -226,7 +249,7 @@ impl Cuda {
 /// Names what was seen.
 fn spans(mut seen: Vec<Seen>, launched: &[Launched]) -> Result<Vec<Span>> {
     seen.sort_by_key(|seen| (seen.start_ns, seen.end_ns));
-    let kernels = seen.iter().filter(|seen| seen.ours).count();
+    let kernels = seen.iter().filter(|seen| seen.whose == Whose::Ours).count();
     if kernels != launched.len() {
         let got = format!("{kernels} kernels");
         return Err(Error::shape(
@@ -240,7 +263,10 @@ fn spans(mut seen: Vec<Seen>, launched: &[Launched]) -> Result<Vec<Span>> {
     let span = |seen: Seen| {
         let what = match seen.kind {
             // As many as were counted.
-            KIND_KERNEL if seen.ours => *names.next().unwrap_or(&Launched { op: "kernel", kernel: "kernel" }),
+            KIND_KERNEL if seen.whose == Whose::Ours => {
+                *names.next().unwrap_or(&Launched { op: "kernel", kernel: "kernel" })
+            }
+            KIND_KERNEL if seen.whose == Whose::Nccl => Launched { op: EXCHANGE, kernel: "nccl" },
             KIND_COPY => Launched { op: "copy", kernel: "copy" },
             KIND_FILL => Launched { op: "fill", kernel: "fill" },
             _ => Launched { op: "driver", kernel: "driver" },
@@ -256,13 +282,18 @@ mod tests {
 
     #[test]
     fn spans_are_in_order_and_named_by_their_launches() {
-        let seen = |kind, start_ns, end_ns| Seen { kind, start_ns, end_ns, ours: kind == KIND_KERNEL };
+        let seen = |kind, start_ns, end_ns| {
+            let whose = if kind == KIND_KERNEL { Whose::Ours } else { Whose::Driver };
+            Seen { kind, start_ns, end_ns, device: 0, whose }
+        };
         let launched = [("gemm", "a"), ("add", "b")].map(|(op, kernel)| Launched { op, kernel });
-        let driver = Seen { ours: false, ..seen(KIND_KERNEL, 22, 23) };
-        let all = vec![seen(KIND_KERNEL, 30, 40), seen(KIND_FILL, 5, 6), seen(KIND_KERNEL, 10, 20), driver];
+        let driver = Seen { whose: Whose::Driver, ..seen(KIND_KERNEL, 22, 23) };
+        let nccl = Seen { whose: Whose::Nccl, ..seen(KIND_KERNEL, 12, 33) };
+        let ours = [seen(KIND_KERNEL, 30, 40), seen(KIND_KERNEL, 10, 20)];
+        let all = vec![ours[0], seen(KIND_FILL, 5, 6), ours[1], driver, nccl];
         let spans = spans(all.clone(), &launched).unwrap();
         let names: Vec<_> = spans.iter().map(|span| (span.what.op, span.start_ns)).collect();
-        assert_eq!(names, [("fill", 5), ("gemm", 10), ("driver", 22), ("add", 30)]);
+        assert_eq!(names, [("fill", 5), ("gemm", 10), (EXCHANGE, 12), ("driver", 22), ("add", 30)]);
         let error = super::spans(all, &launched[..1]).unwrap_err().to_string();
         assert!(error.contains("2 kernels") && error.contains("the 1 that were launched"), "{error}");
     }
@@ -271,8 +302,10 @@ mod tests {
     fn records_begin_as_the_library_writes_them() {
         use std::mem::offset_of;
         assert_eq!([offset_of!(KernelRecord, start), offset_of!(KernelRecord, end)], [16, 24]);
-        assert_eq!(offset_of!(KernelRecord, name), 104);
-        assert!(is_ours(b"_ZN3nib5adamwE") && !is_ours(b"_Z6memset"));
-        assert_eq!([offset_of!(TransferRecord, start), offset_of!(TransferRecord, end)], [16, 24]);
+        assert_eq!([offset_of!(KernelRecord, device), offset_of!(KernelRecord, name)], [40, 104]);
+        let names: [&[u8]; 3] = [b"_ZN3nib5adamwE", b"_Z6memset", b"_Z22ncclDevKernel_SendRecv24ncclDev"];
+        assert_eq!(names.map(whose), [Whose::Ours, Whose::Driver, Whose::Nccl]);
+        let of_transfer = [offset_of!(TransferRecord, start), offset_of!(TransferRecord, end)];
+        assert_eq!((of_transfer, offset_of!(TransferRecord, device)), ([16, 24], 32));
     }
 }
