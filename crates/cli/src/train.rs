@@ -161,8 +161,8 @@ impl Work for DryRun<'_> {
             return Ok(());
         }
         on.announce();
-        let config = &self.config.begun_on(on.b.kind());
-        let (recipe, _) = introduce_dry_run(config, on.b.kind())?;
+        let (recipe, _) = introduce_dry_run(self.config, on.b.kind())?;
+        let config = &self.config.begun_on(on.b.kind(), &recipe);
         match plan::require_room(on.b, config.run.mesh(), config, &recipe) {
             Ok(_) => say!("the device has room for it"),
             Err(refusal) => say!("it would be refused: {refusal}"),
@@ -177,9 +177,9 @@ const MOST_KINDS: usize = 8;
 
 /// Says what a run takes on a device of this kind. Returns its recipe, and what it takes.
 fn introduce_dry_run(config: &Config, kind: DeviceKind) -> Result<(Recipe, Prediction)> {
-    let config = &config.begun_on(kind);
     config.validate_on(kind)?;
     let recipe = checked_recipe(config)?;
+    let config = &config.begun_on(kind, &recipe);
     // No file is opened for it: a text has none.
     let entropy = if config.is_synthetic() { Dataset::of(config)?.entropy() } else { None };
     let prediction = plan::predict(kind, config.run.mesh(), config, &recipe)?;

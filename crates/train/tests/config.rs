@@ -2,8 +2,9 @@
 
 use std::path::Path;
 
-use nibble_core::DeviceKind;
+use nibble_core::{DeviceKind, Recipe};
 use nibble_train::Error;
+use nibble_train::checks::check_recipe;
 use nibble_train::config::{Combine, Config, preset_names};
 use nibble_train::spec::ModelSpec;
 
@@ -306,7 +307,8 @@ fn random_tokens_need_a_vocabulary_and_devices_a_name() {
 #[test]
 fn a_way_to_combine_is_decided_where_a_run_begins_and_kept() -> Outcome {
     let of = |sets: &[&str]| Config::load("tiny", &overrides(sets));
-    let begun = |config: &Config, kind| config.begun_on(kind).train.combine;
+    let plain = Recipe::builtin("mxfp4-hopper")?;
+    let begun = |config: &Config, kind| config.begun_on(kind, &plain).train.combine;
     let (one, two) = (of(&[])?, of(&["run.ranks=2"])?);
     let replicas = of(&["run.ranks=2", "run.dp=2", "train.expert_shards=2"])?;
     let asked = of(&["run.ranks=2", "train.combine=slots"])?;
@@ -333,7 +335,20 @@ fn a_way_to_combine_is_decided_where_a_run_begins_and_kept() -> Outcome {
             }
         }
     }
-    let tree = two.begun_on(DeviceKind::Gpu);
+    let tree = two.begun_on(DeviceKind::Gpu, &plain);
+    // A recipe that rounds rows slot by slot has them summed so.
+    let late = "[[override]]\nsteps = \"0.5..1\"\nset.expert.combine.bwd = { format = \"mxfp8-e4m3\" }";
+    let text = "extends = \"bf16\"\n".to_owned();
+    for text in [text.clone() + "[expert]\ncombine.fwd = { format = \"e4m3\" }", text + late] {
+        let rounds = Recipe::parse("rounds", &text)?;
+        assert_eq!(two.begun_on(DeviceKind::Gpu, &rounds).train.combine, Some(Combine::Slots));
+        assert_eq!(two.begun_on(DeviceKind::Host, &rounds).train.combine, None);
+        assert!(check_recipe(&two, &rounds).is_ok() && check_recipe(&asked, &rounds).is_ok());
+        let why = check_recipe(&tree, &rounds).unwrap_err().to_string();
+        let says = ["`train.combine`: is \"tree\", and recipe rounds has expert.combine.", "take slots"];
+        assert!(says.iter().all(|part| why.contains(part)), "{why}");
+        assert!(check_recipe(&tree, &plain).is_ok());
+    }
     let stored = Config::from_text(&tree.resolved_toml()?, Path::new("config.toml"), &[])?;
     assert_eq!(stored.train.combine, Some(Combine::Tree));
 

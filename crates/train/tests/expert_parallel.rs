@@ -276,20 +276,26 @@ fn a_token_is_sent_once_to_each_rank_that_needs_it() {
 fn every_leg_carries_what_the_routing_asks_for() {
     const TOKENS: usize = 128;
     let row = |format: Format, rule: ScaleRule, cols| RowKind { format, rule, cols };
-    for (world, d_model, top_k, way) in [
-        (2, 64, 8, Combine::Slots),
-        (2, 64, 8, Combine::Tree),
-        (4, 96, 3, Combine::Tree),
-        (8, 64, 8, Combine::Slots),
-        (8, 64, 8, Combine::Tree),
+    let bf16 = "";
+    let back = "[expert]\ncombine.fwd = { format = \"mxfp8-e4m3\" }\ncombine.bwd = { format = \"e4m3\", scale = \"amax\" }";
+    for (world, d_model, top_k, way, change) in [
+        (2, 64, 8, Combine::Slots, bf16),
+        (2, 64, 8, Combine::Tree, bf16),
+        (4, 96, 3, Combine::Tree, bf16),
+        (8, 64, 8, Combine::Slots, bf16),
+        (8, 64, 8, Combine::Tree, bf16),
         // Rows that are no multiple of 16 bytes.
-        (2, 36, 2, Combine::Slots),
-        (4, 36, 5, Combine::Tree),
+        (2, 36, 2, Combine::Slots, bf16),
+        (4, 36, 5, Combine::Tree, bf16),
+        // Rows that come back in blocks.
+        (2, 64, 8, Combine::Slots, back),
+        (4, 160, 3, Combine::Slots, back),
     ] {
+        let recipe = Recipe::parse("mine", &format!("extends = \"bf16\"\n{change}")).unwrap();
         let shape =
             MoeShape { d_model, ffn: 32, experts: 16, top_k, normalize: true, aux_coef: 0.0, z_coef: 0.0 };
         let one_rank = |comm: Wrapped| {
-            let (cpu, recipe) = (cpu(), Recipe::builtin("bf16").unwrap());
+            let cpu = cpu();
             let cx = Cx { combine: way, ..rank_cx(&cpu, &comm, &recipe, 1, TOKENS) };
             let mut moe = Moe::new(&cx, &MoeSpec::new("moe", shape, [0.02; 2])).unwrap();
             moe.prepare(&cx).unwrap();
@@ -313,12 +319,23 @@ fn every_leg_carries_what_the_routing_asks_for() {
         assert_eq!(counts.slots, world * TOKENS * top_k);
         assert!(counts.tokens < counts.slots, "some experts of a token are on one rank");
         let bf16 = row(Format::Bf16, ScaleRule::Amax, d_model);
-        let want = ExchangeBytes::of(counts, way, [bf16; 2], bf16);
+        let combine = match change.is_empty() {
+            true => [bf16; 2],
+            false => {
+                let mxfp8 = row(Format::Mxfp8E4m3, ScaleRule::Rceil, d_model);
+                [mxfp8, row(Format::E4m3, ScaleRule::Amax, d_model)]
+            }
+        };
+        let want = ExchangeBytes::of(counts, way, [bf16; 2], combine);
         let leg = |i: usize| ranks.iter().map(|(legs, _)| legs[i].row_bytes * legs[i].rows).sum::<usize>();
         let case = format!("{world} ranks, top {top_k} of {d_model} columns, {way:?}");
         assert_eq!(want.legs().map(|(_, bytes)| bytes), [0, 1, 2, 3, 4, 5].map(leg), "{case}");
         // By hand, of 16-byte multiples: two bytes a value.
-        if d_model % 8 == 0 {
+        if !change.is_empty() {
+            // Codes; a byte for each 32 of them, or four for each 128; to a multiple of 16.
+            let rows: [usize; 2] = if d_model == 64 { [80, 80] } else { [176, 176] };
+            assert_eq!([want.combine, want.combine_backward], rows.map(|bytes| bytes * counts.slots));
+        } else if d_model % 8 == 0 {
             let back = if way == Combine::Tree { counts.tokens } else { counts.slots };
             assert_eq!(
                 want.total(),
@@ -340,9 +357,9 @@ fn an_expert_layer_copies_nothing_to_or_from_the_host_but_one_table_of_counts() 
         aux_coef: 0.01,
         z_coef: 0.001,
     };
-    let traffic = |recipe: &str, combine: Combine, comm: &dyn Comm<Cpu>| {
-        let (cpu, recipe) = (cpu(), Recipe::builtin(recipe).unwrap());
-        let cx = Cx { combine, ..rank_cx(&cpu, comm, &recipe, 1, TOKENS) };
+    let traffic = |recipe: &Recipe, combine: Combine, comm: &dyn Comm<Cpu>| {
+        let cpu = cpu();
+        let cx = Cx { combine, ..rank_cx(&cpu, comm, recipe, 1, TOKENS) };
         let mut moe = Moe::new(&cx, &MoeSpec::new("moe", shape, [0.02; 2])).unwrap();
         moe.prepare(&cx).unwrap();
         let x = matrix(&cpu, &format!("x{}", comm.rank()), (TOKENS, shape.d_model), recipe.activations);
@@ -351,16 +368,23 @@ fn an_expert_layer_copies_nothing_to_or_from_the_host_but_one_table_of_counts() 
         moe.backward(&cx, saved, y).unwrap();
         cpu.traffic() - before
     };
-    for (i, recipe) in rig::recipes().into_iter().enumerate() {
-        let way = [Combine::Tree, Combine::Slots][i % 2];
-        assert_eq!(traffic(recipe, way, &rig::SOLO), Traffic::default(), "{recipe}, one rank");
+    let back = "extends = \"bf16\"\n[expert]\ncombine.fwd = { format = \"e4m3\" }\ncombine.bwd = { format = \"mxfp8-e4m3\" }";
+    let back = Recipe::parse("rows back in blocks", back).unwrap();
+    let shipped = rig::recipes().into_iter().map(|name| Recipe::builtin(name).unwrap());
+    for (i, of) in shipped.chain([back]).enumerate() {
+        let way = match of.quantized_combine() {
+            None => [Combine::Tree, Combine::Slots][i % 2],
+            Some(_) => Combine::Slots,
+        };
+        let (recipe, of) = (&of.name, &of);
+        assert_eq!(traffic(of, way, &rig::SOLO), Traffic::default(), "{recipe}, one rank");
         for world in [2, 4] {
             // Tokens and slots from every rank to every rank, read once.
             let bytes = (world * world * 2 * size_of::<i32>()) as u64;
             let counts = Traffic { downloads: 1, download_bytes: bytes, waits: 1, ..Traffic::default() };
             let one_rank = |comm: HostComm| {
                 let comm = noted(comm);
-                let all = traffic(recipe, way, &comm);
+                let all = traffic(of, way, &comm);
                 let transport = comm.hook.transport.lock().unwrap();
                 // Before the passes the router's weight has come together.
                 let transport = &transport[1..];

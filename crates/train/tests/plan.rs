@@ -168,7 +168,13 @@ fn each_rank_takes_what_is_predicted_whatever_it_is_sent() {
     let two = ["run.ranks=2", "train.shards=2"];
     let replicas = ["run.ranks=4", "run.dp=2", "train.expert_shards=4", "train.grad_accum=2"];
     let tree = ["run.ranks=2", "train.shards=2", "train.combine=tree"];
-    for changes in [&two[..], &replicas, &tree] {
+    let dir = tempfile::tempdir().unwrap();
+    let back = dir.path().join("back.toml");
+    let text = "extends = \"mxfp4-hopper\"\n[expert]\ncombine = { fwd = { format = \"e4m3\" }, bwd = { format = \"mxfp8-e4m3\" } }";
+    std::fs::write(&back, text).unwrap();
+    let back = format!("recipe={}", back.display());
+    let in_blocks = [&two[..], &[&*back]].concat();
+    for changes in [&two[..], &replicas, &tree, &in_blocks] {
         // Room for whatever a router chooses: none of it depends on that.
         let room = ["recipe=mxfp4-hopper", "run.capacity_factor=8"];
         let config = config(&[&room[..], changes].concat());

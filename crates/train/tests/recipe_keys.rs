@@ -54,6 +54,8 @@ fn keys_of_every_product_decide() {
     }
     assert_decides("fp8-flow", &format!("[expert]\ndispatch.fwd = {mxfp4}"));
     assert_decides("fp8-flow", &format!("[expert]\ndispatch.bwd = {mxfp4}"));
+    assert_decides("bf16", &format!("[expert]\ncombine.fwd = {floor}"));
+    assert_decides("fp8-flow", &format!("[expert]\ncombine.bwd = {floor}"));
     assert_decides("f32", "[router]\nfprop.w = { format = \"bf16\" }");
 }
 
@@ -243,7 +245,7 @@ fn every_key_under_every_recipe_decides_or_is_refused() {
                     continue;
                 }
                 // A history decides where magnitudes fall, which those of weights do later in a run.
-                let is_way = matches!(site.product(), "saved" | "dispatch")
+                let is_way = matches!(site.product(), "saved" | "dispatch" | "combine")
                     || change.contains("by =")
                     || change.contains("history =");
                 let differs = RUNS.into_iter().zip(&base).any(|(run, (weights, way))| {

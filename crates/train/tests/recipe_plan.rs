@@ -140,7 +140,7 @@ fn five_hundred_random_recipes_and_models_do_what_is_printed() {
     ] {
         assert!(seen.iter().any(|change| change.op == op), "{op}");
     }
-    for tensor in ["x", "h", "a", "dy", "dh", "dlogits"] {
+    for tensor in ["x", "h", "a", "y", "dy", "dh", "dx", "dlogits"] {
         assert!(seen.iter().any(|change| change.tensor == tensor && !change.is_move()), "{tensor}");
     }
     for format in Format::ALL.into_iter().filter(|format| format.is_block()) {

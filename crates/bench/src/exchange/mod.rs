@@ -57,8 +57,10 @@ impl Args {
 struct Rows {
     /// To their experts, forward and backward.
     dispatch: [RowKind; 2],
-    /// And back.
-    combine: RowKind,
+    /// And back, forward and backward.
+    combine: [RowKind; 2],
+    /// The same up a tree, which sums plain rows alone.
+    tree: RowKind,
 }
 
 impl Rows {
@@ -66,13 +68,13 @@ impl Rows {
     fn of(recipe: &Recipe) -> Self {
         let section = recipe.of(LayerKind::Expert);
         let kind = |format, rule| RowKind { format, rule, cols: COLS };
-        let dispatch = [Site::DispatchFwd, Site::DispatchBwd]
-            .map(|site| kind(section.at(site).format, section.at(site).scale));
+        let of = |site| kind(section.at(site).format, section.at(site).scale);
+        let dispatch = [Site::DispatchFwd, Site::DispatchBwd].map(of);
         let plain = match recipe.activations {
             DType::F32 => Format::F32,
             DType::Bf16 => Format::Bf16,
         };
-        Self { dispatch, combine: kind(plain, ScaleRule::Amax) }
+        Self { dispatch, combine: Site::COMBINE.map(of), tree: kind(plain, ScaleRule::Amax) }
     }
 }
 
@@ -81,7 +83,7 @@ pub fn run(args: &Args) -> Result<Value> {
     let env = Env::read()?;
     let cpu = env.cpu(env.threads(0))?;
     let rows = Rows::of(&recipe);
-    let Rows { dispatch: [forward, backward], combine } = rows;
+    let Rows { dispatch: [forward, backward], combine: [back, back_backward], tree } = rows;
     let name = &recipe.name;
     say!(
         "exchange of a layer under {name}: bytes a token, mean of {TOKENS}; top {TOP_K} of {EXPERTS} experts"
@@ -90,8 +92,14 @@ pub fn run(args: &Args) -> Result<Value> {
         "rows of {COLS} columns: {} forward, {} backward, {} on the way back",
         forward.format,
         backward.format,
-        combine.format
+        match back.format == back_backward.format {
+            true => back.format.to_string(),
+            false => format!("{} and {}", back.format, back_backward.format),
+        }
     );
+    if recipe.quantized_combine().is_some() {
+        say!("a run under it takes slots; `tree` is of rows that come back in {}", tree.format);
+    }
     let counted = Traffic::each(rows);
     counted.iter().for_each(Traffic::table);
     let errors = TOP_KS.map(|top_k| Errors::of(&cpu, top_k));
@@ -101,7 +109,8 @@ pub fn run(args: &Args) -> Result<Value> {
         "recipe": name, "cols": COLS, "experts": EXPERTS, "top_k": TOP_K, "tokens": TOKENS,
         "rows": {
             "dispatch_forward": forward.format.to_string(), "dispatch_backward": backward.format.to_string(),
-            "combine": combine.format.to_string(),
+            "combine_forward": back.format.to_string(), "combine_backward": back_backward.format.to_string(),
+            "tree": tree.format.to_string(),
         },
         "bytes_a_token": counted.iter().map(Traffic::figures).collect::<Vec<_>>(),
         "errors": errors.iter().map(Errors::figures).collect::<Vec<_>>(),

@@ -27,8 +27,9 @@ struct Sent {
 
 impl Sent {
     fn new(counts: SlotCounts, rows: Rows) -> Self {
-        let of = |way| ExchangeBytes::of(counts, way, rows.dispatch, rows.combine);
-        Self { counts, slots: of(Combine::Slots), tree: of(Combine::Tree) }
+        let of = |way, combine| ExchangeBytes::of(counts, way, rows.dispatch, combine);
+        let (slots, tree) = (of(Combine::Slots, rows.combine), of(Combine::Tree, [rows.tree; 2]));
+        Self { counts, slots, tree }
     }
 
     /// Slots : tree, of the legs of combine alone and of all.

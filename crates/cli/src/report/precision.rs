@@ -116,6 +116,8 @@ pub fn meaning(site: Site) -> &'static str {
         Site::SavedA => "input of the second product, kept",
         Site::DispatchFwd => "tokens on their way to the experts",
         Site::DispatchBwd => "gradients on their way to the experts",
+        Site::CombineFwd => "what experts return, on its way back to the tokens",
+        Site::CombineBwd => "gradients of the experts' inputs, on their way back",
     }
 }
 

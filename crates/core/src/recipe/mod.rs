@@ -21,6 +21,7 @@ pub use route::{Computed, ExpertRoutes, Pair, Route, WgradA};
 pub use site::{From, LayerKind, Site};
 
 use crate::{DType, Error, Result};
+use nibble_formats::Format;
 use shipped::{BUILTIN, STUDIES};
 
 /// A change for some layers and part of the run.
@@ -173,6 +174,19 @@ impl Recipe {
         });
         let set = self.overrides.iter().flat_map(|o| o.set.iter().filter_map(|(.., p)| p.as_ref()));
         written.chain(set).any(|p| p.delayed.is_some())
+    }
+
+    /// A site of experts whose rows travel back in blocks at some point of a run, and their format. Such a row is rounded slot by slot, so
+    /// rows are summed slot by slot too.
+    pub fn quantized_combine(&self) -> Option<(Site, Format)> {
+        let of_base = Site::COMBINE.into_iter().map(|site| (site, self.expert.at(site)));
+        let set = self.overrides.iter().flat_map(|o| &o.set);
+        let of_overrides = set.filter_map(|(kind, site, p)| match kind {
+            LayerKind::Expert if Site::COMBINE.contains(site) => Some((*site, p.as_ref()?)),
+            _ => None,
+        });
+        let all = of_base.chain(of_overrides).map(|(site, p)| (site, p.format));
+        all.into_iter().find(|(_, format)| format.is_block())
     }
 
     /// The points of a run (step / steps) from which on sections may be others, its beginning first.

@@ -54,6 +54,12 @@ pub(super) fn parse(name: &str, text: &str) -> Result<Recipe> {
         if !recipe.head.has_blocks() {
             recipe.head = Section::plain(recipe.activations);
         }
+        // So are rows on their way back from the experts.
+        for site in Site::COMBINE {
+            if !recipe.expert.at(site).format.is_block() {
+                recipe.expert.set(site, Some(Precision::plain(recipe.activations)));
+            }
+        }
     }
     for (key, value) in &table {
         let kind = LayerKind::ALL.into_iter().find(|kind| kind.name() == key);
@@ -85,15 +91,13 @@ fn follows(kind: LayerKind, key: &str) -> Option<&'static str> {
         (_, "dgrad.w") => {
             "decides nothing: one quantized weight, in two orders, serves fprop and dgrad; fprop.w says how"
         }
-        (_, "combine.fwd" | "combine.bwd") => {
-            "decides nothing: expert outputs and input gradients travel as the activations are"
-        }
         (LayerKind::Head, "saved.x" | "saved.h" | "saved.a") => {
             "decides nothing: the head makes its gradients in the forward pass and keeps one, plain"
         }
-        (LayerKind::Linear | LayerKind::Head, "dispatch.fwd" | "dispatch.bwd") => {
-            "decides nothing: only experts exchange rows"
-        }
+        (
+            LayerKind::Linear | LayerKind::Head,
+            "dispatch.fwd" | "dispatch.bwd" | "combine.fwd" | "combine.bwd",
+        ) => "decides nothing: only experts exchange rows",
         (LayerKind::Linear, "fprop.a" | "wgrad.a" | "saved.a" | "dgrad.dh" | "wgrad.dh") => {
             "decides nothing: only experts have two products in one layer; a dense layer's projections are layers of their own, gate_up_proj and down_proj"
         }

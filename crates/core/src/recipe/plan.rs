@@ -186,6 +186,15 @@ impl Flow {
         self.add("dispatch+permute", tensor, wire.into(), wire.into());
     }
 
+    /// Rows of the experts, back at the tokens.
+    fn returned(&mut self, tensor: &'static str, route: &Route) {
+        self.route(tensor, self.plain, route);
+        if let Route::Quantize(wire) = route {
+            self.add("dequantize", tensor, wire.into(), self.plain);
+        }
+        self.add("unpermute+combine", tensor, self.plain, self.plain);
+    }
+
     fn dense(&mut self, section: &Section, activations: DType, gated: bool) {
         const KIND: LayerKind = LayerKind::Linear;
         self.pair("x", self.plain, &section.input(KIND, activations, true));
@@ -223,7 +232,7 @@ impl Flow {
             self.add("swiglu+quantize", "h", self.plain, h.into());
         }
         self.then("a", &routes.a);
-        self.add("unpermute+combine", "y", self.plain, self.plain);
+        self.returned("y", &routes.y_sent);
         self.pass = Pass::Backward;
         self.sent("dy", at(Site::DispatchBwd), &routes.dy_sent);
         self.pair("dy", at(Site::DispatchBwd).into(), &routes.dy);
@@ -241,7 +250,7 @@ impl Flow {
             }
         }
         self.route("x", at(Site::SavedX).into(), &routes.wgrad_x);
-        self.add("unpermute+combine", "dx", self.plain, self.plain);
+        self.returned("dx", &routes.dx_sent);
     }
 }
 

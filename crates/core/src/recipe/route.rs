@@ -139,6 +139,10 @@ pub struct ExpertRoutes {
     pub wgrad_a: WgradA,
     /// The tokens for wgrad, from what was kept.
     pub wgrad_x: Route,
+    /// What experts return, as it travels back. What arrives in blocks is dequantized before it is summed.
+    pub y_sent: Route,
+    /// The gradient of their input, likewise.
+    pub dx_sent: Route,
 }
 
 impl Precision {
@@ -226,6 +230,8 @@ impl Section {
             dh: self.dh(),
             wgrad_a,
             wgrad_x: route(Site::WgradX),
+            y_sent: route(Site::CombineFwd),
+            dx_sent: route(Site::CombineBwd),
         }
     }
 

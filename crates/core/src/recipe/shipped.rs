@@ -12,8 +12,9 @@ pub(super) const BUILTIN: [(&str, &str); 7] = [
 ];
 
 /// Recipes to study a format, which goes through general kernels on a GPU.
-pub(super) const STUDIES: [(&str, &str); 6] = [
+pub(super) const STUDIES: [(&str, &str); 7] = [
     ("mxfp8", include_str!("../../recipes/mxfp8.toml")),
+    ("mxfp8-wire", include_str!("../../recipes/mxfp8-wire.toml")),
     ("fp8-tensor", include_str!("../../recipes/fp8-tensor.toml")),
     ("fp8-row", include_str!("../../recipes/fp8-row.toml")),
     ("fp8-delayed", include_str!("../../recipes/fp8-delayed.toml")),

@@ -33,11 +33,15 @@ pub enum Site {
     DispatchFwd,
     /// Gradients on their way to the experts.
     DispatchBwd,
+    /// Rows of what experts return, a slot each, on their way back to the tokens; as the activations are where it is not written.
+    CombineFwd,
+    /// Gradients of the experts' inputs on the same way; as the activations are where it is not written.
+    CombineBwd,
 }
 
 impl Site {
     /// Every site.
-    pub const ALL: [Self; 14] = [
+    pub const ALL: [Self; 16] = [
         Self::FpropX,
         Self::FpropW,
         Self::FpropA,
@@ -52,7 +56,12 @@ impl Site {
         Self::SavedA,
         Self::DispatchFwd,
         Self::DispatchBwd,
+        Self::CombineFwd,
+        Self::CombineBwd,
     ];
+
+    /// Rows on their way back from the experts.
+    pub const COMBINE: [Self; 2] = [Self::CombineFwd, Self::CombineBwd];
 
     /// Its key in a recipe file.
     pub fn key(self) -> &'static str {
@@ -71,10 +80,12 @@ impl Site {
             Self::SavedA => "saved.a",
             Self::DispatchFwd => "dispatch.fwd",
             Self::DispatchBwd => "dispatch.bwd",
+            Self::CombineFwd => "combine.fwd",
+            Self::CombineBwd => "combine.bwd",
         }
     }
 
-    /// The part of the key before the dot: the product, `saved` or `dispatch`.
+    /// The part of the key before the dot: the product, `saved`, `dispatch` or `combine`.
     pub fn product(self) -> &'static str {
         self.key().split_once('.').map_or("", |(product, _)| product)
     }
@@ -107,7 +118,8 @@ impl Site {
 
     /// Whether it is a gradient: those alone may be rounded stochastically.
     pub fn is_gradient(self) -> bool {
-        matches!(self, Self::DgradDy | Self::DgradDh | Self::WgradDy | Self::WgradDh | Self::DispatchBwd)
+        use Site::*;
+        matches!(self, DgradDy | DgradDh | WgradDy | WgradDh | DispatchBwd | CombineBwd)
     }
 }
 

@@ -1,6 +1,8 @@
 use super::*;
 use nibble_formats::{BlockAxis, Format, Rounding};
 
+mod combine;
+
 #[test]
 fn every_shipped_recipe_reads_and_prints() {
     for name in Recipe::all_names() {
@@ -141,16 +143,18 @@ fn a_key_that_decides_nothing_is_refused_and_told_why() {
         ),
         (
             "bf16",
-            "[expert]\ncombine.fwd = { format = \"bf16\" }",
-            ["expert.combine.fwd", "as the activations"],
+            "[expert]\ncombine.fwd = { format = \"e4m3\", by = \"requantize\" }",
+            ["expert.combine.fwd", "made of a plain tensor"],
         ),
         (
             "bf16",
-            "[expert]\ncombine.bwd = { format = \"bf16\" }",
-            ["expert.combine.bwd", "as the activations"],
+            "[expert]\ncombine.fwd = { format = \"e4m3\", axis = \"col\" }",
+            ["expert.combine.fwd", "`axis`"],
         ),
         ("fp8-flow", &format!("[linear]\ndgrad.w = {e4m3}"), ["linear.dgrad.w", "fprop.w says how"]),
         ("fp8-flow", &format!("[linear]\ndispatch.fwd = {e4m3}"), ["linear.dispatch.fwd", "only experts"]),
+        ("fp8-flow", &format!("[linear]\ncombine.fwd = {e4m3}"), ["linear.combine.fwd", "only experts"]),
+        ("fp8-flow", &format!("[head]\ncombine.bwd = {e4m3}"), ["head.combine.bwd", "only experts"]),
         ("fp8-flow", &format!("[linear]\nfprop.a = {e4m3}"), ["linear.fprop.a", "down_proj"]),
         (
             "bf16",
@@ -177,7 +181,7 @@ fn a_key_that_decides_nothing_is_refused_and_told_why() {
         ),
         (
             "bf16",
-            "[[override]]\nproducts = \"combine\"\nset.recipe = \"f32\"",
+            "[[override]]\nproducts = \"gather\"\nset.recipe = \"f32\"",
             ["override.products", "no product"],
         ),
     ] {

@@ -81,10 +81,33 @@ pub(super) fn section(recipe: &Recipe, kind: LayerKind, s: &Section) -> Result<(
     if kind == LayerKind::Router {
         return Ok(());
     }
+    if kind == LayerKind::Expert {
+        returned(&check)?;
+    }
     products(&check)?;
     transforms(&check)?;
     delayed(&check)?;
     kind.sites().try_for_each(|site| conversion(&check, site))
+}
+
+/// Rows come back in blocks that each have their scales to themselves: the same on every mesh. A token's sum has the error of every row.
+fn returned(check: &Check<'_>) -> Result<()> {
+    for site in Site::COMBINE {
+        let p = check.section.at(site);
+        if !p.format.is_block() || matches!(p.format, Format::E4m3 | Format::Mxfp8E4m3) {
+            continue;
+        }
+        let cause = match p.format.scale_kind(p.scale).has_tensor_scale() {
+            true => "has one scale for all rows of a rank, which would depend on the number of ranks",
+            false => "has no blocks of E4M3 codes, and a token's sum has the error of each of its rows",
+        };
+        let (is, e4m3, mxfp8) = (p.format, Format::E4m3, Format::Mxfp8E4m3);
+        check.fail::<()>(
+            site,
+            format!("is {is}, which {cause}: rows come back in {e4m3}, {mxfp8}, or as the activations are"),
+        )?;
+    }
+    Ok(())
 }
 
 /// Both operands of a product fit.

@@ -53,6 +53,9 @@ impl Trace {
                 let tensor = if self.pass == Pass::Forward { "y" } else { "dx" };
                 self.made("unpermute+combine", tensor, from, made);
             }
+            // An expert's second product makes y, and the gradient of its first one's output dx.
+            ("grouped_gemm", Some("a")) => self.named("y", made),
+            ("grouped_gemm", Some("dh")) => self.named("dx", made),
             ("swiglu", _) => {
                 // The planes of a, and then h, which has rows alone.
                 let of_a = 1 + usize::from(made.get(1).is_some_and(|(_, form)| form.cols));
@@ -75,12 +78,16 @@ impl Trace {
         }
     }
 
+    fn named(&mut self, tensor: &'static str, made: &[(u64, Form)]) {
+        self.names.extend(made.iter().map(|(id, _)| (*id, tensor)));
+    }
+
     /// What an operation made of a tensor: one plane or two.
     fn made(&mut self, op: &'static str, tensor: &'static str, from: Form, made: &[(u64, Form)]) {
         let Some((_, first)) = made.first() else { return };
         let (rows, cols) = (made.iter().any(|(_, f)| f.rows), made.iter().any(|(_, f)| f.cols));
         let to = Form { rows, cols, ..*first };
-        self.names.extend(made.iter().map(|(id, _)| (*id, tensor)));
+        self.named(tensor, made);
         self.changes.push(Change { pass: self.pass, op, tensor, from, to });
     }
 

@@ -7,7 +7,7 @@ mod sizes;
 pub use sizes::check_sizes;
 pub(crate) use sizes::listed;
 
-use crate::config::Config;
+use crate::config::{Combine, Config};
 use crate::error::Result;
 use crate::spec::ModelSpec;
 use nibble_core::Recipe;
@@ -60,10 +60,28 @@ pub fn idle_overrides(config: &Config, recipe: &Recipe) -> Vec<String> {
 /// Whether a configuration and a recipe fit each other.
 ///
 /// # Errors
-/// For sizes that cannot be counted, an override that reaches nothing, or a batch that the recipe's blocks do not divide.
+/// For sizes that cannot be counted, an override that reaches nothing, a batch that the recipe's blocks do not divide, or a way to combine that
+/// is not for rows in blocks.
 pub fn check_recipe(config: &Config, recipe: &Recipe) -> Result<()> {
     check_sizes(config)?;
-    check_blocks(config, recipe)
+    check_blocks(config, recipe)?;
+    check_combine(config, recipe)
+}
+
+/// Whether rows can be summed as the configuration says where the recipe has them travel back in blocks.
+fn check_combine(config: &Config, recipe: &Recipe) -> Result<()> {
+    match (config.train.combine, recipe.quantized_combine()) {
+        (Some(Combine::Tree), Some((site, format))) => {
+            let why = format!(
+                "is \"tree\", and recipe {} has expert.{} in {format}: sums up a tree would be rounded where ranks meet, and depend on the \
+                 mesh; take slots, or have the rows travel as the activations are",
+                recipe.name,
+                site.key()
+            );
+            Err(crate::Error::config("train.combine", why))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// The steps, of so many, from which on a recipe's precisions may be others; and the end.

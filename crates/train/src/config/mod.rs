@@ -23,7 +23,7 @@ use crate::error::{Error, Result};
 use crate::recompute::Scope;
 use crate::schedule::{Schedule, ScheduleKind};
 use nibble_core::ops::MOST_TREE_SLOTS_OF_GPU;
-use nibble_core::{DType, DeviceKind, MeshShape};
+use nibble_core::{DType, DeviceKind, MeshShape, Recipe};
 
 pub use crate::moe::Combine;
 pub use device::DeviceChoice;
@@ -454,12 +454,12 @@ impl Config {
 
     /// The configuration of a run that begins on devices of this kind, and that keeps what is decided now: rows are summed up a tree where
     /// experts are divided among GPUs, between which a row a slot would be most of what travels; as slots, where a token has more of them than a
-    /// GPU sums up a tree.
+    /// GPU sums up a tree, or where the recipe has them travel back in blocks.
     #[must_use]
-    pub fn begun_on(&self, kind: DeviceKind) -> Self {
+    pub fn begun_on(&self, kind: DeviceKind, recipe: &Recipe) -> Self {
         let mut begun = self.clone();
         if kind == DeviceKind::Gpu && self.model.experts > 0 && self.run.mesh().ep > 1 {
-            let has_tree = self.model.top_k <= MOST_TREE_SLOTS_OF_GPU;
+            let has_tree = self.model.top_k <= MOST_TREE_SLOTS_OF_GPU && recipe.quantized_combine().is_none();
             begun.train.combine.get_or_insert(if has_tree { Combine::Tree } else { Combine::Slots });
         }
         begun

@@ -12,8 +12,8 @@ use crate::ledger::{Ledger, Saved};
 use nibble_core::allocation::in_part;
 use nibble_core::formats::Format;
 use nibble_core::ops::{
-    AssignParts, AssignRanks, CombineSlots, CombineTree, FindSlots, GatherScalars, JoinGroups, PackRows,
-    PackSlots, Permute, PlanPermute, Routing, UnpackRows, UnpackSlots, record_words,
+    AssignParts, AssignRanks, CombineSlots, CombineTree, Dequantize, FindSlots, GatherScalars, JoinGroups,
+    PackRows, PackSlots, Permute, PlanPermute, Routing, UnpackRows, UnpackSlots, record_words,
 };
 use nibble_core::{
     DType, Data, Error, ExchangeRoom, Groups, Kernels, Leg, Operand, PermuteMap, Result, RowKind, RowPlan,
@@ -340,28 +340,41 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
     }
 
     /// Brings the rows of each token back to it and sums them, in the order that [`Combine`] says: `[r, d] → [t, d]`; adds `plus_td` to that.
+    /// Rows in blocks travel as they are, and are dequantized to the type of the activations before they are summed: on one rank as well,
+    /// so that the sums are the same on every mesh.
     ///
     /// # Errors
-    /// From the backend, and from other ranks.
+    /// [`Error::Unsupported`] for rows in blocks where they are summed up a tree; from the backend, and from other ranks.
     pub fn combine(
         &self,
         plan: &Plan<B>,
-        rows_rd: &Tensor<B>,
+        rows_rd: &Operand<B>,
         plus_td: Option<&Tensor<B>>,
     ) -> Result<Tensor<B>> {
         let (b, top_k) = (self.cx.b, self.top_k);
         if let Some(tree) = &plan.experts_tree {
+            let Operand::Plain(rows_rd) = rows_rd else {
+                let why = "sums up a tree would be rounded where ranks meet, which depends on the mesh: sum in slot order";
+                return Err(Error::unsupported("combine", rows_rd.format(), why));
+            };
             return self.combine_up(tree, plan.wire.as_ref(), rows_rd, plus_td);
         }
         let Some(wire) = &plan.wire else {
-            return CombineSlots { rows: rows_rd, index: Some(&plan.map.slot_row), plus: plus_td, top_k }
-                .run(b);
+            let rows = &self.dequantized(rows_rd)?;
+            return CombineSlots { rows, index: Some(&plan.map.slot_row), plus: plus_td, top_k }.run(b);
         };
-        let rows = Operand::Plain(rows_rd.clone());
-        let sent = PackRows { rows: &rows, index: &plan.map.slot_row }.run(b)?;
-        let received = self.send(&sent, rows.row_kind(), &wire.rows, Leg::SlotsBack)?;
-        let rows = received.plain("combine")?;
+        let sent = PackRows { rows: rows_rd, index: &plan.map.slot_row }.run(b)?;
+        let received = self.send(&sent, rows_rd.row_kind(), &wire.rows, Leg::SlotsBack)?;
+        let rows = &self.dequantized(&received)?;
         CombineSlots { rows, index: Some(&wire.slot_place), plus: plus_td, top_k }.run(b)
+    }
+
+    /// Rows as they are summed.
+    fn dequantized(&self, rows: &Operand<B>) -> Result<Tensor<B>> {
+        match rows {
+            Operand::Plain(rows) => Ok(rows.clone()),
+            Operand::Block(x) => Dequantize { x, dtype: self.cx.activations() }.run(self.cx.b),
+        }
     }
 
     /// Sums up the tree of this rank's experts, and what comes back up that of ranks.

@@ -205,6 +205,19 @@ impl<B: Kernels> Moe<B> {
         Exchange::new(cx, self.router.shape.experts, self.router.shape.top_k)
     }
 
+    /// Rows as they travel back from the experts: each slot's by itself, whatever the mesh.
+    fn returning(
+        &self,
+        cx: &Cx<'_, B>,
+        (tensor, site): (&'static str, Site),
+        rows_rd: Tensor<B>,
+        plan: &Plan<B>,
+    ) -> Result<Operand<B>> {
+        let layer = &self.experts.name;
+        let to = cx.section(LayerKind::Expert, layer);
+        cx.form(Place { layer, tensor, linear: layer }, &rows_rd, to.at(site), Some(&plan.map.groups))
+    }
+
     /// The input's rows as they arrive at the experts.
     fn arrived(
         &self,
@@ -245,6 +258,7 @@ impl<B: Kernels> Layer<B> for Moe<B> {
     fn forward(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<(Tensor<B>, MoeSaved<B>)> {
         let (a_rf, saved) = self.hidden(cx, &x_td)?;
         let y_rd = self.experts.output(cx, a_rf, &saved.plan)?;
+        let y_rd = self.returning(cx, ("y", Site::CombineFwd), y_rd, &saved.plan)?;
         let y_td = self.exchange(cx).combine(&saved.plan, &y_rd, None)?;
         Ok((y_td, saved))
     }
@@ -267,6 +281,7 @@ impl<B: Kernels> Layer<B> for Moe<B> {
         let (dx_rd, dgate_r) = self.experts.backward(cx, &section, experts, dy_rd, &plan)?;
         let dgate = exchange.return_scalars(&plan, &dgate_r)?;
         let dx_router = self.router.backward(cx, router, &x_td, &dgate)?;
+        let dx_rd = self.returning(cx, ("dx", Site::CombineBwd), dx_rd, &plan)?;
         exchange.combine(&plan, &dx_rd, Some(&dx_router))
     }
 }

@@ -47,13 +47,13 @@ impl Origin {
             false => (None, None),
         };
         let Some(checkpoint) = checkpoint else {
-            let config = match resume {
-                // It has begun, and has no checkpoint yet. What another rank writes there meanwhile is the same.
-                true => config.going_on_from(&stored_config(Path::new(&config.run.dir), &[])?.0),
-                false => begun(b, comm, config, observer),
-            };
-            config.validate_on(b.kind())?;
-            return Ok(Self { store, checkpoint, recipe: checked_recipe(&config)?, config, data: None });
+            // It has begun, and has no checkpoint yet. What another rank writes there meanwhile is the same.
+            let earlier = resume.then(|| stored_config(Path::new(&config.run.dir), &[])).transpose()?;
+            let asked = earlier.map_or_else(|| config.clone(), |(earlier, _)| config.going_on_from(&earlier));
+            asked.validate_on(b.kind())?;
+            let recipe = checked_recipe(&asked)?;
+            let config = if resume { asked } else { begun(b, comm, &asked, &recipe, observer) };
+            return Ok(Self { store, checkpoint, recipe, config, data: None });
         };
         let recipe = checkpoint.position().resolved_recipe()?;
         let data = Dataset::of(config)?;
@@ -110,10 +110,19 @@ impl Origin {
 }
 
 /// What a run begins with, of which the first rank tells what was decided here.
-fn begun<B: Kernels>(b: &B, comm: &dyn Comm<B>, config: &Config, observer: &mut dyn Observer) -> Config {
-    let begun = config.begun_on(b.kind());
+fn begun<B: Kernels>(
+    b: &B,
+    comm: &dyn Comm<B>,
+    config: &Config,
+    recipe: &Recipe,
+    observer: &mut dyn Observer,
+) -> Config {
+    let begun = config.begun_on(b.kind(), recipe);
     if begun.train.combine != config.train.combine && comm.rank() == 0 {
         observer.note(match begun.train.combine.unwrap_or_default() {
+            Combine::Slots if recipe.quantized_combine().is_some() => {
+                "train.combine: slots, as the recipe rounds the rows that travel back one by one: ranks send back a row for each expert of a token"
+            }
             Combine::Tree => {
                 "train.combine: tree, as experts are divided among GPUs: ranks send back one row a token; slots has the bits of a run on one GPU"
             }

@@ -2,7 +2,8 @@
 
 use super::*;
 use crate::cx::Shards;
-use nibble_core::formats::{Purpose, Stream};
+use nibble_core::formats::{Codec, Purpose, Rounding, ScaleRule, Stream};
+use nibble_core::ops::{Planes, Quantize};
 use nibble_core::{Backend, Comm, DType, Mesh, Recipe};
 use nibble_cpu::{Cpu, HostComm};
 
@@ -257,7 +258,7 @@ fn check_overflow(case: Case, comm: HostComm) {
         assert!(plan.map.groups.len.as_slice().iter().all(|len| *len == 0), "{case:?}");
         let x = rows_of(&cpu, DType::Bf16, case.tokens, 8, made);
         let rows = exchange.dispatch(&plan, &Operand::Plain(x)).unwrap();
-        let back = exchange.combine(&plan, rows.plain("test").unwrap(), None).unwrap();
+        let back = exchange.combine(&plan, &rows, None).unwrap();
         assert_eq!(back.shape(), (case.tokens, 8));
         exchange.return_scalars(&plan, &plan.gate_r).unwrap();
     }
@@ -338,7 +339,7 @@ fn check_sums(case: Case, way: Combine, (dtype, cols): (DType, usize), comm: Hos
     let first = rank * case.tokens;
     let plus = rows_of(&cpu, dtype, case.tokens, cols, |token, col| made(9_999_999 - first - token, col));
     for plus in [None, Some(&plus)] {
-        let got = exchange.combine(&plan, &rows_rd, plus).unwrap();
+        let got = exchange.combine(&plan, &Operand::Plain(rows_rd.clone()), plus).unwrap();
         let rows = &rows_of(&cpu, dtype, case.tokens * top_k, cols, |id, col| made(first * top_k + id, col));
         let index = &cpu.upload(&(0..(case.tokens * top_k) as i32).collect::<Vec<_>>()).unwrap();
         let want = match way {
@@ -375,6 +376,62 @@ fn rows_come_back_and_add_up_as_on_one_rank() {
     }
 }
 
+/// Rows in blocks are rounded slot by slot, so a token's sum is that of its dequantized rows, whichever ranks made them.
+fn check_blocks(case: Case, format: Format, comm: HostComm) {
+    const COLS: usize = 160;
+    let (cpu, recipe) = (Cpu::new(1).unwrap(), Recipe::builtin("bf16").unwrap());
+    let comm: &dyn Comm<Cpu> = &comm;
+    let (rank, top_k) = (comm.rank(), case.top_k);
+    let shards = Shards::new(&cpu, 1, case.tokens, rank).unwrap();
+    let cx = Cx::inference(&cpu, Mesh::new(comm), &recipe, shards, 0.0);
+    let exchange = Exchange::new(&cx, EACH * case.world, top_k);
+    let plan = exchange.plan(&routing_of(&cpu, &case, rank), 4).unwrap();
+    let codec = Codec::new(format, format.spec().rules[0], Rounding::NearestEven).unwrap();
+    let row_id = plan.map.groups.row_id.as_slice();
+    let made_here = |row: usize, col| usize::try_from(row_id[row]).map_or(f32::NAN, |id| made(id, col));
+    let rows_rd = rows_of(&cpu, DType::Bf16, row_id.len(), COLS, made_here);
+    let groups = Some(&plan.map.groups);
+    let rows_rd = Quantize { groups, ..Quantize::new(&rows_rd, codec, Planes::Rows) }.run(&cpu).unwrap();
+    let rows_rd = rows_rd.take_rows("test").unwrap();
+
+    let first = rank * case.tokens;
+    let rows = rows_of(&cpu, DType::Bf16, case.tokens * top_k, COLS, |id, col| made(first * top_k + id, col));
+    let rows = Quantize::new(&rows, codec, Planes::Rows).run(&cpu).unwrap().take_rows("test").unwrap();
+    let Operand::Block(x) = &rows else { panic!("{format} has no blocks") };
+    let rows = Dequantize { x, dtype: DType::Bf16 }.run(&cpu).unwrap();
+    let plus = rows_of(&cpu, DType::Bf16, case.tokens, COLS, |token, col| made(9_999_999 - token, col));
+    for plus in [None, Some(&plus)] {
+        let got = exchange.combine(&plan, &rows_rd, plus).unwrap();
+        let want = CombineSlots { plus, ..CombineSlots::new(&rows, top_k) }.run(&cpu).unwrap();
+        let [got, want] = [got, want].map(|x| x.to_f32_vec(&cpu).unwrap());
+        assert!(got.iter().map(|x| x.to_bits()).eq(want.iter().map(|x| x.to_bits())), "{case:?}, {format}");
+    }
+}
+
+#[test]
+fn rows_in_blocks_come_back_and_add_up_as_on_one_rank() {
+    for (i, case) in Case::all().into_iter().enumerate() {
+        let format = [Format::E4m3, Format::Mxfp8E4m3][i % 2];
+        on_ranks(case.world, |comm| check_blocks(case, format, comm));
+    }
+}
+
+/// Its sums would be rounded where ranks meet.
+#[test]
+fn rows_in_blocks_are_not_summed_up_a_tree() {
+    let (cpu, recipe) = (Cpu::new(1).unwrap(), Recipe::builtin("bf16").unwrap());
+    let case = Case { world: 1, tokens: 2, top_k: 1, choice: Choice::Random };
+    let shards = Shards::new(&cpu, 1, 2, 0).unwrap();
+    let comm = nibble_core::SoloComm;
+    let cx = Cx { combine: Combine::Tree, ..Cx::inference(&cpu, Mesh::new(&comm), &recipe, shards, 0.0) };
+    let exchange = Exchange::new(&cx, EACH, 1);
+    let plan = exchange.plan(&routing_of(&cpu, &case, 0), 1).unwrap();
+    let kind = RowKind { format: Format::E4m3, rule: ScaleRule::Amax, cols: 8 };
+    let rows = kind.unwritten(&cpu, plan.map.groups.capacity).unwrap();
+    let why = exchange.combine(&plan, &rows, None).unwrap_err().to_string();
+    assert!(why.contains("e4m3") && why.contains("slot order"), "{why}");
+}
+
 /// A tree of which no rank has a node.
 #[test]
 fn a_tree_over_other_numbers_of_ranks_is_refused() {
@@ -399,9 +456,9 @@ fn bytes_follow_from_the_routing() {
     assert_eq!(leaving(0), SlotCounts { tokens: 2, slots: 3, top_k: 2 });
     assert_eq!(leaving(1), SlotCounts { tokens: 3, slots: 5, top_k: 2 });
     assert_eq!(leaving(3), counts);
-    let row = |format| RowKind { format, rule: nibble_core::formats::ScaleRule::Floor, cols: 512 };
+    let row = |format| RowKind { format, rule: ScaleRule::Floor, cols: 512 };
     let (fp4, bf16) = (row(Format::Mxfp4), row(Format::Bf16));
-    let of = |way| ExchangeBytes::of(counts, way, [fp4, bf16], bf16);
+    let of = |way| ExchangeBytes::of(counts, way, [fp4, bf16], [bf16; 2]);
     let tree = ExchangeBytes {
         records: 4 * 20,
         dispatch: 4 * 272,
@@ -413,4 +470,9 @@ fn bytes_follow_from_the_routing() {
     assert_eq!(of(Combine::Tree), tree);
     assert_eq!(of(Combine::Slots), ExchangeBytes { combine: 6 * 1024, combine_backward: 6 * 1024, ..tree });
     assert_eq!(tree.total(), 4 * (20 + 272 + 3 * 1024) + 24);
+    // A byte a code, and a byte for each 32 of them; four for each 128, which is padded to 16.
+    let mxfp8 = row(Format::Mxfp8E4m3);
+    let e4m3 = RowKind { rule: ScaleRule::Amax, ..row(Format::E4m3) };
+    let back = ExchangeBytes::of(counts, Combine::Slots, [fp4, bf16], [mxfp8, e4m3]);
+    assert_eq!(back, ExchangeBytes { combine: 6 * (512 + 16), combine_backward: 6 * (512 + 16), ..tree });
 }

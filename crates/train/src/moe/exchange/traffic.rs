@@ -66,22 +66,22 @@ pub struct ExchangeBytes {
 }
 
 impl ExchangeBytes {
-    /// Of rows that go to experts as `dispatch` says (forward, backward) and come back as `combine`.
+    /// Of rows that go to experts as `dispatch` says (forward, backward) and come back as `combine` says.
     ///
     /// A token's record and its row travel once to each of its ranks. Back come a row for each slot, or, summed up a tree, one for each token
-    /// and rank, which is not padded; the gate weight's gradient comes back for each slot.
-    pub fn of(counts: SlotCounts, way: Combine, dispatch: [RowKind; 2], combine: RowKind) -> Self {
+    /// and rank, which is plain and not padded; the gate weight's gradient comes back for each slot.
+    pub fn of(counts: SlotCounts, way: Combine, dispatch: [RowKind; 2], combine: [RowKind; 2]) -> Self {
         let SlotCounts { tokens, slots, top_k } = counts;
-        let back = match way {
-            Combine::Slots => slots * combine.row_bytes(),
-            Combine::Tree => tokens * combine.code_bytes(),
-        };
+        let [back, back_backward] = combine.map(|row| match way {
+            Combine::Slots => slots * row.row_bytes(),
+            Combine::Tree => tokens * row.code_bytes(),
+        });
         Self {
             records: tokens * record_words(top_k) * size_of::<i32>(),
             dispatch: tokens * dispatch[0].row_bytes(),
             combine: back,
             dispatch_backward: tokens * dispatch[1].row_bytes(),
-            combine_backward: back,
+            combine_backward: back_backward,
             scalars: slots * size_of::<f32>(),
         }
     }
