@@ -1,5 +1,6 @@
 //! `nibble doctor`: what this machine and this build have.
 
+mod links;
 mod start;
 
 use nibble_choice::products::{Factor, ProductDesc, Ragged};
@@ -11,6 +12,7 @@ use nibble_core::ops::ProductDims;
 use nibble_core::{Backend, DType, Recipe};
 use nibble_formats::WHOLE_LINE;
 use nibble_formats::{BlockAxis, Format, ScaleRule};
+use nibble_train::config::DeviceChoice;
 use std::path::Path;
 
 /// Says what this machine and this build have
@@ -18,8 +20,9 @@ use std::path::Path;
 /// Processor, threads, memory, backends, formats, recipes, environment.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "--warm needs no GPU. --time compiles into an empty cache of its own, and throws that away.\n\n\
-    Examples:\n  nibble doctor\n  nibble doctor --warm\n  NIBBLE_ISA=avx2 nibble doctor"
+    after_help = "--warm needs no GPU. --time compiles into an empty cache of its own, and throws that away. --links takes 128 MiB of each GPU. A link \
+    that is slow beside the others is told of by a warning, and the exit code is 0.\n\n\
+    Examples:\n  nibble doctor\n  nibble doctor --warm\n  nibble doctor --links\n  NIBBLE_ISA=avx2 nibble doctor"
 )]
 pub struct Args {
     /// Measures instead how long the GPU's kernels take to be ready: compiled anew, and from the cache.
@@ -28,6 +31,15 @@ pub struct Args {
     /// Compiles every kernel that the cache lacks instead, so that no run has to.
     #[arg(long, conflicts_with = "time")]
     warm: bool,
+    /// Measures instead how fast messages go from each GPU of this machine to each other one, and names slow links.
+    #[arg(long, conflicts_with_all = ["time", "warm"])]
+    links: bool,
+    /// What --links measures: cuda (or auto), the GPUs; cpu, threads that copy in the host's memory.
+    #[arg(long, requires = "links", value_name = "DEVICE", default_value = "auto")]
+    device: DeviceChoice,
+    /// How many ranks --links measures: by default all GPUs, and 2 on a CPU.
+    #[arg(long, requires = "links", value_name = "N", value_parser = clap::value_parser!(u32).range(2..=1024))]
+    ranks: Option<u32>,
 }
 
 pub fn run(args: Args) -> Result<()> {
@@ -36,6 +48,9 @@ pub fn run(args: Args) -> Result<()> {
     }
     if args.warm {
         return start::warm();
+    }
+    if args.links {
+        return links::run(args.device, args.ranks.map(|ranks| ranks as usize));
     }
     let settings = Env::read()?;
     let cpu = settings.cpu(settings.threads(0))?;

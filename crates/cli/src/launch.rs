@@ -91,7 +91,11 @@ fn require_training(command: &[String]) -> Result<()> {
 /// What goes on with a run that has begun in this folder; where none has, what was asked for begins again.
 fn again(command: Vec<String>, run: Option<&Path>) -> Vec<String> {
     match run {
-        Some(dir) => ["train".to_owned(), dir.to_string_lossy().into_owned(), "--resume".to_owned()].into(),
+        Some(dir) => {
+            let checks_links = command.into_iter().filter(|word| word == "--check-links");
+            let again = ["train".to_owned(), dir.to_string_lossy().into_owned(), "--resume".to_owned()];
+            again.into_iter().chain(checks_links).collect()
+        }
         None => command,
     }
 }
@@ -121,7 +125,10 @@ mod tests {
     fn a_run_that_has_begun_goes_on_in_its_folder_and_no_other() {
         let asked = || ["train", "tiny", "--set", "train.steps=9"].map(str::to_owned).to_vec();
         assert_eq!(again(asked(), None), asked());
-        assert_eq!(again(asked(), Some(Path::new("runs/tiny-2"))), ["train", "runs/tiny-2", "--resume"]);
+        let run = Some(Path::new("runs/tiny-2"));
+        assert_eq!(again(asked(), run), ["train", "runs/tiny-2", "--resume"]);
+        let checked = [asked(), vec!["--check-links".to_owned()]].concat();
+        assert_eq!(again(checked, run), ["train", "runs/tiny-2", "--resume", "--check-links"]);
     }
 
     #[test]

@@ -12,6 +12,7 @@ use nibble_command::console::{bits, thousands};
 use nibble_command::device::{self, Device, On, Work};
 use nibble_command::error::{Error, Result};
 use nibble_command::joined::{self, Process, RendezvousArg};
+use nibble_command::links;
 use nibble_command::{say, warn};
 use nibble_core::{DeviceKind, Recipe};
 use nibble_train::checks::checked_recipe;
@@ -57,6 +58,9 @@ pub struct Args {
     /// On the device that the run would be on; =gpu: on a GPU, wherever this is.
     #[arg(long, value_name = "WHERE", num_args = 0..=1, require_equals = true, default_missing_value = "device")]
     dry_run: Option<DryRunOn>,
+    /// Measures how fast messages go between the run's ranks before its first step, and names slow links.
+    #[arg(long, conflicts_with = "dry_run")]
+    check_links: bool,
     #[command(flatten)]
     rendezvous: RendezvousArg,
 }
@@ -116,7 +120,8 @@ pub fn run(args: Args) -> Result<()> {
     }
     let stop = signals.as_ref().map(Signals::received);
     let options = Options { resume: args.resume, numbered: !named_by_user, stop };
-    if let Some(summary) = device::run(&config.run, &Training { config: &config, options })? {
+    let training = Training { config: &config, options, check_links: args.check_links };
+    if let Some(summary) = device::run(&config.run, &training)? {
         conclude(&config, &summary);
         if summary.valid_loss.is_none() {
             return Err(Error::Stopped(signals.map_or(0, Signals::told)));
@@ -128,15 +133,19 @@ pub fn run(args: Args) -> Result<()> {
 struct Training<'a> {
     config: &'a Config,
     options: Options,
+    check_links: bool,
 }
 
 impl Work for Training<'_> {
     type Out = Option<Summary>;
 
     fn run<B: Device>(&self, on: &On<'_, B>) -> Result<Option<Summary>> {
-        let Self { config, options } = *self;
+        let Self { config, options, check_links } = *self;
         // First of all: a GPU may have kernels to compile before there is more to say.
         on.announce();
+        if check_links {
+            links::check(on)?;
+        }
         let mut observer: Box<dyn Observer> = match on.mesh.all.rank() {
             0 => Box::new(Console::new(config, on)),
             _ => Box::new(RankLog::new(on)),
@@ -145,7 +154,7 @@ impl Work for Training<'_> {
     }
 
     fn agreed(&self) -> String {
-        format!("resume = {}", self.options.resume)
+        format!("resume = {}\ncheck_links = {}", self.options.resume, self.check_links)
     }
 }
 

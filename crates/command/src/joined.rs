@@ -312,7 +312,7 @@ fn status() -> Status {
 }
 
 /// The name of this host.
-fn host() -> String {
+pub(crate) fn host() -> String {
     let mut name = [0u8; 256];
     // SAFETY: the system writes no more than so many bytes, and the last one is kept for the end of the text.
     #[cfg(unix)]

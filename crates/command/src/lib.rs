@@ -3,9 +3,10 @@
 //! | module | what |
 //! | --- | --- |
 //! | [`device`] | what a command computes on: chosen by the configuration and by what there is, opened here and nowhere else |
-//! | [`ranks`] | ranks as threads of a CPU |
+//! | [`ranks`] | ranks as threads |
 //! | [`launched`] | which launcher started this process, as which rank, and where the ranks meet |
 //! | [`joined`] | ranks as processes: how one finds the others, and ends with them |
+//! | [`links`] | how fast messages go between ranks, and which links are slow |
 //! | [`gpu`] | the GPU of a command that needs one |
 //! | [`changes`] | options that change a configuration |
 //! | [`layers`] | a layer of each kind under a recipe, and what a backend sees of it |
@@ -25,6 +26,7 @@ pub mod gpu;
 pub mod joined;
 pub mod launched;
 pub mod layers;
+pub mod links;
 pub mod output;
 pub mod ranks;
 

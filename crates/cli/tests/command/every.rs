@@ -41,6 +41,7 @@ pub const ALL: &[Command] = &[
     says(&["recipe", "mxfp4-hopper", "--trace"]),
     writes("out.st", &["inspect", "small.toml", "--out", "out.st"]),
     says(&["doctor"]),
+    says(&["doctor", "--links", "--device", "cpu"]),
 ];
 
 impl Command {

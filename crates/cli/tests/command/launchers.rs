@@ -18,10 +18,11 @@ fn launcher(variable: &str, what: &str) -> Option<Vec<String>> {
     Some(words).filter(|words| !words.is_empty())
 }
 
-/// The arguments of a run that two ranks can divide.
+/// The arguments of a run that two ranks can divide. Options may stand among the changes.
 fn train<'a>(dir: &'a str, changes: &[&'a str]) -> Vec<&'a str> {
-    let changes = ["train.expert_shards=2", dir].into_iter().chain(changes.iter().copied());
-    ["train", "small.toml"].into_iter().chain(set(changes)).collect()
+    let (options, changes): (Vec<_>, Vec<_>) = changes.iter().partition(|word| word.starts_with("--"));
+    let changes = ["train.expert_shards=2", dir].into_iter().chain(changes);
+    ["train", "small.toml"].into_iter().chain(set(changes)).chain(options).collect()
 }
 
 /// The weights and moments of such a run on one rank.
@@ -315,6 +316,9 @@ fn ranks_of_two_minds_end_with_one_message() {
 
     let error = hand.told_once(&two(&["run.dp=2"]));
     assert_says(&error, &["run.dp: "]);
+
+    let error = hand.told_once(&two(&["--check-links"]));
+    assert_says(&error, &["its configuration is another: check_links: "]);
 }
 
 #[test]

@@ -17,6 +17,8 @@ mod kill;
 mod launch_ends;
 #[cfg(unix)]
 mod launchers;
+#[cfg(unix)]
+mod links;
 #[cfg(target_os = "linux")]
 mod memory;
 mod mistakes;

@@ -1,6 +1,6 @@
 //! The kinds of devices: what a command asks of a backend besides training on it.
 
-use nibble_core::{Kernels, Result};
+use nibble_core::{Backend, Kernels, Result};
 use nibble_cpu::Cpu;
 use nibble_cpu::gemm::peak::{Dot, measure};
 use nibble_cuda::measure::power::Meter;
@@ -34,6 +34,11 @@ pub struct Peaks {
 
 /// A backend as the command knows it.
 pub trait Device: Kernels {
+    /// The device for people, told apart from others of its host.
+    fn which(&self) -> String;
+    /// Bytes a second that a message from it to such a device of the same host has at least, if they are joined as their maker meant; none where that is
+    /// not known.
+    fn least_link_rate(&self) -> Option<f64>;
     /// The chip's dense rate of BF16 products in flops a second, by its maker; none of a chip that is not known.
     fn peak_flops(&self) -> Option<f64>;
     /// The rates that a step's arithmetic is measured against: of F32 and of BF16 products, in flops a second.
@@ -69,6 +74,14 @@ pub trait Device: Kernels {
 }
 
 impl Device for Cpu {
+    fn which(&self) -> String {
+        self.name()
+    }
+
+    fn least_link_rate(&self) -> Option<f64> {
+        None
+    }
+
     fn peak_flops(&self) -> Option<f64> {
         None
     }
@@ -103,6 +116,15 @@ impl Device for Cpu {
 }
 
 impl Device for Cuda {
+    fn which(&self) -> String {
+        let info = self.device().info();
+        format!("GPU {}, {}, {}", info.ordinal, info.name, info.uuid)
+    }
+
+    fn least_link_rate(&self) -> Option<f64> {
+        has_nvlink(&self.device().info().name).then_some(LEAST_OF_NVLINK)
+    }
+
     fn peak_flops(&self) -> Option<f64> {
         hopper_flops(&self.device().info().name)
     }
@@ -161,6 +183,14 @@ fn hopper_flops(name: &str) -> Option<f64> {
     (known && !slower).then_some(989e12)
 }
 
+/// Bytes a second. NVLink has up to 450e9 each way between GPUs of these boards, and a host's PCIe 64e9.
+const LEAST_OF_NVLINK: f64 = 100e9;
+
+/// Whether all such GPUs of a host are joined by NVLink: those on SXM boards.
+fn has_nvlink(name: &str) -> bool {
+    hopper_flops(name).is_some() && !name.contains("GH200")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -176,6 +206,7 @@ mod tests {
             ("NVIDIA A100-SXM4-80GB", false),
         ] {
             assert_eq!(hopper_flops(name).is_some(), known, "{name}");
+            assert_eq!(has_nvlink(name), known && !name.contains("GH200"), "{name}");
         }
     }
 }
