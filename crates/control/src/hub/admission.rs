@@ -18,11 +18,7 @@ pub fn refusal(seats: &[Seat], join: &Join) -> Option<String> {
         ));
     }
     if join.world != world {
-        let others = match other {
-            Some(other) => format!("rank {} as one of {world}", other.rank),
-            None => format!("the hub for {world}"),
-        };
-        return Some(format!("it was started as one of {}, {others}", join.world));
+        return Some(format!("it was started as one of {}, and this run has {world}", join.world));
     }
     let Some(seat) = seats.get(join.rank) else {
         return Some(format!("there is no such rank: those of {world} are 0 to {}", world.saturating_sub(1)));

@@ -41,7 +41,7 @@ fn another_configuration_is_refused() {
 fn another_world_is_refused() {
     assert_eq!(
         refusal(rank_of(1, 3)).to_string(),
-        "rank 1 on host a: it was started as one of 3, rank 0 as one of 2"
+        "rank 1 on host a: it was started as one of 3, and this run has 2"
     );
 }
 
