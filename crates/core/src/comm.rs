@@ -63,6 +63,10 @@ pub trait Comm<B: Backend>: Debug + Send + Sync {
     fn host_ranks(&self) -> usize {
         self.world()
     }
+    /// Whether an exchange is to be taken for as large as there is room for, whatever comes: where memory is predicted.
+    fn fills_room(&self) -> bool {
+        false
+    }
 }
 
 /// The ranks of a communicator as their hosts know each other, whatever carries their rows: by this a device's communicator comes about, and ends.

@@ -1,5 +1,5 @@
-//! Rows between the ranks that divide the experts of a layer. How many there are is known here alone. Whoever sends them knows only how many
-//! there is room for, so that memory does not depend on what a router chooses.
+//! Rows between the ranks that divide the experts of a layer. There is room for so many, and no more memory is taken, whatever a router chooses. How
+//! many there are is read once, so that nothing is computed of rows that have not come.
 
 use crate::{Backend, Comm, Error, Result};
 
@@ -80,7 +80,22 @@ impl RowPlan {
     pub fn finish<B: Backend>(b: &B, comm: &dyn Comm<B>, pending: PendingRows<B>) -> Result<Self> {
         let table = b.finish_download(pending.counts)?;
         comm.check()?;
-        Self::of(&table, (comm.rank(), comm.world()), pending.room)
+        let plan = Self::of(&table, (comm.rank(), comm.world()), pending.room)?;
+        Ok(if comm.fills_room() { plan } else { plan.fitted() })
+    }
+
+    /// With no more room than is needed, one token at least; where it is not enough, with all there is.
+    fn fitted(mut self) -> Self {
+        if self.overflow.is_none() {
+            self.room.tokens = self.tokens_from.iter().sum::<usize>().max(1);
+            self.room.slots = self.slots_to.iter().sum::<usize>().max(1);
+        }
+        self
+    }
+
+    /// For how many tokens, and slots of them, that are sent to this rank there is a place from here on.
+    pub fn places(&self) -> (usize, usize) {
+        (self.room.tokens, self.room.slots)
     }
 
     /// From every rank's tokens and slots to every rank, `[world, world, 2]`.

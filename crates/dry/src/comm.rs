@@ -127,4 +127,8 @@ impl Comm<Dry> for DryComm {
     }
 
     fn abort(&self, _: &str) {}
+
+    fn fills_room(&self) -> bool {
+        true
+    }
 }

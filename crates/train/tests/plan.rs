@@ -164,7 +164,7 @@ fn the_peak_of_a_schedule_is_that_of_its_largest_part() {
 }
 
 #[test]
-fn each_rank_takes_what_is_predicted_whatever_it_is_sent() {
+fn no_rank_takes_more_than_is_predicted_whatever_it_is_sent() {
     let two = ["run.ranks=2", "train.shards=2"];
     let replicas = ["run.ranks=4", "run.dp=2", "train.expert_shards=4", "train.grad_accum=2"];
     let tree = ["run.ranks=2", "train.shards=2", "train.combine=tree"];
@@ -175,8 +175,8 @@ fn each_rank_takes_what_is_predicted_whatever_it_is_sent() {
     let back = format!("recipe={}", back.display());
     let in_blocks = [&two[..], &[&*back]].concat();
     for changes in [&two[..], &replicas, &tree, &in_blocks] {
-        // Room for whatever a router chooses: none of it depends on that.
-        let room = ["recipe=mxfp4-hopper", "run.capacity_factor=8"];
+        // Room for nearly all that a router may choose: what comes takes less, and never more.
+        let room = ["recipe=mxfp4-hopper", "run.capacity_factor=1.9"];
         let config = config(&[&room[..], changes].concat());
         let mesh = config.run.mesh();
         let there = rig::on_mesh(mesh, |mesh| {
@@ -192,9 +192,12 @@ fn each_rank_takes_what_is_predicted_whatever_it_is_sent() {
             let predicted = predict_rank(DeviceKind::Host, (mesh, like[0]), &config, &recipe).unwrap();
             assert!(predicted.device_bytes() <= largest.device_bytes());
             for ((name, there), (_, predicted)) in there.arenas().into_iter().zip(predicted.memory.arenas()) {
-                let bound = if name == "activations" { 0.005 } else { 1e-9 };
-                let off = off(predicted.peak_bytes, there.peak_bytes);
-                assert!(off < bound, "{changes:?}, {name}: {predicted:?}, {there:?}");
+                let share = there.peak_bytes as f64 / predicted.peak_bytes as f64;
+                let least = if name == "activations" { 0.5 } else { 1.0 };
+                assert!(
+                    (least..=1.0).contains(&share),
+                    "{changes:?}, {name}: {predicted:?}, {there:?}, {share} of that"
+                );
             }
         }
     }

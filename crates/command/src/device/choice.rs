@@ -63,7 +63,9 @@ pub fn choose<C>(
             usable(found, ordinal).map_err(refused)?;
             match met {
                 None => Ok((Choice::Cuda(open(ordinal)?), asked)),
-                // One rank among others, who are none here: a configuration of several is refused this choice.
+                Some(ranks) if ranks > 1 => Err(refused(format!(
+                    "it is one GPU for {ranks} ranks; run.device=cuda gives each its own"
+                ))),
                 Some(_) => {
                     nccl().map_err(refused)?;
                     Ok((Choice::Gpus(vec![ordinal]), format!("{asked}, with NCCL")))

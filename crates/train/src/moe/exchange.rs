@@ -232,8 +232,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         Ok((map, experts))
     }
 
-    /// The plan among several ranks: they tell each other which tokens go where, with experts and gate weights. How many come is known to the
-    /// transport alone; here there is room.
+    /// The plan among several ranks: they tell each other which tokens go where, with experts and gate weights.
     fn plan_ranks(&self, routing: &Routing<B>, align: usize) -> Result<Plan<B>> {
         let (cx, b, ep, top_k) = (self.cx, self.cx.b, self.cx.mesh.ep, self.top_k);
         let world = ep.world();
@@ -263,11 +262,12 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         });
 
         let record_bytes = size_of::<i32>() * record_words(top_k);
+        let (tokens_here, slots_here) = rows.places();
         // Where no record arrives there are zeros, which is one of no token.
-        let mut received = b.zeros::<u8>(room.tokens * record_bytes)?;
+        let mut received = b.zeros::<u8>(tokens_here * record_bytes)?;
         rows.exchange(b, ep, (Leg::Tokens, record_bytes), &sent, &mut received)?;
         let received = UnpackSlots { records: &b.reinterpret(&received)?, top_k }.run(b)?;
-        let (map, experts) = self.sort(&received.expert, &received.token_id, room.slots, align)?;
+        let (map, experts) = self.sort(&received.expert, &received.token_id, slots_here, align)?;
         let gate_r = GatherScalars { values: &received.weight, index: &map.row_slot }.run(b)?;
         let experts_tree = self.tree(&map.row_slot, received.expert, experts_each)?;
         let ranks_tree = self.tree(&tokens.row_slot, ranks.first, world)?;
@@ -317,7 +317,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         self.as_rows(&bytes, dtype, (plan.capacity(leg), kind.cols)).map(Operand::Plain)
     }
 
-    /// The bytes of that, with room for as many rows as there is.
+    /// The bytes of that, with a place for each row that comes.
     fn received(
         &self,
         rows: &B::Buf<u8>,
