@@ -1,6 +1,7 @@
 //! Rows of one size, planned: which go to which rank, and every stage of their way as a call of its own.
 
-use nibble_core::ops::{Cast, CombineSlots, InitNormal, PackRows, Permute, Routing, UnpackRows};
+use crate::experts::chosen;
+use nibble_core::ops::{Cast, CombineSlots, InitNormal, PackRows, Permute, UnpackRows};
 use nibble_core::recipe::{LayerKind, Precision, Site};
 use nibble_core::{DType, Data, Error, Kernels, Leg, Mesh, Operand, Recipe, Result, RowKind, Tensor};
 use nibble_formats::{Format, Purpose, Stream};
@@ -134,7 +135,7 @@ impl Trip {
     pub fn all() -> Result<Vec<Self>> {
         use Way::{Combine, Dispatch, DispatchBackward};
         let of = |way, format, recipe: &str, site| {
-            let to = Recipe::builtin(recipe)?.of(LayerKind::Expert).at(site).clone();
+            let to = *Recipe::builtin(recipe)?.of(LayerKind::Expert).at(site);
             Ok(Self { way, format, to })
         };
         [
@@ -210,15 +211,7 @@ impl<'a, B: Kernels> Planned<'a, B> {
         let shards = Shards::new(b, 1, size.rows, rank)?;
         let capacity_factor = size.fullest() as f64 / size.rows as f64;
         let cx = Cx { capacity_factor, ..Cx::inference(b, mesh, recipe, shards, 0.0) };
-        let none = |b| Tensor::zeros(b, DType::F32, 0, 0);
-        let routing = Routing {
-            expert: b.upload(&size.experts(rank))?,
-            weight: b.upload(&vec![1.0; size.rows])?,
-            probs: none(b)?,
-            log_sum_exp: b.zeros(0)?,
-            load: b.zeros(0)?,
-            losses: b.zeros(0)?,
-        };
+        let routing = chosen(b, &size.experts(rank), &vec![1.0; size.rows])?;
         let plan = exchange(&cx, size).plan(&routing, ALIGN)?;
         Ok(Self { cx, plan, size })
     }

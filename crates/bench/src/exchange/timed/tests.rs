@@ -168,7 +168,7 @@ fn as_many_bytes_go_as_are_counted() {
             for stage in [Stage::Exchange, Stage::Whole] {
                 stages.run(stage).unwrap();
                 let sent = std::mem::take(&mut *comm.sent.lock().unwrap());
-                assert_eq!(sent, [messages.clone()], "{size:?}, {trip:?}, {stage:?}");
+                assert_eq!(sent, std::slice::from_ref(&messages), "{size:?}, {trip:?}, {stage:?}");
                 let leaving: usize = (0..size.ranks).filter(|to| *to != rank).map(|to| sent[0][to]).sum();
                 let [leave, arrive] = size.leaving_and_arriving(rank);
                 assert_eq!(leaving, row * if trip.way == Way::Combine { arrive } else { leave });
