@@ -1,6 +1,6 @@
 //! `nibble bench`: how fast a training step is beside what the processor could do, each operation's vectorised code beside
 //! its scalar specification, and the GPU's conversions, products, attention and expert layers beside the speed of its memory and tensor
-//! cores. And, without a clock, how many bytes the exchange between ranks carries.
+//! cores. And how many bytes the exchange between ranks carries, and how long it takes.
 
 mod attention;
 mod exchange;
@@ -38,6 +38,7 @@ use std::path::PathBuf;
     nibble bench attention --only 192\n  \
     nibble bench experts --quick --only V3 --only Qwen3\n  \
     nibble bench exchange --recipe bf16\n  \
+    nibble bench exchange --ranks 2 --device cuda\n  \
     nibble bench grouped --format mxfp8-e4m3 --groups 8"
 )]
 pub struct Args {

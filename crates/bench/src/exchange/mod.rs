@@ -1,8 +1,9 @@
-//! `nibble bench exchange`: the bytes of a layer's exchange between ranks, and the error of its sums.
-//! Counted, not timed.
+//! `nibble bench exchange`: the bytes of a layer's exchange between ranks, and the error of its sums, counted; with
+//! `--ranks` the exchange itself, timed.
 
 mod routing;
 mod sums;
+mod timed;
 mod traffic;
 
 use nibble_command::env::Env;
@@ -15,6 +16,7 @@ use nibble_train::checks::load_recipe;
 use serde_json::{Value, json};
 use std::path::PathBuf;
 use sums::{Errors, TOP_KS};
+use timed::TimedArgs;
 use traffic::Traffic;
 
 /// Columns of a token's row.
@@ -28,20 +30,28 @@ const RANKS: [usize; 3] = [2, 4, 8];
 /// Tokens of all ranks, for which experts are drawn.
 const TOKENS: usize = 8192;
 
-/// What the exchange between ranks costs: bytes a token, and the error of its sums. Counted, not timed.
+/// What the exchange between ranks costs: bytes a token, and the error of its sums; with --ranks, its time.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "A token has 7168 columns and 8 of 256 experts, which 2, 4 or 8 ranks divide. Its \
     experts are drawn. In a balanced routing each is as likely as another. In a zipf routing expert e has \
     weight 1 / (e + 1), so the first rank has the busiest. `slots` and `tree` are values of train.combine. \
     `all` counts what ranks send to themselves, `leaves` does not.\n\n\
     The last table sums rows of normal numbers both ways, on the CPU, and compares with sums in F64.\n\n\
+    With --ranks nothing of this is counted. That many ranks send rows to each other, and each stage is timed: to \
+    the format that travels, into messages, the messages alone, and back to rows in the order of experts. A row goes to \
+    one rank. Skewed splits send half as many again to the first rank. On CPUs rows go through the host's memory, and \
+    the figures are of no link; take few rows there.\n\n\
     Examples:\n  \
     nibble bench exchange\n  \
-    nibble bench exchange --recipe bf16 --json exchange.json")]
+    nibble bench exchange --recipe bf16 --json exchange.json\n  \
+    nibble bench exchange --ranks 2 --device cuda\n  \
+    nibble bench exchange --ranks 2 --device cpu --rows 256 --cols 512 --splits equal")]
 pub struct Args {
     /// Precision recipe: a built-in one (see `nibble recipe`) or the path of a TOML file.
     #[arg(long, value_name = "RECIPE", default_value = "mxfp4-hopper")]
     recipe: String,
+    #[command(flatten)]
+    timed: TimedArgs,
 }
 
 impl Args {
@@ -79,6 +89,9 @@ impl Rows {
 }
 
 pub fn run(args: &Args) -> Result<Value> {
+    if let Some(figures) = args.timed.run()? {
+        return Ok(figures);
+    }
     let recipe = load_recipe(&args.recipe)?;
     let env = Env::read()?;
     let cpu = env.cpu(env.threads(0))?;

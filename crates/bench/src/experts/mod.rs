@@ -8,6 +8,7 @@ mod peers;
 mod report;
 
 use super::gpu::{Bench, COOL_DOWN, wanted};
+pub use layer::chosen;
 use layer::{Kept, Layer, LayerShape};
 use nibble_command::error::Result;
 use nibble_command::say;

@@ -158,3 +158,52 @@ fn bench_measures_a_step_beside_its_floor() {
     assert!(share > 0.0 && share < 1.0, "{share}");
     assert!(recipe["tokens_per_second"].as_f64().unwrap() > 0.0);
 }
+
+#[test]
+fn bench_times_an_exchange_between_ranks_on_cpus() {
+    let place = Place::new();
+    let bench = ["bench", "exchange", "--ranks", "2", "--device", "cpu", "--window-ms", "0.1"];
+    let sizes = ["--rows", "8,16", "--cols", "128", "--json", "b.json"];
+    let done = place.nibble(&[&bench[..], &sizes].concat()).ok();
+    done.contains("2 ranks of this kind").contains("of no link").contains("There are no floors");
+    done.contains("16 rows of 128 columns on each of 2 ranks, skewed splits: [12, 4] rows to each");
+    assert_eq!(done.stdout.matches("link bytes   quantize").count(), 4, "{}", done.stdout);
+    let figures: serde_json::Value = serde_json::from_slice(&crate::read(place.path("b.json"))).unwrap();
+    let cases = figures["exchange"]["cases"].as_array().unwrap();
+    assert_eq!(cases.len(), 4, "two numbers of rows, two splits");
+    let trips = cases[3]["trips"].as_array().unwrap();
+    let formats: Vec<_> = trips.iter().map(|trip| trip["format"].as_str().unwrap()).collect();
+    assert_eq!(formats, ["bf16", "e4m3", "mxfp8", "mxfp4", "bf16", "e4m3", "bf16"]);
+    let mxfp4 = &trips[3];
+    // Codes, four scales, padding; four rows leave the first rank, and twelve the second.
+    assert_eq!(mxfp4["row_bytes"], 80, "{mxfp4}");
+    assert_eq!(mxfp4["leaving_bytes"], serde_json::json!([4 * 80, 12 * 80]), "{mxfp4}");
+    assert_eq!(mxfp4["link_bytes"], 12 * 80, "{mxfp4}");
+    for stage in ["quantize", "pack", "exchange", "unpack", "whole", "plain"] {
+        assert!(mxfp4["us"][stage]["median"].as_f64().unwrap() > 0.0, "{mxfp4}");
+    }
+    assert!(trips[0]["us"]["quantize"].is_null() && mxfp4["floor_us"]["link"].is_null(), "{mxfp4}");
+}
+
+#[test]
+fn an_exchange_that_cannot_be_timed_is_refused_by_the_name_of_the_option() {
+    let place = Place::new();
+    for (options, part) in [
+        ("--ranks 3", "--ranks: is 3, expected a power of two"),
+        ("--ranks 1", "--ranks: is 1, expected a power of two, from 2 on"),
+        ("--ranks 2 --rows 64,6", "--rows: 6 is not a positive multiple of twice the 2 ranks"),
+        ("--ranks 2 --rows 0", "--rows: 0 is not"),
+        ("--ranks 2 --rows 64 --cols 100", "--cols: 100 is not a positive multiple of 128"),
+        ("--ranks 2 --rows 1099511627776", "more than 2147483648 values"),
+        ("--ranks 2 --splits uneven", "'--splits <SPLIT>'"),
+        ("--ranks 2 --window-ms 0", "'--window-ms <MS>'"),
+        ("--ranks 2 --device cuda:0", "--device: is cuda:0, which is one GPU, but --ranks is 2"),
+        ("--ranks 2 --recipe bf16", "'--recipe <RECIPE>'"),
+        ("--rows 64", "--ranks <N>"),
+        ("--device cpu", "--ranks <N>"),
+    ] {
+        let words: Vec<&str> = ["bench", "exchange"].into_iter().chain(options.split(' ')).collect();
+        let error = place.nibble(&words).failed(2);
+        assert!(error.contains(part), "{options}: {error}");
+    }
+}

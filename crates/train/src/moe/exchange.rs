@@ -60,7 +60,8 @@ pub struct Plan<B: Kernels> {
     experts_tree: Option<TreeSlots<B>>,
     /// Among several ranks: 0, or what a rank was sent that had less room, in shares. One value.
     pub overflow: Option<B::Buf<f32>>,
-    wire: Option<Wire<B>>,
+    /// Among several ranks: how messages go.
+    pub wire: Option<Wire<B>>,
 }
 
 /// Slots of tokens at the leaves of a tree.
@@ -84,15 +85,15 @@ impl<B: Kernels> TreeSlots<B> {
 
 /// How messages go when there are other ranks.
 #[derive(Debug)]
-struct Wire<B: Kernels> {
+pub struct Wire<B: Kernels> {
     /// Token of each row sent, by destination.
-    send_token: B::Buf<i32>,
+    pub send_token: B::Buf<i32>,
     /// For each (token, slot), its place among the slot rows that come back, which arrive rank by rank.
-    slot_place: B::Buf<i32>,
+    pub slot_place: B::Buf<i32>,
     /// The slots of this rank's tokens, of which the first for each rank has the row that comes back from there. Where rows are summed up a tree.
     ranks_tree: Option<TreeSlots<B>>,
     /// How many rows, which is the transport's own business.
-    rows: RowPlan,
+    pub rows: RowPlan,
 }
 
 impl<B: Kernels> Saved for Plan<B> {

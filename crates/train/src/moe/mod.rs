@@ -8,7 +8,7 @@ mod experts;
 mod router;
 
 pub use crate::spec::MoeShape;
-pub use exchange::{Combine, Exchange, ExchangeBytes, Plan, SlotCounts};
+pub use exchange::{Combine, Exchange, ExchangeBytes, Plan, SlotCounts, Wire};
 pub use experts::{Experts, ExpertsSaved};
 pub use router::{BatchLoad, Router, RouterSaved};
 

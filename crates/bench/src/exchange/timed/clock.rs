@@ -1,0 +1,125 @@
+//! Times of what ranks do together: many calls back to back, begun by all at once, as long as on the slowest.
+
+use crate::median;
+use nibble_core::{Backend, Comm, Result};
+use serde_json::{Value, json};
+use std::time::Instant;
+
+/// Windows that are timed.
+pub const WINDOWS: usize = 5;
+/// The most calls of a window.
+const MOST_CALLS: f64 = 20_000.0;
+
+/// Microseconds of a call on the slowest rank.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Times {
+    /// Median of the windows.
+    pub median_us: f64,
+    /// Fastest window.
+    pub min_us: f64,
+    /// Slowest window.
+    pub max_us: f64,
+}
+
+impl Times {
+    /// Of each window's.
+    fn of(windows: Vec<f64>) -> Self {
+        let of = |pick: fn(f64, f64) -> f64| windows.iter().copied().reduce(pick).unwrap_or(f64::NAN);
+        Self { min_us: of(f64::min), max_us: of(f64::max), median_us: median(windows) }
+    }
+
+    /// For a program to read.
+    pub fn figures(&self) -> Value {
+        json!({ "median": self.median_us, "min": self.min_us, "max": self.max_us })
+    }
+}
+
+/// A rank's clock, which ranks read together.
+pub struct Clock<'a, B: Backend> {
+    b: &'a B,
+    comm: &'a dyn Comm<B>,
+    /// Seconds of a window.
+    window: f64,
+    /// One value, to wait for.
+    marker: B::Buf<f32>,
+}
+
+impl<'a, B: Backend> Clock<'a, B> {
+    /// With windows of so many seconds.
+    ///
+    /// # Errors
+    /// From the backend.
+    pub fn new(b: &'a B, comm: &'a dyn Comm<B>, window: f64) -> Result<Self> {
+        Ok(Self { b, comm, window, marker: b.zeros(1)? })
+    }
+
+    /// Waits for all that this rank has issued.
+    fn settle(&self) -> Result<()> {
+        self.b.download(&self.marker).map(drop)
+    }
+
+    /// Times a call, which all ranks make as often. Its memory is that of an arena, as in a step.
+    ///
+    /// # Errors
+    /// What a call returns; from the backend and other ranks.
+    pub fn time(&self, mut call: impl FnMut() -> Result<()>) -> Result<Times> {
+        let arena = self.b.arena("exchange")?;
+        // Seconds of a call.
+        let mut window = |calls: usize| -> Result<f64> {
+            self.settle()?;
+            self.comm.barrier()?;
+            let start = Instant::now();
+            self.b.within(&arena, || (0..calls).try_for_each(|_| call()))?;
+            self.settle()?;
+            let mine = self.b.upload(&[start.elapsed().as_secs_f64() / calls as f64])?;
+            let all = self.b.download(&self.comm.all_gather_f64(self.b, &mine)?)?;
+            Ok(all.into_iter().fold(0.0, f64::max))
+        };
+        // All ranks see the same seconds, and so make as many calls.
+        let calls = |seconds: f64| (self.window / seconds).ceil().clamp(1.0, MOST_CALLS) as usize;
+        // Kernels are compiled, the arena grows and ranks connect in the first call.
+        window(1)?;
+        let once = window(1)?;
+        let warm = window(calls(once))?;
+        let windows = (0..WINDOWS).map(|_| Ok(1e6 * window(calls(warm))?)).collect::<Result<Vec<_>>>()?;
+        Ok(Times::of(windows))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nibble_cpu::{Cpu, HostComm};
+    use std::time::Duration;
+
+    #[test]
+    fn windows_have_a_middle_and_ends() {
+        let times = Times::of(vec![5.0, 1.0, 3.0, 9.0, 2.0]);
+        assert_eq!(times, Times { median_us: 3.0, min_us: 1.0, max_us: 9.0 });
+    }
+
+    #[test]
+    fn all_ranks_make_as_many_calls_and_are_told_the_same_times() {
+        let rank = |comm: HostComm| {
+            let (cpu, mut calls) = (Cpu::new(1).unwrap(), 0);
+            let comm: &dyn Comm<Cpu> = &comm;
+            // The second rank takes longer.
+            let spins = if comm.rank() == 0 { 1 } else { 1000u64 };
+            let call = || {
+                calls += 1;
+                std::hint::black_box((0..spins).fold(0, |sum: u64, i| std::hint::black_box(sum ^ i)));
+                Ok(())
+            };
+            let window = Duration::from_micros(100).as_secs_f64();
+            let times = Clock::new(&cpu, comm, window).unwrap().time(call).unwrap();
+            (calls, times)
+        };
+        let told = std::thread::scope(|scope| {
+            let ranks = HostComm::world(2).into_iter().map(|comm| scope.spawn(move || rank(comm)));
+            let ranks: Vec<_> = ranks.collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect::<Vec<_>>()
+        });
+        assert_eq!(told[0], told[1]);
+        assert!(told[0].0 >= WINDOWS + 3);
+    }
+}

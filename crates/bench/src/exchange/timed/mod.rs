@@ -1,0 +1,193 @@
+//! `nibble bench exchange --ranks N`: the exchange between ranks by the clock, stage by stage and format against format.
+
+mod clock;
+mod planned;
+mod report;
+#[cfg(test)]
+mod tests;
+
+use clock::{Clock, WINDOWS};
+use nibble_command::device::{self, Device, On, Work};
+use nibble_command::error::{Error, Result};
+use nibble_core::{DeviceKind, Recipe};
+use nibble_cuda::measure::timing::Rates;
+use nibble_train::config::{DeviceChoice, RunConfig};
+use planned::{Planned, Size, Splits, Stage, Stages, Trip};
+use report::Measured;
+use serde_json::{Value, json};
+
+/// What the columns of a row are a multiple of: blocks of every format.
+const COL_STEP: usize = 128;
+/// The most values of a rank's rows.
+const MOST_VALUES: usize = 1 << 31;
+/// NVLink 4 between two GPUs, by its maker, bytes a second in one direction.
+const NVLINK4: f64 = 450e9;
+
+/// What is timed, where ranks are asked for.
+#[derive(Debug, clap::Args)]
+pub struct TimedArgs {
+    /// Times the exchange between so many ranks, a power of two: each has a GPU, or threads of the CPU.
+    #[arg(long, value_name = "N", conflicts_with = "recipe")]
+    ranks: Option<usize>,
+    /// Where ranks compute: auto (a Hopper GPU for each if there are so many to use, else the CPU), cpu or cuda.
+    #[arg(long, value_name = "DEVICE", requires = "ranks")]
+    device: Option<DeviceChoice>,
+    /// Rows that each rank sends: a multiple of twice the ranks.
+    #[arg(long, value_name = "N", value_delimiter = ',', requires = "ranks", default_values_t = [4096, 32768])]
+    rows: Vec<usize>,
+    /// Columns of a row: a multiple of 128.
+    #[arg(long, value_name = "N", value_delimiter = ',', requires = "ranks", default_values_t = [7168, 2048])]
+    cols: Vec<usize>,
+    /// How rows are divided among ranks.
+    #[arg(long, value_name = "SPLIT", value_delimiter = ',', requires = "ranks", default_values = ["equal", "skewed"])]
+    splits: Vec<Splits>,
+    /// Milliseconds of each of the five windows of a figure.
+    #[arg(long, value_name = "MS", requires = "ranks", default_value_t = 60.0, value_parser = milliseconds)]
+    window_ms: f64,
+}
+
+/// Milliseconds, some and not too many.
+fn milliseconds(text: &str) -> Result<f64, String> {
+    const MOST: f64 = 60_000.0;
+    let ms = text.parse::<f64>().ok().filter(|ms| *ms > 0.0 && *ms <= MOST);
+    ms.ok_or_else(|| format!("expected milliseconds, above 0 and at most {MOST}"))
+}
+
+impl TimedArgs {
+    /// The figures, where ranks are asked for.
+    ///
+    /// # Errors
+    /// A usage error for what cannot be timed; from the device and between ranks.
+    pub fn run(&self) -> Result<Option<Value>> {
+        let Some(ranks) = self.ranks else { return Ok(None) };
+        let work = Timing {
+            sizes: self.sizes(ranks)?,
+            trips: Trip::all()?,
+            recipe: Recipe::builtin("bf16")?,
+            window: self.window_ms / 1e3,
+        };
+        let device = self.device.unwrap_or(DeviceChoice::Auto);
+        if let DeviceChoice::Cuda(_) = device {
+            return Err(Error::usage(format!(
+                "--device: is {device}, which is one GPU, but --ranks is {ranks}: cuda gives each rank its own"
+            )));
+        }
+        let run = RunConfig { device, ranks, ..RunConfig::default() };
+        device::run(&run, &work).map(Some)
+    }
+
+    /// Every size, in the order of tables.
+    fn sizes(&self, ranks: usize) -> Result<Vec<Size>> {
+        if ranks < 2 || !ranks.is_power_of_two() {
+            let why = format!("--ranks: is {ranks}, expected a power of two, from 2 on");
+            return Err(Error::usage(why));
+        }
+        let mut sizes = Vec::new();
+        for &rows in &self.rows {
+            // Half of a share is a whole number of rows.
+            if rows == 0 || ranks.checked_mul(2).is_none_or(|step| !rows.is_multiple_of(step)) {
+                let why = format!("--rows: {rows} is not a positive multiple of twice the {ranks} ranks");
+                return Err(Error::usage(why));
+            }
+            for &cols in &self.cols {
+                if cols == 0 || !cols.is_multiple_of(COL_STEP) {
+                    let why = format!(
+                        "--cols: {cols} is not a positive multiple of {COL_STEP}, the columns of a block"
+                    );
+                    return Err(Error::usage(why));
+                }
+                if rows.checked_mul(cols).is_none_or(|values| values > MOST_VALUES) {
+                    let why = format!(
+                        "--rows: {rows} rows of {cols} columns are more than {MOST_VALUES} values: take fewer"
+                    );
+                    return Err(Error::usage(why));
+                }
+                sizes.extend(self.splits.iter().map(|&splits| Size { rows, cols, splits, ranks }));
+            }
+        }
+        Ok(sizes)
+    }
+}
+
+/// The sizes and formats that ranks exchange.
+struct Timing {
+    sizes: Vec<Size>,
+    trips: Vec<Trip>,
+    /// Of the context, whose precisions are not asked for.
+    recipe: Recipe,
+    /// Seconds.
+    window: f64,
+}
+
+/// What a device cannot do better than; none of what is not known.
+#[derive(Debug, Clone, Copy)]
+struct Limits {
+    /// Bytes a second of a rank's link in one direction, by its maker.
+    link: Option<f64>,
+    /// Of a rank's memory, measured.
+    memory: Option<Rates>,
+}
+
+impl Work for Timing {
+    type Out = Value;
+
+    fn run<B: Device>(&self, on: &On<'_, B>) -> Result<Value> {
+        let limits = Limits { link: link(on), memory: on.b.peaks()?.map(|peaks| peaks.memory) };
+        let way = report::header(on, limits);
+        let mut cases = Vec::new();
+        for &size in &self.sizes {
+            let measured = self.measure(on, size, limits)?;
+            if on.is_first() {
+                report::table(size, &measured);
+            }
+            cases.push((size, measured));
+        }
+        if on.is_first() {
+            report::published(&cases);
+            report::legend(limits);
+        }
+        let of = |(size, measured): &(Size, Vec<Measured>)| report::figures(*size, measured);
+        Ok(json!({
+            "ranks": on.mesh.all.world(), "device": on.describe(), "way": way, "windows": WINDOWS,
+            "window_seconds": self.window, "experts_of_a_rank": planned::EXPERTS_EACH,
+            "link_bytes_per_s": limits.link, "memory_copy_bytes_per_s": limits.memory.map(|rates| rates.copy),
+            "cases": cases.iter().map(of).collect::<Vec<_>>(),
+        }))
+    }
+
+    fn agreed(&self) -> String {
+        let sizes: Vec<_> = self.sizes.iter().map(report::title).collect();
+        format!("exchanges = {sizes:?}\nwindow = {:?}", self.window)
+    }
+}
+
+impl Timing {
+    /// Every format's times at one size.
+    fn measure<B: Device>(&self, on: &On<'_, B>, size: Size, limits: Limits) -> Result<Vec<Measured>> {
+        let planned = Planned::new(on.b, on.mesh, &self.recipe, size)?;
+        let clock = Clock::new(on.b, on.mesh.ep, self.window)?;
+        let mut all: Vec<Measured> = Vec::new();
+        for trip in &self.trips {
+            let stages = Stages::new(&planned, trip)?;
+            let mut times = Vec::new();
+            for stage in Stage::ALL {
+                let of_stage = if stages.has(stage) { Some(clock.time(|| stages.run(stage))?) } else { None };
+                times.push((stage, of_stage));
+            }
+            all.push(Measured::new(size, trip, times, stages.moved(), limits));
+        }
+        Ok(all)
+    }
+}
+
+/// The rate of the links between GPUs of one host, of those that have NVLink 4 as a board for servers; none of others.
+fn link<B: Device>(on: &On<'_, B>) -> Option<f64> {
+    let is_near = on.b.kind() == DeviceKind::Gpu && on.mesh.all.host_ranks() == on.mesh.all.world();
+    (is_near && has_nvlink(&on.b.name())).then_some(NVLINK4)
+}
+
+/// Whether a device by its name is an H100 or H200 SXM.
+fn has_nvlink(name: &str) -> bool {
+    let is_of = |names: &[&str]| names.iter().any(|part| name.contains(part));
+    is_of(&["NVIDIA H100", "NVIDIA H200"]) && !is_of(&["PCIe", "NVL"])
+}

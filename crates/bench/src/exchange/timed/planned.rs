@@ -1,0 +1,393 @@
+//! Rows of one size, planned: which go to which rank, and every stage of their way as a call of its own.
+
+use crate::experts::chosen;
+use nibble_core::ops::{Cast, CombineSlots, InitNormal, PackRows, Permute, UnpackRows};
+use nibble_core::recipe::{LayerKind, Precision, Site};
+use nibble_core::{DType, Data, Error, Kernels, Leg, Mesh, Operand, Recipe, Result, RowKind, Tensor};
+use nibble_formats::{Format, Purpose, Stream};
+use nibble_train::cx::{Cx, Place, Shards};
+use nibble_train::moe::{Exchange, Plan, Wire};
+
+/// Experts of each rank.
+pub const EXPERTS_EACH: usize = 8;
+/// What the rows of an expert are a multiple of, as where products take blocks.
+const ALIGN: usize = 128;
+/// The names that conversions are given.
+const PLACE: Place<'static> = Place { layer: "bench", tensor: "x", linear: "bench" };
+
+/// How many rows go to which rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Splits {
+    /// As many to each rank.
+    Equal,
+    /// Half as many again to the first rank, and to the others what is left.
+    Skewed,
+}
+
+impl Splits {
+    /// Its name in tables and files.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Equal => "equal",
+            Self::Skewed => "skewed",
+        }
+    }
+}
+
+/// One exchange among ranks of as many rows each.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Size {
+    /// Rows that each rank sends: a multiple of twice the ranks.
+    pub rows: usize,
+    /// Columns of a row.
+    pub cols: usize,
+    /// How they are divided.
+    pub splits: Splits,
+    /// Ranks.
+    pub ranks: usize,
+}
+
+impl Size {
+    /// How many rows each rank sends to each: the same for every sender.
+    pub fn rows_to(&self) -> Vec<usize> {
+        let Self { rows, ranks, .. } = *self;
+        let share = rows / ranks;
+        match self.splits {
+            Splits::Equal => vec![share; ranks],
+            Splits::Skewed => {
+                let (first, others) = (share + share / 2, ranks - 1);
+                let left = rows - first;
+                let of_other = |i| left / others + usize::from(i < left % others);
+                std::iter::once(first).chain((0..others).map(of_other)).collect()
+            }
+        }
+    }
+
+    /// Rows that leave a rank for others, and that come to it from others.
+    pub fn leaving_and_arriving(&self, rank: usize) -> [usize; 2] {
+        let own = self.rows_to()[rank];
+        [self.rows - own, (self.ranks - 1) * own]
+    }
+
+    /// The most rows that go over one rank's link in one direction.
+    pub fn busiest(&self) -> usize {
+        (0..self.ranks).flat_map(|rank| self.leaving_and_arriving(rank)).max().unwrap_or(0)
+    }
+
+    /// The most rows that one rank is sent, by itself too.
+    pub fn fullest(&self) -> usize {
+        self.ranks * self.rows_to().into_iter().max().unwrap_or(0)
+    }
+
+    /// The expert of each row of a rank. Which rows go where is drawn; a rank's experts have as many each.
+    pub fn experts(&self, rank: usize) -> Vec<i32> {
+        let stream = Stream::new(2, Purpose::Data, rank as u32, 0);
+        let mut drawn: Vec<usize> = (0..self.rows).collect();
+        drawn.sort_by_key(|row| (stream.u32_at(*row as u64), *row));
+        let mut experts = vec![0; self.rows];
+        let mut rows = drawn.into_iter();
+        for (to, count) in self.rows_to().into_iter().enumerate() {
+            for (i, row) in rows.by_ref().take(count).enumerate() {
+                experts[row] = (to * EXPERTS_EACH + i % EXPERTS_EACH) as i32;
+            }
+        }
+        experts
+    }
+}
+
+/// Which way rows go, for what.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Way {
+    /// To their experts, in the forward pass.
+    Dispatch,
+    /// The same of gradients of what experts return.
+    DispatchBackward,
+    /// Back, a row for each slot.
+    Combine,
+}
+
+impl Way {
+    /// Its name in tables and files.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Dispatch => "dispatch, forward",
+            Self::DispatchBackward => "dispatch, backward",
+            Self::Combine => "combine",
+        }
+    }
+}
+
+/// Rows of a format on their way.
+#[derive(Debug, Clone)]
+pub struct Trip {
+    pub way: Way,
+    /// The format's name in tables and files.
+    pub format: &'static str,
+    /// How rows travel.
+    pub to: Precision,
+}
+
+impl Trip {
+    /// Every one, BF16 forward first.
+    ///
+    /// # Errors
+    /// Where a built-in recipe is not there.
+    pub fn all() -> Result<Vec<Self>> {
+        use Way::{Combine, Dispatch, DispatchBackward};
+        let of = |way, format, recipe: &str, site| {
+            let to = *Recipe::builtin(recipe)?.of(LayerKind::Expert).at(site);
+            Ok(Self { way, format, to })
+        };
+        [
+            (Dispatch, "bf16", "bf16", Site::DispatchFwd),
+            (Dispatch, "e4m3", "fp8-flow", Site::DispatchFwd),
+            // No recipe dispatches it: as it is multiplied.
+            (Dispatch, "mxfp8", "mxfp8", Site::FpropX),
+            (Dispatch, "mxfp4", "mxfp4-hopper", Site::DispatchFwd),
+            (DispatchBackward, "bf16", "bf16", Site::DispatchBwd),
+            (DispatchBackward, "e4m3", "mxfp4-hopper", Site::DispatchBwd),
+            (Combine, "bf16", "bf16", Site::DispatchFwd),
+        ]
+        .map(|(way, format, recipe, site)| of(way, format, recipe, site))
+        .into_iter()
+        .collect()
+    }
+
+    /// How a row of so many columns lies in a message.
+    pub fn row_kind(&self, cols: usize) -> RowKind {
+        RowKind { format: self.to.format, rule: self.to.scale, cols }
+    }
+}
+
+/// What is timed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stage {
+    /// BF16 rows to the format that travels.
+    Quantize,
+    /// Rows by destination, as messages.
+    Pack,
+    /// The messages alone.
+    Exchange,
+    /// Messages to rows in expert order; on the way back, to sums of each token's.
+    Unpack,
+    /// All of these, as a layer does them.
+    Whole,
+    /// As many bytes, divided equally among all ranks.
+    Plain,
+}
+
+impl Stage {
+    /// Every one, in the order of tables.
+    pub const ALL: [Self; 6] =
+        [Self::Quantize, Self::Pack, Self::Exchange, Self::Unpack, Self::Whole, Self::Plain];
+
+    /// Its name in files.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Quantize => "quantize",
+            Self::Pack => "pack",
+            Self::Exchange => "exchange",
+            Self::Unpack => "unpack",
+            Self::Whole => "whole",
+            Self::Plain => "plain",
+        }
+    }
+}
+
+/// The plan of one size on one rank.
+pub struct Planned<'a, B: Kernels> {
+    pub cx: Cx<'a, B>,
+    pub plan: Plan<B>,
+    pub size: Size,
+}
+
+impl<'a, B: Kernels> Planned<'a, B> {
+    /// With exactly the room that the fullest rank needs. All ranks call it together.
+    ///
+    /// # Errors
+    /// From the backend and other ranks.
+    pub fn new(b: &'a B, mesh: Mesh<'a, B>, recipe: &'a Recipe, size: Size) -> Result<Self> {
+        let rank = mesh.ep.rank();
+        let shards = Shards::new(b, 1, size.rows, rank)?;
+        let capacity_factor = size.fullest() as f64 / size.rows as f64;
+        let cx = Cx { capacity_factor, ..Cx::inference(b, mesh, recipe, shards, 0.0) };
+        let routing = chosen(b, &size.experts(rank), &vec![1.0; size.rows])?;
+        let plan = exchange(&cx, size).plan(&routing, ALIGN)?;
+        Ok(Self { cx, plan, size })
+    }
+
+    /// The rows that a rank is given: normal numbers.
+    ///
+    /// # Errors
+    /// From the backend.
+    pub fn tokens(b: &B, size: Size, rank: usize) -> Result<Tensor<B>> {
+        let stream = Stream::new(3, Purpose::Init, rank as u32, 0);
+        let x = InitNormal { stream, first: 0, rows: size.rows, cols: size.cols, std: 1.0 }.run(b)?;
+        Cast { x: &x, dtype: DType::Bf16 }.run(b)
+    }
+
+    fn wire(&self) -> Result<&Wire<B>> {
+        let missing = Error::Defect { place: "bench exchange", what: "a plan among ranks has no messages" };
+        self.plan.wire.as_ref().ok_or(missing)
+    }
+}
+
+fn exchange<'c, 'a, B: Kernels>(cx: &'c Cx<'a, B>, size: Size) -> Exchange<'c, 'a, B> {
+    Exchange::new(cx, EXPERTS_EACH * size.ranks, 1)
+}
+
+/// What each stage of a trip begins with.
+pub struct Stages<'p, 'a, B: Kernels> {
+    planned: &'p Planned<'a, B>,
+    trip: &'p Trip,
+    /// Tokens, or on the way back what experts made.
+    given: Tensor<B>,
+    /// The same as it travels.
+    rows: Operand<B>,
+    packed: B::Buf<u8>,
+    arrived: B::Buf<u8>,
+}
+
+impl<'p, 'a, B: Kernels> Stages<'p, 'a, B> {
+    /// Goes the way once. All ranks call it together.
+    ///
+    /// # Errors
+    /// From the backend and other ranks.
+    pub fn new(planned: &'p Planned<'a, B>, trip: &'p Trip) -> Result<Self> {
+        let Planned { cx, plan, size } = planned;
+        let tokens = Planned::tokens(cx.b, *size, cx.mesh.ep.rank())?;
+        let given = match trip.way {
+            Way::Dispatch | Way::DispatchBackward => tokens,
+            // Experts that return what they are given.
+            Way::Combine => {
+                let arrived = exchange(cx, *size).dispatch(plan, &Operand::Plain(tokens))?;
+                arrived.plain("bench exchange")?.clone()
+            }
+        };
+        let (b, rows) = (cx.b, Operand::Plain(given.clone()));
+        let mut stages = Self { planned, trip, given, rows, packed: b.zeros(0)?, arrived: b.zeros(0)? };
+        stages.rows = stages.quantize()?;
+        stages.packed = stages.pack()?;
+        stages.arrived = stages.exchange()?;
+        Ok(stages)
+    }
+
+    /// Whether there is anything to do.
+    pub fn has(&self, stage: Stage) -> bool {
+        stage != Stage::Quantize || self.trip.to.format.is_block()
+    }
+
+    /// Does it, once. All ranks call it together.
+    ///
+    /// # Errors
+    /// From the backend and other ranks.
+    pub fn run(&self, stage: Stage) -> Result<()> {
+        match stage {
+            Stage::Quantize => self.quantize().map(drop),
+            Stage::Pack => self.pack().map(drop),
+            Stage::Exchange => self.exchange().map(drop),
+            Stage::Unpack => self.unpack().map(drop),
+            Stage::Whole => self.whole().map(drop),
+            Stage::Plain => self.plain().map(drop),
+        }
+    }
+
+    fn b(&self) -> &'a B {
+        self.planned.cx.b
+    }
+
+    fn kind(&self) -> RowKind {
+        self.trip.row_kind(self.planned.size.cols)
+    }
+
+    fn leg(&self) -> Leg {
+        match self.trip.way {
+            Way::Dispatch | Way::DispatchBackward => Leg::Tokens,
+            Way::Combine => Leg::SlotsBack,
+        }
+    }
+
+    fn quantize(&self) -> Result<Operand<B>> {
+        let (cx, x) = (&self.planned.cx, &self.given);
+        cx.form(PLACE, x, &self.trip.to, cx.groups_of(x))
+    }
+
+    fn pack(&self) -> Result<B::Buf<u8>> {
+        let index = match self.trip.way {
+            Way::Dispatch | Way::DispatchBackward => &self.planned.wire()?.send_token,
+            Way::Combine => &self.planned.plan.map.slot_row,
+        };
+        PackRows { rows: &self.rows, index }.run(self.b())
+    }
+
+    fn exchange(&self) -> Result<B::Buf<u8>> {
+        let (b, rows, leg) = (self.b(), &self.planned.wire()?.rows, self.leg());
+        let row_bytes = self.kind().row_bytes();
+        let mut into = b.alloc(rows.capacity(leg) * row_bytes)?;
+        rows.exchange(b, self.planned.cx.mesh.ep, (leg, row_bytes), &self.packed, &mut into)?;
+        Ok(into)
+    }
+
+    /// What came, in expert order or as sums.
+    pub fn unpack(&self) -> Result<Operand<B>> {
+        let (b, kind) = (self.b(), self.kind());
+        let received = match kind.format {
+            // Nothing lies between such rows.
+            Format::Bf16 => {
+                let data = Data::Bf16(b.reinterpret(&self.arrived)?);
+                let rows = B::len(&self.arrived) / kind.row_bytes();
+                Operand::Plain(Tensor::new(data, rows, kind.cols)?)
+            }
+            _ => UnpackRows { bytes: &self.arrived, kind }.run(b)?,
+        };
+        match self.trip.way {
+            Way::Dispatch | Way::DispatchBackward => {
+                Permute { rows: &received, map: &self.planned.plan.map }.run(b)
+            }
+            Way::Combine => {
+                let (rows, index) =
+                    (received.plain("bench exchange")?, Some(&self.planned.wire()?.slot_place));
+                CombineSlots { rows, index, plus: None, top_k: 1 }.run(b).map(Operand::Plain)
+            }
+        }
+    }
+
+    /// What a layer makes of what is given.
+    pub fn whole(&self) -> Result<Operand<B>> {
+        let Planned { cx, plan, size } = self.planned;
+        let exchange = exchange(cx, *size);
+        match self.trip.way {
+            Way::Dispatch => exchange.dispatch(plan, &self.quantize()?),
+            Way::DispatchBackward => exchange.backward().dispatch(plan, &self.quantize()?),
+            Way::Combine => exchange.combine(plan, &self.given, None).map(Operand::Plain),
+        }
+    }
+
+    fn plain(&self) -> Result<B::Buf<u8>> {
+        let (b, size) = (self.b(), self.planned.size);
+        let bytes = size.rows / size.ranks * self.kind().row_bytes();
+        let (each, mut into) = (vec![bytes; size.ranks], b.alloc(bytes * size.ranks)?);
+        self.planned.cx.mesh.ep.all_to_all_v(b, &self.packed, 1, &each, &each, &mut into)?;
+        Ok(into)
+    }
+
+    /// Bytes that this rank's memory reads and writes outside the exchange, where it is the fullest one.
+    pub fn moved(&self) -> [u64; 2] {
+        let Planned { plan, size, .. } = self.planned;
+        let (row, given) = (self.kind().row_bytes(), size.cols * DType::Bf16.size_bytes());
+        let (sent, arrived, sorted) = (size.rows, size.fullest(), plan.map.groups.capacity);
+        let is_block = self.trip.to.format.is_block();
+        let [read, written] = match self.trip.way {
+            Way::Dispatch | Way::DispatchBackward => {
+                let [quantized, unpacked] = if is_block { [sent, arrived] } else { [0, 0] };
+                // Quantized, packed, unpacked, sorted with the padding of groups.
+                [
+                    quantized * given + (sent + unpacked + arrived) * row,
+                    (quantized + sent + unpacked + sorted) * row,
+                ]
+            }
+            Way::Combine => [(arrived + sent) * row; 2],
+        };
+        [read as u64, written as u64]
+    }
+}

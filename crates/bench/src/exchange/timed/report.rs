@@ -1,0 +1,212 @@
+//! Tables of exchanges, and their figures for a program.
+
+use super::Limits;
+use super::clock::Times;
+use super::planned::{Size, Stage, Trip, Way};
+use crate::step::tell;
+use nibble_command::device::{Device, On};
+use nibble_command::say;
+use nibble_core::DeviceKind;
+use serde_json::{Value, json};
+
+/// What one format takes on one way.
+#[derive(Debug, Clone)]
+pub struct Measured {
+    way: Way,
+    format: &'static str,
+    row_bytes: usize,
+    /// The most that go over one rank's link in one direction.
+    link_bytes: usize,
+    times: Vec<(Stage, Option<Times>)>,
+    /// Microseconds of those bytes at the link's rate.
+    link_floor_us: Option<f64>,
+    /// Of what the other stages read and write, at the memory's rate.
+    memory_floor_us: Option<f64>,
+}
+
+impl Measured {
+    /// Of these times; `moved` is what memory reads and writes.
+    pub fn new(
+        size: Size,
+        trip: &Trip,
+        times: Vec<(Stage, Option<Times>)>,
+        [read, written]: [u64; 2],
+        limits: Limits,
+    ) -> Self {
+        let row_bytes = trip.row_kind(size.cols).row_bytes();
+        let link_bytes = size.busiest() * row_bytes;
+        Self {
+            way: trip.way,
+            format: trip.format,
+            row_bytes,
+            link_bytes,
+            times,
+            link_floor_us: limits.link.map(|rate| 1e6 * link_bytes as f64 / rate),
+            memory_floor_us: limits.memory.map(|rates| rates.floor_us(read, written)),
+        }
+    }
+
+    /// Microseconds of a stage; none where there is nothing to do.
+    fn us(&self, stage: Stage) -> Option<f64> {
+        let of = self.times.iter().find(|(of, _)| *of == stage);
+        of.and_then(|(_, times)| times.as_ref()).map(|times| times.median_us)
+    }
+
+    /// Gigabytes a second over the busiest rank's link, in the direction in which it is busiest.
+    fn gb_per_s(&self) -> Option<f64> {
+        self.us(Stage::Exchange).map(|us| self.link_bytes as f64 / us / 1e3)
+    }
+
+    /// How many times as long as the exchange of equal parts the exchange takes.
+    fn by_plain(&self) -> Option<f64> {
+        Some(self.us(Stage::Exchange)? / self.us(Stage::Plain)?)
+    }
+}
+
+/// Microseconds of BF16's messages alone, forward.
+fn bf16_alone(all: &[Measured]) -> Option<f64> {
+    all.iter()
+        .find(|one| one.way == Way::Dispatch && one.format == "bf16")
+        .and_then(|one| one.us(Stage::Exchange))
+}
+
+/// A size, for people.
+pub fn title(size: &Size) -> String {
+    let Size { rows, cols, splits, ranks } = size;
+    format!("{rows} rows of {cols} columns on each of {ranks} ranks, {} splits", splits.name())
+}
+
+/// Says what is timed on which devices, once; by which way rows go.
+pub fn header<B: Device>(on: &On<'_, B>, limits: Limits) -> &'static str {
+    let way = match (on.b.kind(), limits.link) {
+        (DeviceKind::Host, _) => {
+            "ranks on CPUs: rows go through the host's memory (or sockets, between processes), and these figures are of no link"
+        }
+        (DeviceKind::Gpu, Some(_)) => {
+            "ranks on GPUs: rows go by NCCL; 450 GB/s a direction are NVLink 4's nominal rate"
+        }
+        (DeviceKind::Gpu, None) => "ranks on GPUs: rows go by NCCL, over links whose rate is not known here",
+    };
+    tell!(on, "{}", on.describe());
+    tell!(on, "{way}");
+    if let Some(memory) = limits.memory {
+        tell!(on, "memory: copy {:.0} GB/s (1 GiB, this run)", memory.copy / 1e9);
+    }
+    way
+}
+
+/// Columns of numbers, and how wide they are.
+const COLUMNS: [(&str, usize); 11] = [
+    ("link bytes", 12),
+    ("quantize", 10),
+    ("pack", 10),
+    ("exchange", 10),
+    ("unpack", 10),
+    ("whole", 10),
+    ("GB/s", 7),
+    (": bf16", 7),
+    (": plain", 7),
+    ("link", 8),
+    ("memory", 8),
+];
+/// The same of published tables.
+const PUBLISHED: [(&str, usize); 7] =
+    [("tokens", 7), ("hidden", 7), ("ranks", 6), ("total", 10), ("quantize", 10), ("comm", 10), ("GB/s", 8)];
+
+/// A line of their names.
+fn names(columns: &[(&str, usize)]) -> String {
+    columns.iter().map(|(name, width)| format!(" {name:>width$}")).collect()
+}
+
+/// A cell of a table.
+fn cell(value: Option<f64>, width: usize, digits: usize) -> String {
+    value.map_or_else(|| format!(" {:>width$}", "-"), |value| format!(" {value:>width$.digits$}"))
+}
+
+/// Prints the times of one size.
+pub fn table(size: Size, all: &[Measured]) {
+    say!("");
+    say!("{}: {:?} rows to each; microseconds", title(&size), size.rows_to());
+    say!("{:<26}{}", "", names(&COLUMNS));
+    let bf16 = bf16_alone(all);
+    for one in all {
+        let stages = [Stage::Quantize, Stage::Pack, Stage::Exchange, Stage::Unpack, Stage::Whole];
+        let times: String = stages.iter().map(|stage| cell(one.us(*stage), 10, 1)).collect();
+        let by_bf16 = one.us(Stage::Whole).zip(bf16).map(|(whole, bf16)| whole / bf16);
+        let ratios = cell(one.gb_per_s(), 7, 1) + &cell(by_bf16, 7, 2) + &cell(one.by_plain(), 7, 2);
+        let floors: String = [one.link_floor_us, one.memory_floor_us].map(|us| cell(us, 8, 1)).concat();
+        say!("{:<19}{:<7} {:>12}{times}{ratios}{floors}", one.way.name(), one.format, one.link_bytes);
+    }
+}
+
+/// Prints all sizes as published tables of dispatch and combine have them.
+pub fn published(cases: &[(Size, Vec<Measured>)]) {
+    say!("");
+    say!("the same in the columns of published tables: total, conversion and messages, in microseconds");
+    let [of_size, of_time] = [&PUBLISHED[..3], &PUBLISHED[3..]].map(names);
+    say!("{of_size}  {:<33}{of_time}", "splits");
+    for (size, all) in cases {
+        let Size { rows, cols, ranks, splits } = size;
+        for one in all {
+            let times: String = [Stage::Whole, Stage::Quantize, Stage::Exchange]
+                .map(|stage| cell(one.us(stage), 10, 1))
+                .concat();
+            let rate = cell(one.gb_per_s(), 8, 1);
+            let (way, splits) = (one.way.name(), splits.name());
+            say!(" {rows:>7} {cols:>7} {ranks:>6}  {splits:<7} {way:<19}{:<6}{times}{rate}", one.format);
+        }
+    }
+}
+
+/// Says what the columns are.
+pub fn legend(limits: Limits) {
+    say!("");
+    say!(
+        "Each figure is the median of windows of calls back to back, begun by all ranks at once, on the slowest rank."
+    );
+    say!(
+        "link bytes: the most that one rank sends to others, or gets from them. GB/s: these by the time of the exchange alone."
+    );
+    say!(
+        "quantize, pack, exchange and unpack are timed one by one; unpack sorts by expert, or on the way back sums a token's rows."
+    );
+    say!("whole: all of them, as a layer does them. : bf16 is whole by the exchange alone of bf16 forward;");
+    say!(
+        ": plain is the exchange by one of as many bytes that are divided equally: where splits are equal, the same messages."
+    );
+    match (limits.link, limits.memory) {
+        (None, None) => say!("There are no floors: rates of link and memory are not known."),
+        _ => say!(
+            "link and memory: the least time of link bytes, and of what the other stages read and write."
+        ),
+    }
+}
+
+/// For a program to read.
+pub fn figures(size: Size, all: &[Measured]) -> Value {
+    let Size { rows, cols, splits, ranks } = size;
+    let bf16 = bf16_alone(all);
+    let of_trip = |one: &Measured| {
+        let us: Value = one
+            .times
+            .iter()
+            .map(|(stage, times)| (stage.name().to_owned(), json!(times.as_ref().map(Times::figures))))
+            .collect();
+        // Rows come back the way they went.
+        let per_rank = |which: usize| -> Vec<usize> {
+            let which = if one.way == Way::Combine { 1 - which } else { which };
+            (0..ranks).map(|rank| size.leaving_and_arriving(rank)[which] * one.row_bytes).collect()
+        };
+        json!({
+            "way": one.way.name(), "format": one.format, "row_bytes": one.row_bytes, "link_bytes": one.link_bytes,
+            "leaving_bytes": per_rank(0), "arriving_bytes": per_rank(1), "us": us, "gb_per_s": one.gb_per_s(),
+            "whole_by_bf16_exchange": one.us(Stage::Whole).zip(bf16).map(|(whole, bf16)| whole / bf16),
+            "exchange_by_plain": one.by_plain(),
+            "floor_us": { "link": one.link_floor_us, "memory": one.memory_floor_us },
+        })
+    };
+    json!({
+        "rows": rows, "cols": cols, "splits": splits.name(), "rows_to": size.rows_to(),
+        "trips": all.iter().map(of_trip).collect::<Vec<_>>(),
+    })
+}
