@@ -359,7 +359,9 @@ impl<'p, 'a, B: Kernels> Stages<'p, 'a, B> {
         match self.trip.way {
             Way::Dispatch => exchange.dispatch(plan, &self.quantize()?),
             Way::DispatchBackward => exchange.backward().dispatch(plan, &self.quantize()?),
-            Way::Combine => exchange.combine(plan, &self.given, None).map(Operand::Plain),
+            Way::Combine => {
+                exchange.combine(plan, &Operand::Plain(self.given.clone()), None).map(Operand::Plain)
+            }
         }
     }
 
