@@ -230,26 +230,38 @@ fn traced<B: Device>(
     trainer: &mut Trainer<'_, B>,
     launched: &[Launched],
 ) -> Result<Option<Timeline>> {
-    // What traces stops every device of the process while it begins: none may wait for another one's messages then.
-    on.on_all_ranks(0.0)?;
-    on.mesh.all.barrier()?;
-    if !on.is_first() {
+    // What traces stops every device of the process while it begins: none may wait for another one's messages then. Its first step is slower, which the
+    // other ranks wait for: of several ranks the second one is told.
+    let mut timeline = None;
+    for _ in 0..on.mesh.all.world().min(2) {
+        on.on_all_ranks(0.0)?;
         on.mesh.all.barrier()?;
-        trainer.train_step()?;
-        return Ok(None);
-    }
-    let step = || {
-        on.mesh.all.barrier()?;
-        Ok(trainer.train_step())
-    };
-    match on.b.traced(launched, step) {
-        Ok(Some((done, spans))) => Ok(done.map(|_| Some(Timeline::of(&spans)))?),
-        Ok(None) => Ok(None),
-        Err(why) => {
-            tell!(on, "    no timeline: {why}");
-            Ok(None)
+        let mut done = None;
+        let mut step = || {
+            on.mesh.all.barrier()?;
+            done = Some(trainer.train_step());
+            Ok(())
+        };
+        let traced = match on.is_first() {
+            true => on.b.traced(launched, &mut step),
+            false => Ok(None),
+        };
+        match traced {
+            Ok(Some(((), spans))) => timeline = Some(Timeline::of(&spans)),
+            Ok(None) => {}
+            Err(why) => tell!(on, "    no timeline: {why}"),
+        }
+        // Of a step that nothing traces the others wait for this rank's part too.
+        match done {
+            Some(done) => drop(done?),
+            None if on.mesh.all.world() > 1 => {
+                on.mesh.all.barrier()?;
+                trainer.train_step()?;
+            }
+            None => {}
         }
     }
+    Ok(timeline)
 }
 
 /// What each operation of this step takes at least; none where the device's peaks are not known.

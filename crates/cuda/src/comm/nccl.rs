@@ -29,25 +29,6 @@ impl UniqueId {
     pub const BYTES: usize = 128;
 }
 
-/// `ncclConfig_t` of 2.18, which later versions take too: they read no more than `size` says.
-#[repr(C)]
-struct Config {
-    size: usize,
-    magic: u32,
-    version: u32,
-    blocking: c_int,
-    cga_cluster_size: c_int,
-    min_ctas: c_int,
-    max_ctas: c_int,
-    net_name: *const c_char,
-    split_share: c_int,
-    /// Where later versions have a setting of their own.
-    later: c_int,
-}
-
-/// What the library takes for a setting that is not made.
-const UNSET: c_int = c_int::MIN;
-const MAGIC: u32 = 0xcafe_beef;
 /// `ncclUint8`.
 const BYTES_TYPE: c_int = 1;
 
@@ -83,14 +64,6 @@ impl fmt::Display for Version {
     }
 }
 
-/// What a call answers besides an error.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Answer {
-    Done,
-    /// The library goes on by itself, and [`Nccl::state`] tells when it is done.
-    InProgress,
-}
-
 /// The library's calls. It stays loaded for the life of the process.
 pub(super) struct Nccl {
     /// Its version.
@@ -98,10 +71,8 @@ pub(super) struct Nccl {
     error_text: unsafe extern "C" fn(c_int) -> *const c_char,
     last_error: unsafe extern "C" fn(Handle) -> *const c_char,
     unique_id: unsafe extern "C" fn(*mut UniqueId) -> c_int,
-    init: unsafe extern "C" fn(*mut Handle, c_int, UniqueId, c_int, *mut Config) -> c_int,
+    init: unsafe extern "C" fn(*mut Handle, c_int, UniqueId, c_int) -> c_int,
     async_error: unsafe extern "C" fn(Handle, *mut c_int) -> c_int,
-    finalize: unsafe extern "C" fn(Handle) -> c_int,
-    destroy: unsafe extern "C" fn(Handle) -> c_int,
     abort: unsafe extern "C" fn(Handle) -> c_int,
     group_start: unsafe extern "C" fn() -> c_int,
     group_end: unsafe extern "C" fn() -> c_int,
@@ -173,10 +144,8 @@ impl Nccl {
             error_text: call(library, "ncclGetErrorString")?,
             last_error: call(library, "ncclGetLastError")?,
             unique_id: call(library, "ncclGetUniqueId")?,
-            init: call(library, "ncclCommInitRankConfig")?,
+            init: call(library, "ncclCommInitRank")?,
             async_error: call(library, "ncclCommGetAsyncError")?,
-            finalize: call(library, "ncclCommFinalize")?,
-            destroy: call(library, "ncclCommDestroy")?,
             abort: call(library, "ncclCommAbort")?,
             group_start: call(library, "ncclGroupStart")?,
             group_end: call(library, "ncclGroupEnd")?,
@@ -186,11 +155,9 @@ impl Nccl {
     }
 
     /// What a code says.
-    fn answer(&self, call: &str, handle: Handle, code: c_int) -> Result<Answer> {
-        const IN_PROGRESS: c_int = 7;
+    fn answer(&self, call: &str, handle: Handle, code: c_int) -> Result<()> {
         match code {
-            0 => Ok(Answer::Done),
-            IN_PROGRESS => Ok(Answer::InProgress),
+            0 => Ok(()),
             _ => {
                 // SAFETY: takes any code; gives a string that lives for ever.
                 let mut why = text(unsafe { (self.error_text)(code) });
@@ -211,36 +178,24 @@ impl Nccl {
         self.answer("ncclGetUniqueId", std::ptr::null_mut(), code).map(|_| id)
     }
 
-    /// Begins a communicator of the device whose context is current; [`Nccl::state`] tells when all ranks are there.
+    /// A communicator of the device whose context is current. Waits for all ranks, for ever if one does not come.
     pub fn begin(&self, id: UniqueId, rank: usize, world: usize) -> Result<Handle> {
-        let mut config = Config {
-            size: size_of::<Config>(),
-            magic: MAGIC,
-            version: OLDEST.code(),
-            blocking: 0,
-            cga_cluster_size: UNSET,
-            min_ctas: UNSET,
-            max_ctas: UNSET,
-            net_name: std::ptr::null(),
-            split_share: UNSET,
-            later: UNSET,
-        };
         let mut handle = std::ptr::null_mut();
-        // SAFETY: writes the handle; the configuration is read during the call.
-        let code = unsafe { (self.init)(&mut handle, world as c_int, id, rank as c_int, &mut config) };
-        self.answer("ncclCommInitRankConfig", handle, code).map(|_| handle)
+        // SAFETY: writes the handle.
+        let code = unsafe { (self.init)(&mut handle, world as c_int, id, rank as c_int) };
+        self.answer("ncclCommInitRank", handle, code).map(|()| handle)
     }
 
-    /// What a communicator does by itself, or its error.
+    /// The error of what a communicator does by itself, if there is one.
     ///
     /// # Safety
     /// The handle is alive.
-    pub unsafe fn state(&self, call: &str, handle: Handle) -> Result<Answer> {
+    pub unsafe fn check(&self, handle: Handle) -> Result<()> {
         let mut state = 0;
         // SAFETY: as the caller says; writes one code.
         let code = unsafe { (self.async_error)(handle, &mut state) };
         self.answer("ncclCommGetAsyncError", handle, code)?;
-        self.answer(call, handle, state)
+        self.answer("messages", handle, state)
     }
 
     /// Issues messages on a stream, all of them at once.
@@ -253,11 +208,11 @@ impl Nccl {
         handle: Handle,
         stream: Stream,
         (sent, received): (&[Message], &[Message]),
-    ) -> Result<Answer> {
+    ) -> Result<()> {
         // SAFETY: as the caller says. A group that was begun is ended, whatever becomes of its calls.
         unsafe {
             self.answer("ncclGroupStart", handle, (self.group_start)())?;
-            let mut first = Ok(Answer::Done);
+            let mut first = Ok(());
             for Message { peer, address, bytes } in sent {
                 let code = (self.send)(*address as _, *bytes, BYTES_TYPE, *peer as c_int, handle, stream);
                 first = first.and(self.answer("ncclSend", handle, code));
@@ -269,24 +224,6 @@ impl Nccl {
             let ended = self.answer("ncclGroupEnd", handle, (self.group_end)());
             first.and(ended)
         }
-    }
-
-    /// Begins to end a communicator in peace: with the other ranks.
-    ///
-    /// # Safety
-    /// The handle is alive.
-    pub unsafe fn finalize(&self, handle: Handle) -> Result<Answer> {
-        // SAFETY: as the caller says.
-        self.answer("ncclCommFinalize", handle, unsafe { (self.finalize)(handle) })
-    }
-
-    /// Frees what is finalized.
-    ///
-    /// # Safety
-    /// The handle is alive, and not used after this.
-    pub unsafe fn destroy(&self, handle: Handle) {
-        // SAFETY: as the caller says. An error has nobody to go to.
-        unsafe { (self.destroy)(handle) };
     }
 
     /// Ends a communicator at once, with all that it has under way: the device goes on.
@@ -319,14 +256,5 @@ mod tests {
             assert_eq!((version.code(), version.to_string().as_str()), (code, text));
         }
         assert!(Version::of_code(21706) < OLDEST && Version::of_code(21801) > OLDEST);
-    }
-
-    /// The library reads it by its size: no field may move.
-    #[test]
-    fn the_configuration_lies_as_the_library_has_it() {
-        assert_eq!(size_of::<Config>(), 48);
-        assert_eq!(std::mem::offset_of!(Config, blocking), 16);
-        assert_eq!(std::mem::offset_of!(Config, net_name), 32);
-        assert_eq!(size_of::<UniqueId>(), 128);
     }
 }

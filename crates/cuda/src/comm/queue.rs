@@ -1,7 +1,7 @@
 //! The queue on which a rank's messages travel: a stream of its own, NCCL's communicator of all ranks, and who watches over it.
 
 use crate::Device;
-use crate::comm::nccl::{Answer, Handle, Message, Nccl, UniqueId};
+use crate::comm::nccl::{Handle, Message, Nccl, UniqueId};
 use crate::device::event::Event;
 use crate::driver::named;
 use cudarc::driver::{result, sys};
@@ -9,14 +9,12 @@ use nibble_core::{Error, Peers, Result};
 use std::collections::VecDeque;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// How often somebody looks whether another rank has failed.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
-/// How often a thread asks that waits for the library's own work.
-const ASK_EVERY: Duration = Duration::from_micros(20);
 
 /// A rank's queue of messages. All of a rank's communicators use the same one: then what is under way at once is under way everywhere in the same order.
 pub(super) struct Queue {
@@ -78,12 +76,14 @@ impl Queue {
         device.stream()?;
         let stream = result::stream::create(result::stream::StreamKind::NonBlocking);
         let stream = named("cuStreamCreate", stream)?;
-        let handle = nccl.begin(id, peers.rank(), peers.world());
+        let connecting =
+            Connecting { nccl, device: device.clone(), stream, id, rank: peers.rank(), world: peers.world() };
+        let handle = connecting.run(&*peers, deadline)?;
         let inner = Arc::new(Inner {
             nccl,
             device: device.clone(),
             stream,
-            handle: Mutex::new(handle.as_ref().ok().map(|handle| SendHandle(*handle))),
+            handle: Mutex::new(Some(handle)),
             peers,
             under_way: Mutex::default(),
             busy: AtomicU64::new(0),
@@ -93,14 +93,8 @@ impl Queue {
         });
         // From here on dropping it gives everything back.
         let mut queue = Self { inner: inner.clone(), watcher: None };
-        handle?;
-        let watch = {
-            let inner = inner.clone();
-            move || inner.watch()
-        };
-        let started = std::thread::Builder::new().name("nccl".into()).spawn(watch);
+        let started = std::thread::Builder::new().name("nccl".into()).spawn(move || inner.watch());
         queue.watcher = Some(started.map_err(Error::not_started)?);
-        inner.settle("ncclCommInitRankConfig")?;
         Ok(queue)
     }
 
@@ -243,46 +237,20 @@ impl Inner {
             // SAFETY: the handle is alive while its place is locked; the context is current; the rest as the caller says.
             unsafe { self.nccl.exchange(handle, self.stream.cast(), (sent, received)) }
         });
-        match issued {
-            Ok(Answer::Done) => Ok(()),
-            Ok(Answer::InProgress) => self.settle(call),
-            Err(error @ Error::Comm { .. }) => Err(error),
-            Err(error) => Err(self.fail(call, &error.to_string())),
-        }
+        issued.map_err(|error| match error {
+            Error::Comm { .. } => error,
+            _ => self.fail(call, &error.to_string()),
+        })
     }
 
-    /// Waits until the library has done what it does by itself: what it is to issue on the stream is there then.
-    fn settle(&self, call: &'static str) -> Result<()> {
-        let began = Instant::now();
-        loop {
-            // SAFETY: the handle is alive while its place is locked.
-            let state = self.with_handle(call, |handle| unsafe { Ok(self.nccl.state(call, handle)) })?;
-            match state {
-                Ok(Answer::Done) => return Ok(()),
-                // Two ranks that meet for the first time here wait for each other.
-                Ok(Answer::InProgress) if began.elapsed() > self.deadline => return Err(self.is_late(call)),
-                // Where a rank fails meanwhile, the watcher ends the communicator.
-                Ok(Answer::InProgress) => std::thread::sleep(ASK_EVERY),
-                Err(error) => return Err(self.fail(call, &error.to_string())),
-            }
-        }
-    }
-
-    /// Ends the communicator in peace where all ranks are well, and else at once.
+    /// Ends the communicator: where all ranks are well, once the messages of all have arrived. A rank's memory may be read by others until then.
     fn end(&self) {
         // SAFETY: the stream is there until the queue is dropped.
-        let is_well = self.peers.check().is_ok()
-            && unsafe { result::stream::synchronize(self.stream) }.is_ok()
-            // SAFETY: the handle is alive while its place is locked.
-            && self.with_handle("ncclCommFinalize", |handle| unsafe { self.nccl.finalize(handle) }).is_ok()
-            && self.settle("ncclCommFinalize").is_ok();
-        if !is_well {
-            return self.abort();
+        if self.peers.check().is_ok() && unsafe { result::stream::synchronize(self.stream) }.is_ok() {
+            // Where another rank fails instead, there is nothing left to wait for.
+            let _ = self.peers.gather(&[]);
         }
-        if let Some(SendHandle(handle)) = lock(&self.handle).take() {
-            // SAFETY: taken out of its place: nobody uses it after this.
-            unsafe { self.nccl.destroy(handle) };
-        }
+        self.abort();
     }
 
     /// Until the queue is dropped: ends the communicator where a rank fails, or where messages take too long. A thread that waits for the device waits
@@ -309,7 +277,7 @@ impl Inner {
             return;
         }
         // SAFETY: the handle is alive while its place is locked.
-        let state = self.with_handle("nccl", |handle| unsafe { Ok(self.nccl.state("nccl", handle)) });
+        let state = self.with_handle("nccl", |handle| unsafe { Ok(self.nccl.check(handle)) });
         if let Ok(Err(error)) = state {
             drop(self.fail("nccl", &error.to_string()));
             return;
@@ -326,13 +294,84 @@ impl Inner {
         let late = late.map(|first| first.call);
         drop(under_way);
         if let Some(call) = late {
-            drop(self.is_late(call));
+            let why = late_messages(self.deadline);
+            drop(self.fail(call, &why));
+        }
+    }
+}
+
+fn late_messages(deadline: Duration) -> String {
+    format!("messages have not arrived within {} s: a rank does not go on", deadline.as_secs())
+}
+
+/// The first meeting of all ranks in NCCL.
+///
+/// The communicator is a blocking one: each group of messages of another kind is issued by a thread that is started for it, which took 100 µs and more
+/// (NCCL 2.28). Its calls wait for other ranks only while two of them have yet to connect. So it is begun and all pairs connected on a thread of its own,
+/// which is left behind if a rank fails meanwhile.
+struct Connecting {
+    nccl: &'static Nccl,
+    device: Device,
+    stream: sys::CUstream,
+    id: UniqueId,
+    rank: usize,
+    world: usize,
+}
+
+// SAFETY: the stream is a driver's handle, used with the context current.
+unsafe impl Send for Connecting {}
+
+impl Connecting {
+    fn run(self, peers: &dyn Peers, deadline: Duration) -> Result<SendHandle> {
+        const CALL: &str = "connecting";
+        let (nccl, rank, began) = (self.nccl, self.rank, Instant::now());
+        let (tell, told) = mpsc::channel();
+        let connect = move || {
+            if let Err(mpsc::SendError(Ok(SendHandle(handle)))) = tell.send(self.connect()) {
+                // SAFETY: nobody else has it.
+                unsafe { nccl.abort(handle) };
+            }
+        };
+        std::thread::Builder::new().name("nccl".into()).spawn(connect).map_err(Error::not_started)?;
+        loop {
+            match told.recv_timeout(LOOK_EVERY) {
+                Ok(connected) => {
+                    return connected.inspect_err(|error| peers.abort(&format!("{CALL}: {error}")));
+                }
+                Err(mpsc::RecvTimeoutError::Timeout) if began.elapsed() <= deadline => peers.check()?,
+                Err(mpsc::RecvTimeoutError::Timeout) => {
+                    let why = late_messages(deadline);
+                    peers.abort(&format!("{CALL}: {why}"));
+                    return Err(Error::Comm { call: CALL, rank, why });
+                }
+                Err(mpsc::RecvTimeoutError::Disconnected) => {
+                    return Err(Error::Comm { call: CALL, rank, why: "its thread panicked".into() });
+                }
+            }
         }
     }
 
-    fn is_late(&self, call: &'static str) -> Error {
-        let seconds = self.deadline.as_secs();
-        self.fail(call, &format!("messages have not arrived within {seconds} s: a rank does not go on"))
+    /// The communicator, when a byte has gone from each rank to each other one.
+    fn connect(&self) -> Result<SendHandle> {
+        self.device.stream()?;
+        let handle = SendHandle(self.nccl.begin(self.id, self.rank, self.world)?);
+        self.device.stream()?;
+        let bytes = self.device.filled::<u8>(2 * self.world, 0)?;
+        self.device.synchronize()?;
+        let of = |first: usize| -> Vec<Message> {
+            let others = (0..self.world).filter(|peer| *peer != self.rank);
+            others
+                .map(|peer| Message { peer, address: bytes.address() + (first + peer) as u64, bytes: 1 })
+                .collect()
+        };
+        // SAFETY: the handle is alive and the context current; each byte is of this buffer, which is alive until the stream has passed them. Where that
+        // fails, nobody uses the handle after this.
+        unsafe {
+            let sent = self.nccl.exchange(handle.0, self.stream.cast(), (&of(0), &of(self.world)));
+            sent.and_then(|()| named("cuStreamSynchronize", result::stream::synchronize(self.stream)))
+                .inspect_err(|_| self.nccl.abort(handle.0))?;
+        }
+        Ok(handle)
     }
 }
 

@@ -368,8 +368,10 @@ impl<'p, 'a, B: Kernels> Stages<'p, 'a, B> {
     fn plain(&self) -> Result<B::Buf<u8>> {
         let (b, size) = (self.b(), self.planned.size);
         let bytes = size.rows / size.ranks * self.kind().row_bytes();
-        let (each, mut into) = (vec![bytes; size.ranks], b.alloc(bytes * size.ranks)?);
-        self.planned.cx.mesh.ep.all_to_all_v(b, &self.packed, 1, &each, &each, &mut into)?;
+        let each = vec![bytes; size.ranks];
+        // Whatever bytes there are: where splits are skewed, a rank's own messages may be fewer.
+        let (sent, mut into) = (b.alloc(bytes * size.ranks)?, b.alloc(bytes * size.ranks)?);
+        self.planned.cx.mesh.ep.all_to_all_v(b, &sent, 1, &each, &each, &mut into)?;
         Ok(into)
     }
 
