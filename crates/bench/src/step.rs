@@ -26,8 +26,9 @@ use std::time::Instant;
     the larger of its bytes (each operand read once, each result written once, no padding of experts' rows) divided by what the \
     memory copies, measured in the same run, and of its products' flops divided by the dense BF16 or FP8 rate. Operands that the \
     cache still holds may be read faster than that: an operation can reach more than all of its floor.\n\n\
-    With `run.ranks` and `run.dp` the ranks are threads, which divide the processor's threads among them. A step takes as long as on the slowest \
-    rank. The peak rate is that of all ranks together, and so are the bytes a parameter; what else is printed is the first one's.\n\n\
+    With `run.ranks` and `run.dp` the ranks are threads, each with a GPU of its own, or they divide the processor's threads among them. A step takes as long \
+    as on the slowest rank. The peak rate is that of all ranks together, and so are the bytes a parameter; what else is printed is the first one's. \
+    Operations have no floors then: what a rank has to do depends on what it is sent. A line tells of the messages, and of what nothing hides of them.\n\n\
     Examples:\n  \
     nibble bench step --recipe mxfp4-hopper --steps 20\n  \
     nibble bench step --recipe bf16 --recompute\n  \
@@ -214,7 +215,10 @@ fn one<B: Device>(
     let recipe = trainer.recipe().clone();
     // The memory is measured in room that the run took.
     drop(trainer);
-    let timeline = timeline.map(|timeline| timeline.tell(floors(b, config, &recipe, traced_at).as_ref()));
+    // What one of several ranks has to do depends on what it is sent.
+    let floors =
+        |_: &Timeline| (on.mesh.all.world() == 1).then(|| floors(b, config, &recipe, traced_at)).flatten();
+    let timeline = timeline.map(|timeline| timeline.tell(floors(&timeline).as_ref()));
     Ok(json!({
         "recipe": name, "tokens_per_second": tps, "step_seconds": step, "floor_seconds": floor,
         "share_of_peak": floor.map(|floor| floor / step), "uploads": each(traffic.uploads), "downloads": each(traffic.downloads),
