@@ -147,7 +147,9 @@ fn messages_bring_the_bits_of_the_cpu() {
         let got = on_ranks(shape, |axes| {
             let cuda = Cuda::new(gpus[Comm::<Cpu>::rank(&axes.all)]).unwrap();
             let axes = NcclComm::mesh(&cuda, shape, axes, PATIENCE).unwrap();
-            along_axes(&cuda, &axes)
+            let brought = along_axes(&cuda, &axes);
+            axes.all.leave().unwrap();
+            brought
         });
         assert!(expected == got, "a mesh of {shape}");
         eprintln!("a mesh of {shape}: {} results a rank", expected[0].len());

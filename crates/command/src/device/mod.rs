@@ -109,7 +109,9 @@ pub fn run<W: Work>(run: &RunConfig, work: &W) -> Result<W::Out> {
         Some(gpus) => {
             let cuda = nibble_cuda::Cuda::new(gpus[local])?;
             let axes = NcclComm::mesh(&cuda, run.mesh(), axes, deadline)?;
-            work.run(&On { b: &cuda, mesh: axes.mesh(), why: &why })
+            let done = work.run(&On { b: &cuda, mesh: axes.mesh(), why: &why })?;
+            axes.all.leave()?;
+            Ok(done)
         }
     };
     match process {

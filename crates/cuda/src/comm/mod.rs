@@ -71,6 +71,15 @@ impl NcclComm {
         })
     }
 
+    /// Leaves the other ranks in peace, along all axes: to be called by each of them when its work is done. One that does not, because its work has
+    /// failed, ends what is under way when it is dropped, and waits for nobody.
+    ///
+    /// # Errors
+    /// [`Error::Comm`] where another rank fails instead.
+    pub fn leave(&self) -> Result<()> {
+        self.queue.leave()
+    }
+
     fn error(&self, call: &'static str, why: String) -> Error {
         Error::Comm { call, rank: self.rank, why }
     }

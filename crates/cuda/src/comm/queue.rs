@@ -108,6 +108,18 @@ impl Queue {
         Duration::from_nanos(self.inner.busy.load(Ordering::Relaxed))
     }
 
+    /// Ends the queue in peace: waits until the messages of all ranks have arrived, as others may read this one's memory until then. Dropped without
+    /// that it ends at once, and waits for nobody.
+    pub fn leave(&self) -> Result<()> {
+        let inner = &self.inner;
+        inner.device.stream()?;
+        // SAFETY: the stream is there until the queue is dropped.
+        named("cuStreamSynchronize", unsafe { result::stream::synchronize(inner.stream) })?;
+        inner.peers.gather(&[])?;
+        inner.abort();
+        Ok(())
+    }
+
     /// Issues messages after everything issued on the device so far. Those of a rank to itself are copies, in order.
     ///
     /// # Safety
@@ -179,7 +191,7 @@ impl Drop for Queue {
             inner.peers.abort("its thread panicked");
         }
         if inner.device.stream().is_ok() {
-            inner.end();
+            inner.abort();
         }
         *lock(&inner.is_over) = true;
         inner.over.notify_all();
@@ -241,16 +253,6 @@ impl Inner {
             Error::Comm { .. } => error,
             _ => self.fail(call, &error.to_string()),
         })
-    }
-
-    /// Ends the communicator: where all ranks are well, once the messages of all have arrived. A rank's memory may be read by others until then.
-    fn end(&self) {
-        // SAFETY: the stream is there until the queue is dropped.
-        if self.peers.check().is_ok() && unsafe { result::stream::synchronize(self.stream) }.is_ok() {
-            // Where another rank fails instead, there is nothing left to wait for.
-            let _ = self.peers.gather(&[]);
-        }
-        self.abort();
     }
 
     /// Until the queue is dropped: ends the communicator where a rank fails, or where messages take too long. A thread that waits for the device waits
