@@ -377,10 +377,10 @@ impl Default for CheckpointConfig {
 pub struct RunConfig {
     /// Directory of metrics, checkpoints and the picture; empty = `runs/NAME` with the configuration's name.
     pub dir: String,
-    /// Where to compute: `cpu`; `cuda:N`, a Hopper GPU by the driver's number; or `auto`, such a GPU if there is one to use, else
-    /// the CPU. Sums of products on a GPU and on a CPU differ in their last bits.
+    /// Where to compute: `cpu`; `cuda`, a Hopper GPU for each rank; `cuda:N`, one by the driver's number; or `auto`, such GPUs if there are so
+    /// many to use, else the CPU. Sums of products on a GPU and on a CPU differ in their last bits.
     pub device: DeviceChoice,
-    /// Ranks, run as threads on a CPU, or as processes where a launcher starts as many; divides `train.shards`. The tokens of a batch are divided among all of them, and the experts of a layer,
+    /// Ranks, run as threads, each with a GPU of its own or all on the CPU, or as processes where a launcher starts as many; divides `train.shards`. The tokens of a batch are divided among all of them, and the experts of a layer,
     /// where there are any, among `ranks / dp`.
     pub ranks: usize,
     /// Ranks that hold the same experts: with 1 each expert lives on one rank. Divides `ranks` and `train.expert_shards`.
