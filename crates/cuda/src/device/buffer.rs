@@ -78,8 +78,10 @@ fn pooled(device: &Device, bytes: usize, stream: sys::CUstream) -> Result<sys::C
             "what is allocated while work is recorded must lie in an arena: record within `Backend::within`";
         return Err(failed(call(), why));
     }
-    // SAFETY: pool and stream live as long as the device. The driver has no empty allocations; one byte stands for them.
-    let address = unsafe { result::mem_pool::alloc_async(device.pool(), bytes.max(1), stream) };
+    // NCCL reads what it sends in whole words of four bytes. The driver has no empty allocations; a word stands for them.
+    let whole = bytes.max(1).saturating_add(3) / 4 * 4;
+    // SAFETY: pool and stream live as long as the device.
+    let address = unsafe { result::mem_pool::alloc_async(device.pool(), whole, stream) };
     address.or_else(|error| match error.0 {
         sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
             let (free, total) = result::mem_get_info().unwrap_or_default();
