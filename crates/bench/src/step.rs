@@ -216,9 +216,11 @@ fn one<B: Device>(
     // The memory is measured in room that the run took.
     drop(trainer);
     // What one of several ranks has to do depends on what it is sent.
-    let floors =
-        |_: &Timeline| (on.mesh.all.world() == 1).then(|| floors(b, config, &recipe, traced_at)).flatten();
-    let timeline = timeline.map(|timeline| timeline.tell(floors(&timeline).as_ref()));
+    let floors = match timeline {
+        Some(_) if on.mesh.all.world() == 1 => floors(b, config, &recipe, traced_at),
+        _ => None,
+    };
+    let timeline = timeline.map(|timeline| timeline.tell(floors.as_ref()));
     Ok(json!({
         "recipe": name, "tokens_per_second": tps, "step_seconds": step, "floor_seconds": floor,
         "share_of_peak": floor.map(|floor| floor / step), "uploads": each(traffic.uploads), "downloads": each(traffic.downloads),

@@ -16,8 +16,8 @@ use std::time::Duration;
 /// If one of them dies, stops or fails, all of them end, with one message.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "The ranks have a GPU each, or divide the host's cores and memory. Ctrl-C, SIGTERM and SIGHUP reach all of them once, and end the run after a step, \
-    saved. On several hosts torchrun, srun or mpirun start the ranks: see the guide's page on several processes.\n\n\
+    after_help = "The ranks have a GPU each, or divide the host's cores and memory. Ctrl-C, SIGTERM and SIGHUP reach all of them once, \
+    and end the run after a step, saved. On several hosts torchrun, srun or mpirun start the ranks: see the guide's page on several processes.\n\n\
     Examples:\n  \
     nibble launch --ranks 2 -- train tiny\n  \
     nibble launch --ranks 4 --max-restarts 10 -- train my.toml --set run.dp=2\n  \

@@ -3,7 +3,7 @@
 
 mod gpu;
 
-use nibble_core::{Axes, Backend, Comm, Error, Kernels, MeshShape, Result, TreeSum};
+use nibble_core::{Axes, Backend, Comm, Error, Kernels, MeshShape, Peers, Result, TreeSum};
 use nibble_cpu::{Cpu, HostComm};
 use nibble_cuda::comm::nccl_version;
 use nibble_cuda::env::OF_NCCL;
@@ -188,7 +188,10 @@ fn no_rank_waits_for_one_that_fails_or_does_not_come() {
     let late = on_ranks(shape, |axes| {
         let rank = Comm::<Cpu>::rank(&axes.all);
         let cuda = Cuda::new(gpus[rank]).unwrap();
-        let axes = NcclComm::mesh(&cuda, shape, axes, Duration::from_secs(2)).unwrap();
+        // The deadline is of the first meeting too, which a slow machine may miss: that is told in the same words.
+        let Ok(axes) = NcclComm::mesh(&cuda, shape, axes, Duration::from_secs(2)) else {
+            return Peers::check(&axes.all);
+        };
         if rank == 0 {
             // Waits until it is told that the run has failed.
             while axes.all.check().is_ok() {

@@ -202,6 +202,7 @@ mod tests {
             ("NVIDIA H100 80GB HBM3", true),
             ("NVIDIA GH200 480GB", true),
             ("NVIDIA H100 PCIe", false),
+            ("NVIDIA H100 NVL", false),
             ("NVIDIA H200 NVL", false),
             ("NVIDIA A100-SXM4-80GB", false),
         ] {

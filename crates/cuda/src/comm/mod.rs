@@ -87,8 +87,11 @@ impl NcclComm {
     /// Does a collective. Its error fails the run, so that no other rank waits for this one.
     fn collective<T>(&self, b: &Cuda, call: &'static str, work: impl FnOnce() -> Result<T>) -> Result<T> {
         let is_same = b.device().is_same(self.queue.device());
-        let known = || Err(self.error(call, format!("it is of {:?}, not of {b:?}", self.queue.device())));
-        let done = self.peers.check().and_then(|()| if is_same { work() } else { known() });
+        let of_another = || {
+            let why = format!("the communicator is of {:?}, and was called with {b:?}", self.queue.device());
+            Err(self.error(call, why))
+        };
+        let done = self.peers.check().and_then(|()| if is_same { work() } else { of_another() });
         done.inspect_err(|error| self.peers.abort(&error.to_string()))
     }
 

@@ -183,11 +183,5 @@ impl Timing {
 /// The rate of the links between GPUs of one host, of those that have NVLink 4 as a board for servers; none of others.
 fn link<B: Device>(on: &On<'_, B>) -> Option<f64> {
     let is_near = on.b.kind() == DeviceKind::Gpu && on.mesh.all.host_ranks() == on.mesh.all.world();
-    (is_near && has_nvlink(&on.b.name())).then_some(NVLINK4)
-}
-
-/// Whether a device by its name is an H100 or H200 SXM.
-fn has_nvlink(name: &str) -> bool {
-    let is_of = |names: &[&str]| names.iter().any(|part| name.contains(part));
-    is_of(&["NVIDIA H100", "NVIDIA H200"]) && !is_of(&["PCIe", "NVL"])
+    (is_near && on.b.least_link_rate().is_some()).then_some(NVLINK4)
 }
