@@ -104,31 +104,31 @@ pub struct TreeSum<B: Backend> {
     pub into: B::Buf<f32>,
 }
 
-/// Sums under way. It owns every buffer that they read and write until it is waited for, so that how long memory is held depends on when the
-/// rank waits, and not on how fast another one is.
+/// Messages under way, which bring `T`: sums, if nothing else is said. It owns every buffer that they read and write until it is waited for, so that how
+/// long memory is held depends on when the rank waits, and not on how fast another one is.
 ///
-/// Dropped without that, it keeps nobody from going on: the other ranks get their sums.
+/// Dropped without that, it keeps nobody from going on: the other ranks get what is theirs.
 #[must_use = "what is under way is waited for"]
-pub struct Transfer<B: Backend>(Box<Finish<B>>);
+pub struct Transfer<B: Backend, T = Vec<<B as Backend>::Buf<f32>>>(Box<Finish<B, T>>);
 
-type Finish<B> = dyn FnOnce(&B) -> Result<Vec<<B as Backend>::Buf<f32>>> + Send;
+type Finish<B, T> = dyn FnOnce(&B) -> Result<T> + Send;
 
-impl<B: Backend> Transfer<B> {
+impl<B: Backend, T> Transfer<B, T> {
     /// One that `finish` completes. It owns the buffers, and when it is dropped it must see to it that nothing reads or writes them any more.
-    pub fn new(finish: impl FnOnce(&B) -> Result<Vec<B::Buf<f32>>> + Send + 'static) -> Self {
+    pub fn new(finish: impl FnOnce(&B) -> Result<T> + Send + 'static) -> Self {
         Self(Box::new(finish))
     }
 
-    /// The sums, in the buffers they were to go to. What is issued on the device after this comes after them.
+    /// What they bring, in the buffers it was to go to. What is issued on the device after this comes after them.
     ///
     /// # Errors
     /// From the backend and other ranks, as a call that is pending has them.
-    pub fn wait(self, b: &B) -> Result<Vec<B::Buf<f32>>> {
+    pub fn wait(self, b: &B) -> Result<T> {
         (self.0)(b)
     }
 }
 
-impl<B: Backend> Debug for Transfer<B> {
+impl<B: Backend, T> Debug for Transfer<B, T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Transfer")
     }
