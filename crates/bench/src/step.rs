@@ -55,6 +55,9 @@ pub struct Args {
     /// What each scope of train.recompute saves and costs, instead of where the time goes.
     #[arg(long)]
     recompute: bool,
+    /// With --json: also each kernel, copy, fill and message of the traced step, with when it began and how long it took.
+    #[arg(long)]
+    spans: bool,
     #[command(flatten)]
     device: DeviceArg,
 }
@@ -83,7 +86,16 @@ impl Default for Args {
         let (overrides, recipes) = (Vec::new(), Vec::new());
         let device = DeviceArg::default();
         let (steps, warm_up) = (STEPS, 0.0);
-        Self { config: CONFIG.into(), overrides, recipes, steps, warm_up, recompute: false, device }
+        Self {
+            config: CONFIG.into(),
+            overrides,
+            recipes,
+            steps,
+            warm_up,
+            recompute: false,
+            spans: false,
+            device,
+        }
     }
 }
 
@@ -220,7 +232,13 @@ fn one<B: Device>(
         Some(_) if on.mesh.all.world() == 1 => floors(b, config, &recipe, traced_at),
         _ => None,
     };
-    let timeline = timeline.map(|timeline| timeline.tell(floors.as_ref()));
+    let timeline = timeline.map(|timeline| {
+        let mut figures = timeline.tell(floors.as_ref());
+        if args.spans {
+            figures["spans"] = timeline.spans();
+        }
+        figures
+    });
     Ok(json!({
         "recipe": name, "tokens_per_second": tps, "step_seconds": step, "floor_seconds": floor,
         "share_of_peak": floor.map(|floor| floor / step), "uploads": each(traffic.uploads), "downloads": each(traffic.downloads),

@@ -18,6 +18,8 @@ pub struct Timeline {
     exchange: (u64, u64, usize),
     /// Operation, kernel, nanoseconds, number; the longest first.
     kernels: Vec<(&'static str, &'static str, u64, usize)>,
+    /// As they were, in order of time.
+    spans: Vec<Span>,
 }
 
 impl Timeline {
@@ -49,7 +51,24 @@ impl Timeline {
         let mut kernels: Vec<_> =
             sums.into_iter().map(|((op, kernel), (ns, n))| (op, kernel, ns, n)).collect();
         kernels.sort_by_key(|&(op, kernel, ns, _)| (std::cmp::Reverse(ns), op, kernel));
-        Self { total_ns: end - begin, idle_ns, exchange: (sent_ns, alone, messages.len()), kernels }
+        Self {
+            total_ns: end - begin,
+            idle_ns,
+            exchange: (sent_ns, alone, messages.len()),
+            kernels,
+            spans: spans.to_vec(),
+        }
+    }
+
+    /// Each span, from the first one's beginning.
+    pub fn spans(&self) -> Value {
+        let begin = self.spans.first().map_or(0, |span| span.start_ns);
+        let us = |ns: u64| ns as f64 / 1e3;
+        let figures = |Span { what, start_ns, end_ns }: &Span| {
+            let (start, took) = (us(start_ns - begin), us(end_ns - start_ns));
+            json!({ "op": what.op, "kernel": what.kernel, "start_us": start, "us": took })
+        };
+        self.spans.iter().map(figures).collect()
     }
 
     /// Operations by time: nanoseconds and number of kernels.
@@ -183,6 +202,8 @@ mod tests {
         ]);
         assert_eq!((timeline.total_ns, timeline.idle_ns), (210, 0));
         assert_eq!((timeline.exchange, timeline.ops().len()), ((90, 70, 2), 2));
+        let spans = timeline.spans();
+        assert_eq!(spans[1], json!({ "op": EXCHANGE, "kernel": "k", "start_us": 0.09, "us": 0.06 }));
     }
 
     #[test]

@@ -61,6 +61,9 @@ pub struct Args {
     /// Measures how fast messages go between the run's ranks before its first step, and names slow links.
     #[arg(long, conflicts_with = "dry_run")]
     check_links: bool,
+    /// Prints the SHA-256 of the weights after the last step: the same on any mesh and device where every bit is.
+    #[arg(long, conflicts_with = "dry_run")]
+    digest: bool,
     #[command(flatten)]
     rendezvous: RendezvousArg,
 }
@@ -119,7 +122,7 @@ pub fn run(args: Args) -> Result<()> {
         trainer::require_free(Path::new(&config.run.dir))?;
     }
     let stop = signals.as_ref().map(Signals::received);
-    let options = Options { resume: args.resume, numbered: !named_by_user, stop };
+    let options = Options { resume: args.resume, numbered: !named_by_user, digest: args.digest, stop };
     let training = Training { config: &config, options, check_links: args.check_links };
     if let Some(summary) = device::run(&config.run, &training)? {
         conclude(&config, &summary);
@@ -154,7 +157,8 @@ impl Work for Training<'_> {
     }
 
     fn agreed(&self) -> String {
-        format!("resume = {}\ncheck_links = {}", self.options.resume, self.check_links)
+        let Options { resume, digest, .. } = self.options;
+        format!("resume = {resume}\ncheck_links = {}\ndigest = {digest}", self.check_links)
     }
 }
 
@@ -287,6 +291,9 @@ fn conclude(config: &Config, summary: &Summary) {
             }
         }
         None => say!("stopped after {} of {} steps", thousands(summary.steps), thousands(config.train.steps)),
+    }
+    if let Some(digest) = &summary.digest {
+        say!("weights: SHA-256 {digest}");
     }
     match (&summary.checkpoint, summary.valid_loss) {
         (Some(checkpoint), _) => say!("checkpoint: {}", checkpoint.display()),

@@ -366,3 +366,23 @@ fn a_line_of_metrics_that_somebody_broke_stops_no_resume() {
     let steps: Vec<u64> = losses(&path).into_iter().map(|(step, _)| step).collect();
     assert_eq!(steps, [1, 2, 4, 5, 6, 7, 8, 9, 10, 11, 12]);
 }
+
+#[test]
+fn a_digest_tells_runs_of_the_same_weights_from_others() {
+    let place = Place::with_text();
+    let digest = |more: &[&str]| -> String {
+        let args = ["--digest", "--set", "train.steps=2", "--set", "checkpoint.at_end=false"];
+        let done = place.train(&[&args[..], more].concat()).ok();
+        let line = done.stdout.lines().find_map(|line| line.strip_prefix("weights: SHA-256 "));
+        line.unwrap_or_else(|| panic!("no digest in {}", done.stdout)).to_owned()
+    };
+    let one =
+        digest(&["--set", "train.shards=2", "--set", "train.expert_shards=2", "--set", "train.combine=tree"]);
+    assert_eq!(one.len(), 64);
+    for dp in ["run.dp=1", "run.dp=2"] {
+        let shards = ["train.shards=2", "train.expert_shards=2", "train.combine=tree", "run.ranks=2", dp];
+        let sets: Vec<&str> = shards.iter().flat_map(|set| ["--set", set]).collect();
+        assert_eq!(digest(&sets), one, "{dp}");
+    }
+    assert_ne!(digest(&["--set", "seed=5"]), one);
+}

@@ -8,6 +8,6 @@ pub(crate) fn sha256_hex(content: &[u8]) -> String {
 }
 
 /// Two digits a byte.
-pub(super) fn hexadecimal(bytes: &[u8]) -> String {
+pub(crate) fn hexadecimal(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }

@@ -29,7 +29,7 @@ use std::fs::{self, File, TryLockError};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-pub(crate) use digest::sha256_hex;
+pub(crate) use digest::{hexadecimal, sha256_hex};
 pub use files::TensorSpec;
 pub use header::{header, little_endian, metadata};
 pub use state::{FileEntry, Position, State};

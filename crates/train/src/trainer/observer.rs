@@ -62,4 +62,6 @@ pub struct Summary {
     pub checkpoint: Option<PathBuf>,
     /// The picture of the losses.
     pub picture: PathBuf,
+    /// [`Trainer::digest`](super::Trainer::digest), where it was asked for.
+    pub digest: Option<String>,
 }

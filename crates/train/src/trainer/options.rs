@@ -12,6 +12,8 @@ pub struct Options {
     pub resume: bool,
     /// Where a new run finds its directory taken it takes the next free number: `runs/tiny-2`.
     pub numbered: bool,
+    /// Hash the weights when all steps are done: [`Summary::digest`](super::Summary::digest).
+    pub digest: bool,
     /// Not 0 once the run is to end after the step, or the batch of an evaluation, under way: it saves, draws, and leaves out the last
     /// evaluation, or the rest of it. Any rank may have one; a rank without is never asked. On several ranks all learn of it by the record of
     /// a step that was issued after it was set, and end after the same step, two later at most than one rank alone would.

@@ -105,6 +105,8 @@ impl Origin {
             checkpoint: Some(checkpoint.path().to_owned()),
             picture: dir.join(PICTURE_FILE),
             dir,
+            // No weights are loaded.
+            digest: None,
         })))
     }
 }

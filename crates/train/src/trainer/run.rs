@@ -64,11 +64,13 @@ fn run_rank<'a, B: Kernels>(
     }
     let done = done?;
     reach(Point::RunEnds)?;
+    // Every rank has a part in it.
+    let digest = if options.digest { Some(trainer.digest()?) } else { None };
     let entropy = trainer.data()?.entropy();
     let Some(outputs) = outputs else { return Ok(None) };
     let (steps, picture, dir) = (trainer.step(), outputs.draw()?, outputs.dir);
     let Done { loss, valid_loss, checkpoint } = done;
-    Ok(Some(Summary { steps, loss, valid_loss, entropy, dir, checkpoint, picture }))
+    Ok(Some(Summary { steps, loss, valid_loss, entropy, dir, checkpoint, picture, digest }))
 }
 
 /// What a rank's steps have given.

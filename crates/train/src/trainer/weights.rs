@@ -3,7 +3,7 @@
 use super::Trainer;
 use super::collect::kept_by;
 use super::pieces::PIECE;
-use crate::checkpoint::{Checkpoint, Position, Tensors};
+use crate::checkpoint::{Checkpoint, Position, Tensors, hexadecimal};
 use crate::delayed::{DelayedRecords, History};
 use crate::error::{Error, Result};
 use crate::family::Named;
@@ -12,6 +12,7 @@ use half::bf16;
 use nibble_core::allocation::phase;
 use nibble_core::ops::Cast;
 use nibble_core::{DType, Data, Kernels, Mesh, Tensor};
+use sha2::{Digest, Sha256};
 
 /// Name, shape and values of a tensor.
 pub(super) type HostTensor = (String, Vec<usize>, Vec<f32>);
@@ -131,6 +132,27 @@ fn restore<B: Kernels>(
 }
 
 impl<B: Kernels> Trainer<'_, B> {
+    /// SHA-256 of all weights, hexadecimal: of every parameter in canonical order its name and its F32 values, little-endian. Where two runs agree in
+    /// it their weights are the same bits, whatever their meshes and devices. It is made in memory, a parameter at a time; every rank asks for it.
+    ///
+    /// # Errors
+    /// From the backend and other ranks.
+    pub fn digest(&mut self) -> Result<String> {
+        let (b, mesh) = (self.rank.context.b, self.rank.context.mesh);
+        let mut sha = Sha256::new();
+        for param in self.rank.model.params() {
+            let values = gather(b, mesh, param, &param.master)?;
+            sha.update(param.name.as_bytes());
+            if cfg!(target_endian = "little") {
+                sha.update(bytemuck::cast_slice::<f32, u8>(&values));
+            } else {
+                values.iter().for_each(|value| sha.update(value.to_le_bytes()));
+            }
+        }
+        mesh.all.check()?;
+        Ok(hexadecimal(&sha.finalize()))
+    }
+
     /// Where the run stands.
     pub fn position(&self) -> Result<Position> {
         Ok(Position {
