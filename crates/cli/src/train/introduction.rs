@@ -14,9 +14,13 @@ use std::path::Path;
 pub fn short(start: &Start<'_>) -> Vec<String> {
     let prediction = start.prediction;
     let mut lines = what(start);
+    let most = bytes(prediction.device_bytes() as u64);
+    let takes = match balanced(start) {
+        Some(balanced) => format!("{} with routers in balance, {most} at most,", bytes(balanced)),
+        None => most,
+    };
     lines.push(format!(
-        "memory, as predicted: {} {}; a forward pass keeps {} (parts: {})",
-        bytes(prediction.device_bytes() as u64),
+        "memory, as predicted: {takes} {}; a forward pass keeps {} (parts: {})",
         whose(prediction.kind, prediction.mesh.ranks()),
         bytes(prediction.ledger.bytes() as u64),
         Path::new(&start.config.run.dir).join(MEMORY_FILE).display()
@@ -36,8 +40,20 @@ pub fn all(start: &Start<'_>) -> Vec<String> {
         start.config.flops_per_token() / 1e6
     ));
     lines.extend(memory(start.prediction));
+    let balanced = balanced(start);
+    lines.extend(
+        balanced.map(|balanced| format!("  {:<34} {:>10}", "  with routers in balance", bytes(balanced))),
+    );
     lines.extend(off_the_tensor_cores(start));
     lines
+}
+
+/// Bytes of a device, as predicted, where routers send each rank its share of the rows; none where that is what is predicted anyway.
+fn balanced(start: &Start<'_>) -> Option<u64> {
+    let of = start.prediction;
+    // What was predicted once is predicted again.
+    let balanced = plan::predict_balanced(of.kind, of.mesh, start.config, start.recipe).ok()??;
+    Some(Prediction { host_ranks: of.host_ranks, ..balanced }.device_bytes() as u64)
 }
 
 /// Recipe, parameters, data.

@@ -386,3 +386,20 @@ fn a_digest_tells_runs_of_the_same_weights_from_others() {
     }
     assert_ne!(digest(&["--set", "seed=5"]), one);
 }
+
+#[test]
+fn memory_of_ranks_that_exchange_rows_is_told_for_routers_in_balance_too() {
+    let place = Place::with_text();
+    let dry =
+        |ranks: &str| place.train(&["--dry-run=gpu", "--set", "train.shards=2", "--set", ranks]).ok().stdout;
+    let of = |line: &str, said: &str| -> f64 {
+        let found =
+            said.lines().find(|at| at.contains(line)).unwrap_or_else(|| panic!("no {line:?} in {said}"));
+        let words: Vec<&str> = found.split_whitespace().rev().take(2).collect();
+        assert_eq!(words[0], "GiB", "{found}");
+        words[1].parse().unwrap()
+    };
+    let two = dry("run.ranks=2");
+    assert!(of("with routers in balance   ", &two) <= of("in all, of each GPU", &two), "{two}");
+    assert!(!dry("run.ranks=1").contains("in balance"));
+}

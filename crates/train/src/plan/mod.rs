@@ -112,6 +112,25 @@ pub fn predict(kind: DeviceKind, mesh: MeshShape, config: &Config, recipe: &Reci
     predict_rank(kind, (mesh, largest_rank(mesh, config)?), config, recipe)
 }
 
+/// [`predict`] with routers in balance: each rank is sent its share of the rows, and not as many as it has room for. None where no rows are exchanged,
+/// or where there is no more room than that.
+///
+/// # Errors
+/// As [`predict`].
+pub fn predict_balanced(
+    kind: DeviceKind,
+    mesh: MeshShape,
+    config: &Config,
+    recipe: &Recipe,
+) -> Result<Option<Prediction>> {
+    if mesh.ep == 1 || config.model.experts == 0 || config.run.capacity_factor <= 1.0 {
+        return Ok(None);
+    }
+    let mut balanced = config.clone();
+    balanced.run.capacity_factor = 1.0;
+    predict(kind, mesh, &balanced, recipe).map(Some)
+}
+
 /// [`predict`], of this rank of the mesh.
 ///
 /// # Errors
