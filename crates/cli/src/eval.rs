@@ -37,7 +37,7 @@ pub fn run(args: Args) -> Result<()> {
 }
 
 /// Keys and tables of keys that decide nothing but how a model is trained.
-const OF_TRAINING: [&str; 12] = [
+const OF_TRAINING: [&str; 13] = [
     "seed",
     "model.aux_loss_coef",
     "model.balance",
@@ -49,6 +49,7 @@ const OF_TRAINING: [&str; 12] = [
     "run.ranks",
     "run.dp",
     "run.capacity_factor",
+    "run.reductions",
     "run.log_every",
 ];
 

@@ -5,7 +5,7 @@ mod gpu;
 
 use nibble_core::{Axes, Backend, Comm, Error, Kernels, MeshShape, Peers, Result, TreeSum};
 use nibble_cpu::{Cpu, HostComm};
-use nibble_cuda::comm::nccl_version;
+use nibble_cuda::comm::{Sums, nccl_version};
 use nibble_cuda::env::OF_NCCL;
 use nibble_cuda::{Cuda, NcclComm};
 use nibble_testkit::Dice;
@@ -146,13 +146,48 @@ fn messages_bring_the_bits_of_the_cpu() {
         let expected = on_ranks(shape, |axes| along_axes(&Cpu::new(1).unwrap(), axes));
         let got = on_ranks(shape, |axes| {
             let cuda = Cuda::new(gpus[Comm::<Cpu>::rank(&axes.all)]).unwrap();
-            let axes = NcclComm::mesh(&cuda, shape, axes, PATIENCE).unwrap();
+            let axes = NcclComm::mesh(&cuda, shape, axes, (PATIENCE, Sums::Tree)).unwrap();
             let brought = along_axes(&cuda, &axes);
             axes.all.leave().unwrap();
             brought
         });
         assert!(expected == got, "a mesh of {shape}");
         eprintln!("a mesh of {shape}: {} results a rank", expected[0].len());
+    }
+}
+
+/// Sums of whole numbers, which any order of adding gives, of a communicator's ranks: twice, with what is under way when the second begins.
+fn whole_sums<B: Kernels>(b: &B, comm: &dyn Comm<B>) -> Result<Vec<Vec<f32>>> {
+    let (mut all, mut own) = (Dice::new(11), Dice::new(12 + comm.rank() as u64));
+    let mut sum = |len: usize| -> Result<TreeSum<B>> {
+        let parts = cut(&mut all, len, comm.world());
+        let values: Vec<f32> = (0..len).map(|_| own.below(1000) as f32).collect();
+        let into = b.upload(&vec![f32::NAN; parts[comm.rank()].len()])?;
+        Ok(TreeSum { values: b.upload(&values)?, parts, into })
+    };
+    let first = comm.begin_reduce_scatter_tree(b, vec![sum(1000)?, sum(0)?, sum(70_001)?])?;
+    let second = comm.begin_reduce_scatter_tree(b, vec![sum(5)?])?;
+    let (first, second) = (first.wait(b)?, second.wait(b)?);
+    first.iter().chain(&second).map(|sum| b.download(sum)).collect()
+}
+
+#[test]
+fn sums_of_the_library_are_those_of_the_tree_where_the_order_does_not_matter() {
+    let Some(gpus) = gpus("sums_of_the_library_are_those_of_the_tree_where_the_order_does_not_matter") else {
+        return;
+    };
+    for shape in shapes(gpus.len()) {
+        let of_axes = |sums: Sums| {
+            on_ranks(shape, |axes| {
+                let cuda = Cuda::new(gpus[Comm::<Cpu>::rank(&axes.all)]).unwrap();
+                let axes = NcclComm::mesh(&cuda, shape, axes, (PATIENCE, sums)).unwrap();
+                let comms: [&dyn Comm<Cuda>; 3] = [&axes.all, &axes.dp, &axes.ep];
+                let brought = comms.map(|comm| whole_sums(&cuda, comm).unwrap());
+                axes.all.leave().unwrap();
+                brought
+            })
+        };
+        assert!(of_axes(Sums::Tree) == of_axes(Sums::Nccl), "a mesh of {shape}");
     }
 }
 
@@ -164,7 +199,7 @@ fn no_rank_waits_for_one_that_fails_or_does_not_come() {
     let wrong = on_ranks(shape, |axes| {
         let rank = Comm::<Cpu>::rank(&axes.all);
         let cuda = Cuda::new(gpus[rank]).unwrap();
-        let axes = NcclComm::mesh(&cuda, shape, axes, PATIENCE).unwrap();
+        let axes = NcclComm::mesh(&cuda, shape, axes, (PATIENCE, Sums::Tree)).unwrap();
         let world = gpus.len();
         let (mut into, sent) = (cuda.zeros::<u8>(4).unwrap(), cuda.zeros::<u8>(4 * world).unwrap());
         // The last rank's own buffer is too small.
@@ -189,7 +224,7 @@ fn no_rank_waits_for_one_that_fails_or_does_not_come() {
         let rank = Comm::<Cpu>::rank(&axes.all);
         let cuda = Cuda::new(gpus[rank]).unwrap();
         // The deadline is of the first meeting too, which a slow machine may miss: that is told in the same words.
-        let Ok(axes) = NcclComm::mesh(&cuda, shape, axes, Duration::from_secs(2)) else {
+        let Ok(axes) = NcclComm::mesh(&cuda, shape, axes, (Duration::from_secs(2), Sums::Tree)) else {
             return Peers::check(&axes.all);
         };
         if rank == 0 {
@@ -218,7 +253,7 @@ fn ranks_with_one_gpu_are_refused() {
     let shape = MeshShape { dp: 1, ep: 2 };
     for done in on_ranks(shape, |axes| {
         let cuda = Cuda::new(gpus[0]).unwrap();
-        NcclComm::mesh(&cuda, shape, axes, PATIENCE).map(drop)
+        NcclComm::mesh(&cuda, shape, axes, (PATIENCE, Sums::Tree)).map(drop)
     }) {
         let error = done.unwrap_err().to_string();
         assert!(error.contains("ranks 0 and 1 compute on one GPU, GPU-"), "{error}");

@@ -89,6 +89,7 @@ fn cases() -> Vec<Case> {
         ("run.ranks", &[], "2", File("memory.txt")),
         ("run.dp", &["run.ranks=2", "train.expert_shards=2"], "2", File("memory.txt")),
         ("run.capacity_factor", &["run.ranks=2"], "2.0", File("memory.txt")),
+        ("run.reductions", &["run.ranks=2"], "nccl", Nowhere("the ranks of these cases compute on the CPU")),
         ("run.threads", &[], "2", Nowhere("how fast it is")),
         ("run.log_every", &[], "2", Console("step: ")),
     ]

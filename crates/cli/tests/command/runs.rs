@@ -403,3 +403,13 @@ fn memory_of_ranks_that_exchange_rows_is_told_for_routers_in_balance_too() {
     assert!(of("with routers in balance   ", &two) <= of("in all, of each GPU", &two), "{two}");
     assert!(!dry("run.ranks=1").contains("in balance"));
 }
+
+#[test]
+fn sums_by_nccl_are_refused_where_nothing_would_be_summed_by_it() {
+    let place = Place::with_text();
+    let error =
+        place.train(&["--set", "run.ranks=2", "--set", "run.reductions=nccl", "--device", "cpu"]).failed(2);
+    error.contains("`run.reductions`: is \"nccl\", and the ranks compute on the CPU");
+    let error = place.train(&["--set", "run.reductions=nccl"]).failed(2);
+    error.contains("`run.reductions`: is \"nccl\", but decides nothing");
+}

@@ -8,14 +8,15 @@ mod kind;
 pub use kind::{Device, OpTime, Peaks};
 
 use crate::env::Env;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::say;
 use crate::{env, joined, launched, ranks};
 use choice::Choice;
 use nibble_core::{Axes, Mesh, SoloComm};
 use nibble_cpu::{Cpu, HostComm};
 use nibble_cuda::NcclComm;
-use nibble_train::config::{DeviceChoice, RunConfig};
+use nibble_cuda::comm::Sums;
+use nibble_train::config::{DeviceChoice, Reductions, RunConfig};
 
 /// What is to be done on a device, by each rank.
 pub trait Work: Sync {
@@ -97,6 +98,15 @@ pub fn run<W: Work>(run: &RunConfig, work: &W) -> Result<W::Out> {
         Choice::Gpus(gpus) => Some(gpus),
     };
     let deadline = launched::exchange_deadline(env::var)?;
+    let sums = match run.reductions {
+        Reductions::Tree => Sums::Tree,
+        Reductions::Nccl if gpus.is_some() => Sums::Nccl,
+        Reductions::Nccl => {
+            return Err(Error::usage(format!(
+                "`run.reductions`: is \"nccl\", and the ranks compute on the CPU ({why}), where NCCL sums nothing; leave it out"
+            )));
+        }
+    };
     let why = match (process, &gpus) {
         (Some(_), None) => {
             format!("{why}, as processes whose rows go through a socket: for tests and small machines")
@@ -108,7 +118,7 @@ pub fn run<W: Work>(run: &RunConfig, work: &W) -> Result<W::Out> {
         None => on_cpu(axes.mesh(), &why),
         Some(gpus) => {
             let cuda = nibble_cuda::Cuda::new(gpus[local])?;
-            let axes = NcclComm::mesh(&cuda, run.mesh(), axes, deadline)?;
+            let axes = NcclComm::mesh(&cuda, run.mesh(), axes, (deadline, sums))?;
             let done = work.run(&On { b: &cuda, mesh: axes.mesh(), why: &why })?;
             axes.all.leave()?;
             Ok(done)
@@ -117,7 +127,8 @@ pub fn run<W: Work>(run: &RunConfig, work: &W) -> Result<W::Out> {
     match process {
         Some(process) => {
             let kind = if gpus.is_some() { "GPUs" } else { "CPUs" };
-            let agreed = format!("{}\ndevices = \"{kind}\"", work.agreed());
+            let reductions = if sums == Sums::Nccl { "\nreductions = \"nccl\"" } else { "" };
+            let agreed = format!("{}\ndevices = \"{kind}\"{reductions}", work.agreed());
             process.run(run, &agreed, |axes| body(process.launched.local_rank, axes))
         }
         None => ranks::on_ranks(run, body),

@@ -11,12 +11,12 @@ pub use nccl::Version;
 
 use crate::backend::Buf;
 use crate::{Buffer, Cuda};
-use nccl::{Message, Nccl};
+use nccl::{Message, Nccl, Sum};
 use nibble_core::ops::SumShards;
 use nibble_core::{
     Axes, Backend, Comm, Data, Error, MeshShape, Peers, Plain, Result, Tensor, Transfer, TreeSum,
 };
-use queue::{Queue, Sent};
+use queue::{Over, Queue, Sent};
 use std::fmt::{self, Debug};
 use std::ops::Range;
 use std::sync::Arc;
@@ -30,9 +30,21 @@ pub fn nccl_version() -> std::result::Result<Version, String> {
     Nccl::found().map(|nccl| nccl.version)
 }
 
+/// How gradients are summed over ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Sums {
+    /// Here, by the tree of every backend: the bits of the CPU, whatever the links.
+    #[default]
+    Tree,
+    /// By NCCL, in an order that depends on its version, the GPUs and how they are joined: no bits are kept.
+    Nccl,
+}
+
 /// A rank's communicator among ranks that have a GPU each.
 pub struct NcclComm {
     queue: Arc<Queue>,
+    /// Where NCCL sums: over which ranks.
+    sums: Option<Over>,
     /// These ranks by their numbers among all.
     members: Vec<usize>,
     /// This rank's number among these.
@@ -57,17 +69,20 @@ impl NcclComm {
         cuda: &Cuda,
         shape: MeshShape,
         peers: &Axes<P>,
-        deadline: Duration,
+        (deadline, sums): (Duration, Sums),
     ) -> Result<Axes<Self>> {
         let all: Arc<dyn Peers> = Arc::new(peers.all.clone());
         let rank = all.rank();
         let (d, e) = shape.place(rank);
-        let queue = Arc::new(Queue::new(cuda.device(), all.clone(), deadline)?);
-        let of = |members, rank, peers| Self { queue: queue.clone(), members, rank, peers };
+        let queue = Arc::new(Queue::new(cuda.device(), (all.clone(), shape), deadline, sums)?);
+        let of = |members, rank, peers, over| {
+            let sums = (sums == Sums::Nccl).then_some(over).flatten();
+            Self { queue: queue.clone(), sums, members, rank, peers }
+        };
         Ok(Axes {
-            all: of((0..shape.ranks()).collect(), rank, all),
-            ep: of(shape.replica(d), e, Arc::new(peers.ep.clone())),
-            dp: of(shape.same_experts(e), d, Arc::new(peers.dp.clone())),
+            all: of((0..shape.ranks()).collect(), rank, all, Some(Over::All)),
+            ep: of(shape.replica(d), e, Arc::new(peers.ep.clone()), None),
+            dp: of(shape.same_experts(e), d, Arc::new(peers.dp.clone()), Some(Over::Replicas)),
         })
     }
 
@@ -131,7 +146,7 @@ impl NcclComm {
 /// Sums whose parts travel. Its fields go in their order: the messages are joined before the memory that they use is given back.
 struct SumsUnderWay {
     sent: Sent,
-    /// What comes for each sum: this rank's part of every rank's values.
+    /// What comes for each sum: this rank's part of every rank's values; none where NCCL sums.
     came: Vec<Buf<f32>>,
     sums: Vec<TreeSum<Cuda>>,
 }
@@ -140,6 +155,9 @@ impl SumsUnderWay {
     fn finish(self, b: &Cuda) -> Result<Vec<Buf<f32>>> {
         let Self { sent, came, sums } = self;
         sent.join()?;
+        if came.is_empty() {
+            return Ok(sums.into_iter().map(|sum| sum.into).collect());
+        }
         sums.into_iter().zip(came).map(|(sum, came)| Self::sum(b, sum.into, came)).collect()
     }
 
@@ -206,13 +224,11 @@ impl Comm<Cuda> for NcclComm {
         })
     }
 
-    fn begin_reduce_scatter_tree(&self, b: &Cuda, sums: Vec<TreeSum<Cuda>>) -> Result<Transfer<Cuda>> {
+    fn begin_reduce_scatter_tree(&self, b: &Cuda, mut sums: Vec<TreeSum<Cuda>>) -> Result<Transfer<Cuda>> {
         const CALL: &str = "reduce_scatter_tree";
         const EACH: usize = size_of::<f32>();
         let ranks = self.members.len();
         let (sent, came) = self.collective(b, CALL, || {
-            let (mut sent, mut received) = (Vec::new(), Vec::new());
-            let mut came: Vec<Buf<f32>> = Vec::with_capacity(sums.len());
             for TreeSum { values, parts, into } in &sums {
                 let (len, room) = (values.get().len(), into.get().len());
                 let fits = parts.len() == ranks
@@ -221,14 +237,34 @@ impl Comm<Cuda> for NcclComm {
                     let why = format!("{parts:?} of {len} values, {room} of them for this rank of {ranks}");
                     return Err(self.error(CALL, why));
                 }
+            }
+            let from =
+                |values: &Buf<f32>, part: &Range<usize>| values.get().address() + (part.start * EACH) as u64;
+            let mut came: Vec<Buf<f32>> = Vec::new();
+            if let Some(over) = self.sums {
+                let mut of_ranks = Vec::new();
+                for TreeSum { values, parts, into } in &mut sums {
+                    let to = into.make_mut()?.address();
+                    let sum = |(rank, part): (usize, &Range<usize>)| Sum {
+                        from: from(values, part),
+                        to,
+                        values: part.len(),
+                        rank,
+                    };
+                    of_ranks.extend(parts.iter().enumerate().map(sum));
+                }
+                // SAFETY: all parts are within their buffers, checked above, and what is written has no other handle. The transfer owns them all, and
+                // joins the sums before it gives any back.
+                return Ok((unsafe { self.queue.reduce(CALL, over, &of_ranks) }?, came));
+            }
+            let (mut sent, mut received) = (Vec::new(), Vec::new());
+            for TreeSum { values, parts, into } in &sums {
+                let room = into.get().len();
                 let of_ranks: Buf<f32> = b.alloc(room * ranks)?;
                 for (rank, (peer, part)) in self.members.iter().zip(parts).enumerate() {
-                    let message = |at: u64, first: usize, len: usize| {
-                        let address = at + (first * EACH) as u64;
-                        Message { peer: *peer, address, bytes: len * EACH }
-                    };
-                    sent.push(message(values.get().address(), part.start, part.len()));
-                    received.push(message(of_ranks.get().address(), rank * room, room));
+                    let message = |address, len: usize| Message { peer: *peer, address, bytes: len * EACH };
+                    sent.push(message(from(values, part), part.len()));
+                    received.push(message(of_ranks.get().address() + (rank * room * EACH) as u64, room));
                 }
                 came.push(of_ranks);
             }

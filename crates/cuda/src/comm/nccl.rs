@@ -32,6 +32,9 @@ impl UniqueId {
 /// `ncclUint8`.
 const BYTES_TYPE: c_int = 1;
 
+/// `ncclFloat32`, and `ncclSum`.
+const SUM_OF_F32: (c_int, c_int) = (7, 0);
+
 /// The oldest version that is taken: what is called here is as old, and was not tried with older ones.
 const OLDEST: Version = Version { major: 2, minor: 18, patch: 0 };
 
@@ -72,12 +75,15 @@ pub(super) struct Nccl {
     last_error: unsafe extern "C" fn(Handle) -> *const c_char,
     unique_id: unsafe extern "C" fn(*mut UniqueId) -> c_int,
     init: unsafe extern "C" fn(*mut Handle, c_int, UniqueId, c_int) -> c_int,
+    split: unsafe extern "C" fn(Handle, c_int, c_int, *mut Handle, *mut c_void) -> c_int,
     async_error: unsafe extern "C" fn(Handle, *mut c_int) -> c_int,
     abort: unsafe extern "C" fn(Handle) -> c_int,
     group_start: unsafe extern "C" fn() -> c_int,
     group_end: unsafe extern "C" fn() -> c_int,
     send: unsafe extern "C" fn(*const c_void, usize, c_int, c_int, Handle, Stream) -> c_int,
     receive: unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, Handle, Stream) -> c_int,
+    reduce:
+        unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c_int, c_int, Handle, Stream) -> c_int,
 }
 
 impl fmt::Debug for Nccl {
@@ -92,6 +98,17 @@ pub(super) struct Message {
     pub peer: usize,
     pub address: u64,
     pub bytes: usize,
+}
+
+/// A sum of F32 values over the ranks of a communicator, which one of them gets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Sum {
+    pub from: u64,
+    /// Read by the rank that gets it alone.
+    pub to: u64,
+    pub values: usize,
+    /// Who gets it, by its number in the communicator.
+    pub rank: usize,
 }
 
 impl Nccl {
@@ -147,10 +164,12 @@ impl Nccl {
             init: call(library, "ncclCommInitRank")?,
             async_error: call(library, "ncclCommGetAsyncError")?,
             abort: call(library, "ncclCommAbort")?,
+            split: call(library, "ncclCommSplit")?,
             group_start: call(library, "ncclGroupStart")?,
             group_end: call(library, "ncclGroupEnd")?,
             send: call(library, "ncclSend")?,
             receive: call(library, "ncclRecv")?,
+            reduce: call(library, "ncclReduce")?,
         })
     }
 
@@ -209,21 +228,61 @@ impl Nccl {
         stream: Stream,
         (sent, received): (&[Message], &[Message]),
     ) -> Result<()> {
-        // SAFETY: as the caller says. A group that was begun is ended, whatever becomes of its calls.
-        unsafe {
-            self.answer("ncclGroupStart", handle, (self.group_start)())?;
-            let mut first = Ok(());
+        self.grouped(handle, |first| {
             for Message { peer, address, bytes } in sent {
-                let code = (self.send)(*address as _, *bytes, BYTES_TYPE, *peer as c_int, handle, stream);
-                first = first.and(self.answer("ncclSend", handle, code));
+                // SAFETY: as the caller says.
+                let code =
+                    unsafe { (self.send)(*address as _, *bytes, BYTES_TYPE, *peer as c_int, handle, stream) };
+                first(self.answer("ncclSend", handle, code));
             }
             for Message { peer, address, bytes } in received {
-                let code = (self.receive)(*address as _, *bytes, BYTES_TYPE, *peer as c_int, handle, stream);
-                first = first.and(self.answer("ncclRecv", handle, code));
+                // SAFETY: as the caller says.
+                let code = unsafe {
+                    (self.receive)(*address as _, *bytes, BYTES_TYPE, *peer as c_int, handle, stream)
+                };
+                first(self.answer("ncclRecv", handle, code));
             }
-            let ended = self.answer("ncclGroupEnd", handle, (self.group_end)());
-            first.and(ended)
-        }
+        })
+    }
+
+    /// Issues sums on a stream, all of them at once. Every rank of the communicator issues the same.
+    ///
+    /// # Safety
+    /// As [`Nccl::exchange`].
+    pub unsafe fn reduce(&self, handle: Handle, stream: Stream, sums: &[Sum]) -> Result<()> {
+        let (of, by) = SUM_OF_F32;
+        self.grouped(handle, |first| {
+            for Sum { from, to, values, rank } in sums.iter().filter(|sum| sum.values > 0) {
+                // SAFETY: as the caller says.
+                let code = unsafe {
+                    (self.reduce)(*from as _, *to as _, *values, of, by, *rank as c_int, handle, stream)
+                };
+                first(self.answer("ncclReduce", handle, code));
+            }
+        })
+    }
+
+    /// Makes calls as one group, and keeps the first of the errors that it is told. A group that was begun is ended, whatever becomes of its calls.
+    fn grouped(&self, handle: Handle, calls: impl FnOnce(&mut dyn FnMut(Result<()>))) -> Result<()> {
+        // SAFETY: takes nothing.
+        self.answer("ncclGroupStart", handle, unsafe { (self.group_start)() })?;
+        let mut first = Ok(());
+        calls(&mut |done| first = std::mem::replace(&mut first, Ok(())).and(done));
+        // SAFETY: takes nothing; a group was begun.
+        let ended = self.answer("ncclGroupEnd", handle, unsafe { (self.group_end)() });
+        first.and(ended)
+    }
+
+    /// The communicator of those ranks that give the same `group`, in the order of `rank`. Waits for all ranks.
+    ///
+    /// # Safety
+    /// The handle is alive and its device's context current.
+    pub unsafe fn split(&self, handle: Handle, group: usize, rank: usize) -> Result<Handle> {
+        let mut part = std::ptr::null_mut();
+        // SAFETY: as the caller says; writes the handle. Without settings of its own it has those of the communicator that it is a part of.
+        let code =
+            unsafe { (self.split)(handle, group as c_int, rank as c_int, &mut part, std::ptr::null_mut()) };
+        self.answer("ncclCommSplit", handle, code).map(|()| part)
     }
 
     /// Ends a communicator at once, with all that it has under way: the device goes on.

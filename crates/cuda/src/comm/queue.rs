@@ -1,11 +1,12 @@
 //! The queue on which a rank's messages travel: a stream of its own, NCCL's communicator of all ranks, and who watches over it.
 
 use crate::Device;
-use crate::comm::nccl::{Handle, Message, Nccl, UniqueId};
+use crate::comm::Sums;
+use crate::comm::nccl::{Handle, Message, Nccl, Sum, UniqueId};
 use crate::device::event::Event;
 use crate::driver::named;
 use cudarc::driver::{result, sys};
-use nibble_core::{Error, Peers, Result};
+use nibble_core::{Error, MeshShape, Peers, Result};
 use std::collections::VecDeque;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -26,8 +27,8 @@ struct Inner {
     nccl: &'static Nccl,
     device: Device,
     stream: sys::CUstream,
-    /// The communicator; none once it was ended.
-    handle: Mutex<Option<SendHandle>>,
+    /// The communicators; none once they were ended.
+    handles: Mutex<Option<Handles>>,
     peers: Arc<dyn Peers>,
     under_way: Mutex<VecDeque<UnderWay>>,
     /// Nanoseconds that messages have taken, waiting for others included.
@@ -42,10 +43,35 @@ unsafe impl Send for Inner {}
 // SAFETY: as above; what is mutable is behind a mutex or atomic.
 unsafe impl Sync for Inner {}
 
-struct SendHandle(Handle);
+/// The ranks that NCCL sums over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Over {
+    All,
+    /// Those with the same experts.
+    Replicas,
+}
 
-// SAFETY: the library's communicators may be used from any thread, by one at a time: it is behind a mutex.
-unsafe impl Send for SendHandle {}
+/// A rank's communicators of the library.
+#[derive(Clone, Copy)]
+struct Handles {
+    all: Handle,
+    /// Of the ranks with the same experts, where NCCL sums over them and they are not all.
+    replicas: Option<Handle>,
+}
+
+// SAFETY: the library's communicators may be used from any thread, by one at a time: they are behind a mutex.
+unsafe impl Send for Handles {}
+
+impl Handles {
+    /// # Safety
+    /// They are alive, and not used after this.
+    unsafe fn abort(self, nccl: &Nccl) {
+        for handle in self.replicas.into_iter().chain([self.all]) {
+            // SAFETY: as the caller says.
+            unsafe { nccl.abort(handle) };
+        }
+    }
+}
 
 /// Messages that the device has yet to pass.
 struct UnderWay {
@@ -69,21 +95,26 @@ impl fmt::Debug for Queue {
 }
 
 impl Queue {
-    /// Meets the other ranks. Messages that take longer than `deadline` fail the run.
-    pub fn new(device: &Device, peers: Arc<dyn Peers>, deadline: Duration) -> Result<Self> {
+    /// Meets the other ranks of the mesh. Messages that take longer than `deadline` fail the run.
+    pub fn new(
+        device: &Device,
+        (peers, shape): (Arc<dyn Peers>, MeshShape),
+        deadline: Duration,
+        sums: Sums,
+    ) -> Result<Self> {
         let nccl = Nccl::found().map_err(|why| Error::Device { call: "loading NCCL".into(), why })?;
         let id = meet(device, &*peers, nccl)?;
         device.stream()?;
         let stream = result::stream::create(result::stream::StreamKind::NonBlocking);
         let stream = named("cuStreamCreate", stream)?;
         let connecting =
-            Connecting { nccl, device: device.clone(), stream, id, rank: peers.rank(), world: peers.world() };
-        let handle = connecting.run(&*peers, deadline)?;
+            Connecting { nccl, device: device.clone(), stream, id, rank: peers.rank(), shape, sums };
+        let handles = connecting.run(&*peers, deadline)?;
         let inner = Arc::new(Inner {
             nccl,
             device: device.clone(),
             stream,
-            handle: Mutex::new(Some(handle)),
+            handles: Mutex::new(Some(handles)),
             peers,
             under_way: Mutex::default(),
             busy: AtomicU64::new(0),
@@ -128,36 +159,36 @@ impl Queue {
     pub unsafe fn send(&self, call: &'static str, sent: &[Message], received: &[Message]) -> Result<Sent> {
         let inner = &self.inner;
         let me = inner.peers.rank();
-        let stream = inner.device.stream()?;
-        let here = Event::new(&inner.device)?;
-        here.set(stream)?;
-        here.before(inner.stream)?;
-        let began = Event::new(&inner.device)?;
-        began.set(inner.stream)?;
         let apart = |messages: &[Message]| -> (Vec<Message>, Vec<Message>) {
             let some = messages.iter().copied().filter(|message| message.bytes > 0);
             some.partition(|message| message.peer == me)
         };
         let ((own_sent, sent), (own_received, received)) = (apart(sent), apart(received));
-        for (from, to) in own_sent.into_iter().zip(own_received) {
-            // SAFETY: as the caller says.
-            let copied =
-                unsafe { result::memcpy_dtod_async(to.address, from.address, from.bytes, inner.stream) };
-            named("cuMemcpyDtoDAsync", copied)?;
-        }
-        let has_messages = !sent.is_empty() || !received.is_empty();
-        if has_messages {
-            inner.device.not_recording(call)?;
-            // SAFETY: as the caller says.
-            unsafe { inner.exchange(call, &sent, &received) }?;
-        }
-        let ended = Arc::new(Event::new(&inner.device)?);
-        ended.set(inner.stream)?;
-        if has_messages {
-            let issued = Instant::now();
-            lock(&inner.under_way).push_back(UnderWay { call, began, ended: ended.clone(), issued });
-        }
-        Ok(Sent { inner: inner.clone(), ended: Some(ended) })
+        inner.queued(call, !sent.is_empty() || !received.is_empty(), |handles| {
+            for (from, to) in own_sent.into_iter().zip(own_received) {
+                // SAFETY: as the caller says.
+                let copied =
+                    unsafe { result::memcpy_dtod_async(to.address, from.address, from.bytes, inner.stream) };
+                named("cuMemcpyDtoDAsync", copied)?;
+            }
+            let Some(Handles { all, .. }) = handles else { return Ok(()) };
+            // SAFETY: the handle is alive and the context current; the rest as the caller says.
+            unsafe { inner.nccl.exchange(all, inner.stream.cast(), (&sent, &received)) }
+        })
+    }
+
+    /// Issues sums by NCCL, in its own order, after everything issued on the device so far.
+    ///
+    /// # Safety
+    /// As [`Queue::send`]. The queue was made for [`Sums::Nccl`].
+    pub unsafe fn reduce(&self, call: &'static str, over: Over, sums: &[Sum]) -> Result<Sent> {
+        let inner = &self.inner;
+        inner.queued(call, true, |handles| {
+            let Some(Handles { all, replicas }) = handles else { return Ok(()) };
+            let handle = replicas.filter(|_| over == Over::Replicas).unwrap_or(all);
+            // SAFETY: the handle is alive and the context current; the rest as the caller says.
+            unsafe { inner.nccl.reduce(handle, inner.stream.cast(), sums) }
+        })
     }
 }
 
@@ -221,18 +252,18 @@ impl Inner {
         Error::Comm { call, rank: self.rank(), why: why.to_owned() }
     }
 
-    /// Ends the communicator at once, if it is there.
+    /// Ends the communicators at once, if they are there.
     fn abort(&self) {
-        if let Some(SendHandle(handle)) = lock(&self.handle).take() {
-            // SAFETY: taken out of its place: nobody uses it after this.
-            unsafe { self.nccl.abort(handle) };
+        if let Some(handles) = lock(&self.handles).take() {
+            // SAFETY: taken out of their place: nobody uses them after this.
+            unsafe { handles.abort(self.nccl) };
         }
     }
 
-    /// Does something with the communicator, unless it was ended: then somebody has failed.
-    fn with_handle<T>(&self, call: &'static str, work: impl FnOnce(Handle) -> Result<T>) -> Result<T> {
-        match &*lock(&self.handle) {
-            Some(SendHandle(handle)) => work(*handle),
+    /// Does something with the communicators, unless they were ended: then somebody has failed.
+    fn with_handles<T>(&self, call: &'static str, work: impl FnOnce(Handles) -> Result<T>) -> Result<T> {
+        match &*lock(&self.handles) {
+            Some(handles) => work(*handles),
             None => {
                 self.peers.check()?;
                 Err(Error::Comm { call, rank: self.rank(), why: "the communicator has ended".into() })
@@ -240,17 +271,35 @@ impl Inner {
         }
     }
 
-    /// # Safety
-    /// As [`Queue::send`] has it.
-    unsafe fn exchange(&self, call: &'static str, sent: &[Message], received: &[Message]) -> Result<()> {
-        let issued = self.with_handle(call, |handle| {
-            // SAFETY: the handle is alive while its place is locked; the context is current; the rest as the caller says.
-            unsafe { self.nccl.exchange(handle, self.stream.cast(), (sent, received)) }
-        });
-        issued.map_err(|error| match error {
-            Error::Comm { .. } => error,
-            _ => self.fail(call, &error.to_string()),
-        })
+    /// Issues work on the queue, after everything issued on the device so far. It is given the communicators where other ranks have a part in it.
+    fn queued(
+        self: &Arc<Self>,
+        call: &'static str,
+        has_messages: bool,
+        work: impl FnOnce(Option<Handles>) -> Result<()>,
+    ) -> Result<Sent> {
+        let here = Event::new(&self.device)?;
+        here.set(self.device.stream()?)?;
+        here.before(self.stream)?;
+        let began = Event::new(&self.device)?;
+        began.set(self.stream)?;
+        if has_messages {
+            self.device.not_recording(call)?;
+            let issued = self.with_handles(call, |handles| work(Some(handles)));
+            issued.map_err(|error| match error {
+                Error::Comm { .. } => error,
+                _ => self.fail(call, &error.to_string()),
+            })?;
+        } else {
+            work(None)?;
+        }
+        let ended = Arc::new(Event::new(&self.device)?);
+        ended.set(self.stream)?;
+        if has_messages {
+            let issued = Instant::now();
+            lock(&self.under_way).push_back(UnderWay { call, began, ended: ended.clone(), issued });
+        }
+        Ok(Sent { inner: self.clone(), ended: Some(ended) })
     }
 
     /// Until the queue is dropped: ends the communicator where a rank fails, or where messages take too long. A thread that waits for the device waits
@@ -276,8 +325,11 @@ impl Inner {
         if self.device.stream().is_err() {
             return;
         }
-        // SAFETY: the handle is alive while its place is locked.
-        let state = self.with_handle("nccl", |handle| unsafe { Ok(self.nccl.check(handle)) });
+        let state = self.with_handles("nccl", |handles| {
+            let mut all = handles.replicas.into_iter().chain([handles.all]);
+            // SAFETY: the handles are alive while their place is locked.
+            Ok(all.try_for_each(|handle| unsafe { self.nccl.check(handle) }))
+        });
         if let Ok(Err(error)) = state {
             drop(self.fail("nccl", &error.to_string()));
             return;
@@ -315,21 +367,22 @@ struct Connecting {
     stream: sys::CUstream,
     id: UniqueId,
     rank: usize,
-    world: usize,
+    shape: MeshShape,
+    sums: Sums,
 }
 
 // SAFETY: the stream is a driver's handle, used with the context current.
 unsafe impl Send for Connecting {}
 
 impl Connecting {
-    fn run(self, peers: &dyn Peers, deadline: Duration) -> Result<SendHandle> {
+    fn run(self, peers: &dyn Peers, deadline: Duration) -> Result<Handles> {
         const CALL: &str = "connecting";
         let (nccl, rank, began) = (self.nccl, self.rank, Instant::now());
         let (tell, told) = mpsc::channel();
         let connect = move || {
-            if let Err(mpsc::SendError(Ok(SendHandle(handle)))) = tell.send(self.connect()) {
-                // SAFETY: nobody else has it.
-                unsafe { nccl.abort(handle) };
+            if let Err(mpsc::SendError(Ok(handles))) = tell.send(self.connect()) {
+                // SAFETY: nobody else has them.
+                unsafe { handles.abort(nccl) };
             }
         };
         std::thread::Builder::new().name("nccl".into()).spawn(connect).map_err(Error::not_started)?;
@@ -351,27 +404,45 @@ impl Connecting {
         }
     }
 
-    /// The communicator, when a byte has gone from each rank to each other one.
-    fn connect(&self) -> Result<SendHandle> {
+    /// The communicators, when a byte has gone from each rank to each other one, and a sum over each that will sum.
+    fn connect(&self) -> Result<Handles> {
         self.device.stream()?;
-        let handle = SendHandle(self.nccl.begin(self.id, self.rank, self.world)?);
+        let all = self.nccl.begin(self.id, self.rank, self.shape.ranks())?;
+        let mut handles = Handles { all, replicas: None };
+        self.connect_all(&mut handles).inspect_err(|_| {
+            // SAFETY: nobody uses them after this.
+            unsafe { handles.abort(self.nccl) };
+        })?;
+        Ok(handles)
+    }
+
+    fn connect_all(&self, handles: &mut Handles) -> Result<()> {
+        let world = self.shape.ranks();
         self.device.stream()?;
-        let bytes = self.device.filled::<u8>(2 * self.world, 0)?;
+        let bytes = self.device.filled::<u8>(2 * world.max(size_of::<f32>()), 0)?;
         self.device.synchronize()?;
         let of = |first: usize| -> Vec<Message> {
-            let others = (0..self.world).filter(|peer| *peer != self.rank);
+            let others = (0..world).filter(|peer| *peer != self.rank);
             others
                 .map(|peer| Message { peer, address: bytes.address() + (first + peer) as u64, bytes: 1 })
                 .collect()
         };
-        // SAFETY: the handle is alive and the context current; each byte is of this buffer, which is alive until the stream has passed them. Where that
-        // fails, nobody uses the handle after this.
+        let stream = self.stream.cast();
+        // SAFETY: the handles are alive and the context current; all bytes are of this buffer, which is alive until the stream has passed them.
         unsafe {
-            let sent = self.nccl.exchange(handle.0, self.stream.cast(), (&of(0), &of(self.world)));
-            sent.and_then(|()| named("cuStreamSynchronize", result::stream::synchronize(self.stream)))
-                .inspect_err(|_| self.nccl.abort(handle.0))?;
+            self.nccl.exchange(handles.all, stream, (&of(0), &of(world)))?;
+            if self.sums == Sums::Nccl {
+                let (dp, ep) = self.shape.place(self.rank);
+                if self.shape.dp > 1 && self.shape.ep > 1 {
+                    handles.replicas = Some(self.nccl.split(handles.all, ep, dp)?);
+                }
+                let sum = Sum { from: bytes.address(), to: bytes.address(), values: 1, rank: 0 };
+                for handle in handles.replicas.into_iter().chain([handles.all]) {
+                    self.nccl.reduce(handle, stream, &[sum])?;
+                }
+            }
+            named("cuStreamSynchronize", result::stream::synchronize(self.stream))
         }
-        Ok(handle)
     }
 }
 

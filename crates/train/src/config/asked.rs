@@ -104,6 +104,12 @@ impl Config {
                 "is {factor:?}, but decides nothing: no experts are divided among ranks; leave it out, or set run.ranks"
             ),
         );
+        add(
+            self.run.ranks == 1 && self.run.reductions != default.run.reductions,
+            "run.reductions",
+            &["run.ranks"],
+            "is \"nccl\", but decides nothing: one rank has nothing to sum with others; leave it out, or set run.ranks".into(),
+        );
         let c = &self.checkpoint;
         let none = c.every == 0 && !c.at_end;
         for (key, value, usual) in [

@@ -390,6 +390,10 @@ pub struct RunConfig {
     /// many; at least 1. No token is ever dropped: a step in which a rank is sent more is done again with more room, and the same bits.
     #[serde(skip_serializing_if = "is_usual_capacity")]
     pub capacity_factor: f64,
+    /// How gradients are summed over ranks: `tree`, in an order that the ranks and their devices do not change; or, on GPUs, `nccl`, by NCCL's own sums, in
+    /// an order that depends on its version, the GPUs and how they are joined: the bits of a run are not kept then, from one machine to another.
+    #[serde(skip_serializing_if = "Reductions::is_default")]
+    pub reductions: Reductions,
     /// Worker threads over all ranks; 0 = one a core.
     pub threads: usize,
     /// Steps between lines on the console; the metrics file always gets every step.
@@ -404,9 +408,28 @@ impl Default for RunConfig {
             ranks: 1,
             dp: 1,
             capacity_factor: USUAL_CAPACITY,
+            reductions: Reductions::default(),
             threads: 0,
             log_every: 10,
         }
+    }
+}
+
+/// How gradients are summed over ranks, as a configuration names it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Reductions {
+    /// By a balanced tree over the ranks, the same on every device.
+    #[default]
+    Tree,
+    /// By NCCL, which does not keep bits.
+    Nccl,
+}
+
+impl Reductions {
+    /// Stored configurations leave it out.
+    fn is_default(&self) -> bool {
+        *self == Self::default()
     }
 }
 
