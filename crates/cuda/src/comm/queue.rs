@@ -151,7 +151,7 @@ impl Queue {
         Ok(())
     }
 
-    /// Issues messages after everything issued on the device so far. Those of a rank to itself are copies, in order.
+    /// Issues messages after everything issued on the device so far. Those of a rank to itself are copies in order with the device's own work.
     ///
     /// # Safety
     /// All memory is of this device. What is sent is written by nobody, and what is received used by nobody, until the messages are joined, and
@@ -164,17 +164,22 @@ impl Queue {
             some.partition(|message| message.peer == me)
         };
         let ((own_sent, sent), (own_received, received)) = (apart(sent), apart(received));
-        inner.queued(call, !sent.is_empty() || !received.is_empty(), |handles| {
-            for (from, to) in own_sent.into_iter().zip(own_received) {
-                // SAFETY: as the caller says.
-                let copied =
-                    unsafe { result::memcpy_dtod_async(to.address, from.address, from.bytes, inner.stream) };
-                named("cuMemcpyDtoDAsync", copied)?;
-            }
-            let Some(Handles { all, .. }) = handles else { return Ok(()) };
+        let under_way = if sent.is_empty() && received.is_empty() {
+            Sent { inner: inner.clone(), ended: None }
+        } else {
             // SAFETY: the handle is alive and the context current; the rest as the caller says.
-            unsafe { inner.nccl.exchange(all, inner.stream.cast(), (&sent, &received)) }
-        })
+            inner.queued(call, |Handles { all, .. }| unsafe {
+                inner.nccl.exchange(all, inner.stream.cast(), (&sent, &received))
+            })?
+        };
+        // Beside the messages of others, as the device would often wait for these.
+        let stream = inner.device.stream()?;
+        for (from, to) in own_sent.into_iter().zip(own_received) {
+            // SAFETY: as the caller says.
+            let copied = unsafe { result::memcpy_dtod_async(to.address, from.address, from.bytes, stream) };
+            named("cuMemcpyDtoDAsync", copied)?;
+        }
+        Ok(under_way)
     }
 
     /// Issues sums by NCCL, in its own order, after everything issued on the device so far.
@@ -183,8 +188,7 @@ impl Queue {
     /// As [`Queue::send`]. The queue was made for [`Sums::Nccl`].
     pub unsafe fn reduce(&self, call: &'static str, over: Over, sums: &[Sum]) -> Result<Sent> {
         let inner = &self.inner;
-        inner.queued(call, true, |handles| {
-            let Some(Handles { all, replicas }) = handles else { return Ok(()) };
+        inner.queued(call, |Handles { all, replicas }| {
             let handle = replicas.filter(|_| over == Over::Replicas).unwrap_or(all);
             // SAFETY: the handle is alive and the context current; the rest as the caller says.
             unsafe { inner.nccl.reduce(handle, inner.stream.cast(), sums) }
@@ -271,34 +275,26 @@ impl Inner {
         }
     }
 
-    /// Issues work on the queue, after everything issued on the device so far. It is given the communicators where other ranks have a part in it.
+    /// Issues messages on the queue, after everything issued on the device so far.
     fn queued(
         self: &Arc<Self>,
         call: &'static str,
-        has_messages: bool,
-        work: impl FnOnce(Option<Handles>) -> Result<()>,
+        messages: impl FnOnce(Handles) -> Result<()>,
     ) -> Result<Sent> {
+        self.device.not_recording(call)?;
         let here = Event::new(&self.device)?;
         here.set(self.device.stream()?)?;
         here.before(self.stream)?;
         let began = Event::new(&self.device)?;
         began.set(self.stream)?;
-        if has_messages {
-            self.device.not_recording(call)?;
-            let issued = self.with_handles(call, |handles| work(Some(handles)));
-            issued.map_err(|error| match error {
-                Error::Comm { .. } => error,
-                _ => self.fail(call, &error.to_string()),
-            })?;
-        } else {
-            work(None)?;
-        }
+        self.with_handles(call, messages).map_err(|error| match error {
+            Error::Comm { .. } => error,
+            _ => self.fail(call, &error.to_string()),
+        })?;
         let ended = Arc::new(Event::new(&self.device)?);
         ended.set(self.stream)?;
-        if has_messages {
-            let issued = Instant::now();
-            lock(&self.under_way).push_back(UnderWay { call, began, ended: ended.clone(), issued });
-        }
+        let issued = Instant::now();
+        lock(&self.under_way).push_back(UnderWay { call, began, ended: ended.clone(), issued });
         Ok(Sent { inner: self.clone(), ended: Some(ended) })
     }
 
