@@ -39,6 +39,7 @@ results! {
     find_slots(FindSlots<'_, Self>) -> <Self as Backend>::Buf<i32>;
     pack_rows(PackRows<'_, Self>) -> <Self as Backend>::Buf<u8>;
     unpack_rows(UnpackRows<'_, Self>) -> Operand<Self>;
+    unpack_permute(UnpackPermute<'_, Self>) -> Operand<Self>;
     assign_parts(AssignParts<'_, Self>) -> <Self as Backend>::Buf<i32>;
     join_groups(JoinGroups<'_, Self>) -> Groups<Self>;
     assign_ranks(AssignRanks<'_, Self>) -> SlotRanks<Self>;

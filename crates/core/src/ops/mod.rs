@@ -40,7 +40,9 @@ pub use gemm::{BF16_AGREEMENT, FP8_AGREEMENT, Gemm, GroupedGemm, GroupedWgrad, P
 pub use head_loss::{HeadCodecs, HeadLoss, HeadLossChunk, HeadLossGrad, HeadLossOut, head_chunk};
 pub use norm_rope::{NormRope, NormRopeBackward};
 pub use parts::{AssignParts, JoinGroups};
-pub use permute::{CombineSlots, GatherScalars, PackRows, Permute, PlanPermute, UnpackRows, Unpermute};
+pub use permute::{
+    CombineSlots, GatherScalars, PackRows, Permute, PlanPermute, UnpackPermute, UnpackRows, Unpermute,
+};
 pub use push_amax::{AmaxRecords, PushAmax};
 pub use quantize::{
     Counts, Delayed, Dequantize, Emit, Emitted, Found, Hadamard, MeasureAmax, Planes, Quantize, Random,
@@ -102,6 +104,7 @@ macro_rules! for_each_op {
             find_slots(FindSlots<'_, $B>) -> $B::Buf<i32> { reads row_slot; plain slots; }
             pack_rows(PackRows<'_, $B>) -> $B::Buf<u8> { reads rows, index; }
             unpack_rows(UnpackRows<'_, $B>) -> Operand<$B> { reads bytes; plain kind; }
+            unpack_permute(UnpackPermute<'_, $B>) -> Operand<$B> { reads bytes, map; plain kind; }
             assign_ranks(AssignRanks<'_, $B>) -> SlotRanks<$B> { reads expert; plain top_k, experts_each, world; }
             pack_slots(PackSlots<'_, $B>) -> $B::Buf<i32> {
                 reads slot, expert, weight, token_id; plain top_k, experts_each;

@@ -13,7 +13,7 @@ use nibble_core::allocation::in_part;
 use nibble_core::formats::Format;
 use nibble_core::ops::{
     AssignParts, AssignRanks, CombineSlots, CombineTree, Dequantize, FindSlots, GatherScalars, JoinGroups,
-    PackRows, PackSlots, Permute, PlanPermute, Routing, UnpackRows, UnpackSlots, record_words,
+    PackRows, PackSlots, Permute, PlanPermute, Routing, UnpackPermute, UnpackRows, UnpackSlots, record_words,
 };
 use nibble_core::{
     DType, Data, Error, ExchangeRoom, Groups, Kernels, Leg, Operand, PermuteMap, Result, RowKind, RowPlan,
@@ -299,8 +299,13 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         };
         let kind = rows_td.row_kind();
         let sent = PackRows { rows: rows_td, index: &wire.send_token }.run(self.cx.b)?;
-        let received = self.send(&sent, kind, &wire.rows, Leg::Tokens)?;
-        Permute { rows: &received, map: &plan.map }.run(self.cx.b)
+        self.sorted(plan, wire, &sent, kind)
+    }
+
+    /// Sends messages of tokens and sorts what arrives by expert.
+    fn sorted(&self, plan: &Plan<B>, wire: &Wire<B>, sent: &B::Buf<u8>, kind: RowKind) -> Result<Operand<B>> {
+        let bytes = self.received(sent, &wire.rows, (Leg::Tokens, kind.row_bytes()))?;
+        UnpackPermute { bytes: &bytes, kind, map: &plan.map }.run(self.cx.b)
     }
 
     /// What one leg brings, of rows of this kind.

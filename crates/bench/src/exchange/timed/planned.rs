@@ -1,10 +1,10 @@
 //! Rows of one size, planned: which go to which rank, and every stage of their way as a call of its own.
 
 use crate::experts::chosen;
-use nibble_core::ops::{Cast, CombineSlots, InitNormal, PackRows, Permute, UnpackRows};
+use nibble_core::ops::{Cast, CombineSlots, InitNormal, PackRows, UnpackPermute};
 use nibble_core::recipe::{LayerKind, Precision, Site};
 use nibble_core::{DType, Data, Error, Kernels, Leg, Mesh, Operand, Recipe, Result, RowKind, Tensor};
-use nibble_formats::{Format, Purpose, Stream};
+use nibble_formats::{Purpose, Stream};
 use nibble_train::cx::{Cx, Place, Shards};
 use nibble_train::moe::{Exchange, Plan, Wire};
 
@@ -330,23 +330,16 @@ impl<'p, 'a, B: Kernels> Stages<'p, 'a, B> {
 
     /// What came, in expert order or as sums.
     pub fn unpack(&self) -> Result<Operand<B>> {
-        let (b, kind) = (self.b(), self.kind());
-        let received = match kind.format {
-            // Nothing lies between such rows.
-            Format::Bf16 => {
-                let data = Data::Bf16(b.reinterpret(&self.arrived)?);
-                let rows = B::len(&self.arrived) / kind.row_bytes();
-                Operand::Plain(Tensor::new(data, rows, kind.cols)?)
-            }
-            _ => UnpackRows { bytes: &self.arrived, kind }.run(b)?,
-        };
+        let (b, kind, plan) = (self.b(), self.kind(), &self.planned.plan);
         match self.trip.way {
             Way::Dispatch | Way::DispatchBackward => {
-                Permute { rows: &received, map: &self.planned.plan.map }.run(b)
+                UnpackPermute { bytes: &self.arrived, kind, map: &plan.map }.run(b)
             }
             Way::Combine => {
-                let (rows, index) =
-                    (received.plain("bench exchange")?, Some(&self.planned.wire()?.slot_place));
+                // Nothing lies between plain rows.
+                let data = Data::Bf16(b.reinterpret(&self.arrived)?);
+                let rows = &Tensor::new(data, B::len(&self.arrived) / kind.row_bytes(), kind.cols)?;
+                let index = Some(&self.planned.wire()?.slot_place);
                 CombineSlots { rows, index, plus: None, top_k: 1 }.run(b).map(Operand::Plain)
             }
         }
@@ -383,12 +376,9 @@ impl<'p, 'a, B: Kernels> Stages<'p, 'a, B> {
         let is_block = self.trip.to.format.is_block();
         let [read, written] = match self.trip.way {
             Way::Dispatch | Way::DispatchBackward => {
-                let [quantized, unpacked] = if is_block { [sent, arrived] } else { [0, 0] };
-                // Quantized, packed, unpacked, sorted with the padding of groups.
-                [
-                    quantized * given + (sent + unpacked + arrived) * row,
-                    (quantized + sent + unpacked + sorted) * row,
-                ]
+                let quantized = if is_block { sent } else { 0 };
+                // Quantized, packed, and sorted with the padding of groups.
+                [quantized * given + (sent + arrived) * row, (quantized + sent + sorted) * row]
             }
             Way::Combine => [(arrived + sent) * row; 2],
         };

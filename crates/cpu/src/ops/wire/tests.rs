@@ -1,8 +1,9 @@
 use super::super::elementwise::tests::{below, bits, normals, same_everywhere};
-use super::super::permute::tests::{any_blocks, scale_bytes};
+use super::super::permute::permute;
+use super::super::permute::tests::{CASES, any_blocks, scale_bytes};
 use super::*;
-use half::bf16;
-use nibble_core::{Backend, BlockScaled, RowKind, Tensor};
+use nibble_core::ops::Permute;
+use nibble_core::{Backend, BlockScaled, Tensor};
 use nibble_formats::{BlockAxis, Format, ScaleLayout, ScaleRule};
 
 /// Rows of a format: plain numbers, or arbitrary codes and scales.
@@ -52,6 +53,25 @@ fn unpacking_undoes_packing_for_every_format() {
                     packed.as_slice().to_vec()
                 });
             }
+        }
+    }
+}
+
+#[test]
+fn one_pass_unpacks_and_sorts_as_two_do() {
+    for (format, rule) in every_kind() {
+        for (case, cols) in CASES.iter().zip([1, 3, 31, 127, 130, 256, 300]) {
+            same_everywhere(|cpu| {
+                let (x, map) = (rows_of(cpu, format, rule, case.tokens, cols), case.plan(cpu));
+                let index = cpu.upload(&(0..case.tokens as i32).collect::<Vec<_>>()).unwrap();
+                let bytes = &pack_rows(cpu, PackRows { rows: &x, index: &index }).unwrap();
+                let (kind, map) = (x.row_kind(), &map);
+                let rows = &unpack_rows(cpu, UnpackRows { bytes, kind }).unwrap();
+                let two = contents(&permute(cpu, Permute { rows, map }).unwrap());
+                let one = contents(&unpack_permute(cpu, UnpackPermute { bytes, kind, map }).unwrap());
+                assert!(one == two, "{format} {rule} {} × {cols}", case.tokens);
+                one
+            });
         }
     }
 }
@@ -144,6 +164,16 @@ fn mistakes_are_errors() {
         let kind = RowKind { format, rule, cols };
         unpack_rows(&cpu, UnpackRows { bytes: &bytes, kind }).map(|_| ()).unwrap_err().to_string()
     };
+    let case = &CASES[1];
+    let (bytes_of_none, map) = (cpu.zeros::<u8>(0).unwrap(), case.plan(&cpu));
+    let kind = RowKind { format: Format::Mxfp4, rule: ScaleRule::Rceil, cols: 32 };
+    let sort = |bytes: &Buf<u8>| unpack_permute(&cpu, UnpackPermute { bytes, kind, map: &map }).map(|_| ());
+    // A row of the plan that no message is.
+    let e = sort(&bytes_of_none).unwrap_err().to_string();
+    assert!(e.starts_with("unpack_permute: `map.source_row` is 0 at 0"), "{e}");
+    let short = cpu.zeros::<u8>(kind.row_bytes() + 16).unwrap();
+    let e = sort(&short).unwrap_err().to_string();
+    assert_eq!(e, "unpack_permute: `bytes modulo the record's length` is 16, expected 0");
     assert!(unpack(Format::Mxfp4, ScaleRule::Amax, 32).contains("no scale rule `amax`"));
     assert_eq!(
         unpack(Format::Bf16, ScaleRule::Amax, 0),
