@@ -93,6 +93,11 @@ pub fn pack_rows(op: &PackRows<'_, Dry>) -> Counted {
     Work::reads_rows(Some(op.index.len()), &[op.rows, op.index]).into()
 }
 
+/// Each row once, whatever the number of its messages.
+pub fn quantize_pack(op: &QuantizePack<'_, Dry>) -> Counted {
+    quantize(&op.quantize).work.and_reads(None, &[op.place]).into()
+}
+
 pub fn pack_slots(op: &PackSlots<'_, Dry>) -> Counted {
     Work::reads_rows(Some(op.slot.len()), &[op.slot, op.expert, op.weight, op.token_id]).into()
 }

@@ -62,6 +62,16 @@ impl Dry {
         Ok(out)
     }
 
+    pub(crate) fn quantize_pack(&self, op: QuantizePack<'_, Self>) -> Result<PackedRows<Self>> {
+        if self.is_gpu() && QuantizeDesc::of(&op.quantize).packs() {
+            return op.result(self);
+        }
+        let made = self.quantize(op.quantize)?;
+        let bytes = self.pack_rows(PackRows { rows: &made.take_rows("quantize_pack")?, index: op.index })?;
+        let counts = made.counts.map_or_else(|| Counts::zeros(self), Ok)?;
+        Ok(PackedRows { bytes, counts, found: made.found })
+    }
+
     /// What is taken on the way.
     pub(crate) fn while_quantizing(&self, op: &Quantize<'_, Self>) -> Result<()> {
         let temporaries = match self.is_gpu() {

@@ -1,11 +1,13 @@
-//! See [`nibble_core::ops::PackRows`], [`nibble_core::ops::UnpackRows`] and [`nibble_core::ops::UnpackPermute`].
+//! See [`nibble_core::ops::PackRows`], [`nibble_core::ops::QuantizePack`],
+//! [`nibble_core::ops::UnpackRows`] and [`nibble_core::ops::UnpackPermute`].
 
 use super::elementwise::for_rows;
 use super::permute::{Pads, check_index, fill_padding, source_rows};
+use super::quantize::quantize;
 use crate::{Buf, Cpu};
 use half::bf16;
-use nibble_core::ops::{PackRows, UnpackPermute, UnpackRows};
-use nibble_core::{Data, Operand, Plain, Result, RowKind};
+use nibble_core::ops::{Counts, PackRows, PackedRows, QuantizePack, UnpackPermute, UnpackRows};
+use nibble_core::{Data, Error, Operand, Plain, Result, RowKind};
 
 /// Copies bytes; a record is codes ‖ scales ‖ the tensor's scale ‖ zeros to a multiple of 16.
 pub(crate) fn pack_rows(cpu: &Cpu, op: PackRows<'_, Cpu>) -> Result<Buf<u8>> {
@@ -43,6 +45,32 @@ pub(crate) fn pack_rows(cpu: &Cpu, op: PackRows<'_, Cpu>) -> Result<Buf<u8>> {
         }
     });
     Ok(out)
+}
+
+/// One after the other, once both lists are seen to say the same.
+pub(crate) fn quantize_pack(cpu: &Cpu, op: QuantizePack<'_, Cpu>) -> Result<PackedRows<Cpu>> {
+    const OP: &str = "quantize_pack";
+    op.check()?;
+    let (index, place) = (op.index.as_slice(), op.place.as_slice());
+    check_index(OP, "index", index, op.quantize.x.rows, Pads::Allowed)?;
+    check_index(OP, "place", place, index.len(), Pads::Allowed)?;
+    let mut row_of = vec![-1; index.len()];
+    for (slot, &message) in place.iter().enumerate().filter(|(_, message)| **message >= 0) {
+        let row = std::mem::replace(&mut row_of[message as usize], (slot / op.top_k) as i32);
+        if row >= 0 {
+            let got = format!("message {message} twice");
+            return Err(Error::shape(OP, "place", got, "each message once"));
+        }
+    }
+    if let Some(message) = row_of.iter().zip(index).position(|(row, index)| *row != (*index).max(-1)) {
+        let expected = format!("row {}, as index says", index[message].max(-1));
+        let got = format!("row {} in message {message}", row_of[message]);
+        return Err(Error::shape(OP, "place", got, expected));
+    }
+    let made = quantize(cpu, op.quantize)?;
+    let bytes = pack_rows(cpu, PackRows { rows: &made.take_rows(OP)?, index: op.index })?;
+    let counts = made.counts.map_or_else(|| Counts::zeros(cpu), Ok)?;
+    Ok(PackedRows { bytes, counts, found: made.found })
 }
 
 /// Copies bytes back; what the padding holds does not matter.
