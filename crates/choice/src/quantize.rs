@@ -67,6 +67,11 @@ impl FastKernels {
     pub fn has_tiles(&self) -> bool {
         self.format.spec().tiles && self.rounding == Rounding::NearestEven && self.hadamard.is_none()
     }
+
+    /// Whether there is one that writes rows into messages: of activations and gradients as they are.
+    pub fn packs(&self) -> bool {
+        self.input == DType::Bf16 && self.hadamard.is_none()
+    }
 }
 
 /// Whether a fast kernel quantizes to a format.
@@ -173,6 +178,11 @@ impl QuantizeDesc {
         let takes_codes = format.spec().code_bits == 8 || !ends_short;
         let takes_shape = self.cols.is_multiple_of(8) && whole_lines && takes_codes;
         FastKernels::all().find(|kernels| takes_shape && *kernels == wanted)
+    }
+
+    /// Whether a kernel writes these rows straight into messages; otherwise they are quantized and then packed.
+    pub fn packs(&self) -> bool {
+        self.planes == Planes::Rows && self.fast_kernels().is_some_and(|kernels| kernels.packs())
     }
 
     /// Whether one kernel does all of it, the transform included.

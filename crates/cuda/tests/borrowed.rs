@@ -37,6 +37,9 @@ fn shapes_that_buffers_do_not_have_are_refused() {
     let codec = Codec::new(Format::E4m3, ScaleRule::Rceil, Rounding::NearestEven).unwrap();
     let emit = Emit::Block { codec, planes: Planes::Rows };
     refused(Quantize::new(&x, codec, Planes::Rows).run(cuda), "quantize", "`x`");
+    let quantize = Quantize::new(&x, codec, Planes::Rows);
+    let pack = QuantizePack { quantize, index: &index, place: &index, top_k: 1 };
+    refused(pack.run(cuda), "quantize", "`x`");
     refused(Cast { x: &x, dtype: DType::F32 }.run(cuda), "cast", "`x`");
     refused(Transpose { x: &x, stack: 1 }.run(cuda), "transpose", "`x`");
     refused(PackRows { rows: &rows, index: &index }.run(cuda), "pack_rows", "`rows`");
@@ -69,6 +72,14 @@ fn buffers_of_another_device_are_refused() {
     refused(Dequantize { x: &blocks, dtype: DType::F32 }.run(here), "dequantize", "`x`");
     let (values, index) = (here.zeros(4).unwrap(), there.zeros(4).unwrap());
     refused(GatherScalars { values: &values, index: &index }.run(here), "gather_scalars", "`index`");
+    let x = Tensor::zeros(here, DType::Bf16, 4, 128).unwrap();
+    let codec = Codec::new(Format::E4m3, ScaleRule::Rceil, Rounding::NearestEven).unwrap();
+    let own = here.zeros(4).unwrap();
+    for (index, place, argument) in [(&index, &own, "`index`"), (&own, &index, "`place`")] {
+        let quantize = Quantize::new(&x, codec, Planes::Rows);
+        let pack = QuantizePack { quantize, index, place, top_k: 1 };
+        refused(pack.run(here), "quantize_pack", argument);
+    }
 }
 
 #[test]

@@ -62,6 +62,13 @@ pub fn permute(op: &Permute<'_, Dry>) -> Counted {
     Counted { work: Work::reads_rows(rows, &[op.rows, &op.map.source_row]), rows }
 }
 
+/// Each message once, or once for each of its rows where they are fewer.
+pub fn unpack_permute(op: &UnpackPermute<'_, Dry>) -> Counted {
+    let (rows, record) = (op.map.num_slots, op.kind.row_bytes());
+    let work = Work::reads_rows(Some(rows * record), &[op.bytes]);
+    Counted { work: work.and_reads(Some(rows), &[&op.map.source_row]), rows: Some(rows) }
+}
+
 pub fn unpermute(op: &Unpermute<'_, Dry>) -> Counted {
     Work::reads_rows(Some(op.map.num_slots), &[op.rows, &op.map.slot_row]).into()
 }
@@ -84,6 +91,11 @@ pub fn combine_tree(op: &CombineTree<'_, Dry>) -> Counted {
 
 pub fn pack_rows(op: &PackRows<'_, Dry>) -> Counted {
     Work::reads_rows(Some(op.index.len()), &[op.rows, op.index]).into()
+}
+
+/// Each row once, whatever the number of its messages.
+pub fn quantize_pack(op: &QuantizePack<'_, Dry>) -> Counted {
+    quantize(&op.quantize).work.and_reads(None, &[op.place]).into()
 }
 
 pub fn pack_slots(op: &PackSlots<'_, Dry>) -> Counted {

@@ -39,6 +39,7 @@ results! {
     find_slots(FindSlots<'_, Self>) -> <Self as Backend>::Buf<i32>;
     pack_rows(PackRows<'_, Self>) -> <Self as Backend>::Buf<u8>;
     unpack_rows(UnpackRows<'_, Self>) -> Operand<Self>;
+    unpack_permute(UnpackPermute<'_, Self>) -> Operand<Self>;
     assign_parts(AssignParts<'_, Self>) -> <Self as Backend>::Buf<i32>;
     join_groups(JoinGroups<'_, Self>) -> Groups<Self>;
     assign_ranks(AssignRanks<'_, Self>) -> SlotRanks<Self>;
@@ -59,6 +60,16 @@ impl Dry {
         let out = op.result(self)?;
         self.while_quantizing(&op)?;
         Ok(out)
+    }
+
+    pub(crate) fn quantize_pack(&self, op: QuantizePack<'_, Self>) -> Result<PackedRows<Self>> {
+        if self.is_gpu() && QuantizeDesc::of(&op.quantize).packs() {
+            return op.result(self);
+        }
+        let made = self.quantize(op.quantize)?;
+        let bytes = self.pack_rows(PackRows { rows: &made.take_rows("quantize_pack")?, index: op.index })?;
+        let counts = made.counts.map_or_else(|| Counts::zeros(self), Ok)?;
+        Ok(PackedRows { bytes, counts, found: made.found })
     }
 
     /// What is taken on the way.

@@ -201,6 +201,7 @@ macro_rules! parts {
 
 parts! {
     Emitted { rows, cols }
+    PackedRows { bytes }
     Transcoded { out, transposed }
     Routing { expert, weight, probs, log_sum_exp, load, losses }
     SlotRanks { rank, first, counts }

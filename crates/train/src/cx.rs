@@ -7,10 +7,13 @@ use crate::record::{Conversion, CountSite, Counted, FoundCells};
 use nibble_core::formats::BlockAxis;
 use nibble_core::formats::{Purpose, Rounding, Stream, fnv1a32};
 use nibble_core::ops::{
-    Cast, Counts, Delayed, Dequantize, Emit, Emitted, Found, Hadamard, Planes, Quantize, Random, Transcode,
+    Cast, Counts, Delayed, Dequantize, Emit, Emitted, Found, Hadamard, PackedRows, Planes, Quantize,
+    QuantizePack, Random, Transcode,
 };
 use nibble_core::recipe::{Computed, LayerKind, Pair, Precision, Route, Section};
-use nibble_core::{BlockScaled, DType, Error, Groups, Kernels, Mesh, Operand, Recipe, Result, Tensor};
+use nibble_core::{
+    BlockScaled, DType, Error, Groups, Kernels, Mesh, Operand, Recipe, Result, RowKind, Tensor,
+};
 use std::cell::{Cell, RefCell};
 
 /// A tensor on its way to a product, by the names that its counts and its random bits have.
@@ -255,6 +258,41 @@ impl<'a, B: Kernels> Cx<'a, B> {
         planes: Planes,
         groups: Option<&Groups<B>>,
     ) -> Result<Emitted<B>> {
+        let (op, scales) = self.quantization(at, x, to, planes, groups)?;
+        let out = op.run(self.b)?;
+        self.keep_quantized(at.layer, at.tensor, &out, scales);
+        Ok(out)
+    }
+
+    /// Quantizes the rows of a plain tensor by itself, straight into messages: the row of each, and for each (row, slot) of `top_k` slots the message
+    /// that it goes into, none where it is negative.
+    pub fn quantize_pack(
+        &self,
+        at: Place<'_>,
+        x: &Tensor<B>,
+        to: &Precision,
+        groups: Option<&Groups<B>>,
+        (index, place, top_k): (&B::Buf<i32>, &B::Buf<i32>, usize),
+    ) -> Result<(B::Buf<u8>, RowKind)> {
+        let (quantize, scales) = self.quantization(at, x, to, Planes::Rows, groups)?;
+        let op = QuantizePack { quantize, index, place, top_k };
+        let kind = op.kind();
+        let PackedRows { bytes, counts, found } = op.run(self.b)?;
+        let made = Emitted { rows: None, cols: None, counts: Some(counts), found };
+        self.keep_quantized(at.layer, at.tensor, &made, scales);
+        Ok((bytes, kind))
+    }
+
+    /// What quantizes a plain tensor by itself, and the scales of earlier steps that it takes.
+    #[allow(clippy::type_complexity)] // an operation, and what is kept of it
+    fn quantization<'s>(
+        &'s self,
+        at: Place<'_>,
+        x: &'s Tensor<B>,
+        to: &Precision,
+        planes: Planes,
+        groups: Option<&'s Groups<B>>,
+    ) -> Result<(Quantize<'s, B>, Option<(Delayed<'s, B>, FoundCells)>)> {
         let Place { layer, tensor, linear } = at;
         let random = self.random(layer, tensor, to.round);
         let signs = Stream::new(self.seed, Purpose::Sign, fnv1a32(linear), 0);
@@ -266,9 +304,7 @@ impl<'a, B: Kernels> Cx<'a, B> {
             false => Spans::Shards,
         };
         let scales = self.earlier_scales((layer, tensor), to, (of, op.spans()))?;
-        let out = Quantize { delayed: scales.map(|(delayed, _)| delayed), ..op }.run(self.b)?;
-        self.keep_quantized(layer, tensor, &out, scales);
-        Ok(out)
+        Ok((Quantize { delayed: scales.map(|(delayed, _)| delayed), ..op }, scales))
     }
 
     /// Converts row blocks to another block format or axis.

@@ -16,6 +16,7 @@ mod parts;
 mod permute;
 mod push_amax;
 mod quantize;
+mod quantize_pack;
 mod rms_norm;
 mod rope;
 mod route;
@@ -40,12 +41,15 @@ pub use gemm::{BF16_AGREEMENT, FP8_AGREEMENT, Gemm, GroupedGemm, GroupedWgrad, P
 pub use head_loss::{HeadCodecs, HeadLoss, HeadLossChunk, HeadLossGrad, HeadLossOut, head_chunk};
 pub use norm_rope::{NormRope, NormRopeBackward};
 pub use parts::{AssignParts, JoinGroups};
-pub use permute::{CombineSlots, GatherScalars, PackRows, Permute, PlanPermute, UnpackRows, Unpermute};
+pub use permute::{
+    CombineSlots, GatherScalars, PackRows, Permute, PlanPermute, UnpackPermute, UnpackRows, Unpermute,
+};
 pub use push_amax::{AmaxRecords, PushAmax};
 pub use quantize::{
     Counts, Delayed, Dequantize, Emit, Emitted, Found, Hadamard, MeasureAmax, Planes, Quantize, Random,
     weight_planes,
 };
+pub use quantize_pack::{PackedRows, QuantizePack};
 pub use rms_norm::{RmsNorm, RmsNormBackward, RmsNormOut};
 pub use rope::Rope;
 pub use route::{Route, RouteBackward, Routing};
@@ -101,7 +105,9 @@ macro_rules! for_each_op {
             combine_tree(CombineTree<'_, $B>) -> Tensor<$B> { reads rows, index, leaf; may_read plus; plain leaves, top_k; }
             find_slots(FindSlots<'_, $B>) -> $B::Buf<i32> { reads row_slot; plain slots; }
             pack_rows(PackRows<'_, $B>) -> $B::Buf<u8> { reads rows, index; }
+            quantize_pack(QuantizePack<'_, $B>) -> PackedRows<$B> {}
             unpack_rows(UnpackRows<'_, $B>) -> Operand<$B> { reads bytes; plain kind; }
+            unpack_permute(UnpackPermute<'_, $B>) -> Operand<$B> { reads bytes, map; plain kind; }
             assign_ranks(AssignRanks<'_, $B>) -> SlotRanks<$B> { reads expert; plain top_k, experts_each, world; }
             pack_slots(PackSlots<'_, $B>) -> $B::Buf<i32> {
                 reads slot, expert, weight, token_id; plain top_k, experts_each;

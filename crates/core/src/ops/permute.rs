@@ -263,19 +263,51 @@ impl<B: Backend> UnpackRows<'_, B> {
 
     /// Checks the length.
     pub fn check(&self) -> Result<()> {
-        if self.kind.cols == 0 {
-            return Err(Error::shape("unpack_rows", "kind.cols", 0, "at least 1"));
-        }
-        expect_eq(
-            "unpack_rows",
-            "bytes modulo the record's length",
-            B::len(self.bytes) % self.kind.row_bytes(),
-            0,
-        )
+        check_messages("unpack_rows", B::len(self.bytes), self.kind)
     }
 
     /// Its result, yet to be written. For checked arguments.
     pub fn result(&self, b: &B) -> Result<Operand<B>> {
         self.kind.unwritten(b, B::len(self.bytes) / self.kind.row_bytes())
+    }
+}
+
+/// Whole records, of rows that have a kind.
+fn check_messages(op: &'static str, bytes: usize, kind: RowKind) -> Result<()> {
+    if kind.cols == 0 {
+        return Err(Error::shape(op, "kind.cols", 0, "at least 1"));
+    }
+    kind.check_rule(op)?;
+    expect_eq(op, "bytes modulo the record's length", bytes % kind.row_bytes(), 0)
+}
+
+/// [`Permute`] of what [`UnpackRows`] makes of messages, without writing the rows in between.
+#[derive(Debug)]
+pub struct UnpackPermute<'a, B: Backend> {
+    /// The messages, back to back.
+    pub bytes: &'a B::Buf<u8>,
+    /// How each row lies.
+    pub kind: RowKind,
+    /// The order.
+    pub map: &'a PermuteMap<B>,
+}
+
+impl<B: Backend> UnpackPermute<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks the length.
+    pub fn check(&self) -> Result<()> {
+        check_messages("unpack_permute", B::len(self.bytes), self.kind)
+    }
+
+    /// How many messages there are. For checked arguments.
+    pub fn messages(&self) -> usize {
+        B::len(self.bytes) / self.kind.row_bytes()
+    }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<Operand<B>> {
+        self.kind.unwritten(b, self.map.groups.capacity)
     }
 }

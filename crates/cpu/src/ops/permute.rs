@@ -8,7 +8,7 @@ use crate::{Buf, Cpu};
 use half::bf16;
 use nibble_core::ops::{CombineSlots, GatherScalars, Permute, PlanPermute, Unpermute};
 use nibble_core::{BlockScaled, Data, Error, Operand, PermuteMap, Plain, Result, Tensor, round_up};
-use nibble_formats::{Scale, ScalePlaneMut};
+use nibble_formats::{Scale, ScaleKind, ScalePlaneMut};
 
 /// A counting sort, in one thread: its order is the contract, and it touches a few bytes a slot.
 pub(crate) fn plan_permute(cpu: &Cpu, op: PlanPermute<'_, Cpu>) -> Result<PermuteMap<Cpu>> {
@@ -109,20 +109,21 @@ fn count_slots(op: &PlanPermute<'_, Cpu>) -> Result<Vec<usize>> {
 /// Codes and scales move; nothing is decoded.
 pub(crate) fn permute(cpu: &Cpu, op: Permute<'_, Cpu>) -> Result<Operand<Cpu>> {
     const OP: &str = "permute";
-    let capacity = op.map.groups.capacity;
-    let index = op.map.source_row.as_slice();
-    if index.len() != capacity {
-        return Err(Error::shape(
-            OP,
-            "map.source_row.len()",
-            index.len(),
-            format!("{capacity} (the capacity)"),
-        ));
-    }
-    check_index(OP, "map.source_row", index, op.rows.rows(), Pads::Allowed)?;
+    let index = source_rows(OP, op.map, op.rows.rows())?;
     let mut out = op.result(cpu)?;
     gather(OP, cpu, (op.rows, index), &mut out)?;
     Ok(out)
+}
+
+/// The source of each row of an order of `rows` rows, checked.
+pub(super) fn source_rows<'a>(op: &'static str, map: &'a PermuteMap<Cpu>, rows: usize) -> Result<&'a [i32]> {
+    let (index, capacity) = (map.source_row.as_slice(), map.groups.capacity);
+    if index.len() != capacity {
+        let expected = format!("{capacity} (the capacity)");
+        return Err(Error::shape(op, "map.source_row.len()", index.len(), expected));
+    }
+    check_index(op, "map.source_row", index, rows, Pads::Allowed)?;
+    Ok(index)
 }
 
 /// `out[i] = rows[index[i]]`, padding where the index is negative. Indices were checked.
@@ -155,16 +156,26 @@ fn gather(
 fn gather_scales(cpu: &Cpu, (x, index): (&BlockScaled<Cpu>, &[i32]), out: &mut BlockScaled<Cpu>) {
     let (kind, width) = (x.scale_kind(), x.format.scales_per_row(x.cols));
     gather_rows(cpu, (&x.scales, index), 0, &mut out.scales);
-    // Where that is not zeros anyway.
-    if kind.least() != Scale(0) {
-        for_rows(cpu, out.scales.as_mut_slice(), width * kind.bytes(), |first, scales| {
-            for (bytes, &i) in scales.chunks_exact_mut(width * kind.bytes()).zip(&index[first..]) {
-                if i < 0 {
-                    ScalePlaneMut { kind, bytes }.fill(kind.least());
-                }
-            }
-        });
+    fill_padding(cpu, (kind, width * kind.bytes()), index, &mut out.scales);
+}
+
+/// The smallest scales to rows of `width` bytes whose index is negative, where those are not zeros, which are there.
+pub(super) fn fill_padding(
+    cpu: &Cpu,
+    (kind, width): (ScaleKind, usize),
+    index: &[i32],
+    scales: &mut Buf<u8>,
+) {
+    if kind.least() == Scale(0) {
+        return;
     }
+    for_rows(cpu, scales.as_mut_slice(), width, |first, scales| {
+        for (bytes, &i) in scales.chunks_exact_mut(width).zip(&index[first..]) {
+            if i < 0 {
+                ScalePlaneMut { kind, bytes }.fill(kind.least());
+            }
+        }
+    });
 }
 
 /// Whether a negative index stands for padding.

@@ -13,6 +13,7 @@ mod norm_rope;
 mod parts;
 mod permute;
 mod quantize;
+mod quantize_pack;
 mod rms_norm;
 mod rope;
 mod route;
@@ -24,8 +25,8 @@ mod transcode;
 
 pub use {
     adamw::*, attention::*, combine_tree::*, cross_entropy::*, dequantize::*, elementwise::*, embed::*,
-    gemm::*, head_loss::*, norm_rope::*, parts::*, permute::*, quantize::*, rms_norm::*, rope::*, route::*,
-    scale_tiles::*, slots::*, step::*, swiglu::*, transcode::*,
+    gemm::*, head_loss::*, norm_rope::*, parts::*, permute::*, quantize::*, quantize_pack::*, rms_norm::*,
+    rope::*, route::*, scale_tiles::*, slots::*, step::*, swiglu::*, transcode::*,
 };
 
 use nibble_core::DType;

@@ -6,7 +6,9 @@ use crate::input::{Input, stream};
 use crate::pair::Pair;
 use crate::shapes::{MoeShape, RaggedRows, Spread, slots};
 use nibble_core::formats::{BlockAxis, Format, Rounding, ScaleRule};
-use nibble_core::ops::{CombineSlots, GatherScalars, PackRows, Permute, PlanPermute, UnpackRows, Unpermute};
+use nibble_core::ops::{
+    CombineSlots, GatherScalars, PackRows, Permute, PlanPermute, UnpackPermute, UnpackRows, Unpermute,
+};
 use nibble_core::{Agreement, DType, Error, Kernels, Operand, PermuteMap, Result, RowKind};
 
 /// Received tokens and where their slots go.
@@ -419,4 +421,36 @@ impl<B: Kernels> Case<B> for Unpacking {
 /// Conformance of [`UnpackRows`].
 pub fn unpack_rows<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     Wire::all().into_iter().for_each(|wire| pair.check(&Unpacking(wire)));
+}
+
+/// Messages of all received tokens, in order.
+#[derive(Debug)]
+struct UnpackPermuting(Received, RowContent, usize);
+
+impl<B: Kernels> Case<B> for UnpackPermuting {
+    fn agreement(&self) -> Agreement {
+        UnpackPermute::<B>::AGREEMENT
+    }
+
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
+        let Self(received, kind, cols) = *self;
+        let map = received.plan(b, received.rows().capacity)?;
+        let rows = kind.rows(b, received.tokens, cols)?;
+        let index: Vec<i32> = (0..received.tokens as i32).collect();
+        let bytes = PackRows { rows: &rows, index: &b.upload(&index)? }.run(b)?;
+        let op = UnpackPermute { bytes: &bytes, kind: rows.row_kind(), map: &map };
+        let mut out = Outputs::default();
+        out.operand(b, "out", &op.run(b)?)?;
+        out.require_zero_pads("out", &received.rows().is_valid());
+        Ok(out)
+    }
+}
+
+/// Conformance of [`UnpackPermute`]: pads are promised, and compared. Codes and scales of 512 columns are multiples of 16 bytes.
+pub fn unpack_permute<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+    for received in Received::all() {
+        for (i, kind) in KINDS.into_iter().enumerate() {
+            pair.check(&UnpackPermuting(received, kind, [96, 512, 131][i % 3]));
+        }
+    }
 }

@@ -153,7 +153,7 @@ impl<B: Kernels> Case<B> for Ragged {
 }
 
 /// Rows in five groups, or dense ones without a spread, and the groups.
-fn matrix<B: Kernels>(
+pub(super) fn matrix<B: Kernels>(
     b: &B,
     spread: Option<Spread>,
     (rows, cols): (usize, usize),

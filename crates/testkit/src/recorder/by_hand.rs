@@ -1,38 +1,91 @@
 //! The operations whose fields are no plain list: lists of tensors, structs of tensors and values.
 
 use super::Recorder;
-use super::call::{Taken, open};
+use super::buf::Buf;
+use super::call::{Call, Taken, open};
 use super::mapping::{Mapping, Over};
 use crate::head_by_parts::head_by_parts;
-use nibble_core::formats::{BlockAxis, Codec};
+use nibble_core::formats::{BlockAxis, Codec, Stream};
 use nibble_core::ops::*;
 use nibble_core::recipe::Form;
-use nibble_core::{Backend, Kernels, Occupancy, Result};
+use nibble_core::{Backend, Groups, Kernels, Occupancy, Result, Tensor};
 
 pub(super) fn quantize<B: Kernels>(
     recorder: &Recorder<B>,
     op: Quantize<'_, Recorder<B>>,
 ) -> Result<Emitted<Recorder<B>>> {
     let mut call = recorder.call("quantize", &op);
-    let Quantize { x, codec, planes, groups, stack, random, hadamard, delayed, amax } = op;
-    let x = call.reads(x)?;
-    let groups = groups.map(|groups| call.reads(groups)).transpose()?;
-    let stream = random.map(|random| random.stream);
-    let step = random.and_then(|random| random.step).map(|step| call.reads(step)).transpose()?;
-    let records = delayed.map(|delayed| call.reads(delayed.records)).transpose()?;
-    let (first, stride) = delayed.map_or((0, 0), |delayed| (delayed.first, delayed.stride));
-    let amax = amax.map(|amax| call.reads(amax)).transpose()?;
+    let sealed = SealedQuantize::new(&mut call, op)?;
+    call.issue(move |b: &B, _| sealed.run(b, |op| b.quantize(op)))
+}
+
+pub(super) fn quantize_pack<B: Kernels>(
+    recorder: &Recorder<B>,
+    op: QuantizePack<'_, Recorder<B>>,
+) -> Result<PackedRows<Recorder<B>>> {
+    let mut call = recorder.call("quantize_pack", &op);
+    let QuantizePack { quantize, index, place, top_k } = op;
+    let sealed = SealedQuantize::new(&mut call, quantize)?;
+    let (index, place) = (call.reads(index)?, call.reads(place)?);
     call.issue(move |b: &B, _| {
-        let x = open(b, &x)?;
-        let records = records.as_ref().map(|records| open(b, records)).transpose()?;
-        let delayed = records.as_ref().map(|records| Delayed { records, first, stride });
-        let groups = groups.as_ref().map(|groups| open(b, groups)).transpose()?;
-        let step = step.as_ref().map(|step| open(b, step)).transpose()?;
-        let random = stream.map(|stream| Random { stream, step: step.as_ref() });
-        let amax = amax.as_ref().map(|amax| open(b, amax)).transpose()?;
-        let (groups, amax) = (groups.as_ref(), amax.as_ref());
-        b.quantize(Quantize { x: &x, codec, planes, groups, stack, random, hadamard, delayed, amax })
+        let (index, place) = (open(b, &index)?, open(b, &place)?);
+        sealed.run(b, |quantize| {
+            b.quantize_pack(QuantizePack { quantize, index: &index, place: &place, top_k })
+        })
     })
+}
+
+/// The arguments of a [`Quantize`], sealed.
+struct SealedQuantize<B: Kernels> {
+    x: Tensor<Recorder<B>>,
+    codec: Codec,
+    planes: Planes,
+    groups: Option<Groups<Recorder<B>>>,
+    stack: usize,
+    stream: Option<Stream>,
+    step: Option<Buf<u32, B>>,
+    hadamard: Option<Hadamard>,
+    records: Option<Buf<f32, B>>,
+    /// Of records.
+    first: usize,
+    /// Of records.
+    stride: usize,
+    amax: Option<Buf<f32, B>>,
+}
+
+impl<B: Kernels> SealedQuantize<B> {
+    fn new(call: &mut Call<'_, B>, op: Quantize<'_, Recorder<B>>) -> Result<Self> {
+        let Quantize { x, codec, planes, groups, stack, random, hadamard, delayed, amax } = op;
+        let (first, stride) = delayed.map_or((0, 0), |delayed| (delayed.first, delayed.stride));
+        Ok(Self {
+            x: call.reads(x)?,
+            codec,
+            planes,
+            groups: groups.map(|groups| call.reads(groups)).transpose()?,
+            stack,
+            stream: random.map(|random| random.stream),
+            step: random.and_then(|random| random.step).map(|step| call.reads(step)).transpose()?,
+            hadamard,
+            records: delayed.map(|delayed| call.reads(delayed.records)).transpose()?,
+            first,
+            stride,
+            amax: amax.map(|amax| call.reads(amax)).transpose()?,
+        })
+    }
+
+    /// Opened, for an operation of the inner backend.
+    fn run<R>(&self, b: &B, operation: impl FnOnce(Quantize<'_, B>) -> Result<R>) -> Result<R> {
+        let &Self { codec, planes, stack, hadamard, first, stride, stream, .. } = self;
+        let x = open(b, &self.x)?;
+        let records = self.records.as_ref().map(|records| open(b, records)).transpose()?;
+        let delayed = records.as_ref().map(|records| Delayed { records, first, stride });
+        let groups = self.groups.as_ref().map(|groups| open(b, groups)).transpose()?;
+        let step = self.step.as_ref().map(|step| open(b, step)).transpose()?;
+        let random = stream.map(|stream| Random { stream, step: step.as_ref() });
+        let amax = self.amax.as_ref().map(|amax| open(b, amax)).transpose()?;
+        let (groups, amax) = (groups.as_ref(), amax.as_ref());
+        operation(Quantize { x: &x, codec, planes, groups, stack, random, hadamard, delayed, amax })
+    }
 }
 
 pub(super) fn sum_squares<B: Kernels>(recorder: &Recorder<B>, op: SumSquares<'_, Recorder<B>>) -> Result<()> {

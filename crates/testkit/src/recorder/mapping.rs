@@ -131,6 +131,11 @@ over!(Emitted, |x, m| Emitted {
     counts: x.counts.mapped(m)?,
     found: x.found.mapped(m)?,
 });
+over!(PackedRows, |x, m| PackedRows {
+    bytes: m.buf(&x.bytes)?,
+    counts: x.counts.mapped(m)?,
+    found: x.found.mapped(m)?,
+});
 over!(Transcoded, |x, m| Transcoded {
     out: x.out.mapped(m)?,
     transposed: x.transposed.mapped(m)?,

@@ -6,15 +6,16 @@
 //!
 //! On the way back a rank sends a row for each slot, or one for each token that it was sent: [`Combine`].
 
-use crate::cx::{Cx, ExpertParts};
+use crate::cx::{Cx, ExpertParts, Place};
 use crate::fault::{Point, exchanging};
 use crate::ledger::{Ledger, Saved};
 use nibble_core::allocation::in_part;
 use nibble_core::formats::Format;
 use nibble_core::ops::{
     AssignParts, AssignRanks, CombineSlots, CombineTree, Dequantize, FindSlots, GatherScalars, JoinGroups,
-    PackRows, PackSlots, Permute, PlanPermute, Routing, UnpackRows, UnpackSlots, record_words,
+    PackRows, PackSlots, Permute, PlanPermute, Routing, UnpackPermute, UnpackRows, UnpackSlots, record_words,
 };
+use nibble_core::recipe::Precision;
 use nibble_core::{
     DType, Data, Error, ExchangeRoom, Groups, Kernels, Leg, Operand, PermuteMap, Result, RowKind, RowPlan,
     Tensor, round_up,
@@ -88,6 +89,8 @@ impl<B: Kernels> TreeSlots<B> {
 pub struct Wire<B: Kernels> {
     /// Token of each row sent, by destination.
     pub send_token: B::Buf<i32>,
+    /// For each (token, slot), which of the rows sent is the token's, −1 where an earlier slot has it.
+    pub send_place: B::Buf<i32>,
     /// For each (token, slot), its place among the slot rows that come back, which arrive rank by rank.
     pub slot_place: B::Buf<i32>,
     /// The slots of this rank's tokens, of which the first for each rank has the row that comes back from there. Where rows are summed up a tree.
@@ -119,7 +122,7 @@ impl<B: Kernels> Saved for Plan<B> {
         }
         let mut trees = vec![&self.experts_tree];
         if let Some(wire) = &self.wire {
-            for index in [&wire.send_token, &wire.slot_place] {
+            for index in [&wire.send_token, &wire.send_place, &wire.slot_place] {
                 ledger.words::<B, i32>(LAYER, "plan", index);
             }
             trees.push(&wire.ranks_tree);
@@ -271,8 +274,11 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         let (map, experts) = self.sort(&received.expert, &received.token_id, slots_here, align)?;
         let gate_r = GatherScalars { values: &received.weight, index: &map.row_slot }.run(b)?;
         let experts_tree = self.tree(&map.row_slot, received.expert, experts_each)?;
-        let ranks_tree = self.tree(&tokens.row_slot, ranks.first, world)?;
-        let wire = Wire { send_token: tokens.source_row, slot_place: slots.slot_row, ranks_tree, rows };
+        let send_place = FindSlots { row_slot: &tokens.row_slot, slots: B::len(expert) }.run(b)?;
+        let tree = || TreeSlots { row: send_place.clone(), leaf: ranks.first, leaves: world };
+        let ranks_tree = self.has_tree().then(tree);
+        let (send_token, slot_place) = (tokens.source_row, slots.slot_row);
+        let wire = Wire { send_token, send_place, slot_place, ranks_tree, rows };
         Ok(Plan { map, experts, gate_r, experts_tree, overflow, wire: Some(wire) })
     }
 
@@ -292,6 +298,27 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         op.run(self.cx.b)
     }
 
+    /// [`Exchange::dispatch`] of a plain tensor, in the form in which it travels. What is quantized for the way among ranks goes straight into
+    /// messages.
+    pub fn dispatch_as(
+        &self,
+        plan: &Plan<B>,
+        at: Place<'_>,
+        x_td: &Tensor<B>,
+        to: &Precision,
+    ) -> Result<Operand<B>> {
+        // One group of all tokens gives stochastic rounding its global row numbers.
+        let (cx, groups) = (self.cx, self.cx.groups_of(x_td));
+        match &plan.wire {
+            Some(wire) if to.dtype().is_none() => {
+                let places = (&wire.send_token, &wire.send_place, self.top_k);
+                let (sent, kind) = cx.quantize_pack(at, x_td, to, groups, places)?;
+                self.sorted(plan, wire, &sent, kind)
+            }
+            _ => self.dispatch(plan, &cx.form(at, x_td, to, groups)?),
+        }
+    }
+
     /// Sends each token's row to the ranks of its experts and sorts what arrives by expert: `[t, d] → [r, d]`.
     pub fn dispatch(&self, plan: &Plan<B>, rows_td: &Operand<B>) -> Result<Operand<B>> {
         let Some(wire) = &plan.wire else {
@@ -299,8 +326,13 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         };
         let kind = rows_td.row_kind();
         let sent = PackRows { rows: rows_td, index: &wire.send_token }.run(self.cx.b)?;
-        let received = self.send(&sent, kind, &wire.rows, Leg::Tokens)?;
-        Permute { rows: &received, map: &plan.map }.run(self.cx.b)
+        self.sorted(plan, wire, &sent, kind)
+    }
+
+    /// Sends messages of tokens and sorts what arrives by expert.
+    fn sorted(&self, plan: &Plan<B>, wire: &Wire<B>, sent: &B::Buf<u8>, kind: RowKind) -> Result<Operand<B>> {
+        let bytes = self.received(sent, &wire.rows, (Leg::Tokens, kind.row_bytes()))?;
+        UnpackPermute { bytes: &bytes, kind, map: &plan.map }.run(self.cx.b)
     }
 
     /// What one leg brings, of rows of this kind.

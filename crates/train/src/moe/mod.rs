@@ -179,7 +179,7 @@ impl<B: Kernels> Moe<B> {
             return self.experts.input_at(cx, section, Site::FpropX, &x_rd, Some(plan));
         }
         // Converted once a token, then copied to its experts.
-        let rows = outgoing(cx, &self.experts.name, "x", x_td, to)?;
+        let rows = cx.form(self.place("x"), x_td, to, cx.groups_of(x_td))?;
         let top_k = self.router.shape.top_k;
         let rows = cx.counted_for(top_k, || self.experts.input_at(cx, section, Site::FpropX, &rows, None))?;
         self.exchange(cx).dispatch(plan, &rows)
@@ -226,8 +226,12 @@ impl<B: Kernels> Moe<B> {
         to: &Precision,
         plan: &Plan<B>,
     ) -> Result<Operand<B>> {
-        let rows = outgoing(cx, &self.experts.name, "x", x_td, to)?;
-        self.exchange(cx).dispatch(plan, &rows)
+        self.exchange(cx).dispatch_as(plan, self.place("x"), x_td, to)
+    }
+
+    /// What conversions on the way to experts are called.
+    fn place(&self, tensor: &'static str) -> Place<'_> {
+        Place { layer: &self.experts.name, tensor, linear: &self.experts.name }
     }
 }
 
@@ -277,24 +281,11 @@ impl<B: Kernels> Layer<B> for Moe<B> {
         }
         let exchange = self.exchange(cx).backward();
         let to = section.at(Site::DispatchBwd);
-        let dy_rd = exchange.dispatch(&plan, &outgoing(cx, &self.experts.name, "dy", &dy_td, to)?)?;
+        let dy_rd = exchange.dispatch_as(&plan, self.place("dy"), &dy_td, to)?;
         let (dx_rd, dgate_r) = self.experts.backward(cx, &section, experts, dy_rd, &plan)?;
         let dgate = exchange.return_scalars(&plan, &dgate_r)?;
         let dx_router = self.router.backward(cx, router, &x_td, &dgate)?;
         let dx_rd = self.returning(cx, ("dx", Site::CombineBwd), dx_rd, &plan)?;
         exchange.combine(&plan, &dx_rd, Some(&dx_router))
     }
-}
-
-/// Rows as they travel.
-fn outgoing<B: Kernels>(
-    cx: &Cx<'_, B>,
-    layer: &str,
-    tensor: &'static str,
-    x_td: &Tensor<B>,
-    to: &Precision,
-) -> Result<Operand<B>> {
-    // One group of all tokens gives stochastic rounding its global row numbers.
-    let groups = cx.groups_of(x_td);
-    cx.form(Place { layer, tensor, linear: layer }, x_td, to, groups)
 }

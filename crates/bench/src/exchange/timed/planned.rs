@@ -1,10 +1,10 @@
 //! Rows of one size, planned: which go to which rank, and every stage of their way as a call of its own.
 
 use crate::experts::chosen;
-use nibble_core::ops::{Cast, CombineSlots, InitNormal, PackRows, Permute, UnpackRows};
+use nibble_core::ops::{Cast, CombineSlots, InitNormal, PackRows, UnpackPermute};
 use nibble_core::recipe::{LayerKind, Precision, Site};
 use nibble_core::{DType, Data, Error, Kernels, Leg, Mesh, Operand, Recipe, Result, RowKind, Tensor};
-use nibble_formats::{Format, Purpose, Stream};
+use nibble_formats::{Purpose, Stream};
 use nibble_train::cx::{Cx, Place, Shards};
 use nibble_train::moe::{Exchange, Plan, Wire};
 
@@ -162,13 +162,11 @@ impl Trip {
 /// What is timed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stage {
-    /// BF16 rows to the format that travels.
-    Quantize,
-    /// Rows by destination, as messages.
+    /// BF16 rows to messages, by destination, in the format that travels.
     Pack,
     /// The messages alone.
     Exchange,
-    /// Messages to rows in expert order; on the way back, to sums of each token's.
+    /// Messages to rows in expert order; on the way back, to sums of each token's rows.
     Unpack,
     /// All of these, as a layer does them.
     Whole,
@@ -178,16 +176,14 @@ pub enum Stage {
 
 impl Stage {
     /// Every one, in the order of tables.
-    pub const ALL: [Self; 6] =
-        [Self::Quantize, Self::Pack, Self::Exchange, Self::Unpack, Self::Whole, Self::Plain];
+    pub const ALL: [Self; 5] = [Self::Pack, Self::Exchange, Self::Unpack, Self::Whole, Self::Plain];
 
-    /// Its name in files.
+    /// Its name in tables and files.
     pub fn name(self) -> &'static str {
         match self {
-            Self::Quantize => "quantize",
-            Self::Pack => "pack",
+            Self::Pack => "quantize+pack",
             Self::Exchange => "exchange",
-            Self::Unpack => "unpack",
+            Self::Unpack => "unpack+permute",
             Self::Whole => "whole",
             Self::Plain => "plain",
         }
@@ -242,8 +238,6 @@ pub struct Stages<'p, 'a, B: Kernels> {
     trip: &'p Trip,
     /// Tokens, or on the way back what experts made.
     given: Tensor<B>,
-    /// The same as it travels.
-    rows: Operand<B>,
     packed: B::Buf<u8>,
     arrived: B::Buf<u8>,
 }
@@ -264,17 +258,11 @@ impl<'p, 'a, B: Kernels> Stages<'p, 'a, B> {
                 arrived.plain("bench exchange")?.clone()
             }
         };
-        let (b, rows) = (cx.b, Operand::Plain(given.clone()));
-        let mut stages = Self { planned, trip, given, rows, packed: b.zeros(0)?, arrived: b.zeros(0)? };
-        stages.rows = stages.quantize()?;
+        let b = cx.b;
+        let mut stages = Self { planned, trip, given, packed: b.zeros(0)?, arrived: b.zeros(0)? };
         stages.packed = stages.pack()?;
         stages.arrived = stages.exchange()?;
         Ok(stages)
-    }
-
-    /// Whether there is anything to do.
-    pub fn has(&self, stage: Stage) -> bool {
-        stage != Stage::Quantize || self.trip.to.format.is_block()
     }
 
     /// Does it, once. All ranks call it together.
@@ -283,7 +271,6 @@ impl<'p, 'a, B: Kernels> Stages<'p, 'a, B> {
     /// From the backend and other ranks.
     pub fn run(&self, stage: Stage) -> Result<()> {
         match stage {
-            Stage::Quantize => self.quantize().map(drop),
             Stage::Pack => self.pack().map(drop),
             Stage::Exchange => self.exchange().map(drop),
             Stage::Unpack => self.unpack().map(drop),
@@ -307,17 +294,18 @@ impl<'p, 'a, B: Kernels> Stages<'p, 'a, B> {
         }
     }
 
-    fn quantize(&self) -> Result<Operand<B>> {
-        let (cx, x) = (&self.planned.cx, &self.given);
-        cx.form(PLACE, x, &self.trip.to, cx.groups_of(x))
-    }
-
     fn pack(&self) -> Result<B::Buf<u8>> {
+        let (cx, plan, wire) = (&self.planned.cx, &self.planned.plan, self.planned.wire()?);
         let index = match self.trip.way {
-            Way::Dispatch | Way::DispatchBackward => &self.planned.wire()?.send_token,
-            Way::Combine => &self.planned.plan.map.slot_row,
+            Way::Combine => &plan.map.slot_row,
+            Way::Dispatch | Way::DispatchBackward if self.trip.to.format.is_block() => {
+                let (groups, places) = (cx.groups_of(&self.given), (&wire.send_token, &wire.send_place, 1));
+                let packed = cx.quantize_pack(PLACE, &self.given, &self.trip.to, groups, places);
+                return packed.map(|(bytes, _)| bytes);
+            }
+            Way::Dispatch | Way::DispatchBackward => &wire.send_token,
         };
-        PackRows { rows: &self.rows, index }.run(self.b())
+        PackRows { rows: &Operand::Plain(self.given.clone()), index }.run(self.b())
     }
 
     fn exchange(&self) -> Result<B::Buf<u8>> {
@@ -330,23 +318,16 @@ impl<'p, 'a, B: Kernels> Stages<'p, 'a, B> {
 
     /// What came, in expert order or as sums.
     pub fn unpack(&self) -> Result<Operand<B>> {
-        let (b, kind) = (self.b(), self.kind());
-        let received = match kind.format {
-            // Nothing lies between such rows.
-            Format::Bf16 => {
-                let data = Data::Bf16(b.reinterpret(&self.arrived)?);
-                let rows = B::len(&self.arrived) / kind.row_bytes();
-                Operand::Plain(Tensor::new(data, rows, kind.cols)?)
-            }
-            _ => UnpackRows { bytes: &self.arrived, kind }.run(b)?,
-        };
+        let (b, kind, plan) = (self.b(), self.kind(), &self.planned.plan);
         match self.trip.way {
             Way::Dispatch | Way::DispatchBackward => {
-                Permute { rows: &received, map: &self.planned.plan.map }.run(b)
+                UnpackPermute { bytes: &self.arrived, kind, map: &plan.map }.run(b)
             }
             Way::Combine => {
-                let (rows, index) =
-                    (received.plain("bench exchange")?, Some(&self.planned.wire()?.slot_place));
+                // Nothing lies between plain rows.
+                let data = Data::Bf16(b.reinterpret(&self.arrived)?);
+                let rows = &Tensor::new(data, B::len(&self.arrived) / kind.row_bytes(), kind.cols)?;
+                let index = Some(&self.planned.wire()?.slot_place);
                 CombineSlots { rows, index, plus: None, top_k: 1 }.run(b).map(Operand::Plain)
             }
         }
@@ -357,8 +338,8 @@ impl<'p, 'a, B: Kernels> Stages<'p, 'a, B> {
         let Planned { cx, plan, size } = self.planned;
         let exchange = exchange(cx, *size);
         match self.trip.way {
-            Way::Dispatch => exchange.dispatch(plan, &self.quantize()?),
-            Way::DispatchBackward => exchange.backward().dispatch(plan, &self.quantize()?),
+            Way::Dispatch => exchange.dispatch_as(plan, PLACE, &self.given, &self.trip.to),
+            Way::DispatchBackward => exchange.backward().dispatch_as(plan, PLACE, &self.given, &self.trip.to),
             Way::Combine => {
                 exchange.combine(plan, &Operand::Plain(self.given.clone()), None).map(Operand::Plain)
             }
@@ -380,16 +361,9 @@ impl<'p, 'a, B: Kernels> Stages<'p, 'a, B> {
         let Planned { plan, size, .. } = self.planned;
         let (row, given) = (self.kind().row_bytes(), size.cols * DType::Bf16.size_bytes());
         let (sent, arrived, sorted) = (size.rows, size.fullest(), plan.map.groups.capacity);
-        let is_block = self.trip.to.format.is_block();
         let [read, written] = match self.trip.way {
-            Way::Dispatch | Way::DispatchBackward => {
-                let [quantized, unpacked] = if is_block { [sent, arrived] } else { [0, 0] };
-                // Quantized, packed, unpacked, sorted with the padding of groups.
-                [
-                    quantized * given + (sent + unpacked + arrived) * row,
-                    (quantized + sent + unpacked + sorted) * row,
-                ]
-            }
+            // Sorted with the padding of groups.
+            Way::Dispatch | Way::DispatchBackward => [sent * given + arrived * row, (sent + sorted) * row],
             Way::Combine => [(arrived + sent) * row; 2],
         };
         [read as u64, written as u64]

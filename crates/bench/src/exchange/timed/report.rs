@@ -14,10 +14,12 @@ use serde_json::{Value, json};
 pub struct Measured {
     way: Way,
     format: &'static str,
+    /// Whether rows are quantized on this way.
+    is_converted: bool,
     row_bytes: usize,
     /// The most that go over one rank's link in one direction.
     link_bytes: usize,
-    times: Vec<(Stage, Option<Times>)>,
+    times: Vec<(Stage, Times)>,
     /// Microseconds of those bytes at the link's rate.
     link_floor_us: Option<f64>,
     /// Of what the other stages read and write, at the memory's rate.
@@ -29,7 +31,7 @@ impl Measured {
     pub fn new(
         size: Size,
         trip: &Trip,
-        times: Vec<(Stage, Option<Times>)>,
+        times: Vec<(Stage, Times)>,
         [read, written]: [u64; 2],
         limits: Limits,
     ) -> Self {
@@ -38,6 +40,7 @@ impl Measured {
         Self {
             way: trip.way,
             format: trip.format,
+            is_converted: trip.to.format.is_block(),
             row_bytes,
             link_bytes,
             times,
@@ -46,10 +49,14 @@ impl Measured {
         }
     }
 
-    /// Microseconds of a stage; none where there is nothing to do.
+    /// Microseconds of a stage.
     fn us(&self, stage: Stage) -> Option<f64> {
-        let of = self.times.iter().find(|(of, _)| *of == stage);
-        of.and_then(|(_, times)| times.as_ref()).map(|times| times.median_us)
+        self.times.iter().find(|(of, _)| *of == stage).map(|(_, times)| times.median_us)
+    }
+
+    /// Of its conversion, which makes messages at once; none where rows travel as they are.
+    fn conversion_us(&self) -> Option<f64> {
+        if self.is_converted { self.us(Stage::Pack) } else { None }
     }
 
     /// Gigabytes a second over the busiest rank's link, in the direction in which it is busiest.
@@ -96,12 +103,11 @@ pub fn header<B: Device>(on: &On<'_, B>, limits: Limits) -> &'static str {
 }
 
 /// Columns of numbers, and how wide they are.
-const COLUMNS: [(&str, usize); 11] = [
+const COLUMNS: [(&str, usize); 10] = [
     ("link bytes", 12),
-    ("quantize", 10),
-    ("pack", 10),
+    ("quantize+pack", 13),
     ("exchange", 10),
-    ("unpack", 10),
+    ("unpack+permute", 14),
     ("whole", 10),
     ("GB/s", 7),
     (": bf16", 7),
@@ -130,8 +136,8 @@ pub fn table(size: Size, all: &[Measured]) {
     say!("{:<26}{}", "", names(&COLUMNS));
     let bf16 = bf16_alone(all);
     for one in all {
-        let stages = [Stage::Quantize, Stage::Pack, Stage::Exchange, Stage::Unpack, Stage::Whole];
-        let times: String = stages.iter().map(|stage| cell(one.us(*stage), 10, 1)).collect();
+        let stages = [(Stage::Pack, 13), (Stage::Exchange, 10), (Stage::Unpack, 14), (Stage::Whole, 10)];
+        let times: String = stages.iter().map(|(stage, width)| cell(one.us(*stage), *width, 1)).collect();
         let by_bf16 = one.us(Stage::Whole).zip(bf16).map(|(whole, bf16)| whole / bf16);
         let ratios = cell(one.gb_per_s(), 7, 1) + &cell(by_bf16, 7, 2) + &cell(one.by_plain(), 7, 2);
         let floors: String = [one.link_floor_us, one.memory_floor_us].map(|us| cell(us, 8, 1)).concat();
@@ -142,15 +148,16 @@ pub fn table(size: Size, all: &[Measured]) {
 /// Prints all sizes as published tables of dispatch and combine have them.
 pub fn published(cases: &[(Size, Vec<Measured>)]) {
     say!("");
-    say!("the same in the columns of published tables: total, conversion and messages, in microseconds");
+    say!(
+        "the same in the columns of published tables: total, conversion (with packing) and messages, in microseconds"
+    );
     let [of_size, of_time] = [&PUBLISHED[..3], &PUBLISHED[3..]].map(names);
     say!("{of_size}  {:<33}{of_time}", "splits");
     for (size, all) in cases {
         let Size { rows, cols, ranks, splits } = size;
         for one in all {
-            let times: String = [Stage::Whole, Stage::Quantize, Stage::Exchange]
-                .map(|stage| cell(one.us(stage), 10, 1))
-                .concat();
+            let times = [one.us(Stage::Whole), one.conversion_us(), one.us(Stage::Exchange)];
+            let times: String = times.map(|us| cell(us, 10, 1)).concat();
             let rate = cell(one.gb_per_s(), 8, 1);
             let (way, splits) = (one.way.name(), splits.name());
             say!(" {rows:>7} {cols:>7} {ranks:>6}  {splits:<7} {way:<19}{:<6}{times}{rate}", one.format);
@@ -168,8 +175,9 @@ pub fn legend(limits: Limits) {
         "link bytes: the most that one rank sends to others, or gets from them. GB/s: these by the time of the exchange alone."
     );
     say!(
-        "quantize, pack, exchange and unpack are timed one by one; unpack sorts by expert, or on the way back sums a token's rows."
+        "quantize+pack, exchange and unpack+permute are timed one by one. Rows become messages, quantized where their format is not bf16;"
     );
+    say!("these become rows sorted by expert, or on the way back sums of a token's rows.");
     say!("whole: all of them, as a layer does them. : bf16 is whole by the exchange alone of bf16 forward;");
     say!(
         ": plain is the exchange by one of as many bytes that are divided equally: where splits are equal, the same messages."
@@ -190,7 +198,7 @@ pub fn figures(size: Size, all: &[Measured]) -> Value {
         let us: Value = one
             .times
             .iter()
-            .map(|(stage, times)| (stage.name().to_owned(), json!(times.as_ref().map(Times::figures))))
+            .map(|(stage, times)| (stage.name().to_owned(), json!(times.figures())))
             .collect();
         // Rows come back the way they went.
         let per_rank = |which: usize| -> Vec<usize> {

@@ -5,14 +5,14 @@ use nibble_formats::{BlockAxis, Format, ScaleLayout, ScalePlane, ScaleRule};
 use std::collections::BTreeSet;
 
 /// A received batch in which each slot is of this rank with some probability.
-struct Case {
-    tokens: usize,
+pub(in super::super) struct Case {
+    pub tokens: usize,
     top_k: usize,
     groups: usize,
     align: usize,
 }
 
-const CASES: [Case; 7] = [
+pub(in super::super) const CASES: [Case; 7] = [
     Case { tokens: 0, top_k: 2, groups: 3, align: 128 },
     Case { tokens: 1, top_k: 1, groups: 1, align: 1 },
     Case { tokens: 9, top_k: 2, groups: 4, align: 1 },
@@ -47,7 +47,7 @@ impl Case {
         round_up(self.tokens * self.top_k + self.groups * (self.align - 1), self.align)
     }
 
-    fn plan(&self, cpu: &Cpu) -> PermuteMap<Cpu> {
+    pub fn plan(&self, cpu: &Cpu) -> PermuteMap<Cpu> {
         let (expert, token_id) = self.batch();
         self.plan_of(cpu, &expert, &token_id, self.capacity()).unwrap()
     }

@@ -1,9 +1,10 @@
 use super::super::elementwise::tests::{below, bits, normals, same_everywhere};
-use super::super::permute::tests::{any_blocks, scale_bytes};
+use super::super::permute::permute;
+use super::super::permute::tests::{CASES, any_blocks, scale_bytes};
 use super::*;
-use half::bf16;
-use nibble_core::{Backend, BlockScaled, RowKind, Tensor};
-use nibble_formats::{BlockAxis, Format, ScaleLayout, ScaleRule};
+use nibble_core::ops::{Permute, Planes, Quantize};
+use nibble_core::{Backend, BlockScaled, Groups, Tensor};
+use nibble_formats::{BlockAxis, Codec, Format, Rounding, ScaleLayout, ScaleRule};
 
 /// Rows of a format: plain numbers, or arbitrary codes and scales.
 fn rows_of(cpu: &Cpu, format: Format, rule: ScaleRule, rows: usize, cols: usize) -> Operand<Cpu> {
@@ -57,6 +58,25 @@ fn unpacking_undoes_packing_for_every_format() {
 }
 
 #[test]
+fn one_pass_unpacks_and_sorts_as_two_do() {
+    for (format, rule) in every_kind() {
+        for (case, cols) in CASES.iter().zip([1, 3, 31, 127, 130, 256, 300]) {
+            same_everywhere(|cpu| {
+                let (x, map) = (rows_of(cpu, format, rule, case.tokens, cols), case.plan(cpu));
+                let index = cpu.upload(&(0..case.tokens as i32).collect::<Vec<_>>()).unwrap();
+                let bytes = &pack_rows(cpu, PackRows { rows: &x, index: &index }).unwrap();
+                let (kind, map) = (x.row_kind(), &map);
+                let rows = &unpack_rows(cpu, UnpackRows { bytes, kind }).unwrap();
+                let two = contents(&permute(cpu, Permute { rows, map }).unwrap());
+                let one = contents(&unpack_permute(cpu, UnpackPermute { bytes, kind, map }).unwrap());
+                assert!(one == two, "{format} {rule} {} × {cols}", case.tokens);
+                one
+            });
+        }
+    }
+}
+
+#[test]
 fn a_record_is_codes_then_scales_then_zeros() {
     let cpu = Cpu::new(2).unwrap();
     for (format, rule) in every_kind() {
@@ -86,6 +106,83 @@ fn a_record_is_codes_then_scales_then_zeros() {
             assert!(record[c + s..].iter().all(|&b| b == 0), "{format} {rule}");
         }
     }
+}
+
+/// Six rows of which the second has no message, the third three, and two messages no row.
+const MESSAGES: [i32; 9] = [2, 0, -1, 5, 2, 3, -2, 4, 2];
+const PLACES: [i32; 18] = [-1, 1, -1, -1, -1, -1, 0, 4, 8, 5, -1, -1, -3, -1, 7, 3, -1, -1];
+
+fn quantize_of(x: &Tensor<Cpu>, (format, rule): (Format, ScaleRule)) -> Quantize<'_, Cpu> {
+    Quantize::new(x, Codec::new(format, rule, Rounding::NearestEven).unwrap(), Planes::Rows)
+}
+
+#[test]
+fn a_row_goes_into_each_of_its_messages() {
+    for of in every_kind().filter(|(format, _)| format.is_block()) {
+        for cols in [1, 3, 31, 96, 127, 130, 256, 300] {
+            same_everywhere(|cpu| {
+                let x = Tensor::from_f32(cpu, &normals(7, 6 * cols), 6, cols).unwrap();
+                // The fifth row is padding.
+                let groups = Groups {
+                    row_id: cpu.upload(&[0, 1, 2, 3, -1, 5]).unwrap(),
+                    ..Groups::uniform(cpu, 1, 6, 1, 0).unwrap()
+                };
+                let how = || Quantize { groups: Some(&groups), ..quantize_of(&x, of) };
+                let (index, place) = (cpu.upload(&MESSAGES).unwrap(), cpu.upload(&PLACES).unwrap());
+                let op = QuantizePack { quantize: how(), index: &index, place: &place, top_k: 3 };
+                let kind = op.kind();
+                let made = quantize_pack(cpu, op).unwrap();
+                let arrived = unpack_rows(cpu, UnpackRows { bytes: &made.bytes, kind }).unwrap();
+                let rows = quantize(cpu, how()).unwrap();
+                assert_eq!(made.counts.0.as_slice(), rows.counts.unwrap().0.as_slice());
+                let (_, _, _, codes, _) = contents(&arrived);
+                let (_, _, _, want, _) = contents(&rows.rows.unwrap());
+                let width = kind.code_bytes();
+                for (codes, row) in codes.chunks(width).zip(MESSAGES).filter(|(_, row)| *row >= 0) {
+                    assert_eq!(
+                        codes,
+                        &want[row as usize * width..][..width],
+                        "{of:?}, {cols} columns: row {row}"
+                    );
+                }
+                made.bytes.as_slice().to_vec()
+            });
+        }
+    }
+}
+
+#[test]
+fn lists_that_do_not_say_the_same_are_refused() {
+    let cpu = Cpu::new(1).unwrap();
+    let x = Tensor::from_f32(&cpu, &normals(7, 6 * 32), 6, 32).unwrap();
+    let of = (Format::Mxfp4, ScaleRule::Rceil);
+    let refused = |index: &[i32], place: &[i32], top_k| {
+        let (index, place) = (cpu.upload(index).unwrap(), cpu.upload(place).unwrap());
+        let op = QuantizePack { quantize: quantize_of(&x, of), index: &index, place: &place, top_k };
+        quantize_pack(&cpu, op).map(|_| ()).unwrap_err().to_string()
+    };
+    let with = |list: &[i32], at: usize, value| {
+        let mut list = list.to_vec();
+        list[at] = value;
+        list
+    };
+    let e = refused(&with(&MESSAGES, 1, 6), &PLACES, 3);
+    assert_eq!(e, "quantize_pack: `index` is 6 at 1, expected below 6");
+    let e = refused(&MESSAGES, &with(&PLACES, 1, 9), 3);
+    assert_eq!(e, "quantize_pack: `place` is 9 at 1, expected below 9");
+    let e = refused(&MESSAGES, &with(&PLACES, 2, 1), 3);
+    assert_eq!(e, "quantize_pack: `place` is message 1 twice, expected each message once");
+    let e = refused(&MESSAGES, &with(&PLACES, 1, -1), 3);
+    assert_eq!(e, "quantize_pack: `place` is row -1 in message 1, expected row 0, as index says");
+    let e = refused(&MESSAGES, &with(&PLACES, 0, 2), 3);
+    assert_eq!(e, "quantize_pack: `place` is row 0 in message 2, expected row -1, as index says");
+    let e = refused(&MESSAGES, &PLACES, 2);
+    assert_eq!(e, "quantize_pack: `place.len()` is 18, expected 12");
+    let (index, place) = (cpu.upload(&MESSAGES).unwrap(), cpu.upload(&PLACES).unwrap());
+    let columns = Quantize { planes: Planes::Cols, ..quantize_of(&x, of) };
+    let op = QuantizePack { quantize: columns, index: &index, place: &place, top_k: 3 };
+    let e = quantize_pack(&cpu, op).map(|_| ()).unwrap_err().to_string();
+    assert_eq!(e, "quantize_pack: `quantize.planes` is Cols, expected Rows: those are what travels");
 }
 
 #[test]
@@ -144,6 +241,16 @@ fn mistakes_are_errors() {
         let kind = RowKind { format, rule, cols };
         unpack_rows(&cpu, UnpackRows { bytes: &bytes, kind }).map(|_| ()).unwrap_err().to_string()
     };
+    let case = &CASES[1];
+    let (bytes_of_none, map) = (cpu.zeros::<u8>(0).unwrap(), case.plan(&cpu));
+    let kind = RowKind { format: Format::Mxfp4, rule: ScaleRule::Rceil, cols: 32 };
+    let sort = |bytes: &Buf<u8>| unpack_permute(&cpu, UnpackPermute { bytes, kind, map: &map }).map(|_| ());
+    // A row of the plan that no message is.
+    let e = sort(&bytes_of_none).unwrap_err().to_string();
+    assert!(e.starts_with("unpack_permute: `map.source_row` is 0 at 0"), "{e}");
+    let short = cpu.zeros::<u8>(kind.row_bytes() + 16).unwrap();
+    let e = sort(&short).unwrap_err().to_string();
+    assert_eq!(e, "unpack_permute: `bytes modulo the record's length` is 16, expected 0");
     assert!(unpack(Format::Mxfp4, ScaleRule::Amax, 32).contains("no scale rule `amax`"));
     assert_eq!(
         unpack(Format::Bf16, ScaleRule::Amax, 0),

@@ -3,9 +3,11 @@
 mod args;
 mod config;
 mod measure;
+mod pack;
 mod units;
 
 pub(crate) use measure::measure_amax;
+pub(crate) use pack::quantize_pack;
 
 use crate::Buffer;
 use crate::launch::tensor_map::{self, Swizzle, TensorMap, Tiles};
@@ -73,18 +75,8 @@ pub(crate) fn quantize_counting(
     counts: Option<&Counts<Cuda>>,
 ) -> Result<Emitted<Cuda>> {
     op.check()?;
-    let (device, buffers) = (cuda.device(), BufferCheck::by(OP, cuda));
-    buffers.tensor("x", op.x)?;
-    buffers.groups(op.groups)?;
-    if let Some(step) = op.random.and_then(|random| random.step) {
-        buffers.buffer("random.step", step)?;
-    }
-    if let Some(delayed) = &op.delayed {
-        buffers.buffer("delayed.records", delayed.records)?;
-    }
-    if let Some(amax) = op.amax {
-        buffers.buffer("amax", amax)?;
-    }
+    let device = cuda.device();
+    check_buffers(cuda, &op)?;
     let desc = QuantizeDesc::of(&op);
     desc.check()?;
     let made = match counts {
@@ -116,6 +108,23 @@ pub(crate) fn quantize_counting(
         }
     }
     Ok(made)
+}
+
+/// Holds what is read to its lengths and this device.
+fn check_buffers(cuda: &Cuda, op: &Quantize<'_, Cuda>) -> Result<()> {
+    let buffers = BufferCheck::by(OP, cuda);
+    buffers.tensor("x", op.x)?;
+    buffers.groups(op.groups)?;
+    if let Some(step) = op.random.and_then(|random| random.step) {
+        buffers.buffer("random.step", step)?;
+    }
+    if let Some(delayed) = &op.delayed {
+        buffers.buffer("delayed.records", delayed.records)?;
+    }
+    match op.amax {
+        Some(amax) => buffers.buffer("amax", amax).map(drop),
+        None => Ok(()),
+    }
 }
 
 /// The transform of a matrix as F32, for kernels that do not make it as they read.

@@ -2,13 +2,12 @@
 //! packing and unpacking share.
 
 use crate::Cuda;
-use crate::backend::Buf;
 use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch};
 use crate::ops::Instance;
 use crate::{Buffer, Device};
 use bytemuck::Pod;
-use nibble_core::{Data, Error, Operand, Plain, Result};
+use nibble_core::{Data, Error, Operand, Result, RowKind};
 use std::ffi::c_void;
 
 const THREADS: usize = 128;
@@ -261,49 +260,88 @@ pub(crate) fn instances() -> Vec<Instance> {
     specs.map(|spec| Instance { spec, shared_bytes: 0 }).collect()
 }
 
-/// Rows of a tensor in another order.
+/// Where rows lie: in planes of their own, or one behind the other in messages.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RowSpans {
+    codes: Span,
+    scales: Option<Span>,
+    tensor_scale: Option<Span>,
+    rows: usize,
+}
+
+impl RowSpans {
+    /// Of an operand, plane by plane.
+    pub(crate) fn of(rows: &Operand<Cuda>) -> Self {
+        let kind = rows.row_kind();
+        let (codes, scales, tensor_scale) = match rows {
+            Operand::Plain(x) => match &x.data {
+                Data::F32(x) => (Span::of(x.get(), kind.code_bytes()), None, None),
+                Data::Bf16(x) => (Span::of(x.get(), kind.code_bytes()), None, None),
+            },
+            Operand::Block(x) => (
+                Span::of(x.codes.get(), kind.code_bytes()),
+                Some(Span::of(x.scales.get(), kind.scale_bytes())),
+                x.tensor_scale.as_ref().map(|scale| Span::of(scale.get(), kind.tensor_scale_bytes())),
+            ),
+        };
+        Self { codes, scales, tensor_scale, rows: rows.rows() }
+    }
+
+    /// Of so many messages, back to back.
+    pub(crate) fn in_messages(bytes: &Buffer<u8>, kind: RowKind, rows: usize) -> Self {
+        let codes = Span::of(bytes, kind.row_bytes());
+        let scales = codes.skipping(kind.code_bytes());
+        Self {
+            codes,
+            scales: kind.format.is_block().then_some(scales),
+            tensor_scale: (kind.tensor_scale_bytes() > 0).then(|| scales.skipping(kind.scale_bytes())),
+            rows,
+        }
+    }
+}
+
+/// What a row without a source is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum PadRows {
+    /// Zeros throughout, as messages of no row are.
+    Zeros,
+    /// Plain values, codes and scale bytes are 0, F32 scales the smallest normal number, and the tensor's scale 1.
+    Rows,
+}
+
+/// Rows of one kind, copied in another order.
 pub(crate) struct Reorder<'a> {
     pub op: &'static str,
     pub device: &'a Device,
+    pub kind: RowKind,
     pub order: Order<'a>,
-}
-
-/// The plane that fills rows of `width` values with those of others.
-fn plane<T: Plain>(from: &Buf<T>, to: &Buf<T>, width: usize, pad: u32) -> Plane {
-    let bytes = width * size_of::<T>();
-    Plane { from: Span::of(from.get(), bytes), to: Span::of(to.get(), bytes), bytes, pad }
+    pub pads: PadRows,
 }
 
 impl Reorder<'_> {
-    fn copy(&self, (rows_in, rows): (usize, usize), codes: Plane, scales: Option<Plane>) -> Result<()> {
-        let copy = CopyRows { op: self.op, codes, scales, order: self.order, rows, rows_in };
-        // SAFETY: the planes were made by `plane`: they write a new result, which its owner keeps, and read borrowed buffers, which
-        // the operation has held to this device (`BufferCheck`).
-        unsafe { copy.run(self.device) }
-    }
-
-    /// Rows of either kind to a result of as long rows. Where a row has no source, plain values, codes and scale bytes are 0, F32 scales the smallest
-    /// normal number, and the tensor's scale 1. Codes and scales go in one launch, a scale of the tensor in another.
-    pub(crate) fn run(&self, rows: &Operand<Cuda>, to: &Operand<Cuda>) -> Result<()> {
-        let counts = (rows.rows(), to.rows());
-        match (rows, to) {
-            (Operand::Plain(x), Operand::Plain(to)) => match (&x.data, &to.data) {
-                (Data::F32(from), Data::F32(to)) => self.copy(counts, plane(from, to, x.cols, 0), None),
-                (Data::Bf16(from), Data::Bf16(to)) => self.copy(counts, plane(from, to, x.cols, 0), None),
-                _ => Err(Error::shape(self.op, "type of the result", to.dtype(), x.dtype())),
-            },
-            (Operand::Block(x), Operand::Block(to)) => {
-                x.check_rows_travel(self.op, "rows")?;
-                let (kind, blocks) = (x.scale_kind(), x.format.scales_per_row(x.cols));
-                let codes = plane(&x.codes, &to.codes, x.format.row_code_bytes(x.cols), 0);
-                let scales = plane(&x.scales, &to.scales, blocks * kind.bytes(), kind.least().0);
-                self.copy(counts, codes, Some(scales))?;
-                match x.tensor_scale.as_ref().zip(to.tensor_scale.as_ref()) {
-                    Some((from, to)) => self.copy(counts, plane(from, to, 1, 1.0f32.to_bits()), None),
-                    None => Ok(()),
-                }
-            }
-            _ => Err(Error::shape(self.op, "format of the result", to.format(), rows.format())),
+    /// Codes and scales go in one launch, a scale of the tensor in another.
+    ///
+    /// # Safety
+    /// Nobody else uses the buffers that `to` is of; all of them are live ones of this device.
+    pub(crate) unsafe fn run(&self, from: RowSpans, to: RowSpans) -> Result<()> {
+        let (kind, is_zero) = (self.kind, self.pads == PadRows::Zeros);
+        let plane = |(from, to): (Span, Span), bytes, pad| Plane {
+            from,
+            to,
+            bytes,
+            pad: if is_zero { 0 } else { pad },
+        };
+        let copy = |codes, scales| {
+            let (op, order, rows, rows_in) = (self.op, self.order, to.rows, from.rows);
+            // SAFETY: the caller's promise.
+            unsafe { CopyRows { op, codes, scales, order, rows, rows_in }.run(self.device) }
+        };
+        let scales = from.scales.zip(to.scales);
+        let scales = scales.map(|spans| plane(spans, kind.scale_bytes(), kind.scale_kind().least().0));
+        copy(plane((from.codes, to.codes), kind.code_bytes(), 0), scales)?;
+        match from.tensor_scale.zip(to.tensor_scale) {
+            Some(spans) => copy(plane(spans, kind.tensor_scale_bytes(), 1.0f32.to_bits()), None),
+            None => Ok(()),
         }
     }
 }

@@ -3,7 +3,7 @@
 //! Indices come from a plan on the device, and the host does not wait to look at them. Whatever they hold, kernels only
 //! read rows that exist, and write pads for the others.
 
-use super::copy_rows::{Order, Reorder};
+use super::copy_rows::{Order, PadRows, Reorder, RowSpans};
 use crate::Cuda;
 use crate::backend::Buf;
 use crate::compile::jit::{KernelSpec, TemplateArg};
@@ -12,7 +12,7 @@ use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;
 use crate::ops::planes::{numbers_per_load, plain_arg, plain_or_null, type_name};
 use nibble_core::ops::{CombineSlots, GatherScalars, Permute, Unpermute};
-use nibble_core::{DType, Error, Operand, Result, Tensor};
+use nibble_core::{DType, Error, Operand, PermuteMap, Result, Tensor};
 
 /// Threads of a CTA that gathers scalars or combines slots.
 const THREADS: u32 = 256;
@@ -23,17 +23,42 @@ const FEW_SLOTS_UNITS: usize = 4;
 pub(crate) fn permute(cuda: &Cuda, op: Permute<'_, Cuda>) -> Result<Operand<Cuda>> {
     const OP: &str = "permute";
     op.check()?;
-    let (buffers, map, capacity) = (BufferCheck::by(OP, cuda), op.map, op.map.groups.capacity);
+    let buffers = BufferCheck::by(OP, cuda);
     buffers.operand("rows", op.rows)?;
-    let source_row = buffers.values("map.source_row", &map.source_row, capacity)?;
+    let order = expert_order(&buffers, op.map, op.rows.rows())?;
+    let out = op.result(cuda)?;
+    reorder(OP, cuda, order, op.rows, &out)?;
+    Ok(out)
+}
+
+/// The order of rows by expert, of `rows` rows: where there are more slots than those, each is read once for its slots.
+pub(super) fn expert_order<'a>(
+    buffers: &BufferCheck<'_>,
+    map: &'a PermuteMap<Cuda>,
+    rows: usize,
+) -> Result<Order<'a>> {
+    let source_row = buffers.values("map.source_row", &map.source_row, map.groups.capacity)?;
     let slot_row = buffers.values("map.slot_row", &map.slot_row, map.num_slots)?;
-    let order = match slot_row.len() > op.rows.rows() {
+    Ok(match slot_row.len() > rows {
         true => Order::Spread { source_row, slot_row },
         false => Order::Gather(source_row),
-    };
-    let out = op.result(cuda)?;
-    Reorder { op: OP, device: cuda.device(), order }.run(op.rows, &out)?;
-    Ok(out)
+    })
+}
+
+/// Rows of an operand that is held to this device, to a new one of the same kind.
+fn reorder(
+    op: &'static str,
+    cuda: &Cuda,
+    order: Order<'_>,
+    rows: &Operand<Cuda>,
+    to: &Operand<Cuda>,
+) -> Result<()> {
+    if let Operand::Block(x) = rows {
+        x.check_rows_travel(op, "rows")?;
+    }
+    let copy = Reorder { op, device: cuda.device(), kind: rows.row_kind(), order, pads: PadRows::Rows };
+    // SAFETY: `to` is a new result, which its owner keeps; the rest is borrowed, and held to this device (`BufferCheck`).
+    unsafe { copy.run(RowSpans::of(rows), RowSpans::of(to)) }
 }
 
 /// See [`Unpermute`].
@@ -44,7 +69,7 @@ pub(crate) fn unpermute(cuda: &Cuda, op: Unpermute<'_, Cuda>) -> Result<Operand<
     buffers.operand("rows", op.rows)?;
     let order = Order::Gather(buffers.values("map.slot_row", &map.slot_row, map.num_slots)?);
     let out = op.result(cuda)?;
-    Reorder { op: OP, device: cuda.device(), order }.run(op.rows, &out)?;
+    reorder(OP, cuda, order, op.rows, &out)?;
     Ok(out)
 }
 

@@ -111,6 +111,17 @@ impl Variant {
         KernelSpec { source, name, args }
     }
 
+    fn pack_spec(&self) -> KernelSpec {
+        self.spec("kernels/convert/quantize_pack.cuh", "nib::quantize_pack")
+    }
+
+    /// Segments of a row, rounds and ctas for rows of a matrix.
+    fn row_launch(&self, (rows, cols): (usize, usize)) -> (usize, usize, usize) {
+        let segments = cols.div_ceil(self.row_chunks() * CHUNK_COLS);
+        let rounds = WARP_CHUNKS / self.row_chunks();
+        (segments, rounds, (rows * segments).div_ceil(ROW_THREADS as usize / 32 * rounds))
+    }
+
     /// `row_chunks` of the kernel: the chunks a warp takes at a time.
     fn row_chunks(&self) -> usize {
         let is_light = self.input == DType::Bf16 && !self.rounding.is_random();
@@ -225,6 +236,8 @@ pub(super) trait Launches {
     fn transform(&self) -> (KernelSpec, usize);
     /// Of a fast kernel; none where the general one takes it (`UnitsConfig`).
     fn config(&self, num_sms: usize) -> Option<QuantizeConfig>;
+    /// The same for rows that go into messages; none where they are packed by a kernel of its own.
+    fn pack_config(&self) -> Option<QuantizeConfig>;
 }
 
 impl Launches for QuantizeDesc {
@@ -296,10 +309,7 @@ impl Launches for QuantizeDesc {
                 )
             }
             (Some(variant), Planes::Rows) => {
-                let (rows, cols) = self.row_shape();
-                let segments = cols.div_ceil(variant.row_chunks() * CHUNK_COLS);
-                let rounds = WARP_CHUNKS / variant.row_chunks();
-                let ctas = (rows * segments).div_ceil(ROW_THREADS as usize / 32 * rounds);
+                let (segments, rounds, ctas) = variant.row_launch(self.row_shape());
                 config(QuantizeKernel::Rows { segments, rounds }, variant.rows_spec(), ctas, ROW_THREADS, 0)
             }
             (Some(variant), Planes::Cols | Planes::Both) => {
@@ -326,6 +336,15 @@ impl Launches for QuantizeDesc {
             (None, _) => return None,
         })
     }
+
+    fn pack_config(&self) -> Option<QuantizeConfig> {
+        let variant = self.fast_kernels().filter(|_| self.packs()).map(Variant)?;
+        // Every row has its own messages, so none are taken as one.
+        let (segments, rounds, ctas) = variant.row_launch((self.rows, self.cols));
+        let launch = Launch { ctas: ctas as u32, threads: ROW_THREADS, cluster: 1, shared_bytes: 0 };
+        let path = QuantizeKernel::Rows { segments, rounds };
+        Some(QuantizeConfig { path, spec: variant.pack_spec(), launch })
+    }
 }
 
 /// The instances built for it.
@@ -333,6 +352,9 @@ pub fn instances() -> Vec<Instance> {
     let mut all = Vec::new();
     for variant in Variant::all() {
         all.push(Instance { spec: variant.rows_spec(), shared_bytes: variant.row_shared_bytes() });
+        if variant.packs() {
+            all.push(Instance { spec: variant.pack_spec(), shared_bytes: 0 });
+        }
         // A transform is for one plane.
         let forms = [false, true].into_iter().filter(|rows| !(*rows && variant.hadamard.is_some()));
         all.extend(forms.map(|rows| Instance {

@@ -41,6 +41,10 @@ fn every_launch_is_of_an_instance_that_is_built() {
                         let codec = Codec::new(format, rule, rounding).unwrap();
                         let asked =
                             QuantizeDesc { codec, input, hadamard, ..desc(format, planes, 4096, 7168) };
+                        if let Some(config) = asked.pack_config() {
+                            let instance = Instance { spec: config.spec, shared_bytes: 0 };
+                            assert!(built.contains(&instance), "{instance:?}");
+                        }
                         let last = if asked.is_fused() { asked } else { asked.transformed() };
                         let instance = match last.config(132) {
                             Some(QuantizeConfig { spec, launch, .. }) => {
@@ -92,6 +96,21 @@ fn rows_are_one_where_that_saves_tails() {
     assert_eq!(of(desc(Format::Mxfp4, Planes::Rows, 10, 96)), (1, 960));
     assert_eq!(of(desc(Format::E4m3, Planes::Rows, 10, 200)), (10, 200), "blocks end short");
     assert_eq!(of(QuantizeDesc { ragged: true, ..desc(Format::Mxfp4, Planes::Rows, 10, 96) }), (10, 96));
+}
+
+#[test]
+fn rows_go_straight_into_messages_where_a_fast_kernel_makes_them() {
+    let of = |desc: QuantizeDesc| desc.pack_config().map(|config| (config.path, config.launch.ctas));
+    let rows = |segments, rounds, ctas| Some((QuantizeKernel::Rows { segments, rounds }, ctas));
+    // Never as one row: each has messages of its own.
+    assert_eq!(of(desc(Format::Mxfp4, Planes::Rows, 10, 96)), rows(1, 2, 2));
+    assert_eq!(of(desc(Format::E4m3, Planes::Rows, 32768, 7168)), rows(4, 2, 32768 * 4 / 8));
+    let mxfp4 = desc(Format::Mxfp4, Planes::Rows, 10, 128);
+    assert_eq!(of(QuantizeDesc { input: DType::F32, ..mxfp4 }), None);
+    assert_eq!(of(QuantizeDesc { hadamard: Some(64), ..mxfp4 }), None);
+    assert_eq!(of(desc(Format::Mxfp4, Planes::Cols, 32, 128)), None);
+    assert_eq!(of(desc(Format::E4m3, Planes::Rows, 10, 100)), None, "not a multiple of 8");
+    assert_eq!(of(desc(Format::Nvfp4, Planes::Rows, 10, 128)), None, "no fast kernel");
 }
 
 #[test]

@@ -1,0 +1,86 @@
+// BF16 -> blocks along the rows, each row straight into the messages that it travels in.
+//
+// quantize_pack<In, E, kF32Scales, Round>: x [rows][cols] as in quantize.cuh, whose codes, scales and counts these are. place [rows][top_k]: the
+//   messages that a row goes into, none where it is negative or not below `messages`. A message has `row_bytes` bytes, a multiple of 16: codes,
+//   scales, zeros. Messages that no place names stay as they are.
+//   128 threads; the grid is that of row_tasks.cuh, best with 16 chunks a warp; no dynamic shared memory.
+//
+// Reads x once, and writes what travels once: of 32768 x 7168 BF16 rows that go to one rank each, as MXFP4, 595 MB.
+#pragma once
+#include "pieces/convert/row_quantizer.cuh"
+
+namespace nib {
+
+/// Messages: where they lie, and which of them a row goes into.
+struct MessagesArg {
+    u8* bytes;
+    const int* place;
+    u32 top_k;
+    u32 messages;
+    u32 row_bytes;
+    u32 unused;
+};
+
+template <class E, class Stored, int kChunks>
+struct RowMessages {
+    using Layout = RowLayout<E, kChunks>;
+
+    const MessagesArg& to;
+    const RowSource& of;
+    typename E::Eight held[Layout::kHeld][Layout::kTogether];
+    u32 row, segment;
+    int place;  // that of the row's slot of this lane's number
+    int col;
+
+    __device__ __forceinline__ RowMessages(const MessagesArg& to, const RowSource& of) : to(to), of(of) {}
+
+    __device__ __forceinline__ void begin(u32 of_rows, u32 of_row, int first) {
+        row = of_rows;
+        segment = of_row;
+        col = first;
+        place = place_of(threadIdx.x % 32);
+    }
+    __device__ __forceinline__ void put(int h, const typename E::Eight (&of_block)[Layout::kTogether]) {
+#pragma unroll
+        for (int i = 0; i < Layout::kTogether; ++i) held[h][i] = of_block[i];
+    }
+    __device__ __forceinline__ void end(const Stored (&scales)[Layout::kHeld]) {
+#pragma unroll 1
+        for (u32 first = 0; first < to.top_k; first += 32) {
+            if (first != 0) place = place_of(first + threadIdx.x % 32);
+#pragma unroll 1
+            for (u32 to_do = __ballot_sync(kAllLanes, u32(place) < to.messages); to_do != 0; to_do &= to_do - 1)
+                store(to.bytes + u64(u32(__shfl_sync(kAllLanes, place, __ffs(int(to_do)) - 1))) * to.row_bytes, scales);
+        }
+    }
+
+private:
+    __device__ __forceinline__ int place_of(u32 slot) const { return slot < to.top_k ? __ldg(to.place + u64(row) * to.top_k + slot) : -1; }
+
+    /// Stores the segment's part of a message; with the last one the zeros that end it.
+    __device__ __forceinline__ void store(u8* message, const Stored (&scales)[Layout::kHeld]) const {
+        const bool is_aligned = of.cols * E::kCodeBits % 128 == 0;
+#pragma unroll
+        for (int h = 0; h < Layout::kHeld; ++h) {
+            const int c = Layout::col_of(h * Layout::kTogether);
+            store_together(message + (col + c) * E::kCodeBits / 8, of.cols - col - c, is_aligned, held[h]);
+        }
+        const u32 code_bytes = u32(of.cols) * E::kCodeBits / 8;
+        const int blocks = ceil_div(of.cols, E::kBlock);
+        Layout::store_scales(reinterpret_cast<Stored*>(message + code_bytes), segment, blocks, scales);
+        const u32 end = code_bytes + blocks * sizeof(Stored) + threadIdx.x % 32;
+        if (segment + 1 == of.segments && end < to.row_bytes) message[end] = 0;
+    }
+};
+
+template <class In, class E, bool kF32Scales, class Round>
+__global__ void __launch_bounds__(kRowThreads, kRowCtas<In, Round>)
+    quantize_pack(const u8* __restrict__ x, const __grid_constant__ MessagesArg to, u64* counts, const int* __restrict__ row_id, int rows, int cols,
+                  Divider by_segments, u32 segments, u32 rounds, PowerRule rule, const RoundingArg rounding) {
+    __shared__ u32 total[3];
+    const RowSource of = {x, row_id, rows, cols, by_segments, segments, rounds};
+    RowMessages<E, ScaleOf<kF32Scales>, row_chunks<In, Round>> messages(to, of);
+    quantize_segments<In, E, kF32Scales>(of, counts, total, rule, Round(rounding), messages);
+}
+
+}  // namespace nib

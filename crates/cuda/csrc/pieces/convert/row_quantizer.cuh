@@ -1,0 +1,101 @@
+// Quantization along the rows, whatever becomes of the codes: what quantize_rows and quantize_pack have in common.
+#pragma once
+#include "pieces/convert/row_codes.cuh"
+
+namespace nib {
+
+/// CTAs on a multiprocessor of a kernel that quantizes along the rows.
+template <class In, class Round>
+constexpr int kRowCtas = row_chunks<In, Round> == 8 ? 6 : 8;
+
+/// The matrix, and which of its segments a warp takes.
+struct RowSource {
+    const u8* __restrict__ x;
+    const int* __restrict__ row_id;
+    int rows;
+    int cols;
+    Divider by_segments;
+    u32 segments;
+    u32 rounds;
+};
+
+/// Quantizes the segments of a warp, one after the other. `sink` is told of each: `begin(row, segment, col)` where it begins, and this lane's first
+/// column; `put(h, codes)` the codes of the lane's h-th block; `end(scales)` the scales of all its blocks. `total` is shared memory that nothing
+/// else uses.
+template <class In, class E, bool kF32Scales, class Round, class Sink>
+__device__ __forceinline__ void quantize_segments(const RowSource& of, u64* counts, u32 (&total)[3], PowerRule rule, const Round& round, Sink& sink) {
+    constexpr int kChunks = row_chunks<In, Round>;
+    using Stored = ScaleOf<kF32Scales>;
+    using Layout = RowLayout<E, kChunks>;
+    using Tasks = RowTasks<kRowThreads / 32>;
+    constexpr int kTogether = Layout::kTogether, kHeld = Layout::kHeld, kLanes = Layout::kLanes;
+    const int lane = threadIdx.x % 32;
+    const u32 lanes_of_block = ((1u << kLanes) - 1) << (lane / kLanes * kLanes);
+    const Tasks tasks(of.row_id, of.rows, of.by_segments, of.segments, of.rounds);
+    Tally tally;
+#pragma unroll 1
+    for (u32 to_do = tasks.present; to_do != 0; to_do &= to_do - 1) {
+        const auto at = tasks.place(Tasks::next(to_do));
+        const int id = __shfl_sync(kAllLanes, tasks.row_id, Tasks::next(to_do));
+        const int col = at.segment * Layout::kSegmentCols + lane * 8 * kTogether, left = of.cols - col;
+        const u64 first = u64(at.row) * of.cols + col;
+        sink.begin(at.row, at.segment, col);
+        Stored stored[kHeld];
+        if (id < 0) {
+            const typename E::Eight zeros[kTogether] = {};
+#pragma unroll
+            for (int h = 0; h < kHeld; ++h) {
+                sink.put(h, zeros);
+                stored[h] = scale_of<E, kF32Scales>(0, rule).stored;
+            }
+            sink.end(stored);
+            continue;
+        }
+        typename In::Eight in[kChunks];
+#pragma unroll
+        for (int i = 0; i < kChunks; ++i)
+            in[i] = In::template load<true>(of.x + (first + Layout::col_of(i)) * In::kBytes, left - Layout::col_of(i));
+        // Drawn while the numbers are on their way.
+        typename Round::Bits bits[kChunks];
+        if constexpr (Round::kDraws) {
+            const u64 element = u64(u32(id)) * of.cols + col;
+#pragma unroll
+            for (int i = 0; i < kChunks; ++i) {
+                bits[i] = round.draws(element + i / kTogether * Layout::kStride).bits(i % kTogether);
+                bits[i].draw_by_now();
+            }
+        }
+        u32 amax[kHeld];
+        if constexpr (Round::kDraws && kLanes == 1) amax[0] = largest_bits(in);
+        else In::template block_maxima<kTogether, kLanes>(in, amax);
+#pragma unroll
+        for (int h = 0; h < kHeld; ++h) {
+            const auto scale = scale_of<E, kF32Scales>(amax[h], rule);
+            stored[h] = scale.stored;
+            typename E::Eight out[kTogether];
+            bool any = false;
+            float factor;
+            auto& of_block = *reinterpret_cast<typename In::Eight(*)[kTogether]>(in + h * kTogether);
+            if constexpr (Round::kDraws) factor = Round::template prepare<E>(of_block, __uint_as_float(amax[h]), scale.inverse);
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) {
+                const int chunk = h * kTogether + i;
+                if constexpr (Round::kDraws) out[i] = round.template encode_prepared<E, In>(in[chunk], factor, bits[chunk]);
+                else out[i] = round.template encode<E, kRuleFloor, In>(in[chunk], scale.inverse, bits[chunk]);
+                if (scale.is_nan()) out[i] = E::zeros();
+                any |= E::any(out[i]);
+            }
+            sink.put(h, out);
+            if constexpr (Round::kDraws) {
+                tally.non_zero += (__ballot_sync(kAllLanes, any) & lanes_of_block) != 0;
+            } else {
+                tally.non_zero += Round::template reaches<E>(__fmul_rn(__uint_as_float(amax[h]), scale.inverse));
+            }
+            tally.non_finite += scale.is_nan();
+        }
+        sink.end(stored);
+    }
+    tally.flush(counts, total, kLanes);
+}
+
+}  // namespace nib

@@ -1,0 +1,101 @@
+//! `quantize_pack` on a GPU (`csrc/kernels/convert/quantize_pack.cuh`).
+
+use super::args::MatrixArgs;
+use super::config::{Launches, QuantizeConfig, QuantizeDesc, QuantizeKernel};
+use super::{PowerRule, check_buffers, quantize};
+use crate::Cuda;
+use crate::launch::{Divider, RoundingArg, plain_args};
+use crate::ops::buffer_check::BufferCheck;
+use crate::ops::routing::pack_rows;
+use nibble_core::ops::{Counts, PackRows, PackedRows, QuantizePack};
+use nibble_core::{Error, Result};
+
+const OP: &str = "quantize_pack";
+
+/// The device's `MessagesArg`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct MessagesArg {
+    bytes: u64,
+    place: u64,
+    top_k: u32,
+    messages: u32,
+    row_bytes: u32,
+    unused: u32,
+}
+plain_args!(MessagesArg);
+
+/// See [`QuantizePack`].
+pub(crate) fn quantize_pack(cuda: &Cuda, op: QuantizePack<'_, Cuda>) -> Result<PackedRows<Cuda>> {
+    op.check()?;
+    let desc = QuantizeDesc::of(&op.quantize);
+    match desc.pack_config() {
+        Some(config) => in_one_pass(cuda, &op, &desc, &config),
+        None => {
+            let made = quantize(cuda, op.quantize)?;
+            let bytes = pack_rows(cuda, PackRows { rows: &made.take_rows(OP)?, index: op.index })?;
+            let counts = made.counts.map_or_else(|| Counts::zeros(cuda), Ok)?;
+            Ok(PackedRows { bytes, counts, found: made.found })
+        }
+    }
+}
+
+fn in_one_pass(
+    cuda: &Cuda,
+    op: &QuantizePack<'_, Cuda>,
+    desc: &QuantizeDesc,
+    config: &QuantizeConfig,
+) -> Result<PackedRows<Cuda>> {
+    let (device, buffers) = (cuda.device(), BufferCheck::by(OP, cuda));
+    check_buffers(cuda, &op.quantize)?;
+    desc.check()?;
+    buffers.buffer("index", op.index)?;
+    let place = buffers.buffer("place", op.place)?;
+    let small = |argument, value: usize| {
+        let value = u32::try_from(value).ok().filter(|value| *value < 1 << 31);
+        value.ok_or_else(|| Error::shape(OP, argument, "2^31 or more", "below 2^31"))
+    };
+    let made = op.result(cuda)?;
+    let to = MessagesArg {
+        bytes: made.bytes.get().address(),
+        place: place.address(),
+        top_k: small("top_k", op.top_k)?,
+        messages: small("index.len()", op.index.get().len())?,
+        row_bytes: small("bytes of a row", op.kind().row_bytes())?,
+        unused: 0,
+    };
+    let QuantizeKernel::Rows { segments, rounds } = config.path else {
+        return Err(Error::Defect { place: OP, what: "a kernel of its own goes along the rows" });
+    };
+    if desc.rows == 0 || desc.cols == 0 {
+        return Ok(made);
+    }
+    let (segments, rounds) = (segments as u32, rounds as u32);
+    let (rows, cols, by_segments) = (desc.rows as i32, desc.cols as i32, Divider::by(segments));
+    let codec = op.quantize.codec;
+    let rule = PowerRule::of(codec.rule(), codec.element());
+    let rounding = RoundingArg::new(codec.rounding(), op.quantize.random);
+    let MatrixArgs { x, row_id, .. } = MatrixArgs::of(&op.quantize);
+    let kernel = device.kernel(&config.spec)?;
+    // SAFETY: `check` held `place` to its slots, `check_buffers` x and the groups to the sizes passed; the kernel writes messages below `messages`
+    // only, whatever the places hold, and `made` is new: it has room for them, and nobody else writes or reads it.
+    unsafe {
+        kernel.launch(
+            config.launch,
+            &[
+                x,
+                &to,
+                made.counts.0.get(),
+                &row_id,
+                &rows,
+                &cols,
+                &by_segments,
+                &segments,
+                &rounds,
+                &rule,
+                &rounding,
+            ],
+        )
+    }?;
+    Ok(made)
+}
