@@ -119,7 +119,7 @@ fn gradients_and_moments_in_bf16_keep_the_bits_too() {
     assert_ne!(bits(&[]), bits(&types[..1]), "rounded gradients are not the others");
 }
 
-/// What one call of `all_to_all_v` sent.
+/// What one call of `begin_all_to_all_v` sent.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Leg {
     row_bytes: usize,
@@ -165,7 +165,7 @@ impl Notes {
 
 impl Hook for Notes {
     fn before(&self, call: Call) -> Result<()> {
-        if call.name != "all_to_all_v" {
+        if call.name != "begin_all_to_all_v" {
             return Ok(());
         }
         let Call { name, bytes, row_bytes } = call;

@@ -259,7 +259,8 @@ impl<B: Kernels> Layer<B> for Moe<B> {
         let (a_rf, saved) = self.hidden(cx, &x_td)?;
         let y_rd = self.experts.output(cx, a_rf, &saved.plan)?;
         let y_rd = self.returning(cx, ("y", Site::CombineFwd), y_rd, &saved.plan)?;
-        let y_td = self.exchange(cx).combine(&saved.plan, &y_rd, None)?;
+        let exchange = self.exchange(cx);
+        let y_td = exchange.finish_combine(&saved.plan, exchange.begin_combine(&saved.plan, y_rd)?, None)?;
         Ok((y_td, saved))
     }
 
@@ -279,10 +280,10 @@ impl<B: Kernels> Layer<B> for Moe<B> {
         let to = section.at(Site::DispatchBwd);
         let dy_rd = exchange.dispatch(&plan, &outgoing(cx, &self.experts.name, "dy", &dy_td, to)?)?;
         let (dx_rd, dgate_r) = self.experts.backward(cx, &section, experts, dy_rd, &plan)?;
-        let dgate = exchange.return_scalars(&plan, &dgate_r)?;
+        let dgate = exchange.begin_return_scalars(&plan, &dgate_r)?.wait(cx.b)?;
         let dx_router = self.router.backward(cx, router, &x_td, &dgate)?;
         let dx_rd = self.returning(cx, ("dx", Site::CombineBwd), dx_rd, &plan)?;
-        exchange.combine(&plan, &dx_rd, Some(&dx_router))
+        exchange.finish_combine(&plan, exchange.begin_combine(&plan, dx_rd)?, Some(&dx_router))
     }
 }
 

@@ -323,9 +323,8 @@ impl<'p, 'a, B: Kernels> Stages<'p, 'a, B> {
     fn exchange(&self) -> Result<B::Buf<u8>> {
         let (b, rows, leg) = (self.b(), &self.planned.wire()?.rows, self.leg());
         let row_bytes = self.kind().row_bytes();
-        let mut into = b.alloc(rows.capacity(leg) * row_bytes)?;
-        rows.exchange(b, self.planned.cx.mesh.ep, (leg, row_bytes), &self.packed, &mut into)?;
-        Ok(into)
+        let into = b.alloc(rows.capacity(leg) * row_bytes)?;
+        rows.begin_exchange(b, self.planned.cx.mesh.ep, (leg, row_bytes), self.packed.clone(), into)?.wait(b)
     }
 
     /// What came, in expert order or as sums.
@@ -370,9 +369,8 @@ impl<'p, 'a, B: Kernels> Stages<'p, 'a, B> {
         let bytes = size.rows / size.ranks * self.kind().row_bytes();
         let each = vec![bytes; size.ranks];
         // Whatever bytes there are: where splits are skewed, a rank's own messages may be fewer.
-        let (sent, mut into) = (b.alloc(bytes * size.ranks)?, b.alloc(bytes * size.ranks)?);
-        self.planned.cx.mesh.ep.all_to_all_v(b, &sent, 1, &each, &each, &mut into)?;
-        Ok(into)
+        let (sent, into) = (b.alloc(bytes * size.ranks)?, b.alloc(bytes * size.ranks)?);
+        self.planned.cx.mesh.ep.begin_all_to_all_v(b, sent, 1, &each, &each, into)?.wait(b)
     }
 
     /// Bytes that this rank's memory reads and writes outside the exchange, where it is the fullest one.
