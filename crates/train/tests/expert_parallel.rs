@@ -388,7 +388,11 @@ fn an_expert_layer_copies_nothing_to_or_from_the_host_but_one_table_of_counts() 
                 let transport = comm.hook.transport.lock().unwrap();
                 // Before the passes the router's weight has come together.
                 let transport = &transport[1..];
-                assert_eq!(transport.len(), 7, "counts, records, four legs and gate gradients");
+                assert_eq!(
+                    transport.len(),
+                    1 + 2 * 6,
+                    "counts; the beginning and the end of records, four legs and gate gradients"
+                );
                 let own = transport.iter().fold(all, |rest, carried| rest - *carried);
                 assert_eq!(own, counts, "{recipe}, {world} ranks");
             };

@@ -131,7 +131,7 @@ impl<B: Kernels> Saved for Plan<B> {
 }
 
 /// A plan while ranks tell each other how many rows go where: all of it that does not follow from that.
-struct Begun<B: Kernels> {
+struct BegunPlan<B: Kernels> {
     counts: PendingRows<B>,
     room: ExchangeRoom,
     /// [`SlotRanks::first`](nibble_core::ops::SlotRanks::first).
@@ -168,15 +168,15 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
     /// Begins what ranks do together.
     fn among_ranks<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<R> {
         let point = if self.is_backward { Point::BackwardExchange } else { Point::ForwardExchange };
-        self.in_part(|| {
+        in_part(self.part(), || {
             exchanging(point)?;
             work()
         })
     }
 
-    /// Does a part of the exchange.
-    fn in_part<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<R> {
-        in_part(if self.is_backward { "backward exchange" } else { "forward exchange" }, work)
+    /// What the process says that it does meanwhile.
+    fn part(&self) -> &'static str {
+        if self.is_backward { "backward exchange" } else { "forward exchange" }
     }
 
     /// Decides where every (token, slot) goes.
@@ -187,7 +187,8 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         Ok(self.plan_beside(routing, align, || Ok(()))?.0)
     }
 
-    /// Decides where every (token, slot) goes, and does other work beside it: among several ranks while they tell each other how many rows there will be.
+    /// Decides where every (token, slot) goes, and does other work beside it: among several ranks while they tell each other how many rows
+    /// there will be.
     ///
     /// # Errors
     /// Those of [`Exchange::plan`], and of the other work.
@@ -205,7 +206,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         if world > 1 {
             let begun = self.among_ranks(|| self.begin_plan(routing))?;
             let made = beside()?;
-            return Ok((self.in_part(|| self.finish_plan(begun, align))?, made));
+            return Ok((in_part(self.part(), || self.finish_plan(begun, align))?, made));
         }
         let tokens = B::len(&routing.expert) / self.top_k;
         let (map, experts) =
@@ -265,7 +266,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
     }
 
     /// Begins the plan among several ranks: they tell each other which tokens go where, with experts and gate weights.
-    fn begin_plan(&self, routing: &Routing<B>) -> Result<Begun<B>> {
+    fn begin_plan(&self, routing: &Routing<B>) -> Result<BegunPlan<B>> {
         let (cx, b, ep, top_k) = (self.cx, self.cx.b, self.cx.mesh.ep, self.top_k);
         let world = ep.world();
         let (expert, experts_each) = (&routing.expert, self.experts / world);
@@ -285,11 +286,12 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
             token_id: &cx.shards.groups.row_id,
         };
         let records = b.reinterpret(&records.run(b)?)?;
-        Ok(Begun { counts, room, first: ranks.first, slots, tokens, records })
+        Ok(BegunPlan { counts, room, first: ranks.first, slots, tokens, records })
     }
 
-    fn finish_plan(&self, begun: Begun<B>, align: usize) -> Result<Plan<B>> {
-        let Begun { counts, room, first, slots, tokens, records } = begun;
+    /// Waits for the counts, and sorts the tokens that come by their experts.
+    fn finish_plan(&self, begun: BegunPlan<B>, align: usize) -> Result<Plan<B>> {
+        let BegunPlan { counts, room, first, slots, tokens, records } = begun;
         let (cx, b, ep, top_k) = (self.cx, self.cx.b, self.cx.mesh.ep, self.top_k);
         let (world, experts_each) = (ep.world(), self.experts / ep.world());
         let rows = RowPlan::finish(b, ep, counts)?;
@@ -354,9 +356,11 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         plan: &RowPlan,
         (leg, row_bytes): (Leg, usize),
     ) -> Result<Transfer<B, B::Buf<u8>>> {
-        let b = self.cx.b;
+        let (b, part) = (self.cx.b, self.part());
         let bytes = b.alloc(plan.capacity(leg) * row_bytes)?;
-        self.among_ranks(|| plan.begin_exchange(b, self.cx.mesh.ep, (leg, row_bytes), rows, bytes))
+        let transfer =
+            self.among_ranks(|| plan.begin_exchange(b, self.cx.mesh.ep, (leg, row_bytes), rows, bytes))?;
+        Ok(Transfer::new(move |b| in_part(part, || transfer.wait(b))))
     }
 
     /// Brings the rows of each token back to it and sums them: [`Exchange::begin_combine`] and [`Exchange::finish_combine`] at once.
@@ -372,8 +376,8 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         self.finish_combine(plan, self.begin_combine(plan, rows_rd.clone())?, plus_td)
     }
 
-    /// Begins to bring the rows of each token back to it, as they will be summed: `[r, d]`. Other work may be done while they travel. On one rank they
-    /// are there.
+    /// Begins to bring the rows of each token back to it, as they will be summed: `[r, d]`. Other work may be done while they travel. On one
+    /// rank they are there.
     ///
     /// # Errors
     /// [`Error::Unsupported`] for rows in blocks where they are summed up a tree; from the backend, and from other ranks.
@@ -440,10 +444,10 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
     pub fn begin_return_scalars(
         &self,
         plan: &Plan<B>,
-        values_r: &B::Buf<f32>,
+        values_r: B::Buf<f32>,
     ) -> Result<Transfer<B, B::Buf<f32>>> {
         let b = self.cx.b;
-        let slots = GatherScalars { values: values_r, index: &plan.map.slot_row }.run(b)?;
+        let slots = GatherScalars { values: &values_r, index: &plan.map.slot_row }.run(b)?;
         let Some(wire) = &plan.wire else { return Ok(Transfer::new(move |_| Ok(slots))) };
         let bytes = self.begin(b.reinterpret(&slots)?, &wire.rows, (Leg::SlotsBack, size_of::<f32>()))?;
         let index = wire.slot_place.clone();
