@@ -218,6 +218,7 @@ struct Line<'a, B: Device> {
     b: &'a B,
     comm: &'a dyn Comm<B>,
     sent: B::Buf<u8>,
+    /// While a message is under way another buffer stands in its place.
     came: B::Buf<u8>,
     /// Read to wait for the device.
     one: B::Buf<u8>,
@@ -231,7 +232,10 @@ impl<'a, B: Device> Line<'a, B> {
     /// A message to a rank, or from one; a rank without either takes part all the same.
     fn message(&mut self, bytes: usize, to: Option<usize>, from: Option<usize>) -> CoreResult<()> {
         let rows = |of| (0..self.comm.world()).map(|rank| usize::from(Some(rank) == of)).collect::<Vec<_>>();
-        self.comm.all_to_all_v(self.b, &self.sent, bytes, &rows(to), &rows(from), &mut self.came)
+        let (sent, came) = (self.sent.clone(), std::mem::replace(&mut self.came, self.one.clone()));
+        let transfer = self.comm.begin_all_to_all_v(self.b, sent, bytes, &rows(to), &rows(from), came)?;
+        self.came = transfer.wait(self.b)?;
+        Ok(())
     }
 
     /// Waits for all that was issued.

@@ -13,17 +13,22 @@ pub trait Comm<B: Backend>: Debug + Send + Sync {
     /// answer is every rank's, in rank order: `[world, world · n]`. A rank's own line of it says what it sends, and column `p` what
     /// comes to rank `p`, so that its host learns both by one read.
     fn counts(&self, b: &B, send: &B::Buf<i32>) -> Result<B::Buf<i32>>;
-    /// Sends rows of `row_bytes` bytes, `send_rows[p]` of them to rank `p`, in order; the `recv_rows[p]` rows from each rank, in rank order,
-    /// are the first of `into`. Both buffers may be longer: what is beyond these rows is not sent, and stays as it is.
-    fn all_to_all_v(
+    /// Begins to send rows of `row_bytes` bytes, `send_rows[p]` of them to rank `p`, in order; the `recv_rows[p]` rows from each rank, in rank
+    /// order, become the first of `into`, which the transfer brings. Both buffers may be longer: what is beyond these rows is not sent, and stays
+    /// as it is. Does not wait for others: several transfers may be under way, and other collectives may be called meanwhile.
+    ///
+    /// # Errors
+    /// Those of the backend and of other ranks; for rows that the buffers have no room for, here; for rows that come otherwise than `recv_rows`
+    /// says, where the transfer is waited for.
+    fn begin_all_to_all_v(
         &self,
         b: &B,
-        send: &B::Buf<u8>,
+        send: B::Buf<u8>,
         row_bytes: usize,
         send_rows: &[usize],
         recv_rows: &[usize],
-        into: &mut B::Buf<u8>,
-    ) -> Result<()>;
+        into: B::Buf<u8>,
+    ) -> Result<Transfer<B, B::Buf<u8>>>;
     /// Begins sums over ranks, each by a balanced tree, ((0+1)+(2+3))…, of which each rank gets its part. Does not wait for others: several
     /// transfers may be under way, and other collectives may be called meanwhile. All ranks give as many sums, with the same parts.
     ///
@@ -261,25 +266,27 @@ impl<B: Backend> Comm<B> for SoloComm {
     fn counts(&self, _: &B, send: &B::Buf<i32>) -> Result<B::Buf<i32>> {
         Ok(send.clone())
     }
-    fn all_to_all_v(
+    fn begin_all_to_all_v(
         &self,
-        b: &B,
-        send: &B::Buf<u8>,
+        _: &B,
+        send: B::Buf<u8>,
         row_bytes: usize,
         send_rows: &[usize],
         recv_rows: &[usize],
-        into: &mut B::Buf<u8>,
-    ) -> Result<()> {
+        mut into: B::Buf<u8>,
+    ) -> Result<Transfer<B, B::Buf<u8>>> {
         let bytes = match (send_rows, recv_rows) {
             ([to], [from]) if to == from => to.checked_mul(row_bytes),
             _ => None,
         };
-        match bytes.filter(|bytes| *bytes <= B::len(send).min(B::len(into))) {
-            Some(bytes) => b.copy(send, 0..bytes, into, 0),
+        match bytes.filter(|bytes| *bytes <= B::len(&send).min(B::len(&into))) {
+            Some(bytes) => {
+                Ok(Transfer::new(move |b: &B| b.copy(&send, 0..bytes, &mut into, 0).map(|()| into)))
+            }
             None => {
                 let got = format!("{send_rows:?} and {recv_rows:?} of {row_bytes} bytes");
                 let expected =
-                    format!("the same of one rank, within {} and {} bytes", B::len(send), B::len(into));
+                    format!("the same of one rank, within {} and {} bytes", B::len(&send), B::len(&into));
                 Err(Error::shape("all_to_all_v", "rows", got, expected))
             }
         }

@@ -1,7 +1,7 @@
 //! Rows between the ranks that divide the experts of a layer. There is room for so many, and no more memory is taken, whatever a router chooses. How
 //! many there are is read once, so that nothing is computed of rows that have not come.
 
-use crate::{Backend, Comm, Error, Result};
+use crate::{Backend, Comm, Error, Result, Transfer};
 
 /// Room for the rows of an exchange, the same on every rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -138,27 +138,27 @@ impl RowPlan {
         }
     }
 
-    /// Sends rows of `row_bytes` bytes, by the rank they go to. Those that come, rank by rank, are the first of `into`, whose bytes behind them
-    /// stay as they are.
+    /// Begins to send rows of `row_bytes` bytes, by the rank they go to. Those that come, rank by rank, become the first of `into`, whose bytes
+    /// behind them stay as they are. Where there is an [overflow](Self::overflow) nothing travels, and `into` is brought as it is.
     ///
     /// # Errors
-    /// From the backend and other ranks.
-    pub fn exchange<B: Backend>(
+    /// From the backend and other ranks, here or where the transfer is waited for.
+    pub fn begin_exchange<B: Backend>(
         &self,
         b: &B,
         comm: &dyn Comm<B>,
         (leg, row_bytes): (Leg, usize),
-        rows: &B::Buf<u8>,
-        into: &mut B::Buf<u8>,
-    ) -> Result<()> {
+        rows: B::Buf<u8>,
+        into: B::Buf<u8>,
+    ) -> Result<Transfer<B, B::Buf<u8>>> {
         let (to, from) = match leg {
             Leg::Tokens => (&self.tokens_to, &self.tokens_from),
             Leg::TokensBack => (&self.tokens_from, &self.tokens_to),
             Leg::SlotsBack => (&self.slots_to, &self.slots_from),
         };
         match self.overflow {
-            Some(_) => Ok(()),
-            None => comm.all_to_all_v(b, rows, row_bytes, to, from, into),
+            Some(_) => Ok(Transfer::new(move |_| Ok(into))),
+            None => comm.begin_all_to_all_v(b, rows, row_bytes, to, from, into),
         }
     }
 }

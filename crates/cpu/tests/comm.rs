@@ -178,8 +178,11 @@ fn one_round(cpu: &Cpu, comm: &HostComm, world: usize, round: usize) {
     // Bytes behind the rows are not sent, and stay.
     let (send_more, room) = (round % 3, round % 5);
     let rows = cpu.upload(&[bytes, vec![91; send_more]].concat()).unwrap();
-    let mut got = cpu.upload(&vec![92u8; want.len() + room]).unwrap();
-    comm.all_to_all_v(cpu, &rows, ROW, &send, &recv, &mut got).unwrap();
+    let into = cpu.upload(&vec![92u8; want.len() + room]).unwrap();
+    let address = Cpu::buffer_id(&into);
+    let transfer = comm.begin_all_to_all_v(cpu, rows, ROW, &send, &recv, into).unwrap();
+    let got = transfer.wait(cpu).unwrap();
+    assert_eq!(Cpu::buffer_id(&got), address, "the rows lie in the caller's buffer");
     assert_eq!(got.as_slice(), [want, vec![92; room]].concat());
 
     let value = |rank: usize, i: usize| (1.0f32 + i as f32).powi(rank as i32 * 5 - 7) * (round as f32 + 0.3);
@@ -286,7 +289,13 @@ fn transfers_under_way_are_each_their_own(kind: Kind) {
     }
 }
 
-/// The others come only after two transfers have begun.
+/// A row of one byte to each rank, and one from each.
+fn begin_rows(cpu: &Cpu, comm: &HostComm, world: usize, row: u8) -> Result<Transfer<Cpu, Buf<u8>>> {
+    let (each, into) = (vec![1; world], cpu.zeros(world).unwrap());
+    comm.begin_all_to_all_v(cpu, cpu.upload(&vec![row; world]).unwrap(), 1, &each, &each, into)
+}
+
+/// The others come only after three transfers have begun.
 fn to_begin_a_transfer_waits_for_nobody(kind: Kind) {
     let begun = Arc::new(std::sync::Barrier::new(3));
     let all = ranks(kind, 3, move |cpu, comm| {
@@ -294,12 +303,15 @@ fn to_begin_a_transfer_waits_for_nobody(kind: Kind) {
             begun.wait();
         }
         let two = [[1.0], [2.0]].map(|x| begin(cpu, &comm, &[(&x, &[0..0, 0..1, 0..0])]).unwrap());
+        let rows = begin_rows(cpu, &comm, 3, rank_of(&comm) as u8).unwrap();
         if rank_of(&comm) == 0 {
             begun.wait();
         }
-        two.map(|transfer| transfer.wait(cpu).unwrap()[0].as_slice().to_vec())
+        let rows = rows.wait(cpu).unwrap().as_slice().to_vec();
+        (rows, two.map(|transfer| transfer.wait(cpu).unwrap()[0].as_slice().to_vec()))
     });
-    assert_eq!(all, [[vec![], vec![]], [vec![3.0], vec![6.0]], [vec![], vec![]]].map(Some));
+    let sums = [[vec![], vec![]], [vec![3.0], vec![6.0]], [vec![], vec![]]];
+    assert_eq!(all, sums.map(|sums| Some((vec![0, 1, 2], sums))));
 }
 
 fn an_abort_reaches_a_transfer_under_way(kind: Kind) {
@@ -347,9 +359,11 @@ fn a_transfer_that_is_dropped_keeps_nobody_from_going_on(kind: Kind) {
         for round in 0..50 {
             let x = [round as f32];
             let transfer = begin(cpu, &comm, &[(&x, &[0..1, 0..1, 0..1])]).unwrap();
+            let rows = begin_rows(cpu, &comm, 3, round as u8).unwrap();
             if rank_of(&comm) == round % 3 {
-                drop(transfer);
+                drop((transfer, rows));
             } else {
+                assert_eq!(rows.wait(cpu).unwrap().as_slice(), [round as u8; 3]);
                 sums.push((round, transfer.wait(cpu).unwrap()[0].as_slice()[0]));
             }
         }
@@ -540,24 +554,28 @@ type Mistake = fn(&Cpu, &HostComm) -> Result<()>;
 
 /// Rows of 16 bytes from this many bytes to as many.
 fn all_to_all(cpu: &Cpu, comm: &HostComm, bytes: [usize; 2], send: &[usize], recv: &[usize]) -> Result<()> {
-    let [rows, mut into] = bytes.map(|bytes| cpu.zeros(bytes).unwrap());
-    comm.all_to_all_v(cpu, &rows, 16, send, recv, &mut into)
+    let [rows, into] = bytes.map(|bytes| cpu.zeros(bytes).unwrap());
+    comm.begin_all_to_all_v(cpu, rows, 16, send, recv, into)?.wait(cpu).map(drop)
 }
 
 fn a_mistake_in_the_arguments_of_one_rank_fails_all_ranks(kind: Kind) {
-    let mistakes: [(&str, Mistake); 5] = [
+    let mistakes: [(&str, Mistake); 6] = [
         ("1 and 2 counts for 2 ranks", |cpu, comm| all_to_all(cpu, comm, [16, 32], &[1], &[1, 1])),
         ("17 bytes given are fewer than [1, 1] rows of 16", |cpu, comm| {
             all_to_all(cpu, comm, [17, 32], &[1, 1], &[1, 1])
         }),
-        ("32 bytes came, and there is room for 31", |cpu, comm| {
+        ("[1, 1] rows of 16 bytes are to come, and there is room for 31 bytes", |cpu, comm| {
             all_to_all(cpu, comm, [32, 31], &[1, 1], &[1, 1])
         }),
         ("32 bytes given are fewer than [1, 18446744073709551615] rows of 16", |cpu, comm| {
             all_to_all(cpu, comm, [32, 32], &[1, usize::MAX], &[1, 1])
         }),
-        ("18446744073709551615 rows of 16 bytes expected from rank 1, 16 bytes came", |cpu, comm| {
-            all_to_all(cpu, comm, [32, 32], &[1, 1], &[1, usize::MAX])
+        (
+            "[1, 18446744073709551615] rows of 16 bytes are to come, and there is room for 32 bytes",
+            |cpu, comm| all_to_all(cpu, comm, [32, 32], &[1, 1], &[1, usize::MAX]),
+        ),
+        ("2 rows of 16 bytes expected from rank 1, 16 bytes came", |cpu, comm| {
+            all_to_all(cpu, comm, [32, 64], &[1, 1], &[1, 2])
         }),
     ];
     for (message, mistake) in mistakes {

@@ -88,9 +88,11 @@ fn collectives<B: Kernels>(b: &B, comm: &dyn Comm<B>, seed: u64) -> Result<Vec<V
         // Longer than what is sent and what comes.
         let sent: Vec<u8> =
             (0..(to.iter().sum::<usize>() + 3) * row_bytes).map(|_| own.below(256) as u8).collect();
-        let mut into = b.upload(&vec![0xaau8; (from.iter().sum::<usize>() + 5) * row_bytes])?;
-        comm.all_to_all_v(b, &b.upload(&sent)?, row_bytes, to, &from, &mut into)?;
-        brought.push(words(&b.download(&into)?));
+        let into = b.upload(&vec![0xaau8; (from.iter().sum::<usize>() + 5) * row_bytes])?;
+        let transfer = comm.begin_all_to_all_v(b, b.upload(&sent)?, row_bytes, to, &from, into)?;
+        // The device goes on beside it.
+        brought.push(words(&b.download(&b.upload(&sent)?)?));
+        brought.push(words(&b.download(&transfer.wait(b)?)?));
     }
 
     // Several under way at once, beside other collectives.
@@ -201,13 +203,13 @@ fn no_rank_waits_for_one_that_fails_or_does_not_come() {
         let cuda = Cuda::new(gpus[rank]).unwrap();
         let axes = NcclComm::mesh(&cuda, shape, axes, (PATIENCE, Sums::Tree)).unwrap();
         let world = gpus.len();
-        let (mut into, sent) = (cuda.zeros::<u8>(4).unwrap(), cuda.zeros::<u8>(4 * world).unwrap());
+        let (into, sent) = (cuda.zeros::<u8>(4).unwrap(), cuda.zeros::<u8>(4 * world).unwrap());
         // The last rank's own buffer is too small.
         let come = if rank + 1 == world { 5 } else { 1 };
         let rows = vec![1; world];
-        let done = axes.all.all_to_all_v(&cuda, &sent, 1, &rows, &vec![come; world], &mut into);
-        let read = cuda.download(&into);
-        (done.and(axes.all.check()).and(read.map(drop)), rank)
+        let begun = axes.all.begin_all_to_all_v(&cuda, sent, 1, &rows, &vec![come; world], into);
+        let read = begun.and_then(|rows| cuda.download(&rows.wait(&cuda)?));
+        (read.and_then(|_| axes.all.check()), rank)
     });
     for (done, rank) in wrong {
         // The others may have gone on before they learn it: none of them waits.

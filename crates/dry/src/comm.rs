@@ -74,17 +74,22 @@ impl Comm<Dry> for DryComm {
         Ok(counts)
     }
 
-    fn all_to_all_v(
+    /// What is sent lies here until the rows are waited for.
+    fn begin_all_to_all_v(
         &self,
         b: &Dry,
-        _: &Buf<u8>,
+        send: Buf<u8>,
         row_bytes: usize,
         to: &[usize],
         _: &[usize],
-        into: &mut Buf<u8>,
-    ) -> Result<()> {
+        mut into: Buf<u8>,
+    ) -> Result<Transfer<Dry, Buf<u8>>> {
         self.send(b, "all_to_all_v", |rank| to.get(rank).map_or(0, |rows| rows * row_bytes));
-        b.make_mut(into)
+        b.make_mut(&mut into)?;
+        Ok(Transfer::new(move |_: &Dry| {
+            let _send = send;
+            Ok(into)
+        }))
     }
 
     /// What the ranks send lies here until it is added, and what is sent until then.

@@ -121,7 +121,7 @@ fn pass(bytes: usize, plan: GradientPlan) -> Vec<Pass> {
 #[test]
 fn sums_are_under_way_before_the_backward_pass_is_over() {
     for Pass { within, .. } in pass(16 << 10, GradientPlan { dtype: DType::F32, at_once: true }) {
-        let exchange = within.iter().rposition(|call| *call == ("ep", "all_to_all_v")).unwrap();
+        let exchange = within.iter().rposition(|call| *call == ("ep", "begin_all_to_all_v")).unwrap();
         for axis in ["all", "dp"] {
             let begun = within.iter().position(|call| *call == (axis, BEGIN)).unwrap();
             assert!(begun < exchange, "{axis}: {within:?}");

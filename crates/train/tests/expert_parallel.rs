@@ -119,7 +119,7 @@ fn gradients_and_moments_in_bf16_keep_the_bits_too() {
     assert_ne!(bits(&[]), bits(&types[..1]), "rounded gradients are not the others");
 }
 
-/// What one call of `all_to_all_v` sent.
+/// What one call of `begin_all_to_all_v` sent.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Leg {
     row_bytes: usize,
@@ -165,7 +165,7 @@ impl Notes {
 
 impl Hook for Notes {
     fn before(&self, call: Call) -> Result<()> {
-        if call.name != "all_to_all_v" {
+        if call.name != "begin_all_to_all_v" {
             return Ok(());
         }
         let Call { name, bytes, row_bytes } = call;
@@ -388,7 +388,11 @@ fn an_expert_layer_copies_nothing_to_or_from_the_host_but_one_table_of_counts() 
                 let transport = comm.hook.transport.lock().unwrap();
                 // Before the passes the router's weight has come together.
                 let transport = &transport[1..];
-                assert_eq!(transport.len(), 7, "counts, records, four legs and gate gradients");
+                assert_eq!(
+                    transport.len(),
+                    1 + 2 * 6,
+                    "counts; the beginning and the end of records, four legs and gate gradients"
+                );
                 let own = transport.iter().fold(all, |rest, carried| rest - *carried);
                 assert_eq!(own, counts, "{recipe}, {world} ranks");
             };

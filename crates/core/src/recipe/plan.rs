@@ -189,6 +189,11 @@ impl Flow {
     /// Rows of the experts, back at the tokens.
     fn returned(&mut self, tensor: &'static str, route: &Route) {
         self.route(tensor, self.plain, route);
+        self.summed(tensor, route);
+    }
+
+    /// What becomes of rows that have travelled back.
+    fn summed(&mut self, tensor: &'static str, route: &Route) {
         if let Route::Quantize(wire) = route {
             self.add("dequantize", tensor, wire.into(), self.plain);
         }
@@ -249,8 +254,10 @@ impl Flow {
                 self.route("a", at(Site::SavedA).into(), route);
             }
         }
+        // Rows set out before the gradients of weights are computed, and are summed after that.
+        self.route("dx", self.plain, &routes.dx_sent);
         self.route("x", at(Site::SavedX).into(), &routes.wgrad_x);
-        self.returned("dx", &routes.dx_sent);
+        self.summed("dx", &routes.dx_sent);
     }
 }
 

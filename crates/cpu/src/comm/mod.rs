@@ -145,6 +145,23 @@ impl HostComm {
         Ok(())
     }
 
+    /// The rows of all ranks to this one, so many from each.
+    fn rows(&self, ticket: Ticket, row_bytes: usize, recv_rows: &[usize]) -> Result<Vec<u8>> {
+        let call = ticket.call;
+        let posts = ticket.read()?;
+        let parts = || posts.iter().map(|post| post.part(self.circle.rank));
+        for (from, (part, rows)) in parts().zip(recv_rows).enumerate() {
+            // As many bytes have room, which was looked at before.
+            if rows * row_bytes != part.len() {
+                let came = part.len();
+                let why =
+                    format!("{rows} rows of {row_bytes} bytes expected from rank {from}, {came} bytes came");
+                return Err(self.error(call, why));
+            }
+        }
+        Ok(parts().collect::<Vec<_>>().concat())
+    }
+
     /// Every rank's same-sized values, in rank order.
     fn gather_values<B: Backend, T: Plain>(
         &self,
@@ -221,46 +238,45 @@ impl<B: Backend> Comm<B> for HostComm {
         })
     }
 
-    fn all_to_all_v(
+    fn begin_all_to_all_v(
         &self,
         b: &B,
-        send: &B::Buf<u8>,
+        send: B::Buf<u8>,
         row_bytes: usize,
         send_rows: &[usize],
         recv_rows: &[usize],
-        into: &mut B::Buf<u8>,
-    ) -> Result<()> {
+        mut into: B::Buf<u8>,
+    ) -> Result<Transfer<B, B::Buf<u8>>> {
         const CALL: &str = "all_to_all_v";
-        self.collective(|| {
+        let ticket = self.collective(|| {
             let size = self.circle.size;
             if send_rows.len() != size || recv_rows.len() != size {
                 let why = format!("{} and {} counts for {size} ranks", send_rows.len(), recv_rows.len());
                 return Err(self.error(CALL, why));
             }
-            let bytes = b.download(send)?;
+            let room = B::len(&into);
+            let all = recv_rows.iter().try_fold(0usize, |all, rows| all.checked_add(*rows));
+            if all.and_then(|all| all.checked_mul(row_bytes)).is_none_or(|bytes| bytes > room) {
+                let why = format!(
+                    "{recv_rows:?} rows of {row_bytes} bytes are to come, and there is room for {room} bytes"
+                );
+                return Err(self.error(CALL, why));
+            }
+            let bytes = b.download(&send)?;
             let Some(parts) = split_rows(&bytes, row_bytes, send_rows) else {
                 let why =
                     format!("{} bytes given are fewer than {send_rows:?} rows of {row_bytes}", bytes.len());
                 return Err(self.error(CALL, why));
             };
-            let posts = self.exchange(CALL, parts)?;
-            for (from, (post, rows)) in posts.iter().zip(recv_rows).enumerate() {
-                let came = post.part(self.circle.rank).len();
-                if rows.checked_mul(row_bytes) != Some(came) {
-                    let why = format!(
-                        "{rows} rows of {row_bytes} bytes expected from rank {from}, {came} bytes came"
-                    );
-                    return Err(self.error(CALL, why));
-                }
-            }
-            let received: Vec<&[u8]> = posts.iter().map(|post| post.part(self.circle.rank)).collect();
-            let received = received.concat();
-            if received.len() > B::len(into) {
-                let why = format!("{} bytes came, and there is room for {}", received.len(), B::len(into));
-                return Err(self.error(CALL, why));
-            }
-            b.write(into, 0, &received)
-        })
+            self.post(CALL, parts)
+        })?;
+        let (comm, recv_rows) = (self.clone(), recv_rows.to_vec());
+        Ok(Transfer::new(move |b: &B| {
+            // What is sent is kept until here, where a device would read it up to now.
+            let _send = send;
+            comm.collective(|| b.write(&mut into, 0, &comm.rows(ticket, row_bytes, &recv_rows)?))
+                .map(|()| into)
+        }))
     }
 
     fn begin_reduce_scatter_tree(&self, b: &B, sums: Vec<TreeSum<B>>) -> Result<Transfer<B>> {

@@ -174,6 +174,22 @@ impl SumsUnderWay {
     }
 }
 
+/// Rows that travel. Its fields go in their order: the messages are joined before the memory that they use is given back.
+struct RowsUnderWay {
+    sent: Sent,
+    send: Buf<u8>,
+    into: Buf<u8>,
+}
+
+impl RowsUnderWay {
+    fn finish(self) -> Result<Buf<u8>> {
+        let Self { sent, send, into } = self;
+        sent.join()?;
+        drop(send);
+        Ok(into)
+    }
+}
+
 impl Comm<Cuda> for NcclComm {
     fn rank(&self) -> usize {
         self.rank
@@ -187,17 +203,17 @@ impl Comm<Cuda> for NcclComm {
         self.gathered(b, "counts", send)
     }
 
-    fn all_to_all_v(
+    fn begin_all_to_all_v(
         &self,
         b: &Cuda,
-        send: &Buf<u8>,
+        send: Buf<u8>,
         row_bytes: usize,
         send_rows: &[usize],
         recv_rows: &[usize],
-        into: &mut Buf<u8>,
-    ) -> Result<()> {
+        mut into: Buf<u8>,
+    ) -> Result<Transfer<Cuda, Buf<u8>>> {
         const CALL: &str = "all_to_all_v";
-        self.collective(b, CALL, || {
+        let sent = self.collective(b, CALL, || {
             for (rows, room, what) in
                 [(send_rows, send.get().len(), "sent"), (recv_rows, into.get().len(), "received")]
             {
@@ -218,10 +234,12 @@ impl Comm<Cuda> for NcclComm {
             }
             let received = self.in_order(into.make_mut()?, |rank| recv_rows[rank] * row_bytes);
             let sent = self.in_order(send.get(), |rank| send_rows[rank] * row_bytes);
-            // SAFETY: all rows are within their buffers, checked above, and what is written has no other handle; both live until the messages are
-            // joined, here.
-            unsafe { self.queue.send(CALL, &sent, &received) }?.join()
-        })
+            // SAFETY: all rows are within their buffers, checked above, and what is written has no other handle. The transfer owns both, and joins
+            // the messages before it gives either back.
+            unsafe { self.queue.send(CALL, &sent, &received) }
+        })?;
+        let rows = RowsUnderWay { sent, send, into };
+        Ok(Transfer::new(move |_: &Cuda| rows.finish()))
     }
 
     fn begin_reduce_scatter_tree(&self, b: &Cuda, mut sums: Vec<TreeSum<Cuda>>) -> Result<Transfer<Cuda>> {

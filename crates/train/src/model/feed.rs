@@ -138,10 +138,11 @@ impl<B: Kernels> Layer<B> for Feed<B> {
     fn forward(&self, cx: &Cx<'_, B>, n_td: Tensor<B>) -> Result<(Tensor<B>, FeedSaved<B>)> {
         match self {
             Self::Experts { moe, shared } => {
-                let (mut y_td, moe) = moe.forward(cx, n_td.clone())?;
+                let x_td = n_td.clone();
+                let beside = move || shared.as_ref().map(|mlp| mlp.forward(cx, n_td)).transpose();
+                let (mut y_td, moe, shared) = moe.forward_beside(cx, x_td, beside)?;
                 let mut shared_saved = None;
-                if let Some(mlp) = shared {
-                    let (s_td, saved) = mlp.forward(cx, n_td)?;
+                if let Some((s_td, saved)) = shared {
                     y_td = Add::new(&y_td, &s_td).run(cx.b)?;
                     shared_saved = Some(saved);
                 }
@@ -168,12 +169,13 @@ impl<B: Kernels> Layer<B> for Feed<B> {
     fn backward(&mut self, cx: &Cx<'_, B>, saved: FeedSaved<B>, dy_td: Tensor<B>) -> Result<Tensor<B>> {
         match (self, saved) {
             (Self::Experts { moe, shared }, FeedSaved::Experts { moe: saved, shared: shared_saved }) => {
-                let mut dn_td = moe.backward(cx, saved, dy_td.clone())?;
-                if let (Some(mlp), Some(saved)) = (shared, shared_saved) {
-                    let ds_td = mlp.backward(cx, saved, dy_td)?;
-                    dn_td = Add::new(&dn_td, &ds_td).run(cx.b)?;
+                let shared = shared.as_mut().zip(shared_saved);
+                let moe_dy_td = dy_td.clone();
+                let beside = move || shared.map(|(mlp, saved)| mlp.backward(cx, saved, dy_td)).transpose();
+                match moe.backward_beside(cx, saved, moe_dy_td, beside)? {
+                    (dn_td, Some(ds_td)) => Add::new(&dn_td, &ds_td).run(cx.b),
+                    (dn_td, None) => Ok(dn_td),
                 }
-                Ok(dn_td)
             }
             (Self::Dense(mlp), FeedSaved::Dense(saved)) => mlp.backward(cx, saved, dy_td),
             _ => Err(Error::Defect { place: "feed", what: "what is kept is of another layer" }),

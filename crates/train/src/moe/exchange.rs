@@ -17,8 +17,8 @@ use nibble_core::ops::{
 };
 use nibble_core::recipe::Precision;
 use nibble_core::{
-    DType, Data, Error, ExchangeRoom, Groups, Kernels, Leg, Operand, PermuteMap, Result, RowKind, RowPlan,
-    Tensor, round_up,
+    DType, Data, Error, ExchangeRoom, Groups, Kernels, Leg, Operand, PendingRows, PermuteMap, Result,
+    RowKind, RowPlan, Tensor, Transfer, round_up,
 };
 use serde::{Deserialize, Serialize};
 
@@ -84,19 +84,42 @@ impl<B: Kernels> TreeSlots<B> {
     }
 }
 
+/// Which of a rank's tokens go where.
+#[derive(Debug)]
+pub struct Sending<B: Kernels> {
+    /// Token of each row sent, by destination.
+    pub token: B::Buf<i32>,
+    /// For each (token, slot), which of the rows sent is the token's, −1 where an earlier slot has it.
+    pub place: B::Buf<i32>,
+}
+
+/// Rows of tokens that are to go to their experts.
+#[derive(Debug)]
+pub enum Outgoing<B: Kernels> {
+    /// Of a rank alone: one a token.
+    Here(Operand<B>),
+    /// Messages, by destination, of rows of this kind.
+    Messages(B::Buf<u8>, RowKind),
+}
+
 /// How messages go when there are other ranks.
 #[derive(Debug)]
 pub struct Wire<B: Kernels> {
-    /// Token of each row sent, by destination.
-    pub send_token: B::Buf<i32>,
-    /// For each (token, slot), which of the rows sent is the token's, −1 where an earlier slot has it.
-    pub send_place: B::Buf<i32>,
+    /// What this rank sends.
+    pub sending: Sending<B>,
     /// For each (token, slot), its place among the slot rows that come back, which arrive rank by rank.
     pub slot_place: B::Buf<i32>,
     /// The slots of this rank's tokens, of which the first for each rank has the row that comes back from there. Where rows are summed up a tree.
     ranks_tree: Option<TreeSlots<B>>,
     /// How many rows, which is the transport's own business.
     pub rows: RowPlan,
+}
+
+impl<B: Kernels> Plan<B> {
+    /// What this rank sends, where there are others.
+    pub fn sending(&self) -> Option<&Sending<B>> {
+        self.wire.as_ref().map(|wire| &wire.sending)
+    }
 }
 
 impl<B: Kernels> Saved for Plan<B> {
@@ -122,7 +145,7 @@ impl<B: Kernels> Saved for Plan<B> {
         }
         let mut trees = vec![&self.experts_tree];
         if let Some(wire) = &self.wire {
-            for index in [&wire.send_token, &wire.send_place, &wire.slot_place] {
+            for index in [&wire.sending.token, &wire.sending.place, &wire.slot_place] {
                 ledger.words::<B, i32>(LAYER, "plan", index);
             }
             trees.push(&wire.ranks_tree);
@@ -131,6 +154,20 @@ impl<B: Kernels> Saved for Plan<B> {
             ledger.words::<B, i32>(LAYER, "plan", index);
         }
     }
+}
+
+/// A plan while ranks tell each other how many rows go where: all of it that does not follow from that.
+struct BegunPlan<B: Kernels> {
+    counts: PendingRows<B>,
+    room: ExchangeRoom,
+    /// [`SlotRanks::first`](nibble_core::ops::SlotRanks::first).
+    first: B::Buf<i32>,
+    /// Slots by the rank of their expert.
+    slots: PermuteMap<B>,
+    /// Tokens by the ranks that they go to.
+    sending: Sending<B>,
+    /// What is told of each token that is sent.
+    records: B::Buf<u8>,
 }
 
 /// The exchange of one layer.
@@ -154,16 +191,18 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         Self { is_backward: true, ..self }
     }
 
-    /// Does what ranks do together.
+    /// Begins what ranks do together.
     fn among_ranks<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<R> {
-        let (point, part) = match self.is_backward {
-            false => (Point::ForwardExchange, "forward exchange"),
-            true => (Point::BackwardExchange, "backward exchange"),
-        };
-        in_part(part, || {
+        let point = if self.is_backward { Point::BackwardExchange } else { Point::ForwardExchange };
+        in_part(self.part(), || {
             exchanging(point)?;
             work()
         })
+    }
+
+    /// What the process says that it does meanwhile.
+    fn part(&self) -> &'static str {
+        if self.is_backward { "backward exchange" } else { "forward exchange" }
     }
 
     /// Decides where every (token, slot) goes.
@@ -171,13 +210,29 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
     /// # Errors
     /// Where rows are summed up a tree and the number of ranks is not a power of two; from the backend, and from other ranks.
     pub fn plan(&self, routing: &Routing<B>, align: usize) -> Result<Plan<B>> {
+        Ok(self.plan_beside(routing, align, |_| Ok(()))?.0)
+    }
+
+    /// Decides where every (token, slot) goes, and does other work beside it: among several ranks, when it is known what goes where, while they tell each
+    /// other how many rows there will be.
+    ///
+    /// # Errors
+    /// Those of [`Exchange::plan`], and of the other work.
+    pub fn plan_beside<T>(
+        &self,
+        routing: &Routing<B>,
+        align: usize,
+        beside: impl FnOnce(Option<&Sending<B>>) -> Result<T>,
+    ) -> Result<(Plan<B>, T)> {
         let (cx, world) = (self.cx, self.cx.mesh.ep.world());
         if self.has_tree() && !world.is_power_of_two() {
             let expected = "a power of two, as their sums are nodes of a tree";
             return Err(Error::shape("exchange", "ranks that divide the experts", world, expected));
         }
         if world > 1 {
-            return self.among_ranks(|| self.plan_ranks(routing, align));
+            let begun = self.among_ranks(|| self.begin_plan(routing))?;
+            let made = beside(Some(&begun.sending))?;
+            return Ok((in_part(self.part(), || self.finish_plan(begun, align))?, made));
         }
         let tokens = B::len(&routing.expert) / self.top_k;
         let (map, experts) =
@@ -187,7 +242,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         let tree =
             || TreeSlots { row: map.slot_row.clone(), leaf: routing.expert.clone(), leaves: self.experts };
         let experts_tree = self.has_tree().then(tree);
-        Ok(Plan { map, experts, gate_r, experts_tree, overflow: None, wire: None })
+        Ok((Plan { map, experts, gate_r, experts_tree, overflow: None, wire: None }, beside(None)?))
     }
 
     fn has_tree(&self) -> bool {
@@ -236,8 +291,8 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         Ok((map, experts))
     }
 
-    /// The plan among several ranks: they tell each other which tokens go where, with experts and gate weights.
-    fn plan_ranks(&self, routing: &Routing<B>, align: usize) -> Result<Plan<B>> {
+    /// Begins the plan among several ranks: they tell each other which tokens go where, with experts and gate weights.
+    fn begin_plan(&self, routing: &Routing<B>) -> Result<BegunPlan<B>> {
         let (cx, b, ep, top_k) = (self.cx, self.cx.b, self.cx.mesh.ep, self.top_k);
         let world = ep.world();
         let (expert, experts_each) = (&routing.expert, self.experts / world);
@@ -256,7 +311,17 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
             experts_each,
             token_id: &cx.shards.groups.row_id,
         };
-        let sent = b.reinterpret(&records.run(b)?)?;
+        let records = b.reinterpret(&records.run(b)?)?;
+        let place = FindSlots { row_slot: &tokens.row_slot, slots: B::len(expert) }.run(b)?;
+        let sending = Sending { token: tokens.source_row, place };
+        Ok(BegunPlan { counts, room, first: ranks.first, slots, sending, records })
+    }
+
+    /// Waits for the counts, and sorts the tokens that come by their experts.
+    fn finish_plan(&self, begun: BegunPlan<B>, align: usize) -> Result<Plan<B>> {
+        let BegunPlan { counts, room, first, slots, sending, records } = begun;
+        let (cx, b, ep, top_k) = (self.cx, self.cx.b, self.cx.mesh.ep, self.top_k);
+        let (world, experts_each) = (ep.world(), self.experts / ep.world());
         let rows = RowPlan::finish(b, ep, counts)?;
         let needed = rows.overflow().map(|slots| slots as f32 / room.own_slots as f32);
         cx.note_overflow(needed);
@@ -268,17 +333,15 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         let record_bytes = size_of::<i32>() * record_words(top_k);
         let (tokens_here, slots_here) = rows.places();
         // Where no record arrives there are zeros, which is one of no token.
-        let mut received = b.zeros::<u8>(tokens_here * record_bytes)?;
-        rows.exchange(b, ep, (Leg::Tokens, record_bytes), &sent, &mut received)?;
+        let received = b.zeros::<u8>(tokens_here * record_bytes)?;
+        let received = rows.begin_exchange(b, ep, (Leg::Tokens, record_bytes), records, received)?.wait(b)?;
         let received = UnpackSlots { records: &b.reinterpret(&received)?, top_k }.run(b)?;
         let (map, experts) = self.sort(&received.expert, &received.token_id, slots_here, align)?;
         let gate_r = GatherScalars { values: &received.weight, index: &map.row_slot }.run(b)?;
         let experts_tree = self.tree(&map.row_slot, received.expert, experts_each)?;
-        let send_place = FindSlots { row_slot: &tokens.row_slot, slots: B::len(expert) }.run(b)?;
-        let tree = || TreeSlots { row: send_place.clone(), leaf: ranks.first, leaves: world };
+        let tree = || TreeSlots { row: sending.place.clone(), leaf: first, leaves: world };
         let ranks_tree = self.has_tree().then(tree);
-        let (send_token, slot_place) = (tokens.source_row, slots.slot_row);
-        let wire = Wire { send_token, send_place, slot_place, ranks_tree, rows };
+        let wire = Wire { sending, slot_place: slots.slot_row, ranks_tree, rows };
         Ok(Plan { map, experts, gate_r, experts_tree, overflow, wire: Some(wire) })
     }
 
@@ -298,108 +361,137 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         op.run(self.cx.b)
     }
 
-    /// [`Exchange::dispatch`] of a plain tensor, in the form in which it travels. What is quantized for the way among ranks goes straight into
-    /// messages.
-    pub fn dispatch_as(
+    /// A plain tensor's rows, in the form in which they travel. Those that are quantized for the way among ranks become messages in the same pass.
+    /// `sending` is [`Plan::sending`], or what [`Exchange::plan_beside`] gives.
+    ///
+    /// # Errors
+    /// From the backend.
+    pub fn outgoing(
         &self,
-        plan: &Plan<B>,
+        sending: Option<&Sending<B>>,
         at: Place<'_>,
         x_td: &Tensor<B>,
         to: &Precision,
-    ) -> Result<Operand<B>> {
+    ) -> Result<Outgoing<B>> {
         // One group of all tokens gives stochastic rounding its global row numbers.
         let (cx, groups) = (self.cx, self.cx.groups_of(x_td));
-        match &plan.wire {
-            Some(wire) if to.dtype().is_none() => {
-                let places = (&wire.send_token, &wire.send_place, self.top_k);
-                let (sent, kind) = cx.quantize_pack(at, x_td, to, groups, places)?;
-                self.sorted(plan, wire, &sent, kind)
+        match sending {
+            Some(Sending { token, place }) if to.dtype().is_none() => {
+                let (bytes, kind) = cx.quantize_pack(at, x_td, to, groups, (token, place, self.top_k))?;
+                Ok(Outgoing::Messages(bytes, kind))
             }
-            _ => self.dispatch(plan, &cx.form(at, x_td, to, groups)?),
+            _ => self.packed(sending, cx.form(at, x_td, to, groups)?),
         }
+    }
+
+    fn packed(&self, sending: Option<&Sending<B>>, rows_td: Operand<B>) -> Result<Outgoing<B>> {
+        let Some(sending) = sending else { return Ok(Outgoing::Here(rows_td)) };
+        let bytes = PackRows { rows: &rows_td, index: &sending.token }.run(self.cx.b)?;
+        Ok(Outgoing::Messages(bytes, rows_td.row_kind()))
     }
 
     /// Sends each token's row to the ranks of its experts and sorts what arrives by expert: `[t, d] → [r, d]`.
-    pub fn dispatch(&self, plan: &Plan<B>, rows_td: &Operand<B>) -> Result<Operand<B>> {
-        let Some(wire) = &plan.wire else {
-            return Permute { rows: rows_td, map: &plan.map }.run(self.cx.b);
-        };
-        let kind = rows_td.row_kind();
-        let sent = PackRows { rows: rows_td, index: &wire.send_token }.run(self.cx.b)?;
-        self.sorted(plan, wire, &sent, kind)
-    }
-
-    /// Sends messages of tokens and sorts what arrives by expert.
-    fn sorted(&self, plan: &Plan<B>, wire: &Wire<B>, sent: &B::Buf<u8>, kind: RowKind) -> Result<Operand<B>> {
-        let bytes = self.received(sent, &wire.rows, (Leg::Tokens, kind.row_bytes()))?;
-        UnpackPermute { bytes: &bytes, kind, map: &plan.map }.run(self.cx.b)
-    }
-
-    /// What one leg brings, of rows of this kind.
-    fn send(&self, rows: &B::Buf<u8>, kind: RowKind, plan: &RowPlan, leg: Leg) -> Result<Operand<B>> {
-        let bytes = self.received(rows, plan, (leg, kind.row_bytes()))?;
-        let dtype = match kind.format {
-            Format::F32 => DType::F32,
-            Format::Bf16 => DType::Bf16,
-            _ => return UnpackRows { bytes: &bytes, kind }.run(self.cx.b),
-        };
-        if kind.row_bytes() > kind.code_bytes() {
-            return UnpackRows { bytes: &bytes, kind }.run(self.cx.b);
-        }
-        // Nothing lies between the rows: they are what came.
-        self.as_rows(&bytes, dtype, (plan.capacity(leg), kind.cols)).map(Operand::Plain)
-    }
-
-    /// The bytes of that, with a place for each row that comes.
-    fn received(
-        &self,
-        rows: &B::Buf<u8>,
-        plan: &RowPlan,
-        (leg, row_bytes): (Leg, usize),
-    ) -> Result<B::Buf<u8>> {
-        let b = self.cx.b;
-        let mut bytes = b.alloc(plan.capacity(leg) * row_bytes)?;
-        self.among_ranks(|| plan.exchange(b, self.cx.mesh.ep, (leg, row_bytes), rows, &mut bytes))?;
-        Ok(bytes)
-    }
-
-    /// Bytes that are rows one behind the other.
-    fn as_rows(&self, bytes: &B::Buf<u8>, dtype: DType, (rows, cols): (usize, usize)) -> Result<Tensor<B>> {
-        let data = match dtype {
-            DType::F32 => Data::F32(self.cx.b.reinterpret(bytes)?),
-            DType::Bf16 => Data::Bf16(self.cx.b.reinterpret(bytes)?),
-        };
-        Tensor::new(data, rows, cols)
-    }
-
-    /// Brings the rows of each token back to it and sums them, in the order that [`Combine`] says: `[r, d] → [t, d]`; adds `plus_td` to that.
-    /// Rows in blocks travel as they are, and are dequantized to the type of the activations before they are summed: on one rank as well,
-    /// so that the sums are the same on every mesh.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for rows in blocks where they are summed up a tree; from the backend, and from other ranks.
+    /// From the backend, and from other ranks.
+    pub fn dispatch(&self, plan: &Plan<B>, rows_td: &Operand<B>) -> Result<Operand<B>> {
+        self.deliver(plan, self.packed(plan.sending(), rows_td.clone())?)
+    }
+
+    /// [`Exchange::dispatch`] of rows that were made ready for it.
+    ///
+    /// # Errors
+    /// As [`Exchange::dispatch`]; [`Error::Defect`] for messages of another plan.
+    pub fn deliver(&self, plan: &Plan<B>, rows: Outgoing<B>) -> Result<Operand<B>> {
+        let (b, map) = (self.cx.b, &plan.map);
+        match (&plan.wire, rows) {
+            (None, Outgoing::Here(rows)) => Permute { rows: &rows, map }.run(b),
+            (Some(wire), Outgoing::Messages(rows, kind)) => {
+                let bytes = self.begin(rows, &wire.rows, (Leg::Tokens, kind.row_bytes()))?.wait(b)?;
+                UnpackPermute { bytes: &bytes, kind, map }.run(b)
+            }
+            _ => Err(Error::Defect { place: "exchange", what: "rows were made ready for another plan" }),
+        }
+    }
+
+    /// Begins a leg, which brings bytes with a place for each row that comes.
+    fn begin(
+        &self,
+        rows: B::Buf<u8>,
+        plan: &RowPlan,
+        (leg, row_bytes): (Leg, usize),
+    ) -> Result<Transfer<B, B::Buf<u8>>> {
+        let (b, part) = (self.cx.b, self.part());
+        let bytes = b.alloc(plan.capacity(leg) * row_bytes)?;
+        let transfer =
+            self.among_ranks(|| plan.begin_exchange(b, self.cx.mesh.ep, (leg, row_bytes), rows, bytes))?;
+        Ok(Transfer::new(move |b| in_part(part, || transfer.wait(b))))
+    }
+
+    /// Brings the rows of each token back to it and sums them: [`Exchange::begin_combine`] and [`Exchange::finish_combine`] at once.
+    ///
+    /// # Errors
+    /// Those of both.
     pub fn combine(
         &self,
         plan: &Plan<B>,
         rows_rd: &Operand<B>,
         plus_td: Option<&Tensor<B>>,
     ) -> Result<Tensor<B>> {
-        let (b, top_k) = (self.cx.b, self.top_k);
-        if let Some(tree) = &plan.experts_tree {
-            let Operand::Plain(rows_rd) = rows_rd else {
-                let why = "sums up a tree would be rounded where ranks meet, which depends on the mesh: sum in slot order";
-                return Err(Error::unsupported("combine", rows_rd.format(), why));
-            };
-            return self.combine_up(tree, plan.wire.as_ref(), rows_rd, plus_td);
+        self.finish_combine(plan, self.begin_combine(plan, rows_rd.clone())?, plus_td)
+    }
+
+    /// Begins to bring the rows of each token back to it, as they will be summed: `[r, d]`. Other work may be done while they travel. On one
+    /// rank they are there.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for rows in blocks where they are summed up a tree; from the backend, and from other ranks.
+    pub fn begin_combine(&self, plan: &Plan<B>, rows_rd: Operand<B>) -> Result<Transfer<B, Operand<B>>> {
+        let (b, kind) = (self.cx.b, rows_rd.row_kind());
+        if plan.experts_tree.is_some() && kind.format.is_block() {
+            let why = "sums up a tree would be rounded where ranks meet, which depends on the mesh: sum in slot order";
+            return Err(Error::unsupported("combine", kind.format, why));
         }
-        let Some(wire) = &plan.wire else {
-            let rows = &self.dequantized(rows_rd)?;
-            return CombineSlots { rows, index: Some(&plan.map.slot_row), plus: plus_td, top_k }.run(b);
+        let Some(wire) = &plan.wire else { return Ok(Transfer::new(move |_| Ok(rows_rd))) };
+        let Some(tree) = &plan.experts_tree else {
+            let sent = PackRows { rows: &rows_rd, index: &plan.map.slot_row }.run(b)?;
+            drop(rows_rd);
+            let bytes = self.begin(sent, &wire.rows, (Leg::SlotsBack, kind.row_bytes()))?;
+            let rows = wire.rows.capacity(Leg::SlotsBack);
+            return Ok(Transfer::new(move |b| unpacked(b, &bytes.wait(b)?, kind, rows)));
         };
-        let sent = PackRows { rows: rows_rd, index: &plan.map.slot_row }.run(b)?;
-        let received = self.send(&sent, rows_rd.row_kind(), &wire.rows, Leg::SlotsBack)?;
-        let rows = &self.dequantized(&received)?;
-        CombineSlots { rows, index: Some(&wire.slot_place), plus: plus_td, top_k }.run(b)
+        // A row for each token that arrived, in that order: rank by rank, as they go back. So they need no index, and no room between them.
+        let sums = tree.sum(b, rows_rd.plain("combine")?, None, self.top_k)?;
+        drop(rows_rd);
+        let sent = match &sums.data {
+            Data::F32(values) => b.reinterpret(values)?,
+            Data::Bf16(values) => b.reinterpret(values)?,
+        };
+        let (dtype, cols) = (sums.dtype(), sums.cols);
+        drop(sums);
+        let bytes = self.begin(sent, &wire.rows, (Leg::TokensBack, cols * dtype.size_bytes()))?;
+        let rows = wire.rows.capacity(Leg::TokensBack);
+        Ok(Transfer::new(move |b| as_rows(b, &bytes.wait(b)?, dtype, (rows, cols)).map(Operand::Plain)))
+    }
+
+    /// Waits for the rows of each token and sums them, in the order that [`Combine`] says: `[t, d]`; adds `plus_td` to that. Rows in blocks are
+    /// dequantized to the type of the activations before they are summed: on one rank as well, so that the sums are the same on every mesh.
+    ///
+    /// # Errors
+    /// From the backend, and from other ranks.
+    pub fn finish_combine(
+        &self,
+        plan: &Plan<B>,
+        returning: Transfer<B, Operand<B>>,
+        plus_td: Option<&Tensor<B>>,
+    ) -> Result<Tensor<B>> {
+        let (b, top_k, wire) = (self.cx.b, self.top_k, plan.wire.as_ref());
+        let rows = returning.wait(b)?;
+        if let Some(tree) = wire.map_or(&plan.experts_tree, |wire| &wire.ranks_tree) {
+            return tree.sum(b, rows.plain("combine")?, plus_td, top_k);
+        }
+        let index = Some(wire.map_or(&plan.map.slot_row, |wire| &wire.slot_place));
+        CombineSlots { rows: &self.dequantized(&rows)?, index, plus: plus_td, top_k }.run(b)
     }
 
     /// Rows as they are summed.
@@ -410,39 +502,52 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         }
     }
 
-    /// Sums up the tree of this rank's experts, and what comes back up that of ranks.
-    fn combine_up(
+    /// Begins to bring one number a row back to its (token, slot): `[r] → [t·k]`. On one rank they are there.
+    ///
+    /// # Errors
+    /// From the backend, and from other ranks.
+    pub fn begin_return_scalars(
         &self,
-        experts: &TreeSlots<B>,
-        wire: Option<&Wire<B>>,
-        rows_rd: &Tensor<B>,
-        plus_td: Option<&Tensor<B>>,
-    ) -> Result<Tensor<B>> {
-        let (b, top_k) = (self.cx.b, self.top_k);
-        let Some((wire, ranks)) = wire.and_then(|wire| Some((wire, wire.ranks_tree.as_ref()?))) else {
-            return experts.sum(b, rows_rd, plus_td, top_k);
-        };
-        // A row for each token that arrived, in that order: rank by rank, as they go back. So they need no index, and no room between them.
-        let sums = experts.sum(b, rows_rd, None, top_k)?;
-        let sent = match &sums.data {
-            Data::F32(values) => b.reinterpret(values)?,
-            Data::Bf16(values) => b.reinterpret(values)?,
-        };
-        let (dtype, cols) = (sums.dtype(), sums.cols);
-        let received = self.received(&sent, &wire.rows, (Leg::TokensBack, cols * dtype.size_bytes()))?;
-        let received = self.as_rows(&received, dtype, (wire.rows.capacity(Leg::TokensBack), cols))?;
-        ranks.sum(b, &received, plus_td, top_k)
-    }
-
-    /// Brings one number a row back to its (token, slot): `[r] → [t·k]`.
-    pub fn return_scalars(&self, plan: &Plan<B>, values_r: &B::Buf<f32>) -> Result<B::Buf<f32>> {
+        plan: &Plan<B>,
+        values_r: B::Buf<f32>,
+    ) -> Result<Transfer<B, B::Buf<f32>>> {
         let b = self.cx.b;
-        let slots = GatherScalars { values: values_r, index: &plan.map.slot_row }.run(b)?;
-        let Some(wire) = &plan.wire else { return Ok(slots) };
-        let leg = (Leg::SlotsBack, size_of::<f32>());
-        let received = self.received(&b.reinterpret(&slots)?, &wire.rows, leg)?;
-        GatherScalars { values: &b.reinterpret(&received)?, index: &wire.slot_place }.run(b)
+        let slots = GatherScalars { values: &values_r, index: &plan.map.slot_row }.run(b)?;
+        let Some(wire) = &plan.wire else { return Ok(Transfer::new(move |_| Ok(slots))) };
+        let bytes = self.begin(b.reinterpret(&slots)?, &wire.rows, (Leg::SlotsBack, size_of::<f32>()))?;
+        let index = wire.slot_place.clone();
+        Ok(Transfer::new(move |b: &B| {
+            GatherScalars { values: &b.reinterpret(&bytes.wait(b)?)?, index: &index }.run(b)
+        }))
     }
+}
+
+/// Rows of this kind from what a leg has brought, which has places for so many.
+fn unpacked<B: Kernels>(b: &B, bytes: &B::Buf<u8>, kind: RowKind, rows: usize) -> Result<Operand<B>> {
+    let dtype = match kind.format {
+        Format::F32 => DType::F32,
+        Format::Bf16 => DType::Bf16,
+        _ => return UnpackRows { bytes, kind }.run(b),
+    };
+    if kind.row_bytes() > kind.code_bytes() {
+        return UnpackRows { bytes, kind }.run(b);
+    }
+    // Nothing lies between the rows: they are what came.
+    as_rows(b, bytes, dtype, (rows, kind.cols)).map(Operand::Plain)
+}
+
+/// Bytes that are rows one behind the other.
+fn as_rows<B: Kernels>(
+    b: &B,
+    bytes: &B::Buf<u8>,
+    dtype: DType,
+    (rows, cols): (usize, usize),
+) -> Result<Tensor<B>> {
+    let data = match dtype {
+        DType::F32 => Data::F32(b.reinterpret(bytes)?),
+        DType::Bf16 => Data::Bf16(b.reinterpret(bytes)?),
+    };
+    Tensor::new(data, rows, cols)
 }
 
 mod traffic;

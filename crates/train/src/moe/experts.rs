@@ -38,6 +38,27 @@ pub struct ExpertsSaved<B: Kernels> {
     pub a: Option<Operand<B>>,
 }
 
+/// The gradients of rows and gate weights, and what is left to do of a backward pass.
+#[derive(Debug)]
+pub struct ExpertsDgrad<B: Kernels> {
+    /// dx of the expert-sorted rows: `[r, d]`.
+    pub dx: Tensor<B>,
+    /// The gradient of each row's gate weight: `[r]`.
+    pub dgate: B::Buf<f32>,
+    /// For [`Experts::wgrad`].
+    pub wgrad: WgradOperands<B>,
+}
+
+/// The operands of the gradients of both weights.
+#[derive(Debug)]
+pub struct WgradOperands<B: Kernels> {
+    dy: Operand<B>,
+    a: Operand<B>,
+    dh: Operand<B>,
+    /// As it is kept.
+    x: Operand<B>,
+}
+
 impl<B: Kernels> Saved for ExpertsSaved<B> {
     fn ledger(&self, ledger: &mut Ledger) {
         if let Some(x) = &self.x {
@@ -159,6 +180,9 @@ impl<B: Kernels> Experts<B> {
     }
 
     /// The backward pass: returns dx of the expert-sorted rows and the gradient of each row's gate weight.
+    ///
+    /// # Errors
+    /// Those of [`Experts::dgrad`] and [`Experts::wgrad`].
     pub fn backward(
         &mut self,
         cx: &Cx<'_, B>,
@@ -167,27 +191,56 @@ impl<B: Kernels> Experts<B> {
         dy_rd: Operand<B>,
         plan: &Plan<B>,
     ) -> Result<(Tensor<B>, B::Buf<f32>)> {
+        let ExpertsDgrad { dx, dgate, wgrad } = self.dgrad(cx, section, saved, dy_rd, plan)?;
+        self.wgrad(cx, section, wgrad, plan)?;
+        Ok((dx, dgate))
+    }
+
+    /// The backward pass but for the gradients of weights: what other ranks wait for is made first.
+    ///
+    /// # Errors
+    /// [`Error::Defect`] where the input is missing; from the backend.
+    pub fn dgrad(
+        &self,
+        cx: &Cx<'_, B>,
+        section: &Section,
+        mut saved: ExpertsSaved<B>,
+        dy_rd: Operand<B>,
+        plan: &Plan<B>,
+    ) -> Result<ExpertsDgrad<B>> {
         let (groups, experts) = (&plan.map.groups, &plan.experts);
-        let Some(x) = &saved.x else {
-            return Err(Error::Defect {
-                place: "experts",
-                what: "their input is neither kept nor made again",
-            });
-        };
+        let missing = Error::Defect { place: "experts", what: "their input is neither kept nor made again" };
+        let x = saved.x.take().ok_or(missing)?;
         let routes = self.routes(cx, section);
         let (dy_rows, dy_cols) = cx.follow_both(self.of_down("dy"), &dy_rd, &routes.dy, Some(groups))?;
         drop(dy_rd);
         let da_rf = GroupedGemm { x: &dy_rows, w: self.down.wt()?, groups: experts, out: cx.activations() }
             .run(cx.b)?;
         drop(dy_rows);
-        let (dh_rows, dh_cols, a, dgate_r) = self.swiglu_backward(cx, &routes, &saved, da_rf, plan)?;
-        self.down.accumulate_wgrad(cx, &dy_cols, &a, groups)?;
-        let dx_rd =
-            GroupedGemm { x: &dh_rows, w: self.gate_up.wt()?, groups: experts, out: cx.activations() }
-                .run(cx.b)?;
-        let x = cx.follow(self.x(), x, &routes.wgrad_x, Some(groups))?;
-        self.gate_up.accumulate_wgrad(cx, &dh_cols, &x, groups)?;
-        Ok((dx_rd, dgate_r))
+        let (dh_rows, dh, a, dgate) = self.swiglu_backward(cx, &routes, &saved, da_rf, plan)?;
+        drop(saved);
+        let dx = GroupedGemm { x: &dh_rows, w: self.gate_up.wt()?, groups: experts, out: cx.activations() }
+            .run(cx.b)?;
+        Ok(ExpertsDgrad { dx, dgate, wgrad: WgradOperands { dy: dy_cols, a, dh, x } })
+    }
+
+    /// Adds the gradients of both weights.
+    ///
+    /// # Errors
+    /// From the backend, and from other ranks where gradients set out to meet.
+    pub fn wgrad(
+        &mut self,
+        cx: &Cx<'_, B>,
+        section: &Section,
+        operands: WgradOperands<B>,
+        plan: &Plan<B>,
+    ) -> Result<()> {
+        let WgradOperands { dy, a, dh, x } = operands;
+        let groups = &plan.map.groups;
+        self.down.accumulate_wgrad(cx, &dy, &a, groups)?;
+        drop((dy, a));
+        let x = cx.follow(self.x(), &x, &self.routes(cx, section).wgrad_x, Some(groups))?;
+        self.gate_up.accumulate_wgrad(cx, &dh, &x, groups)
     }
 
     /// dh for dgrad and for wgrad, `a` for wgrad, made again unless it was kept, and the gradient of each row's gate weight.

@@ -8,8 +8,8 @@ mod experts;
 mod router;
 
 pub use crate::spec::MoeShape;
-pub use exchange::{Combine, Exchange, ExchangeBytes, Plan, SlotCounts, Wire};
-pub use experts::{Experts, ExpertsSaved};
+pub use exchange::{Combine, Exchange, ExchangeBytes, Outgoing, Plan, Sending, SlotCounts, Wire};
+pub use experts::{Experts, ExpertsDgrad, ExpertsSaved, WgradOperands};
 pub use router::{BatchLoad, Router, RouterSaved};
 
 use crate::cx::{Cx, Place};
@@ -19,7 +19,7 @@ use crate::param::Param;
 use crate::recompute::Scope;
 use crate::spec::MoeSpec;
 use nibble_core::ops::Routing;
-use nibble_core::recipe::{LayerKind, Pair, Precision, Section, Site};
+use nibble_core::recipe::{LayerKind, Pair, Section, Site};
 use nibble_core::{Error, Kernels, Occupancy, Operand, Result, Tensor};
 
 /// Router and experts of one decoder layer.
@@ -149,11 +149,14 @@ impl<B: Kernels> Moe<B> {
         let section = cx.section(LayerKind::Expert, &self.experts.name);
         let router = self.router.forward(cx, x_td)?;
         let align = if section.has_blocks() { 128 } else { 1 };
-        let plan = self.exchange(cx).plan(&router.routing, align)?;
+        let exchange = self.exchange(cx);
+        let to = section.at(Site::DispatchFwd);
+        let rows = |sending: Option<&Sending<B>>| exchange.outgoing(sending, self.place("x"), x_td, to);
+        let (plan, rows) = exchange.plan_beside(&router.routing, align, rows)?;
         let (x_rd, kept) = if self.remake_x {
-            (self.fprop_input(cx, &section, x_td, &plan)?, None)
+            (self.fprop_input(cx, &section, rows, &plan)?, None)
         } else {
-            let x_rd = self.arrived(cx, x_td, section.at(Site::DispatchFwd), &plan)?;
+            let x_rd = exchange.deliver(&plan, rows)?;
             let (x_rd, kept) = self.experts.input(cx, &section, x_rd, &plan)?;
             (x_rd, Some(kept))
         };
@@ -162,27 +165,29 @@ impl<B: Kernels> Moe<B> {
         Ok((a_rf, MoeSaved { x_td: kept, router, plan, experts }))
     }
 
-    /// The rows that fprop multiplies, and nothing for the backward pass.
+    /// The rows that fprop multiplies, and nothing for the backward pass; from the input's rows as they travel.
     fn fprop_input(
         &self,
         cx: &Cx<'_, B>,
         section: &Section,
-        x_td: &Tensor<B>,
+        rows: Outgoing<B>,
         plan: &Plan<B>,
     ) -> Result<Operand<B>> {
-        let to = section.at(Site::DispatchFwd);
         // Messages stay as narrow as the recipe says; an expert's scale is known of its own rows alone.
         let fprop = section.at(Site::FpropX);
         let by_expert = fprop.format.is_block() && fprop.format.scale_kind(fprop.scale).has_tensor_scale();
-        if cx.mesh.ep.world() > 1 || by_expert {
-            let x_rd = self.arrived(cx, x_td, to, plan)?;
-            return self.experts.input_at(cx, section, Site::FpropX, &x_rd, Some(plan));
+        match rows {
+            // Converted once a token, then copied to its experts.
+            Outgoing::Here(rows) if !by_expert => {
+                let top_k = self.router.shape.top_k;
+                let input = || self.experts.input_at(cx, section, Site::FpropX, &rows, None);
+                self.exchange(cx).dispatch(plan, &cx.counted_for(top_k, input)?)
+            }
+            rows => {
+                let x_rd = self.exchange(cx).deliver(plan, rows)?;
+                self.experts.input_at(cx, section, Site::FpropX, &x_rd, Some(plan))
+            }
         }
-        // Converted once a token, then copied to its experts.
-        let rows = cx.form(self.place("x"), x_td, to, cx.groups_of(x_td))?;
-        let top_k = self.router.shape.top_k;
-        let rows = cx.counted_for(top_k, || self.experts.input_at(cx, section, Site::FpropX, &rows, None))?;
-        self.exchange(cx).dispatch(plan, &rows)
     }
 
     /// The rows that the backward pass wants, where the forward pass has kept none.
@@ -194,7 +199,10 @@ impl<B: Kernels> Moe<B> {
         plan: &Plan<B>,
     ) -> Result<Operand<B>> {
         let to = section.at(Site::DispatchFwd);
-        let x_rd = cx.again(|| self.arrived(cx, x_td, to, plan))?;
+        let exchange = self.exchange(cx);
+        let arrived =
+            || exchange.deliver(plan, exchange.outgoing(plan.sending(), self.place("x"), x_td, to)?);
+        let x_rd = cx.again(arrived)?;
         let kept = || self.experts.input_at(cx, section, Site::SavedX, &x_rd, Some(plan));
         // A plain tensor that is quantized once for both has been counted; what is made by itself has not.
         let counted = !matches!(section.input(LayerKind::Expert, cx.activations(), true), Pair::Two(..));
@@ -218,21 +226,80 @@ impl<B: Kernels> Moe<B> {
         cx.form(Place { layer, tensor, linear: layer }, &rows_rd, to.at(site), Some(&plan.map.groups))
     }
 
-    /// The input's rows as they arrive at the experts.
-    fn arrived(
-        &self,
-        cx: &Cx<'_, B>,
-        x_td: &Tensor<B>,
-        to: &Precision,
-        plan: &Plan<B>,
-    ) -> Result<Operand<B>> {
-        self.exchange(cx).dispatch_as(plan, self.place("x"), x_td, to)
-    }
-
     /// What conversions on the way to experts are called.
     fn place(&self, tensor: &'static str) -> Place<'_> {
         Place { layer: &self.experts.name, tensor, linear: &self.experts.name }
     }
+
+    /// The forward pass, and other work beside the rows that come back from the experts. On one rank, where nothing travels, that is done
+    /// after them, when less memory is held.
+    ///
+    /// # Errors
+    /// From the backend and other ranks, and those of the other work.
+    pub fn forward_beside<T>(
+        &self,
+        cx: &Cx<'_, B>,
+        x_td: Tensor<B>,
+        beside: impl FnOnce() -> Result<T>,
+    ) -> Result<(Tensor<B>, MoeSaved<B>, T)> {
+        let (a_rf, saved) = self.hidden(cx, &x_td)?;
+        drop(x_td);
+        let y_rd = self.experts.output(cx, a_rf, &saved.plan)?;
+        let y_rd = self.returning(cx, ("y", Site::CombineFwd), y_rd, &saved.plan)?;
+        let exchange = self.exchange(cx);
+        let returning = exchange.begin_combine(&saved.plan, y_rd)?;
+        let sum = || exchange.finish_combine(&saved.plan, returning, None);
+        let (y_td, made) = in_turn(saved.plan.wire.is_some(), sum, beside)?;
+        Ok((y_td, saved, made))
+    }
+
+    /// The backward pass, and other work beside the rows that go back, as in [`Moe::forward_beside`]. The gradients of weights are computed
+    /// beside these rows too.
+    ///
+    /// # Errors
+    /// From the backend and other ranks, and those of the other work.
+    pub fn backward_beside<T>(
+        &mut self,
+        cx: &Cx<'_, B>,
+        saved: MoeSaved<B>,
+        dy_td: Tensor<B>,
+        beside: impl FnOnce() -> Result<T>,
+    ) -> Result<(Tensor<B>, T)> {
+        let MoeSaved { x_td, router, plan, mut experts } = saved;
+        let missing = Error::Defect { place: "moe", what: "its input is neither kept nor made again" };
+        let x_td = x_td.ok_or(missing)?;
+        let section = cx.section(LayerKind::Expert, &self.experts.name);
+        if experts.x.is_none() {
+            experts.x = Some(self.kept_input(cx, &section, &x_td, &plan)?);
+        }
+        let exchange = self.exchange(cx).backward();
+        let to = section.at(Site::DispatchBwd);
+        let dy_td = exchange.outgoing(plan.sending(), self.place("dy"), &dy_td, to)?;
+        let dy_rd = exchange.deliver(&plan, dy_td)?;
+        let ExpertsDgrad { dx, dgate, wgrad } = self.experts.dgrad(cx, &section, experts, dy_rd, &plan)?;
+        let dgate = exchange.begin_return_scalars(&plan, dgate)?;
+        let dx_rd = self.returning(cx, ("dx", Site::CombineBwd), dx, &plan)?;
+        let returning = exchange.begin_combine(&plan, dx_rd)?;
+        self.experts.wgrad(cx, &section, wgrad, &plan)?;
+        let dx_router = self.router.backward(cx, router, &x_td, &dgate.wait(cx.b)?)?;
+        drop(x_td);
+        let travels = plan.wire.is_some();
+        let sum = move || exchange.finish_combine(&plan, returning, Some(&dx_router));
+        in_turn(travels, sum, beside)
+    }
+}
+
+/// Sums what comes back, and does other work: that first, where rows travel meanwhile.
+fn in_turn<S, T>(
+    travels: bool,
+    sum: impl FnOnce() -> Result<S>,
+    beside: impl FnOnce() -> Result<T>,
+) -> Result<(S, T)> {
+    if travels {
+        let made = beside()?;
+        return Ok((sum()?, made));
+    }
+    Ok((sum()?, beside()?))
 }
 
 impl<B: Kernels> Layer<B> for Moe<B> {
@@ -260,10 +327,7 @@ impl<B: Kernels> Layer<B> for Moe<B> {
 
     /// `x_td` is the normed residual stream.
     fn forward(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<(Tensor<B>, MoeSaved<B>)> {
-        let (a_rf, saved) = self.hidden(cx, &x_td)?;
-        let y_rd = self.experts.output(cx, a_rf, &saved.plan)?;
-        let y_rd = self.returning(cx, ("y", Site::CombineFwd), y_rd, &saved.plan)?;
-        let y_td = self.exchange(cx).combine(&saved.plan, &y_rd, None)?;
+        let (y_td, saved, ()) = self.forward_beside(cx, x_td, || Ok(()))?;
         Ok((y_td, saved))
     }
 
@@ -272,20 +336,6 @@ impl<B: Kernels> Layer<B> for Moe<B> {
     }
 
     fn backward(&mut self, cx: &Cx<'_, B>, saved: MoeSaved<B>, dy_td: Tensor<B>) -> Result<Tensor<B>> {
-        let MoeSaved { x_td, router, plan, mut experts } = saved;
-        let missing = Error::Defect { place: "moe", what: "its input is neither kept nor made again" };
-        let x_td = x_td.ok_or(missing)?;
-        let section = cx.section(LayerKind::Expert, &self.experts.name);
-        if experts.x.is_none() {
-            experts.x = Some(self.kept_input(cx, &section, &x_td, &plan)?);
-        }
-        let exchange = self.exchange(cx).backward();
-        let to = section.at(Site::DispatchBwd);
-        let dy_rd = exchange.dispatch_as(&plan, self.place("dy"), &dy_td, to)?;
-        let (dx_rd, dgate_r) = self.experts.backward(cx, &section, experts, dy_rd, &plan)?;
-        let dgate = exchange.return_scalars(&plan, &dgate_r)?;
-        let dx_router = self.router.backward(cx, router, &x_td, &dgate)?;
-        let dx_rd = self.returning(cx, ("dx", Site::CombineBwd), dx_rd, &plan)?;
-        exchange.combine(&plan, &dx_rd, Some(&dx_router))
+        Ok(self.backward_beside(cx, saved, dy_td, || Ok(()))?.0)
     }
 }

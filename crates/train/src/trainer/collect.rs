@@ -89,9 +89,8 @@ pub(super) fn exchange<B: Kernels>(
             at += len;
         }
     }
-    let mut received = b.alloc(from.iter().sum())?;
-    all.all_to_all_v(b, &sent, 1, &to, &from, &mut received)?;
-    Ok(received)
+    let received = b.alloc(from.iter().sum())?;
+    Ok(all.begin_all_to_all_v(b, sent, 1, &to, &from, received)?.wait(b)?)
 }
 
 /// Puts what came for this rank's runs where it belongs in their piece, as F32.

@@ -10,7 +10,7 @@ use std::time::Duration;
 /// A call of a collective.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Call {
-    /// The method of [`Comm`]; `wait` of a transfer.
+    /// The method of [`Comm`]; of a transfer that is waited for `wait`, or of rows `wait_all_to_all_v`.
     pub name: &'static str,
     /// What this rank gives.
     pub bytes: usize,
@@ -94,17 +94,22 @@ impl<H: Hook + 'static> Comm<Cpu> for Hooked<H> {
     fn counts(&self, b: &Cpu, send: &Buf<i32>) -> Result<Buf<i32>> {
         self.call(b, ("counts", send), |comm| comm.counts(b, send))
     }
-    fn all_to_all_v(
+    fn begin_all_to_all_v(
         &self,
         b: &Cpu,
-        send: &Buf<u8>,
+        send: Buf<u8>,
         row_bytes: usize,
         to: &[usize],
         from: &[usize],
-        into: &mut Buf<u8>,
-    ) -> Result<()> {
-        let about = Call { name: "all_to_all_v", bytes: to.iter().sum::<usize>() * row_bytes, row_bytes };
-        self.around(b, about, |comm| comm.all_to_all_v(b, send, row_bytes, to, from, into))
+        into: Buf<u8>,
+    ) -> Result<Transfer<Cpu, Buf<u8>>> {
+        let bytes = to.iter().sum::<usize>() * row_bytes;
+        let [begin, wait] =
+            ["begin_all_to_all_v", "wait_all_to_all_v"].map(|name| Call { name, bytes, row_bytes });
+        let transfer =
+            self.around(b, begin, |comm| comm.begin_all_to_all_v(b, send, row_bytes, to, from, into))?;
+        let hook = self.hook.clone();
+        Ok(Transfer::new(move |b| around(&*hook, b, wait, || transfer.wait(b))))
     }
     fn begin_reduce_scatter_tree(&self, b: &Cpu, sums: Vec<TreeSum<Cpu>>) -> Result<Transfer<Cpu>> {
         let row_bytes = size_of::<f32>();

@@ -6,7 +6,7 @@ use nibble_core::recipe::{LayerKind, Precision, Site};
 use nibble_core::{DType, Data, Error, Kernels, Leg, Mesh, Operand, Recipe, Result, RowKind, Tensor};
 use nibble_formats::{Purpose, Stream};
 use nibble_train::cx::{Cx, Place, Shards};
-use nibble_train::moe::{Exchange, Plan, Wire};
+use nibble_train::moe::{Exchange, Outgoing, Plan, Wire};
 
 /// Experts of each rank.
 pub const EXPERTS_EACH: usize = 8;
@@ -295,25 +295,28 @@ impl<'p, 'a, B: Kernels> Stages<'p, 'a, B> {
     }
 
     fn pack(&self) -> Result<B::Buf<u8>> {
-        let (cx, plan, wire) = (&self.planned.cx, &self.planned.plan, self.planned.wire()?);
-        let index = match self.trip.way {
-            Way::Combine => &plan.map.slot_row,
-            Way::Dispatch | Way::DispatchBackward if self.trip.to.format.is_block() => {
-                let (groups, places) = (cx.groups_of(&self.given), (&wire.send_token, &wire.send_place, 1));
-                let packed = cx.quantize_pack(PLACE, &self.given, &self.trip.to, groups, places);
-                return packed.map(|(bytes, _)| bytes);
+        let Planned { cx, plan, size } = self.planned;
+        match self.trip.way {
+            Way::Combine => {
+                let rows = &Operand::Plain(self.given.clone());
+                PackRows { rows, index: &plan.map.slot_row }.run(self.b())
             }
-            Way::Dispatch | Way::DispatchBackward => &wire.send_token,
-        };
-        PackRows { rows: &Operand::Plain(self.given.clone()), index }.run(self.b())
+            Way::Dispatch | Way::DispatchBackward => {
+                match exchange(cx, *size).outgoing(plan.sending(), PLACE, &self.given, &self.trip.to)? {
+                    Outgoing::Messages(bytes, _) => Ok(bytes),
+                    Outgoing::Here(_) => {
+                        Err(Error::Defect { place: "bench exchange", what: "there are no other ranks" })
+                    }
+                }
+            }
+        }
     }
 
     fn exchange(&self) -> Result<B::Buf<u8>> {
         let (b, rows, leg) = (self.b(), &self.planned.wire()?.rows, self.leg());
         let row_bytes = self.kind().row_bytes();
-        let mut into = b.alloc(rows.capacity(leg) * row_bytes)?;
-        rows.exchange(b, self.planned.cx.mesh.ep, (leg, row_bytes), &self.packed, &mut into)?;
-        Ok(into)
+        let into = b.alloc(rows.capacity(leg) * row_bytes)?;
+        rows.begin_exchange(b, self.planned.cx.mesh.ep, (leg, row_bytes), self.packed.clone(), into)?.wait(b)
     }
 
     /// What came, in expert order or as sums.
@@ -338,8 +341,11 @@ impl<'p, 'a, B: Kernels> Stages<'p, 'a, B> {
         let Planned { cx, plan, size } = self.planned;
         let exchange = exchange(cx, *size);
         match self.trip.way {
-            Way::Dispatch => exchange.dispatch_as(plan, PLACE, &self.given, &self.trip.to),
-            Way::DispatchBackward => exchange.backward().dispatch_as(plan, PLACE, &self.given, &self.trip.to),
+            Way::Dispatch | Way::DispatchBackward => {
+                let exchange = if self.trip.way == Way::Dispatch { exchange } else { exchange.backward() };
+                let rows = exchange.outgoing(plan.sending(), PLACE, &self.given, &self.trip.to)?;
+                exchange.deliver(plan, rows)
+            }
             Way::Combine => {
                 exchange.combine(plan, &Operand::Plain(self.given.clone()), None).map(Operand::Plain)
             }
@@ -351,9 +357,8 @@ impl<'p, 'a, B: Kernels> Stages<'p, 'a, B> {
         let bytes = size.rows / size.ranks * self.kind().row_bytes();
         let each = vec![bytes; size.ranks];
         // Whatever bytes there are: where splits are skewed, a rank's own messages may be fewer.
-        let (sent, mut into) = (b.alloc(bytes * size.ranks)?, b.alloc(bytes * size.ranks)?);
-        self.planned.cx.mesh.ep.all_to_all_v(b, &sent, 1, &each, &each, &mut into)?;
-        Ok(into)
+        let (sent, into) = (b.alloc(bytes * size.ranks)?, b.alloc(bytes * size.ranks)?);
+        self.planned.cx.mesh.ep.begin_all_to_all_v(b, sent, 1, &each, &each, into)?.wait(b)
     }
 
     /// Bytes that this rank's memory reads and writes outside the exchange, where it is the fullest one.

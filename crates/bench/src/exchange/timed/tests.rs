@@ -36,17 +36,17 @@ impl Comm<Cpu> for Counting {
         self.comm().counts(b, send)
     }
 
-    fn all_to_all_v(
+    fn begin_all_to_all_v(
         &self,
         b: &Cpu,
-        send: &Buf<u8>,
+        send: Buf<u8>,
         row_bytes: usize,
         to: &[usize],
         from: &[usize],
-        into: &mut Buf<u8>,
-    ) -> CoreResult<()> {
+        into: Buf<u8>,
+    ) -> CoreResult<Transfer<Cpu, Buf<u8>>> {
         self.sent.lock().unwrap().push(to.iter().map(|rows| rows * row_bytes).collect());
-        self.comm().all_to_all_v(b, send, row_bytes, to, from, into)
+        self.comm().begin_all_to_all_v(b, send, row_bytes, to, from, into)
     }
 
     fn begin_reduce_scatter_tree(&self, b: &Cpu, sums: Vec<TreeSum<Cpu>>) -> CoreResult<Transfer<Cpu>> {

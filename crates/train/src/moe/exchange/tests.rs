@@ -187,7 +187,7 @@ fn contents(cpu: &Cpu, plan: &Plan<Cpu>) -> Vec<(&'static str, Vec<i32>)> {
         ("gate_r", cpu.reinterpret::<f32, i32>(&plan.gate_r).unwrap().as_slice().to_vec()),
     ];
     if let Some(wire) = &plan.wire {
-        lists.push(("send_token", wire.send_token.as_slice().to_vec()));
+        lists.push(("send_token", wire.sending.token.as_slice().to_vec()));
         lists.push(("slot_place", wire.slot_place.as_slice().to_vec()));
     }
     lists
@@ -260,7 +260,8 @@ fn check_overflow(case: Case, comm: HostComm) {
         let rows = exchange.dispatch(&plan, &Operand::Plain(x)).unwrap();
         let back = exchange.combine(&plan, &rows, None).unwrap();
         assert_eq!(back.shape(), (case.tokens, 8));
-        exchange.return_scalars(&plan, &plan.gate_r).unwrap();
+        let scalars = exchange.begin_return_scalars(&plan, plan.gate_r.clone()).unwrap();
+        assert_eq!(scalars.wait(&cpu).unwrap().as_slice().len(), case.tokens * case.top_k);
     }
 }
 
@@ -360,7 +361,8 @@ fn check_sums(case: Case, way: Combine, (dtype, cols): (DType, usize), comm: Hos
     // And one number a slot, however rows come back.
     let gates: Vec<f32> =
         row_id.iter().map(|&id| usize::try_from(id).map_or(f32::NAN, |id| made(id, 63))).collect();
-    let back = exchange.return_scalars(&plan, &cpu.upload(&gates).unwrap()).unwrap();
+    let back = exchange.begin_return_scalars(&plan, cpu.upload(&gates).unwrap()).unwrap();
+    let back = back.wait(&cpu).unwrap();
     let want: Vec<f32> = (0..case.tokens * top_k).map(|id| made(first * top_k + id, 63)).collect();
     assert_eq!(back.as_slice(), want, "{case:?}, {way:?}, rank {rank}");
 }
