@@ -163,6 +163,11 @@ fn the_peak_of_a_schedule_is_that_of_its_largest_part() {
     );
 }
 
+/// The most bytes that live at once. The gaps that lie between them are each rank's own: where a buffer finds its place depends on the sizes of all.
+fn alive(prediction: &Prediction) -> usize {
+    prediction.memory.arenas().iter().map(|(_, arena)| arena.peak_bytes).sum()
+}
+
 #[test]
 fn no_rank_takes_more_than_is_predicted_whatever_it_is_sent() {
     let two = ["run.ranks=2", "train.shards=2"];
@@ -190,7 +195,7 @@ fn no_rank_takes_more_than_is_predicted_whatever_it_is_sent() {
         for (rank, there) in there.into_iter().enumerate() {
             let like = kinds.iter().find(|kind| kind.contains(&rank)).unwrap();
             let predicted = predict_rank(DeviceKind::Host, (mesh, like[0]), &config, &recipe).unwrap();
-            assert!(predicted.device_bytes() <= largest.device_bytes());
+            assert!(alive(&predicted) <= alive(&largest));
             for ((name, there), (_, predicted)) in there.arenas().into_iter().zip(predicted.memory.arenas()) {
                 let share = there.peak_bytes as f64 / predicted.peak_bytes as f64;
                 let least = if name == "activations" { 0.5 } else { 1.0 };
