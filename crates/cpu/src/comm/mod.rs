@@ -145,6 +145,32 @@ impl HostComm {
         Ok(())
     }
 
+    /// Lays what every rank has sent to its part.
+    fn lay<B: Backend>(
+        &self,
+        b: &B,
+        ticket: Ticket,
+        parts: &[Vec<Range<usize>>],
+        into: &mut B::Buf<u8>,
+    ) -> Result<()> {
+        let call = ticket.call;
+        for (rank, (post, part)) in ticket.read()?.iter().zip(parts).enumerate() {
+            let mut rest = post.part(self.circle.rank);
+            if rest.len() != bytes_of(part) {
+                let why =
+                    format!("rank {rank} sent {} bytes, and its part has {}", rest.len(), bytes_of(part));
+                return Err(self.error(call, why));
+            }
+            for range in part {
+                // As many as all ranges together: checked above.
+                let (now, later) = rest.split_at(range.len());
+                b.write(into, range.start, now)?;
+                rest = later;
+            }
+        }
+        Ok(())
+    }
+
     /// Every rank's same-sized values, in rank order.
     fn gather_values<B: Backend, T: Plain>(
         &self,
@@ -274,39 +300,29 @@ impl<B: Backend> Comm<B> for HostComm {
         }))
     }
 
-    fn all_gather_parts(
+    fn begin_all_gather_parts(
         &self,
         b: &B,
-        mine: &B::Buf<u8>,
+        mine: B::Buf<u8>,
         parts: &[Vec<Range<usize>>],
-        into: &mut B::Buf<u8>,
-    ) -> Result<()> {
+        mut into: B::Buf<u8>,
+    ) -> Result<Transfer<B, B::Buf<u8>>> {
         const CALL: &str = "all_gather_parts";
-        self.collective(|| {
-            let bytes = |part: &[Range<usize>]| part.iter().map(ExactSizeIterator::len).sum::<usize>();
-            let (held, expected) = (B::len(mine), bytes(self.part(CALL, parts)?));
+        let ticket = self.collective(|| {
+            let (held, expected) = (B::len(&mine), bytes_of(self.part(CALL, parts)?));
             if held != expected {
                 return Err(
                     self.error(CALL, format!("{held} bytes given, and {expected} in this rank's part"))
                 );
             }
-            let posts = self.exchange(CALL, vec![b.download(mine)?])?;
-            for (rank, (post, part)) in posts.iter().zip(parts).enumerate() {
-                let mut rest = post.part(self.circle.rank);
-                if rest.len() != bytes(part) {
-                    let why =
-                        format!("rank {rank} sent {} bytes, and its part has {}", rest.len(), bytes(part));
-                    return Err(self.error(CALL, why));
-                }
-                for range in part {
-                    // As many as all ranges together: checked above.
-                    let (now, later) = rest.split_at(range.len());
-                    b.write(into, range.start, now)?;
-                    rest = later;
-                }
-            }
-            Ok(())
-        })
+            self.post(CALL, vec![b.download(&mine)?])
+        })?;
+        let (comm, parts) = (self.clone(), parts.to_vec());
+        Ok(Transfer::new(move |b| {
+            // Kept until here, where a device would read it up to now.
+            drop(mine);
+            comm.collective(|| comm.lay(b, ticket, &parts, &mut into)).map(|()| into)
+        }))
     }
 
     fn all_gather(&self, b: &B, values: &B::Buf<f32>) -> Result<B::Buf<f32>> {
@@ -348,6 +364,11 @@ fn split_rows(bytes: &[u8], row_bytes: usize, rows: &[usize]) -> Option<Vec<Vec<
         rest = tail;
     }
     Some(parts)
+}
+
+/// The bytes of all of these ranges.
+fn bytes_of(part: &[Range<usize>]) -> usize {
+    part.iter().map(ExactSizeIterator::len).sum()
 }
 
 /// The sum over ranks by a balanced tree, one at least.

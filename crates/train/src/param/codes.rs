@@ -110,8 +110,8 @@ impl<B: Kernels> OfRank<B> {
             }
         }
         drop(self);
-        let mut staged = b.alloc::<u8>(places.bytes)?;
-        replicas.all_gather_parts(b, &mine, &places.parts(), &mut staged)?;
+        let staged = b.alloc::<u8>(places.bytes)?;
+        let staged = replicas.begin_all_gather_parts(b, mine, &places.parts(), staged)?.wait(b)?;
         for (number, plane) in planes.as_flattened().iter().enumerate() {
             let fill = |to: &mut B::Buf<u8>| {
                 let mut pieces = places.all.iter().filter(|place| place.plane == number);

@@ -178,8 +178,8 @@ impl<B: Kernels> Param<B> {
             Data::F32(values) => (b.reinterpret(values)?, size_of::<f32>()),
             Data::Bf16(values) => (b.reinterpret(values)?, size_of::<u16>()),
         };
-        let mut all = b.alloc::<u8>(rows * cols * of_value)?;
-        self.replicas(mesh).all_gather_parts(b, &bytes, &self.slices.bytes(of_value), &mut all)?;
+        let (parts, all) = (self.slices.bytes(of_value), b.alloc::<u8>(rows * cols * of_value)?);
+        let all = self.replicas(mesh).begin_all_gather_parts(b, bytes, &parts, all)?.wait(b)?;
         let data = match &mine.data {
             Data::F32(_) => Data::F32(b.reinterpret(&all)?),
             Data::Bf16(_) => Data::Bf16(b.reinterpret(&all)?),
