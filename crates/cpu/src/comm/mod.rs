@@ -430,4 +430,32 @@ mod tests {
         drop(begin(&comms[1]));
         assert!(comms[0].seat.world().lock().circle(0).rounds.is_empty());
     }
+
+    /// Carries nothing.
+    #[derive(Debug)]
+    struct Nowhere;
+
+    impl Link for Nowhere {
+        fn send(&self, _: usize, _: usize, _: usize, _: &str, _: &[u8]) {}
+        fn fail(&self, _: &str) {}
+        fn leave(&self) {}
+    }
+
+    /// The rank of a process drops a transfer, behind one that it has yet to wait for, before another process's rank has come to either.
+    #[test]
+    fn what_comes_for_a_dropped_transfer_is_left() {
+        let cpu = Cpu::new(1).unwrap();
+        let (axes, arrivals) = HostComm::of_process(MeshShape { dp: 1, ep: 2 }, 0, 1, Arc::new(Nowhere));
+        let begin = || {
+            let parts = [0..1, 1..2].map(|part| Vec::from([part]));
+            axes.all.begin_all_gather_parts(&cpu, cpu.upload(&[7u8]).unwrap(), &parts, cpu.zeros(2).unwrap())
+        };
+        let (first, second) = (begin().unwrap(), begin().unwrap());
+        drop(second);
+        for number in [1, 0] {
+            arrivals.rows(1, 0, number, "all_gather_parts".into(), vec![8 + number as u8]);
+        }
+        assert_eq!(first.wait(&cpu).unwrap().as_slice(), [7, 8]);
+        assert!(axes.all.seat.world().lock().circle(0).rounds.is_empty());
+    }
 }
