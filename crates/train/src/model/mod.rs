@@ -175,7 +175,7 @@ impl<B: Kernels> Decoder<B> {
     }
 
     /// The losses of these tokens, and everything that the backward pass needs. The head's gradients are made here, while
-    /// there are logits, of `scale` · the sum of the losses.
+    /// there are logits, of `scale` · the sum of the losses. Where weights' copies were [begun](Decoder::begin_prepare), each layer waits for its own.
     pub fn forward(
         &mut self,
         cx: &Cx<'_, B>,

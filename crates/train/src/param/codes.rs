@@ -39,6 +39,9 @@ impl<B: Kernels> OfRank<B> {
         let quantize = |(piece, rows): (Piece, Range<usize>)| {
             let (x, stack) = (rows_of(b, master, rows)?, piece.matrices);
             let of_piece = amax.as_ref().map(|amax| {
+                if stack == B::len(amax) {
+                    return Ok(amax.clone());
+                }
                 let mut of_piece = b.alloc(stack)?;
                 b.copy(amax, piece.first..piece.first + stack, &mut of_piece, 0).map(|()| of_piece)
             });

@@ -80,7 +80,8 @@ impl<B: Kernels> Shipment<B> {
                 weight.starts.push(end);
                 end += weight.packed.bytes(rank);
             }
-            parts.push(vec![start..end]);
+            let part = start..end;
+            parts.push(vec![part]);
         }
         let rank = replicas.rank();
         let mut mine = b.alloc(weights.iter().map(|weight| weight.packed.bytes(rank)).sum())?;
