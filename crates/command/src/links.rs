@@ -201,9 +201,8 @@ fn introduced<B: Device>(b: &B, comm: &dyn Comm<B>) -> CoreResult<Vec<End>> {
     word.resize(WORD_BYTES, 0);
     let place = |rank: usize| rank * WORD_BYTES..(rank + 1) * WORD_BYTES;
     let parts: Vec<_> = (0..comm.world()).map(|rank| Vec::from([place(rank)])).collect();
-    let mut all = b.zeros(comm.world() * WORD_BYTES)?;
-    comm.all_gather_parts(b, &b.upload(&word)?, &parts, &mut all)?;
-    let all = b.download(&all)?;
+    let all = b.alloc(comm.world() * WORD_BYTES)?;
+    let all = b.download(&comm.begin_all_gather_parts(b, b.upload(&word)?, &parts, all)?.wait(b)?)?;
     comm.check()?;
     let end = |word: &[u8]| {
         let text = String::from_utf8_lossy(word);

@@ -35,15 +35,19 @@ pub trait Comm<B: Backend>: Debug + Send + Sync {
     /// # Errors
     /// Those of the backend and of other ranks; for parts that the values or `into` do not have, here or where the transfer is waited for.
     fn begin_reduce_scatter_tree(&self, b: &B, sums: Vec<TreeSum<B>>) -> Result<Transfer<B>>;
-    /// Brings parts together on every rank: the bytes of rank `p` go to `parts[p]` of `into`, to its ranges one after the other. Bytes of
-    /// `into` that are in nobody's part stay as they are. All ranks give the same parts.
-    fn all_gather_parts(
+    /// Begins to bring parts together on every rank: the bytes of rank `p` go to `parts[p]` of `into`, to its ranges one after the other. Bytes of
+    /// `into` that are in nobody's part stay as they are. All ranks give the same parts. Waits for others as little as
+    /// [`Comm::begin_reduce_scatter_tree`]. Where `into` has another handle, what it brings lies in a copy.
+    ///
+    /// # Errors
+    /// Those of the backend and of other ranks; for parts that `mine` or `into` does not have, here or where the transfer is waited for.
+    fn begin_all_gather_parts(
         &self,
         b: &B,
-        mine: &B::Buf<u8>,
+        mine: B::Buf<u8>,
         parts: &[Vec<Range<usize>>],
-        into: &mut B::Buf<u8>,
-    ) -> Result<()>;
+        into: B::Buf<u8>,
+    ) -> Result<Transfer<B, B::Buf<u8>>>;
     /// Every rank's values one after the other, in rank order. All ranks send the same number.
     fn all_gather(&self, b: &B, values: &B::Buf<f32>) -> Result<B::Buf<f32>>;
     /// [`Comm::all_gather`] of F64, bit for bit.
@@ -300,16 +304,16 @@ impl<B: Backend> Comm<B> for SoloComm {
         };
         Ok(Transfer::new(move |b| sums.into_iter().map(|of| sum(b, of)).collect()))
     }
-    fn all_gather_parts(
+    fn begin_all_gather_parts(
         &self,
-        b: &B,
-        mine: &B::Buf<u8>,
+        _: &B,
+        mine: B::Buf<u8>,
         parts: &[Vec<Range<usize>>],
-        into: &mut B::Buf<u8>,
-    ) -> Result<()> {
+        mut into: B::Buf<u8>,
+    ) -> Result<Transfer<B, B::Buf<u8>>> {
         let parts: &[Range<usize>] = parts.first().map_or(&[], Vec::as_slice);
-        all_of("all_gather_parts", parts, B::len(mine))?;
-        b.copy(mine, 0..B::len(mine), into, 0)
+        all_of("all_gather_parts", parts, B::len(&mine))?;
+        Ok(Transfer::new(move |b: &B| b.copy(&mine, 0..B::len(&mine), &mut into, 0).map(|()| into)))
     }
     fn all_gather(&self, _: &B, values: &B::Buf<f32>) -> Result<B::Buf<f32>> {
         Ok(values.clone())

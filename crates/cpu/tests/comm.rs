@@ -207,9 +207,15 @@ fn one_round(cpu: &Cpu, comm: &HostComm, world: usize, round: usize) {
     };
     let both: Vec<u8> =
         [sums.as_slice(), sums.as_slice()].concat().iter().flat_map(|x| x.to_le_bytes()).collect();
-    let mut all = cpu.upload(&vec![0xAB; len * 8 + 1]).unwrap();
+    let all = cpu.upload(&vec![0xAB; len * 8 + 1]).unwrap();
+    let address = Cpu::buffer_id(&all);
     let ranges: Vec<_> = (0..world).map(twice).collect();
-    comm.all_gather_parts(cpu, &cpu.upload(&both).unwrap(), &ranges, &mut all).unwrap();
+    let together = comm.begin_all_gather_parts(cpu, cpu.upload(&both).unwrap(), &ranges, all).unwrap();
+    // Others may be under way beside it, and be dropped.
+    let into = cpu.zeros(len * 8 + 1).unwrap();
+    drop(comm.begin_all_gather_parts(cpu, cpu.upload(&both).unwrap(), &ranges, into).unwrap());
+    let all = together.wait(cpu).unwrap();
+    assert_eq!(Cpu::buffer_id(&all), address, "the parts lie in the caller's buffer");
     let sum = |i| tree((0..world).map(|rank| value(rank, i)).collect());
     let once: Vec<u8> = (0..len).flat_map(|i| sum(i).to_le_bytes()).collect();
     assert_eq!(all.as_slice(), [&once[..], &[0xAB], &once].concat());
@@ -528,7 +534,8 @@ fn parts_that_do_not_fit_fail_all_ranks(kind: Kind) {
         // Rank 1 takes its part for one byte longer than rank 0 does.
         let parts = [0..1, 1..2 + rank_of(&comm)].map(|part| Vec::from([part]));
         let mine = cpu.upload(&vec![7u8; 1 + rank_of(&comm)]).unwrap();
-        why(comm.all_gather_parts(cpu, &mine, &parts, &mut cpu.zeros(3).unwrap()))
+        let begun = comm.begin_all_gather_parts(cpu, mine, &parts, cpu.zeros(3).unwrap());
+        why(begun.and_then(|parts| parts.wait(cpu)))
     });
     let [first, _] = all.try_into().unwrap();
     assert!(first.unwrap().contains("rank 1 sent 2 bytes, and its part has 1"));

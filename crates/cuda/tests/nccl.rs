@@ -125,9 +125,12 @@ fn collectives<B: Kernels>(b: &B, comm: &dyn Comm<B>, seed: u64) -> Result<Vec<V
     let parts: Vec<Vec<Range<usize>>> =
         (0..world).map(|p| vec![100 * p + 1..100 * p + 40, 100 * p + 60..100 * p + 60 + p]).collect();
     let mine: Vec<u8> = (0..39 + rank).map(|_| own.below(256) as u8).collect();
-    let mut into = b.upload(&vec![0x55u8; 100 * world])?;
-    comm.all_gather_parts(b, &b.upload(&mine)?, &parts, &mut into)?;
-    brought.push(words(&b.download(&into)?));
+    let into = b.upload(&vec![0x55u8; 100 * world])?;
+    let together = comm.begin_all_gather_parts(b, b.upload(&mine)?, &parts, into)?;
+    // Another beside it, which nobody waits for.
+    let into = b.alloc(100 * world)?;
+    drop(comm.begin_all_gather_parts(b, b.upload(&mine)?, &parts, into)?);
+    brought.push(words(&b.download(&together.wait(b)?)?));
     comm.barrier()?;
     comm.check()?;
     Ok(brought)

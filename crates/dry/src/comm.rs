@@ -108,15 +108,20 @@ impl Comm<Dry> for DryComm {
         }))
     }
 
-    fn all_gather_parts(
+    /// Both buffers lie here until they are waited for.
+    fn begin_all_gather_parts(
         &self,
         b: &Dry,
-        mine: &Buf<u8>,
+        mine: Buf<u8>,
         _: &[Vec<Range<usize>>],
-        into: &mut Buf<u8>,
-    ) -> Result<()> {
+        mut into: Buf<u8>,
+    ) -> Result<Transfer<Dry, Buf<u8>>> {
         self.send(b, "all_gather_parts", |_| mine.len());
-        b.make_mut(into)
+        b.make_mut(&mut into)?;
+        Ok(Transfer::new(move |_| {
+            drop(mine);
+            Ok(into)
+        }))
     }
 
     fn all_gather(&self, b: &Dry, values: &Buf<f32>) -> Result<Buf<f32>> {

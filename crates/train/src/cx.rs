@@ -2,7 +2,7 @@
 
 use crate::delayed::{DelayedRecords, Spans};
 use crate::moe::Combine;
-use crate::param::Buckets;
+use crate::param::{Buckets, Gathering, Param, Wanted};
 use crate::record::{Conversion, CountSite, Counted, FoundCells};
 use nibble_core::formats::BlockAxis;
 use nibble_core::formats::{Purpose, Rounding, Stream, fnv1a32};
@@ -112,6 +112,8 @@ pub struct Cx<'a, B: Kernels> {
     pub counted: RefCell<Counted<B>>,
     /// Gradients on their way to their sums over ranks.
     pub buckets: RefCell<Buckets<B>>,
+    /// Weights' copies that passes wait for.
+    pub gathering: RefCell<Gathering<B>>,
     /// In training under a recipe with such scales, what earlier steps left for them. Without it tensors are measured.
     pub delayed: Option<DelayedRecords<B>>,
 }
@@ -141,6 +143,7 @@ impl<'a, B: Kernels> Cx<'a, B> {
             micro_batches: 1,
             counted: RefCell::default(),
             buckets: RefCell::default(),
+            gathering: RefCell::default(),
             clock: None,
             delayed: None,
         }
@@ -178,6 +181,41 @@ impl<'a, B: Kernels> Cx<'a, B> {
         counts: Option<&Counts<B>>,
     ) {
         self.keep(CountSite { layer: layer.to_owned(), tensor, conversion }, counts, None);
+    }
+
+    /// Takes the place of a quantization in the step's record whose counts are kept later.
+    pub(crate) fn meet_quantized(&self, layer: &str, tensor: &'static str) {
+        if self.training {
+            let site = CountSite { layer: layer.to_owned(), tensor, conversion: Conversion::Quantize };
+            self.counted.borrow_mut().meet(site);
+        }
+    }
+
+    /// Begins to make weights' copies, which are finished group after group. Rows of other ranks travel until then.
+    ///
+    /// # Errors
+    /// From the backend and other ranks.
+    pub fn begin_gathering(&self, groups: Vec<Vec<Wanted<'_, B>>>) -> Result<()> {
+        let gathering = Gathering::begin(self, groups)?;
+        self.gathering.replace(gathering);
+        Ok(())
+    }
+
+    /// Gives the weights of the next group, which are among `params`, their copies; nothing where all have them.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for a weight that is not among `params`; from the backend and other ranks.
+    pub fn finish_gathering(&self, params: Vec<&mut Param<B>>) -> Result<()> {
+        // Taken out, so that no other borrow of it can be in the way.
+        let mut gathering = self.gathering.take();
+        gathering.finish_next(self, params)?;
+        self.gathering.replace(gathering);
+        Ok(())
+    }
+
+    /// Whether a group of weights has yet to get its copies.
+    pub fn is_gathering(&self) -> bool {
+        self.gathering.borrow().is_under_way()
     }
 
     /// Keeps what a quantization counted, and what it found of values under scales of earlier steps.

@@ -170,10 +170,10 @@ fn gather_chunks<B: Kernels>(
     let tensors = tensors.collect::<Result<Vec<_>>>()?;
     let mut mine = b.alloc::<f64>(end)?;
     SumSquares { tensors, into: &mut mine }.run(b)?;
-    let mut all = b.reinterpret::<f64, u8>(&sums)?;
+    let all = b.reinterpret::<f64, u8>(&sums)?;
     // With two handles the buffer would be copied.
     drop(sums);
-    ranks.all_gather_parts(b, &b.reinterpret(&mine)?, &parts, &mut all)?;
+    let all = ranks.begin_all_gather_parts(b, b.reinterpret(&mine)?, &parts, all)?.wait(b)?;
     b.reinterpret(&all)
 }
 

@@ -112,15 +112,20 @@ impl<B: Backend> Counted<B> {
 
     /// Keeps what was counted at a site.
     pub fn keep(&mut self, site: CountSite, counts: Counts<B>, found: Option<(FoundCells, Found<B>)>) {
-        let number = match self.numbers.get(&site) {
+        let site = self.meet(site);
+        self.waiting.push(Waiting { site, counts, found });
+    }
+
+    /// The number of a site, behind those met so far where it is new.
+    pub fn meet(&mut self, site: CountSite) -> usize {
+        match self.numbers.get(&site) {
             Some(number) => *number,
             None => {
                 self.numbers.insert(site.clone(), self.sites.len());
                 self.sites.push(site);
                 self.sites.len() - 1
             }
-        };
-        self.waiting.push(Waiting { site: number, counts, found });
+        }
     }
 
     /// How many counts wait.

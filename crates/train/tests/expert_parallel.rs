@@ -386,8 +386,8 @@ fn an_expert_layer_copies_nothing_to_or_from_the_host_but_one_table_of_counts() 
                 let comm = noted(comm);
                 let all = traffic(of, way, &comm);
                 let transport = comm.hook.transport.lock().unwrap();
-                // Before the passes the router's weight has come together.
-                let transport = &transport[1..];
+                // Before the passes the router's weight has come together: begun, and waited for.
+                let transport = &transport[2..];
                 assert_eq!(
                     transport.len(),
                     1 + 2 * 6,

@@ -46,7 +46,7 @@ struct Within {
 
 impl Hook for Within {
     fn before(&self, call: Call) -> Result<()> {
-        if call.name == "all_gather_parts" {
+        if call.name == "begin_all_gather_parts" {
             self.stop.fetch_max(self.armed.load(Ordering::Relaxed), Ordering::Relaxed);
         }
         Ok(())

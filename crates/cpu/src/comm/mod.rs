@@ -162,6 +162,32 @@ impl HostComm {
         Ok(parts().collect::<Vec<_>>().concat())
     }
 
+    /// Lays what every rank has sent to its part.
+    fn lay<B: Backend>(
+        &self,
+        b: &B,
+        ticket: Ticket,
+        parts: &[Vec<Range<usize>>],
+        into: &mut B::Buf<u8>,
+    ) -> Result<()> {
+        let call = ticket.call;
+        for (rank, (post, part)) in ticket.read()?.iter().zip(parts).enumerate() {
+            let mut rest = post.part(self.circle.rank);
+            if rest.len() != bytes_of(part) {
+                let why =
+                    format!("rank {rank} sent {} bytes, and its part has {}", rest.len(), bytes_of(part));
+                return Err(self.error(call, why));
+            }
+            for range in part {
+                // As many as all ranges together: checked above.
+                let (now, later) = rest.split_at(range.len());
+                b.write(into, range.start, now)?;
+                rest = later;
+            }
+        }
+        Ok(())
+    }
+
     /// Every rank's same-sized values, in rank order.
     fn gather_values<B: Backend, T: Plain>(
         &self,
@@ -290,39 +316,29 @@ impl<B: Backend> Comm<B> for HostComm {
         }))
     }
 
-    fn all_gather_parts(
+    fn begin_all_gather_parts(
         &self,
         b: &B,
-        mine: &B::Buf<u8>,
+        mine: B::Buf<u8>,
         parts: &[Vec<Range<usize>>],
-        into: &mut B::Buf<u8>,
-    ) -> Result<()> {
+        mut into: B::Buf<u8>,
+    ) -> Result<Transfer<B, B::Buf<u8>>> {
         const CALL: &str = "all_gather_parts";
-        self.collective(|| {
-            let bytes = |part: &[Range<usize>]| part.iter().map(ExactSizeIterator::len).sum::<usize>();
-            let (held, expected) = (B::len(mine), bytes(self.part(CALL, parts)?));
+        let ticket = self.collective(|| {
+            let (held, expected) = (B::len(&mine), bytes_of(self.part(CALL, parts)?));
             if held != expected {
                 return Err(
                     self.error(CALL, format!("{held} bytes given, and {expected} in this rank's part"))
                 );
             }
-            let posts = self.exchange(CALL, vec![b.download(mine)?])?;
-            for (rank, (post, part)) in posts.iter().zip(parts).enumerate() {
-                let mut rest = post.part(self.circle.rank);
-                if rest.len() != bytes(part) {
-                    let why =
-                        format!("rank {rank} sent {} bytes, and its part has {}", rest.len(), bytes(part));
-                    return Err(self.error(CALL, why));
-                }
-                for range in part {
-                    // As many as all ranges together: checked above.
-                    let (now, later) = rest.split_at(range.len());
-                    b.write(into, range.start, now)?;
-                    rest = later;
-                }
-            }
-            Ok(())
-        })
+            self.post(CALL, vec![b.download(&mine)?])
+        })?;
+        let (comm, parts) = (self.clone(), parts.to_vec());
+        Ok(Transfer::new(move |b| {
+            // Kept until here, where a device would read it up to now.
+            drop(mine);
+            comm.collective(|| comm.lay(b, ticket, &parts, &mut into)).map(|()| into)
+        }))
     }
 
     fn all_gather(&self, b: &B, values: &B::Buf<f32>) -> Result<B::Buf<f32>> {
@@ -364,6 +380,11 @@ fn split_rows(bytes: &[u8], row_bytes: usize, rows: &[usize]) -> Option<Vec<Vec<
         rest = tail;
     }
     Some(parts)
+}
+
+/// The bytes of all of these ranges.
+fn bytes_of(part: &[Range<usize>]) -> usize {
+    part.iter().map(ExactSizeIterator::len).sum()
 }
 
 /// The sum over ranks by a balanced tree, one at least.
@@ -424,5 +445,33 @@ mod tests {
         drop(begin(&comms[0]));
         drop(begin(&comms[1]));
         assert!(comms[0].seat.world().lock().circle(0).rounds.is_empty());
+    }
+
+    /// Carries nothing.
+    #[derive(Debug)]
+    struct Nowhere;
+
+    impl Link for Nowhere {
+        fn send(&self, _: usize, _: usize, _: usize, _: &str, _: &[u8]) {}
+        fn fail(&self, _: &str) {}
+        fn leave(&self) {}
+    }
+
+    /// The rank of a process drops a transfer, behind one that it has yet to wait for, before another process's rank has come to either.
+    #[test]
+    fn what_comes_for_a_dropped_transfer_is_left() {
+        let cpu = Cpu::new(1).unwrap();
+        let (axes, arrivals) = HostComm::of_process(MeshShape { dp: 1, ep: 2 }, 0, 1, Arc::new(Nowhere));
+        let begin = || {
+            let parts = [0..1, 1..2].map(|part| Vec::from([part]));
+            axes.all.begin_all_gather_parts(&cpu, cpu.upload(&[7u8]).unwrap(), &parts, cpu.zeros(2).unwrap())
+        };
+        let (first, second) = (begin().unwrap(), begin().unwrap());
+        drop(second);
+        for number in [1, 0] {
+            arrivals.rows(1, 0, number, "all_gather_parts".into(), vec![8 + number as u8]);
+        }
+        assert_eq!(first.wait(&cpu).unwrap().as_slice(), [7, 8]);
+        assert!(axes.all.seat.world().lock().circle(0).rounds.is_empty());
     }
 }

@@ -79,7 +79,10 @@ impl Circle {
         while self.rounds.len() <= round {
             self.rounds.push_back(Round { posts: vec![None; self.members.len()], done: 0 });
         }
-        self.rounds[round].posts[rank] = Some(post);
+        // A round that every reader here is done with, while an earlier one is not, has no places any more.
+        if let Some(place) = self.rounds[round].posts.get_mut(rank) {
+            *place = Some(post);
+        }
     }
 
     /// A rank needs nothing more of a collective. What every reader is done with goes, here or with the last one before it.

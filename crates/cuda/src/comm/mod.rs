@@ -174,18 +174,18 @@ impl SumsUnderWay {
     }
 }
 
-/// Rows that travel. Its fields go in their order: the messages are joined before the memory that they use is given back.
-struct RowsUnderWay {
+/// Bytes that travel. Its fields go in their order: the messages are joined before the memory that they use is given back.
+struct BytesUnderWay {
     sent: Sent,
-    send: Buf<u8>,
+    from: Buf<u8>,
     into: Buf<u8>,
 }
 
-impl RowsUnderWay {
+impl BytesUnderWay {
     fn finish(self) -> Result<Buf<u8>> {
-        let Self { sent, send, into } = self;
+        let Self { sent, from, into } = self;
         sent.join()?;
-        drop(send);
+        drop(from);
         Ok(into)
     }
 }
@@ -238,7 +238,7 @@ impl Comm<Cuda> for NcclComm {
             // the messages before it gives either back.
             unsafe { self.queue.send(CALL, &sent, &received) }
         })?;
-        let rows = RowsUnderWay { sent, send, into };
+        let rows = BytesUnderWay { sent, from: send, into };
         Ok(Transfer::new(move |_: &Cuda| rows.finish()))
     }
 
@@ -294,15 +294,15 @@ impl Comm<Cuda> for NcclComm {
         Ok(Transfer::new(move |b: &Cuda| sums.finish(b)))
     }
 
-    fn all_gather_parts(
+    fn begin_all_gather_parts(
         &self,
         b: &Cuda,
-        mine: &Buf<u8>,
+        mine: Buf<u8>,
         parts: &[Vec<Range<usize>>],
-        into: &mut Buf<u8>,
-    ) -> Result<()> {
+        mut into: Buf<u8>,
+    ) -> Result<Transfer<Cuda, Buf<u8>>> {
         const CALL: &str = "all_gather_parts";
-        self.collective(b, CALL, || {
+        let sent = self.collective(b, CALL, || {
             let (held, room) = (mine.get().len(), into.get().len());
             let fits = parts.len() == self.members.len()
                 && parts.iter().flatten().all(|range| range.start <= range.end && range.end <= room)
@@ -326,10 +326,12 @@ impl Comm<Cuda> for NcclComm {
             let received = self.members.iter().zip(parts);
             let received: Vec<_> =
                 received.flat_map(|(peer, part)| part.iter().map(|range| message(*peer, range))).collect();
-            // SAFETY: all ranges are within their buffers, checked above, and what is written has no other handle; both live until the messages are
-            // joined, here. Ranges of two ranks do not overlap, as a place has one owner.
-            unsafe { self.queue.send(CALL, &sent, &received) }?.join()
-        })
+            // SAFETY: all ranges are within their buffers, checked above, and what is written has no other handle. The transfer owns both, and joins the
+            // messages before it gives either back. Ranges of two ranks do not overlap, as a place has one owner.
+            unsafe { self.queue.send(CALL, &sent, &received) }
+        })?;
+        let parts = BytesUnderWay { sent, from: mine, into };
+        Ok(Transfer::new(move |_: &Cuda| parts.finish()))
     }
 
     fn all_gather(&self, b: &Cuda, values: &Buf<f32>) -> Result<Buf<f32>> {

@@ -2,7 +2,7 @@
 
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
-use crate::param::{Param, Writes};
+use crate::param::{Param, Wanted, Writes};
 use crate::spec::Part;
 use nibble_core::ops::{Embed, EmbedBackward, EmbedOut};
 use nibble_core::{Kernels, Result, Tensor};
@@ -34,9 +34,14 @@ impl<B: Kernels> Embedding<B> {
         Ok(Self { weight: Param::only(cx, part)? })
     }
 
-    /// Makes the weight there for this step.
-    pub fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
-        self.weight.prepare_plain(cx)
+    /// See [`Layer::wanted`](super::Layer::wanted).
+    pub fn wanted(&self) -> Vec<Wanted<'_, B>> {
+        vec![self.weight.as_it_is()]
+    }
+
+    /// Its parameter.
+    pub fn params(&mut self) -> Vec<&mut Param<B>> {
+        vec![&mut self.weight]
     }
 
     /// `[t, d]`; and how many of the tokens are none of the vocabulary.

@@ -4,7 +4,7 @@
 use super::{Heads, HeadsSaved, Input, Layer, Linear, LinearSaved, Norm, Rotation, wgrad_x};
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
-use crate::param::Param;
+use crate::param::{Param, Wanted};
 use crate::recompute::Scope;
 use crate::spec::{GroupedQueryShape, GroupedQuerySpec, Part, Rope};
 use nibble_core::formats::double;
@@ -245,11 +245,10 @@ impl<B: Kernels> Layer<B> for GroupedQuery<B> {
     type Out = Tensor<B>;
     type Saved = GroupedQuerySaved<B>;
 
-    fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
-        let norms =
-            [&mut self.q_heads, &mut self.k_heads].into_iter().filter_map(|heads| heads.norm.as_mut());
-        norms.into_iter().try_for_each(|norm| norm.prepare(cx))?;
-        [&mut self.q, &mut self.k, &mut self.v, &mut self.o].into_iter().try_for_each(|l| l.prepare(cx))
+    fn wanted(&self, cx: &Cx<'_, B>) -> Vec<Wanted<'_, B>> {
+        let norms = [&self.q_heads, &self.k_heads].into_iter().filter_map(|heads| heads.norm.as_ref());
+        let linears = [&self.q, &self.k, &self.v, &self.o];
+        norms.flat_map(|norm| norm.wanted(cx)).chain(linears.into_iter().flat_map(|l| l.wanted(cx))).collect()
     }
 
     fn params(&mut self) -> Vec<&mut Param<B>> {

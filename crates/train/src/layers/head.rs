@@ -6,7 +6,7 @@
 
 use crate::cx::{Cx, Place};
 use crate::ledger::{Ledger, Saved};
-use crate::param::{Param, Writes};
+use crate::param::{Param, Wanted, Writes};
 use crate::record::Conversion;
 use crate::spec::Part;
 use nibble_core::ops::{Gemm, HeadLoss, HeadLossGrad, HeadLossOut, head_chunk};
@@ -59,7 +59,8 @@ impl<B: Kernels> Head<B> {
         self.own.as_ref().unwrap_or(table)
     }
 
-    fn weight_mut<'a>(&'a mut self, table: &'a mut Param<B>) -> &'a mut Param<B> {
+    /// The weight that it takes.
+    pub(crate) fn weight_mut<'a>(&'a mut self, table: &'a mut Param<B>) -> &'a mut Param<B> {
         self.own.as_mut().unwrap_or(table)
     }
 
@@ -67,10 +68,18 @@ impl<B: Kernels> Head<B> {
         cx.section(LayerKind::Head, &self.id)
     }
 
+    /// See [`Layer::wanted`](super::Layer::wanted).
+    pub fn wanted<'a>(&'a self, cx: &Cx<'_, B>, table: &'a Param<B>) -> Vec<Wanted<'a, B>> {
+        vec![self.weight(table).for_products(&self.section(cx))]
+    }
+
     /// Makes the weight's copies for this step.
+    ///
+    /// # Errors
+    /// From the backend and other ranks.
     pub fn prepare(&mut self, cx: &Cx<'_, B>, table: &mut Param<B>) -> Result<()> {
-        let section = self.section(cx);
-        self.weight_mut(table).prepare(cx, &section)
+        cx.begin_gathering(vec![self.wanted(cx, table)])?;
+        cx.finish_gathering(vec![self.weight_mut(table)])
     }
 
     /// The losses alone.

@@ -3,7 +3,7 @@
 use super::Layer;
 use crate::cx::{Cx, Place};
 use crate::ledger::{Ledger, Saved};
-use crate::param::Param;
+use crate::param::{Param, Wanted};
 use crate::spec::Part;
 use nibble_core::ops::Gemm;
 use nibble_core::recipe::{LayerKind, Section, Site};
@@ -114,9 +114,8 @@ impl<B: Kernels> Layer<B> for Linear<B> {
     type Out = Tensor<B>;
     type Saved = LinearSaved<B>;
 
-    fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
-        let section = self.section(cx);
-        self.weight.prepare(cx, &section)
+    fn wanted(&self, cx: &Cx<'_, B>) -> Vec<Wanted<'_, B>> {
+        vec![self.weight.for_products(&self.section(cx))]
     }
 
     fn params(&mut self) -> Vec<&mut Param<B>> {

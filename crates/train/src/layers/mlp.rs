@@ -3,7 +3,7 @@
 use super::{Layer, Linear, LinearSaved};
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
-use crate::param::Param;
+use crate::param::{Param, Wanted};
 use crate::spec::MlpSpec;
 use nibble_core::ops::{Emit, Swiglu, SwigluBackward};
 use nibble_core::recipe::Precision;
@@ -66,9 +66,8 @@ impl<B: Kernels> Layer<B> for Mlp<B> {
     type Out = Tensor<B>;
     type Saved = MlpSaved<B>;
 
-    fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
-        self.gate_up.prepare(cx)?;
-        self.down.prepare(cx)
+    fn wanted(&self, cx: &Cx<'_, B>) -> Vec<Wanted<'_, B>> {
+        [&self.gate_up, &self.down].into_iter().flat_map(|linear| linear.wanted(cx)).collect()
     }
 
     fn params(&mut self) -> Vec<&mut Param<B>> {

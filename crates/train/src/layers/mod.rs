@@ -19,7 +19,7 @@ pub use norm::{Norm, NormSaved, Residual};
 
 use crate::cx::Cx;
 use crate::ledger::Saved;
-use crate::param::Param;
+use crate::param::{Param, Wanted};
 use crate::recompute::Scope;
 use nibble_core::{Kernels, Result, Tensor};
 
@@ -35,9 +35,16 @@ pub trait Layer<B: Kernels> {
     /// What it keeps for backward.
     type Saved: Saved;
 
-    /// Makes the weights' copies for this step. A layer whose weight is taken as it is makes none.
-    fn prepare(&mut self, _cx: &Cx<'_, B>) -> Result<()> {
-        Ok(())
+    /// Its weights as its passes take them, in the order in which their copies are made.
+    fn wanted(&self, cx: &Cx<'_, B>) -> Vec<Wanted<'_, B>>;
+
+    /// Makes the weights' copies for this step.
+    ///
+    /// # Errors
+    /// From the backend and other ranks.
+    fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
+        cx.begin_gathering(vec![self.wanted(cx)])?;
+        cx.finish_gathering(self.params())
     }
 
     /// Its parameters, in canonical order.

@@ -3,7 +3,7 @@
 use super::Layer;
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
-use crate::param::{Param, Writes};
+use crate::param::{Param, Wanted, Writes};
 use crate::spec::Part;
 use nibble_core::ops::{RmsNorm, RmsNormBackward};
 use nibble_core::{Kernels, Result, Tensor};
@@ -96,8 +96,8 @@ impl<B: Kernels> Layer<B> for Norm<B> {
     type Out = Tensor<B>;
     type Saved = NormSaved<B>;
 
-    fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
-        self.weight.prepare_plain(cx)
+    fn wanted(&self, _: &Cx<'_, B>) -> Vec<Wanted<'_, B>> {
+        vec![self.weight.as_it_is()]
     }
 
     fn params(&mut self) -> Vec<&mut Param<B>> {

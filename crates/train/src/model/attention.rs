@@ -4,7 +4,7 @@
 use crate::cx::Cx;
 use crate::layers::{GroupedQuery, GroupedQuerySaved, KvCache, Layer};
 use crate::ledger::{Ledger, Saved};
-use crate::param::Param;
+use crate::param::{Param, Wanted};
 use crate::recompute::Scope;
 use crate::spec::AttentionSpec;
 use nibble_core::{Kernels, Result, Tensor};
@@ -76,9 +76,9 @@ impl<B: Kernels> Layer<B> for Attention<B> {
     type Out = Tensor<B>;
     type Saved = AttentionSaved<B>;
 
-    fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
+    fn wanted(&self, cx: &Cx<'_, B>) -> Vec<Wanted<'_, B>> {
         let Self::GroupedQuery(layer) = self;
-        layer.prepare(cx)
+        layer.wanted(cx)
     }
 
     fn params(&mut self) -> Vec<&mut Param<B>> {

@@ -8,7 +8,7 @@ use crate::cx::Cx;
 use crate::layers::{Layer, Norm, NormSaved, Residual};
 use crate::ledger::{Ledger, Saved};
 use crate::moe::Routed;
-use crate::param::Param;
+use crate::param::{Param, Wanted};
 use crate::recompute::Scope;
 use crate::spec::BlockSpec;
 use nibble_core::ops::Routing;
@@ -184,11 +184,12 @@ impl<B: Kernels> Layer<B> for Block<B> {
     type Out = Residual<B>;
     type Saved = BlockSaved<B>;
 
-    fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
-        self.attn_norm.prepare(cx)?;
-        self.attn.prepare(cx)?;
-        self.mlp_norm.prepare(cx)?;
-        self.feed.prepare(cx)
+    fn wanted(&self, cx: &Cx<'_, B>) -> Vec<Wanted<'_, B>> {
+        let mut wanted = self.attn_norm.wanted(cx);
+        wanted.extend(self.attn.wanted(cx));
+        wanted.extend(self.mlp_norm.wanted(cx));
+        wanted.extend(self.feed.wanted(cx));
+        wanted
     }
 
     fn params(&mut self) -> Vec<&mut Param<B>> {

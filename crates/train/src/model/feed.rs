@@ -5,7 +5,7 @@ use crate::cx::Cx;
 use crate::layers::{Layer, Mlp, MlpSaved};
 use crate::ledger::{Ledger, Saved};
 use crate::moe::{BatchLoad, Moe, MoeSaved, Routed};
-use crate::param::Param;
+use crate::param::{Param, Wanted};
 use crate::recompute::Scope;
 use crate::spec::{FeedSpec, MlpSpec};
 use nibble_core::ops::{Add, Routing};
@@ -107,13 +107,14 @@ impl<B: Kernels> Layer<B> for Feed<B> {
     type Out = Tensor<B>;
     type Saved = FeedSaved<B>;
 
-    fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
+    fn wanted(&self, cx: &Cx<'_, B>) -> Vec<Wanted<'_, B>> {
         match self {
             Self::Experts { moe, shared } => {
-                moe.prepare(cx)?;
-                shared.iter_mut().try_for_each(|shared| shared.prepare(cx))
+                let mut wanted = moe.wanted(cx);
+                wanted.extend(shared.iter().flat_map(|shared| shared.wanted(cx)));
+                wanted
             }
-            Self::Dense(mlp) => mlp.prepare(cx),
+            Self::Dense(mlp) => mlp.wanted(cx),
         }
     }
 

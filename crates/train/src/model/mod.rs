@@ -127,11 +127,27 @@ impl<B: Kernels> Decoder<B> {
     }
 
     /// Makes all weights' copies for this step.
+    ///
+    /// # Errors
+    /// From the backend and other ranks.
     pub fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
-        self.embed.prepare(cx)?;
-        self.blocks.iter_mut().try_for_each(|block| block.prepare(cx))?;
-        self.norm.prepare(cx)?;
-        self.head.prepare(cx, &mut self.embed.weight)
+        self.begin_prepare(cx)?;
+        while cx.is_gathering() {
+            cx.finish_gathering(self.params())?;
+        }
+        Ok(())
+    }
+
+    /// Begins to make them, for [`Decoder::forward`] with the same context: rows of other ranks come beside the layers before the one that needs them.
+    ///
+    /// # Errors
+    /// From the backend and other ranks.
+    pub fn begin_prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
+        // In the order in which the forward pass finishes them.
+        let mut groups = vec![self.embed.wanted()];
+        groups.extend(self.blocks.iter().map(|block| block.wanted(cx)));
+        groups.extend([self.norm.wanted(cx), self.head.wanted(cx, &self.embed.weight)]);
+        cx.begin_gathering(groups)
     }
 
     /// Drops all weights' copies.
@@ -159,7 +175,7 @@ impl<B: Kernels> Decoder<B> {
     }
 
     /// The losses of these tokens, and everything that the backward pass needs. The head's gradients are made here, while
-    /// there are logits, of `scale` · the sum of the losses.
+    /// there are logits, of `scale` · the sum of the losses. Where weights' copies were [begun](Decoder::begin_prepare), each layer waits for its own.
     pub fn forward(
         &mut self,
         cx: &Cx<'_, B>,
@@ -179,7 +195,16 @@ impl<B: Kernels> Decoder<B> {
         scale: f32,
         look: impl FnOnce(Inside<'_, B>) -> Result<()>,
     ) -> Result<(DecoderOut<B>, DecoderSaved<B>)> {
-        let Trunk { x_td, bad_ids, blocks, norm } = self.trunk(cx, &ids)?;
+        cx.finish_gathering(self.embed.params())?;
+        let embedded = self.embed.forward(cx, &ids)?;
+        let blocks = self.blocks.iter_mut().map(|block| {
+            cx.finish_gathering(block.params())?;
+            Ok(&*block)
+        });
+        let layers = through(cx, embedded, blocks)?;
+        cx.finish_gathering(self.norm.params())?;
+        let Trunk { x_td, bad_ids, blocks, norm } = self.normed(cx, layers)?;
+        cx.finish_gathering(vec![self.head.weight_mut(&mut self.embed.weight)])?;
         look(Inside { x_td: &x_td, blocks: &blocks, head: &self.head, table: &self.embed.weight })?;
         let input = HeadInput { x_td: &x_td, targets, shards: cx.shards.local };
         let table = &mut self.embed.weight;
@@ -236,16 +261,13 @@ impl<B: Kernels> Decoder<B> {
 
     /// All but the head.
     fn trunk(&self, cx: &Cx<'_, B>, ids: &B::Buf<i32>) -> Result<Trunk<B>> {
-        let EmbedOut { x: x_td, bad_ids } = self.embed.forward(cx, ids)?;
-        let mut residual = Residual::from(x_td);
-        let mut blocks = Vec::with_capacity(self.blocks.len());
-        for block in &self.blocks {
-            let (next, saved) = block.forward(cx, residual)?;
-            residual = next;
-            if cx.training {
-                blocks.push(saved);
-            }
-        }
+        let embedded = self.embed.forward(cx, ids)?;
+        self.normed(cx, through(cx, embedded, self.blocks.iter().map(Ok))?)
+    }
+
+    /// What is behind the layers and before the head.
+    fn normed(&self, cx: &Cx<'_, B>, layers: Through<B>) -> Result<Trunk<B>> {
+        let Through { residual, bad_ids, mut blocks } = layers;
         if cx.training && self.config.balance == Balance::Batch {
             self.balance_over_batch(cx, &mut blocks)?;
         }
@@ -312,6 +334,31 @@ struct Trunk<B: Kernels> {
     /// None where no backward pass follows.
     blocks: Vec<BlockSaved<B>>,
     norm: NormSaved<B>,
+}
+
+/// A forward pass behind its layers.
+struct Through<B: Kernels> {
+    residual: Residual<B>,
+    bad_ids: B::Buf<u64>,
+    /// None where no backward pass follows.
+    blocks: Vec<BlockSaved<B>>,
+}
+
+/// The layers' forward passes, one after the other.
+fn through<'a, B: Kernels>(
+    cx: &Cx<'_, B>,
+    EmbedOut { x, bad_ids }: EmbedOut<B>,
+    blocks: impl Iterator<Item = Result<&'a Block<B>>>,
+) -> Result<Through<B>> {
+    let (mut residual, mut kept) = (Residual::from(x), Vec::new());
+    for block in blocks {
+        let (next, saved) = block?.forward(cx, residual)?;
+        residual = next;
+        if cx.training {
+            kept.push(saved);
+        }
+    }
+    Ok(Through { residual, bad_ids, blocks: kept })
 }
 
 /// The last row.

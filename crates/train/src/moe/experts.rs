@@ -4,7 +4,7 @@
 use super::Plan;
 use crate::cx::{Cx, Place, emit};
 use crate::ledger::{Ledger, Saved};
-use crate::param::Param;
+use crate::param::{Param, Wanted};
 use crate::record::Conversion;
 use crate::spec::{ParamSpec, Part};
 use nibble_core::ops::{GroupedGemm, Swiglu, SwigluBackward};
@@ -83,11 +83,19 @@ impl<B: Kernels> Experts<B> {
         Ok(Self { name, gate_up: param(gate_up)?, down: param(down)?, keep_a: false })
     }
 
-    /// Makes the weights' copies for this step.
-    pub fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
+    /// See [`Layer::wanted`](crate::layers::Layer::wanted).
+    pub fn wanted(&self, cx: &Cx<'_, B>) -> Vec<Wanted<'_, B>> {
         let section = cx.section(LayerKind::Expert, &self.name);
-        self.gate_up.prepare(cx, &section)?;
-        self.down.prepare(cx, &section)
+        [&self.gate_up, &self.down].map(|weight| weight.for_products(&section)).into()
+    }
+
+    /// Makes the weights' copies for this step.
+    ///
+    /// # Errors
+    /// From the backend and other ranks.
+    pub fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
+        cx.begin_gathering(vec![self.wanted(cx)])?;
+        cx.finish_gathering(self.params())
     }
 
     /// Its parameters, in canonical order.

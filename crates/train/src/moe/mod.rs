@@ -15,7 +15,7 @@ pub use router::{BatchLoad, Router, RouterSaved};
 use crate::cx::{Cx, Place};
 use crate::layers::Layer;
 use crate::ledger::{Ledger, Saved};
-use crate::param::Param;
+use crate::param::{Param, Wanted};
 use crate::recompute::Scope;
 use crate::spec::MoeSpec;
 use nibble_core::ops::Routing;
@@ -307,9 +307,9 @@ impl<B: Kernels> Layer<B> for Moe<B> {
     type Out = Tensor<B>;
     type Saved = MoeSaved<B>;
 
-    fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
-        self.router.prepare(cx)?;
-        self.experts.prepare(cx)
+    fn wanted(&self, cx: &Cx<'_, B>) -> Vec<Wanted<'_, B>> {
+        let router = [self.router.wanted(cx)];
+        router.into_iter().chain(self.experts.wanted(cx)).collect()
     }
 
     fn params(&mut self) -> Vec<&mut Param<B>> {

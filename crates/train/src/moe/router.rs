@@ -3,7 +3,7 @@
 use super::MoeShape;
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
-use crate::param::Param;
+use crate::param::{Param, Wanted};
 use crate::spec::Part;
 use nibble_core::ops::{Gemm, Route, RouteBackward, Routing};
 use nibble_core::recipe::LayerKind;
@@ -59,10 +59,9 @@ impl<B: Kernels> Router<B> {
         self.weight.layer()
     }
 
-    /// Makes the weight's copies for this step: F32 unless the recipe says BF16.
-    pub fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
-        let section = cx.section(LayerKind::Router, self.layer());
-        self.weight.prepare(cx, &section)
+    /// See [`Layer::wanted`](crate::layers::Layer::wanted): F32 unless the recipe says BF16.
+    pub fn wanted(&self, cx: &Cx<'_, B>) -> Wanted<'_, B> {
+        self.weight.for_products(&cx.section(LayerKind::Router, self.layer()))
     }
 
     /// Routes the tokens of this rank.

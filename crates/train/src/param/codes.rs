@@ -1,13 +1,14 @@
 //! The copies of a quantized weight of which every rank keeps some rows: each quantizes its own, and codes and scales go to all.
 
+use super::planes::{PARTS, PackedRows};
 use super::slices::{Piece, Slices, TILE};
 use crate::cx::Cx;
 use crate::record::FoundCells;
-use nibble_core::formats::{BlockAxis, Codec};
+use nibble_core::formats::Codec;
 use nibble_core::ops::{
     Counts, Delayed, Emitted, Found, MeasureAmax, Planes, Quantize, Transpose, weight_planes,
 };
-use nibble_core::{BlockScaled, Comm, Data, Error, Kernels, Lines, Operand, Result, Tensor};
+use nibble_core::{BlockScaled, Comm, Data, Error, Kernels, Operand, Result, Tensor};
 use std::ops::Range;
 
 /// Whether the codes of a slice are those of the same rows of the whole weight, in both copies: no block reaches over the end of a tile. (A scale of
@@ -17,7 +18,9 @@ pub(super) fn travel(codec: Codec) -> bool {
 }
 
 /// A weight's rows on this rank, quantized.
+#[derive(Debug)]
 pub(super) struct OfRank<B: Kernels> {
+    pub codec: Codec,
     /// One after the other. What was found of them is of all ranks' rows, but for its counts.
     pieces: Vec<Emitted<B>>,
     /// Of each matrix the largest magnitude of all ranks' rows, where scales are those of earlier steps.
@@ -25,19 +28,20 @@ pub(super) struct OfRank<B: Kernels> {
 }
 
 impl<B: Kernels> OfRank<B> {
-    /// Of this rank's rows of the master; `delayed`: the scales of all matrices.
+    /// Of this rank's rows of the master; `delayed`: the scales of all matrices; `amax`: what [`largest`] has, where a tensor has a scale.
     pub fn new(
         b: &B,
-        replicas: &dyn Comm<B>,
         (slices, master): (&Slices, &Tensor<B>),
         codec: Codec,
         delayed: Option<Delayed<'_, B>>,
+        amax: Option<B::Buf<f32>>,
     ) -> Result<Self> {
-        let has_scale = codec.scale_kind().has_tensor_scale();
-        let amax = has_scale.then(|| largest(b, replicas, (slices, master), codec)).transpose()?;
         let quantize = |(piece, rows): (Piece, Range<usize>)| {
             let (x, stack) = (rows_of(b, master, rows)?, piece.matrices);
             let of_piece = amax.as_ref().map(|amax| {
+                if stack == B::len(amax) {
+                    return Ok(amax.clone());
+                }
                 let mut of_piece = b.alloc(stack)?;
                 b.copy(amax, piece.first..piece.first + stack, &mut of_piece, 0).map(|()| of_piece)
             });
@@ -49,7 +53,7 @@ impl<B: Kernels> OfRank<B> {
             Ok(Emitted { found, ..made })
         };
         let pieces = own_pieces(slices).map(quantize).collect::<Result<_>>()?;
-        Ok(Self { pieces, found_amax: amax.filter(|_| delayed.is_some()) })
+        Ok(Self { codec, pieces, found_amax: amax.filter(|_| delayed.is_some()) })
     }
 
     /// Keeps what was counted and found of them.
@@ -75,66 +79,47 @@ impl<B: Kernels> OfRank<B> {
         Ok(vec![Emitted { rows: None, cols: None, counts: Some(Counts::zeros(b)?), found }])
     }
 
-    /// The weight as it stands, and transposed if a backward pass will follow, on every rank of `replicas`.
-    pub fn gathered(
-        self,
-        cx: &Cx<'_, B>,
-        replicas: &dyn Comm<B>,
-        slices: &Slices,
-        codec: Codec,
-    ) -> Result<(Operand<B>, Option<Operand<B>>)> {
-        let b = cx.b;
-        let (rows, cols, stack) = (slices.num_rows(), slices.cols(), slices.stack());
-        let mut whole = weight_planes(b, (codec.format(), codec.rule()), (rows, cols, stack))?.to_vec();
-        // Nobody reads the other.
-        whole.truncate(if cx.training { 2 } else { 1 });
-        // In this order: what the one copy has, then the other.
-        let planes: Vec<[PlaneBytes; PARTS]> = [upright, transposed]
-            .iter()
-            .zip(&whole)
-            .map(|(plane, made)| plane(codec, made.axis, (slices.matrix_rows(), cols)))
-            .collect();
-        let places = Places::of(slices, planes.as_flattened());
-
-        let mut mine = b.alloc::<u8>(places.of_rank(slices.rank()).len())?;
-        let mut at = 0;
-        for (number, plane) in planes.as_flattened().iter().enumerate() {
-            for (piece, made) in slices.pieces(slices.rank()).iter().zip(&self.pieces) {
-                let copy = if number < PARTS { &made.rows } else { &made.cols };
-                let copy = copy.as_ref().ok_or_else(|| Error::shape("prepare", "planes", "one", "both"))?;
-                let bytes = plane.bytes_of(piece);
-                if bytes > 0 {
-                    b.copy(&part(b, copy.block("prepare")?, number % PARTS)?, 0..bytes, &mut mine, at)?;
-                }
-                at += bytes;
+    /// Copies them to where they lie among the bytes that this rank sends.
+    pub fn pack(&self, b: &B, packed: &PackedRows, mine: &mut B::Buf<u8>, mut at: usize) -> Result<()> {
+        for (plane, piece, bytes) in packed.mine() {
+            let made = self.pieces.get(piece).map(|made| if plane < PARTS { &made.rows } else { &made.cols });
+            let missing = || Error::shape("prepare", "planes", "one", "both");
+            let copy = made.and_then(Option::as_ref).ok_or_else(missing)?;
+            if bytes > 0 {
+                b.copy(&part(b, copy.block("prepare")?, plane % PARTS)?, 0..bytes, mine, at)?;
             }
+            at += bytes;
         }
-        drop(self);
-        let mut staged = b.alloc::<u8>(places.bytes)?;
-        replicas.all_gather_parts(b, &mine, &places.parts(), &mut staged)?;
-        for (number, plane) in planes.as_flattened().iter().enumerate() {
-            let fill = |to: &mut B::Buf<u8>| {
-                let mut pieces = places.all.iter().filter(|place| place.plane == number);
-                pieces.try_for_each(|place| plane.put(b, &staged, slices.matrix_rows(), place, to))
-            };
-            let BlockScaled { codes, scales, tensor_scale, .. } = &mut whole[number / PARTS];
-            match number % PARTS {
-                0 => fill(codes)?,
-                1 => fill(scales)?,
-                _ => {
-                    let Some(of_rows) = tensor_scale.take() else { continue };
-                    let mut bytes = b.reinterpret(&of_rows)?;
-                    // Else the bytes were shared, and copied before they are written.
-                    drop(of_rows);
-                    fill(&mut bytes)?;
-                    *tensor_scale = Some(b.reinterpret(&bytes)?);
-                }
-            }
-        }
-        let mut whole = whole.into_iter().map(Operand::Block);
-        let w = whole.next().ok_or_else(|| Error::shape("prepare", "planes", "none", "one or both"))?;
-        Ok((w, whole.next()))
+        Ok(())
     }
+}
+
+/// The weight as it stands, and transposed where it `is_twice` there, of all ranks' rows as they came.
+pub(super) fn unpacked<B: Kernels>(
+    b: &B,
+    packed: &PackedRows,
+    (codec, is_twice): (Codec, bool),
+    came: (&B::Buf<u8>, &[usize]),
+) -> Result<(Operand<B>, Option<Operand<B>>)> {
+    let slices = packed.slices();
+    let sizes = (slices.num_rows(), slices.cols(), slices.stack());
+    let mut whole = weight_planes(b, (codec.format(), codec.rule()), sizes)?.to_vec();
+    // Nobody reads the other.
+    whole.truncate(if is_twice { 2 } else { 1 });
+    for (copy, whole) in whole.iter_mut().enumerate() {
+        let fill = |part: usize, to: &mut B::Buf<u8>| packed.unpack(b, came, copy * PARTS + part, to);
+        fill(0, &mut whole.codes)?;
+        fill(1, &mut whole.scales)?;
+        let Some(of_rows) = whole.tensor_scale.take() else { continue };
+        let mut bytes = b.reinterpret(&of_rows)?;
+        // Else the bytes were shared, and copied before they are written.
+        drop(of_rows);
+        fill(2, &mut bytes)?;
+        whole.tensor_scale = Some(b.reinterpret(&bytes)?);
+    }
+    let mut whole = whole.into_iter().map(Operand::Block);
+    let w = whole.next().ok_or_else(|| Error::shape("prepare", "planes", "none", "one or both"))?;
+    Ok((w, whole.next()))
 }
 
 /// This rank's pieces, and which rows of its slice each is.
@@ -147,25 +132,36 @@ fn own_pieces(slices: &Slices) -> impl Iterator<Item = (Piece, Range<usize>)> {
     })
 }
 
-/// Of each matrix the largest magnitude, of all ranks' rows: the same on every rank.
-fn largest<B: Kernels>(
+/// Of each matrix of these weights, all of one format, the largest magnitude of all ranks' rows: the same on every rank. They meet at once.
+pub(super) fn largest<B: Kernels>(
     b: &B,
     replicas: &dyn Comm<B>,
-    (slices, master): (&Slices, &Tensor<B>),
     codec: Codec,
-) -> Result<B::Buf<f32>> {
-    let stack = slices.stack();
+    weights: &[(&Slices, &Tensor<B>)],
+) -> Result<Vec<B::Buf<f32>>> {
+    let all: usize = weights.iter().map(|(slices, _)| slices.stack()).sum();
     // Of a matrix of which this rank has no rows, 0.
-    let mut mine = b.zeros(stack)?;
-    for (piece, rows) in own_pieces(slices) {
-        let x = rows_of(b, master, rows)?;
-        let amax = MeasureAmax { x: &x, codec, stack: piece.matrices }.run(b)?;
-        b.copy(&amax, 0..piece.matrices, &mut mine, piece.first)?;
+    let (mut mine, mut at) = (b.zeros(all)?, 0);
+    for (slices, master) in weights {
+        for (piece, rows) in own_pieces(slices) {
+            let x = rows_of(b, master, rows)?;
+            let amax = MeasureAmax { x: &x, codec, stack: piece.matrices }.run(b)?;
+            b.copy(&amax, 0..piece.matrices, &mut mine, at + piece.first)?;
+        }
+        at += slices.stack();
     }
     // The ranks' magnitudes of a matrix, one after the other, are a matrix themselves.
-    let of_ranks = Tensor::new(Data::F32(replicas.all_gather(b, &mine)?), slices.ranks(), stack)?;
+    let of_ranks = Tensor::new(Data::F32(replicas.all_gather(b, &mine)?), replicas.world(), all)?;
     let of_matrices = Transpose { x: &of_ranks, stack: 1 }.run(b)?;
-    MeasureAmax { x: &of_matrices, codec, stack }.run(b)
+    let amax = MeasureAmax { x: &of_matrices, codec, stack: all }.run(b)?;
+    let mut at = 0;
+    let of_weight = |(slices, _): &(&Slices, &Tensor<B>)| {
+        let mut of_weight = b.alloc(slices.stack())?;
+        b.copy(&amax, at..at + slices.stack(), &mut of_weight, 0)?;
+        at += slices.stack();
+        Ok(of_weight)
+    };
+    weights.iter().map(of_weight).collect()
 }
 
 /// Some rows of a tensor; all of them share its buffer.
@@ -183,9 +179,6 @@ fn rows_of<B: Kernels>(b: &B, x: &Tensor<B>, rows: Range<usize>) -> Result<Tenso
     Ok(part)
 }
 
-/// Parts of a copy: codes, scales, and a scale of the tensor for each row.
-const PARTS: usize = 3;
-
 /// A part's bytes.
 fn part<B: Kernels>(b: &B, x: &BlockScaled<B>, number: usize) -> Result<B::Buf<u8>> {
     match number {
@@ -198,132 +191,12 @@ fn part<B: Kernels>(b: &B, x: &BlockScaled<B>, number: usize) -> Result<B::Buf<u
     }
 }
 
-/// How a plane's bytes lie: of each matrix so many lines, and in each of these the rows of the weight one after the other.
-#[derive(Debug, Clone, Copy)]
-struct PlaneBytes {
-    /// Of a matrix.
-    lines: usize,
-    /// Rows that have bits together.
-    each: usize,
-    /// As many of a line.
-    bits: usize,
-}
-
-/// The parts of the weight as it stands: a matrix, of so many rows and columns, is one line.
-fn upright(codec: Codec, axis: BlockAxis, (_, cols): (usize, usize)) -> [PlaneBytes; PARTS] {
-    let (format, record) = (codec.format(), codec.scale_kind().bytes());
-    let each = if axis == BlockAxis::Tile { format.spec().block } else { 1 };
-    [
-        PlaneBytes { lines: 1, each: 1, bits: 8 * format.row_code_bytes(cols) },
-        PlaneBytes { lines: 1, each, bits: 8 * record * format.scales_per_row(cols) },
-        PlaneBytes { lines: 1, each: 1, bits: tensor_scale_bits(codec) },
-    ]
-}
-
-/// The same transposed: a line for each column, or row of tiles. The scales of the tensor, the same for all columns, are with a matrix's first row.
-fn transposed(codec: Codec, axis: BlockAxis, (rows, cols): (usize, usize)) -> [PlaneBytes; PARTS] {
-    let (format, record) = (codec.format(), codec.scale_kind().bytes());
-    let lines = if axis == BlockAxis::Tile { format.scales_per_row(cols) } else { cols };
-    [
-        PlaneBytes { lines: cols, each: 1, bits: format.spec().code_bits as usize },
-        PlaneBytes { lines, each: format.spec().block, bits: 8 * record },
-        PlaneBytes { lines: 1, each: rows.max(1), bits: cols * tensor_scale_bits(codec) },
-    ]
-}
-
-/// Of a row of a copy.
-fn tensor_scale_bits(codec: Codec) -> usize {
-    if codec.scale_kind().has_tensor_scale() { 8 * size_of::<f32>() } else { 0 }
-}
-
-impl PlaneBytes {
-    /// Where in a line a row begins that is the first of a tile, or of the next matrix.
-    fn at(&self, row: usize) -> usize {
-        (row.div_ceil(self.each) * self.bits).div_ceil(8)
-    }
-
-    /// Of each line what a piece has.
-    fn width(&self, piece: &Piece) -> usize {
-        self.at(piece.rows.end) - self.at(piece.rows.start)
-    }
-
-    fn bytes_of(&self, piece: &Piece) -> usize {
-        piece.matrices * self.lines * self.width(piece)
-    }
-
-    /// Copies a piece to its place among matrices of so many rows.
-    fn put<B: Kernels>(
-        &self,
-        b: &B,
-        staged: &B::Buf<u8>,
-        matrix_rows: usize,
-        Place { piece, at, .. }: &Place,
-        to: &mut B::Buf<u8>,
-    ) -> Result<()> {
-        let at = *at;
-        let (line, width) = (self.at(matrix_rows), self.width(piece));
-        let first = piece.first * self.lines * line + self.at(piece.rows.start);
-        let lines = piece.matrices * self.lines;
-        if width == 0 {
-            return Ok(());
-        }
-        if lines == 1 || width == line {
-            return b.copy(staged, at..at + lines * width, to, first);
-        }
-        let (from, into) = (Lines { first: at, stride: width }, Lines { first, stride: line });
-        b.copy_lines((staged, from), (to, into), (lines, width))
-    }
-}
-
-/// Where the pieces of all ranks lie as they come: rank by rank, of each its planes.
-struct Places {
-    all: Vec<Place>,
-    /// Where each rank's begin.
-    starts: Vec<usize>,
-    bytes: usize,
-}
-
-/// One piece of a plane.
-struct Place {
-    /// Number of the plane.
-    plane: usize,
-    piece: Piece,
-    /// Its first byte, of all that come.
-    at: usize,
-}
-
-impl Places {
-    fn of(slices: &Slices, planes: &[PlaneBytes]) -> Self {
-        let (mut all, mut starts, mut bytes) = (Vec::new(), Vec::new(), 0);
-        for rank in 0..slices.ranks() {
-            starts.push(bytes);
-            for (number, plane) in planes.iter().enumerate() {
-                for piece in slices.pieces(rank) {
-                    let at = bytes;
-                    bytes += plane.bytes_of(&piece);
-                    all.push(Place { plane: number, piece, at });
-                }
-            }
-        }
-        Self { all, starts, bytes }
-    }
-
-    fn of_rank(&self, rank: usize) -> Range<usize> {
-        let end = self.starts.get(rank + 1).copied().unwrap_or(self.bytes);
-        self.starts.get(rank).map_or(end..end, |start| *start..end)
-    }
-
-    fn parts(&self) -> Vec<Vec<Range<usize>>> {
-        (0..self.starts.len()).map(|rank| vec![self.of_rank(rank)]).collect()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cx::Shards;
+    use crate::param::shipment::{Cargo, Rows, Shipment, Whole};
+    use nibble_core::Backend;
     use nibble_core::formats::{Format, Purpose, Rounding, Stream};
-    use nibble_core::{Backend, Mesh, Recipe};
     use nibble_cpu::{Cpu, HostComm};
 
     /// Rows and columns of each matrix, and how many there are.
@@ -412,18 +285,33 @@ mod tests {
         (all, is_delayed): (&[f32], bool),
         comm: &HostComm,
     ) -> Made {
-        let (cpu, recipe) = (Cpu::new(1).unwrap(), Recipe::builtin("bf16").unwrap());
+        let cpu = Cpu::new(1).unwrap();
         let comm: &dyn Comm<Cpu> = comm;
         let slices = Slices::new("w", (rows, cols), stack, (comm.rank(), comm.world()));
         let mine = slices.mine();
         let values = &all[mine.start * cols..mine.end * cols];
         let master = Tensor::from_f32(&cpu, values, mine.len(), cols).unwrap();
         let records = is_delayed.then(|| records(&cpu, stack));
-        let of_rank = OfRank::new(&cpu, comm, (&slices, &master), codec, delayed(records.as_ref())).unwrap();
-        let counted = of_rank.counted(&cpu).unwrap();
-        let shards = Shards::new(&cpu, 1, 1, comm.rank()).unwrap();
-        let cx = Cx { training: true, ..Cx::inference(&cpu, Mesh::new(comm), &recipe, shards, 0.0) };
-        let (w, wt) = of_rank.gathered(&cx, comm, &slices, codec).unwrap();
+        // Beside another weight, as those of a layer are.
+        let weights = [(&slices, &master), (&slices, &master)];
+        let amax =
+            codec.scale_kind().has_tensor_scale().then(|| largest(&cpu, comm, codec, &weights).unwrap());
+        let delayed = delayed(records.as_ref());
+        let of_rank = |number: usize| {
+            let amax = amax.as_ref().map(|amax| amax[number].clone());
+            OfRank::new(&cpu, weights[number], codec, delayed, amax).unwrap()
+        };
+        let counted = of_rank(1).counted(&cpu).unwrap();
+        let of = |rows| Cargo { slices: slices.clone(), rows };
+        let cargo =
+            vec![of(Rows::Plain(master.clone())), of(Rows::Codes(of_rank(0))), of(Rows::Codes(of_rank(1)))];
+        let whole = Shipment::begin(&cpu, comm, true, cargo).unwrap().wait(&cpu).unwrap();
+        let Ok([Whole::Plain(plain), Whole::Codes(w0, wt0), Whole::Codes(w, wt)]) = <[_; 3]>::try_from(whole)
+        else {
+            panic!("what was sent comes")
+        };
+        assert_eq!(bits(&plain.to_f32_vec(&cpu).unwrap()), bits(all));
+        assert_eq!(Made::of(&[Some(w0), wt0], &counted), Made::of(&[Some(w.clone()), wt.clone()], &counted));
         Made::of(&[Some(w), wt], &counted)
     }
 

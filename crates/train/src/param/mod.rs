@@ -2,20 +2,28 @@
 
 mod buckets;
 mod codes;
+mod gathering;
 mod gradient;
+mod planes;
+mod shipment;
 mod slices;
 
 pub use buckets::Buckets;
+pub use gathering::{Gathering, Wanted};
 pub use gradient::{Gradient, GradientPlan, Optimized, Writes, reduce_gradients};
 pub use slices::Slices;
 
 use crate::cx::{Cx, Shards};
 use crate::delayed::Spans;
+use crate::record::FoundCells;
 use crate::spec::{Init, ParamSpec, Part};
-use nibble_core::formats::{Purpose, Stream, fnv1a32};
-use nibble_core::ops::{Counts, Emitted, InitNormal, Planes, Quantize, Transpose};
+use codes::OfRank;
+use gathering::Copies;
+use nibble_core::formats::{Codec, Purpose, Stream, fnv1a32};
+use nibble_core::ops::{Counts, Delayed, Emitted, InitNormal, Planes, Quantize, Transpose};
 use nibble_core::recipe::{Precision, Section, Site};
-use nibble_core::{Comm, DType, Data, Error, Kernels, Mesh, Operand, Result, Tensor};
+use nibble_core::{Comm, DType, Error, Kernels, Mesh, Operand, Result, Tensor};
+use shipment::{Cargo, Rows, Shipment, Whole};
 
 /// Which rows' gradients meet in a parameter, and where it lives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -170,38 +178,32 @@ impl<B: Kernels> Param<B> {
     /// # Errors
     /// From the backend and other ranks.
     pub fn gathered(&self, b: &B, mesh: Mesh<'_, B>, mine: &Tensor<B>) -> Result<Tensor<B>> {
-        let (rows, cols) = self.shape();
         if !self.slices.is_divided() {
             return Ok(mine.clone());
         }
-        let (bytes, of_value) = match &mine.data {
-            Data::F32(values) => (b.reinterpret(values)?, size_of::<f32>()),
-            Data::Bf16(values) => (b.reinterpret(values)?, size_of::<u16>()),
-        };
-        let mut all = b.alloc::<u8>(rows * cols * of_value)?;
-        self.replicas(mesh).all_gather_parts(b, &bytes, &self.slices.bytes(of_value), &mut all)?;
-        let data = match &mine.data {
-            Data::F32(_) => Data::F32(b.reinterpret(&all)?),
-            Data::Bf16(_) => Data::Bf16(b.reinterpret(&all)?),
-        };
-        Tensor::new(data, rows, cols)
+        let cargo = vec![Cargo { slices: self.slices.clone(), rows: Rows::Plain(mine.clone()) }];
+        match Shipment::begin(b, self.replicas(mesh), false, cargo)?.wait(b)?.pop() {
+            Some(Whole::Plain(all)) => Ok(all),
+            _ => Err(Error::Defect { place: "parameter", what: "rows come otherwise than they were sent" }),
+        }
     }
 
-    /// Makes all rows there for passes that take them as they are.
-    ///
-    /// # Errors
-    /// From the backend and other ranks.
-    pub fn prepare_plain(&mut self, cx: &Cx<'_, B>) -> Result<()> {
-        if self.slices.is_divided() && self.whole.is_none() {
-            self.whole = Some(self.gathered(cx.b, cx.mesh, &self.master)?);
-        }
-        Ok(())
+    /// All rows, for passes that take them as they are: [`Param::plain`].
+    pub fn as_it_is(&self) -> Wanted<'_, B> {
+        Wanted { param: self, copies: Copies::AsItIs }
+    }
+
+    /// The copies that products take under this section, [`Param::w`] and [`Param::wt`]: quantized or cast, and transposed for dgrad. Of rows that
+    /// several ranks keep, what travels is as narrow as it is read, where it can be made of a rank's own rows: a cast, or codes, unless a scale is that
+    /// of a line. The scale of a tensor is measured over all ranks first.
+    pub fn for_products(&self, section: &Section) -> Wanted<'_, B> {
+        Wanted { param: self, copies: Copies::Products(*section.at(Site::FpropW)) }
     }
 
     /// The weight, all of it, F32.
     ///
     /// # Errors
-    /// [`Error::Shape`] before [`Param::prepare_plain`].
+    /// [`Error::Shape`] before all rows are here.
     pub fn plain(&self) -> Result<&Tensor<B>> {
         match self.slices.is_divided() {
             false => Ok(&self.master),
@@ -209,61 +211,85 @@ impl<B: Kernels> Param<B> {
         }
     }
 
-    /// Makes the copies the products take: quantized or cast, and transposed for dgrad. Of rows that several ranks keep, what travels is as
-    /// narrow as it is read, where it can be made of a rank's own rows: a cast, or codes, unless a scale is that of a line. The scale of a tensor is
-    /// measured over all ranks first.
-    ///
-    /// # Errors
-    /// From the backend and other ranks.
-    pub fn prepare(&mut self, cx: &Cx<'_, B>, section: &Section) -> Result<()> {
-        let to = section.at(Site::FpropW);
-        let stack = self.stack();
-        self.shadow = Some(match to.dtype() {
-            Some(dtype) => {
-                // As narrow as it is read, unless all rows are here already: a tied table travels once.
-                let w = match &self.whole {
-                    Some(whole) => cx.cast(whole, dtype)?,
-                    None => self.gathered(cx.b, cx.mesh, &cx.cast(&self.master, dtype)?)?,
-                };
-                let wt = match cx.training {
-                    true => Some(Operand::Plain(Transpose { x: &w, stack }.run(cx.b)?)),
-                    false => None,
-                };
-                Shadow { w: Operand::Plain(w), wt }
-            }
-            None => self.quantized(cx, to)?,
-        });
-        Ok(())
+    /// The copies that products take, of all rows: F32, or the type that they are to have.
+    fn products(&self, cx: &Cx<'_, B>, to: &Precision, whole: &Tensor<B>) -> Result<Shadow<B>> {
+        let Some(dtype) = to.dtype() else { return self.quantized(cx, to, whole) };
+        let w = cx.cast(whole, dtype)?;
+        let wt = match cx.training {
+            true => Some(Operand::Plain(Transpose { x: &w, stack: self.stack() }.run(cx.b)?)),
+            false => None,
+        };
+        Ok(Shadow { w: Operand::Plain(w), wt })
     }
 
-    /// The weight quantized, and what was counted and found of it kept.
-    fn quantized(&self, cx: &Cx<'_, B>, to: &Precision) -> Result<Shadow<B>> {
-        let (stack, codec, replicas) = (self.stack(), to.codec()?, self.replicas(cx.mesh));
-        let of = match self.placement {
-            Placement::Replicated => Spans::Whole,
-            Placement::Experts(_) => Spans::Experts,
-        };
-        let scales = cx.earlier_scales((&self.name, "w"), to, (of, stack))?;
+    /// All rows quantized, and what was counted and found of them kept.
+    fn quantized(&self, cx: &Cx<'_, B>, to: &Precision, whole: &Tensor<B>) -> Result<Shadow<B>> {
+        let (stack, codec, scales) = (self.stack(), to.codec()?, self.earlier_scales(cx, to)?);
         let delayed = scales.map(|(delayed, _)| delayed);
-        if self.slices.is_divided() && self.whole.is_none() && codes::travel(codec) {
-            let rows = (&self.slices, &self.master);
-            let mine = codes::OfRank::new(cx.b, replicas, rows, codec, delayed)?;
-            mine.keep_counts(cx, &self.name, scales)?;
-            let (w, wt) = mine.gathered(cx, replicas, &self.slices, codec)?;
-            return Ok(Shadow { w, wt });
-        }
-        let whole = match &self.whole {
-            Some(whole) => whole.clone(),
-            None => self.gathered(cx.b, cx.mesh, &self.master)?,
-        };
-        let tiles = Quantize { stack, delayed, ..Quantize::new(&whole, codec, Planes::Tiles) }.run(cx.b)?;
+        let tiles = Quantize { stack, delayed, ..Quantize::new(whole, codec, Planes::Tiles) }.run(cx.b)?;
         // Every rank that has the weight finds the same: the first one's blocks count.
-        let counts = match replicas.rank() {
+        let counts = match self.replicas(cx.mesh).rank() {
             0 => tiles.counts.clone(),
             _ => Some(Counts::zeros(cx.b)?),
         };
         cx.keep_quantized(&self.name, "w", &Emitted { counts, ..tiles.clone() }, scales);
         Ok(Shadow { w: tiles.take_rows("prepare")?, wt: tiles.cols })
+    }
+
+    /// This rank's rows quantized, and what was counted and found of them kept. `amax`: of each matrix the largest magnitude of all ranks' rows, where
+    /// a tensor has a scale.
+    fn own_codes(
+        &self,
+        cx: &Cx<'_, B>,
+        to: &Precision,
+        codec: Codec,
+        amax: Option<B::Buf<f32>>,
+    ) -> Result<OfRank<B>> {
+        let scales = self.earlier_scales(cx, to)?;
+        let delayed = scales.map(|(delayed, _)| delayed);
+        let mine = OfRank::new(cx.b, (&self.slices, &self.master), codec, delayed, amax)?;
+        mine.keep_counts(cx, &self.name, scales)?;
+        Ok(mine)
+    }
+
+    /// Takes the place in the step's record of a weight that is quantized once all rows are here: the order of sites is that of one rank.
+    fn meet(&self, cx: &Cx<'_, B>, copies: Copies) -> Result<()> {
+        match copies {
+            Copies::Products(to) if to.dtype().is_none() => {
+                self.earlier_scales(cx, &to)?;
+                cx.meet_quantized(&self.name, "w");
+                Ok(())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Scales of earlier steps, where the recipe has such.
+    fn earlier_scales<'c>(
+        &self,
+        cx: &'c Cx<'_, B>,
+        to: &Precision,
+    ) -> Result<Option<(Delayed<'c, B>, FoundCells)>> {
+        let of = match self.placement {
+            Placement::Replicated => Spans::Whole,
+            Placement::Experts(_) => Spans::Experts,
+        };
+        cx.earlier_scales((&self.name, "w"), to, (of, self.stack()))
+    }
+
+    /// Takes its copies, of all rows as they came.
+    fn take(&mut self, cx: &Cx<'_, B>, copies: Copies, whole: Whole<B>) -> Result<()> {
+        match (copies, whole) {
+            (Copies::AsItIs, Whole::Plain(whole)) => self.whole = Some(whole),
+            (Copies::Products(to), Whole::Plain(whole)) => {
+                self.shadow = Some(self.products(cx, &to, &whole)?);
+            }
+            (Copies::Products(_), Whole::Codes(w, wt)) => self.shadow = Some(Shadow { w, wt }),
+            (Copies::AsItIs, Whole::Codes(..)) => {
+                return Err(Error::Defect { place: "parameter", what: "its rows have come as codes" });
+            }
+        }
+        Ok(())
     }
 
     /// Drops the copies: their memory is free until the next step, and the master has no other handle.
@@ -274,7 +300,7 @@ impl<B: Kernels> Param<B> {
     /// The weight as fprop takes it.
     ///
     /// # Errors
-    /// [`Error::Shape`] before [`Param::prepare`].
+    /// [`Error::Shape`] before they are made: see [`Param::for_products`].
     pub fn w(&self) -> Result<&Operand<B>> {
         self.shadow.as_ref().map(|s| &s.w).ok_or_else(|| self.unprepared())
     }
@@ -282,7 +308,7 @@ impl<B: Kernels> Param<B> {
     /// The weight as dgrad takes it.
     ///
     /// # Errors
-    /// [`Error::Shape`] before [`Param::prepare`].
+    /// [`Error::Shape`] before they are made: see [`Param::for_products`].
     pub fn wt(&self) -> Result<&Operand<B>> {
         self.shadow.as_ref().and_then(|s| s.wt.as_ref()).ok_or_else(|| self.unprepared())
     }

@@ -100,11 +100,6 @@ impl Slices {
         self.rank
     }
 
-    /// How many ranks there are.
-    pub(super) fn ranks(&self) -> usize {
-        self.ranks
-    }
-
     /// How many matrices there are.
     pub(super) fn stack(&self) -> usize {
         self.stack

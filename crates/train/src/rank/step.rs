@@ -220,7 +220,7 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         let clock = cx.clock.as_mut().ok_or_else(no_clock)?;
         let (control, told) = (&mut optimizer.control, layout.told());
         BeginStep { inputs, layout: *input_layout, clock, control, table, told }.run(self.context.b)?;
-        in_part("gather", || model.prepare(cx))?;
+        in_part("gather", || model.begin_prepare(cx))?;
         self.micro_batch(look)
     }
 

@@ -32,8 +32,7 @@ pub(super) fn of_all_ranks<B: Kernels>(
         std::iter::once(end - len..end).collect::<Vec<_>>()
     };
     let parts: Vec<_> = all.iter().map(part).collect();
-    let mut together = b.alloc::<u8>(end)?;
-    comm.all_gather_parts(b, &b.upload(&said)?, &parts, &mut together)?;
+    let together = comm.begin_all_gather_parts(b, b.upload(&said)?, &parts, b.alloc(end)?)?.wait(b)?;
     mine?;
     let together = b.download(&together)?;
     comm.check()?;

@@ -10,12 +10,19 @@ use std::time::Duration;
 /// A call of a collective.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Call {
-    /// The method of [`Comm`]; of a transfer that is waited for `wait`, or of rows `wait_all_to_all_v`.
+    /// The method of [`Comm`]; of a transfer that is waited for `wait`, [`Call::WAIT_ROWS`] of rows, and [`Call::WAIT_PARTS`] of parts.
     pub name: &'static str,
     /// What this rank gives.
     pub bytes: usize,
     /// Of an exchange of rows, those of each; otherwise of a value.
     pub row_bytes: usize,
+}
+
+impl Call {
+    /// Waiting for rows.
+    pub const WAIT_ROWS: &'static str = "wait_all_to_all_v";
+    /// Waiting for parts that come together.
+    pub const WAIT_PARTS: &'static str = "wait_all_gather_parts";
 }
 
 /// What is done beside each call, on the thread that makes it.
@@ -105,7 +112,7 @@ impl<H: Hook + 'static> Comm<Cpu> for Hooked<H> {
     ) -> Result<Transfer<Cpu, Buf<u8>>> {
         let bytes = to.iter().sum::<usize>() * row_bytes;
         let [begin, wait] =
-            ["begin_all_to_all_v", "wait_all_to_all_v"].map(|name| Call { name, bytes, row_bytes });
+            ["begin_all_to_all_v", Call::WAIT_ROWS].map(|name| Call { name, bytes, row_bytes });
         let transfer =
             self.around(b, begin, |comm| comm.begin_all_to_all_v(b, send, row_bytes, to, from, into))?;
         let hook = self.hook.clone();
@@ -120,14 +127,19 @@ impl<H: Hook + 'static> Comm<Cpu> for Hooked<H> {
         let (hook, wait) = (self.hook.clone(), call("wait"));
         Ok(Transfer::new(move |b| around(&*hook, b, wait, || transfer.wait(b))))
     }
-    fn all_gather_parts(
+    fn begin_all_gather_parts(
         &self,
         b: &Cpu,
-        mine: &Buf<u8>,
+        mine: Buf<u8>,
         parts: &[Vec<Range<usize>>],
-        into: &mut Buf<u8>,
-    ) -> Result<()> {
-        self.call(b, ("all_gather_parts", mine), |comm| comm.all_gather_parts(b, mine, parts, into))
+        into: Buf<u8>,
+    ) -> Result<Transfer<Cpu, Buf<u8>>> {
+        let bytes = Cpu::len(&mine);
+        let call = |name| Call { name, bytes, row_bytes: 1 };
+        let begin = |comm: &HostComm| comm.begin_all_gather_parts(b, mine, parts, into);
+        let transfer = self.around(b, call("begin_all_gather_parts"), begin)?;
+        let (hook, wait) = (self.hook.clone(), call(Call::WAIT_PARTS));
+        Ok(Transfer::new(move |b| around(&*hook, b, wait, || transfer.wait(b))))
     }
     fn all_gather(&self, b: &Cpu, values: &Buf<f32>) -> Result<Buf<f32>> {
         self.call(b, ("all_gather", values), |comm| comm.all_gather(b, values))

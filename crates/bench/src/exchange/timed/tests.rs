@@ -53,14 +53,14 @@ impl Comm<Cpu> for Counting {
         self.comm().begin_reduce_scatter_tree(b, sums)
     }
 
-    fn all_gather_parts(
+    fn begin_all_gather_parts(
         &self,
         b: &Cpu,
-        mine: &Buf<u8>,
+        mine: Buf<u8>,
         parts: &[Vec<Range<usize>>],
-        into: &mut Buf<u8>,
-    ) -> CoreResult<()> {
-        self.comm().all_gather_parts(b, mine, parts, into)
+        into: Buf<u8>,
+    ) -> CoreResult<Transfer<Cpu, Buf<u8>>> {
+        self.comm().begin_all_gather_parts(b, mine, parts, into)
     }
 
     fn all_gather(&self, b: &Cpu, values: &Buf<f32>) -> CoreResult<Buf<f32>> {

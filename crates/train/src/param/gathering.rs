@@ -1,0 +1,291 @@
+//! All rows of weights of which each rank keeps some, gathered a layer at a time, beside the layers before the one that needs them.
+
+use super::shipment::{Cargo, Rows, Shipment, Whole};
+use super::{Param, Placement, Shadow, codes};
+use crate::cx::Cx;
+use nibble_core::allocation::in_part;
+use nibble_core::formats::Codec;
+use nibble_core::recipe::Precision;
+use nibble_core::{Comm, DType, Error, Kernels, Result, Tensor};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+/// Groups of weights whose rows are under way at once: that which is waited for, and the one behind it, which travels beside the layer before it. Each
+/// takes memory for what comes before it lies where it is read, and a third would come no sooner: messages go one after the other.
+const UNDER_WAY: usize = 2;
+
+/// A weight, and how passes take it: [`Param::as_it_is`], [`Param::for_products`].
+#[derive(Debug)]
+pub struct Wanted<'a, B: Kernels> {
+    pub(super) param: &'a Param<B>,
+    pub(super) copies: Copies,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Copies {
+    /// All rows, F32.
+    AsItIs,
+    /// The copies that products take.
+    Products(Precision),
+}
+
+/// Weights' copies that passes wait for, in groups, in the order in which they are finished. All ranks have the same groups.
+///
+/// Everything that can be made of a rank's own rows is made where a gathering begins, in the order of the weights, whenever the rows then travel.
+#[derive(Debug)]
+pub struct Gathering<B: Kernels> {
+    groups: VecDeque<Group<B>>,
+}
+
+impl<B: Kernels> Default for Gathering<B> {
+    fn default() -> Self {
+        Self { groups: VecDeque::new() }
+    }
+}
+
+/// Weights that are needed at once.
+#[derive(Debug)]
+struct Group<B: Kernels> {
+    weights: Vec<Weight<B>>,
+    replicated: Lane<B>,
+    experts: Lane<B>,
+}
+
+/// The rows of a group's weights that travel among the same ranks.
+#[derive(Debug)]
+enum Lane<B: Kernels> {
+    Waiting(Vec<Cargo<B>>),
+    UnderWay(Shipment<B>),
+}
+
+/// A weight that is to get its copies.
+#[derive(Debug)]
+struct Weight<B: Kernels> {
+    name: String,
+    copies: Copies,
+    from: Source<B>,
+}
+
+/// What the copies are made of.
+#[derive(Debug)]
+enum Source<B: Kernels> {
+    /// They are made.
+    Made(Shadow<B>),
+    /// All rows, which this rank has when their turn comes.
+    Here,
+    /// The next rows that come in the lane of this placement.
+    Coming(Placement),
+}
+
+/// How a weight gets its copies.
+#[derive(Debug, Clone, Copy)]
+enum Way {
+    /// It has them.
+    There,
+    /// Of the master, which has all rows.
+    Alone,
+    /// Of all rows, which are here by then.
+    Here,
+    /// All rows come in this type.
+    Plain(DType),
+    /// All rows come quantized.
+    Codes(Codec),
+}
+
+impl<B: Kernels> Wanted<'_, B> {
+    /// `is_here`: all rows are here by then, if they are not now.
+    fn way(&self, is_here: bool) -> Result<Way> {
+        let (is_divided, is_here) = (self.param.slices.is_divided(), is_here || self.param.whole.is_some());
+        Ok(match self.copies {
+            Copies::AsItIs if is_here || !is_divided => Way::There,
+            Copies::AsItIs => Way::Plain(DType::F32),
+            Copies::Products(_) if !is_divided => Way::Alone,
+            // A tied table travels once.
+            Copies::Products(_) if is_here => Way::Here,
+            Copies::Products(to) => match to.dtype() {
+                // As narrow as it is read.
+                Some(dtype) => Way::Plain(dtype),
+                None if codes::travel(to.codec()?) => Way::Codes(to.codec()?),
+                None => Way::Plain(DType::F32),
+            },
+        })
+    }
+}
+
+impl<B: Kernels> Gathering<B> {
+    /// Makes what can be made, and sends the rows of the first groups.
+    ///
+    /// # Errors
+    /// From the backend and other ranks.
+    pub(crate) fn begin(cx: &Cx<'_, B>, groups: Vec<Vec<Wanted<'_, B>>>) -> Result<Self> {
+        let mut here = BTreeSet::new();
+        let mut ways = Vec::with_capacity(groups.len());
+        for group in groups {
+            let mut of_group = Vec::with_capacity(group.len());
+            for wanted in group {
+                let way = wanted.way(here.contains(&wanted.param.name))?;
+                if let Copies::AsItIs = wanted.copies {
+                    here.insert(&wanted.param.name);
+                }
+                of_group.push((wanted, way));
+            }
+            ways.push(of_group);
+        }
+        let mut largest = largest(cx, ways.iter().flatten())?;
+        let group = |wanted: Vec<_>| Group::of(cx, wanted, &mut largest);
+        let mut gathering = Self { groups: ways.into_iter().map(group).collect::<Result<_>>()? };
+        gathering.send(cx)?;
+        Ok(gathering)
+    }
+
+    /// Whether a group is not finished.
+    pub(crate) fn is_under_way(&self) -> bool {
+        !self.groups.is_empty()
+    }
+
+    /// Gives the weights of the next group their copies, waiting for rows of other ranks, and sends those of another group. Its weights are
+    /// among `params`. Does nothing where every group is finished.
+    ///
+    /// # Errors
+    /// From the backend and other ranks.
+    pub(crate) fn finish_next(&mut self, cx: &Cx<'_, B>, params: Vec<&mut Param<B>>) -> Result<()> {
+        match self.groups.pop_front() {
+            None => Ok(()),
+            Some(group) if !group.travels() => group.finish(cx, params),
+            Some(group) => in_part("gather", || {
+                group.finish(cx, params)?;
+                self.send(cx)
+            }),
+        }
+    }
+
+    /// Sends the rows of the next groups.
+    fn send(&mut self, cx: &Cx<'_, B>) -> Result<()> {
+        self.groups.iter_mut().take(UNDER_WAY).try_for_each(|group| {
+            group.replicated.send(cx, cx.mesh.all)?;
+            group.experts.send(cx, cx.mesh.dp)
+        })
+    }
+}
+
+impl<B: Kernels> Group<B> {
+    fn of(
+        cx: &Cx<'_, B>,
+        wanted: Vec<(Wanted<'_, B>, Way)>,
+        largest: &mut BTreeMap<String, B::Buf<f32>>,
+    ) -> Result<Self> {
+        let [replicated, experts] = [(); 2].map(|()| Lane::Waiting(Vec::new()));
+        let mut group = Self { weights: Vec::new(), replicated, experts };
+        for (Wanted { param, copies }, way) in wanted {
+            let from = match (way, copies) {
+                (Way::There, _) => continue,
+                (Way::Alone, Copies::Products(to)) => Source::Made(param.products(cx, &to, &param.master)?),
+                (Way::Codes(codec), Copies::Products(to)) => {
+                    let amax = largest.remove(&param.name);
+                    group.put(param, Rows::Codes(param.own_codes(cx, &to, codec, amax)?))
+                }
+                (Way::Plain(dtype), _) => {
+                    param.meet(cx, copies)?;
+                    group.put(param, Rows::Plain(cx.cast(&param.master, dtype)?))
+                }
+                _ => {
+                    param.meet(cx, copies)?;
+                    Source::Here
+                }
+            };
+            group.weights.push(Weight { name: param.name.clone(), copies, from });
+        }
+        Ok(group)
+    }
+
+    fn put(&mut self, param: &Param<B>, rows: Rows<B>) -> Source<B> {
+        let lane = match param.placement {
+            Placement::Replicated => &mut self.replicated,
+            Placement::Experts(_) => &mut self.experts,
+        };
+        if let Lane::Waiting(cargo) = lane {
+            cargo.push(Cargo { slices: param.slices.clone(), rows });
+        }
+        Source::Coming(param.placement)
+    }
+
+    fn travels(&self) -> bool {
+        let is_empty = |lane: &Lane<B>| matches!(lane, Lane::Waiting(cargo) if cargo.is_empty());
+        !is_empty(&self.replicated) || !is_empty(&self.experts)
+    }
+
+    fn finish(self, cx: &Cx<'_, B>, mut params: Vec<&mut Param<B>>) -> Result<()> {
+        let mut replicated = self.replicated.wait(cx.b)?.into_iter();
+        let mut experts = self.experts.wait(cx.b)?.into_iter();
+        for Weight { name, copies, from } in self.weights {
+            let known = params.iter_mut().find(|param| param.name == name);
+            let param = known.ok_or_else(|| {
+                Error::shape("prepare", "parameter", &name, "one of the layer that is next to be prepared")
+            })?;
+            match from {
+                Source::Made(copies) => param.shadow = Some(copies),
+                Source::Here => param.take(cx, copies, Whole::Plain(param.plain()?.clone()))?,
+                Source::Coming(placement) => {
+                    let came = match placement {
+                        Placement::Replicated => replicated.next(),
+                        Placement::Experts(_) => experts.next(),
+                    };
+                    let missing =
+                        Error::Defect { place: "gathering", what: "fewer weights came than were sent" };
+                    param.take(cx, copies, came.ok_or(missing)?)?;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl<B: Kernels> Lane<B> {
+    /// Sends what has not been sent.
+    fn send(&mut self, cx: &Cx<'_, B>, replicas: &dyn Comm<B>) -> Result<()> {
+        if let Self::Waiting(cargo) = self
+            && !cargo.is_empty()
+        {
+            *self = Self::UnderWay(Shipment::begin(cx.b, replicas, cx.training, std::mem::take(cargo))?);
+        }
+        Ok(())
+    }
+
+    /// What has been sent, from all ranks.
+    fn wait(self, b: &B) -> Result<Vec<Whole<B>>> {
+        match self {
+            Self::Waiting(_) => Ok(Vec::new()),
+            Self::UnderWay(shipment) => shipment.wait(b),
+        }
+    }
+}
+
+/// Of the weights that travel as codes under a scale of the tensor, by their names, the largest magnitude of each matrix.
+fn largest<'a, B: Kernels + 'a>(
+    cx: &Cx<'_, B>,
+    wanted: impl Iterator<Item = &'a (Wanted<'a, B>, Way)>,
+) -> Result<BTreeMap<String, B::Buf<f32>>> {
+    // Those that meet on the same ranks, and are measured alike.
+    let mut alike: Vec<(Codec, Vec<&Param<B>>)> = Vec::new();
+    for (Wanted { param, .. }, way) in wanted {
+        let Way::Codes(codec) = *way else { continue };
+        if !codec.scale_kind().has_tensor_scale() {
+            continue;
+        }
+        let is_of_experts = |param: &Param<B>| matches!(param.placement, Placement::Experts(_));
+        let known = alike.iter_mut().find(|(of, params)| {
+            *of == codec && params.iter().all(|of| is_of_experts(of) == is_of_experts(param))
+        });
+        match known {
+            Some((_, params)) => params.push(param),
+            None => alike.push((codec, vec![param])),
+        }
+    }
+    let mut largest = BTreeMap::new();
+    for (codec, params) in alike {
+        let Some(replicas) = params.first().map(|param| param.replicas(cx.mesh)) else { continue };
+        let rows: Vec<(_, &Tensor<B>)> = params.iter().map(|param| (&param.slices, &param.master)).collect();
+        let found = codes::largest(cx.b, replicas, codec, &rows)?;
+        largest.extend(params.iter().map(|param| param.name.clone()).zip(found));
+    }
+    Ok(largest)
+}

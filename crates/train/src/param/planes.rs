@@ -1,0 +1,151 @@
+//! How the planes of a weight lie among the bytes that ranks send of it, and in the whole.
+
+use super::slices::{Piece, Slices};
+use nibble_core::formats::{BlockAxis, Codec};
+use nibble_core::{Kernels, Lines, Result};
+
+/// Parts of a copy: codes, scales, and a scale of the tensor for each row.
+pub(super) const PARTS: usize = 3;
+
+/// The rows of a weight as ranks send them: of each rank plane after plane, and of a plane the pieces of its slice.
+#[derive(Debug)]
+pub(super) struct PackedRows {
+    slices: Slices,
+    planes: Vec<PlaneBytes>,
+}
+
+impl PackedRows {
+    /// One plane, of values of so many bytes.
+    pub fn plain(slices: Slices, of_value: usize) -> Self {
+        let planes = vec![PlaneBytes { lines: 1, each: 1, bits: 8 * of_value * slices.cols() }];
+        Self { slices, planes }
+    }
+
+    /// [`PARTS`] planes of the weight as it stands; where it `is_twice` there, as many of it transposed.
+    pub fn codes(slices: Slices, codec: Codec, is_twice: bool) -> Self {
+        let axis = if codec.format().spec().tiles { BlockAxis::Tile } else { BlockAxis::Row };
+        let matrix = (slices.matrix_rows(), slices.cols());
+        let mut planes = upright(codec, axis, matrix).to_vec();
+        if is_twice {
+            planes.extend(transposed(codec, axis, matrix));
+        }
+        Self { slices, planes }
+    }
+
+    /// Whose they are.
+    pub fn slices(&self) -> &Slices {
+        &self.slices
+    }
+
+    /// How many a rank sends.
+    pub fn bytes(&self, rank: usize) -> usize {
+        let pieces = self.slices.pieces(rank);
+        self.planes.iter().flat_map(|plane| pieces.iter().map(|piece| plane.bytes_of(piece))).sum()
+    }
+
+    /// What this rank sends, in order: the number of a plane, that of a piece, and how many bytes.
+    pub fn mine(&self) -> Vec<(usize, usize, usize)> {
+        let pieces = self.slices.pieces(self.slices.rank());
+        let of_plane = |(number, plane): (usize, &PlaneBytes)| -> Vec<_> {
+            pieces.iter().enumerate().map(|(piece, of)| (number, piece, plane.bytes_of(of))).collect()
+        };
+        self.planes.iter().enumerate().flat_map(of_plane).collect()
+    }
+
+    /// Copies a plane, all ranks' rows of it, to where it lies in the whole, from where each rank's bytes begin among those that came.
+    ///
+    /// # Errors
+    /// From the backend.
+    pub fn unpack<B: Kernels>(
+        &self,
+        b: &B,
+        (came, starts): (&B::Buf<u8>, &[usize]),
+        number: usize,
+        to: &mut B::Buf<u8>,
+    ) -> Result<()> {
+        let (before, plane) = (&self.planes[..number], &self.planes[number]);
+        let matrix_rows = self.slices.matrix_rows();
+        for (rank, start) in starts.iter().enumerate() {
+            let pieces = self.slices.pieces(rank);
+            let all = |plane: &PlaneBytes| pieces.iter().map(|piece| plane.bytes_of(piece)).sum::<usize>();
+            let mut at = start + before.iter().map(all).sum::<usize>();
+            let Some(first) = pieces.first().filter(|_| all(plane) > 0) else { continue };
+            if plane.lines == 1 {
+                // Rows that follow each other there do so in the whole.
+                b.copy(came, at..at + all(plane), to, plane.first(first, matrix_rows))?;
+                continue;
+            }
+            for piece in &pieces {
+                let (line, width, bytes) = (plane.at(matrix_rows), plane.width(piece), plane.bytes_of(piece));
+                let first = plane.first(piece, matrix_rows);
+                if width == line {
+                    b.copy(came, at..at + bytes, to, first)?;
+                } else if width > 0 {
+                    let (from, into) = (Lines { first: at, stride: width }, Lines { first, stride: line });
+                    b.copy_lines((came, from), (to, into), (piece.matrices * plane.lines, width))?;
+                }
+                at += bytes;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// How a plane's bytes lie: of each matrix so many lines, and in each of these the rows of the weight one after the other.
+#[derive(Debug, Clone, Copy)]
+struct PlaneBytes {
+    /// Of a matrix.
+    lines: usize,
+    /// Rows that have bits together.
+    each: usize,
+    /// As many of a line.
+    bits: usize,
+}
+
+/// The parts of the weight as it stands: a matrix, of so many rows and columns, is one line.
+fn upright(codec: Codec, axis: BlockAxis, (_, cols): (usize, usize)) -> [PlaneBytes; PARTS] {
+    let (format, record) = (codec.format(), codec.scale_kind().bytes());
+    let each = if axis == BlockAxis::Tile { format.spec().block } else { 1 };
+    [
+        PlaneBytes { lines: 1, each: 1, bits: 8 * format.row_code_bytes(cols) },
+        PlaneBytes { lines: 1, each, bits: 8 * record * format.scales_per_row(cols) },
+        PlaneBytes { lines: 1, each: 1, bits: tensor_scale_bits(codec) },
+    ]
+}
+
+/// The same transposed: a line for each column, or row of tiles. The scales of the tensor, the same for all columns, are with a matrix's first row.
+fn transposed(codec: Codec, axis: BlockAxis, (rows, cols): (usize, usize)) -> [PlaneBytes; PARTS] {
+    let (format, record) = (codec.format(), codec.scale_kind().bytes());
+    let lines = if axis == BlockAxis::Tile { format.scales_per_row(cols) } else { cols };
+    [
+        PlaneBytes { lines: cols, each: 1, bits: format.spec().code_bits as usize },
+        PlaneBytes { lines, each: format.spec().block, bits: 8 * record },
+        PlaneBytes { lines: 1, each: rows.max(1), bits: cols * tensor_scale_bits(codec) },
+    ]
+}
+
+/// Of a row of a copy.
+fn tensor_scale_bits(codec: Codec) -> usize {
+    if codec.scale_kind().has_tensor_scale() { 8 * size_of::<f32>() } else { 0 }
+}
+
+impl PlaneBytes {
+    /// Where in a line a row begins that is the first of a tile, or of the next matrix.
+    fn at(&self, row: usize) -> usize {
+        (row.div_ceil(self.each) * self.bits).div_ceil(8)
+    }
+
+    /// Of each line what a piece has.
+    fn width(&self, piece: &Piece) -> usize {
+        self.at(piece.rows.end) - self.at(piece.rows.start)
+    }
+
+    fn bytes_of(&self, piece: &Piece) -> usize {
+        piece.matrices * self.lines * self.width(piece)
+    }
+
+    /// Where a piece begins among matrices of so many rows.
+    fn first(&self, piece: &Piece, matrix_rows: usize) -> usize {
+        piece.first * self.lines * self.at(matrix_rows) + self.at(piece.rows.start)
+    }
+}

@@ -1,0 +1,163 @@
+//! Rows of several weights that travel together, among the ranks that compute with them.
+
+use super::codes::{OfRank, unpacked};
+use super::planes::PackedRows;
+use super::slices::Slices;
+use nibble_core::formats::Codec;
+use nibble_core::{Comm, DType, Data, Kernels, Operand, Result, Tensor, Transfer};
+
+/// Where each rank's bytes begin among those that come: a multiple of this, so that NCCL moves whole words.
+const ALIGN: usize = 128;
+
+/// What this rank sends of a weight.
+#[derive(Debug)]
+pub(super) struct Cargo<B: Kernels> {
+    /// Which rank keeps which rows.
+    pub slices: Slices,
+    pub rows: Rows<B>,
+}
+
+/// A weight's rows on this rank.
+#[derive(Debug)]
+pub(super) enum Rows<B: Kernels> {
+    /// F32 or BF16.
+    Plain(Tensor<B>),
+    /// Quantized.
+    Codes(OfRank<B>),
+}
+
+/// All rows of a weight.
+#[derive(Debug)]
+pub(super) enum Whole<B: Kernels> {
+    /// In the type in which they travelled.
+    Plain(Tensor<B>),
+    /// As they stand, and transposed if that travelled.
+    Codes(Operand<B>, Option<Operand<B>>),
+}
+
+/// Rows of weights under way.
+#[derive(Debug)]
+pub(super) struct Shipment<B: Kernels> {
+    transfer: Transfer<B, B::Buf<u8>>,
+    weights: Vec<Coming>,
+}
+
+/// A weight of which all rows come.
+#[derive(Debug)]
+struct Coming {
+    packed: PackedRows,
+    form: Form,
+    /// Where each rank's bytes of it begin among those that come. None where these are the weight.
+    starts: Vec<usize>,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Form {
+    Plain(DType),
+    /// And whether the transposed copy comes too.
+    Codes(Codec, bool),
+}
+
+impl<B: Kernels> Shipment<B> {
+    /// Sends this rank's rows: in one message to each rank, unless that is of one plain weight, which comes to where it stays. Where a
+    /// backward pass will follow, quantized ones are sent transposed as well.
+    ///
+    /// # Errors
+    /// From the backend and other ranks.
+    pub fn begin(b: &B, replicas: &dyn Comm<B>, training: bool, cargo: Vec<Cargo<B>>) -> Result<Self> {
+        let mut weights: Vec<Coming> = cargo.iter().map(|cargo| Coming::of(cargo, training)).collect();
+        if let [Cargo { slices, rows: Rows::Plain(x) }] = &cargo[..] {
+            let each = value_bytes(x.dtype());
+            let into = b.alloc(slices.num_rows() * slices.cols() * each)?;
+            let transfer = replicas.begin_all_gather_parts(b, bytes_of(b, x)?, &slices.bytes(each), into)?;
+            return Ok(Self { transfer, weights });
+        }
+        let (mut parts, mut end) = (Vec::with_capacity(replicas.world()), 0usize);
+        for rank in 0..replicas.world() {
+            let start = end.next_multiple_of(ALIGN);
+            end = start;
+            for weight in &mut weights {
+                weight.starts.push(end);
+                end += weight.packed.bytes(rank);
+            }
+            let part = start..end;
+            parts.push(vec![part]);
+        }
+        let rank = replicas.rank();
+        let mut mine = b.alloc(weights.iter().map(|weight| weight.packed.bytes(rank)).sum())?;
+        let mut at = 0;
+        for (Cargo { rows, .. }, Coming { packed, .. }) in cargo.into_iter().zip(&weights) {
+            let bytes = packed.bytes(rank);
+            match rows {
+                Rows::Codes(rows) => rows.pack(b, packed, &mut mine, at)?,
+                Rows::Plain(x) if bytes > 0 => b.copy(&bytes_of(b, &x)?, 0..bytes, &mut mine, at)?,
+                Rows::Plain(_) => {}
+            }
+            at += bytes;
+        }
+        let transfer = replicas.begin_all_gather_parts(b, mine, &parts, b.alloc(end)?)?;
+        Ok(Self { transfer, weights })
+    }
+
+    /// All rows of each weight, in the order in which they were given.
+    ///
+    /// # Errors
+    /// From the backend and other ranks.
+    pub fn wait(self, b: &B) -> Result<Vec<Whole<B>>> {
+        let came = self.transfer.wait(b)?;
+        self.weights.iter().map(|weight| weight.whole(b, &came)).collect()
+    }
+}
+
+impl Coming {
+    fn of<B: Kernels>(Cargo { slices, rows }: &Cargo<B>, training: bool) -> Self {
+        let slices = slices.clone();
+        let (packed, form) = match rows {
+            Rows::Plain(x) => (PackedRows::plain(slices, value_bytes(x.dtype())), Form::Plain(x.dtype())),
+            Rows::Codes(rows) => {
+                (PackedRows::codes(slices, rows.codec, training), Form::Codes(rows.codec, training))
+            }
+        };
+        Self { packed, form, starts: Vec::new() }
+    }
+
+    fn whole<B: Kernels>(&self, b: &B, came: &B::Buf<u8>) -> Result<Whole<B>> {
+        let (slices, from) = (self.packed.slices(), (came, &self.starts[..]));
+        let dtype = match self.form {
+            Form::Codes(codec, is_twice) => {
+                let (w, wt) = unpacked(b, &self.packed, (codec, is_twice), from)?;
+                return Ok(Whole::Codes(w, wt));
+            }
+            Form::Plain(dtype) => dtype,
+        };
+        let (rows, cols) = (slices.num_rows(), slices.cols());
+        let bytes = match &self.starts[..] {
+            [] => came.clone(),
+            _ => {
+                let mut bytes = b.alloc(rows * cols * value_bytes(dtype))?;
+                self.packed.unpack(b, from, 0, &mut bytes)?;
+                bytes
+            }
+        };
+        let data = match dtype {
+            DType::F32 => Data::F32(b.reinterpret(&bytes)?),
+            DType::Bf16 => Data::Bf16(b.reinterpret(&bytes)?),
+        };
+        Ok(Whole::Plain(Tensor::new(data, rows, cols)?))
+    }
+}
+
+fn value_bytes(dtype: DType) -> usize {
+    match dtype {
+        DType::F32 => size_of::<f32>(),
+        DType::Bf16 => size_of::<u16>(),
+    }
+}
+
+/// A tensor's bytes, in its buffer.
+fn bytes_of<B: Kernels>(b: &B, x: &Tensor<B>) -> Result<B::Buf<u8>> {
+    match &x.data {
+        Data::F32(values) => b.reinterpret(values),
+        Data::Bf16(values) => b.reinterpret(values),
+    }
+}
