@@ -24,7 +24,7 @@ mod traffic;
 mod visible;
 
 pub use agreement::Agreement;
-pub use backend::{Backend, DeviceKind, Lines, MemoryStats, Plain, Room, ValueRun};
+pub use backend::{Backend, DeviceKind, LineCopy, Lines, MemoryStats, Plain, Room, ValueRun};
 pub use block_scaled::{BlockScaled, Operand, RowKind};
 pub use comm::{Axes, Comm, Mesh, MeshShape, Peers, SoloComm, Transfer, TreeSum};
 pub use error::{Error, Result, check_range, check_runs};

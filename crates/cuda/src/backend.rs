@@ -9,7 +9,7 @@ use crate::device::recording::Recording;
 use crate::driver::failed;
 use crate::measure::profile::Marks;
 use nibble_core::{
-    Backend, DeviceKind, Lines, MemoryStats, Plain, Result, Room, Traffic, ValueRun, check_range,
+    Backend, DeviceKind, LineCopy, Lines, MemoryStats, Plain, Result, Room, Traffic, ValueRun, check_range,
 };
 use std::fmt;
 use std::ops::Range;
@@ -168,6 +168,10 @@ impl Backend for Cuda {
         lines_and_len: (usize, usize),
     ) -> Result<()> {
         to.make_mut()?.copy_lines_from(into, (from.get(), of), lines_and_len)
+    }
+
+    fn copy_many(&self, from: &[Buf<u8>], to: &mut [Buf<u8>], copies: &[LineCopy]) -> Result<()> {
+        crate::ops::plain::copy_many::copy_many(self.device(), from, to, copies)
     }
 
     fn clear<T: Plain>(&self, buf: &mut Buf<T>) -> Result<()> {

@@ -2,7 +2,7 @@
 //! the output, how many values are wrong, and the first of them with its bits.
 
 use half::bf16;
-use nibble_core::{Agreement, Backend, Lines};
+use nibble_core::{Agreement, Backend, LineCopy, Lines};
 use std::fmt;
 
 /// A value whose bits can be compared.
@@ -219,6 +219,33 @@ pub fn assert_copies_lines<B: Backend>(b: &B) {
     b.copy_lines((&from, at(10, 0)), (&mut to, at(0, 0)), (1, 2)).unwrap();
     b.copy_lines((&from, at(99, 0)), (&mut to, at(99, 0)), (2, 0)).unwrap();
     assert_eq!(b.download(&to).unwrap(), [10, 11, 2, 0, 5, 6, 0, 9, 10]);
+    // Many at once, of and to several buffers, of every alignment.
+    let bytes =
+        |seed: u8, len: usize| (0..len).map(|i| (i as u8).wrapping_mul(31) ^ seed).collect::<Vec<u8>>();
+    let sources = [bytes(1, 5000), bytes(2, 40_000)].map(|bytes| b.upload(&bytes).unwrap());
+    let copies: Vec<LineCopy> = (0..150usize)
+        .map(|i| {
+            let (len, lines) = (1 + i * 7 % 64, 1 + i % 3);
+            let into = (i / 75, Lines { first: i % 75 * 256 + i % 2, stride: 70 });
+            LineCopy { from: (i % 2, at(i % 5 * 16, len + i % 4 * 16)), to: into, lines, len }
+        })
+        .chain([LineCopy::line((1, 16), (0, 19_200), 20_480), LineCopy::line((0, 0), (1, 39_999), 1)])
+        .collect();
+    let of = |together: bool| {
+        let mut to = [40_000, 40_000].map(|len| b.zeros::<u8>(len).unwrap());
+        match together {
+            true => b.copy_many(&sources, &mut to, &copies).unwrap(),
+            false => copies.iter().for_each(|copy| {
+                let (from, to) = copy.buffers(&sources, &mut to).unwrap();
+                b.copy_lines((from, copy.from.1), (to, copy.to.1), (copy.lines, copy.len)).unwrap();
+            }),
+        }
+        to.map(|to| b.download(&to).unwrap())
+    };
+    assert!(of(true) == of(false), "copies of many lines");
+    assert!(b.copy_many(&sources, &mut [], &copies[..1]).is_err(), "a buffer that is not there");
+    assert!(b.copy_many(&sources, &mut [b.zeros(9).unwrap()], &copies[..1]).is_ok());
+    assert!(b.copy_many(&sources, &mut [b.zeros(9).unwrap()], &[LineCopy::line((0, 0), (0, 1), 9)]).is_err());
     for (of, into, lines, why) in [
         (at(3, 4), at(0, 3), (3, 2), "3..13"),
         (at(0, 4), at(2, 3), (3, 2), "2..10"),

@@ -24,7 +24,7 @@ fn named(op: &str) -> Option<&'static str> {
         ("write", "arrive"),
         ("begin_download", "ask for counts"),
         ("finish_download", "know counts"),
-        ("quantize", "quantize"),
+        ("quantize_pack", "quantize"),
         ("gemm", "product"),
         ("grouped_gemm", "experts' product"),
         ("grouped_wgrad", "wgrad"),

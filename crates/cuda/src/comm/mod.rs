@@ -82,7 +82,12 @@ impl NcclComm {
         Ok(Axes {
             all: of((0..shape.ranks()).collect(), rank, all, Some(Over::All)),
             ep: of(shape.replica(d), e, Arc::new(peers.ep.clone()), None),
-            dp: of(shape.same_experts(e), d, Arc::new(peers.dp.clone()), Some(Over::Replicas)),
+            dp: of(
+                shape.same_experts(e),
+                d,
+                Arc::new(peers.dp.clone()),
+                (shape.dp > 1).then_some(Over::Replicas),
+            ),
         })
     }
 

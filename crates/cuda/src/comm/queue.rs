@@ -4,7 +4,7 @@ use crate::Device;
 use crate::comm::Sums;
 use crate::comm::nccl::{Handle, Message, Nccl, Sum, UniqueId};
 use crate::device::event::Event;
-use crate::driver::named;
+use crate::driver::{check, named};
 use cudarc::driver::{result, sys};
 use nibble_core::{Error, MeshShape, Peers, Result};
 use std::collections::VecDeque;
@@ -105,8 +105,7 @@ impl Queue {
         let nccl = Nccl::found().map_err(|why| Error::Device { call: "loading NCCL".into(), why })?;
         let id = meet(device, &*peers, nccl)?;
         device.stream()?;
-        let stream = result::stream::create(result::stream::StreamKind::NonBlocking);
-        let stream = named("cuStreamCreate", stream)?;
+        let stream = urgent_stream()?;
         let connecting =
             Connecting { nccl, device: device.clone(), stream, id, rank: peers.rank(), shape, sums };
         let handles = connecting.run(&*peers, deadline)?;
@@ -350,6 +349,19 @@ impl Inner {
 
 fn late_messages(deadline: Duration) -> String {
     format!("messages have not arrived within {} s: a rank does not go on", deadline.as_secs())
+}
+
+/// A stream whose kernels come before those of others that wait for a multiprocessor: else messages would set out only when the products have been
+/// computed that were to hide them. For the current context.
+fn urgent_stream() -> Result<sys::CUstream> {
+    let (mut least, mut greatest, mut stream) = (0, 0, std::ptr::null_mut());
+    let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+    // SAFETY: each call writes what it is given places for.
+    unsafe {
+        check("cuCtxGetStreamPriorityRange", sys::cuCtxGetStreamPriorityRange(&mut least, &mut greatest))?;
+        check("cuStreamCreateWithPriority", sys::cuStreamCreateWithPriority(&mut stream, flags, greatest))?;
+    }
+    Ok(stream)
 }
 
 /// The first meeting of all ranks in NCCL.

@@ -82,6 +82,7 @@ pub fn instances() -> Vec<Instance> {
         vocabulary::embed::instances(),
         norm::rms_norm::instances(),
         plain::row_tree::instances(),
+        plain::copy_many::instances(),
         attention::attention_decode::instances(),
         norm::norm_rope::instances(),
         norm::rope::instances(),

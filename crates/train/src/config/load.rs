@@ -8,8 +8,8 @@ use toml::{Table, Value};
 use super::asked::Written;
 use super::preset::{preset, preset_names};
 use super::{
-    Balance, CheckpointConfig, Config, DataConfig, ModelConfig, RANDOM, RunConfig, SYNTHETIC, TrainConfig,
-    foreign,
+    Balance, CheckpointConfig, Config, DataConfig, ModelConfig, RANDOM, Reductions, RunConfig, SYNTHETIC,
+    TrainConfig, foreign,
 };
 use crate::data::{BYTE_VOCAB, SYNTHETIC_VOCAB};
 use crate::error::{Error, Result};
@@ -139,7 +139,8 @@ impl Config {
         let data = DataConfig { bytes: true, ..DataConfig::default() };
         let model = ModelConfig { balance: Balance::Batch, ..ModelConfig::default() };
         let train = TrainConfig { expert_shards: 2, combine: Some(Combine::Tree), ..TrainConfig::default() };
-        let run = RunConfig { dp: 2, capacity_factor: 2.0, ..RunConfig::default() };
+        let run =
+            RunConfig { dp: 2, capacity_factor: 2.0, reductions: Reductions::Nccl, ..RunConfig::default() };
         let checkpoint = CheckpointConfig { file_mib: 1, ..CheckpointConfig::default() };
         Self { data, model, train, run, checkpoint, ..Self::default() }
     }

@@ -8,7 +8,7 @@ use nibble_core::formats::Codec;
 use nibble_core::ops::{
     Counts, Delayed, Emitted, Found, MeasureAmax, Planes, Quantize, Transpose, weight_planes,
 };
-use nibble_core::{BlockScaled, Comm, Data, Error, Kernels, Operand, Result, Tensor};
+use nibble_core::{BlockScaled, Comm, Data, Error, Kernels, LineCopy, Operand, Result, Tensor};
 use std::ops::Range;
 
 /// Whether the codes of a slice are those of the same rows of the whole weight, in both copies: no block reaches over the end of a tile. (A scale of
@@ -79,18 +79,26 @@ impl<B: Kernels> OfRank<B> {
         Ok(vec![Emitted { rows: None, cols: None, counts: Some(Counts::zeros(b)?), found }])
     }
 
-    /// Copies them to where they lie among the bytes that this rank sends.
-    pub fn pack(&self, b: &B, packed: &PackedRows, mine: &mut B::Buf<u8>, mut at: usize) -> Result<()> {
+    /// How they get to where they lie among the bytes that this rank sends, from the buffers that are added to `from`.
+    pub fn pack(
+        &self,
+        b: &B,
+        packed: &PackedRows,
+        mut at: usize,
+        from: &mut Vec<B::Buf<u8>>,
+    ) -> Result<Vec<LineCopy>> {
+        let mut copies = Vec::new();
         for (plane, piece, bytes) in packed.mine() {
             let made = self.pieces.get(piece).map(|made| if plane < PARTS { &made.rows } else { &made.cols });
             let missing = || Error::shape("prepare", "planes", "one", "both");
             let copy = made.and_then(Option::as_ref).ok_or_else(missing)?;
             if bytes > 0 {
-                b.copy(&part(b, copy.block("prepare")?, plane % PARTS)?, 0..bytes, mine, at)?;
+                copies.push(LineCopy::line((from.len(), 0), (0, at), bytes));
+                from.push(part(b, copy.block("prepare")?, plane % PARTS)?);
             }
             at += bytes;
         }
-        Ok(())
+        Ok(copies)
     }
 }
 
@@ -99,23 +107,38 @@ pub(super) fn unpacked<B: Kernels>(
     b: &B,
     packed: &PackedRows,
     (codec, is_twice): (Codec, bool),
-    came: (&B::Buf<u8>, &[usize]),
+    (came, starts): (&B::Buf<u8>, &[usize]),
 ) -> Result<(Operand<B>, Option<Operand<B>>)> {
     let slices = packed.slices();
     let sizes = (slices.num_rows(), slices.cols(), slices.stack());
     let mut whole = weight_planes(b, (codec.format(), codec.rule()), sizes)?.to_vec();
     // Nobody reads the other.
     whole.truncate(if is_twice { 2 } else { 1 });
+    // The buffers are taken out while they are written, as one with two handles would be copied.
+    let (mut to, mut copies) = (Vec::new(), Vec::new());
     for (copy, whole) in whole.iter_mut().enumerate() {
-        let fill = |part: usize, to: &mut B::Buf<u8>| packed.unpack(b, came, copy * PARTS + part, to);
-        fill(0, &mut whole.codes)?;
-        fill(1, &mut whole.scales)?;
-        let Some(of_rows) = whole.tensor_scale.take() else { continue };
-        let mut bytes = b.reinterpret(&of_rows)?;
-        // Else the bytes were shared, and copied before they are written.
-        drop(of_rows);
-        fill(2, &mut bytes)?;
-        whole.tensor_scale = Some(b.reinterpret(&bytes)?);
+        let nothing = || b.alloc(0);
+        let mut parts = vec![
+            std::mem::replace(&mut whole.codes, nothing()?),
+            std::mem::replace(&mut whole.scales, nothing()?),
+        ];
+        if let Some(of_rows) = whole.tensor_scale.take() {
+            parts.push(b.reinterpret(&of_rows)?);
+        }
+        for (number, part) in parts.into_iter().enumerate() {
+            copies.extend(packed.unpack(starts, copy * PARTS + number, to.len()));
+            to.push(part);
+        }
+    }
+    b.copy_many(std::slice::from_ref(came), &mut to, &copies)?;
+    let each = to.len() / whole.len().max(1);
+    let mut written = to.into_iter();
+    for whole in &mut whole {
+        let mut parts = written.by_ref().take(each);
+        let missing = || Error::Defect { place: "prepare", what: "a copy of a weight lacks a plane" };
+        whole.codes = parts.next().ok_or_else(missing)?;
+        whole.scales = parts.next().ok_or_else(missing)?;
+        whole.tensor_scale = parts.next().map(|bytes| b.reinterpret(&bytes)).transpose()?;
     }
     let mut whole = whole.into_iter().map(Operand::Block);
     let w = whole.next().ok_or_else(|| Error::shape("prepare", "planes", "none", "one or both"))?;

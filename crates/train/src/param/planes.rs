@@ -2,7 +2,7 @@
 
 use super::slices::{Piece, Slices};
 use nibble_core::formats::{BlockAxis, Codec};
-use nibble_core::{Kernels, Lines, Result};
+use nibble_core::{LineCopy, Lines};
 
 /// Parts of a copy: codes, scales, and a scale of the tensor for each row.
 pub(super) const PARTS: usize = 3;
@@ -52,19 +52,12 @@ impl PackedRows {
         self.planes.iter().enumerate().flat_map(of_plane).collect()
     }
 
-    /// Copies a plane, all ranks' rows of it, to where it lies in the whole, from where each rank's bytes begin among those that came.
-    ///
-    /// # Errors
-    /// From the backend.
-    pub fn unpack<B: Kernels>(
-        &self,
-        b: &B,
-        (came, starts): (&B::Buf<u8>, &[usize]),
-        number: usize,
-        to: &mut B::Buf<u8>,
-    ) -> Result<()> {
+    /// How a plane, all ranks' rows of it, gets to where it lies in the whole, the buffer of this number, from where each rank's bytes begin among those
+    /// that came, in the first buffer.
+    pub fn unpack(&self, starts: &[usize], number: usize, to: usize) -> Vec<LineCopy> {
         let (before, plane) = (&self.planes[..number], &self.planes[number]);
         let matrix_rows = self.slices.matrix_rows();
+        let mut copies = Vec::new();
         for (rank, start) in starts.iter().enumerate() {
             let pieces = self.slices.pieces(rank);
             let all = |plane: &PlaneBytes| pieces.iter().map(|piece| plane.bytes_of(piece)).sum::<usize>();
@@ -72,22 +65,23 @@ impl PackedRows {
             let Some(first) = pieces.first().filter(|_| all(plane) > 0) else { continue };
             if plane.lines == 1 {
                 // Rows that follow each other there do so in the whole.
-                b.copy(came, at..at + all(plane), to, plane.first(first, matrix_rows))?;
+                copies.push(LineCopy::line((0, at), (to, plane.first(first, matrix_rows)), all(plane)));
                 continue;
             }
             for piece in &pieces {
                 let (line, width, bytes) = (plane.at(matrix_rows), plane.width(piece), plane.bytes_of(piece));
                 let first = plane.first(piece, matrix_rows);
                 if width == line {
-                    b.copy(came, at..at + bytes, to, first)?;
+                    copies.push(LineCopy::line((0, at), (to, first), bytes));
                 } else if width > 0 {
                     let (from, into) = (Lines { first: at, stride: width }, Lines { first, stride: line });
-                    b.copy_lines((came, from), (to, into), (piece.matrices * plane.lines, width))?;
+                    let lines = piece.matrices * plane.lines;
+                    copies.push(LineCopy { from: (0, from), to: (to, into), lines, len: width });
                 }
                 at += bytes;
             }
         }
-        Ok(())
+        copies
     }
 }
 

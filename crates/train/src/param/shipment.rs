@@ -4,7 +4,7 @@ use super::codes::{OfRank, unpacked};
 use super::planes::PackedRows;
 use super::slices::Slices;
 use nibble_core::formats::Codec;
-use nibble_core::{Comm, DType, Data, Kernels, Operand, Result, Tensor, Transfer};
+use nibble_core::{Comm, DType, Data, Kernels, LineCopy, Operand, Result, Tensor, Transfer};
 
 /// Where each rank's bytes begin among those that come: a multiple of this, so that NCCL moves whole words.
 const ALIGN: usize = 128;
@@ -84,17 +84,24 @@ impl<B: Kernels> Shipment<B> {
             parts.push(vec![part]);
         }
         let rank = replicas.rank();
-        let mut mine = b.alloc(weights.iter().map(|weight| weight.packed.bytes(rank)).sum())?;
-        let mut at = 0;
+        let mine = b.alloc(weights.iter().map(|weight| weight.packed.bytes(rank)).sum())?;
+        let (mut from, mut copies, mut at) = (Vec::new(), Vec::new(), 0);
         for (Cargo { rows, .. }, Coming { packed, .. }) in cargo.into_iter().zip(&weights) {
             let bytes = packed.bytes(rank);
             match rows {
-                Rows::Codes(rows) => rows.pack(b, packed, &mut mine, at)?,
-                Rows::Plain(x) if bytes > 0 => b.copy(&bytes_of(b, &x)?, 0..bytes, &mut mine, at)?,
+                Rows::Codes(rows) => copies.extend(rows.pack(b, packed, at, &mut from)?),
+                Rows::Plain(x) if bytes > 0 => {
+                    copies.push(LineCopy::line((from.len(), 0), (0, at), bytes));
+                    from.push(bytes_of(b, &x)?);
+                }
                 Rows::Plain(_) => {}
             }
             at += bytes;
         }
+        let mut mine = [mine];
+        b.copy_many(&from, &mut mine, &copies)?;
+        drop(from);
+        let [mine] = mine;
         let transfer = replicas.begin_all_gather_parts(b, mine, &parts, b.alloc(end)?)?;
         Ok(Self { transfer, weights })
     }
@@ -122,10 +129,10 @@ impl Coming {
     }
 
     fn whole<B: Kernels>(&self, b: &B, came: &B::Buf<u8>) -> Result<Whole<B>> {
-        let (slices, from) = (self.packed.slices(), (came, &self.starts[..]));
+        let slices = self.packed.slices();
         let dtype = match self.form {
             Form::Codes(codec, is_twice) => {
-                let (w, wt) = unpacked(b, &self.packed, (codec, is_twice), from)?;
+                let (w, wt) = unpacked(b, &self.packed, (codec, is_twice), (came, &self.starts))?;
                 return Ok(Whole::Codes(w, wt));
             }
             Form::Plain(dtype) => dtype,
@@ -134,8 +141,10 @@ impl Coming {
         let bytes = match &self.starts[..] {
             [] => came.clone(),
             _ => {
-                let mut bytes = b.alloc(rows * cols * value_bytes(dtype))?;
-                self.packed.unpack(b, from, 0, &mut bytes)?;
+                let mut bytes = [b.alloc(rows * cols * value_bytes(dtype))?];
+                let copies = self.packed.unpack(&self.starts, 0, 0);
+                b.copy_many(std::slice::from_ref(came), &mut bytes, &copies)?;
+                let [bytes] = bytes;
                 bytes
             }
         };
