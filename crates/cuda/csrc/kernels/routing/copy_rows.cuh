@@ -100,8 +100,9 @@ template <typename T>
 __device__ __forceinline__ void copy_narrow(const RowPlane& plane, RowMove move, RowLanes at) {
     const T* const in = reinterpret_cast<const T*>(plane.in + move.from * plane.in_stride);
     T* const out = reinterpret_cast<T*>(plane.out + move.to * plane.out_stride);
+    constexpr u32 kOfPad = 4 / sizeof(T);  // a pad is a word, which units of it make up
     for (u32 unit = at.lane; unit < plane.bytes / sizeof(T); unit += at.lanes)
-        out[unit] = move.present ? __ldg(in + unit) : T(plane.pad);
+        out[unit] = move.present ? __ldg(in + unit) : T(plane.pad >> (unit % kOfPad * 8 * sizeof(T)));
 }
 
 __device__ __forceinline__ void copy_narrow(const RowPlane& plane, RowMove move, RowLanes at) {
