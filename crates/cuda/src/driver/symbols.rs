@@ -51,6 +51,7 @@ pub(crate) const DRIVER: &[Call] = &[
     ("result::mem_get_info", "cuMemGetInfo_v2"),
     ("result::memcpy_dtod_async", "cuMemcpyDtoDAsync_v2"),
     ("result::memset_d8_async", "cuMemsetD8Async"),
+    ("sys::cuCtxGetStreamPriorityRange", "cuCtxGetStreamPriorityRange"),
     ("sys::cuDriverGetVersion", "cuDriverGetVersion"),
     ("sys::cuFuncGetParamInfo", "cuFuncGetParamInfo"),
     ("sys::cuGetErrorString", "cuGetErrorString"),
@@ -68,6 +69,7 @@ pub(crate) const DRIVER: &[Call] = &[
     ("sys::cuMemcpyHtoDAsync_v2", "cuMemcpyHtoDAsync_v2"),
     ("sys::cuOccupancyMaxActiveClusters", "cuOccupancyMaxActiveClusters"),
     ("sys::cuPointerGetAttribute", "cuPointerGetAttribute"),
+    ("sys::cuStreamCreateWithPriority", "cuStreamCreateWithPriority"),
     ("sys::cuStreamEndCapture", "cuStreamEndCapture"),
     ("sys::cuTensorMapEncodeTiled", "cuTensorMapEncodeTiled"),
 ];
