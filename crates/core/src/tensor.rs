@@ -117,6 +117,29 @@ impl<B: Backend> Tensor<B> {
         Ok(Self { data, rows, cols })
     }
 
+    /// The tensor whose elements' bytes these are, in the same buffer.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] unless they are those of `rows · cols` elements.
+    pub fn of_bytes(b: &B, bytes: &B::Buf<u8>, dtype: DType, (rows, cols): (usize, usize)) -> Result<Self> {
+        let data = match dtype {
+            DType::F32 => Data::F32(b.reinterpret(bytes)?),
+            DType::Bf16 => Data::Bf16(b.reinterpret(bytes)?),
+        };
+        Self::new(data, rows, cols)
+    }
+
+    /// The elements' bytes, in the same buffer.
+    ///
+    /// # Errors
+    /// From the backend.
+    pub fn as_bytes(&self, b: &B) -> Result<B::Buf<u8>> {
+        match &self.data {
+            Data::F32(values) => b.reinterpret(values),
+            Data::Bf16(values) => b.reinterpret(values),
+        }
+    }
+
     /// The element type.
     pub fn dtype(&self) -> DType {
         match self.data {

@@ -2,35 +2,13 @@
 
 mod rig;
 
-use nibble_core::{Axes, Backend as _, DType, MeshShape, Recipe, Result};
-use nibble_cpu::{Cpu, HostComm};
+use nibble_core::{Backend as _, DType, MeshShape, Recipe};
+use nibble_cpu::Cpu;
 use nibble_train::cx::{Cx, ExpertParts};
 use nibble_train::model::Decoder;
 use nibble_train::param::GradientPlan;
 use nibble_train::trainer::Trainer;
-use rig::{Call, FOUR_PARTS, Hook, Hooked, on_axes, rank_cx, small};
-use std::sync::{Arc, Mutex};
-
-/// The calls of a rank along all axes, in order: axis and name.
-type Log = Arc<Mutex<Vec<(&'static str, &'static str)>>>;
-
-#[derive(Debug)]
-struct Noted {
-    axis: &'static str,
-    log: Log,
-}
-
-impl Hook for Noted {
-    fn before(&self, call: Call) -> Result<()> {
-        self.log.lock().unwrap().push((self.axis, call.name));
-        Ok(())
-    }
-}
-
-fn noted(axes: Axes<HostComm>) -> (Axes<Hooked<Noted>>, Log) {
-    let log = Log::default();
-    (Hooked::axes(axes, |axis| Noted { axis, log: log.clone() }), log)
-}
+use rig::{Call, FOUR_PARTS, noted, on_axes, rank_cx, small};
 
 const BEGIN: &str = "begin_all_gather_parts";
 

@@ -166,7 +166,7 @@ impl Config {
 
     /// The keys in which `self` differs from `earlier` and that decide the numbers of a run, each as
     /// `key: earlier → now`. Tables `eval`, `checkpoint` and `run` are left out, and `train.recompute`: they change what is
-    /// reported and how fast, never a weight; so is `train.combine` where `self` does not say it. A resumed run should refuse when this is not empty.
+    /// reported and how fast, never a weight, unless NCCL sums (`run.reductions`), which keeps no bits at all; so is `train.combine` where `self` does not say it. A resumed run should refuse when this is not empty.
     ///
     /// # Errors
     /// As [`Config::resolved_toml`].

@@ -33,7 +33,7 @@ pub use preset::{preset, preset_names};
 pub use validate::MOST_THREADS;
 
 /// Everything that decides a run. Two runs with equal configurations and equal data end with equal weights, whatever
-/// `run` says, on one kind of device: products on a GPU and on a CPU differ in their last bits. (`train.combine` is equal where it was decided
+/// `run` says (but for `run.reductions = "nccl"`, which keeps no bits), on one kind of device: products on a GPU and on a CPU differ in their last bits. (`train.combine` is equal where it was decided
 /// alike: [`Config::begun_on`].)
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]

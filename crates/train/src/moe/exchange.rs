@@ -17,8 +17,8 @@ use nibble_core::ops::{
 };
 use nibble_core::recipe::Precision;
 use nibble_core::{
-    DType, Data, Error, ExchangeRoom, Groups, Kernels, Leg, Operand, PendingRows, PermuteMap, Result,
-    RowKind, RowPlan, Tensor, Transfer, round_up,
+    DType, Error, ExchangeRoom, Groups, Kernels, Leg, Operand, PendingRows, PermuteMap, Result, RowKind,
+    RowPlan, Tensor, Transfer, round_up,
 };
 use serde::{Deserialize, Serialize};
 
@@ -463,15 +463,14 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         // A row for each token that arrived, in that order: rank by rank, as they go back. So they need no index, and no room between them.
         let sums = tree.sum(b, rows_rd.plain("combine")?, None, self.top_k)?;
         drop(rows_rd);
-        let sent = match &sums.data {
-            Data::F32(values) => b.reinterpret(values)?,
-            Data::Bf16(values) => b.reinterpret(values)?,
-        };
+        let sent = sums.as_bytes(b)?;
         let (dtype, cols) = (sums.dtype(), sums.cols);
         drop(sums);
         let bytes = self.begin(sent, &wire.rows, (Leg::TokensBack, cols * dtype.size_bytes()))?;
         let rows = wire.rows.capacity(Leg::TokensBack);
-        Ok(Transfer::new(move |b| as_rows(b, &bytes.wait(b)?, dtype, (rows, cols)).map(Operand::Plain)))
+        Ok(Transfer::new(move |b| {
+            Tensor::of_bytes(b, &bytes.wait(b)?, dtype, (rows, cols)).map(Operand::Plain)
+        }))
     }
 
     /// Waits for the rows of each token and sums them, in the order that [`Combine`] says: `[t, d]`; adds `plus_td` to that. Rows in blocks are
@@ -533,21 +532,7 @@ fn unpacked<B: Kernels>(b: &B, bytes: &B::Buf<u8>, kind: RowKind, rows: usize) -
         return UnpackRows { bytes, kind }.run(b);
     }
     // Nothing lies between the rows: they are what came.
-    as_rows(b, bytes, dtype, (rows, kind.cols)).map(Operand::Plain)
-}
-
-/// Bytes that are rows one behind the other.
-fn as_rows<B: Kernels>(
-    b: &B,
-    bytes: &B::Buf<u8>,
-    dtype: DType,
-    (rows, cols): (usize, usize),
-) -> Result<Tensor<B>> {
-    let data = match dtype {
-        DType::F32 => Data::F32(b.reinterpret(bytes)?),
-        DType::Bf16 => Data::Bf16(b.reinterpret(bytes)?),
-    };
-    Tensor::new(data, rows, cols)
+    Tensor::of_bytes(b, bytes, dtype, (rows, kind.cols)).map(Operand::Plain)
 }
 
 mod traffic;

@@ -4,7 +4,7 @@ use super::codes::{OfRank, unpacked};
 use super::planes::PackedRows;
 use super::slices::Slices;
 use nibble_core::formats::Codec;
-use nibble_core::{Comm, DType, Data, Kernels, LineCopy, Operand, Result, Tensor, Transfer};
+use nibble_core::{Comm, DType, Kernels, LineCopy, Operand, Result, Tensor, Transfer};
 
 /// Where each rank's bytes begin among those that come: a multiple of this, so that NCCL moves whole words.
 const ALIGN: usize = 128;
@@ -67,9 +67,9 @@ impl<B: Kernels> Shipment<B> {
     pub fn begin(b: &B, replicas: &dyn Comm<B>, training: bool, cargo: Vec<Cargo<B>>) -> Result<Self> {
         let mut weights: Vec<Coming> = cargo.iter().map(|cargo| Coming::of(cargo, training)).collect();
         if let [Cargo { slices, rows: Rows::Plain(x) }] = &cargo[..] {
-            let each = value_bytes(x.dtype());
+            let each = x.dtype().size_bytes();
             let into = b.alloc(slices.num_rows() * slices.cols() * each)?;
-            let transfer = replicas.begin_all_gather_parts(b, bytes_of(b, x)?, &slices.bytes(each), into)?;
+            let transfer = replicas.begin_all_gather_parts(b, x.as_bytes(b)?, &slices.bytes(each), into)?;
             return Ok(Self { transfer, weights });
         }
         let (mut parts, mut end) = (Vec::with_capacity(replicas.world()), 0usize);
@@ -92,7 +92,7 @@ impl<B: Kernels> Shipment<B> {
                 Rows::Codes(rows) => copies.extend(rows.pack(b, packed, at, &mut from)?),
                 Rows::Plain(x) if bytes > 0 => {
                     copies.push(LineCopy::line((from.len(), 0), (0, at), bytes));
-                    from.push(bytes_of(b, &x)?);
+                    from.push(x.as_bytes(b)?);
                 }
                 Rows::Plain(_) => {}
             }
@@ -120,7 +120,7 @@ impl Coming {
     fn of<B: Kernels>(Cargo { slices, rows }: &Cargo<B>, training: bool) -> Self {
         let slices = slices.clone();
         let (packed, form) = match rows {
-            Rows::Plain(x) => (PackedRows::plain(slices, value_bytes(x.dtype())), Form::Plain(x.dtype())),
+            Rows::Plain(x) => (PackedRows::plain(slices, x.dtype().size_bytes()), Form::Plain(x.dtype())),
             Rows::Codes(rows) => {
                 (PackedRows::codes(slices, rows.codec, training), Form::Codes(rows.codec, training))
             }
@@ -141,32 +141,13 @@ impl Coming {
         let bytes = match &self.starts[..] {
             [] => came.clone(),
             _ => {
-                let mut bytes = [b.alloc(rows * cols * value_bytes(dtype))?];
+                let mut bytes = [b.alloc(rows * cols * dtype.size_bytes())?];
                 let copies = self.packed.unpack(&self.starts, 0, 0);
                 b.copy_many(std::slice::from_ref(came), &mut bytes, &copies)?;
                 let [bytes] = bytes;
                 bytes
             }
         };
-        let data = match dtype {
-            DType::F32 => Data::F32(b.reinterpret(&bytes)?),
-            DType::Bf16 => Data::Bf16(b.reinterpret(&bytes)?),
-        };
-        Ok(Whole::Plain(Tensor::new(data, rows, cols)?))
-    }
-}
-
-fn value_bytes(dtype: DType) -> usize {
-    match dtype {
-        DType::F32 => size_of::<f32>(),
-        DType::Bf16 => size_of::<u16>(),
-    }
-}
-
-/// A tensor's bytes, in its buffer.
-fn bytes_of<B: Kernels>(b: &B, x: &Tensor<B>) -> Result<B::Buf<u8>> {
-    match &x.data {
-        Data::F32(values) => b.reinterpret(values),
-        Data::Bf16(values) => b.reinterpret(values),
+        Ok(Whole::Plain(Tensor::of_bytes(b, &bytes, dtype, (rows, cols))?))
     }
 }

@@ -3,7 +3,7 @@
 use super::Trainer;
 use super::collect::kept_by;
 use super::pieces::PIECE;
-use crate::checkpoint::{Checkpoint, Position, Tensors, hexadecimal};
+use crate::checkpoint::{Checkpoint, Position, Tensors, hexadecimal, little_endian};
 use crate::delayed::{DelayedRecords, History};
 use crate::error::{Error, Result};
 use crate::family::Named;
@@ -143,11 +143,7 @@ impl<B: Kernels> Trainer<'_, B> {
         for param in self.rank.model.params() {
             let values = gather(b, mesh, param, &param.master)?;
             sha.update(param.name.as_bytes());
-            if cfg!(target_endian = "little") {
-                sha.update(bytemuck::cast_slice::<f32, u8>(&values));
-            } else {
-                values.iter().for_each(|value| sha.update(value.to_le_bytes()));
-            }
+            sha.update(little_endian(&values));
         }
         mesh.all.check()?;
         Ok(hexadecimal(&sha.finalize()))

@@ -4,7 +4,7 @@ use nibble_core::{Axes, Backend, Comm, MeshShape, Result, Traffic, Transfer, Tre
 use nibble_cpu::{Buf, Cpu, HostComm};
 use std::fmt::Debug;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// A call of a collective.
@@ -44,6 +44,29 @@ pub trait Hook: Debug + Send + Sync {
     fn waited(&self) -> Option<Duration> {
         None
     }
+}
+
+/// The calls of a rank along all axes, in order: axis and name.
+pub type CallLog = Arc<Mutex<Vec<(&'static str, &'static str)>>>;
+
+/// Notes each call.
+#[derive(Debug)]
+pub struct Noted {
+    axis: &'static str,
+    log: CallLog,
+}
+
+impl Hook for Noted {
+    fn before(&self, call: Call) -> Result<()> {
+        self.log.lock().unwrap().push((self.axis, call.name));
+        Ok(())
+    }
+}
+
+/// A rank's communicators whose calls are noted, and where.
+pub fn noted(axes: Axes<HostComm>) -> (Axes<Hooked<Noted>>, CallLog) {
+    let log = CallLog::default();
+    (Hooked::axes(axes, |axis| Noted { axis, log: log.clone() }), log)
 }
 
 /// A rank's communicator with a hook around each call that is about values.

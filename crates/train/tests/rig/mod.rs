@@ -4,7 +4,7 @@
 
 mod comm;
 
-pub use comm::{Call, Hook, Hooked, on_axes};
+pub use comm::{Call, CallLog, Hook, Hooked, noted, on_axes};
 
 use nibble_core::formats::{Purpose, Stream, fnv1a32};
 use nibble_core::{Comm, DType, Kernels, Mesh, MeshShape, Recipe, SoloComm, Tensor};

@@ -3,7 +3,7 @@
 use crate::experts::chosen;
 use nibble_core::ops::{Cast, CombineSlots, InitNormal, PackRows, UnpackPermute};
 use nibble_core::recipe::{LayerKind, Precision, Site};
-use nibble_core::{DType, Data, Error, Kernels, Leg, Mesh, Operand, Recipe, Result, RowKind, Tensor};
+use nibble_core::{DType, Error, Kernels, Leg, Mesh, Operand, Recipe, Result, RowKind, Tensor};
 use nibble_formats::{Purpose, Stream};
 use nibble_train::cx::{Cx, Place, Shards};
 use nibble_train::moe::{Exchange, Outgoing, Plan, Wire};
@@ -328,8 +328,8 @@ impl<'p, 'a, B: Kernels> Stages<'p, 'a, B> {
             }
             Way::Combine => {
                 // Nothing lies between plain rows.
-                let data = Data::Bf16(b.reinterpret(&self.arrived)?);
-                let rows = &Tensor::new(data, B::len(&self.arrived) / kind.row_bytes(), kind.cols)?;
+                let shape = (B::len(&self.arrived) / kind.row_bytes(), kind.cols);
+                let rows = &Tensor::of_bytes(b, &self.arrived, DType::Bf16, shape)?;
                 let index = Some(&self.planned.wire()?.slot_place);
                 CombineSlots { rows, index, plus: None, top_k: 1 }.run(b).map(Operand::Plain)
             }
