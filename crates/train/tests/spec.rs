@@ -7,7 +7,7 @@ use nibble_core::Comm;
 use nibble_cpu::{Cpu, HostComm};
 use nibble_train::checkpoint::{Checkpoint, Store};
 use nibble_train::config::{Config, ModelConfig};
-use nibble_train::family::{Family, Named};
+use nibble_train::family::{Family, Named, Rows};
 use nibble_train::param::Placement;
 use nibble_train::spec::{ModelSpec, ParamSpec};
 use nibble_train::trainer::Trainer;
@@ -77,15 +77,28 @@ impl Family for MadeUp {
         true
     }
 
-    fn tensors(&self, param: &ParamSpec) -> Vec<Named> {
-        let (rows, cols) = param.shape();
-        let shape = match param.experts {
-            Some(experts) => vec![experts.value, rows, cols],
-            None if rows == 1 => vec![cols],
-            None => vec![rows, cols],
-        };
-        let name = param.id.replace("model.layers.", "h").replace("self_attn", "attn");
-        vec![Named { name: name.trim_end_matches(".weight").to_owned(), first_row: 0, shape }]
+    /// Two linear layers' rows in one tensor, those of the second from the last to the first.
+    fn tensors(&self, model: &ModelSpec) -> Vec<Named> {
+        let mut all: Vec<Named> = Vec::new();
+        for (number, param) in model.params().enumerate() {
+            let (rows, cols) = param.shape();
+            if param.id.ends_with("v_proj.weight") {
+                // After those of k_proj.
+                let keys = all.last_mut().unwrap();
+                keys.shape[0] += rows;
+                keys.rows.extend((0..rows).rev().map(|row| Rows { param: number, range: row..row + 1 }));
+                continue;
+            }
+            let shape = match param.experts {
+                Some(experts) => vec![experts.value, rows, cols],
+                None if rows == 1 => vec![cols],
+                None => vec![rows, cols],
+            };
+            let name = param.id.replace("model.layers.", "h").replace("self_attn", "attn");
+            let name = name.trim_end_matches(".weight").to_owned();
+            all.push(Named::of(name, shape, number, 0..param.stack() * rows));
+        }
+        all
     }
 
     fn config_json(&self, model: &ModelConfig, _: usize) -> serde_json::Value {

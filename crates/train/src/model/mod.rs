@@ -164,9 +164,9 @@ impl<B: Kernels> Decoder<B> {
         params
     }
 
-    /// For each parameter in canonical order, the tensors that a checkpoint holds of it.
-    pub fn named_tensors(&self) -> Vec<Vec<Named>> {
-        family::tensors(self.family, &ModelSpec::new(&self.config))
+    /// The tensors that a checkpoint holds of it.
+    pub fn named_tensors(&self) -> Vec<Named> {
+        self.family.tensors(&ModelSpec::new(&self.config))
     }
 
     /// Forgets every gradient.

@@ -88,7 +88,7 @@ impl<'a, B: Kernels> RankState<'a, B> {
 
     /// Trainable numbers over all ranks.
     pub fn parameters(&mut self) -> usize {
-        self.model.named_tensors().iter().flatten().map(Named::num_values).sum()
+        self.model.named_tensors().iter().map(Named::num_values).sum()
     }
 
     /// Where the run's memory is, by the allocator. Gradients and moments are there from the first step on.

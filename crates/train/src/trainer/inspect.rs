@@ -2,7 +2,7 @@
 //! the gradient of every weight.
 
 use super::Trainer;
-use super::weights::{HostTensor, TensorRef, gather, slices};
+use super::weights::{HostTensor, assembled, gather};
 use crate::checkpoint::{header, little_endian};
 use crate::cx::Cx;
 use crate::error::Result;
@@ -116,12 +116,11 @@ impl<B: Kernels> Trainer<'_, B> {
         }
 
         let named = self.rank.model.named_tensors();
-        for (param, named) in self.rank.model.params().into_iter().zip(&named) {
-            let values = gather(b, mesh, param, &param.master)?;
-            for TensorRef { name, shape, data } in slices(named, "", &values) {
-                seen.push(name, &shape, data.to_vec());
-            }
-        }
+        let params = self.rank.model.params();
+        let weights = params.into_iter().map(|param| gather(b, mesh, param, &param.master));
+        let weights = weights.collect::<Result<Vec<_>>>()?;
+        seen.tensors.extend(named.iter().map(|tensor| assembled(tensor, "", &weights)));
+        drop(weights);
         let RankState { context, model, buffers: Some(buffers), activations, .. } = &mut self.rank else {
             return Err(CoreError::shape("inspect", "buffers", "none", "made").into());
         };
@@ -130,11 +129,7 @@ impl<B: Kernels> Trainer<'_, B> {
             let mut step = Step::new(context, model, buffers)?;
             step.first_micro_batch_seen(|cx, inside| seen.look(cx, &inside))?;
             let gradients = step.gradients(|param, grad| gather(b, mesh, param, grad))?;
-            for (values, named) in gradients.iter().zip(&named) {
-                for TensorRef { name, shape, data } in slices(named, "", values) {
-                    seen.push(format!("grad.{name}"), &shape, data.to_vec());
-                }
-            }
+            seen.tensors.extend(named.iter().map(|tensor| assembled(tensor, "grad.", &gradients)));
             step.end();
             Ok(())
         };

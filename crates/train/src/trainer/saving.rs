@@ -106,12 +106,24 @@ pub(super) enum Part {
 }
 
 impl Part {
-    fn suffix(self) -> &'static str {
+    /// What its name ends with in a checkpoint.
+    pub fn suffix(self) -> &'static str {
         match self {
             Self::Master => "",
             Self::ExpAvg => ".exp_avg",
             Self::ExpAvgSq => ".exp_avg_sq",
             Self::Scales => "",
+        }
+    }
+
+    /// The tensor, this rank's rows of it, to be written to; none where there is no such.
+    pub fn of_mut<B: Kernels>(self, param: &mut Param<B>) -> Option<&mut Tensor<B>> {
+        let Param { master, moments, .. } = param;
+        match self {
+            Self::Master => Some(master),
+            Self::ExpAvg => moments.as_mut().map(|moments| &mut moments.exp_avg),
+            Self::ExpAvgSq => moments.as_mut().map(|moments| &mut moments.exp_avg_sq),
+            Self::Scales => None,
         }
     }
 
@@ -135,10 +147,8 @@ impl Part {
 #[derive(Debug)]
 pub(super) struct FileTensor {
     pub spec: TensorSpec,
-    /// Index of the parameter, and which of its tensors.
-    of: (usize, Part),
-    /// The first value, in the whole (all ranks') parameter.
-    first: usize,
+    /// One after the other, in whole (all ranks') parameters.
+    runs: Vec<Run>,
 }
 
 /// The tensors of a checkpoint.
@@ -171,15 +181,14 @@ impl Files {
 }
 
 /// A file's tensors in order of their names.
-fn sources(named: &[Vec<Named>], parts: &[Part]) -> Vec<FileTensor> {
-    let mut all = Vec::new();
-    for (param, named) in named.iter().enumerate() {
-        for (tensor, part) in named.iter().flat_map(|tensor| parts.iter().map(move |part| (tensor, *part))) {
-            let spec =
-                TensorSpec { name: format!("{}{}", tensor.name, part.suffix()), shape: tensor.shape.clone() };
-            all.push(FileTensor { spec, of: (param, part), first: tensor.first_value() });
-        }
-    }
+fn sources(named: &[Named], parts: &[Part]) -> Vec<FileTensor> {
+    let source = |tensor: &Named, part: Part| {
+        let spec =
+            TensorSpec { name: format!("{}{}", tensor.name, part.suffix()), shape: tensor.shape.clone() };
+        FileTensor { spec, runs: tensor.runs().map(|(param, range)| ((param, part), range)).collect() }
+    };
+    let mut all: Vec<FileTensor> =
+        named.iter().flat_map(|tensor| parts.iter().map(move |part| source(tensor, *part))).collect();
     all.sort_by(|a, b| a.spec.name.cmp(&b.spec.name));
     all
 }
@@ -189,9 +198,9 @@ fn scale_sources(sites: &[DelayedSite], mesh: MeshShape) -> Vec<FileTensor> {
     let mut first = 0;
     let source = |site: &DelayedSite| {
         let spec = TensorSpec { name: site.tensor_name(), shape: site.shape(mesh) };
-        let begins = first;
-        first += spec.num_values();
-        FileTensor { spec, of: (0, Part::Scales), first: begins }
+        let range = first..first + spec.num_values();
+        first = range.end;
+        FileTensor { spec, runs: vec![((0, Part::Scales), range)] }
     };
     let mut all: Vec<FileTensor> = sites.iter().map(source).collect();
     all.sort_by(|a, b| a.spec.name.cmp(&b.spec.name));
@@ -234,8 +243,8 @@ pub(super) fn num_values(runs: &[Run]) -> usize {
 pub(super) fn cut(file: &[FileTensor], piece: usize) -> Vec<Vec<Run>> {
     let mut all: Vec<Vec<Run>> = Vec::new();
     let mut room = 0;
-    for FileTensor { spec, of, first } in file {
-        let (mut at, end) = (*first, first + spec.num_values());
+    for (of, range) in file.iter().flat_map(|tensor| &tensor.runs) {
+        let (mut at, end) = (range.start, range.end);
         while at < end {
             if room == 0 {
                 all.push(Vec::new());
@@ -459,8 +468,7 @@ mod tests {
     fn a_file_is_cut_into_whole_pieces_in_its_order() {
         let source = |of: usize, len: usize, first: usize| FileTensor {
             spec: TensorSpec { name: of.to_string(), shape: vec![len] },
-            of: (of, Part::Master),
-            first,
+            runs: vec![((of, Part::Master), first..first + len)],
         };
         let file = [source(2, 5, 10), source(0, 0, 7), source(1, 2, 0), source(2, 9, 0)];
         let runs: Vec<Vec<(usize, Range<usize>)>> = cut(&file, 6)

@@ -3,11 +3,12 @@
 use super::Trainer;
 use super::collect::kept_by;
 use super::pieces::PIECE;
+use super::saving::Part;
 use crate::checkpoint::{Checkpoint, Position, Tensors, hexadecimal, little_endian};
 use crate::delayed::{DelayedRecords, History};
 use crate::error::{Error, Result};
 use crate::family::Named;
-use crate::param::{Moments, Param, Placement};
+use crate::param::{Param, Placement};
 use half::bf16;
 use nibble_core::allocation::phase;
 use nibble_core::ops::Cast;
@@ -36,61 +37,53 @@ pub(super) fn gather<B: Kernels>(
     Ok(b.download(&mesh.ep.all_gather(b, values.f32("checkpoint", "parameter")?)?)?)
 }
 
-/// The values of a checkpoint's tensor, F32, row-major.
-pub(super) struct TensorRef<'a> {
-    pub name: String,
-    pub shape: Vec<usize>,
-    pub data: &'a [f32],
+/// A checkpoint's tensor, of all values of all parameters.
+pub(super) fn assembled(tensor: &Named, prefix: &str, params: &[Vec<f32>]) -> HostTensor {
+    let values = tensor.runs().flat_map(|(param, range)| &params[param][range]).copied().collect();
+    (format!("{prefix}{}", tensor.name), tensor.shape.clone(), values)
 }
 
-/// The slices of `values` that checkpoint tensors name.
-pub(super) fn slices<'v>(named: &[Named], suffix: &str, values: &'v [f32]) -> Vec<TensorRef<'v>> {
-    named
-        .iter()
-        .map(|tensor| {
-            let len = tensor.shape.iter().product();
-            TensorRef {
-                name: format!("{}{suffix}", tensor.name),
-                shape: tensor.shape.clone(),
-                data: &values[tensor.first_value()..][..len],
-            }
-        })
-        .collect()
-}
-
-/// Writes this rank's values of checkpoint tensors, of which the first is that of this number, to where they live.
-fn scatter<B: Kernels>(
+/// Takes this rank's values of this part of parameters from the tensors that hold them.
+fn take<B: Kernels>(
     b: &B,
-    first: usize,
-    to: &mut Tensor<B>,
-    named: &[Named],
-    suffix: &str,
+    mesh: Mesh<'_, B>,
+    params: &mut [&mut Param<B>],
+    (named, part): (&[Named], Part),
     from: &mut Tensors,
 ) -> Result<()> {
-    let len = to.rows * to.cols;
-    let mut piece = vec![0.0; len.min(PIECE)];
-    // Of the tensor in the parameter over all ranks.
-    let mut begin = 0;
+    let mut piece = Vec::new();
     for tensor in named {
-        let stored = from.find(&format!("{}{suffix}", tensor.name), &tensor.shape)?;
-        let end = begin + stored.num_values();
-        let (mut at, here) = (begin.max(first), end.min(first + len));
-        while at < here {
-            let values = &mut piece[..(here - at).min(PIECE)];
-            from.read(&stored, at - begin, values)?;
-            if suffix.is_empty() {
-                require_finite(from, &tensor.name, values)?;
-            }
-            match &mut to.data {
-                Data::F32(buf) => b.write(buf, at - first, values)?,
-                Data::Bf16(buf) => {
-                    let rounded: Vec<bf16> = values.iter().map(|x| bf16::from_f32(*x)).collect();
-                    b.write(buf, at - first, &rounded)?;
+        let stored = from.find(&format!("{}{}", tensor.name, part.suffix()), &tensor.shape)?;
+        // In the tensor.
+        let mut begin = 0;
+        for (param, range) in tensor.runs() {
+            let kept = kept_by(params[param], mesh.shape(), mesh.all.rank());
+            let (mut at, end) = (range.start.max(kept.start), range.end.min(kept.end));
+            while at < end {
+                piece.resize((end - at).min(PIECE), 0.0);
+                from.read(&stored, begin + at - range.start, &mut piece)?;
+                if part == Part::Master {
+                    require_finite(from, &tensor.name, &piece)?;
                 }
+                if let Some(to) = part.of_mut(params[param]) {
+                    write(b, to, at - kept.start, &piece)?;
+                }
+                at += piece.len();
             }
-            at += values.len();
+            begin += range.len();
         }
-        begin = end;
+    }
+    Ok(())
+}
+
+/// Writes values to those from `at` on of a tensor, rounded where that is BF16.
+fn write<B: Kernels>(b: &B, to: &mut Tensor<B>, at: usize, values: &[f32]) -> Result<()> {
+    match &mut to.data {
+        Data::F32(buf) => b.write(buf, at, values)?,
+        Data::Bf16(buf) => {
+            let rounded: Vec<bf16> = values.iter().map(|x| bf16::from_f32(*x)).collect();
+            b.write(buf, at, &rounded)?;
+        }
     }
     Ok(())
 }
@@ -174,13 +167,9 @@ impl<B: Kernels> Trainer<'_, B> {
         self.rank.make_buffers().map_err(|error| self.without_room(error, "loading a checkpoint"))?;
         let (b, mesh, mut optim) = (self.rank.context.b, self.rank.context.mesh, checkpoint.optim()?);
         let named = self.rank.model.named_tensors();
-        for (param, named) in self.rank.model.params().into_iter().zip(&named) {
-            let first = kept_by(param, mesh.shape(), mesh.all.rank()).start;
-            if let Some(Moments { exp_avg, exp_avg_sq }) = &mut param.moments {
-                scatter(b, first, exp_avg, named, ".exp_avg", &mut optim)?;
-                scatter(b, first, exp_avg_sq, named, ".exp_avg_sq", &mut optim)?;
-            }
-        }
+        let params = &mut self.rank.model.params();
+        take(b, mesh, params, (&named, Part::ExpAvg), &mut optim)?;
+        take(b, mesh, params, (&named, Part::ExpAvgSq), &mut optim)?;
         optim.finish()?;
         let Some(buffers) = &mut self.rank.buffers else { return Ok(()) };
         if let Some(delayed) = buffers.delayed_mut() {
@@ -209,10 +198,8 @@ impl<B: Kernels> Trainer<'_, B> {
         self.saving.wait_copied();
         let (b, mesh, mut model) = (self.rank.context.b, self.rank.context.mesh, checkpoint.model()?);
         let named = self.rank.model.named_tensors();
-        for (param, named) in self.rank.model.params().into_iter().zip(&named) {
-            let first = kept_by(param, mesh.shape(), mesh.all.rank()).start;
-            scatter(b, first, &mut param.master, named, "", &mut model)?;
-        }
+        let params = &mut self.rank.model.params();
+        take(b, mesh, params, (&named, Part::Master), &mut model)?;
         model.finish()?;
         self.rank.context.step = checkpoint.position().step;
         Ok(())

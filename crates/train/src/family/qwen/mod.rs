@@ -5,11 +5,10 @@
 //! (`NibbleForCausalLM`), so that it is not taken for another.
 
 mod config;
-mod names;
 
-use super::{Family, Named};
+use super::{Family, Named, as_they_are};
 use crate::config::ModelConfig;
-use crate::spec::ParamSpec;
+use crate::spec::ModelSpec;
 
 /// Qwen3, Qwen3-MoE, Llama, and what Nibble has beyond them.
 #[derive(Debug, Clone, Copy)]
@@ -24,8 +23,8 @@ impl Family for Qwen {
         true
     }
 
-    fn tensors(&self, param: &ParamSpec) -> Vec<Named> {
-        names::tensors(param)
+    fn tensors(&self, model: &ModelSpec) -> Vec<Named> {
+        as_they_are(model)
     }
 
     fn config_json(&self, model: &ModelConfig, seq_len: usize) -> serde_json::Value {
