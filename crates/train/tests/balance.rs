@@ -61,7 +61,7 @@ fn the_exported_weight_gives_their_loss_the_strength_of_ours() {
                 "model.aux_loss_coef=0.01".into(),
             ];
             let model = Config::load("tiny", &changes).unwrap().model;
-            let config = family::of(&model).config_json(&model, 128);
+            let config = family::config_json(family::of(&model), &model, 128);
             let coef = config["router_aux_loss_coef"].as_f64().unwrap();
 
             let whole = theirs(&vec![logits(); layers], top_k);
@@ -72,7 +72,7 @@ fn the_exported_weight_gives_their_loss_the_strength_of_ours() {
             assert!(config.get("nibble_balance").is_none(), "{config}");
 
             let model = ModelConfig { balance: Balance::Batch, ..model };
-            let config = family::of(&model).config_json(&model, 128);
+            let config = family::config_json(family::of(&model), &model, 128);
             assert_eq!(
                 (&config["router_aux_loss_coef"], &config["nibble_balance"]),
                 (&0.01.into(), &"batch".into())

@@ -18,7 +18,7 @@ mod rig;
 use nibble_core::ops::Add;
 use nibble_core::{Backend, DType, Mesh, Recipe, Tensor};
 use nibble_cpu::Cpu;
-use nibble_train::config::{Balance, ModelConfig};
+use nibble_train::config::{Balance, ModelConfig, QkNorm};
 use nibble_train::cx::{Cx, Shards};
 use nibble_train::layers::{GroupedQuery, Layer, Linear, Mlp, Norm, rope_table};
 use nibble_train::model::{Block, Decoder, Feed, Inside};
@@ -190,12 +190,14 @@ fn norm_layer() {
 fn attention_layer_with_grouped_query_heads() {
     let (cpu, recipe) = (cpu(), f32_recipe());
     let all = [
-        (4, 2, 8, true),
-        (4, 1, 8, true),
-        (2, 2, 8, true),
-        (4, 2, 8, false),
-        (4, 2, 4, true),
-        (2, 1, 12, false),
+        (4, 2, 8, QkNorm::Heads),
+        (4, 1, 8, QkNorm::Heads),
+        (2, 2, 8, QkNorm::Heads),
+        (4, 2, 8, QkNorm::None),
+        (4, 2, 4, QkNorm::Heads),
+        (2, 1, 12, QkNorm::None),
+        (4, 2, 8, QkNorm::Width),
+        (4, 1, 4, QkNorm::Width),
     ];
     for (heads, kv_heads, value_dim, qk_norm) in all {
         let (d_model, head_dim, seq_len) = (16, 8, 7);
@@ -208,10 +210,10 @@ fn attention_layer_with_grouped_query_heads() {
             .into_iter()
             .filter_map(|heads| heads.norm.as_mut())
             .collect();
-        assert_eq!(norms.len(), if qk_norm { 2 } else { 0 });
+        assert_eq!(norms.len(), if qk_norm == QkNorm::None { 0 } else { 2 });
         norms.into_iter().for_each(|norm| uneven(&cpu, norm));
         let x = matrix(&cpu, "x", (4 * seq_len, d_model), DType::F32);
-        let name = format!("attention {heads}/{kv_heads}, values of {value_dim}, norms: {qk_norm}");
+        let name = format!("attention {heads}/{kv_heads}, values of {value_dim}, norms: {qk_norm:?}");
         check_layer(&name, layer, &cx, &x, d_model);
     }
 }
@@ -314,7 +316,7 @@ fn routed() -> ModelConfig {
 
 /// The same, dense.
 fn dense() -> ModelConfig {
-    ModelConfig { experts: 0, top_k: 0, expert_ffn: 0, ffn: 20, qk_norm: false, ..routed() }
+    ModelConfig { experts: 0, top_k: 0, expert_ffn: 0, ffn: 20, qk_norm: QkNorm::None, ..routed() }
 }
 
 fn decoder_of(cpu: &Cpu, recipe: &Recipe, config: &ModelConfig) -> Decoder<Cpu> {

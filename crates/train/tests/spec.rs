@@ -5,13 +5,15 @@ mod rig;
 
 use nibble_core::Comm;
 use nibble_cpu::{Cpu, HostComm};
+use nibble_train::Result;
 use nibble_train::checkpoint::{Checkpoint, Store};
 use nibble_train::config::{Config, ModelConfig};
-use nibble_train::family::{Family, Named, Rows};
+use nibble_train::family::{ConfigJson, Family, Field, Named, Rows};
 use nibble_train::param::Placement;
 use nibble_train::spec::{ModelSpec, ParamSpec};
 use nibble_train::trainer::Trainer;
 use rig::{SOLO, dense, mixed, small, state};
+use serde_json::{Map, Value};
 
 /// Every kind of model that there is.
 fn models() -> [Config; 5] {
@@ -70,12 +72,22 @@ struct MadeUp;
 
 impl Family for MadeUp {
     fn name(&self) -> &'static str {
-        "made up"
+        "made_up"
     }
 
-    fn has(&self, _: &ModelConfig) -> bool {
-        true
+    fn architecture(&self) -> &'static str {
+        "MadeUpForCausalLM"
     }
+
+    fn fields(&self) -> Vec<Field> {
+        vec![Field::size("n_layer", |model| &mut model.layers)]
+    }
+
+    fn read_rest(&self, _: &ConfigJson, _: &mut ModelConfig) -> Result<()> {
+        Ok(())
+    }
+
+    fn write_rest(&self, _: &ModelConfig, _: &mut Map<String, Value>) {}
 
     /// Two linear layers' rows in one tensor, those of the second from the last to the first.
     fn tensors(&self, model: &ModelSpec) -> Vec<Named> {
@@ -99,10 +111,6 @@ impl Family for MadeUp {
             all.push(Named::of(name, shape, number, 0..param.stack() * rows));
         }
         all
-    }
-
-    fn config_json(&self, model: &ModelConfig, _: usize) -> serde_json::Value {
-        serde_json::json!({ "architectures": ["MadeUpForCausalLM"], "n_layer": model.layers })
     }
 }
 

@@ -234,10 +234,10 @@ const NAMES: &[(Meaning, &[&str])] = &[
             "context_len",
             "ctx_len",
             "n_ctx",
-            "n_positions",
-            "max_position_embeddings",
         ],
     ),
+    (Key("model.max_positions"), &["n_positions", "max_position_embeddings"]),
+    (Key("model.qkv_bias"), &["attention_bias", "add_qkv_bias"]),
     (
         Key("data.source"),
         &[

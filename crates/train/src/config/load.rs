@@ -137,7 +137,12 @@ impl Config {
     /// A configuration whose text has every key: those, too, that are left out where they have their default.
     fn with_every_key() -> Self {
         let data = DataConfig { bytes: true, ..DataConfig::default() };
-        let model = ModelConfig { balance: Balance::Batch, ..ModelConfig::default() };
+        let model = ModelConfig {
+            balance: Balance::Batch,
+            qkv_bias: true,
+            max_positions: 1 << 20,
+            ..ModelConfig::default()
+        };
         let train = TrainConfig { expert_shards: 2, combine: Some(Combine::Tree), ..TrainConfig::default() };
         let run =
             RunConfig { dp: 2, capacity_factor: 2.0, reductions: Reductions::Nccl, ..RunConfig::default() };

@@ -15,6 +15,7 @@ mod device;
 mod foreign;
 mod load;
 mod preset;
+mod qk_norm;
 mod validate;
 
 use serde::{Deserialize, Serialize};
@@ -30,6 +31,7 @@ pub use device::DeviceChoice;
 pub use foreign::{Meaning, of_option};
 pub(crate) use load::read_text;
 pub use preset::{preset, preset_names};
+pub use qk_norm::QkNorm;
 pub use validate::MOST_THREADS;
 
 /// Everything that decides a run. Two runs with equal configurations and equal data end with equal weights, whatever
@@ -93,8 +95,12 @@ pub struct ModelConfig {
     pub head_dim: usize,
     /// Width of a head of values; 0 = as `head_dim`. See [`ModelConfig::value_head_dim`].
     pub value_head_dim: usize,
-    /// Whether each query and key head has an RMSNorm before it is rotated, as in Qwen3; Llama has none.
-    pub qk_norm: bool,
+    /// What an RMSNorm of queries and keys is over, before they are rotated: `true` for each head by itself, as in Qwen3; `"width"` for all
+    /// heads together, as in OLMoE; `false` for none, as in Llama.
+    pub qk_norm: QkNorm,
+    /// Whether the projections of queries, keys and values have biases, as in Qwen2.5.
+    #[serde(skip_serializing_if = "is_false")]
+    pub qkv_bias: bool,
     /// Width inside the MLP of a dense layer; 0 = no layer is dense.
     pub ffn: usize,
     /// How many of the first layers are dense where the others have experts. Without experts all are, and this is 0.
@@ -109,6 +115,9 @@ pub struct ModelConfig {
     pub shared_ffn: usize,
     /// Whether the weights of a token's chosen experts are scaled to sum to 1.
     pub norm_topk_prob: bool,
+    /// Positions that the model has: the most tokens of a sequence, and of what is generated; 0 = `data.seq_len`. See [`Config::positions`].
+    #[serde(skip_serializing_if = "is_zero")]
+    pub max_positions: usize,
     /// Base of the RoPE frequencies.
     pub rope_theta: f64,
     /// ε of RMSNorm.
@@ -146,7 +155,8 @@ impl Default for ModelConfig {
             kv_heads: 2,
             head_dim: 16,
             value_head_dim: 0,
-            qk_norm: true,
+            qk_norm: QkNorm::Heads,
+            qkv_bias: false,
             ffn: 0,
             dense_layers: 0,
             experts: 8,
@@ -154,6 +164,7 @@ impl Default for ModelConfig {
             expert_ffn: 64,
             shared_ffn: 0,
             norm_topk_prob: true,
+            max_positions: 0,
             rope_theta: 10_000.0,
             norm_eps: 1e-6,
             tie_embeddings: true,
@@ -456,6 +467,11 @@ fn is_usual_capacity(factor: &f64) -> bool {
 }
 
 /// Stored configurations leave it out.
+fn is_zero(n: &usize) -> bool {
+    *n == 0
+}
+
+/// Stored configurations leave it out.
 fn is_one(n: &usize) -> bool {
     *n == 1
 }
@@ -494,6 +510,12 @@ impl Config {
         let mut now = self.clone();
         now.train.combine = now.train.combine.or(earlier.train.combine);
         now
+    }
+
+    /// Positions that the model has: as many tokens may be generated one after the other.
+    #[must_use]
+    pub fn positions(&self) -> usize {
+        if self.model.max_positions == 0 { self.data.seq_len } else { self.model.max_positions }
     }
 
     /// Sequences of one optimizer step: how far the data cursor moves.

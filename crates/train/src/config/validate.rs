@@ -94,6 +94,10 @@ impl Config {
         require(m.vocab_size >= symbols, "model.vocab_size", || {
             format!("is {}, but data.source = \"{}\" has {symbols} symbols", m.vocab_size, self.data.source)
         })?;
+        let (positions, seq_len) = (self.positions(), self.data.seq_len);
+        require(seq_len <= positions, "data.seq_len", || {
+            format!("is {seq_len}, more than the {positions} positions of the model (model.max_positions)")
+        })?;
         positive("model.rope_theta", m.rope_theta)?;
         positive("model.norm_eps", m.norm_eps)
     }

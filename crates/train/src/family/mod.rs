@@ -8,39 +8,103 @@
 //! which models those are and where they differ from what loads them. No setting chooses one: the sizes of the model do. Where a family takes models that
 //! another one had, checkpoints that were written before are not found under the new names.
 
+mod config_json;
+mod llama;
 mod names;
-mod qwen;
+mod nibble;
+mod olmoe;
+mod qwen3;
+mod qwen3_moe;
+mod shared;
 
+pub use config_json::{ConfigJson, Field};
+pub use llama::Llama;
 pub use names::{Named, Rows, as_they_are};
-pub use qwen::Qwen;
+pub use nibble::Nibble;
+pub use olmoe::Olmoe;
+pub use qwen3::Qwen3;
+pub use qwen3_moe::Qwen3Moe;
 
-use crate::config::ModelConfig;
+use crate::config::{Balance, ModelConfig};
+use crate::error::Result;
 use crate::spec::ModelSpec;
+use serde_json::{Map, Value};
 use std::fmt;
 
 /// Every family; the first that has a model is the one it is written as. The last has all of them.
-pub const FAMILIES: [&dyn Family; 1] = [&Qwen];
+pub const FAMILIES: [&dyn Family; 5] = [&Qwen3Moe, &Qwen3, &Llama, &Olmoe, &Nibble];
 
-/// The family that a model is written as.
+/// The family that a model is written as: the first whose `config.json` says all of it.
 #[must_use]
 pub fn of(model: &ModelConfig) -> &'static dyn Family {
-    FAMILIES.into_iter().find(|family| family.has(model)).unwrap_or(&Qwen)
+    FAMILIES.into_iter().find(|family| has(*family, model)).unwrap_or(&Nibble)
+}
+
+/// Whether what a family's `config.json` says of a model is all there is to say: read again, it is that model. What losses it is trained with is no
+/// matter.
+fn has(family: &dyn Family, model: &ModelConfig) -> bool {
+    let alike = |model: &ModelConfig| ModelConfig {
+        // As wide as keys, said in two ways.
+        value_head_dim: model.value_head_dim(),
+        max_positions: 0,
+        aux_loss_coef: 0.0,
+        balance: Balance::Shard,
+        z_loss_coef: 0.0,
+        ..model.clone()
+    };
+    let Value::Object(keys) = config_json(family, model, 1) else { return false };
+    let json = ConfigJson::of(keys);
+    config_json::read(family, &json).is_ok_and(|read| alike(&read) == alike(model))
+}
+
+/// What `config.json` says of a model of this family, for others, and for [`read`]. `positions` are as many as the model has.
+#[must_use]
+pub fn config_json(family: &dyn Family, model: &ModelConfig, positions: usize) -> Value {
+    config_json::written(family, &ModelConfig { max_positions: positions, ..model.clone() })
+}
+
+/// The model that a `config.json` says, and its family.
+///
+/// # Errors
+/// [`crate::Error::Config`] naming the key whose value the decoder does not have.
+pub fn read(json: &ConfigJson) -> Result<(&'static dyn Family, ModelConfig)> {
+    const KIND: &str = "model_type";
+    let kind = json.get(KIND).and_then(Value::as_str).unwrap_or_default();
+    let Some(family) = FAMILIES.into_iter().find(|family| family.name() == kind) else {
+        let known: Vec<&str> = FAMILIES.iter().map(|family| family.name()).collect();
+        return Err(json.error(KIND, format!("is \"{kind}\", expected one of {}", known.join(", "))));
+    };
+    Ok((family, config_json::read(family, json)?))
 }
 
 /// The names of models outside of Nibble.
 pub trait Family: fmt::Debug + Sync {
-    /// Its name, for people.
+    /// Its `model_type` in `config.json`.
     fn name(&self) -> &'static str;
 
-    /// Whether models of these sizes are written as of this family.
-    fn has(&self, model: &ModelConfig) -> bool;
+    /// Its architecture there.
+    fn architecture(&self) -> &'static str;
+
+    /// The keys of `config.json` that are one size each, or that have one value alone.
+    fn fields(&self) -> Vec<Field>;
+
+    /// Reads what no field says: the model has what the fields say, and a dense Qwen3's choices else.
+    ///
+    /// # Errors
+    /// [`crate::Error::Config`] naming the key whose value the decoder does not have.
+    fn read_rest(&self, json: &ConfigJson, model: &mut ModelConfig) -> Result<()>;
+
+    /// Writes what no field says.
+    fn write_rest(&self, model: &ModelConfig, keys: &mut Map<String, Value>);
 
     /// The tensors that a checkpoint holds of a model, whose rows are all rows of all parameters, each once. A model is written as they say, and read
     /// by the same list. A gated projection is one parameter, the gate's rows before the up projection's.
     fn tensors(&self, model: &ModelSpec) -> Vec<Named>;
 
-    /// What `config.json` says of a model, for others: nothing here reads it. `seq_len` is that of training.
-    fn config_json(&self, model: &ModelConfig, seq_len: usize) -> serde_json::Value;
+    /// Whether a tensor of a published checkpoint is none of the model's, and passed over.
+    fn passes_over(&self, _name: &str, _model: &ModelConfig) -> bool {
+        false
+    }
 }
 
 #[cfg(test)]
@@ -90,8 +154,115 @@ mod tests {
 
     #[test]
     fn every_model_has_a_family() {
-        assert!(FAMILIES.last().unwrap().has(&ModelConfig::default()));
+        let odd = ModelConfig { shared_ffn: 7, value_head_dim: 3, ..ModelConfig::default() };
+        assert!(has(*FAMILIES.last().unwrap(), &odd));
         let names: BTreeSet<&str> = FAMILIES.iter().map(|family| family.name()).collect();
         assert_eq!(names.len(), FAMILIES.len());
+    }
+
+    const DENSE: [&str; 6] = [
+        "model.experts=0",
+        "model.ffn=96",
+        "model.top_k=0",
+        "model.expert_ffn=0",
+        "model.norm_topk_prob=false",
+        "model.aux_loss_coef=0",
+    ];
+
+    fn model(changes: &[&str]) -> ModelConfig {
+        let changes: Vec<String> = changes.iter().map(ToString::to_string).collect();
+        Config::load("tiny", &changes).unwrap().model
+    }
+
+    #[test]
+    fn each_shape_has_the_family_that_loads_it_and_comes_back_from_it() {
+        let olmoe = ["model.qk_norm=width", "model.norm_topk_prob=false", "model.kv_heads=4"];
+        let shapes: [(&str, Vec<&str>); 10] = [
+            ("qwen3_moe", vec![]),
+            ("qwen3_moe", vec!["model.value_head_dim=16", "model.tie_embeddings=false"]),
+            ("qwen3_moe", vec!["model.layers=4", "model.dense_layers=2", "model.ffn=96"]),
+            ("qwen3", DENSE.to_vec()),
+            ("llama", [&DENSE[..], &["model.qk_norm=false", "model.rope_theta=5e5"]].concat()),
+            ("olmoe", olmoe.to_vec()),
+            ("nibble", [&olmoe[..], &["model.head_dim=32"]].concat()),
+            ("nibble", vec!["model.shared_ffn=32"]),
+            ("nibble", vec!["model.qk_norm=false"]),
+            ("nibble", [&DENSE[..], &["model.value_head_dim=8"]].concat()),
+        ];
+        for (name, changes) in shapes {
+            let model = model(&changes);
+            let family = of(&model);
+            assert_eq!(family.name(), name, "{changes:?}");
+            let Value::Object(keys) = config_json(family, &model, 77) else { panic!("{changes:?}") };
+            assert_eq!(keys["architectures"][0], family.architecture());
+            let json = ConfigJson::of(keys);
+            let (again, read) = read(&json).unwrap();
+            assert_eq!((again.name(), read.max_positions), (name, 77), "{changes:?}");
+            assert!(has(family, &read), "{changes:?}");
+            assert_eq!(
+                ModelSpec::new(&read).parameters(),
+                ModelSpec::new(&model).parameters(),
+                "{changes:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn what_the_decoder_does_not_have_is_refused_by_its_key() {
+        let Value::Object(keys) = config_json(&Qwen3Moe, &model(&[]), 128) else { panic!() };
+        let read_with = |key: &str, value: Value| {
+            let mut keys = keys.clone();
+            keys.insert(key.into(), value);
+            read(&ConfigJson::of(keys)).map(|(_, model)| model)
+        };
+        for (key, value, why) in [
+            ("decoder_sparse_step", Value::from(2), "is 2, which the decoder does not have: it has 1 alone"),
+            (
+                "hidden_act",
+                "gelu".into(),
+                "is \"gelu\", which the decoder does not have: it has \"silu\" alone",
+            ),
+            ("mlp_only_layers", vec![1].into(), "is [1]; the decoder has dense layers before all others"),
+            ("hidden_size", "wide".into(), "is \"wide\", expected a whole number"),
+            ("hidden_size", Value::Null, "is not there, and is needed"),
+            ("attention_dropout", 0.1.into(), "is 0.1, which the decoder does not have: it has 0.0 alone"),
+            ("model_type", "gpt2".into(), "is \"gpt2\", expected one of qwen3_moe"),
+            ("num_attention_heads", Value::Null, "is not there"),
+        ] {
+            let error = read_with(key, value).unwrap_err().to_string();
+            assert!(error.contains(key) && error.contains(why), "{error}");
+        }
+        // Whole numbers are numbers, and what is not said has its usual value.
+        assert_eq!(
+            read_with("attention_dropout", 0.into()).unwrap(),
+            read_with("use_cache", true.into()).unwrap()
+        );
+        assert_eq!(read_with("num_key_value_heads", Value::Null).unwrap().kv_heads, 4);
+    }
+
+    #[test]
+    fn keys_that_nobody_reads_are_told() {
+        let Value::Object(mut keys) =
+            config_json(&Llama, &model(&[&DENSE[..], &["model.qk_norm=false"]].concat()), 128)
+        else {
+            panic!()
+        };
+        keys.insert("sliding_attention_rows".into(), 4.into());
+        keys.insert("use_cache".into(), true.into());
+        keys.insert("logit_softcap".into(), Value::Null);
+        let json = ConfigJson::of(keys);
+        read(&json).unwrap();
+        assert_eq!(json.passed_over(), ["sliding_attention_rows"]);
+    }
+
+    /// Each field's JSON can be read.
+    #[test]
+    fn tables_are_json() {
+        for family in FAMILIES {
+            let fields = family.fields();
+            assert!(fields.iter().all(Field::is_json), "{}", family.name());
+            let keys: BTreeSet<&str> = fields.iter().map(Field::key).collect();
+            assert_eq!(keys.len(), fields.len(), "{}", family.name());
+        }
     }
 }

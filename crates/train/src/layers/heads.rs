@@ -1,16 +1,43 @@
-//! Queries or keys before attention: each head normed (Qwen3), or as it is (Llama), then rotated. t tokens, n heads, c head_dim.
+//! Queries or keys before attention: each head normed (Qwen3), or all of them together (OLMoE), or as they are (Llama), then rotated.
+//! t tokens, n heads, c head_dim.
 
 use super::{Norm, NormSaved};
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
-use nibble_core::ops::{NormRope, NormRopeBackward, Rope};
+use nibble_core::ops::{NormRope, NormRopeBackward, RmsNorm, Rope};
 use nibble_core::{Error, Kernels, Result, Tensor};
 
 /// What turns queries or keys.
 #[derive(Debug, Clone)]
 pub struct Heads<B: Kernels> {
-    /// Of each head, `[1, c]`, where the model has one.
+    /// Of each head, `[1, c]`, or of all of them together, `[1, n·c]`, where the model has one.
     pub norm: Option<Norm<B>>,
+}
+
+/// A norm, and the rotation behind it.
+struct Turn<'a, B: Kernels> {
+    norm: &'a Norm<B>,
+    rotation: &'a Rotation<'a, B>,
+}
+
+impl<B: Kernels> Turn<'_, B> {
+    /// Whether each head is normed by itself: then one operation does both.
+    fn by_heads(&self) -> bool {
+        self.norm.weight.shape().1 == self.rotation.table.cols
+    }
+
+    /// Heads of x, normed and rotated, and 1 / rms of each head, or of each row.
+    fn of(&self, cx: &Cx<'_, B>, x: &Tensor<B>) -> Result<(Tensor<B>, B::Buf<f32>)> {
+        let Self { norm, rotation } = self;
+        let (weight, eps) = (norm.weight.plain()?, norm.eps);
+        if self.by_heads() {
+            let &Rotation { table, seq_len, first_position } = *rotation;
+            let out = NormRope { x, weight, eps, table, seq_len, first_position }.run(cx.b)?;
+            return Ok((out.y, out.inv_rms));
+        }
+        let out = RmsNorm::new(x, weight, eps).run(cx.b)?;
+        Ok((rotated(cx, &out.y, rotation, false)?, out.inv_rms))
+    }
 }
 
 /// The rotation of heads.
@@ -59,10 +86,10 @@ impl<B: Kernels> Heads<B> {
             let y = rotated(cx, &x, rotation, false)?;
             return Ok((y.clone(), HeadsSaved { norm: None, turned: Some(y) }));
         };
-        let out = normed(norm, &x, rotation)?.run(cx.b)?;
-        let saved = NormSaved { layer: norm.layer(), x, inv_rms: out.inv_rms };
-        let turned = keep.then(|| out.y.clone());
-        Ok((out.y, HeadsSaved { norm: Some(saved), turned }))
+        let (y, inv_rms) = Turn { norm, rotation }.of(cx, &x)?;
+        let saved = NormSaved { layer: norm.layer(), x, inv_rms };
+        let turned = keep.then(|| y.clone());
+        Ok((y, HeadsSaved { norm: Some(saved), turned }))
     }
 
     /// The heads, kept or made again.
@@ -74,7 +101,7 @@ impl<B: Kernels> Heads<B> {
     ) -> Result<Tensor<B>> {
         match (saved.turned.take(), &self.norm, &saved.norm) {
             (Some(turned), ..) => Ok(turned),
-            (None, Some(norm), Some(saved)) => Ok(normed(norm, &saved.x, rotation)?.run(cx.b)?.y),
+            (None, Some(norm), Some(saved)) => Ok(Turn { norm, rotation }.of(cx, &saved.x)?.0),
             (None, ..) => Err(Error::Defect { place: "heads", what: "they are neither kept nor made again" }),
         }
     }
@@ -90,6 +117,10 @@ impl<B: Kernels> Heads<B> {
         let (Some(norm), Some(saved)) = (&mut self.norm, saved.norm) else {
             return rotated(cx, &dy, rotation, true);
         };
+        if !(Turn { norm, rotation }).by_heads() {
+            let dy = rotated(cx, &dy, rotation, true)?;
+            return norm.gradient(cx, saved, &dy, None);
+        }
         let &Rotation { table, seq_len, first_position } = rotation;
         let weight = &norm.weight.plain()?.clone();
         norm.weight.add_gradient(cx, crate::param::Writes::Adds, |dweight, _| {
@@ -98,16 +129,6 @@ impl<B: Kernels> Heads<B> {
             NormRopeBackward { x, weight, inv_rms, dy, table, seq_len, first_position, dweight }.run(cx.b)
         })
     }
-}
-
-fn normed<'a, B: Kernels>(
-    norm: &'a Norm<B>,
-    x: &'a Tensor<B>,
-    rotation: &Rotation<'a, B>,
-) -> Result<NormRope<'a, B>> {
-    let &Rotation { table, seq_len, first_position } = rotation;
-    let weight = norm.weight.plain()?;
-    Ok(NormRope { x, weight, eps: norm.eps, table, seq_len, first_position })
 }
 
 fn rotated<B: Kernels>(

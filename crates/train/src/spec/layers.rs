@@ -2,6 +2,7 @@
 //! d model, h heads, g key/value heads, c head_dim, u value_dim, f ffn, e experts.
 
 use super::{Extent, Group, ParamSpec, Part, PartKind, Size};
+use crate::config::QkNorm;
 
 /// Sizes of attention.
 #[derive(Debug, Clone, Copy)]
@@ -16,8 +17,8 @@ pub struct GroupedQueryShape {
     pub head_dim: usize,
     /// Elements of a head of values.
     pub value_dim: usize,
-    /// Whether queries and keys are normed.
-    pub qk_norm: bool,
+    /// What norms of queries and keys are over.
+    pub qk_norm: QkNorm,
 }
 
 /// How queries and keys turn with their position; every layer has the same.
@@ -44,7 +45,7 @@ pub struct GroupedQuerySpec {
     pub v: Part,
     /// `[d, h·u]`.
     pub o: Part,
-    /// Of each head of queries, and of keys: `[c]`.
+    /// Of each head of queries, and of keys: `[c]`; or of all heads together, `[h·c]` and `[g·c]`.
     pub norms: Option<[Part; 2]>,
     /// ε of those.
     pub eps: f32,
@@ -68,7 +69,14 @@ impl GroupedQuerySpec {
             let (id, rows) = (format!("{id}.{part}"), Extent::of(&[heads, dim]));
             Part::linear(id, false, GROUP, rows, d_model.clone(), std)
         };
-        let norms = ["q_norm", "k_norm"].map(|part| Part::norm(&format!("{id}.{part}"), head_dim, GROUP));
+        let norm = |part: &str, width: &[Size]| Part::norm_over(&format!("{id}.{part}"), width, GROUP);
+        let norms = match shape.qk_norm {
+            QkNorm::None => None,
+            QkNorm::Heads => Some(["q_norm", "k_norm"].map(|part| norm(part, &[head_dim]))),
+            QkNorm::Width => {
+                Some([norm("q_norm", &[heads, head_dim]), norm("k_norm", &[kv_heads, head_dim])])
+            }
+        };
         let o_proj = format!("{id}.o_proj");
         let values = Extent::of(&[heads, value_dim]);
         Self {
@@ -78,7 +86,7 @@ impl GroupedQuerySpec {
             k: into("k_proj", kv_heads, head_dim),
             v: into("v_proj", kv_heads, value_dim),
             o: Part::linear(o_proj, false, GROUP, d_model.clone(), values, out_std),
-            norms: shape.qk_norm.then_some(norms),
+            norms,
             eps,
         }
     }

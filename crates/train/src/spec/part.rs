@@ -171,11 +171,17 @@ impl Part {
     /// A norm over this many columns.
     #[must_use]
     pub fn norm(id: &str, width: Size, group: Group) -> Self {
+        Self::norm_over(id, &[width], group)
+    }
+
+    /// A norm over the product of these sizes.
+    #[must_use]
+    pub fn norm_over(id: &str, width: &[Size], group: Group) -> Self {
         let weight = ParamSpec {
             id: format!("{id}.weight"),
             experts: None,
             rows: Extent::of(&[]),
-            cols: Extent::of(&[width]),
+            cols: Extent::of(width),
             init: Init::Ones,
         };
         Self { id: id.to_owned(), kind: PartKind::Norm, group, weights: vec![weight] }

@@ -7,7 +7,7 @@ use super::saving::Part;
 use crate::checkpoint::{Checkpoint, Position, Tensors, hexadecimal, little_endian};
 use crate::delayed::{DelayedRecords, History};
 use crate::error::{Error, Result};
-use crate::family::Named;
+use crate::family::{Named, config_json};
 use crate::param::{Param, Placement};
 use half::bf16;
 use nibble_core::allocation::phase;
@@ -208,7 +208,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// The model's sizes as its family names them.
     pub fn config_json(&self) -> String {
         let config = &self.rank.context.config;
-        let json = self.rank.model.family.config_json(&config.model, config.data.seq_len);
+        let json = config_json(self.rank.model.family, &config.model, config.positions());
         format!("{json:#}\n")
     }
 }

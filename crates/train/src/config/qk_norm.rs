@@ -1,0 +1,57 @@
+//! What of queries and keys is normed, as a configuration says it.
+
+use serde::de::{Error, Unexpected, Visitor};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use std::fmt;
+
+/// What an RMSNorm of queries and keys is over, before they are rotated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum QkNorm {
+    /// There is none, as in Llama: `false`.
+    None,
+    /// Each head by itself, with one weight for all heads, as in Qwen3: `true`.
+    Heads,
+    /// All heads of a token together, as in OLMoE: `"width"`.
+    Width,
+}
+
+/// As it is written.
+const WIDTH: &str = "width";
+
+impl Serialize for QkNorm {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::None => to.serialize_bool(false),
+            Self::Heads => to.serialize_bool(true),
+            Self::Width => to.serialize_str(WIDTH),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for QkNorm {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        from.deserialize_any(Written)
+    }
+}
+
+struct Written;
+
+impl Visitor<'_> for Written {
+    type Value = QkNorm;
+
+    fn expecting(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(to, "true (each head by itself), \"{WIDTH}\" (all heads together) or false")
+    }
+
+    fn visit_bool<E: Error>(self, normed: bool) -> Result<QkNorm, E> {
+        Ok(if normed { QkNorm::Heads } else { QkNorm::None })
+    }
+
+    fn visit_str<E: Error>(self, word: &str) -> Result<QkNorm, E> {
+        match word {
+            WIDTH => Ok(QkNorm::Width),
+            // An override's bare word.
+            other => Err(E::invalid_value(Unexpected::Str(other), &self)),
+        }
+    }
+}

@@ -1,0 +1,46 @@
+//! Llama (`LlamaForCausalLM`): dense layers, no norms of queries and keys. The ids of parts are its names.
+
+use super::shared::{DECODER, GROUPED_QUERY, read_heads, read_rope, write_rope};
+use super::{ConfigJson, Family, Field, Named, as_they_are};
+use crate::config::{ModelConfig, QkNorm};
+use crate::error::Result;
+use crate::spec::ModelSpec;
+use serde_json::{Map, Value};
+
+/// Llama 2 and 3.
+#[derive(Debug, Clone, Copy)]
+pub struct Llama;
+
+impl Family for Llama {
+    fn name(&self) -> &'static str {
+        "llama"
+    }
+
+    fn architecture(&self) -> &'static str {
+        "LlamaForCausalLM"
+    }
+
+    fn fields(&self) -> Vec<Field> {
+        let own = [
+            Field::size("intermediate_size", |m| &mut m.ffn),
+            Field::number("rms_norm_eps", |m| &mut m.norm_eps).or("1e-6"),
+            Field::always("attention_bias", "false"),
+            Field::always("mlp_bias", "false"),
+        ];
+        [&DECODER[..], &GROUPED_QUERY, &own].concat()
+    }
+
+    fn read_rest(&self, json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
+        model.qk_norm = QkNorm::None;
+        read_heads(json, model)?;
+        read_rope(json, model)
+    }
+
+    fn write_rest(&self, model: &ModelConfig, keys: &mut Map<String, Value>) {
+        write_rope(model, keys);
+    }
+
+    fn tensors(&self, model: &ModelSpec) -> Vec<Named> {
+        as_they_are(model)
+    }
+}

@@ -1,0 +1,44 @@
+//! What no other program has: the ids of parts are its names, and `config.json` says an architecture that is not known elsewhere
+//! (`NibbleForCausalLM`), so that such a model is not taken for another. Its sizes stand there as a configuration has them.
+
+use super::{ConfigJson, Family, Field, Named, as_they_are};
+use crate::config::ModelConfig;
+use crate::error::Result;
+use crate::spec::ModelSpec;
+use serde_json::{Map, Value};
+
+/// Every model.
+#[derive(Debug, Clone, Copy)]
+pub struct Nibble;
+
+/// The table of a configuration.
+const MODEL: &str = "model";
+
+impl Family for Nibble {
+    fn name(&self) -> &'static str {
+        "nibble"
+    }
+
+    fn architecture(&self) -> &'static str {
+        "NibbleForCausalLM"
+    }
+
+    fn fields(&self) -> Vec<Field> {
+        Vec::new()
+    }
+
+    fn read_rest(&self, json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
+        let table = json.get(MODEL).ok_or_else(|| json.error(MODEL, "is not there, and is needed"))?;
+        *model = serde_json::from_value(table.clone()).map_err(|e| json.error(MODEL, e.to_string()))?;
+        Ok(())
+    }
+
+    fn write_rest(&self, model: &ModelConfig, keys: &mut Map<String, Value>) {
+        // A table of numbers and words has a JSON form.
+        keys.insert(MODEL.into(), serde_json::to_value(model).unwrap_or_default());
+    }
+
+    fn tensors(&self, model: &ModelSpec) -> Vec<Named> {
+        as_they_are(model)
+    }
+}

@@ -1,0 +1,75 @@
+//! Qwen3-MoE (`Qwen3MoeForCausalLM`): experts, each head of queries and keys normed. The ids of parts are its names; experts are a stack here and one by
+//! one there. The dense layers, if there are any, are the first ones: `mlp_only_layers` may name no others.
+
+use super::shared::{
+    DECODER, GROUPED_QUERY, MIXTURE, read_balance, read_heads, read_rope, write_balance, write_rope,
+};
+use super::{ConfigJson, Family, Field, Named, as_they_are};
+use crate::config::{ModelConfig, QkNorm};
+use crate::error::Result;
+use crate::spec::ModelSpec;
+use serde_json::{Map, Value};
+
+/// Qwen3's mixtures of experts.
+#[derive(Debug, Clone, Copy)]
+pub struct Qwen3Moe;
+
+/// Which layers have no experts.
+const DENSE: &str = "mlp_only_layers";
+/// The width of their MLPs. It stands in files of models that have none, too.
+const FFN: &str = "intermediate_size";
+
+impl Family for Qwen3Moe {
+    fn name(&self) -> &'static str {
+        "qwen3_moe"
+    }
+
+    fn architecture(&self) -> &'static str {
+        "Qwen3MoeForCausalLM"
+    }
+
+    fn fields(&self) -> Vec<Field> {
+        let own = [
+            Field::size("moe_intermediate_size", |m| &mut m.expert_ffn),
+            Field::number("rms_norm_eps", |m| &mut m.norm_eps).or("1e-6"),
+            Field::always("attention_bias", "false"),
+            Field::always("use_sliding_window", "false"),
+            Field::always("decoder_sparse_step", "1"),
+        ];
+        [&DECODER[..], &GROUPED_QUERY, &MIXTURE, &own].concat()
+    }
+
+    fn read_rest(&self, json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
+        model.qk_norm = QkNorm::Heads;
+        let ffn = json.size(FFN)?.unwrap_or(0);
+        if let Some(dense) = json.get(DENSE) {
+            let numbers = dense.as_array().map(Vec::as_slice).unwrap_or_default();
+            let is_first = |(i, layer): (usize, &Value)| layer.as_u64() == Some(i as u64);
+            if !dense.is_array() || !numbers.iter().enumerate().all(is_first) || numbers.len() >= model.layers
+            {
+                let why = format!(
+                    "is {dense}; the decoder has dense layers before all others: [0, 1, ...], or none"
+                );
+                return Err(json.error(DENSE, why));
+            }
+            model.dense_layers = numbers.len();
+        }
+        model.ffn = if model.dense_layers > 0 { ffn } else { 0 };
+        read_heads(json, model)?;
+        read_balance(json, model)?;
+        read_rope(json, model)
+    }
+
+    fn write_rest(&self, model: &ModelConfig, keys: &mut Map<String, Value>) {
+        keys.insert(DENSE.into(), (0..model.num_dense()).collect::<Vec<_>>().into());
+        if model.num_dense() > 0 {
+            keys.insert(FFN.into(), model.ffn.into());
+        }
+        write_balance(model, keys);
+        write_rope(model, keys);
+    }
+
+    fn tensors(&self, model: &ModelSpec) -> Vec<Named> {
+        as_they_are(model)
+    }
+}

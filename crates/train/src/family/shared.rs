@@ -1,0 +1,124 @@
+//! What several families' `config.json` have in common.
+
+use super::config_json::{ConfigJson, Field};
+use crate::config::{Balance, ModelConfig};
+use crate::error::Result;
+use serde_json::{Map, Value};
+
+/// Every decoder.
+pub const DECODER: [Field; 8] = [
+    Field::size("vocab_size", |m| &mut m.vocab_size),
+    Field::size("hidden_size", |m| &mut m.d_model),
+    Field::size("num_hidden_layers", |m| &mut m.layers),
+    Field::size("num_attention_heads", |m| &mut m.heads),
+    Field::size("max_position_embeddings", |m| &mut m.max_positions),
+    Field::switch("tie_word_embeddings", |m| &mut m.tie_embeddings).or("false"),
+    Field::always("hidden_act", "\"silu\""),
+    Field::always("attention_dropout", "0.0"),
+];
+
+/// Heads of queries that share keys and values. Where they are not said, there are as many of these as of those, and all of them are as wide as
+/// the model.
+pub const GROUPED_QUERY: [Field; 2] = [
+    Field::size("num_key_value_heads", |m| &mut m.kv_heads).or("0"),
+    Field::size("head_dim", |m| &mut m.head_dim).or("0"),
+];
+
+/// Fills in what [`GROUPED_QUERY`] leaves open.
+///
+/// # Errors
+/// [`crate::Error::Config`] where heads do not divide the width.
+pub fn read_heads(json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
+    if model.kv_heads == 0 {
+        model.kv_heads = model.heads;
+    }
+    if model.head_dim == 0 {
+        let (d_model, heads) = (model.d_model, model.heads);
+        if heads == 0 || !d_model.is_multiple_of(heads) {
+            let why = format!(
+                "is {heads}, which does not divide hidden_size = {d_model}; head_dim would say what heads are"
+            );
+            return Err(json.error("num_attention_heads", why));
+        }
+        model.head_dim = d_model / heads;
+    }
+    Ok(())
+}
+
+/// RoPE, under `rope_theta` and `rope_scaling`, or `rope_parameters`, as later files have it.
+///
+/// # Errors
+/// [`crate::Error::Config`] for a kind that the decoder does not have.
+pub fn read_rope(json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
+    const USUAL_THETA: f64 = 10_000.0;
+    let (parameters, scaling) = (json.get("rope_parameters"), json.get("rope_scaling"));
+    let of_parameters = parameters.and_then(|of| of.get("rope_theta")).and_then(Value::as_f64);
+    model.rope_theta = of_parameters.or(json.number("rope_theta")?).unwrap_or(USUAL_THETA);
+    let (key, table) = match (parameters, scaling) {
+        (Some(table), _) => ("rope_parameters", table),
+        (None, Some(table)) => ("rope_scaling", table),
+        (None, None) => return Ok(()),
+    };
+    let kind = ["rope_type", "type"].iter().find_map(|kind| table.get(kind)).and_then(Value::as_str);
+    match kind {
+        None | Some("default") => Ok(()),
+        Some(kind) => Err(json
+            .error(&format!("{key}.rope_type"), format!("is \"{kind}\", which the decoder does not have"))),
+    }
+}
+
+/// RoPE under the keys that every reader knows.
+pub fn write_rope(model: &ModelConfig, keys: &mut Map<String, Value>) {
+    keys.insert("rope_theta".into(), model.rope_theta.into());
+}
+
+/// Experts of which each token is sent to some; the widths have names of their own.
+pub const MIXTURE: [Field; 3] = [
+    Field::size("num_experts", |m| &mut m.experts),
+    Field::size("num_experts_per_tok", |m| &mut m.top_k),
+    Field::switch("norm_topk_prob", |m| &mut m.norm_topk_prob).or("false"),
+];
+
+/// The key of the weight of `transformers`' load-balancing loss.
+const AUX: &str = "router_aux_loss_coef";
+
+/// The load-balancing loss: that of `transformers`, of all layers together.
+///
+/// # Errors
+/// [`crate::Error::Config`] where its weight is no number.
+pub fn read_balance(json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
+    const USUAL: f64 = 0.001;
+    model.balance = Balance::Batch;
+    model.aux_loss_coef = json.number(AUX)?.unwrap_or(USUAL);
+    Ok(())
+}
+
+/// The factor under which the load-balancing loss of `transformers` is as strong as ours, and what else there is of the router's losses.
+pub fn write_balance(model: &ModelConfig, keys: &mut Map<String, Value>) {
+    keys.insert(AUX.into(), their_aux_loss_coef(model).into());
+    keys.insert("router_z_loss_coef".into(), model.z_loss_coef.into());
+    if model.balance == Balance::Batch {
+        keys.insert("nibble_balance".into(), "batch".into());
+    }
+}
+
+/// The factor under which the load-balancing loss of `transformers` is as strong as ours.
+///
+/// E experts, k of which each of a layer's T tokens is sent to; n_le tokens of layer l reach expert e, whose mean probability there is P_le. Ours
+/// is added up over the L layers that have experts, each of which is 1 where it is balanced:
+///
+/// ```text
+/// ours   = Σ_l E · Σ_e n_le / (k · T) · P_le
+/// theirs = E · Σ_e F_e · P_e,   F_e = Σ_l n_le / (L · T),   P_e = Σ_l P_le / L
+/// ```
+///
+/// Theirs (`load_balancing_loss_func` of Qwen3-MoE and Mixtral) takes the layers as one, and its shares F_e sum to k. Where n and P are the same in
+/// every layer, F_e = n_e / T and P_e = P_le, so theirs = k · (ours / L): our factor times L / k is theirs, for the loss and so for its gradient. Where
+/// layers differ the losses do too: one expert's surplus in a layer makes up for its lack in another in theirs, and in ours does not; nor does
+/// ours take the shards of a step together. Under `balance = "batch"` the loss is theirs, and so is its factor.
+fn their_aux_loss_coef(m: &ModelConfig) -> f64 {
+    if m.balance == Balance::Batch {
+        return m.aux_loss_coef;
+    }
+    m.aux_loss_coef * m.num_routed() as f64 / m.top_k as f64
+}
