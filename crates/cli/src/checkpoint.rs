@@ -7,8 +7,102 @@ use nibble_core::Recipe;
 use nibble_train::checkpoint::{Checkpoint, latest_valid};
 use nibble_train::checks::checked_recipe;
 use nibble_train::config::{Config, RANDOM, SYNTHETIC};
+use nibble_train::pretrained::{OwnTokenizer, Pretrained};
+use nibble_train::tokenizer::Tokenizer;
 use nibble_train::trainer::Trainer;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+
+/// A trained model, wherever it is.
+pub enum Trained {
+    /// Of a run.
+    Checkpoint(Checkpoint),
+    /// A folder as the Hugging Face family of tools writes it.
+    Folder(PathBuf),
+}
+
+impl Trained {
+    /// Opens a folder with a model, a checkpoint's directory, or the newest whole checkpoint of a run's directory.
+    ///
+    /// # Errors
+    /// If there is none.
+    pub fn open(path: &Path) -> Result<Self> {
+        let is_folder = path.join("config.json").is_file() && !path.join("state.json").exists();
+        if is_folder { Ok(Self::Folder(path.to_owned())) } else { Ok(Self::Checkpoint(open(path)?)) }
+    }
+
+    /// Its checkpoint, if it is one of a run.
+    pub fn checkpoint(&self) -> Option<&Checkpoint> {
+        match self {
+            Self::Checkpoint(checkpoint) => Some(checkpoint),
+            Self::Folder(_) => None,
+        }
+    }
+
+    /// What a configuration says, so that text is made of the tokens of a folder's model.
+    ///
+    /// # Errors
+    /// If they are none that this program has.
+    pub fn tokens(&self) -> Result<Vec<String>> {
+        let Self::Folder(path) = self else { return Ok(Vec::new()) };
+        match Pretrained::open(path)?.tokenizer()? {
+            Some(OwnTokenizer::Own(Tokenizer::Synthetic)) => Ok(Vec::new()),
+            // Any text's.
+            Some(OwnTokenizer::Own(Tokenizer::Bytes)) => Ok(vec!["data.source=prompt".into()]),
+            Some(OwnTokenizer::Another) | None => {
+                let why = "has no tokenizer that can be read: of folders those that `nibble export` has written have one";
+                Err(Error::usage(format!("{}: {why}", path.display())))
+            }
+        }
+    }
+
+    /// The configuration that it was trained with, or that begins with it, changed by `overrides`, for one rank, and for this machine's device where they
+    /// name none.
+    pub fn config(&self, overrides: &[String]) -> Result<Config> {
+        match self {
+            Self::Checkpoint(checkpoint) => config(checkpoint, overrides),
+            Self::Folder(path) => of_folder(path, overrides),
+        }
+    }
+
+    /// The recipe that it was trained under, as it was then, of a folder BF16; or another, if `overrides` name one.
+    pub fn recipe(&self, config: &Config, overrides: &[String]) -> Result<Recipe> {
+        match self {
+            Self::Checkpoint(checkpoint) => recipe(checkpoint, config, overrides),
+            Self::Folder(_) => Ok(checked_recipe(config)?),
+        }
+    }
+
+    /// The model, to look at; without data.
+    pub fn load<'a, B: Device>(
+        &self,
+        on: &On<'a, B>,
+        config: &Config,
+        recipe: &Recipe,
+    ) -> Result<Trainer<'a, B>> {
+        let mut trainer = Trainer::under(on.b, on.mesh, config, recipe.clone())?;
+        match self {
+            Self::Checkpoint(checkpoint) => trainer.load_weights(checkpoint)?,
+            Self::Folder(_) => trainer.load_initial()?,
+        }
+        Ok(trainer)
+    }
+}
+
+/// The configuration that begins with the model of a folder. Its data are those of its tokenizer, where nothing else is said.
+fn of_folder(path: &Path, overrides: &[String]) -> Result<Config> {
+    let folder = Pretrained::open(path)?;
+    folder.notes.iter().for_each(|note| warn!("warning: {note}"));
+    let begins = [format!("train.init_from={}", path.display()), "recipe=bf16".into()];
+    let says_data = overrides.iter().any(|o| o.starts_with("data.source="));
+    if !says_data && folder.tokenizer()? != Some(OwnTokenizer::Own(Tokenizer::Synthetic)) {
+        let path = path.display();
+        return Err(Error::usage(format!(
+            "{path} says nothing of data: name some, such as --set data.source=book.txt"
+        )));
+    }
+    let overrides = [&begins[..], overrides, &["run.ranks=1".into(), "run.dp=1".into()]].concat();
+    Ok(Config::asked("", Path::new("folder.toml"), &overrides)?)
+}
 
 /// Opens a checkpoint's directory, or the newest whole checkpoint of a run's directory. Damaged ones that are passed
 /// over are told on standard error.
@@ -37,7 +131,7 @@ pub fn open(path: &Path) -> Result<Checkpoint> {
 
 /// The configuration a checkpoint was trained with, changed by `overrides`, for one rank, and for this machine's device where they
 /// name none.
-pub fn config(checkpoint: &Checkpoint, overrides: &[String]) -> Result<Config> {
+fn config(checkpoint: &Checkpoint, overrides: &[String]) -> Result<Config> {
     let one_rank = ["run.device=auto", "run.ranks=1", "run.dp=1"].map(String::from);
     let overrides = [&one_rank[..], overrides, &one_rank[1..]].concat();
     let changed = Config::from_text(&checkpoint.position().config, checkpoint.path(), &overrides);
@@ -67,22 +161,10 @@ fn kind(source: &str) -> &'static str {
 }
 
 /// The recipe that a checkpoint was trained under, as it was then; or another, if `overrides` name one.
-pub fn recipe(checkpoint: &Checkpoint, config: &Config, overrides: &[String]) -> Result<Recipe> {
+fn recipe(checkpoint: &Checkpoint, config: &Config, overrides: &[String]) -> Result<Recipe> {
     let names_one = |o: &String| o.split('=').next().is_some_and(|key| key.trim() == "recipe");
     match overrides.iter().any(names_one) {
         true => Ok(checked_recipe(config)?),
         false => Ok(checkpoint.position().resolved_recipe()?),
     }
-}
-
-/// The checkpoint's model, to look at; without data.
-pub fn load<'a, B: Device>(
-    on: &On<'a, B>,
-    config: &Config,
-    recipe: &Recipe,
-    checkpoint: &Checkpoint,
-) -> Result<Trainer<'a, B>> {
-    let mut trainer = Trainer::under(on.b, on.mesh, config, recipe.clone())?;
-    trainer.load_weights(checkpoint)?;
-    Ok(trainer)
 }

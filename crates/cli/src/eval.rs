@@ -1,6 +1,6 @@
 //! `nibble eval`: the held-out loss of a checkpoint.
 
-use crate::checkpoint;
+use crate::checkpoint::Trained;
 use nibble_command::changes::Changes;
 use nibble_command::console::{bits, thousands};
 use nibble_command::device::{self, Device, On, Work};
@@ -10,7 +10,7 @@ use nibble_core::Recipe;
 use nibble_train::checkpoint::Checkpoint;
 use nibble_train::config::Config;
 use nibble_train::data::Entropy;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Computes the loss of a checkpoint over all of its held-out data
 #[derive(Debug, clap::Args)]
@@ -18,22 +18,26 @@ use std::path::PathBuf;
     nibble eval runs/tiny\n  \
     nibble eval runs/tiny/checkpoints/step-00000200\n  \
     nibble eval runs/tiny --recipe bf16      the same weights under another recipe\n  \
-    nibble eval runs/shakespeare --set data.source=other.txt")]
+    nibble eval runs/shakespeare --set data.source=other.txt\n  \
+    nibble eval my-model --set data.source=book.txt   a folder with a model")]
 pub struct Args {
-    /// Directory of a run (its newest whole checkpoint is taken) or of one checkpoint.
-    #[arg(value_name = "RUN_OR_CHECKPOINT")]
+    /// Directory of a run (its newest whole checkpoint is taken), of one checkpoint, or of a model as the Hugging Face family of tools writes it.
+    #[arg(value_name = "RUN_OR_MODEL")]
     path: PathBuf,
     #[command(flatten)]
     changes: Changes,
 }
 
 pub fn run(args: Args) -> Result<()> {
-    let checkpoint = checkpoint::open(&args.path)?;
+    let trained = Trained::open(&args.path)?;
     let overrides = args.changes.overrides();
     require_of_evaluation(&overrides)?;
-    let config = checkpoint::config(&checkpoint, &overrides)?;
-    let recipe = checkpoint::recipe(&checkpoint, &config, &overrides)?;
-    device::run(&config.run, &Evaluation { checkpoint: &checkpoint, config: &config, recipe: &recipe })
+    let config = trained.config(&overrides)?;
+    let recipe = trained.recipe(&config, &overrides)?;
+    device::run(
+        &config.run,
+        &Evaluation { trained: &trained, path: &args.path, config: &config, recipe: &recipe },
+    )
 }
 
 /// Keys and tables of keys that decide nothing but how a model is trained.
@@ -72,7 +76,8 @@ fn require_of_evaluation(overrides: &[String]) -> Result<()> {
 }
 
 struct Evaluation<'a> {
-    checkpoint: &'a Checkpoint,
+    trained: &'a Trained,
+    path: &'a Path,
     config: &'a Config,
     recipe: &'a Recipe,
 }
@@ -81,17 +86,22 @@ impl Work for Evaluation<'_> {
     type Out = ();
 
     fn run<B: Device>(&self, on: &On<'_, B>) -> Result<()> {
-        let Self { checkpoint, config, recipe } = self;
+        let Self { trained, path, config, recipe } = self;
         on.announce();
-        let mut trainer = checkpoint::load(on, config, recipe, checkpoint)?.with_data()?;
+        let mut trainer = trained.load(on, config, recipe)?.with_data()?;
         let unit = config.unit();
-        if trainer.data()?.sha256() != checkpoint.position().data_sha256 {
+        let checkpoint = trained.checkpoint();
+        let is_other = |checkpoint: &&Checkpoint, sha256: &str| checkpoint.position().data_sha256 != sha256;
+        let sha256 = trainer.data()?.sha256();
+        if let Some(checkpoint) = checkpoint.filter(|checkpoint| is_other(checkpoint, &sha256)) {
             warn!("warning: {}", other_data(checkpoint, config));
         }
         let entropy = trainer.data()?.entropy();
         let loss = trainer.evaluate_telling(0, &mut evaluating_line)?;
-        let step = thousands(checkpoint.position().step);
-        say!("checkpoint: {} (step {step})", checkpoint.path().display());
+        match checkpoint.map(|checkpoint| (checkpoint.path().display(), checkpoint.position().step)) {
+            Some((path, step)) => say!("checkpoint: {path} (step {})", thousands(step)),
+            None => say!("model: {}", path.display()),
+        }
         say!("recipe: {}  data: {}", trainer.recipe().name, config.data.source);
         say!("held-out loss: {loss:.4} nats a {unit}, {:.4} bits a {unit}", bits(loss));
         if let Some(entropy) = entropy {

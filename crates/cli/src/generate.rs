@@ -1,13 +1,12 @@
 //! `nibble generate`: text from a checkpoint, the same text for the same seed.
 
-use crate::checkpoint;
+use crate::checkpoint::Trained;
 use nibble_command::console::Shown;
 use nibble_command::device::{self, Device, DeviceArg, On, Work};
 use nibble_command::error::{Error, Result};
 use nibble_core::Recipe;
 use nibble_formats::math::exp;
 use nibble_formats::{Purpose, Stream, fnv1a32};
-use nibble_train::checkpoint::Checkpoint;
 use nibble_train::config::Config;
 use nibble_train::tokenizer::Tokenizer;
 use std::io::{IsTerminal, Write};
@@ -22,8 +21,8 @@ use std::path::PathBuf;
     nibble generate runs/tiny --temperature 0 --tokens 64"
 )]
 pub struct Args {
-    /// Directory of a run (its newest whole checkpoint is taken) or of one checkpoint.
-    #[arg(value_name = "RUN_OR_CHECKPOINT")]
+    /// Directory of a run (its newest whole checkpoint is taken), of one checkpoint, or of a model as the Hugging Face family of tools writes it.
+    #[arg(value_name = "RUN_OR_MODEL")]
     path: PathBuf,
     /// Text to go on from; printed first. Without one: a line break, or `(` of the built-in language.
     #[arg(long, value_name = "TEXT", default_value = "")]
@@ -49,16 +48,20 @@ pub fn run(args: Args) -> Result<()> {
         let got = args.temperature;
         return Err(Error::usage(format!("--temperature: got {got}, expected a number of at least 0")));
     }
-    let checkpoint = checkpoint::open(&args.path)?;
-    let config = checkpoint::config(&checkpoint, &args.device.after(Vec::new()))?;
-    let recipe = checkpoint::recipe(&checkpoint, &config, &[])?;
-    let work = Generation { args: &args, checkpoint: &checkpoint, config: &config, recipe: &recipe };
+    let trained = Trained::open(&args.path)?;
+    let overrides = args.device.after(trained.tokens()?);
+    let mut config = trained.config(&overrides)?;
+    let recipe = trained.recipe(&config, &[])?;
+    // As many positions as there will be tokens, or as the model has.
+    let tokens = args.prompt.len().max(1).saturating_add(args.tokens);
+    config.data.seq_len = config.positions().min(tokens).max(1);
+    let work = Generation { args: &args, trained: &trained, config: &config, recipe: &recipe };
     device::run(&config.run, &work)
 }
 
 struct Generation<'a> {
     args: &'a Args,
-    checkpoint: &'a Checkpoint,
+    trained: &'a Trained,
     config: &'a Config,
     recipe: &'a Recipe,
 }
@@ -68,8 +71,8 @@ impl Work for Generation<'_> {
 
     /// Prints the text and nothing else.
     fn run<B: Device>(&self, on: &On<'_, B>) -> Result<()> {
-        let Self { args, checkpoint, config, recipe } = self;
-        let mut trainer = checkpoint::load(on, config, recipe, checkpoint)?;
+        let Self { args, trained, config, recipe } = self;
+        let mut trainer = trained.load(on, config, recipe)?;
         let tokenizer = trainer.tokenizer();
         let mut ids = match args.prompt.as_str() {
             "" => tokenizer.encode(opening(tokenizer))?,

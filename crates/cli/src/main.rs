@@ -5,6 +5,7 @@ mod checkpoint;
 mod doctor;
 mod ending;
 mod eval;
+mod export;
 mod generate;
 mod inspect;
 mod launch;
@@ -47,6 +48,7 @@ enum Command {
     Launch(launch::Args),
     Eval(eval::Args),
     Generate(generate::Args),
+    Export(export::Args),
     Plot(plot::Args),
     Report(report::Args),
     Quantize(quantize::Args),
@@ -135,6 +137,7 @@ fn run(cli: Cli) -> Result<()> {
         Command::Launch(args) => launch::run(args),
         Command::Eval(args) => eval::run(args),
         Command::Generate(args) => generate::run(args),
+        Command::Export(args) => export::run(args),
         Command::Plot(args) => plot::run(args),
         Command::Report(args) => report::run(args),
         Command::Quantize(args) => quantize::run(args),

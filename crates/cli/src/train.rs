@@ -41,6 +41,8 @@ use std::path::{Path, PathBuf};
     nibble train my.toml --dry-run=gpu\n  \
     nibble train my.toml --resume\n  \
     nibble train runs/my/config.toml --set seed=1\n  \
+    nibble train my.toml --from Qwen3-0.6B\n  \
+    nibble train my.toml --init-from runs/my\n  \
     nibble train runs/tiny --resume --set train.steps=600"
 )]
 pub struct Args {
@@ -50,6 +52,13 @@ pub struct Args {
     config: String,
     #[command(flatten)]
     changes: Changes,
+    /// Begins with the weights of a folder with a model, as the Hugging Face family of tools writes it (config.json and safetensors). [model] is then
+    /// the folder's, but for its losses and positions; of CONFIG the rest counts.
+    #[arg(long, value_name = "FOLDER", conflicts_with_all = ["init_from", "resume"])]
+    from: Option<PathBuf>,
+    /// Begins with the weights of another run (its newest whole checkpoint), or of one checkpoint: a new run, whose optimizer begins anew.
+    #[arg(long, value_name = "RUN", conflicts_with = "resume")]
+    init_from: Option<PathBuf>,
     /// Goes on from the newest whole checkpoint of the latest run that has this configuration, or of the run in the directory CONFIG. Of
     /// what decides the numbers only train.steps may change, to more, and, where that is asked for, train.combine and train.expert_shards.
     #[arg(long)]
@@ -66,6 +75,30 @@ pub struct Args {
     digest: bool,
     #[command(flatten)]
     rendezvous: RendezvousArg,
+}
+
+impl Args {
+    /// The weights to begin with, as a change of the configuration.
+    fn initial(&self) -> Result<Vec<String>> {
+        let path = match (&self.from, &self.init_from) {
+            (None, None) => return Ok(Vec::new()),
+            (Some(folder), _)
+                if !folder.join("config.json").is_file() || folder.join("state.json").exists() =>
+            {
+                let why = "is no folder with a model, which has a config.json and its weights in safetensors; --init-from takes a run";
+                return Err(Error::usage(format!("--from: {} {why}", folder.display())));
+            }
+            (None, Some(run))
+                if !run.is_dir()
+                    || (run.join("config.json").exists() && !run.join("state.json").exists()) =>
+            {
+                let why = "is no run and no checkpoint of one; --from takes a folder with a model";
+                return Err(Error::usage(format!("--init-from: {} {why}", run.display())));
+            }
+            (Some(path), _) | (_, Some(path)) => path,
+        };
+        Ok(vec![format!("train.init_from={}", path.display())])
+    }
 }
 
 /// Checks that ranks started by `nibble launch` can be asked for this.
@@ -90,7 +123,8 @@ enum DryRunOn {
 pub fn run(args: Args) -> Result<()> {
     // First of all. A dry run, which writes nothing, needs no step to end.
     let signals = args.dry_run.is_none().then(Signals::wait_for_steps).transpose()?;
-    let overrides = args.changes.overrides();
+    let initial = args.initial()?;
+    let overrides = [args.changes.overrides(), initial].concat();
     let process = args.rendezvous.begin()?;
     let (mut config, named_by_user) = match process {
         Some(process) => load_for(process, (&args.config, args.resume), &overrides)?,

@@ -36,7 +36,7 @@ fn weights(step: u64) -> Vec<f32> {
 type Described<'a> = (TensorSpec, &'a [f32]);
 
 fn tensor<'a>(name: &str, shape: &[usize], data: &'a [f32]) -> Described<'a> {
-    (TensorSpec { name: name.into(), shape: shape.to_vec() }, data)
+    (TensorSpec::f32(name, shape), data)
 }
 
 /// Writes a checkpoint of these tensors, each in one piece.

@@ -259,7 +259,7 @@ impl Named {
             tensors.shapes().map(|(name, shape)| (name.to_owned(), shape.to_vec())).collect();
         let take = |(name, shape): (String, Vec<usize>)| {
             let data = tensors.take(&name, &shape).unwrap();
-            Self { spec: TensorSpec { name, shape }, data }
+            Self { spec: TensorSpec::f32(name, shape), data }
         };
         shapes.into_iter().map(take).collect()
     }

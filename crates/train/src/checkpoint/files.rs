@@ -14,16 +14,30 @@ use crate::error::{Error, Result};
 use crate::fault::{Point, reach};
 use crate::files::{append, open_to_read};
 
-/// Name and shape of a logical tensor whose values are to follow: F32, row-major.
+/// Name, shape and type of a logical tensor whose values are to follow, row-major.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorSpec {
     /// Its name in the file; for weights that of the model's family.
     pub name: String,
     /// Shape, the slowest dimension first.
     pub shape: Vec<usize>,
+    /// Type of a value; F32 in a checkpoint.
+    pub dtype: Dtype,
 }
 
 impl TensorSpec {
+    /// A tensor of a checkpoint.
+    #[must_use]
+    pub fn f32(name: impl Into<String>, shape: impl Into<Vec<usize>>) -> Self {
+        Self { name: name.into(), shape: shape.into(), dtype: Dtype::F32 }
+    }
+
+    /// Bytes of its values.
+    #[must_use]
+    pub fn num_bytes(&self) -> usize {
+        self.num_values().saturating_mul(self.dtype.bitsize()) / 8
+    }
+
     /// Number of values.
     pub fn num_values(&self) -> usize {
         self.shape.iter().product()
@@ -39,11 +53,11 @@ fn checked_header(path: &Path, tensors: &[TensorSpec]) -> Result<Vec<u8>> {
         };
         return Err(Error::checkpoint(path, why));
     }
-    let tensors = tensors.iter().map(|tensor| (tensor.name.as_str(), Dtype::F32, tensor.shape.as_slice()));
+    let tensors = tensors.iter().map(|tensor| (tensor.name.as_str(), tensor.dtype, tensor.shape.as_slice()));
     header(&metadata(), tensors).map_err(|e| Error::checkpoint(path, e.to_string()))
 }
 
-/// Writes the file of these tensors, which are in order of their names, and waits until it is on the disk. `next` gives their
+/// Writes the file of these tensors of F32, which are in order of their names, and waits until it is on the disk. `next` gives their
 /// values one after the other, in pieces of any length.
 pub(super) fn write_tensors<P: AsRef<[f32]>>(
     dir: &Path,
@@ -115,7 +129,12 @@ pub(super) struct OpenFile {
 
 impl OpenFile {
     pub fn open(dir: &Path, entry: &FileEntry) -> Result<Self> {
-        let path = dir.join(&entry.name);
+        Self::named(dir, &entry.name)
+    }
+
+    /// The file of this name.
+    pub fn named(dir: &Path, name: &str) -> Result<Self> {
+        let path = dir.join(name);
         match open_to_read(&path) {
             Ok(file) => Ok(Self { path, file: Arc::new(file) }),
             // No damage: the system has no more files to give.
@@ -239,7 +258,7 @@ mod tests {
         for (name, shape, len) in shapes {
             let data = bytemuck::cast_slice(&values[at..][..len]);
             views.push((name, TensorView::new(Dtype::F32, shape.to_vec(), data).unwrap()));
-            specs.push(TensorSpec { name: name.into(), shape: shape.to_vec() });
+            specs.push(TensorSpec::f32(name, shape));
             at += len;
         }
         let whole = safetensors::serialize(views, Some(metadata().into_iter().collect())).unwrap();

@@ -18,10 +18,11 @@
 //! writes all others and renames.
 
 mod digest;
-mod divided;
+pub(crate) mod divided;
 mod files;
 mod header;
 mod state;
+mod stored;
 mod tensors;
 
 use std::collections::BTreeMap;
@@ -33,6 +34,7 @@ pub(crate) use digest::{hexadecimal, sha256_hex};
 pub use files::TensorSpec;
 pub use header::{header, little_endian, metadata};
 pub use state::{FileEntry, Position, State};
+pub(crate) use tensors::Stored;
 pub use tensors::Tensors;
 
 use crate::error::{Error, Result};
@@ -42,6 +44,7 @@ use crate::tokenizer::transformers_tokenizer;
 use divided::divided;
 use files::{OpenFile, sync_dir, write_synced, write_tensors};
 use state::STATE_FILE;
+use tensors::Types;
 
 /// The files that a checkpoint of a small model has, in the order they are written.
 pub const FILES: [&str; 6] =
@@ -447,6 +450,14 @@ impl Checkpoint {
         Self::opened(&run_dir.join(DIR).join(name_of(step)), false)
     }
 
+    /// Opens the checkpoint in directory `path`, whose files are compared with their checksums as they are read.
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`] where `state.json` is missing or altered.
+    pub(crate) fn open_unread(path: &Path) -> Result<Self> {
+        Self::opened(path, true)
+    }
+
     fn opened(path: &Path, checks: bool) -> Result<Self> {
         let state = read_state(path)?;
         let files = state.files.iter().map(|entry| OpenFile::open(path, entry)).collect::<Result<_>>()?;
@@ -513,6 +524,20 @@ impl Checkpoint {
 
     fn has_no(&self, name: &str) -> Error {
         Error::checkpoint(&self.path, format!("has no file `{name}`"))
+    }
+}
+
+impl Tensors {
+    /// The tensors of a folder with a model, as published: those of the index, or of the one file.
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`] for a file that is missing or damaged, [`Error::Io`] where there are too many.
+    pub(crate) fn of_folder(dir: &Path) -> Result<Self> {
+        let index = dir.join(divided::index_name(MODEL));
+        let names =
+            if index.exists() { divided::files_of_index(&index)? } else { vec![MODEL_FILE.to_owned()] };
+        let files = names.iter().map(|name| OpenFile::named(dir, name)).collect::<Result<Vec<_>>>()?;
+        Self::of_files(dir, &files.iter().collect::<Vec<_>>(), Types::Published)
     }
 }
 

@@ -2,6 +2,7 @@
 
 use super::files::OpenFile;
 use super::state::FileEntry;
+use super::stored::{Kind, SCALE_SUFFIX};
 use crate::error::{Error, Result};
 use safetensors::tensor::{Dtype, Metadata};
 use std::collections::BTreeMap;
@@ -22,12 +23,23 @@ pub struct Tensors {
     checked: Option<JoinHandle<Result<()>>>,
 }
 
-/// Where a tensor's values lie: in which file, and where in that.
+/// Where a tensor's values lie: in which file, and where in that; and what they are there.
 #[derive(Debug)]
 pub(crate) struct Stored {
     file: usize,
     shape: Vec<usize>,
     start: u64,
+    dtype: Dtype,
+    kind: Kind,
+}
+
+/// Which types of tensors files may hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Types {
+    /// F32 alone, as a run writes them.
+    Own,
+    /// Those of published models: F32, BF16, F16, and E4M3 with scales of its blocks.
+    Published,
 }
 
 impl Stored {
@@ -43,14 +55,21 @@ impl Tensors {
         &self.path
     }
 
-    /// Opens safetensors files of F32 tensors, one at least. `checks`: compares them with their checksums meanwhile.
-    pub(super) fn open(dir: &Path, files: &[(&FileEntry, &OpenFile)], checks: bool) -> Result<Self> {
+    /// Opens safetensors files, one at least.
+    pub(super) fn of_files(dir: &Path, files: &[&OpenFile], types: Types) -> Result<Self> {
         let path = match files {
-            [(_, one)] => one.path().to_owned(),
+            [one] => one.path().to_owned(),
             _ => dir.to_owned(),
         };
         let mut all = Self { path, files: Vec::new(), tensors: BTreeMap::new(), checked: None };
-        files.iter().try_for_each(|(_, open)| all.add(open))?;
+        files.iter().try_for_each(|open| all.add(open, types))?;
+        Ok(all)
+    }
+
+    /// Opens safetensors files of F32 tensors, one at least. `checks`: compares them with their checksums meanwhile.
+    pub(super) fn open(dir: &Path, files: &[(&FileEntry, &OpenFile)], checks: bool) -> Result<Self> {
+        let opened: Vec<&OpenFile> = files.iter().map(|(_, open)| *open).collect();
+        let mut all = Self::of_files(dir, &opened, Types::Own)?;
         if checks {
             let written: Vec<(FileEntry, OpenFile)> =
                 files.iter().map(|(entry, open)| ((*entry).clone(), (*open).clone())).collect();
@@ -61,7 +80,7 @@ impl Tensors {
         Ok(all)
     }
 
-    fn add(&mut self, file: &OpenFile) -> Result<()> {
+    fn add(&mut self, file: &OpenFile, types: Types) -> Result<()> {
         let path = file.path();
         let (metadata, begin) = read_header(file)?;
         let end = begin.checked_add(metadata.data_len() as u64);
@@ -69,12 +88,13 @@ impl Tensors {
             return Err(Error::checkpoint(path, "is damaged: its tensors do not fill it"));
         }
         for (name, info) in metadata.tensors() {
-            if info.dtype != Dtype::F32 {
+            if types == Types::Own && info.dtype != Dtype::F32 {
                 let why = format!("tensor `{name}` is {:?}, expected F32", info.dtype);
                 return Err(Error::checkpoint(path, why));
             }
             let start = begin + info.data_offsets.0 as u64;
-            let stored = Stored { file: self.files.len(), shape: info.shape.clone(), start };
+            let (file, shape) = (self.files.len(), info.shape.clone());
+            let stored = Stored { file, shape, start, dtype: info.dtype, kind: Kind::F32 };
             if self.tensors.insert(name.clone(), stored).is_some() {
                 return Err(Error::checkpoint(path, format!("has tensor `{name}`, as another file has")));
             }
@@ -109,25 +129,37 @@ impl Tensors {
 
     /// As [`Tensors::take`], to be read with [`Tensors::read`].
     pub(crate) fn find(&mut self, name: &str, shape: &[usize]) -> Result<Stored> {
-        match self.tensors.get(name) {
+        let mut stored = match self.tensors.get(name) {
             Some(stored) if stored.shape != shape => {
                 let why = format!("tensor `{name}` has shape {:?}, expected {shape:?}", stored.shape);
-                Err(Error::checkpoint(&self.path, why))
+                return Err(Error::checkpoint(&self.path, why));
             }
             _ => self
                 .tensors
                 .remove(name)
-                .ok_or_else(|| Error::checkpoint(&self.path, format!("has no tensor `{name}`"))),
-        }
+                .ok_or_else(|| Error::checkpoint(&self.path, format!("has no tensor `{name}`")))?,
+        };
+        stored.kind = match stored.dtype {
+            Dtype::F32 => Kind::F32,
+            Dtype::BF16 => Kind::Bf16,
+            Dtype::F16 => Kind::F16,
+            Dtype::F8_E4M3 => {
+                let (scales, cols) = Kind::scales(shape);
+                Kind::E4m3 { scales: self.take(&format!("{name}{SCALE_SUFFIX}"), &scales)?, cols }
+            }
+            other => {
+                let why = format!("tensor `{name}` is {other:?}, expected F32, BF16, F16 or F8_E4M3");
+                return Err(Error::checkpoint(&self.path, why));
+            }
+        };
+        Ok(stored)
     }
 
     /// Reads the values from index `at` on, which are there.
     pub(crate) fn read(&mut self, stored: &Stored, at: usize, to: &mut [f32]) -> Result<()> {
-        let place = stored.start + (at * size_of::<f32>()) as u64;
-        self.files[stored.file].read_exact_at(bytemuck::cast_slice_mut(to), place)?;
-        // The file's bytes are little-endian everywhere.
-        to.iter_mut().for_each(|x| *x = f32::from_bits(u32::from_le(x.to_bits())));
-        Ok(())
+        let place = stored.start + (at * stored.kind.bytes()) as u64;
+        let file = &self.files[stored.file];
+        stored.kind.read(at, to, |bytes| file.read_exact_at(bytes, place))
     }
 
     /// Checks that the files are what was written, and that every tensor was taken: one that was not belongs to another model.
@@ -144,6 +176,15 @@ impl Tensors {
                 Err(Error::checkpoint(&self.path, why))
             }
         }
+    }
+
+    /// As [`Tensors::finish`], but for tensors that are passed over: with their scales, if they have any.
+    ///
+    /// # Errors
+    /// As [`Tensors::finish`].
+    pub(crate) fn finish_but(mut self, passed_over: impl Fn(&str) -> bool) -> Result<()> {
+        self.tensors.retain(|name, _| !passed_over(name.strip_suffix(SCALE_SUFFIX).unwrap_or(name)));
+        self.finish()
     }
 
     /// As [`Tensors::finish`], whatever tensors are left.

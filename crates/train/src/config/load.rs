@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use toml::{Table, Value};
 
 use super::asked::Written;
+use super::init::{check_tokens, fill_model};
 use super::preset::{preset, preset_names};
 use super::{
     Balance, CheckpointConfig, Config, DataConfig, ModelConfig, RANDOM, Reductions, RunConfig, SYNTHETIC,
@@ -28,6 +29,17 @@ struct Origin {
     line: usize,
 }
 
+/// Whose text a configuration is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Source {
+    /// The program's.
+    BuiltIn,
+    /// A user's.
+    Asked,
+    /// A run has stored it.
+    Stored,
+}
+
 /// Which file and line set which dotted key.
 type Origins = BTreeMap<String, Origin>;
 
@@ -44,7 +56,8 @@ impl Config {
     pub fn load(name_or_path: &str, overrides: &[String]) -> Result<Self> {
         let path = Path::new(name_or_path);
         if let Some(text) = preset(name_or_path) {
-            return Self::asked(text, &PathBuf::from(format!("configs/{name_or_path}.toml")), overrides);
+            let file = PathBuf::from(format!("configs/{name_or_path}.toml"));
+            return Self::read(text, &file, overrides, Source::BuiltIn);
         }
         let looks_like_a_path = path.extension().is_some() || path.components().count() > 1 || path.exists();
         if !looks_like_a_path {
@@ -75,7 +88,7 @@ impl Config {
     /// # Errors
     /// [`Error::Config`], as [`Config::load`].
     pub fn asked(text: &str, file: &Path, overrides: &[String]) -> Result<Self> {
-        Self::read(text, file, overrides, true)
+        Self::read(text, file, overrides, Source::Asked)
     }
 
     /// Like [`Config::stored`], from text; `file` is what errors name, and its stem is the run's default name.
@@ -83,24 +96,27 @@ impl Config {
     /// # Errors
     /// [`Error::Config`], as [`Config::stored`].
     pub fn from_text(text: &str, file: &Path, overrides: &[String]) -> Result<Self> {
-        Self::read(text, file, overrides, false)
+        Self::read(text, file, overrides, Source::Stored)
     }
 
-    /// `asked`: whether the text is what a user asks for, and not what a run has stored.
-    fn read(text: &str, file: &Path, overrides: &[String], asked: bool) -> Result<Self> {
+    fn read(text: &str, file: &Path, overrides: &[String], of: Source) -> Result<Self> {
         let known = Value::try_from(Self::with_every_key()).map_err(|e| Error::config("", e.to_string()))?;
         let mut merged = Table::new();
         let mut origins = Origins::new();
         let source = ConfigText { text, file, known: &known };
         source.merge(&mut merged, &mut origins)?;
         // A run stores every key. What it was told when it began is not asked again.
-        let asked = asked && !has_all(&origins)?;
+        let asked = of != Source::Stored && !has_all(&origins)?;
         let mut set = BTreeSet::new();
         for text in overrides {
             let (key, value) = parse_override(text, &known)?;
             origins.remove(&key);
             insert(&mut merged, &key, value);
             set.insert(key);
+        }
+        if asked || set.contains("train.init_from") {
+            let own = |key: &str| set.contains(key) || of == Source::Asked && origins.contains_key(key);
+            fill_model(&mut merged, &own).map_err(|error| with_origin(error, &origins))?;
         }
         leave_out_experts(&mut merged);
         let mut config: Self =
@@ -111,6 +127,7 @@ impl Config {
             false => (asked && origins.contains_key(key)).then_some(Written::File),
         };
         let checked = config.validate().and_then(|()| config.check_asked(&written));
+        let checked = checked.and_then(|()| if asked { check_tokens(&config) } else { Ok(()) });
         checked.map_err(|error| with_origin(error, &origins))?;
         Ok(config)
     }
@@ -143,7 +160,12 @@ impl Config {
             max_positions: 1 << 20,
             ..ModelConfig::default()
         };
-        let train = TrainConfig { expert_shards: 2, combine: Some(Combine::Tree), ..TrainConfig::default() };
+        let train = TrainConfig {
+            init_from: "folder".into(),
+            expert_shards: 2,
+            combine: Some(Combine::Tree),
+            ..TrainConfig::default()
+        };
         let run =
             RunConfig { dp: 2, capacity_factor: 2.0, reductions: Reductions::Nccl, ..RunConfig::default() };
         let checkpoint = CheckpointConfig { file_mib: 1, ..CheckpointConfig::default() };
@@ -449,7 +471,7 @@ fn insert(table: &mut Table, key: &str, value: Value) {
 }
 
 /// A value as TOML; a number with no more digits than it needs.
-fn in_short(value: &Value) -> String {
+pub(super) fn in_short(value: &Value) -> String {
     match value {
         Value::Float(number) => format!("{number:?}"),
         other => other.to_string(),

@@ -13,6 +13,7 @@
 mod asked;
 mod device;
 mod foreign;
+mod init;
 mod load;
 mod preset;
 mod qk_norm;
@@ -227,6 +228,10 @@ pub const RANDOM: &str = "random";
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct TrainConfig {
+    /// Weights to begin with: a folder with a model, as the Hugging Face family of tools writes it, or a run or one of its checkpoints. `[model]` is then
+    /// theirs, but for its losses and positions, and the optimizer begins anew. Empty: random weights.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub init_from: String,
     /// Optimizer steps of the whole run.
     pub steps: u64,
     /// Sequences of a micro-batch, over all ranks.
@@ -318,6 +323,7 @@ impl From<PlainType> for DType {
 impl Default for TrainConfig {
     fn default() -> Self {
         Self {
+            init_from: String::new(),
             steps: 300,
             batch_size: 16,
             grad_accum: 1,
@@ -509,6 +515,9 @@ impl Config {
     pub fn going_on_from(&self, earlier: &Self) -> Self {
         let mut now = self.clone();
         now.train.combine = now.train.combine.or(earlier.train.combine);
+        if now.train.init_from.is_empty() {
+            now.train.init_from.clone_from(&earlier.train.init_from);
+        }
         now
     }
 

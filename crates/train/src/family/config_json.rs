@@ -14,6 +14,8 @@ use std::path::{Path, PathBuf};
 pub struct Field {
     /// `hidden_size`.
     key: &'static str,
+    /// Another name that files have for it.
+    or_key: Option<&'static str>,
     is: Is,
     /// What it is where the file does not say it, as JSON; none where it must.
     absent: Option<&'static str>,
@@ -32,28 +34,34 @@ enum Is {
 impl Field {
     /// A whole number.
     pub const fn size(key: &'static str, of: fn(&mut ModelConfig) -> &mut usize) -> Self {
-        Self { key, is: Is::Size(of), absent: None }
+        Self { key, or_key: None, is: Is::Size(of), absent: None }
     }
 
     /// A number.
     pub const fn number(key: &'static str, of: fn(&mut ModelConfig) -> &mut f64) -> Self {
-        Self { key, is: Is::Number(of), absent: None }
+        Self { key, or_key: None, is: Is::Number(of), absent: None }
     }
 
     /// True or false.
     pub const fn switch(key: &'static str, of: fn(&mut ModelConfig) -> &mut bool) -> Self {
-        Self { key, is: Is::Switch(of), absent: None }
+        Self { key, or_key: None, is: Is::Switch(of), absent: None }
     }
 
     /// A key with one value, JSON, that the decoder has: any other is refused. It is that where the file does not say it.
     pub const fn always(key: &'static str, value: &'static str) -> Self {
-        Self { key, is: Is::Always(value), absent: Some(value) }
+        Self { key, or_key: None, is: Is::Always(value), absent: Some(value) }
     }
 
     /// The same, which is this, JSON, where the file does not say it or says `null`.
     #[must_use]
     pub const fn or(self, absent: &'static str) -> Self {
         Self { absent: Some(absent), ..self }
+    }
+
+    /// The same, which files may call otherwise; it is written under the first name.
+    #[must_use]
+    pub const fn also(self, key: &'static str) -> Self {
+        Self { or_key: Some(key), ..self }
     }
 
     /// Its key.
@@ -71,7 +79,8 @@ impl Field {
     }
 
     fn read(&self, json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
-        let value = match (json.get(self.key), self.absent) {
+        let said = json.get(self.key).or_else(|| self.or_key.and_then(|key| json.get(key)));
+        let value = match (said, self.absent) {
             (Some(value), _) => value.clone(),
             (None, Some(absent)) => literal(absent),
             (None, None) => return Err(json.error(self.key, "is not there, and is needed")),

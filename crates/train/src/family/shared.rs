@@ -74,7 +74,7 @@ pub fn write_rope(model: &ModelConfig, keys: &mut Map<String, Value>) {
 
 /// Experts of which each token is sent to some; the widths have names of their own.
 pub const MIXTURE: [Field; 3] = [
-    Field::size("num_experts", |m| &mut m.experts),
+    Field::size("num_experts", |m| &mut m.experts).also("num_local_experts"),
     Field::size("num_experts_per_tok", |m| &mut m.top_k),
     Field::switch("norm_topk_prob", |m| &mut m.norm_topk_prob).or("false"),
 ];

@@ -28,8 +28,9 @@ pub use outputs::heading;
 pub(crate) use pieces::PIECE;
 pub use run::run;
 pub use run_dir::{
-    CONFIG_FILE, LAYERS_FILE, LOG_FILE, MEMORY_FILE, METRICS_FILE, PICTURE_FILE, PROCESSES_FILE, RANKS_DIR,
-    RANKS_FILE, RECIPE_FILE, has_begun, is_of_a_run, latest as latest_run_dir, require_free, stored_config,
+    COMPANIONS_DIR, CONFIG_FILE, LAYERS_FILE, LOG_FILE, MEMORY_FILE, METRICS_FILE, PICTURE_FILE,
+    PROCESSES_FILE, RANKS_DIR, RANKS_FILE, RECIPE_FILE, has_begun, is_of_a_run, latest as latest_run_dir,
+    require_free, stored_config,
 };
 
 use crate::checks::{check_recipe, checked_recipe};
@@ -110,7 +111,9 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// # Errors
     /// For a recipe or data that cannot be read, or a batch that the recipe's blocks do not divide.
     pub fn new(b: &'a B, mesh: impl Into<Mesh<'a, B>>, config: &Config) -> Result<Self> {
-        Self::under(b, mesh, config, checked_recipe(config)?)?.with_data()
+        let mut trainer = Self::under(b, mesh, config, checked_recipe(config)?)?.with_data()?;
+        trainer.load_initial()?;
+        Ok(trainer)
     }
 
     /// Under a recipe that need not be the one that the configuration names: a checkpoint has the run's own. Without data, which

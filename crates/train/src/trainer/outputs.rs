@@ -2,7 +2,9 @@
 
 use super::observer::Observer;
 use super::options::Options;
-use super::run_dir::{CONFIG_FILE, LAYERS_FILE, METRICS_FILE, PICTURE_FILE, RANKS_FILE, RECIPE_FILE, claim};
+use super::run_dir::{
+    COMPANIONS_DIR, CONFIG_FILE, LAYERS_FILE, METRICS_FILE, PICTURE_FILE, RANKS_FILE, RECIPE_FILE, claim,
+};
 use crate::checkpoint::Store;
 use crate::config::Config;
 use crate::data::Entropy;
@@ -12,6 +14,7 @@ use crate::files::write_whole;
 use crate::metrics::{
     EventLog, LayerMetrics, LossCurve, Metrics, MetricsLog, RankTimes, StepLog, draw_losses, read_metrics,
 };
+use crate::pretrained::{companions_of, copy_companions};
 use nibble_core::Recipe;
 use std::path::{Path, PathBuf};
 
@@ -55,6 +58,10 @@ impl Outputs {
         write(CONFIG_FILE, config.resolved_toml()?)?;
         reach(Point::Configured)?;
         write(RECIPE_FILE, recipe.to_toml())?;
+        let from = Path::new(&config.train.init_from);
+        if step == 0 && !config.train.init_from.is_empty() {
+            copy_companions(&companions_of(from), &dir.join(COMPANIONS_DIR))?;
+        }
         reach(Point::RunOpened)?;
         let log = MetricsLog::open(&dir.join(METRICS_FILE), step)?;
         let layers = StepLog::open(&dir.join(LAYERS_FILE), step)?;

@@ -196,8 +196,9 @@ fn set_up<'a, B: Kernels>(
         None => trainer.with_data()?,
     };
     require_alike(b, mesh.all, (trainer.config(), trainer.recipe(), trainer.data()?))?;
-    if let Some(checkpoint) = &checkpoint {
-        trainer.load(checkpoint)?;
+    match &checkpoint {
+        Some(checkpoint) => trainer.load(checkpoint)?,
+        None => trainer.load_initial()?,
     }
     let opened = if first { open(&mut trainer, store, options, observer).map(Some) } else { Ok(None) };
     let (made, outputs) = match opened {

@@ -30,6 +30,9 @@ pub const PROCESSES_FILE: &str = "processes.jsonl";
 /// Every setting, and the lines that the console was told.
 pub const LOG_FILE: &str = "train.log";
 
+/// What lay beside the weights that a run began with: the tokenizer's files, for who exports it.
+pub const COMPANIONS_DIR: &str = "model-files";
+
 /// What a run writes into its directory, beside events and checkpoints.
 const FILES: [&str; 9] = [
     CONFIG_FILE,
@@ -108,7 +111,7 @@ pub fn is_of_a_run(path: &Path) -> bool {
         let is_its_own = if depth == 0 {
             is_named_so
         } else {
-            [DIR, RANKS_DIR].iter().any(|below| path.starts_with(dir.join(below)))
+            [DIR, RANKS_DIR, COMPANIONS_DIR].iter().any(|below| path.starts_with(dir.join(below)))
         };
         is_its_own && has_begun(dir)
     })

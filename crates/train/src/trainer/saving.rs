@@ -183,8 +183,7 @@ impl Files {
 /// A file's tensors in order of their names.
 fn sources(named: &[Named], parts: &[Part]) -> Vec<FileTensor> {
     let source = |tensor: &Named, part: Part| {
-        let spec =
-            TensorSpec { name: format!("{}{}", tensor.name, part.suffix()), shape: tensor.shape.clone() };
+        let spec = TensorSpec::f32(format!("{}{}", tensor.name, part.suffix()), tensor.shape.clone());
         FileTensor { spec, runs: tensor.runs().map(|(param, range)| ((param, part), range)).collect() }
     };
     let mut all: Vec<FileTensor> =
@@ -197,7 +196,7 @@ fn sources(named: &[Named], parts: &[Part]) -> Vec<FileTensor> {
 fn scale_sources(sites: &[DelayedSite], mesh: MeshShape) -> Vec<FileTensor> {
     let mut first = 0;
     let source = |site: &DelayedSite| {
-        let spec = TensorSpec { name: site.tensor_name(), shape: site.shape(mesh) };
+        let spec = TensorSpec::f32(site.tensor_name(), site.shape(mesh));
         let range = first..first + spec.num_values();
         first = range.end;
         FileTensor { spec, runs: vec![((0, Part::Scales), range)] }
@@ -467,7 +466,7 @@ mod tests {
     #[test]
     fn a_file_is_cut_into_whole_pieces_in_its_order() {
         let source = |of: usize, len: usize, first: usize| FileTensor {
-            spec: TensorSpec { name: of.to_string(), shape: vec![len] },
+            spec: TensorSpec::f32(of.to_string(), [len]),
             runs: vec![((of, Part::Master), first..first + len)],
         };
         let file = [source(2, 5, 10), source(0, 0, 7), source(1, 2, 0), source(2, 9, 0)];

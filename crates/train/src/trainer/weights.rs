@@ -9,11 +9,13 @@ use crate::delayed::{DelayedRecords, History};
 use crate::error::{Error, Result};
 use crate::family::{Named, config_json};
 use crate::param::{Param, Placement};
+use crate::pretrained::Initial;
 use half::bf16;
 use nibble_core::allocation::phase;
 use nibble_core::ops::Cast;
 use nibble_core::{DType, Data, Kernels, Mesh, Tensor};
 use sha2::{Digest, Sha256};
+use std::path::Path;
 
 /// Name, shape and values of a tensor.
 pub(super) type HostTensor = (String, Vec<usize>, Vec<f32>);
@@ -203,6 +205,31 @@ impl<B: Kernels> Trainer<'_, B> {
         model.finish()?;
         self.rank.context.step = checkpoint.position().step;
         Ok(())
+    }
+
+    /// Takes the weights that the configuration says a run begins with, if it does.
+    ///
+    /// # Errors
+    /// [`crate::Error::Checkpoint`] naming a tensor that is missing, left over or of another shape; for a folder that cannot be read.
+    pub fn load_initial(&mut self) -> Result<()> {
+        let from = self.rank.context.config.train.init_from.clone();
+        if from.is_empty() {
+            return Ok(());
+        }
+        phase(format_args!("loading {from}"));
+        let (b, mesh) = (self.rank.context.b, self.rank.context.mesh);
+        match Initial::open(Path::new(&from))? {
+            Initial::Folder(folder) => {
+                let mut tensors = folder.tensors()?;
+                take(b, mesh, &mut self.rank.model.params(), (&folder.named(), Part::Master), &mut tensors)?;
+                tensors.finish_but(|name| folder.passes_over(name))
+            }
+            Initial::Checkpoint(checkpoint) => {
+                let (named, mut model) = (self.rank.model.named_tensors(), checkpoint.model()?);
+                take(b, mesh, &mut self.rank.model.params(), (&named, Part::Master), &mut model)?;
+                model.finish()
+            }
+        }
     }
 
     /// The model's sizes as its family names them.

@@ -238,7 +238,7 @@ fn whole() -> &'static Files {
         let dir = tempfile::tempdir().unwrap();
         let config = Config::load("tiny", &[]).unwrap();
         let values: Vec<f32> = (0..12).map(|i| i as f32).collect();
-        let tensor = |name: &str| TensorSpec { name: name.into(), shape: vec![3, 4] };
+        let tensor = |name: &str| TensorSpec::f32(name, [3, 4]);
         let recipe = Recipe::builtin(&config.recipe).unwrap();
         let position = Position {
             step: 3,

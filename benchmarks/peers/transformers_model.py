@@ -1,0 +1,190 @@
+#!/usr/bin/env python3
+"""Holds Nibble to unmodified `transformers` (5.17 or later), in F32: logits, cross-entropy, and the gradient of every weight.
+
+    python3 transformers_model.py make FAMILY FOLDER         # a tiny model of a family, every parameter random and not zero
+    nibble inspect CONFIG --set train.init_from=FOLDER ... --out step.safetensors
+    python3 transformers_model.py check FOLDER step.safetensors [--sensitive]
+
+`check` loads FOLDER by itself (no key may be missing or unexpected), computes the tokens that the step had, and compares. With --sensitive it also scales each tensor, and each factor that
+the configuration has, by 1.01 (norms' eps by 1,000), and requires that each of these is noticed. Exit code 1 if a bound is missed. Bounds: logits 1e-4 and each gradient 1e-3 of
+the reference's norm, cross-entropy 1e-6.
+"""
+
+import argparse
+import copy
+import json
+import os
+import sys
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+LOGITS, LOSS, GRADIENT = 1e-4, 1e-6, 1e-3
+
+COMMON = dict(vocab_size=272, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, use_cache=False)
+MOE = dict(num_experts=8, num_experts_per_tok=2, router_aux_loss_coef=0.0)
+LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16, rope_theta=1e4)
+YARN = dict(rope_type="yarn", factor=40.0, beta_fast=32, beta_slow=1, mscale=0.9, mscale_all_dim=0.707, original_max_position_embeddings=16, rope_theta=1e4)
+MLA = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=4, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16, n_routed_experts=8,
+           num_experts_per_tok=3, moe_intermediate_size=32, intermediate_size=96, first_k_dense_replace=1, rope_parameters=YARN)
+FAMILIES = {
+    "llama": dict(model_type="llama", intermediate_size=96, head_dim=16, rope_parameters=LLAMA3),
+    "qwen2": dict(model_type="qwen2", intermediate_size=96, tie_word_embeddings=True),
+    "qwen3": dict(model_type="qwen3", intermediate_size=96, head_dim=16, tie_word_embeddings=True),
+    "qwen3_moe": dict(model_type="qwen3_moe", moe_intermediate_size=32, intermediate_size=96, head_dim=16, norm_topk_prob=True, num_hidden_layers=3, mlp_only_layers=[0], **MOE),
+    "olmoe": dict(model_type="olmoe", pad_token_id=None, intermediate_size=32, norm_topk_prob=False, **MOE),
+    "deepseek_v2_lite": dict(model_type="deepseek_v2", q_lora_rank=None, n_shared_experts=2, topk_method="greedy", routed_scaling_factor=1.0, **MLA),
+    "deepseek_v2": dict(model_type="deepseek_v2", q_lora_rank=32, n_shared_experts=2, topk_method="group_limited_greedy", n_group=4, topk_group=2, routed_scaling_factor=16.0, **MLA),
+    "deepseek_v3": dict(model_type="deepseek_v3", q_lora_rank=32, n_shared_experts=1, n_group=4, topk_group=2, routed_scaling_factor=2.5, norm_topk_prob=True, **MLA),
+}
+# What a configuration multiplies by.
+FACTORS = ["routed_scaling_factor"]
+ROPE_FACTORS = ["factor", "mscale", "mscale_all_dim", "rope_theta"]
+
+
+def make(args):
+    torch.manual_seed(args.seed)
+    facts = {**COMMON, **FAMILIES[args.family]}
+    config = AutoConfig.for_model(facts.pop("model_type"), **facts)
+    model = AutoModelForCausalLM.from_config(config).float()
+    with torch.no_grad():
+        for name, x in list(model.named_parameters()) + list(model.named_buffers()):
+            if name.endswith("e_score_correction_bias"):
+                x.copy_(torch.randn_like(x) * 0.1)
+            elif x.ndim == 1 and name.endswith("norm.weight"):
+                x.copy_(1 + torch.randn_like(x) * 0.2)
+            elif "inv_freq" not in name:
+                x.copy_(torch.randn_like(x) * (0.3 if name.endswith("bias") else 0.6 / x.shape[-1] ** 0.5 if x.ndim > 1 and "embed" not in name else 0.5))
+    model.save_pretrained(args.folder)
+    print(f"{args.folder}: {sum(x.numel() for x in model.parameters()):,} parameters")
+
+
+def published(name, x):
+    """a parameter as checkpoints have it: experts one by one"""
+    if ".mlp.experts." not in name:
+        return [(name, x)]
+    layer, part = name.split(".experts.")
+    part = part.removesuffix(".weight")
+    if part == "gate_up_proj":
+        half = x.shape[1] // 2
+        return [(f"{layer}.experts.{e}.{p}.weight", w) for e in range(x.shape[0]) for p, w in (("gate_proj", x[e, :half]), ("up_proj", x[e, half:]))]
+    return [(f"{layer}.experts.{e}.{part}.weight", x[e]) for e in range(x.shape[0])]
+
+
+def compare(model, seen, batch):
+    """the largest error of each kind as a share of its bound, and what it is of"""
+    ids, targets = seen["ids"].long(), seen["targets"].long()
+    model.zero_grad()
+    logits = model(input_ids=ids).logits.flatten(0, 1)
+    loss = F.cross_entropy(logits.float(), targets.flatten())
+    loss.backward()
+    errors = [(((seen["logits"] - logits).norm() / logits.norm()).item() / LOGITS, "logits")]
+    ours = F.cross_entropy(seen["logits"].double(), targets.flatten())
+    theirs = F.cross_entropy(logits.double(), targets.flatten())
+    errors.append(((ours - theirs).abs().item() / LOSS, "cross-entropy"))
+    named = dict(p for name, x in model.named_parameters() for p in published(name, x.grad if x.grad is not None else torch.zeros_like(x)))
+    for name, grad in named.items():
+        key = f"grad.{name}"
+        if key not in seen:
+            if name == "lm_head.weight":
+                continue
+            sys.exit(f"no gradient of {name}")
+        error = (seen[key].view_as(grad).double() - grad.double()).norm() / grad.double().norm().clamp_min(1e-30)
+        if grad.norm() == 0:
+            error = seen[key].norm()
+        errors.append((error.item() / GRADIENT, key))
+    unknown = [key for key in seen if key.startswith("grad.") and key[5:] not in named and not key.endswith("e_score_correction_bias")]
+    if unknown:
+        sys.exit(f"gradients of what the reference does not have: {unknown[:3]}")
+    return sorted(errors, reverse=True), loss.item(), len(named)
+
+
+def check(args):
+    seen = {name: x.to(args.device) for name, x in load_file(args.step).items()}
+    model, info = AutoModelForCausalLM.from_pretrained(args.folder, dtype=torch.float32, output_loading_info=True, attn_implementation="eager")
+    wrong = {kind: sorted(keys) for kind, keys in info.items() if keys}
+    if wrong:
+        sys.exit(f"{args.folder}: {wrong}")
+    model = model.to(args.device).train(False)
+    errors, loss, gradients = compare(model, seen, args)
+    print(f"{args.folder}: loss {loss:.6f}, {gradients} gradients; shares of their bounds:")
+    for share, name in errors[:4]:
+        print(f"  {share:.4f}  {name}")
+    good = errors[0][0] <= 1
+    if args.sensitive:
+        good &= sensitive(args, model, seen)
+    print("PASS" if good else "FAIL")
+    return 0 if good else 1
+
+
+def sensitive(args, model, seen):
+    """whether every tensor and every factor, changed, is noticed"""
+    missed, tried = [], 0
+    state = model.state_dict()
+    for name, x in state.items():
+        for part, w in published(name, x):
+            if part == "lm_head.weight" and model.config.tie_word_embeddings:
+                continue
+            kept = w.clone()
+            with torch.no_grad():
+                w.mul_(1.01)
+            tried += 1
+            if compare(model, seen, args)[0][0][0] <= 1:
+                missed.append(part)
+            with torch.no_grad():
+                w.copy_(kept)
+    changed = lambda config, key, by: setattr(config, key, getattr(config, key) * by)
+    configs = []
+    for key in FACTORS:
+        if getattr(model.config, key, None):
+            configs.append((key, lambda c, key=key: changed(c, key, 1.01)))
+    for key in ROPE_FACTORS:
+        if key in (model.config.rope_parameters or {}):
+            def rope(c, key=key):
+                c.rope_parameters = {**c.rope_parameters, key: c.rope_parameters[key] * 1.01}
+            configs.append((f"rope.{key}", rope))
+    configs.append(("rms_norm_eps", lambda c: changed(c, "rms_norm_eps", 1000)))
+    for key, change in configs:
+        config = copy.deepcopy(model.config)
+        change(config)
+        other = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().to(args.device).train(False)
+        other.load_state_dict(state)
+        tried += 1
+        if compare(other, seen, args)[0][0][0] <= 1:
+            missed.append(key)
+    # The softmax scale is no key.
+    kept = [layer.self_attn.scaling for layer in model.model.layers]
+    for layer in model.model.layers:
+        layer.self_attn.scaling *= 1.01
+    tried += 1
+    if compare(model, seen, args)[0][0][0] <= 1:
+        missed.append("softmax scale")
+    for layer, scaling in zip(model.model.layers, kept):
+        layer.self_attn.scaling = scaling
+    print(f"{tried} changes, not noticed: {missed}")
+    return not missed
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    command = commands.add_parser("make")
+    command.add_argument("family", choices=FAMILIES)
+    command.add_argument("folder")
+    command.add_argument("--seed", type=int, default=0)
+    command.set_defaults(run=make)
+    command = commands.add_parser("check")
+    command.add_argument("folder")
+    command.add_argument("step")
+    command.add_argument("--sensitive", action="store_true")
+    command.add_argument("--device", default="cpu")
+    command.set_defaults(run=check)
+    args = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    sys.exit(args.run(args))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+//! `nibble export`: a checkpoint as a folder that the Hugging Face family of tools reads.
+
+use crate::checkpoint;
+use nibble_command::console::bytes;
+use nibble_command::error::{Error, Result};
+use nibble_command::say;
+use nibble_cpu::Cpu;
+use nibble_train::export::{ExportType, Exported, export};
+use std::path::PathBuf;
+
+/// Writes a checkpoint as a folder for `transformers` and others
+///
+/// config.json, weights in safetensors with an index, the tokenizer.
+#[derive(Debug, clap::Args)]
+#[command(
+    after_help = "The model is read and written piece by piece: a large one takes no more memory than a small one. The folder has its name when \
+    all of it is on the disk. With --dtype fp8-block linear layers and experts are E4M3 codes with a scale for each block of 128 by 128, as \
+    DeepSeek-V3 is published.\n\n\
+    Examples:\n  \
+    nibble export runs/tiny my-model\n  \
+    nibble export runs/tiny/checkpoints/step-00000200 my-model --dtype f32"
+)]
+pub struct Args {
+    /// Directory of a run (its newest whole checkpoint is taken) or of one checkpoint.
+    #[arg(value_name = "RUN_OR_CHECKPOINT")]
+    path: PathBuf,
+    /// The folder to make, which is not there yet, or empty.
+    #[arg(value_name = "FOLDER")]
+    folder: PathBuf,
+    /// Type of the weights.
+    #[arg(long, value_name = "TYPE", default_value = "bf16")]
+    dtype: Type,
+    /// MiB of values in a file, at most; 0 = all in one.
+    #[arg(long, value_name = "MIB", default_value_t = 5120)]
+    file_mib: usize,
+}
+
+/// Type of the weights, as the command line says it.
+#[derive(Debug, Clone, Copy, clap::ValueEnum)]
+enum Type {
+    /// As the run has them.
+    F32,
+    /// Rounded to nearest.
+    Bf16,
+    /// Codes and scales of blocks.
+    Fp8Block,
+}
+
+impl From<Type> for ExportType {
+    fn from(name: Type) -> Self {
+        match name {
+            Type::F32 => Self::F32,
+            Type::Bf16 => Self::Bf16,
+            Type::Fp8Block => Self::Fp8Block,
+        }
+    }
+}
+
+pub fn run(args: Args) -> Result<()> {
+    let checkpoint = checkpoint::open(&args.path)?;
+    let cpu = Cpu::new(0)?;
+    let file_bytes = args.file_mib.saturating_mul(1 << 20);
+    let Exported { tensors, bytes: size, files } =
+        export(&cpu, &checkpoint, args.dtype.into(), file_bytes, &args.folder).map_err(Error::from)?;
+    let files = if files == 1 { "one file".to_owned() } else { format!("{files} files") };
+    say!("{}: {tensors} tensors, {} in {files}", args.folder.display(), bytes(size as u64));
+    Ok(())
+}

@@ -1,0 +1,114 @@
+//! Values as files have them: in F32, in two bytes, or as E4M3 codes with scales of blocks, as DeepSeek-V3 is published.
+
+use crate::error::Result;
+use half::{bf16, f16};
+use nibble_core::formats::Element;
+
+/// What the name of the scales of a tensor's blocks ends with: `model.layers.3.mlp.gate_proj.weight_scale_inv`.
+pub(super) const SCALE_SUFFIX: &str = "_scale_inv";
+
+/// Rows and columns of a block that has a scale.
+pub(crate) const BLOCK: usize = 128;
+
+/// How a tensor's values are stored.
+#[derive(Debug)]
+pub(super) enum Kind {
+    F32,
+    Bf16,
+    F16,
+    /// One byte a value, which times the scale of its block of 128 by 128 is the value. Blocks at the end of rows and columns may be smaller.
+    E4m3 {
+        /// Row by row.
+        scales: Vec<f32>,
+        /// Columns of the tensor.
+        cols: usize,
+    },
+}
+
+impl Kind {
+    /// Bytes of a value.
+    pub fn bytes(&self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::Bf16 | Self::F16 => 2,
+            Self::E4m3 { .. } => 1,
+        }
+    }
+
+    /// The shape of the scales of a tensor of this shape, and its columns.
+    pub fn scales(shape: &[usize]) -> (Vec<usize>, usize) {
+        let cols = shape.last().copied().unwrap_or(1);
+        (shape.iter().map(|size| size.div_ceil(BLOCK)).collect(), cols)
+    }
+
+    /// Values from index `at` on, whose bytes `fill` gives.
+    pub fn read(&self, at: usize, to: &mut [f32], fill: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<()> {
+        if let Self::F32 = self {
+            fill(bytemuck::cast_slice_mut(to))?;
+            // The file's bytes are little-endian everywhere.
+            to.iter_mut().for_each(|x| *x = f32::from_bits(u32::from_le(x.to_bits())));
+            return Ok(());
+        }
+        let mut bytes = vec![0; to.len() * self.bytes()];
+        fill(&mut bytes)?;
+        let pairs = bytes.chunks_exact(2).map(|pair| u16::from_le_bytes([pair[0], pair[1]]));
+        match self {
+            Self::F32 => {}
+            Self::Bf16 => {
+                to.iter_mut().zip(pairs).for_each(|(to, bits)| *to = bf16::from_bits(bits).to_f32())
+            }
+            Self::F16 => to.iter_mut().zip(pairs).for_each(|(to, bits)| *to = f16::from_bits(bits).to_f32()),
+            Self::E4m3 { scales, cols } => {
+                let across = cols.div_ceil(BLOCK);
+                for (i, (to, code)) in to.iter_mut().zip(bytes).enumerate() {
+                    let (row, col) = ((at + i) / cols, (at + i) % cols);
+                    *to = Element::E4M3.decode(code) * scales[row / BLOCK * across + col / BLOCK];
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(kind: &Kind, at: usize, count: usize, file: &[u8]) -> Vec<f32> {
+        let mut to = vec![0.0; count];
+        let begins = at * kind.bytes();
+        let fill = |bytes: &mut [u8]| {
+            bytes.copy_from_slice(&file[begins..][..bytes.len()]);
+            Ok(())
+        };
+        kind.read(at, &mut to, fill).unwrap();
+        to
+    }
+
+    #[test]
+    fn each_kind_is_read_from_any_place() {
+        let values = [1.5f32, -0.25, 3.0e-5, 448.0];
+        let f32s: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
+        assert_eq!(read(&Kind::F32, 1, 3, &f32s), values[1..]);
+        let bf16s: Vec<u8> = values.iter().flat_map(|x| bf16::from_f32(*x).to_le_bytes()).collect();
+        assert_eq!(read(&Kind::Bf16, 0, 4, &bf16s), values.map(|x| bf16::from_f32(x).to_f32()));
+        let f16s: Vec<u8> = values.iter().flat_map(|x| f16::from_f32(*x).to_le_bytes()).collect();
+        assert_eq!(read(&Kind::F16, 2, 2, &f16s), [f16::from_f32(3.0e-5).to_f32(), 448.0]);
+    }
+
+    /// 130 rows of 200 columns have four blocks, two of them narrow and two of them low.
+    #[test]
+    fn codes_have_the_scale_of_their_block() {
+        let (shape, cols) = Kind::scales(&[130, 200]);
+        assert_eq!((shape.as_slice(), cols), ([2, 2].as_slice(), 200));
+        let kind = Kind::E4m3 { scales: vec![1.0, 2.0, 4.0, 8.0], cols };
+        // 1.0 everywhere.
+        let file = vec![0x38; 130 * 200];
+        for (row, col, value) in [(0, 0, 1.0), (127, 127, 1.0), (3, 128, 2.0), (128, 0, 4.0), (129, 199, 8.0)]
+        {
+            assert_eq!(read(&kind, row * 200 + col, 1, &file), [value], "row {row}, column {col}");
+        }
+        assert_eq!(read(&kind, 127 * 200 + 127, 2, &file), [1.0, 2.0]);
+        assert_eq!(read(&kind, 127 * 200 + 199, 2, &file), [2.0, 4.0]);
+    }
+}

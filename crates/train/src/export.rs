@@ -1,0 +1,330 @@
+//! A checkpoint as a folder that the Hugging Face family of tools reads: weights in files with an index, in F32, BF16 or E4M3 with scales of blocks;
+//! `config.json`, the tokenizer, and what a generation begins with.
+//!
+//! Tensors are read, converted and written piece by piece: no more than a few MiB of the model is in memory. The folder is made under another
+//! name, `.nibble-tmp-NAME` beside it, and renamed when all of it is on the disk.
+
+use crate::checkpoint::{Checkpoint, Stored, TensorSpec, Tensors, divided, header, metadata};
+use crate::config::Config;
+use crate::error::{Error, Result};
+use crate::family::{self, Named};
+use crate::fault::{Point, reach};
+use crate::files::{UNFINISHED_PREFIX, sync_dir};
+use crate::pretrained::{COMPANIONS, companions_of, copy_companions};
+use crate::spec::{ModelSpec, PartKind};
+use crate::tokenizer::transformers_tokenizer;
+use half::bf16;
+use nibble_core::formats::{BlockAxis, Codec, Format, Rounding, ScaleRule};
+use nibble_core::ops::{Planes, Quantize};
+use nibble_core::recipe::{LayerKind, Site};
+use nibble_core::{Kernels, Operand, Recipe, Tensor};
+use safetensors::Dtype;
+use serde_json::{Value, json};
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::{Seek, SeekFrom, Write};
+use std::path::Path;
+
+/// In which type weights are written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ExportType {
+    /// As the run has them.
+    F32,
+    /// Rounded to nearest; biases of routers stay F32.
+    Bf16,
+    /// Linear layers and experts in E4M3 with a scale for each block of 128 by 128, as DeepSeek-V3 is published: the codes that the forward pass multiplies,
+    /// where the recipe has such weights and a tensor's rows begin and end where its parameter's blocks do. Everything else as under [`ExportType::Bf16`].
+    Fp8Block,
+}
+
+/// What an export has written.
+#[derive(Debug, Clone, Copy)]
+pub struct Exported {
+    /// Tensors, scales among them.
+    pub tensors: usize,
+    /// Bytes of their values.
+    pub bytes: usize,
+    /// Files that they are in.
+    pub files: usize,
+}
+
+/// Values that are read and written at once.
+const PIECE: usize = 1 << 20;
+/// Rows and columns of a block.
+const BLOCK: usize = 128;
+
+/// Writes the model of a checkpoint into a new folder, in files of so many bytes at most (0: one).
+///
+/// # Errors
+/// [`Error::Config`] where the folder is there already; [`Error::Checkpoint`] for a damaged checkpoint; [`Error::Io`].
+pub fn export<B: Kernels>(
+    b: &B,
+    checkpoint: &Checkpoint,
+    dtype: ExportType,
+    file_bytes: usize,
+    to: &Path,
+) -> Result<Exported> {
+    if to.exists() && fs::read_dir(to).map_or(true, |mut inside| inside.next().is_some()) {
+        return Err(Error::config(
+            "FOLDER",
+            format!("{} is there already, and is not replaced", to.display()),
+        ));
+    }
+    let name =
+        to.file_name().ok_or_else(|| Error::config("FOLDER", format!("{} names no folder", to.display())))?;
+    let parent = to.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    fs::create_dir_all(parent).map_err(Error::io(parent))?;
+    let unnamed = parent.join(format!("{UNFINISHED_PREFIX}{}", name.to_string_lossy()));
+    // What a killed export has left.
+    match fs::remove_dir_all(&unnamed) {
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(Error::io(&unnamed)(e)),
+        _ => {}
+    }
+    fs::create_dir(&unnamed).map_err(Error::io(&unnamed))?;
+    let done = write_folder(b, checkpoint, dtype, file_bytes, &unnamed).and_then(|exported| {
+        reach(Point::BeforeRename)?;
+        fs::rename(&unnamed, to).map_err(Error::io(to))?;
+        sync_dir(parent).map_err(Error::io(parent))?;
+        Ok(exported)
+    });
+    if done.is_err() {
+        // The first error is the one to tell.
+        let _ = fs::remove_dir_all(&unnamed);
+    }
+    done
+}
+
+/// A tensor to be written, and how it is made.
+struct Job {
+    name: String,
+    shape: Vec<usize>,
+    /// The rule of the scales of its blocks, if it has any.
+    blocks: Option<ScaleRule>,
+}
+
+fn write_folder<B: Kernels>(
+    b: &B,
+    checkpoint: &Checkpoint,
+    dtype: ExportType,
+    file_bytes: usize,
+    dir: &Path,
+) -> Result<Exported> {
+    let config = Config::from_text(&checkpoint.position().config, checkpoint.path(), &[])?;
+    let recipe = checkpoint.position().resolved_recipe()?;
+    let family = family::of(&config.model);
+    let spec = ModelSpec::new(&config.model);
+    let jobs = jobs(&spec, family.tensors(&spec), dtype, &recipe);
+    let specs: Vec<(TensorSpec, usize)> = specs(&jobs, dtype);
+    let files = divided::divided(&specs, |(spec, _)| spec, file_bytes);
+    let mut tensors = checkpoint.model()?;
+    for (number, file) in files.iter().enumerate() {
+        let path = dir.join(divided::name_of("model", number, files.len()));
+        write_file(b, &mut tensors, &jobs, file, &path)?;
+        reach(Point::FileWritten)?;
+    }
+    tensors.finish()?;
+    if files.len() > 1 {
+        let plain: Vec<Vec<TensorSpec>> =
+            files.iter().map(|file| file.iter().map(|(spec, _)| spec.clone()).collect()).collect();
+        let plain: Vec<&[TensorSpec]> = plain.iter().map(Vec::as_slice).collect();
+        write_text(&dir.join(divided::index_name("model")), &divided::index("model", &plain))?;
+    }
+    let mut json = family::config_json(family, &config.model, config.positions());
+    say_type(&mut json, dtype);
+    write_text(&dir.join("config.json"), &format!("{json:#}\n"))?;
+    write_companions(checkpoint, dir)?;
+    sync_dir(dir).map_err(Error::io(dir))?;
+    let bytes = specs.iter().map(|(spec, _)| spec.num_bytes()).sum();
+    Ok(Exported { tensors: specs.len(), bytes, files: files.len() })
+}
+
+/// Every tensor of the model, in order of their names.
+fn jobs(model: &ModelSpec, named: Vec<Named>, dtype: ExportType, recipe: &Recipe) -> Vec<Job> {
+    let parts: Vec<_> = model.parts().flat_map(|part| vec![part.clone(); part.params().len()]).collect();
+    let blocks = |tensor: &Named| {
+        let part = &parts[tensor.rows.first()?.param];
+        let kind = match part.kind {
+            PartKind::Linear { .. } => LayerKind::Linear,
+            PartKind::Experts { .. } => LayerKind::Expert,
+            _ => return None,
+        };
+        if dtype != ExportType::Fp8Block || tensor.shape.len() < 2 {
+            return None;
+        }
+        let weight = *recipe.section(kind, &part.id, 1.0).at(Site::FpropW);
+        Some(if weight.format == Format::E4m3 { weight.scale } else { ScaleRule::Amax })
+    };
+    let mut jobs: Vec<Job> = named
+        .into_iter()
+        .map(|tensor| Job { blocks: blocks(&tensor), name: tensor.name, shape: tensor.shape })
+        .collect();
+    jobs.sort_by(|a, b| a.name.cmp(&b.name));
+    jobs
+}
+
+/// What the files hold, and of which job each is.
+fn specs(jobs: &[Job], dtype: ExportType) -> Vec<(TensorSpec, usize)> {
+    let mut specs = Vec::new();
+    for (number, Job { name, shape, blocks }) in jobs.iter().enumerate() {
+        let dtype = match (dtype, blocks) {
+            (_, Some(_)) => Dtype::F8_E4M3,
+            (ExportType::F32, _) => Dtype::F32,
+            // A choice between experts hangs on its last bits.
+            _ if name.ends_with(".e_score_correction_bias") => Dtype::F32,
+            _ => Dtype::BF16,
+        };
+        specs.push((TensorSpec { name: name.clone(), shape: shape.clone(), dtype }, number));
+        if blocks.is_some() {
+            let shape: Vec<usize> = shape.iter().map(|size| size.div_ceil(BLOCK)).collect();
+            specs.push((TensorSpec::f32(format!("{name}_scale_inv"), shape), number));
+        }
+    }
+    specs
+}
+
+/// Writes one file: its header, then each tensor where it belongs, and waits until it is on the disk.
+fn write_file<B: Kernels>(
+    b: &B,
+    tensors: &mut Tensors,
+    jobs: &[Job],
+    specs: &[(TensorSpec, usize)],
+    path: &Path,
+) -> Result<()> {
+    let mut order: Vec<&(TensorSpec, usize)> = specs.iter().collect();
+    // Readers want each at a multiple of its type's size.
+    order.sort_by_key(|(spec, _)| (Reverse(spec.dtype.bitsize()), spec.name.clone()));
+    let named = order.iter().map(|(spec, _)| (spec.name.as_str(), spec.dtype, spec.shape.as_slice()));
+    let header = header(&metadata(), named).map_err(|e| Error::checkpoint(path, e.to_string()))?;
+    let mut places = BTreeMap::new();
+    let mut at = header.len() as u64;
+    for (spec, _) in &order {
+        places.insert(spec.name.as_str(), at);
+        at += spec.num_bytes() as u64;
+    }
+    let mut file = Placed { file: File::create_new(path).map_err(Error::io(path))?, path };
+    file.write(0, &header)?;
+    reach(Point::FileBegun)?;
+    for (spec, number) in specs {
+        let job = &jobs[*number];
+        let place = |name: &str| places.get(name).copied().unwrap_or_default();
+        match job.blocks {
+            // With its codes.
+            Some(_) if spec.name != job.name => {}
+            Some(rule) => {
+                let scales = place(&format!("{}_scale_inv", job.name));
+                let stored = tensors.find(&job.name, &job.shape)?;
+                write_blocks(b, (tensors, &stored), &job.shape, rule, &mut file, [place(&job.name), scales])?;
+            }
+            None => {
+                let stored = tensors.find(&job.name, &job.shape)?;
+                write_plain((tensors, &stored), spec, &mut file, place(&job.name))?;
+            }
+        }
+    }
+    file.file.sync_all().map_err(Error::io(path))
+}
+
+/// A file that is written to at any place.
+struct Placed<'a> {
+    file: File,
+    path: &'a Path,
+}
+
+impl Placed<'_> {
+    fn write(&mut self, at: u64, bytes: &[u8]) -> Result<()> {
+        let io = Error::io(self.path);
+        self.file.seek(SeekFrom::Start(at)).and_then(|_| self.file.write_all(bytes)).map_err(io)
+    }
+}
+
+fn write_plain(
+    (tensors, stored): (&mut Tensors, &Stored),
+    spec: &TensorSpec,
+    file: &mut Placed<'_>,
+    place: u64,
+) -> Result<()> {
+    let (values, each) = (spec.num_values(), spec.dtype.bitsize() / 8);
+    let mut piece = vec![0.0; values.min(PIECE)];
+    for at in (0..values).step_by(PIECE) {
+        let piece = &mut piece[..(values - at).min(PIECE)];
+        tensors.read(stored, at, piece)?;
+        let bytes: Vec<u8> = match spec.dtype {
+            Dtype::BF16 => piece.iter().flat_map(|x| bf16::from_f32(*x).to_le_bytes()).collect(),
+            _ => piece.iter().flat_map(|x| x.to_le_bytes()).collect(),
+        };
+        file.write(place + (at * each) as u64, &bytes)?;
+    }
+    Ok(())
+}
+
+/// Codes, a band of blocks at a time, and their scales.
+fn write_blocks<B: Kernels>(
+    b: &B,
+    (tensors, stored): (&mut Tensors, &Stored),
+    shape: &[usize],
+    rule: ScaleRule,
+    file: &mut Placed<'_>,
+    [codes_at, scales_at]: [u64; 2],
+) -> Result<()> {
+    let codec = Codec::new(Format::E4m3, rule, Rounding::NearestEven).map_err(nibble_core::Error::from)?;
+    let cols = shape.last().copied().unwrap_or(1);
+    let rows = shape.iter().product::<usize>() / cols.max(1);
+    let mut scales: Vec<u8> = Vec::new();
+    let mut values = Vec::new();
+    for first in (0..rows).step_by(BLOCK) {
+        let band = (rows - first).min(BLOCK);
+        values.resize(band * cols, 0.0);
+        tensors.read(stored, first * cols, &mut values)?;
+        let x = Tensor::from_f32(b, &values, band, cols)?;
+        let made = Quantize::new(&x, codec, Planes::Tiles).run(b)?;
+        let Some(Operand::Block(plane)) = made.rows else {
+            return Err(nibble_core::Error::Defect { place: "export", what: "no tiles were made" }.into());
+        };
+        debug_assert_eq!(plane.axis, BlockAxis::Tile);
+        let kind = plane.scale_kind();
+        scales.extend(
+            plane.records(b)?.into_iter().flat_map(|scale| kind.multiplier(scale, 0, BLOCK).to_le_bytes()),
+        );
+        file.write(codes_at + (first * cols) as u64, &b.download(&plane.codes)?)?;
+    }
+    file.write(scales_at, &scales)
+}
+
+/// The type of the weights, for who loads them.
+fn say_type(json: &mut Value, dtype: ExportType) {
+    let name = if dtype == ExportType::F32 { "float32" } else { "bfloat16" };
+    json["dtype"] = name.into();
+    json["torch_dtype"] = name.into();
+    if dtype == ExportType::Fp8Block {
+        json["quantization_config"] = json!({
+            "quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"
+        });
+    }
+}
+
+/// The tokenizer and what is beside it: that of the model that the run began with, or that of the checkpoint.
+fn write_companions(checkpoint: &Checkpoint, dir: &Path) -> Result<()> {
+    let kept = companions_of(checkpoint.path());
+    if kept.is_dir() {
+        copy_companions(&kept, dir)?;
+    } else {
+        for name in &COMPANIONS[..1] {
+            fs::write(dir.join(name), checkpoint.file(name)?).map_err(Error::io(dir))?;
+        }
+        write_text(&dir.join("tokenizer_config.json"), &transformers_tokenizer())?;
+    }
+    let generation = dir.join("generation_config.json");
+    if !generation.exists() {
+        write_text(
+            &generation,
+            &format!("{:#}\n", json!({ "_from_model_config": true, "do_sample": true })),
+        )?;
+    }
+    Ok(())
+}
+
+fn write_text(path: &Path, text: &str) -> Result<()> {
+    let mut file = File::create(path).map_err(Error::io(path))?;
+    file.write_all(text.as_bytes()).and_then(|()| file.sync_all()).map_err(Error::io(path))
+}

@@ -1,0 +1,211 @@
+//! Models that were trained before, from which a run may begin: folders as the Hugging Face family of tools writes them, and checkpoints of other runs.
+
+use crate::checkpoint::{Checkpoint, Tensors, latest_valid};
+use crate::config::{Config, ModelConfig};
+use crate::error::{Error, Result};
+use crate::family::{self, ConfigJson, Family, Named};
+use crate::files;
+use crate::spec::ModelSpec;
+use crate::tokenizer::Tokenizer;
+use crate::trainer::COMPANIONS_DIR;
+use serde_json::{Value, json};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// What a folder of a model has beside its tensors, of which a run keeps copies, and an export gets them.
+pub const COMPANIONS: [&str; 8] = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+];
+
+/// `config.json`.
+const CONFIG: &str = "config.json";
+
+/// A model in a folder, as published.
+#[derive(Debug)]
+pub struct Pretrained {
+    path: PathBuf,
+    /// Whose names its tensors have.
+    pub family: &'static dyn Family,
+    /// Its sizes.
+    pub model: ModelConfig,
+    /// What is told of it: keys of `config.json` that nothing here reads.
+    pub notes: Vec<String>,
+}
+
+impl Pretrained {
+    /// Reads what a folder says of its model. No tensor is read.
+    ///
+    /// # Errors
+    /// [`Error::Io`] where there is no `config.json`; [`Error::Config`] naming what of it the decoder does not have.
+    pub fn open(path: &Path) -> Result<Self> {
+        let json = ConfigJson::open(&path.join(CONFIG))?;
+        let (family, model) = family::read(&json)?;
+        check_quantization(&json)?;
+        let keys = json.passed_over();
+        let note = || {
+            format!(
+                "{}: nothing here reads {}; if they change what the model computes, it is another model here",
+                path.join(CONFIG).display(),
+                keys.join(", ")
+            )
+        };
+        let notes = if keys.is_empty() { Vec::new() } else { vec![note()] };
+        Ok(Self { path: path.to_owned(), family, model, notes })
+    }
+
+    /// Where it is.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Its tensors, none of which is read yet: those of `model.safetensors.index.json`, or of `model.safetensors`.
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`] for a file that is missing or damaged.
+    pub fn tensors(&self) -> Result<Tensors> {
+        Tensors::of_folder(&self.path)
+    }
+
+    /// The tensors that this model has there, and which rows of parameters they are.
+    #[must_use]
+    pub fn named(&self) -> Vec<Named> {
+        self.family.tensors(&ModelSpec::new(&self.model))
+    }
+
+    /// Whether a tensor is none of the model's: a head that is the embedding, frequencies that are computed, what the family passes over.
+    #[must_use]
+    pub fn passes_over(&self, name: &str) -> bool {
+        let is_tied = self.model.tie_embeddings && name == "lm_head.weight";
+        is_tied || name.ends_with("rotary_emb.inv_freq") || self.family.passes_over(name, &self.model)
+    }
+
+    /// Its tokenizer, if it is one of this program's; an error's reason where it is another.
+    ///
+    /// # Errors
+    /// [`Error::Io`] where its file cannot be read.
+    pub fn tokenizer(&self) -> Result<Option<OwnTokenizer>> {
+        let path = self.path.join(COMPANIONS[0]);
+        if !path.exists() {
+            return Ok(None);
+        }
+        let text = files::read_text(&path, files::MOST_LOG).map_err(Error::io(&path))?;
+        let own = [Tokenizer::Bytes, Tokenizer::Synthetic].into_iter().find(|own| own.to_json() == text);
+        Ok(Some(own.map_or(OwnTokenizer::Another, OwnTokenizer::Own)))
+    }
+}
+
+/// The tokenizer that a folder has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OwnTokenizer {
+    /// One of this program's.
+    Own(Tokenizer),
+    /// Another, which nothing here reads.
+    Another,
+}
+
+/// Only E4M3 with blocks of 128 by 128 can be read, as DeepSeek-V3 is published.
+fn check_quantization(json: &ConfigJson) -> Result<()> {
+    const KEY: &str = "quantization_config";
+    let Some(table) = json.get(KEY) else { return Ok(()) };
+    let is = |key: &str, expected: Value| table.get(key).is_none_or(|is| *is == expected);
+    let known = table.get("quant_method").and_then(Value::as_str) == Some("fp8")
+        && is("weight_block_size", json!([128, 128]))
+        && is("fmt", json!("e4m3"));
+    match known {
+        true => Ok(()),
+        false => Err(json.error(KEY, format!("is {table}; of quantized weights those of quant_method \"fp8\" in blocks of 128 by 128 can be read"))),
+    }
+}
+
+/// What `train.init_from` names.
+#[derive(Debug)]
+pub enum Initial {
+    /// A folder as published.
+    Folder(Pretrained),
+    /// A checkpoint of another run, whose files are compared with their checksums as they are read.
+    Checkpoint(Checkpoint),
+}
+
+impl Initial {
+    /// Opens a folder with a model, or a checkpoint of a run.
+    ///
+    /// # Errors
+    /// As [`Pretrained::open`], or [`Error::Checkpoint`]; [`Error::Config`] where it is neither.
+    pub fn open(path: &Path) -> Result<Self> {
+        if path.join("state.json").exists() {
+            return Ok(Self::Checkpoint(Checkpoint::open_unread(path)?));
+        }
+        if path.join(CONFIG).exists() {
+            return Ok(Self::Folder(Pretrained::open(path)?));
+        }
+        let why =
+            format!("is {}, which has neither a model's {CONFIG} nor a run's checkpoint", path.display());
+        Err(Error::config(KEY, why))
+    }
+
+    /// Its sizes.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for what an earlier program stored.
+    pub fn model(&self) -> Result<ModelConfig> {
+        match self {
+            Self::Folder(folder) => Ok(folder.model.clone()),
+            Self::Checkpoint(checkpoint) => {
+                Ok(Config::from_text(&checkpoint.position().config, checkpoint.path(), &[])?.model)
+            }
+        }
+    }
+}
+
+/// The key that names it.
+const KEY: &str = "train.init_from";
+
+/// The path that a run stores of what `train.init_from` names: of a run its newest whole checkpoint.
+///
+/// # Errors
+/// [`Error::Config`] where a run has none.
+pub(crate) fn resolved(path: &Path) -> Result<PathBuf> {
+    if path.join("state.json").exists() || path.join(CONFIG).exists() || !path.is_dir() {
+        return Ok(path.to_owned());
+    }
+    match latest_valid(path)?.checkpoint {
+        Some(checkpoint) => Ok(checkpoint.path().to_owned()),
+        None => {
+            let why =
+                format!("is {}, which has neither a model's {CONFIG} nor a whole checkpoint", path.display());
+            Err(Error::config(KEY, why))
+        }
+    }
+}
+
+/// Where the files are that lie beside the weights of what `train.init_from` names: of a run's checkpoint those that the run began with.
+#[must_use]
+pub fn companions_of(from: &Path) -> PathBuf {
+    match from.parent().and_then(Path::parent).filter(|_| from.join("state.json").exists()) {
+        Some(run) => run.join(COMPANIONS_DIR),
+        None => from.to_owned(),
+    }
+}
+
+/// Copies what a folder has beside its tensors, if it has it.
+///
+/// # Errors
+/// [`Error::Io`].
+pub fn copy_companions(from: &Path, to: &Path) -> Result<()> {
+    for name in COMPANIONS {
+        let file = from.join(name);
+        if file.is_file() {
+            fs::create_dir_all(to).map_err(Error::io(to))?;
+            fs::copy(&file, to.join(name)).map_err(Error::io(&file))?;
+        }
+    }
+    Ok(())
+}
