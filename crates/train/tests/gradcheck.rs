@@ -18,7 +18,7 @@ mod rig;
 use nibble_core::ops::Add;
 use nibble_core::{Backend, DType, Mesh, Recipe, Tensor};
 use nibble_cpu::Cpu;
-use nibble_train::config::{Balance, ModelConfig};
+use nibble_train::config::{Balance, ModelConfig, RopeScaling};
 use nibble_train::cx::{Cx, Shards};
 use nibble_train::layers::{GroupedQuery, Layer, Linear, Mlp, Norm, rope_table};
 use nibble_train::model::{Block, Decoder, Feed, Inside};
@@ -202,7 +202,9 @@ fn attention_layer_with_grouped_query_heads() {
         let cx = cx(&cpu, &recipe, 2, 2 * seq_len);
         let shape = GroupedQueryShape { d_model, heads, kv_heads, head_dim, value_dim, qk_norm };
         let spec = GroupedQuerySpec::new("attention", shape, 1e-5, [0.3; 2]);
-        let rope = rope_table(&cpu, seq_len, Rope { head_dim, theta: 100.0 }).unwrap();
+        let rope =
+            rope_table(&cpu, seq_len, Rope { dim: head_dim, theta: 100.0, scaling: RopeScaling::default() })
+                .unwrap();
         let mut layer = GroupedQuery::new(&cx, &spec, rope).unwrap();
         let norms: Vec<&mut Norm<Cpu>> = [&mut layer.q_heads, &mut layer.k_heads]
             .into_iter()

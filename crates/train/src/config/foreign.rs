@@ -213,6 +213,8 @@ const NAMES: &[(Meaning, &[&str])] = &[
         &["rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "layernorm_epsilon"],
     ),
     (Key("model.rope_theta"), &["rope_base", "rotary_base", "rotary_emb_base"]),
+    (Key("model.rope_scaling.kind"), &["rope_type"]),
+    (Key("model.rope_scaling.original_positions"), &["original_max_position_embeddings"]),
     (Key("model.tie_embeddings"), &["tie_word_embeddings", "tied_embeddings", "weight_tying"]),
     (
         Key("model.aux_loss_coef"),

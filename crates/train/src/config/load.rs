@@ -8,8 +8,8 @@ use toml::{Table, Value};
 use super::asked::Written;
 use super::preset::{preset, preset_names};
 use super::{
-    Balance, CheckpointConfig, Config, DataConfig, ModelConfig, RANDOM, Reductions, RunConfig, SYNTHETIC,
-    TrainConfig, foreign,
+    Balance, CheckpointConfig, Config, DataConfig, ModelConfig, RANDOM, Reductions, RopeScaling, RunConfig,
+    SYNTHETIC, TrainConfig, foreign,
 };
 use crate::data::{BYTE_VOCAB, SYNTHETIC_VOCAB};
 use crate::error::{Error, Result};
@@ -137,7 +137,8 @@ impl Config {
     /// A configuration whose text has every key: those, too, that are left out where they have their default.
     fn with_every_key() -> Self {
         let data = DataConfig { bytes: true, ..DataConfig::default() };
-        let model = ModelConfig { balance: Balance::Batch, ..ModelConfig::default() };
+        let rope_scaling = RopeScaling { factor: 1.0, ..RopeScaling::default() };
+        let model = ModelConfig { balance: Balance::Batch, rope_scaling, ..ModelConfig::default() };
         let train = TrainConfig { expert_shards: 2, combine: Some(Combine::Tree), ..TrainConfig::default() };
         let run =
             RunConfig { dp: 2, capacity_factor: 2.0, reductions: Reductions::Nccl, ..RunConfig::default() };

@@ -15,6 +15,7 @@ mod device;
 mod foreign;
 mod load;
 mod preset;
+mod rope_scaling;
 mod validate;
 
 use serde::{Deserialize, Serialize};
@@ -30,6 +31,7 @@ pub use device::DeviceChoice;
 pub use foreign::{Meaning, of_option};
 pub(crate) use load::read_text;
 pub use preset::{preset, preset_names};
+pub use rope_scaling::{RopeScaling, RopeScalingKind};
 pub use validate::MOST_THREADS;
 
 /// Everything that decides a run. Two runs with equal configurations and equal data end with equal weights, whatever
@@ -126,6 +128,9 @@ pub struct ModelConfig {
     pub balance: Balance,
     /// Weight of the router's z-loss.
     pub z_loss_coef: f64,
+    /// How the frequencies of RoPE are changed.
+    #[serde(skip_serializing_if = "RopeScaling::is_default")]
+    pub rope_scaling: RopeScaling,
 }
 
 impl ModelConfig {
@@ -160,6 +165,7 @@ impl Default for ModelConfig {
             aux_loss_coef: 0.01,
             balance: Balance::Shard,
             z_loss_coef: 0.001,
+            rope_scaling: RopeScaling::default(),
         }
     }
 }

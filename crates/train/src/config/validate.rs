@@ -95,7 +95,8 @@ impl Config {
             format!("is {}, but data.source = \"{}\" has {symbols} symbols", m.vocab_size, self.data.source)
         })?;
         positive("model.rope_theta", m.rope_theta)?;
-        positive("model.norm_eps", m.norm_eps)
+        positive("model.norm_eps", m.norm_eps)?;
+        m.rope_scaling.validate(m.rope_theta)
     }
 
     /// A model without experts has an MLP, and nothing that belongs to experts.
@@ -316,7 +317,7 @@ fn fail(key: &str, why: impl Into<String>) -> Result<()> {
     Err(Error::config(key, why))
 }
 
-fn require(holds: bool, key: &str, why: impl FnOnce() -> String) -> Result<()> {
+pub(super) fn require(holds: bool, key: &str, why: impl FnOnce() -> String) -> Result<()> {
     if holds { Ok(()) } else { fail(key, why()) }
 }
 
@@ -335,7 +336,7 @@ fn these(values: Vec<usize>) -> String {
     }
 }
 
-fn positive(key: &str, value: f64) -> Result<()> {
+pub(super) fn positive(key: &str, value: f64) -> Result<()> {
     // Kernels compute with single precision, in which a smaller number is zero.
     let single = value as f32;
     require(single.is_finite() && single > 0.0, key, || {

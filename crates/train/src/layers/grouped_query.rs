@@ -6,28 +6,11 @@ use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Wanted};
 use crate::recompute::Scope;
-use crate::spec::{GroupedQueryShape, GroupedQuerySpec, Part, Rope};
-use nibble_core::formats::double;
+use crate::spec::{GroupedQueryShape, GroupedQuerySpec, Part};
 use nibble_core::ops::{Add, Attention, AttentionBackward, AttentionDecode, AttentionOut};
 use nibble_core::recipe::{Section, Site};
 use nibble_core::{DType, Data, Error, Kernels, Operand, Result, Tensor};
 use std::ops::Range;
-
-/// Cosines and sines of position · θ^(−2i/head_dim), `[positions, head_dim]`, made on the host in F64 with the
-/// same bits everywhere.
-pub fn rope_table<B: Kernels>(b: &B, positions: usize, Rope { head_dim, theta }: Rope) -> Result<Tensor<B>> {
-    let log_step = double::ln(theta) * -2.0 / head_dim as f64;
-    let mut values = Vec::with_capacity(positions * head_dim);
-    for position in 0..positions {
-        let angles =
-            (0..head_dim / 2).map(|i| double::sin_cos(position as f64 * double::exp(i as f64 * log_step)));
-        let (sines, cosines): (Vec<f32>, Vec<f32>) =
-            angles.map(|(sin, cos)| (sin as f32, cos as f32)).unzip();
-        values.extend(cosines);
-        values.extend(sines);
-    }
-    Tensor::from_f32(b, &values, positions, head_dim)
-}
 
 /// Attention in which several heads of queries share keys and values.
 #[derive(Debug, Clone)]
@@ -48,7 +31,7 @@ pub struct GroupedQuery<B: Kernels> {
     pub q_heads: Heads<B>,
     /// Norm and rotation of the keys.
     pub k_heads: Heads<B>,
-    /// `[seq_len, c]`, as [`rope_table`] makes it: a row for each position. Shared by all layers.
+    /// `[seq_len, c]`, as [`rope_table`](super::rope_table) makes it: a row for each position. Shared by all layers.
     pub rope: Tensor<B>,
     /// Keep normed and rotated queries and keys, instead of making them again in the backward pass. Those that are not normed are
     /// always kept.

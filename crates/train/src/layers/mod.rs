@@ -7,15 +7,17 @@ mod heads;
 mod linear;
 mod mlp;
 mod norm;
+mod rope;
 
 pub use embedding::{Embedding, EmbeddingSaved};
-pub use grouped_query::{GroupedQuery, GroupedQuerySaved, KvCache, copy_rows, rope_table};
+pub use grouped_query::{GroupedQuery, GroupedQuerySaved, KvCache, copy_rows};
 pub use head::{Head, HeadInput, HeadSaved};
 pub use heads::{Heads, HeadsSaved, Rotation};
 pub(crate) use linear::wgrad_x;
 pub use linear::{Input, Linear, LinearSaved};
 pub use mlp::{Mlp, MlpSaved};
 pub use norm::{Norm, NormSaved, Residual};
+pub use rope::rope_table;
 
 use crate::cx::Cx;
 use crate::ledger::Saved;

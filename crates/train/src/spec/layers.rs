@@ -2,6 +2,7 @@
 //! d model, h heads, g key/value heads, c head_dim, u value_dim, f ffn, e experts.
 
 use super::{Extent, Group, ParamSpec, Part, PartKind, Size};
+use crate::config::RopeScaling;
 
 /// Sizes of attention.
 #[derive(Debug, Clone, Copy)]
@@ -24,9 +25,11 @@ pub struct GroupedQueryShape {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Rope {
     /// Elements of a head that turn, in pairs.
-    pub head_dim: usize,
+    pub dim: usize,
     /// Base of the frequencies.
     pub theta: f64,
+    /// How the frequencies are changed.
+    pub scaling: RopeScaling,
 }
 
 /// Attention in which several heads of queries share keys and values.

@@ -81,7 +81,7 @@ impl ModelSpec {
             (layers.value > 0).then(|| Run { layers, block: block(config, first) })
         };
         Self {
-            rope: Rope { head_dim: config.head_dim, theta: config.rope_theta },
+            rope: Rope { dim: config.head_dim, theta: config.rope_theta, scaling: config.rope_scaling },
             embed: Part::embedding(EMBED, vocabulary, d_model, INIT_STD),
             runs: runs.into_iter().filter_map(run).collect(),
             norm: Part::norm("model.norm", d_model, Group::Norms),
