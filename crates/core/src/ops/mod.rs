@@ -29,6 +29,7 @@ mod transcode;
 pub use adamw::{AdamW, AdamWTensor};
 pub use attention::{
     Attention, AttentionBackward, AttentionDecode, AttentionGrads, AttentionOut, attention_agreement,
+    attention_scale,
 };
 pub use combine_tree::{CombineTree, FindSlots, MOST_TREE_SLOTS_OF_GPU};
 pub use cross_entropy::{CrossEntropy, CrossEntropyOut, verify_ids};
@@ -136,10 +137,10 @@ macro_rules! for_each_op {
                 reads x, weight, inv_rms, dy, table; writes dweight; plain seq_len, first_position;
             }
             rope(Rope<'_, $B>) -> Tensor<$B> { reads x, table; plain seq_len, first_position, inverse; }
-            attention(Attention<'_, $B>) -> AttentionOut<$B> { reads q, k, v; plain head_dim, value_dim, seq_len; }
-            attention_decode(AttentionDecode<'_, $B>) -> Tensor<$B> { reads q, k, v; plain head_dim, value_dim, len; }
+            attention(Attention<'_, $B>) -> AttentionOut<$B> { reads q, k, v; plain head_dim, value_dim, scale, seq_len; }
+            attention_decode(AttentionDecode<'_, $B>) -> Tensor<$B> { reads q, k, v; plain head_dim, value_dim, scale, len; }
             attention_backward(AttentionBackward<'_, $B>) -> AttentionGrads<$B> {
-                reads q, k, v, out, lse, dout; plain head_dim, value_dim, seq_len;
+                reads q, k, v, out, lse, dout; plain head_dim, value_dim, scale, seq_len;
             }
             cross_entropy(CrossEntropy<'_, $B>) -> CrossEntropyOut<$B> {
                 reads logits, targets; plain scale, shards, grad;

@@ -89,9 +89,11 @@ impl RopeScaling {
         let positions = (self.kind == RopeScalingKind::None && self.original_positions != 0)
             .then(|| ("model.rope_scaling.original_positions", say(self.original_positions.to_string())));
         let pairs = self.numbers().into_iter().zip(default.numbers());
-        let numbers = pairs.filter_map(|((key, is, kinds), (_, usual, _))| {
-            (is != usual && !kinds.contains(&self.kind)).then(|| (key, say(format!("{is:?}"))))
-        });
+        let is_moot =
+            |kinds: &[RopeScalingKind], is: f64, usual: f64| is != usual && !kinds.contains(&self.kind);
+        let numbers = pairs
+            .filter(|((_, is, kinds), (_, usual, _))| is_moot(kinds, *is, *usual))
+            .map(|((key, is, _), _)| (key, say(format!("{is:?}"))));
         let alone = self.kind == RopeScalingKind::Yarn && self.mscale != 0.0 && self.mscale_all_dim == 0.0;
         let alone = alone.then(|| {
             let why = format!(

@@ -7,7 +7,7 @@ use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Wanted};
 use crate::recompute::Scope;
 use crate::spec::{GroupedQueryShape, GroupedQuerySpec, Part};
-use nibble_core::ops::{Add, Attention, AttentionBackward, AttentionDecode, AttentionOut};
+use nibble_core::ops::{Add, Attention, AttentionBackward, AttentionDecode, AttentionOut, attention_scale};
 use nibble_core::recipe::{Section, Site};
 use nibble_core::{DType, Data, Error, Kernels, Operand, Result, Tensor};
 use std::ops::Range;
@@ -187,7 +187,8 @@ impl<B: Kernels> GroupedQuery<B> {
         let Projected { x, q, q_saved, k, k_saved, v } = self.projected(cx, &x_td, 0)?;
         let GroupedQueryShape { head_dim, value_dim, .. } = self.shape;
         let seq_len = self.positions().min(x_td.rows);
-        let op = Attention { q: &q, k: &k, v: &v, head_dim, value_dim, seq_len };
+        let scale = attention_scale(head_dim);
+        let op = Attention { q: &q, k: &k, v: &v, head_dim, value_dim, scale, seq_len };
         let AttentionOut { out, lse } = op.run(cx.b)?;
         drop((q, k));
         let (o_input, o) = self.o.input(cx, &out)?;
@@ -200,17 +201,17 @@ impl<B: Kernels> GroupedQuery<B> {
     pub fn cached(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>, cache: &mut KvCache<B>) -> Result<Tensor<B>> {
         let Projected { q, k, v, .. } = self.projected(cx, x_td, cache.len)?;
         let GroupedQueryShape { head_dim, value_dim, .. } = self.shape;
-        let t = x_td.rows;
+        let (t, scale) = (x_td.rows, attention_scale(head_dim));
         for (from, to) in [(&k, &mut cache.k), (&v, &mut cache.v)] {
             copy_rows(cx.b, from, 0..t, to, cache.len)?;
         }
         let first = cache.len;
         cache.len += t;
         let out = if first == 0 {
-            Attention { q: &q, k: &k, v: &v, head_dim, value_dim, seq_len: t }.run(cx.b)?.out
+            Attention { q: &q, k: &k, v: &v, head_dim, value_dim, scale, seq_len: t }.run(cx.b)?.out
         } else {
             let (k, v) = (&cache.k, &cache.v);
-            AttentionDecode { q: &q, k, v, head_dim, value_dim, len: cache.len }.run(cx.b)?
+            AttentionDecode { q: &q, k, v, head_dim, value_dim, scale, len: cache.len }.run(cx.b)?
         };
         self.o.product(cx, &self.o.input(cx, &out)?.0)
     }
@@ -275,6 +276,7 @@ impl<B: Kernels> Layer<B> for GroupedQuery<B> {
             dout: &dout,
             head_dim,
             value_dim,
+            scale: attention_scale(head_dim),
             seq_len,
         };
         let grads = op.run(cx.b)?;
