@@ -4,9 +4,11 @@
 //! No CTA adds to sums of another. The price: the backward pass computes P and dS twice, once for dq and once for dk
 //! and dv.
 
+pub(crate) mod assemble_kv;
 pub(crate) mod attention_decode;
 pub(crate) mod attention_wgmma;
 
+pub(crate) use assemble_kv::{assemble_kv, assemble_kv_backward};
 pub(crate) use attention_decode::attention_decode;
 
 use crate::compile::jit::{KernelSpec, TemplateArg};
