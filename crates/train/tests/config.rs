@@ -176,6 +176,35 @@ fn impossible_values_name_both_numbers_and_where_they_stand() {
             "[model.rope_scaling]\nkind = \"ntk\"\n",
             "run.toml:2: `model.rope_scaling.kind`: unknown variant `ntk`",
         ),
+        (
+            "[model]\nq_rank = 24\n",
+            "run.toml:2: `model.q_rank`: is 24, but model.kv_rank = 0: only latent attention has it",
+        ),
+        ("[model]\nrope_dim = 8\n", "run.toml:2: `model.rope_dim`: is 8, but model.kv_rank = 0"),
+        (
+            "[train]\nrecompute = [\"mla_up\"]\n",
+            "run.toml:2: `train.recompute`: names mla_up, but model.kv_rank = 0",
+        ),
+        (
+            "[model]\nkv_rank = 32\nrope_dim = 8\nqk_norm = false\n",
+            "`model.kv_heads`: is 2, but model.kv_rank = 32: every head has keys and values of its own then",
+        ),
+        (
+            "[model]\nkv_rank = 32\nrope_dim = 8\nkv_heads = 4\nqk_norm = true\n",
+            "run.toml:5: `model.qk_norm`: is true, but model.kv_rank = 32",
+        ),
+        (
+            "[model]\nkv_rank = 32\nkv_heads = 4\nqk_norm = false\n",
+            "`model.rope_dim`: is 0, expected an even number from 2 on and below model.head_dim = 16",
+        ),
+        (
+            "[model]\nkv_rank = 32\nkv_heads = 4\nqk_norm = false\nrope_dim = 16\n",
+            "run.toml:5: `model.rope_dim`: is 16, expected an even number from 2 on and below model.head_dim = 16",
+        ),
+        (
+            "[model]\nkv_rank = 32\nkv_heads = 4\nqk_norm = false\nrope_dim = 7\n",
+            "run.toml:5: `model.rope_dim`: is 7, expected an even number",
+        ),
         ("[model]\ntop_k = 9\n", "run.toml:2: `model.top_k`: is 9, more than model.experts = 8"),
         (
             "[model]\nvocab_size = 10\n",
@@ -287,8 +316,12 @@ fn scopes_of_recomputation_are_read_and_checked() -> Outcome {
     assert_eq!(Config::default().train.recompute, [Scope::Norms, Scope::Swiglu]);
     let of = |list: &str| Config::load("tiny", &overrides(&[&format!("train.recompute={list}")]));
     assert_eq!(of("[]")?.train.recompute, []);
+    // Of a model that has what they are of.
+    let latent =
+        ["kv_rank=32", "rope_dim=8", "kv_heads=4", "qk_norm=false"].map(|key| format!("model.{key}"));
     let all: Vec<&str> = Scope::ALL.into_iter().map(Scope::name).collect();
-    assert_eq!(of(&format!("{all:?}"))?.train.recompute, Scope::ALL);
+    let all = Config::load("tiny", &[&latent[..], &[format!("train.recompute={all:?}")]].concat())?;
+    assert_eq!(all.train.recompute, Scope::ALL);
     // It changes no number: a run may go on with another.
     assert!(of("[\"layers\"]")?.changes_since(&of("[]")?)?.is_empty());
 

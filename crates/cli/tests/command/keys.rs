@@ -41,6 +41,8 @@ fn cases() -> Vec<Case> {
         "model.rope_scaling.mscale=1.0",
         "model.rope_scaling.mscale_all_dim=1.0",
     ];
+    const LATENT: &[&str] =
+        &["model.kv_rank=24", "model.rope_dim=8", "model.kv_heads=2", "model.qk_norm=false"];
     const OFTEN: &[&str] = &["checkpoint.every=1"];
     vec![
         ("recipe", &[], "bf16", Weights),
@@ -70,6 +72,9 @@ fn cases() -> Vec<Case> {
         ("model.rope_scaling.beta_slow", &YARN, "0.1", Weights),
         ("model.rope_scaling.mscale", SCALED, "0.5", Weights),
         ("model.rope_scaling.mscale_all_dim", SCALED, "0.5", Weights),
+        ("model.kv_rank", LATENT, "32", Weights),
+        ("model.q_rank", LATENT, "24", Weights),
+        ("model.rope_dim", LATENT, "4", Weights),
         ("model.norm_eps", &[], "1e-3", Weights),
         ("model.tie_embeddings", &[], "false", Weights),
         ("model.aux_loss_coef", &[], "0.5", Weights),

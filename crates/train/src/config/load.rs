@@ -138,7 +138,10 @@ impl Config {
     fn with_every_key() -> Self {
         let data = DataConfig { bytes: true, ..DataConfig::default() };
         let rope_scaling = RopeScaling { factor: 1.0, ..RopeScaling::default() };
-        let model = ModelConfig { balance: Balance::Batch, rope_scaling, ..ModelConfig::default() };
+        let (kv_rank, q_rank, rope_dim) = (1, 1, 1);
+        let balance = Balance::Batch;
+        let model =
+            ModelConfig { balance, kv_rank, q_rank, rope_dim, rope_scaling, ..ModelConfig::default() };
         let train = TrainConfig { expert_shards: 2, combine: Some(Combine::Tree), ..TrainConfig::default() };
         let run =
             RunConfig { dp: 2, capacity_factor: 2.0, reductions: Reductions::Nccl, ..RunConfig::default() };
