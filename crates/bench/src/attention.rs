@@ -8,7 +8,7 @@
 use super::gpu::{Bench, COOL_DOWN, put_sustained, wanted};
 use nibble_command::error::Result;
 use nibble_command::say;
-use nibble_core::ops::{Attention, AttentionBackward, AttentionOut, Cast, InitNormal};
+use nibble_core::ops::{Attention, AttentionBackward, AttentionOut, Cast, InitNormal, attention_scale};
 use nibble_core::{DType, Result as CoreResult, Tensor};
 use nibble_cuda::Cuda;
 use nibble_cuda::measure::timing::Sustained;
@@ -135,7 +135,7 @@ pub fn run(args: &Args) -> Result<Value> {
 /// Forward and backward.
 fn times(bench: &Bench, shape: &AttentionShape, quick: bool) -> CoreResult<[Time; 2]> {
     let &AttentionShape { sequences, seq_len, heads, kv_heads, head_dim, value_dim } = shape;
-    let cuda = &bench.cuda;
+    let (cuda, scale) = (&bench.cuda, attention_scale(head_dim));
     let tensor = |site, cols| {
         let stream = Stream::new(1, Purpose::Init, site, 0);
         let rows = sequences * seq_len;
@@ -144,10 +144,11 @@ fn times(bench: &Bench, shape: &AttentionShape, quick: bool) -> CoreResult<[Time
     };
     let (q, dout) = (&tensor(1, heads * head_dim)?, &tensor(2, heads * value_dim)?);
     let (k, v): (&Tensor<Cuda>, _) = (&tensor(3, kv_heads * head_dim)?, &tensor(4, kv_heads * value_dim)?);
-    let forward = || Attention { q, k, v, head_dim, value_dim, seq_len }.run(cuda);
+    let forward = || Attention { q, k, v, head_dim, value_dim, scale, seq_len }.run(cuda);
     let AttentionOut { out, lse } = &forward()?;
-    let backward =
-        || AttentionBackward { q, k, v, out, lse, dout, head_dim, value_dim, seq_len }.run(cuda).map(drop);
+    let backward = || {
+        AttentionBackward { q, k, v, out, lse, dout, head_dim, value_dim, scale, seq_len }.run(cuda).map(drop)
+    };
     Ok([timed(bench, quick, || forward().map(drop))?, timed(bench, quick, backward)?])
 }
 

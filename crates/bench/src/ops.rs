@@ -252,20 +252,31 @@ fn model(b: &Cpu) -> CoreResult<Vec<Case>> {
         NormRope { x, weight, eps: 1e-6, table, seq_len: 256, first_position: 0 }.run(b).map(drop)
     }));
     cases.push(case("rope bf16, heads of 64", bytes, move |b| {
-        Rope { x: &input, table: &table, seq_len: 256, first_position: 0, inverse: false }.run(b).map(drop)
+        Rope { x: &input, table: &table, head_dim: 64, seq_len: 256, first_position: 0, inverse: false }
+            .run(b)
+            .map(drop)
     }));
-    let (head_dim, seq_len) = (64, 128);
+    let (up, shared) = (x.clone(), normal(b, DType::Bf16, ROWS, 64)?);
+    let kept = normal(b, DType::F32, 256, 64)?;
+    let bytes = up.bytes() + shared.bytes() + up.bytes() / 256 * 320;
+    cases.push(case("assemble keys and values bf16, 128 + 64 and 128", bytes, move |b| {
+        let (up, shared, table) = (&up, &shared, &kept);
+        let op =
+            AssembleKv { up, shared, table, key_dim: 128, value_dim: 128, seq_len: 256, first_position: 0 };
+        op.run(b).map(drop)
+    }));
+    let (head_dim, scale, seq_len) = (64, attention_scale(64), 128);
     let q = normal(b, DType::Bf16, 2 * seq_len, 2 * head_dim)?;
-    let done = Attention { q: &q, k: &q, v: &q, head_dim, value_dim: head_dim, seq_len }.run(b)?;
+    let done = Attention { q: &q, k: &q, v: &q, head_dim, value_dim: head_dim, scale, seq_len }.run(b)?;
     let qkv = q.clone();
     cases.push(case("attention, 4 heads of 128 · 64", 0, move |b| {
         let x = &qkv;
-        Attention { q: x, k: x, v: x, head_dim, value_dim: head_dim, seq_len }.run(b).map(drop)
+        Attention { q: x, k: x, v: x, head_dim, value_dim: head_dim, scale, seq_len }.run(b).map(drop)
     }));
     cases.push(case("attention backward, the same", 0, move |b| {
         let AttentionOut { out, lse } = &done;
         let (x, value_dim) = (&q, head_dim);
-        AttentionBackward { q: x, k: x, v: x, out, lse, dout: x, head_dim, value_dim, seq_len }
+        AttentionBackward { q: x, k: x, v: x, out, lse, dout: x, head_dim, value_dim, scale, seq_len }
             .run(b)
             .map(drop)
     }));

@@ -19,8 +19,11 @@ pub fn run<B: Device>(on: &On<'_, B>, config: &Config, steps: usize) -> Result<V
         (format!("default ({})", names(&Scope::DEFAULT)), Scope::DEFAULT.to_vec()),
         ("nothing".to_owned(), Vec::new()),
     ];
-    choices.extend(Scope::ALL.map(|scope| (scope.name().to_owned(), vec![scope])));
-    choices.push(("all".to_owned(), Scope::ALL.to_vec()));
+    // Of what the model has.
+    let has = |scope: &Scope| *scope != Scope::MlaUp || config.model.kv_rank > 0;
+    let scopes: Vec<Scope> = Scope::ALL.into_iter().filter(has).collect();
+    choices.extend(scopes.iter().map(|scope| (scope.name().to_owned(), vec![*scope])));
+    choices.push(("all".to_owned(), scopes));
     tell!(
         on,
         "{}, made again in the backward pass; kept: by a forward pass; peak: of activations and copies",

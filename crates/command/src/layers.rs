@@ -7,7 +7,7 @@ use nibble_core::recipe::{Change, Layer, LayerKind};
 use nibble_testkit::recorder::{Recorder, traced};
 use nibble_train::config::ModelConfig;
 use nibble_train::one_layer::OneLayer;
-use nibble_train::spec::{AttentionSpec, ModelSpec};
+use nibble_train::spec::ModelSpec;
 
 /// An expert layer, a dense one and the head.
 pub fn each_kind() -> impl Iterator<Item = Layer> {
@@ -17,10 +17,7 @@ pub fn each_kind() -> impl Iterator<Item = Layer> {
 /// The first layer of this kind in a model with experts and a head of its own; of dense ones the first that shares its input with no other.
 pub fn of_kind(kind: LayerKind) -> Option<Layer> {
     let model = ModelSpec::new(&ModelConfig { tie_embeddings: false, ..ModelConfig::default() });
-    let alone = model.blocks().next().and_then(|block| {
-        let AttentionSpec::GroupedQuery(attention) = block.attn;
-        attention.o.layer()
-    });
+    let alone = model.blocks().next().and_then(|block| block.attn.out().layer());
     alone.into_iter().chain(model.recipe_layers()).find(|layer| layer.kind == kind)
 }
 

@@ -3,7 +3,9 @@
 
 mod gpu;
 
-use nibble_core::ops::{Attention, AttentionBackward, AttentionGrads, AttentionOut, Cast, InitNormal};
+use nibble_core::ops::{
+    Attention, AttentionBackward, AttentionGrads, AttentionOut, Cast, InitNormal, attention_scale,
+};
 use nibble_core::{DType, Tensor};
 use nibble_cuda::Cuda;
 use nibble_cuda::ops::ATTENTION_DIMS;
@@ -32,10 +34,10 @@ fn made(
     [q, k, v, dout]: [&Tensor<Cuda>; 4],
     (head_dim, value_dim): (usize, usize),
 ) -> [Vec<f32>; 5] {
-    let seq_len = SEQ_LEN;
-    let forward = Attention { q, k, v, head_dim, value_dim, seq_len }.run(gpu).unwrap();
+    let (scale, seq_len) = (attention_scale(head_dim), SEQ_LEN);
+    let forward = Attention { q, k, v, head_dim, value_dim, scale, seq_len }.run(gpu).unwrap();
     let AttentionOut { out, lse } = &forward;
-    let op = AttentionBackward { q, k, v, out, lse, dout, head_dim, value_dim, seq_len };
+    let op = AttentionBackward { q, k, v, out, lse, dout, head_dim, value_dim, scale, seq_len };
     let AttentionGrads { dq, dk, dv } = op.run(gpu).unwrap();
     let lse = nibble_core::Backend::download(gpu, lse).unwrap();
     let [out, dq, dk, dv] = [out, &dq, &dk, &dv].map(|x| x.to_f32_vec(gpu).unwrap());

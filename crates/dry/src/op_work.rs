@@ -166,6 +166,14 @@ pub fn rope(op: &Rope<'_, Dry>) -> Counted {
     Work::reads(&[op.x]).and_reads(Some(op.seq_len), &[op.table]).into()
 }
 
+pub fn assemble_kv(op: &AssembleKv<'_, Dry>) -> Counted {
+    Work::reads(&[op.up, op.shared]).and_reads(Some(op.seq_len), &[op.table]).into()
+}
+
+pub fn assemble_kv_backward(op: &AssembleKvBackward<'_, Dry>) -> Counted {
+    Work::reads(&[op.dk, op.dv]).and_reads(Some(op.seq_len), &[op.table]).into()
+}
+
 pub fn attention(op: &Attention<'_, Dry>) -> Counted {
     let pairs = causal_pairs(op.q.rows, op.seq_len);
     let flops = attends(op.q, (op.head_dim, op.value_dim), [pairs; 2]);

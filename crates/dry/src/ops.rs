@@ -51,6 +51,8 @@ results! {
     embed(Embed<'_, Self>) -> EmbedOut<Self>;
     rms_norm(RmsNorm<'_, Self>) -> RmsNormOut<Self>;
     rope(Rope<'_, Self>) -> Tensor<Self>;
+    assemble_kv(AssembleKv<'_, Self>) -> AssembledKv<Self>;
+    assemble_kv_backward(AssembleKvBackward<'_, Self>) -> AssembledKvGrads<Self>;
     attention_decode(AttentionDecode<'_, Self>) -> Tensor<Self>;
 }
 

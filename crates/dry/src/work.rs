@@ -211,6 +211,8 @@ parts! {
     EmbedOut { x }
     RmsNormOut { y, inv_rms, sum }
     AttentionOut { out, lse }
+    AssembledKv { k, v }
+    AssembledKvGrads { dup, dshared }
     AttentionGrads { dq, dk, dv }
     CrossEntropyOut { loss, shard_nats, dlogits }
     HeadLossOut { shard_nats, dx }

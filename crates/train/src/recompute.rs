@@ -5,17 +5,20 @@
 use serde::{Deserialize, Serialize};
 
 /// Something that can be made again. A wider scope takes the place of those within it: `layers` that of `attention` and
-/// `experts`, and these two that of `expert_input`.
+/// `experts`, `experts` that of `expert_input`, and `attention` that of `mla_up`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Scope {
-    /// Outputs of norms, rotated queries and keys among them.
+    /// Outputs of norms, rotated queries and keys and normed latents among them.
     Norms,
     /// The input of the experts' second product, from the output of the first. Where a recipe keeps that output in another
     /// format, it is always made again: of what was kept.
     Swiglu,
     /// The experts' input, which has a row for each expert of a token: dispatched again.
     ExpertInput,
+    /// Queries, keys and values of latent attention (`model.kv_rank`): projected up from the latents once more. Queries that come straight from the input are
+    /// kept.
+    MlaUp,
     /// Attention with its projections and the norm before it, from the residual stream.
     Attention,
     /// The mixture of experts, the shared one and the norm before them, from the residual stream: routed and dispatched again. Of a
@@ -27,8 +30,15 @@ pub enum Scope {
 
 impl Scope {
     /// Every scope.
-    pub const ALL: [Self; 6] =
-        [Self::Norms, Self::Swiglu, Self::ExpertInput, Self::Attention, Self::Experts, Self::Layers];
+    pub const ALL: [Self; 7] = [
+        Self::Norms,
+        Self::Swiglu,
+        Self::ExpertInput,
+        Self::MlaUp,
+        Self::Attention,
+        Self::Experts,
+        Self::Layers,
+    ];
 
     /// What a run makes again unless it says otherwise: what costs next to nothing.
     pub const DEFAULT: [Self; 2] = [Self::Norms, Self::Swiglu];
@@ -39,6 +49,7 @@ impl Scope {
             Self::Norms => "norms",
             Self::Swiglu => "swiglu",
             Self::ExpertInput => "expert_input",
+            Self::MlaUp => "mla_up",
             Self::Attention => "attention",
             Self::Experts => "experts",
             Self::Layers => "layers",
@@ -51,7 +62,8 @@ impl Scope {
     const fn within(self) -> &'static [Self] {
         match self {
             Self::Experts => &[Self::ExpertInput],
-            Self::Layers => &[Self::ExpertInput, Self::Attention, Self::Experts],
+            Self::Attention => &[Self::MlaUp],
+            Self::Layers => &[Self::ExpertInput, Self::MlaUp, Self::Attention, Self::Experts],
             _ => &[],
         }
     }

@@ -42,6 +42,18 @@ fn every_preset_loads_and_its_resolved_text_gives_it_back() -> Outcome {
 }
 
 #[test]
+fn scaled_frequencies_are_stored_and_others_leave_the_text_as_it_was() -> Outcome {
+    assert!(!Config::load("tiny", &[])?.resolved_toml()?.contains("rope_scaling"));
+    let sets = ["kind=yarn", "factor=4.0", "original_positions=64", "mscale=0.7", "mscale_all_dim=0.7"];
+    let sets = sets.map(|set| format!("model.rope_scaling.{set}"));
+    let config = Config::load("tiny", &sets)?;
+    let text = config.resolved_toml()?;
+    assert!(text.contains("[model.rope_scaling]\nkind = \"yarn\"\nfactor = 4.0\n"), "{text}");
+    assert_eq!(Config::from_text(&text, Path::new("resolved.toml"), &[])?, config);
+    Ok(())
+}
+
+#[test]
 fn the_vocabulary_follows_the_data_unless_it_is_given() -> Outcome {
     assert_eq!(Config::load("tiny", &[])?.model.vocab_size, 64);
     assert_eq!(Config::load("tiny", &overrides(&["data.source=a.txt"]))?.model.vocab_size, 256);
@@ -128,6 +140,71 @@ fn impossible_values_name_both_numbers_and_where_they_stand() {
             "run.toml:3: `model.kv_heads`: is 4, which does not divide model.heads = 6",
         ),
         ("[model]\nhead_dim = 15\n", "run.toml:2: `model.head_dim`: is 15, expected an even number"),
+        (
+            "[model.rope_scaling]\nkind = \"yarn\"\n",
+            "`model.rope_scaling.factor`: is 0.0, expected a number of at least 1",
+        ),
+        (
+            "[model.rope_scaling]\nkind = \"llama3\"\nfactor = 8.0\n",
+            "`model.rope_scaling.original_positions`: is 0, expected the positions",
+        ),
+        (
+            "[model.rope_scaling]\nkind = \"llama3\"\nfactor = 8.0\noriginal_positions = 64\nlow_freq_factor = 4.0",
+            "`model.rope_scaling.high_freq_factor`: is 4.0, expected more than model.rope_scaling.low_freq_factor = 4.0",
+        ),
+        (
+            "[model.rope_scaling]\nkind = \"yarn\"\nfactor = 8.0\noriginal_positions = 64\nbeta_slow = 64.0",
+            "`model.rope_scaling.beta_fast`: is 32.0, expected more than model.rope_scaling.beta_slow = 64.0",
+        ),
+        (
+            "[model]\nrope_theta = 0.5\n[model.rope_scaling]\nkind = \"yarn\"\nfactor = 8.0\noriginal_positions = 64",
+            "run.toml:2: `model.rope_theta`: is 0.5, expected more than 1",
+        ),
+        (
+            "[model.rope_scaling]\nfactor = 8.0\n",
+            "run.toml:2: `model.rope_scaling.factor`: is 8.0, but decides nothing: model.rope_scaling.kind = \"none\"",
+        ),
+        (
+            "[model.rope_scaling]\nkind = \"llama3\"\nfactor = 8.0\noriginal_positions = 64\nbeta_fast = 16.0",
+            "run.toml:5: `model.rope_scaling.beta_fast`: is 16.0, but decides nothing",
+        ),
+        (
+            "[model.rope_scaling]\nkind = \"yarn\"\nfactor = 8.0\noriginal_positions = 64\nmscale = 0.7",
+            "run.toml:5: `model.rope_scaling.mscale`: is 0.7, but decides nothing: model.rope_scaling.mscale_all_dim is 0",
+        ),
+        (
+            "[model.rope_scaling]\nkind = \"ntk\"\n",
+            "run.toml:2: `model.rope_scaling.kind`: unknown variant `ntk`",
+        ),
+        (
+            "[model]\nq_rank = 24\n",
+            "run.toml:2: `model.q_rank`: is 24, but model.kv_rank = 0: only latent attention has it",
+        ),
+        ("[model]\nrope_dim = 8\n", "run.toml:2: `model.rope_dim`: is 8, but model.kv_rank = 0"),
+        (
+            "[train]\nrecompute = [\"mla_up\"]\n",
+            "run.toml:2: `train.recompute`: names mla_up, but model.kv_rank = 0",
+        ),
+        (
+            "[model]\nkv_rank = 32\nrope_dim = 8\nqk_norm = false\n",
+            "`model.kv_heads`: is 2, but model.kv_rank = 32: every head has keys and values of its own then",
+        ),
+        (
+            "[model]\nkv_rank = 32\nrope_dim = 8\nkv_heads = 4\nqk_norm = true\n",
+            "run.toml:5: `model.qk_norm`: is true, but model.kv_rank = 32",
+        ),
+        (
+            "[model]\nkv_rank = 32\nkv_heads = 4\nqk_norm = false\n",
+            "`model.rope_dim`: is 0, expected an even number from 2 on and below model.head_dim = 16",
+        ),
+        (
+            "[model]\nkv_rank = 32\nkv_heads = 4\nqk_norm = false\nrope_dim = 16\n",
+            "run.toml:5: `model.rope_dim`: is 16, expected an even number from 2 on and below model.head_dim = 16",
+        ),
+        (
+            "[model]\nkv_rank = 32\nkv_heads = 4\nqk_norm = false\nrope_dim = 7\n",
+            "run.toml:5: `model.rope_dim`: is 7, expected an even number",
+        ),
         ("[model]\ntop_k = 9\n", "run.toml:2: `model.top_k`: is 9, more than model.experts = 8"),
         (
             "[model]\nvocab_size = 10\n",
@@ -239,8 +316,12 @@ fn scopes_of_recomputation_are_read_and_checked() -> Outcome {
     assert_eq!(Config::default().train.recompute, [Scope::Norms, Scope::Swiglu]);
     let of = |list: &str| Config::load("tiny", &overrides(&[&format!("train.recompute={list}")]));
     assert_eq!(of("[]")?.train.recompute, []);
+    // Of a model that has what they are of.
+    let latent =
+        ["kv_rank=32", "rope_dim=8", "kv_heads=4", "qk_norm=false"].map(|key| format!("model.{key}"));
     let all: Vec<&str> = Scope::ALL.into_iter().map(Scope::name).collect();
-    assert_eq!(of(&format!("{all:?}"))?.train.recompute, Scope::ALL);
+    let all = Config::load("tiny", &[&latent[..], &[format!("train.recompute={all:?}")]].concat())?;
+    assert_eq!(all.train.recompute, Scope::ALL);
     // It changes no number: a run may go on with another.
     assert!(of("[\"layers\"]")?.changes_since(&of("[]")?)?.is_empty());
 

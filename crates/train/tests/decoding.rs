@@ -121,6 +121,14 @@ fn nor_does_one_of_dense_layers() {
 }
 
 #[test]
+fn nor_does_one_of_latent_attention() {
+    for recipe in ["f32", "bf16", "mxfp4-hopper"] {
+        check_run(&Cpu::new(2).unwrap(), &small(recipe, &rig::LATENT), 1, 9);
+        check_run(&Cpu::new(2).unwrap(), &small(recipe, &rig::LATENT_STRAIGHT), 3, 5);
+    }
+}
+
+#[test]
 fn a_window_that_moves_is_computed_again() {
     let seq_len = small("bf16", &[]).data.seq_len;
     check(&Cpu::new(2).unwrap(), "bf16", seq_len - 3, 6);

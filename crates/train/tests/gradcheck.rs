@@ -18,13 +18,16 @@ mod rig;
 use nibble_core::ops::Add;
 use nibble_core::{Backend, DType, Mesh, Recipe, Tensor};
 use nibble_cpu::Cpu;
-use nibble_train::config::{Balance, ModelConfig, QkNorm};
+use nibble_train::config::{Balance, ModelConfig, QkNorm, RopeScaling};
 use nibble_train::cx::{Cx, Shards};
-use nibble_train::layers::{GroupedQuery, Layer, Linear, Mlp, Norm, rope_table};
+use nibble_train::layers::{GroupedQuery, Latent, Layer, Linear, Mlp, Norm, rope_table};
 use nibble_train::model::{Block, Decoder, Feed, Inside};
 use nibble_train::moe::{Moe, MoeShape, Routed};
 use nibble_train::param::{Param, Placement};
-use nibble_train::spec::{Group, GroupedQueryShape, GroupedQuerySpec, MlpSpec, MoeSpec, Part, Rope, Size};
+use nibble_train::recompute::Scope;
+use nibble_train::spec::{
+    Group, GroupedQueryShape, GroupedQuerySpec, LatentShape, LatentSpec, MlpSpec, MoeSpec, Part, Rope, Size,
+};
 use rig::{SOLO, cx, matrix, normals};
 
 /// Largest error of a directional derivative, as a share of s·‖gradient‖.
@@ -204,7 +207,9 @@ fn attention_layer_with_grouped_query_heads() {
         let cx = cx(&cpu, &recipe, 2, 2 * seq_len);
         let shape = GroupedQueryShape { d_model, heads, kv_heads, head_dim, value_dim, qk_norm };
         let spec = GroupedQuerySpec::new("attention", shape, 1e-5, [0.3; 2]);
-        let rope = rope_table(&cpu, seq_len, Rope { head_dim, theta: 100.0 }).unwrap();
+        let rope =
+            rope_table(&cpu, seq_len, Rope { dim: head_dim, theta: 100.0, scaling: RopeScaling::default() })
+                .unwrap();
         let mut layer = GroupedQuery::new(&cx, &spec, rope).unwrap();
         let norms: Vec<&mut Norm<Cpu>> = [&mut layer.q_heads, &mut layer.k_heads]
             .into_iter()
@@ -215,6 +220,27 @@ fn attention_layer_with_grouped_query_heads() {
         let x = matrix(&cpu, "x", (4 * seq_len, d_model), DType::F32);
         let name = format!("attention {heads}/{kv_heads}, values of {value_dim}, norms: {qk_norm:?}");
         check_layer(&name, layer, &cx, &x, d_model);
+    }
+}
+
+#[test]
+fn latent_attention_layer() {
+    let (cpu, recipe) = (cpu(), f32_recipe());
+    for (q_rank, scopes) in
+        [(12, &[][..]), (0, &[]), (12, &[Scope::Norms, Scope::MlaUp]), (0, &[Scope::MlaUp])]
+    {
+        let (d_model, seq_len) = (16, 7);
+        let cx = cx(&cpu, &recipe, 2, 2 * seq_len);
+        let shape =
+            LatentShape { d_model, heads: 3, nope_dim: 6, rope_dim: 4, value_dim: 5, q_rank, kv_rank: 10 };
+        let rope = Rope { dim: 4, theta: 100.0, scaling: RopeScaling::default() };
+        let spec = LatentSpec::new("attention", shape, rope, [0.3; 2]);
+        let mut layer = Latent::new(&cx, &spec, rope_table(&cpu, seq_len, rope).unwrap()).unwrap();
+        layer.recompute(scopes);
+        uneven(&cpu, &mut layer.kv_up.norm);
+        layer.q_up.iter_mut().for_each(|up| uneven(&cpu, &mut up.norm));
+        let x = matrix(&cpu, "x", (4 * seq_len, d_model), DType::F32);
+        check_layer(&format!("latent attention, q_rank {q_rank}, {scopes:?}"), layer, &cx, &x, d_model);
     }
 }
 

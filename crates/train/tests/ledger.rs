@@ -26,6 +26,7 @@ fn the_ledger_is_what_the_allocator_holds() {
             &["model.value_head_dim=64"],
             &["model.balance=batch"],
             &["train.combine=tree"],
+            &rig::LATENT,
         ] {
             let cpu = Cpu::new(1).unwrap();
             let mut trainer = Trainer::new(&cpu, &SOLO, &small(recipe, changes)).unwrap();

@@ -13,6 +13,7 @@ use nibble_train::plan::{
 };
 use nibble_train::rank::RunMemory;
 use nibble_train::trainer::Trainer;
+use rig::TINY_LATENT;
 
 fn config(changes: &[&str]) -> Config {
     Config::load("tiny", &changes.iter().map(|c| (*c).to_owned()).collect::<Vec<_>>()).unwrap()
@@ -68,6 +69,10 @@ fn every_arena_is_as_large_as_predicted() {
         ],
         &["recipe=mxfp4-hopper", "model.layers=3", "model.dense_layers=2", "model.ffn=256"],
         &[DELAYED, "train.grad_accum=2", "train.recompute=[\"experts\"]"],
+        &[&["recipe=bf16", "train.recompute=[]"], &TINY_LATENT[..]].concat(),
+        &[&["recipe=mxfp4-hopper", "train.recompute=[\"norms\", \"swiglu\", \"mla_up\"]"], &TINY_LATENT[..]]
+            .concat(),
+        &[&["recipe=fp8-flow"], &TINY_LATENT[..], &["model.q_rank=0"]].concat(),
     ] {
         as_predicted(&config(changes), changes);
     }

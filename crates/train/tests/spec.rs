@@ -16,8 +16,10 @@ use rig::{SOLO, dense, mixed, small, state};
 use serde_json::{Map, Value};
 
 /// Every kind of model that there is.
-fn models() -> [Config; 5] {
+fn models() -> [Config; 7] {
     [
+        small("bf16", &rig::LATENT),
+        small("bf16", &rig::LATENT_STRAIGHT),
         small("bf16", &[]),
         small("bf16", &["model.tie_embeddings=false", "model.value_head_dim=16"]),
         small("bf16", &["model.shared_ffn=0", "model.qk_norm=false", "model.experts=2"]),

@@ -12,7 +12,7 @@ use nibble_train::checks::checked_recipe;
 use nibble_train::config::Config;
 use nibble_train::plan::{Call, Flops, Work, work_of_step};
 use nibble_train::trainer::Trainer;
-use rig::{SOLO, small};
+use rig::{SOLO, TINY_LATENT, small};
 
 const TOKENS: u64 = 2048;
 const ROWS: u64 = 4096;
@@ -112,6 +112,7 @@ fn flops_of_a_step_are_those_that_throughput_counts_and_scores_made_again() {
         &["recipe=bf16", "model.head_dim=24", "model.value_head_dim=8"],
         &["recipe=mxfp4-hopper", "model.layers=3", "model.dense_layers=1", "model.ffn=96"],
         &["recipe=bf16", "model.qk_norm=false"],
+        &[&["recipe=mxfp4-hopper"], &TINY_LATENT[..]].concat(),
     ] {
         let config = config(changes);
         let calls = calls(&config);

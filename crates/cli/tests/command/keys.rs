@@ -28,6 +28,21 @@ type Case = (&'static str, &'static [&'static str], &'static str, Shows);
 fn cases() -> Vec<Case> {
     use Shows::*;
     const DENSE: &[&str] = &["model.layers=2", "model.dense_layers=1", "model.ffn=32"];
+    const YARN: [&str; 3] = [
+        "model.rope_scaling.kind=yarn",
+        "model.rope_scaling.factor=8.0",
+        "model.rope_scaling.original_positions=64",
+    ];
+    const LLAMA3: &[&str] = &["model.rope_scaling.kind=llama3", YARN[1], YARN[2]];
+    const SCALED: &[&str] = &[
+        YARN[0],
+        YARN[1],
+        YARN[2],
+        "model.rope_scaling.mscale=1.0",
+        "model.rope_scaling.mscale_all_dim=1.0",
+    ];
+    const LATENT: &[&str] =
+        &["model.kv_rank=24", "model.rope_dim=8", "model.kv_heads=2", "model.qk_norm=false"];
     const OFTEN: &[&str] = &["checkpoint.every=1"];
     vec![
         ("recipe", &[], "bf16", Weights),
@@ -48,6 +63,18 @@ fn cases() -> Vec<Case> {
         ("model.shared_ffn", &[], "32", Weights),
         ("model.norm_topk_prob", &[], "false", Weights),
         ("model.rope_theta", &[], "5000.0", Weights),
+        ("model.rope_scaling.kind", &YARN, "llama3", Weights),
+        ("model.rope_scaling.factor", &YARN, "4.0", Weights),
+        ("model.rope_scaling.original_positions", &YARN, "128", Weights),
+        ("model.rope_scaling.low_freq_factor", LLAMA3, "2.0", Weights),
+        ("model.rope_scaling.high_freq_factor", LLAMA3, "8.0", Weights),
+        ("model.rope_scaling.beta_fast", &YARN, "1.5", Weights),
+        ("model.rope_scaling.beta_slow", &YARN, "0.1", Weights),
+        ("model.rope_scaling.mscale", SCALED, "0.5", Weights),
+        ("model.rope_scaling.mscale_all_dim", SCALED, "0.5", Weights),
+        ("model.kv_rank", LATENT, "32", Weights),
+        ("model.q_rank", LATENT, "24", Weights),
+        ("model.rope_dim", LATENT, "4", Weights),
         ("model.norm_eps", &[], "1e-3", Weights),
         ("model.tie_embeddings", &[], "false", Weights),
         ("model.aux_loss_coef", &[], "0.5", Weights),

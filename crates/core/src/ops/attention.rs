@@ -3,8 +3,8 @@ use crate::{Agreement, Backend, DType, Error, Result, Tensor};
 
 /// Causal softmax attention with grouped query heads: head i attends with key/value head i / (heads / kv_heads).
 ///
-/// Rows are sequences of `seq_len` tokens, one after the other. Scores and sums in F32, scaled by 1/sqrt(head_dim), the size of query and
-/// key heads; heads of values, and so of the output, may have another. Of BF16
+/// Rows are sequences of `seq_len` tokens, one after the other. Scores are q·k · `scale`; scores and sums in F32. Heads of values, and so
+/// of the output, may have another size than those of queries and keys. Of BF16
 /// inputs a backend may round the probabilities P to BF16 before they multiply v, and in the backward pass P and dS before
 /// their products, as tensor cores want them: see [`attention_agreement`].
 #[derive(Debug)]
@@ -19,6 +19,8 @@ pub struct Attention<'a, B: Backend> {
     pub head_dim: usize,
     /// Elements of a head of values and of the output.
     pub value_dim: usize,
+    /// What scores are multiplied by, finite and above 0: [`attention_scale`] unless a model has its own.
+    pub scale: f32,
     /// Tokens of a sequence.
     pub seq_len: usize,
 }
@@ -47,11 +49,17 @@ pub fn attention_agreement(q: DType) -> Agreement {
     }
 }
 
+/// The usual scale of scores, 1/√head_dim (Vaswani et al., 2017): products of random queries and keys then have a variance of one.
+pub fn attention_scale(head_dim: usize) -> f32 {
+    1.0 / (head_dim as f32).sqrt()
+}
+
 impl<B: Backend> Attention<'_, B> {
     /// Checks shapes.
     pub fn check(&self) -> Result<()> {
-        check_qkv("attention", self.q, self.k, self.v, (self.head_dim, self.value_dim), self.seq_len)
-            .map(drop)
+        const OP: &str = "attention";
+        check_scale(OP, self.scale)?;
+        check_qkv(OP, self.q, self.k, self.v, (self.head_dim, self.value_dim), self.seq_len).map(drop)
     }
 
     /// Its result, yet to be written. For checked arguments.
@@ -77,6 +85,8 @@ pub struct AttentionDecode<'a, B: Backend> {
     pub head_dim: usize,
     /// Elements of a head of values and of the output.
     pub value_dim: usize,
+    /// What scores are multiplied by, finite and above 0: [`attention_scale`] unless a model has its own.
+    pub scale: f32,
     /// Tokens so far, that of q included.
     pub len: usize,
 }
@@ -85,7 +95,8 @@ impl<B: Backend> AttentionDecode<'_, B> {
     /// Checks shapes.
     pub fn check(&self) -> Result<()> {
         const OP: &str = "attention_decode";
-        let Self { q, k, v, head_dim, value_dim, len } = self;
+        let Self { q, k, v, head_dim, value_dim, scale, len } = self;
+        check_scale(OP, *scale)?;
         expect_eq(OP, "rows of q", q.rows, 1)?;
         check_heads(OP, q, k, v, (*head_dim, *value_dim))?;
         match (1..=k.rows).contains(len) {
@@ -119,6 +130,8 @@ pub struct AttentionBackward<'a, B: Backend> {
     pub head_dim: usize,
     /// Elements of a head of values and of the output.
     pub value_dim: usize,
+    /// What scores are multiplied by, finite and above 0: [`attention_scale`] unless a model has its own.
+    pub scale: f32,
     /// Tokens of a sequence.
     pub seq_len: usize,
 }
@@ -138,6 +151,7 @@ impl<B: Backend> AttentionBackward<'_, B> {
     /// Checks shapes.
     pub fn check(&self) -> Result<()> {
         const OP: &str = "attention_backward";
+        check_scale(OP, self.scale)?;
         let heads = check_qkv(OP, self.q, self.k, self.v, (self.head_dim, self.value_dim), self.seq_len)?;
         let shape = (self.q.rows, heads * self.value_dim);
         expect_eq(OP, "shape of out", self.out.shape(), shape)?;
@@ -151,6 +165,13 @@ impl<B: Backend> AttentionBackward<'_, B> {
     pub fn result(&self, b: &B) -> Result<AttentionGrads<B>> {
         let [dq, dk, dv] = [self.q, self.k, self.v].map(|x| x.unwritten_like(b));
         Ok(AttentionGrads { dq: dq?, dk: dk?, dv: dv? })
+    }
+}
+
+fn check_scale(op: &'static str, scale: f32) -> Result<()> {
+    match scale.is_finite() && scale > 0.0 {
+        true => Ok(()),
+        false => Err(Error::shape(op, "scale", scale, "a finite number above 0")),
     }
 }
 

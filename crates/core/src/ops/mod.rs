@@ -4,6 +4,7 @@
 //! Legend: t tokens, r routed rows (padding included), d model, f ffn, e experts, l local experts, k top-k, s shards.
 
 mod adamw;
+mod assemble_kv;
 mod attention;
 mod combine_tree;
 mod cross_entropy;
@@ -27,8 +28,10 @@ mod swiglu;
 mod transcode;
 
 pub use adamw::{AdamW, AdamWTensor};
+pub use assemble_kv::{AssembleKv, AssembleKvBackward, AssembledKv, AssembledKvGrads};
 pub use attention::{
     Attention, AttentionBackward, AttentionDecode, AttentionGrads, AttentionOut, attention_agreement,
+    attention_scale,
 };
 pub use combine_tree::{CombineTree, FindSlots, MOST_TREE_SLOTS_OF_GPU};
 pub use cross_entropy::{CrossEntropy, CrossEntropyOut, verify_ids};
@@ -135,11 +138,17 @@ macro_rules! for_each_op {
             norm_rope_backward(NormRopeBackward<'_, $B>) -> Tensor<$B> {
                 reads x, weight, inv_rms, dy, table; writes dweight; plain seq_len, first_position;
             }
-            rope(Rope<'_, $B>) -> Tensor<$B> { reads x, table; plain seq_len, first_position, inverse; }
-            attention(Attention<'_, $B>) -> AttentionOut<$B> { reads q, k, v; plain head_dim, value_dim, seq_len; }
-            attention_decode(AttentionDecode<'_, $B>) -> Tensor<$B> { reads q, k, v; plain head_dim, value_dim, len; }
+            rope(Rope<'_, $B>) -> Tensor<$B> { reads x, table; plain head_dim, seq_len, first_position, inverse; }
+            assemble_kv(AssembleKv<'_, $B>) -> AssembledKv<$B> {
+                reads up, shared, table; plain key_dim, value_dim, seq_len, first_position;
+            }
+            assemble_kv_backward(AssembleKvBackward<'_, $B>) -> AssembledKvGrads<$B> {
+                reads dk, dv, table; plain key_dim, value_dim, seq_len;
+            }
+            attention(Attention<'_, $B>) -> AttentionOut<$B> { reads q, k, v; plain head_dim, value_dim, scale, seq_len; }
+            attention_decode(AttentionDecode<'_, $B>) -> Tensor<$B> { reads q, k, v; plain head_dim, value_dim, scale, len; }
             attention_backward(AttentionBackward<'_, $B>) -> AttentionGrads<$B> {
-                reads q, k, v, out, lse, dout; plain head_dim, value_dim, seq_len;
+                reads q, k, v, out, lse, dout; plain head_dim, value_dim, scale, seq_len;
             }
             cross_entropy(CrossEntropy<'_, $B>) -> CrossEntropyOut<$B> {
                 reads logits, targets; plain scale, shards, grad;

@@ -31,7 +31,7 @@ impl<B: Backend> NormRope<'_, B> {
     /// Checks shapes.
     pub fn check(&self) -> Result<()> {
         const OP: &str = "norm_rope";
-        check_turn(OP, self.x, self.table, self.seq_len, self.first_position)?;
+        check_turn(OP, self.x, (self.table, self.table.cols), self.seq_len, self.first_position)?;
         check_weight(OP, self.weight, self.table)
     }
 
@@ -81,7 +81,7 @@ impl<B: Backend> NormRopeBackward<'_, B> {
     /// Checks shapes.
     pub fn check(&self) -> Result<()> {
         const OP: &str = "norm_rope_backward";
-        check_turn(OP, self.x, self.table, self.seq_len, self.first_position)?;
+        check_turn(OP, self.x, (self.table, self.table.cols), self.seq_len, self.first_position)?;
         check_weight(OP, self.weight, self.table)?;
         expect_eq(OP, "shape of dy", self.dy.shape(), self.x.shape())?;
         expect_eq(OP, "type of dy", self.dy.dtype(), self.x.dtype())?;

@@ -1,6 +1,7 @@
 //! A file for each operation or several related ones, named as in `nibble_core::ops` with few exceptions. Each operation is the function of its name here.
 
 pub mod adamw;
+pub mod assemble_kv;
 pub mod attention;
 pub mod combine_tree;
 pub mod cross_entropy;
@@ -26,7 +27,7 @@ pub mod transpose;
 pub mod wire;
 
 pub(crate) use {
-    adamw::*, attention::*, combine_tree::*, cross_entropy::*, elementwise::*, embed::*, gemm::*,
-    head_loss::*, norm_rope::*, parts::*, permute::*, quantize::*, rms_norm::*, rope::*, route::*,
+    adamw::*, assemble_kv::*, attention::*, combine_tree::*, cross_entropy::*, elementwise::*, embed::*,
+    gemm::*, head_loss::*, norm_rope::*, parts::*, permute::*, quantize::*, rms_norm::*, rope::*, route::*,
     scale_tiles::*, slots::*, step::*, swiglu::*, transcode::*, transpose::*, wire::*,
 };

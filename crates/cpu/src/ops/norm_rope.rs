@@ -19,7 +19,11 @@ pub(crate) fn norm_rope(cpu: &Cpu, op: NormRope<'_, Cpu>) -> Result<RmsNormOut<C
     let mut normed = heads.unwritten_like(cpu)?;
     write_norm(cpu, &RmsNorm::new(&heads, weight, eps), &mut normed, out.inv_rms.as_mut_slice())?;
     let x = &normed.reshape(x.rows, x.cols)?;
-    write_turned(cpu, &Rope { x, table, seq_len, first_position, inverse: false }, &mut out.y)?;
+    write_turned(
+        cpu,
+        &Rope { x, table, head_dim: table.cols, seq_len, first_position, inverse: false },
+        &mut out.y,
+    )?;
     Ok(out)
 }
 
@@ -28,7 +32,11 @@ pub(crate) fn norm_rope_backward(cpu: &Cpu, op: NormRopeBackward<'_, Cpu>) -> Re
     let mut dx = op.result(cpu)?;
     let NormRopeBackward { x, weight, inv_rms, dy, table, seq_len, first_position, dweight } = op;
     let mut turned = dy.unwritten_like(cpu)?;
-    write_turned(cpu, &Rope { x: dy, table, seq_len, first_position, inverse: true }, &mut turned)?;
+    write_turned(
+        cpu,
+        &Rope { x: dy, table, head_dim: table.cols, seq_len, first_position, inverse: true },
+        &mut turned,
+    )?;
     let (rows, dy) = (heads(x, table.cols)?, heads(&turned, table.cols)?);
     let op = RmsNormBackward { x: &rows, weight, inv_rms, dy: &dy, plus: None, dweight };
     write_dx(cpu, op, &mut dx)?;

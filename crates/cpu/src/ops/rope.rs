@@ -1,6 +1,6 @@
 //! See [`nibble_core::ops::Rope`].
 //!
-//! With x₀ and x₁ the halves of a head: y₀ = x₀·cos − x₁·sin, y₁ = x₁·cos + x₀·sin, every product rounded (no fma).
+//! With x₀ and x₁ the halves of what turns of a head: y₀ = x₀·cos − x₁·sin, y₁ = x₁·cos + x₀·sin, every product rounded (no fma).
 //! One body serves as specification and as vectorised code.
 
 use crate::Cpu;
@@ -29,12 +29,12 @@ fn rotate<T: Real>(cpu: &Cpu, op: &Rope<'_, Cpu>, y: &mut Tensor<Cpu>) -> Result
     const OP: &str = "rope";
     let (rows, cols) = op.x.shape();
     let x = T::slice(OP, "x", op.x)?;
-    let head_dim = op.table.cols;
-    let table = &op.table.f32(OP, "table")?.as_slice()[op.first_position * head_dim..];
+    let turned = op.table.cols;
+    let table = &op.table.f32(OP, "table")?.as_slice()[op.first_position * turned..];
     let sign = if op.inverse { -1.0 } else { 1.0 };
     let y = T::slice_mut(OP, y)?;
     let (isa, step) = (cpu.isa(), rows_per_task(cpu, rows, cols));
-    let rotation = Rotation { head_dim, cols, seq_len: op.seq_len, sign };
+    let rotation = Rotation { turned, head_dim: op.head_dim, cols, seq_len: op.seq_len, sign };
     if step >= rows || cols == 0 {
         rotate_rows(isa, rotation, table, 0, x, y);
     } else {
@@ -49,6 +49,7 @@ fn rotate<T: Real>(cpu: &Cpu, op: &Rope<'_, Cpu>, y: &mut Tensor<Cpu>) -> Result
 /// The sizes, and the sign of the angle.
 #[derive(Clone, Copy)]
 struct Rotation {
+    turned: usize,
     head_dim: usize,
     cols: usize,
     seq_len: usize,
@@ -60,7 +61,7 @@ per_isa!(fn rotate_rows<T: Real> = rotate_rows_body; (rotation: Rotation, table:
 #[inline(always)]
 fn rotate_rows_body<T: Real>(rotation: Rotation, table: &[f32], first_row: usize, x: &[T], y: &mut [T]) {
     // A half known to the compiler becomes whole vectors without a remainder loop: 2.5 times as fast at 16.
-    match rotation.head_dim / 2 {
+    match rotation.turned / 2 {
         8 => rotate_halves::<T, 8>(rotation, table, first_row, x, y),
         16 => rotate_halves::<T, 16>(rotation, table, first_row, x, y),
         32 => rotate_halves::<T, 32>(rotation, table, first_row, x, y),
@@ -69,7 +70,7 @@ fn rotate_rows_body<T: Real>(rotation: Rotation, table: &[f32], first_row: usize
     }
 }
 
-/// Half a head is `HALF` elements, or `head_dim / 2` where `HALF` is 0.
+/// Half of what turns of a head is `HALF` elements, or `turned / 2` where `HALF` is 0.
 #[inline(always)]
 fn rotate_halves<T: Real, const HALF: usize>(
     rotation: Rotation,
@@ -78,23 +79,31 @@ fn rotate_halves<T: Real, const HALF: usize>(
     x: &[T],
     y: &mut [T],
 ) {
-    let half = if HALF == 0 { rotation.head_dim / 2 } else { HALF };
+    let half = if HALF == 0 { rotation.turned / 2 } else { HALF };
     if rotation.cols == 0 {
         return;
     }
+    let (head_dim, kept) = (rotation.head_dim, rotation.head_dim - 2 * half);
     let rows = x.chunks_exact(rotation.cols).zip(y.chunks_exact_mut(rotation.cols));
     for (r, (x, y)) in rows.enumerate() {
         let position = (first_row + r) % rotation.seq_len;
         let (cos, sin) = table[position * 2 * half..][..2 * half].split_at(half);
-        for (x, y) in x.chunks_exact(2 * half).zip(y.chunks_exact_mut(2 * half)) {
-            let (x0, x1) = x.split_at(half);
-            let (y0, y1) = y.split_at_mut(half);
-            for i in 0..half {
-                let (a, b, cos, sin) = (x0[i].widen(), x1[i].widen(), cos[i], rotation.sign * sin[i]);
-                y0[i] = T::round(a * cos - b * sin);
-                y1[i] = T::round(b * cos + a * sin);
-            }
+        for (x, y) in x.chunks_exact(head_dim).zip(y.chunks_exact_mut(head_dim)) {
+            y[..kept].copy_from_slice(&x[..kept]);
+            turn(&x[kept..][..2 * half], (cos, sin), rotation.sign, &mut y[kept..][..2 * half]);
         }
+    }
+}
+
+/// y = x with its pairs turned by these angles times the sign, each rounded.
+#[inline(always)]
+pub(super) fn turn<T: Real, U: Real>(x: &[T], (cos, sin): (&[f32], &[f32]), sign: f32, y: &mut [U]) {
+    let half = cos.len();
+    let ((x0, x1), (y0, y1)) = (x.split_at(half), y.split_at_mut(half));
+    for i in 0..half {
+        let (a, b, cos, sin) = (x0[i].widen(), x1[i].widen(), cos[i], sign * sin[i]);
+        y0[i] = U::round(a * cos - b * sin);
+        y1[i] = U::round(b * cos + a * sin);
     }
 }
 

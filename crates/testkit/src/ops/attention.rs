@@ -3,7 +3,9 @@ use crate::case::{Case, Outputs, Pads};
 use crate::host::plain;
 use crate::input::{Input, stream};
 use crate::pair::Pair;
-use nibble_core::ops::{Attention, AttentionBackward, AttentionDecode, AttentionOut, attention_agreement};
+use nibble_core::ops::{
+    Attention, AttentionBackward, AttentionDecode, AttentionOut, attention_agreement, attention_scale,
+};
 use nibble_core::{Agreement, DType, Kernels, Result, Tensor};
 
 #[derive(Debug, Clone, Copy)]
@@ -14,6 +16,7 @@ struct Heads {
     kv_heads: usize,
     head_dim: usize,
     value_dim: usize,
+    scale: f32,
     dtype: DType,
     input: Input,
     strict: bool,
@@ -35,8 +38,8 @@ impl Heads {
     }
 
     fn forward<B: Kernels>(&self, b: &B, [q, k, v]: &[Tensor<B>; 3]) -> Result<AttentionOut<B>> {
-        let Self { head_dim, value_dim, seq_len, .. } = *self;
-        Attention { q, k, v, head_dim, value_dim, seq_len }.run(b)
+        let Self { head_dim, value_dim, scale, seq_len, .. } = *self;
+        Attention { q, k, v, head_dim, value_dim, scale, seq_len }.run(b)
     }
 }
 
@@ -66,14 +69,14 @@ impl<B: Kernels> Case<B> for Backward {
     }
 
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
-        let Heads { head_dim, value_dim, seq_len, heads, .. } = self.0;
+        let Heads { head_dim, value_dim, scale, seq_len, heads, .. } = self.0;
         let qkv = self.0.qkv(b)?;
         let made = self.0.forward(b, &qkv)?;
         let dout = self.0.tensor(b, "attention.dout", heads, value_dim)?;
         let [q, k, v] = &qkv;
         let AttentionOut { out, lse } = &made;
-        let grads =
-            AttentionBackward { q, k, v, out, lse, dout: &dout, head_dim, value_dim, seq_len }.run(b)?;
+        let grads = AttentionBackward { q, k, v, out, lse, dout: &dout, head_dim, value_dim, scale, seq_len }
+            .run(b)?;
         let mut out = Outputs::default();
         out.tensor(b, "dv", &grads.dv)?;
         // Of one key dP - delta is 0 but for what rounding leaves, which only the same order of sums makes the same.
@@ -111,11 +114,29 @@ fn cases(strict: bool) -> Vec<Heads> {
         (1, 385, 3, 1, 192, 128),
         (2, 512, 2, 1, 192, 128),
     ];
-    for (sequences, seq_len, heads, kv_heads, head_dim, value_dim) in shapes {
+    // Scales of a model's own. Larger ones than the usual would spread the scores, and loosen what backends owe each other.
+    let scaled = [
+        (2, 33, 4, 2, 16, 16, 0.15),
+        (1, 70, 2, 1, 64, 64, 0.06),
+        (2, 130, 2, 1, 128, 128, 0.05),
+        (1, 150, 2, 2, 192, 128, 0.05),
+    ];
+    let usual = shapes.map(|(s, l, h, g, c, u)| (s, l, h, g, c, u, attention_scale(c)));
+    for (sequences, seq_len, heads, kv_heads, head_dim, value_dim, scale) in usual.into_iter().chain(scaled) {
         for dtype in PLAIN {
             let input = Input::Normal;
-            let heads =
-                Heads { sequences, seq_len, heads, kv_heads, head_dim, value_dim, dtype, input, strict };
+            let heads = Heads {
+                sequences,
+                seq_len,
+                heads,
+                kv_heads,
+                head_dim,
+                value_dim,
+                scale,
+                dtype,
+                input,
+                strict,
+            };
             cases.push(heads);
             // Scores of ±hundreds: the softmax is all but one-hot, and what is left is rounding.
             let hard = [Input::Zeros, Input::HeavyTailed, Input::NonFinite, Input::ExtremeExponents];
@@ -146,9 +167,10 @@ impl<B: Kernels> Case<B> for Decode {
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let [_, k, v] = self.heads.qkv(b)?;
         let one = Heads { sequences: 1, seq_len: 1, ..self.heads };
-        let Heads { head_dim, value_dim, .. } = one;
+        let Heads { head_dim, value_dim, scale, .. } = one;
         let q = one.tensor(b, "attention.q", one.heads, head_dim)?;
-        let made = AttentionDecode { q: &q, k: &k, v: &v, head_dim, value_dim, len: self.len }.run(b)?;
+        let made =
+            AttentionDecode { q: &q, k: &k, v: &v, head_dim, value_dim, scale, len: self.len }.run(b)?;
         let mut out = Outputs::default();
         out.tensor(b, "out", &made)?;
         Ok(out)

@@ -1,6 +1,7 @@
 //! Conformance tests, each the function of its operation's name. Files are named as in `nibble_core::ops`: one for an operation or several related ones.
 
 mod adamw;
+mod assemble_kv;
 mod attention;
 mod combine_tree;
 mod cross_entropy;
@@ -24,9 +25,9 @@ mod swiglu;
 mod transcode;
 
 pub use {
-    adamw::*, attention::*, combine_tree::*, cross_entropy::*, dequantize::*, elementwise::*, embed::*,
-    gemm::*, head_loss::*, norm_rope::*, parts::*, permute::*, quantize::*, quantize_pack::*, rms_norm::*,
-    rope::*, route::*, scale_tiles::*, slots::*, step::*, swiglu::*, transcode::*,
+    adamw::*, assemble_kv::*, attention::*, combine_tree::*, cross_entropy::*, dequantize::*, elementwise::*,
+    embed::*, gemm::*, head_loss::*, norm_rope::*, parts::*, permute::*, quantize::*, quantize_pack::*,
+    rms_norm::*, rope::*, route::*, scale_tiles::*, slots::*, step::*, swiglu::*, transcode::*,
 };
 
 use nibble_core::DType;

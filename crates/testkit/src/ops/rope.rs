@@ -11,7 +11,10 @@ struct Heads {
     sequences: usize,
     seq_len: usize,
     heads: usize,
-    head_dim: usize,
+    /// Elements of a head before those that turn.
+    kept: usize,
+    /// Those that turn.
+    turned: usize,
     first_position: usize,
     inverse: bool,
     dtype: DType,
@@ -35,13 +38,14 @@ impl<B: Kernels> Case<B> for Heads {
     }
 
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
-        let Self { seq_len, head_dim, first_position, inverse, .. } = *self;
+        let Self { seq_len, kept, turned, first_position, inverse, .. } = *self;
+        let head_dim = kept + turned;
         let (rows, cols) = (self.sequences * seq_len, self.heads * head_dim);
         let x = plain(b, self.dtype, &self.input.values(&stream("rope"), rows * cols), rows, cols)?;
         let positions = first_position + seq_len + 1;
-        let table = Tensor::from_f32(b, &table(positions, head_dim), positions, head_dim)?;
+        let table = Tensor::from_f32(b, &table(positions, turned), positions, turned)?;
         let mut out = Outputs::default();
-        let y = Rope { x: &x, table: &table, seq_len, first_position, inverse }.run(b)?;
+        let y = Rope { x: &x, table: &table, head_dim, seq_len, first_position, inverse }.run(b)?;
         out.tensor(b, "y", &y)?;
         Ok(out)
     }
@@ -50,22 +54,27 @@ impl<B: Kernels> Case<B> for Heads {
 /// Conformance of [`Rope`].
 pub fn rope<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let sizes = [
-        (1, 1, 1, 2, 0),
-        (2, 5, 3, 6, 3),
-        (3, 17, 4, 16, 0),
-        (2, 64, 8, 32, 7),
-        (1, 96, 2, 128, 0),
-        (2, 9, 17, 128, 1),
+        (1, 1, 1, (0, 2), 0),
+        (2, 5, 3, (0, 6), 3),
+        (3, 17, 4, (0, 16), 0),
+        (2, 64, 8, (0, 32), 7),
+        (1, 96, 2, (0, 128), 0),
+        (2, 9, 17, (0, 128), 1),
+        (2, 33, 17, (128, 64), 1),
+        (1, 12, 5, (16, 8), 0),
+        (2, 7, 3, (10, 6), 2),
+        (1, 20, 2, (8, 64), 0),
     ];
     for (i, input) in Input::ALL.into_iter().enumerate() {
-        for (sequences, seq_len, heads, head_dim, first_position) in sizes {
+        for (sequences, seq_len, heads, (kept, turned), first_position) in sizes {
             for dtype in PLAIN {
                 let inverse = (i + heads) % 2 == 0;
                 pair.check(&Heads {
                     sequences,
                     seq_len,
                     heads,
-                    head_dim,
+                    kept,
+                    turned,
                     first_position,
                     inverse,
                     dtype,

@@ -168,6 +168,8 @@ over!(AttentionOut, |x, m| AttentionOut {
         m.buf(&x.lse)?
     },
 });
+over!(AssembledKv, |x, m| AssembledKv { k: x.k.mapped(m)?, v: x.v.mapped(m)? });
+over!(AssembledKvGrads, |x, m| AssembledKvGrads { dup: x.dup.mapped(m)?, dshared: x.dshared.mapped(m)? });
 over!(AttentionGrads, |x, m| AttentionGrads {
     dq: x.dq.mapped(m)?,
     dk: x.dk.mapped(m)?,

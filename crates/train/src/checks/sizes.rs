@@ -52,6 +52,8 @@ pub fn check_sizes(config: &Config) -> Result<()> {
         ("model.d_model", m.d_model),
         ("model.head_dim", m.head_dim),
         ("model.value_head_dim", m.value_head_dim),
+        ("model.kv_rank", m.kv_rank),
+        ("model.q_rank", m.q_rank),
     ];
     for (key, columns) in columns {
         if columns > MOST_COLUMNS {

@@ -95,6 +95,9 @@ impl Config {
                 self.eval.batches
             ),
         );
+        for (key, why) in self.model.rope_scaling.moot() {
+            add(true, key, &["model.rope_scaling.kind"], why);
+        }
         let factor = self.run.capacity_factor;
         add(
             (self.run.mesh().ep == 1 || self.model.experts == 0) && factor != default.run.capacity_factor,

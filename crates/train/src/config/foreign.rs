@@ -186,6 +186,9 @@ const NAMES: &[(Meaning, &[&str])] = &[
     ),
     (Key("model.head_dim"), &["kv_channels", "attention_head_dim", "qk_head_dim", "d_head"]),
     (Key("model.value_head_dim"), &["v_head_dim"]),
+    (Key("model.kv_rank"), &["kv_lora_rank"]),
+    (Key("model.q_rank"), &["q_lora_rank"]),
+    (Key("model.rope_dim"), &["qk_rope_head_dim"]),
     (Key("model.ffn"), &["intermediate_size", "ffn_hidden_size", "ffn_dim", "d_ff", "mlp_dim"]),
     (Key("model.dense_layers"), &["first_k_dense_replace", "n_dense_layers", "num_dense_layers"]),
     (
@@ -213,6 +216,8 @@ const NAMES: &[(Meaning, &[&str])] = &[
         &["rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "layernorm_epsilon"],
     ),
     (Key("model.rope_theta"), &["rope_base", "rotary_base", "rotary_emb_base"]),
+    (Key("model.rope_scaling.kind"), &["rope_type"]),
+    (Key("model.rope_scaling.original_positions"), &["original_max_position_embeddings"]),
     (Key("model.tie_embeddings"), &["tie_word_embeddings", "tied_embeddings", "weight_tying"]),
     (
         Key("model.aux_loss_coef"),

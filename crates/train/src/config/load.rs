@@ -9,8 +9,8 @@ use super::asked::Written;
 use super::init::{check_tokens, fill_model};
 use super::preset::{preset, preset_names};
 use super::{
-    Balance, CheckpointConfig, Config, DataConfig, ModelConfig, RANDOM, Reductions, RunConfig, SYNTHETIC,
-    TrainConfig, foreign,
+    Balance, CheckpointConfig, Config, DataConfig, ModelConfig, RANDOM, Reductions, RopeScaling, RunConfig,
+    SYNTHETIC, TrainConfig, foreign,
 };
 use crate::data::{BYTE_VOCAB, SYNTHETIC_VOCAB};
 use crate::error::{Error, Result};
@@ -154,10 +154,15 @@ impl Config {
     /// A configuration whose text has every key: those, too, that are left out where they have their default.
     fn with_every_key() -> Self {
         let data = DataConfig { bytes: true, ..DataConfig::default() };
+        let rope_scaling = RopeScaling { factor: 1.0, ..RopeScaling::default() };
         let model = ModelConfig {
             balance: Balance::Batch,
-            qkv_bias: true,
+            kv_rank: 1,
             max_positions: 1 << 20,
+            q_rank: 1,
+            qkv_bias: true,
+            rope_dim: 1,
+            rope_scaling,
             ..ModelConfig::default()
         };
         let train = TrainConfig {

@@ -17,6 +17,7 @@ mod init;
 mod load;
 mod preset;
 mod qk_norm;
+mod rope_scaling;
 mod validate;
 
 use serde::{Deserialize, Serialize};
@@ -33,6 +34,7 @@ pub use foreign::{Meaning, of_option};
 pub(crate) use load::read_text;
 pub use preset::{preset, preset_names};
 pub use qk_norm::QkNorm;
+pub use rope_scaling::{RopeScaling, RopeScalingKind};
 pub use validate::MOST_THREADS;
 
 /// Everything that decides a run. Two runs with equal configurations and equal data end with equal weights, whatever
@@ -75,7 +77,7 @@ impl Default for Config {
     }
 }
 
-/// The shape of a decoder: grouped-query attention, then in each layer experts (Qwen3-MoE) or one MLP (Qwen3, Llama).
+/// The shape of a decoder: grouped-query attention or latent attention (DeepSeek), then in each layer experts (Qwen3-MoE) or one MLP (Qwen3, Llama).
 ///
 /// A model without experts leaves out what belongs to them: `top_k`, `expert_ffn`, `shared_ffn`, `norm_topk_prob`, the router's
 /// losses. Left out of a file they are 0, or false, then.
@@ -136,6 +138,20 @@ pub struct ModelConfig {
     pub balance: Balance,
     /// Weight of the router's z-loss.
     pub z_loss_coef: f64,
+    /// Width of the latent from which each head's keys and values come, as in DeepSeek-V2 and V3; 0 = grouped-query attention. With it `kv_heads` is `heads`, and
+    /// `qk_norm` is false.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub kv_rank: usize,
+    /// Width of the latent from which each head's queries come; 0 = they come straight from the input. With `kv_rank` alone.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub q_rank: usize,
+    /// How many of the last of the `head_dim` elements of a head of queries and keys RoPE turns; those of keys are one for all heads. Even, less than `head_dim`;
+    /// with `kv_rank` alone: without it all turn, and this is 0.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub rope_dim: usize,
+    /// How the frequencies of RoPE are changed.
+    #[serde(skip_serializing_if = "RopeScaling::is_default")]
+    pub rope_scaling: RopeScaling,
 }
 
 impl ModelConfig {
@@ -172,6 +188,10 @@ impl Default for ModelConfig {
             aux_loss_coef: 0.01,
             balance: Balance::Shard,
             z_loss_coef: 0.001,
+            kv_rank: 0,
+            q_rank: 0,
+            rope_dim: 0,
+            rope_scaling: RopeScaling::default(),
         }
     }
 }
@@ -275,7 +295,7 @@ pub struct TrainConfig {
     pub grad_dtype: PlainType,
     /// Type of AdamW's moments: `f32`, or `bf16`, which halves them.
     pub moment_dtype: PlainType,
-    /// What the backward pass makes again instead of finding it kept, a list of `norms`, `swiglu`, `expert_input`,
+    /// What the backward pass makes again instead of finding it kept, a list of `norms`, `swiglu`, `expert_input`, `mla_up`,
     /// `attention`, `experts`, `layers`: less memory, more time, never a bit of the result.
     pub recompute: Vec<Scope>,
 }

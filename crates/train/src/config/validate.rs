@@ -2,7 +2,7 @@
 //!
 //! What a precision recipe asks of the widths (multiples of its block) is checked where recipe and model meet.
 
-use super::{Balance, Combine, Config, DeviceChoice, ModelConfig, RANDOM, ScheduleKind};
+use super::{Balance, Combine, Config, DeviceChoice, ModelConfig, QkNorm, RANDOM, ScheduleKind};
 use crate::data::{BYTE_VOCAB, RECORD_TOKENS, SYNTHETIC_VOCAB};
 use crate::error::{Error, Result};
 use crate::recompute::Scope;
@@ -74,6 +74,7 @@ impl Config {
         require(m.head_dim.is_multiple_of(2), "model.head_dim", || {
             format!("is {}, expected an even number: RoPE turns pairs", m.head_dim)
         })?;
+        self.validate_latent()?;
         if m.experts == 0 {
             self.validate_dense()?
         } else {
@@ -99,7 +100,45 @@ impl Config {
             format!("is {seq_len}, more than the {positions} positions of the model (model.max_positions)")
         })?;
         positive("model.rope_theta", m.rope_theta)?;
-        positive("model.norm_eps", m.norm_eps)
+        positive("model.norm_eps", m.norm_eps)?;
+        m.rope_scaling.validate(m.rope_theta)
+    }
+
+    /// Latent attention has the sizes that it needs, and grouped-query attention none of them.
+    fn validate_latent(&self) -> Result<()> {
+        let m = &self.model;
+        if m.kv_rank == 0 {
+            for (key, value) in [("model.q_rank", m.q_rank), ("model.rope_dim", m.rope_dim)] {
+                require(value == 0, key, || {
+                    format!(
+                        "is {value}, but model.kv_rank = 0: only latent attention has it; leave it out, or set model.kv_rank"
+                    )
+                })?;
+            }
+            return require(!self.train.recompute.contains(&Scope::MlaUp), "train.recompute", || {
+                let scope = Scope::MlaUp.name();
+                format!("names {scope}, but model.kv_rank = 0: there are no latents to project up from")
+            });
+        }
+        require(m.kv_heads == m.heads, "model.kv_heads", || {
+            format!(
+                "is {}, but model.kv_rank = {}: every head has keys and values of its own then; set it to model.heads = {}",
+                m.kv_heads, m.kv_rank, m.heads
+            )
+        })?;
+        require(m.qk_norm == QkNorm::None, "model.qk_norm", || {
+            format!(
+                "is true, but model.kv_rank = {}: latents are normed instead of heads; set it to false",
+                m.kv_rank
+            )
+        })?;
+        let is_part = m.rope_dim > 0 && m.rope_dim < m.head_dim;
+        require(is_part && m.rope_dim.is_multiple_of(2), "model.rope_dim", || {
+            format!(
+                "is {}, expected an even number from 2 on and below model.head_dim = {}: RoPE turns pairs of the last elements of a head; model.kv_rank = {}",
+                m.rope_dim, m.head_dim, m.kv_rank
+            )
+        })
     }
 
     /// A model without experts has an MLP, and nothing that belongs to experts.
@@ -320,7 +359,7 @@ fn fail(key: &str, why: impl Into<String>) -> Result<()> {
     Err(Error::config(key, why))
 }
 
-fn require(holds: bool, key: &str, why: impl FnOnce() -> String) -> Result<()> {
+pub(super) fn require(holds: bool, key: &str, why: impl FnOnce() -> String) -> Result<()> {
     if holds { Ok(()) } else { fail(key, why()) }
 }
 
@@ -339,7 +378,7 @@ fn these(values: Vec<usize>) -> String {
     }
 }
 
-fn positive(key: &str, value: f64) -> Result<()> {
+pub(super) fn positive(key: &str, value: f64) -> Result<()> {
     // Kernels compute with single precision, in which a smaller number is zero.
     let single = value as f32;
     require(single.is_finite() && single > 0.0, key, || {

@@ -137,5 +137,5 @@ fn rotated<B: Kernels>(
     &Rotation { table, seq_len, first_position }: &Rotation<'_, B>,
     inverse: bool,
 ) -> Result<Tensor<B>> {
-    Rope { x, table, seq_len, first_position, inverse }.run(cx.b)
+    Rope { x, table, head_dim: table.cols, seq_len, first_position, inverse }.run(cx.b)
 }

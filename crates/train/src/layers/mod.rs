@@ -4,18 +4,25 @@ mod embedding;
 mod grouped_query;
 mod head;
 mod heads;
+mod kv_cache;
+mod latent;
 mod linear;
 mod mlp;
 mod norm;
+mod rope;
+mod shared;
 
 pub use embedding::{Embedding, EmbeddingSaved};
-pub use grouped_query::{GroupedQuery, GroupedQuerySaved, KvCache, copy_rows, rope_table};
+pub use grouped_query::{GroupedQuery, GroupedQuerySaved};
 pub use head::{Head, HeadInput, HeadSaved};
 pub use heads::{Heads, HeadsSaved, Rotation};
+pub use kv_cache::{KvCache, copy_rows};
+pub use latent::{Latent, LatentSaved, LatentUp, LatentUpSaved};
 pub(crate) use linear::wgrad_x;
 pub use linear::{Input, Linear, LinearSaved};
 pub use mlp::{Mlp, MlpSaved};
 pub use norm::{Norm, NormSaved, Residual};
+pub use rope::rope_table;
 
 use crate::cx::Cx;
 use crate::ledger::Saved;

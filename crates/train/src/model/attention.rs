@@ -2,60 +2,73 @@
 //! while text is made token by token is its own affair. t tokens, d model.
 
 use crate::cx::Cx;
-use crate::layers::{GroupedQuery, GroupedQuerySaved, KvCache, Layer};
+use crate::layers::{GroupedQuery, GroupedQuerySaved, KvCache, Latent, LatentSaved, Layer};
 use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Wanted};
 use crate::recompute::Scope;
 use crate::spec::AttentionSpec;
-use nibble_core::{Kernels, Result, Tensor};
+use nibble_core::{Error, Kernels, Result, Tensor};
 
 /// The attention of one decoder layer.
 #[derive(Debug, Clone)]
+// A decoder layer has one of them, in place: there is nothing to gain from a box.
+#[allow(clippy::large_enum_variant)]
 pub enum Attention<B: Kernels> {
     /// Several heads of queries share keys and values (Qwen3, Llama).
     GroupedQuery(GroupedQuery<B>),
+    /// Keys and values come from a latent (DeepSeek-V2, V3).
+    Latent(Latent<B>),
 }
 
 /// What is kept of it.
 #[derive(Debug)]
+#[allow(clippy::large_enum_variant)] // as of `Attention`
 pub enum AttentionSaved<B: Kernels> {
     /// Of heads that share keys and values.
     GroupedQuery(GroupedQuerySaved<B>),
+    /// Of heads whose keys and values come from a latent.
+    Latent(LatentSaved<B>),
 }
 
 /// What it remembers of a sequence's tokens so far, in one layer.
 #[derive(Debug)]
 pub enum AttentionCache<B: Kernels> {
     /// Keys and values.
-    GroupedQuery(KvCache<B>),
+    KeysValues(KvCache<B>),
 }
 
 impl<B: Kernels> AttentionCache<B> {
     /// Another sequence begins.
     pub fn clear(&mut self) {
-        let Self::GroupedQuery(cache) = self;
+        let Self::KeysValues(cache) = self;
         cache.clear();
     }
 }
 
 impl<B: Kernels> Saved for AttentionSaved<B> {
     fn ledger(&self, ledger: &mut Ledger) {
-        let Self::GroupedQuery(saved) = self;
-        saved.ledger(ledger);
+        match self {
+            Self::GroupedQuery(saved) => saved.ledger(ledger),
+            Self::Latent(saved) => saved.ledger(ledger),
+        }
     }
 }
 
 impl<B: Kernels> Attention<B> {
     /// Random weights; `rope` has a row for each position of a sequence.
     pub fn new(cx: &Cx<'_, B>, spec: &AttentionSpec, rope: Tensor<B>) -> Result<Self> {
-        let AttentionSpec::GroupedQuery(spec) = spec;
-        Ok(Self::GroupedQuery(GroupedQuery::new(cx, spec, rope)?))
+        Ok(match spec {
+            AttentionSpec::GroupedQuery(spec) => Self::GroupedQuery(GroupedQuery::new(cx, spec, rope)?),
+            AttentionSpec::Latent(spec) => Self::Latent(Latent::new(cx, spec, rope)?),
+        })
     }
 
     /// A cache for one sequence.
     pub fn cache(&self, cx: &Cx<'_, B>) -> Result<AttentionCache<B>> {
-        let Self::GroupedQuery(layer) = self;
-        Ok(AttentionCache::GroupedQuery(layer.cache(cx.b, cx.activations())?))
+        Ok(AttentionCache::KeysValues(match self {
+            Self::GroupedQuery(layer) => layer.cache(cx.b, cx.activations())?,
+            Self::Latent(layer) => layer.cache(cx.b, cx.activations())?,
+        }))
     }
 
     /// The forward pass of tokens that follow those in the cache, one sequence, or of its first ones, which are put into the cache. Several tokens
@@ -66,8 +79,11 @@ impl<B: Kernels> Attention<B> {
         x_td: &Tensor<B>,
         cache: &mut AttentionCache<B>,
     ) -> Result<Tensor<B>> {
-        let (Self::GroupedQuery(layer), AttentionCache::GroupedQuery(cache)) = (self, cache);
-        layer.cached(cx, x_td, cache)
+        let AttentionCache::KeysValues(cache) = cache;
+        match self {
+            Self::GroupedQuery(layer) => layer.cached(cx, x_td, cache),
+            Self::Latent(layer) => layer.cached(cx, x_td, cache),
+        }
     }
 }
 
@@ -77,33 +93,53 @@ impl<B: Kernels> Layer<B> for Attention<B> {
     type Saved = AttentionSaved<B>;
 
     fn wanted(&self, cx: &Cx<'_, B>) -> Vec<Wanted<'_, B>> {
-        let Self::GroupedQuery(layer) = self;
-        layer.wanted(cx)
+        match self {
+            Self::GroupedQuery(layer) => layer.wanted(cx),
+            Self::Latent(layer) => layer.wanted(cx),
+        }
     }
 
     fn params(&mut self) -> Vec<&mut Param<B>> {
-        let Self::GroupedQuery(layer) = self;
-        layer.params()
+        match self {
+            Self::GroupedQuery(layer) => layer.params(),
+            Self::Latent(layer) => layer.params(),
+        }
     }
 
     fn recompute(&mut self, scopes: &[Scope]) {
-        let Self::GroupedQuery(layer) = self;
-        layer.recompute(scopes);
+        match self {
+            Self::GroupedQuery(layer) => layer.recompute(scopes),
+            Self::Latent(layer) => layer.recompute(scopes),
+        }
     }
 
     fn forward(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<(Tensor<B>, AttentionSaved<B>)> {
-        let Self::GroupedQuery(layer) = self;
-        let (y_td, saved) = layer.forward(cx, x_td)?;
-        Ok((y_td, AttentionSaved::GroupedQuery(saved)))
+        Ok(match self {
+            Self::GroupedQuery(layer) => {
+                let (y_td, saved) = layer.forward(cx, x_td)?;
+                (y_td, AttentionSaved::GroupedQuery(saved))
+            }
+            Self::Latent(layer) => {
+                let (y_td, saved) = layer.forward(cx, x_td)?;
+                (y_td, AttentionSaved::Latent(saved))
+            }
+        })
     }
 
     fn again(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<AttentionSaved<B>> {
-        let Self::GroupedQuery(layer) = self;
-        Ok(AttentionSaved::GroupedQuery(layer.again(cx, x_td)?))
+        Ok(match self {
+            Self::GroupedQuery(layer) => AttentionSaved::GroupedQuery(layer.again(cx, x_td)?),
+            Self::Latent(layer) => AttentionSaved::Latent(layer.again(cx, x_td)?),
+        })
     }
 
     fn backward(&mut self, cx: &Cx<'_, B>, saved: AttentionSaved<B>, dy_td: Tensor<B>) -> Result<Tensor<B>> {
-        let (Self::GroupedQuery(layer), AttentionSaved::GroupedQuery(saved)) = (self, saved);
-        layer.backward(cx, saved, dy_td)
+        match (self, saved) {
+            (Self::GroupedQuery(layer), AttentionSaved::GroupedQuery(saved)) => {
+                layer.backward(cx, saved, dy_td)
+            }
+            (Self::Latent(layer), AttentionSaved::Latent(saved)) => layer.backward(cx, saved, dy_td),
+            _ => Err(Error::Defect { place: "attention", what: "what was kept is of another kind" }),
+        }
     }
 }

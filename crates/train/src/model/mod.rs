@@ -98,7 +98,7 @@ impl<B: Kernels> Decoder<B> {
         Self::with_rope(b, mesh, recipe, config, rope, seed)
     }
 
-    /// [`Decoder::new`] with RoPE's table, `[positions, head_dim]`.
+    /// [`Decoder::new`] with RoPE's table, `[positions, dim]`.
     pub(crate) fn with_rope(
         b: &B,
         mesh: Mesh<'_, B>,

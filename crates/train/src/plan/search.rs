@@ -18,15 +18,20 @@ const WAYS: &[Way] =
 
 /// The same numbers, for time: a little at first, a forward pass in the end.
 fn recomputation(config: &Config) -> Vec<Vec<String>> {
-    const MORE: [&[Scope]; 5] = [
+    const MORE: [&[Scope]; 6] = [
         &[],
-        &[Scope::ExpertInput],
+        &[Scope::MlaUp],
+        &[Scope::MlaUp, Scope::ExpertInput],
         &[Scope::ExpertInput, Scope::Attention],
         &[Scope::Attention, Scope::Experts],
         &[Scope::Layers],
     ];
     let own = Scope::normal(&config.train.recompute);
-    let possible = |scope: &Scope| *scope != Scope::ExpertInput || config.model.experts > 0;
+    let possible = |scope: &Scope| match scope {
+        Scope::ExpertInput => config.model.experts > 0,
+        Scope::MlaUp => config.model.kv_rank > 0,
+        _ => true,
+    };
     let more = |more: &&[Scope]| {
         let mut scopes = [&own, &Scope::DEFAULT[..], more].concat();
         scopes.retain(possible);

@@ -71,8 +71,8 @@ impl<'a, B: Kernels> RankState<'a, B> {
     }
 
     fn without_buffers(b: &'a B, mesh: Mesh<'a, B>, config: &Config, recipe: &Recipe) -> Result<Self> {
-        let head_dim = ModelSpec::new(&config.model).rope.head_dim;
-        let table = |b: &B| Tensor::unwritten(b, DType::F32, config.data.seq_len, head_dim);
+        let dim = ModelSpec::new(&config.model).rope.dim;
+        let table = |b: &B| Tensor::unwritten(b, DType::F32, config.data.seq_len, dim);
         Self::assemble(b, mesh, config, recipe.clone(), table)
     }
 

@@ -1,8 +1,8 @@
 //! What the parts of a decoder layer make together: attention, an MLP, a mixture of experts.
 //! d model, h heads, g key/value heads, c head_dim, u value_dim, f ffn, e experts.
 
-use super::{Extent, Group, ParamSpec, Part, PartKind, Size};
-use crate::config::QkNorm;
+use super::{Extent, Group, LatentSpec, ParamSpec, Part, PartKind, Size};
+use crate::config::{QkNorm, RopeScaling};
 
 /// Sizes of attention.
 #[derive(Debug, Clone, Copy)]
@@ -25,9 +25,11 @@ pub struct GroupedQueryShape {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Rope {
     /// Elements of a head that turn, in pairs.
-    pub head_dim: usize,
+    pub dim: usize,
     /// Base of the frequencies.
     pub theta: f64,
+    /// How the frequencies are changed.
+    pub scaling: RopeScaling,
 }
 
 /// Attention in which several heads of queries share keys and values.
@@ -110,35 +112,57 @@ impl GroupedQuerySpec {
 
 /// How a decoder layer's tokens see those before them.
 #[derive(Debug, Clone)]
+// A decoder layer has one of them, in place: there is nothing to gain from a box.
+#[allow(clippy::large_enum_variant)]
 pub enum AttentionSpec {
     /// Several heads of queries share keys and values.
     GroupedQuery(GroupedQuerySpec),
+    /// Keys and values come from a latent.
+    Latent(LatentSpec),
 }
 
 impl AttentionSpec {
     /// `model.layers.3.self_attn`.
     #[must_use]
     pub fn id(&self) -> &str {
-        let Self::GroupedQuery(spec) = self;
-        &spec.id
+        match self {
+            Self::GroupedQuery(spec) => &spec.id,
+            Self::Latent(spec) => &spec.id,
+        }
     }
 
     /// Its parts, in canonical order.
-    pub fn parts(&self) -> impl Iterator<Item = &Part> {
-        let Self::GroupedQuery(spec) = self;
-        spec.parts()
+    #[must_use]
+    pub fn parts(&self) -> Vec<&Part> {
+        match self {
+            Self::GroupedQuery(spec) => spec.parts().collect(),
+            Self::Latent(spec) => spec.parts().collect(),
+        }
+    }
+
+    /// The projection of what attention gives.
+    #[must_use]
+    pub fn out(&self) -> &Part {
+        match self {
+            Self::GroupedQuery(spec) => &spec.o,
+            Self::Latent(spec) => &spec.o,
+        }
     }
 
     /// Multiply-adds of scores and of values for each pair of tokens.
     #[must_use]
     pub fn pair_multiply_adds(&self) -> usize {
-        let Self::GroupedQuery(spec) = self;
-        spec.pair_multiply_adds()
+        match self {
+            Self::GroupedQuery(spec) => spec.pair_multiply_adds(),
+            Self::Latent(spec) => spec.pair_multiply_adds(),
+        }
     }
 
     fn kept_values(&self) -> f64 {
-        let Self::GroupedQuery(spec) = self;
-        spec.kept_values()
+        match self {
+            Self::GroupedQuery(spec) => spec.kept_values(),
+            Self::Latent(spec) => spec.kept_values(),
+        }
     }
 }
 

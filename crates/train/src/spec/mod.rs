@@ -10,6 +10,8 @@
 //! model.layers.0                            a block: one for each decoder layer
 //!   input_layernorm
 //!   self_attn                               q_proj  k_proj  v_proj  o_proj, and q_norm  k_norm
+//!    or                                     q_proj, or q_a_proj  q_a_layernorm  q_b_proj;
+//!                                           kv_a_proj  k_rope_proj  kv_a_layernorm  kv_b_proj  o_proj
 //!   post_attention_layernorm
 //!   mlp                                     gate_up_proj  down_proj
 //!    or                                     gate  experts, and shared_expert with gate_up_proj  down_proj
@@ -18,10 +20,12 @@
 //! ```
 
 mod count;
+mod latent;
 mod layers;
 mod part;
 
 pub use count::{Group, Parameters};
+pub use latent::{LatentShape, LatentSpec, QueriesSpec, UpSpec};
 pub use layers::{
     AttentionSpec, BlockSpec, FeedSpec, GroupedQueryShape, GroupedQuerySpec, MlpSpec, MoeShape, MoeSpec, Rope,
 };
@@ -81,7 +85,7 @@ impl ModelSpec {
             (layers.value > 0).then(|| Run { layers, block: block(config, first) })
         };
         Self {
-            rope: Rope { head_dim: config.head_dim, theta: config.rope_theta },
+            rope: rope(config),
             embed: Part::embedding(EMBED, vocabulary, d_model, INIT_STD),
             runs: runs.into_iter().filter_map(run).collect(),
             norm: Part::norm("model.norm", d_model, Group::Norms),
@@ -137,27 +141,49 @@ impl ModelSpec {
 /// The key of the number of decoder layers.
 const LAYERS: &str = "model.layers";
 
+/// How queries and keys turn: the last elements of their heads, or all.
+fn rope(config: &ModelConfig) -> Rope {
+    let dim = if config.kv_rank > 0 { config.rope_dim } else { config.head_dim };
+    Rope { dim, theta: config.rope_theta, scaling: config.rope_scaling }
+}
+
+/// The attention of this id.
+fn attention(config: &ModelConfig, id: &str, stds: [f32; 2]) -> AttentionSpec {
+    let (d_model, heads, value_dim) = (config.d_model, config.heads, config.value_head_dim());
+    if config.kv_rank > 0 {
+        let shape = LatentShape {
+            d_model,
+            heads,
+            nope_dim: config.head_dim.saturating_sub(config.rope_dim),
+            rope_dim: config.rope_dim,
+            value_dim,
+            q_rank: config.q_rank,
+            kv_rank: config.kv_rank,
+        };
+        return AttentionSpec::Latent(LatentSpec::new(id, shape, rope(config), stds));
+    }
+    let shape = GroupedQueryShape {
+        d_model,
+        heads,
+        kv_heads: config.kv_heads,
+        head_dim: config.head_dim,
+        value_dim,
+        qk_norm: config.qk_norm,
+    };
+    AttentionSpec::GroupedQuery(GroupedQuerySpec::new(id, shape, config.norm_eps as f32, stds))
+}
+
 /// The decoder layer of this number.
 fn block(config: &ModelConfig, layer: usize) -> BlockSpec {
     let id = format!("model.layers.{layer}");
     let norm = |part: &str| Part::norm(&format!("{id}.{part}"), Size::d_model(config.d_model), Group::Norms);
     let stds = [INIT_STD, INIT_STD / (2.0 * config.layers as f32).sqrt()];
-    let attention = GroupedQueryShape {
-        d_model: config.d_model,
-        heads: config.heads,
-        kv_heads: config.kv_heads,
-        head_dim: config.head_dim,
-        value_dim: config.value_head_dim(),
-        qk_norm: config.qk_norm,
-    };
-    let eps = config.norm_eps as f32;
-    let attention = GroupedQuerySpec::new(&format!("{id}.self_attn"), attention, eps, stds);
     BlockSpec {
         attn_norm: norm("input_layernorm"),
-        attn: AttentionSpec::GroupedQuery(attention),
+        attn: attention(config, &format!("{id}.self_attn"), stds),
         mlp_norm: norm("post_attention_layernorm"),
         feed: feed(config, layer, &format!("{id}.mlp"), stds),
-        eps,
+        eps: config.norm_eps as f32,
     }
 }
 

@@ -35,6 +35,29 @@ const MLPS: &str = "experts = 0\nffn = 96\nqk_norm = false";
 /// What makes the first layer of the small run dense.
 pub const FIRST_DENSE: [&str; 2] = ["model.dense_layers=1", "model.ffn=96"];
 
+/// What gives the small run latent attention: heads of 32 of which 16 turn, values of 24, and latents that no block of a format divides.
+pub const LATENT: [&str; 6] = [
+    "model.kv_heads=2",
+    "model.qk_norm=false",
+    "model.kv_rank=48",
+    "model.q_rank=40",
+    "model.rope_dim=16",
+    "model.value_head_dim=24",
+];
+
+/// The same without a latent of queries.
+pub const LATENT_STRAIGHT: [&str; 5] = [LATENT[0], LATENT[1], LATENT[2], LATENT[4], LATENT[5]];
+
+/// What gives the configuration `tiny` latent attention.
+pub const TINY_LATENT: [&str; 6] = [
+    "model.kv_heads=4",
+    "model.qk_norm=false",
+    "model.kv_rank=40",
+    "model.q_rank=24",
+    "model.rope_dim=8",
+    "model.value_head_dim=24",
+];
+
 /// All but what stands between attentions.
 const SMALL: &str = r#"
 seed = 7

@@ -14,13 +14,13 @@ const KEYS: usize = 8;
 pub(super) fn decode<T: Real>(cpu: &Cpu, op: &AttentionDecode<'_, Cpu>) -> Result<Tensor<Cpu>> {
     const OP: &str = "attention_decode";
     let (head_dim, value_dim) = (op.head_dim, op.value_dim);
-    let sizes = Heads::new(op.q, op.k, (head_dim, value_dim), 1);
+    let sizes = Heads::new(op.q, op.k, (head_dim, value_dim), op.scale, 1);
     let [q, k, v] = [T::slice(OP, "q", op.q)?, T::slice(OP, "k", op.k)?, T::slice(OP, "v", op.v)?];
     let mut out = op.result(cpu)?;
     let to = T::slice_mut(OP, &mut out)?;
     let head = |(head, to): (usize, &mut [T])| {
         let query: Vec<f32> =
-            q[head * head_dim..][..head_dim].iter().map(|x| x.widen() * sizes.scale()).collect();
+            q[head * head_dim..][..head_dim].iter().map(|x| x.widen() * sizes.scale).collect();
         let kv_head = sizes.kv_head(head);
         let keys = StridedRows { x: &k[kv_head * head_dim..], stride: op.k.cols };
         let values = StridedRows { x: &v[kv_head * value_dim..], stride: op.v.cols };

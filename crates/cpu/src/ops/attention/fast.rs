@@ -134,7 +134,7 @@ impl<'a> Space<'a> {
                     q,
                     sizes.heads * sizes.head_dim,
                     sizes.head_dim,
-                    sizes.scale(),
+                    sizes.scale,
                     &mut self.q,
                     width,
                 );
@@ -176,7 +176,7 @@ impl<'a> Space<'a> {
             for first in (0..sizes.seq_len).step_by(BLOCK) {
                 let rows = first..(first + BLOCK).min(sizes.seq_len);
                 for (x, factor, to, dim, width) in [
-                    (input.q, sizes.scale(), &mut self.q, sizes.head_dim, width),
+                    (input.q, sizes.scale, &mut self.q, sizes.head_dim, width),
                     (input.dout, 1.0, &mut self.dout, sizes.value_dim, value_width),
                 ] {
                     let x = sizes.cells(x, (sizes.heads, dim), unit.sequence, head, rows.clone());
@@ -234,7 +234,7 @@ impl<'a> Space<'a> {
         for (i, x) in rows.zip(self.tile.chunks_exact(width)) {
             // SAFETY: no other unit has this sequence and query head.
             let dq = unsafe { output.dq.row(unit.sequence * sizes.seq_len + i, head) };
-            store_row(self.isa, x, sizes.scale(), dq);
+            store_row(self.isa, x, sizes.scale, dq);
         }
     }
 

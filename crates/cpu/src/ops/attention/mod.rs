@@ -17,7 +17,7 @@ use nibble_core::{DType, Result, Tensor};
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// softmax(q·kᵀ/√head_dim, masked)·v, and the log-sum-exp of the scores.
+/// softmax(q·kᵀ·scale, masked)·v, and the log-sum-exp of the scores.
 pub(crate) fn attention(cpu: &Cpu, op: Attention<'_, Cpu>) -> Result<AttentionOut<Cpu>> {
     match op.q.dtype() {
         DType::F32 => forward::<f32>(cpu, &op),
@@ -52,16 +52,20 @@ struct Heads {
     head_dim: usize,
     /// Of values.
     value_dim: usize,
+    /// Of scores.
+    scale: f32,
 }
 
 impl Heads {
-    fn new(q: &Tensor<Cpu>, k: &Tensor<Cpu>, (head_dim, value_dim): (usize, usize), seq_len: usize) -> Self {
+    fn new(
+        q: &Tensor<Cpu>,
+        k: &Tensor<Cpu>,
+        (head_dim, value_dim): (usize, usize),
+        scale: f32,
+        seq_len: usize,
+    ) -> Self {
         let (heads, kv_heads) = (q.cols / head_dim, k.cols / head_dim);
-        Self { sequences: q.rows / seq_len, seq_len, heads, kv_heads, head_dim, value_dim }
-    }
-
-    fn scale(&self) -> f32 {
-        1.0 / (self.head_dim as f32).sqrt()
+        Self { sequences: q.rows / seq_len, seq_len, heads, kv_heads, head_dim, value_dim, scale }
     }
 
     /// The key/value head of a query head.
@@ -158,7 +162,7 @@ impl<'a, T> Cells<'a, T> {
 
 fn forward<T: Real>(cpu: &Cpu, op: &Attention<'_, Cpu>) -> Result<AttentionOut<Cpu>> {
     const OP: &str = "attention";
-    let sizes = Heads::new(op.q, op.k, (op.head_dim, op.value_dim), op.seq_len);
+    let sizes = Heads::new(op.q, op.k, (op.head_dim, op.value_dim), op.scale, op.seq_len);
     let input = ForwardInput {
         q: T::slice(OP, "q", op.q)?,
         k: T::slice(OP, "k", op.k)?,
@@ -178,7 +182,7 @@ fn forward<T: Real>(cpu: &Cpu, op: &Attention<'_, Cpu>) -> Result<AttentionOut<C
 
 fn backward<T: Real>(cpu: &Cpu, op: &AttentionBackward<'_, Cpu>) -> Result<AttentionGrads<Cpu>> {
     const OP: &str = "attention_backward";
-    let sizes = Heads::new(op.q, op.k, (op.head_dim, op.value_dim), op.seq_len);
+    let sizes = Heads::new(op.q, op.k, (op.head_dim, op.value_dim), op.scale, op.seq_len);
     let input = BackwardInput {
         q: T::slice(OP, "q", op.q)?,
         k: T::slice(OP, "k", op.k)?,

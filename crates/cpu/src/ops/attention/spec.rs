@@ -1,6 +1,6 @@
 //! Attention one query at a time: the definition of the bits. Slow.
 //!
-//! Queries are scaled by 1/√head_dim on reading. A key later than the query, but in the same tile of 8, takes part in
+//! Queries are scaled on reading. A key later than the query, but in the same tile of 8, takes part in
 //! the sums over keys with weight 0; no other masked key or query takes part in anything.
 
 use super::tile::TILE;
@@ -61,7 +61,7 @@ pub(super) fn forward<T: Real>(sizes: &Heads, input: &ForwardInput<'_, T>, outpu
         let k = View::new(input.k, sizes, (sizes.kv_heads, sizes.head_dim), sequence, sizes.kv_head(head));
         let v = View::new(input.v, sizes, (sizes.kv_heads, sizes.value_dim), sequence, sizes.kv_head(head));
         for i in 0..sizes.seq_len {
-            let query = q.scaled(i, sizes.scale());
+            let query = q.scaled(i, sizes.scale);
             let mut weights: Vec<f32> = (0..=i).map(|j| chain(&query, k.row(j))).collect();
             let (max, sum) = softmax_terms(&mut weights);
             weights.resize(tile_end(sizes, i), 0.0);
@@ -94,7 +94,7 @@ pub(super) fn backward<T: Real>(sizes: &Heads, input: &BackwardInput<'_, T>, out
                 let row = sequence * sizes.seq_len + i;
                 let lse = input.lse[row * sizes.heads + head];
                 let delta = lane_dot(dout.row(i), out.row(i));
-                let (query, dout) = (q.scaled(i, sizes.scale()), dout.scaled(i, 1.0));
+                let (query, dout) = (q.scaled(i, sizes.scale), dout.scaled(i, 1.0));
                 let mut dq = vec![0.0; sizes.head_dim];
                 for j in 0..tile_end(sizes, i) {
                     let (mut p, mut ds) = (0.0, 0.0);
@@ -108,7 +108,7 @@ pub(super) fn backward<T: Real>(sizes: &Heads, input: &BackwardInput<'_, T>, out
                 }
                 // SAFETY: this is the only thread that writes.
                 let to = unsafe { output.dq.row(row, head) };
-                to.iter_mut().zip(dq).for_each(|(to, x)| *to = T::round(x * sizes.scale()));
+                to.iter_mut().zip(dq).for_each(|(to, x)| *to = T::round(x * sizes.scale));
             }
         }
         for j in 0..sizes.seq_len {

@@ -3,6 +3,7 @@ mod agreement;
 use super::*;
 use crate::ops::elementwise::tests::{bits, normals, same_everywhere};
 use nibble_core::Backend;
+use nibble_core::ops::attention_scale;
 
 /// A problem in the host's memory.
 struct Case {
@@ -23,7 +24,8 @@ impl Case {
         (head_dim, value_dim): (usize, usize),
         spread: f32,
     ) -> Self {
-        let sizes = Heads { sequences, seq_len, heads, kv_heads, head_dim, value_dim };
+        let scale = attention_scale(head_dim);
+        let sizes = Heads { sequences, seq_len, heads, kv_heads, head_dim, value_dim, scale };
         let wide = |site, n: usize, by: f32| -> Vec<f32> {
             let x = normals(site, sizes.tokens() * n);
             // Numbers of both types, so that one reference serves both.
@@ -49,7 +51,12 @@ impl Case {
             (1, 20, 2, 1, (7, 40)),
             (2, 18, 3, 1, (48, 20)),
         ];
-        sizes.into_iter().map(|(s, l, h, g, dims)| Self::new(s, l, h, g, dims, 1.0)).collect()
+        let mut cases: Vec<Self> =
+            sizes.into_iter().map(|(s, l, h, g, dims)| Self::new(s, l, h, g, dims, 1.0)).collect();
+        // Scales of a model's own.
+        cases[5].sizes.scale = 0.07;
+        cases[9].sizes.scale = 0.3;
+        cases
     }
 
     fn tensor(&self, cpu: &Cpu, x: &[f32], dtype: DType) -> Tensor<Cpu> {
@@ -65,8 +72,8 @@ impl Case {
 
     fn forward(&self, cpu: &Cpu, dtype: DType) -> AttentionOut<Cpu> {
         let [q, k, v] = [&self.q, &self.k, &self.v].map(|x| self.tensor(cpu, x, dtype));
-        let Heads { head_dim, value_dim, seq_len, .. } = self.sizes;
-        let op = Attention { q: &q, k: &k, v: &v, head_dim, value_dim, seq_len };
+        let Heads { head_dim, value_dim, scale, seq_len, .. } = self.sizes;
+        let op = Attention { q: &q, k: &k, v: &v, head_dim, value_dim, scale, seq_len };
         op.check().unwrap();
         attention(cpu, op).unwrap()
     }
@@ -83,6 +90,7 @@ impl Case {
             dout: &dout,
             head_dim: self.sizes.head_dim,
             value_dim: self.sizes.value_dim,
+            scale: self.sizes.scale,
             seq_len: self.sizes.seq_len,
         };
         op.check().unwrap();
@@ -100,7 +108,7 @@ fn reference(sizes: &Heads, q: &[f64], k: &[f64], v: &[f64]) -> (Vec<f64>, Vec<f
             let at = token * sizes.heads + head;
             let kv = |other: usize| other * sizes.kv_heads + head / (sizes.heads / sizes.kv_heads);
             let dot = |other: usize| (0..d).map(|i| q[at * d + i] * k[kv(other) * d + i]).sum::<f64>();
-            let scores: Vec<f64> = (first..=token).map(|other| dot(other) / (d as f64).sqrt()).collect();
+            let scores: Vec<f64> = (first..=token).map(|other| dot(other) * f64::from(sizes.scale)).collect();
             let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
             let sum: f64 = scores.iter().map(|s| (s - max).exp()).sum();
             lse[at] = max + sum.ln();
@@ -250,7 +258,7 @@ fn no_tokens_give_no_output() {
     for cpu in [Cpu::new(2).unwrap(), Cpu::scalar(1).unwrap()] {
         let none = |cols| Tensor::zeros(&cpu, DType::F32, 0, cols).unwrap();
         let (q, k) = (none(32), none(16));
-        let op = Attention { q: &q, k: &k, v: &k, head_dim: 16, value_dim: 16, seq_len: 8 };
+        let op = Attention { q: &q, k: &k, v: &k, head_dim: 16, value_dim: 16, scale: 0.25, seq_len: 8 };
         let got = attention(&cpu, op).unwrap();
         assert_eq!((got.out.shape(), Cpu::len(&got.lse)), ((0, 32), 0));
     }
@@ -262,8 +270,9 @@ fn a_type_that_differs_is_named() {
     let x = Tensor::zeros(&cpu, DType::F32, 4, 16).unwrap();
     let half = Tensor::zeros(&cpu, DType::Bf16, 4, 16).unwrap();
     let lse = cpu.zeros::<f32>(4).unwrap();
-    let (out, dout, head_dim, value_dim) = (&x, &half, 16, 16);
-    let op = AttentionBackward { q: &x, k: &x, v: &x, out, lse: &lse, dout, head_dim, value_dim, seq_len: 4 };
+    let (out, dout, head_dim, value_dim, scale, seq_len) = (&x, &half, 16, 16, 0.25, 4);
+    let op =
+        AttentionBackward { q: &x, k: &x, v: &x, out, lse: &lse, dout, head_dim, value_dim, scale, seq_len };
     let error = attention_backward(&cpu, op).unwrap_err().to_string();
     assert_eq!(error, "attention_backward: `dout` is bf16, expected f32");
 }
@@ -275,23 +284,50 @@ fn sizes_that_do_not_fit_are_named() {
     // 4 query heads of 6, 2 key heads; values of 5.
     let (q, k, v, wrong) = (of(24), of(12), of(10), of(12));
     let forward = |v, value_dim| {
-        let op = Attention { q: &q, k: &k, v, head_dim: 6, value_dim, seq_len: 4 };
+        let op = Attention { q: &q, k: &k, v, head_dim: 6, value_dim, scale: 0.4, seq_len: 4 };
         op.check().map_err(|error| error.to_string())
     };
     assert_eq!(forward(&v, 5), Ok(()));
     assert_eq!(forward(&wrong, 5).unwrap_err(), "attention: `shape of v` is (4, 12), expected (4, 10)");
     assert_eq!(forward(&v, 0).unwrap_err(), "attention: `value_dim` is 0, expected at least 1");
     let one = Tensor::zeros(&cpu, DType::F32, 1, 24).unwrap();
-    let decode = |v| AttentionDecode { q: &one, k: &k, v, head_dim: 6, value_dim: 5, len: 3 }.check();
+    let decode =
+        |v| AttentionDecode { q: &one, k: &k, v, head_dim: 6, value_dim: 5, scale: 0.4, len: 3 }.check();
     decode(&v).unwrap();
     let error = decode(&wrong).unwrap_err().to_string();
     assert_eq!(error, "attention_decode: `shape of v` is (4, 12), expected (4, 10)");
     let (lse, out) = (cpu.zeros::<f32>(16).unwrap(), of(20));
     let backward = |out, dout| {
         let (q, k, v, lse) = (&q, &k, &v, &lse);
-        AttentionBackward { q, k, v, out, lse, dout, head_dim: 6, value_dim: 5, seq_len: 4 }.check()
+        AttentionBackward { q, k, v, out, lse, dout, head_dim: 6, value_dim: 5, scale: 0.4, seq_len: 4 }
+            .check()
     };
     backward(&out, &out).unwrap();
     let error = backward(&out, &q).unwrap_err().to_string();
     assert_eq!(error, "attention_backward: `shape of dout` is (4, 24), expected (4, 20)");
+}
+
+#[test]
+fn a_scale_that_is_no_number_above_zero_is_named() {
+    let cpu = Cpu::new(1).unwrap();
+    let x = Tensor::zeros(&cpu, DType::F32, 1, 16).unwrap();
+    let lse = cpu.zeros::<f32>(1).unwrap();
+    let (q, k, v, out, dout, lse, head_dim, value_dim) = (&x, &x, &x, &x, &x, &lse, 16, 16);
+    let forward = |scale| Attention { q, k, v, head_dim, value_dim, scale, seq_len: 1 }.check();
+    let decode = |scale| AttentionDecode { q, k, v, head_dim, value_dim, scale, len: 1 }.check();
+    let backward =
+        |scale| AttentionBackward { q, k, v, out, lse, dout, head_dim, value_dim, scale, seq_len: 1 }.check();
+    for scale in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 0.0, -0.25] {
+        for (name, checked) in [
+            ("attention", forward(scale)),
+            ("attention_decode", decode(scale)),
+            ("attention_backward", backward(scale)),
+        ] {
+            let want = format!("{name}: `scale` is {scale}, expected a finite number above 0");
+            assert_eq!(checked.unwrap_err().to_string(), want);
+        }
+    }
+    for scale in [f32::MIN_POSITIVE, 1.0, 3.0] {
+        forward(scale).and(decode(scale)).and(backward(scale)).unwrap();
+    }
 }

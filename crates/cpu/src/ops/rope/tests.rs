@@ -30,7 +30,7 @@ fn turned(
     let (_, seq_len, first_position, _, head_dim) = shape;
     let positions = seq_len + first_position + 1;
     let table = Tensor::from_f32(cpu, &table(positions, head_dim), positions, head_dim).unwrap();
-    let op = Rope { x, table: &table, seq_len, first_position, inverse };
+    let op = Rope { x, table: &table, head_dim, seq_len, first_position, inverse };
     op.check().unwrap();
     rope(cpu, op).unwrap()
 }
@@ -63,6 +63,33 @@ fn every_pair_turns_by_its_angle_and_back() {
         for (&got, want) in back.iter().zip(&x) {
             assert!((f32::from_bits(got) - want).abs() < 2e-6);
         }
+    }
+}
+
+#[test]
+fn what_does_not_turn_is_copied_and_the_rest_turns_as_a_head_of_its_own() {
+    for (kept, turns) in [(2, 2), (16, 8), (128, 64), (6, 10)] {
+        let (rows, heads, seq_len) = (6, 3, 3);
+        let head_dim = kept + turns;
+        let x = normals(1, rows * heads * head_dim);
+        let y = same_everywhere(|cpu| {
+            let table = Tensor::from_f32(cpu, &table(seq_len, turns), seq_len, turns).unwrap();
+            let x = Tensor::from_f32(cpu, &x, rows, heads * head_dim).unwrap();
+            let op = Rope { x: &x, table: &table, head_dim, seq_len, first_position: 0, inverse: false };
+            bits(&op.run(cpu).unwrap())
+        });
+        let of = |which: fn(&[f32], usize) -> &[f32]| -> Vec<f32> {
+            x.chunks(head_dim).flat_map(|head| which(head, kept).to_vec()).collect()
+        };
+        let (first, last) = (of(|head, kept| &head[..kept]), of(|head, kept| &head[kept..]));
+        let cpu = Cpu::scalar(1).unwrap();
+        let last = Tensor::from_f32(&cpu, &last, rows, heads * turns).unwrap();
+        let last = bits(&turned(&cpu, &last, (2, seq_len, 0, heads, turns), false));
+        let want = first.chunks(kept).zip(last.chunks(turns));
+        let want: Vec<u32> = want
+            .flat_map(|(first, last)| first.iter().map(|x| x.to_bits()).chain(last.iter().copied()))
+            .collect();
+        assert!(y == want, "{kept} and {turns}");
     }
 }
 

@@ -1,72 +1,63 @@
-// Rotary position embedding, halves convention: y0 = x0 cos - x1 sin, y1 = x1 cos + x0 sin, every product rounded.
+// Rotary position embedding of the last elements of heads, halves convention; the elements before them are copied.
 //
-// rope<T, kCount>: x, y [rows, heads * 2 * half] of type T (Bf16 or F32); table [positions, 2 * half] F32, cosines, then sines, from number `first` on; row r is at
-//   position r mod seq_len of it. A thread turns kCount pairs of a row in up to kRopeHeads heads, with one read of their angles: heads
-//   g, g + head_groups, ..., head_groups = ceil(heads / kRopeHeads). units = half / kCount: kCount is 16 bytes of T where half is a multiple
-//   of that, else 1. sign: 1, or -1 to turn back.
+// rope<T, kCount>: x, y [rows, heads * 2 * units * kCount] of type T (Bf16 or F32). Of a head the first 2 * kept_units * kCount elements are copied, the
+//   2 * half after them turn, half = (units - kept_units) * kCount; table [positions, 2 * half] F32, cosines, then sines, from number `first` on; row r is at
+//   position r mod seq_len of it. A thread turns kCount pairs of a row in up to kRopeHeads heads, with one read of their angles, or copies as many
+//   elements: heads g, g + head_groups, ..., head_groups = ceil(heads / kRopeHeads). kCount is 16 bytes of T where half of what is copied and half of
+//   what turns are multiples of that, else 1. sign: 1, or -1 to turn back.
 //   256 threads; grid ceil(tasks / 256), tasks = rows * head_groups * units below 2^31.
 #pragma once
-#include "formats/plain.cuh"
 #include "math/reduce.cuh"
+#include "pieces/norm/turn.cuh"
 
 namespace nib {
 
 constexpr int kRopeThreads = 256;
 constexpr int kRopeHeads = 4;
 
-/// kCount numbers of a table.
-template <int kCount>
-__device__ __forceinline__ void load_angles(const float* from, float (&to)[kCount]) {
-    constexpr int kEach = kCount < 4 ? kCount : 4;
-#pragma unroll
-    for (int i = 0; i < kCount; i += kEach) {
-        const Few<F32, kEach> few = Few<F32, kEach>::load(from + i);
-#pragma unroll
-        for (int k = 0; k < kEach; ++k) to[i + k] = few.value(k);
-    }
-}
-
 template <typename T, int kCount>
 __global__ void __launch_bounds__(kRopeThreads)
-    rope(const u8* __restrict__ x, const float* __restrict__ table, u8* __restrict__ y, u32 tasks, u32 units, u32 head_groups, u32 heads,
-         u32 seq_len, u64 first, Divider by_units, Divider by_groups, Divider by_seq_len, float sign) {
+    rope(const u8* __restrict__ x, const float* __restrict__ table, u8* __restrict__ y, u32 tasks, u32 units, u32 kept_units, u32 head_groups,
+         u32 heads, u32 seq_len, u64 first, Divider by_units, Divider by_groups, Divider by_seq_len, float sign) {
     using X = Few<T, kCount>;
     const u32 task = blockIdx.x * kRopeThreads + threadIdx.x;
     if (task >= tasks) return;
     const u32 above = by_units.divide(task), unit = task - above * units;
     const u32 row = by_groups.divide(above), group = above - row * head_groups;
-    const u32 position = row - by_seq_len.divide(row) * seq_len;
-    const u32 half = units * kCount;
-    const u64 begin = (u64(row) * heads * 2 * half + unit * kCount) * T::kBytes;
+    const bool turns = unit >= kept_units;
+    // A thread has two runs of numbers of a head: in units, where the first begins, and how far behind it the second does.
+    const u32 pair = unit - kept_units, distance = turns ? units - kept_units : kept_units;
+    const u64 begin = u64(row) * heads * 2 * units + (turns ? kept_units + unit : unit);
     X low[kRopeHeads], high[kRopeHeads];
 #pragma unroll
     for (int i = 0; i < kRopeHeads; ++i) {
         const u32 head = group + i * head_groups;
         if (head >= heads) continue;
-        const u64 at = begin + u64(head) * 2 * half * T::kBytes;
-        low[i] = X::load(x + at);
-        high[i] = X::load(x + at + half * T::kBytes);
+        const u64 at = begin + u64(head) * 2 * units;
+        low[i] = X::load(x + at * X::kBytes);
+        high[i] = X::load(x + (at + distance) * X::kBytes);
     }
-    float cos[kCount], sin[kCount];
-    const float* const angles = table + first + u64(position) * 2 * half + unit * kCount;
-    load_angles<kCount>(angles, cos);
-    load_angles<kCount>(angles + half, sin);
-#pragma unroll
-    for (int k = 0; k < kCount; ++k) sin[k] = __fmul_rn(sign, sin[k]);
+    Angles<kCount> angles;
+    if (turns) {
+        const u32 position = row - by_seq_len.divide(row) * seq_len, half = distance * kCount;
+        angles.load(table + first + u64(position) * 2 * half + pair * kCount, half, sign);
+    }
 #pragma unroll
     for (int i = 0; i < kRopeHeads; ++i) {
         const u32 head = group + i * head_groups;
         if (head >= heads) continue;
-        const u64 at = begin + u64(head) * 2 * half * T::kBytes;
-        float a[kCount], b[kCount];
+        if (turns) {
+            float a[kCount], b[kCount];
 #pragma unroll
-        for (int k = 0; k < kCount; ++k) {
-            const float x0 = low[i].value(k), x1 = high[i].value(k);
-            a[k] = __fsub_rn(__fmul_rn(x0, cos[k]), __fmul_rn(x1, sin[k]));
-            b[k] = __fadd_rn(__fmul_rn(x1, cos[k]), __fmul_rn(x0, sin[k]));
+            for (int k = 0; k < kCount; ++k) {
+                a[k] = low[i].value(k), b[k] = high[i].value(k);
+                angles.turn(k, a[k], b[k]);
+            }
+            low[i] = X::from_f32(a), high[i] = X::from_f32(b);
         }
-        X::from_f32(a).store(y + at);
-        X::from_f32(b).store(y + at + half * T::kBytes);
+        const u64 at = begin + u64(head) * 2 * units;
+        low[i].store(y + at * X::kBytes);
+        high[i].store(y + (at + distance) * X::kBytes);
     }
 }
 

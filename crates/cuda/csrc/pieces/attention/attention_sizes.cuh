@@ -18,7 +18,7 @@ struct AttentionSizes {
     int value_dim;
     /// seq_len rounded up to whole tiles: the length of a head's `lse` and `delta` in the backward pass.
     int padded;
-    /// 1/sqrt(head_dim).
+    /// Of scores.
     float scale;
 };
 

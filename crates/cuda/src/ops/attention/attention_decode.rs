@@ -25,7 +25,7 @@ pub(crate) fn attention_decode(cuda: &Cuda, op: AttentionDecode<'_, Cuda>) -> Re
     for (argument, x) in [("q", op.q), ("k", op.k), ("v", op.v)] {
         buffers.tensor(argument, x)?;
     }
-    let AttentionDecode { q, k, v, head_dim, value_dim, len } = op;
+    let AttentionDecode { q, k, v, head_dim, value_dim, scale, len } = op;
     check_heads(OP, (head_dim, value_dim))?;
     if len > MOST_KEYS {
         return Err(Error::shape(OP, "len", len, format!("at most {MOST_KEYS} on a GPU")));
@@ -40,7 +40,6 @@ pub(crate) fn attention_decode(cuda: &Cuda, op: AttentionDecode<'_, Cuda>) -> Re
         Launch { ctas: heads as u32, threads: THREADS, cluster: 1, shared_bytes: len * size_of::<f32>() };
     let [group, kv_heads, keys] = [heads / kv_heads, kv_heads, len].map(|n| n as u32);
     let (key_dim, value_dim) = (head_dim as u32, value_dim as u32);
-    let scale = 1.0 / (head_dim as f32).sqrt();
     let kernel = device.kernel(&spec(q.dtype()))?;
     let [q, k, v, to] = [q, k, v, &out].map(|x| plain_arg(x).0);
     // SAFETY: `check` and `BufferCheck` held q to whole heads, k and v to at least `len` rows of their heads, all of the instance's type; out

@@ -274,17 +274,17 @@ mod tests {
     #[test]
     fn sections_are_whole_groups_that_the_l2_holds() {
         let of = |sizes| Wgmma { sizes, num_sms: 132 };
-        let long = of(Sizes::of(8, 4096, [16, 4], (128, 128)));
+        let long = of(Sizes::of(8, 4096, [16, 4], (128, 128), 0.1));
         // 2 MiB of keys and values a head, 8 MiB of queries and dout a group.
         assert_eq!((long.heads_held(), long.groups_held()), (12 * 4, 8));
-        let short = of(Sizes::of(1, 200, [8, 1], (64, 64)));
+        let short = of(Sizes::of(1, 200, [8, 1], (64, 64), 0.1));
         assert_eq!((short.heads_held(), short.groups_held()), (8, 1));
-        let longest = of(Sizes::of(1, 1 << 20, [8, 2], (128, 128)));
+        let longest = of(Sizes::of(1, 1 << 20, [8, 2], (128, 128), 0.1));
         assert_eq!((longest.heads_held(), longest.groups_held()), (4, 1));
-        let many = of(Sizes::of(32, 4096, [16, 4], (128, 128)));
+        let many = of(Sizes::of(32, 4096, [16, 4], (128, 128), 0.1));
         assert_eq!((many.heads_held(), many.groups_held()), (48, 32));
         // 2.5 MiB of keys and values a head, 10 MiB of queries and dout a group.
-        let unequal = of(Sizes::of(8, 4096, [16, 4], (192, 128)));
+        let unequal = of(Sizes::of(8, 4096, [16, 4], (192, 128), 0.1));
         assert_eq!((unequal.heads_held(), unequal.groups_held()), (9 * 4, 8));
         assert_eq!(long.persistent(128, 384, 0).ctas, 132);
         assert_eq!(short.persistent(192, 512, 0).ctas, 16);

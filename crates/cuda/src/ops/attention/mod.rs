@@ -4,9 +4,11 @@
 //! No CTA adds to sums of another. The price: the backward pass computes P and dS twice, once for dq and once for dk
 //! and dv.
 
+pub(crate) mod assemble_kv;
 pub(crate) mod attention_decode;
 pub(crate) mod attention_wgmma;
 
+pub(crate) use assemble_kv::{assemble_kv, assemble_kv_backward};
 pub(crate) use attention_decode::attention_decode;
 
 use crate::compile::jit::{KernelSpec, TemplateArg};
@@ -53,6 +55,7 @@ impl Sizes {
         q: &Tensor<Cuda>,
         k: &Tensor<Cuda>,
         (head_dim, value_dim): (usize, usize),
+        scale: f32,
         seq_len: usize,
     ) -> Result<Option<Self>> {
         if q.rows == 0 {
@@ -67,7 +70,7 @@ impl Sizes {
             return Err(Error::shape(op, "q", got, "rows · heads below 2^29"));
         }
         let heads = [q.cols / head_dim, k.cols / head_dim];
-        Ok(Some(Self::of(sequences, seq_len, heads, (head_dim, value_dim))))
+        Ok(Some(Self::of(sequences, seq_len, heads, (head_dim, value_dim), scale)))
     }
 
     /// Of query heads and of heads of keys and values.
@@ -76,6 +79,7 @@ impl Sizes {
         seq_len: usize,
         [heads, kv_heads]: [usize; 2],
         (head_dim, value_dim): (usize, usize),
+        scale: f32,
     ) -> Self {
         Self {
             sequences: sequences as i32,
@@ -85,7 +89,7 @@ impl Sizes {
             head_dim: head_dim as i32,
             value_dim: value_dim as i32,
             padded: seq_len.next_multiple_of(PADDED_QUERIES) as i32,
-            scale: 1.0 / (head_dim as f32).sqrt(),
+            scale,
         }
     }
 
@@ -141,7 +145,7 @@ pub(crate) fn attention(cuda: &Cuda, op: Attention<'_, Cuda>) -> Result<Attentio
     let device = cuda.device();
     let result = op.result(cuda)?;
     let AttentionOut { out, lse } = &result;
-    let sizes = Sizes::new(FORWARD, op.q, op.k, (op.head_dim, op.value_dim), op.seq_len)?;
+    let sizes = Sizes::new(FORWARD, op.q, op.k, (op.head_dim, op.value_dim), op.scale, op.seq_len)?;
     if let Some(sizes) = sizes.filter(|sizes| sizes.heads > 0) {
         if let Some(wgmma) = Wgmma::choose(&sizes, op.q.dtype(), device.info().num_sms) {
             wgmma.forward(device, [op.q, op.k, op.v, out], lse.get())?;
@@ -188,7 +192,8 @@ pub(crate) fn attention_backward(
     buffers.buffer("lse", op.lse)?;
     let device = cuda.device();
     let grads = op.result(cuda)?;
-    if let Some(sizes) = Sizes::new(BACKWARD, op.q, op.k, (op.head_dim, op.value_dim), op.seq_len)? {
+    if let Some(sizes) = Sizes::new(BACKWARD, op.q, op.k, (op.head_dim, op.value_dim), op.scale, op.seq_len)?
+    {
         match Wgmma::choose(&sizes, op.q.dtype(), device.info().num_sms) {
             Some(wgmma) => {
                 let rows = QueryRows::of(device, &op, &sizes, Cores::Tensor)?;

@@ -100,7 +100,11 @@ pub(crate) fn norm_rope(cuda: &Cuda, op: NormRope<'_, Cuda>) -> Result<RmsNormOu
         let normed = RmsNormOut { y: heads.unwritten_like(cuda)?, ..out.clone() };
         write_norm(cuda, &RmsNorm::new(&heads, weight, eps), &normed)?;
         let x = normed.y.reshape(x.rows, x.cols)?;
-        write_turned(cuda, &Rope { x: &x, table, seq_len, first_position, inverse: false }, &out.y)?;
+        write_turned(
+            cuda,
+            &Rope { x: &x, table, head_dim, seq_len, first_position, inverse: false },
+            &out.y,
+        )?;
         return Ok(out);
     };
     let heads = x.cols / head_dim;
@@ -155,7 +159,11 @@ pub(crate) fn norm_rope_backward(cuda: &Cuda, op: NormRopeBackward<'_, Cuda>) ->
     buffers.values("inv_rms", inv_rms, rows)?;
     let Some(config) = NormRopeConfig::choose(dtype, head_dim) else {
         let turned = dy.unwritten_like(cuda)?;
-        write_turned(cuda, &Rope { x: dy, table, seq_len, first_position, inverse: true }, &turned)?;
+        write_turned(
+            cuda,
+            &Rope { x: dy, table, head_dim, seq_len, first_position, inverse: true },
+            &turned,
+        )?;
         let [x, dy, to] = [x, &turned, &dx].map(|x| head_rows(x, head_dim));
         let (x, dy) = (&x?, &dy?);
         write_dx(cuda, RmsNormBackward { x, weight, inv_rms, dy, plus: None, dweight }, &to?)?;

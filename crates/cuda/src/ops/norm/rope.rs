@@ -18,27 +18,31 @@ const HEADS: usize = 4;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct RopeConfig {
     dtype: DType,
-    /// Pairs that a thread rotates in a head.
+    /// Pairs that a thread rotates, or copies, in a head.
     count: usize,
     /// Threads for a head.
     units: usize,
+    /// Those of them that copy.
+    kept_units: usize,
     /// Threads for a row and unit, each with up to [`HEADS`] heads.
     head_groups: usize,
     tasks: u32,
 }
 
 impl RopeConfig {
-    /// Loads of 16 bytes, where each half of a head is a multiple of that.
-    fn choose(dtype: DType, rows: usize, heads: usize, half: usize) -> Result<Self> {
+    /// Of heads of which `kept` elements are copied and `turned` turn. Loads of 16 bytes, where half of each is a multiple of that.
+    fn choose(dtype: DType, (rows, heads): (usize, usize), (kept, turned): (usize, usize)) -> Result<Self> {
         let whole = numbers_per_load(dtype);
-        let count = if half.is_multiple_of(whole) { whole } else { 1 };
-        let (units, head_groups) = (half / count, heads.div_ceil(HEADS));
+        let is_whole = [kept / 2, turned / 2].iter().all(|half| half.is_multiple_of(whole));
+        let count = if is_whole { whole } else { 1 };
+        let (kept_units, head_groups) = (kept / 2 / count, heads.div_ceil(HEADS));
+        let (head_dim, units) = (kept + turned, kept_units + turned / 2 / count);
         let tasks = rows.saturating_mul(head_groups).saturating_mul(units);
-        if tasks.max(heads.saturating_mul(2 * half)) >= (1 << 31) - THREADS as usize {
-            let got = format!("{rows} rows of {heads} heads of {}", 2 * half);
+        if tasks.max(heads.saturating_mul(head_dim)) >= (1 << 31) - THREADS as usize {
+            let got = format!("{rows} rows of {heads} heads of {head_dim}");
             return Err(Error::shape(OP, "x", got, "fewer than 2^31 columns, and tasks of threads"));
         }
-        Ok(Self { dtype, count, units, head_groups, tasks: tasks as u32 })
+        Ok(Self { dtype, count, units, kept_units, head_groups, tasks: tasks as u32 })
     }
 
     fn spec(&self) -> KernelSpec {
@@ -69,15 +73,14 @@ pub(super) fn write_turned(cuda: &Cuda, op: &Rope<'_, Cuda>, y: &Tensor<Cuda>) -
     if op.x.rows * op.x.cols == 0 {
         return Ok(());
     }
-    let head_dim = op.table.cols;
-    let heads = op.x.cols / head_dim;
-    let config = RopeConfig::choose(op.x.dtype(), op.x.rows, heads, head_dim / 2)?;
+    let (turned, heads) = (op.table.cols, op.x.cols / op.head_dim);
+    let config = RopeConfig::choose(op.x.dtype(), (op.x.rows, heads), (op.head_dim - turned, turned))?;
     let launch =
         Launch { ctas: config.tasks.div_ceil(THREADS), threads: THREADS, cluster: 1, shared_bytes: 0 };
-    let [units, groups, heads, seq_len] =
-        [config.units, config.head_groups, heads, op.seq_len].map(|n| n as u32);
+    let [units, kept_units, groups, heads, seq_len] =
+        [config.units, config.kept_units, config.head_groups, heads, op.seq_len].map(|n| n as u32);
     let [by_units, by_groups, by_seq_len] = [units, groups, seq_len].map(Divider::by);
-    let first = (op.first_position * head_dim) as u64;
+    let first = (op.first_position * turned) as u64;
     let sign: f32 = if op.inverse { -1.0 } else { 1.0 };
     let (table, kernel) = (op.table.f32(OP, "table")?.get(), cuda.device().kernel(&config.spec())?);
     let [x, y] = [op.x, y].map(|x| plain_arg(x).0);
@@ -92,6 +95,7 @@ pub(super) fn write_turned(cuda: &Cuda, op: &Rope<'_, Cuda>, y: &Tensor<Cuda>) -
                 y,
                 &config.tasks,
                 &units,
+                &kept_units,
                 &groups,
                 &heads,
                 &seq_len,
@@ -108,7 +112,7 @@ pub(super) fn write_turned(cuda: &Cuda, op: &Rope<'_, Cuda>, y: &Tensor<Cuda>) -
 /// The instances.
 pub(crate) fn instances() -> Vec<Instance> {
     let of = |dtype| {
-        let config = |count| RopeConfig { dtype, count, units: 1, head_groups: 1, tasks: 1 };
+        let config = |count| RopeConfig { dtype, count, units: 1, kept_units: 0, head_groups: 1, tasks: 1 };
         [numbers_per_load(dtype), 1].map(|count| Instance { spec: config(count).spec(), shared_bytes: 0 })
     };
     [DType::F32, DType::Bf16].into_iter().flat_map(of).collect()
@@ -120,16 +124,18 @@ mod tests {
 
     #[test]
     fn threads_cover_the_pairs_and_their_instance_is_built() {
-        for (dtype, rows, heads, half, count, tasks) in [
-            (DType::Bf16, 10, 16, 64, 8, 10 * 4 * 8),
-            (DType::Bf16, 3, 5, 3, 1, 3 * 2 * 3),
-            (DType::F32, 7, 1, 32, 4, 7 * 8),
-            (DType::F32, 1, 1, 1, 1, 1),
+        for (dtype, rows, heads, dims, count, tasks) in [
+            (DType::Bf16, 10, 16, (0, 128), 8, 10 * 4 * 8),
+            (DType::Bf16, 3, 5, (0, 6), 1, 3 * 2 * 3),
+            (DType::F32, 7, 1, (0, 64), 4, 7 * 8),
+            (DType::F32, 1, 1, (0, 2), 1, 1),
+            (DType::Bf16, 10, 16, (128, 64), 8, 10 * 4 * 12),
+            (DType::Bf16, 10, 16, (24, 64), 1, 10 * 4 * 44),
         ] {
-            let config = RopeConfig::choose(dtype, rows, heads, half).unwrap();
+            let config = RopeConfig::choose(dtype, (rows, heads), dims).unwrap();
             assert_eq!((config.count, config.tasks), (count, tasks), "{config:?}");
             assert!(instances().iter().any(|instance| instance.spec == config.spec()));
         }
-        assert!(RopeConfig::choose(DType::Bf16, 1 << 28, 32, 64).is_err());
+        assert!(RopeConfig::choose(DType::Bf16, (1 << 28, 32), (0, 128)).is_err());
     }
 }

@@ -1,0 +1,167 @@
+// Keys and values of multi-head latent attention, and back.
+//
+// All widths are in units of kCount numbers: kCount is 16 bytes of T (Bf16 or F32) where all are multiples of that, else 1. Of a head `key_units` are its own part of
+// the key, `value_units` its value; `half_units` are half of the key that all heads share, whose pairs turn. table [positions, 2 * half] F32, half =
+// half_units * kCount: cosines, then sines; row r is at position r mod seq_len. A thread copies a unit in up to kAssembleHeads heads:
+// g, g + head_groups, ..., head_groups = ceil(heads / kAssembleHeads). Row counts times anything are below 2^31 where a Divider meets them. 256 threads.
+//
+// assemble_kv<T, kCount>: up [rows, heads * (key + value)], shared [rows, 2 * half] -> k [rows, heads * (key + 2 * half)], v [rows, heads * value]. Beside the threads
+//   that copy there are those that turn a unit of each half of the shared key and write it to as many heads; the table is read from number `first` on.
+//   tasks = rows * head_groups * (key_units + value_units + half_units); grid ceil(tasks / 256).
+// assemble_kv_backward<T, kCount>: dk, dv -> dup, dshared. The first sum_ctas CTAs sum over heads: a warp has four units of each half of a row, eight lanes for each,
+//   which begin at zero and add heads j, j + 8, ...; by_chunks divides by ceil(half_units / 4). Their sums are added across lanes 4, 2 and 1 apart, turned back and
+//   rounded once. The other CTAs copy: tasks = rows * head_groups * (key_units + value_units). Grid sum_ctas + ceil(tasks / 256).
+#pragma once
+#include "math/reduce.cuh"
+#include "pieces/norm/turn.cuh"
+
+namespace nib {
+
+constexpr int kAssembleThreads = 256;
+constexpr int kAssembleHeads = 4;
+constexpr u32 kHeadSums = 8;   // partial sums over heads
+constexpr u32 kSumWarpUnits = 4;   // units of a warp
+constexpr int kSumInFlight = 4;  // heads of a lane whose loads are in flight
+
+/// The sizes of a call, as both kernels take them. `units`: those of a head that tasks count.
+struct AssembleSizes {
+    u32 rows, tasks, units, head_groups, heads;
+    u32 key_units, value_units, half_units, seq_len;
+    Divider by_units, by_groups, by_seq_len;
+};
+
+/// What a thread does: a unit of a head, in the heads of a group of a row.
+struct AssembleTask {
+    u32 unit, row, group;
+
+    __device__ __forceinline__ AssembleTask(const AssembleSizes& s, u32 task) {
+        const u32 above = s.by_units.divide(task);
+        unit = task - above * s.units;
+        row = s.by_groups.divide(above);
+        group = above - row * s.head_groups;
+    }
+
+    /// Which head number i is, and whether there is one.
+    __device__ __forceinline__ bool head(const AssembleSizes& s, int i, u32& head) const {
+        head = group + i * s.head_groups;
+        return head < s.heads;
+    }
+};
+
+/// Copies a unit that is a head's own between `up`, where its key lies before its value, and k and v.
+template <typename X, bool kBack>
+__device__ __forceinline__ void copy_own(const AssembleTask& task, const AssembleSizes& s, const u8* from_up, const u8* from_k, const u8* from_v,
+                                         u8* to_up, u8* to_k, u8* to_v) {
+    const bool is_key = task.unit < s.key_units;
+    const u32 each = is_key ? s.key_units + 2 * s.half_units : s.value_units;
+    const u32 at = is_key ? task.unit : task.unit - s.key_units;
+    const u8* const from = kBack ? (is_key ? from_k : from_v) : from_up;
+    u8* const to = kBack ? to_up : (is_key ? to_k : to_v);
+    const u64 first = u64(task.row) * s.heads;
+    const auto apart = [&](u32 head) { return ((first + head) * each + at) * X::kBytes; };
+    const auto joined = [&](u32 head) { return ((first + head) * (s.key_units + s.value_units) + task.unit) * X::kBytes; };
+    X x[kAssembleHeads];
+    u32 head;
+#pragma unroll
+    for (int i = 0; i < kAssembleHeads; ++i)
+        if (task.head(s, i, head)) x[i] = X::load(from + (kBack ? apart(head) : joined(head)));
+#pragma unroll
+    for (int i = 0; i < kAssembleHeads; ++i)
+        if (task.head(s, i, head)) x[i].store(to + (kBack ? joined(head) : apart(head)));
+}
+
+template <typename T, int kCount>
+__global__ void __launch_bounds__(kAssembleThreads)
+    assemble_kv(const u8* __restrict__ up, const u8* __restrict__ shared, const float* __restrict__ table, u8* __restrict__ k, u8* __restrict__ v,
+                AssembleSizes s, u64 first) {
+    using X = Few<T, kCount>;
+    const u32 number = blockIdx.x * kAssembleThreads + threadIdx.x;
+    if (number >= s.tasks) return;
+    const AssembleTask task(s, number);
+    const u32 own = s.key_units + s.value_units;
+    if (task.unit < own) {
+        copy_own<X, false>(task, s, up, nullptr, nullptr, nullptr, k, v);
+        return;
+    }
+    const u32 pair = task.unit - own;
+    const u8* const from = shared + (u64(task.row) * 2 * s.half_units + pair) * X::kBytes;
+    X low = X::load(from), high = X::load(from + u64(s.half_units) * X::kBytes);
+    const u32 position = task.row - s.by_seq_len.divide(task.row) * s.seq_len, half = s.half_units * kCount;
+    Angles<kCount> angles;
+    angles.load(table + first + u64(position) * 2 * half + pair * kCount, half, 1.f);
+    float a[kCount], b[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        a[i] = low.value(i), b[i] = high.value(i);
+        angles.turn(i, a[i], b[i]);
+    }
+    low = X::from_f32(a), high = X::from_f32(b);
+    u32 head;
+#pragma unroll
+    for (int i = 0; i < kAssembleHeads; ++i) {
+        if (!task.head(s, i, head)) continue;
+        const u64 each = s.key_units + 2 * s.half_units;
+        u8* const to = k + ((u64(task.row) * s.heads + head) * each + s.key_units + pair) * X::kBytes;
+        low.store(to);
+        high.store(to + u64(s.half_units) * X::kBytes);
+    }
+}
+
+template <typename T, int kCount>
+__global__ void __launch_bounds__(kAssembleThreads)
+    assemble_kv_backward(const u8* __restrict__ dk, const u8* __restrict__ dv, const float* __restrict__ table, u8* __restrict__ dup,
+                         u8* __restrict__ dshared, AssembleSizes s, u32 sum_ctas, u32 chunks, Divider by_chunks) {
+    using X = Few<T, kCount>;
+    if (blockIdx.x >= sum_ctas) {
+        const u32 number = (blockIdx.x - sum_ctas) * kAssembleThreads + threadIdx.x;
+        if (number < s.tasks) copy_own<X, true>(AssembleTask(s, number), s, nullptr, dk, dv, dup, nullptr, nullptr);
+        return;
+    }
+    const u32 warp = blockIdx.x * (kAssembleThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
+    const u32 row = by_chunks.divide(warp), pair = (warp - row * chunks) * kSumWarpUnits + lane / kHeadSums;
+    // All lanes of a warp have one row.
+    if (row >= s.rows) return;
+    const bool present = pair < s.half_units;
+    const u64 each = s.key_units + 2 * s.half_units;
+    const u8* const from = dk + (u64(row) * s.heads * each + s.key_units + pair) * X::kBytes;
+    float a[kCount] = {}, b[kCount] = {};
+    for (u32 head = lane % kHeadSums; present && head < s.heads; head += kHeadSums * kSumInFlight) {
+        X low[kSumInFlight], high[kSumInFlight];
+#pragma unroll
+        for (int i = 0; i < kSumInFlight; ++i) {
+            const u32 this_head = head + i * kHeadSums;
+            if (this_head >= s.heads) continue;
+            const u8* const at = from + this_head * each * X::kBytes;
+            low[i] = X::load(at);
+            high[i] = X::load(at + u64(s.half_units) * X::kBytes);
+        }
+#pragma unroll
+        for (int i = 0; i < kSumInFlight; ++i) {
+            if (head + i * kHeadSums >= s.heads) continue;
+#pragma unroll
+            for (int n = 0; n < kCount; ++n) {
+                a[n] = __fadd_rn(a[n], low[i].value(n));
+                b[n] = __fadd_rn(b[n], high[i].value(n));
+            }
+        }
+    }
+#pragma unroll
+    for (u32 distance = kHeadSums / 2; distance > 0; distance /= 2) {
+#pragma unroll
+        for (int n = 0; n < kCount; ++n) {
+            a[n] = __fadd_rn(a[n], __shfl_xor_sync(0xFFFFFFFF, a[n], distance));
+            b[n] = __fadd_rn(b[n], __shfl_xor_sync(0xFFFFFFFF, b[n], distance));
+        }
+    }
+    if (!present || lane % kHeadSums != 0) return;
+    const u32 position = row - s.by_seq_len.divide(row) * s.seq_len, half = s.half_units * kCount;
+    Angles<kCount> angles;
+    angles.load(table + u64(position) * 2 * half + pair * kCount, half, -1.f);
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) angles.turn(n, a[n], b[n]);
+    u8* const to = dshared + (u64(row) * 2 * s.half_units + pair) * X::kBytes;
+    X::from_f32(a).store(to);
+    X::from_f32(b).store(to + u64(s.half_units) * X::kBytes);
+}
+
+}  // namespace nib

@@ -1,0 +1,40 @@
+// Pairs turned by their angles, as rotary position embeddings do: y0 = x0 cos - x1 sin, y1 = x1 cos + x0 sin, every product rounded.
+#pragma once
+#include "formats/plain.cuh"
+
+namespace nib {
+
+/// kCount numbers of a table.
+template <int kCount>
+__device__ __forceinline__ void load_angles(const float* from, float (&to)[kCount]) {
+    constexpr int kEach = kCount < 4 ? kCount : 4;
+#pragma unroll
+    for (int i = 0; i < kCount; i += kEach) {
+        const Few<F32, kEach> few = Few<F32, kEach>::load(from + i);
+#pragma unroll
+        for (int k = 0; k < kEach; ++k) to[i + k] = few.value(k);
+    }
+}
+
+/// Cosines and sines of kCount neighbouring pairs at one position.
+template <int kCount>
+struct Angles {
+    float cos[kCount], sin[kCount];
+
+    /// `sines` numbers after its cosine lies a pair's sine. sign: 1, or -1 to turn back.
+    __device__ __forceinline__ void load(const float* cosines, u32 sines, float sign) {
+        load_angles<kCount>(cosines, cos);
+        load_angles<kCount>(cosines + sines, sin);
+#pragma unroll
+        for (int k = 0; k < kCount; ++k) sin[k] = __fmul_rn(sign, sin[k]);
+    }
+
+    /// Pair k, in place.
+    __device__ __forceinline__ void turn(int k, float& x0, float& x1) const {
+        const float y0 = __fsub_rn(__fmul_rn(x0, cos[k]), __fmul_rn(x1, sin[k]));
+        x1 = __fadd_rn(__fmul_rn(x1, cos[k]), __fmul_rn(x0, sin[k]));
+        x0 = y0;
+    }
+};
+
+}  // namespace nib

@@ -1,0 +1,168 @@
+//! How the frequencies of RoPE are changed, so that a model takes longer sequences than those it was first trained on.
+
+use super::validate::{positive, require};
+use crate::error::Result;
+use serde::{Deserialize, Serialize};
+
+/// What changes the frequencies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum RopeScalingKind {
+    /// Nothing.
+    #[default]
+    None,
+    /// Llama 3.1's rule: by wavelength.
+    Llama3,
+    /// YaRN: by the number of rotations, with longer queries and keys.
+    Yarn,
+}
+
+/// The table `[model.rope_scaling]`, in the terms of `rope_parameters` of a checkpoint's `config.json`. [`crate::layers::rope_table`] has the formulas.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct RopeScaling {
+    /// `none`, `llama3` or `yarn`.
+    pub kind: RopeScalingKind,
+    /// By how much low frequencies are divided: at least 1. Of both kinds.
+    pub factor: f64,
+    /// Positions that the model was first trained with. Of both kinds.
+    pub original_positions: usize,
+    /// Of `llama3`: frequencies that turn less often than this in the original positions are divided by the factor.
+    pub low_freq_factor: f64,
+    /// Of `llama3`: those that turn more often than this stay; those between are in between.
+    pub high_freq_factor: f64,
+    /// Of `yarn`: frequencies that turn more often than this in the original positions stay.
+    pub beta_fast: f64,
+    /// Of `yarn`: those that turn less often than this are divided by the factor; those between are in between.
+    pub beta_slow: f64,
+    /// Of `yarn`: how cosines and sines grow with the factor's logarithm. Counts where `mscale_all_dim` is not 0 either; else they grow as with 1.
+    pub mscale: f64,
+    /// Of `yarn`: what they are divided by, alike. Latent attention (`model.kv_rank`) has its scores multiplied by the square of that.
+    pub mscale_all_dim: f64,
+}
+
+impl Default for RopeScaling {
+    fn default() -> Self {
+        Self {
+            kind: RopeScalingKind::None,
+            factor: 0.0,
+            original_positions: 0,
+            low_freq_factor: 1.0,
+            high_freq_factor: 4.0,
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            mscale: 0.0,
+            mscale_all_dim: 0.0,
+        }
+    }
+}
+
+impl RopeScaling {
+    /// Stored configurations leave it out.
+    pub(super) fn is_default(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// Its keys of numbers that are no counts, with the kinds that they are of.
+    fn numbers(&self) -> [(&'static str, f64, &'static [RopeScalingKind]); 7] {
+        use RopeScalingKind::{Llama3, Yarn};
+        [
+            ("model.rope_scaling.factor", self.factor, &[Llama3, Yarn]),
+            ("model.rope_scaling.low_freq_factor", self.low_freq_factor, &[Llama3]),
+            ("model.rope_scaling.high_freq_factor", self.high_freq_factor, &[Llama3]),
+            ("model.rope_scaling.beta_fast", self.beta_fast, &[Yarn]),
+            ("model.rope_scaling.beta_slow", self.beta_slow, &[Yarn]),
+            ("model.rope_scaling.mscale", self.mscale, &[Yarn]),
+            ("model.rope_scaling.mscale_all_dim", self.mscale_all_dim, &[Yarn]),
+        ]
+    }
+
+    /// The keys that decide nothing, since the kind is another, with what is said of each.
+    pub(super) fn moot(&self) -> Vec<(&'static str, String)> {
+        let default = Self::default();
+        let kind = self.kind.name();
+        let say = |is: String| {
+            format!(
+                "is {is}, but decides nothing: model.rope_scaling.kind = \"{kind}\" has no such number; leave it out"
+            )
+        };
+        let positions = (self.kind == RopeScalingKind::None && self.original_positions != 0)
+            .then(|| ("model.rope_scaling.original_positions", say(self.original_positions.to_string())));
+        let pairs = self.numbers().into_iter().zip(default.numbers());
+        let is_moot =
+            |kinds: &[RopeScalingKind], is: f64, usual: f64| is != usual && !kinds.contains(&self.kind);
+        let numbers = pairs
+            .filter(|((_, is, kinds), (_, usual, _))| is_moot(kinds, *is, *usual))
+            .map(|((key, is, _), _)| (key, say(format!("{is:?}"))));
+        let alone = self.kind == RopeScalingKind::Yarn && self.mscale != 0.0 && self.mscale_all_dim == 0.0;
+        let alone = alone.then(|| {
+            let why = format!(
+                "is {:?}, but decides nothing: model.rope_scaling.mscale_all_dim is 0, and it counts only beside that; leave it out, or set that",
+                self.mscale
+            );
+            ("model.rope_scaling.mscale", why)
+        });
+        positions.into_iter().chain(numbers).chain(alone).collect()
+    }
+
+    /// Whether the numbers of its kind fit each other and the base of the frequencies.
+    pub(super) fn validate(&self, theta: f64) -> Result<()> {
+        const FACTOR: &str = "model.rope_scaling.factor";
+        const HIGH: &str = "model.rope_scaling.high_freq_factor";
+        const FAST: &str = "model.rope_scaling.beta_fast";
+        if self.kind == RopeScalingKind::None {
+            return Ok(());
+        }
+        let kind = self.kind.name();
+        require(self.factor.is_finite() && self.factor >= 1.0, FACTOR, || {
+            format!(
+                "is {:?}, expected a number of at least 1: model.rope_scaling.kind = \"{kind}\"",
+                self.factor
+            )
+        })?;
+        require(self.original_positions > 0, "model.rope_scaling.original_positions", || {
+            format!(
+                "is 0, expected the positions that the model was first trained with: model.rope_scaling.kind = \"{kind}\""
+            )
+        })?;
+        if self.kind == RopeScalingKind::Llama3 {
+            positive("model.rope_scaling.low_freq_factor", self.low_freq_factor)?;
+            positive(HIGH, self.high_freq_factor)?;
+            return require(self.high_freq_factor > self.low_freq_factor, HIGH, || {
+                let (high, low) = (self.high_freq_factor, self.low_freq_factor);
+                format!("is {high:?}, expected more than model.rope_scaling.low_freq_factor = {low:?}")
+            });
+        }
+        positive("model.rope_scaling.beta_slow", self.beta_slow)?;
+        positive(FAST, self.beta_fast)?;
+        require(self.beta_fast > self.beta_slow, FAST, || {
+            format!(
+                "is {:?}, expected more than model.rope_scaling.beta_slow = {:?}",
+                self.beta_fast, self.beta_slow
+            )
+        })?;
+        for (key, mscale) in [
+            ("model.rope_scaling.mscale", self.mscale),
+            ("model.rope_scaling.mscale_all_dim", self.mscale_all_dim),
+        ] {
+            require(mscale.is_finite() && mscale >= 0.0, key, || {
+                format!("is {mscale:?}, expected 0, or more")
+            })?;
+        }
+        require(theta > 1.0, "model.rope_theta", || {
+            format!("is {theta:?}, expected more than 1: model.rope_scaling.kind = \"{kind}\"")
+        })
+    }
+}
+
+impl RopeScalingKind {
+    /// As a configuration names it.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Llama3 => "llama3",
+            Self::Yarn => "yarn",
+        }
+    }
+}

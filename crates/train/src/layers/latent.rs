@@ -1,0 +1,415 @@
+//! Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1): keys and values come from a narrow latent of the token, which is normed and projected up
+//! for every head; so do queries, from another latent, or straight from the input. RoPE turns the last elements of a head of queries and a key that all heads
+//! share. t tokens, d model, h heads, n own elements of a head of queries and keys, r that turn, u value_dim, p q_rank, c kv_rank.
+
+use super::kv_cache::CachedHeads;
+use super::shared::Shared;
+use super::{KvCache, Layer, Linear, LinearSaved, Norm, NormSaved, Rotation};
+use crate::cx::Cx;
+use crate::ledger::{Ledger, Saved};
+use crate::param::{Param, Wanted};
+use crate::recompute::Scope;
+use crate::spec::{LatentShape, LatentSpec, Part, QueriesSpec, UpSpec};
+use nibble_core::ops::{
+    Add, AssembleKv, AssembleKvBackward, AssembledKv, Attention, AttentionBackward, AttentionOut, Rope,
+};
+use nibble_core::{DType, Error, Kernels, Operand, Result, Tensor};
+
+/// A latent's norm, and the projection up from it.
+#[derive(Debug, Clone)]
+pub struct LatentUp<B: Kernels> {
+    /// Of the latent.
+    pub norm: Norm<B>,
+    /// To all heads.
+    pub up: Linear<B>,
+}
+
+/// What is kept of a latent.
+#[derive(Debug)]
+pub struct LatentUpSaved<B: Kernels> {
+    norm: NormSaved<B>,
+    /// The normed latent as the projection keeps it, unless it is made again.
+    x: Option<LinearSaved<B>>,
+}
+
+impl<B: Kernels> Saved for LatentUpSaved<B> {
+    fn ledger(&self, ledger: &mut Ledger) {
+        self.norm.ledger(ledger);
+        if let Some(x) = &self.x {
+            x.ledger(ledger);
+        }
+    }
+}
+
+impl<B: Kernels> LatentUp<B> {
+    fn new(cx: &Cx<'_, B>, spec: &UpSpec, eps: f32) -> Result<Self> {
+        let up = Linear::new(cx, &spec.up, cx.activations())?;
+        Ok(Self { norm: Norm::new(cx, &spec.norm, eps)?, up })
+    }
+
+    fn wanted(&self, cx: &Cx<'_, B>) -> Vec<Wanted<'_, B>> {
+        self.norm.wanted(cx).into_iter().chain(self.up.wanted(cx)).collect()
+    }
+
+    fn params(&mut self) -> Vec<&mut Param<B>> {
+        vec![&mut self.norm.weight, &mut self.up.weight]
+    }
+
+    /// Of the latent `[t, rank]` what all heads have of it. `keep`: whether the projection's input is kept.
+    fn forward(
+        &self,
+        cx: &Cx<'_, B>,
+        latent: Tensor<B>,
+        keep: bool,
+    ) -> Result<(Tensor<B>, LatentUpSaved<B>)> {
+        let (normed, norm) = self.norm.forward(cx, latent)?;
+        let (fprop, x) = self.up.input(cx, &normed)?;
+        Ok((self.up.product(cx, &fprop)?, LatentUpSaved { norm, x: keep.then_some(x) }))
+    }
+
+    /// The same again, from what is kept. The projection's input is there then.
+    fn again(&self, cx: &Cx<'_, B>, saved: &mut LatentUpSaved<B>) -> Result<Tensor<B>> {
+        let (fprop, x) = self.up.input(cx, &self.norm.output(cx, &saved.norm)?)?;
+        saved.x = Some(x);
+        self.up.product(cx, &fprop)
+    }
+
+    /// The latent's gradient.
+    fn backward(
+        &mut self,
+        cx: &Cx<'_, B>,
+        LatentUpSaved { norm, x }: LatentUpSaved<B>,
+        dy: Tensor<B>,
+    ) -> Result<Tensor<B>> {
+        let x = match x {
+            Some(x) => x,
+            None => cx.again(|| self.up.again(cx, self.norm.output(cx, &norm)?))?,
+        };
+        let dnormed = self.up.backward(cx, x, dy)?;
+        self.norm.gradient(cx, norm, &dnormed, None)
+    }
+}
+
+/// Multi-head latent attention.
+#[derive(Debug, Clone)]
+pub struct Latent<B: Kernels> {
+    /// Its name, `model.layers.3.self_attn`.
+    pub name: String,
+    /// Sizes.
+    pub shape: LatentShape,
+    /// What scores are multiplied by.
+    pub scale: f32,
+    /// `[p, d]`, to the latent of queries; or `[h·(n + r), d]`, straight to them.
+    pub q: Linear<B>,
+    /// From the latent of queries, `[h·(n + r), p]`, where there is one.
+    pub q_up: Option<LatentUp<B>>,
+    /// `[c, d]`, to the latent of keys and values.
+    pub kv: Linear<B>,
+    /// `[r, d]`, to the key that all heads share.
+    pub k_rope: Linear<B>,
+    /// From the latent of keys and values, `[h·(n + u), c]`: of each head n rows of its key, then u of its value.
+    pub kv_up: LatentUp<B>,
+    /// `[d, h·u]`.
+    pub o: Linear<B>,
+    /// `[positions, r]`, as [`rope_table`](super::rope_table) makes it. Shared by all layers.
+    pub rope: Tensor<B>,
+    /// Keep normed latents as their projections read them, instead of making them again in the backward pass.
+    pub keep_normed: bool,
+    /// Keep queries, keys and values, instead of making them again from the latents.
+    pub keep_heads: bool,
+}
+
+/// Queries, keys and values of all heads, as attention takes them.
+#[derive(Debug)]
+struct QueriesKeysValues<B: Kernels> {
+    /// `[t, h·(n + r)]`, turned.
+    q: Tensor<B>,
+    /// `[t, h·(n + r)]`, with the shared key, turned.
+    k: Tensor<B>,
+    /// `[t, h·u]`.
+    v: Tensor<B>,
+}
+
+/// What is kept of queries, keys and values.
+#[derive(Debug)]
+enum HeadsKept<B: Kernels> {
+    /// All of them.
+    All(QueriesKeysValues<B>),
+    /// From which they are made again, with the latents.
+    Again {
+        /// Queries that come straight from the input: no more of them is kept than they are.
+        q: Option<Tensor<B>>,
+        /// The shared key, `[t, r]`, not yet turned.
+        shared: Tensor<B>,
+    },
+}
+
+/// What latent attention keeps.
+#[derive(Debug)]
+pub struct LatentSaved<B: Kernels> {
+    layer: String,
+    /// The input of the projections from it: the same buffers for all three, unless their recipes differ.
+    x: [Operand<B>; 3],
+    q_up: Option<LatentUpSaved<B>>,
+    kv_up: LatentUpSaved<B>,
+    heads: HeadsKept<B>,
+    out: Tensor<B>,
+    lse: B::Buf<f32>,
+    o: LinearSaved<B>,
+}
+
+impl<B: Kernels> Saved for LatentSaved<B> {
+    fn ledger(&self, ledger: &mut Ledger) {
+        self.x.iter().for_each(|x| ledger.operand(&self.layer, "x", x));
+        if let Some(q_up) = &self.q_up {
+            q_up.ledger(ledger);
+        }
+        self.kv_up.ledger(ledger);
+        match &self.heads {
+            HeadsKept::All(QueriesKeysValues { q, k, v }) => {
+                for (kind, x) in [("q", q), ("k", k), ("v", v)] {
+                    ledger.tensor(&self.layer, kind, x);
+                }
+            }
+            HeadsKept::Again { q, shared } => {
+                q.iter().for_each(|q| ledger.tensor(&self.layer, "q", q));
+                ledger.tensor(&self.layer, "shared_key", shared);
+            }
+        }
+        ledger.tensor(&self.layer, "out", &self.out);
+        ledger.words::<B, f32>(&self.layer, "lse", &self.lse);
+        self.o.ledger(ledger);
+    }
+}
+
+/// Queries, keys and values of some tokens, and what is kept of making them.
+struct Projected<B: Kernels> {
+    x: [Operand<B>; 3],
+    q_up: Option<LatentUpSaved<B>>,
+    kv_up: LatentUpSaved<B>,
+    shared: Tensor<B>,
+    heads: QueriesKeysValues<B>,
+}
+
+impl<B: Kernels> Latent<B> {
+    /// Random weights, and positions for sequences as long as the table.
+    pub fn new(cx: &Cx<'_, B>, spec: &LatentSpec, rope: Tensor<B>) -> Result<Self> {
+        let linear = |part: &Part| Linear::new(cx, part, cx.activations());
+        let up = |up: &UpSpec| LatentUp::new(cx, up, spec.eps);
+        let (q, q_up) = match &spec.q {
+            QueriesSpec::Straight(part) => (linear(part)?, None),
+            QueriesSpec::Latent { down, up: q_up } => (linear(down)?, Some(up(q_up)?)),
+        };
+        Ok(Self {
+            name: spec.id.clone(),
+            shape: spec.shape,
+            scale: spec.rope.latent_scale(spec.shape.head_dim()),
+            q,
+            q_up,
+            kv: linear(&spec.kv)?,
+            k_rope: linear(&spec.k_rope)?,
+            kv_up: up(&spec.kv_up)?,
+            o: linear(&spec.o)?,
+            rope,
+            keep_normed: false,
+            keep_heads: true,
+        })
+    }
+
+    /// Positions that it has.
+    fn positions(&self) -> usize {
+        self.rope.rows
+    }
+
+    /// The rotation of a forward pass of so many tokens, from this position on.
+    fn rotation(&self, tokens: usize, first_position: usize) -> Rotation<'_, B> {
+        Rotation { table: &self.rope, seq_len: self.positions().min(tokens), first_position }
+    }
+
+    /// What takes the layer's input.
+    fn shared(&self) -> Shared<'_, B, 3> {
+        Shared { name: &self.name, projections: [&self.q, &self.kv, &self.k_rope] }
+    }
+
+    /// Queries with their last elements turned, or back.
+    fn turned(
+        &self,
+        cx: &Cx<'_, B>,
+        x: &Tensor<B>,
+        rotation: &Rotation<'_, B>,
+        inverse: bool,
+    ) -> Result<Tensor<B>> {
+        let &Rotation { table, seq_len, first_position } = rotation;
+        let head_dim = self.shape.head_dim();
+        Rope { x, table, head_dim, seq_len, first_position, inverse }.run(cx.b)
+    }
+
+    /// Keys and values.
+    fn assembled(
+        &self,
+        cx: &Cx<'_, B>,
+        [up, shared]: [&Tensor<B>; 2],
+        rotation: &Rotation<'_, B>,
+    ) -> Result<AssembledKv<B>> {
+        let LatentShape { nope_dim: key_dim, value_dim, .. } = self.shape;
+        let &Rotation { table, seq_len, first_position } = rotation;
+        AssembleKv { up, shared, table, key_dim, value_dim, seq_len, first_position }.run(cx.b)
+    }
+
+    /// Queries, keys and values of tokens from this position on, and what is kept of making them.
+    fn projected(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>, first_position: usize) -> Result<Projected<B>> {
+        let rotation = self.rotation(x_td.rows, first_position);
+        let keep = self.keep_normed && self.keep_heads;
+        let inputs = self.shared().inputs(cx, x_td)?;
+        let product = |projection: &Linear<B>, i: usize| projection.product(cx, &inputs[i].fprop);
+        let [q, latent, shared] = [product(&self.q, 0)?, product(&self.kv, 1)?, product(&self.k_rope, 2)?];
+        let x = [0, 1, 2].map(|i| inputs[i].saved.clone());
+        drop(inputs);
+        let (q, q_up) = match &self.q_up {
+            None => (q, None),
+            Some(up) => {
+                let (q, saved) = up.forward(cx, q, keep)?;
+                (q, Some(saved))
+            }
+        };
+        let q = self.turned(cx, &q, &rotation, false)?;
+        let (up, kv_up) = self.kv_up.forward(cx, latent, keep)?;
+        let AssembledKv { k, v } = self.assembled(cx, [&up, &shared], &rotation)?;
+        Ok(Projected { x, q_up, kv_up, shared, heads: QueriesKeysValues { q, k, v } })
+    }
+
+    /// The forward pass up to its last product: what that multiplies, and what is kept.
+    fn attended(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<(Operand<B>, LatentSaved<B>)> {
+        let Projected { x, q_up, kv_up, shared, heads } = self.projected(cx, &x_td, 0)?;
+        let seq_len = self.positions().min(x_td.rows);
+        drop(x_td);
+        let (head_dim, value_dim, scale) = (self.shape.head_dim(), self.shape.value_dim, self.scale);
+        let QueriesKeysValues { q, k, v } = &heads;
+        let op = Attention { q, k, v, head_dim, value_dim, scale, seq_len };
+        let AttentionOut { out, lse } = op.run(cx.b)?;
+        let heads = match self.keep_heads {
+            true => HeadsKept::All(heads),
+            false => HeadsKept::Again { q: self.q_up.is_none().then_some(heads.q), shared },
+        };
+        let (o_input, o) = self.o.input(cx, &out)?;
+        let layer = self.name.clone();
+        Ok((o_input, LatentSaved { layer, x, q_up, kv_up, heads, out, lse, o }))
+    }
+
+    /// Queries, keys and values, kept or made again.
+    fn heads(
+        &self,
+        cx: &Cx<'_, B>,
+        kept: HeadsKept<B>,
+        (q_saved, kv_saved): (&mut Option<LatentUpSaved<B>>, &mut LatentUpSaved<B>),
+    ) -> Result<QueriesKeysValues<B>> {
+        let (q, shared) = match kept {
+            HeadsKept::All(heads) => return Ok(heads),
+            HeadsKept::Again { q, shared } => (q, shared),
+        };
+        let rotation = self.rotation(shared.rows, 0);
+        cx.again(|| {
+            let q = match (q, &self.q_up, q_saved) {
+                (Some(q), ..) => q,
+                (None, Some(up), Some(saved)) => self.turned(cx, &up.again(cx, saved)?, &rotation, false)?,
+                (None, ..) => {
+                    let what = "queries are neither kept nor made again";
+                    return Err(Error::Defect { place: "latent attention", what });
+                }
+            };
+            let up = self.kv_up.again(cx, kv_saved)?;
+            let AssembledKv { k, v } = self.assembled(cx, [&up, &shared], &rotation)?;
+            Ok(QueriesKeysValues { q, k, v })
+        })
+    }
+
+    /// The forward pass of tokens that follow those in the cache, one sequence, or of its first ones. Puts their keys and values into
+    /// the cache. Several tokens at once only where it is empty.
+    pub fn cached(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>, cache: &mut KvCache<B>) -> Result<Tensor<B>> {
+        let Projected { heads: QueriesKeysValues { q, k, v }, .. } = self.projected(cx, x_td, cache.len())?;
+        let out = cache.attended(cx.b, [&q, &k, &v])?;
+        self.o.product(cx, &self.o.input(cx, &out)?.0)
+    }
+
+    /// A cache for a sequence, of each head's keys and values: h·(n + r + u) numbers a token. The latent and the shared key, of which they are made, would be
+    /// c + r, and projected up once more for every token that is made.
+    pub fn cache(&self, b: &B, activations: DType) -> Result<KvCache<B>> {
+        let LatentShape { heads: kv_heads, value_dim, .. } = self.shape;
+        let heads = CachedHeads { kv_heads, head_dim: self.shape.head_dim(), value_dim, scale: self.scale };
+        KvCache::new(b, activations, self.positions(), heads)
+    }
+}
+
+impl<B: Kernels> Layer<B> for Latent<B> {
+    type In = Tensor<B>;
+    type Out = Tensor<B>;
+    type Saved = LatentSaved<B>;
+
+    fn wanted(&self, cx: &Cx<'_, B>) -> Vec<Wanted<'_, B>> {
+        let mut wanted: Vec<Wanted<'_, B>> =
+            [&self.q, &self.kv, &self.k_rope].into_iter().flat_map(|linear| linear.wanted(cx)).collect();
+        wanted.extend(self.q_up.iter().flat_map(|up| up.wanted(cx)));
+        wanted.extend(self.kv_up.wanted(cx));
+        wanted.extend(self.o.wanted(cx));
+        wanted
+    }
+
+    fn params(&mut self) -> Vec<&mut Param<B>> {
+        let mut params = vec![&mut self.q.weight];
+        params.extend(self.q_up.iter_mut().flat_map(LatentUp::params));
+        params.extend([&mut self.kv.weight, &mut self.k_rope.weight]);
+        params.extend(self.kv_up.params());
+        params.push(&mut self.o.weight);
+        params
+    }
+
+    fn recompute(&mut self, scopes: &[Scope]) {
+        let has = |scope| scopes.contains(&scope);
+        self.keep_normed = !has(Scope::Norms);
+        self.keep_heads = !has(Scope::MlaUp) || has(Scope::Attention) || has(Scope::Layers);
+    }
+
+    fn forward(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<(Tensor<B>, LatentSaved<B>)> {
+        let (out, saved) = self.attended(cx, x_td)?;
+        Ok((self.o.product(cx, &out)?, saved))
+    }
+
+    fn again(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<LatentSaved<B>> {
+        Ok(self.attended(cx, x_td)?.1)
+    }
+
+    fn backward(&mut self, cx: &Cx<'_, B>, mut saved: LatentSaved<B>, dy_td: Tensor<B>) -> Result<Tensor<B>> {
+        let LatentShape { nope_dim: key_dim, value_dim, .. } = self.shape;
+        let (head_dim, scale, seq_len) = (self.shape.head_dim(), self.scale, self.positions());
+        let dout = self.o.backward(cx, saved.o, dy_td)?;
+        let QueriesKeysValues { q, k, v } =
+            self.heads(cx, saved.heads, (&mut saved.q_up, &mut saved.kv_up))?;
+        let op = AttentionBackward {
+            q: &q,
+            k: &k,
+            v: &v,
+            out: &saved.out,
+            lse: &saved.lse,
+            dout: &dout,
+            head_dim,
+            value_dim,
+            scale,
+            seq_len,
+        };
+        let grads = op.run(cx.b)?;
+        drop((q, k, v, dout, saved.out, saved.lse));
+        let mut dq = self.turned(cx, &grads.dq, &self.rotation(seq_len, 0), true)?;
+        let (dk, dv, table) = (&grads.dk, &grads.dv, &self.rope);
+        let made = AssembleKvBackward { dk, dv, table, key_dim, value_dim, seq_len }.run(cx.b)?;
+        drop(grads);
+        if let (Some(up), Some(saved)) = (&mut self.q_up, saved.q_up) {
+            dq = up.backward(cx, saved, dq)?;
+        }
+        let dlatent = self.kv_up.backward(cx, saved.kv_up, made.dup)?;
+        let inputs = self.shared().wgrad_inputs(cx, saved.x)?;
+        let of_q = self.q.gradients(cx, &self.name, &inputs[0], &dq)?;
+        let of_kv = self.kv.gradients(cx, &self.name, &inputs[1], &dlatent)?;
+        let of_shared = self.k_rope.gradients(cx, &self.name, &inputs[2], &made.dshared)?;
+        Add { a: &of_q, b: &of_kv, plus: Some(&of_shared) }.run(cx.b)
+    }
+}

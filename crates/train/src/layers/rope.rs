@@ -1,0 +1,102 @@
+//! Cosines and sines of RoPE, and how a model's frequencies are changed for longer sequences. Everything here is computed on the host in F64, with the
+//! same bits everywhere.
+
+use crate::config::{RopeScaling, RopeScalingKind};
+use crate::spec::Rope;
+use nibble_core::formats::double;
+use nibble_core::{Kernels, Result, Tensor};
+use std::f64::consts::PI;
+
+/// Cosines, then sines, of position · frequency for each pair of a head, times the [amplitude](Rope::amplitude): `[positions, dim]` in F32, each rounded once.
+///
+/// # Errors
+/// From the backend.
+pub fn rope_table<B: Kernels>(b: &B, positions: usize, rope: Rope) -> Result<Tensor<B>> {
+    let (frequencies, amplitude) = (rope.frequencies(), rope.amplitude());
+    let mut values = Vec::with_capacity(positions * rope.dim);
+    for position in 0..positions {
+        let angles = frequencies.iter().map(|frequency| double::sin_cos(position as f64 * frequency));
+        let (sines, cosines): (Vec<f32>, Vec<f32>) =
+            angles.map(|(sin, cos)| ((amplitude * sin) as f32, (amplitude * cos) as f32)).unzip();
+        values.extend(cosines);
+        values.extend(sines);
+    }
+    Tensor::from_f32(b, &values, positions, rope.dim)
+}
+
+impl Rope {
+    /// Radians a position of each pair: θ^(−2i/dim), changed as the scaling says.
+    #[must_use]
+    pub fn frequencies(&self) -> Vec<f64> {
+        let log_step = double::ln(self.theta) * -2.0 / self.dim as f64;
+        let frequencies = (0..self.dim / 2).map(|i| double::exp(i as f64 * log_step));
+        match self.scaling.kind {
+            RopeScalingKind::None => frequencies.collect(),
+            RopeScalingKind::Llama3 => frequencies.map(|f| llama3(f, &self.scaling)).collect(),
+            RopeScalingKind::Yarn => {
+                let kept = self.kept_by_yarn();
+                let divided = |(i, f): (usize, f64)| between(f / self.scaling.factor, f, kept(i));
+                frequencies.enumerate().map(divided).collect()
+            }
+        }
+    }
+
+    /// By how much YaRN leaves the frequency of a pair as it is: 1 up to the pair that turns `beta_fast` times in the original positions, 0 from that on
+    /// which turns `beta_slow` times, and along a line between them. Both pairs are whole numbers: the first is rounded down, the second up.
+    /// (Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large Language Models", section 3.2.)
+    fn kept_by_yarn(&self) -> impl Fn(usize) -> f64 {
+        let (dim, scaling) = (self.dim as f64, self.scaling);
+        let pair = |turns: f64| {
+            let log = double::ln(scaling.original_positions as f64 / (turns * 2.0 * PI));
+            dim * log / (2.0 * double::ln(self.theta))
+        };
+        let first = pair(scaling.beta_fast).floor().max(0.0);
+        let last = pair(scaling.beta_slow).ceil().min(dim - 1.0);
+        // As published: a step where both are one.
+        let width = if first == last { 0.001 } else { last - first };
+        move |i| 1.0 - ((i as f64 - first) / width).clamp(0.0, 1.0)
+    }
+
+    /// What cosines and sines are multiplied by: 1, but under YaRN the ratio of [`growth`] by `mscale` to that by `mscale_all_dim` where both are given, else that
+    /// by 1.
+    #[must_use]
+    pub fn amplitude(&self) -> f64 {
+        let RopeScaling { kind, factor, mscale, mscale_all_dim, .. } = self.scaling;
+        match kind {
+            RopeScalingKind::None | RopeScalingKind::Llama3 => 1.0,
+            RopeScalingKind::Yarn if mscale == 0.0 || mscale_all_dim == 0.0 => growth(factor, 1.0),
+            RopeScalingKind::Yarn => growth(factor, mscale) / growth(factor, mscale_all_dim),
+        }
+    }
+
+    /// What scores of latent attention are multiplied by: 1/√`head_dim`, under YaRN times the square of [`growth`] by `mscale_all_dim` where that is given.
+    #[must_use]
+    pub fn latent_scale(&self, head_dim: usize) -> f32 {
+        let RopeScaling { kind, factor, mscale_all_dim, .. } = self.scaling;
+        let growth = match kind {
+            RopeScalingKind::Yarn => growth(factor, mscale_all_dim),
+            RopeScalingKind::None | RopeScalingKind::Llama3 => 1.0,
+        };
+        (growth * growth / (head_dim as f64).sqrt()) as f32
+    }
+}
+
+/// 0.1 · mscale · ln(factor) + 1.
+fn growth(factor: f64, mscale: f64) -> f64 {
+    0.1 * mscale * double::ln(factor) + 1.0
+}
+
+/// Llama 3.1's rule, by the turns in the original positions: many leave a frequency as it is, few have it divided by the factor.
+fn llama3(frequency: f64, scaling: &RopeScaling) -> f64 {
+    let turns = scaling.original_positions as f64 * frequency / (2.0 * PI);
+    let (few, many) = (scaling.low_freq_factor, scaling.high_freq_factor);
+    between(frequency / scaling.factor, frequency, ((turns - few) / (many - few)).clamp(0.0, 1.0))
+}
+
+/// From `a` at 0 to `b` at 1, along a line.
+fn between(a: f64, b: f64, share: f64) -> f64 {
+    (1.0 - share) * a + share * b
+}
+
+#[cfg(test)]
+mod tests;
