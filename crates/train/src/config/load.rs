@@ -8,8 +8,8 @@ use toml::{Table, Value};
 use super::asked::Written;
 use super::preset::{preset, preset_names};
 use super::{
-    Balance, CheckpointConfig, Config, DataConfig, ModelConfig, RANDOM, Reductions, RunConfig, SYNTHETIC,
-    TrainConfig, foreign,
+    Balance, CheckpointConfig, Config, DataConfig, GroupScore, ModelConfig, RANDOM, Reductions, RunConfig,
+    SYNTHETIC, Scores, TrainConfig, foreign,
 };
 use crate::data::{BYTE_VOCAB, SYNTHETIC_VOCAB};
 use crate::error::{Error, Result};
@@ -137,8 +137,22 @@ impl Config {
     /// A configuration whose text has every key: those, too, that are left out where they have their default.
     fn with_every_key() -> Self {
         let data = DataConfig { bytes: true, ..DataConfig::default() };
-        let model = ModelConfig { balance: Balance::Batch, ..ModelConfig::default() };
-        let train = TrainConfig { expert_shards: 2, combine: Some(Combine::Tree), ..TrainConfig::default() };
+        let model = ModelConfig {
+            balance: Balance::Batch,
+            scores: Scores::Sigmoid,
+            router_bias: true,
+            groups: 2,
+            top_groups: 1,
+            group_score: GroupScore::Top2,
+            route_scale: 2.0,
+            ..ModelConfig::default()
+        };
+        let train = TrainConfig {
+            expert_shards: 2,
+            combine: Some(Combine::Tree),
+            router_bias_rate: 0.0,
+            ..TrainConfig::default()
+        };
         let run =
             RunConfig { dp: 2, capacity_factor: 2.0, reductions: Reductions::Nccl, ..RunConfig::default() };
         let checkpoint = CheckpointConfig { file_mib: 1, ..CheckpointConfig::default() };

@@ -15,8 +15,10 @@ mod device;
 mod foreign;
 mod load;
 mod preset;
+mod routing;
 mod validate;
 
+use routing::is_default;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
@@ -30,6 +32,7 @@ pub use device::DeviceChoice;
 pub use foreign::{Meaning, of_option};
 pub(crate) use load::read_text;
 pub use preset::{preset, preset_names};
+pub use routing::{GroupScore, Scores};
 pub use validate::MOST_THREADS;
 
 /// Everything that decides a run. Two runs with equal configurations and equal data end with equal weights, whatever
@@ -109,6 +112,24 @@ pub struct ModelConfig {
     pub shared_ffn: usize,
     /// Whether the weights of a token's chosen experts are scaled to sum to 1.
     pub norm_topk_prob: bool,
+    /// What routers make of their logits: `softmax`, or `sigmoid`.
+    #[serde(skip_serializing_if = "is_default")]
+    pub scores: Scores,
+    /// Whether each expert has a bias that is added to its score for the choice alone. It has no gradient: see `train.router_bias_rate`.
+    #[serde(skip_serializing_if = "is_default")]
+    pub router_bias: bool,
+    /// Groups of equally many neighbouring experts; 0 = none.
+    #[serde(skip_serializing_if = "is_default")]
+    pub groups: usize,
+    /// How many groups, those of the best scores, a token's experts are chosen from.
+    #[serde(skip_serializing_if = "is_default")]
+    pub top_groups: usize,
+    /// The score of a group: `max`, that of its best expert, or `top2`, the sum of its two best ones'.
+    #[serde(skip_serializing_if = "is_default")]
+    pub group_score: GroupScore,
+    /// Factor of the weights of a token's experts, after all else.
+    #[serde(skip_serializing_if = "is_one_f64")]
+    pub route_scale: f64,
     /// Base of the RoPE frequencies.
     pub rope_theta: f64,
     /// ε of RMSNorm.
@@ -121,7 +142,7 @@ pub struct ModelConfig {
     /// checkpoint's `config.json`, this weight times layers with experts / `top_k`.
     /// All this is so under `balance = "shard"`.
     pub aux_loss_coef: f64,
-    /// What the load-balancing loss is taken over: `shard`, or `batch` for the loss of `transformers`.
+    /// What the load-balancing loss is taken over: `shard`; `batch` for the loss of `transformers`; or `sequence`.
     #[serde(skip_serializing_if = "Balance::is_default")]
     pub balance: Balance,
     /// Weight of the router's z-loss.
@@ -154,6 +175,12 @@ impl Default for ModelConfig {
             expert_ffn: 64,
             shared_ffn: 0,
             norm_topk_prob: true,
+            scores: Scores::Softmax,
+            router_bias: false,
+            groups: 0,
+            top_groups: 0,
+            group_score: GroupScore::Max,
+            route_scale: 1.0,
             rope_theta: 10_000.0,
             norm_eps: 1e-6,
             tie_embeddings: true,
@@ -254,6 +281,10 @@ pub struct TrainConfig {
     pub eps: f64,
     /// Largest global gradient norm; 0 = no clipping.
     pub clip_norm: f64,
+    /// What each step adds to the bias of an expert that fewer slots chose than the mean, and takes from that of one that more did, where
+    /// `model.router_bias` is set; 0 = biases stay ([arXiv 2408.15664](https://arxiv.org/abs/2408.15664)).
+    #[serde(skip_serializing_if = "is_usual_bias_rate")]
+    pub router_bias_rate: f64,
     /// Type of the gradients of weights: `f32`, or `bf16`, which halves them: rounded once a micro-batch, added in F32. A
     /// table or norm that is added to more than once a step keeps F32.
     pub grad_dtype: PlainType,
@@ -275,9 +306,22 @@ pub enum Balance {
     /// expert a row) · (its mean probability), over a row for each token in each layer with experts. It is `top_k` where all experts are equal, and does not
     /// depend on `train.shards`.
     Batch,
+    /// Each layer and each sequence by itself: the loss of a shard with a sequence in its place, averaged over sequences, as in DeepSeek-V2 and -V3
+    /// ([arXiv 2412.19437](https://arxiv.org/abs/2412.19437), equations 17 to 20).
+    Sequence,
 }
 
 impl Balance {
+    /// As a configuration names it.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Shard => "shard",
+            Self::Batch => "batch",
+            Self::Sequence => "sequence",
+        }
+    }
+
     /// Stored configurations leave it out.
     fn is_default(&self) -> bool {
         *self == Self::default()
@@ -323,6 +367,7 @@ impl Default for TrainConfig {
             beta2: 0.95,
             eps: 1e-8,
             clip_norm: 1.0,
+            router_bias_rate: USUAL_BIAS_RATE,
             grad_dtype: PlainType::F32,
             moment_dtype: PlainType::F32,
             recompute: Scope::DEFAULT.to_vec(),
@@ -448,6 +493,13 @@ fn is_usual_file(mib: &usize) -> bool {
     *mib == USUAL_FILE_MIB
 }
 
+/// [`TrainConfig::router_bias_rate`] where it is not given. Stored configurations leave it out.
+const USUAL_BIAS_RATE: f64 = 1e-3;
+
+fn is_usual_bias_rate(rate: &f64) -> bool {
+    *rate == USUAL_BIAS_RATE
+}
+
 /// [`RunConfig::capacity_factor`] where it is not given. Stored configurations leave it out.
 const USUAL_CAPACITY: f64 = 1.25;
 
@@ -458,6 +510,11 @@ fn is_usual_capacity(factor: &f64) -> bool {
 /// Stored configurations leave it out.
 fn is_one(n: &usize) -> bool {
     *n == 1
+}
+
+/// Stored configurations leave it out.
+fn is_one_f64(x: &f64) -> bool {
+    *x == 1.0
 }
 
 impl Config {

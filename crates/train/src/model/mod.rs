@@ -164,6 +164,11 @@ impl<B: Kernels> Decoder<B> {
         params
     }
 
+    /// Of these, those that have gradients: all but routers' biases.
+    pub fn optimized(&mut self) -> Vec<&mut Param<B>> {
+        self.params().into_iter().filter(|param| param.has_gradient()).collect()
+    }
+
     /// For each parameter in canonical order, the tensors that a checkpoint holds of it.
     pub fn named_tensors(&self) -> Vec<Vec<Named>> {
         family::tensors(self.family, &ModelSpec::new(&self.config))

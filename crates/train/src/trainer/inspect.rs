@@ -44,7 +44,7 @@ impl Inspection {
     fn look<B: Kernels>(&mut self, cx: &Cx<'_, B>, inside: &Inside<'_, B>) -> nibble_core::Result<()> {
         let ranks = (cx.b, cx.mesh.all);
         for (layer, routing) in inside.routings() {
-            let top_k = B::len(&routing.expert) / routing.probs.rows.max(1);
+            let top_k = B::len(&routing.expert) / routing.kept.rows.max(1);
             let experts = cx.b.upload(&as_floats(&cx.b.download(&routing.expert)?))?;
             self.push_rows(format!("experts.{layer}"), ranks, top_k, &experts)?;
             self.push_rows(format!("gates.{layer}"), ranks, top_k, &routing.weight)?;
@@ -115,8 +115,9 @@ impl<B: Kernels> Trainer<'_, B> {
             seen.push_rows(name, (b, mesh.all), batch.seq_len, &b.upload(&as_floats(ids))?)?;
         }
 
-        let named = self.rank.model.named_tensors();
+        let (named, mut with_gradients) = (self.rank.model.named_tensors(), Vec::new());
         for (param, named) in self.rank.model.params().into_iter().zip(&named) {
+            with_gradients.extend(param.has_gradient().then_some(named));
             let values = gather(b, mesh, param, &param.master)?;
             for TensorRef { name, shape, data } in slices(named, "", &values) {
                 seen.push(name, &shape, data.to_vec());
@@ -126,11 +127,11 @@ impl<B: Kernels> Trainer<'_, B> {
             return Err(CoreError::shape("inspect", "buffers", "none", "made").into());
         };
         buffers.write_inputs(context, (0.0, Told::default(), [0; 2]), &[batch])?;
-        let mut work = || -> Result<()> {
+        let work = || -> Result<()> {
             let mut step = Step::new(context, model, buffers)?;
             step.first_micro_batch_seen(|cx, inside| seen.look(cx, &inside))?;
             let gradients = step.gradients(|param, grad| gather(b, mesh, param, grad))?;
-            for (values, named) in gradients.iter().zip(&named) {
+            for (values, named) in gradients.iter().zip(with_gradients) {
                 for TensorRef { name, shape, data } in slices(named, "", values) {
                     seen.push(format!("grad.{name}"), &shape, data.to_vec());
                 }

@@ -117,17 +117,17 @@ impl Part {
 
     /// The tensor, this rank's rows of it.
     pub fn of<B: Kernels>(self, param: &Param<B>) -> Result<&Tensor<B>> {
-        let Some(Moments { exp_avg, exp_avg_sq }) = &param.moments else {
-            return Err(CoreError::shape("save", "parameter", &param.name, "one with moments").into());
-        };
-        Ok(match self {
-            Self::Master => &param.master,
-            Self::ExpAvg => exp_avg,
-            Self::ExpAvgSq => exp_avg_sq,
-            Self::Scales => {
-                return Err(CoreError::shape("save", "part", "scales", "that of a parameter").into());
+        match (self, &param.moments) {
+            (Self::Master, _) => Ok(&param.master),
+            (Self::ExpAvg, Some(Moments { exp_avg, .. })) => Ok(exp_avg),
+            (Self::ExpAvgSq, Some(Moments { exp_avg_sq, .. })) => Ok(exp_avg_sq),
+            (Self::ExpAvg | Self::ExpAvgSq, None) => {
+                Err(CoreError::shape("save", "parameter", &param.name, "one with moments").into())
             }
-        })
+            (Self::Scales, _) => {
+                Err(CoreError::shape("save", "part", "scales", "that of a parameter").into())
+            }
+        }
     }
 }
 
@@ -170,10 +170,12 @@ impl Files {
     }
 }
 
-/// A file's tensors in order of their names.
-fn sources(named: &[Vec<Named>], parts: &[Part]) -> Vec<FileTensor> {
+/// A file's tensors in order of their names: of parameters that have gradients, and so moments, and of those that have not.
+fn sources(named: &[(bool, Vec<Named>)], parts: &[Part]) -> Vec<FileTensor> {
     let mut all = Vec::new();
-    for (param, named) in named.iter().enumerate() {
+    for (param, (has_gradient, named)) in named.iter().enumerate() {
+        let parts: Vec<Part> =
+            parts.iter().copied().filter(|part| *has_gradient || *part == Part::Master).collect();
         for (tensor, part) in named.iter().flat_map(|tensor| parts.iter().map(move |part| (tensor, *part))) {
             let spec =
                 TensorSpec { name: format!("{}{}", tensor.name, part.suffix()), shape: tensor.shape.clone() };
@@ -337,7 +339,8 @@ impl<B: Kernels> Trainer<'_, B> {
         }
         let mut tensors = HashMap::new();
         for (i, param) in self.rank.model.params().into_iter().enumerate() {
-            for part in [Part::Master, Part::ExpAvg, Part::ExpAvgSq] {
+            let moments = [Part::ExpAvg, Part::ExpAvgSq].into_iter().filter(|_| param.has_gradient());
+            for part in [Part::Master].into_iter().chain(moments) {
                 tensors.insert((i, part), part.of(param)?.clone());
             }
         }
@@ -406,6 +409,8 @@ impl<B: Kernels> Trainer<'_, B> {
         let mesh = self.rank.context.mesh.shape();
         let scales = delayed.map(|delayed| scale_sources(delayed.sites.borrow().sites(), mesh));
         let moments = [Part::ExpAvg, Part::ExpAvgSq];
+        let params = self.rank.model.params();
+        let named: Vec<_> = params.iter().map(|param| param.has_gradient()).zip(named).collect();
         let kinds = [sources(&named, &[Part::Master]), sources(&named, &moments), scales.unwrap_or_default()];
         let most_bytes = self.rank.context.config.checkpoint.file_mib.saturating_mul(1 << 20);
         Files { kinds, most_bytes }
