@@ -271,6 +271,11 @@ pub fn push_amax(op: &PushAmax<'_, Dry>) -> Counted {
     Work::reads(&[op.spans, records]).and_reads(cells, &[op.table]).writes(cells, &[records]).into()
 }
 
+pub fn balance_bias(op: &BalanceBias<'_, Dry>) -> Counted {
+    let (loads, bias) = (Some(op.ranks * op.bias.len()), &*op.bias);
+    Work::reads(&[bias]).and_reads(loads, &[op.tables]).writes(None, &[bias]).into()
+}
+
 pub fn adamw(op: &AdamW<'_, Dry>) -> Counted {
     let state = op
         .tensors

@@ -264,6 +264,10 @@ impl Dry {
         self.make_mut(op.records)
     }
 
+    pub(crate) fn balance_bias(&self, op: BalanceBias<'_, Self>) -> Result<()> {
+        self.make_mut(op.bias)
+    }
+
     pub(crate) fn adamw(&self, op: AdamW<'_, Self>) -> Result<()> {
         for AdamWTensor { param, exp_avg, exp_avg_sq, .. } in op.tensors {
             [param, exp_avg, exp_avg_sq].into_iter().try_for_each(|x| self.make_tensor_mut(x))?;

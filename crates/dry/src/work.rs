@@ -203,7 +203,7 @@ parts! {
     Emitted { rows, cols }
     PackedRows { bytes }
     Transcoded { out, transposed }
-    Routing { expert, weight, probs, log_sum_exp, load, losses }
+    Routing { expert, weight, kept, log_sum_exp, load, losses }
     SlotRanks { rank, first, counts }
     ReceivedSlots { token_id, expert, weight }
     SwigluOut { a, h }

@@ -1,5 +1,6 @@
 //! What every layer is handed: the backend, the other ranks, the recipe, and where in the run it is. No globals.
 
+use crate::config::Balance;
 use crate::delayed::{DelayedRecords, Spans};
 use crate::moe::Combine;
 use crate::param::{Buckets, Gathering, Param, Wanted};
@@ -33,6 +34,8 @@ pub struct Place<'a> {
 pub struct Shards<B: Kernels> {
     /// Shards on this rank.
     pub local: usize,
+    /// Sequences on this rank, all of one length.
+    pub sequences: usize,
     /// The shards as ragged groups: the contraction of dense weight gradients.
     pub groups: Groups<B>,
     /// How the rows of experts are divided.
@@ -56,7 +59,7 @@ impl ExpertParts {
 }
 
 impl<B: Kernels> Shards<B> {
-    /// `local` shards of `rows_each` tokens on this rank; every rank has as many. `run` says which run of so many tokens
+    /// `local` shards of `rows_each` tokens on this rank, each of them one sequence; every rank has as many. `run` says which run of so many tokens
     /// of the step this is: micro-batch · ranks + rank.
     ///
     /// # Errors
@@ -65,12 +68,23 @@ impl<B: Kernels> Shards<B> {
         let align = if rows_each.is_multiple_of(128) { 128 } else { 1 };
         let tokens = local * rows_each;
         let groups = Groups::uniform(b, local, rows_each, align, run * tokens)?;
-        Ok(Self { local, groups, expert_parts: ExpertParts { local: 1, tokens } })
+        Ok(Self { local, sequences: local, groups, expert_parts: ExpertParts { local: 1, tokens } })
     }
 
     /// The same with the rows of experts divided so.
     pub fn with_expert_parts(self, expert_parts: ExpertParts) -> Self {
         Self { expert_parts, ..self }
+    }
+
+    /// The same tokens in sequences of this length.
+    pub fn with_sequences_of(self, seq_len: usize) -> Self {
+        let sequences = self.tokens() / seq_len.max(1);
+        Self { sequences, ..self }
+    }
+
+    /// Runs of this rank's tokens that have a load-balancing loss of their own, or a part of the one of all: shards, or sequences.
+    pub fn balance_runs(&self, balance: Balance) -> usize {
+        if balance == Balance::Sequence { self.sequences } else { self.local }
     }
 
     /// Tokens on this rank.

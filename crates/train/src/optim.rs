@@ -7,10 +7,10 @@ use crate::record::Layout;
 use nibble_core::allocation::{in_part, part};
 use nibble_core::formats::double::power;
 use nibble_core::ops::{
-    AdamW, AdamWTensor, ChunkSums, CloseSquares, Control, EndStep, REPORT_HEAD, Squared, SumSquares,
-    squares_chunks,
+    AdamW, AdamWTensor, BalanceBias, ChunkSums, CloseSquares, Control, EndStep, REPORT_HEAD, Squared,
+    SumSquares, squares_chunks,
 };
-use nibble_core::{Error, Kernels, MeshShape, Result};
+use nibble_core::{DType, Data, Error, Kernels, MeshShape, Result};
 use std::ops::Range;
 
 /// The scalars of a step that the host decides: learning rate and bias corrections.
@@ -62,7 +62,7 @@ impl<B: Kernels> OptimizerState<B> {
 }
 
 /// Reduces all gradients, finds their norm and whether the step counts, writes its report, and takes one AdamW step unless it
-/// does not count. `table` is this rank's record.
+/// does not count; routers' biases move with it. `table` is this rank's record.
 ///
 /// A rank has the sums of the rows that it keeps, and changes these. Each tensor's (each expert's) sum of squares is rounded to F32. They are
 /// added in canonical order, so that the norm is the same on every rank and for any number of them.
@@ -71,16 +71,17 @@ impl<B: Kernels> OptimizerState<B> {
 /// From the backend and other ranks. What is not finite is no error here: the report tells.
 pub fn step<B: Kernels>(
     cx: &mut Cx<'_, B>,
-    mut params: Vec<&mut Param<B>>,
+    params: Vec<&mut Param<B>>,
     config: &TrainConfig,
     state: &mut OptimizerState<B>,
     table: &B::Buf<f64>,
     layout: &Layout,
 ) -> Result<()> {
+    let (mut params, biases): (Vec<_>, Vec<_>) = params.into_iter().partition(|param| param.has_gradient());
     in_part("reduce", || {
         reduce_gradients(cx, &mut params)?;
         sum_squares(cx, &mut params, &mut state.squares)?;
-        end(cx, config, state, table, layout)
+        end(cx, config, state, (table, layout), biases)
     })?;
     part("optimizer");
     let kept = params.iter_mut().filter(|param| param.master.rows > 0);
@@ -177,13 +178,13 @@ fn gather_chunks<B: Kernels>(
     b.reinterpret(&all)
 }
 
-/// Norm, verdict and report, of all ranks.
+/// Norm, verdict and report, of all ranks; then routers' biases, of as many layers behind the dense ones.
 fn end<B: Kernels>(
     cx: &mut Cx<'_, B>,
     config: &TrainConfig,
     state: &mut OptimizerState<B>,
-    table: &B::Buf<f64>,
-    layout: &Layout,
+    (table, layout): (&B::Buf<f64>, &Layout),
+    biases: Vec<&mut Param<B>>,
 ) -> Result<()> {
     let OptimizerState { squares, order, control, reports } = state;
     let (all_squares, all_tables);
@@ -210,5 +211,18 @@ fn end<B: Kernels>(
         control,
         reports,
     };
-    op.run(cx.b)
+    op.run(cx.b)?;
+    let (ranks, rate) = (cx.mesh.all.world(), config.router_bias_rate as f32);
+    for (layer, bias) in (layout.dense..).zip(biases).filter(|_| rate != 0.0) {
+        let Data::F32(bias) = &mut bias.master.data else {
+            return Err(Error::shape(
+                "optimizer",
+                "type of a router's bias",
+                bias.master.dtype(),
+                DType::F32,
+            ));
+        };
+        BalanceBias { tables, ranks, at: layout.load(layer), rate, control, bias }.run(cx.b)?;
+    }
+    Ok(())
 }

@@ -225,6 +225,8 @@ pub struct Layout {
     pub experts: usize,
     /// Shards of a rank.
     pub shards: usize,
+    /// Runs of a rank's tokens that have routers' losses of their own: shards, or sequences.
+    pub runs: usize,
     /// Spans of a rank that have scales of earlier steps.
     pub spans: usize,
 }
@@ -233,8 +235,8 @@ impl Layout {
     /// Sites of a decoder layer, at most: every weight, input and gradient, each quantized and converted.
     const SITES_A_LAYER: usize = 64;
 
-    /// The table of a model, of so many shards of a rank and spans with scales of earlier steps.
-    pub fn new(model: &ModelSpec, shards: usize, spans: usize) -> Self {
+    /// The table of a model, of so many shards of a rank, runs of tokens with routers' losses, and spans with scales of earlier steps.
+    pub fn new(model: &ModelSpec, (shards, runs): (usize, usize), spans: usize) -> Self {
         Self {
             // The head's as well.
             sites: Self::SITES_A_LAYER * (model.num_blocks() + 1),
@@ -242,6 +244,7 @@ impl Layout {
             dense: model.num_dense(),
             experts: model.num_experts(),
             shards,
+            runs,
             spans,
         }
     }
@@ -299,9 +302,9 @@ impl Layout {
         self.told() + InputLayout::TOLD_WORDS
     }
 
-    /// First of a layer's router losses, two a shard.
+    /// First of a layer's router losses, two a run.
     pub fn router_losses(&self, layer: usize) -> usize {
-        self.amax() + self.spans + 2 * self.shards * layer
+        self.amax() + self.spans + 2 * self.runs * layer
     }
 
     /// First of a layer's loads, one an expert.
@@ -399,7 +402,7 @@ impl<'a> Report<'a> {
     /// Whether a layer's routers saw numbers.
     fn is_routed(&self, layer: usize) -> bool {
         let first = self.layout.router_losses(layer);
-        self.is_finite(first..first + 2 * self.layout.shards)
+        self.is_finite(first..first + 2 * self.layout.runs)
     }
 
     fn is_finite(&self, cells: Range<usize>) -> bool {
@@ -486,23 +489,23 @@ impl<'a> Report<'a> {
         self.tables.iter().flat_map(of).copied().collect()
     }
 
-    /// Load-balancing loss and z-loss, summed over layers and shards; none of a model without routers.
+    /// Load-balancing loss and z-loss, summed over layers and shards, of each the mean over its runs; none of a model without routers.
     pub fn router_losses(&self) -> Option<[f64; 2]> {
-        let Layout { layers, dense, shards, .. } = self.layout;
+        let Layout { layers, dense, shards, runs, .. } = self.layout;
         if dense == layers {
             return None;
         }
-        // Shard by shard, whichever rank has it: in the order of the tokens.
-        let of_shard = |table: &[f64], cell: usize| -> f64 {
+        // Run by run, whichever rank has it: in the order of the tokens.
+        let of_run = |table: &[f64], cell: usize| -> f64 {
             (0..layers).map(|layer| table[self.layout.router_losses(layer) + cell]).sum()
         };
-        let all = |i: usize| {
-            let of_rank = |table: &&[f64]| -> Vec<f64> {
-                (0..shards).map(|shard| of_shard(table, 2 * shard + i)).collect()
-            };
+        let all = |i: usize| -> f64 {
+            let of_rank =
+                |table: &&[f64]| -> Vec<f64> { (0..runs).map(|run| of_run(table, 2 * run + i)).collect() };
             self.tables.iter().flat_map(of_rank).sum()
         };
-        Some([all(0), all(1)])
+        let shards_a_run = shards as f64 / runs.max(1) as f64;
+        Some([all(0) * shards_a_run, all(1) * shards_a_run])
     }
 
     /// Slots that chose each expert, by layer, all ranks together; of a dense layer none.

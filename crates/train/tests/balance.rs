@@ -3,7 +3,7 @@
 mod rig;
 
 use nibble_core::Tensor;
-use nibble_core::ops::Route;
+use nibble_core::ops::{Route, RouteRule};
 use nibble_cpu::Cpu;
 use nibble_testkit::Recorder;
 use nibble_train::config::{Balance, Config, ModelConfig};
@@ -43,7 +43,9 @@ fn theirs(layers: &[Vec<f32>], top_k: usize) -> f64 {
 fn ours(logits: &[f32], top_k: usize) -> f64 {
     let cpu = Cpu::new(1).unwrap();
     let logits = Tensor::from_f32(&cpu, logits, TOKENS, EXPERTS).unwrap();
-    let routing = Route { logits: &logits, top_k, normalize: true, shards: 1 }.run(&cpu).unwrap();
+    let routing = Route { logits: &logits, bias: None, rule: RouteRule::softmax(top_k, true), shards: 1 }
+        .run(&cpu)
+        .unwrap();
     f64::from(routing.losses.as_slice()[0])
 }
 

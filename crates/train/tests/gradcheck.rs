@@ -269,7 +269,7 @@ fn decided_tokens(moe: &Moe<Cpu>, cx: &Cx<'_, Cpu>, tokens: usize, margin: f32) 
     let (d, k) = (moe.router.shape.d_model, moe.router.shape.top_k);
     let candidates = matrix(cx.b, "candidates", (40 * tokens, d), DType::F32);
     let many = rig::cx(cx.b, cx.recipe, 1, 40 * tokens);
-    let probs = host(cx, &moe.router.forward(&many, &candidates).unwrap().routing.probs);
+    let probs = host(cx, &moe.router.forward(&many, &candidates).unwrap().routing.kept);
     let values = host(cx, &candidates);
     let decided = probs.chunks(moe.router.shape.experts).zip(values.chunks(d)).filter(|(probs, _)| {
         // The logits but for a constant of the token.
@@ -533,7 +533,7 @@ fn balance_of_batch(decoder: &Decoder<Cpu>, cx: &Cx<'_, Cpu>, ids: &[i32], loads
     let seen = |inside: Inside<'_, Cpu>| {
         for (_, routing) in inside.routings() {
             routing.expert.as_slice().iter().for_each(|&e| load[e as usize] += 1.0);
-            for row in host(cx, &routing.probs).chunks(loads.len()) {
+            for row in host(cx, &routing.kept).chunks(loads.len()) {
                 sums.iter_mut().zip(row).for_each(|(sum, p)| *sum += f64::from(*p));
                 rows += 1.0;
             }

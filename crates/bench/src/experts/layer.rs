@@ -178,7 +178,7 @@ pub fn chosen<B: Backend>(b: &B, expert: &[i32], weight: &[f32]) -> Result<Routi
     Ok(Routing {
         expert: b.upload(expert)?,
         weight: b.upload(weight)?,
-        probs: Tensor::zeros(b, DType::F32, 0, 0)?,
+        kept: Tensor::zeros(b, DType::F32, 0, 0)?,
         log_sum_exp: b.zeros(0)?,
         load: b.zeros(0)?,
         losses: b.zeros(0)?,

@@ -43,6 +43,7 @@ fn cases() -> Vec<Case> {
     ];
     const LATENT: &[&str] =
         &["model.kv_rank=24", "model.rope_dim=8", "model.kv_heads=2", "model.qk_norm=false"];
+    const GROUPS: &[&str] = &["model.groups=2", "model.top_groups=1"];
     const OFTEN: &[&str] = &["checkpoint.every=1"];
     vec![
         ("recipe", &[], "bf16", Weights),
@@ -79,6 +80,12 @@ fn cases() -> Vec<Case> {
         ("model.tie_embeddings", &[], "false", Weights),
         ("model.aux_loss_coef", &[], "0.5", Weights),
         ("model.balance", &[], "batch", Weights),
+        ("model.scores", &[], "sigmoid", Weights),
+        ("model.router_bias", &[], "true", Weights),
+        ("model.groups", GROUPS, "1", Weights),
+        ("model.top_groups", GROUPS, "2", Weights),
+        ("model.group_score", GROUPS, "top2", Weights),
+        ("model.route_scale", &[], "2.5", Weights),
         ("model.z_loss_coef", &[], "0.5", Weights),
         ("data.source", &[], "other.txt", Weights),
         ("data.bytes", &["data.source=picture.png"], "true", Runs),
@@ -101,6 +108,7 @@ fn cases() -> Vec<Case> {
         ("train.beta2", &[], "0.5", Weights),
         ("train.eps", &[], "1e-2", Weights),
         ("train.clip_norm", &[], "1e-3", Weights),
+        ("train.router_bias_rate", &["model.router_bias=true"], "0.1", Weights),
         ("train.grad_dtype", &[], "bf16", Weights),
         ("train.moment_dtype", &[], "bf16", Weights),
         ("train.recompute", &[], "[\"layers\"]", File("memory.txt")),

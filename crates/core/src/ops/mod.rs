@@ -55,12 +55,12 @@ pub use quantize::{
 pub use quantize_pack::{PackedRows, QuantizePack};
 pub use rms_norm::{RmsNorm, RmsNormBackward, RmsNormOut};
 pub use rope::Rope;
-pub use route::{Route, RouteBackward, Routing};
+pub use route::{ExpertGroups, GroupScore, Route, RouteBackward, RouteRule, Routing, Scores};
 pub use scale_tiles::{CutScales, CutSide, TileScales, UntileScales};
 pub use slots::{AssignRanks, PackSlots, ReceivedSlots, SlotRanks, UnpackSlots, record_words};
 pub use step::{
-    BeginMicroBatch, BeginStep, Clock, Collect, Control, EndStep, Entry, EntrySource, InputLayout,
-    OCCUPANCY_VALUES, REPORT_HEAD,
+    BalanceBias, BeginMicroBatch, BeginStep, Clock, Collect, Control, EndStep, Entry, EntrySource,
+    InputLayout, OCCUPANCY_VALUES, REPORT_HEAD,
 };
 pub use swiglu::{Swiglu, SwigluBackward, SwigluGrads, SwigluOut};
 pub use transcode::{CONVERSIONS, Transcode, Transcoded};
@@ -92,9 +92,9 @@ macro_rules! for_each_op {
             transpose(Transpose<'_, $B>) -> Tensor<$B> { reads x; plain stack; }
             add(Add<'_, $B>) -> Tensor<$B> { reads a, b; may_read plus; }
             sum_shards(SumShards<'_, $B>) -> () { reads x; writes into; plain stack, shards; }
-            route(Route<'_, $B>) -> Routing<$B> { reads logits; plain top_k, normalize, shards; }
+            route(Route<'_, $B>) -> Routing<$B> { reads logits; may_read bias; plain rule, shards; }
             route_backward(RouteBackward<'_, $B>) -> Tensor<$B> {
-                reads routing, dweight; may_read batch_load; plain top_k, normalize, shards, aux_scale, batch_rows, z_scale;
+                reads routing, dweight; may_read batch_load; plain rule, shards, aux_scale, batch_rows, z_scale;
             }
             plan_permute(PlanPermute<'_, $B>) -> PermuteMap<$B> {
                 reads expert, token_id; plain top_k, num_slots, num_groups, align, capacity;
@@ -165,6 +165,7 @@ macro_rules! for_each_op {
                 reads squares, order, tables; writes clock, control, reports; plain ranks, alarms, finite, clip_norm;
             }
             push_amax(PushAmax<'_, $B>) -> () { reads table, spans, control; writes records; plain at; }
+            balance_bias(BalanceBias<'_, $B>) -> () { reads tables, control; writes bias; plain ranks, at, rate; }
             adamw(AdamW<'_, $B>) -> () {}
         }
     };

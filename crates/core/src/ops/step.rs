@@ -295,3 +295,46 @@ impl<B: Backend> EndStep<'_, B> {
         expect_eq(OP, "control.len()", B::len(self.control), Control::LEN)
     }
 }
+
+/// Ends a step for a router whose choice has biases: the one of an expert that fewer slots chose than the mean over the layer's experts grows by
+/// `rate`, that of one that more did shrinks by it (arXiv 2408.15664, algorithm 1): b += rate · sign(mean load − load), one addition in F32. Loads are
+/// those of the whole step, of all ranks: whole numbers, so that sums and comparisons are exact. Where [`Control::STOP`] is set nothing changes.
+#[derive(Debug)]
+pub struct BalanceBias<'a, B: Backend> {
+    /// Every rank's table, one after the other.
+    pub tables: &'a B::Buf<f64>,
+    /// Number of ranks.
+    pub ranks: usize,
+    /// The cell of a table that has the first expert's load; the others' follow.
+    pub at: usize,
+    /// How far a bias moves.
+    pub rate: f32,
+    /// See [`Control`].
+    pub control: &'a B::Buf<f32>,
+    /// Of each expert.
+    pub bias: &'a mut B::Buf<f32>,
+}
+
+impl<B: Backend> BalanceBias<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks lengths.
+    pub fn check(&self) -> Result<()> {
+        const OP: &str = "balance_bias";
+        let (tables, experts) = (B::len(self.tables), B::len(self.bias));
+        if self.ranks == 0 || !tables.is_multiple_of(self.ranks) {
+            return Err(Error::shape(OP, "ranks", self.ranks, format!("a divisor of {tables} cells")));
+        }
+        if self.at.checked_add(experts).is_none_or(|end| end > self.cells()) {
+            let expected = format!("{experts} loads before the last of {} cells", self.cells());
+            return Err(Error::shape(OP, "at", self.at, expected));
+        }
+        expect_eq(OP, "control.len()", B::len(self.control), Control::LEN)
+    }
+
+    /// Cells of a table. For checked arguments.
+    pub fn cells(&self) -> usize {
+        B::len(self.tables) / self.ranks
+    }
+}

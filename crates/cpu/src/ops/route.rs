@@ -3,10 +3,13 @@
 //! A row of logits with a NaN or +∞ (or with −∞ alone) has probabilities that are all NaN, chooses the first experts, and
 //! makes the losses of its shard NaN: training sees it there.
 
+mod choice;
+
+use self::choice::Choice;
 use super::elementwise::{for_rows, run_shares};
 use crate::Cpu;
 use crate::simd::{LANES, Real, exp_less, lane_max, per_isa, rows_per_task, tree_sum};
-use nibble_core::ops::{Route, RouteBackward, Routing};
+use nibble_core::ops::{Route, RouteBackward, RouteRule, Routing, Scores};
 use nibble_core::{Result, Tensor};
 use nibble_formats::math;
 use std::ops::{Add, AddAssign};
@@ -48,32 +51,34 @@ fn softmax_body(logits: &[f32], experts: usize, probs: &mut [f32], log_sum_exp: 
 }
 per_isa!(fn softmax = softmax_body; (logits: &[f32], experts: usize, probs: &mut [f32], log_sum_exp: &mut [f32]));
 
-/// The largest of a row by insertion: `expert.len()` of them, largest first, the lower index first among equals, NaNs
-/// last.
-fn choose(probs: &[f32], normalize: bool, expert: &mut [i32], weight: &mut [f32]) {
-    let top_k = expert.len();
-    let ahead = |p: f32, w: f32| p > w || (w.is_nan() && !p.is_nan());
-    for (j, &p) in probs.iter().enumerate() {
-        let mut place = j;
-        if j >= top_k {
-            place = top_k - 1;
-            if !ahead(p, weight[place]) {
-                continue;
-            }
-        }
-        while place > 0 && ahead(p, weight[place - 1]) {
-            (weight[place], expert[place]) = (weight[place - 1], expert[place - 1]);
-            place -= 1;
-        }
-        (weight[place], expert[place]) = (p, j as i32);
-    }
-    if normalize {
-        let sum = slot_sum(weight.iter().copied());
-        for w in weight {
-            *w /= sum;
+/// The sigmoid of each logit. A row whose log Σ exp is NaN is NaN: see [`Route`].
+#[inline(always)]
+fn sigmoids_body(logits: &[f32], experts: usize, log_sum_exp: &[f32], scores: &mut [f32]) {
+    let rows = logits.chunks_exact(experts).zip(scores.chunks_exact_mut(experts));
+    for ((logits, scores), log_sum_exp) in rows.zip(log_sum_exp) {
+        scores.iter_mut().zip(logits).for_each(|(score, logit)| *score = math::sigmoid(*logit));
+        if log_sum_exp.is_nan() {
+            scores.fill(f32::NAN);
         }
     }
 }
+per_isa!(fn sigmoids = sigmoids_body; (logits: &[f32], experts: usize, log_sum_exp: &[f32], scores: &mut [f32]));
+
+/// What sigmoids are divided by to be shares of their sum.
+#[inline(always)]
+fn sigmoid_sum(scores: &[f32]) -> f32 {
+    expert_sum(scores.len(), |lane: f32, j| lane + scores[j]) + RouteRule::TINY
+}
+
+/// Each sigmoid's share of its row's sum.
+#[inline(always)]
+fn shares_body(experts: usize, scores: &mut [f32]) {
+    for row in scores.chunks_exact_mut(experts) {
+        let sum = sigmoid_sum(row);
+        row.iter_mut().for_each(|s| *s /= sum);
+    }
+}
+per_isa!(fn shares_of_sum = shares_body; (experts: usize, scores: &mut [f32]));
 
 /// A sum over slots, in slot order.
 fn slot_sum(values: impl Iterator<Item = f32>) -> f32 {
@@ -83,45 +88,75 @@ fn slot_sum(values: impl Iterator<Item = f32>) -> f32 {
 /// Rows one thread takes.
 struct Share<'a> {
     logits: &'a [f32],
-    probs: &'a mut [f32],
+    scores: &'a mut [f32],
     expert: &'a mut [i32],
     weight: &'a mut [f32],
     log_sum_exp: &'a mut [f32],
 }
 
-/// Softmax and choice row by row, then the losses shard by shard.
+/// Scores and choice row by row, then the losses shard by shard.
 pub(crate) fn route(cpu: &Cpu, op: Route<'_, Cpu>) -> Result<Routing<Cpu>> {
     const OP: &str = "route";
-    let (tokens, experts, top_k) = (op.logits.rows, op.logits.cols, op.top_k);
+    let (tokens, experts, top_k) = (op.logits.rows, op.logits.cols, op.rule.top_k);
     let logits = op.logits.f32(OP, "logits")?.as_slice();
     let mut out = op.result(cpu)?;
-    let Routing { expert, weight, probs, log_sum_exp, load, losses } = &mut out;
-    let (probs, log_sum_exp) = (f32::slice_mut(OP, probs)?, log_sum_exp.as_mut_slice());
+    let Routing { expert, weight, kept, log_sum_exp, load, losses } = &mut out;
+    let log_sum_exp = log_sum_exp.as_mut_slice();
     let (expert, weight) = (expert.as_mut_slice(), weight.as_mut_slice());
+    let mut sigmoids = Vec::new();
+    let scores = match op.rule.scores {
+        Scores::Softmax => f32::slice_mut(OP, kept)?,
+        Scores::Sigmoid => {
+            sigmoids.resize(logits.len(), 0.0);
+            &mut sigmoids[..]
+        }
+    };
     let rows = rows_per_task(cpu, tokens, experts);
     let shares = logits
         .chunks(rows * experts)
-        .zip(probs.chunks_mut(rows * experts))
+        .zip(scores.chunks_mut(rows * experts))
         .zip(expert.chunks_mut(rows * top_k))
         .zip(weight.chunks_mut(rows * top_k))
         .zip(log_sum_exp.chunks_mut(rows))
-        .map(|((((logits, probs), expert), weight), log_sum_exp)| Share {
+        .map(|((((logits, scores), expert), weight), log_sum_exp)| Share {
             logits,
-            probs,
+            scores,
             expert,
             weight,
             log_sum_exp,
         })
         .collect();
-    run_shares(cpu, shares, |s: Share<'_>| {
-        softmax(cpu.isa(), s.logits, experts, s.probs, s.log_sum_exp);
-        let slots = s.expert.chunks_exact_mut(top_k).zip(s.weight.chunks_exact_mut(top_k));
-        for (probs, (expert, weight)) in s.probs.chunks_exact(experts).zip(slots) {
-            choose(probs, op.normalize, expert, weight);
-        }
-    });
-    shard_losses(cpu, &op, (probs, expert, log_sum_exp), (load.as_mut_slice(), losses.as_mut_slice()));
+    let bias = op.bias.map(|bias| bias.as_slice());
+    run_shares(cpu, shares, |s: Share<'_>| route_rows(cpu, &op.rule, bias, experts, s));
+    shard_losses(cpu, &op, (scores, expert, log_sum_exp), (load.as_mut_slice(), losses.as_mut_slice()));
     Ok(out)
+}
+
+/// Leaves in the scores what the load-balancing loss takes of each expert.
+fn route_rows(cpu: &Cpu, rule: &RouteRule, bias: Option<&[f32]>, experts: usize, s: Share<'_>) {
+    let Share { logits, scores, expert, weight, log_sum_exp } = s;
+    softmax(cpu.isa(), logits, experts, scores, log_sum_exp);
+    if rule.scores == Scores::Sigmoid {
+        sigmoids(cpu.isa(), logits, experts, log_sum_exp, scores);
+    }
+    let mut choice = Choice::new(rule, bias);
+    let slots = expert.chunks_exact_mut(rule.top_k).zip(weight.chunks_exact_mut(rule.top_k));
+    for (scores, (expert, weight)) in scores.chunks_exact(experts).zip(slots) {
+        choice.of(scores, expert, weight);
+        weigh(rule, weight);
+    }
+    if rule.scores == Scores::Sigmoid {
+        shares_of_sum(cpu.isa(), experts, scores);
+    }
+}
+
+/// Weights of the chosen scores, in their place.
+fn weigh(rule: &RouteRule, weight: &mut [f32]) {
+    if rule.normalize {
+        let sum = slot_sum(weight.iter().copied()) + rule.tiny();
+        weight.iter_mut().for_each(|w| *w /= sum);
+    }
+    weight.iter_mut().for_each(|w| *w *= rule.scale);
 }
 
 /// Closes sixteen lanes of `width` sums.
@@ -154,21 +189,21 @@ fn token_sum(tokens: usize, width: usize, add: impl Fn(&mut [f32], usize)) -> Ve
 fn shard_losses(
     cpu: &Cpu,
     op: &Route<'_, Cpu>,
-    (probs, expert, log_sum_exp): (&[f32], &[i32], &[f32]),
+    (scores, expert, log_sum_exp): (&[f32], &[i32], &[f32]),
     (load, losses): (&mut [i32], &mut [f32]),
 ) {
     let (experts, tokens) = (op.logits.cols, op.logits.rows / op.shards);
-    let slots = tokens * op.top_k;
+    let slots = tokens * op.rule.top_k;
     let all = load.chunks_mut(experts).zip(losses.chunks_mut(2)).enumerate();
     let body = |(shard, (load, losses)): (usize, (&mut [i32], &mut [f32]))| {
         load.fill(0);
         for &e in &expert[shard * slots..][..slots] {
             load[e as usize] += 1; // chosen by `choose`: an index below `experts`
         }
-        let (probs, log_sum_exp) = (&probs[shard * tokens * experts..], &log_sum_exp[shard * tokens..]);
+        let (scores, log_sum_exp) = (&scores[shard * tokens * experts..], &log_sum_exp[shard * tokens..]);
         // The probabilities' sums, then that of the squares of log Σ exp.
         let sums = token_sum(tokens, experts + 1, |lane, token| {
-            let row = &probs[token * experts..][..experts];
+            let row = &scores[token * experts..][..experts];
             for (sum, &p) in lane.iter_mut().zip(row) {
                 *sum += p;
             }
@@ -181,7 +216,7 @@ fn shard_losses(
         losses[0] = (experts as f64 * balance / per_slot) as f32;
         losses[1] = (squares / per_token) as f32;
     };
-    if probs.len() < 1 << 14 { all.for_each(body) } else { run_shares(cpu, all.collect(), body) }
+    if scores.len() < 1 << 14 { all.for_each(body) } else { run_shares(cpu, all.collect(), body) }
 }
 
 /// dlogits = p ⊙ ((dp − Σ dp·p) + z · log Σ exp). `dp` comes in `out`, which is overwritten.
@@ -198,64 +233,103 @@ fn softmax_backward_body(probs: &[f32], experts: usize, log_sum_exp: &[f32], z: 
 }
 per_isa!(fn softmax_backward = softmax_backward_body; (probs: &[f32], experts: usize, log_sum_exp: &[f32], z: f32, out: &mut [f32]));
 
-/// Back through the normalisation of the chosen weights, the softmax, and the two losses. The load share is a count: it
+/// What of a row of logits goes back through their sigmoids.
+struct SigmoidRow<'a> {
+    logits: &'a [f32],
+    scores: &'a [f32],
+    balance: &'a [f32],
+    log_sum_exp: f32,
+    z: f32,
+}
+
+/// dlogits = (ds + (b − Σ b·s / S) / S) · s(1 − s) + z · lse · exp(logit − lse). `ds` comes in `out`, which is overwritten.
+#[inline(always)]
+fn sigmoid_backward_body(row: SigmoidRow<'_>, out: &mut [f32]) {
+    let SigmoidRow { logits, scores, balance, log_sum_exp, z } = row;
+    let sum = sigmoid_sum(scores);
+    let mean = expert_sum(scores.len(), |lane: f32, j| balance[j].mul_add(scores[j], lane)) / sum;
+    for ((d, logit), balance) in out.iter_mut().zip(logits).zip(balance) {
+        // 1 − sigmoid(x) = sigmoid(−x), exact also where the sigmoid is next to 1.
+        let slope = math::sigmoid(*logit) * math::sigmoid(-logit);
+        *d = (*d + (balance - mean) / sum) * slope;
+    }
+    if z != 0.0 {
+        let shift = z * log_sum_exp;
+        out.iter_mut().zip(logits).for_each(|(d, logit)| *d += shift * math::exp(logit - log_sum_exp));
+    }
+    if log_sum_exp.is_nan() {
+        out.fill(f32::NAN);
+    }
+}
+per_isa!(fn sigmoid_backward = sigmoid_backward_body; (row: SigmoidRow<'_>, out: &mut [f32]));
+
+/// Back through the normalisation of the chosen weights, the scores, and the two losses. The load share is a count: it
 /// has no gradient.
 pub(crate) fn route_backward(cpu: &Cpu, op: RouteBackward<'_, Cpu>) -> Result<Tensor<Cpu>> {
     const OP: &str = "route_backward";
-    let (tokens, experts) = op.routing.probs.shape();
+    let (tokens, experts) = op.routing.kept.shape();
     let (expert, pads) = (op.routing.expert.as_slice(), super::permute::Pads::Refused);
     super::permute::check_index(OP, "routing.expert", expert, experts, pads)?;
     let per_shard = tokens / op.shards;
     let log_sum_exp = op.routing.log_sum_exp.as_slice();
-    let probs = op.routing.probs.f32(OP, "routing.probs")?.as_slice();
+    let kept = op.routing.kept.f32(OP, "routing.kept")?.as_slice();
     let (factor, z) = op.loss_factors();
     let part = |n: f64| (factor * n) as f32;
     let balance: Vec<f32> = match op.batch_load {
         Some(load) => load.as_slice().iter().map(|&n| part(n)).collect(),
         None => op.routing.load.as_slice().iter().map(|&n| part(f64::from(n))).collect(),
     };
+    let balance = |token: usize| {
+        let shard = if op.batch_load.is_some() { 0 } else { token / per_shard };
+        &balance[shard * experts..][..experts]
+    };
     let mut out = op.result(cpu)?;
     for_rows(cpu, f32::slice_mut(OP, &mut out)?, experts, |first, out| {
-        for (token, out) in (first..).zip(out.chunks_exact_mut(experts)) {
-            let shard = if op.batch_load.is_some() { 0 } else { token / per_shard };
-            weights_backward(
-                &op,
-                token,
-                &probs[token * experts..][..experts],
-                &balance[shard * experts..],
-                out,
-            );
-        }
         let log_sum_exp = &log_sum_exp[first..][..out.len() / experts];
-        softmax_backward(cpu.isa(), &probs[first * experts..][..out.len()], experts, log_sum_exp, z, out);
+        let kept = &kept[first * experts..][..out.len()];
+        let rows = (first..).zip(kept.chunks_exact(experts)).zip(out.chunks_exact_mut(experts));
+        match op.rule.scores {
+            Scores::Softmax => {
+                for ((token, probs), out) in rows {
+                    weights_backward(&op, token, probs, out);
+                    out.iter_mut().zip(balance(token)).for_each(|(d, balance)| *d += balance);
+                }
+                softmax_backward(cpu.isa(), kept, experts, log_sum_exp, z, out);
+            }
+            Scores::Sigmoid => {
+                let mut scores = vec![0.0; experts];
+                for (((token, logits), out), &log_sum_exp) in rows.zip(log_sum_exp) {
+                    sigmoids(cpu.isa(), logits, experts, &[log_sum_exp], &mut scores);
+                    weights_backward(&op, token, &scores, out);
+                    let row = SigmoidRow { logits, scores: &scores, balance: balance(token), log_sum_exp, z };
+                    sigmoid_backward(cpu.isa(), row, out);
+                }
+            }
+        }
     });
     Ok(out)
 }
 
-/// The gradient of one token's probabilities: of the load-balancing loss everywhere, of the gate weights where chosen.
-fn weights_backward(
-    op: &RouteBackward<'_, Cpu>,
-    token: usize,
-    probs: &[f32],
-    balance: &[f32],
-    out: &mut [f32],
-) {
-    let slots = token * op.top_k..(token + 1) * op.top_k;
+/// The gradient of one token's scores as far as they were chosen: that of the gate weights.
+fn weights_backward(op: &RouteBackward<'_, Cpu>, token: usize, scores: &[f32], out: &mut [f32]) {
+    let RouteRule { top_k, normalize, scale, .. } = op.rule;
+    let slots = token * top_k..(token + 1) * top_k;
     let expert = &op.routing.expert.as_slice()[slots.clone()];
     let weight = &op.routing.weight.as_slice()[slots.clone()];
     let dweight = &op.dweight.as_slice()[slots];
     out.fill(0.0);
     let (mut inner, mut sum) = (0.0, 1.0);
-    if op.normalize {
-        // w = p / Σp: dp = (dw − Σ dw·w) / Σp
+    if normalize {
+        // w = f·s / Σs: ds = (f·dw − Σ dw·w) / Σs
         inner = slot_sum(dweight.iter().zip(weight).map(|(d, w)| d * w));
-        sum = slot_sum(expert.iter().map(|&e| probs[e as usize]));
+        sum = slot_sum(expert.iter().map(|&e| scores[e as usize])) + op.rule.tiny();
     }
     for (&e, d) in expert.iter().zip(dweight) {
-        out[e as usize] = (d - inner) / sum;
+        out[e as usize] = (scale * d - inner) / sum;
     }
-    out.iter_mut().zip(balance).for_each(|(d, balance)| *d += balance);
 }
 
+#[cfg(test)]
+mod rule_tests;
 #[cfg(test)]
 mod tests;

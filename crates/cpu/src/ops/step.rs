@@ -4,8 +4,8 @@
 use crate::Cpu;
 use crate::sums::sum_f64;
 use nibble_core::ops::{
-    AmaxRecords, BeginMicroBatch, BeginStep, Clock, Collect, Control, EndStep, EntrySource, InputLayout,
-    OCCUPANCY_VALUES, PushAmax, REPORT_HEAD,
+    AmaxRecords, BalanceBias, BeginMicroBatch, BeginStep, Clock, Collect, Control, EndStep, EntrySource,
+    InputLayout, OCCUPANCY_VALUES, PushAmax, REPORT_HEAD,
 };
 use nibble_core::{Error, Occupancy, Result};
 use nibble_formats::{AmaxOf, DelayedScaling};
@@ -102,6 +102,27 @@ pub(crate) fn push_amax(_: &Cpu, op: PushAmax<'_, Cpu>) -> Result<()> {
         let place = first as usize..first as usize + scaling.record_len();
         if let Some(record) = records.get_mut(place) {
             scaling.push(record, *found as f32);
+        }
+    }
+    Ok(())
+}
+
+/// Biases of a router against the loads.
+pub(crate) fn balance_bias(_: &Cpu, op: BalanceBias<'_, Cpu>) -> Result<()> {
+    if op.control.as_slice()[Control::STOP] != 0.0 {
+        return Ok(());
+    }
+    let (cells, bias) = (op.cells(), op.bias.as_mut_slice());
+    let mut loads = vec![0.0; bias.len()];
+    for table in op.tables.as_slice().chunks_exact(cells) {
+        loads.iter_mut().zip(&table[op.at..]).for_each(|(load, of_rank)| *load += of_rank);
+    }
+    let (total, experts) = (loads.iter().sum::<f64>(), bias.len() as f64);
+    for (bias, load) in bias.iter_mut().zip(loads) {
+        if load * experts < total {
+            *bias += op.rate;
+        } else if load * experts > total {
+            *bias -= op.rate;
         }
     }
     Ok(())

@@ -2,15 +2,16 @@ use crate::case::{Case, Outputs, Pads};
 use crate::input::{Input, stream};
 use crate::pair::Pair;
 use crate::shapes::MoeShape;
-use nibble_core::ops::{Route, RouteBackward, Routing};
+use nibble_core::ops::{ExpertGroups, GroupScore, Route, RouteBackward, RouteRule, Routing, Scores};
 use nibble_core::{Agreement, Kernels, Result, Tensor};
 
 #[derive(Debug, Clone, Copy)]
 struct Tokens {
     tokens: usize,
     experts: usize,
-    top_k: usize,
-    normalize: bool,
+    rule: RouteRule,
+    /// What the biases of the choice are, where there are some.
+    bias: Option<Input>,
     shards: usize,
     input: Input,
 }
@@ -22,25 +23,62 @@ impl Tokens {
     }
 
     fn forward<B: Kernels>(&self, b: &B, logits: &Tensor<B>) -> Result<Routing<B>> {
-        Route { logits, top_k: self.top_k, normalize: self.normalize, shards: self.shards }.run(b)
+        let bias = self.bias.map(|input| b.upload(&input.values(&stream("router.bias"), self.experts)));
+        let bias = bias.transpose()?;
+        Route { logits, bias: bias.as_ref(), rule: self.rule, shards: self.shards }.run(b)
     }
 
     /// The routers of real models, whole; [`Input::Zeros`] and [`Input::Integers`] are full of ties.
     fn all() -> Vec<Tokens> {
         let mut all = Vec::new();
         for input in Input::ALL {
+            let softmax = |tokens, experts, (top_k, normalize), shards| {
+                let rule = RouteRule::softmax(top_k, normalize);
+                Tokens { tokens, experts, rule, bias: None, shards, input }
+            };
             for (i, shape) in MoeShape::ALL.into_iter().enumerate() {
                 let (normalize, shards) = (i % 2 == 0, [4, 1, 2, 8][i]);
                 let MoeShape { experts, top_k, .. } = shape;
-                all.push(Tokens { tokens: 96, experts, top_k, normalize, shards, input });
+                all.push(softmax(96, experts, (top_k, normalize), shards));
             }
             // Several chunks of tokens in a shard, the last one short.
-            all.push(Tokens { tokens: 2 * 1100, experts: 40, top_k: 4, normalize: true, shards: 2, input });
-            all.push(Tokens { tokens: 70, experts: 300, top_k: 10, normalize: true, shards: 1, input });
-            all.push(Tokens { tokens: 0, experts: 8, top_k: 2, normalize: true, shards: 2, input });
-            all.push(Tokens { tokens: 12, experts: 5, top_k: 5, normalize: true, shards: 4, input });
-            all.push(Tokens { tokens: 1, experts: 1, top_k: 1, normalize: false, shards: 1, input });
+            all.push(softmax(2 * 1100, 40, (4, true), 2));
+            all.push(softmax(70, 300, (10, true), 1));
+            all.push(softmax(0, 8, (2, true), 2));
+            all.push(softmax(12, 5, (5, true), 4));
+            all.push(softmax(1, 1, (1, false), 1));
+            all.extend(Self::of_other_rules(input));
         }
+        all
+    }
+
+    /// Each part of a rule by itself, and the routers of DeepSeek-V2 and -V3; numbers of experts for every instance of a GPU's kernel.
+    fn of_other_rules(input: Input) -> Vec<Tokens> {
+        use GroupScore::{Max, Top2};
+        use Scores::{Sigmoid, Softmax};
+        let groups = |count, top, score| Some(ExpertGroups { count, top, score });
+        let of = |(tokens, experts, shards), (scores, groups), (top_k, normalize, scale), bias| {
+            let rule = RouteRule { scores, top_k, normalize, groups, scale };
+            Tokens { tokens, experts, rule, bias, shards, input }
+        };
+        let mut all = vec![
+            of((96, 160, 4), (Softmax, groups(8, 3, Max)), (6, false, 16.0), None),
+            of((200, 256, 2), (Sigmoid, groups(8, 4, Top2)), (8, true, 2.5), Some(Input::Normal)),
+            of((70, 64, 1), (Softmax, None), (6, false, 1.0), Some(Input::Integers)),
+            of((70, 64, 1), (Sigmoid, None), (6, true, 1.0), None),
+            of((70, 64, 1), (Softmax, None), (6, true, 2.5), None),
+            // Experts that no row of four ends with, groups that no quad is within, and as many chosen as may be.
+            of((130, 15, 2), (Sigmoid, groups(5, 2, Top2)), (6, true, 0.5), Some(Input::Integers)),
+            of((130, 9, 1), (Softmax, groups(3, 2, Top2)), (5, true, 1.0), Some(Input::Normal)),
+            of((65, 300, 1), (Sigmoid, groups(100, 10, Max)), (10, false, 1.0), Some(Input::Subnormals)),
+            // As many groups as experts, and one of all.
+            of((64, 16, 1), (Sigmoid, groups(16, 4, Max)), (3, true, 1.0), Some(Input::Zeros)),
+            of((64, 128, 1), (Softmax, groups(1, 1, Top2)), (8, true, 1.0), None),
+            of((0, 256, 2), (Sigmoid, groups(8, 4, Top2)), (8, true, 2.5), Some(Input::Normal)),
+        ];
+        // Whatever a bias may be.
+        let rule = (Sigmoid, groups(8, 4, Top2));
+        all.extend(Input::ALL.map(|bias| of((64, 32, 1), rule, (6, true, 1.0), Some(bias))));
         all
     }
 }
@@ -58,7 +96,7 @@ impl<B: Kernels> Case<B> for Forward {
         let mut out = Outputs::default();
         out.buf(b, "expert", &routing.expert, None)?;
         out.buf(b, "weight", &routing.weight, None)?;
-        out.tensor(b, "probs", &routing.probs)?;
+        out.tensor(b, "kept", &routing.kept)?;
         out.buf(b, "log_sum_exp", &routing.log_sum_exp, None)?;
         out.buf(b, "load", &routing.load, None)?;
         out.buf(b, "losses", &routing.losses, None)?;
@@ -84,17 +122,16 @@ impl<B: Kernels> Case<B> for Backward {
     }
 
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
-        let Tokens { tokens, experts, top_k, normalize, shards, .. } = self.tokens;
+        let Tokens { tokens, experts, rule, shards, .. } = self.tokens;
         let logits = self.tokens.logits(b)?;
         let routing = self.tokens.forward(b, &logits)?;
         // More than an `i32` holds in places.
         let load: Vec<f64> = (0..experts).map(|e| ((e * 37) % 101 * 30_000_001) as f64).collect();
         let load = b.upload(&load)?;
-        let dweight = b.upload(&Input::Normal.values(&stream("route.dweight"), tokens * top_k))?;
+        let dweight = b.upload(&Input::Normal.values(&stream("route.dweight"), tokens * rule.top_k))?;
         let dlogits = RouteBackward {
             routing: &routing,
-            top_k,
-            normalize,
+            rule,
             shards,
             dweight: &dweight,
             aux_scale: 0.01,

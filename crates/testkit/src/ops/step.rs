@@ -3,8 +3,8 @@ use crate::input::{Input, stream};
 use crate::pair::Pair;
 use nibble_core::formats::{AmaxOf, DelayedScaling};
 use nibble_core::ops::{
-    AmaxRecords, BeginMicroBatch, BeginStep, Clock, Collect, Control, EndStep, Entry, EntrySource,
-    InputLayout, PushAmax, REPORT_HEAD,
+    AmaxRecords, BalanceBias, BeginMicroBatch, BeginStep, Clock, Collect, Control, EndStep, Entry,
+    EntrySource, InputLayout, PushAmax, REPORT_HEAD,
 };
 use nibble_core::{Agreement, Backend, Kernels, Occupancy, Result};
 
@@ -294,6 +294,73 @@ pub fn push_amax<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     }
     pair.check(&WordsOutOfRange);
     pair.check_refused(&CellsTooFar, |e| e.to_string().contains("a cell for each of 1 spans"));
+}
+
+#[derive(Debug)]
+struct Balanced {
+    experts: usize,
+    ranks: usize,
+    steps: usize,
+    stop: bool,
+    input: Input,
+}
+
+impl<B: Kernels> Case<B> for Balanced {
+    fn agreement(&self) -> Agreement {
+        BalanceBias::<B>::AGREEMENT
+    }
+
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
+        const AT: usize = 3;
+        let Self { experts, ranks, steps, stop, input } = *self;
+        let mut bias = b.upload(&input.values(&stream("balance_bias"), experts))?;
+        let control = b.upload(&[0.0, 0.0, 0.0, 0.0, f32::from(u8::from(stop))])?;
+        for step in 0..steps {
+            // Two loads of which some are the mean, then large ones.
+            let load = |rank: usize, e: usize| match step {
+                0 => [5.0, 5.0, 5.0, 4.0, 6.0][e % 5],
+                _ => ((rank * 977 + e * 37 + step) % 101 * 30_000_001) as f64,
+            };
+            let table = |rank| {
+                let loads = (0..experts).map(move |e| load(rank, e));
+                [f64::NAN; AT].into_iter().chain(loads).chain([f64::NAN])
+            };
+            let tables = b.upload(&(0..ranks).flat_map(table).collect::<Vec<_>>())?;
+            let (control, bias) = (&control, &mut bias);
+            BalanceBias { tables: &tables, ranks, at: AT, rate: 0.001, control, bias }.run(b)?;
+        }
+        let mut out = Outputs::default();
+        out.buf(b, "bias", &bias, None)?;
+        Ok(out)
+    }
+}
+
+/// Conformance of [`BalanceBias`].
+pub fn balance_bias<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+    for (experts, ranks, steps) in [(5, 1, 2), (1, 2, 1), (256, 8, 4), (300, 3, 3)] {
+        for input in [Input::Zeros, Input::Normal, Input::SignedZeros, Input::Subnormals] {
+            pair.check(&Balanced { experts, ranks, steps, stop: false, input });
+        }
+        pair.check(&Balanced { experts, ranks, steps, stop: true, input: Input::Normal });
+    }
+    pair.check_refused(&LoadsTooFar, |e| e.to_string().contains("4 loads before the last of 8 cells"));
+}
+
+/// The last load lies in another rank's table.
+#[derive(Debug)]
+struct LoadsTooFar;
+
+impl<B: Kernels> Case<B> for LoadsTooFar {
+    fn agreement(&self) -> Agreement {
+        BalanceBias::<B>::AGREEMENT
+    }
+
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
+        let (tables, control, mut bias) = (b.zeros(16)?, b.zeros(Control::LEN)?, b.zeros(4)?);
+        let (control, bias) = (&control, &mut bias);
+        BalanceBias { tables: &tables, ranks: 2, at: 5, rate: 1.0, control, bias }.run(b)?;
+        Ok(Outputs::default())
+    }
 }
 
 /// Spans that no backend may touch, between two that it must.

@@ -144,7 +144,7 @@ over!(Transcoded, |x, m| Transcoded {
 over!(Routing, |x, m| Routing {
     expert: m.buf(&x.expert)?,
     weight: m.buf(&x.weight)?,
-    probs: x.probs.mapped(m)?,
+    kept: x.kept.mapped(m)?,
     log_sum_exp: m.buf(&x.log_sum_exp)?,
     load: m.buf(&x.load)?,
     losses: m.buf(&x.losses)?,

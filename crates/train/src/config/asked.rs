@@ -98,6 +98,21 @@ impl Config {
         for (key, why) in self.model.rope_scaling.moot() {
             add(true, key, &["model.rope_scaling.kind"], why);
         }
+        add(
+            !self.model.router_bias && t.router_bias_rate != default.train.router_bias_rate,
+            "train.router_bias_rate",
+            &["model.router_bias"],
+            format!(
+                "is {:?}, but decides nothing: model.router_bias = false; leave it out, or set that",
+                t.router_bias_rate
+            ),
+        );
+        add(
+            self.model.groups == 0 && self.model.group_score != default.model.group_score,
+            "model.group_score",
+            &["model.groups"],
+            "is \"top2\", but decides nothing: model.groups = 0; leave it out, or set that".into(),
+        );
         let factor = self.run.capacity_factor;
         add(
             (self.run.mesh().ep == 1 || self.model.experts == 0) && factor != default.run.capacity_factor,
@@ -133,7 +148,7 @@ impl Config {
     }
 
     /// Numbers that kernels compute with in single precision.
-    fn singles(&self) -> [(&'static str, f64); 11] {
+    fn singles(&self) -> [(&'static str, f64); 13] {
         let (m, t) = (&self.model, &self.train);
         [
             ("model.rope_theta", m.rope_theta),
@@ -147,6 +162,8 @@ impl Config {
             ("train.beta2", t.beta2),
             ("train.eps", t.eps),
             ("train.clip_norm", t.clip_norm),
+            ("train.router_bias_rate", t.router_bias_rate),
+            ("model.route_scale", m.route_scale),
         ]
     }
 

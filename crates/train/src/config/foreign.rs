@@ -223,6 +223,23 @@ const NAMES: &[(Meaning, &[&str])] = &[
         Key("model.aux_loss_coef"),
         &["router_aux_loss_coef", "moe_aux_loss_coeff", "aux_loss_alpha", "load_balance_coeff"],
     ),
+    (Key("model.scores"), &["scoring_func", "score_func", "moe_router_score_function"]),
+    (
+        Key("model.router_bias"),
+        &[
+            "use_expert_bias",
+            "enable_expert_bias",
+            "moe_router_enable_expert_bias",
+            "e_score_correction_bias",
+        ],
+    ),
+    (Key("model.groups"), &["n_group", "n_expert_groups", "moe_router_num_groups"]),
+    (Key("model.top_groups"), &["topk_group", "n_limited_groups", "moe_router_group_topk"]),
+    (Key("model.route_scale"), &["routed_scaling_factor", "moe_router_topk_scaling_factor"]),
+    (
+        Key("train.router_bias_rate"),
+        &["bias_update_speed", "moe_router_bias_update_rate", "expert_bias_update_rate"],
+    ),
     (Key("model.z_loss_coef"), &["router_z_loss_coef", "moe_z_loss_coeff", "z_loss_alpha"]),
     (Key("model.vocab_size"), &["padded_vocab_size", "n_vocab"]),
     (

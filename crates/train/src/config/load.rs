@@ -9,8 +9,8 @@ use super::asked::Written;
 use super::init::{check_tokens, fill_model};
 use super::preset::{preset, preset_names};
 use super::{
-    Balance, CheckpointConfig, Config, DataConfig, ModelConfig, RANDOM, Reductions, RopeScaling, RunConfig,
-    SYNTHETIC, TrainConfig, foreign,
+    Balance, CheckpointConfig, Config, DataConfig, GroupScore, ModelConfig, RANDOM, Reductions, RopeScaling,
+    RunConfig, SYNTHETIC, Scores, TrainConfig, foreign,
 };
 use crate::data::{BYTE_VOCAB, SYNTHETIC_VOCAB};
 use crate::error::{Error, Result};
@@ -157,18 +157,25 @@ impl Config {
         let rope_scaling = RopeScaling { factor: 1.0, ..RopeScaling::default() };
         let model = ModelConfig {
             balance: Balance::Batch,
+            group_score: GroupScore::Top2,
+            groups: 2,
             kv_rank: 1,
             max_positions: 1 << 20,
             q_rank: 1,
             qkv_bias: true,
             rope_dim: 1,
             rope_scaling,
+            route_scale: 2.0,
+            router_bias: true,
+            scores: Scores::Sigmoid,
+            top_groups: 1,
             ..ModelConfig::default()
         };
         let train = TrainConfig {
             init_from: "folder".into(),
             expert_shards: 2,
             combine: Some(Combine::Tree),
+            router_bias_rate: 0.0,
             ..TrainConfig::default()
         };
         let run =

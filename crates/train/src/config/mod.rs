@@ -18,8 +18,10 @@ mod load;
 mod preset;
 mod qk_norm;
 mod rope_scaling;
+mod routing;
 mod validate;
 
+use routing::is_default;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
@@ -35,6 +37,7 @@ pub(crate) use load::read_text;
 pub use preset::{preset, preset_names};
 pub use qk_norm::QkNorm;
 pub use rope_scaling::{RopeScaling, RopeScalingKind};
+pub use routing::{GroupScore, Scores};
 pub use validate::MOST_THREADS;
 
 /// Everything that decides a run. Two runs with equal configurations and equal data end with equal weights, whatever
@@ -121,6 +124,24 @@ pub struct ModelConfig {
     /// Positions that the model has: the most tokens of a sequence, and of what is generated; 0 = `data.seq_len`. See [`Config::positions`].
     #[serde(skip_serializing_if = "is_zero")]
     pub max_positions: usize,
+    /// What routers make of their logits: `softmax`, or `sigmoid`.
+    #[serde(skip_serializing_if = "is_default")]
+    pub scores: Scores,
+    /// Whether each expert has a bias that is added to its score for the choice alone. It has no gradient: see `train.router_bias_rate`.
+    #[serde(skip_serializing_if = "is_default")]
+    pub router_bias: bool,
+    /// Groups of equally many neighbouring experts; 0 = none.
+    #[serde(skip_serializing_if = "is_default")]
+    pub groups: usize,
+    /// How many groups, those of the best scores, a token's experts are chosen from.
+    #[serde(skip_serializing_if = "is_default")]
+    pub top_groups: usize,
+    /// The score of a group: `max`, that of its best expert, or `top2`, the sum of its two best ones'.
+    #[serde(skip_serializing_if = "is_default")]
+    pub group_score: GroupScore,
+    /// Factor of the weights of a token's experts, after all else.
+    #[serde(skip_serializing_if = "is_one_f64")]
+    pub route_scale: f64,
     /// Base of the RoPE frequencies.
     pub rope_theta: f64,
     /// ε of RMSNorm.
@@ -133,7 +154,7 @@ pub struct ModelConfig {
     /// checkpoint's `config.json`, this weight times layers with experts / `top_k`.
     /// All this is so under `balance = "shard"`.
     pub aux_loss_coef: f64,
-    /// What the load-balancing loss is taken over: `shard`, or `batch` for the loss of `transformers`.
+    /// What the load-balancing loss is taken over: `shard`; `batch` for the loss of `transformers`; or `sequence`.
     #[serde(skip_serializing_if = "Balance::is_default")]
     pub balance: Balance,
     /// Weight of the router's z-loss.
@@ -182,6 +203,12 @@ impl Default for ModelConfig {
             shared_ffn: 0,
             norm_topk_prob: true,
             max_positions: 0,
+            scores: Scores::Softmax,
+            router_bias: false,
+            groups: 0,
+            top_groups: 0,
+            group_score: GroupScore::Max,
+            route_scale: 1.0,
             rope_theta: 10_000.0,
             norm_eps: 1e-6,
             tie_embeddings: true,
@@ -290,6 +317,10 @@ pub struct TrainConfig {
     pub eps: f64,
     /// Largest global gradient norm; 0 = no clipping.
     pub clip_norm: f64,
+    /// What each step adds to the bias of an expert that fewer slots chose than the mean, and takes from that of one that more did, where
+    /// `model.router_bias` is set; 0 = biases stay ([arXiv 2408.15664](https://arxiv.org/abs/2408.15664)).
+    #[serde(skip_serializing_if = "is_usual_bias_rate")]
+    pub router_bias_rate: f64,
     /// Type of the gradients of weights: `f32`, or `bf16`, which halves them: rounded once a micro-batch, added in F32. A
     /// table or norm that is added to more than once a step keeps F32.
     pub grad_dtype: PlainType,
@@ -311,9 +342,22 @@ pub enum Balance {
     /// expert a row) · (its mean probability), over a row for each token in each layer with experts. It is `top_k` where all experts are equal, and does not
     /// depend on `train.shards`.
     Batch,
+    /// Each layer and each sequence by itself: the loss of a shard with a sequence in its place, averaged over sequences, as in DeepSeek-V2 and -V3
+    /// ([arXiv 2412.19437](https://arxiv.org/abs/2412.19437), equations 17 to 20).
+    Sequence,
 }
 
 impl Balance {
+    /// As a configuration names it.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Shard => "shard",
+            Self::Batch => "batch",
+            Self::Sequence => "sequence",
+        }
+    }
+
     /// Stored configurations leave it out.
     fn is_default(&self) -> bool {
         *self == Self::default()
@@ -360,6 +404,7 @@ impl Default for TrainConfig {
             beta2: 0.95,
             eps: 1e-8,
             clip_norm: 1.0,
+            router_bias_rate: USUAL_BIAS_RATE,
             grad_dtype: PlainType::F32,
             moment_dtype: PlainType::F32,
             recompute: Scope::DEFAULT.to_vec(),
@@ -485,6 +530,13 @@ fn is_usual_file(mib: &usize) -> bool {
     *mib == USUAL_FILE_MIB
 }
 
+/// [`TrainConfig::router_bias_rate`] where it is not given. Stored configurations leave it out.
+const USUAL_BIAS_RATE: f64 = 1e-3;
+
+fn is_usual_bias_rate(rate: &f64) -> bool {
+    *rate == USUAL_BIAS_RATE
+}
+
 /// [`RunConfig::capacity_factor`] where it is not given. Stored configurations leave it out.
 const USUAL_CAPACITY: f64 = 1.25;
 
@@ -500,6 +552,11 @@ fn is_zero(n: &usize) -> bool {
 /// Stored configurations leave it out.
 fn is_one(n: &usize) -> bool {
     *n == 1
+}
+
+/// Stored configurations leave it out.
+fn is_one_f64(x: &f64) -> bool {
+    *x == 1.0
 }
 
 impl Config {

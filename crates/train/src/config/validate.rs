@@ -169,8 +169,15 @@ impl Config {
             }
         }
         require(m.balance == Balance::Shard, "model.balance", || {
-            "is \"batch\", but model.experts = 0: there is no load to balance; leave it out".into()
+            format!(
+                "is \"{}\", but model.experts = 0: there is no load to balance; leave it out",
+                m.balance.name()
+            )
         })?;
+        if let Some((key, is)) = m.routing().into_iter().next() {
+            let why = format!("is {is}, but model.experts = 0: every layer is dense; leave it out");
+            return fail(key, why);
+        }
         require(!self.train.recompute.contains(&Scope::ExpertInput), "train.recompute", || {
             format!("names {}, but model.experts = 0: there are none", Scope::ExpertInput.name())
         })
@@ -327,7 +334,8 @@ impl Config {
         }
         positive("train.eps", t.eps)?;
         not_negative("train.weight_decay", t.weight_decay)?;
-        not_negative("train.clip_norm", t.clip_norm)
+        not_negative("train.clip_norm", t.clip_norm)?;
+        not_negative("train.router_bias_rate", t.router_bias_rate)
     }
 }
 
@@ -351,11 +359,12 @@ fn validate_routed(m: &ModelConfig) -> Result<()> {
     require(m.ffn == 0 || m.dense_layers > 0, "model.ffn", || {
         format!("is {}, but no layer is dense: set model.dense_layers, or model.experts = 0", m.ffn)
     })?;
+    m.validate_routing()?;
     not_negative("model.aux_loss_coef", m.aux_loss_coef)?;
     not_negative("model.z_loss_coef", m.z_loss_coef)
 }
 
-fn fail(key: &str, why: impl Into<String>) -> Result<()> {
+pub(super) fn fail(key: &str, why: impl Into<String>) -> Result<()> {
     Err(Error::config(key, why))
 }
 

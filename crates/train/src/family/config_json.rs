@@ -231,6 +231,11 @@ impl ConfigJson {
         self.get(key).map(read).transpose()
     }
 
+    /// Says that these keys count for nothing.
+    pub fn pass_over(&self, keys: &[&str]) {
+        self.asked.borrow_mut().extend(keys.iter().map(|key| (*key).to_owned()));
+    }
+
     /// What is wrong with a key.
     pub fn error(&self, key: &str, why: impl Into<String>) -> Error {
         let file = Some(self.path.clone());

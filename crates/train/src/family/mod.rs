@@ -9,6 +9,9 @@
 //! another one had, checkpoints that were written before are not found under the new names.
 
 mod config_json;
+mod deepseek_v2;
+mod deepseek_v3;
+mod latent;
 mod llama;
 mod names;
 mod nibble;
@@ -18,6 +21,8 @@ mod qwen3_moe;
 mod shared;
 
 pub use config_json::{ConfigJson, Field};
+pub use deepseek_v2::DeepseekV2;
+pub use deepseek_v3::DeepseekV3;
 pub use llama::Llama;
 pub use names::{Named, Rows, as_they_are};
 pub use nibble::Nibble;
@@ -32,7 +37,7 @@ use serde_json::{Map, Value};
 use std::fmt;
 
 /// Every family; the first that has a model is the one it is written as. The last has all of them.
-pub const FAMILIES: [&dyn Family; 5] = [&Qwen3Moe, &Qwen3, &Llama, &Olmoe, &Nibble];
+pub const FAMILIES: [&dyn Family; 7] = [&Qwen3Moe, &Qwen3, &Llama, &Olmoe, &DeepseekV2, &DeepseekV3, &Nibble];
 
 /// The family that a model is written as: the first whose `config.json` says all of it.
 #[must_use]
@@ -116,7 +121,18 @@ mod tests {
     /// What is written can be read: the tensors' rows are all rows of all parameters, each once, and no two tensors have one name.
     #[test]
     fn tensors_are_the_parameters_and_no_name_stands_twice() {
-        let shapes: [&[&str]; 4] = [
+        const LATENT: [&str; 7] = [
+            "model.kv_rank=32",
+            "model.q_rank=24",
+            "model.rope_dim=8",
+            "model.kv_heads=4",
+            "model.qk_norm=false",
+            "model.shared_ffn=64",
+            "model.router_bias=true",
+        ];
+        let shapes: [&[&str]; 6] = [
+            &LATENT,
+            &["model.kv_rank=32", "model.rope_dim=4", "model.kv_heads=4", "model.qk_norm=false"],
             &[],
             &["model.shared_ffn=32", "model.tie_embeddings=false", "model.value_head_dim=8"],
             &["model.layers=3", "model.dense_layers=1", "model.ffn=96"],
@@ -152,6 +168,49 @@ mod tests {
         }
     }
 
+    /// DeepSeek's rows of what turns: elements 2i and 2i + 1 are turned together there, i and i + r/2 here. Worked out by hand.
+    #[test]
+    fn rows_that_turn_lie_beside_their_partners_in_deepseeks_tensors() {
+        let changes = [
+            "model.kv_rank=32",
+            "model.rope_dim=4",
+            "model.kv_heads=4",
+            "model.qk_norm=false",
+            "model.heads=2",
+            "model.kv_heads=2",
+        ];
+        let model = ModelSpec::new(&model(&changes));
+        let tensors = DeepseekV2.tensors(&model);
+        let order = |name: &str| -> Vec<(usize, usize)> {
+            let tensor = tensors.iter().find(|tensor| tensor.name.ends_with(name)).unwrap();
+            tensor.rows.iter().flat_map(|rows| rows.range.clone().map(|row| (rows.param, row))).collect()
+        };
+        let ids: Vec<String> = model.params().map(|param| param.id).collect();
+        let number = |part: &str| ids.iter().position(|id| id.ends_with(part)).unwrap();
+        // Two heads of 12 elements that stay and 4 that turn.
+        let q = number("layers.0.self_attn.q_proj.weight");
+        let head = |first: usize| (first..first + 12).chain([12, 14, 13, 15].map(|row| first + row));
+        let expected: Vec<_> = head(0).chain(head(16)).map(|row| (q, row)).collect();
+        assert_eq!(order("layers.0.self_attn.q_proj.weight"), expected);
+        let [kv, k] =
+            ["kv_a_proj", "k_rope_proj"].map(|part| number(&format!("layers.1.self_attn.{part}.weight")));
+        let expected: Vec<_> = (0..32).map(|row| (kv, row)).chain([0, 2, 1, 3].map(|row| (k, row))).collect();
+        assert_eq!(order("layers.1.self_attn.kv_a_proj_with_mqa.weight"), expected);
+    }
+
+    #[test]
+    fn layers_after_a_published_decoders_own_are_passed_over() {
+        let model = ModelConfig { layers: 61, ..ModelConfig::default() };
+        let passed = |name: &str| DeepseekV3.passes_over(name, &model);
+        assert!(passed("model.layers.61.eh_proj.weight") && passed("model.layers.62.mlp.gate.weight"));
+        assert!(
+            !passed("model.layers.60.mlp.gate.weight")
+                && !passed("model.norm.weight")
+                && !passed("lm_head.weight")
+        );
+        assert!(!DeepseekV2.passes_over("model.layers.61.eh_proj.weight", &model));
+    }
+
     #[test]
     fn every_model_has_a_family() {
         let odd = ModelConfig { shared_ffn: 7, value_head_dim: 3, ..ModelConfig::default() };
@@ -177,7 +236,37 @@ mod tests {
     #[test]
     fn each_shape_has_the_family_that_loads_it_and_comes_back_from_it() {
         let olmoe = ["model.qk_norm=width", "model.norm_topk_prob=false", "model.kv_heads=4"];
-        let shapes: [(&str, Vec<&str>); 10] = [
+        let latent = ["model.kv_rank=32", "model.rope_dim=8", "model.kv_heads=4", "model.qk_norm=false"];
+        let latent =
+            [&latent[..], &["model.value_head_dim=12", "model.shared_ffn=128", "model.balance=sequence"]]
+                .concat();
+        let v2 = [&latent[..], &["model.norm_topk_prob=false"]].concat();
+        let lite = [&v2[..], &["model.layers=3", "model.dense_layers=1", "model.ffn=96"]].concat();
+        let yarn = [
+            "model.q_rank=24",
+            "model.groups=4",
+            "model.top_groups=2",
+            "model.route_scale=16",
+            "model.rope_scaling.kind=yarn",
+            "model.rope_scaling.factor=40.0",
+            "model.rope_scaling.original_positions=64",
+            "model.rope_scaling.mscale=0.7",
+            "model.rope_scaling.mscale_all_dim=0.9",
+        ];
+        let v3 = ["model.scores=sigmoid", "model.router_bias=true", "model.group_score=top2"];
+        let llama3 = [
+            "model.qk_norm=false",
+            "model.rope_scaling.kind=llama3",
+            "model.rope_scaling.factor=8.0",
+            "model.rope_scaling.original_positions=64",
+        ];
+        let shapes: [(&str, Vec<&str>); 16] = [
+            ("deepseek_v2", lite.clone()),
+            ("deepseek_v2", [&v2[..], &yarn].concat()),
+            ("deepseek_v3", [&latent[..], &yarn, &v3].concat()),
+            ("nibble", [&latent[..], &yarn].concat()),
+            ("nibble", [&lite[..], &["model.shared_ffn=100"]].concat()),
+            ("llama", [&DENSE[..], &llama3].concat()),
             ("qwen3_moe", vec![]),
             ("qwen3_moe", vec!["model.value_head_dim=16", "model.tie_embeddings=false"]),
             ("qwen3_moe", vec!["model.layers=4", "model.dense_layers=2", "model.ffn=96"]),

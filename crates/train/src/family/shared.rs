@@ -1,9 +1,9 @@
 //! What several families' `config.json` have in common.
 
 use super::config_json::{ConfigJson, Field};
-use crate::config::{Balance, ModelConfig};
+use crate::config::{Balance, ModelConfig, RopeScaling, RopeScalingKind};
 use crate::error::Result;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 /// Every decoder.
 pub const DECODER: [Field; 8] = [
@@ -60,16 +60,90 @@ pub fn read_rope(json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
         (None, None) => return Ok(()),
     };
     let kind = ["rope_type", "type"].iter().find_map(|kind| table.get(kind)).and_then(Value::as_str);
-    match kind {
-        None | Some("default") => Ok(()),
-        Some(kind) => Err(json
-            .error(&format!("{key}.rope_type"), format!("is \"{kind}\", which the decoder does not have"))),
+    let kind = match kind {
+        None | Some("default") => return Ok(()),
+        Some("llama3") => RopeScalingKind::Llama3,
+        Some("yarn") => RopeScalingKind::Yarn,
+        Some(kind) => {
+            let why =
+                format!("is \"{kind}\", which the decoder does not have: it has default, llama3 and yarn");
+            return Err(json.error(&format!("{key}.rope_type"), why));
+        }
+    };
+    read_rope_scaling(json, (key, table), kind, model)
+}
+
+/// What of YaRN has one value here, and what that is.
+const OF_YARN_ALONE: [(&str, bool); 1] = [("truncate", true)];
+
+fn read_rope_scaling(
+    json: &ConfigJson,
+    (key, table): (&str, &Value),
+    kind: RopeScalingKind,
+    model: &mut ModelConfig,
+) -> Result<()> {
+    let said = |name: &str| table.get(name).filter(|value| !value.is_null());
+    let number = |name: &str, usual: f64| match said(name).map(|value| (value, value.as_f64())) {
+        None => Ok(usual),
+        Some((_, Some(number))) => Ok(number),
+        Some((value, None)) => {
+            Err(json.error(&format!("{key}.{name}"), format!("is {value}, expected a number")))
+        }
+    };
+    let usual = RopeScaling::default();
+    let original = number("original_max_position_embeddings", 0.0)? as usize;
+    model.rope_scaling =
+        RopeScaling { kind, factor: number("factor", 0.0)?, original_positions: original, ..usual };
+    let scaling = &mut model.rope_scaling;
+    if kind == RopeScalingKind::Llama3 {
+        scaling.low_freq_factor = number("low_freq_factor", usual.low_freq_factor)?;
+        scaling.high_freq_factor = number("high_freq_factor", usual.high_freq_factor)?;
+        return Ok(());
+    }
+    scaling.beta_fast = number("beta_fast", usual.beta_fast)?;
+    scaling.beta_slow = number("beta_slow", usual.beta_slow)?;
+    scaling.mscale_all_dim = number("mscale_all_dim", 0.0)?;
+    // It counts beside the other alone.
+    scaling.mscale = if scaling.mscale_all_dim == 0.0 { 0.0 } else { number("mscale", 0.0)? };
+    for (name, only) in OF_YARN_ALONE {
+        if said(name).is_some_and(|value| *value != Value::from(only)) {
+            let why = format!("is {}, which the decoder does not have: it has {only} alone", table[name]);
+            return Err(json.error(&format!("{key}.{name}"), why));
+        }
+    }
+    match said("attention_factor") {
+        None => Ok(()),
+        Some(factor) => {
+            let why = format!("is {factor}; here it follows from factor, mscale and mscale_all_dim");
+            Err(json.error(&format!("{key}.attention_factor"), why))
+        }
     }
 }
 
 /// RoPE under the keys that every reader knows.
 pub fn write_rope(model: &ModelConfig, keys: &mut Map<String, Value>) {
     keys.insert("rope_theta".into(), model.rope_theta.into());
+    let s = &model.rope_scaling;
+    let table = match s.kind {
+        RopeScalingKind::None => Value::Null,
+        RopeScalingKind::Llama3 => json!({
+            "rope_type": "llama3", "factor": s.factor, "low_freq_factor": s.low_freq_factor,
+            "high_freq_factor": s.high_freq_factor, "original_max_position_embeddings": s.original_positions
+        }),
+        RopeScalingKind::Yarn => {
+            let mut table = json!({
+                "rope_type": "yarn", "factor": s.factor, "beta_fast": s.beta_fast, "beta_slow": s.beta_slow,
+                "original_max_position_embeddings": s.original_positions
+            });
+            for (name, value) in [("mscale", s.mscale), ("mscale_all_dim", s.mscale_all_dim)] {
+                if value != 0.0 {
+                    table[name] = value.into();
+                }
+            }
+            table
+        }
+    };
+    keys.insert("rope_scaling".into(), table);
 }
 
 /// Experts of which each token is sent to some; the widths have names of their own.

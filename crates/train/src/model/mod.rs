@@ -164,6 +164,11 @@ impl<B: Kernels> Decoder<B> {
         params
     }
 
+    /// Of these, those that have gradients: all but routers' biases.
+    pub fn optimized(&mut self) -> Vec<&mut Param<B>> {
+        self.params().into_iter().filter(|param| param.has_gradient()).collect()
+    }
+
     /// The tensors that a checkpoint holds of it.
     pub fn named_tensors(&self) -> Vec<Named> {
         self.family.tensors(&ModelSpec::new(&self.config))

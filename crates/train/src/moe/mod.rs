@@ -52,9 +52,9 @@ pub struct MoeSaved<B: Kernels> {
 #[derive(Debug, Clone)]
 pub struct Routed<B: Kernels> {
     layer: String,
-    /// Tokens·slots that chose each expert, for each shard of this rank: `[local shards · e]`.
+    /// Tokens·slots that chose each expert, for each shard (or, under `balance = "sequence"`, each sequence) of this rank: `[shards · e]`.
     pub load: B::Buf<i32>,
-    /// Load-balancing loss and z-loss of each shard of this rank.
+    /// Load-balancing loss and z-loss of each of these.
     pub losses: B::Buf<f32>,
     /// Whether every row found its place on this rank.
     pub placed: Placed<B>,
@@ -137,7 +137,7 @@ impl<B: Kernels> Moe<B> {
     pub fn new(cx: &Cx<'_, B>, spec: &MoeSpec) -> Result<Self> {
         Ok(Self {
             name: spec.id.clone(),
-            router: Router::new(cx, &spec.router, spec.shape)?,
+            router: Router::new(cx, spec)?,
             experts: Experts::new(cx, &spec.experts)?,
             keep_input: true,
             remake_x: false,
@@ -313,7 +313,7 @@ impl<B: Kernels> Layer<B> for Moe<B> {
     }
 
     fn params(&mut self) -> Vec<&mut Param<B>> {
-        let mut params = vec![&mut self.router.weight];
+        let mut params: Vec<_> = self.router.params().collect();
         params.extend(self.experts.params());
         params
     }

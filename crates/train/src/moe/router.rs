@@ -1,27 +1,35 @@
 //! The router: F32 sums, never quantized. t tokens, d model, e experts, k top-k.
 
 use super::MoeShape;
+use crate::config::Balance;
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Wanted};
-use crate::spec::Part;
-use nibble_core::ops::{Gemm, Route, RouteBackward, Routing};
+use crate::spec::{MoeSpec, Update};
+use nibble_core::ops::{Gemm, Route, RouteBackward, RouteRule, Routing, Scores};
 use nibble_core::recipe::LayerKind;
-use nibble_core::{DType, Kernels, Operand, Result, Tensor};
+use nibble_core::{DType, Error, Kernels, Operand, Result, Tensor};
 
-/// Logits X·Wᵀ, softmax, top-k.
+/// Logits X·Wᵀ, scores, top-k.
 #[derive(Debug, Clone)]
 pub struct Router<B: Kernels> {
     /// `[e, d]`.
     pub weight: Param<B>,
+    /// Of each expert, added to its score for the choice: `[e]`. The load changes it, not a gradient.
+    pub bias: Option<Param<B>>,
     /// Sizes and loss factors.
     pub shape: MoeShape,
+    /// How it chooses and weighs.
+    pub rule: RouteRule,
+    /// What its load-balancing loss is taken over.
+    pub balance: Balance,
 }
 
 /// What the router decided. Its input is made again by the caller.
 #[derive(Debug)]
 pub struct RouterSaved<B: Kernels> {
     pub(super) layer: String,
+    scores: Scores,
     /// Experts and weights.
     pub routing: Routing<B>,
     /// What the load-balancing loss is taken over, if not over each shard by itself: set before the backward pass.
@@ -39,7 +47,8 @@ pub struct BatchLoad<B: Kernels> {
 
 impl<B: Kernels> Saved for RouterSaved<B> {
     fn ledger(&self, ledger: &mut Ledger) {
-        ledger.tensor(&self.layer, "probs", &self.routing.probs);
+        let kept = if self.scores == Scores::Softmax { "probs" } else { "logits" };
+        ledger.tensor(&self.layer, kept, &self.routing.kept);
         ledger.words::<B, i32>(&self.layer, "routing", &self.routing.expert);
         ledger.words::<B, f32>(&self.layer, "routing", &self.routing.weight);
         ledger.words::<B, f32>(&self.layer, "routing", &self.routing.log_sum_exp);
@@ -49,9 +58,36 @@ impl<B: Kernels> Saved for RouterSaved<B> {
 }
 
 impl<B: Kernels> Router<B> {
-    /// Random weights, of which this rank keeps its rows; every rank computes with all of them.
-    pub fn new(cx: &Cx<'_, B>, part: &Part, shape: MoeShape) -> Result<Self> {
-        Ok(Self { weight: Param::only(cx, part)?, shape })
+    /// Random weights, of which this rank keeps its rows; every rank computes with all of them. Biases are zeros.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for another part than a router; from the backend.
+    pub fn new(cx: &Cx<'_, B>, spec: &MoeSpec) -> Result<Self> {
+        let (weight, bias) = match spec.router.weights() {
+            [weight] => (weight, None),
+            [weight, bias] if bias.update == Update::Load => (weight, Some(bias)),
+            weights => {
+                let got = format!("{} of {}", weights.len(), spec.router.id);
+                return Err(Error::shape("router", "weights", got, "one, and its bias"));
+            }
+        };
+        Ok(Self {
+            weight: Param::of(cx, weight)?,
+            bias: bias.map(|bias| Param::of(cx, bias)).transpose()?,
+            shape: spec.shape,
+            rule: spec.rule(),
+            balance: spec.options.balance,
+        })
+    }
+
+    /// Its parameters.
+    pub fn params(&mut self) -> impl Iterator<Item = &mut Param<B>> {
+        [&mut self.weight].into_iter().chain(&mut self.bias)
+    }
+
+    /// Runs of this rank's tokens, evenly: each has losses and loads of its own.
+    fn runs(&self, cx: &Cx<'_, B>) -> usize {
+        if cx.training { cx.shards.balance_runs(self.balance) } else { cx.shards.local }
     }
 
     /// The name by which a recipe's overrides know it.
@@ -68,9 +104,9 @@ impl<B: Kernels> Router<B> {
     pub fn forward(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>) -> Result<RouterSaved<B>> {
         let x = Operand::Plain(x_td.clone());
         let logits = Gemm { a: &x, b: self.weight.w()?, out: DType::F32 }.run(cx.b)?;
-        let (top_k, normalize) = (self.shape.top_k, self.shape.normalize);
-        let routing = Route { logits: &logits, top_k, normalize, shards: cx.shards.local }.run(cx.b)?;
-        Ok(RouterSaved { layer: self.layer().to_owned(), routing, batch: None })
+        let bias = self.bias.as_ref().map(|bias| bias.plain()?.f32("router", "bias")).transpose()?;
+        let routing = Route { logits: &logits, bias, rule: self.rule, shards: self.runs(cx) }.run(cx.b)?;
+        Ok(RouterSaved { layer: self.layer().to_owned(), scores: self.rule.scores, routing, batch: None })
     }
 
     /// Adds the weight's gradient; returns the input's, in the type of the input.
@@ -81,23 +117,23 @@ impl<B: Kernels> Router<B> {
         x_td: &Tensor<B>,
         dweight_tk: &B::Buf<f32>,
     ) -> Result<Tensor<B>> {
-        // A step's loss is the mean over its shards and micro-batches.
-        let shards = (cx.mesh.all.world() * cx.shards.local * cx.micro_batches) as f32;
+        // A step's loss is the mean over its runs of tokens and micro-batches.
+        let runs = self.runs(cx);
+        let all_runs = (cx.mesh.all.world() * runs * cx.micro_batches) as f32;
         // There is one balance loss a micro-batch where its rows are taken together.
         let (losses, batch) = match &saved.batch {
             Some(batch) => (cx.micro_batches as f32, Some(batch)),
-            None => (shards, None),
+            None => (all_runs, None),
         };
         let op = RouteBackward {
             routing: &saved.routing,
-            top_k: self.shape.top_k,
-            normalize: self.shape.normalize,
-            shards: cx.shards.local,
+            rule: self.rule,
+            shards: runs,
             dweight: dweight_tk,
             aux_scale: self.shape.aux_coef / losses,
             batch_load: batch.map(|batch| &batch.load),
             batch_rows: batch.map_or(0, |batch| batch.rows),
-            z_scale: self.shape.z_coef / shards,
+            z_scale: self.shape.z_coef / all_runs,
         };
         let dlogits = Operand::Plain(op.run(cx.b)?);
         let dx = Gemm { a: &dlogits, b: self.weight.wt()?, out: x_td.dtype() }.run(cx.b)?;

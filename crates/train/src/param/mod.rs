@@ -16,7 +16,7 @@ pub use slices::Slices;
 use crate::cx::{Cx, Shards};
 use crate::delayed::Spans;
 use crate::record::FoundCells;
-use crate::spec::{Init, ParamSpec, Part};
+use crate::spec::{Init, ParamSpec, Part, Update};
 use codes::OfRank;
 use gathering::Copies;
 use nibble_core::formats::{Codec, Purpose, Stream, fnv1a32};
@@ -70,6 +70,8 @@ pub struct Param<B: Kernels> {
     pub placement: Placement,
     /// Whether weight decay applies (matrices, but not norms).
     pub decays: bool,
+    /// What changes it.
+    pub update: Update,
     shadow: Option<Shadow<B>>,
     /// All rows, for passes that take them as they are, where this rank keeps some of them alone.
     whole: Option<Tensor<B>>,
@@ -106,6 +108,7 @@ impl<B: Kernels> Param<B> {
         Self {
             name,
             decays: slices.num_rows() > 1,
+            update: Update::Gradient,
             gradient: Gradient::default(),
             moments: None,
             master,
@@ -129,11 +132,15 @@ impl<B: Kernels> Param<B> {
                 (Placement::Experts(local), ep.rank() * local * rows, dp)
             }
         };
-        let (name, place) = (spec.id.to_string(), (replicas.rank(), replicas.world()));
+        let (name, place) = match spec.update {
+            Update::Gradient => (spec.id.to_string(), (replicas.rank(), replicas.world())),
+            Update::Load => (spec.id.to_string(), (0, 1)),
+        };
         let slices = Slices::new(&name, (rows, cols), placement.stack(), place);
         let mine = slices.mine();
         let master = match spec.init {
             _ if mine.is_empty() => Tensor::zeros(cx.b, DType::F32, 0, cols)?,
+            Init::Zeros => Tensor::zeros(cx.b, DType::F32, mine.len(), cols)?,
             Init::Ones => Tensor::from_f32(cx.b, &vec![1.0; mine.len() * cols], mine.len(), cols)?,
             Init::Normal(std) => {
                 let stream = Stream::new(cx.seed, Purpose::Init, fnv1a32(&name), 0);
@@ -141,7 +148,12 @@ impl<B: Kernels> Param<B> {
                 InitNormal { stream, first, rows: mine.len(), cols, std }.run(cx.b)?
             }
         };
-        Ok(Self::of_slice(name, slices, master, placement))
+        Ok(Self { update: spec.update, ..Self::of_slice(name, slices, master, placement) })
+    }
+
+    /// Whether it has a gradient and moments.
+    pub fn has_gradient(&self) -> bool {
+        self.update == Update::Gradient
     }
 
     /// The one weight of a part, with all of which every rank computes. This rank keeps its rows of the master.

@@ -18,7 +18,7 @@ use crate::error::{Error, Result};
 use crate::ledger::{Ledger, in_words};
 use crate::param::Slices;
 use crate::rank::{RankState, RunMemory, on_dry};
-use crate::spec::{ModelSpec, ParamSpec};
+use crate::spec::{ModelSpec, ParamSpec, Update};
 use crate::trainer::PIECE;
 use nibble_core::{Backend, DeviceKind, Mesh, MeshShape, Recipe, Room};
 use nibble_dry::{Dry, Slow};
@@ -198,6 +198,7 @@ fn largest_rank(mesh: MeshShape, config: &Config) -> Result<usize> {
 fn divided(mesh: MeshShape, config: &Config) -> Vec<(Slices, bool)> {
     let of = |param: ParamSpec| {
         let (stack, ranks) = match param.experts {
+            _ if param.update == Update::Load => (1, 1),
             None => (1, mesh.ranks()),
             Some(_) => (param.stack() / mesh.ep, mesh.dp),
         };

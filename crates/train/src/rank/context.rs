@@ -56,6 +56,7 @@ impl<B: Kernels> RankContext<'_, B> {
     fn shards_of(&self, tokens: usize, run: usize) -> nibble_core::Result<Shards<B>> {
         let (mesh, t) = (self.mesh.shape(), &self.config.train);
         let shards = Shards::new(self.b, t.shards / mesh.ranks(), tokens / t.shards, run)?;
+        let shards = shards.with_sequences_of(self.config.data.seq_len);
         Ok(shards.with_expert_parts(ExpertParts::of(tokens, t.expert_shards, mesh.dp)))
     }
 

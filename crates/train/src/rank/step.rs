@@ -59,7 +59,8 @@ impl<B: Kernels> StepBuffers<B> {
         let t = &config.train;
         let shards = context.training_shards(0)?;
         let input_layout = InputLayout { tokens: shards.tokens(), micro_batches: t.grad_accum };
-        let layout = Layout::new(&ModelSpec::new(&config.model), shards.local, delayed.spans());
+        let runs = shards.balance_runs(config.model.balance);
+        let layout = Layout::new(&ModelSpec::new(&config.model), (shards.local, runs), delayed.spans());
         let (gradients, moments) = (b.arena("gradients")?, b.arena("moments")?);
         place_parameters(b, config, model, &shards, [&gradients, &moments])?;
         let delayed = b.within(&moments, || DelayedRecords::new(b, delayed))?;
@@ -72,7 +73,7 @@ impl<B: Kernels> StepBuffers<B> {
             targets: b.zeros(shards.tokens())?,
             table: b.zeros(layout.cells())?,
             layout,
-            optimizer: OptimizerState::new(b, &model.params(), mesh, &layout)?,
+            optimizer: OptimizerState::new(b, &model.optimized(), mesh, &layout)?,
             place: Some(Place { shards, clock: b.zeros(Clock::LEN)?, counted: Counted::default(), delayed }),
         })
     }
@@ -123,7 +124,7 @@ impl<B: Kernels> StepBuffers<B> {
     }
 }
 
-/// Gradients and moments of all parameters, each kind in an arena of its own.
+/// Gradients and moments of all parameters that have them, each kind in an arena of its own.
 fn place_parameters<B: Kernels>(
     b: &B,
     config: &Config,
@@ -134,7 +135,7 @@ fn place_parameters<B: Kernels>(
     let t = &config.train;
     let table = model.embed.weight.name.clone();
     let head = model.head.own.as_ref().map_or(&table, |weight| &weight.name).clone();
-    let mut params: Vec<&mut Param<B>> = model.params();
+    let mut params: Vec<&mut Param<B>> = model.optimized();
     b.within(gradients, || {
         params.iter_mut().try_for_each(|param| {
             // The head and the embedding both add to a tied table.
@@ -278,7 +279,7 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
             for (layer, block) in saved.blocks.iter().enumerate() {
                 let Some(routed) = &block.routed else { continue };
                 let (losses, load) = (layout.router_losses(layer), layout.load(layer));
-                entries.push(entry(EntrySource::F32(&routed.losses), losses, 2 * layout.shards));
+                entries.push(entry(EntrySource::F32(&routed.losses), losses, 2 * layout.runs));
                 entries.push(entry(EntrySource::I32(&routed.load), load, layout.experts));
                 let (placed, cells) = match &routed.placed {
                     Placed::Here(occupancy) => (EntrySource::Occupancy(occupancy), OCCUPANCY_VALUES),
@@ -290,14 +291,14 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         Ok(Collect { entries: &entries, table }.run(self.context.b)?)
     }
 
-    /// Every parameter's gradient, summed over shards and ranks, in the order of the parameters, as `read` brings it to the host.
+    /// Every gradient, summed over shards and ranks, in the order of the parameters ([`Decoder::optimized`]), as `read` brings it to the host.
     pub fn gradients(
         &mut self,
         read: impl Fn(&Param<B>, &Tensor<B>) -> Result<Vec<f32>>,
     ) -> Result<Vec<Vec<f32>>> {
         self.model.release();
         let mut gradients = Vec::new();
-        let mut params = self.model.params();
+        let mut params = self.model.optimized();
         reduce_gradients(&self.cx, &mut params)?;
         for param in params {
             let grad = param.reduced().ok_or_else(|| no_gradient(&param.name))?;

@@ -189,6 +189,15 @@ mod tests {
     }
 
     #[test]
+    fn biases_of_routers_are_parameters_that_no_product_takes() {
+        let of = |key: &str| ModelSpec::new(&Config::load("tiny", &[key.to_owned()]).unwrap().model);
+        let (with, without) = (of("model.router_bias=true"), of("model.router_bias=false"));
+        let routers = |spec: &ModelSpec| spec.parameters_of(Group::Routers).unwrap().count.unwrap();
+        assert_eq!(routers(&with), routers(&without) + 2 * 8, "two layers of eight experts");
+        assert_eq!(with.active_parameters(), without.active_parameters());
+    }
+
+    #[test]
     fn parameters_of_each_group_written_out() {
         let set = ["model.layers=3", "model.dense_layers=2", "model.ffn=96", "model.shared_ffn=32"];
         let spec = ModelSpec::new(&Config::load("tiny", &set.map(String::from)).unwrap().model);

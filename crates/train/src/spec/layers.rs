@@ -2,7 +2,8 @@
 //! d model, h heads, g key/value heads, c head_dim, u value_dim, f ffn, e experts.
 
 use super::{Extent, Group, LatentSpec, ParamSpec, Part, PartKind, Size};
-use crate::config::{QkNorm, RopeScaling};
+use crate::config::{Balance, QkNorm, RopeScaling};
+use nibble_core::ops::{ExpertGroups, RouteRule, Scores};
 
 /// Sizes of attention.
 #[derive(Debug, Clone, Copy)]
@@ -230,6 +231,27 @@ pub struct MoeShape {
     pub z_coef: f32,
 }
 
+/// What a router does beyond taking the largest softmax, which is the default.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RouterOptions {
+    /// What logits become.
+    pub scores: Scores,
+    /// Groups of experts that are chosen first.
+    pub groups: Option<ExpertGroups>,
+    /// Factor of the weights.
+    pub scale: f32,
+    /// Whether each expert has a bias of the choice.
+    pub has_bias: bool,
+    /// What the load-balancing loss is taken over.
+    pub balance: Balance,
+}
+
+impl Default for RouterOptions {
+    fn default() -> Self {
+        Self { scores: Scores::Softmax, groups: None, scale: 1.0, has_bias: false, balance: Balance::Shard }
+    }
+}
+
 /// Router and experts of a decoder layer.
 #[derive(Debug, Clone)]
 pub struct MoeSpec {
@@ -237,7 +259,9 @@ pub struct MoeSpec {
     pub id: String,
     /// Sizes and factors of the router's losses.
     pub shape: MoeShape,
-    /// `[e, d]`.
+    /// How the router chooses.
+    pub options: RouterOptions,
+    /// `[e, d]`, and the choice's bias `[e]` if there is one.
     pub router: Part,
     /// `[e · 2f, d]` and `[e · d, f]`.
     pub experts: Part,
@@ -247,12 +271,19 @@ impl MoeSpec {
     /// A mixture of these sizes. The experts' second projections have the second standard deviation.
     #[must_use]
     pub fn new(id: &str, shape: MoeShape, stds: [f32; 2]) -> Self {
+        Self::with_options(id, shape, RouterOptions::default(), stds)
+    }
+
+    /// [`MoeSpec::new`] with another router.
+    #[must_use]
+    pub fn with_options(id: &str, shape: MoeShape, options: RouterOptions, stds: [f32; 2]) -> Self {
         let (experts, d_model) = (Size::new("model.experts", shape.experts), Size::d_model(shape.d_model));
         let ffn = Size::new("model.expert_ffn", shape.ffn);
         Self {
             id: id.to_owned(),
             shape,
-            router: Part::router(format!("{id}.gate"), experts, d_model, stds[0]),
+            options,
+            router: Part::router(format!("{id}.gate"), (experts, d_model), stds[0], options.has_bias),
             experts: Part::experts(format!("{id}.experts"), (experts, shape.top_k), (d_model, ffn), stds),
         }
     }
@@ -260,6 +291,14 @@ impl MoeSpec {
     /// Its parts, in canonical order.
     pub fn parts(&self) -> impl Iterator<Item = &Part> {
         [&self.router, &self.experts].into_iter()
+    }
+
+    /// How the router chooses and weighs.
+    #[must_use]
+    pub fn rule(&self) -> RouteRule {
+        let (MoeShape { top_k, normalize, .. }, RouterOptions { scores, groups, scale, .. }) =
+            (self.shape, self.options);
+        RouteRule { scores, top_k, normalize, groups, scale }
     }
 
     /// About how many values of a token a forward pass keeps: what the first product reads and gives, for each of its experts.

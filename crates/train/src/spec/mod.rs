@@ -27,9 +27,10 @@ mod part;
 pub use count::{Group, Parameters};
 pub use latent::{LatentShape, LatentSpec, QueriesSpec, UpSpec};
 pub use layers::{
-    AttentionSpec, BlockSpec, FeedSpec, GroupedQueryShape, GroupedQuerySpec, MlpSpec, MoeShape, MoeSpec, Rope,
+    AttentionSpec, BlockSpec, FeedSpec, GroupedQueryShape, GroupedQuerySpec, MlpSpec, MoeShape, MoeSpec,
+    Rope, RouterOptions,
 };
-pub use part::{Extent, Init, ParamSpec, Part, PartKind, Size};
+pub use part::{Extent, Init, ParamSpec, Part, PartKind, Size, Update};
 
 use crate::config::ModelConfig;
 use nibble_core::recipe;
@@ -204,7 +205,14 @@ fn feed(config: &ModelConfig, layer: usize, id: &str, stds: [f32; 2]) -> FeedSpe
     };
     let shared = (config.shared_ffn > 0)
         .then(|| mlp(&format!("{id}.shared_expert"), Group::SharedExperts, config.shared_ffn));
-    FeedSpec::Experts { moe: MoeSpec::new(id, shape, stds), shared }
+    let options = RouterOptions {
+        scores: config.scores.into(),
+        groups: config.expert_groups(),
+        scale: config.route_scale as f32,
+        has_bias: config.router_bias,
+        balance: config.balance,
+    };
+    FeedSpec::Experts { moe: MoeSpec::with_options(id, shape, options, stds), shared }
 }
 
 #[cfg(test)]
@@ -219,6 +227,7 @@ mod tests {
             dense_layers: 1,
             ffn: 96,
             shared_ffn: 32,
+            router_bias: true,
             tie_embeddings: false,
             ..ModelConfig::default()
         };
@@ -239,6 +248,7 @@ mod tests {
         let dense = ["mlp.gate_up_proj.weight", "mlp.down_proj.weight"];
         let routed = [
             "mlp.gate.weight",
+            "mlp.gate.e_score_correction_bias",
             "mlp.experts.gate_up_proj",
             "mlp.experts.down_proj",
             "mlp.shared_expert.gate_up_proj.weight",

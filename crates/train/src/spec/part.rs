@@ -64,10 +64,21 @@ impl Extent {
 /// What a tensor's values are before the first step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Init {
+    /// Zeros, as of every bias.
+    Zeros,
     /// Ones, as of every norm.
     Ones,
     /// Normal numbers of this standard deviation. Each is a function of the seed, the tensor's id and its own index.
     Normal(f32),
+}
+
+/// By what a step changes a tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Update {
+    /// Its gradient, by AdamW.
+    Gradient,
+    /// The load of experts, without a gradient: see [`nibble_core::ops::BalanceBias`]. Every rank has all of it.
+    Load,
 }
 
 /// A tensor that is trained: a matrix `[rows, cols]`, a stack of them, or a vector `[cols]`.
@@ -84,11 +95,13 @@ pub struct ParamSpec {
     pub cols: Extent,
     /// Initial values.
     pub init: Init,
+    /// What changes them.
+    pub update: Update,
 }
 
 impl ParamSpec {
     fn matrix(id: String, rows: Extent, cols: Extent, std: f32) -> Self {
-        Self { id, experts: None, rows, cols, init: Init::Normal(std) }
+        Self { id, experts: None, rows, cols, init: Init::Normal(std), update: Update::Gradient }
     }
 
     /// Rows and columns of a matrix, one of the stack.
@@ -183,6 +196,7 @@ impl Part {
             rows: Extent::of(&[]),
             cols: Extent::of(width),
             init: Init::Ones,
+            update: Update::Gradient,
         };
         Self { id: id.to_owned(), kind: PartKind::Norm, group, weights: vec![weight] }
     }
@@ -194,10 +208,18 @@ impl Part {
         Self { id, kind: PartKind::Linear { gated }, group, weights }
     }
 
-    /// A router `[experts, d]`.
-    pub(super) fn router(id: String, experts: Size, d_model: Size, std: f32) -> Self {
+    /// A router `[experts, d]`, and the bias `[experts]` of its choice if it has one.
+    pub(super) fn router(id: String, (experts, d_model): (Size, Size), std: f32, has_bias: bool) -> Self {
         let (rows, cols) = (Extent::of(&[experts]), Extent::of(&[d_model]));
-        let weights = vec![ParamSpec::matrix(format!("{id}.weight"), rows, cols, std)];
+        let mut weights = vec![ParamSpec::matrix(format!("{id}.weight"), rows.clone(), cols, std)];
+        weights.extend(has_bias.then(|| ParamSpec {
+            id: format!("{id}.e_score_correction_bias"),
+            experts: None,
+            rows: Extent::of(&[]),
+            cols: rows,
+            init: Init::Zeros,
+            update: Update::Load,
+        }));
         Self { id, kind: PartKind::Router, group: Group::Routers, weights }
     }
 
@@ -254,7 +276,8 @@ impl Part {
     #[must_use]
     pub fn active_parameters(&self) -> usize {
         let matrices = |times: usize| {
-            let each = self.weights.iter().map(|weight| weight.rows.len() * weight.cols.len());
+            let matrices = self.weights.iter().filter(|weight| weight.update == Update::Gradient);
+            let each = matrices.map(|weight| weight.rows.len() * weight.cols.len());
             times * each.sum::<usize>()
         };
         match self.kind {

@@ -4,11 +4,12 @@
 use super::saving::{Part, Run};
 use crate::error::Result;
 use crate::param::{Param, Placement};
+use crate::spec::Update;
 use half::bf16;
 use nibble_core::{Data, Kernels, Mesh, MeshShape};
 use std::ops::Range;
 
-/// The values, of a parameter of all ranks, that a rank is asked for.
+/// The values, of a parameter of all ranks, that a rank keeps.
 pub(super) fn kept_by<B: Kernels>(param: &Param<B>, mesh: MeshShape, rank: usize) -> Range<usize> {
     let (rows, cols) = param.shape();
     let (dp, ep) = mesh.place(rank);
@@ -34,7 +35,12 @@ fn shares<B: Kernels>(params: &[&mut Param<B>], mesh: MeshShape, rank: usize, ru
         if *part == Part::Scales {
             continue;
         }
-        let kept = kept_by(params[*param], mesh, rank);
+        let param = &*params[*param];
+        let kept = match param.update {
+            // Every rank has all of it: the first one is asked.
+            Update::Load if rank > 0 => 0..0,
+            _ => kept_by(param, mesh, rank),
+        };
         let values = range.start.max(kept.start)..range.end.min(kept.end);
         if !values.is_empty() {
             shares.push(Share { run, at: at + values.start - range.start, values });

@@ -6,6 +6,7 @@ use super::weights::{HostTensor, assembled, gather};
 use crate::checkpoint::{header, little_endian};
 use crate::cx::Cx;
 use crate::error::Result;
+use crate::family::Named;
 use crate::model::Inside;
 use crate::rank::{RankState, Step};
 use crate::recompute::Scope;
@@ -44,7 +45,7 @@ impl Inspection {
     fn look<B: Kernels>(&mut self, cx: &Cx<'_, B>, inside: &Inside<'_, B>) -> nibble_core::Result<()> {
         let ranks = (cx.b, cx.mesh.all);
         for (layer, routing) in inside.routings() {
-            let top_k = B::len(&routing.expert) / routing.probs.rows.max(1);
+            let top_k = B::len(&routing.expert) / routing.kept.rows.max(1);
             let experts = cx.b.upload(&as_floats(&cx.b.download(&routing.expert)?))?;
             self.push_rows(format!("experts.{layer}"), ranks, top_k, &experts)?;
             self.push_rows(format!("gates.{layer}"), ranks, top_k, &routing.weight)?;
@@ -117,6 +118,7 @@ impl<B: Kernels> Trainer<'_, B> {
 
         let named = self.rank.model.named_tensors();
         let params = self.rank.model.params();
+        let with_gradients: Vec<bool> = params.iter().map(|param| param.has_gradient()).collect();
         let weights = params.into_iter().map(|param| gather(b, mesh, param, &param.master));
         let weights = weights.collect::<Result<Vec<_>>>()?;
         seen.tensors.extend(named.iter().map(|tensor| assembled(tensor, "", &weights)));
@@ -129,7 +131,13 @@ impl<B: Kernels> Trainer<'_, B> {
             let mut step = Step::new(context, model, buffers)?;
             step.first_micro_batch_seen(|cx, inside| seen.look(cx, &inside))?;
             let gradients = step.gradients(|param, grad| gather(b, mesh, param, grad))?;
-            seen.tensors.extend(named.iter().map(|tensor| assembled(tensor, "grad.", &gradients)));
+            let mut gradients = gradients.into_iter();
+            // By the number of the parameter; of what has none nothing.
+            let all = with_gradients.iter().map(|has| if *has { gradients.next() } else { None });
+            let all: Vec<Vec<f32>> = all.map(Option::unwrap_or_default).collect();
+            let has_one = |tensor: &&Named| tensor.rows.iter().all(|rows| with_gradients[rows.param]);
+            let tensors = named.iter().filter(has_one).map(|tensor| assembled(tensor, "grad.", &all));
+            seen.tensors.extend(tensors);
             step.end();
             Ok(())
         };

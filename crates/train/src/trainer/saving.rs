@@ -129,17 +129,17 @@ impl Part {
 
     /// The tensor, this rank's rows of it.
     pub fn of<B: Kernels>(self, param: &Param<B>) -> Result<&Tensor<B>> {
-        let Some(Moments { exp_avg, exp_avg_sq }) = &param.moments else {
-            return Err(CoreError::shape("save", "parameter", &param.name, "one with moments").into());
-        };
-        Ok(match self {
-            Self::Master => &param.master,
-            Self::ExpAvg => exp_avg,
-            Self::ExpAvgSq => exp_avg_sq,
-            Self::Scales => {
-                return Err(CoreError::shape("save", "part", "scales", "that of a parameter").into());
+        match (self, &param.moments) {
+            (Self::Master, _) => Ok(&param.master),
+            (Self::ExpAvg, Some(Moments { exp_avg, .. })) => Ok(exp_avg),
+            (Self::ExpAvgSq, Some(Moments { exp_avg_sq, .. })) => Ok(exp_avg_sq),
+            (Self::ExpAvg | Self::ExpAvgSq, None) => {
+                Err(CoreError::shape("save", "parameter", &param.name, "one with moments").into())
             }
-        })
+            (Self::Scales, _) => {
+                Err(CoreError::shape("save", "part", "scales", "that of a parameter").into())
+            }
+        }
     }
 }
 
@@ -180,14 +180,18 @@ impl Files {
     }
 }
 
-/// A file's tensors in order of their names.
-fn sources(named: &[Named], parts: &[Part]) -> Vec<FileTensor> {
+/// A file's tensors in order of their names. `with_moments`: whether a parameter has gradients, and so moments.
+fn sources(named: &[Named], with_moments: &[bool], parts: &[Part]) -> Vec<FileTensor> {
+    let has = |tensor: &Named, part: Part| {
+        part == Part::Master || tensor.rows.iter().all(|rows| with_moments[rows.param])
+    };
     let source = |tensor: &Named, part: Part| {
         let spec = TensorSpec::f32(format!("{}{}", tensor.name, part.suffix()), tensor.shape.clone());
         FileTensor { spec, runs: tensor.runs().map(|(param, range)| ((param, part), range)).collect() }
     };
+    let all = named.iter().flat_map(|tensor| parts.iter().map(move |part| (tensor, *part)));
     let mut all: Vec<FileTensor> =
-        named.iter().flat_map(|tensor| parts.iter().map(move |part| source(tensor, *part))).collect();
+        all.filter(|(tensor, part)| has(tensor, *part)).map(|(tensor, part)| source(tensor, part)).collect();
     all.sort_by(|a, b| a.spec.name.cmp(&b.spec.name));
     all
 }
@@ -345,7 +349,8 @@ impl<B: Kernels> Trainer<'_, B> {
         }
         let mut tensors = HashMap::new();
         for (i, param) in self.rank.model.params().into_iter().enumerate() {
-            for part in [Part::Master, Part::ExpAvg, Part::ExpAvgSq] {
+            let moments = [Part::ExpAvg, Part::ExpAvgSq].into_iter().filter(|_| param.has_gradient());
+            for part in [Part::Master].into_iter().chain(moments) {
                 tensors.insert((i, part), part.of(param)?.clone());
             }
         }
@@ -414,7 +419,10 @@ impl<B: Kernels> Trainer<'_, B> {
         let mesh = self.rank.context.mesh.shape();
         let scales = delayed.map(|delayed| scale_sources(delayed.sites.borrow().sites(), mesh));
         let moments = [Part::ExpAvg, Part::ExpAvgSq];
-        let kinds = [sources(&named, &[Part::Master]), sources(&named, &moments), scales.unwrap_or_default()];
+        let params = self.rank.model.params();
+        let with_moments: Vec<bool> = params.iter().map(|param| param.has_gradient()).collect();
+        let of = |parts: &[Part]| sources(&named, &with_moments, parts);
+        let kinds = [of(&[Part::Master]), of(&moments), scales.unwrap_or_default()];
         let most_bytes = self.rank.context.config.checkpoint.file_mib.saturating_mul(1 << 20);
         Files { kinds, most_bytes }
     }

@@ -3,6 +3,11 @@ use super::*;
 use crate::Buf;
 use nibble_core::{Backend, DType};
 
+/// Of all experts the largest softmax.
+fn of(logits: &Tensor<Cpu>, (top_k, normalize): (usize, bool), shards: usize) -> Route<'_, Cpu> {
+    Route { logits, bias: None, rule: RouteRule::softmax(top_k, normalize), shards }
+}
+
 /// (tokens, experts, top_k, shards)
 const SHAPES: [(usize, usize, usize, usize); 10] = [
     (0, 4, 2, 2),
@@ -39,7 +44,7 @@ fn contents(r: &Routing<Cpu>) -> Contents {
     Contents {
         expert: r.expert.as_slice().to_vec(),
         weight: of(&r.weight),
-        probs: bits(&r.probs).into_iter().map(one_nan).collect(),
+        probs: bits(&r.kept).into_iter().map(one_nan).collect(),
         load: r.load.as_slice().to_vec(),
         losses: of(&r.losses),
     }
@@ -79,13 +84,13 @@ fn routing_is_softmax_and_the_largest_with_losses_of_each_shard() {
         for normalize in [false, true] {
             same_everywhere(|cpu| {
                 let logits = &logits_of(cpu, tokens, experts);
-                contents(&route(cpu, Route { logits, top_k, normalize, shards }).unwrap())
+                contents(&route(cpu, of(logits, (top_k, normalize), shards)).unwrap())
             });
             let cpu = Cpu::new(2).unwrap();
             let logits = &logits_of(&cpu, tokens, experts);
-            let r = route(&cpu, Route { logits, top_k, normalize, shards }).unwrap();
+            let r = route(&cpu, of(logits, (top_k, normalize), shards)).unwrap();
             let rows = rows_f64(&logits.to_f32_vec(&cpu).unwrap(), experts);
-            let probs = r.probs.to_f32_vec(&cpu).unwrap();
+            let probs = r.kept.to_f32_vec(&cpu).unwrap();
             let mut load = vec![0; shards * experts];
             for (t, row) in rows.iter().enumerate() {
                 let p = &probs[t * experts..][..experts];
@@ -120,7 +125,7 @@ fn routing_is_softmax_and_the_largest_with_losses_of_each_shard() {
 fn equal_logits_choose_the_lower_index_and_balance_to_one() {
     let cpu = Cpu::new(1).unwrap();
     let logits = &Tensor::from_f32(&cpu, &[1.0, 3.0, 2.0, 3.0, 0.5, 0.5, 0.5, 0.5], 2, 4).unwrap();
-    let r = route(&cpu, Route { logits, top_k: 2, normalize: true, shards: 2 }).unwrap();
+    let r = route(&cpu, of(logits, (2, true), 2)).unwrap();
     assert_eq!(r.expert.as_slice(), [1, 3, 0, 1]);
     assert_eq!(r.weight.as_slice(), [0.5; 4]);
     assert_eq!(r.load.as_slice(), [0, 1, 0, 1, 1, 1, 0, 0]);
@@ -136,7 +141,7 @@ fn what_is_not_finite_is_seen_in_its_own_shard_and_routes_to_the_first_experts()
         x[20 + 18] = bad;
         let got = same_everywhere(|cpu| {
             let logits = &Tensor::from_f32(cpu, &x, 4, 20).unwrap();
-            contents(&route(cpu, Route { logits, top_k: 3, normalize: true, shards: 2 }).unwrap())
+            contents(&route(cpu, of(logits, (3, true), 2)).unwrap())
         });
         let nan = |bits: &[u32]| bits.iter().map(|&b| f32::from_bits(b).is_nan()).collect::<Vec<_>>();
         assert_eq!(got.expert[3..6], [0, 1, 2], "{bad}");
@@ -149,18 +154,18 @@ fn what_is_not_finite_is_seen_in_its_own_shard_and_routes_to_the_first_experts()
     // An expert ruled out by −∞ has probability zero; that is finite.
     let cpu = Cpu::new(1).unwrap();
     let logits = &Tensor::from_f32(&cpu, &[f32::NEG_INFINITY, 1.0, f32::NEG_INFINITY, 1.0], 1, 4).unwrap();
-    let r = route(&cpu, Route { logits, top_k: 3, normalize: true, shards: 1 }).unwrap();
+    let r = route(&cpu, of(logits, (3, true), 1)).unwrap();
     assert_eq!((r.expert.as_slice(), r.weight.as_slice()), (&[1, 3, 0][..], &[0.5, 0.5, 0.0][..]));
 }
 
 /// The scalar whose gradient `route_backward` returns, in double precision, choice and load held.
 fn objective(rows: &[Vec<f64>], r: &Routing<Cpu>, args: &RouteBackward<'_, Cpu>) -> f64 {
-    let (experts, k) = (r.probs.cols, args.top_k);
+    let (experts, k) = (r.kept.cols, args.rule.top_k);
     let mut total = 0.0;
     for (t, row) in rows.iter().enumerate() {
         let p = softmax_f64(row).0;
         let chosen: Vec<f64> = r.expert.as_slice()[t * k..][..k].iter().map(|&e| p[e as usize]).collect();
-        let divisor = if args.normalize { chosen.iter().sum() } else { 1.0 };
+        let divisor = if args.rule.normalize { chosen.iter().sum() } else { 1.0 };
         let dweight = &args.dweight.as_slice()[t * k..][..k];
         total += chosen.iter().zip(dweight).map(|(p, d)| p / divisor * f64::from(*d)).sum::<f64>();
     }
@@ -180,7 +185,8 @@ fn backward<'a>(
     (aux_scale, z_scale): (f32, f32),
 ) -> RouteBackward<'a, Cpu> {
     let (batch_load, batch_rows) = (None, 0);
-    RouteBackward { routing, top_k, normalize, shards, dweight, aux_scale, z_scale, batch_load, batch_rows }
+    let rule = RouteRule::softmax(top_k, normalize);
+    RouteBackward { routing, rule, shards, dweight, aux_scale, z_scale, batch_load, batch_rows }
 }
 
 #[test]
@@ -192,7 +198,7 @@ fn the_gradient_is_that_of_finite_differences() {
         for normalize in [false, true] {
             for (aux_scale, z_scale) in [(0.0, 0.0), (1.5, 0.0), (0.0, 0.25), (0.5, 0.1)] {
                 let logits = &logits_of(&cpu, tokens, experts);
-                let routing = &route(&cpu, Route { logits, top_k, normalize, shards }).unwrap();
+                let routing = &route(&cpu, of(logits, (top_k, normalize), shards)).unwrap();
                 let dweight = &cpu.upload(&normals(23, tokens * top_k)).unwrap();
                 let op = || backward(routing, (top_k, normalize, shards), dweight, (aux_scale, z_scale));
                 let got = route_backward(&cpu, op()).unwrap().to_f32_vec(&cpu).unwrap();
@@ -227,7 +233,7 @@ fn the_gradient_has_the_same_bits_everywhere() {
         for (normalize, aux_scale, z_scale) in [(true, 0.01, 0.001), (false, 0.0, 0.0)] {
             same_everywhere(|cpu| {
                 let logits = &logits_of(cpu, tokens, experts);
-                let routing = &route(cpu, Route { logits, top_k, normalize, shards }).unwrap();
+                let routing = &route(cpu, of(logits, (top_k, normalize), shards)).unwrap();
                 let dweight = &cpu.upload(&normals(24, tokens * top_k)).unwrap();
                 let op = backward(routing, (top_k, normalize, shards), dweight, (aux_scale, z_scale));
                 bits(&route_backward(cpu, op).unwrap())
@@ -240,7 +246,7 @@ fn the_gradient_has_the_same_bits_everywhere() {
 fn a_routing_of_other_arguments_is_refused() {
     let cpu = Cpu::new(1).unwrap();
     let logits = &logits_of(&cpu, 4, 8);
-    let routing = route(&cpu, Route { logits, top_k: 2, normalize: true, shards: 2 }).unwrap();
+    let routing = route(&cpu, of(logits, (2, true), 2)).unwrap();
     let refused = |routing: &Routing<Cpu>, top_k, shards| {
         let dweight = &cpu.zeros(4 * top_k).unwrap();
         let op = backward(routing, (top_k, true, shards), dweight, (0.0, 0.0));
@@ -261,8 +267,8 @@ fn a_routing_of_other_arguments_is_refused() {
     let e = refused(&Routing { expert, ..routing }, 2, 2);
     assert_eq!(e, "route_backward: `routing.expert` is 8 at 7, expected at least 0 and below 8");
     let half = &Tensor::zeros(&cpu, DType::Bf16, 4, 8).unwrap();
-    let e = Route { logits: half, top_k: 2, normalize: true, shards: 1 }.run(&cpu).unwrap_err().to_string();
+    let e = of(half, (2, true), 1).run(&cpu).unwrap_err().to_string();
     assert!(e.contains("`type of logits` is Bf16"), "{e}");
-    let e = Route { logits, top_k: 2, normalize: true, shards: 0 }.run(&cpu).unwrap_err().to_string();
+    let e = of(logits, (2, true), 0).run(&cpu).unwrap_err().to_string();
     assert!(e.contains("`shards` is 0"), "{e}");
 }

@@ -1,20 +1,22 @@
-// The router: softmax over the experts, the largest probabilities, and the losses of each shard; and the backward pass.
+// The router: scores of the experts, the choice of the best ones, and the losses of each shard; and the backward pass.
 // crates/core/src/ops/route.rs says in which order sums run.
 //
 // kLanes neighbouring lanes share a token, each with kPerLane of its experts in quads: experts <= kLanes * kPerLane.
 // CTAs take chunks of 64 tokens; a shard of tokens_per_shard tokens has `chunks` of them.
 //
-// route_tokens<kLanes, kPerLane>: logits, probs [tokens][experts]; expert, weight [tokens][top_k]; log_sum_exp [tokens]; of each chunk the
-//   sums of its probabilities [experts] and of the squares of log_sum_exp, and how many slots chose each expert [experts].
+// route_tokens<kLanes, kPerLane, kAnyRule>: logits, kept [tokens][experts]; bias [experts] or null; expert, weight [tokens][top_k];
+//   log_sum_exp [tokens]; of each chunk the sums of its probabilities [experts] and of the squares of log_sum_exp, and how many slots chose each
+//   expert [experts]. Without kAnyRule experts of the largest softmax are chosen: it takes no bias, no groups and no sigmoids. `kept` is written
+//   of a softmax alone. `tiny` is added to sums of sigmoids that something is divided by.
 //   min(256, 64 * kLanes) threads; grid shards * chunks; dynamic shared memory: 4 bytes for each of 64 rows of
-//   kLanes * kPerLane + 16, 64, experts, and threads / kLanes rows of top_k numbers.
+//   kLanes * kPerLane + 16, 64, experts, and threads / kLanes rows of top_k + groups numbers.
 // route_losses<kThreads>: from those, load [shards][experts] and losses [shards][2]; `products` is scratch [shards][experts].
 //   1024 threads; clusters of ceil(experts / 64) CTAs, one a shard; may be launched early.
-// route_backward<kLanes, kPerLane>: dlogits from the gradients of the weights, of the load-balancing loss (`balance` for
-//   each slot of the load) and of the z-loss (z).
+// route_backward<kLanes, kPerLane, Load, kSigmoid>: dlogits from the gradients of the weights, of the load-balancing loss (`balance` for
+//   each slot of the load) and of the z-loss (z). `kept` has probabilities, or with kSigmoid logits.
 //   Threads and grid as route_tokens; dynamic shared memory: 4 bytes for 65 rows of kLanes * kPerLane and 3 * 64 of top_k numbers.
 //
-// Measured on an H200, 32768 tokens, 4 shards, top 8: of 128 experts route_tokens 42 % of the floor (instructions bound it: 65 % of issue
+// Measured on an H200, 32768 tokens, 4 shards, top 8, softmax: of 128 experts route_tokens 42 % of the floor (instructions bound it: 65 % of issue
 // slots while it runs), with route_losses 32 %, route_backward 60 %; of 256 experts 43, 37 and 68 %.
 #pragma once
 #include "math/divide.cuh"
@@ -193,6 +195,67 @@ __device__ __forceinline__ float softmax(float (&p)[kPerLane]) {
     return __fadd_rn(max, log_of_normal(sum));
 }
 
+/// Replaces logits by sigmoids; by NaNs where log sum exp is one.
+template <int kPerLane>
+__device__ __forceinline__ void sigmoids(float (&x)[kPerLane], float log_sum) {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) x[i] = log_sum == log_sum ? sigmoid(x[i]) : __uint_as_float(0x7FC00000);
+}
+
+/// The sum of a row's sigmoids, which may be 0, and `tiny`.
+template <int kLanes, int kPerLane>
+__device__ __forceinline__ float sigmoid_sum(const float (&s)[kPerLane], float tiny) {
+    using Token = TokenLanes<kLanes, kPerLane>;
+    float lanes[Token::kUsed * 4] = {};
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+        float& lane = lanes[i / 4 % Token::kUsed * 4 + i % 4];
+        lane = __fadd_rn(lane, s[i]);
+    }
+    return __fadd_rn(Token::close(lanes), tiny);
+}
+
+/// Orders numbers as integers: a larger number has a larger rank, a NaN 1, and nothing 0. There is no -0 among choice scores.
+__device__ __forceinline__ u32 rank_of(float x) {
+    const u32 bits = __float_as_uint(x);
+    return x == x ? bits ^ (u32(int(bits) >> 31) | 0x80000000) : 1;
+}
+__device__ __forceinline__ float number_of(u32 rank) {
+    const u32 bits = rank >> 31 != 0 ? rank ^ 0x80000000 : ~rank;
+    return __uint_as_float(rank == 1 ? 0x7FC00000 : bits);
+}
+
+/// Leaves a token's ranks [experts] of the `top` best groups, of the others zeros. `scores` is for the groups' ranks [groups].
+template <int kLanes>
+__device__ __forceinline__ void keep_best_groups(u32* ranks, u32* scores, int experts, int groups, int top, int two_largest) {
+    const int lane = threadIdx.x % kLanes, each = experts / groups;
+#pragma unroll 1
+    for (int group = lane; group < groups; group += kLanes) {
+        u32 first = 0, second = 0;
+        int at = lane % each;  // lanes begin at other experts, so at other banks
+#pragma unroll 1
+        for (int i = 0; i < each; ++i) {
+            const u32 rank = ranks[group * each + at];
+            second = larger_of(second, rank < first ? rank : first);
+            first = larger_of(first, rank);
+            if (++at == each) at = 0;
+        }
+        scores[group] = two_largest ? rank_of(__fadd_rn(number_of(first), number_of(second))) : first;
+    }
+    __syncwarp();
+#pragma unroll 1
+    for (int group = lane; group < groups; group += kLanes) {
+        const u32 mine = scores[group];
+        int ahead = 0;
+#pragma unroll 1
+        for (int other = 0; other < groups; ++other) ahead += scores[other] > mine || (scores[other] == mine && other < group);
+        if (ahead < top) continue;
+#pragma unroll 1
+        for (int i = 0; i < each; ++i) ranks[group * each + i] = 0;
+    }
+    __syncwarp();
+}
+
 /// Writes the experts of the top_k <= 8 largest probabilities, largest first, to `slots`.
 ///
 /// Probabilities are sorted as integers whose last bits are replaced by the expert's index. Returns false where those
@@ -258,17 +321,17 @@ __device__ __forceinline__ bool choose(const float (&p)[kPerLane], int top_k, in
     return !is_alike && top_k <= kSorted;
 }
 
-/// The same for any top_k and any probabilities, also NaN. It finds one expert after the other.
-template <int kLanes, int kPerLane>
-__device__ __forceinline__ void choose_any(const float (&p)[kPerLane], int experts, int top_k, int* slots) {
+/// The same for any top_k, of the experts of the largest ranks, of equals the lower one. `rank(i)` is that of this lane's expert i, 0 of one that
+/// cannot be chosen. It finds one expert after the other.
+template <int kLanes, int kPerLane, class Rank>
+__device__ __forceinline__ void choose_any(const Rank& rank_at, int top_k, int* slots) {
     using Token = TokenLanes<kLanes, kPerLane>;
     u32 taken = 0;
     for (int slot = 0; slot < top_k; ++slot) {
         u32 best = 0, index = 0;
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) {
-            const bool is_free = (taken >> i & 1) == 0 && Token::first_of(i / 4) + i % 4 < experts;
-            const u32 rank = is_free ? (p[i] >= 0.0f ? __float_as_uint(p[i]) + 2 : 1) : 0;  // a NaN is above nothing
+            const u32 rank = (taken >> i & 1) == 0 ? rank_at(i) : 0;
             if (rank > best) best = rank, index = i;
         }
         const u32 expert = Token::first_of(index / 4) + index % 4;
@@ -281,10 +344,32 @@ __device__ __forceinline__ void choose_any(const float (&p)[kPerLane], int exper
     }
 }
 
+/// Chooses by softmax or sigmoids p, by a bias and by groups. Leaves p in the token's row.
+template <int kLanes, int kPerLane>
+__device__ __forceinline__ void choose_by_rule(const float (&p)[kPerLane], float* row, const float* __restrict__ bias, u32* group_scores,
+                                               int experts, int top_k, int groups, int top_groups, int two_largest, int* slots) {
+    using Token = TokenLanes<kLanes, kPerLane>;
+    float ranks[kPerLane];  // as bits
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+        const int j = Token::first_of(i / 4) + i % 4;
+        const float added = bias != nullptr && j < experts ? __ldg(bias + j) : 0.0f;
+        ranks[i] = __uint_as_float(j < experts ? rank_of(__fadd_rn(p[i], added)) : 0);
+    }
+    if (groups > 0) {
+        write_row<Token>(row, ranks);
+        __syncwarp();
+        keep_best_groups<kLanes>(reinterpret_cast<u32*>(row), group_scores, experts, groups, top_groups, two_largest);
+        read_row<Token>(row, ranks);
+    }
+    write_row<Token>(row, p);
+    choose_any<kLanes, kPerLane>([&](int i) { return __float_as_uint(ranks[i]); }, top_k, slots);
+}
+
 /// Writes a token's experts and their weights, and counts the experts.
 template <int kLanes>
 __device__ __forceinline__ void write_slots(const float* row, const int* slots, int* expert, float* weight, int* count, int top_k,
-                                            int normalize, bool is_token) {
+                                            int normalize, float tiny, float scale, bool is_token) {
     const int lane = threadIdx.x % kLanes;
     constexpr int kTurn = kLanes < 8 ? kLanes : 8;
     float divisor = 0.0f;
@@ -296,12 +381,13 @@ __device__ __forceinline__ void write_slots(const float* row, const int* slots, 
 #pragma unroll
             for (int i = 0; i < kTurn; ++i) divisor = __fadd_rn(divisor, __shfl_sync(kWarp, prob, i, kLanes));
         }
+    divisor = __fadd_rn(divisor, tiny);
     if (!is_token) return;
 #pragma unroll 1
     for (int slot = lane; slot < top_k; slot += kLanes) {
         const int e = slots[slot];
         expert[slot] = e;
-        weight[slot] = normalize ? __fdiv_rn(row[e], divisor) : row[e];
+        weight[slot] = __fmul_rn(normalize ? __fdiv_rn(row[e], divisor) : row[e], scale);
         atomicAdd(&count[e], 1);
     }
 }
@@ -328,11 +414,11 @@ __device__ __forceinline__ float sum_column(const float* rows, int column) {
     return __fadd_rn(lanes[0], __shfl_xor_sync(kWarp, lanes[0], 1));
 }
 
-/// Dynamic shared memory of route_tokens: rows of logits and one number of each, a count an expert, the slots of the tokens at work.
+/// Dynamic shared memory of route_tokens: rows of logits and one number of each, a count an expert, slots and groups of the tokens at work.
 template <int kLanes, int kPerLane>
-__device__ constexpr u64 route_tokens_shared_bytes(u64 experts, u64 top_k) {
+__device__ constexpr u64 route_tokens_shared_bytes(u64 experts, u64 top_k, u64 groups) {
     using Token = TokenLanes<kLanes, kPerLane>;
-    return 4 * (kRouteChunk * (Token::kExperts + 16 + 1) + experts + Token::kGroups * top_k);
+    return 4 * (kRouteChunk * (Token::kExperts + 16 + 1) + experts + Token::kGroups * (top_k + groups));
 }
 
 /// Dynamic shared memory of route_backward: rows of probabilities, one row for all tokens, three numbers a slot.
@@ -341,11 +427,16 @@ __device__ constexpr u64 route_backward_shared_bytes(u64 top_k) {
     return 4 * ((kRouteChunk + 1) * TokenLanes<kLanes, kPerLane>::kExperts + 3 * kRouteChunk * top_k);
 }
 
-template <int kLanes, int kPerLane>
-__global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kPerLane <= 16 ? 4 : 1)
-    route_tokens(const float* __restrict__ logits, float* __restrict__ probs, int* __restrict__ expert, float* __restrict__ weight,
-                 float* __restrict__ log_sum_exp, float* __restrict__ prob_sums, float* __restrict__ square_sums,
-                 int* __restrict__ counts, int experts, int top_k, int normalize, int tokens_per_shard, int chunks) {
+/// CTAs of a multiprocessor that registers are to suffice for.
+template <int kPerLane, bool kWide>
+constexpr int kRouteCtas = kPerLane > 16 ? 1 : kWide ? 2 : 4;
+
+template <int kLanes, int kPerLane, bool kAnyRule>
+__global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kRouteCtas<kPerLane, kAnyRule>)
+    route_tokens(const float* __restrict__ logits, const float* __restrict__ bias, float* __restrict__ kept, int* __restrict__ expert,
+                 float* __restrict__ weight, float* __restrict__ log_sum_exp, float* __restrict__ prob_sums,
+                 float* __restrict__ square_sums, int* __restrict__ counts, int experts, int top_k, int normalize, int tokens_per_shard,
+                 int chunks, int is_sigmoid, int groups, int top_groups, int two_largest, float tiny, float scale) {
     using Token = TokenLanes<kLanes, kPerLane>;
     constexpr int kThreads = Token::kThreads, kGroups = Token::kGroups;
     extern __shared__ float4 shared[];
@@ -355,6 +446,7 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kPerLa
     int* const count = reinterpret_cast<int*>(logs + kRouteChunk);  // [experts]
     const int group = threadIdx.x / kLanes;
     int* const slots = count + experts + group * top_k;  // of [tokens at once][top_k]
+    u32* const group_scores = reinterpret_cast<u32*>(count + experts + kGroups * top_k) + group * groups;  // of [tokens at once][groups]
     const int shard = blockIdx.x / chunks, first = (blockIdx.x - shard * chunks) * kRouteChunk;
     const int tokens = min(kRouteChunk, tokens_per_shard - first);
     const u64 first_token = u64(shard) * tokens_per_shard + first;
@@ -380,25 +472,45 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kPerLa
         read_row<Token>(row, p);
         fetch(at + 2 * kGroups);
         const float log_sum = softmax<kLanes, kPerLane>(p);
+        const bool has_sigmoids = kAnyRule && is_sigmoid;
+        if (has_sigmoids) {
+            read_row<Token>(row, p);
+            sigmoids(p, log_sum);
+        }
         if (is_token) {
-            store_row<Token>(probs + token * experts, p, experts);
+            if (!has_sigmoids) store_row<Token>(kept + token * experts, p, experts);
         } else {
 #pragma unroll
             for (int i = 0; i < kPerLane; ++i) p[i] = 0.0f;  // for the sums
         }
-        write_row<Token>(row, p);
+        if constexpr (!kAnyRule) write_row<Token>(row, p);
         if (threadIdx.x % kLanes == 0) {
             logs[at] = is_token ? log_sum : 0.0f;
             if (is_token) log_sum_exp[token] = log_sum;
         }
-        const bool is_chosen = choose<kLanes, kPerLane>(p, top_k, slots) && log_sum == log_sum;
-        if (__any_sync(kWarp, is_token && !is_chosen)) {
-            __syncwarp();
-            choose_any<kLanes, kPerLane>(p, experts, top_k, slots);
+        if constexpr (kAnyRule) {
+            choose_by_rule<kLanes, kPerLane>(p, row, bias, group_scores, experts, top_k, groups, top_groups, two_largest, slots);
+        } else {
+            const bool is_chosen = choose<kLanes, kPerLane>(p, top_k, slots) && log_sum == log_sum;
+            if (__any_sync(kWarp, is_token && !is_chosen)) {
+                __syncwarp();
+                const auto rank = [&](int i) -> u32 {
+                    const bool is_expert = Token::first_of(i / 4) + i % 4 < experts;
+                    return is_expert ? (p[i] >= 0.0f ? __float_as_uint(p[i]) + 2 : 1) : 0;  // a NaN is above nothing
+                };
+                choose_any<kLanes, kPerLane>(rank, top_k, slots);
+            }
         }
         __syncwarp();
-        write_slots<kLanes>(row, slots, expert + token * top_k, weight + token * top_k, count, top_k, normalize, is_token);
+        write_slots<kLanes>(row, slots, expert + token * top_k, weight + token * top_k, count, top_k, normalize, kAnyRule ? tiny : 0.0f, scale,
+                            is_token);
         __syncwarp();
+        if (has_sigmoids) {
+            const float sum = sigmoid_sum<kLanes, kPerLane>(p, tiny);
+#pragma unroll
+            for (int i = 0; i < kPerLane; ++i) p[i] = __fdiv_rn(p[i], sum);
+            write_row<Token>(row, p);  // for the sums
+        }
     }
     __syncthreads();
     const u64 out = u64(blockIdx.x) * experts;
@@ -479,13 +591,13 @@ __global__ void __launch_bounds__(kThreads)
     if (threadIdx.x == 0) losses[2 * shard] = __double2float_rn(__ddiv_rn(__dmul_rn(double(experts), balance), per_slot));
 }
 
-/// What a token's slots have in common: w = p / sum of p, so that dp = (dw - sum of dw * w) / sum of p.
+/// What a token's slots have in common: w = f * p / sum of p, so that dp = (f * dw - sum of dw * w) / sum of p.
 struct SlotSums {
     float inner;
     float divisor;
 };
 
-/// From a token's slots and its row of probabilities, all in shared memory.
+/// From a token's slots and its row of scores, all in shared memory.
 template <int kLanes>
 __device__ __forceinline__ SlotSums sum_slots(const float* row, const u32* expert, const float* weight, const float* dweight, int experts,
                                               int top_k) {
@@ -508,17 +620,58 @@ __device__ __forceinline__ SlotSums sum_slots(const float* row, const u32* exper
     return sums;
 }
 
+/// Gradients of a row of logits from those of the chosen probabilities, d, and the load-balancing loss's parts of all.
+template <int kLanes, int kPerLane>
+__device__ __forceinline__ void through_softmax(float (&d)[kPerLane], const float (&p)[kPerLane], const float (&all)[kPerLane], float shift) {
+    using Token = TokenLanes<kLanes, kPerLane>;
+    float lanes[Token::kUsed * 4] = {};
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+        d[i] = __fadd_rn(d[i], all[i]);
+        float& sum = lanes[i / 4 % Token::kUsed * 4 + i % 4];
+        sum = __fmaf_rn(d[i], p[i], sum);
+    }
+    const float dot = Token::close(lanes);
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) d[i] = __fmul_rn(p[i], __fadd_rn(__fsub_rn(d[i], dot), shift));
+}
+
+/// The same of sigmoids, whose shares of their sum the loss takes. Past the last expert logits are -infinity.
+template <int kLanes, int kPerLane>
+__device__ __forceinline__ void through_sigmoids(float (&d)[kPerLane], const float (&logits)[kPerLane], const float (&all)[kPerLane],
+                                                 float log_sum, float z, float shift, float tiny) {
+    using Token = TokenLanes<kLanes, kPerLane>;
+    float s[kPerLane], lanes[Token::kUsed * 4] = {};
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) s[i] = logits[i];
+    sigmoids(s, log_sum);
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+        float& sum = lanes[i / 4 % Token::kUsed * 4 + i % 4];
+        sum = __fmaf_rn(all[i], s[i], sum);
+    }
+    const float sum = sigmoid_sum<kLanes, kPerLane>(s, tiny);
+    const float mean = __fdiv_rn(Token::close(lanes), sum);
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+        // 1 - sigmoid(x) = sigmoid(-x). s is NaN where the row counts as one of NaNs.
+        const float slope = __fmul_rn(s[i], sigmoid(-logits[i]));
+        d[i] = __fmul_rn(__fadd_rn(d[i], __fdiv_rn(__fsub_rn(all[i], mean), sum)), slope);
+        if (z != 0.0f) d[i] = __fadd_rn(d[i], __fmul_rn(shift, exp_of_negative(__fsub_rn(logits[i], log_sum))));
+    }
+}
+
 /// Loads are counts of each shard, or, with a stride of 0, sums for all of them.
-template <int kLanes, int kPerLane, class Load>
-__global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kPerLane <= 16 ? 4 : 1)
-    route_backward(const float* __restrict__ probs, const int* __restrict__ expert, const float* __restrict__ weight,
+template <int kLanes, int kPerLane, class Load, bool kSigmoid>
+__global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kRouteCtas<kPerLane, kSigmoid>)
+    route_backward(const float* __restrict__ kept, const int* __restrict__ expert, const float* __restrict__ weight,
                    const float* __restrict__ log_sum_exp, const Load* __restrict__ load, const float* __restrict__ dweight,
                    float* __restrict__ dlogits, int experts, int load_stride, int top_k, int normalize, int tokens_per_shard, int chunks,
-                   double balance, float z) {
+                   double balance, float z, float tiny, float scale) {
     using Token = TokenLanes<kLanes, kPerLane>;
     constexpr int kThreads = Token::kThreads, kGroups = Token::kGroups, kStride = Token::kExperts;
     extern __shared__ float4 shared[];
-    float* const rows = reinterpret_cast<float*>(shared);  // [64][kStride]: probabilities, then the chosen experts' gradients
+    float* const rows = reinterpret_cast<float*>(shared);  // [64][kStride]: what was kept, then the chosen experts' gradients
     float* const balances = rows + kRouteChunk * kStride;  // [kStride]: the load-balancing loss's part
     float* const weights = balances + kStride;             // [64][top_k], and so the two that follow
     float* const dweights = weights + kRouteChunk * top_k;
@@ -527,8 +680,10 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kPerLa
     const int shard = blockIdx.x / chunks, first = (blockIdx.x - shard * chunks) * kRouteChunk;
     const int tokens = min(kRouteChunk, tokens_per_shard - first);
     const u64 first_token = u64(shard) * tokens_per_shard + first;
+    const float nothing = kSigmoid ? __uint_as_float(0xFF800000) : 0.0f;
 #pragma unroll 1
-    for (int at = group; at < tokens; at += kGroups) fetch_row<Token>(rows + at * kStride, probs + (first_token + at) * experts, experts, 0.0f);
+    for (int at = group; at < tokens; at += kGroups)
+        fetch_row<Token>(rows + at * kStride, kept + (first_token + at) * experts, experts, nothing);
     for (int slot = threadIdx.x; slot < tokens * top_k; slot += kThreads) {
         const u64 from = first_token * top_k + slot;
         ptx::copy_4_async(chosen + slot, expert + from, true);
@@ -551,9 +706,20 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kPerLa
         float* const row = rows + at * kStride;
         float p[kPerLane], d[kPerLane];
         read_row<Token>(row, p);
-        const float shift = z == 0.0f ? 0.0f : __fmul_rn(z, __ldg(log_sum_exp + token));
+        const float log_sum = kSigmoid || z != 0.0f ? __ldg(log_sum_exp + token) : 0.0f;
+        const float shift = z == 0.0f ? 0.0f : __fmul_rn(z, log_sum);
+        if constexpr (kSigmoid) {
+#pragma unroll
+            for (int i = 0; i < kPerLane; ++i) d[i] = p[i];
+            sigmoids(d, log_sum);
+            write_row<Token>(row, d);
+            __syncwarp();
+        }
         SlotSums sums = {0.0f, 1.0f};
-        if (normalize) sums = sum_slots<kLanes>(row, chosen + slots, weights + slots, dweights + slots, experts, top_k);
+        if (normalize) {
+            sums = sum_slots<kLanes>(row, chosen + slots, weights + slots, dweights + slots, experts, top_k);
+            if constexpr (kSigmoid) sums.divisor = __fadd_rn(sums.divisor, tiny);
+        }
         __syncwarp();
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) d[i] = 0.0f;
@@ -562,21 +728,16 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kPerLa
 #pragma unroll 1
         for (int slot = lane; slot < top_k; slot += kLanes) {
             const u32 e = chosen[slots + slot];
-            if (e < u32(experts)) row[e] = __fdiv_rn(__fsub_rn(dweights[slots + slot], sums.inner), sums.divisor);
+            if (e < u32(experts)) row[e] = __fdiv_rn(__fsub_rn(__fmul_rn(scale, dweights[slots + slot]), sums.inner), sums.divisor);
         }
         __syncwarp();
         read_row<Token>(row, d);
-        float all[kPerLane], lanes[Token::kUsed * 4] = {};
+        float all[kPerLane];
         read_row<Token>(balances, all);
-#pragma unroll
-        for (int i = 0; i < kPerLane; ++i) {
-            d[i] = __fadd_rn(d[i], all[i]);
-            float& sum = lanes[i / 4 % Token::kUsed * 4 + i % 4];
-            sum = __fmaf_rn(d[i], p[i], sum);
-        }
-        const float dot = Token::close(lanes);
-#pragma unroll
-        for (int i = 0; i < kPerLane; ++i) d[i] = __fmul_rn(p[i], __fadd_rn(__fsub_rn(d[i], dot), shift));
+        if constexpr (kSigmoid)
+            through_sigmoids<kLanes, kPerLane>(d, p, all, log_sum, z, shift, tiny);
+        else
+            through_softmax<kLanes, kPerLane>(d, p, all, shift);
         __syncwarp();
         write_row<Token>(row, d);
         send_row<kLanes>(dlogits + token * experts, row, experts, is_token);

@@ -6,6 +6,7 @@
 // begin_micro_batch: ids and targets of the slot's next micro-batch, and the rows' numbers; then the clock counts it. 1024 threads; one cluster of
 //   8 CTAs, so that the clock changes only after all have read it.
 // push_amax: CTA s pushes table[s], the magnitude of span s, into the span's history. 128 threads; grid spans.
+// balance_bias: moves each of `experts` biases against its load, that of `ranks` tables of `cells`; `tables` is the first load. 256 threads; grid 1.
 // collect: CTA e adds entry e of the launch to the table. No two entries of a launch share a cell. 128 threads; grid entries.
 // end_step: norm, verdict, report. `sums` is room for ceil(ordered / 4096) numbers. 1024 threads; grid 1.
 #pragma once
@@ -220,6 +221,38 @@ __global__ void __launch_bounds__(kPushThreads)
     record[kHistory + next] = amax;
     record[kExpected] = fminf(expected, 0x1.fffffep127f);
     record[kNext] = float((next + 1) % span.history);
+}
+
+constexpr int kBalanceThreads = 256;
+
+/// Loads are whole numbers: their sums are exact in any order.
+__device__ __forceinline__ double load_of_ranks(const double* __restrict__ tables, u64 cells, int ranks, int expert) {
+    double load = 0.0;
+    for (int rank = 0; rank < ranks; ++rank) load = __dadd_rn(load, tables[rank * cells + expert]);
+    return load;
+}
+
+__global__ void __launch_bounds__(kBalanceThreads)
+    balance_bias(const double* __restrict__ tables, const float* __restrict__ control, float* __restrict__ bias, u64 cells, int ranks,
+                 int experts, float rate) {
+    __shared__ double sums[kBalanceThreads];
+    if (control[kStop] != 0.0f) return;
+    double sum = 0.0;
+    for (int e = threadIdx.x; e < experts; e += kBalanceThreads) sum = __dadd_rn(sum, load_of_ranks(tables, cells, ranks, e));
+    sums[threadIdx.x] = sum;
+    __syncthreads();
+#pragma unroll 1
+    for (int half = kBalanceThreads / 2; half > 0; half /= 2) {
+        if (threadIdx.x < half) sums[threadIdx.x] = __dadd_rn(sums[threadIdx.x], sums[threadIdx.x + half]);
+        __syncthreads();
+    }
+    for (int e = threadIdx.x; e < experts; e += kBalanceThreads) {
+        const double load = __dmul_rn(load_of_ranks(tables, cells, ranks, e), double(experts));
+        if (load < sums[0])
+            bias[e] = __fadd_rn(bias[e], rate);
+        else if (load > sums[0])
+            bias[e] = __fsub_rn(bias[e], rate);
+    }
 }
 
 }  // namespace nib

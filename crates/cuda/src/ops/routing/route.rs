@@ -7,7 +7,7 @@ use crate::ops::planes::plain_arg;
 use crate::ops::{Instance, SharedSize};
 use crate::{Buffer, Cuda};
 use nibble_choice::routing::RouteSums;
-use nibble_core::ops::{Route, RouteBackward, Routing};
+use nibble_core::ops::{ExpertGroups, GroupScore, Route, RouteBackward, RouteRule, Routing, Scores};
 use nibble_core::{Error, Result, Tensor};
 
 const SOURCE: &str = "kernels/routing/route.cuh";
@@ -22,13 +22,21 @@ struct RouteDesc {
     shards: usize,
     experts: usize,
     top_k: usize,
+    /// 0 where there are none.
+    groups: usize,
 }
 
 impl RouteDesc {
+    /// Of so many tokens in all.
+    fn new((tokens, experts): (usize, usize), shards: usize, rule: &RouteRule) -> Self {
+        let groups = rule.groups.map_or(0, |groups| groups.count);
+        Self { tokens_per_shard: tokens / shards, shards, experts, top_k: rule.top_k, groups }
+    }
+
     /// Holds the sizes to what the kernels take: indices of tokens and slots are `i32` on the device, and the chunks of
     /// both passes must fit shared memory, so that what is routed forward has a backward pass.
     fn check(self, op: &'static str, config: &RouteConfig, shared_bytes: usize) -> Result<Self> {
-        let Self { tokens_per_shard, shards, experts, top_k } = self;
+        let Self { tokens_per_shard, shards, experts, top_k, .. } = self;
         let tokens = tokens_per_shard * shards;
         if tokens.max(shards).saturating_mul(top_k.max(experts)) >= 1 << 31 {
             let got = format!("{tokens} tokens in {shards} shards");
@@ -85,10 +93,18 @@ impl RouteConfig {
         KernelSpec { source: SOURCE, name, args }
     }
 
+    /// The kernel of the forward pass: the one for any rule, or the fast one for the largest softmax.
+    fn tokens_spec(&self, any_rule: bool) -> KernelSpec {
+        let mut spec = self.spec("nib::route_tokens");
+        spec.args.push(("kAnyRule", TemplateArg::Bool(any_rule)));
+        spec
+    }
+
     /// The kernel of the backward pass, for one loss over all shards or a loss for each shard.
-    fn backward_spec(&self, one_loss: bool) -> KernelSpec {
+    fn backward_spec(&self, one_loss: bool, scores: Scores) -> KernelSpec {
         let mut spec = self.spec("nib::route_backward");
         spec.args.push(("Load", TemplateArg::Type(if one_loss { "double" } else { "int" })));
+        spec.args.push(("kSigmoid", TemplateArg::Bool(scores == Scores::Sigmoid)));
         spec
     }
 
@@ -102,12 +118,12 @@ impl RouteConfig {
         Launch { ctas: ctas as u32, threads, cluster: 1, shared_bytes: 4 * words }
     }
 
-    /// Shared memory for the chunk's probabilities, in rows half the banks apart; a count for each expert; and the
-    /// slots of the tokens that are worked on at once.
+    /// Shared memory for the chunk's probabilities, in rows half the banks apart; a count for each expert; and slots
+    /// and groups of the tokens that are worked on at once.
     fn tokens(&self, desc: &RouteDesc) -> Launch {
         let row = self.lanes * self.per_lane + 16 + 1;
-        let slots = self.threads() / self.lanes * desc.top_k;
-        self.launch(desc, Route::<Cuda>::CHUNK * row + desc.experts + slots)
+        let at_once = self.threads() / self.lanes * (desc.top_k + desc.groups);
+        self.launch(desc, Route::<Cuda>::CHUNK * row + desc.experts + at_once)
     }
 
     /// Shared memory for the chunk's probabilities, a row for all tokens, and three numbers for each slot.
@@ -139,17 +155,20 @@ struct Chunks {
 pub(crate) fn route(cuda: &Cuda, op: Route<'_, Cuda>) -> Result<Routing<Cuda>> {
     const OP: &str = "route";
     op.check()?;
-    BufferCheck::by(OP, cuda).tensor("logits", op.logits)?;
-    let (tokens, experts) = op.logits.shape();
-    let (top_k, shards) = (op.top_k, op.shards);
+    let buffers = BufferCheck::by(OP, cuda);
+    buffers.tensor("logits", op.logits)?;
+    let ((tokens, experts), shards, rule) = (op.logits.shape(), op.shards, op.rule);
+    if let Some(bias) = op.bias {
+        buffers.values("bias", bias, experts)?;
+    }
     let config = RouteConfig::choose(OP, experts)?;
     let shared_bytes = cuda.device().info().shared_bytes_per_cta;
-    let desc = RouteDesc { tokens_per_shard: tokens / shards, shards, experts, top_k };
-    let desc = desc.check(OP, &config, shared_bytes)?;
+    let desc = RouteDesc::new((tokens, experts), shards, &rule).check(OP, &config, shared_bytes)?;
     let logits = op.logits.f32(OP, "logits")?.get();
+    let bias = op.bias.map(|bias| bias.get());
     let device = cuda.device();
     let out = op.result(cuda)?;
-    let probs = out.probs.f32(OP, "probs")?.get();
+    let kept = out.kept.f32(OP, "kept")?.get();
     let (expert, weight, log_sum_exp) = (out.expert.get(), out.weight.get(), out.log_sum_exp.get());
     let (load, losses) = (out.load.get(), out.losses.get());
     let chunks = desc.sums().chunks;
@@ -160,19 +179,27 @@ pub(crate) fn route(cuda: &Cuda, op: Route<'_, Cuda>) -> Result<Routing<Cuda>> {
     };
     let products = device.alloc::<f64>(shards * experts)?;
     let [experts_arg, top_k_arg, tokens_arg, chunks_arg] =
-        [experts, top_k, desc.tokens_per_shard, desc.chunks_of_shard()].map(|n| n as i32);
+        [experts, rule.top_k, desc.tokens_per_shard, desc.chunks_of_shard()].map(|n| n as i32);
     if tokens > 0 {
-        let kernel = device.kernel(&config.spec("nib::route_tokens"))?;
-        let normalize = i32::from(op.normalize);
-        // SAFETY: `BufferCheck` held logits to tokens · experts values, as many as probs has; expert and weight were
-        // made for tokens · top_k, log_sum_exp for `tokens`, the sums for every chunk, as the kernel indexes them; each
-        // CTA takes a chunk.
+        let is_sigmoid = rule.scores == Scores::Sigmoid;
+        let any_rule = is_sigmoid || bias.is_some() || rule.groups.is_some();
+        let kernel = device.kernel(&config.tokens_spec(any_rule))?;
+        let [groups, top_groups, two_largest] = match rule.groups {
+            None => [0; 3],
+            Some(ExpertGroups { count, top, score }) => {
+                [count as i32, top as i32, i32::from(score == GroupScore::Top2)]
+            }
+        };
+        // SAFETY: `BufferCheck` held logits to tokens · experts values, as many as `kept` has, and the bias to `experts`; expert and weight
+        // were made for tokens · top_k, log_sum_exp for `tokens`, the sums for every chunk, as the kernel indexes them; each
+        // CTA takes a chunk. Where `kept` is the logits themselves, of sigmoids, the kernel does not write it.
         unsafe {
             kernel.launch(
                 config.tokens(&desc),
                 &[
                     logits,
-                    probs,
+                    &bias,
+                    kept,
                     expert,
                     weight,
                     log_sum_exp,
@@ -181,9 +208,15 @@ pub(crate) fn route(cuda: &Cuda, op: Route<'_, Cuda>) -> Result<Routing<Cuda>> {
                     &sums.counts,
                     &experts_arg,
                     &top_k_arg,
-                    &normalize,
+                    &i32::from(rule.normalize),
                     &tokens_arg,
                     &chunks_arg,
+                    &i32::from(is_sigmoid),
+                    &groups,
+                    &top_groups,
+                    &two_largest,
+                    &rule.tiny(),
+                    &rule.scale,
                 ],
             )?;
         }
@@ -213,9 +246,9 @@ pub(crate) fn route(cuda: &Cuda, op: Route<'_, Cuda>) -> Result<Routing<Cuda>> {
 /// Checks the buffers that [`RouteBackward`] borrows.
 fn hold(cuda: &Cuda, op: &RouteBackward<'_, Cuda>) -> Result<()> {
     let (buffers, routing) = (BufferCheck::by("route_backward", cuda), op.routing);
-    let (tokens, experts) = routing.probs.shape();
-    let slots = tokens * op.top_k;
-    buffers.tensor("routing.probs", &routing.probs)?;
+    let (tokens, experts) = routing.kept.shape();
+    let slots = tokens * op.rule.top_k;
+    buffers.tensor("routing.kept", &routing.kept)?;
     buffers.values("routing.expert", &routing.expert, slots)?;
     buffers.values("routing.weight", &routing.weight, slots)?;
     buffers.values("routing.log_sum_exp", &routing.log_sum_exp, tokens)?;
@@ -230,34 +263,33 @@ fn hold(cuda: &Cuda, op: &RouteBackward<'_, Cuda>) -> Result<()> {
 pub(crate) fn route_backward(cuda: &Cuda, op: RouteBackward<'_, Cuda>) -> Result<Tensor<Cuda>> {
     const OP: &str = "route_backward";
     op.check()?;
-    let (tokens, experts) = op.routing.probs.shape();
-    let (top_k, shards) = (op.top_k, op.shards);
+    let (tokens, experts) = op.routing.kept.shape();
     hold(cuda, &op)?;
     let config = RouteConfig::choose(OP, experts)?;
     let shared_bytes = cuda.device().info().shared_bytes_per_cta;
-    let desc = RouteDesc { tokens_per_shard: tokens / shards, shards, experts, top_k };
-    let desc = desc.check(OP, &config, shared_bytes)?;
-    let probs = op.routing.probs.f32(OP, "routing.probs")?.get();
+    let desc = RouteDesc::new((tokens, experts), op.shards, &op.rule).check(OP, &config, shared_bytes)?;
+    let kept = op.routing.kept.f32(OP, "routing.kept")?.get();
     let device = cuda.device();
     let dlogits = op.result(cuda)?;
     if tokens > 0 {
         let per_shard = desc.tokens_per_shard;
         let (balance, z) = op.loss_factors();
         let [experts, top_k, normalize, per_shard, chunks] =
-            [experts, top_k, usize::from(op.normalize), per_shard, desc.chunks_of_shard()].map(|n| n as i32);
+            [experts, desc.top_k, usize::from(op.rule.normalize), per_shard, desc.chunks_of_shard()]
+                .map(|n| n as i32);
         let routing = op.routing;
         let (load, load_stride): (&dyn KernelArg, i32) = match op.batch_load {
             Some(load) => (load.get(), 0),
             None => (routing.load.get(), experts),
         };
-        let kernel = device.kernel(&config.backward_spec(op.batch_load.is_some()))?;
-        // SAFETY: `hold` held probs to tokens · experts values, as many as dlogits has; expert, weight and dweight to
+        let kernel = device.kernel(&config.backward_spec(op.batch_load.is_some(), op.rule.scores))?;
+        // SAFETY: `hold` held `kept` to tokens · experts values, as many as dlogits has; expert, weight and dweight to
         // tokens · top_k; log_sum_exp to `tokens`; load to shards · experts, batch_load to `experts` F64; experts are compared with their number.
         unsafe {
             kernel.launch(
                 config.backward(&desc),
                 &[
-                    probs,
+                    kept,
                     routing.expert.get(),
                     routing.weight.get(),
                     routing.log_sum_exp.get(),
@@ -272,6 +304,8 @@ pub(crate) fn route_backward(cuda: &Cuda, op: RouteBackward<'_, Cuda>) -> Result
                     &chunks,
                     &balance,
                     &z,
+                    &op.rule.tiny(),
+                    &op.rule.scale,
                 ],
             )?;
         }
@@ -283,30 +317,34 @@ pub(crate) fn route_backward(cuda: &Cuda, op: RouteBackward<'_, Cuda>) -> Result
 pub(crate) fn instances() -> Vec<Instance> {
     let sizes = |config: &RouteConfig| {
         let experts = config.lanes * config.per_lane;
-        RouteDesc { tokens_per_shard: 1, shards: 1, experts, top_k: experts.min(8) }
+        RouteDesc { tokens_per_shard: 1, shards: 1, experts, top_k: experts.min(8), groups: 0 }
     };
     let of = |config: &RouteConfig| {
         let desc = sizes(config);
         let instance = |spec, launch: Launch| Instance { spec, shared_bytes: launch.shared_bytes };
-        [
-            instance(config.spec("nib::route_tokens"), config.tokens(&desc)),
-            instance(config.backward_spec(false), config.backward(&desc)),
-            instance(config.backward_spec(true), config.backward(&desc)),
-        ]
+        let tokens =
+            [false, true].map(|any_rule| instance(config.tokens_spec(any_rule), config.tokens(&desc)));
+        let passes = [Scores::Softmax, Scores::Sigmoid].map(|scores| {
+            [false, true]
+                .map(|one_loss| instance(config.backward_spec(one_loss, scores), config.backward(&desc)))
+        });
+        tokens.into_iter().chain(passes.into_iter().flatten())
     };
     let largest = sizes(&RouteConfig::ALL[RouteConfig::ALL.len() - 1]);
     let losses = Instance { spec: losses_spec(), shared_bytes: losses_launch(&largest).shared_bytes };
     RouteConfig::ALL.iter().flat_map(of).chain([losses]).collect()
 }
 
-/// The sizes of every instance, for few and for all of its experts.
+/// The sizes of every instance, for few and for all of its experts, which are in groups or not.
 pub(crate) fn shared_sizes() -> Vec<SharedSize> {
     let of = |config: RouteConfig| {
         let RouteConfig { lanes, per_lane } = config;
         let most = lanes * per_lane;
-        [(1, 1), (most / 2 + 1, 2), (most, most.min(8))].into_iter().flat_map(move |(experts, top_k)| {
-            let desc = RouteDesc { tokens_per_shard: 1, shards: 1, experts, top_k };
-            let tokens = format!("nib::route_tokens_shared_bytes<{lanes}, {per_lane}>({experts}, {top_k})");
+        let sizes = [(1, 1, 0), (most / 2 + 1, 2, 0), (most, most.min(8), 8)];
+        sizes.into_iter().flat_map(move |(experts, top_k, groups)| {
+            let desc = RouteDesc { tokens_per_shard: 1, shards: 1, experts, top_k, groups };
+            let tokens =
+                format!("nib::route_tokens_shared_bytes<{lanes}, {per_lane}>({experts}, {top_k}, {groups})");
             let backward = format!("nib::route_backward_shared_bytes<{lanes}, {per_lane}>({top_k})");
             [(tokens, config.tokens(&desc)), (backward, config.backward(&desc))].map(
                 |(expression, launch)| SharedSize { source: SOURCE, expression, bytes: launch.shared_bytes },
@@ -333,7 +371,7 @@ mod tests {
     #[test]
     fn a_choice_that_overflows_shared_memory_is_an_error_that_names_it() {
         let check = |experts, top_k| {
-            let desc = RouteDesc { tokens_per_shard: 64, shards: 1, experts, top_k };
+            let desc = RouteDesc { tokens_per_shard: 64, shards: 1, experts, top_k, groups: 0 };
             desc.check("route", &RouteConfig::choose("route", experts).unwrap(), 232_448)
         };
         for (experts, top_k) in [(1, 1), (16, 16), (128, 128), (256, 216), (512, 129)] {
@@ -348,7 +386,7 @@ mod tests {
 
     #[test]
     fn the_largest_instance_fits_shared_memory() {
-        let desc = RouteDesc { tokens_per_shard: 8192, shards: 4, experts: 512, top_k: 100 };
+        let desc = RouteDesc { tokens_per_shard: 8192, shards: 4, experts: 512, top_k: 100, groups: 512 };
         let config = RouteConfig::choose("route", 512).unwrap();
         assert_eq!(config.tokens(&desc).ctas, 512);
         let all = [config.tokens(&desc), config.backward(&desc), losses_launch(&desc)];

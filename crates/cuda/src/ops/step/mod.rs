@@ -1,4 +1,4 @@
-//! `begin_step`, `begin_micro_batch`, `collect`, `end_step`, `push_amax` on a GPU (`csrc/kernels/step/step.cuh`).
+//! `begin_step`, `begin_micro_batch`, `collect`, `end_step`, `push_amax`, `balance_bias` on a GPU (`csrc/kernels/step/step.cuh`).
 
 pub(crate) mod adamw;
 pub(crate) mod init_normal;
@@ -17,8 +17,8 @@ use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;
 use crate::{Buffer, Cuda};
 use nibble_core::ops::{
-    AmaxRecords, BeginMicroBatch, BeginStep, Collect, CrossEntropy, EndStep, Entry, EntrySource, InputLayout,
-    PushAmax,
+    AmaxRecords, BalanceBias, BeginMicroBatch, BeginStep, Collect, CrossEntropy, EndStep, Entry, EntrySource,
+    InputLayout, PushAmax,
 };
 use nibble_core::{Error, Plain, Result};
 
@@ -31,6 +31,7 @@ const COLLECT_THREADS: u32 = 128;
 const COLLECT_ENTRIES: usize = 100;
 const END_THREADS: u32 = 1024;
 const PUSH_THREADS: u32 = 128;
+const BALANCE_THREADS: u32 = 256;
 
 fn spec(name: &'static str) -> KernelSpec {
     KernelSpec { source: "kernels/step/step.cuh", name, args: Vec::new() }
@@ -237,6 +238,27 @@ pub(crate) fn push_amax(cuda: &Cuda, op: PushAmax<'_, Cuda>) -> Result<()> {
     }
 }
 
+/// See [`BalanceBias`].
+pub(crate) fn balance_bias(cuda: &Cuda, op: BalanceBias<'_, Cuda>) -> Result<()> {
+    const OP: &str = "balance_bias";
+    op.check()?;
+    let buffers = BufferCheck::by(OP, cuda);
+    let tables = buffers.buffer("tables", op.tables)?.address() + (op.at * size_of::<f64>()) as u64;
+    let control = buffers.buffer("control", op.control)?;
+    buffers.buffer("bias", op.bias)?;
+    let cells = op.cells() as u64;
+    let bias = op.bias.make_mut()?;
+    let [ranks, experts] = [("ranks", op.ranks), ("bias.len()", bias.len())]
+        .map(|(argument, n)| i32::try_from(n).map_err(|_| Error::shape(OP, argument, n, "below 2^31")));
+    let launch = Launch { ctas: 1, threads: BALANCE_THREADS, cluster: 1, shared_bytes: 0 };
+    // SAFETY: `check` held each of `ranks` tables of `cells` to a load for each bias from `at` on, and the control to its length.
+    unsafe {
+        cuda.device()
+            .kernel(&spec("nib::balance_bias"))?
+            .launch(launch, &[&tables, control, &*bias, &cells, &ranks?, &experts?, &op.rate])
+    }
+}
+
 /// The device's `StepEnd`.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
@@ -282,9 +304,15 @@ pub(crate) fn end_step(cuda: &Cuda, op: EndStep<'_, Cuda>) -> Result<()> {
 
 /// The instances.
 pub(crate) fn instances() -> Vec<Instance> {
-    ["nib::begin_step", "nib::begin_micro_batch", "nib::collect", "nib::end_step", "nib::push_amax"]
-        .map(|name| Instance { spec: spec(name), shared_bytes: 0 })
-        .to_vec()
+    let names = [
+        "nib::begin_step",
+        "nib::begin_micro_batch",
+        "nib::collect",
+        "nib::end_step",
+        "nib::push_amax",
+        "nib::balance_bias",
+    ];
+    names.map(|name| Instance { spec: spec(name), shared_bytes: 0 }).to_vec()
 }
 
 #[cfg(test)]

@@ -199,7 +199,7 @@ fn routing_of(cpu: &Cpu, case: &Case, rank: usize) -> Routing<Cpu> {
     Routing {
         expert: cpu.upload(&expert).unwrap(),
         weight: cpu.upload(&weight).unwrap(),
-        probs: Tensor::zeros(cpu, DType::F32, 0, 0).unwrap(),
+        kept: Tensor::zeros(cpu, DType::F32, 0, 0).unwrap(),
         log_sum_exp: cpu.zeros(0).unwrap(),
         load: cpu.zeros(0).unwrap(),
         losses: cpu.zeros(0).unwrap(),

@@ -1,0 +1,83 @@
+//! Which experts a token takes.
+
+use nibble_core::ops::{ExpertGroups, GroupScore, RouteRule};
+
+/// Chooses row by row; its vectors are there to be used again.
+#[derive(Debug)]
+pub(super) struct Choice<'a> {
+    groups: Option<ExpertGroups>,
+    bias: Option<&'a [f32]>,
+    /// Choice scores of the row's experts, where they are not its scores.
+    biased: Vec<f32>,
+    /// The best groups, and their scores.
+    group: Vec<i32>,
+    score: Vec<f32>,
+}
+
+impl<'a> Choice<'a> {
+    pub fn new(rule: &RouteRule, bias: Option<&'a [f32]>) -> Self {
+        let top = rule.groups.map_or(0, |groups| groups.top);
+        Self { groups: rule.groups, bias, biased: Vec::new(), group: vec![0; top], score: vec![0.0; top] }
+    }
+
+    /// The experts of a row and their scores, in the order of [`nibble_core::ops::Route`].
+    pub fn of(&mut self, scores: &[f32], expert: &mut [i32], score: &mut [f32]) {
+        let Self { groups, bias, biased, group, score: group_score } = self;
+        let choice = match bias {
+            None => scores,
+            Some(bias) => {
+                biased.clear();
+                biased.extend(scores.iter().zip(*bias).map(|(s, b)| s + b));
+                &biased[..]
+            }
+        };
+        match groups {
+            None => best(choice.iter().copied().enumerate(), expert, score),
+            Some(groups) => {
+                let each = choice.len() / groups.count;
+                let of_groups = choice.chunks_exact(each).map(|of_group| score_of(groups.score, of_group));
+                best(of_groups.enumerate(), group, group_score);
+                group.sort_unstable();
+                let experts = group.iter().flat_map(|&g| g as usize * each..(g as usize + 1) * each);
+                best(experts.map(|e| (e, choice[e])), expert, score);
+            }
+        }
+        if bias.is_some() {
+            score.iter_mut().zip(expert).for_each(|(score, e)| *score = scores[*e as usize]);
+        }
+    }
+}
+
+/// The score of a group with these choice scores.
+fn score_of(score: GroupScore, choice: &[f32]) -> f32 {
+    let (mut index, mut two) = ([0; 2], [0.0; 2]);
+    match score {
+        GroupScore::Max => best(choice.iter().copied().enumerate(), &mut index[..1], &mut two[..1]),
+        GroupScore::Top2 => best(choice.iter().copied().enumerate(), &mut index, &mut two),
+    }
+    match score {
+        GroupScore::Max => two[0],
+        GroupScore::Top2 => two[0] + two[1],
+    }
+}
+
+/// The best of these by insertion: `index.len()` of them or all there are, the largest score first, of equals the one that comes first, NaNs
+/// last.
+fn best(scores: impl Iterator<Item = (usize, f32)>, index: &mut [i32], score: &mut [f32]) {
+    let most = index.len();
+    let ahead = |p: f32, w: f32| p > w || (w.is_nan() && !p.is_nan());
+    for (seen, (j, s)) in scores.enumerate() {
+        let mut place = seen;
+        if seen >= most {
+            place = most - 1;
+            if !ahead(s, score[place]) {
+                continue;
+            }
+        }
+        while place > 0 && ahead(s, score[place - 1]) {
+            (score[place], index[place]) = (score[place - 1], index[place - 1]);
+            place -= 1;
+        }
+        (score[place], index[place]) = (s, j as i32);
+    }
+}

@@ -1,0 +1,58 @@
+//! DeepSeek-V2 and V2-Lite (`DeepseekV2ForCausalLM`): latent attention, softmax scores that are not normalised, of V2 from the best groups of experts.
+//! `transformers` has no load-balancing loss for it; `aux_loss_alpha` is of the published program.
+
+use super::latent::{LATENT, read, read_groups, tensors, write, write_groups};
+use super::shared::DECODER;
+use super::{ConfigJson, Family, Field, Named};
+use crate::config::{GroupScore, ModelConfig};
+use crate::error::Result;
+use crate::spec::ModelSpec;
+use serde_json::{Map, Value};
+
+/// DeepSeek-V2, and V2-Lite, whose queries have no latent.
+#[derive(Debug, Clone, Copy)]
+pub struct DeepseekV2;
+
+/// How experts are chosen: of all, or of the best groups.
+const METHOD: &str = "topk_method";
+const OF_ALL: &str = "greedy";
+const OF_GROUPS: &str = "group_limited_greedy";
+
+impl Family for DeepseekV2 {
+    fn name(&self) -> &'static str {
+        "deepseek_v2"
+    }
+
+    fn architecture(&self) -> &'static str {
+        "DeepseekV2ForCausalLM"
+    }
+
+    fn fields(&self) -> Vec<Field> {
+        let own = [Field::always("scoring_func", "\"softmax\""), Field::always("norm_topk_prob", "false")];
+        [&DECODER[..], &LATENT, &own].concat()
+    }
+
+    fn read_rest(&self, json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
+        match json.get(METHOD).and_then(Value::as_str).unwrap_or(OF_ALL) {
+            // What files say of groups counts for nothing then.
+            OF_ALL => json.pass_over(&["n_group", "topk_group"]),
+            OF_GROUPS => read_groups(json, model, GroupScore::Max)?,
+            other => {
+                let why = format!("is \"{other}\", expected \"{OF_ALL}\" or \"{OF_GROUPS}\"");
+                return Err(json.error(METHOD, why));
+            }
+        }
+        read(json, model)
+    }
+
+    fn write_rest(&self, model: &ModelConfig, keys: &mut Map<String, Value>) {
+        let method = if model.groups > 0 { OF_GROUPS } else { OF_ALL };
+        keys.insert(METHOD.into(), method.into());
+        write_groups(model, keys);
+        write(model, keys);
+    }
+
+    fn tensors(&self, model: &ModelSpec) -> Vec<Named> {
+        tensors(model)
+    }
+}

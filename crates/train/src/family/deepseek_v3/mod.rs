@@ -1,0 +1,59 @@
+//! DeepSeek-V3 (`DeepseekV3ForCausalLM`): latent attention, sigmoid scores, and a bias of each expert for the choice alone. Published checkpoints have layers
+//! for the prediction of several tokens after the decoder's own (`model.layers.61.*` of V3); they are passed over.
+
+use super::latent::{LATENT, read, read_groups, tensors, write, write_groups};
+use super::shared::DECODER;
+use super::{ConfigJson, Family, Field, Named};
+use crate::config::{GroupScore, ModelConfig, Scores};
+use crate::error::Result;
+use crate::spec::ModelSpec;
+use serde_json::{Map, Value};
+
+/// DeepSeek-V3.
+#[derive(Debug, Clone, Copy)]
+pub struct DeepseekV3;
+
+/// Layers after the decoder's own.
+const MORE_LAYERS: &str = "num_nextn_predict_layers";
+
+impl Family for DeepseekV3 {
+    fn name(&self) -> &'static str {
+        "deepseek_v3"
+    }
+
+    fn architecture(&self) -> &'static str {
+        "DeepseekV3ForCausalLM"
+    }
+
+    fn fields(&self) -> Vec<Field> {
+        let own = [
+            Field::always("scoring_func", "\"sigmoid\""),
+            Field::always("topk_method", "\"noaux_tc\""),
+            Field::switch("norm_topk_prob", |m| &mut m.norm_topk_prob).or("true"),
+        ];
+        [&DECODER[..], &LATENT, &own].concat()
+    }
+
+    fn read_rest(&self, json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
+        (model.scores, model.router_bias) = (Scores::Sigmoid, true);
+        read_groups(json, model, GroupScore::Top2)?;
+        // They are passed over by their names, however many there are.
+        json.pass_over(&[MORE_LAYERS]);
+        read(json, model)
+    }
+
+    fn write_rest(&self, model: &ModelConfig, keys: &mut Map<String, Value>) {
+        keys.insert(MORE_LAYERS.into(), 0.into());
+        write_groups(model, keys);
+        write(model, keys);
+    }
+
+    fn tensors(&self, model: &ModelSpec) -> Vec<Named> {
+        tensors(model)
+    }
+
+    fn passes_over(&self, name: &str, model: &ModelConfig) -> bool {
+        let layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split('.').next());
+        layer.and_then(|layer| layer.parse::<usize>().ok()).is_some_and(|layer| layer >= model.layers)
+    }
+}

@@ -1,0 +1,137 @@
+//! What DeepSeek-V2 and V3 have in common: latent attention, experts after some dense layers, a shared expert.
+//!
+//! RoPE turns neighbouring elements together there (0 and 1, 2 and 3), and an element and that of the other half here: the rows that make them lie in another
+//! order. The latent of keys and values and the key that all heads share are one tensor there, and two parameters here.
+
+use super::config_json::{ConfigJson, Field};
+use super::shared::{read_rope, write_rope};
+use super::{Named, Rows, as_they_are};
+use crate::config::{Balance, GroupScore, ModelConfig, QkNorm};
+use crate::error::Result;
+use crate::spec::{AttentionSpec, LatentShape, ModelSpec};
+use serde_json::{Map, Value};
+
+/// Sizes of both.
+pub const LATENT: [Field; 13] = [
+    Field::size("kv_lora_rank", |m| &mut m.kv_rank),
+    Field::size("qk_rope_head_dim", |m| &mut m.rope_dim),
+    Field::size("v_head_dim", |m| &mut m.value_head_dim),
+    Field::size("n_routed_experts", |m| &mut m.experts),
+    Field::size("num_experts_per_tok", |m| &mut m.top_k),
+    Field::size("moe_intermediate_size", |m| &mut m.expert_ffn),
+    Field::size("first_k_dense_replace", |m| &mut m.dense_layers).or("0"),
+    Field::number("routed_scaling_factor", |m| &mut m.route_scale).or("1.0"),
+    Field::number("rms_norm_eps", |m| &mut m.norm_eps).or("1e-6"),
+    Field::always("attention_bias", "false"),
+    Field::always("mlp_bias", "false"),
+    Field::always("moe_layer_freq", "1"),
+    Field::always("rope_interleave", "true"),
+];
+
+const FFN: &str = "intermediate_size";
+const Q_RANK: &str = "q_lora_rank";
+const NOPE: &str = "qk_nope_head_dim";
+const SHARED: &str = "n_shared_experts";
+const GROUPS: &str = "n_group";
+const TOP_GROUPS: &str = "topk_group";
+const AUX: &str = "aux_loss_alpha";
+const OF_SEQUENCES: &str = "seq_aux";
+const KV_HEADS: &str = "num_key_value_heads";
+
+/// Reads what no field says, but for how routers choose.
+///
+/// # Errors
+/// [`crate::Error::Config`] naming the key whose value the decoder does not have.
+pub fn read(json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
+    model.qk_norm = QkNorm::None;
+    model.kv_heads = json.size(KV_HEADS)?.unwrap_or(model.heads);
+    let ffn = json.size(FFN)?.unwrap_or(0);
+    model.ffn = if model.dense_layers > 0 { ffn } else { 0 };
+    model.q_rank = json.size(Q_RANK)?.unwrap_or(0);
+    let nope = json.size(NOPE)?.ok_or_else(|| json.error(NOPE, "is not there, and is needed"))?;
+    model.head_dim = nope + model.rope_dim;
+    model.shared_ffn = json.size(SHARED)?.unwrap_or(0) * model.expert_ffn;
+    let is_of_sequences = json.get(OF_SEQUENCES).and_then(Value::as_bool).unwrap_or(true);
+    model.balance = if is_of_sequences { Balance::Sequence } else { Balance::Batch };
+    model.aux_loss_coef = json.number(AUX)?.unwrap_or(0.0);
+    read_rope(json, model)
+}
+
+/// Writes what no field says, but for how routers choose.
+pub fn write(model: &ModelConfig, keys: &mut Map<String, Value>) {
+    let mut add = |key: &str, value: Value| keys.insert(key.to_owned(), value);
+    add(KV_HEADS, model.kv_heads.into());
+    add(FFN, model.ffn.into());
+    add(Q_RANK, if model.q_rank == 0 { Value::Null } else { model.q_rank.into() });
+    add(NOPE, model.head_dim.saturating_sub(model.rope_dim).into());
+    add(SHARED, (model.shared_ffn / model.expert_ffn.max(1)).into());
+    add(AUX, model.aux_loss_coef.into());
+    add(OF_SEQUENCES, (model.balance == Balance::Sequence).into());
+    write_rope(model, keys);
+}
+
+/// The groups that experts are chosen from; one group is none.
+///
+/// # Errors
+/// [`crate::Error::Config`] where a key is no number.
+pub fn read_groups(json: &ConfigJson, model: &mut ModelConfig, score: GroupScore) -> Result<()> {
+    let groups = json.size(GROUPS)?.unwrap_or(0);
+    if groups > 1 {
+        (model.groups, model.group_score) = (groups, score);
+        model.top_groups = json.size(TOP_GROUPS)?.unwrap_or(groups);
+    } else {
+        json.pass_over(&[TOP_GROUPS]);
+    }
+    Ok(())
+}
+
+/// The groups that experts are chosen from.
+pub fn write_groups(model: &ModelConfig, keys: &mut Map<String, Value>) {
+    keys.insert(GROUPS.into(), model.groups.max(1).into());
+    keys.insert(TOP_GROUPS.into(), model.top_groups.max(1).into());
+}
+
+/// The tensors of a model with latent attention, under DeepSeek's names and in its order of rows.
+pub fn tensors(model: &ModelSpec) -> Vec<Named> {
+    let shape = model.runs.first().and_then(|run| match &run.block.attn {
+        AttentionSpec::Latent(spec) => Some(spec.shape),
+        AttentionSpec::GroupedQuery(_) => None,
+    });
+    let Some(shape) = shape else { return as_they_are(model) };
+    let mut all: Vec<Named> = Vec::new();
+    for tensor in as_they_are(model) {
+        let is_part = |part: &str| tensor.name.ends_with(&format!(".self_attn.{part}.weight"));
+        let numbers: Vec<usize> = tensor.rows.iter().map(|rows| rows.param).collect();
+        if is_part("q_proj") || is_part("q_b_proj") {
+            let rows = numbers.iter().flat_map(|param| of_heads(*param, &shape)).collect();
+            all.push(Named { rows, ..tensor });
+        } else if is_part("k_rope_proj") {
+            // After the rows of the latent.
+            let turned = numbers.iter().flat_map(|param| neighbours(*param, 0, shape.rope_dim));
+            if let Some(latent) = all.last_mut() {
+                latent.shape[0] += shape.rope_dim;
+                latent.rows.extend(turned);
+            }
+        } else {
+            let name = tensor.name.replace(".kv_a_proj.", ".kv_a_proj_with_mqa.");
+            all.push(Named { name: name.replace(".shared_expert.", ".shared_experts."), ..tensor });
+        }
+    }
+    all
+}
+
+/// The rows of all heads of queries, of which the last of each turn.
+fn of_heads(param: usize, shape: &LatentShape) -> Vec<Rows> {
+    let (head_dim, rope_dim) = (shape.head_dim(), shape.rope_dim);
+    let head = |head: usize| {
+        let (first, turns) = (head * head_dim, head * head_dim + shape.nope_dim);
+        [Rows { param, range: first..turns }].into_iter().chain(neighbours(param, turns, rope_dim))
+    };
+    (0..shape.heads).flat_map(head).collect()
+}
+
+/// So many rows from `first` on, each before its partner of the other half.
+fn neighbours(param: usize, first: usize, count: usize) -> impl Iterator<Item = Rows> {
+    let row = move |row: usize| Rows { param, range: first + row..first + row + 1 };
+    (0..count / 2).flat_map(move |i| [row(i), row(i + count / 2)])
+}
