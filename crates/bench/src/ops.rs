@@ -164,8 +164,8 @@ fn experts(b: &Cpu) -> CoreResult<Vec<Case>> {
     const EXPERTS: usize = 8;
     const TOP_K: usize = 2;
     let logits = normal(b, DType::F32, ROWS, EXPERTS)?;
-    let route =
-        |logits: &Tensor<Cpu>, b: &Cpu| Route { logits, top_k: TOP_K, normalize: true, shards: 4 }.run(b);
+    let rule = RouteRule::softmax(TOP_K, true);
+    let route = move |logits: &Tensor<Cpu>, b: &Cpu| Route { logits, bias: None, rule, shards: 4 }.run(b);
     let routing = route(&logits, b)?;
     let ids = b.upload(&(0..ROWS as i32).collect::<Vec<_>>())?;
     let capacity = round_up(ROWS * TOP_K + EXPERTS * 127, 128);

@@ -27,6 +27,7 @@ fn the_ledger_is_what_the_allocator_holds() {
             &["model.balance=batch"],
             &["train.combine=tree"],
             &rig::LATENT,
+            &["model.scores=sigmoid", "model.router_bias=true", "model.balance=sequence"],
         ] {
             let cpu = Cpu::new(1).unwrap();
             let mut trainer = Trainer::new(&cpu, &SOLO, &small(recipe, changes)).unwrap();

@@ -53,6 +53,7 @@ fn every_arena_is_as_large_as_predicted() {
         &["recipe=fp8-flow", "train.recompute=[]"],
         &["recipe=bf16", "model.head_dim=48", "model.value_head_dim=16", "train.recompute=[]"],
         &["recipe=mxfp4-hopper-head8"],
+        &["recipe=bf16", "model.scores=sigmoid", "model.router_bias=true", "model.balance=sequence"],
         &[
             "recipe=mxfp4-hopper-head8",
             "model.tie_embeddings=false",

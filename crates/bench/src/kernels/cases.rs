@@ -385,7 +385,8 @@ fn route<B: Kernels>(o: &Operands<B>) -> Result<Case<B>> {
     let (tokens, experts, top_k) = (routed.tokens, routed.experts, routed.top_k);
     let logits = uniform(&o.b, tokens, experts)?;
     Ok(Case::new(traffic::route(tokens, experts, top_k), move |b| {
-        Route { logits: &logits, top_k, normalize: true, shards: 1 }.run(b).map(drop)
+        let rule = RouteRule::softmax(top_k, true);
+        Route { logits: &logits, bias: None, rule, shards: 1 }.run(b).map(drop)
     }))
 }
 
