@@ -58,8 +58,8 @@ impl Rope {
         move |i| 1.0 - ((i as f64 - first) / width).clamp(0.0, 1.0)
     }
 
-    /// What cosines and sines are multiplied by: 1, but under YaRN the ratio of [`growth`] by `mscale` to that by `mscale_all_dim` where both
-    /// are given, else that by 1.
+    /// What cosines and sines are multiplied by: 1, but under YaRN, with g(m) = 0.1 · m · ln(factor) + 1, g(mscale) / g(mscale_all_dim) where both are
+    /// given, else g(1).
     #[must_use]
     pub fn amplitude(&self) -> f64 {
         let RopeScaling { kind, factor, mscale, mscale_all_dim, .. } = self.scaling;
@@ -70,8 +70,7 @@ impl Rope {
         }
     }
 
-    /// What scores of latent attention are multiplied by: 1/√`head_dim`, under YaRN times the square of [`growth`] by `mscale_all_dim` where
-    /// that is given.
+    /// What scores of latent attention are multiplied by: 1/√`head_dim`, under YaRN times (0.1 · mscale_all_dim · ln(factor) + 1)².
     #[must_use]
     pub fn latent_scale(&self, head_dim: usize) -> f32 {
         let RopeScaling { kind, factor, mscale_all_dim, .. } = self.scaling;
