@@ -16,8 +16,8 @@ pub enum Scope {
     Swiglu,
     /// The experts' input, which has a row for each expert of a token: dispatched again.
     ExpertInput,
-    /// Queries, keys and values of latent attention (`model.kv_rank`): projected up from the latents once more. Queries that come straight from the input are
-    /// kept.
+    /// Queries, keys and values of latent attention (`model.kv_rank`): projected up from the latents once more. Queries that come straight from
+    /// the input are kept.
     MlaUp,
     /// Attention with its projections and the norm before it, from the residual stream.
     Attention,

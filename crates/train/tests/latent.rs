@@ -131,22 +131,21 @@ fn cpu() -> Cpu {
 /// One, two and four ranks, under every recipe, and whatever the backward pass makes again.
 #[test]
 fn ranks_and_recomputation_keep_the_bits_under_every_recipe() {
-    use Scope::{Attention, Layers, MlaUp, Norms};
-    let scopes: [&[Scope]; 7] =
-        [&[], &[Norms], &[MlaUp], &[Norms, MlaUp], &[Attention], &[Layers], &Scope::ALL];
+    use Scope::{Attention, MlaUp, Norms};
+    let scopes: [&[Scope]; 5] = [&[], &[MlaUp], &[Norms, MlaUp], &[Attention], &Scope::ALL];
     for (i, recipe) in rig::recipes().into_iter().enumerate() {
         let both = ["bf16", "mxfp4-hopper"].contains(&recipe);
         for kind in KINDS.into_iter().enumerate().filter(|(k, _)| both || i % 2 == *k).map(|(_, kind)| kind) {
             let config = of(kind, recipe, &[]);
-            let one = train(&config, 1, 3, cpu);
+            let one = train(&config, 1, 2, cpu);
             assert!(one.losses.iter().all(|loss| loss.is_finite()));
             for world in [2, 4] {
-                one.assert_same(&train(&config, world, 3, cpu), &format!("{recipe}, {world} ranks"));
+                one.assert_same(&train(&config, world, 2, cpu), &format!("{recipe}, {world} ranks"));
             }
             for scopes in scopes {
                 let mut config = config.clone();
                 config.train.recompute = scopes.to_vec();
-                one.assert_same(&train(&config, 1, 3, cpu), &format!("{recipe}, {scopes:?}"));
+                one.assert_same(&train(&config, 1, 2, cpu), &format!("{recipe}, {scopes:?}"));
             }
         }
     }

@@ -3,8 +3,8 @@ use crate::error::expect_eq;
 use crate::{Agreement, Backend, DType, Error, Result, Tensor};
 
 /// Keys and values of multi-head latent attention, from what a latent's up-projection gives and the key that all heads share (DeepSeek-AI 2024,
-/// "DeepSeek-V2", section 2.1): a head's key is its own n elements, then the r of the shared key, turned as by [`Rope`](super::Rope); its value is its own u.
-/// The shared key is rounded once, after it has turned; all else is copied.
+/// "DeepSeek-V2", section 2.1): a head's key is its own n elements, then the r of the shared key, turned as by [`Rope`](super::Rope); its value
+/// is its own u. The shared key is rounded once, after it has turned; all else is copied.
 ///
 /// Legend: t tokens, h heads, n own elements of a key, r shared ones, u elements of a value.
 #[derive(Debug)]

@@ -1,8 +1,8 @@
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, Error, Result, Tensor};
 
-/// Rotary position embedding on the last elements of each head, mostly all of them; those before are copied. Halves convention: of c elements that turn,
-/// element i is paired with i + c/2.
+/// Rotary position embedding on the last elements of each head, mostly all of them; those before are copied. Halves convention: of c elements
+/// that turn, element i is paired with i + c/2.
 ///
 /// Row r is at position r mod `seq_len` (+ `first_position`). The backward pass is the inverse rotation.
 #[derive(Debug)]

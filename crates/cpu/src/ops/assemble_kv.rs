@@ -1,4 +1,5 @@
-//! See [`nibble_core::ops::AssembleKv`]. One body serves as specification and as vectorised code: copies, sums and turns, every operation rounded (no fma).
+//! See [`nibble_core::ops::AssembleKv`]. One body serves as specification and as vectorised code: copies, sums and turns, every operation
+//! rounded (no fma).
 
 use super::rope::turn;
 use crate::Cpu;

@@ -159,15 +159,15 @@ pub struct ModelConfig {
     pub balance: Balance,
     /// Weight of the router's z-loss.
     pub z_loss_coef: f64,
-    /// Width of the latent from which each head's keys and values come, as in DeepSeek-V2 and V3; 0 = grouped-query attention. With it `kv_heads` is `heads`, and
-    /// `qk_norm` is false.
+    /// Width of the latent from which each head's keys and values come, as in DeepSeek-V2 and V3; 0 = grouped-query attention. With it
+    /// `kv_heads` is `heads`, and `qk_norm` is false.
     #[serde(skip_serializing_if = "is_zero")]
     pub kv_rank: usize,
     /// Width of the latent from which each head's queries come; 0 = they come straight from the input. With `kv_rank` alone.
     #[serde(skip_serializing_if = "is_zero")]
     pub q_rank: usize,
-    /// How many of the last of the `head_dim` elements of a head of queries and keys RoPE turns; those of keys are one for all heads. Even, less than `head_dim`;
-    /// with `kv_rank` alone: without it all turn, and this is 0.
+    /// How many of the last of the `head_dim` elements of a head of queries and keys RoPE turns; those of keys are one for all heads. Even, less
+    /// than `head_dim`; with `kv_rank` alone: without it all turn, and this is 0.
     #[serde(skip_serializing_if = "is_zero")]
     pub rope_dim: usize,
     /// How the frequencies of RoPE are changed.

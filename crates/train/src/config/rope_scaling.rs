@@ -17,7 +17,8 @@ pub enum RopeScalingKind {
     Yarn,
 }
 
-/// The table `[model.rope_scaling]`, in the terms of `rope_parameters` of a checkpoint's `config.json`. [`crate::layers::rope_table`] has the formulas.
+/// The table `[model.rope_scaling]`, in the terms of `rope_parameters` of a checkpoint's `config.json`. [`crate::layers::rope_table`] has the
+/// formulas.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct RopeScaling {

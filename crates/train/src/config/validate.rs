@@ -135,7 +135,8 @@ impl Config {
         let is_part = m.rope_dim > 0 && m.rope_dim < m.head_dim;
         require(is_part && m.rope_dim.is_multiple_of(2), "model.rope_dim", || {
             format!(
-                "is {}, expected an even number from 2 on and below model.head_dim = {}: RoPE turns pairs of the last elements of a head; model.kv_rank = {}",
+                "is {}, expected an even number from 2 on and below model.head_dim = {}: RoPE turns pairs of the last elements of a head; model.kv_rank \
+                 = {}",
                 m.rope_dim, m.head_dim, m.kv_rank
             )
         })

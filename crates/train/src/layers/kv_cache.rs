@@ -46,7 +46,8 @@ impl<B: Kernels> KvCache<B> {
         self.len
     }
 
-    /// What attention gives for tokens that follow those that are there, whose keys and values are put here. Several at once only where there are none.
+    /// What attention gives for tokens that follow those that are there, whose keys and values are put here. Several at once only where there
+    /// are none.
     pub(super) fn attended(&mut self, b: &B, [q, k, v]: [&Tensor<B>; 3]) -> Result<Tensor<B>> {
         let CachedHeads { head_dim, value_dim, scale, .. } = self.heads;
         let (tokens, first) = (q.rows, self.len);

@@ -1,6 +1,7 @@
-//! Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1): keys and values come from a narrow latent of the token, which is normed and projected up
-//! for every head; so do queries, from another latent, or straight from the input. RoPE turns the last elements of a head of queries and a key that all heads
-//! share. t tokens, d model, h heads, n own elements of a head of queries and keys, r that turn, u value_dim, p q_rank, c kv_rank.
+//! Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1): keys and values come from a narrow latent of the token, which is
+//! normed and projected up for every head; so do queries, from another latent, or straight from the input. RoPE turns the last elements of a
+//! head of queries and a key that all heads share. t tokens, d model, h heads, n own elements of a head of queries and keys, r that turn, u
+//! value_dim, p q_rank, c kv_rank.
 
 use super::kv_cache::CachedHeads;
 use super::shared::Shared;
@@ -144,6 +145,16 @@ enum HeadsKept<B: Kernels> {
     },
 }
 
+impl<B: Kernels> HeadsKept<B> {
+    /// All of them, or what they are made again from: the queries, where no latent of theirs is kept.
+    fn of(heads: QueriesKeysValues<B>, shared: Tensor<B>, all: bool, queries: bool) -> Self {
+        if all {
+            return Self::All(heads);
+        }
+        Self::Again { q: queries.then_some(heads.q), shared }
+    }
+}
+
 /// What latent attention keeps.
 #[derive(Debug)]
 pub struct LatentSaved<B: Kernels> {
@@ -235,25 +246,25 @@ impl<B: Kernels> Latent<B> {
     fn turned(
         &self,
         cx: &Cx<'_, B>,
-        x: &Tensor<B>,
+        x: Tensor<B>,
         rotation: &Rotation<'_, B>,
         inverse: bool,
     ) -> Result<Tensor<B>> {
         let &Rotation { table, seq_len, first_position } = rotation;
         let head_dim = self.shape.head_dim();
-        Rope { x, table, head_dim, seq_len, first_position, inverse }.run(cx.b)
+        Rope { x: &x, table, head_dim, seq_len, first_position, inverse }.run(cx.b)
     }
 
     /// Keys and values.
     fn assembled(
         &self,
         cx: &Cx<'_, B>,
-        [up, shared]: [&Tensor<B>; 2],
+        (up, shared): (Tensor<B>, &Tensor<B>),
         rotation: &Rotation<'_, B>,
     ) -> Result<AssembledKv<B>> {
         let LatentShape { nope_dim: key_dim, value_dim, .. } = self.shape;
         let &Rotation { table, seq_len, first_position } = rotation;
-        AssembleKv { up, shared, table, key_dim, value_dim, seq_len, first_position }.run(cx.b)
+        AssembleKv { up: &up, shared, table, key_dim, value_dim, seq_len, first_position }.run(cx.b)
     }
 
     /// Queries, keys and values of tokens from this position on, and what is kept of making them.
@@ -272,9 +283,9 @@ impl<B: Kernels> Latent<B> {
                 (q, Some(saved))
             }
         };
-        let q = self.turned(cx, &q, &rotation, false)?;
+        let q = self.turned(cx, q, &rotation, false)?;
         let (up, kv_up) = self.kv_up.forward(cx, latent, keep)?;
-        let AssembledKv { k, v } = self.assembled(cx, [&up, &shared], &rotation)?;
+        let AssembledKv { k, v } = self.assembled(cx, (up, &shared), &rotation)?;
         Ok(Projected { x, q_up, kv_up, shared, heads: QueriesKeysValues { q, k, v } })
     }
 
@@ -287,10 +298,7 @@ impl<B: Kernels> Latent<B> {
         let QueriesKeysValues { q, k, v } = &heads;
         let op = Attention { q, k, v, head_dim, value_dim, scale, seq_len };
         let AttentionOut { out, lse } = op.run(cx.b)?;
-        let heads = match self.keep_heads {
-            true => HeadsKept::All(heads),
-            false => HeadsKept::Again { q: self.q_up.is_none().then_some(heads.q), shared },
-        };
+        let heads = HeadsKept::of(heads, shared, self.keep_heads, self.q_up.is_none());
         let (o_input, o) = self.o.input(cx, &out)?;
         let layer = self.name.clone();
         Ok((o_input, LatentSaved { layer, x, q_up, kv_up, heads, out, lse, o }))
@@ -311,14 +319,14 @@ impl<B: Kernels> Latent<B> {
         cx.again(|| {
             let q = match (q, &self.q_up, q_saved) {
                 (Some(q), ..) => q,
-                (None, Some(up), Some(saved)) => self.turned(cx, &up.again(cx, saved)?, &rotation, false)?,
+                (None, Some(up), Some(saved)) => self.turned(cx, up.again(cx, saved)?, &rotation, false)?,
                 (None, ..) => {
                     let what = "queries are neither kept nor made again";
                     return Err(Error::Defect { place: "latent attention", what });
                 }
             };
             let up = self.kv_up.again(cx, kv_saved)?;
-            let AssembledKv { k, v } = self.assembled(cx, [&up, &shared], &rotation)?;
+            let AssembledKv { k, v } = self.assembled(cx, (up, &shared), &rotation)?;
             Ok(QueriesKeysValues { q, k, v })
         })
     }
@@ -331,8 +339,8 @@ impl<B: Kernels> Latent<B> {
         self.o.product(cx, &self.o.input(cx, &out)?.0)
     }
 
-    /// A cache for a sequence, of each head's keys and values: h·(n + r + u) numbers a token. The latent and the shared key, of which they are made, would be
-    /// c + r, and projected up once more for every token that is made.
+    /// A cache for a sequence, of each head's keys and values: h·(n + r + u) numbers a token. The latent and the shared key, of which they are
+    /// made, would be c + r, and projected up once more for every token that is made.
     pub fn cache(&self, b: &B, activations: DType) -> Result<KvCache<B>> {
         let LatentShape { heads: kv_heads, value_dim, .. } = self.shape;
         let heads = CachedHeads { kv_heads, head_dim: self.shape.head_dim(), value_dim, scale: self.scale };
@@ -398,10 +406,10 @@ impl<B: Kernels> Layer<B> for Latent<B> {
         };
         let grads = op.run(cx.b)?;
         drop((q, k, v, dout, saved.out, saved.lse));
-        let mut dq = self.turned(cx, &grads.dq, &self.rotation(seq_len, 0), true)?;
+        let mut dq = self.turned(cx, grads.dq, &self.rotation(seq_len, 0), true)?;
         let (dk, dv, table) = (&grads.dk, &grads.dv, &self.rope);
         let made = AssembleKvBackward { dk, dv, table, key_dim, value_dim, seq_len }.run(cx.b)?;
-        drop(grads);
+        drop((grads.dk, grads.dv));
         if let (Some(up), Some(saved)) = (&mut self.q_up, saved.q_up) {
             dq = up.backward(cx, saved, dq)?;
         }

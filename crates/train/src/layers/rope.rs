@@ -1,5 +1,5 @@
-//! Cosines and sines of RoPE, and how a model's frequencies are changed for longer sequences. Everything here is computed on the host in F64, with the
-//! same bits everywhere.
+//! Cosines and sines of RoPE, and how a model's frequencies are changed for longer sequences. Everything here is computed on the host in F64,
+//! with the same bits everywhere.
 
 use crate::config::{RopeScaling, RopeScalingKind};
 use crate::spec::Rope;
@@ -7,7 +7,8 @@ use nibble_core::formats::double;
 use nibble_core::{Kernels, Result, Tensor};
 use std::f64::consts::PI;
 
-/// Cosines, then sines, of position · frequency for each pair of a head, times the [amplitude](Rope::amplitude): `[positions, dim]` in F32, each rounded once.
+/// Cosines, then sines, of position · frequency for each pair of a head, times the [amplitude](Rope::amplitude): `[positions, dim]` in F32, each
+/// rounded once.
 ///
 /// # Errors
 /// From the backend.
@@ -41,9 +42,9 @@ impl Rope {
         }
     }
 
-    /// By how much YaRN leaves the frequency of a pair as it is: 1 up to the pair that turns `beta_fast` times in the original positions, 0 from that on
-    /// which turns `beta_slow` times, and along a line between them. Both pairs are whole numbers: the first is rounded down, the second up.
-    /// (Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large Language Models", section 3.2.)
+    /// By how much YaRN leaves the frequency of a pair as it is: 1 up to the pair that turns `beta_fast` times in the original positions, 0 from
+    /// that on which turns `beta_slow` times, and along a line between them. Both pairs are whole numbers: the first is rounded down, the second
+    /// up. (Peng et al. 2023, "YaRN: Efficient Context Window Extension of Large Language Models", section 3.2.)
     fn kept_by_yarn(&self) -> impl Fn(usize) -> f64 {
         let (dim, scaling) = (self.dim as f64, self.scaling);
         let pair = |turns: f64| {
@@ -57,8 +58,8 @@ impl Rope {
         move |i| 1.0 - ((i as f64 - first) / width).clamp(0.0, 1.0)
     }
 
-    /// What cosines and sines are multiplied by: 1, but under YaRN the ratio of [`growth`] by `mscale` to that by `mscale_all_dim` where both are given, else that
-    /// by 1.
+    /// What cosines and sines are multiplied by: 1, but under YaRN, with g(m) = 0.1 · m · ln(factor) + 1, g(mscale) / g(mscale_all_dim) where both are
+    /// given, else g(1).
     #[must_use]
     pub fn amplitude(&self) -> f64 {
         let RopeScaling { kind, factor, mscale, mscale_all_dim, .. } = self.scaling;
@@ -69,7 +70,7 @@ impl Rope {
         }
     }
 
-    /// What scores of latent attention are multiplied by: 1/√`head_dim`, under YaRN times the square of [`growth`] by `mscale_all_dim` where that is given.
+    /// What scores of latent attention are multiplied by: 1/√`head_dim`, under YaRN times (0.1 · mscale_all_dim · ln(factor) + 1)².
     #[must_use]
     pub fn latent_scale(&self, head_dim: usize) -> f32 {
         let RopeScaling { kind, factor, mscale_all_dim, .. } = self.scaling;

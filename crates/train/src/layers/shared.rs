@@ -39,8 +39,8 @@ impl<B: Kernels, const N: usize> Shared<'_, B, N> {
         Ok(inputs)
     }
 
-    /// What is kept for each of them, as its wgrad takes it: one lift for all whose recipes agree. It has a name of its own, and so random bits, should it
-    /// draw any.
+    /// What is kept for each of them, as its wgrad takes it: one lift for all whose recipes agree. It has a name of its own, and so random bits,
+    /// should it draw any.
     pub fn wgrad_inputs(&self, cx: &Cx<'_, B>, saved: [Operand<B>; N]) -> Result<Vec<Operand<B>>> {
         let whole = format!("{}.qkv", self.name);
         let mut inputs: Vec<Operand<B>> = Vec::with_capacity(N);

@@ -249,6 +249,21 @@ mod tests {
     }
 
     #[test]
+    fn latent_attention_may_make_its_heads_again_first() {
+        let sets =
+            ["kv_rank=32", "rope_dim=8", "kv_heads=4", "qk_norm=false"].map(|set| format!("model.{set}"));
+        let config = Config::load("tiny", &sets).unwrap();
+        let all = [
+            r#"["norms", "swiglu", "mla_up"]"#,
+            r#"["norms", "swiglu", "expert_input", "mla_up"]"#,
+            r#"["norms", "swiglu", "expert_input", "attention"]"#,
+            r#"["norms", "swiglu", "attention", "experts"]"#,
+            r#"["norms", "swiglu", "layers"]"#,
+        ];
+        assert_eq!(recomputation(&config).concat(), all.map(|scopes| format!("train.recompute={scopes}")));
+    }
+
+    #[test]
     fn a_dense_model_has_no_experts_input_to_make_again() {
         let config = Config::load("tiny-dense", &[]).unwrap();
         let all = [

@@ -265,6 +265,44 @@ mod tests {
     }
 
     #[test]
+    fn ids_and_shapes_of_latent_attention() {
+        let config = |q_rank| ModelConfig {
+            kv_heads: 4,
+            qk_norm: false,
+            kv_rank: 40,
+            q_rank,
+            rope_dim: 6,
+            value_head_dim: 12,
+            ..ModelConfig::default()
+        };
+        let of = |q_rank| -> Vec<(String, (usize, usize))> {
+            let spec = ModelSpec::new(&config(q_rank));
+            let params = spec.params().filter(|param| param.id.starts_with("model.layers.1.self_attn."));
+            let short = |id: &str| id["model.layers.1.self_attn.".len()..].to_owned();
+            params.map(|param| (short(&param.id), param.shape())).collect()
+        };
+        // d 64, 4 heads of 16, 6 of which turn, values of 12.
+        let rest = [
+            ("kv_a_proj.weight", (40, 64)),
+            ("k_rope_proj.weight", (6, 64)),
+            ("kv_a_layernorm.weight", (1, 40)),
+            ("kv_b_proj.weight", (4 * (10 + 12), 40)),
+            ("o_proj.weight", (64, 4 * 12)),
+        ];
+        let latent = [
+            ("q_a_proj.weight", (24, 64)),
+            ("q_a_layernorm.weight", (1, 24)),
+            ("q_b_proj.weight", (4 * 16, 24)),
+        ];
+        let named = |parts: &[(&str, (usize, usize))]| {
+            parts.iter().map(|(id, shape)| ((*id).to_owned(), *shape)).collect::<Vec<_>>()
+        };
+        assert_eq!(of(24), named(&[&latent[..], &rest].concat()));
+        assert_eq!(of(0), named(&[&[("q_proj.weight", (64, 64))][..], &rest].concat()));
+        assert_eq!(ModelSpec::new(&config(0)).rope.dim, 6);
+    }
+
+    #[test]
     fn a_tied_head_has_the_embeddings_id_and_no_parameter() {
         let spec = ModelSpec::new(&ModelConfig { vocab_size: 10, ..ModelConfig::default() });
         assert_eq!((spec.head.id.as_str(), spec.head.params().len()), ("model.embed_tokens", 0));

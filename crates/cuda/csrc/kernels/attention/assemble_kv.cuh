@@ -1,16 +1,17 @@
 // Keys and values of multi-head latent attention, and back.
 //
-// All widths are in units of kCount numbers: kCount is 16 bytes of T (Bf16 or F32) where all are multiples of that, else 1. Of a head `key_units` are its own part of
-// the key, `value_units` its value; `half_units` are half of the key that all heads share, whose pairs turn. table [positions, 2 * half] F32, half =
-// half_units * kCount: cosines, then sines; row r is at position r mod seq_len. A thread copies a unit in up to kAssembleHeads heads:
-// g, g + head_groups, ..., head_groups = ceil(heads / kAssembleHeads). Row counts times anything are below 2^31 where a Divider meets them. 256 threads.
+// All widths are in units of kCount numbers: kCount is 16 bytes of T (Bf16 or F32) where all are multiples of that, else 1. Of a head `key_units`
+// are its own part of the key, `value_units` its value; `half_units` are half of the key that all heads share, whose pairs turn. table
+// [positions, 2 * half] F32, half = half_units * kCount: cosines, then sines; row r is at position r mod seq_len. A thread copies a unit in up to
+// kAssembleHeads heads: g, g + head_groups, ..., head_groups = ceil(heads / kAssembleHeads). Tasks and warps are fewer than 2^31. 256 threads.
 //
-// assemble_kv<T, kCount>: up [rows, heads * (key + value)], shared [rows, 2 * half] -> k [rows, heads * (key + 2 * half)], v [rows, heads * value]. Beside the threads
-//   that copy there are those that turn a unit of each half of the shared key and write it to as many heads; the table is read from number `first` on.
-//   tasks = rows * head_groups * (key_units + value_units + half_units); grid ceil(tasks / 256).
-// assemble_kv_backward<T, kCount>: dk, dv -> dup, dshared. The first sum_ctas CTAs sum over heads: a warp has four units of each half of a row, eight lanes for each,
-//   which begin at zero and add heads j, j + 8, ...; by_chunks divides by ceil(half_units / 4). Their sums are added across lanes 4, 2 and 1 apart, turned back and
-//   rounded once. The other CTAs copy: tasks = rows * head_groups * (key_units + value_units). Grid sum_ctas + ceil(tasks / 256).
+// assemble_kv<T, kCount>: up [rows, heads * (key + value)], shared [rows, 2 * half] -> k [rows, heads * (key + 2 * half)], v [rows, heads * value].
+//   Beside the threads that copy there are those that turn a unit of each half of the shared key and write it to as many heads; the table is read
+//   from number `first` on. tasks = rows * head_groups * (key_units + value_units + half_units); grid ceil(tasks / 256).
+// assemble_kv_backward<T, kCount>: dk, dv -> dup, dshared. The first sum_ctas CTAs sum over heads: a warp has four units of each half of a row,
+//   eight lanes for each, which begin at zero and add heads j, j + 8, ...; by_chunks divides by chunks = ceil(half_units / 4). Their sums are
+//   added across lanes 4, 2 and 1 apart, turned back and rounded once. The other CTAs copy: tasks = rows * head_groups * (key_units + value_units).
+//   Grid sum_ctas + ceil(tasks / 256).
 #pragma once
 #include "math/reduce.cuh"
 #include "pieces/norm/turn.cuh"

@@ -1,10 +1,10 @@
 // Rotary position embedding of the last elements of heads, halves convention; the elements before them are copied.
 //
-// rope<T, kCount>: x, y [rows, heads * 2 * units * kCount] of type T (Bf16 or F32). Of a head the first 2 * kept_units * kCount elements are copied, the
-//   2 * half after them turn, half = (units - kept_units) * kCount; table [positions, 2 * half] F32, cosines, then sines, from number `first` on; row r is at
-//   position r mod seq_len of it. A thread turns kCount pairs of a row in up to kRopeHeads heads, with one read of their angles, or copies as many
-//   elements: heads g, g + head_groups, ..., head_groups = ceil(heads / kRopeHeads). kCount is 16 bytes of T where half of what is copied and half of
-//   what turns are multiples of that, else 1. sign: 1, or -1 to turn back.
+// rope<T, kCount>: x, y [rows, heads * 2 * units * kCount] of type T (Bf16 or F32). Of a head the first 2 * kept_units * kCount elements are
+//   copied, the 2 * half after them turn, half = (units - kept_units) * kCount; table [positions, 2 * half] F32, cosines, then sines, from number
+//   `first` on; row r is at position r mod seq_len of it. A thread turns kCount pairs of a row in up to kRopeHeads heads, with one read of their
+//   angles, or copies as many elements: heads g, g + head_groups, ..., head_groups = ceil(heads / kRopeHeads). kCount is 16 bytes of T where half of
+//   what is copied and half of what turns are multiples of that, else 1. sign: 1, or -1 to turn back.
 //   256 threads; grid ceil(tasks / 256), tasks = rows * head_groups * units below 2^31.
 #pragma once
 #include "math/reduce.cuh"

@@ -133,8 +133,9 @@ pub(crate) fn assemble_kv(cuda: &Cuda, op: AssembleKv<'_, Cuda>) -> Result<Assem
     let first = (op.first_position * op.table.cols) as u64;
     let table = op.table.f32(OP, "table")?.get();
     let [up, shared, k, v] = [op.up, op.shared, &out.k, &out.v].map(|x| plain_arg(x).0);
-    // SAFETY: `check` held up to whole heads, shared to as many rows and the table's columns, all of the instance's type, and `seq_len` positions from the first
-    // one on to the table; `BufferCheck` held them to their shapes and this device; the results have theirs from the same sizes.
+    // SAFETY: `check` held up to whole heads, shared to as many rows and the table's columns, all of the instance's type, and `seq_len`
+    // positions from the first one on to the table; `BufferCheck` held them to their shapes and this device; the results have theirs from the
+    // same sizes.
     unsafe { kernel.launch(launch, &[up, shared, table, k, v, &sizes, &first]) }?;
     Ok(out)
 }
@@ -173,8 +174,8 @@ pub(crate) fn assemble_kv_backward(
     let [dk, dv, dup, dshared] = [op.dk, op.dv, &out.dup, &out.dshared].map(|x| plain_arg(x).0);
     let args: [&dyn crate::launch::KernelArg; 9] =
         [dk, dv, table, dup, dshared, &sizes, &sum_ctas, &chunks, &Divider::by(chunks)];
-    // SAFETY: `check` held dk and dv to whole heads of the instance's type and as many rows, and `seq_len` positions to the table; `BufferCheck` held them to
-    // their shapes and this device; the results have theirs from the same sizes.
+    // SAFETY: `check` held dk and dv to whole heads of the instance's type and as many rows, and `seq_len` positions to the table; `BufferCheck`
+    // held them to their shapes and this device; the results have theirs from the same sizes.
     unsafe { kernel.launch(launch, &args) }?;
     Ok(out)
 }
