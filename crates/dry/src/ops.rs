@@ -52,6 +52,7 @@ results! {
     rms_norm(RmsNorm<'_, Self>) -> RmsNormOut<Self>;
     rope(Rope<'_, Self>) -> Tensor<Self>;
     attention_decode(AttentionDecode<'_, Self>) -> Tensor<Self>;
+    find_windows(FindWindows<'_, Self>) -> Windows<Self>;
 }
 
 /// Conversions, routing, and the expert layer's fused kernels.

@@ -212,6 +212,7 @@ parts! {
     RmsNormOut { y, inv_rms, sum }
     AttentionOut { out, lse }
     AttentionGrads { dq, dk, dv }
+    Windows { first_key, end_query }
     CrossEntropyOut { loss, shard_nats, dlogits }
     HeadLossOut { shard_nats, dx }
 }
