@@ -1,4 +1,4 @@
-//! What [`Windows`](nibble_core::ops::Windows) say, by going through all pairs of a query and a key.
+//! What [`Windows`] say, by going through all pairs of a query and a key.
 
 use nibble_core::ops::Windows;
 use nibble_core::{Backend, Result};
@@ -45,12 +45,13 @@ impl Hiding {
     pub fn lists(&self, sequences: usize, seq_len: usize) -> [Vec<i32>; 2] {
         let (mut first_key, mut end_query) = (Vec::new(), Vec::new());
         for document in self.numbers(sequences, seq_len).chunks(seq_len) {
+            let begin = |number: &i32| document.iter().position(|x| x == number).unwrap_or(0);
+            let begin: Vec<usize> = document.iter().map(begin).collect();
             let sees = |i: usize, j: usize| {
-                let begin = document.iter().position(|x| *x == document[i]).unwrap_or(0);
                 j <= i
                     && document[j] == document[i]
                     && self.window.is_none_or(|most| i - j < most)
-                    && self.chunk.is_none_or(|most| (i - begin) / most == (j - begin) / most)
+                    && self.chunk.is_none_or(|most| (i - begin[i]) / most == (j - begin[j]) / most)
             };
             // Each token sees itself.
             let first = |i: usize| (0..=i).find(|&j| sees(i, j)).unwrap_or(i);
