@@ -144,10 +144,12 @@ fn times(bench: &Bench, shape: &AttentionShape, quick: bool) -> CoreResult<[Time
     };
     let (q, dout) = (&tensor(1, heads * head_dim)?, &tensor(2, heads * value_dim)?);
     let (k, v): (&Tensor<Cuda>, _) = (&tensor(3, kv_heads * head_dim)?, &tensor(4, kv_heads * value_dim)?);
-    let forward = || Attention { q, k, v, head_dim, value_dim, scale, seq_len }.run(cuda);
+    let forward = || Attention { q, k, v, head_dim, value_dim, scale, seq_len, windows: None }.run(cuda);
     let AttentionOut { out, lse } = &forward()?;
     let backward = || {
-        AttentionBackward { q, k, v, out, lse, dout, head_dim, value_dim, scale, seq_len }.run(cuda).map(drop)
+        AttentionBackward { q, k, v, out, lse, dout, head_dim, value_dim, scale, seq_len, windows: None }
+            .run(cuda)
+            .map(drop)
     };
     Ok([timed(bench, quick, || forward().map(drop))?, timed(bench, quick, backward)?])
 }

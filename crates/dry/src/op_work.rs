@@ -174,10 +174,11 @@ pub fn assemble_kv_backward(op: &AssembleKvBackward<'_, Dry>) -> Counted {
     Work::reads(&[op.dk, op.dv]).and_reads(Some(op.seq_len), &[op.table]).into()
 }
 
+/// As if each query saw all of its sequence up to its own: what windows hide is not known here.
 pub fn attention(op: &Attention<'_, Dry>) -> Counted {
     let pairs = causal_pairs(op.q.rows, op.seq_len);
     let flops = attends(op.q, (op.head_dim, op.value_dim), [pairs; 2]);
-    Work { flops, ..Work::reads(&[op.q, op.k, op.v]) }.into()
+    Work { flops, ..Work::reads(&[op.q, op.k, op.v, &op.windows]) }.into()
 }
 
 pub fn attention_decode(op: &AttentionDecode<'_, Dry>) -> Counted {
@@ -189,7 +190,7 @@ pub fn attention_decode(op: &AttentionDecode<'_, Dry>) -> Counted {
 pub fn attention_backward(op: &AttentionBackward<'_, Dry>) -> Counted {
     let pairs = causal_pairs(op.q.rows, op.seq_len);
     let flops = attends(op.q, (op.head_dim, op.value_dim), [3.0 * pairs, 2.0 * pairs]);
-    Work { flops, ..Work::reads(&[op.q, op.k, op.v, op.out, op.lse, op.dout]) }.into()
+    Work { flops, ..Work::reads(&[op.q, op.k, op.v, op.out, op.lse, op.dout, &op.windows]) }.into()
 }
 
 /// Two a multiply-add, of BF16 or F32: pairs of a query and a key times elements, of products along heads of q and k and of those along

@@ -54,6 +54,7 @@ results! {
     assemble_kv(AssembleKv<'_, Self>) -> AssembledKv<Self>;
     assemble_kv_backward(AssembleKvBackward<'_, Self>) -> AssembledKvGrads<Self>;
     attention_decode(AttentionDecode<'_, Self>) -> Tensor<Self>;
+    find_windows(FindWindows<'_, Self>) -> Windows<Self>;
 }
 
 /// Conversions, routing, and the expert layer's fused kernels.

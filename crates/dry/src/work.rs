@@ -214,6 +214,7 @@ parts! {
     AssembledKv { k, v }
     AssembledKvGrads { dup, dshared }
     AttentionGrads { dq, dk, dv }
+    Windows { first_key, end_query }
     CrossEntropyOut { loss, shard_nats, dlogits }
     HeadLossOut { shard_nats, dx }
 }

@@ -9,6 +9,7 @@
 //! * [`mod@trial`]: the conformance suite tried with defects that it must notice.
 //! * [`timing`]: paired timing.
 //! * [`mod@testdata`]: golden vectors, where they are and how they are read.
+//! * [`windows`]: which keys each query of attention sees, by going through all pairs.
 //!
 //! This crate is for tests: its functions panic with a report where a test has to fail.
 
@@ -29,6 +30,7 @@ pub mod shapes;
 pub mod testdata;
 pub mod timing;
 pub mod trial;
+pub mod windows;
 
 pub use assert::{assert_agreement, assert_bits_equal, assert_copies_lines, assert_rel_l2};
 pub use gradient::{GradientCheck, check_gradient};
@@ -41,3 +43,4 @@ pub use random_recipe::Dice;
 pub use recorder::Recorder;
 pub use testdata::{Vectors, skip, testdata};
 pub use timing::{Paired, paired};
+pub use windows::Hiding;

@@ -1,3 +1,4 @@
+use super::Windows;
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, DType, Error, Result, Tensor};
 
@@ -7,6 +8,10 @@ use crate::{Agreement, Backend, DType, Error, Result, Tensor};
 /// of the output, may have another size than those of queries and keys. Of BF16
 /// inputs a backend may round the probabilities P to BF16 before they multiply v, and in the backward pass P and dS before
 /// their products, as tensor cores want them: see [`attention_agreement`].
+///
+/// With [`Windows`] a query sees some of these keys only. What lies outside of its window does not matter, as long as it is finite: a
+/// backend may multiply it by a probability of 0. Windows that hide nothing give the same bits as none. On a CPU a document has the bits that
+/// it has as a sequence of its own; on a GPU, whose tiles are cut along the whole sequence, it agrees as the operation does.
 #[derive(Debug)]
 pub struct Attention<'a, B: Backend> {
     /// `[t, heads · head_dim]`.
@@ -23,6 +28,8 @@ pub struct Attention<'a, B: Backend> {
     pub scale: f32,
     /// Tokens of a sequence.
     pub seq_len: usize,
+    /// Which keys each query sees, where it does not see all of its sequence up to its own.
+    pub windows: Option<&'a Windows<B>>,
 }
 
 /// The result of [`Attention`].
@@ -59,6 +66,7 @@ impl<B: Backend> Attention<'_, B> {
     pub fn check(&self) -> Result<()> {
         const OP: &str = "attention";
         check_scale(OP, self.scale)?;
+        self.windows.map_or(Ok(()), |windows| windows.check(OP, self.q.rows))?;
         check_qkv(OP, self.q, self.k, self.v, (self.head_dim, self.value_dim), self.seq_len).map(drop)
     }
 
@@ -134,6 +142,8 @@ pub struct AttentionBackward<'a, B: Backend> {
     pub scale: f32,
     /// Tokens of a sequence.
     pub seq_len: usize,
+    /// As in the forward pass.
+    pub windows: Option<&'a Windows<B>>,
 }
 
 /// The result of [`AttentionBackward`].
@@ -152,6 +162,7 @@ impl<B: Backend> AttentionBackward<'_, B> {
     pub fn check(&self) -> Result<()> {
         const OP: &str = "attention_backward";
         check_scale(OP, self.scale)?;
+        self.windows.map_or(Ok(()), |windows| windows.check(OP, self.q.rows))?;
         let heads = check_qkv(OP, self.q, self.k, self.v, (self.head_dim, self.value_dim), self.seq_len)?;
         let shape = (self.q.rows, heads * self.value_dim);
         expect_eq(OP, "shape of out", self.out.shape(), shape)?;

@@ -26,6 +26,7 @@ mod slots;
 mod step;
 mod swiglu;
 mod transcode;
+mod windows;
 
 pub use adamw::{AdamW, AdamWTensor};
 pub use assemble_kv::{AssembleKv, AssembleKvBackward, AssembledKv, AssembledKvGrads};
@@ -64,6 +65,7 @@ pub use step::{
 };
 pub use swiglu::{Swiglu, SwigluBackward, SwigluGrads, SwigluOut};
 pub use transcode::{CONVERSIONS, Transcode, Transcoded};
+pub use windows::{FindWindows, Windows};
 
 use crate::{Groups, Kernels, Operand, PermuteMap, Result, Tensor};
 
@@ -145,11 +147,14 @@ macro_rules! for_each_op {
             assemble_kv_backward(AssembleKvBackward<'_, $B>) -> AssembledKvGrads<$B> {
                 reads dk, dv, table; plain key_dim, value_dim, seq_len;
             }
-            attention(Attention<'_, $B>) -> AttentionOut<$B> { reads q, k, v; plain head_dim, value_dim, scale, seq_len; }
+            attention(Attention<'_, $B>) -> AttentionOut<$B> {
+                reads q, k, v; may_read windows; plain head_dim, value_dim, scale, seq_len;
+            }
             attention_decode(AttentionDecode<'_, $B>) -> Tensor<$B> { reads q, k, v; plain head_dim, value_dim, scale, len; }
             attention_backward(AttentionBackward<'_, $B>) -> AttentionGrads<$B> {
-                reads q, k, v, out, lse, dout; plain head_dim, value_dim, scale, seq_len;
+                reads q, k, v, out, lse, dout; may_read windows; plain head_dim, value_dim, scale, seq_len;
             }
+            find_windows(FindWindows<'_, $B>) -> Windows<$B> { reads document; plain seq_len, window, chunk; }
             cross_entropy(CrossEntropy<'_, $B>) -> CrossEntropyOut<$B> {
                 reads logits, targets; plain scale, shards, grad;
             }

@@ -24,10 +24,11 @@ pub mod step;
 pub mod swiglu;
 pub mod transcode;
 pub mod transpose;
+pub mod windows;
 pub mod wire;
 
 pub(crate) use {
     adamw::*, assemble_kv::*, attention::*, combine_tree::*, cross_entropy::*, elementwise::*, embed::*,
     gemm::*, head_loss::*, norm_rope::*, parts::*, permute::*, quantize::*, rms_norm::*, rope::*, route::*,
-    scale_tiles::*, slots::*, step::*, swiglu::*, transcode::*, transpose::*, wire::*,
+    scale_tiles::*, slots::*, step::*, swiglu::*, transcode::*, transpose::*, windows::*, wire::*,
 };

@@ -23,11 +23,12 @@ mod slots;
 mod step;
 mod swiglu;
 mod transcode;
+mod windows;
 
 pub use {
     adamw::*, assemble_kv::*, attention::*, combine_tree::*, cross_entropy::*, dequantize::*, elementwise::*,
     embed::*, gemm::*, head_loss::*, norm_rope::*, parts::*, permute::*, quantize::*, quantize_pack::*,
-    rms_norm::*, rope::*, route::*, scale_tiles::*, slots::*, step::*, swiglu::*, transcode::*,
+    rms_norm::*, rope::*, route::*, scale_tiles::*, slots::*, step::*, swiglu::*, transcode::*, windows::*,
 };
 
 use nibble_core::DType;

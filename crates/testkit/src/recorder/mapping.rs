@@ -175,6 +175,7 @@ over!(AttentionGrads, |x, m| AttentionGrads {
     dk: x.dk.mapped(m)?,
     dv: x.dv.mapped(m)?
 });
+over!(Windows, |x, m| Windows { first_key: m.buf(&x.first_key)?, end_query: m.buf(&x.end_query)? });
 over!(CrossEntropyOut, |x, m| CrossEntropyOut {
     loss: m.buf(&x.loss)?,
     shard_nats: m.buf(&x.shard_nats)?,

@@ -56,7 +56,9 @@ impl<B: Kernels> KvCache<B> {
         }
         self.len += tokens;
         if first == 0 {
-            return Ok(Attention { q, k, v, head_dim, value_dim, scale, seq_len: tokens }.run(b)?.out);
+            return Ok(Attention { q, k, v, head_dim, value_dim, scale, seq_len: tokens, windows: None }
+                .run(b)?
+                .out);
         }
         let (k, v) = (&self.k, &self.v);
         AttentionDecode { q, k, v, head_dim, value_dim, scale, len: self.len }.run(b)

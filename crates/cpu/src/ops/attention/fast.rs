@@ -1,10 +1,11 @@
-//! Attention over register tiles, one task for a sequence and a key/value head (or a query head): the bits of `spec`.
+//! Attention over register tiles, one task for a segment and a key/value head (or a query head): the bits of `spec`.
 
+use super::sight::{Segment, Sight};
 use super::tile::{
-    PanelStrides, Product, RowStrides, TILE, row_dots, score_grads, softmax_rows, store_row,
+    PanelStrides, Product, RowStrides, TILE, hide, row_dots, score_grads, softmax_rows, store_row,
     transpose_panels, widen_rows,
 };
-use super::{BackwardInput, BackwardOutput, ForwardInput, ForwardOutput, Heads};
+use super::{BackwardInput, BackwardOutput, ForwardInput, ForwardOutput, Heads, cells};
 use crate::Cpu;
 use crate::gemm::Isa;
 use crate::simd::{LANES, Real};
@@ -17,9 +18,9 @@ const BLOCK: usize = 2 * TILE;
 /// Multiply-adds below which waking another thread costs more than it saves.
 const WORTH_A_THREAD: usize = 200_000;
 
-/// Query heads of one sequence that share a key/value head.
+/// Query heads of one segment that share a key/value head.
 struct Unit {
-    sequence: usize,
+    segment: Segment,
     kv_head: usize,
     heads: Range<usize>,
 }
@@ -27,37 +28,46 @@ struct Unit {
 pub(super) fn forward<T: Real>(
     cpu: &Cpu,
     sizes: &Heads,
+    sight: &Sight,
     input: &ForwardInput<'_, T>,
     output: &ForwardOutput<'_, T>,
 ) {
     // Heads of a group share the layout of K and V, so they go together unless that leaves threads idle.
     let alone = sizes.sequences * sizes.kv_heads < 2 * cpu.pool().current_num_threads();
     let run = |space: &mut Space<'_>, unit: &Unit| space.forward(unit, input, output);
-    for_units(cpu, sizes, if alone { 1 } else { sizes.group() }, run);
+    for_units(cpu, sizes, sight, if alone { 1 } else { sizes.group() }, run);
 }
 
 pub(super) fn backward<T: Real>(
     cpu: &Cpu,
     sizes: &Heads,
+    sight: &Sight,
     input: &BackwardInput<'_, T>,
     output: &BackwardOutput<'_, T>,
 ) {
     // dK and dV are sums over the group: never divided.
-    for_units(cpu, sizes, sizes.group(), |space, unit| space.backward(unit, input, output));
+    for_units(cpu, sizes, sight, sizes.group(), |space, unit| space.backward(unit, input, output));
 }
 
 /// Runs a task for every `heads` query heads of a group.
-fn for_units(cpu: &Cpu, sizes: &Heads, heads: usize, run: impl Fn(&mut Space<'_>, &Unit) + Sync) {
+fn for_units(
+    cpu: &Cpu,
+    sizes: &Heads,
+    sight: &Sight,
+    heads: usize,
+    run: impl Fn(&mut Space<'_>, &Unit) + Sync,
+) {
     if sizes.heads == 0 {
         return;
     }
-    let units = sizes.sequences * sizes.heads / heads;
+    let units = sight.segments.len() * sizes.heads / heads;
     let unit = |i: usize| {
         let first = i * heads % sizes.heads;
-        Unit { sequence: i * heads / sizes.heads, kv_head: sizes.kv_head(first), heads: first..first + heads }
+        let segment = sight.segments[i * heads / sizes.heads];
+        Unit { segment, kv_head: sizes.kv_head(first), heads: first..first + heads }
     };
     let multiply_adds = sizes.tokens() * sizes.seq_len * sizes.heads * sizes.head_dim.max(sizes.value_dim);
-    let space = || Space::new(sizes, cpu.isa());
+    let space = || Space::new(sizes, sight, cpu.isa());
     if multiply_adds < WORTH_A_THREAD || cpu.pool().current_num_threads() == 1 {
         let mut space = space();
         (0..units).for_each(|i| run(&mut space, &unit(i)));
@@ -68,16 +78,17 @@ fn for_units(cpu: &Cpu, sizes: &Heads, heads: usize, run: impl Fn(&mut Space<'_>
     }
 }
 
-/// A task's working memory. Rows of a head are padded with zeros to whole panels of 16 columns, sequences to whole
+/// A task's working memory. Rows of a head are padded with zeros to whole panels of 16 columns, segments to whole
 /// panels of 16 keys.
 struct Space<'a> {
     sizes: &'a Heads,
+    sight: &'a Sight,
     isa: Isa,
     /// head_dim, padded.
     width: usize,
     /// value_dim, padded.
     value_width: usize,
-    /// seq_len, padded.
+    /// The segment's length, padded.
     keys: usize,
     /// From one row of scores to the next; odd multiples of a cache line keep rows apart in the cache.
     stride: usize,
@@ -95,16 +106,16 @@ struct Space<'a> {
 }
 
 impl<'a> Space<'a> {
-    fn new(sizes: &'a Heads, isa: Isa) -> Self {
+    fn new(sizes: &'a Heads, sight: &'a Sight, isa: Isa) -> Self {
         let [width, value_width] = [sizes.head_dim, sizes.value_dim].map(|dim| dim.next_multiple_of(LANES));
-        let keys = sizes.seq_len.next_multiple_of(LANES);
         Self {
             sizes,
+            sight,
             isa,
             width,
             value_width,
-            keys,
-            stride: keys + if (keys / LANES).is_multiple_of(2) { LANES } else { 0 },
+            keys: 0,
+            stride: 0,
             k: Vec::new(),
             v: Vec::new(),
             k_panels: Vec::new(),
@@ -121,14 +132,15 @@ impl<'a> Space<'a> {
 
     fn forward<T: Real>(&mut self, unit: &Unit, input: &ForwardInput<'_, T>, output: &ForwardOutput<'_, T>) {
         let (sizes, width, value_width) = (self.sizes, self.width, self.value_width);
+        let Segment { first: base, len, .. } = unit.segment;
         self.lay_out_keys(unit, input.k, input.v);
         self.q.resize(TILE * width, 0.0);
         self.p.resize(TILE * self.stride, 0.0);
         for head in unit.heads.clone() {
-            for first in (0..sizes.seq_len).step_by(TILE) {
-                let rows = first..(first + TILE).min(sizes.seq_len);
-                let q =
-                    sizes.cells(input.q, (sizes.heads, sizes.head_dim), unit.sequence, head, rows.clone());
+            for first in (0..len).step_by(TILE) {
+                let rows = first..(first + TILE).min(len);
+                let tokens = base + rows.start..base + rows.end;
+                let q = cells(input.q, (sizes.heads, sizes.head_dim), head, tokens);
                 widen_rows(
                     self.isa,
                     q,
@@ -138,13 +150,21 @@ impl<'a> Space<'a> {
                     &mut self.q,
                     width,
                 );
-                self.against((&self.q, width), &self.k_panels, sizes.head_dim, first)
-                    .run(self.isa, &mut self.p);
-                let softmax = softmax_rows(self.isa, &mut self.p, self.stride, first, keys_of(first));
-                over_keys(&self.p, self.stride, &self.v, value_width, rows.end).run(self.isa, &mut self.tile);
+                let start = self.sight.tile_start(unit.segment, first);
+                let from = start / LANES * LANES;
+                self.against((&self.q, width), &self.k_panels, sizes.head_dim, from..keys_of(first))
+                    .run(self.isa, &mut self.p[from..]);
+                if !unit.segment.is_whole {
+                    let hidden = self.sight.hidden(unit.segment, rows.clone(), from);
+                    hide(&mut self.p[from..], self.stride, &hidden, f32::NEG_INFINITY);
+                }
+                let (seen, keys) = (&mut self.p[from..], keys_of(first) - from);
+                let softmax = softmax_rows(self.isa, seen, self.stride, first - from, keys);
+                over_keys(&self.p, self.stride, &self.v, value_width, start..rows.end)
+                    .run(self.isa, &mut self.tile);
                 for (row, (i, x)) in rows.zip(self.tile.chunks_exact(value_width)).enumerate() {
-                    let token = unit.sequence * sizes.seq_len + i;
-                    // SAFETY: no other unit has this sequence and query head.
+                    let token = base + i;
+                    // SAFETY: no other unit has this segment and query head.
                     let (out, lse) = unsafe { (output.out.row(token, head), output.lse.row(token, head)) };
                     store_row(self.isa, x, softmax.inv_sum[row], out);
                     lse[0] = softmax.lse[row];
@@ -160,6 +180,7 @@ impl<'a> Space<'a> {
         output: &BackwardOutput<'_, T>,
     ) {
         let (sizes, width, value_width) = (self.sizes, self.width, self.value_width);
+        let Segment { first: base, len, .. } = unit.segment;
         self.lay_out_keys(unit, input.k, input.v);
         self.v_panels.resize(self.keys * sizes.value_dim, 0.0);
         transpose_panels(self.isa, &self.v, value_width, sizes.value_dim, &mut self.v_panels);
@@ -173,24 +194,25 @@ impl<'a> Space<'a> {
             x.resize(self.keys * width, 0.0);
         }
         for head in unit.heads.clone() {
-            for first in (0..sizes.seq_len).step_by(BLOCK) {
-                let rows = first..(first + BLOCK).min(sizes.seq_len);
+            for first in (0..len).step_by(BLOCK) {
+                let rows = first..(first + BLOCK).min(len);
+                let tokens = base + rows.start..base + rows.end;
                 for (x, factor, to, dim, width) in [
                     (input.q, sizes.scale, &mut self.q, sizes.head_dim, width),
                     (input.dout, 1.0, &mut self.dout, sizes.value_dim, value_width),
                 ] {
-                    let x = sizes.cells(x, (sizes.heads, dim), unit.sequence, head, rows.clone());
+                    let x = cells(x, (sizes.heads, dim), head, tokens.clone());
                     widen_rows(self.isa, x, sizes.heads * dim, dim, factor, to, width);
                 }
                 for tile in rows.clone().step_by(TILE) {
                     self.query_grads(unit, head, tile - first, tile, input, output);
                 }
-                self.add_key_grads(rows);
+                self.add_key_grads(unit.segment, rows);
             }
         }
-        for j in 0..sizes.seq_len {
-            let token = unit.sequence * sizes.seq_len + j;
-            // SAFETY: no other unit has this sequence and key/value head.
+        for j in 0..len {
+            let token = base + j;
+            // SAFETY: no other unit has this segment and key/value head.
             let (dk, dv) =
                 unsafe { (output.dk.row(token, unit.kv_head), output.dv.row(token, unit.kv_head)) };
             store_row(self.isa, &self.dk[j * width..][..width], 1.0, dk);
@@ -209,39 +231,51 @@ impl<'a> Space<'a> {
         output: &BackwardOutput<'_, T>,
     ) {
         let (sizes, width, value_width, stride) = (self.sizes, self.width, self.value_width, self.stride);
-        let rows = first..(first + TILE).min(sizes.seq_len);
+        let Segment { first: base, len, is_whole } = unit.segment;
+        let rows = first..(first + TILE).min(len);
+        let tokens = base + rows.start..base + rows.end;
         let of_values = (sizes.heads, sizes.value_dim);
-        let [out, dout] =
-            [input.out, input.dout].map(|x| sizes.cells(x, of_values, unit.sequence, head, rows.clone()));
+        let [out, dout] = [input.out, input.dout].map(|x| cells(x, of_values, head, tokens.clone()));
         let mut delta = [0.0; TILE];
         let value_cols = sizes.heads * sizes.value_dim;
         row_dots(self.isa, dout, out, value_cols, sizes.value_dim, &mut delta[..rows.len()]);
         let mut lse = [0.0; TILE];
-        for (i, lse) in rows.clone().zip(&mut lse) {
-            *lse = input.lse[(unit.sequence * sizes.seq_len + i) * sizes.heads + head];
+        for (token, lse) in tokens.zip(&mut lse) {
+            *lse = input.lse[token * sizes.heads + head];
         }
         let mut p = std::mem::take(&mut self.p);
         let mut ds = std::mem::take(&mut self.ds);
         let (p_tile, ds_tile) =
             (&mut p[at * stride..][..TILE * stride], &mut ds[at * stride..][..TILE * stride]);
-        self.against((&self.q[at * width..], width), &self.k_panels, sizes.head_dim, first)
-            .run(self.isa, p_tile);
-        self.against((&self.dout[at * value_width..], value_width), &self.v_panels, sizes.value_dim, first)
-            .run(self.isa, ds_tile);
-        score_grads(self.isa, p_tile, ds_tile, stride, first, keys_of(first), &lse, &delta);
-        over_keys(ds_tile, stride, &self.k, width, rows.end).run(self.isa, &mut self.tile);
+        let start = self.sight.tile_start(unit.segment, first);
+        let from = start / LANES * LANES;
+        let keys = from..keys_of(first);
+        self.against((&self.q[at * width..], width), &self.k_panels, sizes.head_dim, keys.clone())
+            .run(self.isa, &mut p_tile[from..]);
+        let dout = (&self.dout[at * value_width..], value_width);
+        self.against(dout, &self.v_panels, sizes.value_dim, keys.clone()).run(self.isa, &mut ds_tile[from..]);
+        score_grads(self.isa, p_tile, ds_tile, stride, first, keys, &lse, &delta);
+        if !is_whole {
+            let hidden = self.sight.hidden(unit.segment, rows.clone(), from);
+            hide(&mut p_tile[from..], stride, &hidden, 0.0);
+            hide(&mut ds_tile[from..], stride, &hidden, 0.0);
+        }
+        over_keys(ds_tile, stride, &self.k, width, start..rows.end).run(self.isa, &mut self.tile);
         (self.p, self.ds) = (p, ds);
         for (i, x) in rows.zip(self.tile.chunks_exact(width)) {
-            // SAFETY: no other unit has this sequence and query head.
-            let dq = unsafe { output.dq.row(unit.sequence * sizes.seq_len + i, head) };
+            // SAFETY: no other unit has this segment and query head.
+            let dq = unsafe { output.dq.row(base + i, head) };
             store_row(self.isa, x, sizes.scale, dq);
         }
     }
 
     /// dV += Pᵀ·dO and dK += dSᵀ·Q over a block of queries.
-    fn add_key_grads(&mut self, queries: Range<usize>) {
-        for key in (0..queries.end).step_by(TILE) {
-            let from = key.max(queries.start);
+    fn add_key_grads(&mut self, segment: Segment, queries: Range<usize>) {
+        let tiles = queries.clone().step_by(TILE);
+        for key in (self.sight.tile_start(segment, queries.start)..queries.end).step_by(TILE) {
+            // Windows begin no earlier for later queries: those of a tile that begins past the key end the product.
+            let hidden = tiles.clone().find(|&tile| self.sight.tile_start(segment, tile) > key);
+            let (from, end) = (key.max(queries.start), hidden.unwrap_or(queries.end));
             let at = from - queries.start;
             let sums = [
                 (&self.p, &self.dout, &mut self.dv, self.value_width),
@@ -253,7 +287,7 @@ impl<'a> Space<'a> {
                     a_at: RowStrides { row: 1, step: self.stride },
                     b: &rows[at * width..],
                     b_at: PanelStrides { step: width, panel: LANES },
-                    k: queries.end - from,
+                    k: end - from,
                     panels: width / LANES,
                     out_row: width,
                     onward: true,
@@ -266,10 +300,13 @@ impl<'a> Space<'a> {
     /// K and V of a unit as F32 rows, and K as panels.
     fn lay_out_keys<T: Real>(&mut self, unit: &Unit, k: &[T], v: &[T]) {
         let (sizes, width) = (self.sizes, self.width);
+        let Segment { first, len, .. } = unit.segment;
+        self.keys = len.next_multiple_of(LANES);
+        self.stride = self.keys + if (self.keys / LANES).is_multiple_of(2) { LANES } else { 0 };
         for (x, to, dim, width) in
             [(k, &mut self.k, sizes.head_dim, width), (v, &mut self.v, sizes.value_dim, self.value_width)]
         {
-            let x = sizes.cells(x, (sizes.kv_heads, dim), unit.sequence, unit.kv_head, 0..sizes.seq_len);
+            let x = cells(x, (sizes.kv_heads, dim), unit.kv_head, first..first + len);
             to.resize(self.keys * width, 0.0);
             widen_rows(self.isa, x, sizes.kv_heads * dim, dim, 1.0, to, width);
         }
@@ -277,41 +314,46 @@ impl<'a> Space<'a> {
         transpose_panels(self.isa, &self.k, width, sizes.head_dim, &mut self.k_panels);
     }
 
-    /// A tile of rows of `dim` elements (`width` from one to the next) times transposed keys or values, as far as the tile from query
-    /// `first` on sees them.
+    /// A tile of rows of `dim` elements (`width` from one to the next) times transposed keys or values, whole panels of them.
     fn against<'p>(
         &self,
         (rows, width): (&'p [f32], usize),
         panels: &'p [f32],
         dim: usize,
-        first: usize,
+        keys: Range<usize>,
     ) -> Product<'p> {
         Product {
             a: rows,
             a_at: RowStrides { row: width, step: 1 },
-            b: panels,
+            b: &panels[keys.start * dim..],
             b_at: PanelStrides { step: LANES, panel: dim * LANES },
             k: dim,
-            panels: keys_of(first) / LANES,
+            panels: keys.len() / LANES,
             out_row: self.stride,
             onward: false,
         }
     }
 }
 
-/// Scores computed for the tile of queries from `first` on: whole panels.
+/// One past the last score computed for the tile of queries from `first` on: whole panels.
 fn keys_of(first: usize) -> usize {
     (first + TILE).next_multiple_of(LANES)
 }
 
-/// A tile of weights times the first `keys` rows of `b`.
-fn over_keys<'p>(weights: &'p [f32], stride: usize, b: &'p [f32], width: usize, keys: usize) -> Product<'p> {
+/// A tile of weights times these rows of `b`.
+fn over_keys<'p>(
+    weights: &'p [f32],
+    stride: usize,
+    b: &'p [f32],
+    width: usize,
+    keys: Range<usize>,
+) -> Product<'p> {
     Product {
-        a: weights,
+        a: &weights[keys.start..],
         a_at: RowStrides { row: stride, step: 1 },
-        b,
+        b: &b[keys.start * width..],
         b_at: PanelStrides { step: width, panel: LANES },
-        k: keys,
+        k: keys.len(),
         panels: width / LANES,
         out_row: width,
         onward: false,

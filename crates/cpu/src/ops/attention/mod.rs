@@ -1,9 +1,10 @@
 //! See [`nibble_core::ops::Attention`] and [`nibble_core::ops::AttentionBackward`].
 //!
-//! `spec` is the definition, `fast` its twin over register tiles (`tile`), cut into tasks by sequence and head.
+//! `spec` is the definition, `fast` its twin over register tiles (`tile`), cut into tasks by segment (`sight`) and head.
 
 mod decode;
 mod fast;
+mod sight;
 mod spec;
 #[cfg(test)]
 mod tests;
@@ -14,6 +15,7 @@ use crate::{CodePath, Cpu};
 use half::bf16;
 use nibble_core::ops::{Attention, AttentionBackward, AttentionDecode, AttentionGrads, AttentionOut};
 use nibble_core::{DType, Result, Tensor};
+use sight::Sight;
 use std::marker::PhantomData;
 use std::ops::Range;
 
@@ -81,20 +83,13 @@ impl Heads {
     fn tokens(&self) -> usize {
         self.sequences * self.seq_len
     }
+}
 
-    /// From the first to the last element of some rows of one head of a sequence, in a tensor of `num_heads` heads of `dim`: rows of the
-    /// slice are `num_heads · dim` apart.
-    fn cells<'a, T>(
-        &self,
-        x: &'a [T],
-        (num_heads, dim): (usize, usize),
-        sequence: usize,
-        head: usize,
-        rows: Range<usize>,
-    ) -> &'a [T] {
-        let at = |row: usize| ((sequence * self.seq_len + row) * num_heads + head) * dim;
-        if rows.is_empty() { &[] } else { &x[at(rows.start)..at(rows.end - 1) + dim] }
-    }
+/// From the first to the last element of some tokens of one head, in a tensor of `num_heads` heads of `dim`: rows of the slice are
+/// `num_heads · dim` apart.
+fn cells<T>(x: &[T], (num_heads, dim): (usize, usize), head: usize, tokens: Range<usize>) -> &[T] {
+    let at = |token: usize| (token * num_heads + head) * dim;
+    if tokens.is_empty() { &[] } else { &x[at(tokens.start)..at(tokens.end - 1) + dim] }
 }
 
 /// What a forward task reads: whole tensors.
@@ -163,6 +158,7 @@ impl<'a, T> Cells<'a, T> {
 fn forward<T: Real>(cpu: &Cpu, op: &Attention<'_, Cpu>) -> Result<AttentionOut<Cpu>> {
     const OP: &str = "attention";
     let sizes = Heads::new(op.q, op.k, (op.head_dim, op.value_dim), op.scale, op.seq_len);
+    let sight = Sight::new(&sizes, op.windows);
     let input = ForwardInput {
         q: T::slice(OP, "q", op.q)?,
         k: T::slice(OP, "k", op.k)?,
@@ -174,8 +170,8 @@ fn forward<T: Real>(cpu: &Cpu, op: &Attention<'_, Cpu>) -> Result<AttentionOut<C
         lse: Cells::new(made.lse.as_mut_slice(), sizes.tokens(), sizes.heads),
     };
     match cpu.path() {
-        CodePath::Scalar => spec::forward(&sizes, &input, &output),
-        CodePath::Simd => fast::forward(cpu, &sizes, &input, &output),
+        CodePath::Scalar => spec::forward(&sizes, &sight, &input, &output),
+        CodePath::Simd => fast::forward(cpu, &sizes, &sight, &input, &output),
     }
     Ok(made)
 }
@@ -183,6 +179,7 @@ fn forward<T: Real>(cpu: &Cpu, op: &Attention<'_, Cpu>) -> Result<AttentionOut<C
 fn backward<T: Real>(cpu: &Cpu, op: &AttentionBackward<'_, Cpu>) -> Result<AttentionGrads<Cpu>> {
     const OP: &str = "attention_backward";
     let sizes = Heads::new(op.q, op.k, (op.head_dim, op.value_dim), op.scale, op.seq_len);
+    let sight = Sight::new(&sizes, op.windows);
     let input = BackwardInput {
         q: T::slice(OP, "q", op.q)?,
         k: T::slice(OP, "k", op.k)?,
@@ -199,8 +196,8 @@ fn backward<T: Real>(cpu: &Cpu, op: &AttentionBackward<'_, Cpu>) -> Result<Atten
         dv: Cells::new(T::slice_mut(OP, dv)?, sizes.tokens(), sizes.kv_heads),
     };
     match cpu.path() {
-        CodePath::Scalar => spec::backward(&sizes, &input, &output),
-        CodePath::Simd => fast::backward(cpu, &sizes, &input, &output),
+        CodePath::Scalar => spec::backward(&sizes, &sight, &input, &output),
+        CodePath::Simd => fast::backward(cpu, &sizes, &sight, &input, &output),
     }
     Ok(grads)
 }

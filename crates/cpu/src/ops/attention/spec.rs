@@ -1,14 +1,16 @@
 //! Attention one query at a time: the definition of the bits. Slow.
 //!
-//! Queries are scaled on reading. A key later than the query, but in the same tile of 8, takes part in
-//! the sums over keys with weight 0; no other masked key or query takes part in anything.
+//! Queries are scaled on reading. Queries and keys come in tiles of 8 of a segment. A key that a query does not see takes part in the sums over
+//! keys with weight 0 if it lies between the tile of keys where the window of the first query of the query's tile begins and the end of the
+//! query's tile; no other masked key or query takes part in anything.
 
+use super::sight::{Segment, Sight};
 use super::tile::TILE;
-use super::{BackwardInput, BackwardOutput, ForwardInput, ForwardOutput, Heads};
+use super::{BackwardInput, BackwardOutput, ForwardInput, ForwardOutput, Heads, cells};
 use crate::simd::{Real, lane_dot, softmax_terms};
 use nibble_formats::math::{exp, log};
 
-/// The rows of one head of one sequence.
+/// The rows of one head of a segment.
 struct View<'a, T> {
     x: &'a [T],
     stride: usize,
@@ -17,14 +19,8 @@ struct View<'a, T> {
 
 impl<'a, T: Real> View<'a, T> {
     /// Of a tensor of `num_heads` heads of `dim`.
-    fn new(
-        x: &'a [T],
-        sizes: &Heads,
-        (num_heads, dim): (usize, usize),
-        sequence: usize,
-        head: usize,
-    ) -> Self {
-        let x = sizes.cells(x, (num_heads, dim), sequence, head, 0..sizes.seq_len);
+    fn new(x: &'a [T], (num_heads, dim): (usize, usize), segment: Segment, head: usize) -> Self {
+        let x = cells(x, (num_heads, dim), head, segment.first..segment.first + segment.len);
         Self { x, stride: num_heads * dim, dim }
     }
 
@@ -50,26 +46,33 @@ fn add_row(sums: &mut [f32], weight: f32, x: &[impl Real]) {
 }
 
 /// One past the last key of the tile of query `i`.
-fn tile_end(sizes: &Heads, i: usize) -> usize {
-    ((i / TILE + 1) * TILE).min(sizes.seq_len)
+fn tile_end(segment: Segment, i: usize) -> usize {
+    ((i / TILE + 1) * TILE).min(segment.len)
 }
 
-pub(super) fn forward<T: Real>(sizes: &Heads, input: &ForwardInput<'_, T>, output: &ForwardOutput<'_, T>) {
-    for unit in 0..sizes.sequences * sizes.heads {
-        let (sequence, head) = (unit / sizes.heads, unit % sizes.heads);
-        let q = View::new(input.q, sizes, (sizes.heads, sizes.head_dim), sequence, head);
-        let k = View::new(input.k, sizes, (sizes.kv_heads, sizes.head_dim), sequence, sizes.kv_head(head));
-        let v = View::new(input.v, sizes, (sizes.kv_heads, sizes.value_dim), sequence, sizes.kv_head(head));
-        for i in 0..sizes.seq_len {
+pub(super) fn forward<T: Real>(
+    sizes: &Heads,
+    sight: &Sight,
+    input: &ForwardInput<'_, T>,
+    output: &ForwardOutput<'_, T>,
+) {
+    let units = sight.segments.iter().flat_map(|&segment| (0..sizes.heads).map(move |head| (segment, head)));
+    for (segment, head) in units {
+        let q = View::new(input.q, (sizes.heads, sizes.head_dim), segment, head);
+        let k = View::new(input.k, (sizes.kv_heads, sizes.head_dim), segment, sizes.kv_head(head));
+        let v = View::new(input.v, (sizes.kv_heads, sizes.value_dim), segment, sizes.kv_head(head));
+        for i in 0..segment.len {
             let query = q.scaled(i, sizes.scale);
-            let mut weights: Vec<f32> = (0..=i).map(|j| chain(&query, k.row(j))).collect();
+            let first = sight.first_key(segment, i);
+            let score = |j| if j < first { f32::NEG_INFINITY } else { chain(&query, k.row(j)) };
+            let mut weights: Vec<f32> = (0..=i).map(score).collect();
             let (max, sum) = softmax_terms(&mut weights);
-            weights.resize(tile_end(sizes, i), 0.0);
+            weights.resize(tile_end(segment, i), 0.0);
             let mut out = vec![0.0; sizes.value_dim];
-            for (j, &weight) in weights.iter().enumerate() {
+            for (j, &weight) in weights.iter().enumerate().skip(sight.tile_start(segment, i)) {
                 add_row(&mut out, weight, v.row(j));
             }
-            let row = sequence * sizes.seq_len + i;
+            let row = segment.first + i;
             // SAFETY: this is the only thread that writes.
             let (to, lse) = unsafe { (output.out.row(row, head), output.lse.row(row, head)) };
             to.iter_mut().zip(out).for_each(|(to, x)| *to = T::round(x * (1.0 / sum)));
@@ -78,27 +81,33 @@ pub(super) fn forward<T: Real>(sizes: &Heads, input: &ForwardInput<'_, T>, outpu
     }
 }
 
-pub(super) fn backward<T: Real>(sizes: &Heads, input: &BackwardInput<'_, T>, output: &BackwardOutput<'_, T>) {
+pub(super) fn backward<T: Real>(
+    sizes: &Heads,
+    sight: &Sight,
+    input: &BackwardInput<'_, T>,
+    output: &BackwardOutput<'_, T>,
+) {
     let group = sizes.group();
-    for unit in 0..sizes.sequences * sizes.kv_heads {
-        let (sequence, kv_head) = (unit / sizes.kv_heads, unit % sizes.kv_heads);
-        let k = View::new(input.k, sizes, (sizes.kv_heads, sizes.head_dim), sequence, kv_head);
-        let v = View::new(input.v, sizes, (sizes.kv_heads, sizes.value_dim), sequence, kv_head);
-        let mut dk = vec![vec![0.0; sizes.head_dim]; sizes.seq_len];
-        let mut dv = vec![vec![0.0; sizes.value_dim]; sizes.seq_len];
+    let units =
+        sight.segments.iter().flat_map(|&segment| (0..sizes.kv_heads).map(move |head| (segment, head)));
+    for (segment, kv_head) in units {
+        let k = View::new(input.k, (sizes.kv_heads, sizes.head_dim), segment, kv_head);
+        let v = View::new(input.v, (sizes.kv_heads, sizes.value_dim), segment, kv_head);
+        let mut dk = vec![vec![0.0; sizes.head_dim]; segment.len];
+        let mut dv = vec![vec![0.0; sizes.value_dim]; segment.len];
         for head in kv_head * group..(kv_head + 1) * group {
-            let q = View::new(input.q, sizes, (sizes.heads, sizes.head_dim), sequence, head);
-            let out = View::new(input.out, sizes, (sizes.heads, sizes.value_dim), sequence, head);
-            let dout = View::new(input.dout, sizes, (sizes.heads, sizes.value_dim), sequence, head);
-            for i in 0..sizes.seq_len {
-                let row = sequence * sizes.seq_len + i;
+            let q = View::new(input.q, (sizes.heads, sizes.head_dim), segment, head);
+            let out = View::new(input.out, (sizes.heads, sizes.value_dim), segment, head);
+            let dout = View::new(input.dout, (sizes.heads, sizes.value_dim), segment, head);
+            for i in 0..segment.len {
+                let row = segment.first + i;
                 let lse = input.lse[row * sizes.heads + head];
                 let delta = lane_dot(dout.row(i), out.row(i));
                 let (query, dout) = (q.scaled(i, sizes.scale), dout.scaled(i, 1.0));
                 let mut dq = vec![0.0; sizes.head_dim];
-                for j in 0..tile_end(sizes, i) {
+                for j in sight.tile_start(segment, i)..tile_end(segment, i) {
                     let (mut p, mut ds) = (0.0, 0.0);
-                    if j <= i {
+                    if (sight.first_key(segment, i)..=i).contains(&j) {
                         p = exp(chain(&query, k.row(j)) - lse);
                         ds = p * (chain(&dout, v.row(j)) - delta);
                     }
@@ -111,8 +120,8 @@ pub(super) fn backward<T: Real>(sizes: &Heads, input: &BackwardInput<'_, T>, out
                 to.iter_mut().zip(dq).for_each(|(to, x)| *to = T::round(x * sizes.scale));
             }
         }
-        for j in 0..sizes.seq_len {
-            let row = sequence * sizes.seq_len + j;
+        for j in 0..segment.len {
+            let row = segment.first + j;
             // SAFETY: this is the only thread that writes.
             let (to_dk, to_dv) = unsafe { (output.dk.row(row, kv_head), output.dv.row(row, kv_head)) };
             to_dk.iter_mut().zip(&dk[j]).for_each(|(to, &x)| *to = T::round(x));

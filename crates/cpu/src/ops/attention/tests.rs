@@ -1,9 +1,11 @@
 mod agreement;
+mod windows;
 
 use super::*;
 use crate::ops::elementwise::tests::{bits, normals, same_everywhere};
 use nibble_core::Backend;
-use nibble_core::ops::attention_scale;
+use nibble_core::ops::{Windows, attention_scale};
+use nibble_testkit::Hiding;
 
 /// A problem in the host's memory.
 struct Case {
@@ -12,6 +14,7 @@ struct Case {
     k: Vec<f32>,
     v: Vec<f32>,
     dout: Vec<f32>,
+    hiding: Option<Hiding>,
 }
 
 impl Case {
@@ -32,7 +35,14 @@ impl Case {
             x.iter().map(|x| bf16::from_f32(x * by).to_f32()).collect()
         };
         let (q, k) = (wide(1, heads * head_dim, spread), wide(2, kv_heads * head_dim, spread));
-        Self { sizes, q, k, v: wide(3, kv_heads * value_dim, 1.0), dout: wide(4, heads * value_dim, 1.0) }
+        Self {
+            sizes,
+            q,
+            k,
+            v: wide(3, kv_heads * value_dim, 1.0),
+            dout: wide(4, heads * value_dim, 1.0),
+            hiding: None,
+        }
     }
 
     /// The ratios and lengths that matter: one token, lengths around tiles and blocks, head sizes around panels, values of another size.
@@ -56,6 +66,16 @@ impl Case {
         // Scales of a model's own.
         cases[5].sizes.scale = 0.07;
         cases[9].sizes.scale = 0.3;
+        let documents = Hiding::documents(&[5, 1, 17, 8, 30]);
+        for (s, l, h, g, dims, hiding) in [
+            (3, 40, 4, 2, (16, 16), documents),
+            (1, 65, 2, 1, (24, 16), Hiding::window(1)),
+            (2, 50, 2, 2, (8, 24), Hiding::window(9)),
+            (1, 90, 4, 1, (16, 16), Hiding { chunk: Some(20), ..Hiding::window(100) }),
+            (2, 77, 2, 1, (32, 32), Hiding { window: Some(6), chunk: Some(11), ..documents }),
+        ] {
+            cases.push(Self { hiding: Some(hiding), ..Self::new(s, l, h, g, dims, 1.0) });
+        }
         cases
     }
 
@@ -70,10 +90,16 @@ impl Case {
         }
     }
 
+    fn windows(&self, cpu: &Cpu) -> Option<Windows<Cpu>> {
+        self.hiding.map(|hiding| hiding.upload(cpu, self.sizes.sequences, self.sizes.seq_len).unwrap())
+    }
+
     fn forward(&self, cpu: &Cpu, dtype: DType) -> AttentionOut<Cpu> {
         let [q, k, v] = [&self.q, &self.k, &self.v].map(|x| self.tensor(cpu, x, dtype));
         let Heads { head_dim, value_dim, scale, seq_len, .. } = self.sizes;
-        let op = Attention { q: &q, k: &k, v: &v, head_dim, value_dim, scale, seq_len };
+        let windows = self.windows(cpu);
+        let windows = windows.as_ref();
+        let op = Attention { q: &q, k: &k, v: &v, head_dim, value_dim, scale, seq_len, windows };
         op.check().unwrap();
         attention(cpu, op).unwrap()
     }
@@ -81,6 +107,7 @@ impl Case {
     fn backward(&self, cpu: &Cpu, dtype: DType) -> AttentionGrads<Cpu> {
         let AttentionOut { out, lse } = self.forward(cpu, dtype);
         let [q, k, v, dout] = [&self.q, &self.k, &self.v, &self.dout].map(|x| self.tensor(cpu, x, dtype));
+        let windows = self.windows(cpu);
         let op = AttentionBackward {
             q: &q,
             k: &k,
@@ -92,6 +119,7 @@ impl Case {
             value_dim: self.sizes.value_dim,
             scale: self.sizes.scale,
             seq_len: self.sizes.seq_len,
+            windows: windows.as_ref(),
         };
         op.check().unwrap();
         attention_backward(cpu, op).unwrap()
@@ -99,11 +127,14 @@ impl Case {
 }
 
 /// Softmax attention in f64, straight from the formula: (out, lse).
-fn reference(sizes: &Heads, q: &[f64], k: &[f64], v: &[f64]) -> (Vec<f64>, Vec<f64>) {
+fn reference(case: &Case, q: &[f64], k: &[f64], v: &[f64]) -> (Vec<f64>, Vec<f64>) {
+    let sizes = &case.sizes;
+    let first_key = case.hiding.map(|hiding| hiding.lists(sizes.sequences, sizes.seq_len)[0].clone());
     let (d, c) = (sizes.head_dim, sizes.value_dim);
     let (mut out, mut lse) = (vec![0.0; q.len() / d * c], vec![0.0; q.len() / d]);
     for token in 0..sizes.tokens() {
-        let first = token - token % sizes.seq_len;
+        let hidden = first_key.as_ref().map_or(0, |first_key| first_key[token] as usize);
+        let first = token - token % sizes.seq_len + hidden;
         for head in 0..sizes.heads {
             let at = token * sizes.heads + head;
             let kv = |other: usize| other * sizes.kv_heads + head / (sizes.heads / sizes.kv_heads);
@@ -134,7 +165,7 @@ fn rel_l2(got: &[f32], want: &[f64]) -> f64 {
 #[test]
 fn forward_is_the_formula_and_the_same_everywhere() {
     for case in Case::all() {
-        let (out, lse) = reference(&case.sizes, &wide(&case.q), &wide(&case.k), &wide(&case.v));
+        let (out, lse) = reference(&case, &wide(&case.q), &wide(&case.k), &wide(&case.v));
         for (dtype, bound) in [(DType::F32, 1e-6), (DType::Bf16, 3e-3)] {
             let (got, got_lse) = same_everywhere(|cpu| {
                 let got = case.forward(cpu, dtype);
@@ -175,7 +206,7 @@ fn backward_is_the_derivative_of_the_formula() {
         let inputs = [&case.q, &case.k, &case.v].map(|x| wide(x));
         let dout = wide(&case.dout);
         let loss = |x: &[Vec<f64>; 3]| -> f64 {
-            let (out, _) = reference(&case.sizes, &x[0], &x[1], &x[2]);
+            let (out, _) = reference(&case, &x[0], &x[1], &x[2]);
             out.iter().zip(&dout).map(|(o, d)| o * d).sum()
         };
         for (which, grad) in [&grads.dq, &grads.dk, &grads.dv].into_iter().enumerate() {
@@ -214,7 +245,7 @@ fn backward_is_the_derivative_of_the_formula() {
 fn scores_of_ten_thousand_neither_overflow_nor_lose_the_sum() {
     // Scores are of the order of ±1e4: the softmax is one-hot nearly everywhere.
     let case = Case::new(2, 33, 4, 2, (16, 16), 50.0);
-    let (out, lse) = reference(&case.sizes, &wide(&case.q), &wide(&case.k), &wide(&case.v));
+    let (out, lse) = reference(&case, &wide(&case.q), &wide(&case.k), &wide(&case.v));
     assert!(lse.iter().any(|x| *x > 5e3), "the case is too tame");
     let got = same_everywhere(|cpu| bits(&case.forward(cpu, DType::F32).out));
     let got: Vec<f32> = got.into_iter().map(f32::from_bits).collect();
@@ -258,7 +289,16 @@ fn no_tokens_give_no_output() {
     for cpu in [Cpu::new(2).unwrap(), Cpu::scalar(1).unwrap()] {
         let none = |cols| Tensor::zeros(&cpu, DType::F32, 0, cols).unwrap();
         let (q, k) = (none(32), none(16));
-        let op = Attention { q: &q, k: &k, v: &k, head_dim: 16, value_dim: 16, scale: 0.25, seq_len: 8 };
+        let op = Attention {
+            q: &q,
+            k: &k,
+            v: &k,
+            head_dim: 16,
+            value_dim: 16,
+            scale: 0.25,
+            seq_len: 8,
+            windows: None,
+        };
         let got = attention(&cpu, op).unwrap();
         assert_eq!((got.out.shape(), Cpu::len(&got.lse)), ((0, 32), 0));
     }
@@ -271,8 +311,19 @@ fn a_type_that_differs_is_named() {
     let half = Tensor::zeros(&cpu, DType::Bf16, 4, 16).unwrap();
     let lse = cpu.zeros::<f32>(4).unwrap();
     let (out, dout, head_dim, value_dim, scale, seq_len) = (&x, &half, 16, 16, 0.25, 4);
-    let op =
-        AttentionBackward { q: &x, k: &x, v: &x, out, lse: &lse, dout, head_dim, value_dim, scale, seq_len };
+    let op = AttentionBackward {
+        q: &x,
+        k: &x,
+        v: &x,
+        out,
+        lse: &lse,
+        dout,
+        head_dim,
+        value_dim,
+        scale,
+        seq_len,
+        windows: None,
+    };
     let error = attention_backward(&cpu, op).unwrap_err().to_string();
     assert_eq!(error, "attention_backward: `dout` is bf16, expected f32");
 }
@@ -284,7 +335,7 @@ fn sizes_that_do_not_fit_are_named() {
     // 4 query heads of 6, 2 key heads; values of 5.
     let (q, k, v, wrong) = (of(24), of(12), of(10), of(12));
     let forward = |v, value_dim| {
-        let op = Attention { q: &q, k: &k, v, head_dim: 6, value_dim, scale: 0.4, seq_len: 4 };
+        let op = Attention { q: &q, k: &k, v, head_dim: 6, value_dim, scale: 0.4, seq_len: 4, windows: None };
         op.check().map_err(|error| error.to_string())
     };
     assert_eq!(forward(&v, 5), Ok(()));
@@ -299,8 +350,20 @@ fn sizes_that_do_not_fit_are_named() {
     let (lse, out) = (cpu.zeros::<f32>(16).unwrap(), of(20));
     let backward = |out, dout| {
         let (q, k, v, lse) = (&q, &k, &v, &lse);
-        AttentionBackward { q, k, v, out, lse, dout, head_dim: 6, value_dim: 5, scale: 0.4, seq_len: 4 }
-            .check()
+        AttentionBackward {
+            q,
+            k,
+            v,
+            out,
+            lse,
+            dout,
+            head_dim: 6,
+            value_dim: 5,
+            scale: 0.4,
+            seq_len: 4,
+            windows: None,
+        }
+        .check()
     };
     backward(&out, &out).unwrap();
     let error = backward(&out, &q).unwrap_err().to_string();
@@ -313,10 +376,13 @@ fn a_scale_that_is_no_number_above_zero_is_named() {
     let x = Tensor::zeros(&cpu, DType::F32, 1, 16).unwrap();
     let lse = cpu.zeros::<f32>(1).unwrap();
     let (q, k, v, out, dout, lse, head_dim, value_dim) = (&x, &x, &x, &x, &x, &lse, 16, 16);
-    let forward = |scale| Attention { q, k, v, head_dim, value_dim, scale, seq_len: 1 }.check();
+    let forward =
+        |scale| Attention { q, k, v, head_dim, value_dim, scale, seq_len: 1, windows: None }.check();
     let decode = |scale| AttentionDecode { q, k, v, head_dim, value_dim, scale, len: 1 }.check();
-    let backward =
-        |scale| AttentionBackward { q, k, v, out, lse, dout, head_dim, value_dim, scale, seq_len: 1 }.check();
+    let backward = |scale| {
+        AttentionBackward { q, k, v, out, lse, dout, head_dim, value_dim, scale, seq_len: 1, windows: None }
+            .check()
+    };
     for scale in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 0.0, -0.25] {
         for (name, checked) in [
             ("attention", forward(scale)),

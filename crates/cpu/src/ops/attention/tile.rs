@@ -6,6 +6,7 @@
 use crate::gemm::Isa;
 use crate::simd::{LANES, Real, exp_less, lane_dot, lane_max, lane_sum, map_lanes, per_isa};
 use nibble_formats::math::{exp, log};
+use std::ops::Range;
 
 /// Queries (or keys) of a tile. A product may take in all keys (queries) of the tile that meets the diagonal.
 pub(super) const TILE: usize = 8;
@@ -144,30 +145,37 @@ fn mask(row: &mut [f32], query: usize, value: f32) {
     }
 }
 
-per_isa!(pub(super) fn score_grads = score_grads_body; (p: &mut [f32], ds: &mut [f32], stride: usize, first: usize, keys: usize, lse: &[f32; TILE], delta: &[f32; TILE]));
+/// Sets what lies before the windows of a tile's queries: the first `hidden` of each row.
+pub(super) fn hide(rows: &mut [f32], stride: usize, hidden: &[usize; TILE], value: f32) {
+    for (row, &hidden) in hidden.iter().enumerate() {
+        rows[row * stride..][..hidden].fill(value);
+    }
+}
 
-/// For the tile of queries from `first` on: scores become P = exp(s − lse), dP becomes dS = P · (dP − delta); both 0 for
-/// later keys. `keys` is a multiple of 16.
+per_isa!(pub(super) fn score_grads = score_grads_body; (p: &mut [f32], ds: &mut [f32], stride: usize, first: usize, keys: Range<usize>, lse: &[f32; TILE], delta: &[f32; TILE]));
+
+/// For the tile of queries from `first` on: scores of `keys`, whole panels, become P = exp(s − lse), dP becomes dS = P · (dP − delta); both
+/// 0 for later keys.
 #[inline(always)]
 fn score_grads_body(
     p: &mut [f32],
     ds: &mut [f32],
     stride: usize,
     first: usize,
-    keys: usize,
+    keys: Range<usize>,
     lse: &[f32; TILE],
     delta: &[f32; TILE],
 ) {
     for (row, (p, ds)) in p.chunks_exact_mut(stride).zip(ds.chunks_exact_mut(stride)).enumerate() {
-        let (p, ds) = (&mut p[..keys], &mut ds[..keys]);
+        let (p, ds) = (&mut p[keys.clone()], &mut ds[keys.clone()]);
         for (p, ds) in p.as_chunks_mut::<LANES>().0.iter_mut().zip(ds.as_chunks_mut::<LANES>().0) {
             for i in 0..LANES {
                 p[i] = exp(p[i] - lse[row]);
                 ds[i] = p[i] * (ds[i] - delta[row]);
             }
         }
-        mask(p, first + row, 0.0);
-        mask(ds, first + row, 0.0);
+        mask(p, first + row - keys.start, 0.0);
+        mask(ds, first + row - keys.start, 0.0);
     }
 }
 

@@ -1,7 +1,8 @@
 // Causal attention with grouped query heads on the ordinary cores: any sequence length, heads of up to kDim elements, F32 or BF16.
 //
-// attention<T, kDim>: q [t, heads · head_dim], k [t, kv_heads · head_dim], v [t, kv_heads · value_dim], out [t, heads · value_dim], of type T;
-//   lse [t, heads], natural logarithms. kDim: no less than head_dim and value_dim.
+// attention<T, kDim, kWindowed>: q [t, heads · head_dim], k [t, kv_heads · head_dim], v [t, kv_heads · value_dim], out
+//   [t, heads · value_dim], of type T; lse [t, heads], natural logarithms. kDim: no less than head_dim and value_dim. kWindowed: query i of a
+//   sequence sees the keys from first_key[i] on, which never decreases; tiles of keys before that of the CTA's first query are skipped.
 //   256 threads; grid ceil(seq_len / 64) · heads · sequences, those with the most keys first; dynamic shared memory
 //   (2 · kDim + 64) · 68 · 4 bytes. A CTA has 64 queries of a head and goes over their keys 64 at a time, in order, with an online
 //   softmax (Milakov and Gimelshein). Everything is F32; P is not rounded.
@@ -20,13 +21,13 @@ struct AttentionShared {
     float weights[kQueries * stride_of<kQueries>()];
 };
 
-/// Where the query sees the key.
+/// Where the query sees the key, windows aside.
 __device__ __forceinline__ bool sees(int query, int key) { return key <= query; }
 
-template <class T, int kDim>
+template <class T, int kDim, bool kWindowed>
 __global__ void __launch_bounds__(kAttentionThreads, 1)
     attention(const u8* __restrict__ q, const u8* __restrict__ k, const u8* __restrict__ v, u8* __restrict__ out,
-              float* __restrict__ lse, AttentionSizes sizes) {
+              float* __restrict__ lse, AttentionSizes sizes, const int* __restrict__ first_key) {
     constexpr int kOwn = kQueries / 16;
     extern __shared__ uint4 raw[];
     auto& shared = *reinterpret_cast<AttentionShared<kDim>*>(raw);
@@ -41,13 +42,17 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
 
     float sum[kOwn][kDim / 16];
     float max[kOwn], total[kOwn];
+    int own_first[kOwn];
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
+        if constexpr (kWindowed) own_first[i] = first_key_of<true>(first_key, sizes, sequence, first + own + i);
         max[i] = -infinity(), total[i] = 0.0f;
 #pragma unroll
         for (int c = 0; c < kDim / 16; ++c) sum[i][c] = 0.0f;
     }
-    for (int key = 0; key <= first; key += kQueries) {
+    int begin = 0;
+    if constexpr (kWindowed) begin = first_key_of<true>(first_key, sizes, sequence, first) / kQueries * kQueries;
+    for (int key = begin; key <= first; key += kQueries) {
         __syncthreads();
         load_rows<T, kDim, kQueries>(shared.kv, k, sizes, sizes.kv_heads, sizes.head_dim, sequence, kv_head, key, 1.0f);
         __syncthreads();
@@ -59,20 +64,23 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
 #pragma unroll
             for (int j = 0; j < kOwn; ++j) {
                 if (!sees(first + own + i, key + other + j)) score[i][j] = -infinity();
+                if (kWindowed && key + other + j < own_first[i]) score[i][j] = -infinity();
                 highest = ptx::max_or_nan(highest, score[i][j]);
             }
 #pragma unroll
             for (int lanes = 1; lanes < 16; lanes *= 2)
                 highest = ptx::max_or_nan(highest, __shfl_xor_sync(kAllLanes, highest, lanes));
+            // -infinity where the window begins after this tile: no key so far, and all weights are 0.
+            const float base = kWindowed && highest == -infinity() ? 0.0f : highest;
             float seen = 0.0f;
 #pragma unroll
             for (int j = 0; j < kOwn; ++j) {
-                score[i][j] = exp_or_nan(score[i][j] - highest);
+                score[i][j] = exp_or_nan(score[i][j] - base);
                 seen += score[i][j];
             }
 #pragma unroll
             for (int lanes = 1; lanes < 16; lanes *= 2) seen += __shfl_xor_sync(kAllLanes, seen, lanes);
-            const float less = exp_or_nan(max[i] - highest);
+            const float less = exp_or_nan(max[i] - base);
             max[i] = highest;
             total[i] = __fmaf_rn(total[i], less, seen);
 #pragma unroll

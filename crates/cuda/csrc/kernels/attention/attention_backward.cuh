@@ -4,8 +4,10 @@
 //   sizes kDim at most; lse and delta as `attention_rows` writes them, with factor 1. Each kernel computes P = exp(q·k - lse) and
 //   dS = P · (dout·v - delta) itself, so that neither adds to sums of the other.
 //   256 threads; tiles of kRows queries and keys; dynamic shared memory (4 · kDim + 2 · kRows) · (kRows + 4) · 4 bytes.
-// attention_backward_q<T, kDim, kRows>: dq = dS · k / sqrt(head_dim). Grid ceil(seq_len / kRows) · heads · sequences, most keys first.
-// attention_backward_kv<T, kDim, kRows>: dv = Pᵀ · dout and dk = dSᵀ · q / sqrt(head_dim), summed over the group's query heads in order
+// kWindowed: query i of a sequence sees the keys from first_key[i] on, and key j is seen by the queries before end_query[j]. Neither decreases, so
+//   that tiles before the first key of a CTA's first query, and those after the last query of its last key, are skipped.
+// attention_backward_q<T, kDim, kRows, kWindowed>: dq = scale · dS · k. Grid ceil(seq_len / kRows) · heads · sequences, most keys first.
+// attention_backward_kv<T, kDim, kRows, kWindowed>: dv = Pᵀ · dout and dk = scale · dSᵀ · q, summed over the group's query heads in order
 //   and each head's queries in order. Grid ceil(seq_len / kRows) · kv_heads · sequences, most queries first.
 #pragma once
 #include "pieces/attention/attention_tile.cuh"
@@ -36,10 +38,11 @@ __device__ __forceinline__ void score_grad(float& score, float& dp, bool seen, f
     dp = seen ? score * (dp - delta) : 0.0f;
 }
 
-template <class T, int kDim, int kRows>
+template <class T, int kDim, int kRows, bool kWindowed>
 __global__ void __launch_bounds__(kAttentionThreads, 1)
     attention_backward_q(const u8* __restrict__ q, const u8* __restrict__ k, const u8* __restrict__ v, const u8* __restrict__ dout,
-                         const float* __restrict__ lse, const float* __restrict__ delta, u8* __restrict__ dq, AttentionSizes sizes) {
+                         const float* __restrict__ lse, const float* __restrict__ delta, u8* __restrict__ dq, AttentionSizes sizes,
+                         const int* __restrict__ first_key) {
     constexpr int kOwn = kRows / 16;
     extern __shared__ uint4 raw[];
     auto& shared = *reinterpret_cast<AttentionGradShared<kDim, kRows>*>(raw);
@@ -52,15 +55,19 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
     load_rows<T, kDim, kRows>(shared.q, q, sizes, sizes.heads, sizes.head_dim, sequence, head, first, sizes.scale);
     load_rows<T, kDim, kRows>(shared.dout, dout, sizes, sizes.heads, sizes.value_dim, sequence, head, first, 1.0f);
     float own_lse[kOwn], own_delta[kOwn], factor[kOwn];
+    int own_first[kOwn];
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
         own_lse[i] = lse[u64(u32(unit)) * sizes.padded + own + i];
         own_delta[i] = delta[u64(u32(unit)) * sizes.padded + own + i];
         factor[i] = sizes.scale;
+        if constexpr (kWindowed) own_first[i] = first_key_of<true>(first_key, sizes, sequence, own + i);
     }
     float sum[kOwn][kDim / 16];
     clear(sum);
-    for (int key = 0; key <= first; key += kRows) {
+    int begin = 0;
+    if constexpr (kWindowed) begin = first_key_of<true>(first_key, sizes, sequence, first) / kRows * kRows;
+    for (int key = begin; key <= first; key += kRows) {
         __syncthreads();
         load_rows<T, kDim, kRows>(shared.k, k, sizes, sizes.kv_heads, sizes.head_dim, sequence, kv_head, key, 1.0f);
         load_rows<T, kDim, kRows>(shared.v, v, sizes, sizes.kv_heads, sizes.value_dim, sequence, kv_head, key, 1.0f);
@@ -72,7 +79,8 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
         for (int i = 0; i < kOwn; ++i)
 #pragma unroll
             for (int j = 0; j < kOwn; ++j)
-                score_grad(score[i][j], ds[i][j], key + other + j <= own + i, own_lse[i], own_delta[i]);
+                score_grad(score[i][j], ds[i][j], key + other + j <= own + i && (!kWindowed || key + other + j >= own_first[i]),
+                           own_lse[i], own_delta[i]);
         write_weights<kRows>(shared.ds, ds);
         __syncthreads();
         add_weighted<kDim, kRows>(sum, shared.ds, shared.k);
@@ -80,11 +88,11 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
     store_rows<T, kDim, kRows>(dq, sum, factor, sizes, sizes.heads, sizes.head_dim, sequence, head, first);
 }
 
-template <class T, int kDim, int kRows>
+template <class T, int kDim, int kRows, bool kWindowed>
 __global__ void __launch_bounds__(kAttentionThreads, 1)
     attention_backward_kv(const u8* __restrict__ q, const u8* __restrict__ k, const u8* __restrict__ v, const u8* __restrict__ dout,
                           const float* __restrict__ lse, const float* __restrict__ delta, u8* __restrict__ dk, u8* __restrict__ dv,
-                          AttentionSizes sizes) {
+                          AttentionSizes sizes, const int* __restrict__ end_query) {
     constexpr int kOwn = kRows / 16;
     extern __shared__ uint4 raw[];
     auto& shared = *reinterpret_cast<AttentionGradShared<kDim, kRows>*>(raw);
@@ -98,9 +106,15 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
     float sum_k[kOwn][kDim / 16], sum_v[kOwn][kDim / 16];
     clear(sum_k);
     clear(sum_v);
+    int own_end[kOwn], end = sizes.seq_len;
+    if constexpr (kWindowed) {
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) own_end[i] = end_query_of<true>(end_query, sizes, sequence, own + i);
+        end = end_query_of<true>(end_query, sizes, sequence, min(first + kRows, sizes.seq_len) - 1);
+    }
     for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
         const u64 rows = (u64(u32(sequence)) * sizes.heads + head) * sizes.padded;
-        for (int query = first; query < sizes.seq_len; query += kRows) {
+        for (int query = first; query < end; query += kRows) {
             __syncthreads();
             load_rows<T, kDim, kRows>(shared.q, q, sizes, sizes.heads, sizes.head_dim, sequence, head, query, sizes.scale);
             load_rows<T, kDim, kRows>(shared.dout, dout, sizes, sizes.heads, sizes.value_dim, sequence, head, query, 1.0f);
@@ -114,7 +128,8 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
                 const float row_lse = lse[rows + row], row_delta = delta[rows + row];
 #pragma unroll
                 for (int i = 0; i < kOwn; ++i)
-                    score_grad(score[i][j], ds[i][j], row < sizes.seq_len && own + i <= row, row_lse, row_delta);
+                    score_grad(score[i][j], ds[i][j], row < (kWindowed ? own_end[i] : sizes.seq_len) && own + i <= row, row_lse,
+                               row_delta);
             }
             write_weights<kRows>(shared.p, score);
             write_weights<kRows>(shared.ds, ds);

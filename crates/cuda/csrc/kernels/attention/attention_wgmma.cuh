@@ -1,9 +1,10 @@
 // Causal attention with grouped query heads on the tensor cores: BF16, any sequence length, heads of 64 or 128 elements, or of 192 with
 // values of 128.
 //
-// attention_wgmma<kDim, kValueDim, kGroups>: q and k as tensor maps of [sequences][seq_len][heads · kDim], v and out of
+// attention_wgmma<kDim, kValueDim, kGroups, kWindowed>: q and k as tensor maps of [sequences][seq_len][heads · kDim], v and out of
 //   [sequences][seq_len][heads · kValueDim], in boxes of 64 columns by 64 rows (q), kKeys (k, v), 16 (out), swizzle 128; lse [t, heads],
-//   natural logarithms.
+//   natural logarithms. kWindowed: query i of a sequence sees the keys from first_key[i] on, which never decreases; tiles of keys before that
+//   of the first query of a tile are neither loaded nor multiplied.
 //   128 · (kGroups + 1) threads, any number of CTAs up to one a multiprocessor; dynamic shared memory sizeof(Shared) + 1008.
 // One warp loads; each of kGroups warpgroups has 64 queries. The tensor cores compute the scores of the next tile of keys while the softmax of
 // the current tile runs. Warpgroups take turns in issuing products, so that the products of one run during the exponentials of another. P is
@@ -40,10 +41,17 @@ __device__ __forceinline__ int key_tiles(const AttentionSizes& sizes, int tile) 
     return ceil_div(min((tile + 1) * kRows, sizes.seq_len), kKeys);
 }
 
+/// The first tile of keys that a tile of queries sees: that of its first query. The warp that loads and those that multiply go by it alike,
+/// whatever first_key holds.
+template <int kRows, bool kWindowed>
+__device__ __forceinline__ int first_key_tile(const int* first_key, const AttentionSizes& sizes, const AttentionWork& work) {
+    return first_key_of<kWindowed>(first_key, sizes, work.sequence, work.tile * kRows) / kKeys;
+}
+
 /// Loads queries, and fills the rings of keys and values: one thread.
-template <int kDim, int kValueDim, int kGroups>
+template <int kDim, int kValueDim, int kGroups, bool kWindowed>
 __device__ __forceinline__ void feed(ForwardShared<kDim, kValueDim, kGroups>& shared, const TensorMap& map_q, const TensorMap& map_k,
-                                     const TensorMap& map_v, const AttentionSizes& sizes, int tiles, int section) {
+                                     const TensorMap& map_v, const AttentionSizes& sizes, const int* first_key, int tiles, int section) {
     constexpr int kRows = kGroups * kGroupRows;
     const int all = tiles * sizes.heads * sizes.sequences, group = sizes.heads / sizes.kv_heads;
     Place<1> q_at;
@@ -60,7 +68,8 @@ __device__ __forceinline__ void feed(ForwardShared<kDim, kValueDim, kGroups>& sh
             load_tile<kDim, kGroupRows>(shared.q + i * kGroupRows * kDim * 2, map_q, shared.q_full, work.head,
                                         work.tile * kRows + i * kGroupRows, work.sequence);
         q_at.advance();
-        for (int n = key_tiles<kRows>(sizes, work.tile) - 1; n >= 0; --n) {
+        const int last = first_key_tile<kRows, kWindowed>(first_key, sizes, work);
+        for (int n = key_tiles<kRows>(sizes, work.tile) - 1; n >= last; --n) {
             ptx::barrier_wait(shared.k_ring.empty[at.stage], at.parity ^ 1);
             ptx::barrier_arrive_expect(shared.k_ring.full[at.stage], sizeof(shared.k[0]));
             load_tile<kDim, kKeys>(shared.k[at.stage], map_k, shared.k_ring.full[at.stage], kv_head, n * kKeys, work.sequence);
@@ -78,7 +87,7 @@ struct SoftmaxRows {
     float total[2];  // sum of the weights of this thread's columns
 
     /// Turns scores into weights. Returns whether a maximum of the warp has changed: then the caller multiplies its
-    /// sums by `less` (kFirst: there are none yet, and `less` is not set). `factor`: log2(e) / sqrt(head_dim).
+    /// sums by `less` (kFirst: there are none yet, and `less` is not set). `factor`: log2(e) times the scale.
     template <bool kFirst, int kCount>
     __device__ __forceinline__ bool update(float (&s)[kCount], float factor, float (&less)[2]) {
         float highest[2];
@@ -126,9 +135,9 @@ struct SoftmaxRows {
 };
 
 /// One warpgroup's queries. `warp` counts within the warpgroups that multiply.
-template <int kDim, int kValueDim, int kGroups>
+template <int kDim, int kValueDim, int kGroups, bool kWindowed>
 __device__ __forceinline__ void attend(ForwardShared<kDim, kValueDim, kGroups>& shared, const TensorMap& map_out, float* lse,
-                                       const AttentionSizes& sizes, int tiles, int section, int warp) {
+                                       const AttentionSizes& sizes, const int* first_key, int tiles, int section, int warp) {
     constexpr int kRows = kGroups * kGroupRows;
     constexpr u32 kKeyStage = kKeys * kDim * 2 / 16, kValueStage = kKeys * kValueDim * 2 / 16;
     const int lane = ptx::lane_idx(), group = warp / 4;
@@ -155,9 +164,21 @@ __device__ __forceinline__ void attend(ForwardShared<kDim, kValueDim, kGroups>& 
         const AttentionWork work = work_at<true>(number, tiles, section, sizes.heads, sizes.sequences);
         const int row = work.tile * kRows + own_row;
         const int blocks = key_tiles<kRows>(sizes, work.tile);
+        const int last = first_key_tile<kRows, kWindowed>(first_key, sizes, work);
         const auto mask = [&](int n) {
             const int key = n * kKeys;
             if (key + kKeys > work.tile * kRows + group * kGroupRows) mask_later(s, row - key - 2 * (lane % 4));
+        };
+        // Tiles that begin before this key are the edge of some row's window: that of the warpgroup's last row.
+        const int group_end = min(work.tile * kRows + (group + 1) * kGroupRows, sizes.seq_len);
+        const int edge = first_key_of<kWindowed>(first_key, sizes, work.sequence, group_end - 1);
+        const auto mask_window = [&](int n) {
+            if constexpr (kWindowed) {
+                const int key = n * kKeys, col = key + 2 * (lane % 4);
+                if (key < edge)
+                    mask_before(s, first_key_of<true>(first_key, sizes, work.sequence, row) - col,
+                                first_key_of<true>(first_key, sizes, work.sequence, row + 8) - col);
+            }
         };
         float less[2];
 #pragma unroll
@@ -175,9 +196,10 @@ __device__ __forceinline__ void attend(ForwardShared<kDim, kValueDim, kGroups>& 
         release(shared.k_ring.empty[k_at.stage]);
         k_at.advance();
         mask(blocks - 1);
+        mask_window(blocks - 1);
         softmax.template update<true>(s, factor, less);
         to_weights(p, s);
-        for (int n = blocks - 2; n >= 0; --n) {
+        for (int n = blocks - 2; n >= last; --n) {
             ptx::barrier_wait(shared.k_ring.full[k_at.stage], k_at.parity);
             ptx::named_barrier_wait<256>(turn);
             ptx::wgmma_pin(o);
@@ -196,6 +218,7 @@ __device__ __forceinline__ void attend(ForwardShared<kDim, kValueDim, kGroups>& 
             if constexpr (kRows > kKeys) {
                 if (n >= blocks - 2) mask(n);
             }
+            mask_window(n);
             const bool grown = softmax.template update<false>(s, factor, less);
             ptx::wgmma_wait();
             ptx::wgmma_pin(o);
@@ -236,11 +259,11 @@ __device__ __forceinline__ void attend(ForwardShared<kDim, kValueDim, kGroups>& 
     ptx::tma_store_wait_all();
 }
 
-template <int kDim, int kValueDim, int kGroups>
+template <int kDim, int kValueDim, int kGroups, bool kWindowed>
 __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     attention_wgmma(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
                     const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_out, float* lse,
-                    const __grid_constant__ AttentionSizes sizes, int section) {
+                    const __grid_constant__ AttentionSizes sizes, int section, const int* __restrict__ first_key) {
     using Shared = ForwardShared<kDim, kValueDim, kGroups>;
     extern __shared__ u8 raw[];
     Shared& shared = *reinterpret_cast<Shared*>(raw + (1024 - (shared_address(raw) & 1023)) % 1024);
@@ -256,10 +279,10 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     __syncthreads();
     if (warp < 4) {
         ptx::registers_shrink_to<kGroups == 2 ? 24 : 32>();
-        if (threadIdx.x == 0) feed<kDim, kValueDim, kGroups>(shared, map_q, map_k, map_v, sizes, tiles, section);
+        if (threadIdx.x == 0) feed<kDim, kValueDim, kGroups, kWindowed>(shared, map_q, map_k, map_v, sizes, first_key, tiles, section);
     } else {
         ptx::registers_grow_to<kGroups == 2 ? 240 : 160>();
-        attend<kDim, kValueDim, kGroups>(shared, map_out, lse, sizes, tiles, section, warp - 4);
+        attend<kDim, kValueDim, kGroups, kWindowed>(shared, map_out, lse, sizes, first_key, tiles, section, warp - 4);
     }
 }
 

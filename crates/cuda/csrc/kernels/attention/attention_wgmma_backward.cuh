@@ -3,14 +3,17 @@
 //
 // Both kernels: q, k and their gradients as tensor maps of [sequences][seq_len][heads · kDim], v, dout and dv of kValueDim, in boxes of 64
 //   columns, swizzle 128; lse and delta as `attention_rows` writes them, with factor log2(e). Each kernel computes P = 2^(q·k ·
-//   log2(e)/sqrt(kDim) - lse) and dS = P · (dout·v - delta) itself, and rounds them to BF16. Sums are F32. No CTA adds to sums of another.
-// attention_wgmma_backward_kv<kDim, kValueDim>: dv = Pᵀ · dout, dk = dSᵀ · q / sqrt(kDim). A CTA has 128 keys of a head of k, 64 a warpgroup, and
-//   goes over the group's heads in order, and over each one's queries from the first that sees them on, `query_rows` at a time. Boxes
-//   of `query_rows` rows of q and dout, 64 of k and v, 16 where it writes. 384 threads; grid ceil(seq_len / 128) · kv_heads ·
+//   log2(e) · scale - lse) and dS = P · (dout·v - delta) itself, and rounds them to BF16. Sums are F32. No CTA adds to sums of another.
+// kWindowed: query i of a sequence sees the keys from first_key[i] on, and key j is seen by the queries before end_query[j]. Neither decreases, so
+//   that tiles before the first key of a CTA's first query, and those after the last query of its last key, are neither loaded nor
+//   multiplied.
+// attention_wgmma_backward_kv<kDim, kValueDim, kWindowed>: dv = Pᵀ · dout, dk = scale · dSᵀ · q. A CTA has 128 keys of a head of k, 64 a
+//   warpgroup, and goes over the group's heads in order, and over each one's queries from the first that sees them on, `query_rows` at a time.
+//   Boxes of `query_rows` rows of q and dout, 64 of k and v, 16 where it writes. 384 threads; grid ceil(seq_len / 128) · kv_heads ·
 //   sequences, most queries first.
-// attention_wgmma_backward_q<kDim, kValueDim>: dq = dS · k / sqrt(kDim). A CTA has 128 queries of a head, 64 a warpgroup, and goes over their
-//   keys from the last to the first, `grad_keys` at a time. Boxes of 64 rows of q and dout, `grad_keys` of k and v, 16 of dq. 384 threads; any number
-//   of CTAs up to one a multiprocessor.
+// attention_wgmma_backward_q<kDim, kValueDim, kWindowed>: dq = scale · dS · k. A CTA has 128 queries of a head, 64 a warpgroup, and goes over
+//   their keys from the last to the first, `grad_keys` at a time. Boxes of 64 rows of q and dout, `grad_keys` of k and v, 16 of dq. 384
+//   threads; any number of CTAs up to one a multiprocessor.
 // Dynamic shared memory: sizeof of their struct + 1008. One warp loads. S of the next tile is on the tensor cores before the sums of this
 // one are done.
 //
@@ -119,15 +122,17 @@ struct KeyWork {
     int sequence, kv_head;
     int first_head, heads;  // of queries
     int row;                // its first key
-    int first_tile, tiles;  // of queries
+    int first_tile, tiles;  // of queries: the first, and one past the last
 
-    __device__ __forceinline__ void set(const AttentionSizes& sizes, int section, int query_rows) {
+    template <bool kWindowed>
+    __device__ __forceinline__ void set(const AttentionSizes& sizes, const int* end_query, int section, int query_rows) {
         const int key_tiles = ceil_div(sizes.seq_len, kGradRows);
         const AttentionWork work = work_at<false>(blockIdx.x, key_tiles, section, sizes.kv_heads, sizes.sequences);
         sequence = work.sequence, kv_head = work.head;
         heads = sizes.heads / sizes.kv_heads, first_head = kv_head * heads;
         row = work.tile * kGradRows;
-        first_tile = row / query_rows, tiles = ceil_div(sizes.seq_len, query_rows);
+        const int end = end_query_of<kWindowed>(end_query, sizes, sequence, min(row + kGradRows, sizes.seq_len) - 1);
+        first_tile = row / query_rows, tiles = ceil_div(end, query_rows);
     }
 };
 
@@ -200,10 +205,24 @@ __device__ __forceinline__ void mask_earlier(float (&s)[kCount], int ahead) {
     }
 }
 
+/// Sets the scores of queries that are no longer in the window of a key to -infinity. `low`, `high`: one past the last query that sees this
+/// thread's first row, and its second, less this thread's first column.
+template <int kCount>
+__device__ __forceinline__ void mask_from(float (&s)[kCount], int low, int high) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+        const int col = 2 * i;
+        if (col >= low) s[i] = -infinity();
+        if (col + 1 >= low) s[i + 1] = -infinity();
+        if (col >= high) s[i + 2] = -infinity();
+        if (col + 1 >= high) s[i + 3] = -infinity();
+    }
+}
+
 /// One warpgroup's keys. `warp` counts within the warpgroups that multiply.
-template <int kDim, int kValueDim>
+template <int kDim, int kValueDim, bool kWindowed>
 __device__ __forceinline__ void key_grads(BackwardKvShared<kDim, kValueDim>& shared, const TensorMap& map_dk, const TensorMap& map_dv,
-                                          const AttentionSizes& sizes, int warp) {
+                                          const AttentionSizes& sizes, const int* end_query, int warp) {
     using Shared = BackwardKvShared<kDim, kValueDim>;
     constexpr int kRows = Shared::kRows;
     constexpr GradOrder kOrder = Shared::kOrder;
@@ -246,6 +265,8 @@ __device__ __forceinline__ void key_grads(BackwardKvShared<kDim, kValueDim>& sha
         ptx::wgmma_fence();
         multiply_down<kRows>(dv, p, dout_down + at.stage * kDoutStage);
     };
+    // Tiles that end after this query are the edge of some key's window: that of the warpgroup's first key.
+    const int edge = end_query_of<kWindowed>(end_query, sizes, work.sequence, key);
     ptx::barrier_wait(shared.kv_full, 0);
     for (int head = 0; head < work.heads; ++head) {
 #pragma unroll 1
@@ -267,6 +288,13 @@ __device__ __forceinline__ void key_grads(BackwardKvShared<kDim, kValueDim>& sha
             }
             ptx::wgmma_pin(s);
             if (tile == first) mask_earlier(s, tile * kRows - key + 2 * (lane % 4) - (warp % 4 * 16 + lane / 4));
+            if constexpr (kWindowed) {
+                if ((tile + 1) * kRows > edge) {
+                    const int row = key + warp % 4 * 16 + lane / 4, col = tile * kRows + 2 * (lane % 4);
+                    mask_from(s, end_query_of<true>(end_query, sizes, work.sequence, row) - col,
+                              end_query_of<true>(end_query, sizes, work.sequence, row + 8) - col);
+                }
+            }
             if constexpr (kOrder == GradOrder::ValuesBeforeScoreGrads) {
                 probabilities_down(p, shared.rest[group], s, factor, shared.lse[at.stage]);
             } else {
@@ -318,12 +346,13 @@ __device__ __forceinline__ void key_grads(BackwardKvShared<kDim, kValueDim>& sha
     ptx::tma_store_wait_all();
 }
 
-template <int kDim, int kValueDim>
+template <int kDim, int kValueDim, bool kWindowed>
 __global__ void __launch_bounds__(kGradThreads, 1)
     attention_wgmma_backward_kv(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
                                 const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_dout,
                                 const __grid_constant__ TensorMap map_dk, const __grid_constant__ TensorMap map_dv,
-                                const float* lse, const float* delta, const __grid_constant__ AttentionSizes sizes, int section) {
+                                const float* lse, const float* delta, const __grid_constant__ AttentionSizes sizes, int section,
+                                const int* __restrict__ end_query) {
     using Shared = BackwardKvShared<kDim, kValueDim>;
     extern __shared__ u8 raw[];
     Shared& shared = *reinterpret_cast<Shared*>(raw + (1024 - (shared_address(raw) & 1023)) % 1024);
@@ -336,7 +365,7 @@ __global__ void __launch_bounds__(kGradThreads, 1)
             ptx::barrier_init(shared.empty[i], kGradGroups * 4);
         }
         ptx::barrier_init_fence();
-        shared.work.set(sizes, section, Shared::kRows);
+        shared.work.template set<kWindowed>(sizes, end_query, section, Shared::kRows);
     }
     __syncthreads();
     if (warp < 4) {
@@ -344,7 +373,7 @@ __global__ void __launch_bounds__(kGradThreads, 1)
         if (threadIdx.x == 0) feed_queries<kDim, kValueDim>(shared, map_q, map_k, map_v, map_dout, lse, delta, sizes);
     } else {
         ptx::registers_grow_to<240>();
-        key_grads<kDim, kValueDim>(shared, map_dk, map_dv, sizes, warp - 4);
+        key_grads<kDim, kValueDim, kWindowed>(shared, map_dk, map_dv, sizes, end_query, warp - 4);
     }
 }
 
@@ -369,12 +398,19 @@ struct BackwardQShared {
 
     /// The last tile of keys that a tile of queries sees.
     static __device__ __forceinline__ int last(int tile) { return ((tile + 1) * kGradRows - 1) / kKeys; }
+
+    /// The first: that of its first query. The warp that loads and those that multiply go by it alike, whatever first_key holds.
+    template <bool kWindowed>
+    static __device__ __forceinline__ int first(const int* first_key, const AttentionSizes& sizes, const AttentionWork& work) {
+        return first_key_of<kWindowed>(first_key, sizes, work.sequence, work.tile * kGradRows) / kKeys;
+    }
 };
 
 /// Fills the rings of keys and values: one thread.
-template <int kDim, int kValueDim>
+template <int kDim, int kValueDim, bool kWindowed>
 __device__ __forceinline__ void feed_keys(BackwardQShared<kDim, kValueDim>& shared, const TensorMap& map_q, const TensorMap& map_k,
-                                          const TensorMap& map_v, const TensorMap& map_dout, const AttentionSizes& sizes, int section) {
+                                          const TensorMap& map_v, const TensorMap& map_dout, const AttentionSizes& sizes,
+                                          const int* first_key, int section) {
     using Shared = BackwardQShared<kDim, kValueDim>;
     const int tiles = ceil_div(sizes.seq_len, kGradRows), all = tiles * sizes.heads * sizes.sequences;
     const int group = sizes.heads / sizes.kv_heads;
@@ -393,7 +429,8 @@ __device__ __forceinline__ void feed_keys(BackwardQShared<kDim, kValueDim>& shar
             load_tile<kValueDim, kGroupRows>(shared.dout[i], map_dout, shared.q_full, work.head, row, work.sequence);
         }
         q_at.advance();
-        for (int n = Shared::last(work.tile); n >= 0; --n) {
+        const int end = Shared::template first<kWindowed>(first_key, sizes, work);
+        for (int n = Shared::last(work.tile); n >= end; --n) {
             ptx::barrier_wait(shared.k_ring.empty[at.stage], at.parity ^ 1);
             ptx::barrier_arrive_expect(shared.k_ring.full[at.stage], sizeof(shared.k[0]));
             load_tile<kDim, Shared::kKeys>(shared.k[at.stage], map_k, shared.k_ring.full[at.stage], kv_head, n * Shared::kKeys, work.sequence);
@@ -406,9 +443,9 @@ __device__ __forceinline__ void feed_keys(BackwardQShared<kDim, kValueDim>& shar
 }
 
 /// One warpgroup's queries.
-template <int kDim, int kValueDim>
+template <int kDim, int kValueDim, bool kWindowed>
 __device__ __forceinline__ void query_grads(BackwardQShared<kDim, kValueDim>& shared, const TensorMap& map_dq, const float* lse,
-                                            const float* delta, const AttentionSizes& sizes, int section, int warp) {
+                                            const float* delta, const AttentionSizes& sizes, const int* first_key, int section, int warp) {
     using Shared = BackwardQShared<kDim, kValueDim>;
     constexpr int kKeys = Shared::kKeys;
     constexpr u32 kKeyStage = sizeof(shared.k[0]) / 16, kValueStage = sizeof(shared.v[0]) / 16;
@@ -443,6 +480,9 @@ __device__ __forceinline__ void query_grads(BackwardQShared<kDim, kValueDim>& sh
             multiply_along<kDim, kGroupRows, kKeys>(s, q, k + at.stage * kKeyStage);
             ptx::wgmma_commit();
         };
+        // Tiles that begin before this key are the edge of some row's window: that of the warpgroup's last row.
+        const int edge = first_key_of<kWindowed>(first_key, sizes, work.sequence, min(first + kGroupRows, sizes.seq_len) - 1);
+        const int end = Shared::template first<kWindowed>(first_key, sizes, work);
         int n = Shared::last(work.tile);
         if constexpr (kKeys < kGradRows) {
             for (; n * kKeys >= first + kGroupRows; --n) {
@@ -466,6 +506,13 @@ __device__ __forceinline__ void query_grads(BackwardQShared<kDim, kValueDim>& sh
             ptx::wgmma_wait_until<1>();
             ptx::wgmma_pin(s);
             if (n * kKeys + kKeys > first) mask_later(s, row - n * kKeys - 2 * (lane % 4));
+            if constexpr (kWindowed) {
+                if (n * kKeys < edge) {
+                    const int col = n * kKeys + 2 * (lane % 4);
+                    mask_before(s, first_key_of<true>(first_key, sizes, work.sequence, row) - col,
+                                first_key_of<true>(first_key, sizes, work.sequence, row + 8) - col);
+                }
+            }
 #pragma unroll
             for (int i = 0; i < kKeys / 2; ++i)
                 s[i] = ptx::exp2_approx(__fmaf_rn(s[i], factor, -row_lse[i / 2 % 2]));
@@ -482,7 +529,7 @@ __device__ __forceinline__ void query_grads(BackwardQShared<kDim, kValueDim>& sh
             multiply_down<kKeys>(dq, ds, k_down + stage * kKeyStage);
             ptx::wgmma_commit();
             at.advance();
-            if (n == 0) {
+            if (n == end) {
                 release(shared.q_empty);
                 staged_rows_read();
                 ptx::wgmma_wait();
@@ -500,12 +547,12 @@ __device__ __forceinline__ void query_grads(BackwardQShared<kDim, kValueDim>& sh
     ptx::tma_store_wait_all();
 }
 
-template <int kDim, int kValueDim>
+template <int kDim, int kValueDim, bool kWindowed>
 __global__ void __launch_bounds__(kGradThreads, 1)
     attention_wgmma_backward_q(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
                                const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_dout,
                                const __grid_constant__ TensorMap map_dq, const float* lse, const float* delta,
-                               const __grid_constant__ AttentionSizes sizes, int section) {
+                               const __grid_constant__ AttentionSizes sizes, int section, const int* __restrict__ first_key) {
     using Shared = BackwardQShared<kDim, kValueDim>;
     extern __shared__ u8 raw[];
     Shared& shared = *reinterpret_cast<Shared*>(raw + (1024 - (shared_address(raw) & 1023)) % 1024);
@@ -520,10 +567,10 @@ __global__ void __launch_bounds__(kGradThreads, 1)
     __syncthreads();
     if (warp < 4) {
         ptx::registers_shrink_to<24>();
-        if (threadIdx.x == 0) feed_keys<kDim, kValueDim>(shared, map_q, map_k, map_v, map_dout, sizes, section);
+        if (threadIdx.x == 0) feed_keys<kDim, kValueDim, kWindowed>(shared, map_q, map_k, map_v, map_dout, sizes, first_key, section);
     } else {
         ptx::registers_grow_to<240>();
-        query_grads<kDim, kValueDim>(shared, map_dq, lse, delta, sizes, section, warp - 4);
+        query_grads<kDim, kValueDim, kWindowed>(shared, map_dq, lse, delta, sizes, first_key, section, warp - 4);
     }
 }
 

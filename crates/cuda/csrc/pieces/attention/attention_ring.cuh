@@ -129,6 +129,20 @@ __device__ __forceinline__ void mask_later(float (&s)[kCount], int ahead) {
     }
 }
 
+/// Sets the scores of keys before a row's window to -infinity. `low`, `high`: the first key that this thread's first row sees, and its second,
+/// less this thread's first column.
+template <int kCount>
+__device__ __forceinline__ void mask_before(float (&s)[kCount], int low, int high) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+        const int col = 2 * i;
+        if (col < low) s[i] = -infinity();
+        if (col + 1 < low) s[i + 1] = -infinity();
+        if (col < high) s[i + 2] = -infinity();
+        if (col + 1 < high) s[i + 3] = -infinity();
+    }
+}
+
 /// Waits until the copy engine has read what this warp staged.
 __device__ __forceinline__ void staged_rows_read() {
     if (ptx::lane_idx() == 0) ptx::tma_store_wait_read<0>();

@@ -27,4 +27,22 @@ __device__ __forceinline__ u64 element_of(const AttentionSizes& sizes, int heads
     return (u64(u32(sequence * sizes.seq_len + row)) * heads + head) * dim;
 }
 
+/// The first key that a query sees, no later than its own; 0 without windows, and for a query past the sequence.
+template <bool kWindowed>
+__device__ __forceinline__ int first_key_of(const int* first_key, const AttentionSizes& sizes, int sequence, int query) {
+    if constexpr (kWindowed) {
+        if (query < sizes.seq_len) return min(max(__ldg(first_key + (sequence * sizes.seq_len + query)), 0), query);
+    }
+    return 0;
+}
+
+/// One past the last query that sees a key, later than its own; seq_len without windows, and for a key past the sequence.
+template <bool kWindowed>
+__device__ __forceinline__ int end_query_of(const int* end_query, const AttentionSizes& sizes, int sequence, int key) {
+    if constexpr (kWindowed) {
+        if (key < sizes.seq_len) return min(max(__ldg(end_query + (sequence * sizes.seq_len + key)), key + 1), sizes.seq_len);
+    }
+    return sizes.seq_len;
+}
+
 }  // namespace nib

@@ -1,10 +1,10 @@
 //! Attention on the tensor cores (`csrc/kernels/attention/attention_wgmma.cuh`, `attention_wgmma_backward.cuh`): BF16, heads of 64 or 128,
 //! or of 192 with values of 128.
 
-use super::{QueryRows, Sizes};
+use super::{Lists, QueryRows, Sizes};
 use crate::compile::jit::{KernelSpec, TemplateArg};
-use crate::launch::Launch;
 use crate::launch::tensor_map::{Element, Swizzle, TensorMap, Tiles};
+use crate::launch::{KernelArg, Launch};
 use crate::ops::Instance;
 use crate::{Buffer, Cuda, Device};
 use half::bf16;
@@ -82,15 +82,17 @@ impl Wgmma {
         device: &Device,
         [q, k, v, out]: [&Tensor<Cuda>; 4],
         lse: &Buffer<f32>,
+        windows: Option<Lists<'_>>,
     ) -> Result<()> {
         let dims = self.dims();
         let groups = dims.forward_groups();
         let launch = self.persistent(groups * GROUP_ROWS, 128 * (groups + 1), dims.forward_shared());
         let (q, k) = (self.map(q, GROUP_ROWS)?, self.map(k, KEYS)?);
         let (v, out) = (self.map(v, KEYS)?, self.map(out, ROWS_OUT)?);
-        let kernel = device.kernel(&dims.forward_spec())?;
-        // SAFETY: the maps hold the copies to their tensors, which the caller checked to have the sizes, as lse has.
-        unsafe { kernel.launch(launch, &[&q, &k, &v, &out, lse, &self.sizes, &self.heads_held()]) }
+        let (section, first_key) = (self.heads_held(), windows.map(|lists| lists.first_key));
+        let kernel = device.kernel(&dims.forward_spec(windows.is_some()))?;
+        // SAFETY: the maps hold the copies to their tensors, which the caller checked to have the sizes, as lse and windows have.
+        unsafe { kernel.launch(launch, &[&q, &k, &v, &out, lse, &self.sizes, &section, &first_key]) }
     }
 
     /// dq, dk and dv; `rows` with lse times log2(e).
@@ -99,6 +101,7 @@ impl Wgmma {
         device: &Device,
         op: &AttentionBackward<'_, Cuda>,
         rows: &QueryRows,
+        windows: Option<Lists<'_>>,
         grads: &AttentionGrads<Cuda>,
     ) -> Result<()> {
         let (dims, grad_rows) = (self.dims(), GRAD_GROUPS * GROUP_ROWS);
@@ -113,21 +116,28 @@ impl Wgmma {
             shared_bytes: dims.backward_kv_shared(),
         };
         let (lse, delta) = (&rows.lse, &rows.delta);
-        let kernel = device.kernel(&dims.backward_spec(Part::Kv))?;
+        let (windowed, section) = (windows.is_some(), self.groups_held());
+        let [first_key, end_query] =
+            [windows.map(|lists| lists.first_key), windows.map(|lists| lists.end_query)];
+        let kernel = device.kernel(&dims.backward_spec(Part::Kv, windowed))?;
         // SAFETY: the maps hold the copies to their tensors, which the caller checked to have the sizes; rows are as long as the padded
         // sequences of all heads.
         unsafe {
-            kernel
-                .launch(launch, &[&q, &k, &v, &dout, &dk, &dv, lse, delta, &self.sizes, &self.groups_held()])
+            let args: [&dyn KernelArg; 11] =
+                [&q, &k, &v, &dout, &dk, &dv, lse, delta, &self.sizes, &section, &end_query];
+            kernel.launch(launch, &args)
         }?;
         let (q, dout) = (self.map(op.q, GROUP_ROWS)?, self.map(op.dout, GROUP_ROWS)?);
         let (k, v) = (self.map(op.k, dims.grad_keys())?, self.map(op.v, dims.grad_keys())?);
         let dq = self.map(&grads.dq, ROWS_OUT)?;
         let launch = self.persistent(grad_rows, threads, dims.backward_q_shared());
-        let kernel = device.kernel(&dims.backward_spec(Part::Q))?;
+        let section = self.heads_held();
+        let kernel = device.kernel(&dims.backward_spec(Part::Q, windowed))?;
         // SAFETY: likewise.
         unsafe {
-            kernel.launch(launch, &[&q, &k, &v, &dout, &dq, lse, delta, &self.sizes, &self.heads_held()])
+            let args: [&dyn KernelArg; 10] =
+                [&q, &k, &v, &dout, &dq, lse, delta, &self.sizes, &section, &first_key];
+            kernel.launch(launch, &args)
         }
     }
 
@@ -233,38 +243,41 @@ impl Dims {
         vec![("kDim", of(self.head)), ("kValueDim", of(self.value))]
     }
 
-    fn forward_spec(self) -> KernelSpec {
+    fn forward_spec(self, windowed: bool) -> KernelSpec {
         let groups = ("kGroups", TemplateArg::Int(self.forward_groups() as i64));
+        let windowed = ("kWindowed", TemplateArg::Bool(windowed));
         KernelSpec {
             source: "kernels/attention/attention_wgmma.cuh",
             name: "nib::attention_wgmma",
-            args: self.args().into_iter().chain([groups]).collect(),
+            args: self.args().into_iter().chain([groups, windowed]).collect(),
         }
     }
 
-    fn backward_spec(self, part: Part) -> KernelSpec {
+    fn backward_spec(self, part: Part, windowed: bool) -> KernelSpec {
+        let windowed = ("kWindowed", TemplateArg::Bool(windowed));
         KernelSpec {
             source: "kernels/attention/attention_wgmma_backward.cuh",
             name: match part {
                 Part::Q => "nib::attention_wgmma_backward_q",
                 Part::Kv => "nib::attention_wgmma_backward_kv",
             },
-            args: self.args(),
+            args: self.args().into_iter().chain([windowed]).collect(),
         }
     }
 }
 
 /// The instances.
 pub(super) fn instances() -> Vec<Instance> {
-    let of_dims = |(head, value)| {
+    let of_dims = |(head, value), windowed| {
         let dims = Dims { head, value };
         [
-            (dims.forward_spec(), dims.forward_shared()),
-            (dims.backward_spec(Part::Kv), dims.backward_kv_shared()),
-            (dims.backward_spec(Part::Q), dims.backward_q_shared()),
+            (dims.forward_spec(windowed), dims.forward_shared()),
+            (dims.backward_spec(Part::Kv, windowed), dims.backward_kv_shared()),
+            (dims.backward_spec(Part::Q, windowed), dims.backward_q_shared()),
         ]
     };
-    HEADS.into_iter().flat_map(of_dims).map(|(spec, shared_bytes)| Instance { spec, shared_bytes }).collect()
+    let all = HEADS.into_iter().flat_map(|heads| [false, true].map(|windowed| of_dims(heads, windowed)));
+    all.flatten().map(|(spec, shared_bytes)| Instance { spec, shared_bytes }).collect()
 }
 
 #[cfg(test)]

@@ -7,9 +7,11 @@
 pub(crate) mod assemble_kv;
 pub(crate) mod attention_decode;
 pub(crate) mod attention_wgmma;
+pub(crate) mod find_windows;
 
 pub(crate) use assemble_kv::{assemble_kv, assemble_kv_backward};
 pub(crate) use attention_decode::attention_decode;
+pub(crate) use find_windows::find_windows;
 
 use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch, plain_args};
@@ -19,7 +21,7 @@ use crate::ops::planes::{plain_arg, type_name};
 use crate::{Buffer, Cuda, Device};
 use attention_wgmma::Wgmma;
 use nibble_choice::attention::{HEAD_LIMIT, PADDED_QUERIES, check_heads, padded_queries};
-use nibble_core::ops::{Attention, AttentionBackward, AttentionGrads, AttentionOut};
+use nibble_core::ops::{Attention, AttentionBackward, AttentionGrads, AttentionOut, Windows};
 use nibble_core::{DType, Error, Result, Tensor};
 
 const FORWARD: &str = "attention";
@@ -142,13 +144,14 @@ pub(crate) fn attention(cuda: &Cuda, op: Attention<'_, Cuda>) -> Result<Attentio
     for (argument, x) in [("q", op.q), ("k", op.k), ("v", op.v)] {
         buffers.tensor(argument, x)?;
     }
+    let windows = Lists::new(&buffers, op.windows)?;
     let device = cuda.device();
     let result = op.result(cuda)?;
     let AttentionOut { out, lse } = &result;
     let sizes = Sizes::new(FORWARD, op.q, op.k, (op.head_dim, op.value_dim), op.scale, op.seq_len)?;
     if let Some(sizes) = sizes.filter(|sizes| sizes.heads > 0) {
         if let Some(wgmma) = Wgmma::choose(&sizes, op.q.dtype(), device.info().num_sms) {
-            wgmma.forward(device, [op.q, op.k, op.v, out], lse.get())?;
+            wgmma.forward(device, [op.q, op.k, op.v, out], lse.get(), windows)?;
             return Ok(result);
         }
         let dim = sizes.dim();
@@ -159,19 +162,42 @@ pub(crate) fn attention(cuda: &Cuda, op: Attention<'_, Cuda>) -> Result<Attentio
             shared_bytes: forward_shared(dim),
         };
         let [q, k, v, to] = [op.q, op.k, op.v, out].map(|x| plain_arg(x).0);
-        let kernel = device.kernel(&forward_spec(op.q.dtype(), dim))?;
-        // SAFETY: `check` and `BufferCheck` held q, k and v to the sizes and to the instance's type, out and lse were made so and are not yet
-        // shared.
-        unsafe { kernel.launch(launch, &[q, k, v, to, lse.get(), &sizes]) }?;
+        let kernel = device.kernel(&forward_spec(op.q.dtype(), dim, windows.is_some()))?;
+        let first_key = windows.map(|lists| lists.first_key);
+        // SAFETY: `check` and `BufferCheck` held q, k and v to the sizes and to the instance's type, and windows to the tokens; out and lse were
+        // made so and are not yet shared.
+        unsafe { kernel.launch(launch, &[q, k, v, to, lse.get(), &sizes, &first_key]) }?;
     }
     Ok(result)
 }
 
-fn forward_spec(dtype: DType, dim: usize) -> KernelSpec {
+/// The lists of [`Windows`], on the operation's device.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Lists<'a> {
+    pub first_key: &'a Buffer<i32>,
+    pub end_query: &'a Buffer<i32>,
+}
+
+impl<'a> Lists<'a> {
+    /// Of checked operands.
+    fn new(buffers: &BufferCheck<'_>, windows: Option<&'a Windows<Cuda>>) -> Result<Option<Self>> {
+        let Some(Windows { first_key, end_query }) = windows else { return Ok(None) };
+        Ok(Some(Self {
+            first_key: buffers.buffer("windows.first_key", first_key)?,
+            end_query: buffers.buffer("windows.end_query", end_query)?,
+        }))
+    }
+}
+
+fn forward_spec(dtype: DType, dim: usize, windowed: bool) -> KernelSpec {
     KernelSpec {
         source: "kernels/attention/attention.cuh",
         name: "nib::attention",
-        args: vec![("T", TemplateArg::Type(type_name(dtype))), ("kDim", TemplateArg::Int(dim as i64))],
+        args: vec![
+            ("T", TemplateArg::Type(type_name(dtype))),
+            ("kDim", TemplateArg::Int(dim as i64)),
+            ("kWindowed", TemplateArg::Bool(windowed)),
+        ],
     }
 }
 
@@ -190,6 +216,7 @@ pub(crate) fn attention_backward(
         buffers.tensor(argument, x)?;
     }
     buffers.buffer("lse", op.lse)?;
+    let windows = Lists::new(&buffers, op.windows)?;
     let device = cuda.device();
     let grads = op.result(cuda)?;
     if let Some(sizes) = Sizes::new(BACKWARD, op.q, op.k, (op.head_dim, op.value_dim), op.scale, op.seq_len)?
@@ -197,11 +224,11 @@ pub(crate) fn attention_backward(
         match Wgmma::choose(&sizes, op.q.dtype(), device.info().num_sms) {
             Some(wgmma) => {
                 let rows = QueryRows::of(device, &op, &sizes, Cores::Tensor)?;
-                wgmma.backward(device, &op, &rows, &grads)?;
+                wgmma.backward(device, &op, &rows, windows, &grads)?;
             }
             None => {
                 let rows = QueryRows::of(device, &op, &sizes, Cores::Ordinary)?;
-                backward_on_ordinary_cores(device, &op, &sizes, &rows, &grads)?;
+                backward_on_ordinary_cores(device, &op, &sizes, (&rows, windows), &grads)?;
             }
         }
     }
@@ -288,7 +315,7 @@ fn backward_on_ordinary_cores(
     device: &Device,
     op: &AttentionBackward<'_, Cuda>,
     sizes: &Sizes,
-    rows: &QueryRows,
+    (rows, windows): (&QueryRows, Option<Lists<'_>>),
     grads: &AttentionGrads<Cuda>,
 ) -> Result<()> {
     let dim = sizes.dim();
@@ -301,15 +328,18 @@ fn backward_on_ordinary_cores(
     let [q, k, v, dout] = [op.q, op.k, op.v, op.dout].map(|x| plain_arg(x).0);
     let [dq, dk, dv] = [&grads.dq, &grads.dk, &grads.dv].map(|x| plain_arg(x).0);
     let (lse, delta): (&dyn KernelArg, &dyn KernelArg) = (&rows.lse, &rows.delta);
-    let dtype = op.q.dtype();
+    let (dtype, windowed) = (op.q.dtype(), windows.is_some());
+    let [first_key, end_query] = [windows.map(|lists| lists.first_key), windows.map(|lists| lists.end_query)];
     if sizes.heads > 0 {
-        let kernel = device.kernel(&backward_spec(BackwardPart::Q, dtype, dim))?;
+        let kernel = device.kernel(&backward_spec(BackwardPart::Q, dtype, dim, windowed))?;
         // SAFETY: `check` and `BufferCheck` held all operands to the sizes and to the instance's type; dq was made like q and is not yet shared.
-        unsafe { kernel.launch(launch(sizes.heads()), &[q, k, v, dout, lse, delta, dq, sizes]) }?;
+        unsafe { kernel.launch(launch(sizes.heads()), &[q, k, v, dout, lse, delta, dq, sizes, &first_key]) }?;
     }
-    let kernel = device.kernel(&backward_spec(BackwardPart::Kv, dtype, dim))?;
+    let kernel = device.kernel(&backward_spec(BackwardPart::Kv, dtype, dim, windowed))?;
     // SAFETY: likewise; dk and dv were made like k and v.
-    unsafe { kernel.launch(launch(sizes.kv_heads()), &[q, k, v, dout, lse, delta, dk, dv, sizes]) }
+    unsafe {
+        kernel.launch(launch(sizes.kv_heads()), &[q, k, v, dout, lse, delta, dk, dv, sizes, &end_query])
+    }
 }
 
 /// A kernel of the backward pass.
@@ -319,7 +349,7 @@ enum BackwardPart {
     Kv,
 }
 
-fn backward_spec(part: BackwardPart, dtype: DType, dim: usize) -> KernelSpec {
+fn backward_spec(part: BackwardPart, dtype: DType, dim: usize, windowed: bool) -> KernelSpec {
     KernelSpec {
         source: "kernels/attention/attention_backward.cuh",
         name: match part {
@@ -330,6 +360,7 @@ fn backward_spec(part: BackwardPart, dtype: DType, dim: usize) -> KernelSpec {
             ("T", TemplateArg::Type(type_name(dtype))),
             ("kDim", TemplateArg::Int(dim as i64)),
             ("kRows", TemplateArg::Int(tile_rows(dim) as i64)),
+            ("kWindowed", TemplateArg::Bool(windowed)),
         ],
     }
 }
@@ -341,15 +372,17 @@ fn backward_shared(dim: usize) -> usize {
 
 /// The instances.
 pub(crate) fn instances() -> Vec<Instance> {
-    let of_dim = |dtype, dim| {
+    let of_dim = |dtype, dim, windowed| {
         let backward = [BackwardPart::Q, BackwardPart::Kv]
-            .map(|part| (backward_spec(part, dtype, dim), backward_shared(dim)));
-        std::iter::once((forward_spec(dtype, dim), forward_shared(dim))).chain(backward)
+            .map(|part| (backward_spec(part, dtype, dim, windowed), backward_shared(dim)));
+        std::iter::once((forward_spec(dtype, dim, windowed), forward_shared(dim))).chain(backward)
     };
+    let windowed =
+        |dtype, dim| [false, true].into_iter().flat_map(move |windowed| of_dim(dtype, dim, windowed));
     let general = [DType::F32, DType::Bf16]
         .into_iter()
-        .flat_map(|dtype| DIMS.into_iter().flat_map(move |dim| of_dim(dtype, dim)));
+        .flat_map(|dtype| DIMS.into_iter().flat_map(move |dim| windowed(dtype, dim)));
     let rows = ROW_LANES.into_iter().map(|(dtype, lanes, each)| (rows_spec(dtype, lanes, each), 0));
     let all = general.chain(rows).map(|(spec, shared_bytes)| Instance { spec, shared_bytes });
-    all.chain(attention_wgmma::instances()).collect()
+    all.chain(attention_wgmma::instances()).chain(find_windows::instances()).collect()
 }

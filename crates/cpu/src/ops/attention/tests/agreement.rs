@@ -87,9 +87,10 @@ fn ours([q, k, v, dout]: [&[f32]; 4], seq: usize, dim: usize) -> [Vec<f32>; 4] {
     let scale = attention_scale(dim);
     let (q, k, v, dout, head_dim, value_dim, seq_len) = (&q, &k, &v, &dout, dim, dim, seq);
     let AttentionOut { out, lse } =
-        attention(&cpu, Attention { q, k, v, head_dim, value_dim, scale, seq_len }).unwrap();
+        attention(&cpu, Attention { q, k, v, head_dim, value_dim, scale, seq_len, windows: None }).unwrap();
     let (out, lse) = (&out, &lse);
-    let op = AttentionBackward { q, k, v, out, lse, dout, head_dim, value_dim, scale, seq_len };
+    let op =
+        AttentionBackward { q, k, v, out, lse, dout, head_dim, value_dim, scale, seq_len, windows: None };
     let AttentionGrads { dq, dk, dv } = attention_backward(&cpu, op).unwrap();
     [out, &dq, &dk, &dv].map(|x| x.to_f32_vec(&cpu).unwrap())
 }

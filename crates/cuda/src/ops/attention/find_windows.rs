@@ -1,0 +1,40 @@
+//! `find_windows` on a GPU (`csrc/kernels/attention/find_windows.cuh`): a thread a token.
+
+use crate::Cuda;
+use crate::compile::jit::KernelSpec;
+use crate::launch::Launch;
+use crate::ops::Instance;
+use crate::ops::buffer_check::BufferCheck;
+use nibble_core::Result;
+use nibble_core::ops::{FindWindows, Windows};
+
+const THREADS: u32 = 256;
+
+/// See [`FindWindows`].
+pub(crate) fn find_windows(cuda: &Cuda, op: FindWindows<'_, Cuda>) -> Result<Windows<Cuda>> {
+    op.check()?;
+    let document = BufferCheck::by("find_windows", cuda).buffer("document", op.document)?;
+    let windows = op.result(cuda)?;
+    if document.is_empty() {
+        return Ok(windows);
+    }
+    let [window, chunk] = op.limits();
+    // `check` held the tokens, and with them a sequence, below 2^31.
+    let [tokens, seq_len, window, chunk] = [document.len(), op.seq_len, window, chunk].map(|n| n as u32);
+    let launch = Launch { ctas: tokens.div_ceil(THREADS), threads: THREADS, cluster: 1, shared_bytes: 0 };
+    let Windows { first_key, end_query } = &windows;
+    let (first_key, end_query) = (first_key.get(), end_query.get());
+    let kernel = cuda.device().kernel(&spec())?;
+    // SAFETY: all three have `tokens` values, whole sequences of them, on this device; the results are not yet shared.
+    unsafe { kernel.launch(launch, &[document, first_key, end_query, &tokens, &seq_len, &window, &chunk]) }?;
+    Ok(windows)
+}
+
+fn spec() -> KernelSpec {
+    KernelSpec { source: "kernels/attention/find_windows.cuh", name: "nib::find_windows", args: Vec::new() }
+}
+
+/// The instance.
+pub(super) fn instances() -> Vec<Instance> {
+    vec![Instance { spec: spec(), shared_bytes: 0 }]
+}

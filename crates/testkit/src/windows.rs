@@ -1,0 +1,73 @@
+//! What [`Windows`] say, by going through all pairs of a query and a key.
+
+use nibble_core::ops::Windows;
+use nibble_core::{Backend, Result};
+
+/// What hides keys from the queries of sequences.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Hiding {
+    /// Lengths of documents, one after the other and again from the first on, through all sequences. A document ends with its sequence. Empty:
+    /// a document a sequence.
+    pub documents: &'static [usize],
+    /// As in [`FindWindows`](nibble_core::ops::FindWindows).
+    pub window: Option<usize>,
+    /// Likewise.
+    pub chunk: Option<usize>,
+}
+
+impl Hiding {
+    /// Documents alone.
+    pub const fn documents(documents: &'static [usize]) -> Self {
+        Self { documents, window: None, chunk: None }
+    }
+
+    /// A sliding window alone.
+    pub const fn window(window: usize) -> Self {
+        Self { documents: &[], window: Some(window), chunk: None }
+    }
+
+    /// The number of each token's document. They are not consecutive.
+    pub fn numbers(&self, sequences: usize, seq_len: usize) -> Vec<i32> {
+        let (mut numbers, mut number, mut left) = (Vec::new(), -7i32, 0);
+        let mut lengths = self.documents.iter().cycle();
+        for token in 0..sequences * seq_len {
+            if left == 0 || token % seq_len == 0 {
+                left = lengths.next().copied().unwrap_or(seq_len);
+                number += 1 + number.rem_euclid(3);
+            }
+            left -= 1;
+            numbers.push(number);
+        }
+        numbers
+    }
+
+    /// `first_key` and `end_query` of each token.
+    pub fn lists(&self, sequences: usize, seq_len: usize) -> [Vec<i32>; 2] {
+        let (mut first_key, mut end_query) = (Vec::new(), Vec::new());
+        for document in self.numbers(sequences, seq_len).chunks(seq_len) {
+            let begin = |number: &i32| document.iter().position(|x| x == number).unwrap_or(0);
+            let begin: Vec<usize> = document.iter().map(begin).collect();
+            let sees = |i: usize, j: usize| {
+                j <= i
+                    && document[j] == document[i]
+                    && self.window.is_none_or(|most| i - j < most)
+                    && self.chunk.is_none_or(|most| (i - begin[i]) / most == (j - begin[j]) / most)
+            };
+            // Each token sees itself.
+            let first = |i: usize| (0..=i).find(|&j| sees(i, j)).unwrap_or(i);
+            let last = |j: usize| (j..seq_len).rev().find(|&i| sees(i, j)).unwrap_or(j);
+            first_key.extend((0..seq_len).map(|i| first(i) as i32));
+            end_query.extend((0..seq_len).map(|j| last(j) as i32 + 1));
+        }
+        [first_key, end_query]
+    }
+
+    /// The same on a backend.
+    ///
+    /// # Errors
+    /// What the backend returns.
+    pub fn upload<B: Backend>(&self, b: &B, sequences: usize, seq_len: usize) -> Result<Windows<B>> {
+        let [first_key, end_query] = self.lists(sequences, seq_len);
+        Ok(Windows { first_key: b.upload(&first_key)?, end_query: b.upload(&end_query)? })
+    }
+}
