@@ -1,11 +1,13 @@
 //! Configurations: presets, overrides, and what a mistake says.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 
 use nibble_core::{DeviceKind, Recipe};
 use nibble_train::Error;
 use nibble_train::checks::check_recipe;
-use nibble_train::config::{Combine, Config, preset_names};
+use nibble_train::config::{Combine, Config, preset_names, published_models, tiny_models};
+use nibble_train::family::{self, FAMILIES};
 use nibble_train::spec::ModelSpec;
 
 type Outcome = Result<(), Box<dyn std::error::Error>>;
@@ -27,9 +29,9 @@ fn complaint(text: &str, sets: &[&str]) -> String {
 
 #[test]
 fn every_preset_loads_and_its_resolved_text_gives_it_back() -> Outcome {
-    let names =
-        ["tiny", "tiny-dense", "shakespeare", "s", "olmoe", "qwen30b-4l", "qwen235b", "dense1b", "dsv3-1l"];
-    assert_eq!(preset_names().collect::<Vec<_>>(), names);
+    let names: Vec<&str> = preset_names().collect();
+    assert_eq!(names[..3], ["tiny", "tiny-dense", "shakespeare"]);
+    assert_eq!(names.iter().collect::<BTreeSet<_>>().len(), names.len());
     for name in preset_names() {
         let config = Config::load(name, &[])?;
         assert_eq!(config.run.dir, format!("runs/{name}"));
@@ -353,6 +355,43 @@ fn a_resumed_run_is_told_what_has_changed() -> Outcome {
     let after = Config::load("tiny", &overrides(&["train.lr=0.004", "run.threads=1", "eval.every=3"]))?;
     assert_eq!(after.changes_since(&before)?, ["train.lr: 0.005 → 0.004"]);
     assert!(before.changes_since(&before)?.is_empty());
+    Ok(())
+}
+
+/// Every whole model has the published number of parameters, and is written as of its family.
+#[test]
+fn published_models_have_as_many_parameters_as_are_published() -> Outcome {
+    let counts = [
+        ("olmoe", "olmoe", 6_919_161_856),
+        ("qwen235b", "qwen3_moe", 235_093_634_560),
+        ("qwen3-0.6b", "qwen3", 596_049_920),
+        ("qwen3-30b-a3b", "qwen3_moe", 30_532_122_624),
+        ("llama-3.2-1b", "llama", 1_235_814_400),
+        ("llama-3-8b", "llama", 8_030_261_248),
+        ("deepseek-v2-lite", "deepseek_v2", 15_706_484_224),
+        ("deepseek-v2", "deepseek_v2", 235_741_434_880),
+        ("deepseek-v3", "deepseek_v3", 671_026_419_200u128),
+    ];
+    assert_eq!(published_models().collect::<Vec<_>>(), counts.map(|(name, ..)| name));
+    for (name, family, count) in counts {
+        let model = Config::load(name, &[])?.model;
+        let told: Vec<u128> = ModelSpec::new(&model).parameters().iter().filter_map(|of| of.count).collect();
+        assert_eq!(told.iter().sum::<u128>(), count, "{name}");
+        assert_eq!(family::of(&model).name(), family, "{name}");
+    }
+    Ok(())
+}
+
+/// Each family has a small model.
+#[test]
+fn every_family_has_a_small_model() -> Outcome {
+    let mut families = BTreeSet::new();
+    for name in tiny_models() {
+        families.insert(family::of(&Config::load(name, &[])?.model).name());
+    }
+    let all: BTreeSet<&str> =
+        FAMILIES.iter().map(|family| family.name()).filter(|name| *name != "nibble").collect();
+    assert_eq!(families, all);
     Ok(())
 }
 

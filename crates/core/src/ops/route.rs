@@ -126,9 +126,10 @@ pub struct Routing<B: Backend> {
     pub log_sum_exp: B::Buf<f32>,
     /// For each shard, tokens·slots that chose each expert: `shards · e` values.
     pub load: B::Buf<i32>,
-    /// For each shard, two values: the load-balancing loss e · Σ_e (share of slots to e) · (mean probability of e), 1 where all are equal (a sigmoid
-    /// counts as its share of the token's sum, as in equation 19 of [arXiv 2412.19437](https://arxiv.org/abs/2412.19437); the shares of slots, load / (k · tokens), sum to 1: in Switch Transformer's loss for several experts a token, as `transformers` has it, they sum to k),
-    /// and the z-loss mean((log Σ exp logits)²).
+    /// For each shard, two values: the load-balancing loss e · Σ_e (share of slots to e) · (mean probability of e), 1 where all are equal, and the
+    /// z-loss mean((log Σ exp logits)²). The shares of slots, load / (k · tokens), sum to 1: in Switch Transformer's loss for several experts a
+    /// token, as `transformers` has it, they sum to k. A sigmoid counts as its share of the token's sum, as in equation 19 of
+    /// [arXiv 2412.19437](https://arxiv.org/abs/2412.19437).
     pub losses: B::Buf<f32>,
 }
 

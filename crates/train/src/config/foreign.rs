@@ -259,7 +259,6 @@ const NAMES: &[(Meaning, &[&str])] = &[
         ],
     ),
     (Key("model.max_positions"), &["n_positions", "max_position_embeddings"]),
-    (Key("model.qkv_bias"), &["attention_bias", "add_qkv_bias"]),
     (
         Key("data.source"),
         &[

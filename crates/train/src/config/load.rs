@@ -57,7 +57,7 @@ impl Config {
         let path = Path::new(name_or_path);
         if let Some(text) = preset(name_or_path) {
             let file = PathBuf::from(format!("configs/{name_or_path}.toml"));
-            return Self::read(text, &file, overrides, Source::BuiltIn);
+            return Self::read(&text, &file, overrides, Source::BuiltIn);
         }
         let looks_like_a_path = path.extension().is_some() || path.components().count() > 1 || path.exists();
         if !looks_like_a_path {
@@ -162,7 +162,6 @@ impl Config {
             kv_rank: 1,
             max_positions: 1 << 20,
             q_rank: 1,
-            qkv_bias: true,
             rope_dim: 1,
             rope_scaling,
             route_scale: 2.0,

@@ -34,7 +34,7 @@ pub use crate::moe::Combine;
 pub use device::DeviceChoice;
 pub use foreign::{Meaning, of_option};
 pub(crate) use load::read_text;
-pub use preset::{preset, preset_names};
+pub use preset::{preset, preset_names, published_models, tiny_models};
 pub use qk_norm::QkNorm;
 pub use rope_scaling::{RopeScaling, RopeScalingKind};
 pub use routing::{GroupScore, Scores};
@@ -104,9 +104,6 @@ pub struct ModelConfig {
     /// What an RMSNorm of queries and keys is over, before they are rotated: `true` for each head by itself, as in Qwen3; `"width"` for all
     /// heads together, as in OLMoE; `false` for none, as in Llama.
     pub qk_norm: QkNorm,
-    /// Whether the projections of queries, keys and values have biases, as in Qwen2.5.
-    #[serde(skip_serializing_if = "is_false")]
-    pub qkv_bias: bool,
     /// Width inside the MLP of a dense layer; 0 = no layer is dense.
     pub ffn: usize,
     /// How many of the first layers are dense where the others have experts. Without experts all are, and this is 0.
@@ -194,7 +191,6 @@ impl Default for ModelConfig {
             head_dim: 16,
             value_head_dim: 0,
             qk_norm: QkNorm::Heads,
-            qkv_bias: false,
             ffn: 0,
             dense_layers: 0,
             experts: 8,

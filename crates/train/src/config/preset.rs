@@ -1,6 +1,8 @@
 //! The configurations that are part of the program.
 
-/// Name and text of every built-in configuration, the default run first.
+use std::borrow::Cow;
+
+/// Name and text of every built-in configuration that is a file of its own, the default run first.
 const PRESETS: [(&str, &str); 9] = [
     ("tiny", include_str!("../../configs/tiny.toml")),
     ("tiny-dense", include_str!("../../configs/tiny-dense.toml")),
@@ -13,13 +15,48 @@ const PRESETS: [(&str, &str); 9] = [
     ("dsv3-1l", include_str!("../../configs/dsv3-1l.toml")),
 ];
 
+/// What models of published sizes are measured and planned with, and what small ones are trained with.
+const PUBLISHED: &str = include_str!("../../configs/models/published.toml");
+const TINY: &str = include_str!("../../configs/models/tiny.toml");
+
+/// Models: their name, their table, and what comes before it.
+const MODELS: [(&str, &str, &str); 14] = [
+    ("qwen3-tiny", include_str!("../../configs/models/qwen3-tiny.toml"), TINY),
+    ("qwen3-moe-tiny", include_str!("../../configs/models/qwen3-moe-tiny.toml"), TINY),
+    ("llama-tiny", include_str!("../../configs/models/llama-tiny.toml"), TINY),
+    ("olmoe-tiny", include_str!("../../configs/models/olmoe-tiny.toml"), TINY),
+    ("deepseek-v2-lite-tiny", include_str!("../../configs/models/deepseek-v2-lite-tiny.toml"), TINY),
+    ("deepseek-v2-tiny", include_str!("../../configs/models/deepseek-v2-tiny.toml"), TINY),
+    ("deepseek-v3-tiny", include_str!("../../configs/models/deepseek-v3-tiny.toml"), TINY),
+    ("qwen3-0.6b", include_str!("../../configs/models/qwen3-0.6b.toml"), PUBLISHED),
+    ("qwen3-30b-a3b", include_str!("../../configs/models/qwen3-30b-a3b.toml"), PUBLISHED),
+    ("llama-3.2-1b", include_str!("../../configs/models/llama-3.2-1b.toml"), PUBLISHED),
+    ("llama-3-8b", include_str!("../../configs/models/llama-3-8b.toml"), PUBLISHED),
+    ("deepseek-v2-lite", include_str!("../../configs/models/deepseek-v2-lite.toml"), PUBLISHED),
+    ("deepseek-v2", include_str!("../../configs/models/deepseek-v2.toml"), PUBLISHED),
+    ("deepseek-v3", include_str!("../../configs/models/deepseek-v3.toml"), PUBLISHED),
+];
+
 /// The TOML text of a built-in configuration.
 #[must_use]
-pub fn preset(name: &str) -> Option<&'static str> {
-    PRESETS.iter().find(|(known, _)| *known == name).map(|(_, text)| *text)
+pub fn preset(name: &str) -> Option<Cow<'static, str>> {
+    let own = PRESETS.iter().find(|(known, _)| *known == name).map(|(_, text)| Cow::Borrowed(*text));
+    let model = MODELS.iter().find(|(known, ..)| *known == name);
+    own.or_else(|| model.map(|(_, model, rest)| format!("{rest}\n{model}").into()))
 }
 
 /// The names of the built-in configurations, the default run first.
 pub fn preset_names() -> impl Iterator<Item = &'static str> {
-    PRESETS.iter().map(|(name, _)| *name)
+    PRESETS.iter().map(|(name, _)| *name).chain(MODELS.iter().map(|(name, ..)| *name))
+}
+
+/// The small model of each family, of which all else that there is of a family can be tried in seconds.
+pub fn tiny_models() -> impl Iterator<Item = &'static str> {
+    MODELS.iter().filter(|(.., rest)| *rest == TINY).map(|(name, ..)| *name)
+}
+
+/// The models of published sizes, whole.
+pub fn published_models() -> impl Iterator<Item = &'static str> {
+    let whole = ["olmoe", "qwen235b"].into_iter();
+    whole.chain(MODELS.iter().filter(|(.., rest)| *rest == PUBLISHED).map(|(name, ..)| *name))
 }
