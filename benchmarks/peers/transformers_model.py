@@ -26,7 +26,7 @@ LOGITS, LOSS, GRADIENT = 1e-4, 1e-6, 1e-3
 COMMON = dict(vocab_size=272, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, use_cache=False)
 MOE = dict(num_experts=8, num_experts_per_tok=2, router_aux_loss_coef=0.0)
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16, rope_theta=1e4)
-YARN = dict(rope_type="yarn", factor=40.0, beta_fast=32, beta_slow=1, mscale=0.9, mscale_all_dim=0.707, original_max_position_embeddings=16, rope_theta=1e4)
+YARN = dict(rope_type="yarn", factor=4.0, beta_fast=32, beta_slow=1, mscale=0.9, mscale_all_dim=0.707, original_max_position_embeddings=64, rope_theta=1e4)
 MLA = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=4, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16, n_routed_experts=8,
            num_experts_per_tok=3, moe_intermediate_size=32, intermediate_size=96, first_k_dense_replace=1, rope_parameters=YARN)
 FAMILIES = {

@@ -92,7 +92,16 @@ impl Trained {
 fn of_folder(path: &Path, overrides: &[String]) -> Result<Config> {
     let folder = Pretrained::open(path)?;
     folder.notes.iter().for_each(|note| warn!("warning: {note}"));
-    let begins = [format!("train.init_from={}", path.display()), "recipe=bf16".into()];
+    let usual = Config::default().data.seq_len;
+    let seq_len = match folder.model.max_positions {
+        0 => usual,
+        positions => positions.min(usual),
+    };
+    let begins = [
+        format!("train.init_from={}", path.display()),
+        "recipe=bf16".into(),
+        format!("data.seq_len={seq_len}"),
+    ];
     let says_data = overrides.iter().any(|o| o.starts_with("data.source="));
     if !says_data && folder.tokenizer()? != Some(OwnTokenizer::Own(Tokenizer::Synthetic)) {
         let path = path.display();

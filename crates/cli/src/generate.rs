@@ -52,9 +52,10 @@ pub fn run(args: Args) -> Result<()> {
     let overrides = args.device.after(trained.tokens()?);
     let mut config = trained.config(&overrides)?;
     let recipe = trained.recipe(&config, &[])?;
-    // As many positions as there will be tokens, or as the model has.
+    // As many positions as there will be tokens, in whole blocks of any recipe, or as the model has.
     let tokens = args.prompt.len().max(1).saturating_add(args.tokens);
-    config.data.seq_len = config.positions().min(tokens).max(1);
+    let wanted = tokens.checked_next_multiple_of(128).unwrap_or(tokens).min(config.positions());
+    config.data.seq_len = wanted.max(config.data.seq_len);
     let work = Generation { args: &args, trained: &trained, config: &config, recipe: &recipe };
     device::run(&config.run, &work)
 }

@@ -46,8 +46,8 @@ use std::path::{Path, PathBuf};
     nibble train runs/tiny --resume --set train.steps=600"
 )]
 pub struct Args {
-    /// A built-in configuration (tiny, tiny-dense, shakespeare; for a GPU s, olmoe, qwen30b-4l, dense1b, dsv3-1l; for --dry-run
-    /// qwen235b) or the path of a TOML file; config.toml of a run begins another run like it. With --resume also the directory of a run.
+    /// A built-in configuration (tiny, tiny-dense, shakespeare; a small one of each family, such as deepseek-v3-tiny; for a GPU s, olmoe, qwen30b-4l,
+    /// dense1b, dsv3-1l; whole models, such as deepseek-v2-lite, for --dry-run; a wrong name lists all) or the path of a TOML file; config.toml of a run begins another run like it. With --resume also the directory of a run.
     #[arg(value_name = "CONFIG", default_value = "tiny")]
     config: String,
     #[command(flatten)]

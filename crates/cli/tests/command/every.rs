@@ -37,6 +37,11 @@ pub const ALL: &[Command] = &[
     writes("out.html", &["report", "run", "--out", "out.html"]),
     writes("out.st", &["quantize", "in.st", "out.st", "--format", "mxfp4", "--device", "cpu"]),
     writes("out.st", &["quantize", "q.st", "out.st", "--back", "--device", "cpu"]),
+    writes("out", &["export", "run", "out"]),
+    says(&["eval", "model", "--set", "data.source=text.txt", "--device", "cpu"]),
+    says(&["generate", "model", "--tokens", "8", "--device", "cpu"]),
+    writes("out", &["train", "small.toml", "--from", "model", "--set", "run.dir=out"]),
+    writes("out", &["train", "small.toml", "--init-from", "run", "--set", "run.dir=out"]),
     says(&["recipe"]),
     says(&["recipe", "mxfp4-hopper", "--trace"]),
     writes("out.st", &["inspect", "small.toml", "--out", "out.st"]),
@@ -70,6 +75,7 @@ pub fn place() -> Place {
     std::fs::copy(place.path("run/checkpoints/step-00000012/model.safetensors"), place.path("in.st"))
         .unwrap();
     place.nibble(&["quantize", "in.st", "q.st", "--format", "nvfp4", "--device", "cpu"]).ok();
+    place.nibble(&["export", "run", "model"]).ok();
     place
 }
 

@@ -63,6 +63,7 @@ fn cases() -> Vec<Case> {
         ("model.expert_ffn", &[], "64", Weights),
         ("model.shared_ffn", &[], "32", Weights),
         ("model.norm_topk_prob", &[], "false", Weights),
+        ("model.max_positions", &[], "4096", File("checkpoints/step-00000004/config.json")),
         ("model.rope_theta", &[], "5000.0", Weights),
         ("model.rope_scaling.kind", &YARN, "llama3", Weights),
         ("model.rope_scaling.factor", &YARN, "4.0", Weights),
@@ -91,6 +92,7 @@ fn cases() -> Vec<Case> {
         ("data.bytes", &["data.source=picture.png"], "true", Runs),
         ("data.seq_len", &[], "128", Weights),
         ("data.valid_fraction", &[], "0.3", Weights),
+        ("train.init_from", &[], "first", Weights),
         ("train.steps", &[], "5", Weights),
         ("train.batch_size", &[], "8", Weights),
         ("train.grad_accum", &[], "2", Weights),
@@ -176,6 +178,8 @@ fn every_key_changes_what_a_run_leaves() {
     other.reverse();
     std::fs::write(place.path("other.txt"), other).unwrap();
     std::fs::write(place.path("picture.png"), [b"\x89PNG\r\n\x1a\n", &crate::text()[..]].concat()).unwrap();
+    // What another run begins with.
+    place.train(&["--set", "run.dir=first", "--set", "train.steps=2", "--set", "seed=5"]).ok();
     let cases = cases();
     let told: Vec<&str> = cases.iter().map(|(key, ..)| *key).collect();
     let all = Config::keys();
