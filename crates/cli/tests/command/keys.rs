@@ -67,7 +67,7 @@ fn cases() -> Vec<Case> {
         ("model.rope_theta", &[], "5000.0", Weights),
         ("model.rope_scaling.kind", &YARN, "llama3", Weights),
         ("model.rope_scaling.factor", &YARN, "4.0", Weights),
-        ("model.rope_scaling.original_positions", &YARN, "128", Weights),
+        ("model.rope_scaling.original_positions", &YARN, "512", Weights),
         ("model.rope_scaling.low_freq_factor", LLAMA3, "2.0", Weights),
         ("model.rope_scaling.high_freq_factor", LLAMA3, "8.0", Weights),
         ("model.rope_scaling.beta_fast", &YARN, "1.5", Weights),
