@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 /// A trained model, wherever it is.
 pub enum Trained {
     /// Of a run.
-    Checkpoint(Checkpoint),
+    Checkpoint(Box<Checkpoint>),
     /// A folder as the Hugging Face family of tools writes it.
     Folder(PathBuf),
 }
@@ -27,7 +27,7 @@ impl Trained {
     /// If there is none.
     pub fn open(path: &Path) -> Result<Self> {
         let is_folder = path.join("config.json").is_file() && !path.join("state.json").exists();
-        if is_folder { Ok(Self::Folder(path.to_owned())) } else { Ok(Self::Checkpoint(open(path)?)) }
+        if is_folder { Ok(Self::Folder(path.to_owned())) } else { Ok(Self::Checkpoint(Box::new(open(path)?))) }
     }
 
     /// Its checkpoint, if it is one of a run.

@@ -73,9 +73,6 @@ pub fn read_rope(json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
     read_rope_scaling(json, (key, table), kind, model)
 }
 
-/// What of YaRN has one value here, and what that is.
-const OF_YARN_ALONE: [(&str, bool); 1] = [("truncate", true)];
-
 fn read_rope_scaling(
     json: &ConfigJson,
     (key, table): (&str, &Value),
@@ -105,11 +102,9 @@ fn read_rope_scaling(
     scaling.mscale_all_dim = number("mscale_all_dim", 0.0)?;
     // It counts beside the other alone.
     scaling.mscale = if scaling.mscale_all_dim == 0.0 { 0.0 } else { number("mscale", 0.0)? };
-    for (name, only) in OF_YARN_ALONE {
-        if said(name).is_some_and(|value| *value != Value::from(only)) {
-            let why = format!("is {}, which the decoder does not have: it has {only} alone", table[name]);
-            return Err(json.error(&format!("{key}.{name}"), why));
-        }
+    if let Some(value) = said("truncate").filter(|value| value.as_bool() != Some(true)) {
+        let why = format!("is {value}, which the decoder does not have: it has true alone");
+        return Err(json.error(&format!("{key}.truncate"), why));
     }
     match said("attention_factor") {
         None => Ok(()),

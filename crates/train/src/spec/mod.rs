@@ -218,6 +218,7 @@ fn feed(config: &ModelConfig, layer: usize, id: &str, stds: [f32; 2]) -> FeedSpe
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::QkNorm;
 
     /// Ids key every random number of a run: these are what they always were.
     #[test]
@@ -268,7 +269,7 @@ mod tests {
     fn ids_and_shapes_of_latent_attention() {
         let config = |q_rank| ModelConfig {
             kv_heads: 4,
-            qk_norm: false,
+            qk_norm: QkNorm::None,
             kv_rank: 40,
             q_rank,
             rope_dim: 6,
