@@ -67,7 +67,7 @@ def mixture(p, name, x, chosen, m):
         token, slot = (chosen == e).nonzero(as_tuple=True)
         y = swiglu_mlp(p, f"{name}.experts.{e}", x[token]) * gates[token, slot, None]
         out = out.index_add(0, token, y)
-    if m["shared_expert_intermediate_size"]:
+    if m.get("shared_expert_intermediate_size"):
         out = out + swiglu_mlp(p, f"{name}.shared_expert", x)
     z_loss = m["router_z_loss_coef"] * logits.logsumexp(-1).pow(2).mean()
     if m.get("nibble_balance") == "batch":
@@ -108,6 +108,22 @@ def model(p, ids, targets, chosen, m):
     return logits, F.cross_entropy(logits, targets.flatten()) + extra
 
 
+def sizes(m):
+    """the keys of `transformers`, of a file that has Nibble's own (a model that no other program has)"""
+    if "model" not in m:
+        return m
+    own = m["model"]
+    routed, k = own["layers"] - own["dense_layers"], own["top_k"]
+    aux = own["aux_loss_coef"] * (1 if own.get("balance") == "batch" else routed / max(k, 1))
+    return {
+        "num_attention_heads": own["heads"], "num_key_value_heads": own["kv_heads"], "head_dim": own["head_dim"], "rms_norm_eps": own["norm_eps"],
+        "rope_theta": own["rope_theta"], "norm_topk_prob": own["norm_topk_prob"], "num_experts": own["experts"], "num_experts_per_tok": k,
+        "shared_expert_intermediate_size": own["shared_ffn"], "router_z_loss_coef": own["z_loss_coef"], "router_aux_loss_coef": aux,
+        "nibble_balance": own.get("balance", "shard"), "num_hidden_layers": own["layers"], "mlp_only_layers": list(range(own["dense_layers"])),
+        "tie_word_embeddings": own["tie_embeddings"],
+    }
+
+
 def main():
     args = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     args.add_argument("step")
@@ -118,7 +134,7 @@ def main():
     args = args.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     with open(args.model) as file:
-        m = json.load(file)
+        m = sizes(json.load(file))
     seen = {name: tensor.to(args.device) for name, tensor in load_file(args.step).items()}
     whole = lambda name: seen[name].long()
     weights = {name: t.requires_grad_() for name, t in seen.items() if f"grad.{name}" in seen}

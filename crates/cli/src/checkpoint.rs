@@ -27,7 +27,11 @@ impl Trained {
     /// If there is none.
     pub fn open(path: &Path) -> Result<Self> {
         let is_folder = path.join("config.json").is_file() && !path.join("state.json").exists();
-        if is_folder { Ok(Self::Folder(path.to_owned())) } else { Ok(Self::Checkpoint(Box::new(open(path)?))) }
+        if is_folder {
+            Ok(Self::Folder(path.to_owned()))
+        } else {
+            Ok(Self::Checkpoint(Box::new(open(path)?)))
+        }
     }
 
     /// Its checkpoint, if it is one of a run.

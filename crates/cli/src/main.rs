@@ -62,8 +62,8 @@ enum Command {
     Environment,
 }
 
-/// As clap has it, without an empty line before the usage.
-const HELP: &str = "{about-with-newline}{usage-heading} {usage}\n\n{all-args}{after-help}";
+/// As clap has it, without empty lines before and after the usage.
+const HELP: &str = "{about-with-newline}{usage-heading} {usage}\n{all-args}{after-help}";
 
 /// The whole of it fits a screen of 24 lines; a test counts them.
 const AFTER_HELP: &str = "Examples: nibble train, a first run of ten seconds; nibble train --help";
