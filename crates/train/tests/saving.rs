@@ -326,7 +326,8 @@ fn values_of_another_size_come_back_and_are_not_called_qwen3() {
     let mut trainer = trained(16);
     let config = json(&trainer);
     assert_eq!([&config["model_type"], &config["architectures"][0]], ["nibble", "NibbleForCausalLM"]);
-    assert_eq!((&config["head_dim"], &config["v_head_dim"]), (&32.into(), &16.into()));
+    let sizes = &config["model"];
+    assert_eq!((&sizes["head_dim"], &sizes["value_head_dim"]), (&32.into(), &16.into()));
     let path = trainer.save(Some(&store)).unwrap().unwrap();
     let saved = state(&b, &mut trainer);
     trainer.train_step().unwrap();
