@@ -82,8 +82,9 @@ impl Heads {
         }
         let values = x.to_f32_vec(b)?;
         let rows = values.chunks_exact(x.cols).zip(self.compared_rows()).filter(|(_, compared)| *compared);
-        out.values(name, rows.flat_map(|(row, _)| row).copied().collect::<Vec<f32>>());
-        Ok(())
+        let rows: Vec<f32> = rows.flat_map(|(row, _)| row).copied().collect();
+        // Of the type that it has: what rounding to that may leave is allowed.
+        out.tensor(b, name, &plain(b, self.dtype, &rows, rows.len() / x.cols, x.cols)?)
     }
 
     fn forward<B: Kernels>(
