@@ -52,7 +52,7 @@ pub struct Args {
     config: String,
     #[command(flatten)]
     changes: Changes,
-    /// Begins with the weights of a folder with a model, as the Hugging Face family of tools writes it (config.json and safetensors). [model] is then
+    /// Begins with the weights of a folder with a model, as the Hugging Face family of tools writes it (config.json and safetensors). `[model]` is then
     /// the folder's, but for its losses and positions; of CONFIG the rest counts.
     #[arg(long, value_name = "FOLDER", conflicts_with_all = ["init_from", "resume"])]
     from: Option<PathBuf>,
