@@ -53,7 +53,7 @@ def pre(blk, x, cos, sin):
     c = blk.c
     x = blk.attend(x, cos, sin)
     h = b.rms(x, blk.n2, c.eps).view(-1, c.d)
-    probs, idx, w = b.router(h, blk.router, c.topk)
+    probs, idx, w = b.router(h, blk.router, c)
     rows, pos, offs, counts = b.route_sort(idx, c.experts, 0)
     xs = b.Dispatch.apply(h, rows, pos, c.topk, False)
     wr = b.PermuteW.apply(w.reshape(-1), rows, pos, False)

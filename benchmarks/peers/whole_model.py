@@ -44,40 +44,90 @@ class Cfg:
     aux_coef: float = 1e-3
     eps: float = 1e-6
     chunk: int = 8192
+    # latent attention (DeepSeek): ranks, what turns of a head, width of a head's values
+    kv_rank: int = 0
+    q_rank: int = 0
+    rope_dim: int = 0
+    value_dim: int = 0
+    # the expert that every token passes, and layers without experts
+    shared: int = 0
+    dense_layers: int = 0
+    dense_ffn: int = 0
+    # sigmoid scores; weights divided by their sum; their factor
+    sigmoid: bool = False
+    renorm: bool = True
+    route_scale: float = 1.0
+
+    @property
+    def vd(self):
+        return self.value_dim or self.hd
+
+    def attn_params(self):
+        if not self.kv_rank:
+            return self.d * (self.heads + 2 * self.kv) * self.hd + self.heads * self.hd * self.d
+        q = self.q_rank * (self.d + self.heads * self.hd) if self.q_rank else self.d * self.heads * self.hd
+        up = self.kv_rank * self.heads * (self.hd - self.rope_dim + self.vd)
+        return q + self.d * (self.kv_rank + self.rope_dim) + up + self.heads * self.vd * self.d
 
     def counts(self):
         """(total parameters, matrix parameters active per token: attention + router + top-k experts + head)"""
-        attn = self.d * (self.heads + 2 * self.kv) * self.hd + self.heads * self.hd * self.d
-        norms = 2 * self.d + (2 * self.hd if self.qk_norm else 0)
+        attn = self.attn_params()
+        norms = 2 * self.d + (2 * self.hd if self.qk_norm else 0) + self.kv_rank + self.q_rank
         ff = 3 * self.d * self.ffn
         if self.experts:
-            tot, act = ff * self.experts + self.d * self.experts, ff * self.topk + self.d * self.experts
+            shared = 3 * self.d * self.shared
+            tot, act = ff * self.experts + self.d * self.experts + shared, ff * self.topk + self.d * self.experts + shared
         else:
             tot = act = ff
-        head = self.vocab * self.d
-        total = self.layers * (attn + norms + tot) + head * (1 if self.tied else 2) + self.d
-        return total, self.layers * (attn + act) + head
+        head, dense, n = self.vocab * self.d, 3 * self.d * self.dense_ffn, self.dense_layers
+        total = self.layers * (attn + norms) + (self.layers - n) * tot + n * dense + head * (1 if self.tied else 2) + self.d
+        return total, self.layers * attn + (self.layers - n) * act + n * dense + head
 
     def flops_per_token(self):
-        """6 * active + causal attention (half the square): 12*L*H*hd*S / 2, forward + backward, no recompute"""
-        return 6 * self.counts()[1] + 6 * self.layers * self.heads * self.hd * self.seq
+        """6 * active + causal attention (half the square): 6*L*H*(hd + vd)*S / 2, forward + backward, no recompute"""
+        return 6 * self.counts()[1] + 3 * self.layers * self.heads * (self.hd + self.vd) * self.seq
+
+
+def read(*files):
+    """tables of configs/FILE.toml, the later ones over the earlier"""
+    config = {}
+    for name in files:
+        with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "../../configs", name + ".toml"), "rb") as file:
+            config |= tomllib.load(file)
+    return config
 
 
 def shipped(name):
     """The sizes of configs/NAME.toml: the same model that `nibble bench step NAME` measures."""
-    with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "../../configs", name + ".toml"), "rb") as file:
-        config = tomllib.load(file)
+    return sized(name, read(name))
+
+
+def latent(name, model, batch, **changes):
+    """A model of configs/models/ with so many sequences of a step and these sizes changed, which `nibble bench step MODEL --set model.KEY=...` measures.
+    Frequencies are not scaled here, scores are those of 1/sqrt(head), experts are of no groups, and routers have no bias: none of it takes time to speak of."""
+    config = read("models/published", f"models/{model}")
+    config["model"] |= changes
+    config["train"]["batch_size"] = batch
+    return sized(name, config)
+
+
+def sized(name, config):
     m, seq = config["model"], config["data"]["seq_len"]
-    assert not m.get("dense_layers") and not m.get("shared_ffn"), "layers are alike here, and have no shared expert"
     dense = m["experts"] == 0
+    assert m.get("kv_rank") or not m.get("dense_layers") and not m.get("shared_ffn"), "tried with latent attention alone"
     top_k, ffn, aux_coef = (0, m["ffn"], 0.0) if dense else (m["top_k"], m["expert_ffn"], m["aux_loss_coef"])
     return Cfg(name, m["d_model"], m["layers"], m["heads"], m["kv_heads"], m["head_dim"], m["vocab_size"], seq,
-               config["train"]["batch_size"] * seq, m["experts"], top_k, ffn, tied=m["tie_embeddings"],
-               qk_norm=m.get("qk_norm", True), theta=m["rope_theta"], aux_coef=aux_coef, eps=m["norm_eps"])
+               config["train"]["batch_size"] * seq, m["experts"], top_k, ffn, tied=m.get("tie_embeddings", True),
+               qk_norm=bool(m.get("qk_norm", True)), theta=m.get("rope_theta", 1e4), aux_coef=aux_coef, eps=m.get("norm_eps", 1e-6),
+               kv_rank=m.get("kv_rank", 0), q_rank=m.get("q_rank", 0), rope_dim=m.get("rope_dim", 0), value_dim=m.get("value_head_dim", 0),
+               shared=m.get("shared_ffn", 0), dense_layers=m.get("dense_layers", 0), dense_ffn=m["ffn"] if m.get("dense_layers") else 0,
+               sigmoid=m.get("scores") == "sigmoid", renorm=m.get("norm_topk_prob", True), route_scale=m.get("route_scale", 1.0))
 
 
 CONFIGS = {c.name: c for c in [
     *map(shipped, ("s", "qwen30b-4l", "dsv3-1l", "olmoe", "dense1b")),
+    latent("dsv2-lite-2l", "deepseek-v2-lite", 4, layers=2),
+    latent("dsv3-2l-8e", "deepseek-v3", 4, layers=2, dense_layers=0, ffn=0, experts=8, top_k=2),
     Cfg("tiny", 64, 2, 4, 2, 16, 512, 64, 256, 8, 2, 32, chunk=96),
     Cfg("tiny-dense", 64, 2, 4, 2, 16, 512, 64, 256, 0, 0, 128, tied=True, qk_norm=False, chunk=96),
 ]}
@@ -309,12 +359,16 @@ def swiglu(gu, wr=None):
     return h.to(gu.dtype)
 
 
-def router(x, wr, k):
-    """softmax over all experts in F32, top-k, renormalised; returns (probs [T,E], idx [T,k], weights [T,k])"""
-    probs = F.linear(x, wr).float().softmax(-1)
-    idx = probs.detach().topk(k, -1).indices
-    w = probs.gather(1, idx)
-    return probs, idx, w / w.sum(-1, keepdim=True)
+def router(x, wr, c):
+    """scores of all experts in F32, top-k, renormalised if they are to be; returns (probabilities [T,E], idx [T,k], weights [T,k])"""
+    logits = F.linear(x, wr).float()
+    scores = logits.sigmoid() if c.sigmoid else logits.softmax(-1)
+    idx = scores.detach().topk(c.topk, -1).indices
+    w = scores.gather(1, idx)
+    if c.renorm:
+        w = w / w.sum(-1, keepdim=True)
+    probs = scores / scores.sum(-1, keepdim=True) if c.sigmoid else scores
+    return probs, idx, w * c.route_scale if c.route_scale != 1 else w
 
 
 def balance_loss(probs, counts, k):
@@ -325,26 +379,59 @@ def balance_loss(probs, counts, k):
 
 # ----------------------------------------------------------------------------- model
 class Block(nn.Module):
-    def __init__(self, c, mk, fp8=False, expand_kv=False):
+    def __init__(self, c, mk, fp8=False, expand_kv=False, layer=0):
         super().__init__()
         self.c, self.fp8, self.expand_kv = c, fp8, expand_kv
         D, std = c.d, 0.02
         out = std / math.sqrt(2 * c.layers)
         self.n1, self.n2 = mk(D), mk(D)
-        self.wqkv = mk((c.heads + 2 * c.kv) * c.hd, D, std=std)
-        self.wo = mk(D, c.heads * c.hd, std=out)
-        if c.qk_norm:
-            self.qn, self.kn = mk(c.hd), mk(c.hd)
-        if c.experts:
+        if c.kv_rank:
+            heads = c.heads * c.hd
+            if c.q_rank:
+                self.wqa, self.qn, self.wq = mk(c.q_rank, D, std=std), mk(c.q_rank), mk(heads, c.q_rank, std=std)
+            else:
+                self.wq = mk(heads, D, std=std)
+            self.wkva, self.kn = mk(c.kv_rank + c.rope_dim, D, std=std), mk(c.kv_rank)
+            self.wkv = mk(c.heads * (c.hd - c.rope_dim + c.vd), c.kv_rank, std=std)
+        else:
+            self.wqkv = mk((c.heads + 2 * c.kv) * c.hd, D, std=std)
+            if c.qk_norm:
+                self.qn, self.kn = mk(c.hd), mk(c.hd)
+        self.wo = mk(D, c.heads * c.vd, std=out)
+        self.routed = c.experts > 0 and layer >= c.dense_layers
+        if self.routed:
             self.router = mk(c.experts, D, std=std)
             self.w13 = mk(c.experts, 2 * c.ffn, D, std=std)
             self.w2 = mk(c.experts, D, c.ffn, std=out)
+            if c.shared:
+                self.s13, self.s2 = mk(2 * c.shared, D, std=std), mk(D, c.shared, std=out)
         else:
-            self.w13 = mk(2 * c.ffn, D, std=std)
-            self.w2 = mk(D, c.ffn, std=out)
+            ffn = c.dense_ffn or c.ffn
+            self.w13 = mk(2 * ffn, D, std=std)
+            self.w2 = mk(D, ffn, std=out)
+
+    def latent(self, x, cos, sin):
+        """DeepSeek's latent attention"""
+        c = self.c
+        B, S, D = x.shape
+        r, nope = c.rope_dim, c.hd - c.rope_dim
+        h = rms(x, self.n1, c.eps)
+        q = linear(rms(linear(h, self.wqa, self.fp8), self.qn, c.eps) if c.q_rank else h, self.wq, self.fp8).view(B, S, c.heads, c.hd)
+        kv, shared = linear(h, self.wkva, self.fp8).split([c.kv_rank, r], -1)
+        kv = linear(rms(kv, self.kn, c.eps), self.wkv, self.fp8).view(B, S, c.heads, nope + c.vd)
+        q = torch.cat((q[..., :nope], rope(q[..., nope:], cos, sin)), -1)
+        k = torch.cat((kv[..., :nope], rope(shared.view(B, S, 1, r), cos, sin).expand(B, S, c.heads, r)), -1)
+        v = kv[..., nope:]
+        if self.expand_kv:  # values as wide as keys, where a kernel has heads of one width
+            v = F.pad(v, (0, c.hd - c.vd))
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True)[..., :c.vd]
+        return x + linear(o.transpose(1, 2).reshape(B, S, c.heads * c.vd), self.wo, self.fp8)
 
     def attend(self, x, cos, sin):
         c = self.c
+        if c.kv_rank:
+            return self.latent(x, cos, sin)
         B, S, D = x.shape
         qkv = linear(rms(x, self.n1, c.eps), self.wqkv, self.fp8)
         q, k, v = qkv.view(B, S, -1, c.hd).split([c.heads, c.kv, c.kv], 2)
@@ -362,18 +449,20 @@ class Block(nn.Module):
     def moe(self, x):
         c, pad = self.c, FP8_PAD if self.fp8 else 0
         k, padded = c.topk, bool(pad)
-        probs, idx, w = router(x, self.router, k)
+        probs, idx, w = router(x, self.router, c)
         rows, pos, offs, counts = route_sort(idx, c.experts, pad)
         xs = Dispatch.apply(x, rows, pos, k, padded)
         wr = PermuteW.apply(w.reshape(-1), rows, pos, padded)
         h = swiglu(gmm(xs, self.w13, offs, self.fp8), wr)
         y = Combine.apply(gmm(h, self.w2, offs, self.fp8), rows, pos, k, padded)
+        if c.shared:
+            y = y + linear(swiglu(linear(x, self.s13, self.fp8)), self.s2, self.fp8)
         return y, balance_loss(probs, counts, k)
 
     def forward(self, x, cos, sin):
         x = self.attend(x, cos, sin)
         h = rms(x, self.n2, self.c.eps)
-        if self.c.experts:
+        if self.routed:
             y, aux = self.moe(h.view(-1, self.c.d))
             return x + y.view_as(x), aux
         return x + linear(swiglu(linear(h, self.w13, self.fp8)), self.w2, self.fp8), None
@@ -385,7 +474,7 @@ class Trunk(nn.Module):
         super().__init__()
         self.c, self.ckpt = c, ckpt
         self.emb = mk(c.vocab, c.d, std=0.02)
-        self.blocks = nn.ModuleList(Block(c, mk, fp8, expand_kv) for _ in range(c.layers))
+        self.blocks = nn.ModuleList(Block(c, mk, fp8, expand_kv, i) for i in range(c.layers))
         self.norm = mk(c.d)
         self.block_fn = Block.forward
         self.norm_fn = rms
@@ -621,7 +710,7 @@ class Trainer:
         self.c, self.accum, self.dev = c, accum, dev
         self.trunk, self.head, self.allp = build(c, dev, dtype, fp8, expand_kv, ckpt, seed)
         self.opt = Opt(self.allp, self.head, opt, lr)
-        self.cos, self.sin = rope_tables(c.seq, c.hd, c.theta, dev)
+        self.cos, self.sin = rope_tables(c.seq, c.rope_dim or c.hd, c.theta, dev)
         self.inv_n = 1.0 / (batch * c.seq * accum)
         self.aux_g = torch.full((), c.aux_coef / accum, device=dev)
         kw = dict(dynamic=False, fullgraph=True)
@@ -670,9 +759,9 @@ def probe_attention(c, batch, dev):
     """time forward+backward SDPA with each backend at the real shape, pick the fastest that works"""
     B = torch.backends.cuda
     res, best = {}, None
-    fl = 3.5 * 2 * 2 * batch * c.heads * c.seq * c.seq * c.hd / 2
-    q = torch.randn(batch, c.seq, c.heads, c.hd, device=dev, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
-    k, v = (torch.randn(batch, c.seq, c.kv, c.hd, device=dev, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for _ in range(2))
+    fl = 3.5 * 2 * batch * c.heads * c.seq * c.seq * (c.hd + c.vd) / 2
+    heads = lambda n, width: torch.randn(batch, c.seq, n, width, device=dev, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+    q, k, v = heads(c.heads, c.hd), heads(c.kv, c.hd), heads(c.kv, c.vd)
     for name in ["cudnn", "flash", "cudnn+expand", "flash+expand"]:
         try:
             set_attention(name)
@@ -680,8 +769,11 @@ def probe_attention(c, batch, dev):
 
             def run():
                 r = c.heads // c.kv
-                kk, vv = (k.repeat_interleave(r, 1), v.repeat_interleave(r, 1)) if ex else (k, v)
-                o = F.scaled_dot_product_attention(q, kk, vv, is_causal=True, enable_gqa=not ex)
+                if c.kv_rank:
+                    kk, vv = k, F.pad(v, (0, c.hd - c.vd)) if ex else v
+                else:
+                    kk, vv = (k.repeat_interleave(r, 1), v.repeat_interleave(r, 1)) if ex else (k, v)
+                o = F.scaled_dot_product_attention(q, kk, vv, is_causal=True, enable_gqa=not ex and not c.kv_rank)
                 o.backward(o.detach())
             for _ in range(3):
                 run()

@@ -20,7 +20,8 @@ struct Heads {
     value_dim: usize,
     scale: f32,
     hiding: Option<Hiding>,
-    /// Keys and values of every other document are 1e30, and what its own tokens make of them is not compared.
+    /// Keys and values of every other document are 1e4, and what its own tokens make of them is not compared. (Larger ones make scores whose own rounding is more than an
+    /// exponential holds: then the sums of such a document are not finite, and only finite values may lie outside of a window.)
     poisoned: bool,
     dtype: DType,
     input: Input,
@@ -48,7 +49,7 @@ impl Heads {
         let mut values = self.input.values(&stream(name), rows * cols);
         for (row, compared) in values.chunks_exact_mut(cols).zip(self.compared_rows()) {
             if !compared {
-                row.iter_mut().for_each(|x| *x = 1e30f32.copysign(*x));
+                row.iter_mut().for_each(|x| *x = 1e4f32.copysign(*x));
             }
         }
         plain(b, self.dtype, &values, rows, cols)
