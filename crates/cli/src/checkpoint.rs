@@ -34,6 +34,17 @@ impl Trained {
         }
     }
 
+    /// The folder, if it is one.
+    ///
+    /// # Errors
+    /// If its `config.json` cannot be read.
+    pub fn folder(&self) -> Result<Option<Pretrained>> {
+        match self {
+            Self::Checkpoint(_) => Ok(None),
+            Self::Folder(path) => Ok(Some(Pretrained::open(path)?)),
+        }
+    }
+
     /// Its checkpoint, if it is one of a run.
     pub fn checkpoint(&self) -> Option<&Checkpoint> {
         match self {
@@ -47,14 +58,14 @@ impl Trained {
     /// # Errors
     /// If they are none that this program has.
     pub fn tokens(&self) -> Result<Vec<String>> {
-        let Self::Folder(path) = self else { return Ok(Vec::new()) };
-        match Pretrained::open(path)?.tokenizer()? {
+        let Some(folder) = self.folder()? else { return Ok(Vec::new()) };
+        match folder.tokenizer()? {
             Some(OwnTokenizer::Own(Tokenizer::Synthetic)) => Ok(Vec::new()),
             // Any text's.
             Some(OwnTokenizer::Own(Tokenizer::Bytes)) => Ok(vec!["data.source=prompt".into()]),
             Some(OwnTokenizer::Another) | None => {
                 let why = "has no tokenizer that can be read: of folders those that `nibble export` has written have one";
-                Err(Error::usage(format!("{}: {why}", path.display())))
+                Err(Error::usage(format!("{}: {why}", folder.path().display())))
             }
         }
     }

@@ -1,11 +1,11 @@
-//! `nibble export`: a checkpoint as a folder that the Hugging Face family of tools reads.
+//! `nibble export`: a checkpoint, or a model as published, as a folder that the Hugging Face family of tools reads.
 
-use crate::checkpoint;
+use crate::checkpoint::Trained;
 use nibble_command::console::bytes;
 use nibble_command::error::{Error, Result};
 use nibble_command::say;
 use nibble_cpu::Cpu;
-use nibble_train::export::{ExportType, Exported, export};
+use nibble_train::export::{ExportType, Exported, Original, export};
 use std::path::PathBuf;
 
 /// Writes a checkpoint as a folder for `transformers` and others
@@ -18,11 +18,12 @@ use std::path::PathBuf;
     DeepSeek-V3 is published.\n\n\
     Examples:\n  \
     nibble export runs/tiny my-model\n  \
-    nibble export runs/tiny/checkpoints/step-00000200 my-model --dtype f32"
+    nibble export runs/tiny/checkpoints/step-00000200 my-model --dtype f32\n  \
+    nibble export DeepSeek-V3 in-bf16"
 )]
 pub struct Args {
-    /// Directory of a run (its newest whole checkpoint is taken) or of one checkpoint.
-    #[arg(value_name = "RUN_OR_CHECKPOINT")]
+    /// Directory of a run (its newest whole checkpoint is taken), of one checkpoint, or of a model that is to be in another type.
+    #[arg(value_name = "RUN_OR_MODEL")]
     path: PathBuf,
     /// The folder to make, which is not there yet, or empty.
     #[arg(value_name = "FOLDER")]
@@ -57,11 +58,17 @@ impl From<Type> for ExportType {
 }
 
 pub fn run(args: Args) -> Result<()> {
-    let checkpoint = checkpoint::open(&args.path)?;
+    let trained = Trained::open(&args.path)?;
+    let folder = trained.folder()?;
+    let original = match (trained.checkpoint(), &folder) {
+        (Some(checkpoint), _) => Original::Checkpoint(checkpoint),
+        (None, Some(folder)) => Original::Folder(folder),
+        (None, None) => return Err(Error::usage(format!("{}: no model", args.path.display()))),
+    };
     let cpu = Cpu::new(0)?;
     let file_bytes = args.file_mib.saturating_mul(1 << 20);
     let Exported { tensors, bytes: size, files } =
-        export(&cpu, &checkpoint, args.dtype.into(), file_bytes, &args.folder).map_err(Error::from)?;
+        export(&cpu, original, args.dtype.into(), file_bytes, &args.folder).map_err(Error::from)?;
     let files = if files == 1 { "one file".to_owned() } else { format!("{files} files") };
     say!("{}: {tensors} tensors, {} in {files}", args.folder.display(), bytes(size as u64));
     Ok(())

@@ -1,16 +1,16 @@
-//! A checkpoint as a folder that the Hugging Face family of tools reads: weights in files with an index, in F32, BF16 or E4M3 with scales of blocks;
+//! A checkpoint, or a folder as published, as a folder that the Hugging Face family of tools reads: weights in files with an index, in F32, BF16 or E4M3 with scales of blocks;
 //! `config.json`, the tokenizer, and what a generation begins with.
 //!
 //! Tensors are read, converted and written piece by piece: no more than a few MiB of the model is in memory. The folder is made under another
 //! name, `.nibble-tmp-NAME` beside it, and renamed when all of it is on the disk.
 
 use crate::checkpoint::{Checkpoint, Stored, TensorSpec, Tensors, divided, header, metadata};
-use crate::config::Config;
+use crate::config::{Config, ModelConfig};
 use crate::error::{Error, Result};
-use crate::family::{self, Named};
+use crate::family::{self, Family, Named};
 use crate::fault::{Point, reach};
 use crate::files::{UNFINISHED_PREFIX, sync_dir};
-use crate::pretrained::{COMPANIONS, companions_of, copy_companions};
+use crate::pretrained::{Pretrained, TOKENIZER, companions_of, copy_companions};
 use crate::spec::{ModelSpec, PartKind};
 use crate::tokenizer::transformers_tokenizer;
 use half::bf16;
@@ -49,18 +49,70 @@ pub struct Exported {
     pub files: usize,
 }
 
+/// A model that is there.
+#[derive(Debug, Clone, Copy)]
+pub enum Original<'a> {
+    /// Of a run.
+    Checkpoint(&'a Checkpoint),
+    /// A folder as published, in other types or other files.
+    Folder(&'a Pretrained),
+}
+
+impl Original<'_> {
+    /// Its sizes, with the number of its positions.
+    fn model(&self) -> Result<ModelConfig> {
+        match self {
+            Self::Checkpoint(checkpoint) => {
+                let config = Config::from_text(&checkpoint.position().config, checkpoint.path(), &[])?;
+                Ok(ModelConfig { max_positions: config.positions(), ..config.model })
+            }
+            Self::Folder(folder) => Ok(folder.model.clone()),
+        }
+    }
+
+    fn family(&self, model: &ModelConfig) -> &'static dyn Family {
+        match self {
+            Self::Checkpoint(_) => family::of(model),
+            Self::Folder(folder) => folder.family,
+        }
+    }
+
+    /// That of its training; of a folder it is not known.
+    fn recipe(&self) -> Result<Option<Recipe>> {
+        match self {
+            Self::Checkpoint(checkpoint) => Ok(Some(checkpoint.position().resolved_recipe()?)),
+            Self::Folder(_) => Ok(None),
+        }
+    }
+
+    fn tensors(&self) -> Result<Tensors> {
+        match self {
+            Self::Checkpoint(checkpoint) => checkpoint.model(),
+            Self::Folder(folder) => folder.tensors(),
+        }
+    }
+
+    /// Checks that nothing is left of its tensors.
+    fn finish(&self, tensors: Tensors) -> Result<()> {
+        match self {
+            Self::Checkpoint(_) => tensors.finish(),
+            Self::Folder(folder) => tensors.finish_but(|name| folder.passes_over(name)),
+        }
+    }
+}
+
 /// Values that are read and written at once.
 const PIECE: usize = 1 << 20;
 /// Rows and columns of a block.
 const BLOCK: usize = 128;
 
-/// Writes the model of a checkpoint into a new folder, in files of so many bytes at most (0: one).
+/// Writes a model into a new folder, in files of so many bytes at most (0: one).
 ///
 /// # Errors
 /// [`Error::Config`] where the folder is there already; [`Error::Checkpoint`] for a damaged checkpoint; [`Error::Io`].
 pub fn export<B: Kernels>(
     b: &B,
-    checkpoint: &Checkpoint,
+    original: Original<'_>,
     dtype: ExportType,
     file_bytes: usize,
     to: &Path,
@@ -82,7 +134,7 @@ pub fn export<B: Kernels>(
         _ => {}
     }
     fs::create_dir(&unnamed).map_err(Error::io(&unnamed))?;
-    let done = write_folder(b, checkpoint, dtype, file_bytes, &unnamed).and_then(|exported| {
+    let done = write_folder(b, original, dtype, file_bytes, &unnamed).and_then(|exported| {
         reach(Point::BeforeRename)?;
         fs::rename(&unnamed, to).map_err(Error::io(to))?;
         sync_dir(parent).map_err(Error::io(parent))?;
@@ -105,42 +157,41 @@ struct Job {
 
 fn write_folder<B: Kernels>(
     b: &B,
-    checkpoint: &Checkpoint,
+    original: Original<'_>,
     dtype: ExportType,
     file_bytes: usize,
     dir: &Path,
 ) -> Result<Exported> {
-    let config = Config::from_text(&checkpoint.position().config, checkpoint.path(), &[])?;
-    let recipe = checkpoint.position().resolved_recipe()?;
-    let family = family::of(&config.model);
-    let spec = ModelSpec::new(&config.model);
-    let jobs = jobs(&spec, family.tensors(&spec), dtype, &recipe);
+    let (model, recipe) = (original.model()?, original.recipe()?);
+    let family = original.family(&model);
+    let spec = ModelSpec::new(&model);
+    let jobs = jobs(&spec, family.tensors(&spec), dtype, recipe.as_ref());
     let specs: Vec<(TensorSpec, usize)> = specs(&jobs, dtype);
     let files = divided::divided(&specs, |(spec, _)| spec, file_bytes);
-    let mut tensors = checkpoint.model()?;
+    let mut tensors = original.tensors()?;
     for (number, file) in files.iter().enumerate() {
         let path = dir.join(divided::name_of("model", number, files.len()));
         write_file(b, &mut tensors, &jobs, file, &path)?;
         reach(Point::FileWritten)?;
     }
-    tensors.finish()?;
+    original.finish(tensors)?;
     if files.len() > 1 {
         let plain: Vec<Vec<TensorSpec>> =
             files.iter().map(|file| file.iter().map(|(spec, _)| spec.clone()).collect()).collect();
         let plain: Vec<&[TensorSpec]> = plain.iter().map(Vec::as_slice).collect();
         write_text(&dir.join(divided::index_name("model")), &divided::index("model", &plain))?;
     }
-    let mut json = family::config_json(family, &config.model, config.positions());
+    let mut json = family::config_json(family, &model, model.max_positions);
     say_type(&mut json, dtype);
     write_text(&dir.join("config.json"), &format!("{json:#}\n"))?;
-    write_companions(checkpoint, dir)?;
+    write_companions(original, dir)?;
     sync_dir(dir).map_err(Error::io(dir))?;
     let bytes = specs.iter().map(|(spec, _)| spec.num_bytes()).sum();
     Ok(Exported { tensors: specs.len(), bytes, files: files.len() })
 }
 
 /// Every tensor of the model, in order of their names.
-fn jobs(model: &ModelSpec, named: Vec<Named>, dtype: ExportType, recipe: &Recipe) -> Vec<Job> {
+fn jobs(model: &ModelSpec, named: Vec<Named>, dtype: ExportType, recipe: Option<&Recipe>) -> Vec<Job> {
     let parts: Vec<_> = model.parts().flat_map(|part| vec![part.clone(); part.params().len()]).collect();
     let blocks = |tensor: &Named| {
         let part = &parts[tensor.rows.first()?.param];
@@ -152,8 +203,9 @@ fn jobs(model: &ModelSpec, named: Vec<Named>, dtype: ExportType, recipe: &Recipe
         if dtype != ExportType::Fp8Block || tensor.shape.len() < 2 {
             return None;
         }
-        let weight = *recipe.section(kind, &part.id, 1.0).at(Site::FpropW);
-        Some(if weight.format == Format::E4m3 { weight.scale } else { ScaleRule::Amax })
+        let weight = recipe.map(|recipe| *recipe.section(kind, &part.id, 1.0).at(Site::FpropW));
+        let own = weight.filter(|weight| weight.format == Format::E4m3);
+        Some(own.map_or(ScaleRule::Amax, |weight| weight.scale))
     };
     let mut jobs: Vec<Job> = named
         .into_iter()
@@ -304,15 +356,19 @@ fn say_type(json: &mut Value, dtype: ExportType) {
 }
 
 /// The tokenizer and what is beside it: that of the model that the run began with, or that of the checkpoint.
-fn write_companions(checkpoint: &Checkpoint, dir: &Path) -> Result<()> {
-    let kept = companions_of(checkpoint.path());
-    if kept.is_dir() {
-        copy_companions(&kept, dir)?;
-    } else {
-        for name in &COMPANIONS[..1] {
-            fs::write(dir.join(name), checkpoint.file(name)?).map_err(Error::io(dir))?;
+fn write_companions(original: Original<'_>, dir: &Path) -> Result<()> {
+    match original {
+        Original::Folder(folder) => copy_companions(folder.path(), dir)?,
+        Original::Checkpoint(checkpoint) => {
+            let kept = companions_of(checkpoint.path());
+            if kept.is_dir() {
+                copy_companions(&kept, dir)?;
+            } else {
+                let tokenizer = checkpoint.file(TOKENIZER)?;
+                fs::write(dir.join(TOKENIZER), tokenizer).map_err(Error::io(dir))?;
+                write_text(&dir.join("tokenizer_config.json"), &transformers_tokenizer())?;
+            }
         }
-        write_text(&dir.join("tokenizer_config.json"), &transformers_tokenizer())?;
     }
     let generation = dir.join("generation_config.json");
     if !generation.exists() {

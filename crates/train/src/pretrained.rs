@@ -12,9 +12,12 @@ use serde_json::{Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};
 
+/// The tokenizer, as `tokenizers` reads it.
+pub(crate) const TOKENIZER: &str = "tokenizer.json";
+
 /// What a folder of a model has beside its tensors, of which a run keeps copies, and an export gets them.
 pub const COMPANIONS: [&str; 8] = [
-    "tokenizer.json",
+    TOKENIZER,
     "tokenizer_config.json",
     "tokenizer.model",
     "special_tokens_map.json",
@@ -92,7 +95,7 @@ impl Pretrained {
     /// # Errors
     /// [`Error::Io`] where its file cannot be read.
     pub fn tokenizer(&self) -> Result<Option<OwnTokenizer>> {
-        let path = self.path.join(COMPANIONS[0]);
+        let path = self.path.join(TOKENIZER);
         if !path.exists() {
             return Ok(None);
         }

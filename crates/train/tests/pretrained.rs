@@ -7,7 +7,7 @@ use nibble_core::Comm;
 use nibble_cpu::{Cpu, HostComm};
 use nibble_train::checkpoint::{Checkpoint, Store};
 use nibble_train::config::Config;
-use nibble_train::export::{ExportType, Exported, export};
+use nibble_train::export::{ExportType, Exported, Original, export};
 use nibble_train::family;
 use nibble_train::pretrained::Pretrained;
 use nibble_train::trainer::Trainer;
@@ -60,8 +60,8 @@ fn trained(config: &Config) -> (String, PathBuf, tempfile::TempDir) {
 }
 
 fn exported(checkpoint: &Path, dtype: ExportType, file_bytes: usize, to: &Path) -> Exported {
-    let cpu = Cpu::new(1).unwrap();
-    export(&cpu, &Checkpoint::open(checkpoint).unwrap(), dtype, file_bytes, to).unwrap()
+    let (cpu, checkpoint) = (Cpu::new(1).unwrap(), Checkpoint::open(checkpoint).unwrap());
+    export(&cpu, Original::Checkpoint(&checkpoint), dtype, file_bytes, to).unwrap()
 }
 
 /// The same run, beginning with a folder or a checkpoint.
@@ -109,6 +109,34 @@ fn every_family_goes_to_a_folder_and_comes_back_on_any_mesh() {
         // So does the checkpoint, for another run.
         assert_eq!(digest_at_start(&from(&config, &checkpoint), 2), digest, "{name}");
     }
+}
+
+/// A folder becomes another one, in other files and types; what comes back from BF16 is what went there.
+#[test]
+fn a_folder_goes_to_another_one_byte_for_byte() {
+    let (digest, checkpoint, dir) = trained(&models()[6].1);
+    let at = |name: &str| dir.path().join(name);
+    exported(&checkpoint, ExportType::F32, 1 << 16, &at("a"));
+    let cpu = Cpu::new(1).unwrap();
+    let copied = |from: &str, dtype, file_bytes, to: &str| {
+        let folder = Pretrained::open(&at(from)).unwrap();
+        export(&cpu, Original::Folder(&folder), dtype, file_bytes, &at(to)).unwrap()
+    };
+    copied("a", ExportType::F32, 0, "b");
+    assert_eq!(digest_at_start(&from(&models()[6].1, &at("b")), 1), digest);
+    copied("b", ExportType::F32, 1 << 16, "c");
+    let files = |name: &str| {
+        let all = fs::read_dir(at(name)).unwrap().map(|file| file.unwrap().path());
+        let mut all: Vec<_> =
+            all.map(|path| (path.file_name().unwrap().to_owned(), fs::read(path).unwrap())).collect();
+        all.sort();
+        all
+    };
+    assert!(files("a") == files("c"), "every byte comes back");
+    copied("a", ExportType::Bf16, 0, "half");
+    copied("half", ExportType::Bf16, 1 << 15, "halves");
+    copied("halves", ExportType::Bf16, 0, "again");
+    assert!(files("half") == files("again"));
 }
 
 /// Values of a tensor of a folder, as they are read.
@@ -186,7 +214,8 @@ fn what_is_wrong_with_a_folder_is_told() {
     let begins = || Trainer::new(&cpu, &SOLO, &from(&config, &folder)).map(drop);
     begins().unwrap();
     // It is not replaced.
-    let again = export(&cpu, &Checkpoint::open(&checkpoint).unwrap(), ExportType::Bf16, 0, &folder);
+    let opened = Checkpoint::open(&checkpoint).unwrap();
+    let again = export(&cpu, Original::Checkpoint(&opened), ExportType::Bf16, 0, &folder);
     assert!(again.unwrap_err().to_string().contains("is there already"));
     let file = |name: &str| folder.join(name);
     // A file of the index that is not there.
