@@ -42,6 +42,10 @@ impl Family for Olmoe {
     }
 
     fn write_rest(&self, model: &ModelConfig, keys: &mut Map<String, Value>) {
+        // Not said, they are those of its own tokenizer, and `transformers` gives the embedding of a token for padding no gradient.
+        for token in ["pad_token_id", "eos_token_id"] {
+            keys.insert(token.into(), Value::Null);
+        }
         write_balance(model, keys);
         write_rope(model, keys);
     }
