@@ -588,8 +588,10 @@ impl Config {
     pub fn going_on_from(&self, earlier: &Self) -> Self {
         let mut now = self.clone();
         now.train.combine = now.train.combine.or(earlier.train.combine);
-        if now.train.init_from.is_empty() {
+        // Where weights brought the model's sizes, what a configuration says of them counts no more than it did when the run began.
+        if now.train.init_from.is_empty() && !earlier.train.init_from.is_empty() {
             now.train.init_from.clone_from(&earlier.train.init_from);
+            now.model.clone_from(&earlier.model);
         }
         now
     }
