@@ -15,13 +15,13 @@ mod device;
 mod foreign;
 mod init;
 mod load;
+mod model;
 mod preset;
 mod qk_norm;
 mod rope_scaling;
 mod routing;
 mod validate;
 
-use routing::is_default;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
@@ -34,6 +34,7 @@ pub use crate::moe::Combine;
 pub use device::DeviceChoice;
 pub use foreign::{Meaning, of_option};
 pub(crate) use load::read_text;
+pub use model::{Balance, ModelConfig};
 pub use preset::{preset, preset_names, published_models, tiny_models};
 pub use qk_norm::QkNorm;
 pub use rope_scaling::{RopeScaling, RopeScalingKind};
@@ -77,159 +78,6 @@ impl Default for Config {
             checkpoint: CheckpointConfig::default(),
             run: RunConfig::default(),
         }
-    }
-}
-
-/// The shape of a decoder: grouped-query attention or latent attention (DeepSeek), then in each layer experts (Qwen3-MoE) or one MLP (Qwen3, Llama).
-///
-/// A model without experts leaves out what belongs to them: `top_k`, `expert_ffn`, `shared_ffn`, `norm_topk_prob`, the router's
-/// losses. Left out of a file they are 0, or false, then.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct ModelConfig {
-    /// Rows of the embedding; 0 = as many as the data has symbols.
-    pub vocab_size: usize,
-    /// Width of the residual stream.
-    pub d_model: usize,
-    /// Decoder layers.
-    pub layers: usize,
-    /// Query heads.
-    pub heads: usize,
-    /// Key and value heads; divides `heads`.
-    pub kv_heads: usize,
-    /// Width of a head of queries and keys; even, because RoPE turns pairs.
-    pub head_dim: usize,
-    /// Width of a head of values; 0 = as `head_dim`. See [`ModelConfig::value_head_dim`].
-    pub value_head_dim: usize,
-    /// What an RMSNorm of queries and keys is over, before they are rotated: `true` for each head by itself, as in Qwen3; `"width"` for all
-    /// heads together, as in OLMoE; `false` for none, as in Llama.
-    pub qk_norm: QkNorm,
-    /// Width inside the MLP of a dense layer; 0 = no layer is dense.
-    pub ffn: usize,
-    /// How many of the first layers are dense where the others have experts. Without experts all are, and this is 0.
-    pub dense_layers: usize,
-    /// Experts of a layer; 0 = every layer is dense.
-    pub experts: usize,
-    /// Experts a token is sent to.
-    pub top_k: usize,
-    /// Width inside an expert.
-    pub expert_ffn: usize,
-    /// Width inside the expert that every token passes; 0 = none.
-    pub shared_ffn: usize,
-    /// Whether the weights of a token's chosen experts are scaled to sum to 1.
-    pub norm_topk_prob: bool,
-    /// Positions that the model has: the most tokens of a sequence, and of what is generated; 0 = `data.seq_len`. See [`Config::positions`].
-    #[serde(skip_serializing_if = "is_zero")]
-    pub max_positions: usize,
-    /// What routers make of their logits: `softmax`, or `sigmoid`.
-    #[serde(skip_serializing_if = "is_default")]
-    pub scores: Scores,
-    /// Whether each expert has a bias that is added to its score for the choice alone. It has no gradient: see `train.router_bias_rate`.
-    #[serde(skip_serializing_if = "is_default")]
-    pub router_bias: bool,
-    /// Groups of equally many neighbouring experts; 0 = none.
-    #[serde(skip_serializing_if = "is_default")]
-    pub groups: usize,
-    /// How many groups, those of the best scores, a token's experts are chosen from.
-    #[serde(skip_serializing_if = "is_default")]
-    pub top_groups: usize,
-    /// The score of a group: `max`, that of its best expert, or `top2`, the sum of its two best ones'.
-    #[serde(skip_serializing_if = "is_default")]
-    pub group_score: GroupScore,
-    /// Factor of the weights of a token's experts, after all else.
-    #[serde(skip_serializing_if = "is_one_f64")]
-    pub route_scale: f64,
-    /// Base of the RoPE frequencies.
-    pub rope_theta: f64,
-    /// ε of RMSNorm.
-    pub norm_eps: f64,
-    /// Whether the output head is the embedding.
-    pub tie_embeddings: bool,
-    /// Weight of the load-balancing loss, which is added up over the layers with experts and averaged over a step's shards and micro-batches: of
-    /// each layer and shard experts · Σ (share of the shard's slots that an expert gets) · (its mean probability there), 1 where all are equal. So
-    /// `train.shards` decides over how many tokens experts must be balanced. `transformers` has another loss: see `router_aux_loss_coef` in a
-    /// checkpoint's `config.json`, this weight times layers with experts / `top_k`.
-    /// All this is so under `balance = "shard"`.
-    pub aux_loss_coef: f64,
-    /// What the load-balancing loss is taken over: `shard`; `batch` for the loss of `transformers`; or `sequence`.
-    #[serde(skip_serializing_if = "Balance::is_default")]
-    pub balance: Balance,
-    /// Weight of the router's z-loss.
-    pub z_loss_coef: f64,
-    /// Width of the latent from which each head's keys and values come, as in DeepSeek-V2 and V3; 0 = grouped-query attention. With it
-    /// `kv_heads` is `heads`, and `qk_norm` is false.
-    #[serde(skip_serializing_if = "is_zero")]
-    pub kv_rank: usize,
-    /// Width of the latent from which each head's queries come; 0 = they come straight from the input. With `kv_rank` alone.
-    #[serde(skip_serializing_if = "is_zero")]
-    pub q_rank: usize,
-    /// How many of the last of the `head_dim` elements of a head of queries and keys RoPE turns; those of keys are one for all heads. Even, less
-    /// than `head_dim`; with `kv_rank` alone: without it all turn, and this is 0.
-    #[serde(skip_serializing_if = "is_zero")]
-    pub rope_dim: usize,
-    /// How the frequencies of RoPE are changed.
-    #[serde(skip_serializing_if = "RopeScaling::is_default")]
-    pub rope_scaling: RopeScaling,
-}
-
-impl ModelConfig {
-    /// Width of a head of values, and of what attention gives for a head.
-    #[must_use]
-    pub fn value_head_dim(&self) -> usize {
-        if self.value_head_dim == 0 { self.head_dim } else { self.value_head_dim }
-    }
-}
-
-impl Default for ModelConfig {
-    fn default() -> Self {
-        Self {
-            vocab_size: 0,
-            d_model: 64,
-            layers: 2,
-            heads: 4,
-            kv_heads: 2,
-            head_dim: 16,
-            value_head_dim: 0,
-            qk_norm: QkNorm::Heads,
-            ffn: 0,
-            dense_layers: 0,
-            experts: 8,
-            top_k: 2,
-            expert_ffn: 64,
-            shared_ffn: 0,
-            norm_topk_prob: true,
-            max_positions: 0,
-            scores: Scores::Softmax,
-            router_bias: false,
-            groups: 0,
-            top_groups: 0,
-            group_score: GroupScore::Max,
-            route_scale: 1.0,
-            rope_theta: 10_000.0,
-            norm_eps: 1e-6,
-            tie_embeddings: true,
-            aux_loss_coef: 0.01,
-            balance: Balance::Shard,
-            z_loss_coef: 0.001,
-            kv_rank: 0,
-            q_rank: 0,
-            rope_dim: 0,
-            rope_scaling: RopeScaling::default(),
-        }
-    }
-}
-
-impl ModelConfig {
-    /// Layers with an MLP: the first so many.
-    #[must_use]
-    pub fn num_dense(&self) -> usize {
-        if self.experts == 0 { self.layers } else { self.dense_layers.min(self.layers) }
-    }
-
-    /// Layers with experts: those after the dense ones.
-    #[must_use]
-    pub fn num_routed(&self) -> usize {
-        self.layers - self.num_dense()
     }
 }
 
@@ -325,39 +173,6 @@ pub struct TrainConfig {
     /// What the backward pass makes again instead of finding it kept, a list of `norms`, `swiglu`, `expert_input`, `mla_up`,
     /// `attention`, `experts`, `layers`: less memory, more time, never a bit of the result.
     pub recompute: Vec<Scope>,
-}
-
-/// What the load-balancing loss is taken over, as a configuration names it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Balance {
-    /// Each layer and each shard by itself; layers are added up, shards averaged. It is 1 where all experts are equal.
-    #[default]
-    Shard,
-    /// All layers, shards and ranks of a micro-batch as one, as `load_balancing_loss_func` of `transformers` has it: experts · Σ (tokens sent to an
-    /// expert a row) · (its mean probability), over a row for each token in each layer with experts. It is `top_k` where all experts are equal, and does not
-    /// depend on `train.shards`.
-    Batch,
-    /// Each layer and each sequence by itself: the loss of a shard with a sequence in its place, averaged over sequences, as in DeepSeek-V2 and -V3
-    /// ([arXiv 2412.19437](https://arxiv.org/abs/2412.19437), equations 17 to 20).
-    Sequence,
-}
-
-impl Balance {
-    /// As a configuration names it.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Shard => "shard",
-            Self::Batch => "batch",
-            Self::Sequence => "sequence",
-        }
-    }
-
-    /// Stored configurations leave it out.
-    fn is_default(&self) -> bool {
-        *self == Self::default()
-    }
 }
 
 /// A plain type, as a configuration names it.
