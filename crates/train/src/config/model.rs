@@ -42,7 +42,7 @@ pub struct ModelConfig {
     pub shared_ffn: usize,
     /// Whether the weights of a token's chosen experts are scaled to sum to 1.
     pub norm_topk_prob: bool,
-    /// Positions that the model has: the most tokens of a sequence, and of what is generated; 0 = `data.seq_len`. See [`Config::positions`].
+    /// Positions that the model has: the most tokens of a sequence, and of what is generated; 0 = `data.seq_len`. See [`Config::positions`](super::Config::positions).
     #[serde(skip_serializing_if = "is_zero")]
     pub max_positions: usize,
     /// What routers make of their logits: `softmax`, or `sigmoid`.
