@@ -7,17 +7,17 @@ use nibble_core::Recipe;
 use nibble_train::checkpoint::{Checkpoint, latest_valid};
 use nibble_train::checks::checked_recipe;
 use nibble_train::config::{Config, RANDOM, SYNTHETIC};
-use nibble_train::pretrained::{OwnTokenizer, Pretrained};
+use nibble_train::pretrained::{OwnTokenizer, Pretrained, is_folder};
 use nibble_train::tokenizer::Tokenizer;
 use nibble_train::trainer::Trainer;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// A trained model, wherever it is.
 pub enum Trained {
     /// Of a run.
     Checkpoint(Box<Checkpoint>),
     /// A folder as the Hugging Face family of tools writes it.
-    Folder(PathBuf),
+    Folder(Box<Pretrained>),
 }
 
 impl Trained {
@@ -26,22 +26,9 @@ impl Trained {
     /// # Errors
     /// If there is none.
     pub fn open(path: &Path) -> Result<Self> {
-        let is_folder = path.join("config.json").is_file() && !path.join("state.json").exists();
-        if is_folder {
-            Ok(Self::Folder(path.to_owned()))
-        } else {
-            Ok(Self::Checkpoint(Box::new(open(path)?)))
-        }
-    }
-
-    /// The folder, if it is one.
-    ///
-    /// # Errors
-    /// If its `config.json` cannot be read.
-    pub fn folder(&self) -> Result<Option<Pretrained>> {
-        match self {
-            Self::Checkpoint(_) => Ok(None),
-            Self::Folder(path) => Ok(Some(Pretrained::open(path)?)),
+        match is_folder(path) {
+            true => Ok(Self::Folder(Box::new(Pretrained::open(path)?))),
+            false => Ok(Self::Checkpoint(Box::new(open(path)?))),
         }
     }
 
@@ -58,7 +45,7 @@ impl Trained {
     /// # Errors
     /// If they are none that this program has.
     pub fn tokens(&self) -> Result<Vec<String>> {
-        let Some(folder) = self.folder()? else { return Ok(Vec::new()) };
+        let Self::Folder(folder) = self else { return Ok(Vec::new()) };
         match folder.tokenizer()? {
             Some(OwnTokenizer::Own(Tokenizer::Synthetic)) => Ok(Vec::new()),
             // Any text's.
@@ -75,7 +62,7 @@ impl Trained {
     pub fn config(&self, overrides: &[String]) -> Result<Config> {
         match self {
             Self::Checkpoint(checkpoint) => config(checkpoint, overrides),
-            Self::Folder(path) => of_folder(path, overrides),
+            Self::Folder(folder) => of_folder(folder, overrides),
         }
     }
 
@@ -104,8 +91,7 @@ impl Trained {
 }
 
 /// The configuration that begins with the model of a folder. Its data are those of its tokenizer, where nothing else is said.
-fn of_folder(path: &Path, overrides: &[String]) -> Result<Config> {
-    let folder = Pretrained::open(path)?;
+fn of_folder(folder: &Pretrained, overrides: &[String]) -> Result<Config> {
     folder.notes.iter().for_each(|note| warn!("warning: {note}"));
     let usual = Config::default().data.seq_len;
     let seq_len = match folder.model.max_positions {
@@ -113,13 +99,13 @@ fn of_folder(path: &Path, overrides: &[String]) -> Result<Config> {
         positions => positions.min(usual),
     };
     let begins = [
-        format!("train.init_from={}", path.display()),
+        format!("train.init_from={}", folder.path().display()),
         "recipe=bf16".into(),
         format!("data.seq_len={seq_len}"),
     ];
     let says_data = overrides.iter().any(|o| o.starts_with("data.source="));
     if !says_data && folder.tokenizer()? != Some(OwnTokenizer::Own(Tokenizer::Synthetic)) {
-        let path = path.display();
+        let path = folder.path().display();
         return Err(Error::usage(format!(
             "{path} says nothing of data: name some, such as --set data.source=book.txt"
         )));

@@ -2,7 +2,7 @@
 
 use crate::checkpoint::Trained;
 use nibble_command::console::bytes;
-use nibble_command::error::{Error, Result};
+use nibble_command::error::Result;
 use nibble_command::say;
 use nibble_cpu::Cpu;
 use nibble_train::export::{ExportType, Exported, Original, export};
@@ -58,17 +58,14 @@ impl From<Type> for ExportType {
 }
 
 pub fn run(args: Args) -> Result<()> {
-    let trained = Trained::open(&args.path)?;
-    let folder = trained.folder()?;
-    let original = match (trained.checkpoint(), &folder) {
-        (Some(checkpoint), _) => Original::Checkpoint(checkpoint),
-        (None, Some(folder)) => Original::Folder(folder),
-        (None, None) => return Err(Error::usage(format!("{}: no model", args.path.display()))),
+    let (cpu, trained) = (Cpu::new(0)?, Trained::open(&args.path)?);
+    let write = |original| {
+        export(&cpu, original, args.dtype.into(), args.file_mib.saturating_mul(1 << 20), &args.folder)
     };
-    let cpu = Cpu::new(0)?;
-    let file_bytes = args.file_mib.saturating_mul(1 << 20);
-    let Exported { tensors, bytes: size, files } =
-        export(&cpu, original, args.dtype.into(), file_bytes, &args.folder).map_err(Error::from)?;
+    let Exported { tensors, bytes: size, files } = match &trained {
+        Trained::Checkpoint(checkpoint) => write(Original::Checkpoint(checkpoint))?,
+        Trained::Folder(folder) => write(Original::Folder(folder))?,
+    };
     let files = if files == 1 { "one file".to_owned() } else { format!("{files} files") };
     say!("{}: {tensors} tensors, {} in {files}", args.folder.display(), bytes(size as u64));
     Ok(())

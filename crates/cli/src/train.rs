@@ -19,6 +19,7 @@ use nibble_train::checks::checked_recipe;
 use nibble_train::config::{Config, preset};
 use nibble_train::data::Dataset;
 use nibble_train::plan::{self, Prediction};
+use nibble_train::pretrained::is_folder;
 use nibble_train::trainer::{self, CONFIG_FILE, Observer, Options, Start, Summary};
 use rank_log::RankLog;
 use std::path::{Path, PathBuf};
@@ -47,17 +48,19 @@ use std::path::{Path, PathBuf};
 )]
 pub struct Args {
     /// A built-in configuration (tiny, tiny-dense, shakespeare; a small one of each family, such as deepseek-v3-tiny; for a GPU s, olmoe, qwen30b-4l,
-    /// dense1b, dsv3-1l; whole models, such as deepseek-v2-lite, for --dry-run; a wrong name lists all) or the path of a TOML file; config.toml of a run begins another run like it. With --resume also the directory of a run.
+    /// dense1b, dsv3-1l; whole models, such as deepseek-v2-lite, for --dry-run; a wrong name lists all) or the path of a TOML file;
+    /// config.toml of a run begins another run like it. With --resume also the directory of a run.
     #[arg(value_name = "CONFIG", default_value = "tiny")]
     config: String,
     #[command(flatten)]
     changes: Changes,
     /// Begins with the weights of a folder with a model, as the Hugging Face family of tools writes it (config.json and safetensors). `[model]` is then
-    /// the folder's, but for its losses and positions; of CONFIG the rest counts.
-    #[arg(long, value_name = "FOLDER", conflicts_with_all = ["init_from", "resume"])]
+    /// the folder's, but for its losses and positions; of CONFIG the rest counts. With --resume the run goes on that began so.
+    #[arg(long, value_name = "FOLDER", conflicts_with = "init_from")]
     from: Option<PathBuf>,
     /// Begins with the weights of another run (its newest whole checkpoint), or of one checkpoint: a new run, whose optimizer begins anew.
-    #[arg(long, value_name = "RUN", conflicts_with = "resume")]
+    /// With --resume the run goes on that began so.
+    #[arg(long, value_name = "RUN")]
     init_from: Option<PathBuf>,
     /// Goes on from the newest whole checkpoint of the latest run that has this configuration, or of the run in the directory CONFIG. Of
     /// what decides the numbers only train.steps may change, to more, and, where that is asked for, train.combine and train.expert_shards.
@@ -82,16 +85,11 @@ impl Args {
     fn initial(&self) -> Result<Vec<String>> {
         let path = match (&self.from, &self.init_from) {
             (None, None) => return Ok(Vec::new()),
-            (Some(folder), _)
-                if !folder.join("config.json").is_file() || folder.join("state.json").exists() =>
-            {
+            (Some(folder), _) if !is_folder(folder) => {
                 let why = "is no folder with a model, which has a config.json and its weights in safetensors; --init-from takes a run";
                 return Err(Error::usage(format!("--from: {} {why}", folder.display())));
             }
-            (None, Some(run))
-                if !run.is_dir()
-                    || (run.join("config.json").exists() && !run.join("state.json").exists()) =>
-            {
+            (None, Some(run)) if !run.is_dir() || is_folder(run) => {
                 let why = "is no run and no checkpoint of one; --from takes a folder with a model";
                 return Err(Error::usage(format!("--init-from: {} {why}", run.display())));
             }

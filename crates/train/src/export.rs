@@ -2,19 +2,22 @@
 //! `config.json`, the tokenizer, and what a generation begins with.
 //!
 //! Tensors are read, converted and written piece by piece: no more than a few MiB of the model is in memory. The folder is made under another
-//! name, `.nibble-tmp-NAME` beside it, and renamed when all of it is on the disk.
+//! name beside it, and renamed when all of it is on the disk.
 
-use crate::checkpoint::{Checkpoint, Stored, TensorSpec, Tensors, divided, header, metadata};
+use crate::checkpoint::{
+    BLOCK, Checkpoint, SCALE_SUFFIX, Stored, TensorSpec, Tensors, divided, header, little_endian, metadata,
+    scale_shape,
+};
 use crate::config::{Config, ModelConfig};
 use crate::error::{Error, Result};
 use crate::family::{self, Family, Named};
 use crate::fault::{Point, reach};
-use crate::files::{UNFINISHED_PREFIX, sync_dir};
+use crate::files::WholeFolder;
 use crate::pretrained::{Pretrained, TOKENIZER, companions_of, copy_companions};
 use crate::spec::{ModelSpec, PartKind};
 use crate::tokenizer::transformers_tokenizer;
 use half::bf16;
-use nibble_core::formats::{BlockAxis, Codec, Format, Rounding, ScaleRule};
+use nibble_core::formats::{Codec, Format, Rounding, ScaleRule};
 use nibble_core::ops::{Planes, Quantize};
 use nibble_core::recipe::{LayerKind, Site};
 use nibble_core::{Kernels, Operand, Recipe, Tensor};
@@ -103,8 +106,6 @@ impl Original<'_> {
 
 /// Values that are read and written at once.
 const PIECE: usize = 1 << 20;
-/// Rows and columns of a block.
-const BLOCK: usize = 128;
 
 /// Writes a model into a new folder, in files of so many bytes at most (0: one).
 ///
@@ -123,28 +124,13 @@ pub fn export<B: Kernels>(
             format!("{} is there already, and is not replaced", to.display()),
         ));
     }
-    let name =
-        to.file_name().ok_or_else(|| Error::config("FOLDER", format!("{} names no folder", to.display())))?;
-    let parent = to.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    fs::create_dir_all(parent).map_err(Error::io(parent))?;
-    let unnamed = parent.join(format!("{UNFINISHED_PREFIX}{}", name.to_string_lossy()));
-    // What a killed export has left.
-    match fs::remove_dir_all(&unnamed) {
-        Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(Error::io(&unnamed)(e)),
-        _ => {}
+    if to.file_name().is_none() {
+        return Err(Error::config("FOLDER", format!("{} names no folder", to.display())));
     }
-    fs::create_dir(&unnamed).map_err(Error::io(&unnamed))?;
-    let done = write_folder(b, original, dtype, file_bytes, &unnamed).and_then(|exported| {
-        reach(Point::BeforeRename)?;
-        fs::rename(&unnamed, to).map_err(Error::io(to))?;
-        sync_dir(parent).map_err(Error::io(parent))?;
-        Ok(exported)
-    });
-    if done.is_err() {
-        // The first error is the one to tell.
-        let _ = fs::remove_dir_all(&unnamed);
-    }
-    done
+    let folder = WholeFolder::create(to).map_err(Error::io(to))?;
+    let exported = write_folder(b, original, dtype, file_bytes, folder.unfinished())?;
+    folder.finish().map_err(Error::io(to))?;
+    Ok(exported)
 }
 
 /// A tensor to be written, and how it is made.
@@ -185,7 +171,6 @@ fn write_folder<B: Kernels>(
     say_type(&mut json, dtype);
     write_text(&dir.join("config.json"), &format!("{json:#}\n"))?;
     write_companions(original, dir)?;
-    sync_dir(dir).map_err(Error::io(dir))?;
     let bytes = specs.iter().map(|(spec, _)| spec.num_bytes()).sum();
     Ok(Exported { tensors: specs.len(), bytes, files: files.len() })
 }
@@ -228,8 +213,7 @@ fn specs(jobs: &[Job], dtype: ExportType) -> Vec<(TensorSpec, usize)> {
         };
         specs.push((TensorSpec { name: name.clone(), shape: shape.clone(), dtype }, number));
         if blocks.is_some() {
-            let shape: Vec<usize> = shape.iter().map(|size| size.div_ceil(BLOCK)).collect();
-            specs.push((TensorSpec::f32(format!("{name}_scale_inv"), shape), number));
+            specs.push((TensorSpec::f32(format!("{name}{SCALE_SUFFIX}"), scale_shape(shape)), number));
         }
     }
     specs
@@ -264,7 +248,7 @@ fn write_file<B: Kernels>(
             // With its codes.
             Some(_) if spec.name != job.name => {}
             Some(rule) => {
-                let scales = place(&format!("{}_scale_inv", job.name));
+                let scales = place(&format!("{}{SCALE_SUFFIX}", job.name));
                 let stored = tensors.find(&job.name, &job.shape)?;
                 write_blocks(b, (tensors, &stored), &job.shape, rule, &mut file, [place(&job.name), scales])?;
             }
@@ -301,11 +285,15 @@ fn write_plain(
     for at in (0..values).step_by(PIECE) {
         let piece = &mut piece[..(values - at).min(PIECE)];
         tensors.read(stored, at, piece)?;
-        let bytes: Vec<u8> = match spec.dtype {
-            Dtype::BF16 => piece.iter().flat_map(|x| bf16::from_f32(*x).to_le_bytes()).collect(),
-            _ => piece.iter().flat_map(|x| x.to_le_bytes()).collect(),
-        };
-        file.write(place + (at * each) as u64, &bytes)?;
+        let place = place + (at * each) as u64;
+        match spec.dtype {
+            Dtype::BF16 => {
+                let rounded = |x: &f32| bf16::from_f32(*x).to_bits().to_le();
+                let halves: Vec<u16> = piece.iter().map(rounded).collect();
+                file.write(place, bytemuck::cast_slice(&halves))?;
+            }
+            _ => file.write(place, &little_endian(piece))?,
+        }
     }
     Ok(())
 }
@@ -322,7 +310,7 @@ fn write_blocks<B: Kernels>(
     let codec = Codec::new(Format::E4m3, rule, Rounding::NearestEven).map_err(nibble_core::Error::from)?;
     let cols = shape.last().copied().unwrap_or(1);
     let rows = shape.iter().product::<usize>() / cols.max(1);
-    let mut scales: Vec<u8> = Vec::new();
+    let mut scales: Vec<f32> = Vec::new();
     let mut values = Vec::new();
     for first in (0..rows).step_by(BLOCK) {
         let band = (rows - first).min(BLOCK);
@@ -333,14 +321,11 @@ fn write_blocks<B: Kernels>(
         let Some(Operand::Block(plane)) = made.rows else {
             return Err(nibble_core::Error::Defect { place: "export", what: "no tiles were made" }.into());
         };
-        debug_assert_eq!(plane.axis, BlockAxis::Tile);
         let kind = plane.scale_kind();
-        scales.extend(
-            plane.records(b)?.into_iter().flat_map(|scale| kind.multiplier(scale, 0, BLOCK).to_le_bytes()),
-        );
+        scales.extend(plane.records(b)?.into_iter().map(|scale| kind.multiplier(scale, 0, BLOCK)));
         file.write(codes_at + (first * cols) as u64, &b.download(&plane.codes)?)?;
     }
-    file.write(scales_at, &scales)
+    file.write(scales_at, &little_endian(&scales))
 }
 
 /// The type of the weights, for who loads them.

@@ -45,8 +45,57 @@ impl Drop for Unfinished {
     fn drop(&mut self) {
         if self.forget() {
             // The error that led here is the one to tell.
-            let _ = fs::remove_file(&self.0);
+            let _ = remove(&self.0);
         }
+    }
+}
+
+/// Removes a file, or a folder with what is in it.
+fn remove(path: &Path) -> io::Result<()> {
+    if fs::symlink_metadata(path)?.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) }
+}
+
+/// The folder that a place is in.
+fn folder_of(path: &Path) -> &Path {
+    path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+/// A folder under a temporary name beside its place. [`WholeFolder::finish`] brings it there; dropped before, it is removed.
+#[derive(Debug)]
+pub(crate) struct WholeFolder {
+    unfinished: Unfinished,
+    path: PathBuf,
+}
+
+impl WholeFolder {
+    /// Begins a folder that will be at `path`, where nothing is, or an empty folder. Those that killed processes have left beside it are removed.
+    ///
+    /// # Errors
+    /// What the system says.
+    pub fn create(path: &Path) -> io::Result<Self> {
+        phase(format_args!("writing {}", path.display()));
+        fs::create_dir_all(folder_of(path))?;
+        remove_abandoned(folder_of(path))?;
+        let unfinished = Unfinished::named(path.with_file_name(own_prefix()));
+        fs::create_dir(&unfinished.0)?;
+        Ok(Self { unfinished, path: path.to_owned() })
+    }
+
+    /// Where it is until then.
+    pub fn unfinished(&self) -> &Path {
+        &self.unfinished.0
+    }
+
+    /// Gives it its name. Its files are on the disk.
+    ///
+    /// # Errors
+    /// What the system says; the place is as it was then.
+    pub fn finish(self) -> io::Result<()> {
+        sync_dir(&self.unfinished.0)?;
+        reach(Point::FileUnnamed).map_err(|error| io::Error::other(error.to_string()))?;
+        fs::rename(&self.unfinished.0, &self.path)?;
+        self.unfinished.forget();
+        sync_dir(folder_of(&self.path))
     }
 }
 
@@ -80,7 +129,7 @@ impl WholeFile {
         reach(Point::FileUnnamed).map_err(|error| io::Error::other(error.to_string()))?;
         fs::rename(&self.unfinished.0, &self.path)?;
         self.unfinished.forget();
-        sync_dir(self.path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new(".")))
+        sync_dir(folder_of(&self.path))
     }
 }
 
@@ -146,7 +195,7 @@ pub(crate) fn append(file: &mut File, bytes: &[u8]) -> io::Result<()> {
     file.write_all(bytes)
 }
 
-/// Removes the unfinished files that processes which are no more have left in a directory.
+/// Removes the unfinished files and folders that processes which are no more have left in a directory.
 ///
 /// # Errors
 /// What the system says.
@@ -157,7 +206,7 @@ pub(crate) fn remove_abandoned(dir: &Path) -> io::Result<()> {
         let process = name.to_str().and_then(|name| name.strip_prefix(UNFINISHED_PREFIX)?.split('-').next());
         // Somebody may be drawing a picture just now.
         if process.is_some_and(|id| !Path::new("/proc").join(id).exists()) {
-            fs::remove_file(entry.path())?;
+            remove(&entry.path())?;
         }
     }
     Ok(())
@@ -172,11 +221,11 @@ pub fn sync_dir(dir: &Path) -> io::Result<()> {
     if cfg!(unix) { File::open(dir)?.sync_all() } else { Ok(()) }
 }
 
-/// Removes the unfinished files of this process, which is about to end. Those that another thread is adding just now may stay.
+/// Removes the unfinished files and folders of this process, which is about to end. Those that another thread is adding just now may stay.
 pub fn remove_unfinished() {
     if let Ok(mut all) = UNFINISHED.try_lock() {
         for path in all.drain(..) {
-            let _ = fs::remove_file(path);
+            let _ = remove(&path);
         }
     }
 }

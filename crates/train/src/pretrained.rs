@@ -1,6 +1,6 @@
 //! Models that were trained before, from which a run may begin: folders as the Hugging Face family of tools writes them, and checkpoints of other runs.
 
-use crate::checkpoint::{Checkpoint, Tensors, latest_valid};
+use crate::checkpoint::{BLOCK, Checkpoint, STATE_FILE, Tensors, latest_valid};
 use crate::config::{Config, ModelConfig};
 use crate::error::{Error, Result};
 use crate::family::{self, ConfigJson, Family, Named};
@@ -90,19 +90,34 @@ impl Pretrained {
         is_tied || name.ends_with("rotary_emb.inv_freq") || self.family.passes_over(name, &self.model)
     }
 
-    /// Its tokenizer, if it is one of this program's; an error's reason where it is another.
+    /// Its tokenizer; none where it has no file of one.
     ///
     /// # Errors
-    /// [`Error::Io`] where its file cannot be read.
+    /// [`Error::Io`] where that cannot be read.
     pub fn tokenizer(&self) -> Result<Option<OwnTokenizer>> {
-        let path = self.path.join(TOKENIZER);
-        if !path.exists() {
-            return Ok(None);
-        }
-        let text = files::read_text(&path, files::MOST_LOG).map_err(Error::io(&path))?;
-        let own = [Tokenizer::Bytes, Tokenizer::Synthetic].into_iter().find(|own| own.to_json() == text);
-        Ok(Some(own.map_or(OwnTokenizer::Another, OwnTokenizer::Own)))
+        tokenizer_in(&self.path)
     }
+}
+
+/// Whether a folder has a model as the Hugging Face family of tools writes it, and is no checkpoint of a run.
+#[must_use]
+pub fn is_folder(path: &Path) -> bool {
+    path.join(CONFIG).is_file() && !path.join(STATE_FILE).exists()
+}
+
+/// The text of the tokenizer whose file lies in a folder, if one does.
+pub(crate) fn kept_tokenizer(dir: &Path) -> Result<Option<String>> {
+    let path = dir.join(TOKENIZER);
+    path.exists().then(|| files::read_text(&path, files::MOST_LOG).map_err(Error::io(&path))).transpose()
+}
+
+/// That tokenizer.
+fn tokenizer_in(dir: &Path) -> Result<Option<OwnTokenizer>> {
+    let of = |text: String| {
+        let own = [Tokenizer::Bytes, Tokenizer::Synthetic].into_iter().find(|own| own.to_json() == text);
+        own.map_or(OwnTokenizer::Another, OwnTokenizer::Own)
+    };
+    Ok(kept_tokenizer(dir)?.map(of))
 }
 
 /// The tokenizer that a folder has.
@@ -120,7 +135,7 @@ fn check_quantization(json: &ConfigJson) -> Result<()> {
     let Some(table) = json.get(KEY) else { return Ok(()) };
     let is = |key: &str, expected: Value| table.get(key).is_none_or(|is| *is == expected);
     let known = table.get("quant_method").and_then(Value::as_str) == Some("fp8")
-        && is("weight_block_size", json!([128, 128]))
+        && is("weight_block_size", json!([BLOCK, BLOCK]))
         && is("fmt", json!("e4m3"));
     match known {
         true => Ok(()),
@@ -143,10 +158,10 @@ impl Initial {
     /// # Errors
     /// As [`Pretrained::open`], or [`Error::Checkpoint`]; [`Error::Config`] where it is neither.
     pub fn open(path: &Path) -> Result<Self> {
-        if path.join("state.json").exists() {
+        if path.join(STATE_FILE).exists() {
             return Ok(Self::Checkpoint(Checkpoint::open_unread(path)?));
         }
-        if path.join(CONFIG).exists() {
+        if is_folder(path) {
             return Ok(Self::Folder(Pretrained::open(path)?));
         }
         let why =
@@ -168,6 +183,25 @@ impl Initial {
     }
 }
 
+impl Initial {
+    /// The tokenizer of its tokens; none where that is not known, as of random ones.
+    ///
+    /// # Errors
+    /// [`Error::Io`] where its file cannot be read; [`Error::Config`] for what an earlier program stored.
+    pub fn tokenizer(&self) -> Result<Option<OwnTokenizer>> {
+        let checkpoint = match self {
+            Self::Folder(folder) => return folder.tokenizer(),
+            Self::Checkpoint(checkpoint) => checkpoint,
+        };
+        // That of the model that the run began with, if it did.
+        if let Some(kept) = tokenizer_in(&companions_of(checkpoint.path()))? {
+            return Ok(Some(kept));
+        }
+        let config = Config::from_text(&checkpoint.position().config, checkpoint.path(), &[])?;
+        Ok(config.tokenizer().map(OwnTokenizer::Own))
+    }
+}
+
 /// The key that names it.
 const KEY: &str = "train.init_from";
 
@@ -176,7 +210,7 @@ const KEY: &str = "train.init_from";
 /// # Errors
 /// [`Error::Config`] where a run has none.
 pub(crate) fn resolved(path: &Path) -> Result<PathBuf> {
-    if path.join("state.json").exists() || path.join(CONFIG).exists() || !path.is_dir() {
+    if path.join(STATE_FILE).exists() || is_folder(path) || !path.is_dir() {
         return Ok(path.to_owned());
     }
     match latest_valid(path)?.checkpoint {
@@ -192,7 +226,7 @@ pub(crate) fn resolved(path: &Path) -> Result<PathBuf> {
 /// Where the files are that lie beside the weights of what `train.init_from` names: of a run's checkpoint those that the run began with.
 #[must_use]
 pub fn companions_of(from: &Path) -> PathBuf {
-    match from.parent().and_then(Path::parent).filter(|_| from.join("state.json").exists()) {
+    match from.parent().and_then(Path::parent).filter(|_| from.join(STATE_FILE).exists()) {
         Some(run) => run.join(COMPANIONS_DIR),
         None => from.to_owned(),
     }

@@ -11,11 +11,11 @@ use nibble_train::checks::checked_recipe;
 use nibble_train::config::Config;
 use nibble_train::cx::{Cx, Place};
 use nibble_train::layers::Layer;
-use nibble_train::metrics::{LayerMetrics, Metrics, SiteMetrics};
+use nibble_train::metrics::{LayerMetrics, SiteMetrics};
 use nibble_train::moe::{Exchange, Moe, MoeShape};
 use nibble_train::plan::sent_in_a_step;
 use nibble_train::spec::MoeSpec;
-use nibble_train::trainer::{Observer, Options, Start, Trainer, run};
+use nibble_train::trainer::{Options, Trainer, run};
 use rig::{FOUR_PARTS, SOLO, matrix, small, train_mesh, with_recipe};
 
 const E4M3: &str = "{ format = \"e4m3\", scale = \"amax\" }";
@@ -129,17 +129,6 @@ fn gradients_are_rounded_at_random_by_slot() {
     assert!((mean - 17.0 / 16.0).abs() < 0.005, "{mean}");
 }
 
-/// Sees nothing.
-struct Blind;
-
-impl Observer for Blind {
-    fn start(&mut self, _: &Start<'_>) {}
-    fn rejected(&mut self, _: &std::path::Path, _: &nibble_train::Error) {}
-    fn step(&mut self, _: &Metrics) {}
-    fn evaluation(&mut self, _: u64, _: f64) {}
-    fn checkpoint(&mut self, _: &std::path::Path) {}
-}
-
 /// Every block of a row that comes back is counted once, whichever rank made it: of so many slots, and no padding.
 #[test]
 fn blocks_of_rows_that_come_back_are_counted() {
@@ -149,7 +138,7 @@ fn blocks_of_rows_that_come_back_are_counted() {
         let changes = [&[FOUR_PARTS, "train.steps=2", "train.warmup_steps=1", &*to], &mesh[..]].concat();
         let (config, _recipe) = with_recipe(&back("bf16", [MXFP8, E4M3]), &changes);
         rig::on_mesh(config.run.mesh(), |mesh| {
-            run(&cpu(), mesh, &config, Options::default(), &mut Blind).map(drop).unwrap()
+            run(&cpu(), mesh, &config, Options::default(), &mut rig::Silent).map(drop).unwrap()
         });
         let lines = std::fs::read_to_string(dir.path().join(mesh.concat()).join("layers.jsonl")).unwrap();
         let of_line = |line: &str| serde_json::from_str::<LayerMetrics>(line).unwrap().sites;

@@ -17,7 +17,7 @@ use nibble_train::model::Feed;
 use nibble_train::moe::{Combine, ExchangeBytes, Moe, MoeShape, SlotCounts};
 use nibble_train::param::{Param, Writes};
 use nibble_train::spec::{MoeSpec, ParamSpec};
-use nibble_train::trainer::{Observer, Options, Start, Trainer, run};
+use nibble_train::trainer::{Options, Trainer, run};
 use rig::{Call, Hook, Hooked, matrix, rank_cx, small, train};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -406,17 +406,6 @@ fn an_expert_layer_copies_nothing_to_or_from_the_host_but_one_table_of_counts() 
     }
 }
 
-/// Sees nothing.
-struct Blind;
-
-impl Observer for Blind {
-    fn start(&mut self, _: &Start<'_>) {}
-    fn rejected(&mut self, _: &std::path::Path, _: &nibble_train::Error) {}
-    fn step(&mut self, _: &Metrics) {}
-    fn evaluation(&mut self, _: u64, _: f64) {}
-    fn checkpoint(&mut self, _: &std::path::Path) {}
-}
-
 /// Runs four ranks, of which the third does `also`, and returns what each rank's run gave; `None` for a panic. Panics
 /// if they have not all ended within two minutes.
 fn four_ranks(config: &Config, also: fn() -> Also) -> Vec<Option<nibble_train::Result<()>>> {
@@ -427,7 +416,7 @@ fn four_ranks(config: &Config, also: fn() -> Also) -> Vec<Option<nibble_train::R
             let also = if rank == 2 { also() } else { Also::Notes };
             let train = move || {
                 let comm = wrapped(inner, also);
-                run(&cpu(), &comm, &config, Options::default(), &mut Blind).map(|_| ())
+                run(&cpu(), &comm, &config, Options::default(), &mut rig::Silent).map(|_| ())
             };
             let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(train)).ok();
             done.send((rank, result)).unwrap();

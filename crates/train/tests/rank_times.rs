@@ -4,8 +4,8 @@ mod rig;
 
 use nibble_core::{Comm, MeshShape};
 use nibble_cpu::Cpu;
-use nibble_train::metrics::{Metrics, read_metrics, read_rank_times};
-use nibble_train::trainer::{METRICS_FILE, Observer, Options, RANKS_FILE, Start, run};
+use nibble_train::metrics::{read_metrics, read_rank_times};
+use nibble_train::trainer::{METRICS_FILE, Options, RANKS_FILE, run};
 use rig::{Hook, Hooked, on_axes, small};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -25,16 +25,6 @@ impl Hook for Waits {
     }
 }
 
-struct Silent;
-
-impl Observer for Silent {
-    fn start(&mut self, _: &Start<'_>) {}
-    fn rejected(&mut self, _: &Path, _: &nibble_train::Error) {}
-    fn step(&mut self, _: &Metrics) {}
-    fn evaluation(&mut self, _: u64, _: f64) {}
-    fn checkpoint(&mut self, _: &Path) {}
-}
-
 /// A run of some steps, in which the rank of number n waits n + 1 milliseconds in each.
 fn run_of(dir: &Path, mesh: MeshShape, steps: u64, resume: bool) {
     let (dir, steps) = (format!("run.dir={}", dir.display()), format!("train.steps={steps}"));
@@ -44,7 +34,7 @@ fn run_of(dir: &Path, mesh: MeshShape, steps: u64, resume: bool) {
         let each = Duration::from_millis(1 + Comm::<Cpu>::rank(&axes.all) as u64);
         let axes = Hooked::axes(axes, |_| Waits { each, asked: AtomicU64::new(0) });
         let options = Options { resume, ..Options::default() };
-        run(&Cpu::new(1).unwrap(), axes.mesh(), &config, options, &mut Silent).unwrap();
+        run(&Cpu::new(1).unwrap(), axes.mesh(), &config, options, &mut rig::Silent).unwrap();
     });
 }
 

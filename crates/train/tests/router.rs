@@ -7,9 +7,9 @@ use nibble_cpu::Cpu;
 use nibble_testkit::Recorder;
 use nibble_train::checkpoint::{Store, latest_valid};
 use nibble_train::config::{Balance, Config};
-use nibble_train::metrics::{Metrics, read_layers};
+use nibble_train::metrics::read_layers;
 use nibble_train::recompute::Scope;
-use nibble_train::trainer::{Observer, Options, Start, Trainer, run};
+use nibble_train::trainer::{Options, Trainer, run};
 use rig::{
     FOUR_PARTS, FOUR_RANKS, SOLO, mixed, on_mesh, small, state, state_on, train, train_alone, train_mesh,
 };
@@ -77,16 +77,6 @@ fn any_number_of_ranks_gives_the_same_bits_recorded_and_made_again() {
     }
 }
 
-struct Blind;
-
-impl Observer for Blind {
-    fn start(&mut self, _: &Start<'_>) {}
-    fn rejected(&mut self, _: &Path, _: &nibble_train::Error) {}
-    fn step(&mut self, _: &Metrics) {}
-    fn evaluation(&mut self, _: u64, _: f64) {}
-    fn checkpoint(&mut self, _: &Path) {}
-}
-
 /// The rule itself, from the loads that a run tells of each of its steps: of all its micro-batches, and of all ranks.
 #[test]
 fn biases_move_against_the_loads_of_whole_steps() {
@@ -95,7 +85,7 @@ fn biases_move_against_the_loads_of_whole_steps() {
     config.run.dir = dir.path().join("run").display().to_string();
     config.run.ranks = 2;
     let ranks = on_mesh(MeshShape { dp: 1, ep: 2 }, |mesh| {
-        run(&cpu(), mesh, &config, Options::default(), &mut Blind).unwrap();
+        run(&cpu(), mesh, &config, Options::default(), &mut rig::Silent).unwrap();
     });
     assert_eq!(ranks.len(), 2);
     let mut expected = vec![vec![0.0f32; 8]; 2];

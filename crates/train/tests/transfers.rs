@@ -9,11 +9,9 @@ use nibble_cpu::Cpu;
 use nibble_testkit::Recorder;
 use nibble_train::checks::checked_recipe;
 use nibble_train::config::Config;
-use nibble_train::metrics::Metrics;
 use nibble_train::plan::sent_in_a_step;
-use nibble_train::trainer::{Observer, Options, Start, Trainer, run};
+use nibble_train::trainer::{Options, Trainer, run};
 use rig::{Call, FOUR_PARTS, FOUR_RANKS, Hook, Hooked, SOLO, few_held_out, mixed, on_axes, small};
-use std::path::Path;
 use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex};
 
@@ -208,17 +206,6 @@ fn issuing_a_step_on_a_mesh_waits_for_counts_alone() {
     }
 }
 
-/// Tells nothing.
-struct Silent;
-
-impl Observer for Silent {
-    fn start(&mut self, _: &Start<'_>) {}
-    fn rejected(&mut self, _: &Path, _: &nibble_train::Error) {}
-    fn step(&mut self, _: &Metrics) {}
-    fn evaluation(&mut self, _: u64, _: f64) {}
-    fn checkpoint(&mut self, _: &Path) {}
-}
-
 /// Runs of five steps and of eight, on ranks that may be asked to stop, differ by three steps and nothing else: a run asks the device nothing
 /// for its own sake.
 #[test]
@@ -234,7 +221,7 @@ fn a_run_adds_nothing_to_its_steps() {
             let config = small("bf16", &changes);
             let went = on_ranks(mesh, |rank| {
                 let options = Options { stop: Some(&STOP), ..Options::default() };
-                run(rank.cpu, rank.mesh, &config, options, &mut Silent).unwrap();
+                run(rank.cpu, rank.mesh, &config, options, &mut rig::Silent).unwrap();
                 rank.went()
             });
             (config, went)

@@ -93,9 +93,7 @@ pub fn files(folder: PathBuf) -> Vec<(PathBuf, Vec<u8>)> {
 /// Names of files that a command has begun and neither finished nor removed.
 pub fn unfinished(place: &Place) -> Vec<PathBuf> {
     let names = files(place.path(".")).into_iter().map(|(path, _)| path);
-    names
-        .filter(|path| path.file_name().is_some_and(|n| n.to_string_lossy().starts_with(".nibble-tmp-")))
-        .collect()
+    names.filter(|path| path.iter().any(|name| name.to_string_lossy().starts_with(".nibble-tmp-"))).collect()
 }
 
 #[test]

@@ -207,3 +207,48 @@ fn an_exchange_that_cannot_be_timed_is_refused_by_the_name_of_the_option() {
         assert!(error.contains(part), "{options}: {error}");
     }
 }
+
+/// Killed at any named point of an export there is no folder of its name, and the next export removes what is left.
+#[test]
+#[cfg(debug_assertions)]
+fn an_export_that_is_killed_leaves_no_folder_that_passes_for_a_whole_one() {
+    let place = trained();
+    let left = || crate::every::unfinished(&place);
+    for point in ["file-begun", "file-written", "file-unnamed"] {
+        let mut export = place.command(&["export", "run", "folder", "--file-mib", "0"]);
+        let out = export.env("NIBBLE_FAULT", format!("kill@{point}:1")).output().unwrap();
+        assert!(!out.status.success() && !place.path("folder").exists(), "{point}: {out:?}");
+        assert!(!left().is_empty(), "{point}: it was killed before it began");
+    }
+    place.nibble(&["export", "run", "folder"]).ok();
+    assert!(left().is_empty(), "{:?}", left());
+    place.nibble(&["eval", "folder", "--set", "data.source=text.txt", "--device", "cpu"]).ok();
+    let error = place.nibble(&["export", "run", "folder"]).failed(2);
+    assert!(error.contains("folder is there already, and is not replaced"), "{error}");
+}
+
+/// The command that began a run with weights goes on with it, and what it says of the model besides is not passed over.
+#[test]
+fn a_run_that_began_with_weights_goes_on_by_the_same_command() {
+    let place = trained();
+    place.nibble(&["export", "run", "model"]).ok();
+    for (option, from, dir) in [("--from", "model", "second"), ("--init-from", "run", "third")] {
+        let dir = format!("run.dir={dir}");
+        let train = |more: &[&str]| {
+            let args = ["train", "small.toml", "--set", &dir, "--set", "train.warmup_steps=1"];
+            place.nibble(&[&args, more].concat())
+        };
+        train(&[option, from, "--set", "train.steps=4"]).ok();
+        train(&[option, from, "--resume", "--set", "train.steps=6"]).ok().contains("done: 6 steps");
+        let other = [option, from, "--resume", "--set", "train.steps=8", "--set", "model.aux_loss_coef=0.5"];
+        let error = train(&other).failed(2);
+        assert!(error.contains("model.aux_loss_coef"), "{option}: {error}");
+        let error = train(&[option, from, "--set", "model.heads=4"]).failed(2);
+        assert!(error.contains("`model.heads`: is 4, and that of"), "{option}: {error}");
+    }
+    place.nibble(&["train", "second", "--resume", "--set", "train.steps=8"]).ok().contains("done: 8 steps");
+    let error = place.nibble(&["train", "small.toml", "--from", "run"]).failed(2);
+    assert!(error.contains("--init-from takes a run"), "{error}");
+    let error = place.nibble(&["train", "small.toml", "--init-from", "model"]).failed(2);
+    assert!(error.contains("--from takes a folder with a model"), "{error}");
+}

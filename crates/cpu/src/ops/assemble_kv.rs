@@ -51,13 +51,8 @@ fn assemble<T: Real>(cpu: &Cpu, op: &AssembleKv<'_, Cpu>) -> Result<AssembledKv<
     const OP: &str = "assemble_kv";
     let mut out = op.result(cpu)?;
     let (turned, rows) = (op.table.cols, op.up.rows);
-    let sizes = Sizes {
-        heads: op.heads(),
-        key_dim: op.key_dim,
-        value_dim: op.value_dim,
-        turned,
-        seq_len: op.seq_len,
-    };
+    let (heads, key_dim, value_dim, seq_len) = (op.heads(), op.key_dim, op.value_dim, op.seq_len);
+    let sizes = Sizes { heads, key_dim, value_dim, turned, seq_len };
     let (up, shared) = (T::slice(OP, "up", op.up)?, T::slice(OP, "shared", op.shared)?);
     let table = &op.table.f32(OP, "table")?.as_slice()[op.first_position * turned..];
     let (k, v) = (T::slice_mut(OP, &mut out.k)?, T::slice_mut(OP, &mut out.v)?);
@@ -123,13 +118,8 @@ fn backward<T: Real>(cpu: &Cpu, op: &AssembleKvBackward<'_, Cpu>) -> Result<Asse
     const OP: &str = "assemble_kv_backward";
     let mut out = op.result(cpu)?;
     let (turned, rows) = (op.table.cols, op.dk.rows);
-    let sizes = Sizes {
-        heads: op.heads(),
-        key_dim: op.key_dim,
-        value_dim: op.value_dim,
-        turned,
-        seq_len: op.seq_len,
-    };
+    let (heads, key_dim, value_dim, seq_len) = (op.heads(), op.key_dim, op.value_dim, op.seq_len);
+    let sizes = Sizes { heads, key_dim, value_dim, turned, seq_len };
     let (dk, dv) = (T::slice(OP, "dk", op.dk)?, T::slice(OP, "dv", op.dv)?);
     let table = op.table.f32(OP, "table")?.as_slice();
     let (dup, dshared) = (T::slice_mut(OP, &mut out.dup)?, T::slice_mut(OP, &mut out.dshared)?);

@@ -29,6 +29,37 @@ struct Heads {
 }
 
 impl Heads {
+    /// Of the usual scale, nothing of which is hidden. The sizes: sequences, their tokens, heads, those of keys, and elements of each.
+    fn of(
+        (sequences, seq_len, heads, kv_heads, head_dim, value_dim): (
+            usize,
+            usize,
+            usize,
+            usize,
+            usize,
+            usize,
+        ),
+        dtype: DType,
+        strict: bool,
+    ) -> Self {
+        let (scale, input) = (attention_scale(head_dim), Input::Normal);
+        let (hiding, poisoned) = (None, false);
+        Self {
+            sequences,
+            seq_len,
+            heads,
+            kv_heads,
+            head_dim,
+            value_dim,
+            scale,
+            hiding,
+            poisoned,
+            dtype,
+            input,
+            strict,
+        }
+    }
+
     /// Rows of `heads` heads of `dim` elements.
     fn tensor<B: Kernels>(&self, b: &B, name: &str, heads: usize, dim: usize) -> Result<Tensor<B>> {
         let (rows, cols) = (self.sequences * self.seq_len, heads * dim);
@@ -195,21 +226,8 @@ fn cases(strict: bool) -> Vec<Heads> {
     let usual = shapes.map(|(s, l, h, g, c, u)| (s, l, h, g, c, u, attention_scale(c)));
     for (sequences, seq_len, heads, kv_heads, head_dim, value_dim, scale) in usual.into_iter().chain(scaled) {
         for dtype in PLAIN {
-            let input = Input::Normal;
-            let heads = Heads {
-                sequences,
-                seq_len,
-                heads,
-                kv_heads,
-                head_dim,
-                value_dim,
-                scale,
-                hiding: None,
-                poisoned: false,
-                dtype,
-                input,
-                strict,
-            };
+            let dims = (sequences, seq_len, heads, kv_heads, head_dim, value_dim);
+            let heads = Heads { scale, ..Heads::of(dims, dtype, strict) };
             cases.push(heads);
             // Scores of ±hundreds: the softmax is all but one-hot, and what is left is rounding.
             let hard = [Input::Zeros, Input::HeavyTailed, Input::NonFinite, Input::ExtremeExponents];
@@ -255,22 +273,9 @@ fn windowed_cases(strict: bool) -> Vec<Heads> {
     ];
     let mut cases = Vec::new();
     for (sequences, seq_len, heads, kv_heads, head_dim, value_dim, hiding, has_others) in shapes {
-        let (scale, hiding, input) = (attention_scale(head_dim), Some(hiding), Input::Normal);
         for (dtype, poisoned) in PLAIN.into_iter().flat_map(|dtype| [(dtype, false), (dtype, true)]) {
-            let heads = Heads {
-                sequences,
-                seq_len,
-                heads,
-                kv_heads,
-                head_dim,
-                value_dim,
-                scale,
-                hiding,
-                poisoned,
-                dtype,
-                input,
-                strict,
-            };
+            let dims = (sequences, seq_len, heads, kv_heads, head_dim, value_dim);
+            let heads = Heads { hiding: Some(hiding), poisoned, ..Heads::of(dims, dtype, strict) };
             // Two paths of one machine owe each other the same bits in the same places: short sequences show that.
             if !poisoned || has_others && !(strict && seq_len >= 200) {
                 cases.push(heads);

@@ -6,7 +6,7 @@
 //!                       and model.safetensors.index.json, which says what is where
 //!   optim.safetensors   NAME.exp_avg, NAME.exp_avg_sq; likewise
 //!   scales.safetensors  NAME.amax_history, where a recipe has scales of earlier steps; likewise
-//!   config.json         the model's sizes, as its family says them; written for others, never read here
+//!   config.json         the model's sizes, as its family says them, for others: a run goes on by state.json
 //!   tokenizer.json      the tokenizer, as `tokenizers` reads it
 //!   tokenizer_config.json   that `transformers` takes it as it is; checkpoints of before it was written have none
 //!   state.json          step, tokens, seed, cursor, schedule, the recipe in full; length and SHA-256 of the files above, and its own
@@ -33,7 +33,9 @@ use std::sync::Arc;
 pub(crate) use digest::{hexadecimal, sha256_hex};
 pub use files::TensorSpec;
 pub use header::{header, little_endian, metadata};
+pub(crate) use state::STATE_FILE;
 pub use state::{FileEntry, Position, State};
+pub(crate) use stored::{BLOCK, SCALE_SUFFIX, scale_shape};
 pub(crate) use tensors::Stored;
 pub use tensors::Tensors;
 
@@ -43,7 +45,6 @@ use crate::files::remove_abandoned;
 use crate::tokenizer::transformers_tokenizer;
 use divided::divided;
 use files::{OpenFile, sync_dir, write_synced, write_tensors};
-use state::STATE_FILE;
 use tensors::Types;
 
 /// The files that a checkpoint of a small model has, in the order they are written.

@@ -10,7 +10,7 @@ use crate::schedule::Schedule;
 use nibble_core::Recipe;
 
 /// Name of the file, written last: a directory without it is no checkpoint.
-pub(super) const STATE_FILE: &str = "state.json";
+pub(crate) const STATE_FILE: &str = "state.json";
 
 /// Version of the layout; a program reads only its own.
 const LAYOUT: u32 = 2;

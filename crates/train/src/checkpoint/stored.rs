@@ -5,10 +5,15 @@ use half::{bf16, f16};
 use nibble_core::formats::Element;
 
 /// What the name of the scales of a tensor's blocks ends with: `model.layers.3.mlp.gate_proj.weight_scale_inv`.
-pub(super) const SCALE_SUFFIX: &str = "_scale_inv";
+pub(crate) const SCALE_SUFFIX: &str = "_scale_inv";
 
 /// Rows and columns of a block that has a scale.
 pub(crate) const BLOCK: usize = 128;
+
+/// The shape of the scales of the blocks of a tensor of this shape.
+pub(crate) fn scale_shape(shape: &[usize]) -> Vec<usize> {
+    shape.iter().map(|size| size.div_ceil(BLOCK)).collect()
+}
 
 /// How a tensor's values are stored.
 #[derive(Debug)]
@@ -35,12 +40,6 @@ impl Kind {
         }
     }
 
-    /// The shape of the scales of a tensor of this shape, and its columns.
-    pub fn scales(shape: &[usize]) -> (Vec<usize>, usize) {
-        let cols = shape.last().copied().unwrap_or(1);
-        (shape.iter().map(|size| size.div_ceil(BLOCK)).collect(), cols)
-    }
-
     /// Values from index `at` on, whose bytes `fill` gives.
     pub fn read(&self, at: usize, to: &mut [f32], fill: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<()> {
         if let Self::F32 = self {
@@ -49,18 +48,18 @@ impl Kind {
             to.iter_mut().for_each(|x| *x = f32::from_bits(u32::from_le(x.to_bits())));
             return Ok(());
         }
-        let mut bytes = vec![0; to.len() * self.bytes()];
-        fill(&mut bytes)?;
-        let pairs = bytes.chunks_exact(2).map(|pair| u16::from_le_bytes([pair[0], pair[1]]));
+        let widen = |to: &mut [f32], bits: Vec<u16>, value: fn(u16) -> f32| {
+            to.iter_mut().zip(bits).for_each(|(to, bits)| *to = value(u16::from_le(bits)));
+        };
         match self {
             Self::F32 => {}
-            Self::Bf16 => {
-                to.iter_mut().zip(pairs).for_each(|(to, bits)| *to = bf16::from_bits(bits).to_f32())
-            }
-            Self::F16 => to.iter_mut().zip(pairs).for_each(|(to, bits)| *to = f16::from_bits(bits).to_f32()),
+            Self::Bf16 => widen(to, halves(to.len(), fill)?, |bits| bf16::from_bits(bits).to_f32()),
+            Self::F16 => widen(to, halves(to.len(), fill)?, |bits| f16::from_bits(bits).to_f32()),
             Self::E4m3 { scales, cols } => {
+                let mut codes = vec![0; to.len()];
+                fill(&mut codes)?;
                 let across = cols.div_ceil(BLOCK);
-                for (i, (to, code)) in to.iter_mut().zip(bytes).enumerate() {
+                for (i, (to, code)) in to.iter_mut().zip(codes).enumerate() {
                     let (row, col) = ((at + i) / cols, (at + i) % cols);
                     *to = Element::E4M3.decode(code) * scales[row / BLOCK * across + col / BLOCK];
                 }
@@ -68,6 +67,13 @@ impl Kind {
         }
         Ok(())
     }
+}
+
+/// So many numbers of two bytes, little-endian, whose bytes `fill` gives.
+fn halves(count: usize, fill: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<Vec<u16>> {
+    let mut bits = vec![0u16; count];
+    fill(bytemuck::cast_slice_mut(&mut bits))?;
+    Ok(bits)
 }
 
 #[cfg(test)]
@@ -99,9 +105,8 @@ mod tests {
     /// 130 rows of 200 columns have four blocks, two of them narrow and two of them low.
     #[test]
     fn codes_have_the_scale_of_their_block() {
-        let (shape, cols) = Kind::scales(&[130, 200]);
-        assert_eq!((shape.as_slice(), cols), ([2, 2].as_slice(), 200));
-        let kind = Kind::E4m3 { scales: vec![1.0, 2.0, 4.0, 8.0], cols };
+        assert_eq!(scale_shape(&[130, 200]), [2, 2]);
+        let kind = Kind::E4m3 { scales: vec![1.0, 2.0, 4.0, 8.0], cols: 200 };
         // 1.0 everywhere.
         let file = vec![0x38; 130 * 200];
         for (row, col, value) in [(0, 0, 1.0), (127, 127, 1.0), (3, 128, 2.0), (128, 0, 4.0), (129, 199, 8.0)]

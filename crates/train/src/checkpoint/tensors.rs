@@ -2,7 +2,7 @@
 
 use super::files::OpenFile;
 use super::state::FileEntry;
-use super::stored::{Kind, SCALE_SUFFIX};
+use super::stored::{Kind, SCALE_SUFFIX, scale_shape};
 use crate::error::{Error, Result};
 use safetensors::tensor::{Dtype, Metadata};
 use std::collections::BTreeMap;
@@ -144,8 +144,8 @@ impl Tensors {
             Dtype::BF16 => Kind::Bf16,
             Dtype::F16 => Kind::F16,
             Dtype::F8_E4M3 => {
-                let (scales, cols) = Kind::scales(shape);
-                Kind::E4m3 { scales: self.take(&format!("{name}{SCALE_SUFFIX}"), &scales)?, cols }
+                let scales = self.take(&format!("{name}{SCALE_SUFFIX}"), &scale_shape(shape))?;
+                Kind::E4m3 { scales, cols: shape.last().copied().unwrap_or(1) }
             }
             other => {
                 let why = format!("tensor `{name}` is {other:?}, expected F32, BF16, F16 or F8_E4M3");

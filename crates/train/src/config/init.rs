@@ -11,6 +11,11 @@ use toml::{Table, Value};
 /// Of `[model]` what such a run may choose: the losses that it is trained with, and how many positions it has.
 const MAY_CHANGE: [&str; 4] = ["aux_loss_coef", "balance", "max_positions", "z_loss_coef"];
 
+/// The table `[model]` of these sizes.
+fn table(model: &ModelConfig) -> Result<Table> {
+    Table::try_from(model).map_err(|e| Error::config("model", e.to_string()))
+}
+
 /// `train.init_from`, if it is said.
 fn asked(merged: &Table) -> Option<String> {
     let path = merged.get("train")?.get("init_from")?.as_str()?;
@@ -23,14 +28,8 @@ pub(super) fn fill_model(merged: &mut Table, written: &dyn Fn(&str) -> bool) -> 
     let Some(path) = asked(merged) else { return Ok(()) };
     let path = resolved(Path::new(&path))?;
     let model = Initial::open(&path)?.model()?;
-    let unsaid = |e: &dyn std::fmt::Display| Error::config("model", e.to_string());
-    let Value::Table(mut sizes) = Value::try_from(&model).map_err(|e| unsaid(&e))? else {
-        return Err(unsaid(&"is no table"));
-    };
     // What is left out where it has its default is not said by the sizes, and may still be by the user.
-    let Value::Table(all) = Value::try_from(ModelConfig::default()).map_err(|e| unsaid(&e))? else {
-        return Err(unsaid(&"is no table"));
-    };
+    let (mut sizes, all) = (table(&model)?, table(&ModelConfig::default())?);
     let own = match merged.get("model") {
         Some(Value::Table(own)) => own.clone(),
         _ => Table::new(),
@@ -59,35 +58,19 @@ pub(super) fn fill_model(merged: &mut Table, written: &dyn Fn(&str) -> bool) -> 
 
 /// Checks that the data's tokens are those of the model that a run begins with.
 pub(super) fn check_tokens(config: &Config) -> Result<()> {
-    if config.train.init_from.is_empty() {
-        return Ok(());
-    }
     let path = Path::new(&config.train.init_from);
-    let Initial::Folder(folder) = Initial::open(path)? else { return Ok(()) };
-    let now = match () {
-        () if config.is_text() => Tokenizer::Bytes,
-        () if config.is_synthetic() => Tokenizer::Synthetic,
-        () => return Ok(()),
-    };
+    let Some(now) = config.tokenizer().filter(|_| !config.train.init_from.is_empty()) else { return Ok(()) };
     let of = |tokenizer: Tokenizer| match tokenizer {
         Tokenizer::Bytes => "bytes",
         Tokenizer::Synthetic => "symbols of the built-in language",
     };
-    let (theirs, other) = match folder.tokenizer()? {
+    let theirs = match Initial::open(path)?.tokenizer()? {
         None => return Ok(()),
-        Some(OwnTokenizer::Own(own)) => (of(own), own != now),
-        Some(OwnTokenizer::Another) => ("those of its tokenizer.json, which is not read yet", true),
+        Some(OwnTokenizer::Own(own)) if own == now => return Ok(()),
+        Some(OwnTokenizer::Own(own)) => of(own),
+        Some(OwnTokenizer::Another) => "those of its tokenizer.json, which is not read yet",
     };
-    match other {
-        false => Ok(()),
-        true => {
-            let why = format!(
-                "is \"{}\", whose tokens are {}, and the tokens of {} are {theirs}",
-                config.data.source,
-                of(now),
-                path.display()
-            );
-            Err(Error::config("data.source", why))
-        }
-    }
+    let (source, path, now) = (&config.data.source, path.display(), of(now));
+    let why = format!("is \"{source}\", whose tokens are {now}, and those of {path} are {theirs}");
+    Err(Error::config("data.source", why))
 }

@@ -27,6 +27,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 use crate::recompute::Scope;
 use crate::schedule::{Schedule, ScheduleKind};
+use crate::tokenizer::Tokenizer;
 use nibble_core::ops::MOST_TREE_SLOTS_OF_GPU;
 use nibble_core::{DType, DeviceKind, MeshShape, Recipe};
 
@@ -403,10 +404,8 @@ impl Config {
     pub fn going_on_from(&self, earlier: &Self) -> Self {
         let mut now = self.clone();
         now.train.combine = now.train.combine.or(earlier.train.combine);
-        // Where weights brought the model's sizes, what a configuration says of them counts no more than it did when the run began.
-        if now.train.init_from.is_empty() && !earlier.train.init_from.is_empty() {
+        if now.train.init_from.is_empty() {
             now.train.init_from.clone_from(&earlier.train.init_from);
-            now.model.clone_from(&earlier.model);
         }
         now
     }
@@ -439,6 +438,16 @@ impl Config {
     #[must_use]
     pub fn is_text(&self) -> bool {
         !self.is_synthetic() && self.data.source != RANDOM
+    }
+
+    /// The tokenizer of the data; none of random tokens.
+    #[must_use]
+    pub fn tokenizer(&self) -> Option<Tokenizer> {
+        match () {
+            () if self.is_synthetic() => Some(Tokenizer::Synthetic),
+            () if self.is_text() => Some(Tokenizer::Bytes),
+            () => None,
+        }
     }
 
     /// What one token is: `byte` of a text, else `token`.

@@ -1,7 +1,7 @@
 //! What several families' `config.json` have in common.
 
 use super::config_json::{ConfigJson, Field};
-use crate::config::{Balance, ModelConfig, RopeScaling, RopeScalingKind};
+use crate::config::{Balance, ModelConfig, QkNorm, RopeScaling, RopeScalingKind};
 use crate::error::Result;
 use serde_json::{Map, Value, json};
 
@@ -43,6 +43,23 @@ pub fn read_heads(json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
         model.head_dim = d_model / heads;
     }
     Ok(())
+}
+
+/// Dense layers of such heads, and no bias anywhere.
+pub const DENSE: [Field; 3] = [
+    Field::size("intermediate_size", |m| &mut m.ffn),
+    Field::number("rms_norm_eps", |m| &mut m.norm_eps).or("1e-6"),
+    Field::always("attention_bias", "false"),
+];
+
+/// What no field says of a dense model with these norms of queries and keys.
+///
+/// # Errors
+/// As [`read_heads`] and [`read_rope`].
+pub fn read_dense(json: &ConfigJson, model: &mut ModelConfig, qk_norm: QkNorm) -> Result<()> {
+    model.qk_norm = qk_norm;
+    read_heads(json, model)?;
+    read_rope(json, model)
 }
 
 /// RoPE, under `rope_theta` and `rope_scaling`, or `rope_parameters`, as later files have it.

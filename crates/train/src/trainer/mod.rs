@@ -207,7 +207,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
 
     /// The tokenizer of the run's data.
     pub fn tokenizer(&self) -> Tokenizer {
-        if self.rank.context.config.is_synthetic() { Tokenizer::Synthetic } else { Tokenizer::Bytes }
+        self.rank.context.config.tokenizer().unwrap_or(Tokenizer::Bytes)
     }
 
     /// Trainable numbers over all ranks.

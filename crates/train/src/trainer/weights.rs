@@ -224,6 +224,7 @@ impl<B: Kernels> Trainer<'_, B> {
         let (b, mesh) = (self.rank.context.b, self.rank.context.mesh);
         match Initial::open(Path::new(&from))? {
             Initial::Folder(folder) => {
+                self.rank.context.notes.extend(folder.notes.iter().cloned());
                 let mut tensors = folder.tensors()?;
                 take(b, mesh, &mut self.rank.model.params(), (&folder.named(), Part::Master), &mut tensors)?;
                 tensors.finish_but(|name| folder.passes_over(name))

@@ -11,8 +11,9 @@ use nibble_core::{Comm, DType, Kernels, Mesh, MeshShape, Recipe, SoloComm, Tenso
 use nibble_cpu::Cpu;
 use nibble_train::config::Config;
 use nibble_train::cx::{Cx, Shards};
+use nibble_train::metrics::Metrics;
 use nibble_train::param::{Param, Placement};
-use nibble_train::trainer::Trainer;
+use nibble_train::trainer::{Observer, Start, Trainer};
 use std::path::Path;
 
 /// Every recipe that ships.
@@ -107,6 +108,17 @@ fn configured(feed: &str, recipe: &str, changes: &[&str]) -> Config {
     // Few tokens are unlike a balanced share; what happens without room has tests of its own.
     config.run.capacity_factor = 100.0;
     config
+}
+
+/// Tells nobody what a run does.
+pub struct Silent;
+
+impl Observer for Silent {
+    fn start(&mut self, _: &Start<'_>) {}
+    fn rejected(&mut self, _: &Path, _: &nibble_train::Error) {}
+    fn step(&mut self, _: &Metrics) {}
+    fn evaluation(&mut self, _: u64, _: f64) {}
+    fn checkpoint(&mut self, _: &Path) {}
 }
 
 /// What a run ended with, over all ranks.

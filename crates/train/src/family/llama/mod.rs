@@ -1,6 +1,6 @@
 //! Llama (`LlamaForCausalLM`): dense layers, no norms of queries and keys. The ids of parts are its names.
 
-use super::shared::{DECODER, GROUPED_QUERY, read_heads, read_rope, write_rope};
+use super::shared::{DECODER, DENSE, GROUPED_QUERY, read_dense, write_rope};
 use super::{ConfigJson, Family, Field, Named, as_they_are};
 use crate::config::{ModelConfig, QkNorm};
 use crate::error::Result;
@@ -21,19 +21,11 @@ impl Family for Llama {
     }
 
     fn fields(&self) -> Vec<Field> {
-        let own = [
-            Field::size("intermediate_size", |m| &mut m.ffn),
-            Field::number("rms_norm_eps", |m| &mut m.norm_eps).or("1e-6"),
-            Field::always("attention_bias", "false"),
-            Field::always("mlp_bias", "false"),
-        ];
-        [&DECODER[..], &GROUPED_QUERY, &own].concat()
+        [&DECODER[..], &GROUPED_QUERY, &DENSE, &[Field::always("mlp_bias", "false")]].concat()
     }
 
     fn read_rest(&self, json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
-        model.qk_norm = QkNorm::None;
-        read_heads(json, model)?;
-        read_rope(json, model)
+        read_dense(json, model, QkNorm::None)
     }
 
     fn write_rest(&self, model: &ModelConfig, keys: &mut Map<String, Value>) {
