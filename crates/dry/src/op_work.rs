@@ -150,6 +150,16 @@ pub fn rms_norm_backward(op: &RmsNormBackward<'_, Dry>) -> Counted {
     Work::reads(&[op.x, op.weight, op.inv_rms, op.dy, &op.plus, dweight]).writes(None, &[dweight]).into()
 }
 
+pub fn add_bias(op: &AddBias<'_, Dry>) -> Counted {
+    let x: &Tensor<Dry> = op.x;
+    Work::reads(&[x, op.bias]).writes(None, &[x]).into()
+}
+
+pub fn add_bias_backward(op: &AddBiasBackward<'_, Dry>) -> Counted {
+    let dbias: &Tensor<Dry> = op.dbias;
+    Work::reads(&[op.dy, dbias]).writes(None, &[dbias]).into()
+}
+
 pub fn norm_rope(op: &NormRope<'_, Dry>) -> Counted {
     Work::reads(&[op.x, op.weight]).and_reads(Some(op.seq_len), &[op.table]).into()
 }

@@ -163,6 +163,15 @@ impl Dry {
         Ok(dx)
     }
 
+    pub(crate) fn add_bias(&self, op: AddBias<'_, Self>) -> Result<()> {
+        self.make_tensor_mut(op.x)
+    }
+
+    pub(crate) fn add_bias_backward(&self, op: AddBiasBackward<'_, Self>) -> Result<()> {
+        self.make_tensor_mut(op.dbias)?;
+        self.while_on_gpu([norm::dweight_temporary::<Self>(op.dy.shape(), op.dbias.rows)])
+    }
+
     /// A host has no pass for both.
     fn norm_rope_path(&self, head_dim: usize) -> NormRopePath {
         if self.is_gpu() { NormRopePath::of(head_dim) } else { NormRopePath::Apart }

@@ -116,7 +116,8 @@ fn nor_does_one_past_the_length_of_a_sequence() {
 fn nor_does_one_of_dense_layers() {
     for recipe in ["f32", "bf16", "mxfp4-hopper"] {
         check_run(&Cpu::new(2).unwrap(), &rig::dense(recipe, &[]), 1, 11);
-        check_run(&Cpu::new(2).unwrap(), &rig::mixed(recipe, &["model.qk_norm=false"]), 3, 5);
+        let bare = ["model.qk_norm=false", "model.qkv_bias=true"];
+        check_run(&Cpu::new(2).unwrap(), &rig::mixed(recipe, &bare), 3, 5);
     }
 }
 

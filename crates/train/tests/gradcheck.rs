@@ -149,7 +149,7 @@ fn linear(cpu: &Cpu, n: usize, k: usize) -> Linear<Cpu> {
     let weight = normals("linear.weight", n * k).iter().map(|x| 0.3 * x).collect::<Vec<_>>();
     let weight = Tensor::from_f32(cpu, &weight, n, k).unwrap();
     let weight = Param::new("linear.weight", weight, Placement::Replicated);
-    Linear { weight, name: "linear".into(), out: DType::F32 }
+    Linear { weight, bias: None, name: "linear".into(), out: DType::F32 }
 }
 
 /// Norm weights that are not all ones.
@@ -193,19 +193,19 @@ fn norm_layer() {
 fn attention_layer_with_grouped_query_heads() {
     let (cpu, recipe) = (cpu(), f32_recipe());
     let all = [
-        (4, 2, 8, QkNorm::Heads),
-        (4, 1, 8, QkNorm::Heads),
-        (2, 2, 8, QkNorm::Heads),
-        (4, 2, 8, QkNorm::None),
-        (4, 2, 4, QkNorm::Heads),
-        (2, 1, 12, QkNorm::None),
-        (4, 2, 8, QkNorm::Width),
-        (4, 1, 4, QkNorm::Width),
+        (4, 2, 8, QkNorm::Heads, false),
+        (4, 1, 8, QkNorm::Heads, false),
+        (2, 2, 8, QkNorm::Heads, true),
+        (4, 2, 8, QkNorm::None, false),
+        (4, 2, 4, QkNorm::Heads, false),
+        (2, 1, 12, QkNorm::None, true),
+        (4, 2, 8, QkNorm::Width, false),
+        (4, 1, 4, QkNorm::Width, true),
     ];
-    for (heads, kv_heads, value_dim, qk_norm) in all {
+    for (heads, kv_heads, value_dim, qk_norm, qkv_bias) in all {
         let (d_model, head_dim, seq_len) = (16, 8, 7);
         let cx = cx(&cpu, &recipe, 2, 2 * seq_len);
-        let shape = GroupedQueryShape { d_model, heads, kv_heads, head_dim, value_dim, qk_norm };
+        let shape = GroupedQueryShape { d_model, heads, kv_heads, head_dim, value_dim, qk_norm, qkv_bias };
         let spec = GroupedQuerySpec::new("attention", shape, 1e-5, [0.3; 2]);
         let rope =
             rope_table(&cpu, seq_len, Rope { dim: head_dim, theta: 100.0, scaling: RopeScaling::default() })
@@ -217,8 +217,17 @@ fn attention_layer_with_grouped_query_heads() {
             .collect();
         assert_eq!(norms.len(), if qk_norm == QkNorm::None { 0 } else { 2 });
         norms.into_iter().for_each(|norm| uneven(&cpu, norm));
+        let biases: Vec<&mut Param<Cpu>> =
+            [&mut layer.q, &mut layer.k, &mut layer.v].into_iter().filter_map(|l| l.bias.as_mut()).collect();
+        assert_eq!(biases.len(), if qkv_bias { 3 } else { 0 });
+        for bias in biases {
+            let values = normals(&bias.name, bias.master.cols);
+            bias.master = Tensor::from_f32(&cpu, &values, 1, values.len()).unwrap();
+        }
         let x = matrix(&cpu, "x", (4 * seq_len, d_model), DType::F32);
-        let name = format!("attention {heads}/{kv_heads}, values of {value_dim}, norms: {qk_norm:?}");
+        let name = format!(
+            "attention {heads}/{kv_heads}, values of {value_dim}, norms: {qk_norm:?}, biases: {qkv_bias}"
+        );
         check_layer(&name, layer, &cx, &x, d_model);
     }
 }

@@ -88,6 +88,7 @@ fn the_arenas_of_a_dense_model_too() {
         &[DELAYED][..],
         &["recipe=bf16"],
         &["recipe=f32", "model.qk_norm=true", "train.grad_accum=2"],
+        &["recipe=bf16", "model.qkv_bias=true", "train.grad_dtype=bf16"],
         &["recipe=mxfp4-hopper", "model.tie_embeddings=false", "train.grad_dtype=bf16", "train.shards=1"],
         &["recipe=fp8-flow", "train.recompute=[\"attention\"]"],
         &["recipe=mxfp4-hopper", "train.recompute=[\"layers\"]"],

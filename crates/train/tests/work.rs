@@ -111,7 +111,7 @@ fn flops_of_a_step_are_those_that_throughput_counts_and_scores_made_again() {
         &["recipe=mxfp4-hopper-head8", "model.layers=3", "train.recompute=[]"],
         &["recipe=bf16", "model.head_dim=24", "model.value_head_dim=8"],
         &["recipe=mxfp4-hopper", "model.layers=3", "model.dense_layers=1", "model.ffn=96"],
-        &["recipe=bf16", "model.qk_norm=false"],
+        &["recipe=bf16", "model.qk_norm=false", "model.qkv_bias=true"],
         &[&["recipe=mxfp4-hopper"], &TINY_LATENT[..]].concat(),
     ] {
         let config = config(changes);

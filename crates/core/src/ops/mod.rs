@@ -6,6 +6,7 @@
 mod adamw;
 mod assemble_kv;
 mod attention;
+mod bias;
 mod combine_tree;
 mod cross_entropy;
 mod elementwise;
@@ -34,6 +35,7 @@ pub use attention::{
     Attention, AttentionBackward, AttentionDecode, AttentionGrads, AttentionOut, attention_agreement,
     attention_scale,
 };
+pub use bias::{AddBias, AddBiasBackward};
 pub use combine_tree::{CombineTree, FindSlots, MOST_TREE_SLOTS_OF_GPU};
 pub use cross_entropy::{CrossEntropy, CrossEntropyOut, verify_ids};
 pub use elementwise::{
@@ -140,6 +142,8 @@ macro_rules! for_each_op {
             norm_rope_backward(NormRopeBackward<'_, $B>) -> Tensor<$B> {
                 reads x, weight, inv_rms, dy, table; writes dweight; plain seq_len, first_position;
             }
+            add_bias(AddBias<'_, $B>) -> () { reads bias; writes x; }
+            add_bias_backward(AddBiasBackward<'_, $B>) -> () { reads dy; writes dbias; }
             rope(Rope<'_, $B>) -> Tensor<$B> { reads x, table; plain head_dim, seq_len, first_position, inverse; }
             assemble_kv(AssembleKv<'_, $B>) -> AssembledKv<$B> {
                 reads up, shared, table; plain key_dim, value_dim, seq_len, first_position;

@@ -3,6 +3,8 @@
 pub mod adamw;
 pub mod assemble_kv;
 pub mod attention;
+pub mod bias;
+mod column_sums;
 pub mod combine_tree;
 pub mod cross_entropy;
 pub mod elementwise;
@@ -28,7 +30,7 @@ pub mod windows;
 pub mod wire;
 
 pub(crate) use {
-    adamw::*, assemble_kv::*, attention::*, combine_tree::*, cross_entropy::*, elementwise::*, embed::*,
-    gemm::*, head_loss::*, norm_rope::*, parts::*, permute::*, quantize::*, rms_norm::*, rope::*, route::*,
-    scale_tiles::*, slots::*, step::*, swiglu::*, transcode::*, transpose::*, windows::*, wire::*,
+    adamw::*, assemble_kv::*, attention::*, bias::*, combine_tree::*, cross_entropy::*, elementwise::*,
+    embed::*, gemm::*, head_loss::*, norm_rope::*, parts::*, permute::*, quantize::*, rms_norm::*, rope::*,
+    route::*, scale_tiles::*, slots::*, step::*, swiglu::*, transcode::*, transpose::*, windows::*, wire::*,
 };

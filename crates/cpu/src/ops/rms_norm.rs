@@ -2,10 +2,11 @@
 //!
 //! One body serves as specification and as vectorised code: its sums are those of `crate::sums`.
 
+use super::column_sums::{ColumnTerms, add_columns, for_columns};
 use super::elementwise::{add_to, write_sum};
 use crate::Cpu;
 use crate::simd::{LANES, Real, map_lanes, per_isa, rows_per_task};
-use crate::sums::{Terms, Vector, close_neighbours, lanes_dot};
+use crate::sums::{Terms, Vector, lanes_dot};
 use half::bf16;
 use nibble_core::ops::{RmsNorm, RmsNormBackward, RmsNormOut};
 use nibble_core::{DType, Data, Error, Result, Tensor};
@@ -137,25 +138,17 @@ fn backward<T: Real>(cpu: &Cpu, op: RmsNormBackward<'_, Cpu>, dx: &mut Tensor<Cp
         let elements = range.start * d..range.end * d;
         add_dweight(isa, &x[elements.clone()], &inv_rms[range], &dy[elements], d, first, sums);
     };
-    if step >= rows {
-        backward_rows(isa, x, weight, inv_rms, dy, dx);
-        dweight
-            .as_mut_slice()
-            .chunks_exact_mut(d)
-            .enumerate()
-            .for_each(|(s, sums)| shard_dweight(s, 0, sums));
-    } else {
-        let dweight = dweight.as_mut_slice();
+    let divide = step < rows;
+    if divide {
         cpu.pool().install(|| {
             let tasks = x.par_chunks(step * d).zip(dy.par_chunks(step * d)).zip(dx.par_chunks_mut(step * d));
             let tasks = tasks.zip(inv_rms.par_chunks(step));
             tasks.for_each(|(((x, dy), dx), inv_rms)| backward_rows(isa, x, weight, inv_rms, dy, dx));
-            dweight.par_chunks_exact_mut(d).enumerate().for_each(|(shard, sums)| {
-                let blocks = sums.par_chunks_mut(COLUMNS).enumerate();
-                blocks.for_each(|(i, sums)| shard_dweight(shard, i * COLUMNS, sums));
-            });
         });
+    } else {
+        backward_rows(isa, x, weight, inv_rms, dy, dx);
     }
+    for_columns(cpu, divide, dweight.as_mut_slice(), d, shard_dweight);
     Ok(())
 }
 
@@ -247,60 +240,35 @@ impl<T: Real> Terms for Products<'_, T> {
     }
 }
 
-/// Columns of dweight for one task.
-const COLUMNS: usize = 64;
+/// dy · x̂.
+struct WeightTerms<'a, T> {
+    x: &'a [T],
+    inv_rms: &'a [f32],
+    dy: &'a [T],
+    d: usize,
+}
 
-/// Rows of a chunk of dweight's sum.
-const CHUNK: usize = RmsNormBackward::<Cpu>::CHUNK;
+impl<T: Real> ColumnTerms for WeightTerms<'_, T> {
+    #[inline(always)]
+    fn rows(&self) -> usize {
+        self.inv_rms.len()
+    }
+    #[inline(always)]
+    fn add<const N: usize>(&self, row: usize, first: usize, sums: &mut [f32; N]) {
+        let (at, inv) = (row * self.d + first, self.inv_rms[row]);
+        let (x, dy) = (&self.x[at..][..N], &self.dy[at..][..N]);
+        for i in 0..N {
+            sums[i] = dy[i].widen().mul_add(x[i].widen() * inv, sums[i]);
+        }
+    }
+}
 
 per_isa!(fn add_dweight<T: Real> = add_dweight_body; (x: &[T], inv_rms: &[f32], dy: &[T], d: usize, first: usize, sums: &mut [f32]));
 
 /// Adds Σ over the rows of dy · x̂ to the columns from `first` on.
 #[inline(always)]
 fn add_dweight_body<T: Real>(x: &[T], inv_rms: &[f32], dy: &[T], d: usize, first: usize, sums: &mut [f32]) {
-    // A row of sums for each chunk.
-    let mut room = Vec::with_capacity(inv_rms.len().div_ceil(CHUNK) * COLUMNS);
-    let (wide, rest) = sums.as_chunks_mut::<COLUMNS>();
-    let mut column = first;
-    for sums in wide {
-        add_columns(x, inv_rms, dy, d, column, sums, &mut room);
-        column += COLUMNS;
-    }
-    let (vectors, rest) = rest.as_chunks_mut::<LANES>();
-    for sums in vectors {
-        add_columns(x, inv_rms, dy, d, column, sums, &mut room);
-        column += LANES;
-    }
-    for sum in rest {
-        add_columns(x, inv_rms, dy, d, column, std::array::from_mut(sum), &mut room);
-        column += 1;
-    }
-}
-
-#[inline(always)]
-fn add_columns<T: Real, const N: usize>(
-    x: &[T],
-    inv_rms: &[f32],
-    dy: &[T],
-    d: usize,
-    first: usize,
-    sums: &mut [f32; N],
-    room: &mut Vec<f32>,
-) {
-    let chunk = CHUNK * d;
-    room.clear();
-    for ((x, dy), inv_rms) in x.chunks(chunk).zip(dy.chunks(chunk)).zip(inv_rms.chunks(CHUNK)) {
-        let mut acc = [0.0f32; N];
-        for ((x, dy), &inv) in x.chunks_exact(d).zip(dy.chunks_exact(d)).zip(inv_rms) {
-            let (x, dy) = (&x[first..first + N], &dy[first..first + N]);
-            for i in 0..N {
-                acc[i] = dy[i].widen().mul_add(x[i].widen() * inv, acc[i]);
-            }
-        }
-        room.extend_from_slice(&acc);
-    }
-    close_neighbours(room, N);
-    sums.iter_mut().zip(room).for_each(|(sum, chunks)| *sum += *chunks);
+    add_columns(&WeightTerms { x, inv_rms, dy, d }, first, sums);
 }
 
 /// The same slice, of a length that the compiler does not know. Told that a loop has one or two rounds, it takes vectors apart

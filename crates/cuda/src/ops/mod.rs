@@ -78,6 +78,7 @@ pub fn instances() -> Vec<Instance> {
         routing::slots::instances(),
         routing::parts::instances(),
         plain::elementwise::instances(),
+        plain::bias::instances(),
         attention::assemble_kv::instances(),
         attention::instances(),
         vocabulary::embed::instances(),

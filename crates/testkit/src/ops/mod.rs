@@ -3,6 +3,7 @@
 mod adamw;
 mod assemble_kv;
 mod attention;
+mod bias;
 mod combine_tree;
 mod cross_entropy;
 mod dequantize;
@@ -26,9 +27,10 @@ mod transcode;
 mod windows;
 
 pub use {
-    adamw::*, assemble_kv::*, attention::*, combine_tree::*, cross_entropy::*, dequantize::*, elementwise::*,
-    embed::*, gemm::*, head_loss::*, norm_rope::*, parts::*, permute::*, quantize::*, quantize_pack::*,
-    rms_norm::*, rope::*, route::*, scale_tiles::*, slots::*, step::*, swiglu::*, transcode::*, windows::*,
+    adamw::*, assemble_kv::*, attention::*, bias::*, combine_tree::*, cross_entropy::*, dequantize::*,
+    elementwise::*, embed::*, gemm::*, head_loss::*, norm_rope::*, parts::*, permute::*, quantize::*,
+    quantize_pack::*, rms_norm::*, rope::*, route::*, scale_tiles::*, slots::*, step::*, swiglu::*,
+    transcode::*, windows::*,
 };
 
 use nibble_core::DType;

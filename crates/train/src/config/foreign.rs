@@ -223,6 +223,7 @@ const NAMES: &[(Meaning, &[&str])] = &[
         Key("model.aux_loss_coef"),
         &["router_aux_loss_coef", "moe_aux_loss_coeff", "aux_loss_alpha", "load_balance_coeff"],
     ),
+    (Key("model.qkv_bias"), &["attention_bias", "use_qkv_bias", "add_qkv_bias", "qkv_proj_bias"]),
     (Key("model.scores"), &["scoring_func", "score_func", "moe_router_score_function"]),
     (
         Key("model.router_bias"),

@@ -162,6 +162,7 @@ impl Config {
             kv_rank: 1,
             max_positions: 1 << 20,
             q_rank: 1,
+            qkv_bias: true,
             rope_dim: 1,
             rope_scaling,
             route_scale: 2.0,

@@ -1,7 +1,7 @@
 //! The table `[model]`: the shape of a decoder and its losses.
 
 use super::routing::is_default;
-use super::{GroupScore, QkNorm, RopeScaling, Scores, is_one_f64, is_zero};
+use super::{GroupScore, QkNorm, RopeScaling, Scores, is_false, is_one_f64, is_zero};
 use serde::{Deserialize, Serialize};
 
 /// The shape of a decoder: grouped-query attention or latent attention (DeepSeek), then in each layer experts (Qwen3-MoE) or one MLP (Qwen3, Llama).
@@ -28,6 +28,9 @@ pub struct ModelConfig {
     /// What an RMSNorm of queries and keys is over, before they are rotated: `true` for each head by itself, as in Qwen3; `"width"` for all
     /// heads together, as in OLMoE; `false` for none, as in Llama.
     pub qk_norm: QkNorm,
+    /// Whether the projections to queries, keys and values have biases, as in Qwen2.5. Not with `kv_rank`.
+    #[serde(skip_serializing_if = "is_false")]
+    pub qkv_bias: bool,
     /// Width inside the MLP of a dense layer; 0 = no layer is dense.
     pub ffn: usize,
     /// How many of the first layers are dense where the others have experts. Without experts all are, and this is 0.
@@ -81,7 +84,7 @@ pub struct ModelConfig {
     /// Weight of the router's z-loss.
     pub z_loss_coef: f64,
     /// Width of the latent from which each head's keys and values come, as in DeepSeek-V2 and V3; 0 = grouped-query attention. With it
-    /// `kv_heads` is `heads`, and `qk_norm` is false.
+    /// `kv_heads` is `heads`, and `qk_norm` and `qkv_bias` are false.
     #[serde(skip_serializing_if = "is_zero")]
     pub kv_rank: usize,
     /// Width of the latent from which each head's queries come; 0 = they come straight from the input. With `kv_rank` alone.
@@ -115,6 +118,7 @@ impl Default for ModelConfig {
             head_dim: 16,
             value_head_dim: 0,
             qk_norm: QkNorm::Heads,
+            qkv_bias: false,
             ffn: 0,
             dense_layers: 0,
             experts: 8,

@@ -132,6 +132,12 @@ impl Config {
                 m.kv_rank
             )
         })?;
+        require(!m.qkv_bias, "model.qkv_bias", || {
+            format!(
+                "is true, but model.kv_rank = {}: projections from latents have no bias; leave it out",
+                m.kv_rank
+            )
+        })?;
         let is_part = m.rope_dim > 0 && m.rope_dim < m.head_dim;
         require(is_part && m.rope_dim.is_multiple_of(2), "model.rope_dim", || {
             format!(

@@ -174,10 +174,10 @@ impl<B: Kernels> Layer<B> for GroupedQuery<B> {
     }
 
     fn params(&mut self) -> Vec<&mut Param<B>> {
-        let linears = [&mut self.q, &mut self.k, &mut self.v, &mut self.o].map(|l| &mut l.weight);
+        let linears = [&mut self.q, &mut self.k, &mut self.v, &mut self.o];
         let norms =
             [&mut self.q_heads, &mut self.k_heads].into_iter().filter_map(|heads| heads.norm.as_mut());
-        linears.into_iter().chain(norms.map(|norm| &mut norm.weight)).collect()
+        linears.into_iter().flat_map(Linear::params).chain(norms.map(|norm| &mut norm.weight)).collect()
     }
 
     fn recompute(&mut self, scopes: &[Scope]) {

@@ -3,9 +3,9 @@
 use super::Layer;
 use crate::cx::{Cx, Place};
 use crate::ledger::{Ledger, Saved};
-use crate::param::{Param, Wanted};
+use crate::param::{Param, Wanted, Writes};
 use crate::spec::Part;
-use nibble_core::ops::Gemm;
+use nibble_core::ops::{AddBias, AddBiasBackward, Gemm};
 use nibble_core::recipe::{LayerKind, Section, Site};
 use nibble_core::{DType, Groups, Kernels, Operand, Result, Tensor};
 
@@ -35,11 +35,13 @@ impl<B: Kernels> Input<B> {
     }
 }
 
-/// A dense linear layer without bias.
+/// A dense linear layer, with a bias of each output or without.
 #[derive(Debug, Clone)]
 pub struct Linear<B: Kernels> {
     /// `[n, k]`.
     pub weight: Param<B>,
+    /// `[1, n]`, added to the rounded product and rounded again.
+    pub bias: Option<Param<B>>,
     /// The name by which the recipe's overrides know it.
     pub name: String,
     /// Type of the output.
@@ -61,10 +63,11 @@ impl<B: Kernels> Saved for LinearSaved<B> {
 }
 
 impl<B: Kernels> Linear<B> {
-    /// Random weights, of which this rank keeps its rows; every rank computes with all of them. `out` is the type of the
-    /// output.
+    /// Random weights, of which this rank keeps its rows; every rank computes with all of them. A bias is zeros. `out` is the type of
+    /// the output.
     pub fn new(cx: &Cx<'_, B>, part: &Part, out: DType) -> Result<Self> {
-        Ok(Self { weight: Param::only(cx, part)?, name: part.id.clone(), out })
+        let (weight, bias) = Param::with_bias(cx, part)?;
+        Ok(Self { weight, bias, name: part.id.clone(), out })
     }
 
     /// Its own name, where [`Linear::name`] may be that of a layer it is a part of: no two share random bits.
@@ -86,10 +89,14 @@ impl<B: Kernels> Linear<B> {
 
     /// Y, from an input that other layers may share.
     pub fn product(&self, cx: &Cx<'_, B>, x: &Operand<B>) -> Result<Tensor<B>> {
-        Gemm { a: x, b: self.weight.w()?, out: self.out }.run(cx.b)
+        let mut y = Gemm { a: x, b: self.weight.w()?, out: self.out }.run(cx.b)?;
+        if let Some(bias) = &self.bias {
+            AddBias { x: &mut y, bias: bias.plain()? }.run(cx.b)?;
+        }
+        Ok(y)
     }
 
-    /// dX, and the weight's gradient, from an input that other layers may share, as wgrad takes it; `linear` is the name
+    /// dX, and the gradients of weight and bias, from an input that other layers may share, as wgrad takes it; `linear` is the name
     /// that those share.
     pub fn gradients(
         &mut self,
@@ -105,6 +112,9 @@ impl<B: Kernels> Linear<B> {
         let (rows, cols) = cx.follow_both(at, &Operand::Plain(dy_tn.clone()), &pair, Some(groups))?;
         let dx_tk = Gemm { a: &rows, b: self.weight.wt()?, out: cx.activations() }.run(cx.b)?;
         self.weight.accumulate_wgrad(cx, &cols, x, groups)?;
+        if let Some(bias) = &mut self.bias {
+            bias.add_gradient(cx, Writes::Adds, |dbias, _| AddBiasBackward { dy: dy_tn, dbias }.run(cx.b))?;
+        }
         Ok(dx_tk)
     }
 }
@@ -115,11 +125,12 @@ impl<B: Kernels> Layer<B> for Linear<B> {
     type Saved = LinearSaved<B>;
 
     fn wanted(&self, cx: &Cx<'_, B>) -> Vec<Wanted<'_, B>> {
-        vec![self.weight.for_products(&self.section(cx))]
+        let bias = self.bias.iter().map(Param::as_it_is);
+        [self.weight.for_products(&self.section(cx))].into_iter().chain(bias).collect()
     }
 
     fn params(&mut self) -> Vec<&mut Param<B>> {
-        vec![&mut self.weight]
+        [&mut self.weight].into_iter().chain(&mut self.bias).collect()
     }
 
     fn forward(&self, cx: &Cx<'_, B>, x_tk: Tensor<B>) -> Result<(Tensor<B>, LinearSaved<B>)> {

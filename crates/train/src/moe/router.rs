@@ -5,10 +5,10 @@ use crate::config::Balance;
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Wanted};
-use crate::spec::{MoeSpec, Update};
+use crate::spec::MoeSpec;
 use nibble_core::ops::{Gemm, Route, RouteBackward, RouteRule, Routing, Scores};
 use nibble_core::recipe::LayerKind;
-use nibble_core::{DType, Error, Kernels, Operand, Result, Tensor};
+use nibble_core::{DType, Kernels, Operand, Result, Tensor};
 
 /// Logits X·Wᵀ, scores, top-k.
 #[derive(Debug, Clone)]
@@ -63,21 +63,8 @@ impl<B: Kernels> Router<B> {
     /// # Errors
     /// [`Error::Shape`] for another part than a router; from the backend.
     pub fn new(cx: &Cx<'_, B>, spec: &MoeSpec) -> Result<Self> {
-        let (weight, bias) = match spec.router.weights() {
-            [weight] => (weight, None),
-            [weight, bias] if bias.update == Update::Load => (weight, Some(bias)),
-            weights => {
-                let got = format!("{} of {}", weights.len(), spec.router.id);
-                return Err(Error::shape("router", "weights", got, "one, and its bias"));
-            }
-        };
-        Ok(Self {
-            weight: Param::of(cx, weight)?,
-            bias: bias.map(|bias| Param::of(cx, bias)).transpose()?,
-            shape: spec.shape,
-            rule: spec.rule(),
-            balance: spec.options.balance,
-        })
+        let (weight, bias) = Param::with_bias(cx, &spec.router)?;
+        Ok(Self { weight, bias, shape: spec.shape, rule: spec.rule(), balance: spec.options.balance })
     }
 
     /// Its parameters.

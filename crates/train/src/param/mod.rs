@@ -170,7 +170,20 @@ impl<B: Kernels> Param<B> {
         }
     }
 
-    /// The id of the part it belongs to, of one that has a single weight.
+    /// The weight of a part that has one, and its bias where there is one.
+    ///
+    /// # Errors
+    /// As [`Param::only`].
+    pub fn with_bias(cx: &Cx<'_, B>, part: &Part) -> Result<(Self, Option<Self>)> {
+        match part.weights() {
+            [weight, bias] if bias.shape().0 == 1 && weight.experts.is_none() => {
+                Ok((Self::of(cx, weight)?, Some(Self::of(cx, bias)?)))
+            }
+            _ => Ok((Self::only(cx, part)?, None)),
+        }
+    }
+
+    /// The id of the part whose weight it is.
     pub fn layer(&self) -> &str {
         self.name.trim_end_matches(".weight")
     }

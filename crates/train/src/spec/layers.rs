@@ -20,6 +20,8 @@ pub struct GroupedQueryShape {
     pub value_dim: usize,
     /// What norms of queries and keys are over.
     pub qk_norm: QkNorm,
+    /// Whether queries, keys and values have biases.
+    pub qkv_bias: bool,
 }
 
 /// How queries and keys turn with their position; every layer has the same.
@@ -40,11 +42,11 @@ pub struct GroupedQuerySpec {
     pub id: String,
     /// Sizes.
     pub shape: GroupedQueryShape,
-    /// `[h·c, d]`.
+    /// `[h·c, d]`, and its bias `[h·c]` if there is one.
     pub q: Part,
-    /// `[g·c, d]`.
+    /// `[g·c, d]`, and likewise.
     pub k: Part,
-    /// `[g·u, d]`.
+    /// `[g·u, d]`, and likewise.
     pub v: Part,
     /// `[d, h·u]`.
     pub o: Part,
@@ -70,7 +72,8 @@ impl GroupedQuerySpec {
         let d_model = Extent::of(&[Size::d_model(shape.d_model)]);
         let into = |part: &str, heads, dim| {
             let (id, rows) = (format!("{id}.{part}"), Extent::of(&[heads, dim]));
-            Part::linear(id, false, GROUP, rows, d_model.clone(), std)
+            let part_of = Part::linear(id, false, GROUP, rows, d_model.clone(), std);
+            if shape.qkv_bias { part_of.with_bias() } else { part_of }
         };
         let norm = |part: &str, width: &[Size]| Part::norm_over(&format!("{id}.{part}"), width, GROUP);
         let norms = match shape.qk_norm {

@@ -170,6 +170,7 @@ fn attention(config: &ModelConfig, id: &str, stds: [f32; 2]) -> AttentionSpec {
         head_dim: config.head_dim,
         value_dim,
         qk_norm: config.qk_norm,
+        qkv_bias: config.qkv_bias,
     };
     AttentionSpec::GroupedQuery(GroupedQuerySpec::new(id, shape, config.norm_eps as f32, stds))
 }
@@ -229,6 +230,7 @@ mod tests {
             ffn: 96,
             shared_ffn: 32,
             router_bias: true,
+            qkv_bias: true,
             tie_embeddings: false,
             ..ModelConfig::default()
         };
@@ -237,8 +239,11 @@ mod tests {
             let attention = [
                 "input_layernorm.weight",
                 "self_attn.q_proj.weight",
+                "self_attn.q_proj.bias",
                 "self_attn.k_proj.weight",
+                "self_attn.k_proj.bias",
                 "self_attn.v_proj.weight",
+                "self_attn.v_proj.bias",
                 "self_attn.o_proj.weight",
                 "self_attn.q_norm.weight",
                 "self_attn.k_norm.weight",

@@ -104,6 +104,10 @@ impl ParamSpec {
         Self { id, experts: None, rows, cols, init: Init::Normal(std), update: Update::Gradient }
     }
 
+    fn vector(id: String, cols: Extent, init: Init, update: Update) -> Self {
+        Self { id, experts: None, rows: Extent::of(&[]), cols, init, update }
+    }
+
     /// Rows and columns of a matrix, one of the stack.
     #[must_use]
     pub fn shape(&self) -> (usize, usize) {
@@ -190,14 +194,8 @@ impl Part {
     /// A norm over the product of these sizes.
     #[must_use]
     pub fn norm_over(id: &str, width: &[Size], group: Group) -> Self {
-        let weight = ParamSpec {
-            id: format!("{id}.weight"),
-            experts: None,
-            rows: Extent::of(&[]),
-            cols: Extent::of(width),
-            init: Init::Ones,
-            update: Update::Gradient,
-        };
+        let weight =
+            ParamSpec::vector(format!("{id}.weight"), Extent::of(width), Init::Ones, Update::Gradient);
         Self { id: id.to_owned(), kind: PartKind::Norm, group, weights: vec![weight] }
     }
 
@@ -208,17 +206,22 @@ impl Part {
         Self { id, kind: PartKind::Linear { gated }, group, weights }
     }
 
+    /// The same with a bias of each output, which lies behind its weight.
+    #[must_use]
+    pub(super) fn with_bias(mut self) -> Self {
+        let of_outputs = self.weights.iter().map(|weight| weight.rows.clone());
+        let bias = |rows| ParamSpec::vector(format!("{}.bias", self.id), rows, Init::Zeros, Update::Gradient);
+        let biases: Vec<ParamSpec> = of_outputs.map(bias).collect();
+        self.weights.extend(biases);
+        self
+    }
+
     /// A router `[experts, d]`, and the bias `[experts]` of its choice if it has one.
     pub(super) fn router(id: String, (experts, d_model): (Size, Size), std: f32, has_bias: bool) -> Self {
         let (rows, cols) = (Extent::of(&[experts]), Extent::of(&[d_model]));
         let mut weights = vec![ParamSpec::matrix(format!("{id}.weight"), rows.clone(), cols, std)];
-        weights.extend(has_bias.then(|| ParamSpec {
-            id: format!("{id}.e_score_correction_bias"),
-            experts: None,
-            rows: Extent::of(&[]),
-            cols: rows,
-            init: Init::Zeros,
-            update: Update::Load,
+        weights.extend(has_bias.then(|| {
+            ParamSpec::vector(format!("{id}.e_score_correction_bias"), rows, Init::Zeros, Update::Load)
         }));
         Self { id, kind: PartKind::Router, group: Group::Routers, weights }
     }
@@ -276,7 +279,7 @@ impl Part {
     #[must_use]
     pub fn active_parameters(&self) -> usize {
         let matrices = |times: usize| {
-            let matrices = self.weights.iter().filter(|weight| weight.update == Update::Gradient);
+            let matrices = self.weights.iter().filter(|weight| !weight.rows.sizes.is_empty());
             let each = matrices.map(|weight| weight.rows.len() * weight.cols.len());
             times * each.sum::<usize>()
         };

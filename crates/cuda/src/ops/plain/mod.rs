@@ -1,7 +1,8 @@
-//! Plain matrices: cast, add, transpose, sums of shards and of rows; copies of many lines.
+//! Plain matrices: cast, add, biases, transpose, sums of shards and of rows; copies of many lines.
 
+pub(crate) mod bias;
 pub(crate) mod copy_many;
 pub(crate) mod elementwise;
 pub(crate) mod row_tree;
 
-pub(crate) use elementwise::*;
+pub(crate) use {bias::*, elementwise::*};

@@ -1,0 +1,62 @@
+// A bias of every row, and its gradient.
+//
+// x, dy [rows, d] of type T (Bf16 or F32); bias [d] F32.
+// add_bias<T, kCount>: x + bias in F32, rounded once, in place. A thread has kCount neighbours of kBiasRows rows; kCount > 1: d is a multiple of
+//   it, x begins on 16 bytes. 256 threads; grid ceil(d / kCount · ceil(rows / kBiasRows) / 256).
+// bias_sums<T, kCount>: sums over chunks of 64 rows of a shard, in order from 0, which `close_level` (row_tree.cuh) adds up: partial
+//   [shards * chunks, d] F32, chunks = ceil(rows_per_shard / 64). A thread has kCount neighbours of a chunk. 128 threads; grid
+//   ceil(d / kCount · shards · chunks / 128).
+#pragma once
+#include "formats/plain.cuh"
+#include "pieces/norm/gradient_rows.cuh"
+
+namespace nib {
+
+constexpr int kBiasThreads = 256;
+constexpr int kBiasRows = 4;  // of a thread, whose loads are all in flight
+
+template <typename T, int kCount>
+__global__ void __launch_bounds__(kBiasThreads) add_bias(u8* __restrict__ x, const float* __restrict__ bias, u32 rows, u32 d) {
+    const u32 units = d / kCount, task = blockIdx.x * kBiasThreads + threadIdx.x;
+    const u32 first = task / units * kBiasRows, column = (task - task / units * units) * kCount;
+    if (first >= rows) return;
+    float plus[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) plus[i] = __ldg(bias + column + i);
+    u8* const at = x + (u64(first) * d + column) * T::kBytes;
+    const u64 row_bytes = u64(d) * T::kBytes;
+    Few<T, kCount> few[kBiasRows];
+#pragma unroll
+    for (int r = 0; r < kBiasRows; ++r)
+        if (first + r < rows) few[r] = Few<T, kCount>::load_written(at + r * row_bytes);
+#pragma unroll
+    for (int r = 0; r < kBiasRows; ++r) {
+        if (first + r >= rows) break;
+        float sum[kCount];
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) sum[i] = __fadd_rn(few[r].value(i), plus[i]);
+        Few<T, kCount>::from_f32(sum).store(at + r * row_bytes);
+    }
+}
+
+template <typename T, int kCount>
+__global__ void __launch_bounds__(kWideThreads)
+    bias_sums(const u8* __restrict__ dy, float* __restrict__ partial, u32 rows_per_shard, u32 chunks, u32 all_chunks, u32 d) {
+    const u32 units = d / kCount, task = blockIdx.x * kWideThreads + threadIdx.x;
+    const u32 number = task / units, column = (task - number * units) * kCount;
+    if (number >= all_chunks) return;
+    const NormChunk chunk(number, chunks, rows_per_shard);
+    const u8* const from = dy + (chunk.first * d + column) * T::kBytes;
+    const u64 row_bytes = u64(d) * T::kBytes;
+    float sum[kCount] = {};
+#pragma unroll 8
+    for (u32 r = 0; r < chunk.rows; ++r) {
+        const Few<T, kCount> few = Few<T, kCount>::load(from + r * row_bytes);
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) sum[i] = __fadd_rn(sum[i], few.value(i));
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) partial[u64(number) * d + column + i] = sum[i];
+}
+
+}  // namespace nib
