@@ -9,6 +9,7 @@ mod export;
 mod generate;
 mod inspect;
 mod launch;
+mod models;
 mod options;
 mod plot;
 mod processes;
@@ -36,7 +37,7 @@ const STACK_BYTES: usize = 8 << 20;
 
 /// Trains language models with activations in four bits and products in eight
 #[derive(Debug, Parser)]
-#[command(name = "nibble", version, propagate_version = true, help_template = HELP, after_help = AFTER_HELP)]
+#[command(name = "nibble", version, propagate_version = true, help_template = HELP)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -52,6 +53,7 @@ enum Command {
     Plot(plot::Args),
     Report(report::Args),
     Quantize(quantize::Args),
+    Models(models::Args),
     Recipe(recipe::Args),
     Inspect(inspect::Args),
     Doctor(doctor::Args),
@@ -62,11 +64,9 @@ enum Command {
     Environment,
 }
 
-/// As clap has it, without empty lines before and after the usage.
-const HELP: &str = "{about-with-newline}{usage-heading} {usage}\n{all-args}{after-help}";
-
-/// The whole of it fits a screen of 24 lines; a test counts them.
-const AFTER_HELP: &str = "Examples: nibble train, a first run of ten seconds; nibble train --help";
+/// As clap has it, without empty lines around the usage and before the examples. The whole of it fits a screen of 24 lines; a test counts them.
+const HELP: &str = "{about-with-newline}{usage-heading} {usage}\n{all-args}\n\
+    Examples: nibble train, a first run of ten seconds; nibble train --help";
 
 /// What a process is told besides its arguments, and what it tells besides its output.
 fn surroundings() -> String {
@@ -141,6 +141,7 @@ fn run(cli: Cli) -> Result<()> {
         Command::Plot(args) => plot::run(args),
         Command::Report(args) => report::run(args),
         Command::Quantize(args) => quantize::run(args),
+        Command::Models(args) => models::run(args),
         Command::Inspect(args) => inspect::run(args),
         Command::Recipe(args) => recipe::run(args),
         Command::Doctor(args) => doctor::run(args),

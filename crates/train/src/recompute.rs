@@ -73,4 +73,15 @@ impl Scope {
         let is_covered = |scope: &Self| scopes.iter().any(|wider| wider.within().contains(scope));
         Self::ALL.into_iter().filter(|scope| scopes.contains(scope) && !is_covered(scope)).collect()
     }
+
+    /// Scopes as TOML has a list of them: `["norms", "swiglu"]`.
+    pub fn list(scopes: &[Self]) -> String {
+        let names: Vec<String> = scopes.iter().map(|scope| format!("{:?}", scope.name())).collect();
+        format!("[{}]", names.join(", "))
+    }
+
+    /// Scopes as an override of a configuration: `train.recompute=["norms", "swiglu"]`.
+    pub fn setting(scopes: &[Self]) -> String {
+        format!("train.recompute={}", Self::list(scopes))
+    }
 }

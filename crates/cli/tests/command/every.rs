@@ -42,6 +42,8 @@ pub const ALL: &[Command] = &[
     says(&["generate", "model", "--tokens", "8", "--device", "cpu"]),
     writes("second", &["train", "small.toml", "--from", "model", "--set", "run.dir=second"]),
     writes("third", &["train", "small.toml", "--init-from", "run", "--set", "run.dir=third"]),
+    says(&["models"]),
+    says(&["models", "small.toml"]),
     says(&["recipe"]),
     says(&["recipe", "mxfp4-hopper", "--trace"]),
     writes("out.st", &["inspect", "small.toml", "--out", "out.st"]),

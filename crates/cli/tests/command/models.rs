@@ -1,6 +1,8 @@
 //! What one does with a trained model, and what the other commands print.
 
 use crate::Place;
+use nibble_core::Recipe;
+use nibble_train::config::{published_models, tiny_models};
 
 /// A place with a short run in `run`.
 fn trained() -> Place {
@@ -79,6 +81,44 @@ fn recipes_are_listed_and_traced() {
     place.nibble(&["recipe", "mine.toml"]).ok().contains("recipe mine: mine").contains("mxfp4 row floor");
 }
 
+/// Every published model once, with its own number of parameters; and what is said to fit, or not to, is so by a dry run with those settings.
+#[test]
+fn models_are_listed_with_what_a_gpu_trains_them_with() {
+    let place = Place::new();
+    let list = place.nibble(&["models"]).ok().stdout;
+    assert!(list.lines().all(|line| line.chars().count() <= 100), "{list}");
+    let gpus = ["H100 (80 GB)", "H200 (141 GB)"];
+    let mut seen = std::collections::BTreeSet::new();
+    for name in published_models() {
+        let rows: Vec<&str> = list.lines().filter(|line| line.split(' ').next() == Some(name)).collect();
+        let [row] = rows[..] else { panic!("{name} is listed {} times: {list}", rows.len()) };
+        // Columns are two spaces apart or more.
+        let columns: Vec<&str> = row.split("  ").map(str::trim).filter(|column| !column.is_empty()).collect();
+        let [_, _, parameters, _, fits @ ..] = &columns[..] else { panic!("{row}") };
+        for (gpu, fit) in gpus.iter().zip(fits) {
+            let (recipe, note) = fit.split_once(' ').unwrap_or((fit, ""));
+            let is_fit = Recipe::names().any(|known| known == recipe);
+            let mut args = vec!["train", name, "--dry-run=gpu"];
+            let setting = list.lines().find_map(|line| line.strip_prefix(&format!("{note}: with --set ")));
+            if is_fit {
+                args.extend(["--recipe", recipe]);
+                args.extend(setting.iter().flat_map(|setting| ["--set", setting.trim_matches('\'')]));
+            }
+            seen.insert(is_fit);
+            let done = place.nibble(&args).ok();
+            assert!(done.stdout.contains(&format!("parameters: {parameters}\n")), "{row}: {}", done.stdout);
+            let verdict = done.stdout.lines().find(|line| line.starts_with("fits on ")).unwrap();
+            let on = verdict.split("not on").next().unwrap();
+            assert_eq!(on.contains(gpu) && !on.contains("none of"), is_fit, "{row}: {args:?}: {verdict}");
+        }
+    }
+    assert_eq!(seen.len(), 2, "some fit, and some do not: {list}");
+    tiny_models().for_each(|name| assert!(list.contains(&format!("\n{name} ")), "{list}"));
+    let one = place.nibble(&["models", "llama-3-8b"]).ok();
+    one.contains("8,030,261,248 parameters").contains("\n[\"norms\", \"swiglu\", \"layers\"] ");
+    assert!(place.nibble(&["models", "llama-3-8"]).failed(2).contains("did you mean `llama-3-8b`"));
+}
+
 /// Each part of a run whose changes are others, with the fused kernel that a choice loses.
 #[test]
 fn a_schedule_is_printed_and_traced_in_parts() {
@@ -138,7 +178,8 @@ fn every_command_explains_itself() {
     help.contains("NIBBLE_THREADS ").contains("NIBBLE_ISA ").contains("Exit codes");
     // The GPU's, which are read elsewhere.
     help.contains("NIBBLE_NVRTC ").contains("NIBBLE_CUBIN_CACHE ").contains("NIBBLE_CSRC ");
-    for command in ["train", "eval", "generate", "quantize", "recipe", "doctor", "bench", "verify"] {
+    for command in ["train", "eval", "generate", "quantize", "models", "recipe", "doctor", "bench", "verify"]
+    {
         place.nibble(&[command, "--help"]).ok().contains("Examples:");
     }
     for what in ["step", "kernels", "gemm", "experts", "exchange"] {

@@ -31,9 +31,8 @@ pub fn check_sizes(config: &Config) -> Result<()> {
     let times =
         |factors: &[usize]| factors.iter().try_fold(1u128, |product, n| product.checked_mul(wide(*n)));
     let spec = ModelSpec::new(m);
-    let groups = spec.parameters();
-    let count = groups.iter().try_fold(0u128, |sum, group| sum.checked_add(group.count?));
-    if count.is_none_or(|n| n > MOST_PARAMETERS) {
+    if spec.num_parameters().is_none_or(|n| n > MOST_PARAMETERS) {
+        let groups = spec.parameters();
         // Beyond counting is the largest.
         let most = groups.iter().max_by_key(|group| group.count.unwrap_or(u128::MAX));
         let most = most.map_or(String::new(), |group| {

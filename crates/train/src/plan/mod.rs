@@ -7,10 +7,12 @@
 
 mod largest;
 mod search;
+mod whole;
 
 use largest::largest;
 use nibble_core::allocation::phase;
 pub use nibble_dry::{Call, Flops, Work};
+pub use whole::{Fit, RECIPES, Trial, fits_whole};
 
 use crate::checks::check_sizes;
 use crate::config::Config;
@@ -428,8 +430,9 @@ pub(crate) fn sizes_of<B: Backend>(b: &B, mesh: MeshShape, config: &Config, reci
     format!("By the prediction {largest}. ")
 }
 
-/// As the command line takes them.
-fn overrides(settings: &[String]) -> String {
+/// Settings as the command line takes them.
+#[must_use]
+pub fn overrides(settings: &[String]) -> String {
     let option = |setting: &String| match setting.contains(['"', ' ']) {
         true => format!("--set '{setting}'"),
         false => format!("--set {setting}"),

@@ -18,6 +18,11 @@ const WAYS: &[Way] =
 
 /// The same numbers, for time: a little at first, a forward pass in the end.
 fn recomputation(config: &Config) -> Vec<Vec<String>> {
+    more_recomputation(config).iter().map(|scopes| vec![Scope::setting(scopes)]).collect()
+}
+
+/// Lists for `train.recompute` that have more than the configuration's own, the cheapest first.
+pub(super) fn more_recomputation(config: &Config) -> Vec<Vec<Scope>> {
     const MORE: [&[Scope]; 6] = [
         &[],
         &[Scope::MlaUp],
@@ -40,11 +45,7 @@ fn recomputation(config: &Config) -> Vec<Vec<String>> {
     let mut choices: Vec<Vec<Scope>> = MORE.iter().map(more).collect();
     choices.dedup();
     choices.retain(|choice| *choice != own);
-    let setting = |choice: Vec<Scope>| {
-        let names: Vec<String> = choice.iter().map(|scope| format!("{:?}", scope.name())).collect();
-        vec![format!("train.recompute=[{}]", names.join(", "))]
-    };
-    choices.into_iter().map(setting).collect()
+    choices
 }
 
 /// As many tokens a step, in more and smaller micro-batches.

@@ -70,6 +70,12 @@ impl ModelSpec {
         Group::ALL.into_iter().filter_map(|group| self.parameters_of(group)).collect()
     }
 
+    /// How many parameters the model has; none beyond 128 bits.
+    #[must_use]
+    pub fn num_parameters(&self) -> Option<u128> {
+        self.parameters().iter().try_fold(0u128, |sum, group| sum.checked_add(group.count?))
+    }
+
     /// The parameters of a group, if the model has any.
     #[must_use]
     pub fn parameters_of(&self, group: Group) -> Option<Parameters> {

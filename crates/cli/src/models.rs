@@ -1,0 +1,148 @@
+//! `nibble models`: the models that people have, and what each takes of a GPU that trains the whole of it.
+
+use nibble_command::console::{bytes, thousands};
+use nibble_command::error::{Error, Result};
+use nibble_command::say;
+use nibble_train::checks::check_sizes;
+use nibble_train::config::{Config, published_models, tiny_models};
+use nibble_train::family;
+use nibble_train::plan::{Fit, GPUS, Gpu, RECIPES, Trial, fits_whole, overrides};
+use nibble_train::recompute::Scope;
+use nibble_train::spec::ModelSpec;
+
+/// Lists the models that people have, and on which GPU each trains
+///
+/// Published models with their parameters, and the recipe and recomputation with which one GPU of 80 GB or of 141 GB
+/// trains the whole of each; then a small model of each family. All of it is predicted, and needs no GPU.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:\n  \
+    nibble models\n  \
+    nibble models llama-3-8b")]
+pub struct Args {
+    /// What this model takes under each recipe, with more and more made again: a built-in configuration, or the path of a TOML file.
+    #[arg(value_name = "CONFIG")]
+    config: Option<String>,
+}
+
+pub fn run(args: Args) -> Result<()> {
+    match args.config {
+        Some(name) => one(&name),
+        None => all(),
+    }
+}
+
+/// What is said of a model, whatever it runs on.
+struct Told {
+    family: &'static str,
+    parameters: String,
+    active: String,
+}
+
+fn told(config: &Config) -> Result<Told> {
+    check_sizes(config)?;
+    let spec = ModelSpec::new(&config.model);
+    let parameters = spec.num_parameters().and_then(|count| u64::try_from(count).ok());
+    Ok(Told {
+        family: family::of(&config.model).name(),
+        parameters: parameters.map_or("beyond counting".into(), thousands),
+        active: thousands(spec.active_parameters()),
+    })
+}
+
+/// The list.
+fn all() -> Result<()> {
+    let [small, .., large] = &GPUS;
+    say!("published models, and with what one GPU trains the whole of each:");
+    let title = ["name", "family", "parameters", "a token meets", small.name, large.name];
+    say!("{}", row(title.map(String::from)));
+    let mut noted = Vec::new();
+    for name in published_models() {
+        let config = Config::load(name, &[])?;
+        let Told { family, parameters, active } = told(&config)?;
+        let own = Scope::normal(&config.train.recompute);
+        let mut on = |gpu| Ok::<_, Error>(cell(&fits_whole(&config, gpu)?, gpu, &own, &mut noted));
+        say!("{}", row([name.into(), family.into(), parameters, active, on(small)?, on(large)?]));
+    }
+    for (i, scopes) in noted.iter().enumerate() {
+        say!("({}): with {}", i + 1, overrides(&[Scope::setting(scopes)]));
+    }
+    say!("tried: {}; then each with more and more made again.", RECIPES.join(", "));
+    say!("state N x: weights, moments and gradients alone take N times what the GPU has.");
+    say!("small models of their families, which train in seconds:");
+    for name in tiny_models() {
+        say!("{name:<21}  {:>8}", told(&Config::load(name, &[])?)?.parameters);
+    }
+    say!("look at one: nibble models NAME, or nibble train NAME --dry-run=gpu");
+    say!("begin with published weights: nibble train NAME --from FOLDER");
+    Ok(())
+}
+
+/// A row of the list, of at most 100 columns.
+fn row([name, family, parameters, active, small, large]: [String; 6]) -> String {
+    let row = format!("{name:<16}  {family:<11}  {parameters:>15}  {active:>14}  {small:<16}  {large}");
+    row.trim_end().to_owned()
+}
+
+/// What a GPU can do with a model. What is made again besides what its configuration says is a note of the list.
+fn cell(fit: &Fit, gpu: &Gpu, own: &[Scope], noted: &mut Vec<Vec<Scope>>) -> String {
+    let times = |bytes: usize| format!("{:.2} x", bytes as f64 / gpu.bytes as f64);
+    match fit {
+        Fit::With(Trial { recipe, recompute }) if recompute == own => (*recipe).to_owned(),
+        Fit::With(Trial { recipe, recompute }) => {
+            let known = noted.iter().position(|known| known == recompute);
+            let at = known.unwrap_or(noted.len());
+            if known.is_none() {
+                noted.push(recompute.clone());
+            }
+            format!("{recipe} ({})", at + 1)
+        }
+        Fit::TooLarge(bytes) => format!("needs {}", times(*bytes)),
+        Fit::StateTooLarge(bytes) => format!("state {}", times(*bytes)),
+    }
+}
+
+/// One model, under every recipe and with every recomputation.
+fn one(name: &str) -> Result<()> {
+    const KEY: &str = "train.recompute";
+    let config = Config::load(name, &[])?;
+    let Told { family, parameters, active } = told(&config)?;
+    let (sequences, tokens) = (config.train.batch_size, config.data.seq_len);
+    say!("{name}: {family}, {parameters} parameters, of which a token meets {active}");
+    say!("memory of one GPU that trains the whole of it, {sequences} x {tokens} tokens a micro-batch:");
+    let trials = Trial::all(&config);
+    let lists: Vec<String> = trials.iter().map(|trial| Scope::list(&trial.recompute)).collect();
+    let width = lists.iter().map(String::len).max().unwrap_or(0).max(KEY.len());
+    let line = |title: &str, cells: Vec<String>| {
+        let cells: String = cells.iter().map(|cell| format!("  {cell:>12}")).collect();
+        say!("{title:width$}{cells}");
+    };
+    line(KEY, RECIPES.map(String::from).to_vec());
+    for (trials, list) in trials.chunks(RECIPES.len()).zip(lists.iter().step_by(RECIPES.len())) {
+        // Not every recipe can be followed with every batch.
+        let size = |trial: &Trial| trial.bytes(&config).map_or("-".into(), |size| bytes(size as u64));
+        line(list, trials.iter().map(size).collect());
+    }
+    let gpus = GPUS.iter().map(|gpu| format!("{} {}", gpu.name, bytes(gpu.bytes as u64)));
+    say!("a GPU has: {}", gpus.collect::<Vec<_>>().join(", "));
+    say!("look at one: nibble train {name} --recipe RECIPE --set '{KEY}=LIST' --dry-run=gpu");
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cell_says_what_is_set_besides_and_how_far_it_is_from_fitting() {
+        let gpu = Gpu { name: "a GPU", bytes: 100 };
+        let own = Scope::DEFAULT.to_vec();
+        let with = |recompute: &[Scope]| Fit::With(Trial { recipe: "bf16", recompute: recompute.to_vec() });
+        let mut noted = Vec::new();
+        let mut of = |fit: &Fit| cell(fit, &gpu, &own, &mut noted);
+        let fits = [with(&own), with(&[Scope::Layers]), with(&[Scope::Experts]), with(&[Scope::Layers])];
+        assert_eq!(fits.each_ref().map(&mut of), ["bf16", "bf16 (1)", "bf16 (2)", "bf16 (1)"]);
+        assert_eq!(of(&Fit::TooLarge(140)), "needs 1.40 x");
+        assert_eq!(of(&Fit::StateTooLarge(230)), "state 2.30 x");
+        assert_eq!(noted, [[Scope::Layers], [Scope::Experts]]);
+    }
+}

@@ -1,0 +1,110 @@
+//! Whether a GPU takes the whole of a model to train it, and with which recipe and how much made again: rehearsed.
+
+use super::search::more_recomputation;
+use super::{Gpu, predict, predict_state};
+use crate::checks::checked_recipe;
+use crate::config::Config;
+use crate::error::Result;
+use crate::recompute::Scope;
+use nibble_core::{DeviceKind, MeshShape};
+
+/// The recipes that a model is tried with: the baseline, and with each that follows less is kept. Another one is another name.
+pub const RECIPES: [&str; 3] = ["bf16", "fp8-flow", "mxfp4-hopper"];
+
+/// Settings to try a model with.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Trial {
+    /// One of [`RECIPES`].
+    pub recipe: &'static str,
+    /// What is made again, in the order of [`Scope::ALL`].
+    pub recompute: Vec<Scope>,
+}
+
+impl Trial {
+    /// Every trial of a configuration: what it makes again itself under each recipe, then more and more under each.
+    #[must_use]
+    pub fn all(config: &Config) -> Vec<Self> {
+        let own = Scope::normal(&config.train.recompute);
+        let recomputed = std::iter::once(own).chain(more_recomputation(config));
+        recomputed
+            .flat_map(|recompute| RECIPES.map(|recipe| Self { recipe, recompute: recompute.clone() }))
+            .collect()
+    }
+
+    /// What one GPU takes to train all of the model so.
+    ///
+    /// # Errors
+    /// As [`predict`]; for a model that cannot be trained so.
+    pub fn bytes(&self, config: &Config) -> Result<usize> {
+        let mut tried = alone(config);
+        self.recipe.clone_into(&mut tried.recipe);
+        tried.train.recompute.clone_from(&self.recompute);
+        tried.validate_on(DeviceKind::Gpu)?;
+        let recipe = checked_recipe(&tried)?;
+        Ok(predict(DeviceKind::Gpu, MeshShape::ONE, &tried, &recipe)?.device_bytes())
+    }
+}
+
+/// What becomes of a model on one GPU.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Fit {
+    /// It trains: the first trial that fits.
+    With(Trial),
+    /// It does not, whatever is tried: the trial that takes least takes so many bytes.
+    TooLarge(usize),
+    /// Masters, moments and gradients alone are more than the GPU has: so many bytes.
+    StateTooLarge(usize),
+}
+
+/// The first of all trials that fits on this GPU. Where the state is too large nothing is tried: a model of any size is told of at once.
+///
+/// # Errors
+/// As [`Trial::bytes`].
+pub fn fits_whole(config: &Config, gpu: &Gpu) -> Result<Fit> {
+    let config = alone(config);
+    let recipe = checked_recipe(&config)?;
+    let state = predict_state(DeviceKind::Gpu, MeshShape::ONE, &config, &recipe)?.device_bytes();
+    if state > gpu.bytes {
+        return Ok(Fit::StateTooLarge(state));
+    }
+    let mut least = usize::MAX;
+    for trial in Trial::all(&config) {
+        let bytes = trial.bytes(&config)?;
+        if bytes <= gpu.bytes {
+            return Ok(Fit::With(trial));
+        }
+        least = least.min(bytes);
+    }
+    Ok(Fit::TooLarge(least))
+}
+
+/// The configuration on one rank.
+fn alone(config: &Config) -> Config {
+    let mut alone = config.clone();
+    (alone.run.ranks, alone.run.dp) = (1, 1);
+    alone
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_first_trial_that_fits_is_found() {
+        let config = Config::load("tiny", &[]).unwrap();
+        let trials = Trial::all(&config);
+        assert!(trials[..3].iter().all(|trial| trial.recompute == Scope::DEFAULT), "{trials:?}");
+        let sizes: Vec<usize> = trials.iter().map(|trial| trial.bytes(&config).unwrap()).collect();
+        let on = |bytes| fits_whole(&config, &Gpu { name: "", bytes }).unwrap();
+        for size in &sizes {
+            let first = sizes.iter().position(|other| other <= size).unwrap();
+            assert_eq!(on(*size), Fit::With(trials[first].clone()));
+        }
+        let least = *sizes.iter().min().unwrap();
+        assert_eq!(on(least - 1), Fit::TooLarge(least));
+        let Fit::StateTooLarge(state) = on(0) else { panic!("it is more than nothing") };
+        assert!(state < least);
+        assert_eq!(on(state), Fit::TooLarge(least));
+        assert_eq!(on(state - 1), Fit::StateTooLarge(state));
+    }
+}
