@@ -369,6 +369,7 @@ fn published_models_have_as_many_parameters_as_are_published() -> Outcome {
         ("olmoe", "olmoe", 6_919_161_856),
         ("qwen235b", "qwen3_moe", 235_093_634_560),
         ("qwen3-0.6b", "qwen3", 596_049_920),
+        ("qwen2.5-0.5b", "qwen2", 494_032_768),
         ("qwen3-30b-a3b", "qwen3_moe", 30_532_122_624),
         ("llama-3.2-1b", "llama", 1_235_814_400),
         ("llama-3-8b", "llama", 8_030_261_248),

@@ -39,6 +39,7 @@ fn models() -> Vec<(&'static str, Config)> {
         ("qwen3_moe", small("bf16", &own)),
         ("qwen3", dense("bf16", &["model.qk_norm=true", "model.tie_embeddings=false"])),
         ("llama", dense("bf16", &[])),
+        ("qwen2", dense("bf16", &["model.qkv_bias=true"])),
         ("olmoe", small("bf16", &with(&own, &olmoe))),
         ("deepseek_v2", small("bf16", &with(&LATENT_STRAIGHT, &latent))),
         (

@@ -20,8 +20,9 @@ const PUBLISHED: &str = include_str!("../../configs/models/published.toml");
 const TINY: &str = include_str!("../../configs/models/tiny.toml");
 
 /// Models: their name, their table, and what comes before it.
-const MODELS: [(&str, &str, &str); 14] = [
+const MODELS: [(&str, &str, &str); 16] = [
     ("qwen3-tiny", include_str!("../../configs/models/qwen3-tiny.toml"), TINY),
+    ("qwen2.5-tiny", include_str!("../../configs/models/qwen2.5-tiny.toml"), TINY),
     ("qwen3-moe-tiny", include_str!("../../configs/models/qwen3-moe-tiny.toml"), TINY),
     ("llama-tiny", include_str!("../../configs/models/llama-tiny.toml"), TINY),
     ("olmoe-tiny", include_str!("../../configs/models/olmoe-tiny.toml"), TINY),
@@ -29,6 +30,7 @@ const MODELS: [(&str, &str, &str); 14] = [
     ("deepseek-v2-tiny", include_str!("../../configs/models/deepseek-v2-tiny.toml"), TINY),
     ("deepseek-v3-tiny", include_str!("../../configs/models/deepseek-v3-tiny.toml"), TINY),
     ("qwen3-0.6b", include_str!("../../configs/models/qwen3-0.6b.toml"), PUBLISHED),
+    ("qwen2.5-0.5b", include_str!("../../configs/models/qwen2.5-0.5b.toml"), PUBLISHED),
     ("qwen3-30b-a3b", include_str!("../../configs/models/qwen3-30b-a3b.toml"), PUBLISHED),
     ("llama-3.2-1b", include_str!("../../configs/models/llama-3.2-1b.toml"), PUBLISHED),
     ("llama-3-8b", include_str!("../../configs/models/llama-3-8b.toml"), PUBLISHED),

@@ -16,6 +16,7 @@ mod llama;
 mod names;
 mod nibble;
 mod olmoe;
+mod qwen2;
 mod qwen3;
 mod qwen3_moe;
 mod shared;
@@ -27,6 +28,7 @@ pub use llama::Llama;
 pub use names::{Named, Rows, as_they_are};
 pub use nibble::Nibble;
 pub use olmoe::Olmoe;
+pub use qwen2::Qwen2;
 pub use qwen3::Qwen3;
 pub use qwen3_moe::Qwen3Moe;
 
@@ -37,7 +39,8 @@ use serde_json::{Map, Value};
 use std::fmt;
 
 /// Every family; the first that has a model is the one it is written as. The last has all of them.
-pub const FAMILIES: [&dyn Family; 7] = [&Qwen3Moe, &Qwen3, &Llama, &Olmoe, &DeepseekV2, &DeepseekV3, &Nibble];
+pub const FAMILIES: [&dyn Family; 8] =
+    [&Qwen3Moe, &Qwen3, &Llama, &Qwen2, &Olmoe, &DeepseekV2, &DeepseekV3, &Nibble];
 
 /// The family that a model is written as: the first whose `config.json` says all of it.
 #[must_use]
@@ -228,6 +231,8 @@ mod tests {
         "model.aux_loss_coef=0",
     ];
 
+    const BIASES: [&str; 2] = ["model.qk_norm=false", "model.qkv_bias=true"];
+
     fn model(changes: &[&str]) -> ModelConfig {
         let changes: Vec<String> = changes.iter().map(ToString::to_string).collect();
         Config::load("tiny", &changes).unwrap().model
@@ -260,7 +265,7 @@ mod tests {
             "model.rope_scaling.factor=8.0",
             "model.rope_scaling.original_positions=64",
         ];
-        let shapes: [(&str, Vec<&str>); 16] = [
+        let shapes: [(&str, Vec<&str>); 18] = [
             ("deepseek_v2", lite.clone()),
             ("deepseek_v2", [&v2[..], &yarn].concat()),
             ("deepseek_v3", [&latent[..], &yarn, &v3].concat()),
@@ -272,6 +277,8 @@ mod tests {
             ("qwen3_moe", vec!["model.layers=4", "model.dense_layers=2", "model.ffn=96"]),
             ("qwen3", DENSE.to_vec()),
             ("llama", [&DENSE[..], &["model.qk_norm=false", "model.rope_theta=5e5"]].concat()),
+            ("qwen2", [&DENSE[..], &BIASES].concat()),
+            ("nibble", BIASES.to_vec()),
             ("olmoe", olmoe.to_vec()),
             ("nibble", [&olmoe[..], &["model.head_dim=32"]].concat()),
             ("nibble", vec!["model.shared_ffn=32"]),

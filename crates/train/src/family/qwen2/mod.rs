@@ -1,0 +1,40 @@
+//! Qwen2 and Qwen2.5 (`Qwen2ForCausalLM`): dense layers, no norms of queries and keys, and biases of the projections to queries, keys and values,
+//! of which `config.json` has no word. The ids of parts are its names.
+
+use super::shared::{DECODER, DENSE, GROUPED_QUERY, read_dense, write_rope};
+use super::{ConfigJson, Family, Field, Named, as_they_are};
+use crate::config::{ModelConfig, QkNorm};
+use crate::error::Result;
+use crate::spec::ModelSpec;
+use serde_json::{Map, Value};
+
+/// Qwen2 and Qwen2.5.
+#[derive(Debug, Clone, Copy)]
+pub struct Qwen2;
+
+impl Family for Qwen2 {
+    fn name(&self) -> &'static str {
+        "qwen2"
+    }
+
+    fn architecture(&self) -> &'static str {
+        "Qwen2ForCausalLM"
+    }
+
+    fn fields(&self) -> Vec<Field> {
+        [&DECODER[..], &GROUPED_QUERY, &DENSE, &[Field::always("use_sliding_window", "false")]].concat()
+    }
+
+    fn read_rest(&self, json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
+        model.qkv_bias = true;
+        read_dense(json, model, QkNorm::None)
+    }
+
+    fn write_rest(&self, model: &ModelConfig, keys: &mut Map<String, Value>) {
+        write_rope(model, keys);
+    }
+
+    fn tensors(&self, model: &ModelSpec) -> Vec<Named> {
+        as_they_are(model)
+    }
+}
