@@ -4,10 +4,14 @@
     python3 transformers_model.py make FAMILY FOLDER         # a tiny model of a family, every parameter random and not zero
     nibble inspect CONFIG --set train.init_from=FOLDER ... --out step.safetensors
     python3 transformers_model.py check FOLDER step.safetensors [--sensitive]
+    python3 transformers_model.py train FOLDER steps.safetensors RUN [--save ANOTHER]
 
 `check` loads FOLDER by itself (no key may be missing or unexpected), computes the tokens that the step had, and compares. With --sensitive it also scales each tensor, and each factor that
 the configuration has, by 1.01 (norms' eps by 1,000), and requires that each of these is noticed. Exit code 1 if a bound is missed. Bounds: logits 1e-4 and each gradient 1e-3 of
 the reference's norm, cross-entropy 1e-6.
+
+`train` trains FOLDER with a fresh torch AdamW on the tokens that `nibble inspect --steps N` wrote, with the rates and settings of RUN, a folder that
+`nibble train` left with as many steps. With --save it keeps the weights; without, it requires that each step's loss is within 1e-3 of RUN's.
 """
 
 import argparse
@@ -15,13 +19,14 @@ import copy
 import json
 import os
 import sys
+import tomllib
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-LOGITS, LOSS, GRADIENT = 1e-4, 1e-6, 1e-3
+LOGITS, LOSS, GRADIENT, LOSSES = 1e-4, 1e-6, 1e-3, 1e-3
 
 COMMON = dict(vocab_size=272, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, use_cache=False)
 MOE = dict(num_experts=8, num_experts_per_tok=2, router_aux_loss_coef=0.0)
@@ -167,6 +172,45 @@ def sensitive(args, model, seen):
     return not missed
 
 
+def steps_of(file, device):
+    """ids and targets of each step that `nibble inspect --steps N` wrote"""
+    seen = load_file(file)
+    steps = [(seen["ids"], seen["targets"])]
+    while f"ids.{len(steps)}" in seen:
+        steps.append((seen[f"ids.{len(steps)}"], seen[f"targets.{len(steps)}"]))
+    return [(ids.long().to(device), targets.long().to(device)) for ids, targets in steps]
+
+
+def train(args):
+    """trains FOLDER on the tokens of a file, with the settings of a run; what it loses, step by step"""
+    model = AutoModelForCausalLM.from_pretrained(args.folder, dtype=torch.float32, attn_implementation="eager").to(args.device).train()
+    with open(os.path.join(args.run_dir, "config.toml"), "rb") as file:
+        of = tomllib.load(file)["train"]
+    with open(os.path.join(args.run_dir, "metrics.jsonl")) as file:
+        run = [line for line in map(json.loads, file) if "lr" in line]
+    groups = [dict(params=[x for x in model.parameters() if (x.ndim > 1) == decays], weight_decay=of["weight_decay"] * decays) for decays in (True, False)]
+    optimizer = torch.optim.AdamW(groups, betas=(of["beta1"], of["beta2"]), eps=of["eps"])
+    losses = []
+    for line, (ids, targets) in zip(run, steps_of(args.step, args.device), strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = line["lr"]
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(input_ids=ids).logits.flatten(0, 1).float(), targets.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), of["clip_norm"])
+        optimizer.step()
+        losses.append(loss.item())
+    if args.save:
+        model.save_pretrained(args.save)
+        print(f"{args.save}: {len(losses)} steps, loss {losses[0]:.4f} to {losses[-1]:.4f}")
+        return 0
+    apart = [abs(loss - line["loss_metrics/global_avg_loss"]) for loss, line in zip(losses, run)]
+    print(f"{len(losses)} steps, loss {losses[0]:.6f} to {losses[-1]:.6f}; at most {max(apart):.2e} from the run's, at the end {apart[-1]:.2e}; bound {LOSSES}")
+    good = max(apart) <= LOSSES
+    print("PASS" if good else "FAIL")
+    return 0 if good else 1
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
@@ -181,6 +225,13 @@ def main():
     command.add_argument("--sensitive", action="store_true")
     command.add_argument("--device", default="cpu")
     command.set_defaults(run=check)
+    command = commands.add_parser("train")
+    command.add_argument("folder")
+    command.add_argument("step")
+    command.add_argument("run_dir", metavar="RUN")
+    command.add_argument("--save", metavar="ANOTHER")
+    command.add_argument("--device", default="cpu")
+    command.set_defaults(run=train)
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     sys.exit(args.run(args))

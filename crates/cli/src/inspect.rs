@@ -32,6 +32,9 @@ pub struct Args {
     /// The file to write, in the safetensors format.
     #[arg(long, value_name = "OUT")]
     out: PathBuf,
+    /// Also the tokens of the steps that follow, of so many steps in all: `ids.K` and `targets.K` of the K-th after it.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
+    steps: u64,
     #[command(flatten)]
     force: Force,
 }
@@ -48,7 +51,7 @@ pub fn run(args: Args) -> Result<()> {
     let beside = beside
         .transpose()
         .map_err(|e| Error::usage(format!("the model's sizes, beside the tensors: {e}")))?;
-    let seen = device::run(&config.run, &Inspect { config: &config })?;
+    let seen = device::run(&config.run, &Inspect { config: &config, steps: args.steps })?;
     let size = seen.tensors.shapes().map(|(_, shape)| 4 * shape.iter().product::<usize>() as u64).sum();
     let mut about = metadata();
     TENSORS.tensors(&mut about);
@@ -72,6 +75,7 @@ struct Seen {
 
 struct Inspect<'a> {
     config: &'a Config,
+    steps: u64,
 }
 
 impl Work for Inspect<'_> {
@@ -81,6 +85,6 @@ impl Work for Inspect<'_> {
         on.announce();
         let trainer = Trainer::new(on.b, on.mesh, self.config)?;
         let model = trainer.config_json();
-        Ok(Seen { tensors: trainer.inspect()?, model })
+        Ok(Seen { tensors: trainer.inspect(self.steps)?, model })
     }
 }

@@ -40,7 +40,7 @@ fn logits_give_the_loss_and_gradients_the_norm_of_the_step() {
         let recipe = &config.recipe;
         let cpu = Cpu::new(1).unwrap();
         let metrics = Trainer::new(&cpu, &SOLO, &config).unwrap().train_step().unwrap();
-        let seen = Trainer::new(&cpu, &SOLO, &config).unwrap().inspect().unwrap();
+        let seen = Trainer::new(&cpu, &SOLO, &config).unwrap().inspect(1).unwrap();
 
         let (targets, loss) = (seen.values("targets").unwrap(), mean_nats(&seen));
         assert!((loss - metrics.loss.unwrap()).abs() < 1e-5, "{recipe}: {loss} against {metrics:?}");
@@ -70,7 +70,7 @@ fn logits_and_gradients_are_those_of_the_step_under_every_recipe_and_division() 
             let config = small(recipe, &[&format!("train.shards={shards}")]);
             let cpu = Cpu::new(1).unwrap();
             let metrics = Trainer::new(&cpu, &SOLO, &config).unwrap().train_step().unwrap();
-            let seen = Trainer::new(&cpu, &SOLO, &config).unwrap().inspect().unwrap();
+            let seen = Trainer::new(&cpu, &SOLO, &config).unwrap().inspect(1).unwrap();
             let (got, want) = (mean_nats(&seen), metrics.loss.unwrap());
             // The logits are F32, and so is a token's loss.
             assert!((got - want).abs() < 1e-7 * want, "{recipe}, {shards} shards: {got} against {want}");
@@ -87,13 +87,14 @@ fn logits_and_gradients_are_those_of_the_step_under_every_recipe_and_division() 
 fn several_micro_batches_are_refused() {
     let cpu = Cpu::new(1).unwrap();
     let trainer = Trainer::new(&cpu, &SOLO, &small("bf16", &["train.grad_accum=2"])).unwrap();
-    let error = trainer.inspect().unwrap_err().to_string();
+    let error = trainer.inspect(1).unwrap_err().to_string();
     assert!(error.contains("micro-batches"), "{error}");
 }
 
 /// Rows of all ranks in the order of the tokens, experts of all ranks by their number: every tensor has the bits of one rank.
 #[test]
 fn every_mesh_lays_open_what_one_rank_does() {
+    let cpu = Cpu::new(1).unwrap();
     for config in [
         small("f32", &[FOUR_PARTS]),
         small("mxfp4-hopper", &[FOUR_PARTS, "train.grad_dtype=bf16"]),
@@ -101,9 +102,18 @@ fn every_mesh_lays_open_what_one_rank_does() {
         rig::dense("bf16", &[]),
     ] {
         let inspect = |mesh: Mesh<'_, Cpu>| {
-            Trainer::new(&Cpu::new(1).unwrap(), mesh, &config).unwrap().inspect().unwrap()
+            Trainer::new(&Cpu::new(1).unwrap(), mesh, &config).unwrap().inspect(3).unwrap()
         };
         let one = &on_mesh(MeshShape::ONE, inspect)[0];
+        // The tokens of the steps after it are those that training takes then.
+        for later in 1..3 {
+            let mut trainer = Trainer::new(&cpu, &SOLO, &config).unwrap();
+            (0..later).for_each(|_| drop(trainer.train_step().unwrap()));
+            let then = trainer.inspect(1).unwrap();
+            for name in ["ids", "targets"] {
+                assert_eq!(one.values(&format!("{name}.{later}")), then.values(name), "{later} {name}");
+            }
+        }
         for mesh in FOUR_RANKS.into_iter().skip(1) {
             for (rank, seen) in on_mesh(mesh, inspect).into_iter().enumerate() {
                 let what = format!("{}, mesh {mesh}, rank {rank}", config.recipe);

@@ -5,6 +5,7 @@ use super::Trainer;
 use super::weights::{HostTensor, assembled, gather};
 use crate::checkpoint::{header, little_endian};
 use crate::cx::Cx;
+use crate::data::Batch;
 use crate::error::Result;
 use crate::family::Named;
 use crate::model::Inside;
@@ -87,14 +88,15 @@ impl<B: Kernels> Trainer<'_, B> {
     /// shards. The trainer is used up. Every rank returns the tensors of all ranks, with the bits of one: rows in the order of the tokens, experts by
     /// their number.
     ///
-    /// Tensors: `ids`, `targets` `[sequences, seq_len]`; of layers with experts `experts.LAYER` and `gates.LAYER` `[t, k]`; `logits` `[t, v]`; each
+    /// Tensors: `ids`, `targets` `[sequences, seq_len]`, and `ids.K`, `targets.K` of the K-th step after it, for as many `steps` in all, so that another
+    /// implementation can train on the same tokens; of layers with experts `experts.LAYER` and `gates.LAYER` `[t, k]`; `logits` `[t, v]`; each
     /// weight under its checkpoint's name, and its gradient under `grad.NAME`. The loss is the mean of the tokens' nats and the
     /// routers' losses.
     ///
     /// # Errors
     /// With several micro-batches, since a step's gradients are the sum over all of them, and the tensors of one would not explain them; from
     /// the backend, the data and other ranks.
-    pub fn inspect(mut self) -> Result<Inspection> {
+    pub fn inspect(mut self, steps: u64) -> Result<Inspection> {
         let micro_batches = self.rank.context.config.train.grad_accum;
         if micro_batches != 1 {
             let got = format!("{micro_batches} micro-batches a step");
@@ -110,11 +112,18 @@ impl<B: Kernels> Trainer<'_, B> {
         self.rank.model.recompute(&kept);
         self.rank.make_buffers()?;
         let mut seen = Inspection::default();
-        let batch = self.rank.context.plan()?.batch(self.rank.context.step, 0);
         let (b, mesh) = (self.rank.context.b, self.rank.context.mesh);
-        for (name, ids) in [("ids", &batch.inputs), ("targets", &batch.targets)] {
-            seen.push_rows(name, (b, mesh.all), batch.seq_len, &b.upload(&as_floats(ids))?)?;
-        }
+        let mut tokens = |later: u64| -> Result<Batch> {
+            let batch = self.rank.context.plan()?.batch(self.rank.context.step + later, 0);
+            let number = if later == 0 { String::new() } else { format!(".{later}") };
+            for (name, ids) in [("ids", &batch.inputs), ("targets", &batch.targets)] {
+                let ids = b.upload(&as_floats(ids))?;
+                seen.push_rows(format!("{name}{number}"), (b, mesh.all), batch.seq_len, &ids)?;
+            }
+            Ok(batch)
+        };
+        let batch = tokens(0)?;
+        (1..steps).try_for_each(|later| tokens(later).map(drop))?;
 
         let named = self.rank.model.named_tensors();
         let params = self.rank.model.params();
