@@ -251,7 +251,7 @@ fn dense_linear_layer() {
         let weight = normals("w", F * D).iter().map(|x| 0.1 * x).collect::<Vec<_>>();
         let weight = Tensor::from_f32(&cpu, &weight, F, D).unwrap();
         let weight = Param::new("w", weight, Placement::Replicated);
-        let mut layer = Linear { weight, name: "linear".into(), out: DType::Bf16 };
+        let mut layer = Linear { weight, bias: None, name: "linear".into(), out: DType::Bf16 };
         layer.prepare(&cx).unwrap();
         let x = uneven(&cpu, "x", D, fall);
         let dy = uneven(&cpu, "dy", F, |r| 18 - fall(r));

@@ -61,7 +61,7 @@ impl<B: Kernels> Router<B> {
     /// Random weights, of which this rank keeps its rows; every rank computes with all of them. Biases are zeros.
     ///
     /// # Errors
-    /// [`Error::Shape`] for another part than a router; from the backend.
+    /// As [`Param::only`] for another part than a router; from the backend.
     pub fn new(cx: &Cx<'_, B>, spec: &MoeSpec) -> Result<Self> {
         let (weight, bias) = Param::with_bias(cx, &spec.router)?;
         Ok(Self { weight, bias, shape: spec.shape, rule: spec.rule(), balance: spec.options.balance })
