@@ -19,7 +19,7 @@ use std::fmt;
 /// The GPU's attention in BF16, causal, forward and backward: back to back until the chip is at its power limit.
 #[derive(Debug, clap::Args)]
 #[command(
-    after_help = "Backward counts each product once: P and dS are made twice there. Half a minute, --quick a few seconds.\n\n\
+    after_help = "Backward counts each product once, also where P and dS are made twice. Half a minute, --quick a few seconds.\n\n\
     Examples:\n  \
     nibble bench attention --only 192\n  \
     nibble bench attention --quick --json attention.json"

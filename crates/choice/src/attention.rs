@@ -70,9 +70,91 @@ pub const fn padded_queries(sequences: usize, heads: usize, seq_len: usize) -> u
     sequences * seq_len.next_multiple_of(PADDED_QUERIES) * heads
 }
 
-/// What the backward pass takes beside its gradients: two numbers a query.
-pub fn backward_temporaries<B: Backend>(op: &AttentionBackward<'_, B>) -> [Temporary; 2] {
+/// How the backward pass goes about it in one kernel, which stores dS, the gradients of scores, where its products meet: dk and dv are made some
+/// heads ahead of dq.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StoredScoreGrads {
+    /// How many heads.
+    pub ahead: usize,
+    /// How many heads' dS there is room for: at least as many.
+    pub slots: usize,
+    /// Bytes of a head's.
+    pub slot_bytes: usize,
+}
+
+impl StoredScoreGrads {
+    /// Of what all slots may take.
+    const BYTES: usize = 512 << 20;
+    /// Keys of a CTA of dk and dv.
+    const KEYS: usize = 128;
+    /// Queries of a block of dS, each with all keys up to its last query.
+    const BLOCK: usize = 256;
+    /// CTAs of dk and dv that run while the one with the most queries of a head does: what the 132 multiprocessors of an H100 need.
+    const CTAS_AHEAD: usize = 211;
+
+    /// For BF16 heads of queries and keys, and of values. None where the tensor cores take none such, where another way is faster (short heads, and
+    /// heads that share keys), and where dS of long sequences would take too much memory: then two kernels make it, each by itself.
+    pub fn of(
+        heads: (usize, usize),
+        sequences: usize,
+        [query_heads, kv_heads]: [usize; 2],
+        seq_len: usize,
+    ) -> Option<Self> {
+        let all = sequences * query_heads;
+        if !HEADS.contains(&heads) || heads.0 <= 64 || query_heads != kv_heads || all == 0 || seq_len == 0 {
+            return None;
+        }
+        let blocks = seq_len.div_ceil(Self::BLOCK);
+        let pairs = blocks.checked_mul(blocks + 1)?.checked_mul(Self::BLOCK * Self::BLOCK / 2)?;
+        let slot_bytes = pairs.checked_mul(size_of::<u16>())?;
+        let ahead = Self::CTAS_AHEAD.div_ceil(seq_len.div_ceil(Self::KEYS)) + 1;
+        let (ahead, slots) = (ahead.min(all), (ahead * 3 / 2).min(all));
+        let fits = slots.checked_mul(slot_bytes)? <= Self::BYTES;
+        fits.then_some(Self { ahead, slots, slot_bytes })
+    }
+
+    /// Of all slots.
+    pub const fn bytes(&self) -> usize {
+        self.slots * self.slot_bytes
+    }
+}
+
+/// What the backward pass takes beside its gradients: two numbers a query, and dS where it is stored.
+pub fn backward_temporaries<B: Backend>(op: &AttentionBackward<'_, B>) -> Vec<Temporary> {
     let (sequences, heads) = (op.q.rows / op.seq_len, op.q.cols / op.head_dim);
     let bytes = padded_queries(sequences, heads, op.seq_len) * size_of::<f32>();
-    [Temporary::new("log-sum-exp", bytes), Temporary::new("out · dout", bytes)]
+    let stored = StoredScoreGrads::of(
+        (op.head_dim, op.value_dim),
+        sequences,
+        [heads, op.k.cols / op.head_dim],
+        op.seq_len,
+    );
+    let score_grads = stored.filter(|_| op.q.dtype() == DType::Bf16).map(|stored| stored.bytes());
+    let queries = ["log-sum-exp", "out · dout"].map(|what| Temporary::new(what, bytes));
+    queries.into_iter().chain(score_grads.map(|bytes| Temporary::new("gradients of scores", bytes))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn score_grads_are_stored_where_they_fit_and_keys_are_not_shared() {
+        let of = |heads, sequences, all: [usize; 2], seq_len| {
+            StoredScoreGrads::of(heads, sequences, all, seq_len).map(|stored| (stored.ahead, stored.slots))
+        };
+        assert_eq!(of((192, 128), 4, [128, 128], 4096), Some((8, 12)));
+        assert_eq!(of((192, 128), 2, [32, 32], 8192), Some((5, 7)));
+        assert_eq!(of((192, 128), 1, [16, 16], 16384), None);
+        assert_eq!(of((128, 128), 1, [5, 5], 100), Some((5, 5)));
+        assert_eq!(of((128, 128), 1, [8, 2], 4096), None);
+        assert_eq!(of((64, 64), 1, [8, 8], 4096), None);
+        assert_eq!(of((192, 192), 1, [8, 8], 4096), None);
+        assert_eq!(of((128, 128), 1, [8, 8], usize::MAX), None);
+        // 16 blocks of 256 queries, the i-th with i blocks of 256 keys, 2 bytes each.
+        let stored = StoredScoreGrads::of((192, 128), 4, [128, 128], 4096).unwrap();
+        assert_eq!(stored.bytes(), 12 * 136 * 256 * 256 * 2);
+        let one = StoredScoreGrads::of((192, 128), 1, [1, 1], 1).unwrap();
+        assert_eq!((one.ahead, one.bytes()), (1, 256 * 256 * 2));
+    }
 }

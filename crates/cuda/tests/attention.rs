@@ -1,5 +1,5 @@
-//! Attention of many tiles, so that every multiprocessor has several rounds of work: on the tensor cores against the ordinary ones,
-//! which compute in F32, and the same bits in every run. Without a GPU: a printed skip, or a failure under `NIBBLE_REQUIRE_GPU=1`.
+//! Attention of many tiles, so that every multiprocessor has several rounds of work, and more heads than have room for dS at once: on the tensor
+//! cores against the ordinary ones, which compute in F32, and the same bits in every run. Without a GPU: a printed skip, or a failure under `NIBBLE_REQUIRE_GPU=1`.
 
 mod gpu;
 
@@ -103,15 +103,16 @@ fn many_tiles_are_right_and_have_the_same_bits_in_every_run() {
 fn windows_that_hide_nothing_change_no_bit() {
     let Some(device) = gpu::device("attention with windows that hide nothing") else { return };
     let gpu = Cuda::on(device);
-    for dims in ATTENTION_DIMS {
-        let x = inputs(&gpu, 4, dims);
+    for (dims, kv_heads) in ATTENTION_DIMS.into_iter().flat_map(|dims| [HEADS, 4].map(|heads| (dims, heads)))
+    {
+        let x = inputs(&gpu, kv_heads, dims);
         let wide = x.each_ref().map(|x| Cast { x, dtype: DType::F32 }.run(&gpu).unwrap());
         for x in [x.each_ref(), wide.each_ref()] {
             let without = made(&gpu, x, dims, None);
             let with = made(&gpu, x, dims, Some(Hiding::window(SEQ_LEN)));
             for (i, (with, without)) in with.iter().zip(&without).enumerate() {
                 let same = with.iter().zip(without).all(|(a, b)| a.to_bits() == b.to_bits());
-                assert!(same, "output {i} of {dims:?}, {:?}", x[0].dtype());
+                assert!(same, "output {i} of {dims:?}, {kv_heads} key heads, {:?}", x[0].dtype());
             }
         }
     }
@@ -129,8 +130,9 @@ fn lists_that_make_no_sense_do_no_harm() {
     });
     let [first_key, end_query] = lists;
     let windows = Some(&Windows { first_key, end_query });
-    for dims in ATTENTION_DIMS {
-        let x = inputs(&gpu, 4, dims);
+    for (dims, kv_heads) in ATTENTION_DIMS.into_iter().flat_map(|dims| [HEADS, 4].map(|heads| (dims, heads)))
+    {
+        let x = inputs(&gpu, kv_heads, dims);
         let wide = x.each_ref().map(|x| Cast { x, dtype: DType::F32 }.run(&gpu).unwrap());
         for [q, k, v, dout] in [x.each_ref(), wide.each_ref()] {
             let ((head_dim, value_dim), scale, seq_len) = (dims, attention_scale(dims.0), SEQ_LEN);

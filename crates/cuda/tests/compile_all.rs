@@ -121,7 +121,10 @@ fn layout(spec: &KernelSpec) -> Option<(String, usize, usize)> {
             (format!("nib::ForwardShared<{}>", all(&["kDim", "kValueDim", "kGroups"])), 1008, 1152)
         }
         "nib::attention_wgmma_backward_kv" => {
-            (format!("nib::BackwardKvShared<{}>", all(&["kDim", "kValueDim"])), 1008, 1152)
+            (format!("nib::KeyGradsShared<{}, false>", all(&["kDim", "kValueDim"])), 1008, 1152)
+        }
+        "nib::attention_wgmma_backward_once" => {
+            (format!("nib::OnceShared<{}>", all(&["kDim", "kValueDim"])), 1008, 1152)
         }
         "nib::attention_wgmma_backward_q" => {
             (format!("nib::BackwardQShared<{}>", all(&["kDim", "kValueDim"])), 1008, 1152)

@@ -34,6 +34,7 @@ fn config(dice: &mut Dice) -> Config {
         format!("model.d_model={}", dice.of(&[1024, 2048])),
         format!("model.layers={}", dice.of(&[2, 4, 6])),
         format!("model.head_dim={}", dice.of(&[64, 128])),
+        format!("model.kv_heads={}", dice.of(&[4, 16])),
         format!("data.seq_len={}", dice.of(&[1024, 4096])),
         format!("train.batch_size={}", dice.of(&[4, 8, 16])),
         format!("train.shards={}", dice.of(&[1, 4])),

@@ -94,4 +94,19 @@ __device__ __forceinline__ void wgmma_bf16(float (&d)[96], u32 a0, u32 a1, u32 a
                  : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "n"(kDown ? 1 : 0));
 }
 
+/// d += A·B, 64 x 2·kCount x 16, both MN-major, from shared memory.
+template <int kCount>
+__device__ __forceinline__ void wgmma_bf16_down(float (&d)[kCount], u64 a, u64 b) {
+    if constexpr (kCount == 64) {
+        asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" NIB_NAMES_64 "}, %64, %65, 1, 1, 1, 1, 1;\n"
+                     : NIB_REGISTERS_64
+                     : "l"(a), "l"(b));
+    } else {
+        static_assert(kCount == 96);
+        asm volatile("wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {" NIB_NAMES_96 "}, %96, %97, 1, 1, 1, 1, 1;\n"
+                     : NIB_REGISTERS_96
+                     : "l"(a), "l"(b));
+    }
+}
+
 }  // namespace nib::ptx

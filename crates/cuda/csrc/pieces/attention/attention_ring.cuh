@@ -103,6 +103,16 @@ __device__ __forceinline__ void multiply_down(float (&d)[kCount], const u32 (&w)
                                     ptx::wgmma_descriptor(b + step * (16 * kBoxRowBytes / 16)));
 }
 
+/// d += A·B, both of kRowsB rows and MN-major.
+template <int kRowsB, int kCount>
+__device__ __forceinline__ void multiply_down(float (&d)[kCount], u32 a, u32 b) {
+#pragma unroll
+    for (int step = 0; step < kRowsB / 16; ++step) {
+        constexpr u32 kStep = 16 * kBoxRowBytes / 16;
+        ptx::wgmma_bf16_down(d, ptx::wgmma_descriptor(a + step * kStep), ptx::wgmma_descriptor(b + step * kStep));
+    }
+}
+
 /// The low half of a tile's descriptor for `multiply_down`.
 template <int kRows>
 __device__ __forceinline__ u32 descriptor_down(const void* tile) {

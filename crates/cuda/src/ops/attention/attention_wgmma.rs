@@ -1,14 +1,14 @@
-//! Attention on the tensor cores (`csrc/kernels/attention/attention_wgmma.cuh`, `attention_wgmma_backward.cuh`): BF16, heads of 64 or 128,
-//! or of 192 with values of 128.
+//! Attention on the tensor cores (`csrc/kernels/attention/attention_wgmma.cuh`, `attention_wgmma_backward.cuh`,
+//! `attention_wgmma_backward_once.cuh`): BF16, heads of 64 or 128, or of 192 with values of 128.
 
 use super::{Lists, QueryRows, Sizes};
 use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::tensor_map::{Element, Swizzle, TensorMap, Tiles};
-use crate::launch::{KernelArg, Launch};
+use crate::launch::{KernelArg, Launch, plain_args};
 use crate::ops::Instance;
 use crate::{Buffer, Cuda, Device};
 use half::bf16;
-use nibble_choice::attention::{AttentionPath, HEADS};
+use nibble_choice::attention::{AttentionPath, HEADS, StoredScoreGrads};
 use nibble_core::ops::{AttentionBackward, AttentionGrads};
 use nibble_core::{DType, Data, Result, Tensor};
 
@@ -20,8 +20,11 @@ const KEYS: usize = 128;
 const ROWS_OUT: usize = 16;
 /// Columns of a box.
 const BOX_COLS: usize = 64;
-/// Warpgroups that multiply in the backward pass.
+/// Warpgroups that multiply in the backward pass, and the threads of its kernels.
 const GRAD_GROUPS: usize = 2;
+const GRAD_THREADS: u32 = 128 * (GRAD_GROUPS as u32 + 1);
+/// Queries of a block of dS.
+const BLOCK_ROWS: usize = 256;
 /// Stages of the ring of keys in the forward pass, and of that of queries in the backward pass.
 const KEY_STAGES: usize = 2;
 const QUERY_STAGES: usize = 3;
@@ -104,41 +107,114 @@ impl Wgmma {
         windows: Option<Lists<'_>>,
         grads: &AttentionGrads<Cuda>,
     ) -> Result<()> {
-        let (dims, grad_rows) = (self.dims(), GRAD_GROUPS * GROUP_ROWS);
-        let threads = 128 * (GRAD_GROUPS + 1);
+        let sizes = &self.sizes;
+        let heads = [sizes.heads(), sizes.kv_heads()];
+        if let Some(stored) = StoredScoreGrads::of(sizes.dims(), sizes.sequences(), heads, sizes.seq_len()) {
+            return self.backward_once(device, op, (rows, windows), grads, &stored);
+        }
+        self.backward_kv(device, op, (rows, windows), grads)?;
+        self.backward_q(device, op, (rows, windows), grads)
+    }
+
+    /// All three in one kernel, by way of `stored`.
+    fn backward_once(
+        &self,
+        device: &Device,
+        op: &AttentionBackward<'_, Cuda>,
+        (rows, windows): (&QueryRows, Option<Lists<'_>>),
+        grads: &AttentionGrads<Cuda>,
+        stored: &StoredScoreGrads,
+    ) -> Result<()> {
+        let dims = self.dims();
+        let [q, k, v, dout] = [op.q, op.k, op.v, op.dout].map(|x| self.map(x, GROUP_ROWS));
+        let [dq, dk, dv] = [&grads.dq, &grads.dk, &grads.dv].map(|x| self.map(x, ROWS_OUT));
+        let (q, k, v, dout, dq, dk, dv) = (q?, k?, v?, dout?, dq?, dk?, dv?);
+        let heads = self.sizes.heads();
+        let launch = Launch {
+            ctas: (self.sizes.tiles(GRAD_GROUPS * GROUP_ROWS, heads)
+                + self.sizes.tiles(2 * BLOCK_ROWS, heads)) as u32,
+            threads: GRAD_THREADS,
+            cluster: 1,
+            shared_bytes: dims.backward_once_shared(),
+        };
+        let (lse, delta) = (&rows.lse, &rows.delta);
+        let [first_key, end_query] =
+            [windows.map(|lists| lists.first_key), windows.map(|lists| lists.end_query)];
+        let score_grads: Buffer<u8> = device.alloc(stored.bytes())?;
+        // A word for tickets, and one a slot.
+        let counters = device.counters(1 + stored.slots)?;
+        let plan = OncePlan { ahead: stored.ahead as i32, slots: stored.slots as i32 };
+        let kernel = device.kernel(&dims.backward_spec(Part::Once, windows.is_some()))?;
+        let args: [&dyn KernelArg; 15] = [
+            &q,
+            &k,
+            &v,
+            &dout,
+            &dq,
+            &dk,
+            &dv,
+            lse,
+            delta,
+            &self.sizes,
+            &first_key,
+            &end_query,
+            &score_grads,
+            &counters,
+            &plan,
+        ];
+        // SAFETY: the maps hold the copies to their tensors, which the caller checked to have the sizes; rows are as long as the padded
+        // sequences of all heads; `stored` is of these sizes, and so are the slots and their counters. A dropped buffer lives until the stream has
+        // passed the kernel.
+        unsafe { kernel.launch(launch, &args) }
+    }
+
+    /// dk and dv.
+    fn backward_kv(
+        &self,
+        device: &Device,
+        op: &AttentionBackward<'_, Cuda>,
+        (rows, windows): (&QueryRows, Option<Lists<'_>>),
+        grads: &AttentionGrads<Cuda>,
+    ) -> Result<()> {
+        let dims = self.dims();
         let (q, dout) = (self.map(op.q, dims.query_rows())?, self.map(op.dout, dims.query_rows())?);
         let (k, v) = (self.map(op.k, GROUP_ROWS)?, self.map(op.v, GROUP_ROWS)?);
         let (dk, dv) = (self.map(&grads.dk, ROWS_OUT)?, self.map(&grads.dv, ROWS_OUT)?);
         let launch = Launch {
-            ctas: self.sizes.tiles(grad_rows, self.sizes.kv_heads()) as u32,
-            threads: threads as u32,
+            ctas: self.sizes.tiles(GRAD_GROUPS * GROUP_ROWS, self.sizes.kv_heads()) as u32,
+            threads: GRAD_THREADS,
             cluster: 1,
             shared_bytes: dims.backward_kv_shared(),
         };
-        let (lse, delta) = (&rows.lse, &rows.delta);
-        let (windowed, section) = (windows.is_some(), self.groups_held());
-        let [first_key, end_query] =
-            [windows.map(|lists| lists.first_key), windows.map(|lists| lists.end_query)];
-        let kernel = device.kernel(&dims.backward_spec(Part::Kv, windowed))?;
+        let (section, end_query) = (self.groups_held(), windows.map(|lists| lists.end_query));
+        let kernel = device.kernel(&dims.backward_spec(Part::Kv, windows.is_some()))?;
+        let args: [&dyn KernelArg; 11] =
+            [&q, &k, &v, &dout, &dk, &dv, &rows.lse, &rows.delta, &self.sizes, &section, &end_query];
         // SAFETY: the maps hold the copies to their tensors, which the caller checked to have the sizes; rows are as long as the padded
         // sequences of all heads.
-        unsafe {
-            let args: [&dyn KernelArg; 11] =
-                [&q, &k, &v, &dout, &dk, &dv, lse, delta, &self.sizes, &section, &end_query];
-            kernel.launch(launch, &args)
-        }?;
+        unsafe { kernel.launch(launch, &args) }
+    }
+
+    /// dq.
+    fn backward_q(
+        &self,
+        device: &Device,
+        op: &AttentionBackward<'_, Cuda>,
+        (rows, windows): (&QueryRows, Option<Lists<'_>>),
+        grads: &AttentionGrads<Cuda>,
+    ) -> Result<()> {
+        let dims = self.dims();
         let (q, dout) = (self.map(op.q, GROUP_ROWS)?, self.map(op.dout, GROUP_ROWS)?);
         let (k, v) = (self.map(op.k, dims.grad_keys())?, self.map(op.v, dims.grad_keys())?);
         let dq = self.map(&grads.dq, ROWS_OUT)?;
-        let launch = self.persistent(grad_rows, threads, dims.backward_q_shared());
-        let section = self.heads_held();
-        let kernel = device.kernel(&dims.backward_spec(Part::Q, windowed))?;
-        // SAFETY: likewise.
-        unsafe {
-            let args: [&dyn KernelArg; 10] =
-                [&q, &k, &v, &dout, &dq, lse, delta, &self.sizes, &section, &first_key];
-            kernel.launch(launch, &args)
-        }
+        let launch =
+            self.persistent(GRAD_GROUPS * GROUP_ROWS, GRAD_THREADS as usize, dims.backward_q_shared());
+        let (section, first_key) = (self.heads_held(), windows.map(|lists| lists.first_key));
+        let kernel = device.kernel(&dims.backward_spec(Part::Q, windows.is_some()))?;
+        let args: [&dyn KernelArg; 10] =
+            [&q, &k, &v, &dout, &dq, &rows.lse, &rows.delta, &self.sizes, &section, &first_key];
+        // SAFETY: as for `backward_kv`.
+        unsafe { kernel.launch(launch, &args) }
     }
 
     /// A map with boxes of `tile_rows` rows; a box ends where its sequence does.
@@ -161,6 +237,16 @@ impl Wgmma {
     }
 }
 
+/// The device's `OncePlan`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct OncePlan {
+    ahead: i32,
+    slots: i32,
+}
+
+plain_args!(OncePlan);
+
 /// Bytes of `rows` rows of BF16.
 const fn row_bytes(rows: usize, dim: usize) -> usize {
     rows * dim * size_of::<bf16>()
@@ -171,6 +257,8 @@ const fn row_bytes(rows: usize, dim: usize) -> usize {
 enum Part {
     Q,
     Kv,
+    /// Both.
+    Once,
 }
 
 /// Sizes of heads, one of [`HEADS`], and what follows from them, as in the kernels.
@@ -221,12 +309,23 @@ impl Dims {
             + REST
     }
 
-    /// k and v; q and dout in their stages, with lse and delta of their rows; and P's rounding errors, or 16 bytes a
-    /// warpgroup.
+    /// k and v; q and dout in their stages, with lse and delta of their rows; and 16 bytes in place of dS.
     const fn backward_kv_shared(self) -> usize {
+        self.key_grads_shared() + 16
+    }
+
+    const fn key_grads_shared(self) -> usize {
         let (keys, queries) = (GRAD_GROUPS * GROUP_ROWS, QUERY_STAGES * self.query_rows());
-        let rest = if self.long() { row_bytes(keys, self.query_rows()) } else { GRAD_GROUPS * 16 };
-        row_bytes(keys + queries, self.both()) + 2 * queries * size_of::<f32>() + rest + REST
+        row_bytes(keys + queries, self.both()) + 2 * queries * size_of::<f32>() + REST
+    }
+
+    /// The larger of two layouts: that of dk and dv with dS on its way out; and that of dq, keys and dS in their stages, and dq.
+    const fn backward_once_shared(self) -> usize {
+        let (rows, stages) = (GRAD_GROUPS * GROUP_ROWS, if self.long() { 3 } else { 4 });
+        let keys = self.key_grads_shared() + row_bytes(rows, GROUP_ROWS);
+        let queries =
+            row_bytes(stages * GROUP_ROWS, self.head + BLOCK_ROWS) + row_bytes(rows, self.head) + REST;
+        if keys > queries { keys } else { queries }
     }
 
     /// q and dout, k and v in their stages, and dq.
@@ -255,14 +354,15 @@ impl Dims {
 
     fn backward_spec(self, part: Part, windowed: bool) -> KernelSpec {
         let windowed = ("kWindowed", TemplateArg::Bool(windowed));
-        KernelSpec {
-            source: "kernels/attention/attention_wgmma_backward.cuh",
-            name: match part {
-                Part::Q => "nib::attention_wgmma_backward_q",
-                Part::Kv => "nib::attention_wgmma_backward_kv",
-            },
-            args: self.args().into_iter().chain([windowed]).collect(),
-        }
+        let pair = "kernels/attention/attention_wgmma_backward.cuh";
+        let (source, name) = match part {
+            Part::Q => (pair, "nib::attention_wgmma_backward_q"),
+            Part::Kv => (pair, "nib::attention_wgmma_backward_kv"),
+            Part::Once => {
+                ("kernels/attention/attention_wgmma_backward_once.cuh", "nib::attention_wgmma_backward_once")
+            }
+        };
+        KernelSpec { source, name, args: self.args().into_iter().chain([windowed]).collect() }
     }
 }
 
@@ -270,11 +370,13 @@ impl Dims {
 pub(super) fn instances() -> Vec<Instance> {
     let of_dims = |(head, value), windowed| {
         let dims = Dims { head, value };
-        [
+        let once = (dims.backward_spec(Part::Once, windowed), dims.backward_once_shared());
+        let all = [
             (dims.forward_spec(windowed), dims.forward_shared()),
             (dims.backward_spec(Part::Kv, windowed), dims.backward_kv_shared()),
             (dims.backward_spec(Part::Q, windowed), dims.backward_q_shared()),
-        ]
+        ];
+        all.into_iter().chain((head > 64).then_some(once))
     };
     let all = HEADS.into_iter().flat_map(|heads| [false, true].map(|windowed| of_dims(heads, windowed)));
     all.flatten().map(|(spec, shared_bytes)| Instance { spec, shared_bytes }).collect()

@@ -1,8 +1,8 @@
 //! `attention` and `attention_backward` on a GPU: BF16 heads of 64, of 128, and of 192 with values of 128 on the tensor cores
 //! (`attention_wgmma.rs`), all others here, on the ordinary cores (`csrc/kernels/attention/attention.cuh`, `attention_backward.cuh`).
 //!
-//! No CTA adds to sums of another. The price: the backward pass computes P and dS twice, once for dq and once for dk
-//! and dv.
+//! No CTA adds to sums of another. The price, but where dS is stored (`StoredScoreGrads`): the backward pass computes P and dS twice, once for
+//! dq and once for dk and dv.
 
 pub(crate) mod assemble_kv;
 pub(crate) mod attention_decode;

@@ -1,0 +1,369 @@
+// The gradients of keys and values on the tensor cores: what a CTA does for 128 keys of a head. With kStores, for tiles of 64 queries, it stores
+// dS on the way, so that dq need not make it again.
+//
+// P = 2^(q·k · log2(e) · scale - lse) and dS = P · (dout·v - delta) are rounded to BF16; dv = Pᵀ · dout, dk = scale · dSᵀ · q. Sums are F32.
+// A CTA has 128 keys of a head of k, 64 a warpgroup, and goes over the group's heads in order, and over each one's queries from the first
+// that sees them on, `query_rows` at a time. Boxes of `query_rows` rows of q and dout, 64 of k and v, 16 where it writes.
+#pragma once
+#include "pieces/attention/attention_ring.cuh"
+#include "pieces/attention/score_grads.cuh"
+
+namespace nib {
+
+constexpr int kGradGroups = 2;
+constexpr int kGradRows = kGradGroups * kGroupRows;  // of a CTA: keys, or queries
+constexpr int kGradThreads = 128 * (kGradGroups + 1);
+
+/// Queries of a tile in the kernel of dk and dv, where keys stay: heads of 64 leave registers for more.
+template <int kDim>
+__host__ __device__ constexpr int query_rows() {
+    return kDim > 64 ? 64 : 128;
+}
+
+/// P of scores, in place. The accumulators' rows are keys and their columns queries, so `lse` is read by column.
+template <int kCount>
+__device__ __forceinline__ void probabilities_down(float (&s)[kCount], float factor, const float* lse) {
+    const float* const own = lse + 2 * (ptx::lane_idx() % 4);
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+        const float2 l = *reinterpret_cast<const float2*>(own + 2 * i);
+        s[i] = ptx::exp2_approx(__fmaf_rn(s[i], factor, -l.x));
+        s[i + 1] = ptx::exp2_approx(__fmaf_rn(s[i + 1], factor, -l.y));
+        s[i + 2] = ptx::exp2_approx(__fmaf_rn(s[i + 2], factor, -l.x));
+        s[i + 3] = ptx::exp2_approx(__fmaf_rn(s[i + 3], factor, -l.y));
+    }
+}
+
+/// The same, with P rounded to BF16 in `w`. The next 8 bits of each number go to `rest`, those of four numbers to a register: both together
+/// are P to 2^-16, but for a number exactly between two BF16 ones, one in 2^17, whose BF16 part alone they may be off by.
+template <int kCount>
+__device__ __forceinline__ void probabilities_down(u32 (&w)[kCount / 2], u32 (&rest)[kCount / 4], const float (&s)[kCount], float factor,
+                                                   const float* lse) {
+    const float* const own = lse + 2 * (ptx::lane_idx() % 4);
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+        const float2 l = *reinterpret_cast<const float2*>(own + 2 * i);
+        const float p0 = ptx::exp2_approx(__fmaf_rn(s[i], factor, -l.x)), p1 = ptx::exp2_approx(__fmaf_rn(s[i + 1], factor, -l.y));
+        const float p2 = ptx::exp2_approx(__fmaf_rn(s[i + 2], factor, -l.x)), p3 = ptx::exp2_approx(__fmaf_rn(s[i + 3], factor, -l.y));
+        w[i / 2] = ptx::pack_bf16(p0, p1), w[i / 2 + 1] = ptx::pack_bf16(p2, p3);
+        rest[i / 4] = __byte_perm(__byte_perm(__float_as_uint(p0), __float_as_uint(p1), 0x0051),
+                                  __byte_perm(__float_as_uint(p2), __float_as_uint(p3), 0x0051), 0x5410);
+    }
+}
+
+/// dS = P · (dP - delta), rounded to BF16. Rows are keys and columns queries, as in `probabilities_down`.
+template <int kCount>
+__device__ __forceinline__ void score_grads_down(u32 (&w)[kCount / 2], const float (&p)[kCount], const float (&dp)[kCount],
+                                                 const float* delta) {
+    const float* const own = delta + 2 * (ptx::lane_idx() % 4);
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+        const float2 d = *reinterpret_cast<const float2*>(own + 2 * i);
+        w[i / 2] = ptx::pack_bf16(p[i] * (dp[i] - d.x), p[i + 1] * (dp[i + 1] - d.y));
+        w[i / 2 + 1] = ptx::pack_bf16(p[i + 2] * (dp[i + 2] - d.x), p[i + 3] * (dp[i + 3] - d.y));
+    }
+}
+
+/// The same for P in two parts: `p`, and the `rest` that `probabilities_down` left.
+template <int kCount>
+__device__ __forceinline__ void score_grads_down(u32 (&w)[kCount / 2], const u32 (&p)[kCount / 2], const u32 (&rest)[kCount / 4],
+                                                 const float (&dp)[kCount], const float* delta) {
+    const float* const own = delta + 2 * (ptx::lane_idx() % 4);
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+        const float2 d = *reinterpret_cast<const float2*>(own + 2 * i);
+        const float p0 = __uint_as_float((p[i / 2] << 16) + ptx::byte_perm_signs(rest[i / 4], 0, 0x8804));
+        const float p1 = __uint_as_float((p[i / 2] & 0xFFFF0000) + ptx::byte_perm_signs(rest[i / 4], 0, 0x9914));
+        const float p2 = __uint_as_float((p[i / 2 + 1] << 16) + ptx::byte_perm_signs(rest[i / 4], 0, 0xAA24));
+        const float p3 = __uint_as_float((p[i / 2 + 1] & 0xFFFF0000) + ptx::byte_perm_signs(rest[i / 4], 0, 0xBB34));
+        w[i / 2] = ptx::pack_bf16(p0 * (dp[i] - d.x), p1 * (dp[i + 1] - d.y));
+        w[i / 2 + 1] = ptx::pack_bf16(p2 * (dp[i + 2] - d.x), p3 * (dp[i + 3] - d.y));
+    }
+}
+
+/// When dv's product of a tile is issued.
+enum class GradOrder {
+    /// Together with dk's. Tiles of 128 queries leave no registers for another order; for heads of 64, another order
+    /// with tiles of 64 is not faster.
+    ValuesLast,
+    /// After dP's product, so that it runs while dS is computed.
+    ValuesBetween,
+    /// Before dP's product. The sums of heads of 192 leave no registers for S and dP at once, so that a warpgroup computes P and dS while none of
+    /// its products runs. The two take turns in issuing products: those of one then run while the other computes.
+    ValuesBeforeScoreGrads,
+};
+
+/// The keys of a CTA, and the queries that see them.
+struct KeyWork {
+    int sequence, kv_head;
+    int first_head, heads;  // of queries
+    int row;                // its first key
+    int first_tile, tiles;  // of queries: the first, and one past the last
+    u8* score_grads;        // of the head, where dS is stored
+
+    template <bool kWindowed>
+    __device__ __forceinline__ void set(const AttentionSizes& sizes, const int* end_query, const AttentionWork& work, int query_rows) {
+        sequence = work.sequence, kv_head = work.head;
+        heads = sizes.heads / sizes.kv_heads, first_head = kv_head * heads;
+        row = work.tile * kGradRows;
+        const int end = end_query_of<kWindowed>(end_query, sizes, sequence, min(row + kGradRows, sizes.seq_len) - 1);
+        first_tile = row / query_rows, tiles = ceil_div(end, query_rows);
+    }
+};
+
+template <int kDim, int kValueDim, bool kStores>
+struct KeyGradsShared {
+    static constexpr int kStages = 3;
+    static constexpr int kRows = query_rows<kDim>();  // queries of a tile
+    static constexpr GradOrder kOrder = kDim > 128  ? GradOrder::ValuesBeforeScoreGrads
+                                        : kDim > 64 ? GradOrder::ValuesBetween
+                                                    : GradOrder::ValuesLast;
+    // Each warpgroup's own keys and values; at the end their gradients, on their way out.
+    u8 k[kGradGroups][kGroupRows * kDim * 2];
+    u8 v[kGradGroups][kGroupRows * kValueDim * 2];
+    u8 q[kStages][kRows * kDim * 2];
+    u8 dout[kStages][kRows * kValueDim * 2];
+    // Each warp's dS, on its way out.
+    u8 score_grads[kStores ? kGradGroups * 4 : 1][kStores ? 16 * kBoxRowBytes : 16];
+    float lse[kStages][kRows];
+    float delta[kStages][kRows];
+    KeyWork work;
+    ptx::Barrier kv_full;
+    ptx::Barrier q_full[kStages], dout_full[kStages], empty[kStages];
+
+    /// Initialises the barriers: one thread.
+    __device__ __forceinline__ void init() {
+        ptx::barrier_init(kv_full, 1);
+        for (int i = 0; i < kStages; ++i) {
+            ptx::barrier_init(q_full[i], 1);
+            ptx::barrier_init(dout_full[i], 1);
+            ptx::barrier_init(empty[i], kGradGroups * 4);
+        }
+    }
+};
+
+/// Fills the ring of queries: one thread.
+template <int kDim, int kValueDim, bool kStores>
+__device__ __forceinline__ void feed_queries(KeyGradsShared<kDim, kValueDim, kStores>& shared, const TensorMap& map_q, const TensorMap& map_k,
+                                             const TensorMap& map_v, const TensorMap& map_dout, const float* lse, const float* delta,
+                                             const AttentionSizes& sizes) {
+    using Shared = KeyGradsShared<kDim, kValueDim, kStores>;
+    const KeyWork work = shared.work;
+    constexpr u32 kRowsBytes = Shared::kRows * sizeof(float);
+    ptx::barrier_arrive_expect(shared.kv_full, sizeof(shared.k) + sizeof(shared.v));
+    for (int i = 0; i < kGradGroups; ++i) {
+        const int row = work.row + i * kGroupRows;
+        load_tile<kDim, kGroupRows>(shared.k[i], map_k, shared.kv_full, work.kv_head, row, work.sequence);
+        load_tile<kValueDim, kGroupRows>(shared.v[i], map_v, shared.kv_full, work.kv_head, row, work.sequence);
+    }
+    Place<Shared::kStages> at;
+    for (int head = work.first_head; head < work.first_head + work.heads; ++head) {
+        const u64 rows = u64(u32(work.sequence * sizes.heads + head)) * sizes.padded;
+        // Unrolled for long heads, it would need more registers than the loading warp has.
+#pragma unroll(kDim > 128 ? 1 : 4)
+        for (int tile = work.first_tile; tile < work.tiles; ++tile) {
+            const int row = tile * Shared::kRows;
+            ptx::Barrier &q_full = shared.q_full[at.stage], &dout_full = shared.dout_full[at.stage];
+            ptx::barrier_wait(shared.empty[at.stage], at.parity ^ 1);
+            ptx::barrier_arrive_expect(q_full, sizeof(shared.q[0]) + kRowsBytes);
+            load_tile<kDim, Shared::kRows>(shared.q[at.stage], map_q, q_full, head, row, work.sequence);
+            ptx::bulk_load(shared.lse[at.stage], lse + rows + row, kRowsBytes, q_full);
+            ptx::barrier_arrive_expect(dout_full, sizeof(shared.dout[0]) + kRowsBytes);
+            load_tile<kValueDim, Shared::kRows>(shared.dout[at.stage], map_dout, dout_full, head, row, work.sequence);
+            ptx::bulk_load(shared.delta[at.stage], delta + rows + row, kRowsBytes, dout_full);
+            at.advance();
+        }
+    }
+}
+
+/// Sets the scores of queries earlier than the key to -infinity. `ahead`: this thread's first column less its first
+/// row.
+template <int kCount>
+__device__ __forceinline__ void mask_earlier(float (&s)[kCount], int ahead) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+        const int col = 2 * i;
+        if (col + ahead < 0) s[i] = -infinity();
+        if (col + 1 + ahead < 0) s[i + 1] = -infinity();
+        if (col + ahead < 8) s[i + 2] = -infinity();
+        if (col + 1 + ahead < 8) s[i + 3] = -infinity();
+    }
+}
+
+/// Sets the scores of queries that are no longer in the window of a key to -infinity. `low`, `high`: one past the last query that sees this
+/// thread's first row, and its second, less this thread's first column.
+template <int kCount>
+__device__ __forceinline__ void mask_from(float (&s)[kCount], int low, int high) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+        const int col = 2 * i;
+        if (col >= low) s[i] = -infinity();
+        if (col + 1 >= low) s[i + 1] = -infinity();
+        if (col >= high) s[i + 2] = -infinity();
+        if (col + 1 >= high) s[i + 3] = -infinity();
+    }
+}
+
+/// One warpgroup's keys. `warp` counts within the warpgroups that multiply.
+template <bool kWindowed, int kDim, int kValueDim, bool kStores>
+__device__ __forceinline__ void key_grads(KeyGradsShared<kDim, kValueDim, kStores>& shared, const TensorMap& map_dk, const TensorMap& map_dv,
+                                          const AttentionSizes& sizes, const int* end_query, int warp) {
+    using Shared = KeyGradsShared<kDim, kValueDim, kStores>;
+    constexpr int kRows = Shared::kRows;
+    constexpr GradOrder kOrder = Shared::kOrder;
+    constexpr u32 kQueryStage = sizeof(shared.q[0]) / 16, kDoutStage = sizeof(shared.dout[0]) / 16;
+    const int lane = ptx::lane_idx(), group = warp / 4;
+    const float factor = sizes.scale * kLog2E;
+    const u32 k = ptx::wgmma_descriptor_low(shared_address(shared.k[group]));
+    const u32 v = ptx::wgmma_descriptor_low(shared_address(shared.v[group]));
+    const u32 q = ptx::wgmma_descriptor_low(shared_address(shared.q[0]));
+    const u32 dout = ptx::wgmma_descriptor_low(shared_address(shared.dout[0]));
+    const u32 q_down = descriptor_down<kRows>(shared.q[0]), dout_down = descriptor_down<kRows>(shared.dout[0]);
+    const auto release = [&](u32 stage) {
+        if (lane == 0) ptx::barrier_arrive(shared.empty[stage]);
+    };
+    float dk[kDim / 2], dv[kValueDim / 2], s[kRows / 2], dp[kRows / 2];
+    u32 p[kRows / 4], ds[kRows / 4], rest[kRows / 8];
+#pragma unroll
+    for (int i = 0; i < kDim / 2; ++i) dk[i] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kValueDim / 2; ++i) dv[i] = 0.0f;
+    Place<Shared::kStages> at;
+    // The work stays in shared memory and is read where it is needed: few registers are left. A warpgroup skips the
+    // tiles of queries that are earlier than all of its keys.
+    const KeyWork& work = shared.work;
+    const int key = work.row + group * kGroupRows, tiles = work.tiles;
+    const int first = min(key / kRows, tiles);
+    // A warpgroup has one turn for the first scores of a head, and two a tile, those that it skips included: both have as many.
+    constexpr bool kTurns = kOrder == GradOrder::ValuesBeforeScoreGrads;
+    const auto begin_turn = [&] {
+        if constexpr (kTurns) ptx::named_barrier_wait<256>(3 + group);
+    };
+    const auto end_turn = [&] {
+        if constexpr (kTurns) ptx::named_barrier_arrive<256>(4 - group);
+    };
+    // What `here` and `anew` are for: long heads leave no registers in which the compiler could keep the descriptor of every step, and what masks
+    // compare with.
+    const auto begin_scores = [&] {
+        ptx::barrier_wait(shared.q_full[at.stage], at.parity);
+        ptx::wgmma_fence();
+        multiply_along<kDim, kGroupRows, kRows>(s, kTurns ? ptx::here(k) : k, q + at.stage * kQueryStage);
+        ptx::wgmma_commit();
+    };
+    const auto begin_score_grads = [&] {
+        ptx::wgmma_fence();
+        multiply_along<kValueDim, kGroupRows, kRows>(dp, v, dout + at.stage * kDoutStage);
+        ptx::wgmma_commit();
+    };
+    const auto add_values = [&] {
+        ptx::wgmma_pin(dv);
+        ptx::wgmma_fence();
+        multiply_down<kRows>(dv, p, dout_down + at.stage * kDoutStage);
+    };
+    const auto store = [&](int tile) {
+        if constexpr (kStores)
+            store_score_grads(shared.score_grads[warp], ds, work.score_grads + score_tile(work.row / kGroupRows + group, tile));
+    };
+    // Tiles that end after this query are the edge of some key's window: that of the warpgroup's first key.
+    const int edge = end_query_of<kWindowed>(end_query, sizes, work.sequence, key);
+    const auto mask = [&](int tile) {
+        if (tile == first) {
+            const int now = kTurns ? ptx::lane_idx_anew() : lane;
+            mask_earlier(s, tile * kRows - key + 2 * (now % 4) - (warp % 4 * 16 + now / 4));
+        }
+        if (kWindowed && (tile + 1) * kRows > edge) {
+            const int now = kTurns ? ptx::lane_idx_anew() : lane;
+            const int row = key + warp % 4 * 16 + now / 4, col = tile * kRows + 2 * (now % 4);
+            mask_from(s, end_query_of<kWindowed>(end_query, sizes, work.sequence, row) - col,
+                      end_query_of<kWindowed>(end_query, sizes, work.sequence, row + 8) - col);
+        }
+    };
+    if (group == 1) end_turn();
+    ptx::barrier_wait(shared.kv_full, 0);
+    for (int head = 0; head < work.heads; ++head) {
+#pragma unroll 1
+        for (int tile = work.first_tile; tile < first; ++tile) {
+            // A skipped tile is released only once it is there: a warp must not arrive twice in one phase of `empty`.
+            ptx::barrier_wait(shared.q_full[at.stage], at.parity);
+            release(at.stage);
+            at.advance();
+            begin_turn(), end_turn();
+            begin_turn(), end_turn();
+        }
+        if (first == tiles) {
+            begin_turn(), end_turn();
+            continue;
+        }
+        begin_turn();
+        begin_scores();
+        end_turn();
+        for (int tile = first;; ++tile) {
+            ptx::barrier_wait(shared.dout_full[at.stage], at.parity);
+            if constexpr (kOrder != GradOrder::ValuesBeforeScoreGrads) {
+                begin_score_grads();
+                ptx::wgmma_wait_until<1>();
+            } else {
+                ptx::wgmma_wait();
+            }
+            ptx::wgmma_pin(s);
+            mask(tile);
+            if constexpr (kOrder == GradOrder::ValuesBeforeScoreGrads) {
+                probabilities_down(p, rest, s, factor, shared.lse[at.stage]);
+            } else {
+                probabilities_down(s, factor, shared.lse[at.stage]);
+                to_weights(p, s);
+            }
+            begin_turn();
+            if constexpr (kOrder != GradOrder::ValuesLast) {
+                add_values();
+                ptx::wgmma_commit();
+            }
+            if constexpr (kOrder == GradOrder::ValuesBetween) {
+                ptx::wgmma_wait_until<1>();
+            } else {
+                if constexpr (kOrder == GradOrder::ValuesBeforeScoreGrads) begin_score_grads();
+                end_turn();
+                ptx::wgmma_wait();
+            }
+            ptx::wgmma_pin(dp);
+            if constexpr (kOrder == GradOrder::ValuesBeforeScoreGrads) {
+                score_grads_down(ds, p, rest, dp, shared.delta[at.stage]);
+            } else {
+                score_grads_down(ds, s, dp, shared.delta[at.stage]);
+            }
+            if constexpr (kOrder == GradOrder::ValuesLast) ptx::wgmma_pin(dv);
+            ptx::wgmma_pin(dk);
+            begin_turn();
+            ptx::wgmma_fence();
+            if constexpr (kOrder == GradOrder::ValuesLast) multiply_down<kRows>(dv, p, dout_down + at.stage * kDoutStage);
+            multiply_down<kRows>(dk, ds, q_down + at.stage * kQueryStage);
+            ptx::wgmma_commit();
+            const u32 stage = at.stage;
+            at.advance();
+            if (tile + 1 == tiles) {
+                end_turn();
+                store(tile);
+                ptx::wgmma_wait();
+                release(stage);
+                break;
+            }
+            begin_scores();
+            end_turn();
+            store(tile);
+            ptx::wgmma_wait_until<1>();
+            release(stage);
+        }
+    }
+    if (group == 0) begin_turn();
+    ptx::wgmma_pin(dv);
+    ptx::wgmma_pin(dk);
+    // From here on no warp of the warpgroup multiplies by its keys and values: the results are staged in their place.
+    ptx::named_barrier_wait<128>(1 + group);
+    const int row = work.row + warp * 16;
+    store_warp_rows<kValueDim>(shared.v[group] + warp % 4 * 16 * kValueDim * 2, map_dv, dv, 1.0f, 1.0f, work.kv_head, row, work.sequence);
+    store_warp_rows<kDim>(shared.k[group] + warp % 4 * 16 * kDim * 2, map_dk, dk, sizes.scale, sizes.scale, work.kv_head, row,
+                          work.sequence);
+    ptx::tma_store_wait_all();
+}
+
+}  // namespace nib
