@@ -91,9 +91,7 @@ impl SwigluPath {
             (Emit::Block { codec, planes: Planes::Rows }, _) if by_rows && is_fused_e4m3(codec) => {
                 Self::Rows { codec: Some(codec), save_h: op.save_h }
             }
-            (Emit::Plain(DType::Bf16), _) if by_rows && op.save_h.is_none() => {
-                Self::Rows { codec: None, save_h: None }
-            }
+            (Emit::Plain(DType::Bf16), _) if by_rows => Self::Rows { codec: None, save_h: op.save_h },
             (Emit::Block { codec, planes: Planes::Both }, Some(capacity))
                 if fits(8, capacity) && is_fused_e4m3(codec) =>
             {
@@ -199,8 +197,8 @@ pub enum SwigluBackwardPath {
         decoded: bool,
         /// dh before it is quantized.
         dh: DType,
-        /// `a` before it is quantized.
-        a: DType,
+        /// `a` before it is quantized, if it is wanted.
+        a: Option<DType>,
     },
 }
 
@@ -208,14 +206,18 @@ impl SwigluBackwardPath {
     /// For this operation.
     pub fn of<B: Backend>(op: &SwigluBackward<'_, B>) -> Self {
         let (rows, f) = op.da.shape();
-        // The kernels always write `a`: where it is not wanted it is dropped.
+        let (dh, wanted) = (plain_form(op.dh), op.a.map(plain_form));
+        // In BF16 alone the kernel of plain matrices reads h as it was saved.
+        let all_bf16 = dh == DType::Bf16 && wanted.is_none_or(|a| a == DType::Bf16) && op.da.dtype() == dh;
+        let as_saved = HSource::of(op.h) == Some(HSource::Saved) && f.is_multiple_of(32) && all_bf16;
+        let decoded = matches!(op.h, Operand::Block(_)) && !as_saved;
+        let plain = Self::Plain { decoded, dh, a: wanted };
+        // The kernel of all planes always writes `a`: where it is not wanted it is dropped.
         let a = op.a.unwrap_or(match op.dh {
             Emit::Block { codec, planes: Planes::Both } => Emit::Block { codec, planes: Planes::Cols },
             Emit::Block { .. } => Emit::Plain(DType::Bf16),
             plain @ Emit::Plain(_) => plain,
         });
-        let decoded = matches!(op.h, Operand::Block(_));
-        let plain = Self::Plain { decoded, dh: plain_form(op.dh), a: plain_form(a) };
         let Emit::Block { codec, planes: Planes::Both } = op.dh else { return plain };
         let (Some(source), Some(capacity)) = (HSource::of(op.h), tiled_capacity(rows, op.groups)) else {
             return plain;
@@ -242,13 +244,16 @@ pub fn swiglu_backward<B: GpuKernels>(b: &B, op: &SwigluBackward<'_, B>) -> Resu
             b.swiglu_backward_kernel(op, &path, op.h, Some(&parts), &grads)?;
             Ok(SwigluGrads { a: grads.a.filter(|_| op.a.is_some()), ..grads })
         }
-        SwigluBackwardPath::Plain { dh, a, .. } => {
+        SwigluBackwardPath::Plain { dh, a, decoded } => {
             let h = match op.h {
-                Operand::Plain(_) => op.h.clone(),
-                Operand::Block(x) => Operand::Plain(b.decode(Dequantize { x, dtype: DType::F32 })?),
+                Operand::Block(x) if decoded => {
+                    Operand::Plain(b.decode(Dequantize { x, dtype: DType::F32 })?)
+                }
+                h => h.clone(),
             };
-            let (dh, a) = (Emit::Plain(dh).result(b, rows, 2 * f)?, Emit::Plain(a).result(b, rows, f)?);
-            let plain = SwigluGrads { dh, a: Some(a), dweight: b.alloc(rows)? };
+            let dh = Emit::Plain(dh).result(b, rows, 2 * f)?;
+            let a = a.map(|dtype| Emit::Plain(dtype).result(b, rows, f)).transpose()?;
+            let plain = SwigluGrads { dh, a, dweight: b.alloc(rows)? };
             b.swiglu_backward_kernel(op, &path, &h, None, &plain)?;
             let SwigluGrads { dh, a, dweight } = plain;
             let dh = emitted(b, dh, op.dh, op.groups)?;
@@ -264,7 +269,9 @@ impl fmt::Display for SwigluBackwardPath {
             Self::Fused { codec, .. } => write!(f, "one kernel to {} planes of dh and a", codec.format()),
             Self::Plain { decoded, dh, a } => {
                 f.write_str(if *decoded { "h decoded to f32; " } else { "" })?;
-                write!(f, "dh in {dh} and a in {a}, then quantized by themselves")
+                write!(f, "dh in {dh}")?;
+                a.map_or(Ok(()), |a| write!(f, " and a in {a}"))?;
+                f.write_str(", then quantized by themselves")
             }
         }
     }

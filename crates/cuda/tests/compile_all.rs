@@ -150,7 +150,7 @@ fn layout(spec: &KernelSpec) -> Option<(String, usize, usize)> {
         "nib::shift_cols" => (format!("nib::ShiftShared<{}>", arg("kPanels")), 0, 0),
         "nib::lift_tiles" => ("nib::LiftTilesShared".into(), 0, 0),
         "nib::swiglu_backward" => (format!("nib::BackwardShared<{}>", arg("H")), 0, 0),
-        "nib::swiglu_backward_plain" if arg("kBf16") == "true" => ("nib::SigmoidTable".into(), 0, 0),
+        "nib::swiglu_backward_plain" if arg("Chunk") != "nib::AnyChunk" => ("nib::SigmoidTable".into(), 0, 0),
         "nib::swiglu_rows_cols" => ("nib::RowsColsShared".into(), 0, 0),
         "nib::grouped_fp8_block" => {
             let args = all(&[STAGES[0], STAGES[1], STAGES[2], "kScalesB", "Out"]);

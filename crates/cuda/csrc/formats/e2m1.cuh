@@ -126,6 +126,19 @@ struct E2m1 {
         return __uint_as_float(__float_as_uint(magnitude) | (code & 8) << 28);
     }
 
+    /// Eight codes times their block's scale, BF16 in both halves of a word: exact.
+    __device__ __forceinline__ static Bf16::Eight widen(Eight codes, u32 scale) {
+        constexpr u32 kToNumber = 0x7E807E80, kMinusZero = 0x80008000;  // 2^126; -0, which keeps the sign of a zero
+        Bf16::Eight numbers;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const u32 two = codes >> 8 * i, apart = (two & 0x0F) | (two & 0xF0) << 12;  // a code in the low bits of either half
+            const u32 tiny = (apart & 0x00070007) << 6 | (apart & 0x00080008) << 12;
+            numbers.word[i] = ptx::fma_bf16x2(ptx::fma_bf16x2(tiny, kToNumber, kMinusZero), scale, kMinusZero);
+        }
+        return numbers;
+    }
+
     /// Packs each half-word to a nibble: its sign, bit 15, and its code, bits 9 to 11 (the bits between are 0). With
     /// kExceeds the code is bits 9 to 12, and 8 becomes 7. The words hold elements (0, 2), (4, 6), (1, 3), (5, 7).
     template <bool kExceeds>

@@ -22,6 +22,12 @@ __device__ __forceinline__ float e8m0_decode(u32 byte) {
     return __uint_as_float(byte == kScaleNan ? kNanBits : bits);
 }
 
+/// The same as BF16, in both halves of a word.
+__device__ __forceinline__ u32 e8m0_bf16x2(u32 byte) {
+    const u32 bits = byte == 0 ? 0x0040 : byte << 7;
+    return (byte == kScaleNan ? kNanBits >> 16 : bits) * 0x10001;
+}
+
 /// A block's scale as stored, and the factor for its values before they are encoded (NaN for a NaN scale).
 template <class Stored>
 struct BlockScale {

@@ -1,10 +1,14 @@
 // The backward pass of kernels/swiglu/swiglu_plain.cuh, and of kernels/swiglu/swiglu.cuh in BF16.
 //
 // h [rows][2f] = [g | u], da [rows][f], weight[rows] (null: 1) -> dh [rows][2f] = [dg | du], a [rows][f] as the forward
-// pass made it, dweight[rows]; row_id as in kernels/convert/quantize.cuh; padding gives zeros. Matrices start on 16
-// bytes. kBf16: all are BF16 and f % 8 == 0; else the flags say which. 256 threads, a warp a row; any grid, best, if
-// kBf16, four CTAs a multiprocessor; sizeof(SigmoidTable) dynamic shared memory if kBf16.
+// pass made it (null: not made), dweight[rows]; row_id as in kernels/convert/quantize.cuh; padding gives zeros. Matrices start on 16
+// bytes. 256 threads, a warp a row.
+// swiglu_backward_plain<AnyChunk>: the flags say which are BF16, the others are F32; any grid.
+// <Bf16Chunk>: all are BF16 and f % 8 == 0. <SavedChunk>: h is MXFP4, codes [rows][f] bytes and h_scales [rows][2f / 32], all others are BF16,
+//   and f % 32 == 0. Any grid, best four CTAs a multiprocessor; sizeof(SigmoidTable) dynamic shared memory.
 #pragma once
+#include "formats/e2m1.cuh"
+#include "formats/e8m0.cuh"
 #include "formats/f32_or_bf16.cuh"
 #include "math/reduce.cuh"
 #include "math/sigmoid_table.cuh"
@@ -16,14 +20,14 @@ constexpr int kPlainRowThreads = 256;
 
 /// What is read, and whether it is BF16.
 struct PlainSource {
-    const u8 *h, *da;
+    const u8 *h, *h_scales, *da;
     int h_bf16, da_bf16;
     int f;
 };
 
 /// A warp's next 256 columns.
-template <bool kBf16>
-struct PlainChunk {
+struct AnyChunk {
+    static constexpr bool kTable = false;  // whether sigmoids are looked up
     using Eight = F32::Eight;
     Eight gate, up, da;
 
@@ -34,33 +38,28 @@ struct PlainChunk {
         da = load_f32_or_bf16(of.da, of.da_bf16, u64(row) * of.f + col, left);
     }
     __device__ __forceinline__ static float value(const Eight& x, int i) { return x.number[i]; }
-    __device__ __forceinline__ void sigmoids(u32, float (&s)[8]) const {
+    __device__ __forceinline__ const Eight& gates() const { return gate; }
+    __device__ __forceinline__ const Eight& ups() const { return up; }
+    __device__ __forceinline__ static void sigmoids(u32, const Eight& gates, float (&s)[8]) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) s[i] = sigmoid(gate.number[i]);
+        for (int i = 0; i < 8; ++i) s[i] = sigmoid(gates.number[i]);
     }
     __device__ __forceinline__ static void store(u8* to, bool is_bf16, u64 at, int left, const F32::Eight& x) {
         store_f32_or_bf16(to, is_bf16, at, left, x);
     }
 };
 
-template <>
-struct PlainChunk<true> {
+/// What BF16 numbers have in common.
+struct TableChunk {
+    static constexpr bool kTable = true;
     using Eight = Bf16::Eight;
-    Eight gate, up, da;
 
-    __device__ __forceinline__ void load(const PlainSource& of, u32 row, int col, bool counted) {
-        const int left = counted ? of.f - col : 0;
-        const u8* const from = of.h + (u64(row) * u32(2 * of.f) + u32(col)) * Bf16::kBytes;
-        gate = Bf16::load<true>(from, left);
-        up = Bf16::load<true>(from + u32(of.f) * Bf16::kBytes, left);
-        da = Bf16::load<true>(of.da + (u64(row) * u32(of.f) + u32(col)) * Bf16::kBytes, left);
-    }
     __device__ __forceinline__ static float value(const Eight& x, int i) { return Bf16::value(x, i); }
-    __device__ __forceinline__ void sigmoids(u32 table, float (&s)[8]) const {
+    __device__ __forceinline__ static void sigmoids(u32 table, const Eight& gates, float (&s)[8]) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             float two[2];
-            SigmoidTable::two(table, gate.word[i], two);
+            SigmoidTable::two(table, gates.word[i], two);
             s[2 * i] = two[0];
             s[2 * i + 1] = two[1];
         }
@@ -70,22 +69,54 @@ struct PlainChunk<true> {
     }
 };
 
-template <bool kBf16>
-__global__ void __launch_bounds__(kPlainRowThreads, kBf16 ? 4 : 2)
-    swiglu_backward_plain(const u8* __restrict__ h, int h_bf16, const u8* __restrict__ da, int da_bf16,
+struct Bf16Chunk : TableChunk {
+    Eight gate, up, da;
+
+    __device__ __forceinline__ void load(const PlainSource& of, u32 row, int col, bool counted) {
+        const int left = counted ? of.f - col : 0;
+        const u8* const from = of.h + (u64(row) * u32(2 * of.f) + u32(col)) * Bf16::kBytes;
+        gate = Bf16::load<true>(from, left);
+        up = Bf16::load<true>(from + u32(of.f) * Bf16::kBytes, left);
+        da = Bf16::load<true>(of.da + (u64(row) * u32(of.f) + u32(col)) * Bf16::kBytes, left);
+    }
+    __device__ __forceinline__ const Eight& gates() const { return gate; }
+    __device__ __forceinline__ const Eight& ups() const { return up; }
+};
+
+/// h as it was saved. It is widened where it is used, so that fewer registers wait.
+struct SavedChunk : TableChunk {
+    u32 gate, up;  // codes
+    u32 gate_scale, up_scale;
+    Eight da;
+
+    __device__ __forceinline__ void load(const PlainSource& of, u32 row, int col, bool counted) {
+        const int left = counted ? of.f - col : 0;
+        const u32 half = u32(of.f) / 2, blocks = u32(of.f) / E2m1::kBlock;
+        const u8* const codes = of.h + (u64(row) * u32(of.f) + u32(col) / 2);
+        const u8* const scales = of.h_scales + (u64(row) * 2 * blocks + u32(col) / E2m1::kBlock);
+        gate = ptx::load_4_if(left > 0, codes), up = ptx::load_4_if(left > 0, codes + half);
+        gate_scale = left > 0 ? __ldg(scales) : 0, up_scale = left > 0 ? __ldg(scales + blocks) : 0;
+        da = Bf16::load<true>(of.da + (u64(row) * u32(of.f) + u32(col)) * Bf16::kBytes, left);
+    }
+    __device__ __forceinline__ Eight gates() const { return E2m1::widen(gate, e8m0_bf16x2(gate_scale)); }
+    __device__ __forceinline__ Eight ups() const { return E2m1::widen(up, e8m0_bf16x2(up_scale)); }
+};
+
+template <class Chunk>
+__global__ void __launch_bounds__(kPlainRowThreads, Chunk::kTable ? 4 : 2)
+    swiglu_backward_plain(const u8* __restrict__ h, const u8* __restrict__ h_scales, int h_bf16, const u8* __restrict__ da, int da_bf16,
                           const float* __restrict__ weight, u8* __restrict__ dh, int dh_bf16, u8* __restrict__ a, int a_bf16,
                           float* __restrict__ dweight, const int* __restrict__ row_id, int rows, int f) {
-    using Chunk = PlainChunk<kBf16>;
     constexpr int kCols = 2 * kPart;
     extern __shared__ __align__(128) u8 raw[];
-    SigmoidTable& sigmoids = *reinterpret_cast<SigmoidTable*>(raw);  // none without kBf16
+    SigmoidTable& sigmoids = *reinterpret_cast<SigmoidTable*>(raw);  // none without kTable
     u32 table = 0;
-    if constexpr (kBf16) {
+    if constexpr (Chunk::kTable) {
         sigmoids.fill();
         __syncthreads();
         table = sigmoids.base();
     }
-    const PlainSource source = {h, da, h_bf16, da_bf16, f};
+    const PlainSource source = {h, h_scales, da, h_bf16, da_bf16, f};
     const int lane = threadIdx.x % 32;
     constexpr int kWarps = kPlainRowThreads / 32;
     const u32 stride = gridDim.x * kWarps;
@@ -106,11 +137,12 @@ __global__ void __launch_bounds__(kPlainRowThreads, kBf16 ? 4 : 2)
             else next.load(source, row + stride, lane * 8, next_counted);
             F32::Eight dg, du, again;
             float s[8], terms[8], das[8];
-            now.sigmoids(table, s);
+            const typename Chunk::Eight gates = now.gates(), ups = now.ups();
+            Chunk::sigmoids(table, gates, s);
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 das[i] = Chunk::value(now.da, i);
-                const SwigluGrad grad = swiglu_grad(gate_terms(Chunk::value(now.gate, i), s[i]), Chunk::value(now.up, i), das[i], w);
+                const SwigluGrad grad = swiglu_grad(gate_terms(Chunk::value(gates, i), s[i]), Chunk::value(ups, i), das[i], w);
                 dg.number[i] = grad.gate;
                 du.number[i] = grad.up;
                 again.number[i] = grad.a;
@@ -118,7 +150,7 @@ __global__ void __launch_bounds__(kPlainRowThreads, kBf16 ? 4 : 2)
             }
             Chunk::store(dh, dh_bf16, u64(row) * u32(2 * f) + u32(col), left, dg);
             Chunk::store(dh, dh_bf16, u64(row) * u32(2 * f) + u32(f + col), left, du);
-            Chunk::store(a, a_bf16, u64(row) * u32(f) + u32(col), left, again);
+            if (a != nullptr) Chunk::store(a, a_bf16, u64(row) * u32(f) + u32(col), left, again);
             // Lanes 0 to 15 have one part, the other lanes the next.
             float part = dot_of_neighbours(terms, das);
 #pragma unroll

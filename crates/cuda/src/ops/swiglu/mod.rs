@@ -72,7 +72,7 @@ pub(super) fn instances() -> Vec<Instance> {
         let rows = [false, true].map(|save_h| (rows_spec(Some(rule), save_h), 0));
         rows.into_iter().chain([(rows_cols_spec(rule), ROWS_COLS_SHARED)])
     };
-    let plain = [(rows_spec(None, false), 0), (plain_spec(), 0)];
+    let plain = [(rows_spec(None, false), 0), (rows_spec(None, true), 0), (plain_spec(), 0)];
     let all = FUSED_RULES.into_iter().flat_map(of_rule).chain(plain);
     all.map(|(spec, shared_bytes)| Instance { spec, shared_bytes }).collect()
 }

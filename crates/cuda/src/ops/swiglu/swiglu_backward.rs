@@ -10,12 +10,12 @@ use crate::launch::tensor_map::{Element, Swizzle, TensorMap, Tiles};
 use crate::launch::{Divider, KernelArg, Launch};
 use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;
-use crate::ops::planes::{plain_arg, plane_args, rule_arg};
+use crate::ops::planes::{plain_arg, plain_or_null, plane_args, rule_arg};
 use crate::{Buffer, Device};
 use nibble_choice::swiglu::{self as sequence, FUSED_RULES, HSource, SwigluBackwardPath, TILE, check_size};
 use nibble_core::formats::{BlockAxis, Codec, ScaleRule};
 use nibble_core::ops::{Emitted, SwigluBackward, SwigluGrads};
-use nibble_core::{BlockScaled, DType, Error, Operand, Result, Tensor};
+use nibble_core::{BlockScaled, DType, Error, Operand, Result};
 
 const OP: &str = "swiglu_backward";
 
@@ -43,14 +43,17 @@ pub(crate) fn launch_swiglu_backward(
     (h, parts): (&Operand<Cuda>, Option<&Buffer<f32>>),
     out: &SwigluGrads<Cuda>,
 ) -> Result<()> {
-    let a = out.a.as_ref().ok_or_else(|| Error::shape(OP, "a", "not made", "the kernels always write it"))?;
     match (*path, parts) {
         (SwigluBackwardPath::Fused { source, codec, capacity, .. }, Some(parts)) => {
+            let a = out
+                .a
+                .as_ref()
+                .ok_or_else(|| Error::shape(OP, "a", "not made", "the kernel always writes it"))?;
             let fused = Fused::new(op, source, (codec, capacity), cuda.device().info().num_sms);
             fused.run(cuda.device(), op, parts, (&out.dh, a))?;
             add_partial_sums(cuda.device(), parts, out.dweight.get(), op.da.cols / TILE)
         }
-        _ => plain(cuda.device(), op, h.plain(OP)?, (&out.dh, a, out.dweight.get())),
+        _ => plain(cuda.device(), op, h, (&out.dh, out.a.as_ref(), out.dweight.get())),
     }
 }
 
@@ -60,8 +63,8 @@ pub(crate) fn instances() -> Vec<Instance> {
         FUSED_RULES
             .map(|rule| Instance { spec: fused_spec(source, rule), shared_bytes: fused_shared_bytes(source) })
     };
-    let plain =
-        [false, true].map(|bf16| Instance { spec: plain_spec(bf16), shared_bytes: plain_shared_bytes(bf16) });
+    let plain = [Chunk::Any, Chunk::Bf16, Chunk::Saved]
+        .map(|chunk| Instance { spec: plain_spec(chunk), shared_bytes: plain_shared_bytes(chunk) });
     let parts = [Instance { spec: parts_spec(), shared_bytes: 0 }];
     [&fused(HSource::Saved)[..], &fused(HSource::Plain), &plain, &parts].concat()
 }
@@ -212,52 +215,81 @@ fn add_partial_sums(
 
 const PLAIN_THREADS: usize = 256;
 
-/// Ctas that a multiprocessor holds, if all is BF16.
+/// Ctas that a multiprocessor holds, if sigmoids are looked up.
 const PLAIN_PER_SM: usize = 4;
 
-fn plain_spec(bf16: bool) -> KernelSpec {
-    let args = vec![("kBf16", TemplateArg::Bool(bf16))];
+/// What the kernel of plain matrices reads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Chunk {
+    /// F32 or BF16.
+    Any,
+    /// BF16 alone.
+    Bf16,
+    /// h in MXFP4, all else in BF16.
+    Saved,
+}
+
+fn plain_spec(chunk: Chunk) -> KernelSpec {
+    let chunk = match chunk {
+        Chunk::Any => "nib::AnyChunk",
+        Chunk::Bf16 => "nib::Bf16Chunk",
+        Chunk::Saved => "nib::SavedChunk",
+    };
     KernelSpec {
         source: "kernels/swiglu/swiglu_backward_plain.cuh",
         name: "nib::swiglu_backward_plain",
-        args,
+        args: vec![("Chunk", TemplateArg::Type(chunk))],
     }
 }
 
 /// Dynamic shared memory in bytes.
-const fn plain_shared_bytes(bf16: bool) -> usize {
-    if bf16 { SIGMOIDS } else { 0 }
+const fn plain_shared_bytes(chunk: Chunk) -> usize {
+    match chunk {
+        Chunk::Any => 0,
+        Chunk::Bf16 | Chunk::Saved => SIGMOIDS,
+    }
 }
 
-/// Any form: plain h, plain dh and `a`.
+/// Any form: plain dh, and `a` if it is wanted.
 fn plain(
     device: &Device,
     op: &SwigluBackward<'_, Cuda>,
-    h: &Tensor<Cuda>,
-    (dh, a, dweight): (&Emitted<Cuda>, &Emitted<Cuda>, &Buffer<f32>),
+    h: &Operand<Cuda>,
+    (dh, a, dweight): (&Emitted<Cuda>, Option<&Emitted<Cuda>>, &Buffer<f32>),
 ) -> Result<()> {
     let (rows, f) = (op.da.rows, op.da.cols);
-    let (dh, a) = (rows_of(OP, dh)?.plain(OP)?, rows_of(OP, a)?.plain(OP)?);
-    if rows > 0 {
-        check_size(OP, rows, f)?;
-        let bf16 = f.is_multiple_of(8) && [h, op.da, dh, a].iter().all(|x| x.dtype() == DType::Bf16);
-        let most = if bf16 { PLAIN_PER_SM * device.info().num_sms as usize } else { usize::MAX };
-        let ctas = rows.div_ceil(PLAIN_THREADS / 32).min(most) as u32;
-        let threads = PLAIN_THREADS as u32;
-        let launch = Launch { ctas, threads, cluster: 1, shared_bytes: plain_shared_bytes(bf16) };
-        let ((h, h_bf16), (da, da_bf16)) = (plain_arg(h), plain_arg(op.da));
-        let ((dh, dh_bf16), (a, a_bf16)) = (plain_arg(dh), plain_arg(a));
-        let (weight, row_id) = (op.weight.map(Buf::get), row_ids(op.groups));
-        let (rows, f) = (rows as i32, f as i32);
-        let args: [&dyn KernelArg; 13] =
-            [h, &h_bf16, da, &da_bf16, &weight, dh, &dh_bf16, a, &a_bf16, dweight, &row_id, &rows, &f];
-        let kernel = device.kernel(&plain_spec(bf16))?;
-        // SAFETY: `BufferCheck` held h, unless it has just been decoded, to `[rows, 2f]`, da to `[rows, f]`, and weights and groups to `rows`;
-        // the flags say the types, and the instance is for them and f.
-        // What is written was made for these sizes and is not yet shared.
-        unsafe { kernel.launch(launch, &args) }?;
+    if rows == 0 {
+        return Ok(());
     }
-    Ok(())
+    check_size(OP, rows, f)?;
+    let dh = rows_of(OP, dh)?.plain(OP)?;
+    let a = a.map(|a| rows_of(OP, a)?.plain(OP)).transpose()?;
+    let rest = [Some(op.da), Some(dh), a].into_iter().flatten();
+    let bf16 = f.is_multiple_of(8) && rest.into_iter().all(|x| x.dtype() == DType::Bf16);
+    let no_scales = None::<&Buffer<u8>>;
+    let (chunk, [h, h_scales], h_bf16): (Chunk, [&dyn KernelArg; 2], i32) = match h {
+        Operand::Block(h) => (Chunk::Saved, plane_args(h), 0),
+        Operand::Plain(h) => {
+            let chunk = if bf16 && h.dtype() == DType::Bf16 { Chunk::Bf16 } else { Chunk::Any };
+            let (h, h_bf16) = plain_arg(h);
+            (chunk, [h, &no_scales], h_bf16)
+        }
+    };
+    let most = if chunk == Chunk::Any { usize::MAX } else { PLAIN_PER_SM * device.info().num_sms as usize };
+    let ctas = rows.div_ceil(PLAIN_THREADS / 32).min(most) as u32;
+    let threads = PLAIN_THREADS as u32;
+    let launch = Launch { ctas, threads, cluster: 1, shared_bytes: plain_shared_bytes(chunk) };
+    let ((da, da_bf16), (dh, dh_bf16)) = (plain_arg(op.da), plain_arg(dh));
+    let (a, a_bf16) = (plain_or_null(a), a.map_or(0, |a| plain_arg(a).1));
+    let (weight, row_id) = (op.weight.map(Buf::get), row_ids(op.groups));
+    let (rows, f) = (rows as i32, f as i32);
+    let args: [&dyn KernelArg; 14] =
+        [h, h_scales, &h_bf16, da, &da_bf16, &weight, dh, &dh_bf16, a, &a_bf16, dweight, &row_id, &rows, &f];
+    let kernel = device.kernel(&plain_spec(chunk))?;
+    // SAFETY: `BufferCheck` held h, unless it has just been decoded, to `[rows, 2f]`, da to `[rows, f]`, and weights and groups to `rows`;
+    // the flags say the types, the instance is for them and f, and of blocks the path leaves MXFP4 rows alone whose f is whole blocks, and BF16 beside them.
+    // What is written was made for these sizes and is not yet shared.
+    unsafe { kernel.launch(launch, &args) }
 }
 
 #[cfg(test)]
