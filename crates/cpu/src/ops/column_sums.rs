@@ -83,3 +83,16 @@ pub(super) fn for_columns(
         });
     });
 }
+
+#[cfg(test)]
+pub(super) mod tests {
+    /// The definition of the tree over neighbours: an odd one out passes up unchanged. 0 of none.
+    pub fn tree(mut level: Vec<f32>) -> f32 {
+        while level.len() > 1 {
+            let pairs = level.chunks_exact(2);
+            let odd = pairs.remainder().to_vec();
+            level = pairs.map(|pair| pair[0] + pair[1]).chain(odd).collect();
+        }
+        level.first().copied().unwrap_or(0.0)
+    }
+}

@@ -1,4 +1,5 @@
 use super::*;
+use crate::ops::column_sums::tests::tree;
 use crate::ops::elementwise::tests::{bits, normals, same_everywhere};
 use nibble_core::Tensor;
 
@@ -40,13 +41,7 @@ fn each_row_has_the_bias_added_and_rounded_once() {
 /// The definition, a column at a time.
 fn column_sum(dy: &[f32], d: usize, column: usize) -> f32 {
     let column: Vec<f32> = dy.iter().skip(column).step_by(d).copied().collect();
-    let mut level: Vec<f32> = column.chunks(64).map(|chunk| chunk.iter().fold(0.0, |a, b| a + b)).collect();
-    while level.len() > 1 {
-        let pairs = level.chunks_exact(2);
-        let odd = pairs.remainder().to_vec();
-        level = pairs.map(|pair| pair[0] + pair[1]).chain(odd).collect();
-    }
-    level.first().copied().unwrap_or(0.0)
+    tree(column.chunks(64).map(|chunk| chunk.iter().fold(0.0, |a, b| a + b)).collect())
 }
 
 #[test]

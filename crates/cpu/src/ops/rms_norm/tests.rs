@@ -1,4 +1,5 @@
 use super::*;
+use crate::ops::column_sums::tests::tree;
 use crate::ops::elementwise::tests::{bits, normals, same_everywhere};
 use nibble_core::Backend;
 
@@ -163,13 +164,7 @@ fn column_sum(x: &[f32], inv_rms: &[f32], dy: &[f32], d: usize, column: usize) -
         rows.iter()
             .fold(0.0f32, |sum, row| dy[row * d + column].mul_add(x[row * d + column] * inv_rms[*row], sum))
     };
-    let mut level: Vec<f32> = rows.chunks(64).map(chunk).collect();
-    while level.len() > 1 {
-        let pairs = level.chunks_exact(2);
-        let odd = pairs.remainder().to_vec();
-        level = pairs.map(|pair| pair[0] + pair[1]).chain(odd).collect();
-    }
-    level.first().copied().unwrap_or(0.0)
+    tree(rows.chunks(64).map(chunk).collect())
 }
 
 #[test]
