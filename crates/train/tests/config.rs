@@ -6,8 +6,8 @@ use std::path::Path;
 use nibble_core::{DeviceKind, Recipe};
 use nibble_train::Error;
 use nibble_train::checks::check_recipe;
-use nibble_train::config::{Combine, Config, preset_names, published_models, tiny_models};
-use nibble_train::family::{self, FAMILIES};
+use nibble_train::config::{Combine, Config, ModelConfig, preset_names, published_models, tiny_models};
+use nibble_train::family::{self, ConfigJson, FAMILIES};
 use nibble_train::spec::ModelSpec;
 
 type Outcome = Result<(), Box<dyn std::error::Error>>;
@@ -383,6 +383,31 @@ fn published_models_have_as_many_parameters_as_are_published() -> Outcome {
         assert_eq!(ModelSpec::new(&model).num_parameters(), Some(count), "{name}");
         assert_eq!(family::of(&model).name(), family, "{name}");
     }
+    Ok(())
+}
+
+/// The `config.json` of a published model is read as the built-in one of its name, and nothing in it is passed over.
+#[test]
+fn published_files_say_the_built_in_models() -> Outcome {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/published");
+    let mut families = BTreeSet::new();
+    for file in std::fs::read_dir(folder)? {
+        let path = file?.path();
+        let name = path.file_stem().unwrap().to_str().unwrap();
+        let json = ConfigJson::open(&path)?;
+        let (family, read) = family::read(&json)?;
+        let config = Config::load(name, &[])?;
+        let built_in = ModelConfig { max_positions: config.positions(), ..config.model };
+        let said = |model: &ModelConfig| family::config_json(family, model, model.max_positions);
+        // The weight of a loss is a choice of whoever trains.
+        let read = ModelConfig { aux_loss_coef: built_in.aux_loss_coef, balance: built_in.balance, ..read };
+        assert_eq!(said(&read), said(&built_in), "{name}");
+        assert_eq!(json.passed_over(), [""; 0], "{name}");
+        families.insert(family.name());
+    }
+    let all: BTreeSet<&str> =
+        FAMILIES.iter().map(|family| family.name()).filter(|name| *name != "nibble").collect();
+    assert_eq!(families, all);
     Ok(())
 }
 

@@ -22,7 +22,9 @@ impl Family for Qwen2 {
     }
 
     fn fields(&self) -> Vec<Field> {
-        [&DECODER[..], &GROUPED_QUERY, &DENSE, &[Field::always("use_sliding_window", "false")]].concat()
+        const OWN: [Field; 2] =
+            [Field::always("use_sliding_window", "false"), Field::always("use_mrope", "false")];
+        [&DECODER[..], &GROUPED_QUERY, &DENSE, &OWN].concat()
     }
 
     fn read_rest(&self, json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
