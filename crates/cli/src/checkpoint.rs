@@ -8,7 +8,7 @@ use nibble_train::checkpoint::{Checkpoint, latest_valid};
 use nibble_train::checks::checked_recipe;
 use nibble_train::config::{Config, RANDOM, SYNTHETIC};
 use nibble_train::pretrained::{OwnTokenizer, Pretrained, is_folder};
-use nibble_train::tokenizer::Tokenizer;
+use nibble_train::tokenizer::{SharedTokenizer, Symbols, Tokenizer};
 use nibble_train::trainer::Trainer;
 use std::path::Path;
 
@@ -47,9 +47,9 @@ impl Trained {
     pub fn tokens(&self) -> Result<Vec<String>> {
         let Self::Folder(folder) = self else { return Ok(Vec::new()) };
         match folder.tokenizer()? {
-            Some(OwnTokenizer::Own(Tokenizer::Synthetic)) => Ok(Vec::new()),
+            Some(OwnTokenizer::Own(own)) if is_symbols(&own) => Ok(Vec::new()),
             // Any text's.
-            Some(OwnTokenizer::Own(Tokenizer::Bytes)) => Ok(vec!["data.source=prompt".into()]),
+            Some(OwnTokenizer::Own(_)) => Ok(vec!["data.source=prompt".into()]),
             Some(OwnTokenizer::Another) | None => {
                 let why = "has no tokenizer that can be read: of folders those that `nibble export` has written have one";
                 Err(Error::usage(format!("{}: {why}", folder.path().display())))
@@ -90,6 +90,11 @@ impl Trained {
     }
 }
 
+/// Whether these are the tokens of the built-in language, which brings its data along.
+fn is_symbols(tokenizer: &SharedTokenizer) -> bool {
+    tokenizer.to_json() == Symbols.to_json()
+}
+
 /// The configuration that begins with the model of a folder. Its data are those of its tokenizer, where nothing else is said.
 fn of_folder(folder: &Pretrained, overrides: &[String]) -> Result<Config> {
     folder.notes.iter().for_each(|note| warn!("warning: {note}"));
@@ -104,7 +109,8 @@ fn of_folder(folder: &Pretrained, overrides: &[String]) -> Result<Config> {
         format!("data.seq_len={seq_len}"),
     ];
     let says_data = overrides.iter().any(|o| o.starts_with("data.source="));
-    if !says_data && folder.tokenizer()? != Some(OwnTokenizer::Own(Tokenizer::Synthetic)) {
+    let has_data = matches!(folder.tokenizer()?, Some(OwnTokenizer::Own(own)) if is_symbols(&own));
+    if !says_data && !has_data {
         let path = folder.path().display();
         return Err(Error::usage(format!(
             "{path} says nothing of data: name some, such as --set data.source=book.txt"

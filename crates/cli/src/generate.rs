@@ -8,7 +8,6 @@ use nibble_core::Recipe;
 use nibble_formats::math::exp;
 use nibble_formats::{Purpose, Stream, fnv1a32};
 use nibble_train::config::Config;
-use nibble_train::tokenizer::Tokenizer;
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 
@@ -76,7 +75,7 @@ impl Work for Generation<'_> {
         let mut trainer = trained.load(on, config, recipe)?;
         let tokenizer = trainer.tokenizer();
         let mut ids = match args.prompt.as_str() {
-            "" => tokenizer.encode(opening(tokenizer))?,
+            "" => tokenizer.encode(tokenizer.opening())?,
             prompt => tokenizer.encode(prompt)?,
         };
         let mut text = Text::new();
@@ -101,14 +100,6 @@ impl Work for Generation<'_> {
         }
         text.emit(b"\n")?;
         Ok(())
-    }
-}
-
-/// What a text of each kind may begin after.
-fn opening(tokenizer: Tokenizer) -> &'static str {
-    match tokenizer {
-        Tokenizer::Bytes => "\n",
-        Tokenizer::Synthetic => "(",
     }
 }
 

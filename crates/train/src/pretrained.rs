@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use crate::family::{self, ConfigJson, Family, Named};
 use crate::files;
 use crate::spec::ModelSpec;
-use crate::tokenizer::Tokenizer;
+use crate::tokenizer::{SharedTokenizer, built_in};
 use crate::trainer::COMPANIONS_DIR;
 use serde_json::{Value, json};
 use std::fs;
@@ -114,17 +114,17 @@ pub(crate) fn kept_tokenizer(dir: &Path) -> Result<Option<String>> {
 /// That tokenizer.
 fn tokenizer_in(dir: &Path) -> Result<Option<OwnTokenizer>> {
     let of = |text: String| {
-        let own = [Tokenizer::Bytes, Tokenizer::Synthetic].into_iter().find(|own| own.to_json() == text);
+        let own = built_in().into_iter().find(|own| own.to_json() == text);
         own.map_or(OwnTokenizer::Another, OwnTokenizer::Own)
     };
     Ok(kept_tokenizer(dir)?.map(of))
 }
 
 /// The tokenizer that a folder has.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub enum OwnTokenizer {
     /// One of this program's.
-    Own(Tokenizer),
+    Own(SharedTokenizer),
     /// Another, which nothing here reads.
     Another,
 }

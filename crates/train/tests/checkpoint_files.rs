@@ -9,7 +9,7 @@ use sha2::{Digest, Sha256};
 use nibble_train::Error;
 use nibble_train::checkpoint::{Checkpoint, FILES, Outline, Position, Store, TensorSpec, latest_valid};
 use nibble_train::config::Config;
-use nibble_train::tokenizer::Tokenizer;
+use nibble_train::tokenizer::{Bytes, Tokenizer};
 
 type Outcome = Result<(), Box<dyn std::error::Error>>;
 
@@ -64,7 +64,7 @@ fn save_in_files(
         scales: Vec::new(),
         file_bytes,
         config_json: "{\"model_type\": \"qwen3_moe\"}".into(),
-        tokenizer_json: Tokenizer::Bytes.to_json(),
+        tokenizer_json: Bytes.to_json(),
         position,
     };
     let mut values = model.iter().chain(optim).map(|(_, data)| *data);

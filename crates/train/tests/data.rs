@@ -9,7 +9,7 @@ use flate2::write::GzEncoder;
 use nibble_train::Error;
 use nibble_train::config::{Config, DataConfig};
 use nibble_train::data::{Dataset, Language, RECORD_TOKENS, SYNTHETIC_VOCAB, Split};
-use nibble_train::tokenizer::Tokenizer;
+use nibble_train::tokenizer::{Bytes, Symbols, Tokenizer};
 
 type Outcome = Result<(), Box<dyn std::error::Error>>;
 
@@ -67,8 +67,7 @@ fn token_frequencies_measure_the_computed_unigram_entropy() {
 fn records_obey_the_grammar_as_text() -> Outcome {
     let language = Language::new();
     for index in 0..2000 {
-        let text: Vec<char> =
-            Tokenizer::Synthetic.decode(&language.record(9, Split::Valid, index)).chars().collect();
+        let text: Vec<char> = Symbols.decode(&language.record(9, Split::Valid, index)).chars().collect();
         let [open, name, body @ .., marker, again, close] = text.as_slice() else {
             return Err("a record is too short".into());
         };
@@ -137,7 +136,7 @@ fn text_epochs_cover_the_training_part_and_nothing_of_the_held_out_one() -> Outc
     let mut seen: Vec<String> = Vec::new();
     for (inputs, targets) in epoch.inputs.chunks(50).zip(epoch.targets.chunks(50)) {
         assert_eq!(inputs[1..], targets[..49]);
-        seen.push(Tokenizer::Bytes.decode(targets));
+        seen.push(Bytes.decode(targets));
     }
     let all = String::from_utf8(train.to_vec())?;
     let mut places: Vec<usize> = seen
@@ -236,11 +235,11 @@ fn real_texts_are_read_to_the_last_byte() -> Outcome {
     let data = Dataset::open(&text_config(&folder.join("tinyshakespeare.txt"), 256), 0)?;
     let held_out = data.valid_windows() * 256 + data.valid_tail().map_or(0, |tail| tail.tokens());
     assert_eq!(held_out, 1_115_394 - 1_003_854 - 1, "the last 10 % of the file");
-    let last = data.valid_tail().map(|tail| Tokenizer::Bytes.decode(&tail.targets));
+    let last = data.valid_tail().map(|tail| Bytes.decode(&tail.targets));
     let whole = std::fs::read_to_string(folder.join("tinyshakespeare.txt"))?;
     assert!(last.is_some_and(|last| whole.ends_with(&last)));
     let packed = Dataset::open(&text_config(&folder.join("movie-reviews.txt.gz"), 256), 0)?;
-    let sample = Tokenizer::Bytes.decode(&packed.train_batch(0, 1).inputs);
+    let sample = Bytes.decode(&packed.train_batch(0, 1).inputs);
     assert!(sample.contains(' ') && !sample.contains('\u{fffd}'), "not text: {sample}");
     Ok(())
 }

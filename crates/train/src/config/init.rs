@@ -4,7 +4,6 @@ use super::load::in_short;
 use super::{Config, ModelConfig};
 use crate::error::{Error, Result};
 use crate::pretrained::{Initial, OwnTokenizer, resolved};
-use crate::tokenizer::Tokenizer;
 use std::path::Path;
 use toml::{Table, Value};
 
@@ -60,17 +59,13 @@ pub(super) fn fill_model(merged: &mut Table, written: &dyn Fn(&str) -> bool) -> 
 pub(super) fn check_tokens(config: &Config) -> Result<()> {
     let path = Path::new(&config.train.init_from);
     let Some(now) = config.tokenizer().filter(|_| !config.train.init_from.is_empty()) else { return Ok(()) };
-    let of = |tokenizer: Tokenizer| match tokenizer {
-        Tokenizer::Bytes => "bytes",
-        Tokenizer::Synthetic => "symbols of the built-in language",
-    };
     let theirs = match Initial::open(path)?.tokenizer()? {
         None => return Ok(()),
-        Some(OwnTokenizer::Own(own)) if own == now => return Ok(()),
-        Some(OwnTokenizer::Own(own)) => of(own),
-        Some(OwnTokenizer::Another) => "those of its tokenizer.json, which is not read yet",
+        Some(OwnTokenizer::Own(own)) if own.to_json() == now.to_json() => return Ok(()),
+        Some(OwnTokenizer::Own(own)) => own.tokens(),
+        Some(OwnTokenizer::Another) => "those of its tokenizer.json, which is not read yet".into(),
     };
-    let (source, path, now) = (&config.data.source, path.display(), of(now));
+    let (source, path, now) = (&config.data.source, path.display(), now.tokens());
     let why = format!("is \"{source}\", whose tokens are {now}, and those of {path} are {theirs}");
     Err(Error::config("data.source", why))
 }

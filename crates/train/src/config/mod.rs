@@ -23,11 +23,12 @@ mod routing;
 mod validate;
 
 use serde::{Deserialize, Serialize};
+use std::sync::Arc;
 
 use crate::error::{Error, Result};
 use crate::recompute::Scope;
 use crate::schedule::{Schedule, ScheduleKind};
-use crate::tokenizer::Tokenizer;
+use crate::tokenizer::{Bytes, SharedTokenizer, Symbols};
 use nibble_core::ops::MOST_TREE_SLOTS_OF_GPU;
 use nibble_core::{DType, DeviceKind, MeshShape, Recipe};
 
@@ -442,10 +443,10 @@ impl Config {
 
     /// The tokenizer of the data; none of random tokens.
     #[must_use]
-    pub fn tokenizer(&self) -> Option<Tokenizer> {
+    pub fn tokenizer(&self) -> Option<SharedTokenizer> {
         match () {
-            () if self.is_synthetic() => Some(Tokenizer::Synthetic),
-            () if self.is_text() => Some(Tokenizer::Bytes),
+            () if self.is_synthetic() => Some(Arc::new(Symbols)),
+            () if self.is_text() => Some(Arc::new(Bytes)),
             () => None,
         }
     }

@@ -19,7 +19,6 @@ pub use text::Text;
 
 use crate::config::{Config, DataConfig};
 use crate::error::{Error, Result};
-use crate::tokenizer::Tokenizer;
 
 pub use crate::tokenizer::BYTE_VOCAB;
 
@@ -174,15 +173,6 @@ impl Dataset {
     #[must_use]
     pub fn seq_len(&self) -> usize {
         self.seq_len
-    }
-
-    /// The tokenizer of these ids.
-    #[must_use]
-    pub fn tokenizer(&self) -> Tokenizer {
-        match &self.source {
-            TokenSource::Synthetic(_) => Tokenizer::Synthetic,
-            TokenSource::Text { .. } | TokenSource::Random { .. } => Tokenizer::Bytes,
-        }
     }
 
     /// The floor and the trivial loss, where they are known: only of the built-in language.

@@ -46,7 +46,7 @@ use crate::plan;
 use crate::rank::{RankState, RunMemory, Step};
 use crate::record::{IssueTimes, Report, Told};
 use crate::spec::ModelSpec;
-use crate::tokenizer::Tokenizer;
+use crate::tokenizer::{Bytes, SharedTokenizer};
 use nibble_core::allocation::{part, phase, set_step};
 use nibble_core::ops::verify_ids;
 use nibble_core::{Comm, Error as CoreError, Kernels, Mesh, Recipe};
@@ -206,8 +206,8 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     }
 
     /// The tokenizer of the run's data.
-    pub fn tokenizer(&self) -> Tokenizer {
-        self.rank.context.config.tokenizer().unwrap_or(Tokenizer::Bytes)
+    pub fn tokenizer(&self) -> SharedTokenizer {
+        self.rank.context.config.tokenizer().unwrap_or_else(|| Arc::new(Bytes))
     }
 
     /// Trainable numbers over all ranks.
