@@ -92,6 +92,7 @@ fn cases() -> Vec<Case> {
         ("data.source", &[], "other.txt", Weights),
         ("data.bytes", &["data.source=picture.png"], "true", Runs),
         ("data.seq_len", &[], "128", Weights),
+        ("data.document_mask", &[], "true", Weights),
         ("data.valid_fraction", &[], "0.3", Weights),
         ("train.init_from", &[], "first", Weights),
         ("train.steps", &[], "5", Weights),

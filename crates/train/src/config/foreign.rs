@@ -283,6 +283,16 @@ const NAMES: &[(Meaning, &[&str])] = &[
         ],
     ),
     (
+        Key("data.document_mask"),
+        &[
+            "reset_attention_mask",
+            "reset_position_ids",
+            "attn_mask_type",
+            "mask_documents",
+            "packed_document_mask",
+        ],
+    ),
+    (
         Key("data.valid_fraction"),
         &[
             "val_fraction",

@@ -153,7 +153,7 @@ impl Config {
 
     /// A configuration whose text has every key: those, too, that are left out where they have their default.
     fn with_every_key() -> Self {
-        let data = DataConfig { bytes: true, ..DataConfig::default() };
+        let data = DataConfig { bytes: true, document_mask: true, ..DataConfig::default() };
         let rope_scaling = RopeScaling { factor: 1.0, ..RopeScaling::default() };
         let model = ModelConfig {
             balance: Balance::Batch,

@@ -95,6 +95,9 @@ pub struct DataConfig {
     pub bytes: bool,
     /// Tokens of a sequence.
     pub seq_len: usize,
+    /// Whether the documents of a sequence are kept apart: positions begin anew with each, and none attends to another or predicts its first token.
+    #[serde(skip_serializing_if = "is_false")]
+    pub document_mask: bool,
     /// Share of the file, at its end, that is held out. The built-in language holds out records of its own.
     pub valid_fraction: f64,
 }
@@ -107,7 +110,13 @@ fn is_false(value: &bool) -> bool {
 
 impl Default for DataConfig {
     fn default() -> Self {
-        Self { source: SYNTHETIC.into(), bytes: false, seq_len: 128, valid_fraction: 0.1 }
+        Self {
+            source: SYNTHETIC.into(),
+            bytes: false,
+            seq_len: 128,
+            document_mask: false,
+            valid_fraction: 0.1,
+        }
     }
 }
 

@@ -22,13 +22,19 @@ use crate::error::{Error, Result};
 
 pub use crate::tokenizer::BYTE_VOCAB;
 
+/// In [`Batch::targets`], that no token is to be learnt there.
+pub const NO_TARGET: i32 = -1;
+
 /// Sequences and, for each token, the one that follows it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Batch {
     /// Token ids \[sequences, seq_len\].
     pub inputs: Vec<i32>,
-    /// Token ids \[sequences, seq_len\]: `targets[s, t]` follows `inputs[s, t]`.
+    /// Token ids \[sequences, seq_len\]: `targets[s, t]` follows `inputs[s, t]`, or is [`NO_TARGET`].
     pub targets: Vec<i32>,
+    /// Where documents are kept apart, of each token the index within its sequence at which its document begins, \[sequences, seq_len\]; else
+    /// empty.
+    pub starts: Vec<i32>,
     /// Number of sequences.
     pub sequences: usize,
     /// Tokens of a sequence.
@@ -36,15 +42,17 @@ pub struct Batch {
 }
 
 impl Batch {
-    pub(crate) fn zeroed(sequences: usize, seq_len: usize) -> Self {
+    /// Tokens of number 0. `apart`: whether documents are kept apart; each sequence is one then.
+    pub(crate) fn zeroed(sequences: usize, seq_len: usize, apart: bool) -> Self {
         let tokens = vec![0; sequences * seq_len];
-        Self { inputs: tokens.clone(), targets: tokens, sequences, seq_len }
+        let starts = if apart { tokens.clone() } else { Vec::new() };
+        Self { inputs: tokens.clone(), targets: tokens, starts, sequences, seq_len }
     }
 
-    /// Number of targets.
+    /// Number of targets that count.
     #[must_use]
-    pub fn tokens(&self) -> usize {
-        self.targets.len()
+    pub fn counted(&self) -> usize {
+        self.targets.iter().filter(|target| **target >= 0).count()
     }
 
     /// The sequences `first .. first + count` alone: a rank's or a shard's part. Clamped to what there is.
@@ -55,9 +63,21 @@ impl Batch {
         let range = first * self.seq_len..(first + count) * self.seq_len;
         Self {
             inputs: self.inputs[range.clone()].to_vec(),
-            targets: self.targets[range].to_vec(),
+            targets: self.targets[range.clone()].to_vec(),
+            starts: self.starts.get(range).unwrap_or_default().to_vec(),
             sequences: count,
             seq_len: self.seq_len,
+        }
+    }
+
+    /// Keeps apart the documents of sequence `index` that begin at these of its tokens and of the one behind them, ascending, none of them
+    /// the first: what precedes a document does not predict its first token.
+    fn separate(&mut self, index: usize, begins: impl IntoIterator<Item = usize>) {
+        let of_sequence = index * self.seq_len..(index + 1) * self.seq_len;
+        let (targets, starts) = (&mut self.targets[of_sequence.clone()], &mut self.starts[of_sequence]);
+        for begin in begins {
+            targets[begin - 1] = NO_TARGET;
+            starts[begin..].fill(begin as i32);
         }
     }
 
@@ -80,6 +100,8 @@ pub struct Dataset {
     source: TokenSource,
     seq_len: usize,
     seed: u64,
+    /// Whether documents are kept apart.
+    apart: bool,
 }
 
 #[derive(Debug, Clone)]
@@ -112,7 +134,8 @@ impl Dataset {
     pub fn of(config: &Config) -> Result<Self> {
         if config.data.source == crate::config::RANDOM {
             let source = TokenSource::Random { vocab_size: config.model.vocab_size };
-            return Ok(Self { source, seq_len: config.data.seq_len, seed: config.seed });
+            let DataConfig { seq_len, document_mask: apart, .. } = config.data;
+            return Ok(Self { source, seq_len, seed: config.seed, apart });
         }
         Self::open(&config.data, config.seed)
     }
@@ -143,7 +166,7 @@ impl Dataset {
             let order = WindowOrder::new(text.train().len(), seq_len, seed);
             TokenSource::Text { text, order }
         };
-        Ok(Self { source, seq_len, seed })
+        Ok(Self { source, seq_len, seed, apart: config.document_mask })
     }
 
     /// SHA-256 of the tokens, or of what says which they are.
@@ -188,13 +211,14 @@ impl Dataset {
     /// micro-batches and epochs.
     #[must_use]
     pub fn train_batch(&self, cursor: u64, sequences: usize) -> Batch {
-        let mut batch = Batch::zeroed(sequences, self.seq_len);
+        let mut batch = Batch::zeroed(sequences, self.seq_len, self.apart);
         for index in 0..sequences {
             let cursor = cursor + index as u64;
             match &self.source {
                 TokenSource::Synthetic(language) => {
                     let tokens = language.sequence(self.seed, Split::Train, cursor, self.seq_len);
                     batch.set(index, tokens.into_iter());
+                    self.separate_records(&mut batch, index);
                 }
                 TokenSource::Text { text, order } => {
                     let start = order.start(cursor);
@@ -207,6 +231,13 @@ impl Dataset {
             }
         }
         batch
+    }
+
+    /// A record of the built-in language is a document.
+    fn separate_records(&self, batch: &mut Batch, index: usize) {
+        if self.apart {
+            batch.separate(index, (RECORD_TOKENS..=self.seq_len).step_by(RECORD_TOKENS));
+        }
     }
 
     /// Number of whole held-out sequences. They follow one another without overlap.
@@ -224,13 +255,14 @@ impl Dataset {
     #[must_use]
     pub fn valid_batch(&self, first: usize, sequences: usize) -> Batch {
         let sequences = sequences.min(self.valid_windows().saturating_sub(first));
-        let mut batch = Batch::zeroed(sequences, self.seq_len);
+        let mut batch = Batch::zeroed(sequences, self.seq_len, self.apart);
         for index in 0..sequences {
             let window = first + index;
             match &self.source {
                 TokenSource::Synthetic(language) => {
                     let tokens = language.sequence(HELD_OUT_SEED, Split::Valid, window as u64, self.seq_len);
                     batch.set(index, tokens.into_iter());
+                    self.separate_records(&mut batch, index);
                 }
                 TokenSource::Text { text, .. } => {
                     let start = window * self.seq_len;
@@ -255,7 +287,7 @@ impl Dataset {
         let TokenSource::Text { text, .. } = &self.source else { return None };
         let rest = &text.valid()[self.valid_windows() * self.seq_len..];
         (rest.len() > 1).then(|| {
-            let mut batch = Batch::zeroed(1, rest.len() - 1);
+            let mut batch = Batch::zeroed(1, rest.len() - 1, self.apart);
             batch.set(0, rest.iter().map(|&byte| i32::from(byte)));
             batch
         })

@@ -80,7 +80,7 @@ impl<B: Kernels> RankContext<'_, B> {
             let first = i * all / taken * size;
             let batch = data.valid_batch(first, size.min(windows - first));
             nats += self.held_out_nats(model, &batch)?;
-            tokens += batch.tokens();
+            tokens += batch.counted();
             if !go_on(i + 1, taken)? {
                 model.release();
                 return Ok(None);
@@ -88,7 +88,7 @@ impl<B: Kernels> RankContext<'_, B> {
         }
         if let Some(tail) = data.valid_tail().filter(|_| batches == 0) {
             nats += self.held_out_nats(model, &tail)?;
-            tokens += tail.tokens();
+            tokens += tail.counted();
         }
         model.release();
         if !nats.is_finite() {

@@ -102,7 +102,8 @@ impl<'a, B: Kernels> RankState<'a, B> {
         let world = self.context.mesh.all.world();
         // More micro-batches than two find what the second found.
         let micro_batches = config.train.grad_accum.min(2);
-        let (mine, all) = (Batch::zeroed(size / world, seq_len), Batch::zeroed(size, seq_len));
+        let apart = self.context.config.data.document_mask;
+        let [mine, all] = [size / world, size].map(|sequences| Batch::zeroed(sequences, seq_len, apart));
         let (ledger, _) = self.ledger_of(&mine)?;
         self.activations = self.context.b.arena("activations")?;
         for step in steps_of_change(&self.context.recipe, steps) {
