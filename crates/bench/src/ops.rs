@@ -358,9 +358,12 @@ fn vocabulary(b: &Cpu) -> CoreResult<Vec<Case>> {
         let token = |i: usize| (if i.is_multiple_of(2) { i * 7919 % vocab } else { i % 7 }) as i32;
         let ids = b.upload(&(0..rows).map(token).collect::<Vec<_>>())?;
         let targets = ids.clone();
+        let control = b.upload(&Control::with_loss_scale(1.0))?;
         cases.push(case(loss, 6 * rows * vocab, move |b| {
             let grad = Some(DType::Bf16);
-            CrossEntropy { logits: &logits, targets: &targets, scale: 1.0, shards: 4, grad }.run(b).map(drop)
+            CrossEntropy { logits: &logits, targets: &targets, control: &control, shards: 4, grad }
+                .run(b)
+                .map(drop)
         }));
         let dy = normal(b, DType::Bf16, rows, d)?;
         cases.push(case(embed, 0, move |b| {

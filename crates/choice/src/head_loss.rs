@@ -15,8 +15,8 @@ const OP: &str = "head_loss";
 pub struct TargetRows<'a, B: Backend> {
     /// The target of each row.
     pub targets: &'a B::Buf<i32>,
-    /// Factor of the gradient.
-    pub scale: f32,
+    /// What has the factor of the gradient; none where there is none.
+    pub control: Option<&'a B::Buf<f32>>,
     /// Counts targets at or past the vocabulary.
     pub bad_ids: &'a B::Buf<u64>,
     /// The type of the tokens, by which the kernel is chosen.
@@ -28,7 +28,7 @@ pub fn head_loss<B: GpuKernels>(b: &B, op: HeadLoss<'_, B>) -> Result<HeadLossOu
     let (out, chunks, vocab, codecs) = (op.result(b)?, op.chunks(), op.w.rows(), op.codecs);
     let HeadLoss { x, w, targets, grad, .. } = op;
     let (d, dtype, loss) = (x.cols, x.dtype(), b.alloc::<f32>(x.rows)?);
-    let scale = grad.as_ref().map_or(0.0, |grad| grad.scale);
+    let control = grad.as_ref().map(|grad| grad.control);
     let of_x = Quantizer { rows: codecs.fprop_x, cols: codecs.wgrad_x, counts: out.x_counts.as_ref() };
     let of_dlogits =
         Quantizer { rows: codecs.dgrad_dy, cols: codecs.wgrad_dy, counts: out.dlogits_counts.as_ref() };
@@ -43,7 +43,7 @@ pub fn head_loss<B: GpuKernels>(b: &B, op: HeadLoss<'_, B>) -> Result<HeadLossOu
         let mut logits = Tensor::unwritten(b, DType::F32, rows, vocab)?;
         dense(b, ProductDims { m: rows, n: vocab, k: d }, (&x.rows, w), &mut logits)?;
         let targets = b.part_of(targets, tokens.clone())?;
-        let rows_of = TargetRows { targets: &targets, scale, bad_ids: &out.bad_ids, tokens: dtype };
+        let rows_of = TargetRows { targets: &targets, control, bad_ids: &out.bad_ids, tokens: dtype };
         let loss = b.part_of(&loss, tokens)?;
         let Some(gradients) = &mut gradients else {
             b.target_rows(&rows_of, &logits, &loss, None)?;

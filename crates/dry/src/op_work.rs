@@ -246,10 +246,10 @@ pub fn begin_step(op: &BeginStep<'_, Dry>) -> Counted {
     Work::reads_rows(read, &[op.inputs]).writes(written, &[control]).writes(None, &[&*op.table]).into()
 }
 
-/// Ids and targets are copied; the rows' numbers are made.
+/// Ids, targets and beginnings of documents are copied; the rows' numbers are made.
 pub fn begin_micro_batch(op: &BeginMicroBatch<'_, Dry>) -> Counted {
-    let [ids, targets, row_id]: [&Buf<i32>; 3] = [op.ids, op.targets, op.row_id];
-    Work::reads(&[ids, targets]).writes(None, &[ids, targets, row_id]).into()
+    let [ids, targets, starts, row_id]: [&Buf<i32>; 4] = [op.ids, op.targets, op.starts, op.row_id];
+    Work::reads(&[ids, targets, starts]).writes(None, &[ids, targets, starts, row_id]).into()
 }
 
 pub fn collect(op: &Collect<'_, Dry>) -> Counted {

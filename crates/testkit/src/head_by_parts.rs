@@ -3,7 +3,8 @@
 
 use nibble_core::formats::Codec;
 use nibble_core::ops::{
-    Cast, Counts, CrossEntropy, Dequantize, Gemm, GroupedWgrad, HeadLoss, HeadLossOut, Planes, Quantize,
+    Cast, Control, Counts, CrossEntropy, Dequantize, Gemm, GroupedWgrad, HeadLoss, HeadLossOut, Planes,
+    Quantize,
 };
 use nibble_core::{DType, Groups, Kernels, Operand, Result, Tensor};
 
@@ -18,8 +19,10 @@ pub(crate) fn head_by_parts<B: Kernels>(
     let ([x_rows, x_cols], x_counts) =
         parts.factors(x, [("codecs.fprop_x", codecs.fprop_x), ("codecs.wgrad_x", codecs.wgrad_x)])?;
     let logits = Gemm { a: &x_rows, b: &parts.values(w)?, out: DType::F32 }.run(b)?;
-    let (scale, dtype) = (grad.as_ref().map_or(0.0, |grad| grad.scale), grad.as_ref().map(|_| x.dtype()));
-    let loss = CrossEntropy { logits: &logits, targets, scale, shards, grad: dtype }.run(b)?;
+    let none = b.zeros(Control::LEN)?;
+    let (control, dtype) =
+        (grad.as_ref().map_or(&none, |grad| grad.control), grad.as_ref().map(|_| x.dtype()));
+    let loss = CrossEntropy { logits: &logits, targets, control, shards, grad: dtype }.run(b)?;
     let mut out = HeadLossOut {
         shard_nats: loss.shard_nats,
         bad_ids: loss.bad_ids,

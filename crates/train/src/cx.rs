@@ -8,8 +8,8 @@ use crate::record::{Conversion, CountSite, Counted, FoundCells};
 use nibble_core::formats::BlockAxis;
 use nibble_core::formats::{Purpose, Rounding, Stream, fnv1a32};
 use nibble_core::ops::{
-    Cast, Counts, Delayed, Dequantize, Emit, Emitted, Found, Hadamard, PackedRows, Planes, Quantize,
-    QuantizePack, Random, Transcode,
+    Cast, Counts, Delayed, Dequantize, Emit, Emitted, FindWindows, Found, Hadamard, PackedRows, Planes,
+    Quantize, QuantizePack, Random, Transcode, Windows,
 };
 use nibble_core::recipe::{Computed, LayerKind, Pair, Precision, Route, Section};
 use nibble_core::{
@@ -93,6 +93,26 @@ impl<B: Kernels> Shards<B> {
     }
 }
 
+/// Documents that are kept apart.
+#[derive(Debug, Clone)]
+pub struct Documents<B: Kernels> {
+    /// Of each token the index within its sequence at which its document begins.
+    pub starts: B::Buf<i32>,
+    /// Which keys each query sees: those of its document.
+    pub windows: Windows<B>,
+}
+
+impl<B: Kernels> Documents<B> {
+    /// Those of sequences of this length.
+    ///
+    /// # Errors
+    /// From the backend; for tokens that are no whole sequences.
+    pub fn find(b: &B, starts: &B::Buf<i32>, seq_len: usize) -> Result<Self> {
+        let windows = FindWindows { document: starts, seq_len, window: None, chunk: None }.run(b)?;
+        Ok(Self { starts: starts.clone(), windows })
+    }
+}
+
 /// The context of one forward and backward pass.
 #[derive(Debug)]
 pub struct Cx<'a, B: Kernels> {
@@ -112,6 +132,8 @@ pub struct Cx<'a, B: Kernels> {
     pub training: bool,
     /// The tokens of this rank.
     pub shards: Shards<B>,
+    /// Their documents, where those are kept apart.
+    pub documents: Option<Documents<B>>,
     /// In training the device's own count of steps and micro-batches, [`nibble_core::ops::Clock`].
     pub clock: Option<B::Buf<u32>>,
     /// How the rows of a token's experts become one.
@@ -158,9 +180,20 @@ impl<'a, B: Kernels> Cx<'a, B> {
             counted: RefCell::default(),
             buckets: RefCell::default(),
             gathering: RefCell::default(),
+            documents: None,
             clock: None,
             delayed: None,
         }
+    }
+
+    /// The same with documents kept apart.
+    pub fn with_documents(self, documents: Option<Documents<B>>) -> Self {
+        Self { documents, ..self }
+    }
+
+    /// Which keys each query sees, if not all of its sequence up to its own.
+    pub fn windows(&self) -> Option<&Windows<B>> {
+        self.documents.as_ref().map(|documents| &documents.windows)
     }
 
     /// Notes by how much an exchange exceeded its room, if it did. What such a pass computes means nothing.

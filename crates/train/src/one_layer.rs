@@ -6,7 +6,7 @@ use crate::moe::{Moe, MoeShape};
 use crate::param::Param;
 use crate::spec::{Extent, Group, MlpSpec, MoeSpec, Part, Size};
 use nibble_core::formats::{Purpose, Stream, fnv1a32};
-use nibble_core::ops::{Cast, InitNormal};
+use nibble_core::ops::{Cast, Control, InitNormal};
 use nibble_core::recipe::{Layer as Name, LayerKind, Pass};
 use nibble_core::{Kernels, Mesh, Recipe, Result, SoloComm, Tensor};
 
@@ -64,9 +64,10 @@ impl OneLayer<'_> {
                 let mut head = Head { id: id.to_owned(), own: None };
                 head.prepare(&cx, &mut table)?;
                 let (x, targets) = (values(&cx, "x")?, b.zeros(cx.shards.tokens())?);
+                let control = b.upload(&Control::with_loss_scale(1.0))?;
                 begin(Pass::Forward, "x", &x);
                 let input = HeadInput { x_td: &x, targets: &targets, shards: 2 };
-                head.losses_and_gradients(&cx, &mut table, &input, 1.0).map(drop)
+                head.losses_and_gradients(&cx, &mut table, &input, &control).map(drop)
             }
             LayerKind::Router => Ok(()),
         }

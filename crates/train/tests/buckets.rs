@@ -83,7 +83,7 @@ fn pass(bytes: usize, plan: GradientPlan) -> Vec<Pass> {
         let ids: Vec<i32> = ids.iter().map(|x| (x.abs() * 9.0) as i32).collect();
         let (ids, targets) = (cpu.upload(&ids).unwrap(), cpu.upload(&ids).unwrap());
         take(&log);
-        let (_, saved) = model.forward(&cx, ids, &targets, 1.0).unwrap();
+        let (_, saved) = model.forward(&cx, ids, &targets, &rig::loss_scale(cx.b, 1.0)).unwrap();
         model.backward(&cx, saved).unwrap();
         let within = take(&log);
         let mut params = model.params();

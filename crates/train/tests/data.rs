@@ -14,7 +14,7 @@ use nibble_train::tokenizer::{Bytes, Symbols, Tokenizer};
 type Outcome = Result<(), Box<dyn std::error::Error>>;
 
 fn text_config(path: &Path, seq_len: usize) -> DataConfig {
-    DataConfig { source: path.display().to_string(), bytes: false, seq_len, valid_fraction: 0.1 }
+    DataConfig { source: path.display().to_string(), seq_len, ..DataConfig::default() }
 }
 
 /// 40,000 bytes in which every position can be told from its neighbourhood.
@@ -93,7 +93,7 @@ fn synthetic_batches_are_records_in_order_and_held_out_ones_are_others() -> Outc
     assert_eq!(batch.targets, stream[1..]);
 
     let held_out = data.valid_batch(0, data.valid_windows());
-    assert_eq!(held_out.tokens(), 131_072);
+    assert_eq!(held_out.counted(), 131_072);
     assert_eq!(held_out, Dataset::open(&config, 12)?.valid_batch(0, usize::MAX), "depends on the seed");
     let windows = |batch: &nibble_train::data::Batch| -> BTreeSet<Vec<i32>> {
         batch.inputs.chunks(64).map(<[i32]>::to_vec).collect()
@@ -233,7 +233,7 @@ fn real_texts_are_read_to_the_last_byte() -> Outcome {
         return Ok(());
     };
     let data = Dataset::open(&text_config(&folder.join("tinyshakespeare.txt"), 256), 0)?;
-    let held_out = data.valid_windows() * 256 + data.valid_tail().map_or(0, |tail| tail.tokens());
+    let held_out = data.valid_windows() * 256 + data.valid_tail().map_or(0, |tail| tail.counted());
     assert_eq!(held_out, 1_115_394 - 1_003_854 - 1, "the last 10 % of the file");
     let last = data.valid_tail().map(|tail| Bytes.decode(&tail.targets));
     let whole = std::fs::read_to_string(folder.join("tinyshakespeare.txt"))?;

@@ -54,7 +54,7 @@ fn forward(mesh: MeshShape, recipe: &str, changes: &[&str]) -> Vec<Pass> {
         let (ids, targets) = (cpu.zeros(TOKENS).unwrap(), cpu.zeros(TOKENS).unwrap());
         log.lock().unwrap().clear();
         model.begin_prepare(&cx).unwrap();
-        model.forward(&cx, ids, &targets, 1.0).unwrap();
+        model.forward(&cx, ids, &targets, &rig::loss_scale(&cpu, 1.0)).unwrap();
         assert!(!cx.is_gathering());
         let sites = cx.counted.borrow().sites().iter().map(ToString::to_string).collect();
         Pass { calls: std::mem::take(&mut log.lock().unwrap()), sites }

@@ -425,7 +425,8 @@ fn decoder_loss(
     backward: bool,
 ) -> f64 {
     let (ids, targets) = (cx.b.upload(ids).unwrap(), cx.b.upload(targets).unwrap());
-    let (out, saved) = decoder.forward(cx, ids, &targets, 1.0 / counted as f32).unwrap();
+    let (out, saved) =
+        decoder.forward(cx, ids, &targets, &rig::loss_scale(cx.b, 1.0 / counted as f32)).unwrap();
     out.verify_ids(cx.b, "gradcheck", 13).unwrap();
     let nats: f64 = out.shard_nats.as_slice().iter().sum();
     let blocks = saved.blocks.iter().zip(&decoder.blocks);
@@ -550,7 +551,7 @@ fn balance_of_batch(decoder: &Decoder<Cpu>, cx: &Cx<'_, Cpu>, ids: &[i32], loads
         Ok(())
     };
     let [ids, targets] = [(); 2].map(|()| cx.b.upload(ids).unwrap());
-    decoder.clone().forward_seen(cx, ids, &targets, 1.0, seen).unwrap();
+    decoder.clone().forward_seen(cx, ids, &targets, &rig::loss_scale(cx.b, 1.0), seen).unwrap();
     let products = loads.iter().zip(&sums).map(|(n, sum)| n / rows * (sum / rows));
     (loads.len() as f64 * products.sum::<f64>(), load)
 }

@@ -211,7 +211,7 @@ fn pass(recipe: &Recipe, scopes: &[Scope]) -> (Vec<(CountSite, [u64; 3])>, Vec<V
     }
     let ids: Vec<i32> = rig::normals("ids", 512).iter().map(|x| (x.abs() * 1000.0) as i32 % 64).collect();
     let (ids, targets) = (cpu.upload(&ids).unwrap(), cpu.upload(&ids).unwrap());
-    let (_, saved) = model.forward(&cx, ids, &targets, 1.0).unwrap();
+    let (_, saved) = model.forward(&cx, ids, &targets, &rig::loss_scale(&cpu, 1.0)).unwrap();
     model.backward(&cx, saved).unwrap();
     let bits = |param: &mut Param<Cpu>| {
         param.reduce_gradient(&cx).unwrap();

@@ -1,8 +1,9 @@
+use super::Control;
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, DType, Error, Result, Tensor};
 
-/// Cross-entropy in nats, of each token and summed over each shard, and the gradient of `scale · Σ loss` with respect to
-/// the logits.
+/// Cross-entropy in nats, of each token and summed over each shard, and the gradient of scale · Σ loss, where scale is [`Control::LOSS_SCALE`], with
+/// respect to the logits.
 ///
 /// Of a row z with target y: e_i = exp(z_i − max z), s = Σ e, loss = log s + (max z − z_y),
 /// dz_i = scale · (e_i / s − \[i = y\]). A NaN is passed over as maximum and returns through its exponential.
@@ -19,8 +20,8 @@ pub struct CrossEntropy<'a, B: Backend> {
     pub logits: &'a Tensor<B>,
     /// The right token of each row.
     pub targets: &'a B::Buf<i32>,
-    /// Factor of the gradient, 1 / (tokens of the step) for a mean.
-    pub scale: f32,
+    /// The factor of the gradient is its [`Control::LOSS_SCALE`].
+    pub control: &'a B::Buf<f32>,
     /// Number of shards; rows are divided evenly among them.
     pub shards: usize,
     /// Type of the gradient; none if it is not needed.
@@ -53,6 +54,7 @@ impl<B: Backend> CrossEntropy<'_, B> {
     pub fn check(&self) -> Result<()> {
         const OP: &str = "cross_entropy";
         expect_eq(OP, "targets.len()", B::len(self.targets), self.logits.rows)?;
+        expect_eq(OP, "control.len()", B::len(self.control), Control::LEN)?;
         expect_eq(OP, "type of logits", self.logits.dtype(), DType::F32)?;
         check_shards(OP, self.logits.rows, self.shards)
     }

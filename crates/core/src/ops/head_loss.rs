@@ -1,3 +1,4 @@
+use super::Control;
 use super::cross_entropy::check_shards;
 use super::quantize::{Counts, check_axis, check_planes};
 use crate::error::expect_eq;
@@ -7,7 +8,7 @@ use std::ops::Range;
 
 const OP: &str = "head_loss";
 
-/// The output head and its loss in one: cross-entropy of the logits x·wᵀ, and the gradients of `scale · Σ loss` with
+/// The output head and its loss in one: cross-entropy of the logits x·wᵀ, and the gradients of scale · Σ loss, where scale is [`Control::LOSS_SCALE`], with
 /// respect to x and w. The logits of all tokens never exist.
 ///
 /// The tokens of a shard are taken in chunks; of each the logits (F32), the losses and their gradient (dlogits, rounded to
@@ -119,8 +120,8 @@ impl HeadCodecs {
 pub struct HeadLossGrad<'a, B: Backend> {
     /// The head's weight transposed, `[d, v]`: plain, type of x, or quantized as `w`.
     pub wt: &'a Operand<B>,
-    /// Factor of the gradient, 1 / (tokens of the step) for a mean.
-    pub scale: f32,
+    /// The factor of the gradient is its [`Control::LOSS_SCALE`].
+    pub control: &'a B::Buf<f32>,
     /// The weight's gradient by shard, F32 or BF16 `[shards · v, d]`.
     pub dw: &'a mut Tensor<B>,
     /// Add to `dw` (one F32 addition an element, then rounded to its type) rather than overwrite it.
@@ -235,6 +236,7 @@ impl<B: Backend> HeadLoss<'_, B> {
             return Err(Error::shape(OP, "chunk", self.chunk, "an even number of tokens, at least 2"));
         }
         let Some(grad) = &self.grad else { return Ok(()) };
+        expect_eq(OP, "control.len()", B::len(grad.control), Control::LEN)?;
         check_weight(("wt", "codecs.dgrad_dy"), grad.wt, (d, v), self.x.dtype(), self.codecs.dgrad_dy)?;
         expect_eq(OP, "shape of dw", grad.dw.shape(), (self.shards * v, d))?;
         self.check_columns(tokens)

@@ -160,12 +160,12 @@ macro_rules! for_each_op {
             }
             find_windows(FindWindows<'_, $B>) -> Windows<$B> { reads document; plain seq_len, window, chunk; }
             cross_entropy(CrossEntropy<'_, $B>) -> CrossEntropyOut<$B> {
-                reads logits, targets; plain scale, shards, grad;
+                reads logits, targets, control; plain shards, grad;
             }
             head_loss(HeadLoss<'_, $B>) -> HeadLossOut<$B> {}
             begin_step(BeginStep<'_, $B>) -> () { reads inputs; writes clock, control, table; plain layout, told; }
             begin_micro_batch(BeginMicroBatch<'_, $B>) -> () {
-                reads inputs; writes clock, ids, targets, row_id; plain layout, rank, ranks;
+                reads inputs; writes clock, ids, targets, starts, row_id; plain layout, rank, ranks;
             }
             collect(Collect<'_, $B>) -> () {}
             sum_squares(SumSquares<'_, $B>) -> () {}

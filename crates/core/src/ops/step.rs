@@ -13,14 +13,23 @@ impl Control {
     pub const BIAS1: usize = 1;
     /// 1 / (1 − β₂^step).
     pub const BIAS2: usize = 2;
+    /// What the gradient of a target's loss is multiplied by: 1 / (targets of the step that count), for a mean over them.
+    pub const LOSS_SCALE: usize = 3;
     /// Factor on the gradient: clipping.
-    pub const GRAD_SCALE: usize = 3;
+    pub const GRAD_SCALE: usize = 4;
     /// Not 0: something was not finite, or did not fit. No weight changes while it is set, and nothing but the host clears it.
-    pub const STOP: usize = 4;
+    pub const STOP: usize = 5;
     /// Values.
-    pub const LEN: usize = 5;
+    pub const LEN: usize = 6;
     /// How many of them, from the first on, the host decides for each step.
-    pub const FROM_HOST: usize = 3;
+    pub const FROM_HOST: usize = 4;
+
+    /// Those of a pass without a step: all zero but the factor of losses.
+    pub fn with_loss_scale(scale: f32) -> [f32; Self::LEN] {
+        let mut control = [0.0; Self::LEN];
+        control[Self::LOSS_SCALE] = scale;
+        control
+    }
 }
 
 /// Where a step stands, on the device: one U32 buffer of [`Clock::LEN`] values.
@@ -37,7 +46,8 @@ impl Clock {
 }
 
 /// What the host hands over for a step, as I32 words: [`InputLayout::SCALARS`] words, which are the bits of the F32 scalars of
-/// [`Control::FROM_HOST`] and the words at [`InputLayout::TOLD`]; then for each micro-batch its ids and its targets. A ring has two
+/// [`Control::FROM_HOST`] and the words at [`InputLayout::TOLD`]; then for each micro-batch its ids, its targets and, where documents are kept apart, where
+/// they begin. A ring has two
 /// such slots, so that one is written while the other is in use: step n reads slot n mod 2.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct InputLayout {
@@ -45,6 +55,8 @@ pub struct InputLayout {
     pub tokens: usize,
     /// Micro-batches of a step.
     pub micro_batches: usize,
+    /// Whether documents are kept apart.
+    pub apart: bool,
 }
 
 impl InputLayout {
@@ -58,13 +70,24 @@ impl InputLayout {
 
     /// Words of one slot.
     pub fn slot_len(&self) -> usize {
-        Self::SCALARS + 2 * self.tokens * self.micro_batches
+        Self::SCALARS + self.words_a_token() * self.tokens * self.micro_batches
     }
 
-    /// Where the ids of a micro-batch lie in a slot; its targets follow them.
-    pub fn ids(&self, micro: usize) -> Range<usize> {
-        let first = Self::SCALARS + 2 * self.tokens * micro;
-        first..first + self.tokens
+    fn words_a_token(&self) -> usize {
+        2 + usize::from(self.apart)
+    }
+
+    /// How many tokens of a micro-batch have where their document begins: all or none.
+    pub fn starts(&self) -> usize {
+        if self.apart { self.tokens } else { 0 }
+    }
+
+    /// Where a micro-batch lies in a slot: its ids, its targets, and where its documents begin.
+    pub fn micro_batch(&self, micro: usize) -> [Range<usize>; 3] {
+        let tokens = self.tokens;
+        let ids = Self::SCALARS + self.words_a_token() * tokens * micro;
+        let (targets, starts) = (ids + tokens, ids + 2 * tokens);
+        [ids..targets, targets..starts, starts..starts + self.starts()]
     }
 
     fn check<B: Backend>(&self, op: &'static str, inputs: &B::Buf<i32>, clock: &B::Buf<u32>) -> Result<()> {
@@ -108,7 +131,7 @@ impl<B: Backend> BeginStep<'_, B> {
     }
 }
 
-/// Begins a micro-batch: its ids and targets come from the step's slot to where the passes read them, and its rows get
+/// Begins a micro-batch: its ids, its targets and where its documents begin come from the step's slot to where the passes read them, and its rows get
 /// their numbers, (micro-batch · ranks + rank) · tokens + row. The clock counts it.
 ///
 /// One micro-batch more than the layout has is refused where the host can see it, and otherwise reads the last one again.
@@ -124,6 +147,8 @@ pub struct BeginMicroBatch<'a, B: Backend> {
     pub ids: &'a mut B::Buf<i32>,
     /// The right next tokens, as many.
     pub targets: &'a mut B::Buf<i32>,
+    /// Of each token the index within its sequence at which its document begins, as many; none where documents are not kept apart.
+    pub starts: &'a mut B::Buf<i32>,
     /// Global number of each row, as many.
     pub row_id: &'a mut B::Buf<i32>,
     /// This rank.
@@ -145,6 +170,7 @@ impl<B: Backend> BeginMicroBatch<'_, B> {
         {
             expect_eq(OP, argument, B::len(buf), self.layout.tokens)?;
         }
+        expect_eq(OP, "starts.len()", B::len(self.starts), self.layout.starts())?;
         if self.rank >= self.ranks {
             return Err(Error::shape(OP, "rank", self.rank, format!("below {} ranks", self.ranks)));
         }

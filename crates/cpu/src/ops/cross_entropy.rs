@@ -5,7 +5,7 @@
 use crate::Cpu;
 use crate::simd::{Real, exp_less, lane_max, per_isa, rows_per_task};
 use crate::sums::{WideLanes, sum_f64, wide_sum};
-use nibble_core::ops::{CrossEntropy, CrossEntropyOut};
+use nibble_core::ops::{Control, CrossEntropy, CrossEntropyOut};
 use nibble_core::{Data, Result};
 use nibble_formats::math::log;
 use rayon::prelude::*;
@@ -14,7 +14,12 @@ const OP: &str = "cross_entropy";
 
 /// The loss of each row and shard, and dlogits if asked for.
 pub(crate) fn cross_entropy(cpu: &Cpu, op: CrossEntropy<'_, Cpu>) -> Result<CrossEntropyOut<Cpu>> {
-    let rows = TargetRows::new(cpu, op.targets.as_slice(), op.logits.cols, op.scale);
+    let rows = TargetRows::new(
+        cpu,
+        op.targets.as_slice(),
+        op.logits.cols,
+        op.control.as_slice()[Control::LOSS_SCALE],
+    );
     let logits = op.logits.f32(OP, "logits")?.as_slice();
     let mut out = op.result(cpu)?;
     let loss = out.loss.as_mut_slice();

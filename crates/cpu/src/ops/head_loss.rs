@@ -14,7 +14,7 @@ use crate::{Buf, Cpu};
 use half::bf16;
 use nibble_core::formats::Codec;
 use nibble_core::ops::{
-    Counts, HeadCodecs, HeadLoss, HeadLossChunk, HeadLossOut, Planes, ProductDims, Quantize,
+    Control, Counts, HeadCodecs, HeadLoss, HeadLossChunk, HeadLossOut, Planes, ProductDims, Quantize,
 };
 use nibble_core::{self as core, DType, Data, Result, Tensor};
 
@@ -78,7 +78,7 @@ fn run<T: Factor>(cpu: &Cpu, op: HeadLoss<'_, Cpu>) -> Result<HeadLossOut<Cpu>> 
             let wt = Weight::new(grad.wt);
             let dlogits = cpu.scratch::<T>(longest * vocab);
             let dw = WeightGradient::new(cpu, grad.dw, grad.accumulate, &chunks, sizes);
-            (grad.scale, Some(Gradients { wt, dlogits, dw }))
+            (grad.control.as_slice()[Control::LOSS_SCALE], Some(Gradients { wt, dlogits, dw }))
         }
         None => (0.0, None),
     };

@@ -32,7 +32,7 @@ pub(crate) fn begin_step(_: &Cpu, op: BeginStep<'_, Cpu>) -> Result<()> {
     Ok(())
 }
 
-/// Ids, targets and row numbers of the next micro-batch.
+/// Ids, targets, beginnings of documents and row numbers of the next micro-batch.
 pub(crate) fn begin_micro_batch(_: &Cpu, op: BeginMicroBatch<'_, Cpu>) -> Result<()> {
     const OP: &str = "begin_micro_batch";
     let clock = op.clock.as_mut_slice();
@@ -42,10 +42,9 @@ pub(crate) fn begin_micro_batch(_: &Cpu, op: BeginMicroBatch<'_, Cpu>) -> Result
         return Err(Error::shape(OP, "micro-batch", micro, expected));
     }
     let slot = slot(op.inputs.as_slice(), &op.layout, clock);
-    let ids = op.layout.ids(micro);
-    let targets = ids.end..ids.end + op.layout.tokens;
-    op.ids.as_mut_slice().copy_from_slice(&slot[ids]);
-    op.targets.as_mut_slice().copy_from_slice(&slot[targets]);
+    for (to, from) in [op.ids, op.targets, op.starts].into_iter().zip(op.layout.micro_batch(micro)) {
+        to.as_mut_slice().copy_from_slice(&slot[from]);
+    }
     let first = (micro * op.ranks + op.rank) * op.layout.tokens;
     for (row, id) in op.row_id.as_mut_slice().iter_mut().enumerate() {
         *id = (first + row) as i32;

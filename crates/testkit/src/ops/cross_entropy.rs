@@ -1,7 +1,7 @@
 use crate::case::{Case, Outputs, Pads};
 use crate::input::{Input, stream};
 use crate::pair::Pair;
-use nibble_core::ops::CrossEntropy;
+use nibble_core::ops::{Control, CrossEntropy};
 use nibble_core::{Agreement, DType, Error, Kernels, Result, Tensor};
 
 #[derive(Debug)]
@@ -33,7 +33,8 @@ impl<B: Kernels> Case<B> for CrossEntropyRows {
             (0..self.rows).map(|r| if r == 0 { self.max_target as i32 } else { target(r) }).collect();
         let targets = b.upload(&targets)?;
         let Self { shards, grad, .. } = *self;
-        let made = CrossEntropy { logits: &logits, targets: &targets, scale: 0.013, shards, grad }.run(b)?;
+        let control = &b.upload(&Control::with_loss_scale(0.013))?;
+        let made = CrossEntropy { logits: &logits, targets: &targets, control, shards, grad }.run(b)?;
         let mut out = Outputs::default();
         out.buf(b, "loss", &made.loss, None)?;
         out.buf(b, "shard_nats", &made.shard_nats, None)?;

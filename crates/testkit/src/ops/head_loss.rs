@@ -5,7 +5,7 @@ use crate::host::{HostBlock, plain};
 use crate::input::{Input, stream};
 use crate::pair::Pair;
 use nibble_core::formats::{BlockAxis, Codec, Format, Rounding, ScaleRule, Stream};
-use nibble_core::ops::{Counts, HeadCodecs, HeadLoss, HeadLossGrad};
+use nibble_core::ops::{Control, Counts, HeadCodecs, HeadLoss, HeadLossGrad};
 use nibble_core::{Agreement, DType, Error, Kernels, Operand, Result};
 
 #[derive(Debug, Clone, Copy)]
@@ -147,8 +147,9 @@ impl<B: Kernels> Case<B> for Head {
             Some((type_of_dw, accumulate)) => {
                 let before = Input::Normal.values(&stream("head.dw"), shards * vocab * d);
                 let before = plain(b, type_of_dw, &before, shards * vocab, d)?;
+                let control = &b.upload(&Control::with_loss_scale(0.013))?;
                 let (dw, made) = in_place(b, &before, |dw| {
-                    let grad = Some(HeadLossGrad { wt: &wt, scale: 0.013, dw, accumulate });
+                    let grad = Some(HeadLossGrad { wt: &wt, control, dw, accumulate });
                     HeadLoss { x: &x, w: &w, codecs, targets: &targets, shards, chunk, grad }.run(b)
                 })?;
                 out.tensor(b, "dw", &dw)?;

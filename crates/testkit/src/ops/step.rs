@@ -44,7 +44,7 @@ impl<B: Kernels> Case<B> for Begun {
 /// Conformance of [`BeginStep`].
 pub fn begin_step<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for (step, told) in [(0, 0), (1, 254), (2, 256), (u32::MAX, 297)] {
-        pair.check(&Begun { layout: InputLayout { tokens: 33, micro_batches: 2 }, step, told });
+        pair.check(&Begun { layout: InputLayout { tokens: 33, micro_batches: 2, apart: false }, step, told });
     }
 }
 
@@ -65,12 +65,14 @@ impl<B: Kernels> Case<B> for MicroBegun {
         let (inputs, mut clock) = (ring(b, self.layout)?, b.upload(&self.clock)?);
         let tokens = self.layout.tokens;
         let [mut ids, mut targets, mut row_id] = [b.zeros(tokens)?, b.zeros(tokens)?, b.zeros(tokens)?];
+        let mut starts = b.zeros(self.layout.starts())?;
         BeginMicroBatch {
             inputs: &inputs,
             layout: self.layout,
             clock: &mut clock,
             ids: &mut ids,
             targets: &mut targets,
+            starts: &mut starts,
             row_id: &mut row_id,
             rank: self.rank,
             ranks: self.ranks,
@@ -78,7 +80,7 @@ impl<B: Kernels> Case<B> for MicroBegun {
         .run(b)?;
         let mut out = Outputs::default();
         out.values("clock", b.download(&clock)?.into_iter().map(u64::from).collect());
-        for (name, buf) in [("ids", &ids), ("targets", &targets), ("row_id", &row_id)] {
+        for (name, buf) in [("ids", &ids), ("targets", &targets), ("starts", &starts), ("row_id", &row_id)] {
             out.buf(b, name, buf, None)?;
         }
         Ok(out)
@@ -89,7 +91,10 @@ impl<B: Kernels> Case<B> for MicroBegun {
 pub fn begin_micro_batch<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for tokens in [1, 33, 1024] {
         for (clock, rank, ranks) in [([0, 0], 0, 1), ([3, 1], 0, 1), ([5, 2], 3, 4)] {
-            pair.check(&MicroBegun { layout: InputLayout { tokens, micro_batches: 3 }, clock, rank, ranks });
+            for apart in [false, true] {
+                let layout = InputLayout { tokens, micro_batches: 3, apart };
+                pair.check(&MicroBegun { layout, clock, rank, ranks });
+            }
         }
     }
 }

@@ -143,22 +143,22 @@ pub(super) fn head_loss<B: Kernels>(
     let skipped = call.not_quantized(&head_arguments(&codecs));
     let (x, w, targets) = (call.reads(x)?, call.reads(w)?, call.reads(targets)?);
     let grad = match grad {
-        Some(HeadLossGrad { wt, scale, dw, accumulate }) => {
-            Some((call.reads(wt)?, scale, call.writes(dw)?, accumulate))
+        Some(HeadLossGrad { wt, control, dw, accumulate }) => {
+            Some((call.reads(wt)?, call.reads(control)?, call.writes(dw)?, accumulate))
         }
         None => None,
     };
     call.issue(move |b: &B, run| {
         let (x, w, targets) = (open(b, &x)?, open(b, &w)?, open(b, &targets)?);
         let mut grad = match &grad {
-            Some((wt, scale, dw, accumulate)) => {
-                Some((open(b, wt)?, *scale, Taken::new(b, dw, run)?, *accumulate))
+            Some((wt, control, dw, accumulate)) => {
+                Some((open(b, wt)?, open(b, control)?, Taken::new(b, dw, run)?, *accumulate))
             }
             None => None,
         };
-        let grad = grad.as_mut().map(|(wt, scale, dw, accumulate)| {
-            let (wt, scale, dw, accumulate) = (&*wt, *scale, &mut **dw, *accumulate);
-            HeadLossGrad { wt, scale, dw, accumulate }
+        let grad = grad.as_mut().map(|(wt, control, dw, accumulate)| {
+            let (wt, control, dw, accumulate) = (&*wt, &*control, &mut **dw, *accumulate);
+            HeadLossGrad { wt, control, dw, accumulate }
         });
         let op = HeadLoss { x: &x, w: &w, codecs, targets: &targets, shards, chunk, grad };
         match skipped {

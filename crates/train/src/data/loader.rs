@@ -7,6 +7,15 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread::{Builder, JoinHandle};
 
+/// What a step learns, on one rank.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StepBatches {
+    /// This rank's part of each micro-batch.
+    pub micro_batches: Vec<Batch>,
+    /// Targets that count, over all micro-batches and ranks: the loss is the mean over them.
+    pub counted: u64,
+}
+
 /// Which sequences a step's micro-batches are, on one rank: a pure function of the step.
 #[derive(Debug, Clone)]
 pub struct BatchPlan {
@@ -26,16 +35,31 @@ impl BatchPlan {
     /// This rank's part of a micro-batch.
     #[must_use]
     pub fn batch(&self, step: u64, micro: usize) -> Batch {
-        let number = step * self.micro_batches as u64 + micro as u64;
-        let each = self.batch_size / self.ranks;
-        let whole = self.data.train_batch(number * self.batch_size as u64, self.batch_size);
-        whole.part(self.rank * each, each)
+        self.part(&self.whole(step, micro))
     }
 
-    /// This rank's part of every micro-batch of a step.
+    /// All micro-batches of a step.
     #[must_use]
-    pub fn step(&self, step: u64) -> Vec<Batch> {
-        (0..self.micro_batches).map(|micro| self.batch(step, micro)).collect()
+    pub fn step(&self, step: u64) -> StepBatches {
+        let mut batches = StepBatches { micro_batches: Vec::new(), counted: 0 };
+        for micro in 0..self.micro_batches {
+            let whole = self.whole(step, micro);
+            batches.counted += whole.counted() as u64;
+            batches.micro_batches.push(self.part(&whole));
+        }
+        batches
+    }
+
+    /// A micro-batch of all ranks.
+    fn whole(&self, step: u64, micro: usize) -> Batch {
+        let number = step * self.micro_batches as u64 + micro as u64;
+        self.data.train_batch(number * self.batch_size as u64, self.batch_size)
+    }
+
+    /// This rank's part of it.
+    fn part(&self, whole: &Batch) -> Batch {
+        let each = self.batch_size / self.ranks;
+        whole.part(self.rank * each, each)
     }
 }
 
@@ -51,7 +75,7 @@ pub struct Loader {
 struct Ahead {
     next: u64,
     /// None only while it is dropped.
-    made: Option<Receiver<Vec<Batch>>>,
+    made: Option<Receiver<StepBatches>>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -69,7 +93,7 @@ impl Loader {
     ///
     /// # Panics
     /// With the panic of the thread, if there was one.
-    pub fn take(&mut self, step: u64) -> Result<Vec<Batch>> {
+    pub fn take(&mut self, step: u64) -> Result<StepBatches> {
         if self.ahead.as_ref().is_none_or(|ahead| ahead.next != step) {
             // The thread before is gone before the new one is there.
             self.ahead = None;
@@ -102,7 +126,7 @@ impl Ahead {
         Ok(Self { next: first, made: Some(made), thread: Some(thread) })
     }
 
-    fn take(&mut self) -> Option<Vec<Batch>> {
+    fn take(&mut self) -> Option<StepBatches> {
         let batches = self.made.as_ref()?.recv().ok()?;
         self.next += 1;
         Some(batches)
@@ -141,7 +165,7 @@ mod tests {
     #[test]
     fn a_plan_is_this_ranks_part_of_consecutive_sequences() {
         let plan = plan();
-        for (micro, batch) in plan.step(5).iter().enumerate() {
+        for (micro, batch) in plan.step(5).micro_batches.iter().enumerate() {
             let whole = plan.data.train_batch((5 * 3 + micro as u64) * 4, 4);
             assert_eq!(*batch, whole.part(2, 2), "micro-batch {micro}");
         }

@@ -13,7 +13,7 @@ use nibble_formats::philox::{Purpose, Stream, fnv1a32};
 use std::path::Path;
 
 pub use cursor::WindowOrder;
-pub use loader::{BatchPlan, Loader};
+pub use loader::{BatchPlan, Loader, StepBatches};
 pub use synthetic::{Entropy, Language, RECORD_TOKENS, SYNTHETIC_VOCAB, Split, render_symbol, symbol_of};
 pub use text::Text;
 

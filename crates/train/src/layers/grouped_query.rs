@@ -140,7 +140,8 @@ impl<B: Kernels> GroupedQuery<B> {
         let GroupedQueryShape { head_dim, value_dim, .. } = self.shape;
         let seq_len = self.positions().min(x_td.rows);
         let scale = attention_scale(head_dim);
-        let op = Attention { q: &q, k: &k, v: &v, head_dim, value_dim, scale, seq_len, windows: None };
+        let op =
+            Attention { q: &q, k: &k, v: &v, head_dim, value_dim, scale, seq_len, windows: cx.windows() };
         let AttentionOut { out, lse } = op.run(cx.b)?;
         drop((q, k));
         let (o_input, o) = self.o.input(cx, &out)?;
@@ -216,7 +217,7 @@ impl<B: Kernels> Layer<B> for GroupedQuery<B> {
             value_dim,
             scale: attention_scale(head_dim),
             seq_len,
-            windows: None,
+            windows: cx.windows(),
         };
         let grads = op.run(cx.b)?;
         let dq = self.q_heads.backward(cx, saved.q, grads.dq, &rotation)?;

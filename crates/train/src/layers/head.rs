@@ -97,13 +97,13 @@ impl<B: Kernels> Head<B> {
         HeadLoss { x, w, codecs, targets, shards, chunk, grad: None }.run(cx.b)
     }
 
-    /// The losses; and the gradients of `scale` · their sum, that of the weight added to what it has.
+    /// The losses; and the gradients of their sum by the factor that `control` has ([`nibble_core::ops::Control`]), that of the weight added to what it has.
     pub fn losses_and_gradients(
         &mut self,
         cx: &Cx<'_, B>,
         table: &mut Param<B>,
         input: &HeadInput<'_, B>,
-        scale: f32,
+        control: &B::Buf<f32>,
     ) -> Result<(HeadLossOut<B>, HeadSaved<B>)> {
         let HeadInput { x_td: x, targets, shards } = *input;
         let codecs = self.section(cx).head_codecs(cx.activations(), true)?;
@@ -111,7 +111,7 @@ impl<B: Kernels> Head<B> {
         let (w, wt) = (weight.w()?.clone(), weight.wt()?.clone());
         let chunk = head_chunk(cx.b.kind(), w.rows());
         let mut out = weight.add_gradient(cx, Writes::InParts, |dw, accumulate| {
-            let grad = Some(HeadLossGrad { wt: &wt, scale, dw, accumulate });
+            let grad = Some(HeadLossGrad { wt: &wt, control, dw, accumulate });
             HeadLoss { x, w: &w, codecs, targets, shards, chunk, grad }.run(cx.b)
         })?;
         cx.keep_counts(&self.id, "x", Conversion::Quantize, out.x_counts.as_ref());

@@ -296,7 +296,7 @@ impl<B: Kernels> Latent<B> {
         drop(x_td);
         let (head_dim, value_dim, scale) = (self.shape.head_dim(), self.shape.value_dim, self.scale);
         let QueriesKeysValues { q, k, v } = &heads;
-        let op = Attention { q, k, v, head_dim, value_dim, scale, seq_len, windows: None };
+        let op = Attention { q, k, v, head_dim, value_dim, scale, seq_len, windows: cx.windows() };
         let AttentionOut { out, lse } = op.run(cx.b)?;
         let heads = HeadsKept::of(heads, shared, self.keep_heads, self.q_up.is_none());
         let (o_input, o) = self.o.input(cx, &out)?;
@@ -403,7 +403,7 @@ impl<B: Kernels> Layer<B> for Latent<B> {
             value_dim,
             scale,
             seq_len,
-            windows: None,
+            windows: cx.windows(),
         };
         let grads = op.run(cx.b)?;
         drop((q, k, v, dout, saved.out, saved.lse));

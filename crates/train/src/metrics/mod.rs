@@ -29,12 +29,15 @@ pub use watchdog::Watchdog;
 pub struct Metrics {
     /// Optimizer steps done, so 1 is the first step's line.
     pub step: u64,
-    /// Training loss: mean cross-entropy over the step's tokens, nats.
+    /// Training loss: mean cross-entropy over the step's targets, nats.
     #[serde(rename = "loss_metrics/global_avg_loss", skip_serializing_if = "Option::is_none", default)]
     pub loss: Option<f64>,
     /// Held-out loss, nats a token.
     #[serde(rename = "validation_metrics/loss", skip_serializing_if = "Option::is_none", default)]
     pub valid_loss: Option<f64>,
+    /// Share of the step's tokens whose next token is learnt, where that is not all of them.
+    #[serde(rename = "data/target_fraction", skip_serializing_if = "Option::is_none", default)]
+    pub target_fraction: Option<f64>,
     /// Global gradient norm before clipping.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub grad_norm: Option<f64>,
@@ -98,8 +101,9 @@ pub struct Metrics {
 }
 
 impl Metrics {
-    /// What a step's record says, over all ranks: the same for any number of them.
-    pub(crate) fn of_step(report: &Report<'_>, config: &Config) -> Self {
+    /// What a step's record says, of which so many targets count, over all ranks: the same for any number of them.
+    pub(crate) fn of_step(report: &Report<'_>, config: &Config, counted: u64) -> Self {
+        let tokens = config.tokens_per_step();
         // Each shard's sum is rounded to F32.
         let nats: Vec<f64> = report.nats().into_iter().map(|sum| f64::from(sum as f32)).collect();
         let shards = (config.train.shards * config.train.grad_accum) as f64;
@@ -115,7 +119,8 @@ impl Metrics {
             layer.iter().fold(0.0, |a: f64, b| a.max(*b)) / mean
         });
         Self {
-            loss: Some(tree_sum(&nats) / config.tokens_per_step() as f64),
+            loss: Some(tree_sum(&nats) / counted.max(1) as f64),
+            target_fraction: (counted != tokens).then(|| counted as f64 / tokens as f64),
             grad_norm: Some(report.norm()),
             aux_loss,
             z_loss,

@@ -180,15 +180,15 @@ impl<B: Kernels> Decoder<B> {
     }
 
     /// The losses of these tokens, and everything that the backward pass needs. The head's gradients are made here, while
-    /// there are logits, of `scale` · the sum of the losses. Where weights' copies were [begun](Decoder::begin_prepare), each layer waits for its own.
+    /// there are logits, of the sum of the losses by the factor that `control` has ([`nibble_core::ops::Control`]). Where weights' copies were [begun](Decoder::begin_prepare), each layer waits for its own.
     pub fn forward(
         &mut self,
         cx: &Cx<'_, B>,
         ids: B::Buf<i32>,
         targets: &B::Buf<i32>,
-        scale: f32,
+        control: &B::Buf<f32>,
     ) -> Result<(DecoderOut<B>, DecoderSaved<B>)> {
-        self.forward_seen(cx, ids, targets, scale, |_| Ok(()))
+        self.forward_seen(cx, ids, targets, control, |_| Ok(()))
     }
 
     /// [`Decoder::forward`], whose inside `look` sees.
@@ -197,7 +197,7 @@ impl<B: Kernels> Decoder<B> {
         cx: &Cx<'_, B>,
         ids: B::Buf<i32>,
         targets: &B::Buf<i32>,
-        scale: f32,
+        control: &B::Buf<f32>,
         look: impl FnOnce(Inside<'_, B>) -> Result<()>,
     ) -> Result<(DecoderOut<B>, DecoderSaved<B>)> {
         cx.finish_gathering(self.embed.params())?;
@@ -213,7 +213,7 @@ impl<B: Kernels> Decoder<B> {
         look(Inside { x_td: &x_td, blocks: &blocks, head: &self.head, table: &self.embed.weight })?;
         let input = HeadInput { x_td: &x_td, targets, shards: cx.shards.local };
         let table = &mut self.embed.weight;
-        let (loss, head) = self.head.losses_and_gradients(cx, table, &input, scale)?;
+        let (loss, head) = self.head.losses_and_gradients(cx, table, &input, control)?;
         let out = DecoderOut { shard_nats: loss.shard_nats, bad_ids: [bad_ids, loss.bad_ids] };
         Ok((out, DecoderSaved { embed: self.embed.saved(ids), blocks, norm, head }))
     }

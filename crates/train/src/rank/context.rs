@@ -1,7 +1,7 @@
 //! What a pass needs besides the model: one rank's backend, data, recipe and place in the run.
 
-use crate::config::Config;
-use crate::cx::{Cx, ExpertParts, Shards};
+use crate::config::{Config, DataConfig};
+use crate::cx::{Cx, Documents, ExpertParts, Shards};
 use crate::data::{Batch, BatchPlan, Dataset};
 use crate::error::{Error, Result};
 use crate::model::Decoder;
@@ -74,13 +74,13 @@ impl<B: Kernels> RankContext<'_, B> {
         // A part of the data is taken from all over it, so that losses during a run are comparable with the last one.
         let all = windows.div_ceil(size);
         let taken = if batches == 0 { all } else { batches.min(all) };
-        let (mut nats, mut tokens) = (0.0, 0);
+        let (mut nats, mut counted) = (0.0, 0);
         model.prepare(&self.inference_cx(1)?)?;
         for i in 0..taken {
             let first = i * all / taken * size;
             let batch = data.valid_batch(first, size.min(windows - first));
             nats += self.held_out_nats(model, &batch)?;
-            tokens += batch.counted();
+            counted += batch.counted();
             if !go_on(i + 1, taken)? {
                 model.release();
                 return Ok(None);
@@ -88,14 +88,14 @@ impl<B: Kernels> RankContext<'_, B> {
         }
         if let Some(tail) = data.valid_tail().filter(|_| batches == 0) {
             nats += self.held_out_nats(model, &tail)?;
-            tokens += tail.counted();
+            counted += tail.counted();
         }
         model.release();
         if !nats.is_finite() {
             let site = "held-out loss".into();
             return Err(CoreError::NonFinite { site, layer: "-".into(), step: self.step }.into());
         }
-        Ok(Some(nats / tokens.max(1) as f64))
+        Ok(Some(nats / counted.max(1) as f64))
     }
 
     /// Gives exchanges more room, since a rank was sent `needed` times its share. `again` is what is done again therefore.
@@ -127,6 +127,13 @@ impl<B: Kernels> RankContext<'_, B> {
         }
     }
 
+    /// The documents that begin there, if they are kept apart.
+    pub fn documents(&self, starts: &[i32]) -> nibble_core::Result<Option<Documents<B>>> {
+        let DataConfig { document_mask, seq_len, .. } = self.config.data;
+        let find = || Documents::find(self.b, &self.b.upload(starts)?, seq_len);
+        document_mask.then(find).transpose()
+    }
+
     /// Nats of a batch that every rank holds: each evaluates its part, the sums meet in the order of the sequences.
     pub fn held_out_nats(&mut self, model: &Decoder<B>, batch: &Batch) -> Result<f64> {
         loop {
@@ -148,8 +155,9 @@ impl<B: Kernels> RankContext<'_, B> {
         let padded = |ids: &[i32], with: i32| -> Vec<i32> {
             ids.iter().copied().chain(std::iter::repeat(with)).take(tokens).collect()
         };
+        let starts = padded_starts(&mine.starts, (self.config.data.seq_len, tokens));
         let shards = self.shards_of(ranks * tokens, self.mesh.all.rank())?;
-        let cx = self.cx(shards);
+        let cx = self.cx(shards).with_documents(self.documents(&starts)?);
         let ids = self.b.upload(&padded(&mine.inputs, 0))?;
         let targets = self.b.upload(&padded(&mine.targets, -1))?;
         // A sum for each sequence.
@@ -168,6 +176,16 @@ impl<B: Kernels> RankContext<'_, B> {
             needed => Err(needed.into()),
         })
     }
+}
+
+/// The beginnings of documents of so many tokens, of which these are the first: what is behind them belongs to the last document of its sequence.
+fn padded_starts(starts: &[i32], (seq_len, tokens): (usize, usize)) -> Vec<i32> {
+    let mut padded = Vec::with_capacity(tokens);
+    for i in 0..tokens {
+        let before = padded.last().filter(|_| !i.is_multiple_of(seq_len)).copied();
+        padded.push(starts.get(i).copied().or(before).unwrap_or(0));
+    }
+    padded
 }
 
 fn no_data() -> Error {

@@ -17,6 +17,7 @@ use crate::error::Result;
 use crate::family::Named;
 use crate::ledger::{Ledger, Saved};
 use crate::model::Decoder;
+use nibble_core::ops::Control;
 use nibble_core::{Kernels, MemoryStats, Mesh, Recipe, Tensor};
 use rehearse::delayed_sites;
 
@@ -135,12 +136,15 @@ impl<'a, B: Kernels> RankState<'a, B> {
                 ..context.cx(shards)
             };
             model.prepare(&cx)?;
+            let documents = context.documents(&batch.starts)?;
+            let cx = cx.with_documents(documents);
             let (ids, targets) = (cx.b.upload(&batch.inputs)?, cx.b.upload(&batch.targets)?);
+            let control = cx.b.zeros(Control::LEN)?;
             // Counts of conversions live until the end of the step; they are not for the backward pass.
             let forget = || cx.counted.borrow_mut().truncate(0);
             forget();
             let before = cx.b.memory().live_bytes - size_of::<i32>() * B::len(&ids);
-            let (out, saved) = model.forward(&cx, ids, &targets, 0.0)?;
+            let (out, saved) = model.forward(&cx, ids, &targets, &control)?;
             drop(out);
             forget();
             // What the head's gradient travels in is not kept, and its buffer comes back.

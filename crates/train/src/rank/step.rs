@@ -5,8 +5,8 @@
 
 use super::context::RankContext;
 use crate::config::Config;
-use crate::cx::{Cx, Shards};
-use crate::data::Batch;
+use crate::cx::{Cx, Documents, Shards};
+use crate::data::StepBatches;
 use crate::delayed::{DelayedRecords, DelayedSites};
 use crate::error::Result;
 use crate::fault::{Point, reach};
@@ -32,6 +32,8 @@ pub(crate) struct StepBuffers<B: Kernels> {
     /// Tokens of the micro-batch under way.
     ids: B::Buf<i32>,
     targets: B::Buf<i32>,
+    /// Where documents are kept apart, where they begin.
+    starts: B::Buf<i32>,
     /// This rank's sums of the step under way.
     table: B::Buf<f64>,
     pub layout: Layout,
@@ -58,7 +60,11 @@ impl<B: Kernels> StepBuffers<B> {
         let (b, mesh, config) = (context.b, context.mesh.shape(), &context.config);
         let t = &config.train;
         let shards = context.training_shards(0)?;
-        let input_layout = InputLayout { tokens: shards.tokens(), micro_batches: t.grad_accum };
+        let input_layout = InputLayout {
+            tokens: shards.tokens(),
+            micro_batches: t.grad_accum,
+            apart: config.data.document_mask,
+        };
         let runs = shards.balance_runs(config.model.balance);
         let layout = Layout::new(&ModelSpec::new(&config.model), (shards.local, runs), delayed.spans());
         let (gradients, moments) = (b.arena("gradients")?, b.arena("moments")?);
@@ -71,6 +77,7 @@ impl<B: Kernels> StepBuffers<B> {
             input_layout,
             ids: b.zeros(shards.tokens())?,
             targets: b.zeros(shards.tokens())?,
+            starts: b.zeros(input_layout.starts())?,
             table: b.zeros(layout.cells())?,
             layout,
             optimizer: OptimizerState::new(b, &model.optimized(), mesh, &layout)?,
@@ -107,17 +114,16 @@ impl<B: Kernels> StepBuffers<B> {
         &mut self,
         context: &RankContext<'_, B>,
         (lr, told, spent): (f64, Told, [i32; 2]),
-        batches: &[Batch],
+        batches: &StepBatches,
     ) -> Result<()> {
         let config = &context.config;
-        let scalars = optim::scalars(&config.train, lr, context.step);
+        let scalars = optim::scalars(&config.train, lr, (context.step, batches.counted));
         let mut words: Vec<i32> = scalars.iter().map(|x| x.to_bits() as i32).collect();
         words.resize(InputLayout::TOLD, 0);
         words.push(told.word());
         words.extend(spent);
-        for batch in batches {
-            words.extend(&batch.inputs);
-            words.extend(&batch.targets);
+        for batch in &batches.micro_batches {
+            words.extend(batch.inputs.iter().chain(&batch.targets).chain(&batch.starts));
         }
         let slot = context.step as usize % 2 * self.input_layout.slot_len();
         Ok(context.b.write(&mut self.inputs, slot, &words)?)
@@ -235,7 +241,7 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         look: impl FnOnce(&Cx<'_, B>, Inside<'_, B>) -> nibble_core::Result<()>,
     ) -> Result<()> {
         let Self { context, model, buffers, cx } = self;
-        let StepBuffers { inputs, input_layout, ids, targets, .. } = &mut **buffers;
+        let StepBuffers { inputs, input_layout, ids, targets, starts, .. } = &mut **buffers;
         let (rank, ranks) = (cx.mesh.all.rank(), cx.mesh.all.world());
         let Cx { clock, shards, .. } = cx;
         let op = BeginMicroBatch {
@@ -244,6 +250,7 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
             clock: clock.as_mut().ok_or_else(no_clock)?,
             ids,
             targets,
+            starts,
             row_id: &mut shards.groups.row_id,
             rank,
             ranks,
@@ -251,12 +258,23 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         op.run(context.b)?;
 
         part("forward");
-        let scale = 1.0 / context.config.tokens_per_step() as f32;
+        cx.documents = match input_layout.apart {
+            true => Some(Documents::find(context.b, starts, context.config.data.seq_len)?),
+            false => None,
+        };
+        let cx = &*cx;
         let look = |inside: Inside<'_, B>| look(cx, inside);
-        let (out, saved) = model.forward_seen(cx, buffers.ids.clone(), &buffers.targets, scale, look)?;
+        let (out, saved) = model.forward_seen(
+            cx,
+            buffers.ids.clone(),
+            &buffers.targets,
+            &buffers.optimizer.control,
+            look,
+        )?;
         self.collect(Some((&out, &saved)))?;
         part("backward");
         self.model.backward(&self.cx, saved)?;
+        self.cx.documents = None;
         self.collect(None)
     }
 

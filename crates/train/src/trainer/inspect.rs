@@ -5,7 +5,7 @@ use super::Trainer;
 use super::weights::{HostTensor, assembled, gather};
 use crate::checkpoint::{header, little_endian};
 use crate::cx::Cx;
-use crate::data::Batch;
+use crate::data::StepBatches;
 use crate::error::Result;
 use crate::family::Named;
 use crate::model::Inside;
@@ -88,7 +88,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// shards. The trainer is used up. Every rank returns the tensors of all ranks, with the bits of one: rows in the order of the tokens, experts by
     /// their number.
     ///
-    /// Tensors: `ids`, `targets` `[sequences, seq_len]`, and `ids.K`, `targets.K` of the K-th step after it, for as many `steps` in all, so that another
+    /// Tensors: `ids`, `targets` `[sequences, seq_len]`, where documents are kept apart `starts` as well, and `ids.K`, `targets.K` of the K-th step after it, for as many `steps` in all, so that another
     /// implementation can train on the same tokens; of layers with experts `experts.LAYER` and `gates.LAYER` `[t, k]`; `logits` `[t, v]`; each
     /// weight under its checkpoint's name, and its gradient under `grad.NAME`. The loss is the mean of the tokens' nats and the
     /// routers' losses.
@@ -113,16 +113,20 @@ impl<B: Kernels> Trainer<'_, B> {
         self.rank.make_buffers()?;
         let mut seen = Inspection::default();
         let (b, mesh) = (self.rank.context.b, self.rank.context.mesh);
-        let mut tokens = |later: u64| -> Result<Batch> {
-            let batch = self.rank.context.plan()?.batch(self.rank.context.step + later, 0);
+        let mut tokens = |later: u64| -> Result<StepBatches> {
+            let batches = self.rank.context.plan()?.step(self.rank.context.step + later);
             let number = if later == 0 { String::new() } else { format!(".{later}") };
-            for (name, ids) in [("ids", &batch.inputs), ("targets", &batch.targets)] {
-                let ids = b.upload(&as_floats(ids))?;
-                seen.push_rows(format!("{name}{number}"), (b, mesh.all), batch.seq_len, &ids)?;
+            // There is one.
+            for batch in &batches.micro_batches {
+                let all = [("ids", &batch.inputs), ("targets", &batch.targets), ("starts", &batch.starts)];
+                for (name, ids) in all.into_iter().filter(|(_, ids)| !ids.is_empty()) {
+                    let ids = b.upload(&as_floats(ids))?;
+                    seen.push_rows(format!("{name}{number}"), (b, mesh.all), batch.seq_len, &ids)?;
+                }
             }
-            Ok(batch)
+            Ok(batches)
         };
-        let batch = tokens(0)?;
+        let batches = tokens(0)?;
         (1..steps).try_for_each(|later| tokens(later).map(drop))?;
 
         let named = self.rank.model.named_tensors();
@@ -135,7 +139,7 @@ impl<B: Kernels> Trainer<'_, B> {
         let RankState { context, model, buffers: Some(buffers), activations, .. } = &mut self.rank else {
             return Err(CoreError::shape("inspect", "buffers", "none", "made").into());
         };
-        buffers.write_inputs(context, (0.0, Told::default(), [0; 2]), &[batch])?;
+        buffers.write_inputs(context, (0.0, Told::default(), [0; 2]), &batches)?;
         let mut work = || -> Result<()> {
             let mut step = Step::new(context, model, buffers)?;
             step.first_micro_batch_seen(|cx, inside| seen.look(cx, &inside))?;

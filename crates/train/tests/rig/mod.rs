@@ -3,10 +3,12 @@
 #![allow(dead_code, unused_imports)] // every test file takes a part of it
 
 mod comm;
+pub mod documents;
 
 pub use comm::{Call, CallLog, Hook, Hooked, noted, on_axes};
 
 use nibble_core::formats::{Purpose, Stream, fnv1a32};
+use nibble_core::ops::Control;
 use nibble_core::{Comm, DType, Kernels, Mesh, MeshShape, Recipe, SoloComm, Tensor};
 use nibble_cpu::Cpu;
 use nibble_train::config::Config;
@@ -15,6 +17,11 @@ use nibble_train::metrics::Metrics;
 use nibble_train::param::{Param, Placement};
 use nibble_train::trainer::{Observer, Start, Trainer};
 use std::path::Path;
+
+/// What scales the gradients of losses in a pass without a step.
+pub fn loss_scale<B: Kernels>(b: &B, scale: f32) -> B::Buf<f32> {
+    b.upload(&Control::with_loss_scale(scale)).unwrap()
+}
 
 /// Every recipe that ships.
 pub fn recipes() -> Vec<&'static str> {

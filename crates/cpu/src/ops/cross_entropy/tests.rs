@@ -7,11 +7,16 @@ const SHAPES: [(usize, usize); 8] = [(0, 4), (1, 1), (3, 2), (5, 15), (4, 16), (
 
 const SCALE: f32 = 0.125;
 
+/// What losses' gradients are scaled by.
+fn control(cpu: &Cpu) -> crate::Buf<f32> {
+    cpu.upload(&Control::with_loss_scale(SCALE)).unwrap()
+}
+
 fn on(cpu: &Cpu, z: &[f32], targets: &[i32], grad: Option<DType>) -> CrossEntropyOut<Cpu> {
     let vocab = z.len().checked_div(targets.len()).unwrap_or(4);
     let logits = Tensor::from_f32(cpu, z, targets.len(), vocab).unwrap();
     let targets = cpu.upload(targets).unwrap();
-    let op = CrossEntropy { logits: &logits, targets: &targets, scale: SCALE, shards: 1, grad };
+    let op = CrossEntropy { logits: &logits, targets: &targets, control: &control(cpu), shards: 1, grad };
     op.check().unwrap();
     cross_entropy(cpu, op).unwrap()
 }
@@ -157,7 +162,7 @@ fn losses_are_summed_by_shard() {
         let op = CrossEntropy {
             logits: &logits,
             targets: &cpu.upload(&targets).unwrap(),
-            scale: SCALE,
+            control: &control(cpu),
             shards: 3,
             grad: None,
         };

@@ -3,12 +3,17 @@ use crate::ops::elementwise::tests::{below, bits, normals, same_everywhere};
 use half::bf16;
 use nibble_core::formats::{Codec, Format, Rounding, ScaleRule};
 use nibble_core::ops::{
-    Counts, CrossEntropy, Emitted, Gemm, GroupedWgrad, HeadCodecs, HeadLoss, HeadLossGrad, HeadLossOut,
-    Planes, Quantize, head_chunk,
+    Control, Counts, CrossEntropy, Emitted, Gemm, GroupedWgrad, HeadCodecs, HeadLoss, HeadLossGrad,
+    HeadLossOut, Planes, Quantize, head_chunk,
 };
 use nibble_core::{Backend, DType, DeviceKind, Groups, Operand, Tensor};
 
 const SCALE: f32 = 0.02;
+
+/// What losses' gradients are scaled by.
+fn control(cpu: &Cpu) -> crate::Buf<f32> {
+    cpu.upload(&Control::with_loss_scale(SCALE)).unwrap()
+}
 
 fn tensor(cpu: &Cpu, x: &[f32], rows: usize, dtype: DType) -> Tensor<Cpu> {
     let cols = x.len() / rows;
@@ -69,7 +74,7 @@ impl Call {
         let [x, w, wt, mut dw] = self.operands(cpu);
         let targets = cpu.upload(&self.targets()).unwrap();
         let (codecs, w, wt) = (HeadCodecs::default(), Operand::Plain(w), Operand::Plain(wt));
-        let grad = HeadLossGrad { wt: &wt, scale: SCALE, dw: &mut dw, accumulate: self.accumulate };
+        let grad = HeadLossGrad { wt: &wt, control: &control(cpu), dw: &mut dw, accumulate: self.accumulate };
         let shards = self.shards;
         let op = HeadLoss { x: &x, w: &w, codecs, targets: &targets, shards, chunk, grad: Some(grad) };
         let HeadLossOut { shard_nats, bad_ids, dx, .. } = op.run(cpu).unwrap();
@@ -83,10 +88,15 @@ impl Call {
         let [x, w, wt] = [x, w, wt].map(Operand::Plain);
         let logits = Gemm { a: &x, b: &w, out: DType::F32 }.run(cpu).unwrap();
         let targets = cpu.upload(&self.targets()).unwrap();
-        let loss =
-            CrossEntropy { logits: &logits, targets: &targets, scale: SCALE, shards, grad: Some(dtype) }
-                .run(cpu)
-                .unwrap();
+        let loss = CrossEntropy {
+            logits: &logits,
+            targets: &targets,
+            control: &control(cpu),
+            shards,
+            grad: Some(dtype),
+        }
+        .run(cpu)
+        .unwrap();
         let dlogits = Operand::Plain(loss.dlogits.unwrap());
         let dx = Gemm { a: &dlogits, b: &wt, out: dtype }.run(cpu).unwrap();
         let groups = Groups::uniform(cpu, shards, tokens / shards, 1, 0).unwrap();
@@ -141,7 +151,7 @@ fn no_tokens_have_no_gradient() {
     let (w, wt) = (tensor(&cpu, &[1.0; 12], 3, DType::F32), tensor(&cpu, &[1.0; 12], 4, DType::F32));
     let (w, wt, codecs) = (Operand::Plain(w), Operand::Plain(wt), HeadCodecs::default());
     let mut dw = tensor(&cpu, &[5.0; 24], 6, DType::F32);
-    let grad = HeadLossGrad { wt: &wt, scale: 1.0, dw: &mut dw, accumulate: false };
+    let grad = HeadLossGrad { wt: &wt, control: &control(&cpu), dw: &mut dw, accumulate: false };
     let targets = cpu.upload::<i32>(&[]).unwrap();
     let op =
         HeadLoss { x: &empty(4), w: &w, codecs, targets: &targets, shards: 2, chunk: 8, grad: Some(grad) };
@@ -163,7 +173,7 @@ fn all_logits_never_exist_at_once() {
         let mut dw = Tensor::zeros(&cpu, DType::F32, vocab, d).unwrap();
         let targets = cpu.upload(&below(4, vocab, tokens)).unwrap();
         let live = cpu.memory().live_bytes;
-        let grad = HeadLossGrad { wt: &wt, scale: SCALE, dw: &mut dw, accumulate: true };
+        let grad = HeadLossGrad { wt: &wt, control: &control(&cpu), dw: &mut dw, accumulate: true };
         let op = HeadLoss { x: &x, w: &w, codecs, targets: &targets, shards: 1, chunk, grad: Some(grad) };
         op.run(&cpu).unwrap();
         let (peak, logits) = (cpu.memory().peak_bytes, tokens * vocab * size_of::<f32>());
@@ -199,7 +209,7 @@ impl Call {
             None => [w, wt].map(Operand::Plain),
         };
         let targets = cpu.upload(&self.targets()).unwrap();
-        let grad = HeadLossGrad { wt: &wt, scale: SCALE, dw: &mut dw, accumulate: self.accumulate };
+        let grad = HeadLossGrad { wt: &wt, control: &control(cpu), dw: &mut dw, accumulate: self.accumulate };
         let shards = self.shards;
         let op = HeadLoss { x: &x, w: &w, codecs, targets: &targets, shards, chunk, grad: Some(grad) };
         let out = op.run(cpu).unwrap();
@@ -241,10 +251,15 @@ impl Call {
         let [x_rows, x_cols] = operands(&x, fprop_x, wgrad_x, &mut of_x);
         let logits = Gemm { a: &x_rows, b: &w, out: DType::F32 }.run(cpu).unwrap();
         let targets = cpu.upload(&self.targets()).unwrap();
-        let loss =
-            CrossEntropy { logits: &logits, targets: &targets, scale: SCALE, shards, grad: Some(dtype) }
-                .run(cpu)
-                .unwrap();
+        let loss = CrossEntropy {
+            logits: &logits,
+            targets: &targets,
+            control: &control(cpu),
+            shards,
+            grad: Some(dtype),
+        }
+        .run(cpu)
+        .unwrap();
         let [rows, cols] = operands(&loss.dlogits.unwrap(), dgrad_dy, wgrad_dy, &mut of_dlogits);
         let dx = Gemm { a: &rows, b: &wt, out: dtype }.run(cpu).unwrap();
         GroupedWgrad { dy: &cols, x: &x_cols, groups: &groups, grad: &mut dw, accumulate }.run(cpu).unwrap();
@@ -298,7 +313,7 @@ fn what_cannot_be_honoured_is_refused() {
         let [x, w, wt, mut dw] = call.operands(&cpu);
         let [w, wt] = if tiles { call.tiles(&cpu, ScaleRule::Rceil) } else { [w, wt].map(Operand::Plain) };
         let targets = cpu.upload(&call.targets()).unwrap();
-        let grad = Some(HeadLossGrad { wt: &wt, scale: SCALE, dw: &mut dw, accumulate });
+        let grad = Some(HeadLossGrad { wt: &wt, control: &control(&cpu), dw: &mut dw, accumulate });
         let op = HeadLoss { x: &x, w: &w, codecs, targets: &targets, shards: call.shards, chunk, grad };
         let error = op.run(&cpu).unwrap_err().to_string();
         assert!(error.contains(argument), "{error}");

@@ -7,6 +7,7 @@
 //   256 threads; grid: the CTAs of all tensors; any len but 0; buffers are 16-byte aligned.
 #pragma once
 #include "formats/plain.cuh"
+#include "pieces/step/control.cuh"
 #include "pieces/step/tensor_list.cuh"
 
 namespace nib {
@@ -76,12 +77,12 @@ template <typename G, typename M>
 __global__ void __launch_bounds__(kAdamThreads)
     adamw(const __grid_constant__ AdamTensors tensors, const float* __restrict__ control, const __grid_constant__ AdamArg arg) {
     // `Control`: LR, BIAS1, BIAS2, GRAD_SCALE, STOP.
-    if (__ldg(control + 4) != 0.0f) return;
+    if (__ldg(control + kStop) != 0.0f) return;
     const u32 number = tensor_of_cta(tensors);
     const auto& [w, grad, m, v, len, weight_decay, first_cta] = tensors.tensor[number];
     const u32 last_cta = (number + 1 < tensors.count ? tensors.tensor[number + 1].first_cta : gridDim.x) - 1;
-    const float lr = __ldg(control);
-    const AdamStep step = {lr, __ldg(control + 1), __ldg(control + 2), __ldg(control + 3), __fmul_rn(lr, weight_decay)};
+    const float lr = __ldg(control + kLr);
+    const AdamStep step = {lr, __ldg(control + kBias1), __ldg(control + kBias2), __ldg(control + kGradScale), __fmul_rn(lr, weight_decay)};
     using Unit = AdamUnit<G, M, kAdamCount>;
     const u64 units = len / kAdamCount;
     const u64 first = u64(blockIdx.x - first_cta) * (kAdamThreads * kAdamUnits) + threadIdx.x;

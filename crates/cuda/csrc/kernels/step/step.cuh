@@ -1,9 +1,9 @@
 // A step's scalars, its micro-batches, what operations counted, and its end. crates/core/src/ops/step.rs describes
 // every value.
 //
-// begin_step: control[0 .. 3] from the slot's first words, table[told .. told + 3] from those behind them, the clock's micro-batches and the rest
+// begin_step: control[0 .. 4] from the slot's first words, table[told .. told + 3] from those behind them, the clock's micro-batches and the rest
 //   of `table` zero. 256 threads; grid max(1, ceil(cells / 256)).
-// begin_micro_batch: ids and targets of the slot's next micro-batch, and the rows' numbers; then the clock counts it. 1024 threads; one cluster of
+// begin_micro_batch: ids, targets and, where `apart` is 1, starts of the slot's next micro-batch, and the rows' numbers; then the clock counts it. 1024 threads; one cluster of
 //   8 CTAs, so that the clock changes only after all have read it.
 // push_amax: CTA s pushes table[s], the magnitude of span s, into the span's history. 128 threads; grid spans.
 // balance_bias: moves each of `experts` biases against its load, that of `ranks` tables of `cells`; `tables` is the first load. 256 threads; grid 1.
@@ -11,16 +11,16 @@
 // end_step: norm, verdict, report. `sums` is room for ceil(ordered / 4096) numbers. 1024 threads; grid 1.
 #pragma once
 #include "math/chunk_sum.cuh"
+#include "pieces/step/control.cuh"
 #include "ptx/thread.cuh"
 #include "ptx/types.cuh"
 
 namespace nib {
 
-// Places in `Control` and `Clock`.
-enum { kGradScale = 3, kStop = 4, kFromHost = 3 };
+// Places in `Clock`.
 enum { kStep = 0, kMicro = 1 };
 // Place among a slot's scalars, and how many.
-enum { kTold = 3, kToldWords = 3 };
+enum { kTold = kFromHost, kToldWords = 3 };
 
 constexpr int kBeginThreads = 256;
 
@@ -45,18 +45,20 @@ struct MicroBatch {
     u32 micro_batches;
     u32 rank;
     u32 ranks;
+    u32 apart;
 };
 
 __global__ void __launch_bounds__(kMicroThreads)
-    begin_micro_batch(const int* __restrict__ inputs, u32* clock, int* __restrict__ ids, int* __restrict__ targets, int* __restrict__ row_id,
-                      const __grid_constant__ MicroBatch batch) {
+    begin_micro_batch(const int* __restrict__ inputs, u32* clock, int* __restrict__ ids, int* __restrict__ targets, int* __restrict__ starts,
+                      int* __restrict__ row_id, const __grid_constant__ MicroBatch batch) {
     const u32 begun = clock[kMicro], micro = min(begun, batch.micro_batches - 1);
-    const int* const from = inputs + clock[kStep] % 2 * batch.slot + batch.scalars + u64(2) * batch.tokens * micro;
+    const int* const from = inputs + clock[kStep] % 2 * batch.slot + batch.scalars + u64(2 + batch.apart) * batch.tokens * micro;
     const u32 first = (micro * batch.ranks + batch.rank) * batch.tokens;
 #pragma unroll 4
     for (u32 i = blockIdx.x * kMicroThreads + threadIdx.x; i < batch.tokens; i += kMicroCtas * kMicroThreads) {
         ids[i] = __ldg(from + i);
         targets[i] = __ldg(from + batch.tokens + i);
+        if (batch.apart) starts[i] = __ldg(from + u64(2) * batch.tokens + i);
         row_id[i] = int(first + i);
     }
     ptx::cluster_sync();

@@ -14,6 +14,7 @@
 #include "math/divide.cuh"
 #include "math/exp.cuh"
 #include "math/log.cuh"
+#include "pieces/step/control.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/packed.cuh"
 #include "ptx/thread.cuh"
@@ -232,7 +233,7 @@ struct EntropyPart {
 template <int kLanes, int kWide, int kGroups>
 __global__ void __launch_bounds__(kLanes / kWide * kGroups, kLanes / kWide * kGroups <= 256 ? 3 : kLanes / kWide * kGroups <= 512 ? 2 : 1)
     cross_entropy(const float* __restrict__ logits, const int* __restrict__ targets, float* __restrict__ loss, u8* __restrict__ dlogits,
-                  u64* __restrict__ bad_ids, int vocab, float scale, int is_bf16) {
+                  u64* __restrict__ bad_ids, int vocab, const float* __restrict__ control, int is_bf16) {
     using Part = EntropyPart<kLanes, kWide, kGroups>;
     extern __shared__ float4 shared[];
     EntropyRoom& room = *reinterpret_cast<EntropyRoom*>(shared);
@@ -256,6 +257,7 @@ __global__ void __launch_bounds__(kLanes / kWide * kGroups, kLanes / kWide * kGr
     const float sum = part.exponentials(room, max, smallest);
     if (is_first) loss[row] = __fadd_rn(log_of_normal(sum), __fsub_rn(max, __ldg(z + target)));
     if (gradient == nullptr) return;
+    const float scale = __ldg(control + kLossScale);
     if (is_bf16)
         part.template gradient<Bf16>(gradient, target, sum, scale, smallest);
     else

@@ -9,6 +9,7 @@
 #pragma once
 #include "formats/plain.cuh"
 #include "math/log.cuh"
+#include "pieces/step/control.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/packed.cuh"
@@ -131,7 +132,7 @@ struct HeadPart {
 template <int kCluster>
 __global__ void __launch_bounds__(kRowThreads, 1)
     head_rows(const float* __restrict__ logits, const int* __restrict__ targets, float* __restrict__ loss, u16* __restrict__ dlogits,
-              u64* __restrict__ bad_ids, int rows, int vocab, int part, float scale) {
+              u64* __restrict__ bad_ids, int rows, int vocab, int part, const float* __restrict__ control) {
     extern __shared__ float4 shared[];
     HeadRoom& room = *reinterpret_cast<HeadRoom*>(shared);
     float4* const buffers = reinterpret_cast<float4*>(&room + 1);
@@ -139,6 +140,7 @@ __global__ void __launch_bounds__(kRowThreads, 1)
     const HeadPart<kCluster> mine{room, min(max(vocab - first, 0), part), rank};
     const int clusters = gridDim.x / kCluster, begin = blockIdx.x / kCluster;
 
+    const float scale = dlogits == nullptr ? 0.0f : __ldg(control + kLossScale);
     const auto bring = [&](int row, int buffer) {
         if (row >= rows || mine.count == 0) return;
         ptx::barrier_arrive_expect(room.full[buffer], mine.count * 4);

@@ -17,7 +17,7 @@ const PER_CTA: usize = 2048;
 const TYPES: [DType; 2] = [DType::F32, DType::Bf16];
 // The kernel has these indices of a step's scalars as numbers.
 const _: () = assert!(Control::LR == 0 && Control::BIAS1 == 1 && Control::BIAS2 == 2);
-const _: () = assert!(Control::GRAD_SCALE == 3 && Control::STOP == 4);
+const _: () = assert!(Control::LOSS_SCALE == 3 && Control::GRAD_SCALE == 4 && Control::STOP == 5);
 
 /// `AdamArg` of the kernel.
 #[repr(C)]

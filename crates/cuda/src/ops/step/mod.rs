@@ -66,13 +66,14 @@ struct MicroBatchArg {
     micro_batches: u32,
     rank: u32,
     ranks: u32,
+    apart: u32,
 }
 
 /// See [`BeginMicroBatch`].
 pub(crate) fn begin_micro_batch(cuda: &Cuda, op: BeginMicroBatch<'_, Cuda>) -> Result<()> {
     const OP: &str = "begin_micro_batch";
     op.check()?;
-    let InputLayout { tokens, micro_batches } = op.layout;
+    let InputLayout { tokens, micro_batches, apart } = op.layout;
     if micro_batches == 0 {
         return Err(Error::shape(OP, "micro-batch", 0, "below the step's 0"));
     }
@@ -87,6 +88,7 @@ pub(crate) fn begin_micro_batch(cuda: &Cuda, op: BeginMicroBatch<'_, Cuda>) -> R
         micro_batches: small("micro_batches", micro_batches)?,
         rank: small("rank", op.rank)?,
         ranks: small("ranks", op.ranks)?,
+        apart: apart.into(),
     };
     let buffers = BufferCheck::by(OP, cuda);
     let inputs = buffers.buffer("inputs", op.inputs)?;
@@ -94,13 +96,16 @@ pub(crate) fn begin_micro_batch(cuda: &Cuda, op: BeginMicroBatch<'_, Cuda>) -> R
     for (argument, buf) in [("ids", &*op.ids), ("targets", &*op.targets), ("row_id", &*op.row_id)] {
         buffers.values(argument, buf, tokens)?;
     }
+    buffers.values("starts", op.starts, op.layout.starts())?;
     let clock = op.clock.make_mut()?;
-    let (ids, targets, row_id) = (op.ids.make_mut()?, op.targets.make_mut()?, op.row_id.make_mut()?);
+    let (ids, targets) = (op.ids.make_mut()?, op.targets.make_mut()?);
+    let (starts, row_id) = (op.starts.make_mut()?, op.row_id.make_mut()?);
     let launch = Launch { ctas: MICRO_CTAS, threads: MICRO_THREADS, cluster: MICRO_CTAS, shared_bytes: 0 };
     let kernel = cuda.device().kernel(&spec("nib::begin_micro_batch"))?;
-    // SAFETY: `check` held the inputs to two slots, the clock to its length and the others to `tokens` values; the kernel reads no
+    // SAFETY: `check` held the inputs to two slots, the clock to its length and the others to `tokens` values, starts to none
+    // where it does not write them; the kernel reads no
     // micro-batch past the layout's.
-    unsafe { kernel.launch(launch, &[inputs, &*clock, &*ids, &*targets, &*row_id, &batch]) }
+    unsafe { kernel.launch(launch, &[inputs, &*clock, &*ids, &*targets, &*starts, &*row_id, &batch]) }
 }
 
 /// The device's `CollectEntry`.

@@ -8,7 +8,7 @@ use crate::ops::planes::{plain_address, plain_arg};
 use crate::ops::{Instance, SharedSize};
 use crate::{Buffer, Cuda};
 use nibble_choice::vocabulary::chunks_of_losses;
-use nibble_core::ops::{CrossEntropy, CrossEntropyOut};
+use nibble_core::ops::{Control, CrossEntropy, CrossEntropyOut};
 use nibble_core::{Error, Result, Tensor};
 
 const SOURCE: &str = "kernels/vocabulary/cross_entropy.cuh";
@@ -30,7 +30,8 @@ pub(crate) fn cross_entropy(cuda: &Cuda, op: CrossEntropy<'_, Cuda>) -> Result<C
     let (rows, vocab) = op.logits.shape();
     let targets = buffers.values("targets", op.targets, rows)?;
     let out = op.result(cuda)?;
-    let rows = TargetRows { op: OP, vocab, targets, scale: op.scale, bad_ids: out.bad_ids.get() };
+    let control = Some(buffers.buffer("control", op.control)?);
+    let rows = TargetRows { op: OP, vocab, targets, control, bad_ids: out.bad_ids.get() };
     rows.run(op.logits.f32(OP, "logits")?.get(), out.loss.get(), out.dlogits.as_ref())?;
     sum_losses(out.loss.get(), out.shard_nats.get())?;
     Ok(out)
@@ -94,13 +95,25 @@ pub(crate) struct TargetRows<'a> {
     pub vocab: usize,
     /// The target of each row.
     pub targets: &'a Buffer<i32>,
-    /// Factor of the gradient.
-    pub scale: f32,
+    /// What has the factor of the gradient; none where there is none.
+    pub control: Option<&'a Buffer<f32>>,
     /// Counts targets at or past the vocabulary.
     pub bad_ids: &'a Buffer<u64>,
 }
 
 impl TargetRows<'_> {
+    /// Where the factor of a gradient is read, if there is a gradient.
+    pub fn control_address(&self, dlogits: Option<&Tensor<Cuda>>) -> Result<u64> {
+        match (self.control, dlogits) {
+            (Some(control), _) if control.len() == Control::LEN => Ok(control.address()),
+            (None, None) => Ok(0),
+            (control, _) => {
+                let got = control.map_or(0, Buffer::len);
+                Err(Error::shape(self.op, "control.len()", got, Control::LEN))
+            }
+        }
+    }
+
     /// Writes the loss of each row, and the gradient of its logits where there is a place for it.
     pub fn run(
         &self,
@@ -108,7 +121,7 @@ impl TargetRows<'_> {
         loss: &Buffer<f32>,
         dlogits: Option<&Tensor<Cuda>>,
     ) -> Result<()> {
-        let Self { op, vocab, targets, scale, bad_ids } = *self;
+        let Self { op, vocab, targets, bad_ids, .. } = *self;
         let rows = targets.len();
         let (len, is_bf16, address) = match dlogits {
             None => (logits.len(), 0, 0u64),
@@ -127,10 +140,11 @@ impl TargetRows<'_> {
         let launch = config.launch(op, rows, vocab, device.info().shared_bytes_per_cta)?;
         let vocab = vocab as i32;
         let kernel = device.kernel(&config.spec())?;
+        let control = self.control_address(dlogits)?;
         // SAFETY: logits and dlogits, if any, have rows · vocab values and loss one a row; the caller held them to this device and
         // has dlogits to itself. A cluster stays within its row; targets are compared with the vocabulary.
         unsafe {
-            kernel.launch(launch, &[logits, targets, loss, &address, bad_ids, &vocab, &scale, &is_bf16])
+            kernel.launch(launch, &[logits, targets, loss, &address, bad_ids, &vocab, &control, &is_bf16])
         }
     }
 }

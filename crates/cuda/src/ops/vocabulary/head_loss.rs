@@ -31,6 +31,7 @@ pub(crate) fn head_loss(cuda: &Cuda, op: HeadLoss<'_, Cuda>) -> Result<HeadLossO
     if let Some(grad) = &op.grad {
         buffers.operand("wt", grad.wt)?;
         buffers.tensor("dw", grad.dw)?;
+        buffers.buffer("control", grad.control)?;
     }
     sequence::head_loss(cuda, op)
 }
@@ -42,9 +43,9 @@ pub(crate) fn target_rows(
     loss: &<Cuda as Backend>::Buf<f32>,
     dlogits: Option<&Tensor<Cuda>>,
 ) -> Result<()> {
-    let &sequence::TargetRows { targets, scale, bad_ids, tokens } = rows;
-    let (targets, bad_ids) = (targets.get(), bad_ids.get());
-    let rows = TargetRows { op: OP, vocab: logits.cols, targets, scale, bad_ids };
+    let &sequence::TargetRows { targets, control, bad_ids, tokens } = rows;
+    let (targets, control, bad_ids) = (targets.get(), control.map(|control| control.get()), bad_ids.get());
+    let rows = TargetRows { op: OP, vocab: logits.cols, targets, control, bad_ids };
     let logits = logits.f32(OP, "logits")?.get();
     match tokens {
         DType::F32 => rows.run(logits, loss.get(), dlogits),

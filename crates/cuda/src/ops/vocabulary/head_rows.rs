@@ -76,8 +76,9 @@ pub(crate) fn run(
             };
             let launch = config.launch(clusters.min(count) * config.cluster);
             let [count, vocab, part] = [count, rows.vocab, config.part].map(|n| n as i32);
+            let control = rows.control_address(dlogits)?;
             let args: [&dyn KernelArg; 9] =
-                [logits, rows.targets, loss, &address, rows.bad_ids, &count, &vocab, &part, &rows.scale];
+                [logits, rows.targets, loss, &address, rows.bad_ids, &count, &vocab, &part, &control];
             // SAFETY: logits and dlogits, if any, have count · vocab values and loss one a row; the caller held them to this device and
             // has dlogits to itself. Rows begin at multiples of 32 bytes; targets are compared with the vocabulary.
             unsafe { kernel.launch(launch, &args) }

@@ -1,0 +1,10 @@
+// Places in `Control` of crates/core/src/ops/step.rs.
+#pragma once
+
+namespace nib {
+
+enum { kLr, kBias1, kBias2, kLossScale, kGradScale, kStop };
+// How many of the first the host decides.
+enum { kFromHost = 4 };
+
+}  // namespace nib

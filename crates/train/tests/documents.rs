@@ -1,0 +1,86 @@
+//! Documents that are kept apart in a packed sequence.
+
+mod rig;
+
+use nibble_core::Recipe;
+use nibble_cpu::Cpu;
+use nibble_train::config::ModelConfig;
+use rig::documents::{Packed, recipes_of_lines};
+use rig::{LATENT, dense, small};
+
+/// Documents about a tile long, in one sequence.
+const AROUND: [usize; 5] = [128, 1, 127, 129, 127];
+
+fn models(recipe: &str) -> Vec<(&'static str, ModelConfig)> {
+    let latent = small(recipe, &LATENT);
+    vec![("experts", small(recipe, &[]).model), ("dense", dense(recipe, &[]).model), ("latent", latent.model)]
+}
+
+#[test]
+fn no_token_of_a_document_reaches_another() {
+    let cpu = Cpu::new(2).unwrap();
+    let packed = Packed::one(&AROUND);
+    let mut recipes = 0;
+    for recipe in recipes_of_lines() {
+        recipes += 1;
+        for changed in [0, 2, 4] {
+            packed.assert_apart(&cpu, &recipe, &small("f32", &[]).model, changed);
+        }
+    }
+    assert!(recipes > 8, "{recipes} recipes without a scale of the tensor");
+}
+
+#[test]
+fn a_boundary_may_be_anywhere() {
+    let cpu = Cpu::new(2).unwrap();
+    let recipe = Recipe::builtin("mxfp4-hopper").unwrap();
+    for offset in 0..128 {
+        let packed = Packed::one(&[1 + offset, 255 - offset]);
+        packed.assert_apart(&cpu, &recipe, &dense("mxfp4-hopper", &[]).model, offset % 2);
+    }
+}
+
+/// Several sequences, and one that is a document; the two kinds of attention and of what is behind it.
+#[test]
+fn every_kind_of_layer_keeps_documents_apart() {
+    let cpu = Cpu::new(2).unwrap();
+    let packed = Packed { lengths: vec![50, 78, 128, 1, 127], seq_len: 128 };
+    let recipe = Recipe::builtin("mxfp4-hopper").unwrap();
+    for (name, model) in models("mxfp4-hopper") {
+        println!("{name}");
+        (0..packed.lengths.len()).for_each(|changed| packed.assert_apart(&cpu, &recipe, &model, changed));
+    }
+}
+
+/// In F32, losses and gradients are those of documents that are sequences of their own: to rounding, as sums have other lengths.
+#[test]
+fn a_document_is_what_it_is_alone() {
+    let cpu = Cpu::new(2).unwrap();
+    let recipe = Recipe::builtin("f32").unwrap();
+    let packed = Packed::one(&AROUND);
+    for (name, model) in models("f32") {
+        let model = packed.model(&model);
+        let ids = packed.ids();
+        let together = packed.pass(&cpu, &recipe, &model, &ids);
+        let mut rows = vec![vec![0.0; model.d_model]; model.vocab_size];
+        for document in packed.documents() {
+            let alone = Packed::one(&[document.len()]);
+            let one = alone.pass(&cpu, &recipe, &model, &ids[document.clone()]);
+            for (at, nats) in document.clone().zip(&one.nats) {
+                let [together, alone] = [together.nats[at], *nats].map(f64::from_bits);
+                assert!((together - alone).abs() <= 1e-6 * alone.abs().max(1.0), "{name}: token {at}");
+            }
+            for (sum, row) in rows.iter_mut().zip(&one.rows) {
+                sum.iter_mut().zip(row).for_each(|(sum, x)| *sum += f64::from(f32::from_bits(*x)));
+            }
+        }
+        let together = together.rows.iter().flatten().map(|x| f64::from(f32::from_bits(*x)));
+        let (mut error, mut size) = (0.0, 0.0);
+        for (a, b) in together.zip(rows.into_iter().flatten()) {
+            error += (a - b) * (a - b);
+            size += b * b;
+        }
+        let relative = (error / size).sqrt();
+        assert!(size > 0.0 && relative < 1e-5, "{name}: gradients differ by {relative}");
+    }
+}
