@@ -249,21 +249,20 @@ fn model(b: &Cpu) -> CoreResult<Vec<Case>> {
     let (heads, weight, angles) = (x.clone(), normal(b, DType::F32, 1, 64)?, table.clone());
     cases.push(case("rms norm and rope bf16, heads of 64", bytes, move |b| {
         let (x, weight, table) = (&heads, &weight, &angles);
-        NormRope { x, weight, eps: 1e-6, table, seq_len: 256, first_position: 0 }.run(b).map(drop)
+        let positions = &Positions::of_sequences(256);
+        NormRope { x, weight, eps: 1e-6, table, positions }.run(b).map(drop)
     }));
     cases.push(case("rope bf16, heads of 64", bytes, move |b| {
-        Rope { x: &input, table: &table, head_dim: 64, seq_len: 256, first_position: 0, inverse: false }
-            .run(b)
-            .map(drop)
+        let positions = &Positions::of_sequences(256);
+        Rope { x: &input, table: &table, head_dim: 64, positions, inverse: false }.run(b).map(drop)
     }));
     let (up, shared) = (x.clone(), normal(b, DType::Bf16, ROWS, 64)?);
     let kept = normal(b, DType::F32, 256, 64)?;
     let bytes = up.bytes() + shared.bytes() + up.bytes() / 256 * 320;
     cases.push(case("assemble keys and values bf16, 128 + 64 and 128", bytes, move |b| {
         let (up, shared, table) = (&up, &shared, &kept);
-        let op =
-            AssembleKv { up, shared, table, key_dim: 128, value_dim: 128, seq_len: 256, first_position: 0 };
-        op.run(b).map(drop)
+        let positions = &Positions::of_sequences(256);
+        AssembleKv { up, shared, table, key_dim: 128, value_dim: 128, positions }.run(b).map(drop)
     }));
     let (head_dim, scale, seq_len) = (64, attention_scale(64), 128);
     let q = normal(b, DType::Bf16, 2 * seq_len, 2 * head_dim)?;

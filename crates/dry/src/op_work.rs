@@ -161,27 +161,27 @@ pub fn add_bias_backward(op: &AddBiasBackward<'_, Dry>) -> Counted {
 }
 
 pub fn norm_rope(op: &NormRope<'_, Dry>) -> Counted {
-    Work::reads(&[op.x, op.weight]).and_reads(Some(op.seq_len), &[op.table]).into()
+    Work::reads(&[op.x, op.weight, op.positions]).and_reads(Some(op.positions.seq_len), &[op.table]).into()
 }
 
 pub fn norm_rope_backward(op: &NormRopeBackward<'_, Dry>) -> Counted {
     let dweight: &Tensor<Dry> = op.dweight;
-    Work::reads(&[op.x, op.weight, op.inv_rms, op.dy, dweight])
-        .and_reads(Some(op.seq_len), &[op.table])
+    Work::reads(&[op.x, op.weight, op.inv_rms, op.dy, dweight, op.positions])
+        .and_reads(Some(op.positions.seq_len), &[op.table])
         .writes(None, &[dweight])
         .into()
 }
 
 pub fn rope(op: &Rope<'_, Dry>) -> Counted {
-    Work::reads(&[op.x]).and_reads(Some(op.seq_len), &[op.table]).into()
+    Work::reads(&[op.x, op.positions]).and_reads(Some(op.positions.seq_len), &[op.table]).into()
 }
 
 pub fn assemble_kv(op: &AssembleKv<'_, Dry>) -> Counted {
-    Work::reads(&[op.up, op.shared]).and_reads(Some(op.seq_len), &[op.table]).into()
+    Work::reads(&[op.up, op.shared, op.positions]).and_reads(Some(op.positions.seq_len), &[op.table]).into()
 }
 
 pub fn assemble_kv_backward(op: &AssembleKvBackward<'_, Dry>) -> Counted {
-    Work::reads(&[op.dk, op.dv]).and_reads(Some(op.seq_len), &[op.table]).into()
+    Work::reads(&[op.dk, op.dv, op.positions]).and_reads(Some(op.positions.seq_len), &[op.table]).into()
 }
 
 /// As if each query saw all of its sequence up to its own: what windows hide is not known here.

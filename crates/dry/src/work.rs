@@ -215,6 +215,7 @@ parts! {
     AssembledKvGrads { dup, dshared }
     AttentionGrads { dq, dk, dv }
     Windows { first_key, end_query }
+    Positions { starts }
     CrossEntropyOut { loss, shard_nats, dlogits }
     HeadLossOut { shard_nats, dx }
 }

@@ -17,6 +17,7 @@ pub mod assert;
 mod case;
 mod case_trial;
 pub mod conformance;
+pub mod documents;
 pub mod gradient;
 mod head_by_parts;
 pub mod host;
@@ -33,6 +34,7 @@ pub mod trial;
 pub mod windows;
 
 pub use assert::{assert_agreement, assert_bits_equal, assert_copies_lines, assert_rel_l2};
+pub use documents::Documents;
 pub use gradient::{GradientCheck, check_gradient};
 pub use input::Input;
 #[doc(hidden)] // of `conformance!`

@@ -9,7 +9,7 @@ use nibble_core::formats::BlockAxis;
 use nibble_core::formats::{Purpose, Rounding, Stream, fnv1a32};
 use nibble_core::ops::{
     Cast, Counts, Delayed, Dequantize, Emit, Emitted, FindWindows, Found, Hadamard, PackedRows, Planes,
-    Quantize, QuantizePack, Random, Transcode, Windows,
+    Positions, Quantize, QuantizePack, Random, Transcode, Windows,
 };
 use nibble_core::recipe::{Computed, LayerKind, Pair, Precision, Route, Section};
 use nibble_core::{
@@ -207,6 +207,12 @@ impl<'a, B: Kernels> Cx<'a, B> {
     /// The shards that these rows are of, where they are the tokens of the context: text that is made token by token has none.
     pub fn groups_of(&self, x_td: &Tensor<B>) -> Option<&Groups<B>> {
         Some(&self.shards.groups).filter(|groups| groups.capacity == x_td.rows)
+    }
+
+    /// Where tokens of sequences of this length are: positions begin anew with each document, where those are kept apart.
+    pub fn positions(&self, seq_len: usize, first: usize) -> Positions<B> {
+        let starts = self.documents.as_ref().map(|documents| documents.starts.clone());
+        Positions { seq_len, first, starts }
     }
 
     /// The precisions of a layer now.

@@ -1,4 +1,4 @@
-use super::rope::check_positions;
+use super::Positions;
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, DType, Error, Result, Tensor};
 
@@ -19,10 +19,8 @@ pub struct AssembleKv<'a, B: Backend> {
     pub key_dim: usize,
     /// u.
     pub value_dim: usize,
-    /// Rows of one sequence.
-    pub seq_len: usize,
-    /// Position of the first row of a sequence.
-    pub first_position: usize,
+    /// Where rows are.
+    pub positions: &'a Positions<B>,
 }
 
 /// The result of [`AssembleKv`], of the type of its operands.
@@ -46,7 +44,7 @@ impl<B: Backend> AssembleKv<'_, B> {
         check_heads(OP, "columns of up", up.cols, self.key_dim + self.value_dim)?;
         expect_eq(OP, "shape of shared", shared.shape(), (up.rows, table.cols))?;
         expect_eq(OP, "type of shared", shared.dtype(), up.dtype())?;
-        check_positions(OP, up.rows, table, self.seq_len, self.first_position)
+        self.positions.check(OP, up.rows, table)
     }
 
     /// h. For checked arguments.
@@ -77,8 +75,8 @@ pub struct AssembleKvBackward<'a, B: Backend> {
     pub key_dim: usize,
     /// u.
     pub value_dim: usize,
-    /// Rows of one sequence; the first is at position 0.
-    pub seq_len: usize,
+    /// Where rows are.
+    pub positions: &'a Positions<B>,
 }
 
 /// The result of [`AssembleKvBackward`], of the type of its operands.
@@ -104,7 +102,7 @@ impl<B: Backend> AssembleKvBackward<'_, B> {
         check_heads(OP, "columns of dk", dk.cols, self.key_dim + table.cols)?;
         expect_eq(OP, "shape of dv", dv.shape(), (dk.rows, self.heads() * self.value_dim))?;
         expect_eq(OP, "type of dv", dv.dtype(), dk.dtype())?;
-        check_positions(OP, dk.rows, table, self.seq_len, 0)
+        self.positions.check(OP, dk.rows, table)
     }
 
     /// h. For checked arguments.

@@ -57,7 +57,7 @@ pub use quantize::{
 };
 pub use quantize_pack::{PackedRows, QuantizePack};
 pub use rms_norm::{RmsNorm, RmsNormBackward, RmsNormOut};
-pub use rope::Rope;
+pub use rope::{Positions, Rope};
 pub use route::{ExpertGroups, GroupScore, Route, RouteBackward, RouteRule, Routing, Scores};
 pub use scale_tiles::{CutScales, CutSide, TileScales, UntileScales};
 pub use slots::{AssignRanks, PackSlots, ReceivedSlots, SlotRanks, UnpackSlots, record_words};
@@ -137,19 +137,19 @@ macro_rules! for_each_op {
                 reads x, weight, inv_rms, dy; may_read plus; writes dweight;
             }
             norm_rope(NormRope<'_, $B>) -> RmsNormOut<$B> {
-                reads x, weight, table; plain eps, seq_len, first_position;
+                reads x, weight, table, positions; plain eps;
             }
             norm_rope_backward(NormRopeBackward<'_, $B>) -> Tensor<$B> {
-                reads x, weight, inv_rms, dy, table; writes dweight; plain seq_len, first_position;
+                reads x, weight, inv_rms, dy, table, positions; writes dweight;
             }
             add_bias(AddBias<'_, $B>) -> () { reads bias; writes x; }
             add_bias_backward(AddBiasBackward<'_, $B>) -> () { reads dy; writes dbias; }
-            rope(Rope<'_, $B>) -> Tensor<$B> { reads x, table; plain head_dim, seq_len, first_position, inverse; }
+            rope(Rope<'_, $B>) -> Tensor<$B> { reads x, table, positions; plain head_dim, inverse; }
             assemble_kv(AssembleKv<'_, $B>) -> AssembledKv<$B> {
-                reads up, shared, table; plain key_dim, value_dim, seq_len, first_position;
+                reads up, shared, table, positions; plain key_dim, value_dim;
             }
             assemble_kv_backward(AssembleKvBackward<'_, $B>) -> AssembledKvGrads<$B> {
-                reads dk, dv, table; plain key_dim, value_dim, seq_len;
+                reads dk, dv, table, positions; plain key_dim, value_dim;
             }
             attention(Attention<'_, $B>) -> AttentionOut<$B> {
                 reads q, k, v; may_read windows; plain head_dim, value_dim, scale, seq_len;

@@ -1,5 +1,5 @@
 use super::rope::check_turn;
-use super::{RmsNormBackward, RmsNormOut};
+use super::{Positions, RmsNormBackward, RmsNormOut};
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, DType, Result, Tensor};
 
@@ -18,10 +18,8 @@ pub struct NormRope<'a, B: Backend> {
     pub eps: f32,
     /// F32 `[positions, head_dim]`, as [`Rope`](super::Rope) has it.
     pub table: &'a Tensor<B>,
-    /// Rows of one sequence.
-    pub seq_len: usize,
-    /// Position of the first row of a sequence.
-    pub first_position: usize,
+    /// Where rows are.
+    pub positions: &'a Positions<B>,
 }
 
 impl<B: Backend> NormRope<'_, B> {
@@ -31,7 +29,7 @@ impl<B: Backend> NormRope<'_, B> {
     /// Checks shapes.
     pub fn check(&self) -> Result<()> {
         const OP: &str = "norm_rope";
-        check_turn(OP, self.x, (self.table, self.table.cols), self.seq_len, self.first_position)?;
+        check_turn(OP, self.x, (self.table, self.table.cols), self.positions)?;
         check_weight(OP, self.weight, self.table)
     }
 
@@ -61,10 +59,8 @@ pub struct NormRopeBackward<'a, B: Backend> {
     pub dy: &'a Tensor<B>,
     /// F32 `[positions, head_dim]`.
     pub table: &'a Tensor<B>,
-    /// Rows of one sequence.
-    pub seq_len: usize,
-    /// Position of the first row of a sequence.
-    pub first_position: usize,
+    /// Where rows are.
+    pub positions: &'a Positions<B>,
     /// F32 `[shards, head_dim]`; heads of all rows are divided evenly among the shards. Added to.
     pub dweight: &'a mut Tensor<B>,
 }
@@ -81,7 +77,7 @@ impl<B: Backend> NormRopeBackward<'_, B> {
     /// Checks shapes.
     pub fn check(&self) -> Result<()> {
         const OP: &str = "norm_rope_backward";
-        check_turn(OP, self.x, (self.table, self.table.cols), self.seq_len, self.first_position)?;
+        check_turn(OP, self.x, (self.table, self.table.cols), self.positions)?;
         check_weight(OP, self.weight, self.table)?;
         expect_eq(OP, "shape of dy", self.dy.shape(), self.x.shape())?;
         expect_eq(OP, "type of dy", self.dy.dtype(), self.x.dtype())?;

@@ -4,7 +4,7 @@ use crate::{Agreement, Backend, Error, Result, Tensor};
 /// Rotary position embedding on the last elements of each head, mostly all of them; those before are copied. Halves convention: of c elements
 /// that turn, element i is paired with i + c/2.
 ///
-/// Row r is at position r mod `seq_len` (+ `first_position`). The backward pass is the inverse rotation.
+/// The backward pass is the inverse rotation.
 #[derive(Debug)]
 pub struct Rope<'a, B: Backend> {
     /// `[t, heads · head_dim]`.
@@ -13,12 +13,42 @@ pub struct Rope<'a, B: Backend> {
     pub table: &'a Tensor<B>,
     /// Elements of a head: even, c or more.
     pub head_dim: usize,
-    /// Rows of one sequence.
-    pub seq_len: usize,
-    /// Position of the first row of a sequence.
-    pub first_position: usize,
+    /// Where rows are.
+    pub positions: &'a Positions<B>,
     /// Rotate back.
     pub inverse: bool,
+}
+
+/// Where the rows of sequences that lie one after the other are: row r at `first` + r mod `seq_len` − `starts[r]`, so that positions begin
+/// anew with each document of a sequence.
+///
+/// Operations cannot check what lies on a device. They take a start that is out of range, 0 to r mod `seq_len`, as the nearest one in range.
+#[derive(Debug, Clone)]
+pub struct Positions<B: Backend> {
+    /// Rows of one sequence.
+    pub seq_len: usize,
+    /// Position of the first row of a document.
+    pub first: usize,
+    /// For each row the row of its sequence with which its document begins. Never decreases within a sequence. Without it a sequence is one
+    /// document.
+    pub starts: Option<B::Buf<i32>>,
+}
+
+impl<B: Backend> Positions<B> {
+    /// Of sequences that are one document each, from position 0 on.
+    pub fn of_sequences(seq_len: usize) -> Self {
+        Self { seq_len, first: 0, starts: None }
+    }
+
+    /// Rows are whole sequences, whose positions the table has, and each has a start.
+    pub(super) fn check(&self, op: &'static str, rows: usize, table: &Tensor<B>) -> Result<()> {
+        let positions = self.first.saturating_add(self.seq_len);
+        if self.seq_len == 0 || positions > table.rows {
+            return Err(Error::shape(op, "positions", positions, format!("1 to {}", table.rows)));
+        }
+        expect_eq(op, "rows modulo seq_len", rows % self.seq_len, 0)?;
+        self.starts.as_ref().map_or(Ok(()), |starts| expect_eq(op, "starts.len()", B::len(starts), rows))
+    }
 }
 
 /// x has whole heads of this size and whole sequences, whose positions the table has.
@@ -26,8 +56,7 @@ pub(super) fn check_turn<B: Backend>(
     op: &'static str,
     x: &Tensor<B>,
     (table, head_dim): (&Tensor<B>, usize),
-    seq_len: usize,
-    first_position: usize,
+    positions: &Positions<B>,
 ) -> Result<()> {
     let turned = table.cols;
     if turned == 0 || !turned.is_multiple_of(2) {
@@ -41,22 +70,7 @@ pub(super) fn check_turn<B: Backend>(
         let expected = format!("a multiple of head_dim = {head_dim}");
         return Err(Error::shape(op, "columns of x", x.cols, expected));
     }
-    check_positions(op, x.rows, table, seq_len, first_position)
-}
-
-/// Rows are whole sequences, whose positions the table has.
-pub(super) fn check_positions<B: Backend>(
-    op: &'static str,
-    rows: usize,
-    table: &Tensor<B>,
-    seq_len: usize,
-    first_position: usize,
-) -> Result<()> {
-    let positions = first_position.saturating_add(seq_len);
-    if seq_len == 0 || positions > table.rows {
-        return Err(Error::shape(op, "positions", positions, format!("1 to {}", table.rows)));
-    }
-    expect_eq(op, "rows modulo seq_len", rows % seq_len, 0)
+    positions.check(op, x.rows, table)
 }
 
 impl<B: Backend> Rope<'_, B> {
@@ -65,7 +79,7 @@ impl<B: Backend> Rope<'_, B> {
 
     /// Checks shapes.
     pub fn check(&self) -> Result<()> {
-        check_turn("rope", self.x, (self.table, self.head_dim), self.seq_len, self.first_position)
+        check_turn("rope", self.x, (self.table, self.head_dim), self.positions)
     }
 
     /// Its result, yet to be written. For checked arguments.

@@ -1,7 +1,7 @@
 //! See [`nibble_core::ops::AssembleKv`]. One body serves as specification and as vectorised code: copies, sums and turns, every operation
 //! rounded (no fma).
 
-use super::rope::turn;
+use super::rope::{Places, turn};
 use crate::Cpu;
 use crate::simd::{Real, per_isa, rows_per_task};
 use half::bf16;
@@ -11,15 +11,15 @@ use rayon::prelude::*;
 
 /// Sizes of heads, and where rows are in their sequences.
 #[derive(Clone, Copy)]
-struct Sizes {
+struct Sizes<'a> {
     heads: usize,
     key_dim: usize,
     value_dim: usize,
     turned: usize,
-    seq_len: usize,
+    places: Places<'a>,
 }
 
-impl Sizes {
+impl Sizes<'_> {
     fn up(&self) -> usize {
         self.heads * (self.key_dim + self.value_dim)
     }
@@ -34,8 +34,8 @@ impl Sizes {
 
     /// Cosines and sines of a row.
     #[inline(always)]
-    fn angles<'a>(&self, table: &'a [f32], row: usize) -> (&'a [f32], &'a [f32]) {
-        table[row % self.seq_len * self.turned..][..self.turned].split_at(self.turned / 2)
+    fn angles<'t>(&self, table: &'t [f32], row: usize) -> (&'t [f32], &'t [f32]) {
+        table[self.places.position(row) * self.turned..][..self.turned].split_at(self.turned / 2)
     }
 }
 
@@ -51,10 +51,10 @@ fn assemble<T: Real>(cpu: &Cpu, op: &AssembleKv<'_, Cpu>) -> Result<AssembledKv<
     const OP: &str = "assemble_kv";
     let mut out = op.result(cpu)?;
     let (turned, rows) = (op.table.cols, op.up.rows);
-    let (heads, key_dim, value_dim, seq_len) = (op.heads(), op.key_dim, op.value_dim, op.seq_len);
-    let sizes = Sizes { heads, key_dim, value_dim, turned, seq_len };
+    let (heads, key_dim, value_dim) = (op.heads(), op.key_dim, op.value_dim);
+    let sizes = Sizes { heads, key_dim, value_dim, turned, places: Places::of(op.positions) };
     let (up, shared) = (T::slice(OP, "up", op.up)?, T::slice(OP, "shared", op.shared)?);
-    let table = &op.table.f32(OP, "table")?.as_slice()[op.first_position * turned..];
+    let table = op.table.f32(OP, "table")?.as_slice();
     let (k, v) = (T::slice_mut(OP, &mut out.k)?, T::slice_mut(OP, &mut out.v)?);
     let step = rows_per_task(cpu, rows, sizes.keys() + sizes.values());
     let tasks = up.par_chunks(step * sizes.up()).zip(shared.par_chunks(step * turned));
@@ -69,7 +69,7 @@ fn assemble<T: Real>(cpu: &Cpu, op: &AssembleKv<'_, Cpu>) -> Result<AssembledKv<
 }
 
 per_isa!(fn assemble_rows<T: Real> = assemble_rows_body; (
-    sizes: Sizes,
+    sizes: Sizes<'_>,
     table: &[f32],
     first_row: usize,
     up: &[T],
@@ -80,7 +80,7 @@ per_isa!(fn assemble_rows<T: Real> = assemble_rows_body; (
 
 #[inline(always)]
 fn assemble_rows_body<T: Real>(
-    sizes: Sizes,
+    sizes: Sizes<'_>,
     table: &[f32],
     first_row: usize,
     up: &[T],
@@ -118,8 +118,8 @@ fn backward<T: Real>(cpu: &Cpu, op: &AssembleKvBackward<'_, Cpu>) -> Result<Asse
     const OP: &str = "assemble_kv_backward";
     let mut out = op.result(cpu)?;
     let (turned, rows) = (op.table.cols, op.dk.rows);
-    let (heads, key_dim, value_dim, seq_len) = (op.heads(), op.key_dim, op.value_dim, op.seq_len);
-    let sizes = Sizes { heads, key_dim, value_dim, turned, seq_len };
+    let (heads, key_dim, value_dim) = (op.heads(), op.key_dim, op.value_dim);
+    let sizes = Sizes { heads, key_dim, value_dim, turned, places: Places::of(op.positions) };
     let (dk, dv) = (T::slice(OP, "dk", op.dk)?, T::slice(OP, "dv", op.dv)?);
     let table = op.table.f32(OP, "table")?.as_slice();
     let (dup, dshared) = (T::slice_mut(OP, &mut out.dup)?, T::slice_mut(OP, &mut out.dshared)?);
@@ -136,7 +136,7 @@ fn backward<T: Real>(cpu: &Cpu, op: &AssembleKvBackward<'_, Cpu>) -> Result<Asse
 }
 
 per_isa!(fn backward_rows<T: Real> = backward_rows_body; (
-    sizes: Sizes,
+    sizes: Sizes<'_>,
     table: &[f32],
     first_row: usize,
     dk: &[T],
@@ -147,7 +147,7 @@ per_isa!(fn backward_rows<T: Real> = backward_rows_body; (
 
 #[inline(always)]
 fn backward_rows_body<T: Real>(
-    sizes: Sizes,
+    sizes: Sizes<'_>,
     table: &[f32],
     first_row: usize,
     dk: &[T],

@@ -14,29 +14,23 @@ fn heads(x: &Tensor<Cpu>, head_dim: usize) -> Result<Tensor<Cpu>> {
 /// Each head's norm, rounded, then its rotation.
 pub(crate) fn norm_rope(cpu: &Cpu, op: NormRope<'_, Cpu>) -> Result<RmsNormOut<Cpu>> {
     let mut out = op.result(cpu)?;
-    let NormRope { x, weight, eps, table, seq_len, first_position } = op;
+    let NormRope { x, weight, eps, table, positions } = op;
     let heads = heads(x, table.cols)?;
     let mut normed = heads.unwritten_like(cpu)?;
     write_norm(cpu, &RmsNorm::new(&heads, weight, eps), &mut normed, out.inv_rms.as_mut_slice())?;
     let x = &normed.reshape(x.rows, x.cols)?;
-    write_turned(
-        cpu,
-        &Rope { x, table, head_dim: table.cols, seq_len, first_position, inverse: false },
-        &mut out.y,
-    )?;
+    let op = Rope { x, table, head_dim: table.cols, positions, inverse: false };
+    write_turned(cpu, &op, &mut out.y)?;
     Ok(out)
 }
 
 /// The rotation back, rounded, then the norm's backward pass.
 pub(crate) fn norm_rope_backward(cpu: &Cpu, op: NormRopeBackward<'_, Cpu>) -> Result<Tensor<Cpu>> {
     let mut dx = op.result(cpu)?;
-    let NormRopeBackward { x, weight, inv_rms, dy, table, seq_len, first_position, dweight } = op;
+    let NormRopeBackward { x, weight, inv_rms, dy, table, positions, dweight } = op;
     let mut turned = dy.unwritten_like(cpu)?;
-    write_turned(
-        cpu,
-        &Rope { x: dy, table, head_dim: table.cols, seq_len, first_position, inverse: true },
-        &mut turned,
-    )?;
+    let op = Rope { x: dy, table, head_dim: table.cols, positions, inverse: true };
+    write_turned(cpu, &op, &mut turned)?;
     let (rows, dy) = (heads(x, table.cols)?, heads(&turned, table.cols)?);
     let op = RmsNormBackward { x: &rows, weight, inv_rms, dy: &dy, plus: None, dweight };
     write_dx(cpu, op, &mut dx)?;

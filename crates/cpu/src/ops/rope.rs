@@ -6,7 +6,7 @@
 use crate::Cpu;
 use crate::simd::{Real, per_isa, rows_per_task};
 use half::bf16;
-use nibble_core::ops::Rope;
+use nibble_core::ops::{Positions, Rope};
 use nibble_core::{DType, Result, Tensor};
 use rayon::prelude::*;
 
@@ -30,11 +30,11 @@ fn rotate<T: Real>(cpu: &Cpu, op: &Rope<'_, Cpu>, y: &mut Tensor<Cpu>) -> Result
     let (rows, cols) = op.x.shape();
     let x = T::slice(OP, "x", op.x)?;
     let turned = op.table.cols;
-    let table = &op.table.f32(OP, "table")?.as_slice()[op.first_position * turned..];
+    let table = op.table.f32(OP, "table")?.as_slice();
     let sign = if op.inverse { -1.0 } else { 1.0 };
     let y = T::slice_mut(OP, y)?;
     let (isa, step) = (cpu.isa(), rows_per_task(cpu, rows, cols));
-    let rotation = Rotation { turned, head_dim: op.head_dim, cols, seq_len: op.seq_len, sign };
+    let rotation = Rotation { turned, head_dim: op.head_dim, cols, places: Places::of(op.positions), sign };
     if step >= rows || cols == 0 {
         rotate_rows(isa, rotation, table, 0, x, y);
     } else {
@@ -46,20 +46,43 @@ fn rotate<T: Real>(cpu: &Cpu, op: &Rope<'_, Cpu>, y: &mut Tensor<Cpu>) -> Result
     Ok(())
 }
 
-/// The sizes, and the sign of the angle.
+/// [`Positions`] on a host.
 #[derive(Clone, Copy)]
-struct Rotation {
+pub(super) struct Places<'a> {
+    seq_len: usize,
+    first: usize,
+    starts: Option<&'a [i32]>,
+}
+
+impl<'a> Places<'a> {
+    pub fn of(positions: &'a Positions<Cpu>) -> Self {
+        let &Positions { seq_len, first, ref starts } = positions;
+        Self { seq_len, first, starts: starts.as_ref().map(|starts| starts.as_slice()) }
+    }
+
+    /// Where a row is.
+    #[inline(always)]
+    pub fn position(&self, row: usize) -> usize {
+        let at = row % self.seq_len;
+        let start = self.starts.map_or(0, |starts| (starts[row].max(0) as usize).min(at));
+        self.first + at - start
+    }
+}
+
+/// The sizes, where rows are, and the sign of the angle.
+#[derive(Clone, Copy)]
+struct Rotation<'a> {
     turned: usize,
     head_dim: usize,
     cols: usize,
-    seq_len: usize,
+    places: Places<'a>,
     sign: f32,
 }
 
-per_isa!(fn rotate_rows<T: Real> = rotate_rows_body; (rotation: Rotation, table: &[f32], first_row: usize, x: &[T], y: &mut [T]));
+per_isa!(fn rotate_rows<T: Real> = rotate_rows_body; (rotation: Rotation<'_>, table: &[f32], first_row: usize, x: &[T], y: &mut [T]));
 
 #[inline(always)]
-fn rotate_rows_body<T: Real>(rotation: Rotation, table: &[f32], first_row: usize, x: &[T], y: &mut [T]) {
+fn rotate_rows_body<T: Real>(rotation: Rotation<'_>, table: &[f32], first_row: usize, x: &[T], y: &mut [T]) {
     // A half known to the compiler becomes whole vectors without a remainder loop: 2.5 times as fast at 16.
     match rotation.turned / 2 {
         8 => rotate_halves::<T, 8>(rotation, table, first_row, x, y),
@@ -73,7 +96,7 @@ fn rotate_rows_body<T: Real>(rotation: Rotation, table: &[f32], first_row: usize
 /// Half of what turns of a head is `HALF` elements, or `turned / 2` where `HALF` is 0.
 #[inline(always)]
 fn rotate_halves<T: Real, const HALF: usize>(
-    rotation: Rotation,
+    rotation: Rotation<'_>,
     table: &[f32],
     first_row: usize,
     x: &[T],
@@ -86,7 +109,7 @@ fn rotate_halves<T: Real, const HALF: usize>(
     let (head_dim, kept) = (rotation.head_dim, rotation.head_dim - 2 * half);
     let rows = x.chunks_exact(rotation.cols).zip(y.chunks_exact_mut(rotation.cols));
     for (r, (x, y)) in rows.enumerate() {
-        let position = (first_row + r) % rotation.seq_len;
+        let position = rotation.places.position(first_row + r);
         let (cos, sin) = table[position * 2 * half..][..2 * half].split_at(half);
         for (x, y) in x.chunks_exact(head_dim).zip(y.chunks_exact_mut(head_dim)) {
             y[..kept].copy_from_slice(&x[..kept]);

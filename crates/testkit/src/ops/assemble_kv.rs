@@ -1,10 +1,11 @@
 use super::PLAIN;
 use super::rope::table;
 use crate::case::{Case, Outputs, Pads};
+use crate::documents::Documents;
 use crate::host::plain;
 use crate::input::{Input, stream};
 use crate::pair::Pair;
-use nibble_core::ops::{AssembleKv, AssembleKvBackward};
+use nibble_core::ops::{AssembleKv, AssembleKvBackward, Positions};
 use nibble_core::{Agreement, DType, Kernels, Result, Tensor};
 
 #[derive(Debug, Clone, Copy)]
@@ -16,6 +17,7 @@ struct Keys {
     key_dim: usize,
     value_dim: usize,
     turned: usize,
+    documents: Option<Documents>,
     dtype: DType,
     input: Input,
 }
@@ -30,6 +32,10 @@ impl Keys {
         let positions = self.first_position + self.seq_len + 1;
         Tensor::from_f32(b, &table(positions, self.turned), positions, self.turned)
     }
+
+    fn positions<B: Kernels>(&self, b: &B) -> Result<Positions<B>> {
+        Documents::positions(self.documents, b, (self.sequences, self.seq_len), self.first_position)
+    }
 }
 
 /// The forward pass.
@@ -42,11 +48,11 @@ impl<B: Kernels> Case<B> for Forward {
     }
 
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
-        let Keys { key_dim, value_dim, seq_len, first_position, turned, heads, .. } = self.0;
+        let Keys { key_dim, value_dim, turned, heads, .. } = self.0;
         let up = self.0.operand(b, "up", heads * (key_dim + value_dim))?;
         let (shared, table) = (self.0.operand(b, "shared", turned)?, self.0.table(b)?);
-        let (up, shared, table) = (&up, &shared, &table);
-        let made = AssembleKv { up, shared, table, key_dim, value_dim, seq_len, first_position }.run(b)?;
+        let (up, shared, table, positions) = (&up, &shared, &table, &self.0.positions(b)?);
+        let made = AssembleKv { up, shared, table, key_dim, value_dim, positions }.run(b)?;
         let mut out = Outputs::default();
         out.tensor(b, "k", &made.k)?;
         out.tensor(b, "v", &made.v)?;
@@ -64,11 +70,11 @@ impl<B: Kernels> Case<B> for Backward {
     }
 
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
-        let Keys { key_dim, value_dim, seq_len, turned, heads, .. } = self.0;
+        let Keys { key_dim, value_dim, turned, heads, .. } = self.0;
         let dk = self.0.operand(b, "dk", heads * (key_dim + turned))?;
         let (dv, table) = (self.0.operand(b, "dv", heads * value_dim)?, self.0.table(b)?);
-        let op = AssembleKvBackward { dk: &dk, dv: &dv, table: &table, key_dim, value_dim, seq_len };
-        let made = op.run(b)?;
+        let (dk, dv, table, positions) = (&dk, &dv, &table, &self.0.positions(b)?);
+        let made = AssembleKvBackward { dk, dv, table, key_dim, value_dim, positions }.run(b)?;
         let mut out = Outputs::default();
         out.tensor(b, "dup", &made.dup)?;
         out.tensor(b, "dshared", &made.dshared)?;
@@ -88,8 +94,8 @@ fn cases() -> impl Iterator<Item = Keys> {
         (1, 6, 1, 2, (8, 24, 96)),
         (2, 3, 0, 9, (24, 16, 10)),
     ];
-    Input::ALL.into_iter().flat_map(move |input| {
-        let of = move |(sequences, seq_len, first_position, heads, (key_dim, value_dim, turned))| {
+    Input::ALL.into_iter().enumerate().flat_map(move |(i, input)| {
+        let of = move |(j, (sequences, seq_len, first_position, heads, (key_dim, value_dim, turned)))| {
             PLAIN.map(|dtype| Keys {
                 sequences,
                 seq_len,
@@ -98,11 +104,12 @@ fn cases() -> impl Iterator<Item = Keys> {
                 key_dim,
                 value_dim,
                 turned,
+                documents: Documents::ALL[(i + j) % Documents::ALL.len()],
                 dtype,
                 input,
             })
         };
-        sizes.into_iter().flat_map(of)
+        sizes.into_iter().enumerate().flat_map(of)
     })
 }
 

@@ -1,10 +1,11 @@
 use super::PLAIN;
 use super::rope::table;
 use crate::case::{Case, Outputs, Pads, in_place};
+use crate::documents::Documents;
 use crate::host::plain;
 use crate::input::{Input, stream};
 use crate::pair::Pair;
-use nibble_core::ops::{NormRope, NormRopeBackward, RmsNormOut};
+use nibble_core::ops::{NormRope, NormRopeBackward, Positions, RmsNormOut};
 use nibble_core::{Agreement, DType, Kernels, Result, Tensor};
 
 /// Sequences, their length, heads, their length, first position, shards. Heads that a GPU has kernels for, and others; tokens
@@ -31,6 +32,7 @@ struct Heads {
     head_dim: usize,
     first_position: usize,
     shards: usize,
+    documents: Option<Documents>,
     dtype: DType,
     input: Input,
 }
@@ -40,13 +42,14 @@ struct Given<B: Kernels> {
     x: Tensor<B>,
     weight: Tensor<B>,
     table: Tensor<B>,
+    positions: Positions<B>,
 }
 
 impl Heads {
     fn all() -> impl Iterator<Item = Heads> {
-        Input::ALL.into_iter().flat_map(|input| {
-            SIZES.into_iter().flat_map(
-                move |(sequences, seq_len, heads, head_dim, first_position, shards)| {
+        Input::ALL.into_iter().enumerate().flat_map(|(i, input)| {
+            SIZES.into_iter().enumerate().flat_map(
+                move |(j, (sequences, seq_len, heads, head_dim, first_position, shards))| {
                     PLAIN.map(|dtype| Heads {
                         sequences,
                         seq_len,
@@ -54,6 +57,7 @@ impl Heads {
                         head_dim,
                         first_position,
                         shards,
+                        documents: Documents::ALL[(i + j) % Documents::ALL.len()],
                         dtype,
                         input,
                     })
@@ -69,18 +73,20 @@ impl Heads {
 
     fn given<B: Kernels>(&self, b: &B) -> Result<Given<B>> {
         let weight = Input::Normal.values(&stream("norm_rope.weight"), self.head_dim);
-        let positions = self.first_position + self.seq_len + 1;
+        let Self { sequences, seq_len, first_position, documents, .. } = *self;
+        let positions = first_position + seq_len + 1;
         Ok(Given {
             x: self.tensor(b, "norm_rope.x")?,
             weight: Tensor::from_f32(b, &weight, 1, self.head_dim)?,
             table: Tensor::from_f32(b, &table(positions, self.head_dim), positions, self.head_dim)?,
+            positions: Documents::positions(documents, b, (sequences, seq_len), first_position)?,
         })
     }
+}
 
-    fn forward<B: Kernels>(&self, b: &B, Given { x, weight, table }: &Given<B>) -> Result<RmsNormOut<B>> {
-        let Self { seq_len, first_position, .. } = *self;
-        NormRope { x, weight, eps: 1e-6, table, seq_len, first_position }.run(b)
-    }
+fn forward<B: Kernels>(b: &B, given: &Given<B>) -> Result<RmsNormOut<B>> {
+    let Given { x, weight, table, positions } = given;
+    NormRope { x, weight, eps: 1e-6, table, positions }.run(b)
 }
 
 #[derive(Debug)]
@@ -92,7 +98,7 @@ impl<B: Kernels> Case<B> for Forward {
     }
 
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
-        let made = self.0.forward(b, &self.0.given(b)?)?;
+        let made = forward(b, &self.0.given(b)?)?;
         let mut out = Outputs::default();
         out.tensor(b, "y", &made.y)?;
         out.buf(b, "inv_rms", &made.inv_rms, None)?;
@@ -114,15 +120,15 @@ impl<B: Kernels> Case<B> for Backward {
     }
 
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
-        let Heads { seq_len, first_position, head_dim, shards, .. } = self.0;
+        let Heads { head_dim, shards, .. } = self.0;
         let given = self.0.given(b)?;
-        let inv_rms = self.0.forward(b, &given)?.inv_rms;
-        let (Given { x, weight, table }, dy) = (&given, self.0.tensor(b, "norm_rope.dy")?);
+        let inv_rms = forward(b, &given)?.inv_rms;
+        let (Given { x, weight, table, positions }, dy) = (&given, self.0.tensor(b, "norm_rope.dy")?);
         let dweight = Input::Normal.values(&stream("norm_rope.dweight"), shards * head_dim);
         let dweight = Tensor::from_f32(b, &dweight, shards, head_dim)?;
         let (dweight, dx) = in_place(b, &dweight, |dweight| {
             let (inv_rms, dy) = (&inv_rms, &dy);
-            NormRopeBackward { x, weight, inv_rms, dy, table, seq_len, first_position, dweight }.run(b)
+            NormRopeBackward { x, weight, inv_rms, dy, table, positions, dweight }.run(b)
         })?;
         let mut out = Outputs::default();
         out.tensor(b, "dx", &dx)?;

@@ -1,5 +1,6 @@
 use super::PLAIN;
 use crate::case::{Case, Outputs, Pads};
+use crate::documents::Documents;
 use crate::host::plain;
 use crate::input::{Input, stream};
 use crate::pair::Pair;
@@ -16,6 +17,7 @@ struct Heads {
     /// Those that turn.
     turned: usize,
     first_position: usize,
+    documents: Option<Documents>,
     inverse: bool,
     dtype: DType,
     input: Input,
@@ -38,14 +40,15 @@ impl<B: Kernels> Case<B> for Heads {
     }
 
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
-        let Self { seq_len, kept, turned, first_position, inverse, .. } = *self;
+        let Self { sequences, seq_len, kept, turned, first_position, documents, inverse, .. } = *self;
         let head_dim = kept + turned;
-        let (rows, cols) = (self.sequences * seq_len, self.heads * head_dim);
+        let (rows, cols) = (sequences * seq_len, self.heads * head_dim);
         let x = plain(b, self.dtype, &self.input.values(&stream("rope"), rows * cols), rows, cols)?;
         let positions = first_position + seq_len + 1;
         let table = Tensor::from_f32(b, &table(positions, turned), positions, turned)?;
         let mut out = Outputs::default();
-        let y = Rope { x: &x, table: &table, head_dim, seq_len, first_position, inverse }.run(b)?;
+        let positions = &Documents::positions(documents, b, (sequences, seq_len), first_position)?;
+        let y = Rope { x: &x, table: &table, head_dim, positions, inverse }.run(b)?;
         out.tensor(b, "y", &y)?;
         Ok(out)
     }
@@ -66,8 +69,10 @@ pub fn rope<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
         (1, 20, 2, (8, 64), 0),
     ];
     for (i, input) in Input::ALL.into_iter().enumerate() {
-        for (sequences, seq_len, heads, (kept, turned), first_position) in sizes {
+        for (j, (sequences, seq_len, heads, (kept, turned), first_position)) in sizes.into_iter().enumerate()
+        {
             for dtype in PLAIN {
+                let documents = Documents::ALL[(i + j) % Documents::ALL.len()];
                 let inverse = (i + heads) % 2 == 0;
                 pair.check(&Heads {
                     sequences,
@@ -76,6 +81,7 @@ pub fn rope<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
                     kept,
                     turned,
                     first_position,
+                    documents,
                     inverse,
                     dtype,
                     input,

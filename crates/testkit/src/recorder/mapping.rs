@@ -176,6 +176,11 @@ over!(AttentionGrads, |x, m| AttentionGrads {
     dv: x.dv.mapped(m)?
 });
 over!(Windows, |x, m| Windows { first_key: m.buf(&x.first_key)?, end_query: m.buf(&x.end_query)? });
+over!(Positions, |x, m| Positions {
+    seq_len: x.seq_len,
+    first: x.first,
+    starts: x.starts.as_ref().map(|starts| m.buf(starts)).transpose()?,
+});
 over!(CrossEntropyOut, |x, m| CrossEntropyOut {
     loss: m.buf(&x.loss)?,
     shard_nats: m.buf(&x.shard_nats)?,

@@ -127,8 +127,8 @@ impl<B: Kernels> GroupedQuery<B> {
         let [q, k, v] = [product(&self.q, 0)?, product(&self.k, 1)?, product(&self.v, 2)?];
         let x = [0, 1, 2].map(|i| inputs[i].saved.clone());
         drop(inputs);
-        let rotation =
-            Rotation { table: &self.rope, seq_len: self.positions().min(x_td.rows), first_position };
+        let positions = cx.positions(self.positions().min(x_td.rows), first_position);
+        let rotation = Rotation { table: &self.rope, positions };
         let (q, q_saved) = self.q_heads.forward(cx, q, &rotation, self.keep_heads)?;
         let (k, k_saved) = self.k_heads.forward(cx, k, &rotation, self.keep_heads)?;
         Ok(Projected { x, q, q_saved, k, k_saved, v })
@@ -202,7 +202,7 @@ impl<B: Kernels> Layer<B> for GroupedQuery<B> {
     ) -> Result<Tensor<B>> {
         let GroupedQueryShape { head_dim, value_dim, .. } = self.shape;
         let seq_len = self.positions();
-        let rotation = Rotation { table: &self.rope, seq_len, first_position: 0 };
+        let rotation = Rotation { table: &self.rope, positions: cx.positions(seq_len, 0) };
         let dout = self.o.backward(cx, saved.o, dy_td)?;
         let q = self.q_heads.turned(cx, &mut saved.q, &rotation)?;
         let k = self.k_heads.turned(cx, &mut saved.k, &rotation)?;

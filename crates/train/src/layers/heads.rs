@@ -4,7 +4,7 @@
 use super::{Norm, NormSaved};
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
-use nibble_core::ops::{NormRope, NormRopeBackward, RmsNorm, Rope};
+use nibble_core::ops::{NormRope, NormRopeBackward, Positions, RmsNorm, Rope};
 use nibble_core::{Error, Kernels, Result, Tensor};
 
 /// What turns queries or keys.
@@ -31,8 +31,8 @@ impl<B: Kernels> Turn<'_, B> {
         let Self { norm, rotation } = self;
         let (weight, eps) = (norm.weight.plain()?, norm.eps);
         if self.by_heads() {
-            let &Rotation { table, seq_len, first_position } = *rotation;
-            let out = NormRope { x, weight, eps, table, seq_len, first_position }.run(cx.b)?;
+            let Rotation { table, positions } = rotation;
+            let out = NormRope { x, weight, eps, table, positions }.run(cx.b)?;
             return Ok((out.y, out.inv_rms));
         }
         let out = RmsNorm::new(x, weight, eps).run(cx.b)?;
@@ -45,10 +45,8 @@ impl<B: Kernels> Turn<'_, B> {
 pub struct Rotation<'a, B: Kernels> {
     /// As [`nibble_core::ops::Rope`] has it.
     pub table: &'a Tensor<B>,
-    /// Tokens of a sequence.
-    pub seq_len: usize,
-    /// Position of the first of them.
-    pub first_position: usize,
+    /// Where tokens are.
+    pub positions: Positions<B>,
 }
 
 /// What is kept of turning heads.
@@ -121,12 +119,12 @@ impl<B: Kernels> Heads<B> {
             let dy = rotated(cx, &dy, rotation, true)?;
             return norm.gradient(cx, saved, &dy, None);
         }
-        let &Rotation { table, seq_len, first_position } = rotation;
+        let Rotation { table, positions } = rotation;
         let weight = &norm.weight.plain()?.clone();
         norm.weight.add_gradient(cx, crate::param::Writes::Adds, |dweight, _| {
             let NormSaved { x, inv_rms, .. } = &saved;
             let dy = &dy;
-            NormRopeBackward { x, weight, inv_rms, dy, table, seq_len, first_position, dweight }.run(cx.b)
+            NormRopeBackward { x, weight, inv_rms, dy, table, positions, dweight }.run(cx.b)
         })
     }
 }
@@ -134,8 +132,8 @@ impl<B: Kernels> Heads<B> {
 fn rotated<B: Kernels>(
     cx: &Cx<'_, B>,
     x: &Tensor<B>,
-    &Rotation { table, seq_len, first_position }: &Rotation<'_, B>,
+    Rotation { table, positions }: &Rotation<'_, B>,
     inverse: bool,
 ) -> Result<Tensor<B>> {
-    Rope { x, table, head_dim: table.cols, seq_len, first_position, inverse }.run(cx.b)
+    Rope { x, table, head_dim: table.cols, positions, inverse }.run(cx.b)
 }

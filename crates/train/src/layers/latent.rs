@@ -233,8 +233,9 @@ impl<B: Kernels> Latent<B> {
     }
 
     /// The rotation of a forward pass of so many tokens, from this position on.
-    fn rotation(&self, tokens: usize, first_position: usize) -> Rotation<'_, B> {
-        Rotation { table: &self.rope, seq_len: self.positions().min(tokens), first_position }
+    fn rotation(&self, cx: &Cx<'_, B>, tokens: usize, first_position: usize) -> Rotation<'_, B> {
+        let positions = cx.positions(self.positions().min(tokens), first_position);
+        Rotation { table: &self.rope, positions }
     }
 
     /// What takes the layer's input.
@@ -250,9 +251,9 @@ impl<B: Kernels> Latent<B> {
         rotation: &Rotation<'_, B>,
         inverse: bool,
     ) -> Result<Tensor<B>> {
-        let &Rotation { table, seq_len, first_position } = rotation;
+        let Rotation { table, positions } = rotation;
         let head_dim = self.shape.head_dim();
-        Rope { x: &x, table, head_dim, seq_len, first_position, inverse }.run(cx.b)
+        Rope { x: &x, table, head_dim, positions, inverse }.run(cx.b)
     }
 
     /// Keys and values.
@@ -263,13 +264,13 @@ impl<B: Kernels> Latent<B> {
         rotation: &Rotation<'_, B>,
     ) -> Result<AssembledKv<B>> {
         let LatentShape { nope_dim: key_dim, value_dim, .. } = self.shape;
-        let &Rotation { table, seq_len, first_position } = rotation;
-        AssembleKv { up: &up, shared, table, key_dim, value_dim, seq_len, first_position }.run(cx.b)
+        let Rotation { table, positions } = rotation;
+        AssembleKv { up: &up, shared, table, key_dim, value_dim, positions }.run(cx.b)
     }
 
     /// Queries, keys and values of tokens from this position on, and what is kept of making them.
     fn projected(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>, first_position: usize) -> Result<Projected<B>> {
-        let rotation = self.rotation(x_td.rows, first_position);
+        let rotation = self.rotation(cx, x_td.rows, first_position);
         let keep = self.keep_normed && self.keep_heads;
         let inputs = self.shared().inputs(cx, x_td)?;
         let product = |projection: &Linear<B>, i: usize| projection.product(cx, &inputs[i].fprop);
@@ -315,7 +316,7 @@ impl<B: Kernels> Latent<B> {
             HeadsKept::All(heads) => return Ok(heads),
             HeadsKept::Again { q, shared } => (q, shared),
         };
-        let rotation = self.rotation(shared.rows, 0);
+        let rotation = self.rotation(cx, shared.rows, 0);
         cx.again(|| {
             let q = match (q, &self.q_up, q_saved) {
                 (Some(q), ..) => q,
@@ -407,9 +408,10 @@ impl<B: Kernels> Layer<B> for Latent<B> {
         };
         let grads = op.run(cx.b)?;
         drop((q, k, v, dout, saved.out, saved.lse));
-        let mut dq = self.turned(cx, grads.dq, &self.rotation(seq_len, 0), true)?;
-        let (dk, dv, table) = (&grads.dk, &grads.dv, &self.rope);
-        let made = AssembleKvBackward { dk, dv, table, key_dim, value_dim, seq_len }.run(cx.b)?;
+        let rotation = self.rotation(cx, seq_len, 0);
+        let mut dq = self.turned(cx, grads.dq, &rotation, true)?;
+        let (dk, dv, Rotation { table, positions }) = (&grads.dk, &grads.dv, &rotation);
+        let made = AssembleKvBackward { dk, dv, table, key_dim, value_dim, positions }.run(cx.b)?;
         drop((grads.dk, grads.dv));
         if let (Some(up), Some(saved)) = (&mut self.q_up, saved.q_up) {
             dq = up.backward(cx, saved, dq)?;

@@ -1,7 +1,8 @@
 use super::*;
 use crate::ops::elementwise::tests::{bits, normals, same_everywhere};
 use nibble_core::Tensor;
-use nibble_core::ops::Rope;
+use nibble_core::ops::{Positions, Rope};
+use nibble_testkit::Documents;
 
 /// (sequences, seq_len, first_position, heads, key_dim, value_dim, turned)
 const SHAPES: [(usize, usize, usize, usize, usize, usize, usize); 6] = [
@@ -38,12 +39,16 @@ fn heads_are_their_own_elements_and_the_turned_shared_key() {
     for (sequences, seq_len, first_position, heads, key_dim, value_dim, turned) in SHAPES {
         for dtype in [DType::F32, DType::Bf16] {
             let rows = sequences * seq_len;
+            let documents = (heads % 2 == 1).then_some(Documents::Random);
+            let positions = |cpu: &Cpu| {
+                Documents::positions(documents, cpu, (sequences, seq_len), first_position).unwrap()
+            };
             let [k, v] = same_everywhere(|cpu| {
                 let up = tensor(cpu, dtype, 1, rows, heads * (key_dim + value_dim));
                 let shared = tensor(cpu, dtype, 2, rows, turned);
                 let table = table(cpu, first_position + seq_len, turned);
-                let (up, shared, table) = (&up, &shared, &table);
-                let op = AssembleKv { up, shared, table, key_dim, value_dim, seq_len, first_position };
+                let (up, shared, table, positions) = (&up, &shared, &table, &positions(cpu));
+                let op = AssembleKv { up, shared, table, key_dim, value_dim, positions };
                 op.check().unwrap();
                 let out = assemble_kv(cpu, op).unwrap();
                 [bits(&out.k), bits(&out.v)]
@@ -52,8 +57,8 @@ fn heads_are_their_own_elements_and_the_turned_shared_key() {
             let up = bits(&tensor(&cpu, dtype, 1, rows, heads * (key_dim + value_dim)));
             let shared = tensor(&cpu, dtype, 2, rows, turned);
             let table = table(&cpu, first_position + seq_len, turned);
-            let (x, table) = (&shared, &table);
-            let op = Rope { x, table, head_dim: turned, seq_len, first_position, inverse: false };
+            let (x, table, positions) = (&shared, &table, &positions(&cpu));
+            let op = Rope { x, table, head_dim: turned, positions, inverse: false };
             let shared = bits(&op.run(&cpu).unwrap());
             let (mut want_k, mut want_v) = (Vec::new(), Vec::new());
             for row in 0..rows {
@@ -78,6 +83,8 @@ fn gradients_of_heads_are_copied_and_those_of_the_shared_key_summed_and_turned_b
     for (sequences, seq_len, _, heads, key_dim, value_dim, turned) in SHAPES {
         for dtype in [DType::F32, DType::Bf16] {
             let (rows, width) = (sequences * seq_len, key_dim + turned);
+            let documents = Documents::Random;
+            let starts = documents.starts(sequences, seq_len);
             let cpu = Cpu::scalar(1).unwrap();
             let dk = tensor(&cpu, dtype, 1, rows, heads * width);
             let dv = tensor(&cpu, dtype, 2, rows, heads * value_dim);
@@ -85,7 +92,9 @@ fn gradients_of_heads_are_copied_and_those_of_the_shared_key_summed_and_turned_b
                 let table = table(cpu, seq_len, turned);
                 let dk = tensor(cpu, dtype, 1, rows, heads * width);
                 let dv = tensor(cpu, dtype, 2, rows, heads * value_dim);
-                let op = AssembleKvBackward { dk: &dk, dv: &dv, table: &table, key_dim, value_dim, seq_len };
+                let positions = Documents::positions(Some(documents), cpu, (sequences, seq_len), 0).unwrap();
+                let (dk, dv, table, positions) = (&dk, &dv, &table, &positions);
+                let op = AssembleKvBackward { dk, dv, table, key_dim, value_dim, positions };
                 op.check().unwrap();
                 let out = assemble_kv_backward(cpu, op).unwrap();
                 let values = |x: &Tensor<Cpu>| -> Vec<u32> {
@@ -101,7 +110,8 @@ fn gradients_of_heads_are_copied_and_those_of_the_shared_key_summed_and_turned_b
                     (0..heads).map(|head| f64::from(dk[(row * heads + head) * width + key_dim + i])).sum()
                 };
                 for i in 0..half {
-                    let angle = (row % seq_len) as f64 * 10_000f64.powf(-(i as f64) / half as f64);
+                    let position = row % seq_len - starts[row] as usize;
+                    let angle = position as f64 * 10_000f64.powf(-(i as f64) / half as f64);
                     let (sin, cos) = angle.sin_cos();
                     let want = [sum(i) * cos + sum(i + half) * sin, sum(i + half) * cos - sum(i) * sin];
                     let got = [i, i + half].map(|i| f64::from(dshared[row * turned + i]));
@@ -132,7 +142,8 @@ fn eight_partial_sums_over_heads_become_one_by_halves() {
     let dk = tensor(&cpu, DType::F32, 1, 1, heads * 3);
     let dv = tensor(&cpu, DType::F32, 2, 1, heads);
     let table = table(&cpu, 1, 2);
-    let op = AssembleKvBackward { dk: &dk, dv: &dv, table: &table, key_dim: 1, value_dim: 1, seq_len: 1 };
+    let (dk_of, dv, table, positions) = (&dk, &dv, &table, &Positions::of_sequences(1));
+    let op = AssembleKvBackward { dk: dk_of, dv, table, key_dim: 1, value_dim: 1, positions };
     let got = op.run(&cpu).unwrap().dshared.to_f32_vec(&cpu).unwrap();
     let dk = dk.to_f32_vec(&cpu).unwrap();
     for (i, got) in got.into_iter().enumerate() {
@@ -147,14 +158,15 @@ fn shapes_that_do_not_fit_are_refused_by_name() {
     let cpu = Cpu::scalar(1).unwrap();
     let zeros = |rows, cols| Tensor::zeros(&cpu, DType::F32, rows, cols).unwrap();
     let (up, shared, table) = (zeros(6, 2 * 7), zeros(6, 4), zeros(3, 4));
+    let [whole, long, none] = [3, 4, 0].map(Positions::of_sequences);
+    let late = Positions { first: 1, ..whole.clone() };
     let op = || AssembleKv {
         up: &up,
         shared: &shared,
         table: &table,
         key_dim: 4,
         value_dim: 3,
-        seq_len: 3,
-        first_position: 0,
+        positions: &whole,
     };
     op().check().unwrap();
     let (narrow, wide, odd) = (zeros(6, 2), zeros(6, 15), zeros(3, 3));
@@ -164,9 +176,9 @@ fn shapes_that_do_not_fit_are_refused_by_name() {
         (AssembleKv { up: &wide, ..op() }, "columns of up"),
         (AssembleKv { shared: &narrow, ..op() }, "shape of shared"),
         (AssembleKv { table: &odd, ..op() }, "columns of table"),
-        (AssembleKv { first_position: 1, ..op() }, "positions"),
-        (AssembleKv { seq_len: 4, ..op() }, "positions"),
-        (AssembleKv { seq_len: 0, ..op() }, "positions"),
+        (AssembleKv { positions: &late, ..op() }, "positions"),
+        (AssembleKv { positions: &long, ..op() }, "positions"),
+        (AssembleKv { positions: &none, ..op() }, "positions"),
     ] {
         let error = op.check().unwrap_err().to_string();
         assert!(error.contains(name), "{error}");

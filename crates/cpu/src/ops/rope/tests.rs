@@ -1,5 +1,7 @@
 use super::*;
 use crate::ops::elementwise::tests::{bits, normals, same_everywhere};
+use nibble_core::Backend;
+use nibble_testkit::Documents;
 
 /// Cosines, then sines, of position · 10000^(−2i/head_dim).
 fn table(positions: usize, head_dim: usize) -> Vec<f32> {
@@ -30,7 +32,8 @@ fn turned(
     let (_, seq_len, first_position, _, head_dim) = shape;
     let positions = seq_len + first_position + 1;
     let table = Tensor::from_f32(cpu, &table(positions, head_dim), positions, head_dim).unwrap();
-    let op = Rope { x, table: &table, head_dim, seq_len, first_position, inverse };
+    let positions = &Positions { first: first_position, ..Positions::of_sequences(seq_len) };
+    let op = Rope { x, table: &table, head_dim, positions, inverse };
     op.check().unwrap();
     rope(cpu, op).unwrap()
 }
@@ -75,7 +78,8 @@ fn what_does_not_turn_is_copied_and_the_rest_turns_as_a_head_of_its_own() {
         let y = same_everywhere(|cpu| {
             let table = Tensor::from_f32(cpu, &table(seq_len, turns), seq_len, turns).unwrap();
             let x = Tensor::from_f32(cpu, &x, rows, heads * head_dim).unwrap();
-            let op = Rope { x: &x, table: &table, head_dim, seq_len, first_position: 0, inverse: false };
+            let positions = &Positions::of_sequences(seq_len);
+            let op = Rope { x: &x, table: &table, head_dim, positions, inverse: false };
             bits(&op.run(cpu).unwrap())
         });
         let of = |which: fn(&[f32], usize) -> &[f32]| -> Vec<f32> {
@@ -91,6 +95,38 @@ fn what_does_not_turn_is_copied_and_the_rest_turns_as_a_head_of_its_own() {
             .collect();
         assert!(y == want, "{kept} and {turns}");
     }
+}
+
+/// Each row turns as the row of its position in a sequence that is one document.
+#[test]
+fn positions_begin_anew_with_each_document() {
+    let (sequences, seq_len, first, heads, head_dim) = (3, 17, 2, 2, 16);
+    let (rows, cols, positions) = (sequences * seq_len, heads * head_dim, first + seq_len);
+    let x = normals(1, rows * cols);
+    for documents in [Documents::Random, Documents::Tokens, Documents::Whole, Documents::Wild] {
+        let starts = documents.starts(sequences, seq_len);
+        let y = same_everywhere(|cpu| {
+            let table = Tensor::from_f32(cpu, &table(positions, head_dim), positions, head_dim).unwrap();
+            let x = Tensor::from_f32(cpu, &x, rows, cols).unwrap();
+            let positions = &Positions { seq_len, first, starts: Some(cpu.upload(&starts).unwrap()) };
+            bits(&Rope { x: &x, table: &table, head_dim, positions, inverse: false }.run(cpu).unwrap())
+        });
+        let cpu = Cpu::scalar(1).unwrap();
+        for (row, start) in starts.into_iter().enumerate() {
+            let at = row % seq_len;
+            let position = at - start.clamp(0, at as i32) as usize;
+            let x = Tensor::from_f32(&cpu, &x[row * cols..][..cols], 1, cols).unwrap();
+            let want = bits(&turned(&cpu, &x, (1, 1, first + position, heads, head_dim), false));
+            assert_eq!(y[row * cols..][..cols], want, "{documents:?}, row {row}");
+        }
+    }
+    let cpu = Cpu::scalar(1).unwrap();
+    let (x, table) =
+        (Tensor::zeros(&cpu, DType::F32, 4, 2).unwrap(), Tensor::zeros(&cpu, DType::F32, 2, 2).unwrap());
+    let starts = Some(cpu.zeros::<i32>(3).unwrap());
+    let positions = &Positions { seq_len: 2, first: 0, starts };
+    let error = Rope { x: &x, table: &table, head_dim: 2, positions, inverse: false }.check().unwrap_err();
+    assert_eq!(error.to_string(), "rope: `starts.len()` is 3, expected 4");
 }
 
 #[test]

@@ -2,18 +2,17 @@
 //
 // All widths are in units of kCount numbers: kCount is 16 bytes of T (Bf16 or F32) where all are multiples of that, else 1. Of a head `key_units`
 // are its own part of the key, `value_units` its value; `half_units` are half of the key that all heads share, whose pairs turn. table
-// [positions, 2 * half] F32, half = half_units * kCount: cosines, then sines; row r is at position r mod seq_len. A thread copies a unit in up to
+// [positions, 2 * half] F32, half = half_units * kCount: cosines, then sines, from the first position on. A thread copies a unit in up to
 // kAssembleHeads heads: g, g + head_groups, ..., head_groups = ceil(heads / kAssembleHeads). Tasks and warps are fewer than 2^31. 256 threads.
 //
 // assemble_kv<T, kCount>: up [rows, heads * (key + value)], shared [rows, 2 * half] -> k [rows, heads * (key + 2 * half)], v [rows, heads * value].
-//   Beside the threads that copy there are those that turn a unit of each half of the shared key and write it to as many heads; the table is read
-//   from number `first` on. tasks = rows * head_groups * (key_units + value_units + half_units); grid ceil(tasks / 256).
+//   Beside the threads that copy there are those that turn a unit of each half of the shared key and write it to as many heads.
+//   tasks = rows * head_groups * (key_units + value_units + half_units); grid ceil(tasks / 256).
 // assemble_kv_backward<T, kCount>: dk, dv -> dup, dshared. The first sum_ctas CTAs sum over heads: a warp has four units of each half of a row,
 //   eight lanes for each, which begin at zero and add heads j, j + 8, ...; by_chunks divides by chunks = ceil(half_units / 4). Their sums are
 //   added across lanes 4, 2 and 1 apart, turned back and rounded once. The other CTAs copy: tasks = rows * head_groups * (key_units + value_units).
 //   Grid sum_ctas + ceil(tasks / 256).
 #pragma once
-#include "math/reduce.cuh"
 #include "pieces/norm/turn.cuh"
 
 namespace nib {
@@ -27,8 +26,8 @@ constexpr int kSumInFlight = 4;  // heads of a lane whose loads are in flight
 /// The sizes of a call, as both kernels take them. `units`: those of a head that tasks count.
 struct AssembleSizes {
     u32 rows, tasks, units, head_groups, heads;
-    u32 key_units, value_units, half_units, seq_len;
-    Divider by_units, by_groups, by_seq_len;
+    u32 key_units, value_units, half_units;
+    Divider by_units, by_groups;
 };
 
 /// What a thread does: a unit of a head, in the heads of a group of a row.
@@ -74,7 +73,7 @@ __device__ __forceinline__ void copy_own(const AssembleTask& task, const Assembl
 template <typename T, int kCount>
 __global__ void __launch_bounds__(kAssembleThreads)
     assemble_kv(const u8* __restrict__ up, const u8* __restrict__ shared, const float* __restrict__ table, u8* __restrict__ k, u8* __restrict__ v,
-                AssembleSizes s, u64 first) {
+                AssembleSizes s, Positions positions) {
     using X = Few<T, kCount>;
     const u32 number = blockIdx.x * kAssembleThreads + threadIdx.x;
     if (number >= s.tasks) return;
@@ -87,9 +86,9 @@ __global__ void __launch_bounds__(kAssembleThreads)
     const u32 pair = task.unit - own;
     const u8* const from = shared + (u64(task.row) * 2 * s.half_units + pair) * X::kBytes;
     X low = X::load(from), high = X::load(from + u64(s.half_units) * X::kBytes);
-    const u32 position = task.row - s.by_seq_len.divide(task.row) * s.seq_len, half = s.half_units * kCount;
+    const u32 half = s.half_units * kCount;
     Angles<kCount> angles;
-    angles.load(table + first + u64(position) * 2 * half + pair * kCount, half, 1.f);
+    angles.load(table + u64(positions.of(task.row)) * 2 * half + pair * kCount, half, 1.f);
     float a[kCount], b[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
@@ -111,7 +110,7 @@ __global__ void __launch_bounds__(kAssembleThreads)
 template <typename T, int kCount>
 __global__ void __launch_bounds__(kAssembleThreads)
     assemble_kv_backward(const u8* __restrict__ dk, const u8* __restrict__ dv, const float* __restrict__ table, u8* __restrict__ dup,
-                         u8* __restrict__ dshared, AssembleSizes s, u32 sum_ctas, u32 chunks, Divider by_chunks) {
+                         u8* __restrict__ dshared, AssembleSizes s, Positions positions, u32 sum_ctas, u32 chunks, Divider by_chunks) {
     using X = Few<T, kCount>;
     if (blockIdx.x >= sum_ctas) {
         const u32 number = (blockIdx.x - sum_ctas) * kAssembleThreads + threadIdx.x;
@@ -155,9 +154,9 @@ __global__ void __launch_bounds__(kAssembleThreads)
         }
     }
     if (!present || lane % kHeadSums != 0) return;
-    const u32 position = row - s.by_seq_len.divide(row) * s.seq_len, half = s.half_units * kCount;
+    const u32 half = s.half_units * kCount;
     Angles<kCount> angles;
-    angles.load(table + u64(position) * 2 * half + pair * kCount, half, -1.f);
+    angles.load(table + u64(positions.of(row)) * 2 * half + pair * kCount, half, -1.f);
 #pragma unroll
     for (int n = 0; n < kCount; ++n) angles.turn(n, a[n], b[n]);
     u8* const to = dshared + (u64(row) * 2 * s.half_units + pair) * X::kBytes;

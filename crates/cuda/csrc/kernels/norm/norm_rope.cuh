@@ -1,16 +1,16 @@
 // RMS norm of each head, rounded, then its rotation (halves convention), rounded; and both backward.
 //
 // x, y, dy, dx [rows, 8 * kThreads] of type T (Bf16 or F32), a head a row: head h of token t is row t * heads + h. weight [8 * kThreads],
-// inv_rms [rows] F32; table [positions, 8 * kThreads] F32 from the first position on: cosines of half as many angles, then sines. Token t is
-// at position t mod seq_len. kThreads neighbouring threads have a row, each eight columns. The columns that a thread's are rotated with belong to
+// inv_rms [rows] F32; table [positions, 8 * kThreads] F32 from the first position on: cosines of half as many angles, then sines.
+// kThreads neighbouring threads have a row, each eight columns. The columns that a thread's are rotated with belong to
 // another of these threads. 128 threads.
 // norm_rope<T, kThreads>: a thread has four rows in sequence, so that heads of one token share their angles. Grid
 //   ceil(rows / (4 * 128 / kThreads)).
 // norm_rope_backward<T, kThreads>: as `rms_backward_short`, of the gradients rotated back and rounded.
 #pragma once
-#include "math/reduce.cuh"
 #include "pieces/norm/gradient_rows.cuh"
 #include "pieces/norm/norm_rows.cuh"
+#include "pieces/norm/turn.cuh"
 
 namespace nib {
 
@@ -22,21 +22,21 @@ struct HeadTurn {
     static constexpr u32 kHalf = 4 * kThreads;
 
     const float* angles;  // those of this thread's columns
-    u32 heads, seq_len;
-    Divider by_heads, by_seq_len;
+    u32 heads;
+    Divider by_heads;
+    Positions positions;
     float sign;
     u32 held = 0xFFFFFFFF;  // the position whose angles are here
     float cos[8] = {}, sin[8] = {};
 
     // y0 = x0 cos - x1 sin, y1 = x1 cos + x0 sin: either is mine * cos + other * sin, if sin has the right sign.
-    __device__ __forceinline__ HeadTurn(const float* table, u32 index, u32 heads, u32 seq_len, Divider by_heads, Divider by_seq_len, float sign)
-        : angles(table + 8 * index % kHalf), heads(heads), seq_len(seq_len), by_heads(by_heads), by_seq_len(by_seq_len),
-          sign(index < kThreads / 2 ? -sign : sign) {}
+    __device__ __forceinline__ HeadTurn(const float* table, u32 index, u32 heads, Divider by_heads, const Positions& positions, float sign)
+        : angles(table + 8 * index % kHalf), heads(heads), by_heads(by_heads), positions(positions), sign(index < kThreads / 2 ? -sign : sign) {}
 
     /// Loads the angles of a row's token, unless they are here already.
     __device__ __forceinline__ void begin(u32 row, bool present) {
         if (!present) return;
-        const u32 token = by_heads.divide(row), position = token - by_seq_len.divide(token) * seq_len;
+        const u32 position = positions.of(by_heads.divide(row));
         if (position == held) return;
         held = position;
         const float* const from = angles + u64(position) * (2 * kHalf);
@@ -73,7 +73,7 @@ struct HeadTurn {
 template <typename T, int kThreads>
 __global__ void __launch_bounds__(kNormThreads)
     norm_rope(const u8* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ table, u8* __restrict__ y,
-              float* __restrict__ inv_rms, u32 rows, float eps, u32 heads, u32 seq_len, Divider by_heads, Divider by_seq_len) {
+              float* __restrict__ inv_rms, u32 rows, float eps, u32 heads, Divider by_heads, Positions positions) {
     constexpr u32 kWidth = 8 * kThreads;
     const u32 index = threadIdx.x % kThreads;
     const u32 first = (blockIdx.x * (kNormThreads / kThreads) + threadIdx.x / kThreads) * kHeadRows;
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kNormThreads)
     typename T::Eight value[kHeadRows];
 #pragma unroll
     for (int r = 0; r < kHeadRows; ++r) value[r] = T::template load<true>(x + begin + r * (kWidth * T::kBytes), first + r < rows ? 8 : 0);
-    HeadTurn<T, kThreads> heads_turn(table, index, heads, seq_len, by_heads, by_seq_len, 1.0f);
+    HeadTurn<T, kThreads> heads_turn(table, index, heads, by_heads, positions, 1.0f);
     heads_turn.begin(first, first < rows);
     const F32::Eight w = F32::load<true>(weight + 8 * index, 8);
 #pragma unroll
@@ -103,8 +103,8 @@ template <typename T, int kThreads>
 __global__ void __launch_bounds__(kShortThreads)
     norm_rope_backward(const u8* __restrict__ x, const float* __restrict__ weight, const float* __restrict__ inv_rms, const u8* __restrict__ dy,
                        const float* __restrict__ table, u8* __restrict__ dx, float* __restrict__ partial, u32 rows_per_shard, u32 chunks,
-                       u32 all_chunks, u32 heads, u32 seq_len, Divider by_heads, Divider by_seq_len) {
-    const HeadTurn<T, kThreads> back(table, threadIdx.x % kThreads, heads, seq_len, by_heads, by_seq_len, -1.0f);
+                       u32 all_chunks, u32 heads, Divider by_heads, Positions positions) {
+    const HeadTurn<T, kThreads> back(table, threadIdx.x % kThreads, heads, by_heads, positions, -1.0f);
     backward_short<T, kThreads, false>(x, weight, inv_rms, dy, nullptr, dx, partial, rows_per_shard, chunks, all_chunks, 8 * kThreads, back);
 }
 

@@ -1,13 +1,12 @@
 // Rotary position embedding of the last elements of heads, halves convention; the elements before them are copied.
 //
 // rope<T, kCount>: x, y [rows, heads * 2 * units * kCount] of type T (Bf16 or F32). Of a head the first 2 * kept_units * kCount elements are
-//   copied, the 2 * half after them turn, half = (units - kept_units) * kCount; table [positions, 2 * half] F32, cosines, then sines, from number
-//   `first` on; row r is at position r mod seq_len of it. A thread turns kCount pairs of a row in up to kRopeHeads heads, with one read of their
+//   copied, the 2 * half after them turn, half = (units - kept_units) * kCount; table [positions, 2 * half] F32, cosines, then sines, from the
+//   first position on. A thread turns kCount pairs of a row in up to kRopeHeads heads, with one read of their
 //   angles, or copies as many elements: heads g, g + head_groups, ..., head_groups = ceil(heads / kRopeHeads). kCount is 16 bytes of T where half of
 //   what is copied and half of what turns are multiples of that, else 1. sign: 1, or -1 to turn back.
 //   256 threads; grid ceil(tasks / 256), tasks = rows * head_groups * units below 2^31.
 #pragma once
-#include "math/reduce.cuh"
 #include "pieces/norm/turn.cuh"
 
 namespace nib {
@@ -18,7 +17,7 @@ constexpr int kRopeHeads = 4;
 template <typename T, int kCount>
 __global__ void __launch_bounds__(kRopeThreads)
     rope(const u8* __restrict__ x, const float* __restrict__ table, u8* __restrict__ y, u32 tasks, u32 units, u32 kept_units, u32 head_groups,
-         u32 heads, u32 seq_len, u64 first, Divider by_units, Divider by_groups, Divider by_seq_len, float sign) {
+         u32 heads, Positions positions, Divider by_units, Divider by_groups, float sign) {
     using X = Few<T, kCount>;
     const u32 task = blockIdx.x * kRopeThreads + threadIdx.x;
     if (task >= tasks) return;
@@ -39,8 +38,8 @@ __global__ void __launch_bounds__(kRopeThreads)
     }
     Angles<kCount> angles;
     if (turns) {
-        const u32 position = row - by_seq_len.divide(row) * seq_len, half = distance * kCount;
-        angles.load(table + first + u64(position) * 2 * half + pair * kCount, half, sign);
+        const u32 half = distance * kCount;
+        angles.load(table + u64(positions.of(row)) * 2 * half + pair * kCount, half, sign);
     }
 #pragma unroll
     for (int i = 0; i < kRopeHeads; ++i) {

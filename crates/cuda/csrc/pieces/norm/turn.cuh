@@ -1,8 +1,23 @@
 // Pairs turned by their angles, as rotary position embeddings do: y0 = x0 cos - x1 sin, y1 = x1 cos + x0 sin, every product rounded.
 #pragma once
 #include "formats/plain.cuh"
+#include "math/reduce.cuh"
 
 namespace nib {
+
+/// Where the rows of sequences of seq_len rows are: at r mod seq_len, less the row of its sequence with which a row's document begins. Where
+/// `starts` is null a sequence is one document.
+struct Positions {
+    const int* starts;  // [rows]; taken as the nearest from 0 to r mod seq_len
+    u32 seq_len;
+    Divider by_seq_len;
+    u32 unused;
+
+    __device__ __forceinline__ u32 of(u32 row) const {
+        const u32 at = row - by_seq_len.divide(row) * seq_len;
+        return starts == nullptr ? at : at - min(u32(max(__ldg(starts + row), 0)), at);
+    }
+};
 
 /// kCount numbers of a table.
 template <int kCount>

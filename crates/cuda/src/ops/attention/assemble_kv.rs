@@ -5,6 +5,7 @@ use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, Launch, plain_args};
 use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;
+use crate::ops::norm::positions::{PositionsArg, angles};
 use crate::ops::planes::{numbers_per_load, plain_arg, type_name};
 use nibble_core::ops::{AssembleKv, AssembleKvBackward, AssembledKv, AssembledKvGrads};
 use nibble_core::{DType, Error, Result};
@@ -27,10 +28,8 @@ pub(crate) struct AssembleSizes {
     key_units: u32,
     value_units: u32,
     half_units: u32,
-    seq_len: u32,
     by_units: Divider,
     by_groups: Divider,
-    by_seq_len: Divider,
 }
 
 plain_args!(AssembleSizes);
@@ -45,7 +44,6 @@ struct Shape {
     value_dim: usize,
     /// Elements of the shared key.
     turned: usize,
-    seq_len: usize,
 }
 
 impl Shape {
@@ -86,10 +84,8 @@ impl Shape {
             key_units: small(key_units),
             value_units: small(value_units),
             half_units: small(half_units),
-            seq_len: small(self.seq_len),
             by_units: Divider::by(small(units)),
             by_groups: Divider::by(small(head_groups)),
-            by_seq_len: Divider::by(small(self.seq_len)),
         })
     }
 }
@@ -124,19 +120,18 @@ pub(crate) fn assemble_kv(cuda: &Cuda, op: AssembleKv<'_, Cuda>) -> Result<Assem
         key_dim: op.key_dim,
         value_dim: op.value_dim,
         turned: op.table.cols,
-        seq_len: op.seq_len,
     };
     let sizes = shape.sizes(OP, true)?;
     let launch =
         Launch { ctas: sizes.tasks.div_ceil(THREADS), threads: THREADS, cluster: 1, shared_bytes: 0 };
     let kernel = cuda.device().kernel(&spec(FORWARD, shape.dtype, shape.count()))?;
-    let first = (op.first_position * op.table.cols) as u64;
-    let table = op.table.f32(OP, "table")?.get();
+    let (table, positions) =
+        (angles(OP, op.table, op.positions)?, PositionsArg::new(&buffers, op.positions, op.up.rows)?);
     let [up, shared, k, v] = [op.up, op.shared, &out.k, &out.v].map(|x| plain_arg(x).0);
     // SAFETY: `check` held up to whole heads, shared to as many rows and the table's columns, all of the instance's type, and `seq_len`
-    // positions from the first one on to the table; `BufferCheck` held them to their shapes and this device; the results have theirs from the
-    // same sizes.
-    unsafe { kernel.launch(launch, &[up, shared, table, k, v, &sizes, &first]) }?;
+    // positions from the first one on to the table; `BufferCheck` held them to their shapes and this device, the starts to one a row; the results
+    // have theirs from the same sizes.
+    unsafe { kernel.launch(launch, &[up, shared, &table, k, v, &sizes, &positions]) }?;
     Ok(out)
 }
 
@@ -162,7 +157,6 @@ pub(crate) fn assemble_kv_backward(
         key_dim: op.key_dim,
         value_dim: op.value_dim,
         turned: op.table.cols,
-        seq_len: op.seq_len,
     };
     let sizes = shape.sizes(OP, false)?;
     let chunks = shape.chunks() as u32;
@@ -170,12 +164,13 @@ pub(crate) fn assemble_kv_backward(
     let ctas = sum_ctas + sizes.tasks.div_ceil(THREADS);
     let launch = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
     let kernel = cuda.device().kernel(&spec(BACKWARD, shape.dtype, shape.count()))?;
-    let table = op.table.f32(OP, "table")?.get();
+    let (table, positions) =
+        (angles(OP, op.table, op.positions)?, PositionsArg::new(&buffers, op.positions, op.dk.rows)?);
     let [dk, dv, dup, dshared] = [op.dk, op.dv, &out.dup, &out.dshared].map(|x| plain_arg(x).0);
-    let args: [&dyn crate::launch::KernelArg; 9] =
-        [dk, dv, table, dup, dshared, &sizes, &sum_ctas, &chunks, &Divider::by(chunks)];
-    // SAFETY: `check` held dk and dv to whole heads of the instance's type and as many rows, and `seq_len` positions to the table; `BufferCheck`
-    // held them to their shapes and this device; the results have theirs from the same sizes.
+    let args: [&dyn crate::launch::KernelArg; 10] =
+        [dk, dv, &table, dup, dshared, &sizes, &positions, &sum_ctas, &chunks, &Divider::by(chunks)];
+    // SAFETY: `check` held dk and dv to whole heads of the instance's type and as many rows, and `seq_len` positions from the first one on to the
+    // table; `BufferCheck` held them to their shapes and this device, the starts to one a row; the results have theirs from the same sizes.
     unsafe { kernel.launch(launch, &args) }?;
     Ok(out)
 }
@@ -196,7 +191,7 @@ mod tests {
     use super::*;
 
     fn shape(dtype: DType, heads: usize, (key_dim, value_dim, turned): (usize, usize, usize)) -> Shape {
-        Shape { dtype, rows: 6, heads, key_dim, value_dim, turned, seq_len: 3 }
+        Shape { dtype, rows: 6, heads, key_dim, value_dim, turned }
     }
 
     #[test]

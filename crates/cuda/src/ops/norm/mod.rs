@@ -1,6 +1,7 @@
 //! RMS norm, rotary positions, and both in one pass.
 
 pub(crate) mod norm_rope;
+pub(crate) mod positions;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
 

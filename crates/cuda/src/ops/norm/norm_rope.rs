@@ -1,6 +1,7 @@
 //! `norm_rope`, `norm_rope_backward` on a GPU (`csrc/kernels/norm/norm_rope.cuh`): heads of 64, 128 and 256 in one pass; others by the
 //! two operations, one after the other.
 
+use super::positions::{PositionsArg, angles};
 use super::rms_norm::{
     Chunks, THREADS, TYPES, add_chunks, check_size, int, plain_launch, write_dx, write_norm,
 };
@@ -62,21 +63,6 @@ impl NormRopeConfig {
     }
 }
 
-/// Which head of which token a row is.
-struct Places {
-    heads: u32,
-    seq_len: u32,
-    by_heads: Divider,
-    by_seq_len: Divider,
-}
-
-impl Places {
-    fn new(heads: usize, seq_len: usize) -> Self {
-        let [heads, seq_len] = [heads, seq_len].map(|n| n as u32);
-        Self { heads, seq_len, by_heads: Divider::by(heads), by_seq_len: Divider::by(seq_len) }
-    }
-}
-
 /// The same matrix with each head as a row.
 fn head_rows(x: &Tensor<Cuda>, head_dim: usize) -> Result<Tensor<Cuda>> {
     x.reshape(x.rows * (x.cols / head_dim), head_dim)
@@ -86,7 +72,7 @@ fn head_rows(x: &Tensor<Cuda>, head_dim: usize) -> Result<Tensor<Cuda>> {
 pub(crate) fn norm_rope(cuda: &Cuda, op: NormRope<'_, Cuda>) -> Result<RmsNormOut<Cuda>> {
     const OP: &str = "norm_rope";
     op.check()?;
-    let NormRope { x, weight, eps, table, seq_len, first_position } = op;
+    let NormRope { x, weight, eps, table, positions } = op;
     let (dtype, head_dim) = (x.dtype(), table.cols);
     let buffers = BufferCheck::by(OP, cuda);
     buffers.tensor("x", x)?;
@@ -100,11 +86,7 @@ pub(crate) fn norm_rope(cuda: &Cuda, op: NormRope<'_, Cuda>) -> Result<RmsNormOu
         let normed = RmsNormOut { y: heads.unwritten_like(cuda)?, ..out.clone() };
         write_norm(cuda, &RmsNorm::new(&heads, weight, eps), &normed)?;
         let x = normed.y.reshape(x.rows, x.cols)?;
-        write_turned(
-            cuda,
-            &Rope { x: &x, table, head_dim, seq_len, first_position, inverse: false },
-            &out.y,
-        )?;
+        write_turned(cuda, &Rope { x: &x, table, head_dim, positions, inverse: false }, &out.y)?;
         return Ok(out);
     };
     let heads = x.cols / head_dim;
@@ -112,11 +94,11 @@ pub(crate) fn norm_rope(cuda: &Cuda, op: NormRope<'_, Cuda>) -> Result<RmsNormOu
     check_size(OP, rows, head_dim)?;
     let out = op.result(cuda)?;
     if rows > 0 {
-        let Places { heads, seq_len, by_heads, by_seq_len } = Places::new(heads, seq_len);
-        let angles = table.f32(OP, "table")?.get().address() + angles_before(first_position, head_dim);
+        let places = PositionsArg::new(&buffers, positions, x.rows)?;
+        let angles = angles(OP, table, positions)?;
         let [x, to] = [x, &out.y].map(|x| plain_arg(x).0);
         let weight = weight.f32(OP, "weight")?.get();
-        let args: [&dyn KernelArg; 11] = [
+        let args: [&dyn KernelArg; 10] = [
             x,
             weight,
             &angles,
@@ -124,22 +106,16 @@ pub(crate) fn norm_rope(cuda: &Cuda, op: NormRope<'_, Cuda>) -> Result<RmsNormOu
             out.inv_rms.get(),
             &(rows as u32),
             &eps,
-            &heads,
-            &seq_len,
-            &by_heads,
-            &by_seq_len,
+            &(heads as u32),
+            &Divider::by(heads as u32),
+            &places,
         ];
         let kernel = cuda.device().kernel(&config.forward())?;
-        // SAFETY: `BufferCheck` held x, which y is as large as, to `rows` heads, and weight to one; inv_rms has a value a head; `check` held
-        // `seq_len` positions from the first one on to the table.
+        // SAFETY: `BufferCheck` held x, which y is as large as, to `rows` heads, weight to one, and the starts to one a token; inv_rms has a
+        // value a head; `check` held `seq_len` positions from the first one on to the table.
         unsafe { kernel.launch(config.forward_launch(rows), &args) }?;
     }
     Ok(out)
-}
-
-/// Bytes of the table before a position.
-fn angles_before(position: usize, head_dim: usize) -> u64 {
-    (position * head_dim * size_of::<f32>()) as u64
 }
 
 /// See [`NormRopeBackward`].
@@ -147,7 +123,7 @@ pub(crate) fn norm_rope_backward(cuda: &Cuda, op: NormRopeBackward<'_, Cuda>) ->
     const OP: &str = "norm_rope_backward";
     op.check()?;
     let (rows, dx) = (op.heads(), op.result(cuda)?);
-    let NormRopeBackward { x, weight, inv_rms, dy, table, seq_len, first_position, dweight } = op;
+    let NormRopeBackward { x, weight, inv_rms, dy, table, positions, dweight } = op;
     let (dtype, head_dim) = (x.dtype(), table.cols);
     check_size(OP, rows, head_dim)?;
     let buffers = BufferCheck::by(OP, cuda);
@@ -159,23 +135,20 @@ pub(crate) fn norm_rope_backward(cuda: &Cuda, op: NormRopeBackward<'_, Cuda>) ->
     buffers.values("inv_rms", inv_rms, rows)?;
     let Some(config) = NormRopeConfig::choose(dtype, head_dim) else {
         let turned = dy.unwritten_like(cuda)?;
-        write_turned(
-            cuda,
-            &Rope { x: dy, table, head_dim, seq_len, first_position, inverse: true },
-            &turned,
-        )?;
+        write_turned(cuda, &Rope { x: dy, table, head_dim, positions, inverse: true }, &turned)?;
         let [x, dy, to] = [x, &turned, &dx].map(|x| head_rows(x, head_dim));
         let (x, dy) = (&x?, &dy?);
         write_dx(cuda, RmsNormBackward { x, weight, inv_rms, dy, plus: None, dweight }, &to?)?;
         return Ok(dx);
     };
-    let Places { heads, seq_len, by_heads, by_seq_len } = Places::new(x.cols / head_dim, seq_len);
-    let angles = table.f32(OP, "table")?.get().address() + angles_before(first_position, head_dim);
+    let heads = (x.cols / head_dim) as u32;
+    let places = PositionsArg::new(&buffers, positions, x.rows)?;
+    let angles = angles(OP, table, positions)?;
     let weight = weight.f32(OP, "weight")?.get();
     add_chunks(cuda.device(), OP, (rows, head_dim), dweight, |chunks| {
         let Chunks { sums, all, rows_per_shard, per_shard } = chunks;
         let [x, dy, to] = [x, dy, &dx].map(|x| plain_arg(x).0);
-        let args: [&dyn KernelArg; 14] = [
+        let args: [&dyn KernelArg; 13] = [
             x,
             weight,
             inv_rms.get(),
@@ -187,13 +160,12 @@ pub(crate) fn norm_rope_backward(cuda: &Cuda, op: NormRopeBackward<'_, Cuda>) ->
             per_shard,
             all,
             &heads,
-            &seq_len,
-            &by_heads,
-            &by_seq_len,
+            &Divider::by(heads),
+            &places,
         ];
         let kernel = cuda.device().kernel(&config.backward())?;
-        // SAFETY: `BufferCheck` and `check` held x and dy, which dx is as large as, to `rows` heads, weight to one and inv_rms to a value a
-        // head, and `seq_len` positions from the first one on to the table; `sums` has a row for each chunk.
+        // SAFETY: `BufferCheck` and `check` held x and dy, which dx is as large as, to `rows` heads, weight to one, inv_rms to a value a head,
+        // the starts to one a token, and `seq_len` positions from the first one on to the table; `sums` has a row for each chunk.
         unsafe { kernel.launch(config.backward_launch(*all as usize), &args) }
     })?;
     Ok(dx)

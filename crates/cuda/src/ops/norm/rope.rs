@@ -1,5 +1,6 @@
 //! `rope` on a GPU (`csrc/kernels/norm/rope.cuh`).
 
+use super::positions::{PositionsArg, angles};
 use crate::Cuda;
 use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, Launch};
@@ -77,32 +78,30 @@ pub(super) fn write_turned(cuda: &Cuda, op: &Rope<'_, Cuda>, y: &Tensor<Cuda>) -
     let config = RopeConfig::choose(op.x.dtype(), (op.x.rows, heads), (op.head_dim - turned, turned))?;
     let launch =
         Launch { ctas: config.tasks.div_ceil(THREADS), threads: THREADS, cluster: 1, shared_bytes: 0 };
-    let [units, kept_units, groups, heads, seq_len] =
-        [config.units, config.kept_units, config.head_groups, heads, op.seq_len].map(|n| n as u32);
-    let [by_units, by_groups, by_seq_len] = [units, groups, seq_len].map(Divider::by);
-    let first = (op.first_position * turned) as u64;
+    let [units, kept_units, groups, heads] =
+        [config.units, config.kept_units, config.head_groups, heads].map(|n| n as u32);
+    let [by_units, by_groups] = [units, groups].map(Divider::by);
+    let positions = PositionsArg::new(&BufferCheck::by(OP, cuda), op.positions, op.x.rows)?;
     let sign: f32 = if op.inverse { -1.0 } else { 1.0 };
-    let (table, kernel) = (op.table.f32(OP, "table")?.get(), cuda.device().kernel(&config.spec())?);
+    let (table, kernel) = (angles(OP, op.table, op.positions)?, cuda.device().kernel(&config.spec())?);
     let [x, y] = [op.x, y].map(|x| plain_arg(x).0);
-    // SAFETY: `BufferCheck` held x to rows · heads · head_dim values, as many as y has; `check` held `seq_len` positions from the first one
-    // on to the table, and the rows to whole sequences, so that seq_len is no more than rows.
+    // SAFETY: `BufferCheck` held x to rows · heads · head_dim values, as many as y has, and the starts to one a row; `check` held `seq_len`
+    // positions from the first one on to the table, and the rows to whole sequences, so that seq_len is no more than rows.
     unsafe {
         kernel.launch(
             launch,
             &[
                 x,
-                table,
+                &table,
                 y,
                 &config.tasks,
                 &units,
                 &kept_units,
                 &groups,
                 &heads,
-                &seq_len,
-                &first,
+                &positions,
                 &by_units,
                 &by_groups,
-                &by_seq_len,
                 &sign,
             ],
         )

@@ -1,0 +1,56 @@
+//! Where documents begin that lie one after the other in sequences.
+
+use crate::input::stream;
+use nibble_core::ops::Positions;
+use nibble_core::{Backend, Result};
+
+/// The documents of sequences.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Documents {
+    /// One a sequence.
+    Whole,
+    /// One a token.
+    Tokens,
+    /// Of random lengths, four tokens on average.
+    Random,
+    /// Starts that are out of range, and others; they decrease too.
+    Wild,
+}
+
+impl Documents {
+    /// Every kind, and none.
+    pub const ALL: [Option<Self>; 5] =
+        [None, Some(Self::Random), Some(Self::Tokens), Some(Self::Whole), Some(Self::Wild)];
+
+    /// For each token the one of its sequence with which its document begins.
+    pub fn starts(self, sequences: usize, seq_len: usize) -> Vec<i32> {
+        let (bits, mut start) = (stream("documents"), 0);
+        let of = |token: usize| {
+            let at = (token % seq_len) as i32;
+            let bits = bits.u32_at(token as u64);
+            if at == 0 || self == Self::Tokens || self == Self::Random && bits.is_multiple_of(4) {
+                start = at;
+            }
+            match self {
+                Self::Whole => 0,
+                Self::Tokens | Self::Random => start,
+                Self::Wild => [-1, i32::MIN, i32::MAX, at, at + 1, at / 2, 0][bits as usize % 7],
+            }
+        };
+        (0..sequences * seq_len).map(of).collect()
+    }
+
+    /// Positions of rows whose documents are these, from `first` on.
+    ///
+    /// # Errors
+    /// What the backend returns.
+    pub fn positions<B: Backend>(
+        of: Option<Self>,
+        b: &B,
+        (sequences, seq_len): (usize, usize),
+        first: usize,
+    ) -> Result<Positions<B>> {
+        let starts = of.map(|documents| b.upload(&documents.starts(sequences, seq_len))).transpose()?;
+        Ok(Positions { seq_len, first, starts })
+    }
+}
