@@ -6,7 +6,7 @@ use nibble_core::Recipe;
 use nibble_cpu::Cpu;
 use nibble_train::config::ModelConfig;
 use rig::documents::{Packed, recipes_of_lines};
-use rig::{LATENT, dense, small};
+use rig::{LATENT, dense, small, train};
 
 /// Documents about a tile long, in one sequence.
 const AROUND: [usize; 5] = [128, 1, 127, 129, 127];
@@ -83,4 +83,19 @@ fn a_document_is_what_it_is_alone() {
         let relative = (error / size).sqrt();
         assert!(size > 0.0 && relative < 1e-5, "{name}: gradients differ by {relative}");
     }
+}
+
+/// A run over documents gives the same bits on any number of ranks, and learns less of each step: what ends a document predicts nothing.
+#[test]
+fn a_run_over_documents_is_the_same_on_any_number_of_ranks() {
+    let run = |mask: bool, ranks: usize| {
+        let mask = format!("data.document_mask={mask}");
+        let config = small("mxfp4-hopper", &[&mask, "train.grad_accum=2", "model.balance=sequence"]);
+        train(&config, ranks, 3, || Cpu::new(1).unwrap())
+    };
+    let alone = run(true, 1);
+    for ranks in [2, 4] {
+        alone.assert_same(&run(true, ranks), &format!("{ranks} ranks"));
+    }
+    assert_ne!(alone.losses, run(false, 1).losses);
 }

@@ -74,6 +74,7 @@ fn every_arena_is_as_large_as_predicted() {
         &[&["recipe=mxfp4-hopper", "train.recompute=[\"norms\", \"swiglu\", \"mla_up\"]"], &TINY_LATENT[..]]
             .concat(),
         &[&["recipe=fp8-flow"], &TINY_LATENT[..], &["model.q_rank=0"]].concat(),
+        &["recipe=mxfp4-hopper", "data.document_mask=true", "train.grad_accum=2"],
     ] {
         as_predicted(&config(changes), changes);
     }

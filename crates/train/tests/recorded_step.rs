@@ -21,11 +21,13 @@ fn issued(config: &Config, steps: u64) -> Outcome {
 #[test]
 fn replayed_steps_give_the_same_bits() {
     for recipe in rig::recipes() {
-        for accum in [1, 3] {
-            let config = small(recipe, &[&format!("train.grad_accum={accum}")]);
+        for (accum, apart) in [(1, false), (3, false), (3, true)] {
+            let [accum_is, apart] =
+                [format!("train.grad_accum={accum}"), format!("data.document_mask={apart}")];
+            let config = small(recipe, &[&accum_is, &apart]);
             let b = recorder();
             let replayed = train_alone(&b, &config, 5);
-            replayed.assert_same(&issued(&config, 5), &format!("{recipe}, {accum} micro-batches"));
+            replayed.assert_same(&issued(&config, 5), &format!("{recipe}, {accum} micro-batches, {apart}"));
             // The first micro-batch, the others, the optimizer; each recorded once.
             let parts = if accum == 1 { 2 } else { 3 };
             assert_eq!(b.recordings(), Recordings { made: parts, alive: 0, most: parts }, "{recipe}");
