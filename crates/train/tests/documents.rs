@@ -60,28 +60,8 @@ fn a_document_is_what_it_is_alone() {
     let recipe = Recipe::builtin("f32").unwrap();
     let packed = Packed::one(&AROUND);
     for (name, model) in models("f32") {
-        let model = packed.model(&model);
-        let ids = packed.ids();
-        let together = packed.pass(&cpu, &recipe, &model, &ids);
-        let mut rows = vec![vec![0.0; model.d_model]; model.vocab_size];
-        for document in packed.documents() {
-            let alone = Packed::one(&[document.len()]);
-            let one = alone.pass(&cpu, &recipe, &model, &ids[document.clone()]);
-            for (at, nats) in document.clone().zip(&one.nats) {
-                assert_eq!(together.nats[at], *nats, "{name}: token {at}");
-            }
-            for (sum, row) in rows.iter_mut().zip(&one.rows) {
-                sum.iter_mut().zip(row).for_each(|(sum, x)| *sum += f64::from(f32::from_bits(*x)));
-            }
-        }
-        let together = together.rows.iter().flatten().map(|x| f64::from(f32::from_bits(*x)));
-        let (mut error, mut size) = (0.0, 0.0);
-        for (a, b) in together.zip(rows.into_iter().flatten()) {
-            error += (a - b) * (a - b);
-            size += b * b;
-        }
-        let relative = (error / size).sqrt();
-        assert!(size > 0.0 && relative < 1e-5, "{name}: gradients differ by {relative}");
+        let [losses, gradients] = packed.differences_alone(&cpu, &recipe, &model);
+        assert!(losses == 0.0 && gradients < 1e-5, "{name}: losses {losses}, gradients {gradients}");
     }
 }
 

@@ -130,6 +130,29 @@ impl Packed {
         Passed { nats, rows }
     }
 
+    /// How far the documents are from what they are as sequences of their own: the largest difference of a token's nats, and the relative
+    /// L2 error of the embedding's gradient, the sum over all of them.
+    pub fn differences_alone<B: Kernels>(&self, b: &B, recipe: &Recipe, model: &ModelConfig) -> [f64; 2] {
+        let (model, ids) = (self.model(model), self.ids());
+        let together = self.pass(b, recipe, &model, &ids);
+        let (mut most, mut sums) = (0.0f64, vec![0.0; model.vocab_size * model.d_model]);
+        for document in self.documents() {
+            let alone = Self::one(&[document.len()]).pass(b, recipe, &model, &ids[document.clone()]);
+            for (together, alone) in together.nats[document].iter().zip(&alone.nats) {
+                most = most.max((f64::from_bits(*together) - f64::from_bits(*alone)).abs());
+            }
+            let row = alone.rows.iter().flatten();
+            sums.iter_mut().zip(row).for_each(|(sum, x)| *sum += f64::from(f32::from_bits(*x)));
+        }
+        let (mut error, mut size) = (0.0, 0.0);
+        for (x, sum) in together.rows.iter().flatten().zip(sums) {
+            error += (f64::from(f32::from_bits(*x)) - sum).powi(2);
+            size += sum * sum;
+        }
+        assert!(size > 0.0, "there is a gradient");
+        [most, (error / size).sqrt()]
+    }
+
     /// Asserts that a changed token of one document changes its losses and gradients, and no bit of those of any other.
     #[track_caller]
     pub fn assert_apart<B: Kernels>(&self, b: &B, recipe: &Recipe, model: &ModelConfig, changed: usize) {
