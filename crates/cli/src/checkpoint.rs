@@ -7,8 +7,8 @@ use nibble_core::Recipe;
 use nibble_train::checkpoint::{Checkpoint, latest_valid};
 use nibble_train::checks::checked_recipe;
 use nibble_train::config::{Config, RANDOM, SYNTHETIC};
-use nibble_train::pretrained::{OwnTokenizer, Pretrained, is_folder};
-use nibble_train::tokenizer::{SharedTokenizer, Symbols, Tokenizer};
+use nibble_train::pretrained::{Pretrained, is_folder};
+use nibble_train::tokenizer::{SharedTokenizer, Symbols, TOKENIZER_FILE, Tokenizer};
 use nibble_train::trainer::Trainer;
 use std::path::Path;
 
@@ -43,16 +43,19 @@ impl Trained {
     /// What a configuration says, so that text is made of the tokens of a folder's model.
     ///
     /// # Errors
-    /// If they are none that this program has.
+    /// If it has none that can be read.
     pub fn tokens(&self) -> Result<Vec<String>> {
         let Self::Folder(folder) = self else { return Ok(Vec::new()) };
         match folder.tokenizer()? {
-            Some(OwnTokenizer::Own(own)) if is_symbols(&own) => Ok(Vec::new()),
+            Some(own) if is_symbols(&own) => Ok(Vec::new()),
             // Any text's.
-            Some(OwnTokenizer::Own(_)) => Ok(vec!["data.source=prompt".into()]),
-            Some(OwnTokenizer::Another) | None => {
-                let why = "has no tokenizer that can be read: of folders those that `nibble export` has written have one";
-                Err(Error::usage(format!("{}: {why}", folder.path().display())))
+            Some(_) => Ok(vec!["data.source=prompt".into()]),
+            None => {
+                let why = format!(
+                    "{}: has no {TOKENIZER_FILE}, which says what its tokens are",
+                    folder.path().display()
+                );
+                Err(Error::usage(why))
             }
         }
     }
@@ -109,7 +112,7 @@ fn of_folder(folder: &Pretrained, overrides: &[String]) -> Result<Config> {
         format!("data.seq_len={seq_len}"),
     ];
     let says_data = overrides.iter().any(|o| o.starts_with("data.source="));
-    let has_data = matches!(folder.tokenizer()?, Some(OwnTokenizer::Own(own)) if is_symbols(&own));
+    let has_data = folder.tokenizer()?.is_some_and(|own| is_symbols(&own));
     if !says_data && !has_data {
         let path = folder.path().display();
         return Err(Error::usage(format!(
@@ -150,8 +153,8 @@ pub fn open(path: &Path) -> Result<Checkpoint> {
 fn config(checkpoint: &Checkpoint, overrides: &[String]) -> Result<Config> {
     let one_rank = ["run.device=auto", "run.ranks=1", "run.dp=1"].map(String::from);
     let overrides = [&one_rank[..], overrides, &one_rank[1..]].concat();
-    let changed = Config::from_text(&checkpoint.position().config, checkpoint.path(), &overrides);
-    let trained = Config::from_text(&checkpoint.position().config, checkpoint.path(), &[])?;
+    let changed = Config::of_checkpoint(checkpoint, &overrides);
+    let trained = Config::of_checkpoint(checkpoint, &[])?;
     // A vocabulary too small for a text is its tokens' kind, said in other words.
     let source = match &changed {
         Ok(config) => Some(config.data.source.clone()),

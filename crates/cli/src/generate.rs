@@ -8,8 +8,10 @@ use nibble_core::Recipe;
 use nibble_formats::math::exp;
 use nibble_formats::{Purpose, Stream, fnv1a32};
 use nibble_train::config::Config;
+use nibble_train::tokenizer::{Bytes, SharedTokenizer, TextStream};
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
+use std::sync::Arc;
 
 /// Writes text from a checkpoint
 #[derive(Debug, clap::Args)]
@@ -23,10 +25,10 @@ pub struct Args {
     /// Directory of a run (its newest whole checkpoint is taken), of one checkpoint, or of a model as the Hugging Face family of tools writes it.
     #[arg(value_name = "RUN_OR_MODEL")]
     path: PathBuf,
-    /// Text to go on from; printed first. Without one: a line break, or `(` of the built-in language.
+    /// Text to go on from; printed first. Without one: the token that texts begin or end with, a line break of bytes, or `(` of the built-in language.
     #[arg(long, value_name = "TEXT", default_value = "")]
     prompt: String,
-    /// Tokens to generate.
+    /// Tokens to generate, at most: the text ends with the token that ends documents (`data.eos_token`).
     #[arg(long, value_name = "N", default_value_t = 256)]
     tokens: usize,
     /// Divides the logits; 0 always takes the likeliest token.
@@ -52,10 +54,27 @@ pub fn run(args: Args) -> Result<()> {
     let mut config = trained.config(&overrides)?;
     let recipe = trained.recipe(&config, &[])?;
     // As many positions as there will be tokens, in whole blocks of any recipe, or as the model has.
-    let tokens = args.prompt.len().max(1).saturating_add(args.tokens);
+    let tokenizer = config.tokenizer()?.unwrap_or_else(|| Arc::new(Bytes));
+    let framing = config.framing()?;
+    let mut ids = match args.prompt.as_str() {
+        "" => tokenizer.opening()?,
+        prompt => tokenizer.encode_with_control(prompt)?,
+    };
+    if let Some(bos) = framing.bos.filter(|bos| ids.first() != Some(bos)) {
+        ids.insert(0, bos);
+    }
+    let tokens = ids.len().saturating_add(args.tokens);
     let wanted = tokens.checked_next_multiple_of(128).unwrap_or(tokens).min(config.positions());
     config.data.seq_len = wanted.max(config.data.seq_len);
-    let work = Generation { args: &args, trained: &trained, config: &config, recipe: &recipe };
+    let work = Generation {
+        args: &args,
+        trained: &trained,
+        config: &config,
+        recipe: &recipe,
+        tokenizer,
+        ids,
+        eos: framing.eos,
+    };
     device::run(&config.run, &work)
 }
 
@@ -64,6 +83,11 @@ struct Generation<'a> {
     trained: &'a Trained,
     config: &'a Config,
     recipe: &'a Recipe,
+    tokenizer: SharedTokenizer,
+    /// What the text goes on from.
+    ids: Vec<i32>,
+    /// The token that ends it.
+    eos: Option<i32>,
 }
 
 impl Work for Generation<'_> {
@@ -71,17 +95,14 @@ impl Work for Generation<'_> {
 
     /// Prints the text and nothing else.
     fn run<B: Device>(&self, on: &On<'_, B>) -> Result<()> {
-        let Self { args, trained, config, recipe } = self;
+        let Self { args, trained, config, recipe, tokenizer, .. } = self;
+        let mut ids = self.ids.clone();
         let mut trainer = trained.load(on, config, recipe)?;
-        let tokenizer = trainer.tokenizer();
-        let mut ids = match args.prompt.as_str() {
-            "" => tokenizer.encode(tokenizer.opening())?,
-            prompt => tokenizer.encode(prompt)?,
-        };
         let mut text = Text::new();
         if !args.prompt.is_empty() && !text.emit(args.prompt.as_bytes())? {
             return Ok(());
         }
+        let mut new = TextStream::after(&**tokenizer, &ids);
         let stream = Stream::new(args.seed, Purpose::Sample, fnv1a32("generate"), 0);
         let mut decoding = trainer.decoding()?;
         for position in 0..args.tokens {
@@ -94,10 +115,14 @@ impl Work for Generation<'_> {
                 return Err(Error::Failed(format!("token {position}: the model's logits are not finite")));
             };
             ids.push(id as i32);
-            if !text.emit(&tokenizer.decode_bytes(&[id as i32]))? {
+            if self.eos == Some(id as i32) {
+                break;
+            }
+            if !text.emit(&new.push(id as i32))? {
                 return Ok(());
             }
         }
+        text.emit(&new.finish())?;
         text.emit(b"\n")?;
         Ok(())
     }

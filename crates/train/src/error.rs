@@ -33,6 +33,14 @@ pub enum Error {
         /// What was wrong with it.
         why: String,
     },
+    /// A tokenizer's file that cannot be used.
+    #[error("tokenizer {}: {why}", path.display())]
+    Tokenizer {
+        /// The file.
+        path: PathBuf,
+        /// What was wrong with it.
+        why: String,
+    },
     /// A checkpoint that is missing, damaged, or does not fit the model that wants it.
     #[error("checkpoint {}: {why}", path.display())]
     Checkpoint {
@@ -93,7 +101,7 @@ impl Error {
     #[must_use]
     pub fn is_user_error(&self) -> bool {
         match self {
-            Self::Config { .. } | Self::Data { .. } | Self::Memory { .. } => true,
+            Self::Config { .. } | Self::Data { .. } | Self::Tokenizer { .. } | Self::Memory { .. } => true,
             Self::Checkpoint { .. } | Self::OutOfMemory { .. } | Self::Diverged { .. } => false,
             Self::Core(error) => matches!(error, nibble_core::Error::Recipe { .. }),
             Self::Io { source, .. } => {

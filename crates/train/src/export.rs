@@ -13,9 +13,9 @@ use crate::error::{Error, Result};
 use crate::family::{self, Family, Named};
 use crate::fault::{Point, reach};
 use crate::files::WholeFolder;
-use crate::pretrained::{Pretrained, TOKENIZER, companions_of, copy_companions};
+use crate::pretrained::{COMPANIONS, GENERATION_FILE, Pretrained, companions_of, copy_companions};
 use crate::spec::{ModelSpec, PartKind};
-use crate::tokenizer::transformers_tokenizer;
+use crate::tokenizer::{SETTINGS_FILE, transformers_tokenizer};
 use half::bf16;
 use nibble_core::formats::{Codec, Format, Rounding, ScaleRule};
 use nibble_core::ops::{Planes, Quantize};
@@ -66,7 +66,7 @@ impl Original<'_> {
     fn model(&self) -> Result<ModelConfig> {
         match self {
             Self::Checkpoint(checkpoint) => {
-                let config = Config::from_text(&checkpoint.position().config, checkpoint.path(), &[])?;
+                let config = Config::of_checkpoint(checkpoint, &[])?;
                 Ok(ModelConfig { max_positions: config.positions(), ..config.model })
             }
             Self::Folder(folder) => Ok(folder.model.clone()),
@@ -346,16 +346,18 @@ fn write_companions(original: Original<'_>, dir: &Path) -> Result<()> {
         Original::Folder(folder) => copy_companions(folder.path(), dir)?,
         Original::Checkpoint(checkpoint) => {
             let kept = companions_of(checkpoint.path());
-            if kept.is_dir() {
-                copy_companions(&kept, dir)?;
-            } else {
-                let tokenizer = checkpoint.file(TOKENIZER)?;
-                fs::write(dir.join(TOKENIZER), tokenizer).map_err(Error::io(dir))?;
-                write_text(&dir.join("tokenizer_config.json"), &transformers_tokenizer())?;
+            copy_companions(&kept, dir)?;
+            // The run's folder may have been left behind; the checkpoint has the tokenizer itself. One of an earlier program lacks a file.
+            for name in COMPANIONS.into_iter().filter(|name| !dir.join(name).exists() && checkpoint.has(name))
+            {
+                fs::write(dir.join(name), checkpoint.file(name)?).map_err(Error::io(dir))?;
+            }
+            if !dir.join(SETTINGS_FILE).exists() {
+                write_text(&dir.join(SETTINGS_FILE), &transformers_tokenizer())?;
             }
         }
     }
-    let generation = dir.join("generation_config.json");
+    let generation = dir.join(GENERATION_FILE);
     if !generation.exists() {
         write_text(
             &generation,

@@ -4,28 +4,27 @@ use crate::checkpoint::{BLOCK, Checkpoint, STATE_FILE, Tensors, latest_valid};
 use crate::config::{Config, ModelConfig};
 use crate::error::{Error, Result};
 use crate::family::{self, ConfigJson, Family, Named};
-use crate::files;
 use crate::spec::ModelSpec;
-use crate::tokenizer::{SharedTokenizer, built_in};
+use crate::tokenizer::{self, CHAT_TEMPLATE_FILE, SETTINGS_FILE, SharedTokenizer, TOKENIZER_FILE};
 use crate::trainer::COMPANIONS_DIR;
 use serde_json::{Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The tokenizer, as `tokenizers` reads it.
-pub(crate) const TOKENIZER: &str = "tokenizer.json";
-
 /// What a folder of a model has beside its tensors, of which a run keeps copies, and an export gets them.
 pub const COMPANIONS: [&str; 8] = [
-    TOKENIZER,
-    "tokenizer_config.json",
+    TOKENIZER_FILE,
+    SETTINGS_FILE,
     "tokenizer.model",
     "special_tokens_map.json",
     "vocab.json",
     "merges.txt",
-    "chat_template.jinja",
-    "generation_config.json",
+    CHAT_TEMPLATE_FILE,
+    GENERATION_FILE,
 ];
+
+/// What a generation begins and ends with.
+pub(crate) const GENERATION_FILE: &str = "generation_config.json";
 
 /// `config.json`.
 const CONFIG: &str = "config.json";
@@ -93,9 +92,9 @@ impl Pretrained {
     /// Its tokenizer; none where it has no file of one.
     ///
     /// # Errors
-    /// [`Error::Io`] where that cannot be read.
-    pub fn tokenizer(&self) -> Result<Option<OwnTokenizer>> {
-        tokenizer_in(&self.path)
+    /// As [`tokenizer::open`].
+    pub fn tokenizer(&self) -> Result<Option<SharedTokenizer>> {
+        tokenizer::of_folder(&self.path)
     }
 }
 
@@ -103,30 +102,6 @@ impl Pretrained {
 #[must_use]
 pub fn is_folder(path: &Path) -> bool {
     path.join(CONFIG).is_file() && !path.join(STATE_FILE).exists()
-}
-
-/// The text of the tokenizer whose file lies in a folder, if one does.
-pub(crate) fn kept_tokenizer(dir: &Path) -> Result<Option<String>> {
-    let path = dir.join(TOKENIZER);
-    path.exists().then(|| files::read_text(&path, files::MOST_LOG).map_err(Error::io(&path))).transpose()
-}
-
-/// That tokenizer.
-fn tokenizer_in(dir: &Path) -> Result<Option<OwnTokenizer>> {
-    let of = |text: String| {
-        let own = built_in().into_iter().find(|own| own.to_json() == text);
-        own.map_or(OwnTokenizer::Another, OwnTokenizer::Own)
-    };
-    Ok(kept_tokenizer(dir)?.map(of))
-}
-
-/// The tokenizer that a folder has.
-#[derive(Debug, Clone)]
-pub enum OwnTokenizer {
-    /// One of this program's.
-    Own(SharedTokenizer),
-    /// Another, which nothing here reads.
-    Another,
 }
 
 /// Only E4M3 with blocks of 128 by 128 can be read, as DeepSeek-V3 is published.
@@ -187,18 +162,15 @@ impl Initial {
     /// The tokenizer of its tokens; none where that is not known, as of random ones.
     ///
     /// # Errors
-    /// [`Error::Io`] where its file cannot be read; [`Error::Config`] for what an earlier program stored.
-    pub fn tokenizer(&self) -> Result<Option<OwnTokenizer>> {
-        let checkpoint = match self {
-            Self::Folder(folder) => return folder.tokenizer(),
-            Self::Checkpoint(checkpoint) => checkpoint,
-        };
-        // That of the model that the run began with, if it did.
-        if let Some(kept) = tokenizer_in(&companions_of(checkpoint.path()))? {
-            return Ok(Some(kept));
+    /// As [`tokenizer::open`]; [`Error::Config`] for what an earlier program stored.
+    pub fn tokenizer(&self) -> Result<Option<SharedTokenizer>> {
+        match self {
+            Self::Folder(folder) => folder.tokenizer(),
+            Self::Checkpoint(checkpoint) => {
+                let stored = Config::from_text(&checkpoint.position().config, checkpoint.path(), &[])?;
+                Ok(tokenizer::of_folder(checkpoint.path())?.filter(|own| stored.is_known(&**own)))
+            }
         }
-        let config = Config::from_text(&checkpoint.position().config, checkpoint.path(), &[])?;
-        Ok(config.tokenizer().map(OwnTokenizer::Own))
     }
 }
 
@@ -237,12 +209,19 @@ pub fn companions_of(from: &Path) -> PathBuf {
 /// # Errors
 /// [`Error::Io`].
 pub fn copy_companions(from: &Path, to: &Path) -> Result<()> {
-    for name in COMPANIONS {
-        let file = from.join(name);
-        if file.is_file() {
-            fs::create_dir_all(to).map_err(Error::io(to))?;
-            fs::copy(&file, to.join(name)).map_err(Error::io(&file))?;
-        }
+    COMPANIONS.into_iter().try_for_each(|name| copy(name, from, to))
+}
+
+/// Of these what is not the tokenizer's.
+pub(crate) fn copy_generation(from: &Path, to: &Path) -> Result<()> {
+    copy(GENERATION_FILE, from, to)
+}
+
+fn copy(name: &str, from: &Path, to: &Path) -> Result<()> {
+    let file = from.join(name);
+    if file.is_file() {
+        fs::create_dir_all(to).map_err(Error::io(to))?;
+        fs::copy(&file, to.join(name)).map_err(Error::io(&file))?;
     }
     Ok(())
 }

@@ -64,7 +64,7 @@ fn save_in_files(
         scales: Vec::new(),
         file_bytes,
         config_json: "{\"model_type\": \"qwen3_moe\"}".into(),
-        tokenizer_json: Bytes.to_json(),
+        tokenizer: Bytes.files(),
         position,
     };
     let mut values = model.iter().chain(optim).map(|(_, data)| *data);

@@ -2,6 +2,7 @@
 
 use crate::{Place, read};
 use nibble_train::config::Config;
+use nibble_train::tokenizer::{Bytes, Tokenizer};
 use std::collections::BTreeSet;
 
 /// Where it shows that a key has been changed.
@@ -91,6 +92,11 @@ fn cases() -> Vec<Case> {
         ("model.z_loss_coef", &[], "0.5", Weights),
         ("data.source", &[], "other.txt", Weights),
         ("data.bytes", &["data.source=picture.png"], "true", Runs),
+        // Random tokens are below the size of its vocabulary.
+        ("data.tokenizer", &["data.source=random", "model.vocab_size=0"], "tokenizer.json", Runs),
+        // Bytes have no such token.
+        ("data.bos_token", &[], "<s>", Runs),
+        ("data.eos_token", &[], "</s>", Runs),
         ("data.seq_len", &[], "128", Weights),
         ("data.document_mask", &[], "true", Weights),
         ("data.valid_fraction", &[], "0.3", Weights),
@@ -179,6 +185,7 @@ fn every_key_changes_what_a_run_leaves() {
     let mut other = crate::text();
     other.reverse();
     std::fs::write(place.path("other.txt"), other).unwrap();
+    std::fs::write(place.path("tokenizer.json"), Bytes.to_json()).unwrap();
     std::fs::write(place.path("picture.png"), [b"\x89PNG\r\n\x1a\n", &crate::text()[..]].concat()).unwrap();
     // What another run begins with.
     place.train(&["--set", "run.dir=first", "--set", "train.steps=2", "--set", "seed=5"]).ok();
@@ -213,6 +220,8 @@ fn what_decides_nothing_is_refused_where_it_stands_unless_a_run_has_stored_it() 
         (&["train.decay_fraction=0.5"][..], "train.decay_fraction"),
         (&[&random[..], &["data.valid_fraction=0.3"]].concat(), "data.valid_fraction"),
         (&[&random[..], &["data.bytes=true"]].concat(), "data.bytes"),
+        (&[&random[..], &["data.eos_token=none"]].concat(), "data.eos_token"),
+        (&["data.source=synthetic", "data.tokenizer=tokenizer.json"], "data.tokenizer"),
         (&["eval.every=0", "eval.batches=3"], "eval.batches"),
         (&["checkpoint.every=0", "checkpoint.at_end=false", "checkpoint.keep=7"], "checkpoint.keep"),
         (&["checkpoint.every=0", "checkpoint.at_end=false", "checkpoint.host_gib=7"], "checkpoint.host_gib"),

@@ -2,6 +2,7 @@
 
 use crate::{Place, read};
 use nibble_train::checkpoint::{Checkpoint, Outline, Store, TensorSpec, Tensors};
+use nibble_train::tokenizer::{Bytes, Tokenizer};
 
 #[test]
 fn mistakes_in_the_configuration_name_key_file_and_line() {
@@ -281,7 +282,7 @@ fn poison(place: &Place, step: u64) {
         scales: Vec::new(),
         file_bytes: 0,
         config_json: "{}".into(),
-        tokenizer_json: "{}".into(),
+        tokenizer: Bytes.files(),
         position: checkpoint.position().clone(),
     };
     let mut values = model.iter().chain(&optim).map(|tensor| &tensor.data);

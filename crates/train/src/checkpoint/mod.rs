@@ -8,7 +8,8 @@
 //!   scales.safetensors  NAME.amax_history, where a recipe has scales of earlier steps; likewise
 //!   config.json         the model's sizes, as its family says them, for others: a run goes on by state.json
 //!   tokenizer.json      the tokenizer, as `tokenizers` reads it
-//!   tokenizer_config.json   that `transformers` takes it as it is; checkpoints of before it was written have none
+//!   tokenizer_config.json   what `transformers` is told of it; checkpoints of before it was written have none
+//!   chat_template.jinja how a conversation is written, where the tokenizer came with that
 //!   state.json          step, tokens, seed, cursor, schedule, the recipe in full; length and SHA-256 of the files above, and its own
 //! ```
 //!
@@ -42,14 +43,13 @@ pub use tensors::Tensors;
 use crate::error::{Error, Result};
 use crate::fault::{Point, reach};
 use crate::files::remove_abandoned;
-use crate::tokenizer::transformers_tokenizer;
+use crate::tokenizer::{SETTINGS_FILE, TOKENIZER_FILE};
 use divided::divided;
 use files::{OpenFile, sync_dir, write_synced, write_tensors};
 use tensors::Types;
 
 /// The files that a checkpoint of a small model has, in the order they are written.
-pub const FILES: [&str; 6] =
-    [MODEL_FILE, OPTIM_FILE, CONFIG_FILE, TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, STATE_FILE];
+pub const FILES: [&str; 6] = [MODEL_FILE, OPTIM_FILE, CONFIG_FILE, TOKENIZER_FILE, SETTINGS_FILE, STATE_FILE];
 /// The directory of the checkpoints in that of a run.
 pub(crate) const DIR: &str = "checkpoints";
 const MODEL: &str = "model";
@@ -58,8 +58,6 @@ const SCALES: &str = "scales";
 const MODEL_FILE: &str = "model.safetensors";
 const OPTIM_FILE: &str = "optim.safetensors";
 const CONFIG_FILE: &str = "config.json";
-const TOKENIZER_FILE: &str = "tokenizer.json";
-const TOKENIZER_CONFIG_FILE: &str = "tokenizer_config.json";
 const PREFIX: &str = "step-";
 const TMP_PREFIX: &str = ".tmp-";
 /// A checkpoint moved aside while another of the same step takes its place.
@@ -81,8 +79,8 @@ pub struct Outline {
     pub file_bytes: usize,
     /// `config.json`.
     pub config_json: String,
-    /// `tokenizer.json`.
-    pub tokenizer_json: String,
+    /// The tokenizer's files, by their names.
+    pub tokenizer: Vec<(&'static str, String)>,
     /// Where the run stands.
     pub position: Position,
 }
@@ -295,7 +293,7 @@ pub(crate) fn write_file<P: AsRef<[f32]>>(
 
 /// Writes the files beside those of tensors, `state.json` last, all synced.
 fn write_rest(dir: &Path, outline: &Outline, written: Vec<FileEntry>) -> Result<()> {
-    let Outline { file_bytes, config_json, tokenizer_json, position, .. } = outline;
+    let Outline { file_bytes, config_json, tokenizer, position, .. } = outline;
     let mut written: BTreeMap<String, FileEntry> =
         written.into_iter().map(|entry| (entry.name.clone(), entry)).collect();
     let mut entries = Vec::new();
@@ -311,12 +309,8 @@ fn write_rest(dir: &Path, outline: &Outline, written: Vec<FileEntry>) -> Result<
             entries.push(write_synced(dir, &divided::index_name(kind), index.as_bytes())?);
         }
     }
-    let tokenizer_config = transformers_tokenizer();
-    for (name, text) in [
-        (CONFIG_FILE, config_json),
-        (TOKENIZER_FILE, tokenizer_json),
-        (TOKENIZER_CONFIG_FILE, &tokenizer_config),
-    ] {
+    let of_tokenizer = tokenizer.iter().map(|(name, text)| (*name, text));
+    for (name, text) in std::iter::once((CONFIG_FILE, config_json)).chain(of_tokenizer) {
         entries.push(write_synced(dir, name, text.as_bytes())?);
         reach(Point::FileWritten)?;
     }
@@ -509,6 +503,12 @@ impl Checkpoint {
     pub fn file(&self, name: &str) -> Result<Vec<u8>> {
         let (entry, file) = self.required(name)?;
         file.read_checked(entry)
+    }
+
+    /// Whether it has a file of this name.
+    #[must_use]
+    pub fn has(&self, name: &str) -> bool {
+        self.state.files.iter().any(|entry| entry.name == name)
     }
 
     /// The tensors of this kind, in whatever files they are; none where there is no such file.

@@ -86,6 +86,22 @@ impl Config {
             &["data.source"],
             format!("is true, but decides nothing: data.source = \"{source}\" is no file; leave it out"),
         );
+        for (key, value, usual) in [
+            ("data.tokenizer", &d.tokenizer, &default.data.tokenizer),
+            ("data.bos_token", &d.bos_token, &default.data.bos_token),
+            ("data.eos_token", &d.eos_token, &default.data.eos_token),
+        ] {
+            // Random tokens are below the size of a tokenizer's vocabulary, if one is named.
+            let decides = self.is_text() || key == "data.tokenizer" && !self.is_synthetic();
+            add(
+                !decides && value != usual,
+                key,
+                &["data.source"],
+                format!(
+                    "is \"{value}\", but decides nothing: data.source = \"{source}\" has tokens of its own; leave it out"
+                ),
+            );
+        }
         add(
             self.eval.every == 0 && self.eval.batches != default.eval.batches,
             "eval.batches",

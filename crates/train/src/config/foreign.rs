@@ -293,6 +293,19 @@ const NAMES: &[(Meaning, &[&str])] = &[
         ],
     ),
     (
+        Key("data.tokenizer"),
+        &[
+            "tokenizer",
+            "tokenizer_path",
+            "tokenizer_name",
+            "tokenizer_model",
+            "tokenizer_name_or_path",
+            "hf_assets_path",
+        ],
+    ),
+    (Key("data.bos_token"), &["bos_token", "add_bos", "add_bos_token", "append_bos"]),
+    (Key("data.eos_token"), &["eos_token", "append_eod", "append_eos", "add_eos", "add_eos_token"]),
+    (
         Key("data.valid_fraction"),
         &[
             "val_fraction",

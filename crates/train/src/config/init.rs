@@ -1,9 +1,9 @@
 //! The model of a run that begins with weights that are there: its sizes are theirs, whatever configuration the run has besides.
 
+use super::ModelConfig;
 use super::load::in_short;
-use super::{Config, ModelConfig};
 use crate::error::{Error, Result};
-use crate::pretrained::{Initial, OwnTokenizer, resolved};
+use crate::pretrained::{Initial, resolved};
 use std::path::Path;
 use toml::{Table, Value};
 
@@ -53,19 +53,4 @@ pub(super) fn fill_model(merged: &mut Table, written: &dyn Fn(&str) -> bool) -> 
         train.insert("init_from".into(), Value::String(path.to_string_lossy().into_owned()));
     }
     Ok(())
-}
-
-/// Checks that the data's tokens are those of the model that a run begins with.
-pub(super) fn check_tokens(config: &Config) -> Result<()> {
-    let path = Path::new(&config.train.init_from);
-    let Some(now) = config.tokenizer().filter(|_| !config.train.init_from.is_empty()) else { return Ok(()) };
-    let theirs = match Initial::open(path)?.tokenizer()? {
-        None => return Ok(()),
-        Some(OwnTokenizer::Own(own)) if own.to_json() == now.to_json() => return Ok(()),
-        Some(OwnTokenizer::Own(own)) => own.tokens(),
-        Some(OwnTokenizer::Another) => "those of its tokenizer.json, which is not read yet".into(),
-    };
-    let (source, path, now) = (&config.data.source, path.display(), now.tokens());
-    let why = format!("is \"{source}\", whose tokens are {now}, and those of {path} are {theirs}");
-    Err(Error::config("data.source", why))
 }

@@ -6,13 +6,12 @@ use std::path::{Path, PathBuf};
 use toml::{Table, Value};
 
 use super::asked::Written;
-use super::init::{check_tokens, fill_model};
+use super::init::fill_model;
 use super::preset::{preset, preset_names};
 use super::{
-    Balance, CheckpointConfig, Config, DataConfig, GroupScore, ModelConfig, RANDOM, Reductions, RopeScaling,
-    RunConfig, SYNTHETIC, Scores, TrainConfig, foreign,
+    Balance, CheckpointConfig, Config, DataConfig, GroupScore, ModelConfig, Reductions, RopeScaling,
+    RunConfig, Scores, TrainConfig, foreign,
 };
-use crate::data::{BYTE_VOCAB, SYNTHETIC_VOCAB};
 use crate::error::{Error, Result};
 use crate::files;
 use crate::moe::Combine;
@@ -127,17 +126,20 @@ impl Config {
             false => (asked && origins.contains_key(key)).then_some(Written::File),
         };
         let checked = config.validate().and_then(|()| config.check_asked(&written));
-        let checked = checked.and_then(|()| if asked { check_tokens(&config) } else { Ok(()) });
+        let of_tokens = ["data.tokenizer", "data.bos_token", "data.eos_token", "model.vocab_size"];
+        let asks_of_tokens = asked || of_tokens.iter().any(|key| set.contains(*key));
+        let checked = checked.and_then(|()| if asks_of_tokens { config.check_tokens() } else { Ok(()) });
         checked.map_err(|error| with_origin(error, &origins))?;
         Ok(config)
     }
 
-    /// The files that a command reads which has loaded this configuration by a name or a path: its own, the recipe's, the text.
+    /// The files that a command reads which has loaded this configuration by a name or a path: its own, the recipe's, the text, the tokenizer.
     pub fn files(&self, name_or_path: &str) -> Vec<PathBuf> {
         let own = preset(name_or_path).is_none().then_some(name_or_path);
         let recipe = self.recipe.ends_with(".toml").then_some(self.recipe.as_str());
         let text = self.is_text().then_some(self.data.source.as_str());
-        [own, recipe, text].into_iter().flatten().map(PathBuf::from).collect()
+        let tokenizer = Some(self.data.tokenizer.as_str()).filter(|path| !path.is_empty());
+        [own, recipe, text, tokenizer].into_iter().flatten().map(PathBuf::from).collect()
     }
 
     /// Every key, dotted, in the order of the alphabet.
@@ -153,7 +155,14 @@ impl Config {
 
     /// A configuration whose text has every key: those, too, that are left out where they have their default.
     fn with_every_key() -> Self {
-        let data = DataConfig { bytes: true, document_mask: true, ..DataConfig::default() };
+        let data = DataConfig {
+            bytes: true,
+            tokenizer: "tokenizer.json".into(),
+            bos_token: "none".into(),
+            eos_token: "none".into(),
+            document_mask: true,
+            ..DataConfig::default()
+        };
         let rope_scaling = RopeScaling { factor: 1.0, ..RopeScaling::default() };
         let model = ModelConfig {
             balance: Balance::Batch,
@@ -186,8 +195,10 @@ impl Config {
 
     /// Fills in what depends on other keys.
     fn resolve(&mut self, file: &Path) -> Result<()> {
-        if self.model.vocab_size == 0 && self.data.source != RANDOM {
-            self.model.vocab_size = if self.data.source == SYNTHETIC { SYNTHETIC_VOCAB } else { BYTE_VOCAB };
+        if self.model.vocab_size == 0
+            && let Some(tokenizer) = self.tokenizer()?
+        {
+            self.model.vocab_size = tokenizer.vocab_size();
         }
         if self.run.dir.is_empty() {
             let name = file.file_stem().map_or("run".into(), |stem| stem.to_string_lossy().into_owned());

@@ -20,15 +20,15 @@ mod preset;
 mod qk_norm;
 mod rope_scaling;
 mod routing;
+mod tokens;
 mod validate;
 
 use serde::{Deserialize, Serialize};
-use std::sync::Arc;
 
 use crate::error::{Error, Result};
 use crate::recompute::Scope;
 use crate::schedule::{Schedule, ScheduleKind};
-use crate::tokenizer::{Bytes, SharedTokenizer, Symbols};
+use crate::tokenizer::AUTO;
 use nibble_core::ops::MOST_TREE_SLOTS_OF_GPU;
 use nibble_core::{DType, DeviceKind, MeshShape, Recipe};
 
@@ -41,6 +41,7 @@ pub use preset::{preset, preset_names, published_models, tiny_models};
 pub use qk_norm::QkNorm;
 pub use rope_scaling::{RopeScaling, RopeScalingKind};
 pub use routing::{GroupScore, Scores};
+pub(crate) use tokens::Opened;
 pub use validate::MOST_THREADS;
 
 /// Everything that decides a run. Two runs with equal configurations and equal data end with equal weights, whatever
@@ -66,6 +67,9 @@ pub struct Config {
     /// Where results go and what the run may use. Nothing here changes what a run means, and no bit of it but for the device's
     /// products.
     pub run: RunConfig,
+    /// The tokenizer, once it has been asked for.
+    #[serde(skip)]
+    pub(crate) opened: Opened,
 }
 
 impl Default for Config {
@@ -79,6 +83,7 @@ impl Default for Config {
             eval: EvalConfig::default(),
             checkpoint: CheckpointConfig::default(),
             run: RunConfig::default(),
+            opened: Opened::default(),
         }
     }
 }
@@ -88,11 +93,21 @@ impl Default for Config {
 #[serde(default, deny_unknown_fields)]
 pub struct DataConfig {
     /// `synthetic` for the built-in language; `random` for uniform ids below `model.vocab_size`, to measure speed with; otherwise
-    /// the path of a text file, plain or gzip, read as bytes.
+    /// the path of a text file, plain or gzip.
     pub source: String,
     /// Whether the file is taken as it is, even where it begins like an archive, a picture or another file that is no text.
     #[serde(skip_serializing_if = "is_false")]
     pub bytes: bool,
+    /// The tokenizer of a text: the path of a `tokenizer.json`, or of a folder that has one. Empty: that of the model which
+    /// `train.init_from` names, else bytes.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub tokenizer: String,
+    /// The token before each document: `auto`, as the tokenizer's files say; `none`; or the text of a token.
+    #[serde(skip_serializing_if = "is_auto")]
+    pub bos_token: String,
+    /// The token behind each document: `auto`, the one that the tokenizer's files name; `none`; or the text of a token.
+    #[serde(skip_serializing_if = "is_auto")]
+    pub eos_token: String,
     /// Tokens of a sequence.
     pub seq_len: usize,
     /// Whether the documents of a sequence are kept apart: positions begin anew with each, and none attends to another or predicts its first token.
@@ -108,11 +123,19 @@ fn is_false(value: &bool) -> bool {
     !value
 }
 
+/// Stored configurations leave it out.
+fn is_auto(token: &str) -> bool {
+    token == AUTO
+}
+
 impl Default for DataConfig {
     fn default() -> Self {
         Self {
             source: SYNTHETIC.into(),
             bytes: false,
+            tokenizer: String::new(),
+            bos_token: AUTO.into(),
+            eos_token: AUTO.into(),
             seq_len: 128,
             document_mask: false,
             valid_fraction: 0.1,
@@ -444,26 +467,10 @@ impl Config {
         self.data.source == SYNTHETIC
     }
 
-    /// Whether the tokens are the bytes of a text.
+    /// Whether the tokens come from a text.
     #[must_use]
     pub fn is_text(&self) -> bool {
-        !self.is_synthetic() && self.data.source != RANDOM
-    }
-
-    /// The tokenizer of the data; none of random tokens.
-    #[must_use]
-    pub fn tokenizer(&self) -> Option<SharedTokenizer> {
-        match () {
-            () if self.is_synthetic() => Some(Arc::new(Symbols)),
-            () if self.is_text() => Some(Arc::new(Bytes)),
-            () => None,
-        }
-    }
-
-    /// What one token is: `byte` of a text, else `token`.
-    #[must_use]
-    pub fn unit(&self) -> &'static str {
-        if self.is_text() { "byte" } else { "token" }
+        !self.has_own_tokens()
     }
 
     /// The complete configuration as TOML: every key, in a fixed order, so that equal configurations give equal text.

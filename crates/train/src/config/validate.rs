@@ -6,6 +6,7 @@ use super::{Balance, Combine, Config, DeviceChoice, ModelConfig, QkNorm, RANDOM,
 use crate::data::{BYTE_VOCAB, RECORD_TOKENS, SYNTHETIC_VOCAB};
 use crate::error::{Error, Result};
 use crate::recompute::Scope;
+use crate::tokenizer::{AUTO, NONE};
 use nibble_core::DeviceKind;
 use nibble_core::ops::MOST_TREE_SLOTS_OF_GPU;
 
@@ -82,15 +83,17 @@ impl Config {
         }
         let is_random = self.data.source == RANDOM;
         require(m.vocab_size > 0 || !is_random, "model.vocab_size", || {
-            "is 0, and random tokens have no number of symbols of their own: name one".into()
+            "is 0, and random tokens have no number of symbols of their own: name one, or a data.tokenizer"
+                .into()
         })?;
         require(i32::try_from(m.vocab_size).is_ok(), "model.vocab_size", || {
             format!("is {}, beyond 2^31 - 1, the largest token id", m.vocab_size)
         })?;
-        let symbols = match self.is_text() {
-            true => BYTE_VOCAB,
-            false if is_random => 1,
-            false => SYNTHETIC_VOCAB,
+        // Those of a file are counted where it is opened (`Config::check_tokens`).
+        let symbols = match self.is_synthetic() {
+            true => SYNTHETIC_VOCAB,
+            false if self.has_bytes() => BYTE_VOCAB,
+            false => 1,
         };
         require(m.vocab_size >= symbols, "model.vocab_size", || {
             format!("is {}, but data.source = \"{}\" has {symbols} symbols", m.vocab_size, self.data.source)
@@ -195,6 +198,11 @@ impl Config {
         require(!d.source.is_empty(), "data.source", || {
             "is empty, expected \"synthetic\", \"random\" or a path".into()
         })?;
+        for (key, token) in [("data.bos_token", &d.bos_token), ("data.eos_token", &d.eos_token)] {
+            require(!token.is_empty(), key, || {
+                format!("is empty, expected \"{AUTO}\", \"{NONE}\" or a token")
+            })?;
+        }
         require(d.seq_len > 0, "data.seq_len", || "is 0, expected at least 1".into())?;
         require(!self.is_synthetic() || d.seq_len.is_multiple_of(RECORD_TOKENS), "data.seq_len", || {
             format!(

@@ -137,6 +137,14 @@ impl Dataset {
             let DataConfig { seq_len, document_mask: apart, .. } = config.data;
             return Ok(Self { source, seq_len, seed: config.seed, apart });
         }
+        if let Some(tokenizer) = config.tokenizer()?.filter(|own| config.is_text() && own.unit() != "byte") {
+            let why = format!(
+                "is {:?}, which is read as bytes alone, and the tokens are {}",
+                config.data.source,
+                tokenizer.tokens()
+            );
+            return Err(Error::config("data.source", why));
+        }
         Self::open(&config.data, config.seed)
     }
 

@@ -44,8 +44,12 @@ impl Tokenizer for Bytes {
         "bytes".into()
     }
 
-    fn opening(&self) -> &str {
-        "\n"
+    fn token(&self, id: i32) -> Option<String> {
+        u8::try_from(id).ok().map(|byte| byte_alphabet(byte.into()).to_string())
+    }
+
+    fn opening(&self) -> Result<Vec<i32>> {
+        Ok(vec![i32::from(b'\n')])
     }
 
     fn unit(&self) -> &'static str {

@@ -1,16 +1,33 @@
 //! Text to token ids and back.
 
 mod bytes;
+mod framing;
+mod hugging_face;
+mod settings;
+mod stream;
 mod symbols;
 
 use serde_json::{Value, json};
 use std::fmt;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 pub use bytes::{BYTE_VOCAB, Bytes};
+pub use framing::{AUTO, Framing, NONE};
+pub use hugging_face::HuggingFace;
+pub use stream::TextStream;
 pub use symbols::Symbols;
+
+/// The file of a tokenizer, as Hugging Face's `tokenizers` reads it.
+pub const TOKENIZER_FILE: &str = "tokenizer.json";
+
+/// Beside it, what `transformers` puts around a text.
+pub const SETTINGS_FILE: &str = "tokenizer_config.json";
+
+/// Beside both, how a conversation is written, where that is a file of its own.
+pub const CHAT_TEMPLATE_FILE: &str = "chat_template.jinja";
 
 /// What makes token ids of text, and text of token ids.
 ///
@@ -19,11 +36,20 @@ pub trait Tokenizer: fmt::Debug + Send + Sync {
     /// Ids are below this. A model may have rows to spare.
     fn vocab_size(&self) -> usize;
 
-    /// The ids of a text. Nothing is put before or behind them.
+    /// The ids of a text. Nothing is put before or behind them, and the text of a control token is text: a document that has `<|endoftext|>` in it
+    /// does not end there.
     ///
     /// # Errors
-    /// [`Error::Config`](crate::Error::Config) with the key `prompt` for a text that has no ids.
+    /// [`Error::Tokenizer`], or [`Error::Config`] with the key `prompt`, for a text that has no ids.
     fn encode(&self, text: &str) -> Result<Vec<i32>>;
+
+    /// [`Tokenizer::encode`], but the text of a control token is that token, as in the text that a chat template makes.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::encode`].
+    fn encode_with_control(&self, text: &str) -> Result<Vec<i32>> {
+        self.encode(text)
+    }
 
     /// The bytes of the ids, one text; an id beyond the vocabulary becomes U+FFFD. A character may take several tokens, so that those of a
     /// part of a text need not be UTF-8.
@@ -35,8 +61,34 @@ pub trait Tokenizer: fmt::Debug + Send + Sync {
     /// What its tokens are, in a message: "bytes".
     fn tokens(&self) -> String;
 
+    /// What an id stands for, as the vocabulary writes it.
+    fn token(&self, id: i32) -> Option<String>;
+
+    /// The id of what the vocabulary, or the list of added tokens, writes so.
+    fn token_id(&self, _token: &str) -> Option<i32> {
+        None
+    }
+
+    /// The token that every text begins with, as its files say.
+    fn bos(&self) -> Option<i32> {
+        None
+    }
+
+    /// The token that a document ends with, as its files say.
+    fn eos(&self) -> Option<i32> {
+        None
+    }
+
     /// What a text may begin after, where none is given.
-    fn opening(&self) -> &str;
+    ///
+    /// # Errors
+    /// As [`Tokenizer::encode`].
+    fn opening(&self) -> Result<Vec<i32>>;
+
+    /// The files by which others read it, by their names.
+    fn files(&self) -> Vec<(&'static str, String)> {
+        vec![(TOKENIZER_FILE, self.to_json()), (SETTINGS_FILE, transformers_tokenizer())]
+    }
 
     /// What one token is: `byte` or `token`.
     fn unit(&self) -> &'static str {
@@ -56,6 +108,51 @@ pub type SharedTokenizer = Arc<dyn Tokenizer>;
 #[must_use]
 pub fn built_in() -> [SharedTokenizer; 2] {
     [Arc::new(Bytes), Arc::new(Symbols)]
+}
+
+/// Whether an id means the same in both, as far as both have ids.
+#[must_use]
+pub fn agree(a: &dyn Tokenizer, b: &dyn Tokenizer) -> bool {
+    let both = a.vocab_size().min(b.vocab_size()) as i32;
+    a.to_json() == b.to_json() || (0..both).all(|id| a.token(id) == b.token(id))
+}
+
+/// Opens a `tokenizer.json`, or that of a folder.
+///
+/// # Errors
+/// [`Error::Io`] where it cannot be read; [`Error::Tokenizer`] for what is none.
+pub fn open(path: &Path) -> Result<SharedTokenizer> {
+    let file = if path.is_dir() { path.join(TOKENIZER_FILE) } else { path.to_owned() };
+    if path.is_dir() && !file.exists() {
+        return Err(Error::Tokenizer { path: path.to_owned(), why: absent(path) });
+    }
+    let text = hugging_face::read(&file)?;
+    match built_in().into_iter().find(|own| own.to_json() == text) {
+        Some(own) => Ok(own),
+        None => Ok(Arc::new(HuggingFace::of(&file, text)?)),
+    }
+}
+
+/// [`open`], where a folder has the file.
+///
+/// # Errors
+/// As [`open`].
+pub fn of_folder(dir: &Path) -> Result<Option<SharedTokenizer>> {
+    dir.join(TOKENIZER_FILE).exists().then(|| open(dir)).transpose()
+}
+
+/// Why a folder has no tokenizer that is read here.
+fn absent(dir: &Path) -> String {
+    let others = ["tokenizer.model", "vocab.json", "tiktoken.model"];
+    let other: Option<PathBuf> = others.iter().map(|name| dir.join(name)).find(|path| path.exists());
+    match other {
+        None => format!("has no {TOKENIZER_FILE}"),
+        Some(other) => format!(
+            "has {} and no {TOKENIZER_FILE}, which alone is read here; `AutoTokenizer.from_pretrained(...).save_pretrained(...)` of \
+             transformers writes one",
+            other.file_name().unwrap_or_default().display()
+        ),
+    }
 }
 
 /// What stands for an id beyond the vocabulary.

@@ -38,8 +38,12 @@ impl Tokenizer for Symbols {
         "symbols of the built-in language".into()
     }
 
-    fn opening(&self) -> &str {
-        "("
+    fn token(&self, id: i32) -> Option<String> {
+        render_symbol(id).map(String::from)
+    }
+
+    fn opening(&self) -> Result<Vec<i32>> {
+        self.encode("(")
     }
 }
 

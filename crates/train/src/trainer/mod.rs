@@ -207,9 +207,12 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         self.rank.context.data()
     }
 
-    /// The tokenizer of the run's data.
-    pub fn tokenizer(&self) -> SharedTokenizer {
-        self.rank.context.config.tokenizer().unwrap_or_else(|| Arc::new(Bytes))
+    /// The tokenizer of the run's data; bytes where that is not known.
+    ///
+    /// # Errors
+    /// As [`Config::tokenizer`].
+    pub fn tokenizer(&self) -> Result<SharedTokenizer> {
+        Ok(self.rank.context.config.tokenizer()?.unwrap_or_else(|| Arc::new(Bytes)))
     }
 
     /// Trainable numbers over all ranks.

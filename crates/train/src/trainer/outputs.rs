@@ -14,8 +14,9 @@ use crate::files::write_whole;
 use crate::metrics::{
     EventLog, LayerMetrics, LossCurve, Metrics, MetricsLog, RankTimes, StepLog, draw_losses, read_metrics,
 };
-use crate::pretrained::{companions_of, copy_companions};
+use crate::pretrained::{companions_of, copy_companions, copy_generation};
 use nibble_core::Recipe;
+use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Checkpoints, metrics and picture, open for writing.
@@ -58,9 +59,8 @@ impl Outputs {
         write(CONFIG_FILE, config.resolved_toml()?)?;
         reach(Point::Configured)?;
         write(RECIPE_FILE, recipe.to_toml())?;
-        let from = Path::new(&config.train.init_from);
-        if step == 0 && !config.train.init_from.is_empty() {
-            copy_companions(&companions_of(from), &dir.join(COMPANIONS_DIR))?;
+        if step == 0 {
+            keep_companions(config, &dir.join(COMPANIONS_DIR))?;
         }
         reach(Point::RunOpened)?;
         let log = MetricsLog::open(&dir.join(METRICS_FILE), step)?;
@@ -113,6 +113,24 @@ impl Outputs {
         let picture = self.dir.join(PICTURE_FILE);
         draw_losses(std::slice::from_ref(&self.curve), &picture)?;
         Ok(picture)
+    }
+}
+
+/// Copies what lies beside the weights that the run begins with, and the files of a tokenizer that is named.
+fn keep_companions(config: &Config, to: &Path) -> Result<()> {
+    let from = companions_of(Path::new(&config.train.init_from));
+    if config.data.tokenizer.is_empty() {
+        return if config.train.init_from.is_empty() { Ok(()) } else { copy_companions(&from, to) };
+    }
+    let Some(tokenizer) = config.tokenizer()? else { return Ok(()) };
+    fs::create_dir_all(to).map_err(Error::io(to))?;
+    for (name, text) in tokenizer.files() {
+        write_whole(&to.join(name), text).map_err(Error::io(to))?;
+    }
+    // The rest is of the tokenizer that the weights came with.
+    match config.train.init_from.as_str() {
+        "" => Ok(()),
+        _ => copy_generation(&from, to),
     }
 }
 

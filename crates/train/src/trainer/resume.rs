@@ -56,10 +56,11 @@ impl Origin {
             return Ok(Self { store, checkpoint, recipe, config, data: None });
         };
         let recipe = checkpoint.position().resolved_recipe()?;
-        let data = Dataset::of(config)?;
-        require_same(config, &recipe, &data, &checkpoint)?;
-        let earlier = Config::from_text(&checkpoint.position().config, checkpoint.path(), &[])?;
-        let config = config.going_on_from(&earlier);
+        let earlier = Config::of_checkpoint(&checkpoint, &[])?;
+        let mut config = config.going_on_from(&earlier);
+        config.keep_tokenizer(&earlier, checkpoint.path());
+        let data = Dataset::of(&config)?;
+        require_same(&config, &earlier, &recipe, &data, &checkpoint)?;
         config.validate()?;
         config.validate_on(b.kind())?;
         if comm.rank() == 0 {
@@ -211,11 +212,16 @@ fn latest(config: &Config, observer: &mut dyn Observer) -> Result<Option<Checkpo
 
 /// Checks that a configuration is that of the run to be resumed; of what decides the numbers only `train.steps` may differ, by being
 /// more, `train.combine`, and `train.expert_shards` where no history of scales is of parts of experts. `recipe` is the run's own.
-fn require_same(config: &Config, recipe: &Recipe, data: &Dataset, checkpoint: &Checkpoint) -> Result<()> {
+fn require_same(
+    config: &Config,
+    earlier: &Config,
+    recipe: &Recipe,
+    data: &Dataset,
+    checkpoint: &Checkpoint,
+) -> Result<()> {
     let position = checkpoint.position();
-    let earlier = Config::from_text(&position.config, checkpoint.path(), &[])?;
-    let mut changes = config.changes_to_refuse(&earlier)?;
-    let [before, parts] = [&earlier, config].map(|config| config.train.expert_shards);
+    let mut changes = config.changes_to_refuse(earlier)?;
+    let [before, parts] = [earlier, config].map(|config| config.train.expert_shards);
     if recipe.is_delayed() && parts > 1 && parts != before {
         changes
             .push(format!("train.expert_shards: {before} → {parts}, of which scales of earlier steps are"));
@@ -228,6 +234,12 @@ fn require_same(config: &Config, recipe: &Recipe, data: &Dataset, checkpoint: &C
         let short = |sha: &str| sha[..12.min(sha.len())].to_owned();
         changes.push(format!("the data's content: SHA-256 {} → {}", short(then), short(now)));
     }
+    if changes.iter().any(is_of_tokenizer) {
+        let json = |config: &Config| Ok::<_, Error>(config.tokenizer()?.map(|own| own.to_json()));
+        if json(earlier)? == json(config)? {
+            changes.retain(|change| !is_of_tokenizer(change));
+        }
+    }
     let is_of_recipe = |change: &String| change.starts_with("recipe: ");
     if changes.iter().any(is_of_recipe) {
         let named = load_recipe(&config.recipe)?;
@@ -237,6 +249,10 @@ fn require_same(config: &Config, recipe: &Recipe, data: &Dataset, checkpoint: &C
         }
     }
     require_none(&changes, checkpoint.path())
+}
+
+fn is_of_tokenizer(change: &String) -> bool {
+    change.starts_with("data.tokenizer: ")
 }
 
 /// Checks that nothing has changed since what is stored here.

@@ -30,7 +30,7 @@ pub const PROCESSES_FILE: &str = "processes.jsonl";
 /// Every setting, and the lines that the console was told.
 pub const LOG_FILE: &str = "train.log";
 
-/// What lay beside the weights that a run began with: the tokenizer's files, for who exports it.
+/// What lay beside the weights that a run began with, and its tokenizer's files, for who exports it.
 pub const COMPANIONS_DIR: &str = "model-files";
 
 /// What a run writes into its directory, beside events and checkpoints.
@@ -77,7 +77,11 @@ pub fn stored_config(dir: &Path, overrides: &[String]) -> Result<(Config, Option
     let why = match read_text(&file) {
         Err(e) => e.to_string(),
         Ok(text) => match first_missing(&text) {
-            None => return Ok((Config::from_text(&text, &file, overrides)?, None)),
+            None => {
+                let mut config = Config::from_text(&text, &file, overrides)?;
+                config.keep_tokenizer(&Config::from_text(&text, &file, &[])?, &dir.join(COMPANIONS_DIR));
+                return Ok((config, None));
+            }
             Some(what) => format!("{}: is not the configuration of a run: {what}", file.display()),
         },
     };
@@ -87,7 +91,7 @@ pub fn stored_config(dir: &Path, overrides: &[String]) -> Result<(Config, Option
         );
         return Err(Error::config("", why));
     };
-    let config = Config::from_text(&checkpoint.position().config, checkpoint.path(), overrides)?;
+    let config = Config::of_checkpoint(&checkpoint, overrides)?;
     Ok((config, Some(format!("{why}; the configuration is that of {}", checkpoint.path().display()))))
 }
 

@@ -11,20 +11,18 @@
 use super::Trainer;
 use super::owners::{Owner, owners};
 use super::pieces::{PIECE, Piece, Pieces, Pool, Stopped};
-use super::run_dir::COMPANIONS_DIR;
 use crate::checkpoint::{Outline, Store, TensorSpec, tensor_files};
 use crate::delayed::DelayedSite;
 use crate::error::Result;
 use crate::family::Named;
 use crate::fault::{Point, reach};
 use crate::param::{Moments, Param};
-use crate::pretrained::kept_tokenizer;
 use half::bf16;
 use nibble_core::allocation::in_part;
 use nibble_core::{Backend, Data, Error as CoreError, Kernels, MeshShape, Tensor, ValueRun};
 use std::collections::HashMap;
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::{Builder, JoinHandle};
@@ -433,11 +431,10 @@ impl<B: Kernels> Trainer<'_, B> {
     pub(super) fn outline(&self, files: &Files) -> Result<Outline> {
         let [model, optim, scales] =
             files.kinds.each_ref().map(|kind| kind.iter().map(|source| source.spec.clone()).collect());
-        let kept = Path::new(&self.rank.context.config.run.dir).join(COMPANIONS_DIR);
-        let tokenizer_json = kept_tokenizer(&kept)?.unwrap_or_else(|| self.tokenizer().to_json());
+        let tokenizer = self.tokenizer()?.files();
         let config_json = self.config_json();
         let (file_bytes, position) = (files.most_bytes, self.position()?);
-        Ok(Outline { model, optim, scales, file_bytes, config_json, tokenizer_json, position })
+        Ok(Outline { model, optim, scales, file_bytes, config_json, tokenizer, position })
     }
 
     /// This rank's share of the host's memory, which all ranks of the host divide evenly.

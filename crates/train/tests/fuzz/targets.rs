@@ -12,6 +12,7 @@ use nibble_train::checks::{check_recipe, check_sizes};
 use nibble_train::config::Config;
 use nibble_train::plan;
 use nibble_train::spec::ModelSpec;
+use nibble_train::tokenizer::{Bytes, Tokenizer};
 use sha2::{Digest, Sha256};
 use std::path::Path;
 use std::sync::OnceLock;
@@ -257,7 +258,7 @@ fn whole() -> &'static Files {
             scales: vec![],
             file_bytes: 0,
             config_json: "{}".into(),
-            tokenizer_json: "{}".into(),
+            tokenizer: Bytes.files(),
             position,
         };
         Store::open(dir.path()).unwrap().save(&outline, &mut || Ok(&values), 0).unwrap();

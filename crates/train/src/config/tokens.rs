@@ -1,0 +1,168 @@
+//! Whose tokens the data are made of: the tokenizer of a configuration, opened once.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
+
+use super::{Config, RANDOM, SYNTHETIC};
+use crate::checkpoint::Checkpoint;
+use crate::error::{Error, Result};
+use crate::pretrained::Initial;
+use crate::tokenizer::{self, Bytes, Framing, SharedTokenizer, Symbols, TOKENIZER_FILE, Tokenizer};
+
+/// Where the tokenizer of a configuration is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Place {
+    /// It is the built-in language's.
+    BuiltIn,
+    /// In this file or folder, by `data.tokenizer`.
+    File(PathBuf),
+    /// With the model that `train.init_from` names.
+    Model(PathBuf),
+    /// Nobody names one.
+    Nowhere,
+}
+
+/// A tokenizer that has been opened, and from where. Clones of a configuration share it. It decides nothing that the keys do not.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Opened {
+    /// The folder that has a copy of it, of a run that has begun.
+    kept: Option<(Place, PathBuf)>,
+    tokenizer: OnceLock<(Place, Option<SharedTokenizer>)>,
+}
+
+impl PartialEq for Opened {
+    fn eq(&self, _other: &Self) -> bool {
+        true
+    }
+}
+
+impl Config {
+    fn tokenizer_place(&self) -> Place {
+        let [file, model] = [&self.data.tokenizer, &self.train.init_from].map(Path::new);
+        match () {
+            () if self.is_synthetic() => Place::BuiltIn,
+            () if !self.data.tokenizer.is_empty() => Place::File(file.to_owned()),
+            () if !self.train.init_from.is_empty() => Place::Model(model.to_owned()),
+            () => Place::Nowhere,
+        }
+    }
+
+    /// The tokenizer of the data: that of `data.tokenizer`; that of the model which `train.init_from` names; or bytes of a text, symbols of the built-in
+    /// language, and none of random tokens. A file is opened when it is first asked for, and once for all clones made since.
+    ///
+    /// # Errors
+    /// As [`tokenizer::open`] and [`Initial::open`].
+    pub fn tokenizer(&self) -> Result<Option<SharedTokenizer>> {
+        let place = self.tokenizer_place();
+        let named = match self.opened.tokenizer.get() {
+            Some((opened, tokenizer)) if *opened == place => tokenizer.clone(),
+            _ => {
+                let tokenizer = self.open_tokenizer(&place)?;
+                // Where that of other keys is kept already, this one is not.
+                let _ = self.opened.tokenizer.set((place, tokenizer.clone()));
+                tokenizer
+            }
+        };
+        Ok(named.or_else(|| self.is_text().then(|| Arc::new(Bytes) as SharedTokenizer)))
+    }
+
+    fn open_tokenizer(&self, place: &Place) -> Result<Option<SharedTokenizer>> {
+        let kept =
+            self.opened.kept.as_ref().filter(|(of, dir)| of == place && dir.join(TOKENIZER_FILE).exists());
+        match (kept, place) {
+            (Some((_, dir)), _) => Ok(tokenizer::of_folder(dir)?.filter(|own| self.is_known(&**own))),
+            (None, Place::BuiltIn) => Ok(Some(Arc::new(Symbols))),
+            (None, Place::File(path)) => Ok(Some(tokenizer::open(path)?)),
+            (None, Place::Model(path)) => Initial::open(path)?.tokenizer(),
+            (None, Place::Nowhere) => Ok(None),
+        }
+    }
+
+    /// Whether the tokenizer in a checkpoint of a run with this configuration is that of its tokens: a run on random ones has the file of bytes
+    /// where nobody names another.
+    pub(crate) fn is_known(&self, own: &dyn Tokenizer) -> bool {
+        self.data.source != RANDOM || own.to_json() != Bytes.to_json()
+    }
+
+    /// What stands around each document, as `data.bos_token` and `data.eos_token` say; nothing around random tokens.
+    ///
+    /// # Errors
+    /// As [`Config::tokenizer`]; [`Error::Config`] for what is no token.
+    pub fn framing(&self) -> Result<Framing> {
+        let Some(tokenizer) = self.tokenizer()? else { return Ok(Framing::default()) };
+        Framing::of(&*tokenizer, &self.data.bos_token, &self.data.eos_token)
+    }
+
+    /// The configuration that a checkpoint was written under, changed by `overrides`, with the tokenizer that the checkpoint has.
+    ///
+    /// # Errors
+    /// As [`Config::stored`].
+    pub fn of_checkpoint(checkpoint: &Checkpoint, overrides: &[String]) -> Result<Self> {
+        let read = |overrides| Self::from_text(&checkpoint.position().config, checkpoint.path(), overrides);
+        let mut config = read(overrides)?;
+        config.keep_tokenizer(&read(&[])?, checkpoint.path());
+        Ok(config)
+    }
+
+    /// Takes the tokenizer from a folder that has the one of `stored`, where that is what the keys name still: it may be gone from there.
+    pub(crate) fn keep_tokenizer(&mut self, stored: &Self, dir: &Path) {
+        let place = stored.tokenizer_place();
+        if matches!(place, Place::File(_) | Place::Model(_)) {
+            self.opened = Opened { kept: Some((place, dir.to_owned())), tokenizer: OnceLock::new() };
+        }
+    }
+
+    /// What one token is: `byte` or `token`. (A tokenizer that cannot be opened any more is none of bytes, which need no file.)
+    #[must_use]
+    pub fn unit(&self) -> &'static str {
+        self.tokenizer().ok().flatten().map_or("token", |tokenizer| tokenizer.unit())
+    }
+
+    /// Checks that the model has a row for each token, and that what stands around documents are tokens.
+    ///
+    /// # Errors
+    /// [`Error::Config`] with the key.
+    pub(super) fn check_tokens(&self) -> Result<()> {
+        let Some(tokenizer) = self.tokenizer()? else { return Ok(()) };
+        let (rows, tokens) = (self.model.vocab_size, tokenizer.vocab_size());
+        if rows < tokens {
+            let why = format!("is {rows}, but the tokenizer has {tokens} tokens ({})", tokenizer.tokens());
+            return Err(Error::config("model.vocab_size", why));
+        }
+        self.framing()?;
+        self.check_model_tokens(&tokenizer)
+    }
+
+    /// Checks that the data's tokens are those of the model that a run begins with.
+    fn check_model_tokens(&self, now: &SharedTokenizer) -> Result<()> {
+        if self.train.init_from.is_empty() {
+            return Ok(());
+        }
+        let path = Path::new(&self.train.init_from);
+        let source = &self.data.source;
+        let symbols_of_text = self.is_text() && now.to_json() == Symbols.to_json();
+        let theirs = match Initial::open(path)?.tokenizer()? {
+            Some(theirs) if symbols_of_text || !tokenizer::agree(&*theirs, &**now) => theirs.tokens(),
+            _ => return Ok(()),
+        };
+        let (path, now) = (path.display(), if symbols_of_text { Bytes.tokens() } else { now.tokens() });
+        let (key, is) = match self.data.tokenizer.as_str() {
+            "" => ("data.source", source.as_str()),
+            tokenizer => ("data.tokenizer", tokenizer),
+        };
+        Err(Error::config(
+            key,
+            format!("is \"{is}\", whose tokens are {now}, and those of {path} are {theirs}"),
+        ))
+    }
+
+    /// Whether no key names a tokenizer for a text: its tokens are bytes.
+    pub(super) fn has_bytes(&self) -> bool {
+        self.is_text() && self.tokenizer_place() == Place::Nowhere
+    }
+
+    /// Whether `data.source` brings its tokens along.
+    pub(super) fn has_own_tokens(&self) -> bool {
+        [SYNTHETIC, RANDOM].contains(&self.data.source.as_str())
+    }
+}

@@ -1,0 +1,57 @@
+//! What stands around each document.
+
+use super::Tokenizer;
+use crate::error::{Error, Result};
+
+/// The word by which `data.bos_token` and `data.eos_token` leave it to the tokenizer's files.
+pub const AUTO: &str = "auto";
+
+/// The word by which they say that there is none.
+pub const NONE: &str = "none";
+
+/// The tokens before and behind each document.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Framing {
+    /// Stands before a document.
+    pub bos: Option<i32>,
+    /// Stands behind it.
+    pub eos: Option<i32>,
+}
+
+impl Framing {
+    /// What the keys `data.bos_token` and `data.eos_token` say: [`AUTO`], [`NONE`], or the text of a token.
+    ///
+    /// # Errors
+    /// [`Error::Config`] with the key, for a text that is no token.
+    pub fn of(tokenizer: &dyn Tokenizer, bos_token: &str, eos_token: &str) -> Result<Self> {
+        let id = |key: &str, says: &str, own: Option<i32>| match says {
+            AUTO => Ok(own),
+            NONE => Ok(None),
+            token => match tokenizer.token_id(token) {
+                Some(id) => Ok(Some(id)),
+                None => {
+                    let why = format!(
+                        "is {token:?}, expected \"{AUTO}\", \"{NONE}\" or a token of the tokenizer, whose tokens are {}",
+                        tokenizer.tokens()
+                    );
+                    Err(Error::config(key, why))
+                }
+            },
+        };
+        Ok(Self {
+            bos: id("data.bos_token", bos_token, tokenizer.bos())?,
+            eos: id("data.eos_token", eos_token, tokenizer.eos())?,
+        })
+    }
+
+    /// The ids of a document with what stands around it.
+    #[must_use]
+    pub fn frame(&self, ids: Vec<i32>) -> Vec<i32> {
+        let mut framed = ids;
+        if let Some(bos) = self.bos {
+            framed.insert(0, bos);
+        }
+        framed.extend(self.eos);
+        framed
+    }
+}

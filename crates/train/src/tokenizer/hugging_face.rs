@@ -1,0 +1,196 @@
+//! Tokenizers in files: `tokenizer.json`, as Hugging Face's `tokenizers` writes it.
+
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+use tokenizers::{Decoder, ModelWrapper};
+
+use super::settings::Settings;
+use super::{CHAT_TEMPLATE_FILE, NO_TOKEN, SETTINGS_FILE, TOKENIZER_FILE, Tokenizer, transformers_tokenizer};
+use crate::error::{Error, Result};
+use crate::files;
+
+/// More bytes than such a file has. Those of vocabularies of a quarter of a million tokens have 35 MB.
+const MOST_BYTES: u64 = 512 << 20;
+
+/// A tokenizer of a `tokenizer.json`, with what lies beside it.
+pub struct HuggingFace {
+    path: PathBuf,
+    /// The file, as it was.
+    text: String,
+    vocab_size: usize,
+    /// Takes the text of a control token for text.
+    plain: tokenizers::Tokenizer,
+    /// The same, which takes it for the token. A copy, made when it is first asked for: which of both it is is a switch of the whole tokenizer.
+    control: OnceLock<tokenizers::Tokenizer>,
+    settings: Settings,
+    bos: Option<i32>,
+    eos: Option<i32>,
+}
+
+impl fmt::Debug for HuggingFace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { path, vocab_size, bos, eos, .. } = self;
+        f.debug_struct("HuggingFace")
+            .field("path", path)
+            .field("vocab_size", vocab_size)
+            .field("bos", bos)
+            .field("eos", eos)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The text of a `tokenizer.json`.
+///
+/// # Errors
+/// [`Error::Io`] where it cannot be read.
+pub(super) fn read(path: &Path) -> Result<String> {
+    files::read_text(path, MOST_BYTES).map_err(Error::io(path))
+}
+
+impl HuggingFace {
+    /// The tokenizer of this text of the file `path`, with what its folder says of it.
+    ///
+    /// # Errors
+    /// [`Error::Tokenizer`] for a text that is no tokenizer, or one whose ids depend on chance; [`Error::Io`].
+    pub fn of(path: &Path, text: String) -> Result<Self> {
+        let settings = Settings::beside(path)?;
+        let fail = |why: String| Error::Tokenizer { path: path.to_owned(), why };
+        let read = caught(|| tokenizers::Tokenizer::from_bytes(&text)).map_err(fail)?;
+        let mut plain = read.map_err(|e| fail(format!("is no tokenizer that can be read: {e}")))?;
+        if let ModelWrapper::BPE(model) = plain.get_model()
+            && model.dropout.is_some_and(|dropout| dropout > 0.0)
+        {
+            return Err(fail("has a `dropout`: the same text would have other ids each time".into()));
+        }
+        // A text is not cut, and nothing is added to a short one, whatever the file was used for before.
+        plain.with_truncation(None).map_err(|e| fail(e.to_string()))?;
+        plain.with_padding(None);
+        plain.set_encode_special_tokens(true);
+        let vocab_size = caught(|| plain.get_vocab(true).into_values().max()).map_err(fail)?;
+        let vocab_size = match vocab_size {
+            Some(most) if i32::try_from(most).is_ok() => most as usize + 1,
+            Some(most) => return Err(fail(format!("has the id {most}, beyond 2^31 - 1"))),
+            None => return Err(fail("has no tokens".into())),
+        };
+        let path = path.to_owned();
+        let control = OnceLock::new();
+        let mut tokenizer = Self { path, text, vocab_size, plain, control, settings, bos: None, eos: None };
+        (tokenizer.bos, tokenizer.eos) = tokenizer.ends()?;
+        Ok(tokenizer)
+    }
+
+    /// What a text begins with as the files say, and what a document ends with: by `tokenizer_config.json`, or what the file itself puts around a text.
+    fn ends(&self) -> Result<(Option<i32>, Option<i32>)> {
+        let ids = |add| self.ids(&self.plain, "a", add);
+        let (bare, whole) = (ids(false)?, ids(true)?);
+        let first = whole.windows(bare.len().max(1)).position(|part| part == bare).unwrap_or(0);
+        let (before, behind) = (&whole[..first], &whole[(first + bare.len()).min(whole.len())..]);
+        let named = |key: &str, token: &Option<String>| match token {
+            None => Ok(None),
+            Some(token) => match self.token_id(token) {
+                Some(id) => Ok(Some(id)),
+                None => Err(Error::Tokenizer {
+                    path: self.path.with_file_name(SETTINGS_FILE),
+                    why: format!("`{key}` is {token:?}, which is no token of {}", self.path.display()),
+                }),
+            },
+        };
+        let bos = named("bos_token", &self.settings.bos_token)?;
+        let eos = named("eos_token", &self.settings.eos_token)?;
+        let begins = match (self.settings.add_bos_token, bos) {
+            (Some(begins), _) => begins,
+            (None, Some(bos)) => before.first() == Some(&bos),
+            (None, None) => true,
+        };
+        let bos = bos.or(before.first().copied()).filter(|_| begins);
+        Ok((bos, eos.or(behind.last().copied())))
+    }
+
+    /// The ids of a text; `add` what the file puts around one.
+    fn ids(&self, of: &tokenizers::Tokenizer, text: &str, add: bool) -> Result<Vec<i32>> {
+        let fail = |why: String| {
+            let start: String = text.chars().take(40).collect();
+            Error::Tokenizer { path: self.path.clone(), why: format!("a text that begins {start:?}: {why}") }
+        };
+        let encoding = caught(|| of.encode_fast(text, add)).map_err(fail)?;
+        let encoding = encoding.map_err(|e| fail(e.to_string()))?;
+        // All ids are below `vocab_size`, an i32.
+        Ok(encoding.get_ids().iter().map(|id| *id as i32).collect())
+    }
+}
+
+impl Tokenizer for HuggingFace {
+    fn vocab_size(&self) -> usize {
+        self.vocab_size
+    }
+
+    fn encode(&self, text: &str) -> Result<Vec<i32>> {
+        self.ids(&self.plain, text, false)
+    }
+
+    fn encode_with_control(&self, text: &str) -> Result<Vec<i32>> {
+        let control = self.control.get_or_init(|| {
+            let mut control = self.plain.clone();
+            control.set_encode_special_tokens(false);
+            control
+        });
+        self.ids(control, text, false)
+    }
+
+    fn decode_bytes(&self, ids: &[i32]) -> Vec<u8> {
+        let tokens: Vec<String> =
+            ids.iter().map(|id| self.token(*id).unwrap_or_else(|| NO_TOKEN.into())).collect();
+        let Some(decoder) = self.plain.get_decoder() else { return tokens.join(" ").into_bytes() };
+        let text = caught(|| decoder.decode(tokens.clone()));
+        // No decoder of the crate fails on tokens of its own; what is shown then are these.
+        text.ok().and_then(Result::ok).unwrap_or_else(|| tokens.concat()).into_bytes()
+    }
+
+    fn to_json(&self) -> String {
+        self.text.clone()
+    }
+
+    fn tokens(&self) -> String {
+        format!("those of {}", self.path.display())
+    }
+
+    fn token(&self, id: i32) -> Option<String> {
+        self.plain.id_to_token(u32::try_from(id).ok()?)
+    }
+
+    fn token_id(&self, token: &str) -> Option<i32> {
+        self.plain.token_to_id(token).and_then(|id| i32::try_from(id).ok())
+    }
+
+    fn bos(&self) -> Option<i32> {
+        self.bos
+    }
+
+    fn eos(&self) -> Option<i32> {
+        self.eos
+    }
+
+    fn opening(&self) -> Result<Vec<i32>> {
+        match self.bos.or(self.eos) {
+            Some(id) => Ok(vec![id]),
+            None => self.encode("\n"),
+        }
+    }
+
+    fn files(&self) -> Vec<(&'static str, String)> {
+        let settings = self.settings.text.clone().unwrap_or_else(transformers_tokenizer);
+        let template = self.settings.chat_template_file.clone();
+        let mut files = vec![(TOKENIZER_FILE, self.text.clone()), (SETTINGS_FILE, settings)];
+        files.extend(template.map(|template| (CHAT_TEMPLATE_FILE, template)));
+        files
+    }
+}
+
+/// What a function of the crate gives. Its tables come from a file, and where they contradict each other it panics; here that is an error. Nothing
+/// is used again that a panic may have left half done: a tokenizer is only read.
+fn caught<T>(of: impl FnOnce() -> T) -> Result<T, String> {
+    catch_unwind(AssertUnwindSafe(of)).map_err(|_| "its tables contradict each other".to_owned())
+}
