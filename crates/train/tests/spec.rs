@@ -57,7 +57,8 @@ fn as_described(comm: &dyn Comm<Cpu>, config: &Config) {
 fn the_model_is_as_described() {
     for config in models() {
         as_described(&SOLO, &config);
-        let config = Config { run: nibble_train::config::RunConfig { ranks: 2, ..config.run }, ..config };
+        let mut config = config;
+        config.run.ranks = 2;
         let ranks = HostComm::world(2);
         std::thread::scope(|scope| {
             for comm in ranks {
