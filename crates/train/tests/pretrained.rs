@@ -352,3 +352,55 @@ fn meshes_of_replicas_read_the_same() {
     });
     assert!(seen.iter().all(|seen| *seen == digest), "{seen:?}");
 }
+
+/// A run's checkpoints and exports have the tokenizer that it was given, also where its file is gone; what begins with them has it too.
+#[test]
+fn a_tokenizer_goes_along() {
+    let (made, own) = (tempfile::tempdir().unwrap(), "tests/tokenizers/qwen/tokenizer.json");
+    let text = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(own)).unwrap();
+    let files = [
+        ("tokenizer.json", text.as_str()),
+        ("tokenizer_config.json", "{\"eos_token\": {\"content\": \"<|endoftext|>\"}}\n"),
+        ("chat_template.jinja", "{{ messages }}"),
+    ];
+    files.iter().for_each(|(name, text)| fs::write(made.path().join(name), text).unwrap());
+    let named = format!("data.tokenizer={}", made.path().display());
+    let config =
+        small("bf16", &["model.shared_ffn=0", "model.vocab_size=1024", "data.source=random", &named]);
+    let (_, checkpoint, dir) = trained(&config);
+    drop(made);
+    let same =
+        |path: &Path| files.iter().all(|(name, text)| fs::read_to_string(path.join(name)).unwrap() == *text);
+    assert!(same(&checkpoint));
+    let folder = dir.path().join("model");
+    exported(&checkpoint, ExportType::Bf16, 0, &folder);
+    assert!(same(&folder));
+    // A configuration that is read from the checkpoint has it; one that names the file alone does not any more.
+    let opened = Checkpoint::open(&checkpoint).unwrap();
+    let stored = Config::of_checkpoint(&opened, &[]).unwrap();
+    let tokenizer = stored.tokenizer().unwrap().unwrap();
+    assert_eq!((tokenizer.to_json(), tokenizer.unit()), (text.clone(), "token"));
+    assert_eq!(stored.framing().unwrap().eos, tokenizer.token_id("<|endoftext|>"));
+    let bare = Config::from_text(&stored.resolved_toml().unwrap(), Path::new("c.toml"), &[]).unwrap();
+    assert!(bare.tokenizer().is_err());
+    // A trainer of it saves it again.
+    let (cpu, again) = (Cpu::new(1).unwrap(), tempfile::tempdir().unwrap());
+    let mut trainer = Trainer::new(&cpu, &SOLO, &stored).unwrap();
+    let saved = trainer.save(Some(&Store::open(again.path()).unwrap())).unwrap().unwrap();
+    assert!(same(&saved));
+    // What begins with either takes it, and data of other tokens are refused.
+    for path in [&folder, &checkpoint] {
+        let begins = |more: &[&str]| {
+            let begins = format!("train.init_from={}", path.display());
+            let sets: Vec<String> = more.iter().map(ToString::to_string).chain([begins]).collect();
+            Config::load("tiny", &sets)
+        };
+        let config = begins(&["data.source=a.txt"]).unwrap();
+        assert_eq!(config.tokenizer().unwrap().unwrap().to_json(), text);
+        assert_eq!(config.model.vocab_size, 1024);
+        let other = format!("data.tokenizer={}", own.replace("qwen", "gpt2"));
+        let error = begins(&["data.source=a.txt", &other]).unwrap_err().to_string();
+        assert!(error.contains("`data.tokenizer`: is") && error.contains("those of tests"), "{error}");
+        assert!(begins(&["data.source=synthetic"]).is_err());
+    }
+}

@@ -35,6 +35,7 @@ mod runs;
 mod signals;
 #[cfg(target_os = "linux")]
 mod streams;
+mod tokenizers;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
