@@ -7,8 +7,11 @@ use std::sync::OnceLock;
 
 use tokenizers::{Decoder, ModelWrapper};
 
-use super::settings::Settings;
-use super::{CHAT_TEMPLATE_FILE, NO_TOKEN, SETTINGS_FILE, TOKENIZER_FILE, Tokenizer, transformers_tokenizer};
+use super::settings::{DEFAULT, Settings};
+use super::{
+    CHAT_TEMPLATE_FILE, ChatTemplate, NO_TOKEN, SETTINGS_FILE, TOKENIZER_FILE, Tokenizer,
+    transformers_tokenizer,
+};
 use crate::error::{Error, Result};
 use crate::files;
 
@@ -88,7 +91,7 @@ impl HuggingFace {
         let (bare, whole) = (ids(false)?, ids(true)?);
         let first = whole.windows(bare.len().max(1)).position(|part| part == bare).unwrap_or(0);
         let (before, behind) = (&whole[..first], &whole[(first + bare.len()).min(whole.len())..]);
-        let named = |key: &str, token: &Option<String>| match token {
+        let named = |key: &str| match self.settings.tokens.get(key) {
             None => Ok(None),
             Some(token) => match self.token_id(token) {
                 Some(id) => Ok(Some(id)),
@@ -98,8 +101,8 @@ impl HuggingFace {
                 }),
             },
         };
-        let bos = named("bos_token", &self.settings.bos_token)?;
-        let eos = named("eos_token", &self.settings.eos_token)?;
+        let bos = named("bos_token")?;
+        let eos = named("eos_token")?;
         let begins = match (self.settings.add_bos_token, bos) {
             (Some(begins), _) => begins,
             (None, Some(bos)) => before.first() == Some(&bos),
@@ -178,6 +181,15 @@ impl Tokenizer for HuggingFace {
             Some(id) => Ok(vec![id]),
             None => self.encode("\n"),
         }
+    }
+
+    fn chat_template(&self, name: &str) -> Result<Option<ChatTemplate>> {
+        let Settings { chat_templates, chat_template_file, tokens, .. } = &self.settings;
+        let name = if name.is_empty() { DEFAULT } else { name };
+        let Some(text) = chat_templates.get(name) else { return Ok(None) };
+        let is_file = name == DEFAULT && chat_template_file.is_some();
+        let file = if is_file { CHAT_TEMPLATE_FILE } else { SETTINGS_FILE };
+        ChatTemplate::new(&self.path.with_file_name(file), text, tokens).map(Some)
     }
 
     fn files(&self) -> Vec<(&'static str, String)> {

@@ -1,6 +1,7 @@
 //! Text to token ids and back.
 
 mod bytes;
+mod chat;
 mod framing;
 mod hugging_face;
 mod settings;
@@ -15,6 +16,7 @@ use std::sync::Arc;
 use crate::error::{Error, Result};
 
 pub use bytes::{BYTE_VOCAB, Bytes};
+pub use chat::{ChatTemplate, Conversation, Rendered};
 pub use framing::{AUTO, Framing, NONE};
 pub use hugging_face::HuggingFace;
 pub use stream::TextStream;
@@ -84,6 +86,14 @@ pub trait Tokenizer: fmt::Debug + Send + Sync {
     /// # Errors
     /// As [`Tokenizer::encode`].
     fn opening(&self) -> Result<Vec<i32>>;
+
+    /// How a conversation is written: the chat template of this name that came with it, or the one without a name.
+    ///
+    /// # Errors
+    /// [`Error::Tokenizer`] for what is no template.
+    fn chat_template(&self, _name: &str) -> Result<Option<ChatTemplate>> {
+        Ok(None)
+    }
 
     /// The files by which others read it, by their names.
     fn files(&self) -> Vec<(&'static str, String)> {
