@@ -3,13 +3,15 @@
 //! By the project's rules of timing: sustained, back-to-back calls on a chip that has reached its power limit, or, with `--quick`,
 //! single calls with the L2 flushed before each; random data. Counted are the multiply-adds that a causal mask leaves, half of
 //! the square: along queries' heads one product forward and three backward, along values' heads one and two. What the backward pass makes
-//! twice counts once.
+//! twice counts once. With `--documents` the same of packed documents beside it, of both the tiles of 128 queries by 128 keys that hold a pair.
 
 use super::gpu::{Bench, COOL_DOWN, put_sustained, wanted};
 use nibble_command::error::Result;
 use nibble_command::say;
-use nibble_core::ops::{Attention, AttentionBackward, AttentionOut, Cast, InitNormal, attention_scale};
-use nibble_core::{DType, Result as CoreResult, Tensor};
+use nibble_core::ops::{
+    Attention, AttentionBackward, AttentionOut, Cast, FindWindows, InitNormal, Windows, attention_scale,
+};
+use nibble_core::{Backend, DType, Result as CoreResult, Tensor};
 use nibble_cuda::Cuda;
 use nibble_cuda::measure::timing::Sustained;
 use nibble_formats::{Purpose, Stream};
@@ -22,6 +24,7 @@ use std::fmt;
     after_help = "Backward counts each product once, also where P and dS are made twice. Half a minute, --quick a few seconds.\n\n\
     Examples:\n  \
     nibble bench attention --only 192\n  \
+    nibble bench attention --documents 1024\n  \
     nibble bench attention --quick --json attention.json"
 )]
 pub struct Args {
@@ -31,6 +34,10 @@ pub struct Args {
     /// Single calls alone, on a chip that has not reached its power limit.
     #[arg(long)]
     quick: bool,
+    /// Sequences of 8192 tokens packed with documents of so many, beside the same without documents. Counted are whole tiles of 128 queries by 128
+    /// keys, of which some query sees some key.
+    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
+    documents: Option<u32>,
 }
 
 /// A call that is timed.
@@ -54,16 +61,45 @@ impl fmt::Display for AttentionShape {
 }
 
 impl AttentionShape {
-    /// Operations forward and backward.
+    /// Operations forward and backward, of those pairs that a causal mask leaves.
     fn flops(&self) -> [f64; 2] {
-        let pairs = (self.sequences * self.heads) as f64 * (self.seq_len as f64).powi(2) / 2.0;
+        self.flops_of((self.seq_len as f64).powi(2) / 2.0)
+    }
+
+    /// The same of whole tiles, where documents have so many tokens.
+    fn flops_of_tiles(&self, document: usize) -> [f64; 2] {
+        let tiles = self.seq_len.div_ceil(TILE);
+        let visited = (0..tiles).map(|tile| tile + 1 - start(tile * TILE, document) / TILE).sum::<usize>();
+        self.flops_of((visited * TILE * TILE) as f64)
+    }
+
+    /// Of so many pairs a head of a sequence.
+    fn flops_of(&self, pairs: f64) -> [f64; 2] {
+        let pairs = (self.sequences * self.heads) as f64 * pairs;
         let (head, value) = (self.head_dim as f64, self.value_dim as f64);
         [2.0 * pairs * (head + value), 2.0 * pairs * (3.0 * head + 2.0 * value)]
     }
+
+    /// The windows of documents of so many tokens.
+    fn windows(&self, cuda: &Cuda, document: usize) -> CoreResult<Windows<Cuda>> {
+        let starts: Vec<i32> =
+            (0..self.sequences * self.seq_len).map(|i| start(i % self.seq_len, document) as i32).collect();
+        let document = &cuda.upload(&starts)?;
+        FindWindows { document, seq_len: self.seq_len, window: None, chunk: None }.run(cuda)
+    }
 }
 
-/// Heads of 128 as in the configurations of whole models, of 64, and of 192 with values of 128 as DeepSeek-V3 has them.
-fn shapes() -> Vec<AttentionShape> {
+/// Queries, or keys, of a tile that counts.
+const TILE: usize = 128;
+
+/// Where the document of a token begins.
+fn start(token: usize, document: usize) -> usize {
+    token / document * document
+}
+
+/// Heads of 128 as in the configurations of whole models, of 64, and of 192 with values of 128 as DeepSeek-V3 has them. Packed: of each way through the
+/// backward pass.
+fn shapes(packed: bool) -> Vec<AttentionShape> {
     let of = |(sequences, seq_len, heads, kv_heads, head_dim, value_dim)| AttentionShape {
         sequences,
         seq_len,
@@ -83,7 +119,15 @@ fn shapes() -> Vec<AttentionShape> {
         (2, 16384, 32, 32, 192, 128),
         (1, 16384, 128, 128, 192, 128),
     ];
-    sizes.into_iter().map(of).collect()
+    let packed_sizes = [
+        (4, 8192, 32, 4, 128, 128),
+        (2, 8192, 32, 32, 128, 128),
+        (4, 8192, 32, 8, 64, 64),
+        (2, 8192, 32, 32, 192, 128),
+        (2, 8192, 32, 8, 192, 128),
+    ];
+    let sizes = if packed { &packed_sizes[..] } else { &sizes[..] };
+    sizes.iter().copied().map(of).collect()
 }
 
 /// A call's time.
@@ -95,15 +139,20 @@ struct Time {
 }
 
 pub fn run(args: &Args) -> Result<Value> {
-    let chosen = wanted(shapes(), &args.only, AttentionShape::to_string)?;
+    let chosen = wanted(shapes(args.documents.is_some()), &args.only, AttentionShape::to_string)?;
     let bench = Bench::open("`nibble bench ops` measures the CPU's attention")?;
     let header = bench.header();
+    let how = if args.quick { "single calls" } else { "sustained" };
     say!("");
-    say!("attention, BF16, causal ({}); TFLOP/s", if args.quick { "single calls" } else { "sustained" });
+    if let Some(document) = args.documents {
+        let measured = packed(&bench, &chosen, document as usize, args.quick, how)?;
+        return Ok(json!({ "machine": header, "attention": measured }));
+    }
+    say!("attention, BF16, causal ({how}); TFLOP/s");
     say!("{:<36} {:>9} {:>6} {:>9} {:>6} {:>6}", "", "ms", "fwd", "ms", "bwd", "both");
     let mut measured = Vec::new();
     for shape in chosen {
-        let [forward, backward] = times(&bench, &shape, args.quick)?;
+        let [forward, backward] = times(&bench, &shape, None, args.quick)?;
         let flops = shape.flops();
         let rate = |flops: f64, ms: f64| flops / ms / 1e9;
         let rates = [
@@ -132,8 +181,57 @@ pub fn run(args: &Args) -> Result<Value> {
     Ok(json!({ "machine": header, "attention": measured }))
 }
 
+/// Documents of so many tokens beside one a sequence.
+fn packed(
+    bench: &Bench,
+    shapes: &[AttentionShape],
+    document: usize,
+    quick: bool,
+    how: &str,
+) -> Result<Vec<Value>> {
+    say!(
+        "attention, BF16, documents of {document} tokens beside one a sequence ({how}); TFLOP/s of whole tiles"
+    );
+    say!("{:<36} {:>25} {:>34}", "", "forward: ms, and of one", "backward: ms, and of one");
+    let mut measured = Vec::new();
+    for shape in shapes {
+        let windows = shape.windows(&bench.cuda, document)?;
+        let one = times(bench, shape, None, quick)?;
+        let many = times(bench, shape, Some(&windows), quick)?;
+        let flops = [shape.flops_of_tiles(shape.seq_len), shape.flops_of_tiles(document)];
+        let rate = |i: usize, time: [Time; 2], of: usize| flops[of][i] / time[i].ms / 1e9;
+        let mut row = format!("{:<36}", shape.to_string());
+        let mut figures = json!({ "shape": shape.to_string(), "document": document });
+        for (i, pass) in ["forward", "backward"].into_iter().enumerate() {
+            let (rate_one, rate_many) = (rate(i, one, 0), rate(i, many, 1));
+            let ratio = rate_many / rate_one;
+            row += &format!(
+                " {:>8.3} {rate_many:>5.0}  {:>8.3} {rate_one:>5.0} {ratio:>5.2}",
+                many[i].ms, one[i].ms
+            );
+            for (name, value) in [
+                ("ms", many[i].ms),
+                ("tile_tflops", rate_many),
+                ("ms_of_one", one[i].ms),
+                ("tile_tflops_of_one", rate_one),
+                ("ratio", ratio),
+            ] {
+                figures[format!("{pass}_{name}")] = json!(value);
+            }
+        }
+        say!("{row}");
+        measured.push(figures);
+    }
+    Ok(measured)
+}
+
 /// Forward and backward.
-fn times(bench: &Bench, shape: &AttentionShape, quick: bool) -> CoreResult<[Time; 2]> {
+fn times(
+    bench: &Bench,
+    shape: &AttentionShape,
+    windows: Option<&Windows<Cuda>>,
+    quick: bool,
+) -> CoreResult<[Time; 2]> {
     let &AttentionShape { sequences, seq_len, heads, kv_heads, head_dim, value_dim } = shape;
     let (cuda, scale) = (&bench.cuda, attention_scale(head_dim));
     let tensor = |site, cols| {
@@ -144,10 +242,10 @@ fn times(bench: &Bench, shape: &AttentionShape, quick: bool) -> CoreResult<[Time
     };
     let (q, dout) = (&tensor(1, heads * head_dim)?, &tensor(2, heads * value_dim)?);
     let (k, v): (&Tensor<Cuda>, _) = (&tensor(3, kv_heads * head_dim)?, &tensor(4, kv_heads * value_dim)?);
-    let forward = || Attention { q, k, v, head_dim, value_dim, scale, seq_len, windows: None }.run(cuda);
+    let forward = || Attention { q, k, v, head_dim, value_dim, scale, seq_len, windows }.run(cuda);
     let AttentionOut { out, lse } = &forward()?;
     let backward = || {
-        AttentionBackward { q, k, v, out, lse, dout, head_dim, value_dim, scale, seq_len, windows: None }
+        AttentionBackward { q, k, v, out, lse, dout, head_dim, value_dim, scale, seq_len, windows }
             .run(cuda)
             .map(drop)
     };
@@ -185,8 +283,18 @@ mod tests {
     }
 
     #[test]
+    fn tiles_count_whole_from_that_of_a_document_s_first_key_on() {
+        let shape =
+            AttentionShape { sequences: 1, seq_len: 1024, heads: 1, kv_heads: 1, head_dim: 1, value_dim: 1 };
+        let tiles = |document| shape.flops_of_tiles(document)[0] / 4.0 / (128.0 * 128.0);
+        assert_eq!([1024, 2000, 512, 128, 1].map(tiles), [36.0, 36.0, 20.0, 8.0, 8.0]);
+        // Tiles 0 to 2 begin within the document from 0 on; 3 and 4 in that from 300 on, which is in tile 2; the others in that from 600 on, in tile 4.
+        assert_eq!(tiles(300), f64::from(1 + 2 + 3 + 2 + 3 + 2 + 3 + 4));
+    }
+
+    #[test]
     fn every_shape_has_a_name_of_its_own_and_is_taken_by_the_tensor_cores() {
-        let shapes = shapes();
+        let shapes = [shapes(false), shapes(true)].concat();
         let mut names: Vec<String> = shapes.iter().map(AttentionShape::to_string).collect();
         names.sort();
         names.dedup();
