@@ -111,7 +111,7 @@ fn of_folder(folder: &Pretrained, overrides: &[String]) -> Result<Config> {
         "recipe=bf16".into(),
         format!("data.seq_len={seq_len}"),
     ];
-    let says_data = overrides.iter().any(|o| o.starts_with("data.source="));
+    let says_data = overrides.iter().any(|o| o.starts_with("data.source=") || o.starts_with("data.mixture="));
     let has_data = folder.tokenizer()?.is_some_and(|own| is_symbols(&own));
     if !says_data && !has_data {
         let path = folder.path().display();

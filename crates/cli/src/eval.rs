@@ -102,7 +102,7 @@ impl Work for Evaluation<'_> {
             Some((path, step)) => say!("checkpoint: {path} (step {})", thousands(step)),
             None => say!("model: {}", path.display()),
         }
-        say!("recipe: {}  data: {}", trainer.recipe().name, config.data.source);
+        say!("recipe: {}  data: {}", trainer.recipe().name, config.data.described());
         say!("held-out loss: {loss:.4} nats a {unit}, {:.4} bits a {unit}", bits(loss));
         if let Some(entropy) = entropy {
             say!("{}", against(entropy, loss));

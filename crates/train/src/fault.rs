@@ -30,6 +30,10 @@ macro_rules! points {
 }
 
 points! {
+    /// A part of a cache of tokens is on the disk, and would be kept.
+    CacheKept = "cache-kept",
+    /// A cache of tokens is whole, and has its temporary name.
+    CacheWhole = "cache-whole",
     /// A rank has its device, and has read nothing.
     Loading = "loading",
     /// The run's directory has one for checkpoints, and no lock in it.

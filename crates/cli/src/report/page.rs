@@ -128,7 +128,7 @@ fn facts(run: &Recorded) -> Markup {
         ("model", Some(shape)),
         ("parameters", run.parameters.map(|number| thousands(number as u64))),
         ("seed", Some(config.seed.to_string())),
-        ("data", Some(config.data.source.clone())),
+        ("data", Some(config.data.described())),
     ];
     html! {
         table.facts { @for (name, value) in rows { @if let Some(value) = value { tr { th { (name) } td { (value) } } } } }

@@ -68,7 +68,7 @@ fn what(start: &Start<'_>) -> Vec<String> {
                 "data: entropy H {rate:.4} nats a token (the floor), {unigram:.4} for frequencies alone (U)"
             )
         }
-        None => format!("data: {}", start.config.data.source),
+        None => format!("data: {}", start.config.data.described()),
     });
     lines
 }

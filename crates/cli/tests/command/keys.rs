@@ -46,6 +46,9 @@ fn cases() -> Vec<Case> {
         &["model.kv_rank=24", "model.rope_dim=8", "model.kv_heads=2", "model.qk_norm=false"];
     const GROUPS: &[&str] = &["model.groups=2", "model.top_groups=1"];
     const OFTEN: &[&str] = &["checkpoint.every=1"];
+    const ROWS: &[&str] = &["data.source=rows.jsonl", "data.cache_dir=caches"];
+    const BROKEN: &[&str] = &[ROWS[1], "data.source=broken.jsonl"];
+    const PAIRS: &[&str] = &[ROWS[0], ROWS[1], "data.prompt_key=text", "data.answer_key=other"];
     vec![
         ("recipe", &[], "bf16", Weights),
         ("seed", &[], "1", Weights),
@@ -97,6 +100,17 @@ fn cases() -> Vec<Case> {
         // Bytes have no such token.
         ("data.bos_token", &[], "<s>", Runs),
         ("data.eos_token", &[], "</s>", Runs),
+        ("data.text_key", ROWS, "other", Weights),
+        ("data.prompt_key", PAIRS, "other", Weights),
+        ("data.answer_key", PAIRS, "text", Weights),
+        (
+            "data.mixture",
+            &["data.source=mixture", "data.mixture=[{source=\"text.txt\"}]"],
+            "[{source=\"other.txt\"}]",
+            Weights,
+        ),
+        ("data.on_error", BROKEN, "skip", Runs),
+        ("data.cache_dir", &[], "caches", Nowhere("where tokens are kept; an equal cache is an equal run")),
         ("data.seq_len", &[], "128", Weights),
         ("data.document_mask", &[], "true", Weights),
         ("data.valid_fraction", &[], "0.3", Weights),
@@ -187,6 +201,10 @@ fn every_key_changes_what_a_run_leaves() {
     std::fs::write(place.path("other.txt"), other).unwrap();
     std::fs::write(place.path("tokenizer.json"), Bytes.to_json()).unwrap();
     std::fs::write(place.path("picture.png"), [b"\x89PNG\r\n\x1a\n", &crate::text()[..]].concat()).unwrap();
+    let row = |i: usize| format!("{{\"text\": \"row {i} is here\", \"other\": \"and {i} more\"}}\n");
+    let rows: String = (0..400).map(row).collect();
+    std::fs::write(place.path("rows.jsonl"), &rows).unwrap();
+    std::fs::write(place.path("broken.jsonl"), rows + "{\"other\": 1}\n").unwrap();
     // What another run begins with.
     place.train(&["--set", "run.dir=first", "--set", "train.steps=2", "--set", "seed=5"]).ok();
     let cases = cases();

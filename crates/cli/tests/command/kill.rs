@@ -20,8 +20,8 @@ const ONCE: [Point; 8] = [
     Point::RunEnds,
 ];
 
-/// Points that a new run does not pass.
-const NEVER: [Point; 2] = [Point::MovedAside, Point::CheckpointListed];
+/// Points that a new run on a plain text does not pass.
+const NEVER: [Point; 4] = [Point::MovedAside, Point::CheckpointListed, Point::CacheKept, Point::CacheWhole];
 
 /// Points that one rank alone does not pass.
 const AMONG_RANKS: [Point; 3] = [Point::ForwardExchange, Point::BackwardExchange, Point::Reduce];

@@ -102,6 +102,23 @@ impl Config {
                 ),
             );
         }
+        for (key, is) in [
+            ("data.text_key", d.text_key != default.data.text_key),
+            ("data.prompt_key", !d.prompt_key.is_empty()),
+            ("data.answer_key", !d.answer_key.is_empty()),
+            ("data.on_error", d.on_error != default.data.on_error),
+            ("data.cache_dir", !d.cache_dir.is_empty()),
+        ] {
+            let why =
+                format!("is set, but decides nothing: data.source = \"{source}\" is no file; leave it out");
+            add(!self.is_text() && is, key, &["data.source"], why);
+        }
+        add(
+            !d.prompt_key.is_empty() && d.text_key != default.data.text_key,
+            "data.text_key",
+            &["data.prompt_key"],
+            format!("is \"{}\", but decides nothing: data.prompt_key is set; leave it out", d.text_key),
+        );
         add(
             self.eval.every == 0 && self.eval.batches != default.eval.batches,
             "eval.batches",

@@ -306,6 +306,14 @@ const NAMES: &[(Meaning, &[&str])] = &[
     (Key("data.bos_token"), &["bos_token", "add_bos", "add_bos_token", "append_bos"]),
     (Key("data.eos_token"), &["eos_token", "append_eod", "append_eos", "add_eos", "add_eos_token"]),
     (
+        Key("data.text_key"),
+        &["text_column", "text_column_name", "text_field", "dataset_text_field", "json_keys"],
+    ),
+    (Key("data.prompt_key"), &["prompt_column", "prompt_field", "input_key"]),
+    (Key("data.answer_key"), &["completion_column", "completion_field", "response_column", "output_key"]),
+    (Key("data.mixture"), &["data_weights", "dataset_weights", "data_blend", "train_data_path", "blend"]),
+    (Key("data.cache_dir"), &["data_cache_path", "dataset_cache_dir", "cache_path"]),
+    (
         Key("data.valid_fraction"),
         &[
             "val_fraction",

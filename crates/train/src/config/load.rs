@@ -9,8 +9,8 @@ use super::asked::Written;
 use super::init::fill_model;
 use super::preset::{preset, preset_names};
 use super::{
-    Balance, CheckpointConfig, Config, DataConfig, GroupScore, ModelConfig, Reductions, RopeScaling,
-    RunConfig, Scores, TrainConfig, foreign,
+    Balance, CheckpointConfig, Config, DataConfig, GroupScore, MIXTURE, MixtureSource, ModelConfig, OnError,
+    Reductions, RopeScaling, RunConfig, SYNTHETIC, Scores, TrainConfig, foreign,
 };
 use crate::error::{Error, Result};
 use crate::files;
@@ -113,6 +113,7 @@ impl Config {
             insert(&mut merged, &key, value);
             set.insert(key);
         }
+        name_one_data(&mut merged, &set);
         if asked || set.contains("train.init_from") {
             let own = |key: &str| set.contains(key) || of == Source::Asked && origins.contains_key(key);
             fill_model(&mut merged, &own).map_err(|error| with_origin(error, &origins))?;
@@ -137,9 +138,10 @@ impl Config {
     pub fn files(&self, name_or_path: &str) -> Vec<PathBuf> {
         let own = preset(name_or_path).is_none().then_some(name_or_path);
         let recipe = self.recipe.ends_with(".toml").then_some(self.recipe.as_str());
-        let text = self.is_text().then_some(self.data.source.as_str());
+        let texts = if self.is_text() { self.data.sources() } else { Vec::new() };
+        let texts = texts.into_iter().map(|one| PathBuf::from(one.source));
         let tokenizer = Some(self.data.tokenizer.as_str()).filter(|path| !path.is_empty());
-        [own, recipe, text, tokenizer].into_iter().flatten().map(PathBuf::from).collect()
+        [own, recipe, tokenizer].into_iter().flatten().map(PathBuf::from).chain(texts).collect()
     }
 
     /// Every key, dotted, in the order of the alphabet.
@@ -160,6 +162,12 @@ impl Config {
             tokenizer: "tokenizer.json".into(),
             bos_token: "none".into(),
             eos_token: "none".into(),
+            text_key: "content".into(),
+            prompt_key: "prompt".into(),
+            answer_key: "answer".into(),
+            mixture: vec![MixtureSource { source: "a.txt".into(), weight: 1.0 }],
+            on_error: OnError::Skip,
+            cache_dir: "cache".into(),
             document_mask: true,
             ..DataConfig::default()
         };
@@ -195,6 +203,9 @@ impl Config {
 
     /// Fills in what depends on other keys.
     fn resolve(&mut self, file: &Path) -> Result<()> {
+        if !self.data.mixture.is_empty() && self.data.source == SYNTHETIC {
+            self.data.source = MIXTURE.into();
+        }
         if self.model.vocab_size == 0
             && let Some(tokenizer) = self.tokenizer()?
         {
@@ -227,8 +238,19 @@ impl Config {
             all.entry("train.combine".to_owned())
                 .or_insert_with(|| in_short(&Combine::default().name().into()));
         }
-        // How a text is taken shows in its bytes, which are compared.
-        let reported_only = ["eval.", "checkpoint.", "run.", "train.recompute", "data.bytes"];
+        // How a text is taken shows in its tokens, which are compared.
+        let reported_only = [
+            "eval.",
+            "checkpoint.",
+            "run.",
+            "train.recompute",
+            "data.bytes",
+            "data.text_key",
+            "data.prompt_key",
+            "data.answer_key",
+            "data.on_error",
+            "data.cache_dir",
+        ];
         let keys: BTreeSet<&String> = now.keys().chain(before.keys()).collect();
         let changes = keys
             .into_iter()
@@ -270,6 +292,20 @@ fn has_all(origins: &Origins) -> Result<bool> {
     let all = Value::try_from(Config::default()).map_err(|e| Error::config("", e.to_string()))?;
     flatten("", &all, &mut keys);
     Ok(keys.keys().all(|key| origins.contains_key(key)))
+}
+
+/// An override that names a source takes the place of a file's mixture, and the other way round.
+fn name_one_data(merged: &mut Table, set: &BTreeSet<String>) {
+    let Some(Value::Table(data)) = merged.get_mut("data") else { return };
+    match ["data.source", "data.mixture"].map(|key| set.contains(key)) {
+        [true, false] if data.get("source") != Some(&Value::String(MIXTURE.into())) => {
+            data.remove("mixture");
+        }
+        [false, true] => {
+            data.insert("source".into(), Value::String(MIXTURE.into()));
+        }
+        _ => {}
+    }
 }
 
 /// In a model without experts, what belongs to them and is not written is 0, or false, rather than its default.

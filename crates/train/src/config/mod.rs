@@ -11,6 +11,7 @@
 //! in which line of which file the 32 stands.
 
 mod asked;
+mod data;
 mod device;
 mod foreign;
 mod init;
@@ -28,11 +29,11 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 use crate::recompute::Scope;
 use crate::schedule::{Schedule, ScheduleKind};
-use crate::tokenizer::AUTO;
 use nibble_core::ops::MOST_TREE_SLOTS_OF_GPU;
 use nibble_core::{DType, DeviceKind, MeshShape, Recipe};
 
 pub use crate::moe::Combine;
+pub use data::{DataConfig, MIXTURE, MixtureSource, OnError, RANDOM, SYNTHETIC};
 pub use device::DeviceChoice;
 pub use foreign::{Meaning, of_option};
 pub(crate) use load::read_text;
@@ -88,66 +89,11 @@ impl Default for Config {
     }
 }
 
-/// Where the tokens come from.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct DataConfig {
-    /// `synthetic` for the built-in language; `random` for uniform ids below `model.vocab_size`, to measure speed with; otherwise
-    /// the path of a text file, plain or gzip.
-    pub source: String,
-    /// Whether the file is taken as it is, even where it begins like an archive, a picture or another file that is no text.
-    #[serde(skip_serializing_if = "is_false")]
-    pub bytes: bool,
-    /// The tokenizer of a text: the path of a `tokenizer.json`, or of a folder that has one. Empty: that of the model which
-    /// `train.init_from` names, else bytes.
-    #[serde(skip_serializing_if = "String::is_empty")]
-    pub tokenizer: String,
-    /// The token before each document: `auto`, as the tokenizer's files say; `none`; or the text of a token.
-    #[serde(skip_serializing_if = "is_auto")]
-    pub bos_token: String,
-    /// The token behind each document: `auto`, the one that the tokenizer's files name; `none`; or the text of a token.
-    #[serde(skip_serializing_if = "is_auto")]
-    pub eos_token: String,
-    /// Tokens of a sequence.
-    pub seq_len: usize,
-    /// Whether the documents of a sequence are kept apart: positions begin anew with each, and none attends to another or predicts its first token.
-    #[serde(skip_serializing_if = "is_false")]
-    pub document_mask: bool,
-    /// Share of the file, at its end, that is held out. The built-in language holds out records of its own.
-    pub valid_fraction: f64,
-}
-
 /// What is left out of a stored configuration, as earlier programs did that did not know the key.
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde asks for a reference")]
 fn is_false(value: &bool) -> bool {
     !value
 }
-
-/// Stored configurations leave it out.
-fn is_auto(token: &str) -> bool {
-    token == AUTO
-}
-
-impl Default for DataConfig {
-    fn default() -> Self {
-        Self {
-            source: SYNTHETIC.into(),
-            bytes: false,
-            tokenizer: String::new(),
-            bos_token: AUTO.into(),
-            eos_token: AUTO.into(),
-            seq_len: 128,
-            document_mask: false,
-            valid_fraction: 0.1,
-        }
-    }
-}
-
-/// The value of `data.source` that means the built-in language.
-pub const SYNTHETIC: &str = "synthetic";
-
-/// The value of `data.source` that means random tokens.
-pub const RANDOM: &str = "random";
 
 /// Steps, batch and optimizer.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -2,7 +2,10 @@
 //!
 //! What a precision recipe asks of the widths (multiples of its block) is checked where recipe and model meet.
 
-use super::{Balance, Combine, Config, DeviceChoice, ModelConfig, QkNorm, RANDOM, ScheduleKind};
+use super::{
+    Balance, Combine, Config, DeviceChoice, MIXTURE, MixtureSource, ModelConfig, QkNorm, RANDOM, SYNTHETIC,
+    ScheduleKind,
+};
 use crate::data::{BYTE_VOCAB, RECORD_TOKENS, SYNTHETIC_VOCAB};
 use crate::error::{Error, Result};
 use crate::recompute::Scope;
@@ -203,6 +206,7 @@ impl Config {
                 format!("is empty, expected \"{AUTO}\", \"{NONE}\" or a token")
             })?;
         }
+        self.validate_sources()?;
         require(d.seq_len > 0, "data.seq_len", || "is 0, expected at least 1".into())?;
         require(!self.is_synthetic() || d.seq_len.is_multiple_of(RECORD_TOKENS), "data.seq_len", || {
             format!(
@@ -216,6 +220,37 @@ impl Config {
             "data.valid_fraction",
             || format!("is {share:?}, expected more than 0 and less than 1"),
         )
+    }
+
+    /// What structured files are asked for, and what is mixed.
+    fn validate_sources(&self) -> Result<()> {
+        let d = &self.data;
+        require(!d.text_key.is_empty(), "data.text_key", || "is empty, expected the name of a key".into())?;
+        for (key, other, is, has) in [
+            ("data.prompt_key", "data.answer_key", &d.answer_key, &d.prompt_key),
+            ("data.answer_key", "data.prompt_key", &d.prompt_key, &d.answer_key),
+        ] {
+            require(is.is_empty() || !has.is_empty(), key, || {
+                format!("is empty, but {other} = \"{is}\": a prompt and its answer are named together")
+            })?;
+        }
+        let (mixed, named) = (!d.mixture.is_empty(), d.source == MIXTURE);
+        require(mixed || !named, "data.mixture", || {
+            "is empty, but data.source = \"mixture\": list what is mixed, as mixture = [{ source = \"a.jsonl\", weight = 2.0 }, ...]"
+                .into()
+        })?;
+        require(!mixed || named, "data.source", || {
+            format!("is \"{}\", but data.mixture lists what is read: leave data.source out", d.source)
+        })?;
+        for MixtureSource { source, weight } in &d.mixture {
+            require(![SYNTHETIC, RANDOM, MIXTURE, ""].contains(&source.as_str()), "data.mixture", || {
+                format!("lists the source \"{source}\", expected files: a file, a folder or a glob")
+            })?;
+            require(*weight > 0.0 && weight.is_finite(), "data.mixture", || {
+                format!("gives {source} the weight {weight:?}, expected a number above 0")
+            })?;
+        }
+        Ok(())
     }
 
     fn validate_batch(&self) -> Result<()> {

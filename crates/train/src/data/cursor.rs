@@ -9,11 +9,48 @@ use nibble_formats::philox::{Purpose, Stream, fnv1a32};
 /// Phases let targets stand at every position of a window over the epochs.
 #[derive(Debug, Clone, Copy)]
 pub struct WindowOrder {
-    windows: u64,
+    windows: Permutation,
     seq_len: u64,
     phases: u64,
-    half_bits: u32,
     seed: u64,
+}
+
+/// Permutations of `0 .. count`, one for each stream of random numbers.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Permutation {
+    count: u64,
+    half_bits: u32,
+}
+
+impl Permutation {
+    /// Those of so many, at least one.
+    pub fn of(count: u64) -> Self {
+        let count = count.max(1);
+        // Even width: both halves of the network have the same number of bits.
+        let bits = 64 - (count - 1).leading_zeros();
+        Self { count, half_bits: bits.div_ceil(2).max(1) }
+    }
+
+    /// Where a number below `count` goes.
+    pub fn at(&self, draw: &Stream, mut value: u64) -> u64 {
+        loop {
+            // Walk the cycle until it is back inside: a permutation of 0..count, at most four steps on average.
+            value = self.feistel(draw, value);
+            if value < self.count {
+                return value;
+            }
+        }
+    }
+
+    fn feistel(&self, draw: &Stream, value: u64) -> u64 {
+        let mask = (1 << self.half_bits) - 1;
+        let (mut left, mut right) = (value >> self.half_bits, value & mask);
+        for round in 0..ROUNDS {
+            let scrambled = u64::from(draw.u32_at(round << 32 | right));
+            (left, right) = (right, left ^ (scrambled & mask));
+        }
+        left << self.half_bits | right
+    }
 }
 
 /// Rounds of the Feistel network: from four on it is a pseudorandom permutation (Luby and Rackoff, 1988).
@@ -28,22 +65,19 @@ impl WindowOrder {
         // As many windows as fit from any phase; at most one window and a half a epoch is left out at the ends.
         let windows = (tokens.saturating_sub(seq_len) / seq_len).max(1);
         let phases = tokens.saturating_sub(windows * seq_len).clamp(1, seq_len);
-        // Even width: both halves of the network have the same number of bits.
-        let bits = 64 - (windows - 1).leading_zeros();
-        let half_bits = bits.div_ceil(2).max(1);
-        Self { windows, seq_len, phases, half_bits, seed }
+        Self { windows: Permutation::of(windows), seq_len, phases, seed }
     }
 
     /// Windows of an epoch.
     #[must_use]
     pub fn windows(&self) -> u64 {
-        self.windows
+        self.windows.count
     }
 
     /// The epoch, from 0, that a cursor lies in.
     #[must_use]
     pub fn epoch(&self, cursor: u64) -> u64 {
-        cursor / self.windows
+        cursor / self.windows.count
     }
 
     /// Index of the first token of the cursor's window.
@@ -53,24 +87,8 @@ impl WindowOrder {
         let epoch = self.epoch(cursor) as u32;
         let draw = Stream::new(self.seed, Purpose::Data, fnv1a32("data.order"), epoch);
         let phase = u64::from(draw.u32_at(PHASE)) % self.phases;
-        let mut window = cursor % self.windows;
-        loop {
-            // Walk the cycle until it is back inside: a permutation of 0..windows, at most four steps on average.
-            window = self.feistel(&draw, window);
-            if window < self.windows {
-                return (phase + window * self.seq_len) as usize;
-            }
-        }
-    }
-
-    fn feistel(&self, draw: &Stream, value: u64) -> u64 {
-        let mask = (1 << self.half_bits) - 1;
-        let (mut left, mut right) = (value >> self.half_bits, value & mask);
-        for round in 0..ROUNDS {
-            let scrambled = u64::from(draw.u32_at(round << 32 | right));
-            (left, right) = (right, left ^ (scrambled & mask));
-        }
-        left << self.half_bits | right
+        let window = self.windows.at(&draw, cursor % self.windows.count);
+        (phase + window * self.seq_len) as usize
     }
 }
 

@@ -3,22 +3,35 @@
 //! A batch is a pure function of (seed, global sample cursor). A resumed run, and any number of ranks that each take
 //! their part of the cursor's range, therefore see the very same sequences.
 
+mod cache;
+mod corpus;
 mod cursor;
+mod encode;
 mod loader;
+mod mixture;
+mod reading;
+mod region;
 mod signature;
+mod source;
+mod stream;
 pub(crate) mod synthetic;
-mod text;
+#[cfg(test)]
+mod tests;
 
 use nibble_formats::philox::{Purpose, Stream, fnv1a32};
-use std::path::Path;
 
+use corpus::Corpus;
+
+pub use cache::LeftOut;
+pub use corpus::Given;
 pub use cursor::WindowOrder;
 pub use loader::{BatchPlan, Loader, StepBatches};
+pub use reading::{BadRow, Watch};
 pub use synthetic::{Entropy, Language, RECORD_TOKENS, SYNTHETIC_VOCAB, Split, render_symbol, symbol_of};
-pub use text::Text;
 
 use crate::config::{Config, DataConfig};
 use crate::error::{Error, Result};
+use crate::tokenizer::Framing;
 
 pub use crate::tokenizer::BYTE_VOCAB;
 
@@ -107,10 +120,7 @@ pub struct Dataset {
 #[derive(Debug, Clone)]
 enum TokenSource {
     Synthetic(Box<Language>),
-    Text {
-        text: Text,
-        order: WindowOrder,
-    },
+    Files(Corpus),
     /// Uniform ids below this, for measurements.
     Random {
         vocab_size: usize,
@@ -130,36 +140,50 @@ impl Dataset {
     /// Opens the data of a run.
     ///
     /// # Errors
-    /// As [`Dataset::open`].
+    /// As [`Dataset::watched`].
     pub fn of(config: &Config) -> Result<Self> {
+        Self::watched(config, &mut ())
+    }
+
+    /// Opens the data of a run, and tells `watch` how far a token cache has come that has to be made for it.
+    ///
+    /// # Errors
+    /// As [`Dataset::open`]; [`Error::Io`] where a token cache cannot be written.
+    pub fn watched(config: &Config, watch: &mut dyn Watch) -> Result<Self> {
         if config.data.source == crate::config::RANDOM {
             let source = TokenSource::Random { vocab_size: config.model.vocab_size };
             let DataConfig { seq_len, document_mask: apart, .. } = config.data;
             return Ok(Self { source, seq_len, seed: config.seed, apart });
         }
-        if let Some(tokenizer) = config.tokenizer()?.filter(|own| config.is_text() && own.unit() != "byte") {
-            let why = format!(
-                "is {:?}, which is read as bytes alone, and the tokens are {}",
-                config.data.source,
-                tokenizer.tokens()
-            );
-            return Err(Error::config("data.source", why));
-        }
-        Self::open(&config.data, config.seed)
+        let vocab_size = config.model.vocab_size.max(1);
+        let tokenizer = config.tokenizer()?.filter(|tokenizer| tokenizer.unit() != "byte");
+        let encoder = encode::Encoder { tokenizer, framing: config.framing()?, vocab_size };
+        Self::opened(&config.data, config.seed, encoder, watch)
     }
 
-    /// Opens the built-in language or the text that the configuration names. `seed` decides the order of the training
+    /// Opens the built-in language or the files that the configuration names, their bytes as tokens. `seed` decides the order of the training
     /// sequences (and the training records of the built-in language), never what is held out.
     ///
     /// # Errors
     /// [`Error::Data`] for a file that is missing, empty, damaged, or too short for one training and one held-out
     /// sequence; [`Error::Config`] for a `seq_len` that the built-in language cannot have.
     pub fn open(config: &DataConfig, seed: u64) -> Result<Self> {
+        let encoder =
+            encode::Encoder { tokenizer: None, framing: Framing::default(), vocab_size: BYTE_VOCAB };
+        Self::opened(config, seed, encoder, &mut ())
+    }
+
+    fn opened(
+        config: &DataConfig,
+        seed: u64,
+        encoder: encode::Encoder,
+        watch: &mut dyn Watch,
+    ) -> Result<Self> {
         let seq_len = config.seq_len;
         if seq_len == 0 {
             return Err(Error::config("data.seq_len", "is 0, expected at least 1"));
         }
-        let source = if config.source == crate::config::SYNTHETIC {
+        let source = if config.source == crate::config::SYNTHETIC && config.mixture.is_empty() {
             if !seq_len.is_multiple_of(RECORD_TOKENS) || seq_len > HELD_OUT_RECORDS * RECORD_TOKENS {
                 let most = HELD_OUT_RECORDS * RECORD_TOKENS;
                 let why = format!(
@@ -170,11 +194,18 @@ impl Dataset {
             }
             TokenSource::Synthetic(Box::default())
         } else {
-            let text = Text::open(Path::new(&config.source), config.bytes, config.valid_fraction, seq_len)?;
-            let order = WindowOrder::new(text.train().len(), seq_len, seed);
-            TokenSource::Text { text, order }
+            TokenSource::Files(Corpus::open(config, seed, &encoder, watch)?)
         };
         Ok(Self { source, seq_len, seed, apart: config.document_mask })
+    }
+
+    /// What each source of files gives to a run, in the order of the mixture; nothing where tokens are not of files.
+    #[must_use]
+    pub fn given(&self, sequences: u64) -> Vec<Given> {
+        match &self.source {
+            TokenSource::Files(corpus) => corpus.given(sequences),
+            TokenSource::Synthetic(_) | TokenSource::Random { .. } => Vec::new(),
+        }
     }
 
     /// SHA-256 of the tokens, or of what says which they are.
@@ -182,7 +213,7 @@ impl Dataset {
     pub fn sha256(&self) -> String {
         match &self.source {
             TokenSource::Synthetic(_) => crate::checkpoint::sha256_hex(crate::config::SYNTHETIC.as_bytes()),
-            TokenSource::Text { text, .. } => crate::checkpoint::sha256_hex(text.bytes()),
+            TokenSource::Files(corpus) => corpus.sha256().to_owned(),
             TokenSource::Random { vocab_size } => {
                 let name = format!("{} below {vocab_size}", crate::config::RANDOM);
                 crate::checkpoint::sha256_hex(name.as_bytes())
@@ -195,7 +226,7 @@ impl Dataset {
     pub fn vocab_size(&self) -> usize {
         match &self.source {
             TokenSource::Synthetic(_) => SYNTHETIC_VOCAB,
-            TokenSource::Text { .. } => BYTE_VOCAB,
+            TokenSource::Files(corpus) => corpus.vocab_size(),
             TokenSource::Random { vocab_size } => *vocab_size,
         }
     }
@@ -211,7 +242,7 @@ impl Dataset {
     pub fn entropy(&self) -> Option<Entropy> {
         match &self.source {
             TokenSource::Synthetic(language) => Some(language.entropy()),
-            TokenSource::Text { .. } | TokenSource::Random { .. } => None,
+            TokenSource::Files(_) | TokenSource::Random { .. } => None,
         }
     }
 
@@ -228,11 +259,7 @@ impl Dataset {
                     batch.set(index, tokens.into_iter());
                     self.separate_records(&mut batch, index);
                 }
-                TokenSource::Text { text, order } => {
-                    let start = order.start(cursor);
-                    let window = &text.train()[start..=start + self.seq_len];
-                    batch.set(index, window.iter().map(|&byte| i32::from(byte)));
-                }
+                TokenSource::Files(corpus) => corpus.train(cursor, &mut batch, index),
                 TokenSource::Random { vocab_size } => {
                     batch.set(index, random(self.seed, "data.train", *vocab_size, cursor, self.seq_len));
                 }
@@ -253,8 +280,7 @@ impl Dataset {
     pub fn valid_windows(&self) -> usize {
         match &self.source {
             TokenSource::Synthetic(_) => HELD_OUT_RECORDS * RECORD_TOKENS / self.seq_len,
-            // The last target needs a byte of its own.
-            TokenSource::Text { text, .. } => (text.valid().len() - 1) / self.seq_len,
+            TokenSource::Files(corpus) => corpus.valid_windows(),
             TokenSource::Random { .. } => HELD_OUT_RANDOM.div_ceil(self.seq_len),
         }
     }
@@ -272,11 +298,7 @@ impl Dataset {
                     batch.set(index, tokens.into_iter());
                     self.separate_records(&mut batch, index);
                 }
-                TokenSource::Text { text, .. } => {
-                    let start = window * self.seq_len;
-                    let tokens = &text.valid()[start..=start + self.seq_len];
-                    batch.set(index, tokens.iter().map(|&byte| i32::from(byte)));
-                }
+                TokenSource::Files(corpus) => corpus.valid(window, &mut batch, index),
                 TokenSource::Random { vocab_size } => {
                     let tokens =
                         random(HELD_OUT_SEED, "data.valid", *vocab_size, window as u64, self.seq_len);
@@ -287,18 +309,16 @@ impl Dataset {
         batch
     }
 
-    /// What is left of the held-out text after the last whole sequence: one shorter sequence, so that
-    /// [`Dataset::valid_batch`] and this together predict every held-out byte but the first. `None` where nothing is
-    /// left.
+    /// What is left of the held-out tokens after the last whole sequence: one shorter sequence, so that
+    /// [`Dataset::valid_batch`] and this together predict every held-out token but the first. `None` where nothing is
+    /// left, and of a mixture, of which each source would leave something.
     #[must_use]
     pub fn valid_tail(&self) -> Option<Batch> {
-        let TokenSource::Text { text, .. } = &self.source else { return None };
-        let rest = &text.valid()[self.valid_windows() * self.seq_len..];
-        (rest.len() > 1).then(|| {
-            let mut batch = Batch::zeroed(1, rest.len() - 1, self.apart);
-            batch.set(0, rest.iter().map(|&byte| i32::from(byte)));
-            batch
-        })
+        let TokenSource::Files(corpus) = &self.source else { return None };
+        let length = corpus.valid_tail()?;
+        let mut batch = Batch::zeroed(1, length, self.apart);
+        corpus.tail(&mut batch);
+        Some(batch)
     }
 }
 

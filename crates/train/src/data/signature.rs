@@ -76,7 +76,7 @@ const KINDS: &[Kind] = &[
         marks: &[Mark::At(0, b"7z\xbc\xaf\x27\x1c")],
     },
     Kind {
-        what: "packed with zstd",
+        what: "zstd inside another packing",
         advice: "unpack it with `zstd -d`",
         marks: &[Mark::At(0, b"\x28\xb5\x2f\xfd")],
     },
@@ -96,7 +96,6 @@ const KINDS: &[Kind] = &[
         advice: "unpack it with `unrar x`",
         marks: &[Mark::At(0, b"Rar!\x1a\x07")],
     },
-    Kind { what: "a Parquet file", advice: "export its column of text", marks: &[Mark::At(0, b"PAR1")] },
     Kind { what: "an Arrow file", advice: "export its column of text", marks: &[Mark::At(0, b"ARROW1\0\0")] },
     Kind { what: "an SQLite database", advice: EXPORT, marks: &[Mark::At(0, b"SQLite format 3\0")] },
     Kind { what: "an HDF5 file", advice: EXPORT, marks: &[Mark::At(0, b"\x89HDF\r\n\x1a\n")] },

@@ -9,7 +9,8 @@ use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Settings that each rank may have for itself: where it finds things, and what it computes with. That the data are the same their bytes say.
-const OWN: [&str; 4] = ["data.source", "run.dir", "run.device", "run.threads"];
+const OWN: [&str; 6] =
+    ["data.source", "data.mixture", "data.cache_dir", "run.dir", "run.device", "run.threads"];
 
 /// What a rank has.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]

@@ -229,7 +229,8 @@ fn require_same(
     let (then, now) = (&position.data_sha256, &data.sha256());
     // Another path of the same content changes nothing.
     if then == now {
-        changes.retain(|change| !change.starts_with("data.source: "));
+        changes
+            .retain(|change| !["data.source: ", "data.mixture: "].iter().any(|key| change.starts_with(key)));
     } else {
         let short = |sha: &str| sha[..12.min(sha.len())].to_owned();
         changes.push(format!("the data's content: SHA-256 {} → {}", short(then), short(now)));

@@ -1,0 +1,151 @@
+//! Where the tokens come from.
+
+use serde::{Deserialize, Serialize};
+
+use super::is_false;
+use crate::tokenizer::AUTO;
+
+/// Where the tokens come from.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct DataConfig {
+    /// `synthetic` for the built-in language; `random` for uniform ids below `model.vocab_size`, to measure speed with; `mixture` for what
+    /// `mixture` lists, which is filled in; otherwise a file, a folder, of which all files of known kinds are read in the order of their names,
+    /// or a glob. Files are text, JSON lines, Parquet, or token ids; text and JSON lines may be packed with gzip or zstd.
+    pub source: String,
+    /// Whether the file is taken as it is, even where it begins like an archive, a picture or another file that is no text.
+    #[serde(skip_serializing_if = "is_false")]
+    pub bytes: bool,
+    /// The tokenizer of a text: the path of a `tokenizer.json`, or of a folder that has one. Empty: that of the model which
+    /// `train.init_from` names, else bytes.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub tokenizer: String,
+    /// The token before each document: `auto`, as the tokenizer's files say; `none`; or the text of a token.
+    #[serde(skip_serializing_if = "is_auto")]
+    pub bos_token: String,
+    /// The token behind each document: `auto`, the one that the tokenizer's files name; `none`; or the text of a token.
+    #[serde(skip_serializing_if = "is_auto")]
+    pub eos_token: String,
+    /// In JSON lines and Parquet, the key or column that holds the text of a document.
+    #[serde(skip_serializing_if = "is_usual_text_key")]
+    pub text_key: String,
+    /// The key or column of a prompt, which is read and not learnt; `answer_key` names the one of its answer. Empty: documents are texts.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub prompt_key: String,
+    /// The key or column of the answer to a prompt.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub answer_key: String,
+    /// Several sources, each with its weight: of `weight / sum of weights` of the sequences. Empty: `source` alone.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub mixture: Vec<MixtureSource>,
+    /// What becomes of a row that cannot be read: `stop`, the run does not begin; or `skip`, the row is left out, counted and told.
+    #[serde(skip_serializing_if = "OnError::is_default")]
+    pub on_error: OnError,
+    /// Folder of token caches; empty = `nibble` in the user's folder of caches.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub cache_dir: String,
+    /// Tokens of a sequence.
+    pub seq_len: usize,
+    /// Whether the documents of a sequence are kept apart: positions begin anew with each, and none attends to another or predicts its first token.
+    #[serde(skip_serializing_if = "is_false")]
+    pub document_mask: bool,
+    /// Share of the tokens that is held out: whole documents at the end, or the end of a single document. The built-in language holds out
+    /// records of its own.
+    pub valid_fraction: f64,
+}
+
+impl Default for DataConfig {
+    fn default() -> Self {
+        Self {
+            source: SYNTHETIC.into(),
+            bytes: false,
+            tokenizer: String::new(),
+            bos_token: AUTO.into(),
+            eos_token: AUTO.into(),
+            text_key: USUAL_TEXT_KEY.into(),
+            prompt_key: String::new(),
+            answer_key: String::new(),
+            mixture: Vec::new(),
+            on_error: OnError::default(),
+            cache_dir: String::new(),
+            seq_len: 128,
+            document_mask: false,
+            valid_fraction: 0.1,
+        }
+    }
+}
+
+impl DataConfig {
+    /// What is read, with the weight of each: the sources of the mixture, or the only one.
+    #[must_use]
+    pub fn sources(&self) -> Vec<MixtureSource> {
+        match self.mixture.is_empty() {
+            true => vec![MixtureSource { source: self.source.clone(), weight: 1.0 }],
+            false => self.mixture.clone(),
+        }
+    }
+
+    /// What is read, in a line.
+    #[must_use]
+    pub fn described(&self) -> String {
+        if self.mixture.is_empty() {
+            return self.source.clone();
+        }
+        let one = |MixtureSource { source, weight }: &MixtureSource| format!("{source} ({weight})");
+        self.mixture.iter().map(one).collect::<Vec<_>>().join(", ")
+    }
+}
+
+/// One source of a mixture.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MixtureSource {
+    /// A file, a folder or a glob.
+    pub source: String,
+    /// Its share of the sequences, beside the weights of the others.
+    #[serde(default = "usual_weight")]
+    pub weight: f64,
+}
+
+fn usual_weight() -> f64 {
+    1.0
+}
+
+/// What becomes of a row that cannot be read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OnError {
+    /// The first one is an error.
+    #[default]
+    Stop,
+    /// It is left out and counted.
+    Skip,
+}
+
+impl OnError {
+    /// Stored configurations leave it out.
+    fn is_default(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+/// Stored configurations leave it out.
+fn is_auto(token: &str) -> bool {
+    token == AUTO
+}
+
+/// [`DataConfig::text_key`] where it is not given. Stored configurations leave it out.
+const USUAL_TEXT_KEY: &str = "text";
+
+fn is_usual_text_key(key: &str) -> bool {
+    key == USUAL_TEXT_KEY
+}
+
+/// The value of `data.source` that means the built-in language.
+pub const SYNTHETIC: &str = "synthetic";
+
+/// The value of `data.source` that means random tokens.
+pub const RANDOM: &str = "random";
+
+/// The value of `data.source` that means the sources of `data.mixture`.
+pub const MIXTURE: &str = "mixture";

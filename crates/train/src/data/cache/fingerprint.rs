@@ -1,0 +1,110 @@
+//! SHA-256 of files, remembered, so that a file that has not changed is not read again for it.
+
+use std::fs::{self, File, Metadata};
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+use crate::checkpoint::{hexadecimal, sha256_hex};
+use crate::error::{Error, Result};
+use crate::files;
+
+/// Files that are smaller are read anew: that takes no time, and leaves nothing behind.
+const REMEMBERED_BYTES: u64 = 16 << 20;
+
+/// A file that was changed less long ago may change again without another time of it.
+const SETTLED: Duration = Duration::from_secs(2);
+
+/// What says that a file is the one that it was.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(in crate::data) struct Stamp {
+    size: u64,
+    /// Nanoseconds since 1970.
+    modified: u128,
+    /// Number of the file and when it was changed in any way, where the system tells them.
+    inode: u64,
+    changed: i128,
+}
+
+impl Stamp {
+    /// That of a file.
+    ///
+    /// # Errors
+    /// [`Error::Data`] where the system does not tell.
+    pub fn of(path: &Path) -> Result<Self> {
+        let about = fs::metadata(path).map_err(|e| Error::data(path, format!("cannot be read: {e}")))?;
+        let modified = about.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());
+        let (inode, changed) = identity(&about);
+        Ok(Self { size: about.len(), modified: modified.unwrap_or_default().as_nanos(), inode, changed })
+    }
+
+    fn is_settled(&self) -> bool {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        self.modified + SETTLED.as_nanos() < now.as_nanos()
+    }
+}
+
+#[cfg(unix)]
+fn identity(about: &Metadata) -> (u64, i128) {
+    use std::os::unix::fs::MetadataExt;
+    (about.ino(), i128::from(about.ctime()) * 1_000_000_000 + i128::from(about.ctime_nsec()))
+}
+
+#[cfg(not(unix))]
+fn identity(_: &Metadata) -> (u64, i128) {
+    (0, 0)
+}
+
+/// What is remembered of a file.
+#[derive(Serialize, Deserialize)]
+struct Remembered {
+    path: PathBuf,
+    stamp: Stamp,
+    sha256: String,
+}
+
+/// SHA-256 of a file's bytes, remembered in the folder of caches.
+///
+/// # Errors
+/// [`Error::Data`] where it cannot be read.
+pub(in crate::data) fn sha256_of(path: &Path, caches: Option<&Path>) -> Result<String> {
+    let unread = |e: std::io::Error| Error::data(path, format!("cannot be read: {e}"));
+    let stamp = Stamp::of(path)?;
+    let place = caches.filter(|_| stamp.size >= REMEMBERED_BYTES).and_then(|caches| {
+        let path = fs::canonicalize(path).ok()?;
+        let name = sha256_hex(path.as_os_str().as_encoded_bytes());
+        Some((caches.join("files").join(format!("{name}.json")), path))
+    });
+    if let Some((place, path)) = &place
+        && let Ok(text) = files::read_text(place, files::MOST_TEXT)
+        && let Ok(known) = serde_json::from_str::<Remembered>(&text)
+        && known.path == *path
+        && known.stamp == stamp
+    {
+        return Ok(known.sha256);
+    }
+    let is_settled = stamp.is_settled();
+    let sha256 = sha256_hex_of(&mut File::open(path).map_err(unread)?).map_err(unread)?;
+    if let Some((place, path)) = place.filter(|_| is_settled)
+        && let Ok(text) = serde_json::to_string(&Remembered { path, stamp, sha256: sha256.clone() })
+        && let Some(folder) = place.parent()
+    {
+        // Where it cannot be written, the file is read again the next time.
+        let _ = fs::create_dir_all(folder).and_then(|()| files::write_whole(&place, text));
+    }
+    Ok(sha256)
+}
+
+/// SHA-256 of all that is read.
+pub(super) fn sha256_hex_of(reader: &mut dyn Read) -> std::io::Result<String> {
+    let (mut hash, mut buffer) = (Sha256::new(), vec![0; 1 << 20]);
+    loop {
+        match reader.read(&mut buffer)? {
+            0 => return Ok(hexadecimal(&hash.finalize())),
+            count => hash.update(&buffer[..count]),
+        }
+    }
+}

@@ -1,0 +1,266 @@
+//! The tokens of files: of one source or of a mixture, which windows of them are sequences, and what is held out.
+
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+
+use super::cache::{self, LeftOut, sha256_of};
+use super::encode::Encoder;
+use super::mixture::{BLOCK, Mixture};
+use super::reading::{Reading, Watch};
+use super::source::{Asked, DataFile, find, kind_of};
+use super::stream::TokenStream;
+use super::{Batch, NO_TARGET, WindowOrder};
+use crate::checkpoint::sha256_hex;
+use crate::config::DataConfig;
+use crate::error::{Error, Result};
+
+/// The sources of a run.
+#[derive(Debug, Clone)]
+pub(super) struct Corpus {
+    sources: Vec<Tokens>,
+    mixture: Mixture,
+    seq_len: usize,
+    vocab_size: usize,
+    sha256: String,
+}
+
+/// What a source gives to a run.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Given {
+    /// The source.
+    pub source: String,
+    /// Its documents and tokens, held-out ones among them.
+    pub documents: usize,
+    /// Tokens.
+    pub tokens: usize,
+    /// Held-out tokens among them.
+    pub held_out: usize,
+    /// How often the run goes over what is not held out.
+    pub epochs: f64,
+    /// The rows that are not among them.
+    pub left_out: LeftOut,
+}
+
+/// The tokens of a source, in windows.
+#[derive(Debug, Clone)]
+struct Tokens {
+    name: String,
+    stream: Arc<TokenStream>,
+    /// The first token that is held out.
+    split: usize,
+    order: WindowOrder,
+    left_out: Arc<LeftOut>,
+}
+
+impl Corpus {
+    /// Opens what the configuration names.
+    ///
+    /// # Errors
+    /// [`Error::Data`] for files that cannot be read, or are too short; [`Error::Config`] for weights that leave a source nothing;
+    /// [`Error::Io`] where a token cache cannot be written.
+    pub fn open(config: &DataConfig, seed: u64, encoder: &Encoder, watch: &mut dyn Watch) -> Result<Self> {
+        let named = config.sources();
+        let weights: Vec<f64> = named.iter().map(|one| one.weight).collect();
+        let mixture = Mixture::new(&weights, seed);
+        for (number, one) in named.iter().enumerate() {
+            if mixture.share(number) == 0 {
+                let why = format!(
+                    "gives {} the weight {:?}, which is less than one sequence of {BLOCK}",
+                    one.source, one.weight
+                );
+                return Err(Error::config("data.mixture", why));
+            }
+        }
+        let open = |(number, source): (usize, &str)| {
+            let (stream, left_out) = open_stream(source, config, encoder, watch)?;
+            // Sources of one content have orders of their own.
+            let own_seed = seed.wrapping_add((number as u64) << 32);
+            let split = stream.split(config.valid_fraction);
+            require_long_enough(Path::new(source), &stream, split, config, encoder.unit())?;
+            Ok(Tokens {
+                name: source.to_owned(),
+                order: WindowOrder::new(split, config.seq_len, own_seed),
+                stream: Arc::new(stream),
+                split,
+                left_out: Arc::new(left_out),
+            })
+        };
+        let sources =
+            named.iter().map(|one| one.source.as_str()).enumerate().map(open).collect::<Result<Vec<_>>>()?;
+        let sha256 = match sources.as_slice() {
+            [one] => one.stream.sha256().to_owned(),
+            _ => {
+                let shares = sources.iter().enumerate();
+                let said =
+                    shares.map(|(number, of)| format!("{} {}\n", mixture.share(number), of.stream.sha256()));
+                sha256_hex(said.collect::<String>().as_bytes())
+            }
+        };
+        let vocab_size = encoder.vocabulary();
+        Ok(Self { sources, mixture, seq_len: config.seq_len, vocab_size, sha256 })
+    }
+
+    /// SHA-256 of the tokens; of a mixture, of what it is mixed of.
+    pub fn sha256(&self) -> &str {
+        &self.sha256
+    }
+
+    /// Ids are below this.
+    pub fn vocab_size(&self) -> usize {
+        self.vocab_size
+    }
+
+    /// All tokens of a source.
+    #[cfg(test)]
+    pub fn tokens_of(&self, source: usize) -> impl Iterator<Item = i32> {
+        let stream = &self.sources[source].stream;
+        stream.ids(0..stream.len())
+    }
+
+    /// What each source gives to so many sequences.
+    pub fn given(&self, sequences: u64) -> Vec<Given> {
+        let of = |(number, one): (usize, &Tokens)| Given {
+            source: one.name.clone(),
+            documents: one.stream.documents(),
+            tokens: one.stream.len(),
+            held_out: one.stream.len() - one.split,
+            epochs: self.mixture.sequences(number, sequences) as f64 / one.order.windows() as f64,
+            left_out: LeftOut::clone(&one.left_out),
+        };
+        self.sources.iter().enumerate().map(of).collect()
+    }
+
+    /// Makes the training sequence of this cursor sequence `index` of a batch.
+    pub fn train(&self, cursor: u64, batch: &mut Batch, index: usize) {
+        let (source, own) = self.mixture.of(cursor);
+        let tokens = &self.sources[source];
+        let start = tokens.order.start(own);
+        tokens.fill(start..start + self.seq_len, batch, index);
+    }
+
+    /// Whole held-out sequences: those of one source after those of the other, none of which overlap.
+    pub fn valid_windows(&self) -> usize {
+        self.sources.iter().map(|tokens| tokens.valid_windows(self.seq_len)).sum()
+    }
+
+    /// Makes the held-out sequence of this number sequence `index` of a batch.
+    pub fn valid(&self, mut window: usize, batch: &mut Batch, index: usize) {
+        for tokens in &self.sources {
+            let own = tokens.valid_windows(self.seq_len);
+            if window < own {
+                let start = tokens.split + window * self.seq_len;
+                return tokens.fill(start..start + self.seq_len, batch, index);
+            }
+            window -= own;
+        }
+    }
+
+    /// The held-out tokens of the only source behind its last whole sequence.
+    fn rest(&self) -> Option<(&Tokens, Range<usize>)> {
+        let [tokens] = self.sources.as_slice() else { return None };
+        let start = tokens.split + tokens.valid_windows(self.seq_len) * self.seq_len;
+        Some((tokens, start..tokens.stream.len() - 1)).filter(|(_, rest)| !rest.is_empty())
+    }
+
+    /// The length of the sequence of what is left there, if there is any.
+    pub fn valid_tail(&self) -> Option<usize> {
+        Some(self.rest()?.1.len())
+    }
+
+    /// Makes it the sequence of a batch.
+    pub fn tail(&self, batch: &mut Batch) {
+        if let Some((tokens, rest)) = self.rest() {
+            tokens.fill(rest, batch, 0);
+        }
+    }
+}
+
+/// The tokens of a source: of one text, whose tokens are its bytes, where it lies; else of a cache.
+fn open_stream(
+    source: &str,
+    config: &DataConfig,
+    encoder: &Encoder,
+    watch: &mut dyn Watch,
+) -> Result<(TokenStream, LeftOut)> {
+    let mut reading = Reading::of(source, config, encoder)?;
+    if let [path] = reading.files.as_slice() {
+        let file = DataFile::open(path, &reading.asked, &Arc::new(AtomicU64::new(0)))?;
+        let kind = kind_of(&file, &reading.asked);
+        if kind.is_its_bytes() && file.packing.is_none() && encoder.is_bytes() {
+            // What is no text, or empty, is refused.
+            kind.open(&file, &reading.asked)?;
+            let bytes = file.region()?;
+            let sha256 = match file.is_plain() {
+                true => sha256_of(path, cache::folder(&config.cache_dir).ok().as_deref())?,
+                false => sha256_hex(&bytes),
+            };
+            return Ok((TokenStream::of_bytes(bytes, sha256), LeftOut::default()));
+        }
+        reading.piped = file.is_piped().then_some(file);
+    }
+    cache::open(&reading, &cache::folder(&config.cache_dir)?, watch)
+}
+
+impl Reading {
+    /// The reading of a source as the configuration asks for it.
+    ///
+    /// # Errors
+    /// [`Error::Data`] where there is no file.
+    pub(super) fn of(source: &str, config: &DataConfig, encoder: &Encoder) -> Result<Self> {
+        let pair =
+            (!config.prompt_key.is_empty()).then(|| [config.prompt_key.clone(), config.answer_key.clone()]);
+        let end = encoder.framing.eos.and_then(|id| u32::try_from(id).ok());
+        let asked = Asked { bytes: config.bytes, text_key: config.text_key.clone(), pair, end };
+        let (encoder, on_error) = (encoder.clone(), config.on_error);
+        Ok(Self { files: find(source)?, piped: None, asked, encoder, on_error })
+    }
+}
+
+impl Tokens {
+    fn valid_windows(&self, seq_len: usize) -> usize {
+        // The last target needs a token of its own.
+        (self.stream.len() - self.split - 1) / seq_len
+    }
+
+    /// Makes sequence `index` of a batch of these tokens and the one behind them, which is the last target.
+    fn fill(&self, inputs: Range<usize>, batch: &mut Batch, index: usize) {
+        let (first, end) = (inputs.start, inputs.end + 1);
+        batch.set(index, self.stream.ids(first..end));
+        let targets = &mut batch.targets[index * batch.seq_len..(index + 1) * batch.seq_len];
+        for run in self.stream.unlearnt(first + 1..end) {
+            targets[run.start - first - 1..run.end - first - 1].fill(NO_TARGET);
+        }
+        if !batch.starts.is_empty() {
+            batch.separate(index, self.stream.begins(first + 1..end).map(|begin| begin - first));
+        }
+    }
+}
+
+/// Checks that there is a training and a held-out sequence.
+fn require_long_enough(
+    path: &Path,
+    stream: &TokenStream,
+    split: usize,
+    config: &DataConfig,
+    unit: &str,
+) -> Result<()> {
+    let (needed, len, share) = (config.seq_len + 1, stream.len(), config.valid_fraction);
+    let documents = match stream.documents() {
+        0 | 1 => String::new(),
+        count => format!(" in {count} documents, of which whole ones are held out"),
+    };
+    for (part, got, share) in [("training", split, 1.0 - share), ("held-out", len - split, share)] {
+        if got < needed {
+            let why = format!(
+                "is too short: its {part} part ({:.0} % of {len} {unit}{documents}) has {got} {unit}, and one sequence \
+                 (data.seq_len = {}) needs {needed}",
+                100.0 * share,
+                config.seq_len
+            );
+            return Err(Error::data(path, why));
+        }
+    }
+    Ok(())
+}

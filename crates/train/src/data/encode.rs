@@ -1,0 +1,168 @@
+//! From pieces of documents to token ids.
+
+use std::fmt;
+use std::ops::Range;
+
+use super::source::{Content, Piece};
+use crate::tokenizer::{Framing, SharedTokenizer};
+
+/// What makes ids of texts, and which ids there may be.
+#[derive(Clone)]
+pub(super) struct Encoder {
+    /// None where a token is a byte, whatever text it is of.
+    pub tokenizer: Option<SharedTokenizer>,
+    pub framing: Framing,
+    /// Ids are below this.
+    pub vocab_size: usize,
+}
+
+impl fmt::Debug for Encoder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Encoder")
+            .field("framing", &self.framing)
+            .field("vocab_size", &self.vocab_size)
+            .finish()
+    }
+}
+
+/// The ids of a piece.
+#[derive(Debug, Default)]
+pub(super) struct Encoded {
+    pub ids: Vec<u32>,
+    /// Those that are no targets, in order, none of them empty.
+    pub unlearnt: Vec<Range<usize>>,
+    /// Whether a document begins here.
+    pub begins: bool,
+}
+
+impl Encoder {
+    /// Whether the tokens of a text are its bytes and nothing more.
+    pub fn is_bytes(&self) -> bool {
+        self.tokenizer.is_none() && self.framing == Framing::default()
+    }
+
+    /// What its tokens are called.
+    pub fn unit(&self) -> &'static str {
+        if self.tokenizer.is_none() { "bytes" } else { "tokens" }
+    }
+
+    /// Ids are below this: those of the tokenizer, which may be fewer than the model has rows for.
+    pub fn vocabulary(&self) -> usize {
+        match &self.tokenizer {
+            None => super::BYTE_VOCAB,
+            Some(tokenizer) => tokenizer.vocab_size(),
+        }
+    }
+
+    /// The ids of a piece, or what is wrong with it.
+    pub fn encode(&self, piece: Piece) -> Result<Encoded, String> {
+        let begins = piece.begins;
+        match piece.content {
+            Content::Ids(ids) => {
+                let within = |id: &u32| (*id as usize) < self.vocab_size;
+                match ids.iter().position(|id| !within(id)) {
+                    None => Ok(Encoded { ids, unlearnt: Vec::new(), begins }),
+                    Some(at) => Err(self.outside(ids[at].into(), Some(at))),
+                }
+            }
+            Content::Text(parts) => {
+                let mut encoded = Encoded { begins, ..Encoded::default() };
+                for (text, is_target) in parts {
+                    let first = encoded.ids.len();
+                    self.add(&text, &mut encoded.ids)?;
+                    if !is_target && encoded.ids.len() > first {
+                        encoded.unlearnt.push(first..encoded.ids.len());
+                    }
+                }
+                self.frame(&mut encoded, piece.begins, piece.ends)?;
+                Ok(encoded)
+            }
+        }
+    }
+
+    /// Adds the ids of a text.
+    fn add(&self, text: &[u8], ids: &mut Vec<u32>) -> Result<(), String> {
+        let Some(tokenizer) = &self.tokenizer else {
+            ids.extend(text.iter().map(|byte| u32::from(*byte)));
+            return Ok(());
+        };
+        let text = std::str::from_utf8(text).map_err(|e| {
+            format!("is no UTF-8 (byte {} of it is none), expected a text", e.valid_up_to() + 1)
+        })?;
+        for id in tokenizer.encode(text).map_err(|e| e.to_string())? {
+            ids.push(self.checked(id)?);
+        }
+        Ok(())
+    }
+
+    /// Puts the ids around a document of texts that has any, where it begins and where it ends. The one before it is a target only where all
+    /// of the document's are.
+    fn frame(&self, encoded: &mut Encoded, begins: bool, ends: bool) -> Result<(), String> {
+        if encoded.ids.is_empty() {
+            return Ok(());
+        }
+        if let Some(begin) = self.framing.bos.filter(|_| begins) {
+            encoded.ids.insert(0, self.checked(begin)?);
+            encoded.unlearnt.iter_mut().for_each(|run| *run = run.start + 1..run.end + 1);
+            if !encoded.unlearnt.is_empty() {
+                encoded.unlearnt.insert(0, 0..1);
+            }
+        }
+        if let Some(end) = self.framing.eos.filter(|_| ends) {
+            encoded.ids.push(self.checked(end)?);
+        }
+        Ok(())
+    }
+
+    fn checked(&self, id: i32) -> Result<u32, String> {
+        let within = u32::try_from(id).ok().filter(|id| (*id as usize) < self.vocab_size);
+        within.ok_or_else(|| self.outside(id.into(), None))
+    }
+
+    fn outside(&self, id: i64, at: Option<usize>) -> String {
+        let place = at.map(|at| format!(" as token {} of it", at + 1)).unwrap_or_default();
+        format!("has the id {id}{place}, and the vocabulary has {} (model.vocab_size)", self.vocab_size)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tokenizer::Bytes;
+    use std::sync::Arc;
+
+    fn text(parts: &[(&str, bool)]) -> Piece {
+        let parts = parts.iter().map(|(text, is_target)| (text.as_bytes().to_vec(), *is_target)).collect();
+        Piece { begins: true, ends: true, content: Content::Text(parts) }
+    }
+
+    #[test]
+    fn documents_are_framed_and_prompts_are_not_learnt() {
+        let framing = Framing { bos: Some(300), eos: Some(301) };
+        let encoder = Encoder { tokenizer: Some(Arc::new(Bytes)), framing, vocab_size: 302 };
+        let encoded = encoder.encode(text(&[("ab", true)])).unwrap();
+        assert_eq!((encoded.ids, encoded.unlearnt), (vec![300, 97, 98, 301], vec![]));
+        let encoded = encoder.encode(text(&[("ab", false), ("c", true)])).unwrap();
+        assert_eq!((encoded.ids, encoded.unlearnt), (vec![300, 97, 98, 99, 301], vec![0..1, 1..3]));
+        let inner = Piece { begins: false, ends: false, ..text(&[("c", true)]) };
+        assert_eq!(encoder.encode(inner).unwrap().ids, [99]);
+        assert_eq!(encoder.encode(text(&[("", true)])).unwrap().ids, [0; 0]);
+    }
+
+    #[test]
+    fn what_has_no_ids_is_told() {
+        let encoder = |vocab_size| Encoder {
+            tokenizer: Some(Arc::new(Bytes)),
+            framing: Framing::default(),
+            vocab_size,
+        };
+        let ids = |ids: &[u32]| Piece { begins: true, ends: true, content: Content::Ids(ids.to_vec()) };
+        let error = encoder(100).encode(ids(&[1, 99, 100])).unwrap_err();
+        assert_eq!(error, "has the id 100 as token 3 of it, and the vocabulary has 100 (model.vocab_size)");
+        let error = encoder(100).encode(text(&[("a~", true)])).unwrap_err();
+        assert!(error.starts_with("has the id 126, and the vocabulary has 100"), "{error}");
+        let content = Content::Text(vec![(vec![b'a', 0xff], true)]);
+        let error = encoder(256).encode(Piece { begins: true, ends: true, content }).unwrap_err();
+        assert!(error.contains("byte 2 of it"), "{error}");
+    }
+}

@@ -1,0 +1,250 @@
+//! From a path, a folder or a glob to files, and from a file to its bytes, unpacked.
+
+use std::fs::{self, File};
+use std::io::{self, BufRead, BufReader, Cursor, Read};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::packed::{Packing, unpacked};
+use super::{Asked, KINDS};
+use crate::data::region::Region;
+use crate::error::{Error, Result};
+use crate::files;
+
+/// Bytes at the beginning of a file by which it is known.
+const HEAD_BYTES: usize = 64 << 10;
+
+/// Bytes of a buffer between a file and who reads it.
+const BUFFER_BYTES: usize = 256 << 10;
+
+/// More bytes than are held in memory of what comes through a pipe.
+const MOST_PIPED: u64 = 1 << 38;
+
+/// A file of data.
+#[derive(Debug, Clone)]
+pub(in crate::data) struct DataFile {
+    /// As it is named in messages.
+    pub path: PathBuf,
+    /// Its first bytes, unpacked.
+    pub head: Vec<u8>,
+    /// What it is packed with.
+    pub packing: Option<Packing>,
+    /// Its size on the disk.
+    pub size: u64,
+    /// How much of it has been read.
+    read: Arc<AtomicU64>,
+    /// All of it, where it came through a pipe.
+    held: Option<Arc<[u8]>>,
+}
+
+impl DataFile {
+    /// Looks at the beginning of a file.
+    ///
+    /// # Errors
+    /// [`Error::Data`] for one that cannot be read, or is packed and damaged.
+    pub fn open(path: &Path, asked: &Asked, read: &Arc<AtomicU64>) -> Result<Self> {
+        let unread =
+            |e: io::Error| Error::data(path, format!("cannot be read: {e}{}", where_to_get(path, &e)));
+        let is_file =
+            files::open_to_read(path).and_then(|file| Ok(file.metadata()?.is_file())).map_err(unread)?;
+        let held: Option<Arc<[u8]>> = match is_file {
+            true => None,
+            false => Some(files::read_whole(path, MOST_PIPED).map_err(unread)?.into()),
+        };
+        let size = match &held {
+            Some(held) => held.len() as u64,
+            None => fs::metadata(path).map_err(unread)?.len(),
+        };
+        let mut file =
+            Self { path: path.to_owned(), head: Vec::new(), packing: None, size, read: read.clone(), held };
+        let mut start = Vec::new();
+        file.raw()?.take(4).read_to_end(&mut start).map_err(unread)?;
+        file.packing = Packing::of(&start).filter(|packing| packing.is_always() || !asked.bytes);
+        let mut head = Vec::new();
+        let begun = file.reader()?.take(HEAD_BYTES as u64).read_to_end(&mut head);
+        begun.map_err(|e| file.broken(&e))?;
+        file.head = head;
+        file.read.store(0, Ordering::Relaxed);
+        Ok(file)
+    }
+
+    /// Its bytes, unpacked.
+    ///
+    /// # Errors
+    /// [`Error::Data`] where it cannot be opened.
+    pub fn reader(&self) -> Result<Box<dyn BufRead + Send>> {
+        let raw = self.raw()?;
+        Ok(match self.packing {
+            None => raw,
+            Some(packing) => {
+                Box::new(BufReader::with_capacity(BUFFER_BYTES, unpacked(packing, raw, self.size)))
+            }
+        })
+    }
+
+    /// Its bytes as they are.
+    fn raw(&self) -> Result<Box<dyn BufRead + Send>> {
+        if let Some(held) = &self.held {
+            return Ok(Box::new(Cursor::new(held.clone())));
+        }
+        let counted = Counted { file: self.file()?, read: self.read.clone() };
+        Ok(Box::new(BufReader::with_capacity(BUFFER_BYTES, counted)))
+    }
+
+    /// The file, opened anew, for kinds that read here and there.
+    ///
+    /// # Errors
+    /// [`Error::Data`] where it cannot be opened.
+    pub fn file(&self) -> Result<File> {
+        File::open(&self.path).map_err(|e| Error::data(&self.path, format!("cannot be read: {e}")))
+    }
+
+    /// Whether it is a file whose bytes are not packed, so that it can be read here and there.
+    pub fn is_plain(&self) -> bool {
+        self.packing.is_none() && self.held.is_none()
+    }
+
+    /// Whether it came through a pipe, and is held in memory.
+    pub fn is_piped(&self) -> bool {
+        self.held.is_some()
+    }
+
+    /// All of its bytes, where they are not packed, to be read here and there.
+    ///
+    /// # Errors
+    /// [`Error::Data`] where it cannot be opened.
+    pub fn region(&self) -> Result<Region> {
+        match &self.held {
+            Some(held) => Ok(Region::Held(held.clone())),
+            None => Region::map(&self.path),
+        }
+    }
+
+    /// Tells that so many bytes more have been read, for kinds that do not read it from its beginning to its end.
+    pub fn tell_read(&self, bytes: u64) {
+        self.read.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// Whether its name ends so, small or large, before the ending of what packed it.
+    pub fn is_named(&self, endings: &[&str]) -> bool {
+        let name = self.path.file_name().unwrap_or_default().to_string_lossy().to_ascii_lowercase();
+        let name = [".gz", ".zst", ".zstd"].iter().find_map(|end| name.strip_suffix(end)).unwrap_or(&name);
+        endings.iter().any(|ending| name.ends_with(ending))
+    }
+
+    /// The error of a file that ends or breaks on the way.
+    pub fn broken(&self, error: &io::Error) -> Error {
+        let why = match self.packing {
+            None => format!("cannot be read: {error}"),
+            Some(packing) if error.kind() == io::ErrorKind::UnexpectedEof => {
+                format!("is truncated {}: {error}", packing.name())
+            }
+            Some(packing) => format!("is damaged {}: {error}", packing.name()),
+        };
+        Error::data(&self.path, why)
+    }
+}
+
+/// A file that counts what is read of it.
+struct Counted {
+    file: File,
+    read: Arc<AtomicU64>,
+}
+
+impl Read for Counted {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        let count = self.file.read(into)?;
+        self.read.fetch_add(count as u64, Ordering::Relaxed);
+        Ok(count)
+    }
+}
+
+/// The files that a path, a folder or a glob means, in order.
+///
+/// # Errors
+/// [`Error::Data`] where there are none, or a folder cannot be read.
+pub(in crate::data) fn find(source: &str) -> Result<Vec<PathBuf>> {
+    let path = Path::new(source);
+    if path.is_dir() {
+        let mut found = Vec::new();
+        add_folder(path, 0, &mut found)?;
+        found.sort();
+        let found = without_companions(found);
+        return match found.is_empty() {
+            true => Err(Error::data(path, "is a folder without a file of data")),
+            false => Ok(found),
+        };
+    }
+    if path.exists() || !source.contains(['*', '?', '[']) {
+        return Ok(vec![path.to_owned()]);
+    }
+    let wrong = |why: String| Error::data(path, format!("is no glob that can be followed: {why}"));
+    // As in a shell, hidden files are named or not meant.
+    let options = glob::MatchOptions { require_literal_leading_dot: true, ..glob::MatchOptions::new() };
+    let names = glob::glob_with(source, options).map_err(|e| wrong(e.to_string()))?;
+    let mut found = names.collect::<Result<Vec<_>, _>>().map_err(|e| wrong(e.to_string()))?;
+    found.retain(|path| path.is_file());
+    let found = without_companions(found);
+    match found.is_empty() {
+        true => Err(Error::data(path, "is a glob that no file fits")),
+        false => Ok(found),
+    }
+}
+
+/// Folders in folders, at most: a link may lead back.
+const MOST_DEPTH: usize = 32;
+
+/// Adds the files of a folder and of the folders in it, but for hidden ones.
+fn add_folder(folder: &Path, depth: usize, found: &mut Vec<PathBuf>) -> Result<()> {
+    let unread = |e: io::Error| Error::data(folder, format!("cannot be read: {e}"));
+    if depth > MOST_DEPTH {
+        return Err(Error::data(
+            folder,
+            format!("lies more than {MOST_DEPTH} folders deep; does a link lead back?"),
+        ));
+    }
+    for entry in fs::read_dir(folder).map_err(unread)? {
+        let path = entry.map_err(unread)?.path();
+        let is_hidden = path.file_name().is_some_and(|name| name.to_string_lossy().starts_with('.'));
+        match () {
+            () if is_hidden => {}
+            () if path.is_dir() => add_folder(&path, depth + 1, found)?,
+            () if is_known(&path) => found.push(path),
+            () => {}
+        }
+    }
+    Ok(())
+}
+
+/// Endings of the files that a folder is read for: beside data lie licences and pictures.
+fn is_known(path: &Path) -> bool {
+    const ENDINGS: [&str; 8] = [".txt", ".text", ".md", ".jsonl", ".ndjson", ".parquet", ".bin", ".idx"];
+    let name = path.file_name().unwrap_or_default().to_string_lossy().to_ascii_lowercase();
+    let name = [".gz", ".zst", ".zstd"].iter().find_map(|end| name.strip_suffix(end)).unwrap_or(&name);
+    ENDINGS.iter().any(|ending| name.ends_with(ending))
+}
+
+/// Without those that one before them brings along.
+fn without_companions(found: Vec<PathBuf>) -> Vec<PathBuf> {
+    let (mut kept, mut brought) = (Vec::new(), Vec::new());
+    for path in found {
+        if !brought.contains(&path) {
+            brought.extend(KINDS.iter().flat_map(|kind| kind.companions(&path)));
+            kept.push(path);
+        }
+    }
+    kept
+}
+
+/// Where to get a text that the built-in configuration names and does not bring along.
+fn where_to_get(path: &Path, error: &io::Error) -> &'static str {
+    match error.kind() == io::ErrorKind::NotFound && path == Path::new("tinyshakespeare.txt") {
+        true => {
+            "; name a text of yours with --set data.source=FILE. Shakespeare's works are at Project Gutenberg \
+             (https://www.gutenberg.org/ebooks/100), and this file is in https://github.com/karpathy/char-rnn, as \
+             data/tinyshakespeare/input.txt"
+        }
+        false => "; name a file, a folder or a glob with --set data.source=FILE",
+    }
+}

@@ -1,0 +1,175 @@
+//! Files of data: which kinds there are, and the documents that each holds, one after the other.
+//!
+//! A kind is one file of this folder and one line of [`KINDS`]. Nothing is ever held whole: a kind gives pieces of bounded size.
+
+mod files;
+mod json_lines;
+mod megatron;
+mod packed;
+mod parquet;
+mod text;
+mod token_file;
+
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+
+pub(super) use files::{DataFile, find};
+
+use crate::error::{Error, Result};
+
+/// Kinds of files, the most particular first. The last one takes any file.
+const KINDS: [&dyn Source; 5] = [
+    &parquet::Parquet,
+    &megatron::Megatron,
+    &token_file::TokenFile,
+    &json_lines::JsonLines,
+    &text::PlainText,
+];
+
+/// The text that is read as its bytes, whatever it begins with.
+const BYTES: &dyn Source = &text::AnyBytes;
+
+/// A kind of file.
+pub(super) trait Source: Sync {
+    /// What it is called: `JSON lines`.
+    fn name(&self) -> &'static str;
+
+    /// Whether a file is one, by what it holds, and where that says nothing by its name.
+    fn is_of(&self, file: &DataFile) -> bool;
+
+    /// Whether a file of this kind is one text, which is its bytes.
+    fn is_its_bytes(&self) -> bool {
+        false
+    }
+
+    /// The files beside it that belong to it.
+    fn companions(&self, _path: &Path) -> Vec<PathBuf> {
+        Vec::new()
+    }
+
+    /// Begins to read a file of this kind.
+    ///
+    /// # Errors
+    /// [`Error::Data`] for one that is damaged, or holds nothing of what is asked for.
+    fn open(&self, file: &DataFile, asked: &Asked) -> Result<Box<dyn Pieces>>;
+}
+
+/// What is asked of the files.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub(super) struct Asked {
+    /// Whether files are taken as they are.
+    pub bytes: bool,
+    /// The key or column of texts.
+    pub text_key: String,
+    /// Those of prompts and answers, which are read instead.
+    pub pair: Option<[String; 2]>,
+    /// The id that ends a document in files of ids.
+    pub end: Option<u32>,
+}
+
+impl Asked {
+    /// The keys that every row must have, each with whether its tokens are targets.
+    fn keys(&self) -> Vec<(&str, bool)> {
+        match &self.pair {
+            None => vec![(&self.text_key, true)],
+            Some([prompt, answer]) => vec![(prompt, false), (answer, true)],
+        }
+    }
+
+    /// What to say of keys that are not there.
+    fn setting(&self) -> &'static str {
+        if self.pair.is_some() {
+            "data.prompt_key and data.answer_key name others"
+        } else {
+            "data.text_key names another"
+        }
+    }
+}
+
+/// The pieces of a file, in order. After an error there are none.
+pub(super) trait Pieces: Send {
+    /// What its pieces are counted in, from 1: `line`.
+    fn unit(&self) -> &'static str;
+
+    /// The next one.
+    ///
+    /// # Errors
+    /// [`Error::Data`] where the file is damaged, so that nothing behind that place can be trusted.
+    fn next(&mut self) -> Result<Option<Row>>;
+}
+
+/// A row of a file.
+#[derive(Debug)]
+pub(super) struct Row {
+    /// Its number, from 1, in the unit of the file; of a piece of a longer document, that of its first byte or token.
+    pub number: u64,
+    /// What it holds, or why it cannot be read. Others can.
+    pub holds: Result<Piece, String>,
+}
+
+/// A document or a part of one.
+#[derive(Debug)]
+pub(super) struct Piece {
+    /// Whether a document begins here.
+    pub begins: bool,
+    /// Whether a document ends here.
+    pub ends: bool,
+    pub content: Content,
+}
+
+/// What a piece consists of.
+#[derive(Debug)]
+pub(super) enum Content {
+    /// Texts, one after the other, each with whether its tokens are targets.
+    Text(Vec<(Vec<u8>, bool)>),
+    /// Token ids.
+    Ids(Vec<u32>),
+}
+
+impl Piece {
+    /// A document of its own.
+    fn whole(content: Content) -> Self {
+        Self { begins: true, ends: true, content }
+    }
+
+    /// Bytes that it takes.
+    pub fn bytes(&self) -> usize {
+        match &self.content {
+            Content::Text(parts) => parts.iter().map(|(text, _)| text.len()).sum(),
+            Content::Ids(ids) => size_of_val(ids.as_slice()),
+        }
+    }
+}
+
+/// Bytes of a row, at most.
+pub(super) const MOST_ROW_BYTES: usize = 64 << 20;
+
+/// Bytes of a piece of a text, and of ids.
+const PIECE_BYTES: usize = 4 << 20;
+
+/// What a file is.
+pub(super) fn kind_of(file: &DataFile, asked: &Asked) -> &'static dyn Source {
+    if asked.bytes {
+        return BYTES;
+    }
+    // The last one takes any.
+    KINDS.into_iter().find(|kind| kind.is_of(file)).unwrap_or(&text::PlainText)
+}
+
+/// What the kinds are called.
+#[cfg(test)]
+pub(super) fn kind_names() -> impl Iterator<Item = &'static str> {
+    KINDS.iter().map(|kind| kind.name())
+}
+
+/// A row's text without an answer, or an answer without a prompt.
+fn no_such_key(missing: &[&str], there: &str, asked: &Asked) -> String {
+    let missing = missing.iter().map(|key| format!("\"{key}\"")).collect::<Vec<_>>().join(" and ");
+    format!("has no {missing}, {there}; {}", asked.setting())
+}
+
+/// Why a file of several pieces cannot go on.
+fn damaged(path: &Path, why: impl std::fmt::Display) -> Error {
+    Error::data(path, why.to_string())
+}

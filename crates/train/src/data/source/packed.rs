@@ -1,0 +1,237 @@
+//! What packs a file as a whole: gzip and zstd, unpacked as it is read.
+
+use std::io::{self, BufRead, Read};
+use std::mem;
+
+use flate2::bufread::GzDecoder;
+use ruzstd::decoding::errors::{FrameDecoderError, ReadFrameHeaderError};
+use ruzstd::decoding::{BlockDecodingStrategy, FrameDecoder};
+
+/// What a file is packed with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::data) enum Packing {
+    /// RFC 1952.
+    Gzip,
+    /// RFC 8878.
+    Zstd,
+}
+
+/// First bytes of a gzip member (RFC 1952, 2.3.1).
+const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
+
+/// First bytes of a zstd frame (RFC 8878, 3.1.1).
+const ZSTD_MAGIC: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
+
+/// Those of one that is skipped, behind the first, of which the lower half is anything (RFC 8878, 3.1.2).
+const SKIPPED_MAGIC: [u8; 3] = [0x2a, 0x4d, 0x18];
+
+impl Packing {
+    /// By the first four bytes of a file.
+    pub fn of(start: &[u8]) -> Option<Self> {
+        if start.starts_with(&GZIP_MAGIC) {
+            return Some(Self::Gzip);
+        }
+        let is_skipped =
+            start.first().is_some_and(|first| first >> 4 == 5) && start.get(1..4) == Some(&SKIPPED_MAGIC);
+        (start.starts_with(&ZSTD_MAGIC) || is_skipped).then_some(Self::Zstd)
+    }
+
+    /// What it is called.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Gzip => "gzip",
+            Self::Zstd => "zstd",
+        }
+    }
+
+    /// Whether it is unpacked even where a file's bytes are asked for, as it always was.
+    pub fn is_always(self) -> bool {
+        self == Self::Gzip
+    }
+}
+
+/// No text is packed so much smaller; what is repeats itself, and may be made to fill the disk.
+const MOST_RATIO: u64 = 200;
+
+/// What may be unpacked whatever the ratio.
+const ALWAYS_BYTES: u64 = 64 << 20;
+
+/// Bytes that a decoder of zstd looks back, at most: what `zstd --ultra -22` writes.
+const MOST_WINDOW: u64 = 128 << 20;
+
+/// The bytes of a packed file of so many bytes.
+pub(super) fn unpacked(packing: Packing, raw: Box<dyn BufRead + Send>, size: u64) -> impl Read + Send {
+    let most = size.saturating_mul(MOST_RATIO).max(ALWAYS_BYTES);
+    let members = match packing {
+        Packing::Gzip => Members::Gzip(Gzip::Between(raw)),
+        Packing::Zstd => Members::Zstd(Zstd::Between(raw)),
+    };
+    Bounded { members, read: 0, most, size }
+}
+
+/// The parts of a packed file.
+enum Members {
+    Gzip(Gzip),
+    Zstd(Zstd),
+}
+
+type Raw = Box<dyn BufRead + Send>;
+
+enum Gzip {
+    Between(Raw),
+    In(Box<GzDecoder<Raw>>),
+    Done,
+}
+
+enum Zstd {
+    Between(Raw),
+    In(Box<Frame>),
+    Done,
+}
+
+/// Refuses to go on where there is more than any text has.
+struct Bounded {
+    members: Members,
+    read: u64,
+    most: u64,
+    size: u64,
+}
+
+impl Read for Bounded {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        let count = match &mut self.members {
+            Members::Gzip(gzip) => gzip.read(into)?,
+            Members::Zstd(zstd) => zstd.read(into)?,
+        };
+        self.read += count as u64;
+        if self.read > self.most {
+            let (most, size) = (self.most, self.size);
+            let why = format!("inflates to more than {most} bytes, of {size} packed ones: that is no text");
+            return Err(io::Error::other(why));
+        }
+        Ok(count)
+    }
+}
+
+impl Read for Gzip {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        loop {
+            *self = match mem::replace(self, Self::Done) {
+                Self::Done => return Ok(0),
+                Self::In(mut member) => match member.read(into)? {
+                    0 if !into.is_empty() => Self::Between(member.into_inner()),
+                    count => {
+                        *self = Self::In(member);
+                        return Ok(count);
+                    }
+                },
+                Self::Between(mut raw) => match raw.fill_buf()?.first() {
+                    None => Self::Done,
+                    Some(first) if *first == GZIP_MAGIC[0] => Self::In(Box::new(GzDecoder::new(raw))),
+                    Some(_) => {
+                        only_zeros(&mut raw)?;
+                        Self::Done
+                    }
+                },
+            };
+        }
+    }
+}
+
+/// Zeros pad a file to the blocks of a tape.
+fn only_zeros(raw: &mut Raw) -> io::Result<()> {
+    loop {
+        let rest = raw.fill_buf()?;
+        if rest.iter().any(|byte| *byte != 0) {
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidData,
+                "has bytes after its data that are no gzip",
+            ));
+        }
+        let count = rest.len();
+        if count == 0 {
+            return Ok(());
+        }
+        raw.consume(count);
+    }
+}
+
+impl Read for Zstd {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        loop {
+            *self = match mem::replace(self, Self::Done) {
+                Self::Done => return Ok(0),
+                Self::In(mut frame) => match frame.read(into)? {
+                    0 if !into.is_empty() => Self::Between(frame.raw),
+                    count => {
+                        *self = Self::In(frame);
+                        return Ok(count);
+                    }
+                },
+                Self::Between(raw) => begin_frame(raw)?,
+            };
+        }
+    }
+}
+
+/// A frame of zstd.
+struct Frame {
+    raw: Raw,
+    decoder: FrameDecoder,
+    /// Bytes that it has given.
+    given: u64,
+}
+
+impl Frame {
+    /// The next bytes; none where it ends as it says.
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        while self.decoder.can_collect() == 0 && !self.decoder.is_finished() {
+            if let Err(error) =
+                self.decoder.decode_blocks(&mut self.raw, BlockDecodingStrategy::UptoBlocks(1))
+            {
+                return Err(broken(&mut self.raw, &error));
+            }
+        }
+        let count = self.decoder.read(into)?;
+        self.given += count as u64;
+        if count == 0 && !into.is_empty() {
+            let (said, is) = (self.decoder.get_checksum_from_data(), self.decoder.get_calculated_checksum());
+            let size = self.decoder.content_size();
+            if said.is_some_and(|said| is != Some(said)) || size > 0 && size != self.given {
+                let why = "its checksum or its size is another one";
+                return Err(io::Error::new(io::ErrorKind::InvalidData, why));
+            }
+        }
+        Ok(count)
+    }
+}
+
+/// The next frame, if there is one; those that are to be skipped are.
+fn begin_frame(mut raw: Raw) -> io::Result<Zstd> {
+    loop {
+        if raw.fill_buf()?.is_empty() {
+            return Ok(Zstd::Done);
+        }
+        let mut decoder = FrameDecoder::new();
+        decoder.set_max_window_size(MOST_WINDOW);
+        let skip = match decoder.init(&mut raw) {
+            Ok(()) => return Ok(Zstd::In(Box::new(Frame { raw, decoder, given: 0 }))),
+            Err(FrameDecoderError::ReadFrameHeaderError(ReadFrameHeaderError::SkipFrame {
+                length, ..
+            })) => u64::from(length),
+            Err(error) => return Err(broken(&mut raw, &error)),
+        };
+        if io::copy(&mut (&mut raw).take(skip), &mut io::sink())? < skip {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+    }
+}
+
+/// What is wrong with a frame: it ends too early, or else what the decoder says.
+fn broken(raw: &mut Raw, error: &FrameDecoderError) -> io::Error {
+    let kind = match raw.fill_buf().is_ok_and(<[u8]>::is_empty) {
+        true => io::ErrorKind::UnexpectedEof,
+        false => io::ErrorKind::InvalidData,
+    };
+    io::Error::new(kind, error.to_string())
+}

@@ -1,0 +1,268 @@
+//! Parquet: of each row group the columns that are asked for, page by page.
+
+use std::fs::File;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
+
+use parquet::basic::{Compression, Type};
+use parquet::column::reader::ColumnReaderImpl;
+use parquet::data_type::{ByteArray, ByteArrayType};
+use parquet::errors::ParquetError;
+use parquet::file::reader::{FileReader, SerializedFileReader};
+
+use super::{Asked, Content, DataFile, MOST_ROW_BYTES, Piece, Pieces, Row, Source, no_such_key};
+use crate::error::{Error, Result};
+
+/// A file of Parquet.
+pub(super) struct Parquet;
+
+const MARK: &[u8] = b"PAR1";
+
+/// Rows that are taken of a column at once.
+const ROWS: usize = 256;
+
+/// Unpacked bytes of a column of a row group, at most.
+const MOST_GROUP_BYTES: i64 = 8 << 30;
+
+/// No column of text is packed so much smaller, beyond [`ALWAYS_BYTES`].
+const MOST_RATIO: i64 = 1000;
+
+/// What a column may unpack to whatever the ratio.
+const ALWAYS_BYTES: i64 = 64 << 20;
+
+impl Source for Parquet {
+    fn name(&self) -> &'static str {
+        "Parquet"
+    }
+
+    fn is_of(&self, file: &DataFile) -> bool {
+        file.head.starts_with(MARK)
+    }
+
+    fn open(&self, file: &DataFile, asked: &Asked) -> Result<Box<dyn Pieces>> {
+        if !file.is_plain() {
+            let how = file.packing.map_or("and comes through a pipe", |packing| match packing.name() {
+                "gzip" => "inside gzip",
+                _ => "inside zstd",
+            });
+            let why = format!("is Parquet {how}, and is read here and there: name a plain file");
+            return Err(Error::data(&file.path, why));
+        }
+        let opened = file.file()?;
+        let reader = guarded(file, || SerializedFileReader::new(opened))?;
+        let keys = asked.keys().into_iter().map(|(key, is_target)| (key.to_owned(), is_target)).collect();
+        let (file, asked) = (file.clone(), asked.clone());
+        let mut rows = Rows {
+            reader,
+            file,
+            asked,
+            keys,
+            places: Vec::new(),
+            group: 0,
+            left: 0,
+            columns: Vec::new(),
+            number: 0,
+        };
+        rows.find_columns()?;
+        Ok(Box::new(rows))
+    }
+}
+
+/// What a call of the reader gives. It may panic where a file is damaged.
+fn guarded<T>(file: &DataFile, call: impl FnOnce() -> Result<T, ParquetError>) -> Result<T> {
+    match catch_unwind(AssertUnwindSafe(call)) {
+        Ok(Ok(done)) => Ok(done),
+        Ok(Err(error)) => Err(Error::data(&file.path, format!("is damaged Parquet: {error}"))),
+        Err(_) => Err(Error::data(&file.path, "is damaged Parquet: a page is not what its header says")),
+    }
+}
+
+/// The rows of a file.
+struct Rows {
+    reader: SerializedFileReader<File>,
+    file: DataFile,
+    asked: Asked,
+    /// Columns that are asked for, each with whether its tokens are targets.
+    keys: Vec<(String, bool)>,
+    /// Which columns of the file these are.
+    places: Vec<usize>,
+    /// The next row group.
+    group: usize,
+    /// Rows of this one that have not been read.
+    left: u64,
+    columns: Vec<Column>,
+    /// The row that was given last.
+    number: u64,
+}
+
+/// A column of a row group.
+struct Column {
+    reader: ColumnReaderImpl<ByteArrayType>,
+    /// The level of a value that is there.
+    full: i16,
+    /// Values that have been read, and none where there is null, the next one last.
+    read: Vec<Option<ByteArray>>,
+}
+
+impl Rows {
+    /// Finds the columns that are asked for, and refuses what cannot be read of them.
+    fn find_columns(&mut self) -> Result<()> {
+        let wrong = |why: String| Err(Error::data(&self.file.path, why));
+        let metadata = self.reader.metadata();
+        let schema = metadata.file_metadata().schema_descr();
+        let names: Vec<String> = schema.columns().iter().map(|column| column.path().string()).collect();
+        let place = |key: &str| names.iter().position(|name| name == key);
+        let missing: Vec<&str> =
+            self.keys.iter().map(|(key, _)| key.as_str()).filter(|key| place(key).is_none()).collect();
+        if !missing.is_empty() {
+            let there =
+                names.iter().take(16).map(|name| format!("\"{name}\"")).collect::<Vec<_>>().join(", ");
+            return wrong(no_such_key(&missing, &format!("but the columns {there}"), &self.asked));
+        }
+        let places: Vec<usize> = self.keys.iter().filter_map(|(key, _)| place(key)).collect();
+        for (&place, (key, _)) in places.iter().zip(&self.keys) {
+            let column = schema.column(place);
+            if column.max_rep_level() > 0 {
+                return wrong(format!("column \"{key}\" holds lists, expected texts"));
+            }
+            if column.physical_type() != Type::BYTE_ARRAY {
+                return wrong(format!("column \"{key}\" holds {}, expected texts", column.physical_type()));
+            }
+            for group in metadata.row_groups() {
+                let chunk = group.column(place);
+                if let Some(why) = refused(chunk.compression(), &self.file.path) {
+                    return wrong(why);
+                }
+                let (packed, unpacked) = (chunk.compressed_size(), chunk.uncompressed_size());
+                if unpacked > ALWAYS_BYTES.max(packed.saturating_mul(MOST_RATIO)).min(MOST_GROUP_BYTES) {
+                    return wrong(format!(
+                        "column \"{key}\" unpacks to {unpacked} bytes, of {packed} packed ones in a row group: that is no text"
+                    ));
+                }
+            }
+        }
+        let (rows, said) =
+            (metadata.row_groups().iter().map(|group| group.num_rows()), metadata.file_metadata().num_rows());
+        match rows.fold(0, i64::saturating_add) {
+            0 => return wrong("is empty".into()),
+            rows if rows != said => {
+                return wrong(format!(
+                    "is damaged Parquet: its row groups have {rows} rows, and it says {said}"
+                ));
+            }
+            _ => {}
+        }
+        self.places = places;
+        Ok(())
+    }
+
+    /// Begins the next row group; false behind the last one.
+    fn next_group(&mut self) -> Result<bool> {
+        for column in &mut self.columns {
+            if guarded(&self.file, || column.has_more())? {
+                let why = format!("is damaged Parquet: row group {} has more rows than it says", self.group);
+                return Err(Error::data(&self.file.path, why));
+            }
+        }
+        let metadata = self.reader.metadata();
+        if self.group == metadata.num_row_groups() {
+            return Ok(false);
+        }
+        let of = metadata.row_group(self.group);
+        // No group has fewer than no rows, or it is damaged.
+        self.left = u64::try_from(of.num_rows()).map_err(|_| {
+            Error::data(&self.file.path, format!("row group {} has {} rows", self.group + 1, of.num_rows()))
+        })?;
+        let read: u64 =
+            self.places.iter().map(|place| of.column(*place).compressed_size().max(0) as u64).sum();
+        self.columns = guarded(&self.file, || {
+            let group = self.reader.get_row_group(self.group)?;
+            let column = |place: &usize| {
+                let about = of.column(*place).column_descr_ptr();
+                let full = about.max_def_level();
+                let pages = group.get_column_page_reader(*place)?;
+                Ok(Column { reader: ColumnReaderImpl::new(about, pages), full, read: Vec::new() })
+            };
+            self.places.iter().map(column).collect()
+        })?;
+        self.file.tell_read(read);
+        self.group += 1;
+        Ok(true)
+    }
+}
+
+/// Why a column that is packed so cannot be read here.
+fn refused(packing: Compression, path: &Path) -> Option<String> {
+    let name = match packing {
+        Compression::ZSTD(_) => "zstd",
+        Compression::LZO => "LZO",
+        _ => return None,
+    };
+    let (rewritten, path) = (path.with_extension("snappy.parquet"), path.display());
+    let rewritten = rewritten.display();
+    Some(format!(
+        "is packed with {name} inside, which is not read here; rewrite it: python3 -c \"import pyarrow.parquet as p; \
+         p.write_table(p.read_table('{path}'), '{rewritten}', compression='snappy')\""
+    ))
+}
+
+impl Column {
+    /// Reads some values.
+    fn fill(&mut self, rows: usize) -> Result<(), ParquetError> {
+        let (mut levels, mut values) = (Vec::new(), Vec::new());
+        let (count, ..) = self.reader.read_records(rows, Some(&mut levels), None, &mut values)?;
+        let mut values = values.into_iter();
+        self.read = match self.full {
+            0 => values.map(Some).collect(),
+            full => levels.iter().map(|level| if *level == full { values.next() } else { None }).collect(),
+        };
+        if self.read.len() != count || count == 0 {
+            return Err(ParquetError::EOF(format!(
+                "a column has {count} rows where there are {rows} or more"
+            )));
+        }
+        self.read.reverse();
+        Ok(())
+    }
+
+    /// Whether there are values beyond those that have been given.
+    fn has_more(&mut self) -> Result<bool, ParquetError> {
+        let read = self.reader.read_records(1, Some(&mut Vec::new()), None, &mut Vec::new())?;
+        Ok(read.0 > 0 || !self.read.is_empty())
+    }
+}
+
+impl Pieces for Rows {
+    fn unit(&self) -> &'static str {
+        "row"
+    }
+
+    fn next(&mut self) -> Result<Option<Row>> {
+        while self.left == 0 {
+            if !self.next_group()? {
+                return Ok(None);
+            }
+        }
+        let rows = self.left.min(ROWS as u64) as usize;
+        let (mut parts, mut wrong) = (Vec::new(), None);
+        for (column, (key, is_target)) in self.columns.iter_mut().zip(&self.keys) {
+            if column.read.is_empty() {
+                guarded(&self.file, || column.fill(rows))?;
+            }
+            match column.read.pop().flatten() {
+                Some(text) if text.len() > MOST_ROW_BYTES => {
+                    wrong = Some(format!(
+                        "\"{key}\" is longer than {} MiB, which no row is",
+                        MOST_ROW_BYTES >> 20
+                    ));
+                }
+                Some(text) => parts.push((text.data().to_vec(), *is_target)),
+                None => wrong = Some(format!("\"{key}\" is null, expected a text")),
+            }
+        }
+        self.left -= 1;
+        self.number += 1;
+        let holds = wrong.map_or_else(|| Ok(Piece::whole(Content::Text(parts))), Err);
+        Ok(Some(Row { number: self.number, holds }))
+    }
+}

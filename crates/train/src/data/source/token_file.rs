@@ -1,0 +1,154 @@
+//! Files of token ids alone, `.bin`: llm.c's, with a header, and nanoGPT's, without one. Documents end with the id that ends texts.
+
+use std::io::{BufRead, Read};
+
+use super::{Asked, Content, DataFile, MOST_ROW_BYTES, PIECE_BYTES, Piece, Pieces, Row, Source, damaged};
+use crate::error::{Error, Result};
+
+/// A file of ids.
+pub(super) struct TokenFile;
+
+/// Words of the header of llm.c, each of 32 bits: its mark, the version, and the number of tokens.
+const HEADER_BYTES: usize = 256 * 4;
+
+/// Marks of llm.c, the version that goes with each, and bytes of an id.
+const LLM_C: [(u32, u32, usize); 2] = [(20_240_520, 1, 2), (20_240_801, 7, 4)];
+
+/// Bytes of an id of nanoGPT.
+const NANO_GPT: usize = 2;
+
+/// The word of this number.
+fn word(head: &[u8], number: usize) -> Option<u32> {
+    head.get(4 * number..)?.first_chunk().map(|bytes| u32::from_le_bytes(*bytes))
+}
+
+/// The line of [`LLM_C`] that a file begins with the mark of.
+fn of_llm_c(head: &[u8]) -> Option<(u32, u32, usize)> {
+    LLM_C.into_iter().find(|(mark, ..)| word(head, 0) == Some(*mark))
+}
+
+impl Source for TokenFile {
+    fn name(&self) -> &'static str {
+        "token ids"
+    }
+
+    fn is_of(&self, file: &DataFile) -> bool {
+        of_llm_c(&file.head).is_some() || file.is_named(&[".bin"])
+    }
+
+    fn open(&self, file: &DataFile, asked: &Asked) -> Result<Box<dyn Pieces>> {
+        let mut reader = file.reader()?;
+        let (width, tokens) = match of_llm_c(&file.head) {
+            None => (NANO_GPT, None),
+            Some((mark, version, width)) => {
+                let (Some(said), Some(tokens)) = (word(&file.head, 1), word(&file.head, 2)) else {
+                    return Err(damaged(&file.path, "ends within its header"));
+                };
+                if said != version {
+                    let why = format!("is of llm.c, {mark}, in version {said}, expected {version}");
+                    return Err(Error::data(&file.path, why));
+                }
+                let skipped =
+                    std::io::copy(&mut (&mut reader).take(HEADER_BYTES as u64), &mut std::io::sink());
+                if skipped.map_err(|e| file.broken(&e))? < HEADER_BYTES as u64 {
+                    return Err(damaged(&file.path, "ends within its header"));
+                }
+                (width, Some(u64::from(tokens)))
+            }
+        };
+        let file = file.clone();
+        Ok(Box::new(Ids {
+            reader,
+            file,
+            width,
+            tokens,
+            end: asked.end,
+            read: 0,
+            rest: Vec::new(),
+            begins: true,
+            over: false,
+        }))
+    }
+}
+
+struct Ids {
+    reader: Box<dyn BufRead + Send>,
+    file: DataFile,
+    width: usize,
+    /// How many there are, where the header says so.
+    tokens: Option<u64>,
+    /// The id that ends a document.
+    end: Option<u32>,
+    /// Ids of the pieces before.
+    read: u64,
+    /// Ids that have been read, in the reverse order.
+    rest: Vec<u32>,
+    /// Whether the next id begins a document.
+    begins: bool,
+    /// Whether the file has been read to its end.
+    over: bool,
+}
+
+impl Ids {
+    /// Reads more of them into `rest`; they were all taken.
+    fn fill(&mut self) -> Result<()> {
+        let mut bytes = Vec::new();
+        let count = (PIECE_BYTES / 4 * self.width) as u64;
+        let read = (&mut self.reader).take(count).read_to_end(&mut bytes);
+        read.map_err(|e| self.file.broken(&e))?;
+        self.over = (bytes.len() as u64) < count;
+        if !bytes.len().is_multiple_of(self.width) {
+            let at = self.read + (bytes.len() / self.width) as u64;
+            let why = format!("ends within token {}, of {} bytes each", at + 1, self.width);
+            return Err(damaged(&self.file.path, why));
+        }
+        let ids = bytes.chunks_exact(self.width).rev().map(|id| match *id {
+            [a, b] => u32::from(u16::from_le_bytes([a, b])),
+            [a, b, c, d] => u32::from_le_bytes([a, b, c, d]),
+            // A width is 2 or 4.
+            _ => 0,
+        });
+        self.rest = ids.collect();
+        Ok(())
+    }
+
+    /// That the file has no more is what its header says.
+    fn ended(&self) -> Result<Option<Row>> {
+        match self.tokens {
+            _ if self.read == 0 => Err(Error::data(&self.file.path, "is empty")),
+            Some(tokens) if tokens != self.read => {
+                let why = format!("has {} tokens, and its header says {tokens}", self.read);
+                Err(damaged(&self.file.path, why))
+            }
+            _ => Ok(None),
+        }
+    }
+}
+
+impl Pieces for Ids {
+    fn unit(&self) -> &'static str {
+        "token"
+    }
+
+    fn next(&mut self) -> Result<Option<Row>> {
+        let (number, begins, mut ids) = (self.read + 1, self.begins, Vec::new());
+        let most = if self.end.is_some() { MOST_ROW_BYTES } else { PIECE_BYTES } / 4;
+        let mut ends = false;
+        while ids.len() < most && !ends {
+            if self.rest.is_empty() && !self.over {
+                self.fill()?;
+            }
+            let Some(id) = self.rest.pop() else { break };
+            ends = self.end == Some(id);
+            ids.push(id);
+        }
+        if ids.is_empty() {
+            return self.ended();
+        }
+        self.read += ids.len() as u64;
+        self.begins = ends;
+        // The last document need not say that it ends.
+        ends |= self.rest.is_empty() && self.over;
+        Ok(Some(Row { number, holds: Ok(Piece { begins, ends, content: Content::Ids(ids) }) }))
+    }
+}

@@ -1,0 +1,159 @@
+//! The tokens of a source, one after the other: which they are, where documents begin, and which are no targets.
+
+use std::ops::Range;
+
+use super::region::Region;
+
+/// Tokens that are packed without gaps, on the disk.
+#[derive(Debug)]
+pub(super) struct TokenStream {
+    ids: Region,
+    /// Bytes of an id: 1, 2 or 4.
+    width: usize,
+    /// The first token of each document, 64 bits each.
+    documents: Region,
+    /// First and end of each run of tokens that are no targets, 64 bits each.
+    unlearnt: Region,
+    sha256: String,
+}
+
+/// Bytes of an id, of so many.
+pub(super) fn width_of(vocab_size: usize) -> usize {
+    match vocab_size {
+        0..=0x100 => 1,
+        0x101..=0x1_0000 => 2,
+        _ => 4,
+    }
+}
+
+impl TokenStream {
+    /// One document, whose bytes are its tokens.
+    pub fn of_bytes(bytes: Region, sha256: String) -> Self {
+        let [documents, unlearnt] = [&[0; 8][..], &[]].map(|bytes| Region::Held(bytes.into()));
+        Self { ids: bytes, width: 1, documents, unlearnt, sha256 }
+    }
+
+    /// What a cache holds.
+    pub fn of_parts(ids: Region, width: usize, documents: Region, unlearnt: Region, sha256: String) -> Self {
+        Self { ids, width, documents, unlearnt, sha256 }
+    }
+
+    /// SHA-256 of the tokens; of their bytes, where each is one and they are one document.
+    pub fn sha256(&self) -> &str {
+        &self.sha256
+    }
+
+    /// Number of tokens.
+    pub fn len(&self) -> usize {
+        self.ids.len() / self.width
+    }
+
+    /// Number of documents.
+    pub fn documents(&self) -> usize {
+        self.documents.len() / 8
+    }
+
+    /// The ids of these tokens.
+    pub fn ids(&self, tokens: Range<usize>) -> impl Iterator<Item = i32> {
+        let bytes = &self.ids[tokens.start * self.width..tokens.end * self.width];
+        bytes.chunks_exact(self.width).map(|id| match *id {
+            [a] => i32::from(a),
+            [a, b] => i32::from(u16::from_le_bytes([a, b])),
+            [a, b, c, d] => i32::from_le_bytes([a, b, c, d]),
+            // No other width is made.
+            _ => 0,
+        })
+    }
+
+    /// The first token of a document.
+    fn first(&self, document: usize) -> usize {
+        self.documents.u64_at(8 * document) as usize
+    }
+
+    /// The first number of which this is true, which is true of all behind it.
+    fn first_with(count: usize, is_so: impl Fn(usize) -> bool) -> usize {
+        let (mut below, mut end) = (0, count);
+        while below < end {
+            let middle = below + (end - below) / 2;
+            if is_so(middle) {
+                end = middle;
+            } else {
+                below = middle + 1;
+            }
+        }
+        below
+    }
+
+    /// The documents that begin within these tokens, by their first ones.
+    pub fn begins(&self, tokens: Range<usize>) -> impl Iterator<Item = usize> {
+        let first = Self::first_with(self.documents(), |document| self.first(document) >= tokens.start);
+        (first..self.documents()).map(|document| self.first(document)).take_while(move |at| *at < tokens.end)
+    }
+
+    /// Those of these tokens that are no targets, run by run.
+    pub fn unlearnt(&self, tokens: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+        let count = self.unlearnt.len() / 16;
+        let run = |number: usize| {
+            let [start, end] = [0, 8].map(|at| self.unlearnt.u64_at(16 * number + at) as usize);
+            start..end
+        };
+        let first = Self::first_with(count, |number| run(number).end > tokens.start);
+        let within = move |run: Range<usize>| run.start.max(tokens.start)..run.end.min(tokens.end);
+        (first..count).map(run).take_while(move |run| run.start < tokens.end).map(within)
+    }
+
+    /// Where the held-out tokens begin: at a token, where there is one document; else where a document does, so that they are no more than
+    /// this share.
+    pub fn split(&self, valid_fraction: f64) -> usize {
+        let at = self.len() as f64 * (1.0 - valid_fraction);
+        match self.documents() {
+            0 | 1 => (at as usize).min(self.len()),
+            count => {
+                let at = at.ceil() as usize;
+                let document = Self::first_with(count, |document| self.first(document) >= at);
+                if document == count { self.len() } else { self.first(document) }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(numbers: &[u64]) -> Region {
+        Region::Held(numbers.iter().flat_map(|n| n.to_le_bytes()).collect::<Vec<u8>>().into())
+    }
+
+    fn stream() -> TokenStream {
+        let ids: Vec<u8> = (0..20u16).flat_map(|id| (1000 + id).to_le_bytes()).collect();
+        TokenStream::of_parts(
+            Region::Held(ids.into()),
+            2,
+            words(&[0, 5, 6, 15]),
+            words(&[1, 3, 8, 12]),
+            String::new(),
+        )
+    }
+
+    #[test]
+    fn tokens_documents_and_runs_are_found() {
+        let stream = stream();
+        assert_eq!((stream.len(), stream.documents()), (20, 4));
+        assert_eq!(stream.ids(3..5).collect::<Vec<_>>(), [1003, 1004]);
+        assert_eq!(stream.begins(0..20).collect::<Vec<_>>(), [0, 5, 6, 15]);
+        assert_eq!(stream.begins(1..6).collect::<Vec<_>>(), [5]);
+        assert_eq!(stream.begins(16..20).count(), 0);
+        assert_eq!(stream.unlearnt(2..9).collect::<Vec<_>>(), [2..3, 8..9]);
+        assert_eq!(stream.unlearnt(3..8).count(), 0);
+        assert_eq!(stream.unlearnt(12..20).count(), 0);
+    }
+
+    #[test]
+    fn whole_documents_are_held_out() {
+        let stream = stream();
+        assert_eq!([0.1, 0.25, 0.3, 0.72].map(|share| stream.split(share)), [20, 15, 15, 6]);
+        let one = TokenStream::of_bytes(Region::Held(vec![7; 10].into()), String::new());
+        assert_eq!((one.split(0.1), one.documents()), (9, 1));
+    }
+}

@@ -1,0 +1,51 @@
+//! What every kind of file is held to, whatever it is.
+
+mod caches;
+mod kinds;
+mod mutations;
+
+use std::path::{Path, PathBuf};
+
+use super::Dataset;
+use crate::config::DataConfig;
+use crate::error::Result;
+
+/// A file: its name and its bytes.
+pub(super) type Written = (&'static str, Vec<u8>);
+
+/// A way to write documents into files, and what the files are called.
+pub(super) struct Kind {
+    pub name: &'static str,
+    /// The name of the first file, which is the one that is read.
+    pub write: fn(&[String]) -> Vec<Written>,
+    /// Whether documents are kept apart.
+    pub has_documents: bool,
+}
+
+/// Puts files into a folder; the first one is returned.
+pub(super) fn put(dir: &Path, files: &[Written]) -> PathBuf {
+    for (name, bytes) in files {
+        std::fs::write(dir.join(name), bytes).unwrap();
+    }
+    dir.join(files[0].0)
+}
+
+pub(super) fn config(source: &Path, seq_len: usize) -> DataConfig {
+    let cache_dir = source.parent().unwrap().join("caches").display().to_string();
+    DataConfig { source: source.display().to_string(), cache_dir, seq_len, ..DataConfig::default() }
+}
+
+pub(super) fn open(source: &Path) -> Result<Dataset> {
+    Dataset::open(&config(source, 32), 5)
+}
+
+/// Some documents, none of which are alike.
+pub(super) fn documents(count: usize) -> Vec<String> {
+    (0..count).map(|i| format!("document {i}: «{}»\n", "word ".repeat(i % 7))).collect()
+}
+
+/// Every token of a dataset that whole windows and the tail hold, held-out ones behind the others.
+pub(super) fn whole_text(data: &Dataset) -> Vec<u8> {
+    let super::TokenSource::Files(corpus) = &data.source else { panic!("not of files") };
+    corpus.tokens_of(0).map(|id| u8::try_from(id).unwrap()).collect()
+}
