@@ -144,6 +144,10 @@ impl Tokenizer for HuggingFace {
     }
 
     fn decode_bytes(&self, ids: &[i32]) -> Vec<u8> {
+        // Some decoders panic without a token.
+        if ids.is_empty() {
+            return Vec::new();
+        }
         let tokens: Vec<String> =
             ids.iter().map(|id| self.token(*id).unwrap_or_else(|| NO_TOKEN.into())).collect();
         let Some(decoder) = self.plain.get_decoder() else { return tokens.join(" ").into_bytes() };

@@ -53,3 +53,8 @@ fn checkpoints() {
 fn packed_blocks() {
     drive("packed_blocks", 3000);
 }
+
+#[test]
+fn tokenizers() {
+    drive("tokenizer", 3000);
+}

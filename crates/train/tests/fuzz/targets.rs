@@ -12,7 +12,8 @@ use nibble_train::checks::{check_recipe, check_sizes};
 use nibble_train::config::Config;
 use nibble_train::plan;
 use nibble_train::spec::ModelSpec;
-use nibble_train::tokenizer::{Bytes, Tokenizer};
+use nibble_train::tokenizer::{Bytes, HuggingFace, TextStream, Tokenizer};
+use serde_json::Value;
 use sha2::{Digest, Sha256};
 use std::path::Path;
 use std::sync::OnceLock;
@@ -21,12 +22,13 @@ use std::sync::OnceLock;
 pub type Target = (&'static str, fn(&[u8]));
 
 /// Every target. One that is out of bytes is done.
-pub const ALL: [Target; 5] = [
+pub const ALL: [Target; 6] = [
     ("configuration", configuration),
     ("recipe", recipe),
     ("safetensors_header", safetensors_header),
     ("checkpoint", checkpoint),
     ("packed_blocks", packed_blocks),
+    ("tokenizer", tokenizer),
 ];
 
 /// A configuration: any text, or known keys with values that are likely to be wrong.
@@ -475,4 +477,98 @@ fn padded(mut bytes: Vec<u8>, len: usize) -> Vec<u8> {
 /// A value's bits; of a NaN, that it is one.
 fn bits(x: f32) -> u32 {
     if x.is_nan() { u32::MAX } else { x.to_bits() }
+}
+
+/// A `tokenizer.json`: any text, or a whole one of which something is changed.
+pub fn tokenizer(data: &[u8]) {
+    let _ = read_tokenizer(&mut Unstructured::new(data));
+}
+
+/// One of each kind of model, with as many kinds of other parts as go together.
+const TOKENIZERS: [&str; 4] = [
+    r#"{"version":"1.0","truncation":null,"padding":null,"added_tokens":[{"id":5,"content":"<s>","single_word":false,"lstrip":true,"rstrip":false,
+        "normalized":false,"special":true}],"normalizer":{"type":"NFC"},"pre_tokenizer":{"type":"Sequence","pretokenizers":[{"type":"Split",
+        "pattern":{"Regex":"\\p{L}+|\\s+(?!\\S)|\\s+"},"behavior":"Isolated","invert":false},{"type":"ByteLevel","add_prefix_space":false,
+        "trim_offsets":true,"use_regex":false}]},"post_processor":{"type":"TemplateProcessing","single":[{"SpecialToken":{"id":"<s>","type_id":0}},
+        {"Sequence":{"id":"A","type_id":0}}],"pair":[{"Sequence":{"id":"A","type_id":0}},{"Sequence":{"id":"B","type_id":1}}],"special_tokens":
+        {"<s>":{"id":"<s>","ids":[5],"tokens":["<s>"]}}},"decoder":{"type":"ByteLevel","add_prefix_space":true,"trim_offsets":true,"use_regex":true},
+        "model":{"type":"BPE","dropout":null,"unk_token":null,"continuing_subword_prefix":null,"end_of_word_suffix":null,"fuse_unk":false,
+        "byte_fallback":false,"ignore_merges":true,"vocab":{"a":0,"b":1,"Ġ":2,"ab":3,"Ġab":4},"merges":[["a","b"],["Ġ","ab"]]}}"#,
+    r#"{"version":"1.0","truncation":null,"padding":null,"added_tokens":[],"normalizer":{"type":"Sequence","normalizers":[{"type":"Prepend",
+        "prepend":"▁"},{"type":"Replace","pattern":{"String":" "},"content":"▁"}]},"pre_tokenizer":null,"post_processor":null,"decoder":{"type":"Sequence",
+        "decoders":[{"type":"Replace","pattern":{"String":"▁"},"content":" "},{"type":"ByteFallback"},{"type":"Fuse"},{"type":"Strip","content":" ",
+        "start":1,"stop":0}]},"model":{"type":"BPE","dropout":null,"unk_token":"<unk>","continuing_subword_prefix":null,"end_of_word_suffix":null,
+        "fuse_unk":true,"byte_fallback":true,"ignore_merges":false,"vocab":{"<unk>":0,"<0xC3>":1,"<0xA9>":2,"▁":3,"a":4,"▁a":5},"merges":["▁ a"]}}"#,
+    r#"{"version":"1.0","truncation":null,"padding":null,"added_tokens":[],"normalizer":null,"pre_tokenizer":{"type":"Metaspace","replacement":"▁",
+        "prepend_scheme":"first","split":true},"post_processor":null,"decoder":{"type":"Metaspace","replacement":"▁","prepend_scheme":"first","split":true},
+        "model":{"type":"Unigram","unk_id":0,"vocab":[["<unk>",0.0],["▁",-1.0],["a",-2.5],["▁a",-1.5],["b",-3.0]],"byte_fallback":false}}"#,
+    r#"{"version":"1.0","truncation":null,"padding":null,"added_tokens":[],"normalizer":{"type":"BertNormalizer","clean_text":true,
+        "handle_chinese_chars":true,"strip_accents":null,"lowercase":true},"pre_tokenizer":{"type":"BertPreTokenizer"},"post_processor":null,
+        "decoder":{"type":"WordPiece","prefix":"\u0023\u0023","cleanup":true},"model":{"type":"WordPiece","unk_token":"[UNK]",
+        "continuing_subword_prefix":"\u0023\u0023","max_input_chars_per_word":100,"vocab":{"[UNK]":0,"a":1,"b":2,"\u0023\u0023b":3}}}"#,
+];
+
+fn read_tokenizer(u: &mut Unstructured<'_>) -> Result<()> {
+    let text = match u.ratio(1, 8)? {
+        true => any_text(u)?,
+        false => {
+            let mut json: Value = serde_json::from_str(u.choose(&TOKENIZERS)?).unwrap();
+            for _ in 0..u.int_in_range(0..=3)? {
+                change(u, &mut json)?;
+            }
+            json.to_string()
+        }
+    };
+    let Ok(own) = HuggingFace::of(Path::new("fuzz.json"), text) else { return Ok(()) };
+    let more = any_text(u)?;
+    for text in ["", " ab  ba", "ab\u{301}é<s>\u{1f600}\n", &more] {
+        for encoded in [own.encode(text), own.encode_with_control(text)] {
+            let ids = encoded.unwrap_or_default();
+            assert!(
+                ids.iter().all(|id| usize::try_from(*id).is_ok_and(|id| id < own.vocab_size())),
+                "{ids:?}"
+            );
+            let mut stream = TextStream::new(&own);
+            let mut streamed: Vec<u8> = ids.iter().flat_map(|id| stream.push(*id)).collect();
+            streamed.extend(stream.finish());
+            let ends = |bytes: &[u8]| String::from_utf8_lossy(bytes).chars().count();
+            assert!(ends(&streamed) <= 4 * ends(&own.decode_bytes(&ids)) + 64, "{text:?}");
+        }
+    }
+    drop(own.decode_bytes(&[-1, 0, i32::MAX, 1, 2, 5]));
+    Ok(())
+}
+
+/// Another value, or none, in place of something within this one.
+fn change(u: &mut Unstructured<'_>, value: &mut Value) -> Result<()> {
+    let goes_on = u.ratio(7, 8)?;
+    match value {
+        Value::Object(map) if goes_on && !map.is_empty() => {
+            let key = map.keys().nth(u.choose_index(map.len())?).cloned().unwrap();
+            match u.ratio(1, 16)? {
+                true => drop(map.remove(&key)),
+                false => change(u, &mut map[&key])?,
+            }
+        }
+        Value::Array(all) if goes_on && !all.is_empty() => {
+            let index = u.choose_index(all.len())?;
+            match u.ratio(1, 16)? {
+                true => drop(all.remove(index)),
+                false => change(u, &mut all[index])?,
+            }
+        }
+        other => {
+            let texts =
+                ["", "a", "▁", "<unk>", "(", "(?=a)*", "Strip", "Lowercase", "Whitespace", "first", "ab"];
+            *other = match u.int_in_range(0..=5)? {
+                0 => Value::Null,
+                1 => u.arbitrary::<bool>()?.into(),
+                2 => u.arbitrary::<i64>()?.into(),
+                3 => u.int_in_range(0..=9u64)?.into(),
+                4 => (*u.choose(&texts)?).into(),
+                _ => Value::Array(vec![(*u.choose(&texts)?).into()]),
+            };
+        }
+    }
+    Ok(())
 }
