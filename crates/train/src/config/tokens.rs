@@ -135,25 +135,23 @@ impl Config {
 
     /// Checks that the data's tokens are those of the model that a run begins with.
     fn check_model_tokens(&self, now: &SharedTokenizer) -> Result<()> {
-        if self.train.init_from.is_empty() {
-            return Ok(());
-        }
         let path = Path::new(&self.train.init_from);
-        let source = &self.data.source;
+        // Symbols are no tokens of a text, though it is the model's tokenizer.
         let symbols_of_text = self.is_text() && now.to_json() == Symbols.to_json();
-        let theirs = match Initial::open(path)?.tokenizer()? {
-            Some(theirs) if symbols_of_text || !tokenizer::agree(&*theirs, &**now) => theirs.tokens(),
-            _ => return Ok(()),
+        let theirs = match self.tokenizer_place() {
+            Place::Model(_) => symbols_of_text.then(|| now.clone()),
+            _ if self.train.init_from.is_empty() => None,
+            _ => Initial::open(path)?.tokenizer()?.filter(|theirs| !tokenizer::agree(&**theirs, &**now)),
         };
-        let (path, now) = (path.display(), if symbols_of_text { Bytes.tokens() } else { now.tokens() });
+        let Some(theirs) = theirs else { return Ok(()) };
+        let now = if symbols_of_text { Bytes.tokens() } else { now.tokens() };
         let (key, is) = match self.data.tokenizer.as_str() {
-            "" => ("data.source", source.as_str()),
+            "" => ("data.source", self.data.source.as_str()),
             tokenizer => ("data.tokenizer", tokenizer),
         };
-        Err(Error::config(
-            key,
-            format!("is \"{is}\", whose tokens are {now}, and those of {path} are {theirs}"),
-        ))
+        let (path, theirs) = (path.display(), theirs.tokens());
+        let why = format!("is \"{is}\", whose tokens are {now}, and those of {path} are {theirs}");
+        Err(Error::config(key, why))
     }
 
     /// Whether no key names a tokenizer for a text: its tokens are bytes.
