@@ -31,8 +31,7 @@ fn a_tokenizer_goes_along_with_a_run() {
     assert!(error.contains("other.json"), "{error}");
     // A model that has no row for each token is refused, by both numbers.
     std::fs::write(place.path("tokenizer.json"), TOKENIZER).unwrap();
-    let error = place
-        .train(&["--set", "data.tokenizer=tokenizer.json", "--set", "model.vocab_size=500"])
-        .failed(2);
+    let error =
+        place.train(&["--set", "data.tokenizer=tokenizer.json", "--set", "model.vocab_size=500"]).failed(2);
     assert!(error.contains("but the tokenizer has 1003 tokens"), "{error}");
 }
