@@ -34,6 +34,7 @@ pub fn run(args: Args) -> Result<()> {
     require_of_evaluation(&overrides)?;
     let config = trained.config(&overrides)?;
     let recipe = trained.recipe(&config, &overrides)?;
+    crate::caching::make(&config, None)?;
     device::run(
         &config.run,
         &Evaluation { trained: &trained, path: &args.path, config: &config, recipe: &recipe },

@@ -1,7 +1,9 @@
 //! `nibble`: train, evaluate and sample language models, mixtures of experts and dense ones, whose activations are stored in MXFP4, quantize
 //! files, and look at what the machine and the recipes do. One file a subcommand; this one only chooses.
 
+mod caching;
 mod checkpoint;
+mod data;
 mod doctor;
 mod ending;
 mod eval;
@@ -54,6 +56,7 @@ enum Command {
     Report(report::Args),
     Quantize(quantize::Args),
     Models(models::Args),
+    Data(data::Args),
     Recipe(recipe::Args),
     Inspect(inspect::Args),
     Doctor(doctor::Args),
@@ -64,8 +67,8 @@ enum Command {
     Environment,
 }
 
-/// As clap has it, without empty lines around the usage and before the examples. The whole of it fits a screen of 24 lines; a test counts them.
-const HELP: &str = "{about-with-newline}{usage-heading} {usage}\n{all-args}\n\
+/// As clap has it, without empty lines around its parts. The whole of it fits a screen of 24 lines; a test counts them.
+const HELP: &str = "{about-with-newline}{usage-heading} {usage}\nCommands:\n{subcommands}\nOptions:\n{options}\n\
     Examples: nibble train, a first run of ten seconds; nibble train --help";
 
 /// What a process is told besides its arguments, and what it tells besides its output.
@@ -142,6 +145,7 @@ fn run(cli: Cli) -> Result<()> {
         Command::Report(args) => report::run(args),
         Command::Quantize(args) => quantize::run(args),
         Command::Models(args) => models::run(args),
+        Command::Data(args) => data::run(args),
         Command::Inspect(args) => inspect::run(args),
         Command::Recipe(args) => recipe::run(args),
         Command::Doctor(args) => doctor::run(args),

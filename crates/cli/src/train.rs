@@ -4,6 +4,7 @@ mod console;
 mod introduction;
 mod rank_log;
 
+use crate::caching;
 use crate::eval::against;
 use crate::signals::Signals;
 use console::Console;
@@ -23,6 +24,7 @@ use nibble_train::pretrained::is_folder;
 use nibble_train::trainer::{self, CONFIG_FILE, Observer, Options, Start, Summary};
 use rank_log::RankLog;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
 
 /// Trains a model, or goes on with one
 ///
@@ -154,6 +156,12 @@ pub fn run(args: Args) -> Result<()> {
         trainer::require_free(Path::new(&config.run.dir))?;
     }
     let stop = signals.as_ref().map(Signals::received);
+    if let Err(error) = caching::prepare(&config, stop) {
+        return Err(match stop.is_some_and(|stop| stop.load(Ordering::Relaxed) > 0) {
+            true => Error::Stopped(signals.map_or(0, Signals::told)),
+            false => error,
+        });
+    }
     let options = Options { resume: args.resume, numbered: !named_by_user, digest: args.digest, stop };
     let training = Training { config: &config, options, check_links: args.check_links };
     if let Some(summary) = device::run(&config.run, &training)? {

@@ -43,6 +43,7 @@ pub const ALL: &[Command] = &[
     writes("second", &["train", "small.toml", "--from", "model", "--set", "run.dir=second"]),
     writes("third", &["train", "small.toml", "--init-from", "run", "--set", "run.dir=third"]),
     says(&["models"]),
+    says(&["data", "text.txt"]),
     says(&["models", "small.toml"]),
     says(&["recipe"]),
     says(&["recipe", "mxfp4-hopper", "--trace"]),

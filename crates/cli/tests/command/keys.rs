@@ -101,8 +101,8 @@ fn cases() -> Vec<Case> {
         ("data.bos_token", &[], "<s>", Runs),
         ("data.eos_token", &[], "</s>", Runs),
         ("data.text_key", ROWS, "other", Weights),
-        ("data.prompt_key", PAIRS, "other", Weights),
-        ("data.answer_key", PAIRS, "text", Weights),
+        ("data.prompt_key", PAIRS, "third", Weights),
+        ("data.answer_key", PAIRS, "third", Weights),
         (
             "data.mixture",
             &["data.source=mixture", "data.mixture=[{source=\"text.txt\"}]"],
@@ -112,7 +112,7 @@ fn cases() -> Vec<Case> {
         ("data.on_error", BROKEN, "skip", Runs),
         ("data.cache_dir", &[], "caches", Nowhere("where tokens are kept; an equal cache is an equal run")),
         ("data.seq_len", &[], "128", Weights),
-        ("data.document_mask", &[], "true", Weights),
+        ("data.document_mask", ROWS, "true", Weights),
         ("data.valid_fraction", &[], "0.3", Weights),
         ("train.init_from", &[], "first", Weights),
         ("train.steps", &[], "5", Weights),
@@ -201,7 +201,9 @@ fn every_key_changes_what_a_run_leaves() {
     std::fs::write(place.path("other.txt"), other).unwrap();
     std::fs::write(place.path("tokenizer.json"), Bytes.to_json()).unwrap();
     std::fs::write(place.path("picture.png"), [b"\x89PNG\r\n\x1a\n", &crate::text()[..]].concat()).unwrap();
-    let row = |i: usize| format!("{{\"text\": \"row {i} is here\", \"other\": \"and {i} more\"}}\n");
+    let row = |i: usize| {
+        format!("{{\"text\": \"row {i} is here\", \"other\": \"and {i} more\", \"third\": \"{i}\"}}\n")
+    };
     let rows: String = (0..400).map(row).collect();
     std::fs::write(place.path("rows.jsonl"), &rows).unwrap();
     std::fs::write(place.path("broken.jsonl"), rows + "{\"other\": 1}\n").unwrap();

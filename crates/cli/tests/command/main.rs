@@ -1,5 +1,6 @@
 //! The command as people run it: a process, its arguments, what it prints, its exit code and the files it leaves.
 
+mod data;
 mod dense;
 #[cfg(target_os = "linux")]
 mod drivers;

@@ -122,6 +122,7 @@ fn names_give_no_orders_to_a_terminal() {
         (vec!["report", &run, "--out", &html], 0),
         (vec!["recipe", &recipe], 0),
         (vec!["recipe", &bad], 2),
+        (vec!["data", &bad], 2),
         (vec!["quantize", &tensors, "out.st", "--format", "mxfp4", "--device", "cpu"], 0),
         (vec!["quantize", &tensors, "out.st", "--format", "mxfp4", "--only", &bad], 2),
         (vec!["inspect", "small.toml", "--out", &bad], 0),

@@ -4,6 +4,8 @@ use std::fmt;
 use std::ops::Range;
 
 use super::source::{Content, Piece};
+use crate::config::Config;
+use crate::error::Error;
 use crate::tokenizer::{Framing, SharedTokenizer};
 
 /// What makes ids of texts, and which ids there may be.
@@ -36,6 +38,15 @@ pub(super) struct Encoded {
 }
 
 impl Encoder {
+    /// That of a configuration's data, for so many ids.
+    ///
+    /// # Errors
+    /// As [`Config::tokenizer`] and [`Config::framing`].
+    pub fn of(config: &Config, vocab_size: usize) -> Result<Self, Error> {
+        let tokenizer = config.tokenizer()?.filter(|tokenizer| tokenizer.unit() != "byte");
+        Ok(Self { tokenizer, framing: config.framing()?, vocab_size })
+    }
+
     /// Whether the tokens of a text are its bytes and nothing more.
     pub fn is_bytes(&self) -> bool {
         self.tokenizer.is_none() && self.framing == Framing::default()

@@ -14,6 +14,7 @@ mod region;
 mod signature;
 mod source;
 mod stream;
+mod survey;
 pub(crate) mod synthetic;
 #[cfg(test)]
 mod tests;
@@ -27,6 +28,7 @@ pub use corpus::Given;
 pub use cursor::WindowOrder;
 pub use loader::{BatchPlan, Loader, StepBatches};
 pub use reading::{BadRow, Watch};
+pub use survey::{Look, Survey, Surveyed};
 pub use synthetic::{Entropy, Language, RECORD_TOKENS, SYNTHETIC_VOCAB, Split, render_symbol, symbol_of};
 
 use crate::config::{Config, DataConfig};
@@ -155,10 +157,23 @@ impl Dataset {
             let DataConfig { seq_len, document_mask: apart, .. } = config.data;
             return Ok(Self { source, seq_len, seed: config.seed, apart });
         }
-        let vocab_size = config.model.vocab_size.max(1);
-        let tokenizer = config.tokenizer()?.filter(|tokenizer| tokenizer.unit() != "byte");
-        let encoder = encode::Encoder { tokenizer, framing: config.framing()?, vocab_size };
+        let encoder = encode::Encoder::of(config, config.model.vocab_size.max(1))?;
         Self::opened(&config.data, config.seed, encoder, watch)
+    }
+
+    /// Makes the token caches that the data of a run need, before the run begins, and says what its sources give to it. Nothing for data that
+    /// are not of files, or come through a pipe, which can be read once.
+    ///
+    /// # Errors
+    /// As [`Dataset::watched`].
+    pub fn prepare(config: &Config, watch: &mut dyn Watch) -> Result<Vec<Given>> {
+        let is_piped =
+            |source: &str| std::fs::metadata(source).is_ok_and(|about| !about.is_file() && !about.is_dir());
+        if !config.is_text() || config.data.sources().iter().any(|one| is_piped(&one.source)) {
+            return Ok(Vec::new());
+        }
+        let sequences = config.train.steps.saturating_mul(config.sequences_per_step());
+        Ok(Self::watched(config, watch)?.given(sequences))
     }
 
     /// Opens the built-in language or the files that the configuration names, their bytes as tokens. `seed` decides the order of the training

@@ -63,8 +63,8 @@ pub(super) trait Sink {
 
 /// Tells somebody how far long work has come.
 pub trait Watch {
-    /// So many bytes of files are read, of these.
-    fn read(&mut self, done: u64, of: u64);
+    /// So many bytes of files are read, of these. Returns whether to go on; what is made stays where it does not.
+    fn read(&mut self, done: u64, of: u64) -> bool;
 
     /// Another process makes the same cache, and is waited for.
     fn waits(&mut self);
@@ -72,7 +72,10 @@ pub trait Watch {
 
 /// Nobody watches.
 impl Watch for () {
-    fn read(&mut self, _: u64, _: u64) {}
+    fn read(&mut self, _: u64, _: u64) -> bool {
+        true
+    }
+
     fn waits(&mut self) {}
 }
 
@@ -109,11 +112,17 @@ impl Reading {
             // Dropped at the first error, upon which the reader ends.
             for batch in batches {
                 let batch = batch?;
-                let before: u64 = sizes[..batch.file].iter().sum();
-                let (done, place) = (before + batch.read.min(sizes[batch.file]), batch.place);
+                let number = batch.file;
+                let before: u64 = sizes[..number].iter().sum();
+                let (done, place) = (before + batch.read.min(sizes[number]), batch.place);
                 let (encoded, bad) = self.encode(batch)?;
                 sink.take(encoded, bad, place)?;
-                watch.read(done, all);
+                if !watch.read(done, all) {
+                    return Err(Error::data(
+                        &self.files[number],
+                        "was not read to its end: somebody stopped it",
+                    ));
+                }
             }
             Ok(())
         })

@@ -58,3 +58,18 @@ fn packed_blocks() {
 fn tokenizers() {
     drive("tokenizer", 3000);
 }
+
+#[test]
+fn json_lines() {
+    drive("json_lines", 1000);
+}
+
+#[test]
+fn parquet_files() {
+    drive("parquet", 1000);
+}
+
+#[test]
+fn megatron_indices() {
+    drive("megatron_index", 1000);
+}

@@ -1,6 +1,9 @@
 //! What is fuzzed: each target takes any bytes, and panics where something that reads them does, or where what it has read is not
 //! what it says. The tests drive them with random bytes, the fuzzer (`fuzz/`) with bytes that it chooses.
 
+#[path = "data.rs"]
+pub mod data;
+
 use arbitrary::{Result, Unstructured};
 use nibble_core::formats::{BlockAxis, Format, ScaleLayout, ScaleRule};
 use nibble_core::ops::{Dequantize, Transcode};
@@ -22,13 +25,16 @@ use std::sync::OnceLock;
 pub type Target = (&'static str, fn(&[u8]));
 
 /// Every target. One that is out of bytes is done.
-pub const ALL: [Target; 6] = [
+pub const ALL: [Target; 9] = [
     ("configuration", configuration),
     ("recipe", recipe),
     ("safetensors_header", safetensors_header),
     ("checkpoint", checkpoint),
     ("packed_blocks", packed_blocks),
     ("tokenizer", tokenizer),
+    ("json_lines", data::json_lines),
+    ("parquet", data::parquet),
+    ("megatron_index", data::megatron_index),
 ];
 
 /// A configuration: any text, or known keys with values that are likely to be wrong.

@@ -140,19 +140,19 @@ impl Read for Gzip {
 
 /// Zeros pad a file to the blocks of a tape.
 fn only_zeros(raw: &mut Raw) -> io::Result<()> {
+    let (mut count, mut are_zeros) = (0, true);
     loop {
         let rest = raw.fill_buf()?;
-        if rest.iter().any(|byte| *byte != 0) {
-            return Err(io::Error::new(
-                io::ErrorKind::InvalidData,
-                "has bytes after its data that are no gzip",
-            ));
+        are_zeros &= rest.iter().all(|byte| *byte == 0);
+        count += rest.len();
+        match rest.len() {
+            0 if are_zeros => return Ok(()),
+            0 => {
+                let why = format!("has {count} bytes after its gzip data that are no gzip");
+                return Err(io::Error::new(io::ErrorKind::InvalidData, why));
+            }
+            read => raw.consume(read),
         }
-        let count = rest.len();
-        if count == 0 {
-            return Ok(());
-        }
-        raw.consume(count);
     }
 }
 

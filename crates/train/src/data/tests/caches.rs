@@ -149,8 +149,9 @@ impl Sink for All {
 fn a_file_that_changes_while_it_is_read_is_told() {
     struct Changes(PathBuf);
     impl Watch for Changes {
-        fn read(&mut self, _: u64, _: u64) {
+        fn read(&mut self, _: u64, _: u64) -> bool {
             std::fs::File::options().append(true).open(&self.0).unwrap().set_len(7_000_000).unwrap();
+            true
         }
         fn waits(&mut self) {}
     }

@@ -1,0 +1,100 @@
+//! Tells people how far the making of a token cache has come, and what the sources of a run give to it.
+
+use indicatif::{ProgressBar, ProgressStyle};
+use nibble_command::console::thousands;
+use nibble_command::error::Result;
+use nibble_command::{joined, say, warn};
+use nibble_train::config::Config;
+use nibble_train::data::{Dataset, Given, Watch};
+use std::io::IsTerminal;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// A bar where people watch; nothing else but that somebody is waited for.
+pub struct ReadingBar {
+    bar: Option<ProgressBar>,
+    what: String,
+    /// The number of the signal that came, 0 before.
+    stop: Option<&'static AtomicUsize>,
+}
+
+impl ReadingBar {
+    /// One that says what is read, and ends it when a signal has come.
+    pub fn new(what: String, stop: Option<&'static AtomicUsize>) -> Self {
+        Self { bar: None, what, stop }
+    }
+}
+
+impl Watch for ReadingBar {
+    fn read(&mut self, done: u64, of: u64) -> bool {
+        let goes_on = self.stop.is_none_or(|stop| stop.load(Ordering::Relaxed) == 0);
+        if !joined::is_first() || !std::io::stderr().is_terminal() {
+            return goes_on;
+        }
+        let bar = self.bar.get_or_insert_with(|| {
+            let style =
+                ProgressStyle::with_template("{bar:20} {bytes}/{total_bytes} [{elapsed}<{eta}] {wide_msg}");
+            // The template is a constant; the default bar serves should it ever be wrong.
+            ProgressBar::new(of)
+                .with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+                .with_message(self.what.clone())
+        });
+        bar.set_position(done);
+        goes_on
+    }
+
+    fn waits(&mut self) {
+        warn!("another process makes the same token cache; waiting for it");
+    }
+}
+
+impl Drop for ReadingBar {
+    fn drop(&mut self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+/// Makes the token caches that the data of a configuration need, until a signal comes.
+///
+/// # Errors
+/// For data that cannot be read.
+pub fn make(config: &Config, stop: Option<&'static AtomicUsize>) -> Result<Vec<Given>> {
+    let what = format!("reading {}", config.data.described());
+    Ok(Dataset::prepare(config, &mut ReadingBar::new(what, stop))?)
+}
+
+/// [`make`] for a run, and says what its sources give to it where there is more to say than their names.
+///
+/// # Errors
+/// As [`make`].
+pub fn prepare(config: &Config, stop: Option<&'static AtomicUsize>) -> Result<()> {
+    let given = make(config, stop)?;
+    if joined::is_first() {
+        let is_mixed = given.len() > 1;
+        for one in given.iter().filter(|one| is_mixed || one.documents > 1 || one.left_out.rows > 0) {
+            say!("{}", described(one));
+            if let Some(bad) = one.left_out.first.first() {
+                match one.left_out.rows {
+                    1 => say!("source {}: 1 row cannot be read and is left out: {bad}", one.source),
+                    rows => {
+                        let (source, rows) = (&one.source, thousands(rows));
+                        say!(
+                            "source {source}: {rows} rows cannot be read and are left out, the first of them: {bad}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+fn described(given: &Given) -> String {
+    let [documents, tokens, held_out] =
+        [given.documents, given.tokens, given.held_out].map(|count| thousands(count as u64));
+    format!(
+        "source {}: {documents} documents, {tokens} tokens, {held_out} of them held out; the run reads the others {:.2} times",
+        given.source, given.epochs
+    )
+}

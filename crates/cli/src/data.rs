@@ -1,0 +1,136 @@
+//! `nibble data`: what is in files of data.
+
+use crate::caching::ReadingBar;
+use nibble_command::console::{bytes, thousands};
+use nibble_command::error::{Error, Result};
+use nibble_command::say;
+use nibble_train::config::Config;
+use nibble_train::data::{Look, Survey};
+use std::path::Path;
+
+/// Says what is in files of data
+///
+/// Kinds of files, documents, tokens, how long they are, and some of them. The files are read as `nibble train` would read them, and nothing is written.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:\n  \
+    nibble data book.txt\n  \
+    nibble data corpus/ --check\n  \
+    nibble data rows.parquet --set data.text_key=content")]
+pub struct Args {
+    /// Files, folders and globs.
+    #[arg(value_name = "FILE", required = true)]
+    files: Vec<String>,
+    /// Goes on behind a row that cannot be read, and tells every one of them. Ends with exit code 1 if there are any.
+    #[arg(long)]
+    check: bool,
+    /// The tokenizer of texts, as data.tokenizer: a tokenizer.json, or a folder that has one. Left out: bytes.
+    #[arg(long, value_name = "PATH")]
+    tokenizer: Option<String>,
+    /// Changes a value of the configuration, such as data.text_key; may be given many times.
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    overrides: Vec<String>,
+}
+
+/// Files that are listed one by one.
+const MOST_FILES: usize = 12;
+
+pub fn run(args: Args) -> Result<()> {
+    let Args { files, check, tokenizer, overrides } = args;
+    let quoted = |text: &str| toml::Value::String(text.to_owned());
+    let named = tokenizer.iter().map(|path| format!("data.tokenizer={}", quoted(path)));
+    let source = format!("data.source={}", quoted(&files[0]));
+    let set: Vec<String> = overrides.iter().cloned().chain([source]).chain(named).collect();
+    let config = Config::asked("", Path::new("data.toml"), &set)?;
+    // Of ids nothing is known where nobody says how many there are.
+    let says_ids = |set: &String| {
+        ["model.vocab_size", "data.tokenizer"].iter().any(|key| set.trim_start().starts_with(key))
+    };
+    let is_told = set.iter().any(says_ids);
+    let vocab_size = if is_told { config.model.vocab_size } else { i32::MAX as usize };
+    let mut bar = ReadingBar::new("reading".into(), None);
+    let tell = &mut |bad: &_| say!("{bad}");
+    let survey = Survey::of(&config, &files, Look { checks: check, vocab_size }, tell, &mut bar)?;
+    drop(bar);
+    told(&config, &survey)?;
+    match survey.left_out.rows {
+        rows if check && rows > 0 => Err(Error::Failed(format!("{} rows cannot be read", thousands(rows)))),
+        _ => Ok(()),
+    }
+}
+
+/// Says what was found.
+fn told(config: &Config, survey: &Survey) -> Result<()> {
+    for file in survey.files.iter().take(MOST_FILES) {
+        say!("{}: {}, {}", file.path.display(), file.kind, bytes(file.bytes));
+    }
+    if let Some(more) = survey.files.len().checked_sub(MOST_FILES).filter(|more| *more > 0) {
+        let size = survey.files.iter().skip(MOST_FILES).map(|file| file.bytes).sum();
+        say!("and {} more files, {}", thousands(more as u64), bytes(size));
+    }
+    let count =
+        |count: u64, one: &str| format!("{} {one}{}", thousands(count), if count == 1 { "" } else { "s" });
+    let tokenizer = config.tokenizer()?;
+    let known = tokenizer.as_ref().map_or(0, |tokenizer| tokenizer.vocab_size() as u64);
+    // Ids of a tokenizer that nobody has named are no bytes.
+    let is_known = u64::from(survey.largest_id) < known;
+    let unit = if is_known { config.unit() } else { "token" };
+    say!(
+        "{}, {}, the longest {}",
+        count(survey.documents, "document"),
+        count(survey.tokens, unit),
+        count(survey.longest, unit)
+    );
+    say!("largest id: {}", thousands(survey.largest_id.into()));
+    if survey.unlearnt > 0 {
+        say!("of prompts, which are not learnt: {}", count(survey.unlearnt, unit));
+    }
+    if survey.left_out.empty > 0 {
+        say!("without a token: {}", count(survey.left_out.empty, "document"));
+    }
+    if survey.left_out.rows > 0 {
+        say!("left out: {}", count(survey.left_out.rows, "row"));
+    }
+    histogram(survey, unit);
+    for (number, ids) in &survey.samples {
+        let text = match &tokenizer {
+            Some(tokenizer) if is_known => {
+                format!("{:?}", tokenizer.decode(ids))
+            }
+            _ => ids.iter().map(i32::to_string).collect::<Vec<_>>().join(" "),
+        };
+        say!("document {}: {}", thousands(*number), shortened(&text));
+    }
+    Ok(())
+}
+
+/// Characters of a document that are shown.
+const SHOWN: usize = 200;
+
+fn shortened(text: &str) -> String {
+    match text.char_indices().nth(SHOWN) {
+        None => text.to_owned(),
+        Some((end, _)) => format!("{}...", &text[..end]),
+    }
+}
+
+/// Columns of the longest bar.
+const BAR: u64 = 40;
+
+/// How many documents there are of each length, in powers of two.
+fn histogram(survey: &Survey, unit: &str) {
+    let most = survey.lengths.iter().copied().max().unwrap_or(0).max(1);
+    if survey.documents < 2 {
+        return;
+    }
+    say!("documents by length, in {unit}s:");
+    let first = survey.lengths.iter().position(|count| *count > 0).unwrap_or(0);
+    for (digits, count) in survey.lengths.iter().enumerate().skip(first.max(1)) {
+        let (low, high) = (1u64 << (digits - 1), (1u64 << (digits - 1)) * 2 - 1);
+        let bar = "#".repeat((count * BAR).div_ceil(most) as usize);
+        say!(
+            "{:>25}  {:>12}  {bar}",
+            format!("{} to {}", thousands(low), thousands(high)),
+            thousands(*count)
+        );
+    }
+}

@@ -1,0 +1,158 @@
+//! What files hold, without a cache of it: counts, lengths, some documents, and every row that cannot be read.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+
+use super::cache::LeftOut;
+use super::encode::{Encoded, Encoder};
+use super::reading::{BadRow, Place, Reading, Sink, Watch};
+use super::source::{DataFile, kind_of};
+use crate::config::{Config, OnError};
+use crate::error::Result;
+
+/// A file that was looked into.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Surveyed {
+    /// The file.
+    pub path: PathBuf,
+    /// What it is: `JSON lines, gzip`.
+    pub kind: String,
+    /// Its size on the disk.
+    pub bytes: u64,
+}
+
+/// What files hold.
+#[derive(Debug, Clone, Default)]
+pub struct Survey {
+    /// The files, in the order in which they are read.
+    pub files: Vec<Surveyed>,
+    /// Documents that have a token.
+    pub documents: u64,
+    /// Their tokens.
+    pub tokens: u64,
+    /// Tokens that are no targets.
+    pub unlearnt: u64,
+    /// The largest id.
+    pub largest_id: u32,
+    /// Tokens of the longest document.
+    pub longest: u64,
+    /// How many documents have a length of `n` binary digits: index 0 has none, 1 those of one token, 2 those of two and three.
+    pub lengths: Vec<u64>,
+    /// The first tokens of some documents, each with the document's number from 1.
+    pub samples: Vec<(u64, Vec<i32>)>,
+    /// What is not among them.
+    pub left_out: LeftOut,
+}
+
+/// Tokens of a document that are shown.
+const SAMPLE_TOKENS: usize = 400;
+
+/// Documents that are shown.
+const SAMPLES: usize = 3;
+
+/// How files are looked into.
+#[derive(Debug, Clone, Copy)]
+pub struct Look {
+    /// Whether rows that cannot be read are told and left out, whatever the configuration says of them.
+    pub checks: bool,
+    /// Ids are below this.
+    pub vocab_size: usize,
+}
+
+impl Survey {
+    /// Looks into the files that these paths, folders and globs mean, in the way that the configuration reads its own. `tell` is given every
+    /// row that is left out, and `watch` how far that is.
+    ///
+    /// # Errors
+    /// [`crate::Error::Data`] for files that cannot be read, and for a row that cannot, unless such rows are left out.
+    pub fn of(
+        config: &Config,
+        sources: &[String],
+        look: Look,
+        tell: &mut dyn FnMut(&BadRow),
+        watch: &mut dyn Watch,
+    ) -> Result<Self> {
+        let encoder = Encoder::of(config, look.vocab_size)?;
+        let mut counting = Counting { survey: Self::default(), length: 0, sample: None, tell };
+        for source in sources {
+            let mut reading = Reading::of(source, &config.data, &encoder)?;
+            if look.checks {
+                reading.on_error = OnError::Skip;
+            }
+            for path in &reading.files {
+                let file = DataFile::open(path, &reading.asked, &Arc::new(AtomicU64::new(0)))?;
+                let packing = file.packing.map(|packing| format!(", {}", packing.name())).unwrap_or_default();
+                let kind = format!("{}{packing}", kind_of(&file, &reading.asked).name());
+                counting.survey.files.push(Surveyed { path: path.clone(), kind, bytes: file.size });
+                reading.piped = file.is_piped().then_some(file);
+            }
+            reading.read(Place::default(), &mut counting, watch)?;
+            counting.document_ends();
+        }
+        Ok(counting.survey)
+    }
+}
+
+/// Counts what is read.
+struct Counting<'a> {
+    survey: Survey,
+    /// Tokens of the document that is being read.
+    length: u64,
+    /// Its first ones, where it is shown.
+    sample: Option<Vec<i32>>,
+    tell: &'a mut dyn FnMut(&BadRow),
+}
+
+impl Counting<'_> {
+    /// The document that was being read is over.
+    fn document_ends(&mut self) {
+        let (length, survey) = (std::mem::take(&mut self.length), &mut self.survey);
+        if length == 0 {
+            return;
+        }
+        survey.longest = survey.longest.max(length);
+        let digits = (u64::BITS - length.leading_zeros()) as usize;
+        if survey.lengths.len() <= digits {
+            survey.lengths.resize(digits + 1, 0);
+        }
+        survey.lengths[digits] += 1;
+        if let Some(sample) = self.sample.take() {
+            // The first one stays; of the others the last.
+            if survey.samples.len() == SAMPLES {
+                survey.samples.remove(1);
+            }
+            survey.samples.push((survey.documents, sample));
+        }
+    }
+}
+
+impl Sink for Counting<'_> {
+    fn take(&mut self, encoded: Vec<Encoded>, bad: Vec<BadRow>, _: Place) -> Result<()> {
+        for piece in encoded {
+            if piece.begins {
+                self.document_ends();
+            }
+            if piece.ids.is_empty() {
+                self.survey.left_out.empty += u64::from(piece.begins);
+                continue;
+            }
+            if piece.begins {
+                self.survey.documents += 1;
+                self.sample = self.survey.documents.is_power_of_two().then(Vec::new);
+            }
+            self.length += piece.ids.len() as u64;
+            self.survey.tokens += piece.ids.len() as u64;
+            self.survey.unlearnt += piece.unlearnt.iter().map(|run| run.len() as u64).sum::<u64>();
+            let largest = piece.ids.iter().copied().max().unwrap_or(0);
+            self.survey.largest_id = self.survey.largest_id.max(largest);
+            if let Some(sample) = &mut self.sample {
+                let room = SAMPLE_TOKENS.saturating_sub(sample.len());
+                sample.extend(piece.ids.iter().take(room).map(|id| *id as i32));
+            }
+        }
+        bad.iter().for_each(&mut *self.tell);
+        self.survey.left_out.add(bad);
+        Ok(())
+    }
+}
