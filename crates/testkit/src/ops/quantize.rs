@@ -362,7 +362,7 @@ fn transformed<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
 
 /// Each kind of plane: whole blocks of most formats, and lines that end inside a block, of an even number of values and of an odd one. Weights
 /// have square tiles, or else blocks along their rows.
-pub(super) const SHAPES: [(Planes, usize, usize, usize); 9] = [
+pub(super) const SHAPES: [(Planes, usize, usize, usize); 10] = [
     (Planes::Rows, 37, 200, 1),
     (Planes::Cols, 37, 200, 1),
     (Planes::Both, 37, 200, 1),
@@ -372,6 +372,8 @@ pub(super) const SHAPES: [(Planes, usize, usize, usize); 9] = [
     (Planes::Tiles, 140, 70, 1),
     (Planes::Tiles, 3 * 20, 130, 3),
     (Planes::Tiles, 2 * 33, 47, 2),
+    // Lines down the columns are shorter than what a warp of a GPU takes of one.
+    (Planes::Tiles, 16, 64, 1),
 ];
 
 /// Every rounding of every format, where kernels take whole tiles and where groups end inside them.

@@ -246,8 +246,10 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
 #pragma unroll
                 for (int i = 0; i < (F::kLine ? 2 : 1); ++i) {
                     const int c = F::kLine ? i : F::kBlock == 64 ? quarter % 2 : quarter, mine = c % 2;
-                    if (c < 2 && col + c < arg.cols && position < arg.capacity)
-                        this->settle({line + c, F::kLine ? row : position, square_of(quarter * 32 + first, in_tile + c), col + c}, true,
+                    // A short line ends before the rows of some lanes begin.
+                    const int place = F::kLine ? row : position;
+                    if (c < 2 && col + c < arg.cols && place < arg.capacity)
+                        this->settle({line + c, place, square_of(quarter * 32 + first, in_tile + c), col + c}, true,
                                      mine ? scale[1].record : scale[0].record, mine ? any[1] : any[0], mine ? nan[1] : nan[0]);
                 }
             }
