@@ -4,7 +4,7 @@
 // attention_wgmma<kDim, kValueDim, kGroups, kWindowed>: q and k as tensor maps of [sequences][seq_len][heads · kDim], v and out of
 //   [sequences][seq_len][heads · kValueDim], in boxes of 64 columns by 64 rows (q), kKeys (k, v), 16 (out), swizzle 128; lse [t, heads],
 //   natural logarithms. kWindowed: query i of a sequence sees the keys from first_key[i] on, which never decreases; tiles of keys before that
-//   of the first query of a tile are neither loaded nor multiplied.
+//   of the first query of a tile are neither loaded nor multiplied. `ticket`: zero.
 //   128 · (kGroups + 1) threads, any number of CTAs up to one a multiprocessor; dynamic shared memory sizeof(Shared) + 1008.
 // One warp loads; each of kGroups warpgroups has 64 queries. The tensor cores compute the scores of the next tile of keys while the softmax of
 // the current tile runs. Warpgroups take turns in issuing products, so that the products of one run during the exponentials of another. P is
@@ -27,11 +27,14 @@ struct ForwardShared {
     static constexpr int kRows = kGroups * kGroupRows;
     // Where keys are longer than values, shared memory has room for one box of a warp's results only.
     static constexpr int kBoxesOut = kDim > kValueDim ? 1 : kValueDim / kBoxCols;
-    u8 q[kRows * kDim * 2];
+    // And for one tile of queries.
+    static constexpr int kQueryStages = kDim > kValueDim ? 1 : 2;
+    u8 q[kQueryStages][kRows * kDim * 2];
     u8 k[kKeyStages][kKeys * kDim * 2];
     u8 v[kKeyStages][kKeys * kValueDim * 2];
     u8 out[kGroups * 4][kBoxesOut * 16 * kBoxRowBytes];
-    ptx::Barrier q_full, q_empty;
+    QueryTile<kGroups> tile[kQueryStages];
+    RingBarriers<kQueryStages> q_ring;
     RingBarriers<kKeyStages> k_ring, v_ring;
 };
 
@@ -41,35 +44,38 @@ __device__ __forceinline__ int key_tiles(const AttentionSizes& sizes, int tile) 
     return ceil_div(min((tile + 1) * kRows, sizes.seq_len), kKeys);
 }
 
-/// The first tile of keys that a tile of queries sees: that of its first query. The warp that loads and those that multiply go by it alike,
-/// whatever first_key holds.
-template <int kRows, bool kWindowed>
-__device__ __forceinline__ int first_key_tile(const int* first_key, const AttentionSizes& sizes, const AttentionWork& work) {
-    return first_key_of<kWindowed>(first_key, sizes, work.sequence, work.tile * kRows) / kKeys;
-}
-
 /// Loads queries, and fills the rings of keys and values: one thread.
 template <int kDim, int kValueDim, int kGroups, bool kWindowed>
 __device__ __forceinline__ void feed(ForwardShared<kDim, kValueDim, kGroups>& shared, const TensorMap& map_q, const TensorMap& map_k,
-                                     const TensorMap& map_v, const AttentionSizes& sizes, const int* first_key, int tiles, int section) {
+                                     const TensorMap& map_v, const AttentionSizes& sizes, const int* first_key, u32* ticket, int section) {
     constexpr int kRows = kGroups * kGroupRows;
-    const int all = tiles * sizes.heads * sizes.sequences, group = sizes.heads / sizes.kv_heads;
-    Place<1> q_at;
+    const int tiles = ceil_div(sizes.seq_len, kRows), all = tiles * sizes.heads * sizes.sequences, group = sizes.heads / sizes.kv_heads;
+    Place<ForwardShared<kDim, kValueDim, kGroups>::kQueryStages> q_at;
     Place<kKeyStages> at;
-    for (int round = 0;; ++round) {
-        const int number = work_number(round);
-        if (number >= all) break;
-        const AttentionWork work = work_at<true>(number, tiles, section, sizes.heads, sizes.sequences);
+    // CTAs take tiles of queries in the order of their tickets, each when it has loaded the one before: how many keys a tile sees follows from
+    // windows, so that no fixed shares would be even. (In the kernel of dq, whose queries have one place, fixed ones are faster.)
+    while (true) {
+        const int number = atomicAdd(ticket, 1);
+        ptx::Barrier& q_full = shared.q_ring.full[q_at.stage];
+        QueryTile<kGroups>& tile = shared.tile[q_at.stage];
+        ptx::barrier_wait(shared.q_ring.empty[q_at.stage], q_at.parity ^ 1);
+        if (number >= all) {
+            tile.set_none();
+            ptx::barrier_arrive(q_full);
+            break;
+        }
+        tile.template set<kWindowed>(number, tiles, section, sizes, first_key, kKeys);
+        const AttentionWork work = tile.work;
         const int kv_head = work.head / group;
-        ptx::barrier_wait(shared.q_empty, q_at.parity ^ 1);
-        ptx::barrier_arrive_expect(shared.q_full, sizeof(shared.q));
+        ptx::barrier_arrive_expect(q_full, sizeof(shared.q[0]));
 #pragma unroll
         for (int i = 0; i < kGroups; ++i)
-            load_tile<kDim, kGroupRows>(shared.q + i * kGroupRows * kDim * 2, map_q, shared.q_full, work.head,
+            load_tile<kDim, kGroupRows>(shared.q[q_at.stage] + i * kGroupRows * kDim * 2, map_q, q_full, work.head,
                                         work.tile * kRows + i * kGroupRows, work.sequence);
         q_at.advance();
-        const int last = first_key_tile<kRows, kWindowed>(first_key, sizes, work);
-        for (int n = key_tiles<kRows>(sizes, work.tile) - 1; n >= last; --n) {
+        const int first = tile.first;
+#pragma unroll 1
+        for (int n = key_tiles<kRows>(sizes, work.tile) - 1; n >= first; --n) {
             ptx::barrier_wait(shared.k_ring.empty[at.stage], at.parity ^ 1);
             ptx::barrier_arrive_expect(shared.k_ring.full[at.stage], sizeof(shared.k[0]));
             load_tile<kDim, kKeys>(shared.k[at.stage], map_k, shared.k_ring.full[at.stage], kv_head, n * kKeys, work.sequence);
@@ -137,14 +143,13 @@ struct SoftmaxRows {
 /// One warpgroup's queries. `warp` counts within the warpgroups that multiply.
 template <int kDim, int kValueDim, int kGroups, bool kWindowed>
 __device__ __forceinline__ void attend(ForwardShared<kDim, kValueDim, kGroups>& shared, const TensorMap& map_out, float* lse,
-                                       const AttentionSizes& sizes, const int* first_key, int tiles, int section, int warp) {
+                                       const AttentionSizes& sizes, const int* first_key, int warp) {
     constexpr int kRows = kGroups * kGroupRows;
-    constexpr u32 kKeyStage = kKeys * kDim * 2 / 16, kValueStage = kKeys * kValueDim * 2 / 16;
+    constexpr u32 kQueryStage = kRows * kDim * 2 / 16, kKeyStage = kKeys * kDim * 2 / 16, kValueStage = kKeys * kValueDim * 2 / 16;
     const int lane = ptx::lane_idx(), group = warp / 4;
-    const int all = tiles * sizes.heads * sizes.sequences;
     const int own_row = group * kGroupRows + warp % 4 * 16 + lane / 4;
     const float factor = sizes.scale * kLog2E;
-    const u32 q = ptx::wgmma_descriptor_low(shared_address(shared.q + group * kGroupRows * kDim * 2));
+    const u32 q_ring = ptx::wgmma_descriptor_low(shared_address(shared.q[0] + group * kGroupRows * kDim * 2));
     const u32 k = ptx::wgmma_descriptor_low(shared_address(shared.k[0]));
     const u32 v = descriptor_down<kKeys>(shared.v[0]);
     // Each warpgroup waits at its own named barrier until the one before it in turn has issued its products.
@@ -155,23 +160,27 @@ __device__ __forceinline__ void attend(ForwardShared<kDim, kValueDim, kGroups>& 
     float s[kKeys / 2], o[kValueDim / 2];
     u32 p[kKeys / 4];
     SoftmaxRows softmax;
-    Place<1> q_at;
+    Place<ForwardShared<kDim, kValueDim, kGroups>::kQueryStages> q_at;
     Place<kKeyStages> k_at, v_at;
     if (group == kGroups - 1) ptx::named_barrier_arrive<256>(next_turn);
-    for (int round = 0;; ++round) {
-        const int number = work_number(round);
-        if (number >= all) break;
-        const AttentionWork work = work_at<true>(number, tiles, section, sizes.heads, sizes.sequences);
+    while (true) {
+        ptx::barrier_wait(shared.q_ring.full[q_at.stage], q_at.parity);
+        const QueryTile<kGroups>& tile = shared.tile[q_at.stage];
+        if (tile.is_none()) break;
+        const AttentionWork work = tile.work;
+        const u32 q = q_ring + q_at.stage * kQueryStage;
         const int row = work.tile * kRows + own_row;
-        const int blocks = key_tiles<kRows>(sizes, work.tile);
-        const int last = first_key_tile<kRows, kWindowed>(first_key, sizes, work);
+        const int blocks = key_tiles<kRows>(sizes, work.tile), last = tile.first;
         const auto mask = [&](int n) {
             const int key = n * kKeys;
             if (key + kKeys > work.tile * kRows + group * kGroupRows) mask_later(s, row - key - 2 * (lane % 4));
         };
-        // Tiles that begin before this key are the edge of some row's window: that of the warpgroup's last row.
-        const int group_end = min(work.tile * kRows + (group + 1) * kGroupRows, sizes.seq_len);
-        const int edge = first_key_of<kWindowed>(first_key, sizes, work.sequence, group_end - 1);
+        const int edge = kWindowed ? tile.edge[group] : 0;
+        // Behind the last scores the queries of the next tile but one, or of the next, may come.
+        const auto release_queries = [&] {
+            __syncwarp();
+            release(shared.q_ring.empty[q_at.stage]);
+        };
         const auto mask_window = [&](int n) {
             if constexpr (kWindowed) {
                 const int key = n * kKeys, col = key + 2 * (lane % 4);
@@ -183,8 +192,6 @@ __device__ __forceinline__ void attend(ForwardShared<kDim, kValueDim, kGroups>& 
         float less[2];
 #pragma unroll
         for (int i = 0; i < kValueDim / 2; ++i) o[i] = 0.0f;
-        ptx::barrier_wait(shared.q_full, q_at.parity);
-        q_at.advance();
         ptx::barrier_wait(shared.k_ring.full[k_at.stage], k_at.parity);
         ptx::named_barrier_wait<256>(turn);
         ptx::wgmma_fence();
@@ -195,6 +202,7 @@ __device__ __forceinline__ void attend(ForwardShared<kDim, kValueDim, kGroups>& 
         ptx::wgmma_pin(s);
         release(shared.k_ring.empty[k_at.stage]);
         k_at.advance();
+        if (blocks - 1 == last) release_queries();
         mask(blocks - 1);
         mask_window(blocks - 1);
         softmax.template update<true>(s, factor, less);
@@ -215,6 +223,7 @@ __device__ __forceinline__ void attend(ForwardShared<kDim, kValueDim, kGroups>& 
             ptx::wgmma_pin(s);
             release(shared.k_ring.empty[k_at.stage]);
             k_at.advance();
+            if (n == last) release_queries();
             if constexpr (kRows > kKeys) {
                 if (n >= blocks - 2) mask(n);
             }
@@ -230,7 +239,7 @@ __device__ __forceinline__ void attend(ForwardShared<kDim, kValueDim, kGroups>& 
                 for (int i = 0; i < kValueDim / 2; ++i) o[i] *= less[i / 2 % 2];
             }
         }
-        release(shared.q_empty);
+        q_at.advance();
         ptx::barrier_wait(shared.v_ring.full[v_at.stage], v_at.parity);
         ptx::wgmma_pin(o);
         ptx::wgmma_fence();
@@ -263,15 +272,13 @@ template <int kDim, int kValueDim, int kGroups, bool kWindowed>
 __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     attention_wgmma(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
                     const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_out, float* lse,
-                    const __grid_constant__ AttentionSizes sizes, int section, const int* __restrict__ first_key) {
+                    const __grid_constant__ AttentionSizes sizes, int section, const int* __restrict__ first_key, u32* ticket) {
     using Shared = ForwardShared<kDim, kValueDim, kGroups>;
     extern __shared__ u8 raw[];
     Shared& shared = *reinterpret_cast<Shared*>(raw + (1024 - (shared_address(raw) & 1023)) % 1024);
-    const int tiles = ceil_div(sizes.seq_len, Shared::kRows);
     const int warp = __shfl_sync(0xFFFFFFFF, int(threadIdx.x / 32), 0);
     if (threadIdx.x == 0) {
-        ptx::barrier_init(shared.q_full, 1);
-        ptx::barrier_init(shared.q_empty, kGroups * 4);
+        shared.q_ring.init(kGroups * 4);
         shared.k_ring.init(kGroups * 4);
         shared.v_ring.init(kGroups * 4);
         ptx::barrier_init_fence();
@@ -279,10 +286,10 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     __syncthreads();
     if (warp < 4) {
         ptx::registers_shrink_to<kGroups == 2 ? 24 : 32>();
-        if (threadIdx.x == 0) feed<kDim, kValueDim, kGroups, kWindowed>(shared, map_q, map_k, map_v, sizes, first_key, tiles, section);
+        if (threadIdx.x == 0) feed<kDim, kValueDim, kGroups, kWindowed>(shared, map_q, map_k, map_v, sizes, first_key, ticket, section);
     } else {
         ptx::registers_grow_to<kGroups == 2 ? 240 : 160>();
-        attend<kDim, kValueDim, kGroups, kWindowed>(shared, map_out, lse, sizes, first_key, tiles, section, warp - 4);
+        attend<kDim, kValueDim, kGroups, kWindowed>(shared, map_out, lse, sizes, first_key, warp - 4);
     }
 }
 

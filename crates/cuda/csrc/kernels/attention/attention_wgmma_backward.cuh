@@ -38,12 +38,12 @@ __global__ void __launch_bounds__(kGradThreads, 1)
         ptx::barrier_init_fence();
         const int tiles = ceil_div(sizes.seq_len, kGradRows);
         const AttentionWork work = work_at<false>(blockIdx.x, tiles, section, sizes.kv_heads, sizes.sequences);
-        shared.work.template set<kWindowed>(sizes, end_query, work, Shared::kRows);
+        begin_keys<kWindowed>(shared, map_k, map_v, sizes, end_query, work);
     }
     __syncthreads();
     if (warp < 4) {
         ptx::registers_shrink_to<24>();
-        if (threadIdx.x == 0) feed_queries(shared, map_q, map_k, map_v, map_dout, lse, delta, sizes);
+        if (threadIdx.x == 0) feed_queries(shared, map_q, map_dout, lse, delta, sizes);
     } else {
         ptx::registers_grow_to<240>();
         key_grads<kWindowed>(shared, map_dk, map_dv, sizes, end_query, warp - 4);
@@ -66,17 +66,12 @@ struct BackwardQShared {
     u8 k[kStages][kKeys * kDim * 2];
     u8 v[kStages][kKeys * kValueDim * 2];
     u8 out[kGradGroups * 4][kBoxesOut * 16 * kBoxRowBytes];
+    QueryTile<kGradGroups> tile;
     ptx::Barrier q_full, q_empty;
     RingBarriers<kStages> k_ring, v_ring;
 
     /// The last tile of keys that a tile of queries sees.
     static __device__ __forceinline__ int last(int tile) { return ((tile + 1) * kGradRows - 1) / kKeys; }
-
-    /// The first: that of its first query. The warp that loads and those that multiply go by it alike, whatever first_key holds.
-    template <bool kWindowed>
-    static __device__ __forceinline__ int first(const int* first_key, const AttentionSizes& sizes, const AttentionWork& work) {
-        return first_key_of<kWindowed>(first_key, sizes, work.sequence, work.tile * kGradRows) / kKeys;
-    }
 };
 
 /// Fills the rings of keys and values: one thread.
@@ -92,9 +87,12 @@ __device__ __forceinline__ void feed_keys(BackwardQShared<kDim, kValueDim>& shar
     for (int round = 0;; ++round) {
         const int number = work_number(round);
         if (number >= all) break;
-        const AttentionWork work = work_at<true>(number, tiles, section, sizes.heads, sizes.sequences);
+        QueryTile<kGradGroups> query_tile;
+        query_tile.template set<kWindowed>(number, tiles, section, sizes, first_key, Shared::kKeys);
+        const AttentionWork& work = query_tile.work;
         const int kv_head = work.head / group;
         ptx::barrier_wait(shared.q_empty, q_at.parity ^ 1);
+        shared.tile = query_tile;
         ptx::barrier_arrive_expect(shared.q_full, sizeof(shared.q) + sizeof(shared.dout));
         for (int i = 0; i < kGradGroups; ++i) {
             const int row = work.tile * kGradRows + i * kGroupRows;
@@ -102,8 +100,7 @@ __device__ __forceinline__ void feed_keys(BackwardQShared<kDim, kValueDim>& shar
             load_tile<kValueDim, kGroupRows>(shared.dout[i], map_dout, shared.q_full, work.head, row, work.sequence);
         }
         q_at.advance();
-        const int end = Shared::template first<kWindowed>(first_key, sizes, work);
-        for (int n = Shared::last(work.tile); n >= end; --n) {
+        for (int n = Shared::last(work.tile); n >= query_tile.first; --n) {
             ptx::barrier_wait(shared.k_ring.empty[at.stage], at.parity ^ 1);
             ptx::barrier_arrive_expect(shared.k_ring.full[at.stage], sizeof(shared.k[0]));
             load_tile<kDim, Shared::kKeys>(shared.k[at.stage], map_k, shared.k_ring.full[at.stage], kv_head, n * Shared::kKeys, work.sequence);
@@ -139,23 +136,21 @@ __device__ __forceinline__ void query_grads(BackwardQShared<kDim, kValueDim>& sh
     for (int round = 0;; ++round) {
         const int number = work_number(round);
         if (number >= all) break;
-        const AttentionWork work = work_at<true>(number, tiles, section, sizes.heads, sizes.sequences);
+        ptx::barrier_wait(shared.q_full, q_at.parity);
+        q_at.advance();
+        const AttentionWork work = shared.tile.work;
         const int first = work.tile * kGradRows + group * kGroupRows, row = first + warp % 4 * 16 + lane / 4;
         const u64 rows = u64(u32(work.sequence * sizes.heads + work.head)) * sizes.padded + row;
         const float row_lse[2] = {lse[rows], lse[rows + 8]}, row_delta[2] = {delta[rows], delta[rows + 8]};
 #pragma unroll
         for (int i = 0; i < kDim / 2; ++i) dq[i] = 0.0f;
-        ptx::barrier_wait(shared.q_full, q_at.parity);
-        q_at.advance();
         const auto begin_scores = [&] {
             ptx::barrier_wait(shared.k_ring.full[at.stage], at.parity);
             ptx::wgmma_fence();
             multiply_along<kDim, kGroupRows, kKeys>(s, q, k + at.stage * kKeyStage);
             ptx::wgmma_commit();
         };
-        // Tiles that begin before this key are the edge of some row's window: that of the warpgroup's last row.
-        const int edge = first_key_of<kWindowed>(first_key, sizes, work.sequence, min(first + kGroupRows, sizes.seq_len) - 1);
-        const int end = Shared::template first<kWindowed>(first_key, sizes, work);
+        const int edge = kWindowed ? shared.tile.edge[group] : 0, end = shared.tile.first;
         int n = Shared::last(work.tile);
         if constexpr (kKeys < kGradRows) {
             for (; n * kKeys >= first + kGroupRows; --n) {
@@ -192,6 +187,10 @@ __device__ __forceinline__ void query_grads(BackwardQShared<kDim, kValueDim>& sh
             ptx::wgmma_wait();
             ptx::wgmma_pin(dp);
             release(shared.v_ring.empty[stage]);
+            if (n == end) {
+                __syncwarp();
+                release(shared.q_empty);
+            }
 #pragma unroll
             for (int i = 0; i < kKeys / 2; i += 2) {
                 const float d = row_delta[i / 2 % 2];
@@ -203,7 +202,6 @@ __device__ __forceinline__ void query_grads(BackwardQShared<kDim, kValueDim>& sh
             ptx::wgmma_commit();
             at.advance();
             if (n == end) {
-                release(shared.q_empty);
                 staged_rows_read();
                 ptx::wgmma_wait();
                 release(shared.k_ring.empty[stage]);

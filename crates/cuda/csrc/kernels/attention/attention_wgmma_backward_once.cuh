@@ -99,7 +99,8 @@ __global__ void __launch_bounds__(kGradThreads, 1)
         u8* const slot = score_grads + task.head % plan.slots * score_grad_bytes(sizes.seq_len);
         if (task.keys) {
             shared.keys.init();
-            shared.keys.work.template set<kWindowed>(sizes, end_query, {sequence, head, task.item}, shared.keys.kRows);
+            ptx::barrier_init_fence();
+            begin_keys<kWindowed>(shared.keys, map_k, map_v, sizes, end_query, {sequence, head, task.item});
             shared.keys.work.score_grads = slot;
             const int earlier = task.head / plan.slots;  // heads that had the slot
             ptx::wait_for_count(&shared.done->q_done, earlier * query_items * kWarps);
@@ -107,8 +108,8 @@ __global__ void __launch_bounds__(kGradThreads, 1)
             shared.queries.ring.init(kWarps);
             const int last = blocks - 1 - task.item;
             shared.queries.work = {sequence, head, {last, last > task.item ? task.item : -1}, slot};
+            ptx::barrier_init_fence();
         }
-        ptx::barrier_init_fence();
     }
     __syncthreads();
     const bool keys = shared.task.keys;
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(kGradThreads, 1)
         ptx::registers_shrink_to<24>();
         if (threadIdx.x == 0) {
             if (keys) {
-                feed_queries(shared.keys, map_q, map_k, map_v, map_dout, lse, delta, sizes);
+                feed_queries(shared.keys, map_q, map_dout, lse, delta, sizes);
             } else {
                 ptx::wait_for_count(&shared.done->kv_done, (shared.task.head / plan.slots + 1) * key_items * kWarps);
                 feed_score_grads<kWindowed>(shared.queries, map_k, sizes, first_key);

@@ -63,6 +63,31 @@ __device__ __forceinline__ AttentionWork work_at(int at, int tiles, int section,
     return {unit / heads, unit % heads, kLastFirst ? tiles - 1 - tile : tile};
 }
 
+/// A tile of queries, 64 for each of kGroups warpgroups, as the warp that loads tells those that multiply: to find it out takes divisions and loads,
+/// for which they would wait.
+template <int kGroups>
+struct QueryTile {
+    AttentionWork work;
+    int first;          // tile of keys that it sees: that of its first query
+    int edge[kGroups];  // tiles that begin before this key are the edge of some row's window: that of the warpgroup's last row
+
+    /// Item `number` of all work, of `tiles` tiles a head, with tiles of `keys` keys.
+    template <bool kWindowed>
+    __device__ __forceinline__ void set(int number, int tiles, int section, const AttentionSizes& sizes, const int* first_key, int keys) {
+        const AttentionWork at = work_at<true>(number, tiles, section, sizes.heads, sizes.sequences);
+        const int row = at.tile * kGroups * kGroupRows;
+        work = at;
+        first = first_key_of<kWindowed>(first_key, sizes, at.sequence, row) / keys;
+#pragma unroll
+        for (int i = 0; i < kGroups; ++i)
+            edge[i] = first_key_of<kWindowed>(first_key, sizes, at.sequence, min(row + (i + 1) * kGroupRows, sizes.seq_len) - 1);
+    }
+
+    /// That there is none left: then the CTA ends.
+    __device__ __forceinline__ void set_none() { work.tile = -1; }
+    __device__ __forceinline__ bool is_none() const { return work.tile < 0; }
+};
+
 /// The number of the CTA's work in round `round`. Every other round goes backwards over the CTAs, so that no CTA has
 /// the longest work of every round.
 __device__ __forceinline__ int work_number(int round) {

@@ -104,9 +104,9 @@ struct KeyWork {
     template <bool kWindowed>
     __device__ __forceinline__ void set(const AttentionSizes& sizes, const int* end_query, const AttentionWork& work, int query_rows) {
         sequence = work.sequence, kv_head = work.head;
-        heads = sizes.heads / sizes.kv_heads, first_head = kv_head * heads;
         row = work.tile * kGradRows;
         const int end = end_query_of<kWindowed>(end_query, sizes, sequence, min(row + kGradRows, sizes.seq_len) - 1);
+        heads = sizes.heads / sizes.kv_heads, first_head = kv_head * heads;
         first_tile = row / query_rows, tiles = ceil_div(end, query_rows);
     }
 };
@@ -142,20 +142,26 @@ struct KeyGradsShared {
     }
 };
 
+/// Loads keys and values, and meanwhile finds out which queries see them: one thread.
+template <bool kWindowed, int kDim, int kValueDim, bool kStores>
+__device__ __forceinline__ void begin_keys(KeyGradsShared<kDim, kValueDim, kStores>& shared, const TensorMap& map_k, const TensorMap& map_v,
+                                           const AttentionSizes& sizes, const int* end_query, const AttentionWork& work) {
+    ptx::barrier_arrive_expect(shared.kv_full, sizeof(shared.k) + sizeof(shared.v));
+    for (int i = 0; i < kGradGroups; ++i) {
+        const int row = work.tile * kGradRows + i * kGroupRows;
+        load_tile<kDim, kGroupRows>(shared.k[i], map_k, shared.kv_full, work.head, row, work.sequence);
+        load_tile<kValueDim, kGroupRows>(shared.v[i], map_v, shared.kv_full, work.head, row, work.sequence);
+    }
+    shared.work.template set<kWindowed>(sizes, end_query, work, shared.kRows);
+}
+
 /// Fills the ring of queries: one thread.
 template <int kDim, int kValueDim, bool kStores>
-__device__ __forceinline__ void feed_queries(KeyGradsShared<kDim, kValueDim, kStores>& shared, const TensorMap& map_q, const TensorMap& map_k,
-                                             const TensorMap& map_v, const TensorMap& map_dout, const float* lse, const float* delta,
-                                             const AttentionSizes& sizes) {
+__device__ __forceinline__ void feed_queries(KeyGradsShared<kDim, kValueDim, kStores>& shared, const TensorMap& map_q, const TensorMap& map_dout,
+                                             const float* lse, const float* delta, const AttentionSizes& sizes) {
     using Shared = KeyGradsShared<kDim, kValueDim, kStores>;
     const KeyWork work = shared.work;
     constexpr u32 kRowsBytes = Shared::kRows * sizeof(float);
-    ptx::barrier_arrive_expect(shared.kv_full, sizeof(shared.k) + sizeof(shared.v));
-    for (int i = 0; i < kGradGroups; ++i) {
-        const int row = work.row + i * kGroupRows;
-        load_tile<kDim, kGroupRows>(shared.k[i], map_k, shared.kv_full, work.kv_head, row, work.sequence);
-        load_tile<kValueDim, kGroupRows>(shared.v[i], map_v, shared.kv_full, work.kv_head, row, work.sequence);
-    }
     Place<Shared::kStages> at;
     for (int head = work.first_head; head < work.first_head + work.heads; ++head) {
         const u64 rows = u64(u32(work.sequence * sizes.heads + head)) * sizes.padded;

@@ -29,7 +29,7 @@ const BLOCK_ROWS: usize = 256;
 const KEY_STAGES: usize = 2;
 const QUERY_STAGES: usize = 3;
 /// Bytes for barriers and small fields, and for starting at a multiple of 1024.
-const REST: usize = 128 + 1024;
+const REST: usize = 224 + 1024;
 /// How many bytes the L2 should hold of keys and values, for the heads of a section; or of queries and dout, for its
 /// groups.
 const KEYS_HELD: usize = 24 << 20;
@@ -93,9 +93,10 @@ impl Wgmma {
         let (q, k) = (self.map(q, GROUP_ROWS)?, self.map(k, KEYS)?);
         let (v, out) = (self.map(v, KEYS)?, self.map(out, ROWS_OUT)?);
         let (section, first_key) = (self.heads_held(), windows.map(|lists| lists.first_key));
+        let ticket = device.counters(1)?;
         let kernel = device.kernel(&dims.forward_spec(windows.is_some()))?;
         // SAFETY: the maps hold the copies to their tensors, which the caller checked to have the sizes, as lse and windows have.
-        unsafe { kernel.launch(launch, &[&q, &k, &v, &out, lse, &self.sizes, &section, &first_key]) }
+        unsafe { kernel.launch(launch, &[&q, &k, &v, &out, lse, &self.sizes, &section, &first_key, &ticket]) }
     }
 
     /// dq, dk and dv; `rows` with lse times log2(e).
@@ -303,8 +304,8 @@ impl Dims {
 
     /// q, k and v in their stages, and out.
     const fn forward_shared(self) -> usize {
-        let queries = self.forward_groups() * GROUP_ROWS;
-        row_bytes(queries, self.head + self.cols_out(self.value))
+        let (queries, stages) = (self.forward_groups() * GROUP_ROWS, if self.long() { 1 } else { 2 });
+        row_bytes(queries, stages * self.head + self.cols_out(self.value))
             + row_bytes(KEY_STAGES * KEYS, self.both())
             + REST
     }
