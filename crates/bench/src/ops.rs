@@ -165,7 +165,9 @@ fn experts(b: &Cpu) -> CoreResult<Vec<Case>> {
     const TOP_K: usize = 2;
     let logits = normal(b, DType::F32, ROWS, EXPERTS)?;
     let rule = RouteRule::softmax(TOP_K, true);
-    let route = move |logits: &Tensor<Cpu>, b: &Cpu| Route { logits, bias: None, rule, shards: 4 }.run(b);
+    let route = move |logits: &Tensor<Cpu>, b: &Cpu| {
+        Route { logits, bias: None, rule, shards: 4, documents: None }.run(b)
+    };
     let routing = route(&logits, b)?;
     let ids = b.upload(&(0..ROWS as i32).collect::<Vec<_>>())?;
     let capacity = round_up(ROWS * TOP_K + EXPERTS * 127, 128);

@@ -49,6 +49,7 @@ pub struct RouteSums {
     pub chunks_of_shard: usize,
     /// Chunks of all shards.
     pub chunks: usize,
+    tokens: usize,
     experts: usize,
     shards: usize,
 }
@@ -57,7 +58,7 @@ impl RouteSums {
     /// Of so many tokens in so many shards.
     pub fn new<B: Backend>(tokens: usize, shards: usize, experts: usize) -> Self {
         let chunks_of_shard = (tokens / shards.max(1)).div_ceil(Route::<B>::CHUNK);
-        Self { chunks_of_shard, chunks: shards * chunks_of_shard, experts, shards }
+        Self { chunks_of_shard, chunks: shards * chunks_of_shard, tokens, experts, shards }
     }
 
     /// What the sums take, in this order: of each chunk an expert's probabilities, the squares, an expert's slots; of each shard an expert's products.
@@ -69,5 +70,23 @@ impl RouteSums {
             Temporary::new("slots", chunks * experts * size_of::<i32>()),
             Temporary::new("products", shards * experts * size_of::<f64>()),
         ]
+    }
+
+    /// Slots of each document's experts: a row for each token, which begins on 16 bytes.
+    pub const fn document_slots(&self) -> usize {
+        self.tokens * self.experts.next_multiple_of(4)
+    }
+
+    /// What documents take in either pass: slots of their experts, and their tokens.
+    pub fn of_documents(&self) -> [Temporary; 2] {
+        [
+            Temporary::new("slots of documents", self.document_slots() * size_of::<i32>()),
+            Temporary::new("tokens of documents", self.tokens * size_of::<i32>()),
+        ]
+    }
+
+    /// What they take in the forward pass beside that: of each chunk the sum of parts of their losses.
+    pub fn of_document_losses(&self) -> Temporary {
+        Temporary::new("losses of documents", self.chunks * size_of::<f32>())
     }
 }

@@ -48,7 +48,8 @@ fn shapes_that_buffers_do_not_have_are_refused() {
     let swiglu = Swiglu { h: &x, weight: None, groups: None, a: emit, save_h: None };
     refused(swiglu.run(cuda), "swiglu", "`h`");
     let logits = longer(cuda, DType::F32, 8);
-    let route = Route { logits: &logits, bias: None, rule: RouteRule::softmax(2, true), shards: 1 };
+    let route =
+        Route { logits: &logits, bias: None, rule: RouteRule::softmax(2, true), shards: 1, documents: None };
     refused(route.run(cuda), "route", "`logits`");
 
     let weight = Operand::Plain(Tensor::zeros(cuda, DType::F32, 8, 128).unwrap());

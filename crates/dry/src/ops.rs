@@ -30,7 +30,6 @@ results! {
     cast(Cast<'_, Self>) -> Tensor<Self>;
     transpose(Transpose<'_, Self>) -> Tensor<Self>;
     add(Add<'_, Self>) -> Tensor<Self>;
-    route_backward(RouteBackward<'_, Self>) -> Tensor<Self>;
     permute(Permute<'_, Self>) -> Operand<Self>;
     unpermute(Unpermute<'_, Self>) -> Operand<Self>;
     gather_scalars(GatherScalars<'_, Self>) -> <Self as Backend>::Buf<f32>;
@@ -103,7 +102,18 @@ impl Dry {
     pub(crate) fn route(&self, op: Route<'_, Self>) -> Result<Routing<Self>> {
         let out = op.result(self)?;
         let (tokens, experts) = op.logits.shape();
-        self.while_on_gpu(RouteSums::new::<Self>(tokens, op.shards, experts).temporaries())?;
+        let sums = RouteSums::new::<Self>(tokens, op.shards, experts);
+        let of_documents = sums.of_documents().into_iter().chain([sums.of_document_losses()]);
+        let of_documents = of_documents.filter(|_| op.documents.is_some());
+        self.while_on_gpu(sums.temporaries().into_iter().chain(of_documents))?;
+        Ok(out)
+    }
+
+    pub(crate) fn route_backward(&self, op: RouteBackward<'_, Self>) -> Result<Tensor<Self>> {
+        let out = op.result(self)?;
+        let (tokens, experts) = op.routing.kept.shape();
+        let sums = RouteSums::new::<Self>(tokens, op.shards, experts);
+        self.while_on_gpu(sums.of_documents().into_iter().filter(|_| op.documents.is_some()))?;
         Ok(out)
     }
 

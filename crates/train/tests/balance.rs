@@ -43,9 +43,15 @@ fn theirs(layers: &[Vec<f32>], top_k: usize) -> f64 {
 fn ours(logits: &[f32], top_k: usize) -> f64 {
     let cpu = Cpu::new(1).unwrap();
     let logits = Tensor::from_f32(&cpu, logits, TOKENS, EXPERTS).unwrap();
-    let routing = Route { logits: &logits, bias: None, rule: RouteRule::softmax(top_k, true), shards: 1 }
-        .run(&cpu)
-        .unwrap();
+    let routing = Route {
+        logits: &logits,
+        bias: None,
+        rule: RouteRule::softmax(top_k, true),
+        shards: 1,
+        documents: None,
+    }
+    .run(&cpu)
+    .unwrap();
     f64::from(routing.losses.as_slice()[0])
 }
 

@@ -386,7 +386,7 @@ fn route<B: Kernels>(o: &Operands<B>) -> Result<Case<B>> {
     let logits = uniform(&o.b, tokens, experts)?;
     Ok(Case::new(traffic::route(tokens, experts, top_k), move |b| {
         let rule = RouteRule::softmax(top_k, true);
-        Route { logits: &logits, bias: None, rule, shards: 1 }.run(b).map(drop)
+        Route { logits: &logits, bias: None, rule, shards: 1, documents: None }.run(b).map(drop)
     }))
 }
 

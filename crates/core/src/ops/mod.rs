@@ -96,9 +96,9 @@ macro_rules! for_each_op {
             transpose(Transpose<'_, $B>) -> Tensor<$B> { reads x; plain stack; }
             add(Add<'_, $B>) -> Tensor<$B> { reads a, b; may_read plus; }
             sum_shards(SumShards<'_, $B>) -> () { reads x; writes into; plain stack, shards; }
-            route(Route<'_, $B>) -> Routing<$B> { reads logits; may_read bias; plain rule, shards; }
+            route(Route<'_, $B>) -> Routing<$B> { reads logits; may_read bias, documents; plain rule, shards; }
             route_backward(RouteBackward<'_, $B>) -> Tensor<$B> {
-                reads routing, dweight; may_read batch_load; plain rule, shards, aux_scale, batch_rows, z_scale;
+                reads routing, dweight; may_read batch_load, documents; plain rule, shards, aux_scale, batch_rows, z_scale;
             }
             plan_permute(PlanPermute<'_, $B>) -> PermuteMap<$B> {
                 reads expert, token_id; plain top_k, num_slots, num_groups, align, capacity;

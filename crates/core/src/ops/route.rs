@@ -100,7 +100,8 @@ impl RouteRule {
 ///   sums by the tree 8, 4, 2, 1; in F32 (the load-balancing loss in F64), products by fma;
 /// * over slots: in slot order, in F32;
 /// * over the tokens of a shard: in chunks of [`Route::CHUNK`], in F32: token i of a chunk to lane i mod 16, each lane in order,
-///   closed by the tree 8, 4, 2, 1. The chunks' sums likewise, in F64, rounded to F32 at the end of the loss.
+///   closed by the tree 8, 4, 2, 1. The chunks' sums likewise, in F64, rounded to F32 at the end of the loss. With documents each token's part of
+///   the load-balancing loss is summed over the experts in F32, and then over the tokens so.
 #[derive(Debug)]
 pub struct Route<'a, B: Backend> {
     /// `[t, e]`, F32.
@@ -111,6 +112,10 @@ pub struct Route<'a, B: Backend> {
     pub rule: RouteRule,
     /// Shards the tokens fall into, evenly: losses are per shard. They may be runs of tokens of any kind, such as sequences.
     pub shards: usize,
+    /// Where shards are sequences of documents, for each token the one of its shard with which its document begins: the load-balancing loss of a
+    /// shard is then the mean over its tokens of that of each one's document. A number out of range, 0 to the token's own, counts as the nearest in
+    /// range. `t`
+    pub documents: Option<&'a B::Buf<i32>>,
 }
 
 /// The result of [`Route`].
@@ -129,7 +134,8 @@ pub struct Routing<B: Backend> {
     /// For each shard, two values: the load-balancing loss e · Σ_e (share of slots to e) · (mean probability of e), 1 where all are equal, and the
     /// z-loss mean((log Σ exp logits)²). The shares of slots, load / (k · tokens), sum to 1: in Switch Transformer's loss for several experts a
     /// token, as `transformers` has it, they sum to k. A sigmoid counts as its share of the token's sum, as in equation 19 of
-    /// [arXiv 2412.19437](https://arxiv.org/abs/2412.19437).
+    /// [arXiv 2412.19437](https://arxiv.org/abs/2412.19437). With documents: e / (k · tokens) · Σ_t Σ_e p_te · n_e / l, where l is how many tokens the
+    /// document of t has, and n_e how many of their slots chose e.
     pub losses: B::Buf<f32>,
 }
 
@@ -150,6 +156,9 @@ impl<B: Backend> Route<'_, B> {
         self.rule.check(OP, self.logits.cols)?;
         if let Some(bias) = self.bias {
             expect_eq(OP, "bias.len()", B::len(bias), self.logits.cols)?;
+        }
+        if let Some(documents) = self.documents {
+            expect_eq(OP, "documents.len()", B::len(documents), self.logits.rows)?;
         }
         expect_eq(OP, "tokens modulo the shards", self.logits.rows % self.shards, 0)
     }
@@ -181,6 +190,8 @@ pub struct RouteBackward<'a, B: Backend> {
     pub rule: RouteRule,
     /// As given to [`Route`].
     pub shards: usize,
+    /// As given to [`Route`]. Not beside `batch_load`.
+    pub documents: Option<&'a B::Buf<i32>>,
     /// Gradient of each (token, slot)'s gate weight: `t · top_k`.
     pub dweight: &'a B::Buf<f32>,
     /// Factor of each shard's load-balancing loss in the total loss; of the one loss, where there is one of all.
@@ -199,13 +210,14 @@ impl<B: Backend> RouteBackward<'_, B> {
     pub const AGREEMENT: Agreement = Agreement::Bitwise;
 
     /// The losses' parts of a logit's gradient: the factor of an expert's load in the load-balancing loss's, aux · e / (k · t²) (of one loss for
-    /// all rows, aux · e / rows²), and that of the log-sum-exp in the z-loss's, 2 · z / t, with t tokens a shard.
+    /// all rows, aux · e / rows²; of documents aux · e / (k · t), of the document's load divided by its tokens), and that of the log-sum-exp in the z-loss's, 2 · z / t, with t tokens a shard.
     pub fn loss_factors(&self) -> (f64, f32) {
         let (tokens, experts) = self.routing.kept.shape();
         let per_shard = (tokens / self.shards).max(1);
-        let per_slot = match self.batch_load {
-            Some(_) => (self.batch_rows as f64).powi(2).max(1.0),
-            None => (per_shard * self.rule.top_k * per_shard) as f64,
+        let per_slot = match (self.batch_load, self.documents) {
+            (Some(_), _) => (self.batch_rows as f64).powi(2).max(1.0),
+            (None, Some(_)) => (per_shard * self.rule.top_k) as f64,
+            (None, None) => (per_shard * self.rule.top_k * per_shard) as f64,
         };
         let balance = f64::from(self.aux_scale) * experts as f64 / per_slot;
         (balance, (2.0 * f64::from(self.z_scale) / per_shard as f64) as f32)
@@ -226,6 +238,13 @@ impl<B: Backend> RouteBackward<'_, B> {
         expect_eq(OP, "routing.load.len()", B::len(&self.routing.load), self.shards * experts)?;
         if let Some(load) = self.batch_load {
             expect_eq(OP, "batch_load.len()", B::len(load), experts)?;
+        }
+        if let Some(documents) = self.documents {
+            if self.batch_load.is_some() {
+                let expected = "none where many rows have one loss (batch_load)";
+                return Err(Error::shape(OP, "documents", "those of each shard", expected));
+            }
+            expect_eq(OP, "documents.len()", B::len(documents), tokens)?;
         }
         expect_eq(OP, "routing.log_sum_exp.len()", B::len(&self.routing.log_sum_exp), tokens)?;
         expect_eq(OP, "dweight.len()", B::len(self.dweight), slots)

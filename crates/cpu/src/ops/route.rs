@@ -128,7 +128,11 @@ pub(crate) fn route(cpu: &Cpu, op: Route<'_, Cpu>) -> Result<Routing<Cpu>> {
         .collect();
     let bias = op.bias.map(|bias| bias.as_slice());
     run_shares(cpu, shares, |s: Share<'_>| route_rows(cpu, &op.rule, bias, experts, s));
-    shard_losses(cpu, &op, (scores, expert, log_sum_exp), (load.as_mut_slice(), losses.as_mut_slice()));
+    let documents = op
+        .documents
+        .map(|starts| DocumentSlots::of(starts.as_slice(), expert, (tokens / op.shards, experts, top_k)));
+    let (of_rows, made) = ((&*scores, &*expert, &*log_sum_exp), (load.as_mut_slice(), losses.as_mut_slice()));
+    shard_losses(cpu, &op, documents.as_ref(), of_rows, made);
     Ok(out)
 }
 
@@ -185,10 +189,54 @@ fn token_sum(tokens: usize, width: usize, add: impl Fn(&mut [f32], usize)) -> Ve
     all
 }
 
+/// What the load-balancing loss takes of documents. Each lies in the row of the token with which it begins.
+struct DocumentSlots<'a> {
+    starts: &'a [i32],
+    per_shard: usize,
+    experts: usize,
+    /// How many slots of a document's tokens chose each expert, a row a token.
+    slots: Vec<i32>,
+    /// How many tokens a document has.
+    tokens: Vec<i32>,
+}
+
+impl<'a> DocumentSlots<'a> {
+    fn of(starts: &'a [i32], expert: &[i32], (per_shard, experts, top_k): (usize, usize, usize)) -> Self {
+        let (slots, tokens) = (vec![0; starts.len() * experts], vec![0; starts.len()]);
+        let mut all = Self { starts, per_shard, experts, slots, tokens };
+        for (token, chosen) in expert.chunks_exact(top_k).enumerate() {
+            let row = all.row(token);
+            all.tokens[row] += 1;
+            chosen.iter().for_each(|&e| all.slots[row * experts + e as usize] += 1);
+        }
+        all
+    }
+
+    /// Where the document of a token lies.
+    fn row(&self, token: usize) -> usize {
+        let at = token % self.per_shard;
+        token - at + (self.starts[token].max(0) as usize).min(at)
+    }
+
+    /// Of a token's document: the slots that chose each expert, and its tokens.
+    fn document(&self, token: usize) -> (&[i32], i32) {
+        let row = self.row(token);
+        (&self.slots[row * self.experts..][..self.experts], self.tokens[row])
+    }
+}
+
+/// A token's part of its document's load-balancing loss.
+#[inline(always)]
+fn document_share_body(scores: &[f32], (slots, tokens): (&[i32], i32)) -> f32 {
+    expert_sum(scores.len(), |lane, j| (slots[j] as f32).mul_add(scores[j], lane)) / tokens as f32
+}
+per_isa!(fn document_share = document_share_body; (scores: &[f32], document: (&[i32], i32)) -> f32);
+
 /// Tokens·slots of each expert and the two losses, of each shard.
 fn shard_losses(
     cpu: &Cpu,
     op: &Route<'_, Cpu>,
+    documents: Option<&DocumentSlots<'_>>,
     (scores, expert, log_sum_exp): (&[f32], &[i32], &[f32]),
     (load, losses): (&mut [i32], &mut [f32]),
 ) {
@@ -201,20 +249,23 @@ fn shard_losses(
             load[e as usize] += 1; // chosen by `choose`: an index below `experts`
         }
         let (scores, log_sum_exp) = (&scores[shard * tokens * experts..], &log_sum_exp[shard * tokens..]);
-        // The probabilities' sums, then that of the squares of log Σ exp.
-        let sums = token_sum(tokens, experts + 1, |lane, token| {
+        // The probabilities' sums, or that of parts of documents' losses; then that of the squares of log Σ exp.
+        let width = if documents.is_some() { 1 } else { experts };
+        let sums = token_sum(tokens, width + 1, |lane, token| {
             let row = &scores[token * experts..][..experts];
-            for (sum, &p) in lane.iter_mut().zip(row) {
-                *sum += p;
+            match documents {
+                Some(all) => lane[0] += document_share(cpu.isa(), row, all.document(shard * tokens + token)),
+                None => lane.iter_mut().zip(row).for_each(|(sum, &p)| *sum += p),
             }
-            lane[experts] += log_sum_exp[token] * log_sum_exp[token];
+            lane[width] += log_sum_exp[token] * log_sum_exp[token];
         });
-        let balance: f64 = expert_sum(experts, |lane, j| lane + f64::from(load[j]) * sums[j]);
-        let squares = sums[experts];
+        let (balance, per_slot) = match documents {
+            Some(_) => (sums[0], slots),
+            None => (expert_sum(experts, |lane, j| lane + f64::from(load[j]) * sums[j]), slots * tokens),
+        };
         // A shard without tokens has no loss, rather than 0 / 0.
-        let (per_slot, per_token) = ((slots * tokens).max(1) as f64, tokens.max(1) as f64);
-        losses[0] = (experts as f64 * balance / per_slot) as f32;
-        losses[1] = (squares / per_token) as f32;
+        losses[0] = (experts as f64 * balance / per_slot.max(1) as f64) as f32;
+        losses[1] = (sums[width] / tokens.max(1) as f64) as f32;
     };
     if scores.len() < 1 << 14 { all.for_each(body) } else { run_shares(cpu, all.collect(), body) }
 }
@@ -275,24 +326,38 @@ pub(crate) fn route_backward(cpu: &Cpu, op: RouteBackward<'_, Cpu>) -> Result<Te
     let kept = op.routing.kept.f32(OP, "routing.kept")?.as_slice();
     let (factor, z) = op.loss_factors();
     let part = |n: f64| (factor * n) as f32;
-    let balance: Vec<f32> = match op.batch_load {
-        Some(load) => load.as_slice().iter().map(|&n| part(n)).collect(),
-        None => op.routing.load.as_slice().iter().map(|&n| part(f64::from(n))).collect(),
+    let documents = op
+        .documents
+        .map(|starts| DocumentSlots::of(starts.as_slice(), expert, (per_shard, experts, op.rule.top_k)));
+    // Of the documents' own, those of a row are made where it is.
+    let of_all: Vec<f32> = match (op.batch_load, &documents) {
+        (Some(load), _) => load.as_slice().iter().map(|&n| part(n)).collect(),
+        (None, Some(_)) => Vec::new(),
+        (None, None) => op.routing.load.as_slice().iter().map(|&n| part(f64::from(n))).collect(),
     };
-    let balance = |token: usize| {
-        let shard = if op.batch_load.is_some() { 0 } else { token / per_shard };
-        &balance[shard * experts..][..experts]
+    let balance = |token: usize, own: &mut [f32]| match &documents {
+        Some(all) => {
+            let (slots, tokens) = all.document(token);
+            let each = factor / f64::from(tokens);
+            own.iter_mut().zip(slots).for_each(|(own, &n)| *own = (each * f64::from(n)) as f32);
+        }
+        None => {
+            let shard = if op.batch_load.is_some() { 0 } else { token / per_shard };
+            own.copy_from_slice(&of_all[shard * experts..][..experts]);
+        }
     };
     let mut out = op.result(cpu)?;
     for_rows(cpu, f32::slice_mut(OP, &mut out)?, experts, |first, out| {
         let log_sum_exp = &log_sum_exp[first..][..out.len() / experts];
         let kept = &kept[first * experts..][..out.len()];
         let rows = (first..).zip(kept.chunks_exact(experts)).zip(out.chunks_exact_mut(experts));
+        let mut own = vec![0.0; experts];
         match op.rule.scores {
             Scores::Softmax => {
                 for ((token, probs), out) in rows {
                     weights_backward(&op, token, probs, out);
-                    out.iter_mut().zip(balance(token)).for_each(|(d, balance)| *d += balance);
+                    balance(token, &mut own);
+                    out.iter_mut().zip(&own).for_each(|(d, balance)| *d += balance);
                 }
                 softmax_backward(cpu.isa(), kept, experts, log_sum_exp, z, out);
             }
@@ -301,7 +366,8 @@ pub(crate) fn route_backward(cpu: &Cpu, op: RouteBackward<'_, Cpu>) -> Result<Te
                 for (((token, logits), out), &log_sum_exp) in rows.zip(log_sum_exp) {
                     sigmoids(cpu.isa(), logits, experts, &[log_sum_exp], &mut scores);
                     weights_backward(&op, token, &scores, out);
-                    let row = SigmoidRow { logits, scores: &scores, balance: balance(token), log_sum_exp, z };
+                    balance(token, &mut own);
+                    let row = SigmoidRow { logits, scores: &scores, balance: &own, log_sum_exp, z };
                     sigmoid_backward(cpu.isa(), row, out);
                 }
             }
@@ -329,6 +395,8 @@ fn weights_backward(op: &RouteBackward<'_, Cpu>, token: usize, scores: &[f32], o
     }
 }
 
+#[cfg(test)]
+mod document_tests;
 #[cfg(test)]
 mod rule_tests;
 #[cfg(test)]

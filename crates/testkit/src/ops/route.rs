@@ -1,4 +1,5 @@
 use crate::case::{Case, Outputs, Pads};
+use crate::documents::Documents;
 use crate::input::{Input, stream};
 use crate::pair::Pair;
 use crate::shapes::MoeShape;
@@ -13,6 +14,7 @@ struct Tokens {
     /// What the biases of the choice are, where there are some.
     bias: Option<Input>,
     shards: usize,
+    documents: Option<Documents>,
     input: Input,
 }
 
@@ -25,7 +27,14 @@ impl Tokens {
     fn forward<B: Kernels>(&self, b: &B, logits: &Tensor<B>) -> Result<Routing<B>> {
         let bias = self.bias.map(|input| b.upload(&input.values(&stream("router.bias"), self.experts)));
         let bias = bias.transpose()?;
-        Route { logits, bias: bias.as_ref(), rule: self.rule, shards: self.shards }.run(b)
+        let documents = self.starts(b)?;
+        let (rule, shards, documents) = (self.rule, self.shards, documents.as_ref());
+        Route { logits, bias: bias.as_ref(), rule, shards, documents }.run(b)
+    }
+
+    fn starts<B: Kernels>(&self, b: &B) -> Result<Option<B::Buf<i32>>> {
+        let of = |documents: Documents| b.upload(&documents.starts(self.shards, self.tokens / self.shards));
+        self.documents.map(of).transpose()
     }
 
     /// The routers of real models, whole; [`Input::Zeros`] and [`Input::Integers`] are full of ties.
@@ -34,7 +43,7 @@ impl Tokens {
         for input in Input::ALL {
             let softmax = |tokens, experts, (top_k, normalize), shards| {
                 let rule = RouteRule::softmax(top_k, normalize);
-                Tokens { tokens, experts, rule, bias: None, shards, input }
+                Tokens { tokens, experts, rule, bias: None, shards, documents: None, input }
             };
             for (i, shape) in MoeShape::ALL.into_iter().enumerate() {
                 let (normalize, shards) = (i % 2 == 0, [4, 1, 2, 8][i]);
@@ -49,6 +58,14 @@ impl Tokens {
             all.push(softmax(1, 1, (1, false), 1));
             all.extend(Self::of_other_rules(input));
         }
+        // Each shape with each kind of documents, whose inputs take turns.
+        let plain = all.len() / Input::ALL.len();
+        let packed = all.iter().enumerate().map(|(i, tokens)| {
+            let documents = Documents::ALL[1 + (i + i / plain) % (Documents::ALL.len() - 1)];
+            Tokens { documents, ..*tokens }
+        });
+        let packed: Vec<_> = packed.collect();
+        all.extend(packed);
         all
     }
 
@@ -59,7 +76,7 @@ impl Tokens {
         let groups = |count, top, score| Some(ExpertGroups { count, top, score });
         let of = |(tokens, experts, shards), (scores, groups), (top_k, normalize, scale), bias| {
             let rule = RouteRule { scores, top_k, normalize, groups, scale };
-            Tokens { tokens, experts, rule, bias, shards, input }
+            Tokens { tokens, experts, rule, bias, shards, documents: None, input }
         };
         let mut all = vec![
             of((96, 160, 4), (Softmax, groups(8, 3, Max)), (6, false, 16.0), None),
@@ -128,6 +145,7 @@ impl<B: Kernels> Case<B> for Backward {
         // More than an `i32` holds in places.
         let load: Vec<f64> = (0..experts).map(|e| ((e * 37) % 101 * 30_000_001) as f64).collect();
         let load = b.upload(&load)?;
+        let documents = self.tokens.starts(b)?.filter(|_| !self.one_loss);
         let dweight = b.upload(&Input::Normal.values(&stream("route.dweight"), tokens * rule.top_k))?;
         let dlogits = RouteBackward {
             routing: &routing,
@@ -136,6 +154,7 @@ impl<B: Kernels> Case<B> for Backward {
             dweight: &dweight,
             aux_scale: 0.01,
             z_scale: 0.001,
+            documents: documents.as_ref(),
             batch_load: self.one_loss.then_some(&load),
             batch_rows: 3_000_000_007,
         }

@@ -92,7 +92,9 @@ impl<B: Kernels> Router<B> {
         let x = Operand::Plain(x_td.clone());
         let logits = Gemm { a: &x, b: self.weight.w()?, out: DType::F32 }.run(cx.b)?;
         let bias = self.bias.as_ref().map(|bias| bias.plain()?.f32("router", "bias")).transpose()?;
-        let routing = Route { logits: &logits, bias, rule: self.rule, shards: self.runs(cx) }.run(cx.b)?;
+        let routing =
+            Route { logits: &logits, bias, rule: self.rule, shards: self.runs(cx), documents: None }
+                .run(cx.b)?;
         Ok(RouterSaved { layer: self.layer().to_owned(), scores: self.rule.scores, routing, batch: None })
     }
 
@@ -118,6 +120,7 @@ impl<B: Kernels> Router<B> {
             shards: runs,
             dweight: dweight_tk,
             aux_scale: self.shape.aux_coef / losses,
+            documents: None,
             batch_load: batch.map(|batch| &batch.load),
             batch_rows: batch.map_or(0, |batch| batch.rows),
             z_scale: self.shape.z_coef / all_runs,

@@ -43,7 +43,7 @@ impl Scene {
 
     fn route(&self, rule: RouteRule, has_bias: bool, shards: usize) -> Routing<Cpu> {
         let bias = has_bias.then_some(&self.bias);
-        Route { logits: &self.logits, bias, rule, shards }.run(&self.cpu).unwrap()
+        Route { logits: &self.logits, bias, rule, shards, documents: None }.run(&self.cpu).unwrap()
     }
 }
 
@@ -168,6 +168,7 @@ fn every_rule_has_the_gradient_of_finite_differences() {
                 shards,
                 dweight: &dweight,
                 aux_scale,
+                documents: None,
                 batch_load: one_loss.then_some(&batch_load),
                 batch_rows: 12,
                 z_scale,
@@ -223,6 +224,7 @@ fn every_rule_has_the_same_bits_everywhere() {
                 shards: 1,
                 dweight,
                 aux_scale: 0.1,
+                documents: None,
                 batch_load: None,
                 batch_rows: 0,
                 z_scale: 0.01,
@@ -242,7 +244,7 @@ fn equal_scores_choose_the_lower_group_and_the_lower_expert() {
     let of = |logits: [f32; 8], bias: [f32; 8]| {
         let logits = &Tensor::from_f32(&cpu, &logits, 1, 8).unwrap();
         let bias = cpu.upload(&bias).unwrap();
-        let r = Route { logits, bias: Some(&bias), rule, shards: 1 }.run(&cpu).unwrap();
+        let r = Route { logits, bias: Some(&bias), rule, shards: 1, documents: None }.run(&cpu).unwrap();
         (r.expert.as_slice().to_vec(), r.weight.as_slice().to_vec())
     };
     let third = 1.0f32 / 3.0;
@@ -268,7 +270,7 @@ fn rules_that_no_router_can_follow_are_refused() {
     let refused = |top_k, count, top, score| {
         let groups = Some(ExpertGroups { count, top, score });
         let rule = RouteRule { groups, ..RouteRule::softmax(top_k, true) };
-        let op = Route { logits: &scene.logits, bias: None, rule, shards: 1 };
+        let op = Route { logits: &scene.logits, bias: None, rule, shards: 1, documents: None };
         op.run(&scene.cpu).unwrap_err().to_string()
     };
     let cases = [
@@ -283,7 +285,13 @@ fn rules_that_no_router_can_follow_are_refused() {
         assert!(got.contains(want), "{got}");
     }
     let bias = scene.cpu.zeros(7).unwrap();
-    let op = Route { logits: &scene.logits, bias: Some(&bias), rule: RouteRule::softmax(2, true), shards: 1 };
+    let op = Route {
+        logits: &scene.logits,
+        bias: Some(&bias),
+        rule: RouteRule::softmax(2, true),
+        shards: 1,
+        documents: None,
+    };
     assert_eq!(op.run(&scene.cpu).unwrap_err().to_string(), "route: `bias.len()` is 7, expected 8");
 }
 
@@ -363,7 +371,8 @@ fn routers_of_deepseek_choose_and_weigh_as_transformers_has_it() {
     for Vectors { rule, logits, bias, dweight, expert, weight, dlogits } in vectors() {
         let logits = &Tensor::from_f32(&cpu, &logits, 3, 8).unwrap();
         let bias = bias.map(|bias| cpu.upload(&bias).unwrap());
-        let routing = Route { logits, bias: bias.as_ref(), rule, shards: 1 }.run(&cpu).unwrap();
+        let routing =
+            Route { logits, bias: bias.as_ref(), rule, shards: 1, documents: None }.run(&cpu).unwrap();
         assert_eq!(routing.expert.as_slice(), expert, "{rule:?}");
         let close = |got: &[f32], want: &[f32]| {
             got.iter().zip(want).all(|(a, b)| (a - b).abs() <= 2e-6 * b.abs().max(0.5))
@@ -375,6 +384,7 @@ fn routers_of_deepseek_choose_and_weigh_as_transformers_has_it() {
             shards: 1,
             dweight: &cpu.upload(&dweight).unwrap(),
             aux_scale: 0.0,
+            documents: None,
             batch_load: None,
             batch_rows: 0,
             z_scale: 0.0,

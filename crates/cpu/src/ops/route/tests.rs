@@ -5,7 +5,7 @@ use nibble_core::{Backend, DType};
 
 /// Of all experts the largest softmax.
 fn of(logits: &Tensor<Cpu>, (top_k, normalize): (usize, bool), shards: usize) -> Route<'_, Cpu> {
-    Route { logits, bias: None, rule: RouteRule::softmax(top_k, normalize), shards }
+    Route { logits, bias: None, rule: RouteRule::softmax(top_k, normalize), shards, documents: None }
 }
 
 /// (tokens, experts, top_k, shards)
@@ -186,7 +186,8 @@ fn backward<'a>(
 ) -> RouteBackward<'a, Cpu> {
     let (batch_load, batch_rows) = (None, 0);
     let rule = RouteRule::softmax(top_k, normalize);
-    RouteBackward { routing, rule, shards, dweight, aux_scale, z_scale, batch_load, batch_rows }
+    let documents = None;
+    RouteBackward { routing, rule, shards, documents, dweight, aux_scale, z_scale, batch_load, batch_rows }
 }
 
 #[test]

@@ -10,10 +10,15 @@
 //   of a softmax alone. `tiny` is added to sums of sigmoids that something is divided by.
 //   min(256, 64 * kLanes) threads; grid shards * chunks; dynamic shared memory: 4 bytes for each of 64 rows of
 //   kLanes * kPerLane + 16, 64, experts, and threads / kLanes rows of top_k + groups numbers.
-// route_losses<kThreads>: from those, load [shards][experts] and losses [shards][2]; `products` is scratch [shards][experts].
-//   1024 threads; clusters of ceil(experts / 64) CTAs, one a shard; may be launched early.
+// route_documents: starts [tokens], expert [tokens][top_k] -> slots and lengths of RouteDocuments, which are zeros before.
+//   256 threads; grid ceil(tokens * (top_k + 1) / 256).
+// route_document_losses<kLanes, kPerLane>: from kept and these the sums of each chunk's parts of documents' load-balancing losses [shards * chunks].
+//   Threads and grid as route_tokens.
+// route_losses<kThreads>: from those, load [shards][experts] and losses [shards][2]; `products` is scratch [shards][experts]. Where document_sums is
+//   not null, the load-balancing loss is of these. 1024 threads; clusters of ceil(experts / 64) CTAs, one a shard; may be launched early.
 // route_backward<kLanes, kPerLane, Load, kSigmoid>: dlogits from the gradients of the weights, of the load-balancing loss (`balance` for
-//   each slot of the load) and of the z-loss (z). `kept` has probabilities, or with kSigmoid logits.
+//   each slot of the load) and of the z-loss (z). `kept` has probabilities, or with kSigmoid logits. Load: int, double, or RouteDocuments for the
+//   loads of documents; then `load` is null.
 //   Threads and grid as route_tokens; dynamic shared memory: 4 bytes for 65 rows of kLanes * kPerLane and 3 * 64 of top_k numbers.
 //
 // Measured on an H200, 32768 tokens, 4 shards, top 8, softmax: of 128 experts route_tokens 42 % of the floor (instructions bound it: 65 % of issue
@@ -249,10 +254,106 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kRoute
     }
 }
 
+/// Where shards are sequences of documents: for each token the one of its shard with which its document begins; and in the rows of those tokens how
+/// many slots of the document chose each expert [tokens][experts_padded], and how many tokens it has [tokens].
+struct RouteDocuments {
+    const int* starts;
+    const int* slots;
+    const int* lengths;
+
+    /// Rows of `slots` begin on 16 bytes.
+    __device__ __forceinline__ static u64 padded(int experts) { return ceil_div(experts, 4) * 4; }
+
+    /// In which row the document of a token lies.
+    __device__ __forceinline__ static u64 row(const int* starts, u64 shard, int tokens_per_shard, int at) {
+        const u64 first = shard * tokens_per_shard;
+        return first + min(max(__ldg(starts + first + at), 0), at);
+    }
+
+    /// A row of slots, as this thread has it of experts; zeros past the last one.
+    template <class Token>
+    __device__ __forceinline__ void read(u64 row, int experts, int (&x)[4 * Token::kQuads]) const {
+#pragma unroll
+        for (int i = 0; i < Token::kQuads; ++i) {
+            const int j = Token::first_of(i);
+            const int4 quad = j < experts ? __ldg(reinterpret_cast<const int4*>(slots + row * padded(experts) + j)) : int4{0, 0, 0, 0};
+            x[4 * i] = quad.x, x[4 * i + 1] = quad.y, x[4 * i + 2] = quad.z, x[4 * i + 3] = quad.w;
+        }
+    }
+};
+
+__global__ void __launch_bounds__(256)
+    route_documents(const int* __restrict__ starts, const int* __restrict__ expert, int* slots, int* lengths, u32 tasks, int experts, int top_k,
+                    int tokens_per_shard) {
+    const u32 task = blockIdx.x * 256 + threadIdx.x;
+    if (task >= tasks) return;
+    const u32 token = task / (top_k + 1), slot = task % (top_k + 1), shard = token / tokens_per_shard;
+    const u64 row = RouteDocuments::row(starts, shard, tokens_per_shard, int(token - shard * tokens_per_shard));
+    if (slot == u32(top_k)) {
+        atomicAdd(lengths + row, 1);
+        return;
+    }
+    const u32 e = expert[u64(token) * top_k + slot];
+    if (e < u32(experts)) atomicAdd(slots + row * RouteDocuments::padded(experts) + e, 1);
+}
+
+template <int kLanes, int kPerLane>
+__global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads)
+    route_document_losses(const float* __restrict__ kept, const float* __restrict__ log_sum_exp, RouteDocuments documents,
+                          float* __restrict__ sums, int experts, int tokens_per_shard, int chunks, int is_sigmoid, float tiny) {
+    using Token = TokenLanes<kLanes, kPerLane>;
+    __shared__ float parts[kRouteChunk];
+    const int group = threadIdx.x / kLanes;
+    const int shard = blockIdx.x / chunks, first = (blockIdx.x - shard * chunks) * kRouteChunk;
+#pragma unroll 1
+    for (int at = group; at < kRouteChunk; at += Token::kGroups) {
+        // Where the shard ends within a warp, its remaining lanes repeat the last token's work.
+        const bool is_token = first + at < tokens_per_shard;
+        const int in_shard = min(first + at, tokens_per_shard - 1);
+        const u64 token = u64(shard) * tokens_per_shard + in_shard;
+        float p[kPerLane], lanes[Token::kUsed * 4] = {};
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) {
+            const int j = Token::first_of(i / 4) + i % 4;
+            p[i] = j < experts ? __ldg(kept + token * experts + j) : is_sigmoid ? __uint_as_float(0xFF800000) : 0.0f;
+        }
+        if (is_sigmoid) {
+            sigmoids(p, __ldg(log_sum_exp + token));
+            const float sum = sigmoid_sum<kLanes, kPerLane>(p, tiny);
+#pragma unroll
+            for (int i = 0; i < kPerLane; ++i) p[i] = __fdiv_rn(p[i], sum);
+        }
+        const u64 row = RouteDocuments::row(documents.starts, shard, tokens_per_shard, in_shard);
+        int slots[kPerLane];
+        documents.read<Token>(row, experts, slots);
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) {
+            float& sum = lanes[i / 4 % Token::kUsed * 4 + i % 4];
+            sum = __fmaf_rn(float(slots[i]), p[i], sum);
+        }
+        const float part = __fdiv_rn(Token::close(lanes), float(__ldg(documents.lengths + row)));
+        if (threadIdx.x % kLanes == 0) parts[at] = is_token ? part : 0.0f;
+    }
+    __syncthreads();
+    if (threadIdx.x >= 32) return;
+    float sum = 0.0f;
+    for (int at = threadIdx.x % kTokenLanes; at < kRouteChunk; at += kTokenLanes) sum = __fadd_rn(sum, parts[at]);
+    sum = close_token_lanes(sum);
+    if (threadIdx.x == 0) sums[blockIdx.x] = sum;
+}
+
+/// The sum over a shard's chunks, in each thread of a warp.
+__device__ __forceinline__ double sum_chunks(const float* sums, int chunks) {
+    double sum = 0.0;
+    for (int chunk = threadIdx.x % kTokenLanes; chunk < chunks; chunk += kTokenLanes) sum = __dadd_rn(sum, double(__ldg(sums + chunk)));
+    return close_token_lanes(sum);
+}
+
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads)
-    route_losses(const float* __restrict__ prob_sums, const float* __restrict__ square_sums, const int* __restrict__ counts, double* products,
-                 int* __restrict__ load, float* __restrict__ losses, int experts, int top_k, int tokens_per_shard, int chunks) {
+    route_losses(const float* __restrict__ prob_sums, const float* __restrict__ square_sums, const int* __restrict__ counts,
+                 const float* __restrict__ document_sums, double* products, int* __restrict__ load, float* __restrict__ losses, int experts,
+                 int top_k, int tokens_per_shard, int chunks) {
     constexpr int kColumns = kThreads / kTokenLanes;
     __shared__ double sums[kTokenLanes][kColumns];
     __shared__ int slots[kColumns];
@@ -285,17 +386,19 @@ __global__ void __launch_bounds__(kThreads)
         products[u64(shard) * experts + j] = __dmul_rn(double(slots[column]), lanes[0]);
     }
     // A shard without tokens has no loss, rather than 0 / 0.
-    const bool is_first = block == 0, is_squares = threadIdx.x / 32 == 1;
+    const bool is_first = block == 0, is_squares = threadIdx.x / 32 == 1, is_documents = threadIdx.x / 32 == 2 && document_sums != nullptr;
     if (is_first && is_squares) {
-        double squares = 0.0;
-        for (int chunk = threadIdx.x % kTokenLanes; chunk < chunks; chunk += kTokenLanes)
-            squares = __dadd_rn(squares, double(__ldg(square_sums + u64(shard) * chunks + chunk)));
-        squares = close_token_lanes(squares);
+        const double squares = sum_chunks(square_sums + u64(shard) * chunks, chunks);
         const double per_token = tokens_per_shard == 0 ? 1.0 : double(tokens_per_shard);
         if (threadIdx.x % 32 == 0) losses[2 * shard + 1] = __double2float_rn(__ddiv_rn(squares, per_token));
     }
+    if (is_first && is_documents) {
+        const double balance = sum_chunks(document_sums + u64(shard) * chunks, chunks);
+        const double per_slot = tokens_per_shard == 0 ? 1.0 : double(u64(tokens_per_shard) * top_k);
+        if (threadIdx.x % 32 == 0) losses[2 * shard] = __double2float_rn(__ddiv_rn(__dmul_rn(double(experts), balance), per_slot));
+    }
     ptx::cluster_sync();  // makes the products visible to the first CTA
-    if (!is_first || threadIdx.x >= 32) return;
+    if (!is_first || threadIdx.x >= 32 || document_sums != nullptr) return;
     // Sixteen threads have a quad of lanes each.
     double quad[4] = {};
 #pragma unroll 1
@@ -379,14 +482,15 @@ __device__ __forceinline__ void through_sigmoids(float (&d)[kPerLane], const flo
     }
 }
 
-/// Loads are counts of each shard, or, with a stride of 0, sums for all of them.
+/// Loads are counts of each shard, or, with a stride of 0, sums for all of them, or those of documents.
 template <int kLanes, int kPerLane, class Load, bool kSigmoid>
 __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kRouteCtas<kPerLane, kSigmoid>)
     route_backward(const float* __restrict__ kept, const int* __restrict__ expert, const float* __restrict__ weight,
                    const float* __restrict__ log_sum_exp, const Load* __restrict__ load, const float* __restrict__ dweight,
                    float* __restrict__ dlogits, int experts, int load_stride, int top_k, int normalize, int tokens_per_shard, int chunks,
-                   double balance, float z, float tiny, float scale) {
+                   double balance, float z, float tiny, float scale, RouteDocuments documents) {
     using Token = TokenLanes<kLanes, kPerLane>;
+    constexpr bool kOfDocuments = sizeof(Load) == sizeof(RouteDocuments);
     constexpr int kThreads = Token::kThreads, kGroups = Token::kGroups, kStride = Token::kExperts;
     extern __shared__ float4 shared[];
     float* const rows = reinterpret_cast<float*>(shared);  // [64][kStride]: what was kept, then the chosen experts' gradients
@@ -408,10 +512,12 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kRoute
         ptx::copy_4_async(weights + slot, weight + from, true);
         ptx::copy_4_async(dweights + slot, dweight + from, true);
     }
+    if constexpr (!kOfDocuments) {
 #pragma unroll 1
-    for (int j = threadIdx.x; j < kStride; j += kThreads) {
-        const Load slots = j < experts ? __ldg(load + u64(shard) * load_stride + j) : 0;
-        balances[j] = __double2float_rn(__dmul_rn(balance, double(slots)));
+        for (int j = threadIdx.x; j < kStride; j += kThreads) {
+            const Load slots = j < experts ? __ldg(load + u64(shard) * load_stride + j) : 0;
+            balances[j] = __double2float_rn(__dmul_rn(balance, double(slots)));
+        }
     }
     ptx::copies_wait();
     __syncthreads();
@@ -451,7 +557,16 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kRoute
         __syncwarp();
         read_row<Token>(row, d);
         float all[kPerLane];
-        read_row<Token>(balances, all);
+        if constexpr (kOfDocuments) {
+            const u64 document = RouteDocuments::row(documents.starts, shard, tokens_per_shard, first + min(at, tokens - 1));
+            const double each = __ddiv_rn(balance, double(__ldg(documents.lengths + document)));
+            int slots_of[kPerLane];
+            documents.read<Token>(document, experts, slots_of);
+#pragma unroll
+            for (int i = 0; i < kPerLane; ++i) all[i] = __double2float_rn(__dmul_rn(each, double(slots_of[i])));
+        } else {
+            read_row<Token>(balances, all);
+        }
         if constexpr (kSigmoid)
             through_sigmoids<kLanes, kPerLane>(d, p, all, log_sum, z, shift, tiny);
         else

@@ -1,11 +1,11 @@
 //! `route`, `route_backward` on a GPU: a few lanes share each token; then a cluster for each shard computes its losses.
 
 use crate::compile::jit::{KernelSpec, TemplateArg};
-use crate::launch::{KernelArg, Launch};
+use crate::launch::{KernelArg, Launch, plain_args};
 use crate::ops::buffer_check::BufferCheck;
 use crate::ops::planes::plain_arg;
 use crate::ops::{Instance, SharedSize};
-use crate::{Buffer, Cuda};
+use crate::{Buffer, Cuda, Device};
 use nibble_choice::routing::RouteSums;
 use nibble_core::ops::{ExpertGroups, GroupScore, Route, RouteBackward, RouteRule, Routing, Scores};
 use nibble_core::{Error, Result, Tensor};
@@ -100,10 +100,10 @@ impl RouteConfig {
         spec
     }
 
-    /// The kernel of the backward pass, for one loss over all shards or a loss for each shard.
-    fn backward_spec(&self, one_loss: bool, scores: Scores) -> KernelSpec {
+    /// The kernel of the backward pass.
+    fn backward_spec(&self, loads: Loads, scores: Scores) -> KernelSpec {
         let mut spec = self.spec("nib::route_backward");
-        spec.args.push(("Load", TemplateArg::Type(if one_loss { "double" } else { "int" })));
+        spec.args.push(("Load", TemplateArg::Type(loads.type_name())));
         spec.args.push(("kSigmoid", TemplateArg::Bool(scores == Scores::Sigmoid)));
         spec
     }
@@ -133,6 +133,111 @@ impl RouteConfig {
     }
 }
 
+/// Whose loads the backward pass takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Loads {
+    /// A loss for each shard.
+    Shards,
+    /// One over all shards, and others.
+    Batch,
+    /// One for each document.
+    Documents,
+}
+
+impl Loads {
+    const ALL: [Loads; 3] = [Loads::Shards, Loads::Batch, Loads::Documents];
+
+    fn of(op: &RouteBackward<'_, Cuda>) -> Self {
+        match (op.batch_load, op.documents) {
+            (Some(_), _) => Self::Batch,
+            (None, Some(_)) => Self::Documents,
+            (None, None) => Self::Shards,
+        }
+    }
+
+    fn type_name(self) -> &'static str {
+        match self {
+            Self::Shards => "int",
+            Self::Batch => "double",
+            Self::Documents => "nib::RouteDocuments",
+        }
+    }
+}
+
+/// The device's `RouteDocuments`; of no documents where there are none.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+struct DocumentsArg {
+    starts: u64,
+    slots: u64,
+    lengths: u64,
+}
+plain_args!(DocumentsArg);
+
+/// What the load-balancing loss takes of documents.
+struct Documents<'a> {
+    starts: &'a Buffer<i32>,
+    slots: Buffer<i32>,
+    lengths: Buffer<i32>,
+}
+
+impl<'a> Documents<'a> {
+    /// Counts the slots of the routing whose experts these are, all of `desc`.
+    fn of(device: &Device, desc: &RouteDesc, starts: &'a Buffer<i32>, expert: &Buffer<i32>) -> Result<Self> {
+        let tokens = desc.tokens_per_shard * desc.shards;
+        let (slots, lengths) = (device.filled(desc.sums().document_slots(), 0)?, device.filled(tokens, 0)?);
+        let tasks = tokens * (desc.top_k + 1);
+        if tasks > 0 {
+            const THREADS: usize = 256;
+            let ctas = tasks.div_ceil(THREADS) as u32;
+            let launch = Launch { ctas, threads: THREADS as u32, cluster: 1, shared_bytes: 0 };
+            let [experts, top_k, per_shard] =
+                [desc.experts, desc.top_k, desc.tokens_per_shard].map(|n| n as i32);
+            let args: [&dyn KernelArg; 8] =
+                [starts, expert, &slots, &lengths, &(tasks as u32), &experts, &top_k, &per_shard];
+            // SAFETY: the caller held starts to a value a token, and expert to `top_k`; slots and lengths were made of the tokens, and the kernel
+            // takes starts within their shard and compares experts with their number.
+            unsafe { device.kernel(&documents_spec())?.launch(launch, &args) }?;
+        }
+        Ok(Self { starts, slots, lengths })
+    }
+
+    fn arg(&self) -> DocumentsArg {
+        let [starts, slots, lengths] = [self.starts, &self.slots, &self.lengths].map(Buffer::address);
+        DocumentsArg { starts, slots, lengths }
+    }
+
+    /// Of each chunk of the tokens of `kept` the sum of their parts of their documents' losses.
+    fn losses(
+        &self,
+        device: &Device,
+        (config, desc, rule): (&RouteConfig, &RouteDesc, &RouteRule),
+        (kept, log_sum_exp): (&Buffer<f32>, &Buffer<f32>),
+    ) -> Result<Buffer<f32>> {
+        let sums = device.alloc::<f32>(desc.sums().chunks)?;
+        if desc.sums().chunks > 0 {
+            let [experts, per_shard, chunks, is_sigmoid] = [
+                desc.experts,
+                desc.tokens_per_shard,
+                desc.chunks_of_shard(),
+                usize::from(rule.scores == Scores::Sigmoid),
+            ]
+            .map(|n| n as i32);
+            let (documents, tiny) = (self.arg(), rule.tiny());
+            let args: [&dyn KernelArg; 9] =
+                [kept, log_sum_exp, &documents, &sums, &experts, &per_shard, &chunks, &is_sigmoid, &tiny];
+            let kernel = device.kernel(&config.spec("nib::route_document_losses"))?;
+            // SAFETY: `kept` and log_sum_exp are of the tokens of `desc`, as the documents are; the sums are of its chunks, one a CTA.
+            unsafe { kernel.launch(config.launch(desc, 0), &args) }?;
+        }
+        Ok(sums)
+    }
+}
+
+fn documents_spec() -> KernelSpec {
+    KernelSpec { source: SOURCE, name: "nib::route_documents", args: Vec::new() }
+}
+
 /// A cluster for each shard.
 fn losses_launch(desc: &RouteDesc) -> Launch {
     let cluster = desc.experts.div_ceil(LOSS_EXPERTS) as u32;
@@ -151,6 +256,47 @@ struct Chunks {
     counts: Buffer<i32>,
 }
 
+impl Chunks {
+    fn of(device: &Device, desc: &RouteDesc) -> Result<Self> {
+        let (chunks, experts) = (desc.sums().chunks, desc.experts);
+        Ok(Self {
+            probs: device.alloc(chunks * experts)?,
+            squares: device.alloc(chunks)?,
+            counts: device.alloc(chunks * experts)?,
+        })
+    }
+
+    /// Loads and losses of the shards; `documents` with the sums of parts of documents' losses, of each chunk.
+    fn close(
+        &self,
+        device: &Device,
+        desc: &RouteDesc,
+        documents: Option<&Buffer<f32>>,
+        out: &Routing<Cuda>,
+    ) -> Result<()> {
+        let products = device.alloc::<f64>(desc.shards * desc.experts)?;
+        let (load, losses) = (out.load.get(), out.losses.get());
+        let [experts, top_k, tokens, chunks] =
+            [desc.experts, desc.top_k, desc.tokens_per_shard, desc.chunks_of_shard()].map(|n| n as i32);
+        let args: [&dyn KernelArg; 11] = [
+            &self.probs,
+            &self.squares,
+            &self.counts,
+            &documents,
+            &products,
+            load,
+            losses,
+            &experts,
+            &top_k,
+            &tokens,
+            &chunks,
+        ];
+        // SAFETY: the sums are of shards · chunks chunks; load and products are shards · experts values, losses two a shard; the
+        // clusters are those of the shards. The kernel waits before it reads or writes.
+        unsafe { device.kernel(&losses_spec())?.launch_early(losses_launch(desc), &args) }
+    }
+}
+
 /// See [`Route`].
 pub(crate) fn route(cuda: &Cuda, op: Route<'_, Cuda>) -> Result<Routing<Cuda>> {
     const OP: &str = "route";
@@ -161,6 +307,7 @@ pub(crate) fn route(cuda: &Cuda, op: Route<'_, Cuda>) -> Result<Routing<Cuda>> {
     if let Some(bias) = op.bias {
         buffers.values("bias", bias, experts)?;
     }
+    let starts = op.documents.map(|starts| buffers.values("documents", starts, tokens)).transpose()?;
     let config = RouteConfig::choose(OP, experts)?;
     let shared_bytes = cuda.device().info().shared_bytes_per_cta;
     let desc = RouteDesc::new((tokens, experts), shards, &rule).check(OP, &config, shared_bytes)?;
@@ -170,14 +317,7 @@ pub(crate) fn route(cuda: &Cuda, op: Route<'_, Cuda>) -> Result<Routing<Cuda>> {
     let out = op.result(cuda)?;
     let kept = out.kept.f32(OP, "kept")?.get();
     let (expert, weight, log_sum_exp) = (out.expert.get(), out.weight.get(), out.log_sum_exp.get());
-    let (load, losses) = (out.load.get(), out.losses.get());
-    let chunks = desc.sums().chunks;
-    let sums = Chunks {
-        probs: device.alloc(chunks * experts)?,
-        squares: device.alloc(chunks)?,
-        counts: device.alloc(chunks * experts)?,
-    };
-    let products = device.alloc::<f64>(shards * experts)?;
+    let sums = Chunks::of(device, &desc)?;
     let [experts_arg, top_k_arg, tokens_arg, chunks_arg] =
         [experts, rule.top_k, desc.tokens_per_shard, desc.chunks_of_shard()].map(|n| n as i32);
     if tokens > 0 {
@@ -221,25 +361,12 @@ pub(crate) fn route(cuda: &Cuda, op: Route<'_, Cuda>) -> Result<Routing<Cuda>> {
             )?;
         }
     }
-    // SAFETY: the sums are of shards · chunks chunks; load and products are shards · experts values, losses two a shard; the
-    // clusters are those of the shards. The kernel waits before it reads or writes.
-    unsafe {
-        device.kernel(&losses_spec())?.launch_early(
-            losses_launch(&desc),
-            &[
-                &sums.probs,
-                &sums.squares,
-                &sums.counts,
-                &products,
-                load,
-                losses,
-                &experts_arg,
-                &top_k_arg,
-                &tokens_arg,
-                &chunks_arg,
-            ],
-        )?;
-    }
+    let documents = starts.map(|starts| Documents::of(device, &desc, starts, expert)).transpose()?;
+    let document_sums = documents
+        .as_ref()
+        .map(|documents| documents.losses(device, (&config, &desc, &rule), (kept, log_sum_exp)));
+    let document_sums = document_sums.transpose()?;
+    sums.close(device, &desc, document_sums.as_ref(), &out)?;
     Ok(out)
 }
 
@@ -255,6 +382,9 @@ fn hold(cuda: &Cuda, op: &RouteBackward<'_, Cuda>) -> Result<()> {
     buffers.values("routing.load", &routing.load, op.shards * experts)?;
     if let Some(load) = op.batch_load {
         buffers.values("batch_load", load, experts)?;
+    }
+    if let Some(starts) = op.documents {
+        buffers.values("documents", starts, tokens)?;
     }
     buffers.values("dweight", op.dweight, slots).map(drop)
 }
@@ -278,13 +408,19 @@ pub(crate) fn route_backward(cuda: &Cuda, op: RouteBackward<'_, Cuda>) -> Result
             [experts, desc.top_k, usize::from(op.rule.normalize), per_shard, desc.chunks_of_shard()]
                 .map(|n| n as i32);
         let routing = op.routing;
+        let documents =
+            op.documents.map(|starts| Documents::of(device, &desc, starts.get(), routing.expert.get()));
+        let documents = documents.transpose()?;
+        let of_documents = documents.as_ref().map_or_else(DocumentsArg::default, Documents::arg);
+        let loads = Loads::of(&op);
         let (load, load_stride): (&dyn KernelArg, i32) = match op.batch_load {
             Some(load) => (load.get(), 0),
             None => (routing.load.get(), experts),
         };
-        let kernel = device.kernel(&config.backward_spec(op.batch_load.is_some(), op.rule.scores))?;
+        let kernel = device.kernel(&config.backward_spec(loads, op.rule.scores))?;
         // SAFETY: `hold` held `kept` to tokens · experts values, as many as dlogits has; expert, weight and dweight to
-        // tokens · top_k; log_sum_exp to `tokens`; load to shards · experts, batch_load to `experts` F64; experts are compared with their number.
+        // tokens · top_k; log_sum_exp to `tokens`; load to shards · experts, batch_load to `experts` F64, documents are of the
+        // tokens; experts are compared with their number.
         unsafe {
             kernel.launch(
                 config.backward(&desc),
@@ -306,6 +442,7 @@ pub(crate) fn route_backward(cuda: &Cuda, op: RouteBackward<'_, Cuda>) -> Result
                     &z,
                     &op.rule.tiny(),
                     &op.rule.scale,
+                    &of_documents,
                 ],
             )?;
         }
@@ -325,14 +462,15 @@ pub(crate) fn instances() -> Vec<Instance> {
         let tokens =
             [false, true].map(|any_rule| instance(config.tokens_spec(any_rule), config.tokens(&desc)));
         let passes = [Scores::Softmax, Scores::Sigmoid].map(|scores| {
-            [false, true]
-                .map(|one_loss| instance(config.backward_spec(one_loss, scores), config.backward(&desc)))
+            Loads::ALL.map(|loads| instance(config.backward_spec(loads, scores), config.backward(&desc)))
         });
-        tokens.into_iter().chain(passes.into_iter().flatten())
+        let documents = instance(config.spec("nib::route_document_losses"), config.launch(&desc, 0));
+        tokens.into_iter().chain(passes.into_iter().flatten()).chain([documents])
     };
     let largest = sizes(&RouteConfig::ALL[RouteConfig::ALL.len() - 1]);
     let losses = Instance { spec: losses_spec(), shared_bytes: losses_launch(&largest).shared_bytes };
-    RouteConfig::ALL.iter().flat_map(of).chain([losses]).collect()
+    let documents = Instance { spec: documents_spec(), shared_bytes: 0 };
+    RouteConfig::ALL.iter().flat_map(of).chain([losses, documents]).collect()
 }
 
 /// The sizes of every instance, for few and for all of its experts, which are in groups or not.
