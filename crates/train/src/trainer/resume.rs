@@ -235,7 +235,7 @@ fn require_same(
         let short = |sha: &str| sha[..12.min(sha.len())].to_owned();
         changes.push(format!("the data's content: SHA-256 {} → {}", short(then), short(now)));
     }
-    if changes.iter().any(is_of_tokenizer) {
+    if changes.iter().any(|change| is_of_tokenizer(change)) {
         let json = |config: &Config| Ok::<_, Error>(config.tokenizer()?.map(|own| own.to_json()));
         if json(earlier)? == json(config)? {
             changes.retain(|change| !is_of_tokenizer(change));
@@ -252,7 +252,7 @@ fn require_same(
     require_none(&changes, checkpoint.path())
 }
 
-fn is_of_tokenizer(change: &String) -> bool {
+fn is_of_tokenizer(change: &str) -> bool {
     change.starts_with("data.tokenizer: ")
 }
 
