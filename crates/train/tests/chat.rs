@@ -89,7 +89,7 @@ fn answers_follow_their_prompts() {
 fn what_is_no_conversation_or_no_template_is_named() {
     for (json, why) in [
         ("{", "`messages`: are no JSON"),
-        ("3", "`messages`: are 3, expected a list"),
+        ("3", "`messages`: is a number, expected a list of messages"),
         (r#"[{"role": "user"}, {"content": "x"}]"#, "has no text `role` in message 2"),
         (r#"["user"]"#, "has no text `role` in message 1"),
     ] {

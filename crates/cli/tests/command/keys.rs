@@ -103,6 +103,8 @@ fn cases() -> Vec<Case> {
         ("data.text_key", ROWS, "other", Weights),
         ("data.prompt_key", PAIRS, "third", Weights),
         ("data.answer_key", PAIRS, "third", Weights),
+        // Bytes come without a chat template.
+        ("data.messages_key", ROWS, "messages", Runs),
         (
             "data.mixture",
             &["data.source=mixture", "data.mixture=[{source=\"text.txt\"}]"],

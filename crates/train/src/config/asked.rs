@@ -106,6 +106,7 @@ impl Config {
             ("data.text_key", d.text_key != default.data.text_key),
             ("data.prompt_key", !d.prompt_key.is_empty()),
             ("data.answer_key", !d.answer_key.is_empty()),
+            ("data.messages_key", !d.messages_key.is_empty()),
             ("data.on_error", d.on_error != default.data.on_error),
             ("data.cache_dir", !d.cache_dir.is_empty()),
         ] {
@@ -118,6 +119,12 @@ impl Config {
             "data.text_key",
             &["data.prompt_key"],
             format!("is \"{}\", but decides nothing: data.prompt_key is set; leave it out", d.text_key),
+        );
+        add(
+            !d.messages_key.is_empty() && d.text_key != default.data.text_key,
+            "data.text_key",
+            &["data.messages_key"],
+            format!("is \"{}\", but decides nothing: data.messages_key is set; leave it out", d.text_key),
         );
         add(
             self.eval.every == 0 && self.eval.batches != default.eval.batches,

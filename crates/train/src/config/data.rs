@@ -35,6 +35,9 @@ pub struct DataConfig {
     /// The key or column of the answer to a prompt.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub answer_key: String,
+    /// In JSON lines, the key of the messages of a conversation, which the tokenizer's chat template makes a text of; answers alone are learnt.
+    #[serde(skip_serializing_if = "String::is_empty")]
+    pub messages_key: String,
     /// Several sources, each with its weight: of `weight / sum of weights` of the sequences. Empty: `source` alone.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub mixture: Vec<MixtureSource>,
@@ -65,6 +68,7 @@ impl Default for DataConfig {
             text_key: USUAL_TEXT_KEY.into(),
             prompt_key: String::new(),
             answer_key: String::new(),
+            messages_key: String::new(),
             mixture: Vec::new(),
             on_error: OnError::default(),
             cache_dir: String::new(),

@@ -311,6 +311,7 @@ const NAMES: &[(Meaning, &[&str])] = &[
     ),
     (Key("data.prompt_key"), &["prompt_column", "prompt_field", "input_key"]),
     (Key("data.answer_key"), &["completion_column", "completion_field", "response_column", "output_key"]),
+    (Key("data.messages_key"), &["messages_column", "messages_field", "conversation_column"]),
     (Key("data.mixture"), &["data_weights", "dataset_weights", "data_blend", "train_data_path", "blend"]),
     (Key("data.cache_dir"), &["data_cache_path", "dataset_cache_dir", "cache_path"]),
     (

@@ -165,6 +165,7 @@ impl Config {
             text_key: "content".into(),
             prompt_key: "prompt".into(),
             answer_key: "answer".into(),
+            messages_key: "messages".into(),
             mixture: vec![MixtureSource { source: "a.txt".into(), weight: 1.0 }],
             on_error: OnError::Skip,
             cache_dir: "cache".into(),
@@ -248,6 +249,7 @@ impl Config {
             "data.text_key",
             "data.prompt_key",
             "data.answer_key",
+            "data.messages_key",
             "data.on_error",
             "data.cache_dir",
         ];

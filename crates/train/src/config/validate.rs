@@ -237,6 +237,12 @@ impl Config {
         require(d.prompt_key.is_empty() || d.prompt_key != d.answer_key, "data.answer_key", || {
             format!("is \"{}\", and so is data.prompt_key: an answer has a key of its own", d.answer_key)
         })?;
+        require(d.messages_key.is_empty() || d.prompt_key.is_empty(), "data.messages_key", || {
+            format!(
+                "is \"{}\", and data.prompt_key = \"{}\": a row is one or the other",
+                d.messages_key, d.prompt_key
+            )
+        })?;
         let (mixed, named) = (!d.mixture.is_empty(), d.source == MIXTURE);
         require(mixed || !named, "data.mixture", || {
             "is empty, but data.source = \"mixture\": list what is mixed, as mixture = [{ source = \"a.jsonl\", weight = 2.0 }, ...]"

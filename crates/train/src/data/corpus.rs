@@ -9,7 +9,7 @@ use super::cache::{self, LeftOut, sha256_of};
 use super::encode::Encoder;
 use super::mixture::{BLOCK, Mixture};
 use super::reading::{Reading, Watch};
-use super::source::{Asked, DataFile, find, kind_of};
+use super::source::{Asked, Chat, DataFile, find, kind_of};
 use super::stream::TokenStream;
 use super::{Batch, NO_TARGET, WindowOrder};
 use crate::checkpoint::sha256_hex;
@@ -212,7 +212,8 @@ impl Reading {
         let pair =
             (!config.prompt_key.is_empty()).then(|| [config.prompt_key.clone(), config.answer_key.clone()]);
         let end = encoder.framing.eos.and_then(|id| u32::try_from(id).ok());
-        let asked = Asked { bytes: config.bytes, text_key: config.text_key.clone(), pair, end };
+        let chat = Chat::of(config, encoder.tokenizer.as_ref())?;
+        let asked = Asked { bytes: config.bytes, text_key: config.text_key.clone(), pair, chat, end };
         let (encoder, on_error) = (encoder.clone(), config.on_error);
         Ok(Self { files: find(source)?, piped: None, asked, encoder, on_error })
     }

@@ -37,6 +37,15 @@ pub(super) struct Encoded {
     pub begins: bool,
 }
 
+impl Encoded {
+    /// Ends a part that began with this id.
+    fn part(&mut self, first: usize, is_target: bool) {
+        if !is_target && self.ids.len() > first {
+            self.unlearnt.push(first..self.ids.len());
+        }
+    }
+}
+
 impl Encoder {
     /// That of a configuration's data, for so many ids.
     ///
@@ -81,11 +90,23 @@ impl Encoder {
                 for (text, is_target) in parts {
                     let first = encoded.ids.len();
                     self.add(&text, &mut encoded.ids)?;
-                    if !is_target && encoded.ids.len() > first {
-                        encoded.unlearnt.push(first..encoded.ids.len());
-                    }
+                    encoded.part(first, is_target);
                 }
                 self.frame(&mut encoded, piece.begins, piece.ends)?;
+                Ok(encoded)
+            }
+            Content::Chat(parts) => {
+                let mut encoded = Encoded { begins, ..Encoded::default() };
+                let Some(tokenizer) = &self.tokenizer else {
+                    return Err("is a conversation of no tokens".into());
+                };
+                for (text, is_target) in parts {
+                    let first = encoded.ids.len();
+                    for id in tokenizer.encode_with_control(&text).map_err(|e| e.to_string())? {
+                        encoded.ids.push(self.checked(id)?);
+                    }
+                    encoded.part(first, is_target);
+                }
                 Ok(encoded)
             }
         }

@@ -97,6 +97,9 @@ impl Pieces for Lines {
 
 /// The document of a line, or what is wrong with it.
 pub(in crate::data) fn document(line: &[u8], asked: &Asked) -> Result<Piece, String> {
+    if let Some(chat) = &asked.chat {
+        return chat.document(line);
+    }
     let keys = asked.keys();
     let mut found: Vec<Option<Value>> = keys.iter().map(|_| None).collect();
     let (mut others, mut twice) = (Vec::new(), None);

@@ -2,6 +2,7 @@
 //!
 //! A kind is one file of this folder and one line of [`KINDS`]. Nothing is ever held whole: a kind gives pieces of bounded size.
 
+mod chat;
 mod files;
 mod json_lines;
 mod megatron;
@@ -14,6 +15,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
+pub(super) use chat::Chat;
 pub(super) use files::{DataFile, find};
 
 use crate::error::{Error, Result};
@@ -64,6 +66,8 @@ pub(super) struct Asked {
     pub text_key: String,
     /// Those of prompts and answers, which are read instead.
     pub pair: Option<[String; 2]>,
+    /// That of conversations, which are read instead of both, and how they are written.
+    pub chat: Option<Chat>,
     /// The id that ends a document in files of ids.
     pub end: Option<u32>,
 }
@@ -123,6 +127,8 @@ pub(super) struct Piece {
 pub(super) enum Content {
     /// Texts, one after the other, each with whether its tokens are targets.
     Text(Vec<(Vec<u8>, bool)>),
+    /// The same of a conversation: it has its control tokens in it, and all that stands around a document.
+    Chat(Vec<(String, bool)>),
     /// Token ids.
     Ids(Vec<u32>),
 }
@@ -137,6 +143,7 @@ impl Piece {
     pub fn bytes(&self) -> usize {
         match &self.content {
             Content::Text(parts) => parts.iter().map(|(text, _)| text.len()).sum(),
+            Content::Chat(parts) => parts.iter().map(|(text, _)| text.len()).sum(),
             Content::Ids(ids) => size_of_val(ids.as_slice()),
         }
     }

@@ -48,6 +48,11 @@ impl Source for Parquet {
             let why = format!("is Parquet {how}, and is read here and there: name a plain file");
             return Err(Error::data(&file.path, why));
         }
+        if asked.chat.is_some() {
+            let why = "is Parquet, and conversations (data.messages_key) are read of JSON lines: python -c 'import pandas; \
+                       pandas.read_parquet(\"IN\").to_json(\"OUT.jsonl\", orient=\"records\", lines=True)' writes them";
+            return Err(Error::data(&file.path, why));
+        }
         let opened = file.file()?;
         let reader = guarded(file, || SerializedFileReader::new(opened))?;
         let keys = asked.keys().into_iter().map(|(key, is_target)| (key.to_owned(), is_target)).collect();

@@ -1,6 +1,7 @@
 //! What every kind of file is held to, whatever it is.
 
 mod caches;
+mod chats;
 mod kinds;
 mod mutations;
 

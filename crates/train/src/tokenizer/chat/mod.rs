@@ -27,20 +27,42 @@ impl Conversation {
     /// # Errors
     /// [`Error::Config`] with the key `messages`, for what is none; the caller knows of which file and row.
     pub fn from_json(json: &str) -> Result<Self> {
-        let fail = |why: String| Error::config("messages", why);
-        let messages: Value = serde_json::from_str(json).map_err(|e| fail(format!("are no JSON: {e}")))?;
-        if messages.kind() != ValueKind::Seq {
-            return Err(fail(format!(
-                "are {}, expected a list",
-                python::json(&messages, None).unwrap_or_default()
-            )));
+        let read = serde_json::from_str(json).map_err(|e| format!("are no JSON: {e}"));
+        read.and_then(|messages| Self::of(&messages)).map_err(|why| Error::config("messages", why))
+    }
+
+    /// The messages that an object has under this key, or what is wrong with it.
+    pub(crate) fn of_row(json: &str, key: &str) -> Result<Self, String> {
+        let row: Value = serde_json::from_str(json).map_err(|e| {
+            format!("is no JSON: {}", e.to_string().replace(" at line 1 column ", ", column "))
+        })?;
+        if row.kind() != ValueKind::Map {
+            return Err(format!(
+                "is {}, expected an object: a line of JSON lines is one",
+                python::kind(&row)
+            ));
         }
-        let all = messages.try_iter().map_err(|e| fail(e.to_string()))?;
+        let messages = row.get_attr(key).map_err(|e| e.to_string())?;
+        if messages.is_undefined() {
+            let keys: Vec<String> =
+                row.try_iter().into_iter().flatten().take(8).map(|key| format!("\"{key}\"")).collect();
+            let there =
+                if keys.is_empty() { "and no other key".into() } else { format!("but {}", keys.join(", ")) };
+            return Err(format!("has no \"{key}\", {there}; data.messages_key names another"));
+        }
+        Self::of(&messages).map_err(|why| format!("\"{key}\" {why}"))
+    }
+
+    fn of(messages: &Value) -> Result<Self, String> {
+        if messages.kind() != ValueKind::Seq {
+            return Err(format!("is {}, expected a list of messages", python::kind(messages)));
+        }
+        let all = messages.try_iter().map_err(|e| e.to_string())?;
         let messages = all.enumerate().map(|(number, message)| match Role::of(&message) {
             Some(_) => Ok(message_of(&message)),
-            None => Err(fail(format!("has no text `role` in message {}", number + 1))),
+            None => Err(format!("has no text `role` in message {}", number + 1)),
         });
-        Ok(Self { messages: messages.collect::<Result<_>>()? })
+        Ok(Self { messages: messages.collect::<Result<_, String>>()? })
     }
 }
 
@@ -88,6 +110,7 @@ pub struct Rendered {
 pub struct ChatTemplate {
     /// Where it stands.
     path: PathBuf,
+    source: String,
     environment: Environment<'static>,
     /// Texts of tokens that templates put in, by their names.
     tokens: BTreeMap<String, String>,
@@ -133,7 +156,19 @@ impl ChatTemplate {
             let marked = without_generation(text, MARK_FILTER).0;
             environment.add_template_owned(MARKED, marked).map_err(|e| fail(&e))?;
         }
-        Ok(Self { path: path.to_owned(), environment, tokens: tokens.clone(), has_generation })
+        Ok(Self {
+            path: path.to_owned(),
+            source: text.to_owned(),
+            environment,
+            tokens: tokens.clone(),
+            has_generation,
+        })
+    }
+
+    /// As it was written.
+    #[must_use]
+    pub fn source(&self) -> &str {
+        &self.source
     }
 
     /// The same template on another day: `strftime_now` is of this time, in UTC. Without it, of now.

@@ -3,6 +3,18 @@
 use minijinja::value::{Kwargs, Value, ValueKind};
 use minijinja::{Error, ErrorKind};
 
+/// What a value of JSON is, in a message.
+pub(super) fn kind(value: &Value) -> &'static str {
+    match value.kind() {
+        ValueKind::None => "null",
+        ValueKind::Bool => "true or false",
+        ValueKind::Number => "a number",
+        ValueKind::String => "a text",
+        ValueKind::Seq => "a list",
+        _ => "an object",
+    }
+}
+
 /// `str(value)`; nothing of what is not defined.
 pub(super) fn text(value: &Value) -> String {
     match value.kind() {

@@ -1,0 +1,76 @@
+//! Conversations: messages with roles, of which the answers are learnt.
+
+use std::sync::Arc;
+use std::time::{Duration, UNIX_EPOCH};
+
+use serde::Serialize;
+
+use super::{Content, Piece};
+use crate::config::DataConfig;
+use crate::error::{Error, Result};
+use crate::tokenizer::{ChatTemplate, Conversation, SharedTokenizer};
+
+/// The key of the messages of a row, and how they are written.
+#[derive(Debug, Clone, Serialize)]
+pub(in crate::data) struct Chat {
+    key: String,
+    /// The template's text: other text is other tokens.
+    written: String,
+    #[serde(skip)]
+    template: Arc<ChatTemplate>,
+}
+
+impl PartialEq for Chat {
+    fn eq(&self, other: &Self) -> bool {
+        (&self.key, &self.written) == (&other.key, &other.written)
+    }
+}
+
+impl Eq for Chat {}
+
+/// 26 July 2024. A template that tells the day tells this one: the same conversations are the same tokens on another day.
+const DAY: Duration = Duration::from_secs(1_721_952_000);
+
+impl Chat {
+    /// What `data.messages_key` asks for, if it is set.
+    ///
+    /// # Errors
+    /// [`Error::Config`] where the tokenizer came without a chat template; [`Error::Tokenizer`] for one that cannot be read.
+    pub fn of(config: &DataConfig, tokenizer: Option<&SharedTokenizer>) -> Result<Option<Self>> {
+        let key = config.messages_key.clone();
+        if key.is_empty() {
+            return Ok(None);
+        }
+        let template = tokenizer.map(|tokenizer| tokenizer.chat_template("")).transpose()?.flatten();
+        let Some(template) = template else {
+            let tokens = tokenizer.map_or("bytes".into(), |tokenizer| tokenizer.tokens());
+            let why =
+                format!("is \"{key}\", but the tokens are {tokens}, which come without a chat template");
+            return Err(Error::config("data.messages_key", why));
+        };
+        let template = template.at(UNIX_EPOCH + DAY);
+        Ok(Some(Self { key, written: template.source().to_owned(), template: Arc::new(template) }))
+    }
+
+    /// The conversation of a line, or what is wrong with it.
+    pub fn document(&self, line: &[u8]) -> Result<Piece, String> {
+        let line = std::str::from_utf8(line).map_err(|e| {
+            format!("is no UTF-8 (byte {} of it is none), expected JSON", e.valid_up_to() + 1)
+        })?;
+        let conversation = Conversation::of_row(line, &self.key)?;
+        let rendered = self.template.render(&conversation).map_err(|e| e.to_string())?;
+        let (mut parts, mut at) = (Vec::new(), 0);
+        let mut add = |text: &str, is_target| {
+            if !text.is_empty() {
+                parts.push((text.to_owned(), is_target));
+            }
+        };
+        for answer in rendered.answers {
+            add(&rendered.text[at..answer.start], false);
+            at = answer.end;
+            add(&rendered.text[answer], true);
+        }
+        add(&rendered.text[at..], false);
+        Ok(Piece::whole(Content::Chat(parts)))
+    }
+}

@@ -1,0 +1,99 @@
+//! Conversations of JSON lines: what the chat template writes, of which the answers are learnt.
+
+use std::fs;
+use std::path::Path;
+
+use crate::config::{Config, OnError};
+use crate::data::{Dataset, NO_TARGET};
+use crate::tokenizer;
+
+const TEMPLATE: &str = "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|endoftext|>{% endfor %}\
+    {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+
+/// A folder with a tokenizer, and a file of these lines beside it.
+fn place(template: Option<&str>, lines: &str) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    let own = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/tokenizers/qwen/tokenizer.json");
+    fs::copy(own, dir.path().join("tokenizer.json")).unwrap();
+    if let Some(template) = template {
+        fs::write(dir.path().join("chat_template.jinja"), template).unwrap();
+    }
+    fs::write(dir.path().join("talks.jsonl"), lines).unwrap();
+    dir
+}
+
+fn config(dir: &Path) -> Config {
+    let path = |name: &str| dir.join(name).display().to_string();
+    let sets = [
+        format!("data.source={}", path("talks.jsonl")),
+        format!("data.tokenizer={}", dir.display()),
+        format!("data.cache_dir={}", path("caches")),
+        "data.messages_key=talk".into(),
+        "data.seq_len=8".into(),
+        "model.vocab_size=0".into(),
+    ];
+    Config::load("tiny", &sets).unwrap()
+}
+
+#[test]
+fn answers_alone_are_learnt() {
+    let line = r#"{"id": 1, "talk": [{"role": "user", "content": "a <|im_start|> b"}, {"role": "assistant", "content": "the answer"}]}"#;
+    let dir = place(Some(TEMPLATE), &format!("{line}\n").repeat(200));
+    let data = Dataset::of(&config(dir.path())).unwrap();
+    let tokenizer = tokenizer::open(dir.path()).unwrap();
+    let ids = |text: &str| tokenizer.encode_with_control(text).unwrap();
+    let prompt = ids("<|im_start|>user\na <|im_start|> b<|endoftext|><|im_start|>assistant\n");
+    let answer = ids("the answer<|endoftext|>");
+    let one: Vec<i32> = [&prompt[..], &answer[..]].concat();
+    let batch = data.valid_batch(0, 40);
+    // Held out are whole documents, so that the first token is that of one.
+    for (at, (input, target)) in batch.inputs.iter().zip(&batch.targets).enumerate() {
+        assert_eq!(*input, one[at % one.len()], "token {at}");
+        let next = (at + 1) % one.len();
+        assert_eq!(*target, if next >= prompt.len() { one[next] } else { NO_TARGET }, "target {at}");
+    }
+    assert!(batch.counted() > 0);
+}
+
+#[test]
+fn a_row_that_is_no_conversation_is_named_or_left_out() {
+    let good =
+        r#"{"talk": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "an answer"}]}"#;
+    let refuses =
+        "{% if messages[0].role != 'user' %}{{ raise_exception('begin with a question') }}{% endif %}"
+            .to_owned()
+            + TEMPLATE;
+    for (row, why) in [
+        (r#"{"text": "x"}"#, "has no \"talk\", but \"text\"; data.messages_key names another"),
+        (r#"{"talk": "x"}"#, "\"talk\" is a text, expected a list"),
+        (r#"{"talk": [{"content": "x"}]}"#, "\"talk\" has no text `role` in message 1"),
+        (r#"{"talk": [{"role": "system", "content": "x"}]}"#, "begin with a question"),
+        ("[1]", "is a list, expected an object"),
+        ("{", "is no JSON"),
+    ] {
+        let dir = place(Some(&refuses), &format!("{}{row}\n", format!("{good}\n").repeat(100)));
+        let mut config = config(dir.path());
+        let error = Dataset::of(&config).unwrap_err().to_string();
+        assert!(error.contains("talks.jsonl: line 101: ") && error.contains(why), "{error}");
+        config.data.on_error = OnError::Skip;
+        Dataset::of(&config).unwrap();
+    }
+}
+
+#[test]
+fn a_template_is_needed_and_another_one_is_another_cache() {
+    let line = "{\"talk\": [{\"role\": \"user\", \"content\": \"q\"}, {\"role\": \"assistant\", \"content\": \"an answer\"}]}\n";
+    let dir = place(None, &line.repeat(100));
+    let error = Dataset::of(&config(dir.path())).unwrap_err().to_string();
+    assert!(
+        error.contains("`data.messages_key`: is \"talk\"") && error.contains("without a chat template"),
+        "{error}"
+    );
+    let hash = |template: &str| {
+        fs::write(dir.path().join("chat_template.jinja"), template).unwrap();
+        Dataset::of(&config(dir.path())).unwrap().sha256()
+    };
+    let first = hash(TEMPLATE);
+    assert_ne!(hash(&TEMPLATE.replace("<|im_start|>", "<")), first);
+    assert_eq!(hash(TEMPLATE), first);
+}
