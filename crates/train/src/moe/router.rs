@@ -77,6 +77,12 @@ impl<B: Kernels> Router<B> {
         if cx.training { cx.shards.balance_runs(self.balance) } else { cx.shards.local }
     }
 
+    /// Where documents begin that have load-balancing losses of their own: within sequences, where those have.
+    fn documents<'c>(&self, cx: &'c Cx<'_, B>) -> Option<&'c B::Buf<i32>> {
+        let of_sequences = cx.training && self.balance == Balance::Sequence;
+        cx.documents.as_ref().filter(|_| of_sequences).map(|documents| &documents.starts)
+    }
+
     /// The name by which a recipe's overrides know it.
     fn layer(&self) -> &str {
         self.weight.layer()
@@ -92,9 +98,14 @@ impl<B: Kernels> Router<B> {
         let x = Operand::Plain(x_td.clone());
         let logits = Gemm { a: &x, b: self.weight.w()?, out: DType::F32 }.run(cx.b)?;
         let bias = self.bias.as_ref().map(|bias| bias.plain()?.f32("router", "bias")).transpose()?;
-        let routing =
-            Route { logits: &logits, bias, rule: self.rule, shards: self.runs(cx), documents: None }
-                .run(cx.b)?;
+        let routing = Route {
+            logits: &logits,
+            bias,
+            rule: self.rule,
+            shards: self.runs(cx),
+            documents: self.documents(cx),
+        }
+        .run(cx.b)?;
         Ok(RouterSaved { layer: self.layer().to_owned(), scores: self.rule.scores, routing, batch: None })
     }
 
@@ -120,7 +131,7 @@ impl<B: Kernels> Router<B> {
             shards: runs,
             dweight: dweight_tk,
             aux_scale: self.shape.aux_coef / losses,
-            documents: None,
+            documents: self.documents(cx),
             batch_load: batch.map(|batch| &batch.load),
             batch_rows: batch.map_or(0, |batch| batch.rows),
             z_scale: self.shape.z_coef / all_runs,
