@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
-use super::cache::{self, LeftOut, sha256_of};
+use super::cache::{self, LeftOut, remembering, sha256_of};
 use super::encode::Encoder;
 use super::mixture::{BLOCK, Mixture};
 use super::reading::{Reading, Watch};
@@ -193,7 +193,10 @@ fn open_stream(
             kind.open(&file, &reading.asked)?;
             let bytes = file.region()?;
             let sha256 = match file.is_plain() {
-                true => sha256_of(path, cache::folder(&config.cache_dir).ok().as_deref())?,
+                true => {
+                    let caches = cache::folder(&config.cache_dir).ok();
+                    sha256_of(path, remembering(caches.as_deref(), file.size))?
+                }
                 false => sha256_hex(&bytes),
             };
             return Ok((TokenStream::of_bytes(bytes, sha256), LeftOut::default()));

@@ -87,7 +87,9 @@ impl TokenStream {
     /// The documents that begin within these tokens, by their first ones.
     pub fn begins(&self, tokens: Range<usize>) -> impl Iterator<Item = usize> {
         let first = Self::first_with(self.documents(), |document| self.first(document) >= tokens.start);
-        (first..self.documents()).map(|document| self.first(document)).take_while(move |at| *at < tokens.end)
+        let begins = (first..self.documents()).map(|document| self.first(document));
+        // Of a cache that somebody has written to they need not ascend.
+        begins.take_while(move |at| *at < tokens.end).filter(move |at| *at >= tokens.start)
     }
 
     /// Those of these tokens that are no targets, run by run.
@@ -99,7 +101,11 @@ impl TokenStream {
         };
         let first = Self::first_with(count, |number| run(number).end > tokens.start);
         let within = move |run: Range<usize>| run.start.max(tokens.start)..run.end.min(tokens.end);
-        (first..count).map(run).take_while(move |run| run.start < tokens.end).map(within)
+        (first..count)
+            .map(run)
+            .take_while(move |run| run.start < tokens.end)
+            .map(within)
+            .filter(|run| !run.is_empty())
     }
 
     /// Where the held-out tokens begin: at a token, where there is one document; else where a document does, so that they are no more than

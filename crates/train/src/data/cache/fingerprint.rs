@@ -12,8 +12,13 @@ use crate::checkpoint::{hexadecimal, sha256_hex};
 use crate::error::{Error, Result};
 use crate::files;
 
-/// Files that are smaller are read anew: that takes no time, and leaves nothing behind.
+/// Less than this is read anew: that takes no time, and leaves nothing behind.
 const REMEMBERED_BYTES: u64 = 16 << 20;
+
+/// Where SHA-256 of files is remembered, which have so many bytes together, if it is.
+pub(in crate::data) fn remembering(caches: Option<&Path>, bytes: u64) -> Option<&Path> {
+    caches.filter(|_| bytes >= REMEMBERED_BYTES)
+}
 
 /// A file that was changed less long ago may change again without another time of it.
 const SETTLED: Duration = Duration::from_secs(2);
@@ -66,14 +71,14 @@ struct Remembered {
     sha256: String,
 }
 
-/// SHA-256 of a file's bytes, remembered in the folder of caches.
+/// SHA-256 of a file's bytes, remembered in the folder of caches where there is one.
 ///
 /// # Errors
 /// [`Error::Data`] where it cannot be read.
 pub(in crate::data) fn sha256_of(path: &Path, caches: Option<&Path>) -> Result<String> {
     let unread = |e: std::io::Error| Error::data(path, format!("cannot be read: {e}"));
     let stamp = Stamp::of(path)?;
-    let place = caches.filter(|_| stamp.size >= REMEMBERED_BYTES).and_then(|caches| {
+    let place = caches.and_then(|caches| {
         let path = fs::canonicalize(path).ok()?;
         let name = sha256_hex(path.as_os_str().as_encoded_bytes());
         Some((caches.join("files").join(format!("{name}.json")), path))

@@ -24,7 +24,7 @@ use std::sync::atomic::AtomicU64;
 
 use serde::{Deserialize, Serialize};
 
-pub(super) use fingerprint::{Stamp, sha256_of};
+pub(super) use fingerprint::{Stamp, remembering, sha256_of};
 
 use super::reading::{BadRow, Reading, Watch};
 use super::region::Region;
@@ -181,6 +181,8 @@ struct Key<'a> {
 /// The name of the cache of what is read, and what says that files are as they were when it was made.
 fn key(reading: &Reading, caches: &Path) -> Result<(String, Vec<(PathBuf, Stamp)>)> {
     let (mut stamps, mut files) = (Vec::new(), Vec::new());
+    let size = |path: &PathBuf| fs::metadata(path).map_or(0, |about| about.len());
+    let caches = remembering(Some(caches), reading.files.iter().map(size).sum());
     for path in &reading.files {
         if let Some(piped) = &reading.piped {
             files.push((kind_of(piped, &reading.asked).name(), vec![sha256_hex(&piped.region()?)]));
@@ -190,10 +192,10 @@ fn key(reading: &Reading, caches: &Path) -> Result<(String, Vec<(PathBuf, Stamp)
         stamps.push((path.clone(), Stamp::of(path)?));
         let kind: &dyn Source =
             kind_of(&DataFile::open(path, &reading.asked, &Arc::new(AtomicU64::new(0)))?, &reading.asked);
-        let mut of = vec![sha256_of(path, Some(caches))?];
+        let mut of = vec![sha256_of(path, caches)?];
         for other in kind.companions(path) {
             stamps.push((other.clone(), Stamp::of(&other)?));
-            of.push(sha256_of(&other, Some(caches))?);
+            of.push(sha256_of(&other, caches)?);
         }
         files.push((kind.name(), of));
     }
