@@ -1,4 +1,6 @@
-//! `nibble eval`: the held-out loss of a checkpoint.
+//! `nibble eval`: the held-out loss of a checkpoint, or what it gets in tasks.
+
+mod tasks;
 
 use crate::checkpoint::Trained;
 use nibble_command::changes::Changes;
@@ -12,18 +14,27 @@ use nibble_train::config::Config;
 use nibble_train::data::Entropy;
 use std::path::{Path, PathBuf};
 
-/// Computes the loss of a checkpoint over all of its held-out data
+/// Computes the loss of a checkpoint over all of its held-out data, or scores it on tasks
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  \
     nibble eval runs/tiny\n  \
     nibble eval runs/tiny/checkpoints/step-00000200\n  \
     nibble eval runs/tiny --recipe bf16      the same weights under another recipe\n  \
     nibble eval runs/shakespeare --set data.source=other.txt\n  \
-    nibble eval my-model --set data.source=book.txt   a folder with a model")]
+    nibble eval my-model --set data.source=book.txt   a folder with a model\n  \
+    nibble eval my-model --task quiz.jsonl     questions with choices instead of held-out data\n\n\
+    A task is a file of JSON lines, each with \"question\", \"choices\" and \"answer\", the number of the right one from 0. A choice follows its question \
+    after a space. `acc` takes the likeliest choice, `acc_norm` the likeliest a character, `acc_bytes` the likeliest a byte, as lm-evaluation-harness does.")]
 pub struct Args {
     /// Directory of a run (its newest whole checkpoint is taken), of one checkpoint, or of a model as the Hugging Face family of tools writes it.
     #[arg(value_name = "RUN_OR_MODEL")]
     path: PathBuf,
+    /// Questions to be scored, in place of held-out data; may be given many times.
+    #[arg(long = "task", value_name = "FILE")]
+    tasks: Vec<PathBuf>,
+    /// Writes the log-likelihood of each choice, a line of JSON a question.
+    #[arg(long, value_name = "FILE", requires = "tasks")]
+    samples: Option<PathBuf>,
     #[command(flatten)]
     changes: Changes,
 }
@@ -32,6 +43,14 @@ pub fn run(args: Args) -> Result<()> {
     let trained = Trained::open(&args.path)?;
     let overrides = args.changes.overrides();
     require_of_evaluation(&overrides)?;
+    if !args.tasks.is_empty() {
+        let tasks = tasks::open(&args.tasks)?;
+        let config = trained.config(&[trained.tokens()?, overrides.clone()].concat())?;
+        let recipe = trained.recipe(&config, &overrides)?;
+        let samples = args.samples.as_deref();
+        let (trained, config, recipe) = (&trained, &config, &recipe);
+        return device::run(&config.run, &tasks::Tasks { trained, config, recipe, tasks, samples });
+    }
     let config = trained.config(&overrides)?;
     let recipe = trained.recipe(&config, &overrides)?;
     crate::caching::make(&config, None)?;

@@ -12,6 +12,7 @@ pub mod cx;
 pub mod data;
 pub mod delayed;
 mod error;
+pub mod evaluation;
 pub mod export;
 pub mod family;
 pub mod fault;

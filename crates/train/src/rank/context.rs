@@ -1,6 +1,6 @@
 //! What a pass needs besides the model: one rank's backend, data, recipe and place in the run.
 
-use crate::config::{Config, DataConfig};
+use crate::config::Config;
 use crate::cx::{Cx, Documents, ExpertParts, Shards};
 use crate::data::{Batch, BatchPlan, Dataset};
 use crate::error::{Error, Result};
@@ -127,25 +127,39 @@ impl<B: Kernels> RankContext<'_, B> {
         }
     }
 
-    /// The documents that begin there, if they are kept apart.
+    /// The documents that begin there; none where no beginnings are given, as documents are not kept apart.
     pub fn documents(&self, starts: &[i32]) -> nibble_core::Result<Option<Documents<B>>> {
-        let DataConfig { document_mask, seq_len, .. } = self.config.data;
-        let find = || Documents::find(self.b, &self.b.upload(starts)?, seq_len);
-        document_mask.then(find).transpose()
+        let find = || Documents::find(self.b, &self.b.upload(starts)?, self.config.data.seq_len);
+        (!starts.is_empty()).then(find).transpose()
     }
 
     /// Nats of a batch that every rank holds: each evaluates its part, the sums meet in the order of the sequences.
     pub fn held_out_nats(&mut self, model: &Decoder<B>, batch: &Batch) -> Result<f64> {
+        Ok(self.nats_of_runs(model, batch, 1)?.into_iter().map(f64::from).sum())
+    }
+
+    /// The same of every token of the batch, and of those with which each rank fills up its part.
+    pub fn nats_of_tokens(&mut self, model: &Decoder<B>, batch: &Batch) -> Result<Vec<f32>> {
+        self.nats_of_runs(model, batch, self.config.data.seq_len)
+    }
+
+    /// The same of so many equal runs of each sequence.
+    fn nats_of_runs(&mut self, model: &Decoder<B>, batch: &Batch, runs: usize) -> Result<Vec<f32>> {
         loop {
-            match self.nats_that_fit(model, batch)? {
+            match self.nats_that_fit(model, batch, runs)? {
                 Ok(nats) => return Ok(nats),
                 Err(needed) => self.make_room(needed, "a batch of held-out sequences"),
             }
         }
     }
 
-    /// [`Self::held_out_nats`]; if an exchange had too little room, what the rank that was sent most was sent, in shares.
-    fn nats_that_fit(&self, model: &Decoder<B>, batch: &Batch) -> Result<std::result::Result<f64, f64>> {
+    /// [`Self::nats_of_runs`]; if an exchange had too little room, what the rank that was sent most was sent, in shares.
+    fn nats_that_fit(
+        &self,
+        model: &Decoder<B>,
+        batch: &Batch,
+        runs: usize,
+    ) -> Result<std::result::Result<Vec<f32>, f64>> {
         let (ranks, shards) = (self.mesh.all.world(), self.config.train.shards);
         // The shards of training: what has a scale of a shard, or of a part of an expert's rows, has the same on every mesh.
         let each = batch.sequences.next_multiple_of(shards) / ranks;
@@ -160,8 +174,7 @@ impl<B: Kernels> RankContext<'_, B> {
         let cx = self.cx(shards).with_documents(self.documents(&starts)?);
         let ids = self.b.upload(&padded(&mine.inputs, 0))?;
         let targets = self.b.upload(&padded(&mine.targets, -1))?;
-        // A sum for each sequence.
-        let out = model.losses(&cx, &ids, &targets, each)?;
+        let out = model.losses(&cx, &ids, &targets, each * runs)?;
         out.verify_ids(self.b, "evaluate", model.config.vocab_size)?;
         let mut sums: Vec<f32> =
             self.b.download(&out.shard_nats)?.into_iter().map(|nats| nats as f32).collect();
@@ -172,15 +185,16 @@ impl<B: Kernels> RankContext<'_, B> {
         let (sums, needed): (Vec<&[f32]>, Vec<f32>) =
             all.chunks_exact(len).map(|of_rank| (&of_rank[..len - 1], of_rank[len - 1])).unzip();
         Ok(match needed.into_iter().fold(0.0, f32::max) {
-            0.0 => Ok(sums.into_iter().flatten().copied().map(f64::from).sum()),
+            0.0 => Ok(sums.concat()),
             needed => Err(needed.into()),
         })
     }
 }
 
-/// The beginnings of documents of so many tokens, of which these are the first: what is behind them belongs to the last document of its sequence.
+/// The beginnings of documents of so many tokens, of which these are the first; none where there are none. What is behind them belongs to the last document of its sequence.
 fn padded_starts(starts: &[i32], (seq_len, tokens): (usize, usize)) -> Vec<i32> {
-    let mut padded = Vec::with_capacity(tokens);
+    let mut padded = Vec::new();
+    let tokens = if starts.is_empty() { 0 } else { tokens };
     for i in 0..tokens {
         let before = padded.last().filter(|_| !i.is_multiple_of(seq_len)).copied();
         padded.push(starts.get(i).copied().or(before).unwrap_or(0));

@@ -18,6 +18,7 @@ mod resume;
 mod run;
 mod run_dir;
 mod saving;
+mod scoring;
 mod weights;
 
 pub use decoding::Decoding;

@@ -1,0 +1,130 @@
+//! Many short texts as few sequences: each is a document, which sees nothing of the others.
+
+use crate::data::{Batch, NO_TARGET};
+
+/// A text of which a part is scored.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Request {
+    /// Its token ids, those of what comes before among them.
+    pub ids: Vec<i32>,
+    /// The first of those that are scored.
+    pub first: usize,
+}
+
+/// A request's tokens within a batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Placed {
+    /// The number of the request.
+    pub request: usize,
+    /// The first of its targets that count, among the tokens of the batch.
+    pub first: usize,
+    /// How many there are.
+    pub count: usize,
+}
+
+/// Sequences of requests, and where each request lies.
+#[derive(Debug)]
+pub(crate) struct Packed {
+    /// Documents of it are kept apart.
+    pub batch: Batch,
+    pub(super) placed: Vec<Placed>,
+}
+
+impl Packed {
+    /// Adds each token's nats to its request: `nats` has those of every token of the batch.
+    pub fn add_to(&self, nats: &[f32], sums: &mut [f64]) {
+        for Placed { request, first, count } in &self.placed {
+            sums[*request] += nats[*first..first + count].iter().map(|nats| f64::from(*nats)).sum::<f64>();
+        }
+    }
+}
+
+/// How many ids of a request are left out at its beginning, so that the rest fits a sequence: its last id is a target alone.
+pub(super) fn cut(request: &Request, seq_len: usize) -> usize {
+    request.ids.len().saturating_sub(seq_len + 1)
+}
+
+/// How many requests are longer than a sequence of so many tokens and its last target.
+#[must_use]
+pub fn num_cut(requests: &[Request], seq_len: usize) -> usize {
+    requests.iter().filter(|request| cut(request, seq_len) > 0).count()
+}
+
+/// Requests as batches of at most so many sequences of this length, in the order of the requests.
+pub(crate) fn pack(requests: &[Request], (sequences, seq_len): (usize, usize)) -> Vec<Packed> {
+    let mut batches = Vec::new();
+    let mut next = 0;
+    while next < requests.len() {
+        let mut batch = Batch::zeroed(sequences, seq_len, true);
+        batch.targets.fill(NO_TARGET);
+        let mut placed = Vec::new();
+        let (mut sequence, mut at) = (0, 0);
+        while let Some(request) = requests.get(next) {
+            let cut = cut(request, seq_len);
+            let ids = &request.ids[cut..];
+            let inputs = ids.len().saturating_sub(1);
+            if at + inputs > seq_len {
+                (sequence, at) = (sequence + 1, 0);
+            }
+            if sequence == sequences {
+                break;
+            }
+            let place = sequence * seq_len + at;
+            batch.inputs[place..place + inputs].copy_from_slice(&ids[..inputs]);
+            let end = (sequence + 1) * seq_len;
+            batch.starts[place..place + inputs].fill(at as i32);
+            // What is behind the last request is a document of its own.
+            batch.starts[place + inputs..end].fill((at + inputs) as i32);
+            // What is scored is predicted by the token before it.
+            let first = request.first.saturating_sub(cut).max(1);
+            for (target, id) in batch.targets[place..place + inputs].iter_mut().zip(&ids[1..]).skip(first - 1)
+            {
+                *target = *id;
+            }
+            let count = (inputs + 1).saturating_sub(first);
+            placed.push(Placed { request: next, first: place + first - 1, count });
+            at += inputs;
+            next += 1;
+        }
+        batches.push(Packed { batch, placed });
+    }
+    batches
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn request(ids: std::ops::Range<i32>, first: usize) -> Request {
+        Request { ids: ids.collect(), first }
+    }
+
+    #[test]
+    fn requests_are_documents_one_after_the_other() {
+        let requests = [request(0..4, 2), request(10..13, 1), request(20..30, 9), request(40..43, 2)];
+        let packed = pack(&requests, (2, 8));
+        assert_eq!(packed.len(), 1);
+        let Packed { batch, placed } = &packed[0];
+        assert_eq!(batch.inputs[..8], [0, 1, 2, 10, 11, 0, 0, 0]);
+        assert_eq!(batch.targets[..8], [-1, 2, 3, 11, 12, -1, -1, -1]);
+        assert_eq!(batch.starts[..8], [0, 0, 0, 3, 3, 5, 5, 5]);
+        // Ten ids are one more than a sequence and its last target have: the first is left out.
+        assert_eq!(batch.inputs[8..], [21, 22, 23, 24, 25, 26, 27, 28]);
+        assert_eq!(batch.targets[8..], [-1, -1, -1, -1, -1, -1, -1, 29]);
+        assert_eq!(placed.len(), 3);
+        assert_eq!(pack(&requests[3..], (2, 8))[0].placed[0], Placed { request: 0, first: 1, count: 1 });
+    }
+
+    #[test]
+    fn every_target_is_added_to_its_request_once() {
+        let requests: Vec<Request> = (0..40).map(|i| request(0..3 + i % 9, 1 + i as usize % 2)).collect();
+        let mut sums = vec![0.0; requests.len()];
+        for packed in pack(&requests, (3, 16)) {
+            let nats: Vec<f32> =
+                packed.batch.targets.iter().map(|target| if *target < 0 { 1e6 } else { 1.0 }).collect();
+            packed.add_to(&nats, &mut sums);
+        }
+        let wanted = requests.iter().map(|r| (r.ids.len() - r.first) as f64);
+        assert!(sums.iter().copied().eq(wanted), "{sums:?}");
+    }
+}

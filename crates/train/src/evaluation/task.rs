@@ -1,0 +1,194 @@
+//! Questions with choices, scored by the log-likelihood of each choice behind its question, as lm-evaluation-harness does.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::{Map, Value};
+
+use super::{Request, request};
+use crate::error::{Error, Result};
+use crate::files;
+use crate::tokenizer::Tokenizer;
+
+/// A question, what may be answered, and what is right.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Question {
+    /// What stands before each choice, which follows it after a space.
+    pub question: String,
+    /// The answers.
+    pub choices: Vec<String>,
+    /// The number of the right one, from 0.
+    pub answer: usize,
+}
+
+/// The questions of a file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Task {
+    /// The file's name without its ending.
+    pub name: String,
+    /// In the order of the file.
+    pub questions: Vec<Question>,
+}
+
+/// A share of right answers.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Score {
+    /// The share.
+    pub share: f64,
+    /// Its standard error, from the sample's variance; NaN of one question.
+    pub error: f64,
+}
+
+/// What a model gets in a task.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Scored {
+    /// The likeliest choice is the right one.
+    pub acc: Score,
+    /// The same of log-likelihoods over the choices' characters.
+    pub acc_norm: Score,
+    /// The same over the bytes of their UTF-8.
+    pub acc_bytes: Score,
+}
+
+/// A task has no more bytes.
+const MOST_BYTES: u64 = 1 << 30;
+
+impl Task {
+    /// Reads a file of JSON lines: each an object with `question`, `choices`, a list of texts, and `answer`, the number of the right one from 0.
+    ///
+    /// # Errors
+    /// [`Error::Io`]; [`Error::Data`] naming the line that is none, and of an empty file.
+    pub fn open(path: &Path) -> Result<Self> {
+        let text = files::read_text(path, MOST_BYTES).map_err(Error::io(path))?;
+        let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
+        let question = |(number, line): (usize, &str)| {
+            Question::parse(line).map_err(|why| Error::data(path, format!("line {}: {why}", number + 1)))
+        };
+        let questions = lines.map(question).collect::<Result<Vec<_>>>()?;
+        if questions.is_empty() {
+            return Err(Error::data(path, "has no questions"));
+        }
+        let name = PathBuf::from(path).file_stem().map(|stem| stem.to_string_lossy().into_owned());
+        Ok(Self { name: name.unwrap_or_default(), questions })
+    }
+
+    /// A request for each choice, question after question.
+    ///
+    /// # Errors
+    /// For a text that has no ids.
+    pub fn requests(&self, tokenizer: &dyn Tokenizer) -> Result<Vec<Request>> {
+        let all =
+            self.questions.iter().flat_map(|one| one.choices.iter().map(|choice| (&one.question, choice)));
+        all.map(|(question, choice)| request(tokenizer, question, &format!(" {choice}"))).collect()
+    }
+
+    /// The scores by the log-likelihoods of [`Task::requests`], in their order. Of equal ones the first counts.
+    #[must_use]
+    pub fn score(&self, log_likelihoods: &[f64]) -> Scored {
+        let mut rest = log_likelihoods;
+        let mut right: [Vec<bool>; 3] = Default::default();
+        for Question { choices, answer, .. } in &self.questions {
+            let (own, behind) = rest.split_at(choices.len().min(rest.len()));
+            rest = behind;
+            let lengths: [fn(&String) -> usize; 3] = [|_| 1, |choice| choice.chars().count(), String::len];
+            for (right, length) in right.iter_mut().zip(lengths) {
+                let over = own.iter().zip(choices).map(|(nats, choice)| nats / length(choice) as f64);
+                right.push(first_largest(over) == Some(*answer));
+            }
+        }
+        let [acc, acc_norm, acc_bytes] = right.map(|right| Score::of(&right));
+        Scored { acc, acc_norm, acc_bytes }
+    }
+}
+
+impl Question {
+    fn parse(line: &str) -> Result<Self, String> {
+        let row: Map<String, Value> =
+            serde_json::from_str(line).map_err(|e| format!("is no JSON object: {e}"))?;
+        let get = |key: &str| row.get(key).ok_or_else(|| format!("has no \"{key}\""));
+        let text = |value: &Value, what: &str| match value {
+            Value::String(text) => Ok(text.clone()),
+            other => Err(format!("{what} is {other}, expected a text")),
+        };
+        let question = text(get("question")?, "\"question\"")?;
+        let Value::Array(choices) = get("choices")? else {
+            return Err("\"choices\" is no list".into());
+        };
+        let choices =
+            choices.iter().map(|choice| text(choice, "a choice")).collect::<Result<Vec<_>, String>>()?;
+        if choices.len() < 2 || choices.iter().any(String::is_empty) {
+            return Err("\"choices\" has fewer than two texts, or an empty one".into());
+        }
+        let answer = get("answer")?;
+        match answer.as_u64().and_then(|n| usize::try_from(n).ok()).filter(|n| *n < choices.len()) {
+            Some(answer) => Ok(Self { question, choices, answer }),
+            None => Err(format!("\"answer\" is {answer}, expected a number from 0 to {}", choices.len() - 1)),
+        }
+    }
+}
+
+impl Score {
+    fn of(right: &[bool]) -> Self {
+        let count = right.len() as f64;
+        let share = right.iter().filter(|right| **right).count() as f64 / count;
+        let squares: f64 = right.iter().map(|right| (f64::from(u8::from(*right)) - share).powi(2)).sum();
+        Self { share, error: (squares / (count - 1.0)).sqrt() / count.sqrt() }
+    }
+}
+
+/// The place of the first of the largest; none where there is nothing, or a number that is none.
+fn first_largest(values: impl Iterator<Item = f64>) -> Option<usize> {
+    let mut best: Option<(usize, f64)> = None;
+    for (i, value) in values.enumerate() {
+        if value.is_nan() {
+            return None;
+        }
+        if best.is_none_or(|(_, most)| value > most) {
+            best = Some((i, value));
+        }
+    }
+    best.map(|(i, _)| i)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn task() -> Task {
+        let question = |choices: &[&str], answer| Question {
+            question: "?".into(),
+            choices: choices.iter().map(|choice| (*choice).to_owned()).collect(),
+            answer,
+        };
+        Task { name: "t".into(), questions: vec![question(&["a", "bcd"], 1), question(&["éé", "xyz"], 0)] }
+    }
+
+    #[test]
+    fn choices_are_compared_whole_and_by_length() {
+        // −2 and −3; over characters −2 and −1. −4 and −5; over characters −2 and −5/3, over bytes −1 and −5/3.
+        let Scored { acc, acc_norm, acc_bytes } = task().score(&[-2.0, -3.0, -4.0, -5.0]);
+        assert_eq!([acc.share, acc_norm.share, acc_bytes.share], [0.5, 0.5, 1.0]);
+        assert_eq!([acc.error, acc_bytes.error], [0.5, 0.0]);
+    }
+
+    #[test]
+    fn of_equal_choices_the_first_is_taken() {
+        assert_eq!(task().score(&[-1.0, -1.0, -1.0, -1.0]).acc.share, 0.5);
+        assert_eq!(task().score(&[f64::NAN, -1.0, -1.0, -1.0]).acc.share, 0.5);
+    }
+
+    #[test]
+    fn what_is_no_question_is_named() {
+        for (line, why) in [
+            ("[1]", "is no JSON object"),
+            (r#"{"question": "a", "choices": ["b", "c"]}"#, "has no \"answer\""),
+            (r#"{"question": null, "choices": ["b", "c"], "answer": 0}"#, "\"question\" is null"),
+            (r#"{"question": "a", "choices": ["b"], "answer": 0}"#, "fewer than two"),
+            (r#"{"question": "a", "choices": ["b", ""], "answer": 0}"#, "an empty one"),
+            (r#"{"question": "a", "choices": ["b", "c"], "answer": 2}"#, "a number from 0 to 1"),
+            (r#"{"question": "a", "choices": ["b", "c"], "answer": "b"}"#, "a number from 0 to 1"),
+        ] {
+            let error = Question::parse(line).unwrap_err();
+            assert!(error.contains(why), "{line}: {error}");
+        }
+    }
+}
