@@ -7,6 +7,7 @@ use nibble_command::changes::Changes;
 use nibble_command::console::{bits, thousands};
 use nibble_command::device::{self, Device, On, Work};
 use nibble_command::error::{Error, Result};
+use nibble_command::output::{Force, Outputs};
 use nibble_command::{say, warn};
 use nibble_core::Recipe;
 use nibble_train::checkpoint::Checkpoint;
@@ -14,7 +15,7 @@ use nibble_train::config::Config;
 use nibble_train::data::Entropy;
 use std::path::{Path, PathBuf};
 
-/// Computes the loss of a checkpoint over all of its held-out data, or scores it on tasks
+/// Computes the held-out loss of a checkpoint, or scores it on tasks
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  \
     nibble eval runs/tiny\n  \
@@ -32,9 +33,11 @@ pub struct Args {
     /// Questions to be scored, in place of held-out data; may be given many times.
     #[arg(long = "task", value_name = "FILE")]
     tasks: Vec<PathBuf>,
-    /// Writes the log-likelihood of each choice, a line of JSON a question.
+    /// Writes the log-likelihood of each choice, as JSON.
     #[arg(long, value_name = "FILE", requires = "tasks")]
     samples: Option<PathBuf>,
+    #[command(flatten)]
+    force: Force,
     #[command(flatten)]
     changes: Changes,
 }
@@ -47,9 +50,11 @@ pub fn run(args: Args) -> Result<()> {
         let tasks = tasks::open(&args.tasks)?;
         let config = trained.config(&[trained.tokens()?, overrides.clone()].concat())?;
         let recipe = trained.recipe(&config, &overrides)?;
-        let samples = args.samples.as_deref();
+        let mut outputs = Outputs::new(args.force, args.tasks.clone());
+        let samples = args.samples.map(|path| outputs.named(&path, &tasks::SAMPLES)).transpose()?;
         let (trained, config, recipe) = (&trained, &config, &recipe);
-        return device::run(&config.run, &tasks::Tasks { trained, config, recipe, tasks, samples });
+        let found = device::run(&config.run, &tasks::Tasks { trained, config, recipe, tasks })?;
+        return samples.map_or(Ok(()), |samples| samples.write(tasks::SAMPLES.json(found)));
     }
     let config = trained.config(&overrides)?;
     let recipe = trained.recipe(&config, &overrides)?;

@@ -2,15 +2,14 @@
 
 use crate::checkpoint::Trained;
 use nibble_command::device::{Device, On, Work};
-use nibble_command::error::{Error, Result};
+use nibble_command::error::Result;
+use nibble_command::output::Mark;
 use nibble_command::{say, warn};
 use nibble_core::Recipe;
 use nibble_train::config::Config;
 use nibble_train::evaluation::{Request, Score, Scored, Task, num_cut};
-use serde_json::json;
-use std::fmt::Write as _;
-use std::fs;
-use std::path::{Path, PathBuf};
+use serde_json::{Map, Value, json};
+use std::path::PathBuf;
 
 /// Tasks and the model that they are asked of.
 pub(super) struct Tasks<'a> {
@@ -18,9 +17,10 @@ pub(super) struct Tasks<'a> {
     pub config: &'a Config,
     pub recipe: &'a Recipe,
     pub tasks: Vec<Task>,
-    /// Where each choice's log-likelihood is written, if anywhere.
-    pub samples: Option<&'a Path>,
 }
+
+/// A file of log-likelihoods.
+pub(super) const SAMPLES: Mark = Mark::Figures("nibble eval");
 
 /// Reads them.
 pub(super) fn open(paths: &[PathBuf]) -> Result<Vec<Task>> {
@@ -28,26 +28,22 @@ pub(super) fn open(paths: &[PathBuf]) -> Result<Vec<Task>> {
 }
 
 impl Work for Tasks<'_> {
-    type Out = ();
+    /// By the name of a task, of each question the log-likelihoods of its choices.
+    type Out = Value;
 
-    fn run<B: Device>(&self, on: &On<'_, B>) -> Result<()> {
+    fn run<B: Device>(&self, on: &On<'_, B>) -> Result<Value> {
         on.announce();
         let mut trainer = self.trained.load(on, self.config, self.recipe)?;
         let tokenizer = trainer.tokenizer()?;
-        let mut samples = String::new();
+        let mut samples = Map::new();
         for task in &self.tasks {
             let requests = task.requests(&*tokenizer)?;
             warn_of_cut(&task.name, &requests, self.config.data.seq_len);
             let found = trainer.log_likelihoods(&requests, &mut super::evaluating_line)?;
             say!("{}", line(task, &task.score(&found)));
-            write_samples(task, &found, &mut samples);
+            samples.insert(task.name.clone(), by_question(task, &found));
         }
-        match self.samples {
-            Some(path) => {
-                fs::write(path, samples).map_err(|e| Error::Failed(format!("{}: {e}", path.display())))
-            }
-            None => Ok(()),
-        }
+        Ok(json!({"log_likelihoods": samples}))
     }
 }
 
@@ -75,15 +71,13 @@ fn line(task: &Task, Scored { acc, acc_norm, acc_bytes }: &Scored) -> String {
     )
 }
 
-/// A line of JSON for each question.
-fn write_samples(task: &Task, found: &[f64], into: &mut String) {
+/// The log-likelihoods of each question's choices.
+fn by_question(task: &Task, found: &[f64]) -> Value {
     let mut rest = found;
-    for (number, question) in task.questions.iter().enumerate() {
+    let questions = task.questions.iter().map(|question| {
         let (own, behind) = rest.split_at(question.choices.len());
         rest = behind;
-        let line =
-            json!({"task": task.name, "question": number, "log_likelihoods": own, "answer": question.answer});
-        // Writing to a string does not fail.
-        let _ = writeln!(into, "{line}");
-    }
+        Value::from(own)
+    });
+    questions.collect()
 }

@@ -39,6 +39,10 @@ pub const ALL: &[Command] = &[
     writes("out.st", &["quantize", "q.st", "out.st", "--back", "--device", "cpu"]),
     writes("folder", &["export", "run", "folder"]),
     says(&["eval", "model", "--set", "data.source=text.txt", "--device", "cpu"]),
+    writes(
+        "out.json",
+        &["eval", "model", "--task", "quiz.jsonl", "--samples", "out.json", "--device", "cpu"],
+    ),
     says(&["generate", "model", "--tokens", "8", "--device", "cpu"]),
     writes("second", &["train", "small.toml", "--from", "model", "--set", "run.dir=second"]),
     writes("third", &["train", "small.toml", "--init-from", "run", "--set", "run.dir=third"]),
@@ -79,6 +83,8 @@ pub fn place() -> Place {
         .unwrap();
     place.nibble(&["quantize", "in.st", "q.st", "--format", "nvfp4", "--device", "cpu"]).ok();
     place.nibble(&["export", "run", "model"]).ok();
+    let question = r#"{"question": "one", "choices": ["two", "three"], "answer": 0}"#;
+    std::fs::write(place.path("quiz.jsonl"), question).unwrap();
     place
 }
 

@@ -214,7 +214,7 @@ impl<B: Kernels> Case<B> for Ended {
         }
         let mut clock = b.upload(&[self.step, 1])?;
         let stop = f32::from(u8::from(self.wrong == Wrong::Earlier));
-        let mut control = b.upload(&[1.0, 2.0, 3.0, 4.0, stop])?;
+        let mut control = b.upload(&[1.0, 2.0, 3.0, 4.0, 5.0, stop])?;
         let mut reports = b.upload(&vec![-1.0f64; 2 * (REPORT_HEAD + tables.len())])?;
         EndStep {
             squares: &b.upload(&squares)?,
@@ -270,7 +270,7 @@ impl<B: Kernels> Case<B> for Pushed {
         let words: Vec<u32> = first.words()?.chain(second.words()?).collect();
         let spans = b.upload(&words)?;
         let mut records = b.zeros(second.first + second.len() + 1)?;
-        let control = b.upload(&[0.0, 0.0, 0.0, 0.0, f32::from(u8::from(self.stop))])?;
+        let control = b.upload(&[0.0, 0.0, 0.0, 0.0, 0.0, f32::from(u8::from(self.stop))])?;
         let at = 4;
         for step in 0..self.steps {
             let of_step = Input::HeavyTailed.values(&stream(&format!("push_amax.{step}")), self.spans + 2);
@@ -319,7 +319,7 @@ impl<B: Kernels> Case<B> for Balanced {
         const AT: usize = 3;
         let Self { experts, ranks, steps, stop, input } = *self;
         let mut bias = b.upload(&input.values(&stream("balance_bias"), experts))?;
-        let control = b.upload(&[0.0, 0.0, 0.0, 0.0, f32::from(u8::from(stop))])?;
+        let control = b.upload(&[0.0, 0.0, 0.0, 0.0, 0.0, f32::from(u8::from(stop))])?;
         for step in 0..steps {
             // Two loads of which some are the mean, then large ones.
             let load = |rank: usize, e: usize| match step {

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::sync_channel;
 
 use rayon::prelude::*;
+use rayon::{ThreadPool, ThreadPoolBuilder};
 use serde::{Deserialize, Serialize};
 
 use super::encode::{Encoded, Encoder};
@@ -98,6 +99,8 @@ impl Reading {
         let sizes: Vec<u64> =
             self.files.iter().map(|file| std::fs::metadata(file).map_or(0, |about| about.len())).collect();
         let all = sizes.iter().sum();
+        let pool = ThreadPoolBuilder::new().thread_name(|i| format!("nibble-data-{i}")).build();
+        let pool = pool.map_err(|why| nibble_core::Error::not_started(std::io::Error::other(why)))?;
         std::thread::scope(|scope| {
             let (sender, batches) = sync_channel::<Result<Batch>>(1);
             let give = move || {
@@ -115,7 +118,7 @@ impl Reading {
                 let number = batch.file;
                 let before: u64 = sizes[..number].iter().sum();
                 let (done, place) = (before + batch.read.min(sizes[number]), batch.place);
-                let (encoded, bad) = self.encode(batch)?;
+                let (encoded, bad) = self.encode(&pool, batch)?;
                 sink.take(encoded, bad, place)?;
                 if !watch.read(done, all) {
                     return Err(Error::data(
@@ -179,7 +182,7 @@ impl Reading {
     }
 
     /// The ids of a batch, in order, and the rows that have none.
-    fn encode(&self, batch: Batch) -> Result<(Vec<Encoded>, Vec<BadRow>)> {
+    fn encode(&self, pool: &ThreadPool, batch: Batch) -> Result<(Vec<Encoded>, Vec<BadRow>)> {
         let Batch { rows, file, unit, .. } = batch;
         let path = &self.files[file];
         let bad =
@@ -189,7 +192,8 @@ impl Reading {
             let encoded = row.holds.and_then(|piece| self.encoder.encode(piece));
             (is_whole, encoded.map_err(|why| bad(row.number, why)))
         };
-        let all: Vec<(bool, Result<Encoded, BadRow>)> = rows.into_par_iter().map(encode).collect();
+        let all: Vec<(bool, Result<Encoded, BadRow>)> =
+            pool.install(|| rows.into_par_iter().map(encode).collect());
         let (mut encoded, mut left_out) = (Vec::with_capacity(all.len()), Vec::new());
         for (is_whole, one) in all {
             match one {

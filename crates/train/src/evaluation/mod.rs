@@ -11,23 +11,23 @@ use crate::error::Result;
 use crate::tokenizer::Tokenizer;
 
 /// The ids of a text and of what continues it, as one request: the text is encoded alone, and what the whole has behind as many ids is the
-/// continuation. Spaces at the end of the text belong to the continuation. In place of a text without ids stands the token that a text begins with.
+/// continuation. Spaces at the end of the text belong to the continuation. In place of a text of nothing else stands the token that a text begins with.
 ///
 /// These are the rules of lm-evaluation-harness's `_encode_pair`, so that its numbers and these are of the same ids.
 ///
 /// # Errors
 /// For a text that has no ids.
 pub fn request(tokenizer: &dyn Tokenizer, context: &str, continuation: &str) -> Result<Request> {
-    if context.is_empty() {
+    let text = context.trim_end();
+    if text.is_empty() {
         let mut ids = match tokenizer.bos().or(tokenizer.eos()) {
             Some(id) => vec![id],
             None => tokenizer.opening()?,
         };
         let first = ids.len();
-        ids.extend(tokenizer.encode_with_control(continuation)?);
+        ids.extend(tokenizer.encode_with_control(&[context, continuation].concat())?);
         return Ok(Request { ids, first });
     }
-    let text = context.trim_end();
     let whole = tokenizer.encode_with_control(&[context, continuation].concat())?;
     let first = tokenizer.encode_with_control(text)?.len();
     Ok(Request { first: first.min(whole.len()), ids: whole })

@@ -27,7 +27,7 @@ fn trained(cpu: &Cpu, len: usize, steps: u32) -> [Tensor<Cpu>; 3] {
     for number in 1..=steps {
         let grad = Tensor::from_f32(cpu, &normals(10 + number, len), 1, len).unwrap();
         let bias = |beta: f32| 1.0 / (1.0 - beta.powi(number as i32));
-        let control = cpu.upload(&[LR, bias(BETAS[0]), bias(BETAS[1]), GRAD_SCALE, 0.0]).unwrap();
+        let control = cpu.upload(&[LR, bias(BETAS[0]), bias(BETAS[1]), 0.0, GRAD_SCALE, 0.0]).unwrap();
         let op = step([&mut param, &mut exp_avg, &mut exp_avg_sq], &grad, &control);
         op.check().unwrap();
         adamw(cpu, op).unwrap();
@@ -68,7 +68,7 @@ fn a_shared_parameter_is_copied_before_it_changes() {
     let [mut param, mut exp_avg, mut exp_avg_sq] = trained(&cpu, 40, 1);
     let (kept, before) = (param.clone(), bits(&param));
     let grad = Tensor::from_f32(&cpu, &[1.0; 40], 1, 40).unwrap();
-    let control = cpu.upload(&[LR, 1.0, 1.0, 1.0, 0.0]).unwrap();
+    let control = cpu.upload(&[LR, 1.0, 1.0, 0.0, 1.0, 0.0]).unwrap();
     let op = step([&mut param, &mut exp_avg, &mut exp_avg_sq], &grad, &control);
     adamw(&cpu, op).unwrap();
     assert!(bits(&kept) == before && bits(&param) != before);
@@ -80,7 +80,7 @@ fn a_moment_of_another_type_is_named() {
     let f32s = || Tensor::zeros(&cpu, DType::F32, 1, 4).unwrap();
     let (mut param, grad, mut exp_avg) = (f32s(), f32s(), f32s());
     let mut exp_avg_sq = Tensor::zeros(&cpu, DType::Bf16, 1, 4).unwrap();
-    let control = cpu.upload(&[LR, 1.0, 1.0, 1.0, 0.0]).unwrap();
+    let control = cpu.upload(&[LR, 1.0, 1.0, 0.0, 1.0, 0.0]).unwrap();
     let op = step([&mut param, &mut exp_avg, &mut exp_avg_sq], &grad, &control);
     let error = op.run(&cpu).unwrap_err().to_string();
     assert_eq!(error, "adamw: `type of exp_avg_sq` is Bf16, expected F32");
@@ -97,7 +97,7 @@ fn moments_in_bf16_are_rounded_once_a_step() {
     let (mut exp_avg, mut exp_avg_sq) = (zeros(), zeros());
     let grad = Tensor::from_f32(&cpu, &normals(11, len), 1, len).unwrap();
     let bias = |beta: f32| 1.0 / (1.0 - beta);
-    let control = cpu.upload(&[LR, bias(BETAS[0]), bias(BETAS[1]), GRAD_SCALE, 0.0]).unwrap();
+    let control = cpu.upload(&[LR, bias(BETAS[0]), bias(BETAS[1]), 0.0, GRAD_SCALE, 0.0]).unwrap();
     let op = step([&mut param, &mut exp_avg, &mut exp_avg_sq], &grad, &control);
     op.run(&cpu).unwrap();
     assert_eq!(bits(&param), bits(&w));
