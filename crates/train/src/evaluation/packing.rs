@@ -103,7 +103,7 @@ mod tests {
     fn requests_are_documents_one_after_the_other() {
         let requests = [request(0..4, 2), request(10..13, 1), request(20..30, 9), request(40..43, 2)];
         let packed = pack(&requests, (2, 8));
-        assert_eq!(packed.len(), 1);
+        assert_eq!(packed.len(), 2);
         let Packed { batch, placed } = &packed[0];
         assert_eq!(batch.inputs[..8], [0, 1, 2, 10, 11, 0, 0, 0]);
         assert_eq!(batch.targets[..8], [-1, 2, 3, 11, 12, -1, -1, -1]);

@@ -340,7 +340,7 @@ mod tests {
     fn entries_fit_the_parameters_of_a_kernel() {
         assert_eq!(
             (size_of::<EntryArg>(), size_of::<MicroBatchArg>(), size_of::<StepEndArg>()),
-            (40, 32, 72)
+            (40, 40, 72)
         );
         assert!(size_of::<u64>() + size_of::<EntriesArg>() <= 4096);
     }
