@@ -4,6 +4,7 @@ use crate::checkpoint::{BLOCK, Checkpoint, STATE_FILE, Tensors, latest_valid};
 use crate::config::{Config, ModelConfig};
 use crate::error::{Error, Result};
 use crate::family::{self, ConfigJson, Family, Named};
+use crate::files;
 use crate::spec::ModelSpec;
 use crate::tokenizer::{self, CHAT_TEMPLATE_FILE, SETTINGS_FILE, SharedTokenizer, TOKENIZER_FILE};
 use crate::trainer::COMPANIONS_DIR;
@@ -202,6 +203,35 @@ pub fn companions_of(from: &Path) -> PathBuf {
         Some(run) => run.join(COMPANIONS_DIR),
         None => from.to_owned(),
     }
+}
+
+/// The tokens that a text ends at by the `generation_config.json` of a folder, where it has one: `eos_token_id`, one or a list.
+///
+/// # Errors
+/// [`Error::Io`]; [`Error::Config`] naming the file, for what is no such thing.
+pub fn ends_of_texts(dir: &Path) -> Result<Vec<i32>> {
+    let file = dir.join(GENERATION_FILE);
+    if !file.exists() {
+        return Ok(Vec::new());
+    }
+    let text = files::read_text(&file, files::MOST_TEXT).map_err(Error::io(&file))?;
+    let fail = |key: &str, why: String| Error::Config {
+        key: key.into(),
+        file: Some(file.clone()),
+        line: None,
+        why,
+        suggestion: None,
+    };
+    let json: Value = serde_json::from_str(&text).map_err(|e| fail("", format!("is no JSON: {e}")))?;
+    const KEY: &str = "eos_token_id";
+    let ends = match &json[KEY] {
+        Value::Null => Vec::new(),
+        Value::Array(ids) => ids.iter().collect(),
+        id => vec![id],
+    };
+    let id = |id: &Value| id.as_i64().and_then(|id| i32::try_from(id).ok()).filter(|id| *id >= 0);
+    let ids: Option<Vec<i32>> = ends.into_iter().map(id).collect();
+    ids.ok_or_else(|| fail(KEY, format!("is {}, expected the id of a token or a list of them", json[KEY])))
 }
 
 /// Copies what a folder has beside its tensors, if it has it.

@@ -9,6 +9,7 @@ mod endings;
 mod every;
 #[cfg(debug_assertions)]
 mod full_disk;
+mod generating;
 mod gpu;
 mod guide;
 mod keys;

@@ -38,6 +38,12 @@ impl<'a, B: Kernels> Trainer<'a, B> {
 }
 
 impl<B: Kernels> Decoding<'_, '_, B> {
+    /// Begins another text: what the caches hold is of none of its tokens, even where it begins alike. Where a scale is of all tokens that are computed at
+    /// a time, a token against caches has other logits than among the others, so that a text would depend on the one before it.
+    pub fn forget(&mut self) {
+        self.cached.clear();
+    }
+
     /// Logits of the last of these tokens, one sequence, as [`Trainer::next_logits`] gives them. Where they are those of the last call
     /// and one more, only that one is computed; otherwise all of them: so a window that moves with the text costs its whole length.
     ///

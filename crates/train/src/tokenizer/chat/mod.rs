@@ -31,8 +31,11 @@ impl Conversation {
         read.and_then(|messages| Self::of(&messages)).map_err(|why| Error::config("messages", why))
     }
 
-    /// The messages that an object has under this key, or what is wrong with it.
-    pub(crate) fn of_row(json: &str, key: &str) -> Result<Self, String> {
+    /// The messages that an object has under this key.
+    ///
+    /// # Errors
+    /// What is wrong with the object; the caller knows of which file and row.
+    pub fn of_row(json: &str, key: &str) -> Result<Self, String> {
         let row: Value = serde_json::from_str(json).map_err(|e| {
             format!("is no JSON: {}", e.to_string().replace(" at line 1 column ", ", column "))
         })?;

@@ -1,0 +1,28 @@
+//! Where the text goes.
+
+use nibble_command::console::Shown;
+use nibble_command::error::{Error, Result};
+use std::io::{ErrorKind, IsTerminal, Write};
+
+/// Standard output: to a terminal with what that would obey shown instead, elsewhere byte by byte.
+pub struct Output {
+    shown: Option<Shown>,
+}
+
+impl Output {
+    pub fn new() -> Self {
+        Self { shown: std::io::stdout().is_terminal().then(Shown::default) }
+    }
+
+    /// Writes at once; false where nobody reads any more. Bytes, because a character may take several tokens.
+    pub fn emit(&mut self, bytes: &[u8]) -> Result<bool> {
+        let shown = self.shown.as_mut().map(|shown| shown.next(bytes));
+        let bytes = shown.as_deref().map_or(bytes, str::as_bytes);
+        let mut out = std::io::stdout();
+        match out.write_all(bytes).and_then(|()| out.flush()) {
+            Ok(()) => Ok(true),
+            Err(e) if e.kind() == ErrorKind::BrokenPipe => Ok(false),
+            Err(e) => Err(Error::Failed(format!("standard output: {e}"))),
+        }
+    }
+}

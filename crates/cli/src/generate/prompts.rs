@@ -1,0 +1,236 @@
+//! What texts go on from: of the command line or of a file, plain or as conversations.
+
+use nibble_command::error::{Error, Result};
+use nibble_train::files;
+use nibble_train::tokenizer::{Conversation, Framing, Tokenizer};
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+
+/// Which prompts.
+#[derive(Debug, clap::Args)]
+pub struct Prompts {
+    /// Text to go on from; printed first. Without one: the token that texts begin or end with, a line break of bytes, or `(` of the built-in language.
+    #[arg(long, value_name = "TEXT", conflicts_with = "prompts")]
+    prompt: Option<String>,
+    /// Goes on from each prompt of a file, and writes JSON lines: prompt, completion, and how it ended (`length`, `stop` or `eos`). Of FILE.jsonl each line
+    /// is an object with "prompt", a text, or "messages", a conversation; of FILE.txt each line is a prompt.
+    #[arg(long, value_name = "FILE")]
+    prompts: Option<PathBuf>,
+    /// Takes a prompt for a message to an assistant and writes the answer, by the chat template of the model's tokenizer.
+    #[arg(long)]
+    chat: bool,
+    /// What the assistant is told before the message.
+    #[arg(long, value_name = "TEXT", requires = "chat")]
+    system: Option<String>,
+}
+
+/// More bytes than a file of prompts has: all of them are held.
+const MOST_BYTES: u64 = 1 << 30;
+
+/// One of them.
+pub struct Prompt {
+    /// The file and the line that it is from.
+    place: Option<String>,
+    content: Content,
+}
+
+/// What it says.
+enum Content {
+    Text(String),
+    /// The messages as they were written, and as a template takes them.
+    Conversation(Value, Conversation),
+}
+
+impl Prompts {
+    /// All of them, in order.
+    ///
+    /// # Errors
+    /// Naming the file and the line of what is no prompt.
+    pub fn read(&self) -> Result<Vec<Prompt>> {
+        let prompts = match &self.prompts {
+            Some(file) => of_file(file)?,
+            None => {
+                let text = self.prompt.clone().unwrap_or_default();
+                vec![Prompt { place: None, content: Content::Text(text) }]
+            }
+        };
+        for Prompt { place, content } in &prompts {
+            let wrong = match content {
+                Content::Text(text) if self.chat && text.is_empty() => {
+                    "--chat: expected a message, which --prompt TEXT or --prompts FILE says"
+                }
+                Content::Conversation(..) if self.system.is_some() => {
+                    "has \"messages\", of which --system would be one more: write it there"
+                }
+                _ => continue,
+            };
+            return Err(Error::usage(at(place.as_deref(), wrong)));
+        }
+        Ok(prompts)
+    }
+
+    /// Whether each is told together with what goes on from it, as JSON.
+    pub fn are_of_a_file(&self) -> bool {
+        self.prompts.is_some()
+    }
+
+    /// What is printed before the text that goes on from a prompt of the command line.
+    pub fn told_first(&self) -> &str {
+        self.prompt.as_deref().filter(|_| !self.chat).unwrap_or_default()
+    }
+
+    /// The ids of each, as the model's tokenizer has them. A conversation is what its chat template writes; before a text stands what stands before
+    /// each document of the data.
+    ///
+    /// # Errors
+    /// Where a text has no ids, or a conversation no text; where the tokenizer has no chat template, and one is needed.
+    pub fn ids(
+        &self,
+        prompts: &[Prompt],
+        tokenizer: &dyn Tokenizer,
+        framing: Framing,
+    ) -> Result<Vec<Vec<i32>>> {
+        let has_chat = |prompt: &Prompt| self.chat || matches!(prompt.content, Content::Conversation(..));
+        let template = if prompts.iter().any(has_chat) { tokenizer.chat_template("")? } else { None };
+        let written = |conversation: &Conversation| -> Result<Vec<i32>> {
+            let template = template.as_ref().ok_or_else(|| no_template(tokenizer))?;
+            Ok(tokenizer.encode_with_control(&template.text(conversation, true)?)?)
+        };
+        let ids = |Prompt { place, content }: &Prompt| {
+            let ids = match content {
+                Content::Text(text) if self.chat => self.conversation_of(text).and_then(|c| written(&c)),
+                Content::Text(text) => plain(text, tokenizer, framing),
+                Content::Conversation(_, conversation) => written(conversation),
+            };
+            match ids {
+                Ok(ids) if ids.is_empty() => {
+                    Err(Error::usage(at(place.as_deref(), "the prompt has no tokens")))
+                }
+                Err(Error::Usage(why)) => Err(Error::usage(at(place.as_deref(), &why))),
+                other => other,
+            }
+        };
+        prompts.iter().map(ids).collect()
+    }
+
+    /// A message of the user, and before it what the assistant is told.
+    fn conversation_of(&self, text: &str) -> Result<Conversation> {
+        let system = self.system.iter().map(|system| json!({"role": "system", "content": system}));
+        let messages: Vec<Value> = system.chain([json!({"role": "user", "content": text})]).collect();
+        Ok(Conversation::from_json(&Value::from(messages).to_string())?)
+    }
+}
+
+impl Prompt {
+    /// A line of JSON: the prompt, what goes on from it, and how that ended.
+    pub fn told_with(&self, completion: &[u8], ended: &str) -> String {
+        let (key, said) = match &self.content {
+            Content::Text(text) => ("prompt", json!(text)),
+            Content::Conversation(messages, _) => ("messages", messages.clone()),
+        };
+        let completion = json!(String::from_utf8_lossy(completion));
+        format!("{{\"{key}\": {said}, \"completion\": {completion}, \"ended\": \"{ended}\"}}\n")
+    }
+}
+
+/// The ids of a text that is no conversation.
+fn plain(text: &str, tokenizer: &dyn Tokenizer, framing: Framing) -> Result<Vec<i32>> {
+    let mut ids = match text {
+        "" => tokenizer.opening()?,
+        text => tokenizer.encode_with_control(text)?,
+    };
+    if let Some(bos) = framing.bos.filter(|bos| ids.first() != Some(bos)) {
+        ids.insert(0, bos);
+    }
+    Ok(ids)
+}
+
+fn no_template(tokenizer: &dyn Tokenizer) -> Error {
+    Error::usage(format!(
+        "the model's tokenizer has no chat template, by which a conversation becomes text; its tokens are {}. Without --chat a prompt is gone on from \
+         as it stands",
+        tokenizer.tokens()
+    ))
+}
+
+/// What is wrong, with the place of the prompt that it is wrong with.
+fn at(place: Option<&str>, why: &str) -> String {
+    place.map_or_else(|| why.to_owned(), |place| format!("{place}: {why}"))
+}
+
+/// The prompts of a file.
+fn of_file(path: &Path) -> Result<Vec<Prompt>> {
+    let extension = path.extension().unwrap_or_default().to_string_lossy().to_lowercase();
+    let is_json = match extension.as_str() {
+        "jsonl" => true,
+        "txt" => false,
+        _ => {
+            let why = "expected a file named .jsonl, of JSON objects, or .txt, of prompts, one a line";
+            return Err(Error::usage(format!("--prompts {}: {why}", path.display())));
+        }
+    };
+    let text = files::read_text(path, MOST_BYTES).map_err(Error::io(path))?;
+    let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
+    let mut prompts = Vec::new();
+    for (number, line) in (1..).zip(text.lines()) {
+        let place = format!("{}, line {number}", path.display());
+        let content = match is_json {
+            true if line.trim().is_empty() => continue,
+            true => content(line),
+            false if line.is_empty() => Err("is empty, expected a prompt".into()),
+            false => Ok(Content::Text(line.to_owned())),
+        };
+        let content = content.map_err(|why| Error::usage(at(Some(&place), &why)))?;
+        prompts.push(Prompt { place: Some(place), content });
+    }
+    match prompts.is_empty() {
+        true => Err(Error::usage(format!("--prompts {}: has no prompts", path.display()))),
+        false => Ok(prompts),
+    }
+}
+
+/// What a line of JSON lines says, or what is wrong with it.
+fn content(line: &str) -> Result<Content, String> {
+    let row: Value = serde_json::from_str(line)
+        .map_err(|e| format!("is no JSON: {}", e.to_string().replace(" at line 1 column ", ", column ")))?;
+    let Value::Object(row) = row else {
+        return Err("is no object, expected one with \"prompt\" or \"messages\"".into());
+    };
+    match (row.get("prompt"), row.get("messages")) {
+        (Some(_), Some(_)) => Err("has both \"prompt\" and \"messages\", expected one of them".into()),
+        (Some(Value::String(text)), None) => Ok(Content::Text(text.clone())),
+        (Some(other), None) => Err(format!("\"prompt\" is {other}, expected a text")),
+        (None, Some(Value::Array(all))) if all.is_empty() => Err("\"messages\" has no message".into()),
+        (None, Some(messages)) => {
+            Ok(Content::Conversation(messages.clone(), Conversation::of_row(line, "messages")?))
+        }
+        (None, None) => {
+            let keys: Vec<String> = row.keys().take(8).map(|key| format!("{key:?}")).collect();
+            let there = if keys.is_empty() { "no key at all".into() } else { keys.join(", ") };
+            Err(format!("has neither \"prompt\" nor \"messages\", but {there}"))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_wrong_with_a_line_is_said() {
+        for (line, why) in [
+            ("{", "is no JSON"),
+            ("3", "is no object"),
+            ("{\"prompt\": 3}", "\"prompt\" is 3, expected a text"),
+            ("{\"text\": \"a\"}", "has neither \"prompt\" nor \"messages\", but \"text\""),
+            ("{}", "no key at all"),
+            ("{\"prompt\": \"a\", \"messages\": []}", "has both"),
+            ("{\"messages\": []}", "has no message"),
+            ("{\"messages\": \"a\"}", "expected a list"),
+            ("{\"messages\": [{\"content\": \"a\"}]}", "`role`"),
+        ] {
+            let said = content(line).err().unwrap_or_default();
+            assert!(said.contains(why), "{line}: {said}");
+        }
+    }
+}
