@@ -71,6 +71,26 @@ fn a_cache_changes_no_bit() {
     }
 }
 
+/// A text that begins as the one before it did is computed whole, where its first tokens against caches would have other logits.
+#[test]
+fn a_forgotten_text_changes_no_bit_of_the_next() {
+    let b = Cpu::new(2).unwrap();
+    let mut depends = 0;
+    for recipe in rig::recipes().into_iter().filter(|recipe| has_scale_of_all_tokens(recipe)) {
+        let mut trainer = Trainer::new(&b, Mesh::new(&SOLO), &small(recipe, &[])).unwrap();
+        trainer.train_step().unwrap();
+        let text = [3, 1, 4, 1, 5, 9, 2, 6];
+        let whole = bits(&trainer.next_logits(&text).unwrap());
+        let mut decoding = trainer.decoding().unwrap();
+        decoding.next_logits(&text[..7]).unwrap();
+        depends += usize::from(bits(&decoding.next_logits(&text).unwrap()) != whole);
+        decoding.next_logits(&text[..7]).unwrap();
+        decoding.forget();
+        assert!(bits(&decoding.next_logits(&text).unwrap()) == whole, "{recipe}");
+    }
+    assert!(depends > 0, "no recipe needs it");
+}
+
 /// Every rank of every mesh has the logits of one rank, with a cache and without.
 #[test]
 fn a_mesh_changes_no_bit_either() {

@@ -33,6 +33,7 @@ pub const ALL: &[Command] = &[
     says(&["train", "small.toml", "--dry-run=gpu"]),
     says(&["eval", "run", "--device", "cpu"]),
     says(&["generate", "run", "--tokens", "8", "--device", "cpu"]),
+    says(&["generate", "run", "--prompts", "prompts.txt", "--tokens", "8", "--device", "cpu"]),
     writes("out.svg", &["plot", "run", "--output", "out.svg"]),
     writes("out.html", &["report", "run", "--out", "out.html"]),
     writes("out.st", &["quantize", "in.st", "out.st", "--format", "mxfp4", "--device", "cpu"]),
@@ -78,6 +79,7 @@ impl Command {
 /// A place with what the commands read: a configuration, a run, and a file of tensors, plain and quantized.
 pub fn place() -> Place {
     let place = Place::with_text();
+    std::fs::write(place.path("prompts.txt"), "nibble\nfour bits\n").unwrap();
     place.train(&["--set", "run.dir=run"]).ok();
     std::fs::copy(place.path("run/checkpoints/step-00000012/model.safetensors"), place.path("in.st"))
         .unwrap();
@@ -108,7 +110,7 @@ pub fn unfinished(place: &Place) -> Vec<PathBuf> {
 #[test]
 fn the_list_has_every_command() {
     let help = Place::new().nibble(&["--help"]).ok().stdout;
-    let listed = help.split("Commands:\n").nth(1).unwrap().split("\n\n").next().unwrap();
+    let listed = help.split("Commands:\n").nth(1).unwrap().split("\nOptions:").next().unwrap();
     let names = listed
         .lines()
         .filter_map(|line| line.strip_prefix("  ")?.split(' ').next().filter(|n| !n.is_empty()));

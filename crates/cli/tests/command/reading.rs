@@ -34,6 +34,7 @@ const READERS: &[(&[&str], &[&str])] = &[
         &["generate", "run", "--tokens", "2"],
         &["run/checkpoints/step-00000012/state.json", "run/checkpoints/step-00000012/model.safetensors"],
     ),
+    (&["generate", "run", "--prompts", "stop.txt"], &["stop.txt"]),
     (&["plot", "run"], &["run/config.toml", "run/metrics.jsonl"]),
     (
         &["report", "run"],
