@@ -17,6 +17,7 @@ pub mod export;
 pub mod family;
 pub mod fault;
 pub mod files;
+pub mod json_rows;
 pub mod layers;
 pub mod ledger;
 pub mod metrics;

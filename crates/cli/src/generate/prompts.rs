@@ -2,8 +2,9 @@
 
 use nibble_command::error::{Error, Result};
 use nibble_train::files;
+use nibble_train::json_rows;
 use nibble_train::tokenizer::{Conversation, Framing, Tokenizer};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use std::path::{Path, PathBuf};
 
 /// Which prompts.
@@ -170,32 +171,36 @@ fn of_file(path: &Path) -> Result<Vec<Prompt>> {
         }
     };
     let text = files::read_text(path, MOST_BYTES).map_err(Error::io(path))?;
-    let text = text.strip_prefix('\u{feff}').unwrap_or(&text);
-    let mut prompts = Vec::new();
-    for (number, line) in (1..).zip(text.lines()) {
+    let contents: Vec<(usize, Result<Content, String>)> = match is_json {
+        true => json_rows::objects(&text)
+            .map(|(number, line, row)| (number, row.and_then(|row| content(line, &row))))
+            .collect(),
+        false => (1..).zip(text.strip_prefix('\u{feff}').unwrap_or(&text).lines().map(plain_line)).collect(),
+    };
+    let prompt = |(number, content): (usize, Result<Content, String>)| {
         let place = format!("{}, line {number}", path.display());
-        let content = match is_json {
-            true if line.trim().is_empty() => continue,
-            true => content(line),
-            false if line.is_empty() => Err("is empty, expected a prompt".into()),
-            false => Ok(Content::Text(line.to_owned())),
-        };
-        let content = content.map_err(|why| Error::usage(at(Some(&place), &why)))?;
-        prompts.push(Prompt { place: Some(place), content });
-    }
+        match content {
+            Ok(content) => Ok(Prompt { place: Some(place), content }),
+            Err(why) => Err(Error::usage(at(Some(&place), &why))),
+        }
+    };
+    let prompts = contents.into_iter().map(prompt).collect::<Result<Vec<_>>>()?;
     match prompts.is_empty() {
         true => Err(Error::usage(format!("--prompts {}: has no prompts", path.display()))),
         false => Ok(prompts),
     }
 }
 
-/// What a line of JSON lines says, or what is wrong with it.
-fn content(line: &str) -> Result<Content, String> {
-    let row: Value = serde_json::from_str(line)
-        .map_err(|e| format!("is no JSON: {}", e.to_string().replace(" at line 1 column ", ", column ")))?;
-    let Value::Object(row) = row else {
-        return Err("is no object, expected one with \"prompt\" or \"messages\"".into());
-    };
+/// A line that is a prompt.
+fn plain_line(line: &str) -> Result<Content, String> {
+    match line {
+        "" => Err("is empty, expected a prompt".into()),
+        line => Ok(Content::Text(line.to_owned())),
+    }
+}
+
+/// What the object of a line says, or what is wrong with it.
+fn content(line: &str, row: &Map<String, Value>) -> Result<Content, String> {
     match (row.get("prompt"), row.get("messages")) {
         (Some(_), Some(_)) => Err("has both \"prompt\" and \"messages\", expected one of them".into()),
         (Some(Value::String(text)), None) => Ok(Content::Text(text.clone())),
@@ -219,8 +224,6 @@ mod tests {
     #[test]
     fn what_is_wrong_with_a_line_is_said() {
         for (line, why) in [
-            ("{", "is no JSON"),
-            ("3", "is no object"),
             ("{\"prompt\": 3}", "\"prompt\" is 3, expected a text"),
             ("{\"text\": \"a\"}", "has neither \"prompt\" nor \"messages\", but \"text\""),
             ("{}", "no key at all"),
@@ -229,7 +232,7 @@ mod tests {
             ("{\"messages\": \"a\"}", "expected a list"),
             ("{\"messages\": [{\"content\": \"a\"}]}", "`role`"),
         ] {
-            let said = content(line).err().unwrap_or_default();
+            let said = json_rows::object(line).and_then(|row| content(line, &row)).err().unwrap_or_default();
             assert!(said.contains(why), "{line}: {said}");
         }
     }

@@ -44,7 +44,7 @@ pub struct DataConfig {
     /// What becomes of a row that cannot be read: `stop`, the run does not begin; or `skip`, the row is left out, counted and told.
     #[serde(skip_serializing_if = "OnError::is_default")]
     pub on_error: OnError,
-    /// Folder of token caches; empty = `nibble` in the user's folder of caches.
+    /// Folder of token caches; empty = `nibble/data` in the user's folder of caches.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub cache_dir: String,
     /// Tokens of a sequence.

@@ -7,6 +7,7 @@ use serde_json::{Map, Value};
 use super::{Request, request};
 use crate::error::{Error, Result};
 use crate::files;
+use crate::json_rows;
 use crate::tokenizer::Tokenizer;
 
 /// A question, what may be answered, and what is right.
@@ -59,11 +60,11 @@ impl Task {
     /// [`Error::Io`]; [`Error::Data`] naming the line that is none, and of an empty file.
     pub fn open(path: &Path) -> Result<Self> {
         let text = files::read_text(path, MOST_BYTES).map_err(Error::io(path))?;
-        let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
-        let question = |(number, line): (usize, &str)| {
-            Question::parse(line).map_err(|why| Error::data(path, format!("line {}: {why}", number + 1)))
+        let question = |(number, _, row): (usize, &str, Result<Map<String, Value>, String>)| {
+            let read = row.and_then(|row| Question::of_row(&row));
+            read.map_err(|why| Error::data(path, format!("line {number}: {why}")))
         };
-        let questions = lines.map(question).collect::<Result<Vec<_>>>()?;
+        let questions = json_rows::objects(&text).map(question).collect::<Result<Vec<_>>>()?;
         if questions.is_empty() {
             return Err(Error::data(path, "has no questions"));
         }
@@ -101,9 +102,7 @@ impl Task {
 }
 
 impl Question {
-    fn parse(line: &str) -> Result<Self, String> {
-        let row: Map<String, Value> =
-            serde_json::from_str(line).map_err(|e| format!("is no JSON object: {e}"))?;
+    fn of_row(row: &Map<String, Value>) -> Result<Self, String> {
         let get = |key: &str| row.get(key).ok_or_else(|| format!("has no \"{key}\""));
         let text = |value: &Value, what: &str| match value {
             Value::String(text) => Ok(text.clone()),
@@ -179,7 +178,6 @@ mod tests {
     #[test]
     fn what_is_no_question_is_named() {
         for (line, why) in [
-            ("[1]", "is no JSON object"),
             (r#"{"question": "a", "choices": ["b", "c"]}"#, "has no \"answer\""),
             (r#"{"question": null, "choices": ["b", "c"], "answer": 0}"#, "\"question\" is null"),
             (r#"{"question": "a", "choices": ["b"], "answer": 0}"#, "fewer than two"),
@@ -187,7 +185,7 @@ mod tests {
             (r#"{"question": "a", "choices": ["b", "c"], "answer": 2}"#, "a number from 0 to 1"),
             (r#"{"question": "a", "choices": ["b", "c"], "answer": "b"}"#, "a number from 0 to 1"),
         ] {
-            let error = Question::parse(line).unwrap_err();
+            let error = json_rows::object(line).and_then(|row| Question::of_row(&row)).unwrap_err();
             assert!(error.contains(why), "{line}: {error}");
         }
     }

@@ -7,6 +7,7 @@ use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess,
 
 use super::{Asked, Content, DataFile, MOST_ROW_BYTES, Piece, Pieces, Row, Source, no_such_key};
 use crate::error::{Error, Result};
+use crate::json_rows::no_json;
 
 /// A file whose lines are JSON objects.
 pub(super) struct JsonLines;
@@ -132,11 +133,9 @@ pub(in crate::data) fn document(line: &[u8], asked: &Asked) -> Result<Piece, Str
 
 /// What serde says, without the line, which is one of this row alone.
 fn said_of_row(error: &serde_json::Error) -> String {
-    let text = error.to_string();
-    let text = text.replace(" at line 1 column ", ", column ");
     match error.is_data() {
-        true => text.split(", column ").next().unwrap_or_default().to_owned(),
-        false => format!("is no JSON: {text}"),
+        true => error.to_string().split(" at line ").next().unwrap_or_default().to_owned(),
+        false => no_json(error),
     }
 }
 

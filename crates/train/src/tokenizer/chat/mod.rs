@@ -14,6 +14,7 @@ use minijinja::{AutoEscape, Environment, ErrorKind, Value, context};
 use minijinja_contrib::pycompat::unknown_method_callback;
 
 use crate::error::{Error, Result};
+use crate::json_rows::no_json;
 
 /// A conversation: messages with roles, as JSON has them.
 #[derive(Debug, Clone)]
@@ -36,9 +37,7 @@ impl Conversation {
     /// # Errors
     /// What is wrong with the object; the caller knows of which file and row.
     pub fn of_row(json: &str, key: &str) -> Result<Self, String> {
-        let row: Value = serde_json::from_str(json).map_err(|e| {
-            format!("is no JSON: {}", e.to_string().replace(" at line 1 column ", ", column "))
-        })?;
+        let row: Value = serde_json::from_str(json).map_err(|error| no_json(&error))?;
         if row.kind() != ValueKind::Map {
             return Err(format!(
                 "is {}, expected an object: a line of JSON lines is one",
