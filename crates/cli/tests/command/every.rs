@@ -85,8 +85,9 @@ pub fn place() -> Place {
         .unwrap();
     place.nibble(&["quantize", "in.st", "q.st", "--format", "nvfp4", "--device", "cpu"]).ok();
     place.nibble(&["export", "run", "model"]).ok();
-    let question = r#"{"question": "one", "choices": ["two", "three"], "answer": 0}"#;
-    std::fs::write(place.path("quiz.jsonl"), question).unwrap();
+    // So many that what is written of them takes more than a KiB.
+    let question = "{\"question\": \"one\", \"choices\": [\"two\", \"three\"], \"answer\": 0}\n";
+    std::fs::write(place.path("quiz.jsonl"), question.repeat(12)).unwrap();
     place
 }
 
