@@ -1,6 +1,6 @@
-//! `nibble eval`: the held-out loss of a checkpoint, or what it gets in tasks.
+//! `nibble eval`: the held-out loss of a checkpoint, or what it gets in tasks and on whole texts.
 
-mod tasks;
+mod scoring;
 
 use crate::checkpoint::Trained;
 use nibble_command::changes::Changes;
@@ -15,7 +15,7 @@ use nibble_train::config::Config;
 use nibble_train::data::Entropy;
 use std::path::{Path, PathBuf};
 
-/// Computes the held-out loss of a checkpoint, or scores it on tasks
+/// Computes the held-out loss of a checkpoint, or scores it on tasks and texts
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  \
     nibble eval runs/tiny\n  \
@@ -23,9 +23,12 @@ use std::path::{Path, PathBuf};
     nibble eval runs/tiny --recipe bf16      the same weights under another recipe\n  \
     nibble eval runs/shakespeare --set data.source=other.txt\n  \
     nibble eval my-model --set data.source=book.txt   a folder with a model\n  \
-    nibble eval my-model --task quiz.jsonl     questions with choices instead of held-out data\n\n\
+    nibble eval my-model --task quiz.jsonl     questions with choices instead of held-out data\n  \
+    nibble eval my-model --perplexity book.txt --stride 64\n\n\
     A task is a file of JSON lines, each with \"question\", \"choices\" and \"answer\", the number of the right one from 0. A choice follows its question \
-    after a space. `acc` takes the likeliest choice, `acc_norm` the likeliest a character, `acc_bytes` the likeliest a byte, as lm-evaluation-harness does.")]
+    after a space. `acc` takes the likeliest choice, `acc_norm` the likeliest a character, `acc_bytes` the likeliest a byte, as lm-evaluation-harness does.\n\n\
+    A perplexity is that of all documents of a source, each behind the token that texts begin with. Of a document as many tokens are predicted at once as --stride \
+    says, behind as much of it as data.seq_len has room for: a smaller stride takes longer and has more before each token.")]
 pub struct Args {
     /// Directory of a run (its newest whole checkpoint is taken), of one checkpoint, or of a model as the Hugging Face family of tools writes it.
     #[arg(value_name = "RUN_OR_MODEL")]
@@ -33,6 +36,12 @@ pub struct Args {
     /// Questions to be scored, in place of held-out data; may be given many times.
     #[arg(long = "task", value_name = "FILE")]
     tasks: Vec<PathBuf>,
+    /// Files, folder or glob to be predicted whole, in place of held-out data; may be given many times.
+    #[arg(long = "perplexity", value_name = "SOURCE")]
+    texts: Vec<String>,
+    /// Tokens of --perplexity that are predicted at once, from 1 to data.seq_len, which it is if left out.
+    #[arg(long, value_name = "TOKENS", requires = "texts")]
+    stride: Option<usize>,
     /// Writes the log-likelihood of each choice, as JSON.
     #[arg(long, value_name = "FILE", requires = "tasks")]
     samples: Option<PathBuf>,
@@ -46,15 +55,17 @@ pub fn run(args: Args) -> Result<()> {
     let trained = Trained::open(&args.path)?;
     let overrides = args.changes.overrides();
     require_of_evaluation(&overrides)?;
-    if !args.tasks.is_empty() {
-        let tasks = tasks::open(&args.tasks)?;
+    if !args.tasks.is_empty() || !args.texts.is_empty() {
+        let tasks = scoring::open(&args.tasks)?;
         let config = trained.config(&[trained.tokens()?, overrides.clone()].concat())?;
         let recipe = trained.recipe(&config, &overrides)?;
         let mut outputs = Outputs::new(args.force, args.tasks.clone());
-        let samples = args.samples.map(|path| outputs.named(&path, &tasks::SAMPLES)).transpose()?;
+        let samples = args.samples.map(|path| outputs.named(&path, &scoring::SAMPLES)).transpose()?;
+        let (texts, stride) = (args.texts, args.stride);
         let (trained, config, recipe) = (&trained, &config, &recipe);
-        let found = device::run(&config.run, &tasks::Tasks { trained, config, recipe, tasks })?;
-        return samples.map_or(Ok(()), |samples| samples.write(tasks::SAMPLES.json(found)));
+        let scoring = scoring::Scoring { trained, config, recipe, tasks, texts, stride };
+        let found = device::run(&config.run, &scoring)?;
+        return samples.map_or(Ok(()), |samples| samples.write(scoring::SAMPLES.json(found)));
     }
     let config = trained.config(&overrides)?;
     let recipe = trained.recipe(&config, &overrides)?;

@@ -44,6 +44,7 @@ pub const ALL: &[Command] = &[
         "out.json",
         &["eval", "model", "--task", "quiz.jsonl", "--samples", "out.json", "--device", "cpu"],
     ),
+    says(&["eval", "model", "--perplexity", "text.txt", "--stride", "8", "--device", "cpu"]),
     says(&["generate", "model", "--tokens", "8", "--device", "cpu"]),
     writes("second", &["train", "small.toml", "--from", "model", "--set", "run.dir=second"]),
     writes("third", &["train", "small.toml", "--init-from", "run", "--set", "run.dir=third"]),

@@ -29,8 +29,10 @@ impl fmt::Debug for Encoder {
 
 /// The ids of a piece.
 #[derive(Debug, Default)]
-pub(super) struct Encoded {
+pub(crate) struct Encoded {
     pub ids: Vec<u32>,
+    /// Bytes of the text of its targets; none of a piece that came as ids.
+    pub bytes: Option<usize>,
     /// Those that are no targets, in order, none of them empty.
     pub unlearnt: Vec<Range<usize>>,
     /// Whether a document begins here.
@@ -38,9 +40,16 @@ pub(super) struct Encoded {
 }
 
 impl Encoded {
-    /// Ends a part that began with this id.
-    fn part(&mut self, first: usize, is_target: bool) {
-        if !is_target && self.ids.len() > first {
+    /// Nothing yet of a text.
+    fn of_text(begins: bool) -> Self {
+        Self { begins, bytes: Some(0), ..Self::default() }
+    }
+
+    /// Ends a part of so many bytes that began with this id.
+    fn part(&mut self, first: usize, bytes: usize, is_target: bool) {
+        if is_target {
+            self.bytes = self.bytes.map(|before| before + bytes);
+        } else if self.ids.len() > first {
             self.unlearnt.push(first..self.ids.len());
         }
     }
@@ -81,22 +90,22 @@ impl Encoder {
             Content::Ids(ids) => {
                 let within = |id: &u32| (*id as usize) < self.vocab_size;
                 match ids.iter().position(|id| !within(id)) {
-                    None => Ok(Encoded { ids, unlearnt: Vec::new(), begins }),
+                    None => Ok(Encoded { ids, begins, ..Encoded::default() }),
                     Some(at) => Err(self.outside(ids[at].into(), Some(at))),
                 }
             }
             Content::Text(parts) => {
-                let mut encoded = Encoded { begins, ..Encoded::default() };
+                let mut encoded = Encoded::of_text(begins);
                 for (text, is_target) in parts {
                     let first = encoded.ids.len();
                     self.add(&text, &mut encoded.ids)?;
-                    encoded.part(first, is_target);
+                    encoded.part(first, text.len(), is_target);
                 }
                 self.frame(&mut encoded, piece.begins, piece.ends)?;
                 Ok(encoded)
             }
             Content::Chat(parts) => {
-                let mut encoded = Encoded { begins, ..Encoded::default() };
+                let mut encoded = Encoded::of_text(begins);
                 let Some(tokenizer) = &self.tokenizer else {
                     return Err("is a conversation of no tokens".into());
                 };
@@ -105,7 +114,7 @@ impl Encoder {
                     for id in tokenizer.encode_with_control(&text).map_err(|e| e.to_string())? {
                         encoded.ids.push(self.checked(id)?);
                     }
-                    encoded.part(first, is_target);
+                    encoded.part(first, text.len(), is_target);
                 }
                 Ok(encoded)
             }

@@ -23,6 +23,9 @@ use nibble_formats::philox::{Purpose, Stream, fnv1a32};
 
 use corpus::Corpus;
 
+pub(crate) use encode::Encoded;
+pub(crate) use reading::read_source;
+
 pub use cache::LeftOut;
 pub use corpus::Given;
 pub use cursor::WindowOrder;

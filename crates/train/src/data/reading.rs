@@ -9,10 +9,12 @@ use rayon::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use serde::{Deserialize, Serialize};
 
+use super::cache::LeftOut;
 use super::encode::{Encoded, Encoder};
 use super::source::{Asked, DataFile, Row, kind_of};
-use crate::config::OnError;
+use crate::config::{Config, OnError};
 use crate::error::{Error, Result};
+use crate::tokenizer::Framing;
 
 /// Bytes and rows of a batch, about: what is held of a file at once, some times over.
 const BATCH_BYTES: usize = 8 << 20;
@@ -78,6 +80,42 @@ impl Watch for () {
     }
 
     fn waits(&mut self) {}
+}
+
+/// Gives all that the files of a source hold, as the configuration reads its own, with nothing before and behind a document. Returns what is left
+/// out of it.
+///
+/// # Errors
+/// [`Error::Data`] for files that cannot be read, and for a bad row, unless such rows are left out; what `take` says.
+pub(crate) fn read_source(
+    config: &Config,
+    source: &str,
+    take: &mut dyn FnMut(Encoded) -> Result<()>,
+    watch: &mut dyn Watch,
+) -> Result<LeftOut> {
+    let encoder = Encoder { framing: Framing::default(), ..Encoder::of(config, config.model.vocab_size)? };
+    let mut reading = Reading::of(source, &config.data, &encoder)?;
+    if let [path] = reading.files.as_slice() {
+        let file = DataFile::open(path, &reading.asked, &Arc::default())?;
+        reading.piped = file.is_piped().then_some(file);
+    }
+    let mut giving = Giving { take, left_out: LeftOut::default() };
+    reading.read(Place::default(), &mut giving, watch)?;
+    Ok(giving.left_out)
+}
+
+/// Gives pieces one by one.
+struct Giving<'a> {
+    take: &'a mut dyn FnMut(Encoded) -> Result<()>,
+    left_out: LeftOut,
+}
+
+impl Sink for Giving<'_> {
+    fn take(&mut self, encoded: Vec<Encoded>, bad: Vec<BadRow>, _: Place) -> Result<()> {
+        encoded.into_iter().try_for_each(&mut *self.take)?;
+        self.left_out.add(bad);
+        Ok(())
+    }
 }
 
 /// Rows that have been read and have no ids yet.

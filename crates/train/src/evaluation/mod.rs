@@ -1,10 +1,12 @@
-//! What a model makes of given texts: log-likelihoods of continuations, and tasks that are scored by them.
+//! What a model makes of given texts: log-likelihoods of continuations, tasks that are scored by them, and perplexities.
 
 mod packing;
+mod perplexity;
 mod task;
 
 pub(crate) use packing::pack;
 pub use packing::{Request, num_cut};
+pub use perplexity::{Perplexity, Windows};
 pub use task::{Question, Score, Scored, Task};
 
 use crate::error::Result;
@@ -20,15 +22,20 @@ use crate::tokenizer::Tokenizer;
 pub fn request(tokenizer: &dyn Tokenizer, context: &str, continuation: &str) -> Result<Request> {
     let text = context.trim_end();
     if text.is_empty() {
-        let mut ids = match tokenizer.bos().or(tokenizer.eos()) {
-            Some(id) => vec![id],
-            None => tokenizer.opening()?,
-        };
+        let mut ids = beginning(tokenizer)?;
         let first = ids.len();
         ids.extend(tokenizer.encode_with_control(&[context, continuation].concat())?);
-        return Ok(Request { ids, first });
+        return Ok(Request::behind(first, ids));
     }
     let whole = tokenizer.encode_with_control(&[context, continuation].concat())?;
     let first = tokenizer.encode_with_control(text)?.len();
-    Ok(Request { first: first.min(whole.len()), ids: whole })
+    Ok(Request::behind(first, whole))
+}
+
+/// What stands before a text of which nothing comes before: the token that a text begins with, or the one that another ends with.
+pub(crate) fn beginning(tokenizer: &dyn Tokenizer) -> Result<Vec<i32>> {
+    match tokenizer.bos().or(tokenizer.eos()) {
+        Some(id) => Ok(vec![id]),
+        None => tokenizer.opening(),
+    }
 }

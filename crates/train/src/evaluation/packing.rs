@@ -1,5 +1,7 @@
 //! Many short texts as few sequences: each is a document, which sees nothing of the others.
 
+use std::ops::Range;
+
 use crate::data::{Batch, NO_TARGET};
 
 /// A text of which a part is scored.
@@ -7,11 +9,20 @@ use crate::data::{Batch, NO_TARGET};
 pub struct Request {
     /// Its token ids, those of what comes before among them.
     pub ids: Vec<i32>,
-    /// The first of those that are scored.
-    pub first: usize,
+    /// Those that are scored, in order.
+    pub scored: Vec<Range<usize>>,
 }
 
-/// A request's tokens within a batch.
+impl Request {
+    /// All ids from this one on are scored.
+    #[must_use]
+    pub fn behind(first: usize, ids: Vec<i32>) -> Self {
+        let scored = first.min(ids.len())..ids.len();
+        Self { ids, scored: vec![scored] }
+    }
+}
+
+/// Tokens of a request within a batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Placed {
     /// The number of the request.
@@ -75,14 +86,12 @@ pub(crate) fn pack(requests: &[Request], (sequences, seq_len): (usize, usize)) -
             batch.starts[place..place + inputs].fill(at as i32);
             // What is behind the last request is a document of its own.
             batch.starts[place + inputs..end].fill((at + inputs) as i32);
-            // What is scored is predicted by the token before it.
-            let first = request.first.saturating_sub(cut).max(1);
-            for (target, id) in batch.targets[place..place + inputs].iter_mut().zip(&ids[1..]).skip(first - 1)
-            {
-                *target = *id;
+            for scored in &request.scored {
+                // What is scored is predicted by the token before it.
+                let [first, end] = [scored.start, scored.end].map(|at| at.saturating_sub(cut).max(1) - 1);
+                batch.targets[place + first..place + end].copy_from_slice(&ids[first + 1..end + 1]);
+                placed.push(Placed { request: next, first: place + first, count: end - first });
             }
-            let count = (inputs + 1).saturating_sub(first);
-            placed.push(Placed { request: next, first: place + first - 1, count });
             at += inputs;
             next += 1;
         }
@@ -96,7 +105,7 @@ mod tests {
     use super::*;
 
     fn request(ids: std::ops::Range<i32>, first: usize) -> Request {
-        Request { ids: ids.collect(), first }
+        Request::behind(first, ids.collect())
     }
 
     #[test]
@@ -124,7 +133,7 @@ mod tests {
                 packed.batch.targets.iter().map(|target| if *target < 0 { 1e6 } else { 1.0 }).collect();
             packed.add_to(&nats, &mut sums);
         }
-        let wanted = requests.iter().map(|r| (r.ids.len() - r.first) as f64);
+        let wanted = requests.iter().map(|r| r.scored[0].len() as f64);
         assert!(sums.iter().copied().eq(wanted), "{sums:?}");
     }
 }

@@ -1,11 +1,14 @@
 //! What a trainer's model makes of given texts.
 
 use super::Trainer;
-use crate::error::Result;
-use crate::evaluation::{Request, pack};
+use crate::data::{Encoded, LeftOut, Watch, read_source};
+use crate::error::{Error, Result};
+use crate::evaluation::{Perplexity, Request, Windows, pack};
 use crate::rank::RankState;
+use crate::tokenizer::Tokenizer;
 use nibble_core::allocation::{part, phase};
 use nibble_core::{Error as CoreError, Kernels};
+use std::path::Path;
 
 impl<B: Kernels> Trainer<'_, B> {
     /// The log-likelihood in nats of what is scored of each request, behind what comes before it. Of a request that is longer than a sequence and
@@ -44,4 +47,57 @@ impl<B: Kernels> Trainer<'_, B> {
         }
         Ok(sums.into_iter().map(|nats: f64| -nats).collect())
     }
+
+    /// How well all documents of a source are predicted, which is read as the run's own data are, and what is left out of it. No document sees
+    /// another; of each as many tokens are predicted at once as `stride` says, see [`Windows`]. A document has the token before it that texts begin with, and none behind it.
+    ///
+    /// # Errors
+    /// [`Error::Data`] for files that cannot be read, and where there is nothing to predict; else as [`Windows::new`] and
+    /// [`Trainer::log_likelihoods`].
+    pub fn perplexity(
+        &mut self,
+        source: &str,
+        stride: usize,
+        watch: &mut dyn Watch,
+    ) -> Result<(Perplexity, LeftOut)> {
+        /// Tokens of windows that are held at once, about.
+        const HELD: usize = 1 << 20;
+        let config = self.config().clone();
+        let tokenizer = self.tokenizer()?;
+        let seq_len = config.data.seq_len;
+        let mut windows = Windows::new(&*tokenizer, seq_len, stride)?;
+        let (mut found, mut held) = (Perplexity::default(), Vec::new());
+        let mut nats = 0.0;
+        let most = (HELD / seq_len).max(config.train.batch_size);
+        let mut give = |request: Request| {
+            found.tokens += request.scored.iter().map(|run| run.len() as u64).sum::<u64>();
+            held.push(request);
+            if held.len() >= most {
+                nats -= self.log_likelihoods(&held, &mut |_, _| {})?.iter().sum::<f64>();
+                held.clear();
+            }
+            Ok(())
+        };
+        let (mut documents, mut bytes) = (0, 0);
+        let take = &mut |piece: Encoded| {
+            documents += u64::from(piece.begins && !piece.ids.is_empty());
+            bytes += piece.bytes.unwrap_or_else(|| bytes_of(&*tokenizer, &piece.ids)) as u64;
+            windows.add(&piece, &mut give)
+        };
+        let left_out = read_source(&config, source, take, watch)?;
+        windows.end(&mut give)?;
+        nats -= self.log_likelihoods(&held, &mut |_, _| {})?.iter().sum::<f64>();
+        if found.tokens == 0 {
+            return Err(Error::data(Path::new(source), "has no token that could be predicted"));
+        }
+        Ok((Perplexity { documents, bytes, nats, ..found }, left_out))
+    }
+}
+
+/// Bytes of the text of ids, of which those that only begin and end texts have none.
+fn bytes_of(tokenizer: &dyn Tokenizer, ids: &[u32]) -> usize {
+    let around = [tokenizer.bos(), tokenizer.eos()];
+    let ids: Vec<i32> =
+        ids.iter().map(|id| *id as i32).filter(|id| !around.contains(&Some(*id))).collect();
+    tokenizer.decode_bytes(&ids).len()
 }

@@ -1,22 +1,29 @@
-//! `nibble eval --task`: questions with choices.
+//! `nibble eval --task` and `--perplexity`: questions with choices, and whole texts.
 
+use crate::caching::ReadingBar;
 use crate::checkpoint::Trained;
+use nibble_command::console::thousands;
 use nibble_command::device::{Device, On, Work};
 use nibble_command::error::Result;
 use nibble_command::output::Mark;
 use nibble_command::{say, warn};
 use nibble_core::Recipe;
 use nibble_train::config::Config;
-use nibble_train::evaluation::{Request, Score, Scored, Task, num_cut};
+use nibble_train::data::LeftOut;
+use nibble_train::evaluation::{Perplexity, Request, Score, Scored, Task, num_cut};
 use serde_json::{Map, Value, json};
 use std::path::PathBuf;
 
-/// Tasks and the model that they are asked of.
-pub(super) struct Tasks<'a> {
+/// What a model is scored on.
+pub(super) struct Scoring<'a> {
     pub trained: &'a Trained,
     pub config: &'a Config,
     pub recipe: &'a Recipe,
     pub tasks: Vec<Task>,
+    /// Files, folders and globs that are predicted whole.
+    pub texts: Vec<String>,
+    /// Tokens of them that are predicted at once.
+    pub stride: Option<usize>,
 }
 
 /// A file of log-likelihoods.
@@ -27,7 +34,7 @@ pub(super) fn open(paths: &[PathBuf]) -> Result<Vec<Task>> {
     Ok(paths.iter().map(|path| Task::open(path)).collect::<nibble_train::Result<_>>()?)
 }
 
-impl Work for Tasks<'_> {
+impl Work for Scoring<'_> {
     /// By the name of a task, of each question the log-likelihoods of its choices.
     type Out = Value;
 
@@ -43,6 +50,14 @@ impl Work for Tasks<'_> {
             say!("{}", line(task, &task.score(&found)));
             samples.insert(task.name.clone(), by_question(task, &found));
         }
+        let stride = self.stride.unwrap_or(self.config.data.seq_len);
+        for text in &self.texts {
+            let mut bar = ReadingBar::new(format!("predicting {text}"), None);
+            let (found, left_out) = trainer.perplexity(text, stride, &mut bar)?;
+            drop(bar);
+            warn_of_left_out(text, &left_out);
+            say!("{}", perplexity_line(text, &found, self.config.unit()));
+        }
         Ok(json!({"log_likelihoods": samples}))
     }
 }
@@ -56,6 +71,25 @@ fn warn_of_cut(name: &str, requests: &[Request], seq_len: usize) {
             requests.len()
         ),
     }
+}
+
+fn warn_of_left_out(text: &str, left_out: &LeftOut) {
+    if let Some(bad) = left_out.first.first() {
+        warn!("warning: {text}: rows that cannot be read and are left out: {}, the first of them: {bad}", thousands(left_out.rows));
+    }
+}
+
+/// How well a text is predicted. Of a model of bytes both perplexities are one.
+fn perplexity_line(text: &str, found: &Perplexity, unit: &str) -> String {
+    let of_tokens = format!("{:.4} a token ({:.4} nats), ", found.by_token(), found.nats / found.tokens as f64);
+    let of_tokens = if unit == "byte" { String::new() } else { of_tokens };
+    format!(
+        "perplexity {text}: {} documents, {} {unit}s predicted: {of_tokens}{:.4} a byte ({:.4} bits)",
+        thousands(found.documents),
+        thousands(found.tokens),
+        found.by_byte(),
+        found.bits_per_byte()
+    )
 }
 
 /// What a task came to, each share with its standard error.

@@ -1,0 +1,226 @@
+//! Perplexity: how well a model predicts whole documents, window by window.
+
+use super::Request;
+use crate::data::Encoded;
+use crate::error::{Error, Result};
+use crate::tokenizer::Tokenizer;
+
+/// How well documents are predicted.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct Perplexity {
+    /// Documents that have a token.
+    pub documents: u64,
+    /// Tokens that were predicted.
+    pub tokens: u64,
+    /// Bytes of their text.
+    pub bytes: u64,
+    /// Nats of all of them.
+    pub nats: f64,
+}
+
+impl Perplexity {
+    /// e to the nats a token.
+    #[must_use]
+    pub fn by_token(&self) -> f64 {
+        (self.nats / self.tokens as f64).exp()
+    }
+
+    /// e to the nats a byte, which models of any tokenizer are compared by.
+    #[must_use]
+    pub fn by_byte(&self) -> f64 {
+        (self.nats / self.bytes as f64).exp()
+    }
+
+    /// Bits a byte.
+    #[must_use]
+    pub fn bits_per_byte(&self) -> f64 {
+        self.nats / self.bytes as f64 / std::f64::consts::LN_2
+    }
+}
+
+/// Cuts documents into windows that are scored one by one, so that every token is predicted once.
+///
+/// The first window of a document predicts as many tokens as a sequence has, each later one `stride` more, or what is left of it. Each predicts them
+/// behind as much of the document as a sequence holds. With a stride of a whole sequence these are the windows of lm-evaluation-harness's
+/// `get_rolling_token_windows`.
+#[derive(Debug)]
+pub struct Windows {
+    seq_len: usize,
+    stride: usize,
+    /// What stands before a document.
+    beginning: Vec<i32>,
+    /// The tokens of the document that are still needed, and whether each is a target.
+    ids: Vec<i32>,
+    is_target: Vec<bool>,
+    /// How many of them are behind: predicted, or never to be.
+    done: usize,
+    /// With so many of them a window is whole.
+    whole: usize,
+}
+
+impl Windows {
+    /// Of a model that sees `seq_len` tokens, moved on by `stride`.
+    ///
+    /// # Errors
+    /// [`Error::Config`] with the key `stride` for one of no token, or of more than a sequence; if the tokenizer has no beginning of a text.
+    pub fn new(tokenizer: &dyn Tokenizer, seq_len: usize, stride: usize) -> Result<Self> {
+        if stride == 0 || stride > seq_len {
+            let why = format!("is {stride}, expected 1 to {seq_len}, the tokens of a sequence (data.seq_len)");
+            return Err(Error::config("stride", why));
+        }
+        let beginning = super::beginning(tokenizer)?;
+        let (ids, is_target) = (Vec::new(), Vec::new());
+        Ok(Self { seq_len, stride, beginning, ids, is_target, done: 0, whole: seq_len + 1 })
+    }
+
+    /// Adds a piece, which begins a document or goes on with one, and gives the windows that are whole.
+    ///
+    /// # Errors
+    /// What `give` says.
+    pub(crate) fn add(
+        &mut self,
+        piece: &Encoded,
+        give: &mut dyn FnMut(Request) -> Result<()>,
+    ) -> Result<()> {
+        if piece.begins {
+            self.end(give)?;
+        }
+        if self.ids.is_empty() {
+            self.ids.clone_from(&self.beginning);
+            // Where the document has this token of its own, it is not there twice.
+            if piece.ids.first().is_some_and(|id| self.beginning == [*id as i32]) {
+                self.ids.clear();
+            }
+            self.is_target = vec![false; self.ids.len()];
+            self.done = self.ids.len().max(1);
+        }
+        let mut unlearnt = piece.unlearnt.iter().peekable();
+        for (at, id) in piece.ids.iter().enumerate() {
+            while unlearnt.next_if(|run| run.end <= at).is_some() {}
+            self.ids.push(*id as i32);
+            self.is_target.push(unlearnt.peek().is_none_or(|run| at < run.start));
+            if self.ids.len() == self.whole {
+                self.window(give)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends the last document.
+    ///
+    /// # Errors
+    /// What `give` says.
+    pub(crate) fn end(&mut self, give: &mut dyn FnMut(Request) -> Result<()>) -> Result<()> {
+        if self.ids.len() > self.done {
+            self.window(give)?;
+        }
+        self.ids.clear();
+        self.whole = self.seq_len + 1;
+        Ok(())
+    }
+
+    /// Gives what is not behind, and keeps what the next window may need.
+    fn window(&mut self, give: &mut dyn FnMut(Request) -> Result<()>) -> Result<()> {
+        let len = self.ids.len();
+        let from = len.saturating_sub(self.seq_len + 1);
+        let targets = self.is_target[self.done..].chunk_by(|a, b| a == b);
+        let mut at = self.done - from;
+        let mut scored = Vec::new();
+        for run in targets {
+            if run[0] {
+                scored.push(at..at + run.len());
+            }
+            at += run.len();
+        }
+        if !scored.is_empty() {
+            give(Request { ids: self.ids[from..].to_vec(), scored })?;
+        }
+        let past = len.saturating_sub(self.seq_len);
+        self.ids.drain(..past);
+        self.is_target.drain(..past);
+        self.done = self.ids.len();
+        self.whole = self.done + self.stride;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tokenizer::Bytes;
+    use std::ops::Range;
+
+    fn piece(ids: Range<u32>, unlearnt: &[Range<usize>], begins: bool) -> Encoded {
+        Encoded { ids: ids.collect(), unlearnt: unlearnt.to_vec(), begins, ..Encoded::default() }
+    }
+
+    fn windows(seq_len: usize, stride: usize, pieces: &[Encoded]) -> Vec<Request> {
+        let mut windows = Windows::new(&Bytes, seq_len, stride).unwrap();
+        let mut all = Vec::new();
+        let give = &mut |request| {
+            all.push(request);
+            Ok(())
+        };
+        pieces.iter().for_each(|piece| windows.add(piece, give).unwrap());
+        windows.end(give).unwrap();
+        all
+    }
+
+    /// What `get_rolling_token_windows` of lm-evaluation-harness gives for ten tokens and four at a time.
+    #[test]
+    fn a_stride_of_a_sequence_is_the_harness_s() {
+        let all = windows(4, 4, &[piece(100..110, &[], true)]);
+        let ids: Vec<&[i32]> = all.iter().map(|one| one.ids.as_slice()).collect();
+        assert_eq!(
+            ids,
+            [&[10, 100, 101, 102, 103], &[103, 104, 105, 106, 107], &[105, 106, 107, 108, 109]]
+        );
+        let scored: Vec<_> = all.iter().map(|one| one.scored[0].clone()).collect();
+        assert_eq!(scored, [1..5, 1..5, 3..5]);
+    }
+
+    /// However documents come and whatever the stride, every target is predicted once, behind what comes before it and as much of it as there is room for.
+    #[test]
+    fn every_target_is_predicted_once() {
+        for (seq_len, stride) in [(1, 1), (4, 1), (4, 3), (7, 7), (16, 5), (100, 9)] {
+            let lengths = [1, 2, 3, 4, 5, 8, 9, 40];
+            let mut pieces = Vec::new();
+            let mut wanted = Vec::new();
+            for (number, length) in lengths.into_iter().enumerate() {
+                let first = 1000 * (number as u32 + 1);
+                let cut = length / 2;
+                // The tokens from a third on to the middle are no targets.
+                let unlearnt = cut * 2 / 3..cut;
+                let all = std::slice::from_ref(&unlearnt);
+                let all = if unlearnt.is_empty() { &[] } else { all };
+                pieces.push(piece(first..first + cut as u32, all, true));
+                pieces.push(piece(first + cut as u32..first + length as u32, &[], false));
+                let targets = (0..length).filter(|at| !unlearnt.contains(at));
+                wanted.extend(targets.map(|at| first as i32 + at as i32));
+            }
+            let all = windows(seq_len, stride, &pieces);
+            let mut found = Vec::new();
+            for Request { ids, scored } in &all {
+                for at in scored.iter().flat_map(Clone::clone) {
+                    let (id, at_all) = (ids[at], (ids[at] % 1000) as usize);
+                    let before: Vec<i32> = ids[..at].to_vec();
+                    let own = (id - at_all as i32..id).collect::<Vec<_>>();
+                    let whole = [&[10][..], &own].concat();
+                    assert!(whole.ends_with(&before), "{before:?} before {id}");
+                    assert!(before.len() >= whole.len().min(seq_len + 1 - stride), "{} before {id}", before.len());
+                    found.push(id);
+                }
+                assert!(ids.len() <= seq_len + 1);
+            }
+            assert_eq!(found, wanted, "{seq_len} by {stride}");
+        }
+    }
+
+    #[test]
+    fn a_stride_past_a_sequence_is_refused() {
+        for stride in [0, 9] {
+            let error = Windows::new(&Bytes, 8, stride).unwrap_err().to_string();
+            assert!(error.contains(&format!("is {stride}, expected 1 to 8")), "{error}");
+        }
+    }
+}
