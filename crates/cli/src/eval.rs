@@ -13,6 +13,7 @@ use nibble_core::Recipe;
 use nibble_train::checkpoint::Checkpoint;
 use nibble_train::config::Config;
 use nibble_train::data::Entropy;
+use nibble_train::evaluation::Task;
 use std::path::{Path, PathBuf};
 
 /// Computes the held-out loss of a checkpoint, or scores it on tasks and texts
@@ -56,7 +57,7 @@ pub fn run(args: Args) -> Result<()> {
     let overrides = args.changes.overrides();
     require_of_evaluation(&overrides)?;
     if !args.tasks.is_empty() || !args.texts.is_empty() {
-        let tasks = scoring::open(&args.tasks)?;
+        let tasks = Task::open_all(&args.tasks)?;
         let config = trained.config(&[trained.tokens()?, overrides.clone()].concat())?;
         let recipe = trained.recipe(&config, &overrides)?;
         let mut outputs = Outputs::new(args.force, args.tasks.clone());

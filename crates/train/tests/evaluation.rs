@@ -3,10 +3,12 @@
 mod rig;
 
 use nibble_cpu::Cpu;
-use nibble_train::evaluation::{Request, Task, request};
+use nibble_train::evaluation::{Request, Scored, Task, request};
+use nibble_train::metrics::{Metrics, read_metrics};
 use nibble_train::tokenizer::{Bytes, Symbols, Tokenizer};
-use nibble_train::trainer::Trainer;
-use rig::{SOLO, small};
+use nibble_train::trainer::{Observer, Options, Start, Trainer, run};
+use rig::{FOUR_PARTS, FOUR_RANKS, SOLO, few_held_out, on_mesh, small};
+use std::path::Path;
 
 fn requests() -> Vec<Request> {
     let ids = |from: usize, len: usize| (from..from + len).map(|i| (i * i % 61) as i32).collect();
@@ -114,4 +116,76 @@ fn a_task_is_read_and_its_broken_lines_are_named() {
     assert!(error.contains("quiz.jsonl") && error.contains("line 2: has no \"question\""), "{error}");
     std::fs::write(&path, "\n").unwrap();
     assert!(Task::open(&path).unwrap_err().to_string().contains("has no questions"));
+}
+
+/// Notes what tasks have come to.
+#[derive(Default)]
+struct Told(Vec<(u64, String, Scored)>);
+
+impl Observer for Told {
+    fn start(&mut self, _: &Start<'_>) {}
+    fn rejected(&mut self, _: &Path, _: &nibble_train::Error) {}
+    fn step(&mut self, _: &Metrics) {}
+    fn evaluation(&mut self, _: u64, _: f64) {}
+    fn task(&mut self, step: u64, name: &str, scored: &Scored) {
+        self.0.push((step, name.to_owned(), *scored));
+    }
+    fn checkpoint(&mut self, _: &Path) {}
+}
+
+/// A run scores its tasks whenever it evaluates, on any mesh alike, and the scores are in its metrics; they change no weight.
+#[test]
+fn a_run_scores_its_tasks() {
+    let dir = tempfile::tempdir().unwrap();
+    let quiz = dir.path().join("quiz.jsonl");
+    let row = |i: usize| {
+        format!(
+            "{{\"question\": \"{i} and\", \"choices\": [\"one\", \"{i}\", \"three\"], \"answer\": {}}}\n",
+            i % 3
+        )
+    };
+    std::fs::write(&quiz, (0..40).map(row).collect::<String>()).unwrap();
+    let [source, held_out] = few_held_out(dir.path());
+    let tasks = format!("eval.tasks=[{:?}]", quiz.display().to_string());
+    let mut first = None;
+    let mut of = |mesh, tasks: &[&str]| {
+        let run_dir = dir.path().join("run");
+        let at = format!("run.dir={}", run_dir.display());
+        let changes =
+            [FOUR_PARTS, "train.steps=3", "train.warmup_steps=1", "eval.every=2", &*source, &*held_out, &*at];
+        let config = small("bf16", &[&changes, tasks].concat());
+        let options = Options { digest: true, ..Options::default() };
+        let ranks = on_mesh(mesh, |mesh| {
+            let mut told = Told::default();
+            (run(&Cpu::new(1).unwrap(), mesh, &config, options, &mut told).unwrap(), told.0)
+        });
+        let metrics = read_metrics(&run_dir.join("metrics.jsonl")).unwrap().metrics;
+        std::fs::remove_dir_all(&run_dir).unwrap();
+        assert!(ranks[1..].iter().all(|(_, told)| told.is_empty()));
+        let (summary, told) = ranks.into_iter().next().unwrap();
+        let digest = summary.unwrap().digest.unwrap();
+        assert_eq!(first.get_or_insert_with(|| digest.clone()), &digest, "mesh {mesh}");
+        let lines = metrics.into_iter().filter(|line| line.valid_loss.is_some());
+        (told, lines.map(|line| (line.step, line.other)).collect::<Vec<_>>())
+    };
+    let (told, lines) = of(FOUR_RANKS[0], &[]);
+    assert!(told.is_empty() && lines.iter().all(|(_, other)| other.is_empty()));
+    let (told, lines) = of(FOUR_RANKS[0], &[&tasks]);
+    assert_eq!(
+        told.iter().map(|(step, name, _)| (*step, name.as_str())).collect::<Vec<_>>(),
+        [(2, "quiz"), (3, "quiz")]
+    );
+    for ((step, _, scored), (at, other)) in told.iter().zip(&lines) {
+        assert_eq!(step, at);
+        let wanted = scored.named().map(|(score, of)| (format!("eval/quiz/{score}"), of.share));
+        assert_eq!(*other, wanted.into());
+    }
+    for mesh in &FOUR_RANKS[1..] {
+        assert_eq!(of(*mesh, &[&tasks]), (told.clone(), lines.clone()), "mesh {mesh}");
+    }
+    std::fs::write(&quiz, "{}\n").unwrap();
+    let config = small("bf16", &[&*source, &*held_out, &tasks]);
+    let error =
+        run(&Cpu::new(1).unwrap(), &SOLO, &config, Options::default(), &mut Told::default()).unwrap_err();
+    assert!(error.to_string().contains("quiz.jsonl: line 1"), "{error}");
 }

@@ -10,9 +10,8 @@ use nibble_command::{say, warn};
 use nibble_core::Recipe;
 use nibble_train::config::Config;
 use nibble_train::data::LeftOut;
-use nibble_train::evaluation::{Perplexity, Request, Score, Scored, Task, num_cut};
+use nibble_train::evaluation::{Perplexity, Task};
 use serde_json::{Map, Value, json};
-use std::path::PathBuf;
 
 /// What a model is scored on.
 pub(super) struct Scoring<'a> {
@@ -29,11 +28,6 @@ pub(super) struct Scoring<'a> {
 /// A file of log-likelihoods.
 pub(super) const SAMPLES: Mark = Mark::Figures("nibble eval");
 
-/// Reads them.
-pub(super) fn open(paths: &[PathBuf]) -> Result<Vec<Task>> {
-    Ok(paths.iter().map(|path| Task::open(path)).collect::<nibble_train::Result<_>>()?)
-}
-
 impl Work for Scoring<'_> {
     /// By the name of a task, of each question the log-likelihoods of its choices.
     type Out = Value;
@@ -45,9 +39,11 @@ impl Work for Scoring<'_> {
         let mut samples = Map::new();
         for task in &self.tasks {
             let requests = task.requests(&*tokenizer)?;
-            warn_of_cut(&task.name, &requests, self.config.data.seq_len);
+            if let Some(note) = task.cut_note(&requests, self.config.data.seq_len) {
+                warn!("warning: {note}");
+            }
             let found = trainer.log_likelihoods(&requests, &mut super::evaluating_line)?;
-            say!("{}", line(task, &task.score(&found)));
+            say!("task {}: {} questions, {}", task.name, task.questions.len(), task.score(&found));
             samples.insert(task.name.clone(), by_question(task, &found));
         }
         let stride = self.stride.unwrap_or(self.config.data.seq_len);
@@ -62,26 +58,19 @@ impl Work for Scoring<'_> {
     }
 }
 
-fn warn_of_cut(name: &str, requests: &[Request], seq_len: usize) {
-    match num_cut(requests, seq_len) {
-        0 => {}
-        cut => warn!(
-            "warning: {name}: of {cut} of {} choices the beginning is left out, as they are longer than data.seq_len = {seq_len}; \
-             --set data.seq_len=N takes more, up to the model's positions",
-            requests.len()
-        ),
-    }
-}
-
 fn warn_of_left_out(text: &str, left_out: &LeftOut) {
     if let Some(bad) = left_out.first.first() {
-        warn!("warning: {text}: rows that cannot be read and are left out: {}, the first of them: {bad}", thousands(left_out.rows));
+        warn!(
+            "warning: {text}: rows that cannot be read and are left out: {}, the first of them: {bad}",
+            thousands(left_out.rows)
+        );
     }
 }
 
 /// How well a text is predicted. Of a model of bytes both perplexities are one.
 fn perplexity_line(text: &str, found: &Perplexity, unit: &str) -> String {
-    let of_tokens = format!("{:.4} a token ({:.4} nats), ", found.by_token(), found.nats / found.tokens as f64);
+    let of_tokens =
+        format!("{:.4} a token ({:.4} nats), ", found.by_token(), found.nats / found.tokens as f64);
     let of_tokens = if unit == "byte" { String::new() } else { of_tokens };
     format!(
         "perplexity {text}: {} documents, {} {unit}s predicted: {of_tokens}{:.4} a byte ({:.4} bits)",
@@ -89,19 +78,6 @@ fn perplexity_line(text: &str, found: &Perplexity, unit: &str) -> String {
         thousands(found.tokens),
         found.by_byte(),
         found.bits_per_byte()
-    )
-}
-
-/// What a task came to, each share with its standard error.
-fn line(task: &Task, Scored { acc, acc_norm, acc_bytes }: &Scored) -> String {
-    let one = |name: &str, Score { share, error }: &Score| format!("{name} {share:.4} ± {error:.4}");
-    format!(
-        "task {}: {} questions, {}, {}, {}",
-        task.name,
-        task.questions.len(),
-        one("acc", acc),
-        one("acc_norm", acc_norm),
-        one("acc_bytes", acc_bytes)
     )
 }
 

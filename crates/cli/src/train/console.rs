@@ -11,6 +11,7 @@ use nibble_core::visible;
 use nibble_cuda::measure::power::Meter;
 use nibble_train::config::Config;
 use nibble_train::data::Entropy;
+use nibble_train::evaluation::Scored;
 use nibble_train::files::write_whole;
 use nibble_train::metrics::Metrics;
 use nibble_train::trainer::{LOG_FILE, MEMORY_FILE, Observer, PROCESSES_FILE, Start};
@@ -145,6 +146,10 @@ impl Observer for Console {
     fn evaluation(&mut self, step: u64, valid_loss: f64) {
         let above = self.entropy.map(|e| format!("  bits_above_floor: {:.3}", bits(valid_loss - e.rate)));
         self.say(&format!("step: {step}  held-out loss: {valid_loss:.4}{}", above.unwrap_or_default()));
+    }
+
+    fn task(&mut self, step: u64, name: &str, scored: &Scored) {
+        self.say(&format!("step: {step}  task {name}: {scored}"));
     }
 
     fn checkpoint(&mut self, path: &Path) {

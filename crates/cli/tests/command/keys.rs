@@ -140,6 +140,7 @@ fn cases() -> Vec<Case> {
         ("train.recompute", &[], "[\"layers\"]", File("memory.txt")),
         ("eval.every", &[], "1", Metric("validation_metrics/loss")),
         ("eval.batches", &["eval.every=1"], "2", Metric("validation_metrics/loss")),
+        ("eval.tasks", &["eval.every=1"], "[\"quiz.jsonl\"]", Metric("eval/quiz/acc")),
         ("checkpoint.every", &[], "1", Checkpoints),
         ("checkpoint.keep", OFTEN, "1", Checkpoints),
         ("checkpoint.at_end", &["checkpoint.every=3"], "false", Checkpoints),
@@ -209,6 +210,7 @@ fn every_key_changes_what_a_run_leaves() {
     let rows: String = (0..400).map(row).collect();
     std::fs::write(place.path("rows.jsonl"), &rows).unwrap();
     std::fs::write(place.path("broken.jsonl"), rows + "{\"other\": 1}\n").unwrap();
+    std::fs::write(place.path("quiz.jsonl"), crate::every::QUESTION).unwrap();
     // What another run begins with.
     place.train(&["--set", "run.dir=first", "--set", "train.steps=2", "--set", "seed=5"]).ok();
     let cases = cases();

@@ -341,6 +341,7 @@ const NAMES: &[(Meaning, &[&str])] = &[
         Key("eval.batches"),
         &["eval_iters", "eval_batches", "val_batches", "limit_val_batches", "validation.steps"],
     ),
+    (Key("eval.tasks"), &["eval_tasks", "eval_task_list", "lm_eval_tasks"]),
     (
         Key("checkpoint.every"),
         &[

@@ -9,8 +9,8 @@ use super::asked::Written;
 use super::init::fill_model;
 use super::preset::{preset, preset_names};
 use super::{
-    Balance, CheckpointConfig, Config, DataConfig, GroupScore, MIXTURE, MixtureSource, ModelConfig, OnError,
-    Reductions, RopeScaling, RunConfig, SYNTHETIC, Scores, TrainConfig, foreign,
+    Balance, CheckpointConfig, Config, DataConfig, EvalConfig, GroupScore, MIXTURE, MixtureSource,
+    ModelConfig, OnError, Reductions, RopeScaling, RunConfig, SYNTHETIC, Scores, TrainConfig, foreign,
 };
 use crate::error::{Error, Result};
 use crate::files;
@@ -196,10 +196,11 @@ impl Config {
             router_bias_rate: 0.0,
             ..TrainConfig::default()
         };
+        let eval = EvalConfig { tasks: vec!["quiz.jsonl".into()], ..EvalConfig::default() };
         let run =
             RunConfig { dp: 2, capacity_factor: 2.0, reductions: Reductions::Nccl, ..RunConfig::default() };
         let checkpoint = CheckpointConfig { file_mib: 1, ..CheckpointConfig::default() };
-        Self { data, model, train, run, checkpoint, ..Self::default() }
+        Self { data, model, train, eval, run, checkpoint, ..Self::default() }
     }
 
     /// Fills in what depends on other keys.

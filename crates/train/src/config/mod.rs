@@ -211,11 +211,14 @@ pub struct EvalConfig {
     pub every: u64,
     /// Batches of an evaluation during the run; 0 = all of the held-out data. The last evaluation always takes all.
     pub batches: usize,
+    /// Files of questions with choices that every evaluation scores, too.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub tasks: Vec<String>,
 }
 
 impl Default for EvalConfig {
     fn default() -> Self {
-        Self { every: 50, batches: 8 }
+        Self { every: 50, batches: 8, tasks: Vec::new() }
     }
 }
 

@@ -4,8 +4,8 @@ mod packing;
 mod perplexity;
 mod task;
 
+pub use packing::Request;
 pub(crate) use packing::pack;
-pub use packing::{Request, num_cut};
 pub use perplexity::{Perplexity, Windows};
 pub use task::{Question, Score, Scored, Task};
 

@@ -56,8 +56,7 @@ pub(super) fn cut(request: &Request, seq_len: usize) -> usize {
 }
 
 /// How many requests are longer than a sequence of so many tokens and its last target.
-#[must_use]
-pub fn num_cut(requests: &[Request], seq_len: usize) -> usize {
+pub(super) fn num_cut(requests: &[Request], seq_len: usize) -> usize {
     requests.iter().filter(|request| cut(request, seq_len) > 0).count()
 }
 

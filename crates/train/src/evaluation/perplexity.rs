@@ -65,7 +65,8 @@ impl Windows {
     /// [`Error::Config`] with the key `stride` for one of no token, or of more than a sequence; if the tokenizer has no beginning of a text.
     pub fn new(tokenizer: &dyn Tokenizer, seq_len: usize, stride: usize) -> Result<Self> {
         if stride == 0 || stride > seq_len {
-            let why = format!("is {stride}, expected 1 to {seq_len}, the tokens of a sequence (data.seq_len)");
+            let why =
+                format!("is {stride}, expected 1 to {seq_len}, the tokens of a sequence (data.seq_len)");
             return Err(Error::config("stride", why));
         }
         let beginning = super::beginning(tokenizer)?;
@@ -77,11 +78,7 @@ impl Windows {
     ///
     /// # Errors
     /// What `give` says.
-    pub(crate) fn add(
-        &mut self,
-        piece: &Encoded,
-        give: &mut dyn FnMut(Request) -> Result<()>,
-    ) -> Result<()> {
+    pub(crate) fn add(&mut self, piece: &Encoded, give: &mut dyn FnMut(Request) -> Result<()>) -> Result<()> {
         if piece.begins {
             self.end(give)?;
         }
@@ -171,10 +168,7 @@ mod tests {
     fn a_stride_of_a_sequence_is_the_harness_s() {
         let all = windows(4, 4, &[piece(100..110, &[], true)]);
         let ids: Vec<&[i32]> = all.iter().map(|one| one.ids.as_slice()).collect();
-        assert_eq!(
-            ids,
-            [&[10, 100, 101, 102, 103], &[103, 104, 105, 106, 107], &[105, 106, 107, 108, 109]]
-        );
+        assert_eq!(ids, [&[10, 100, 101, 102, 103], &[103, 104, 105, 106, 107], &[105, 106, 107, 108, 109]]);
         let scored: Vec<_> = all.iter().map(|one| one.scored[0].clone()).collect();
         assert_eq!(scored, [1..5, 1..5, 3..5]);
     }
@@ -207,7 +201,11 @@ mod tests {
                     let own = (id - at_all as i32..id).collect::<Vec<_>>();
                     let whole = [&[10][..], &own].concat();
                     assert!(whole.ends_with(&before), "{before:?} before {id}");
-                    assert!(before.len() >= whole.len().min(seq_len + 1 - stride), "{} before {id}", before.len());
+                    assert!(
+                        before.len() >= whole.len().min(seq_len + 1 - stride),
+                        "{} before {id}",
+                        before.len()
+                    );
                     found.push(id);
                 }
                 assert!(ids.len() <= seq_len + 1);

@@ -1,9 +1,11 @@
 //! Questions with choices, scored by the log-likelihood of each choice behind its question, as lm-evaluation-harness does.
 
+use std::fmt;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
+use super::packing::num_cut;
 use super::{Request, request};
 use crate::error::{Error, Result};
 use crate::files;
@@ -72,6 +74,37 @@ impl Task {
         Ok(Self { name: name.unwrap_or_default(), questions })
     }
 
+    /// Reads several, whose names tell them apart.
+    ///
+    /// # Errors
+    /// As [`Task::open`]; [`Error::Data`] for a file of the name of another one.
+    pub fn open_all(paths: &[impl AsRef<Path>]) -> Result<Vec<Self>> {
+        let mut all: Vec<Self> = Vec::new();
+        for path in paths {
+            let task = Self::open(path.as_ref())?;
+            if all.iter().any(|other| other.name == task.name) {
+                let why = format!("another task is called {} too; rename the file", task.name);
+                return Err(Error::data(path.as_ref(), why));
+            }
+            all.push(task);
+        }
+        Ok(all)
+    }
+
+    /// What to tell of requests of which a sequence of so many tokens cannot hold all; none where it can.
+    #[must_use]
+    pub fn cut_note(&self, requests: &[Request], seq_len: usize) -> Option<String> {
+        let cut = num_cut(requests, seq_len);
+        (cut > 0).then(|| {
+            format!(
+                "{}: of {cut} of {} choices the beginning is left out, as they are longer than data.seq_len = {seq_len}; \
+                 --set data.seq_len=N takes more, up to the model's positions",
+                self.name,
+                requests.len()
+            )
+        })
+    }
+
     /// A request for each choice, question after question.
     ///
     /// # Errors
@@ -98,6 +131,22 @@ impl Task {
         }
         let [acc, acc_norm, acc_bytes] = right.map(|right| Score::of(&right));
         Scored { acc, acc_norm, acc_bytes }
+    }
+}
+
+impl Scored {
+    /// Each score with its name.
+    #[must_use]
+    pub fn named(&self) -> [(&'static str, Score); 3] {
+        [("acc", self.acc), ("acc_norm", self.acc_norm), ("acc_bytes", self.acc_bytes)]
+    }
+}
+
+/// Each share with its standard error.
+impl fmt::Display for Scored {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let one = |(name, Score { share, error }): (&str, Score)| format!("{name} {share:.4} ± {error:.4}");
+        f.write_str(&self.named().map(one).join(", "))
     }
 }
 

@@ -5,6 +5,7 @@ mod any_rank;
 mod collect;
 mod decoding;
 mod divergence;
+mod evaluating;
 mod folder;
 mod inspect;
 mod observer;

@@ -3,6 +3,7 @@
 use crate::config::Config;
 use crate::data::Entropy;
 use crate::error::Error;
+use crate::evaluation::Scored;
 use crate::metrics::Metrics;
 use crate::plan::Prediction;
 use nibble_core::Recipe;
@@ -26,6 +27,8 @@ pub trait Observer {
     fn evaluating(&mut self, _done: usize, _of: usize) {}
     /// A held-out loss, after so many steps.
     fn evaluation(&mut self, step: u64, valid_loss: f64);
+    /// What a task of this name came to, after so many steps.
+    fn task(&mut self, _step: u64, _name: &str, _scored: &Scored) {}
     /// A checkpoint is on the disk.
     fn checkpoint(&mut self, path: &Path);
 }

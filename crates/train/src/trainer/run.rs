@@ -2,8 +2,8 @@
 
 use super::Trainer;
 use super::alike::require_alike;
-use super::any_rank::any_rank;
 use super::divergence::of_divergence;
+use super::evaluating::Evaluator;
 use super::folder::shared_folder;
 use super::observer::{Observer, Start, Summary};
 use super::options::Options;
@@ -15,7 +15,7 @@ use crate::error::Result;
 use crate::fault::{Point, reach};
 use crate::metrics::{Metrics, Watchdog};
 use crate::plan;
-use nibble_core::allocation::{part, phase};
+use nibble_core::allocation::phase;
 use nibble_core::{DeviceKind, Kernels, MemoryStats, Mesh};
 use std::ops::ControlFlow;
 use std::path::PathBuf;
@@ -55,8 +55,9 @@ fn run_rank<'a, B: Kernels>(
     }
     let config = &origin.config.clone();
     let resumed = origin.checkpoint.as_ref().map(|c| (c.position().step, c.path().to_owned()));
+    let evaluator = Evaluator::of(config, options, mesh.all.rank() == 0, observer)?;
     let (mut trainer, mut outputs) = set_up(b, mesh, config, origin, options, observer)?;
-    let done = train(&mut trainer, &mut outputs, config, options, resumed, observer);
+    let done = train(&mut trainer, &mut outputs, config, &evaluator, resumed, observer);
     if let (Err(error), Some(outputs)) = (&done, &outputs) {
         // Before anything else is done: the others are told where it was. The first error is the one to tell.
         mesh.all.abort(&error.to_string());
@@ -85,15 +86,16 @@ fn train<B: Kernels>(
     trainer: &mut Trainer<'_, B>,
     outputs: &mut Option<Outputs>,
     config: &Config,
-    options: Options,
+    evaluator: &Evaluator,
     resumed: Option<(u64, PathBuf)>,
     observer: &mut dyn Observer,
 ) -> Result<Done> {
+    let options = evaluator.options;
     let (resumed_at, mut saved) = resumed.unzip();
     // The step of the newest checkpoint. One that fails ends the run.
     let mut saved_at = resumed_at;
     let mut loss = None;
-    let mut stopped = !evaluate_what_is_owed(trainer, outputs, resumed_at, options, observer)?;
+    let mut stopped = !evaluator.what_is_owed(trainer, outputs, resumed_at, observer)?;
     let mut watchdog = Watchdog::default();
     let is_alone = trainer.backend().1.world() == 1;
     while trainer.step() < config.train.steps && !stopped {
@@ -126,7 +128,7 @@ fn train<B: Kernels>(
                 // Before it: only steps tell several ranks that all have written, and an evaluation may take long and fail.
                 saved = tell(trainer.finish_save()?, observer).or(saved);
             }
-            stopped = self::evaluate(trainer, config.eval.batches, outputs, options, observer)?.is_none();
+            stopped = evaluator.evaluate(trainer, config.eval.batches, outputs, observer)?.is_none();
             reach(Point::Evaluated)?;
         }
     }
@@ -140,7 +142,7 @@ fn train<B: Kernels>(
     }
     let valid_loss = match stopped {
         true => None,
-        false => evaluate(trainer, 0, outputs, options, observer)?,
+        false => evaluator.evaluate(trainer, 0, outputs, observer)?,
     };
     Ok(Done { loss, valid_loss, checkpoint: saved })
 }
@@ -218,25 +220,6 @@ fn set_up<'a, B: Kernels>(
     Ok((trainer, outputs))
 }
 
-/// The held-out loss of the step that a run goes on from, if it is missing: the checkpoint was on the disk before it. False if the run
-/// was asked to stop meanwhile.
-fn evaluate_what_is_owed<B: Kernels>(
-    trainer: &mut Trainer<'_, B>,
-    outputs: &mut Option<Outputs>,
-    resumed_at: Option<u64>,
-    options: Options,
-    observer: &mut dyn Observer,
-) -> Result<bool> {
-    let (step, (b, comm), config) = (trainer.step(), trainer.backend(), trainer.config());
-    let (steps, eval) = (config.train.steps, config.eval.clone());
-    let owes = outputs.as_ref().is_some_and(|outputs| !outputs.has_held_out(step));
-    let may = resumed_at.is_some() && step < steps && due(step, eval.every);
-    if !may || !any_rank(b, comm, owes)? {
-        return Ok(true);
-    }
-    Ok(evaluate(trainer, eval.batches, outputs, options, observer)?.is_some())
-}
-
 /// Opens the files of the run. `store` is that of a run that goes on.
 fn open<B: Kernels>(
     trainer: &mut Trainer<'_, B>,
@@ -266,49 +249,18 @@ fn record(
     Ok(())
 }
 
-/// A held-out loss over so many batches (0: all there are), written, drawn and told; none if the run was asked to stop before it had
-/// them all.
-fn evaluate<B: Kernels>(
-    trainer: &mut Trainer<'_, B>,
-    batches: usize,
-    outputs: &mut Option<Outputs>,
-    options: Options,
-    observer: &mut dyn Observer,
-) -> Result<Option<f64>> {
-    phase(format_args!("the held-out loss"));
-    part("evaluation");
-    reach(Point::EvaluationBegins)?;
-    let (first, (b, comm)) = (outputs.is_some(), trainer.backend());
-    let evaluated = trainer.evaluate_while(batches, &mut |done, of| {
-        if first {
-            observer.evaluating(done, of);
-        }
-        Ok(done == of || !options.any_is_asked_to_stop(b, comm)?)
-    });
-    tell_notes(trainer, first, observer);
-    let evaluated = evaluated.map_err(|error| of_divergence(error, trainer.config(), true))?;
-    let Some(valid_loss) = evaluated else { return Ok(None) };
-    if let Some(outputs) = outputs {
-        let step = trainer.step();
-        outputs.write(&Metrics { step, valid_loss: Some(valid_loss), ..Metrics::default() })?;
-        outputs.draw()?;
-        observer.evaluation(step, valid_loss);
-    }
-    Ok(Some(valid_loss))
-}
-
 fn note_memory(metrics: &mut Metrics, memory: MemoryStats) {
     let peak = memory.peak_bytes as f64;
     metrics.memory_gib = Some(peak / f64::from(1 << 30));
     metrics.memory_percent = memory.total_bytes.map(|total| 100.0 * peak / total as f64);
 }
 
-fn due(step: u64, every: u64) -> bool {
+pub(super) fn due(step: u64, every: u64) -> bool {
     every > 0 && step.is_multiple_of(every)
 }
 
 /// Tells what exchanges among ranks have done again, on the first rank alone: all have the same to say.
-fn tell_notes<B: Kernels>(trainer: &mut Trainer<'_, B>, first: bool, observer: &mut dyn Observer) {
+pub(super) fn tell_notes<B: Kernels>(trainer: &mut Trainer<'_, B>, first: bool, observer: &mut dyn Observer) {
     let notes = trainer.take_notes();
     notes.iter().filter(|_| first).for_each(|note| observer.note(note));
 }

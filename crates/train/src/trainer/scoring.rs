@@ -97,7 +97,6 @@ impl<B: Kernels> Trainer<'_, B> {
 /// Bytes of the text of ids, of which those that only begin and end texts have none.
 fn bytes_of(tokenizer: &dyn Tokenizer, ids: &[u32]) -> usize {
     let around = [tokenizer.bos(), tokenizer.eos()];
-    let ids: Vec<i32> =
-        ids.iter().map(|id| *id as i32).filter(|id| !around.contains(&Some(*id))).collect();
+    let ids: Vec<i32> = ids.iter().map(|id| *id as i32).filter(|id| !around.contains(&Some(*id))).collect();
     tokenizer.decode_bytes(&ids).len()
 }

@@ -1,0 +1,128 @@
+//! What is evaluated while a run goes on: the held-out loss, and tasks.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use super::Trainer;
+use super::any_rank::any_rank;
+use super::divergence::of_divergence;
+use super::observer::Observer;
+use super::options::Options;
+use super::outputs::Outputs;
+use super::run::{due, tell_notes};
+use crate::config::Config;
+use crate::error::Result;
+use crate::evaluation::{Request, Task};
+use crate::fault::{Point, reach};
+use crate::metrics::Metrics;
+use crate::tokenizer::Bytes;
+use nibble_core::Kernels;
+use nibble_core::allocation::{part, phase};
+
+/// Evaluates a run, and ends that where somebody asks for it.
+pub(super) struct Evaluator {
+    pub options: Options,
+    tasks: Vec<(Task, Vec<Request>)>,
+}
+
+impl Evaluator {
+    /// Reads the tasks of a run. The first rank tells what of them does not fit a sequence.
+    ///
+    /// # Errors
+    /// For what is no task, and texts that have no ids.
+    pub fn of(
+        config: &Config,
+        options: Options,
+        is_first: bool,
+        observer: &mut dyn Observer,
+    ) -> Result<Self> {
+        let mut tasks = Vec::new();
+        if !config.eval.tasks.is_empty() {
+            let tokenizer = config.tokenizer()?.unwrap_or_else(|| Arc::new(Bytes));
+            for task in Task::open_all(&config.eval.tasks)? {
+                let requests = task.requests(&*tokenizer)?;
+                let note = task.cut_note(&requests, config.data.seq_len).filter(|_| is_first);
+                note.iter().for_each(|note| observer.note(note));
+                tasks.push((task, requests));
+            }
+        }
+        Ok(Self { options, tasks })
+    }
+
+    /// What is evaluated at the step that a run goes on from, if it is missing: the checkpoint was on the disk before it. False if the run was
+    /// asked to stop meanwhile.
+    pub fn what_is_owed<B: Kernels>(
+        &self,
+        trainer: &mut Trainer<'_, B>,
+        outputs: &mut Option<Outputs>,
+        resumed_at: Option<u64>,
+        observer: &mut dyn Observer,
+    ) -> Result<bool> {
+        let (step, (b, comm), config) = (trainer.step(), trainer.backend(), trainer.config());
+        let (steps, batches, every) = (config.train.steps, config.eval.batches, config.eval.every);
+        let owes = outputs.as_ref().is_some_and(|outputs| !outputs.has_held_out(step));
+        let may = resumed_at.is_some() && step < steps && due(step, every);
+        if !may || !any_rank(b, comm, owes)? {
+            return Ok(true);
+        }
+        Ok(self.evaluate(trainer, batches, outputs, observer)?.is_some())
+    }
+
+    /// A held-out loss over so many batches (0: all there are), and the scores of the tasks, written, drawn and told; none if the run was asked to
+    /// stop before it had them all.
+    pub fn evaluate<B: Kernels>(
+        &self,
+        trainer: &mut Trainer<'_, B>,
+        batches: usize,
+        outputs: &mut Option<Outputs>,
+        observer: &mut dyn Observer,
+    ) -> Result<Option<f64>> {
+        phase(format_args!("the held-out loss"));
+        part("evaluation");
+        reach(Point::EvaluationBegins)?;
+        let (first, (b, comm)) = (outputs.is_some(), trainer.backend());
+        let evaluated = trainer.evaluate_while(batches, &mut |done, of| {
+            if first {
+                observer.evaluating(done, of);
+            }
+            Ok(done == of || !self.options.any_is_asked_to_stop(b, comm)?)
+        });
+        tell_notes(trainer, first, observer);
+        let evaluated = evaluated.map_err(|error| of_divergence(error, trainer.config(), true))?;
+        let Some(valid_loss) = evaluated else { return Ok(None) };
+        let Some(other) = self.scores(trainer, first, observer)? else { return Ok(None) };
+        if let Some(outputs) = outputs {
+            let step = trainer.step();
+            outputs.write(&Metrics { step, valid_loss: Some(valid_loss), other, ..Metrics::default() })?;
+            outputs.draw()?;
+            observer.evaluation(step, valid_loss);
+        }
+        Ok(Some(valid_loss))
+    }
+
+    /// The scores of all tasks by their names; none if the run was asked to stop before it had them.
+    fn scores<B: Kernels>(
+        &self,
+        trainer: &mut Trainer<'_, B>,
+        first: bool,
+        observer: &mut dyn Observer,
+    ) -> Result<Option<BTreeMap<String, f64>>> {
+        let mut scores = BTreeMap::new();
+        for (task, requests) in &self.tasks {
+            let (b, comm) = trainer.backend();
+            if self.options.any_is_asked_to_stop(b, comm)? {
+                return Ok(None);
+            }
+            let found = trainer.log_likelihoods(requests, &mut |_, _| {});
+            tell_notes(trainer, first, observer);
+            let found = found.map_err(|error| of_divergence(error, trainer.config(), true))?;
+            let scored = task.score(&found);
+            if first {
+                observer.task(trainer.step(), &task.name, &scored);
+            }
+            let named = scored.named().map(|(score, of)| (format!("eval/{}/{score}", task.name), of.share));
+            scores.extend(named);
+        }
+        Ok(Some(scores))
+    }
+}
