@@ -214,6 +214,50 @@ mod tests {
         }
     }
 
+    /// A text may begin with what stands before it; a token that only texts begin with is not there twice.
+    #[test]
+    fn a_document_has_one_beginning() {
+        #[derive(Debug)]
+        struct Framed;
+        impl Tokenizer for Framed {
+            fn vocab_size(&self) -> usize {
+                Bytes.vocab_size()
+            }
+            fn encode(&self, text: &str) -> Result<Vec<i32>> {
+                Bytes.encode(text)
+            }
+            fn decode_bytes(&self, ids: &[i32]) -> Vec<u8> {
+                Bytes.decode_bytes(ids)
+            }
+            fn to_json(&self) -> String {
+                Bytes.to_json()
+            }
+            fn tokens(&self) -> String {
+                Bytes.tokens()
+            }
+            fn token(&self, id: i32) -> Option<String> {
+                Bytes.token(id)
+            }
+            fn bos(&self) -> Option<i32> {
+                Some(10)
+            }
+            fn opening(&self) -> Result<Vec<i32>> {
+                Bytes.opening()
+            }
+        }
+        for (tokenizer, wanted) in [(&Bytes as &dyn Tokenizer, vec![10, 10, 11]), (&Framed, vec![10, 11])] {
+            let mut all = Vec::new();
+            let give = &mut |request: Request| {
+                all.push(request);
+                Ok(())
+            };
+            let mut windows = Windows::new(tokenizer, 8, 8).unwrap();
+            windows.add(&piece(10..12, &[], true), give).unwrap();
+            windows.end(give).unwrap();
+            assert_eq!(all, [Request::behind(1, wanted)]);
+        }
+    }
+
     #[test]
     fn a_stride_past_a_sequence_is_refused() {
         for stride in [0, 9] {

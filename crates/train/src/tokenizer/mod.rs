@@ -137,9 +137,12 @@ pub fn open(path: &Path) -> Result<SharedTokenizer> {
         return Err(Error::Tokenizer { path: path.to_owned(), why: absent(path) });
     }
     let text = hugging_face::read(&file)?;
-    match built_in().into_iter().find(|own| own.to_json() == text) {
-        Some(own) => Ok(own),
-        None => Ok(Arc::new(HuggingFace::of(&file, text)?)),
+    let own = built_in().into_iter().find(|own| own.to_json() == text);
+    let read = HuggingFace::of(&file, text)?;
+    match own {
+        // What a folder says besides is not forgotten.
+        Some(own) if !read.has_settings() => Ok(own),
+        _ => Ok(Arc::new(read)),
     }
 }
 
@@ -197,6 +200,25 @@ mod tests {
     fn ids_beyond_the_vocabulary_do_not_stop_decoding() {
         assert_eq!(Bytes.decode(&[65, 300, -1, 66]), "A\u{fffd}\u{fffd}B");
         assert_eq!(Symbols.decode(&[0, 99]), "(\u{fffd}");
+    }
+
+    /// A chat template, or a token that texts end with, beside this program's own tokenizer is read as beside any other.
+    #[test]
+    fn what_lies_beside_the_bytes_is_read() {
+        let dir = tempfile::tempdir().unwrap();
+        Bytes
+            .files()
+            .into_iter()
+            .for_each(|(name, text)| std::fs::write(dir.path().join(name), text).unwrap());
+        let open = || open(dir.path()).unwrap();
+        assert_eq!(open().unit(), "byte");
+        let template = dir.path().join(CHAT_TEMPLATE_FILE);
+        std::fs::write(&template, "{{ messages[0].content }}").unwrap();
+        assert!(open().chat_template("").unwrap().is_some());
+        assert_eq!(open().encode("é").unwrap(), Bytes.encode("é").unwrap());
+        std::fs::remove_file(&template).unwrap();
+        std::fs::write(dir.path().join(SETTINGS_FILE), r#"{"eos_token": "A"}"#).unwrap();
+        assert_eq!(open().eos(), Some(65));
     }
 
     /// `AutoTokenizer` takes the class from here, and with it nothing but what `tokenizer.json` says: no text is changed before its ids.
