@@ -12,6 +12,8 @@ the reference's norm, cross-entropy 1e-6.
 
 `train` trains FOLDER with a fresh torch AdamW on the tokens that `nibble inspect --steps N` wrote, with the rates and settings of RUN, a folder that
 `nibble train` left with as many steps. With --save it keeps the weights; without, it requires that each step's loss is within 1e-3 of RUN's.
+
+Tokens that are not learnt (targets of -1) do not count, and documents that are kept apart (`starts`) are so here as well, by positions that begin anew and a mask of attention.
 """
 
 import argparse
@@ -78,16 +80,33 @@ def published(name, x):
     return [(f"{layer}.experts.{e}.{part}.weight", x[e]) for e in range(x.shape[0])]
 
 
-def compare(model, seen, batch):
+def batch_of(seen, number=""):
+    """what a model is given of a step, and the targets"""
+    batch = dict(input_ids=seen[f"ids{number}"].long())
+    if f"starts{number}" in seen:
+        starts = seen[f"starts{number}"].long()
+        at = torch.arange(starts.shape[1], device=starts.device)
+        same = (starts[:, :, None] == starts[:, None, :]) & (at[:, None] >= at)
+        mask = torch.zeros(same.shape, device=starts.device).masked_fill(~same, torch.finfo(torch.float32).min)
+        batch |= dict(position_ids=at - starts, attention_mask=mask[:, None])
+    return batch, seen[f"targets{number}"].long().flatten()
+
+
+def cross_entropy(logits, targets):
+    """the mean over the targets that count"""
+    return F.cross_entropy(logits, targets, ignore_index=-1)
+
+
+def compare(model, seen, args):
     """the largest error of each kind as a share of its bound, and what it is of"""
-    ids, targets = seen["ids"].long(), seen["targets"].long()
+    batch, targets = batch_of(seen)
     model.zero_grad()
-    logits = model(input_ids=ids).logits.flatten(0, 1)
-    loss = F.cross_entropy(logits.float(), targets.flatten())
+    logits = model(**batch).logits.flatten(0, 1)
+    loss = cross_entropy(logits.float(), targets)
     loss.backward()
     errors = [(((seen["logits"] - logits).norm() / logits.norm()).item() / LOGITS, "logits")]
-    ours = F.cross_entropy(seen["logits"].double(), targets.flatten())
-    theirs = F.cross_entropy(logits.double(), targets.flatten())
+    ours = cross_entropy(seen["logits"].double(), targets)
+    theirs = cross_entropy(logits.double(), targets)
     errors.append(((ours - theirs).abs().item() / LOSS, "cross-entropy"))
     named = dict(p for name, x in model.named_parameters() for p in published(name, x.grad if x.grad is not None else torch.zeros_like(x)))
     for name, grad in named.items():
@@ -173,12 +192,13 @@ def sensitive(args, model, seen):
 
 
 def steps_of(file, device):
-    """ids and targets of each step that `nibble inspect --steps N` wrote"""
-    seen = load_file(file)
-    steps = [(seen["ids"], seen["targets"])]
-    while f"ids.{len(steps)}" in seen:
-        steps.append((seen[f"ids.{len(steps)}"], seen[f"targets.{len(steps)}"]))
-    return [(ids.long().to(device), targets.long().to(device)) for ids, targets in steps]
+    """the batch of each step that `nibble inspect --steps N` wrote"""
+    seen = {name: x.to(device) for name, x in load_file(file).items() if name.split(".")[0] in ("ids", "targets", "starts")}
+    yield batch_of(seen)
+    number = 1
+    while f"ids.{number}" in seen:
+        yield batch_of(seen, f".{number}")
+        number += 1
 
 
 def train(args):
@@ -191,11 +211,11 @@ def train(args):
     groups = [dict(params=[x for x in model.parameters() if (x.ndim > 1) == decays], weight_decay=of["weight_decay"] * decays) for decays in (True, False)]
     optimizer = torch.optim.AdamW(groups, betas=(of["beta1"], of["beta2"]), eps=of["eps"])
     losses = []
-    for line, (ids, targets) in zip(run, steps_of(args.step, args.device), strict=True):
+    for line, (batch, targets) in zip(run, steps_of(args.step, args.device), strict=True):
         for group in optimizer.param_groups:
             group["lr"] = line["lr"]
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(input_ids=ids).logits.flatten(0, 1).float(), targets.flatten())
+        loss = cross_entropy(model(**batch).logits.flatten(0, 1).float(), targets)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), of["clip_norm"])
         optimizer.step()

@@ -49,6 +49,8 @@ pub struct Windows {
     stride: usize,
     /// What stands before a document.
     beginning: Vec<i32>,
+    /// Whether that is a token of its own, which a document may begin with already.
+    is_control: bool,
     /// The tokens of the document that are still needed, and whether each is a target.
     ids: Vec<i32>,
     is_target: Vec<bool>,
@@ -70,8 +72,9 @@ impl Windows {
             return Err(Error::config("stride", why));
         }
         let beginning = super::beginning(tokenizer)?;
+        let is_control = tokenizer.bos().or(tokenizer.eos()).is_some();
         let (ids, is_target) = (Vec::new(), Vec::new());
-        Ok(Self { seq_len, stride, beginning, ids, is_target, done: 0, whole: seq_len + 1 })
+        Ok(Self { seq_len, stride, beginning, is_control, ids, is_target, done: 0, whole: seq_len + 1 })
     }
 
     /// Adds a piece, which begins a document or goes on with one, and gives the windows that are whole.
@@ -84,8 +87,7 @@ impl Windows {
         }
         if self.ids.is_empty() {
             self.ids.clone_from(&self.beginning);
-            // Where the document has this token of its own, it is not there twice.
-            if piece.ids.first().is_some_and(|id| self.beginning == [*id as i32]) {
+            if self.is_control && piece.ids.first().is_some_and(|id| self.beginning == [*id as i32]) {
                 self.ids.clear();
             }
             self.is_target = vec![false; self.ids.len()];
