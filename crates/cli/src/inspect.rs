@@ -32,7 +32,7 @@ pub struct Args {
     /// The file to write, in the safetensors format.
     #[arg(long, value_name = "OUT")]
     out: PathBuf,
-    /// Also the tokens of the steps that follow, of so many steps in all: `ids.K` and `targets.K` of the K-th after it.
+    /// Also the tokens of the steps that follow, of so many steps in all: `ids.K` and `targets.K` of the K-th after it, and `starts.K` where documents are kept apart.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     steps: u64,
     #[command(flatten)]

@@ -15,7 +15,7 @@ use crate::fault::{Point, reach};
 use crate::files::WholeFolder;
 use crate::pretrained::{COMPANIONS, GENERATION_FILE, Pretrained, companions_of, copy_companions};
 use crate::spec::{ModelSpec, PartKind};
-use crate::tokenizer::{SETTINGS_FILE, transformers_tokenizer};
+use crate::tokenizer::{self, SETTINGS_FILE, transformers_tokenizer};
 use half::bf16;
 use nibble_core::formats::{Codec, Format, Rounding, ScaleRule};
 use nibble_core::ops::{Planes, Quantize};
@@ -359,10 +359,12 @@ fn write_companions(original: Original<'_>, dir: &Path) -> Result<()> {
     }
     let generation = dir.join(GENERATION_FILE);
     if !generation.exists() {
-        write_text(
-            &generation,
-            &format!("{:#}\n", json!({ "_from_model_config": true, "do_sample": true })),
-        )?;
+        let mut begins = json!({ "_from_model_config": true, "do_sample": true });
+        // Without it `transformers` goes on behind the end of a text.
+        if let Some(eos) = tokenizer::of_folder(dir)?.and_then(|tokenizer| tokenizer.eos()) {
+            begins["eos_token_id"] = eos.into();
+        }
+        write_text(&generation, &format!("{begins:#}\n"))?;
     }
     Ok(())
 }

@@ -9,6 +9,8 @@ fn a_tokenizer_goes_along_with_a_run() {
     let place = Place::with_text();
     std::fs::create_dir(place.path("made")).unwrap();
     std::fs::write(place.path("made/tokenizer.json"), TOKENIZER).unwrap();
+    let settings = r#"{"eos_token": "<think>"}"#;
+    std::fs::write(place.path("made/tokenizer_config.json"), settings).unwrap();
     let sets =
         ["data.source=random", "model.vocab_size=0", "data.tokenizer=made", "run.dir=run", "train.steps=2"];
     let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", set]).collect();
@@ -18,6 +20,11 @@ fn a_tokenizer_goes_along_with_a_run() {
     place.nibble(&["train", "run", "--resume", "--set", "train.steps=3"]).ok();
     place.nibble(&["export", "run", "folder"]).ok();
     assert_eq!(read(place.path("folder/tokenizer.json")), TOKENIZER.as_bytes());
+    // Where a text ends is said to `transformers` too.
+    let generation: serde_json::Value =
+        serde_json::from_slice(&read(place.path("folder/generation_config.json"))).unwrap();
+    let tokenizer = nibble_train::tokenizer::open(&place.path("folder")).unwrap();
+    assert_eq!(generation["eos_token_id"], tokenizer.eos().unwrap());
     let of = |path: &str, prompt: &str| {
         let args =
             ["generate", path, "--prompt", prompt, "--tokens", "12", "--temperature", "0", "--device", "cpu"];
