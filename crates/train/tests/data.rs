@@ -233,13 +233,18 @@ fn real_texts_are_read_to_the_last_byte() -> Outcome {
         println!("skipped: real texts (no data/text in NIBBLE_TESTDATA)");
         return Ok(());
     };
-    let data = Dataset::open(&text_config(&folder.join("tinyshakespeare.txt"), 256), 0)?;
+    let own = tempfile::tempdir()?;
+    let text_config = |name: &str, seq_len| {
+        let cache_dir = own.path().display().to_string();
+        DataConfig { cache_dir, ..text_config(&folder.join(name), seq_len) }
+    };
+    let data = Dataset::open(&text_config("tinyshakespeare.txt", 256), 0)?;
     let held_out = data.valid_windows() * 256 + data.valid_tail().map_or(0, |tail| tail.inputs.len());
     assert_eq!(held_out, 1_115_394 - 1_003_854 - 1, "the last 10 % of the file");
     let last = data.valid_tail().map(|tail| Bytes.decode(&tail.targets));
     let whole = std::fs::read_to_string(folder.join("tinyshakespeare.txt"))?;
     assert!(last.is_some_and(|last| whole.ends_with(&last)));
-    let packed = Dataset::open(&text_config(&folder.join("movie-reviews.txt.gz"), 256), 0)?;
+    let packed = Dataset::open(&text_config("movie-reviews.txt.gz", 256), 0)?;
     let sample = Bytes.decode(&packed.train_batch(0, 1).inputs);
     assert!(sample.contains(' ') && !sample.contains('\u{fffd}'), "not text: {sample}");
     Ok(())

@@ -28,13 +28,9 @@ struct Told {
     state: Vec<(String, Vec<u32>)>,
 }
 
-fn without_times(metrics: Metrics) -> Metrics {
-    Metrics { tps: None, tflops: None, seconds: None, ..metrics }
-}
-
 fn told<B: nibble_core::Kernels>(b: &B, comm: &dyn Comm<B>, config: &Config, steps: usize) -> Told {
     let mut trainer = Trainer::new(b, comm, config).unwrap();
-    let steps = (0..steps).map(|_| without_times(trainer.train_step().unwrap())).collect();
+    let steps = (0..steps).map(|_| trainer.train_step().unwrap().without_times()).collect();
     Told {
         steps,
         histories: trainer.histories().unwrap(),
@@ -182,7 +178,7 @@ fn resumed(config: &Config, dir: &Path, worlds: [usize; 2], steps: usize) -> Vec
                 if from {
                     trainer.load(&latest_valid(dir).unwrap().checkpoint.unwrap()).unwrap();
                 }
-                let told = (0..steps).map(|_| without_times(trainer.train_step().unwrap())).collect();
+                let told = (0..steps).map(|_| trainer.train_step().unwrap().without_times()).collect();
                 let first = nibble_core::Comm::<Cpu>::rank(&comm) == 0;
                 if !from {
                     trainer.save(store.as_ref().filter(|_| first)).unwrap();

@@ -237,8 +237,7 @@ fn told<B: Kernels>(
     if let Some((dir, false)) = saved {
         trainer.load(&latest_valid(dir).unwrap().checkpoint.unwrap()).unwrap();
     }
-    let without_times = |m: Metrics| Metrics { tps: None, tflops: None, seconds: None, ..m };
-    let steps = (0..3).map(|_| without_times(trainer.train_step().unwrap())).collect();
+    let steps = (0..3).map(|_| trainer.train_step().unwrap().without_times()).collect();
     if let Some((dir, true)) = saved {
         let store = first.then(|| Store::open(dir).unwrap());
         trainer.save(store.as_ref()).unwrap();
@@ -257,8 +256,7 @@ fn a_run_goes_on_on_any_mesh() {
     let b = cpu();
     let whole = {
         let mut trainer = Trainer::new(&b, &SOLO, &config).unwrap();
-        let without_times = |m: Metrics| Metrics { tps: None, tflops: None, seconds: None, ..m };
-        let steps: Vec<_> = (0..6).map(|_| without_times(trainer.train_step().unwrap())).collect();
+        let steps: Vec<_> = (0..6).map(|_| trainer.train_step().unwrap().without_times()).collect();
         (steps, trainer.histories().unwrap())
     };
     let files = |dir: &Path| {

@@ -51,7 +51,7 @@ struct Told {
 fn told_by(comm: &dyn Comm<Cpu>, config: &Config) -> Told {
     let cpu = Cpu::new(1).unwrap();
     let mut trainer = Trainer::new(&cpu, comm, config).unwrap();
-    let mut step = || Metrics { tps: None, tflops: None, seconds: None, ..trainer.train_step().unwrap() };
+    let mut step = || trainer.train_step().unwrap().without_times();
     let steps = vec![step(), step(), step()];
     let held_out = trainer.evaluate(1).unwrap().to_bits();
     Told { steps, held_out, state: rig::state(&cpu, &mut trainer) }

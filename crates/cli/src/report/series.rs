@@ -26,13 +26,14 @@ pub enum Place {
 }
 
 /// The series that every run may have, in the order of the report.
-const KNOWN: [(&str, Place, &str); 19] = [
+const KNOWN: [(&str, Place, &str); 20] = [
     ("loss_metrics/global_avg_loss", Place::Loss, "Training loss, nats"),
     ("validation_metrics/loss", Place::Loss, "Held-out loss, nats"),
     ("lr", Place::Optimizer, "Learning rate"),
     ("grad_norm", Place::Optimizer, "Norm of the gradient, before clipping"),
     ("throughput(tps)", Place::Speed, "Tokens a second"),
     ("time_metrics/end_to_end(s)", Place::Speed, "Seconds a step"),
+    ("time_metrics/data_loading(s)", Place::Speed, "Seconds that a step's tokens were waited for"),
     ("tflops", Place::Speed, "Teraflops a second"),
     ("mfu(%)", Place::Speed, "Percent of the device's dense BF16 rate"),
     ("power(W)", Place::Speed, "Watts of the device"),

@@ -68,6 +68,9 @@ pub struct Metrics {
     /// Seconds of the step.
     #[serde(rename = "time_metrics/end_to_end(s)", skip_serializing_if = "Option::is_none", default)]
     pub seconds: Option<f64>,
+    /// Seconds of it that the first rank's host waited for the step's tokens; where it issues steps ahead, the device waits less or not at all.
+    #[serde(rename = "time_metrics/data_loading(s)", skip_serializing_if = "Option::is_none", default)]
+    pub data_seconds: Option<f64>,
     /// Load-balancing loss, summed over layers, before its coefficient: that of shards under either `model.balance`. This and what follows about experts is absent
     /// of a dense model.
     #[serde(rename = "moe/aux_loss", skip_serializing_if = "Option::is_none", default)]
@@ -101,6 +104,12 @@ pub struct Metrics {
 }
 
 impl Metrics {
+    /// What does not depend on how fast the machine is.
+    #[must_use]
+    pub fn without_times(self) -> Self {
+        Self { tps: None, tflops: None, seconds: None, data_seconds: None, ..self }
+    }
+
     /// What a step's record says, of which so many targets count, over all ranks: the same for any number of them.
     pub(crate) fn of_step(report: &Report<'_>, config: &Config, counted: u64) -> Self {
         let tokens = config.tokens_per_step();

@@ -96,6 +96,8 @@ struct Issued<B: Kernels> {
     /// Targets that count.
     counted: u64,
     started: Instant,
+    /// How long the host waited for its tokens.
+    waited: Duration,
     /// How long the host took to issue it, recorded as it was.
     issuing: Duration,
 }
@@ -298,7 +300,9 @@ impl<'a, B: Kernels> Trainer<'a, B> {
             true => [0; 2],
             false => issue_times.issue(context.step, started, context.mesh.all.waited()),
         };
+        let asked_for = Instant::now();
         let batches = loader.take(context.step)?;
+        let waited = asked_for.elapsed();
         buffers.write_inputs(context, (lr, told, spent), &batches)?;
         let counted = batches.counted;
         let mut whole = || -> Result<Duration> {
@@ -317,7 +321,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         context.step += 1;
         // While a step is recorded the device works on the one before, whose time that is.
         let issuing = started.elapsed().saturating_sub(recording);
-        self.issued.push_back(Issued { report, how, lr, counted, started, issuing });
+        self.issued.push_back(Issued { report, how, lr, counted, started, waited, issuing });
         Ok(())
     }
 
@@ -331,7 +335,8 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// that is not finite, of whichever rank, and the step: no weight has changed since; [`nibble_core::Error::Capacity`] if an expert layer of one rank had more rows than its buffers hold; as
     /// [`Trainer::issue_step`] where a step is done again; those of a checkpoint under way, which a step that fails or is done again ends.
     pub fn settle(&mut self) -> Result<Option<Metrics>> {
-        let Some(Issued { report, how, lr, counted, started, issuing }) = self.issued.pop_front() else {
+        let Some(Issued { report, how, lr, counted, started, waited, issuing }) = self.issued.pop_front()
+        else {
             return Ok(None);
         };
         let values = self.rank.context.b.finish_download(report)?;
@@ -376,6 +381,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
             tps: Some(tps),
             tflops: Some(tps * config.flops_per_token() / 1e12),
             seconds: Some(seconds),
+            data_seconds: Some(waited.as_secs_f64()),
             ..Metrics::of_step(&report, config, counted)
         }))
     }
