@@ -6,8 +6,10 @@ mod sampling;
 mod stopping;
 
 use crate::checkpoint::Trained;
+use nibble_command::console::thousands;
 use nibble_command::device::{self, Device, DeviceArg, On, Work};
 use nibble_command::error::{Error, Result};
+use nibble_command::warn;
 use nibble_core::{Kernels, Recipe};
 use nibble_formats::{Purpose, Stream, fnv1a32};
 use nibble_train::config::Config;
@@ -73,6 +75,13 @@ pub fn run(args: Args) -> Result<()> {
     let tokens = longest.saturating_add(args.tokens);
     let wanted = tokens.checked_next_multiple_of(128).unwrap_or(tokens).min(config.positions());
     config.data.seq_len = wanted.max(config.data.seq_len);
+    if longest > config.data.seq_len {
+        warn!(
+            "warning: a prompt has {} tokens, more than the {} positions of the model, which sees the last of them alone",
+            thousands(longest as u64),
+            thousands(config.data.seq_len as u64)
+        );
+    }
     let ends = if args.ignore_eos { Vec::new() } else { ends(&trained, &*tokenizer, framing)? };
     let work = Generation {
         args: &args,

@@ -23,6 +23,19 @@ fn lines(place: &Place, model: &str, args: &[&str]) -> Vec<Value> {
 }
 
 #[test]
+fn a_prompt_that_is_longer_than_the_model_sees_is_told() {
+    let place = trained();
+    let prompt = "four bits ".repeat(20);
+    let of = |prompt: &str| {
+        place.nibble(&["generate", "run", "--prompt", prompt, "--tokens", "1", "--device", "cpu"])
+    };
+    let told = of(&prompt);
+    assert_eq!(told.code, Some(0));
+    assert!(told.stderr.contains("a prompt has 200 tokens, more than the 64 positions"), "{}", told.stderr);
+    of(&prompt[..64]).ok();
+}
+
+#[test]
 fn each_prompt_of_a_file_has_a_text_of_its_own() {
     let place = trained();
     std::fs::write(
