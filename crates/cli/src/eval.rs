@@ -16,7 +16,7 @@ use nibble_train::data::Entropy;
 use nibble_train::evaluation::Task;
 use std::path::{Path, PathBuf};
 
-/// Computes the held-out loss of a checkpoint, or scores it on tasks and texts
+/// Computes the held-out loss of a checkpoint, or scores it
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  \
     nibble eval runs/tiny\n  \
