@@ -3,7 +3,7 @@
 
 mod rig;
 
-use nibble_core::ops::squares_chunks;
+use nibble_core::ops::{Control, squares_chunks};
 use nibble_core::{Backend, DeviceKind, Mesh, MeshShape, Traffic};
 use nibble_cpu::Cpu;
 use nibble_testkit::Recorder;
@@ -14,6 +14,9 @@ use nibble_train::trainer::{Options, Trainer, run};
 use rig::{Call, FOUR_PARTS, FOUR_RANKS, Hook, Hooked, SOLO, few_held_out, mixed, on_axes, small};
 use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex};
+
+/// What goes up with the tokens of a step: scalars, and three words that ranks tell each other.
+const WORDS: u64 = Control::FROM_HOST as u64 + 3;
 
 #[test]
 fn a_step_is_one_upload_one_download_and_one_wait() {
@@ -38,9 +41,9 @@ fn a_step_is_one_upload_one_download_and_one_wait() {
                     copies_on_write: 0,
                 };
                 assert_eq!(went, want, "{recipe}, {accum} micro-batches");
-                // Inputs and targets of every token, three scalars, and three words that ranks tell each other.
+                // Inputs and targets of every token.
                 let tokens = config.tokens_per_step();
-                assert_eq!(upload_bytes, 4 * (6 + 2 * tokens), "{recipe}");
+                assert_eq!(upload_bytes, 4 * (WORDS + 2 * tokens), "{recipe}");
                 assert!(download_bytes > 0, "{recipe}");
             }
         }
@@ -122,7 +125,7 @@ fn assert_steps(went: Traffic, steps: u64, (config, mesh, plans): (&Config, Mesh
     let tokens = config.tokens_per_step() / mesh.ranks() as u64;
     let want = Traffic {
         uploads: steps,
-        upload_bytes: steps * 4 * (6 + 2 * tokens),
+        upload_bytes: steps * 4 * (WORDS + 2 * tokens),
         downloads: steps * reads,
         waits: steps * reads,
         copies_on_write: 0,
