@@ -12,7 +12,7 @@ use nibble_command::{say, warn};
 use nibble_core::Recipe;
 use nibble_train::checkpoint::Checkpoint;
 use nibble_train::config::Config;
-use nibble_train::data::Entropy;
+use nibble_train::data::{Entropy, files_of};
 use nibble_train::evaluation::Task;
 use std::path::{Path, PathBuf};
 
@@ -29,7 +29,7 @@ use std::path::{Path, PathBuf};
     A task is a file of JSON lines, each with \"question\", \"choices\" and \"answer\", the number of the right one from 0. A choice follows its question \
     after a space. `acc` takes the likeliest choice, `acc_norm` the likeliest a character, `acc_bytes` the likeliest a byte, as lm-evaluation-harness does.\n\n\
     A perplexity is that of all documents of a source, each behind the token that texts begin with. Of a document as many tokens are predicted at once as --stride \
-    says, behind as much of it as data.seq_len has room for: a smaller stride takes longer and has more before each token.")]
+    says, behind as much of it as data.seq_len has room for. Of documents that are longer than data.seq_len a smaller stride has more before each token, and takes longer.")]
 pub struct Args {
     /// Directory of a run (its newest whole checkpoint is taken), of one checkpoint, or of a model as the Hugging Face family of tools writes it.
     #[arg(value_name = "RUN_OR_MODEL")]
@@ -60,9 +60,16 @@ pub fn run(args: Args) -> Result<()> {
         let tasks = Task::open_all(&args.tasks)?;
         let config = trained.config(&[trained.tokens()?, overrides.clone()].concat())?;
         let recipe = trained.recipe(&config, &overrides)?;
-        let mut outputs = Outputs::new(args.force, args.tasks.clone());
+        let stride = args.stride.unwrap_or(config.data.seq_len);
+        if !(1..=config.data.seq_len).contains(&stride) {
+            let why = format!("--stride: got {stride}, expected 1 to {} (data.seq_len)", config.data.seq_len);
+            return Err(Error::usage(why));
+        }
+        // What is not there is told before the first task is scored, and no output replaces what is read.
+        let texts = args.texts.iter().map(|text| files_of(text)).collect::<nibble_train::Result<Vec<_>>>()?;
+        let mut outputs = Outputs::new(args.force, [args.tasks.clone(), texts.concat()].concat());
         let samples = args.samples.map(|path| outputs.named(&path, &scoring::SAMPLES)).transpose()?;
-        let (texts, stride) = (args.texts, args.stride);
+        let texts = args.texts;
         let (trained, config, recipe) = (&trained, &config, &recipe);
         let scoring = scoring::Scoring { trained, config, recipe, tasks, texts, stride };
         let found = device::run(&config.run, &scoring)?;
@@ -176,6 +183,6 @@ pub fn against(Entropy { rate, unigram }: Entropy, loss: f64) -> String {
 pub fn evaluating_line(done: usize, of: usize) {
     const LONG: usize = 100;
     if of >= LONG && (done * 10) / of != ((done - 1) * 10) / of {
-        say!("held-out loss: batch {} of {}", thousands(done as u64), thousands(of as u64));
+        say!("evaluation: batch {} of {}", thousands(done as u64), thousands(of as u64));
     }
 }

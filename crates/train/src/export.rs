@@ -340,6 +340,13 @@ fn say_type(json: &mut Value, dtype: ExportType) {
     }
 }
 
+/// The token that the texts of a run ended with, if they did.
+fn trained_end(original: Original<'_>) -> Option<i32> {
+    let Original::Checkpoint(checkpoint) = original else { return None };
+    // Texts that are there no more, or a tokenizer that has gone, are no reason not to export.
+    Config::of_checkpoint(checkpoint, &[]).and_then(|config| config.framing()).ok()?.eos
+}
+
 /// The tokenizer and what is beside it: that of the model that the run began with, or that of the checkpoint.
 fn write_companions(original: Original<'_>, dir: &Path) -> Result<()> {
     match original {
@@ -360,8 +367,9 @@ fn write_companions(original: Original<'_>, dir: &Path) -> Result<()> {
     let generation = dir.join(GENERATION_FILE);
     if !generation.exists() {
         let mut begins = json!({ "_from_model_config": true, "do_sample": true });
-        // Without it `transformers` goes on behind the end of a text.
-        if let Some(eos) = tokenizer::of_folder(dir)?.and_then(|tokenizer| tokenizer.eos()) {
+        // Without it `transformers` goes on behind the end of a text. A tokenizer that is only carried may be one that cannot be read here.
+        let of_tokenizer = tokenizer::of_folder(dir).ok().flatten().and_then(|tokenizer| tokenizer.eos());
+        if let Some(eos) = trained_end(original).or(of_tokenizer) {
             begins["eos_token_id"] = eos.into();
         }
         write_text(&generation, &format!("{begins:#}\n"))?;

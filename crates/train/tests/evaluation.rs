@@ -91,6 +91,33 @@ fn perplexity_is_that_of_the_logits() {
     assert!(error.contains("two.jsonl") && error.contains("no token"), "{error}");
 }
 
+/// Documents of token ids end where the token is that ends texts; whose ids they are has to be known.
+#[test]
+fn documents_of_ids_are_predicted_apart() {
+    let dir = tempfile::tempdir().unwrap();
+    let tokenizer = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/tokenizers/llama3");
+    let end = nibble_train::tokenizer::open(Path::new(tokenizer)).unwrap().token_id("<|endoftext|>").unwrap();
+    let book = dir.path().join("ids.bin");
+    let ids = [300, 301, 302, end, 400, 401, end];
+    let bytes = |ids: &[i32]| ids.iter().flat_map(|id| (*id as u16).to_le_bytes()).collect::<Vec<u8>>();
+    std::fs::write(&book, bytes(&ids.repeat(40))).unwrap();
+    let [source, caches] = ["data.source", "data.cache_dir"].map(|key| {
+        let at = if key == "data.source" { book.clone() } else { dir.path().join("caches") };
+        format!("{key}={}", at.display())
+    });
+    let named = format!("data.tokenizer={tokenizer}");
+    let cpu = Cpu::new(2).unwrap();
+    let of = |more: &[&str]| {
+        let sets = ["data.seq_len=16", "data.valid_fraction=0.2", "model.vocab_size=1003", &source, &caches];
+        let mut trainer = Trainer::new(&cpu, &SOLO, &small("bf16", &[&sets, more].concat())).unwrap();
+        trainer.perplexity(book.to_str().unwrap(), 16, &mut ())
+    };
+    let (found, _) = of(&[&named, "data.eos_token=<|endoftext|>"]).unwrap();
+    assert_eq!((found.documents, found.tokens), (80, 280));
+    let error = of(&[]).unwrap_err().to_string();
+    assert!(error.contains("`data.tokenizer`") && error.contains("token id 300"), "{error}");
+}
+
 #[test]
 fn texts_are_encoded_as_one_and_parted_behind_the_context() {
     let Request { ids, scored } = request(&Bytes, "one two  ", " three").unwrap();

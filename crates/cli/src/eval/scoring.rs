@@ -22,7 +22,7 @@ pub(super) struct Scoring<'a> {
     /// Files, folders and globs that are predicted whole.
     pub texts: Vec<String>,
     /// Tokens of them that are predicted at once.
-    pub stride: Option<usize>,
+    pub stride: usize,
 }
 
 /// A file of log-likelihoods.
@@ -46,10 +46,9 @@ impl Work for Scoring<'_> {
             say!("task {}: {} questions, {}", task.name, task.questions.len(), task.score(&found));
             samples.insert(task.name.clone(), by_question(task, &found));
         }
-        let stride = self.stride.unwrap_or(self.config.data.seq_len);
         for text in &self.texts {
             let mut bar = ReadingBar::new(format!("predicting {text}"), None);
-            let (found, left_out) = trainer.perplexity(text, stride, &mut bar)?;
+            let (found, left_out) = trainer.perplexity(text, self.stride, &mut bar)?;
             drop(bar);
             warn_of_left_out(text, &left_out);
             say!("{}", perplexity_line(text, &found, self.config.unit()));

@@ -138,7 +138,7 @@ impl Observer for Console {
 
     fn evaluating(&mut self, done: usize, of: usize) {
         match &self.bar {
-            Some(bar) => bar.set_message(format!("held-out loss: batch {done} of {of}")),
+            Some(bar) => bar.set_message(format!("evaluation: batch {done} of {of}")),
             None => evaluating_line(done, of),
         }
     }

@@ -90,7 +90,6 @@ pub fn place() -> Place {
     place.nibble(&["quantize", "in.st", "q.st", "--format", "nvfp4", "--device", "cpu"]).ok();
     place.nibble(&["export", "run", "model"]).ok();
     // So many that what is written of them takes more than a KiB.
-    // So many that what is written of them takes more than a KiB.
     std::fs::write(place.path("quiz.jsonl"), QUESTION.repeat(60)).unwrap();
     place
 }

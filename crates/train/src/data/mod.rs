@@ -37,6 +37,7 @@ pub use synthetic::{Entropy, Language, RECORD_TOKENS, SYNTHETIC_VOCAB, Split, re
 use crate::config::{Config, DataConfig};
 use crate::error::{Error, Result};
 use crate::tokenizer::Framing;
+use std::path::PathBuf;
 
 pub use crate::tokenizer::BYTE_VOCAB;
 
@@ -338,6 +339,14 @@ impl Dataset {
         corpus.tail(&mut batch);
         Some(batch)
     }
+}
+
+/// The files that a path, a folder or a glob means, in the order in which they are read.
+///
+/// # Errors
+/// [`Error::Data`] where there are none, or a folder cannot be read.
+pub fn files_of(source: &str) -> Result<Vec<PathBuf>> {
+    source::find(source)
 }
 
 /// The random sequence of this number: one token more than its length.

@@ -93,8 +93,9 @@ pub(crate) fn read_source(
     take: &mut dyn FnMut(Encoded) -> Result<()>,
     watch: &mut dyn Watch,
 ) -> Result<LeftOut> {
-    let encoder = Encoder { framing: Framing::default(), ..Encoder::of(config, config.model.vocab_size)? };
-    let mut reading = Reading::of(source, &config.data, &encoder)?;
+    // By the token that ends texts documents of token ids are told apart, so it is forgotten only then.
+    let mut reading = Reading::of(source, &config.data, &Encoder::of(config, config.model.vocab_size)?)?;
+    reading.encoder.framing = Framing::default();
     if let [path] = reading.files.as_slice() {
         let file = DataFile::open(path, &reading.asked, &Arc::default())?;
         reading.piped = file.is_piped().then_some(file);

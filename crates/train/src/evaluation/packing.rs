@@ -85,7 +85,7 @@ pub(crate) fn pack(requests: &[Request], (sequences, seq_len): (usize, usize)) -
             batch.starts[place..place + inputs].fill(at as i32);
             // What is behind the last request is a document of its own.
             batch.starts[place + inputs..end].fill((at + inputs) as i32);
-            for scored in &request.scored {
+            for scored in request.scored.iter().filter(|scored| !scored.is_empty()) {
                 // What is scored is predicted by the token before it.
                 let [first, end] = [scored.start, scored.end].map(|at| at.saturating_sub(cut).max(1) - 1);
                 batch.targets[place + first..place + end].copy_from_slice(&ids[first + 1..end + 1]);

@@ -40,7 +40,7 @@ impl Perplexity {
 
 /// Cuts documents into windows that are scored one by one, so that every token is predicted once.
 ///
-/// The first window of a document predicts as many tokens as a sequence has, each later one `stride` more, or what is left of it. Each predicts them
+/// The first window of a document has as many tokens as a sequence and its last target, each later one predicts `stride` more, or what is left of it. Each predicts them
 /// behind as much of the document as a sequence holds. With a stride of a whole sequence these are the windows of lm-evaluation-harness's
 /// `get_rolling_token_windows`.
 #[derive(Debug)]
@@ -49,7 +49,7 @@ pub struct Windows {
     stride: usize,
     /// What stands before a document.
     beginning: Vec<i32>,
-    /// Whether that is a token of its own, which a document may begin with already.
+    /// Whether a document of ids may begin with it already.
     is_control: bool,
     /// The tokens of the document that are still needed, and whether each is a target.
     ids: Vec<i32>,
@@ -64,7 +64,8 @@ impl Windows {
     /// Of a model that sees `seq_len` tokens, moved on by `stride`.
     ///
     /// # Errors
-    /// [`Error::Config`] with the key `stride` for one of no token, or of more than a sequence; if the tokenizer has no beginning of a text.
+    /// [`Error::Config`] with the key `stride` for one of no token, or of more than a sequence, and with the key `data.seq_len` for one that is
+    /// shorter than the beginning of a text; if the tokenizer has none.
     pub fn new(tokenizer: &dyn Tokenizer, seq_len: usize, stride: usize) -> Result<Self> {
         if stride == 0 || stride > seq_len {
             let why =
@@ -72,6 +73,10 @@ impl Windows {
             return Err(Error::config("stride", why));
         }
         let beginning = super::beginning(tokenizer)?;
+        if beginning.len() > seq_len {
+            let why = format!("is {seq_len}, and what stands before a text has {} tokens", beginning.len());
+            return Err(Error::config("data.seq_len", why));
+        }
         let is_control = tokenizer.bos().or(tokenizer.eos()).is_some();
         let (ids, is_target) = (Vec::new(), Vec::new());
         Ok(Self { seq_len, stride, beginning, is_control, ids, is_target, done: 0, whole: seq_len + 1 })
@@ -87,7 +92,10 @@ impl Windows {
         }
         if self.ids.is_empty() {
             self.ids.clone_from(&self.beginning);
-            if self.is_control && piece.ids.first().is_some_and(|id| self.beginning == [*id as i32]) {
+            if self.is_control
+                && piece.bytes.is_none()
+                && piece.ids.first().is_some_and(|id| self.beginning == [*id as i32])
+            {
                 self.ids.clear();
             }
             self.is_target = vec![false; self.ids.len()];
@@ -216,7 +224,7 @@ mod tests {
         }
     }
 
-    /// A text may begin with what stands before it; a token that only texts begin with is not there twice.
+    /// A text may begin with what stands before it; ids that begin with the token that texts begin with do not have it twice.
     #[test]
     fn a_document_has_one_beginning() {
         #[derive(Debug)]

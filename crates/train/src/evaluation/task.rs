@@ -1,6 +1,7 @@
 //! Questions with choices, scored by the log-likelihood of each choice behind its question, as lm-evaluation-harness does.
 
 use std::fmt;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
@@ -108,11 +109,19 @@ impl Task {
     /// A request for each choice, question after question.
     ///
     /// # Errors
-    /// For a text that has no ids.
+    /// [`Error::Data`] for a choice of which the tokenizer has no token.
     pub fn requests(&self, tokenizer: &dyn Tokenizer) -> Result<Vec<Request>> {
-        let all =
-            self.questions.iter().flat_map(|one| one.choices.iter().map(|choice| (&one.question, choice)));
-        all.map(|(question, choice)| request(tokenizer, question, &format!(" {choice}"))).collect()
+        let all = self.questions.iter().enumerate();
+        let all = all.flat_map(|(number, one)| one.choices.iter().map(move |choice| (number, one, choice)));
+        let made = all.map(|(number, one, choice)| {
+            let made = request(tokenizer, &one.question, &format!(" {choice}"))?;
+            if made.scored.iter().all(Range::is_empty) {
+                let why = format!("question {}: the tokenizer has no token of \"{choice}\"", number + 1);
+                return Err(Error::data(Path::new(&self.name), why));
+            }
+            Ok(made)
+        });
+        made.collect()
     }
 
     /// The scores by the log-likelihoods of [`Task::requests`], in their order. Of equal ones the first counts.

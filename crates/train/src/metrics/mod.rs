@@ -68,7 +68,7 @@ pub struct Metrics {
     /// Seconds of the step.
     #[serde(rename = "time_metrics/end_to_end(s)", skip_serializing_if = "Option::is_none", default)]
     pub seconds: Option<f64>,
-    /// Seconds of it that the first rank's host waited for the step's tokens; where it issues steps ahead, the device waits less or not at all.
+    /// Seconds that the first rank's host waited for the step's tokens, before it issued the step; where it issues steps ahead, the device waits less or not at all.
     #[serde(rename = "time_metrics/data_loading(s)", skip_serializing_if = "Option::is_none", default)]
     pub data_seconds: Option<f64>,
     /// Load-balancing loss, summed over layers, before its coefficient: that of shards under either `model.balance`. This and what follows about experts is absent
@@ -104,7 +104,7 @@ pub struct Metrics {
 }
 
 impl Metrics {
-    /// What does not depend on how fast the machine is.
+    /// The same without what [`Trainer::settle`](crate::trainer::Trainer::settle) measures of the time that the step took.
     #[must_use]
     pub fn without_times(self) -> Self {
         Self { tps: None, tflops: None, seconds: None, data_seconds: None, ..self }

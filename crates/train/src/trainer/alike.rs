@@ -9,8 +9,8 @@ use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Settings that each rank may have for itself: where it finds things, and what it computes with. That the data are the same their bytes say.
-const OWN: [&str; 6] =
-    ["data.source", "data.mixture", "data.cache_dir", "run.dir", "run.device", "run.threads"];
+const OWN: [&str; 7] =
+    ["data.source", "data.mixture", "data.cache_dir", "eval.tasks", "run.dir", "run.device", "run.threads"];
 
 /// What a rank has.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
@@ -28,6 +28,7 @@ pub(super) fn require_alike<B: Kernels>(
     b: &B,
     comm: &dyn Comm<B>,
     (config, recipe, data): (&Config, &Recipe, &Dataset),
+    tasks_sha256: &str,
 ) -> Result<()> {
     if comm.world() == 1 {
         return Ok(());
@@ -35,6 +36,7 @@ pub(super) fn require_alike<B: Kernels>(
     let mine = || {
         let mut settings = config.settings()?;
         settings.retain(|key, _| !OWN.contains(&&**key));
+        settings.insert("the SHA-256 of eval.tasks".into(), tasks_sha256.into());
         let inputs = Inputs { data_sha256: data.sha256(), settings, recipe: recipe.to_toml() };
         serde_json::to_vec(&inputs).map_err(misread)
     };

@@ -49,6 +49,11 @@ impl Evaluator {
         Ok(Self { options, tasks })
     }
 
+    /// SHA-256 of what the tasks ask and of what is right.
+    pub fn sha256(&self) -> String {
+        crate::checkpoint::sha256_hex(format!("{:?}", self.tasks).as_bytes())
+    }
+
     /// What is evaluated at the step that a run goes on from, if it is missing: the checkpoint was on the disk before it. False if the run was
     /// asked to stop meanwhile.
     pub fn what_is_owed<B: Kernels>(
@@ -80,13 +85,10 @@ impl Evaluator {
         phase(format_args!("the held-out loss"));
         part("evaluation");
         reach(Point::EvaluationBegins)?;
-        let (first, (b, comm)) = (outputs.is_some(), trainer.backend());
-        let evaluated = trainer.evaluate_while(batches, &mut |done, of| {
-            if first {
-                observer.evaluating(done, of);
-            }
-            Ok(done == of || !self.options.any_is_asked_to_stop(b, comm)?)
-        });
+        let first = outputs.is_some();
+        let mut goes_on = self.goes_on(trainer, first.then_some(&mut *observer));
+        let evaluated = trainer.evaluate_while(batches, &mut goes_on);
+        drop(goes_on);
         tell_notes(trainer, first, observer);
         let evaluated = evaluated.map_err(|error| of_divergence(error, trainer.config(), true))?;
         let Some(valid_loss) = evaluated else { return Ok(None) };
@@ -100,6 +102,21 @@ impl Evaluator {
         Ok(Some(valid_loss))
     }
 
+    /// Asks all ranks after a batch whether to go on, and tells an observer how many are done.
+    fn goes_on<'o, B: Kernels>(
+        &self,
+        trainer: &Trainer<'o, B>,
+        mut observer: Option<&'o mut dyn Observer>,
+    ) -> impl FnMut(usize, usize) -> Result<bool> + use<'o, B> {
+        let (options, (b, comm)) = (self.options, trainer.backend());
+        move |done, of| {
+            if let Some(observer) = &mut observer {
+                observer.evaluating(done, of);
+            }
+            Ok(done == of || !options.any_is_asked_to_stop(b, comm)?)
+        }
+    }
+
     /// The scores of all tasks by their names; none if the run was asked to stop before it had them.
     fn scores<B: Kernels>(
         &self,
@@ -109,13 +126,12 @@ impl Evaluator {
     ) -> Result<Option<BTreeMap<String, f64>>> {
         let mut scores = BTreeMap::new();
         for (task, requests) in &self.tasks {
-            let (b, comm) = trainer.backend();
-            if self.options.any_is_asked_to_stop(b, comm)? {
-                return Ok(None);
-            }
-            let found = trainer.log_likelihoods(requests, &mut |_, _| {});
+            let mut goes_on = self.goes_on(trainer, first.then_some(&mut *observer));
+            let found = trainer.log_likelihoods_while(requests, &mut goes_on);
+            drop(goes_on);
             tell_notes(trainer, first, observer);
             let found = found.map_err(|error| of_divergence(error, trainer.config(), true))?;
+            let Some(found) = found else { return Ok(None) };
             let scored = task.score(&found);
             if first {
                 observer.task(trainer.step(), &task.name, &scored);

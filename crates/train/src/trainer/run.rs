@@ -56,7 +56,7 @@ fn run_rank<'a, B: Kernels>(
     let config = &origin.config.clone();
     let resumed = origin.checkpoint.as_ref().map(|c| (c.position().step, c.path().to_owned()));
     let evaluator = Evaluator::of(config, options, mesh.all.rank() == 0, observer)?;
-    let (mut trainer, mut outputs) = set_up(b, mesh, config, origin, options, observer)?;
+    let (mut trainer, mut outputs) = set_up(b, mesh, config, origin, &evaluator, observer)?;
     let done = train(&mut trainer, &mut outputs, config, &evaluator, resumed, observer);
     if let (Err(error), Some(outputs)) = (&done, &outputs) {
         // Before anything else is done: the others are told where it was. The first error is the one to tell.
@@ -186,9 +186,10 @@ fn set_up<'a, B: Kernels>(
     mesh: Mesh<'a, B>,
     config: &Config,
     origin: Origin,
-    options: Options,
+    evaluator: &Evaluator,
     observer: &mut dyn Observer,
 ) -> Result<(Trainer<'a, B>, Option<Outputs>)> {
+    let options = evaluator.options;
     let first = mesh.all.rank() == 0;
     let Origin { store, checkpoint, recipe, data, .. } = origin;
     let prediction = plan::require_room_for(b, (mesh.shape(), mesh.all.host_ranks()), config, &recipe)?;
@@ -197,7 +198,8 @@ fn set_up<'a, B: Kernels>(
         Some(data) => trainer.with(data),
         None => trainer.with_data()?,
     };
-    require_alike(b, mesh.all, (trainer.config(), trainer.recipe(), trainer.data()?))?;
+    let inputs = (trainer.config(), trainer.recipe(), trainer.data()?);
+    require_alike(b, mesh.all, inputs, &evaluator.sha256())?;
     match &checkpoint {
         Some(checkpoint) => trainer.load(checkpoint)?,
         None => trainer.load_initial()?,

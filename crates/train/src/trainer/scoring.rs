@@ -21,6 +21,24 @@ impl<B: Kernels> Trainer<'_, B> {
         requests: &[Request],
         tell: &mut dyn FnMut(usize, usize),
     ) -> Result<Vec<f64>> {
+        let mut go_on = |done, of| {
+            tell(done, of);
+            Ok(true)
+        };
+        // Those that are not cut short are there.
+        Ok(self.log_likelihoods_while(requests, &mut go_on)?.unwrap_or_default())
+    }
+
+    /// [`Trainer::log_likelihoods`], asking after every batch whether to go on; none once the answer was no. Every rank asks after the same
+    /// batches, and owes the same answer.
+    ///
+    /// # Errors
+    /// As [`Trainer::log_likelihoods`]; what `go_on` returns.
+    pub fn log_likelihoods_while(
+        &mut self,
+        requests: &[Request],
+        go_on: &mut dyn FnMut(usize, usize) -> Result<bool>,
+    ) -> Result<Option<Vec<f64>>> {
         self.require_settled("log_likelihoods")?;
         phase(format_args!("log-likelihoods"));
         part("evaluation");
@@ -29,30 +47,36 @@ impl<B: Kernels> Trainer<'_, B> {
         let batches = pack(requests, sizes);
         let mut sums = vec![0.0; requests.len()];
         let b = context.b;
-        let mut work = || -> Result<()> {
+        let mut work = || -> Result<bool> {
             model.prepare(&context.inference_cx(1)?)?;
             for (number, packed) in batches.iter().enumerate() {
                 let nats = context.nats_of_tokens(model, &packed.batch)?;
                 packed.add_to(&nats, &mut sums);
-                tell(number + 1, batches.len());
+                if !go_on(number + 1, batches.len())? {
+                    return Ok(false);
+                }
             }
-            Ok(())
+            Ok(true)
         };
         let done = b.within(activations, || Ok(work()));
         model.release();
-        done??;
+        if !done?? {
+            return Ok(None);
+        }
         if sums.iter().any(|nats| !nats.is_finite()) {
             let site = "log-likelihoods".into();
             return Err(CoreError::NonFinite { site, layer: "-".into(), step: self.step() }.into());
         }
-        Ok(sums.into_iter().map(|nats: f64| -nats).collect())
+        Ok(Some(sums.into_iter().map(|nats: f64| -nats).collect()))
     }
 
     /// How well all documents of a source are predicted, which is read as the run's own data are, and what is left out of it. No document sees
-    /// another; of each as many tokens are predicted at once as `stride` says, see [`Windows`]. A document has the token before it that texts begin with, and none behind it.
+    /// another; of each as many tokens are predicted at once as `stride` says, see [`Windows`]. A document has the token before it that texts begin with, and none behind it
+    /// but one that its file has there.
     ///
     /// # Errors
-    /// [`Error::Data`] for files that cannot be read, and where there is nothing to predict; else as [`Windows::new`] and
+    /// [`Error::Data`] for files that cannot be read, and where there is nothing to predict; [`Error::Config`] for token ids whose tokenizer is not known;
+    /// else as [`Windows::new`] and
     /// [`Trainer::log_likelihoods`].
     pub fn perplexity(
         &mut self,
@@ -68,11 +92,13 @@ impl<B: Kernels> Trainer<'_, B> {
         let mut windows = Windows::new(&*tokenizer, seq_len, stride)?;
         let (mut found, mut held) = (Perplexity::default(), Vec::new());
         let mut nats = 0.0;
-        let most = (HELD / seq_len).max(config.train.batch_size);
+        let mut tokens_held = 0;
         let mut give = |request: Request| {
             found.tokens += request.scored.iter().map(|run| run.len() as u64).sum::<u64>();
+            tokens_held += request.ids.len();
             held.push(request);
-            if held.len() >= most {
+            if tokens_held >= HELD {
+                tokens_held = 0;
                 nats -= self.log_likelihoods(&held, &mut |_, _| {})?.iter().sum::<f64>();
                 held.clear();
             }
@@ -80,6 +106,15 @@ impl<B: Kernels> Trainer<'_, B> {
         };
         let (mut documents, mut bytes) = (0, 0);
         let take = &mut |piece: Encoded| {
+            let is_of_others = |id: &u32| *id as usize >= tokenizer.vocab_size();
+            let is_known = tokenizer.unit() != "byte" || piece.bytes.is_some();
+            if let Some(id) = piece.ids.iter().find(|id| !is_known && is_of_others(id)) {
+                let why = format!(
+                    "is not named, and {source} has the token id {id}, which is none of {}: name the tokenizer that made its ids",
+                    tokenizer.tokens()
+                );
+                return Err(Error::config("data.tokenizer", why));
+            }
             documents += u64::from(piece.begins && !piece.ids.is_empty());
             bytes += piece.bytes.unwrap_or_else(|| bytes_of(&*tokenizer, &piece.ids)) as u64;
             windows.add(&piece, &mut give)
