@@ -15,7 +15,7 @@ use crate::fault::{Point, reach};
 use crate::files::WholeFolder;
 use crate::pretrained::{COMPANIONS, GENERATION_FILE, Pretrained, companions_of, copy_companions};
 use crate::spec::{ModelSpec, PartKind};
-use crate::tokenizer::{self, SETTINGS_FILE, transformers_tokenizer};
+use crate::tokenizer::{SETTINGS_FILE, transformers_tokenizer};
 use half::bf16;
 use nibble_core::formats::{Codec, Format, Rounding, ScaleRule};
 use nibble_core::ops::{Planes, Quantize};
@@ -95,6 +95,27 @@ impl Original<'_> {
         }
     }
 
+    /// The token that its texts end with: of a run that of its data, else that of its tokenizer. None where a tokenizer that is only carried along is one that
+    /// cannot be read here.
+    fn end_of_texts(&self) -> Result<Option<i32>> {
+        let found = match self {
+            Self::Checkpoint(checkpoint) => {
+                let config = Config::of_checkpoint(checkpoint, &[])?;
+                let of_tokenizer = || Ok(config.tokenizer()?.and_then(|tokenizer| tokenizer.eos()));
+                config
+                    .framing()
+                    .and_then(|framing| framing.eos.map_or_else(of_tokenizer, |eos| Ok(Some(eos))))
+            }
+            Self::Folder(folder) => {
+                folder.tokenizer().map(|tokenizer| tokenizer.and_then(|tokenizer| tokenizer.eos()))
+            }
+        };
+        match found {
+            Err(Error::Tokenizer { .. }) => Ok(None),
+            found => found,
+        }
+    }
+
     /// Checks that nothing is left of its tensors.
     fn finish(&self, tensors: Tensors) -> Result<()> {
         match self {
@@ -127,8 +148,11 @@ pub fn export<B: Kernels>(
     if to.file_name().is_none() {
         return Err(Error::config("FOLDER", format!("{} names no folder", to.display())));
     }
+    // Before anything is written: a tokenizer may take more memory than there is.
+    let end = original.end_of_texts()?;
     let folder = WholeFolder::create(to).map_err(Error::io(to))?;
-    let exported = write_folder(b, original, dtype, file_bytes, folder.unfinished())?;
+    let exported = write_model(b, original, dtype, file_bytes, folder.unfinished())?;
+    write_companions(original, end, folder.unfinished())?;
     folder.finish().map_err(Error::io(to))?;
     Ok(exported)
 }
@@ -141,7 +165,8 @@ struct Job {
     blocks: Option<ScaleRule>,
 }
 
-fn write_folder<B: Kernels>(
+/// Weights and `config.json`.
+fn write_model<B: Kernels>(
     b: &B,
     original: Original<'_>,
     dtype: ExportType,
@@ -170,7 +195,6 @@ fn write_folder<B: Kernels>(
     let mut json = family::config_json(family, &model, model.max_positions);
     say_type(&mut json, dtype);
     write_text(&dir.join("config.json"), &format!("{json:#}\n"))?;
-    write_companions(original, dir)?;
     let bytes = specs.iter().map(|(spec, _)| spec.num_bytes()).sum();
     Ok(Exported { tensors: specs.len(), bytes, files: files.len() })
 }
@@ -340,15 +364,8 @@ fn say_type(json: &mut Value, dtype: ExportType) {
     }
 }
 
-/// The token that the texts of a run ended with, if they did.
-fn trained_end(original: Original<'_>) -> Option<i32> {
-    let Original::Checkpoint(checkpoint) = original else { return None };
-    // Texts that are there no more, or a tokenizer that has gone, are no reason not to export.
-    Config::of_checkpoint(checkpoint, &[]).and_then(|config| config.framing()).ok()?.eos
-}
-
 /// The tokenizer and what is beside it: that of the model that the run began with, or that of the checkpoint.
-fn write_companions(original: Original<'_>, dir: &Path) -> Result<()> {
+fn write_companions(original: Original<'_>, end: Option<i32>, dir: &Path) -> Result<()> {
     match original {
         Original::Folder(folder) => copy_companions(folder.path(), dir)?,
         Original::Checkpoint(checkpoint) => {
@@ -367,10 +384,9 @@ fn write_companions(original: Original<'_>, dir: &Path) -> Result<()> {
     let generation = dir.join(GENERATION_FILE);
     if !generation.exists() {
         let mut begins = json!({ "_from_model_config": true, "do_sample": true });
-        // Without it `transformers` goes on behind the end of a text. A tokenizer that is only carried may be one that cannot be read here.
-        let of_tokenizer = tokenizer::of_folder(dir).ok().flatten().and_then(|tokenizer| tokenizer.eos());
-        if let Some(eos) = trained_end(original).or(of_tokenizer) {
-            begins["eos_token_id"] = eos.into();
+        // Without it `transformers` goes on behind the end of a text.
+        if let Some(end) = end {
+            begins["eos_token_id"] = end.into();
         }
         write_text(&generation, &format!("{begins:#}\n"))?;
     }
