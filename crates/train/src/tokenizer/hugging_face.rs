@@ -54,11 +54,6 @@ pub(super) fn read(path: &Path) -> Result<String> {
 }
 
 impl HuggingFace {
-    /// Whether its folder says how texts begin or end, or how conversations are written.
-    pub(super) fn has_settings(&self) -> bool {
-        self.bos.or(self.eos).is_some() || !self.settings.chat_templates.is_empty()
-    }
-
     /// The tokenizer of this text of the file `path`, with what its folder says of it.
     ///
     /// # Errors

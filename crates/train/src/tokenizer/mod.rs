@@ -137,12 +137,10 @@ pub fn open(path: &Path) -> Result<SharedTokenizer> {
         return Err(Error::Tokenizer { path: path.to_owned(), why: absent(path) });
     }
     let text = hugging_face::read(&file)?;
-    let own = built_in().into_iter().find(|own| own.to_json() == text);
-    let read = HuggingFace::of(&file, text)?;
-    match own {
+    match built_in().into_iter().find(|own| own.to_json() == text) {
         // What a folder says besides is not forgotten.
-        Some(own) if !read.has_settings() => Ok(own),
-        _ => Ok(Arc::new(read)),
+        Some(own) if settings::Settings::beside(&file)?.is_nothing() => Ok(own),
+        _ => Ok(Arc::new(HuggingFace::of(&file, text)?)),
     }
 }
 

@@ -32,6 +32,11 @@ pub(super) struct Settings {
 }
 
 impl Settings {
+    /// Whether no token has a name, and conversations are written in no way.
+    pub fn is_nothing(&self) -> bool {
+        self.tokens.is_empty() && self.chat_templates.is_empty()
+    }
+
     /// Those beside a tokenizer's file. A file of another name has none: what lies there may be of another tokenizer.
     pub fn beside(tokenizer: &Path) -> Result<Self> {
         if tokenizer.file_name().is_none_or(|name| name != TOKENIZER_FILE) {
