@@ -26,9 +26,6 @@ const fn writes(out: &'static str, args: &'static [&'static str]) -> Command {
     Command { args, out: Some(out) }
 }
 
-/// A question of a task.
-pub const QUESTION: &str = "{\"question\": \"one\", \"choices\": [\"two\", \"three\"], \"answer\": 0}\n";
-
 pub const ALL: &[Command] = &[
     writes("out", &["train", "small.toml", "--set", "run.dir=out"]),
     says(&["environment"]),
@@ -90,7 +87,7 @@ pub fn place() -> Place {
     place.nibble(&["quantize", "in.st", "q.st", "--format", "nvfp4", "--device", "cpu"]).ok();
     place.nibble(&["export", "run", "model"]).ok();
     // So many that what is written of them takes more than a KiB.
-    std::fs::write(place.path("quiz.jsonl"), QUESTION.repeat(60)).unwrap();
+    std::fs::write(place.path("quiz.jsonl"), crate::QUESTION.repeat(60)).unwrap();
     place
 }
 

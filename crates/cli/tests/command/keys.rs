@@ -210,7 +210,7 @@ fn every_key_changes_what_a_run_leaves() {
     let rows: String = (0..400).map(row).collect();
     std::fs::write(place.path("rows.jsonl"), &rows).unwrap();
     std::fs::write(place.path("broken.jsonl"), rows + "{\"other\": 1}\n").unwrap();
-    std::fs::write(place.path("quiz.jsonl"), crate::every::QUESTION).unwrap();
+    std::fs::write(place.path("quiz.jsonl"), crate::QUESTION).unwrap();
     // What another run begins with.
     place.train(&["--set", "run.dir=first", "--set", "train.steps=2", "--set", "seed=5"]).ok();
     let cases = cases();

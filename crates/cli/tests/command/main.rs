@@ -33,6 +33,8 @@ mod quantize;
 mod reading;
 mod report;
 mod runs;
+#[cfg(target_os = "linux")]
+mod scoring;
 #[cfg(all(unix, debug_assertions))]
 mod signals;
 #[cfg(target_os = "linux")]
@@ -160,6 +162,9 @@ impl Place {
         self.nibble(&[&["train", "small.toml"], args].concat())
     }
 }
+
+/// A question of a task.
+const QUESTION: &str = "{\"question\": \"one\", \"choices\": [\"two\", \"three\"], \"answer\": 0}\n";
 
 /// A model that trains in a fraction of a second, on shards of 128 tokens as the block recipes ask.
 const SMALL: &str = r#"

@@ -598,22 +598,3 @@ fn another_model_is_told_before_its_memory() {
     assert!(error.contains("differs from that of the run to be resumed"), "{error}");
     assert!(error.contains("model.experts: 4 → 4096") && !error.contains("GiB"), "{error}");
 }
-
-/// What cannot be predicted is told before anything is scored, and no output replaces what is read.
-#[test]
-fn what_is_to_be_predicted_is_looked_for_first() {
-    let place = crate::every::place();
-    let scored = |more: &[&str]| {
-        let args = ["eval", "model", "--device", "cpu", "--task", "quiz.jsonl"];
-        place.nibble(&[&args, more].concat()).failed(2)
-    };
-    for stride in ["0", "65"] {
-        let error = scored(&["--samples", "out.json", "--perplexity", "text.txt", "--stride", stride]);
-        assert!(error.contains(&format!("--stride: got {stride}, expected 1 to 64")), "{error}");
-    }
-    let error = scored(&["--samples", "out.json", "--perplexity", "missing.txt"]);
-    assert!(error.contains("missing.txt") && !place.path("out.json").exists(), "{error}");
-    let text = crate::read(place.path("text.txt"));
-    scored(&["--samples", "text.txt", "--force", "--perplexity", "text.txt"]);
-    assert!(crate::read(place.path("text.txt")) == text);
-}

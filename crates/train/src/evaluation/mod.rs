@@ -15,7 +15,8 @@ use crate::tokenizer::Tokenizer;
 /// The ids of a text and of what continues it, as one request: the text is encoded alone, and what the whole has behind as many ids is the
 /// continuation. Spaces at the end of the text belong to the continuation. In place of a text of nothing else stands the token that a text begins with.
 ///
-/// These are the rules of lm-evaluation-harness's `_encode_pair`, so that its numbers and these are of the same ids.
+/// These are the rules of lm-evaluation-harness's `_encode_pair` for a tokenizer that puts no token before a text. Where one does, the harness has that
+/// token before the context, and here there is none.
 ///
 /// # Errors
 /// For a text that has no ids.

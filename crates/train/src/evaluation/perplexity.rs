@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use crate::tokenizer::Tokenizer;
 
 /// How well documents are predicted.
-#[derive(Debug, Clone, Copy, PartialEq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Perplexity {
     /// Documents that have a token.
     pub documents: u64,
@@ -25,7 +25,7 @@ impl Perplexity {
         (self.nats / self.tokens as f64).exp()
     }
 
-    /// e to the nats a byte, which models of any tokenizer are compared by.
+    /// e to the nats a byte, which models of any tokenizer are compared by. Infinite where no token has a text.
     #[must_use]
     pub fn by_byte(&self) -> f64 {
         (self.nats / self.bytes as f64).exp()

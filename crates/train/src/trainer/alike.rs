@@ -1,5 +1,6 @@
-//! What every rank must have alike: data, configuration, recipe. Ranks that are processes have each read their own.
+//! What every rank must have alike: data, tasks, configuration, recipe. Ranks that are processes have each read their own.
 
+use super::evaluating::Evaluator;
 use super::of_all_ranks::of_all_ranks;
 use crate::config::Config;
 use crate::data::Dataset;
@@ -8,7 +9,7 @@ use nibble_core::{Comm, Kernels, Recipe};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Settings that each rank may have for itself: where it finds things, and what it computes with. That the data are the same their bytes say.
+/// Settings that each rank may have for itself: where it finds things, and what it computes with. That data and tasks are the same their SHA-256 says.
 const OWN: [&str; 7] =
     ["data.source", "data.mixture", "data.cache_dir", "eval.tasks", "run.dir", "run.device", "run.threads"];
 
@@ -28,7 +29,7 @@ pub(super) fn require_alike<B: Kernels>(
     b: &B,
     comm: &dyn Comm<B>,
     (config, recipe, data): (&Config, &Recipe, &Dataset),
-    tasks_sha256: &str,
+    evaluator: &Evaluator,
 ) -> Result<()> {
     if comm.world() == 1 {
         return Ok(());
@@ -36,7 +37,7 @@ pub(super) fn require_alike<B: Kernels>(
     let mine = || {
         let mut settings = config.settings()?;
         settings.retain(|key, _| !OWN.contains(&&**key));
-        settings.insert("the SHA-256 of eval.tasks".into(), tasks_sha256.into());
+        settings.insert("the SHA-256 of eval.tasks".into(), evaluator.sha256());
         let inputs = Inputs { data_sha256: data.sha256(), settings, recipe: recipe.to_toml() };
         serde_json::to_vec(&inputs).map_err(misread)
     };

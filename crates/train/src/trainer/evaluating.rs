@@ -19,6 +19,9 @@ use crate::tokenizer::Bytes;
 use nibble_core::Kernels;
 use nibble_core::allocation::{part, phase};
 
+/// Whether to go on, after so many batches of how many.
+type GoOn<'a> = dyn FnMut(usize, usize) -> Result<bool> + 'a;
+
 /// Evaluates a run, and ends that where somebody asks for it.
 pub(super) struct Evaluator {
     pub options: Options,
@@ -86,12 +89,9 @@ impl Evaluator {
         part("evaluation");
         reach(Point::EvaluationBegins)?;
         let first = outputs.is_some();
-        let mut goes_on = self.goes_on(trainer, first.then_some(&mut *observer));
-        let evaluated = trainer.evaluate_while(batches, &mut goes_on);
-        drop(goes_on);
-        tell_notes(trainer, first, observer);
-        let evaluated = evaluated.map_err(|error| of_divergence(error, trainer.config(), true))?;
-        let Some(valid_loss) = evaluated else { return Ok(None) };
+        let evaluated =
+            self.told(trainer, first, observer, |trainer, go_on| trainer.evaluate_while(batches, go_on));
+        let Some(valid_loss) = evaluated? else { return Ok(None) };
         let Some(other) = self.scores(trainer, first, observer)? else { return Ok(None) };
         if let Some(outputs) = outputs {
             let step = trainer.step();
@@ -102,19 +102,23 @@ impl Evaluator {
         Ok(Some(valid_loss))
     }
 
-    /// Asks all ranks after a batch whether to go on, and tells an observer how many are done.
-    fn goes_on<'o, B: Kernels>(
+    /// Evaluates by `work`, which asks all ranks after every batch whether to go on; the first rank tells how many are done, and what had to be done again.
+    fn told<'b, B: Kernels, T>(
         &self,
-        trainer: &Trainer<'o, B>,
-        mut observer: Option<&'o mut dyn Observer>,
-    ) -> impl FnMut(usize, usize) -> Result<bool> + use<'o, B> {
-        let (options, (b, comm)) = (self.options, trainer.backend());
-        move |done, of| {
-            if let Some(observer) = &mut observer {
+        trainer: &mut Trainer<'b, B>,
+        first: bool,
+        observer: &mut dyn Observer,
+        work: impl FnOnce(&mut Trainer<'b, B>, &mut GoOn<'_>) -> Result<Option<T>>,
+    ) -> Result<Option<T>> {
+        let (b, comm) = trainer.backend();
+        let done = work(trainer, &mut |done, of| {
+            if first {
                 observer.evaluating(done, of);
             }
-            Ok(done == of || !options.any_is_asked_to_stop(b, comm)?)
-        }
+            Ok(done == of || !self.options.any_is_asked_to_stop(b, comm)?)
+        });
+        tell_notes(trainer, first, observer);
+        done.map_err(|error| of_divergence(error, trainer.config(), true))
     }
 
     /// The scores of all tasks by their names; none if the run was asked to stop before it had them.
@@ -126,12 +130,10 @@ impl Evaluator {
     ) -> Result<Option<BTreeMap<String, f64>>> {
         let mut scores = BTreeMap::new();
         for (task, requests) in &self.tasks {
-            let mut goes_on = self.goes_on(trainer, first.then_some(&mut *observer));
-            let found = trainer.log_likelihoods_while(requests, &mut goes_on);
-            drop(goes_on);
-            tell_notes(trainer, first, observer);
-            let found = found.map_err(|error| of_divergence(error, trainer.config(), true))?;
-            let Some(found) = found else { return Ok(None) };
+            let found = self.told(trainer, first, observer, |trainer, go_on| {
+                trainer.log_likelihoods_while(requests, go_on)
+            });
+            let Some(found) = found? else { return Ok(None) };
             let scored = task.score(&found);
             if first {
                 observer.task(trainer.step(), &task.name, &scored);

@@ -199,7 +199,7 @@ fn set_up<'a, B: Kernels>(
         None => trainer.with_data()?,
     };
     let inputs = (trainer.config(), trainer.recipe(), trainer.data()?);
-    require_alike(b, mesh.all, inputs, &evaluator.sha256())?;
+    require_alike(b, mesh.all, inputs, evaluator)?;
     match &checkpoint {
         Some(checkpoint) => trainer.load(checkpoint)?,
         None => trainer.load_initial()?,

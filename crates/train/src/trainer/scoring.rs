@@ -70,14 +70,13 @@ impl<B: Kernels> Trainer<'_, B> {
         Ok(Some(sums.into_iter().map(|nats: f64| -nats).collect()))
     }
 
-    /// How well all documents of a source are predicted, which is read as the run's own data are, and what is left out of it. No document sees
-    /// another; of each as many tokens are predicted at once as `stride` says, see [`Windows`]. A document has the token before it that texts begin with, and none behind it
-    /// but one that its file has there.
+    /// How well all documents of a source are predicted, and the rows of it that are left out. The source is read as the run's own data are. No
+    /// document sees another; `stride` tokens of one are predicted at once ([`Windows`]). The token that texts begin with stands before a document,
+    /// and none behind it but one that its file has there.
     ///
     /// # Errors
-    /// [`Error::Data`] for files that cannot be read, and where there is nothing to predict; [`Error::Config`] for token ids whose tokenizer is not known;
-    /// else as [`Windows::new`] and
-    /// [`Trainer::log_likelihoods`].
+    /// [`Error::Data`] for files that cannot be read, and where there is nothing to predict; [`Error::Config`] for token ids whose tokenizer is not
+    /// known; else as [`Windows::new`] and [`Trainer::log_likelihoods`].
     pub fn perplexity(
         &mut self,
         source: &str,
@@ -90,11 +89,10 @@ impl<B: Kernels> Trainer<'_, B> {
         let tokenizer = self.tokenizer()?;
         let seq_len = config.data.seq_len;
         let mut windows = Windows::new(&*tokenizer, seq_len, stride)?;
-        let (mut found, mut held) = (Perplexity::default(), Vec::new());
-        let mut nats = 0.0;
-        let mut tokens_held = 0;
+        let (mut held, mut tokens_held) = (Vec::new(), 0);
+        let (mut tokens, mut nats) = (0, 0.0);
         let mut give = |request: Request| {
-            found.tokens += request.scored.iter().map(|run| run.len() as u64).sum::<u64>();
+            tokens += request.scored.iter().map(|run| run.len() as u64).sum::<u64>();
             tokens_held += request.ids.len();
             held.push(request);
             if tokens_held >= HELD {
@@ -122,10 +120,10 @@ impl<B: Kernels> Trainer<'_, B> {
         let left_out = read_source(&config, source, take, watch)?;
         windows.end(&mut give)?;
         nats -= self.log_likelihoods(&held, &mut |_, _| {})?.iter().sum::<f64>();
-        if found.tokens == 0 {
+        if tokens == 0 {
             return Err(Error::data(Path::new(source), "has no token that could be predicted"));
         }
-        Ok((Perplexity { documents, bytes, nats, ..found }, left_out))
+        Ok((Perplexity { documents, tokens, bytes, nats }, left_out))
     }
 }
 
