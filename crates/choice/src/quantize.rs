@@ -130,7 +130,10 @@ impl QuantizeDesc {
     /// Of an operation.
     pub fn of<B: Backend>(op: &Quantize<'_, B>) -> Self {
         let has_cols = matches!(op.planes, Planes::Cols | Planes::Both);
-        let rows = op.x.rows / op.stack.max(1);
+        // Without a scale of each matrix the rows of all are alike.
+        let is_one = op.planes == Planes::Rows && !op.codec.scale_kind().has_tensor_scale();
+        let stack = if is_one { 1 } else { op.stack };
+        let rows = op.x.rows / stack.max(1);
         // A dense column plane ends with a whole block, a ragged one where its groups' capacity does.
         let dense_capacity = rows.next_multiple_of(op.codec.format().column_step());
         let capacity = if has_cols && op.groups.is_none() { dense_capacity } else { rows };
@@ -140,7 +143,7 @@ impl QuantizeDesc {
             planes: op.planes,
             rows,
             cols: op.x.cols,
-            stack: op.stack,
+            stack,
             capacity,
             groups: op.groups.map(Grouping::of),
             ragged: op.groups.is_some(),
@@ -244,7 +247,8 @@ impl QuantizeDesc {
         }
         let last = if self.is_fused() { *self } else { self.transformed() };
         let is_apart = !self.is_fused() && !last.transforms_as_it_reads();
-        let transformed = Temporary::new("the transform in F32", last.rows * self.cols * size_of::<f32>());
+        let transformed =
+            Temporary::new("the transform in F32", last.stack * last.rows * self.cols * size_of::<f32>());
         let mut all: Vec<_> = is_apart.then_some(transformed).into_iter().collect();
         if last.is_general() {
             all.extend(last.measured());

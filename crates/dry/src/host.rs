@@ -9,7 +9,7 @@ use nibble_core::{DType, Operand, Result, Tensor};
 /// A transform is made apart.
 pub(crate) fn quantize_temporaries(op: &Quantize<'_, Dry>) -> Vec<Temporary> {
     let (rows, cols) = op.x.shape();
-    let transformed = |transform: Hadamard| {
+    let transformed = |transform: Hadamard<'_, Dry>| {
         let rows = match op.planes {
             Planes::Cols => rows.next_multiple_of(transform.len.max(op.codec.format().column_step())),
             _ => rows,

@@ -2,6 +2,7 @@
 //! they are read.
 
 use nibble_core::Recipe;
+use nibble_core::formats::hadamard::LENGTHS;
 use nibble_core::formats::{Format, Purpose, Stream};
 use nibble_core::recipe::{Layer, LayerKind, Site};
 use std::collections::BTreeMap;
@@ -51,14 +52,14 @@ impl Dice {
                 true => ", scale = \"delayed\"".to_owned(),
                 false => format!(", scale = \"{rule}\""),
             };
-            if site.is_gradient() && self.once_in(4) {
-                text += ", round = \"stochastic\"";
+            if self.once_in(5) {
+                text += self.of(&[", round = \"stochastic\"", ", round = \"dither:0.25\""]);
+            }
+            if site.is_weight() && format.spec().tiles && self.once_in(3) {
+                text += self.of(&[", block = \"line\"", ", block = \"square\""]);
             }
             if site.chooses_axis() && self.once_in(3) {
                 text += ", axis = \"col\"";
-            }
-            if self.once_in(12) {
-                text += ", rht = 32";
             }
         }
         if self.once_in(5) {
@@ -92,6 +93,14 @@ impl Dice {
                 };
                 keys.insert(site.key(), precision);
             }
+            for product in kind.transformed() {
+                if self.once_in(6) {
+                    let signs = self.of(&["\"run\"", "\"step\"", "7"]);
+                    let transform = format!("{{ len = {}, signs = {signs} }}", self.of(&LENGTHS));
+                    let rht = if self.once_in(4) { "\"none\"".to_owned() } else { transform };
+                    keys.insert(product.rht_key(), rht);
+                }
+            }
             text += &format!("[{}]\n", kind.name());
             keys.into_iter().for_each(|(key, precision)| text += &format!("{key} = {precision}\n"));
         }
@@ -109,9 +118,10 @@ impl Dice {
         text
     }
 
-    /// One format for all operands of all products. Both operands of wgrad may be transformed.
+    /// One format for all operands of all products. Both operands of wgrad may be transformed, as older recipes say it.
     fn products(&mut self, format: Format, kind: LayerKind) -> BTreeMap<&'static str, String> {
-        let rht = if format.is_block() && self.once_in(4) { ", rht = 64" } else { "" };
+        let is_transformed = format.is_block() && kind != LayerKind::Head && self.once_in(4);
+        let rht = if is_transformed { ", rht = 64" } else { "" };
         let of = |more: &str| format!("{{ format = \"{format}\"{more} }}");
         let mut keys = BTreeMap::from([
             ("fprop.x", of("")),

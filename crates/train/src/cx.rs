@@ -11,7 +11,7 @@ use nibble_core::ops::{
     Cast, Counts, Delayed, Dequantize, Emit, Emitted, FindWindows, Found, Hadamard, PackedRows, Planes,
     Positions, Quantize, QuantizePack, Random, Transcode, Windows,
 };
-use nibble_core::recipe::{Computed, LayerKind, Pair, Precision, Route, Section};
+use nibble_core::recipe::{Computed, LayerKind, Pair, Precision, Route, Section, Transform};
 use nibble_core::{
     BlockScaled, DType, Error, Groups, Kernels, Mesh, Operand, Recipe, Result, RowKind, Tensor,
 };
@@ -331,13 +331,19 @@ impl<'a, B: Kernels> Cx<'a, B> {
 
     /// The random bits of a tensor, if its rounding is stochastic. In training their step is the device's own count of steps.
     pub fn random(&self, layer: &str, tensor: &str, round: Rounding) -> Option<Random<'_, B>> {
-        let drawn = round != Rounding::NearestEven && round != Rounding::NearestAway;
-        drawn.then(|| {
+        round.is_random().then(|| {
             let site = fnv1a32(&format!("{layer}.{tensor}"));
             let step = if self.clock.is_some() { 0 } else { self.step as u32 };
             let stream = Stream::new(self.seed, Purpose::Rounding, site, step);
             Random { stream, step: self.clock.as_ref() }
         })
+    }
+
+    /// A transform with the signs of a linear layer, which this number stands for. In training their step is the device's own count, as that
+    /// of random bits.
+    pub fn hadamard(&self, transform: &Transform, linear: u32) -> Hadamard<'_, B> {
+        let step = if self.clock.is_some() { 0 } else { self.step as u32 };
+        transform.hadamard(self.seed, linear, step, self.clock.as_ref())
     }
 
     /// Quantizes a plain tensor by itself.
@@ -386,8 +392,7 @@ impl<'a, B: Kernels> Cx<'a, B> {
     ) -> Result<(Quantize<'s, B>, Option<(Delayed<'s, B>, FoundCells)>)> {
         let Place { layer, tensor, linear } = at;
         let random = self.random(layer, tensor, to.round);
-        let signs = Stream::new(self.seed, Purpose::Sign, fnv1a32(linear), 0);
-        let hadamard = to.rht.map(|len| Hadamard { len, signs });
+        let hadamard = to.rht.map(|transform| self.hadamard(&transform, fnv1a32(linear)));
         let op = Quantize { groups, random, hadamard, ..Quantize::new(x, to.codec()?, planes) };
         // Of shards the host knows how many rows they have, of experts not.
         let of = match groups.is_some_and(|groups| groups.rows_each.is_none()) {

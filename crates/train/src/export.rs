@@ -212,7 +212,7 @@ fn jobs(model: &ModelSpec, named: Vec<Named>, dtype: ExportType, recipe: Option<
         if dtype != ExportType::Fp8Block || tensor.shape.len() < 2 {
             return None;
         }
-        let weight = recipe.map(|recipe| *recipe.section(kind, &part.id, 1.0).at(Site::FpropW));
+        let weight = recipe.map(|recipe| recipe.section(kind, &part.id, 1.0).at(Site::FpropW));
         let own = weight.filter(|weight| weight.format == Format::E4m3);
         Some(own.map_or(ScaleRule::Amax, |weight| weight.scale))
     };

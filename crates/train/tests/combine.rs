@@ -118,7 +118,7 @@ fn gradients_are_rounded_at_random_by_slot() {
     let rounded = |step| -> Vec<f32> {
         let cx = Cx { step, ..rig::cx(&cpu, &recipe, 1, 4) };
         let at = Place { layer: "moe.experts", tensor: "dx", linear: "moe.experts" };
-        let made = cx.form(at, &x, recipe.expert.at(Site::CombineBwd), None).unwrap();
+        let made = cx.form(at, &x, &recipe.expert.at(Site::CombineBwd), None).unwrap();
         let Operand::Block(x) = made else { panic!("no blocks") };
         Dequantize { x: &x, dtype: DType::F32 }.run(&cpu).unwrap().to_f32_vec(&cpu).unwrap()
     };

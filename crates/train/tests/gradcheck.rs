@@ -149,7 +149,7 @@ fn linear(cpu: &Cpu, n: usize, k: usize) -> Linear<Cpu> {
     let weight = normals("linear.weight", n * k).iter().map(|x| 0.3 * x).collect::<Vec<_>>();
     let weight = Tensor::from_f32(cpu, &weight, n, k).unwrap();
     let weight = Param::new("linear.weight", weight, Placement::Replicated);
-    Linear { weight, bias: None, name: "linear".into(), out: DType::F32 }
+    Linear { weight, bias: None, name: "linear".into(), linear: "linear".into(), out: DType::F32 }
 }
 
 /// Norm weights that are not all ones.

@@ -22,7 +22,7 @@ use nibble_core::ops::{
     Cast, Dequantize, Emit, Emitted, Gemm, GroupedGemm, Hadamard, Planes, Quantize, Random, SwigluBackward,
     Transcode,
 };
-use nibble_core::recipe::{By, LayerKind, Precision, Section, Site};
+use nibble_core::recipe::{By, LayerKind, Precision, Section, Site, Transform};
 use nibble_core::{DType, Groups, Operand, Recipe, Tensor};
 use nibble_cpu::Cpu;
 use nibble_train::cx::{Cx, Place};
@@ -155,7 +155,7 @@ fn made(
     cx: &Cx<'_, Cpu>,
     at: Place<'_>,
     x: &Tensor<Cpu>,
-    to: &Precision,
+    to: Precision,
     groups: Option<&Groups<Cpu>>,
 ) -> Operand<Cpu> {
     let cpu = cx.b;
@@ -165,7 +165,7 @@ fn made(
     let bits = Stream::new(cx.seed, Purpose::Rounding, fnv1a32(&format!("{}.{}", at.layer, at.tensor)), 0);
     let random = to.round.is_random().then_some(Random { stream: bits, step: None });
     let signs = Stream::new(cx.seed, Purpose::Sign, fnv1a32(at.linear), 0);
-    let hadamard = to.rht.map(|len| Hadamard { len, signs });
+    let hadamard = to.rht.map(|Transform { len, .. }| Hadamard { len, signs, step: None });
     let planes = if to.axis == BlockAxis::Col { Planes::Cols } else { Planes::Rows };
     let op = Quantize { groups, random, hadamard, ..Quantize::new(x, to.codec().unwrap(), planes) };
     let made = op.run(cpu).unwrap();
@@ -177,11 +177,11 @@ fn converted(
     cx: &Cx<'_, Cpu>,
     at: Place<'_>,
     x: &Operand<Cpu>,
-    [origin, to]: [&Precision; 2],
+    [origin, to]: [Precision; 2],
     groups: &Groups<Cpu>,
 ) -> Operand<Cpu> {
     match x {
-        _ if to.same_bits(origin) => x.clone(),
+        _ if to.same_bits(&origin) => x.clone(),
         Operand::Plain(x) => made(cx, at, x, to, Some(groups)),
         Operand::Block(x) if !to.format.is_block() => {
             Operand::Plain(Dequantize { x, dtype: DType::Bf16 }.run(cx.b).unwrap())
@@ -251,7 +251,8 @@ fn dense_linear_layer() {
         let weight = normals("w", F * D).iter().map(|x| 0.1 * x).collect::<Vec<_>>();
         let weight = Tensor::from_f32(&cpu, &weight, F, D).unwrap();
         let weight = Param::new("w", weight, Placement::Replicated);
-        let mut layer = Linear { weight, bias: None, name: "linear".into(), out: DType::Bf16 };
+        let mut layer =
+            Linear { weight, bias: None, name: "linear".into(), linear: "w".into(), out: DType::Bf16 };
         layer.prepare(&cx).unwrap();
         let x = uneven(&cpu, "x", D, fall);
         let dy = uneven(&cpu, "dy", F, |r| 18 - fall(r));
@@ -374,7 +375,7 @@ fn assert_written(
     what: &str,
     got: &Operand<Cpu>,
     exact: &Tensor<Cpu>,
-    to: &Precision,
+    to: Precision,
     groups: &Groups<Cpu>,
 ) {
     let at = Place { layer: "written", tensor: "written", linear: "written" };

@@ -5,11 +5,11 @@ mod rig;
 
 use nibble_core::Recipe;
 use nibble_core::formats::Format;
-use nibble_core::recipe::{By, LayerKind, Precision, Site};
+use nibble_core::recipe::{By, LayerKind, Precision, Product, Site};
 use nibble_cpu::Cpu;
 use nibble_train::config::Config;
 use nibble_train::trainer::Trainer;
-use rig::{Outcome, SOLO, recipes, small, state, train, with_recipe};
+use rig::{LATENT, Outcome, SOLO, recipes, small, state, train, with_recipe};
 use std::collections::BTreeSet;
 
 fn run(config: &Config, ranks: usize) -> Outcome {
@@ -122,6 +122,86 @@ fn a_hadamard_transform_of_wgrad_decides() {
     );
 }
 
+/// Eight-bit weights in lines, and the transforms of all products.
+const TRANSFORMED: &str = "extends = \"fp8-block\"
+    [all]
+    fprop.w = { format = \"e4m3\", scale = \"amax\", block = \"line\" }
+    fprop.rht = { len = 16, signs = \"step\" }
+    dgrad.rht = { len = 32, signs = 3 }
+    wgrad.rht = { len = 64, signs = \"step\" }";
+
+/// Both operands have the same signs: in eight bits a model trains as it does without a transform. With others a product is of two rotated spaces.
+#[test]
+fn transformed_products_are_the_products() {
+    let model: &[&str] = &["model.layers=2", "train.warmup_steps=2", "train.steps=30"];
+    let plain = train(&small("fp8-block", model), 1, 30, || Cpu::new(2).unwrap());
+    let (config, _dir) = with_recipe(TRANSFORMED, model);
+    let transformed = train(&config, 1, 30, || Cpu::new(2).unwrap());
+    let last = |outcome: &Outcome| *outcome.losses.last().unwrap();
+    let (a, b) = (last(&plain), last(&transformed));
+    assert!(differ(&plain, &transformed) && (a - b).abs() < 0.03, "{a} and {b}");
+}
+
+/// What a transform's blocks do not divide is refused before a run begins, with the layer's name.
+#[test]
+fn a_transform_that_a_layer_cannot_have_is_refused() {
+    let (config, _dir) = with_recipe(TRANSFORMED, &LATENT);
+    let e = Trainer::new(&Cpu::new(1).unwrap(), &SOLO, &config).err().unwrap().to_string();
+    assert!(e.contains("linear.dgrad.rht") && e.contains("self_attn") && e.contains("contracts"), "{e}");
+}
+
+#[test]
+fn transforms_of_every_product_decide() {
+    let e4m3 = "{ format = \"e4m3\", scale = \"amax\", block = \"line\" }";
+    for section in ["linear", "expert"] {
+        for product in ["fprop", "dgrad"] {
+            for signs in ["\"run\"", "\"step\"", "7"] {
+                let rht = format!("{product}.rht = {{ len = 32, signs = {signs} }}");
+                assert_decides("fp8-block", &format!("[{section}]\nfprop.w = {e4m3}\n{rht}"));
+            }
+        }
+    }
+}
+
+/// A weight that is quantized twice: dgrad's lines, its format, and what it is made of.
+#[test]
+fn a_weight_of_dgrads_own_decides() {
+    for section in ["linear", "expert"] {
+        for dgrad in [
+            "{ format = \"e4m3\", scale = \"rceil\" }",
+            "{ format = \"e4m3\", scale = \"amax\", block = \"line\" }",
+            "{ format = \"e4m3\", scale = \"amax\", block = \"line\", by = \"requantize\" }",
+        ] {
+            assert_decides("fp8-block", &format!("[{section}]\ndgrad.w = {dgrad}"));
+        }
+    }
+    assert_decides("mxfp4-hopper-head8", "[head]\ndgrad.w = { format = \"e4m3\", scale = \"amax\" }");
+}
+
+/// Nothing is rounded to nearest where a recipe says otherwise, weights included.
+#[test]
+fn every_operand_may_be_rounded_at_random() {
+    for (section, key) in [
+        ("linear", "fprop.x"),
+        ("linear", "fprop.w"),
+        ("linear", "dgrad.w"),
+        ("linear", "saved.x"),
+        ("expert", "fprop.a"),
+        ("expert", "wgrad.a"),
+        ("expert", "dgrad.dh"),
+        ("head", "fprop.w"),
+    ] {
+        let recipe = if section == "head" { "mxfp4-hopper-head8" } else { "fp8-block" };
+        let axis = if key == "saved.x" { ", axis = \"col\"" } else { "" };
+        for round in ["stochastic", "dither:0.25"] {
+            let p = format!("{{ format = \"e4m3\", scale = \"amax\", round = \"{round}\"{axis} }}");
+            let more =
+                if key == "saved.x" { format!("\nwgrad.x = {}", p.replace(axis, "")) } else { String::new() };
+            assert_decides(recipe, &format!("[{section}]\n{key} = {p}{more}"));
+        }
+    }
+}
+
 /// Every linear layer by its own name, the router and the head.
 #[test]
 fn overrides_reach_every_linear_layer() {
@@ -184,7 +264,14 @@ fn changes(now: &Precision) -> Vec<String> {
         let is_alike = |format: &Format| format.is_block() && format.spec().block == now.format.spec().block;
         let alike = Format::ALL.into_iter().filter(|format| is_alike(format) && *format != now.format);
         all.extend(alike.map(|format| format!("\"{format}\" }}")));
-        let fields = ["round = \"stochastic\"", "rht = 32", "by = \"requantize\"", "axis = \"col\""];
+        let fields = [
+            "round = \"stochastic\"",
+            "round = \"dither:0.3\"",
+            "rht = 32",
+            "by = \"requantize\"",
+            "axis = \"col\"",
+            "block = \"line\"",
+        ];
         all.extend(fields.map(|field| format!("\"{}\", {field} }}", now.format)));
     }
     all
@@ -216,36 +303,53 @@ fn is_same(a: &Recipe, b: &Recipe) -> bool {
             let precisions = kind.sites().map(move |site| {
                 let origin = section.origin(kind, site).site().map(|site| section.at(site).format);
                 match origin {
-                    Some(origin) if origin.is_block() => *section.at(site),
-                    _ => Precision { by: By::Transcode, ..*section.at(site) },
+                    Some(origin) if origin.is_block() => section.at(site),
+                    _ => Precision { by: By::Transcode, ..section.at(site) },
                 }
             });
-            (precisions.collect::<Vec<_>>(), section.kept_a().copied())
+            (precisions.collect::<Vec<_>>(), section.kept_a())
         };
         decided(a) == decided(b)
     })
+}
+
+/// What the transform of a product may be changed to.
+const TRANSFORMS: [&str; 4] =
+    ["{ len = 32 }", "{ len = 16, signs = \"step\" }", "{ len = 16, signs = 5 }", "\"none\""];
+
+/// Keys of a kind of layer, and under a recipe what each may be changed to.
+fn keys(own: &Recipe, kind: LayerKind) -> Vec<(&'static str, Vec<String>)> {
+    let of_site = |site: Site| {
+        let to = |change| format!("{{ format = {change}");
+        (site.key(), changes(&own.of(kind).at(site)).into_iter().map(to).collect())
+    };
+    let of_product = |product: &Product| (product.rht_key(), TRANSFORMS.map(str::to_owned).to_vec());
+    kind.sites().map(of_site).chain(kind.transformed().iter().map(of_product)).collect()
 }
 
 /// Every key of the kinds of layers under every recipe, changed in one field: refused, or in three steps other weights. What is kept for
 /// the backward pass, what is sent, what is remembered, and by which conversion something is made, may also be another way to the same numbers.
 #[test]
 fn every_key_under_every_recipe_decides_or_is_refused() {
-    let all = || LayerKind::ALL.into_iter().flat_map(|kind| kind.sites().map(move |site| (kind, site)));
-    let mut decided = BTreeSet::new();
+    let (mut all, mut decided) = (BTreeSet::new(), BTreeSet::new());
     for name in recipes() {
         let own = Recipe::builtin(name).unwrap();
         let base = RUNS.map(|run| after(&own, run));
         let mut ignored = Vec::new();
-        for (kind, site) in all() {
-            for change in changes(own.of(kind).at(site)) {
-                let key = format!("{}.{}", kind.name(), site.key());
-                let text = format!("extends = \"{name}\"\n{key} = {{ format = {change}");
+        let kinds = LayerKind::ALL.into_iter().map(|kind| (kind, keys(&own, kind)));
+        let of_kind =
+            |(kind, keys): (LayerKind, Vec<_>)| keys.into_iter().map(move |(key, to)| (kind, key, to));
+        for (kind, key, changes) in kinds.flat_map(of_kind) {
+            let key = format!("{}.{key}", kind.name());
+            all.insert(key.clone());
+            for change in changes {
+                let text = format!("extends = \"{name}\"\n{key} = {change}");
                 let Ok(recipe) = Recipe::parse("changed", &text) else { continue };
                 if is_same(&recipe, &own) {
                     continue;
                 }
                 // A history decides where magnitudes fall, which those of weights do later in a run.
-                let is_way = matches!(site.product(), "saved" | "dispatch" | "combine")
+                let is_way = ["saved", "dispatch", "combine"].iter().any(|product| key.contains(product))
                     || change.contains("by =")
                     || change.contains("history =");
                 let differs = RUNS.into_iter().zip(&base).any(|(run, (weights, way))| {
@@ -253,16 +357,13 @@ fn every_key_under_every_recipe_decides_or_is_refused() {
                     changed != *weights || is_way && now != *way
                 });
                 match differs {
-                    true => drop(decided.insert(key)),
+                    true => drop(decided.insert(key.clone())),
                     false => ignored.push(text),
                 }
             }
         }
         assert!(ignored.is_empty(), "decide nothing: {ignored:#?}");
     }
-    let undecided: Vec<String> = all()
-        .map(|(kind, site)| format!("{}.{}", kind.name(), site.key()))
-        .filter(|key| !decided.contains(key))
-        .collect();
+    let undecided: Vec<&String> = all.difference(&decided).collect();
     assert!(undecided.is_empty(), "refused whatever they say: {undecided:?}");
 }

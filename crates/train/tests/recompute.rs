@@ -3,7 +3,7 @@
 mod rig;
 
 use nibble_core::formats::Rounding;
-use nibble_core::recipe::{Precision, Site};
+use nibble_core::recipe::{Precision, Setting, Site};
 use nibble_core::{Backend, Comm, Mesh, Recipe, Traffic};
 use nibble_cpu::{Cpu, HostComm};
 use nibble_testkit::Recorder;
@@ -137,8 +137,8 @@ fn stochastic_rounding_too() {
 fn kept_inputs_rounded_stochastically_too() {
     let mut recipe = Recipe::builtin("fp8-block").unwrap();
     for section in [&mut recipe.linear, &mut recipe.expert] {
-        let saved = Precision { round: Rounding::Stochastic, ..*section.at(Site::SavedX) };
-        section.set(Site::SavedX, Some(saved));
+        let saved = Precision { round: Rounding::Stochastic, ..section.at(Site::SavedX) };
+        section.set(Setting::Site(Site::SavedX, Some(saved)));
     }
     let (_, want) = pass(&recipe, &Scope::DEFAULT);
     assert!(pass(&Recipe::builtin("fp8-block").unwrap(), &Scope::DEFAULT).1 != want);

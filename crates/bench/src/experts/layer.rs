@@ -196,7 +196,7 @@ fn arrived<B: Kernels>(
     let (to, groups) = (section.at(site), Some(&plan.map.groups));
     let tensor = if site == Site::DispatchFwd { "x" } else { "dy" };
     let at = Place { layer: EXPERTS, tensor, linear: EXPERTS };
-    cx.form(at, rows.plain("arrived")?, to, groups)
+    cx.form(at, rows.plain("arrived")?, &to, groups)
 }
 
 #[cfg(test)]

@@ -107,6 +107,7 @@ pub fn meaning(site: Site) -> &'static str {
         Site::FpropA => "input of an expert's second product",
         Site::DgradDy => "gradient of the output, for that of the input",
         Site::DgradDh => "the same between an expert's two products",
+        Site::DgradW => "weight, in the gradient of the input",
         Site::WgradDy => "gradient of the output, for that of the weight",
         Site::WgradDh => "the same between an expert's two products",
         Site::WgradX => "input, for the gradient of the weight",

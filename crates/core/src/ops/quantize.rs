@@ -157,22 +157,32 @@ impl<B: Backend> Emitted<B> {
 
 /// A random Hadamard transform along a contraction, in F32, before its blocks are made: signs, then x·H/√len
 /// ([`hadamard::rht`]). Both operands of a product must have the same one, or its result is meaningless.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Hadamard {
+#[derive(Debug)]
+pub struct Hadamard<'a, B: Backend> {
     /// Length of a transform block: 16, 32, 64 or 128.
     pub len: usize,
     /// The signs, by position along the contraction, counted from the start of the group. Purpose `Sign`; site and seed
-    /// are those of the linear layer, step 0.
+    /// are those of the linear layer, the step 0, or where it does not lie on the device that of signs that change with it.
     pub signs: Stream,
+    /// The step of signs that change with it, as the first value of a buffer, as [`Random::step`].
+    pub step: Option<&'a B::Buf<u32>>,
 }
 
-impl Hadamard {
+impl<B: Backend> Clone for Hadamard<'_, B> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<B: Backend> Copy for Hadamard<'_, B> {}
+
+impl<B: Backend> Hadamard<'_, B> {
     /// The usual length.
     pub const DEFAULT_LEN: usize = 64;
 
     /// The transform of the linear layer `site`, of the usual length.
     pub const fn new(seed: u64, site: u32) -> Self {
-        Self { len: Self::DEFAULT_LEN, signs: Stream::new(seed, Purpose::Sign, site, 0) }
+        Self { len: Self::DEFAULT_LEN, signs: Stream::new(seed, Purpose::Sign, site, 0), step: None }
     }
 }
 
@@ -263,12 +273,12 @@ pub struct Quantize<'a, B: Backend> {
     pub planes: Planes,
     /// Ragged rows.
     pub groups: Option<&'a Groups<B>>,
-    /// Matrices stacked in `x` (tiles only).
+    /// Matrices stacked in `x` (tiles and rows only): each is a span.
     pub stack: usize,
     /// Random bits for stochastic rounding; element (row, col) uses index row_id · cols + col, in the transposed plane of a weight as well.
     pub random: Option<Random<'a, B>>,
     /// A transform before the blocks are made (row or column planes, one at a time).
-    pub hadamard: Option<Hadamard>,
+    pub hadamard: Option<Hadamard<'a, B>>,
     /// Scales of earlier steps instead of measured ones.
     pub delayed: Option<Delayed<'a, B>>,
     /// Of each matrix of the stack the largest magnitude, as [`MeasureAmax`] has it, and no smaller than its own (tiles only).
@@ -307,6 +317,9 @@ impl<'a, B: Backend> Quantize<'a, B> {
             return Err(Error::unsupported(OP, format, "it is not a block format; use cast"));
         }
         check_stack(OP, self.x.rows, self.stack, self.planes)?;
+        if self.stack > 1 && self.groups.is_some() {
+            return Err(Error::shape(OP, "stack (with groups)", self.stack, "1: groups are spans already"));
+        }
         if matches!(self.planes, Planes::Cols | Planes::Both) {
             check_group_align(OP, self.groups, format)?;
         }
@@ -320,8 +333,14 @@ impl<'a, B: Backend> Quantize<'a, B> {
                 format!("a stream: rounding is {}", self.codec.rounding()),
             ));
         }
-        if self.random.and_then(|random| random.step).is_some_and(|step| B::len(step) == 0) {
-            return Err(Error::shape(OP, "random.step", "an empty buffer", "the step"));
+        let steps = [
+            ("random.step", self.random.and_then(|random| random.step)),
+            ("hadamard.step", self.hadamard.and_then(|hadamard| hadamard.step)),
+        ];
+        for (argument, step) in steps {
+            if step.is_some_and(|step| B::len(step) == 0) {
+                return Err(Error::shape(OP, argument, "an empty buffer", "the step"));
+            }
         }
         self.delayed.map_or(Ok(()), |delayed| self.check_delayed(delayed))?;
         self.amax.map_or(Ok(()), |amax| self.check_amax(amax))?;
@@ -363,7 +382,7 @@ impl<'a, B: Backend> Quantize<'a, B> {
     }
 
     /// A transform runs along one contraction, in whole blocks.
-    fn check_hadamard(&self, Hadamard { len, signs }: Hadamard) -> Result<()> {
+    fn check_hadamard(&self, Hadamard { len, signs, .. }: Hadamard<'_, B>) -> Result<()> {
         const OP: &str = "quantize";
         if !hadamard::LENGTHS.contains(&len) {
             return Err(Error::shape(OP, "hadamard.len", len, "16, 32, 64 or 128"));
@@ -508,13 +527,13 @@ fn check_tensor_scale(op: &'static str, codec: Codec) -> Result<()> {
     }
 }
 
-/// Only tiles know a stack, of equal matrices.
+/// Only tiles and rows know a stack, of equal matrices.
 pub(crate) fn check_stack(op: &'static str, rows: usize, stack: usize, planes: Planes) -> Result<()> {
     if stack == 0 || !rows.is_multiple_of(stack) {
         return Err(Error::shape(op, "stack", stack, format!("a divisor of the {rows} rows")));
     }
-    if stack > 1 && planes != Planes::Tiles {
-        return Err(Error::shape(op, "stack", stack, "1, unless tiles are written"));
+    if stack > 1 && !matches!(planes, Planes::Tiles | Planes::Rows) {
+        return Err(Error::shape(op, "stack", stack, "1, unless tiles or rows are written"));
     }
     Ok(())
 }

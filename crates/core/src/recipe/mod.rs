@@ -12,13 +12,15 @@ mod precision;
 mod route;
 mod shipped;
 mod site;
+mod transform;
 mod validate;
 mod write;
 
 pub use plan::{Change, Form, Pass};
-pub use precision::{By, Precision, Section};
+pub use precision::{By, Precision, Section, Setting};
 pub use route::{Computed, ExpertRoutes, Pair, Route, WgradA};
-pub use site::{From, LayerKind, Site};
+pub use site::{From, LayerKind, Product, Site};
+pub use transform::{Signs, Transform};
 
 use crate::{DType, Error, Result};
 use nibble_formats::Format;
@@ -31,8 +33,8 @@ pub struct Override {
     pub layers: Vec<String>,
     /// Half-open part of the run, as fractions of its steps.
     pub steps: (f64, f64),
-    /// What to set, by kind of layer; none for what falls back on another site.
-    pub set: Vec<(LayerKind, Site, Option<Precision>)>,
+    /// What to set, by kind of layer.
+    pub set: Vec<(LayerKind, Setting)>,
 }
 
 impl Override {
@@ -44,14 +46,16 @@ impl Override {
 
     /// A section of a kind of layer with this change.
     fn applied(&self, kind: LayerKind, mut section: Section) -> Section {
-        self.set.iter().filter(|(k, ..)| *k == kind).for_each(|(_, site, p)| section.set(*site, *p));
+        self.set.iter().filter(|(k, _)| *k == kind).for_each(|(_, setting)| section.set(*setting));
         section
     }
 
     /// Whether it takes everything from another recipe, or everything of some products.
     fn is_whole(&self) -> bool {
-        let has = |kind, site| self.set.iter().any(|(k, s, _)| (*k, *s) == (kind, site));
-        let touched = |site: Site| self.set.iter().any(|(_, s, _)| s.product() == site.product());
+        let has = |kind, site| {
+            self.set.iter().any(|(k, s)| *k == kind && matches!(s, Setting::Site(s, _) if *s == site))
+        };
+        let touched = |site: Site| self.set.iter().any(|(_, s)| s.product() == site.product());
         LayerKind::ALL
             .into_iter()
             .all(|kind| kind.sites().filter(|s| touched(*s)).all(|site| has(kind, site)))
@@ -74,6 +78,13 @@ impl Layer {
         self.kind == kind
             && kind.has(site)
             && (self.gated || kind != LayerKind::Linear || site != Site::SavedH)
+    }
+
+    fn has_setting(&self, kind: LayerKind, setting: &Setting) -> bool {
+        match setting {
+            Setting::Site(site, _) => self.has(kind, *site),
+            Setting::Transform(product, _) => self.kind == kind && kind.transformed().contains(product),
+        }
     }
 
     /// Whether two sections decide the same for it.
@@ -172,7 +183,7 @@ impl Recipe {
             let section = self.of(kind);
             kind.sites().filter_map(|site| section.written(site))
         });
-        let set = self.overrides.iter().flat_map(|o| o.set.iter().filter_map(|(.., p)| p.as_ref()));
+        let set = self.overrides.iter().flat_map(|o| o.set.iter().filter_map(|(_, s)| s.precision()));
         written.chain(set).any(|p| p.delayed.is_some())
     }
 
@@ -181,8 +192,10 @@ impl Recipe {
     pub fn quantized_combine(&self) -> Option<(Site, Format)> {
         let of_base = Site::COMBINE.into_iter().map(|site| (site, self.expert.at(site)));
         let set = self.overrides.iter().flat_map(|o| &o.set);
-        let of_overrides = set.filter_map(|(kind, site, p)| match kind {
-            LayerKind::Expert if Site::COMBINE.contains(site) => Some((*site, p.as_ref()?)),
+        let of_overrides = set.filter_map(|(kind, setting)| match (kind, setting) {
+            (LayerKind::Expert, Setting::Site(site, p)) if Site::COMBINE.contains(site) => {
+                Some((*site, (*p)?))
+            }
             _ => None,
         });
         let all = of_base.chain(of_overrides).map(|(site, p)| (site, p.format));
@@ -246,11 +259,13 @@ impl Recipe {
             let why = format!("{pattern:?} matches no layer; there are: {}", names.join(", "));
             return fail("override.layers".into(), why);
         }
-        let is_set = |kind, site| layers.iter().any(|layer| o.is_for(&layer.name) && layer.has(kind, site));
-        match o.set.iter().find(|(kind, site, _)| !is_set(*kind, *site)) {
-            Some((kind, site, _)) if !o.is_whole() => {
+        let is_set = |kind, setting: &Setting| {
+            layers.iter().any(|layer| o.is_for(&layer.name) && layer.has_setting(kind, setting))
+        };
+        match o.set.iter().find(|(kind, setting)| !is_set(*kind, setting)) {
+            Some((kind, setting)) if !o.is_whole() => {
                 let why = format!("decides nothing: no layer that {:?} matches has it", o.layers);
-                fail(format!("override.set.{}.{}", kind.name(), site.key()), why)
+                fail(format!("override.set.{}.{}", kind.name(), setting.key()), why)
             }
             _ => Ok(()),
         }

@@ -1,9 +1,9 @@
 //! TOML to [`Recipe`].
 
-use super::precision::{DELAYED, axis_name};
-use super::{By, LayerKind, Override, Precision, Recipe, Section, Site};
+use super::precision::{DELAYED, LINE, NO_TRANSFORM, SQUARE, axis_name};
+use super::{By, LayerKind, Override, Precision, Product, Recipe, Section, Setting, Signs, Site, Transform};
 use crate::{DType, Error, Result};
-use nibble_formats::{AmaxOf, BlockAxis, DelayedScaling, Format, Rounding, ScaleRule};
+use nibble_formats::{AmaxOf, BlockAxis, DelayedScaling, Format, Rounding, ScaleRule, hadamard};
 use toml::{Table, Value};
 
 /// `name` is no `what`; what there is, and the nearest of it.
@@ -15,6 +15,9 @@ pub(super) fn unknown<'a>(what: &str, name: &str, known: impl Iterator<Item = &'
         None => format!("no {what} {name:?}; there are: {list}"),
     }
 }
+
+/// The table that says the same of dense layers and of experts.
+const ALL: &str = "all";
 
 /// The recipe being read, for error messages.
 struct Reader<'a> {
@@ -57,23 +60,29 @@ pub(super) fn parse(name: &str, text: &str) -> Result<Recipe> {
         // So are rows on their way back from the experts.
         for site in Site::COMBINE {
             if !recipe.expert.at(site).format.is_block() {
-                recipe.expert.set(site, Some(Precision::plain(recipe.activations)));
+                recipe.expert.set(Setting::Site(site, Some(Precision::plain(recipe.activations))));
             }
+        }
+    }
+    if let Some(value) = table.get(ALL) {
+        for kind in [LayerKind::Linear, LayerKind::Expert] {
+            let settings = reader.settings(LayerKind::Linear, ALL, value)?;
+            settings.into_iter().for_each(|setting| recipe.of_mut(kind).set(setting));
         }
     }
     for (key, value) in &table {
         let kind = LayerKind::ALL.into_iter().find(|kind| kind.name() == key);
         match (key.as_str(), kind) {
-            ("extends" | "activations", _) => {}
+            ("extends" | "activations" | ALL, _) => {}
             ("description", _) => recipe.description = reader.string(key, value)?.to_owned(),
             ("override", _) => recipe.overrides.extend(reader.overrides(value)?),
             (_, Some(kind)) => {
-                for (site, precision) in reader.sites(kind, value)? {
-                    recipe.of_mut(kind).set(site, precision);
+                for setting in reader.settings(kind, kind.name(), value)? {
+                    recipe.of_mut(kind).set(setting);
                 }
             }
             (other, None) => {
-                let known = ["extends", "description", "activations", "override"];
+                let known = ["extends", "description", "activations", "override", ALL];
                 let known = known.into_iter().chain(LayerKind::ALL.map(LayerKind::name));
                 return Err(reader.error(other, unknown("key", other, known)));
             }
@@ -88,8 +97,8 @@ fn follows(kind: LayerKind, key: &str) -> Option<&'static str> {
         (LayerKind::Router, _) => {
             "decides nothing: the router multiplies in F32; its weight, fprop.w, may be bf16"
         }
-        (_, "dgrad.w") => {
-            "decides nothing: one quantized weight, in two orders, serves fprop and dgrad; fprop.w says how"
+        (LayerKind::Head, "fprop.rht" | "dgrad.rht" | "wgrad.rht") => {
+            "the head's fused loss applies no Hadamard transform"
         }
         (LayerKind::Head, "saved.x" | "saved.h" | "saved.a") => {
             "decides nothing: the head makes its gradients in the forward pass and keeps one, plain"
@@ -134,28 +143,111 @@ impl Reader<'_> {
         }
     }
 
-    /// `fprop.x = { .. }` and its like: two levels of keys, then a precision.
-    fn sites(&self, kind: LayerKind, value: &Value) -> Result<Vec<(Site, Option<Precision>)>> {
-        let mut sites = Vec::new();
-        for (product, operands) in self.table(kind.name(), value)? {
+    /// `fprop.x = { .. }` and its like: two levels of keys, then a precision; or `fprop.rht`, the transform of a product.
+    fn settings(&self, kind: LayerKind, name: &str, value: &Value) -> Result<Vec<Setting>> {
+        let mut settings = Vec::new();
+        let mut of_operands = Vec::new();
+        for (product, operands) in self.table(name, value)? {
             let products = kind.products();
             let is_known = products.contains(&product.as_str());
-            for (operand, precision) in self.table(product, operands)? {
+            for (operand, value) in self.table(product, operands)? {
                 let key = format!("{product}.{operand}");
-                let whole = format!("{}.{key}", kind.name());
-                if let Some(site) = kind.sites().find(|site| site.key() == key) {
-                    sites.push((site, self.choice(&whole, site, precision)?));
+                let whole = format!("{name}.{key}");
+                let transformed = Product::ALL.into_iter().find(|p| key == p.rht_key());
+                if let Some(product) = transformed.filter(|product| kind.transformed().contains(product)) {
+                    settings.push(Setting::Transform(product, self.transform(&whole, value)?));
+                } else if let Some(site) = kind.sites().find(|site| site.key() == key) {
+                    settings.push(Setting::Site(site, self.choice(&whole, site, value)?));
+                    of_operands.extend(self.transform_of_operand(&whole, value)?.map(|len| (site, len)));
                 } else if let Some(why) = follows(kind, &key) {
                     return Err(self.error(&whole, why.into()));
                 } else if is_known {
-                    return Err(self.error(&whole, unknown("key", &key, kind.sites().map(Site::key))));
+                    let settings = Section::plain(DType::F32).settings(kind);
+                    let known: Vec<&str> = settings.iter().map(Setting::key).collect();
+                    return Err(self.error(&whole, unknown("key", &key, known.into_iter())));
                 } else {
-                    let key = format!("{}.{product}", kind.name());
+                    let key = format!("{name}.{product}");
                     return Err(self.error(&key, unknown("key", product, products.into_iter())));
                 }
             }
         }
-        Ok(sites)
+        settings.extend(self.transforms_of_operands((kind, name), &settings, &of_operands)?);
+        Ok(settings)
+    }
+
+    /// `{ len = 64, signs = "run" }`, or that there is none.
+    fn transform(&self, key: &str, value: &Value) -> Result<Option<Transform>> {
+        if value.as_str() == Some(NO_TRANSFORM) {
+            return Ok(None);
+        }
+        let Some(table) = value.as_table() else {
+            let why = format!("expected {{ len = 64 }} or \"{NO_TRANSFORM}\", got {value}");
+            return Err(self.error(key, why));
+        };
+        if let Some(other) = table.keys().find(|field| !["len", "signs"].contains(&field.as_str())) {
+            return Err(self.error(key, unknown("field", other, ["len", "signs"].into_iter())));
+        }
+        let Some(len) = table.get("len") else {
+            return Err(self.error(key, "`len` is missing".into()));
+        };
+        let signs = match table.get("signs") {
+            None => Signs::Run,
+            Some(Value::String(name)) if name == "run" => Signs::Run,
+            Some(Value::String(name)) if name == "step" => Signs::Step,
+            Some(Value::Integer(seed)) if *seed >= 0 => Signs::Seed(*seed as u64),
+            Some(other) => {
+                let why = format!("`signs` must be \"run\", \"step\" or a seed from 0 on, got {other}");
+                return Err(self.error(key, why));
+            }
+        };
+        self.length(key, "len", len).and_then(|len| Ok(Some(Transform::new(len, signs)?)))
+    }
+
+    fn length(&self, key: &str, field: &str, value: &Value) -> Result<usize> {
+        let len = value.as_integer().and_then(|len| usize::try_from(len).ok());
+        len.filter(|len| hadamard::LENGTHS.contains(len))
+            .ok_or_else(|| self.error(key, format!("`{field}` must be 16, 32, 64 or 128, got {value}")))
+    }
+
+    /// `rht = 64` of an operand, as recipes were written before products had a transform.
+    fn transform_of_operand(&self, key: &str, value: &Value) -> Result<Option<usize>> {
+        let rht = value.as_table().and_then(|table| table.get("rht"));
+        rht.map(|len| self.length(key, "rht", len)).transpose()
+    }
+
+    /// What that decides of the products: all of a product's operands that are written say the same.
+    fn transforms_of_operands(
+        &self,
+        (kind, name): (LayerKind, &str),
+        settings: &[Setting],
+        of_operands: &[(Site, usize)],
+    ) -> Result<Vec<Setting>> {
+        let mut transforms = Vec::new();
+        for (site, len) in of_operands {
+            let key = format!("{name}.{}", site.key());
+            // What is kept is transformed where it is kept as wgrad takes it.
+            let product = site.operand_of().or(site.chooses_axis().then_some(Product::Wgrad));
+            let Some(product) = product.filter(|product| kind.transformed().contains(product)) else {
+                let why = "`rht` decides nothing: a transform is of both operands of a product, as fprop.rht of a linear layer";
+                return Err(self.error(&key, why.into()));
+            };
+            let others = settings.iter().filter_map(|setting| match setting {
+                Setting::Site(other, Some(_)) if other.operand_of() == Some(product) => Some(*other),
+                _ => None,
+            });
+            for other in others {
+                if !of_operands.contains(&(other, *len)) {
+                    let why = format!(
+                        "has a transform of {len}, and {} not: both operands of a product have the same; write {}.rht = {{ len = {len} }}",
+                        other.key(),
+                        product.name()
+                    );
+                    return Err(self.error(&key, why));
+                }
+            }
+            transforms.push(Setting::Transform(product, Some(Transform::new(*len, Signs::Run)?)));
+        }
+        Ok(transforms)
     }
 
     /// A precision, or for a site that need not have one the name of that which it is like, or `"again"`.
@@ -190,8 +282,9 @@ impl Reader<'_> {
             p.axis = site.axis();
         }
         for (field, value) in table {
-            let known =
-                ["format", "axis", "scale", "history", "amax", "margin", "round", "rht", "by", "from"];
+            let known = [
+                "format", "axis", "block", "scale", "history", "amax", "margin", "round", "rht", "by", "from",
+            ];
             if !known.contains(&field.as_str()) {
                 return Err(self.error(key, unknown("field", field, known.into_iter())));
             }
@@ -200,6 +293,7 @@ impl Reader<'_> {
             }
             match field.as_str() {
                 "axis" => p.axis = self.axis(key, site, value)?,
+                "block" => p.axis = self.block(key, site, format, value)?,
                 "scale" if value.as_str() == Some(DELAYED) => {
                     p.delayed = Some(self.delayed(key, format, table)?)
                 }
@@ -216,13 +310,6 @@ impl Reader<'_> {
                 "round" => {
                     let parsed = self.string(key, value)?.parse::<Rounding>();
                     p.round = parsed.map_err(|e| self.error(key, e.to_string()))?;
-                }
-                "rht" => {
-                    let block = value.as_integer().filter(|n| [16, 32, 64, 128].contains(n));
-                    let Some(block) = block else {
-                        return Err(self.error(key, format!("`rht` must be 16, 32, 64 or 128, got {value}")));
-                    };
-                    p.rht = Some(block as usize);
                 }
                 "by" => {
                     p.by = match self.string(key, value)? {
@@ -306,6 +393,23 @@ impl Reader<'_> {
         }
     }
 
+    /// Blocks of a weight: squares, where the format has them, or along its lines.
+    fn block(&self, key: &str, site: Site, format: Format, value: &Value) -> Result<BlockAxis> {
+        let text = self.string(key, value)?;
+        let axis = match text {
+            SQUARE => BlockAxis::Tile,
+            LINE => BlockAxis::Row,
+            other => return Err(self.error(key, unknown("block", other, [SQUARE, LINE].into_iter()))),
+        };
+        if !site.is_weight() {
+            return Err(self.error(key, "`block` decides nothing: square blocks are for weights".into()));
+        }
+        match format.spec().tiles {
+            true => Ok(axis),
+            false => Err(self.error(key, format!("`block` decides nothing: {format} has no square blocks"))),
+        }
+    }
+
     fn overrides(&self, value: &Value) -> Result<Vec<Override>> {
         let list = value.as_array().ok_or_else(|| self.error("override", "write [[override]]".into()))?;
         // Of several the error says which, from 1.
@@ -371,36 +475,37 @@ impl Reader<'_> {
 
     /// `set = { recipe = "bf16" }` takes every site of another recipe, `products` those of some alone; `set.linear`,
     /// `set.expert`, `set.head` and `set.router` set single ones.
-    fn set(
-        &self,
-        table: &Table,
-        products: Option<&[String]>,
-    ) -> Result<Vec<(LayerKind, Site, Option<Precision>)>> {
-        let is_meant =
-            |site: Site| products.is_none_or(|products| products.iter().any(|p| p == site.product()));
-        let mut set = Vec::new();
+    fn set(&self, table: &Table, products: Option<&[String]>) -> Result<Vec<(LayerKind, Setting)>> {
+        let is_meant = |setting: &Setting| {
+            products.is_none_or(|products| products.iter().any(|p| p == setting.product()))
+        };
+        let mut set: Vec<(LayerKind, Setting)> = Vec::new();
         if let Some(name) = table.get("recipe") {
             let key = "override.set.recipe";
             let other = Recipe::builtin(self.string(key, name)?).map_err(|e| self.about(key, e))?;
-            let all = LayerKind::ALL.into_iter().flat_map(|kind| kind.sites().map(move |site| (kind, site)));
-            let taken = all.filter(|(_, site)| is_meant(*site));
-            set.extend(taken.map(|(kind, site)| (kind, site, other.of(kind).written(site).copied())));
+            let of_kind =
+                |kind| other.of(kind).settings(kind).into_iter().map(move |setting| (kind, setting));
+            let all = LayerKind::ALL.into_iter().flat_map(of_kind);
+            set.extend(all.filter(|(_, setting)| is_meant(setting)));
         }
         for (key, value) in table.iter().filter(|(key, _)| *key != "recipe") {
             let Some(kind) = LayerKind::ALL.into_iter().find(|kind| kind.name() == key) else {
                 let known = ["recipe"].into_iter().chain(LayerKind::ALL.map(LayerKind::name));
                 return Err(self.error("override.set", unknown("key", key, known)));
             };
-            for (site, precision) in self.sites(kind, value)? {
-                if !is_meant(site) {
+            for setting in self.settings(kind, kind.name(), value)? {
+                if !is_meant(&setting) {
                     let why = "decides nothing: it is of none of the override's `products`".into();
-                    return Err(self.error(&format!("override.set.{key}.{}", site.key()), why));
+                    return Err(self.error(&format!("override.set.{key}.{}", setting.key()), why));
                 }
-                set.retain(|(k, s, _)| (*k, *s) != (kind, site));
-                set.push((kind, site, precision));
+                set.retain(|(k, s)| *k != kind || s.key() != setting.key());
+                set.push((kind, setting));
             }
         }
-        set.sort_by_key(|(kind, site, _)| (*kind as usize, *site as usize));
+        set.sort_by_key(|(kind, setting)| match setting {
+            Setting::Site(site, _) => (*kind as usize, *site as usize),
+            Setting::Transform(product, _) => (*kind as usize, Site::ALL.len() + *product as usize),
+        });
         Ok(set)
     }
 

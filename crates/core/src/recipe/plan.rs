@@ -204,14 +204,14 @@ impl Flow {
         const KIND: LayerKind = LayerKind::Linear;
         self.pair("x", self.plain, &section.input(KIND, activations, true));
         let h = section.kept_h(true).filter(|_| gated);
-        if let Some(h) = h {
-            self.add("swiglu+quantize", "h", self.plain, h.into());
+        if let Some(h) = &h {
+            self.add("swiglu+quantize", "h", self.plain, Form::from(h));
         }
         self.pass = Pass::Backward;
         if let Some(h) = h {
-            self.add("swiglu_backward", "dh", h.into(), self.plain);
+            self.add("swiglu_backward", "dh", Form::from(&h), self.plain);
         }
-        let kept = section.at(Site::SavedX).into();
+        let kept = Form::from(&section.at(Site::SavedX));
         self.route("x", kept, &section.route(KIND, Site::WgradX, activations));
         let tensor = if gated { "dh" } else { "dy" };
         self.pair(tensor, self.plain, &section.gradient(KIND, activations));
@@ -229,19 +229,19 @@ impl Flow {
         const FORWARD: [&str; 2] = ["swiglu", "swiglu+quantize"];
         const BACKWARD: [&str; 2] = ["swiglu_backward", "swiglu_backward+quantize"];
         let at = |site| section.at(site);
-        self.sent("x", at(Site::DispatchFwd), &routes.x_sent);
-        self.pair("x", at(Site::DispatchFwd).into(), &routes.x);
+        self.sent("x", &at(Site::DispatchFwd), &routes.x_sent);
+        self.pair("x", Form::from(&at(Site::DispatchFwd)), &routes.x);
         // The kernel writes both before anything is made of a.
         self.written(FORWARD, "a", self.plain, &routes.a);
         if let Some(h) = &routes.h {
-            self.add("swiglu+quantize", "h", self.plain, h.into());
+            self.add("swiglu+quantize", "h", self.plain, Form::from(h));
         }
         self.then("a", &routes.a);
         self.returned("y", &routes.y_sent);
         self.pass = Pass::Backward;
-        self.sent("dy", at(Site::DispatchBwd), &routes.dy_sent);
-        self.pair("dy", at(Site::DispatchBwd).into(), &routes.dy);
-        let h = Form::from(at(Site::SavedH));
+        self.sent("dy", &at(Site::DispatchBwd), &routes.dy_sent);
+        self.pair("dy", Form::from(&at(Site::DispatchBwd)), &routes.dy);
+        let h = Form::from(&at(Site::SavedH));
         self.written(BACKWARD, "dh", h, &routes.dh);
         match &routes.wgrad_a {
             WgradA::Again(a) => {
@@ -251,12 +251,12 @@ impl Flow {
             }
             WgradA::Kept(route) => {
                 self.then("dh", &routes.dh);
-                self.route("a", at(Site::SavedA).into(), route);
+                self.route("a", Form::from(&at(Site::SavedA)), route);
             }
         }
         // Rows set out before the gradients of weights are computed, and are summed after that.
         self.route("dx", self.plain, &routes.dx_sent);
-        self.route("x", at(Site::SavedX).into(), &routes.wgrad_x);
+        self.route("x", Form::from(&at(Site::SavedX)), &routes.wgrad_x);
         self.summed("dx", &routes.dx_sent);
     }
 }
@@ -301,7 +301,11 @@ impl Section {
                 None => continue,
             };
             let skipped = site == Site::SavedA && self.kept_a().is_none();
-            if !skipped && origin.format.is_block() && p.format.is_block() && !p.same_bits(origin) {
+            if !skipped
+                && origin.format.is_block()
+                && p.format.is_block()
+                && (site == Site::DgradW || !p.same_bits(&origin))
+            {
                 let behind = if kind == LayerKind::Linear && of_h { " before SwiGLU" } else { "" };
                 found.push(format!("{}.{}{behind}: {origin} → {p}", kind.name(), site.key()));
             }

@@ -1,6 +1,7 @@
 //! How a tensor is represented, and the precisions of one kind of layer.
 
-use super::site::{From, LayerKind, Site};
+use super::site::{From, LayerKind, Product, Site};
+use super::transform::Transform;
 use crate::{DType, Result};
 use nibble_formats::{BlockAxis, Codec, DelayedScaling, Format, Rounding, ScaleRule};
 use std::fmt;
@@ -28,8 +29,9 @@ pub struct Precision {
     pub delayed: Option<DelayedScaling>,
     /// How elements are rounded.
     pub round: Rounding,
-    /// Length of the random Hadamard transform along the contraction, if any.
-    pub rht: Option<usize>,
+    /// The transform of its product, if it has one. Of what is kept, that of wgrad where it is kept as that takes it. It is the section's
+    /// decision ([`Section::transform`]): of a precision that is not in one it is none.
+    pub rht: Option<Transform>,
     /// How it is made of a tensor in other blocks.
     pub by: By,
 }
@@ -104,8 +106,8 @@ impl fmt::Display for Precision {
                 write!(f, " {}", self.round)?;
             }
         }
-        if let Some(block) = self.rht {
-            write!(f, " rht{block}")?;
+        if let Some(transform) = self.rht {
+            write!(f, " {transform}")?;
         }
         match self.by {
             By::Transcode => Ok(()),
@@ -117,6 +119,14 @@ impl fmt::Display for Precision {
 /// In a recipe file, in place of a scale rule: the scale follows from earlier steps.
 pub(super) const DELAYED: &str = "delayed";
 
+/// In a recipe file, in place of a transform: there is none.
+pub(super) const NO_TRANSFORM: &str = "none";
+
+/// In a recipe file, blocks of weights: squares of the matrix, or along its lines.
+pub(super) const SQUARE: &str = "square";
+/// See [`SQUARE`].
+pub(super) const LINE: &str = "line";
+
 /// The name of an axis in a recipe file.
 pub(super) fn axis_name(axis: BlockAxis) -> &'static str {
     match axis {
@@ -126,10 +136,46 @@ pub(super) fn axis_name(axis: BlockAxis) -> &'static str {
     }
 }
 
-/// The precision of every site of one kind of layer.
+/// The precision of every site of one kind of layer, and the transforms of its products.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Section {
     sites: [Option<Precision>; Site::ALL.len()],
+    transforms: [Option<Transform>; Product::ALL.len()],
+}
+
+/// One thing that a section decides.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Setting {
+    /// The precision of a site; none for one that falls back on another, or is not kept.
+    Site(Site, Option<Precision>),
+    /// The transform of a product, if it has one.
+    Transform(Product, Option<Transform>),
+}
+
+impl Setting {
+    /// Its key in a section.
+    pub fn key(&self) -> &'static str {
+        match self {
+            Self::Site(site, _) => site.key(),
+            Self::Transform(product, _) => product.rht_key(),
+        }
+    }
+
+    /// The part of the key before the dot.
+    pub fn product(&self) -> &'static str {
+        match self {
+            Self::Site(site, _) => site.product(),
+            Self::Transform(product, _) => product.name(),
+        }
+    }
+
+    /// Its precision, if it is one.
+    pub fn precision(&self) -> Option<&Precision> {
+        match self {
+            Self::Site(_, precision) => precision.as_ref(),
+            Self::Transform(..) => None,
+        }
+    }
 }
 
 impl Section {
@@ -141,35 +187,70 @@ impl Section {
             _ if site.falls_back_on().is_some() => None,
             _ => plain,
         });
-        Self { sites }
+        Self { sites, transforms: [None; Product::ALL.len()] }
     }
 
     /// The precision of a site, that of the one it falls back on where it is not written. Of an `a` that is not kept, that
     /// in which wgrad takes it.
-    pub fn at(&self, site: Site) -> &Precision {
+    pub fn at(&self, site: Site) -> Precision {
+        let rht = match (site, site.operand_of()) {
+            (_, Some(product)) => self.transform(product),
+            (Site::SavedX, None) => self.kept_for(site, Site::WgradX),
+            (Site::SavedA, None) => self.kept_for(site, Site::WgradA),
+            _ => None,
+        };
+        let p = *self.untransformed(site);
+        Precision { rht: rht.filter(|_| p.format.is_block()), ..p }
+    }
+
+    fn untransformed(&self, site: Site) -> &Precision {
         match (&self.sites[site as usize], site) {
             (Some(precision), _) => precision,
-            (None, Site::SavedA) => self.at(Site::WgradA),
+            (None, Site::SavedA) => self.untransformed(Site::WgradA),
             // Sites that fall back on none are always written.
-            (None, _) => self.at(site.falls_back_on().unwrap_or(Site::FpropX)),
+            (None, _) => self.untransformed(site.falls_back_on().unwrap_or(Site::FpropX)),
         }
     }
 
-    /// The precision of a site, if it is written.
+    /// The transform of what is kept, if it is kept as wgrad takes it.
+    fn kept_for(&self, kept: Site, operand: Site) -> Option<Transform> {
+        let (kept, operand) = (self.untransformed(kept), self.untransformed(operand));
+        let is_it = kept.same_bits(operand) && operand.by == By::Transcode;
+        self.transform(Product::Wgrad).filter(|_| is_it)
+    }
+
+    /// The transform of a product.
+    pub fn transform(&self, product: Product) -> Option<Transform> {
+        self.transforms[product as usize]
+    }
+
+    /// The precision of a site as it is written, if it is: without what its product decides.
     pub fn written(&self, site: Site) -> Option<&Precision> {
         self.sites[site as usize].as_ref()
     }
 
     /// The format in which an expert keeps the second product's input; none where it is made again from h.
-    pub fn kept_a(&self) -> Option<&Precision> {
-        self.written(Site::SavedA)
+    pub fn kept_a(&self) -> Option<Precision> {
+        self.written(Site::SavedA).map(|_| self.at(Site::SavedA))
     }
 
-    /// Sets the precision of a site; none for one that falls back on another, or is not kept.
-    pub fn set(&mut self, site: Site, precision: Option<Precision>) {
-        if precision.is_some() || site.falls_back_on().is_some() || site == Site::SavedA {
-            self.sites[site as usize] = precision;
+    /// Decides one thing.
+    pub fn set(&mut self, setting: Setting) {
+        match setting {
+            Setting::Site(site, precision) => {
+                if precision.is_some() || site.falls_back_on().is_some() || site == Site::SavedA {
+                    self.sites[site as usize] = precision;
+                }
+            }
+            Setting::Transform(product, transform) => self.transforms[product as usize] = transform,
         }
+    }
+
+    /// All that it decides for a kind of layer.
+    pub fn settings(&self, kind: LayerKind) -> Vec<Setting> {
+        let sites = kind.sites().map(|site| Setting::Site(site, self.written(site).copied()));
+        let products = kind.transformed().iter();
+        sites.chain(products.map(|&product| Setting::Transform(product, self.transform(product)))).collect()
     }
 
     /// From what the tensor of a site is made.
@@ -179,8 +260,15 @@ impl Section {
             (LayerKind::Expert, Site::FpropX | Site::SavedX) => From::Dispatched(Site::DispatchFwd),
             (LayerKind::Expert, Site::DgradDy | Site::WgradDy) => From::Dispatched(Site::DispatchBwd),
             (LayerKind::Expert, Site::WgradA) if self.kept_a().is_some() => From::Saved(Site::SavedA),
+            (_, Site::DgradW) if self.untransformed(site).by == By::Requantize => From::Operand(Site::FpropW),
             _ => From::Source,
         }
+    }
+
+    /// Whether dgrad's weight is that of fprop in the other order: of one quantization, where the format has square blocks.
+    pub fn has_one_weight(&self) -> bool {
+        let (fprop, dgrad) = (self.at(Site::FpropW), self.at(Site::DgradW));
+        fprop == dgrad && fprop.rht.is_none() && (fprop.axis == BlockAxis::Tile || !fprop.format.is_block())
     }
 
     /// Whether any tensor has blocks: then ragged rows are aligned to 128.

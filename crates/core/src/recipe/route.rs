@@ -158,8 +158,8 @@ impl Section {
     pub fn route(&self, kind: LayerKind, site: Site, activations: DType) -> Route {
         let to = self.at(site);
         match self.origin(kind, site).site() {
-            Some(origin) => Route::between(self.at(origin), to, activations),
-            None => Route::of_plain(to),
+            Some(origin) => Route::between(&self.at(origin), &to, activations),
+            None => Route::of_plain(&to),
         }
     }
 
@@ -171,7 +171,7 @@ impl Section {
                 let [first, second] = [first, second].map(|site| self.route(kind, site, activations));
                 Pair::Two(first, second)
             }
-            false => Pair::of_plain(self.at(first), self.at(second)),
+            false => Pair::of_plain(&self.at(first), &self.at(second)),
         }
     }
 
@@ -204,7 +204,7 @@ impl Section {
     }
 
     /// What SwiGLU's kernel writes of its input for the backward pass; none where that is kept as it is.
-    pub fn kept_h(&self, training: bool) -> Option<&Precision> {
+    pub fn kept_h(&self, training: bool) -> Option<Precision> {
         Some(self.at(Site::SavedH)).filter(|h| training && h.format.is_block())
     }
 
@@ -220,12 +220,12 @@ impl Section {
             (None, None) => WgradA::Again(self.a_again()),
         };
         ExpertRoutes {
-            x_sent: Route::of_plain(self.at(Site::DispatchFwd)),
+            x_sent: Route::of_plain(&self.at(Site::DispatchFwd)),
             x: self.input(KIND, activations, training),
-            h: self.kept_h(training).copied(),
+            h: self.kept_h(training),
             a: self.a(kept_a, activations),
             keeps_a: kept_a.is_some(),
-            dy_sent: Route::of_plain(self.at(Site::DispatchBwd)),
+            dy_sent: Route::of_plain(&self.at(Site::DispatchBwd)),
             dy: self.gradient(KIND, activations),
             dh: self.dh(),
             wgrad_a,
@@ -236,37 +236,39 @@ impl Section {
     }
 
     /// In what form the second product's input is kept, if it is.
-    fn second_a(&self, keep_a: bool) -> Option<&Precision> {
+    fn second_a(&self, keep_a: bool) -> Option<Precision> {
         let (fprop, wgrad) = (self.at(Site::FpropA), self.at(Site::WgradA));
         // Where h is kept in another format, wgrad's is made of that.
         let h_is_plain = !self.at(Site::SavedH).format.is_block();
-        let has_it = keep_a && h_is_plain && fprop.fused_with(wgrad);
+        let has_it = keep_a && h_is_plain && fprop.fused_with(&wgrad);
         self.kept_a().or(has_it.then_some(wgrad))
     }
 
-    fn a(&self, kept: Option<&Precision>, activations: DType) -> Computed {
+    fn a(&self, kept: Option<Precision>, activations: DType) -> Computed {
         let fprop = self.at(Site::FpropA);
-        let then = kept.map_or(Pair::One(Route::of_plain(fprop)), |kept| Pair::of_plain(fprop, kept));
-        if fprop.delayed.is_some() {
-            // A delayed scale is for values as wide as the kernel has them.
-            return Computed::Plain { dtype: DType::F32, then, why: "fprop.a has a delayed scale" };
-        }
+        let then = kept.map_or(Pair::One(Route::of_plain(&fprop)), |kept| Pair::of_plain(&fprop, &kept));
+        // What is left to an operation of its own is for values as wide as the kernel has them.
+        let apart = |why| Computed::Plain { dtype: DType::F32, then, why };
         match kept {
-            Some(kept) if !fprop.fused_with(kept) => {
+            _ if fprop.rht.is_some() => apart("fprop.a is transformed"),
+            _ if fprop.delayed.is_some() => apart("fprop.a has a delayed scale"),
+            _ if fprop.round.is_random() => apart("fprop.a is rounded at random"),
+            Some(kept) if !fprop.fused_with(&kept) => {
                 Computed::Plain { dtype: activations, then, why: "saved.a is not made as fprop.a is" }
             }
-            Some(kept) if fprop.one_read(kept) => Computed::Fused { to: *fprop, planes: Planes::Both },
-            _ => Computed::Fused { to: *fprop, planes: Planes::Rows },
+            Some(kept) if fprop.one_read(&kept) => Computed::Fused { to: fprop, planes: Planes::Both },
+            _ => Computed::Fused { to: fprop, planes: Planes::Rows },
         }
     }
 
     fn a_again(&self) -> Computed {
         let wgrad = self.at(Site::WgradA);
-        let then = Pair::One(Route::of_plain(wgrad));
+        let then = Pair::One(Route::of_plain(&wgrad));
         let why = match wgrad {
             Precision { rht: Some(_), .. } => "wgrad.a is transformed",
             Precision { delayed: Some(_), .. } => "wgrad.a has a delayed scale",
-            _ => return Computed::Fused { to: *wgrad, planes: Planes::Cols },
+            _ if wgrad.round.is_random() => "wgrad.a is rounded at random",
+            _ => return Computed::Fused { to: wgrad, planes: Planes::Cols },
         };
         Computed::Plain { dtype: DType::F32, then, why }
     }
@@ -279,16 +281,18 @@ impl Section {
             Some("dgrad.dh has a delayed scale")
         } else if dgrad.round.is_random() {
             Some("dgrad.dh is rounded at random")
+        } else if dgrad.rht.is_some() {
+            Some("dgrad.dh is transformed")
         } else if wgrad.rht.is_some() {
             Some("wgrad.dh is transformed")
-        } else if !dgrad.one_read(wgrad) {
+        } else if !dgrad.one_read(&wgrad) {
             Some("dgrad.dh and wgrad.dh are not made alike")
         } else {
             None
         };
         match why {
-            None => Computed::Fused { to: *dgrad, planes: Planes::Both },
-            Some(why) => Computed::Plain { dtype: DType::F32, then: Pair::of_plain(dgrad, wgrad), why },
+            None => Computed::Fused { to: dgrad, planes: Planes::Both },
+            Some(why) => Computed::Plain { dtype: DType::F32, then: Pair::of_plain(&dgrad, &wgrad), why },
         }
     }
 }

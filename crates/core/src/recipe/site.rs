@@ -7,7 +7,7 @@ use nibble_formats::BlockAxis;
 pub enum Site {
     /// Input of Y = X·Wᵀ.
     FpropX,
-    /// Weight of Y = X·Wᵀ and, in the other order, of dX = dY·W.
+    /// Weight of Y = X·Wᵀ.
     FpropW,
     /// Input of an expert's second product; as [`Site::FpropX`] where it is not written.
     FpropA,
@@ -15,6 +15,8 @@ pub enum Site {
     DgradDy,
     /// Gradient of an expert's first product's output in dX = dH·W; as [`Site::DgradDy`] where it is not written.
     DgradDh,
+    /// Weight of dX = dY·W; as [`Site::FpropW`] where it is not written.
+    DgradW,
     /// Gradient in dW = dYᵀ·X.
     WgradDy,
     /// Gradient of an expert's first product's output in dW = dHᵀ·X; as [`Site::WgradDy`] where it is not written.
@@ -41,12 +43,13 @@ pub enum Site {
 
 impl Site {
     /// Every site.
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 17] = [
         Self::FpropX,
         Self::FpropW,
         Self::FpropA,
         Self::DgradDy,
         Self::DgradDh,
+        Self::DgradW,
         Self::WgradDy,
         Self::WgradDh,
         Self::WgradX,
@@ -71,6 +74,7 @@ impl Site {
             Self::FpropA => "fprop.a",
             Self::DgradDy => "dgrad.dy",
             Self::DgradDh => "dgrad.dh",
+            Self::DgradW => "dgrad.w",
             Self::WgradDy => "wgrad.dy",
             Self::WgradDh => "wgrad.dh",
             Self::WgradX => "wgrad.x",
@@ -95,6 +99,7 @@ impl Site {
         match self {
             Self::FpropA => Some(Self::FpropX),
             Self::DgradDh => Some(Self::DgradDy),
+            Self::DgradW => Some(Self::FpropW),
             Self::WgradDh => Some(Self::WgradDy),
             Self::WgradA => Some(Self::WgradX),
             _ => None,
@@ -105,7 +110,7 @@ impl Site {
     /// are kept which wgrad multiplies.
     pub fn axis(self) -> BlockAxis {
         match self {
-            Self::FpropW => BlockAxis::Tile,
+            Self::FpropW | Self::DgradW => BlockAxis::Tile,
             Self::WgradDy | Self::WgradDh | Self::WgradX | Self::WgradA => BlockAxis::Col,
             _ => BlockAxis::Row,
         }
@@ -116,10 +121,48 @@ impl Site {
         matches!(self, Self::SavedX | Self::SavedA)
     }
 
-    /// Whether it is a gradient: those alone may be rounded stochastically.
-    pub fn is_gradient(self) -> bool {
-        use Site::*;
-        matches!(self, DgradDy | DgradDh | WgradDy | WgradDh | DispatchBwd | CombineBwd)
+    /// Whether it is a weight: its blocks are square, or run along its lines.
+    pub fn is_weight(self) -> bool {
+        matches!(self, Self::FpropW | Self::DgradW)
+    }
+
+    /// The matrix product of which it is an operand; none of what is kept or travels.
+    pub fn operand_of(self) -> Option<Product> {
+        Product::ALL.into_iter().find(|product| product.name() == self.product())
+    }
+}
+
+/// One of the three matrix products of a linear layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Product {
+    /// Y = X·Wᵀ.
+    Fprop,
+    /// dX = dY·W.
+    Dgrad,
+    /// dW = dYᵀ·X.
+    Wgrad,
+}
+
+impl Product {
+    /// Every product.
+    pub const ALL: [Self; 3] = [Self::Fprop, Self::Dgrad, Self::Wgrad];
+
+    /// The part of its operands' keys before the dot.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Fprop => "fprop",
+            Self::Dgrad => "dgrad",
+            Self::Wgrad => "wgrad",
+        }
+    }
+
+    /// The key of its transform.
+    pub fn rht_key(self) -> &'static str {
+        match self {
+            Self::Fprop => "fprop.rht",
+            Self::Dgrad => "dgrad.rht",
+            Self::Wgrad => "wgrad.rht",
+        }
     }
 }
 
@@ -132,6 +175,8 @@ pub enum From {
     Saved(Site),
     /// From what the exchange delivered, as this site has it.
     Dispatched(Site),
+    /// From the operand of another product, as this site has it.
+    Operand(Site),
 }
 
 impl From {
@@ -141,6 +186,7 @@ impl From {
             Self::Source => "source",
             Self::Saved(_) => "saved",
             Self::Dispatched(_) => "dispatched",
+            Self::Operand(site) => site.key(),
         }
     }
 
@@ -148,7 +194,7 @@ impl From {
     pub fn site(self) -> Option<Site> {
         match self {
             Self::Source => None,
-            Self::Saved(site) | Self::Dispatched(site) => Some(site),
+            Self::Saved(site) | Self::Dispatched(site) | Self::Operand(site) => Some(site),
         }
     }
 }
@@ -186,10 +232,10 @@ impl LayerKind {
         use Site::*;
         match self {
             Self::Linear => {
-                matches!(site, FpropX | FpropW | DgradDy | WgradDy | WgradX | SavedX | SavedH)
+                matches!(site, FpropX | FpropW | DgradDy | DgradW | WgradDy | WgradX | SavedX | SavedH)
             }
             Self::Expert => true,
-            Self::Head => matches!(site, FpropX | FpropW | DgradDy | WgradDy | WgradX),
+            Self::Head => matches!(site, FpropX | FpropW | DgradDy | DgradW | WgradDy | WgradX),
             Self::Router => site == FpropW,
         }
     }
@@ -197,6 +243,14 @@ impl LayerKind {
     /// The sites that there are in it.
     pub fn sites(self) -> impl Iterator<Item = Site> + Clone {
         Site::ALL.into_iter().filter(move |site| self.has(*site))
+    }
+
+    /// The products that may have a transform: the head's fused loss applies none, and the router multiplies as it is.
+    pub fn transformed(self) -> &'static [Product] {
+        match self {
+            Self::Linear | Self::Expert => &Product::ALL,
+            Self::Head | Self::Router => &[],
+        }
     }
 
     /// The parts of the keys of its sites before the dot.

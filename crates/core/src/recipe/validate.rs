@@ -36,9 +36,13 @@ struct Check<'a> {
 
 impl Check<'_> {
     fn fail<T>(&self, site: Site, why: impl ToString) -> Result<T> {
+        self.fail_key(site.key(), why)
+    }
+
+    fn fail_key<T>(&self, key: &str, why: impl ToString) -> Result<T> {
         Err(Error::Recipe {
             recipe: self.recipe.name.clone(),
-            key: format!("{}.{}", self.kind.name(), site.key()),
+            key: format!("{}.{key}", self.kind.name()),
             why: why.to_string(),
         })
     }
@@ -48,7 +52,7 @@ impl Check<'_> {
     }
 
     /// What a site is made from, if that has a representation of its own.
-    fn made_from(&self, site: Site) -> Option<(Site, &Precision)> {
+    fn made_from(&self, site: Site) -> Option<(Site, Precision)> {
         self.section.origin(self.kind, site).site().map(|origin| (origin, self.section.at(origin)))
     }
 }
@@ -57,16 +61,22 @@ pub(super) fn section(recipe: &Recipe, kind: LayerKind, s: &Section) -> Result<(
     let check = Check { recipe, kind, section: s };
     for site in kind.sites().filter(|site| s.written(*site).is_some()) {
         let p = s.at(site);
-        let random = matches!(p.round, Rounding::Stochastic | Rounding::Dither { .. });
-        check.expect(site, site.is_gradient() || !random, "stochastic rounding is for gradients")?;
+        let of_h = "h is quantized by the kernel that reads it, which rounds to nearest";
+        check.expect(site, site != Site::SavedH || !p.round.is_random(), of_h)?;
         let why = "`round` decides nothing: dither of no code steps is nearest-even";
         check.expect(site, p.round != Rounding::Dither { delta_q16: 0 }, why)?;
-        let nearest = kind != LayerKind::Head || !random;
-        check.expect(site, nearest, "the gradients of the logits are rounded to nearest")?;
+        let of_stack = "random bits of a stack of experts would depend on how they are divided among ranks";
+        check.expect(
+            site,
+            kind != LayerKind::Expert || !site.is_weight() || !p.round.is_random(),
+            of_stack,
+        )?;
+        let nearest = kind != LayerKind::Head || site.is_weight() || !p.round.is_random();
+        check.expect(site, nearest, "the head's fused loss rounds tokens and gradients to nearest")?;
         let of_all = p.format.scale_kind(p.scale).has_tensor_scale()
             || p.format.spec().block == WHOLE_LINE && p.axis == BlockAxis::Col;
         let why = "the head takes its tokens in chunks: a scale for all of them is not known before the last";
-        check.expect(site, kind != LayerKind::Head || site == Site::FpropW || !of_all, why)?;
+        check.expect(site, kind != LayerKind::Head || site.is_weight() || !of_all, why)?;
         match (p.format.is_block(), kind) {
             (true, LayerKind::Router) => check.fail(site, "is multiplied in F32: bf16 or f32")?,
             (true, _) => p.codec().map(drop).or_else(|e| check.fail(site, e))?,
@@ -113,9 +123,9 @@ fn returned(check: &Check<'_>) -> Result<()> {
 /// Both operands of a product fit.
 fn products(check: &Check<'_>) -> Result<()> {
     use Site::*;
-    let of_experts = [(FpropX, FpropW), (DgradDh, FpropW), (WgradDh, WgradX), (FpropA, FpropW)];
-    let second = [(DgradDy, FpropW), (WgradDy, WgradA)];
-    let dense = [(FpropX, FpropW), (DgradDy, FpropW), (WgradDy, WgradX)];
+    let of_experts = [(FpropX, FpropW), (DgradDh, DgradW), (WgradDh, WgradX), (FpropA, FpropW)];
+    let second = [(DgradDy, DgradW), (WgradDy, WgradA)];
+    let dense = [(FpropX, FpropW), (DgradDy, DgradW), (WgradDy, WgradX)];
     let pairs: Vec<_> = match check.kind {
         LayerKind::Expert => of_experts.into_iter().chain(second).collect(),
         _ => dense.to_vec(),
@@ -131,13 +141,6 @@ fn products(check: &Check<'_>) -> Result<()> {
             b.key()
         );
         check.expect(a, pair, &why)?;
-        let why = format!(
-            "has the transform {:?} and {} {:?}: both operands of a product must have the same",
-            pa.rht,
-            b.key(),
-            pb.rht
-        );
-        check.expect(a, pa.rht == pb.rht, &why)?;
     }
     Ok(())
 }
@@ -163,6 +166,12 @@ fn delayed(check: &Check<'_>) -> Result<()> {
         };
         check.fail::<()>(site, why)?;
     }
+    let (fprop_w, dgrad_w) = (check.section.at(FpropW), check.section.at(DgradW));
+    if check.kind != LayerKind::Router && !check.section.has_one_weight() {
+        let why = "a delayed scale is for a weight that is quantized once: dgrad.w is not fprop.w";
+        check.expect(FpropW, fprop_w.delayed.is_none(), why)?;
+        check.expect(DgradW, dgrad_w.delayed.is_none(), why)?;
+    }
     let shared = [
         (FpropX, SavedX),
         (FpropX, WgradX),
@@ -181,25 +190,24 @@ fn delayed(check: &Check<'_>) -> Result<()> {
     Ok(())
 }
 
-/// A Hadamard transform runs along the tokens of both operands of wgrad, before they are quantized.
+/// A Hadamard transform is of both operands of its product, as they are quantized.
 fn transforms(check: &Check<'_>) -> Result<()> {
-    for site in check.kind.sites() {
-        let p = check.section.at(site);
-        if p.rht.is_none() {
+    for &product in check.kind.transformed() {
+        if check.section.transform(product).is_none() {
             continue;
         }
-        check.expect(
-            site,
-            check.kind != LayerKind::Head,
-            "the head's fused loss applies no Hadamard transform",
-        )?;
-        let kept = match site {
-            Site::SavedX => p.same_bits(check.section.at(Site::WgradX)),
-            Site::SavedA => p.same_bits(check.section.at(Site::WgradA)),
-            _ => site.axis() == BlockAxis::Col,
-        };
-        let why = "a Hadamard transform is for both operands of wgrad, along the tokens that it contracts";
-        check.expect(site, kept, why)?;
+        for site in check.kind.sites().filter(|site| site.operand_of() == Some(product)) {
+            let p = check.section.at(site);
+            let key = product.rht_key();
+            if !p.format.is_block() {
+                let why = "a transform is of both operands, as they are quantized";
+                return check.fail_key(key, format!("{} is {}: {why}", site.key(), p.format));
+            }
+            if site.is_weight() && p.axis == BlockAxis::Tile && p.format.spec().tiles {
+                let why = "a transform runs along lines; write block = \"line\"";
+                return check.fail_key(key, format!("{} has square blocks: {why}", site.key()));
+            }
+        }
     }
     Ok(())
 }
@@ -218,14 +226,19 @@ fn conversion(check: &Check<'_>, site: Site) -> Result<()> {
         By::Requantize if !p.format.is_block() => {
             return refuse(format!("`by` decides nothing: it is {made} dequantized"));
         }
-        By::Requantize if p.same_bits(origin) && p.round == origin.round => {
+        // Lines of dgrad's weight run across those of fprop's.
+        By::Requantize
+            if p.same_bits(&origin)
+                && p.round == origin.round
+                && (site != Site::DgradW || p.axis == BlockAxis::Tile && p.format.spec().tiles) =>
+        {
             return refuse(format!("`by` decides nothing: it is {made} as it stands"));
         }
         By::Requantize => return Ok(()),
         By::Transcode if !p.format.is_block() => return Ok(()),
         By::Transcode => {}
     }
-    if p.same_bits(origin) {
+    if p.same_bits(&origin) {
         let why = format!(
             "`round` decides nothing: it is {made} as it stands; {} says how to round",
             origin_site.key()

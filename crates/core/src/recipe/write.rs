@@ -1,7 +1,7 @@
 //! A recipe in words: for people, and as a file that reads back as the same recipe.
 
-use super::precision::{DELAYED, axis_name};
-use super::{By, LayerKind, Precision, Recipe, Section, Site};
+use super::precision::{DELAYED, LINE, NO_TRANSFORM, axis_name};
+use super::{By, LayerKind, Precision, Recipe, Section, Setting, Signs, Site, Transform};
 use nibble_formats::{AmaxOf, BlockAxis, DelayedScaling, Rounding};
 use std::fmt::{self, Write};
 use toml::Value;
@@ -16,23 +16,35 @@ impl Recipe {
         );
         for kind in LayerKind::ALL {
             let _ = writeln!(out, "\n[{}]", kind.name());
-            for site in kind.sites() {
-                let _ = writeln!(out, "{} = {}", site.key(), in_toml(site, self.of(kind).written(site)));
+            for setting in self.of(kind).settings(kind) {
+                let _ = writeln!(out, "{} = {}", setting.key(), in_toml(&setting));
             }
         }
         for o in &self.overrides {
             let layers = Value::from(o.layers.clone());
             let end = o.steps.1.min(1.0);
             let _ = writeln!(out, "\n[[override]]\nlayers = {layers}\nsteps = \"{}..{end}\"", o.steps.0);
-            for (kind, site, p) in &o.set {
-                let _ = writeln!(out, "set.{}.{} = {}", kind.name(), site.key(), in_toml(*site, p.as_ref()));
+            for (kind, setting) in &o.set {
+                let _ = writeln!(out, "set.{}.{} = {}", kind.name(), setting.key(), in_toml(setting));
             }
         }
         out
     }
 }
 
-fn in_toml(site: Site, precision: Option<&Precision>) -> String {
+fn in_toml(setting: &Setting) -> String {
+    match setting {
+        Setting::Site(site, precision) => precision_in_toml(*site, precision.as_ref()),
+        Setting::Transform(_, None) => format!("\"{NO_TRANSFORM}\""),
+        Setting::Transform(_, Some(Transform { len, signs })) => match signs {
+            Signs::Run => format!("{{ len = {len}, signs = \"run\" }}"),
+            Signs::Step => format!("{{ len = {len}, signs = \"step\" }}"),
+            Signs::Seed(seed) => format!("{{ len = {len}, signs = {seed} }}"),
+        },
+    }
+}
+
+fn precision_in_toml(site: Site, precision: Option<&Precision>) -> String {
     let Some(p) = precision else {
         return format!("\"{}\"", site.falls_back_on().map_or("again", Site::key));
     };
@@ -54,8 +66,8 @@ fn in_toml(site: Site, precision: Option<&Precision>) -> String {
         if p.round != Rounding::NearestEven {
             let _ = write!(out, ", round = \"{}\"", p.round);
         }
-        if let Some(len) = p.rht {
-            let _ = write!(out, ", rht = {len}");
+        if p.axis == BlockAxis::Row && site.is_weight() {
+            let _ = write!(out, ", block = \"{LINE}\"");
         }
     }
     if p.by == By::Requantize {
@@ -69,9 +81,9 @@ fn in_words(section: &Section, kind: LayerKind, site: Site) -> String {
     match (section.written(site), site.falls_back_on()) {
         (None, Some(other)) => format!("as {}: {}", other.key(), section.at(site)),
         (None, None) => "made again from h".into(),
-        (Some(p), _) => match section.origin(kind, site) {
-            super::From::Source => p.to_string(),
-            origin => format!("{p} from {}", origin.name()),
+        (Some(_), _) => match section.origin(kind, site) {
+            super::From::Source => section.at(site).to_string(),
+            origin => format!("{} from {}", section.at(site), origin.name()),
         },
     }
 }
@@ -100,14 +112,13 @@ impl fmt::Display for Recipe {
                 if plain(kind) && changed == *self.of(kind) {
                     continue;
                 }
-                for (_, site, _) in o.set.iter().filter(|(k, ..)| *k == kind) {
-                    writeln!(
-                        f,
-                        "    {}.{:<13} {}",
-                        kind.name(),
-                        site.key(),
-                        in_words(&changed, kind, *site)
-                    )?;
+                for (_, setting) in o.set.iter().filter(|(k, _)| *k == kind) {
+                    let words = match setting {
+                        Setting::Site(site, _) => in_words(&changed, kind, *site),
+                        Setting::Transform(_, Some(transform)) => transform.to_string(),
+                        Setting::Transform(_, None) => NO_TRANSFORM.into(),
+                    };
+                    writeln!(f, "    {}.{:<13} {words}", kind.name(), setting.key())?;
                 }
             }
         }

@@ -51,11 +51,19 @@ pub(crate) fn quantize(cpu: &Cpu, op: Quantize<'_, Cpu>) -> Result<Emitted<Cpu>>
     let (block, made) = (column_block(OP, &[emit], op.groups)?, op.result(cpu)?);
     if let Some(transform) = op.hadamard {
         let block = if op.planes == Planes::Cols { block.max(transform.len) } else { block };
-        let spans = Spans::new(OP, op.x.rows, op.groups, block)?;
+        let spans = spans(&op, block)?;
         let (x, spans) = hadamard::transform(cpu, op.x, op.planes, transform, &spans)?;
         return encode(cpu, &Quantize { x: &x, hadamard: None, ..op }, random, (emit, made), &spans);
     }
-    encode(cpu, &op, random, (emit, made), &Spans::new(OP, op.x.rows, op.groups, block)?)
+    encode(cpu, &op, random, (emit, made), &spans(&op, block)?)
+}
+
+/// The rows that count, by group or, of rows of several matrices, by matrix.
+fn spans<'a>(op: &Quantize<'a, Cpu>, block: usize) -> Result<Spans<'a>> {
+    match op.planes {
+        Planes::Rows if op.stack > 1 => Ok(Spans::stacked(op.stack, op.x.rows / op.stack)),
+        _ => Spans::new("quantize", op.x.rows, op.groups, block),
+    }
 }
 
 /// See [`MeasureAmax`].
@@ -76,11 +84,15 @@ pub(crate) fn measure_amax(cpu: &Cpu, op: MeasureAmax<'_, Cpu>) -> Result<Buf<f3
 
 /// The stream of random bits, at the step that counts now.
 fn drawn(op: &Quantize<'_, Cpu>) -> Result<Option<Stream>> {
-    let Some(Random { stream, step }) = op.random else { return Ok(None) };
-    let Some(step) = step else { return Ok(Some(stream)) };
+    op.random.map(at_step).transpose()
+}
+
+/// A stream at the step that counts now.
+fn at_step(Random { stream, step }: Random<'_, Cpu>) -> Result<Stream> {
+    let Some(step) = step else { return Ok(stream) };
     match step.as_slice().first() {
-        Some(&step) => Ok(Some(Stream { step, ..stream })),
-        None => Err(Error::shape("quantize", "random.step", "an empty buffer", "the step")),
+        Some(&step) => Ok(Stream { step, ..stream }),
+        None => Err(Error::shape("quantize", "step", "an empty buffer", "the step")),
     }
 }
 

@@ -38,10 +38,16 @@ struct HadamardArg {
     Stream stream;  // of the signs
     u32 len;        // of a transform block: 16, 32, 64 or 128
     float factor;
+    const u32* step_at;  // null: the stream's own step
+
+    /// The block of bits with this number, at the step that counts now.
+    __device__ __forceinline__ uint4 block(u64 q) const {
+        return stream.at(step_at == nullptr ? stream.step : __ldg(step_at)).block(q);
+    }
 
     /// Bit i: whether position k + i, k a multiple of 8, is negated.
     __device__ __forceinline__ u32 signs_of_eight(u64 k) const {
-        const uint4 bits = stream.block(k / 8);
+        const uint4 bits = block(k / 8);
         const u32 words[4] = {bits.x, bits.y, bits.z, bits.w};
         u32 signs = 0;
 #pragma unroll
@@ -52,7 +58,7 @@ struct HadamardArg {
     /// The signs of eight BF16 numbers from position k on, each bit where the number's sign is in the four words.
     __device__ __forceinline__ uint4 sign_bits_of_eight(u64 k) const {
         constexpr u32 kSigns = 0x80008000;
-        const uint4 bits = stream.block(k / 8);
+        const uint4 bits = block(k / 8);
         return {bits.x & kSigns, bits.y & kSigns, bits.z & kSigns, bits.w & kSigns};
     }
 

@@ -141,17 +141,20 @@ pub struct HadamardArg {
     stream: StreamArg,
     len: u32,
     factor: f32,
+    /// The address of the step on the device; 0: the step is the stream's.
+    step_at: u64,
 }
 
 impl HadamardArg {
     /// No transform.
-    pub(crate) const NONE: Self = Self { stream: StreamArg::NONE, len: 0, factor: 1.0 };
+    pub(crate) const NONE: Self = Self { stream: StreamArg::NONE, len: 0, factor: 1.0, step_at: 0 };
 
     /// # Errors
     /// [`Error::Format`] for a length that is not one of a transform's.
-    pub fn new(transform: &Hadamard) -> Result<Self> {
+    pub fn new(transform: &Hadamard<'_, Cuda>) -> Result<Self> {
         let factor = hadamard::inv_sqrt_len(transform.len)?;
-        Ok(Self { stream: StreamArg::new(&transform.signs), len: transform.len as u32, factor })
+        let step_at = transform.step.map_or(0, |step| step.get().address());
+        Ok(Self { stream: StreamArg::new(&transform.signs), len: transform.len as u32, factor, step_at })
     }
 }
 

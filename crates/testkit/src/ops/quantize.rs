@@ -68,7 +68,8 @@ impl<B: Kernels> Case<B> for Dense {
 struct StepOnDevice {
     codec: Codec,
     planes: Planes,
-    hadamard: Option<Hadamard>,
+    /// The length of a transform whose signs change with the step too.
+    hadamard: Option<usize>,
     step: u32,
 }
 
@@ -79,11 +80,15 @@ impl<B: Kernels> Case<B> for StepOnDevice {
 
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let Self { codec, planes, hadamard, step } = *self;
-        let (rows, cols) = (96, 128);
+        let (rows, cols) = (128, 128);
         let x = Input::Normal.values(&stream("quantize"), rows * cols);
         let x = plain(b, DType::Bf16, &x, rows, cols)?;
-        let made = |random| {
-            let op = Quantize { random: Some(random), hadamard, ..Quantize::new(&x, codec, planes) };
+        let signs = Stream { purpose: Purpose::Sign, ..stream("quantize.signs") };
+        let made = |random: Random<'_, B>| {
+            let of_step = Stream { step: random.stream.step, ..signs };
+            let hadamard = hadamard.map(|len| Hadamard { len, signs: of_step, step: random.step });
+            let random = codec.rounding().is_random().then_some(random);
+            let op = Quantize { random, hadamard, ..Quantize::new(&x, codec, planes) };
             let mut out = Outputs::default();
             out.emitted(b, "out", &op.run(b)?)?;
             Ok::<_, nibble_core::Error>(out)
@@ -100,7 +105,6 @@ impl<B: Kernels> Case<B> for StepOnDevice {
 
 /// The step of a recorded training step lies on the device.
 fn step_on_device<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
-    let signs = Stream { purpose: Purpose::Sign, ..stream("quantize.signs") };
     for rounding in [Rounding::Stochastic, Rounding::Dither { delta_q16: 0x4000 }] {
         for format in [Format::Mxfp4, Format::E4m3] {
             let codec = codec(format, ScaleRule::Rceil, rounding);
@@ -108,9 +112,16 @@ fn step_on_device<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
                 pair.check(&StepOnDevice { codec, planes, hadamard: None, step: 1 + i as u32 });
             }
             for planes in [Planes::Rows, Planes::Cols] {
-                let hadamard = Some(Hadamard { len: 32, signs });
-                pair.check(&StepOnDevice { codec, planes, hadamard, step: u32::MAX });
+                pair.check(&StepOnDevice { codec, planes, hadamard: Some(32), step: u32::MAX });
             }
+        }
+    }
+    for (format, planes) in
+        [(Format::Mxfp4, Planes::Rows), (Format::E4m3, Planes::Cols), (Format::Nvfp4, Planes::Cols)]
+    {
+        let codec = codec(format, format.spec().rules[0], Rounding::NearestEven);
+        for len in LENGTHS {
+            pair.check(&StepOnDevice { codec, planes, hadamard: Some(len), step: 9 });
         }
     }
 }
@@ -302,7 +313,7 @@ impl<B: Kernels> Case<B> for Transformed {
         let (x, groups) = matrix(b, self.spread, (self.rows, cols), self.dtype, self.input, pads)?;
         let random = codec.rounding().is_random().then(|| stream("quantize.random").into());
         let signs = Stream { purpose: Purpose::Sign, ..stream("quantize.signs") };
-        let hadamard = Some(Hadamard { len, signs });
+        let hadamard = Some(Hadamard { len, signs, step: None });
         let made = Quantize { groups: groups.as_ref(), random, hadamard, ..Quantize::new(&x, codec, planes) }
             .run(b)?;
         let mut out = Outputs::default();

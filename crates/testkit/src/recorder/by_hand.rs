@@ -44,7 +44,10 @@ struct SealedQuantize<B: Kernels> {
     stack: usize,
     stream: Option<Stream>,
     step: Option<Buf<u32, B>>,
-    hadamard: Option<Hadamard>,
+    /// Its length and its signs.
+    hadamard: Option<(usize, Stream)>,
+    /// Of signs.
+    signs_step: Option<Buf<u32, B>>,
     records: Option<Buf<f32, B>>,
     /// Of records.
     first: usize,
@@ -65,7 +68,8 @@ impl<B: Kernels> SealedQuantize<B> {
             stack,
             stream: random.map(|random| random.stream),
             step: random.and_then(|random| random.step).map(|step| call.reads(step)).transpose()?,
-            hadamard,
+            hadamard: hadamard.map(|hadamard| (hadamard.len, hadamard.signs)),
+            signs_step: hadamard.and_then(|of| of.step).map(|step| call.reads(step)).transpose()?,
             records: delayed.map(|delayed| call.reads(delayed.records)).transpose()?,
             first,
             stride,
@@ -82,6 +86,8 @@ impl<B: Kernels> SealedQuantize<B> {
         let groups = self.groups.as_ref().map(|groups| open(b, groups)).transpose()?;
         let step = self.step.as_ref().map(|step| open(b, step)).transpose()?;
         let random = stream.map(|stream| Random { stream, step: step.as_ref() });
+        let signs_step = self.signs_step.as_ref().map(|step| open(b, step)).transpose()?;
+        let hadamard = hadamard.map(|(len, signs)| Hadamard { len, signs, step: signs_step.as_ref() });
         let amax = self.amax.as_ref().map(|amax| open(b, amax)).transpose()?;
         let (groups, amax) = (groups.as_ref(), amax.as_ref());
         operation(Quantize { x: &x, codec, planes, groups, stack, random, hadamard, delayed, amax })

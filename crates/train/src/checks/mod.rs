@@ -9,9 +9,9 @@ pub(crate) use sizes::listed;
 
 use crate::config::{Combine, Config};
 use crate::error::Result;
-use crate::spec::ModelSpec;
+use crate::spec::{ModelSpec, ParamSpec, Part};
 use nibble_core::Recipe;
-use nibble_core::recipe::Section;
+use nibble_core::recipe::{Product, Section};
 use std::path::Path;
 
 /// A built-in recipe by name, or a recipe file by path.
@@ -65,7 +65,44 @@ pub fn idle_overrides(config: &Config, recipe: &Recipe) -> Vec<String> {
 pub fn check_recipe(config: &Config, recipe: &Recipe) -> Result<()> {
     check_sizes(config)?;
     check_blocks(config, recipe)?;
+    check_transforms(config, recipe)?;
     check_combine(config, recipe)
+}
+
+/// Whether the blocks of transforms divide what the products of every layer contract: of wgrad whole shards, which are checked with their blocks.
+fn check_transforms(config: &Config, recipe: &Recipe) -> Result<()> {
+    let spec = ModelSpec::new(&config.model);
+    spec.blocks()
+        .try_for_each(|block| block.parts().into_iter().try_for_each(|part| part_takes(part, recipe)))
+}
+
+/// See [`check_transforms`].
+fn part_takes(part: &Part, recipe: &Recipe) -> Result<()> {
+    if let Some(layer) = part.layer() {
+        for progress in recipe.boundaries() {
+            let section = recipe.section(layer.kind, &layer.name, progress);
+            let of_fprop = |weight: &ParamSpec| weight.cols.len();
+            let of_dgrad = |weight: &ParamSpec| weight.rows.len();
+            let contracted: [(Product, &dyn Fn(&ParamSpec) -> usize); 2] =
+                [(Product::Fprop, &of_fprop), (Product::Dgrad, &of_dgrad)];
+            for (product, contracted) in contracted {
+                let Some(transform) = section.transform(product) else { continue };
+                let odd = part.weights().iter().find(|weight| {
+                    !weight.rows.sizes.is_empty() && !contracted(weight).is_multiple_of(transform.len)
+                });
+                if let Some(weight) = odd {
+                    let (len, id, of) = (transform.len, &weight.id, contracted(weight));
+                    let why = format!(
+                        "transforms {len} numbers at a time, and {} of {id} contracts {of}",
+                        product.name()
+                    );
+                    let key = format!("{}.{}", layer.kind.name(), product.rht_key());
+                    return Err(nibble_core::Error::Recipe { recipe: recipe.name.clone(), key, why }.into());
+                }
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Whether rows can be summed as the configuration says where the recipe has them travel back in blocks.

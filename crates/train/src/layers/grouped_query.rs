@@ -92,9 +92,9 @@ impl<B: Kernels> GroupedQuery<B> {
         };
         Ok(Self {
             name: spec.id.clone(),
-            q: linear(&spec.q)?,
-            k: linear(&spec.k)?,
-            v: linear(&spec.v)?,
+            q: linear(&spec.q)?.with_input_of(&spec.id),
+            k: linear(&spec.k)?.with_input_of(&spec.id),
+            v: linear(&spec.v)?.with_input_of(&spec.id),
             o: linear(&spec.o)?,
             q_heads: heads(q_norm)?,
             k_heads: heads(k_norm)?,
@@ -223,9 +223,9 @@ impl<B: Kernels> Layer<B> for GroupedQuery<B> {
         let dq = self.q_heads.backward(cx, saved.q, grads.dq, &rotation)?;
         let dk = self.k_heads.backward(cx, saved.k, grads.dk, &rotation)?;
         let inputs = self.shared().wgrad_inputs(cx, saved.x)?;
-        let of_q = self.q.gradients(cx, &self.name, &inputs[0], &dq)?;
-        let of_k = self.k.gradients(cx, &self.name, &inputs[1], &dk)?;
-        let of_v = self.v.gradients(cx, &self.name, &inputs[2], &grads.dv)?;
+        let of_q = self.q.gradients(cx, &inputs[0], &dq)?;
+        let of_k = self.k.gradients(cx, &inputs[1], &dk)?;
+        let of_v = self.v.gradients(cx, &inputs[2], &grads.dv)?;
         Add { a: &of_q, b: &of_k, plus: Some(&of_v) }.run(cx.b)
     }
 }

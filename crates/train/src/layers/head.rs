@@ -70,7 +70,7 @@ impl<B: Kernels> Head<B> {
 
     /// See [`Layer::wanted`](super::Layer::wanted).
     pub fn wanted<'a>(&'a self, cx: &Cx<'_, B>, table: &'a Param<B>) -> Vec<Wanted<'a, B>> {
-        vec![self.weight(table).for_products(&self.section(cx))]
+        vec![self.weight(table).for_products(&self.section(cx), &self.id)]
     }
 
     /// Makes the weight's copies for this step.

@@ -208,8 +208,10 @@ impl<B: Kernels> Latent<B> {
         let linear = |part: &Part| Linear::new(cx, part, cx.activations());
         let up = |up: &UpSpec| LatentUp::new(cx, up, spec.eps);
         let (q, q_up) = match &spec.q {
-            QueriesSpec::Straight(part) => (linear(part)?, None),
-            QueriesSpec::Latent { down, up: q_up } => (linear(down)?, Some(up(q_up)?)),
+            QueriesSpec::Straight(part) => (linear(part)?.with_input_of(&spec.id), None),
+            QueriesSpec::Latent { down, up: q_up } => {
+                (linear(down)?.with_input_of(&spec.id), Some(up(q_up)?))
+            }
         };
         Ok(Self {
             name: spec.id.clone(),
@@ -217,8 +219,8 @@ impl<B: Kernels> Latent<B> {
             scale: spec.rope.latent_scale(spec.shape.head_dim()),
             q,
             q_up,
-            kv: linear(&spec.kv)?,
-            k_rope: linear(&spec.k_rope)?,
+            kv: linear(&spec.kv)?.with_input_of(&spec.id),
+            k_rope: linear(&spec.k_rope)?.with_input_of(&spec.id),
             kv_up: up(&spec.kv_up)?,
             o: linear(&spec.o)?,
             rope,
@@ -418,9 +420,9 @@ impl<B: Kernels> Layer<B> for Latent<B> {
         }
         let dlatent = self.kv_up.backward(cx, saved.kv_up, made.dup)?;
         let inputs = self.shared().wgrad_inputs(cx, saved.x)?;
-        let of_q = self.q.gradients(cx, &self.name, &inputs[0], &dq)?;
-        let of_kv = self.kv.gradients(cx, &self.name, &inputs[1], &dlatent)?;
-        let of_shared = self.k_rope.gradients(cx, &self.name, &inputs[2], &made.dshared)?;
+        let of_q = self.q.gradients(cx, &inputs[0], &dq)?;
+        let of_kv = self.kv.gradients(cx, &inputs[1], &dlatent)?;
+        let of_shared = self.k_rope.gradients(cx, &inputs[2], &made.dshared)?;
         Add { a: &of_q, b: &of_kv, plus: Some(&of_shared) }.run(cx.b)
     }
 }

@@ -20,7 +20,7 @@ pub struct Input<B: Kernels> {
 
 impl<B: Kernels> Input<B> {
     /// Makes both forms of `x_tk`, from one read where one kernel can. `layer` is by what random bits and counts know it,
-    /// `linear` by what a transform's signs do; `groups` are the ragged rows of the contraction in wgrad.
+    /// `linear` by what transforms' signs do; `groups` are the ragged rows of the contraction in wgrad.
     pub fn new(
         cx: &Cx<'_, B>,
         (layer, linear): (&str, &str),
@@ -44,6 +44,8 @@ pub struct Linear<B: Kernels> {
     pub bias: Option<Param<B>>,
     /// The name by which the recipe's overrides know it.
     pub name: String,
+    /// By what the signs of its products' transforms know it: its own name, or that of the layer whose projections have one input.
+    pub linear: String,
     /// Type of the output.
     pub out: DType,
 }
@@ -67,7 +69,13 @@ impl<B: Kernels> Linear<B> {
     /// the output.
     pub fn new(cx: &Cx<'_, B>, part: &Part, out: DType) -> Result<Self> {
         let (weight, bias) = Param::with_bias(cx, part)?;
-        Ok(Self { weight, bias, name: part.id.clone(), out })
+        let linear = weight.layer().to_owned();
+        Ok(Self { weight, bias, name: part.id.clone(), linear, out })
+    }
+
+    /// The same as one of the projections of a layer, which have one input.
+    pub fn with_input_of(self, layer: &str) -> Self {
+        Self { linear: layer.to_owned(), ..self }
     }
 
     /// Its own name, where [`Linear::name`] may be that of a layer it is a part of: no two share random bits.
@@ -83,7 +91,7 @@ impl<B: Kernels> Linear<B> {
     /// The forward pass up to its product: what fprop multiplies, and what is kept.
     pub fn input(&self, cx: &Cx<'_, B>, x_tk: &Tensor<B>) -> Result<(Operand<B>, LinearSaved<B>)> {
         let groups = cx.groups_of(x_tk);
-        let x = Input::new(cx, (self.site(), self.site()), &self.section(cx), x_tk, groups)?;
+        let x = Input::new(cx, (self.site(), &self.linear), &self.section(cx), x_tk, groups)?;
         Ok((x.fprop, LinearSaved { layer: self.site().to_owned(), x: x.saved }))
     }
 
@@ -96,18 +104,11 @@ impl<B: Kernels> Linear<B> {
         Ok(y)
     }
 
-    /// dX, and the gradients of weight and bias, from an input that other layers may share, as wgrad takes it; `linear` is the name
-    /// that those share.
-    pub fn gradients(
-        &mut self,
-        cx: &Cx<'_, B>,
-        linear: &str,
-        x: &Operand<B>,
-        dy_tn: &Tensor<B>,
-    ) -> Result<Tensor<B>> {
+    /// dX, and the gradients of weight and bias, from an input that other layers may share, as wgrad takes it.
+    pub fn gradients(&mut self, cx: &Cx<'_, B>, x: &Operand<B>, dy_tn: &Tensor<B>) -> Result<Tensor<B>> {
         let section = self.section(cx);
         let groups = &cx.shards.groups;
-        let at = Place { layer: self.site(), tensor: "dy", linear };
+        let at = Place { layer: self.site(), tensor: "dy", linear: &self.linear };
         let pair = section.gradient(LayerKind::Linear, cx.activations());
         let (rows, cols) = cx.follow_both(at, &Operand::Plain(dy_tn.clone()), &pair, Some(groups))?;
         let dx_tk = Gemm { a: &rows, b: self.weight.wt()?, out: cx.activations() }.run(cx.b)?;
@@ -126,7 +127,7 @@ impl<B: Kernels> Layer<B> for Linear<B> {
 
     fn wanted(&self, cx: &Cx<'_, B>) -> Vec<Wanted<'_, B>> {
         let bias = self.bias.iter().map(Param::as_it_is);
-        [self.weight.for_products(&self.section(cx))].into_iter().chain(bias).collect()
+        [self.weight.for_products(&self.section(cx), &self.linear)].into_iter().chain(bias).collect()
     }
 
     fn params(&mut self) -> Vec<&mut Param<B>> {
@@ -143,11 +144,10 @@ impl<B: Kernels> Layer<B> for Linear<B> {
     }
 
     fn backward(&mut self, cx: &Cx<'_, B>, saved: LinearSaved<B>, dy_tn: Tensor<B>) -> Result<Tensor<B>> {
-        let site = self.site();
-        let x = wgrad_x(cx, (site, site), &self.section(cx), &saved.x, &cx.shards.groups)?;
+        let names = (self.site(), self.linear.as_str());
+        let x = wgrad_x(cx, names, &self.section(cx), &saved.x, &cx.shards.groups)?;
         drop(saved);
-        let linear = self.site().to_owned();
-        self.gradients(cx, &linear, &x, &dy_tn)
+        self.gradients(cx, &x, &dy_tn)
     }
 }
 

@@ -6,7 +6,6 @@ use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Wanted};
 use crate::spec::MlpSpec;
 use nibble_core::ops::{Emit, Swiglu, SwigluBackward};
-use nibble_core::recipe::Precision;
 use nibble_core::{Kernels, Operand, Result, Tensor};
 
 /// y = (silu(x·Wgᵀ) · x·Wuᵀ)·Wdᵀ.
@@ -52,7 +51,7 @@ impl<B: Kernels> Mlp<B> {
         let (h_tf, gate_up) = self.gate_up.forward(cx, x_td)?;
         let a = Emit::Plain(cx.activations());
         let section = self.gate_up.section(cx);
-        let save_h = section.kept_h(cx.training).map(Precision::codec).transpose()?;
+        let save_h = section.kept_h(cx.training).map(|h| h.codec()).transpose()?;
         let out = Swiglu { h: &h_tf, weight: None, groups: None, a, save_h }.run(cx.b)?;
         let h = out.h.map_or(Operand::Plain(h_tf), Operand::Block);
         let a_tf = out.a.take_rows("mlp")?.plain("mlp")?.clone();

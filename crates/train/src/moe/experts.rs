@@ -86,7 +86,7 @@ impl<B: Kernels> Experts<B> {
     /// See [`Layer::wanted`](crate::layers::Layer::wanted).
     pub fn wanted(&self, cx: &Cx<'_, B>) -> Vec<Wanted<'_, B>> {
         let section = cx.section(LayerKind::Expert, &self.name);
-        [&self.gate_up, &self.down].map(|weight| weight.for_products(&section)).into()
+        [&self.gate_up, &self.down].map(|weight| weight.for_products(&section, &weight.name)).into()
     }
 
     /// Makes the weights' copies for this step.

@@ -151,7 +151,7 @@ impl<B: Kernels> Moe<B> {
         let align = if section.has_blocks() { 128 } else { 1 };
         let exchange = self.exchange(cx);
         let to = section.at(Site::DispatchFwd);
-        let rows = |sending: Option<&Sending<B>>| exchange.outgoing(sending, self.place("x"), x_td, to);
+        let rows = |sending: Option<&Sending<B>>| exchange.outgoing(sending, self.place("x"), x_td, &to);
         let (plan, rows) = exchange.plan_beside(&router.routing, align, rows)?;
         let (x_rd, kept) = if self.remake_x {
             (self.fprop_input(cx, &section, rows, &plan)?, None)
@@ -201,7 +201,7 @@ impl<B: Kernels> Moe<B> {
         let to = section.at(Site::DispatchFwd);
         let exchange = self.exchange(cx);
         let arrived =
-            || exchange.deliver(plan, exchange.outgoing(plan.sending(), self.place("x"), x_td, to)?);
+            || exchange.deliver(plan, exchange.outgoing(plan.sending(), self.place("x"), x_td, &to)?);
         let x_rd = cx.again(arrived)?;
         let kept = || self.experts.input_at(cx, section, Site::SavedX, &x_rd, Some(plan));
         // A plain tensor that is quantized once for both has been counted; what is made by itself has not.
@@ -223,7 +223,7 @@ impl<B: Kernels> Moe<B> {
     ) -> Result<Operand<B>> {
         let layer = &self.experts.name;
         let to = cx.section(LayerKind::Expert, layer);
-        cx.form(Place { layer, tensor, linear: layer }, &rows_rd, to.at(site), Some(&plan.map.groups))
+        cx.form(Place { layer, tensor, linear: layer }, &rows_rd, &to.at(site), Some(&plan.map.groups))
     }
 
     /// What conversions on the way to experts are called.
@@ -274,7 +274,7 @@ impl<B: Kernels> Moe<B> {
         }
         let exchange = self.exchange(cx).backward();
         let to = section.at(Site::DispatchBwd);
-        let dy_td = exchange.outgoing(plan.sending(), self.place("dy"), &dy_td, to)?;
+        let dy_td = exchange.outgoing(plan.sending(), self.place("dy"), &dy_td, &to)?;
         let dy_rd = exchange.deliver(&plan, dy_td)?;
         let ExpertsDgrad { dx, dgate, wgrad } = self.experts.dgrad(cx, &section, experts, dy_rd, &plan)?;
         let dgate = exchange.begin_return_scalars(&plan, dgate)?;

@@ -90,7 +90,7 @@ impl<B: Kernels> Router<B> {
 
     /// See [`Layer::wanted`](crate::layers::Layer::wanted): F32 unless the recipe says BF16.
     pub fn wanted(&self, cx: &Cx<'_, B>) -> Wanted<'_, B> {
-        self.weight.for_products(&cx.section(LayerKind::Router, self.layer()))
+        self.weight.for_products(&cx.section(LayerKind::Router, self.layer()), self.layer())
     }
 
     /// Routes the tokens of this rank.

@@ -65,7 +65,7 @@ impl<B: Kernels> OfRank<B> {
     ) -> Result<()> {
         // No other rank has these rows.
         let scales = scales.map(|(delayed, cells)| (delayed, FoundCells { is_counted: true, ..cells }));
-        self.counted(cx.b)?.iter().for_each(|made| cx.keep_quantized(name, "w", made, scales));
+        self.counted(cx.b)?.iter().for_each(|made| cx.keep_quantized(name, super::OF_FPROP, made, scales));
         Ok(())
     }
 

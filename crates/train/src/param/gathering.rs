@@ -25,7 +25,34 @@ pub(super) enum Copies {
     /// All rows, F32.
     AsItIs,
     /// The copies that products take.
-    Products(Precision),
+    Products(ProductCopies),
+}
+
+/// How products take a weight.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct ProductCopies {
+    /// For fprop.
+    pub w: Precision,
+    /// For dgrad.
+    pub wt: Precision,
+    /// Whether that is the same in the other order, of one quantization.
+    pub is_one: bool,
+    /// What stands for the linear layer where a transform's signs are drawn.
+    pub linear: u32,
+}
+
+impl ProductCopies {
+    /// What all rows come as, if it is the codes of each rank's own: the codec.
+    fn as_codes(&self) -> Result<Option<Codec>> {
+        // Random bits are drawn by the place in the whole.
+        let travels = self.is_one && self.w.dtype().is_none() && !self.w.round.is_random();
+        Ok(travels.then(|| self.w.codec()).transpose()?.filter(|codec| codes::travel(*codec)))
+    }
+
+    /// The type in which all rows come otherwise: as narrow as it is read.
+    fn as_plain(&self) -> DType {
+        self.w.dtype().filter(|_| self.is_one).unwrap_or(DType::F32)
+    }
 }
 
 /// Weights' copies that passes wait for, in groups, in the order in which they are finished. All ranks have the same groups.
@@ -101,12 +128,7 @@ impl<B: Kernels> Wanted<'_, B> {
             Copies::Products(_) if !is_divided => Way::Alone,
             // A tied table travels once.
             Copies::Products(_) if is_here => Way::Here,
-            Copies::Products(to) => match to.dtype() {
-                // As narrow as it is read.
-                Some(dtype) => Way::Plain(dtype),
-                None if codes::travel(to.codec()?) => Way::Codes(to.codec()?),
-                None => Way::Plain(DType::F32),
-            },
+            Copies::Products(to) => to.as_codes()?.map_or(Way::Plain(to.as_plain()), Way::Codes),
         })
     }
 }
@@ -181,7 +203,7 @@ impl<B: Kernels> Group<B> {
                 (Way::Alone, Copies::Products(to)) => Source::Made(param.products(cx, &to, &param.master)?),
                 (Way::Codes(codec), Copies::Products(to)) => {
                     let amax = largest.remove(&param.name);
-                    group.put(param, Rows::Codes(param.own_codes(cx, &to, codec, amax)?))
+                    group.put(param, Rows::Codes(param.own_codes(cx, &to.w, codec, amax)?))
                 }
                 (Way::Plain(dtype), _) => {
                     param.meet(cx, copies)?;

@@ -18,12 +18,17 @@ use crate::delayed::Spans;
 use crate::record::FoundCells;
 use crate::spec::{Init, ParamSpec, Part, Update};
 use codes::OfRank;
-use gathering::Copies;
-use nibble_core::formats::{Codec, Purpose, Stream, fnv1a32};
-use nibble_core::ops::{Counts, Delayed, Emitted, InitNormal, Planes, Quantize, Transpose};
-use nibble_core::recipe::{Precision, Section, Site};
+use gathering::{Copies, ProductCopies};
+use nibble_core::formats::{BlockAxis, Codec, Purpose, Stream, fnv1a32};
+use nibble_core::ops::{Counts, Delayed, Dequantize, Emitted, InitNormal, Planes, Quantize, Transpose};
+use nibble_core::recipe::{By, Precision, Section, Site};
 use nibble_core::{Comm, DType, Error, Kernels, Mesh, Operand, Result, Tensor};
 use shipment::{Cargo, Rows, Shipment, Whole};
+
+/// By what counts and random bits know the copies of a weight: that of fprop, and dgrad's where it is quantized by itself.
+const OF_FPROP: &str = "w";
+/// See [`OF_FPROP`].
+const OF_DGRAD: &str = "wt";
 
 /// Which rows' gradients meet in a parameter, and where it lives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -221,8 +226,12 @@ impl<B: Kernels> Param<B> {
     /// The copies that products take under this section, [`Param::w`] and [`Param::wt`]: quantized or cast, and transposed for dgrad. Of rows that
     /// several ranks keep, what travels is as narrow as it is read, where it can be made of a rank's own rows: a cast, or codes, unless a scale is that
     /// of a line. The scale of a tensor is measured over all ranks first.
-    pub fn for_products(&self, section: &Section) -> Wanted<'_, B> {
-        Wanted { param: self, copies: Copies::Products(*section.at(Site::FpropW)) }
+    ///
+    /// `linear`: by what the signs of transforms know the layer.
+    pub fn for_products(&self, section: &Section, linear: &str) -> Wanted<'_, B> {
+        let (w, wt) = (section.at(Site::FpropW), section.at(Site::DgradW));
+        let to = ProductCopies { w, wt, is_one: section.has_one_weight(), linear: fnv1a32(linear) };
+        Wanted { param: self, copies: Copies::Products(to) }
     }
 
     /// The weight, all of it, F32.
@@ -237,8 +246,11 @@ impl<B: Kernels> Param<B> {
     }
 
     /// The copies that products take, of all rows: F32, or the type that they are to have.
-    fn products(&self, cx: &Cx<'_, B>, to: &Precision, whole: &Tensor<B>) -> Result<Shadow<B>> {
-        let Some(dtype) = to.dtype() else { return self.quantized(cx, to, whole) };
+    fn products(&self, cx: &Cx<'_, B>, to: &ProductCopies, whole: &Tensor<B>) -> Result<Shadow<B>> {
+        if !to.is_one {
+            return self.each_by_itself(cx, to, whole);
+        }
+        let Some(dtype) = to.w.dtype() else { return self.quantized(cx, &to.w, whole) };
         let w = cx.cast(whole, dtype)?;
         let wt = match cx.training {
             true => Some(Operand::Plain(Transpose { x: &w, stack: self.stack() }.run(cx.b)?)),
@@ -247,17 +259,65 @@ impl<B: Kernels> Param<B> {
         Ok(Shadow { w: Operand::Plain(w), wt })
     }
 
+    /// The copies where they are not of one quantization.
+    fn each_by_itself(&self, cx: &Cx<'_, B>, to: &ProductCopies, whole: &Tensor<B>) -> Result<Shadow<B>> {
+        let w = self.copy(cx, (OF_FPROP, to.linear), &to.w, whole)?;
+        let turned = |x: &Tensor<B>| Transpose { x, stack: self.stack() }.run(cx.b);
+        let wt = match (cx.training, to.wt.by, &w) {
+            (false, ..) => return Ok(Shadow { w, wt: None }),
+            (true, By::Requantize, Operand::Block(w)) => {
+                turned(&Dequantize { x: w, dtype: cx.activations() }.run(cx.b)?)?
+            }
+            (true, ..) => turned(whole)?,
+        };
+        Ok(Shadow { w, wt: Some(self.copy(cx, (OF_DGRAD, to.linear), &to.wt, &wt)?) })
+    }
+
+    /// One copy of a weight, or of the transposed one: in its type, in square blocks, or in blocks along its rows.
+    fn copy(
+        &self,
+        cx: &Cx<'_, B>,
+        (name, linear): (&'static str, u32),
+        to: &Precision,
+        x: &Tensor<B>,
+    ) -> Result<Operand<B>> {
+        if let Some(dtype) = to.dtype() {
+            return cx.cast(x, dtype).map(Operand::Plain);
+        }
+        let is_square = to.axis == BlockAxis::Tile && to.format.spec().tiles;
+        let planes = if is_square { Planes::Tiles } else { Planes::Rows };
+        let hadamard = to.rht.map(|transform| cx.hadamard(&transform, linear));
+        let random = cx.random(&self.name, name, to.round);
+        let op = Quantize { stack: self.stack(), random, hadamard, ..Quantize::new(x, to.codec()?, planes) };
+        let made = op.run(cx.b)?;
+        self.keep_counts_once(cx, name, &made, None)?;
+        made.take_rows("prepare")
+    }
+
+    /// Keeps what was counted and found of all rows. Every rank that has the weight finds the same: the first one's blocks count.
+    fn keep_counts_once(
+        &self,
+        cx: &Cx<'_, B>,
+        name: &'static str,
+        made: &Emitted<B>,
+        scales: Option<(Delayed<'_, B>, FoundCells)>,
+    ) -> Result<()> {
+        let counts = match self.replicas(cx.mesh).rank() {
+            0 => made.counts.clone(),
+            _ => Some(Counts::zeros(cx.b)?),
+        };
+        cx.keep_quantized(&self.name, name, &Emitted { counts, ..made.clone() }, scales);
+        Ok(())
+    }
+
     /// All rows quantized, and what was counted and found of them kept.
     fn quantized(&self, cx: &Cx<'_, B>, to: &Precision, whole: &Tensor<B>) -> Result<Shadow<B>> {
         let (stack, codec, scales) = (self.stack(), to.codec()?, self.earlier_scales(cx, to)?);
         let delayed = scales.map(|(delayed, _)| delayed);
-        let tiles = Quantize { stack, delayed, ..Quantize::new(whole, codec, Planes::Tiles) }.run(cx.b)?;
-        // Every rank that has the weight finds the same: the first one's blocks count.
-        let counts = match self.replicas(cx.mesh).rank() {
-            0 => tiles.counts.clone(),
-            _ => Some(Counts::zeros(cx.b)?),
-        };
-        cx.keep_quantized(&self.name, "w", &Emitted { counts, ..tiles.clone() }, scales);
+        let random = cx.random(&self.name, OF_FPROP, to.round);
+        let op = Quantize { stack, delayed, random, ..Quantize::new(whole, codec, Planes::Tiles) };
+        let tiles = op.run(cx.b)?;
+        self.keep_counts_once(cx, OF_FPROP, &tiles, scales)?;
         Ok(Shadow { w: tiles.take_rows("prepare")?, wt: tiles.cols })
     }
 
@@ -280,12 +340,17 @@ impl<B: Kernels> Param<B> {
     /// Takes the place in the step's record of a weight that is quantized once all rows are here: the order of sites is that of one rank.
     fn meet(&self, cx: &Cx<'_, B>, copies: Copies) -> Result<()> {
         match copies {
-            Copies::Products(to) if to.dtype().is_none() => {
-                self.earlier_scales(cx, &to)?;
-                cx.meet_quantized(&self.name, "w");
+            Copies::Products(to) => {
+                if to.w.dtype().is_none() {
+                    self.earlier_scales(cx, &to.w)?;
+                    cx.meet_quantized(&self.name, OF_FPROP);
+                }
+                if !to.is_one && to.wt.dtype().is_none() {
+                    cx.meet_quantized(&self.name, OF_DGRAD);
+                }
                 Ok(())
             }
-            _ => Ok(()),
+            Copies::AsItIs => Ok(()),
         }
     }
 
@@ -299,7 +364,7 @@ impl<B: Kernels> Param<B> {
             Placement::Replicated => Spans::Whole,
             Placement::Experts(_) => Spans::Experts,
         };
-        cx.earlier_scales((&self.name, "w"), to, (of, self.stack()))
+        cx.earlier_scales((&self.name, OF_FPROP), to, (of, self.stack()))
     }
 
     /// Takes its copies, of all rows as they came.

@@ -135,7 +135,7 @@ impl Trip {
     pub fn all() -> Result<Vec<Self>> {
         use Way::{Combine, Dispatch, DispatchBackward};
         let of = |way, format, recipe: &str, site| {
-            let to = *Recipe::builtin(recipe)?.of(LayerKind::Expert).at(site);
+            let to = Recipe::builtin(recipe)?.of(LayerKind::Expert).at(site);
             Ok(Self { way, format, to })
         };
         [

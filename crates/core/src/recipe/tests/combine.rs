@@ -9,7 +9,7 @@ fn rows_come_back_plain_or_in_blocks_of_e4m3() {
         let recipe = Recipe::builtin(name).unwrap();
         assert_eq!(recipe.quantized_combine(), None, "{name}");
         let plain = Precision::plain(recipe.activations);
-        assert_eq!(Site::COMBINE.map(|site| *recipe.expert.at(site)), [plain; 2], "{name}");
+        assert_eq!(Site::COMBINE.map(|site| recipe.expert.at(site)), [plain; 2], "{name}");
     }
     let of = |more: &str| Recipe::parse("mine", &format!("extends = \"bf16\"\n{more}"));
     let written =
@@ -58,7 +58,7 @@ fn rows_come_back_plain_or_in_blocks_of_e4m3() {
         }
         let random =
             of(&format!("[expert]\n{} = {{ format = \"e4m3\", round = \"stochastic\" }}", site.key()));
-        assert_eq!(random.is_ok(), site == Site::CombineBwd, "the gradient alone is rounded at random");
+        assert!(random.is_ok(), "either is rounded at random");
     }
     let late = "[[override]]\nsteps = \"0.5..1\"\nproducts = \"combine\"\nset.expert.combine.bwd = { format = \"e4m3\" }";
     assert_eq!(of(late).unwrap().quantized_combine(), Some((Site::CombineBwd, Format::E4m3)));

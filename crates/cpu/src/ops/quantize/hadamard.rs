@@ -6,7 +6,7 @@ use super::spec::Matrix;
 use crate::ops::elementwise::for_rows;
 use crate::simd::per_isa;
 use crate::{CodePath, Cpu};
-use nibble_core::ops::{Hadamard, Planes};
+use nibble_core::ops::{Hadamard, Planes, Random};
 use nibble_core::{Data, Result, Tensor};
 use nibble_formats::hadamard;
 
@@ -16,14 +16,14 @@ pub(super) fn transform<'a>(
     cpu: &Cpu,
     x: &Tensor<Cpu>,
     planes: Planes,
-    Hadamard { len, signs }: Hadamard,
+    Hadamard { len, signs, step }: Hadamard<'_, Cpu>,
     spans: &Spans<'a>,
 ) -> Result<(Tensor<Cpu>, Spans<'a>)> {
     let down = planes == Planes::Cols;
     let whole = spans.in_whole(if down { len } else { 1 });
     let longest = whole.spans.iter().map(|s| s.len).max().unwrap_or(0);
     let mut sign = vec![0.0; if down { longest } else { x.cols }];
-    hadamard::fill_signs(&signs, 0, &mut sign);
+    hadamard::fill_signs(&super::at_step(Random { stream: signs, step })?, 0, &mut sign);
     let made = match (cpu.path(), down) {
         (CodePath::Scalar, false) => rows_by_spec(cpu, x, spans, &sign, len),
         (CodePath::Scalar, true) => cols_by_spec(cpu, x, spans, &whole, &sign, len),

@@ -118,6 +118,9 @@ fn check_buffers(cuda: &Cuda, op: &Quantize<'_, Cuda>) -> Result<()> {
     if let Some(step) = op.random.and_then(|random| random.step) {
         buffers.buffer("random.step", step)?;
     }
+    if let Some(step) = op.hadamard.and_then(|hadamard| hadamard.step) {
+        buffers.buffer("hadamard.step", step)?;
+    }
     if let Some(delayed) = &op.delayed {
         buffers.buffer("delayed.records", delayed.records)?;
     }
@@ -134,13 +137,13 @@ fn transform_first(
     desc: &QuantizeDesc,
     transform: &TransformArg,
 ) -> Result<Buffer<f32>> {
-    let out_rows = desc.transformed().rows;
+    let out_rows = desc.stack * desc.transformed().rows;
     let out = device.alloc::<f32>(out_rows * desc.cols)?;
     let (spec, ctas) = desc.transform();
     let launch = Launch { ctas: ctas as u32, threads: 256, cluster: 1, shared_bytes: 0 };
     let kernel = device.kernel(&spec)?;
     let MatrixArgs { x, row_id, .. } = *source;
-    let (rows, cols, out_rows) = (desc.rows as i32, desc.cols as i32, out_rows as i32);
+    let (rows, cols, out_rows) = ((desc.stack * desc.rows) as i32, desc.cols as i32, out_rows as i32);
     // SAFETY: `BufferCheck` held x and the groups to the sizes passed, and `out` is new and has out_rows · cols numbers.
     unsafe {
         if desc.planes == Planes::Rows {

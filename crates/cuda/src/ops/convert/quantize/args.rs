@@ -37,7 +37,11 @@ impl TransformArg {
     /// None at all.
     pub(super) const NONE: Self = Self { start: 0, num_groups: 0, rows: 0, hadamard: HadamardArg::NONE };
 
-    pub(super) fn new(source: &MatrixArgs<'_>, desc: &QuantizeDesc, transform: &Hadamard) -> Result<Self> {
+    pub(super) fn new(
+        source: &MatrixArgs<'_>,
+        desc: &QuantizeDesc,
+        transform: &Hadamard<'_, Cuda>,
+    ) -> Result<Self> {
         let hadamard = HadamardArg::new(transform)?;
         let start = source.start.map_or(0, Buffer::address);
         Ok(Self { start, num_groups: source.num_groups, rows: desc.rows as i32, hadamard })

@@ -246,7 +246,7 @@ impl Launches for QuantizeDesc {
             return Err(Error::shape(OP, "groups", "given", "none: square tiles are for weights"));
         }
         const MOST: usize = i32::MAX as usize - 512;
-        let tasks = self.rows.saturating_mul(self.cols.div_ceil(TRANSFORM_COLS));
+        let tasks = (self.stack * self.rows).saturating_mul(self.cols.div_ceil(TRANSFORM_COLS));
         let sizes = [
             ("rows of x", self.stack.saturating_mul(self.rows.max(self.capacity)), MOST),
             ("columns of x", self.cols, MOST),
@@ -286,7 +286,7 @@ impl Launches for QuantizeDesc {
     fn transform(&self) -> (KernelSpec, usize) {
         let spec = transform_spec(self.input, self.planes == Planes::Cols);
         if self.planes == Planes::Rows {
-            (spec, (self.rows * self.cols.div_ceil(TRANSFORM_COLS)).div_ceil(8))
+            (spec, (self.stack * self.rows * self.cols.div_ceil(TRANSFORM_COLS)).div_ceil(8))
         } else {
             (spec, self.squares())
         }

@@ -1,0 +1,67 @@
+//! A random Hadamard transform of both operands of a product, along what it contracts, before they are quantized.
+
+use crate::ops::Hadamard;
+use crate::{Backend, Error, Result};
+use nibble_formats::{Purpose, Stream, hadamard};
+use std::fmt;
+
+/// The transform of a product. Both operands have the same signs, so that the product stays what it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Transform {
+    /// Length of a block of it: one of [`hadamard::LENGTHS`].
+    pub len: usize,
+    /// How its signs are drawn.
+    pub signs: Signs,
+}
+
+/// How the signs of a transform are drawn. Each layer has its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Signs {
+    /// Once, of the run's seed.
+    #[default]
+    Run,
+    /// In every step, of the run's seed.
+    Step,
+    /// Once, of this seed: the same in every run.
+    Seed(u64),
+}
+
+impl Transform {
+    /// One of this length, with signs that are drawn once.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for a length that there is not.
+    pub fn new(len: usize, signs: Signs) -> Result<Self> {
+        match hadamard::LENGTHS.contains(&len) {
+            true => Ok(Self { len, signs }),
+            false => Err(Error::shape("transform", "len", len, "16, 32, 64 or 128")),
+        }
+    }
+
+    /// What an operation is told, of a layer with this number in a run with this seed at this step; `on_device`: the step where it lies there.
+    pub fn hadamard<'a, B: Backend>(
+        &self,
+        seed: u64,
+        site: u32,
+        step: u32,
+        on_device: Option<&'a B::Buf<u32>>,
+    ) -> Hadamard<'a, B> {
+        let (seed, step, on_device) = match self.signs {
+            Signs::Run => (seed, 0, None),
+            Signs::Step => (seed, step, on_device),
+            Signs::Seed(seed) => (seed, 0, None),
+        };
+        Hadamard { len: self.len, signs: Stream::new(seed, Purpose::Sign, site, step), step: on_device }
+    }
+}
+
+impl fmt::Display for Transform {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "rht{}", self.len)?;
+        match self.signs {
+            Signs::Run => Ok(()),
+            Signs::Step => f.write_str(" of each step"),
+            Signs::Seed(seed) => write!(f, " of seed {seed}"),
+        }
+    }
+}
