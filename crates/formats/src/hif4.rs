@@ -1,7 +1,8 @@
 //! HiFloat4: quarters to 1.75 (S1P2) in blocks of 64, under an E6M2 scale, one more octave for each eighth of the block, and another for
 //! each sixteenth. One record is four bytes: the E6M2 byte, eight bits, sixteen bits, the first share in the lowest.
 //!
-//! The scales follow from the largest magnitudes of the shares: a share gets an octave from one of two thresholds on. There are two conventions. Under the rule `amax` a block of zeros has the
+//! The scales follow from the largest magnitudes of the shares: a share gets an octave from one of two thresholds on. What values are multiplied by
+//! is BF16 of the scale's reciprocal, which is up to 0.2 % off; under the thresholds that saturate nothing it is the F32 number. There are two conventions. Under the rule `amax` a block of zeros has the
 //! smallest scale, larger blocks saturate, and elements are rounded from the exact product. Under `cann`, Ascend's, what does not fit the
 //! E6M2 numbers (zeros too) is marked NaN, and the product is rounded to BF16 before the element is.
 
@@ -48,7 +49,8 @@ impl BlockCodec for Hif4 {
             to_bits(f64::from(amax) * SEVENTH, 8).clamp(LEAST, MOST)
         };
         let byte = e6m2_byte(to_bits(wanted, 3));
-        let inv = bf16::from_f32(1.0 / ScaleNumber::E6m2.decode(byte)).to_f32();
+        let inv = 1.0 / ScaleNumber::E6m2.decode(byte);
+        let inv = if params.scaling.thresholds.divides() { inv } else { bf16::from_f32(inv).to_f32() };
         let quads = quad_maxima(x).map(|amax| f64::from(amax) * f64::from(inv)); // exact
         let [high, low] = params.scaling.thresholds.bounds();
         let mut record = byte;

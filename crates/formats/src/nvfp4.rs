@@ -128,7 +128,8 @@ mod tests {
 
     #[test]
     fn powers_above_by_hand() {
-        for (x, power) in [(1.0, 1.0), (1.0000001, 2.0), (3.0, 4.0), (0.75, 1.0), (1e-45, f32::MIN_POSITIVE)] {
+        for (x, power) in [(1.0, 1.0), (1.0000001, 2.0), (3.0, 4.0), (0.75, 1.0), (1e-45, f32::MIN_POSITIVE)]
+        {
             assert_eq!(power_above(x), power, "{x}");
         }
     }

@@ -128,7 +128,8 @@ named! {
     Thresholds {
         /// 4 and 2, as the format's authors have them: a share's largest magnitudes below 4 may saturate at 3.5.
         FourTwo = "4,2",
-        /// 3.5 and 1.75, which are the largest code with one octave and with none: no share saturates.
+        /// 3.5 and 1.75, which are the largest code with one octave and with none: no share saturates. So that nothing else has a bias, values are
+        /// then multiplied by the reciprocal of their scale in F32, where the authors have BF16.
         OfLargestCode = "3.5,1.75",
     }
 }
@@ -141,6 +142,12 @@ impl Thresholds {
             Thresholds::FourTwo => [4.0, 2.0],
             Thresholds::OfLargestCode => [3.5, 1.75],
         }
+    }
+
+    /// Whether values are multiplied by the scale's reciprocal as an F32 number, rather than as a BF16 number.
+    #[inline]
+    pub const fn divides(self) -> bool {
+        matches!(self, Thresholds::OfLargestCode)
     }
 }
 
@@ -179,8 +186,8 @@ impl Scaling {
     /// the normal numbers of its kind. None for plain formats, rules that a format does not know, and `cann`, which rounds products before codes.
     ///
     /// Scales that are rounded to nearest with m mantissa bits come out too small by a factor of 1 + 2^-(m+1) at most. The rules of powers of two
-    /// follow from the largest element: `floor` leaves magnitudes below 2^(emax + 1), `even` below that less half a step. HiFloat4's two factors of
-    /// 1/7 are BF16 numbers; what is lost by them is below 0.001 %.
+    /// follow from the largest element: `floor` leaves magnitudes below 2^(emax + 1), `even` below that less half a step. HiFloat4's 1/7
+    /// is a BF16 number; what is lost by it is below 0.001 %.
     pub fn unbiased(format: Format, rule: ScaleRule) -> Option<Scaling> {
         let spec = format.spec();
         let element = spec.element.filter(|_| spec.rules.contains(&rule) && rule != ScaleRule::Cann)?;
@@ -190,8 +197,7 @@ impl Scaling {
             Some(ScaleNumber::E8m0) => Headroom::reaching(reach(rule, element)),
             _ => Headroom::NONE,
         };
-        let thresholds =
-            if spec.has_thresholds { Thresholds::OfLargestCode } else { Thresholds::default() };
+        let thresholds = if spec.has_thresholds { Thresholds::OfLargestCode } else { Thresholds::default() };
         Some(Scaling { headroom, thresholds, ..Scaling::default() })
     }
 
@@ -286,7 +292,8 @@ mod tests {
             for &rule in format.spec().rules {
                 let says = |scaling, key: &str, takes: bool| {
                     let said = named(scaling, format, rule);
-                    let refusal = said.contains(&format!("{} does not go with {key} `", format!("`{format}`")));
+                    let refusal =
+                        said.contains(&format!("{} does not go with {key} `", format!("`{format}`")));
                     assert_eq!(refusal, !takes, "{format} {rule}: {said}");
                 };
                 let (fixed, kind) = (rule == ScaleRule::Cann, format.scale_kind(rule));

@@ -69,7 +69,8 @@ fn code_of(element: Element, y: f64, negative: bool, rounding: Rounding) -> u8 {
 fn power(rule: ScaleRule, element: Element, amax: f64) -> u8 {
     let (max, emax) = (f64::from(element.max()), f64::from(element.emax()));
     let all = scale_numbers(ScaleNumber::E8m0);
-    let first = |fits: &dyn Fn(f64) -> bool| all.iter().find(|(s, _)| fits(*s)).map_or(0xFE, |(_, byte)| *byte);
+    let first =
+        |fits: &dyn Fn(f64) -> bool| all.iter().find(|(s, _)| fits(*s)).map_or(0xFE, |(_, byte)| *byte);
     let binade = |amax: f64| {
         let below = |(s, _): &&(f64, u8)| s * emax.exp2() <= amax;
         all.iter().rev().find(below).map_or(0, |(_, byte)| *byte)
@@ -94,7 +95,9 @@ fn rooms() -> impl Iterator<Item = Headroom> {
 #[test]
 fn room_above_powers_and_singles() {
     let mut seen = 0;
-    for format in Format::ALL.into_iter().filter(|format| format.is_block() && format.spec().block != WHOLE_LINE) {
+    for format in
+        Format::ALL.into_iter().filter(|format| format.is_block() && format.spec().block != WHOLE_LINE)
+    {
         let rules = [ScaleRule::Floor, ScaleRule::Rceil, ScaleRule::Ceil, ScaleRule::Amax];
         for &rule in format.spec().rules.iter().filter(|rule| rules.contains(rule)) {
             let number = format.scale_kind(rule).levels().first().map(|level| level.number);
@@ -132,8 +135,10 @@ fn room_and_thresholds_of_shares() {
     let scales = scale_numbers(ScaleNumber::E6m2);
     for headroom in rooms() {
         for &thresholds in Thresholds::ALL {
-            let codec = codec(Format::Hif4, ScaleRule::Amax, Scaling { headroom, thresholds, ..Scaling::default() });
-            let [high, low] = if thresholds == Thresholds::FourTwo { [4.0, 2.0] } else { [3.5, 1.75] };
+            let is_authors = thresholds == Thresholds::FourTwo;
+            let codec =
+                codec(Format::Hif4, ScaleRule::Amax, Scaling { headroom, thresholds, ..Scaling::default() });
+            let [high, low] = if is_authors { [4.0, 2.0] } else { [3.5, 1.75] };
             for x in blocks(64) {
                 let mut codes = [0; 64];
                 let (record, marked) = codec.quantize_block(&x, |_| 0, &mut codes);
@@ -141,7 +146,8 @@ fn room_and_thresholds_of_shares() {
                 let amax = with_room(largest(&x), f64::from(headroom.factor()));
                 let wanted = to_eight_bits(f64::from(amax) * 73.0 / 512.0);
                 let (scale, byte) = nearest(&scales, wanted, false);
-                let inv = to_eight_bits(1.0 / scale);
+                let inv =
+                    if is_authors { to_eight_bits(1.0 / scale) } else { f64::from((1.0 / scale) as f32) };
                 let (mut record_of, mut shifts) = (u32::from(byte), [0; 64]);
                 for (eighth, values) in x.chunks(8).enumerate() {
                     let first = f64::from(largest(values)) * inv >= high;
@@ -180,11 +186,13 @@ fn to_eight_bits(x: f64) -> f64 {
 fn room_candidates_and_outer_of_nvfp4() {
     let (scales, mut chosen) = (scale_numbers(ScaleNumber::E4m3), [0u64; 2]);
     for headroom in rooms().step_by(3).chain([Headroom::new(1.0625).unwrap()]) {
-        for (&candidates, outer) in
-            Candidates::ALL.iter().flat_map(|c| [None, Some(Outer::Tensor), Some(Outer::Power)].map(|o| (c, o)))
+        for (&candidates, outer) in Candidates::ALL
+            .iter()
+            .flat_map(|c| [None, Some(Outer::Tensor), Some(Outer::Power)].map(|o| (c, o)))
         {
             let rule = if outer.is_some() { ScaleRule::TensorAmax } else { ScaleRule::Amax };
-            let scaling = Scaling { headroom, candidates, outer: outer.unwrap_or_default(), ..Scaling::default() };
+            let scaling =
+                Scaling { headroom, candidates, outer: outer.unwrap_or_default(), ..Scaling::default() };
             for (i, x) in blocks(16).into_iter().enumerate() {
                 // The tensor has other blocks, some with larger values.
                 let tensor = with_room(largest(&x), [1.0, 1.3, 40.0, 3000.0][i % 4]);
@@ -267,7 +275,8 @@ fn the_better_of_two_candidates_is_kept() {
             // The same scales without the choice: the tensor's is what decides.
             let alone = codec(Format::Nvfp4, ScaleRule::TensorAmax, Scaling::default());
             let six = alone.under(both.tensor_scale());
-            let unit = f64::from(largest(&x)).powi(if candidates == Candidates::FourOrSixMse { 2 } else { 1 });
+            let unit =
+                f64::from(largest(&x)).powi(if candidates == Candidates::FourOrSixMse { 2 } else { 1 });
             let (a, b) = (loss(both, &x) / unit, loss(six, &x) / unit);
             assert!(a <= b + 1e-5, "{candidates}: {a} > {b}");
             of_both += a;
@@ -280,7 +289,8 @@ fn the_better_of_two_candidates_is_kept() {
 /// Codes times scales times a power of two are BF16 numbers.
 #[test]
 fn under_an_outer_power_all_that_decodes_is_bf16() {
-    let codec = codec(Format::Nvfp4, ScaleRule::TensorAmax, Scaling { outer: Outer::Power, ..Scaling::default() });
+    let codec =
+        codec(Format::Nvfp4, ScaleRule::TensorAmax, Scaling { outer: Outer::Power, ..Scaling::default() });
     for x in blocks(16).into_iter().filter(|x| (1e-25..1e30).contains(&largest(x))) {
         let codec = codec.for_tensor(largest(&x) * 1.7);
         assert_eq!(codec.tensor_scale().to_bits() & 0x7F_FFFF, 0);
