@@ -36,6 +36,8 @@ pub struct Headroom(u8);
 impl Headroom {
     /// None: the factor is 1.
     pub const NONE: Headroom = Headroom(16);
+    /// The largest: the factor is 2.
+    pub const MOST: Headroom = Headroom(32);
 
     /// A factor.
     ///
@@ -213,31 +215,31 @@ impl Scaling {
         let cases = [
             (
                 self.headroom != default.headroom && (fixed || !has_records),
-                ("headroom", self.headroom.to_string()),
+                "headroom",
                 if fixed { "rule `cann` fixes how scales are chosen" } else { "its blocks have no scales" },
             ),
             (
                 self.thresholds != default.thresholds && (fixed || !spec.has_thresholds),
-                ("thresholds", self.thresholds.to_string()),
+                "thresholds",
                 if fixed { "rule `cann` fixes them" } else { "its scales have no octaves of shares" },
             ),
             (
                 self.candidates != default.candidates && !spec.has_candidates,
-                ("candidates", self.candidates.to_string()),
+                "candidates",
                 "it has one scale for a block",
             ),
             (
                 self.outer != default.outer && !(has_records && kind.has_tensor_scale()),
-                ("outer", self.outer.to_string()),
+                "outer",
                 "its blocks have no scales under one of the tensor",
             ),
         ];
         match cases.into_iter().find(|(refused, ..)| *refused) {
             None => Ok(()),
-            Some((_, (key, value), why)) => Err(Error::Unsupported {
+            Some((_, key, why)) => Err(Error::Unsupported {
                 format: spec.name,
-                with: format!("{key} `{value}`"),
-                why: format!("decides nothing: {why}"),
+                with: format!("`{key}`"),
+                why: format!("it decides nothing, since {why}"),
             }),
         }
     }
@@ -293,7 +295,7 @@ mod tests {
                 let says = |scaling, key: &str, takes: bool| {
                     let said = named(scaling, format, rule);
                     let refusal =
-                        said.contains(&format!("{} does not go with {key} `", format!("`{format}`")));
+                        said.contains(&format!("`{format}` does not go with `{key}`: it decides nothing"));
                     assert_eq!(refusal, !takes, "{format} {rule}: {said}");
                 };
                 let (fixed, kind) = (rule == ScaleRule::Cann, format.scale_kind(rule));

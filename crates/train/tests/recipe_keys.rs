@@ -177,6 +177,16 @@ const CHANGES: [&str; 15] = [
     "\"e4m3-tensor\", scale = \"delayed\", history = 2 }",
 ];
 
+/// How scales may be chosen, where the format has the choice.
+const SCALING: [&str; 6] = [
+    "headroom = 1.5",
+    "thresholds = \"3.5,1.75\"",
+    "candidates = \"4/6-mse\"",
+    "candidates = \"4/6-mae\"",
+    "outer = \"power\"",
+    "outer = \"none\"",
+];
+
 /// Those, and of a block format each other one of the same blocks, and each field by itself.
 fn changes(now: &Precision) -> Vec<String> {
     let mut all = CHANGES.map(str::to_owned).to_vec();
@@ -185,7 +195,7 @@ fn changes(now: &Precision) -> Vec<String> {
         let alike = Format::ALL.into_iter().filter(|format| is_alike(format) && *format != now.format);
         all.extend(alike.map(|format| format!("\"{format}\" }}")));
         let fields = ["round = \"stochastic\"", "rht = 32", "by = \"requantize\"", "axis = \"col\""];
-        all.extend(fields.map(|field| format!("\"{}\", {field} }}", now.format)));
+        all.extend(fields.iter().chain(&SCALING).map(|field| format!("\"{}\", {field} }}", now.format)));
     }
     all
 }

@@ -1,7 +1,7 @@
 //! TOML to [`Recipe`].
 
 use super::precision::{DELAYED, axis_name};
-use super::{By, LayerKind, Override, Precision, Recipe, Section, Site};
+use super::{By, LayerKind, Override, Precision, Recipe, Section, Site, scaling};
 use crate::{DType, Error, Result};
 use nibble_formats::{AmaxOf, BlockAxis, DelayedScaling, Format, Rounding, ScaleRule};
 use toml::{Table, Value};
@@ -192,8 +192,9 @@ impl Reader<'_> {
         for (field, value) in table {
             let known =
                 ["format", "axis", "scale", "history", "amax", "margin", "round", "rht", "by", "from"];
-            if !known.contains(&field.as_str()) {
-                return Err(self.error(key, unknown("field", field, known.into_iter())));
+            let known = known.into_iter().chain(scaling::KEYS);
+            if !known.clone().any(|name| name == field) {
+                return Err(self.error(key, unknown("field", field, known)));
             }
             if !format.is_block() && !matches!(field.as_str(), "format" | "by" | "from") {
                 return Err(self.error(key, format!("`{field}` decides nothing: {format} has no blocks")));
@@ -242,6 +243,7 @@ impl Reader<'_> {
                 _ => {}
             }
         }
+        scaling::read(&mut p, table).map_err(|why| self.error(key, why))?;
         if !table.contains_key("round") {
             p.round = format.rounding(p.scale);
         }

@@ -1,7 +1,7 @@
 //! A recipe in words: for people, and as a file that reads back as the same recipe.
 
 use super::precision::{DELAYED, axis_name};
-use super::{By, LayerKind, Precision, Recipe, Section, Site};
+use super::{By, LayerKind, Precision, Recipe, Section, Site, scaling};
 use nibble_formats::{AmaxOf, BlockAxis, DelayedScaling, Rounding};
 use std::fmt::{self, Write};
 use toml::Value;
@@ -48,6 +48,7 @@ fn in_toml(site: Site, precision: Option<&Precision>) -> String {
                 write!(out, ", scale = \"{DELAYED}\", amax = \"{amax}\", margin = {margin}")
             }
         };
+        out += &scaling::in_toml(&p.scaling);
         if p.axis == BlockAxis::Col && site.chooses_axis() {
             let _ = write!(out, ", axis = \"{}\"", axis_name(p.axis));
         }
