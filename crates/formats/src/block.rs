@@ -4,6 +4,7 @@ use crate::e8m0::{self, ScaleRule};
 use crate::element::Element;
 use crate::rounding::Rounding;
 use crate::scale::{Scale, ScaleKind};
+use crate::scaling::Scaling;
 
 /// The scale of a block as its values are encoded.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -45,6 +46,8 @@ pub struct BlockParams {
     pub rounding: Rounding,
     /// What a block's record holds.
     pub kind: ScaleKind,
+    /// How scales are chosen within the rule.
+    pub scaling: Scaling,
     /// Values of a block.
     pub block: usize,
     /// Bits of the tensor's multipliers, of encoding and of decoding.
@@ -85,7 +88,7 @@ impl BlockParams {
 /// [`scaled`](Self::scaled) and [`multiplier`](Self::multiplier) define what happens to one value. The methods of several values do the
 /// same to the first values of a block at once; they are overridden for speed alone.
 pub trait BlockCodec: std::fmt::Debug + Sync {
-    /// The scale of a block of finite values, the largest magnitude of which is `amax`.
+    /// The scale of a block of finite values, the largest magnitude of which is to be taken for `amax`: with [`Headroom`](crate::Headroom) a larger one.
     fn scale(&self, params: &BlockParams, x: &[f32], amax: f32) -> BlockScale;
 
     /// Value `i` of a block, in the units of its element: what is rounded to a code.

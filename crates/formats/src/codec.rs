@@ -7,6 +7,7 @@ use crate::error::{Error, Result};
 use crate::format::Format;
 use crate::rounding::Rounding;
 use crate::scale::{Scale, ScaleKind};
+use crate::scaling::Scaling;
 
 /// How blocks of a format are made: format, scale rule and rounding, known to go together; and the scale of the tensor where the format
 /// has one, which is 1 until [`Codec::for_tensor`] or [`Codec::under`] says another.
@@ -48,7 +49,17 @@ impl Codec {
         }
         rounding.check()?;
         let (kind, tensor) = (format.scale_kind(rule), [1.0f32.to_bits(); 2]);
-        Ok(Codec { format, params: BlockParams { element, rule, rounding, kind, block: spec.block, tensor } })
+        let (scaling, block) = (Scaling::default(), spec.block);
+        Ok(Codec { format, params: BlockParams { element, rule, rounding, kind, scaling, block, tensor } })
+    }
+
+    /// The same codec with scales chosen so.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for what decides nothing here ([`Scaling::check`]).
+    pub fn with(self, scaling: Scaling) -> Result<Codec> {
+        scaling.check(self.format, self.params.rule)?;
+        Ok(Codec { params: BlockParams { scaling, ..self.params }, ..self })
     }
 
     /// The format.
@@ -74,6 +85,11 @@ impl Codec {
     /// The rounding of the elements.
     pub const fn rounding(&self) -> Rounding {
         self.params.rounding
+    }
+
+    /// How scales are chosen within the rule.
+    pub const fn scaling(&self) -> Scaling {
+        self.params.scaling
     }
 
     /// What a block's record holds.
@@ -128,10 +144,10 @@ impl Codec {
         self.params.tensor_scale()
     }
 
-    /// As [`BlockParams::scale_of`].
+    /// As [`BlockParams::scale_of`], with the headroom.
     #[inline]
     pub fn scale_of(&self, amax: f32) -> BlockScale {
-        self.params.scale_of(amax)
+        self.params.scale_of(self.params.scaling.headroom.over(amax))
     }
 
     /// The code of value `i` of a block. `r`: sixteen random bits, used by the random roundings only.
@@ -155,6 +171,7 @@ impl Codec {
         let has_shares = self.params.kind.levels().len() > 1;
         match amax {
             Some(amax) if !has_shares || x.len() <= self.params.block => {
+                let amax = self.params.scaling.headroom.over(amax);
                 self.format.spec().codec.scale(&self.params, x, amax)
             }
             _ => BlockScale { record: self.params.kind.nan(), inv: f32::NAN },

@@ -1,7 +1,8 @@
 //! HiFloat4: quarters to 1.75 (S1P2) in blocks of 64, under an E6M2 scale, one more octave for each eighth of the block, and another for
 //! each sixteenth. One record is four bytes: the E6M2 byte, eight bits, sixteen bits, the first share in the lowest.
 //!
-//! The scales follow from the largest magnitudes of the shares. There are two conventions. Under the rule `amax` a block of zeros has the
+//! The scales follow from the largest magnitudes of the shares: a share gets an octave from one of two thresholds on. What values are multiplied by
+//! is BF16 of the scale's reciprocal, which is up to 0.2 % off; under the thresholds that saturate nothing it is the F32 number. There are two conventions. Under the rule `amax` a block of zeros has the
 //! smallest scale, larger blocks saturate, and elements are rounded from the exact product. Under `cann`, Ascend's, what does not fit the
 //! E6M2 numbers (zeros too) is marked NaN, and the product is rounded to BF16 before the element is.
 
@@ -20,6 +21,7 @@ pub(crate) const HIF4: FormatSpec = FormatSpec {
     block: 64,
     rules: &[ScaleRule::Amax, ScaleRule::Cann],
     rounding: Rounding::NearestAway,
+    has_thresholds: true,
     scales: |_| ScaleKind::HIF4,
     codec: &Hif4,
     ..PLAIN
@@ -47,12 +49,14 @@ impl BlockCodec for Hif4 {
             to_bits(f64::from(amax) * SEVENTH, 8).clamp(LEAST, MOST)
         };
         let byte = e6m2_byte(to_bits(wanted, 3));
-        let inv = bf16::from_f32(1.0 / ScaleNumber::E6m2.decode(byte)).to_f32();
+        let inv = 1.0 / ScaleNumber::E6m2.decode(byte);
+        let inv = if params.scaling.thresholds.divides() { inv } else { bf16::from_f32(inv).to_f32() };
         let quads = quad_maxima(x).map(|amax| f64::from(amax) * f64::from(inv)); // exact
+        let [high, low] = params.scaling.thresholds.bounds();
         let mut record = byte;
         for (share, [a, b]) in quads.as_chunks::<2>().0.iter().enumerate() {
-            let doubled = a.max(*b) >= 4.0;
-            let bound = if doubled { 4.0 } else { 2.0 };
+            let doubled = a.max(*b) >= high;
+            let bound = if doubled { high } else { low };
             let of_quads = u32::from(*a >= bound) | u32::from(*b >= bound) << 1;
             record |= u32::from(doubled) << (8 + share) | of_quads << (16 + 2 * share);
         }

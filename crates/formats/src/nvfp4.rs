@@ -3,11 +3,16 @@
 //! Under a scale of the tensor the scales are TransformerEngine's: of a tensor whose largest magnitude is A, S = 2688/A (2688 = 6 · 448), so
 //! that the largest block's scale is the largest E4M3 number; of a block, amax · (S · f32(1/6)). By itself a block has torchao's, amax / 6. Both
 //! as E4M3, subnormals and zero included. Every operation is rounded to F32.
+//!
+//! With two candidates (Four Over Six, arXiv 2512.02010) a block has that scale or the one of 1.5 times as much, under which its largest
+//! magnitude is 4. For that S is 1536/A (1536 = 6 · 256). Values are compared as they are rounded to nearest even, whatever the rounding: so the
+//! choice is a function of the values, and random rounding under the chosen scale is what it is under either.
 
 use crate::block::{BlockCodec, BlockParams, BlockScale};
 use crate::e8m0::ScaleRule::{self, Amax, TensorAmax};
 use crate::element::Element;
 use crate::scale::{Scale, ScaleKind};
+use crate::scaling::{Candidates, Outer};
 use crate::spec::{FormatSpec, PLAIN};
 
 pub(crate) const NVFP4: FormatSpec = FormatSpec {
@@ -17,6 +22,7 @@ pub(crate) const NVFP4: FormatSpec = FormatSpec {
     block: 16,
     rules: &[TensorAmax, Amax],
     tiles: true,
+    has_candidates: true,
     scales,
     codec: &Nvfp4,
     ..PLAIN
@@ -30,25 +36,101 @@ fn scales(rule: ScaleRule) -> ScaleKind {
 struct Nvfp4;
 
 impl BlockCodec for Nvfp4 {
-    fn scale(&self, params: &BlockParams, _x: &[f32], amax: f32) -> BlockScale {
+    fn scale(&self, params: &BlockParams, x: &[f32], amax: f32) -> BlockScale {
         let tensor_inv = params.tensor_inv();
         // A product with f32(1/6) may round up to a tie that the quotient lies below.
         let wanted =
             if params.kind.has_tensor_scale() { amax * (tensor_inv * (1.0 / 6.0)) } else { amax / 6.0 };
-        let byte = Element::E4M3.encode(wanted);
-        let value = Element::E4M3.decode(byte) * (1.0 / tensor_inv);
-        // A scale of zero takes what is not zero to the largest code, which decodes as zero.
-        // The smaller of NaN and a number would be the number.
-        let inv = if value.is_nan() { value } else { (1.0 / value).min(f32::MAX) };
-        BlockScale { record: Scale::byte(byte), inv }
+        let six = nearest_scale(wanted, tensor_inv);
+        if params.scaling.candidates == Candidates::Six || six.is_nan() {
+            return six;
+        }
+        let four = nearest_scale(wanted * 1.5, tensor_inv);
+        let [of_six, of_four] = [six, four].map(|scale| error(params, x, scale, six.record));
+        if of_four < of_six { four } else { six }
     }
 
-    fn tensor_scale(&self, _params: &BlockParams, amax: f32) -> [f32; 2] {
-        const LARGEST: f32 = 6.0 * 448.0;
+    fn tensor_scale(&self, params: &BlockParams, amax: f32) -> [f32; 2] {
+        // What is left above the scales of 6 is for those of 4.
+        let largest = if params.scaling.candidates == Candidates::Six { 6.0 * 448.0 } else { 6.0 * 256.0 };
         if amax.is_nan() {
             return [f32::NAN, f32::NAN];
         }
-        let inv = (LARGEST / amax).min(f32::MAX);
-        if amax == 0.0 || inv == 0.0 { [1.0, 1.0] } else { [inv, amax / LARGEST] }
+        let inv = (largest / amax).min(f32::MAX);
+        if amax == 0.0 || inv == 0.0 {
+            return [1.0, 1.0];
+        }
+        match params.scaling.outer {
+            Outer::Tensor => [inv, amax / largest],
+            Outer::Power => {
+                let scale = power_above(amax / largest);
+                [1.0 / scale, scale]
+            }
+        }
+    }
+}
+
+/// The E4M3 number nearest to what is wanted.
+fn nearest_scale(wanted: f32, tensor_inv: f32) -> BlockScale {
+    let byte = Element::E4M3.encode(wanted);
+    let value = Element::E4M3.decode(byte) * (1.0 / tensor_inv);
+    // A scale of zero takes what is not zero to the largest code, which decodes as zero.
+    // The smaller of NaN and a number would be the number.
+    let inv = if value.is_nan() { value } else { (1.0 / value).min(f32::MAX) };
+    BlockScale { record: Scale::byte(byte), inv }
+}
+
+/// What is lost of a block's values under a scale, in units that the scale of 6 gives both candidates: a sum of whole numbers, which has no order.
+///
+/// Of a value x with the code c: r = (|x · S| − c · scale) · 2^−e, where 2^e is the power of two of the scale of 6, or 2^−9 below it. Its share is
+/// r² · 2^20, or |r| · 2^20, cut to a whole number of at most 2^24 − 1. Every operation is rounded to F32; c · scale and the powers are exact.
+fn error(params: &BlockParams, x: &[f32], scale: BlockScale, six: Scale) -> u64 {
+    const ONE: f32 = (1 << 20) as f32;
+    const MOST: f32 = ((1 << 24) - 1) as f32;
+    let of_code = Element::E4M3.decode(scale.record.0 as u8);
+    let exponent = Element::E4M3.decode(six.0 as u8).max(1.0 / 512.0).to_bits() >> 23;
+    let unit = f32::from_bits((254 - exponent) << 23);
+    let is_squared = params.scaling.candidates == Candidates::FourOrSixMse;
+    let share = |x: &f32| {
+        let r = ((x * params.tensor_inv()).abs() - nearest_code(x.abs() * scale.inv) * of_code) * unit;
+        let share = if is_squared { r * r } else { r.abs() };
+        u64::from((share * ONE).min(MOST) as u32)
+    };
+    x.iter().map(share).sum()
+}
+
+/// The E2M1 number nearest to a magnitude, ties to the even code: the value of [`Element::encode`]'s code, without branches.
+#[inline]
+fn nearest_code(x: f32) -> f32 {
+    // The last place of such a number is worth the step between codes.
+    let far = if x < 2.0 { 4_194_304.0 } else { 8_388_608.0 } * if x < 4.0 { 1.0 } else { 2.0 };
+    (x.min(6.0) + far) - far
+}
+
+/// The least power of two that is no less than a positive number, and a normal one.
+fn power_above(x: f32) -> f32 {
+    f32::from_bits((x.to_bits() + 0x7F_FFFF) & 0xFF80_0000).max(f32::MIN_POSITIVE)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_nearest_code_is_the_encoders() {
+        let around = |x: f32| [-1, 0, 1].map(|by| f32::from_bits((x.to_bits() as i32 + by).max(0) as u32));
+        let steps = (0..4000).map(|i| i as f32 / 512.0).chain([f32::MIN_POSITIVE, 1e9, f32::MAX]);
+        for x in steps.flat_map(around) {
+            let code = Element::E2M1.encode(x);
+            assert_eq!(nearest_code(x), Element::E2M1.decode(code), "{x}");
+        }
+    }
+
+    #[test]
+    fn powers_above_by_hand() {
+        for (x, power) in [(1.0, 1.0), (1.0000001, 2.0), (3.0, 4.0), (0.75, 1.0), (1e-45, f32::MIN_POSITIVE)]
+        {
+            assert_eq!(power_above(x), power, "{x}");
+        }
     }
 }

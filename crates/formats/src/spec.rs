@@ -26,6 +26,10 @@ pub struct FormatSpec {
     pub rounding: Rounding,
     /// Whether 2-D `block` × `block` tiles may share a scale.
     pub tiles: bool,
+    /// Whether shares of a block get octaves by [`Thresholds`](crate::Thresholds).
+    pub has_thresholds: bool,
+    /// Whether a block may be tried with several scales ([`Candidates`](crate::Candidates)).
+    pub has_candidates: bool,
     /// The hierarchy of scales under one of the rules.
     pub scales: fn(ScaleRule) -> ScaleKind,
     /// The arithmetic of a block.
@@ -53,6 +57,8 @@ pub(crate) const PLAIN: FormatSpec = FormatSpec {
     rules: &[],
     rounding: Rounding::NearestEven,
     tiles: false,
+    has_thresholds: false,
+    has_candidates: false,
     scales: powers_or_singles,
     codec: &OneNumber,
 };

@@ -7,6 +7,16 @@ use nibble_core::formats::{Format, Purpose, Stream};
 use nibble_core::recipe::{Layer, LayerKind, Site};
 use std::collections::BTreeMap;
 
+/// How scales are chosen; most of these go with one format.
+const SCALING: [&str; 6] = [
+    ", headroom = 1.0625",
+    ", headroom = 1.125, thresholds = \"3.5,1.75\"",
+    ", headroom = 1.375",
+    ", candidates = \"4/6-mse\"",
+    ", headroom = 1.5, candidates = \"4/6-mae\"",
+    ", outer = \"power\"",
+];
+
 /// Draws from a seeded stream.
 #[derive(Debug)]
 pub struct Dice {
@@ -52,6 +62,9 @@ impl Dice {
                 true => ", scale = \"delayed\"".to_owned(),
                 false => format!(", scale = \"{rule}\""),
             };
+            if self.once_in(6) {
+                text += self.of(&SCALING);
+            }
             if self.once_in(5) {
                 text += self.of(&[", round = \"stochastic\"", ", round = \"dither:0.25\""]);
             }

@@ -257,6 +257,16 @@ const CHANGES: [&str; 15] = [
     "\"e4m3-tensor\", scale = \"delayed\", history = 2 }",
 ];
 
+/// How scales may be chosen, where the format has the choice.
+const SCALING: [&str; 6] = [
+    "headroom = 1.5",
+    "thresholds = \"3.5,1.75\"",
+    "candidates = \"4/6-mse\"",
+    "candidates = \"4/6-mae\"",
+    "outer = \"power\"",
+    "outer = \"none\"",
+];
+
 /// Those, and of a block format each other one of the same blocks, and each field by itself.
 fn changes(now: &Precision) -> Vec<String> {
     let mut all = CHANGES.map(str::to_owned).to_vec();
@@ -272,7 +282,7 @@ fn changes(now: &Precision) -> Vec<String> {
             "axis = \"col\"",
             "block = \"line\"",
         ];
-        all.extend(fields.map(|field| format!("\"{}\", {field} }}", now.format)));
+        all.extend(fields.iter().chain(&SCALING).map(|field| format!("\"{}\", {field} }}", now.format)));
     }
     all
 }

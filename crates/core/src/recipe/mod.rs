@@ -10,6 +10,7 @@ mod parse;
 mod plan;
 mod precision;
 mod route;
+mod scaling;
 mod shipped;
 mod site;
 mod transform;

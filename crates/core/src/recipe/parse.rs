@@ -1,7 +1,9 @@
 //! TOML to [`Recipe`].
 
 use super::precision::{DELAYED, LINE, NO_TRANSFORM, SQUARE, axis_name};
-use super::{By, LayerKind, Override, Precision, Product, Recipe, Section, Setting, Signs, Site, Transform};
+use super::{
+    By, LayerKind, Override, Precision, Product, Recipe, Section, Setting, Signs, Site, Transform, scaling,
+};
 use crate::{DType, Error, Result};
 use nibble_formats::{AmaxOf, BlockAxis, DelayedScaling, Format, Rounding, ScaleRule, hadamard};
 use toml::{Table, Value};
@@ -285,8 +287,9 @@ impl Reader<'_> {
             let known = [
                 "format", "axis", "block", "scale", "history", "amax", "margin", "round", "rht", "by", "from",
             ];
-            if !known.contains(&field.as_str()) {
-                return Err(self.error(key, unknown("field", field, known.into_iter())));
+            let known = known.into_iter().chain(scaling::KEYS);
+            if !known.clone().any(|name| name == field) {
+                return Err(self.error(key, unknown("field", field, known)));
             }
             if !format.is_block() && !matches!(field.as_str(), "format" | "by" | "from") {
                 return Err(self.error(key, format!("`{field}` decides nothing: {format} has no blocks")));
@@ -329,6 +332,7 @@ impl Reader<'_> {
                 _ => {}
             }
         }
+        scaling::read(&mut p, table).map_err(|why| self.error(key, why))?;
         if !table.contains_key("round") {
             p.round = format.rounding(p.scale);
         }

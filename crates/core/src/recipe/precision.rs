@@ -1,9 +1,10 @@
 //! How a tensor is represented, and the precisions of one kind of layer.
 
+use super::scaling;
 use super::site::{From, LayerKind, Product, Site};
 use super::transform::Transform;
 use crate::{DType, Result};
-use nibble_formats::{BlockAxis, Codec, DelayedScaling, Format, Rounding, ScaleRule};
+use nibble_formats::{BlockAxis, Codec, DelayedScaling, Format, Rounding, ScaleRule, Scaling};
 use std::fmt;
 
 /// How a tensor in blocks becomes one in other blocks.
@@ -25,6 +26,8 @@ pub struct Precision {
     pub axis: BlockAxis,
     /// How scales are chosen.
     pub scale: ScaleRule,
+    /// How they are chosen within the rule.
+    pub scaling: Scaling,
     /// Of the magnitudes of earlier steps rather than of the tensor's own.
     pub delayed: Option<DelayedScaling>,
     /// How elements are rounded.
@@ -47,6 +50,7 @@ impl Precision {
             format,
             axis: BlockAxis::Row,
             scale: ScaleRule::Amax,
+            scaling: Scaling::default(),
             delayed: None,
             round: Rounding::NearestEven,
             rht: None,
@@ -66,20 +70,20 @@ impl Precision {
     /// The codec of a block format.
     ///
     /// # Errors
-    /// [`crate::Error::Format`] if the format, scale rule and rounding do not go together.
+    /// [`crate::Error::Format`] if the format, scale rule, scaling and rounding do not go together.
     pub fn codec(&self) -> Result<Codec> {
-        Ok(Codec::new(self.format, self.scale, self.round)?)
+        Ok(Codec::new(self.format, self.scale, self.round)?.with(self.scaling)?)
     }
 
     /// Whether two precisions name the same representation (rounding aside).
     pub fn same_bits(&self, other: &Self) -> bool {
-        let blocks = |p: &Self| p.format.is_block().then_some((p.axis, p.scale, p.delayed, p.rht));
+        let blocks = |p: &Self| p.format.is_block().then_some((p.axis, p.scale, p.scaling, p.delayed, p.rht));
         self.format == other.format && blocks(self) == blocks(other)
     }
 
     /// Whether one kernel can write both from one read of a plain tensor, one by rows and the other by columns.
     pub(super) fn one_read(&self, other: &Self) -> bool {
-        let codec = |p: &Self| (p.format, p.scale, p.delayed, p.round, p.rht);
+        let codec = |p: &Self| (p.format, p.scale, p.scaling, p.delayed, p.round, p.rht);
         let axes = [self.axis, other.axis];
         self.format.is_block()
             && self.rht.is_none()
@@ -102,6 +106,7 @@ impl fmt::Display for Precision {
                 None => write!(f, "{}", self.scale)?,
                 Some(delayed) => write!(f, "({delayed})")?,
             }
+            scaling::in_words(f, &self.scaling)?;
             if self.round != Rounding::NearestEven {
                 write!(f, " {}", self.round)?;
             }

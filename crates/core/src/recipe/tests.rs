@@ -2,6 +2,7 @@ use super::*;
 use nibble_formats::{BlockAxis, Format, Rounding};
 
 mod combine;
+mod scaling;
 mod transforms;
 
 #[test]

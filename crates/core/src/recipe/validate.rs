@@ -248,6 +248,9 @@ fn conversion(check: &Check<'_>, site: Site) -> Result<()> {
     let why = "`round` decides nothing: conversions between block formats round to nearest even; \
                by = \"requantize\" rounds as it is told";
     check.expect(site, p.round == Rounding::NearestEven, why)?;
+    let why = "`headroom` and its like decide nothing: conversions between block formats choose no scales of their own; \
+               by = \"requantize\" does";
+    check.expect(site, p.scaling.is_default(), why)?;
     let powers = origin.scale != ScaleRule::Amax;
     let rows = origin.axis == BlockAxis::Row && p.rht.is_none();
     // Codes of E4M3 are moved from one power of two to another; MXFP4's scales are made anew.

@@ -1,7 +1,7 @@
 //! A recipe in words: for people, and as a file that reads back as the same recipe.
 
 use super::precision::{DELAYED, LINE, NO_TRANSFORM, axis_name};
-use super::{By, LayerKind, Precision, Recipe, Section, Setting, Signs, Site, Transform};
+use super::{By, LayerKind, Precision, Recipe, Section, Setting, Signs, Site, Transform, scaling};
 use nibble_formats::{AmaxOf, BlockAxis, DelayedScaling, Rounding};
 use std::fmt::{self, Write};
 use toml::Value;
@@ -60,6 +60,7 @@ fn precision_in_toml(site: Site, precision: Option<&Precision>) -> String {
                 write!(out, ", scale = \"{DELAYED}\", amax = \"{amax}\", margin = {margin}")
             }
         };
+        out += &scaling::in_toml(&p.scaling);
         if p.axis == BlockAxis::Col && site.chooses_axis() {
             let _ = write!(out, ", axis = \"{}\"", axis_name(p.axis));
         }

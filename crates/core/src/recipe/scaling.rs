@@ -1,0 +1,107 @@
+//! How scales are chosen within a rule, as keys of a precision.
+
+use super::Precision;
+use super::parse::unknown;
+use nibble_formats::{Candidates, Headroom, Outer, ScaleRule, Scaling, Thresholds};
+use std::fmt;
+use toml::{Table, Value};
+
+/// The keys, as files have them.
+pub(super) const KEYS: [&str; 4] = ["headroom", "thresholds", "candidates", "outer"];
+
+/// What `outer` may be besides what an [`Outer`] is: blocks have scales by themselves.
+const NONE: &str = "none";
+
+/// Reads the keys of a precision whose format and rule are read. What the format has no choice of is refused, its default too.
+///
+/// # Errors
+/// Why not, with the key's name.
+pub(super) fn read(p: &mut Precision, table: &Table) -> Result<(), String> {
+    if let Some(value) = table.get("outer") {
+        read_outer(p, value, table.contains_key("scale"))?;
+    }
+    let takes = |scaling: Scaling| scaling.check(p.format, p.scale).map_err(|e| e.to_string());
+    let mut scaling = p.scaling;
+    if let Some(value) = table.get("headroom") {
+        let factor = value.as_float().or_else(|| value.as_integer().map(|whole| whole as f64));
+        let factor = factor.ok_or_else(|| format!("`headroom` must be a number, got {value}"))?;
+        scaling.headroom = Headroom::new(factor).map_err(|e| e.to_string())?;
+        takes(Scaling { headroom: Headroom::MOST, ..Scaling::default() })?;
+    }
+    if let Some(value) = table.get("thresholds") {
+        scaling.thresholds = named("thresholds", value, Thresholds::ALL, Thresholds::name)?;
+        takes(Scaling { thresholds: Thresholds::OfLargestCode, ..Scaling::default() })?;
+    }
+    if let Some(value) = table.get("candidates") {
+        scaling.candidates = named("candidates", value, Candidates::ALL, Candidates::name)?;
+        takes(Scaling { candidates: Candidates::FourOrSixMse, ..Scaling::default() })?;
+    }
+    p.scaling = scaling;
+    Ok(())
+}
+
+/// Without a scale of the tensor, `outer` is another name of a rule.
+fn read_outer(p: &mut Precision, value: &Value, has_rule: bool) -> Result<(), String> {
+    let (format, rules) = (p.format, p.format.spec().rules);
+    let beside = |rule: &ScaleRule| !format.scale_kind(*rule).levels().is_empty();
+    let rule_of = |tensor: bool| {
+        let found = rules.iter().find(|rule| format.scale_kind(**rule).has_tensor_scale() == tensor);
+        found.copied().filter(beside)
+    };
+    let (Some(under), Some(alone)) = (rule_of(true), rule_of(false)) else {
+        return Err(format!(
+            "`outer` decides nothing: blocks of {format} have no scales under one of the tensor"
+        ));
+    };
+    let is_none = value.as_str() == Some(NONE);
+    let wanted = if is_none { alone } else { under };
+    let all = [Outer::Tensor.name(), NONE, Outer::Power.name()];
+    if !is_none {
+        let name = value.as_str().ok_or_else(|| format!("`outer` must be a string, got {value}"))?;
+        p.scaling.outer = name.parse().map_err(|_| unknown("outer", name, all.into_iter()))?;
+    }
+    if has_rule && p.scale != wanted {
+        let rule = p.scale;
+        return Err(format!("`outer` = {value} contradicts scale = \"{rule}\"; leave one of them out"));
+    }
+    p.scale = wanted;
+    Ok(())
+}
+
+fn named<T: Copy>(key: &str, value: &Value, all: &[T], name: fn(T) -> &'static str) -> Result<T, String> {
+    let text = value.as_str().ok_or_else(|| format!("`{key}` must be a string, got {value}"))?;
+    let found = all.iter().copied().find(|one| name(*one) == text);
+    found.ok_or_else(|| unknown(key, text, all.iter().map(|one| name(*one))))
+}
+
+/// What is not as it is by default, as a file has it.
+pub(super) fn in_toml(scaling: &Scaling) -> String {
+    let default = Scaling::default();
+    let headroom = format!("{:?}", scaling.headroom.factor());
+    let quoted = |name: &str| format!("\"{name}\"");
+    let all = [
+        ("headroom", headroom, scaling.headroom != default.headroom),
+        ("thresholds", quoted(scaling.thresholds.name()), scaling.thresholds != default.thresholds),
+        ("candidates", quoted(scaling.candidates.name()), scaling.candidates != default.candidates),
+        ("outer", quoted(scaling.outer.name()), scaling.outer != default.outer),
+    ];
+    all.iter().filter(|(.., written)| *written).map(|(key, value, _)| format!(", {key} = {value}")).collect()
+}
+
+/// The same in words, after a rule.
+pub(super) fn in_words(f: &mut fmt::Formatter<'_>, scaling: &Scaling) -> fmt::Result {
+    let default = Scaling::default();
+    if scaling.headroom != default.headroom {
+        write!(f, " headroom {}", scaling.headroom)?;
+    }
+    if scaling.thresholds != default.thresholds {
+        write!(f, " thresholds {}", scaling.thresholds)?;
+    }
+    if scaling.candidates != default.candidates {
+        write!(f, " candidates {}", scaling.candidates)?;
+    }
+    if scaling.outer != default.outer {
+        write!(f, " outer {}", scaling.outer)?;
+    }
+    Ok(())
+}

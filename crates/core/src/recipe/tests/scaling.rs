@@ -1,0 +1,98 @@
+//! How scales are chosen, in files.
+
+use super::*;
+use nibble_formats::{Candidates, Headroom, Outer, ScaleRule, Scaling, Thresholds};
+
+fn read(site: &str, precision: &str) -> Result<Precision, String> {
+    let text = format!("extends = \"nvfp4\"\n[linear]\n{site} = {precision}");
+    let recipe = Recipe::parse("mine", &text).map_err(|e| e.to_string())?;
+    assert_eq!(Recipe::parse("mine", &recipe.to_toml()).unwrap(), recipe, "{text}");
+    Ok(recipe.linear.at(Site::DgradDy))
+}
+
+fn dy(more: &str) -> Result<Precision, String> {
+    read("dgrad.dy", &format!("{{ format = \"nvfp4\"{more} }}"))
+}
+
+#[test]
+fn every_choice_is_read_written_and_printed() {
+    let default = Scaling::default();
+    let tensor = ScaleRule::TensorAmax;
+    for (more, rule, scaling, printed) in [
+        ("", tensor, default, "tensor-amax"),
+        (", headroom = 1", tensor, default, "tensor-amax"),
+        (", headroom = 1.0", tensor, default, "tensor-amax"),
+        (", candidates = \"6\", outer = \"tensor\"", tensor, default, "tensor-amax"),
+        (", scale = \"amax\", outer = \"none\"", ScaleRule::Amax, default, "amax"),
+        (", outer = \"none\"", ScaleRule::Amax, default, "amax"),
+        (
+            ", headroom = 1.0625",
+            tensor,
+            Scaling { headroom: Headroom::new(1.0625).unwrap(), ..default },
+            "tensor-amax headroom 1.0625",
+        ),
+        (
+            ", headroom = 2, candidates = \"4/6-mae\", outer = \"power\"",
+            tensor,
+            Scaling {
+                headroom: Headroom::MOST,
+                candidates: Candidates::FourOrSixMae,
+                outer: Outer::Power,
+                ..default
+            },
+            "tensor-amax headroom 2 candidates 4/6-mae outer power",
+        ),
+    ] {
+        let p = dy(more).unwrap_or_else(|e| panic!("{more}: {e}"));
+        assert_eq!((p.scale, p.scaling), (rule, scaling), "{more}");
+        assert_eq!(p.codec().unwrap().scaling(), scaling);
+        assert!(p.to_string().ends_with(&format!(" {printed}")), "{more}: {p}");
+    }
+    let text = "extends = \"hif4\"\n[linear]\ndgrad.dy = { format = \"hif4\", thresholds = \"3.5,1.75\" }";
+    let recipe = Recipe::parse("mine", text).unwrap();
+    assert_eq!(recipe.linear.at(Site::DgradDy).scaling.thresholds, Thresholds::OfLargestCode);
+    assert_eq!(Recipe::parse("mine", &recipe.to_toml()).unwrap(), recipe);
+}
+
+#[test]
+fn what_a_format_has_no_choice_of_is_refused_by_name() {
+    for (precision, told) in [
+        ("{ format = \"nvfp4\", headroom = 1.1 }", "`headroom`: got 1.1, expected 1 to 2 in steps of 1/16"),
+        ("{ format = \"nvfp4\", headroom = \"big\" }", "`headroom` must be a number"),
+        ("{ format = \"nvfp4\", thresholds = \"4,2\" }", "`thresholds`: it decides nothing"),
+        (
+            "{ format = \"nvfp4\", candidates = \"4\" }",
+            "no candidates \"4\"; did you mean \"4/6-mae\"? There are: 6, 4/6-mse",
+        ),
+        (
+            "{ format = \"nvfp4\", outer = \"powr\" }",
+            "did you mean \"power\"? There are: tensor, none, power",
+        ),
+        ("{ format = \"nvfp4\", scale = \"amax\", outer = \"power\" }", "contradicts scale = \"amax\""),
+        ("{ format = \"nvfp4\", scale = \"tensor-amax\", outer = \"none\" }", "contradicts"),
+        ("{ format = \"mxfp4\", candidates = \"6\" }", "`candidates`: it decides nothing"),
+        ("{ format = \"mxfp4\", outer = \"tensor\" }", "`outer` decides nothing"),
+        ("{ format = \"e4m3-tensor\", outer = \"power\" }", "`outer` decides nothing"),
+        ("{ format = \"e4m3-tensor\", headroom = 1.5 }", "`headroom`: it decides nothing"),
+        ("{ format = \"hif4\", scale = \"cann\", thresholds = \"4,2\" }", "rule `cann` fixes them"),
+        ("{ format = \"bf16\", headroom = 1.5 }", "`headroom` decides nothing: bf16 has no blocks"),
+        ("{ format = \"nvfp4\", headrom = 1.5 }", "did you mean \"headroom\""),
+    ] {
+        let e = read("dgrad.dy", precision).unwrap_err();
+        assert!(e.contains("linear.dgrad.dy") && e.contains(told), "{precision}: {e}");
+    }
+}
+
+/// Scales decide the bits, so that what differs in them is made by itself; a conversion chooses none.
+#[test]
+fn scales_tell_representations_apart() {
+    let (plain, roomy) = (dy("").unwrap(), dy(", headroom = 1.0625").unwrap());
+    assert!(!plain.same_bits(&roomy) && plain.same_bits(&dy(", headroom = 1").unwrap()));
+    let columns = Precision { axis: BlockAxis::Col, ..plain };
+    assert!(plain.one_read(&columns) && !roomy.one_read(&columns));
+    let lifted = "extends = \"mxfp4-hopper\"\n[expert]\n";
+    let e = error(&format!("{lifted}wgrad.x = {{ format = \"e4m3\", scale = \"rceil\", headroom = 1.5 }}"));
+    assert!(e.contains("expert.wgrad.x") && e.contains("`headroom` and its like decide nothing"), "{e}");
+    let again = "{ format = \"e4m3\", scale = \"rceil\", headroom = 1.5, by = \"requantize\" }";
+    assert!(Recipe::parse("mine", &format!("{lifted}wgrad.x = {again}")).is_ok());
+}
