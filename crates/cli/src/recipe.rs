@@ -37,12 +37,13 @@ pub fn run(args: Args) -> Result<()> {
         }
         return Ok(());
     };
-    let recipe = load_recipe(&name)?;
+    let sizes = Config::load(SIZES, &[])?;
+    let recipe = load_recipe(&name)?.in_run(sizes.run_size());
     say!("{}", recipe.to_string().trim_end());
     if recipe.requantizations().is_empty() {
         say!("  nothing is made from an already quantized tensor");
     }
-    for note in idle(&recipe)? {
+    for note in idle(&sizes, &recipe) {
         say!("  note: {note}");
     }
     let mut counted = false;
@@ -55,7 +56,7 @@ pub fn run(args: Args) -> Result<()> {
         );
     }
     if args.trace {
-        for missed in tensor_cores::missed(&Config::load(SIZES, &[])?, &recipe) {
+        for missed in tensor_cores::missed(&sizes, &recipe) {
             say!("off the tensor cores of a GPU, with the sizes of `{SIZES}`: {missed}");
         }
     }
@@ -63,10 +64,9 @@ pub fn run(args: Args) -> Result<()> {
 }
 
 /// The overrides that decide nothing, which nobody refuses where no run begins, or in a recipe that is built in.
-fn idle(recipe: &Recipe) -> Result<Vec<String>> {
-    let config = Config::load(SIZES, &[])?;
+fn idle(config: &Config, recipe: &Recipe) -> Vec<String> {
     let in_a_run = format!("with the layers and the {} steps of `{SIZES}`", config.train.steps);
-    Ok(idle_overrides(&config, recipe).into_iter().map(|idle| format!("{idle} ({in_a_run})")).collect())
+    idle_overrides(config, recipe).into_iter().map(|idle| format!("{idle} ({in_a_run})")).collect()
 }
 
 /// Prints what follows for one layer, in each part of a run whose changes are others; says whether there are any.
@@ -143,7 +143,8 @@ mod tests {
             layers = "model.layers.1000.*"
             set.recipe = "bf16"
         "#;
-        let notes = idle(&Recipe::parse("shipped", text).unwrap()).unwrap();
+        let sizes = Config::load(SIZES, &[]).unwrap();
+        let notes = idle(&sizes, &Recipe::parse("shipped", text).unwrap());
         let expected = [
             ("`override[1]`", "0.99..1 of 30 steps is none of them"),
             ("`override[2]`", "later overrides say otherwise"),
@@ -155,7 +156,7 @@ mod tests {
             assert!(note.starts_with(key) && note.contains(why) && note.contains("steps of `s`"), "{note}");
         }
         for name in Recipe::all_names() {
-            assert_eq!(idle(&Recipe::builtin(name).unwrap()).unwrap(), [""; 0], "{name}");
+            assert_eq!(idle(&sizes, &Recipe::builtin(name).unwrap()), [""; 0], "{name}");
         }
     }
 }

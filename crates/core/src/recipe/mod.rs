@@ -10,6 +10,7 @@ mod parse;
 mod plan;
 mod precision;
 mod route;
+mod selection;
 mod shipped;
 mod site;
 mod validate;
@@ -18,6 +19,7 @@ mod write;
 pub use plan::{Change, Form, Pass};
 pub use precision::{By, Precision, Section};
 pub use route::{Computed, ExpertRoutes, Pair, Route, WgradA};
+pub use selection::{Layers, RunSize, Share, Steps};
 pub use site::{From, LayerKind, Site};
 
 use crate::{DType, Error, Result};
@@ -27,21 +29,17 @@ use shipped::{BUILTIN, STUDIES};
 /// A change for some layers and part of the run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Override {
-    /// Layers whose name, or that of something they are a part of, matches one of these globs (`*` and `?`).
-    pub layers: Vec<String>,
-    /// Half-open part of the run, as fractions of its steps.
-    pub steps: (f64, f64),
+    /// Where its layers are: in any of these places.
+    pub layers: Vec<Layers>,
+    /// Which layers of those: whose name has one of these among its parts (`q_proj`, `mlp`, `experts`, `lm_head`). All where there are none.
+    pub kinds: Vec<String>,
+    /// Part of the run.
+    pub steps: Steps,
     /// What to set, by kind of layer; none for what falls back on another site.
     pub set: Vec<(LayerKind, Site, Option<Precision>)>,
 }
 
 impl Override {
-    /// Whether a layer of this name is meant.
-    #[must_use]
-    pub fn is_for(&self, layer: &str) -> bool {
-        self.layers.iter().any(|pattern| covers(pattern, layer))
-    }
-
     /// A section of a kind of layer with this change.
     fn applied(&self, kind: LayerKind, mut section: Section) -> Section {
         self.set.iter().filter(|(k, ..)| *k == kind).for_each(|(_, site, p)| section.set(*site, *p));
@@ -102,6 +100,8 @@ pub struct Recipe {
     pub router: Section,
     /// Exceptions, later ones winning.
     pub overrides: Vec<Override>,
+    /// The run that follows it, where one is known.
+    pub run: Option<RunSize>,
 }
 
 impl Recipe {
@@ -162,7 +162,7 @@ impl Recipe {
 
     /// The section for one layer at one point of the run (`progress` = step / steps, from 0 to 1), overrides applied.
     pub fn section(&self, kind: LayerKind, layer: &str, progress: f64) -> Section {
-        let now = |o: &&Override| o.is_for(layer) && (o.steps.0..o.steps.1).contains(&progress);
+        let now = |o: &&Override| o.is_for(kind, layer, self.run) && o.holds(progress, self.run);
         self.overrides.iter().filter(now).fold(*self.of(kind), |section, o| o.applied(kind, section))
     }
 
@@ -191,7 +191,9 @@ impl Recipe {
 
     /// The points of a run (step / steps) from which on sections may be others, its beginning first.
     pub fn boundaries(&self) -> Vec<f64> {
-        let ends = self.overrides.iter().flat_map(|o| [o.steps.0, o.steps.1]).filter(|end| end.is_finite());
+        let ends =
+            self.overrides.iter().filter_map(|o| o.steps.fractions(self.run)).flat_map(<[f64; 2]>::from);
+        let ends = ends.filter(|end| end.is_finite());
         std::iter::once(0.0).chain(ends).collect()
     }
 
@@ -221,7 +223,7 @@ impl Recipe {
     /// Every section that these layers meet in the course of a run, overrides applied, each checked.
     ///
     /// # Errors
-    /// [`Error::Recipe`] for an override that matches no layer, that sets what no layer it matches has, or for overrides
+    /// [`Error::Recipe`] for an override that matches no layer, or layers or steps of a run where none is known; that sets what no layer it matches has, or for overrides
     /// that together make a combination no kernel can follow.
     pub fn sections(&self, layers: &[Layer]) -> Result<Vec<Section>> {
         self.overrides.iter().try_for_each(|o| self.check_override(o, layers))?;
@@ -241,26 +243,20 @@ impl Recipe {
 
     fn check_override(&self, o: &Override, layers: &[Layer]) -> Result<()> {
         let fail = |key: String, why| Err(Error::Recipe { recipe: self.name.clone(), key, why });
-        if let Some(pattern) = o.layers.iter().find(|p| !layers.iter().any(|layer| covers(p, &layer.name))) {
-            let names: Vec<&str> = layers.iter().map(|layer| layer.name.as_str()).collect();
-            let why = format!("{pattern:?} matches no layer; there are: {}", names.join(", "));
-            return fail("override.layers".into(), why);
+        if let Some((key, why)) = o.fault(layers, self.run) {
+            return fail(key.into(), why);
         }
-        let is_set = |kind, site| layers.iter().any(|layer| o.is_for(&layer.name) && layer.has(kind, site));
+        let is_set = |kind, site| {
+            layers.iter().any(|layer| o.is_for(layer.kind, &layer.name, self.run) && layer.has(kind, site))
+        };
         match o.set.iter().find(|(kind, site, _)| !is_set(*kind, *site)) {
             Some((kind, site, _)) if !o.is_whole() => {
-                let why = format!("decides nothing: no layer that {:?} matches has it", o.layers);
+                let why = format!("decides nothing: no layer among {} has it", o.whose());
                 fail(format!("override.set.{}.{}", kind.name(), site.key()), why)
             }
             _ => Ok(()),
         }
     }
-}
-
-/// Whether a glob matches the name of a layer or of something it is a part of.
-fn covers(pattern: &str, layer: &str) -> bool {
-    let ends = layer.match_indices('.').map(|(end, _)| end).chain([layer.len()]);
-    ends.into_iter().any(|end| glob(pattern, &layer[..end]))
 }
 
 /// Whether a glob matches a whole name: `*` is any run of characters, `?` any one.

@@ -2,6 +2,7 @@ use super::*;
 use nibble_formats::{BlockAxis, Format, Rounding};
 
 mod combine;
+mod selection;
 
 #[test]
 fn every_shipped_recipe_reads_and_prints() {
