@@ -1,5 +1,7 @@
 //! `nibble recipe`: what a recipe says, and what follows for a layer of each kind.
 
+mod cost;
+
 use crate::tensor_cores;
 use nibble_command::error::{Error, Result};
 use nibble_command::{layers, say};
@@ -20,7 +22,8 @@ const SIZES: &str = "s";
 #[command(after_help = "Examples:\n  \
     nibble recipe\n  \
     nibble recipe mxfp4-hopper\n  \
-    nibble recipe my-recipe.toml --trace")]
+    nibble recipe my-recipe.toml --trace\n  \
+    nibble recipe hif4 --cost llama-3-8b")]
 pub struct Args {
     /// A built-in recipe or the path of a TOML file.
     #[arg(value_name = "NAME_OR_FILE")]
@@ -28,6 +31,10 @@ pub struct Args {
     /// Runs those layers, and prints what the backend saw of them, and what a GPU would leave to its ordinary cores.
     #[arg(long, requires = "recipe")]
     trace: bool,
+    /// Says instead what a step of this configuration costs under it: by kind of layer the share of the multiply-adds in codes of each width,
+    /// and what the recipe does beside products; left out, of tiny.
+    #[arg(long, value_name = "CONFIG", num_args = 0..=1, default_missing_value = "tiny", requires = "recipe", conflicts_with = "trace")]
+    cost: Option<String>,
 }
 
 pub fn run(args: Args) -> Result<()> {
@@ -37,6 +44,9 @@ pub fn run(args: Args) -> Result<()> {
         }
         return Ok(());
     };
+    if let Some(config) = args.cost {
+        return cost::run(&name, &config);
+    }
     let sizes = Config::load(SIZES, &[])?;
     let recipe = load_recipe(&name)?.in_run(sizes.run_size());
     say!("{}", recipe.to_string().trim_end());
