@@ -184,6 +184,6 @@ fn recipe(checkpoint: &Checkpoint, config: &Config, overrides: &[String]) -> Res
     let names_one = |o: &String| o.split('=').next().is_some_and(|key| key.trim() == "recipe");
     match overrides.iter().any(names_one) {
         true => Ok(checked_recipe(config)?),
-        false => Ok(checkpoint.position().resolved_recipe()?),
+        false => Ok(checkpoint.position().resolved_recipe()?.in_run(config.run_size())),
     }
 }

@@ -1,5 +1,7 @@
 //! `nibble recipe`: what a recipe says, and what follows for a layer of each kind.
 
+mod cost;
+
 use crate::tensor_cores;
 use nibble_command::error::{Error, Result};
 use nibble_command::{layers, say};
@@ -20,7 +22,8 @@ const SIZES: &str = "s";
 #[command(after_help = "Examples:\n  \
     nibble recipe\n  \
     nibble recipe mxfp4-hopper\n  \
-    nibble recipe my-recipe.toml --trace")]
+    nibble recipe my-recipe.toml --trace\n  \
+    nibble recipe hif4 --cost llama-3-8b")]
 pub struct Args {
     /// A built-in recipe or the path of a TOML file.
     #[arg(value_name = "NAME_OR_FILE")]
@@ -28,6 +31,10 @@ pub struct Args {
     /// Runs those layers, and prints what the backend saw of them, and what a GPU would leave to its ordinary cores.
     #[arg(long, requires = "recipe")]
     trace: bool,
+    /// Says instead what a step of this configuration costs under it: by kind of layer the share of the multiply-adds in codes of each width,
+    /// and what the recipe does beside products; left out, of tiny.
+    #[arg(long, value_name = "CONFIG", num_args = 0..=1, default_missing_value = "tiny", requires = "recipe", conflicts_with = "trace")]
+    cost: Option<String>,
 }
 
 pub fn run(args: Args) -> Result<()> {
@@ -37,12 +44,16 @@ pub fn run(args: Args) -> Result<()> {
         }
         return Ok(());
     };
-    let recipe = load_recipe(&name)?;
+    if let Some(config) = args.cost {
+        return cost::run(&name, &config);
+    }
+    let sizes = Config::load(SIZES, &[])?;
+    let recipe = load_recipe(&name)?.in_run(sizes.run_size());
     say!("{}", recipe.to_string().trim_end());
     if recipe.requantizations().is_empty() {
         say!("  nothing is made from an already quantized tensor");
     }
-    for note in idle(&recipe)? {
+    for note in idle(&sizes, &recipe) {
         say!("  note: {note}");
     }
     let mut counted = false;
@@ -55,7 +66,7 @@ pub fn run(args: Args) -> Result<()> {
         );
     }
     if args.trace {
-        for missed in tensor_cores::missed(&Config::load(SIZES, &[])?, &recipe) {
+        for missed in tensor_cores::missed(&sizes, &recipe) {
             say!("off the tensor cores of a GPU, with the sizes of `{SIZES}`: {missed}");
         }
     }
@@ -63,10 +74,9 @@ pub fn run(args: Args) -> Result<()> {
 }
 
 /// The overrides that decide nothing, which nobody refuses where no run begins, or in a recipe that is built in.
-fn idle(recipe: &Recipe) -> Result<Vec<String>> {
-    let config = Config::load(SIZES, &[])?;
+fn idle(config: &Config, recipe: &Recipe) -> Vec<String> {
     let in_a_run = format!("with the layers and the {} steps of `{SIZES}`", config.train.steps);
-    Ok(idle_overrides(&config, recipe).into_iter().map(|idle| format!("{idle} ({in_a_run})")).collect())
+    idle_overrides(config, recipe).into_iter().map(|idle| format!("{idle} ({in_a_run})")).collect()
 }
 
 /// Prints what follows for one layer, in each part of a run whose changes are others; says whether there are any.
@@ -143,7 +153,8 @@ mod tests {
             layers = "model.layers.1000.*"
             set.recipe = "bf16"
         "#;
-        let notes = idle(&Recipe::parse("shipped", text).unwrap()).unwrap();
+        let sizes = Config::load(SIZES, &[]).unwrap();
+        let notes = idle(&sizes, &Recipe::parse("shipped", text).unwrap());
         let expected = [
             ("`override[1]`", "0.99..1 of 30 steps is none of them"),
             ("`override[2]`", "later overrides say otherwise"),
@@ -155,7 +166,7 @@ mod tests {
             assert!(note.starts_with(key) && note.contains(why) && note.contains("steps of `s`"), "{note}");
         }
         for name in Recipe::all_names() {
-            assert_eq!(idle(&Recipe::builtin(name).unwrap()).unwrap(), [""; 0], "{name}");
+            assert_eq!(idle(&sizes, &Recipe::builtin(name).unwrap()), [""; 0], "{name}");
         }
     }
 }

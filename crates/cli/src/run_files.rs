@@ -45,7 +45,7 @@ impl RunFiles {
             )));
         }
         let (config, other_config) = stored_config(dir, &[])?;
-        let recipe = recipe(dir, &config);
+        let recipe = recipe(dir, &config).map(|recipe| recipe.in_run(config.run_size()));
         // A recipe that is no longer there has the name that the configuration gives it.
         let recipe_name =
             recipe.as_ref().map_or_else(|_| config.recipe.clone(), |recipe| recipe.name.clone());

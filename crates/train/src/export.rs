@@ -83,7 +83,10 @@ impl Original<'_> {
     /// That of its training; of a folder it is not known.
     fn recipe(&self) -> Result<Option<Recipe>> {
         match self {
-            Self::Checkpoint(checkpoint) => Ok(Some(checkpoint.position().resolved_recipe()?)),
+            Self::Checkpoint(checkpoint) => {
+                let size = Config::of_checkpoint(checkpoint, &[])?.run_size();
+                Ok(Some(checkpoint.position().resolved_recipe()?.in_run(size)))
+            }
             Self::Folder(_) => Ok(None),
         }
     }

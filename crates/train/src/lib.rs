@@ -8,6 +8,7 @@
 pub mod checkpoint;
 pub mod checks;
 pub mod config;
+pub mod cost;
 pub mod cx;
 pub mod data;
 pub mod delayed;

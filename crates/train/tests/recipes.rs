@@ -7,6 +7,7 @@ use nibble_core::formats::fnv1a32;
 use nibble_core::recipe::{Change, Pass};
 use nibble_cpu::Cpu;
 use nibble_testkit::recorder::{Recorder, traced};
+use nibble_train::checkpoint::{Store, latest_valid};
 use nibble_train::checks::load_recipe;
 use nibble_train::config::Config;
 use nibble_train::one_layer::OneLayer;
@@ -290,6 +291,36 @@ fn an_override_for_the_last_steps_begins_there() {
     let (changed, base) = (run(&config), run(&small("mxfp4-hopper", &settings)));
     assert_eq!(changed[..2], base[..2], "the first half is the recipe's own");
     assert!(changed[2] != base[2] && changed[3] != base[3], "{changed:?} {base:?}");
+}
+
+/// What counts from an end, by kind and in steps is what names and fractions say, to the bit; also in a run that goes on, whose checkpoint
+/// has what was written.
+#[test]
+fn places_kinds_and_steps_are_the_layers_and_fractions_that_they_mean() {
+    let text =
+        |lines: &str| format!("extends = \"fp8-block\"\n[[override]]\n{lines}\nset.recipe = \"bf16\"\n");
+    let settings = ["train.steps=4", "train.warmup_steps=1"];
+    let counted = text("layers = \"last:50%\"\nkinds = [\"experts\", \"o_proj\"]\nsteps = \"1..3 steps\"");
+    let named = text(
+        "layers = [\"model.layers.1.mlp.experts\", \"model.layers.1.self_attn.o_proj\"]\nsteps = \"0.25..0.75\"",
+    );
+    let ((counted, _a), (named, _b)) = (with_recipe(&counted, &settings), with_recipe(&named, &settings));
+    let run = |config: &Config| train(config, 1, 4, || Cpu::new(1).unwrap());
+    let (whole, base) = (run(&counted), run(&small("fp8-block", &settings)));
+    whole.assert_same(&run(&named), "named");
+    assert!(whole.losses[0] == base.losses[0] && whole.losses[1] != base.losses[1], "{:?}", whole.losses);
+
+    let (dir, b) = (tempfile::tempdir().unwrap(), Cpu::new(1).unwrap());
+    let mut before = Trainer::new(&b, &SOLO, &counted).unwrap();
+    let mut losses: Vec<f64> = (0..2).map(|_| before.train_step().unwrap().loss.unwrap()).collect();
+    before.save(Some(&Store::open(dir.path()).unwrap())).unwrap();
+    let checkpoint = latest_valid(dir.path()).unwrap().checkpoint.unwrap();
+    let stored = checkpoint.position().resolved_recipe().unwrap();
+    assert_eq!(stored.to_toml(), load_recipe(&counted.recipe).unwrap().to_toml());
+    let mut after = Trainer::under(&b, &SOLO, &counted, stored).unwrap().with_data().unwrap();
+    after.load(&checkpoint).unwrap();
+    losses.extend((0..2).map(|_| after.train_step().unwrap().loss.unwrap()));
+    assert_eq!(losses, whole.losses);
 }
 
 /// One product in BF16: the recipe's other operands stay as they are, in dense layers and in experts.

@@ -2,7 +2,7 @@
 
 use nibble_core::Recipe;
 use nibble_core::recipe::{Change, Layer, LayerKind, Site};
-use nibble_train::checks::steps_of_change;
+use nibble_train::checks::{first_step_at, steps_of_change};
 use nibble_train::config::Config;
 use nibble_train::ledger::Ledger;
 use nibble_train::spec::{self, ModelSpec, PartKind};
@@ -139,7 +139,7 @@ fn sites(recipe: &Recipe, layer: &Layer, starts: &[u64], steps: u64) -> Vec<(Sit
 /// projections of an MLP that is no shared expert. Where the changes are others from a step on, there is another list that says so.
 pub fn changes(recipe: &Recipe, config: &Config) -> Vec<(String, Vec<Change>)> {
     let parts: Vec<_> = ModelSpec::new(&config.model).parts().collect();
-    let steps = config.train.steps as f64;
+    let steps = config.train.steps;
     let of = |what: &'static str, group: spec::Group, is: fn(PartKind) -> bool| {
         let layer =
             parts.iter().find(|part| part.group == group && is(part.kind)).and_then(|part| part.layer());
@@ -147,9 +147,9 @@ pub fn changes(recipe: &Recipe, config: &Config) -> Vec<(String, Vec<Change>)> {
         let met = plans
             .into_iter()
             .flatten()
-            .map(move |((from, to), plan)| ([from, to].map(|progress| (progress * steps).ceil()), plan));
+            .map(move |((from, to), plan)| ([from, to].map(|progress| first_step_at(progress, steps)), plan));
         met.filter(|([first, end], _)| first < end).map(move |([first, _], plan)| {
-            let from = if first > 0.0 { format!(" from step {} on", first + 1.0) } else { String::new() };
+            let from = if first > 0 { format!(" from step {} on", first + 1) } else { String::new() };
             (format!("{what}{from}"), plan)
         })
     };

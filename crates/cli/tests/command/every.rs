@@ -53,6 +53,7 @@ pub const ALL: &[Command] = &[
     says(&["models", "small.toml"]),
     says(&["recipe"]),
     says(&["recipe", "mxfp4-hopper", "--trace"]),
+    says(&["recipe", "hif4", "--cost", "small.toml"]),
     writes("out.st", &["inspect", "small.toml", "--out", "out.st"]),
     says(&["doctor"]),
     says(&["doctor", "--links", "--device", "cpu"]),

@@ -81,6 +81,32 @@ fn recipes_are_listed_and_traced() {
     place.nibble(&["recipe", "mine.toml"]).ok().contains("recipe mine: mine").contains("mxfp4 row floor");
 }
 
+/// Shares of a dense model by hand: of q, k, v 4096 x 6144, of o 4096 x 4096, gate and up 4096 x 28672, down 14336 x 4096, and a head of 128256 rows.
+#[test]
+fn what_a_recipe_costs_is_printed_by_kind_of_layer() {
+    let place = Place::new();
+    let done = place.nibble(&["recipe", "hif4", "--cost", "llama-3-8b"]).ok();
+    let rows: Vec<Vec<&str>> = done.stdout.lines().map(|line| line.split_whitespace().collect()).collect();
+    for row in [
+        "attention output 7.15 7.15 - - - - BF16",
+        "MLP gate, up 50.08 50.08 - - - - BF16",
+        "output layer 7.00 - - - 7.00 - BF16",
+    ] {
+        let cells: Vec<&str> = row.split(' ').collect();
+        assert!(rows.contains(&cells), "{row}: {}", done.stdout);
+    }
+    done.contains("random Hadamard transforms")
+        .contains("M log2 r (N + K)")
+        .contains("Llama3-8B         8.86");
+    assert!(done.stdout.lines().all(|line| line.chars().count() <= 100), "{}", done.stdout);
+    // Without a name the configuration of a first run; the recipe of a file, with its places.
+    let text = "extends = \"fp8-flow\"\n[[override]]\nlayers = \"last:15%\"\nkinds = \"experts\"\nset.recipe = \"bf16\"\n";
+    std::fs::write(place.path("ends.toml"), text).unwrap();
+    let done = place.nibble(&["recipe", "ends.toml", "--cost"]).ok();
+    done.contains("a step of `tiny` under ends").contains("FP8 50.0 %, BF16 50.0 %");
+    assert!(place.nibble(&["recipe", "--cost", "tiny"]).failed(2).contains("NAME_OR_FILE"));
+}
+
 /// Every published model once, with its own number of parameters; and what is said to fit, or not to, is so by a dry run with those settings.
 #[test]
 fn models_are_listed_with_what_a_gpu_trains_them_with() {

@@ -41,6 +41,7 @@ const READERS: &[(&[&str], &[&str])] = &[
         &["run/config.toml", "run/recipe.toml", "run/metrics.jsonl", "run/layers.jsonl", "run/memory.txt"],
     ),
     (&["recipe", "stop.toml"], &["stop.toml"]),
+    (&["recipe", "bf16", "--cost", "stop.toml"], &["stop.toml"]),
     (&["data", "stop"], &["stop"]),
     (&["inspect", "stop.toml", "--out", "x.safetensors"], &["stop.toml"]),
     (&["inspect", "small.toml", "--recipe", "stop.toml", "--out", "x.safetensors"], &["stop.toml"]),

@@ -11,6 +11,7 @@ mod plan;
 mod precision;
 mod route;
 mod scaling;
+mod selection;
 mod shipped;
 mod site;
 mod transform;
@@ -20,6 +21,7 @@ mod write;
 pub use plan::{Change, Form, Pass};
 pub use precision::{By, Precision, Section, Setting};
 pub use route::{Computed, ExpertRoutes, Pair, Route, WgradA};
+pub use selection::{Layers, RunSize, Share, Steps};
 pub use site::{From, LayerKind, Product, Site};
 pub use transform::{Signs, Transform};
 
@@ -30,21 +32,17 @@ use shipped::{BUILTIN, STUDIES};
 /// A change for some layers and part of the run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Override {
-    /// Layers whose name, or that of something they are a part of, matches one of these globs (`*` and `?`).
-    pub layers: Vec<String>,
-    /// Half-open part of the run, as fractions of its steps.
-    pub steps: (f64, f64),
+    /// Where its layers are: in any of these places.
+    pub layers: Vec<Layers>,
+    /// Which layers of those: whose name has one of these among its parts (`q_proj`, `mlp`, `experts`, `lm_head`). All where there are none.
+    pub kinds: Vec<String>,
+    /// Part of the run.
+    pub steps: Steps,
     /// What to set, by kind of layer.
     pub set: Vec<(LayerKind, Setting)>,
 }
 
 impl Override {
-    /// Whether a layer of this name is meant.
-    #[must_use]
-    pub fn is_for(&self, layer: &str) -> bool {
-        self.layers.iter().any(|pattern| covers(pattern, layer))
-    }
-
     /// A section of a kind of layer with this change.
     fn applied(&self, kind: LayerKind, mut section: Section) -> Section {
         self.set.iter().filter(|(k, _)| *k == kind).for_each(|(_, setting)| section.set(*setting));
@@ -114,6 +112,8 @@ pub struct Recipe {
     pub router: Section,
     /// Exceptions, later ones winning.
     pub overrides: Vec<Override>,
+    /// The run that follows it, where one is known.
+    pub run: Option<RunSize>,
 }
 
 impl Recipe {
@@ -174,7 +174,7 @@ impl Recipe {
 
     /// The section for one layer at one point of the run (`progress` = step / steps, from 0 to 1), overrides applied.
     pub fn section(&self, kind: LayerKind, layer: &str, progress: f64) -> Section {
-        let now = |o: &&Override| o.is_for(layer) && (o.steps.0..o.steps.1).contains(&progress);
+        let now = |o: &&Override| o.is_for(kind, layer, self.run) && o.holds(progress, self.run);
         self.overrides.iter().filter(now).fold(*self.of(kind), |section, o| o.applied(kind, section))
     }
 
@@ -205,7 +205,9 @@ impl Recipe {
 
     /// The points of a run (step / steps) from which on sections may be others, its beginning first.
     pub fn boundaries(&self) -> Vec<f64> {
-        let ends = self.overrides.iter().flat_map(|o| [o.steps.0, o.steps.1]).filter(|end| end.is_finite());
+        let ends =
+            self.overrides.iter().filter_map(|o| o.steps.fractions(self.run)).flat_map(<[f64; 2]>::from);
+        let ends = ends.filter(|end| end.is_finite());
         std::iter::once(0.0).chain(ends).collect()
     }
 
@@ -235,7 +237,7 @@ impl Recipe {
     /// Every section that these layers meet in the course of a run, overrides applied, each checked.
     ///
     /// # Errors
-    /// [`Error::Recipe`] for an override that matches no layer, that sets what no layer it matches has, or for overrides
+    /// [`Error::Recipe`] for an override that matches no layer, or layers or steps of a run where none is known; that sets what no layer it matches has, or for overrides
     /// that together make a combination no kernel can follow.
     pub fn sections(&self, layers: &[Layer]) -> Result<Vec<Section>> {
         self.overrides.iter().try_for_each(|o| self.check_override(o, layers))?;
@@ -255,28 +257,21 @@ impl Recipe {
 
     fn check_override(&self, o: &Override, layers: &[Layer]) -> Result<()> {
         let fail = |key: String, why| Err(Error::Recipe { recipe: self.name.clone(), key, why });
-        if let Some(pattern) = o.layers.iter().find(|p| !layers.iter().any(|layer| covers(p, &layer.name))) {
-            let names: Vec<&str> = layers.iter().map(|layer| layer.name.as_str()).collect();
-            let why = format!("{pattern:?} matches no layer; there are: {}", names.join(", "));
-            return fail("override.layers".into(), why);
+        if let Some((key, why)) = o.fault(layers, self.run) {
+            return fail(key.into(), why);
         }
         let is_set = |kind, setting: &Setting| {
-            layers.iter().any(|layer| o.is_for(&layer.name) && layer.has_setting(kind, setting))
+            let meant = |layer: &&Layer| o.is_for(layer.kind, &layer.name, self.run);
+            layers.iter().filter(meant).any(|layer| layer.has_setting(kind, setting))
         };
         match o.set.iter().find(|(kind, setting)| !is_set(*kind, setting)) {
             Some((kind, setting)) if !o.is_whole() => {
-                let why = format!("decides nothing: no layer that {:?} matches has it", o.layers);
+                let why = format!("decides nothing: no layer among {} has it", o.whose());
                 fail(format!("override.set.{}.{}", kind.name(), setting.key()), why)
             }
             _ => Ok(()),
         }
     }
-}
-
-/// Whether a glob matches the name of a layer or of something it is a part of.
-fn covers(pattern: &str, layer: &str) -> bool {
-    let ends = layer.match_indices('.').map(|(end, _)| end).chain([layer.len()]);
-    ends.into_iter().any(|end| glob(pattern, &layer[..end]))
 }
 
 /// Whether a glob matches a whole name: `*` is any run of characters, `?` any one.

@@ -2,7 +2,8 @@
 
 use super::precision::{DELAYED, LINE, NO_TRANSFORM, SQUARE, axis_name};
 use super::{
-    By, LayerKind, Override, Precision, Product, Recipe, Section, Setting, Signs, Site, Transform, scaling,
+    By, LayerKind, Layers, Override, Precision, Product, Recipe, Section, Setting, Signs, Site, Steps,
+    Transform, scaling,
 };
 use crate::{DType, Error, Result};
 use nibble_formats::{AmaxOf, BlockAxis, DelayedScaling, Format, Rounding, ScaleRule, hadamard};
@@ -49,6 +50,7 @@ pub(super) fn parse(name: &str, text: &str) -> Result<Recipe> {
                 head: plain,
                 router: Section::plain(DType::F32),
                 overrides: Vec::new(),
+                run: None,
             }
         }
     };
@@ -432,16 +434,18 @@ impl Reader<'_> {
     }
 
     fn one_override(&self, table: &Table) -> Result<Override> {
-        let mut o = Override { layers: vec!["*".into()], steps: (0.0, f64::INFINITY), set: Vec::new() };
+        let all = vec![Layers::Named("*".into())];
+        let mut o = Override { layers: all, kinds: Vec::new(), steps: Steps::ALL, set: Vec::new() };
         let mut products = None;
         for (key, value) in table {
             match key.as_str() {
-                "layers" => o.layers = self.strings("override.layers", value)?,
+                "layers" => o.layers = self.layers(value)?,
+                "kinds" => o.kinds = self.strings("override.kinds", value)?,
                 "products" => products = Some(self.products(value)?),
                 "steps" => o.steps = self.steps(self.string("override.steps", value)?)?,
                 "set" => {}
                 other => {
-                    let known = ["layers", "products", "steps", "set"];
+                    let known = ["layers", "kinds", "products", "steps", "set"];
                     return Err(self.error("override", unknown("key", other, known.into_iter())));
                 }
             }
@@ -513,15 +517,18 @@ impl Reader<'_> {
         Ok(set)
     }
 
-    /// `"0.94..1"`: from 94 % of the steps to the end (an end of 1 includes the last step).
-    fn steps(&self, text: &str) -> Result<(f64, f64)> {
-        let parsed = text.split_once("..").and_then(|(from, to)| {
-            let from = if from.is_empty() { 0.0 } else { from.parse::<f64>().ok()? };
-            let to = if to.is_empty() { 1.0 } else { to.parse::<f64>().ok()? };
-            (from >= 0.0 && from < to && to <= 1.0)
-                .then_some((from, if to == 1.0 { f64::INFINITY } else { to }))
-        });
-        let why = || format!("{text:?} is not a range of fractions such as \"0.94..1\"");
-        parsed.ok_or_else(|| self.error("override.steps", why()))
+    fn layers(&self, value: &Value) -> Result<Vec<Layers>> {
+        const KEY: &str = "override.layers";
+        let read = |text: String| Layers::parse(&text).map_err(|why| self.error(KEY, why));
+        self.strings(KEY, value)?.into_iter().map(read).collect()
+    }
+
+    fn steps(&self, text: &str) -> Result<Steps> {
+        let why = || {
+            format!(
+                "{text:?} is no range of fractions such as \"0.94..1\", and none of steps such as \"1000..2000 steps\""
+            )
+        };
+        Steps::parse(text).ok_or_else(|| self.error("override.steps", why()))
     }
 }

@@ -326,7 +326,7 @@ impl Recipe {
         for o in &self.overrides {
             let changed = of(&|kind| o.applied(kind, *self.of(kind)));
             let new = changed.into_iter().filter(|line| !base.contains(line));
-            found.extend(new.map(|line| format!("override of {}: {line}", o.layers.join(", "))));
+            found.extend(new.map(|line| format!("override of {}: {line}", o.whose())));
         }
         found
     }

@@ -3,6 +3,7 @@ use nibble_formats::{BlockAxis, Format, Rounding};
 
 mod combine;
 mod scaling;
+mod selection;
 mod transforms;
 
 #[test]

@@ -1,7 +1,7 @@
 //! A recipe in words: for people, and as a file that reads back as the same recipe.
 
 use super::precision::{DELAYED, LINE, NO_TRANSFORM, axis_name};
-use super::{By, LayerKind, Precision, Recipe, Section, Setting, Signs, Site, Transform, scaling};
+use super::{By, LayerKind, Layers, Precision, Recipe, Section, Setting, Signs, Site, Transform, scaling};
 use nibble_formats::{AmaxOf, BlockAxis, DelayedScaling, Rounding};
 use std::fmt::{self, Write};
 use toml::Value;
@@ -21,9 +21,12 @@ impl Recipe {
             }
         }
         for o in &self.overrides {
-            let layers = Value::from(o.layers.clone());
-            let end = o.steps.1.min(1.0);
-            let _ = writeln!(out, "\n[[override]]\nlayers = {layers}\nsteps = \"{}..{end}\"", o.steps.0);
+            let layers = Value::from(o.layers.iter().map(Layers::to_string).collect::<Vec<_>>());
+            let _ = writeln!(out, "\n[[override]]\nlayers = {layers}");
+            if !o.kinds.is_empty() {
+                let _ = writeln!(out, "kinds = {}", Value::from(o.kinds.clone()));
+            }
+            let _ = writeln!(out, "steps = \"{}\"", o.steps);
             for (kind, setting) in &o.set {
                 let _ = writeln!(out, "set.{}.{} = {}", kind.name(), setting.key(), in_toml(setting));
             }
@@ -106,8 +109,8 @@ impl fmt::Display for Recipe {
             }
         }
         for o in &self.overrides {
-            let end = o.steps.1.min(1.0);
-            writeln!(f, "  override layers {}, steps {}..{end}", o.layers.join(", "), o.steps.0)?;
+            let steps = o.steps.to_string();
+            writeln!(f, "  override layers {}, steps {}", o.whose(), steps.trim_end_matches(" steps"))?;
             for kind in LayerKind::ALL {
                 let changed = o.applied(kind, *self.of(kind));
                 if plain(kind) && changed == *self.of(kind) {

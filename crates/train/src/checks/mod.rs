@@ -11,7 +11,7 @@ use crate::config::{Combine, Config};
 use crate::error::Result;
 use crate::spec::{ModelSpec, ParamSpec, Part};
 use nibble_core::Recipe;
-use nibble_core::recipe::{Product, Section};
+use nibble_core::recipe::{Product, RunSize, Section};
 use std::path::Path;
 
 /// A built-in recipe by name, or a recipe file by path.
@@ -36,7 +36,7 @@ fn path_of(recipe: &str) -> Option<&Path> {
 /// For a recipe that cannot be read, as [`check_recipe`], and for an override of a recipe file that decides nothing in this run.
 pub fn checked_recipe(config: &Config) -> Result<Recipe> {
     check_sizes(config)?;
-    let recipe = load_recipe(&config.recipe)?;
+    let recipe = load_recipe(&config.recipe)?.in_run(config.run_size());
     let Some(path) = path_of(&config.recipe) else {
         check_recipe(config, &recipe)?;
         return Ok(recipe);
@@ -124,12 +124,29 @@ fn check_combine(config: &Config, recipe: &Recipe) -> Result<()> {
 /// The steps, of so many, from which on a recipe's precisions may be others; and the end.
 #[must_use]
 pub fn steps_of_change(recipe: &Recipe, steps: u64) -> Vec<u64> {
-    let at = |progress: f64| (progress * steps as f64).ceil() as u64;
+    let at = |progress| first_step_at(progress, steps);
     let mut found: Vec<u64> = recipe.boundaries().into_iter().map(at).filter(|step| *step < steps).collect();
     found.push(steps);
     found.sort_unstable();
     found.dedup();
     found
+}
+
+/// The first step, of so many, that is at a point of a run (step / steps) or behind it.
+#[must_use]
+pub fn first_step_at(progress: f64, steps: u64) -> u64 {
+    // The product may be rounded up: 7 / 100 · 100 is more than 7.
+    let near = (progress * steps as f64).floor() as u64;
+    let reaches = |step: &u64| *step as f64 / steps as f64 >= progress;
+    (near.saturating_sub(1)..=near + 1).find(reaches).unwrap_or(steps)
+}
+
+impl Config {
+    /// What the selections of a recipe depend on.
+    #[must_use]
+    pub fn run_size(&self) -> RunSize {
+        RunSize { decoder_layers: self.model.layers, steps: self.train.steps }
+    }
 }
 
 /// What the recipe's blocks ask of the batch, in every layer at every point of the run. Widths that no block divides are extended by zeros.
@@ -148,4 +165,27 @@ fn check_blocks(config: &Config, recipe: &Recipe) -> Result<()> {
         return Err(crate::Error::config("train.batch_size", why));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Of every part of every number of steps: 7 / 100 · 100 is more than 7 in F64.
+    #[test]
+    fn the_first_step_at_a_steps_own_progress_is_that_step() {
+        for steps in 1..300u64 {
+            for step in 0..=steps {
+                let progress = step as f64 / steps as f64;
+                assert_eq!(first_step_at(progress, steps), step, "of {steps}");
+                if step < steps {
+                    assert_eq!(
+                        first_step_at((step as f64 + 0.5) / steps as f64, steps),
+                        step + 1,
+                        "of {steps}"
+                    );
+                }
+            }
+        }
+    }
 }

@@ -29,17 +29,16 @@ pub(super) fn check(recipe: &Recipe, layers: &[Layer], steps: u64) -> Result<()>
 
 /// Why an override decides nothing, if it does not.
 fn why_idle(recipe: &Recipe, (i, o): (usize, &Override), layers: &[Layer], steps: u64) -> Option<String> {
-    if !layers.iter().any(|layer| o.is_for(&layer.name)) {
+    if !layers.iter().any(|layer| o.is_for(layer.kind, &layer.name, recipe.run)) {
         return Some("no layer is called so".to_owned());
     }
     let mut starts = steps_of_change(recipe, steps);
     starts.pop();
     let at = |step: &u64| *step as f64 / steps as f64;
-    let covered: Vec<f64> =
-        starts.iter().map(at).filter(|progress| (o.steps.0..o.steps.1).contains(progress)).collect();
+    let covered: Vec<f64> = starts.iter().map(at).filter(|progress| o.holds(*progress, recipe.run)).collect();
     if covered.is_empty() {
-        let end = o.steps.1.min(1.0);
-        return Some(format!("{}..{end} of {steps} steps is none of them", o.steps.0));
+        let written = o.steps.to_string();
+        return Some(format!("{} of {steps} steps is none of them", written.trim_end_matches(" steps")));
     }
     let with = |overrides: Vec<Override>| Recipe { overrides, ..recipe.clone() };
     let differ = |a: &Recipe, b: &Recipe| {
@@ -63,7 +62,7 @@ fn why_idle(recipe: &Recipe, (i, o): (usize, &Override), layers: &[Layer], steps
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nibble_core::recipe::LayerKind;
+    use nibble_core::recipe::{LayerKind, RunSize};
 
     fn checked(overrides: &str, steps: u64) -> std::result::Result<(), String> {
         let named = |kind, name: &str| Layer { kind, name: name.into(), gated: false };
@@ -72,6 +71,7 @@ mod tests {
             named(LayerKind::Expert, "model.layers.0.mlp.experts"),
         ];
         let recipe = Recipe::parse("mine", &format!("extends = \"fp8-flow\"\n{overrides}")).unwrap();
+        let recipe = recipe.in_run(RunSize { decoder_layers: 1, steps });
         check(&recipe, &layers, steps).map_err(|e| e.to_string())
     }
 
@@ -83,6 +83,10 @@ mod tests {
         assert_eq!(checked(LATE, 17), Ok(()), "0.94 · 17 is before the last step");
         let e = checked(LATE, 10).unwrap_err();
         assert!(e.contains("0.94..1 of 10 steps"), "{e}");
+        let numbers = "[[override]]\nsteps = \"10..20 steps\"\nset.recipe = \"bf16\"\n";
+        assert_eq!(checked(numbers, 11), Ok(()));
+        let e = checked(numbers, 10).unwrap_err();
+        assert!(e.contains("10..20 of 10 steps is none of them"), "{e}");
     }
 
     #[test]

@@ -128,7 +128,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// # Errors
     /// As [`Trainer::new`], the data aside.
     pub fn under(b: &'a B, mesh: impl Into<Mesh<'a, B>>, config: &Config, recipe: Recipe) -> Result<Self> {
-        let mesh = mesh.into();
+        let (mesh, recipe) = (mesh.into(), recipe.in_run(config.run_size()));
         phase(format_args!("making the model"));
         check_recipe(config, &recipe)?;
         plan::require_room_for_state(b, (mesh.shape(), mesh.all.host_ranks()), config, &recipe)?;

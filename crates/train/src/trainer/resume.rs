@@ -55,9 +55,9 @@ impl Origin {
             let config = if resume { asked } else { begun(b, comm, &asked, &recipe, observer) };
             return Ok(Self { store, checkpoint, recipe, config, data: None });
         };
-        let recipe = checkpoint.position().resolved_recipe()?;
         let earlier = Config::of_checkpoint(&checkpoint, &[])?;
         let mut config = config.going_on_from(&earlier);
+        let recipe = checkpoint.position().resolved_recipe()?.in_run(config.run_size());
         config.keep_tokenizer(&earlier, checkpoint.path());
         let data = Dataset::of(&config)?;
         require_same(&config, &earlier, &recipe, &data, &checkpoint)?;

@@ -1,0 +1,267 @@
+//! For which layers and steps an override is. Places counted from an end of the model, and numbers of steps, mean something in a run alone
+//! ([`Recipe::in_run`]).
+
+use super::{Layer, LayerKind, Override, Recipe, glob, parse::unknown};
+use std::collections::BTreeSet;
+use std::fmt;
+
+/// What of a run the selections of a recipe depend on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RunSize {
+    /// Decoder layers of the model.
+    pub decoder_layers: usize,
+    /// Steps of the run.
+    pub steps: u64,
+}
+
+/// Where in the model an override's layers are.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Layers {
+    /// Those whose name, or that of something they are a part of, matches a glob (`*` and `?`).
+    Named(String),
+    /// Those of the first decoder layers.
+    First(Share),
+    /// Those of the last decoder layers.
+    Last(Share),
+}
+
+/// How many decoder layers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Share {
+    /// So many.
+    Layers(usize),
+    /// Hundredths of a percent of all of them, rounded up to whole layers.
+    Hundredths(u32),
+}
+
+impl Share {
+    /// Of so many decoder layers.
+    pub(super) fn of(self, decoder_layers: usize) -> usize {
+        const ALL: u128 = 10_000;
+        match self {
+            Self::Layers(layers) => layers,
+            // At most as many as there are.
+            Self::Hundredths(part) => (decoder_layers as u128 * u128::from(part)).div_ceil(ALL) as usize,
+        }
+    }
+
+    /// `"4"`, `"15%"` or `"12.5%"`.
+    pub(super) fn parse(text: &str) -> Option<Self> {
+        let Some(percent) = text.strip_suffix('%') else {
+            return text.parse().ok().filter(|layers| *layers > 0).map(Self::Layers);
+        };
+        let (whole, part) = percent.split_once('.').unwrap_or((percent, "0"));
+        let digits = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+        if !digits(whole) || !digits(part) || part.len() > 2 {
+            return None;
+        }
+        let hundredths =
+            whole.parse::<u32>().ok()?.checked_mul(100)? + format!("{part:0<2}").parse::<u32>().ok()?;
+        (1..=10_000).contains(&hundredths).then_some(Self::Hundredths(hundredths))
+    }
+}
+
+impl fmt::Display for Share {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Layers(layers) => write!(f, "{layers}"),
+            Self::Hundredths(part) => write!(f, "{}%", f64::from(*part) / 100.0),
+        }
+    }
+}
+
+impl Layers {
+    /// A glob, or `first:` or `last:` before a number of decoder layers or a part of them in percent.
+    pub(super) fn parse(text: &str) -> std::result::Result<Self, String> {
+        let share = |share: &str| {
+            let why = || {
+                format!(
+                    "{text:?} is no number of decoder layers, such as \"last:4\", and no part of them, such as \"last:15%\""
+                )
+            };
+            Share::parse(share).ok_or_else(why)
+        };
+        match text.split_once(':') {
+            Some(("first", rest)) => share(rest).map(Self::First),
+            Some(("last", rest)) => share(rest).map(Self::Last),
+            _ => Ok(Self::Named(text.to_owned())),
+        }
+    }
+
+    /// Whether a layer of this name is meant. Places counted from an end mean none where no run is known.
+    fn covers(&self, layer: &str, run: Option<RunSize>) -> bool {
+        let place = || Some((decoder_layer(layer)?, run?.decoder_layers));
+        match self {
+            Self::Named(pattern) => covers(pattern, layer),
+            Self::First(share) => place().is_some_and(|(at, all)| at < share.of(all)),
+            Self::Last(share) => place().is_some_and(|(at, all)| at < all && all - at <= share.of(all)),
+        }
+    }
+
+    /// Why it means no layer, or more than there are.
+    fn fault(&self, layers: &[Layer], run: Option<RunSize>) -> Option<String> {
+        match (self, run) {
+            (Self::First(_) | Self::Last(_), None) => {
+                return Some(format!("{:?} needs a run, and none is known", self.to_string()));
+            }
+            (Self::First(Share::Layers(asked)) | Self::Last(Share::Layers(asked)), Some(run))
+                if *asked > run.decoder_layers =>
+            {
+                return Some(format!(
+                    "{:?} is more than all {} decoder layers",
+                    self.to_string(),
+                    run.decoder_layers
+                ));
+            }
+            _ => {}
+        }
+        let is_any = layers.iter().any(|layer| self.covers(&layer.name, run));
+        let names = || layers.iter().map(|layer| layer.name.as_str()).collect::<Vec<_>>().join(", ");
+        (!is_any).then(|| format!("{:?} matches no layer; there are: {}", self.to_string(), names()))
+    }
+}
+
+impl fmt::Display for Layers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Named(pattern) => f.write_str(pattern),
+            Self::First(share) => write!(f, "first:{share}"),
+            Self::Last(share) => write!(f, "last:{share}"),
+        }
+    }
+}
+
+/// The number of the decoder layer that a layer is a part of: 3 of `model.layers.3.mlp.experts`.
+fn decoder_layer(layer: &str) -> Option<usize> {
+    layer.split('.').skip_while(|part| *part != "layers").nth(1)?.parse().ok()
+}
+
+/// The names by which `kinds` knows a layer: its own and those of what it is a part of, below its decoder layer.
+fn kinds_of(kind: LayerKind, layer: &str) -> Vec<&str> {
+    match kind {
+        // The table of a tied head is the embedding's.
+        LayerKind::Head => vec![HEAD],
+        _ => layer
+            .split('.')
+            .filter(|part| !["model", "layers"].contains(part) && part.parse::<usize>().is_err())
+            .collect(),
+    }
+}
+
+/// What `kinds` calls the output head.
+const HEAD: &str = "lm_head";
+
+/// Whether a glob matches the name of a layer or of something it is a part of.
+fn covers(pattern: &str, layer: &str) -> bool {
+    let ends = layer.match_indices('.').map(|(end, _)| end).chain([layer.len()]);
+    ends.into_iter().any(|end| glob(pattern, &layer[..end]))
+}
+
+/// The part of a run in which an override holds.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Steps {
+    /// Half-open, in fractions of the run's steps; infinity where the last step is in it.
+    Fractions(f64, f64),
+    /// Half-open, in steps from 0; none for the run's end.
+    Numbers(u64, Option<u64>),
+}
+
+impl Steps {
+    /// All of a run.
+    pub const ALL: Self = Self::Fractions(0.0, f64::INFINITY);
+
+    /// `"0.94..1"`: from 94 % of the steps to the end (an end of 1 includes the last step); `"1000..2000 steps"`.
+    pub(super) fn parse(text: &str) -> Option<Self> {
+        let numbers = text.strip_suffix("steps").map(str::trim_end);
+        let (from, to) = numbers.unwrap_or(text).split_once("..")?;
+        if numbers.is_some() {
+            let from = if from.is_empty() { 0 } else { from.parse().ok()? };
+            let to: Option<u64> = if to.is_empty() { None } else { Some(to.parse().ok()?) };
+            return to.is_none_or(|to| from < to).then_some(Self::Numbers(from, to));
+        }
+        let from = if from.is_empty() { 0.0 } else { from.parse::<f64>().ok()? };
+        let to = if to.is_empty() { 1.0 } else { to.parse::<f64>().ok()? };
+        let is_part = from >= 0.0 && from < to && to <= 1.0;
+        is_part.then_some(Self::Fractions(from, if to == 1.0 { f64::INFINITY } else { to }))
+    }
+
+    /// The same in fractions of a run; none of numbers of steps where no run is known.
+    pub fn fractions(self, run: Option<RunSize>) -> Option<(f64, f64)> {
+        match self {
+            Self::Fractions(from, to) => Some((from, to)),
+            Self::Numbers(from, to) => {
+                let steps = run?.steps;
+                // Exactly the progress of that step; what is behind the last step is never reached.
+                let at = |step: u64| if step < steps { step as f64 / steps as f64 } else { f64::INFINITY };
+                Some((at(from), to.map_or(f64::INFINITY, at)))
+            }
+        }
+    }
+}
+
+impl fmt::Display for Steps {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Fractions(from, to) => write!(f, "{from}..{}", to.min(1.0)),
+            Self::Numbers(from, Some(to)) => write!(f, "{from}..{to} steps"),
+            Self::Numbers(from, None) => write!(f, "{from}.. steps"),
+        }
+    }
+}
+
+impl Override {
+    /// Whether a layer of this kind and name is meant, in such a run.
+    #[must_use]
+    pub fn is_for(&self, kind: LayerKind, layer: &str, run: Option<RunSize>) -> bool {
+        let is_of = |wanted: &String| kinds_of(kind, layer).contains(&wanted.as_str());
+        self.layers.iter().any(|layers| layers.covers(layer, run))
+            && (self.kinds.is_empty() || self.kinds.iter().any(is_of))
+    }
+
+    /// Whether it holds at this point of such a run (step / steps).
+    #[must_use]
+    pub fn holds(&self, progress: f64, run: Option<RunSize>) -> bool {
+        self.steps.fractions(run).is_some_and(|(from, to)| (from..to).contains(&progress))
+    }
+
+    /// Its layers in words: `last:15%, of these self_attn`.
+    pub(super) fn whose(&self) -> String {
+        let layers = self.layers.iter().map(Layers::to_string).collect::<Vec<_>>().join(", ");
+        match self.kinds.is_empty() {
+            true => layers,
+            false => format!("{layers}, of these {}", self.kinds.join(", ")),
+        }
+    }
+
+    /// The key of what reaches none of these layers, or needs a run where none is known, and why.
+    pub(super) fn fault(&self, layers: &[Layer], run: Option<RunSize>) -> Option<(&'static str, String)> {
+        let of_layers =
+            self.layers.iter().find_map(|part| Some(("override.layers", part.fault(layers, run)?)));
+        let of_steps = || {
+            let is_known = self.steps.fractions(run).is_some();
+            (!is_known).then(|| {
+                ("override.steps", format!("{:?} needs a run, and none is known", self.steps.to_string()))
+            })
+        };
+        of_layers.or_else(of_steps).or_else(|| Some(("override.kinds", self.fault_of_kinds(layers, run)?)))
+    }
+
+    fn fault_of_kinds(&self, layers: &[Layer], run: Option<RunSize>) -> Option<String> {
+        let known: BTreeSet<&str> =
+            layers.iter().flat_map(|layer| kinds_of(layer.kind, &layer.name)).collect();
+        if let Some(kind) = self.kinds.iter().find(|kind| !known.contains(kind.as_str())) {
+            return Some(unknown("kind of layer", kind, known.iter().copied()));
+        }
+        let is_any = layers.iter().any(|layer| self.is_for(layer.kind, &layer.name, run));
+        (!is_any).then(|| format!("matches no layer: {}", self.whose()))
+    }
+}
+
+impl Recipe {
+    /// The recipe as a run of this size follows it: places counted from an end of the model and numbers of steps mean something there alone.
+    /// [`Recipe::parse`] makes one of no run, and [`Recipe::to_toml`] writes what was written, whatever the run.
+    #[must_use]
+    pub fn in_run(self, size: RunSize) -> Self {
+        Self { run: Some(size), ..self }
+    }
+}

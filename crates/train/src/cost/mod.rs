@@ -1,0 +1,236 @@
+//! What a recipe costs a step of a run, by arithmetic alone: in which formats the products of linear layers are made, through what on a GPU,
+//! and what the techniques of the recipe do beside products and quantization.
+//!
+//! Experts count the rows that are routed to them, without padding; nothing counts that is made again. Where a recipe changes in the course of
+//! a run, everything is the mean over its steps.
+
+mod products;
+mod technique;
+
+pub use products::Engine;
+pub use technique::Technique;
+
+use crate::checks::{check_recipe, first_step_at};
+use crate::config::Config;
+use crate::error::Result;
+use crate::spec::{Group, ModelSpec, Part, PartKind};
+use nibble_core::Recipe;
+use nibble_core::recipe::{Pass, Precision, Section, Site};
+use products::PartSizes;
+use std::collections::BTreeMap;
+
+/// Products of one kind: multiply-adds of a step.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Products {
+    /// Bits of a code of the wider operand: 4, 8, 16, 32.
+    pub bits: u32,
+    /// What a GPU makes them with.
+    pub engine: Engine,
+    /// Of a step.
+    pub multiply_adds: f64,
+}
+
+/// The products of all layers of one kind.
+#[derive(Debug, Clone, PartialEq)]
+pub struct KindCost {
+    /// As people call them: `attention q, k, v`.
+    pub name: &'static str,
+    /// Of fprop, dgrad and wgrad together, those alike in one.
+    pub products: Vec<Products>,
+}
+
+impl KindCost {
+    fn add(&mut self, made: Products) {
+        match self.products.iter_mut().find(|known| (known.bits, known.engine) == (made.bits, made.engine)) {
+            Some(known) => known.multiply_adds += made.multiply_adds,
+            None => self.products.push(made),
+        }
+    }
+
+    /// Multiply-adds of a step.
+    #[must_use]
+    pub fn total(&self) -> f64 {
+        self.products.iter().map(|products| products.multiply_adds).sum()
+    }
+
+    /// Those of which the wider operand has so many bits.
+    #[must_use]
+    pub fn in_bits(&self, bits: u32) -> f64 {
+        let has = self.products.iter().filter(|products| products.bits == bits);
+        has.map(|products| products.multiply_adds).sum()
+    }
+
+    /// Those that a GPU makes so.
+    #[must_use]
+    pub fn through(&self, engine: Engine) -> f64 {
+        let made = self.products.iter().filter(|products| products.engine == engine);
+        made.map(|products| products.multiply_adds).sum()
+    }
+}
+
+/// What a step costs.
+#[derive(Debug, Clone)]
+pub struct Cost {
+    /// Tokens of a step.
+    pub tokens: u64,
+    /// Kinds of layers, in the order of a forward pass.
+    pub kinds: Vec<KindCost>,
+    /// Multiply-adds of attention's scores and values, forward and backward, of the half of the square that a causal mask leaves.
+    pub attention: f64,
+    /// What techniques do, of a step; of those that the recipe has.
+    pub techniques: BTreeMap<Technique, f64>,
+}
+
+impl Cost {
+    /// What a step of this run costs under this recipe.
+    ///
+    /// # Errors
+    /// For a recipe that does not fit the run: see [`check_recipe`].
+    pub fn of(config: &Config, recipe: &Recipe) -> Result<Self> {
+        check_recipe(config, recipe)?;
+        let spec = ModelSpec::new(&config.model);
+        let tokens = config.train.batch_size * config.data.seq_len * config.train.grad_accum;
+        let per_token = config.flops_per_token() / 2.0 - 3.0 * spec.active_parameters() as f64;
+        let attention = per_token * tokens as f64;
+        let mut cost =
+            Self { tokens: tokens as u64, kinds: Vec::new(), attention, techniques: BTreeMap::new() };
+        let steps = config.train.steps;
+        for (from, to) in recipe.stretches() {
+            let [first, end] = [from, to].map(|progress| first_step_at(progress, steps));
+            let share = end.saturating_sub(first) as f64 / steps as f64;
+            if share > 0.0 {
+                cost.add_stretch(config, recipe, &spec, (from, share));
+            }
+        }
+        Ok(cost)
+    }
+
+    /// Multiply-adds of all linear layers.
+    #[must_use]
+    pub fn total(&self) -> f64 {
+        self.kinds.iter().map(KindCost::total).sum()
+    }
+
+    /// A part of a run that begins at `progress`, and is so large a share of it.
+    fn add_stretch(
+        &mut self,
+        config: &Config,
+        recipe: &Recipe,
+        spec: &ModelSpec,
+        (progress, share): (f64, f64),
+    ) {
+        for block in spec.blocks() {
+            let mut inputs = SharedInputs::default();
+            for part in block.parts() {
+                self.add_part(config, recipe, part, (progress, share), &mut inputs);
+            }
+        }
+        self.add_part(config, recipe, &spec.head, (progress, share), &mut SharedInputs::default());
+    }
+
+    fn add_part(
+        &mut self,
+        config: &Config,
+        recipe: &Recipe,
+        part: &Part,
+        (progress, share): (f64, f64),
+        inputs: &mut SharedInputs,
+    ) {
+        let Some(layer) = part.layer() else { return };
+        let section = recipe.section(layer.kind, &layer.name, progress);
+        let sizes = PartSizes::of(config, part);
+        let mut decoded = 0.0;
+        for (which, shape) in sizes.shapes.iter().enumerate() {
+            let kind = self.kind_of(name_of(part, which));
+            for made in
+                products::made(config, &sizes, (layer.kind, which), shape, &section, recipe.activations)
+            {
+                kind.add(Products {
+                    bits: made.bits,
+                    engine: made.engine,
+                    multiply_adds: share * made.multiply_adds,
+                });
+                decoded += share * made.decoded;
+            }
+        }
+        if decoded > 0.0 {
+            *self.techniques.entry(Technique::Decoding).or_default() += decoded;
+        }
+        let shared = inputs.meet(part, &section);
+        for (technique, count) in technique::of_layer(&sizes, &layer, &section, recipe.activations, shared) {
+            *self.techniques.entry(technique).or_default() += share * count;
+        }
+    }
+
+    fn kind_of(&mut self, name: &'static str) -> &mut KindCost {
+        let at = self.kinds.iter().position(|kind| kind.name == name).unwrap_or_else(|| {
+            self.kinds.push(KindCost { name, products: Vec::new() });
+            self.kinds.len() - 1
+        });
+        &mut self.kinds[at]
+    }
+}
+
+/// What of a layer's input another layer has made that has the same input: projections of attention convert it once where their recipes agree.
+#[derive(Debug, Clone, Copy, Default)]
+struct Shared {
+    forward: bool,
+    backward: bool,
+}
+
+impl Shared {
+    fn in_pass(self, pass: Pass) -> bool {
+        if pass == Pass::Forward { self.forward } else { self.backward }
+    }
+
+    fn has(self, site: Site) -> bool {
+        match site {
+            Site::FpropX | Site::SavedX => self.forward,
+            Site::WgradX => self.backward,
+            _ => false,
+        }
+    }
+}
+
+/// Precisions of the input that the projections of one attention have, those before.
+#[derive(Debug, Default)]
+struct SharedInputs(Vec<[Precision; 3]>);
+
+impl SharedInputs {
+    /// What of this part's input is there already.
+    fn meet(&mut self, part: &Part, section: &Section) -> Shared {
+        // Of attention's projections those that take the residual stream.
+        let is_input = matches!(part.kind, PartKind::Linear { .. })
+            && part.group == Group::Attention
+            && part
+                .weights()
+                .first()
+                .is_some_and(|w| w.cols.sizes.iter().any(|size| size.key == "model.d_model"));
+        if !is_input {
+            return Shared::default();
+        }
+        let mine = [Site::FpropX, Site::SavedX, Site::WgradX].map(|site| section.at(site));
+        let shared = Shared {
+            forward: self.0.iter().any(|other| other[..2] == mine[..2]),
+            backward: self.0.contains(&mine),
+        };
+        self.0.push(mine);
+        shared
+    }
+}
+
+/// What people call the layers of a part's weight.
+fn name_of(part: &Part, which: usize) -> &'static str {
+    match (part.group, part.kind, which) {
+        (_, PartKind::Router, _) => "router",
+        (_, PartKind::Head { .. }, _) => "output layer",
+        (_, PartKind::Experts { .. }, 0) => "experts gate, up",
+        (_, PartKind::Experts { .. }, _) => "experts down",
+        (Group::Attention, ..) if part.id.ends_with(".o_proj") => "attention output",
+        (Group::Attention, ..) => "attention q, k, v",
+        (Group::SharedExperts, PartKind::Linear { gated: true }, _) => "shared expert gate, up",
+        (Group::SharedExperts, ..) => "shared expert down",
+        (_, PartKind::Linear { gated: true }, _) => "MLP gate, up",
+        _ => "MLP down",
+    }
+}
