@@ -11,7 +11,7 @@ use crate::ops::quantize::spans::Spans;
 use crate::ops::quantize::spec::Tally;
 use nibble_core::ops::{Counts, Transcoded};
 use nibble_core::{BlockScaled, Error, Result};
-use nibble_formats::{Codec, Format, Scale, ScalePlane, lift_target, shift_target};
+use nibble_formats::{Codec, Format, Lift, Scale, ScalePlane, shift_target};
 use std::sync::atomic::AtomicU64;
 
 /// A row-blocked source with E8M0 scales.
@@ -136,7 +136,8 @@ pub(super) fn to_cols(
                 let block = block.min(width - first);
                 let of_row = |i: usize| rows.scales(strip.row + i, col + first, block)[0];
                 let bytes = (0..strip.rows).map(of_row);
-                let target = if x.format == Format::Mxfp4 { lift_target(bytes) } else { shift_target(bytes) };
+                let target =
+                    if x.format == Format::Mxfp4 { Lift::E2M1.target(bytes) } else { shift_target(bytes) };
                 scales.resize(first + block, Scale::byte(target));
                 if x.format == Format::Mxfp4 {
                     let from = rows.column(strip, col + first);
@@ -177,7 +178,7 @@ pub(super) fn lift_tiles(cpu: &Cpu, x: &BlockScaled<Cpu>, made: Transcoded<Cpu>)
             let width = TILE_COLS.min(k - col);
             let codes = &mut codes[..strip.rows * width];
             let of_row = |row| rows.scales(row, col, width).iter().copied();
-            let target = lift_target((strip.row..strip.row + strip.rows).flat_map(of_row));
+            let target = Lift::E2M1.target((strip.row..strip.row + strip.rows).flat_map(of_row));
             for first in (0..width).step_by(x.format.spec().block) {
                 let from = rows.column(strip, col + first);
                 lift_column(isa, lifts, from, target, (&mut codes[first..], width), &mut tally);

@@ -6,7 +6,7 @@ use crate::ops::quantize::spans::Spans;
 use crate::ops::quantize::spec::{Decoder, Tally, tile_indices};
 use nibble_core::ops::Counts;
 use nibble_core::{BlockScaled, Result};
-use nibble_formats::{Codec, Element, Format, Scale, e8m0, lift_code, lift_target, shift_code, shift_target};
+use nibble_formats::{Codec, Element, Format, Lift, Scale, e8m0, shift_code, shift_target};
 
 /// Scale byte of a row's block; the callers' checks let powers of two in alone.
 fn scale_byte(x: &BlockScaled<Cpu>, row: usize, block: usize) -> u8 {
@@ -33,7 +33,7 @@ fn lift_block(x: &BlockScaled<Cpu>, (row, b): (usize, usize), target: u8, tally:
     let (block, source) = (x.format.spec().block, scale_byte(x, row, b));
     let code = |i| get_code(x.codes.as_slice(), x.format, (row, x.cols), i);
     let codes: Vec<u8> = (b * block..x.cols.min((b + 1) * block)).map(code).collect();
-    let lifted: Vec<_> = codes.iter().map(|&code| lift_code(code, source, target)).collect();
+    let lifted: Vec<_> = codes.iter().map(|&code| Lift::E2M1.code(code, source, target)).collect();
     count(tally, x.format, codes.into_iter(), lifted.iter().any(|l| l.1), source == e8m0::NAN);
     lifted.into_iter().map(|l| l.0).collect()
 }
@@ -54,7 +54,7 @@ pub(super) fn lift_rows(x: &BlockScaled<Cpu>, spans: &Spans, out: &mut BlockScal
                 put_scale(out, scale_idx, Scale::byte(0));
                 continue;
             }
-            let target = lift_target(sources.clone().map(|b| scale_byte(x, row, b)));
+            let target = Lift::E2M1.target(sources.clone().map(|b| scale_byte(x, row, b)));
             for b in sources {
                 let codes = lift_block(x, (row, b), target, &mut tally);
                 put_codes(&mut out.codes, out.format, (row, x.cols), b * from, &codes);
@@ -79,7 +79,7 @@ pub(super) fn lift_tiles(
         let rows = tile_n * to..n.min((tile_n + 1) * to);
         let blocks = tile_k * to / from..k.min((tile_k + 1) * to).div_ceil(from);
         let places = || rows.clone().flat_map(|row| blocks.clone().map(move |b| (row, b)));
-        let target = lift_target(places().map(|(row, b)| scale_byte(x, matrix * n + row, b)));
+        let target = Lift::E2M1.target(places().map(|(row, b)| scale_byte(x, matrix * n + row, b)));
         for (row, b) in places() {
             let codes = lift_block(x, (matrix * n + row, b), target, &mut tally);
             put_codes(&mut out.codes, out.format, (matrix * n + row, k), b * from, &codes);
@@ -108,9 +108,10 @@ pub(super) fn to_cols(x: &BlockScaled<Cpu>, spans: &Spans, out: &mut BlockScaled
         for (b, first_col) in (0..x.cols).step_by(from).enumerate() {
             let cols = first_col..x.cols.min(first_col + from);
             let bytes = rows.iter().map(|&row| scale_byte(x, row, b));
-            let target = if x.format == Format::Mxfp4 { lift_target(bytes) } else { shift_target(bytes) };
+            let target =
+                if x.format == Format::Mxfp4 { Lift::E2M1.target(bytes) } else { shift_target(bytes) };
             let convert = |row, col| match x.format {
-                Format::Mxfp4 => lift_code(source_code(row, col), scale_byte(x, row, b), target),
+                Format::Mxfp4 => Lift::E2M1.code(source_code(row, col), scale_byte(x, row, b), target),
                 _ => shift_code(source_code(row, col), scale_byte(x, row, b), target),
             };
             for col in cols.clone() {
