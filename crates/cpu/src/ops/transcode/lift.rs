@@ -4,7 +4,7 @@ use crate::ops::quantize::source::unpack;
 use crate::ops::quantize::spec::Tally;
 use crate::simd::per_isa;
 use nibble_core::ops::Counts;
-use nibble_formats::{Lift, e8m0, shift_code};
+use nibble_formats::{LIFTED_BLOCK, Lift, e8m0, packed_bytes, shift_code, unpack_codes};
 use std::sync::LazyLock;
 
 /// Octaves past which every code has vanished.
@@ -98,6 +98,71 @@ per_isa! {
     // A row of MXFP4 blocks (scales, codes) to E4M3 (scales, codes), every four under the scale that fits them.
     pub(super) fn lift_row = lift_row_body;
     (lifts: &[Nibbles; 40], from: (&[u8], &[u8]), to: (&mut [u8], &mut [u8]), tally: &mut Tally)
+}
+
+/// E4M3 codes of the codes of any lifted element, for source − target = −32 … its headroom, and for a NaN source.
+pub(super) struct LiftTable {
+    lift: Lift,
+    bits: u32,
+    /// Values of a source block.
+    block: usize,
+    /// Codes, and the mask of those that change their value.
+    entries: Vec<([u8; 64], u64)>,
+}
+
+impl LiftTable {
+    pub fn new(lift: Lift, block: usize) -> Self {
+        let rises = 0..=FAR as u8 + lift.headroom_log2();
+        let numbers = rises.map(|rise| lift.table(64 + rise, 64 + FAR as u8));
+        let entries = numbers.chain([lift.table(e8m0::NAN, 0)]).collect();
+        Self { lift, bits: lift.element().code_bits(), block, entries }
+    }
+
+    /// The entry of a source scale under a target.
+    #[inline(always)]
+    fn entry(&self, source: u8, target: u8) -> &([u8; 64], u64) {
+        let octaves = (i32::from(source) - i32::from(target)).max(-FAR) + FAR;
+        let nan = self.entries.len() - 1;
+        &self.entries[if source == e8m0::NAN { nan } else { (octaves as usize).min(nan - 1) }]
+    }
+}
+
+#[inline(always)]
+fn lift_row_by_table_body(
+    by: &LiftTable,
+    (scales, packed): (&[u8], &[u8]),
+    (out_scales, out): (&mut [u8], &mut [u8]),
+    tally: &mut Tally,
+) {
+    let (bytes, blocks) = (packed_bytes(by.bits, by.block), LIFTED_BLOCK / by.block);
+    let sources = scales.chunks(blocks).zip(packed.chunks(blocks * bytes));
+    for ((target, out), (scales, packed)) in
+        out_scales.iter_mut().zip(out.chunks_mut(LIFTED_BLOCK)).zip(sources)
+    {
+        *target = by.lift.target(scales.iter().copied());
+        let blocks = out.chunks_mut(by.block).zip(packed.chunks(bytes));
+        for (&source, (out, packed)) in scales.iter().zip(blocks) {
+            let (table, changed) = by.entry(source, *target);
+            let (mut codes, mut seen) = ([0; LIFTED_BLOCK], 0u64);
+            let codes = &mut codes[..out.len()];
+            unpack_codes(by.bits, packed, codes).unwrap_or_else(|e| unreachable!("cut to that length: {e}"));
+            for (out, &code) in out.iter_mut().zip(&*codes) {
+                *out = table[usize::from(code & 63)];
+                seen |= 1 << (code & 63);
+            }
+            // Both zeros aside.
+            let zeros = 1 | 1 << (1u64 << (by.bits - 1));
+            tally[Counts::<crate::Cpu>::NON_ZERO] += u64::from(seen & !zeros != 0);
+            tally[Counts::<crate::Cpu>::INEXACT] += u64::from(seen & changed != 0);
+            tally[Counts::<crate::Cpu>::NON_FINITE] += u64::from(source == e8m0::NAN);
+        }
+    }
+}
+
+per_isa! {
+    // The same for blocks of any lifted format.
+    pub(super) fn lift_row_by_table = lift_row_by_table_body;
+    (by: &LiftTable, from: (&[u8], &[u8]), to: (&mut [u8], &mut [u8]), tally: &mut Tally)
 }
 
 /// The blocks of one block of columns, row by row: scale and codes of row i at `i · stride` of either plane.

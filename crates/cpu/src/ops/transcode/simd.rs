@@ -1,6 +1,7 @@
 //! The conversions by strips of rows, on several threads.
 
-use super::lift::{Column, lift_column, lift_row, lifts, shift_block};
+use super::lift::{Column, LiftTable, lift_column, lift_row, lift_row_by_table, lifts, shift_block};
+use super::lift_of;
 use crate::Cpu;
 use crate::ops::quantize::emit::{
     STRIP_ROWS, SquareTarget, Strip, TILE_COLS, Target, add_tally, counted, for_strips, strip_rows,
@@ -56,14 +57,17 @@ impl<'a> PowerScaledRows<'a> {
     }
 }
 
-/// MXFP4 rows → E4M3 rows.
+/// Rows of a lifted format → E4M3 rows.
 pub(super) fn lift_rows(
     cpu: &Cpu,
     x: &BlockScaled<Cpu>,
     spans: &Spans,
     made: Transcoded<Cpu>,
 ) -> Result<Transcoded<Cpu>> {
-    let (isa, lifts, rows, out) = (cpu.isa(), lifts(), PowerScaledRows::of(x)?, Target::new(made.out));
+    let (isa, rows, out) = (cpu.isa(), PowerScaledRows::of(x)?, Target::new(made.out));
+    let lift = lift_of(x)?;
+    let (is_mxfp4, block) = (x.format == Format::Mxfp4, x.format.spec().block);
+    let (nibbles, table) = (lifts(), (!is_mxfp4).then(|| LiftTable::new(lift, block)));
     let sum: [AtomicU64; 3] = Default::default();
     let height = strip_rows(false, x.cols);
     for_strips(
@@ -79,7 +83,10 @@ pub(super) fn lift_rows(
                 let (codes, scales) =
                     unsafe { (out.row_codes(row, 0, x.cols), out.row_scales(row, 0, x.cols)) };
                 // Lifted scales are bytes: the rule is the source's.
-                lift_row(isa, lifts, from, (scales.bytes, codes), &mut tally);
+                match &table {
+                    None => lift_row(isa, nibbles, from, (scales.bytes, codes), &mut tally),
+                    Some(table) => lift_row_by_table(isa, table, from, (scales.bytes, codes), &mut tally),
+                }
             }
             clear_padding(&out, strip, x.cols);
             add_tally(&sum, tally);

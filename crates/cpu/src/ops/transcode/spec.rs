@@ -1,5 +1,6 @@
 //! The specification: one code after the other through the formats' own functions.
 
+use super::lift_of;
 use crate::Cpu;
 use crate::ops::quantize::planes::{get_code, put_codes, put_scale, scales_of};
 use crate::ops::quantize::spans::Spans;
@@ -28,19 +29,25 @@ fn is_nan_code(format: Format, code: u8) -> bool {
     format == Format::E4m3 && Element::E4M3.decode(code).is_nan()
 }
 
-/// E4M3 codes of block b of a row of MXFP4, the last of which may be short, under a target scale; counts it.
-fn lift_block(x: &BlockScaled<Cpu>, (row, b): (usize, usize), target: u8, tally: &mut Tally) -> Vec<u8> {
+/// E4M3 codes of block b of a row, the last of which may be short, under a target scale; counts it.
+fn lift_block(
+    lift: Lift,
+    x: &BlockScaled<Cpu>,
+    (row, b): (usize, usize),
+    target: u8,
+    tally: &mut Tally,
+) -> Vec<u8> {
     let (block, source) = (x.format.spec().block, scale_byte(x, row, b));
     let code = |i| get_code(x.codes.as_slice(), x.format, (row, x.cols), i);
     let codes: Vec<u8> = (b * block..x.cols.min((b + 1) * block)).map(code).collect();
-    let lifted: Vec<_> = codes.iter().map(|&code| Lift::E2M1.code(code, source, target)).collect();
+    let lifted: Vec<_> = codes.iter().map(|&code| lift.code(code, source, target)).collect();
     count(tally, x.format, codes.into_iter(), lifted.iter().any(|l| l.1), source == e8m0::NAN);
     lifted.into_iter().map(|l| l.0).collect()
 }
 
-/// MXFP4 rows → E4M3 rows: four blocks share the scale 2⁶ below the largest of theirs.
-pub(super) fn lift_rows(x: &BlockScaled<Cpu>, spans: &Spans, out: &mut BlockScaled<Cpu>) -> Tally {
-    let mut tally = Tally::default();
+/// Rows of a lifted format → E4M3 rows: four blocks share a scale, below the largest of theirs by the element's headroom.
+pub(super) fn lift_rows(x: &BlockScaled<Cpu>, spans: &Spans, out: &mut BlockScaled<Cpu>) -> Result<Tally> {
+    let (mut tally, lift) = (Tally::default(), lift_of(x)?);
     let mut valid = vec![false; x.rows];
     spans.valid().for_each(|row| valid[row] = true);
     let (from, to) = (x.format.spec().block, out.format.spec().block);
@@ -54,15 +61,15 @@ pub(super) fn lift_rows(x: &BlockScaled<Cpu>, spans: &Spans, out: &mut BlockScal
                 put_scale(out, scale_idx, Scale::byte(0));
                 continue;
             }
-            let target = Lift::E2M1.target(sources.clone().map(|b| scale_byte(x, row, b)));
+            let target = lift.target(sources.clone().map(|b| scale_byte(x, row, b)));
             for b in sources {
-                let codes = lift_block(x, (row, b), target, &mut tally);
+                let codes = lift_block(lift, x, (row, b), target, &mut tally);
                 put_codes(&mut out.codes, out.format, (row, x.cols), b * from, &codes);
             }
             put_scale(out, scale_idx, Scale::byte(target));
         }
     }
-    tally
+    Ok(tally)
 }
 
 /// MXFP4 rows → E4M3 tiles, as they stand and transposed: a square of 128 × 128 shares the scale 2⁶ below the largest of its blocks.
@@ -81,7 +88,7 @@ pub(super) fn lift_tiles(
         let places = || rows.clone().flat_map(|row| blocks.clone().map(move |b| (row, b)));
         let target = Lift::E2M1.target(places().map(|(row, b)| scale_byte(x, matrix * n + row, b)));
         for (row, b) in places() {
-            let codes = lift_block(x, (matrix * n + row, b), target, &mut tally);
+            let codes = lift_block(Lift::E2M1, x, (matrix * n + row, b), target, &mut tally);
             put_codes(&mut out.codes, out.format, (matrix * n + row, k), b * from, &codes);
             for (i, code) in codes.into_iter().enumerate() {
                 let line = matrix * k + b * from + i;
