@@ -177,7 +177,7 @@ const CHANGES: [&str; 15] = [
     "\"e4m3-tensor\", scale = \"delayed\", history = 2 }",
 ];
 
-/// Those, and of a block format each other one of the same blocks, and each field by itself.
+/// Those, and of a block format each other one of the same blocks (any may stand there), and each field by itself.
 fn changes(now: &Precision) -> Vec<String> {
     let mut all = CHANGES.map(str::to_owned).to_vec();
     if now.format.is_block() {

@@ -110,7 +110,7 @@ fn returned(check: &Check<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Both operands of a product fit.
+/// Both operands of a product fit: any two formats do ([`crate::ops::Numbers`]), but both are transformed alike.
 fn products(check: &Check<'_>) -> Result<()> {
     use Site::*;
     let of_experts = [(FpropX, FpropW), (DgradDh, FpropW), (WgradDh, WgradX), (FpropA, FpropW)];
@@ -122,15 +122,6 @@ fn products(check: &Check<'_>) -> Result<()> {
     };
     for (a, b) in pairs {
         let (pa, pb) = (check.section.at(a), check.section.at(b));
-        let pair = pa.format.is_block() == pb.format.is_block()
-            && (pa.format.is_block() || pa.format == pb.format)
-            && pa.format.spec().block == pb.format.spec().block;
-        let (is, other) = (pa.format, pb.format);
-        let why = format!(
-            "is {is}, but {} is {other}: both operands must be plain and equal, or have the same block",
-            b.key()
-        );
-        check.expect(a, pair, &why)?;
         let why = format!(
             "has the transform {:?} and {} {:?}: both operands of a product must have the same",
             pa.rht,
