@@ -40,15 +40,13 @@ fn said(product: ProductDesc) -> String {
     product.path().to_string()
 }
 
-/// Every pair of formats that may be multiplied, in each of the three products of a layer.
+/// Every pair of formats, F32 aside, in each of the three products of a layer.
 #[test]
 fn no_quantized_pair_is_left_to_the_ordinary_cores() {
     let of = |format: Format| format.spec().rules.iter().map(move |&rule| (format, rule));
-    let all: Vec<_> = Format::ALL.into_iter().filter(|format| format.is_block()).flat_map(of).collect();
+    let blocks = Format::ALL.into_iter().filter(|format| format.is_block()).flat_map(of);
+    let all: Vec<_> = blocks.chain([(Format::Bf16, Amax)]).collect();
     for (&a, &b) in all.iter().flat_map(|a| all.iter().map(move |b| (a, b))) {
-        if a.0.spec().block != b.0.spec().block {
-            continue;
-        }
         for product in [
             dense(a, b, DType::Bf16),
             dense(a, b, DType::F32),
@@ -71,7 +69,14 @@ fn the_path_of_each_pair() {
         ((e4m3, Rceil), (e4m3, Amax), DType::Bf16, "tensor cores, fp8"),
         ((Format::E4m3Row, Amax), (Format::E4m3Row, Amax), DType::F32, "tensor cores, fp8"),
         ((Format::E4m3Tensor, TensorAmax), (e4m3, Rceil), DType::F32, "tensor cores, fp8"),
-        ((mxfp4, Rceil), (mxfp4, Rceil), DType::Bf16, "decoded to bf16; tensor cores, bf16"),
+        ((mxfp4, Rceil), (mxfp4, Rceil), DType::Bf16, "lifted to fp8; tensor cores, fp8"),
+        ((Format::Mxfp6E2m3, Rceil), (e4m3, Amax), DType::F32, "lifted to fp8; tensor cores, fp8"),
+        ((e5m2, Amax), (mxfp4, Rceil), DType::F32, "lifted to fp8; tensor cores, fp8"),
+        ((Format::E4m3Row, Amax), (e4m3, Amax), DType::F32, "tensor cores, fp8"),
+        ((e4m3, Amax), (Format::Nvfp4, TensorAmax), DType::Bf16, "decoded to bf16; tensor cores, bf16"),
+        (bf16, (mxfp4, Rceil), DType::Bf16, "decoded to bf16; tensor cores, bf16"),
+        ((mxfp4, Rceil), f32, DType::F32, "decoded to f32; ordinary cores"),
+        (f32, (e4m3, Rceil), DType::Bf16, "decoded to f32; tensor cores, f32 as 3 products of bf16 parts"),
         ((mxfp4, Rceil), (Format::Mxfp8E4m3, Rceil), DType::F32, "decoded to bf16; tensor cores, bf16"),
         ((e5m2, Rceil), (e4m3, Rceil), DType::Bf16, "tensor cores, fp8"),
         ((e4m3, Amax), (e5m2, Amax), DType::F32, "tensor cores, fp8"),
@@ -139,7 +144,8 @@ fn odd_sizes_are_named() {
         ProductDesc { dims: ProductDims { k, ..product.dims }, ..product }.obstacle()
     };
     assert_eq!(odd(bf16, 1023).unwrap(), "k = 1023, not a multiple of 8");
-    assert_eq!(odd((Format::Mxfp4, Rceil), 1020).unwrap(), "k = 1020, not a multiple of 8");
+    assert_eq!(odd((Format::Mxfp4, Rceil), 1020).unwrap(), "k = 1020, not a multiple of 16");
+    assert_eq!(odd((Format::Mxfp8E4m3, Rceil), 1020).unwrap(), "k = 1020, not a multiple of 8");
     assert_eq!(odd((Format::E4m3, Rceil), 1016).unwrap(), "k = 1016, not a multiple of 16");
     assert_eq!(
         dense((Format::F32, Amax), (Format::F32, Amax), DType::F32).obstacle().unwrap(),
@@ -154,7 +160,14 @@ fn temporaries_are_counted_by_hand() {
         |product: ProductDesc| product.path().temporaries().iter().map(|t| t.bytes).collect::<Vec<_>>();
     let (m, n, k) = (256, 512, 1024);
     let (mxfp4, nvfp4) = ((Format::Mxfp4, Rceil), (Format::Nvfp4, TensorAmax));
-    assert_eq!(bytes(dense(mxfp4, mxfp4, DType::Bf16)), [2 * m * k, 2 * n * k]);
+    let mxfp8 = (Format::Mxfp8E4m3, Rceil);
+    assert_eq!(bytes(dense(mxfp8, mxfp8, DType::Bf16)), [2 * m * k, 2 * n * k]);
+    // Codes, and a byte for each 128; of columns in the layout of a GPU, of as many as they are.
+    assert_eq!(bytes(dense(mxfp4, mxfp4, DType::Bf16)), [m * k, m * k / 128, n * k, n * k / 128]);
+    assert_eq!(bytes(dense(mxfp4, (Format::E4m3, Rceil), DType::Bf16)), [m * k, m * k / 128]);
+    // What is plain stays so; the scales of the one tensor multiply sums.
+    assert_eq!(bytes(dense((Format::Bf16, Amax), nvfp4, DType::Bf16)), [2 * n * k, 4 * m * n]);
+    assert_eq!(bytes(dense(nvfp4, (Format::F32, Amax), DType::F32)), [4 * m * k]);
     assert_eq!(bytes(dense(nvfp4, nvfp4, DType::Bf16)), [2 * m * k, 2 * n * k, 4 * m * n]);
     // FP8 is multiplied as it lies.
     let e5m2 = (Format::E5m2, Amax);
@@ -164,7 +177,11 @@ fn temporaries_are_counted_by_hand() {
     assert_eq!(bytes(dense(f32, f32, DType::Bf16)), [6 * m * k, 6 * n * k]);
     // A contraction over decoded blocks takes the ends of the groups.
     let rows = 4096;
-    assert_eq!(bytes(gradient(mxfp4, mxfp4, None)), [2 * rows * m, 2 * rows * n, 16]);
+    assert_eq!(bytes(gradient(mxfp8, mxfp8, None)), [2 * rows * m, 2 * rows * n, 16]);
+    let lifted = [rows * m, rows / 128 * m, rows * n, rows / 128 * n];
+    assert_eq!(bytes(gradient(mxfp4, mxfp4, None)), lifted);
+    // Past its end a group's plain rows may hold anything: it is not made longer.
+    assert_eq!(bytes(gradient((Format::Bf16, Amax), mxfp8, None)), [2 * rows * n]);
     // Shards of equal length are cut: their starts, their lengths, and a D each.
     let plain = (Format::Bf16, Amax);
     let runs = 4 * 16;

@@ -2,9 +2,9 @@
 
 use crate::Dry;
 use nibble_choice::{Product, Temporary};
-use nibble_core::formats::{Codec, Format};
+use nibble_core::formats::{BlockAxis, Codec, Format};
 use nibble_core::ops::*;
-use nibble_core::{DType, Operand, Result, Tensor};
+use nibble_core::{BlockScaled, DType, Operand, Result, Tensor};
 
 /// A transform is made apart.
 pub(crate) fn quantize_temporaries(op: &Quantize<'_, Dry>) -> Vec<Temporary> {
@@ -28,22 +28,38 @@ impl Dry {
         }
     }
 
+    /// What a quantized operand is lifted to, if it is so beside the other one.
+    fn lifted(&self, x: &Operand<Self>, other: &Operand<Self>) -> Result<Option<BlockScaled<Self>>> {
+        let (Operand::Block(q), stored) = (x, Stored::of(x)) else { return Ok(None) };
+        match Numbers::of(stored, Stored::of(other)).takes(stored) {
+            Taken::Lifted => self.lift(q.axis, (q.rows, q.cols, q.stack)).map(Some),
+            Taken::AsIs | Taken::Decoded => Ok(None),
+        }
+    }
+
+    /// Beside the plane it counts.
+    fn lift(&self, axis: BlockAxis, shape: (usize, usize, usize)) -> Result<BlockScaled<Self>> {
+        let out = BlockScaled::unwritten(self, Format::LIFTED, axis, shape)?;
+        Counts::zeros(self)?;
+        Ok(out)
+    }
+
     pub(crate) fn multiply_on_host(&self, product: &Product<'_, Self>) -> Result<()> {
         let (a, b) = product.operands;
-        let _wide = (self.widened(a, b)?, self.widened(b, a)?);
+        let _a = (self.widened(a, b)?, self.lifted(a, b)?);
+        let _b = (self.widened(b, a)?, self.lifted(b, a)?);
         Ok(())
     }
 
     /// It has room for logits and their gradients from the first chunk to the last, and quantizes copies.
-    pub(crate) fn head_loss_on_host(&self, op: HeadLoss<'_, Self>) -> Result<HeadLossOut<Self>> {
+    pub(crate) fn head_loss_on_host(&self, mut op: HeadLoss<'_, Self>) -> Result<HeadLossOut<Self>> {
         let (out, longest) = (op.result(self)?, op.longest_chunk());
         let ((tokens, d), vocab, dtype) = (op.x.shape(), op.w.rows(), op.x.dtype());
-        let HeadCodecs { fprop_x, dgrad_dy, wgrad_dy, wgrad_x } = op.codecs;
         let mut chunks: Vec<usize> = op.chunks().iter().map(|chunk| chunk.tokens.len()).collect();
         let _loss = self.buf::<f32>(tokens)?;
         let _logits = Tensor::unwritten(self, DType::F32, longest, vocab)?;
         let mut beside = None;
-        if let Some(grad) = op.grad {
+        if let Some(grad) = &mut op.grad {
             self.make_tensor_mut(grad.dw)?;
             let dlogits = Tensor::unwritten(self, dtype, longest, vocab)?;
             // A shard in several chunks has a sum of its own, unless that is the gradient itself.
@@ -52,32 +68,90 @@ impl Dry {
             let chain = apart.then(|| Tensor::unwritten(self, DType::F32, vocab, d)).transpose()?;
             beside = Some((dlogits, chain));
         }
-        // What one chunk takes the next of the same length takes again.
+        let of_w = HeadProducts { w: op.w, wt: op.grad.as_ref().map(|grad| grad.wt), codecs: op.codecs };
+        // What one chunk takes the next of the same length takes again; of a weight what the first one took stays.
         chunks.dedup();
+        let mut of_weights = Vec::new();
         for rows in chunks {
-            let _x = self.head_planes((rows, d, dtype), fprop_x, wgrad_x)?;
-            let _dlogits =
-                beside.as_ref().map(|_| self.head_planes((rows, vocab, dtype), dgrad_dy, wgrad_dy));
+            self.head_chunk_on_host(&of_w, (rows, d, vocab, dtype), beside.is_some(), &mut of_weights)?;
         }
         Ok(out)
     }
 
-    /// Planes of a matrix by rows and by columns, as far as they are wanted.
+    /// The planes of a chunk, and what its products lift.
+    fn head_chunk_on_host(
+        &self,
+        of: &HeadProducts<'_>,
+        (rows, d, vocab, dtype): (usize, usize, usize, DType),
+        gradients: bool,
+        of_weights: &mut Vec<BlockScaled<Self>>,
+    ) -> Result<()> {
+        let HeadCodecs { fprop_x, dgrad_dy, wgrad_dy, wgrad_x } = of.codecs;
+        let is_block = |w: Option<&Operand<Self>>| matches!(w, Some(Operand::Block(_)));
+        let x = [fprop_x, wgrad_x];
+        let x = self.head_planes((rows, d, dtype), x, [is_block(Some(of.w)), wgrad_dy.is_some()])?;
+        let first = of_weights.is_empty();
+        let mut dense = |planes: &HeadPlanes, w: &Operand<Self>| -> Result<()> {
+            let Some(a) = &planes.rows else { return Ok(()) };
+            let _a = self.lifted(a, w)?;
+            if let Some(b) = self.lifted(w, a)?.filter(|_| first) {
+                of_weights.push(b);
+            }
+            Ok(())
+        };
+        dense(&x, of.w)?;
+        let Some(wt) = of.wt.filter(|_| gradients) else { return Ok(()) };
+        let dlogits = [dgrad_dy, wgrad_dy];
+        let dlogits =
+            self.head_planes((rows, vocab, dtype), dlogits, [is_block(Some(wt)), wgrad_x.is_some()])?;
+        dense(&dlogits, wt)?;
+        if let (Some(dy), Some(x)) = (&dlogits.cols, &x.cols) {
+            let _both = (self.lifted(dy, x)?, self.lifted(x, dy)?);
+        }
+        Ok(())
+    }
+
+    /// Planes of a matrix by rows and by columns, as far as they are wanted; a copy of it where one is plain beside something quantized.
     fn head_planes(
         &self,
         (rows, cols, dtype): (usize, usize, DType),
-        of_rows: Option<Codec>,
-        of_cols: Option<Codec>,
-    ) -> Result<Vec<Emitted<Self>>> {
-        let wanted = match (of_rows, of_cols) {
-            (None, None) => return Ok(Vec::new()),
-            (Some(rows), cols) if cols == Some(rows) => vec![(rows, Planes::Both)],
-            (rows, cols) => {
-                let rows = rows.map(|codec| (codec, Planes::Rows));
-                rows.into_iter().chain(cols.map(|codec| (codec, Planes::Cols))).collect()
-            }
-        };
+        codecs: [Option<Codec>; 2],
+        beside: [bool; 2],
+    ) -> Result<HeadPlanes> {
+        let mut made = HeadPlanes { rows: None, cols: None };
+        if codecs == [None, None] && beside == [false, false] {
+            return Ok(made);
+        }
         let x = Tensor::unwritten(self, dtype, rows, cols)?;
-        wanted.into_iter().map(|(codec, planes)| self.quantize(Quantize::new(&x, codec, planes))).collect()
+        let quantize = |codec, planes| self.quantize(Quantize::new(&x, codec, planes));
+        if let [Some(rows), Some(cols)] = codecs
+            && rows == cols
+        {
+            let both = quantize(rows, Planes::Both)?;
+            return Ok(HeadPlanes { rows: both.rows, cols: both.cols });
+        }
+        let plain = |side: usize| beside[side].then(|| Operand::Plain(x.clone()));
+        made.rows = match codecs[0] {
+            Some(codec) => quantize(codec, Planes::Rows)?.rows,
+            None => plain(0),
+        };
+        made.cols = match codecs[1] {
+            Some(codec) => quantize(codec, Planes::Cols)?.cols,
+            None => plain(1),
+        };
+        Ok(made)
     }
+}
+
+/// What the products of a head take beside x and the logits' gradients.
+struct HeadProducts<'a> {
+    w: &'a Operand<Dry>,
+    wt: Option<&'a Operand<Dry>>,
+    codecs: HeadCodecs,
+}
+
+/// A matrix of a chunk as products take it.
+struct HeadPlanes {
+    rows: Option<Operand<Dry>>,
+    cols: Option<Operand<Dry>>,
 }

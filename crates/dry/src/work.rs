@@ -53,7 +53,7 @@ impl Flops {
         let none = Self::default();
         match (a, b) {
             (Format::F32, _) | (_, Format::F32) => Self { f32: flops, ..none },
-            (Format::Bf16, Format::Bf16) => Self { bf16: flops, ..none },
+            (Format::Bf16, _) | (_, Format::Bf16) => Self { bf16: flops, ..none },
             _ => Self { fp8: flops, ..none },
         }
     }

@@ -68,21 +68,43 @@ fn swiglu_with_h_kept_in_every_format() {
     }
 }
 
+/// What an operand becomes for a product: E4M3 codes and a byte for each 128 of them, BF16 or F32 numbers; or nothing.
 #[test]
-fn operands_are_decoded_before_a_product_and_no_longer_than_it_lasts() {
+fn operands_are_made_before_a_product_and_kept_no_longer_than_it_lasts() {
+    const K: usize = 1024;
     let gpu = Dry::new(DeviceKind::Gpu);
-    let mxfp4 = codec(Format::Mxfp4, ScaleRule::Rceil);
-    let operand = |rows| {
-        let x = Tensor::unwritten(&gpu, DType::Bf16, rows, 1024).unwrap();
-        Quantize::new(&x, mxfp4, Planes::Rows).run(&gpu).unwrap().take_rows("test").unwrap()
+    let operand = |rows, format: Format| {
+        let plain = |dtype| Tensor::unwritten(&gpu, dtype, rows, K).unwrap();
+        match format {
+            Format::F32 => Operand::Plain(plain(DType::F32)),
+            Format::Bf16 => Operand::Plain(plain(DType::Bf16)),
+            _ => {
+                let x = plain(DType::Bf16);
+                let made = Quantize::new(&x, codec(format, ScaleRule::Rceil), Planes::Rows).run(&gpu);
+                made.unwrap().take_rows("test").unwrap()
+            }
+        }
     };
-    let (a, b) = (operand(ROWS), operand(F));
-    let arena = gpu.arena("test").unwrap();
-    let d = gpu.within(&arena, || Gemm { a: &a, b: &b, out: DType::F32 }.run(&gpu)).unwrap();
-    let memory = gpu.arena_memory(&arena);
-    let of_d = 4 * ROWS * F;
-    assert_eq!((memory.live_bytes, memory.peak_bytes), (of_d, of_d + 2 * 1024 * (ROWS + F)));
-    drop(d);
+    let (lifted, bf16, f32) = (K + K / 128, 2 * K, 4 * K);
+    use Format::{Bf16, E4m3, F32, Mxfp4, Mxfp6E3m2, Mxfp8E4m3};
+    for (of_a, of_b, row_a, row_b) in [
+        (Mxfp4, Mxfp4, lifted, lifted),
+        (Mxfp6E3m2, E4m3, lifted, 0),
+        (E4m3, E4m3, 0, 0),
+        (Mxfp4, Mxfp8E4m3, bf16, bf16),
+        (E4m3, Mxfp8E4m3, bf16, bf16),
+        (Bf16, Mxfp4, 0, bf16),
+        (Mxfp4, F32, f32, 0),
+    ] {
+        let (a, b) = (operand(ROWS, of_a), operand(F, of_b));
+        let arena = gpu.arena("test").unwrap();
+        let d = gpu.within(&arena, || Gemm { a: &a, b: &b, out: DType::F32 }.run(&gpu)).unwrap();
+        let memory = gpu.arena_memory(&arena);
+        let of_d = 4 * ROWS * F;
+        let peak = of_d + row_a * ROWS + row_b * F;
+        assert_eq!((memory.live_bytes, memory.peak_bytes), (of_d, peak), "{of_a} x {of_b}");
+        drop(d);
+    }
 }
 
 /// What is said of a product that no tensor core takes, and nothing of one that they do.

@@ -38,7 +38,7 @@ pub use error::{Error, Result};
 pub use format::Format;
 pub use half::bf16;
 pub use layout::{BlockAxis, ScaleLayout, TILE_COLS, TILE_ROWS, tiled_128x4_offset};
-pub use lift::{lift_code, lift_table, lift_target, shift_code, shift_e4m3, shift_target};
+pub use lift::{LIFTED_BLOCK, Lift, shift_code, shift_e4m3, shift_target};
 pub use packing::{pack_codes, packed_bytes, packed_code, unpack_codes};
 pub use philox::{Purpose, Stream, fnv1a32};
 pub use rounding::Rounding;

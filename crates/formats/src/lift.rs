@@ -1,51 +1,125 @@
-//! Changing the power-of-two scale under a code: MXFP4 onto E4M3, and E4M3 to a larger scale.
+//! Changing the power-of-two scale under a code: short blocks of small elements onto E4M3, and E4M3 to a larger scale.
 //!
-//! Four MXFP4 blocks of a row (or 128 rows × one 32-column block) share one E4M3 scale: 2⁶ below the
-//! largest of theirs, so that the largest value, 6 · 2⁶ = 384, still fits 448. A code is then exact
-//! while its block's scale lies within 14 octaves of the largest; beyond, it rounds to nearest-even
-//! into the subnormals and at last to a signed zero.
+//! Four MX blocks of a line (or 128 rows × one 32-column block) share one E4M3 scale, so many octaves below the largest of theirs that the
+//! element's largest number still fits 448: 2⁶ for E2M1 (6 · 2⁶ = 384). A code is then exact while its block's scale lies no further below the
+//! largest than [`Lift::octaves`]; beyond, it rounds to nearest-even into the subnormals and at last to a signed zero.
+//!
+//! | element | headroom | exact within |
+//! |---|---|---|
+//! | E2M1 | 6 octaves | 14 octaves |
+//! | E2M3 | 5 | 11 |
+//! | E3M2 | 4 | 9 |
 
-use crate::e8m0;
+use crate::e8m0::{self, ScaleRule};
 use crate::element::Element;
+use crate::format::Format;
+use crate::layout::BlockAxis;
+use crate::scale::ScaleKind;
 
-/// Octaves by which a lifted scale lies below the largest source scale.
-pub const LIFT_HEADROOM_LOG2: u8 = 6;
+/// Values that share the scale of a lifted block.
+pub const LIFTED_BLOCK: usize = 128;
 
-/// The scale byte shared by lifted blocks: the largest source byte other than 0xFF, minus 6,
-/// not below 0 (0 too where there is none).
-pub fn lift_target(bytes: impl Iterator<Item = u8>) -> u8 {
-    shift_target(bytes).saturating_sub(LIFT_HEADROOM_LOG2)
+/// An element whose codes E4M3 holds under another power of two.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Lift {
+    element: Element,
+    headroom_log2: u8,
+    octaves: u8,
+}
+
+impl Lift {
+    /// Of MXFP4's element.
+    pub const E2M1: Lift = match Lift::of(Element::E2M1) {
+        Some(lift) => lift,
+        None => panic!("E4M3 holds E2M1"),
+    };
+
+    /// Of an element all of whose codes are numbers that E4M3 holds: of four significant bits or fewer, the largest no larger than 448. None of
+    /// others.
+    pub const fn of(element: Element) -> Option<Lift> {
+        let most = Element::E4M3;
+        // A NaN, or an integer with more than its sign and magnitude.
+        let numbers = element.nan_code() == 0 && !element.is_twos_complement();
+        let (largest, least) = (element.max(), element.decode(1));
+        if !numbers || element.mantissa_bits() > most.mantissa_bits() || largest > most.max() {
+            return None;
+        }
+        let (mut headroom_log2, mut up) = (0, 1.0);
+        while largest * (2.0 * up) <= most.max() {
+            (headroom_log2, up) = (headroom_log2 + 1, 2.0 * up);
+        }
+        let (mut octaves, mut step) = (0, least * up);
+        while step / 2.0 >= most.decode(1) {
+            (octaves, step) = (octaves + 1, step / 2.0);
+        }
+        Some(Lift { element, headroom_log2, octaves })
+    }
+
+    /// What is lifted.
+    pub const fn element(self) -> Element {
+        self.element
+    }
+
+    /// Octaves by which a lifted scale lies below the largest source scale.
+    pub const fn headroom_log2(self) -> u8 {
+        self.headroom_log2
+    }
+
+    /// Octaves below the largest source scale within which every code is exact.
+    pub const fn octaves(self) -> u8 {
+        self.octaves
+    }
+
+    /// The scale byte shared by lifted blocks: the largest source byte other than 0xFF, minus the headroom,
+    /// not below 0 (0 too where there is none).
+    pub fn target(self, bytes: impl Iterator<Item = u8>) -> u8 {
+        shift_target(bytes).saturating_sub(self.headroom_log2)
+    }
+
+    /// A code under the scale byte `source` as an E4M3 code under the scale byte `target`, and whether its value changed.
+    ///
+    /// Zeros keep their sign. A NaN source (0xFF) gives 0x7F, which counts as unchanged. Total over all
+    /// targets: one further below `source` than the headroom (which [`target`](Self::target) never makes) saturates.
+    #[inline]
+    pub fn code(self, code: u8, source: u8, target: u8) -> (u8, bool) {
+        if source == e8m0::NAN || target == e8m0::NAN {
+            return (0x7F, false);
+        }
+        rescale(self.element.decode(code), i32::from(source) - i32::from(target))
+    }
+
+    /// [`code`](Self::code) of all codes of six bits at once (of four bits the upper two are not looked at), with bit `c` of the mask set where
+    /// code `c` changed: a block's whole conversion is one look-up in this table.
+    pub fn table(self, source: u8, target: u8) -> ([u8; 64], u64) {
+        let mut changed = 0;
+        let table = std::array::from_fn(|c| {
+            let (code, differs) = self.code(c as u8, source, target);
+            changed |= u64::from(differs) << c;
+            code
+        });
+        (table, changed)
+    }
+}
+
+impl Format {
+    /// What blocks along lines are lifted to: E4M3 in blocks of [`LIFTED_BLOCK`] under powers of two.
+    pub const LIFTED: (Format, ScaleRule) = (Format::E4m3, ScaleRule::Rceil);
+
+    /// How the codes of a plane become E4M3 under one power of two for [`LIFTED_BLOCK`] values: where blocks run along lines, shorter ones of a
+    /// whole number in [`LIFTED_BLOCK`], under powers of two alone, and E4M3 holds the element. None where they do not.
+    pub fn lift(self, rule: ScaleRule, axis: BlockAxis) -> Option<Lift> {
+        let spec = self.spec();
+        let shorter = spec.block < LIFTED_BLOCK && LIFTED_BLOCK.is_multiple_of(spec.block);
+        let by_powers = self.scale_kind(rule) == ScaleKind::E8M0 && spec.codec.decodes_by_levels();
+        let lines = axis != BlockAxis::Tile;
+        spec.element.filter(|_| shorter && by_powers && lines).and_then(Lift::of)
+    }
 }
 
 /// The scale byte shared by E4M3 rows that become columns: the largest byte other than 0xFF, 0 where
 /// there is none.
 pub fn shift_target(bytes: impl Iterator<Item = u8>) -> u8 {
     bytes.filter(|&b| b != e8m0::NAN).max().unwrap_or(0)
-}
-
-/// An E2M1 code under the scale byte `source` as an E4M3 code under the scale byte `target`, and
-/// whether its value changed.
-///
-/// Zeros keep their sign. A NaN source (0xFF) gives 0x7F, which counts as unchanged. Total over all
-/// targets: one more than 6 octaves below `source` (which [`lift_target`] never makes) saturates.
-#[inline]
-pub fn lift_code(code: u8, source: u8, target: u8) -> (u8, bool) {
-    if source == e8m0::NAN || target == e8m0::NAN {
-        return (0x7F, false);
-    }
-    rescale(Element::E2M1.decode(code), i32::from(source) - i32::from(target))
-}
-
-/// [`lift_code`] for all 16 codes at once, with bit `c` of the mask set where code `c` changed: a
-/// block's whole conversion is one look-up in this table.
-pub fn lift_table(source: u8, target: u8) -> ([u8; 16], u16) {
-    let mut changed = 0u16;
-    let table = std::array::from_fn(|c| {
-        let (code, differs) = lift_code(c as u8, source, target);
-        changed |= u16::from(differs) << c;
-        code
-    });
-    (table, changed)
 }
 
 /// An E4M3 code whose scale grows by `octaves` powers of two: the exponent goes down, nearest-even
@@ -89,12 +163,41 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_lift_is_exact_within_14_octaves_and_no_further() {
-        let inexact = |below: u8| {
-            let target = lift_target([200, 200 - below].into_iter());
-            (0..16).filter(|&code| lift_code(code, 200 - below, target).1).count()
-        };
-        assert!((0..=14).all(|below| inexact(below) == 0));
-        assert!(inexact(15) > 0);
+    fn each_element_has_its_headroom_and_its_octaves() {
+        let facts = |element| Lift::of(element).map(|lift| (lift.headroom_log2(), lift.octaves()));
+        assert_eq!(facts(Element::E2M1), Some((6, 14)));
+        assert_eq!(facts(Element::E2M3), Some((5, 11)));
+        assert_eq!(facts(Element::E3M2), Some((4, 9)));
+        assert_eq!([Element::E4M3, Element::E5M2, Element::INT8].map(facts), [None; 3]);
+    }
+
+    #[test]
+    fn a_lift_is_exact_within_its_octaves_and_no_further() {
+        for lift in [Element::E2M1, Element::E2M3, Element::E3M2].map(|element| Lift::of(element).unwrap()) {
+            let codes = 0..1u8 << lift.element().code_bits();
+            let inexact = |below: u8| {
+                let target = lift.target([200, 200 - below].into_iter());
+                codes.clone().filter(|&code| lift.code(code, 200 - below, target).1).count()
+            };
+            assert!((0..=lift.octaves()).all(|below| inexact(below) == 0), "{lift:?}");
+            assert!(inexact(lift.octaves() + 1) > 0, "{lift:?}");
+        }
+    }
+
+    #[test]
+    fn mx_blocks_along_lines_are_lifted_and_nothing_else() {
+        for format in Format::ALL {
+            for &rule in format.spec().rules {
+                for axis in [BlockAxis::Row, BlockAxis::Col, BlockAxis::Tile] {
+                    let lifted = ["mxfp4", "mxfp6-e2m3", "mxfp6-e3m2"].contains(&format.name());
+                    let expected = lifted && axis != BlockAxis::Tile;
+                    assert_eq!(format.lift(rule, axis).is_some(), expected, "{format} {rule} {axis}");
+                }
+            }
+        }
+        let (format, rule) = Format::LIFTED;
+        let spec = format.spec();
+        assert_eq!((spec.block, spec.element), (LIFTED_BLOCK, Some(Element::E4M3)));
+        assert_eq!(format.scale_kind(rule), ScaleKind::E8M0);
     }
 }

@@ -1,9 +1,7 @@
 //! Faults of published conversion code, one test each: the faulty arithmetic is emulated on a concrete
 //! input, shown to go wrong there, and ours shown to be right.
 
-use nibble_formats::{
-    Codec, Element, Format, Rounding, Scale, ScaleRule, bf16, e8m0, lift_code, lift_target, shift_e4m3,
-};
+use nibble_formats::{Codec, Element, Format, Lift, Rounding, Scale, ScaleRule, bf16, e8m0, shift_e4m3};
 
 /// BF16 bits of an E2M1 code.
 fn bf16_bits(code: u8) -> u16 {
@@ -24,15 +22,15 @@ fn zero_wraps_to_448_seven_octaves_below_the_largest_scale() {
     assert_eq!(wrapping_lift(0x8, 7), 448.0, "the fault: -0 becomes +448");
     assert_eq!(wrapping_lift(0x0, 6), 0.0, "six octaves are safe");
 
-    let target = lift_target([largest, mine].into_iter());
+    let target = Lift::E2M1.target([largest, mine].into_iter());
     for below in 7..=254 - 124 {
         let source = largest.saturating_sub(below);
-        assert_eq!(lift_code(0x0, source, target), (0x00, false));
-        assert_eq!(lift_code(0x8, source, target), (0x80, false));
+        assert_eq!(Lift::E2M1.code(0x0, source, target), (0x00, false));
+        assert_eq!(Lift::E2M1.code(0x8, source, target), (0x80, false));
     }
     // Codes other than zero it gets right, and so do we.
     for code in (1..8).chain(9..16) {
-        let ours = Element::E4M3.decode(lift_code(code, mine, target).0);
+        let ours = Element::E4M3.decode(Lift::E2M1.code(code, mine, target).0);
         assert_eq!(ours, wrapping_lift(code, 7));
     }
 }
@@ -46,10 +44,10 @@ fn the_column_kernel_loses_signs() {
     assert_eq!(masked(0xE, 0), 256.0, "the fault: -4 under the largest scale becomes +4 · 2⁶");
     assert_eq!(masked(0x0, 7), 448.0, "the fault: zeros become +448");
 
-    let target = lift_target([127].into_iter());
-    assert_eq!(Element::E4M3.decode(lift_code(0xE, 127, target).0), -256.0);
+    let target = Lift::E2M1.target([127].into_iter());
+    assert_eq!(Element::E4M3.decode(Lift::E2M1.code(0xE, 127, target).0), -256.0);
     for code in 8..16 {
-        assert_ne!(lift_code(code, 120, target).0 & 0x80, 0, "every negative code stays negative");
+        assert_ne!(Lift::E2M1.code(code, 120, target).0 & 0x80, 0, "every negative code stays negative");
     }
 }
 
@@ -66,9 +64,9 @@ fn the_printed_algorithm_turns_zero_into_a_half_and_a_half_into_three_quarters()
     assert_eq!(printed(0x1, 6), 0.75, "the fault: 0.5 becomes 0.75");
     assert_eq!(printed(0x0, 0), 32.0, "the fault grows with the scale");
 
-    let target = lift_target([127, 121].into_iter());
+    let target = Lift::E2M1.target([127, 121].into_iter());
     for code in 0..16 {
-        let ours = Element::E4M3.decode(lift_code(code, 121, target).0);
+        let ours = Element::E4M3.decode(Lift::E2M1.code(code, 121, target).0);
         assert_eq!(ours.to_bits(), Element::E2M1.decode(code).to_bits(), "the value itself");
         if code & 7 >= 2 {
             assert_eq!(printed(code, 6), ours, "with an implicit one the algorithm is right");
@@ -80,9 +78,9 @@ fn the_printed_algorithm_turns_zero_into_a_half_and_a_half_into_three_quarters()
 fn the_shared_scale_byte_wraps_below_six() {
     let bytes = [5u8, 3, 0, 0];
     assert_eq!(bytes.iter().max().unwrap().wrapping_sub(6), 255, "the fault: 5 − 6 is 255, a NaN");
-    assert_eq!(lift_target(bytes.into_iter()), 0);
+    assert_eq!(Lift::E2M1.target(bytes.into_iter()), 0);
     // 6 · 2^(5 − 127) under byte 0: 6 · 2⁵ = 192.
-    assert_eq!(Element::E4M3.decode(lift_code(0x7, 5, 0).0), 192.0);
+    assert_eq!(Element::E4M3.decode(Lift::E2M1.code(0x7, 5, 0).0), 192.0);
 }
 
 #[test]
@@ -117,7 +115,7 @@ fn scale_bytes_0_and_255_decode_as_zero_and_infinity() {
     assert_eq!((shifted(0), shifted(255)), (0.0, f32::INFINITY), "the fault");
     assert_eq!(e8m0::decode(0), 2f32.powi(-127));
     assert!(e8m0::decode(255).is_nan());
-    assert_eq!(lift_code(0x7, 255, 121).0, 0x7F, "a NaN block is lifted to NaN codes");
+    assert_eq!(Lift::E2M1.code(0x7, 255, 121).0, 0x7F, "a NaN block is lifted to NaN codes");
 }
 
 /// A released transpose lowers the exponent field by `octaves`; below 1 it writes 0 and leaves the

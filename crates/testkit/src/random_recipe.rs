@@ -1,5 +1,4 @@
-//! Random recipes: of every format, on any operand, with what may stand beside it. Most that are drawn make no sense, and are refused where
-//! they are read.
+//! Random recipes: of every format, on any operand, beside any other. Most that are drawn make no sense, and are refused where they are read.
 
 use nibble_core::Recipe;
 use nibble_core::formats::hadamard::LENGTHS;
@@ -46,13 +45,6 @@ impl Dice {
         self.below(bound) == 0
     }
 
-    /// A format: most often one whose blocks are as long as the others'.
-    fn format(&mut self, block: usize) -> Format {
-        let alike: Vec<Format> =
-            Format::ALL.into_iter().filter(|format| format.spec().block == block).collect();
-        if self.once_in(5) { self.of(&Format::ALL) } else { self.of(&alike) }
-    }
-
     /// A precision that may or may not go with the others.
     fn precision(&mut self, site: Site, format: Format) -> String {
         let mut text = format!("{{ format = \"{format}\"");
@@ -86,20 +78,17 @@ impl Dice {
         let names: Vec<&str> = Recipe::all_names().collect();
         let base = self.of(&names);
         let mut text = format!("extends = \"{base}\"\n");
-        let base = Recipe::builtin(base).unwrap();
         for kind in [LayerKind::Linear, LayerKind::Expert, LayerKind::Head] {
             let mut keys: BTreeMap<&str, String> = BTreeMap::new();
-            let mut block = base.of(kind).at(Site::FpropX).format.spec().block;
             if self.once_in(3) {
                 let format = self.of(&Format::ALL);
-                block = format.spec().block;
                 keys = self.products(format, kind);
             }
             let sites: Vec<Site> = kind.sites().collect();
             for _ in 0..self.below(4) {
                 let site = self.of(&sites);
                 let unset = site.falls_back_on().map(Site::key).or((site == Site::SavedA).then_some("again"));
-                let format = self.format(block);
+                let format = self.of(&Format::ALL);
                 let precision = match unset {
                     Some(unset) if self.once_in(4) => format!("\"{unset}\""),
                     _ => self.precision(site, format),

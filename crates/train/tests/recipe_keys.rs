@@ -267,7 +267,7 @@ const SCALING: [&str; 6] = [
     "outer = \"none\"",
 ];
 
-/// Those, and of a block format each other one of the same blocks, and each field by itself.
+/// Those, and of a block format each other one of the same blocks (any may stand there), and each field by itself.
 fn changes(now: &Precision) -> Vec<String> {
     let mut all = CHANGES.map(str::to_owned).to_vec();
     if now.format.is_block() {

@@ -1,8 +1,8 @@
 //! Matrix products: which path a pair of operands takes.
 //!
-//! The tensor cores take E4M3 and E5M2 under a scale for 128 values or more, and BF16. What is quantized otherwise is decoded to BF16 first:
-//! its codes times their block's scales are BF16 numbers. Plain F32 goes to the ordinary cores, unless one operand or the result is BF16: then
-//! products of BF16 parts are summed. What has rows of odd sizes goes to the ordinary cores as well.
+//! [`Numbers`] says of a pair which numbers are multiplied. The tensor cores take FP8 codes under a scale for 128 values or more, and BF16. What is
+//! quantized otherwise is lifted to FP8 first, or decoded to BF16; beside plain F32 to F32. Plain F32 goes to the ordinary cores, unless one operand or
+//! the result is BF16: then products of BF16 parts are summed. What has rows of odd sizes goes to the ordinary cores as well.
 
 mod grouped;
 mod parts;
@@ -12,9 +12,9 @@ pub use parts::{PARTS, Parts, PartsForm};
 
 use crate::{Grouping, Temporary};
 use half::bf16;
-use nibble_core::formats::{BlockAxis, Element, Format, ScaleKind, ScaleRule, WHOLE_LINE};
-use nibble_core::ops::ProductDims;
-use nibble_core::{Backend, DType, Operand};
+use nibble_core::formats::{BlockAxis, Element, Format, ScaleKind, ScaleLayout, ScaleRule};
+use nibble_core::ops::{Numbers, ProductDims, Stored, Taken};
+use nibble_core::{Backend, DType, DeviceKind, Operand};
 use std::fmt;
 
 /// Numbers that a thread sums at a time: rows of what is summed are whole multiples.
@@ -62,15 +62,41 @@ impl Factor {
         Self { format, rule: ScaleRule::Amax, axis: BlockAxis::Row, rows, cols, shared_cols: 1 }
     }
 
+    /// How it is stored.
+    pub const fn stored(&self) -> Stored {
+        Stored { format: self.format, rule: self.rule, axis: self.axis }
+    }
+
     /// As what the tensor cores read its codes, where they do: FP8 in blocks of 128 or longer.
     pub fn fp8(&self) -> Option<Fp8> {
-        let spec = self.format.spec();
-        let is_long = spec.block.is_multiple_of(128) || spec.block == WHOLE_LINE;
-        match spec.element.filter(|_| is_long)? {
-            Element::E4M3 => Some(Fp8::E4m3),
-            Element::E5M2 => Some(Fp8::E5m2),
-            _ => None,
+        self.stored().fp8().map(|element| if element == Element::E5M2 { Fp8::E5m2 } else { Fp8::E4m3 })
+    }
+
+    /// What it becomes where it is taken so.
+    fn made(&self, numbers: Numbers, taken: Taken) -> Self {
+        let dtype = if numbers == Numbers::F32 { DType::F32 } else { DType::Bf16 };
+        match taken {
+            Taken::AsIs => *self,
+            Taken::Decoded => Self::plain(dtype, self.rows, self.cols),
+            Taken::Lifted => {
+                let Stored { format, rule, axis } = self.stored().lifted();
+                Self { format, rule, axis, ..*self }
+            }
         }
+    }
+
+    /// The layout of a GPU's scales of it.
+    fn scale_layout(&self) -> ScaleLayout {
+        if self.axis == BlockAxis::Col { DeviceKind::Gpu.column_scales() } else { ScaleLayout::RowMajor }
+    }
+
+    /// What a plane of blocks along lines takes: of codes, and of scales in their layout.
+    fn plane(&self) -> (usize, usize, ScaleLayout) {
+        let (lines, len) =
+            if self.axis == BlockAxis::Col { (self.cols, self.rows) } else { (self.rows, self.cols) };
+        let (blocks, bytes) = (len.div_ceil(self.format.record_len(self.axis)), self.scale_kind().bytes());
+        let layout = self.scale_layout();
+        (lines * self.format.row_code_bytes(len), layout.len(lines, blocks, bytes) * bytes, layout)
     }
 
     fn scale_kind(&self) -> ScaleKind {
@@ -133,7 +159,7 @@ pub enum ProductPath {
     },
     /// F32 operands as sums of BF16 numbers.
     Parts(Parts),
-    /// Both operands are decoded first.
+    /// Operands are lifted or decoded first.
     Lowered(Lowered),
     /// What the tensor cores have no way for, many times slower; a BF16 operand in F32 where the other one is.
     OrdinaryCores {
@@ -142,17 +168,62 @@ pub enum ProductPath {
     },
 }
 
-/// A product of operands that are decoded to BF16: exactly as far as its exponents reach, without the scales of tensors.
+/// A product of which an operand, or both, becomes something else first.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Lowered {
-    /// Values of A and of B.
-    pub values: [usize; 2],
+    /// What is multiplied.
+    pub numbers: Numbers,
+    /// What A and B become: to BF16 without the scales of tensors.
+    pub sides: [Made; 2],
     /// Groups whose ends are moved to the end of their last block; none where they are taken as they are.
     pub whole_groups: Option<usize>,
     /// F32 sums that scales of tensors multiply; none where there are no such scales left.
     pub sums: Option<usize>,
-    /// The product of what is decoded.
+    /// The product of what is made.
     pub product: Box<ProductPath>,
+}
+
+/// What an operand becomes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Made {
+    /// It stays what it is.
+    AsIs,
+    /// A plane of [`Format::LIFTED`].
+    Lifted {
+        /// Bytes of codes.
+        codes: usize,
+        /// Bytes of scales, with the padding of their layout.
+        scales: usize,
+        /// Their layout.
+        layout: ScaleLayout,
+    },
+    /// So many BF16 numbers.
+    Bf16(usize),
+    /// So many F32 numbers.
+    F32(usize),
+}
+
+impl Made {
+    /// Values that are made.
+    pub const fn values(self) -> usize {
+        match self {
+            Self::AsIs => 0,
+            // A code is a byte.
+            Self::Lifted { codes: values, .. } | Self::Bf16(values) | Self::F32(values) => values,
+        }
+    }
+
+    /// What it takes, by these names.
+    fn temporaries(self, [decoded, its_codes, its_scales]: [&'static str; 3]) -> Vec<Temporary> {
+        match self {
+            Self::AsIs => Vec::new(),
+            Self::Lifted { codes, scales, .. } => {
+                vec![Temporary::new(its_codes, codes), Temporary::new(its_scales, scales)]
+            }
+            Self::Bf16(len) => vec![bf16s(decoded, len)],
+            Self::F32(len) => vec![f32s(decoded, len)],
+        }
+    }
 }
 
 impl ProductDesc {
@@ -185,25 +256,42 @@ impl ProductDesc {
         ProductPath::OrdinaryCores { widened: [widened(&self.a, &self.b), widened(&self.b, &self.a)] }
     }
 
-    /// Quantized operands, of which at least one has codes that the tensor cores do not read. Where those times their scales are no BF16
-    /// numbers, which is so of no format that is shipped, there is no kernel.
+    /// The numbers that are multiplied, what A and B become for it, and the product of that: of the type that is asked, before scales of
+    /// tensors. None where both are taken as they are.
+    fn taken_first(&self) -> Option<(Numbers, [Taken; 2], Self)> {
+        let numbers = Numbers::of(self.a.stored(), self.b.stored());
+        let taken = [self.a, self.b].map(|x| numbers.takes(x.stored()));
+        let [a, b] = [(&self.a, taken[0]), (&self.b, taken[1])].map(|(x, taken)| x.made(numbers, taken));
+        (taken != [Taken::AsIs; 2]).then_some((numbers, taken, Self { a, b, ..*self }))
+    }
+
+    /// Where an operand becomes something else first.
     fn lowered(&self) -> Option<Lowered> {
+        let (numbers, taken, inner) = self.taken_first()?;
         let sides = [self.a, self.b];
-        let folds = sides.iter().all(|x| x.format.is_block() && x.format.folds_into_bf16(x.rule));
-        if !folds || sides.iter().all(|x| x.fp8().is_some()) {
-            return None;
-        }
-        let [a, b] = sides.map(|x| Factor::plain(DType::Bf16, x.rows, x.cols));
         let ProductDims { m, n, .. } = self.dims;
         let matrices = if self.ragged == Ragged::Contraction { self.num_groups() } else { 1 };
-        let sums = sides.iter().any(Factor::has_tensor_scale).then_some(matrices * m * n);
-        let result = if sums.is_some() { (DType::F32, false) } else { (self.out, self.accumulate) };
-        let inner = Self { a, b, out: result.0, accumulate: result.1, ..*self };
+        let scaled = numbers == Numbers::Bf16 && sides.iter().any(Factor::has_tensor_scale);
+        let sums = scaled.then_some(matrices * m * n);
+        let (out, accumulate) =
+            if sums.is_some() { (DType::F32, false) } else { (self.out, self.accumulate) };
+        let made = |taken, x: &Factor| match (taken, numbers) {
+            (Taken::AsIs, _) => Made::AsIs,
+            (Taken::Decoded, Numbers::F32) => Made::F32(x.values()),
+            (Taken::Decoded, _) => Made::Bf16(x.values()),
+            (Taken::Lifted, _) => {
+                let (codes, scales, layout) = x.made(numbers, taken).plane();
+                Made::Lifted { codes, scales, layout }
+            }
+        };
+        // The kernels for codes take whole blocks themselves; past its end a group's plain rows may hold anything.
+        let of_blocks = numbers == Numbers::Bf16 && sides.iter().all(|x| x.format.is_block());
         Some(Lowered {
-            values: [a.values(), b.values()],
-            whole_groups: self.whole_groups(),
+            numbers,
+            sides: [made(taken[0], &self.a), made(taken[1], &self.b)],
+            whole_groups: self.whole_groups().filter(|_| of_blocks),
             sums,
-            product: Box::new(inner.plain_path()),
+            product: Box::new(Self { out, accumulate, ..inner }.plain_path()),
         })
     }
 
@@ -285,9 +373,7 @@ impl ProductDesc {
         if self.path().is_on_tensor_cores() {
             return None;
         }
-        // What is decoded is multiplied as BF16.
-        let bf16 = Factor::plain(DType::Bf16, 0, 0);
-        let multiplied = if self.lowered().is_some() { Self { a: bf16, b: bf16, ..*self } } else { *self };
+        let multiplied = self.taken_first().map_or(*self, |(_, _, inner)| inner);
         let odd = multiplied.asked(self.out, self.accumulate).and_then(|desc| desc.odd_size());
         Some(odd.unwrap_or_else(|| format!("{} x {} to {}", self.a.format, self.b.format, self.out)))
     }
@@ -314,7 +400,6 @@ impl ProductPath {
 
     /// What it takes beside D, in this order. All of it is there until the product is made.
     pub fn temporaries(&self) -> Vec<Temporary> {
-        let f32s = |what, len: usize| Temporary::new(what, len * size_of::<f32>());
         match self {
             Self::TensorCores(_) => Vec::new(),
             Self::Runs { desc, .. } => {
@@ -323,8 +408,10 @@ impl ProductPath {
             }
             Self::Parts(parts) => parts.temporaries(),
             Self::Lowered(lowered) => {
-                let [a, b] = lowered.values;
-                let mut all = vec![bf16s("A, decoded", a), bf16s("B, decoded", b)];
+                let [a, b] = lowered.sides;
+                let a = a.temporaries(["A, decoded", "A's codes, lifted", "A's scales, lifted"]);
+                let b = b.temporaries(["B, decoded", "B's codes, lifted", "B's scales, lifted"]);
+                let mut all = [a, b].concat();
                 let lens = lowered
                     .whole_groups
                     .map(|count| Temporary::new("groups' ends", count * size_of::<i32>()));
@@ -347,6 +434,11 @@ fn run_lists(runs: usize) -> [Temporary; 2] {
     [list("runs' starts", runs + 1), list("runs' lengths", runs)]
 }
 
+/// F32 numbers.
+fn f32s(what: &'static str, len: usize) -> Temporary {
+    Temporary::new(what, len * size_of::<f32>())
+}
+
 /// BF16 numbers.
 fn bf16s(what: &'static str, len: usize) -> Temporary {
     Temporary::new(what, len * size_of::<bf16>())
@@ -361,7 +453,14 @@ impl fmt::Display for ProductPath {
                 write!(f, "tensor cores, {}, rows in {each} runs", codes(desc.kind))
             }
             Self::Parts(parts) => write!(f, "{parts}"),
-            Self::Lowered(Lowered { product, .. }) => write!(f, "decoded to bf16; {product}"),
+            Self::Lowered(Lowered { numbers, product, .. }) => {
+                let made = match numbers {
+                    Numbers::Fp8 => "lifted to fp8",
+                    Numbers::Bf16 => "decoded to bf16",
+                    Numbers::F32 => "decoded to f32",
+                };
+                write!(f, "{made}; {product}")
+            }
             Self::OrdinaryCores { .. } => f.write_str("ordinary cores"),
         }
     }

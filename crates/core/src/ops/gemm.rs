@@ -1,4 +1,5 @@
-use super::quantize::{check_axis, check_group_align, check_planes};
+use super::numbers::{Numbers, Stored};
+use super::quantize::{check_axis, check_planes};
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, DType, Error, Groups, Operand, Result, Tensor};
 use nibble_formats::BlockAxis;
@@ -44,10 +45,9 @@ impl ProductDims {
 
 /// A dense product D = A·Bᵀ.
 ///
-/// Operands are plain (a BF16 one counts as F32 beside an F32 one) or both block-scaled (A by `Row`, B by `Row` or `Tile`). Block-scaled: within a
-/// block the dot product of codes, then total = fma(dot, scale_a · scale_b, total) in F32. Formats without a path of their own are decoded to
-/// BF16 first, as far as its exponents reach, and summed without blocks; scales of a tensor multiply the sum. Where a code times its scales is no BF16
-/// number, both operands are taken as the F32 numbers that they stand for, or their codes as BF16, with F32 scales beside them.
+/// Operands are plain or block-scaled (A by `Row`, B by `Row` or `Tile`), in any pair. [`Numbers`] says of a pair which numbers are multiplied.
+/// Of block-scaled codes: within a block the dot product, then total = fma(dot, scale_a · scale_b, total) in F32. Of BF16 numbers that are decoded:
+/// sums without blocks; scales of a tensor multiply the sum.
 #[derive(Debug)]
 pub struct Gemm<'a, B: Backend> {
     /// `[m, k]`.
@@ -136,8 +136,8 @@ impl<B: Backend> GroupedGemm<'_, B> {
 /// Weight gradients of all groups: for each group g, dW_g `[n, k]` = dY_gᵀ · X_g, contracted over the group's rows in
 /// order.
 ///
-/// Plain operands are row-major `[capacity, n]` and `[capacity, k]`; block-scaled ones are `Col`. An empty group's
-/// gradient is zero.
+/// Plain operands are row-major `[capacity, n]` and `[capacity, k]`; block-scaled ones are `Col`, and any two go together. Groups start at
+/// multiples of [`Numbers::column_step`]. An empty group's gradient is zero.
 #[derive(Debug)]
 pub struct GroupedWgrad<'a, B: Backend> {
     /// `[capacity, n]`.
@@ -164,10 +164,14 @@ impl<B: Backend> GroupedWgrad<'_, B> {
             if let Operand::Block(q) = x {
                 check_planes(OP, q)?;
                 check_axis(OP, argument, q, BlockAxis::Col)?;
-                check_group_align(OP, Some(self.groups), q.format)?;
             }
         }
-        check_kinds(OP, self.dy, self.x)?;
+        let step = Numbers::column_step(Stored::of(self.dy), Stored::of(self.x));
+        if !self.groups.align.is_multiple_of(step) {
+            let (dy, x) = (self.dy.format(), self.x.format());
+            let expected = format!("a multiple of {step}, the longest block of {dy} beside {x}");
+            return Err(Error::shape(OP, "groups.align", self.groups.align, expected));
+        }
         expect_eq(OP, "rows of dy (against groups.capacity)", self.dy.rows(), self.groups.capacity)?;
         expect_eq(OP, "rows of x (against groups.capacity)", self.x.rows(), self.groups.capacity)?;
         let dims = ProductDims { m: self.dy.cols(), n: self.x.cols(), k: self.dy.rows() };
@@ -177,28 +181,17 @@ impl<B: Backend> GroupedWgrad<'_, B> {
 }
 
 fn check_pair<B: Backend>(op: &'static str, a: &Operand<B>, b: &Operand<B>) -> Result<()> {
-    check_kinds(op, a, b)?;
-    if let (Operand::Block(a), Operand::Block(b)) = (a, b) {
+    if let Operand::Block(a) = a {
         check_planes(op, a)?;
-        check_planes(op, b)?;
         check_axis(op, "axis of the first operand", a, BlockAxis::Row)?;
+    }
+    if let Operand::Block(b) = b {
+        check_planes(op, b)?;
         if b.axis == BlockAxis::Col {
             return Err(Error::shape(op, "axis of the second operand", "Col", "Row or Tile"));
         }
     }
     Ok(())
-}
-
-fn check_kinds<B: Backend>(op: &'static str, a: &Operand<B>, b: &Operand<B>) -> Result<()> {
-    match (a, b) {
-        (Operand::Plain(_), Operand::Plain(_)) => Ok(()),
-        (Operand::Block(x), Operand::Block(y)) if x.format.spec().block == y.format.spec().block => Ok(()),
-        _ => Err(Error::unsupported(
-            op,
-            a.format(),
-            format!("the other operand is {}; both must be plain, or have the same block", b.format()),
-        )),
-    }
 }
 
 fn check_stack<B: Backend>(op: &'static str, w: &Operand<B>, stack: usize) -> Result<()> {

@@ -1,5 +1,6 @@
 use super::Control;
 use super::cross_entropy::check_shards;
+use super::numbers::{Numbers, Stored};
 use super::quantize::{Counts, check_axis, check_planes};
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, DType, DeviceKind, Error, Operand, Result, Tensor};
@@ -25,7 +26,7 @@ const OP: &str = "head_loss";
 /// weight's gradient goes on from the F32 that the chunk before left, and reaches `dw` once, when its shard is done. Where
 /// they are none (tensor cores), a `dw` in F32 may be added to chunk by chunk; one in BF16 is rounded once a shard there too.
 ///
-/// Products may take quantized operands: the weight as it comes, x and dlogits as `codecs` say, rows for the logits and
+/// Products may take quantized operands, any two of them: the weight as it comes, x and dlogits as `codecs` say, rows for the logits and
 /// dx, columns for dw. It is then as if [`super::Quantize`] had made them of all tokens: of x, and of dlogits in the type of x,
 /// to which they are rounded first. A chunk that parts a shard ends with a block of its columns; so a scale for more tokens than a block, of
 /// a tensor or of a whole column, is refused: it is not known before the last chunk.
@@ -53,11 +54,11 @@ pub struct HeadLoss<'a, B: Backend> {
 /// stochastically.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct HeadCodecs {
-    /// x by rows, for the logits; there is one if, and only if, the weight is quantized.
+    /// x by rows, for the logits.
     pub fprop_x: Option<Codec>,
-    /// dlogits by rows, for dx; there is one if, and only if, the transposed weight is quantized.
+    /// dlogits by rows, for dx.
     pub dgrad_dy: Option<Codec>,
-    /// dlogits by columns, for dw; beside quantized columns of x alone.
+    /// dlogits by columns, for dw.
     pub wgrad_dy: Option<Codec>,
     /// x by columns, for dw.
     pub wgrad_x: Option<Codec>,
@@ -69,9 +70,18 @@ impl HeadCodecs {
         *self == Self::default()
     }
 
-    /// Length of the blocks down the columns, 1 if there are none.
+    /// Length of the longest blocks down the columns, as they are stored or multiplied; 1 if there are none.
     pub fn column_block(&self) -> usize {
-        self.wgrad_dy.map_or(1, |codec| codec.format().column_step())
+        let [dy, x] = [self.wgrad_dy, self.wgrad_x];
+        // Of a plain one the type makes no difference: nothing is lifted beside it.
+        let columns = |codec| Stored::made(codec, BlockAxis::Col, DType::Bf16);
+        Numbers::column_step(columns(dy), columns(x))
+    }
+
+    /// Whether both operands of dw have columns that end at the same row, whatever the tokens.
+    fn columns_end_alike(&self) -> bool {
+        let step = |codec: Option<Codec>| codec.map_or(1, |codec| codec.format().column_step());
+        step(self.wgrad_dy) == step(self.wgrad_x)
     }
 
     /// Each by the argument's name, and whether it is for columns.
@@ -103,15 +113,7 @@ impl HeadCodecs {
                 ));
             }
         }
-        let blocks = [self.wgrad_dy, self.wgrad_x].map(|codec| codec.map(|c| c.format().spec().block));
-        match blocks {
-            [None, None] => Ok(()),
-            [Some(dy), Some(x)] => expect_eq(OP, "block of codecs.wgrad_x", x, dy),
-            [dy, x] => {
-                let [got, beside] = [x, dy].map(|block| if block.is_some() { "quantized" } else { "plain" });
-                Err(Error::shape(OP, "codecs.wgrad_x", got, format!("{beside}, as codecs.wgrad_dy is")))
-            }
-        }
+        Ok(())
     }
 }
 
@@ -207,12 +209,9 @@ impl<B: Backend> HeadLoss<'_, B> {
     /// What backends owe each other of dx and dw where the sums of the logits are exact and the vocabulary is below
     /// [`HeadLoss::OWN_ORDER_FROM`]. Logits, losses, dlogits, their codes and the counts are then the same bits on all of them, as those of
     /// [`super::Gemm`], [`super::CrossEntropy`] and [`super::Quantize`] are; the last two products alone may sum in another order. So each
-    /// owes what such a product does. `codec`: how dlogits are quantized for it.
-    pub fn gradient_agreement(codec: Option<Codec>) -> Agreement {
-        match codec {
-            Some(codec) if codec.format().spec().block >= 128 => super::FP8_AGREEMENT,
-            _ => super::BF16_AGREEMENT,
-        }
+    /// owes what such a product does, of these operands.
+    pub fn gradient_agreement(dlogits: Stored, beside: Stored) -> Agreement {
+        Numbers::of(dlogits, beside).agreement()
     }
 
     /// Tokens of the longest chunk: whole shards, or a part of one. For checked arguments.
@@ -229,7 +228,7 @@ impl<B: Backend> HeadLoss<'_, B> {
     pub fn check(&self) -> Result<()> {
         let ((tokens, d), v) = (self.x.shape(), self.w.rows());
         self.codecs.check(self.grad.is_some())?;
-        check_weight(("w", "codecs.fprop_x"), self.w, (v, d), self.x.dtype(), self.codecs.fprop_x)?;
+        check_weight("w", self.w, (v, d), self.x.dtype())?;
         expect_eq(OP, "targets.len()", B::len(self.targets), tokens)?;
         check_shards(OP, tokens, self.shards)?;
         if self.chunk == 0 || !self.chunk.is_multiple_of(2) {
@@ -237,19 +236,20 @@ impl<B: Backend> HeadLoss<'_, B> {
         }
         let Some(grad) = &self.grad else { return Ok(()) };
         expect_eq(OP, "control.len()", B::len(grad.control), Control::LEN)?;
-        check_weight(("wt", "codecs.dgrad_dy"), grad.wt, (d, v), self.x.dtype(), self.codecs.dgrad_dy)?;
+        check_weight("wt", grad.wt, (d, v), self.x.dtype())?;
         expect_eq(OP, "shape of dw", grad.dw.shape(), (self.shards * v, d))?;
         self.check_columns(tokens)
     }
 
-    /// Blocks down the columns begin with a shard, and no chunk cuts one.
+    /// Blocks down the columns begin with a shard, and no chunk cuts one. Columns of two lengths end alike where a shard has whole blocks of both.
     fn check_columns(&self, tokens: usize) -> Result<()> {
         let (block, each) = (self.codecs.column_block(), tokens / self.shards);
         if !self.chunk.is_multiple_of(block) {
             let expected = format!("a multiple of the columns' block of {block}");
             return Err(Error::shape(OP, "chunk", self.chunk, expected));
         }
-        if self.shards > 1 && !each.is_multiple_of(block) {
+        let whole = self.shards > 1 || !self.codecs.columns_end_alike();
+        if whole && !each.is_multiple_of(block) {
             let expected = format!("a multiple of the columns' block of {block}");
             return Err(Error::shape(OP, "tokens of a shard", each, expected));
         }
@@ -291,13 +291,12 @@ impl<B: Backend> HeadLoss<'_, B> {
     }
 }
 
-/// A weight of this shape: plain, of the type of x, or quantized beside whatever `codec` makes of the other operand.
+/// A weight of this shape: plain, of the type of x, or quantized.
 fn check_weight<B: Backend>(
-    (argument, beside): (&'static str, &'static str),
+    argument: &'static str,
     w: &Operand<B>,
     shape: (usize, usize),
     dtype: DType,
-    codec: Option<Codec>,
 ) -> Result<()> {
     let is = if argument == "w" {
         ["shape of w", "type of w", "axis of w", "stack of w"]
@@ -305,18 +304,12 @@ fn check_weight<B: Backend>(
         ["shape of wt", "type of wt", "axis of wt", "stack of wt"]
     };
     expect_eq(OP, is[0], (w.rows(), w.cols()), shape)?;
-    match (w, codec) {
-        (Operand::Plain(w), None) => expect_eq(OP, is[1], w.dtype(), dtype),
-        (Operand::Block(w), Some(codec)) if w.format.spec().block == codec.format().spec().block => {
+    match w {
+        Operand::Plain(w) => expect_eq(OP, is[1], w.dtype(), dtype),
+        Operand::Block(w) => {
             check_planes(OP, w)?;
             check_axis(OP, is[2], w, if w.format.spec().tiles { BlockAxis::Tile } else { BlockAxis::Row })?;
             expect_eq(OP, is[3], w.stack, 1)
-        }
-        (w, codec) => {
-            let got = codec.map_or("none".into(), |codec| codec.format().to_string());
-            let expected =
-                format!("a codec beside a quantized {argument} alone, of its block; it is {}", w.format());
-            Err(Error::shape(OP, beside, got, expected))
         }
     }
 }

@@ -14,6 +14,7 @@ mod embed;
 mod gemm;
 mod head_loss;
 mod norm_rope;
+mod numbers;
 mod parts;
 mod permute;
 mod push_amax;
@@ -46,6 +47,7 @@ pub use embed::{Embed, EmbedBackward, EmbedOut};
 pub use gemm::{BF16_AGREEMENT, FP8_AGREEMENT, Gemm, GroupedGemm, GroupedWgrad, ProductDims};
 pub use head_loss::{HeadCodecs, HeadLoss, HeadLossChunk, HeadLossGrad, HeadLossOut, head_chunk};
 pub use norm_rope::{NormRope, NormRopeBackward};
+pub use numbers::{Numbers, Stored, Taken};
 pub use parts::{AssignParts, JoinGroups};
 pub use permute::{
     CombineSlots, GatherScalars, PackRows, Permute, PlanPermute, UnpackPermute, UnpackRows, Unpermute,

@@ -94,7 +94,6 @@ pub(super) fn section(recipe: &Recipe, kind: LayerKind, s: &Section) -> Result<(
     if kind == LayerKind::Expert {
         returned(&check)?;
     }
-    products(&check)?;
     transforms(&check)?;
     delayed(&check)?;
     kind.sites().try_for_each(|site| conversion(&check, site))
@@ -116,31 +115,6 @@ fn returned(check: &Check<'_>) -> Result<()> {
             site,
             format!("is {is}, which {cause}: rows come back in {e4m3}, {mxfp8}, or as the activations are"),
         )?;
-    }
-    Ok(())
-}
-
-/// Both operands of a product fit.
-fn products(check: &Check<'_>) -> Result<()> {
-    use Site::*;
-    let of_experts = [(FpropX, FpropW), (DgradDh, DgradW), (WgradDh, WgradX), (FpropA, FpropW)];
-    let second = [(DgradDy, DgradW), (WgradDy, WgradA)];
-    let dense = [(FpropX, FpropW), (DgradDy, DgradW), (WgradDy, WgradX)];
-    let pairs: Vec<_> = match check.kind {
-        LayerKind::Expert => of_experts.into_iter().chain(second).collect(),
-        _ => dense.to_vec(),
-    };
-    for (a, b) in pairs {
-        let (pa, pb) = (check.section.at(a), check.section.at(b));
-        let pair = pa.format.is_block() == pb.format.is_block()
-            && (pa.format.is_block() || pa.format == pb.format)
-            && pa.format.spec().block == pb.format.spec().block;
-        let (is, other) = (pa.format, pb.format);
-        let why = format!(
-            "is {is}, but {} is {other}: both operands must be plain and equal, or have the same block",
-            b.key()
-        );
-        check.expect(a, pair, &why)?;
     }
     Ok(())
 }

@@ -1,20 +1,16 @@
 //! See [`nibble_core::ops::Gemm`]: the products, by the engine of [`crate::gemm`].
 
-use super::elementwise::cast;
 use super::lowered::sides;
 use crate::Cpu;
 use crate::gemm::{Engine, GemmError, Group, Output};
 use half::bf16;
-use nibble_core::formats::Format;
-use nibble_core::ops::{Cast, Gemm, GroupedGemm, GroupedWgrad};
-use nibble_core::{DType, Data, Error, Groups, Operand, Result, Tensor, round_up};
-use std::borrow::Cow;
+use nibble_core::ops::{Gemm, GroupedGemm, GroupedWgrad};
+use nibble_core::{Data, Error, Groups, Operand, Result, Tensor, round_up};
 
 pub(crate) fn gemm(cpu: &Cpu, op: Gemm<'_, Cpu>) -> Result<Tensor<Cpu>> {
     const OP: &str = "gemm";
     let (dims, mut d) = (op.check()?, op.result(cpu)?);
-    let (a, b) = (widened(cpu, op.a, op.b)?, widened(cpu, op.b, op.a)?);
-    let (a, b) = sides(cpu, &a, &b)?;
+    let (a, b) = sides(cpu, op.a, op.b)?;
     let (a, b) = (a.view(OP, 0)?, b.view(OP, 0)?);
     product(cpu, OP, &mut d, |engine, out| engine.gemm(dims, &a, &b, out))?;
     Ok(d)
@@ -29,8 +25,7 @@ pub(crate) fn grouped_gemm(cpu: &Cpu, op: GroupedGemm<'_, Cpu>) -> Result<Tensor
         Data::Bf16(d) => d.as_mut_slice().fill(bf16::ZERO),
     }
     let groups = host_groups(op.groups);
-    let (x, w) = (widened(cpu, op.x, op.w)?, widened(cpu, op.w, op.x)?);
-    let (x, w) = sides(cpu, &x, &w)?;
+    let (x, w) = sides(cpu, op.x, op.w)?;
     let a = x.view(OP, 0)?;
     let b = (0..groups.len()).map(|g| w.view(OP, g * dims.n)).collect::<Result<Vec<_>>>()?;
     product(cpu, OP, &mut d, |engine, out| engine.grouped(&groups, dims.n, dims.k, &a, &b, out))?;
@@ -41,11 +36,11 @@ pub(crate) fn grouped_wgrad(cpu: &Cpu, op: GroupedWgrad<'_, Cpu>) -> Result<()> 
     const OP: &str = "grouped_wgrad";
     let dims = op.check()?;
     let mut groups = host_groups(op.groups);
+    // Past its end a group's plain rows may hold anything.
     if matches!((op.dy, op.x), (Operand::Block(_), Operand::Block(_))) {
         to_whole_blocks(&mut groups, op.groups);
     }
-    let (dy, x) = (widened(cpu, op.dy, op.x)?, widened(cpu, op.x, op.dy)?);
-    let (dy, x) = sides(cpu, &dy, &x)?;
+    let (dy, x) = sides(cpu, op.dy, op.x)?;
     let (dy, x) = (dy.down_rows(OP)?, x.down_rows(OP)?);
     let engine = engine(cpu, OP)?;
     let out = match &mut op.grad.data {
@@ -95,22 +90,13 @@ fn to_whole_blocks(host: &mut [Group], groups: &Groups<Cpu>) {
     }
 }
 
-/// A BF16 operand in F32, where the other one is.
-fn widened<'a>(cpu: &Cpu, x: &'a Operand<Cpu>, other: &Operand<Cpu>) -> Result<Cow<'a, Operand<Cpu>>> {
-    match x {
-        Operand::Plain(x) if (x.dtype(), other.format()) == (DType::Bf16, Format::F32) => {
-            Ok(Cow::Owned(Operand::Plain(cast(cpu, Cast { x, dtype: DType::F32 })?)))
-        }
-        _ => Ok(Cow::Borrowed(x)),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::ops::elementwise::tests::normals;
     use crate::ops::quantize::fixture::groups;
-    use nibble_core::formats::{Codec, Rounding, ScaleRule};
+    use nibble_core::DType;
+    use nibble_core::formats::{Codec, Format, Rounding, ScaleRule};
     use nibble_core::ops::{Hadamard, Planes, Quantize};
 
     /// A transform spreads a group over whole blocks, and the product takes all of them: (H dy)ᵀ (H x) is dyᵀ x, whatever the group's length.

@@ -71,8 +71,9 @@ fn run<T: Factor>(cpu: &Cpu, op: HeadLoss<'_, Cpu>) -> Result<HeadLossOut<Cpu>> 
     let mut loss = cpu.scratch::<f32>(tokens);
     let mut logits = cpu.scratch::<f32>(longest * vocab);
     let HeadCodecs { fprop_x, dgrad_dy, wgrad_dy, wgrad_x } = op.codecs;
-    let (mut of_x, mut of_dlogits) =
-        (Quantizer::new(cpu, fprop_x, wgrad_x), Quantizer::new(cpu, dgrad_dy, wgrad_dy));
+    let of_wt = op.grad.as_ref().is_some_and(|grad| is_block(grad.wt));
+    let mut of_x = Quantizer::new(cpu, [fprop_x, wgrad_x], [is_block(op.w), wgrad_dy.is_some()]);
+    let mut of_dlogits = Quantizer::new(cpu, [dgrad_dy, wgrad_dy], [of_wt, wgrad_x.is_some()]);
     let (scale, mut gradients) = match op.grad {
         Some(grad) => {
             let wt = Weight::new(grad.wt);
@@ -119,42 +120,50 @@ struct Gradients<'a, T: Factor> {
     dw: WeightGradient<'a>,
 }
 
+fn is_block(x: &core::Operand<Cpu>) -> bool {
+    matches!(x, core::Operand::Block(_))
+}
+
 /// Makes what the products take of a tensor, chunk by chunk, and counts as it goes.
 struct Quantizer<'a> {
     cpu: &'a Cpu,
-    rows: Option<Codec>,
-    cols: Option<Codec>,
+    /// By rows, by columns.
+    codecs: [Option<Codec>; 2],
+    /// Whether what it is multiplied with is quantized.
+    beside: [bool; 2],
     counts: [u64; 3],
 }
 
 impl<'a> Quantizer<'a> {
-    fn new(cpu: &'a Cpu, rows: Option<Codec>, cols: Option<Codec>) -> Self {
-        Self { cpu, rows, cols, counts: [0; 3] }
+    fn new(cpu: &'a Cpu, codecs: [Option<Codec>; 2], beside: [bool; 2]) -> Self {
+        Self { cpu, codecs, beside, counts: [0; 3] }
     }
 
     /// A chunk's, of rows of `cols` values.
     fn factor<'x, T: Factor>(&mut self, values: &'x [T], cols: usize) -> Result<Chunk<'x>> {
         let mut made = Chunk { values: T::factor(values), cols, by_rows: None, by_cols: None };
-        if self.rows.is_none() && self.cols.is_none() {
+        if self.codecs == [None, None] && self.beside == [false, false] {
             return Ok(made);
         }
         let mut copy = self.cpu.scratch::<T>(values.len());
         copy.as_mut_slice().copy_from_slice(values);
         let x = Tensor::new(T::data(copy), values.len() / cols.max(1), cols)?;
-        match (self.rows, self.cols) {
-            (Some(rows), Some(cols)) if rows == cols => {
-                let both = self.quantize(&x, rows, Planes::Both)?;
-                (made.by_rows, made.by_cols) = (both.rows, both.cols);
-            }
-            (rows, cols) => {
-                if let Some(codec) = rows {
-                    made.by_rows = self.quantize(&x, codec, Planes::Rows)?.rows;
-                }
-                if let Some(codec) = cols {
-                    made.by_cols = self.quantize(&x, codec, Planes::Cols)?.cols;
-                }
-            }
+        if let [Some(rows), Some(cols)] = self.codecs
+            && rows == cols
+        {
+            let both = self.quantize(&x, rows, Planes::Both)?;
+            (made.by_rows, made.by_cols) = (both.rows, both.cols);
+            return Ok(made);
         }
+        let [rows, cols] = self.codecs;
+        made.by_rows = match rows {
+            Some(codec) => self.quantize(&x, codec, Planes::Rows)?.rows,
+            None => self.beside[0].then(|| core::Operand::Plain(x.clone())),
+        };
+        made.by_cols = match cols {
+            Some(codec) => self.quantize(&x, codec, Planes::Cols)?.cols,
+            None => self.beside[1].then_some(core::Operand::Plain(x)),
+        };
         Ok(made)
     }
 
@@ -167,7 +176,7 @@ impl<'a> Quantizer<'a> {
     }
 }
 
-/// Some rows of a matrix as the products take them: as they are, unless planes have been made of them.
+/// Some rows of a matrix as the products take them: as they are, unless planes have been made of them, or of what they are multiplied with.
 struct Chunk<'a> {
     values: gemm::Data<'a>,
     cols: usize,
@@ -195,7 +204,7 @@ fn product<T: Factor>(
     out: &mut [T],
 ) -> Result<()> {
     let (dims, out) = (ProductDims { m, n, k }, T::output(out, n));
-    let Some(rows) = &a.by_rows else {
+    let Some(rows) = a.by_rows.as_ref().filter(|rows| is_block(rows) || is_block(b.operand)) else {
         let (a, b) = (Operand::rows(a.values, a.cols), view(OP, b.operand, 0)?);
         return multiply(cpu, out, |engine, out| engine.gemm(dims, &a, &b, out));
     };

@@ -1,23 +1,25 @@
-//! Products of formats that the engine has no codes for. Where their codes times the scales of their blocks are BF16 numbers, exactly as
-//! far as its exponents reach, they are multiplied as such; F32 scales, of blocks or of a tensor, stay beside them and multiply the sums.
-//! Where they are not, both sides are multiplied as the F32 numbers that they stand for.
+//! How the operands of a product are taken. [`Numbers`] says of a pair which numbers are multiplied; here they become what the engine reads: its
+//! own codes where both have them in blocks of one length, and otherwise plain numbers, with F32 scales beside them that multiply the sums.
 
-use super::elementwise::round_bf16;
+use super::elementwise::{cast, round_bf16};
 use super::operands::{down_rows, gemm_element, view};
 use super::quantize::source::{Lines, Scales};
 use super::quantize::spec::Decoder;
+use super::transcode::lift;
 use crate::gemm;
 use crate::{CodePath, Cpu};
 use half::bf16;
 use nibble_core::formats::{BlockAxis, ScaleKind, ScalePlane};
-use nibble_core::{BlockScaled, Operand, Result};
+use nibble_core::ops::{Cast, Numbers, Stored, Taken};
+use nibble_core::{BlockScaled, DType, Operand, Result};
 use rayon::prelude::*;
+use std::borrow::Cow;
 
 /// An operand as the engine takes it.
 pub(super) enum Side<'a> {
-    /// As it is.
-    AsIs(&'a Operand<Cpu>),
-    /// As plain numbers.
+    /// As it is, lifted, or widened; a plain one with scales of one, where the other one has scales.
+    Operand(Cow<'a, Operand<Cpu>>, Option<Apart>),
+    /// Quantized, as plain numbers.
     Lowered(Lowered),
 }
 
@@ -32,56 +34,97 @@ pub(super) struct Lowered {
 
 /// Numbers `[lines][len]`.
 enum Values {
-    /// Without F32 scales.
     Bf16(Vec<bf16>),
-    /// Whole.
     F32(Vec<f32>),
 }
 
-/// F32 scales `[lines][blocks]`, as bytes.
-struct Apart {
+/// F32 scales `[lines][blocks]`, as bytes; or `[blocks]` of all lines, `stride` 0.
+pub(super) struct Apart {
     bytes: Vec<u8>,
     block: usize,
-    blocks: usize,
+    stride: usize,
 }
 
 /// How both operands of a product are taken, whose contraction runs along the lines that are stored.
 #[derive(Clone, Copy)]
-pub(super) enum Way {
-    /// As they are.
-    AsIs,
-    /// As BF16, with F32 scales for so many values beside them, if there are any.
-    Exact { apart: Option<usize> },
-    /// As F32.
-    Wide,
+pub(super) struct Way {
+    numbers: Numbers,
+    /// Whether the engine reads the codes of both, once they are lifted.
+    codes: bool,
+    /// Where F32 scales lie beside plain numbers: for so many values of a line, and of how many.
+    apart: Option<[usize; 2]>,
 }
 
 impl Way {
     /// For these two.
     pub fn of(a: &Operand<Cpu>, b: &Operand<Cpu>) -> Self {
-        let (Operand::Block(x), Operand::Block(y)) = (a, b) else { return Self::AsIs };
-        if has_codes(x) && has_codes(y) {
-            return Self::AsIs;
-        }
-        if ![x, y].iter().all(|q| folds(q)) {
-            return Self::Wide;
-        }
-        let of_tensor = [x, y].iter().any(|q| q.scale_kind().has_tensor_scale());
-        let of_blocks = [x, y].iter().any(|q| q.scale_kind() == ScaleKind::F32);
-        let block = match (of_blocks || x.axis == BlockAxis::Col, line_len(x)) {
-            (true, len) => x.format.record_len(x.axis).min(len.next_multiple_of(2)),
-            (false, len) => len.next_multiple_of(2),
+        let numbers = Numbers::of(Stored::of(a), Stored::of(b));
+        let blocks: Vec<Lined> = [a, b].into_iter().filter_map(|x| Lined::of(numbers, x)).collect();
+        let codes = match blocks[..] {
+            [a, b] => {
+                numbers != Numbers::F32
+                    && a.has_codes(numbers)
+                    && b.has_codes(numbers)
+                    && a.block() == b.block()
+            }
+            _ => false,
         };
-        Self::Exact { apart: (of_tensor || of_blocks).then_some(block.max(2)) }
+        let scaled = !codes && numbers != Numbers::F32 && blocks.iter().any(|x| x.is_scaled(numbers));
+        let apart = blocks.iter().map(|x| [x.apart(numbers), x.len]).min().filter(|_| scaled);
+        Self { numbers, codes, apart }
     }
 
     /// One of them.
     pub fn side<'a>(self, cpu: &Cpu, x: &'a Operand<Cpu>) -> Result<Side<'a>> {
-        match (self, x) {
-            (Self::Exact { apart }, Operand::Block(q)) => Ok(Side::Lowered(lower(cpu, q, apart)?)),
-            (Self::Wide, Operand::Block(q)) => Ok(Side::Lowered(widen(cpu, q)?)),
-            _ => Ok(Side::AsIs(x)),
+        let x = match (x, self.numbers.takes(Stored::of(x))) {
+            (Operand::Block(q), Taken::Lifted) => Cow::Owned(Operand::Block(lift(cpu, q)?)),
+            (Operand::Plain(x), _) if self.numbers == Numbers::F32 && x.dtype() == DType::Bf16 => {
+                Cow::Owned(Operand::Plain(cast(cpu, Cast { x, dtype: DType::F32 })?))
+            }
+            _ => Cow::Borrowed(x),
+        };
+        match &*x {
+            Operand::Block(q) if !self.codes => Ok(Side::Lowered(self.lower(cpu, q)?)),
+            Operand::Block(_) => Ok(Side::Operand(x, None)),
+            Operand::Plain(_) => {
+                let ones = self.apart.map(|[block, len]| Apart {
+                    bytes: 1.0f32.to_le_bytes().repeat(len.div_ceil(block)),
+                    block,
+                    stride: 0,
+                });
+                Ok(Side::Operand(x, ones))
+            }
         }
+    }
+
+    /// The scales that numbers are multiplied by before the product.
+    fn scales(self) -> Scales {
+        match self.numbers {
+            Numbers::Fp8 => Scales::Exact,
+            Numbers::Bf16 => Scales::OfBlocks,
+            Numbers::F32 => Scales::All,
+        }
+    }
+
+    /// As plain numbers.
+    fn lower(self, cpu: &Cpu, q: &BlockScaled<Cpu>) -> Result<Lowered> {
+        let (with, len, (lines, place)) = (self.scales(), line_len(q), lines(q));
+        let values = match self.numbers {
+            Numbers::F32 => Values::F32(values(cpu, q, with, 0.0, |x, out| out.copy_from_slice(x))?),
+            Numbers::Fp8 | Numbers::Bf16 => {
+                let round = |x: &[f32], out: &mut [bf16]| round_bf16(cpu.isa(), x, out);
+                Values::Bf16(values(cpu, q, with, bf16::ZERO, round)?)
+            }
+        };
+        let decoder = Decoder::of(q)?;
+        let scales = self.apart.map(|[block, _]| {
+            let stride = len.div_ceil(block);
+            let at = |i: usize| place(i / stride, i % stride * block);
+            let scale = |i: usize| decoder.beside(with, at(i).0, at(i).1);
+            let bytes = (0..lines * stride).flat_map(|i| scale(i).to_le_bytes()).collect();
+            Apart { bytes, block, stride }
+        });
+        Ok(Lowered { values, len, scales })
     }
 }
 
@@ -91,15 +134,50 @@ pub(super) fn sides<'a>(cpu: &Cpu, a: &'a Operand<Cpu>, b: &'a Operand<Cpu>) -> 
     Ok((way.side(cpu, a)?, way.side(cpu, b)?))
 }
 
-/// Whether the engine reads the codes themselves: of a known element, every line and block of whole bytes and pairs.
-fn has_codes(q: &BlockScaled<Cpu>) -> bool {
-    gemm_element(q).is_some() && (q.format.spec().code_bits == 8 || line_len(q).is_multiple_of(2))
+/// What the way of a quantized operand depends on, once it is lifted.
+#[derive(Clone, Copy)]
+struct Lined {
+    stored: Stored,
+    /// Values of a line.
+    len: usize,
 }
 
-/// Whether codes and scales, F32 scales aside, are BF16 numbers.
-fn folds(q: &BlockScaled<Cpu>) -> bool {
-    let codes_alone = q.scale_kind() == ScaleKind::F32 && q.format.spec().codec.decodes_by_levels();
-    codes_alone || q.format.folds_into_bf16(q.rule)
+impl Lined {
+    fn of(numbers: Numbers, x: &Operand<Cpu>) -> Option<Self> {
+        let Operand::Block(q) = x else { return None };
+        let stored = Stored::block(q);
+        let is_lifted = numbers.takes(stored) == Taken::Lifted;
+        Some(Self { stored: if is_lifted { stored.lifted() } else { stored }, len: line_len(q) })
+    }
+
+    fn kind(&self) -> ScaleKind {
+        self.stored.format.scale_kind(self.stored.rule)
+    }
+
+    fn block(&self) -> usize {
+        self.stored.format.record_len(self.stored.axis)
+    }
+
+    /// Whether the engine reads the codes themselves, every line and block of whole bytes and pairs, and multiplies these numbers by it.
+    fn has_codes(&self, numbers: Numbers) -> bool {
+        let Stored { format, rule, .. } = self.stored;
+        let are_whole = format.spec().code_bits == 8 || self.len.is_multiple_of(2);
+        let same = numbers == Numbers::Fp8 || format.folds_into_bf16(rule);
+        gemm_element(self.stored).is_some() && are_whole && same
+    }
+
+    /// Whether there are F32 scales beside its numbers.
+    fn is_scaled(&self, numbers: Numbers) -> bool {
+        self.kind().has_tensor_scale() || numbers == Numbers::Fp8 && self.kind() == ScaleKind::F32
+    }
+
+    /// For how many values such a scale is: even.
+    fn apart(&self, numbers: Numbers) -> usize {
+        let line = self.len.next_multiple_of(2).max(2);
+        let of_blocks = numbers == Numbers::Fp8 && self.kind() == ScaleKind::F32;
+        // Down the columns each group of rows has its own.
+        if of_blocks || self.stored.axis == BlockAxis::Col { self.block().min(line) } else { line }
+    }
 }
 
 fn line_len(q: &BlockScaled<Cpu>) -> usize {
@@ -123,13 +201,12 @@ fn values<T: Clone + Send>(
     let (len, (num_lines, place)) = (line_len(q), lines(q));
     let mut values = vec![zero; num_lines * len];
     let (decoder, stored) = (Decoder::of(q)?, Lines::of(q, with)?);
-    let decode = |line: usize, out: &mut [f32]| match (cpu.path(), with) {
-        (CodePath::Simd, _) => stored.load(cpu.isa(), line, 0, out),
-        (CodePath::Scalar, Scales::All) => {
-            (0..).zip(out).for_each(|(k, out)| *out = decoder.value(place(line, k).0, place(line, k).1));
-        }
-        (CodePath::Scalar, Scales::Exact) => {
-            (0..).zip(out).for_each(|(k, out)| *out = decoder.exact(place(line, k).0, place(line, k).1));
+    let decode = |line: usize, out: &mut [f32]| match cpu.path() {
+        CodePath::Simd => stored.load(cpu.isa(), line, 0, out),
+        CodePath::Scalar => {
+            (0..)
+                .zip(out)
+                .for_each(|(k, out)| *out = decoder.number(with, place(line, k).0, place(line, k).1));
         }
     };
     cpu.pool().install(|| {
@@ -142,24 +219,12 @@ fn values<T: Clone + Send>(
     Ok(values)
 }
 
-/// As F32, with every scale.
-fn widen(cpu: &Cpu, q: &BlockScaled<Cpu>) -> Result<Lowered> {
-    let values = Values::F32(values(cpu, q, Scales::All, 0.0, |x, out| out.copy_from_slice(x))?);
-    Ok(Lowered { values, len: line_len(q), scales: None })
-}
-
-/// As BF16, with F32 scales, if there are any on either side, for as many values beside it.
-fn lower(cpu: &Cpu, q: &BlockScaled<Cpu>, apart: Option<usize>) -> Result<Lowered> {
-    let (decoder, len, (lines, place)) = (Decoder::of(q)?, line_len(q), lines(q));
-    let round = |x: &[f32], out: &mut [bf16]| round_bf16(cpu.isa(), x, out);
-    let values = Values::Bf16(values(cpu, q, Scales::Exact, bf16::ZERO, round)?);
-    let scales = apart.map(|block| {
-        let blocks = len.div_ceil(block);
-        let at = |i: usize| place(i / blocks, i % blocks * block);
-        let scale = |i: usize| decoder.beside(at(i).0, at(i).1);
-        Apart { bytes: (0..lines * blocks).flat_map(|i| scale(i).to_le_bytes()).collect(), block, blocks }
-    });
-    Ok(Lowered { values, len, scales })
+impl Apart {
+    /// Beside an operand from line `first` on.
+    fn beside<'a>(&'a self, x: gemm::Operand<'a>, first: usize) -> gemm::Operand<'a> {
+        let plane = ScalePlane { kind: ScaleKind::F32, bytes: &self.bytes };
+        x.scaled(gemm::OperandScales::rows(plane, self.block, self.stride).at(first * self.stride))
+    }
 }
 
 impl Lowered {
@@ -170,13 +235,7 @@ impl Lowered {
             Values::F32(values) => gemm::Data::F32(values),
         };
         let rows = gemm::Operand::rows(values, self.len).at(first * self.len);
-        match &self.scales {
-            Some(Apart { bytes, block, blocks }) => {
-                let plane = ScalePlane { kind: ScaleKind::F32, bytes };
-                rows.scaled(gemm::OperandScales::rows(plane, *block, *blocks).at(first * blocks))
-            }
-            None => rows,
-        }
+        self.scales.as_ref().map_or(rows, |scales| scales.beside(rows, first))
     }
 }
 
@@ -184,7 +243,10 @@ impl Side<'_> {
     /// An operand whose contraction runs along its rows, from row `first` on.
     pub fn view(&self, op: &'static str, first: usize) -> Result<gemm::Operand<'_>> {
         match self {
-            Self::AsIs(x) => view(op, x, first),
+            Self::Operand(x, ones) => {
+                let x = view(op, x, first)?;
+                Ok(ones.as_ref().map_or(x, |ones| ones.beside(x, first)))
+            }
             Self::Lowered(x) => Ok(x.view(first)),
         }
     }
@@ -192,81 +254,14 @@ impl Side<'_> {
     /// An operand whose contraction runs down its rows.
     pub fn down_rows(&self, op: &'static str) -> Result<gemm::Operand<'_>> {
         match self {
-            Self::AsIs(x) => down_rows(op, x),
+            Self::Operand(x, ones) => {
+                let x = down_rows(op, x)?;
+                Ok(ones.as_ref().map_or(x, |ones| ones.beside(x, 0)))
+            }
             Self::Lowered(x) => Ok(x.view(0)),
         }
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use nibble_core::formats::{Codec, Format, Rounding};
-    use nibble_core::ops::{Dequantize, Gemm, Planes, Quantize};
-    use nibble_core::{DType, Tensor};
-
-    fn matrix(cpu: &Cpu, rows: usize, cols: usize, seed: usize) -> Tensor<Cpu> {
-        let value = |i: usize| ((i * 7919 + seed * 104_729) % 2003) as f32 / 500.0 - 2.0;
-        let x: Vec<f32> = (0..rows * cols).map(value).collect();
-        Tensor::from_f32(cpu, &x, rows, cols).unwrap()
-    }
-
-    fn decoded(cpu: &Cpu, q: &Operand<Cpu>) -> Vec<f64> {
-        let x = Dequantize { x: q.block("test").unwrap(), dtype: DType::F32 }.run(cpu).unwrap();
-        x.to_f32_vec(cpu).unwrap().into_iter().map(f64::from).collect()
-    }
-
-    /// Every format and rule that may be multiplied with itself, weights as well: the product of the decoded values, in F64, on every
-    /// instruction set and the specification with the same bits.
-    #[test]
-    fn products_of_every_format_are_those_of_the_decoded_values() {
-        let backends = [Cpu::new(2).unwrap(), Cpu::scalar(1).unwrap()];
-        for format in Format::ALL.into_iter().filter(|format| format.is_block()) {
-            // Contractions that end inside a block, of an odd number of values and of an even one.
-            for (&rule, k) in format.spec().rules.iter().flat_map(|rule| [147, 150].map(|k| (rule, k))) {
-                let (m, n) = (37, 19);
-                let codec = Codec::new(format, rule, Rounding::NearestEven).unwrap();
-                let mut all: Vec<Vec<f32>> = Vec::new();
-                for cpu in &backends {
-                    let planes = |x: Tensor<Cpu>, planes| Quantize::new(&x, codec, planes).run(cpu).unwrap();
-                    let a = planes(matrix(cpu, m, k, 1), Planes::Rows).take_rows("test").unwrap();
-                    let b = planes(matrix(cpu, n, k, 2), Planes::Tiles).take_rows("test").unwrap();
-                    let y = Gemm { a: &a, b: &b, out: DType::F32 }.run(cpu).unwrap();
-                    let got = y.to_f32_vec(cpu).unwrap();
-                    let (a, b) = (decoded(cpu, &a), decoded(cpu, &b));
-                    for (i, got) in got.iter().enumerate() {
-                        let terms = || (0..k).map(|j| a[i / n * k + j] * b[i % n * k + j]);
-                        let (want, size) = (terms().sum::<f64>(), terms().map(f64::abs).sum::<f64>());
-                        let error = (f64::from(*got) - want).abs();
-                        assert!(error <= 1e-6 * size, "{format} {rule} {i}: {got}, not {want}");
-                    }
-                    all.push(got);
-                }
-                assert_eq!(all[0], all[1], "{format} {rule}");
-            }
-        }
-    }
-
-    /// The transposed plane of a weight holds the transposed matrix, of each of a stack, within what two quantizations differ by.
-    #[test]
-    fn weights_have_both_planes_in_every_format() {
-        let cpu = Cpu::new(2).unwrap();
-        for format in Format::ALL.into_iter().filter(|f| f.is_block()) {
-            let (stack, n, k) = (2, 36, 50);
-            let codec =
-                Codec::new(format, format.spec().default_rule().unwrap(), Rounding::NearestEven).unwrap();
-            let x = matrix(&cpu, stack * n, k, 3);
-            let made = Quantize { stack, ..Quantize::new(&x, codec, Planes::Tiles) }.run(&cpu).unwrap();
-            let (upright, turned) = (made.take_rows("test").unwrap(), made.cols.clone().unwrap());
-            assert_eq!((turned.rows(), turned.cols()), (stack * k, n), "{format}");
-            let (up, across) = (decoded(&cpu, &upright), decoded(&cpu, &turned));
-            for (i, value) in up.iter().enumerate() {
-                let (matrix, row, col) = (i / k / n, i / k % n, i % k);
-                let other = across[(matrix * k + col) * n + row];
-                let bound = if format.spec().code_bits == 4 { 0.8 } else { 0.3 };
-                let same = !format.spec().tiles || *value == other;
-                assert!(same && (value - other).abs() <= bound, "{format} {i}: {value} and {other}");
-            }
-        }
-    }
-}
+mod tests;

@@ -3,13 +3,14 @@
 use super::quantize::planes::scales_of;
 use crate::{Cpu, gemm};
 use nibble_core::formats::{BlockAxis, Element, ScaleKind};
+use nibble_core::ops::Stored;
 use nibble_core::{BlockScaled, Data, Error, Operand, Result, Tensor};
 
 /// The element of codes that the engine reads.
-pub(super) fn gemm_element(q: &BlockScaled<Cpu>) -> Option<Element> {
-    let one_number = [ScaleKind::E8M0, ScaleKind::F32].contains(&q.scale_kind());
-    let blocks = q.format.record_len(q.axis).is_multiple_of(2);
-    let element = q.format.spec().element.filter(|_| one_number && blocks);
+pub(super) fn gemm_element(x: Stored) -> Option<Element> {
+    let one_number = [ScaleKind::E8M0, ScaleKind::F32].contains(&x.format.scale_kind(x.rule));
+    let blocks = x.format.record_len(x.axis).is_multiple_of(2);
+    let element = x.format.spec().element.filter(|_| one_number && blocks);
     element.filter(|element| matches!(*element, Element::E2M1 | Element::E4M3 | Element::E5M2))
 }
 
@@ -22,7 +23,7 @@ fn plain(x: &Tensor<Cpu>) -> gemm::Data<'_> {
 
 fn codes<'a>(op: &'static str, q: &'a BlockScaled<Cpu>) -> Result<gemm::Data<'a>> {
     let codes = q.codes.as_slice();
-    match gemm_element(q) {
+    match gemm_element(Stored::block(q)) {
         Some(Element::E4M3) => Ok(gemm::Data::E4m3(codes)),
         Some(Element::E5M2) => Ok(gemm::Data::E5m2(codes)),
         Some(Element::E2M1) => Ok(gemm::Data::E2m1(codes)),

@@ -8,9 +8,9 @@ mod tests;
 
 use super::quantize::spans::Spans;
 use crate::{CodePath, Cpu};
-use nibble_core::ops::{Transcode, Transcoded};
+use nibble_core::ops::{Counts, Transcode, Transcoded};
 use nibble_core::{BlockScaled, Error, Result};
-use nibble_formats::{BlockAxis, Codec, Format, Rounding};
+use nibble_formats::{BlockAxis, Codec, Format, Lift, Rounding};
 
 /// See [`Transcode`].
 pub(crate) fn transcode(cpu: &Cpu, op: Transcode<'_, Cpu>) -> Result<Transcoded<Cpu>> {
@@ -40,7 +40,7 @@ pub(crate) fn transcode(cpu: &Cpu, op: Transcode<'_, Cpu>) -> Result<Transcoded<
     let tally = match (codec, op.axis) {
         (Some(codec), _) => spec::requantize_rows(op.x, codec, &spans, out)?,
         (None, BlockAxis::Col) => spec::to_cols(op.x, &spans, out),
-        (None, _) => spec::lift_rows(op.x, &spans, out),
+        (None, _) => spec::lift_rows(op.x, &spans, out)?,
     };
     made.counts.0.as_mut_slice().copy_from_slice(&tally);
     Ok(made)
@@ -55,6 +55,30 @@ fn lift_tiles(cpu: &Cpu, x: &BlockScaled<Cpu>, mut made: Transcoded<Cpu>) -> Res
     let tally = spec::lift_tiles(x, &mut made.out, transposed);
     made.counts.0.as_mut_slice().copy_from_slice(&tally);
     Ok(made)
+}
+
+/// Blocks along lines, of rows or of stored columns, as [`Format::LIFTED`] along the same lines; see [`Format::lift`].
+///
+/// # Errors
+/// [`Error::Unsupported`] if the format is not lifted.
+pub(super) fn lift(cpu: &Cpu, x: &BlockScaled<Cpu>) -> Result<BlockScaled<Cpu>> {
+    let (rows, cols) = if x.axis == BlockAxis::Col { (x.cols, x.rows) } else { (x.rows, x.cols) };
+    // Lines lie as rows do.
+    let lines = BlockScaled { axis: BlockAxis::Row, rows, cols, stack: 1, ..x.clone() };
+    let out = BlockScaled::unwritten(cpu, Format::LIFTED, BlockAxis::Row, (rows, cols, 1))?;
+    let (spans, counts) = (Spans::new("transcode", rows, None, 1)?, Counts::zeros(cpu)?);
+    let mut made = Transcoded { out, transposed: None, counts };
+    match cpu.path() {
+        CodePath::Simd => made = simd::lift_rows(cpu, &lines, &spans, made)?,
+        CodePath::Scalar => drop(spec::lift_rows(&lines, &spans, &mut made.out)?),
+    }
+    Ok(BlockScaled { axis: x.axis, rows: x.rows, cols: x.cols, stack: x.stack, ..made.out })
+}
+
+/// How the codes of blocks along rows are lifted.
+fn lift_of(x: &BlockScaled<Cpu>) -> Result<Lift> {
+    let lift = x.format.lift(x.rule, BlockAxis::Row);
+    lift.ok_or_else(|| Error::unsupported("transcode", x.format, "its codes are not lifted"))
 }
 
 fn one_plane() -> Error {

@@ -5,8 +5,8 @@ use crate::host::{HostBlock, plain};
 use crate::input::{Input, stream};
 use crate::pair::Pair;
 use crate::shapes::{MoeShape, RaggedRows, Spread};
-use nibble_core::formats::{BlockAxis, Element, Format, Rounding, ScaleKind, ScaleRule};
-use nibble_core::ops::{BF16_AGREEMENT, FP8_AGREEMENT, Gemm, GroupedGemm, GroupedWgrad};
+use nibble_core::formats::{BlockAxis, Format, Rounding, ScaleKind, ScaleRule};
+use nibble_core::ops::{self, BF16_AGREEMENT, Gemm, GroupedGemm, GroupedWgrad, Numbers};
 use nibble_core::{Agreement, DType, Groups, Kernels, Operand, Result};
 
 /// How one operand is stored.
@@ -77,22 +77,43 @@ fn may_be_exact(stored: Stored) -> bool {
     }
 }
 
-/// Whether FP8 units read its codes: E4M3 and E5M2 under a scale for 128 or more.
-fn is_fp8(stored: Stored) -> bool {
-    let Stored::Block(format, ..) = stored else { return false };
-    let spec = format.spec();
-    spec.block >= 128 && [Some(Element::E4M3), Some(Element::E5M2)].contains(&spec.element)
+impl Stored {
+    /// As products ask for it.
+    fn factor(self) -> ops::Stored {
+        match self {
+            Self::Plain(dtype) => ops::Stored::plain(dtype),
+            Self::Block(format, rule, axis) => ops::Stored { format, rule, axis },
+        }
+    }
+
+    /// A format under its default rule; along the rows, down the columns, or as a weight.
+    fn usual(format: Format, axis: BlockAxis) -> Self {
+        match format.spec().default_rule() {
+            None if format == Format::F32 => Self::Plain(DType::F32),
+            None => Self::Plain(DType::Bf16),
+            Some(rule) if axis == Tile && !format.spec().tiles => Self::Block(format, rule, Row),
+            Some(rule) => Self::Block(format, rule, axis),
+        }
+    }
 }
 
-/// What products owe each other: on integers whose sums are exact, the bits. Of blocks, those whose codes FP8 units read are multiplied as they
-/// are, the others as BF16.
+/// Every pair of formats, blocks along these axes.
+fn every_pair(a: BlockAxis, b: BlockAxis) -> Vec<(Stored, Stored)> {
+    let with = |of_a| Format::ALL.map(|of_b| (Stored::usual(of_a, a), Stored::usual(of_b, b)));
+    Format::ALL.into_iter().flat_map(with).collect()
+}
+
+/// What products owe each other: on integers whose sums are exact, the bits. Of blocks, what the numbers that are multiplied owe; beside F32 they are
+/// F32 numbers.
 fn owed(agreement: Agreement, operands: [Stored; 2], out: DType, input: Input) -> Agreement {
-    match operands {
+    let [a, b] = operands.map(Stored::factor);
+    let numbers = Numbers::of(a, b);
+    let is_bf16 = [a, b].iter().any(|x| x.format == Format::Bf16) || out == DType::Bf16;
+    match numbers {
         _ if input == Input::Integers && operands.into_iter().all(may_be_exact) => Agreement::Bitwise,
-        [a, b] if is_fp8(a) && is_fp8(b) => FP8_AGREEMENT,
-        [Stored::Block(..), _] => BF16_AGREEMENT,
-        [Stored::Plain(a), Stored::Plain(b)] if [a, b, out].contains(&DType::Bf16) => BF16_AGREEMENT,
-        _ => agreement,
+        Numbers::F32 if is_bf16 => BF16_AGREEMENT,
+        Numbers::F32 => agreement,
+        Numbers::Fp8 | Numbers::Bf16 => numbers.agreement(),
     }
 }
 
@@ -189,6 +210,12 @@ pub fn gemm<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
             pair.check(&Product { a, b, m: 5, n: 9, k, out: DType::F32, input: Input::Normal });
         }
     }
+    // What tensor cores take, and an odd contraction; rows of the largest numbers among others, whose blocks a lift rounds.
+    for (i, (a, b)) in every_pair(Row, Tile).into_iter().enumerate() {
+        for (input, k) in [(Input::Normal, 160), (Input::HeavyTailed, 320), (Input::Normal, 131)] {
+            pair.check(&Product { a, b, m: 33, n: 24, k, out: PLAIN[(i + k) % 2], input });
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -204,8 +231,8 @@ struct Grouped {
 }
 
 /// Plain products need no alignment; blocks start at multiples of 128.
-fn align(stored: Stored) -> usize {
-    if matches!(stored, Stored::Plain(_)) { 1 } else { 128 }
+fn align(operands: [Stored; 2]) -> usize {
+    if operands.iter().all(|x| matches!(x, Stored::Plain(_))) { 1 } else { 128 }
 }
 
 const GROUPS: usize = 5;
@@ -220,8 +247,8 @@ impl<B: Kernels> Case<B> for Grouped {
     fn run(&self, b: &B, pads: Pads) -> Result<Outputs> {
         let Self { n, k, input, .. } = *self;
         // One more than needed also where nothing is aligned, so that there are pads.
-        let mut ragged = RaggedRows::of(self.spread, GROUPS, self.rows, align(self.x));
-        ragged.pad_to(ragged.capacity + align(self.x));
+        let mut ragged = RaggedRows::of(self.spread, GROUPS, self.rows, align([self.x, self.w]));
+        ragged.pad_to(ragged.capacity + align([self.x, self.w]));
         let x = Matrix {
             name: "grouped.x",
             input,
@@ -260,6 +287,12 @@ pub fn grouped_gemm<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
             pair.check(&Grouped { x, w, spread, rows: 40, n, k, out, input });
         }
     }
+    for (i, (x, w)) in every_pair(Row, Tile).into_iter().enumerate() {
+        for (n, k) in [(24, 160), (7, 131)] {
+            let (spread, out, input) = (Spread::ALL[i % Spread::ALL.len()], PLAIN[i % 2], Input::Normal);
+            pair.check(&Grouped { x, w, spread, rows: 40, n, k, out, input });
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -286,10 +319,10 @@ impl<B: Kernels> Case<B> for Wgrad {
 
     fn run(&self, b: &B, pads: Pads) -> Result<Outputs> {
         let Self { n, k, input, accumulate, .. } = *self;
-        let mut ragged = RaggedRows::of(self.spread, GROUPS, self.rows, align(self.x));
+        let mut ragged = RaggedRows::of(self.spread, GROUPS, self.rows, align([self.dy, self.x]));
         match self.shards {
             true => ragged.trim(),
-            false => ragged.pad_to(ragged.capacity + align(self.x)),
+            false => ragged.pad_to(ragged.capacity + align([self.dy, self.x])),
         }
         let matrix = |name, cols| Matrix {
             name,
@@ -301,7 +334,7 @@ impl<B: Kernels> Case<B> for Wgrad {
         };
         let (dy, x) = (matrix("wgrad.dy", n).upload(b, self.dy)?, matrix("wgrad.x", k).upload(b, self.x)?);
         let groups = match self.shards {
-            true => Groups::uniform(b, GROUPS, self.rows / GROUPS, align(self.x), 0)?,
+            true => Groups::uniform(b, GROUPS, self.rows / GROUPS, align([self.dy, self.x]), 0)?,
             false => ragged.upload(b)?,
         };
         let grad = Input::Integers.values(&stream("wgrad.grad"), GROUPS * n * k);
@@ -389,6 +422,13 @@ pub fn grouped_wgrad<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
                     shards: false,
                 });
             }
+        }
+    }
+    for (i, (dy, x)) in every_pair(Col, Col).into_iter().enumerate() {
+        for (n, k) in [(24, 40), (7, 13)] {
+            let (spread, grad, accumulate) = (Spread::ALL[i % Spread::ALL.len()], PLAIN[i % 2], i % 3 == 0);
+            let input = Input::Normal;
+            pair.check(&Wgrad { dy, x, spread, rows: 90, n, k, grad, accumulate, input, shards: false });
         }
     }
 }

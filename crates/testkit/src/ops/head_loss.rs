@@ -5,7 +5,7 @@ use crate::host::{HostBlock, plain};
 use crate::input::{Input, stream};
 use crate::pair::Pair;
 use nibble_core::formats::{BlockAxis, Codec, Format, Rounding, ScaleRule, Stream};
-use nibble_core::ops::{Control, Counts, HeadCodecs, HeadLoss, HeadLossGrad};
+use nibble_core::ops::{Control, Counts, HeadCodecs, HeadLoss, HeadLossGrad, Stored};
 use nibble_core::{Agreement, DType, Error, Kernels, Operand, Result};
 
 #[derive(Debug, Clone, Copy)]
@@ -20,6 +20,8 @@ struct Head {
     /// Type of the weight's gradient and whether it is added to; none for losses alone.
     grad: Option<(DType, bool)>,
     values: Values,
+    /// How the weight is quantized, as it stands and transposed, where it is otherwise than what it is multiplied with.
+    weights: Option<[Option<Codec>; 2]>,
 }
 
 /// What x and the weight hold.
@@ -74,7 +76,7 @@ impl Head {
 
     /// The weight `[v, d]`, and `[d, v]`.
     fn weights<B: Kernels>(&self, b: &B) -> Result<[Operand<B>; 2]> {
-        let Self { d, vocab, dtype, codecs, .. } = *self;
+        let Self { d, vocab, dtype, .. } = *self;
         let w = self.w();
         let wt: Vec<f32> = (0..d * vocab).map(|i| w[i % vocab * d + i / vocab]).collect();
         let operand = |w: &[f32], codec: Option<Codec>, rows, cols| match codec {
@@ -85,7 +87,23 @@ impl Head {
                 tiles.upload(b).map(Operand::Block)
             }
         };
-        Ok([operand(&w, codecs.fprop_x, vocab, d)?, operand(&wt, codecs.dgrad_dy, d, vocab)?])
+        let [of_w, of_wt] = self.weight_codecs();
+        Ok([operand(&w, of_w, vocab, d)?, operand(&wt, of_wt, d, vocab)?])
+    }
+
+    fn weight_codecs(&self) -> [Option<Codec>; 2] {
+        self.weights.unwrap_or([self.codecs.fprop_x, self.codecs.dgrad_dy])
+    }
+
+    /// What the product of the logits' gradients for `result` owes.
+    fn of_gradient<B: Kernels>(&self, result: &str) -> Agreement {
+        let (codecs, [_, wt]) = (self.codecs, self.weight_codecs());
+        let (axis, operands) = match result {
+            "dx" => (BlockAxis::Row, [codecs.dgrad_dy, wt]),
+            _ => (BlockAxis::Col, [codecs.wgrad_dy, codecs.wgrad_x]),
+        };
+        let [dlogits, beside] = operands.map(|codec| Stored::made(codec, axis, self.dtype));
+        HeadLoss::<B>::gradient_agreement(dlogits, beside)
     }
 
     /// Some negative, one past the vocabulary.
@@ -117,7 +135,7 @@ fn integers(
 
 impl<B: Kernels> Case<B> for Head {
     fn agreement(&self) -> Agreement {
-        if self.codecs.is_plain() {
+        if self.codecs.is_plain() && self.weight_codecs() == [None, None] {
             HeadLoss::<B>::agreement(self.dtype)
         } else {
             HeadLoss::<B>::QUANTIZED_AGREEMENT
@@ -127,8 +145,7 @@ impl<B: Kernels> Case<B> for Head {
     fn owed(&self, result: &str) -> Agreement {
         match (self.values, result) {
             (Of(_), _) => Case::<B>::agreement(self),
-            (ExactLogits, "dx") => HeadLoss::<B>::gradient_agreement(self.codecs.dgrad_dy),
-            (ExactLogits, "dw") => HeadLoss::<B>::gradient_agreement(self.codecs.wgrad_dy),
+            (ExactLogits, "dx" | "dw") => self.of_gradient::<B>(result),
             (ExactLogits, _) => Agreement::Bitwise,
         }
     }
@@ -195,7 +212,18 @@ pub fn head_loss<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
             for (j, (tokens, d, vocab, shards, chunk)) in sizes.into_iter().enumerate() {
                 let grad = grads[(i + j) % grads.len()];
                 let (codecs, values) = (HeadCodecs::default(), Of(input));
-                pair.check(&Head { tokens, d, vocab, shards, chunk, dtype, codecs, grad, values });
+                pair.check(&Head {
+                    tokens,
+                    d,
+                    vocab,
+                    shards,
+                    chunk,
+                    dtype,
+                    codecs,
+                    grad,
+                    values,
+                    weights: None,
+                });
             }
         }
     }
@@ -206,7 +234,7 @@ pub fn head_loss<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     {
         for grad in all.map(Some) {
             let (dtype, values, codecs) = (DType::Bf16, Of(Input::Normal), HeadCodecs::default());
-            pair.check(&Head { tokens, d, vocab, shards, chunk, dtype, codecs, grad, values });
+            pair.check(&Head { tokens, d, vocab, shards, chunk, dtype, codecs, grad, values, weights: None });
         }
     }
     // Rows that one, two and eight multiprocessors hold, more of them than there are such groups. A CPU has no such ways.
@@ -214,7 +242,18 @@ pub fn head_loss<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for &(tokens, vocab) in rows {
         for grad in [None, Some((DType::Bf16, false))] {
             let (dtype, values, codecs) = (DType::Bf16, Of(Input::Normal), HeadCodecs::default());
-            pair.check(&Head { tokens, d: 16, vocab, shards: 1, chunk: tokens, dtype, codecs, grad, values });
+            pair.check(&Head {
+                tokens,
+                d: 16,
+                vocab,
+                shards: 1,
+                chunk: tokens,
+                dtype,
+                codecs,
+                grad,
+                values,
+                weights: None,
+            });
         }
     }
     quantized(pair);
@@ -228,6 +267,7 @@ pub fn head_loss<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
         codecs: HeadCodecs::default(),
         grad: None,
         values: Of(Input::Normal),
+        weights: None,
     };
     let columns = HeadCodecs { fprop_x: None, dgrad_dy: None, ..all_of(ScaleRule::Rceil) };
     let gradients = Head { codecs: columns, grad: Some((DType::F32, false)), ..good };
@@ -290,20 +330,20 @@ fn quantized<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
         for (j, codecs) in [powers, floats, mixed, rows, columns].into_iter().enumerate() {
             let grad = grads[(i + j) % grads.len()];
             let dtype = if i == j { DType::F32 } else { DType::Bf16 };
-            pair.check(&Head { tokens, d, vocab, shards, chunk, dtype, codecs, grad, values });
+            pair.check(&Head { tokens, d, vocab, shards, chunk, dtype, codecs, grad, values, weights: None });
         }
     }
     // Logits as a model has them.
     for grad in grads {
         let (tokens, d, vocab, shards, chunk) = (256, 128, 1024, 1, 128);
         let (dtype, codecs, values) = (DType::Bf16, powers, Of(Input::Normal));
-        pair.check(&Head { tokens, d, vocab, shards, chunk, dtype, codecs, grad, values });
+        pair.check(&Head { tokens, d, vocab, shards, chunk, dtype, codecs, grad, values, weights: None });
     }
     let sizes = [(512, 64, 264, 2, 128), (256, 72, 75, 1, 128)];
     for (i, codecs) in lowered().into_iter().enumerate() {
         for (j, (tokens, d, vocab, shards, chunk)) in sizes.into_iter().enumerate() {
             let (grad, dtype) = (grads[(i + j) % 4], if j == 0 { DType::F32 } else { DType::Bf16 });
-            pair.check(&Head { tokens, d, vocab, shards, chunk, dtype, codecs, grad, values });
+            pair.check(&Head { tokens, d, vocab, shards, chunk, dtype, codecs, grad, values, weights: None });
         }
     }
     if !pair.strict {
@@ -312,7 +352,7 @@ fn quantized<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     // NaN and infinities reach the losses, the gradients and the counts.
     let (grad, values) = (Some((DType::F32, false)), Of(Input::NonFinite));
     let (tokens, d, vocab, shards, chunk, dtype) = (128, 64, 64, 1, 128, DType::Bf16);
-    pair.check(&Head { tokens, d, vocab, shards, chunk, dtype, codecs: powers, grad, values });
+    pair.check(&Head { tokens, d, vocab, shards, chunk, dtype, codecs: powers, grad, values, weights: None });
 }
 
 #[cfg(test)]
@@ -337,6 +377,7 @@ mod tests {
                 codecs,
                 grad: None,
                 values: ExactLogits,
+                weights: None,
             };
             let codec = codecs.fprop_x.unwrap();
             let (x, w) = (head.x(), head.w());

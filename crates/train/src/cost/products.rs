@@ -102,7 +102,7 @@ pub(super) struct Made {
     pub bits: u32,
     pub engine: Engine,
     pub multiply_adds: f64,
-    /// Values of operands that a GPU decodes to BF16 first.
+    /// Values of operands that a GPU decodes or lifts first.
     pub decoded: f64,
 }
 
@@ -151,7 +151,7 @@ pub(super) fn made(
             multiply_adds: sizes.micro_batches * sizes.rows as f64 * n as f64 * k as f64,
             decoded: match &path {
                 ProductPath::Lowered(lowered) => {
-                    sizes.micro_batches * lowered.values.iter().map(|values| *values as f64).sum::<f64>()
+                    sizes.micro_batches * lowered.sides.iter().map(|side| side.values() as f64).sum::<f64>()
                 }
                 _ => 0.0,
             },

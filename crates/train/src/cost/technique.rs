@@ -30,7 +30,7 @@ pub enum Technique {
     WeightQuantizations,
     /// Plain weights that are transposed, once a step.
     WeightTransposes,
-    /// Operands that a GPU decodes to BF16, since its tensor cores do not read their codes.
+    /// Operands that a GPU decodes, or lifts to FP8, since its tensor cores do not read their codes.
     Decoding,
 }
 

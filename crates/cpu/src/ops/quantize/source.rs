@@ -89,6 +89,8 @@ pub(crate) enum ValueSource<'a> {
 pub(crate) enum Scales {
     /// All of them.
     All,
+    /// Those of blocks.
+    OfBlocks,
     /// Those of blocks, where they are no F32 numbers.
     Exact,
 }
@@ -128,7 +130,7 @@ impl<'a> Lines<'a> {
             Row | Col => (1, usize::MAX),
         };
         Ok(Self {
-            fast: fast(x.format).filter(|_| with == Scales::All),
+            fast: fast(x.format).filter(|_| with != Scales::Exact),
             codec: Codec::new(x.format, x.rule, Rounding::NearestEven)?,
             of_tensor: (x.tensor_scale.as_ref().map(|scales| scales.as_slice()), x.axis == Col),
             with,
@@ -249,7 +251,7 @@ fn decode_line_body(lines: &Lines, (line, first): (usize, usize), out: &mut [f32
         }
         lines.multiply(line, at, out);
         match lines.of_tensor {
-            _ if lines.with == Scales::Exact => {}
+            _ if lines.with != Scales::All => {}
             (Some(scales), true) => out.iter_mut().zip(&scales[at..]).for_each(|(out, scale)| *out *= scale),
             (Some(scales), false) => out.iter_mut().for_each(|out| *out *= scales[line]),
             (None, _) => {}

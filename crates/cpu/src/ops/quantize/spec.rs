@@ -3,6 +3,7 @@
 
 use super::delayed::Met;
 use super::planes::{both, get_code, plane, put_codes, put_counts, put_scale, scales_of};
+use super::source::Scales;
 use super::spans::{Span, Spans};
 use crate::Cpu;
 use nibble_core::ops::{Counts, Delayed, Emit, Emitted, Found};
@@ -372,23 +373,24 @@ impl<'a> Decoder<'a> {
         self.of_row(row).decode(code, i, record)
     }
 
-    /// The same without its F32 scales, those of [`beside`](Self::beside): a BF16 number as far as
-    /// BF16's exponents reach.
-    pub fn exact(&self, row: usize, col: usize) -> f32 {
+    /// The same with some of its scales alone: the others are those [`beside`](Self::beside).
+    pub fn number(&self, with: Scales, row: usize, col: usize) -> f32 {
         let (code, i, record) = self.at(row, col);
-        match self.x.scale_kind() == ScaleKind::F32 {
-            true => self.codec.element().decode(code),
-            false => self.codec.under(1.0).decode(code, i, record),
+        match with {
+            Scales::All => self.value(row, col),
+            Scales::Exact if self.x.scale_kind() == ScaleKind::F32 => self.codec.element().decode(code),
+            Scales::Exact | Scales::OfBlocks => self.codec.under(1.0).decode(code, i, record),
         }
     }
 
-    /// The F32 scales over an element: that of its block, if it is one, times the tensor's.
-    pub fn beside(&self, row: usize, col: usize) -> f32 {
-        let of_block = match self.x.scale_kind() == ScaleKind::F32 {
-            true => f32::from_bits(self.at(row, col).2.0),
-            false => 1.0,
+    /// The F32 scales over an element that are not among those: that of its block, if it is one, times the tensor's.
+    pub fn beside(&self, with: Scales, row: usize, col: usize) -> f32 {
+        let of_block = match with {
+            Scales::Exact if self.x.scale_kind() == ScaleKind::F32 => f32::from_bits(self.at(row, col).2.0),
+            _ => 1.0,
         };
-        of_block * self.of_row(row).tensor_scale()
+        let of_tensor = if with == Scales::All { 1.0 } else { self.of_row(row).tensor_scale() };
+        of_block * of_tensor
     }
 
     /// The codec under the tensor's scale of a row.

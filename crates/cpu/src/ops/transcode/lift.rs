@@ -4,7 +4,7 @@ use crate::ops::quantize::source::unpack;
 use crate::ops::quantize::spec::Tally;
 use crate::simd::per_isa;
 use nibble_core::ops::Counts;
-use nibble_formats::{e8m0, lift_table, lift_target, shift_code};
+use nibble_formats::{LIFTED_BLOCK, Lift, e8m0, packed_bytes, shift_code, unpack_codes};
 use std::sync::LazyLock;
 
 /// Octaves past which every code has vanished.
@@ -12,7 +12,7 @@ const FAR: i32 = 32;
 
 /// E4M3 codes of the E2M1 codes under one pair of scales.
 #[derive(Clone, Copy)]
-pub(super) struct Lift {
+pub(super) struct Nibbles {
     /// Codes of the eight magnitudes, one a byte.
     magnitudes: u64,
     /// The sign bit, or 0 for a NaN block, whose code is 0x7F throughout.
@@ -21,33 +21,33 @@ pub(super) struct Lift {
     changed: u16,
 }
 
-/// [`Lift`] for source − target = −32 … 6, and for a NaN source.
-static LIFTS: LazyLock<[Lift; 40]> = LazyLock::new(|| {
+/// [`Nibbles`] for source − target = −32 … 6, and for a NaN source.
+static LIFTS: LazyLock<[Nibbles; 40]> = LazyLock::new(|| {
     std::array::from_fn(|i| {
         // Any pair with that difference will do; 0xFF is the NaN.
         let source = if i == 39 { e8m0::NAN } else { 64 + i as u8 };
-        let (table, changed) = lift_table(source, 64 + FAR as u8);
+        let (table, changed) = Lift::E2M1.table(source, 64 + FAR as u8);
         let magnitudes: [u8; 8] = std::array::from_fn(|c| table[c]);
         let sign = if i == 39 { 0 } else { 0x80 };
-        Lift { magnitudes: u64::from_le_bytes(magnitudes), sign, changed }
+        Nibbles { magnitudes: u64::from_le_bytes(magnitudes), sign, changed: changed as u16 }
     })
 });
 
 /// The tables, made once.
-pub(super) fn lifts() -> &'static [Lift; 40] {
+pub(super) fn lifts() -> &'static [Nibbles; 40] {
     &LIFTS
 }
 
 /// The table of a source scale under a target at most 6 octaves below it.
 #[inline(always)]
-fn lift(lifts: &[Lift; 40], source: u8, target: u8) -> &Lift {
+fn lift(lifts: &[Nibbles; 40], source: u8, target: u8) -> &Nibbles {
     let octaves = (i32::from(source) - i32::from(target)).clamp(-FAR, 6);
     &lifts[if source == e8m0::NAN { 39 } else { (octaves + FAR) as usize }]
 }
 
 /// A block of 32 codes, or of as many as `out` has.
 #[inline(always)]
-fn lift_block_body(by: &Lift, packed: &[u8], out: &mut [u8], tally: &mut Tally) {
+fn lift_block_body(by: &Nibbles, packed: &[u8], out: &mut [u8], tally: &mut Tally) {
     if let (Some(packed), Some(out)) = (packed.first_chunk::<16>(), out.first_chunk_mut::<32>()) {
         return lift_whole_block(by, packed, out, tally);
     }
@@ -62,7 +62,7 @@ fn lift_block_body(by: &Lift, packed: &[u8], out: &mut [u8], tally: &mut Tally) 
 }
 
 #[inline(always)]
-fn lift_whole_block(by: &Lift, packed: &[u8; 16], out: &mut [u8; 32], tally: &mut Tally) {
+fn lift_whole_block(by: &Nibbles, packed: &[u8; 16], out: &mut [u8; 32], tally: &mut Tally) {
     let mut codes = [0u8; 32];
     unpack(packed, &mut codes);
     for (out, &code) in out.iter_mut().zip(&codes) {
@@ -80,14 +80,14 @@ fn lift_whole_block(by: &Lift, packed: &[u8; 16], out: &mut [u8; 32], tally: &mu
 
 #[inline(always)]
 fn lift_row_body(
-    lifts: &[Lift; 40],
+    lifts: &[Nibbles; 40],
     (scales, packed): (&[u8], &[u8]),
     (out_scales, out): (&mut [u8], &mut [u8]),
     tally: &mut Tally,
 ) {
     let sources = scales.chunks(4).zip(packed.chunks(64));
     for ((target, out), (scales, packed)) in out_scales.iter_mut().zip(out.chunks_mut(128)).zip(sources) {
-        *target = lift_target(scales.iter().copied());
+        *target = Lift::E2M1.target(scales.iter().copied());
         for (b, &source) in scales.iter().enumerate() {
             lift_block_body(lift(lifts, source, *target), &packed[16 * b..], &mut out[32 * b..], tally);
         }
@@ -97,7 +97,72 @@ fn lift_row_body(
 per_isa! {
     // A row of MXFP4 blocks (scales, codes) to E4M3 (scales, codes), every four under the scale that fits them.
     pub(super) fn lift_row = lift_row_body;
-    (lifts: &[Lift; 40], from: (&[u8], &[u8]), to: (&mut [u8], &mut [u8]), tally: &mut Tally)
+    (lifts: &[Nibbles; 40], from: (&[u8], &[u8]), to: (&mut [u8], &mut [u8]), tally: &mut Tally)
+}
+
+/// E4M3 codes of the codes of any lifted element, for source − target = −32 … its headroom, and for a NaN source.
+pub(super) struct LiftTable {
+    lift: Lift,
+    bits: u32,
+    /// Values of a source block.
+    block: usize,
+    /// Codes, and the mask of those that change their value.
+    entries: Vec<([u8; 64], u64)>,
+}
+
+impl LiftTable {
+    pub fn new(lift: Lift, block: usize) -> Self {
+        let rises = 0..=FAR as u8 + lift.headroom_log2();
+        let numbers = rises.map(|rise| lift.table(64 + rise, 64 + FAR as u8));
+        let entries = numbers.chain([lift.table(e8m0::NAN, 0)]).collect();
+        Self { lift, bits: lift.element().code_bits(), block, entries }
+    }
+
+    /// The entry of a source scale under a target.
+    #[inline(always)]
+    fn entry(&self, source: u8, target: u8) -> &([u8; 64], u64) {
+        let octaves = (i32::from(source) - i32::from(target)).max(-FAR) + FAR;
+        let nan = self.entries.len() - 1;
+        &self.entries[if source == e8m0::NAN { nan } else { (octaves as usize).min(nan - 1) }]
+    }
+}
+
+#[inline(always)]
+fn lift_row_by_table_body(
+    by: &LiftTable,
+    (scales, packed): (&[u8], &[u8]),
+    (out_scales, out): (&mut [u8], &mut [u8]),
+    tally: &mut Tally,
+) {
+    let (bytes, blocks) = (packed_bytes(by.bits, by.block), LIFTED_BLOCK / by.block);
+    let sources = scales.chunks(blocks).zip(packed.chunks(blocks * bytes));
+    for ((target, out), (scales, packed)) in
+        out_scales.iter_mut().zip(out.chunks_mut(LIFTED_BLOCK)).zip(sources)
+    {
+        *target = by.lift.target(scales.iter().copied());
+        let blocks = out.chunks_mut(by.block).zip(packed.chunks(bytes));
+        for (&source, (out, packed)) in scales.iter().zip(blocks) {
+            let (table, changed) = by.entry(source, *target);
+            let (mut codes, mut seen) = ([0; LIFTED_BLOCK], 0u64);
+            let codes = &mut codes[..out.len()];
+            unpack_codes(by.bits, packed, codes).unwrap_or_else(|e| unreachable!("cut to that length: {e}"));
+            for (out, &code) in out.iter_mut().zip(&*codes) {
+                *out = table[usize::from(code & 63)];
+                seen |= 1 << (code & 63);
+            }
+            // Both zeros aside.
+            let zeros = 1 | 1 << (1u64 << (by.bits - 1));
+            tally[Counts::<crate::Cpu>::NON_ZERO] += u64::from(seen & !zeros != 0);
+            tally[Counts::<crate::Cpu>::INEXACT] += u64::from(seen & changed != 0);
+            tally[Counts::<crate::Cpu>::NON_FINITE] += u64::from(source == e8m0::NAN);
+        }
+    }
+}
+
+per_isa! {
+    // The same for blocks of any lifted format.
+    pub(super) fn lift_row_by_table = lift_row_by_table_body;
+    (by: &LiftTable, from: (&[u8], &[u8]), to: (&mut [u8], &mut [u8]), tally: &mut Tally)
 }
 
 /// The blocks of one block of columns, row by row: scale and codes of row i at `i · stride` of either plane.
@@ -114,7 +179,7 @@ pub(super) struct Column<'a> {
 
 #[inline(always)]
 fn lift_column_body(
-    lifts: &[Lift; 40],
+    lifts: &[Nibbles; 40],
     from: Column,
     target: u8,
     (out, out_stride): (&mut [u8], usize),
@@ -130,7 +195,7 @@ fn lift_column_body(
 per_isa! {
     // One block of columns of a strip under one target scale; row i goes to `i · stride` of the output.
     pub(super) fn lift_column = lift_column_body;
-    (lifts: &[Lift; 40], from: Column, target: u8, to: (&mut [u8], usize), tally: &mut Tally)
+    (lifts: &[Nibbles; 40], from: Column, target: u8, to: (&mut [u8], usize), tally: &mut Tally)
 }
 
 /// In the entries of [`Shift`]: the value changed, the source is not zero, it is a NaN.

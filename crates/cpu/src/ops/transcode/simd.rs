@@ -1,6 +1,7 @@
 //! The conversions by strips of rows, on several threads.
 
-use super::lift::{Column, lift_column, lift_row, lifts, shift_block};
+use super::lift::{Column, LiftTable, lift_column, lift_row, lift_row_by_table, lifts, shift_block};
+use super::lift_of;
 use crate::Cpu;
 use crate::ops::quantize::emit::{
     STRIP_ROWS, SquareTarget, Strip, TILE_COLS, Target, add_tally, counted, for_strips, strip_rows,
@@ -11,7 +12,7 @@ use crate::ops::quantize::spans::Spans;
 use crate::ops::quantize::spec::Tally;
 use nibble_core::ops::{Counts, Transcoded};
 use nibble_core::{BlockScaled, Error, Result};
-use nibble_formats::{Codec, Format, Scale, ScalePlane, lift_target, shift_target};
+use nibble_formats::{Codec, Format, Lift, Scale, ScalePlane, shift_target};
 use std::sync::atomic::AtomicU64;
 
 /// A row-blocked source with E8M0 scales.
@@ -56,14 +57,17 @@ impl<'a> PowerScaledRows<'a> {
     }
 }
 
-/// MXFP4 rows → E4M3 rows.
+/// Rows of a lifted format → E4M3 rows.
 pub(super) fn lift_rows(
     cpu: &Cpu,
     x: &BlockScaled<Cpu>,
     spans: &Spans,
     made: Transcoded<Cpu>,
 ) -> Result<Transcoded<Cpu>> {
-    let (isa, lifts, rows, out) = (cpu.isa(), lifts(), PowerScaledRows::of(x)?, Target::new(made.out));
+    let (isa, rows, out) = (cpu.isa(), PowerScaledRows::of(x)?, Target::new(made.out));
+    let lift = lift_of(x)?;
+    let (is_mxfp4, block) = (x.format == Format::Mxfp4, x.format.spec().block);
+    let (nibbles, table) = (lifts(), (!is_mxfp4).then(|| LiftTable::new(lift, block)));
     let sum: [AtomicU64; 3] = Default::default();
     let height = strip_rows(false, x.cols);
     for_strips(
@@ -79,7 +83,10 @@ pub(super) fn lift_rows(
                 let (codes, scales) =
                     unsafe { (out.row_codes(row, 0, x.cols), out.row_scales(row, 0, x.cols)) };
                 // Lifted scales are bytes: the rule is the source's.
-                lift_row(isa, lifts, from, (scales.bytes, codes), &mut tally);
+                match &table {
+                    None => lift_row(isa, nibbles, from, (scales.bytes, codes), &mut tally),
+                    Some(table) => lift_row_by_table(isa, table, from, (scales.bytes, codes), &mut tally),
+                }
             }
             clear_padding(&out, strip, x.cols);
             add_tally(&sum, tally);
@@ -136,7 +143,8 @@ pub(super) fn to_cols(
                 let block = block.min(width - first);
                 let of_row = |i: usize| rows.scales(strip.row + i, col + first, block)[0];
                 let bytes = (0..strip.rows).map(of_row);
-                let target = if x.format == Format::Mxfp4 { lift_target(bytes) } else { shift_target(bytes) };
+                let target =
+                    if x.format == Format::Mxfp4 { Lift::E2M1.target(bytes) } else { shift_target(bytes) };
                 scales.resize(first + block, Scale::byte(target));
                 if x.format == Format::Mxfp4 {
                     let from = rows.column(strip, col + first);
@@ -177,7 +185,7 @@ pub(super) fn lift_tiles(cpu: &Cpu, x: &BlockScaled<Cpu>, made: Transcoded<Cpu>)
             let width = TILE_COLS.min(k - col);
             let codes = &mut codes[..strip.rows * width];
             let of_row = |row| rows.scales(row, col, width).iter().copied();
-            let target = lift_target((strip.row..strip.row + strip.rows).flat_map(of_row));
+            let target = Lift::E2M1.target((strip.row..strip.row + strip.rows).flat_map(of_row));
             for first in (0..width).step_by(x.format.spec().block) {
                 let from = rows.column(strip, col + first);
                 lift_column(isa, lifts, from, target, (&mut codes[first..], width), &mut tally);

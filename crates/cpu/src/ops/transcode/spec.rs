@@ -1,12 +1,13 @@
 //! The specification: one code after the other through the formats' own functions.
 
+use super::lift_of;
 use crate::Cpu;
 use crate::ops::quantize::planes::{get_code, put_codes, put_scale, scales_of};
 use crate::ops::quantize::spans::Spans;
 use crate::ops::quantize::spec::{Decoder, Tally, tile_indices};
 use nibble_core::ops::Counts;
 use nibble_core::{BlockScaled, Result};
-use nibble_formats::{Codec, Element, Format, Scale, e8m0, lift_code, lift_target, shift_code, shift_target};
+use nibble_formats::{Codec, Element, Format, Lift, Scale, e8m0, shift_code, shift_target};
 
 /// Scale byte of a row's block; the callers' checks let powers of two in alone.
 fn scale_byte(x: &BlockScaled<Cpu>, row: usize, block: usize) -> u8 {
@@ -28,19 +29,25 @@ fn is_nan_code(format: Format, code: u8) -> bool {
     format == Format::E4m3 && Element::E4M3.decode(code).is_nan()
 }
 
-/// E4M3 codes of block b of a row of MXFP4, the last of which may be short, under a target scale; counts it.
-fn lift_block(x: &BlockScaled<Cpu>, (row, b): (usize, usize), target: u8, tally: &mut Tally) -> Vec<u8> {
+/// E4M3 codes of block b of a row, the last of which may be short, under a target scale; counts it.
+fn lift_block(
+    lift: Lift,
+    x: &BlockScaled<Cpu>,
+    (row, b): (usize, usize),
+    target: u8,
+    tally: &mut Tally,
+) -> Vec<u8> {
     let (block, source) = (x.format.spec().block, scale_byte(x, row, b));
     let code = |i| get_code(x.codes.as_slice(), x.format, (row, x.cols), i);
     let codes: Vec<u8> = (b * block..x.cols.min((b + 1) * block)).map(code).collect();
-    let lifted: Vec<_> = codes.iter().map(|&code| lift_code(code, source, target)).collect();
+    let lifted: Vec<_> = codes.iter().map(|&code| lift.code(code, source, target)).collect();
     count(tally, x.format, codes.into_iter(), lifted.iter().any(|l| l.1), source == e8m0::NAN);
     lifted.into_iter().map(|l| l.0).collect()
 }
 
-/// MXFP4 rows → E4M3 rows: four blocks share the scale 2⁶ below the largest of theirs.
-pub(super) fn lift_rows(x: &BlockScaled<Cpu>, spans: &Spans, out: &mut BlockScaled<Cpu>) -> Tally {
-    let mut tally = Tally::default();
+/// Rows of a lifted format → E4M3 rows: four blocks share a scale, below the largest of theirs by the element's headroom.
+pub(super) fn lift_rows(x: &BlockScaled<Cpu>, spans: &Spans, out: &mut BlockScaled<Cpu>) -> Result<Tally> {
+    let (mut tally, lift) = (Tally::default(), lift_of(x)?);
     let mut valid = vec![false; x.rows];
     spans.valid().for_each(|row| valid[row] = true);
     let (from, to) = (x.format.spec().block, out.format.spec().block);
@@ -54,15 +61,15 @@ pub(super) fn lift_rows(x: &BlockScaled<Cpu>, spans: &Spans, out: &mut BlockScal
                 put_scale(out, scale_idx, Scale::byte(0));
                 continue;
             }
-            let target = lift_target(sources.clone().map(|b| scale_byte(x, row, b)));
+            let target = lift.target(sources.clone().map(|b| scale_byte(x, row, b)));
             for b in sources {
-                let codes = lift_block(x, (row, b), target, &mut tally);
+                let codes = lift_block(lift, x, (row, b), target, &mut tally);
                 put_codes(&mut out.codes, out.format, (row, x.cols), b * from, &codes);
             }
             put_scale(out, scale_idx, Scale::byte(target));
         }
     }
-    tally
+    Ok(tally)
 }
 
 /// MXFP4 rows → E4M3 tiles, as they stand and transposed: a square of 128 × 128 shares the scale 2⁶ below the largest of its blocks.
@@ -79,9 +86,9 @@ pub(super) fn lift_tiles(
         let rows = tile_n * to..n.min((tile_n + 1) * to);
         let blocks = tile_k * to / from..k.min((tile_k + 1) * to).div_ceil(from);
         let places = || rows.clone().flat_map(|row| blocks.clone().map(move |b| (row, b)));
-        let target = lift_target(places().map(|(row, b)| scale_byte(x, matrix * n + row, b)));
+        let target = Lift::E2M1.target(places().map(|(row, b)| scale_byte(x, matrix * n + row, b)));
         for (row, b) in places() {
-            let codes = lift_block(x, (matrix * n + row, b), target, &mut tally);
+            let codes = lift_block(Lift::E2M1, x, (matrix * n + row, b), target, &mut tally);
             put_codes(&mut out.codes, out.format, (matrix * n + row, k), b * from, &codes);
             for (i, code) in codes.into_iter().enumerate() {
                 let line = matrix * k + b * from + i;
@@ -108,9 +115,10 @@ pub(super) fn to_cols(x: &BlockScaled<Cpu>, spans: &Spans, out: &mut BlockScaled
         for (b, first_col) in (0..x.cols).step_by(from).enumerate() {
             let cols = first_col..x.cols.min(first_col + from);
             let bytes = rows.iter().map(|&row| scale_byte(x, row, b));
-            let target = if x.format == Format::Mxfp4 { lift_target(bytes) } else { shift_target(bytes) };
+            let target =
+                if x.format == Format::Mxfp4 { Lift::E2M1.target(bytes) } else { shift_target(bytes) };
             let convert = |row, col| match x.format {
-                Format::Mxfp4 => lift_code(source_code(row, col), scale_byte(x, row, b), target),
+                Format::Mxfp4 => Lift::E2M1.code(source_code(row, col), scale_byte(x, row, b), target),
                 _ => shift_code(source_code(row, col), scale_byte(x, row, b), target),
             };
             for col in cols.clone() {

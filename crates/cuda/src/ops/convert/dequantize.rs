@@ -44,6 +44,14 @@ pub(crate) fn bare(device: &Device, x: &BlockScaled<Cuda>) -> Result<Tensor<Cuda
     Ok(out)
 }
 
+/// Every value in F32.
+pub(crate) fn whole(device: &Device, x: &BlockScaled<Cuda>) -> Result<Tensor<Cuda>> {
+    Dequantize { x, dtype: DType::F32 }.check()?;
+    let out = Tensor::new(Data::F32(Buf::new(device.alloc(x.rows * x.cols)?)), x.rows, x.cols)?;
+    decode_to(device, x, false, &out)?;
+    Ok(out)
+}
+
 fn decode_to(device: &Device, x: &BlockScaled<Cuda>, bare: bool, out: &Tensor<Cuda>) -> Result<()> {
     BufferCheck::on(OP, device).blocks("x", x)?;
     let desc = DequantizeDesc::of(x, out.dtype())?;

@@ -1,6 +1,7 @@
 //! Conversions of number formats: plain to blocks, blocks to plain, blocks to blocks.
 
 pub(crate) mod dequantize;
+pub(crate) mod lift;
 pub(crate) mod quantize;
 pub(crate) mod scale_tiles;
 pub(crate) mod transcode;

@@ -77,13 +77,14 @@ impl Product<'_> {
     /// On the ordinary cores, which leave rows of no group alone.
     fn run_simt(&self, (a, b): (&Operand<Cuda>, &Operand<Cuda>), d: Target<'_>) -> Result<()> {
         let (a, b) = (&widened(a, b)?, &widened(b, a)?);
-        let block = match a {
+        let record_len = |x: &Operand<Cuda>| match x {
             Operand::Plain(_) => None,
-            // A scale for a whole line is one for whatever is longer.
-            Operand::Block(q) => {
-                Some(q.format.record_len(q.axis).min(self.k.next_multiple_of(LONGEST_BLOCK)))
-            }
+            Operand::Block(q) => Some(q.format.record_len(q.axis)),
         };
+        // A scale for a whole line is one for whatever is longer.
+        let longest = self.k.next_multiple_of(LONGEST_BLOCK);
+        let block =
+            [record_len(a), record_len(b)].into_iter().flatten().min().map(|block| block.min(longest));
         let num_groups = self.groups.map_or(1, |groups| groups.num_groups);
         let (a, b) = (self.side(a)?, self.side(b)?);
         ProductSimt {

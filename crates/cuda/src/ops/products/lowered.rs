@@ -1,44 +1,66 @@
-//! Products of formats that no kernel multiplies as they are: their codes times the scales of their blocks are BF16 numbers, exactly as far
-//! as its exponents reach, and are multiplied as such. Scales of tensors multiply the F32 sums (`csrc/kernels/products/scale_sums.cuh`).
+//! Products of which an operand becomes something else first: FP8 by a lift, BF16 numbers (codes times the scales of their blocks), or F32 ones.
+//! Scales of tensors multiply the F32 sums of BF16 numbers (`csrc/kernels/products/scale_sums.cuh`).
 
 use super::product::{Product, Ragged, Target};
 use crate::backend::Buf;
 use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, KernelArg, Launch, plain_args};
 use crate::ops::Instance;
-use crate::ops::convert::dequantize;
+use crate::ops::convert::{dequantize, lift};
 use crate::ops::planes::type_name;
 use crate::{Buffer, Cuda, Device};
-use nibble_choice::products::Lowered;
+use nibble_choice::products::{Lowered, Made};
 use nibble_core::{DType, Error, Groups, Operand, Result};
+use std::borrow::Cow;
 
 const THREADS: usize = 256;
 /// Columns that a warp of `scale_sums` takes.
 const SEGMENT: usize = 512;
 
-/// Decodes, and multiplies. Rows of no group are left alone, unless there are scales of tensors: then they are zeros.
+/// Makes the operands, and multiplies. Rows of no group are left alone, unless there are scales of tensors: then they are zeros.
 pub(super) fn run(
     path: &Lowered,
     product: &Product<'_>,
     (a, b): (&Operand<Cuda>, &Operand<Cuda>),
     d: Target<'_>,
 ) -> Result<()> {
-    let (device, a, b) = (d.device().clone(), a.block(product.op)?, b.block(product.op)?);
-    let [plain_a, plain_b] =
-        [dequantize::bare(&device, a)?, dequantize::bare(&device, b)?].map(Operand::Plain);
+    let device = d.device().clone();
+    let [made_a, made_b] =
+        [(a, path.sides[0]), (b, path.sides[1])].map(|(x, made)| side(&device, product.op, x, made));
+    let (made_a, made_b) = (&*made_a?, &*made_b?);
     let groups = match (path.whole_groups, product.groups) {
         (Some(_), Some(groups)) => Some(whole_groups(&device, groups)?),
         (_, groups) => groups.cloned(),
     };
     let whole = Product { groups: groups.as_ref(), ..*product };
     let Some(sums) = path.sums else {
-        return whole.run_by(&path.product, (&plain_a, &plain_b), d);
+        return whole.run_by(&path.product, (made_a, made_b), d);
     };
     let mut sums = device.alloc::<f32>(sums)?;
     let to_sums = Target::F32 { values: &mut sums, accumulate: false };
-    whole.run_by(&path.product, (&plain_a, &plain_b), to_sums)?;
-    let [of_a, of_b] = [a, b].map(|x| x.tensor_scale.as_ref().map(Buf::get));
+    whole.run_by(&path.product, (made_a, made_b), to_sums)?;
+    let [of_a, of_b] = [a, b].map(|x| match x {
+        Operand::Block(q) => q.tensor_scale.as_ref().map(Buf::get),
+        Operand::Plain(_) => None,
+    });
     scale_sums(product, &sums, (of_a, of_b), d)
+}
+
+/// An operand as it is multiplied.
+fn side<'a>(
+    device: &Device,
+    op: &'static str,
+    x: &'a Operand<Cuda>,
+    made: Made,
+) -> Result<Cow<'a, Operand<Cuda>>> {
+    Ok(match made {
+        Made::AsIs => Cow::Borrowed(x),
+        Made::Lifted { codes, scales, layout } => {
+            Cow::Owned(Operand::Block(lift::lift(device, x.block(op)?, (codes, scales, layout))?))
+        }
+        Made::Bf16(_) => Cow::Owned(Operand::Plain(dequantize::bare(device, x.block(op)?)?)),
+        Made::F32(_) => Cow::Owned(Operand::Plain(dequantize::whole(device, x.block(op)?)?)),
+    })
 }
 
 /// Groups as a contraction over blocks takes them, each to the end of its last whole block: what lies there are zeros, or, under a Hadamard

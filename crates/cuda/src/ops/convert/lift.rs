@@ -1,0 +1,116 @@
+//! Blocks along lines as FP8 along the same lines, for products (`csrc/kernels/convert/lift_lines.cuh`): see [`Format::lift`].
+
+use super::units::{RecordPlane, UnitFormat};
+use crate::backend::Buf;
+use crate::compile::jit::{KernelSpec, TemplateArg};
+use crate::launch::{Divider, KernelArg, Launch, plain_args};
+use crate::ops::Instance;
+use crate::ops::buffer_check::BufferCheck;
+use crate::ops::planes::column_stride;
+use crate::{Cuda, Device};
+use nibble_core::formats::{BlockAxis, Format, LIFTED_BLOCK, ScaleLayout};
+use nibble_core::{BlockScaled, Error, Result};
+
+const OP: &str = "lift";
+const THREADS: usize = 256;
+/// Values that a thread takes.
+const UNIT: usize = 16;
+/// Below 2³¹ with a cta's threads more.
+const MOST_TASKS: usize = i32::MAX as usize - THREADS;
+
+plain_args!(RecordPlane);
+
+fn spec(format: UnitFormat, whole: bool) -> KernelSpec {
+    let args = vec![("F", TemplateArg::Type(format.device)), ("kWhole", TemplateArg::Bool(whole))];
+    KernelSpec { source: "kernels/convert/lift_lines.cuh", name: "nib::lift_lines", args }
+}
+
+/// Whether a format is lifted under every rule.
+fn is_lifted(format: Format) -> bool {
+    format.spec().rules.iter().all(|rule| format.lift(*rule, BlockAxis::Row).is_some())
+}
+
+/// The instances built for it.
+pub(crate) fn instances() -> Vec<Instance> {
+    let formats = UnitFormat::all().filter(|unit| is_lifted(unit.format));
+    let each = formats.flat_map(|unit| [true, false].map(|whole| spec(unit, whole)));
+    each.map(|spec| Instance { spec, shared_bytes: 0 }).collect()
+}
+
+/// How a launch finds the records of a plane's lines.
+fn records(x: &BlockScaled<Cuda>) -> Result<RecordPlane> {
+    let (line_stride, block_stride) = match (x.scale_layout, x.axis) {
+        (ScaleLayout::RowMajor, _) => (x.shape_of_scales().1, 1),
+        (ScaleLayout::MnMajor, BlockAxis::Col) => (1, column_stride(x.scale_kind(), x.cols)),
+        (layout, _) => {
+            let why = format!("its scales are {layout}; row-major here, or of columns mn-major");
+            return Err(Error::unsupported(OP, x.format, why));
+        }
+    };
+    let [line_stride, block_stride] = [line_stride, block_stride].map(|stride| stride as u64);
+    Ok(RecordPlane { records: x.scales.get().address(), line_stride, block_stride })
+}
+
+/// The plane, of so many bytes of codes and of scales in this layout.
+pub(crate) fn lift(
+    device: &Device,
+    x: &BlockScaled<Cuda>,
+    (codes, scales, layout): (usize, usize, ScaleLayout),
+) -> Result<BlockScaled<Cuda>> {
+    BufferCheck::on(OP, device).blocks("x", x)?;
+    let unit = UnitFormat::of(x.format, x.rule).filter(|_| x.format.lift(x.rule, x.axis).is_some());
+    let unit = unit.ok_or_else(|| Error::unsupported(OP, x.format, "it is not lifted"))?;
+    let (format, rule) = Format::LIFTED;
+    let [codes, scales] = [device.alloc(codes)?, device.alloc(scales)?].map(Buf::new);
+    let made = BlockScaled { format, rule, codes, scales, scale_layout: layout, ..x.clone() };
+    let code_bytes = BlockScaled::<Cuda>::code_bytes(format, x.axis, x.rows, x.cols);
+    let lengths = [(code_bytes, made.codes.get().len()), (made.scale_bytes(), made.scales.get().len())];
+    for (argument, (expected, got)) in ["codes", "scales"].into_iter().zip(lengths) {
+        if got != expected {
+            return Err(Error::shape(OP, argument, got, expected));
+        }
+    }
+    let (lines, len) = if x.axis == BlockAxis::Col { (x.cols, x.rows) } else { (x.rows, x.cols) };
+    let units = len.div_ceil(LIFTED_BLOCK) * (LIFTED_BLOCK / UNIT);
+    let tasks = lines.saturating_mul(units);
+    if tasks > MOST_TASKS || i32::try_from(len).is_err() {
+        return Err(Error::shape(OP, "x", format!("{} × {}", x.rows, x.cols), "fewer values"));
+    }
+    if tasks == 0 {
+        return Ok(made);
+    }
+    let (from, to) = (records(x)?, records(&made)?);
+    let kernel = device.kernel(&spec(unit, len.is_multiple_of(UNIT)))?;
+    let ctas = tasks.div_ceil(THREADS) as u32;
+    let launch = Launch { ctas, threads: THREADS as u32, cluster: 1, shared_bytes: 0 };
+    let (by_units, units, lines, len) = (Divider::by(units as u32), units as u32, lines as i32, len as i32);
+    let args: [&dyn KernelArg; 8] =
+        [x.codes.get(), &from, made.codes.get(), &to, &lines, &len, &by_units, &units];
+    // SAFETY: `BufferCheck` held the planes of x to its shape, and those of `made` were held to theirs here; the kernel stays within lines of
+    // this length and the records of their blocks, and takes whole words only where every line begins on one. A device's buffers start on 16 bytes.
+    unsafe { kernel.launch(launch, &args) }?;
+    Ok(made)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Each format that products lift has an instance, under every rule.
+    #[test]
+    fn every_lifted_format_is_built() {
+        let built: Vec<_> = instances().into_iter().map(|instance| instance.spec).collect();
+        for format in Format::ALL {
+            for &rule in format.spec().rules {
+                if format.lift(rule, BlockAxis::Row).is_some() {
+                    let unit = UnitFormat::of(format, rule).unwrap();
+                    assert!(
+                        [true, false].iter().all(|whole| built.contains(&spec(unit, *whole))),
+                        "{format} {rule}"
+                    );
+                }
+            }
+        }
+        assert!(!built.is_empty());
+    }
+}
