@@ -36,6 +36,8 @@ pub struct Override {
     pub layers: Vec<Layers>,
     /// Which layers of those: whose name has one of these among its parts (`q_proj`, `mlp`, `experts`, `lm_head`). All where there are none.
     pub kinds: Vec<String>,
+    /// Whether a model that has no such layers is none of its business.
+    pub optional: bool,
     /// Part of the run.
     pub steps: Steps,
     /// What to set, by kind of layer.
@@ -117,13 +119,18 @@ pub struct Recipe {
 }
 
 impl Recipe {
-    /// Names of the recipes that ship with Nibble, but for those to study a format.
+    /// Names of the recipes that ship with Nibble, but for those to study a format or a technique.
     pub fn names() -> impl Iterator<Item = &'static str> + Clone {
         BUILTIN.iter().map(|(name, _)| *name)
     }
 
     /// Names of all that ship with Nibble.
     pub fn all_names() -> impl Iterator<Item = &'static str> + Clone {
+        shipped::all().map(|(name, _)| *name)
+    }
+
+    /// Names of those that differ from others in more than a few keys.
+    pub fn distinct_names() -> impl Iterator<Item = &'static str> + Clone {
         BUILTIN.iter().chain(&STUDIES).map(|(name, _)| *name)
     }
 
@@ -132,7 +139,7 @@ impl Recipe {
     /// # Errors
     /// [`Error::Recipe`] with a suggestion if there is none of this name.
     pub fn builtin(name: &str) -> Result<Self> {
-        match BUILTIN.iter().chain(&STUDIES).find(|(n, _)| *n == name) {
+        match shipped::all().find(|(n, _)| *n == name) {
             Some((_, text)) => Self::parse(name, text),
             None => Err(Error::Recipe {
                 recipe: name.into(),
@@ -257,7 +264,11 @@ impl Recipe {
 
     fn check_override(&self, o: &Override, layers: &[Layer]) -> Result<()> {
         let fail = |key: String, why| Err(Error::Recipe { recipe: self.name.clone(), key, why });
-        if let Some((key, why)) = o.fault(layers, self.run) {
+        let is_none = |layer: &Layer| !o.is_for(layer.kind, &layer.name, self.run);
+        if o.optional && layers.iter().all(is_none) {
+            return Ok(());
+        }
+        if let Some((key, why)) = o.fault(layers, self.run).filter(|_| !o.optional) {
             return fail(key.into(), why);
         }
         let is_set = |kind, setting: &Setting| {

@@ -435,17 +435,22 @@ impl Reader<'_> {
 
     fn one_override(&self, table: &Table) -> Result<Override> {
         let all = vec![Layers::Named("*".into())];
-        let mut o = Override { layers: all, kinds: Vec::new(), steps: Steps::ALL, set: Vec::new() };
+        let mut o =
+            Override { layers: all, kinds: Vec::new(), optional: false, steps: Steps::ALL, set: Vec::new() };
         let mut products = None;
         for (key, value) in table {
             match key.as_str() {
                 "layers" => o.layers = self.layers(value)?,
                 "kinds" => o.kinds = self.strings("override.kinds", value)?,
+                "optional" => {
+                    let why = || format!("expected true or false, got {value}");
+                    o.optional = value.as_bool().ok_or_else(|| self.error("override.optional", why()))?;
+                }
                 "products" => products = Some(self.products(value)?),
                 "steps" => o.steps = self.steps(self.string("override.steps", value)?)?,
                 "set" => {}
                 other => {
-                    let known = ["layers", "kinds", "products", "steps", "set"];
+                    let known = ["layers", "kinds", "optional", "products", "steps", "set"];
                     return Err(self.error("override", unknown("key", other, known.into_iter())));
                 }
             }

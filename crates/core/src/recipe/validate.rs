@@ -197,7 +197,8 @@ fn conversion(check: &Check<'_>, site: Site) -> Result<()> {
     let made = format!("{} ({origin})", origin_site.key());
     let refuse = |why: String| check.fail::<()>(site, why);
     match p.by {
-        By::Requantize if !p.format.is_block() => {
+        // Of a weight there is another source than what fprop multiplies.
+        By::Requantize if !p.format.is_block() && site != Site::DgradW => {
             return refuse(format!("`by` decides nothing: it is {made} dequantized"));
         }
         // Lines of dgrad's weight run across those of fprop's.

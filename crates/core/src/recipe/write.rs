@@ -26,6 +26,9 @@ impl Recipe {
             if !o.kinds.is_empty() {
                 let _ = writeln!(out, "kinds = {}", Value::from(o.kinds.clone()));
             }
+            if o.optional {
+                out += "optional = true\n";
+            }
             let _ = writeln!(out, "steps = \"{}\"", o.steps);
             for (kind, setting) in &o.set {
                 let _ = writeln!(out, "set.{}.{} = {}", kind.name(), setting.key(), in_toml(setting));
