@@ -34,7 +34,7 @@ struct Run {
     steps: u64,
 }
 
-/// The small run, and that of a dense model, under every recipe. The recipes that study a format have fewer losses, and a wider MLP.
+/// The small run, and that of a dense model, under every recipe. Recipes that study a format or a technique have fewer losses, and a wider MLP.
 fn runs() -> Vec<Run> {
     let of = |recipe: &'static str| {
         let (steps, dense): (_, &[&str]) = match Recipe::names().any(|name| name == recipe) {
@@ -53,7 +53,7 @@ fn runs() -> Vec<Run> {
             run("The small dense run", "dense", rig::dense(recipe, dense)),
         ]
     };
-    rig::recipes().into_iter().flat_map(of).collect()
+    Recipe::all_names().flat_map(of).collect()
 }
 
 fn file(run: &Run) -> PathBuf {
