@@ -304,6 +304,18 @@ fn lowered() -> Vec<HeadCodecs> {
     ]
 }
 
+/// Products of two formats, with those of the weight: all multiplied as FP8; BF16, or F32, beside plain ones; each otherwise.
+fn two_formats() -> [(HeadCodecs, [Option<Codec>; 2]); 3] {
+    use Format::{E4m3, Mxfp4, Mxfp6E2m3, Mxfp8E4m3, Mxfp8E5m2};
+    let of = |format| Some(codec(format, ScaleRule::Rceil, Rounding::NearestEven));
+    let codecs = |fprop_x, dgrad_dy, wgrad_dy, wgrad_x| HeadCodecs { fprop_x, dgrad_dy, wgrad_dy, wgrad_x };
+    [
+        (codecs(of(Mxfp4), of(Mxfp6E2m3), of(E4m3), of(Mxfp4)), [of(E4m3), of(E4m3)]),
+        (codecs(None, None, of(Mxfp8E4m3), None), [of(Mxfp8E4m3), of(Mxfp4)]),
+        (codecs(of(E4m3), of(Mxfp8E5m2), None, of(E4m3)), [None, of(Mxfp4)]),
+    ]
+}
+
 /// Operands in FP8: all of them and those of some products; shards that are cut and several a chunk, and one that ends inside a
 /// block; widths and vocabularies that do, and such as no tensor core takes. Tokens in F32 too, whose gradients are not rounded.
 fn quantized<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
@@ -344,6 +356,13 @@ fn quantized<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
         for (j, (tokens, d, vocab, shards, chunk)) in sizes.into_iter().enumerate() {
             let (grad, dtype) = (grads[(i + j) % 4], if j == 0 { DType::F32 } else { DType::Bf16 });
             pair.check(&Head { tokens, d, vocab, shards, chunk, dtype, codecs, grad, values, weights: None });
+        }
+    }
+    for (i, (codecs, weights)) in two_formats().into_iter().enumerate() {
+        for (j, (tokens, d, vocab, shards, chunk)) in sizes.into_iter().enumerate() {
+            let (grad, dtype) = (grads[(i + j) % 4], if j == 0 { DType::F32 } else { DType::Bf16 });
+            let weights = Some(weights);
+            pair.check(&Head { tokens, d, vocab, shards, chunk, dtype, codecs, grad, values, weights });
         }
     }
     if !pair.strict {
