@@ -156,8 +156,11 @@ impl QuantizeDesc {
         self.codec.scale_kind()
     }
 
-    /// The fast kernels that do it, if they are built and take the shape.
+    /// The fast kernels that do it, if they are built and take the shape. They choose scales by their rule alone.
     pub fn fast_kernels(&self) -> Option<FastKernels> {
+        if !self.codec.scaling().is_default() {
+            return None;
+        }
         let (format, element) = (self.codec.format(), self.codec.element());
         let (input, kind, rounding) = (self.input, self.kind(), self.codec.rounding());
         let wanted = FastKernels { input, format, element, kind, rounding, hadamard: self.hadamard };

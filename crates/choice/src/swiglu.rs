@@ -14,11 +14,12 @@ pub const TILE: usize = 128;
 /// The rules of E4M3 scales that kernels which make more than one thing are built for: those of the recipes.
 pub const FUSED_RULES: [ScaleRule; 2] = [ScaleRule::Amax, ScaleRule::Rceil];
 
-/// Whether a codec is E4M3 as such kernels write it.
+/// Whether a codec is E4M3 as such kernels write it, with scales by the rule alone.
 fn is_fused_e4m3(codec: Codec) -> bool {
     codec.format() == Format::E4m3
         && codec.rounding() == Rounding::NearestEven
         && FUSED_RULES.contains(&codec.rule())
+        && codec.scaling().is_default()
 }
 
 /// The plain matrix that a form is made from. Quantization sees F32, not what BF16 would leave of it.
@@ -85,6 +86,7 @@ impl SwigluPath {
             saved.format() == Format::Mxfp4
                 && saved.rule() == ScaleRule::Rceil
                 && saved.rounding() == Rounding::NearestEven
+                && saved.scaling().is_default()
         });
         let by_rows = keeps_mxfp4 && fits(32, rows);
         match (op.a, tiled_capacity(rows, op.groups)) {

@@ -184,6 +184,11 @@ impl Scaling {
         *self == Scaling::default()
     }
 
+    /// Whether blocks choose their scales as they do by default; that of the tensor may be another.
+    pub fn is_default_in_blocks(&self) -> bool {
+        Scaling { outer: Outer::default(), ..*self }.is_default()
+    }
+
     /// What makes stochastic rounding unbiased, with `dither:0.5`: the least room in which no code saturates, as long as a block's scale is one of
     /// the normal numbers of its kind. None for plain formats, rules that a format does not know, and `cann`, which rounds products before codes.
     ///

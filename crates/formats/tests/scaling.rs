@@ -16,7 +16,7 @@ fn blocks(len: usize) -> Vec<Vec<f32>> {
         let of = |i: usize| {
             let x = normal(set * len + i);
             let tailed = if set % 3 == 1 { x * x * x * (2.0 * x.abs()).exp() } else { x };
-            let zeroed = if set % 7 == 0 && i % 3 == 0 { 0.0 * x } else { tailed };
+            let zeroed = if set % 7 == 0 && i.is_multiple_of(3) { 0.0 * x } else { tailed };
             ((zeroed * unit) as f32).clamp(-f32::MAX, f32::MAX)
         };
         all.push((0..len).map(of).collect());
@@ -39,7 +39,7 @@ fn nearest(all: &[(f64, u8)], x: f64, away: bool) -> (f64, u8) {
     let x = x.min(all[all.len() - 1].0);
     let better = |a: (f64, u8), b: (f64, u8)| {
         let (of_a, of_b) = ((a.0 - x).abs(), (b.0 - x).abs());
-        let tie = if away { b.0 > a.0 } else { b.1 % 2 == 0 };
+        let tie = if away { b.0 > a.0 } else { b.1.is_multiple_of(2) };
         if of_b < of_a || of_b == of_a && tie { b } else { a }
     };
     all.iter().copied().reduce(better).unwrap()

@@ -4,7 +4,7 @@
 mod rig;
 
 use nibble_core::Recipe;
-use nibble_core::formats::Format;
+use nibble_core::formats::{Format, ScaleKind};
 use nibble_core::recipe::{By, LayerKind, Precision, Product, Site};
 use nibble_cpu::Cpu;
 use nibble_train::config::Config;
@@ -282,7 +282,11 @@ fn changes(now: &Precision) -> Vec<String> {
             "axis = \"col\"",
             "block = \"line\"",
         ];
-        all.extend(fields.iter().chain(&SCALING).map(|field| format!("\"{}\", {field} }}", now.format)));
+        // Under twice the power of two a code of eight bits is the same number, but for the smallest.
+        let spec = now.format.spec();
+        let is_shifted = spec.code_bits == 8 && (spec.scales)(spec.rules[0]) == ScaleKind::E8M0;
+        let scaling = SCALING.iter().filter(|field| !(is_shifted && field.starts_with("headroom")));
+        all.extend(fields.iter().chain(scaling).map(|field| format!("\"{}\", {field} }}", now.format)));
     }
     all
 }

@@ -17,6 +17,10 @@
 //   has_pairs    whether two lines of BF16 numbers are encoded side by side under a rounding; Hif4 shows how
 //   has_table    whether BF16 numbers are encoded two at a time, by a table's entry for the scale byte; Nvfp4Block shows how,
 //                with the `bytes_of` and `pair_code` that table_encoder.cuh calls
+//   kChosen      whether scales are chosen as ScalingArg says: false, but in Chosen<..>. What follows is for that alone
+//   kThresholds  whether `refine` takes the thresholds of octaves too
+//   kCandidates  whether blocks of 16 choose between scales: scale<true> is one and a half times as large, and `lost` compares; Nvfp4Codes
+//                shows how
 // The record of a block with a NaN or an infinity has the inverse NaN, and the block's codes are zeros. The twin of
 // crates/formats/src/block.rs.
 //
@@ -28,6 +32,7 @@
 //   struct       of the namespace nib, or an alias there
 //   roundings    NearestEven, NearestAway, Stochastic: those that have instances of quantize_units to themselves. The others share one,
 //                kAnyRounding. There are none for a format with faster kernels of its own, which do what is common.
+//                Where scales may be chosen (ScalingArg), two instances more, of Chosen<struct>, take every rounding.
 #pragma once
 #include "formats/small_elements.cuh"
 
@@ -70,11 +75,40 @@ __device__ __forceinline__ Scaled power_of(u32 amax, ScaleArg rule) {
     return {byte, __uint_as_float(byte == 254 ? 0x00400000 : (254 - byte) << 23)};
 }
 
+/// How scales are chosen within a rule; `ScalingArg` of the launch.
+struct ScalingArg {
+    float headroom;
+    float high, low;  // thresholds of octaves
+    u32 divides;      // whether values are multiplied by the reciprocal of their scale as an F32 number
+    u32 candidates;   // 0: the scale that takes the largest magnitude to 6. Or to 4, by squared errors (1) or by absolute ones (2)
+
+    /// The bits of a magnitude with room above it.
+    __device__ __forceinline__ u32 over(u32 amax) const {
+        return amax >= kInfinityBits ? amax : __float_as_uint(fminf(__fmul_rn(__uint_as_float(amax), headroom), 0x1.fffffep127f));
+    }
+};
+
+/// A format whose scales are chosen as ScalingArg says. It is encoded by the rounding that is known at run time.
+template <class F>
+struct Chosen : F {
+    static constexpr bool kChosen = true;
+
+    template <int kRound>
+    __host__ __device__ static constexpr bool has_pairs() {
+        return false;
+    }
+    template <int kRound>
+    __host__ __device__ static constexpr bool has_table() {
+        return false;
+    }
+};
+
 /// The common part of formats with one factor for all values of a block.
 template <class E>
 struct OneFactor {
     using Element = E;
     static constexpr bool kLine = false, kTensor = false, kTiles = false, kLimits = false;
+    static constexpr bool kChosen = false, kThresholds = false, kCandidates = false;
 
     template <int kRound>
     __host__ __device__ static constexpr bool has_pairs() {

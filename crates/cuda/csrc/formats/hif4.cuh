@@ -12,6 +12,7 @@ struct Hif4 {
     using Element = S1p2;
     static constexpr int kBlock = 64, kPart = 4, kScaleBytes = 4;
     static constexpr bool kLine = false, kTensor = false, kTiles = false, kLimits = false;
+    static constexpr bool kChosen = false, kThresholds = true, kCandidates = false;
     static constexpr u32 kNan = 0xFF;
 
     __device__ __forceinline__ static Scaled scale(u32 amax, ScaleArg, TensorInverse) {
@@ -34,14 +35,15 @@ struct Hif4 {
 
     /// The octaves of kCount parts from `first` on, in their places of a record, and the factors for the parts' values.
     template <int kCount>
-    __device__ __forceinline__ static u32 refine(float inverse, const u32 (&amax)[kCount], int first, float (&factor)[kCount]) {
+    __device__ __forceinline__ static u32 refine(float inverse, const u32 (&amax)[kCount], int first, float (&factor)[kCount], float high = 4.0f,
+                                                 float low = 2.0f) {
         u32 octaves = 0;
 #pragma unroll
         for (int i = 0; i < kCount; i += 2) {
-            // A truncated product is at least four exactly where the exact product is.
+            // A truncated product is at least a threshold exactly where the exact product is.
             const float a = __fmul_rz(__uint_as_float(amax[i]), inverse), b = __fmul_rz(__uint_as_float(amax[i + 1]), inverse);
-            const bool doubled = fmaxf(a, b) >= 4.0f;
-            const float bound = doubled ? 4.0f : 2.0f, all = doubled ? __fmul_rn(inverse, 0.5f) : inverse;
+            const bool doubled = fmaxf(a, b) >= high;
+            const float bound = doubled ? high : low, all = doubled ? __fmul_rn(inverse, 0.5f) : inverse;
             factor[i] = a >= bound ? __fmul_rn(all, 0.5f) : all;
             factor[i + 1] = b >= bound ? __fmul_rn(all, 0.5f) : all;
             octaves |= u32(doubled) << (8 + (first + i) / 2) | u32(a >= bound) << (16 + first + i) | u32(b >= bound) << (17 + first + i);

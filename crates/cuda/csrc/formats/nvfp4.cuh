@@ -9,12 +9,34 @@ namespace nib {
 /// What NVFP4 has in common with and without a scale of the tensor.
 struct Nvfp4Codes : OneFactor<SixteenE2m1> {
     static constexpr int kBlock = 16, kPart = 16, kScaleBytes = 1;
-    static constexpr bool kTiles = true;
+    static constexpr bool kTiles = true, kCandidates = true;
     static constexpr u32 kNan = 0x7F;
 
     /// The value of a block's scale byte, NaN included.
     __device__ __forceinline__ static float multiplier(u32 record, int) {
         return (record & 0x7F) == kNan ? __uint_as_float(kNanBits) : E4m3::decode(record);
+    }
+
+    /// What is lost of sixteen values under a scale, in units that the scale of 6 gives both candidates. A sum of whole numbers has no order.
+    __device__ __forceinline__ static u32 lost(const float (&x)[16], const Scaled& scale, const Scaled& six, TensorInverse tensor, bool squared) {
+        const float of_code = E4m3::decode(scale.record);
+        const u32 exponent = __float_as_uint(fmaxf(E4m3::decode(six.record), 0x1p-9f)) >> 23;
+        const float unit = __uint_as_float((254 - exponent) << 23);
+        u32 sum = 0;
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+            const float code = nearest_code(__fmul_rn(fabsf(x[i]), scale.inverse));
+            const float rest = __fmul_rn(__fsub_rn(fabsf(__fmul_rn(x[i], tensor.inverse)), __fmul_rn(code, of_code)), unit);
+            const float share = __fmul_rn(squared ? __fmul_rn(rest, rest) : fabsf(rest), 0x1p20f);
+            sum += __float2uint_rz(fminf(share, 0x1.fffffep23f));
+        }
+        return sum;
+    }
+
+    /// The number nearest to a magnitude, ties to the even code: the last place of `far` is worth the step between codes.
+    __device__ __forceinline__ static float nearest_code(float x) {
+        const float far = x < 2.0f ? 0x1p22f : x < 4.0f ? 0x1p23f : 0x1p24f;
+        return __fsub_rn(__fadd_rn(fminf(x, 6.0f), far), far);
     }
 
     /// A scale byte is rounded, so a quotient may exceed the largest code: kWithin never holds.
@@ -28,9 +50,11 @@ struct Nvfp4Codes : OneFactor<SixteenE2m1> {
 struct Nvfp4 : Nvfp4Codes {
     static constexpr bool kTensor = true;
 
+    template <bool kFour = false>
     __device__ __forceinline__ static Scaled scale(u32 amax, ScaleArg, TensorInverse tensor) {
         if (amax >= kInfinityBits) return Scaled::nan(kNan);
-        const float wanted = __fmul_rn(__uint_as_float(amax), __fmul_rn(tensor.inverse, 1.0f / 6.0f));
+        float wanted = __fmul_rn(__uint_as_float(amax), __fmul_rn(tensor.inverse, 1.0f / 6.0f));
+        if constexpr (kFour) wanted = __fmul_rn(wanted, 1.5f);
         const u32 byte = ptx::e4m3x2_from_f32(wanted, 0.0f) & 0xFF;
         if (byte == kNan) return Scaled::nan(byte);
         // Under a scale of zero all but zeros get the largest code, which decodes to zero.
@@ -51,8 +75,11 @@ struct Nvfp4Block : Nvfp4Codes {
         return __fmaf_rn(__fmaf_rn(-6.0f, near, amax), kSixth, near);
     }
 
+    template <bool kFour = false>
     __device__ __forceinline__ static Scaled scale(u32 amax, ScaleArg, TensorInverse) {
-        const u32 byte = ptx::e4m3x2_from_f32(sixth(__uint_as_float(amax)), 0.0f) & 0xFF;
+        float wanted = sixth(__uint_as_float(amax));
+        if constexpr (kFour) wanted = __fmul_rn(wanted, 1.5f);
+        const u32 byte = ptx::e4m3x2_from_f32(wanted, 0.0f) & 0xFF;
         const float value = E4m3::decode(byte), approx = ptx::reciprocal_approx(value);
         // One Newton step gives the correctly rounded reciprocal, since the value has only four significant bits.
         const float inverse = byte == 0 ? 0x1.fffffep127f : __fmaf_rn(__fmaf_rn(-value, approx, 1.0f), approx, approx);

@@ -1,4 +1,5 @@
 mod amax;
+mod scaled;
 
 pub use amax::measure_amax;
 
@@ -458,7 +459,7 @@ fn wide<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     }
 }
 
-/// Conformance of [`Quantize`]: every format, rule, plane and kind of values; every rounding; ragged rows; parts of matrices; transforms.
+/// Conformance of [`Quantize`]: every format, rule, plane and kind of values; every rounding; every way to choose scales; ragged rows; parts of matrices; transforms.
 pub fn quantize<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     of_earlier_steps(pair);
     amax::parts(pair);
@@ -510,6 +511,7 @@ pub fn quantize<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     }
     step_on_device(pair);
     general(pair);
+    scaled::scaled_blocks(pair);
     transformed(pair);
     wide(pair);
 }

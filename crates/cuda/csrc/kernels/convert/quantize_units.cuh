@@ -18,6 +18,7 @@
 //   `col_any` whether it has a non-zero code; columns have these for each span of rows (`span_of_row`; one if null), and a record for each
 //   `column_record` rows: 128, which groups start at multiples of, or all of them. Those with one for a tensor take `tensor`, by the span of a
 //   row: `span_of_row`, or its matrix if null.
+//   Chosen<F> takes `scaling`. Squares add up what they lose under either scale in shared memory, in whole numbers.
 //   With `found` (a tensor's scale alone, of earlier steps): the bits of the largest magnitude of each of `found_spans` spans, zeros before; a NaN
 //   where a value is not finite. found_counts[0] += the finite values that are larger than `unit` of their span.
 //
@@ -150,6 +151,7 @@ __global__ void __launch_bounds__(kUnitThreads, kUnitCtas<F, In, kRound>) quanti
         if (is_square && threadIdx.x < 64) {
             shared.square_max[threadIdx.x] = 0;
             shared.square_any[threadIdx.x] = 0;
+            if constexpr (kChooses<F>) shared.square_lost[0][threadIdx.x] = shared.square_lost[1][threadIdx.x] = 0;
         }
     }
     ptx::copies_wait();
@@ -167,6 +169,12 @@ __global__ void __launch_bounds__(kUnitThreads, kUnitCtas<F, In, kRound>) quanti
                 atomicMax(&shared.square_max[threadIdx.x / 2 / F::kBlock * 8 + col / F::kBlock], largest);
             }
             __syncthreads();
+            if constexpr (kChooses<F>) {
+                if (arg.scaling.candidates != 0) {
+                    encoder.compare_squares(matrix, first_row + int(threadIdx.x) / kAcross);
+                    __syncthreads();
+                }
+            }
         }
     }
     const auto store = [&](bool rows) {

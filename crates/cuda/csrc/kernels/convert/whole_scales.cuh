@@ -13,7 +13,7 @@
 // spans_of_rows: which of num_groups groups, whose first rows and end are in `start`, a row lies in, or num_groups. 256 threads; grid
 //   ceil(rows / 256).
 // tensor_scales: for each of `spans` spans the factor for its values, one over the factor, and the scale that is stored; of NVFP4 (kNvfp4), or of
-//   FP8 whose largest number is `largest`. With `earlier`: the scale follows from the magnitude that is expected of the span, where that is known.
+//   FP8. `largest` is what the largest magnitude becomes. kPower: the scale of NVFP4 is rounded up to a power of two. With `earlier`: the scale follows from the magnitude that is expected of the span, where that is known.
 //   In place of one over the factor comes the expected magnitude (infinity where it is not known). counts[1] += the values of those spans: cols in
 //   each of len[span] rows, or of matrix_rows where null. 256 threads; grid ceil(spans / 256).
 // spread_scales: out[row] = scale[span_of_row[row]], or of row / matrix_rows where null; NaN where `found` says that a value of the span is not
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(256) spans_of_rows(const int* __restrict__ sta
     out[row] = low;
 }
 
-template <bool kNvfp4>
+template <bool kNvfp4, bool kPower>
 __global__ void __launch_bounds__(256)
     tensor_scales(const u32* __restrict__ maxima, int spans, float largest, TensorInverse* inverses, float* scales, const EarlierArg earlier,
                   const int* __restrict__ len, int matrix_rows, int cols, u64* counts) {
@@ -199,7 +199,10 @@ __global__ void __launch_bounds__(256)
         inverse = scale = __uint_as_float(kNanBits);
     } else if (bits != 0) {
         inverse = __fdiv_rn(largest, amax);
-        if constexpr (kNvfp4) {
+        if constexpr (kPower) {
+            scale = fmaxf(__uint_as_float((__float_as_uint(__fdiv_rn(amax, largest)) + 0x7FFFFF) & 0xFF800000), 0x1p-126f);
+            inverse = __frcp_rn(scale);
+        } else if constexpr (kNvfp4) {
             inverse = fminf(inverse, most);
             scale = __fdiv_rn(amax, largest);
         } else {

@@ -84,6 +84,7 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
                 for (int i = 1; i < kStep / 16; ++i) largest = max(largest, x[i].template largest<16>(0));
                 if constexpr (F::kBlock == 128) largest = max(largest, __shfl_xor_sync(kAllLanes, largest, 1));
                 scale = scale_of(largest, exists ? arg.row_amax : nullptr, line, square, tensor, is_padding);
+                if constexpr (kChooses<F>) scale = better_of(scale, largest, square, tensor, is_padding, [&](int i) { return x[0].value(i); });
                 if constexpr (kNotes) {
                     if (arg.found != nullptr) {
                         note(matrix, row, exists && !is_padding, largest, [&](int i, int j) {
@@ -134,6 +135,25 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
         }
     }
 
+    /// Adds what this thread's values of a row lose under either scale of their squares.
+    __device__ __forceinline__ void compare_squares(int matrix, int row) const {
+        TensorInverse tensor{1.0f, 1.0f};
+        if constexpr (F::kTensor) tensor = arg.tensor_of(matrix, row);
+#pragma unroll 1
+        for (int i = 0; i < kUnit / 16; ++i) {
+            const int square = square_of(threadIdx.x / kAcross, threadIdx.x % kAcross * kUnit + i * 16);
+            const u32 largest = arg.scaling.over(shared.square_max[square]);
+            const Scaled six = F::scale(largest, arg.rule, tensor), four = F::template scale<true>(largest, arg.rule, tensor);
+            const Sixteen<In> sixteen = Sixteen<In>::load(shared.values, threadIdx.x, i);
+            float x[16];
+#pragma unroll
+            for (int j = 0; j < 16; ++j) x[j] = sixteen.value(j);
+            if (six.is_nan()) continue;
+            atomicAdd(&shared.square_lost[0][square], F::lost(x, six, six, tensor, arg.scaling.candidates == 1));
+            atomicAdd(&shared.square_lost[1][square], F::lost(x, four, six, tensor, arg.scaling.candidates == 1));
+        }
+    }
+
     /// This thread's rows of two columns of the tile.
     __device__ __forceinline__ void encode_columns(int matrix, int first_row, int first_col) const {
         constexpr int kStep = F::kBlock < 32 ? F::kBlock : 32, kSteps = 32 / kStep;
@@ -178,6 +198,11 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
                     if constexpr (F::kBlock == 128) largest[c] = max(largest[c], __shfl_xor_sync(kAllLanes, largest[c], 16));
                     const u32* const of_lines = col + c < arg.cols ? arg.col_amax : nullptr;
                     scale[c] = scale_of(largest[c], of_lines, arg.maximum_of(true, line + c, position), square_of(quarter * 32 + first, in_tile + c), tensor, is_padding);
+                    if constexpr (kChooses<F>) {
+                        scale[c] = better_of(scale[c], largest[c], square_of(quarter * 32 + first, in_tile + c), tensor, is_padding, [&](int i) {
+                            return c == 0 ? x[0].template value<false>(i) : x[0].template value<true>(i);
+                        });
+                    }
                 }
                 if constexpr (kNotes) {
                     if (arg.found != nullptr && arg.form == kFormCols) {
@@ -308,8 +333,33 @@ private:
             if (is_square()) largest = shared.square_max[square];
         }
         if constexpr (F::kLine) largest = of_lines == nullptr ? 0 : __ldg(of_lines + maximum);
-        const Scaled scale = F::scale(largest, arg.rule, tensor);
+        if constexpr (F::kChosen) largest = arg.scaling.over(largest);
+        Scaled scale = F::scale(largest, arg.rule, tensor);
+        if constexpr (F::kChosen && F::kThresholds) {
+            if (arg.scaling.divides && !scale.is_nan()) scale.inverse = __frcp_rn(F::multiplier(scale.record, 0));
+        }
         return is_padding ? least() : scale;
+    }
+
+    /// Of a block of sixteen values, or of its square, the scale of 4 where that loses less than the one of 6.
+    template <class Value>
+    __device__ __forceinline__ Scaled better_of(const Scaled& six, u32 largest, int square, TensorInverse tensor, bool is_padding,
+                                                const Value& value) const {
+        if (arg.scaling.candidates == 0 || is_padding || six.is_nan()) return six;
+        if (is_square()) largest = shared.square_max[square];
+        const Scaled four = F::template scale<true>(arg.scaling.over(largest), arg.rule, tensor);
+        u32 of_six, of_four;
+        if (is_square()) {
+            of_six = shared.square_lost[0][square];
+            of_four = shared.square_lost[1][square];
+        } else {
+            float x[16];
+#pragma unroll
+            for (int i = 0; i < 16; ++i) x[i] = value(i);
+            of_six = F::lost(x, six, six, tensor, arg.scaling.candidates == 1);
+            of_four = F::lost(x, four, six, tensor, arg.scaling.candidates == 1);
+        }
+        return of_four < of_six ? four : six;
     }
 
     __device__ __forceinline__ Decision decision(UnitBits& bits, int matrix, int row, int col) const {
@@ -344,7 +394,9 @@ private:
     __device__ __forceinline__ bool encode_sixteen(const float (&v)[16], const u32 (&amax)[kFactors], const Scaled& scale, u32& octaves, int which,
                                                    u32* words, const Decide& decide) const {
         float factor[kFactors];
-        if constexpr (kFactors > 1) octaves |= F::refine(scale.inverse, amax, which * kFactors, factor);
+        if constexpr (kFactors > 1 && F::kChosen && F::kThresholds)
+            octaves |= F::refine(scale.inverse, amax, which * kFactors, factor, arg.scaling.high, arg.scaling.low);
+        else if constexpr (kFactors > 1) octaves |= F::refine(scale.inverse, amax, which * kFactors, factor);
         else factor[0] = scale.inverse;
         u32 of[kWords];
         const bool any = F::template encode<kRound, kWithin>(v, factor, of, decide);

@@ -48,6 +48,7 @@ struct UnitsArg {
     ScaleArg rule;
     u32 of_bf16;             // whether x is BF16, where there is a transform
     TransformArg transform;  // down the columns, as they are read
+    ScalingArg scaling;      // of Chosen formats
 
     __device__ __forceinline__ bool counts_row(int row) const { return row < rows && (row_id == nullptr || __ldg(row_id + (row & id_mask)) >= 0); }
     /// The number of a row for random bits.
@@ -69,8 +70,19 @@ struct UnitsArg {
     }
 };
 
+/// Where squares choose between scales: what is lost of each under either.
+template <bool kCandidates>
+struct SquareLosses {};
+template <>
+struct SquareLosses<true> {
+    u32 square_lost[2][64];
+};
+
+template <class F>
+constexpr bool kChooses = F::kChosen && F::kCandidates;
+
 template <class F, class In, int kAcross>
-struct alignas(16) QuantizeUnitsShared {
+struct alignas(16) QuantizeUnitsShared : SquareLosses<kChooses<F>> {
     UnitValues<In, kAcross> values;
     UnitCodes<F> codes;
     u32 square_max[64];  // of the squares of a tile, row after row

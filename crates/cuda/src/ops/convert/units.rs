@@ -2,7 +2,7 @@
 
 use nibble_choice::quantize::has_fast_kernels;
 use nibble_core::DType;
-use nibble_core::formats::{Format, Rounding, ScaleRule};
+use nibble_core::formats::{Format, Headroom, Rounding, ScaleRule, Scaling};
 
 /// Values of a unit, units of a tile.
 const VALUES_PER_UNIT: usize = 64;
@@ -18,6 +18,8 @@ pub(super) struct UnitFormat {
     pub rule: Option<ScaleRule>,
     /// The device's struct (`csrc/formats/`).
     pub device: &'static str,
+    /// The same with scales that are chosen otherwise than by default.
+    chosen: &'static str,
     /// The roundings that it has a way of its own for; none where other kernels take what is common.
     pub own: &'static [Rounding],
 }
@@ -26,9 +28,10 @@ const fn row(
     format: Format,
     rule: Option<ScaleRule>,
     device: &'static str,
+    chosen: &'static str,
     own: &'static [Rounding],
 ) -> UnitFormat {
-    UnitFormat { format, rule, device, own }
+    UnitFormat { format, rule, device, chosen, own }
 }
 
 /// Every format of blocks: each `NIB_UNIT_FORMAT` of `csrc/formats/`, by file and line. The build script writes them (`compile/unit_formats.rs`).
@@ -51,15 +54,24 @@ impl UnitFormat {
         FORMATS.iter().copied()
     }
 
+    /// The struct with scales that are chosen otherwise, where one of its rules has such a choice.
+    pub fn chosen(&self) -> Option<&'static str> {
+        let scaling = Scaling { headroom: Headroom::MOST, ..Scaling::default() };
+        let mut rules =
+            self.format.spec().rules.iter().filter(|rule| Self::of(self.format, **rule) == Some(*self));
+        rules.any(|rule| scaling.check(self.format, *rule).is_ok()).then_some(self.chosen)
+    }
+
     /// `UnitCodes` of the kernels.
     fn code_bytes(&self) -> usize {
         let of_unit = VALUES_PER_UNIT * self.format.spec().code_bits as usize / 8;
         UNITS * if of_unit == 48 { 48 } else { of_unit + 16 }
     }
 
-    /// `QuantizeUnitsShared` of the kernel.
-    pub fn quantize_shared_bytes(&self, input: DType) -> usize {
-        let squares_and_total = (64 + 64 + 3) * size_of::<u32>();
+    /// `QuantizeUnitsShared` of the kernel; where scales are chosen otherwise, squares may have candidates.
+    pub fn quantize_shared_bytes(&self, input: DType, is_chosen: bool) -> usize {
+        let losses = if is_chosen && self.format.spec().has_candidates { 2 * 64 } else { 0 };
+        let squares_and_total = (losses + 64 + 64 + 3) * size_of::<u32>();
         (value_bytes(input) + self.code_bytes() + squares_and_total).next_multiple_of(16)
     }
 

@@ -8,7 +8,7 @@ use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch, plain_args};
 use crate::ops::buffer_check::BufferCheck;
 use crate::{Buffer, Cuda, Device};
-use nibble_core::formats::Format;
+use nibble_core::formats::{Candidates, Format, Outer, Scaling};
 use nibble_core::ops::{Delayed, MeasureAmax, Planes, Quantize};
 use nibble_core::{BlockScaled, DType, Result};
 
@@ -27,8 +27,9 @@ fn transformed_maxima_spec(input: DType) -> KernelSpec {
     whole_spec("nib::hadamard_maxima", vec![("In", input_type(input))])
 }
 
-fn tensor_spec(format: Format) -> KernelSpec {
-    whole_spec("nib::tensor_scales", vec![("kNvfp4", TemplateArg::Bool(format == Format::Nvfp4))])
+fn tensor_spec(format: Format, outer: Outer) -> KernelSpec {
+    let args = [("kNvfp4", format == Format::Nvfp4), ("kPower", outer == Outer::Power)];
+    whole_spec("nib::tensor_scales", args.map(|(name, value)| (name, TemplateArg::Bool(value))).to_vec())
 }
 
 /// The instances built for it.
@@ -36,7 +37,9 @@ pub(super) fn instances() -> impl Iterator<Item = KernelSpec> {
     let maxima =
         |input| [maxima_spec(false, input), maxima_spec(true, input), transformed_maxima_spec(input)];
     let maxima = [DType::Bf16, DType::F32].into_iter().flat_map(maxima);
-    let tensor = [Format::Nvfp4, Format::E4m3Tensor].map(tensor_spec);
+    let tensor =
+        [(Format::Nvfp4, Outer::Tensor), (Format::Nvfp4, Outer::Power), (Format::E4m3Tensor, Outer::Tensor)];
+    let tensor = tensor.map(|(format, outer)| tensor_spec(format, outer));
     let others =
         ["nib::spans_of_rows", "nib::spread_scales", "nib::count_lines"].map(|name| whole_spec(name, vec![]));
     maxima.chain(tensor).chain(others)
@@ -206,7 +209,12 @@ impl Measure<'_> {
             }
         };
         let (inverses, scales) = (device.alloc::<f32>(2 * count)?, device.alloc::<f32>(count)?);
-        let largest = if format == Format::Nvfp4 { 6.0 * 448.0 } else { desc.codec.element().max() };
+        let Scaling { candidates, outer, .. } = desc.codec.scaling();
+        let largest = match (format, candidates) {
+            (Format::Nvfp4, Candidates::Six) => 6.0 * 448.0,
+            (Format::Nvfp4, _) => 6.0 * 256.0,
+            _ => desc.codec.element().max(),
+        };
         let (matrix_rows, cols) = (desc.rows as i32, desc.cols as i32);
         let counts = out.found.map(|found| found.counts.get());
         let args: [&dyn KernelArg; 10] = [
@@ -223,7 +231,7 @@ impl Measure<'_> {
         ];
         // SAFETY: maxima and scales are `count`, and the inverses two for each; groups have a length each (`BufferCheck`), and where there
         // are records there are two counts.
-        unsafe { device.kernel(&tensor_spec(format))?.launch(grid(count), &args) }?;
+        unsafe { device.kernel(&tensor_spec(format, outer))?.launch(grid(count), &args) }?;
         let (inverses, scales) = (Some(inverses), Some(scales));
         Ok(Measured { inverses, span_of_row, scales, ..Measured::default() })
     }

@@ -8,7 +8,9 @@ use crate::launch::{Divider, Launch, RoundingArg, plain_args};
 use crate::ops::Instance;
 use crate::ops::convert::units::{LONG, RecordPlane, SQUARE, UnitFormat, tiles};
 use crate::{Buffer, Cuda, Device};
-use nibble_core::formats::{BlockAxis, Element, Rounding, ScaleKind, ScaleLayout, ScaleRule, WHOLE_LINE};
+use nibble_core::formats::{
+    BlockAxis, Candidates, Element, Rounding, ScaleKind, ScaleLayout, ScaleRule, Scaling, WHOLE_LINE,
+};
 use nibble_core::ops::{Planes, Quantize};
 use nibble_core::{BlockScaled, DType, Error, Result};
 
@@ -67,6 +69,31 @@ impl ScaleArg {
             }
         };
         Self { up, up_least, nan_from: if rule == ScaleRule::Even { INFINITY - up } else { INFINITY } }
+    }
+}
+
+/// The device's `ScalingArg` (csrc/formats/block_format.cuh).
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct ScalingArg {
+    headroom: f32,
+    thresholds: [f32; 2],
+    divides: u32,
+    candidates: u32,
+}
+
+impl ScalingArg {
+    fn of(scaling: Scaling) -> Self {
+        Self {
+            headroom: scaling.headroom.factor(),
+            thresholds: scaling.thresholds.bounds().map(|bound| bound as f32),
+            divides: scaling.thresholds.divides().into(),
+            candidates: match scaling.candidates {
+                Candidates::Six => 0,
+                Candidates::FourOrSixMse => 1,
+                Candidates::FourOrSixMae => 2,
+            },
+        }
     }
 }
 
@@ -143,6 +170,7 @@ struct UnitsArg {
     rule: ScaleArg,
     of_bf16: u32,
     transform: TransformArg,
+    scaling: ScalingArg,
 }
 
 plain_args!(UnitsArg);
@@ -160,14 +188,24 @@ const ANY_POLICY: i64 = 4;
 
 /// The instance for a format, its numbers, a rounding (none: any) and the units of a row of a tile.
 fn instance(format: UnitFormat, input: DType, rounding: Option<Rounding>, across: usize) -> Instance {
+    let shared_bytes = format.quantize_shared_bytes(input, false);
+    Instance { spec: spec(format.device, input, rounding, across), shared_bytes }
+}
+
+/// The same with scales that are chosen otherwise than by default; `device` is [`UnitFormat::chosen`].
+fn chosen_instance(format: UnitFormat, device: &'static str, input: DType) -> Instance {
+    let shared_bytes = format.quantize_shared_bytes(input, true);
+    Instance { spec: spec(device, input, None, SQUARE), shared_bytes }
+}
+
+fn spec(device: &'static str, input: DType, rounding: Option<Rounding>, across: usize) -> KernelSpec {
     let args = vec![
-        ("F", TemplateArg::Type(format.device)),
+        ("F", TemplateArg::Type(device)),
         ("In", input_type(input)),
         ("kRound", TemplateArg::Int(rounding.map_or(ANY_POLICY, policy))),
         ("kAcross", TemplateArg::Int(across as i64)),
     ];
-    let spec = KernelSpec { source: "kernels/convert/quantize_units.cuh", name: "nib::quantize_units", args };
-    Instance { spec, shared_bytes: format.quantize_shared_bytes(input) }
+    KernelSpec { source: "kernels/convert/quantize_units.cuh", name: "nib::quantize_units", args }
 }
 
 /// The instances built for it.
@@ -180,6 +218,9 @@ pub(super) fn instances() -> Vec<Instance> {
             all.extend(shapes.map(|(input, across)| instance(format, input, Some(rounding), across)));
         }
         all.extend(inputs.map(|input| instance(format, input, None, SQUARE)));
+        if let Some(device) = format.chosen() {
+            all.extend(inputs.map(|input| chosen_instance(format, device, input)));
+        }
     }
     all.extend(measure::instances().map(|spec| Instance { spec, shared_bytes: 0 }));
     all
@@ -194,10 +235,14 @@ impl UnitsConfig {
         };
         // Draws are for eight neighbours of a row.
         let has_own = unit.own.contains(&rounding) && (!rounding.is_random() || desc.cols.is_multiple_of(8));
-        let own = has_own.then_some(rounding);
+        let is_default = desc.codec.scaling().is_default_in_blocks();
+        let own = has_own.then_some(rounding).filter(|_| is_default);
         let long = desc.planes == Planes::Rows && desc.input == DType::Bf16 && own.is_some();
         let across = if long { LONG } else { SQUARE };
-        let Instance { spec, shared_bytes } = instance(unit, desc.input, own, across);
+        let Instance { spec, shared_bytes } = match unit.chosen().filter(|_| !is_default) {
+            Some(device) => chosen_instance(unit, device, desc.input),
+            None => instance(unit, desc.input, own, across),
+        };
         let lines = if desc.planes == Planes::Rows { desc.rows } else { desc.capacity };
         let sweep = Sweep::of(desc, tiles(lines, 1, across), tiles(1, desc.cols, across));
         let ctas = desc.stack * sweep.across * sweep.down;
@@ -302,6 +347,7 @@ pub(super) fn launch(
         rule: ScaleArg::of(codec.rule(), codec.element()),
         of_bf16: source.transform.is_some_and(|transform| transform.input == DType::Bf16).into(),
         transform: source.transform.map_or(TransformArg::NONE, |transform| transform.arg),
+        scaling: ScalingArg::of(codec.scaling()),
     };
     let rounding = RoundingArg::new(codec.rounding(), op.random);
     // SAFETY: planes have the lengths that follow from the sizes passed, `BufferCheck` held x and the groups to them, what was measured has
@@ -334,8 +380,9 @@ mod tests {
             offset_of!(UnitsArg, across),
             offset_of!(UnitsArg, rule),
             offset_of!(UnitsArg, transform),
+            offset_of!(UnitsArg, scaling),
         ];
-        assert_eq!((offsets, size_of::<UnitsArg>()), ([24, 120, 176, 200, 240, 252, 296, 312], 432));
+        assert_eq!((offsets, size_of::<UnitsArg>()), ([24, 120, 176, 200, 240, 252, 296, 312, 432], 456));
     }
 
     /// The scale of every subnormal and of normal magnitudes around a power of two, against the specification.

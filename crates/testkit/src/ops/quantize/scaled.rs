@@ -1,0 +1,86 @@
+//! How scales are chosen within a rule: every choice that a format has, in every form.
+
+use super::{Dense, Ragged, SHAPES, Transformed, codecs};
+use crate::input::Input;
+use crate::ops::PLAIN;
+use crate::pair::Pair;
+use crate::shapes::Spread;
+use nibble_core::Kernels;
+use nibble_core::formats::{Candidates, Codec, Headroom, Outer, Rounding, Scaling, Thresholds};
+use nibble_core::ops::Planes;
+
+/// Each by itself, and all together.
+fn scalings() -> Vec<Scaling> {
+    let room = |factor| Headroom::new(factor).unwrap_or_else(|e| panic!("{e}"));
+    let default = Scaling::default();
+    let mut all: Vec<_> =
+        [1.0625, 1.375, 2.0].map(|factor| Scaling { headroom: room(factor), ..default }).to_vec();
+    for headroom in [Headroom::NONE, room(1.125)] {
+        for &thresholds in Thresholds::ALL {
+            for &candidates in Candidates::ALL {
+                let with = |outer: &Outer| Scaling { headroom, thresholds, candidates, outer: *outer };
+                all.extend(Outer::ALL.iter().map(with));
+            }
+        }
+    }
+    all.retain(|scaling| !scaling.is_default());
+    all
+}
+
+/// Every codec that takes a scaling but the default, to nearest as its format is defined; rules and formats one after the other.
+fn scaled() -> impl Iterator<Item = Codec> {
+    let of = |codec: Codec| {
+        let (format, rule) = (codec.format(), codec.rule());
+        let round = format.rounding(rule);
+        scalings()
+            .into_iter()
+            .filter_map(move |scaling| Codec::new(format, rule, round).ok()?.with(scaling).ok())
+    };
+    codecs().flat_map(of)
+}
+
+/// The same choice, rounded otherwise.
+fn rounded(codec: Codec, rounding: Rounding) -> Codec {
+    let rounded = Codec::new(codec.format(), codec.rule(), rounding).and_then(|of| of.with(codec.scaling()));
+    rounded.unwrap_or_else(|e| panic!("{e}"))
+}
+
+/// Every form of every choice; kinds of values and roundings in turn.
+pub(super) fn scaled_blocks<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+    let roundings = [
+        Rounding::Stochastic,
+        Rounding::NearestEven,
+        Rounding::Dither { delta_q16: 0x8000 },
+        Rounding::NearestAway,
+    ];
+    let inputs = [
+        Input::Normal,
+        Input::ExtremeExponents,
+        Input::Outliers,
+        Input::NonFinite,
+        Input::HeavyTailed,
+        Input::SignedZeros,
+    ];
+    for (i, nearest) in scaled().enumerate() {
+        for (j, (planes, rows, cols, stack)) in SHAPES.into_iter().enumerate() {
+            let codec = if j % 2 == 0 { nearest } else { rounded(nearest, roundings[(i + j / 2) % 4]) };
+            let (dtype, input) = (PLAIN[(i + j) % 2], inputs[(i + j) % inputs.len()]);
+            pair.check(&Dense { codec, planes, rows, cols, stack, dtype, input });
+        }
+        // Whole tiles of a GPU's kernel: 64 values of a row, and squares beside each other; and several tiles below each other.
+        let (dtype, input) = (PLAIN[i % 2], inputs[i % inputs.len()]);
+        for (planes, rows, cols, stack) in [(Planes::Both, 160, 192, 1), (Planes::Tiles, 2 * 144, 136, 2)] {
+            let codec = rounded(nearest, roundings[i % 4]);
+            pair.check(&Dense { codec, planes, rows, cols, stack, dtype, input });
+        }
+        let codec = rounded(nearest, roundings[(i + 1) % 4]);
+        for (k, (spread, planes)) in
+            [(Spread::Zipf, Planes::Both), (Spread::EmptyGroups, Planes::Cols)].into_iter().enumerate()
+        {
+            let (dtype, input) = (PLAIN[(i + k) % 2], inputs[(i + k + 1) % inputs.len()]);
+            pair.check(&Ragged { codec, planes, spread, num_groups: 3, rows: 200, cols: 96, dtype, input });
+        }
+        let (planes, spread) = ([Planes::Rows, Planes::Cols][i % 2], Some(Spread::Zipf));
+        pair.check(&Transformed { codec, planes, len: 64, spread, rows: 200, cols: 128, dtype, input });
+    }
+}
