@@ -67,6 +67,7 @@ pub fn instances() -> Vec<Instance> {
         products::product_simt::instances(),
         convert::quantize::instances(),
         convert::dequantize::instances(),
+        convert::measure_quantization::instances(),
         convert::scale_tiles::instances(),
         convert::transcode::instances(),
         swiglu::instances(),

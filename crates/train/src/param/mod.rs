@@ -258,6 +258,10 @@ impl<B: Kernels> Param<B> {
             _ => Some(Counts::zeros(cx.b)?),
         };
         cx.keep_quantized(&self.name, "w", &Emitted { counts, ..tiles.clone() }, scales);
+        if self.replicas(cx.mesh).rank() == 0 {
+            // The other plane is of the transposed matrices.
+            cx.measure(whole, [&tiles.rows, &None], None)?;
+        }
         Ok(Shadow { w: tiles.take_rows("prepare")?, wt: tiles.cols })
     }
 
