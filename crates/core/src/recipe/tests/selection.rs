@@ -147,11 +147,7 @@ fn numbers_of_steps_are_those_of_the_run() {
         let recipe = recipe("steps = \"2..50 steps\"").in_run(RunSize { steps, ..RUN });
         for step in 0..=steps {
             let progress = step as f64 / steps as f64;
-            let section = recipe.section(
-                LayerKind::Linear,
-                "model.layers.0.self_attn.q_proj",
-                step as f64 / steps as f64,
-            );
+            let section = recipe.section(LayerKind::Linear, "model.layers.0.self_attn.q_proj", progress);
             let is_changed = section.at(Site::FpropX).format == Format::E4m3;
             // After the last step precisions are those of the last.
             let expected = (2..50).contains(&step.min(steps - 1));
