@@ -142,6 +142,7 @@ fn layout(spec: &KernelSpec) -> Option<(String, usize, usize)> {
             let across = if arg("kDown") == "true" { 2 } else { 16 };
             (format!("nib::DecodedShared<{}, {across}>", all(&["F", "Out"])), 0, 0)
         }
+        "nib::measure_quantization" => (format!("nib::UnitCodes<{}>", arg("F")), 0, 0),
         "nib::quantize_hadamard_cols" => {
             (format!("nib::QuantizeHadamardShared<{}>", all(&["E", "Round"])), 0, 0)
         }

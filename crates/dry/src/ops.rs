@@ -26,6 +26,7 @@ macro_rules! results {
 
 results! {
     measure_amax(MeasureAmax<'_, Self>) -> <Self as Backend>::Buf<f32>;
+    measure_quantization(MeasureQuantization<'_, Self>) -> <Self as Backend>::Buf<u64>;
     dequantize(Dequantize<'_, Self>) -> Tensor<Self>;
     cast(Cast<'_, Self>) -> Tensor<Self>;
     transpose(Transpose<'_, Self>) -> Tensor<Self>;

@@ -8,8 +8,8 @@ use crate::record::{Conversion, CountSite, Counted, FoundCells};
 use nibble_core::formats::BlockAxis;
 use nibble_core::formats::{Purpose, Rounding, Stream, fnv1a32};
 use nibble_core::ops::{
-    Cast, Counts, Delayed, Dequantize, Emit, Emitted, FindWindows, Found, Hadamard, PackedRows, Planes,
-    Positions, Quantize, QuantizePack, Random, Transcode, Windows,
+    Cast, Counts, Delayed, Dequantize, Emit, Emitted, FindWindows, Found, Hadamard, MeasureQuantization,
+    PackedRows, Planes, Positions, Quantize, QuantizePack, Random, Transcode, Windows,
 };
 use nibble_core::recipe::{Computed, LayerKind, Pair, Precision, Route, Section, Transform};
 use nibble_core::{
@@ -152,6 +152,8 @@ pub struct Cx<'a, B: Kernels> {
     pub gathering: RefCell<Gathering<B>>,
     /// In training under a recipe with such scales, what earlier steps left for them. Without it tensors are measured.
     pub delayed: Option<DelayedRecords<B>>,
+    /// Whether quantizations are measured beside what they are made of.
+    pub measures: bool,
 }
 
 impl<'a, B: Kernels> Cx<'a, B> {
@@ -183,6 +185,7 @@ impl<'a, B: Kernels> Cx<'a, B> {
             documents: None,
             clock: None,
             delayed: None,
+            measures: false,
         }
     }
 
@@ -358,7 +361,32 @@ impl<'a, B: Kernels> Cx<'a, B> {
         let (op, scales) = self.quantization(at, x, to, planes, groups)?;
         let out = op.run(self.b)?;
         self.keep_quantized(at.layer, at.tensor, &out, scales);
+        if to.rht.is_none() {
+            self.measure(x, [&out.rows, &out.cols], groups)?;
+        }
         Ok(out)
+    }
+
+    /// In a step that measures, counts what became of the values that were quantized and kept last, in each plane.
+    ///
+    /// # Errors
+    /// From the backend.
+    pub(crate) fn measure(
+        &self,
+        x: &Tensor<B>,
+        planes: [&Option<Operand<B>>; 2],
+        groups: Option<&Groups<B>>,
+    ) -> Result<()> {
+        if !self.measures {
+            return Ok(());
+        }
+        let of = |plane: &Operand<B>| {
+            let quantized = plane.block("measure_quantization")?;
+            MeasureQuantization { x, quantized, groups }.run(self.b)
+        };
+        let counts = planes.into_iter().flatten().map(of).collect::<Result<Vec<_>>>()?;
+        self.counted.borrow_mut().keep_measured(counts);
+        Ok(())
     }
 
     /// Quantizes the rows of a plain tensor by itself, straight into messages: the row of each, and for each (row, slot) of `top_k` slots the message

@@ -6,12 +6,18 @@
 
 use crate::spec::ModelSpec;
 use nibble_core::formats::{BlockAxis, Format};
-use nibble_core::ops::{Counts, Entry, EntrySource, Found, InputLayout, OCCUPANCY_VALUES, REPORT_HEAD};
+use nibble_core::ops::{
+    Counts, Entry, EntrySource, Found, InputLayout, MeasureQuantization, OCCUPANCY_VALUES, REPORT_HEAD,
+};
 use nibble_core::{Backend, Error, Result};
+use nibble_dry::Dry;
 use std::collections::HashMap;
 use std::fmt;
 use std::ops::Range;
 use std::time::{Duration, Instant};
+
+/// Counts of a measurement.
+const MEASURED: usize = MeasureQuantization::<Dry>::COUNTS;
 
 /// By what a tensor changes its representation at a site.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -49,6 +55,15 @@ impl fmt::Display for CountSite {
 }
 
 impl CountSite {
+    /// Its name without that of its decoder layer: that of such sites in all layers.
+    pub fn in_any_layer(&self) -> String {
+        let mut parts: Vec<&str> = self.layer.split('.').collect();
+        if let Some(number) = parts.iter().position(|part| part.parse::<usize>().is_ok()) {
+            parts.drain(..=number);
+        }
+        format!("{}.{}", parts.join("."), self.tensor)
+    }
+
     /// The number of its decoder layer, or `-`.
     fn layer_number(&self) -> String {
         self.layer.split('.').find(|part| part.parse::<usize>().is_ok()).unwrap_or("-").to_owned()
@@ -68,6 +83,44 @@ pub struct SiteCounts {
     pub saturated: u64,
     /// Values under a scale of earlier steps.
     pub delayed: u64,
+    /// What quantization made of the values, in a step that measures it.
+    pub measured: Measured,
+}
+
+/// Values beside what they were quantized to ([`MeasureQuantization`]).
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Measured {
+    /// Values that are what they were.
+    pub exact: u64,
+    /// Values other than zero that became zero.
+    pub underflowed: u64,
+    /// Values beyond the largest code under their scale.
+    pub saturated: u64,
+    /// Values; a tensor that has rows and columns has twice as many.
+    pub values: u64,
+}
+
+impl std::ops::AddAssign for Measured {
+    fn add_assign(&mut self, other: Self) {
+        self.exact += other.exact;
+        self.underflowed += other.underflowed;
+        self.saturated += other.saturated;
+        self.values += other.values;
+    }
+}
+
+impl Measured {
+    /// What each share of the values is called, and the share; none where nothing was measured.
+    pub fn fractions(&self) -> Option<[(&'static str, f64); 3]> {
+        let of = |count: u64| count as f64 / self.values as f64;
+        (self.values > 0).then(|| {
+            [
+                ("exact_fraction", of(self.exact)),
+                ("underflow_fraction", of(self.underflowed)),
+                ("saturation_fraction", of(self.saturated)),
+            ]
+        })
+    }
 }
 
 /// Where what is found of values under scales of earlier steps goes in a table.
@@ -88,6 +141,8 @@ pub struct Waiting<B: Backend> {
     pub counts: Counts<B>,
     /// Of values under scales of earlier steps.
     pub found: Option<(FoundCells, Found<B>)>,
+    /// What [`MeasureQuantization`] counted, of each plane.
+    pub measured: Vec<B::Buf<u64>>,
 }
 
 /// The sites met so far, in the order of a step, and counts that have not been added to the table.
@@ -113,7 +168,14 @@ impl<B: Backend> Counted<B> {
     /// Keeps what was counted at a site.
     pub fn keep(&mut self, site: CountSite, counts: Counts<B>, found: Option<(FoundCells, Found<B>)>) {
         let site = self.meet(site);
-        self.waiting.push(Waiting { site, counts, found });
+        self.waiting.push(Waiting { site, counts, found, measured: Vec::new() });
+    }
+
+    /// Adds to what was kept last what was measured of it.
+    pub fn keep_measured(&mut self, measured: Vec<B::Buf<u64>>) {
+        if let Some(last) = self.waiting.last_mut() {
+            last.measured = measured;
+        }
     }
 
     /// The number of a site, behind those met so far where it is new.
@@ -229,6 +291,8 @@ pub struct Layout {
     pub runs: usize,
     /// Spans of a rank that have scales of earlier steps.
     pub spans: usize,
+    /// Whether some steps measure quantizations.
+    pub measures: bool,
 }
 
 impl Layout {
@@ -236,7 +300,7 @@ impl Layout {
     const SITES_A_LAYER: usize = 64;
 
     /// The table of a model, of so many shards of a rank, runs of tokens with routers' losses, and spans with scales of earlier steps.
-    pub fn new(model: &ModelSpec, (shards, runs): (usize, usize), spans: usize) -> Self {
+    pub fn new(model: &ModelSpec, (shards, runs): (usize, usize), spans: usize, measures: bool) -> Self {
         Self {
             // The head's as well.
             sites: Self::SITES_A_LAYER * (model.num_blocks() + 1),
@@ -246,12 +310,13 @@ impl Layout {
             shards,
             runs,
             spans,
+            measures,
         }
     }
 
     /// Cells of a table.
     pub fn cells(&self) -> usize {
-        self.saturated() + if self.spans > 0 { 2 * self.sites } else { 0 }
+        self.measured() + if self.measures { MEASURED * self.sites } else { 0 }
     }
 
     /// Cells that must be zero: blocks that are not finite, rows without a place, ids outside the table.
@@ -315,6 +380,21 @@ impl Layout {
     /// First of the numbers of saturated values, one a site, before as many numbers of values. Without spans there are none.
     fn saturated(&self) -> usize {
         self.load(self.layers)
+    }
+
+    /// First of the numbers of exact values, one a site, before as many of the other counts of a measurement. Without measurements there are none.
+    fn measured(&self) -> usize {
+        self.saturated() + if self.spans > 0 { 2 * self.sites } else { 0 }
+    }
+
+    /// Where what was measured of a site's values goes.
+    pub fn measurements<'a, B: Backend>(&self, site: usize, counts: &'a B::Buf<u64>) -> Entry<'a, B> {
+        Entry {
+            source: EntrySource::U64(counts),
+            at: self.measured() + site,
+            cells: MEASURED,
+            stride: self.sites,
+        }
     }
 
     /// Where what was found of a site's values goes.
@@ -470,6 +550,7 @@ impl<'a> Report<'a> {
 
     /// Counts of every site, all ranks together.
     pub fn counts(&self) -> impl Iterator<Item = (&'a CountSite, SiteCounts)> + '_ {
+        type Op<'a> = MeasureQuantization<'a, Dry>;
         let sum = |cell: usize| self.tables.iter().map(|table| table[cell] as u64).sum::<u64>();
         let sites = self.layout.sites;
         self.sites.iter().enumerate().map(move |(number, site)| {
@@ -479,7 +560,17 @@ impl<'a> Report<'a> {
                 _ => sum(self.layout.saturated() + plane * sites + number),
             };
             let [saturated, delayed] = [0, 1].map(of_values);
-            (site, SiteCounts { non_zero, inexact, non_finite, saturated, delayed })
+            let of_measured = |plane: usize| match self.layout.measures {
+                false => 0,
+                true => sum(self.layout.measured() + plane * sites + number),
+            };
+            let measured = Measured {
+                exact: of_measured(Op::EXACT),
+                underflowed: of_measured(Op::UNDERFLOWED),
+                saturated: of_measured(Op::SATURATED),
+                values: of_measured(Op::VALUES),
+            };
+            (site, SiteCounts { non_zero, inexact, non_finite, saturated, delayed, measured })
         })
     }
 

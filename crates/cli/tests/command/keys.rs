@@ -138,6 +138,7 @@ fn cases() -> Vec<Case> {
         ("train.grad_dtype", &[], "bf16", Weights),
         ("train.moment_dtype", &[], "bf16", Weights),
         ("train.recompute", &[], "[\"layers\"]", File("memory.txt")),
+        ("train.quantization_every", &[], "2", Metric("quantization/self_attn.o_proj.dy/exact_fraction")),
         ("eval.every", &[], "1", Metric("validation_metrics/loss")),
         ("eval.batches", &["eval.every=1"], "2", Metric("validation_metrics/loss")),
         ("eval.tasks", &["eval.every=1"], "[\"quiz.jsonl\"]", Metric("eval/quiz/acc")),

@@ -13,6 +13,7 @@ mod elementwise;
 mod embed;
 mod gemm;
 mod head_loss;
+mod measure_quantization;
 mod norm_rope;
 mod numbers;
 mod parts;
@@ -46,6 +47,7 @@ pub use elementwise::{
 pub use embed::{Embed, EmbedBackward, EmbedOut};
 pub use gemm::{BF16_AGREEMENT, FP8_AGREEMENT, Gemm, GroupedGemm, GroupedWgrad, ProductDims};
 pub use head_loss::{HeadCodecs, HeadLoss, HeadLossChunk, HeadLossGrad, HeadLossOut, head_chunk};
+pub use measure_quantization::MeasureQuantization;
 pub use norm_rope::{NormRope, NormRopeBackward};
 pub use numbers::{Numbers, Stored, Taken};
 pub use parts::{AssignParts, JoinGroups};
@@ -92,6 +94,7 @@ macro_rules! for_each_op {
         $($callback)+! { $given
             quantize(Quantize<'_, $B>) -> Emitted<$B> {}
             measure_amax(MeasureAmax<'_, $B>) -> $B::Buf<f32> { reads x; plain codec, stack; }
+            measure_quantization(MeasureQuantization<'_, $B>) -> $B::Buf<u64> { reads x, quantized; may_read groups; }
             dequantize(Dequantize<'_, $B>) -> Tensor<$B> { reads x; plain dtype; }
             transcode(Transcode<'_, $B>) -> Transcoded<$B> { reads x; may_read groups; plain to, axis, rule; }
             cast(Cast<'_, $B>) -> Tensor<$B> { reads x; plain dtype; }

@@ -12,6 +12,7 @@ pub mod embed;
 pub mod gemm;
 pub mod head_loss;
 mod lowered;
+pub mod measure_quantization;
 pub mod norm_rope;
 mod operands;
 pub mod parts;
@@ -31,6 +32,7 @@ pub mod wire;
 
 pub(crate) use {
     adamw::*, assemble_kv::*, attention::*, bias::*, combine_tree::*, cross_entropy::*, elementwise::*,
-    embed::*, gemm::*, head_loss::*, norm_rope::*, parts::*, permute::*, quantize::*, rms_norm::*, rope::*,
-    route::*, scale_tiles::*, slots::*, step::*, swiglu::*, transcode::*, transpose::*, windows::*, wire::*,
+    embed::*, gemm::*, head_loss::*, measure_quantization::*, norm_rope::*, parts::*, permute::*,
+    quantize::*, rms_norm::*, rope::*, route::*, scale_tiles::*, slots::*, step::*, swiglu::*, transcode::*,
+    transpose::*, windows::*, wire::*,
 };

@@ -68,6 +68,7 @@ pub fn instances() -> Vec<Instance> {
         convert::quantize::instances(),
         convert::dequantize::instances(),
         convert::lift::instances(),
+        convert::measure_quantization::instances(),
         convert::scale_tiles::instances(),
         convert::transcode::instances(),
         swiglu::instances(),

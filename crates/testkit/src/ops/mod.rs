@@ -11,6 +11,7 @@ mod elementwise;
 mod embed;
 mod gemm;
 mod head_loss;
+mod measure_quantization;
 mod norm_rope;
 mod parts;
 mod permute;
@@ -28,9 +29,9 @@ mod windows;
 
 pub use {
     adamw::*, assemble_kv::*, attention::*, bias::*, combine_tree::*, cross_entropy::*, dequantize::*,
-    elementwise::*, embed::*, gemm::*, head_loss::*, norm_rope::*, parts::*, permute::*, quantize::*,
-    quantize_pack::*, rms_norm::*, rope::*, route::*, scale_tiles::*, slots::*, step::*, swiglu::*,
-    transcode::*, windows::*,
+    elementwise::*, embed::*, gemm::*, head_loss::*, measure_quantization::*, norm_rope::*, parts::*,
+    permute::*, quantize::*, quantize_pack::*, rms_norm::*, rope::*, route::*, scale_tiles::*, slots::*,
+    step::*, swiglu::*, transcode::*, windows::*,
 };
 
 use nibble_core::DType;

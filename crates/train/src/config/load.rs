@@ -194,6 +194,7 @@ impl Config {
             expert_shards: 2,
             combine: Some(Combine::Tree),
             router_bias_rate: 0.0,
+            quantization_every: 1,
             ..TrainConfig::default()
         };
         let eval = EvalConfig { tasks: vec!["quiz.jsonl".into()], ..EvalConfig::default() };
@@ -228,7 +229,7 @@ impl Config {
     }
 
     /// The keys in which `self` differs from `earlier` and that decide the numbers of a run, each as
-    /// `key: earlier → now`. Tables `eval`, `checkpoint` and `run` are left out, and `train.recompute`: they change what is
+    /// `key: earlier → now`. Tables `eval`, `checkpoint` and `run` are left out, `train.recompute` and `train.quantization_every`: they change what is
     /// reported and how fast, never a weight, unless NCCL sums (`run.reductions`), which keeps no bits at all; so is `train.combine` where `self` does not say it. A resumed run should refuse when this is not empty.
     ///
     /// # Errors
@@ -246,6 +247,7 @@ impl Config {
             "checkpoint.",
             "run.",
             "train.recompute",
+            "train.quantization_every",
             "data.bytes",
             "data.text_key",
             "data.prompt_key",

@@ -153,6 +153,18 @@ pub struct TrainConfig {
     /// What the backward pass makes again instead of finding it kept, a list of `norms`, `swiglu`, `expert_input`, `mla_up`,
     /// `attention`, `experts`, `layers`: less memory, more time, never a bit of the result.
     pub recompute: Vec<Scope>,
+    /// Steps between those that count what quantization makes of values: the shares that stay what they are, become zero, or are cut off; 0 = none
+    /// does. It changes no bit, and takes time in these steps alone.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub quantization_every: u64,
+}
+
+impl TrainConfig {
+    /// Whether a step, from 0, is one that counts what quantization makes of values.
+    #[must_use]
+    pub fn measures_in(&self, step: u64) -> bool {
+        self.quantization_every > 0 && (step + 1).is_multiple_of(self.quantization_every)
+    }
 }
 
 /// A plain type, as a configuration names it.
@@ -199,6 +211,7 @@ impl Default for TrainConfig {
             grad_dtype: PlainType::F32,
             moment_dtype: PlainType::F32,
             recompute: Scope::DEFAULT.to_vec(),
+            quantization_every: 0,
         }
     }
 }
@@ -339,8 +352,8 @@ fn is_usual_capacity(factor: &f64) -> bool {
 }
 
 /// Stored configurations leave it out.
-fn is_zero(n: &usize) -> bool {
-    *n == 0
+fn is_zero<T: Default + PartialEq>(n: &T) -> bool {
+    *n == T::default()
 }
 
 /// Stored configurations leave it out.

@@ -1,6 +1,6 @@
 //! What a step found layer by layer. It is much for a large model, so about a hundred steps of a run have such a line.
 
-use crate::record::{Conversion, Report};
+use crate::record::{Conversion, Measured, Report};
 use nibble_core::formats::BlockAxis;
 use serde::{Deserialize, Serialize};
 
@@ -37,6 +37,9 @@ pub struct SiteMetrics {
     /// Values under a delayed scale.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub delayed: Option<u64>,
+    /// Values, exact ones, those that became zero, and those beyond the largest code. Absent where nothing was measured.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub measured: Option<[u64; 4]>,
 }
 
 impl LayerMetrics {
@@ -67,6 +70,10 @@ impl LayerMetrics {
                 non_finite: counts.non_finite,
                 saturated: (counts.delayed > 0).then_some(counts.saturated),
                 delayed: (counts.delayed > 0).then_some(counts.delayed),
+                measured: (counts.measured.values > 0).then(|| {
+                    let Measured { exact, underflowed, saturated, values } = counts.measured;
+                    [values, exact, underflowed, saturated]
+                }),
             }
         });
         let load =

@@ -11,7 +11,7 @@ mod watchdog;
 use std::collections::BTreeMap;
 
 use crate::config::Config;
-use crate::record::{Conversion, Report};
+use crate::record::{Conversion, Measured, Report};
 use nibble_core::formats::Format;
 use serde::{Deserialize, Serialize};
 
@@ -138,6 +138,7 @@ impl Metrics {
             inexact_fraction: inexact_fraction(report, Format::Mxfp4),
             shift_inexact_fraction: inexact_fraction(report, Format::E4m3),
             saturated_fraction: saturated_fraction(report),
+            other: measured_fractions(report),
             ..Self::default()
         }
     }
@@ -155,6 +156,20 @@ fn inexact_fraction(report: &Report<'_>, format: Format) -> Option<f64> {
 fn saturated_fraction(report: &Report<'_>) -> Option<f64> {
     let sum = report.counts().fold((0, 0), |sum, (_, c)| (sum.0 + c.delayed, sum.1 + c.saturated));
     (sum.0 > 0).then(|| sum.1 as f64 / sum.0 as f64)
+}
+
+/// Of the values that were quantized in a step that measures, the shares that were kept, became zero, and were cut off: by site, all decoder layers
+/// together.
+fn measured_fractions(report: &Report<'_>) -> BTreeMap<String, f64> {
+    let mut sites: BTreeMap<String, Measured> = BTreeMap::new();
+    for (site, counts) in report.counts().filter(|(_, counts)| counts.measured.values > 0) {
+        *sites.entry(site.in_any_layer()).or_default() += counts.measured;
+    }
+    let of_site = |(site, measured): (&String, &Measured)| {
+        let named = |(name, share)| (format!("quantization/{site}/{name}"), share);
+        measured.fractions().into_iter().flatten().map(named).collect::<Vec<_>>()
+    };
+    sites.iter().flat_map(of_site).collect()
 }
 
 /// ((0+1)+(2+3))…

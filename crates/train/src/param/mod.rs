@@ -291,6 +291,9 @@ impl<B: Kernels> Param<B> {
         let op = Quantize { stack: self.stack(), random, hadamard, ..Quantize::new(x, to.codec()?, planes) };
         let made = op.run(cx.b)?;
         self.keep_counts_once(cx, name, &made, None)?;
+        if self.replicas(cx.mesh).rank() == 0 && hadamard.is_none() {
+            cx.measure(x, [&made.rows, &None], None)?;
+        }
         made.take_rows("prepare")
     }
 
@@ -318,6 +321,10 @@ impl<B: Kernels> Param<B> {
         let op = Quantize { stack, delayed, random, ..Quantize::new(whole, codec, Planes::Tiles) };
         let tiles = op.run(cx.b)?;
         self.keep_counts_once(cx, OF_FPROP, &tiles, scales)?;
+        if self.replicas(cx.mesh).rank() == 0 {
+            // The other plane is of the transposed matrices.
+            cx.measure(whole, [&tiles.rows, &None], None)?;
+        }
         Ok(Shadow { w: tiles.take_rows("prepare")?, wt: tiles.cols })
     }
 

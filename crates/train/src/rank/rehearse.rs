@@ -106,7 +106,9 @@ impl<'a, B: Kernels> RankState<'a, B> {
         let [mine, all] = [size / world, size].map(|sequences| Batch::zeroed(sequences, seq_len, apart));
         let (ledger, _) = self.ledger_of(&mine)?;
         self.activations = self.context.b.arena("activations")?;
-        for step in steps_of_change(&self.context.recipe, steps) {
+        // A step that measures takes a little more.
+        let measuring = (0..steps).find(|step| config.train.measures_in(*step));
+        for step in steps_of_change(&self.context.recipe, steps).into_iter().chain(measuring) {
             self.context.step = step;
             if step < steps {
                 self.rehearse_step(micro_batches)?;

@@ -66,7 +66,12 @@ impl<B: Kernels> StepBuffers<B> {
             apart: config.data.document_mask,
         };
         let runs = shards.balance_runs(config.model.balance);
-        let layout = Layout::new(&ModelSpec::new(&config.model), (shards.local, runs), delayed.spans());
+        let layout = Layout::new(
+            &ModelSpec::new(&config.model),
+            (shards.local, runs),
+            delayed.spans(),
+            t.quantization_every > 0,
+        );
         let (gradients, moments) = (b.arena("gradients")?, b.arena("moments")?);
         place_parameters(b, config, model, &shards, [&gradients, &moments])?;
         let delayed = b.within(&moments, || DelayedRecords::new(b, delayed))?;
@@ -185,6 +190,7 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
             clock: Some(clock),
             counted: RefCell::new(counted),
             delayed: Some(delayed),
+            measures: context.config.train.measures_in(context.step),
             ..context.cx(shards)
         };
         Ok(Self { context, model, buffers, cx })
@@ -284,7 +290,8 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         let waiting = self.cx.counted.borrow_mut().take(layout)?;
         let mut entries: Vec<Entry<'_, B>> =
             waiting.iter().map(|waiting| layout.counts(waiting.site, &waiting.counts)).collect();
-        for Waiting { site, found, .. } in &waiting {
+        for Waiting { site, found, measured, .. } in &waiting {
+            entries.extend(measured.iter().map(|counts| layout.measurements(*site, counts)));
             entries.extend(found.iter().flat_map(|(cells, found)| layout.found(*site, *cells, found)));
         }
         let entry = |source, at, cells| Entry { source, at, cells, stride: 1 };

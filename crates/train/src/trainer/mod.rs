@@ -305,8 +305,10 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         let waited = asked_for.elapsed();
         buffers.write_inputs(context, (lr, told, spent), &batches)?;
         let counted = batches.counted;
+        // A recording measures nothing.
+        let is_replayed = how == Issue::Replayed && !context.config.train.measures_in(context.step);
         let mut whole = || -> Result<Duration> {
-            if context.b.can_record() && alone && how == Issue::Replayed {
+            if context.b.can_record() && alone && is_replayed {
                 return Recorded::run(recorded, context, model, buffers, saving);
             }
             let mut step = Step::new(context, model, buffers)?;
@@ -358,7 +360,9 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         self.any_told = report.told();
         self.rank_times = RankTimes::of_report(&report);
         let (config, verified) = (&self.rank.context.config, report.verify());
-        let told = verified.is_err() || LayerMetrics::is_due(report.step() + 1, config.train.steps);
+        let told = verified.is_err()
+            || LayerMetrics::is_due(report.step() + 1, config.train.steps)
+            || config.train.measures_in(report.step());
         self.layers = told.then(|| LayerMetrics::of_step(&report));
         if let Err(error) = verified {
             // Every rank has read it: all of them end the checkpoint under way, which is of an earlier step. Its own error comes second. A rank

@@ -2,6 +2,7 @@
 
 pub(crate) mod dequantize;
 pub(crate) mod lift;
+pub(crate) mod measure_quantization;
 pub(crate) mod quantize;
 pub(crate) mod scale_tiles;
 pub(crate) mod transcode;
@@ -9,4 +10,4 @@ mod units;
 
 pub use units::has_own_kernels;
 
-pub(crate) use {dequantize::*, quantize::*, scale_tiles::*, transcode::*};
+pub(crate) use {dequantize::*, measure_quantization::*, quantize::*, scale_tiles::*, transcode::*};

@@ -63,7 +63,7 @@ impl UnitFormat {
     }
 
     /// `UnitCodes` of the kernels.
-    fn code_bytes(&self) -> usize {
+    pub fn code_bytes(&self) -> usize {
         let of_unit = VALUES_PER_UNIT * self.format.spec().code_bits as usize / 8;
         UNITS * if of_unit == 48 { 48 } else { of_unit + 16 }
     }
