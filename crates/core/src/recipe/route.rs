@@ -145,7 +145,16 @@ pub struct ExpertRoutes {
     pub dx_sent: Route,
 }
 
+/// Why the gradient of h is not written as it is multiplied.
+const NOT_ALIKE: &str = "dgrad.dh and wgrad.dh are not made alike";
+
 impl Precision {
+    /// In which type a kernel writes a tensor that is quantized by an operation of its own: as all other activations are, but for scales of
+    /// earlier steps, which are for values as wide as the kernel has them.
+    fn apart(&self, activations: DType) -> DType {
+        if self.delayed.is_some() { DType::F32 } else { activations }
+    }
+
     /// Whether the kernel that computes a tensor can write it in both forms, this one for fprop. It measures what it writes.
     fn fused_with(&self, kept: &Self) -> bool {
         let made_of_one = (self.same_bits(kept) && self.round == kept.round) || self.one_read(kept);
@@ -217,7 +226,7 @@ impl Section {
         let wgrad_a = match (self.kept_a(), kept_a) {
             (Some(_), _) => WgradA::Kept(route(Site::WgradA)),
             (None, Some(_)) => WgradA::Kept(Route::Same),
-            (None, None) => WgradA::Again(self.a_again()),
+            (None, None) => WgradA::Again(self.a_again(activations)),
         };
         ExpertRoutes {
             x_sent: Route::of_plain(&self.at(Site::DispatchFwd)),
@@ -227,7 +236,7 @@ impl Section {
             keeps_a: kept_a.is_some(),
             dy_sent: Route::of_plain(&self.at(Site::DispatchBwd)),
             dy: self.gradient(KIND, activations),
-            dh: self.dh(),
+            dh: self.dh(activations),
             wgrad_a,
             wgrad_x: route(Site::WgradX),
             y_sent: route(Site::CombineFwd),
@@ -247,8 +256,7 @@ impl Section {
     fn a(&self, kept: Option<Precision>, activations: DType) -> Computed {
         let fprop = self.at(Site::FpropA);
         let then = kept.map_or(Pair::One(Route::of_plain(&fprop)), |kept| Pair::of_plain(&fprop, &kept));
-        // What is left to an operation of its own is for values as wide as the kernel has them.
-        let apart = |why| Computed::Plain { dtype: DType::F32, then, why };
+        let apart = |why| Computed::Plain { dtype: fprop.apart(activations), then, why };
         match kept {
             _ if fprop.rht.is_some() => apart("fprop.a is transformed"),
             _ if fprop.delayed.is_some() => apart("fprop.a has a delayed scale"),
@@ -261,7 +269,7 @@ impl Section {
         }
     }
 
-    fn a_again(&self) -> Computed {
+    fn a_again(&self, activations: DType) -> Computed {
         let wgrad = self.at(Site::WgradA);
         let then = Pair::One(Route::of_plain(&wgrad));
         let why = match wgrad {
@@ -270,10 +278,10 @@ impl Section {
             _ if wgrad.round.is_random() => "wgrad.a is rounded at random",
             _ => return Computed::Fused { to: wgrad, planes: Planes::Cols },
         };
-        Computed::Plain { dtype: DType::F32, then, why }
+        Computed::Plain { dtype: wgrad.apart(activations), then, why }
     }
 
-    fn dh(&self) -> Computed {
+    fn dh(&self, activations: DType) -> Computed {
         let (dgrad, wgrad) = (self.at(Site::DgradDh), self.at(Site::WgradDh));
         let why = if !dgrad.format.is_block() && !wgrad.format.is_block() {
             None
@@ -286,13 +294,20 @@ impl Section {
         } else if wgrad.rht.is_some() {
             Some("wgrad.dh is transformed")
         } else if !dgrad.one_read(&wgrad) {
-            Some("dgrad.dh and wgrad.dh are not made alike")
+            Some(NOT_ALIKE)
         } else {
             None
         };
         match why {
             None => Computed::Fused { to: dgrad, planes: Planes::Both },
-            Some(why) => Computed::Plain { dtype: DType::F32, then: Pair::of_plain(&dgrad, &wgrad), why },
+            Some(why) => {
+                let dtype = match why {
+                    // What two kernels make of one tensor is made of what one kernel would have made both of.
+                    NOT_ALIKE => DType::F32,
+                    _ => dgrad.apart(activations),
+                };
+                Computed::Plain { dtype, then: Pair::of_plain(&dgrad, &wgrad), why }
+            }
         }
     }
 }
