@@ -338,7 +338,7 @@ impl<'a, B: Kernels> Cx<'a, B> {
             let site = fnv1a32(&format!("{layer}.{tensor}"));
             let step = if self.clock.is_some() { 0 } else { self.step as u32 };
             let stream = Stream::new(self.seed, Purpose::Rounding, site, step);
-            Random { stream, step: self.clock.as_ref() }
+            Random { step: self.clock.as_ref(), ..stream.into() }
         })
     }
 

@@ -163,7 +163,7 @@ fn made(
         return Operand::Plain(Cast { x, dtype }.run(cpu).unwrap());
     }
     let bits = Stream::new(cx.seed, Purpose::Rounding, fnv1a32(&format!("{}.{}", at.layer, at.tensor)), 0);
-    let random = to.round.is_random().then_some(Random { stream: bits, step: None });
+    let random = to.round.is_random().then(|| Random::from(bits));
     let signs = Stream::new(cx.seed, Purpose::Sign, fnv1a32(at.linear), 0);
     let hadamard = to.rht.map(|Transform { len, .. }| Hadamard { len, signs, step: None });
     let planes = if to.axis == BlockAxis::Col { Planes::Cols } else { Planes::Rows };

@@ -186,6 +186,8 @@ fn every_operand_may_be_rounded_at_random() {
         ("linear", "fprop.w"),
         ("linear", "dgrad.w"),
         ("linear", "saved.x"),
+        ("expert", "fprop.w"),
+        ("expert", "dgrad.w"),
         ("expert", "fprop.a"),
         ("expert", "wgrad.a"),
         ("expert", "dgrad.dh"),

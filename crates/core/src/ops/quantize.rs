@@ -194,6 +194,9 @@ pub struct Random<'a, B: Backend> {
     /// The step, as the first value of a buffer, read as the operation runs: recorded work draws other bits each time it is
     /// replayed. It replaces that of `stream`.
     pub step: Option<&'a B::Buf<u32>>,
+    /// What the numbers of elements are counted from, in whole rows: where the tensor is a part of one that several ranks divide, the number of its
+    /// first element in that.
+    pub first: u64,
 }
 
 impl<B: Backend> Clone for Random<'_, B> {
@@ -205,9 +208,9 @@ impl<B: Backend> Clone for Random<'_, B> {
 impl<B: Backend> Copy for Random<'_, B> {}
 
 impl<B: Backend> From<Stream> for Random<'_, B> {
-    /// At the stream's own step.
+    /// At the stream's own step, of a whole tensor.
     fn from(stream: Stream) -> Self {
-        Self { stream, step: None }
+        Self { stream, step: None, first: 0 }
     }
 }
 
@@ -275,7 +278,7 @@ pub struct Quantize<'a, B: Backend> {
     pub groups: Option<&'a Groups<B>>,
     /// Matrices stacked in `x` (tiles and rows only): each is a span.
     pub stack: usize,
-    /// Random bits for stochastic rounding; element (row, col) uses index row_id · cols + col, in the transposed plane of a weight as well.
+    /// Random bits for stochastic rounding; element (row, col) uses index first + row_id · cols + col, in the transposed plane of a weight as well.
     pub random: Option<Random<'a, B>>,
     /// A transform before the blocks are made (row or column planes, one at a time).
     pub hadamard: Option<Hadamard<'a, B>>,
@@ -331,6 +334,16 @@ impl<'a, B: Backend> Quantize<'a, B> {
                 "random",
                 "none",
                 format!("a stream: rounding is {}", self.codec.rounding()),
+            ));
+        }
+        let parts = self.random.map_or(0, |random| random.first).checked_rem(self.x.cols as u64);
+        if parts.is_some_and(|rest| rest != 0) {
+            let got = self.random.map_or(0, |random| random.first);
+            return Err(Error::shape(
+                OP,
+                "random.first",
+                got,
+                format!("a multiple of the {} columns", self.x.cols),
             ));
         }
         let steps = [

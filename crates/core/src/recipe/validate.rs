@@ -65,12 +65,6 @@ pub(super) fn section(recipe: &Recipe, kind: LayerKind, s: &Section) -> Result<(
         check.expect(site, site != Site::SavedH || !p.round.is_random(), of_h)?;
         let why = "`round` decides nothing: dither of no code steps is nearest-even";
         check.expect(site, p.round != Rounding::Dither { delta_q16: 0 }, why)?;
-        let of_stack = "random bits of a stack of experts would depend on how they are divided among ranks";
-        check.expect(
-            site,
-            kind != LayerKind::Expert || !site.is_weight() || !p.round.is_random(),
-            of_stack,
-        )?;
         let nearest = kind != LayerKind::Head || site.is_weight() || !p.round.is_random();
         check.expect(site, nearest, "the head's fused loss rounds tokens and gradients to nearest")?;
         let of_all = p.format.scale_kind(p.scale).has_tensor_scale()

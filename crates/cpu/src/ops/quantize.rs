@@ -3,6 +3,7 @@
 
 mod delayed;
 mod dequantize;
+mod drawn;
 pub(crate) mod emit;
 pub(crate) mod encode;
 #[cfg(test)]
@@ -21,12 +22,13 @@ mod tests;
 pub(crate) use dequantize::{decodable, dequantize};
 
 use crate::{Buf, CodePath, Cpu};
+use drawn::Drawn;
 use emit::{STRIP_ROWS, Sink, SinkWork, SquareSink, TILE_COLS, for_strips, has_cols, strip_rows};
 use encode::Tile;
 use general::Job;
-use nibble_core::ops::{Emit, Emitted, MeasureAmax, Planes, Quantize, Random};
+use nibble_core::ops::{Emit, Emitted, MeasureAmax, Planes, Quantize};
 use nibble_core::{Error, Groups, Result};
-use nibble_formats::{Codec, Format, Stream};
+use nibble_formats::{Codec, Format};
 use source::ValueSource;
 use spans::Spans;
 use spec::{Casting, Known, Matrix};
@@ -42,7 +44,7 @@ const ROW_COLS: usize = 1024;
 /// See [`Quantize`].
 pub(crate) fn quantize(cpu: &Cpu, op: Quantize<'_, Cpu>) -> Result<Emitted<Cpu>> {
     const OP: &str = "quantize";
-    let random = drawn(&op)?;
+    let random = op.random.map(Drawn::new).transpose()?;
     check_random(OP, op.codec, random)?;
     if op.planes == Planes::Tiles && op.groups.is_some() {
         return Err(Error::shape(OP, "groups", "given", "none: square tiles are for weights"));
@@ -82,25 +84,11 @@ pub(crate) fn measure_amax(cpu: &Cpu, op: MeasureAmax<'_, Cpu>) -> Result<Buf<f3
     Ok(out)
 }
 
-/// The stream of random bits, at the step that counts now.
-fn drawn(op: &Quantize<'_, Cpu>) -> Result<Option<Stream>> {
-    op.random.map(at_step).transpose()
-}
-
-/// A stream at the step that counts now.
-fn at_step(Random { stream, step }: Random<'_, Cpu>) -> Result<Stream> {
-    let Some(step) = step else { return Ok(stream) };
-    match step.as_slice().first() {
-        Some(&step) => Ok(Stream { step, ..stream }),
-        None => Err(Error::shape("quantize", "step", "an empty buffer", "the step")),
-    }
-}
-
 /// Quantizes values as they stand.
 fn encode(
     cpu: &Cpu,
     op: &Quantize<'_, Cpu>,
-    random: Option<Stream>,
+    random: Option<Drawn>,
     (emit, made): (Emit, Emitted<Cpu>),
     spans: &Spans,
 ) -> Result<Emitted<Cpu>> {
@@ -140,7 +128,7 @@ fn encode(
 fn strips(
     cpu: &Cpu,
     op: &Quantize<'_, Cpu>,
-    random: Option<Stream>,
+    random: Option<Drawn>,
     (emit, made): (Emit, Emitted<Cpu>),
     spans: &Spans,
 ) -> Result<Emitted<Cpu>> {
@@ -166,7 +154,7 @@ fn strips(
 fn square_tiles(
     cpu: &Cpu,
     op: &Quantize<'_, Cpu>,
-    random: Option<Stream>,
+    random: Option<Drawn>,
     made: Emitted<Cpu>,
 ) -> Result<Emitted<Cpu>> {
     let (isa, k, x) = (cpu.isa(), op.x.cols, ValueSource::plain(op.x));
@@ -188,7 +176,7 @@ fn square_tiles(
 }
 
 /// Random roundings need a stream.
-fn check_random(op: &'static str, codec: Codec, random: Option<Stream>) -> Result<()> {
+fn check_random(op: &'static str, codec: Codec, random: Option<Drawn>) -> Result<()> {
     if codec.rounding().is_random() && random.is_none() {
         let expected = format!("a stream: rounding is {}", codec.rounding());
         return Err(Error::shape(op, "random", "none", expected));

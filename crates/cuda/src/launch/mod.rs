@@ -108,19 +108,20 @@ pub struct RoundingArg {
     delta_q16: u32,
     /// The address of the step on the device; 0: the step is the stream's.
     step_at: u64,
+    first: u64,
 }
 
 impl RoundingArg {
     /// Only random roundings read `random`; an operation's checks let them in only with a stream.
     pub fn new(rounding: Rounding, random: Option<Random<'_, Cuda>>) -> Self {
         let unused = Stream::new(0, nibble_formats::Purpose::Rounding, 0, 0);
-        let Random { stream, step } = random.unwrap_or(unused.into());
+        let Random { stream, step, first } = random.unwrap_or(unused.into());
         let delta_q16 = match rounding {
             Rounding::Dither { delta_q16 } => u32::from(delta_q16),
             Rounding::NearestEven | Rounding::NearestAway | Rounding::Stochastic => 0,
         };
         let step_at = step.map_or(0, |step| step.get().address());
-        Self { stream: StreamArg::new(&stream), delta_q16, step_at }
+        Self { stream: StreamArg::new(&stream), delta_q16, step_at, first }
     }
 
     /// The policy's name on the device, for [`TemplateArg::Type`](crate::compile::jit::TemplateArg::Type).
@@ -402,8 +403,12 @@ mod tests {
         }
         assert_eq!(RoundingArg::new(Rounding::Dither { delta_q16: 5 }, None).delta_q16, 5);
         // As the compiler lays the device's struct out: nothing between the fields.
-        let offsets = [offset_of!(RoundingArg, delta_q16), offset_of!(RoundingArg, step_at)];
-        assert_eq!((offsets, size_of::<RoundingArg>()), ([92, 96], 104));
+        let offsets = [
+            offset_of!(RoundingArg, delta_q16),
+            offset_of!(RoundingArg, step_at),
+            offset_of!(RoundingArg, first),
+        ];
+        assert_eq!((offsets, size_of::<RoundingArg>()), ([92, 96, 104], 112));
     }
 
     #[test]

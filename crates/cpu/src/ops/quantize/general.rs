@@ -4,7 +4,8 @@
 //! scale and for the values in its units; the largest magnitude, the rounding and the packing are the same code for all. Threads divide
 //! lines.
 
-use super::encode::{amax_bits, fill_random, transpose};
+use super::drawn::Drawn;
+use super::encode::{amax_bits, transpose};
 use super::planes::{both, plane, put_counts};
 use super::round::{Facts, Nearest, OneByOne, Round, Threshold, fixed_bits, reads_bits, with_rounding};
 use super::source::ValueSource;
@@ -15,7 +16,7 @@ use crate::gemm::Isa;
 use crate::simd::per_isa;
 use nibble_core::ops::{Counts, Emitted};
 use nibble_core::{BlockScaled, Result};
-use nibble_formats::{BlockAxis, BlockScale, Codec, Rounding, ScalePlaneMut, Stream, pack_codes};
+use nibble_formats::{BlockAxis, BlockScale, Codec, Rounding, ScalePlaneMut, pack_codes};
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -161,7 +162,7 @@ impl<'a> Job<'a> {
         cpu: &Cpu,
         (x, cols): (ValueSource<'a>, usize),
         codec: Codec,
-        random: Option<Stream>,
+        random: Option<Drawn>,
         spans: &'a Spans<'a>,
         known: Known<'_>,
     ) -> Self {
@@ -180,9 +181,9 @@ impl<'a> Job<'a> {
     fn fill_bits(&self, isa: Isa, (row, col): (usize, usize), bits: &mut [u16]) {
         if let Some(stored) = self.bits {
             bits.copy_from_slice(&stored[row * self.cols + col..][..bits.len()]);
-        } else if let Some(stream) = self.casting.random {
+        } else if let Some(drawn) = self.casting.random {
             let first = self.casting.spans.row_index(row) * self.cols as u64 + col as u64;
-            fill_random(isa, stream, first, bits);
+            drawn.fill(isa, first, bits);
         }
     }
 }
@@ -500,7 +501,7 @@ pub(super) fn row_weights(
     cpu: &Cpu,
     (x, k): (ValueSource, usize),
     (rows_all, stack): (usize, usize),
-    (codec, random): (Codec, Option<Stream>),
+    (codec, random): (Codec, Option<Drawn>),
     known: Known,
     mut made: Emitted<Cpu>,
 ) -> Result<Emitted<Cpu>> {
@@ -510,9 +511,8 @@ pub(super) fn row_weights(
     let tally = rows(cpu, &Job::new(cpu, (x, k), codec, random, &spans, known), upright);
     let across: Vec<f32> = turned(cpu, (stack, n, k), |row, col, out| x.load(isa, row, col, out));
     let random = random.filter(|_| codec.rounding().is_random());
-    let bits: Option<Vec<u16>> = random.map(|stream| {
-        let fill =
-            |row: usize, col: usize, out: &mut [u16]| fill_random(isa, stream, (row * k + col) as u64, out);
+    let bits: Option<Vec<u16>> = random.map(|drawn| {
+        let fill = |row: usize, col: usize, out: &mut [u16]| drawn.fill(isa, (row * k + col) as u64, out);
         turned(cpu, (stack, n, k), fill)
     });
     let spans = Spans::stacked(stack, k);

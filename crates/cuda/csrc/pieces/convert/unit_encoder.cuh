@@ -108,7 +108,7 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
                     for (int j = 0; j < 16; ++j) v[j] = mine.value(j);
                     RandomBits drawn[2];
                     if constexpr (kDraws) {
-                        const Stream::Complements draws = bits.stream.complements(arg.number_of(matrix, row) * arg.cols + position + i * 16);
+                        const Stream::Complements draws = bits.stream.complements(element(matrix, row, position + i * 16));
                         drawn[0] = draws.bits(0);
                         drawn[1] = draws.bits(1);
                     }
@@ -362,9 +362,12 @@ private:
         return of_four < of_six ? four : six;
     }
 
+    /// The number of an element for random bits.
+    __device__ __forceinline__ u64 element(int matrix, int row, int col) const { return rounding.first + arg.number_of(matrix, row) * arg.cols + col; }
+
     __device__ __forceinline__ Decision decision(UnitBits& bits, int matrix, int row, int col) const {
         const bool draws = arg.policy == kStochastic || arg.policy == kDither;
-        return {arg.policy, rounding.delta_q16, draws ? bits.of(arg.number_of(matrix, row) * arg.cols + col) : 0};
+        return {arg.policy, rounding.delta_q16, draws ? bits.of(element(matrix, row, col)) : 0};
     }
 
     /// Complements of the random bits of sixteen rows of this thread's two columns. A draw is for eight columns, which
@@ -373,7 +376,7 @@ private:
         const int mine = threadIdx.x % 4;
 #pragma unroll
         for (int i = 0; i < 16; i += 4) {
-            RandomBits bits = stream.complements(arg.number_of(matrix, row + i + mine) * arg.cols + col / 8 * 8).bits(0);
+            RandomBits bits = stream.complements(element(matrix, row + i + mine, col / 8 * 8)).bits(0);
             // Transposes 4 x 4 words over the four lanes: lanes 1 apart exchange first, then lanes 2 apart.
             u32(&w)[4] = bits.word;
             const bool odd = mine & 1, upper = mine & 2;
