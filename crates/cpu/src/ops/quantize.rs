@@ -26,9 +26,9 @@ use drawn::Drawn;
 use emit::{STRIP_ROWS, Sink, SinkWork, SquareSink, TILE_COLS, for_strips, has_cols, strip_rows};
 use encode::Tile;
 use general::Job;
-use nibble_core::ops::{Emit, Emitted, MeasureAmax, Planes, Quantize};
+use nibble_core::ops::{Emit, Emitted, MeasureAmax, Planes, Quantize, check_random};
 use nibble_core::{Error, Groups, Result};
-use nibble_formats::{Codec, Format};
+use nibble_formats::Format;
 use source::ValueSource;
 use spans::Spans;
 use spec::{Casting, Known, Matrix};
@@ -44,8 +44,7 @@ const ROW_COLS: usize = 1024;
 /// See [`Quantize`].
 pub(crate) fn quantize(cpu: &Cpu, op: Quantize<'_, Cpu>) -> Result<Emitted<Cpu>> {
     const OP: &str = "quantize";
-    let random = op.random.map(Drawn::new).transpose()?;
-    check_random(OP, op.codec, random)?;
+    let random = op.random.map(|random| Drawn::of(random, op.codec)).transpose()?;
     if op.planes == Planes::Tiles && op.groups.is_some() {
         return Err(Error::shape(OP, "groups", "given", "none: square tiles are for weights"));
     }
@@ -175,20 +174,11 @@ fn square_tiles(
     Ok(sink.finish())
 }
 
-/// Random roundings need a stream.
-fn check_random(op: &'static str, codec: Codec, random: Option<Drawn>) -> Result<()> {
-    if codec.rounding().is_random() && random.is_none() {
-        let expected = format!("a stream: rounding is {}", codec.rounding());
-        return Err(Error::shape(op, "random", "none", expected));
-    }
-    Ok(())
-}
-
 /// Checks the forms of a fused op's results, which have no stream of random bits, and returns [`column_block`].
 pub(crate) fn check_emits(op: &'static str, emits: &[Emit], groups: Option<&Groups<Cpu>>) -> Result<usize> {
     for emit in emits {
         if let Emit::Block { codec, .. } = emit {
-            check_random(op, *codec, None)?;
+            check_random(op, *codec, false)?;
         }
     }
     column_block(op, emits, groups)

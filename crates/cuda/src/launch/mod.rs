@@ -12,7 +12,7 @@ use bytemuck::Pod;
 use cudarc::driver::{result, sys};
 use nibble_core::ops::{Hadamard, Random};
 use nibble_core::{Error, Result};
-use nibble_formats::{Rounding, Stream, hadamard};
+use nibble_formats::{Codec, Rounding, Stream, hadamard};
 use std::ffi::c_void;
 use std::sync::Arc;
 
@@ -112,11 +112,12 @@ pub struct RoundingArg {
 }
 
 impl RoundingArg {
-    /// Only random roundings read `random`; an operation's checks let them in only with a stream.
-    pub fn new(rounding: Rounding, random: Option<Random<'_, Cuda>>) -> Self {
+    /// Only codecs that draw read `random`; an operation's checks let them in only with a stream.
+    pub fn new(codec: Codec, random: Option<Random<'_, Cuda>>) -> Self {
         let unused = Stream::new(0, nibble_formats::Purpose::Rounding, 0, 0);
         let Random { stream, step, first } = random.unwrap_or(unused.into());
-        let delta_q16 = match rounding {
+        let stream = codec.drawn_from(stream);
+        let delta_q16 = match codec.rounding() {
             Rounding::Dither { delta_q16 } => u32::from(delta_q16),
             Rounding::NearestEven | Rounding::NearestAway | Rounding::Stochastic => 0,
         };
@@ -365,6 +366,7 @@ impl Kernel {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use nibble_formats::{Correction, Format, Purpose, ScaleRule, Scaling};
     use std::mem::offset_of;
 
     #[test]
@@ -401,7 +403,11 @@ mod tests {
             let name = RoundingArg::policy(rounding).strip_prefix("nib::").unwrap();
             assert!(text.contains(&format!("struct {name} {{")), "{name}");
         }
-        assert_eq!(RoundingArg::new(Rounding::Dither { delta_q16: 5 }, None).delta_q16, 5);
+        let codec = |rounding| Codec::new(Format::Nvfp4, ScaleRule::TensorAmax, rounding).unwrap();
+        assert_eq!(RoundingArg::new(codec(Rounding::Dither { delta_q16: 5 }), None).delta_q16, 5);
+        let scaling = Scaling { correction: Correction::MsEden, ..Scaling::default() };
+        let corrected = RoundingArg::new(codec(Rounding::NearestEven).with(scaling).unwrap(), None);
+        assert_eq!(corrected.stream.purpose, (Purpose::Scale as u32) << 16);
         // As the compiler lays the device's struct out: nothing between the fields.
         let offsets = [
             offset_of!(RoundingArg, delta_q16),

@@ -144,7 +144,7 @@ impl<B: Kernels> Case<B> for Dense {
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let Self { codec, planes, rows, cols, .. } = *self;
         let x = plain(b, self.dtype, &self.input.values(&stream("quantize"), rows * cols), rows, cols)?;
-        let random = codec.rounding().is_random().then(|| stream("quantize.random").into());
+        let random = codec.draws().then(|| stream("quantize.random").into());
         let made = Quantize { stack: self.stack, random, ..Quantize::new(&x, codec, planes) }.run(b)?;
         let mut out = Outputs::default();
         out.emitted(b, "out", &made)?;
@@ -176,7 +176,7 @@ impl<B: Kernels> Case<B> for StepOnDevice {
         let made = |random: Random<'_, B>| {
             let of_step = Stream { step: random.stream.step, ..signs };
             let hadamard = hadamard.map(|len| Hadamard { len, signs: of_step, step: random.step });
-            let random = codec.rounding().is_random().then_some(random);
+            let random = codec.draws().then_some(random);
             let op = Quantize { random, hadamard, ..Quantize::new(&x, codec, planes) };
             let mut out = Outputs::default();
             out.emitted(b, "out", &op.run(b)?)?;
@@ -241,7 +241,7 @@ impl<B: Kernels> Case<B> for Ragged {
         let x = ragged_values(self.input, "quantize", &rows, cols, pads);
         let x = plain(b, self.dtype, &x, rows.capacity, cols)?;
         let groups = rows.upload(b)?;
-        let random = codec.rounding().is_random().then(|| stream("quantize.random").into());
+        let random = codec.draws().then(|| stream("quantize.random").into());
         let made = Quantize { groups: Some(&groups), random, ..Quantize::new(&x, codec, planes) }.run(b)?;
         let mut out = Outputs::default();
         out.emitted(b, "out", &made)?;
@@ -294,7 +294,7 @@ impl<B: Kernels> Case<B> for OfEarlierSteps {
     fn run(&self, b: &B, pads: Pads) -> Result<Outputs> {
         let Self { codec, planes, cols, stack, .. } = *self;
         let (x, groups) = matrix(b, self.spread, (self.rows, cols), self.dtype, self.input, pads)?;
-        let random = codec.rounding().is_random().then(|| stream("quantize.random").into());
+        let random = codec.draws().then(|| stream("quantize.random").into());
         let op = Quantize { groups: groups.as_ref(), stack, random, ..Quantize::new(&x, codec, planes) };
         // Records of five values from the third on; every third span has none that is known.
         let (first, stride) = (3, 5);
@@ -400,7 +400,7 @@ impl<B: Kernels> Case<B> for Transformed {
     fn run(&self, b: &B, pads: Pads) -> Result<Outputs> {
         let Self { codec, planes, len, cols, .. } = *self;
         let (x, groups) = matrix(b, self.spread, (self.rows, cols), self.dtype, self.input, pads)?;
-        let random = codec.rounding().is_random().then(|| stream("quantize.random").into());
+        let random = codec.draws().then(|| stream("quantize.random").into());
         let signs = Stream { purpose: Purpose::Sign, ..stream("quantize.signs") };
         let hadamard = Some(Hadamard { len, signs, step: None });
         let made = Quantize { groups: groups.as_ref(), random, hadamard, ..Quantize::new(&x, codec, planes) }

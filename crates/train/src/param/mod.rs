@@ -304,7 +304,7 @@ impl<B: Kernels> Param<B> {
 
     /// The random bits of a copy, which a matrix and its transpose have as many of.
     fn random<'c>(&self, cx: &'c Cx<'_, B>, name: &str, to: &Precision) -> Option<Random<'c, B>> {
-        cx.random(&self.name, name, to.round).map(|random| Random { first: self.first, ..random })
+        cx.random(&self.name, name, to).map(|random| Random { first: self.first, ..random })
     }
 
     /// Keeps what was counted and found of all rows. Every rank that has the weight finds the same: the first one's blocks count.

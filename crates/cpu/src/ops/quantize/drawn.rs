@@ -5,7 +5,7 @@ use crate::Cpu;
 use crate::gemm::Isa;
 use nibble_core::ops::Random;
 use nibble_core::{Error, Result};
-use nibble_formats::Stream;
+use nibble_formats::{Codec, Stream};
 
 /// A stream at the step that counts now, and what the numbers of elements are counted from.
 #[derive(Debug, Clone, Copy)]
@@ -15,6 +15,12 @@ pub(crate) struct Drawn {
 }
 
 impl Drawn {
+    /// For a codec.
+    pub fn of(random: Random<'_, Cpu>, codec: Codec) -> Result<Self> {
+        let drawn = Self::new(random)?;
+        Ok(Self { stream: codec.drawn_from(drawn.stream), ..drawn })
+    }
+
     /// Reads the step.
     pub fn new(Random { stream, step, first }: Random<'_, Cpu>) -> Result<Self> {
         let Some(step) = step else { return Ok(Self { stream, first }) };

@@ -38,7 +38,7 @@ struct Part<'a> {
     padding: &'a [bool],
     /// What there is; zeros follow.
     x: &'a mut [f32],
-    /// Sixteen bits for each value, where the rounding reads any.
+    /// Sixteen bits for each value, where the rounding or a corrected scale reads any.
     bits: &'a [u16],
     /// One a byte.
     codes: &'a mut [u8],
@@ -59,6 +59,8 @@ fn block_as(
         codes.fill(0);
         return (scale, 0);
     }
+    // Of corrected scales the first element's bits are.
+    let scale = codec.corrected(x, scale, bits.first().copied().unwrap_or(0));
     codec.format().spec().codec.scale_values(codec.params(), x, scale);
     let any = encode_values(round, facts, x, bits, codes);
     codes[x.len()..].fill(0);
@@ -97,7 +99,7 @@ fn line_as<R: Round>(round: R, part: &mut Part, tally: &mut Tally) {
             continue;
         }
         let values = place.start.min(x.len())..place.end.min(x.len());
-        let bits = if R::READS_BITS { &bits[values.clone()] } else { &[][..] };
+        let bits = bits.get(values.clone()).unwrap_or(&[]);
         let codec = &codecs[place.start.min(codecs.len() - 1)];
         let (scale, any) = block_as(round, (&facts, codec), (&mut x[values], bits), codes);
         for record in records {
@@ -286,7 +288,7 @@ fn rows(cpu: &Cpu, job: &Job, out: &mut BlockScaled<Cpu>) -> Tally {
     let bytes = (format.row_code_bytes(cols), out.shape_of_scales().1 * kind.bytes());
     let blocks = blocks(format, BlockAxis::Row, spans, cols);
     let padding = spans.padding();
-    let reads = reads_bits(codec.rounding());
+    let reads = codec.draws() || reads_bits(codec.rounding());
     let one = |memory: &mut Memory, (row, (plane, scales)): (usize, (&mut [u8], &mut [u8]))| {
         let mut tally = Tally::default();
         let mut scales = ScalePlaneMut { kind, bytes: scales };
@@ -298,7 +300,7 @@ fn rows(cpu: &Cpu, job: &Job, out: &mut BlockScaled<Cpu>) -> Tally {
         memory.x.resize(cols, 0.0);
         job.x.load(isa, row, 0, &mut memory.x);
         memory.bits.resize(if reads { cols } else { 0 }, fixed_bits(codec.rounding()).unwrap_or(0));
-        if codec.rounding().is_random() {
+        if codec.draws() {
             job.fill_bits(isa, (row, 0), &mut memory.bits);
         }
         let whole_bytes = format.spec().code_bits == 8;
@@ -382,9 +384,9 @@ impl Panel<'_> {
         }
         turn(isa, &memory.x, width, &mut memory.turned);
         let fixed = fixed_bits(codec.rounding()).unwrap_or(0);
-        let read = if reads_bits(codec.rounding()) { height * width } else { 0 };
+        let read = if codec.draws() || reads_bits(codec.rounding()) { height * width } else { 0 };
         memory.turned_bits.resize(read, fixed);
-        if codec.rounding().is_random() {
+        if codec.draws() {
             memory.bits.resize(read, 0);
             for (i, bits) in memory.bits.chunks_exact_mut(width).enumerate() {
                 job.fill_bits(isa, (rows.start + i, col), bits);
@@ -510,7 +512,7 @@ pub(super) fn row_weights(
     let spans = Spans::stacked(stack, n);
     let tally = rows(cpu, &Job::new(cpu, (x, k), codec, random, &spans, known), upright);
     let across: Vec<f32> = turned(cpu, (stack, n, k), |row, col, out| x.load(isa, row, col, out));
-    let random = random.filter(|_| codec.rounding().is_random());
+    let random = random.filter(|_| codec.draws());
     let bits: Option<Vec<u16>> = random.map(|drawn| {
         let fill = |row: usize, col: usize, out: &mut [u16]| drawn.fill(isa, (row * k + col) as u64, out);
         turned(cpu, (stack, n, k), fill)

@@ -85,6 +85,7 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
                 if constexpr (F::kBlock == 128) largest = max(largest, __shfl_xor_sync(kAllLanes, largest, 1));
                 scale = scale_of(largest, exists ? arg.row_amax : nullptr, line, square, tensor, is_padding);
                 if constexpr (kChooses<F>) scale = better_of(scale, largest, square, tensor, is_padding, [&](int i) { return x[0].value(i); });
+                if constexpr (kCorrects<F>) correct(scale, bits, matrix, row, position, is_padding, [&](int i) { return x[0].value(i); });
                 if constexpr (kNotes) {
                     if (arg.found != nullptr) {
                         note(matrix, row, exists && !is_padding, largest, [&](int i, int j) {
@@ -200,6 +201,11 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
                     scale[c] = scale_of(largest[c], of_lines, arg.maximum_of(true, line + c, position), square_of(quarter * 32 + first, in_tile + c), tensor, is_padding);
                     if constexpr (kChooses<F>) {
                         scale[c] = better_of(scale[c], largest[c], square_of(quarter * 32 + first, in_tile + c), tensor, is_padding, [&](int i) {
+                            return c == 0 ? x[0].template value<false>(i) : x[0].template value<true>(i);
+                        });
+                    }
+                    if constexpr (kCorrects<F>) {
+                        correct(scale[c], bits, matrix, position, col + c, is_padding, [&](int i) {
                             return c == 0 ? x[0].template value<false>(i) : x[0].template value<true>(i);
                         });
                     }
@@ -334,11 +340,16 @@ private:
         }
         if constexpr (F::kLine) largest = of_lines == nullptr ? 0 : __ldg(of_lines + maximum);
         if constexpr (F::kChosen) largest = arg.scaling.over(largest);
-        Scaled scale = F::scale(largest, arg.rule, tensor);
+        Scaled scale = of_largest(largest, tensor);
         if constexpr (F::kChosen && F::kThresholds) {
             if (arg.scaling.divides && !scale.is_nan()) scale.inverse = __frcp_rn(F::multiplier(scale.record, 0));
         }
         return is_padding ? least() : scale;
+    }
+
+    __device__ __forceinline__ Scaled of_largest(u32 largest, TensorInverse tensor) const {
+        if constexpr (kCorrects<F>) return F::scale(largest, arg.rule, tensor, arg.scaling.corrects ? F::kClippedSixth : F::kSixth);
+        else return F::scale(largest, arg.rule, tensor);
     }
 
     /// Of a block of sixteen values, or of its square, the scale of 4 where that loses less than the one of 6.
@@ -360,6 +371,16 @@ private:
             of_four = F::lost(x, four, six, tensor, arg.scaling.candidates == 1);
         }
         return of_four < of_six ? four : six;
+    }
+
+    /// The record of a block of sixteen values whose first is at (row, col), once they are rounded.
+    template <class Value>
+    __device__ __forceinline__ void correct(Scaled& scale, UnitBits& bits, int matrix, int row, int col, bool is_padding, const Value& value) const {
+        if (arg.scaling.corrects == 0 || is_padding || scale.is_nan()) return;
+        float x[16];
+#pragma unroll
+        for (int i = 0; i < 16; ++i) x[i] = value(i);
+        scale.record = F::corrected(x, scale, bits.of(element(matrix, row, col)));
     }
 
     /// The number of an element for random bits.
