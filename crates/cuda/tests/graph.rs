@@ -77,7 +77,7 @@ fn a_replay_draws_the_random_bits_of_the_step_it_finds() {
     let mut made = None;
     let recording = b.within(&arena, || {
         b.record(&mut || {
-            let random = Some(Random { stream: at(99), step: Some(&step) });
+            let random = Some(Random { step: Some(&step), ..at(99).into() });
             made = Some(Quantize { random, ..Quantize::new(&x, codec, Planes::Rows) }.run(&b)?);
             Ok(())
         })

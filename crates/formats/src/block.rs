@@ -123,6 +123,12 @@ pub trait BlockCodec: std::fmt::Debug + Sync {
         }
     }
 
+    /// The same scale with the record under which a finite block's codes are decoded, where that is corrected ([`Correction`](crate::Correction)).
+    /// `r`: sixteen random bits of the block.
+    fn corrected(&self, _params: &BlockParams, _x: &[f32], scale: BlockScale, _r: u16) -> BlockScale {
+        scale
+    }
+
     /// For the largest magnitude of a tensor: what its values are multiplied by when they are encoded, and when they are decoded.
     fn tensor_scale(&self, _params: &BlockParams, _amax: f32) -> [f32; 2] {
         [1.0, 1.0]

@@ -5,9 +5,10 @@ use crate::e8m0::ScaleRule;
 use crate::element::Element;
 use crate::error::{Error, Result};
 use crate::format::Format;
+use crate::philox::{Purpose, Stream};
 use crate::rounding::Rounding;
 use crate::scale::{Scale, ScaleKind};
-use crate::scaling::Scaling;
+use crate::scaling::{Correction, Scaling};
 
 /// How blocks of a format are made: format, scale rule and rounding, known to go together; and the scale of the tensor where the format
 /// has one, which is 1 until [`Codec::for_tensor`] or [`Codec::under`] says another.
@@ -56,9 +57,19 @@ impl Codec {
     /// The same codec with scales chosen so.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for what decides nothing here ([`Scaling::check`]).
+    /// [`Error::Unsupported`] for what decides nothing here ([`Scaling::check`]), and for a correction of what is not rounded to nearest even.
     pub fn with(self, scaling: Scaling) -> Result<Codec> {
         scaling.check(self.format, self.params.rule)?;
+        if scaling.correction != Correction::None && self.params.rounding != Rounding::NearestEven {
+            return Err(Error::Unsupported {
+                format: self.format.spec().name,
+                with: format!("rounding `{}`", self.params.rounding),
+                why: format!(
+                    "under `correction` = {} values are rounded to nearest even",
+                    scaling.correction
+                ),
+            });
+        }
         Ok(Codec { params: BlockParams { scaling, ..self.params }, ..self })
     }
 
@@ -85,6 +96,19 @@ impl Codec {
     /// The rounding of the elements.
     pub const fn rounding(&self) -> Rounding {
         self.params.rounding
+    }
+
+    /// Whether random bits are consumed: by the rounding of the elements, or by that of corrected scales, never by both.
+    pub fn draws(&self) -> bool {
+        self.params.rounding.is_random() || self.params.scaling.correction != Correction::None
+    }
+
+    /// The stream of a tensor's bits with the purpose that they have here.
+    pub fn drawn_from(&self, stream: Stream) -> Stream {
+        match self.params.scaling.correction {
+            Correction::None => stream,
+            Correction::MsEden => Stream { purpose: Purpose::Scale, ..stream },
+        }
     }
 
     /// How scales are chosen within the rule.
@@ -178,12 +202,18 @@ impl Codec {
         }
     }
 
+    /// The scale of a finite block with the record under which its codes are decoded: where [`Correction`] asks for another than values are
+    /// encoded under. `r`: sixteen random bits of the block's first element.
+    pub fn corrected(&self, x: &[f32], scale: BlockScale, r: u16) -> BlockScale {
+        self.format.spec().codec.corrected(&self.params, x, scale, r)
+    }
+
     /// Quantizes one block (of any length: short blocks are zero-extended, tiles are passed whole). One of several scales, each for its
     /// share of the block, cannot be longer than that: it is marked.
     ///
     /// Writes one code a byte: `codes[i]` for `x[i]`; codes past the end of `x` become 0, and values
     /// past the end of `codes` count for the scale only. `rand(i)` gives sixteen random bits for
-    /// element `i` and is called by the random roundings only. A NaN or infinity anywhere makes the
+    /// element `i` and is called by the random roundings only; where the scale is corrected, for the first one alone. A NaN or infinity anywhere makes the
     /// scale NaN and all codes 0. Returns the record and whether it marks the block (which some rules
     /// also do to a finite block that they cannot hold).
     pub fn quantize_block(
@@ -197,6 +227,8 @@ impl Codec {
         if scale.is_nan() {
             return (scale.record, true);
         }
+        let corrects = self.params.scaling.correction != Correction::None;
+        let scale = if corrects { self.corrected(x, scale, rand(0)) } else { scale };
         let random = self.params.rounding.is_random();
         for (i, (code, &x)) in codes.iter_mut().zip(x).enumerate() {
             let r = if random { rand(i) } else { 0 };

@@ -43,5 +43,5 @@ pub use packing::{pack_codes, packed_bytes, packed_code, unpack_codes};
 pub use philox::{Purpose, Stream, fnv1a32};
 pub use rounding::Rounding;
 pub use scale::{Scale, ScaleKind, ScaleLevel, ScaleNumber, ScalePlane, ScalePlaneMut};
-pub use scaling::{Candidates, Headroom, Outer, Scaling, Thresholds};
+pub use scaling::{Candidates, Correction, Headroom, Outer, Scaling, Thresholds};
 pub use spec::{FormatSpec, WHOLE_LINE};

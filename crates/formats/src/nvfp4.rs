@@ -11,8 +11,9 @@
 use crate::block::{BlockCodec, BlockParams, BlockScale};
 use crate::e8m0::ScaleRule::{self, Amax, TensorAmax};
 use crate::element::Element;
+use crate::rounding::Rounding;
 use crate::scale::{Scale, ScaleKind};
-use crate::scaling::{Candidates, Outer};
+use crate::scaling::{Candidates, Correction, Outer};
 use crate::spec::{FormatSpec, PLAIN};
 
 pub(crate) const NVFP4: FormatSpec = FormatSpec {
@@ -23,6 +24,7 @@ pub(crate) const NVFP4: FormatSpec = FormatSpec {
     rules: &[TensorAmax, Amax],
     tiles: true,
     has_candidates: true,
+    has_correction: true,
     scales,
     codec: &Nvfp4,
     ..PLAIN
@@ -39,8 +41,11 @@ impl BlockCodec for Nvfp4 {
     fn scale(&self, params: &BlockParams, x: &[f32], amax: f32) -> BlockScale {
         let tensor_inv = params.tensor_inv();
         // A product with f32(1/6) may round up to a tie that the quotient lies below.
-        let wanted =
-            if params.kind.has_tensor_scale() { amax * (tensor_inv * (1.0 / 6.0)) } else { amax / 6.0 };
+        let wanted = match (params.kind.has_tensor_scale(), params.scaling.correction) {
+            (true, Correction::None) => amax * (tensor_inv * (1.0 / 6.0)),
+            (true, Correction::MsEden) => amax * (tensor_inv * (Correction::CLIP / 6.0)),
+            (false, _) => amax / 6.0,
+        };
         let six = nearest_scale(wanted, tensor_inv);
         if params.scaling.candidates == Candidates::Six || six.is_nan() {
             return six;
@@ -50,9 +55,24 @@ impl BlockCodec for Nvfp4 {
         if of_four < of_six { four } else { six }
     }
 
+    fn corrected(&self, params: &BlockParams, x: &[f32], scale: BlockScale, r: u16) -> BlockScale {
+        let of_code = Element::E4M3.decode(scale.record.0 as u8);
+        // What a scale of zero takes decodes to zero.
+        if params.scaling.correction == Correction::None || of_code == 0.0 {
+            return scale;
+        }
+        let factor = eden_factor(x, scale.inv);
+        let byte = Element::E4M3.encode_rounded(of_code * factor, Rounding::Stochastic, r);
+        BlockScale { record: Scale::byte(byte), ..scale }
+    }
+
     fn tensor_scale(&self, params: &BlockParams, amax: f32) -> [f32; 2] {
-        // What is left above the scales of 6 is for those of 4.
-        let largest = if params.scaling.candidates == Candidates::Six { 6.0 * 448.0 } else { 6.0 * 256.0 };
+        // What is left above the scales of 6 is for those of 4, or for corrections.
+        let largest = match (params.scaling.candidates, params.scaling.correction) {
+            (_, Correction::MsEden) => 6.0 * 256.0 / Correction::CLIP,
+            (Candidates::Six, Correction::None) => 6.0 * 448.0,
+            (_, Correction::None) => 6.0 * 256.0,
+        };
         if amax.is_nan() {
             return [f32::NAN, f32::NAN];
         }
@@ -97,6 +117,30 @@ fn error(params: &BlockParams, x: &[f32], scale: BlockScale, six: Scale) -> u64 
         u64::from((share * ONE).min(MOST) as u32)
     };
     x.iter().map(share).sum()
+}
+
+/// Σ v² / Σ v·c of the values v = x · inv and their codes c; 1 where all codes are zero. Every operation is rounded to F32. The sums are of sixteen
+/// numbers, the i-th of every sixteen one after the other, and then of pairs that lie 8, 4, 2 and 1 apart.
+fn eden_factor(x: &[f32], inv: f32) -> f32 {
+    let (mut squares, mut products) = ([0.0f32; 16], [0.0f32; 16]);
+    for sixteen in x.chunks(16) {
+        for ((x, square), product) in sixteen.iter().zip(&mut squares).zip(&mut products) {
+            let v = (x * inv).abs();
+            *square += v * v;
+            *product += v * nearest_code(v);
+        }
+    }
+    let [square, product] = [squares, products].map(sum_of_halves);
+    if product > 0.0 { square / product } else { 1.0 }
+}
+
+fn sum_of_halves(mut x: [f32; 16]) -> f32 {
+    for half in [8, 4, 2, 1] {
+        for i in 0..half {
+            x[i] += x[i + half];
+        }
+    }
+    x[0]
 }
 
 /// The E2M1 number nearest to a magnitude, ties to the even code: the value of [`Element::encode`]'s code, without branches.

@@ -47,12 +47,14 @@ pub enum Purpose {
     Data = 3,
     /// Sampling of tokens in generation.
     Sample = 4,
+    /// Scales of blocks that are rounded at random, by the element that a block begins with.
+    Scale = 5,
 }
 
 impl Purpose {
     /// Every purpose.
-    pub const ALL: [Purpose; 5] =
-        [Purpose::Rounding, Purpose::Sign, Purpose::Init, Purpose::Data, Purpose::Sample];
+    pub const ALL: [Purpose; 6] =
+        [Purpose::Rounding, Purpose::Sign, Purpose::Init, Purpose::Data, Purpose::Sample, Purpose::Scale];
 }
 
 /// Random bits for one (seed, purpose, site, step), addressed by element.

@@ -26,6 +26,8 @@ pub struct Scaling {
     pub candidates: Candidates,
     /// What the tensor's scale is rounded to.
     pub outer: Outer,
+    /// What a block's scale is multiplied by once its values are rounded.
+    pub correction: Correction,
 }
 
 /// A factor from 1 to 2 in sixteenths, by which a block's largest magnitude seems larger when its scale is chosen: one F32 multiplication, which
@@ -178,6 +180,36 @@ named! {
     }
 }
 
+named! {
+    "correction",
+    /// What is multiplied into the scale of an NVFP4 block once its values are rounded.
+    ///
+    /// **MS-EDEN** (Panferov et al., "Quartet II", arXiv 2601.22813) takes a tensor after a random Hadamard transform whose signs are drawn each time.
+    /// A block's scale is the E4M3 number nearest to [`CLIP`](Correction::CLIP) · amax / 6 over the tensor's scale, under which the largest values saturate a
+    /// little: of normal values that loses least. The tensor's scale is CLIP · amax / (6 · 256), which leaves room above the largest block's.
+    /// Of the values v in units of their scale and their codes c, the nearest ones, the block is corrected by
+    ///
+    /// ```text
+    /// S = Σ v² / Σ v·c        S · scale is rounded to E4M3 at random, up or down so that its mean is S · scale
+    /// ```
+    ///
+    /// So ⟨v, S·c⟩ = ⟨v, v⟩ whatever the signs: along the tensor's own direction nothing is lost on average. What is left stands across it, and has the mean
+    /// zero over rotations; Hadamard transforms with random signs come close to those. Sums are over the block, as the authors' fused kernels have them
+    /// (`rht128_eden`); over a transform's blocks together, as in their emulation, the sums would be of numbers in different units. There the tensor's scale
+    /// is made of the corrected scales; here of the values, as in the emulation, and values are encoded under scales that are E4M3 already.
+    Correction {
+        /// Nothing.
+        None = "none",
+        /// What makes a tensor under fresh signs unbiased.
+        MsEden = "ms-eden",
+    }
+}
+
+impl Correction {
+    /// By how much a block's scale is smaller than the one under which nothing saturates, but for the rounding of that: 0.93 · 17/16.
+    pub const CLIP: f32 = 0.93 * 17.0 / 16.0;
+}
+
 impl Scaling {
     /// Whether it is the default, under which formats have their bits by themselves.
     pub fn is_default(&self) -> bool {
@@ -232,6 +264,20 @@ impl Scaling {
                 self.candidates != default.candidates && !spec.has_candidates,
                 "candidates",
                 "it has one scale for a block",
+            ),
+            (
+                self.correction != default.correction && !(spec.has_correction && kind.has_tensor_scale()),
+                "correction",
+                if spec.has_correction {
+                    "without a scale of the tensor the largest blocks' have no room for it"
+                } else {
+                    "its scales are not corrected"
+                },
+            ),
+            (
+                self.correction != default.correction && self.candidates != default.candidates,
+                "candidates",
+                "a corrected block has one scale",
             ),
             (
                 self.outer != default.outer && !(has_records && kind.has_tensor_scale()),
@@ -295,6 +341,7 @@ mod tests {
         let shares = Scaling { thresholds: Thresholds::OfLargestCode, ..default };
         let two = Scaling { candidates: Candidates::FourOrSixMae, ..default };
         let power = Scaling { outer: Outer::Power, ..default };
+        let corrected = Scaling { correction: Correction::MsEden, ..default };
         for format in Format::ALL.into_iter().filter(|format| format.is_block()) {
             for &rule in format.spec().rules {
                 let says = |scaling, key: &str, takes: bool| {
@@ -308,8 +355,26 @@ mod tests {
                 says(shares, "thresholds", !fixed && format == Format::Hif4);
                 says(two, "candidates", format == Format::Nvfp4);
                 says(power, "outer", format == Format::Nvfp4 && rule == ScaleRule::TensorAmax);
+                says(corrected, "correction", format == Format::Nvfp4 && rule == ScaleRule::TensorAmax);
                 assert!(default.check(format, rule).is_ok());
             }
+        }
+    }
+
+    #[test]
+    fn corrected_blocks_have_one_scale_and_are_rounded_to_nearest() {
+        let (format, rule) = (Format::Nvfp4, ScaleRule::TensorAmax);
+        let corrected = Scaling { correction: Correction::MsEden, ..Scaling::default() };
+        let both = Scaling { candidates: Candidates::FourOrSixMse, ..corrected };
+        let said = named(both, format, rule);
+        assert!(
+            said.contains("`nvfp4` does not go with `candidates`") && said.contains("corrected"),
+            "{said}"
+        );
+        for rounding in [Rounding::NearestAway, Rounding::Stochastic, Rounding::Dither { delta_q16: 1 }] {
+            let codec = Codec::new(format, rule, rounding).unwrap();
+            let said = codec.with(corrected).unwrap_err().to_string();
+            assert!(said.contains("rounding") && said.contains("correction"), "{said}");
         }
     }
 
@@ -337,6 +402,7 @@ mod tests {
     fn names_are_read_back() {
         assert!(Thresholds::ALL.iter().all(|t| t.name().parse() == Ok(*t)));
         assert!(Candidates::ALL.iter().all(|c| c.name().parse() == Ok(*c)));
+        assert!(Correction::ALL.iter().all(|c| c.name().parse() == Ok(*c)));
         assert!(Outer::ALL.iter().all(|o| o.name().parse() == Ok(*o)));
         let error = "4/6".parse::<Candidates>().unwrap_err().to_string();
         assert_eq!(error, "unknown candidates `4/6`: expected one of 6, 4/6-mse, 4/6-mae");

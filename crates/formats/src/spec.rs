@@ -30,6 +30,8 @@ pub struct FormatSpec {
     pub has_thresholds: bool,
     /// Whether a block may be tried with several scales ([`Candidates`](crate::Candidates)).
     pub has_candidates: bool,
+    /// Whether a block's scale may be corrected by what rounding lost ([`Correction`](crate::Correction)).
+    pub has_correction: bool,
     /// The hierarchy of scales under one of the rules.
     pub scales: fn(ScaleRule) -> ScaleKind,
     /// The arithmetic of a block.
@@ -59,6 +61,7 @@ pub(crate) const PLAIN: FormatSpec = FormatSpec {
     tiles: false,
     has_thresholds: false,
     has_candidates: false,
+    has_correction: false,
     scales: powers_or_singles,
     codec: &OneNumber,
 };

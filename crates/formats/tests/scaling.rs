@@ -2,8 +2,8 @@
 //! single F32 operations. Nothing of the codec is called but its constructor and what is under test.
 
 use nibble_formats::{
-    Candidates, Codec, Element, Format, Headroom, Outer, Purpose, Rounding, Scale, ScaleNumber, ScaleRule,
-    Scaling, Stream, Thresholds, WHOLE_LINE,
+    Candidates, Codec, Correction, Element, Format, Headroom, Outer, Purpose, Rounding, Scale, ScaleNumber,
+    ScaleRule, Scaling, Stream, Thresholds, WHOLE_LINE,
 };
 
 /// Blocks of `len` values: normal ones, with heavy tails, tiny, huge, subnormal, with zeros, all zeros, each at several magnitudes.
@@ -284,6 +284,60 @@ fn the_better_of_two_candidates_is_kept() {
         }
         assert!(of_both < 0.97 * of_six, "{candidates}: {of_both} of {of_six}");
     }
+}
+
+/// MS-EDEN by its definition in F64: codes are the nearest under a scale that lets a little saturate, and the scale that is stored is S times that, rounded
+/// up for as many of the random bits as it lies above the number below.
+#[test]
+fn corrected_scales_of_nvfp4() {
+    let scales = scale_numbers(ScaleNumber::E4m3);
+    let elements = magnitudes(Element::E2M1);
+    let (clip, scaling) =
+        (0.93f32 * 17.0 / 16.0, Scaling { correction: Correction::MsEden, ..Scaling::default() });
+    let mut seen = [0; 4];
+    for (i, x) in blocks(16).into_iter().enumerate() {
+        let tensor = with_room(largest(&x), [1.0, 1.3, 40.0, 3000.0][i % 4]);
+        let codec = codec(Format::Nvfp4, ScaleRule::TensorAmax, scaling).for_tensor(tensor);
+        let most = 6.0 * 256.0 / clip;
+        let [inv, scale] =
+            if tensor == 0.0 { [1.0, 1.0] } else { [(most / tensor).min(f32::MAX), tensor / most] };
+        assert_eq!([codec.tensor_inv(), codec.tensor_scale()], [inv, scale]);
+        let encoded = nearest(&scales, f64::from(largest(&x) * (inv * (clip / 6.0))), false);
+        let factor = (1.0 / (encoded.0 as f32 * (1.0 / inv))).min(f32::MAX);
+        let values: Vec<f64> = x.iter().map(|x| f64::from(x * factor)).collect();
+        let of = |v: &f64| nearest(&elements, v.abs(), false).0 * v.signum();
+        let square: f64 = values.iter().map(|v| v * v).sum();
+        let product: f64 = values.iter().map(|v| v * of(v)).sum();
+        let wanted = encoded.0 * if product > 0.0 && encoded.0 > 0.0 { square / product } else { 1.0 };
+        let above = scales.iter().position(|(s, _)| *s > wanted).unwrap();
+        let (low, high) = (scales[above - 1], scales[above]);
+        let bits = (wanted - low.0) / (high.0 - low.0) * 65536.0;
+        for r in [0, 1, 20_000, 40_000, 65_535, bits as u16, (bits + 40.0) as u16, (bits - 40.0) as u16] {
+            let mut codes = [0; 16];
+            let (record, marked) = codec.quantize_block(
+                &x,
+                |at| {
+                    assert_eq!(at, 0);
+                    r
+                },
+                &mut codes,
+            );
+            assert!(!marked);
+            // F32 sums are off by less than 16 of the 65,536.
+            if (f64::from(r) - bits).abs() > 16.0 {
+                let up = f64::from(r) < bits;
+                assert_eq!(record, Scale::byte(if up { high.1 } else { low.1 }), "{x:?}: {wanted} {r}");
+                seen[usize::from(up)] += 1;
+            }
+            for (x, code) in x.iter().zip(codes) {
+                let y = f64::from(x * factor);
+                assert_eq!(code, code_of(Element::E2M1, y, x.is_sign_negative(), Rounding::NearestEven));
+            }
+        }
+        seen[2] += usize::from(values.iter().any(|v| v.abs() > 6.0));
+        seen[3] += usize::from(wanted != encoded.0);
+    }
+    assert!(seen.iter().all(|n| *n > 100), "{seen:?}");
 }
 
 /// Codes times scales times a power of two are BF16 numbers.

@@ -1,7 +1,9 @@
 //! Random rounding is unbiased where it is said to be: the squared error of the mean of n draws falls as 1/n. A bias of 0.5 % is found by the same test.
 
+use nibble_formats::hadamard::{fill_signs, inverse_rht, rht};
 use nibble_formats::{
-    Codec, Format, Headroom, Purpose, Rounding, Scale, ScaleRule, Scaling, Stream, Thresholds,
+    Candidates, Codec, Correction, Format, Headroom, Outer, Purpose, Rounding, Scale, ScaleRule, Scaling,
+    Stream, Thresholds,
 };
 
 /// Values, and draws of each.
@@ -143,6 +145,78 @@ fn without_room_saturation_is_found() {
         let found = deviations(&drawn.values, |draw, out| drawn.draw(draw, out));
         assert!(!is_unbiased(&found), "{}: {found:.1?}", name(codec));
     }
+}
+
+/// Each value as it comes back under fresh signs and fresh bits of scales, transformed in blocks of `len`.
+fn draw_rotated(scaling: Scaling, len: usize, values: &[f32], draw: u32, out: &mut [f64]) {
+    let mut signs = vec![0.0; VALUES];
+    fill_signs(&Stream::new(5, Purpose::Sign, 1, draw), 0, &mut signs);
+    let mut x = values.to_vec();
+    rht(&mut x, &signs, len).unwrap();
+    let codec = Codec::new(Format::Nvfp4, ScaleRule::TensorAmax, Rounding::NearestEven).unwrap();
+    let codec = codec.with(scaling).unwrap();
+    let codec = codec.for_tensor(codec.tensor_amax(x.iter().copied()));
+    let bits = codec.drawn_from(Stream::new(5, Purpose::Rounding, 1, draw));
+    for (first, block) in (0..).step_by(16).zip(x.chunks_mut(16)) {
+        let mut codes = [0; 16];
+        let (record, marked) = codec.quantize_block(block, |i| bits.u16_at(first + i as u64), &mut codes);
+        assert!(!marked);
+        block.iter_mut().zip(codes).enumerate().for_each(|(i, (x, code))| *x = codec.decode(code, i, record));
+    }
+    inverse_rht(&mut x, &signs, len).unwrap();
+    out.iter_mut().zip(x).for_each(|(out, x)| *out = f64::from(x));
+}
+
+/// Normal values, and larger ones among them.
+fn with_outliers(every: usize, by: f32) -> Vec<f32> {
+    let stream = Stream::new(11, Purpose::Data, 2, 0);
+    let of = |e: usize| stream.normal_at(e as u64) * if e % every == every - 1 { by } else { 1.0 };
+    (0..VALUES).map(of).collect()
+}
+
+const CORRECTED: Scaling = Scaling {
+    headroom: Headroom::NONE,
+    thresholds: Thresholds::FourTwo,
+    candidates: Candidates::Six,
+    outer: Outer::Tensor,
+    correction: Correction::MsEden,
+};
+
+#[test]
+fn corrected_scales_under_fresh_signs_have_no_bias() {
+    for (every, by) in [(VALUES, 1.0), (37, 5.0)] {
+        let values = with_outliers(every, by);
+        let found = deviations(&values, |draw, out| draw_rotated(CORRECTED, 128, &values, draw, out));
+        assert!(is_unbiased(&found), "{by}: {found:.1?}");
+        let planted = deviations(&values, |draw, out| {
+            draw_rotated(CORRECTED, 128, &values, draw, out);
+            out.iter_mut().for_each(|y| *y *= 0.995);
+        });
+        assert!(!is_unbiased(&planted), "{by}, planted: {planted:.1?}");
+        let plain =
+            deviations(&values, |draw, out| draw_rotated(Scaling::default(), 128, &values, draw, out));
+        assert!(!is_unbiased(&plain), "{by}, not corrected: {plain:.1?}");
+    }
+}
+
+/// Signs make no rotation of any direction: where three values of a transform's block outweigh all others, its values are few, and what is rounded off
+/// them has no mean of zero. Nothing is lost along the values all the same.
+#[test]
+fn a_few_large_values_leave_a_bias_across_them_alone() {
+    let values = with_outliers(37, 20.0);
+    let found = deviations(&values, |draw, out| draw_rotated(CORRECTED, 128, &values, draw, out));
+    assert!(!is_unbiased(&found), "{found:.1?}");
+    let dot = |a: &[f64]| a.iter().zip(&values).map(|(a, x)| a * f64::from(*x)).sum::<f64>();
+    let mut along = |scaling| {
+        let mut out = vec![0.0; VALUES];
+        let each = (1..=256).map(|draw| {
+            draw_rotated(scaling, 128, &values, draw, &mut out);
+            dot(&out) / values.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>() - 1.0
+        });
+        each.sum::<f64>() / 256.0
+    };
+    let [corrected, plain] = [CORRECTED, Scaling::default()].map(&mut along);
+    assert!(corrected.abs() < 5e-4 && plain.abs() > 1e-3, "{corrected} and {plain}");
 }
 
 /// Of HiFloat4 room alone, or thresholds alone, is not enough.

@@ -41,7 +41,7 @@ impl<B: Kernels> Case<B> for There {
 
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let x = plain(b, self.dtype, &self.matrix.values, SHAPE.0, SHAPE.1)?;
-        let random = self.codec.rounding().is_random().then(|| stream("random elements' rounding").into());
+        let random = self.codec.draws().then(|| stream("random elements' rounding").into());
         let made = Quantize { random, ..Quantize::new(&x, self.codec, Planes::Both) }.run(b)?;
         let mut out = Outputs::default();
         out.emitted(b, "out", &made)?;

@@ -7,13 +7,14 @@ use nibble_core::recipe::{Layer, LayerKind, Site};
 use std::collections::BTreeMap;
 
 /// How scales are chosen; most of these go with one format.
-const SCALING: [&str; 6] = [
+const SCALING: [&str; 7] = [
     ", headroom = 1.0625",
     ", headroom = 1.125, thresholds = \"3.5,1.75\"",
     ", headroom = 1.375",
     ", candidates = \"4/6-mse\"",
     ", headroom = 1.5, candidates = \"4/6-mae\"",
     ", outer = \"power\"",
+    ", correction = \"ms-eden\"",
 ];
 
 /// Draws from a seeded stream.

@@ -6,7 +6,7 @@ use crate::moe::Combine;
 use crate::param::{Buckets, Gathering, Param, Wanted};
 use crate::record::{Conversion, CountSite, Counted, FoundCells};
 use nibble_core::formats::BlockAxis;
-use nibble_core::formats::{Purpose, Rounding, Stream, fnv1a32};
+use nibble_core::formats::{Purpose, Stream, fnv1a32};
 use nibble_core::ops::{
     Cast, Counts, Delayed, Dequantize, Emit, Emitted, FindWindows, Found, Hadamard, MeasureQuantization,
     PackedRows, Planes, Positions, Quantize, QuantizePack, Random, Transcode, Windows,
@@ -332,13 +332,13 @@ impl<'a, B: Kernels> Cx<'a, B> {
         done
     }
 
-    /// The random bits of a tensor, if its rounding is stochastic. In training their step is the device's own count of steps.
-    pub fn random(&self, layer: &str, tensor: &str, round: Rounding) -> Option<Random<'_, B>> {
-        round.is_random().then(|| {
+    /// The random bits of a tensor, if its values or scales are rounded at random. In training their step is the device's own count of steps.
+    pub fn random(&self, layer: &str, tensor: &str, to: &Precision) -> Option<Random<'_, B>> {
+        to.draws().then(|| {
             let site = fnv1a32(&format!("{layer}.{tensor}"));
             let step = if self.clock.is_some() { 0 } else { self.step as u32 };
             let stream = Stream::new(self.seed, Purpose::Rounding, site, step);
-            Random { stream, step: self.clock.as_ref() }
+            Random { step: self.clock.as_ref(), ..stream.into() }
         })
     }
 
@@ -419,7 +419,7 @@ impl<'a, B: Kernels> Cx<'a, B> {
         groups: Option<&'s Groups<B>>,
     ) -> Result<(Quantize<'s, B>, Option<(Delayed<'s, B>, FoundCells)>)> {
         let Place { layer, tensor, linear } = at;
-        let random = self.random(layer, tensor, to.round);
+        let random = self.random(layer, tensor, to);
         let hadamard = to.rht.map(|transform| self.hadamard(&transform, fnv1a32(linear)));
         let op = Quantize { groups, random, hadamard, ..Quantize::new(x, to.codec()?, planes) };
         // Of shards the host knows how many rows they have, of experts not.

@@ -37,9 +37,9 @@ use std::ops::Range;
 /// Largest relative L2 error of what is F32.
 const EXACT: f64 = 1e-5;
 
-/// Every recipe that rounds operands.
+/// Every recipe that rounds operands, with transforms that divide the widths here.
 fn recipes() -> impl Iterator<Item = &'static str> {
-    Recipe::all_names().filter(|name| *name != "f32")
+    Recipe::all_names().filter(|name| *name != "f32" && !rig::wants_width(name))
 }
 
 /// Model width: one whole block of FP8 and a quarter of the next.
@@ -163,7 +163,7 @@ fn made(
         return Operand::Plain(Cast { x, dtype }.run(cpu).unwrap());
     }
     let bits = Stream::new(cx.seed, Purpose::Rounding, fnv1a32(&format!("{}.{}", at.layer, at.tensor)), 0);
-    let random = to.round.is_random().then_some(Random { stream: bits, step: None });
+    let random = to.draws().then(|| Random::from(bits));
     let signs = Stream::new(cx.seed, Purpose::Sign, fnv1a32(at.linear), 0);
     let hadamard = to.rht.map(|Transform { len, .. }| Hadamard { len, signs, step: None });
     let planes = if to.axis == BlockAxis::Col { Planes::Cols } else { Planes::Rows };

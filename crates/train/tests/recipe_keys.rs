@@ -186,6 +186,8 @@ fn every_operand_may_be_rounded_at_random() {
         ("linear", "fprop.w"),
         ("linear", "dgrad.w"),
         ("linear", "saved.x"),
+        ("expert", "fprop.w"),
+        ("expert", "dgrad.w"),
         ("expert", "fprop.a"),
         ("expert", "wgrad.a"),
         ("expert", "dgrad.dh"),
@@ -258,13 +260,14 @@ const CHANGES: [&str; 15] = [
 ];
 
 /// How scales may be chosen, where the format has the choice.
-const SCALING: [&str; 6] = [
+const SCALING: [&str; 7] = [
     "headroom = 1.5",
     "thresholds = \"3.5,1.75\"",
     "candidates = \"4/6-mse\"",
     "candidates = \"4/6-mae\"",
     "outer = \"power\"",
     "outer = \"none\"",
+    "correction = \"ms-eden\"",
 ];
 
 /// Those, and of a block format each other one of the same blocks (any may stand there), and each field by itself.

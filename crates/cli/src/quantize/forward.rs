@@ -132,8 +132,7 @@ fn quantize_all<B: Kernels>(
         let x = Tensor::from_f32(b, values, rows, cols)?;
         // Each matrix of a stack has random bits of its own.
         let site = if stack == 1 { fnv1a32(name) } else { fnv1a32(&format!("{name}.{i}")) };
-        let random =
-            codec.rounding().is_random().then(|| Stream::new(args.seed, Purpose::Rounding, site, 0).into());
+        let random = codec.draws().then(|| Stream::new(args.seed, Purpose::Rounding, site, 0).into());
         let op = Quantize { random, ..Quantize::new(&x, codec, axis_planes(args.axis)) };
         let emitted = op.run(b)?;
         if let Some(counts) = &emitted.counts {

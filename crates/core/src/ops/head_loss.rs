@@ -101,7 +101,7 @@ impl HeadCodecs {
                 let why = "the head takes its tokens in chunks: a scale for all of them is not known before the last";
                 return Err(Error::unsupported(OP, codec.format(), why));
             }
-            if codec.rounding().is_random() {
+            if codec.draws() {
                 return Err(Error::shape(OP, argument, codec.rounding(), "a rounding without random bits"));
             }
             if !gradients && argument != "codecs.fprop_x" {

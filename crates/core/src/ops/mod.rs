@@ -57,7 +57,7 @@ pub use permute::{
 pub use push_amax::{AmaxRecords, PushAmax};
 pub use quantize::{
     Counts, Delayed, Dequantize, Emit, Emitted, Found, Hadamard, MeasureAmax, Planes, Quantize, Random,
-    weight_planes,
+    check_random, weight_planes,
 };
 pub use quantize_pack::{PackedRows, QuantizePack};
 pub use rms_norm::{RmsNorm, RmsNormBackward, RmsNormOut};

@@ -1,6 +1,6 @@
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, BlockScaled, DType, Error, Groups, Operand, Result, Tensor};
-use nibble_formats::{BlockAxis, Codec, Format, Purpose, Rounding, ScaleRule, Stream, hadamard};
+use nibble_formats::{BlockAxis, Codec, Correction, Format, Purpose, ScaleRule, Stream, hadamard};
 
 /// Which planes of a matrix to write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -194,6 +194,9 @@ pub struct Random<'a, B: Backend> {
     /// The step, as the first value of a buffer, read as the operation runs: recorded work draws other bits each time it is
     /// replayed. It replaces that of `stream`.
     pub step: Option<&'a B::Buf<u32>>,
+    /// What the numbers of elements are counted from, in whole rows: where the tensor is a part of one that several ranks divide, the number of its
+    /// first element in that.
+    pub first: u64,
 }
 
 impl<B: Backend> Clone for Random<'_, B> {
@@ -205,9 +208,9 @@ impl<B: Backend> Clone for Random<'_, B> {
 impl<B: Backend> Copy for Random<'_, B> {}
 
 impl<B: Backend> From<Stream> for Random<'_, B> {
-    /// At the stream's own step.
+    /// At the stream's own step, of a whole tensor.
     fn from(stream: Stream) -> Self {
-        Self { stream, step: None }
+        Self { stream, step: None, first: 0 }
     }
 }
 
@@ -275,7 +278,7 @@ pub struct Quantize<'a, B: Backend> {
     pub groups: Option<&'a Groups<B>>,
     /// Matrices stacked in `x` (tiles and rows only): each is a span.
     pub stack: usize,
-    /// Random bits for stochastic rounding; element (row, col) uses index row_id · cols + col, in the transposed plane of a weight as well.
+    /// Random bits for stochastic rounding, or for scales that are rounded so, which take those of a block's first element and the purpose `Scale`; element (row, col) uses index first + row_id · cols + col, in the transposed plane of a weight as well.
     pub random: Option<Random<'a, B>>,
     /// A transform before the blocks are made (row or column planes, one at a time).
     pub hadamard: Option<Hadamard<'a, B>>,
@@ -324,13 +327,19 @@ impl<'a, B: Backend> Quantize<'a, B> {
             check_group_align(OP, self.groups, format)?;
         }
         check_group_rows(OP, self.groups, self.x.rows)?;
-        let draws = matches!(self.codec.rounding(), Rounding::Stochastic | Rounding::Dither { .. });
-        if draws && self.random.is_none() {
+        check_random(OP, self.codec, self.random.is_some())?;
+        if self.codec.scaling().correction != Correction::None && self.planes == Planes::Tiles {
+            let expected = "Rows, Cols or Both: a corrected scale is of a line's values";
+            return Err(Error::shape(OP, "planes (with correction)", "Tiles", expected));
+        }
+        let parts = self.random.map_or(0, |random| random.first).checked_rem(self.x.cols as u64);
+        if parts.is_some_and(|rest| rest != 0) {
+            let got = self.random.map_or(0, |random| random.first);
             return Err(Error::shape(
                 OP,
-                "random",
-                "none",
-                format!("a stream: rounding is {}", self.codec.rounding()),
+                "random.first",
+                got,
+                format!("a multiple of the {} columns", self.x.cols),
             ));
         }
         let steps = [
@@ -525,6 +534,21 @@ fn check_tensor_scale(op: &'static str, codec: Codec) -> Result<()> {
         true => Ok(()),
         false => Err(Error::unsupported(op, codec.format(), "it has no scale of a tensor")),
     }
+}
+
+/// What draws needs a stream.
+///
+/// # Errors
+/// [`Error::Shape`] that says what is drawn.
+pub fn check_random(op: &'static str, codec: Codec, is_given: bool) -> Result<()> {
+    if is_given || !codec.draws() {
+        return Ok(());
+    }
+    let expected = match codec.scaling().correction {
+        Correction::None => format!("a stream: rounding is {}", codec.rounding()),
+        correction => format!("a stream: scales are rounded at random by {correction}"),
+    };
+    Err(Error::shape(op, "random", "none", expected))
 }
 
 /// Only tiles and rows know a stack, of equal matrices.

@@ -4,7 +4,7 @@ use super::scaling;
 use super::site::{From, LayerKind, Product, Site};
 use super::transform::Transform;
 use crate::{DType, Result};
-use nibble_formats::{BlockAxis, Codec, DelayedScaling, Format, Rounding, ScaleRule, Scaling};
+use nibble_formats::{BlockAxis, Codec, Correction, DelayedScaling, Format, Rounding, ScaleRule, Scaling};
 use std::fmt;
 
 /// How a tensor in blocks becomes one in other blocks.
@@ -73,6 +73,11 @@ impl Precision {
     /// [`crate::Error::Format`] if the format, scale rule, scaling and rounding do not go together.
     pub fn codec(&self) -> Result<Codec> {
         Ok(Codec::new(self.format, self.scale, self.round)?.with(self.scaling)?)
+    }
+
+    /// Whether random bits are consumed: values are rounded at random, or scales that are corrected.
+    pub fn draws(&self) -> bool {
+        self.round.is_random() || self.scaling.correction != Correction::None
     }
 
     /// Whether two precisions name the same representation (rounding aside).

@@ -260,7 +260,7 @@ impl Section {
         match kept {
             _ if fprop.rht.is_some() => apart("fprop.a is transformed"),
             _ if fprop.delayed.is_some() => apart("fprop.a has a delayed scale"),
-            _ if fprop.round.is_random() => apart("fprop.a is rounded at random"),
+            _ if fprop.draws() => apart("fprop.a is rounded at random"),
             Some(kept) if !fprop.fused_with(&kept) => {
                 Computed::Plain { dtype: activations, then, why: "saved.a is not made as fprop.a is" }
             }
@@ -275,7 +275,7 @@ impl Section {
         let why = match wgrad {
             Precision { rht: Some(_), .. } => "wgrad.a is transformed",
             Precision { delayed: Some(_), .. } => "wgrad.a has a delayed scale",
-            _ if wgrad.round.is_random() => "wgrad.a is rounded at random",
+            _ if wgrad.draws() => "wgrad.a is rounded at random",
             _ => return Computed::Fused { to: wgrad, planes: Planes::Cols },
         };
         Computed::Plain { dtype: wgrad.apart(activations), then, why }
@@ -287,7 +287,7 @@ impl Section {
             None
         } else if dgrad.delayed.is_some() {
             Some("dgrad.dh has a delayed scale")
-        } else if dgrad.round.is_random() {
+        } else if dgrad.draws() {
             Some("dgrad.dh is rounded at random")
         } else if dgrad.rht.is_some() {
             Some("dgrad.dh is transformed")

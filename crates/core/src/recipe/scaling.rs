@@ -2,12 +2,12 @@
 
 use super::Precision;
 use super::parse::unknown;
-use nibble_formats::{Candidates, Headroom, Outer, ScaleRule, Scaling, Thresholds};
+use nibble_formats::{Candidates, Correction, Headroom, Outer, ScaleRule, Scaling, Thresholds};
 use std::fmt;
 use toml::{Table, Value};
 
 /// The keys, as files have them.
-pub(super) const KEYS: [&str; 4] = ["headroom", "thresholds", "candidates", "outer"];
+pub(super) const KEYS: [&str; 5] = ["headroom", "thresholds", "candidates", "outer", "correction"];
 
 /// What `outer` may be besides what an [`Outer`] is: blocks have scales by themselves.
 const NONE: &str = "none";
@@ -35,6 +35,10 @@ pub(super) fn read(p: &mut Precision, table: &Table) -> Result<(), String> {
     if let Some(value) = table.get("candidates") {
         scaling.candidates = named("candidates", value, Candidates::ALL, Candidates::name)?;
         takes(Scaling { candidates: Candidates::FourOrSixMse, ..Scaling::default() })?;
+    }
+    if let Some(value) = table.get("correction") {
+        scaling.correction = named("correction", value, Correction::ALL, Correction::name)?;
+        takes(Scaling { correction: Correction::MsEden, ..Scaling::default() })?;
     }
     p.scaling = scaling;
     Ok(())
@@ -84,6 +88,7 @@ pub(super) fn in_toml(scaling: &Scaling) -> String {
         ("thresholds", quoted(scaling.thresholds.name()), scaling.thresholds != default.thresholds),
         ("candidates", quoted(scaling.candidates.name()), scaling.candidates != default.candidates),
         ("outer", quoted(scaling.outer.name()), scaling.outer != default.outer),
+        ("correction", quoted(scaling.correction.name()), scaling.correction != default.correction),
     ];
     all.iter().filter(|(.., written)| *written).map(|(key, value, _)| format!(", {key} = {value}")).collect()
 }
@@ -102,6 +107,9 @@ pub(super) fn in_words(f: &mut fmt::Formatter<'_>, scaling: &Scaling) -> fmt::Re
     }
     if scaling.outer != default.outer {
         write!(f, " outer {}", scaling.outer)?;
+    }
+    if scaling.correction != default.correction {
+        write!(f, " {}", scaling.correction)?;
     }
     Ok(())
 }

@@ -1,9 +1,9 @@
 //! A bad recipe fails when it is read, not at step 4,000; and so does one that says what nothing would follow.
 
-use super::{By, LayerKind, Precision, Recipe, Section, Site};
+use super::{By, LayerKind, Precision, Recipe, Section, Signs, Site};
 use crate::ops::CONVERSIONS;
 use crate::{Error, Result};
-use nibble_formats::{BlockAxis, Format, Rounding, ScaleRule, WHOLE_LINE};
+use nibble_formats::{BlockAxis, Correction, Format, Rounding, ScaleRule, WHOLE_LINE};
 
 pub(super) fn validate(recipe: &Recipe) -> Result<()> {
     for kind in LayerKind::ALL {
@@ -62,21 +62,18 @@ pub(super) fn section(recipe: &Recipe, kind: LayerKind, s: &Section) -> Result<(
     for site in kind.sites().filter(|site| s.written(*site).is_some()) {
         let p = s.at(site);
         let of_h = "h is quantized by the kernel that reads it, which rounds to nearest";
-        check.expect(site, site != Site::SavedH || !p.round.is_random(), of_h)?;
+        check.expect(site, site != Site::SavedH || !p.draws(), of_h)?;
         let why = "`round` decides nothing: dither of no code steps is nearest-even";
         check.expect(site, p.round != Rounding::Dither { delta_q16: 0 }, why)?;
-        let of_stack = "random bits of a stack of experts would depend on how they are divided among ranks";
-        check.expect(
-            site,
-            kind != LayerKind::Expert || !site.is_weight() || !p.round.is_random(),
-            of_stack,
-        )?;
-        let nearest = kind != LayerKind::Head || site.is_weight() || !p.round.is_random();
+        let nearest = kind != LayerKind::Head || site.is_weight() || !p.draws();
         check.expect(site, nearest, "the head's fused loss rounds tokens and gradients to nearest")?;
         let of_all = p.format.scale_kind(p.scale).has_tensor_scale()
             || p.format.spec().block == WHOLE_LINE && p.axis == BlockAxis::Col;
         let why = "the head takes its tokens in chunks: a scale for all of them is not known before the last";
         check.expect(site, kind != LayerKind::Head || site.is_weight() || !of_all, why)?;
+        let fresh = p.rht.is_some_and(|transform| transform.signs == Signs::Step);
+        let why = "`correction` is unbiased under signs of each step alone: its product wants rht = { len = 128, signs = \"step\" }";
+        check.expect(site, p.scaling.correction == Correction::None || fresh, why)?;
         match (p.format.is_block(), kind) {
             (true, LayerKind::Router) => check.fail(site, "is multiplied in F32: bf16 or f32")?,
             (true, _) => p.codec().map(drop).or_else(|e| check.fail(site, e))?,

@@ -3,6 +3,7 @@
 
 mod delayed;
 mod dequantize;
+mod drawn;
 pub(crate) mod emit;
 pub(crate) mod encode;
 #[cfg(test)]
@@ -21,12 +22,13 @@ mod tests;
 pub(crate) use dequantize::{decodable, dequantize};
 
 use crate::{Buf, CodePath, Cpu};
+use drawn::Drawn;
 use emit::{STRIP_ROWS, Sink, SinkWork, SquareSink, TILE_COLS, for_strips, has_cols, strip_rows};
 use encode::Tile;
 use general::Job;
-use nibble_core::ops::{Emit, Emitted, MeasureAmax, Planes, Quantize, Random};
+use nibble_core::ops::{Emit, Emitted, MeasureAmax, Planes, Quantize, check_random};
 use nibble_core::{Error, Groups, Result};
-use nibble_formats::{Codec, Format, Stream};
+use nibble_formats::Format;
 use source::ValueSource;
 use spans::Spans;
 use spec::{Casting, Known, Matrix};
@@ -42,8 +44,7 @@ const ROW_COLS: usize = 1024;
 /// See [`Quantize`].
 pub(crate) fn quantize(cpu: &Cpu, op: Quantize<'_, Cpu>) -> Result<Emitted<Cpu>> {
     const OP: &str = "quantize";
-    let random = drawn(&op)?;
-    check_random(OP, op.codec, random)?;
+    let random = op.random.map(|random| Drawn::of(random, op.codec)).transpose()?;
     if op.planes == Planes::Tiles && op.groups.is_some() {
         return Err(Error::shape(OP, "groups", "given", "none: square tiles are for weights"));
     }
@@ -82,25 +83,11 @@ pub(crate) fn measure_amax(cpu: &Cpu, op: MeasureAmax<'_, Cpu>) -> Result<Buf<f3
     Ok(out)
 }
 
-/// The stream of random bits, at the step that counts now.
-fn drawn(op: &Quantize<'_, Cpu>) -> Result<Option<Stream>> {
-    op.random.map(at_step).transpose()
-}
-
-/// A stream at the step that counts now.
-fn at_step(Random { stream, step }: Random<'_, Cpu>) -> Result<Stream> {
-    let Some(step) = step else { return Ok(stream) };
-    match step.as_slice().first() {
-        Some(&step) => Ok(Stream { step, ..stream }),
-        None => Err(Error::shape("quantize", "step", "an empty buffer", "the step")),
-    }
-}
-
 /// Quantizes values as they stand.
 fn encode(
     cpu: &Cpu,
     op: &Quantize<'_, Cpu>,
-    random: Option<Stream>,
+    random: Option<Drawn>,
     (emit, made): (Emit, Emitted<Cpu>),
     spans: &Spans,
 ) -> Result<Emitted<Cpu>> {
@@ -140,7 +127,7 @@ fn encode(
 fn strips(
     cpu: &Cpu,
     op: &Quantize<'_, Cpu>,
-    random: Option<Stream>,
+    random: Option<Drawn>,
     (emit, made): (Emit, Emitted<Cpu>),
     spans: &Spans,
 ) -> Result<Emitted<Cpu>> {
@@ -166,7 +153,7 @@ fn strips(
 fn square_tiles(
     cpu: &Cpu,
     op: &Quantize<'_, Cpu>,
-    random: Option<Stream>,
+    random: Option<Drawn>,
     made: Emitted<Cpu>,
 ) -> Result<Emitted<Cpu>> {
     let (isa, k, x) = (cpu.isa(), op.x.cols, ValueSource::plain(op.x));
@@ -187,20 +174,11 @@ fn square_tiles(
     Ok(sink.finish())
 }
 
-/// Random roundings need a stream.
-fn check_random(op: &'static str, codec: Codec, random: Option<Stream>) -> Result<()> {
-    if codec.rounding().is_random() && random.is_none() {
-        let expected = format!("a stream: rounding is {}", codec.rounding());
-        return Err(Error::shape(op, "random", "none", expected));
-    }
-    Ok(())
-}
-
 /// Checks the forms of a fused op's results, which have no stream of random bits, and returns [`column_block`].
 pub(crate) fn check_emits(op: &'static str, emits: &[Emit], groups: Option<&Groups<Cpu>>) -> Result<usize> {
     for emit in emits {
         if let Emit::Block { codec, .. } = emit {
-            check_random(op, *codec, None)?;
+            check_random(op, *codec, false)?;
         }
     }
     column_block(op, emits, groups)

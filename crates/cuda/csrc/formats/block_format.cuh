@@ -19,6 +19,7 @@
 //                with the `bytes_of` and `pair_code` that table_encoder.cuh calls
 //   kChosen      whether scales are chosen as ScalingArg says: false, but in Chosen<..>. What follows is for that alone
 //   kThresholds  whether `refine` takes the thresholds of octaves too
+//   kCorrection  whether records of blocks of 16 may be `corrected` once their values are rounded; Nvfp4. Its scale takes what the largest value is multiplied by
 //   kCandidates  whether blocks of 16 choose between scales: scale<true> is one and a half times as large, and `lost` compares; Nvfp4Codes
 //                shows how
 // The record of a block with a NaN or an infinity has the inverse NaN, and the block's codes are zeros. The twin of
@@ -80,6 +81,7 @@ struct ScalingArg {
     float headroom;
     float high, low;  // thresholds of octaves
     u32 divides;      // whether values are multiplied by the reciprocal of their scale as an F32 number
+    u32 corrects;     // whether a block's scale is corrected by what rounding lost, and rounded at random
     u32 candidates;   // 0: the scale that takes the largest magnitude to 6. Or to 4, by squared errors (1) or by absolute ones (2)
 
     /// The bits of a magnitude with room above it.
@@ -108,7 +110,7 @@ template <class E>
 struct OneFactor {
     using Element = E;
     static constexpr bool kLine = false, kTensor = false, kTiles = false, kLimits = false;
-    static constexpr bool kChosen = false, kThresholds = false, kCandidates = false;
+    static constexpr bool kChosen = false, kThresholds = false, kCandidates = false, kCorrection = false;
 
     template <int kRound>
     __host__ __device__ static constexpr bool has_pairs() {

@@ -12,7 +12,7 @@ struct Hif4 {
     using Element = S1p2;
     static constexpr int kBlock = 64, kPart = 4, kScaleBytes = 4;
     static constexpr bool kLine = false, kTensor = false, kTiles = false, kLimits = false;
-    static constexpr bool kChosen = false, kThresholds = true, kCandidates = false;
+    static constexpr bool kChosen = false, kThresholds = true, kCandidates = false, kCorrection = false;
     static constexpr u32 kNan = 0xFF;
 
     __device__ __forceinline__ static Scaled scale(u32 amax, ScaleArg, TensorInverse) {

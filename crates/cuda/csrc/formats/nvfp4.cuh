@@ -48,12 +48,14 @@ struct Nvfp4Codes : OneFactor<SixteenE2m1> {
 
 /// With a scale of the tensor.
 struct Nvfp4 : Nvfp4Codes {
-    static constexpr bool kTensor = true;
+    static constexpr bool kTensor = true, kCorrection = true;
+    // What the largest magnitude is multiplied by: so that it becomes 6, or a little more.
+    static constexpr float kSixth = 1.0f / 6.0f, kClippedSixth = 0.93f * 17.0f / 16.0f / 6.0f;
 
     template <bool kFour = false>
-    __device__ __forceinline__ static Scaled scale(u32 amax, ScaleArg, TensorInverse tensor) {
+    __device__ __forceinline__ static Scaled scale(u32 amax, ScaleArg, TensorInverse tensor, float sixth = kSixth) {
         if (amax >= kInfinityBits) return Scaled::nan(kNan);
-        float wanted = __fmul_rn(__uint_as_float(amax), __fmul_rn(tensor.inverse, 1.0f / 6.0f));
+        float wanted = __fmul_rn(__uint_as_float(amax), __fmul_rn(tensor.inverse, sixth));
         if constexpr (kFour) wanted = __fmul_rn(wanted, 1.5f);
         const u32 byte = ptx::e4m3x2_from_f32(wanted, 0.0f) & 0xFF;
         if (byte == kNan) return Scaled::nan(byte);
@@ -61,6 +63,30 @@ struct Nvfp4 : Nvfp4Codes {
         const float value = __fmul_rn(E4m3::decode(byte), tensor.unit);
         if (value >= 0x1p-126f && value <= 0x1p125f) return {byte, reciprocal(value)};
         return {byte, fminf(__frcp_rn(value), 0x1.fffffep127f)};
+    }
+
+    /// The scale byte times what rounding to nearest lost along the values, rounded up iff sixteen random bits `r` are less than the fraction.
+    __device__ __forceinline__ static u32 corrected(const float (&x)[16], const Scaled& scale, u32 r) {
+        if (scale.record == 0) return 0;
+        float square[16], product[16];
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+            const float v = fabsf(__fmul_rn(x[i], scale.inverse));
+            square[i] = __fmul_rn(v, v);
+            product[i] = __fmul_rn(v, nearest_code(v));
+        }
+#pragma unroll
+        for (int half = 8; half > 0; half /= 2) {
+#pragma unroll
+            for (int i = 0; i < half; ++i) {
+                square[i] = __fadd_rn(square[i], square[i + half]);
+                product[i] = __fadd_rn(product[i], product[i + half]);
+            }
+        }
+        const float factor = product[0] > 0.0f ? __fdiv_rn(square[0], product[0]) : 1.0f;
+        const float wanted = fminf(__fmul_rn(E4m3::decode(scale.record), factor), E4m3::kMax);
+        // As Stochastic of formats/rounding.cuh: the complement carries into the code iff r is less.
+        return (__float_as_uint(__fmul_rz(wanted, E4m3::kToCode)) + ((~r & 0xFFFF) << (7 - E4m3::kMantissaBits))) >> (23 - E4m3::kMantissaBits);
     }
 };
 

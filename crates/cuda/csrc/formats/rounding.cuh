@@ -36,6 +36,7 @@ struct RoundingArg {
     Stream stream;
     u32 delta_q16;       // of dither
     const u32* step_at;  // null: the stream's own step
+    u64 first;           // what the numbers of elements are counted from, whole rows
 
     /// The step of the random bits: read once, at the kernel's start.
     __device__ __forceinline__ u32 step() const { return step_at == nullptr ? stream.step : __ldg(step_at); }
@@ -146,13 +147,14 @@ struct Stochastic {
     static constexpr bool kDraws = true;
     using Bits = RandomBits;
     const Stream stream;
+    const u64 first;
 
     __device__ __forceinline__ explicit Stochastic(const RoundingArg& arg) : Stochastic(arg, arg.step()) {}
-    __device__ __forceinline__ Stochastic(const RoundingArg& arg, u32 step) : stream(arg.stream.at(step)) {}
+    __device__ __forceinline__ Stochastic(const RoundingArg& arg, u32 step) : stream(arg.stream.at(step)), first(arg.first) {}
 
     template <bool kAligned>
     __device__ __forceinline__ Bits bits(u64 e, u32 eights = 0) const {
-        return stream.bits<kAligned>(e, eights);
+        return stream.bits<kAligned>(first + e, eights);
     }
 
     template <class E, int kRule, class In, class Inverse>
@@ -174,7 +176,7 @@ struct Stochastic {
     /// `encode` in two steps, for scales that are powers of two. `prepare` takes a whole block, whose largest magnitude
     /// is `largest`. It may change the numbers, and returns the factor for the second step. `encode_prepared` takes its
     /// random bits from `draws(e)`: they are complements, see Stream.
-    __device__ __forceinline__ Stream::Complements draws(u64 e) const { return stream.complements(e); }
+    __device__ __forceinline__ Stream::Complements draws(u64 e) const { return stream.complements(first + e); }
     template <class E, class Eight, int kCount>
     __device__ __forceinline__ static float prepare(Eight (&x)[kCount], float largest, float factor) {
         // A factor below 2^-23 could vanish when it is multiplied by kToCode: such a block is scaled beforehand.
@@ -203,14 +205,15 @@ struct Dither {
     static constexpr bool kDraws = true;
     using Bits = RandomBits;
     const Stream stream;
+    const u64 first;
     const u32 delta_q16;
 
     __device__ __forceinline__ explicit Dither(const RoundingArg& arg) : Dither(arg, arg.step()) {}
-    __device__ __forceinline__ Dither(const RoundingArg& arg, u32 step) : stream(arg.stream.at(step)), delta_q16(arg.delta_q16) {}
+    __device__ __forceinline__ Dither(const RoundingArg& arg, u32 step) : stream(arg.stream.at(step)), first(arg.first), delta_q16(arg.delta_q16) {}
 
     template <bool kAligned>
     __device__ __forceinline__ Bits bits(u64 e, u32 eights = 0) const {
-        return stream.bits<kAligned>(e, eights);
+        return stream.bits<kAligned>(first + e, eights);
     }
 
     template <class E, int kRule, class In, class Inverse>

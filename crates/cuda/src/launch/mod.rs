@@ -12,7 +12,7 @@ use bytemuck::Pod;
 use cudarc::driver::{result, sys};
 use nibble_core::ops::{Hadamard, Random};
 use nibble_core::{Error, Result};
-use nibble_formats::{Rounding, Stream, hadamard};
+use nibble_formats::{Codec, Rounding, Stream, hadamard};
 use std::ffi::c_void;
 use std::sync::Arc;
 
@@ -108,19 +108,21 @@ pub struct RoundingArg {
     delta_q16: u32,
     /// The address of the step on the device; 0: the step is the stream's.
     step_at: u64,
+    first: u64,
 }
 
 impl RoundingArg {
-    /// Only random roundings read `random`; an operation's checks let them in only with a stream.
-    pub fn new(rounding: Rounding, random: Option<Random<'_, Cuda>>) -> Self {
+    /// Only codecs that draw read `random`; an operation's checks let them in only with a stream.
+    pub fn new(codec: Codec, random: Option<Random<'_, Cuda>>) -> Self {
         let unused = Stream::new(0, nibble_formats::Purpose::Rounding, 0, 0);
-        let Random { stream, step } = random.unwrap_or(unused.into());
-        let delta_q16 = match rounding {
+        let Random { stream, step, first } = random.unwrap_or(unused.into());
+        let stream = codec.drawn_from(stream);
+        let delta_q16 = match codec.rounding() {
             Rounding::Dither { delta_q16 } => u32::from(delta_q16),
             Rounding::NearestEven | Rounding::NearestAway | Rounding::Stochastic => 0,
         };
         let step_at = step.map_or(0, |step| step.get().address());
-        Self { stream: StreamArg::new(&stream), delta_q16, step_at }
+        Self { stream: StreamArg::new(&stream), delta_q16, step_at, first }
     }
 
     /// The policy's name on the device, for [`TemplateArg::Type`](crate::compile::jit::TemplateArg::Type).
@@ -364,6 +366,7 @@ impl Kernel {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use nibble_formats::{Correction, Format, Purpose, ScaleRule, Scaling};
     use std::mem::offset_of;
 
     #[test]
@@ -400,10 +403,18 @@ mod tests {
             let name = RoundingArg::policy(rounding).strip_prefix("nib::").unwrap();
             assert!(text.contains(&format!("struct {name} {{")), "{name}");
         }
-        assert_eq!(RoundingArg::new(Rounding::Dither { delta_q16: 5 }, None).delta_q16, 5);
+        let codec = |rounding| Codec::new(Format::Nvfp4, ScaleRule::TensorAmax, rounding).unwrap();
+        assert_eq!(RoundingArg::new(codec(Rounding::Dither { delta_q16: 5 }), None).delta_q16, 5);
+        let scaling = Scaling { correction: Correction::MsEden, ..Scaling::default() };
+        let corrected = RoundingArg::new(codec(Rounding::NearestEven).with(scaling).unwrap(), None);
+        assert_eq!(corrected.stream.purpose, (Purpose::Scale as u32) << 16);
         // As the compiler lays the device's struct out: nothing between the fields.
-        let offsets = [offset_of!(RoundingArg, delta_q16), offset_of!(RoundingArg, step_at)];
-        assert_eq!((offsets, size_of::<RoundingArg>()), ([92, 96], 104));
+        let offsets = [
+            offset_of!(RoundingArg, delta_q16),
+            offset_of!(RoundingArg, step_at),
+            offset_of!(RoundingArg, first),
+        ];
+        assert_eq!((offsets, size_of::<RoundingArg>()), ([92, 96, 104], 112));
     }
 
     #[test]

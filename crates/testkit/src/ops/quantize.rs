@@ -11,7 +11,7 @@ use crate::pair::Pair;
 use crate::shapes::{RaggedRows, Spread, WIDTHS};
 use nibble_core::formats::hadamard::LENGTHS;
 use nibble_core::formats::{Codec, Format, Purpose, Rounding, ScaleRule, Stream};
-use nibble_core::ops::{Delayed, Dequantize, Hadamard, Planes, Quantize, Random};
+use nibble_core::ops::{Delayed, Dequantize, Emitted, Hadamard, Planes, Quantize, Random};
 use nibble_core::{Agreement, DType, Groups, Kernels, Result, Tensor};
 
 /// Every rule of every block format, to nearest.
@@ -37,6 +37,94 @@ pub(super) fn ragged_values(
     x
 }
 
+/// The last matrices of a stack, under the random bits that they have in the whole.
+#[derive(Debug)]
+struct LastMatrices {
+    codec: Codec,
+    planes: Planes,
+    /// Of a matrix.
+    rows: usize,
+    cols: usize,
+    /// Of three.
+    last: usize,
+    dtype: DType,
+}
+
+impl<B: Kernels> Case<B> for LastMatrices {
+    fn agreement(&self) -> Agreement {
+        Quantize::<B>::AGREEMENT
+    }
+
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
+        let Self { codec, planes, rows, cols, last, dtype } = *self;
+        let values = Input::Normal.values(&stream("quantize"), 3 * rows * cols);
+        let before = (3 - last) * rows * cols;
+        let made = |values: &[f32], stack, first: usize| {
+            let x = plain(b, dtype, values, stack * rows, cols)?;
+            let random = Some(Random { first: first as u64, ..stream("quantize.random").into() });
+            Quantize { stack, random, ..Quantize::new(&x, codec, planes) }.run(b)
+        };
+        let decoded = |made: &Emitted<B>| {
+            let planes = [&made.rows, &made.cols].into_iter().flatten();
+            let all = planes.map(|plane| {
+                Dequantize { x: plane.block("quantize")?, dtype: DType::F32 }.run(b)?.to_f32_vec(b)
+            });
+            all.collect::<Result<Vec<_>>>()
+        };
+        let (whole, part, other) =
+            (made(&values, 3, 0)?, made(&values[before..], last, before)?, made(&values[before..], last, 0)?);
+        let of_part = decoded(&part)?;
+        let in_whole: Vec<_> = decoded(&whole)?.iter().map(|plane| plane[before..].to_vec()).collect();
+        assert!(of_part == in_whole, "{self:?}: matrices are those of the whole");
+        assert!(of_part != decoded(&other)?, "{self:?}: the first element's number decides");
+        let mut out = Outputs::default();
+        out.emitted(b, "out", &part)?;
+        Ok(out)
+    }
+}
+
+/// A number that is in the middle of a row.
+#[derive(Debug)]
+struct NoWholeRows;
+
+impl<B: Kernels> Case<B> for NoWholeRows {
+    fn agreement(&self) -> Agreement {
+        Quantize::<B>::AGREEMENT
+    }
+
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
+        let x = plain(b, DType::F32, &[1.0; 3 * 128], 3, 128)?;
+        let codec = codec(Format::Mxfp4, ScaleRule::Rceil, Rounding::Stochastic);
+        let random = Some(Random { first: 129, ..stream("quantize.random").into() });
+        Quantize { random, ..Quantize::new(&x, codec, Planes::Rows) }.run(b)?;
+        Ok(Outputs::default())
+    }
+}
+
+/// Every form of a stack, in blocks of every format: random bits are of the whole.
+fn parts_of_stacks<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+    pair.check_refused(&NoWholeRows, |e| e.to_string().contains("random.first"));
+    for (i, of) in codecs().enumerate() {
+        for (j, rounding) in
+            [Rounding::Stochastic, Rounding::Dither { delta_q16: 0x8000 }].into_iter().enumerate()
+        {
+            let codec = codec(of.format(), of.rule(), rounding);
+            for (k, (planes, rows, cols)) in [
+                (Planes::Rows, 20, 192),
+                (Planes::Tiles, 128, 256),
+                (Planes::Tiles, 40, 72),
+                (Planes::Rows, 7, 33),
+            ]
+            .into_iter()
+            .enumerate()
+            {
+                let (last, dtype) = (1 + (i + k) % 2, PLAIN[(i + j + k) % 2]);
+                pair.check(&LastMatrices { codec, planes, rows, cols, last, dtype });
+            }
+        }
+    }
+}
+
 #[derive(Debug)]
 struct Dense {
     codec: Codec,
@@ -56,7 +144,7 @@ impl<B: Kernels> Case<B> for Dense {
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let Self { codec, planes, rows, cols, .. } = *self;
         let x = plain(b, self.dtype, &self.input.values(&stream("quantize"), rows * cols), rows, cols)?;
-        let random = codec.rounding().is_random().then(|| stream("quantize.random").into());
+        let random = codec.draws().then(|| stream("quantize.random").into());
         let made = Quantize { stack: self.stack, random, ..Quantize::new(&x, codec, planes) }.run(b)?;
         let mut out = Outputs::default();
         out.emitted(b, "out", &made)?;
@@ -88,7 +176,7 @@ impl<B: Kernels> Case<B> for StepOnDevice {
         let made = |random: Random<'_, B>| {
             let of_step = Stream { step: random.stream.step, ..signs };
             let hadamard = hadamard.map(|len| Hadamard { len, signs: of_step, step: random.step });
-            let random = codec.rounding().is_random().then_some(random);
+            let random = codec.draws().then_some(random);
             let op = Quantize { random, hadamard, ..Quantize::new(&x, codec, planes) };
             let mut out = Outputs::default();
             out.emitted(b, "out", &op.run(b)?)?;
@@ -96,7 +184,7 @@ impl<B: Kernels> Case<B> for StepOnDevice {
         };
         let at = |step| Stream { step, ..stream("quantize.random") };
         let on_device = b.upload(&[step, 12345])?;
-        let device = made(Random { stream: at(777), step: Some(&on_device) })?;
+        let device = made(Random { step: Some(&on_device), ..at(777).into() })?;
         let (host, other) = (made(at(step).into())?, made(at(777).into())?);
         assert!(device == host, "{self:?}: the device's step gives the bits of the host's");
         assert!(device != other, "{self:?}: the step decides");
@@ -153,7 +241,7 @@ impl<B: Kernels> Case<B> for Ragged {
         let x = ragged_values(self.input, "quantize", &rows, cols, pads);
         let x = plain(b, self.dtype, &x, rows.capacity, cols)?;
         let groups = rows.upload(b)?;
-        let random = codec.rounding().is_random().then(|| stream("quantize.random").into());
+        let random = codec.draws().then(|| stream("quantize.random").into());
         let made = Quantize { groups: Some(&groups), random, ..Quantize::new(&x, codec, planes) }.run(b)?;
         let mut out = Outputs::default();
         out.emitted(b, "out", &made)?;
@@ -206,7 +294,7 @@ impl<B: Kernels> Case<B> for OfEarlierSteps {
     fn run(&self, b: &B, pads: Pads) -> Result<Outputs> {
         let Self { codec, planes, cols, stack, .. } = *self;
         let (x, groups) = matrix(b, self.spread, (self.rows, cols), self.dtype, self.input, pads)?;
-        let random = codec.rounding().is_random().then(|| stream("quantize.random").into());
+        let random = codec.draws().then(|| stream("quantize.random").into());
         let op = Quantize { groups: groups.as_ref(), stack, random, ..Quantize::new(&x, codec, planes) };
         // Records of five values from the third on; every third span has none that is known.
         let (first, stride) = (3, 5);
@@ -312,7 +400,7 @@ impl<B: Kernels> Case<B> for Transformed {
     fn run(&self, b: &B, pads: Pads) -> Result<Outputs> {
         let Self { codec, planes, len, cols, .. } = *self;
         let (x, groups) = matrix(b, self.spread, (self.rows, cols), self.dtype, self.input, pads)?;
-        let random = codec.rounding().is_random().then(|| stream("quantize.random").into());
+        let random = codec.draws().then(|| stream("quantize.random").into());
         let signs = Stream { purpose: Purpose::Sign, ..stream("quantize.signs") };
         let hadamard = Some(Hadamard { len, signs, step: None });
         let made = Quantize { groups: groups.as_ref(), random, hadamard, ..Quantize::new(&x, codec, planes) }
@@ -463,6 +551,7 @@ fn wide<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
 pub fn quantize<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     of_earlier_steps(pair);
     amax::parts(pair);
+    parts_of_stacks(pair);
     for codec in codecs() {
         for (planes, rows, cols, stack) in SHAPES {
             for (i, input) in Input::ALL.into_iter().enumerate() {

@@ -56,7 +56,7 @@ impl<B: Kernels> Case<B> for Packing {
         let (index, place) = self.lists(x.rows);
         let has_row: Vec<bool> = index.iter().map(|row| *row >= 0).collect();
         let (index, place) = (b.upload(&index)?, b.upload(&place)?);
-        let random = codec.rounding().is_random().then(|| stream("quantize.random").into());
+        let random = codec.draws().then(|| stream("quantize.random").into());
         let quantize =
             || Quantize { groups: groups.as_ref(), random, ..Quantize::new(&x, codec, Planes::Rows) };
         let op = QuantizePack { quantize: quantize(), index: &index, place: &place, top_k };

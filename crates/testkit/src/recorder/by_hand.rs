@@ -42,7 +42,8 @@ struct SealedQuantize<B: Kernels> {
     planes: Planes,
     groups: Option<Groups<Recorder<B>>>,
     stack: usize,
-    stream: Option<Stream>,
+    /// Of random bits, with what elements are counted from.
+    stream: Option<(Stream, u64)>,
     step: Option<Buf<u32, B>>,
     /// Its length and its signs.
     hadamard: Option<(usize, Stream)>,
@@ -66,7 +67,7 @@ impl<B: Kernels> SealedQuantize<B> {
             planes,
             groups: groups.map(|groups| call.reads(groups)).transpose()?,
             stack,
-            stream: random.map(|random| random.stream),
+            stream: random.map(|random| (random.stream, random.first)),
             step: random.and_then(|random| random.step).map(|step| call.reads(step)).transpose()?,
             hadamard: hadamard.map(|hadamard| (hadamard.len, hadamard.signs)),
             signs_step: hadamard.and_then(|of| of.step).map(|step| call.reads(step)).transpose()?,
@@ -85,7 +86,7 @@ impl<B: Kernels> SealedQuantize<B> {
         let delayed = records.as_ref().map(|records| Delayed { records, first, stride });
         let groups = self.groups.as_ref().map(|groups| open(b, groups)).transpose()?;
         let step = self.step.as_ref().map(|step| open(b, step)).transpose()?;
-        let random = stream.map(|stream| Random { stream, step: step.as_ref() });
+        let random = stream.map(|(stream, first)| Random { stream, step: step.as_ref(), first });
         let signs_step = self.signs_step.as_ref().map(|step| open(b, step)).transpose()?;
         let hadamard = hadamard.map(|(len, signs)| Hadamard { len, signs, step: signs_step.as_ref() });
         let amax = self.amax.as_ref().map(|amax| open(b, amax)).transpose()?;

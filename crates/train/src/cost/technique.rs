@@ -238,8 +238,10 @@ fn of_quantization(to: &Precision, values: f64, add: &mut impl FnMut(Technique, 
     if let Some(transform) = to.rht {
         add(Technique::Hadamard, values * (transform.len as f64).log2());
     }
-    if to.round.is_random() {
-        add(Technique::RandomRounding, RANDOM_BITS * values);
+    if to.draws() {
+        // Of corrected scales alone.
+        let each = if to.round.is_random() { 1 } else { to.format.spec().block };
+        add(Technique::RandomRounding, RANDOM_BITS * values / each as f64);
     }
 }
 

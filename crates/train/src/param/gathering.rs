@@ -45,7 +45,7 @@ impl ProductCopies {
     /// What all rows come as, if it is the codes of each rank's own: the codec.
     fn as_codes(&self) -> Result<Option<Codec>> {
         // Random bits are drawn by the place in the whole.
-        let travels = self.is_one && self.w.dtype().is_none() && !self.w.round.is_random();
+        let travels = self.is_one && self.w.dtype().is_none() && !self.w.draws();
         Ok(travels.then(|| self.w.codec()).transpose()?.filter(|codec| codes::travel(*codec)))
     }
 

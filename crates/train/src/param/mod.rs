@@ -20,7 +20,9 @@ use crate::spec::{Init, ParamSpec, Part, Update};
 use codes::OfRank;
 use gathering::{Copies, ProductCopies};
 use nibble_core::formats::{BlockAxis, Codec, Purpose, Stream, fnv1a32};
-use nibble_core::ops::{Counts, Delayed, Dequantize, Emitted, InitNormal, Planes, Quantize, Transpose};
+use nibble_core::ops::{
+    Counts, Delayed, Dequantize, Emitted, InitNormal, Planes, Quantize, Random, Transpose,
+};
 use nibble_core::recipe::{By, Precision, Section, Site};
 use nibble_core::{Comm, DType, Error, Kernels, Mesh, Operand, Result, Tensor};
 use shipment::{Cargo, Rows, Shipment, Whole};
@@ -80,6 +82,8 @@ pub struct Param<B: Kernels> {
     shadow: Option<Shadow<B>>,
     /// All rows, for passes that take them as they are, where this rank keeps some of them alone.
     whole: Option<Tensor<B>>,
+    /// The number of its first element in the stack that ranks divide: random bits do not depend on how they do.
+    first: u64,
 }
 
 /// First and second moment of AdamW, both F32 or both BF16, of the rows of the master.
@@ -121,6 +125,7 @@ impl<B: Kernels> Param<B> {
             placement,
             shadow: None,
             whole: None,
+            first: 0,
         }
     }
 
@@ -134,7 +139,7 @@ impl<B: Kernels> Param<B> {
             None => (Placement::Replicated, 0, all),
             Some(_) => {
                 let local = spec.stack() / ep.world().max(1);
-                (Placement::Experts(local), ep.rank() * local * rows, dp)
+                (Placement::Experts(local), (ep.rank() * local * rows * cols) as u64, dp)
             }
         };
         let (name, place) = match spec.update {
@@ -149,11 +154,11 @@ impl<B: Kernels> Param<B> {
             Init::Ones => Tensor::from_f32(cx.b, &vec![1.0; mine.len() * cols], mine.len(), cols)?,
             Init::Normal(std) => {
                 let stream = Stream::new(cx.seed, Purpose::Init, fnv1a32(&name), 0);
-                let first = ((first + mine.start) * cols) as u64;
+                let first = first + (mine.start * cols) as u64;
                 InitNormal { stream, first, rows: mine.len(), cols, std }.run(cx.b)?
             }
         };
-        Ok(Self { update: spec.update, ..Self::of_slice(name, slices, master, placement) })
+        Ok(Self { update: spec.update, first, ..Self::of_slice(name, slices, master, placement) })
     }
 
     /// Whether it has a gradient and moments.
@@ -287,7 +292,7 @@ impl<B: Kernels> Param<B> {
         let is_square = to.axis == BlockAxis::Tile && to.format.spec().tiles;
         let planes = if is_square { Planes::Tiles } else { Planes::Rows };
         let hadamard = to.rht.map(|transform| cx.hadamard(&transform, linear));
-        let random = cx.random(&self.name, name, to.round);
+        let random = self.random(cx, name, to);
         let op = Quantize { stack: self.stack(), random, hadamard, ..Quantize::new(x, to.codec()?, planes) };
         let made = op.run(cx.b)?;
         self.keep_counts_once(cx, name, &made, None)?;
@@ -295,6 +300,11 @@ impl<B: Kernels> Param<B> {
             cx.measure(x, [&made.rows, &None], None)?;
         }
         made.take_rows("prepare")
+    }
+
+    /// The random bits of a copy, which a matrix and its transpose have as many of.
+    fn random<'c>(&self, cx: &'c Cx<'_, B>, name: &str, to: &Precision) -> Option<Random<'c, B>> {
+        cx.random(&self.name, name, to).map(|random| Random { first: self.first, ..random })
     }
 
     /// Keeps what was counted and found of all rows. Every rank that has the weight finds the same: the first one's blocks count.
@@ -317,7 +327,7 @@ impl<B: Kernels> Param<B> {
     fn quantized(&self, cx: &Cx<'_, B>, to: &Precision, whole: &Tensor<B>) -> Result<Shadow<B>> {
         let (stack, codec, scales) = (self.stack(), to.codec()?, self.earlier_scales(cx, to)?);
         let delayed = scales.map(|(delayed, _)| delayed);
-        let random = cx.random(&self.name, OF_FPROP, to.round);
+        let random = self.random(cx, OF_FPROP, to);
         let op = Quantize { stack, delayed, random, ..Quantize::new(whole, codec, Planes::Tiles) };
         let tiles = op.run(cx.b)?;
         self.keep_counts_once(cx, OF_FPROP, &tiles, scales)?;

@@ -9,6 +9,7 @@ pub use comm::{Call, CallLog, Hook, Hooked, noted, on_axes};
 
 use nibble_core::formats::{Purpose, Stream, fnv1a32};
 use nibble_core::ops::Control;
+use nibble_core::recipe::{LayerKind, Product};
 use nibble_core::{Comm, DType, Kernels, Mesh, MeshShape, Recipe, SoloComm, Tensor};
 use nibble_cpu::Cpu;
 use nibble_train::config::Config;
@@ -107,9 +108,29 @@ pub fn mixed(recipe: &str, changes: &[&str]) -> Config {
     small(recipe, &[&FIRST_DENSE[..], changes].concat())
 }
 
+/// Widths that transforms of 128 divide: of attention, and of what stands between attentions.
+const WIDE: [&str; 3] = ["model.d_model=128", "model.kv_heads=2", "model.head_dim=64"];
+const WIDE_EXPERTS: [&str; 2] = ["model.expert_ffn=64", "model.shared_ffn=64"];
+const WIDE_MLPS: [&str; 1] = ["model.ffn=128"];
+
+/// Whether a shipped recipe has transforms that do not divide the small run's widths.
+pub fn wants_width(recipe: &str) -> bool {
+    let transforms = |recipe: Recipe| {
+        let sections = [LayerKind::Linear, LayerKind::Expert].map(|kind| *recipe.of(kind));
+        sections
+            .into_iter()
+            .flat_map(|of| [Product::Fprop, Product::Dgrad].map(|product| of.transform(product)))
+    };
+    Recipe::builtin(recipe).is_ok_and(|recipe| transforms(recipe).flatten().any(|of| of.len > 32))
+}
+
 fn configured(feed: &str, recipe: &str, changes: &[&str]) -> Config {
     let text = SMALL.replace("# feed", feed);
     let mut overrides = vec![format!("recipe={recipe}")];
+    if wants_width(recipe) {
+        let between: &[&str] = if feed == MLPS { &WIDE_MLPS } else { &WIDE_EXPERTS };
+        overrides.extend(WIDE.iter().chain(between).map(|width| (*width).to_owned()));
+    }
     overrides.extend(changes.iter().map(|c| (*c).to_owned()));
     let mut config = Config::from_text(&text, Path::new("small.toml"), &overrides).unwrap();
     // Few tokens are unlike a balanced share; what happens without room has tests of its own.

@@ -1,7 +1,7 @@
 //! How scales are chosen, in files.
 
 use super::*;
-use nibble_formats::{Candidates, Headroom, Outer, ScaleRule, Scaling, Thresholds};
+use nibble_formats::{Candidates, Correction, Headroom, Outer, ScaleRule, Scaling, Thresholds};
 
 fn read(site: &str, precision: &str) -> Result<Precision, String> {
     let text = format!("extends = \"nvfp4\"\n[linear]\n{site} = {precision}");
@@ -80,6 +80,53 @@ fn what_a_format_has_no_choice_of_is_refused_by_name() {
     ] {
         let e = read("dgrad.dy", precision).unwrap_err();
         assert!(e.contains("linear.dgrad.dy") && e.contains(told), "{precision}: {e}");
+    }
+}
+
+/// What makes a correction unbiased must be there.
+#[test]
+fn corrections_want_fresh_signs() {
+    let with = |rht: &str, more: &str| {
+        let text = format!(
+            "extends = \"nvfp4\"\n[linear]\nwgrad.rht = {rht}\nwgrad.dy = {{ format = \"nvfp4\", correction = \"ms-eden\"{more} }}"
+        );
+        let recipe = Recipe::parse("mine", &text).map_err(|e| e.to_string())?;
+        assert_eq!(Recipe::parse("mine", &recipe.to_toml()).unwrap(), recipe, "{text}");
+        Ok::<_, String>(recipe.linear.at(Site::WgradDy))
+    };
+    let step = "{ len = 128, signs = \"step\" }";
+    let p = with(step, "").unwrap();
+    assert_eq!(p.scaling, Scaling { correction: Correction::MsEden, ..Scaling::default() });
+    assert!(p.draws() && p.to_string().contains("tensor-amax ms-eden rht128 of each step"), "{p}");
+    for (rht, more, told) in [
+        ("{ len = 128 }", "", "unbiased under signs of each step alone"),
+        ("\"none\"", "", "unbiased under signs of each step alone"),
+        (step, ", round = \"stochastic\"", "values are rounded to nearest even"),
+        (step, ", candidates = \"4/6-mse\"", "a corrected block has one scale"),
+        (step, ", outer = \"none\"", "`correction`"),
+    ] {
+        let e = with(rht, more).unwrap_err();
+        assert!(e.contains("linear.wgrad.dy") && e.contains(told), "{rht}{more}: {e}");
+    }
+    let e = dy(", correction = \"eden\"").unwrap_err();
+    assert!(e.contains("no correction \"eden\"") && e.contains("ms-eden"), "{e}");
+    let e = read("dgrad.dy", "{ format = \"mxfp4\", correction = \"ms-eden\" }").unwrap_err();
+    assert!(e.contains("`correction`: it decides nothing, since its scales are not corrected"), "{e}");
+}
+
+#[test]
+fn quartet_2_multiplies_four_bits_everywhere() {
+    let recipe = Recipe::builtin("nvfp4-quartet2").unwrap();
+    for kind in [LayerKind::Linear, LayerKind::Expert] {
+        let section = recipe.of(kind);
+        let operands = kind.sites().filter(|site| site.operand_of().is_some());
+        for (site, p) in operands.map(|site| (site, section.at(site))) {
+            assert_eq!(p.format, Format::Nvfp4, "{}", site.key());
+            let is_forward = site.operand_of() == Some(Product::Fprop);
+            assert_eq!(p.scaling.candidates == Candidates::FourOrSixMse, is_forward, "{}", site.key());
+            assert_eq!(p.scaling.correction == Correction::MsEden, !is_forward, "{}", site.key());
+        }
+        assert!(!section.has_one_weight() && section.at(Site::DgradW).by == By::Requantize);
     }
 }
 

@@ -4,7 +4,8 @@
 //! [`Sink`], which writes the planes that were asked for. Threads divide strips of rows; a strip never holds rows of two
 //! groups.
 
-use super::encode::{Tile, Work, encode_cols, encode_row, encode_square, fast, fill_random, transpose};
+use super::drawn::Drawn;
+use super::encode::{Tile, Work, encode_cols, encode_row, encode_square, fast, transpose};
 use super::general::{self, Job, WORTH_A_THREAD};
 use super::planes::put_counts;
 use super::round::{fixed_bits, reads_bits};
@@ -18,7 +19,7 @@ use crate::ops::elementwise::{round_bf16, round_f32};
 use half::bf16;
 use nibble_core::ops::{Counts, Emit, Emitted, Planes};
 use nibble_core::{BlockScaled, Data, Error, Operand, Result, Tensor};
-use nibble_formats::{Codec, Scale, ScaleKind, ScalePlaneMut, Stream};
+use nibble_formats::{Codec, Scale, ScaleKind, ScalePlaneMut};
 use rayon::prelude::*;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -246,7 +247,7 @@ pub(crate) struct Sink<'a> {
     cols: usize,
     spans: &'a Spans<'a>,
     codec: Option<Codec>,
-    random: Option<Stream>,
+    random: Option<Drawn>,
     plain: Option<Plain>,
     /// How what is staged is quantized, and into what.
     staged: Option<(Codec, Emitted<Cpu>)>,
@@ -262,7 +263,7 @@ impl<'a> Sink<'a> {
         spans: &'a Spans<'a>,
         cols: usize,
         (emit, made): (Emit, Emitted<Cpu>),
-        random: Option<Stream>,
+        random: Option<Drawn>,
     ) -> Self {
         let mut sink = Self {
             cols,
@@ -395,7 +396,7 @@ fn fill_bits(
     isa: Isa,
     bits: &mut Vec<u16>,
     codec: Codec,
-    random: Option<Stream>,
+    random: Option<Drawn>,
     spans: &Spans,
     cols: usize,
     (row, tile, col): (usize, Tile, usize),
@@ -405,9 +406,9 @@ fn fill_bits(
         return;
     }
     bits.resize(tile.rows * tile.width, fixed_bits(codec.rounding()).unwrap_or(0));
-    let (true, Some(stream)) = (codec.rounding().is_random(), random) else { return };
+    let (true, Some(drawn)) = (codec.rounding().is_random(), random) else { return };
     for (i, bits) in bits.chunks_exact_mut(tile.width.max(1)).enumerate() {
-        fill_random(isa, stream, spans.row_index(row + i) * cols as u64 + col as u64, bits);
+        drawn.fill(isa, spans.row_index(row + i) * cols as u64 + col as u64, bits);
     }
 }
 
@@ -466,7 +467,7 @@ pub(crate) struct SquareSink<'a> {
     /// One span for each matrix.
     spans: &'a Spans<'a>,
     codec: Codec,
-    random: Option<Stream>,
+    random: Option<Drawn>,
     planes: SquareTarget,
     counts: Option<Counts<Cpu>>,
     tally: [AtomicU64; 3],
@@ -479,7 +480,7 @@ impl<'a> SquareSink<'a> {
         spans: &'a Spans<'a>,
         shape: (usize, usize),
         codec: Codec,
-        random: Option<Stream>,
+        random: Option<Drawn>,
     ) -> Result<Self> {
         let (Some(Operand::Block(upright)), Some(Operand::Block(turned))) = (made.rows, made.cols) else {
             return Err(Error::shape("quantize", "planes of the result", "fewer", "two"));

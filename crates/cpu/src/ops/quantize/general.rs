@@ -4,7 +4,8 @@
 //! scale and for the values in its units; the largest magnitude, the rounding and the packing are the same code for all. Threads divide
 //! lines.
 
-use super::encode::{amax_bits, fill_random, transpose};
+use super::drawn::Drawn;
+use super::encode::{amax_bits, transpose};
 use super::planes::{both, plane, put_counts};
 use super::round::{Facts, Nearest, OneByOne, Round, Threshold, fixed_bits, reads_bits, with_rounding};
 use super::source::ValueSource;
@@ -15,7 +16,7 @@ use crate::gemm::Isa;
 use crate::simd::per_isa;
 use nibble_core::ops::{Counts, Emitted};
 use nibble_core::{BlockScaled, Result};
-use nibble_formats::{BlockAxis, BlockScale, Codec, Rounding, ScalePlaneMut, Stream, pack_codes};
+use nibble_formats::{BlockAxis, BlockScale, Codec, Rounding, ScalePlaneMut, pack_codes};
 use rayon::prelude::*;
 use std::ops::Range;
 
@@ -37,7 +38,7 @@ struct Part<'a> {
     padding: &'a [bool],
     /// What there is; zeros follow.
     x: &'a mut [f32],
-    /// Sixteen bits for each value, where the rounding reads any.
+    /// Sixteen bits for each value, where the rounding or a corrected scale reads any.
     bits: &'a [u16],
     /// One a byte.
     codes: &'a mut [u8],
@@ -58,6 +59,8 @@ fn block_as(
         codes.fill(0);
         return (scale, 0);
     }
+    // Of corrected scales the first element's bits are.
+    let scale = codec.corrected(x, scale, bits.first().copied().unwrap_or(0));
     codec.format().spec().codec.scale_values(codec.params(), x, scale);
     let any = encode_values(round, facts, x, bits, codes);
     codes[x.len()..].fill(0);
@@ -96,7 +99,7 @@ fn line_as<R: Round>(round: R, part: &mut Part, tally: &mut Tally) {
             continue;
         }
         let values = place.start.min(x.len())..place.end.min(x.len());
-        let bits = if R::READS_BITS { &bits[values.clone()] } else { &[][..] };
+        let bits = bits.get(values.clone()).unwrap_or(&[]);
         let codec = &codecs[place.start.min(codecs.len() - 1)];
         let (scale, any) = block_as(round, (&facts, codec), (&mut x[values], bits), codes);
         for record in records {
@@ -161,7 +164,7 @@ impl<'a> Job<'a> {
         cpu: &Cpu,
         (x, cols): (ValueSource<'a>, usize),
         codec: Codec,
-        random: Option<Stream>,
+        random: Option<Drawn>,
         spans: &'a Spans<'a>,
         known: Known<'_>,
     ) -> Self {
@@ -180,9 +183,9 @@ impl<'a> Job<'a> {
     fn fill_bits(&self, isa: Isa, (row, col): (usize, usize), bits: &mut [u16]) {
         if let Some(stored) = self.bits {
             bits.copy_from_slice(&stored[row * self.cols + col..][..bits.len()]);
-        } else if let Some(stream) = self.casting.random {
+        } else if let Some(drawn) = self.casting.random {
             let first = self.casting.spans.row_index(row) * self.cols as u64 + col as u64;
-            fill_random(isa, stream, first, bits);
+            drawn.fill(isa, first, bits);
         }
     }
 }
@@ -285,7 +288,7 @@ fn rows(cpu: &Cpu, job: &Job, out: &mut BlockScaled<Cpu>) -> Tally {
     let bytes = (format.row_code_bytes(cols), out.shape_of_scales().1 * kind.bytes());
     let blocks = blocks(format, BlockAxis::Row, spans, cols);
     let padding = spans.padding();
-    let reads = reads_bits(codec.rounding());
+    let reads = codec.draws() || reads_bits(codec.rounding());
     let one = |memory: &mut Memory, (row, (plane, scales)): (usize, (&mut [u8], &mut [u8]))| {
         let mut tally = Tally::default();
         let mut scales = ScalePlaneMut { kind, bytes: scales };
@@ -297,7 +300,7 @@ fn rows(cpu: &Cpu, job: &Job, out: &mut BlockScaled<Cpu>) -> Tally {
         memory.x.resize(cols, 0.0);
         job.x.load(isa, row, 0, &mut memory.x);
         memory.bits.resize(if reads { cols } else { 0 }, fixed_bits(codec.rounding()).unwrap_or(0));
-        if codec.rounding().is_random() {
+        if codec.draws() {
             job.fill_bits(isa, (row, 0), &mut memory.bits);
         }
         let whole_bytes = format.spec().code_bits == 8;
@@ -381,9 +384,9 @@ impl Panel<'_> {
         }
         turn(isa, &memory.x, width, &mut memory.turned);
         let fixed = fixed_bits(codec.rounding()).unwrap_or(0);
-        let read = if reads_bits(codec.rounding()) { height * width } else { 0 };
+        let read = if codec.draws() || reads_bits(codec.rounding()) { height * width } else { 0 };
         memory.turned_bits.resize(read, fixed);
-        if codec.rounding().is_random() {
+        if codec.draws() {
             memory.bits.resize(read, 0);
             for (i, bits) in memory.bits.chunks_exact_mut(width).enumerate() {
                 job.fill_bits(isa, (rows.start + i, col), bits);
@@ -500,7 +503,7 @@ pub(super) fn row_weights(
     cpu: &Cpu,
     (x, k): (ValueSource, usize),
     (rows_all, stack): (usize, usize),
-    (codec, random): (Codec, Option<Stream>),
+    (codec, random): (Codec, Option<Drawn>),
     known: Known,
     mut made: Emitted<Cpu>,
 ) -> Result<Emitted<Cpu>> {
@@ -509,10 +512,9 @@ pub(super) fn row_weights(
     let spans = Spans::stacked(stack, n);
     let tally = rows(cpu, &Job::new(cpu, (x, k), codec, random, &spans, known), upright);
     let across: Vec<f32> = turned(cpu, (stack, n, k), |row, col, out| x.load(isa, row, col, out));
-    let random = random.filter(|_| codec.rounding().is_random());
-    let bits: Option<Vec<u16>> = random.map(|stream| {
-        let fill =
-            |row: usize, col: usize, out: &mut [u16]| fill_random(isa, stream, (row * k + col) as u64, out);
+    let random = random.filter(|_| codec.draws());
+    let bits: Option<Vec<u16>> = random.map(|drawn| {
+        let fill = |row: usize, col: usize, out: &mut [u16]| drawn.fill(isa, (row * k + col) as u64, out);
         turned(cpu, (stack, n, k), fill)
     });
     let spans = Spans::stacked(stack, k);

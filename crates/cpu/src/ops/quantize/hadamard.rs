@@ -1,5 +1,6 @@
 //! The random Hadamard transform of a matrix before it is quantized: along the rows, or down the columns group by group.
 
+use super::drawn::Drawn;
 use super::source::ValueSource;
 use super::spans::Spans;
 use super::spec::Matrix;
@@ -23,7 +24,8 @@ pub(super) fn transform<'a>(
     let whole = spans.in_whole(if down { len } else { 1 });
     let longest = whole.spans.iter().map(|s| s.len).max().unwrap_or(0);
     let mut sign = vec![0.0; if down { longest } else { x.cols }];
-    hadamard::fill_signs(&super::at_step(Random { stream: signs, step })?, 0, &mut sign);
+    let signs = Drawn::new(Random { step, ..signs.into() })?;
+    hadamard::fill_signs(&signs.stream, 0, &mut sign);
     let made = match (cpu.path(), down) {
         (CodePath::Scalar, false) => rows_by_spec(cpu, x, spans, &sign, len),
         (CodePath::Scalar, true) => cols_by_spec(cpu, x, spans, &whole, &sign, len),

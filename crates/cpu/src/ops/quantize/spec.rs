@@ -2,6 +2,7 @@
 //! `Codec::quantize_block`, from a matrix of F32 values.
 
 use super::delayed::Met;
+use super::drawn::Drawn;
 use super::planes::{both, get_code, plane, put_codes, put_counts, put_scale, scales_of};
 use super::source::Scales;
 use super::spans::{Span, Spans};
@@ -9,8 +10,8 @@ use crate::Cpu;
 use nibble_core::ops::{Counts, Delayed, Emit, Emitted, Found};
 use nibble_core::{BlockScaled, Data, Error, Operand, Result, Tensor};
 use nibble_formats::{
-    BlockAxis, Codec, Format, Rounding, Scale, ScaleKind, ScalePlane, ScalePlaneMut, Stream, WHOLE_LINE,
-    bf16, pack_codes,
+    BlockAxis, Codec, Format, Rounding, Scale, ScaleKind, ScalePlane, ScalePlaneMut, WHOLE_LINE, bf16,
+    pack_codes,
 };
 use rayon::prelude::*;
 use std::ops::Range;
@@ -50,7 +51,7 @@ pub(crate) struct Casting<'a> {
     pub of_rows: Vec<Codec>,
     /// Under scales of earlier steps.
     met: Option<Met<'a>>,
-    pub random: Option<Stream>,
+    pub random: Option<Drawn>,
     pub spans: &'a Spans<'a>,
     /// Rows of each of the matrices, where they are transposed ones: elements have the numbers of what they were before.
     transposed: Option<usize>,
@@ -76,7 +77,7 @@ impl<'a> Casting<'a> {
     /// Measures the values, where the tensor has a scale of its own that is not known.
     pub fn new(
         codec: Codec,
-        random: Option<Stream>,
+        random: Option<Drawn>,
         spans: &'a Spans<'a>,
         x: &Matrix,
         known: Known<'a>,
@@ -95,7 +96,7 @@ impl<'a> Casting<'a> {
     /// With the largest magnitude of a span's rows that count, as [`Codec::tensor_amax`] has it.
     pub fn measured(
         codec: Codec,
-        random: Option<Stream>,
+        random: Option<Drawn>,
         spans: &'a Spans<'a>,
         amax: impl Fn(&Span, Range<usize>) -> f32,
     ) -> Self {
@@ -105,7 +106,7 @@ impl<'a> Casting<'a> {
     /// With the codec of each span, where the tensor has a scale of its own, for its rows that count.
     fn of_spans(
         codec: Codec,
-        random: Option<Stream>,
+        random: Option<Drawn>,
         spans: &'a Spans<'a>,
         mut of_span: impl FnMut(&Span, Range<usize>) -> Codec,
     ) -> Self {
@@ -127,12 +128,12 @@ impl<'a> Casting<'a> {
 
     /// Sixteen random bits of an element; the random roundings are only let in with a stream.
     fn bits(&self, row: usize, col: usize, cols: usize) -> u16 {
-        let Some(stream) = self.random else { return 0 };
+        let Some(drawn) = self.random else { return 0 };
         let element = match self.transposed {
             Some(rows) => ((row / rows * cols + col) * rows + row % rows) as u64,
             None => self.spans.row_index(row) * cols as u64 + col as u64,
         };
-        stream.u16_at(element)
+        drawn.u16_at(element)
     }
 
     /// What was found of values under scales of earlier steps.
@@ -166,7 +167,7 @@ pub(crate) fn emit(
     x: &Matrix,
     (emit, mut made): (Emit, Emitted<Cpu>),
     spans: &Spans,
-    random: Option<Stream>,
+    random: Option<Drawn>,
 ) -> Result<Emitted<Cpu>> {
     match (emit, &mut made.rows) {
         (Emit::Block { codec, .. }, _) => {
@@ -323,7 +324,7 @@ pub(crate) fn tiles(
 pub(crate) fn row_weights(
     cpu: &Cpu,
     x: &Matrix,
-    (stack, codec, random): (usize, Codec, Option<Stream>),
+    (stack, codec, random): (usize, Codec, Option<Drawn>),
     known: Known,
     mut made: Emitted<Cpu>,
 ) -> Result<Emitted<Cpu>> {

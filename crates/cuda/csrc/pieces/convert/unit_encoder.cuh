@@ -85,6 +85,7 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
                 if constexpr (F::kBlock == 128) largest = max(largest, __shfl_xor_sync(kAllLanes, largest, 1));
                 scale = scale_of(largest, exists ? arg.row_amax : nullptr, line, square, tensor, is_padding);
                 if constexpr (kChooses<F>) scale = better_of(scale, largest, square, tensor, is_padding, [&](int i) { return x[0].value(i); });
+                if constexpr (kCorrects<F>) correct(scale, bits, matrix, row, position, is_padding, [&](int i) { return x[0].value(i); });
                 if constexpr (kNotes) {
                     if (arg.found != nullptr) {
                         note(matrix, row, exists && !is_padding, largest, [&](int i, int j) {
@@ -108,7 +109,7 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
                     for (int j = 0; j < 16; ++j) v[j] = mine.value(j);
                     RandomBits drawn[2];
                     if constexpr (kDraws) {
-                        const Stream::Complements draws = bits.stream.complements(arg.number_of(matrix, row) * arg.cols + position + i * 16);
+                        const Stream::Complements draws = bits.stream.complements(element(matrix, row, position + i * 16));
                         drawn[0] = draws.bits(0);
                         drawn[1] = draws.bits(1);
                     }
@@ -200,6 +201,11 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
                     scale[c] = scale_of(largest[c], of_lines, arg.maximum_of(true, line + c, position), square_of(quarter * 32 + first, in_tile + c), tensor, is_padding);
                     if constexpr (kChooses<F>) {
                         scale[c] = better_of(scale[c], largest[c], square_of(quarter * 32 + first, in_tile + c), tensor, is_padding, [&](int i) {
+                            return c == 0 ? x[0].template value<false>(i) : x[0].template value<true>(i);
+                        });
+                    }
+                    if constexpr (kCorrects<F>) {
+                        correct(scale[c], bits, matrix, position, col + c, is_padding, [&](int i) {
                             return c == 0 ? x[0].template value<false>(i) : x[0].template value<true>(i);
                         });
                     }
@@ -334,11 +340,16 @@ private:
         }
         if constexpr (F::kLine) largest = of_lines == nullptr ? 0 : __ldg(of_lines + maximum);
         if constexpr (F::kChosen) largest = arg.scaling.over(largest);
-        Scaled scale = F::scale(largest, arg.rule, tensor);
+        Scaled scale = of_largest(largest, tensor);
         if constexpr (F::kChosen && F::kThresholds) {
             if (arg.scaling.divides && !scale.is_nan()) scale.inverse = __frcp_rn(F::multiplier(scale.record, 0));
         }
         return is_padding ? least() : scale;
+    }
+
+    __device__ __forceinline__ Scaled of_largest(u32 largest, TensorInverse tensor) const {
+        if constexpr (kCorrects<F>) return F::scale(largest, arg.rule, tensor, arg.scaling.corrects ? F::kClippedSixth : F::kSixth);
+        else return F::scale(largest, arg.rule, tensor);
     }
 
     /// Of a block of sixteen values, or of its square, the scale of 4 where that loses less than the one of 6.
@@ -362,9 +373,22 @@ private:
         return of_four < of_six ? four : six;
     }
 
+    /// The record of a block of sixteen values whose first is at (row, col), once they are rounded.
+    template <class Value>
+    __device__ __forceinline__ void correct(Scaled& scale, UnitBits& bits, int matrix, int row, int col, bool is_padding, const Value& value) const {
+        if (arg.scaling.corrects == 0 || is_padding || scale.is_nan()) return;
+        float x[16];
+#pragma unroll
+        for (int i = 0; i < 16; ++i) x[i] = value(i);
+        scale.record = F::corrected(x, scale, bits.of(element(matrix, row, col)));
+    }
+
+    /// The number of an element for random bits.
+    __device__ __forceinline__ u64 element(int matrix, int row, int col) const { return rounding.first + arg.number_of(matrix, row) * arg.cols + col; }
+
     __device__ __forceinline__ Decision decision(UnitBits& bits, int matrix, int row, int col) const {
         const bool draws = arg.policy == kStochastic || arg.policy == kDither;
-        return {arg.policy, rounding.delta_q16, draws ? bits.of(arg.number_of(matrix, row) * arg.cols + col) : 0};
+        return {arg.policy, rounding.delta_q16, draws ? bits.of(element(matrix, row, col)) : 0};
     }
 
     /// Complements of the random bits of sixteen rows of this thread's two columns. A draw is for eight columns, which
@@ -373,7 +397,7 @@ private:
         const int mine = threadIdx.x % 4;
 #pragma unroll
         for (int i = 0; i < 16; i += 4) {
-            RandomBits bits = stream.complements(arg.number_of(matrix, row + i + mine) * arg.cols + col / 8 * 8).bits(0);
+            RandomBits bits = stream.complements(element(matrix, row + i + mine, col / 8 * 8)).bits(0);
             // Transposes 4 x 4 words over the four lanes: lanes 1 apart exchange first, then lanes 2 apart.
             u32(&w)[4] = bits.word;
             const bool odd = mine & 1, upper = mine & 2;

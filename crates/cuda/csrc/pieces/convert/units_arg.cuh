@@ -81,6 +81,9 @@ struct SquareLosses<true> {
 template <class F>
 constexpr bool kChooses = F::kChosen && F::kCandidates;
 
+template <class F>
+constexpr bool kCorrects = F::kChosen && F::kCorrection;
+
 template <class F, class In, int kAcross>
 struct alignas(16) QuantizeUnitsShared : SquareLosses<kChooses<F>> {
     UnitValues<In, kAcross> values;

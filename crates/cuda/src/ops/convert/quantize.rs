@@ -187,7 +187,7 @@ fn launch(
     let MatrixArgs { x, row_id, start, num_groups, .. } = *source;
     let counts = out.counts;
     let rule = PowerRule::of(op.codec.rule(), op.codec.element());
-    let rounding = RoundingArg::new(op.codec.rounding(), op.random);
+    let rounding = RoundingArg::new(op.codec, op.random);
     let hadamard = op.hadamard.as_ref().map_or(Ok(HadamardArg::NONE), HadamardArg::new)?;
     let ([row_codes, row_scales], [col_codes, col_scales]) =
         (planes_or_nulls(out.rows), planes_or_nulls(out.cols));

@@ -6,7 +6,7 @@ use crate::ops::PLAIN;
 use crate::pair::Pair;
 use crate::shapes::Spread;
 use nibble_core::Kernels;
-use nibble_core::formats::{Candidates, Codec, Headroom, Outer, Rounding, Scaling, Thresholds};
+use nibble_core::formats::{Candidates, Codec, Correction, Headroom, Outer, Rounding, Scaling, Thresholds};
 use nibble_core::ops::Planes;
 
 /// Each by itself, and all together.
@@ -18,8 +18,16 @@ fn scalings() -> Vec<Scaling> {
     for headroom in [Headroom::NONE, room(1.125)] {
         for &thresholds in Thresholds::ALL {
             for &candidates in Candidates::ALL {
-                let with = |outer: &Outer| Scaling { headroom, thresholds, candidates, outer: *outer };
-                all.extend(Outer::ALL.iter().map(with));
+                for &correction in Correction::ALL {
+                    let with = |outer: &Outer| Scaling {
+                        headroom,
+                        thresholds,
+                        candidates,
+                        outer: *outer,
+                        correction,
+                    };
+                    all.extend(Outer::ALL.iter().map(with));
+                }
             }
         }
     }
@@ -39,8 +47,11 @@ fn scaled() -> impl Iterator<Item = Codec> {
     codecs().flat_map(of)
 }
 
-/// The same choice, rounded otherwise.
+/// The same choice, rounded otherwise, if it leaves that open.
 fn rounded(codec: Codec, rounding: Rounding) -> Codec {
+    if codec.scaling().correction != Correction::None {
+        return codec;
+    }
     let rounded = Codec::new(codec.format(), codec.rule(), rounding).and_then(|of| of.with(codec.scaling()));
     rounded.unwrap_or_else(|e| panic!("{e}"))
 }
@@ -62,14 +73,21 @@ pub(super) fn scaled_blocks<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
         Input::SignedZeros,
     ];
     for (i, nearest) in scaled().enumerate() {
-        for (j, (planes, rows, cols, stack)) in SHAPES.into_iter().enumerate() {
+        let corrects = nearest.scaling().correction != Correction::None;
+        let takes = |planes| !corrects || planes != Planes::Tiles;
+        for (j, (planes, rows, cols, stack)) in
+            SHAPES.into_iter().enumerate().filter(|(_, shape)| takes(shape.0))
+        {
             let codec = if j % 2 == 0 { nearest } else { rounded(nearest, roundings[(i + j / 2) % 4]) };
             let (dtype, input) = (PLAIN[(i + j) % 2], inputs[(i + j) % inputs.len()]);
             pair.check(&Dense { codec, planes, rows, cols, stack, dtype, input });
         }
         // Whole tiles of a GPU's kernel: 64 values of a row, and squares beside each other; and several tiles below each other.
         let (dtype, input) = (PLAIN[i % 2], inputs[i % inputs.len()]);
-        for (planes, rows, cols, stack) in [(Planes::Both, 160, 192, 1), (Planes::Tiles, 2 * 144, 136, 2)] {
+        for (planes, rows, cols, stack) in [(Planes::Both, 160, 192, 1), (Planes::Tiles, 2 * 144, 136, 2)]
+            .into_iter()
+            .filter(|of| takes(of.0))
+        {
             let codec = rounded(nearest, roundings[i % 4]);
             pair.check(&Dense { codec, planes, rows, cols, stack, dtype, input });
         }

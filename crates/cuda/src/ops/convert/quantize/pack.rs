@@ -74,7 +74,7 @@ fn in_one_pass(
     let (rows, cols, by_segments) = (desc.rows as i32, desc.cols as i32, Divider::by(segments));
     let codec = op.quantize.codec;
     let rule = PowerRule::of(codec.rule(), codec.element());
-    let rounding = RoundingArg::new(codec.rounding(), op.quantize.random);
+    let rounding = RoundingArg::new(codec, op.quantize.random);
     let MatrixArgs { x, row_id, .. } = MatrixArgs::of(&op.quantize);
     let kernel = device.kernel(&config.spec)?;
     // SAFETY: `check` held `place` to its slots, `check_buffers` x and the groups to the sizes passed; the kernel writes messages below `messages`

@@ -9,7 +9,8 @@ use crate::ops::Instance;
 use crate::ops::convert::units::{LONG, RecordPlane, SQUARE, UnitFormat, tiles};
 use crate::{Buffer, Cuda, Device};
 use nibble_core::formats::{
-    BlockAxis, Candidates, Element, Rounding, ScaleKind, ScaleLayout, ScaleRule, Scaling, WHOLE_LINE,
+    BlockAxis, Candidates, Correction, Element, Rounding, ScaleKind, ScaleLayout, ScaleRule, Scaling,
+    WHOLE_LINE,
 };
 use nibble_core::ops::{Planes, Quantize};
 use nibble_core::{BlockScaled, DType, Error, Result};
@@ -79,6 +80,7 @@ struct ScalingArg {
     headroom: f32,
     thresholds: [f32; 2],
     divides: u32,
+    corrects: u32,
     candidates: u32,
 }
 
@@ -88,6 +90,7 @@ impl ScalingArg {
             headroom: scaling.headroom.factor(),
             thresholds: scaling.thresholds.bounds().map(|bound| bound as f32),
             divides: scaling.thresholds.divides().into(),
+            corrects: (scaling.correction != Correction::None).into(),
             candidates: match scaling.candidates {
                 Candidates::Six => 0,
                 Candidates::FourOrSixMse => 1,
@@ -349,7 +352,7 @@ pub(super) fn launch(
         transform: source.transform.map_or(TransformArg::NONE, |transform| transform.arg),
         scaling: ScalingArg::of(codec.scaling()),
     };
-    let rounding = RoundingArg::new(codec.rounding(), op.random);
+    let rounding = RoundingArg::new(codec, op.random);
     // SAFETY: planes have the lengths that follow from the sizes passed, `BufferCheck` held x and the groups to them, what was measured has
     // a number for each line or span, words have four bytes for four blocks of each line, and planes, words and counts are new, so that nobody else writes or reads them.
     unsafe { device.kernel(&config.spec)?.launch(config.launch, &[&arg, &rounding]) }?;
