@@ -81,12 +81,12 @@ fn part_takes(part: &Part, recipe: &Recipe) -> Result<()> {
     if let Some(layer) = part.layer() {
         for progress in recipe.boundaries() {
             let section = recipe.section(layer.kind, &layer.name, progress);
-            let of_fprop = |weight: &ParamSpec| weight.cols.len();
-            let of_dgrad = |weight: &ParamSpec| weight.rows.len();
-            let contracted: [(Product, &dyn Fn(&ParamSpec) -> usize); 2] =
-                [(Product::Fprop, &of_fprop), (Product::Dgrad, &of_dgrad)];
-            for (product, contracted) in contracted {
+            for product in [Product::Fprop, Product::Dgrad] {
                 let Some(transform) = section.transform(product) else { continue };
+                let contracted = |weight: &ParamSpec| match product {
+                    Product::Fprop => weight.cols.len(),
+                    _ => weight.rows.len(),
+                };
                 let odd = part.weights().iter().find(|weight| {
                     !weight.rows.sizes.is_empty() && !contracted(weight).is_multiple_of(transform.len)
                 });
