@@ -9,7 +9,7 @@ use nibble_core::recipe::{By, LayerKind, Precision, Product, Site};
 use nibble_cpu::Cpu;
 use nibble_train::config::Config;
 use nibble_train::trainer::Trainer;
-use rig::{LATENT, Outcome, SOLO, recipes, small, state, train, with_recipe};
+use rig::{LATENT, Outcome, SOLO, WIDE, WIDE_EXPERTS, recipes, small, state, train, with_recipe};
 use std::collections::BTreeSet;
 
 fn run(config: &Config, ranks: usize) -> Outcome {
@@ -200,6 +200,29 @@ fn every_operand_may_be_rounded_at_random() {
             let more =
                 if key == "saved.x" { format!("\nwgrad.x = {}", p.replace(axis, "")) } else { String::new() };
             assert_decides(recipe, &format!("[{section}]\n{key} = {p}{more}"));
+        }
+    }
+}
+
+/// Of every operand by itself; and scales are rounded alike wherever an expert lives.
+#[test]
+fn corrections_of_every_operand_decide() {
+    let of = |more: &str, ranks| {
+        let text = format!("extends = \"nvfp4-quartet2\"\n{more}");
+        let (config, _dir) = with_recipe(&text, &[&WIDE[..], &WIDE_EXPERTS].concat());
+        run(&config, ranks)
+    };
+    let base = of("", 1);
+    base.assert_same(&of("", 2), "two ranks");
+    for section in ["linear", "expert"] {
+        for key in ["dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x"] {
+            let more = match key {
+                "dgrad.w" => ", block = \"line\", by = \"requantize\"",
+                "wgrad.x" => ", by = \"requantize\"",
+                _ => "",
+            };
+            let change = format!("[{section}]\n{key} = {{ format = \"nvfp4\"{more} }}");
+            assert!(differ(&base, &of(&change, 1)), "{change}");
         }
     }
 }

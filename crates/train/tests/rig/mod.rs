@@ -108,9 +108,11 @@ pub fn mixed(recipe: &str, changes: &[&str]) -> Config {
     small(recipe, &[&FIRST_DENSE[..], changes].concat())
 }
 
-/// Widths that transforms of 128 divide: of attention, and of what stands between attentions.
-const WIDE: [&str; 3] = ["model.d_model=128", "model.kv_heads=2", "model.head_dim=64"];
-const WIDE_EXPERTS: [&str; 2] = ["model.expert_ffn=64", "model.shared_ffn=64"];
+/// Widths that transforms of 128 divide, of attention and of what stands between attentions; and a rate with which so wide a model learns in BF16.
+pub const WIDE: [&str; 4] = ["model.d_model=128", "model.kv_heads=2", "model.head_dim=64", "train.lr=2e-3"];
+/// See [`WIDE`].
+pub const WIDE_EXPERTS: [&str; 2] = ["model.expert_ffn=64", "model.shared_ffn=64"];
+/// See [`WIDE`].
 const WIDE_MLPS: [&str; 1] = ["model.ffn=128"];
 
 /// Whether a shipped recipe has transforms that do not divide the small run's widths.

@@ -385,7 +385,7 @@ mod tests {
             offset_of!(UnitsArg, transform),
             offset_of!(UnitsArg, scaling),
         ];
-        assert_eq!((offsets, size_of::<UnitsArg>()), ([24, 120, 176, 200, 240, 252, 296, 312, 432], 456));
+        assert_eq!((offsets, size_of::<UnitsArg>()), ([24, 120, 176, 200, 240, 252, 296, 312, 440], 464));
     }
 
     /// The scale of every subnormal and of normal magnitudes around a power of two, against the specification.
