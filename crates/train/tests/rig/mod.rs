@@ -4,6 +4,7 @@
 
 mod comm;
 pub mod documents;
+pub mod written;
 
 pub use comm::{Call, CallLog, Hook, Hooked, noted, on_axes};
 
