@@ -1,9 +1,9 @@
 //! What a recipe's file says: its keys, and of each field what values it has. And all that a file may say, from the lists that recipes are read by.
 
-use nibble_core::Recipe;
 use nibble_core::formats::hadamard::LENGTHS;
 use nibble_core::formats::{AmaxOf, Candidates, Format, Outer, Rounding, ScaleRule, Thresholds};
 use nibble_core::recipe::{LayerKind, Site};
+use nibble_core::{DType, Recipe};
 use std::collections::BTreeSet;
 use toml::{Table, Value};
 
@@ -127,7 +127,9 @@ pub fn all() -> BTreeSet<String> {
     of("override.products", &LayerKind::Expert.products());
     of("override.layers", &["name", "first:", "first:%", "last:%"]);
     of("override.steps", &["true", "false"]);
-    of("override.set.recipe", &Recipe::all_names().collect::<Vec<_>>());
+    // Of plain F32 a whole recipe can follow no other: nearly all drawn ones are of other activations.
+    let is_bf16 = |name: &&str| Recipe::builtin(name).unwrap().activations == DType::Bf16;
+    of("override.set.recipe", &Recipe::all_names().filter(is_bf16).collect::<Vec<_>>());
     all.extend(["headroom", "history", "margin"].map(str::to_owned));
     all.extend(
         ["layers", "kinds", "optional", "steps", "products", "set"].map(|key| format!("override.{key}")),
