@@ -2,20 +2,14 @@
 
 use nibble_core::Recipe;
 use nibble_core::formats::hadamard::LENGTHS;
-use nibble_core::formats::{Format, Purpose, Stream};
-use nibble_core::recipe::{Layer, LayerKind, Site};
+use nibble_core::formats::{
+    AmaxOf, Candidates, Correction, Format, Outer, Purpose, Rounding, Stream, Thresholds,
+};
+use nibble_core::recipe::{Layer, LayerKind, Product, Site};
 use std::collections::BTreeMap;
 
-/// How scales are chosen; most of these go with one format.
-const SCALING: [&str; 7] = [
-    ", headroom = 1.0625",
-    ", headroom = 1.125, thresholds = \"3.5,1.75\"",
-    ", headroom = 1.375",
-    ", candidates = \"4/6-mse\"",
-    ", headroom = 1.5, candidates = \"4/6-mae\"",
-    ", outer = \"power\"",
-    ", correction = \"ms-eden\"",
-];
+/// Keys of a kind of layer, and what they are.
+type Keys = BTreeMap<&'static str, String>;
 
 /// Draws from a seeded stream.
 #[derive(Debug)]
@@ -48,85 +42,198 @@ impl Dice {
 
     /// A precision that may or may not go with the others.
     fn precision(&mut self, site: Site, format: Format) -> String {
-        let mut text = format!("{{ format = \"{format}\"");
+        let mut fields = vec![format!("format = \"{format}\"")];
         if format.is_block() {
-            let rule = self.of(format.spec().rules);
-            text += &match format.may_be_delayed() && self.once_in(3) {
-                true => ", scale = \"delayed\"".to_owned(),
-                false => format!(", scale = \"{rule}\""),
-            };
-            if self.once_in(6) {
-                text += self.of(&SCALING);
-            }
+            fields.extend(self.scale(format));
             if self.once_in(5) {
-                text += self.of(&[", round = \"stochastic\"", ", round = \"dither:0.25\""]);
+                let round = self.rounding();
+                fields.push(format!("round = \"{round}\""));
             }
             if site.is_weight() && format.spec().tiles && self.once_in(3) {
-                text += self.of(&[", block = \"line\"", ", block = \"square\""]);
+                let block = self.of(&["line", "square"]);
+                fields.push(format!("block = \"{block}\""));
             }
             if site.chooses_axis() && self.once_in(3) {
-                text += ", axis = \"col\"";
+                let axis = self.of(&["row", "col"]);
+                fields.push(format!("axis = \"{axis}\""));
             }
         }
         if self.once_in(5) {
-            text += ", by = \"requantize\"";
+            let by = self.of(&["requantize", "transcode"]);
+            fields.push(format!("by = \"{by}\""));
         }
-        text + " }"
+        format!("{{ {} }}", fields.join(", "))
+    }
+
+    /// How blocks of a format get their scales; some of it goes with no more than one format.
+    fn scale(&mut self, format: Format) -> Vec<String> {
+        if format.may_be_delayed() && self.once_in(3) {
+            return self.delayed();
+        }
+        let spec = format.spec();
+        let rule = self.of(spec.rules);
+        let mut fields = Vec::new();
+        // Where it goes with the rule or not.
+        if spec.has_candidates && self.once_in(3) {
+            let all: Vec<&str> = Outer::ALL.iter().map(|outer| outer.name()).chain(["none"]).collect();
+            fields.push(format!("outer = \"{}\"", self.of(&all)));
+        }
+        if fields.is_empty() || self.once_in(2) {
+            fields.push(format!("scale = \"{rule}\""));
+        }
+        if self.once_in(6) {
+            fields.push(format!("headroom = {:?}", 1.0 + self.below(17) as f64 / 16.0));
+        }
+        if self.once_in(if spec.has_thresholds { 3 } else { 60 }) {
+            fields.push(format!("thresholds = \"{}\"", self.of(Thresholds::ALL)));
+        }
+        if self.once_in(if spec.has_candidates { 3 } else { 60 }) {
+            fields.push(format!("candidates = \"{}\"", self.of(Candidates::ALL)));
+        }
+        // It goes with transforms whose signs change with the step alone.
+        if self.once_in(if spec.has_correction { 6 } else { 60 }) {
+            fields.push(format!("correction = \"{}\"", self.of(Correction::ALL)));
+        }
+        fields
+    }
+
+    /// Scales of earlier steps.
+    fn delayed(&mut self) -> Vec<String> {
+        let mut fields = vec!["scale = \"delayed\"".to_owned()];
+        if self.once_in(3) {
+            fields.push(format!("amax = \"{}\"", self.of(&AmaxOf::ALL)));
+        }
+        if self.once_in(3) {
+            fields.push(format!("history = {}", 1 + self.below(40)));
+        }
+        if self.once_in(3) {
+            fields.push(format!("margin = {}", self.below(3)));
+        }
+        fields
+    }
+
+    fn rounding(&mut self) -> Rounding {
+        let dither = Rounding::Dither { delta_q16: 1 + self.below(0x8000) as u16 };
+        let all: Vec<Rounding> = Rounding::PLAIN.into_iter().chain([Rounding::Stochastic, dither]).collect();
+        self.of(&all)
+    }
+
+    /// What a site of a kind of layer is.
+    fn choice(&mut self, kind: LayerKind, site: Site) -> String {
+        let unset = site.falls_back_on().map(Site::key).or((site == Site::SavedA).then_some("again"));
+        let plain = [Format::F32, Format::Bf16];
+        let format = if kind == LayerKind::Router { self.of(&plain) } else { self.of(&Format::ALL) };
+        match unset {
+            Some(unset) if kind != LayerKind::Router && self.once_in(4) => format!("\"{unset}\""),
+            _ => self.precision(site, format),
+        }
+    }
+
+    fn transform(&mut self) -> String {
+        let signs = self.of(&["", ", signs = \"run\"", ", signs = \"step\"", ", signs = 7"]);
+        let transform = format!("{{ len = {}{signs} }}", self.of(&LENGTHS));
+        if self.once_in(4) { "\"none\"".to_owned() } else { transform }
+    }
+
+    /// Keys of a kind of layer: all of one format, or as they are but for a few.
+    fn section(&mut self, kind: LayerKind) -> Keys {
+        let sites: Vec<Site> = kind.sites().collect();
+        let mut keys = Keys::new();
+        if kind != LayerKind::Router && self.once_in(3) {
+            let format = self.of(&Format::ALL);
+            keys = self.products(format, kind);
+        }
+        let most = if kind == LayerKind::Router { 2 } else { 4 };
+        for _ in 0..self.below(most) {
+            let site = self.of(&sites);
+            keys.insert(site.key(), self.choice(kind, site));
+        }
+        for product in kind.transformed() {
+            if self.once_in(6) {
+                keys.insert(product.rht_key(), self.transform());
+            }
+        }
+        keys
     }
 
     /// Some keys of a recipe changed, or of one that has the same format in all products; and overrides of the layers of a model.
     pub fn recipe(&mut self, layers: &[Layer]) -> String {
         let names: Vec<&str> = Recipe::all_names().collect();
-        let base = self.of(&names);
-        let mut text = format!("extends = \"{base}\"\n");
-        for kind in [LayerKind::Linear, LayerKind::Expert, LayerKind::Head] {
-            let mut keys: BTreeMap<&str, String> = BTreeMap::new();
-            if self.once_in(3) {
-                let format = self.of(&Format::ALL);
-                keys = self.products(format, kind);
-            }
-            let sites: Vec<Site> = kind.sites().collect();
-            for _ in 0..self.below(4) {
-                let site = self.of(&sites);
-                let unset = site.falls_back_on().map(Site::key).or((site == Site::SavedA).then_some("again"));
-                let format = self.of(&Format::ALL);
-                let precision = match unset {
-                    Some(unset) if self.once_in(4) => format!("\"{unset}\""),
-                    _ => self.precision(site, format),
-                };
-                keys.insert(site.key(), precision);
-            }
-            for product in kind.transformed() {
-                if self.once_in(6) {
-                    let signs = self.of(&["\"run\"", "\"step\"", "7"]);
-                    let transform = format!("{{ len = {}, signs = {signs} }}", self.of(&LENGTHS));
-                    let rht = if self.once_in(4) { "\"none\"".to_owned() } else { transform };
-                    keys.insert(product.rht_key(), rht);
-                }
-            }
-            text += &format!("[{}]\n", kind.name());
-            keys.into_iter().for_each(|(key, precision)| text += &format!("{key} = {precision}\n"));
+        let mut text = "description = \"random\"\n".to_owned();
+        if self.once_in(12) {
+            text += &format!("activations = \"{}\"\n", self.of(&["f32", "bf16"]));
         }
-        for _ in 0..self.below(3) {
-            let layer = self.of(&layers.iter().map(|layer| layer.name.as_str()).collect::<Vec<_>>());
-            let glob = self.of(&["*", "*.experts", "model.layers.0", layer]);
-            let steps = self.of(&["0..1", "0..0.5", "0.5..1", "0.25..0.75", "0.9..1"]);
-            let of = self.of(&names);
-            text +=
-                &format!("[[override]]\nlayers = \"{glob}\"\nsteps = \"{steps}\"\nset.recipe = \"{of}\"\n");
-            if self.once_in(3) {
-                text += "products = \"wgrad\"\n";
-            }
+        if !self.once_in(12) {
+            text += &format!("extends = \"{}\"\n", self.of(&names));
+        }
+        if self.once_in(8) {
+            let keys = self.section(LayerKind::Linear);
+            text += &table("[all]", "", keys);
+        }
+        for kind in LayerKind::ALL {
+            let keys = self.section(kind);
+            text += &table(&format!("[{}]", kind.name()), "", keys);
+        }
+        (0..self.below(3)).for_each(|_| text += &self.an_override(layers, &names));
+        text
+    }
+
+    /// For some of these layers, in a part of the run.
+    fn an_override(&mut self, layers: &[Layer], names: &[&str]) -> String {
+        let layer = self.of(&layers.iter().collect::<Vec<_>>());
+        let mut text = "[[override]]\n".to_owned();
+        if !self.once_in(4) {
+            let all = ["*", "*.experts", "model.layers.0", "first:1", "last:50%", "first:12.5%", &layer.name];
+            let (one, other) = (self.of(&all), self.of(&all));
+            let list =
+                if self.once_in(4) { format!("[\"{one}\", \"{other}\"]") } else { format!("\"{one}\"") };
+            text += &format!("layers = {list}\n");
+        }
+        if self.once_in(3) {
+            let own = layer.name.rsplit('.').next().unwrap_or_default();
+            let kinds = self.of(&["self_attn", "mlp", "experts", "lm_head", own]);
+            let list =
+                if self.once_in(3) { format!("[\"{kinds}\", \"{own}\"]") } else { format!("\"{kinds}\"") };
+            text += &format!("kinds = {list}\n");
+        }
+        if self.once_in(4) {
+            text += self.of(&["optional = true\n", "optional = true\n", "optional = false\n"]);
+        }
+        if !self.once_in(4) {
+            let all =
+                ["0..1", "0..0.5", "0.5..1", "0.25..0.75", "..0.9", "0..1 steps", "1.. steps", "2..7 steps"];
+            text += &format!("steps = \"{}\"\n", self.of(&all));
+        }
+        let products = LayerKind::Expert.products();
+        if self.once_in(3) {
+            let (one, other) = (self.of(&products), self.of(&products));
+            let list =
+                if self.once_in(3) { format!("[\"{one}\", \"{other}\"]") } else { format!("\"{one}\"") };
+            text += &format!("products = {list}\n");
+        }
+        if !self.once_in(3) {
+            text += &format!("set.recipe = \"{}\"\n", self.of(names));
+        }
+        if self.once_in(2) {
+            let sites: Vec<Site> = layer.kind.sites().collect();
+            let site = self.of(&sites);
+            let key = (site.key(), self.choice(layer.kind, site));
+            text += &table("", &format!("set.{}.", layer.kind.name()), Keys::from([key]));
+        }
+        if let Some(product) = layer.kind.transformed().first().filter(|_| self.once_in(8)) {
+            let product = if self.once_in(2) { *product } else { Product::Wgrad };
+            let key = (product.rht_key(), self.transform());
+            text += &table("", &format!("set.{}.", layer.kind.name()), Keys::from([key]));
         }
         text
     }
 
     /// One format for all operands of all products. Both operands of wgrad may be transformed, as older recipes say it.
-    fn products(&mut self, format: Format, kind: LayerKind) -> BTreeMap<&'static str, String> {
+    fn products(&mut self, format: Format, kind: LayerKind) -> Keys {
         let is_transformed = format.is_block() && kind != LayerKind::Head && self.once_in(4);
         let rht = if is_transformed { ", rht = 64" } else { "" };
         let of = |more: &str| format!("{{ format = \"{format}\"{more} }}");
-        let mut keys = BTreeMap::from([
+        let mut keys = Keys::from([
             ("fprop.x", of("")),
             ("fprop.w", of("")),
             ("dgrad.dy", of("")),
@@ -143,4 +250,11 @@ impl Dice {
         }
         keys
     }
+}
+
+/// Lines of a file: a head, and a line a key.
+fn table(head: &str, before: &str, keys: Keys) -> String {
+    let lines = keys.into_iter().map(|(key, value)| format!("{before}{key} = {value}\n"));
+    let head = if head.is_empty() { String::new() } else { format!("{head}\n") };
+    head + &lines.collect::<String>()
 }

@@ -1,5 +1,5 @@
 //! Every key of a recipe does what it says: changed, it changes weights within three steps, on one rank and on two alike; and
-//! it changes them where it says so. Under every recipe, each field of each key by itself either decides or is refused.
+//! it changes them where it says so. Under every recipe, each field of each key by itself either decides or is refused, and so does a key of random recipes.
 
 mod rig;
 
@@ -7,9 +7,13 @@ use nibble_core::Recipe;
 use nibble_core::formats::{Format, ScaleKind};
 use nibble_core::recipe::{By, LayerKind, Precision, Product, Site};
 use nibble_cpu::Cpu;
+use nibble_testkit::Dice;
+use nibble_train::checks::check_recipe;
 use nibble_train::config::Config;
+use nibble_train::spec::ModelSpec;
 use nibble_train::trainer::Trainer;
 use rig::{LATENT, Outcome, SOLO, WIDE, WIDE_EXPERTS, recipes, small, state, train, with_recipe};
+use std::cell::OnceCell;
 use std::collections::BTreeSet;
 
 fn run(config: &Config, ranks: usize) -> Outcome {
@@ -323,16 +327,27 @@ const RUNS: [(&[&str], usize); 3] =
     [(SMALLEST, 1), (SMALLEST, 3), (&["train.warmup_steps=0", "train.lr=0.04", "model.vocab_size=2048"], 3)];
 const SMALLEST: &[&str] = &["model.layers=1", "train.batch_size=1", "train.shards=1", "train.warmup_steps=0"];
 
+/// Weights and moments, and what is kept, sent, converted and remembered.
+type Ended = (Vec<(String, Vec<u32>)>, String);
+
 /// Weights and moments of such a run; and what it keeps, sends, converts and remembers, which may be a decision of its own for the same numbers.
-/// What is planned is what a backend sees (`recipe_plan.rs`).
-fn after(recipe: &Recipe, (changes, steps): (&[&str], usize)) -> (Vec<(String, Vec<u32>)>, String) {
+/// What is planned is what a backend sees (`recipe_plan.rs`). None of a run that ends at a gradient too small for the scales of its format.
+fn after(recipe: &Recipe, (changes, steps): (&[&str], usize)) -> Option<Ended> {
     let (cpu, config) = (Cpu::new(1).unwrap(), small("bf16", changes));
     let mut trainer = Trainer::under(&cpu, &SOLO, &config, recipe.clone()).unwrap().with_data().unwrap();
-    (0..steps).for_each(|_| drop(trainer.train_step().unwrap()));
+    for _ in 0..steps {
+        match trainer.train_step() {
+            Ok(_) => {}
+            Err(e) if e.to_string().contains("is not finite") => return None,
+            Err(e) => panic!("{recipe}: {e}"),
+        }
+    }
     let plan = LayerKind::ALL.map(|kind| recipe.of(kind).plan(kind, recipe.activations, true));
     let histories = trainer.histories().unwrap();
     let remembered: usize = histories.iter().flat_map(|history| &history.records).map(Vec::len).sum();
-    (state(&cpu, &mut trainer), trainer.ledger().unwrap().0.table() + &format!("{plan:?} {remembered}"))
+    let copies = LayerKind::ALL.map(|kind| recipe.of(kind).has_one_weight());
+    let way = trainer.ledger().unwrap().0.table() + &format!("{plan:?} {remembered} {copies:?}");
+    Some((state(&cpu, &mut trainer), way))
 }
 
 /// Whether two recipes decide the same, written or not. How something is converted is no question where it is made of a plain tensor.
@@ -367,16 +382,44 @@ fn keys(own: &Recipe, kind: LayerKind) -> Vec<(&'static str, Vec<String>)> {
     kind.sites().map(of_site).chain(kind.transformed().iter().map(of_product)).collect()
 }
 
+/// A recipe by which changed ones are measured: runs of it are made when they are asked for.
+struct Base {
+    recipe: Recipe,
+    runs: [OnceCell<Option<Ended>>; RUNS.len()],
+}
+
+impl Base {
+    fn new(recipe: Recipe) -> Self {
+        Self { recipe, runs: Default::default() }
+    }
+
+    /// Whether a recipe that differs in one key leads to other weights or moments; or, by a key of what is kept, sent or remembered, of how
+    /// something is made or of a second copy of a weight, to another way to the same.
+    fn decides(&self, changed: &Recipe, key: &str, change: &str) -> bool {
+        // A history decides where magnitudes fall, which those of weights do later in a run.
+        let is_way = ["saved", "dispatch", "combine", "dgrad.w"].iter().any(|product| key.contains(product))
+            || change.contains("by =")
+            || change.contains("history =");
+        RUNS.into_iter().zip(&self.runs).any(|(run, base)| {
+            let base = base.get_or_init(|| after(&self.recipe, run));
+            match (base, after(changed, run)) {
+                (Some((weights, way)), Some((changed, now))) => changed != *weights || is_way && now != *way,
+                (base, changed) => base.is_some() != changed.is_some(),
+            }
+        })
+    }
+}
+
 /// Every key of the kinds of layers under every recipe, changed in one field: refused, or in three steps other weights. What is kept for
 /// the backward pass, what is sent, what is remembered, and by which conversion something is made, may also be another way to the same numbers.
 #[test]
 fn every_key_under_every_recipe_decides_or_is_refused() {
     let (mut all, mut decided) = (BTreeSet::new(), BTreeSet::new());
     for name in recipes() {
-        let own = Recipe::builtin(name).unwrap();
-        let base = RUNS.map(|run| after(&own, run));
+        let base = Base::new(Recipe::builtin(name).unwrap());
+        let own = &base.recipe;
         let mut ignored = Vec::new();
-        let kinds = LayerKind::ALL.into_iter().map(|kind| (kind, keys(&own, kind)));
+        let kinds = LayerKind::ALL.into_iter().map(|kind| (kind, keys(own, kind)));
         let of_kind =
             |(kind, keys): (LayerKind, Vec<_>)| keys.into_iter().map(move |(key, to)| (kind, key, to));
         for (kind, key, changes) in kinds.flat_map(of_kind) {
@@ -385,18 +428,10 @@ fn every_key_under_every_recipe_decides_or_is_refused() {
             for change in changes {
                 let text = format!("extends = \"{name}\"\n{key} = {change}");
                 let Ok(recipe) = Recipe::parse("changed", &text) else { continue };
-                if is_same(&recipe, &own) {
+                if is_same(&recipe, own) {
                     continue;
                 }
-                // A history decides where magnitudes fall, which those of weights do later in a run.
-                let is_way = ["saved", "dispatch", "combine"].iter().any(|product| key.contains(product))
-                    || change.contains("by =")
-                    || change.contains("history =");
-                let differs = RUNS.into_iter().zip(&base).any(|(run, (weights, way))| {
-                    let (changed, now) = after(&recipe, run);
-                    changed != *weights || is_way && now != *way
-                });
-                match differs {
+                match base.decides(&recipe, &key, &change) {
                     true => drop(decided.insert(key.clone())),
                     false => ignored.push(text),
                 }
@@ -406,4 +441,67 @@ fn every_key_under_every_recipe_decides_or_is_refused() {
     }
     let undecided: Vec<&String> = all.difference(&decided).collect();
     assert!(undecided.is_empty(), "refused whatever they say: {undecided:?}");
+}
+
+/// A recipe with one key as another recipe has it.
+fn with_key(own: &Recipe, kind: LayerKind, key: &str, change: &str) -> Option<Recipe> {
+    let head = format!("[{}]", kind.name());
+    let line = |line: &str, table: &str| match table == head && line.starts_with(&format!("{key} = ")) {
+        true => format!("{key} = {change}"),
+        false => line.to_owned(),
+    };
+    let mut table = String::new();
+    let text = own.to_toml();
+    let lines = text.lines().map(|at| {
+        if at.starts_with('[') {
+            table = at.to_owned();
+        }
+        line(at, &table)
+    });
+    Recipe::parse("changed", &(lines.collect::<Vec<_>>().join("\n") + "\n")).ok()
+}
+
+/// The same of random recipes: two hundred of one that reads and one that differs from it in a key.
+#[test]
+fn two_hundred_random_changes_of_random_recipes_decide() {
+    const ALL: usize = 200;
+    let mut dice = Dice::new(43);
+    let config = small("bf16", SMALLEST);
+    let layers = ModelSpec::new(&config.model).recipe_layers();
+    let (mut number, mut refused, mut same, mut ignored) = (0, 0, 0, Vec::new());
+    while number < ALL {
+        let text = dice.recipe(&layers);
+        // A change to what an override says otherwise decides nothing; the overrides themselves are refused then.
+        let Ok(own) = Recipe::parse("random", &text) else { continue };
+        if !own.overrides.is_empty() || check_recipe(&config, &own).is_err() {
+            continue;
+        }
+        let base = Base::new(own);
+        let kind = dice.of(&LayerKind::ALL);
+        let of_kind = keys(&base.recipe, kind);
+        let (key, changes) = &of_kind[dice.below(of_kind.len())];
+        let change = &changes[dice.below(changes.len())];
+        let Some(changed) = with_key(&base.recipe, kind, key, change) else {
+            refused += 1;
+            continue;
+        };
+        if is_same(&changed, &base.recipe) {
+            same += 1;
+            continue;
+        }
+        if check_recipe(&config, &changed).is_err() {
+            refused += 1;
+            continue;
+        }
+        // A run that ends in its first step shows nothing.
+        if base.runs[0].get_or_init(|| after(&base.recipe, RUNS[0])).is_none() {
+            continue;
+        }
+        number += 1;
+        if !base.decides(&changed, &format!("{}.{key}", kind.name()), change) {
+            ignored.push(format!("[{}]\n{key} = {change}\nin {}", kind.name(), base.recipe.to_toml()));
+        }
+    }
+    println!("{number} changes decide, {refused} were refused, {same} changed nothing that was not so");
+    assert!(ignored.is_empty(), "{} decide nothing: {}", ignored.len(), ignored.join("\n"));
 }

@@ -1,17 +1,22 @@
 //! What is printed of a recipe is what a backend sees of the layers, in every part of a run: under every recipe that ships, and
-//! under five hundred random pairs of a recipe and a model. A recipe that reads is one that every layer can follow.
+//! under two thousand random pairs of a recipe and a model, of which each trains a step. A recipe that reads is one that every layer can follow.
 
 mod rig;
+#[path = "recipe_plan/written.rs"]
+mod written;
 
 use nibble_core::Recipe;
 use nibble_core::formats::Format;
-use nibble_core::recipe::{Change, Layer, LayerKind};
+use nibble_core::recipe::{Change, Form, Layer, LayerKind, Site};
 use nibble_cpu::Cpu;
 use nibble_testkit::Dice;
 use nibble_testkit::recorder::{Recorder, traced};
+use nibble_train::checks::{check_recipe, idle_overrides};
+use nibble_train::config::Config;
 use nibble_train::one_layer::OneLayer;
 use nibble_train::spec::ModelSpec;
-use std::collections::HashSet;
+use nibble_train::trainer::Trainer;
+use std::collections::{BTreeSet, HashSet};
 
 fn layers() -> [Layer; 4] {
     let named = |kind, name: &str| Layer { kind, name: name.into(), gated: name.ends_with("gate_up_proj") };
@@ -92,43 +97,130 @@ fn recipes_of_delayed_scales_do_what_is_printed() {
     }
 }
 
-/// The layers of a small model: with experts or without, in some layers or all, with a shared one, and a head of its own.
-fn model(dice: &mut Dice) -> Vec<Layer> {
-    let layers = format!("model.layers={}", 1 + dice.below(3));
-    let (shared, tied) = (dice.of(&[0, 32]), dice.of(&["true", "false"]));
+/// A small model 128 wide of one decoder layer, or of some: with experts or without, in some layers or all, with a shared one, and a head of its own.
+fn model(dice: &mut Dice) -> Config {
+    let number = dice.of(&[1, 1, 1, 2, 3]);
+    let layers = format!("model.layers={number}");
+    let (shared, tied) = (dice.of(&[0, 128]), dice.of(&["true", "false"]));
     let (shared, tied) = (format!("model.shared_ffn={shared}"), format!("model.tie_embeddings={tied}"));
-    let config = match dice.below(3) {
-        0 => rig::dense("bf16", &[&layers, &tied]),
-        1 => rig::mixed("bf16", &[&shared, &tied]),
-        _ => rig::small("bf16", &[&layers, &shared, &tied]),
+    let wide = "model.d_model=128 model.heads=2 model.kv_heads=2 model.head_dim=64 model.expert_ffn=128";
+    let step = "train.batch_size=1 train.shards=1 train.warmup_steps=0";
+    let of_all = wide.split(' ').chain(step.split(' ')).chain([layers.as_str(), &tied]);
+    let mut changes: Vec<&str> = of_all.collect();
+    match dice.below(3) {
+        0 => {
+            changes.retain(|change| !change.contains("expert"));
+            changes.push("model.ffn=128");
+            rig::dense("bf16", &changes)
+        }
+        1 if number > 1 => {
+            changes.extend([shared.as_str(), "model.ffn=128"]);
+            rig::mixed("bf16", &changes)
+        }
+        _ => {
+            changes.push(&shared);
+            rig::small("bf16", &changes)
+        }
+    }
+}
+
+/// A recipe that a run of a model follows, if that is one.
+fn followed(config: &Config, layers: &[Layer], text: &str) -> Option<Recipe> {
+    let recipe = Recipe::parse("random", text).ok()?.in_run(config.run_size());
+    recipe.sections(layers).ok()?;
+    (check_recipe(config, &recipe).is_ok() && idle_overrides(config, &recipe).is_empty()).then_some(recipe)
+}
+
+/// Whether two recipes say the same, of the sites that there are.
+fn same(a: &Recipe, b: &Recipe) -> bool {
+    let settings = |recipe: &Recipe| LayerKind::ALL.map(|kind| recipe.of(kind).settings(kind));
+    (a.activations, &a.overrides, settings(a)) == (b.activations, &b.overrides, settings(b))
+}
+
+/// The block formats that a training step made, and those that are printed: of activations and gradients, and of weights. False where a
+/// gradient is too small for the scales of its format, so that the step ends and names it.
+#[track_caller]
+fn assert_trains(config: &Config, recipe: &Recipe, layers: &[Layer], what: &str) -> bool {
+    let recorder = Recorder::eager(Cpu::new(1).unwrap());
+    let trainer = Trainer::under(&recorder, &rig::SOLO, config, recipe.clone()).and_then(Trainer::with_data);
+    let mut trainer = trainer.unwrap_or_else(|e| panic!("{what}: {e}"));
+    recorder.watch();
+    let metrics = match trainer.train_step() {
+        Ok(metrics) => metrics,
+        Err(e) if e.to_string().contains("is not finite") => return false,
+        Err(e) => panic!("{what}: {e}"),
     };
-    ModelSpec::new(&config.model).recipe_layers()
+    assert!(metrics.loss.is_some_and(f64::is_finite), "{what}: {:?}", metrics.loss);
+    let blocks = |format: &Format| format.is_block();
+    let mut made: HashSet<Format> = HashSet::new();
+    for event in recorder.take_log() {
+        made.extend(event.tensors_made.iter().map(|(_, form)| form.format).filter(blocks));
+        made.extend(event.made_inside.iter().map(|(_, form)| form.format).filter(blocks));
+    }
+    let mut meant = HashSet::new();
+    for layer in layers {
+        let section = recipe.section(layer.kind, &layer.name, 0.0);
+        let plan = section.plan(layer.kind, recipe.activations, layer.gated);
+        meant.extend(plan.iter().map(|change| change.to.format).filter(blocks));
+        meant.extend(
+            [Site::FpropW, Site::DgradW].map(|site| section.at(site).format).into_iter().filter(blocks),
+        );
+    }
+    assert_eq!(made, meant, "{what}");
+    true
+}
+
+/// What random pairs of a recipe and a model had.
+#[derive(Default)]
+struct Drawn {
+    pairs: usize,
+    trained: usize,
+    /// With a schedule.
+    parts: usize,
+    /// Operation, tensor, whether rows only moved, and what it became.
+    seen: HashSet<(&'static str, &'static str, bool, Form)>,
+    /// Keys and values ([`written::said`]).
+    said: BTreeSet<String>,
+}
+
+impl Drawn {
+    /// Draws until so many pairs are those of a run, and holds each to what is printed of it.
+    fn from(seed: u64, pairs: usize) -> Self {
+        let (mut dice, mut runs, mut drawn) = (Dice::new(seed), Runs::new(), Self::default());
+        while drawn.pairs < pairs {
+            let config = model(&mut dice);
+            let layers = ModelSpec::new(&config.model).recipe_layers();
+            let text = dice.recipe(&layers);
+            let Some(recipe) = followed(&config, &layers, &text) else { continue };
+            let again = Recipe::parse("random", &recipe.to_toml()).unwrap().in_run(config.run_size());
+            assert!(same(&again, &recipe), "reads back as another: {text}");
+            let changes = runs.assert_planned(&recipe, &layers, &text).into_iter();
+            drawn.seen.extend(changes.map(|c| (c.op, c.tensor, c.is_move(), c.to)));
+            drawn.trained += usize::from(assert_trains(&config, &recipe, &layers, &text));
+            drawn.said.extend(written::said(&text));
+            drawn.parts += usize::from(recipe.stretches().len() > 1);
+            drawn.pairs += 1;
+        }
+        drawn
+    }
 }
 
 #[test]
-fn five_hundred_random_recipes_and_models_do_what_is_printed() {
-    let mut dice = Dice::new(41);
-    let mut runs = Runs::new();
-    let (mut followed, mut parts, mut seen) = (0, 0, Vec::new());
-    for _ in 0..20_000 {
-        let layers = model(&mut dice);
-        let text = dice.recipe(&layers);
-        let Ok(recipe) = Recipe::parse("random", &text) else { continue };
-        if recipe.sections(&layers).is_err() {
-            continue;
-        }
-        assert_eq!(Recipe::parse("random", &recipe.to_toml()).unwrap(), recipe, "{text}");
-        seen.extend(runs.assert_planned(&recipe, &layers, &text));
-        parts += usize::from(recipe.stretches().len() > 1);
-        followed += 1;
-        if followed == 500 {
-            break;
-        }
-    }
-    println!("{followed} pairs, {parts} of them with a schedule: {} layers ran", runs.done.len());
-    assert_eq!(followed, 500);
-    assert!(parts > 50, "{parts} with a schedule");
-    // They are worth their name: every kind of change is among them, of each tensor, and every format.
+fn two_thousand_random_recipes_and_models_do_what_is_printed() {
+    const ALL: usize = 2000;
+    let halves = std::thread::scope(|scope| {
+        [41, 42].map(|seed| scope.spawn(move || Drawn::from(seed, ALL / 2))).map(|half| half.join().unwrap())
+    });
+    let sum = |of: fn(&Drawn) -> usize| halves.iter().map(of).sum::<usize>();
+    let (trained, parts) = (sum(|half| half.trained), sum(|half| half.parts));
+    let seen: HashSet<_> = halves.iter().flat_map(|half| &half.seen).collect();
+    let said: BTreeSet<&String> = halves.iter().flat_map(|half| &half.said).collect();
+    println!("{ALL} pairs, {trained} trained, {parts} of them with a schedule");
+    assert!(trained > ALL * 9 / 10, "{trained} trained");
+    assert!(parts > ALL / 10, "{parts} with a schedule");
+    // They are worth their name: every key and every value, and every kind of change, of each tensor, and every format.
+    let unsaid: Vec<String> = written::all().into_iter().filter(|what| !said.contains(what)).collect();
+    assert!(unsaid.is_empty(), "in none of them: {unsaid:?}");
     for op in [
         "quantize",
         "transcode",
@@ -138,12 +230,12 @@ fn five_hundred_random_recipes_and_models_do_what_is_printed() {
         "swiglu_backward",
         "head_loss+quantize",
     ] {
-        assert!(seen.iter().any(|change| change.op == op), "{op}");
+        assert!(seen.iter().any(|(of, ..)| *of == op), "{op}");
     }
     for tensor in ["x", "h", "a", "y", "dy", "dh", "dx", "dlogits"] {
-        assert!(seen.iter().any(|change| change.tensor == tensor && !change.is_move()), "{tensor}");
+        assert!(seen.iter().any(|(_, of, is_move, _)| *of == tensor && !is_move), "{tensor}");
     }
     for format in Format::ALL.into_iter().filter(|format| format.is_block()) {
-        assert!(seen.iter().any(|change| change.to.format == format && !change.is_move()), "{format}");
+        assert!(seen.iter().any(|(_, _, is_move, to)| to.format == format && !is_move), "{format}");
     }
 }

@@ -11,7 +11,7 @@ use nibble_core::allocation::phase;
 use nibble_core::ops::{Counts, Planes, Quantize};
 use nibble_core::recipe::glob;
 use nibble_core::{Backend, BlockScaled, Kernels, Operand, Tensor};
-use nibble_formats::{BlockAxis, Codec, Format, Purpose, Rounding, ScaleKind, ScaleRule, Stream, fnv1a32};
+use nibble_formats::{BlockAxis, Codec, Format, Purpose, ScaleKind, ScaleRule, Scaling, Stream, fnv1a32};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 use serde_json::json;
@@ -27,7 +27,8 @@ pub fn quantize<'d, B: Kernels>(
 ) -> Result<usize> {
     let rule = args.scale.or(format.spec().default_rule()).unwrap_or(ScaleRule::Amax);
     let round = args.round.unwrap_or(format.rounding(rule));
-    let codec = Codec::new(format, rule, round).map_err(Error::usage)?;
+    let codec = Codec::new(format, rule, round).and_then(|codec| codec.with(args.scaling.get()));
+    let codec = codec.map_err(Error::usage)?;
     if args.axis == BlockAxis::Tile && !format.spec().tiles {
         return Err(Error::usage(format!("--axis tile: {format} has no square tiles")));
     }
@@ -48,7 +49,7 @@ pub fn quantize<'d, B: Kernels>(
         let mut loss = Loss::default();
         let planes = quantize_all(b, args, codec, (name, sizes, view.dtype()), &values, (reach, &mut loss))?;
         losses.add(name, loss);
-        store(b, name, &view, &planes, round, out)?;
+        store(b, name, &view, &planes, codec, out)?;
         converted += 1;
     }
     Ok(converted)
@@ -187,7 +188,7 @@ fn store<B: Backend>(
     name: &str,
     view: &TensorView<'_>,
     all: &[BlockScaled<B>],
-    round: Rounding,
+    codec: Codec,
     out: &mut Converted<'_>,
 ) -> Result<()> {
     // A tensor with values has a matrix.
@@ -216,16 +217,31 @@ fn store<B: Backend>(
     if q.tensor_scale.is_some() {
         out.put(name_of_tensor_scale, Dtype::F32, vec![all.len()], tensor_scales)?;
     }
-    let about = json!({
+    let mut about = json!({
         "format": q.format.to_string(),
         "axis": q.axis.to_string(),
         "scale": q.rule.to_string(),
-        "round": round.to_string(),
+        "round": codec.rounding().to_string(),
         "shape": view.shape(),
         "dtype": view.dtype().to_string(),
     });
+    for (key, value) in chosen(codec.scaling()) {
+        about[key] = value.into();
+    }
     out.metadata.insert(format!("{PREFIX}{name}"), about.to_string());
     Ok(())
+}
+
+/// The options by which scales were chosen otherwise than by default.
+fn chosen(scaling: Scaling) -> impl Iterator<Item = (&'static str, String)> {
+    let default = Scaling::default();
+    let all = [
+        ("headroom", scaling.headroom.to_string(), scaling.headroom != default.headroom),
+        ("thresholds", scaling.thresholds.to_string(), scaling.thresholds != default.thresholds),
+        ("candidates", scaling.candidates.to_string(), scaling.candidates != default.candidates),
+        ("outer", scaling.outer.to_string(), scaling.outer != default.outer),
+    ];
+    all.into_iter().filter_map(|(key, value, is_chosen)| is_chosen.then_some((key, value)))
 }
 
 /// The type of a plane of records: singles where they are such, otherwise bytes.

@@ -20,7 +20,9 @@ use nibble_command::error::{Error, Result};
 use nibble_command::output::{Force, Mark, Outputs};
 use nibble_command::say;
 use nibble_core::allocation::{may_be_refused, phase};
-use nibble_formats::{BlockAxis, Format, Rounding, ScaleRule};
+use nibble_formats::{
+    BlockAxis, Candidates, Format, Headroom, Outer, Rounding, ScaleRule, Scaling, Thresholds,
+};
 use nibble_train::config::RunConfig;
 use nibble_train::files::open_to_read;
 use safetensors::SafeTensors;
@@ -68,6 +70,8 @@ pub struct Args {
     /// lists those of each format.
     #[arg(long, value_name = "RULE", conflicts_with = "back")]
     scale: Option<ScaleRule>,
+    #[command(flatten)]
+    scaling: ScalingArgs,
     /// Rounding: nearest-even, nearest-away, stochastic, or dither:DELTA.
     /// The format's own where left out: nearest-away for hif4, nearest-even for the others.
     #[arg(long, value_name = "ROUNDING", conflicts_with = "back")]
@@ -85,6 +89,40 @@ pub struct Args {
     force: Force,
     #[command(flatten)]
     device: DeviceArg,
+}
+
+/// What may be asked of a format's scales beside its rule; refused where the format has no such choice.
+#[derive(Debug, clap::Args)]
+struct ScalingArgs {
+    /// Chooses scales as if a block's largest magnitude were so much larger: 1 to 2 in steps of 1/16.
+    #[arg(long, value_name = "FACTOR", conflicts_with = "back", value_parser = headroom)]
+    headroom: Option<Headroom>,
+    /// From where on a share of a block gets another octave: 4,2 or 3.5,1.75 (hif4 only).
+    #[arg(long, value_name = "TWO", conflicts_with = "back")]
+    thresholds: Option<Thresholds>,
+    /// What a block's largest magnitude may become: 6, 4/6-mse or 4/6-mae (nvfp4 only).
+    #[arg(long, conflicts_with = "back")]
+    candidates: Option<Candidates>,
+    /// What the scale of a tensor is rounded to: tensor (an F32) or power (nvfp4 with tensor-amax only).
+    #[arg(long, conflicts_with = "back")]
+    outer: Option<Outer>,
+}
+
+impl ScalingArgs {
+    fn get(&self) -> Scaling {
+        Scaling {
+            headroom: self.headroom.unwrap_or_default(),
+            thresholds: self.thresholds.unwrap_or_default(),
+            candidates: self.candidates.unwrap_or_default(),
+            outer: self.outer.unwrap_or_default(),
+            ..Scaling::default()
+        }
+    }
+}
+
+fn headroom(text: &str) -> std::result::Result<Headroom, String> {
+    let factor = text.parse().map_err(|_| format!("`{text}` is no number"))?;
+    Headroom::new(factor).map_err(|e| e.to_string())
 }
 
 /// Reads the formats that quantize, and no plain one.

@@ -393,3 +393,42 @@ fn an_input_that_has_no_end_is_refused() {
         assert!(error.contains(input) && error.contains("expected a file"), "{error}");
     }
 }
+
+/// How scales are chosen within a rule changes what is stored, is told in the metadata, and comes back; a format without the choice refuses it.
+#[test]
+fn scales_are_chosen_as_options_say() {
+    let place = Place::new();
+    write_model(&place.path("m.safetensors"));
+    let quantize = |output: &str, more: &[&str]| {
+        place.nibble(&[&["quantize", "m.safetensors", output, "--only", "attn.b"], more].concat())
+    };
+    for (format, options) in [
+        ("nvfp4", &["--candidates", "4/6-mse"][..]),
+        ("nvfp4", &["--candidates", "4/6-mae", "--outer", "power"]),
+        ("nvfp4", &["--headroom", "1.0625"]),
+        ("hif4", &["--thresholds", "3.5,1.75", "--headroom", "1.125"]),
+        ("mxfp4", &["--headroom", "2"]),
+    ] {
+        quantize("plain.safetensors", &["--format", format]).ok();
+        quantize("chosen.safetensors", &[&["--format", format], options].concat()).ok();
+        let read = |name: &str| std::fs::read(place.path(name)).unwrap();
+        let (plain, chosen) = (read("plain.safetensors"), read("chosen.safetensors"));
+        let scales = |file: &[u8]| {
+            SafeTensors::deserialize(file).unwrap().tensor("attn.b.scales").unwrap().data().to_vec()
+        };
+        assert_ne!(scales(&plain), scales(&chosen), "{format} {options:?}");
+        let (_, header) = SafeTensors::read_metadata(&chosen).unwrap();
+        let about = &header.metadata().as_ref().unwrap()["nibble.attn.b"];
+        for option in options.chunks_exact(2) {
+            let says = format!("\"{}\":\"{}\"", option[0].trim_start_matches('-'), option[1]);
+            assert!(about.contains(&says), "{about}: {says}");
+        }
+        place.nibble(&["quantize", "chosen.safetensors", "back.safetensors", "--back"]).ok();
+        let distance = distance(&place.path("m.safetensors"), &place.path("back.safetensors"), "attn.b");
+        assert!(distance < 0.2, "{format} {options:?}: {distance}");
+    }
+    let refused = quantize("no.safetensors", &["--format", "mxfp4", "--candidates", "4/6-mse"]).failed(2);
+    assert!(refused.contains("`candidates`"), "{refused}");
+    let refused = quantize("no.safetensors", &["--format", "mxfp4", "--headroom", "3"]).failed(2);
+    assert!(refused.contains("1 to 2"), "{refused}");
+}

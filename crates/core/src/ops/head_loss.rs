@@ -308,7 +308,9 @@ fn check_weight<B: Backend>(
         Operand::Plain(w) => expect_eq(OP, is[1], w.dtype(), dtype),
         Operand::Block(w) => {
             check_planes(OP, w)?;
-            check_axis(OP, is[2], w, if w.format.spec().tiles { BlockAxis::Tile } else { BlockAxis::Row })?;
+            // Square blocks, where the format has them, or blocks along the lines that a product contracts.
+            let is_square = w.axis == BlockAxis::Tile && w.format.spec().tiles;
+            check_axis(OP, is[2], w, if is_square { BlockAxis::Tile } else { BlockAxis::Row })?;
             expect_eq(OP, is[3], w.stack, 1)
         }
     }

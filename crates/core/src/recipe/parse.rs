@@ -235,6 +235,11 @@ impl Reader<'_> {
                 let why = "`rht` decides nothing: a transform is of both operands of a product, as fprop.rht of a linear layer";
                 return Err(self.error(&key, why.into()));
             };
+            let is_said = |setting: &Setting| matches!(setting, Setting::Transform(of, _) if *of == product);
+            if settings.iter().any(is_said) {
+                let why = format!("`rht` decides nothing beside {}; leave it out", product.rht_key());
+                return Err(self.error(&key, why));
+            }
             let others = settings.iter().filter_map(|setting| match setting {
                 Setting::Site(other, Some(_)) if other.operand_of() == Some(product) => Some(*other),
                 _ => None,

@@ -1,6 +1,6 @@
 //! A bad recipe fails when it is read, not at step 4,000; and so does one that says what nothing would follow.
 
-use super::{By, LayerKind, Precision, Recipe, Section, Signs, Site};
+use super::{By, LayerKind, Precision, Product, Recipe, Section, Signs, Site};
 use crate::ops::CONVERSIONS;
 use crate::{Error, Result};
 use nibble_formats::{BlockAxis, Correction, Format, Rounding, ScaleRule, WHOLE_LINE};
@@ -92,6 +92,7 @@ pub(super) fn section(recipe: &Recipe, kind: LayerKind, s: &Section) -> Result<(
         returned(&check)?;
     }
     transforms(&check)?;
+    lines(&check)?;
     delayed(&check)?;
     kind.sites().try_for_each(|site| conversion(&check, site))
 }
@@ -179,6 +180,21 @@ fn transforms(check: &Check<'_>) -> Result<()> {
                 return check.fail_key(key, format!("{} has square blocks: {why}", site.key()));
             }
         }
+    }
+    Ok(())
+}
+
+/// A weight under one scale for the tensor is the same numbers in lines and in squares, unless it is transformed along them, or rounded at random.
+fn lines(check: &Check<'_>) -> Result<()> {
+    let is_transformed = |product| check.section.transform(product).is_some();
+    if [Product::Fprop, Product::Dgrad].into_iter().any(is_transformed) {
+        return Ok(());
+    }
+    for site in check.kind.sites().filter(|site| site.is_weight() && check.section.written(*site).is_some()) {
+        let p = check.section.at(site);
+        let of_tensor = p.format.spec().tiles && p.format.scale_kind(p.scale).levels().is_empty();
+        let why = format!("`block` decides nothing: {} has one scale for the tensor", p.format);
+        check.expect(site, p.axis == BlockAxis::Tile || !of_tensor || p.round.is_random(), &why)?;
     }
     Ok(())
 }

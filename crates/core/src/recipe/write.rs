@@ -70,7 +70,8 @@ fn precision_in_toml(site: Site, precision: Option<&Precision>) -> String {
         if p.axis == BlockAxis::Col && site.chooses_axis() {
             let _ = write!(out, ", axis = \"{}\"", axis_name(p.axis));
         }
-        if p.round != Rounding::NearestEven {
+        // A format may round otherwise by itself.
+        if [p.round, p.format.rounding(p.scale)] != [Rounding::NearestEven; 2] {
             let _ = write!(out, ", round = \"{}\"", p.round);
         }
         if p.axis == BlockAxis::Row && site.is_weight() {

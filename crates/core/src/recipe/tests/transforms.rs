@@ -94,3 +94,26 @@ fn one_table_says_the_same_of_dense_layers_and_experts_and_each_may_differ() {
     let e = Recipe::parse("mine", text).unwrap_err().to_string();
     assert!(e.contains("all.dispatch.fwd") && e.contains("only experts"), "{e}");
 }
+
+/// A transform is said of a product or of its operands, not of both.
+#[test]
+fn what_an_operand_says_beside_its_product_is_refused() {
+    let kept = "saved.x = { format = \"e4m3\", axis = \"col\", rht = 64 }";
+    let text = format!("extends = \"fp8-block\"\n[linear]\nwgrad.rht = {{ len = 32 }}\n{kept}\n");
+    let e = Recipe::parse("mine", &text).unwrap_err().to_string();
+    assert!(e.contains("linear.saved.x") && e.contains("`rht` decides nothing beside wgrad.rht"), "{e}");
+}
+
+/// Lines of a weight under one scale for the tensor are for what runs along them: a transform, or bits that are drawn twice.
+#[test]
+fn lines_under_one_scale_of_the_tensor_are_refused() {
+    let of = |more: &str| {
+        let w = format!("fprop.w = {{ format = \"e4m3-tensor\", block = \"line\"{more} }}");
+        let x = "fprop.x = { format = \"e4m3-tensor\" }\ndgrad.dy = { format = \"e4m3-tensor\" }";
+        format!("extends = \"fp8-tensor\"\n[linear]\n{w}\n{x}\n")
+    };
+    let e = Recipe::parse("mine", &of("")).unwrap_err().to_string();
+    assert!(e.contains("linear.fprop.w") && e.contains("`block` decides nothing"), "{e}");
+    read(&of(", round = \"stochastic\""));
+    read(&(of("") + "fprop.rht = { len = 32 }\n"));
+}
