@@ -23,7 +23,9 @@ fn in_bits(cost: &Cost, bits: impl Fn(u32) -> bool) -> f64 {
 #[test]
 fn multiply_adds_are_those_of_a_rehearsed_step() {
     let none = "train.recompute=[]";
-    for recipe in Recipe::all_names() {
+    // A cost is the mean over a run, and a rehearsed step its first.
+    let is_one = |name: &&str| Recipe::builtin(name).unwrap().stretches().len() == 1;
+    for recipe in Recipe::all_names().filter(is_one) {
         for config in [
             small(recipe, &[none]),
             small(recipe, &[none, "train.grad_accum=2"]),

@@ -22,7 +22,7 @@ use nibble_core::ops::{
     Cast, Dequantize, Emit, Emitted, Gemm, GroupedGemm, Hadamard, Planes, Quantize, Random, SwigluBackward,
     Transcode,
 };
-use nibble_core::recipe::{By, LayerKind, Precision, Section, Site, Transform};
+use nibble_core::recipe::{By, Computed, LayerKind, Precision, Section, Site, Transform, WgradA};
 use nibble_core::{DType, Groups, Operand, Recipe, Tensor};
 use nibble_cpu::Cpu;
 use nibble_train::cx::{Cx, Place};
@@ -37,9 +37,11 @@ use std::ops::Range;
 /// Largest relative L2 error of what is F32.
 const EXACT: f64 = 1e-5;
 
-/// Every recipe that rounds operands, with transforms that divide the widths here.
+/// Every recipe that rounds operands, with transforms that divide the widths here. Layers here have no place in a model.
 fn recipes() -> impl Iterator<Item = &'static str> {
-    Recipe::all_names().filter(|name| *name != "f32" && !rig::wants_width(name))
+    let is_everywhere = |name: &str| Recipe::builtin(name).unwrap().overrides.is_empty();
+    Recipe::distinct_names()
+        .filter(move |name| *name != "f32" && !rig::wants_width(name) && is_everywhere(name))
 }
 
 /// Model width: one whole block of FP8 and a quarter of the next.
@@ -421,10 +423,20 @@ fn experts_backward(
         Some(dtype) => Emit::Plain(dtype),
         None => Emit::Block { codec: at(site).codec().unwrap(), planes },
     };
+    let routes = section.expert_routes(DType::Bf16, true, false);
+    let left = |x: &Tensor<Cpu>, of: &Computed| match of {
+        Computed::Plain { dtype: DType::Bf16, .. } => Cast { x, dtype: DType::Bf16 }.run(cpu).unwrap(),
+        _ => x.clone(),
+    };
+    let dh_left = left(&dh_exact, &routes.dh);
+    let a_left = match &routes.wgrad_a {
+        WgradA::Again(of) => left(&a_exact, of),
+        WgradA::Kept(_) => a_exact.clone(),
+    };
     let [dh_rows, dh_cols] =
-        [Site::DgradDy, Site::WgradDy].map(|site| made(cx, gate_up("dh"), &dh_exact, at(site), Some(groups)));
-    let a_cols = Mat::of(cpu, &made(cx, down("a"), &a_exact, at(Site::WgradX), Some(groups)));
-    // A kernel that can write them does so in one; what it cannot, it leaves in F32.
+        [Site::DgradDy, Site::WgradDy].map(|site| made(cx, gate_up("dh"), &dh_left, at(site), Some(groups)));
+    let a_cols = Mat::of(cpu, &made(cx, down("a"), &a_left, at(Site::WgradX), Some(groups)));
+    // A kernel that can write them does so in one.
     let is_written =
         |site| !at(site).round.is_random() && at(site).rht.is_none() && at(site).delayed.is_none();
     let alike = at(Site::DgradDy).format == at(Site::WgradDy).format;
