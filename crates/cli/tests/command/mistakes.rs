@@ -104,9 +104,9 @@ fn errors_of_a_recipe_file_name_path_and_line() {
         ),
         ("extends = \"bf16\"\n[expret]\nsaved.h = \"again\"\n", 2, &["`expret`", "did you mean \"expert\""]),
         (
-            "extends = \"bf16\"\n[linear]\nfprop.x = { format = \"mxfp4\", round = \"stochastic\" }\n",
+            "extends = \"bf16\"\n[linear]\nsaved.h = { format = \"mxfp4\", round = \"stochastic\" }\n",
             3,
-            &["`linear.fprop.x`", "for gradients"],
+            &["`linear.saved.h`", "rounds to nearest"],
         ),
         (
             "extends = \"bf16\"\n[[override]]\nset.recipe = \"f32\"\n[[override]]\nstep = \"0..1\"\nset.recipe = \"f32\"\n",
