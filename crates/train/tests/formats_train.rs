@@ -88,7 +88,7 @@ fn a_head_in_any_format_of_blocks_learns() {
 /// Widths that blocks of 16, 32, 64 and 128 do not divide, and an odd one: lines that end inside a block are extended by zeros.
 #[test]
 fn widths_that_no_block_divides_train() {
-    for recipe in ["mxfp8", "nvfp4", "hif4", "fp8-tensor", "fp8-row", "mxfp4-hopper", "fp8-flow"] {
+    for recipe in ["mxfp8-all", "nvfp4", "hif4", "fp8-tensor", "fp8-row", "mxfp4-hopper", "fp8-flow"] {
         let experts = ["model.d_model=80", "model.expert_ffn=37", "model.shared_ffn=40"];
         let dense = ["model.d_model=112", "model.ffn=75"];
         for config in [rig::small(recipe, &experts), rig::dense(recipe, &dense)] {

@@ -63,7 +63,7 @@ fn forward(mesh: MeshShape, recipe: &str, changes: &[&str]) -> Vec<Pass> {
 
 #[test]
 fn a_layers_weights_travel_beside_the_layer_before() {
-    for recipe in ["bf16", "mxfp8", "nvfp4"] {
+    for recipe in ["bf16", "mxfp8-all", "nvfp4"] {
         for pass in forward(MESH, recipe, &["model.tie_embeddings=false"]) {
             let what = format!("{recipe}: {:?}", pass.calls);
             // Where a layer asks how many rows there will be it computes.
@@ -96,7 +96,8 @@ fn a_layers_weights_travel_beside_the_layer_before() {
 #[test]
 fn weights_are_gathered_once_a_step() {
     let layers = format!("model.layers={LAYERS}");
-    let config = small("mxfp8", &[FOUR_PARTS, "train.grad_accum=2", "model.tie_embeddings=false", &layers]);
+    let config =
+        small("mxfp8-all", &[FOUR_PARTS, "train.grad_accum=2", "model.tie_embeddings=false", &layers]);
     on_axes(MESH, |axes| {
         let (cpu, (axes, log)) = (Cpu::new(1).unwrap(), noted(axes));
         let mut trainer = Trainer::new(&cpu, axes.mesh(), &config).unwrap();
@@ -123,7 +124,7 @@ fn weights_are_gathered_once_a_step() {
 /// The record names sites in the order of one rank, whatever of a weight travels, and when.
 #[test]
 fn sites_are_met_in_the_order_of_one_rank() {
-    for recipe in ["mxfp8", "nvfp4", "fp8-row", "mxfp4-hopper-head8"] {
+    for recipe in ["mxfp8-all", "nvfp4", "fp8-row", "mxfp4-hopper-head8"] {
         for tied in ["model.tie_embeddings=true", "model.tie_embeddings=false"] {
             let [alone] = <[Pass; 1]>::try_from(forward(MeshShape::ONE, recipe, &[tied])).ok().unwrap();
             assert!(alone.sites.iter().any(|site| site.ends_with(".w")), "{:?}", alone.sites);

@@ -255,7 +255,7 @@ fn of_a_quantized_weight_codes_and_scales_travel() {
     // Of each value: bits of its two codes, and of the shares that it has in two scales.
     for (recipe, codes, scales) in [
         ("hif4", 2 * 4, 2.0 * 32.0 / 64.0),
-        ("mxfp8", 2 * 8, 2.0 * 8.0 / 32.0),
+        ("mxfp8-all", 2 * 8, 2.0 * 8.0 / 32.0),
         ("fp8-block", 2 * 8, 2.0 * 32.0 / (128.0 * 128.0)),
         ("fp8-flow", 2 * 8, 2.0 * 8.0 / (128.0 * 128.0)),
         ("nvfp4", 2 * 4, 2.0 * 8.0 / (16.0 * 16.0)),
