@@ -77,6 +77,17 @@ fn shell(place: &Place, script: &str) -> (Option<i32>, String) {
     (out.status.code(), String::from_utf8_lossy(&told).into_owned())
 }
 
+/// Every recipe that ships stands in the README or in the guide's table; the cells of an ablation by the name that theirs begin with.
+#[test]
+fn every_recipe_is_explained() {
+    let pages = text(&root().join("README.md")) + &text(&root().join("docs/src/recipes.md"));
+    for name in nibble_core::Recipe::all_names() {
+        let cell = ["ablation-mxfp4", "ablation-hif4"].into_iter().find(|cell| name.starts_with(cell));
+        let shown = format!("`{}`", cell.unwrap_or(name));
+        assert!(pages.contains(&shown), "{name}");
+    }
+}
+
 #[test]
 fn every_page_is_in_the_summary_and_every_link_leads_somewhere() {
     let pages = pages();

@@ -145,16 +145,7 @@ pub struct ExpertRoutes {
     pub dx_sent: Route,
 }
 
-/// Why the gradient of h is not written as it is multiplied.
-const NOT_ALIKE: &str = "dgrad.dh and wgrad.dh are not made alike";
-
 impl Precision {
-    /// In which type a kernel writes a tensor that is quantized by an operation of its own: as all other activations are, but for scales of
-    /// earlier steps, which are for values as wide as the kernel has them.
-    fn apart(&self, activations: DType) -> DType {
-        if self.delayed.is_some() { DType::F32 } else { activations }
-    }
-
     /// Whether the kernel that computes a tensor can write it in both forms, this one for fprop. It measures what it writes.
     fn fused_with(&self, kept: &Self) -> bool {
         let made_of_one = (self.same_bits(kept) && self.round == kept.round) || self.one_read(kept);
@@ -256,14 +247,13 @@ impl Section {
     fn a(&self, kept: Option<Precision>, activations: DType) -> Computed {
         let fprop = self.at(Site::FpropA);
         let then = kept.map_or(Pair::One(Route::of_plain(&fprop)), |kept| Pair::of_plain(&fprop, &kept));
-        let apart = |why| Computed::Plain { dtype: fprop.apart(activations), then, why };
+        let apart = |dtype, why| Computed::Plain { dtype, then, why };
         match kept {
-            _ if fprop.rht.is_some() => apart("fprop.a is transformed"),
-            _ if fprop.delayed.is_some() => apart("fprop.a has a delayed scale"),
-            _ if fprop.draws() => apart("fprop.a is rounded at random"),
-            Some(kept) if !fprop.fused_with(&kept) => {
-                Computed::Plain { dtype: activations, then, why: "saved.a is not made as fprop.a is" }
-            }
+            _ if fprop.rht.is_some() => apart(activations, "fprop.a is transformed"),
+            // Such scales are for values as wide as the kernel has them.
+            _ if fprop.delayed.is_some() => apart(DType::F32, "fprop.a has a delayed scale"),
+            _ if fprop.draws() => apart(activations, "fprop.a is rounded at random"),
+            Some(kept) if !fprop.fused_with(&kept) => apart(activations, "saved.a is not made as fprop.a is"),
             Some(kept) if fprop.one_read(&kept) => Computed::Fused { to: fprop, planes: Planes::Both },
             _ => Computed::Fused { to: fprop, planes: Planes::Rows },
         }
@@ -272,42 +262,36 @@ impl Section {
     fn a_again(&self, activations: DType) -> Computed {
         let wgrad = self.at(Site::WgradA);
         let then = Pair::One(Route::of_plain(&wgrad));
-        let why = match wgrad {
-            Precision { rht: Some(_), .. } => "wgrad.a is transformed",
-            Precision { delayed: Some(_), .. } => "wgrad.a has a delayed scale",
-            _ if wgrad.draws() => "wgrad.a is rounded at random",
+        let (dtype, why) = match wgrad {
+            Precision { rht: Some(_), .. } => (activations, "wgrad.a is transformed"),
+            Precision { delayed: Some(_), .. } => (DType::F32, "wgrad.a has a delayed scale"),
+            _ if wgrad.draws() => (activations, "wgrad.a is rounded at random"),
             _ => return Computed::Fused { to: wgrad, planes: Planes::Cols },
         };
-        Computed::Plain { dtype: wgrad.apart(activations), then, why }
+        Computed::Plain { dtype, then, why }
     }
 
     fn dh(&self, activations: DType) -> Computed {
         let (dgrad, wgrad) = (self.at(Site::DgradDh), self.at(Site::WgradDh));
-        let why = if !dgrad.format.is_block() && !wgrad.format.is_block() {
+        // Scales of earlier steps are for values as wide as the kernel has them; so is what two kernels make of one tensor that one could make.
+        let apart = if !dgrad.format.is_block() && !wgrad.format.is_block() {
             None
         } else if dgrad.delayed.is_some() {
-            Some("dgrad.dh has a delayed scale")
+            Some((DType::F32, "dgrad.dh has a delayed scale"))
         } else if dgrad.draws() {
-            Some("dgrad.dh is rounded at random")
+            Some((activations, "dgrad.dh is rounded at random"))
         } else if dgrad.rht.is_some() {
-            Some("dgrad.dh is transformed")
+            Some((activations, "dgrad.dh is transformed"))
         } else if wgrad.rht.is_some() {
-            Some("wgrad.dh is transformed")
+            Some((activations, "wgrad.dh is transformed"))
         } else if !dgrad.one_read(&wgrad) {
-            Some(NOT_ALIKE)
+            Some((DType::F32, "dgrad.dh and wgrad.dh are not made alike"))
         } else {
             None
         };
-        match why {
+        match apart {
             None => Computed::Fused { to: dgrad, planes: Planes::Both },
-            Some(why) => {
-                let dtype = match why {
-                    // What two kernels make of one tensor is made of what one kernel would have made both of.
-                    NOT_ALIKE => DType::F32,
-                    _ => dgrad.apart(activations),
-                };
-                Computed::Plain { dtype, then: Pair::of_plain(&dgrad, &wgrad), why }
-            }
+            Some((dtype, why)) => Computed::Plain { dtype, then: Pair::of_plain(&dgrad, &wgrad), why },
         }
     }
 }

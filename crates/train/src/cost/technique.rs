@@ -3,6 +3,7 @@
 use super::Shared;
 use super::products::PartSizes;
 use nibble_core::DType;
+use nibble_core::formats::Scaling;
 use nibble_core::recipe::{Change, Layer, LayerKind, Pass, Precision, Route, Section, Site};
 use std::collections::BTreeMap;
 
@@ -16,6 +17,8 @@ pub enum Technique {
     Hadamard,
     /// Rounding at random.
     RandomRounding,
+    /// Values that are encoded under two scales to choose one, or summed to correct it.
+    ChosenScales,
     /// Tensors whose largest magnitude is found before they are quantized.
     Measuring,
     /// Quantizations and dequantizations by a kernel of their own.
@@ -41,6 +44,7 @@ impl Technique {
         match self {
             Self::Hadamard => "random Hadamard transforms",
             Self::RandomRounding => "stochastic rounding",
+            Self::ChosenScales => "second scales tried, and corrected",
             Self::Measuring => "largest magnitude of a tensor",
             Self::Casts => "casts",
             Self::FusedQuantizations => "quantized where it is computed",
@@ -58,7 +62,7 @@ impl Technique {
         match self {
             Self::Hadamard => "M log2 r (N + K)",
             Self::RandomRounding => "16 M N",
-            Self::Measuring => "M K, M N, N K",
+            Self::ChosenScales | Self::Measuring => "M K, M N, N K",
             Self::Casts | Self::FusedQuantizations | Self::Transcodes | Self::Requantizations => "M K, M N",
             Self::WeightQuantizations | Self::WeightTransposes => "N K",
             Self::Decoding => "M K + N K, and so on",
@@ -146,7 +150,7 @@ fn tensors(
 }
 
 fn alike_but_for_axis(a: &Precision, b: &Precision) -> bool {
-    (a.format, a.scale, a.rht) == (b.format, b.scale, b.rht)
+    (a.format, a.scale, a.scaling, a.rht) == (b.format, b.scale, b.scaling, b.rht)
 }
 
 /// Whether two sites are of one tensor, as the layer makes it.
@@ -237,6 +241,10 @@ fn values_of_tensor(sizes: &PartSizes, layer: &Layer, tensor: &str, is_token: bo
 fn of_quantization(to: &Precision, values: f64, add: &mut impl FnMut(Technique, f64)) {
     if let Some(transform) = to.rht {
         add(Technique::Hadamard, values * (transform.len as f64).log2());
+    }
+    let (scaling, default) = (to.scaling, Scaling::default());
+    if (scaling.candidates, scaling.correction) != (default.candidates, default.correction) {
+        add(Technique::ChosenScales, values);
     }
     if to.draws() {
         // Of corrected scales alone.
