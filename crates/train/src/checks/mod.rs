@@ -53,8 +53,9 @@ pub fn checked_recipe(config: &Config) -> Result<Recipe> {
 /// who wrote them can mend them; those of a built-in recipe are no mistake of the user's, whose model and steps may be others.
 #[must_use]
 pub fn idle_overrides(config: &Config, recipe: &Recipe) -> Vec<String> {
+    let recipe = recipe.clone().in_run(config.run_size());
     let layers = ModelSpec::new(&config.model).recipe_layers();
-    overrides::idle(recipe, &layers, config.train.steps).map(|(key, why)| format!("`{key}` {why}")).collect()
+    overrides::idle(&recipe, &layers, config.train.steps).map(|(key, why)| format!("`{key}` {why}")).collect()
 }
 
 /// Whether a configuration and a recipe fit each other.

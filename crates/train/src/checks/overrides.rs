@@ -30,7 +30,8 @@ pub(super) fn check(recipe: &Recipe, layers: &[Layer], steps: u64) -> Result<()>
 /// Why an override decides nothing, if it does not.
 fn why_idle(recipe: &Recipe, (i, o): (usize, &Override), layers: &[Layer], steps: u64) -> Option<String> {
     if !layers.iter().any(|layer| o.is_for(layer.kind, &layer.name, recipe.run)) {
-        return Some("no layer is called so".to_owned());
+        // A model without such layers is none of the business of an optional one.
+        return (!o.optional).then(|| "no layer is called so".to_owned());
     }
     let mut starts = steps_of_change(recipe, steps);
     starts.pop();
@@ -105,5 +106,13 @@ mod tests {
         assert!(e.contains("so without it"), "{e}");
         let h = "[[override]]\nset.expert.saved.h = { format = \"mxfp4\" }\n";
         assert_eq!(checked(h, 100), Ok(()));
+    }
+
+    #[test]
+    fn an_override_of_layers_that_are_not_there_is_refused_unless_it_is_optional() {
+        let shared = "[[override]]\nlayers = \"*.shared_experts.*\"\nset.recipe = \"bf16\"\n";
+        let e = checked(shared, 100).unwrap_err();
+        assert!(e.contains("no layer is called so"), "{e}");
+        assert_eq!(checked(&format!("{shared}optional = true\n"), 100), Ok(()));
     }
 }
