@@ -138,6 +138,8 @@ pub struct Cx<'a, B: Kernels> {
     pub clock: Option<B::Buf<u32>>,
     /// How the rows of a token's experts become one.
     pub combine: Combine,
+    /// Whether experts take turns in training, whatever routers say.
+    pub experts_in_turn: bool,
     /// How many slots of tokens a rank has room for where experts are divided among ranks: so many times its share if all had as many.
     pub capacity_factor: f64,
     /// The same of what a rank was sent that had more: the first exchange of this pass that did not fit; 0 if all did.
@@ -176,6 +178,7 @@ impl<'a, B: Kernels> Cx<'a, B> {
             training: false,
             shards,
             combine: Combine::Slots,
+            experts_in_turn: false,
             capacity_factor: f64::INFINITY,
             overflow: Cell::new(0.0),
             micro_batches: 1,

@@ -118,6 +118,28 @@ fn biases_move_against_the_loads_of_whole_steps() {
     assert_eq!(found, expected);
 }
 
+/// All experts have as many tokens in every step, and held-out text is routed as ever, on any number of ranks, which then need no spare room.
+#[test]
+fn experts_take_turns_in_training_alone() {
+    let forced = ["train.force_load_balance=true", "run.capacity_factor=1.0", "run.ranks=2"];
+    let config = with("mxfp4-hopper", &forced);
+    let dir = tempfile::tempdir().unwrap();
+    let mut told = config.clone();
+    told.run.dir = dir.path().join("run").display().to_string();
+    on_mesh(MeshShape { dp: 1, ep: 2 }, |mesh| {
+        run(&cpu(), mesh, &told, Options::default(), &mut rig::Silent).unwrap();
+    });
+    let lines = read_layers(&Path::new(&told.run.dir).join("layers.jsonl")).unwrap().metrics;
+    assert!(!lines.is_empty());
+    for load in lines.iter().flat_map(|line| &line.load) {
+        assert!(load.iter().all(|slots| *slots == load[0]), "{load:?}");
+    }
+    let (one, two) = (train(&config, 1, 2, cpu), train(&config, 2, 2, cpu));
+    one.assert_same(&two, "two ranks");
+    let routed = train(&with("mxfp4-hopper", &["run.ranks=2"]), 1, 2, cpu);
+    assert!(one.weights != routed.weights);
+}
+
 #[test]
 fn a_run_goes_on_with_its_biases_on_other_ranks() {
     let config = with("bf16", &V3);
@@ -231,6 +253,10 @@ fn keys_that_do_not_fit_are_told_and_defaults_are_not_stored() {
         (
             &["model.experts=0", "model.ffn=96", "model.scores=sigmoid"],
             "`model.scores`: is \"sigmoid\", but model.experts = 0",
+        ),
+        (
+            &["model.experts=0", "model.ffn=96", "train.force_load_balance=true"],
+            "`train.force_load_balance`: is true, but decides nothing",
         ),
         (
             &["model.experts=0", "model.ffn=96", "model.balance=sequence"],

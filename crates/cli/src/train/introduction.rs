@@ -70,6 +70,8 @@ fn what(start: &Start<'_>) -> Vec<String> {
         }
         None => format!("data: {}", start.config.data.described()),
     });
+    let forced = "experts take turns, whatever routers say (train.force_load_balance): speed is measured, nothing of use learnt";
+    lines.extend(start.config.train.force_load_balance.then(|| forced.to_owned()));
     lines
 }
 

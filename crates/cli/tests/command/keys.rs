@@ -135,6 +135,7 @@ fn cases() -> Vec<Case> {
         ("train.eps", &[], "1e-2", Weights),
         ("train.clip_norm", &[], "1e-3", Weights),
         ("train.router_bias_rate", &["model.router_bias=true"], "0.1", Weights),
+        ("train.force_load_balance", &[], "true", Weights),
         ("train.grad_dtype", &[], "bf16", Weights),
         ("train.moment_dtype", &[], "bf16", Weights),
         ("train.recompute", &[], "[\"layers\"]", File("memory.txt")),

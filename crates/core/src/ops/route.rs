@@ -43,6 +43,9 @@ pub struct RouteRule {
     pub groups: Option<ExpertGroups>,
     /// Factor of the weights, after all else.
     pub scale: f32,
+    /// Experts take turns, whatever the scores, biases and groups: slot j of token t of a shard goes to expert (t + j · ⌊e / k⌋) mod e. For measuring,
+    /// as all experts then have as many slots.
+    pub in_turn: bool,
 }
 
 impl RouteRule {
@@ -51,7 +54,12 @@ impl RouteRule {
 
     /// Softmax, of all experts the largest.
     pub const fn softmax(top_k: usize, normalize: bool) -> Self {
-        Self { scores: Scores::Softmax, top_k, normalize, groups: None, scale: 1.0 }
+        Self { scores: Scores::Softmax, top_k, normalize, groups: None, scale: 1.0, in_turn: false }
+    }
+
+    /// Where experts take turns, that of a slot of a token of a shard, of so many experts.
+    pub const fn turn(&self, token: usize, slot: usize, experts: usize) -> usize {
+        (token + slot * (experts / self.top_k)) % experts
     }
 
     /// What is added to sums that something is divided by.
@@ -91,9 +99,10 @@ impl RouteRule {
 /// Scores of the experts, the `top_k` experts of the largest choice scores, their weights.
 ///
 /// An expert's choice score is its score, plus its bias where there is one. Where there are groups, only experts of the best groups can be
-/// chosen. Of equals, experts as groups, the lower index is first; a NaN is behind every number. Weights are scores without the bias.
+/// chosen. Of equals, experts as groups, the lower index is first; a NaN is behind every number. Weights are scores without the bias. Or experts take
+/// turns: [`RouteRule::in_turn`].
 ///
-/// A row with a NaN or +∞ (or −∞ alone) counts as one of NaNs, whatever the scores, and has the first k experts.
+/// A row with a NaN or +∞ (or −∞ alone) counts as one of NaNs, whatever the scores, and has the first k experts where none takes turns.
 ///
 /// The order of every sum:
 /// * over experts: expert j to lane j mod 64, each lane in order; four neighbouring lanes as (0 + 1) + (2 + 3), those sixteen
@@ -121,7 +130,7 @@ pub struct Route<'a, B: Backend> {
 /// The result of [`Route`].
 #[derive(Debug, Clone)]
 pub struct Routing<B: Backend> {
-    /// Expert of each (token, slot), largest choice score first: `t · top_k`.
+    /// Expert of each (token, slot), largest choice score first where scores choose: `t · top_k`.
     pub expert: B::Buf<i32>,
     /// Its gate weight.
     pub weight: B::Buf<f32>,

@@ -87,6 +87,9 @@ fn slot_sum(values: impl Iterator<Item = f32>) -> f32 {
 
 /// Rows one thread takes.
 struct Share<'a> {
+    /// The first one's index, and how many a shard has.
+    first: usize,
+    per_shard: usize,
     logits: &'a [f32],
     scores: &'a mut [f32],
     expert: &'a mut [i32],
@@ -118,7 +121,10 @@ pub(crate) fn route(cpu: &Cpu, op: Route<'_, Cpu>) -> Result<Routing<Cpu>> {
         .zip(expert.chunks_mut(rows * top_k))
         .zip(weight.chunks_mut(rows * top_k))
         .zip(log_sum_exp.chunks_mut(rows))
-        .map(|((((logits, scores), expert), weight), log_sum_exp)| Share {
+        .enumerate()
+        .map(|(i, ((((logits, scores), expert), weight), log_sum_exp))| Share {
+            first: i * rows,
+            per_shard: tokens / op.shards,
             logits,
             scores,
             expert,
@@ -138,15 +144,23 @@ pub(crate) fn route(cpu: &Cpu, op: Route<'_, Cpu>) -> Result<Routing<Cpu>> {
 
 /// Leaves in the scores what the load-balancing loss takes of each expert.
 fn route_rows(cpu: &Cpu, rule: &RouteRule, bias: Option<&[f32]>, experts: usize, s: Share<'_>) {
-    let Share { logits, scores, expert, weight, log_sum_exp } = s;
+    let Share { first, per_shard, logits, scores, expert, weight, log_sum_exp } = s;
     softmax(cpu.isa(), logits, experts, scores, log_sum_exp);
     if rule.scores == Scores::Sigmoid {
         sigmoids(cpu.isa(), logits, experts, log_sum_exp, scores);
     }
     let mut choice = Choice::new(rule, bias);
     let slots = expert.chunks_exact_mut(rule.top_k).zip(weight.chunks_exact_mut(rule.top_k));
-    for (scores, (expert, weight)) in scores.chunks_exact(experts).zip(slots) {
-        choice.of(scores, expert, weight);
+    for (i, (scores, (expert, weight))) in scores.chunks_exact(experts).zip(slots).enumerate() {
+        if rule.in_turn {
+            let token = (first + i) % per_shard;
+            for (slot, (expert, weight)) in expert.iter_mut().zip(weight.iter_mut()).enumerate() {
+                let e = rule.turn(token, slot, experts);
+                (*expert, *weight) = (e as i32, scores[e]);
+            }
+        } else {
+            choice.of(scores, expert, weight);
+        }
         weigh(rule, weight);
     }
     if rule.scores == Scores::Sigmoid {

@@ -75,7 +75,7 @@ impl Tokens {
         use Scores::{Sigmoid, Softmax};
         let groups = |count, top, score| Some(ExpertGroups { count, top, score });
         let of = |(tokens, experts, shards), (scores, groups), (top_k, normalize, scale), bias| {
-            let rule = RouteRule { scores, top_k, normalize, groups, scale };
+            let rule = RouteRule { scores, top_k, normalize, groups, scale, in_turn: false };
             Tokens { tokens, experts, rule, bias, shards, documents: None, input }
         };
         let mut all = vec![
@@ -93,6 +93,13 @@ impl Tokens {
             of((64, 128, 1), (Softmax, groups(1, 1, Top2)), (8, true, 1.0), None),
             of((0, 256, 2), (Sigmoid, groups(8, 4, Top2)), (8, true, 2.5), Some(Input::Normal)),
         ];
+        // Experts that take turns: of softmax and of sigmoids, shards of several chunks, of experts that the slots do not divide.
+        let turns = [
+            of((2 * 130, 128, 2), (Softmax, None), (8, true, 1.0), None),
+            of((3 * 70, 15, 3), (Softmax, None), (4, false, 2.0), None),
+            of((96, 256, 1), (Sigmoid, groups(8, 4, Top2)), (8, true, 2.5), Some(Input::Normal)),
+        ];
+        all.extend(turns.map(|t| Tokens { rule: RouteRule { in_turn: true, ..t.rule }, ..t }));
         // Whatever a bias may be.
         let rule = (Sigmoid, groups(8, 4, Top2));
         all.extend(Input::ALL.map(|bias| of((64, 32, 1), rule, (6, true, 1.0), Some(bias))));

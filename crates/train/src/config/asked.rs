@@ -148,6 +148,12 @@ impl Config {
             ),
         );
         add(
+            self.model.experts == 0 && t.force_load_balance,
+            "train.force_load_balance",
+            &["model.experts"],
+            "is true, but decides nothing: model.experts = 0; leave it out, or set that".into(),
+        );
+        add(
             self.model.groups == 0 && self.model.group_score != default.model.group_score,
             "model.group_score",
             &["model.groups"],

@@ -241,6 +241,7 @@ const NAMES: &[(Meaning, &[&str])] = &[
         Key("train.router_bias_rate"),
         &["bias_update_speed", "moe_router_bias_update_rate", "expert_bias_update_rate"],
     ),
+    (Key("train.force_load_balance"), &["moe_force_load_balance", "moe_router_force_load_balancing"]),
     (Key("model.z_loss_coef"), &["router_z_loss_coef", "moe_z_loss_coeff", "z_loss_alpha"]),
     (Key("model.vocab_size"), &["padded_vocab_size", "n_vocab"]),
     (

@@ -194,6 +194,7 @@ impl Config {
             expert_shards: 2,
             combine: Some(Combine::Tree),
             router_bias_rate: 0.0,
+            force_load_balance: true,
             quantization_every: 1,
             ..TrainConfig::default()
         };

@@ -145,6 +145,10 @@ pub struct TrainConfig {
     /// `model.router_bias` is set; 0 = biases stay ([arXiv 2408.15664](https://arxiv.org/abs/2408.15664)).
     #[serde(skip_serializing_if = "is_usual_bias_rate")]
     pub router_bias_rate: f64,
+    /// In training experts take turns, token by token, whatever routers say: all have as many tokens, as in runs that measure speed. What is learnt so
+    /// is of no use.
+    #[serde(skip_serializing_if = "is_false")]
+    pub force_load_balance: bool,
     /// Type of the gradients of weights: `f32`, or `bf16`, which halves them: rounded once a micro-batch, added in F32. A
     /// table or norm that is added to more than once a step keeps F32.
     pub grad_dtype: PlainType,
@@ -208,6 +212,7 @@ impl Default for TrainConfig {
             eps: 1e-8,
             clip_norm: 1.0,
             router_bias_rate: USUAL_BIAS_RATE,
+            force_load_balance: false,
             grad_dtype: PlainType::F32,
             moment_dtype: PlainType::F32,
             recompute: Scope::DEFAULT.to_vec(),

@@ -101,7 +101,7 @@ impl<B: Kernels> Router<B> {
         let routing = Route {
             logits: &logits,
             bias,
-            rule: self.rule,
+            rule: RouteRule { in_turn: cx.training && cx.experts_in_turn, ..self.rule },
             shards: self.runs(cx),
             documents: self.documents(cx),
         }

@@ -119,9 +119,10 @@ impl<B: Kernels> RankContext<'_, B> {
     /// The context of a forward pass alone over these tokens.
     pub fn cx(&self, shards: Shards<B>) -> Cx<'_, B> {
         let combine = self.config.train.combine.unwrap_or_default();
-        let capacity_factor = self.capacity_factor;
+        let (capacity_factor, experts_in_turn) = (self.capacity_factor, self.config.train.force_load_balance);
         Cx {
             combine,
+            experts_in_turn,
             capacity_factor,
             ..Cx::inference(self.b, self.mesh, &self.recipe, shards, self.progress())
         }

@@ -301,7 +301,7 @@ impl MoeSpec {
     pub fn rule(&self) -> RouteRule {
         let (MoeShape { top_k, normalize, .. }, RouterOptions { scores, groups, scale, .. }) =
             (self.shape, self.options);
-        RouteRule { scores, top_k, normalize, groups, scale }
+        RouteRule { scores, top_k, normalize, groups, scale, in_turn: false }
     }
 
     /// About how many values of a token a forward pass keeps: what the first product reads and gives, for each of its experts.

@@ -17,7 +17,7 @@ fn rules(top_k: usize) -> Vec<(RouteRule, bool)> {
         for normalize in [false, true] {
             for groups in groups {
                 let scale = if groups.is_some() { 2.5 } else { 1.0 };
-                let rule = RouteRule { scores, top_k, normalize, groups, scale };
+                let rule = RouteRule { scores, top_k, normalize, groups, scale, in_turn: false };
                 all.extend([(rule, false), (rule, true)]);
             }
         }
@@ -240,7 +240,8 @@ fn every_rule_has_the_same_bits_everywhere() {
 fn equal_scores_choose_the_lower_group_and_the_lower_expert() {
     let cpu = Cpu::new(1).unwrap();
     let groups = Some(ExpertGroups { count: 4, top: 2, score: GroupScore::Top2 });
-    let rule = RouteRule { scores: Scores::Sigmoid, top_k: 3, normalize: true, groups, scale: 1.0 };
+    let rule =
+        RouteRule { scores: Scores::Sigmoid, top_k: 3, normalize: true, groups, scale: 1.0, in_turn: false };
     let of = |logits: [f32; 8], bias: [f32; 8]| {
         let logits = &Tensor::from_f32(&cpu, &logits, 1, 8).unwrap();
         let bias = cpu.upload(&bias).unwrap();
@@ -262,6 +263,36 @@ fn equal_scores_choose_the_lower_group_and_the_lower_expert() {
     let (expert, weight) = of(logits, [0.0; 8]);
     assert_eq!(expert, [0, 1, 2]);
     assert!(weight.iter().all(|w| w.is_nan()));
+}
+
+/// Slots of neighbouring tokens cover all experts evenly, and weights are those of the experts that had their turn.
+#[test]
+fn experts_that_take_turns_have_as_many_slots_each_and_the_weights_of_their_scores() {
+    let (tokens, experts, top_k, shards) = (3 * 24, 12, 3, 3);
+    let scene = Scene::new(Cpu::new(2).unwrap(), tokens, experts);
+    for scores in [Scores::Softmax, Scores::Sigmoid] {
+        let rule = RouteRule { scores, in_turn: true, ..RouteRule::softmax(top_k, true) };
+        let bias = scene.cpu.upload(&vec![9.0; experts]).unwrap();
+        let op = Route { logits: &scene.logits, bias: Some(&bias), rule, shards, documents: None };
+        let routing = op.run(&scene.cpu).unwrap();
+        assert!(
+            routing.load.as_slice().iter().all(|&slots| slots == 24 * 3 / 12),
+            "{:?}",
+            routing.load.as_slice()
+        );
+        for (token, row) in scene.rows.iter().enumerate() {
+            let chosen = &routing.expert.as_slice()[token * top_k..][..top_k];
+            let t = token as i32 % 24;
+            assert_eq!(chosen, [t % 12, (t + 4) % 12, (t + 8) % 12]);
+            let (of_choice, _) = scores_f64(&rule, row);
+            let expected = weights_f64(&rule, &of_choice, chosen);
+            let weight = &routing.weight.as_slice()[token * top_k..][..top_k];
+            assert!(weight.iter().zip(expected).all(|(w, x)| (f64::from(*w) - x).abs() < 1e-6), "{weight:?}");
+        }
+    }
+    let rule = RouteRule { in_turn: true, ..RouteRule::softmax(5, true) };
+    let seen: Vec<_> = (0..5).map(|slot| rule.turn(11, slot, 12)).collect();
+    assert_eq!(seen, [11, 1, 3, 5, 7], "no expert twice where the slots do not divide them");
 }
 
 #[test]
@@ -347,7 +378,7 @@ fn vectors() -> [Vectors; 3] {
         },
         // `DeepseekV3TopkRouter`.
         Vectors {
-            rule: RouteRule { scores: Scores::Sigmoid, top_k, normalize: true, groups: group(GroupScore::Top2), scale: 2.5 },
+            rule: RouteRule { scores: Scores::Sigmoid, normalize: true, groups: group(GroupScore::Top2), scale: 2.5, ..softmax },
             logits: [
                 -0.448, -1.591, -4.268, -1.499, 1.268, 2.007, -4.376, -1.985, -0.128, 2.543, -3.074, 0.118,
                 1.364, -2.054, -0.158, 0.288, -0.648, 1.608, 3.094, 1.211, -1.347, -1.425, -1.382, 0.462,

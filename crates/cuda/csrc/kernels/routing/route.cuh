@@ -6,7 +6,7 @@
 //
 // route_tokens<kLanes, kPerLane, kAnyRule>: logits, kept [tokens][experts]; bias [experts] or null; expert, weight [tokens][top_k];
 //   log_sum_exp [tokens]; of each chunk the sums of its probabilities [experts] and of the squares of log_sum_exp, and how many slots chose each
-//   expert [experts]. Without kAnyRule experts of the largest softmax are chosen: it takes no bias, no groups and no sigmoids. `kept` is written
+//   expert [experts]. Without kAnyRule experts of the largest softmax are chosen: it takes no bias, no groups, no sigmoids and no turns. `kept` is written
 //   of a softmax alone. `tiny` is added to sums of sigmoids that something is divided by.
 //   min(256, 64 * kLanes) threads; grid shards * chunks; dynamic shared memory: 4 bytes for each of 64 rows of
 //   kLanes * kPerLane + 16, 64, experts, and threads / kLanes rows of top_k + groups numbers.
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kRoute
     route_tokens(const float* __restrict__ logits, const float* __restrict__ bias, float* __restrict__ kept, int* __restrict__ expert,
                  float* __restrict__ weight, float* __restrict__ log_sum_exp, float* __restrict__ prob_sums,
                  float* __restrict__ square_sums, int* __restrict__ counts, int experts, int top_k, int normalize, int tokens_per_shard,
-                 int chunks, int is_sigmoid, int groups, int top_groups, int two_largest, float tiny, float scale) {
+                 int chunks, int is_sigmoid, int groups, int top_groups, int two_largest, int in_turn, float tiny, float scale) {
     using Token = TokenLanes<kLanes, kPerLane>;
     constexpr int kThreads = Token::kThreads, kGroups = Token::kGroups;
     extern __shared__ float4 shared[];
@@ -212,7 +212,14 @@ __global__ void __launch_bounds__(TokenLanes<kLanes, kPerLane>::kThreads, kRoute
             if (is_token) log_sum_exp[token] = log_sum;
         }
         if constexpr (kAnyRule) {
-            choose_by_rule<kLanes, kPerLane>(p, row, bias, group_scores, experts, top_k, groups, top_groups, two_largest, slots);
+            if (in_turn) {
+                write_row<Token>(row, p);
+#pragma unroll 1
+                for (int slot = threadIdx.x % kLanes; slot < top_k; slot += kLanes)
+                    slots[slot] = (first + at + slot * (experts / top_k)) % experts;
+            } else {
+                choose_by_rule<kLanes, kPerLane>(p, row, bias, group_scores, experts, top_k, groups, top_groups, two_largest, slots);
+            }
         } else {
             const bool is_chosen = choose<kLanes, kPerLane>(p, top_k, slots) && log_sum == log_sum;
             if (__any_sync(kWarp, is_token && !is_chosen)) {

@@ -322,7 +322,7 @@ pub(crate) fn route(cuda: &Cuda, op: Route<'_, Cuda>) -> Result<Routing<Cuda>> {
         [experts, rule.top_k, desc.tokens_per_shard, desc.chunks_of_shard()].map(|n| n as i32);
     if tokens > 0 {
         let is_sigmoid = rule.scores == Scores::Sigmoid;
-        let any_rule = is_sigmoid || bias.is_some() || rule.groups.is_some();
+        let any_rule = is_sigmoid || bias.is_some() || rule.groups.is_some() || rule.in_turn;
         let kernel = device.kernel(&config.tokens_spec(any_rule))?;
         let [groups, top_groups, two_largest] = match rule.groups {
             None => [0; 3],
@@ -355,6 +355,7 @@ pub(crate) fn route(cuda: &Cuda, op: Route<'_, Cuda>) -> Result<Routing<Cuda>> {
                     &groups,
                     &top_groups,
                     &two_largest,
+                    &i32::from(rule.in_turn),
                     &rule.tiny(),
                     &rule.scale,
                 ],
