@@ -237,7 +237,7 @@ fn keys_that_do_not_fit_are_told_and_defaults_are_not_stored() {
         let keys: Vec<String> = keys.iter().map(ToString::to_string).collect();
         Config::from_text("", Path::new("keys.toml"), &keys)
     };
-    let cases: [(&[&str], &str); 11] = [
+    let cases: [(&[&str], &str); 12] = [
         (&["model.groups=3"], "`model.groups`: is 3, not a divisor of model.experts = 8"),
         (&["model.groups=4"], "`model.top_groups`: is 0, expected 1 to model.groups = 4"),
         (&["model.top_groups=1"], "`model.top_groups`: is 1, but model.groups = 0"),
