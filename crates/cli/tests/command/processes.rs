@@ -41,10 +41,13 @@ pub fn left(place: &Place, dir: &str, step: u64) -> [Vec<u8>; 2] {
 #[test]
 fn processes_give_the_bits_of_one_rank_under_every_recipe() {
     const FEW: [&str; 4] = ["train.steps=3", "train.warmup_steps=1", "checkpoint.every=2", "eval.every=0"];
+    /// Widths that every recipe's transforms divide.
+    const WIDE: [&str; 4] =
+        ["model.d_model=128", "model.kv_heads=2", "model.head_dim=64", "model.expert_ffn=64"];
     let place = Place::with_text();
     for (i, recipe) in Recipe::all_names().enumerate() {
         let of = |more: &[&str]| -> Vec<String> {
-            let changes = DIVIDED.iter().chain(&FEW).chain(more).copied();
+            let changes = DIVIDED.iter().chain(&FEW).chain(&WIDE).chain(more).copied();
             set(changes).into_iter().chain(["--recipe", recipe]).map(str::to_owned).collect()
         };
         let one = of(&["run.dir=one"]);

@@ -2,8 +2,14 @@
 
 use crate::Place;
 use half::{bf16, f16};
+use nibble_core::{Backend, Mesh, Operand, SoloComm};
+use nibble_cpu::Cpu;
 use nibble_formats::Format;
 use nibble_testkit::Vectors;
+use nibble_train::checkpoint::Checkpoint;
+use nibble_train::config::Config;
+use nibble_train::cx::{Cx, Shards};
+use nibble_train::trainer::Trainer;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use std::collections::HashMap;
 use std::path::Path;
@@ -431,4 +437,46 @@ fn scales_are_chosen_as_options_say() {
     assert!(refused.contains("`candidates`"), "{refused}");
     let refused = quantize("no.safetensors", &["--format", "mxfp4", "--headroom", "3"]).failed(2);
     assert!(refused.contains("1 to 2"), "{refused}");
+}
+
+/// What `mxfp4-qat` multiplies is what this command makes of the checkpoint: the same codes and the same scales.
+#[test]
+fn experts_trained_in_codes_are_multiplied_by_those_of_their_checkpoint() {
+    let place = Place::new();
+    let few =
+        ["train.steps=2", "train.warmup_steps=1", "eval.every=0", "run.dir=run"].map(|key| ["--set", key]);
+    let train = [&["train", "tiny", "--recipe", "mxfp4-qat", "--device", "cpu"], few.as_flattened()].concat();
+    place.nibble(&train).ok();
+    let checkpoint = "run/checkpoints/step-00000002";
+    let weights = format!("{checkpoint}/model.safetensors");
+    let only = "*.experts.*";
+    place.nibble(&["quantize", &weights, "q.safetensors", "--format", "mxfp4", "--only", only]).ok();
+    let written = Vectors::read(&place.path("q.safetensors"));
+
+    let changes = [format!("run.dir={}", place.path("run").display())];
+    let config = Config::load(place.path("run/config.toml").to_str().unwrap(), &changes).unwrap();
+    let (cpu, solo) = (Cpu::new(1).unwrap(), SoloComm);
+    let mut trainer = Trainer::new(&cpu, Mesh::new(&solo), &config).unwrap();
+    trainer.load(&Checkpoint::open(&place.path(checkpoint)).unwrap()).unwrap();
+    let recipe = trainer.recipe().clone();
+    let cx = Cx::inference(&cpu, Mesh::new(&solo), &recipe, Shards::new(&cpu, 1, 128, 0).unwrap(), 0.0);
+    trainer.model().prepare(&cx).unwrap();
+    // Stored are each expert's projections by themselves, multiplied all of a layer as one.
+    let named = trainer.model().named_tensors();
+    let params = trainer.model().params();
+    let experts = named.iter().filter(|tensor| tensor.name.contains(".experts."));
+    let mut held = 0;
+    for (tensor, rows) in experts.flat_map(|tensor| tensor.rows.iter().map(move |rows| (tensor, rows))) {
+        let Operand::Block(multiplied) = params[rows.param].w().unwrap() else {
+            panic!("{}: no codes", tensor.name)
+        };
+        for (part, of_all) in [("codes", &multiplied.codes), ("scales", &multiplied.scales)] {
+            let (all, expected) =
+                (cpu.download(of_all).unwrap(), written.u8s(&format!("{}.{part}", tensor.name)));
+            let row = all.len() / multiplied.rows;
+            assert!(all[rows.range.start * row..rows.range.end * row] == expected, "{} {part}", tensor.name);
+        }
+        held += rows.range.len();
+    }
+    assert_eq!(held, 2 * 8 * 3 * 64, "layers, experts, projections, rows");
 }

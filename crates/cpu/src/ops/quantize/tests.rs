@@ -337,7 +337,7 @@ fn what_cannot_be_done_is_an_error_that_names_the_argument() {
     let mxfp4 = |rounding| Codec::new(Format::Mxfp4, ScaleRule::Rceil, rounding).unwrap();
     let x = tensor(&cpu, true, 64, 64, 1, false);
     let dither = mxfp4(Rounding::dither(0.25).unwrap());
-    let no_bits = quantize(&cpu, Quantize::new(&x, dither, Planes::Rows)).unwrap_err().to_string();
+    let no_bits = Quantize::new(&x, dither, Planes::Rows).run(&cpu).unwrap_err().to_string();
     assert!(no_bits.contains("`random`") && no_bits.contains("dither"), "{no_bits}");
     let mut bad = groups(&cpu, &[30, 20], 32, 0);
     bad.len.as_mut_slice()[0] = 33;
