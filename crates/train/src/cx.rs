@@ -4,7 +4,7 @@ use crate::config::Balance;
 use crate::delayed::{DelayedRecords, Spans};
 use crate::moe::Combine;
 use crate::param::{Buckets, Gathering, Param, Wanted};
-use crate::record::{Conversion, CountSite, Counted, FoundCells};
+use crate::record::{Conversion, CountSite, Counted, FoundCells, LayerSample};
 use nibble_core::formats::BlockAxis;
 use nibble_core::formats::{Purpose, Stream, fnv1a32};
 use nibble_core::ops::{
@@ -154,8 +154,8 @@ pub struct Cx<'a, B: Kernels> {
     pub gathering: RefCell<Gathering<B>>,
     /// In training under a recipe with such scales, what earlier steps left for them. Without it tensors are measured.
     pub delayed: Option<DelayedRecords<B>>,
-    /// Whether quantizations are measured beside what they are made of.
-    pub measures: bool,
+    /// In a step that measures quantizations beside what they are made of, in which layers.
+    pub measures: Option<LayerSample>,
 }
 
 impl<'a, B: Kernels> Cx<'a, B> {
@@ -188,7 +188,7 @@ impl<'a, B: Kernels> Cx<'a, B> {
             documents: None,
             clock: None,
             delayed: None,
-            measures: false,
+            measures: None,
         }
     }
 
@@ -370,7 +370,7 @@ impl<'a, B: Kernels> Cx<'a, B> {
         Ok(out)
     }
 
-    /// In a step that measures, counts what became of the values that were quantized and kept last, in each plane.
+    /// In a step that measures their layer, counts what became of the values that were quantized and kept last, in each plane.
     ///
     /// # Errors
     /// From the backend.
@@ -380,7 +380,7 @@ impl<'a, B: Kernels> Cx<'a, B> {
         planes: [&Option<Operand<B>>; 2],
         groups: Option<&Groups<B>>,
     ) -> Result<()> {
-        if !self.measures {
+        if !self.measures.is_some_and(|sample| self.counted.borrow().is_measured(sample)) {
             return Ok(());
         }
         let of = |plane: &Operand<B>| {

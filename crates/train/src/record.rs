@@ -6,7 +6,7 @@
 
 mod measured;
 
-pub use measured::Measured;
+pub use measured::{LayerSample, Measured};
 
 use crate::spec::ModelSpec;
 use nibble_core::formats::{BlockAxis, Format};
@@ -70,7 +70,12 @@ impl CountSite {
 
     /// The number of its decoder layer, or `-`.
     fn layer_number(&self) -> String {
-        self.layer.split('.').find(|part| part.parse::<usize>().is_ok()).unwrap_or("-").to_owned()
+        self.decoder_layer().map_or("-".to_owned(), |number| number.to_string())
+    }
+
+    /// The number of its decoder layer.
+    fn decoder_layer(&self) -> Option<usize> {
+        self.layer.split('.').find_map(|part| part.parse().ok())
     }
 }
 
@@ -137,6 +142,12 @@ impl<B: Backend> Counted<B> {
     pub fn keep(&mut self, site: CountSite, counts: Counts<B>, found: Option<(FoundCells, Found<B>)>) {
         let site = self.meet(site);
         self.waiting.push(Waiting { site, counts, found, measured: Vec::new() });
+    }
+
+    /// Whether the site of what was kept last is one that a step measures.
+    pub fn is_measured(&self, sample: LayerSample) -> bool {
+        let last = self.waiting.last().map(|last| &self.sites[last.site]);
+        last.is_some_and(|site| sample.takes(site.decoder_layer()))
     }
 
     /// Adds to what was kept last what was measured of it.

@@ -11,7 +11,7 @@ use nibble_train::config::Config;
 use nibble_train::metrics::Metrics;
 use nibble_train::trainer::Trainer;
 use rig::{SOLO, small, state, train, with_recipe};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 const EVERY: &str = "train.quantization_every=2";
 
@@ -98,4 +98,28 @@ fn ranks_measure_what_one_rank_does() {
     let config = small("mxfp4-hopper", &["train.quantization_every=1"]);
     let cpu = || Cpu::new(1).unwrap();
     train(&config, 1, 2, cpu).assert_same(&train(&config, 2, 2, cpu), "two ranks");
+}
+
+/// Of a deep model a step measures about four layers, the next such step others, and in turn all.
+#[test]
+fn layers_of_a_deep_model_take_turns() {
+    let config = small("fp8-flow", &["model.layers=6", EVERY]);
+    let b = Cpu::new(1).unwrap();
+    let mut trainer = Trainer::new(&b, &SOLO, &config).unwrap();
+    let mut layers_of = || {
+        trainer.train_step().unwrap();
+        let layers = trainer.take_layers().unwrap();
+        let measured = layers.sites.iter().filter(|site| site.measured.is_some());
+        measured.filter_map(|site| site.layer.split('.').nth(2)?.parse().ok()).collect::<BTreeSet<usize>>()
+    };
+    let seen: Vec<BTreeSet<usize>> = (0..6).map(|_| layers_of()).collect();
+    let (even, odd, none) = (BTreeSet::from([0, 2, 4]), BTreeSet::from([1, 3, 5]), BTreeSet::new());
+    assert_eq!(seen, [&none, &even, &none, &odd, &none, &even].map(BTreeSet::clone));
+}
+
+#[test]
+fn a_recipe_that_quantizes_nothing_has_nothing_to_measure() {
+    let error =
+        Trainer::new(&Cpu::new(1).unwrap(), &SOLO, &small("bf16", &[EVERY])).err().unwrap().to_string();
+    assert!(error.contains("`train.quantization_every`: is 2, but decides nothing: recipe bf16"), "{error}");
 }

@@ -158,7 +158,7 @@ pub struct TrainConfig {
     /// `attention`, `experts`, `layers`: less memory, more time, never a bit of the result.
     pub recompute: Vec<Scope>,
     /// Steps between those that count what quantization makes of values: the shares that stay what they are, become zero, or are cut off; 0 = none
-    /// does. It changes no bit, and takes time in these steps alone.
+    /// does. Each counts in about four layers, the next in others. It changes no bit, and takes time in these steps alone.
     #[serde(skip_serializing_if = "is_zero")]
     pub quantization_every: u64,
 }

@@ -9,6 +9,7 @@ use crate::delayed::DelayedSites;
 use crate::error::{Error, Result};
 use crate::fault::rehearsing;
 use crate::ledger::{Ledger, in_words};
+use crate::record::LayerSample;
 use crate::spec::ModelSpec;
 use nibble_core::allocation::aside;
 use nibble_core::{Comm, DType, DeviceKind, Kernels, Mesh, MeshShape, Recipe, SoloComm, Tensor};
@@ -106,8 +107,9 @@ impl<'a, B: Kernels> RankState<'a, B> {
         let [mine, all] = [size / world, size].map(|sequences| Batch::zeroed(sequences, seq_len, apart));
         let (ledger, _) = self.ledger_of(&mine)?;
         self.activations = self.context.b.arena("activations")?;
-        // A step that measures takes a little more.
-        let measuring = (0..steps).find(|step| config.train.measures_in(*step));
+        // A step that measures takes a little more, and not each as much.
+        let turns = LayerSample::turns(config.model.layers);
+        let measuring = (0..steps).filter(|step| config.train.measures_in(*step)).take(turns);
         for step in steps_of_change(&self.context.recipe, steps).into_iter().chain(measuring) {
             self.context.step = step;
             if step < steps {

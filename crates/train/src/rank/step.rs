@@ -14,7 +14,7 @@ use crate::model::{Decoder, DecoderOut, DecoderSaved, Inside};
 use crate::moe::Placed;
 use crate::optim::{self, OptimizerState};
 use crate::param::{GradientPlan, Param, reduce_gradients};
-use crate::record::{Counted, Layout, Told, Waiting};
+use crate::record::{Counted, LayerSample, Layout, Told, Waiting};
 use crate::spec::ModelSpec;
 use nibble_core::allocation::{in_part, part};
 use nibble_core::ops::{
@@ -190,7 +190,7 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
             clock: Some(clock),
             counted: RefCell::new(counted),
             delayed: Some(delayed),
-            measures: context.config.train.measures_in(context.step),
+            measures: LayerSample::of(&context.config, context.step),
             ..context.cx(shards)
         };
         Ok(Self { context, model, buffers, cx })
