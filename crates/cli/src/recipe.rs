@@ -1,6 +1,7 @@
 //! `nibble recipe`: what a recipe says, and what follows for a layer of each kind.
 
 mod cost;
+mod products;
 
 use crate::tensor_cores;
 use nibble_command::error::{Error, Result};
@@ -28,7 +29,8 @@ pub struct Args {
     /// A built-in recipe or the path of a TOML file.
     #[arg(value_name = "NAME_OR_FILE")]
     recipe: Option<String>,
-    /// Runs those layers, and prints what the backend saw of them, and what a GPU would leave to its ordinary cores.
+    /// Runs those layers, and prints what the backend saw of them: their products with operands, scales and kernels, and what a GPU would leave to
+    /// its ordinary cores.
     #[arg(long, requires = "recipe")]
     trace: bool,
     /// Says instead what a step of this configuration costs under it: by kind of layer the share of the multiply-adds in codes of each width,
@@ -59,6 +61,9 @@ pub fn run(args: Args) -> Result<()> {
     let mut counted = false;
     for layer in layers::each_kind() {
         counted |= explain(&recipe, &layer, args.trace)?;
+        if args.trace {
+            products::tell(&recipe, &layer)?;
+        }
     }
     if counted {
         say!(

@@ -1,7 +1,7 @@
 //! What the sequences of `nibble-choice` are made of, by shape alone.
 
-use crate::Dry;
 use crate::memory::Buf;
+use crate::{Dry, Multiplied, Slow};
 use nibble_choice::head_loss::TargetRows;
 use nibble_choice::swiglu::{SwigluBackwardPath, SwigluPath};
 use nibble_choice::transcode::Lines;
@@ -43,8 +43,9 @@ impl GpuKernels for Dry {
         if desc.is_empty() {
             return Ok(());
         }
+        self.inner.products.note(Multiplied { op: product.op, desc });
         if let Some(why) = desc.obstacle() {
-            self.note_slow(product.op, why, desc.flops());
+            self.inner.slow.note(Slow { op: product.op, why, flops: desc.flops() });
         }
         self.while_on_gpu(desc.path().temporaries())
     }

@@ -14,19 +14,21 @@ mod gpu;
 mod host;
 mod kernels;
 mod memory;
+mod noted;
 mod op_work;
 mod ops;
-mod slow;
+mod products;
 mod work;
 
 pub use comm::DryComm;
 pub use memory::{Arena, Buf};
-pub use slow::Slow;
+pub use products::{Multiplied, Slow};
 pub use work::{Call, Flops, Work};
 
 use memory::{Counters, Memory};
 use nibble_choice::Temporary;
 use nibble_core::{DeviceKind, Result, Room, Scope};
+use noted::Noted;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
@@ -43,9 +45,11 @@ struct Inner {
     /// Of a GPU: words that counters are cut from.
     counters: Mutex<Option<Counters>>,
     /// The operations issued, while somebody counts.
-    calls: Mutex<Option<Vec<Call>>>,
+    calls: Noted<Call>,
     /// What a GPU's ordinary cores are left with, while somebody asks.
-    slow: Mutex<Option<Vec<Slow>>>,
+    slow: Noted<Slow>,
+    /// The products that a GPU is asked for, while somebody asks.
+    products: Noted<Multiplied>,
     /// Bytes sent to other ranks, by collective.
     sent: Mutex<BTreeMap<&'static str, u64>>,
     room: Option<Room>,
@@ -67,9 +71,10 @@ impl Dry {
 
     fn telling(kind: DeviceKind, room: Option<Room>) -> Self {
         let (memory, scope) = (Arc::default(), Scope::default());
-        let (counters, calls, slow) = (Mutex::default(), Mutex::default(), Mutex::default());
-        let sent = Mutex::default();
-        Self { inner: Arc::new(Inner { kind, memory, scope, counters, calls, slow, sent, room }) }
+        let (counters, sent) = (Mutex::default(), Mutex::default());
+        let (calls, slow, products) = (Noted::default(), Noted::default(), Noted::default());
+        let inner = Inner { kind, memory, scope, counters, calls, slow, products, sent, room };
+        Self { inner: Arc::new(inner) }
     }
 
     /// Temporaries, in this order, for as long as the caller keeps them.

@@ -1,8 +1,8 @@
 //! What operations make, and what they take beside it. The results are the operations' own ([`nibble_core::ops`]); the temporaries of a GPU are
 //! those that `nibble-choice` names, those of a host are in `host.rs`.
 
-use crate::Dry;
 use crate::host;
+use crate::{Dry, Slow};
 use nibble_choice::attention::{self, AttentionPath};
 use nibble_choice::norm::{self, NormRopePath};
 use nibble_choice::products::Ragged;
@@ -216,7 +216,8 @@ impl Dry {
         }
         attention::check_heads(op, heads)?;
         if let AttentionPath::OrdinaryCores { why } = AttentionPath::of(q.dtype(), heads) {
-            self.note_slow(op, why, products * (q.rows * q.cols) as f64 * seq_len as f64);
+            let flops = products * (q.rows * q.cols) as f64 * seq_len as f64;
+            self.inner.slow.note(Slow { op, why, flops });
         }
         Ok(())
     }

@@ -6,7 +6,6 @@ use nibble_core::formats::Format;
 use nibble_core::ops::*;
 use nibble_core::{BlockScaled, Groups, Operand, PermuteMap, Plain, Result, Tensor};
 use std::ops::{Add, AddAssign};
-use std::sync::PoisonError;
 
 /// An operation that was issued.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -249,25 +248,6 @@ impl Dry {
     /// # Errors
     /// What `work` returns. Inside another such call the outer one is not told of what the inner one is.
     pub fn counted<R, E>(&self, work: impl FnOnce() -> Result<R, E>) -> Result<(R, Vec<Call>), E> {
-        let swap = |calls| {
-            let mut noted = self.inner.calls.lock().unwrap_or_else(PoisonError::into_inner);
-            std::mem::replace(&mut *noted, calls)
-        };
-        let outer = swap(Some(Vec::new()));
-        let done = work();
-        let calls = swap(outer).unwrap_or_default();
-        Ok((done?, calls))
-    }
-
-    /// Whether somebody counts.
-    pub(crate) fn is_counted(&self) -> bool {
-        self.inner.calls.lock().unwrap_or_else(PoisonError::into_inner).is_some()
-    }
-
-    /// Notes an operation.
-    pub(crate) fn note(&self, op: &'static str, work: Work) {
-        if let Some(calls) = &mut *self.inner.calls.lock().unwrap_or_else(PoisonError::into_inner) {
-            calls.push(Call { op, work });
-        }
+        self.inner.calls.collect(work)
     }
 }

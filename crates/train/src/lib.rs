@@ -19,6 +19,7 @@ pub mod family;
 pub mod fault;
 pub mod files;
 pub mod json_rows;
+pub mod layer_products;
 pub mod layers;
 pub mod ledger;
 pub mod metrics;

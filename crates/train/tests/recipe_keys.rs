@@ -396,12 +396,16 @@ impl Base {
     }
 
     /// Whether a recipe that differs in one key leads to other weights or moments; or, by a key of what is kept, sent or remembered, of how
-    /// something is made or of a second copy of a weight, to another way to the same.
-    fn decides(&self, changed: &Recipe, key: &str, change: &str) -> bool {
-        // A history decides where magnitudes fall, which those of weights do later in a run.
+    /// something is made, of what is made of codes or of a second copy of a weight, to another way to the same.
+    fn decides(&self, changed: &Recipe, (kind, key): (LayerKind, &str), change: &str) -> bool {
+        let section = self.recipe.of(kind);
+        let of_key = |site: &Site| key.ends_with(&format!(".{}", site.key()));
+        let made_of = kind.sites().find(of_key).and_then(|site| section.origin(kind, site).site());
+        // A history decides where magnitudes fall, which those of weights do later in a run. Codes are lifted and decoded exactly.
         let is_way = ["saved", "dispatch", "combine", "dgrad.w"].iter().any(|product| key.contains(product))
             || change.contains("by =")
-            || change.contains("history =");
+            || change.contains("history =")
+            || made_of.is_some_and(|site| section.at(site).format.is_block());
         RUNS.into_iter().zip(&self.runs).any(|(run, base)| {
             let base = base.get_or_init(|| after(&self.recipe, run));
             match (base, after(changed, run)) {
@@ -433,7 +437,7 @@ fn every_key_under_every_recipe_decides_or_is_refused() {
                 if is_same(&recipe, own) {
                     continue;
                 }
-                match base.decides(&recipe, &key, &change) {
+                match base.decides(&recipe, (kind, &key), &change) {
                     true => drop(decided.insert(key.clone())),
                     false => ignored.push(text),
                 }
@@ -500,7 +504,7 @@ fn two_hundred_random_changes_of_random_recipes_decide() {
             continue;
         }
         number += 1;
-        if !base.decides(&changed, &format!("{}.{key}", kind.name()), change) {
+        if !base.decides(&changed, (kind, &format!("{}.{key}", kind.name())), change) {
             ignored.push(format!("[{}]\n{key} = {change}\nin {}", kind.name(), base.recipe.to_toml()));
         }
     }

@@ -13,6 +13,7 @@ use nibble_testkit::Dice;
 use nibble_testkit::recorder::{Recorder, traced};
 use nibble_train::checks::{check_recipe, idle_overrides};
 use nibble_train::config::Config;
+use nibble_train::layer_products;
 use nibble_train::one_layer::OneLayer;
 use nibble_train::spec::ModelSpec;
 use nibble_train::trainer::Trainer;
@@ -61,10 +62,25 @@ impl Runs {
                 let plan = plans.iter().find(|((from, to), _)| (*from..*to).contains(&progress));
                 assert_eq!(plan.map(|(_, plan)| plan), Some(&seen), "{what}: {} at {progress}", layer.name);
                 all.extend(seen);
+                if !layer.gated {
+                    assert_multiplied(recipe, layer, progress, what);
+                }
             }
         }
         all
     }
+}
+
+/// Products have the operands that the recipe means.
+#[track_caller]
+fn assert_multiplied(recipe: &Recipe, layer: &Layer, progress: f64, what: &str) {
+    let seen = layer_products::seen(recipe, layer, progress).unwrap();
+    let planned = layer_products::planned(recipe, layer, progress);
+    assert!(
+        layer_products::agree(&seen, &planned),
+        "{what}: {} at {progress}: {seen:#?}\nand {planned:#?}",
+        layer.name
+    );
 }
 
 #[test]

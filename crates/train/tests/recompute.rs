@@ -3,7 +3,7 @@
 mod rig;
 
 use nibble_core::formats::Rounding;
-use nibble_core::recipe::{Precision, Setting, Site};
+use nibble_core::recipe::{LayerKind, Precision, Setting, Site};
 use nibble_core::{Backend, Comm, Mesh, Recipe, Traffic};
 use nibble_cpu::{Cpu, HostComm};
 use nibble_testkit::Recorder;
@@ -13,6 +13,7 @@ use nibble_train::model::Decoder;
 use nibble_train::param::{GradientPlan, Param};
 use nibble_train::recompute::Scope;
 use nibble_train::record::{Conversion, CountSite, Layout, Waiting};
+use nibble_train::spec::ModelSpec;
 use nibble_train::trainer::Trainer;
 use rig::{SOLO, cx, small, with_recipe};
 
@@ -168,8 +169,13 @@ fn the_ledger_is_what_the_allocator_holds() {
                 })
             };
             let what = format!("{recipe}, {world} ranks");
-            let of = Recipe::builtin(recipe).unwrap();
-            let keeps_a = of.expert.expert_routes(of.activations, true, true).keeps_a;
+            let config = small(recipe, &[]);
+            let of = Recipe::builtin(recipe).unwrap().in_run(config.run_size());
+            let layers = ModelSpec::new(&config.model).recipe_layers();
+            let experts = layers.iter().filter(|layer| layer.kind == LayerKind::Expert);
+            let keeps_a = experts
+                .map(|layer| of.section(layer.kind, &layer.name, 0.0))
+                .any(|section| section.expert_routes(of.activations, true, true).keeps_a);
             let nothing = kept(&[]);
             for scopes in &CHOICES[1..] {
                 let less = kept(scopes);

@@ -26,6 +26,16 @@ pub enum Fp8 {
     E5m2,
 }
 
+impl Fp8 {
+    /// Its name.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::E4m3 => "e4m3",
+            Self::E5m2 => "e5m2",
+        }
+    }
+}
+
 /// What the operands are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OperandKind {
@@ -39,6 +49,14 @@ impl OperandKind {
     /// Both in E4M3.
     pub const fn e4m3(scales: ScalesB) -> Self {
         Self::Fp8([Fp8::E4m3; 2], scales)
+    }
+
+    /// The device's kernel; another one that does the same may take its place where tiles of short groups are mixed.
+    pub const fn kernel(self) -> &'static str {
+        match self {
+            Self::Fp8(..) => "nib::grouped_fp8_block",
+            Self::Bf16 => "nib::grouped_bf16",
+        }
     }
 
     /// How B is scaled; none where it is plain.

@@ -107,7 +107,7 @@ pub(super) struct Made {
 }
 
 /// A product's operands in a layer of this kind; an expert's second product has others than its first.
-fn operands(
+pub(crate) fn operands(
     product: Product,
     kind: LayerKind,
     which: usize,

@@ -223,9 +223,9 @@ impl GroupedConfig {
                 args.push(("kB", TemplateArg::Type(element_name(b))));
                 args.push(("kScalesB", TemplateArg::Type(scales_name(scales_b))));
                 args.push(("kTransposed", TemplateArg::Bool(desc.transposed)));
-                ("kernels/products/grouped_fp8_block.cuh", "nib::grouped_fp8_block")
+                ("kernels/products/grouped_fp8_block.cuh", desc.kind.kernel())
             }
-            OperandKind::Bf16 => ("kernels/products/grouped_bf16.cuh", "nib::grouped_bf16"),
+            OperandKind::Bf16 => ("kernels/products/grouped_bf16.cuh", desc.kind.kernel()),
         };
         KernelSpec { source, name, args }
     }

@@ -1,0 +1,97 @@
+//! `nibble recipe --trace`: the products of a layer, as a GPU takes them.
+
+use nibble_choice::products::{Lowered, Made, OperandKind, ProductPath, ScalesB};
+use nibble_command::error::{Error, Result};
+use nibble_command::say;
+use nibble_core::Recipe;
+use nibble_core::formats::BlockAxis;
+use nibble_core::ops::Stored;
+use nibble_core::recipe::Layer;
+use nibble_train::layer_products::{self, LayerProduct};
+
+/// Prints the products of a layer, in each part of a run in which they are others.
+///
+/// # Errors
+/// Where a layer asks for others than its recipe means.
+pub fn tell(recipe: &Recipe, layer: &Layer) -> Result<()> {
+    let mut parts: Vec<((f64, f64), Vec<LayerProduct>)> = Vec::new();
+    for (from, to) in recipe.stretches() {
+        let seen = checked(recipe, layer, from)?;
+        match parts.last_mut() {
+            Some(((_, end), last)) if *last == seen => *end = to,
+            _ => parts.push(((from, to), seen)),
+        }
+    }
+    for ((from, to), seen) in &parts {
+        let part = if parts.len() > 1 { format!(", steps {from}..{to}") } else { String::new() };
+        say!("products of {}, as a GPU is asked for them{part} (sums in F32):", layer.name);
+        let mut lines: Vec<String> = seen.iter().map(line).collect();
+        // Of an expert's two weights both may be multiplied alike.
+        lines.dedup();
+        lines.iter().for_each(|line| say!("  {line}"));
+    }
+    Ok(())
+}
+
+/// What a layer asks for, held to what its recipe means.
+fn checked(recipe: &Recipe, layer: &Layer, progress: f64) -> Result<Vec<LayerProduct>> {
+    let (seen, planned) =
+        (layer_products::seen(recipe, layer, progress)?, layer_products::planned(recipe, layer, progress));
+    match layer_products::agree(&seen, &planned) {
+        true => Ok(seen),
+        false => Err(Error::Failed(format!(
+            "{}: from {progress} of the steps on the layer multiplies {seen:#?}, where its recipe means {planned:#?}",
+            layer.name
+        ))),
+    }
+}
+
+/// A product: which it is, who asks for it, its operands and how they are multiplied.
+fn line(LayerProduct { product, op, desc }: &LayerProduct) -> String {
+    let path = desc.path();
+    let [a, b] = [(desc.a.stored(), 0), (desc.b.stored(), 1)].map(|(x, side)| operand(x, side, &path));
+    format!("{:<6} {op:<14} {a:<34} {b:<34} {}", product.name(), multiplied(&path))
+}
+
+/// How an operand is stored, and what it becomes before it is multiplied.
+fn operand(x: Stored, side: usize, path: &ProductPath) -> String {
+    let lines = match x.axis {
+        BlockAxis::Row => "rows",
+        BlockAxis::Col => "columns",
+        BlockAxis::Tile => "tiles",
+    };
+    let stored =
+        if x.format.is_block() { format!("{} {lines} {}", x.format, x.rule) } else { x.format.to_string() };
+    let becomes = match path {
+        ProductPath::Lowered(Lowered { sides, .. }) => match sides[side] {
+            Made::AsIs => "",
+            Made::Lifted { .. } => ", lifted",
+            Made::Bf16(_) | Made::F32(_) => ", decoded",
+        },
+        _ => "",
+    };
+    stored + becomes
+}
+
+/// What is multiplied, under which scales, and by which kernel.
+fn multiplied(path: &ProductPath) -> String {
+    let of = |kind: OperandKind| match kind {
+        OperandKind::Bf16 => format!("bf16 x bf16; {}", kind.kernel()),
+        OperandKind::Fp8([a, b], scales) => {
+            let powers = if scales == ScalesB::Powers { " (powers of two)" } else { "" };
+            let (a, b) = (a.name(), b.name());
+            format!("{a} x {b}, scales for 1x128 and {}x128{powers}; {}", scales.rows(), kind.kernel())
+        }
+    };
+    let turned = |is_turned| if is_turned { ", operands change places" } else { "" };
+    match path {
+        ProductPath::TensorCores(desc) => format!("{}{}", of(desc.kind), turned(desc.transposed)),
+        ProductPath::Runs { desc, each } => format!("{}, in {each} runs", of(desc.kind)),
+        ProductPath::Parts(parts) => format!("bf16 parts of f32; {}", parts.desc.kind.kernel()),
+        ProductPath::OrdinaryCores { .. } => "f32, on ordinary cores".to_owned(),
+        ProductPath::Lowered(lowered) => {
+            let scaled = if lowered.sums.is_some() { ", then times the scales of tensors" } else { "" };
+            multiplied(&lowered.product) + scaled
+        }
+    }
+}
