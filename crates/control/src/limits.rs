@@ -29,6 +29,12 @@ impl Limits {
         self.deadline / 2
     }
 
+    /// After so long a launcher that has heard of a failure ends by force who is left: what remains of the deadline behind the silence that is a failure,
+    /// the beat until it hears of it, and a little for the processes to go.
+    pub fn ending(&self) -> Duration {
+        self.deadline * 5 / 16
+    }
+
     /// A word at least so often.
     pub(crate) fn beat(&self) -> Duration {
         self.deadline / 8

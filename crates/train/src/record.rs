@@ -5,79 +5,23 @@
 //! which the host reads when it likes.
 
 mod measured;
+mod site;
 
 pub use measured::{LayerSample, Measured};
+pub use site::{Conversion, CountSite};
 
 use crate::spec::ModelSpec;
-use nibble_core::formats::{BlockAxis, Format};
 use nibble_core::ops::{
     Counts, Entry, EntrySource, Found, InputLayout, MeasureQuantization, OCCUPANCY_VALUES, REPORT_HEAD,
 };
 use nibble_core::{Backend, Error, Result};
 use nibble_dry::Dry;
 use std::collections::HashMap;
-use std::fmt;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
 /// Counts of a measurement.
 const MEASURED: usize = MeasureQuantization::<Dry>::COUNTS;
-
-/// By what a tensor changes its representation at a site.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Conversion {
-    /// A plain tensor becomes codes.
-    Quantize,
-    /// Codes along rows become other codes: MXFP4 is lifted, E4M3 is shifted to columns.
-    Transcode {
-        /// The format that it has.
-        from: Format,
-        /// Along what the blocks of the result run.
-        axis: BlockAxis,
-    },
-}
-
-/// A place in the model where blocks are counted.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct CountSite {
-    /// The layer's name.
-    pub layer: String,
-    /// The tensor.
-    pub tensor: &'static str,
-    /// What happens to it.
-    pub conversion: Conversion,
-}
-
-impl fmt::Display for CountSite {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}.{}", self.layer, self.tensor)?;
-        match self.conversion {
-            Conversion::Quantize => Ok(()),
-            Conversion::Transcode { from, axis } => write!(f, ".{from}→{axis}"),
-        }
-    }
-}
-
-impl CountSite {
-    /// Its name without that of its decoder layer: that of such sites in all layers.
-    pub fn in_any_layer(&self) -> String {
-        let mut parts: Vec<&str> = self.layer.split('.').collect();
-        if let Some(number) = parts.iter().position(|part| part.parse::<usize>().is_ok()) {
-            parts.drain(..=number);
-        }
-        format!("{}.{}", parts.join("."), self.tensor)
-    }
-
-    /// The number of its decoder layer, or `-`.
-    fn layer_number(&self) -> String {
-        self.decoder_layer().map_or("-".to_owned(), |number| number.to_string())
-    }
-
-    /// The number of its decoder layer.
-    fn decoder_layer(&self) -> Option<usize> {
-        self.layer.split('.').find_map(|part| part.parse().ok())
-    }
-}
 
 /// Blocks of one site over a step, all ranks together.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

@@ -156,7 +156,7 @@ impl Children {
         while self.reap()? {
             let has_failed = self.hub.as_ref().is_some_and(|hub| hub.failure().is_some());
             if kill_at.is_none() && has_failed {
-                kill_at = Some(Instant::now() + self.limits.deadline / 2);
+                kill_at = Some(Instant::now() + self.limits.ending());
             }
             // Of a rank that is silent no signal tells: the hub is asked again.
             let wait =
