@@ -1,5 +1,6 @@
 //! A grouped product in plain numbers: its sizes, what its operands are, and what the kernels can take.
 
+use nibble_core::formats::Element;
 use nibble_core::{Error, Result};
 
 const OP: &str = "grouped_product";
@@ -27,11 +28,11 @@ pub enum Fp8 {
 }
 
 impl Fp8 {
-    /// Its name.
-    pub const fn name(self) -> &'static str {
+    /// The element.
+    pub const fn element(self) -> Element {
         match self {
-            Self::E4m3 => "e4m3",
-            Self::E5m2 => "e5m2",
+            Self::E4m3 => Element::E4M3,
+            Self::E5m2 => Element::E5M2,
         }
     }
 }

@@ -1,6 +1,6 @@
 //! `nibble recipe --trace`: the products of a layer, as a GPU takes them.
 
-use nibble_choice::products::{Lowered, Made, OperandKind, ProductPath, ScalesB};
+use nibble_choice::products::{Fp8, Lowered, Made, OperandKind, ProductPath, ScalesB};
 use nibble_command::error::{Error, Result};
 use nibble_command::say;
 use nibble_core::Recipe;
@@ -79,7 +79,7 @@ fn multiplied(path: &ProductPath) -> String {
         OperandKind::Bf16 => format!("bf16 x bf16; {}", kind.kernel()),
         OperandKind::Fp8([a, b], scales) => {
             let powers = if scales == ScalesB::Powers { " (powers of two)" } else { "" };
-            let (a, b) = (a.name(), b.name());
+            let [a, b] = [a, b].map(Fp8::element);
             format!("{a} x {b}, scales for 1x128 and {}x128{powers}; {}", scales.rows(), kind.kernel())
         }
     };
