@@ -55,3 +55,17 @@ impl Limits {
 pub(crate) fn seconds(time: Duration) -> String {
     format!("{} s", time.as_secs_f64())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A rank that stops has been ended by force within the deadline, however late the launcher hears of it.
+    #[test]
+    fn silence_the_beat_and_the_ending_are_within_the_deadline() {
+        for seconds in [2, 30, 86400] {
+            let limits = Limits { deadline: Duration::from_secs(seconds), ..Limits::default() };
+            assert!(limits.silence() + limits.beat() + limits.ending() < limits.deadline);
+        }
+    }
+}

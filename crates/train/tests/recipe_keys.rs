@@ -6,7 +6,7 @@ mod rig;
 use nibble_core::Recipe;
 use nibble_core::formats::{Format, ScaleKind};
 use nibble_core::ops::Stored;
-use nibble_core::recipe::{By, Layer, LayerKind, Precision, Product, Site};
+use nibble_core::recipe::{By, LayerKind, Precision, Product, Site};
 use nibble_cpu::Cpu;
 use nibble_testkit::Dice;
 use nibble_train::checks::check_recipe;
@@ -354,10 +354,11 @@ fn after(recipe: &Recipe, (changes, steps): (&[&str], usize)) -> Option<Ended> {
     Some((state(&cpu, &mut trainer), way))
 }
 
-/// How the operands of all products are stored, which `recipe_plan.rs` holds to what a backend is asked for.
+/// How the operands of all products are stored that a backend is asked for.
 fn multiplied(recipe: &Recipe) -> Vec<(Product, [Stored; 2])> {
-    let layer = |kind| Layer { kind, name: String::new(), gated: false };
-    LayerKind::ALL.into_iter().flat_map(|kind| layer_products::planned(recipe, &layer(kind), 0.0)).collect()
+    let layers = ModelSpec::new(&small("bf16", &["model.layers=1"]).model).recipe_layers();
+    let seen = layers.iter().flat_map(|layer| layer_products::seen(recipe, layer, 0.0).unwrap());
+    seen.map(|made| (made.product, made.stored())).collect()
 }
 
 /// Whether two recipes decide the same, written or not. How something is converted is no question where it is made of a plain tensor.

@@ -3,6 +3,7 @@
 use crate::tensor_cores;
 use nibble_command::console::{bytes, thousands};
 use nibble_core::DeviceKind;
+use nibble_train::checks::measures_nothing;
 use nibble_train::config::Config;
 use nibble_train::data::Entropy;
 use nibble_train::plan::{self, Prediction};
@@ -72,6 +73,7 @@ fn what(start: &Start<'_>) -> Vec<String> {
     });
     let forced = "experts take turns, whatever routers say (train.force_load_balance): speed is measured, nothing of use learnt";
     lines.extend(start.config.train.force_load_balance.then(|| forced.to_owned()));
+    lines.extend(measures_nothing(start.config, start.recipe));
     lines
 }
 

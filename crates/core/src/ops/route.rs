@@ -43,8 +43,8 @@ pub struct RouteRule {
     pub groups: Option<ExpertGroups>,
     /// Factor of the weights, after all else.
     pub scale: f32,
-    /// Experts take turns, whatever the scores, biases and groups: slot j of token t of a shard goes to expert (t + j · ⌊e / k⌋) mod e. For measuring,
-    /// as all experts then have as many slots.
+    /// Experts take turns, whatever the scores, biases and groups: slot j of token t of a shard goes to expert (t + j · ⌊e / k⌋) mod e. For measuring:
+    /// where e divides the tokens of a shard, all experts have as many slots.
     pub in_turn: bool,
 }
 

@@ -291,9 +291,11 @@ pub fn grouped_gemm<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     }
     for (i, (x, w)) in every_pair(Row, Tile).into_iter().enumerate() {
         let taking_turns = Spread::ALL[i % Spread::ALL.len()];
-        for (spread, rows, n, k) in
-            [(Spread::Balanced, MIDDLE_IN_A_GROUP, 24, 160), (taking_turns, 40, 7, 131)]
-        {
+        for (spread, rows, n, k) in [
+            (Spread::Balanced, MIDDLE_IN_A_GROUP, 24, 160),
+            (taking_turns, 40, 24, 160),
+            (taking_turns, 40, 7, 131),
+        ] {
             pair.check(&Grouped { x, w, spread, rows, n, k, out: PLAIN[i % 2], input: Input::Normal });
         }
     }
@@ -430,8 +432,11 @@ pub fn grouped_wgrad<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     }
     for (i, (dy, x)) in every_pair(Col, Col).into_iter().enumerate() {
         let taking_turns = Spread::ALL[i % Spread::ALL.len()];
-        for (spread, rows, n, k) in [(Spread::Balanced, MIDDLE_IN_A_GROUP, 24, 40), (taking_turns, 90, 7, 13)]
-        {
+        for (spread, rows, n, k) in [
+            (Spread::Balanced, MIDDLE_IN_A_GROUP, 24, 40),
+            (taking_turns, 90, 24, 40),
+            (taking_turns, 90, 7, 13),
+        ] {
             let (grad, accumulate, input) = (PLAIN[i % 2], i % 3 == 0, Input::Normal);
             pair.check(&Wgrad { dy, x, spread, rows, n, k, grad, accumulate, input, shards: false });
         }

@@ -61,27 +61,27 @@ pub fn idle_overrides(config: &Config, recipe: &Recipe) -> Vec<String> {
 /// Whether a configuration and a recipe fit each other.
 ///
 /// # Errors
-/// For sizes that cannot be counted, an override that reaches nothing, a batch that the recipe's blocks do not divide, a way to combine that
-/// is not for rows in blocks, or steps that measure quantization where there is none.
+/// For sizes that cannot be counted, an override that reaches nothing, a batch that the recipe's blocks do not divide, or a way to combine that
+/// is not for rows in blocks.
 pub fn check_recipe(config: &Config, recipe: &Recipe) -> Result<()> {
     check_sizes(config)?;
     check_blocks(config, recipe)?;
     check_transforms(config, recipe)?;
-    check_measured(config, recipe)?;
     check_combine(config, recipe)
 }
 
-/// Whether there is anything to measure for the steps that are to.
-fn check_measured(config: &Config, recipe: &Recipe) -> Result<()> {
+/// What is to be said where steps are to measure quantization and there is none. It is no mistake: a configuration is used under several recipes.
+#[must_use]
+pub fn measures_nothing(config: &Config, recipe: &Recipe) -> Option<String> {
     let every = config.train.quantization_every;
-    if every == 0
-        || recipe.sections(&ModelSpec::new(&config.model).recipe_layers())?.iter().any(Section::has_blocks)
-    {
-        return Ok(());
-    }
-    let why =
-        format!("is {every}, but decides nothing: recipe {} quantizes no tensor; leave it out", recipe.name);
-    Err(crate::Error::config("train.quantization_every", why))
+    let sections = recipe.sections(&ModelSpec::new(&config.model).recipe_layers()).ok()?;
+    let has_none = every > 0 && !sections.iter().any(Section::has_blocks);
+    has_none.then(|| {
+        format!(
+            "train.quantization_every = {every} measures nothing: recipe {} quantizes no tensor",
+            recipe.name
+        )
+    })
 }
 
 /// Whether the blocks of transforms divide what the products of every layer contract: of wgrad whole shards, which are checked with their blocks.

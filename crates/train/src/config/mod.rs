@@ -145,8 +145,8 @@ pub struct TrainConfig {
     /// `model.router_bias` is set; 0 = biases stay ([arXiv 2408.15664](https://arxiv.org/abs/2408.15664)).
     #[serde(skip_serializing_if = "is_usual_bias_rate")]
     pub router_bias_rate: f64,
-    /// In training experts take turns, token by token, whatever routers say: all have as many tokens, as in runs that measure speed. What is learnt so
-    /// is of no use.
+    /// In training experts take turns, token by token, whatever routers say, as in runs that measure speed: all have as many where their number divides
+    /// the tokens of a shard. What is learnt so is of no use.
     #[serde(skip_serializing_if = "is_false")]
     pub force_load_balance: bool,
     /// Type of the gradients of weights: `f32`, or `bf16`, which halves them: rounded once a micro-batch, added in F32. A
