@@ -4,7 +4,6 @@ use nibble_choice::products::{Fp8, Lowered, Made, OperandKind, ProductPath, Scal
 use nibble_command::error::{Error, Result};
 use nibble_command::say;
 use nibble_core::Recipe;
-use nibble_core::formats::BlockAxis;
 use nibble_core::ops::Stored;
 use nibble_core::recipe::Layer;
 use nibble_train::layer_products::{self, LayerProduct};
@@ -53,15 +52,12 @@ fn line(LayerProduct { product, op, desc }: &LayerProduct) -> String {
     format!("{:<6} {op:<14} {a:<34} {b:<34} {}", product.name(), multiplied(&path))
 }
 
-/// How an operand is stored, and what it becomes before it is multiplied.
+/// How an operand is stored, as recipes are printed, and what it becomes before it is multiplied.
 fn operand(x: Stored, side: usize, path: &ProductPath) -> String {
-    let lines = match x.axis {
-        BlockAxis::Row => "rows",
-        BlockAxis::Col => "columns",
-        BlockAxis::Tile => "tiles",
+    let stored = match x.format.is_block() {
+        true => format!("{} {} {}", x.format, x.axis, x.rule),
+        false => x.format.to_string(),
     };
-    let stored =
-        if x.format.is_block() { format!("{} {lines} {}", x.format, x.rule) } else { x.format.to_string() };
     let becomes = match path {
         ProductPath::Lowered(Lowered { sides, .. }) => match sides[side] {
             Made::AsIs => "",
@@ -83,9 +79,9 @@ fn multiplied(path: &ProductPath) -> String {
             format!("{a} x {b}, scales for 1x128 and {}x128{powers}; {}", scales.rows(), kind.kernel())
         }
     };
-    let turned = |is_turned| if is_turned { ", operands change places" } else { "" };
     match path {
-        ProductPath::TensorCores(desc) => format!("{}{}", of(desc.kind), turned(desc.transposed)),
+        ProductPath::TensorCores(desc) if desc.transposed => of(desc.kind) + ", operands change places",
+        ProductPath::TensorCores(desc) => of(desc.kind),
         ProductPath::Runs { desc, each } => format!("{}, in {each} runs", of(desc.kind)),
         ProductPath::Parts(parts) => format!("bf16 parts of f32; {}", parts.desc.kind.kernel()),
         ProductPath::OrdinaryCores { .. } => "f32, on ordinary cores".to_owned(),

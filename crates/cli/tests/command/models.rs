@@ -78,11 +78,11 @@ fn recipes_are_listed_and_traced() {
     place.nibble(&["recipe", "bf16", "--trace"]).ok().contains("casts: 0");
     let products = place.nibble(&["recipe", "mxfp4", "--trace"]).ok();
     let fprop = products.stdout.lines().find(|line| line.contains("fprop  grouped_gemm")).unwrap();
-    let told = "mxfp4 rows rceil, lifted; mxfp4 rows rceil, lifted; e4m3 x e4m3, scales for 1x128 and 1x128 (powers of two)";
+    let told = "mxfp4 row rceil, lifted; e4m3 x e4m3, scales for 1x128 and 1x128 (powers of two)";
     assert!(told.split("; ").all(|part| fprop.contains(part)), "{fprop}");
     let nvfp4 = place.nibble(&["recipe", "nvfp4", "--trace"]).ok();
     nvfp4
-        .contains("nvfp4 rows tensor-amax, decoded")
+        .contains("nvfp4 row tensor-amax, decoded")
         .contains("bf16 x bf16; nib::grouped_bf16, then times the scales of tensors");
     let text = "description = \"mine\"\nextends = \"fp8-flow\"\n[expert]\nsaved.h = { format = \"mxfp4\", scale = \"floor\" }\n";
     std::fs::write(place.path("mine.toml"), text).unwrap();
