@@ -3,7 +3,7 @@
 use nibble_core::{Axes, Backend, Comm, Error, MeshShape, Result, Transfer, TreeSum};
 use nibble_cpu::{Arrivals, Buf, Cpu, HostComm, Link};
 use std::ops::Range;
-use std::sync::{Arc, OnceLock, mpsc};
+use std::sync::{Arc, Mutex, OnceLock, mpsc};
 use std::time::Duration;
 
 /// Longer than anything here takes; a rank that is silent for so long hangs.
@@ -18,10 +18,11 @@ enum Kind {
     Linked,
 }
 
-/// Joins ranks that have worlds of their own.
+/// Joins ranks that have worlds of their own, as a hub does: what is told to all has reached all before anything else is told.
 struct Wire {
     rank: usize,
     others: Arc<OnceLock<Vec<Arrivals>>>,
+    turn: Arc<Mutex<()>>,
 }
 
 impl std::fmt::Debug for Wire {
@@ -32,6 +33,7 @@ impl std::fmt::Debug for Wire {
 
 impl Wire {
     fn tell(&self, what: impl Fn(&Arrivals)) {
+        let _turn = self.turn.lock().unwrap();
         let all = self.others.get().unwrap().iter().enumerate();
         all.filter(|(rank, _)| *rank != self.rank).for_each(|(_, other)| what(other));
     }
@@ -54,8 +56,8 @@ fn mesh(kind: Kind, shape: MeshShape) -> Vec<Axes<HostComm>> {
     match kind {
         Kind::Threads => HostComm::mesh(shape),
         Kind::Linked => {
-            let others = Arc::new(OnceLock::new());
-            let link = |rank| Arc::new(Wire { rank, others: others.clone() });
+            let (others, turn) = (Arc::new(OnceLock::new()), Arc::new(Mutex::new(())));
+            let link = |rank| Arc::new(Wire { rank, others: others.clone(), turn: turn.clone() });
             let ranks = (0..shape.ranks()).map(|rank| HostComm::of_process(shape, rank, 1, link(rank)));
             let (axes, arrivals) = ranks.unzip();
             others.set(arrivals).unwrap();
@@ -382,9 +384,11 @@ fn a_transfer_that_is_dropped_keeps_nobody_from_going_on(kind: Kind) {
 }
 
 fn a_panic_fails_every_other_rank_now_and_later(kind: Kind) {
-    let all = ranks(kind, 3, |_, comm| {
-        // Complete for every rank, even one that looks only after rank 1 is gone.
+    let here = Arc::new(std::sync::Barrier::new(3));
+    let all = ranks(kind, 3, move |_, comm| {
         barrier(&comm).unwrap();
+        // A failure overtakes what is under way: each rank has its answer before rank 1 is gone.
+        here.wait();
         if rank_of(&comm) == 1 {
             std::panic::resume_unwind(Box::new("silently"));
         }

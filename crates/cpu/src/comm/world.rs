@@ -12,7 +12,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Carries what the rank of this process gives to the ranks of others.
+/// Carries what the rank of this process gives to the ranks of others. The first failure is told to all of them before anything that a rank
+/// says once it has heard of it: else they would take that for the cause.
 pub trait Link: Debug + Send + Sync {
     /// Sends to a rank, by its number among all, what this one gives it in the `number`th collective of a circle of ranks. Waits for nobody.
     fn send(&self, to: usize, circle: usize, number: usize, call: &str, bytes: &[u8]);
