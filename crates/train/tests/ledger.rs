@@ -135,6 +135,29 @@ fn a_kept_tensor_that_layers_share_is_counted_once() {
     assert!(listed > ledger.bytes());
 }
 
+/// An expert layer of weights in the recipe's copies, and the bytes that these take until the end of a step.
+fn prepared(cpu: &Cpu, recipe: &str, shape: MoeShape) -> usize {
+    let recipe = Recipe::builtin(recipe).unwrap();
+    let cx = cx(cpu, &recipe, 1, 1);
+    let mut moe = Moe::new(&cx, &MoeSpec::new("model.layers.0.mlp", shape, [0.02; 2])).unwrap();
+    let before = cpu.memory().live_bytes;
+    moe.prepare(&cx).unwrap();
+    cx.counted.borrow_mut().truncate(0);
+    cpu.memory().live_bytes - before
+}
+
+#[test]
+fn of_weights_trained_in_four_bits_codes_and_scales_are_kept() {
+    let cpu = Cpu::new(1).unwrap();
+    let (d_model, ffn, experts) = (256, 128, 3);
+    let shape = MoeShape { d_model, ffn, experts, top_k: 1, normalize: true, aux_coef: 0.0, z_coef: 0.0 };
+    // Two copies of BF16, for fprop and for dgrad; or the codes of fprop, of which dgrad's copy is decoded when it is asked for. The router's are
+    // the same.
+    let [bf16, fp4] = ["bf16", "mxfp4-qat"].map(|recipe| prepared(&cpu, recipe, shape));
+    let params = experts * 3 * d_model * ffn;
+    assert_eq!(bf16 - fp4, params * 2 * 2 - params * 17 / 32);
+}
+
 /// What one expert layer keeps of `tokens` tokens, with the allocator's live bytes asserted equal.
 fn expert_layer(recipe: &str, d_model: usize, ffn: usize, tokens: usize) -> Ledger {
     let cpu = Cpu::new(2).unwrap();

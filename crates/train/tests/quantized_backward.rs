@@ -269,7 +269,7 @@ fn dense_linear_layer() {
 
         let dy_rows = made(&cx, at("dy"), &dy, section.at(Site::DgradDy), Some(groups));
         let dy_cols = made(&cx, at("dy"), &dy, section.at(Site::WgradDy), Some(groups));
-        let wt = Mat::of(&cpu, layer.weight.wt().unwrap());
+        let wt = Mat::of(&cpu, layer.weight.wt(&cx).unwrap().as_ref());
         let want = Mat::of(&cpu, &dy_rows).times_transposed(&wt);
         assert_rounded(&format!("{name}: dx"), &Mat::tensor(&cpu, &dx), &want, no_more);
 
@@ -310,9 +310,9 @@ fn dense_feed_forward_layer() {
             [Site::DgradDy, Site::WgradDy].map(|site| made(&cx, at, dy, section.at(site), Some(groups)))
         };
         let [dy_rows, dy_cols] = both(down("dy"), &dy);
-        let wt = layer.down.weight.wt().unwrap();
-        let da = Gemm { a: &dy_rows, b: wt, out: DType::Bf16 }.run(&cpu).unwrap();
-        let want = Mat::of(&cpu, &dy_rows).times_transposed(&Mat::of(&cpu, wt));
+        let wt = layer.down.weight.wt(&cx).unwrap();
+        let da = Gemm { a: &dy_rows, b: &wt, out: DType::Bf16 }.run(&cpu).unwrap();
+        let want = Mat::of(&cpu, &dy_rows).times_transposed(&Mat::of(&cpu, &wt));
         assert_rounded(&format!("{name}: da"), &Mat::tensor(&cpu, &da), &want, no_more);
         let (want, ..) = swiglu_backward(&Mat::of(&cpu, &h), &Mat::tensor(&cpu, &da), &[1.0; TOKENS]);
         let op = SwigluBackward {
@@ -327,7 +327,7 @@ fn dense_feed_forward_layer() {
         assert_rounded(&format!("{name}: dh"), &Mat::tensor(&cpu, &dh), &want, no_more);
 
         let [dh_rows, dh_cols] = both(gate_up("dy"), &dh).map(|dh| Mat::of(&cpu, &dh));
-        let want = dh_rows.times_transposed(&Mat::of(&cpu, layer.gate_up.weight.wt().unwrap()));
+        let want = dh_rows.times_transposed(&Mat::of(&cpu, layer.gate_up.weight.wt(&cx).unwrap().as_ref()));
         assert_rounded(&format!("{name}: dx"), &Mat::tensor(&cpu, &dx), &want, no_more);
         for (what, linear, dy_cols, x_cols) in [
             ("gate_up", &mut layer.gate_up, dh_cols, x_cols),
@@ -402,9 +402,9 @@ fn experts_backward(
     let from_dispatched = |site| converted(cx, down("dy"), dy_rd, [at(Site::DispatchBwd), at(site)], groups);
     let (dy_rows, dy_cols) = (from_dispatched(Site::DgradDy), from_dispatched(Site::WgradDy));
 
-    let w = experts.down.wt().unwrap();
-    let da = GroupedGemm { x: &dy_rows, w, groups, out: DType::Bf16 }.run(cpu).unwrap();
-    let want = grouped(&Mat::of(cpu, &dy_rows), &Mat::of(cpu, w), groups);
+    let w = experts.down.wt(cx).unwrap();
+    let da = GroupedGemm { x: &dy_rows, w: &w, groups, out: DType::Bf16 }.run(cpu).unwrap();
+    let want = grouped(&Mat::of(cpu, &dy_rows), &Mat::of(cpu, &w), groups);
     assert_rounded(&format!("{name}: da"), &Mat::tensor(cpu, &da), &want, no_more);
 
     let swiglu = |dh: Emit, a: Emit| {
@@ -453,9 +453,9 @@ fn experts_backward(
     }
     let (dh_row_values, dh_cols) = (Mat::of(cpu, &dh_rows), Mat::of(cpu, &dh_cols));
 
-    let w = experts.gate_up.wt().unwrap();
-    let dx = GroupedGemm { x: &dh_rows, w, groups, out: DType::Bf16 }.run(cpu).unwrap();
-    let want = grouped(&dh_row_values, &Mat::of(cpu, w), groups);
+    let w = experts.gate_up.wt(cx).unwrap();
+    let dx = GroupedGemm { x: &dh_rows, w: &w, groups, out: DType::Bf16 }.run(cpu).unwrap();
+    let want = grouped(&dh_row_values, &Mat::of(cpu, &w), groups);
     assert_rounded(&format!("{name}: dx"), &Mat::tensor(cpu, &dx), &want, no_more);
 
     let x_cols = converted(cx, gate_up("x"), saved_x, [at(Site::SavedX), at(Site::WgradX)], groups);

@@ -108,7 +108,7 @@ impl<B: Kernels> Head<B> {
         let HeadInput { x_td: x, targets, shards } = *input;
         let codecs = self.section(cx).head_codecs(cx.activations(), true)?;
         let weight = self.weight_mut(table);
-        let (w, wt) = (weight.w()?.clone(), weight.wt()?.clone());
+        let (w, wt) = (weight.w()?.clone(), weight.wt(cx)?.into_owned());
         let chunk = head_chunk(cx.b.kind(), w.rows());
         let mut out = weight.add_gradient(cx, Writes::InParts, |dw, accumulate| {
             let grad = Some(HeadLossGrad { wt: &wt, control, dw, accumulate });

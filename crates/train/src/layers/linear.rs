@@ -111,7 +111,7 @@ impl<B: Kernels> Linear<B> {
         let at = Place { layer: self.site(), tensor: "dy", linear: &self.linear };
         let pair = section.gradient(LayerKind::Linear, cx.activations());
         let (rows, cols) = cx.follow_both(at, &Operand::Plain(dy_tn.clone()), &pair, Some(groups))?;
-        let dx_tk = Gemm { a: &rows, b: self.weight.wt()?, out: cx.activations() }.run(cx.b)?;
+        let dx_tk = Gemm { a: &rows, b: self.weight.wt(cx)?.as_ref(), out: cx.activations() }.run(cx.b)?;
         self.weight.accumulate_wgrad(cx, &cols, x, groups)?;
         if let Some(bias) = &mut self.bias {
             bias.add_gradient(cx, Writes::Adds, |dbias, _| AddBiasBackward { dy: dy_tn, dbias }.run(cx.b))?;

@@ -222,13 +222,23 @@ impl<B: Kernels> Experts<B> {
         let routes = self.routes(cx, section);
         let (dy_rows, dy_cols) = cx.follow_both(self.of_down("dy"), &dy_rd, &routes.dy, Some(groups))?;
         drop(dy_rd);
-        let da_rf = GroupedGemm { x: &dy_rows, w: self.down.wt()?, groups: experts, out: cx.activations() }
-            .run(cx.b)?;
+        let da_rf = GroupedGemm {
+            x: &dy_rows,
+            w: self.down.wt(cx)?.as_ref(),
+            groups: experts,
+            out: cx.activations(),
+        }
+        .run(cx.b)?;
         drop(dy_rows);
         let (dh_rows, dh, a, dgate) = self.swiglu_backward(cx, &routes, &saved, da_rf, plan)?;
         drop(saved);
-        let dx = GroupedGemm { x: &dh_rows, w: self.gate_up.wt()?, groups: experts, out: cx.activations() }
-            .run(cx.b)?;
+        let dx = GroupedGemm {
+            x: &dh_rows,
+            w: self.gate_up.wt(cx)?.as_ref(),
+            groups: experts,
+            out: cx.activations(),
+        }
+        .run(cx.b)?;
         Ok(ExpertsDgrad { dx, dgate, wgrad: WgradOperands { dy: dy_cols, a, dh, x } })
     }
 

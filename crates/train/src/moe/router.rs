@@ -137,7 +137,7 @@ impl<B: Kernels> Router<B> {
             z_scale: self.shape.z_coef / all_runs,
         };
         let dlogits = Operand::Plain(op.run(cx.b)?);
-        let dx = Gemm { a: &dlogits, b: self.weight.wt()?, out: x_td.dtype() }.run(cx.b)?;
+        let dx = Gemm { a: &dlogits, b: self.weight.wt(cx)?.as_ref(), out: x_td.dtype() }.run(cx.b)?;
         let x = Operand::Plain(x_td.clone());
         self.weight.accumulate_wgrad(cx, &dlogits, &x, &cx.shards.groups)?;
         Ok(dx)

@@ -24,8 +24,9 @@ use nibble_core::ops::{
     Counts, Delayed, Dequantize, Emitted, InitNormal, Planes, Quantize, Random, Transpose,
 };
 use nibble_core::recipe::{By, Precision, Section, Site};
-use nibble_core::{Comm, DType, Error, Kernels, Mesh, Operand, Result, Tensor};
+use nibble_core::{BlockScaled, Comm, DType, Error, Kernels, Mesh, Operand, Result, Tensor};
 use shipment::{Cargo, Rows, Shipment, Whole};
+use std::borrow::Cow;
 
 /// By what counts and random bits know the copies of a weight: that of fprop, and dgrad's where it is quantized by itself.
 const OF_FPROP: &str = "w";
@@ -101,7 +102,16 @@ struct Shadow<B: Kernels> {
     /// `[n, k]` for fprop.
     w: Operand<B>,
     /// `[k, n]` for dgrad.
-    wt: Option<Operand<B>>,
+    wt: Option<Turned<B>>,
+}
+
+/// A weight as dgrad takes it.
+#[derive(Debug, Clone)]
+enum Turned<B: Kernels> {
+    There(Operand<B>),
+    /// Of this type, decoded from the copy of fprop wherever a backward pass asks. That takes a pass over one weight for each micro-batch, and spares
+    /// the memory of all of them: what is kept of a weight in 4 bits is the codes.
+    Decoded(DType),
 }
 
 impl<B: Kernels> Param<B> {
@@ -258,24 +268,35 @@ impl<B: Kernels> Param<B> {
         let Some(dtype) = to.w.dtype() else { return self.quantized(cx, &to.w, whole) };
         let w = cx.cast(whole, dtype)?;
         let wt = match cx.training {
-            true => Some(Operand::Plain(Transpose { x: &w, stack: self.stack() }.run(cx.b)?)),
+            true => Some(Turned::There(Operand::Plain(self.turned(cx, &w)?))),
             false => None,
         };
         Ok(Shadow { w: Operand::Plain(w), wt })
     }
 
+    /// Each matrix of these transposed.
+    fn turned(&self, cx: &Cx<'_, B>, x: &Tensor<B>) -> Result<Tensor<B>> {
+        Transpose { x, stack: self.stack() }.run(cx.b)
+    }
+
+    /// The values of quantized matrices, each transposed.
+    fn decoded(&self, cx: &Cx<'_, B>, x: &BlockScaled<B>) -> Result<Tensor<B>> {
+        self.turned(cx, &Dequantize { x, dtype: cx.activations() }.run(cx.b)?)
+    }
+
     /// The copies where they are not of one quantization.
     fn each_by_itself(&self, cx: &Cx<'_, B>, to: &ProductCopies, whole: &Tensor<B>) -> Result<Shadow<B>> {
         let w = self.copy(cx, (OF_FPROP, to.linear), &to.w, whole)?;
-        let turned = |x: &Tensor<B>| Transpose { x, stack: self.stack() }.run(cx.b);
-        let wt = match (cx.training, to.wt.by, &w) {
+        let wt = match (cx.training, to.wt.by, &w, to.wt.dtype()) {
             (false, ..) => return Ok(Shadow { w, wt: None }),
-            (true, By::Requantize, Operand::Block(w)) => {
-                turned(&Dequantize { x: w, dtype: cx.activations() }.run(cx.b)?)?
+            (true, By::Requantize, Operand::Block(_), Some(dtype)) => {
+                return Ok(Shadow { w, wt: Some(Turned::Decoded(dtype)) });
             }
-            (true, ..) => turned(whole)?,
+            (true, By::Requantize, Operand::Block(w), None) => self.decoded(cx, w)?,
+            (true, ..) => self.turned(cx, whole)?,
         };
-        Ok(Shadow { w, wt: Some(self.copy(cx, (OF_DGRAD, to.linear), &to.wt, &wt)?) })
+        let wt = self.copy(cx, (OF_DGRAD, to.linear), &to.wt, &wt)?;
+        Ok(Shadow { w, wt: Some(Turned::There(wt)) })
     }
 
     /// One copy of a weight, or of the transposed one: in its type, in square blocks, or in blocks along its rows.
@@ -335,7 +356,7 @@ impl<B: Kernels> Param<B> {
             // The other plane is of the transposed matrices.
             cx.measure(whole, [&tiles.rows, &None], None)?;
         }
-        Ok(Shadow { w: tiles.take_rows("prepare")?, wt: tiles.cols })
+        Ok(Shadow { w: tiles.take_rows("prepare")?, wt: tiles.cols.map(Turned::There) })
     }
 
     /// This rank's rows quantized, and what was counted and found of them kept. `amax`: of each matrix the largest magnitude of all ranks' rows, where
@@ -391,7 +412,9 @@ impl<B: Kernels> Param<B> {
             (Copies::Products(to), Whole::Plain(whole)) => {
                 self.shadow = Some(self.products(cx, &to, &whole)?);
             }
-            (Copies::Products(_), Whole::Codes(w, wt)) => self.shadow = Some(Shadow { w, wt }),
+            (Copies::Products(_), Whole::Codes(w, wt)) => {
+                self.shadow = Some(Shadow { w, wt: wt.map(Turned::There) });
+            }
             (Copies::AsItIs, Whole::Codes(..)) => {
                 return Err(Error::Defect { place: "parameter", what: "its rows have come as codes" });
             }
@@ -412,12 +435,19 @@ impl<B: Kernels> Param<B> {
         self.shadow.as_ref().map(|s| &s.w).ok_or_else(|| self.unprepared())
     }
 
-    /// The weight as dgrad takes it.
+    /// The weight as dgrad takes it: what is decoded for it lasts as long as the answer.
     ///
     /// # Errors
-    /// [`Error::Shape`] before they are made: see [`Param::for_products`].
-    pub fn wt(&self) -> Result<&Operand<B>> {
-        self.shadow.as_ref().and_then(|s| s.wt.as_ref()).ok_or_else(|| self.unprepared())
+    /// [`Error::Shape`] before they are made: see [`Param::for_products`]; from the backend.
+    pub fn wt(&self, cx: &Cx<'_, B>) -> Result<Cow<'_, Operand<B>>> {
+        let Some(Shadow { w, wt: Some(wt) }) = &self.shadow else { return Err(self.unprepared()) };
+        match wt {
+            Turned::There(wt) => Ok(Cow::Borrowed(wt)),
+            Turned::Decoded(dtype) => {
+                let wt = self.decoded(cx, w.block("dgrad")?)?;
+                Ok(Cow::Owned(Operand::Plain(cx.cast(&wt, *dtype)?)))
+            }
+        }
     }
 
     fn unprepared(&self) -> Error {
