@@ -147,6 +147,21 @@ fn casts_and_conversions_of_experts_by_hand() {
     assert_eq!(of("fp8-deepseek"), [2.0 * tokens + 4.0 * rows, 0.0, a + 2.0 * h + a, 2.0 * rows]);
 }
 
+/// Of experts in 4 bits dgrad's copy is decoded for each micro-batch; all other copies are made once a step.
+#[test]
+fn copies_of_weights_are_made_once_a_step_unless_they_are_decoded() {
+    for what in [Technique::WeightTransposes, Technique::WeightQuantizations] {
+        let of = |recipe: &str, grad_accum: usize| {
+            technique(&small(recipe, &[&format!("train.grad_accum={grad_accum}")]), what)
+        };
+        let experts = small("bf16", &[]).model.experts as f64;
+        // Gate and up together 64 x 64, down 64 x 32.
+        let weights = LAYERS * experts * (64.0 * 64.0 + 64.0 * 32.0);
+        assert_eq!(of("mxfp4-qat", 4) - of("mxfp4-qat", 1), 3.0 * weights, "{what:?}");
+        assert_eq!(of("bf16", 4), of("bf16", 1), "{what:?}");
+    }
+}
+
 #[test]
 fn tensors_with_a_scale_are_measured_unless_earlier_steps_say_it() {
     assert!(technique(&dense("fp8-tensor", &[]), Technique::Measuring) > 0.0);

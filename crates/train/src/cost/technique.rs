@@ -4,7 +4,7 @@ use super::Shared;
 use super::products::PartSizes;
 use nibble_core::DType;
 use nibble_core::formats::Scaling;
-use nibble_core::recipe::{Change, Layer, LayerKind, Pass, Precision, Route, Section, Site};
+use nibble_core::recipe::{By, Change, Layer, LayerKind, Pass, Precision, Route, Section, Site};
 use std::collections::BTreeMap;
 
 /// Random bits that a value takes which is rounded at random ([`nibble_core::formats::Rounding`]).
@@ -29,9 +29,9 @@ pub enum Technique {
     Transcodes,
     /// Tensors that are quantized, dequantized and quantized again.
     Requantizations,
-    /// Weights that are cast or quantized, once a step, by rows and by columns.
+    /// Weights that are cast or quantized, by rows and by columns: once a step, or for each micro-batch where dgrad's copy is decoded.
     WeightQuantizations,
-    /// Plain weights that are transposed, once a step.
+    /// Plain weights that are transposed, as often.
     WeightTransposes,
     /// Operands that a GPU decodes, or lifts to FP8, since its tensor cores do not read their codes.
     Decoding,
@@ -253,13 +253,19 @@ fn of_quantization(to: &Precision, values: f64, add: &mut impl FnMut(Technique, 
     }
 }
 
-/// What is made of the weights, once a step.
+/// What is made of the weights: once a step, but for what a backward pass decodes of them.
 fn weights(sizes: &PartSizes, section: &Section, add: &mut impl FnMut(Technique, f64)) {
     let each = |shape: &super::products::Shape| shape.n as f64 * shape.k as f64;
     let values = sizes.stack as f64 * sizes.shapes.iter().map(each).sum::<f64>();
     let has_one = section.has_one_weight();
     let copies: &[Site] = if has_one { &[Site::FpropW] } else { &[Site::FpropW, Site::DgradW] };
-    for w in copies.iter().map(|site| section.at(*site)) {
+    let often = |site: Site| {
+        let w = section.at(site);
+        let is_decoded = !has_one && site == Site::DgradW && w.by == By::Requantize && w.dtype().is_some();
+        if is_decoded { sizes.micro_batches } else { 1.0 }
+    };
+    for &site in copies {
+        let (w, values) = (section.at(site), often(site) * values);
         let planes = match w.dtype() {
             // The master is F32.
             Some(DType::F32) => 0.0,
@@ -275,6 +281,6 @@ fn weights(sizes: &PartSizes, section: &Section, add: &mut impl FnMut(Technique,
     }
     // Codes of one quantization are written in both orders.
     if !has_one || section.at(Site::FpropW).dtype().is_some() {
-        add(Technique::WeightTransposes, values);
+        add(Technique::WeightTransposes, often(Site::DgradW) * values);
     }
 }
