@@ -281,6 +281,13 @@ impl Section {
         fprop == dgrad && fprop.rht.is_none() && (fprop.axis == BlockAxis::Tile || !fprop.format.is_block())
     }
 
+    /// The plain type in which dgrad multiplies the values of fprop's codes; none where its weight is made otherwise. Such a copy is decoded wherever a
+    /// backward pass asks, once a micro-batch, and not kept beside the codes.
+    pub fn decoded_for_dgrad(&self) -> Option<DType> {
+        let (fprop, dgrad) = (self.at(Site::FpropW), self.at(Site::DgradW));
+        dgrad.dtype().filter(|_| dgrad.by == By::Requantize && fprop.format.is_block())
+    }
+
     /// Whether any tensor has blocks: then ragged rows are aligned to 128.
     pub fn has_blocks(&self) -> bool {
         self.sites.iter().flatten().any(|p| p.format.is_block())

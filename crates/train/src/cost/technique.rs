@@ -4,7 +4,7 @@ use super::Shared;
 use super::products::PartSizes;
 use nibble_core::DType;
 use nibble_core::formats::Scaling;
-use nibble_core::recipe::{By, Change, Layer, LayerKind, Pass, Precision, Route, Section, Site};
+use nibble_core::recipe::{Change, Layer, LayerKind, Pass, Precision, Route, Section, Site};
 use std::collections::BTreeMap;
 
 /// Random bits that a value takes which is rounded at random ([`nibble_core::formats::Rounding`]).
@@ -259,13 +259,10 @@ fn weights(sizes: &PartSizes, section: &Section, add: &mut impl FnMut(Technique,
     let values = sizes.stack as f64 * sizes.shapes.iter().map(each).sum::<f64>();
     let has_one = section.has_one_weight();
     let copies: &[Site] = if has_one { &[Site::FpropW] } else { &[Site::FpropW, Site::DgradW] };
-    let often = |site: Site| {
-        let w = section.at(site);
-        let is_decoded = !has_one && site == Site::DgradW && w.by == By::Requantize && w.dtype().is_some();
-        if is_decoded { sizes.micro_batches } else { 1.0 }
-    };
+    let for_dgrad = if section.decoded_for_dgrad().is_some() { sizes.micro_batches } else { 1.0 };
     for &site in copies {
-        let (w, values) = (section.at(site), often(site) * values);
+        let w = section.at(site);
+        let values = if site == Site::DgradW { for_dgrad * values } else { values };
         let planes = match w.dtype() {
             // The master is F32.
             Some(DType::F32) => 0.0,
@@ -281,6 +278,6 @@ fn weights(sizes: &PartSizes, section: &Section, add: &mut impl FnMut(Technique,
     }
     // Codes of one quantization are written in both orders.
     if !has_one || section.at(Site::FpropW).dtype().is_some() {
-        add(Technique::WeightTransposes, often(Site::DgradW) * values);
+        add(Technique::WeightTransposes, for_dgrad * values);
     }
 }

@@ -222,23 +222,15 @@ impl<B: Kernels> Experts<B> {
         let routes = self.routes(cx, section);
         let (dy_rows, dy_cols) = cx.follow_both(self.of_down("dy"), &dy_rd, &routes.dy, Some(groups))?;
         drop(dy_rd);
-        let da_rf = GroupedGemm {
-            x: &dy_rows,
-            w: self.down.wt(cx)?.as_ref(),
-            groups: experts,
-            out: cx.activations(),
-        }
-        .run(cx.b)?;
+        let back = |dy: &Operand<B>, weight: &Param<B>| {
+            let w = weight.wt(cx)?;
+            GroupedGemm { x: dy, w: &w, groups: experts, out: cx.activations() }.run(cx.b)
+        };
+        let da_rf = back(&dy_rows, &self.down)?;
         drop(dy_rows);
         let (dh_rows, dh, a, dgate) = self.swiglu_backward(cx, &routes, &saved, da_rf, plan)?;
         drop(saved);
-        let dx = GroupedGemm {
-            x: &dh_rows,
-            w: self.gate_up.wt(cx)?.as_ref(),
-            groups: experts,
-            out: cx.activations(),
-        }
-        .run(cx.b)?;
+        let dx = back(&dh_rows, &self.gate_up)?;
         Ok(ExpertsDgrad { dx, dgate, wgrad: WgradOperands { dy: dy_cols, a, dh, x } })
     }
 

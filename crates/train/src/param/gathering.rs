@@ -35,6 +35,8 @@ pub(super) struct ProductCopies {
     pub w: Precision,
     /// For dgrad.
     pub wt: Precision,
+    /// Whether that is decoded from fprop's, and to what: [`nibble_core::recipe::Section::decoded_for_dgrad`].
+    pub decoded: Option<DType>,
     /// Whether that is the same in the other order, of one quantization.
     pub is_one: bool,
     /// What stands for the linear layer where a transform's signs are drawn.

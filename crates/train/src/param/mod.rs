@@ -108,9 +108,10 @@ struct Shadow<B: Kernels> {
 /// A weight as dgrad takes it.
 #[derive(Debug, Clone)]
 enum Turned<B: Kernels> {
+    /// Kept until the end of the step.
     There(Operand<B>),
-    /// Of this type, decoded from the copy of fprop wherever a backward pass asks. That takes a pass over one weight for each micro-batch, and spares
-    /// the memory of all of them: what is kept of a weight in 4 bits is the codes.
+    /// Of this type, decoded from the copy of fprop wherever a backward pass asks ([`Section::decoded_for_dgrad`]): passes over one weight, in
+    /// each micro-batch, that spare the memory of all weights.
     Decoded(DType),
 }
 
@@ -245,7 +246,8 @@ impl<B: Kernels> Param<B> {
     /// `linear`: by what the signs of transforms know the layer.
     pub fn for_products(&self, section: &Section, linear: &str) -> Wanted<'_, B> {
         let (w, wt) = (section.at(Site::FpropW), section.at(Site::DgradW));
-        let to = ProductCopies { w, wt, is_one: section.has_one_weight(), linear: fnv1a32(linear) };
+        let (is_one, decoded) = (section.has_one_weight(), section.decoded_for_dgrad());
+        let to = ProductCopies { w, wt, decoded, is_one, linear: fnv1a32(linear) };
         Wanted { param: self, copies: Copies::Products(to) }
     }
 
@@ -287,13 +289,15 @@ impl<B: Kernels> Param<B> {
     /// The copies where they are not of one quantization.
     fn each_by_itself(&self, cx: &Cx<'_, B>, to: &ProductCopies, whole: &Tensor<B>) -> Result<Shadow<B>> {
         let w = self.copy(cx, (OF_FPROP, to.linear), &to.w, whole)?;
-        let wt = match (cx.training, to.wt.by, &w, to.wt.dtype()) {
-            (false, ..) => return Ok(Shadow { w, wt: None }),
-            (true, By::Requantize, Operand::Block(_), Some(dtype)) => {
-                return Ok(Shadow { w, wt: Some(Turned::Decoded(dtype)) });
-            }
-            (true, By::Requantize, Operand::Block(w), None) => self.decoded(cx, w)?,
-            (true, ..) => self.turned(cx, whole)?,
+        if !cx.training {
+            return Ok(Shadow { w, wt: None });
+        }
+        if let Some(dtype) = to.decoded {
+            return Ok(Shadow { w, wt: Some(Turned::Decoded(dtype)) });
+        }
+        let wt = match (to.wt.by, &w) {
+            (By::Requantize, Operand::Block(w)) => self.decoded(cx, w)?,
+            _ => self.turned(cx, whole)?,
         };
         let wt = self.copy(cx, (OF_DGRAD, to.linear), &to.wt, &wt)?;
         Ok(Shadow { w, wt: Some(Turned::There(wt)) })
