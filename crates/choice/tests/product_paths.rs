@@ -165,10 +165,10 @@ fn temporaries_are_counted_by_hand() {
     // Codes, and a byte for each 128; of columns in the layout of a GPU, of as many as they are.
     assert_eq!(bytes(dense(mxfp4, mxfp4, DType::Bf16)), [m * k, m * k / 128, n * k, n * k / 128]);
     assert_eq!(bytes(dense(mxfp4, (Format::E4m3, Rceil), DType::Bf16)), [m * k, m * k / 128]);
-    // What is plain stays so; the scales of the one tensor multiply sums.
-    assert_eq!(bytes(dense((Format::Bf16, Amax), nvfp4, DType::Bf16)), [2 * n * k, 4 * m * n]);
+    // What is plain stays so; the scales of tensors multiply what the tensor cores give.
+    assert_eq!(bytes(dense((Format::Bf16, Amax), nvfp4, DType::Bf16)), [2 * n * k]);
     assert_eq!(bytes(dense(nvfp4, (Format::F32, Amax), DType::F32)), [4 * m * k]);
-    assert_eq!(bytes(dense(nvfp4, nvfp4, DType::Bf16)), [2 * m * k, 2 * n * k, 4 * m * n]);
+    assert_eq!(bytes(dense(nvfp4, nvfp4, DType::Bf16)), [2 * m * k, 2 * n * k]);
     // FP8 is multiplied as it lies.
     let e5m2 = (Format::E5m2, Amax);
     assert!(bytes(dense(e5m2, e5m2, DType::F32)).is_empty());
@@ -185,5 +185,32 @@ fn temporaries_are_counted_by_hand() {
     // Shards of equal length are cut: their starts, their lengths, and a D each.
     let plain = (Format::Bf16, Amax);
     let runs = 4 * 16;
-    assert_eq!(bytes(gradient(plain, plain, Some(32_768))), [4 * (runs + 1), 4 * runs, runs * 4 * m * n]);
+    let cut = [4 * (runs + 1), 4 * runs, runs * 4 * m * n];
+    assert_eq!(bytes(gradient(plain, plain, Some(32_768))), cut);
+    // The sums of runs are scaled by a pass of its own.
+    let decoded = [2 * rows * m, 2 * rows * n, 4 * 4 * m * n];
+    assert_eq!(bytes(gradient(nvfp4, nvfp4, Some(32_768))), [&decoded[..], &cut].concat());
+}
+
+/// The tensor cores multiply by the scales of tensors themselves, in every product of such an operand that they give at once.
+#[test]
+fn scales_of_tensors_multiply_before_d_is_written() {
+    let (nvfp4, none) = ((Format::Nvfp4, TensorAmax), (Format::Nvfp4, Amax));
+    let bf16 = (Format::Bf16, Amax);
+    for (a, b, kind) in [
+        (nvfp4, nvfp4, OperandKind::ScaledBf16),
+        (nvfp4, none, OperandKind::ScaledBf16),
+        (bf16, nvfp4, OperandKind::ScaledBf16),
+        (none, none, OperandKind::Bf16),
+        (bf16, none, OperandKind::Bf16),
+    ] {
+        let by_rows = dense(a, b, DType::Bf16);
+        let groups = gradient(a, b, None);
+        for product in [by_rows, ProductDesc { out: DType::F32, ..by_rows }, groups] {
+            let ProductPath::Lowered(path) = product.path() else { panic!("{product:?}") };
+            let ProductPath::TensorCores(desc) = *path.product else { panic!("{path:?}") };
+            assert_eq!((desc.kind, path.sums), (kind, None), "{product:?}");
+            assert_eq!(desc.accumulate, product.accumulate, "{product:?}");
+        }
+    }
 }

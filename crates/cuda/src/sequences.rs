@@ -58,7 +58,11 @@ impl GpuKernels for Cuda {
         match (k, accumulate) {
             (0, true) => Ok(()),
             (0, false) => self.clear_tensor(d),
-            _ => Product { op, ragged, groups, m, n, k }.run(a, b, Target::of(d, accumulate)),
+            _ => Product { op, ragged, groups, m, n, k, tensor_scales: [None; 2] }.run(
+                a,
+                b,
+                Target::of(d, accumulate),
+            ),
         }
     }
 

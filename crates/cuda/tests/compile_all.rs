@@ -162,7 +162,7 @@ fn layout(spec: &KernelSpec) -> Option<(String, usize, usize)> {
             let args = all(&[STAGES[0], STAGES[1], STAGES[2], "Out"]);
             (format!("nib::MixedLayout<{args}>"), 1008, 1024 + 512)
         }
-        "nib::grouped_bf16" => {
+        "nib::grouped_bf16" | "nib::grouped_bf16_scaled" => {
             let args = all(&[STAGES[0], STAGES[1], STAGES[2], "Out"]);
             (format!("nib::SharedLayout<{args}>"), 1008, 1024)
         }

@@ -44,6 +44,8 @@ pub enum OperandKind {
     Fp8([Fp8; 2], ScalesB),
     /// BF16.
     Bf16,
+    /// BF16 of which the scales of the operands' tensors multiply the sums, before they are rounded or added to D.
+    ScaledBf16,
 }
 
 impl OperandKind {
@@ -57,6 +59,7 @@ impl OperandKind {
         match self {
             Self::Fp8(..) => "nib::grouped_fp8_block",
             Self::Bf16 => "nib::grouped_bf16",
+            Self::ScaledBf16 => "nib::grouped_bf16_scaled",
         }
     }
 
@@ -64,8 +67,13 @@ impl OperandKind {
     pub const fn scales_b(self) -> Option<ScalesB> {
         match self {
             Self::Fp8(_, scales) => Some(scales),
-            Self::Bf16 => None,
+            Self::Bf16 | Self::ScaledBf16 => None,
         }
+    }
+
+    /// Whether both are BF16.
+    pub const fn is_bf16(self) -> bool {
+        matches!(self, Self::Bf16 | Self::ScaledBf16)
     }
 }
 
@@ -180,6 +188,14 @@ impl GroupedDesc {
         self.k.div_ceil(BLOCK_K)
     }
 
+    /// Scales of A's tensor, and of B's, one a row: where groups are parts of the contraction, those of its rows.
+    pub const fn tensor_scales(&self) -> (usize, usize) {
+        match self.ragged {
+            Ragged::Rows => (self.m, self.rows_b()),
+            Ragged::Contraction => (self.k, self.k),
+        }
+    }
+
     /// Rows of A's and B's matrices of scales.
     pub const fn scale_rows(&self) -> (usize, usize) {
         let rows_b = match self.kind {
@@ -187,7 +203,7 @@ impl GroupedDesc {
                 let matrices = if let Ragged::Rows = self.ragged { self.groups } else { 1 };
                 matrices.saturating_mul(self.n.div_ceil(scales.rows()))
             }
-            OperandKind::Bf16 => self.rows_b(),
+            OperandKind::Bf16 | OperandKind::ScaledBf16 => self.rows_b(),
         };
         (self.m, rows_b)
     }
@@ -199,8 +215,8 @@ impl GroupedDesc {
         let (m, n, k) = match (self.ragged, self.kind) {
             (_, OperandKind::Fp8(..)) if self.transposed => (of_d, 1, fp8),
             (_, OperandKind::Fp8(..)) => (1, of_d, fp8),
-            (Ragged::Rows, OperandKind::Bf16) => (1, of_d, bf16),
-            (Ragged::Contraction, OperandKind::Bf16) => (bf16, bf16, 1),
+            (Ragged::Rows, _) => (1, of_d, bf16),
+            (Ragged::Contraction, _) => (bf16, bf16, 1),
         };
         [("groups", self.groups, 1), ("m", self.m, m), ("n", self.n, n), ("k", self.k, k)]
     }
@@ -221,7 +237,7 @@ impl GroupedDesc {
         }
         let scales = match self.kind {
             OperandKind::Fp8(..) => self.m.max(self.rows_b()).saturating_mul(self.blocks_k()),
-            OperandKind::Bf16 => 0,
+            OperandKind::Bf16 | OperandKind::ScaledBf16 => 0,
         };
         let [matrices, rows_d, _] = self.shape_d();
         for (argument, value) in
@@ -233,7 +249,7 @@ impl GroupedDesc {
         }
         let by_rows = self.ragged == Ragged::Rows;
         let adds = self.accumulate && by_rows;
-        let turns = self.transposed && (by_rows || self.kind == OperandKind::Bf16 || self.out == Out::Bf16);
+        let turns = self.transposed && (by_rows || self.kind.is_bf16() || self.out == Out::Bf16);
         for (argument, wrong) in [("accumulate", adds), ("transposed", turns)] {
             if wrong {
                 let got = format!("true with {:?}, {:?}, {:?}", self.ragged, self.kind, self.out);

@@ -177,7 +177,7 @@ pub struct Lowered {
     pub sides: [Made; 2],
     /// Groups whose ends are moved to the end of their last block; none where they are taken as they are.
     pub whole_groups: Option<usize>,
-    /// F32 sums that scales of tensors multiply; none where there are no such scales left.
+    /// F32 sums that scales of tensors multiply; none where there are no such scales left, or where the product itself multiplies by them.
     pub sums: Option<usize>,
     /// The product of what is made.
     pub product: Box<ProductPath>,
@@ -272,9 +272,17 @@ impl ProductDesc {
         let ProductDims { m, n, .. } = self.dims;
         let matrices = if self.ragged == Ragged::Contraction { self.num_groups() } else { 1 };
         let scaled = numbers == Numbers::Bf16 && sides.iter().any(Factor::has_tensor_scale);
-        let sums = scaled.then_some(matrices * m * n);
-        let (out, accumulate) =
-            if sums.is_some() { (DType::F32, false) } else { (self.out, self.accumulate) };
+        let (product, sums) = match inner.plain_path() {
+            ProductPath::TensorCores(desc) if scaled => {
+                (ProductPath::TensorCores(GroupedDesc { kind: OperandKind::ScaledBf16, ..desc }), None)
+            }
+            // Others give sums, which a pass of its own scales.
+            _ if scaled => {
+                let to_sums = Self { out: DType::F32, accumulate: false, ..inner };
+                (to_sums.plain_path(), Some(matrices * m * n))
+            }
+            product => (product, None),
+        };
         let made = |taken, x: &Factor| match (taken, numbers) {
             (Taken::AsIs, _) => Made::AsIs,
             (Taken::Decoded, Numbers::F32) => Made::F32(x.values()),
@@ -291,7 +299,7 @@ impl ProductDesc {
             sides: [made(taken[0], &self.a), made(taken[1], &self.b)],
             whole_groups: self.whole_groups().filter(|_| of_blocks),
             sums,
-            product: Box::new(Self { out, accumulate, ..inner }.plain_path()),
+            product: Box::new(product),
         })
     }
 
@@ -446,7 +454,7 @@ fn bf16s(what: &'static str, len: usize) -> Temporary {
 
 impl fmt::Display for ProductPath {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let codes = |kind| if kind == OperandKind::Bf16 { "bf16" } else { "fp8" };
+        let codes = |kind: OperandKind| if kind.is_bf16() { "bf16" } else { "fp8" };
         match self {
             Self::TensorCores(desc) => write!(f, "tensor cores, {}", codes(desc.kind)),
             Self::Runs { desc, each } => {

@@ -73,6 +73,7 @@ fn operand(x: Stored, side: usize, path: &ProductPath) -> String {
 fn multiplied(path: &ProductPath) -> String {
     let of = |kind: OperandKind| match kind {
         OperandKind::Bf16 => format!("bf16 x bf16; {}", kind.kernel()),
+        OperandKind::ScaledBf16 => format!("bf16 x bf16, times the scales of tensors; {}", kind.kernel()),
         OperandKind::Fp8([a, b], scales) => {
             let powers = if scales == ScalesB::Powers { " (powers of two)" } else { "" };
             let [a, b] = [a, b].map(Fp8::element);

@@ -83,7 +83,7 @@ fn recipes_are_listed_and_traced() {
     let nvfp4 = place.nibble(&["recipe", "nvfp4", "--trace"]).ok();
     nvfp4
         .contains("nvfp4 row tensor-amax, decoded")
-        .contains("bf16 x bf16; nib::grouped_bf16, then times the scales of tensors");
+        .contains("bf16 x bf16, times the scales of tensors; nib::grouped_bf16_scaled");
     let text = "description = \"mine\"\nextends = \"fp8-flow\"\n[expert]\nsaved.h = { format = \"mxfp4\", scale = \"floor\" }\n";
     std::fs::write(place.path("mine.toml"), text).unwrap();
     place.nibble(&["recipe", "mine.toml"]).ok().contains("recipe mine: mine").contains("mxfp4 row floor");

@@ -162,7 +162,7 @@ impl Case {
     /// First row of each group, and the end of the last.
     pub fn starts(&self) -> Vec<usize> {
         // Plain groups follow each other without padding; a single one needs none.
-        let align = if self.kind == OperandKind::Bf16 || self.is_dense() { 1 } else { 128 };
+        let align = if self.kind.is_bf16() || self.is_dense() { 1 } else { 128 };
         let mut starts = vec![0];
         for &len in &self.lens {
             starts.push(starts.last().unwrap_or(&0) + len.next_multiple_of(align));
@@ -206,6 +206,7 @@ impl Case {
         let scale = |e8m0| if e8m0 { "e8" } else { "f32" };
         let operands = match self.desc().kind {
             OperandKind::Bf16 => "bf16".to_owned(),
+            OperandKind::ScaledBf16 => "scaled bf16".to_owned(),
             OperandKind::Fp8(elements, scales_b) => {
                 let layout = if self.mn_major { "mn" } else { "row" };
                 let [a, b] = elements.map(|of| element(of).name());
@@ -303,10 +304,13 @@ enum OnDevicePlane {
 }
 
 impl OnDevicePlane {
-    fn operand<'a>(&'a self, scales: StridedScales<'a>) -> Operand<'a> {
+    fn operand<'a>(&'a self, scales: StridedScales<'a>, of_tensor: &'a Option<Buffer<f32>>) -> Operand<'a> {
         match self {
             Self::Codes(codes) => Operand::Fp8(codes, scales),
-            Self::Bf16(values) => Operand::Bf16(values),
+            Self::Bf16(values) => match of_tensor {
+                Some(of_tensor) => Operand::ScaledBf16(values, Some(of_tensor)),
+                None => Operand::Bf16(values),
+            },
         }
     }
 }
@@ -319,6 +323,8 @@ pub struct Operands {
     /// Row-major; as F32, and as bytes where the case says so.
     scales_a: Vec<f32>,
     scales_b: Vec<f32>,
+    /// Of the tensors, one a row; where the kind has such.
+    tensor_scales: Option<[Vec<f32>; 2]>,
     /// What D holds before; zeros if empty.
     before: Vec<f32>,
     large: [Option<Large>; 2],
@@ -333,7 +339,7 @@ impl Operands {
         let desc = case.desc();
         let scales = |e8m0: bool| -> Vec<f32> {
             let value = |i: u32| match (data, e8m0) {
-                _ if desc.kind == OperandKind::Bf16 => 1.0,
+                _ if desc.kind.is_bf16() => 1.0,
                 (Data::Integers, _) => 0.5 * (1 << (i % 4)) as f32,
                 (_, true) => f32::from_bits((118 + i % 8) << 23),
                 (_, false) => f32::from_bits((118 << 23) + i * (8 << 7)),
@@ -345,13 +351,22 @@ impl Operands {
         let (rows_a, rows_b) = desc.scale_rows();
         let [of_a, of_b] = match desc.kind {
             OperandKind::Fp8(elements, _) => elements.map(Some),
-            OperandKind::Bf16 => [None; 2],
+            OperandKind::Bf16 | OperandKind::ScaledBf16 => [None; 2],
         };
+        let of_tensors: Vec<f32> = match data {
+            Data::Integers => (0..1 << 16).map(|i| 0.5 * (1 << (i % 4)) as f32).collect(),
+            _ => normals(),
+        };
+        let mut of_tensor = |len| random.draw(&of_tensors, len);
+        let (len_a, len_b) = desc.tensor_scales();
+        let is_scaled = desc.kind == OperandKind::ScaledBf16;
+        let tensor_scales = is_scaled.then(|| [of_tensor(len_a), of_tensor(len_b)]);
         let mut operands = Self {
             a: Plane::draw(of_a, data, &mut random, desc.a()),
             b: Plane::draw(of_b, data, &mut random, desc.b()),
             scales_a: random.draw(&scales(case.e8m0.0), rows_a * desc.blocks_k()),
             scales_b: random.draw(&scales(case.e8m0.1), rows_b * desc.blocks_k()),
+            tensor_scales,
             before: if adds { random.draw(&scales(true), desc.d()) } else { Vec::new() },
             large: data.large(desc.ragged),
             case,
@@ -382,11 +397,15 @@ impl Operands {
                     let blocks = desc.blocks_k();
                     // The byte that `e8m0_byte` makes of it is 0xFF.
                     self.scales_a[row * blocks..][..blocks].fill(f32::NAN);
+                    self.tensor_scales.iter_mut().for_each(|[a, _]| a[row] = f32::NAN);
                 }
             }
             Ragged::Contraction => {
                 // BF16 rows outside the groups may hold anything.
-                let nan = desc.kind == OperandKind::Bf16;
+                let nan = desc.kind.is_bf16();
+                for (k, _) in valid.iter().enumerate().filter(|(_, valid)| !**valid) {
+                    self.tensor_scales.iter_mut().flatten().for_each(|of_rows| of_rows[k] = f32::NAN);
+                }
                 for (plane, rows) in [(&mut self.a, desc.m), (&mut self.b, desc.n)] {
                     for row in 0..rows {
                         for (k, _) in valid.iter().enumerate().filter(|(_, valid)| !**valid) {
@@ -420,6 +439,10 @@ impl Operands {
             b: self.b.upload(device, desc.k, desc.ragged == Ragged::Contraction)?,
             scales_a: planes(&self.scales_a, rows_a)?,
             scales_b: planes(&self.scales_b, rows_b)?,
+            tensor_scales: match &self.tensor_scales {
+                Some([a, b]) => [Some(device.upload(a)?), Some(device.upload(b)?)],
+                None => [None, None],
+            },
             start: device.upload(&ints(&self.case.starts()))?,
             len: device.upload(&ints(&self.case.lens))?,
             d: self.unwritten(device)?,
@@ -475,8 +498,7 @@ impl Operands {
         let Some((row_a, row_b, Range { start: from, end: to })) = self.terms(at) else { return 0.0 };
         let share = desc.kind.scales_b().map_or(1, ScalesB::rows);
         let scale_row_b = row_b / desc.n * desc.n.div_ceil(share) + row_b % desc.n / share;
-        let mut total =
-            if self.case.accumulate { self.before.get(at).map_or(0.0, |&x| f64::from(x)) } else { 0.0 };
+        let mut total = 0.0;
         for block in from / 128..to.div_ceil(128) {
             let dot: f64 = ((block * 128).max(from)..(block * 128 + 128).min(to))
                 .map(|k| self.a.value(row_a * desc.k + k) * self.b.value(row_b * desc.k + k))
@@ -484,7 +506,13 @@ impl Operands {
             let scale_a = f64::from(self.scales_a[row_a * blocks + block]);
             total += dot * scale_a * f64::from(self.scales_b[scale_row_b * blocks + block]);
         }
-        total
+        if let Some([a, b]) = self.tensor_scales.as_ref().filter(|_| from < to) {
+            // Where rows are the contraction, all of a group have one.
+            let (of_a, of_b) = if desc.ragged == Ragged::Rows { (row_a, row_b) } else { (from, from) };
+            total *= f64::from(a[of_a]) * f64::from(b[of_b]);
+        }
+        let before = self.before.get(at).filter(|_| self.case.accumulate);
+        total + before.map_or(0.0, |&x| f64::from(x))
     }
 }
 
@@ -495,6 +523,7 @@ pub struct OnDevice {
     b: OnDevicePlane,
     scales_a: (Buffer<f32>, Buffer<u8>),
     scales_b: (Buffer<f32>, Buffer<u8>),
+    tensor_scales: [Option<Buffer<f32>>; 2],
     start: Buffer<i32>,
     len: Buffer<i32>,
     pub d: Written,
@@ -525,12 +554,12 @@ impl OnDevice {
     /// By this instance.
     pub fn run_with(&mut self, config: GroupedConfig) -> Result<()> {
         let desc = self.case.desc();
-        let (rows_a, rows_b) = desc.scale_rows();
+        let ((rows_a, rows_b), [of_a, of_b]) = (desc.scale_rows(), &self.tensor_scales);
         GroupedProduct {
             desc,
             groups: (!self.case.is_dense()).then_some(GroupBuffers { start: &self.start, len: &self.len }),
-            a: self.a.operand(self.case.scales(self.case.e8m0.0, &self.scales_a, rows_a)),
-            b: self.b.operand(self.case.scales(self.case.e8m0.1, &self.scales_b, rows_b)),
+            a: self.a.operand(self.case.scales(self.case.e8m0.0, &self.scales_a, rows_a), of_a),
+            b: self.b.operand(self.case.scales(self.case.e8m0.1, &self.scales_b, rows_b), of_b),
             d: match &mut self.d {
                 Written::Bf16(values) => Target::Bf16 { values, accumulate: self.case.accumulate },
                 Written::F32(values) => Target::F32 { values, accumulate: self.case.accumulate },

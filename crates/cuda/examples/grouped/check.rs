@@ -49,6 +49,11 @@ pub fn bf16_of(case: Case) -> Case {
     Case { kind: OperandKind::Bf16, ..case }
 }
 
+/// The same of BF16 operands under scales of their tensors.
+fn scaled_bf16_of(case: Case) -> Case {
+    Case { kind: OperandKind::ScaledBf16, ..case }
+}
+
 /// Sizes around every edge, in every kind of instance.
 pub fn small() -> Vec<Case> {
     let lens: [&[usize]; 8] = [
@@ -65,8 +70,9 @@ pub fn small() -> Vec<Case> {
         [(8, 16), (136, 272), (128, 128), (392, 1040), (264, 640), (256, 512), (1000, 896), (768, 768)];
     let mut cases = Vec::new();
     for (i, (&lens, (n, k))) in lens.iter().zip(sizes).enumerate() {
-        for kind in [OperandKind::e4m3(ScalesB::Tile), OperandKind::e4m3(ScalesB::Floats), OperandKind::Bf16]
-        {
+        let plain = [OperandKind::Bf16, OperandKind::ScaledBf16];
+        let fp8 = [ScalesB::Tile, ScalesB::Floats].map(OperandKind::e4m3);
+        for kind in fp8.into_iter().chain(plain) {
             for out in [Out::Bf16, Out::F32] {
                 let e8m0 = (i % 2 == 0, i % 3 == 0);
                 let slack = 128 * (i % 3);
@@ -78,6 +84,7 @@ pub fn small() -> Vec<Case> {
             let e8m0 = (i % 2 == 0, i % 3 == 0);
             let case = Case { accumulate, e8m0, mn_major: i % 2 == 0, slack: 128, ..wgrad(lens, k + 3, n) };
             cases.push(bf16_of(Case { slack: 5, m: k, ..case.clone() }));
+            cases.push(scaled_bf16_of(Case { slack: 5, m: k, ..case.clone() }));
             for scales in [ScalesB::Floats, ScalesB::Strips, ScalesB::Tile] {
                 cases.push(Case { kind: OperandKind::e4m3(scales), ..case.clone() });
             }
@@ -89,6 +96,7 @@ pub fn small() -> Vec<Case> {
         for accumulate in [false, true] {
             let case = Case { out: Out::Bf16, accumulate, slack: 128, ..wgrad(lens, k + 3, n) };
             cases.push(bf16_of(Case { slack: 5, m: k, ..case.clone() }));
+            cases.push(scaled_bf16_of(Case { slack: 5, m: k, ..case.clone() }));
             cases.push(Case { kind: OperandKind::e4m3(ScalesB::Tile), ..case.clone() });
             cases.push(case);
         }
@@ -110,7 +118,8 @@ pub fn small() -> Vec<Case> {
     cases.push(Case { kind: OperandKind::e4m3(ScalesB::Strips), ..adding.clone() });
     cases.push(Case { kind: OperandKind::e4m3(ScalesB::Tile), transposed: true, ..adding.clone() });
     cases.push(Case { out: Out::Bf16, kind: OperandKind::e4m3(ScalesB::Strips), ..adding.clone() });
-    cases.push(Case { out: Out::Bf16, ..bf16_of(adding) });
+    cases.push(Case { out: Out::Bf16, ..bf16_of(adding.clone()) });
+    cases.push(scaled_bf16_of(adding));
     // Tiles of long and short groups mixed, in every layout of scales.
     let zipf: Vec<usize> = (0..200).map(|g| 3000 / (g + 1)).collect();
     let sizes = sizes.into_iter().chain([(392, 640)]);
@@ -196,7 +205,7 @@ fn bound(case: &Case, data: Data) -> f64 {
         // Half a unit of the last place is up to 2^-8 of a number, 3.9e-3. Over many outputs the error is less than half of
         // that, but the smallest cases have eight.
         (Out::Bf16, ..) => 4e-3,
-        (Out::F32, OperandKind::Bf16, _) => owed(BF16_AGREEMENT),
+        (Out::F32, OperandKind::Bf16 | OperandKind::ScaledBf16, _) => owed(BF16_AGREEMENT),
         // Three rows of a single block are too few for errors to average out: 3.4e-4 has been seen of E4M3, 4.4e-4 of two E5M2.
         (Out::F32, OperandKind::Fp8(..), Data::HeavyTails) if three_rows => 5e-4,
         (Out::F32, OperandKind::Fp8(..), _) if towers => owed(FP8_AGREEMENT),

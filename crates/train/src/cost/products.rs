@@ -39,7 +39,7 @@ impl Engine {
     }
 
     fn of(path: &ProductPath) -> Self {
-        let of_kind = |kind| if kind == OperandKind::Bf16 { Self::Bf16 } else { Self::Fp8 };
+        let of_kind = |kind: OperandKind| if kind.is_bf16() { Self::Bf16 } else { Self::Fp8 };
         match path {
             ProductPath::TensorCores(desc) | ProductPath::Runs { desc, .. } => of_kind(desc.kind),
             ProductPath::Parts(_) => Self::Bf16Parts,

@@ -1,5 +1,7 @@
 // D = A·Bᵀ over groups, BF16 operands: the grouped products of the BF16 recipe, and of formats whose values are BF16 numbers.
 //
+// grouped_bf16_scaled: the same, and a total is multiplied by a_scale · b_scale (of the operands' tensors, F32; null: 1) before it is
+//   rounded or added: the arithmetic of scale_sums.cuh. kRows: a_scale[row of A] and b_scale[row of B]; kContraction: both at the group's first row.
 // kRagged::kRows (forward, data gradient): as in grouped_fp8_block.cuh; A [rows][k], B [groups · n][k], k % 8 == 0. Groups may
 //   start anywhere.
 // kRagged::kContraction (weight gradient): D is a stack of matrices [m][n], one a group; A [rows][m] and B [rows][n] are multiplied
@@ -74,9 +76,55 @@ __device__ __forceinline__ void clear_rows(Shared& shared, u32 stage, int rows, 
     ptx::named_barrier<1, kMathWarps * 32>();
 }
 
+/// Leaves totals as they are.
+struct NoScales {
+    __device__ __forceinline__ void multiply(float (&)[64], const Tile&, int) const {}
+};
+
+/// The scales of the operands' tensors.
+template <Ragged kRagged>
+struct TensorScales {
+    const float* a;  // null: 1
+    const float* b;
+    int n;
+
+    __device__ __forceinline__ static float at(const float* scales, int row) { return scales == nullptr ? 1.0f : __ldg(scales + row); }
+
+    /// Multiplies a wave's totals; `row` is the first of the warp's 16 in the tile, which has rows to multiply.
+    __device__ __forceinline__ void multiply(float (&total)[64], const Tile& tile, int row) const {
+        if constexpr (kRagged == Ragged::kContraction) {
+            const float by = __fmul_rn(at(a, tile.k), at(b, tile.k));
+#pragma unroll
+            for (float& sum : total) sum = __fmul_rn(sum, by);
+        } else {
+            const int lane = int(ptx::lane_idx()), right = lane % 4 * 2;
+            float of_rows[2];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int here = row + lane / 4 + half * 8;
+                of_rows[half] = here < tile.kept ? at(a, tile.row_a + here) : 0.0f;
+            }
+            // Total 4i + 2j + c is that of row lane / 4 + 8j and column 8i + 2 (lane % 4) + c.
+#pragma unroll
+            for (int i = 0; i < 16; ++i) {
+                float2 of_cols{1.0f, 1.0f};
+                // n is even, and so is a group's first row of B.
+                if (b != nullptr && tile.col_d + i * 8 + right < n)
+                    of_cols = __ldg(reinterpret_cast<const float2*>(b + tile.row_b + i * 8 + right));
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    float* const sums = total + i * 4 + half * 2;
+                    sums[0] = __fmul_rn(sums[0], __fmul_rn(of_rows[half], of_cols.x));
+                    sums[1] = __fmul_rn(sums[1], __fmul_rn(of_rows[half], of_cols.y));
+                }
+            }
+        }
+    }
+};
+
 /// Empties the ring: products, and the stores of finished tiles. `warp` counts within the math warps.
-template <Ragged kRagged, int kStages, int kCluster, int kOutBuffers, int kBoxes, Adds kAdds, class Out, class Shared>
-__device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, Out* d, int n, int warp) {
+template <Ragged kRagged, int kStages, int kCluster, int kOutBuffers, int kBoxes, Adds kAdds, class Out, class Shared, class Scales>
+__device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, Out* d, int n, const Scales& scales, int warp) {
     constexpr bool kTransposed = kRagged == Ragged::kContraction;
     constexpr int kNextWave = 2 * kWaveRows;
     constexpr u32 kStageA = kBlockM * kStageBytes / 16, kStageB = kBlockN * kStageBytes / 16;
@@ -166,7 +214,12 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
             for (int block = 0; block < blocks; ++block) take(block, false);
             finish();
         }
-        if (blocks != 0) release(done);
+        if (blocks != 0) {
+            release(done);
+            // A total of no products is zero, whatever the scale of a row that is not there.
+            scales.multiply(total[0], tile, warp_row);
+            if (both) scales.multiply(total[1], tile, warp_row + kNextWave);
+        }
         const auto store = [&](float(&sums)[64], int from) {
             const Rows rows = rows_of(from);
             // Groups of rows may end anywhere.
@@ -188,10 +241,9 @@ __device__ __forceinline__ void consume(Shared& shared, const TensorMap& map_d, 
     ptx::tma_store_wait_all();
 }
 
-template <Ragged kRagged, class Out, Adds kAdds, int kStages, int kCluster, int kOutBuffers, int kBoxes>
-__global__ void __launch_bounds__(384, 1)
-    grouped_bf16(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
-                 const __grid_constant__ TensorMap map_d, const __grid_constant__ Groups groups, Out* d) {
+template <Ragged kRagged, class Out, Adds kAdds, int kStages, int kCluster, int kOutBuffers, int kBoxes, class Scales>
+__device__ __forceinline__ void grouped(const TensorMap& map_a, const TensorMap& map_b, const TensorMap& map_d, const Scales& scales,
+                                        const Groups& groups, Out* d) {
     using Shared = SharedLayout<kStages, kOutBuffers, kBoxes, Out>;
     extern __shared__ u8 raw[];
     // Dynamic shared memory starts 16-byte aligned only.
@@ -207,11 +259,27 @@ __global__ void __launch_bounds__(384, 1)
         if (warp == 0) produce<kRagged, kStages, kCluster>(shared, map_a, map_b, groups);
     } else {
         ptx::registers_grow_to<232>();
-        consume<kRagged, kStages, kCluster, kOutBuffers, kBoxes, kAdds>(shared, map_d, d, groups.n, warp - 4);
+        consume<kRagged, kStages, kCluster, kOutBuffers, kBoxes, kAdds>(shared, map_d, d, groups.n, scales, warp - 4);
         if constexpr (kRagged == Ragged::kRows) clear_tail(d, groups);
     }
     // A peer may still arrive at this CTA's barriers or multicast into its ring: no CTA exits before all are done.
     if constexpr (kCluster != 1) ptx::cluster_sync();
+}
+
+template <Ragged kRagged, class Out, Adds kAdds, int kStages, int kCluster, int kOutBuffers, int kBoxes>
+__global__ void __launch_bounds__(384, 1)
+    grouped_bf16(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
+                 const __grid_constant__ TensorMap map_d, const __grid_constant__ Groups groups, Out* d) {
+    grouped<kRagged, Out, kAdds, kStages, kCluster, kOutBuffers, kBoxes>(map_a, map_b, map_d, NoScales{}, groups, d);
+}
+
+template <Ragged kRagged, class Out, Adds kAdds, int kStages, int kCluster, int kOutBuffers, int kBoxes>
+__global__ void __launch_bounds__(384, 1)
+    grouped_bf16_scaled(const __grid_constant__ TensorMap map_a, const __grid_constant__ TensorMap map_b,
+                        const __grid_constant__ TensorMap map_d, const float* a_scale, const float* b_scale,
+                        const __grid_constant__ Groups groups, Out* d) {
+    const TensorScales<kRagged> scales{a_scale, b_scale, groups.n};
+    grouped<kRagged, Out, kAdds, kStages, kCluster, kOutBuffers, kBoxes>(map_a, map_b, map_d, scales, groups, d);
 }
 
 }  // namespace nib

@@ -1,6 +1,6 @@
 //! See [`nibble_core::ops::Gemm`]: the dense product, and the launch of the path that any product takes.
 
-use super::grouped_product::{self, GroupedProduct};
+use super::grouped_product::{GroupedProduct, Operand as Matrix};
 use super::lowered;
 use super::product::{GroupBuffers, Product, Ragged, ScaleValues, StridedScales, Target};
 use super::product_parts;
@@ -10,7 +10,7 @@ use crate::Cuda;
 use crate::backend::Buf;
 use crate::ops::plain::elementwise::cast_values;
 use nibble_choice::Grouping;
-use nibble_choice::products::{Factor, Fp8, GroupedDesc, ProductDesc, ProductPath, ScalesB};
+use nibble_choice::products::{Factor, Fp8, GroupedDesc, OperandKind, ProductDesc, ProductPath, ScalesB};
 use nibble_core::formats::WHOLE_LINE;
 use nibble_core::formats::layout::mn_major_stride;
 use nibble_core::formats::{BlockAxis, Format, ScaleLayout};
@@ -25,7 +25,8 @@ pub(crate) fn gemm(cuda: &Cuda, op: Gemm<'_, Cuda>) -> Result<Tensor<Cuda>> {
     let dims = op.check()?;
     let mut d = op.result(cuda)?;
     if dims.m * dims.n * dims.k != 0 {
-        let product = Product { op: OP, ragged: Ragged::Rows, groups: None, m: dims.m, n: dims.n, k: dims.k };
+        let (ragged, groups, tensor_scales) = (Ragged::Rows, None, [None; 2]);
+        let product = Product { op: OP, ragged, groups, m: dims.m, n: dims.n, k: dims.k, tensor_scales };
         product.run(op.a, op.b, Target::of(&mut d, false))?;
     }
     Ok(d)
@@ -120,28 +121,33 @@ impl Product<'_> {
 
     /// Both as the tensor cores' kernels take them.
     fn operands<'a>(
-        &self,
+        &'a self,
         desc: &GroupedDesc,
         (a, b): (&'a Operand<Cuda>, &'a Operand<Cuda>),
-    ) -> Result<(grouped_product::Operand<'a>, grouped_product::Operand<'a>)> {
+    ) -> Result<(Matrix<'a>, Matrix<'a>)> {
         let (a, b) = if desc.transposed { (b, a) } else { (a, b) };
         let rows_b = desc.kind.scales_b().map_or(1, ScalesB::rows);
-        Ok((self.operand(a, 1)?, self.operand(b, rows_b)?))
+        let (a, b) = (self.operand(a, 1)?, self.operand(b, rows_b)?);
+        let [of_a, of_b] = self.tensor_scales;
+        Ok(match (desc.kind, a, b) {
+            (OperandKind::ScaledBf16, Matrix::Bf16(a), Matrix::Bf16(b)) => {
+                (Matrix::ScaledBf16(a, of_a), Matrix::ScaledBf16(b, of_b))
+            }
+            (_, a, b) => (a, b),
+        })
     }
 
     /// Read with one scale for so many neighbouring rows, of which each has the same.
-    fn operand<'a>(&self, x: &'a Operand<Cuda>, shared: usize) -> Result<grouped_product::Operand<'a>> {
+    fn operand<'a>(&self, x: &'a Operand<Cuda>, shared: usize) -> Result<Matrix<'a>> {
         match x {
             Operand::Block(q) => {
                 let mut scales = scales(self.op, q)?;
                 if q.axis != BlockAxis::Tile {
                     scales.row_stride *= shared;
                 }
-                Ok(grouped_product::Operand::Fp8(q.codes.get(), scales))
+                Ok(Matrix::Fp8(q.codes.get(), scales))
             }
-            Operand::Plain(Tensor { data: Data::Bf16(values), .. }) => {
-                Ok(grouped_product::Operand::Bf16(values.get()))
-            }
+            Operand::Plain(Tensor { data: Data::Bf16(values), .. }) => Ok(Matrix::Bf16(values.get())),
             Operand::Plain(_) => Err(Error::unsupported(self.op, x.format(), "the tensor cores take BF16")),
         }
     }

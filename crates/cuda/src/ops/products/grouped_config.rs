@@ -225,7 +225,9 @@ impl GroupedConfig {
                 args.push(("kTransposed", TemplateArg::Bool(desc.transposed)));
                 ("kernels/products/grouped_fp8_block.cuh", desc.kind.kernel())
             }
-            OperandKind::Bf16 => ("kernels/products/grouped_bf16.cuh", desc.kind.kernel()),
+            OperandKind::Bf16 | OperandKind::ScaledBf16 => {
+                ("kernels/products/grouped_bf16.cuh", desc.kind.kernel())
+            }
         };
         KernelSpec { source, name, args }
     }
@@ -294,10 +296,11 @@ fn hopper() -> GpuInfo {
 pub(crate) fn instances() -> Vec<crate::ops::Instance> {
     let fp8 = OperandKind::e4m3;
     let mut cases = Vec::new();
-    for kind in [fp8(ScalesB::Tile), fp8(ScalesB::Powers), fp8(ScalesB::Floats), OperandKind::Bf16] {
+    let plain = [OperandKind::Bf16, OperandKind::ScaledBf16];
+    for kind in [fp8(ScalesB::Tile), fp8(ScalesB::Powers), fp8(ScalesB::Floats)].into_iter().chain(plain) {
         cases.extend([Out::Bf16, Out::F32].map(|out| (Ragged::Rows, kind, out, false, false)));
     }
-    let own = [fp8(ScalesB::Powers), fp8(ScalesB::Floats), OperandKind::Bf16];
+    let own = [fp8(ScalesB::Powers), fp8(ScalesB::Floats), OperandKind::Bf16, OperandKind::ScaledBf16];
     for kind in [fp8(ScalesB::Tile), fp8(ScalesB::Strips)].into_iter().chain(own) {
         for accumulate in [false, true] {
             cases.push((Ragged::Contraction, kind, Out::Bf16, accumulate, false));

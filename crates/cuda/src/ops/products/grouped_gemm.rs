@@ -14,6 +14,7 @@ pub(crate) fn grouped_gemm(cuda: &Cuda, op: GroupedGemm<'_, Cuda>) -> Result<Ten
         m: dims.m,
         n: dims.n,
         k: dims.k,
+        tensor_scales: [None; 2],
     };
     let mut d = op.result(cuda)?;
     // Rows of no group are zeros, which most paths write themselves.

@@ -23,13 +23,15 @@ pub enum Operand<'a> {
     Fp8(&'a Buffer<u8>, StridedScales<'a>),
     /// `[rows][k]`; with [`Ragged::Contraction`], `[k][rows]`.
     Bf16(&'a Buffer<bf16>),
+    /// The same, and for each row of the matrix the scale of its tensor ([`GroupedDesc::tensor_scales`]); none where only the other operand has one.
+    ScaledBf16(&'a Buffer<bf16>, Option<&'a Buffer<f32>>),
 }
 
 impl Operand<'_> {
     fn device(&self) -> &Device {
         match self {
             Self::Fp8(codes, _) => codes.device(),
-            Self::Bf16(values) => values.device(),
+            Self::Bf16(values) | Self::ScaledBf16(values, _) => values.device(),
         }
     }
 
@@ -38,7 +40,7 @@ impl Operand<'_> {
         argument: &'static str,
         desc: &GroupedDesc,
         len: usize,
-        scale_rows: usize,
+        (scale_rows, tensor_scales): (usize, usize),
         on: &Device,
     ) -> Result<()> {
         let (got, kind) = match self {
@@ -48,8 +50,22 @@ impl Operand<'_> {
                 (codes.len(), "FP8")
             }
             Self::Bf16(values) => (values.len(), "BF16"),
+            Self::ScaledBf16(values, scales) => {
+                if let Some(scales) = scales {
+                    same_device(OP, argument, scales.device(), on)?;
+                    if scales.len() != tensor_scales {
+                        let got = format!("{} scales of the tensor", scales.len());
+                        return Err(Error::shape(OP, argument, got, tensor_scales));
+                    }
+                }
+                (values.len(), "scaled BF16")
+            }
         };
-        let expected = if desc.kind == OperandKind::Bf16 { "BF16" } else { "FP8" };
+        let expected = match desc.kind {
+            OperandKind::Fp8(..) => "FP8",
+            OperandKind::Bf16 => "BF16",
+            OperandKind::ScaledBf16 => "scaled BF16",
+        };
         if (got, kind) != (len, expected) {
             let (got, expected) = (format!("{got} values of {kind}"), format!("{len} values of {expected}"));
             return Err(Error::shape(OP, argument, got, expected));
@@ -61,11 +77,13 @@ impl Operand<'_> {
     fn map(&self, desc: &GroupedDesc, rows: usize, tile_rows: usize, fetch: Fetch) -> Result<TensorMap> {
         let (element, address, bytes) = match self {
             Self::Fp8(codes, _) => (Element::U8, codes.address(), size_of::<u8>()),
-            Self::Bf16(values) => (Element::Bf16, values.address(), size_of::<bf16>()),
+            Self::Bf16(values) | Self::ScaledBf16(values, _) => {
+                (Element::Bf16, values.address(), size_of::<bf16>())
+            }
         };
         // Where the contraction runs down the rows, a stage is made of boxes.
         let (rows, cols, tile_rows) = match (self, desc.ragged) {
-            (Self::Bf16(_), Ragged::Contraction) => (desc.k, rows, BOX),
+            (Self::Bf16(_) | Self::ScaledBf16(..), Ragged::Contraction) => (desc.k, rows, BOX),
             _ => (rows, desc.k, tile_rows),
         };
         Tiles {
@@ -112,9 +130,9 @@ impl GroupedProduct<'_> {
             return Err(Error::shape(OP, "type of d, accumulate", got, expected));
         }
         let device = self.a.device();
-        let (rows_a, rows_b) = desc.scale_rows();
-        self.a.check("a", desc, desc.a(), rows_a, device)?;
-        self.b.check("b", desc, desc.b(), rows_b, device)?;
+        let ((rows_a, rows_b), (scales_a, scales_b)) = (desc.scale_rows(), desc.tensor_scales());
+        self.a.check("a", desc, desc.a(), (rows_a, scales_a), device)?;
+        self.b.check("b", desc, desc.b(), (rows_b, scales_b), device)?;
         if let (Some(ScalesB::Powers), Operand::Fp8(_, StridedScales { values, .. })) =
             (desc.kind.scales_b(), &self.b)
             && values.is_f32()
@@ -169,9 +187,12 @@ impl GroupedProduct<'_> {
             _ => Vec::new(),
         };
         args.extend(scales.iter().map(|scales| scales as &dyn KernelArg));
+        if let (Operand::ScaledBf16(_, a), Operand::ScaledBf16(_, b)) = (&self.a, &self.b) {
+            args.extend([a as &dyn KernelArg, b]);
+        }
         args.extend([&groups as &dyn KernelArg, d]);
         // SAFETY: `check` held every length to the sizes, and the descriptors carry the same ones: TMA neither reads nor writes
-        // past them. Scales are read at rows and blocks that `StridedScales::check` covered. The kernel keeps the groups' rows
+        // past them. Scales are read at rows and blocks that `StridedScales::check` covered, those of tensors at rows that are multiplied. The kernel keeps the groups' rows
         // within `m` (or `k`), whatever their lists hold. `d` is borrowed mutably, and the device has one stream.
         unsafe { kernel.launch(launch, &args) }
     }

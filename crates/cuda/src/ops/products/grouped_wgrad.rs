@@ -15,6 +15,7 @@ pub(crate) fn grouped_wgrad(cuda: &Cuda, op: GroupedWgrad<'_, Cuda>) -> Result<(
         m: dims.m,
         n: dims.n,
         k: dims.k,
+        tensor_scales: [None; 2],
     };
     let (rows, cols) = grad.shape();
     if rows * cols == 0 {

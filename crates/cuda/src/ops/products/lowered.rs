@@ -1,5 +1,6 @@
 //! Products of which an operand becomes something else first: FP8 by a lift, BF16 numbers (codes times the scales of their blocks), or F32 ones.
-//! Scales of tensors multiply the F32 sums of BF16 numbers (`csrc/kernels/products/scale_sums.cuh`).
+//! Scales of tensors multiply the F32 sums of BF16 numbers: where the tensor cores give D at once, before it is written; else in a pass of its own
+//! (`csrc/kernels/products/scale_sums.cuh`).
 
 use super::product::{Product, Ragged, Target};
 use crate::backend::Buf;
@@ -17,7 +18,7 @@ const THREADS: usize = 256;
 /// Columns that a warp of `scale_sums` takes.
 const SEGMENT: usize = 512;
 
-/// Makes the operands, and multiplies. Rows of no group are left alone, unless there are scales of tensors: then they are zeros.
+/// Makes the operands, and multiplies. Rows of no group are left alone, unless the path writes every row: then they are zeros.
 pub(super) fn run(
     path: &Lowered,
     product: &Product<'_>,
@@ -32,18 +33,18 @@ pub(super) fn run(
         (Some(_), Some(groups)) => Some(whole_groups(&device, groups)?),
         (_, groups) => groups.cloned(),
     };
-    let whole = Product { groups: groups.as_ref(), ..*product };
+    let tensor_scales = [a, b].map(|x| match x {
+        Operand::Block(q) => q.tensor_scale.as_ref().map(Buf::get),
+        Operand::Plain(_) => None,
+    });
+    let whole = Product { groups: groups.as_ref(), tensor_scales, ..*product };
     let Some(sums) = path.sums else {
         return whole.run_by(&path.product, (made_a, made_b), d);
     };
     let mut sums = device.alloc::<f32>(sums)?;
     let to_sums = Target::F32 { values: &mut sums, accumulate: false };
     whole.run_by(&path.product, (made_a, made_b), to_sums)?;
-    let [of_a, of_b] = [a, b].map(|x| match x {
-        Operand::Block(q) => q.tensor_scale.as_ref().map(Buf::get),
-        Operand::Plain(_) => None,
-    });
-    scale_sums(product, &sums, (of_a, of_b), d)
+    scale_sums(product, &sums, tensor_scales, d)
 }
 
 /// An operand as it is multiplied.
@@ -100,7 +101,7 @@ plain_args!(ScaledSums);
 fn scale_sums(
     product: &Product<'_>,
     sums: &Buffer<f32>,
-    (of_a, of_b): (Option<&Buffer<f32>>, Option<&Buffer<f32>>),
+    [of_a, of_b]: [Option<&Buffer<f32>>; 2],
     d: Target<'_>,
 ) -> Result<()> {
     let contraction = product.ragged == Ragged::Contraction;

@@ -14,6 +14,8 @@ pub(crate) struct Product<'a> {
     pub m: usize,
     pub n: usize,
     pub k: usize,
+    /// Of A's tensor and of B's, one a row, where operands were decoded without them; none where they have none, or hold them themselves.
+    pub tensor_scales: [Option<&'a Buffer<f32>>; 2],
 }
 
 /// The device's name of [`Ragged`].
