@@ -32,7 +32,7 @@
 //   scale rule   the one of crates/formats/src/e8m0.rs that the struct is for; AnyOther: all that no line before names for the format
 //   struct       of the namespace nib, or an alias there
 //   roundings    NearestEven, NearestAway, Stochastic: those that have instances of quantize_units to themselves. The others share one,
-//                kAnyRounding. There are none for a format with faster kernels of its own, which do what is common.
+//                kAnyRounding. There are few or none for a format with faster kernels of its own, which do what is common.
 //                Where scales may be chosen (ScalingArg), two instances more, of Chosen<struct>, take every rounding.
 #pragma once
 #include "formats/small_elements.cuh"

@@ -6,6 +6,7 @@ namespace nib {
 
 struct Mxfp4 : MxFormat<SixteenE2m1> {};
 
-NIB_UNIT_FORMAT(Mxfp4, AnyOther, Mxfp4)
+// Both planes of a weight have no kernel of their own.
+NIB_UNIT_FORMAT(Mxfp4, AnyOther, Mxfp4, NearestEven)
 
 }  // namespace nib

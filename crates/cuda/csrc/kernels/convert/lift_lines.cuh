@@ -2,16 +2,19 @@
 // the value. The twin of crates/formats/src/lift.rs. For products: of rows, and of the lines that a column plane stores. lift_rows.cuh counts as
 // well, and passes over padding.
 //
-// lift_lines<F, kWhole>: codes [lines][code_bytes(len)] -> out [lines][len]; from, to: the records of a line's blocks, in any layout.
-//   kWhole: len % 16 == 0, and planes start on 16 bytes. A thread takes 16 neighbours, eight threads a block of 128: `by_units` divides by
-//   units = 8 * ceil(len / 128). 256 threads; grid ceil(lines * units / 256), the grid has fewer than 2^31 threads.
+// lift_lines<F, kWhole>: codes [lines][code_bytes(len)] -> out [lines][len]; from, to: the records of a line's blocks, either those of a line or those
+//   of a block side by side. kWhole: len % 16 == 0, and planes start on 16 bytes. 256 threads; grid ceil(lines / 32) * ceil(len / 512), a CTA takes
+//   32 lines of 512 values: so the bytes of a sector of scales are read together in either layout. A thread takes 16 neighbours of a line, 128 further
+//   each time.
 #pragma once
-#include "math/reduce.cuh"
+#include "pieces/convert/lift.cuh"
 #include "pieces/convert/units.cuh"
 #include "ptx/global.cuh"
 #include "ptx/packed.cuh"
 
 namespace nib {
+
+constexpr int kLiftedLines = 32, kLiftedCols = 512, kLifted = 128, kLiftedTargets = kLiftedCols / kLifted;
 
 /// Octaves by which a lifted scale lies below the largest source scale: the largest number still fits.
 template <class E>
@@ -21,58 +24,110 @@ __host__ __device__ constexpr int lift_headroom() {
     return octaves;
 }
 
+/// The scale of 128 values from those of their four blocks. A NaN is never the largest.
+template <class E>
+__device__ __forceinline__ int lifted_scale(u32 four) {
+    const u32 two = ptx::max_u16x2(above_nan_x2(four), above_nan_x2(four >> 8));
+    return max(int(max(two & 0xFFFF, two >> 16)) - 1 - lift_headroom<E>(), 0);
+}
+
+/// Sixteen codes under the scale `source` as E4M3 under `target`.
+template <class E>
+__device__ __forceinline__ uint4 lift_sixteen(const u32 (&words)[E::kBits / 2], u32 source, int target) {
+    if constexpr (E::kBits == 4) {
+        const u32 entry = lift_index(source, target), rise = (entry - kLiftNormal) * kLiftOctave;
+        uint2 magnitudes = {kLiftLow + (rise & 0xFFFFFF00), kLiftHigh + rise};
+        u32 signs = kEachSign;
+        if (!lifts_to_normal(entry)) {
+            const Lift& by = kLiftTable.entry[entry];
+            magnitudes = by.magnitudes;
+            signs = by.signs;
+        }
+        return {lift_four<false>(words[0], magnitudes, signs), lift_four<true>(words[0], magnitudes, signs),
+                lift_four<false>(words[1], magnitudes, signs), lift_four<true>(words[1], magnitudes, signs)};
+    } else {
+        if (source == kScaleNan) return {0x7F7F7F7F, 0x7F7F7F7F, 0x7F7F7F7F, 0x7F7F7F7F};
+        // Past the farthest nothing differs any more: every number has vanished.
+        const float factor = __uint_as_float(u32(127 + max(int(source) - target, -kLiftFar)) << 23);
+        float value[16];
+        E::decode(words, value);
+        u32 lifted[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            float four[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) four[j] = __fmul_rn(value[4 * i + j], factor);
+            lifted[i] = u32(ptx::e4m3x2_from_f32(four[0], four[1])) | u32(ptx::e4m3x2_from_f32(four[2], four[3])) << 16;
+        }
+        return {lifted[0], lifted[1], lifted[2], lifted[3]};
+    }
+}
+
 template <class F, bool kWhole>
 __global__ void __launch_bounds__(256) lift_lines(const u8* __restrict__ codes, const RecordPlane from, u8* __restrict__ out, const RecordPlane to,
-                                                  int lines, int len, Divider by_units, u32 units) {
+                                                  int lines, int len) {
     using E = typename F::Element;
-    constexpr int kBits = E::kBits, kLifted = 128, kFarthest = -32;
-    static_assert(F::kBlock % 16 == 0 && kLifted % F::kBlock == 0 && F::kScaleBytes == 1);
-    const u32 task = blockIdx.x * 256 + threadIdx.x;
-    const int line = by_units.divide(task), first = int(task - line * units) * 16;
-    const bool exists = line < lines && first < len;
+    constexpr int kBits = E::kBits, kRecords = kLiftedCols / F::kBlock;
+    static_assert(F::kBlock == 32 && F::kScaleBytes == 1, "a word holds the scales of 128 values");
+    __shared__ u32 scales[kLiftedLines][kLiftedTargets];
+    const int across = ceil_div(len, kLiftedCols);
+    const int first_line = int(blockIdx.x / across) * kLiftedLines, first_col = int(blockIdx.x % across) * kLiftedCols;
+    const int in_tile = threadIdx.x / 8, line = first_line + in_tile, col = first_col + threadIdx.x % 8 * 16;
+    const u32 line_bytes = code_bytes(kBits, len);
 
-    u32 record = kScaleNan, words[kBits / 2] = {};
-    if (exists) {
-        record = from.template load<1>(line, first / F::kBlock);
-        const u32 line_bytes = code_bytes(kBits, len), at = first / 8 * kBits;
-        const u8* const in = codes + u64(line) * line_bytes + at;
-        if constexpr (kWhole) {
+    u32 words[kLiftedTargets][kBits / 2] = {};
 #pragma unroll
-            for (int i = 0; i < kBits / 2; ++i) words[i] = __ldg(reinterpret_cast<const u32*>(in) + i);
+    for (int t = 0; t < kLiftedTargets; ++t) {
+        const int first = col + t * kLifted;
+        if (line >= lines || first >= len) continue;
+        const u32 at = first / 8 * kBits;
+        const u8* const in = codes + u64(line) * line_bytes + at;
+        if constexpr (kWhole && kBits == 4) {
+            const uint2 eight = ptx::load_8(in);
+            words[t][0] = eight.x;
+            words[t][1] = eight.y;
+        } else if constexpr (kWhole) {
+#pragma unroll
+            for (int i = 0; i < kBits / 2; ++i) words[t][i] = __ldg(reinterpret_cast<const u32*>(in) + i);
         } else {
 #pragma unroll
             for (int i = 0; i < 2 * kBits; ++i)
-                if (at + i < line_bytes) words[i / 4] |= u32(__ldg(in + i)) << (i % 4 * 8);
+                if (at + i < line_bytes) words[t][i / 4] |= u32(__ldg(in + i)) << (i % 4 * 8);
         }
     }
-    // A NaN is 0, so that it is never the largest.
-    u32 largest = (record + 1) & 0xFF;
+    // Neighbouring threads take neighbouring bytes.
+    const bool by_line = from.block_stride == 1;
 #pragma unroll
-    for (int lane = 1; lane < 8; lane *= 2) largest = max(largest, __shfl_xor_sync(kAllLanes, largest, lane));
-    const int target = max(int(largest) - 1 - lift_headroom<E>(), 0);
-    if (!exists) return;
-    if (first % kLifted == 0) to.template store<1>(line, first / kLifted, u32(target));
-
-    // Past the farthest nothing differs any more: every number has vanished.
-    const float factor = __uint_as_float(u32(127 + max(int(record) - target, kFarthest)) << 23);
-    float value[16];
-    E::decode(words, value);
-    u32 lifted[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        float four[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) four[j] = __fmul_rn(value[4 * i + j], factor);
-        lifted[i] = u32(ptx::e4m3x2_from_f32(four[0], four[1])) | u32(ptx::e4m3x2_from_f32(four[2], four[3])) << 16;
-        if (record == kScaleNan) lifted[i] = 0x7F7F7F7F;
+    for (int i = threadIdx.x; i < kLiftedLines * kRecords; i += 256) {
+        const int l = by_line ? i / kRecords : i % kLiftedLines, r = by_line ? i % kRecords : i / kLiftedLines;
+        const bool exists = first_line + l < lines && first_col + r * F::kBlock < len;
+        const u32 record = exists ? from.template load<1>(first_line + l, first_col / F::kBlock + r) : kScaleNan;
+        reinterpret_cast<u8*>(scales[l])[r] = u8(record);
     }
-    u8* const at = out + u64(line) * len + first;
-    if constexpr (kWhole) {
-        ptx::store_16(at, {lifted[0], lifted[1], lifted[2], lifted[3]});
-    } else {
+    __syncthreads();
+
+    if (threadIdx.x < kLiftedLines * kLiftedTargets) {
+        const int i = threadIdx.x;
+        const bool along = to.block_stride == 1;
+        const int l = along ? i / kLiftedTargets : i % kLiftedLines, t = along ? i % kLiftedTargets : i / kLiftedLines;
+        if (first_line + l < lines && first_col + t * kLifted < len)
+            to.template store<1>(first_line + l, first_col / kLifted + t, u32(lifted_scale<E>(scales[l][t])));
+    }
+    u8* at = out + u64(line) * len + col;
 #pragma unroll
-        for (int i = 0; i < 16; ++i)
-            if (first + i < len) at[i] = u8(lifted[i / 4] >> (i % 4 * 8));
+    for (int t = 0; t < kLiftedTargets; ++t, at += kLifted) {
+        const int first = col + t * kLifted;
+        if (line >= lines || first >= len) continue;
+        const u32 four = scales[in_tile][t], source = four >> (threadIdx.x % 8 / 2 * 8) & 0xFF;
+        const uint4 lifted = lift_sixteen<E>(words[t], source, lifted_scale<E>(four));
+        if constexpr (kWhole) {
+            ptx::store_16(at, lifted);
+        } else {
+            const u32 of[4] = {lifted.x, lifted.y, lifted.z, lifted.w};
+#pragma unroll
+            for (int i = 0; i < 16; ++i)
+                if (first + i < len) at[i] = u8(of[i / 4] >> (i % 4 * 8));
+        }
     }
 }
 

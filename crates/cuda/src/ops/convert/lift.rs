@@ -3,20 +3,20 @@
 use super::units::{RecordPlane, UnitFormat};
 use crate::backend::Buf;
 use crate::compile::jit::{KernelSpec, TemplateArg};
-use crate::launch::{Divider, KernelArg, Launch, plain_args};
+use crate::launch::{KernelArg, Launch, plain_args};
 use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;
 use crate::ops::planes::column_stride;
 use crate::{Cuda, Device};
-use nibble_core::formats::{BlockAxis, Format, LIFTED_BLOCK, ScaleLayout};
+use nibble_core::formats::{BlockAxis, Format, ScaleLayout};
 use nibble_core::{BlockScaled, Error, Result};
 
 const OP: &str = "lift";
-const THREADS: usize = 256;
-/// Values that a thread takes.
+const THREADS: u32 = 256;
+/// Values that a thread takes at a time.
 const UNIT: usize = 16;
-/// Below 2³¹ with a cta's threads more.
-const MOST_TASKS: usize = i32::MAX as usize - THREADS;
+/// Lines that a cta takes, and values of each.
+const TILE: (usize, usize) = (32, 512);
 
 plain_args!(RecordPlane);
 
@@ -71,21 +71,19 @@ pub(crate) fn lift(
         }
     }
     let (lines, len) = if x.axis == BlockAxis::Col { (x.cols, x.rows) } else { (x.rows, x.cols) };
-    let units = len.div_ceil(LIFTED_BLOCK) * (LIFTED_BLOCK / UNIT);
-    let tasks = lines.saturating_mul(units);
-    if tasks > MOST_TASKS || i32::try_from(len).is_err() {
+    let ctas = lines.div_ceil(TILE.0).saturating_mul(len.div_ceil(TILE.1));
+    let (Ok(ctas), Ok(lines), Ok(len_of_line)) =
+        (i32::try_from(ctas), i32::try_from(lines), i32::try_from(len))
+    else {
         return Err(Error::shape(OP, "x", format!("{} × {}", x.rows, x.cols), "fewer values"));
-    }
-    if tasks == 0 {
+    };
+    if ctas == 0 {
         return Ok(made);
     }
     let (from, to) = (records(x)?, records(&made)?);
     let kernel = device.kernel(&spec(unit, len.is_multiple_of(UNIT)))?;
-    let ctas = tasks.div_ceil(THREADS) as u32;
-    let launch = Launch { ctas, threads: THREADS as u32, cluster: 1, shared_bytes: 0 };
-    let (by_units, units, lines, len) = (Divider::by(units as u32), units as u32, lines as i32, len as i32);
-    let args: [&dyn KernelArg; 8] =
-        [x.codes.get(), &from, made.codes.get(), &to, &lines, &len, &by_units, &units];
+    let launch = Launch { ctas: ctas as u32, threads: THREADS, cluster: 1, shared_bytes: 0 };
+    let args: [&dyn KernelArg; 6] = [x.codes.get(), &from, made.codes.get(), &to, &lines, &len_of_line];
     // SAFETY: `BufferCheck` held the planes of x to its shape, and those of `made` were held to theirs here; the kernel stays within lines of
     // this length and the records of their blocks, and takes whole words only where every line begins on one. A device's buffers start on 16 bytes.
     unsafe { kernel.launch(launch, &args) }?;
