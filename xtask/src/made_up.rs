@@ -102,7 +102,7 @@ pub fn made_up() -> Result<(), String> {
     remove(&copy)
 }
 
-/// Whether the patches still apply: a file that changes beside one of their lines takes seconds to find, and not the tests before.
+/// Whether the patches apply to this checkout. A change next to a line of theirs breaks them; [`made_up`] finds that only after all else.
 pub fn patches_apply() -> Result<(), String> {
     ALL.iter().try_for_each(|made_up| git_apply(&root().join(made_up.patch), &root(), &["--check"]))
 }
@@ -139,12 +139,15 @@ fn edit(path: &Path, change: impl FnOnce(&str) -> String) -> Result<(), String> 
     fs::write(path, change(&text)).map_err(told)
 }
 
-/// Applies the patch to a copy, or with other arguments tries to.
-fn git_apply(patch: &Path, copy: &Path, arguments: &[&str]) -> Result<(), String> {
+/// `git apply` of the patch in a folder: with `--check` among the arguments nothing is written.
+fn git_apply(patch: &Path, folder: &Path, arguments: &[&str]) -> Result<(), String> {
     let mut git = Command::new("git");
     // The copy lies inside a checkout, of which it is no part.
-    git.arg("apply").args(arguments).arg(patch).env("GIT_CEILING_DIRECTORIES", copy.parent().unwrap_or(copy));
-    match git.current_dir(copy).status() {
+    git.arg("apply")
+        .args(arguments)
+        .arg(patch)
+        .env("GIT_CEILING_DIRECTORIES", folder.parent().unwrap_or(folder));
+    match git.current_dir(folder).status() {
         Ok(status) if status.success() => Ok(()),
         Ok(_) => Err(format!("{} does not apply: bring its context up to date", patch.display())),
         Err(e) => Err(format!("{git:?}: {e}")),
