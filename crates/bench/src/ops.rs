@@ -197,7 +197,7 @@ fn experts(b: &Cpu) -> CoreResult<Vec<Case>> {
     }));
     let h = sorted.plain("bench")?.clone();
     let e4m3 = codec(Format::E4m3, Rounding::NearestEven)?;
-    let block = |planes| Emit::Block { codec: e4m3, planes };
+    let block = |planes| Emit::block(e4m3, planes);
     let (a, groups, wide) = (block(Planes::Rows), map.groups.clone(), h.clone());
     let (half, save_h) = (capacity * COLS / 2, Some(codec(Format::Mxfp4, Rounding::NearestEven)?));
     cases.push(case("swiglu → e4m3 rows, h → mxfp4", h.bytes() + half + half, move |b| {

@@ -1,8 +1,8 @@
 //! Quantization: which kernels make the planes, and what they take on the way.
 
 use crate::{Grouping, Temporary};
-use nibble_core::formats::{Codec, Element, Format, Rounding, ScaleKind, WHOLE_LINE, hadamard};
-use nibble_core::ops::{Planes, Quantize};
+use nibble_core::formats::{BlockAxis, Codec, Element, Format, Rounding, ScaleKind, WHOLE_LINE, hadamard};
+use nibble_core::ops::{Numbers, Planes, Quantize, Stored, Taken};
 use nibble_core::{Backend, DType};
 use std::fmt;
 
@@ -68,6 +68,16 @@ impl FastKernels {
         self.format.spec().tiles && self.rounding == Rounding::NearestEven && self.hadamard.is_none()
     }
 
+    /// Whether there are ones that lift what they have quantized: of MXFP4 as recipes ask for it, down the columns after a transform alone.
+    pub fn lifts(&self, planes: Planes) -> bool {
+        let has_planes = match planes {
+            Planes::Rows => self.hadamard.is_none(),
+            Planes::Cols => self.hadamard.is_some(),
+            Planes::Both | Planes::Tiles => false,
+        };
+        self.format == Format::Mxfp4 && has_planes
+    }
+
     /// Whether there is one that writes rows into messages: of activations and gradients as they are.
     pub fn packs(&self) -> bool {
         self.input == DType::Bf16 && self.hadamard.is_none()
@@ -78,6 +88,15 @@ impl FastKernels {
 pub fn has_fast_kernels(format: Format) -> bool {
     FastKernels::all().any(|kernels| kernels.format == format)
 }
+
+/// What the general kernel decodes as it quantizes: formats whose products multiply BF16 numbers, rounded as recipes do.
+pub const DECODED: [(Format, &[Rounding]); 5] = [
+    (Format::Nvfp4, &[Rounding::NearestEven, Rounding::Stochastic]),
+    (Format::Hif4, &[Rounding::NearestEven, Rounding::NearestAway]),
+    (Format::Mxint8, &[Rounding::NearestEven]),
+    (Format::Mxfp8E4m3, &[Rounding::NearestEven]),
+    (Format::Mxfp8E5m2, &[Rounding::NearestEven]),
+];
 
 /// What decides about the kernels and their launches.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -102,6 +121,8 @@ pub struct QuantizeDesc {
     pub ragged: bool,
     /// The length of a transform that comes first.
     pub hadamard: Option<usize>,
+    /// The numbers of the products that alone read it.
+    pub only_for: Option<Numbers>,
 }
 
 /// The scales of rows as a kernel that also writes columns leaves them, block by block, and as they are to be.
@@ -148,6 +169,7 @@ impl QuantizeDesc {
             groups: op.groups.map(Grouping::of),
             ragged: op.groups.is_some(),
             hadamard: op.hadamard.map(|hadamard| hadamard.len),
+            only_for: op.only_for,
         }
     }
 
@@ -156,8 +178,47 @@ impl QuantizeDesc {
         self.codec.scale_kind()
     }
 
-    /// The fast kernels that do it, if they are built and take the shape. They choose scales by their rule alone.
+    /// In what form its numbers are written: as codes, unless products alone read them and there is a kernel that makes at once what those take.
+    pub fn taken(&self) -> Taken {
+        let last = if self.is_fused() { *self } else { self.transformed() };
+        match self.asked_for() {
+            Taken::Lifted if last.by_rule().is_some_and(|kernels| kernels.lifts(self.planes)) => {
+                Taken::Lifted
+            }
+            Taken::Decoded if self.is_decoded() => Taken::Decoded,
+            _ => Taken::AsIs,
+        }
+    }
+
+    /// What products make of it that alone read it.
+    fn asked_for(&self) -> Taken {
+        let axis = match self.planes {
+            Planes::Rows | Planes::Both => BlockAxis::Row,
+            Planes::Cols => BlockAxis::Col,
+            Planes::Tiles => return Taken::AsIs,
+        };
+        let stored = Stored { format: self.codec.format(), rule: self.codec.rule(), axis };
+        let numbers = self.only_for.filter(|numbers| *numbers != Numbers::F32);
+        numbers.map_or(Taken::AsIs, |numbers| numbers.takes(stored))
+    }
+
+    /// Whether the general kernel decodes what it quantizes.
+    fn is_decoded(&self) -> bool {
+        let (format, rounding) = (self.codec.format(), self.codec.rounding());
+        // Draws are for eight neighbours of a row.
+        let takes_shape = !rounding.is_random() || self.cols.is_multiple_of(8);
+        let is_built = DECODED.iter().any(|(of, roundings)| *of == format && roundings.contains(&rounding));
+        let is_wanted = self.asked_for() == Taken::Decoded;
+        is_wanted && is_built && takes_shape && self.codec.scaling().is_default_in_blocks()
+    }
+
+    /// The fast kernels that do it, if they are built and take the shape. None of them decodes.
     pub fn fast_kernels(&self) -> Option<FastKernels> {
+        self.by_rule().filter(|_| !self.is_decoded())
+    }
+
+    /// Those that quantize so, which choose scales by their rule alone.
+    fn by_rule(&self) -> Option<FastKernels> {
         if !self.codec.scaling().is_default() {
             return None;
         }
@@ -219,7 +280,7 @@ impl QuantizeDesc {
     /// sector of their own to the L2. That pays for MX formats; NVFP4, with twice as many records, loses more by the second kernel.
     pub fn row_scales(&self) -> Option<RowScales> {
         let (block, kind) = (self.codec.format().spec().block, self.kind());
-        if self.planes != Planes::Both {
+        if self.planes != Planes::Both || self.is_decoded() {
             return None;
         }
         if self.is_general() {
@@ -299,6 +360,11 @@ impl fmt::Display for QuantizeDesc {
         if !self.is_fused() && !last.transforms_as_it_reads() {
             f.write_str("transform; ")?;
         }
-        f.write_str(if last.is_general() { "general kernel" } else { "kernel of its own" })
+        f.write_str(if last.is_general() { "general kernel" } else { "kernel of its own" })?;
+        f.write_str(match self.taken() {
+            Taken::AsIs => "",
+            Taken::Lifted => ", lifted",
+            Taken::Decoded => ", decoded",
+        })
     }
 }

@@ -90,11 +90,11 @@ impl SwigluPath {
         });
         let by_rows = keeps_mxfp4 && fits(32, rows);
         match (op.a, tiled_capacity(rows, op.groups)) {
-            (Emit::Block { codec, planes: Planes::Rows }, _) if by_rows && is_fused_e4m3(codec) => {
+            (Emit::Block { codec, planes: Planes::Rows, .. }, _) if by_rows && is_fused_e4m3(codec) => {
                 Self::Rows { codec: Some(codec), save_h: op.save_h }
             }
             (Emit::Plain(DType::Bf16), _) if by_rows => Self::Rows { codec: None, save_h: op.save_h },
-            (Emit::Block { codec, planes: Planes::Both }, Some(capacity))
+            (Emit::Block { codec, planes: Planes::Both, .. }, Some(capacity))
                 if fits(8, capacity) && is_fused_e4m3(codec) =>
             {
                 Self::RowsCols { codec, capacity }
@@ -151,8 +151,8 @@ fn emitted<B: GpuKernels>(
     groups: Option<&Groups<B>>,
 ) -> Result<Emitted<B>> {
     match (emit, &x.rows) {
-        (Emit::Block { codec, planes }, Some(Operand::Plain(x))) => {
-            b.quantize_counting(Quantize { groups, ..Quantize::new(x, codec, planes) }, None)
+        (Emit::Block { codec, planes, only_for }, Some(Operand::Plain(x))) => {
+            b.quantize_counting(Quantize { groups, only_for, ..Quantize::new(x, codec, planes) }, None)
         }
         _ => Ok(x),
     }
@@ -216,15 +216,16 @@ impl SwigluBackwardPath {
         let plain = Self::Plain { decoded, dh, a: wanted };
         // The kernel of all planes always writes `a`: where it is not wanted it is dropped.
         let a = op.a.unwrap_or(match op.dh {
-            Emit::Block { codec, planes: Planes::Both } => Emit::Block { codec, planes: Planes::Cols },
+            Emit::Block { codec, planes: Planes::Both, .. } => Emit::block(codec, Planes::Cols),
             Emit::Block { .. } => Emit::Plain(DType::Bf16),
             plain @ Emit::Plain(_) => plain,
         });
-        let Emit::Block { codec, planes: Planes::Both } = op.dh else { return plain };
+        let Emit::Block { codec, planes: Planes::Both, .. } = op.dh else { return plain };
         let (Some(source), Some(capacity)) = (HSource::of(op.h), tiled_capacity(rows, op.groups)) else {
             return plain;
         };
-        let same = a == Emit::Block { codec, planes: Planes::Cols } && is_fused_e4m3(codec);
+        let same = matches!(a, Emit::Block { codec: of_a, planes: Planes::Cols, .. } if of_a == codec)
+            && is_fused_e4m3(codec);
         let whole = f.is_multiple_of(TILE) && rows > 0 && f > 0 && op.da.dtype() == DType::Bf16;
         if same && whole && check_size("swiglu_backward", 2 * capacity, f).is_ok() {
             Self::Fused { source, codec, capacity, parts: rows * (f / TILE) }
@@ -240,7 +241,7 @@ pub fn swiglu_backward<B: GpuKernels>(b: &B, op: &SwigluBackward<'_, B>) -> Resu
     match path {
         SwigluBackwardPath::Fused { codec, parts, .. } => {
             // The kernel writes `a` whether or not it is wanted.
-            let a = Some(Emit::Block { codec, planes: Planes::Cols });
+            let a = Some(Emit::block(codec, Planes::Cols));
             let grads = SwigluBackward { a, ..*op }.result(b)?;
             let parts = b.alloc(parts)?;
             b.swiglu_backward_kernel(op, &path, op.h, Some(&parts), &grads)?;

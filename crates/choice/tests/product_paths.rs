@@ -5,11 +5,11 @@ use nibble_choice::products::{Factor, Fp8, OperandKind, ProductDesc, ProductPath
 use nibble_core::DType;
 use nibble_core::formats::ScaleRule::{Amax, Rceil, TensorAmax};
 use nibble_core::formats::{BlockAxis, Format, ScaleRule};
-use nibble_core::ops::ProductDims;
+use nibble_core::ops::{ProductDims, Taken};
 
 /// An operand along whose rows blocks run.
 fn rows(format: Format, rule: ScaleRule, rows: usize, cols: usize) -> Factor {
-    Factor { format, rule, axis: BlockAxis::Row, rows, cols, shared_cols: 1 }
+    Factor { format, rule, axis: BlockAxis::Row, rows, cols, shared_cols: 1, taken: Taken::AsIs }
 }
 
 /// A dense product of 256 x 512 over 1024.

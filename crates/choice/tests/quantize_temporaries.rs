@@ -23,6 +23,7 @@ fn desc(format: Format, planes: Planes) -> QuantizeDesc {
         groups: Some(Grouping { count: 3, align: 128, rows_each: None }),
         ragged: true,
         hadamard: None,
+        only_for: None,
     }
 }
 

@@ -8,7 +8,7 @@ use nibble_command::console::bytes;
 use nibble_command::env::{self, Env};
 use nibble_command::error::Result;
 use nibble_command::say;
-use nibble_core::ops::ProductDims;
+use nibble_core::ops::{ProductDims, Taken};
 use nibble_core::{Backend, DType, Recipe};
 use nibble_formats::WHOLE_LINE;
 use nibble_formats::{BlockAxis, Format, ScaleRule};
@@ -109,7 +109,8 @@ const PATH_WIDTH: usize = 65;
 fn product_path(format: Format) -> String {
     let (m, n, k) = (1024, 1024, 1024);
     let rule = format.spec().default_rule().unwrap_or(ScaleRule::Amax);
-    let factor = Factor { format, rule, axis: BlockAxis::Row, rows: m, cols: k, shared_cols: 1 };
+    let factor =
+        Factor { format, rule, axis: BlockAxis::Row, rows: m, cols: k, shared_cols: 1, taken: Taken::AsIs };
     let product = ProductDesc {
         ragged: Ragged::Rows,
         groups: None,

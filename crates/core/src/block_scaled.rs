@@ -1,3 +1,4 @@
+use crate::ops::Taken;
 use crate::{Backend, DType, Error, Result, Tensor};
 use nibble_formats::{BlockAxis, Format, Scale, ScaleKind, ScaleLayout, ScalePlane, ScaleRule};
 
@@ -40,6 +41,8 @@ pub struct BlockScaled<B: Backend> {
     /// Of columns: so many neighbours, from every multiple of it on, have the same scales, as those made of blocks along rows do;
     /// products that know it are faster. 1 where nothing is known.
     pub shared_cols: usize,
+    /// In what form its numbers lie in `codes`: not as codes where nothing but products reads it ([`Quantize::only_for`](crate::ops::Quantize::only_for)).
+    pub taken: Taken,
 }
 
 impl<B: Backend> BlockScaled<B> {
@@ -49,11 +52,25 @@ impl<B: Backend> BlockScaled<B> {
     /// What the backend returns where it has no memory left.
     pub fn unwritten(
         b: &B,
+        stored: (Format, ScaleRule),
+        axis: BlockAxis,
+        shape: (usize, usize, usize),
+    ) -> Result<Self> {
+        Self::unwritten_as(b, stored, axis, shape, Taken::AsIs)
+    }
+
+    /// The same in the form that products take. For a format that they lift, [`Taken::Lifted`]; for [`Taken::Decoded`] one whose blocks run along
+    /// lines.
+    ///
+    /// # Errors
+    /// What the backend returns where it has no memory left.
+    pub fn unwritten_as(
+        b: &B,
         (format, rule): (Format, ScaleRule),
         axis: BlockAxis,
         (rows, cols, stack): (usize, usize, usize),
+        taken: Taken,
     ) -> Result<Self> {
-        let (lines, blocks) = Self::scale_shape(format, axis, rows, cols, stack);
         let kind = format.scale_kind(rule);
         let scale_layout = match axis {
             BlockAxis::Col => b.kind().column_scales(),
@@ -61,6 +78,8 @@ impl<B: Backend> BlockScaled<B> {
         };
         // Of rows without values a GPU writes nothing.
         let tensor_scale = || if cols == 0 { b.upload(&vec![1.0; rows]) } else { b.alloc(rows) };
+        let [codes, scales] =
+            Self::plane_bytes((format, rule), axis, (rows, cols, stack), taken, scale_layout);
         Ok(Self {
             format,
             axis,
@@ -68,12 +87,53 @@ impl<B: Backend> BlockScaled<B> {
             rows,
             cols,
             stack,
-            codes: b.alloc(Self::code_bytes(format, axis, rows, cols))?,
-            scales: b.alloc(scale_layout.len(lines, blocks, kind.bytes()) * kind.bytes())?,
+            codes: b.alloc(codes)?,
+            scales: b.alloc(scales)?,
             tensor_scale: kind.has_tensor_scale().then(tensor_scale).transpose()?,
             scale_layout,
             shared_cols: 1,
+            taken,
         })
+    }
+
+    /// Bytes of the planes of codes and of scales, whose numbers lie in this form. Decoded ones are BF16 numbers, row by row whatever the axis, and
+    /// keep the scales of their codes.
+    fn plane_bytes(
+        (format, rule): (Format, ScaleRule),
+        axis: BlockAxis,
+        (rows, cols, stack): (usize, usize, usize),
+        taken: Taken,
+        layout: ScaleLayout,
+    ) -> [usize; 2] {
+        let (of_scales, codes) = match taken {
+            Taken::AsIs => ((format, rule), Self::code_bytes(format, axis, rows, cols)),
+            Taken::Lifted => (Format::LIFTED, Self::code_bytes(Format::LIFTED.0, axis, rows, cols)),
+            Taken::Decoded => ((format, rule), rows * cols * DType::Bf16.size_bytes()),
+        };
+        let (lines, blocks) = Self::scale_shape(of_scales.0, axis, rows, cols, stack);
+        let bytes = of_scales.0.scale_kind(of_scales.1).bytes();
+        [codes, layout.len(lines, blocks, bytes) * bytes]
+    }
+
+    /// Bytes of its planes of codes and of scales, as they follow from its shape and form.
+    pub fn expected_bytes(&self) -> [usize; 2] {
+        let Self { format, rule, axis, rows, cols, stack, taken, scale_layout, .. } = *self;
+        Self::plane_bytes((format, rule), axis, (rows, cols, stack), taken, scale_layout)
+    }
+
+    /// Whether its codes are there.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if they lie in the form that products take.
+    pub fn check_has_codes(&self, op: &'static str) -> Result<()> {
+        if self.taken == Taken::AsIs {
+            return Ok(());
+        }
+        Err(Error::unsupported(
+            op,
+            self.format,
+            "it was quantized for products alone, as numbers that they take: its codes are not there",
+        ))
     }
 
     /// Bytes of the code plane for this format, axis and shape.
@@ -128,6 +188,7 @@ impl<B: Backend> BlockScaled<B> {
     /// # Errors
     /// [`Error::Shape`] if the plane does not have the bytes that its layout asks for; what the backend reports.
     pub fn records(&self, b: &B) -> Result<Vec<Scale>> {
+        self.check_has_codes("records")?;
         let (kind, (lines, blocks)) = (self.scale_kind(), self.shape_of_scales());
         let bytes = b.download(&self.scales)?;
         if bytes.len() != self.scale_bytes() {
@@ -155,6 +216,7 @@ impl<B: Backend> BlockScaled<B> {
     /// # Errors
     /// [`Error::Shape`] naming `argument` unless blocks run along the row; [`Error::Unsupported`] unless the scales are row-major.
     pub fn check_rows_travel(&self, op: &'static str, argument: &'static str) -> Result<()> {
+        self.check_has_codes(op)?;
         if self.axis != BlockAxis::Row {
             let got = format!("blocks along {}", self.axis);
             return Err(Error::shape(op, argument, got, "blocks along the row"));
@@ -341,6 +403,7 @@ impl RowKind {
             tensor_scale,
             scale_layout: ScaleLayout::RowMajor,
             shared_cols: 1,
+            taken: Taken::AsIs,
         }
     }
 

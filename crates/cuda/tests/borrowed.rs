@@ -35,7 +35,7 @@ fn shapes_that_buffers_do_not_have_are_refused() {
     let (rows, blocks) = (Operand::Plain(x.clone()), Operand::Block(e4m3(cuda, ROWS - 1)));
     let index = cuda.zeros::<i32>(ROWS).unwrap();
     let codec = Codec::new(Format::E4m3, ScaleRule::Rceil, Rounding::NearestEven).unwrap();
-    let emit = Emit::Block { codec, planes: Planes::Rows };
+    let emit = Emit::block(codec, Planes::Rows);
     refused(Quantize::new(&x, codec, Planes::Rows).run(cuda), "quantize", "`x`");
     let quantize = Quantize::new(&x, codec, Planes::Rows);
     let pack = QuantizePack { quantize, index: &index, place: &index, top_k: 1 };

@@ -138,6 +138,9 @@ fn layout(spec: &KernelSpec) -> Option<(String, usize, usize)> {
         "nib::quantize_units" => {
             (format!("nib::QuantizeUnitsShared<{}>", all(&["F", "In", "kAcross"])), 0, 0)
         }
+        "nib::quantize_units_decoded" => {
+            (format!("nib::DecodedUnitsShared<{}>", all(&["F", "In", "kAcross"])), 0, 0)
+        }
         "nib::dequantize_units" => {
             let across = if arg("kDown") == "true" { 2 } else { 16 };
             (format!("nib::DecodedShared<{}, {across}>", all(&["F", "Out"])), 0, 0)
@@ -145,6 +148,9 @@ fn layout(spec: &KernelSpec) -> Option<(String, usize, usize)> {
         "nib::measure_quantization" => (format!("nib::UnitCodes<{}>", arg("F")), 0, 0),
         "nib::quantize_hadamard_cols" => {
             (format!("nib::QuantizeHadamardShared<{}>", all(&["E", "Round"])), 0, 0)
+        }
+        "nib::quantize_hadamard_cols_lifted" => {
+            (format!("nib::QuantizeHadamardShared<nib::E2m1, {}>", arg("Round")), 0, 0)
         }
         "nib::quantize_hadamard_rows" => (format!("nib::UnitsShared<{}>", arg("E")), 0, 1023),
         "nib::lift_cols" => (format!("nib::TurnShared<nib::kTile / 2, 4, {}>", arg("kPanels")), 0, 0),

@@ -185,7 +185,9 @@ impl fmt::Display for Conversion {
                 transform.map_or(Ok(()), |len| write!(f, ", transformed by {len}"))
             }
             Self::Swiglu(Emit::Plain(dtype)) => write!(f, "SwiGLU to {dtype}"),
-            Self::Swiglu(Emit::Block { codec, planes }) => write!(f, "SwiGLU to {}", Blocks(codec, planes)),
+            Self::Swiglu(Emit::Block { codec, planes, .. }) => {
+                write!(f, "SwiGLU to {}", Blocks(codec, planes))
+            }
             _ => write!(f, "{self:?}"),
         }
     }
@@ -206,7 +208,7 @@ fn codec(format: Format, rule: ScaleRule, rounding: Rounding) -> Codec {
 }
 
 fn emit(rule: ScaleRule, planes: Planes) -> Emit {
-    Emit::Block { codec: codec(E4m3, rule, NearestEven), planes }
+    Emit::block(codec(E4m3, rule, NearestEven), planes)
 }
 
 /// Rows under scales that are powers of two.

@@ -3,6 +3,7 @@
 use crate::memory::Buf;
 use crate::{Dry, Multiplied, Slow};
 use nibble_choice::head_loss::TargetRows;
+use nibble_choice::quantize::QuantizeDesc;
 use nibble_choice::swiglu::{SwigluBackwardPath, SwigluPath};
 use nibble_choice::transcode::Lines;
 use nibble_choice::vocabulary::losses_temporary;
@@ -18,7 +19,7 @@ impl GpuKernels for Dry {
         counts: Option<&Counts<Self>>,
     ) -> Result<Emitted<Self>> {
         let Some(counts) = counts else { return self.quantize(op) };
-        let out = op.uncounted(self)?;
+        let out = op.uncounted_as(self, QuantizeDesc::of(&op).taken())?;
         self.while_quantizing(&op)?;
         Ok(Emitted { counts: Some(counts.clone()), ..out })
     }

@@ -60,7 +60,8 @@ results! {
 /// Conversions, routing, and the expert layer's fused kernels.
 impl Dry {
     pub(crate) fn quantize(&self, op: Quantize<'_, Self>) -> Result<Emitted<Self>> {
-        let out = op.result(self)?;
+        let taken = if self.is_gpu() { QuantizeDesc::of(&op).taken() } else { Taken::AsIs };
+        let out = op.result_as(self, taken)?;
         self.while_quantizing(&op)?;
         Ok(out)
     }

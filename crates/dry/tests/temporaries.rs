@@ -42,7 +42,7 @@ fn the_backward_pass_of_swiglu_with_h_in_every_format() {
         forms.push((h.take_rows("test").unwrap(), format == Format::Mxfp4));
     }
     for (h, is_fused) in forms {
-        let (dh, a) = [Planes::Both, Planes::Cols].map(|planes| Emit::Block { codec: e4m3, planes }).into();
+        let (dh, a) = [Planes::Both, Planes::Cols].map(|planes| Emit::block(e4m3, planes)).into();
         let taken = peak(&gpu, || {
             SwigluBackward { h: &h, da: &da, weight: None, groups: None, dh, a: Some(a) }.run(&gpu)
         });
@@ -57,7 +57,7 @@ fn the_backward_pass_of_swiglu_with_h_in_every_format() {
 fn swiglu_with_h_kept_in_every_format() {
     let gpu = Dry::new(DeviceKind::Gpu);
     let h = Tensor::unwritten(&gpu, DType::Bf16, ROWS, 2 * F).unwrap();
-    let a = Emit::Block { codec: codec(Format::E4m3, ScaleRule::Rceil), planes: Planes::Rows };
+    let a = Emit::block(codec(Format::E4m3, ScaleRule::Rceil), Planes::Rows);
     for format in Format::ALL.into_iter().filter(|format| format.is_block()) {
         let save_h = Some(codec(format, format.spec().default_rule().unwrap()));
         let taken = peak(&gpu, || Swiglu { h: &h, weight: None, groups: None, a, save_h }.run(&gpu));

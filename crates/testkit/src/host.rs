@@ -6,6 +6,7 @@ use nibble_core::formats::{
     BlockAxis, Codec, Format, ScaleKind, ScaleLayout, ScalePlane, ScalePlaneMut, ScaleRule, Stream,
     pack_codes,
 };
+use nibble_core::ops::Taken;
 use nibble_core::{Backend, BlockScaled, DType, Result, Tensor};
 
 /// A [`BlockScaled`] tensor on the host.
@@ -175,6 +176,7 @@ impl HostBlock {
             tensor_scale: self.tensor_scale.as_ref().map(|s| b.upload(s)).transpose()?,
             scale_layout: ScaleLayout::RowMajor,
             shared_cols: 1,
+            taken: Taken::AsIs,
         })
     }
 }

@@ -2,6 +2,7 @@
 
 use crate::config::Balance;
 use crate::delayed::{DelayedRecords, Spans};
+use crate::layer_products;
 use crate::moe::Combine;
 use crate::param::{Buckets, Gathering, Param, Wanted};
 use crate::record::{Conversion, CountSite, Counted, FoundCells, LayerSample};
@@ -9,9 +10,9 @@ use nibble_core::formats::BlockAxis;
 use nibble_core::formats::{Purpose, Stream, fnv1a32};
 use nibble_core::ops::{
     Cast, Counts, Delayed, Dequantize, Emit, Emitted, FindWindows, Found, Hadamard, MeasureQuantization,
-    PackedRows, Planes, Positions, Quantize, QuantizePack, Random, Transcode, Windows,
+    Numbers, PackedRows, Planes, Positions, Quantize, QuantizePack, Random, Transcode, Windows,
 };
-use nibble_core::recipe::{Computed, LayerKind, Pair, Precision, Route, Section, Transform};
+use nibble_core::recipe::{Computed, LayerKind, Pair, Precision, Product, Route, Section, Transform};
 use nibble_core::{
     BlockScaled, DType, Error, Groups, Kernels, Mesh, Operand, Recipe, Result, RowKind, Tensor,
 };
@@ -231,6 +232,18 @@ impl<'a, B: Kernels> Cx<'a, B> {
         self.recipe.activations
     }
 
+    /// The numbers of a product with a layer's `which`-th weight: for what is quantized for that alone. None in a step that measures quantizations,
+    /// which reads codes as well.
+    pub(crate) fn numbers(
+        &self,
+        section: &Section,
+        weight: (LayerKind, usize),
+        product: Product,
+    ) -> Option<Numbers> {
+        let numbers = || layer_products::numbers(section, weight, product, self.activations());
+        self.measures.is_none().then(numbers)
+    }
+
     /// Keeps what a conversion counted for the step's record. Without a backward pass there is no record.
     pub fn keep_counts(
         &self,
@@ -352,17 +365,17 @@ impl<'a, B: Kernels> Cx<'a, B> {
         transform.hadamard(self.seed, linear, step, self.clock.as_ref())
     }
 
-    /// Quantizes a plain tensor by itself.
+    /// Quantizes a plain tensor by itself; `only_for`: as [`Quantize::only_for`].
     pub fn quantize(
         &self,
         at: Place<'_>,
         x: &Tensor<B>,
         to: &Precision,
-        planes: Planes,
+        (planes, only_for): (Planes, Option<Numbers>),
         groups: Option<&Groups<B>>,
     ) -> Result<Emitted<B>> {
         let (op, scales) = self.quantization(at, x, to, planes, groups)?;
-        let out = op.run(self.b)?;
+        let out = Quantize { only_for, ..op }.run(self.b)?;
         self.keep_quantized(at.layer, at.tensor, &out, scales);
         if to.rht.is_none() {
             self.measure(x, [&out.rows, &out.cols], groups)?;
@@ -448,12 +461,12 @@ impl<'a, B: Kernels> Cx<'a, B> {
         Ok(done.out)
     }
 
-    /// Takes a tensor along a route.
+    /// Takes a tensor along a route. `only_for`: the numbers of the products that alone read what is made.
     pub fn follow(
         &self,
         at: Place<'_>,
         x: &Operand<B>,
-        route: &Route,
+        (route, only_for): (&Route, Option<Numbers>),
         groups: Option<&Groups<B>>,
     ) -> Result<Operand<B>> {
         match (route, x) {
@@ -462,13 +475,13 @@ impl<'a, B: Kernels> Cx<'a, B> {
             (Route::Plain(dtype), Operand::Block(x)) => {
                 Dequantize { x, dtype: *dtype }.run(self.b).map(Operand::Plain)
             }
-            (Route::Quantize(to), Operand::Plain(x)) => self.quantized(at, x, to, groups),
+            (Route::Quantize(to), Operand::Plain(x)) => self.quantized(at, x, (to, only_for), groups),
             (Route::Transcode(to), Operand::Block(x)) => {
                 self.transcode(at, x, to, groups).map(Operand::Block)
             }
             (Route::Requantize { through, to }, Operand::Block(x)) => {
                 let plain = Dequantize { x, dtype: *through }.run(self.b)?;
-                self.quantized(at, &plain, to, groups)
+                self.quantized(at, &plain, (to, only_for), groups)
             }
             (Route::Quantize(_), _) => Err(Error::shape("route", at.tensor, x.format(), "plain elements")),
             (Route::Transcode(_) | Route::Requantize { .. }, _) => {
@@ -477,26 +490,28 @@ impl<'a, B: Kernels> Cx<'a, B> {
         }
     }
 
-    /// Takes a tensor to two representations; one buffer where they are the same.
+    /// Takes a tensor to two representations; one buffer where they are the same. `only_for`: of each.
     pub fn follow_both(
         &self,
         at: Place<'_>,
         x: &Operand<B>,
-        pair: &Pair,
+        (pair, only_for): (&Pair, [Option<Numbers>; 2]),
         groups: Option<&Groups<B>>,
     ) -> Result<(Operand<B>, Operand<B>)> {
         match pair {
             Pair::One(route) => {
-                let one = self.follow(at, x, route, groups)?;
+                let one = self.follow(at, x, (route, of_both(only_for)), groups)?;
                 Ok((one.clone(), one))
             }
             Pair::OneRead(to) => {
-                let both = self.quantize(at, x.plain("route")?, to, Planes::Both, groups)?;
+                let planes = (Planes::Both, of_both(only_for));
+                let both = self.quantize(at, x.plain("route")?, to, planes, groups)?;
                 Ok((both.take_rows("route")?, both.take_cols("route")?))
             }
-            Pair::Two(first, second) => {
-                Ok((self.follow(at, x, first, groups)?, self.follow(at, x, second, groups)?))
-            }
+            Pair::Two(first, second) => Ok((
+                self.follow(at, x, (first, only_for[0]), groups)?,
+                self.follow(at, x, (second, only_for[1]), groups)?,
+            )),
         }
     }
 
@@ -505,11 +520,13 @@ impl<'a, B: Kernels> Cx<'a, B> {
         &self,
         at: Place<'_>,
         made: &Emitted<B>,
-        of: &Computed,
+        (of, only_for): (&Computed, [Option<Numbers>; 2]),
         groups: Option<&Groups<B>>,
     ) -> Result<(Operand<B>, Operand<B>)> {
         match of {
-            Computed::Plain { then, .. } => self.follow_both(at, &made.take_rows(at.tensor)?, then, groups),
+            Computed::Plain { then, .. } => {
+                self.follow_both(at, &made.take_rows(at.tensor)?, (then, only_for), groups)
+            }
             Computed::Fused { planes: Planes::Both, .. } => {
                 Ok((made.take_rows(at.tensor)?, made.take_cols(at.tensor)?))
             }
@@ -531,19 +548,19 @@ impl<'a, B: Kernels> Cx<'a, B> {
         to: &Precision,
         groups: Option<&Groups<B>>,
     ) -> Result<Operand<B>> {
-        self.follow(at, &Operand::Plain(x.clone()), &Route::of_plain(to), groups)
+        self.follow(at, &Operand::Plain(x.clone()), (&Route::of_plain(to), None), groups)
     }
 
     fn quantized(
         &self,
         at: Place<'_>,
         x: &Tensor<B>,
-        to: &Precision,
+        (to, only_for): (&Precision, Option<Numbers>),
         groups: Option<&Groups<B>>,
     ) -> Result<Operand<B>> {
         match to.axis {
-            BlockAxis::Col => self.quantize(at, x, to, Planes::Cols, groups)?.take_cols("route"),
-            _ => self.quantize(at, x, to, Planes::Rows, groups)?.take_rows("route"),
+            BlockAxis::Col => self.quantize(at, x, to, (Planes::Cols, only_for), groups)?.take_cols("route"),
+            _ => self.quantize(at, x, to, (Planes::Rows, only_for), groups)?.take_rows("route"),
         }
     }
 
@@ -553,13 +570,18 @@ impl<'a, B: Kernels> Cx<'a, B> {
     }
 }
 
-/// What a fused kernel is asked to write.
-pub fn emit(of: &Computed) -> Result<Emit> {
+/// Of what two readers have in common: one plane for both, or planes of one read.
+fn of_both([first, second]: [Option<Numbers>; 2]) -> Option<Numbers> {
+    first.filter(|_| first == second)
+}
+
+/// What a fused kernel is asked to write, for the products of these numbers alone where both are given.
+pub fn emit(of: &Computed, only_for: [Option<Numbers>; 2]) -> Result<Emit> {
     Ok(match of {
         Computed::Plain { dtype, .. } => Emit::Plain(*dtype),
         Computed::Fused { to, planes } => match to.dtype() {
             Some(dtype) => Emit::Plain(dtype),
-            None => Emit::Block { codec: to.codec()?, planes: *planes },
+            None => Emit::Block { codec: to.codec()?, planes: *planes, only_for: of_both(only_for) },
         },
     })
 }

@@ -4,9 +4,9 @@ use crate::cost::operands;
 use crate::one_layer::OneLayer;
 use nibble_choice::products::{ProductDesc, Ragged};
 use nibble_core::formats::BlockAxis;
-use nibble_core::ops::Stored;
-use nibble_core::recipe::{Layer, LayerKind, Pass, Precision, Product};
-use nibble_core::{DeviceKind, Recipe, Result};
+use nibble_core::ops::{Numbers, Stored};
+use nibble_core::recipe::{Layer, LayerKind, Pass, Precision, Product, Section};
+use nibble_core::{DType, DeviceKind, Recipe, Result};
 use nibble_dry::{Dry, Multiplied};
 
 /// A product that a layer asks for.
@@ -78,18 +78,38 @@ pub fn planned(recipe: &Recipe, layer: &Layer, progress: f64) -> Vec<(Product, [
         LayerKind::Linear | LayerKind::Head => 1,
     };
     let of_weight = |which| {
-        Product::ALL.map(|product| {
-            let [a, b] = operands(product, layer.kind, which, &section, recipe.activations);
-            let is_square = b.axis == BlockAxis::Tile && b.format.spec().tiles;
-            let of_weight = if is_square { BlockAxis::Tile } else { BlockAxis::Row };
-            let axes = match product {
-                Product::Wgrad => [BlockAxis::Col; 2],
-                Product::Fprop | Product::Dgrad => [BlockAxis::Row, of_weight],
-            };
-            (product, [stored(&a, axes[0]), stored(&b, axes[1])])
-        })
+        let stored = |product| stored_pair(&section, (layer.kind, which), product, recipe.activations);
+        Product::ALL.map(|product| (product, stored(product)))
     };
     (0..weights).flat_map(of_weight).collect()
+}
+
+/// The numbers that a product multiplies of a layer's `which`-th weight.
+pub(crate) fn numbers(
+    section: &Section,
+    weight: (LayerKind, usize),
+    product: Product,
+    activations: DType,
+) -> Numbers {
+    let [a, b] = stored_pair(section, weight, product, activations);
+    Numbers::of(a, b)
+}
+
+/// How its operands are stored.
+fn stored_pair(
+    section: &Section,
+    (kind, which): (LayerKind, usize),
+    product: Product,
+    activations: DType,
+) -> [Stored; 2] {
+    let [a, b] = operands(product, kind, which, section, activations);
+    let is_square = b.axis == BlockAxis::Tile && b.format.spec().tiles;
+    let of_weight = if is_square { BlockAxis::Tile } else { BlockAxis::Row };
+    let axes = match product {
+        Product::Wgrad => [BlockAxis::Col; 2],
+        Product::Fprop | Product::Dgrad => [BlockAxis::Row, of_weight],
+    };
+    [stored(&a, axes[0]), stored(&b, axes[1])]
 }
 
 /// Whether the products seen of a layer have the operands that its recipe means: each pair of them, and no other. Pairs of several weights that are

@@ -421,7 +421,7 @@ fn experts_backward(
 
     let emit = |site: Site, planes| match at(site).dtype() {
         Some(dtype) => Emit::Plain(dtype),
-        None => Emit::Block { codec: at(site).codec().unwrap(), planes },
+        None => Emit::block(at(site).codec().unwrap(), planes),
     };
     let routes = section.expert_routes(DType::Bf16, true, false);
     let left = |x: &Tensor<Cpu>, of: &Computed| match of {

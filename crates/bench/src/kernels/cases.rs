@@ -251,7 +251,7 @@ fn swiglu<B: Kernels>(
     let (block, planes) = to.unwrap_or((Block::E4M3, Planes::Rows));
     let (codec_a, codec_h) = (codec(block, NEAREST)?, codec(Block::MXFP4, NEAREST)?);
     let emit = match to {
-        Some(_) => Emit::Block { codec: codec_a, planes },
+        Some(_) => Emit::block(codec_a, planes),
         None => Emit::Plain(DType::Bf16),
     };
     let saves = save_h.is_some();
@@ -291,7 +291,7 @@ fn swiglu_backward<B: Kernels>(o: &Operands<B>, quantized: bool) -> Result<Case<
     }
     let (saved, groups) = (o.saved_h()?, o.groups.clone());
     let (one, other, h) = (call.clone(), call, Operand::Block(saved.clone()));
-    let block = move |planes| Emit::Block { codec, planes };
+    let block = move |planes| Emit::block(codec, planes);
     let traffic = traffic::swiglu_backward(o.extent, Some(Block::MXFP4), Some(Block::E4M3));
     let case = Case::new(traffic, move |b| one(b, &h, block(Planes::Both), block(Planes::Cols)).map(drop));
     Ok(case.against(move |b| {

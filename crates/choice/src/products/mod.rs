@@ -35,6 +35,8 @@ pub struct Factor {
     pub cols: usize,
     /// Neighbouring columns known to share scales.
     pub shared_cols: usize,
+    /// What it has become already, when it was quantized.
+    pub taken: Taken,
 }
 
 impl Factor {
@@ -49,6 +51,7 @@ impl Factor {
                 rows: q.rows,
                 cols: q.cols,
                 shared_cols: q.shared_cols,
+                taken: q.taken,
             },
         }
     }
@@ -59,7 +62,15 @@ impl Factor {
             DType::F32 => Format::F32,
             DType::Bf16 => Format::Bf16,
         };
-        Self { format, rule: ScaleRule::Amax, axis: BlockAxis::Row, rows, cols, shared_cols: 1 }
+        Self {
+            format,
+            rule: ScaleRule::Amax,
+            axis: BlockAxis::Row,
+            rows,
+            cols,
+            shared_cols: 1,
+            taken: Taken::AsIs,
+        }
     }
 
     /// How it is stored.
@@ -80,7 +91,7 @@ impl Factor {
             Taken::Decoded => Self::plain(dtype, self.rows, self.cols),
             Taken::Lifted => {
                 let Stored { format, rule, axis } = self.stored().lifted();
-                Self { format, rule, axis, ..*self }
+                Self { format, rule, axis, taken: Taken::AsIs, ..*self }
             }
         }
     }
@@ -186,7 +197,7 @@ pub struct Lowered {
 /// What an operand becomes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Made {
-    /// It stays what it is.
+    /// It stays what it is, or what it became when it was quantized.
     AsIs,
     /// A plane of [`Format::LIFTED`].
     Lifted {
@@ -285,6 +296,7 @@ impl ProductDesc {
         };
         let made = |taken, x: &Factor| match (taken, numbers) {
             (Taken::AsIs, _) => Made::AsIs,
+            (taken, _) if taken == x.taken => Made::AsIs,
             (Taken::Decoded, Numbers::F32) => Made::F32(x.values()),
             (Taken::Decoded, _) => Made::Bf16(x.values()),
             (Taken::Lifted, _) => {

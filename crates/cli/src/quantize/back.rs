@@ -5,7 +5,7 @@ use super::converted::Converted;
 use half::{bf16, f16};
 use nibble_command::error::{Error, Result};
 use nibble_core::allocation::phase;
-use nibble_core::ops::Dequantize;
+use nibble_core::ops::{Dequantize, Taken};
 use nibble_core::{BlockScaled, DType, Kernels};
 use nibble_formats::{BlockAxis, ScaleLayout};
 use safetensors::{Dtype, SafeTensors};
@@ -94,6 +94,7 @@ fn plain<B: Kernels>(
         tensor_scale: tensor_scale.map(|scale| b.upload(&vec![scale; rows])).transpose()?,
         scale_layout: ScaleLayout::RowMajor,
         shared_cols: 1,
+        taken: Taken::AsIs,
     };
     let values = decode(b, &q, about.dtype, matrix_rows)?;
     Ok(match about.dtype {

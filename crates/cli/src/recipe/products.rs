@@ -1,10 +1,10 @@
 //! `nibble recipe --trace`: the products of a layer, as a GPU takes them.
 
-use nibble_choice::products::{Fp8, Lowered, Made, OperandKind, ProductPath, ScalesB};
+use nibble_choice::products::{Factor, Fp8, Lowered, Made, OperandKind, ProductPath, ScalesB};
 use nibble_command::error::{Error, Result};
 use nibble_command::say;
 use nibble_core::Recipe;
-use nibble_core::ops::Stored;
+use nibble_core::ops::Taken;
 use nibble_core::recipe::Layer;
 use nibble_train::layer_products::{self, LayerProduct};
 
@@ -48,17 +48,19 @@ fn checked(recipe: &Recipe, layer: &Layer, progress: f64) -> Result<Vec<LayerPro
 /// A product: which it is, who asks for it, its operands and how they are multiplied.
 fn line(LayerProduct { product, op, desc }: &LayerProduct) -> String {
     let path = desc.path();
-    let [a, b] = [(desc.a.stored(), 0), (desc.b.stored(), 1)].map(|(x, side)| operand(x, side, &path));
+    let [a, b] = [(desc.a, 0), (desc.b, 1)].map(|(x, side)| operand(x, side, &path));
     format!("{:<6} {op:<14} {a:<34} {b:<34} {}", product.name(), multiplied(&path))
 }
 
-/// How an operand is stored, as recipes are printed, and what it becomes before it is multiplied.
-fn operand(x: Stored, side: usize, path: &ProductPath) -> String {
+/// How an operand is stored, as recipes are printed, and what it becomes before it is multiplied: at once, as it is quantized, or by itself.
+fn operand(x: Factor, side: usize, path: &ProductPath) -> String {
     let stored = match x.format.is_block() {
         true => format!("{} {} {}", x.format, x.axis, x.rule),
         false => x.format.to_string(),
     };
     let becomes = match path {
+        _ if x.taken == Taken::Lifted => ", lifted at once",
+        _ if x.taken == Taken::Decoded => ", decoded at once",
         ProductPath::Lowered(Lowered { sides, .. }) => match sides[side] {
             Made::AsIs => "",
             Made::Lifted { .. } => ", lifted",

@@ -1,5 +1,5 @@
-use super::numbers::{Numbers, Stored};
-use super::quantize::{check_axis, check_planes};
+use super::numbers::{Numbers, Stored, Taken};
+use super::quantize::{check_axis, check_lengths};
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, DType, Error, Groups, Operand, Result, Tensor};
 use nibble_formats::BlockAxis;
@@ -162,10 +162,11 @@ impl<B: Backend> GroupedWgrad<'_, B> {
         const OP: &str = "grouped_wgrad";
         for (argument, x) in [("dy.axis", self.dy), ("x.axis", self.x)] {
             if let Operand::Block(q) = x {
-                check_planes(OP, q)?;
+                check_lengths(OP, q)?;
                 check_axis(OP, argument, q, BlockAxis::Col)?;
             }
         }
+        check_taken(OP, self.dy, self.x)?;
         let step = Numbers::column_step(Stored::of(self.dy), Stored::of(self.x));
         if !self.groups.align.is_multiple_of(step) {
             let (dy, x) = (self.dy.format(), self.x.format());
@@ -182,14 +183,29 @@ impl<B: Backend> GroupedWgrad<'_, B> {
 
 fn check_pair<B: Backend>(op: &'static str, a: &Operand<B>, b: &Operand<B>) -> Result<()> {
     if let Operand::Block(a) = a {
-        check_planes(op, a)?;
+        check_lengths(op, a)?;
         check_axis(op, "axis of the first operand", a, BlockAxis::Row)?;
     }
     if let Operand::Block(b) = b {
-        check_planes(op, b)?;
+        check_lengths(op, b)?;
         if b.axis == BlockAxis::Col {
             return Err(Error::shape(op, "axis of the second operand", "Col", "Row or Tile"));
         }
+    }
+    check_taken(op, a, b)
+}
+
+/// What was quantized for products of some numbers is not multiplied as others.
+fn check_taken<B: Backend>(op: &'static str, a: &Operand<B>, b: &Operand<B>) -> Result<()> {
+    let numbers = Numbers::of(Stored::of(a), Stored::of(b));
+    for (x, other) in [(a, b), (b, a)] {
+        let Operand::Block(q) = x else { continue };
+        if q.taken == Taken::AsIs || (numbers != Numbers::F32 && numbers.takes(Stored::of(x)) == q.taken) {
+            continue;
+        }
+        let why =
+            format!("it was quantized for products of other numbers than those beside {}", other.format());
+        return Err(Error::unsupported(op, q.format, why));
     }
     Ok(())
 }

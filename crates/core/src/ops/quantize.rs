@@ -1,3 +1,4 @@
+use super::numbers::{Numbers, Taken};
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, BlockScaled, DType, Error, Groups, Operand, Result, Tensor};
 use nibble_formats::{BlockAxis, Codec, Correction, Format, Purpose, ScaleRule, Stream, hadamard};
@@ -46,14 +47,21 @@ pub enum Emit {
         codec: Codec,
         /// Which planes.
         planes: Planes,
+        /// As [`Quantize::only_for`].
+        only_for: Option<Numbers>,
     },
 }
 
 impl Emit {
+    /// Quantized, for any reader.
+    pub const fn block(codec: Codec, planes: Planes) -> Self {
+        Self::Block { codec, planes, only_for: None }
+    }
+
     /// What the length of a plane of columns is a multiple of; 1 where there is none.
     pub fn column_step(self) -> usize {
         match self {
-            Self::Block { codec, planes: Planes::Cols | Planes::Both } => codec.format().column_step(),
+            Self::Block { codec, planes: Planes::Cols | Planes::Both, .. } => codec.format().column_step(),
             Self::Block { .. } | Self::Plain(_) => 1,
         }
     }
@@ -72,8 +80,8 @@ impl Emit {
     ) -> Result<Emitted<B>> {
         match self {
             Self::Plain(dtype) => Ok(Emitted::plain(Tensor::unwritten(b, dtype, rows, cols)?)),
-            Self::Block { codec, planes: wanted } => {
-                let [rows, cols] = planes(b, (codec, wanted), (rows, cols, 1), step)?;
+            Self::Block { codec, planes: wanted, .. } => {
+                let [rows, cols] = planes(b, (codec, wanted, Taken::AsIs), (rows, cols, 1), step)?;
                 Ok(Emitted { rows, cols, counts: Some(Counts::zeros(b)?), found: None })
             }
         }
@@ -83,14 +91,14 @@ impl Emit {
 /// The planes of `stack` matrices, yet to be written. Column planes reach over the end of the rows, to a multiple of `step`.
 fn planes<B: Backend>(
     b: &B,
-    (codec, wanted): (Codec, Planes),
+    (codec, wanted, taken): (Codec, Planes, Taken),
     (rows, cols, stack): (usize, usize, usize),
     step: usize,
 ) -> Result<[Option<Operand<B>>; 2]> {
     let stored = (codec.format(), codec.rule());
-    let row_plane = || BlockScaled::unwritten(b, stored, BlockAxis::Row, (rows, cols, 1));
-    let col_plane =
-        || BlockScaled::unwritten(b, stored, BlockAxis::Col, (rows.next_multiple_of(step), cols, 1));
+    let plane = |axis, rows| BlockScaled::unwritten_as(b, stored, axis, (rows, cols, 1), taken);
+    let row_plane = || plane(BlockAxis::Row, rows);
+    let col_plane = || plane(BlockAxis::Col, rows.next_multiple_of(step));
     let made = match wanted {
         Planes::Rows => [Some(row_plane()?), None],
         Planes::Cols => [None, Some(col_plane()?)],
@@ -264,6 +272,9 @@ impl<B: Backend> Found<B> {
 /// measured, as it is without `delayed`. What is larger than expected saturates. A block with a NaN or an infinity gets zero codes and is counted, and
 /// the scale that is stored for its span is NaN; the span's other blocks are encoded all the same, since one pass does not know.
 ///
+/// With `only_for` a backend may write what products of those numbers take in place of codes ([`BlockScaled::taken`]): the very numbers that they would
+/// make of the codes, whose records and counts are the same. Nothing but such a product reads it then. The CPU writes codes all the same.
+///
 /// With `amax` the matrices are parts of larger ones: their largest magnitudes are not measured but these, and are what is found under `delayed`. So
 /// parts get the codes and scales that they have in the whole.
 #[derive(Debug)]
@@ -286,6 +297,8 @@ pub struct Quantize<'a, B: Backend> {
     pub delayed: Option<Delayed<'a, B>>,
     /// Of each matrix of the stack the largest magnitude, as [`MeasureAmax`] has it, and no smaller than its own (tiles only).
     pub amax: Option<&'a B::Buf<f32>>,
+    /// The numbers of the products that alone read what is made; none where something else may.
+    pub only_for: Option<Numbers>,
 }
 
 impl<'a, B: Backend> Quantize<'a, B> {
@@ -304,6 +317,7 @@ impl<'a, B: Backend> Quantize<'a, B> {
             hadamard: None,
             delayed: None,
             amax: None,
+            only_for: None,
         }
     }
 
@@ -423,12 +437,17 @@ impl<'a, B: Backend> Quantize<'a, B> {
 
     /// Its result: planes yet to be written, and zeros for what is counted and found. For checked arguments.
     pub fn result(&self, b: &B) -> Result<Emitted<B>> {
-        let made = self.uncounted(b)?;
+        self.result_as(b, Taken::AsIs)
+    }
+
+    /// The same for a backend that writes its numbers in this form.
+    pub fn result_as(&self, b: &B, taken: Taken) -> Result<Emitted<B>> {
+        let made = self.uncounted_as(b, taken)?;
         Ok(Emitted { counts: Some(Counts::zeros(b)?), ..made })
     }
 
     /// The same without counts, for what is counted together with others.
-    pub fn uncounted(&self, b: &B) -> Result<Emitted<B>> {
+    pub fn uncounted_as(&self, b: &B, taken: Taken) -> Result<Emitted<B>> {
         let found = |_| -> Result<_> {
             let mut amax = b.zeros(self.spans())?;
             if let Some(known) = self.amax {
@@ -440,7 +459,7 @@ impl<'a, B: Backend> Quantize<'a, B> {
         let transform = self.hadamard.filter(|_| self.planes == Planes::Cols).map_or(1, |h| h.len);
         let step = self.codec.format().column_step().max(transform);
         let [rows, cols] =
-            planes(b, (self.codec, self.planes), (self.x.rows, self.x.cols, self.stack), step)?;
+            planes(b, (self.codec, self.planes, taken), (self.x.rows, self.x.cols, self.stack), step)?;
         Ok(Emitted { rows, cols, counts: None, found })
     }
 }
@@ -562,11 +581,17 @@ pub(crate) fn check_stack(op: &'static str, rows: usize, stack: usize, planes: P
     Ok(())
 }
 
-/// The lengths of codes and scales follow from the shape, and from format and rule.
+/// The lengths of codes and scales follow from the shape, and from format and rule; and the codes are there.
 pub(crate) fn check_planes<B: Backend>(op: &'static str, x: &BlockScaled<B>) -> Result<()> {
-    let codes = BlockScaled::<B>::code_bytes(x.format, x.axis, x.rows, x.cols);
+    x.check_has_codes(op)?;
+    check_lengths(op, x)
+}
+
+/// The same where numbers may lie in the form that products take.
+pub(crate) fn check_lengths<B: Backend>(op: &'static str, x: &BlockScaled<B>) -> Result<()> {
+    let [codes, scales] = x.expected_bytes();
     expect_eq(op, "bytes of x.codes", B::len(&x.codes), codes)?;
-    expect_eq(op, "bytes of x.scales (against x.rule)", B::len(&x.scales), x.scale_bytes())?;
+    expect_eq(op, "bytes of x.scales (against x.rule)", B::len(&x.scales), scales)?;
     let tensor_scale = x.tensor_scale.as_ref().map(B::len);
     let rows = x.scale_kind().has_tensor_scale().then_some(x.rows);
     expect_eq(op, "values of x.tensor_scale", tensor_scale.unwrap_or(0), rows.unwrap_or(0))

@@ -42,6 +42,9 @@ impl<B: Backend> QuantizePack<'_, B> {
             let got = format!("{:?}", self.quantize.planes);
             return Err(Error::shape(OP, "quantize.planes", got, "Rows: those are what travels"));
         }
+        if self.quantize.only_for.is_some() {
+            return Err(Error::shape(OP, "quantize.only_for", "given", "none: messages are of codes"));
+        }
         if self.top_k == 0 {
             return Err(Error::shape(OP, "top_k", 0, "at least 1"));
         }

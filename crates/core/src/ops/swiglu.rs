@@ -43,7 +43,7 @@ fn check_emit<B: Backend>(
     emit: &Emit,
     groups: Option<&Groups<B>>,
 ) -> Result<()> {
-    if let Emit::Block { codec, planes } = emit {
+    if let Emit::Block { codec, planes, .. } = emit {
         if *planes == Planes::Tiles {
             return Err(Error::unsupported(op, codec.format(), format!("{argument} has no tiles")));
         }

@@ -48,7 +48,7 @@ pub(crate) fn quantize(cpu: &Cpu, op: Quantize<'_, Cpu>) -> Result<Emitted<Cpu>>
     if op.planes == Planes::Tiles && op.groups.is_some() {
         return Err(Error::shape(OP, "groups", "given", "none: square tiles are for weights"));
     }
-    let emit = Emit::Block { codec: op.codec, planes: op.planes };
+    let emit = Emit::block(op.codec, op.planes);
     let (block, made) = (column_block(OP, &[emit], op.groups)?, op.result(cpu)?);
     if let Some(transform) = op.hadamard {
         let block = if op.planes == Planes::Cols { block.max(transform.len) } else { block };
@@ -188,7 +188,7 @@ pub(crate) fn check_emits(op: &'static str, emits: &[Emit], groups: Option<&Grou
 fn column_block(op: &'static str, emits: &[Emit], groups: Option<&Groups<Cpu>>) -> Result<usize> {
     let mut longest = 1;
     for emit in emits {
-        if let Emit::Block { codec, planes: Planes::Cols | Planes::Both } = emit {
+        if let Emit::Block { codec, planes: Planes::Cols | Planes::Both, .. } = emit {
             let block = codec.format().column_step();
             match groups {
                 Some(g) if g.align % block != 0 => {

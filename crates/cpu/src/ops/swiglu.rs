@@ -15,7 +15,7 @@ use nibble_formats::BlockAxis;
 /// See [`Swiglu`].
 pub(crate) fn swiglu(cpu: &Cpu, op: Swiglu<'_, Cpu>) -> Result<SwigluOut<Cpu>> {
     const OP: &str = "swiglu";
-    let saved = op.save_h.map(|codec| Emit::Block { codec, planes: Planes::Rows });
+    let saved = op.save_h.map(|codec| Emit::block(codec, Planes::Rows));
     let emits: Vec<Emit> = saved.into_iter().chain([op.a]).collect();
     let block = check_emits(OP, &emits, op.groups)?;
     let spans = Spans::new(OP, op.h.rows, op.groups, block)?;

@@ -70,9 +70,10 @@ impl<'d> BufferCheck<'d> {
 
     /// Codes and scales.
     pub fn blocks(&self, argument: &'static str, x: &BlockScaled<Cuda>) -> Result<()> {
-        let code_bytes = BlockScaled::<Cuda>::code_bytes(x.format, x.axis, x.rows, x.cols);
-        self.part(argument, "bytes of codes", &x.codes, code_bytes)?;
-        self.part(argument, "bytes of scales", &x.scales, x.scale_bytes())?;
+        x.check_has_codes(self.op)?;
+        let [codes, scales] = x.expected_bytes();
+        self.part(argument, "bytes of codes", &x.codes, codes)?;
+        self.part(argument, "bytes of scales", &x.scales, scales)?;
         match (&x.tensor_scale, x.scale_kind().has_tensor_scale()) {
             (Some(scales), true) => self.part(argument, "scales of the tensor", scales, x.rows).map(drop),
             (None, false) => Ok(()),

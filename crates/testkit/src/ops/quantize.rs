@@ -1,6 +1,7 @@
 mod amax;
 mod scaled;
 mod stacks;
+mod taken;
 
 pub use amax::measure_amax;
 
@@ -515,5 +516,6 @@ pub fn quantize<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     general(pair);
     scaled::scaled_blocks(pair);
     transformed(pair);
+    taken::for_products(pair);
     wide(pair);
 }

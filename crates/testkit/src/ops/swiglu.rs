@@ -90,7 +90,7 @@ fn widths() -> [usize; 4] {
 }
 
 fn block(format: Format, rule: ScaleRule, planes: Planes) -> Emit {
-    Emit::Block { codec: codec(format, rule, Rounding::NearestEven), planes }
+    Emit::block(codec(format, rule, Rounding::NearestEven), planes)
 }
 
 /// Every division of rows under several kinds of values, and every kind on dense rows.

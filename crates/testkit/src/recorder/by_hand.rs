@@ -55,11 +55,12 @@ struct SealedQuantize<B: Kernels> {
     /// Of records.
     stride: usize,
     amax: Option<Buf<f32, B>>,
+    only_for: Option<Numbers>,
 }
 
 impl<B: Kernels> SealedQuantize<B> {
     fn new(call: &mut Call<'_, B>, op: Quantize<'_, Recorder<B>>) -> Result<Self> {
-        let Quantize { x, codec, planes, groups, stack, random, hadamard, delayed, amax } = op;
+        let Quantize { x, codec, planes, groups, stack, random, hadamard, delayed, amax, only_for } = op;
         let (first, stride) = delayed.map_or((0, 0), |delayed| (delayed.first, delayed.stride));
         Ok(Self {
             x: call.reads(x)?,
@@ -75,12 +76,13 @@ impl<B: Kernels> SealedQuantize<B> {
             first,
             stride,
             amax: amax.map(|amax| call.reads(amax)).transpose()?,
+            only_for,
         })
     }
 
     /// Opened, for an operation of the inner backend.
     fn run<R>(&self, b: &B, operation: impl FnOnce(Quantize<'_, B>) -> Result<R>) -> Result<R> {
-        let &Self { codec, planes, stack, hadamard, first, stride, stream, .. } = self;
+        let &Self { codec, planes, stack, hadamard, first, stride, stream, only_for, .. } = self;
         let x = open(b, &self.x)?;
         let records = self.records.as_ref().map(|records| open(b, records)).transpose()?;
         let delayed = records.as_ref().map(|records| Delayed { records, first, stride });
@@ -91,7 +93,7 @@ impl<B: Kernels> SealedQuantize<B> {
         let hadamard = hadamard.map(|(len, signs)| Hadamard { len, signs, step: signs_step.as_ref() });
         let amax = self.amax.as_ref().map(|amax| open(b, amax)).transpose()?;
         let (groups, amax) = (groups.as_ref(), amax.as_ref());
-        operation(Quantize { x: &x, codec, planes, groups, stack, random, hadamard, delayed, amax })
+        operation(Quantize { x: &x, codec, planes, groups, stack, random, hadamard, delayed, amax, only_for })
     }
 }
 

@@ -86,7 +86,7 @@ over!(BlockScaled, |x, m| {
     let codes = m.buf(&x.codes)?;
     let scales = m.scales(x.scale_kind(), &x.scales)?;
     let tensor_scale = x.tensor_scale.as_ref().map(|scale| m.buf(scale)).transpose()?;
-    let &BlockScaled { format, axis, rule, rows, cols, stack, scale_layout, shared_cols, .. } = x;
+    let &BlockScaled { format, axis, rule, rows, cols, stack, scale_layout, shared_cols, taken, .. } = x;
     BlockScaled {
         format,
         axis,
@@ -99,6 +99,7 @@ over!(BlockScaled, |x, m| {
         tensor_scale,
         scale_layout,
         shared_cols,
+        taken,
     }
 });
 over!(Operand, |x, m| match x {

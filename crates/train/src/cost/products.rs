@@ -6,7 +6,7 @@ use nibble_choice::Grouping;
 use nibble_choice::products::{Factor, OperandKind, ProductDesc, ProductPath, Ragged};
 use nibble_core::DType;
 use nibble_core::formats::BlockAxis;
-use nibble_core::ops::ProductDims;
+use nibble_core::ops::{ProductDims, Taken};
 use nibble_core::recipe::{LayerKind, Precision, Product, Section, Site};
 use std::fmt;
 
@@ -171,7 +171,9 @@ fn described(
     let m = sizes.rows;
     let factor = |p: &Precision, axis, rows, cols| match p.dtype() {
         Some(dtype) => Factor::plain(dtype, rows, cols),
-        None => Factor { format: p.format, rule: p.scale, axis, rows, cols, shared_cols: 1 },
+        None => {
+            Factor { format: p.format, rule: p.scale, axis, rows, cols, shared_cols: 1, taken: Taken::AsIs }
+        }
     };
     let is_expert = kind == LayerKind::Expert;
     let is_square = b.axis == BlockAxis::Tile && b.format.spec().tiles;

@@ -124,7 +124,7 @@ impl<B: Kernels> Head<B> {
     pub fn logits(&self, cx: &Cx<'_, B>, table: &Param<B>, x: &Tensor<B>) -> Result<Tensor<B>> {
         let route = self.section(cx).route(LayerKind::Head, Site::FpropX, cx.activations());
         let at = Place { layer: &self.id, tensor: "x", linear: &self.id };
-        let x = cx.follow(at, &Operand::Plain(x.clone()), &route, None)?;
+        let x = cx.follow(at, &Operand::Plain(x.clone()), (&route, None), None)?;
         Gemm { a: &x, b: self.weight(table).w()?, out: DType::F32 }.run(cx.b)
     }
 }

@@ -5,9 +5,12 @@ use crate::cx::{Cx, Place};
 use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Wanted, Writes};
 use crate::spec::Part;
-use nibble_core::ops::{AddBias, AddBiasBackward, Gemm};
-use nibble_core::recipe::{LayerKind, Section, Site};
+use nibble_core::ops::{AddBias, AddBiasBackward, Gemm, Numbers};
+use nibble_core::recipe::{LayerKind, Product, Section, Site};
 use nibble_core::{DType, Groups, Kernels, Operand, Result, Tensor};
+
+/// A linear layer has one weight.
+pub(super) const WEIGHT: (LayerKind, usize) = (LayerKind::Linear, 0);
 
 /// The input of one or several linear layers, in the forms their recipe asks for. Made once, shared by all of them.
 #[derive(Debug, Clone)]
@@ -20,17 +23,19 @@ pub struct Input<B: Kernels> {
 
 impl<B: Kernels> Input<B> {
     /// Makes both forms of `x_tk`, from one read where one kernel can. `layer` is by what random bits and counts know it,
-    /// `linear` by what transforms' signs do; `groups` are the ragged rows of the contraction in wgrad.
+    /// `linear` by what transforms' signs do; `groups` are the ragged rows of the contraction in wgrad. `numbers`: those of all products of fprop
+    /// that take it, if they have the same.
     pub fn new(
         cx: &Cx<'_, B>,
         (layer, linear): (&str, &str),
-        section: &Section,
+        (section, numbers): (&Section, Option<Numbers>),
         x_tk: &Tensor<B>,
         groups: Option<&Groups<B>>,
     ) -> Result<Self> {
         let at = Place { layer, tensor: "x", linear };
         let pair = section.input(LayerKind::Linear, cx.activations(), cx.training);
-        let (fprop, saved) = cx.follow_both(at, &Operand::Plain(x_tk.clone()), &pair, groups)?;
+        let x = Operand::Plain(x_tk.clone());
+        let (fprop, saved) = cx.follow_both(at, &x, (&pair, [numbers, None]), groups)?;
         Ok(Self { fprop, saved })
     }
 }
@@ -91,7 +96,9 @@ impl<B: Kernels> Linear<B> {
     /// The forward pass up to its product: what fprop multiplies, and what is kept.
     pub fn input(&self, cx: &Cx<'_, B>, x_tk: &Tensor<B>) -> Result<(Operand<B>, LinearSaved<B>)> {
         let groups = cx.groups_of(x_tk);
-        let x = Input::new(cx, (self.site(), &self.linear), &self.section(cx), x_tk, groups)?;
+        let section = self.section(cx);
+        let numbers = cx.numbers(&section, WEIGHT, Product::Fprop);
+        let x = Input::new(cx, (self.site(), &self.linear), (&section, numbers), x_tk, groups)?;
         Ok((x.fprop, LinearSaved { layer: self.site().to_owned(), x: x.saved }))
     }
 
@@ -110,7 +117,9 @@ impl<B: Kernels> Linear<B> {
         let groups = &cx.shards.groups;
         let at = Place { layer: self.site(), tensor: "dy", linear: &self.linear };
         let pair = section.gradient(LayerKind::Linear, cx.activations());
-        let (rows, cols) = cx.follow_both(at, &Operand::Plain(dy_tn.clone()), &pair, Some(groups))?;
+        let only_for = [Product::Dgrad, Product::Wgrad].map(|product| cx.numbers(&section, WEIGHT, product));
+        let dy = Operand::Plain(dy_tn.clone());
+        let (rows, cols) = cx.follow_both(at, &dy, (&pair, only_for), Some(groups))?;
         let dx_tk = Gemm { a: &rows, b: self.weight.wt(cx)?.as_ref(), out: cx.activations() }.run(cx.b)?;
         self.weight.accumulate_wgrad(cx, &cols, x, groups)?;
         if let Some(bias) = &mut self.bias {
@@ -145,20 +154,22 @@ impl<B: Kernels> Layer<B> for Linear<B> {
 
     fn backward(&mut self, cx: &Cx<'_, B>, saved: LinearSaved<B>, dy_tn: Tensor<B>) -> Result<Tensor<B>> {
         let names = (self.site(), self.linear.as_str());
-        let x = wgrad_x(cx, names, &self.section(cx), &saved.x, &cx.shards.groups)?;
+        let section = self.section(cx);
+        let numbers = cx.numbers(&section, WEIGHT, Product::Wgrad);
+        let x = wgrad_x(cx, names, (&section, numbers), &saved.x, &cx.shards.groups)?;
         drop(saved);
         self.gradients(cx, &x, &dy_tn)
     }
 }
 
-/// The saved input as wgrad takes it. `layer` and `linear` as in [`Input::new`].
+/// The saved input as wgrad takes it. `layer`, `linear` and, for wgrad, `numbers` as in [`Input::new`].
 pub(crate) fn wgrad_x<B: Kernels>(
     cx: &Cx<'_, B>,
     (layer, linear): (&str, &str),
-    section: &Section,
+    (section, numbers): (&Section, Option<Numbers>),
     saved: &Operand<B>,
     groups: &Groups<B>,
 ) -> Result<Operand<B>> {
     let route = section.route(LayerKind::Linear, Site::WgradX, cx.activations());
-    cx.follow(Place { layer, tensor: "x", linear }, saved, &route, Some(groups))
+    cx.follow(Place { layer, tensor: "x", linear }, saved, (&route, numbers), Some(groups))
 }

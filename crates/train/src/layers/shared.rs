@@ -1,9 +1,22 @@
 //! Linear layers that are parts of one and have the same input: it is converted, kept and lifted once for all whose recipes agree.
 
+use super::linear::WEIGHT;
 use super::{Input, Linear, wgrad_x};
 use crate::cx::Cx;
-use nibble_core::recipe::{Section, Site};
+use nibble_core::ops::Numbers;
+use nibble_core::recipe::{Product, Section, Site};
 use nibble_core::{Kernels, Operand, Result, Tensor};
+
+/// What a projection takes.
+struct Taken {
+    /// The name of what is made.
+    name: String,
+    /// An earlier projection that takes the same.
+    like: Option<usize>,
+    section: Section,
+    /// Those of the product of all that take it, if they have the same.
+    numbers: Option<Numbers>,
+}
 
 /// Projections of one input. `name` is that of the layer that they are parts of.
 #[derive(Debug, Clone, Copy)]
@@ -13,15 +26,17 @@ pub(super) struct Shared<'a, B: Kernels, const N: usize> {
 }
 
 impl<B: Kernels, const N: usize> Shared<'_, B, N> {
-    /// Which projections take the same input, since their recipes agree at these sites: for each of them its
-    /// section, an earlier one with the same, if there is one, and the name of what is made: that of the whole where all agree.
-    fn sharing(&self, cx: &Cx<'_, B>, sites: &[Site], whole: &str) -> Vec<(String, Option<usize>, Section)> {
+    /// Which projections take the same input of this product, since their recipes agree at these sites. What all take has the name of the whole.
+    fn sharing(&self, cx: &Cx<'_, B>, product: Product, sites: &[Site], whole: &str) -> Vec<Taken> {
         let sections = self.projections.map(|projection| projection.section(cx));
         let agree = |i: usize, j: usize| sites.iter().all(|s| sections[i].at(*s) == sections[j].at(*s));
         let all = (1..N).all(|i| agree(0, i));
-        let of = |i: usize| {
-            let name = if all { whole } else { self.projections[i].site() };
-            (name.to_owned(), (0..i).find(|j| agree(*j, i)), sections[i])
+        let numbers = sections.map(|section| cx.numbers(&section, WEIGHT, product));
+        let of = |i: usize| Taken {
+            name: if all { whole } else { self.projections[i].site() }.to_owned(),
+            like: (0..i).find(|j| agree(*j, i)),
+            section: sections[i],
+            numbers: numbers[i].filter(|_| (0..N).all(|j| !agree(i, j) || numbers[j] == numbers[i])),
         };
         (0..N).map(of).collect()
     }
@@ -30,10 +45,10 @@ impl<B: Kernels, const N: usize> Shared<'_, B, N> {
     pub fn inputs(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>) -> Result<Vec<Input<B>>> {
         let groups = cx.groups_of(x_td);
         let mut inputs: Vec<Input<B>> = Vec::with_capacity(N);
-        for (layer, like, section) in self.sharing(cx, &[Site::FpropX, Site::SavedX], self.name) {
-            inputs.push(match like {
+        for of in self.sharing(cx, Product::Fprop, &[Site::FpropX, Site::SavedX], self.name) {
+            inputs.push(match of.like {
                 Some(like) => inputs[like].clone(),
-                None => Input::new(cx, (&layer, self.name), &section, x_td, groups)?,
+                None => Input::new(cx, (&of.name, self.name), (&of.section, of.numbers), x_td, groups)?,
             });
         }
         Ok(inputs)
@@ -45,11 +60,14 @@ impl<B: Kernels, const N: usize> Shared<'_, B, N> {
         let whole = format!("{}.qkv", self.name);
         let mut inputs: Vec<Operand<B>> = Vec::with_capacity(N);
         let sites = [Site::FpropX, Site::SavedX, Site::WgradX];
-        let sharing = self.sharing(cx, &sites, &whole);
-        for (saved, (layer, like, section)) in saved.iter().zip(sharing) {
-            inputs.push(match like {
+        let sharing = self.sharing(cx, Product::Wgrad, &sites, &whole);
+        for (saved, of) in saved.iter().zip(sharing) {
+            inputs.push(match of.like {
                 Some(like) => inputs[like].clone(),
-                None => wgrad_x(cx, (&layer, self.name), &section, saved, &cx.shards.groups)?,
+                None => {
+                    let names = (of.name.as_str(), self.name);
+                    wgrad_x(cx, names, (&of.section, of.numbers), saved, &cx.shards.groups)?
+                }
             });
         }
         Ok(inputs)

@@ -8,7 +8,7 @@ use crate::param::{Param, Wanted};
 use crate::record::Conversion;
 use crate::spec::{ParamSpec, Part};
 use nibble_core::ops::{GroupedGemm, Swiglu, SwigluBackward};
-use nibble_core::recipe::{ExpertRoutes, LayerKind, Precision, Section, Site, WgradA};
+use nibble_core::recipe::{ExpertRoutes, LayerKind, Precision, Product, Section, Site, WgradA};
 use nibble_core::{Error, Kernels, Operand, Result, Tensor};
 
 /// Stacked expert weights.
@@ -71,6 +71,10 @@ impl<B: Kernels> Saved for ExpertsSaved<B> {
     }
 }
 
+/// Its weights, as [`Cx::numbers`] knows them.
+const GATE_UP: (LayerKind, usize) = (LayerKind::Expert, 0);
+const DOWN: (LayerKind, usize) = (LayerKind::Expert, 1);
+
 impl<B: Kernels> Experts<B> {
     /// Random weights: each expert's are a function of its global number.
     pub fn new(cx: &Cx<'_, B>, part: &Part) -> Result<Self> {
@@ -116,7 +120,8 @@ impl<B: Kernels> Experts<B> {
         x_rd: Operand<B>,
         plan: &Plan<B>,
     ) -> Result<(Operand<B>, Operand<B>)> {
-        cx.follow_both(self.x(), &x_rd, &self.routes(cx, section).x, Some(&plan.map.groups))
+        let only_for = [cx.numbers(section, GATE_UP, Product::Fprop), None];
+        cx.follow_both(self.x(), &x_rd, (&self.routes(cx, section).x, only_for), Some(&plan.map.groups))
     }
 
     /// Rows as they travel, as a site has them: [`Site::SavedX`] for a backward pass whose forward pass has kept none.
@@ -129,7 +134,7 @@ impl<B: Kernels> Experts<B> {
         plan: Option<&Plan<B>>,
     ) -> Result<Operand<B>> {
         let route = section.route(LayerKind::Expert, site, cx.activations());
-        cx.follow(self.x(), x, &route, plan.map(|plan| &plan.map.groups))
+        cx.follow(self.x(), x, (&route, None), plan.map(|plan| &plan.map.groups))
     }
 
     /// The names of the first product's input.
@@ -171,12 +176,16 @@ impl<B: Kernels> Experts<B> {
         drop(x);
         let routes = self.routes(cx, section);
         let save_h = routes.h.as_ref().map(Precision::codec).transpose()?;
-        let a = emit(&routes.a)?;
+        // What is kept is kept as codes.
+        let numbers = cx.numbers(section, DOWN, Product::Fprop);
+        let only_for = [numbers, numbers.filter(|_| !routes.keeps_a)];
+        let a = emit(&routes.a, only_for)?;
         let op = Swiglu { h: &h_rf, weight: Some(&plan.gate_r), groups: Some(groups), a, save_h };
         let out = op.run(cx.b)?;
         cx.keep_counts(&self.name, "a", Conversion::Quantize, out.a.counts.as_ref());
         let h = out.h.map_or(Operand::Plain(h_rf), Operand::Block);
-        let (a, second) = cx.follow_computed(self.of_down("a"), &out.a, &routes.a, Some(groups))?;
+        let (a, second) =
+            cx.follow_computed(self.of_down("a"), &out.a, (&routes.a, only_for), Some(groups))?;
         let kept_a = routes.keeps_a.then_some(second);
         Ok((a, ExpertsSaved { layer: self.name.clone(), x: kept, h, a: kept_a }))
     }
@@ -220,7 +229,9 @@ impl<B: Kernels> Experts<B> {
         let missing = Error::Defect { place: "experts", what: "their input is neither kept nor made again" };
         let x = saved.x.take().ok_or(missing)?;
         let routes = self.routes(cx, section);
-        let (dy_rows, dy_cols) = cx.follow_both(self.of_down("dy"), &dy_rd, &routes.dy, Some(groups))?;
+        let only_for = [Product::Dgrad, Product::Wgrad].map(|product| cx.numbers(section, DOWN, product));
+        let dy = (&routes.dy, only_for);
+        let (dy_rows, dy_cols) = cx.follow_both(self.of_down("dy"), &dy_rd, dy, Some(groups))?;
         drop(dy_rd);
         let back = |dy: &Operand<B>, weight: &Param<B>| {
             let w = weight.wt(cx)?;
@@ -228,7 +239,7 @@ impl<B: Kernels> Experts<B> {
         };
         let da_rf = back(&dy_rows, &self.down)?;
         drop(dy_rows);
-        let (dh_rows, dh, a, dgate) = self.swiglu_backward(cx, &routes, &saved, da_rf, plan)?;
+        let (dh_rows, dh, a, dgate) = self.swiglu_backward(cx, (section, &routes), &saved, da_rf, plan)?;
         drop(saved);
         let dx = back(&dh_rows, &self.gate_up)?;
         Ok(ExpertsDgrad { dx, dgate, wgrad: WgradOperands { dy: dy_cols, a, dh, x } })
@@ -249,7 +260,9 @@ impl<B: Kernels> Experts<B> {
         let groups = &plan.map.groups;
         self.down.accumulate_wgrad(cx, &dy, &a, groups)?;
         drop((dy, a));
-        let x = cx.follow(self.x(), &x, &self.routes(cx, section).wgrad_x, Some(groups))?;
+        let numbers = cx.numbers(section, GATE_UP, Product::Wgrad);
+        let route = (&self.routes(cx, section).wgrad_x, numbers);
+        let x = cx.follow(self.x(), &x, route, Some(groups))?;
         self.gate_up.accumulate_wgrad(cx, &dh, &x, groups)
     }
 
@@ -259,25 +272,27 @@ impl<B: Kernels> Experts<B> {
     fn swiglu_backward(
         &self,
         cx: &Cx<'_, B>,
-        routes: &ExpertRoutes,
+        (section, routes): (&Section, &ExpertRoutes),
         saved: &ExpertsSaved<B>,
         da_rf: Tensor<B>,
         plan: &Plan<B>,
     ) -> Result<(Operand<B>, Operand<B>, Operand<B>, B::Buf<f32>)> {
         let groups = &plan.map.groups;
+        let of_a = [cx.numbers(section, DOWN, Product::Wgrad); 2];
+        let of_dh = [Product::Dgrad, Product::Wgrad].map(|product| cx.numbers(section, GATE_UP, product));
         let a = match &routes.wgrad_a {
-            WgradA::Again(a) => Some(emit(a)?),
+            WgradA::Again(a) => Some(emit(a, of_a)?),
             WgradA::Kept(_) => None,
         };
-        let (h, weight, dh) = (&saved.h, Some(&plan.gate_r), emit(&routes.dh)?);
+        let (h, weight, dh) = (&saved.h, Some(&plan.gate_r), emit(&routes.dh, of_dh)?);
         let grads = SwigluBackward { h, da: &da_rf, weight, groups: Some(groups), dh, a }.run(cx.b)?;
         cx.keep_counts(&self.name, "dh", Conversion::Quantize, grads.dh.counts.as_ref());
         let at = Place { tensor: "dh", ..self.x() };
-        let (rows, cols) = cx.follow_computed(at, &grads.dh, &routes.dh, Some(groups))?;
+        let (rows, cols) = cx.follow_computed(at, &grads.dh, (&routes.dh, of_dh), Some(groups))?;
         let at = self.of_down("a");
         let a = match (&routes.wgrad_a, &saved.a, &grads.a) {
-            (WgradA::Kept(route), Some(a), _) => cx.follow(at, a, route, Some(groups))?,
-            (WgradA::Again(of), _, Some(a)) => cx.follow_computed(at, a, of, Some(groups))?.0,
+            (WgradA::Kept(route), Some(a), _) => cx.follow(at, a, (route, of_a[0]), Some(groups))?,
+            (WgradA::Again(of), _, Some(a)) => cx.follow_computed(at, a, (of, of_a), Some(groups))?.0,
             _ => return Err(Error::Defect { place: "experts", what: "a is neither kept nor made again" }),
         };
         Ok((rows, cols, a, grads.dweight))

@@ -6,7 +6,7 @@ pub mod data;
 
 use arbitrary::{Result, Unstructured};
 use nibble_core::formats::{BlockAxis, Format, ScaleLayout, ScaleRule};
-use nibble_core::ops::{Dequantize, Transcode};
+use nibble_core::ops::{Dequantize, Taken, Transcode};
 use nibble_core::recipe::LayerKind;
 use nibble_core::{Backend, BlockScaled, DType, DeviceKind, Recipe};
 use nibble_cpu::Cpu;
@@ -464,6 +464,7 @@ fn read_blocks(u: &mut Unstructured<'_>) -> Result<()> {
             tensor_scale,
             scale_layout,
             shared_cols: 1,
+            taken: Taken::AsIs,
         };
         let plain = Dequantize { x: &x, dtype }.run(cpu).and_then(|plain| plain.to_f32_vec(cpu));
         let plain = plain.map(|values| values.into_iter().map(bits).collect::<Vec<_>>());

@@ -1,5 +1,6 @@
 use super::super::elementwise::tests::{below, bits, every_cpu, normals, same_everywhere};
 use super::*;
+use nibble_core::ops::Taken;
 use nibble_core::{Backend, Occupancy};
 use nibble_formats::{BlockAxis, Format, ScaleLayout, ScalePlane, ScaleRule};
 use std::collections::BTreeSet;
@@ -224,6 +225,7 @@ pub(in crate::ops) fn any_blocks(
         tensor_scale,
         scale_layout: ScaleLayout::RowMajor,
         shared_cols: 1,
+        taken: Taken::AsIs,
     }
 }
 

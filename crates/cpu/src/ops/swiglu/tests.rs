@@ -22,7 +22,7 @@ fn mxfp4() -> Codec {
 fn emits() -> Vec<Emit> {
     let mut all = vec![Emit::Plain(DType::F32), Emit::Plain(DType::Bf16)];
     for codec in [e4m3(), codec(Format::E4m3, ScaleRule::Amax), mxfp4()] {
-        all.extend([Planes::Rows, Planes::Cols, Planes::Both].map(|planes| Emit::Block { codec, planes }));
+        all.extend([Planes::Rows, Planes::Cols, Planes::Both].map(|planes| Emit::block(codec, planes)));
     }
     all
 }
@@ -119,7 +119,7 @@ fn dense_shapes_agree_too() {
     for (rows, f) in [(1, 1), (1, 7), (3, 33), (200, 65), (129, 128), (0, 4), (4, 0)] {
         let h = tensor(&spec, false, rows, 2 * f, 1, true);
         let da = tensor(&spec, false, rows, f, 2, true);
-        for a in [Emit::Plain(DType::F32), Emit::Block { codec: e4m3(), planes: Planes::Both }] {
+        for a in [Emit::Plain(DType::F32), Emit::block(e4m3(), Planes::Both)] {
             let forward = || Swiglu { h: &h, weight: None, groups: None, a, save_h: Some(e4m3()) };
             let h = Operand::Plain(h.clone());
             let backward =
@@ -187,7 +187,7 @@ fn what_cannot_be_done_is_an_error_that_names_the_argument() {
     let cpu = Cpu::new(1).unwrap();
     let h = tensor(&cpu, true, 33, 64, 1, false);
     let stochastic = Codec::new(Format::Mxfp4, ScaleRule::Rceil, Rounding::Stochastic).unwrap();
-    let a = Emit::Block { codec: stochastic, planes: Planes::Rows };
+    let a = Emit::block(stochastic, Planes::Rows);
     let op = Swiglu { h: &h, weight: None, groups: None, a, save_h: None };
     let e = swiglu(&cpu, op).unwrap_err().to_string();
     assert!(e.contains("`random`"), "{e}");
@@ -199,7 +199,7 @@ fn fused_columns_of_groups_are_held_to_their_blocks() {
     let cpu = Cpu::new(1).unwrap();
     let groups = groups(&cpu, &[3, 5], 32, 0);
     let h = tensor(&cpu, true, groups.capacity, 256, 1, false);
-    let column = Emit::Block { codec: codec(Format::E4m3Row, ScaleRule::Amax), planes: Planes::Cols };
+    let column = Emit::block(codec(Format::E4m3Row, ScaleRule::Amax), Planes::Cols);
     let forward = Swiglu { h: &h, weight: None, groups: Some(&groups), a: column, save_h: None };
     let e = forward.run(&cpu).unwrap_err().to_string();
     assert!(e.contains("`groups.align`") && e.contains("block of 128"), "{e}");

@@ -35,16 +35,7 @@ __device__ __forceinline__ int lifted_scale(u32 four) {
 template <class E>
 __device__ __forceinline__ uint4 lift_sixteen(const u32 (&words)[E::kBits / 2], u32 source, int target) {
     if constexpr (E::kBits == 4) {
-        const u32 entry = lift_index(source, target), rise = (entry - kLiftNormal) * kLiftOctave;
-        uint2 magnitudes = {kLiftLow + (rise & 0xFFFFFF00), kLiftHigh + rise};
-        u32 signs = kEachSign;
-        if (!lifts_to_normal(entry)) {
-            const Lift& by = kLiftTable.entry[entry];
-            magnitudes = by.magnitudes;
-            signs = by.signs;
-        }
-        return {lift_four<false>(words[0], magnitudes, signs), lift_four<true>(words[0], magnitudes, signs),
-                lift_four<false>(words[1], magnitudes, signs), lift_four<true>(words[1], magnitudes, signs)};
+        return BlockLift(source, target).sixteen(words[0], words[1]);
     } else {
         if (source == kScaleNan) return {0x7F7F7F7F, 0x7F7F7F7F, 0x7F7F7F7F, 0x7F7F7F7F};
         // Past the farthest nothing differs any more: every number has vanished.

@@ -7,12 +7,16 @@
 //   warp; no dynamic shared memory. Where every row counts and cols is a multiple of the block, the launch may pass all of x, if that is
 //   less than 2^30 numbers, as one row.
 //
+// quantize_rows_lifted<In, Round>: the same of MXFP4, but codes and scales are what lift_lines makes of them: E4M3 [rows][cols], scales
+//   [rows][ceil(cols / 128)]. For one row in all, cols is a multiple of 128. counts are those of MXFP4.
+//
 // Measured on an H200 (share of the larger of (read + written) / 4252 GB/s and written / fill rate; 32768 x 7168, 24576
 // x 2048 and 4096 x 7168): BF16 -> MXFP4 101, 86 and 78 %, E4M3 102, 93 and 84 %; rounded stochastically, MXFP4 78, 67
 // and 60 %. A kernel that only reads and writes as much as E4M3 reaches 92 % of the last one: launch, first loads and
 // last stores take the rest. Without the counts a point more. CTAs of 256 threads, 4 chunks a warp, or segments fetched
 // ahead are slower, where there is padding by 20 points.
 #pragma once
+#include "pieces/convert/lift.cuh"
 #include "pieces/convert/row_quantizer.cuh"
 
 namespace nib {
@@ -41,12 +45,75 @@ struct RowPlanes {
         to = codes + (u64(row) * cols + col) * E::kCodeBits / 8;
         scales_to = scales + u64(row) * blocks;
     }
-    __device__ __forceinline__ void put(int h, const typename E::Eight (&of_block)[Layout::kTogether]) {
+    __device__ __forceinline__ void put(int h, const typename E::Eight (&of_block)[Layout::kTogether], Stored) {
         const int c = Layout::col_of(h * Layout::kTogether);
         store_together(to + c * E::kCodeBits / 8, left - c, is_aligned, of_block);
     }
     __device__ __forceinline__ void end(const Stored (&of)[Layout::kHeld]) { Layout::store_scales(scales_to, segment, blocks, of); }
 };
+
+/// The planes of a lift of MXFP4. Four neighbouring lanes have the blocks that share a scale.
+template <int kChunks>
+struct LiftedRowPlanes {
+    using Layout = RowLayout<E2m1, kChunks>;
+    static constexpr int kLanes = E4m3::kBlock / E2m1::kBlock;
+    static_assert(Layout::kLanes == 1 && Layout::kTogether == 4, "a lane has whole blocks");
+
+    u8* const codes;
+    u8* const scales;
+    const int cols;
+    u8* to;
+    u8* scales_to;
+    int left;
+    u32 segment;
+    int target[Layout::kHeld];
+
+    __device__ __forceinline__ LiftedRowPlanes(u8* codes, u8* scales, int cols) : codes(codes), scales(scales), cols(cols) {}
+
+    __device__ __forceinline__ void begin(u32 row, u32 of_row, int col) {
+        left = cols - col;
+        segment = of_row;
+        to = codes + u64(row) * cols + col;
+        scales_to = scales + u64(row) * ceil_div(cols, E4m3::kBlock);
+    }
+    __device__ __forceinline__ void put(int h, const u32 (&of_block)[4], u8 scale) {
+        const int c = Layout::col_of(h * Layout::kTogether);
+        u32 largest = left > c ? above_nan(scale) : 0;
+        largest = max(largest, __shfl_xor_sync(kAllLanes, largest, 1));
+        largest = max(largest, __shfl_xor_sync(kAllLanes, largest, 2));
+        target[h] = lift_target(largest);
+        // Lanes in pairs store the block of the first and then that of the second one, so that whole sectors are written at a time.
+        const bool second = threadIdx.x & 1;
+        const u32 entry = lift_index(scale, target[h]), other = __shfl_xor_sync(kAllLanes, entry, 1);
+        const u32 a = __shfl_xor_sync(kAllLanes, second ? of_block[0] : of_block[2], 1);
+        const u32 b = __shfl_xor_sync(kAllLanes, second ? of_block[1] : of_block[3], 1);
+        const int first = second ? c - E2m1::kBlock : c;  // the column of the pair's first block
+        u8* const at = to + first + (second ? 16 : 0);
+        const BlockLift of_first(second ? other : entry), of_second(second ? entry : other);
+        if (left > first) ptx::store_16(at, second ? of_first.sixteen(a, b) : of_first.sixteen(of_block[0], of_block[1]));
+        if (left > first + E2m1::kBlock)
+            ptx::store_16(at + E2m1::kBlock, second ? of_second.sixteen(of_block[2], of_block[3]) : of_second.sixteen(a, b));
+    }
+    __device__ __forceinline__ void end(const u8 (&)[Layout::kHeld]) {
+        const int lane = threadIdx.x % 32;
+        if (lane % kLanes != 0) return;
+#pragma unroll
+        for (int h = 0; h < Layout::kHeld; ++h) {
+            if (left > Layout::col_of(h * Layout::kTogether))
+                scales_to[segment * (Layout::kSegmentCols / E4m3::kBlock) + h * (Layout::kStride / E4m3::kBlock) + lane / kLanes] = u8(target[h]);
+        }
+    }
+};
+
+template <class In, class Round>
+__global__ void __launch_bounds__(kRowThreads, kRowCtas<In, Round>)
+    quantize_rows_lifted(const u8* __restrict__ x, u8* __restrict__ codes, u8* __restrict__ scales, u64* counts, const int* __restrict__ row_id, int rows,
+                         int cols, Divider by_segments, u32 segments, u32 rounds, PowerRule rule, const RoundingArg rounding) {
+    __shared__ u32 total[3];
+    LiftedRowPlanes<row_chunks<In, Round>> planes(codes, scales, cols);
+    const RowSource of = {x, row_id, rows, cols, by_segments, segments, rounds};
+    quantize_segments<In, E2m1, false>(of, counts, total, rule, Round(rounding), planes);
+}
 
 template <class In, class E, bool kF32Scales, class Round>
 __global__ void __launch_bounds__(kRowThreads, kRowCtas<In, Round>)

@@ -7,6 +7,9 @@
 //   of 128 x 128 (where two codes share a byte, two, one below the other), and then further ones; by_height divides by how many of these lie
 //   below each other. 256 threads; any grid, best two CTAs a multiprocessor; sizeof(QuantizeHadamardShared<E, Round>) dynamic shared memory.
 //
+// quantize_hadamard_cols_lifted<kLen, Round>: the same to MXFP4, of which codes and scales are what lift_lines makes: E4M3, col_scales
+//   [ceil(capacity / 128)][scale_stride]. counts are those of MXFP4. by_height is of single squares.
+//
 // A thread has a unit, half a column of a square, which `ldmatrix` loads transposed. Random bits are drawn for eight
 // neighbours of a row, and go to the threads that need them in the same way.
 //
@@ -15,6 +18,7 @@
 #include "math/reduce.cuh"
 #include "pieces/convert/column_codes.cuh"
 #include "pieces/convert/hadamard_unit.cuh"
+#include "pieces/convert/lift.cuh"
 #include "ptx/thread.cuh"
 
 namespace nib {
@@ -60,13 +64,34 @@ struct alignas(16) QuantizeHadamardShared {
     alignas(16) u8 random[Round::kDraws ? sizeof(UnitsTile) : 16];
 };
 
-template <class E, int kLen, class Round>
-__global__ void __launch_bounds__(256, 2)
-    quantize_hadamard_cols(const u8* __restrict__ x, u8* __restrict__ col_codes, u8* __restrict__ col_scales, u64* counts,
-                           const int* __restrict__ row_id, int rows, int cols, int capacity, int scale_stride, Divider by_height, PowerRule rule,
-                           const RoundingArg rounding, const HadamardArg hadamard, const int* __restrict__ start, int num_groups) {
+/// Lifts the codes of a unit; the neighbouring lane has the other half of the 128 numbers that share a scale, which is returned.
+template <class Round>
+__device__ __forceinline__ int lift_unit(const UnitCodes<E2m1, Round>& unit, u32 (&lifted)[kUnit / 4]) {
+    constexpr int kBlocks = UnitCodes<E2m1, Round>::kBlocks;
+    static_assert(kBlocks == 2, "blocks of 32");
+    u32 largest = max(above_nan(unit.scales[0]), above_nan(unit.scales[1]));
+    largest = max(largest, __shfl_xor_sync(kAllLanes, largest, 1));
+    const int target = lift_target(largest);
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+        const BlockLift lift(unit.scales[b], target);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const uint4 four = lift.sixteen(unit.words[b * 4 + i * 2], unit.words[b * 4 + i * 2 + 1]);
+            u32* const to = lifted + b * 8 + i * 4;
+            to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+        }
+    }
+    return target;
+}
+
+template <class E, int kLen, class Round, bool kLifted>
+__device__ __forceinline__ void quantize_transformed(const u8* __restrict__ x, u8* __restrict__ col_codes, u8* __restrict__ col_scales, u64* counts,
+                                                     const int* __restrict__ row_id, int rows, int cols, int capacity, int scale_stride,
+                                                     Divider by_height, PowerRule rule, const RoundingArg& rounding, const HadamardArg& hadamard,
+                                                     const int* __restrict__ start, int num_groups) {
     using Codes = UnitCodes<E, Round>;
-    constexpr int kPerByte = 8 / E::kCodeBits;
+    constexpr int kPerByte = kLifted ? 1 : 8 / E::kCodeBits;
     extern __shared__ uint4 raw[];
     QuantizeHadamardShared<E, Round>& shared = *reinterpret_cast<QuantizeHadamardShared<E, Round>*>(raw);
     UnitsTile& random = *reinterpret_cast<UnitsTile*>(shared.random);
@@ -137,6 +162,22 @@ __global__ void __launch_bounds__(256, 2)
             };
             Codes out;
             out.template encode<kLen>(v, hadamard.factor, rule, round, bits_of);
+            if constexpr (kLifted) {
+                constexpr int kWords = kUnit / 4;
+                u32 lifted[kWords];
+                const int target = lift_unit(out, lifted), col = first_col + column;
+                if (half == 0 && col < scale_stride && strip * kTile < capacity) col_scales[u64(strip) * scale_stride + col] = u8(target);
+                if (col < cols) {
+                    tally.non_finite += out.non_finite;
+                    tally.non_zero += out.non_zero;
+                }
+#pragma unroll
+                for (int i = 0; i < kWords / 4; ++i) {
+                    const u32* const four = lifted + 4 * i;
+                    ptx::store_16(shared.tile.place(column, half * (kWords / 4) + i), {four[0], four[1], four[2], four[3]});
+                }
+                continue;
+            }
             if (Codes::kLanes == 1 || half == 0) {
                 const int block = strip * (kTile / E::kBlock) + half * Codes::kBlocks, col = first_col + column;
 #pragma unroll
@@ -157,11 +198,29 @@ __global__ void __launch_bounds__(256, 2)
         }
         __syncthreads();
         const int left = (min(end_strip * kTile, capacity) - first_strip * kTile) / kPerByte;
-        store_turned<E, Round::kDraws, 256>(shared.tile, col_codes + first_col * col_bytes + first_strip * kTile / kPerByte, col_bytes,
+        store_turned<E, Round::kDraws && !kLifted, 256>(shared.tile, col_codes + first_col * col_bytes + first_strip * kTile / kPerByte, col_bytes,
                                             cols - first_col, left, tally);
         first_strip = next_strip, panel = next_panel;
     }
     tally.flush(counts, shared.total);
+}
+
+template <class E, int kLen, class Round>
+__global__ void __launch_bounds__(256, 2)
+    quantize_hadamard_cols(const u8* __restrict__ x, u8* __restrict__ col_codes, u8* __restrict__ col_scales, u64* counts,
+                           const int* __restrict__ row_id, int rows, int cols, int capacity, int scale_stride, Divider by_height, PowerRule rule,
+                           const RoundingArg rounding, const HadamardArg hadamard, const int* __restrict__ start, int num_groups) {
+    quantize_transformed<E, kLen, Round, false>(x, col_codes, col_scales, counts, row_id, rows, cols, capacity, scale_stride, by_height, rule, rounding,
+                                                hadamard, start, num_groups);
+}
+
+template <int kLen, class Round>
+__global__ void __launch_bounds__(256, 2)
+    quantize_hadamard_cols_lifted(const u8* __restrict__ x, u8* __restrict__ col_codes, u8* __restrict__ col_scales, u64* counts,
+                                  const int* __restrict__ row_id, int rows, int cols, int capacity, int scale_stride, Divider by_height, PowerRule rule,
+                                  const RoundingArg rounding, const HadamardArg hadamard, const int* __restrict__ start, int num_groups) {
+    quantize_transformed<E2m1, kLen, Round, true>(x, col_codes, col_scales, counts, row_id, rows, cols, capacity, scale_stride, by_height, rule, rounding,
+                                                  hadamard, start, num_groups);
 }
 
 }  // namespace nib

@@ -40,7 +40,7 @@ struct RowMessages {
         col = first;
         place = place_of(threadIdx.x % 32);
     }
-    __device__ __forceinline__ void put(int h, const typename E::Eight (&of_block)[Layout::kTogether]) {
+    __device__ __forceinline__ void put(int h, const typename E::Eight (&of_block)[Layout::kTogether], Stored) {
 #pragma unroll
         for (int i = 0; i < Layout::kTogether; ++i) held[h][i] = of_block[i];
     }

@@ -28,11 +28,16 @@
 //   col_words: the columns' plane where records of a line lie together, if a line has a multiple of four.
 //   cols_in_pairs: the columns' plane where those of neighbouring columns do (line_stride 1), if cols and block_stride are even.
 //
+// quantize_units_decoded<F, In, kRound, kAcross>: the same but for squares, and with BF16 numbers in place of codes, row after row in both planes: row_codes
+//   [stack * rows][cols], col_codes [capacity][cols]. They are what dequantize_units makes of the codes without a tensor's scale. Records are written all
+//   the same; rows_aligned and cols_aligned are of the numbers. sizeof(DecodedUnitsShared<F, In, kAcross>) dynamic shared memory.
+//
 // A thread encodes 64 values of a row, then 32 rows of two columns. Asynchronous copies bring the tile to shared
 // memory; threads read it there and leave the codes there. So lines of at least 128 bytes are read from memory and
 // written to it.
 #pragma once
 #include "pieces/convert/table_encoder.cuh"
+#include "pieces/convert/unit_decoder.cuh"
 #include "pieces/convert/unit_encoder.cuh"
 
 namespace nib {
@@ -122,10 +127,34 @@ struct EncoderOf<F, In, kRound, kAcross, true> {
     using Type = TableEncoder<F, In, kAcross>;
 };
 
-template <class F, class In, int kRound, int kAcross>
-__global__ void __launch_bounds__(kUnitThreads, kUnitCtas<F, In, kRound>) quantize_units(const UnitsArg arg, const RoundingArg rounding) {
+/// Decodes the codes of a tile's rows, or of its columns, and stores the numbers. Barriers come before and after: the values that were encoded are
+/// overwritten.
+template <class F, class In, int kAcross, bool kDown>
+__device__ __forceinline__ void decode_tile(QuantizeUnitsShared<F, In, kAcross>& shared, UnitCodes<F>& codes, const UnitsArg& arg, int matrix, int first_row,
+                                            int first_col) {
+    constexpr int kBlock = kRecorded<F>;
+    static_assert(!F::kLine, "records of blocks");
+    auto& values = *reinterpret_cast<UnitValues<Bf16, kAcross>*>(&shared.values);
+    const DecodedPlace<kAcross, kDown> mine;
+    const int lines = kDown ? arg.cols : arg.rows, len = kDown ? arg.capacity : arg.cols;
+    const int line = (kDown ? first_col : first_row) + mine.line, place = (kDown ? first_row : first_col) + mine.place;
+    const RecordPlane& records = kDown ? arg.col_records : arg.row_records;
+    u32 record[kUnit / kBlock];
+#pragma unroll
+    for (int b = 0; b < kUnit / kBlock; ++b) {
+        record[b] = 0;
+        const int at = place + b * kBlock;
+        if (line < lines && at < len) record[b] = records.template load_written<F::kScaleBytes>(u64(matrix) * lines + line, at / F::kBlock);
+    }
+    decode_unit<F, Bf16, kDown>(codes.unit(mine.u), record, values, mine.u, [](int, float value) { return value; });
+    __syncthreads();
+    u8* const out = (kDown ? arg.col_codes : arg.row_codes) + u64(matrix) * arg.rows * arg.cols * Bf16::kBytes;
+    store_decoded(values, out, first_row, first_col, kDown ? arg.capacity : arg.rows, arg.cols, kDown ? arg.cols_aligned : arg.rows_aligned);
+}
+
+template <class F, class In, int kRound, int kAcross, bool kDecoded, class Shared>
+__device__ __forceinline__ void quantize_tile(const UnitsArg& arg, const RoundingArg& rounding) {
     extern __shared__ uint4 raw[];
-    using Shared = QuantizeUnitsShared<F, In, kAcross>;
     using Values = UnitValues<In, kAcross>;
     constexpr int kBits = F::Element::kBits;
     Shared& shared = *reinterpret_cast<Shared*>(raw);
@@ -177,6 +206,31 @@ __global__ void __launch_bounds__(kUnitThreads, kUnitCtas<F, In, kRound>) quanti
             }
         }
     }
+    if constexpr (kDecoded) {
+        if (arg.form != kFormCols) {
+            encoder.encode_row(matrix, first_row + int(threadIdx.x) / kAcross, first_col + int(threadIdx.x) % kAcross * kUnit, threadIdx.x);
+            __syncthreads();
+            if (arg.form == kFormRows) decode_tile<F, In, kAcross, false>(shared, shared.codes, arg, matrix, first_row, first_col);
+        }
+        if constexpr (kAcross == 2) {
+            if (arg.form != kFormRows) {
+                // The values are wanted until the columns are encoded, and the codes of rows until then elsewhere.
+                if (arg.form != kFormCols) {
+                    shared.keep_codes_of_rows();
+                    __syncthreads();
+                }
+                encoder.encode_columns(matrix, first_row, first_col);
+                __syncthreads();
+                if (arg.form != kFormCols) {
+                    decode_tile<F, In, kAcross, false>(shared, shared.of_rows, arg, matrix, first_row, first_col);
+                    __syncthreads();
+                }
+                decode_tile<F, In, kAcross, true>(shared, shared.codes, arg, matrix, first_row, first_col);
+            }
+        }
+        tally.flush(arg.counts, shared.total);
+        return;
+    }
     const auto store = [&](bool rows) {
         const u32 first_byte = code_bytes(kBits, rows ? first_col : first_row), line_bytes = rows ? row_bytes : col_bytes;
         const u64 line = rows ? u64(matrix) * arg.rows + first_row : u64(matrix) * arg.cols + first_col;
@@ -201,6 +255,16 @@ __global__ void __launch_bounds__(kUnitThreads, kUnitCtas<F, In, kRound>) quanti
         }
     }
     tally.flush(arg.counts, shared.total);
+}
+
+template <class F, class In, int kRound, int kAcross>
+__global__ void __launch_bounds__(kUnitThreads, kUnitCtas<F, In, kRound>) quantize_units(const UnitsArg arg, const RoundingArg rounding) {
+    quantize_tile<F, In, kRound, kAcross, false, QuantizeUnitsShared<F, In, kAcross>>(arg, rounding);
+}
+
+template <class F, class In, int kRound, int kAcross>
+__global__ void __launch_bounds__(kUnitThreads, kUnitCtas<F, In, kRound>) quantize_units_decoded(const UnitsArg arg, const RoundingArg rounding) {
+    quantize_tile<F, In, kRound, kAcross, true, DecodedUnitsShared<F, In, kAcross>>(arg, rounding);
 }
 
 }  // namespace nib

@@ -1,4 +1,4 @@
-// E2M1 codes under one power-of-two scale to E4M3 codes under another: what lift_rows and lift_cols have in common. The twin of
+// E2M1 codes under one power-of-two scale to E4M3 codes under another: what the kernels that lift and those that quantize have in common. The twin of
 // crates/formats/src/lift.rs.
 //
 // Where a source scale is at most 11 octaves below the largest, its numbers are normal in E4M3, and one octave more is
@@ -94,6 +94,30 @@ __device__ __forceinline__ u32 lift_word(u32 codes, u32 low, u32 high) {
     // Brings a nibble's sign to the top of a byte, as above.
     return __byte_perm(low, high, selector) | (__byte_perm(codes, codes << 4, kHigh ? 0x3726 : 0x1504) & kEachSign);
 }
+
+/// What the E2M1 codes of a block become whose scale is `source`, under `target`: by arithmetic, or where that is far above it through the table.
+struct BlockLift {
+    uint2 magnitudes;
+    u32 signs;
+
+    __device__ __forceinline__ BlockLift(u32 source, int target) : BlockLift(lift_index(source, target)) {}
+    /// Of an entry of the table.
+    __device__ __forceinline__ explicit BlockLift(u32 entry) : signs(kEachSign) {
+        const u32 rise = (entry - kLiftNormal) * kLiftOctave;
+        magnitudes = {kLiftLow + (rise & 0xFFFFFF00), kLiftHigh + rise};
+        if (!lifts_to_normal(entry)) {
+            const Lift& by = kLiftTable.entry[entry];
+            magnitudes = by.magnitudes;
+            signs = by.signs;
+        }
+    }
+
+    /// Sixteen codes.
+    __device__ __forceinline__ uint4 sixteen(u32 first, u32 second) const {
+        return {lift_four<false>(first, magnitudes, signs), lift_four<true>(first, magnitudes, signs), lift_four<false>(second, magnitudes, signs),
+                lift_four<true>(second, magnitudes, signs)};
+    }
+};
 
 /// Whether any of these codes changed its value.
 __device__ __forceinline__ bool any_changed(u32 codes, u32 changed) {

@@ -20,7 +20,7 @@ struct RowSource {
 };
 
 /// Quantizes the segments of a warp, one after the other. `sink` is told of each: `begin(row, segment, col)` where it begins, and this lane's first
-/// column; `put(h, codes)` the codes of the lane's h-th block; `end(scales)` the scales of all its blocks. `total` is shared memory that nothing
+/// column; `put(h, codes, scale)` the codes of the lane's h-th block; `end(scales)` the scales of all its blocks. `total` is shared memory that nothing
 /// else uses.
 template <class In, class E, bool kF32Scales, class Round, class Sink>
 __device__ __forceinline__ void quantize_segments(const RowSource& of, u64* counts, u32 (&total)[3], PowerRule rule, const Round& round, Sink& sink) {
@@ -45,8 +45,8 @@ __device__ __forceinline__ void quantize_segments(const RowSource& of, u64* coun
             const typename E::Eight zeros[kTogether] = {};
 #pragma unroll
             for (int h = 0; h < kHeld; ++h) {
-                sink.put(h, zeros);
                 stored[h] = scale_of<E, kF32Scales>(0, rule).stored;
+                sink.put(h, zeros, stored[h]);
             }
             sink.end(stored);
             continue;
@@ -85,7 +85,7 @@ __device__ __forceinline__ void quantize_segments(const RowSource& of, u64* coun
                 if (scale.is_nan()) out[i] = E::zeros();
                 any |= E::any(out[i]);
             }
-            sink.put(h, out);
+            sink.put(h, out, stored[h]);
             if constexpr (Round::kDraws) {
                 tally.non_zero += (__ballot_sync(kAllLanes, any) & lanes_of_block) != 0;
             } else {

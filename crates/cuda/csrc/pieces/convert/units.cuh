@@ -177,6 +177,14 @@ struct RecordPlane {
         if constexpr (kBytes == 4) return __ldg(reinterpret_cast<const u32*>(records) + at);
         return 0;
     }
+    /// The same of a record that this CTA has written.
+    template <int kBytes>
+    __device__ __forceinline__ u32 load_written(u64 line, u64 block) const {
+        const u64 at = line * line_stride + block * block_stride;
+        if constexpr (kBytes == 1) return records[at];
+        if constexpr (kBytes == 4) return reinterpret_cast<const u32*>(records)[at];
+        return 0;
+    }
 };
 
 }  // namespace nib

@@ -93,4 +93,20 @@ struct alignas(16) QuantizeUnitsShared : SquareLosses<kChooses<F>> {
     u32 total[3];
 };
 
+/// The same where codes are decoded at once: where both planes are written, with those of the rows until the columns are encoded.
+template <class F, class In, int kAcross>
+struct DecodedUnitsShared : QuantizeUnitsShared<F, In, kAcross> {};
+template <class F, class In>
+struct DecodedUnitsShared<F, In, 2> : QuantizeUnitsShared<F, In, 2> {
+    UnitCodes<F> of_rows;
+
+    /// Each thread those of its own unit.
+    __device__ __forceinline__ void keep_codes_of_rows() {
+        const uint4* const from = reinterpret_cast<const uint4*>(this->codes.unit(threadIdx.x));
+        uint4* const to = reinterpret_cast<uint4*>(of_rows.unit(threadIdx.x));
+#pragma unroll
+        for (int i = 0; i < UnitCodes<F>::kVectors; ++i) to[i] = from[i];
+    }
+};
+
 }  // namespace nib

@@ -80,8 +80,8 @@ pub(crate) fn quantize_counting(
     let desc = QuantizeDesc::of(&op);
     desc.check()?;
     let made = match counts {
-        Some(counts) => Emitted { counts: Some(counts.clone()), ..op.uncounted(cuda)? },
-        None => op.result(cuda)?,
+        Some(counts) => Emitted { counts: Some(counts.clone()), ..op.uncounted_as(cuda, desc.taken())? },
+        None => op.result_as(cuda, desc.taken())?,
     };
     if op.x.rows != 0 && op.x.cols != 0 {
         let source = MatrixArgs::of(&op);

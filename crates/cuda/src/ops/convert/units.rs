@@ -75,6 +75,12 @@ impl UnitFormat {
         (value_bytes(input) + self.code_bytes() + squares_and_total).next_multiple_of(16)
     }
 
+    /// `DecodedUnitsShared` of the kernel, in tiles of so many units across.
+    pub fn decoded_shared_bytes(&self, input: DType, across: usize) -> usize {
+        let codes_of_rows = if across == SQUARE { self.code_bytes() } else { 0 };
+        self.quantize_shared_bytes(input, false) + codes_of_rows
+    }
+
     /// `DecodedShared` of the kernel.
     pub fn dequantize_shared_bytes(&self, out: DType) -> usize {
         value_bytes(out) + self.code_bytes()

@@ -11,7 +11,9 @@ use crate::ops::convert::{dequantize, lift};
 use crate::ops::planes::type_name;
 use crate::{Buffer, Cuda, Device};
 use nibble_choice::products::{Lowered, Made};
-use nibble_core::{DType, Error, Groups, Operand, Result};
+use nibble_core::formats::Format;
+use nibble_core::ops::Taken;
+use nibble_core::{BlockScaled, DType, Data, Error, Groups, Operand, Result, Tensor};
 use std::borrow::Cow;
 
 const THREADS: usize = 256;
@@ -55,12 +57,28 @@ fn side<'a>(
     made: Made,
 ) -> Result<Cow<'a, Operand<Cuda>>> {
     Ok(match made {
-        Made::AsIs => Cow::Borrowed(x),
+        Made::AsIs => as_taken(x)?.map_or(Cow::Borrowed(x), Cow::Owned),
         Made::Lifted { codes, scales, layout } => {
             Cow::Owned(Operand::Block(lift::lift(device, x.block(op)?, (codes, scales, layout))?))
         }
         Made::Bf16(_) => Cow::Owned(Operand::Plain(dequantize::bare(device, x.block(op)?)?)),
         Made::F32(_) => Cow::Owned(Operand::Plain(dequantize::whole(device, x.block(op)?)?)),
+    })
+}
+
+/// An operand that was quantized in the form that products take, as what it is in that form; none of others.
+fn as_taken(x: &Operand<Cuda>) -> Result<Option<Operand<Cuda>>> {
+    let Operand::Block(q) = x else { return Ok(None) };
+    Ok(match q.taken {
+        Taken::AsIs => None,
+        Taken::Lifted => {
+            let (format, rule) = Format::LIFTED;
+            Some(Operand::Block(BlockScaled { format, rule, taken: Taken::AsIs, ..q.clone() }))
+        }
+        Taken::Decoded => {
+            let numbers = Data::Bf16(Buf::new(q.codes.get().reinterpreted()?));
+            Some(Operand::Plain(Tensor::new(numbers, q.rows, q.cols)?))
+        }
     })
 }
 

@@ -6,7 +6,7 @@ use crate::ops::Instance;
 use nibble_choice::quantize::{FastKernels, MOST_UNITS};
 pub(super) use nibble_choice::quantize::{QuantizeDesc, RowScales, TILE, UNIT_COLS};
 use nibble_core::formats::{Element, Format, ScaleKind};
-use nibble_core::ops::Planes;
+use nibble_core::ops::{Planes, Taken};
 use nibble_core::{DType, Error, Result};
 use std::ops::Deref;
 
@@ -76,7 +76,7 @@ impl Variant {
                 ("In", input_type(self.input)),
                 ("E", self.device_element()),
                 ("kF32Scales", TemplateArg::Bool(self.kind == ScaleKind::F32)),
-                ("Round", TemplateArg::Type(RoundingArg::policy(self.rounding))),
+                self.round(),
             ],
         }
     }
@@ -90,8 +90,13 @@ impl Variant {
         }
     }
 
-    fn rows_spec(&self) -> KernelSpec {
+    fn rows_spec(&self, lifted: bool) -> KernelSpec {
         match self.hadamard {
+            _ if lifted => {
+                let source = "kernels/convert/quantize.cuh";
+                let args = vec![("In", input_type(self.input)), self.round()];
+                KernelSpec { source, name: "nib::quantize_rows_lifted", args }
+            }
             Some(len) => self.hadamard_spec(
                 "kernels/convert/quantize_hadamard_rows.cuh",
                 "nib::quantize_hadamard_rows",
@@ -103,12 +108,13 @@ impl Variant {
 
     /// Of a kernel with a transform, which takes BF16 and makes E8M0 scales.
     fn hadamard_spec(&self, source: &'static str, name: &'static str, len: usize) -> KernelSpec {
-        let args = vec![
-            ("E", element_type(self.element)),
-            ("kLen", TemplateArg::Int(len as i64)),
-            ("Round", TemplateArg::Type(RoundingArg::policy(self.rounding))),
-        ];
+        let args =
+            vec![("E", element_type(self.element)), ("kLen", TemplateArg::Int(len as i64)), self.round()];
         KernelSpec { source, name, args }
+    }
+
+    fn round(&self) -> (&'static str, TemplateArg) {
+        ("Round", TemplateArg::Type(RoundingArg::policy(self.rounding)))
     }
 
     fn pack_spec(&self) -> KernelSpec {
@@ -128,13 +134,17 @@ impl Variant {
         if is_light { 8 } else { 4 }
     }
 
-    fn cols_spec(&self, rows: bool) -> KernelSpec {
+    fn cols_spec(&self, rows: bool, lifted: bool) -> KernelSpec {
         if let Some(len) = self.hadamard {
-            return self.hadamard_spec(
-                "kernels/convert/quantize_hadamard.cuh",
-                "nib::quantize_hadamard_cols",
-                len,
-            );
+            let source = "kernels/convert/quantize_hadamard.cuh";
+            let spec = self.hadamard_spec(source, "nib::quantize_hadamard_cols", len);
+            return match lifted {
+                true => {
+                    let args = spec.args.into_iter().filter(|(name, _)| *name != "E").collect();
+                    KernelSpec { source, name: "nib::quantize_hadamard_cols_lifted", args }
+                }
+                false => spec,
+            };
         }
         let mut spec = self.spec("kernels/convert/quantize_cols.cuh", "nib::quantize_cols");
         spec.args.push(("kRows", TemplateArg::Bool(rows)));
@@ -263,11 +273,16 @@ impl Launches for QuantizeDesc {
 
     fn row_shape(&self) -> (usize, usize) {
         let len = self.rows * self.cols;
-        let whole = self.cols.is_multiple_of(self.codec.format().spec().block);
+        // No block crosses from one row to the next, nor what is lifted to one scale.
+        let block = if self.taken() == Taken::Lifted { TILE } else { self.codec.format().spec().block };
+        let whole = self.cols.is_multiple_of(block);
         if !self.ragged && whole && len < ONE_ROW_BELOW { (1, len) } else { (self.rows, self.cols) }
     }
 
     fn line_rows(&self) -> usize {
+        if self.taken() == Taken::Lifted {
+            return TILE;
+        }
         TILE * 8 / self.codec.format().spec().code_bits as usize
     }
 
@@ -297,12 +312,13 @@ impl Launches for QuantizeDesc {
             let launch = Launch { ctas: ctas as u32, threads, cluster: 1, shared_bytes };
             QuantizeConfig { path, spec, launch }
         };
+        let lifted = self.taken() == Taken::Lifted;
         Some(match (self.fast_kernels().map(Variant), self.planes) {
             (Some(variant), Planes::Rows) if variant.hadamard.is_some() => {
                 let ctas = self.units().div_ceil(32).min(num_sms);
                 config(
                     QuantizeKernel::HadamardRows,
-                    variant.rows_spec(),
+                    variant.rows_spec(false),
                     ctas,
                     UNIT_THREADS,
                     variant.row_shared_bytes(),
@@ -310,14 +326,15 @@ impl Launches for QuantizeDesc {
             }
             (Some(variant), Planes::Rows) => {
                 let (segments, rounds, ctas) = variant.row_launch(self.row_shape());
-                config(QuantizeKernel::Rows { segments, rounds }, variant.rows_spec(), ctas, ROW_THREADS, 0)
+                let spec = variant.rows_spec(lifted);
+                config(QuantizeKernel::Rows { segments, rounds }, spec, ctas, ROW_THREADS, 0)
             }
             (Some(variant), Planes::Cols | Planes::Both) => {
                 let rows = self.planes == Planes::Both;
                 let down = self.lines_height();
                 let band = if rows { BAND_STRIPS * TILE / self.line_rows() } else { down };
                 let ctas = down * self.cols.div_ceil(TILE);
-                let (spec, shared_bytes) = (variant.cols_spec(rows), variant.column_shared_bytes());
+                let (spec, shared_bytes) = (variant.cols_spec(rows, lifted), variant.column_shared_bytes());
                 match self.hadamard {
                     Some(_) => {
                         let ctas = ctas.min(HADAMARD_CTAS_PER_SM * num_sms);
@@ -351,16 +368,23 @@ impl Launches for QuantizeDesc {
 pub fn instances() -> Vec<Instance> {
     let mut all = Vec::new();
     for variant in Variant::all() {
-        all.push(Instance { spec: variant.rows_spec(), shared_bytes: variant.row_shared_bytes() });
+        all.push(Instance { spec: variant.rows_spec(false), shared_bytes: variant.row_shared_bytes() });
         if variant.packs() {
             all.push(Instance { spec: variant.pack_spec(), shared_bytes: 0 });
         }
         // A transform is for one plane.
         let forms = [false, true].into_iter().filter(|rows| !(*rows && variant.hadamard.is_some()));
         all.extend(forms.map(|rows| Instance {
-            spec: variant.cols_spec(rows),
+            spec: variant.cols_spec(rows, false),
             shared_bytes: variant.column_shared_bytes(),
         }));
+        if variant.lifts(Planes::Rows) {
+            all.push(Instance { spec: variant.rows_spec(true), shared_bytes: 0 });
+        }
+        if variant.lifts(Planes::Cols) {
+            let shared_bytes = variant.column_shared_bytes();
+            all.push(Instance { spec: variant.cols_spec(false, true), shared_bytes });
+        }
         if variant.has_tiles() {
             all.push(Instance { spec: variant.tiles_spec(), shared_bytes: variant.square_shared_bytes() });
         }

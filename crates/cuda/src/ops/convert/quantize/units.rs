@@ -8,11 +8,12 @@ use crate::launch::{Divider, Launch, RoundingArg, plain_args};
 use crate::ops::Instance;
 use crate::ops::convert::units::{LONG, RecordPlane, SQUARE, UnitFormat, tiles};
 use crate::{Buffer, Cuda, Device};
+use nibble_choice::quantize::DECODED;
 use nibble_core::formats::{
     BlockAxis, Candidates, Correction, Element, Rounding, ScaleKind, ScaleLayout, ScaleRule, Scaling,
     WHOLE_LINE,
 };
-use nibble_core::ops::{Planes, Quantize};
+use nibble_core::ops::{Planes, Quantize, Taken};
 use nibble_core::{BlockScaled, DType, Error, Result};
 
 const THREADS: u32 = 256;
@@ -201,6 +202,16 @@ fn chosen_instance(format: UnitFormat, device: &'static str, input: DType) -> In
     Instance { spec: spec(device, input, None, SQUARE), shared_bytes }
 }
 
+/// The same as [`instance`] for BF16 numbers in place of codes.
+fn decoded_instance(format: UnitFormat, input: DType, rounding: Rounding, across: usize) -> Instance {
+    let spec = spec(format.device, input, Some(rounding), across);
+    let spec = KernelSpec { name: "nib::quantize_units_decoded", ..spec };
+    Instance { spec, shared_bytes: format.decoded_shared_bytes(input, across) }
+}
+
+/// Numbers and units of a row of a tile of the instances for one rounding.
+const SHAPES: [(DType, usize); 3] = [(DType::Bf16, LONG), (DType::Bf16, SQUARE), (DType::F32, SQUARE)];
+
 fn spec(device: &'static str, input: DType, rounding: Option<Rounding>, across: usize) -> KernelSpec {
     let args = vec![
         ("F", TemplateArg::Type(device)),
@@ -217,8 +228,11 @@ pub(super) fn instances() -> Vec<Instance> {
     let mut all = Vec::new();
     for format in UnitFormat::all() {
         for &rounding in format.own {
-            let shapes = [(DType::Bf16, LONG), (DType::Bf16, SQUARE), (DType::F32, SQUARE)];
-            all.extend(shapes.map(|(input, across)| instance(format, input, Some(rounding), across)));
+            all.extend(SHAPES.map(|(input, across)| instance(format, input, Some(rounding), across)));
+        }
+        let decoded = DECODED.iter().filter(|(of, _)| *of == format.format);
+        for &rounding in decoded.flat_map(|(_, roundings)| roundings.iter()) {
+            all.extend(SHAPES.map(|(input, across)| decoded_instance(format, input, rounding, across)));
         }
         all.extend(inputs.map(|input| instance(format, input, None, SQUARE)));
         if let Some(device) = format.chosen() {
@@ -243,6 +257,7 @@ impl UnitsConfig {
         let long = desc.planes == Planes::Rows && desc.input == DType::Bf16 && own.is_some();
         let across = if long { LONG } else { SQUARE };
         let Instance { spec, shared_bytes } = match unit.chosen().filter(|_| !is_default) {
+            _ if desc.taken() == Taken::Decoded => decoded_instance(unit, desc.input, rounding, across),
             Some(device) => chosen_instance(unit, device, desc.input),
             None => instance(unit, desc.input, own, across),
         };
@@ -297,7 +312,12 @@ pub(super) fn launch(
         Planes::Tiles if format.spec().tiles => 4,
         Planes::Both | Planes::Tiles => 3,
     };
-    let whole = |codes: usize| u32::from(format.row_code_bytes(codes).is_multiple_of(16));
+    let is_decoded = desc.taken() == Taken::Decoded;
+    // Decoded numbers lie row by row in both planes.
+    let whole = |codes: usize| match is_decoded {
+        true => u32::from((desc.cols * DType::Bf16.size_bytes()).is_multiple_of(16)),
+        false => u32::from(format.row_code_bytes(codes).is_multiple_of(16)),
+    };
     // A thread has 64 values of a row.
     let of_rows = RecordWords::of(out.rows, 64 / format.spec().block.clamp(1, 64));
     let by_word = ByBlock::new(device, desc)?;

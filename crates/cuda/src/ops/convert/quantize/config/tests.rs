@@ -1,6 +1,7 @@
 use super::*;
 use crate::ops::convert::quantize::units::UnitsConfig;
 use nibble_core::formats::{Codec, Rounding, ScaleRule};
+use nibble_core::ops::Numbers;
 
 fn desc(format: Format, planes: Planes, rows: usize, cols: usize) -> QuantizeDesc {
     let rule = format.spec().default_rule().unwrap();
@@ -20,6 +21,7 @@ fn desc(format: Format, planes: Planes, rows: usize, cols: usize) -> QuantizeDes
         groups: None,
         ragged: false,
         hadamard: None,
+        only_for: None,
     }
 }
 
@@ -39,28 +41,36 @@ fn every_launch_is_of_an_instance_that_is_built() {
                         [(DType::Bf16, None), (DType::F32, None), (DType::Bf16, Some(64))]
                     {
                         let codec = Codec::new(format, rule, rounding).unwrap();
-                        let asked =
-                            QuantizeDesc { codec, input, hadamard, ..desc(format, planes, 4096, 7168) };
-                        if let Some(config) = asked.pack_config() {
-                            let instance = Instance { spec: config.spec, shared_bytes: 0 };
-                            assert!(built.contains(&instance), "{instance:?}");
+                        for only_for in [None, Some(Numbers::Bf16), Some(Numbers::Fp8)] {
+                            let asked = QuantizeDesc {
+                                codec,
+                                input,
+                                hadamard,
+                                only_for,
+                                ..desc(format, planes, 4096, 7168)
+                            };
+                            if let Some(config) = asked.pack_config() {
+                                let instance = Instance { spec: config.spec, shared_bytes: 0 };
+                                assert!(built.contains(&instance), "{instance:?}");
+                            }
+                            let last = if asked.is_fused() { asked } else { asked.transformed() };
+                            let instance = match last.config(132) {
+                                Some(QuantizeConfig { spec, launch, .. }) => {
+                                    Instance { spec, shared_bytes: launch.shared_bytes }
+                                }
+                                None => {
+                                    let UnitsConfig { spec, launch, .. } = UnitsConfig::of(&last).unwrap();
+                                    Instance { spec, shared_bytes: launch.shared_bytes }
+                                }
+                            };
+                            let one_plane = matches!(planes, Planes::Rows | Planes::Cols);
+                            assert!(
+                                !one_plane && hadamard.is_some() || built.contains(&instance),
+                                "{instance:?}"
+                            );
+                            assert!(instance.shared_bytes <= 232_448, "{instance:?}");
+                            assert_eq!(asked.taken(), last.taken(), "{asked:?}");
                         }
-                        let last = if asked.is_fused() { asked } else { asked.transformed() };
-                        let instance = match last.config(132) {
-                            Some(QuantizeConfig { spec, launch, .. }) => {
-                                Instance { spec, shared_bytes: launch.shared_bytes }
-                            }
-                            None => {
-                                let UnitsConfig { spec, launch, .. } = UnitsConfig::of(&last).unwrap();
-                                Instance { spec, shared_bytes: launch.shared_bytes }
-                            }
-                        };
-                        let one_plane = matches!(planes, Planes::Rows | Planes::Cols);
-                        assert!(
-                            !one_plane && hadamard.is_some() || built.contains(&instance),
-                            "{instance:?}"
-                        );
-                        assert!(instance.shared_bytes <= 232_448, "{instance:?}");
                     }
                 }
             }
