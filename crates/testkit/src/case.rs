@@ -188,7 +188,7 @@ impl Outputs {
         assert!(good, "{name}: padding rows are promised to be zero, and are not");
     }
 
-    fn shape(&mut self, name: &str, sizes: &[usize]) {
+    pub(crate) fn shape(&mut self, name: &str, sizes: &[usize]) {
         self.values(&format!("{name}.shape"), sizes.iter().map(|&s| s as u64).collect());
     }
 }
