@@ -158,7 +158,8 @@ __device__ __forceinline__ bool encode_by(const float (&y)[16], u32 (&words)[E::
 template <class E>
 struct MxFormat : OneFactor<E> {
     static constexpr int kBlock = 32, kPart = 32, kScaleBytes = 1;
-    static constexpr bool kLimits = E::kBits == 6 || E::kTwosComplement;
+    // Under some rules the largest values are past the largest code, which only conversions to FP8 take care of by themselves.
+    static constexpr bool kLimits = E::kBits < 8 || E::kTwosComplement;
 
     __device__ __forceinline__ static float limit(const Scaled& scale) { return __fmul_rn(e8m0_decode(scale.record), E::kMax); }
     __device__ __forceinline__ static Scaled scale(u32 amax, ScaleArg rule, TensorInverse) { return power_of<E>(amax, rule); }

@@ -98,7 +98,7 @@ template <class F, class In, int kAcross>
 struct DecodedUnitsShared : QuantizeUnitsShared<F, In, kAcross> {};
 template <class F, class In>
 struct DecodedUnitsShared<F, In, 2> : QuantizeUnitsShared<F, In, 2> {
-    UnitCodes<F> of_rows;
+    alignas(16) UnitCodes<F> of_rows;
 
     /// Each thread those of its own unit.
     __device__ __forceinline__ void keep_codes_of_rows() {
