@@ -209,9 +209,9 @@ impl SwigluBackwardPath {
     pub fn of<B: Backend>(op: &SwigluBackward<'_, B>) -> Self {
         let (rows, f) = op.da.shape();
         let (dh, wanted) = (plain_form(op.dh), op.a.map(plain_form));
-        // In BF16 alone the kernel of plain matrices reads h as it was saved.
-        let all_bf16 = dh == DType::Bf16 && wanted.is_none_or(|a| a == DType::Bf16) && op.da.dtype() == dh;
-        let as_saved = HSource::of(op.h) == Some(HSource::Saved) && f.is_multiple_of(32) && all_bf16;
+        // Beside BF16 the kernel of plain matrices reads h as it was saved.
+        let is_saved = HSource::of(op.h) == Some(HSource::Saved);
+        let as_saved = is_saved && f.is_multiple_of(32) && op.da.dtype() == DType::Bf16;
         let decoded = matches!(op.h, Operand::Block(_)) && !as_saved;
         let plain = Self::Plain { decoded, dh, a: wanted };
         // The kernel of all planes always writes `a`: where it is not wanted it is dropped.

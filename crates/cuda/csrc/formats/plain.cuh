@@ -63,6 +63,13 @@ struct Few {
         return __uint_as_float(i % 2 ? word[i / 2] & 0xFFFF0000 : word[i / 2] << 16);
     }
 
+    /// Negates all where `sign` is a sign bit; leaves them where it is 0.
+    __device__ __forceinline__ void flip(u32 sign) {
+        constexpr int kWords = (kBytes + 3) / 4;
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) word[i] ^= T::kBytes == 4 ? sign : sign | sign >> 16;
+    }
+
     /// Rounded to nearest even.
     __device__ __forceinline__ static Few from_f32(const float (&x)[kCount]) {
         Few few;

@@ -136,17 +136,23 @@ __device__ __forceinline__ void flip(F32::Eight& x, const uint4& signs) {
         x.number[i] = __uint_as_float(__float_as_uint(x.number[i]) ^ (i % 2 ? words[i / 2] & 0x80000000 : words[i / 2] << 16));
 }
 
-/// Transforms blocks of `arg.len` numbers whose signs the caller has flipped. A lane holds kCount of them, the lane
+/// Transforms blocks of `len` numbers whose signs the caller has flipped, and who multiplies by the factor. A lane holds kCount of them, the lane
 /// `distance` further the next kCount. All lanes of the warp call this.
 template <int kCount>
-__device__ __forceinline__ void hadamard_across(float (&x)[kCount], u32 lane, u32 distance, const HadamardArg& arg) {
-    butterflies(x, arg.len);
-    for (u32 held = kCount; held < arg.len; held *= 2, distance *= 2) {
+__device__ __forceinline__ void hadamard_across(float (&x)[kCount], u32 lane, u32 distance, u32 len) {
+    butterflies(x, len);
+    for (u32 held = kCount; held < len; held *= 2, distance *= 2) {
         // The upper lane's result is its partner's number less its own.
         const float own = lane & distance ? -1.0f : 1.0f;
 #pragma unroll
         for (int i = 0; i < kCount; ++i) x[i] = __fmaf_rn(x[i], own, __shfl_xor_sync(kAllLanes, x[i], distance));
     }
+}
+
+/// The same, multiplied by the factor.
+template <int kCount>
+__device__ __forceinline__ void hadamard_across(float (&x)[kCount], u32 lane, u32 distance, const HadamardArg& arg) {
+    hadamard_across(x, lane, distance, arg.len);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) x[i] = __fmul_rn(x[i], arg.factor);
 }

@@ -102,25 +102,37 @@ __global__ void __launch_bounds__(256)
 }
 
 template <class In>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(256, In::kBytes == 2 ? 3 : 2)
     hadamard_maxima(const u8* __restrict__ x, u32* maxima, const int* __restrict__ row_id, const int* __restrict__ span_of_row, int by_span, int rows,
                     int cols, const TransformArg transform) {
     constexpr int kRows = TransformPlace::kRows, kTogether = 16;  // a span has whole transform blocks
     const TransformPlace at;
     const int across = ceil_div(cols, kHadamardTile), first_row = blockIdx.x / across * kHadamardTile;
-    float number[TransformPlace::kCols][kRows];
-    transform_columns<In>(x, row_id, cols, transform, first_row, blockIdx.x % across * kHadamardTile, number);
+    u32 largest[kRows / kTogether] = {};
+    transform_columns<In>(x, row_id, cols, transform, first_row, blockIdx.x % across * kHadamardTile, [&](int, const float (&number)[kRows]) {
 #pragma unroll
-    for (int first = 0; first < kRows; first += kTogether) {
-        u32 largest = 0;
+        for (int i = 0; i < kRows / kTogether; ++i) {
+            const float* const of = number + i * kTogether;
+            float most = fabsf(of[0]);
 #pragma unroll
-        for (int i = first; i < first + kTogether; ++i)
-            largest = max(largest, max(magnitude_by(by_span, number[0][i]), magnitude_by(by_span, number[1][i])));
+            for (int j = 1; j < kTogether; ++j) most = ptx::max_magnitude(most, of[j]);
+            // The factor keeps the order of magnitudes, so it is for the largest alone.
+            u32 bits = magnitude_by(by_span, __fmul_rn(most, transform.hadamard.factor));
+            if (__float_as_uint(most) >= kInfinityBits) {  // rare: others may count
+                bits = 0;
 #pragma unroll
-        for (int lane = 1; lane < 8; lane *= 2) largest = max(largest, __shfl_xor_sync(kAllLanes, largest, lane));
-        const int row = first_row + at.row + first;
+                for (int j = 0; j < kTogether; ++j) bits = max(bits, magnitude_by(by_span, __fmul_rn(of[j], transform.hadamard.factor)));
+            }
+            largest[i] = max(largest[i], bits);
+        }
+    });
+#pragma unroll
+    for (int i = 0; i < kRows / kTogether; ++i) {
+#pragma unroll
+        for (int lane = 1; lane < 8; lane *= 2) largest[i] = max(largest[i], __shfl_xor_sync(kAllLanes, largest[i], lane));
+        const int row = first_row + at.row + i * kTogether;
         if (threadIdx.x % 8 != 0 || row >= rows) continue;
-        raise(maxima + (span_of_row == nullptr ? 0 : __ldg(span_of_row + row)), largest);
+        raise(maxima + (span_of_row == nullptr ? 0 : __ldg(span_of_row + row)), largest[i]);
     }
 }
 

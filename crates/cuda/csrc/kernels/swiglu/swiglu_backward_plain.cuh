@@ -4,7 +4,7 @@
 // pass made it (null: not made), dweight[rows]; row_id as in kernels/convert/quantize.cuh; padding gives zeros. Matrices start on 16
 // bytes. 256 threads, a warp a row.
 // swiglu_backward_plain<AnyChunk>: the flags say which are BF16, the others are F32; any grid.
-// <Bf16Chunk>: all are BF16 and f % 8 == 0. <SavedChunk>: h is MXFP4, codes [rows][f] bytes and h_scales [rows][2f / 32], all others are BF16,
+// <Bf16Chunk>: h and da are BF16 and f % 8 == 0. <SavedChunk>: h is MXFP4, codes [rows][f] bytes and h_scales [rows][2f / 32], da is BF16,
 //   and f % 32 == 0. Any grid, best four CTAs a multiprocessor; sizeof(SigmoidTable) dynamic shared memory.
 #pragma once
 #include "formats/e2m1.cuh"
@@ -49,7 +49,7 @@ struct AnyChunk {
     }
 };
 
-/// What BF16 numbers have in common.
+/// What BF16 numbers that are read have in common.
 struct TableChunk {
     static constexpr bool kTable = true;
     using Eight = Bf16::Eight;
@@ -64,8 +64,18 @@ struct TableChunk {
             s[2 * i + 1] = two[1];
         }
     }
-    __device__ __forceinline__ static void store(u8* to, bool, u64 at, int left, const F32::Eight& x) {
-        if (left > 0) ptx::store_16(to + at * Bf16::kBytes, to_bf16(x));
+    __device__ __forceinline__ static void store(u8* to, bool is_bf16, u64 at, int left, const F32::Eight& x) {
+        if (left <= 0) return;
+        if (is_bf16) {
+            ptx::store_16(to + at * Bf16::kBytes, to_bf16(x));
+            return;
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float* const four = x.number + 4 * i;
+            ptx::store_16(to + at * F32::kBytes + i * 16,
+                          {__float_as_uint(four[0]), __float_as_uint(four[1]), __float_as_uint(four[2]), __float_as_uint(four[3])});
+        }
     }
 };
 

@@ -40,11 +40,11 @@ struct TransformPlace {
 };
 
 /// Transforms this thread's numbers of the tile of x [arg.rows][cols] that begins at row `first_row` and column
-/// `first_col`. row_id as in quantize_units.cuh. A transform block without a row that counts becomes zeros. All 256
-/// threads of the CTA call this.
-template <class In>
+/// `first_col`, but for the factor. row_id as in quantize_units.cuh. A transform block without a row that counts becomes zeros. All 256
+/// threads of the CTA call this. `take(c, number)`: what becomes of column c of the thread's.
+template <class In, class Take>
 __device__ __forceinline__ void transform_columns(const u8* __restrict__ x, const int* __restrict__ row_id, int cols, const TransformArg& arg,
-                                                  int first_row, int first_col, float (&number)[TransformPlace::kCols][TransformPlace::kRows]) {
+                                                  int first_row, int first_col, const Take& take) {
     constexpr int kRows = TransformPlace::kRows;
     __shared__ u32 signs[kHadamardTile / kRows];
     const TransformPlace at;
@@ -74,11 +74,26 @@ __device__ __forceinline__ void transform_columns(const u8* __restrict__ x, cons
     __syncthreads();
     const u32 negated = signs[at.quarter];
 #pragma unroll
-    for (int c = 0; c < TransformPlace::kCols; ++c) {
+    for (int i = 0; i < kRows; ++i) plain[i].flip(negated << (31 - i) & 0x80000000);
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) number[c][i] = __uint_as_float(__float_as_uint(plain[i].value(c)) ^ (negated << (31 - i) & 0x80000000));
-        hadamard_across(number[c], lane, 8, arg.hadamard);
+    for (int c = 0; c < TransformPlace::kCols; ++c) {
+        float number[kRows];
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) number[i] = plain[i].value(c);
+        hadamard_across(number, lane, 8, arg.hadamard.len);
+        take(c, number);
     }
+}
+
+/// The same with the factor, of all columns.
+template <class In>
+__device__ __forceinline__ void transform_columns(const u8* __restrict__ x, const int* __restrict__ row_id, int cols, const TransformArg& arg,
+                                                  int first_row, int first_col, float (&number)[TransformPlace::kCols][TransformPlace::kRows]) {
+    const float factor = arg.hadamard.factor;
+    transform_columns<In>(x, row_id, cols, arg, first_row, first_col, [&](int c, const float (&transformed)[TransformPlace::kRows]) {
+#pragma unroll
+        for (int i = 0; i < TransformPlace::kRows; ++i) number[c][i] = __fmul_rn(transformed[i], factor);
+    });
 }
 
 }  // namespace nib

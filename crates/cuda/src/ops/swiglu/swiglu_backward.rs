@@ -223,9 +223,9 @@ const PLAIN_PER_SM: usize = 4;
 enum Chunk {
     /// F32 or BF16.
     Any,
-    /// BF16 alone.
+    /// BF16.
     Bf16,
-    /// h in MXFP4, all else in BF16.
+    /// h in MXFP4, da in BF16.
     Saved,
 }
 
@@ -264,8 +264,7 @@ fn plain(
     check_size(OP, rows, f)?;
     let dh = rows_of(OP, dh)?.plain(OP)?;
     let a = a.map(|a| rows_of(OP, a)?.plain(OP)).transpose()?;
-    let mut rest = [Some(op.da), Some(dh), a].into_iter().flatten();
-    let bf16 = f.is_multiple_of(8) && rest.all(|x| x.dtype() == DType::Bf16);
+    let bf16 = f.is_multiple_of(8) && op.da.dtype() == DType::Bf16;
     let no_scales = None::<&Buffer<u8>>;
     let (chunk, [h, h_scales], h_bf16): (Chunk, [&dyn KernelArg; 2], i32) = match h {
         Operand::Block(h) => (Chunk::Saved, plane_args(h), 0),
@@ -287,8 +286,8 @@ fn plain(
         [h, h_scales, &h_bf16, da, &da_bf16, &weight, dh, &dh_bf16, a, &a_bf16, dweight, &row_id, &rows, &f];
     let kernel = device.kernel(&plain_spec(chunk))?;
     // SAFETY: `BufferCheck` held h, unless it has just been decoded, to `[rows, 2f]`, da to `[rows, f]`, and weights and groups to `rows`;
-    // the flags say the types, and the instance is for them and f. Blocks that were not decoded are MXFP4 rows with f in whole blocks, and all
-    // else is BF16 then: `SwigluBackwardPath` says so.
+    // the flags say the types, and the instance is for them and f. Blocks that were not decoded are MXFP4 rows with f in whole blocks, and da
+    // is BF16 then: `SwigluBackwardPath` says so.
     // What is written was made for these sizes and is not yet shared.
     unsafe { kernel.launch(launch, &args) }
 }
