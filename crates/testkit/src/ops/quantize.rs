@@ -16,6 +16,16 @@ use nibble_core::formats::{Codec, Format, Purpose, Rounding, ScaleRule, Stream};
 use nibble_core::ops::{Delayed, Dequantize, Hadamard, Planes, Quantize, Random};
 use nibble_core::{Agreement, DType, Groups, Kernels, Result, Tensor};
 
+/// Kinds of values that cases take in turn.
+const INPUTS: [Input; 6] = [
+    Input::Normal,
+    Input::ExtremeExponents,
+    Input::Outliers,
+    Input::NonFinite,
+    Input::HeavyTailed,
+    Input::SignedZeros,
+];
+
 /// Every rule of every block format, to nearest.
 pub(super) fn codecs() -> impl Iterator<Item = Codec> {
     let all = |format: Format| format.spec().rules.iter().map(move |&rule| (format, rule));

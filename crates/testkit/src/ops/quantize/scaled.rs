@@ -1,7 +1,6 @@
 //! How scales are chosen within a rule: every choice that a format has, in every form.
 
-use super::{Dense, Ragged, SHAPES, Transformed, codecs};
-use crate::input::Input;
+use super::{Dense, INPUTS, Ragged, SHAPES, Transformed, codecs};
 use crate::ops::PLAIN;
 use crate::pair::Pair;
 use crate::shapes::Spread;
@@ -64,14 +63,6 @@ pub(super) fn scaled_blocks<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
         Rounding::Dither { delta_q16: 0x8000 },
         Rounding::NearestAway,
     ];
-    let inputs = [
-        Input::Normal,
-        Input::ExtremeExponents,
-        Input::Outliers,
-        Input::NonFinite,
-        Input::HeavyTailed,
-        Input::SignedZeros,
-    ];
     for (i, nearest) in scaled().enumerate() {
         let corrects = nearest.scaling().correction != Correction::None;
         let takes = |planes| !corrects || planes != Planes::Tiles;
@@ -79,11 +70,11 @@ pub(super) fn scaled_blocks<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
             SHAPES.into_iter().enumerate().filter(|(_, shape)| takes(shape.0))
         {
             let codec = if j % 2 == 0 { nearest } else { rounded(nearest, roundings[(i + j / 2) % 4]) };
-            let (dtype, input) = (PLAIN[(i + j) % 2], inputs[(i + j) % inputs.len()]);
+            let (dtype, input) = (PLAIN[(i + j) % 2], INPUTS[(i + j) % INPUTS.len()]);
             pair.check(&Dense { codec, planes, rows, cols, stack, dtype, input });
         }
         // Whole tiles of a GPU's kernel: 64 values of a row, and squares beside each other; and several tiles below each other.
-        let (dtype, input) = (PLAIN[i % 2], inputs[i % inputs.len()]);
+        let (dtype, input) = (PLAIN[i % 2], INPUTS[i % INPUTS.len()]);
         for (planes, rows, cols, stack) in [(Planes::Both, 160, 192, 1), (Planes::Tiles, 2 * 144, 136, 2)]
             .into_iter()
             .filter(|of| takes(of.0))
@@ -95,7 +86,7 @@ pub(super) fn scaled_blocks<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
         for (k, (spread, planes)) in
             [(Spread::Zipf, Planes::Both), (Spread::EmptyGroups, Planes::Cols)].into_iter().enumerate()
         {
-            let (dtype, input) = (PLAIN[(i + k) % 2], inputs[(i + k + 1) % inputs.len()]);
+            let (dtype, input) = (PLAIN[(i + k) % 2], INPUTS[(i + k + 1) % INPUTS.len()]);
             pair.check(&Ragged { codec, planes, spread, num_groups: 3, rows: 200, cols: 96, dtype, input });
         }
         let (planes, spread) = ([Planes::Rows, Planes::Cols][i % 2], Some(Spread::Zipf));

@@ -1,6 +1,6 @@
 //! What is quantized for products alone: a backend may write what they take in place of codes. It is held to what they make of the codes.
 
-use super::{Spread, codec, codecs, matrix};
+use super::{INPUTS, Spread, codec, codecs, matrix};
 use crate::case::{Case, Outputs, Pads};
 use crate::input::{Input, stream};
 use crate::ops::PLAIN;
@@ -124,14 +124,6 @@ fn put(out: &mut Outputs, name: &str, codes: Vec<u8>, scales: Vec<Scale>) {
 
 /// Every format that products take otherwise than as codes, under every rule, for either kind of product; shapes and kinds of values in turn.
 pub(super) fn for_products<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
-    let inputs = [
-        Input::Normal,
-        Input::ExtremeExponents,
-        Input::Outliers,
-        Input::NonFinite,
-        Input::HeavyTailed,
-        Input::SignedZeros,
-    ];
     let roundings = [Rounding::NearestEven, Rounding::Stochastic, Rounding::NearestAway];
     // Whole tiles of a GPU's kernels and more of them beside and below each other; lines that end inside; groups.
     let shapes = [
@@ -159,13 +151,13 @@ pub(super) fn for_products<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
             for (k, planes) in [Planes::Rows, Planes::Cols, Planes::Both].into_iter().enumerate() {
                 for (l, dtype) in PLAIN.into_iter().enumerate() {
                     let turn = i + j + k + l;
-                    check(planes, shapes[turn % shapes.len()], None, (dtype, inputs[turn % inputs.len()]));
+                    check(planes, shapes[turn % shapes.len()], None, (dtype, INPUTS[turn % INPUTS.len()]));
                 }
             }
             for (k, len) in LENGTHS.into_iter().enumerate() {
                 let (planes, dtype) = ([Planes::Cols, Planes::Rows][k % 2], PLAIN[(i + j + k / 2) % 2]);
                 let shape = ([None, Some(Spread::Zipf)][(j + k) % 2], 256, 384);
-                check(planes, shape, Some(len), (dtype, inputs[(i + j + k) % inputs.len()]));
+                check(planes, shape, Some(len), (dtype, INPUTS[(i + j + k) % INPUTS.len()]));
             }
         }
     }
