@@ -68,7 +68,7 @@ impl FastKernels {
         self.format.spec().tiles && self.rounding == Rounding::NearestEven && self.hadamard.is_none()
     }
 
-    /// Whether there are ones that lift what they have quantized: of MXFP4 as recipes ask for it, down the columns after a transform alone.
+    /// Whether there are ones that lift what they have quantized: of MXFP4, along the rows without a transform, and down the columns with one.
     pub fn lifts(&self, planes: Planes) -> bool {
         let has_planes = match planes {
             Planes::Rows => self.hadamard.is_none(),

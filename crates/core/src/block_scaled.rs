@@ -42,6 +42,7 @@ pub struct BlockScaled<B: Backend> {
     /// products that know it are faster. 1 where nothing is known.
     pub shared_cols: usize,
     /// In what form its numbers lie in `codes`: not as codes where nothing but products reads it ([`Quantize::only_for`](crate::ops::Quantize::only_for)).
+    /// Lifted ones have the scales of [`Format::LIFTED`] in `scales`, decoded ones those that their codes had.
     pub taken: Taken,
 }
 
@@ -167,7 +168,7 @@ impl<B: Backend> BlockScaled<B> {
         lines * blocks
     }
 
-    /// Rows and columns of the matrix of scales.
+    /// Rows and columns of the matrix of its codes' scales.
     pub fn shape_of_scales(&self) -> (usize, usize) {
         Self::scale_shape(self.format, self.axis, self.rows, self.cols, self.stack)
     }
@@ -200,10 +201,9 @@ impl<B: Backend> BlockScaled<B> {
         Ok((0..lines * blocks).map(record).map(|s| if kind.is_nan(s) { kind.nan() } else { s }).collect())
     }
 
-    /// Bytes of the plane of scales, with the padding of its layout.
+    /// Bytes of the plane of scales, in its form and with the padding of its layout.
     pub fn scale_bytes(&self) -> usize {
-        let ((lines, blocks), bytes) = (self.shape_of_scales(), self.scale_kind().bytes());
-        self.scale_layout.len(lines, blocks, bytes) * bytes
+        self.expected_bytes()[1]
     }
 
     /// Identity of the code plane's allocation.

@@ -2,7 +2,7 @@
 
 use crate::Dry;
 use crate::memory::Buf;
-use nibble_core::formats::Format;
+use nibble_core::formats::{Format, ScaleKind};
 use nibble_core::ops::*;
 use nibble_core::{BlockScaled, Groups, Operand, PermuteMap, Plain, Result, Tensor};
 use std::ops::{Add, AddAssign};
@@ -140,10 +140,16 @@ impl Bytes for Tensor<Dry> {
 impl Bytes for BlockScaled<Dry> {
     /// As the format has it, without the padding of a layout.
     fn bytes_of(&self, rows: Option<usize>) -> u64 {
-        let (lines, blocks) = self.shape_of_scales();
+        let Self { axis, rows: all, cols, stack, .. } = *self;
+        let of = |format, kind: ScaleKind| Self::num_scales(format, axis, all, cols, stack) * kind.bytes();
+        let scales = match self.taken {
+            Taken::AsIs => of(self.format, self.scale_kind()),
+            Taken::Lifted => of(Format::LIFTED.0, Format::LIFTED.0.scale_kind(Format::LIFTED.1)),
+            // No product reads those of decoded numbers.
+            Taken::Decoded => 0,
+        };
         let tensor_scale = self.tensor_scale.as_ref().map_or(0, |s| size_of::<f32>() * s.len());
-        let scales = lines * blocks * self.scale_kind().bytes() + tensor_scale;
-        share(self.codes.len() + scales, rows, self.rows)
+        share(self.codes.len() + scales + tensor_scale, rows, self.rows)
     }
 }
 

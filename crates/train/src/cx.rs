@@ -570,7 +570,7 @@ impl<'a, B: Kernels> Cx<'a, B> {
     }
 }
 
-/// Of what two readers have in common: one plane for both, or planes of one read.
+/// The numbers of what has two readers, if both are products of the same ones.
 fn of_both([first, second]: [Option<Numbers>; 2]) -> Option<Numbers> {
     first.filter(|_| first == second)
 }

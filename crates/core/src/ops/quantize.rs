@@ -273,7 +273,7 @@ impl<B: Backend> Found<B> {
 /// the scale that is stored for its span is NaN; the span's other blocks are encoded all the same, since one pass does not know.
 ///
 /// With `only_for` a backend may write what products of those numbers take in place of codes ([`BlockScaled::taken`]): the very numbers that they would
-/// make of the codes, whose records and counts are the same. Nothing but such a product reads it then. The CPU writes codes all the same.
+/// make of the codes. What is counted is counted of the codes. Nothing but such a product reads it then. The CPU writes codes all the same.
 ///
 /// With `amax` the matrices are parts of larger ones: their largest magnitudes are not measured but these, and are what is found under `delayed`. So
 /// parts get the codes and scales that they have in the whole.

@@ -473,6 +473,7 @@ fn wide<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
 
 /// Conformance of [`Quantize`]: every format, rule, plane and kind of values; every rounding; every way to choose scales; ragged rows; parts of matrices; transforms.
 pub fn quantize<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+    taken::for_products(pair);
     of_earlier_steps(pair);
     amax::parts(pair);
     stacks::parts_of_stacks(pair);
@@ -526,6 +527,5 @@ pub fn quantize<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     general(pair);
     scaled::scaled_blocks(pair);
     transformed(pair);
-    taken::for_products(pair);
     wide(pair);
 }

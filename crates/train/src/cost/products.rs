@@ -102,7 +102,7 @@ pub(super) struct Made {
     pub bits: u32,
     pub engine: Engine,
     pub multiply_adds: f64,
-    /// Values of operands that a GPU decodes or lifts first.
+    /// Values of operands that a GPU decodes or lifts: by themselves, or as it quantizes them.
     pub decoded: f64,
 }
 

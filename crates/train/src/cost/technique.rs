@@ -33,7 +33,7 @@ pub enum Technique {
     WeightQuantizations,
     /// Plain weights that are transposed, as often.
     WeightTransposes,
-    /// Operands that a GPU decodes, or lifts to FP8, since its tensor cores do not read their codes.
+    /// Operands that a GPU decodes, or lifts to FP8, since its tensor cores do not read their codes: by themselves, or as it quantizes them.
     Decoding,
 }
 

@@ -8,7 +8,7 @@ use nibble_core::recipe::{Product, Section, Site};
 use nibble_core::{Kernels, Operand, Result, Tensor};
 
 /// What a projection takes.
-struct Taken {
+struct InputOf {
     /// The name of what is made.
     name: String,
     /// An earlier projection that takes the same.
@@ -27,12 +27,12 @@ pub(super) struct Shared<'a, B: Kernels, const N: usize> {
 
 impl<B: Kernels, const N: usize> Shared<'_, B, N> {
     /// Which projections take the same input of this product, since their recipes agree at these sites. What all take has the name of the whole.
-    fn sharing(&self, cx: &Cx<'_, B>, product: Product, sites: &[Site], whole: &str) -> Vec<Taken> {
+    fn sharing(&self, cx: &Cx<'_, B>, product: Product, sites: &[Site], whole: &str) -> Vec<InputOf> {
         let sections = self.projections.map(|projection| projection.section(cx));
         let agree = |i: usize, j: usize| sites.iter().all(|s| sections[i].at(*s) == sections[j].at(*s));
         let all = (1..N).all(|i| agree(0, i));
         let numbers = sections.map(|section| cx.numbers(&section, WEIGHT, product));
-        let of = |i: usize| Taken {
+        let of = |i: usize| InputOf {
             name: if all { whole } else { self.projections[i].site() }.to_owned(),
             like: (0..i).find(|j| agree(*j, i)),
             section: sections[i],

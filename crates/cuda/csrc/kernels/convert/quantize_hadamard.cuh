@@ -199,7 +199,7 @@ __device__ __forceinline__ void quantize_transformed(const u8* __restrict__ x, u
         __syncthreads();
         const int left = (min(end_strip * kTile, capacity) - first_strip * kTile) / kPerByte;
         store_turned<E, Round::kDraws && !kLifted, 256>(shared.tile, col_codes + first_col * col_bytes + first_strip * kTile / kPerByte, col_bytes,
-                                            cols - first_col, left, tally);
+                                                        cols - first_col, left, tally);
         first_strip = next_strip, panel = next_panel;
     }
     tally.flush(counts, shared.total);

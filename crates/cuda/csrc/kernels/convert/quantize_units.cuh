@@ -28,7 +28,7 @@
 //   col_words: the columns' plane where records of a line lie together, if a line has a multiple of four.
 //   cols_in_pairs: the columns' plane where those of neighbouring columns do (line_stride 1), if cols and block_stride are even.
 //
-// quantize_units_decoded<F, In, kRound, kAcross>: the same but for squares, and with BF16 numbers in place of codes, row after row in both planes: row_codes
+// quantize_units_decoded<F, In, kRound, kAcross>: the same without kFormTiles, and with BF16 numbers in place of codes, row after row in both planes: row_codes
 //   [stack * rows][cols], col_codes [capacity][cols]. They are what dequantize_units makes of the codes without a tensor's scale. Records are written all
 //   the same; rows_aligned and cols_aligned are of the numbers. sizeof(DecodedUnitsShared<F, In, kAcross>) dynamic shared memory.
 //
