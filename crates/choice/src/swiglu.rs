@@ -209,7 +209,7 @@ impl SwigluBackwardPath {
     pub fn of<B: Backend>(op: &SwigluBackward<'_, B>) -> Self {
         let (rows, f) = op.da.shape();
         let (dh, wanted) = (plain_form(op.dh), op.a.map(plain_form));
-        // Beside BF16 the kernel of plain matrices reads h as it was saved.
+        // Where da is BF16 the kernel of plain matrices reads h as it was saved.
         let is_saved = HSource::of(op.h) == Some(HSource::Saved);
         let as_saved = is_saved && f.is_multiple_of(32) && op.da.dtype() == DType::Bf16;
         let decoded = matches!(op.h, Operand::Block(_)) && !as_saved;

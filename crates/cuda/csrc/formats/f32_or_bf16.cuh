@@ -24,6 +24,14 @@ __device__ __forceinline__ uint4 to_bf16(const F32::Eight& x) {
             ptx::pack_bf16(x.number[4], x.number[5]), ptx::pack_bf16(x.number[6], x.number[7])};
 }
 
+/// Stores eight numbers in F32 from `to` on, which is a multiple of 16.
+__device__ __forceinline__ void store_eight(u8* to, const F32::Eight& x) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+        ptx::store_16(to + i * 16, {__float_as_uint(x.number[4 * i]), __float_as_uint(x.number[4 * i + 1]), __float_as_uint(x.number[4 * i + 2]),
+                                    __float_as_uint(x.number[4 * i + 3])});
+}
+
 /// Stores as many of eight neighbours as are left, rounded to nearest even.
 __device__ __forceinline__ void store_f32_or_bf16(u8* to, bool is_bf16, u64 at, int left, const F32::Eight& x) {
     const bool whole = left >= 8 && at % 8 == 0;
@@ -38,10 +46,7 @@ __device__ __forceinline__ void store_f32_or_bf16(u8* to, bool is_bf16, u64 at, 
                 if (i < left) reinterpret_cast<u16*>(to)[at + i] = u16(two[i / 2] >> (i % 2 * 16));
         }
     } else if (whole) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-            ptx::store_16(to + at * 4 + i * 16, {__float_as_uint(x.number[4 * i]), __float_as_uint(x.number[4 * i + 1]),
-                                                 __float_as_uint(x.number[4 * i + 2]), __float_as_uint(x.number[4 * i + 3])});
+        store_eight(to + at * F32::kBytes, x);
     } else {
 #pragma unroll
         for (int i = 0; i < 8; ++i)

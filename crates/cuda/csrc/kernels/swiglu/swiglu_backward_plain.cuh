@@ -66,16 +66,8 @@ struct TableChunk {
     }
     __device__ __forceinline__ static void store(u8* to, bool is_bf16, u64 at, int left, const F32::Eight& x) {
         if (left <= 0) return;
-        if (is_bf16) {
-            ptx::store_16(to + at * Bf16::kBytes, to_bf16(x));
-            return;
-        }
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const float* const four = x.number + 4 * i;
-            ptx::store_16(to + at * F32::kBytes + i * 16,
-                          {__float_as_uint(four[0]), __float_as_uint(four[1]), __float_as_uint(four[2]), __float_as_uint(four[3])});
-        }
+        if (is_bf16) ptx::store_16(to + at * Bf16::kBytes, to_bf16(x));
+        else store_eight(to + at * F32::kBytes, x);
     }
 };
 
