@@ -11,11 +11,13 @@ use nibble_command::output::{Force, Mark, Output, Outputs};
 use nibble_command::say;
 use nibble_core::Kernels;
 use nibble_cpu::Cpu;
+use nibble_cuda::Cuda;
 use nibble_testkit::conformance::{Test, every_op};
-use nibble_testkit::{Pair, random_elements};
+use nibble_testkit::{Cases, Pair, random_elements};
 use serde_json::{Value, json};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
+use std::thread;
 use std::time::Instant;
 
 /// Holds every operation to its specification here
@@ -37,6 +39,9 @@ pub struct Args {
     /// Operations to verify; all of them where left out.
     #[arg(long, value_name = "OP")]
     only: Vec<String>,
+    /// Cases that are compared at once, each on threads of the CPU and a stream of the GPU of its own; 0: as many as fit this machine.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    jobs: usize,
     /// Also converts at least N random elements in every format, there and back, and compares each bit.
     #[arg(long, value_name = "N", default_value_t = 0)]
     random: u64,
@@ -49,18 +54,29 @@ pub struct Args {
 
 const MARK: Mark = Mark::Figures("nibble verify");
 
+/// Threads of the CPU that a job has where their number is not asked for, and the most jobs then.
+const THREADS_A_JOB: usize = 2;
+const MOST_JOBS: usize = 16;
+
 pub fn run(args: Args) -> Result<()> {
     let mut outputs = Outputs::new(args.force, []);
     let json = args.json.as_ref().map(|path| outputs.named(path, &MARK)).transpose()?;
     let settings = Env::read()?;
-    let cpu = settings.cpu(settings.threads(0))?;
+    let threads = settings.threads(0);
+    let jobs = match args.jobs {
+        0 => (threads / THREADS_A_JOB).clamp(1, MOST_JOBS),
+        jobs => jobs,
+    };
+    let cpu = || settings.cpu((threads / jobs).max(1));
     if args.cpu {
         let tests = chosen(&every_op(), &args.only)?;
-        return verify(&args, &Pair::strict(Cpu::scalar(1)?, cpu), &tests, json);
+        let pairs = (0..jobs).map(|_| Ok(Pair::strict(Cpu::scalar(1)?, cpu()?)));
+        return verify(&args, &pairs.collect::<Result<Vec<_>>>()?, &tests, json);
     }
     let tests = chosen(&every_op(), &args.only)?;
-    let cuda = gpu::open("--cpu verifies the CPU's vectorised code")?;
-    verify(&args, &Pair::new(cpu, cuda), &tests, json)
+    let first = gpu::open("--cpu verifies the CPU's vectorised code")?;
+    let pairs = (0..jobs).map(|_| Ok(Pair::new(cpu()?, Cuda::on(first.device().reopened()?))));
+    verify(&args, &pairs.collect::<Result<Vec<_>>>()?, &tests, json)
 }
 
 /// The tests that were asked for.
@@ -76,18 +92,21 @@ fn chosen<A, B>(tests: &[Test<A, B>], only: &[String]) -> Result<Vec<Test<A, B>>
     Ok(tests.iter().copied().filter(|(op, _)| wanted(op)).collect())
 }
 
+/// Runs the tests one after the other, the cases of each on all pairs at once. There is at least one pair.
 fn verify<A: Kernels, B: Kernels>(
     args: &Args,
-    pair: &Pair<A, B>,
+    pairs: &[Pair<A, B>],
     tests: &[Test<A, B>],
     json: Option<Output>,
 ) -> Result<()> {
-    say!("{}, against {}", pair.b.name(), pair.a.name());
+    let pair = &pairs[0];
+    let cases = || pairs.iter().map(Pair::cases).sum::<usize>();
+    say!("{}, against {}; jobs: {}", pair.b.name(), pair.a.name(), pairs.len());
     let (start, mut failed, mut results) = (Instant::now(), 0, Vec::new());
-    let mut held = |op: &str, test: &dyn Fn()| {
-        let (before, begun) = (pair.cases(), Instant::now());
-        let report = report_of(test);
-        let (cases, seconds) = (pair.cases() - before, begun.elapsed().as_secs_f64());
+    let mut held = |op: &str, test: &dyn Fn() -> Option<String>| {
+        let (before, begun) = (cases(), Instant::now());
+        let report = test();
+        let (cases, seconds) = (cases() - before, begun.elapsed().as_secs_f64());
         let verdict = if report.is_none() { "PASS" } else { "FAIL" };
         say!("{verdict}  {op:<20} {cases:>6} cases  {seconds:>7.2} s");
         for line in report.iter().flat_map(|text| text.lines()) {
@@ -97,14 +116,15 @@ fn verify<A: Kernels, B: Kernels>(
         results.push(json!({ "op": op, "cases": cases, "seconds": seconds, "passed": report.is_none(), "report": report }));
     };
     for (op, test) in tests {
-        held(op, &|| test(pair));
+        held(op, &|| at_once(pairs, *test));
     }
     if args.random > 0 {
-        held("random elements", &|| {
+        let random = || {
             random_elements(pair, args.random);
-        });
+        };
+        held("random elements", &|| report_of(random));
     }
-    let (count, cases) = (results.len(), pair.cases());
+    let (count, cases) = (results.len(), cases());
     let passed = count - failed;
     say!("{passed} of {count} operations agree, {cases} cases, {:.1} s", start.elapsed().as_secs_f64());
     if let Some(json) = json {
@@ -113,6 +133,22 @@ fn verify<A: Kernels, B: Kernels>(
         json.write(MARK.json(figures))?;
     }
     if failed == 0 { Ok(()) } else { Err(Error::Failed(format!("{failed} of {count} operations differ"))) }
+}
+
+/// One test on every pair at once, each case on one of them. A pair whose case fails leaves the others to the rest; what they say is
+/// returned, each word once.
+fn at_once<A: Kernels, B: Kernels>(pairs: &[Pair<A, B>], test: fn(&Pair<A, B>)) -> Option<String> {
+    let cases = Cases::default();
+    let of_pair = |pair: &Pair<A, B>| report_of(|| test(&pair.sharing(&cases)));
+    let mut reports: Vec<String> = thread::scope(|scope| {
+        let jobs: Vec<_> = pairs.iter().map(|pair| scope.spawn(|| of_pair(pair))).collect();
+        jobs.into_iter()
+            .filter_map(|job| job.join().unwrap_or_else(|_| Some("a job died".to_owned())))
+            .collect()
+    });
+    reports.sort();
+    reports.dedup();
+    (!reports.is_empty()).then(|| reports.join("\n"))
 }
 
 /// What a test that failed says; `None` if it passed. The command's own panic hook prints nothing.
@@ -134,6 +170,32 @@ mod tests {
         let (report, nothing) = (report_of(|| panic!("value {} differs", 3)), report_of(|| {}));
         std::panic::set_hook(hook);
         assert_eq!((report.as_deref(), nothing), (Some("value 3 differs"), None));
+    }
+
+    fn pairs(count: usize) -> Vec<Pair<Cpu, Cpu>> {
+        (0..count).map(|_| Pair::strict(Cpu::scalar(1).unwrap(), Cpu::new(1).unwrap())).collect()
+    }
+
+    #[test]
+    fn each_case_is_compared_by_one_of_the_jobs() {
+        let cases = |count| {
+            let pairs = pairs(count);
+            let tests = chosen(&every_op(), &["permute".to_owned()]).unwrap();
+            assert_eq!(at_once(&pairs, tests[0].1), None);
+            pairs.iter().map(Pair::cases).sum::<usize>()
+        };
+        let alone = cases(1);
+        assert!(alone > 10);
+        assert_eq!(cases(3), alone);
+    }
+
+    #[test]
+    fn what_jobs_say_alike_is_said_once() {
+        let hook = std::panic::take_hook();
+        std::panic::set_hook(Box::new(|_| {}));
+        let report = at_once(&pairs(3), |_| panic!("value 3 differs"));
+        std::panic::set_hook(hook);
+        assert_eq!(report.as_deref(), Some("value 3 differs"));
     }
 
     #[test]

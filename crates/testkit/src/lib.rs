@@ -39,7 +39,7 @@ pub use gradient::{GradientCheck, check_gradient};
 pub use input::Input;
 #[doc(hidden)] // of `conformance!`
 pub use nibble_core::for_each_op;
-pub use pair::Pair;
+pub use pair::{Cases, Pair};
 pub use random_elements::random_elements;
 pub use random_recipe::Dice;
 pub use recorder::Recorder;

@@ -3,8 +3,35 @@
 use crate::case::{Case, Pads, run};
 use crate::case_trial::CaseTrial;
 use nibble_core::{Agreement, Backend, Error};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// The cases of one test, handed out among pairs that run it at once: each case to the pair that is the first to be free.
+#[derive(Debug, Clone, Default)]
+pub struct Cases {
+    next: Arc<AtomicUsize>,
+}
+
+/// What one pair has of [`Cases`]. A test makes the same cases in the same order on every pair, so they are known by their numbers.
+#[derive(Debug)]
+struct Share {
+    cases: Cases,
+    /// How many cases have come, and which is to be this pair's.
+    state: Mutex<(usize, Option<usize>)>,
+}
+
+impl Share {
+    /// Whether the case that has come is this pair's.
+    fn takes(&self) -> bool {
+        // Nothing panics under the lock.
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let (seen, mine) = *state;
+        let mine = mine.unwrap_or_else(|| self.cases.next.fetch_add(1, Ordering::Relaxed));
+        let takes = seen == mine;
+        *state = (seen + 1, (!takes).then_some(mine));
+        takes
+    }
+}
 
 /// A specification and the backends that are compared with it.
 #[derive(Debug, Clone)]
@@ -18,6 +45,8 @@ pub struct Pair<A, B> {
     /// The same bits are owed everywhere, products and attention included (two paths of one machine).
     pub strict: bool,
     cases: Arc<AtomicUsize>,
+    /// Which cases of a test are this pair's, if others run the test too.
+    share: Option<Arc<Share>>,
     /// What is done with cases instead of comparing them.
     trial: Option<Arc<CaseTrial>>,
 }
@@ -25,7 +54,7 @@ pub struct Pair<A, B> {
 impl<A: Backend, B: Backend> Pair<A, B> {
     /// Each operation at its own `AGREEMENT`.
     pub fn new(a: A, b: B) -> Self {
-        Self { a, b, more: Vec::new(), strict: false, cases: Arc::default(), trial: None }
+        Self { a, b, more: Vec::new(), strict: false, cases: Arc::default(), share: None, trial: None }
     }
 
     /// The same bits everywhere.
@@ -37,6 +66,19 @@ impl<A: Backend, B: Backend> Pair<A, B> {
     pub fn and(mut self, b: B) -> Self {
         self.more.push(b);
         self
+    }
+
+    /// The pair for one run of a test, of whose cases it takes what these hand out.
+    pub fn sharing(&self, cases: &Cases) -> Self {
+        let share = Share { cases: cases.clone(), state: Mutex::default() };
+        Self { share: Some(Arc::new(share)), ..self.clone() }
+    }
+
+    /// Counts a case, if it is this pair's.
+    fn takes_case(&self) -> bool {
+        let takes = self.share.as_ref().is_none_or(|share| share.takes());
+        self.cases.fetch_add(usize::from(takes), Ordering::Relaxed);
+        takes
     }
 
     /// Each case is tried with defects of the backend under test, one at a time, instead.
@@ -60,7 +102,9 @@ impl<A: Backend, B: Backend> Pair<A, B> {
     /// With a report, if one refuses the case or they do not agree.
     #[track_caller]
     pub(crate) fn check<C: Case<A> + Case<B>>(&self, case: &C) {
-        self.cases.fetch_add(1, Ordering::Relaxed);
+        if !self.takes_case() {
+            return;
+        }
         if let Some(trial) = &self.trial {
             return trial.of_case(&self.a, &self.b, case);
         }
@@ -88,8 +132,7 @@ impl<A: Backend, B: Backend> Pair<A, B> {
     /// With a report, if one does not.
     #[track_caller]
     pub(crate) fn check_refused<C: Case<A> + Case<B>>(&self, case: &C, expected: impl Fn(&Error) -> bool) {
-        self.cases.fetch_add(1, Ordering::Relaxed);
-        if self.trial.is_some() {
+        if !self.takes_case() || self.trial.is_some() {
             return;
         }
         let of_a = (self.a.name(), case.run(&self.a, Pads::Zero).err());

@@ -1,6 +1,6 @@
 //! The kernels that are timed: what each moves, how it is called, and the sequence of separate kernels that does the same.
 
-use super::conversion::{Conversion, Work};
+use super::conversion::{Conversion, Quantization, Work};
 use super::operands::{Operands, codec, normal, uniform};
 use super::traffic::{self, Block, Traffic};
 use nibble_core::ops::*;
@@ -96,86 +96,85 @@ pub fn kernels<B: Kernels>() -> Vec<Kernel<B>> {
 }
 
 const NEAREST: Rounding = Rounding::NearestEven;
+const RANDOM: Rounding = Rounding::Stochastic;
 
 fn quantizations<B: Kernels>() -> Vec<Kernel<B>> {
     use Planes::{Both, Cols, Rows};
-    let both = "rows, then columns";
-    let simple =
-        |name, against, to, planes| Kernel::new(name, against, move |o| quantize(o, to, planes, NEAREST));
+    let near = |to, planes| Quantization::new(to, planes, NEAREST);
+    let drawn = |to, planes| Quantization::new(to, planes, RANDOM);
+    // As the format is defined.
+    let own = |to: Block, planes| Quantization::new(to, planes, to.format.rounding(to.rule));
+    let transformed = |how| Quantization { transformed: true, ..how };
+    let lifted = |how| Quantization { only_for: Some(Numbers::Fp8), ..how };
+    let decoded = |how| Quantization { only_for: Some(Numbers::Bf16), ..how };
+    // The general kernel is timed on dense rows alone.
+    let general = |name, how| Kernel { rows: TimedRows::Dense, ..quantization(name, how) };
     vec![
-        simple("BF16 → MXFP4 rows", "", Block::MXFP4, Rows),
-        Kernel::new("BF16 → MXFP4 rows, SR", "", |o| quantize(o, Block::MXFP4, Rows, Rounding::Stochastic)),
-        Kernel::new("BF16 → MXFP4 rows, RHT", "", hadamard),
-        simple("BF16 → E4M3 rows, F32 scales", "", Block::E4M3_AMAX, Rows),
-        simple("BF16 → E4M3 rows", "", Block::E4M3, Rows),
-        simple("BF16 → E4M3 columns, F32 scales", "", Block::E4M3_AMAX, Cols),
-        simple("BF16 → E4M3 columns", "", Block::E4M3, Cols),
-        simple("BF16 → E4M3 both, F32 scales", both, Block::E4M3_AMAX, Both),
-        simple("BF16 → E4M3 both", both, Block::E4M3, Both),
+        quantization("BF16 → MXFP4 rows", near(Block::MXFP4, Rows)),
+        quantization("BF16 → MXFP4 rows, SR", drawn(Block::MXFP4, Rows)),
+        quantization("BF16 → MXFP4 rows, RHT", transformed(near(Block::MXFP4, Rows))),
+        quantization("BF16 → MXFP4 rows, lifted", lifted(near(Block::MXFP4, Rows))),
+        quantization("BF16 → MXFP4 rows, lifted, SR", lifted(drawn(Block::MXFP4, Rows))),
+        quantization("BF16 → MXFP4 columns, RHT, lifted", lifted(transformed(near(Block::MXFP4, Cols)))),
+        quantization("BF16 → MXFP4 columns, RHT, lifted, SR", lifted(transformed(drawn(Block::MXFP4, Cols)))),
+        quantization("BF16 → E4M3 rows, F32 scales", near(Block::E4M3_AMAX, Rows)),
+        quantization("BF16 → E4M3 rows", near(Block::E4M3, Rows)),
+        quantization("BF16 → E4M3 columns, F32 scales", near(Block::E4M3_AMAX, Cols)),
+        quantization("BF16 → E4M3 columns", near(Block::E4M3, Cols)),
+        quantization("BF16 → E4M3 both, F32 scales", near(Block::E4M3_AMAX, Both)),
+        quantization("BF16 → E4M3 both", near(Block::E4M3, Both)),
         Kernel::dense("F32 → E4M3 tiles, both ways", tiles),
-        general("BF16 → MXFP8 rows", Block::MXFP8, Rows),
-        general("BF16 → MXFP8 columns", Block::MXFP8, Cols),
-        general("BF16 → MXFP8 both", Block::MXFP8, Both),
-        general("BF16 → MXFP6 rows", Block::MXFP6, Rows),
-        general("BF16 → MXFP6 columns", Block::MXFP6, Cols),
-        general("BF16 → MXFP6 both", Block::MXFP6, Both),
-        drawn("BF16 → MXFP6 both, SR", Block::MXFP6, Both),
-        general("BF16 → NVFP4 rows", Block::NVFP4, Rows),
-        general("BF16 → NVFP4 columns", Block::NVFP4, Cols),
-        general("BF16 → NVFP4 both", Block::NVFP4, Both),
-        drawn("BF16 → NVFP4 both, SR", Block::NVFP4, Both),
-        general("BF16 → HiF4 rows", Block::HIF4, Rows),
-        general("BF16 → HiF4 columns", Block::HIF4, Cols),
-        general("BF16 → HiF4 both", Block::HIF4, Both),
-        drawn("BF16 → HiF4 both, SR", Block::HIF4, Both),
+        general("BF16 → MXFP8 rows", own(Block::MXFP8, Rows)),
+        general("BF16 → MXFP8 columns", own(Block::MXFP8, Cols)),
+        general("BF16 → MXFP8 both", own(Block::MXFP8, Both)),
+        general("BF16 → MXFP8 rows, decoded", decoded(own(Block::MXFP8, Rows))),
+        general("BF16 → MXFP8 columns, decoded", decoded(own(Block::MXFP8, Cols))),
+        general("BF16 → MXFP8 both, decoded", decoded(own(Block::MXFP8, Both))),
+        general("BF16 → MXFP6 rows", own(Block::MXFP6, Rows)),
+        general("BF16 → MXFP6 columns", own(Block::MXFP6, Cols)),
+        general("BF16 → MXFP6 both", own(Block::MXFP6, Both)),
+        general("BF16 → MXFP6 both, SR", drawn(Block::MXFP6, Both)),
+        general("BF16 → NVFP4 rows", own(Block::NVFP4, Rows)),
+        general("BF16 → NVFP4 columns", own(Block::NVFP4, Cols)),
+        general("BF16 → NVFP4 both", own(Block::NVFP4, Both)),
+        general("BF16 → NVFP4 both, SR", drawn(Block::NVFP4, Both)),
+        general("BF16 → NVFP4 rows, decoded", decoded(own(Block::NVFP4, Rows))),
+        general("BF16 → NVFP4 columns, decoded", decoded(own(Block::NVFP4, Cols))),
+        general("BF16 → NVFP4 both, decoded", decoded(own(Block::NVFP4, Both))),
+        general("BF16 → NVFP4 both, decoded, SR", decoded(drawn(Block::NVFP4, Both))),
+        general("BF16 → HiF4 rows", own(Block::HIF4, Rows)),
+        general("BF16 → HiF4 columns", own(Block::HIF4, Cols)),
+        general("BF16 → HiF4 both", own(Block::HIF4, Both)),
+        general("BF16 → HiF4 both, SR", drawn(Block::HIF4, Both)),
+        general("BF16 → HiF4 rows, decoded", decoded(own(Block::HIF4, Rows))),
+        general("BF16 → HiF4 columns, decoded", decoded(own(Block::HIF4, Cols))),
+        general("BF16 → HiF4 both, decoded", decoded(own(Block::HIF4, Both))),
     ]
 }
 
-/// A format that the general kernel takes, rounded as it is defined.
-fn general<B: Kernels>(name: &'static str, to: Block, planes: Planes) -> Kernel<B> {
-    rounded(name, to, planes, to.format.rounding(to.rule))
-}
-
-fn drawn<B: Kernels>(name: &'static str, to: Block, planes: Planes) -> Kernel<B> {
-    rounded(name, to, planes, Rounding::Stochastic)
-}
-
-fn rounded<B: Kernels>(name: &'static str, to: Block, planes: Planes, round: Rounding) -> Kernel<B> {
-    let against = if planes == Planes::Both { "rows, then columns" } else { "" };
-    let build = move |o: &Operands<B>| quantize(o, to, planes, round);
-    Kernel { rows: TimedRows::Dense, ..Kernel::new(name, against, build) }
-}
-
-fn quantize<B: Kernels>(o: &Operands<B>, to: Block, planes: Planes, round: Rounding) -> Result<Case<B>> {
-    let how = |planes| Conversion::Quantize(to, planes, round);
-    let reads_ids = round.is_random() && o.groups.is_some();
-    let traffic = traffic::quantize(o.extent, DType::Bf16, to, planes, reads_ids);
-    let case = Case { traffic, run: how(planes).on(o)?, separate: None };
-    if planes != Planes::Both {
-        return Ok(case);
-    }
-    let (rows, cols) = (how(Planes::Rows).on(o)?, how(Planes::Cols).on(o)?);
-    Ok(case.against(move |b| rows(b).and_then(|()| cols(b))))
-}
-
-/// Rows under a random Hadamard transform of the usual length.
-fn hadamard<B: Kernels>(o: &Operands<B>) -> Result<Case<B>> {
-    let (x, codec, groups) = (o.x()?, codec(Block::MXFP4, NEAREST)?, o.groups.clone());
-    let hadamard = Some(Hadamard::new(1, 2));
-    let traffic = traffic::quantize(o.extent, DType::Bf16, Block::MXFP4, Planes::Rows, false);
-    Ok(Case::new(traffic, move |b| {
-        let groups = groups.as_ref();
-        Quantize { groups, hadamard, ..Quantize::new(&x, codec, Planes::Rows) }.run(b).map(drop)
-    }))
+/// Of BF16. Both planes of one read are compared with one after the other.
+fn quantization<B: Kernels>(name: &'static str, how: Quantization) -> Kernel<B> {
+    let against = if how.planes == Planes::Both { "rows, then columns" } else { "" };
+    let alone = move |planes| Conversion::Quantize(Quantization { planes, ..how });
+    Kernel::new(name, against, move |o| {
+        let traffic = how.traffic(o.extent, DType::Bf16, o.groups.is_some());
+        let case = Case { traffic, run: alone(how.planes).on(o)?, separate: None };
+        if how.planes != Planes::Both {
+            return Ok(case);
+        }
+        let (rows, cols) = (alone(Planes::Rows).on(o)?, alone(Planes::Cols).on(o)?);
+        Ok(case.against(move |b| rows(b).and_then(|()| cols(b))))
+    })
 }
 
 /// A weight's two planes, from its F32 master.
 fn tiles<B: Kernels>(o: &Operands<B>) -> Result<Case<B>> {
     let extent = o.extent;
     let (x, codec) = (uniform(&o.b, extent.valid, extent.cols)?, codec(Block::E4M3, NEAREST)?);
-    Ok(Case::new(traffic::quantize(extent, DType::F32, Block::E4M3, Planes::Tiles, false), move |b| {
-        Quantize::new(&x, codec, Planes::Tiles).run(b).map(drop)
-    }))
+    Ok(Case::new(
+        traffic::quantize(extent, DType::F32, Block::E4M3, (Planes::Tiles, Taken::AsIs), false),
+        move |b| Quantize::new(&x, codec, Planes::Tiles).run(b).map(drop),
+    ))
 }
 
 fn transcodings<B: Kernels>() -> Vec<Kernel<B>> {

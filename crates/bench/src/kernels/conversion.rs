@@ -1,19 +1,75 @@
 //! A quantization or a change of block format, as a call on prepared operands.
 
 use super::operands::{Operands, codec};
-use super::traffic::Block;
-use nibble_core::ops::{Dequantize, Planes, Quantize, Random, Transcode};
-use nibble_core::{DType, Kernels, Result};
+use super::traffic;
+use super::traffic::{Block, Extent, Traffic};
+use nibble_core::ops::{Dequantize, Hadamard, Numbers, Planes, Quantize, Random, Stored, Taken, Transcode};
+use nibble_core::{DType, DeviceKind, Error, Kernels, Operand, Result};
 use nibble_formats::{BlockAxis, Purpose, Rounding, Stream};
 
 /// Runs something on a backend.
 pub type Work<B> = Box<dyn Fn(&B) -> Result<()>>;
 
+/// A quantization.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Quantization {
+    pub to: Block,
+    pub planes: Planes,
+    pub round: Rounding,
+    /// Under a random Hadamard transform of the usual length.
+    pub transformed: bool,
+    /// For products of these numbers alone, as the numbers that they take.
+    pub only_for: Option<Numbers>,
+}
+
+impl Quantization {
+    /// Of values as they are, to codes.
+    pub const fn new(to: Block, planes: Planes, round: Rounding) -> Self {
+        Self { to, planes, round, transformed: false, only_for: None }
+    }
+
+    /// In what form it is asked for.
+    fn taken(&self) -> Taken {
+        let axis = if self.planes == Planes::Cols { BlockAxis::Col } else { BlockAxis::Row };
+        let stored = Stored { format: self.to.format, rule: self.to.rule, axis };
+        self.only_for.map_or(Taken::AsIs, |numbers| numbers.takes(stored))
+    }
+
+    /// What it must move. Random bits of ragged rows go by their numbers, which are read too.
+    pub fn traffic(&self, x: Extent, from: DType, is_ragged: bool) -> Traffic {
+        traffic::quantize(x, from, self.to, (self.planes, self.taken()), self.round.is_random() && is_ragged)
+    }
+
+    /// Refuses what a GPU did not make in the form that is to be timed. A CPU makes codes.
+    fn check_form<B: Kernels>(&self, b: &B, made: &Operand<B>) -> Result<()> {
+        match made {
+            Operand::Block(q) if q.taken != self.taken() && b.kind() == DeviceKind::Gpu => {
+                let why = format!("asked for as {:?}, made as {:?}", self.taken(), q.taken);
+                Err(Error::unsupported("bench", q.format, why))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn on<B: Kernels>(self, o: &Operands<B>) -> Result<Work<B>> {
+        let Self { to, planes, round, transformed, only_for } = self;
+        let (x, codec, groups) = (o.x()?, codec(to, round)?, o.groups.clone());
+        let random = round.is_random().then(|| Stream::new(1, Purpose::Rounding, 2, 3));
+        let hadamard = transformed.then(|| Hadamard::new(1, 2));
+        Ok(Box::new(move |b| {
+            let random = random.map(Random::from);
+            let op = Quantize::new(&x, codec, planes);
+            let made = Quantize { groups: groups.as_ref(), random, hadamard, only_for, ..op }.run(b)?;
+            [made.rows, made.cols].iter().flatten().try_for_each(|plane| self.check_form(b, plane))
+        }))
+    }
+}
+
 /// From what to what.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Conversion {
     /// Of x.
-    Quantize(Block, Planes, Rounding),
+    Quantize(Quantization),
     /// Of x as row blocks of the first format.
     Transcode(Block, Block, BlockAxis),
     /// Of x as row blocks, to BF16.
@@ -25,15 +81,7 @@ impl Conversion {
     pub fn on<B: Kernels>(self, o: &Operands<B>) -> Result<Work<B>> {
         let groups = o.groups.clone();
         Ok(match self {
-            Self::Quantize(to, planes, round) => {
-                let (x, codec) = (o.x()?, codec(to, round)?);
-                let random = round.is_random().then(|| Stream::new(1, Purpose::Rounding, 2, 3));
-                Box::new(move |b| {
-                    let random = random.map(Random::from);
-                    let op = Quantize { groups: groups.as_ref(), random, ..Quantize::new(&x, codec, planes) };
-                    op.run(b).map(drop)
-                })
-            }
+            Self::Quantize(of) => of.on(o)?,
             Self::Dequantize(from) => {
                 let x = o.block(from)?;
                 Box::new(move |b| Dequantize { x: &x, dtype: DType::Bf16 }.run(b).map(drop))

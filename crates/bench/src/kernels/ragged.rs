@@ -1,7 +1,7 @@
 //! All groups in one launch, against a launch for each group.
 
 use super::super::gpu::Bench;
-use super::conversion::{Conversion, Work};
+use super::conversion::{Conversion, Quantization, Work};
 use super::operands::{MatrixShape, Operands, uneven};
 use super::report::shortened;
 use super::traffic::Block;
@@ -17,7 +17,10 @@ const SHAPE: MatrixShape = MatrixShape { rows: 8192, cols: MoeShape::DEEPSEEK_V3
 const GROUPS: usize = 64;
 
 const TIMED: [(&str, Conversion); 3] = [
-    ("BF16 → MXFP4 rows", Conversion::Quantize(Block::MXFP4, Planes::Rows, Rounding::NearestEven)),
+    (
+        "BF16 → MXFP4 rows",
+        Conversion::Quantize(Quantization::new(Block::MXFP4, Planes::Rows, Rounding::NearestEven)),
+    ),
     ("MXFP4 → E4M3 rows (lift)", Conversion::Transcode(Block::MXFP4, Block::E4M3, BlockAxis::Row)),
     ("MXFP4 → E4M3 columns (lift)", Conversion::Transcode(Block::MXFP4, Block::E4M3, BlockAxis::Col)),
 ];

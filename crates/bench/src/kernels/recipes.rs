@@ -4,7 +4,7 @@
 //! Weights are left out: their copies are made once a step. SwiGLU's fused conversions are in the kernels' table.
 
 use super::super::gpu::Bench;
-use super::conversion::Conversion;
+use super::conversion::{Conversion, Quantization};
 use super::operands::{MatrixShape, Operands, uneven};
 use super::report::shortened;
 use super::traffic::Block;
@@ -59,7 +59,7 @@ fn steps(changes: &[Change], section: &Section) -> Result<Vec<Step>> {
         };
         let how = match change.op {
             "dequantize" => Conversion::Dequantize(block(change.from)),
-            "quantize" => Conversion::Quantize(block(change.to), planes, site.round),
+            "quantize" => Conversion::Quantize(Quantization::new(block(change.to), planes, site.round)),
             _ => Conversion::Transcode(block(change.from), block(change.to), axis_of(planes)),
         };
         let is_dispatch =
@@ -117,7 +117,10 @@ impl Costs {
 pub fn run(bench: &Bench) -> Result<Value> {
     say!("");
     say!(
-        "conversions of one linear layer, {ROWS} × {INPUTS} → {OUTPUTS}, forward and backward, us (weights' once a step aside);"
+        "conversions of one linear layer, {ROWS} × {INPUTS} → {OUTPUTS}, forward and backward, us (weights' once a step aside; to codes: what"
+    );
+    say!(
+        "products alone read, a step quantizes to the numbers that they take, which is timed above as lifted and decoded);"
     );
     say!(
         "speed: {BASELINE}'s time / the recipe's; experts: {EXPERTS}, with and without what is quantized before the dispatch"
@@ -185,15 +188,16 @@ mod tests {
             let all: Vec<_> = of(recipe, kind).iter().map(|c| (c.gradient, c.how)).collect();
             all
         };
-        let both = Quantize(Block::E4M3_AMAX, Both, near);
+        let quantize = |to, planes| Quantize(Quantization::new(to, planes, near));
+        let both = quantize(Block::E4M3_AMAX, Both);
         assert_eq!(hows("fp8-block", LayerKind::Linear), [(false, both), (true, both)]);
         assert_eq!(hows("fp8-block", LayerKind::Expert), [(false, both), (true, both)]);
-        let (turn, rows) = (Transcode(Block::E4M3, Block::E4M3, Col), Quantize(Block::E4M3, Rows, near));
+        let (turn, rows) = (Transcode(Block::E4M3, Block::E4M3, Col), quantize(Block::E4M3, Rows));
         let flow = hows("fp8-flow", LayerKind::Expert);
         assert_eq!(flow, [(false, rows), (true, rows), (true, turn), (false, turn)]);
         let hopper = hows("mxfp4-hopper", LayerKind::Expert);
         let lift = |axis| Transcode(Block::MXFP4, Block::E4M3, axis);
-        let fp4 = Quantize(Block::MXFP4, Rows, near);
+        let fp4 = quantize(Block::MXFP4, Rows);
         assert_eq!(
             hopper,
             [(false, fp4), (false, lift(Row)), (true, rows), (true, turn), (false, lift(Col))]

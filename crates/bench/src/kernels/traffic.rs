@@ -4,7 +4,7 @@
 //! Of ragged rows an input's padding need not be read. Outputs have theirs written where the operation promises what it
 //! holds: zeros in every column plane, in the rows of `quantize` and `permute`, and in what SwiGLU gives.
 
-use nibble_core::ops::Planes;
+use nibble_core::ops::{Planes, Taken};
 use nibble_core::{BlockScaled, DType};
 use nibble_cuda::Cuda;
 use nibble_formats::{BlockAxis, Format, ScaleRule};
@@ -53,8 +53,8 @@ impl Extent {
     }
 
     /// What one plane or two take, padding included.
-    fn planes(self, block: Block, planes: Planes) -> usize {
-        let plane = |axis| block.plane(axis, self.capacity, self.cols);
+    fn planes(self, block: Block, planes: Planes, taken: Taken) -> usize {
+        let plane = |axis| block.plane_as(taken, axis, self.capacity, self.cols);
         match planes {
             Planes::Rows => plane(BlockAxis::Row),
             Planes::Cols => plane(BlockAxis::Col),
@@ -84,6 +84,8 @@ impl Block {
     /// Without a scale of the tensor, for which values are read twice.
     pub const NVFP4: Self = Self { format: Format::Nvfp4, rule: ScaleRule::Amax };
     pub const HIF4: Self = Self { format: Format::Hif4, rule: ScaleRule::Amax };
+    /// What codes are lifted to.
+    const LIFTED: Self = Self { format: Format::LIFTED.0, rule: Format::LIFTED.1 };
 
     fn scale_bytes(self) -> usize {
         self.format.scale_kind(self.rule).bytes()
@@ -92,6 +94,15 @@ impl Block {
     fn plane(self, axis: BlockAxis, rows: usize, cols: usize) -> usize {
         let scales = BlockScaled::<Cuda>::num_scales(self.format, axis, rows, cols, 1);
         BlockScaled::<Cuda>::code_bytes(self.format, axis, rows, cols) + self.scale_bytes() * scales
+    }
+
+    /// A plane in the form that products take. Of decoded numbers no scales are owed.
+    fn plane_as(self, taken: Taken, axis: BlockAxis, rows: usize, cols: usize) -> usize {
+        match taken {
+            Taken::AsIs => self.plane(axis, rows, cols),
+            Taken::Lifted => Self::LIFTED.plane(axis, rows, cols),
+            Taken::Decoded => rows * cols * DType::Bf16.size_bytes(),
+        }
     }
 
     /// One row's codes and scales.
@@ -104,10 +115,16 @@ fn traffic(read: usize, written: usize) -> Traffic {
     Traffic { read: read as u64, written: written as u64 }
 }
 
-/// Plain → block format. Stochastic rounding of ragged rows also reads each row's number.
-pub fn quantize(x: Extent, from: DType, to: Block, planes: Planes, reads_row_ids: bool) -> Traffic {
+/// Plain → block format in the form that products take. Stochastic rounding of ragged rows also reads each row's number.
+pub fn quantize(
+    x: Extent,
+    from: DType,
+    to: Block,
+    (planes, taken): (Planes, Taken),
+    reads_row_ids: bool,
+) -> Traffic {
     let ids = if reads_row_ids { WORD * x.valid } else { 0 };
-    traffic(x.plain(from) + ids, x.planes(to, planes))
+    traffic(x.plain(from) + ids, x.planes(to, planes, taken))
 }
 
 /// Block format → BF16.
@@ -118,9 +135,9 @@ pub fn dequantize(x: Extent, from: Block) -> Traffic {
 /// Block format → block format. Of padding rows nothing is promised; padding columns are zeros.
 pub fn transcode(x: Extent, from: Block, to: Block, axis: BlockAxis) -> Traffic {
     let written = match axis {
-        BlockAxis::Col => x.planes(to, Planes::Cols),
+        BlockAxis::Col => x.planes(to, Planes::Cols, Taken::AsIs),
         BlockAxis::Row => x.row_blocks(to),
-        BlockAxis::Tile => x.planes(to, Planes::Tiles),
+        BlockAxis::Tile => x.planes(to, Planes::Tiles, Taken::AsIs),
     };
     traffic(x.row_blocks(from), written)
 }
@@ -149,7 +166,7 @@ pub fn combine_tree(row_bytes: usize, tokens: usize, top_k: usize) -> Traffic {
 pub fn swiglu(a: Extent, to: Option<(Block, Planes)>, save_h: Option<Block>) -> Traffic {
     let h = a.wide(2 * a.cols);
     let emitted = match to {
-        Some((block, planes)) => a.planes(block, planes),
+        Some((block, planes)) => a.planes(block, planes, Taken::AsIs),
         None => a.capacity * a.cols * DType::Bf16.size_bytes(),
     };
     let saved = save_h.map_or(0, |block| h.row_blocks(block));
@@ -162,7 +179,9 @@ pub fn swiglu_backward(a: Extent, h: Option<Block>, to: Option<Block>) -> Traffi
     let wide = a.wide(2 * a.cols);
     let h = h.map_or(wide.plain(DType::Bf16), |block| wide.row_blocks(block));
     let made = match to {
-        Some(block) => wide.planes(block, Planes::Both) + a.planes(block, Planes::Cols),
+        Some(block) => {
+            wide.planes(block, Planes::Both, Taken::AsIs) + a.planes(block, Planes::Cols, Taken::AsIs)
+        }
         None => 3 * a.capacity * a.cols * DType::Bf16.size_bytes(),
     };
     traffic(h + a.plain(DType::Bf16) + WORD * a.valid, made + WORD * a.capacity)
@@ -188,19 +207,24 @@ pub fn elementwise(x: Extent, from: DType, to: DType) -> Traffic {
 mod tests {
     use super::*;
 
+    const AS_IS: Taken = Taken::AsIs;
     const DENSE: Extent = Extent { valid: 256, capacity: 256, cols: 512 };
     const RAGGED: Extent = Extent { valid: 200, capacity: 384, cols: 512 };
 
     #[test]
     fn quantization_reads_valid_rows_and_writes_padding_too() {
         let x = 256 * 512;
-        let mxfp4 = quantize(DENSE, DType::Bf16, Block::MXFP4, Planes::Rows, false);
+        let mxfp4 = quantize(DENSE, DType::Bf16, Block::MXFP4, (Planes::Rows, AS_IS), false);
         assert_eq!(mxfp4, traffic(2 * x, x / 2 + x / 32));
-        let both = quantize(DENSE, DType::Bf16, Block::E4M3_AMAX, Planes::Both, false);
+        let both = quantize(DENSE, DType::Bf16, Block::E4M3_AMAX, (Planes::Both, AS_IS), false);
         assert_eq!(both, traffic(2 * x, 2 * (x + 4 * x / 128)));
-        let tiles = quantize(DENSE, DType::F32, Block::E4M3, Planes::Tiles, false);
+        let lifted = quantize(DENSE, DType::Bf16, Block::MXFP4, (Planes::Cols, Taken::Lifted), false);
+        assert_eq!(lifted, traffic(2 * x, x + x / 128));
+        let decoded = quantize(DENSE, DType::Bf16, Block::NVFP4, (Planes::Both, Taken::Decoded), false);
+        assert_eq!(decoded, traffic(2 * x, 2 * 2 * x));
+        let tiles = quantize(DENSE, DType::F32, Block::E4M3, (Planes::Tiles, AS_IS), false);
         assert_eq!(tiles, traffic(4 * x, 2 * (x + 2 * 4)));
-        let ragged = quantize(RAGGED, DType::Bf16, Block::E4M3, Planes::Cols, true);
+        let ragged = quantize(RAGGED, DType::Bf16, Block::E4M3, (Planes::Cols, AS_IS), true);
         assert_eq!(ragged, traffic(200 * 512 * 2 + 200 * 4, 512 * (384 + 3)));
     }
 
@@ -220,7 +244,7 @@ mod tests {
     fn the_layer_of_the_targets_moves_what_was_computed_by_hand() {
         // 32768 × 7168: 470 MB in, 117 + 7 MB out.
         let x = Extent { valid: 32768, capacity: 32768, cols: 7168 };
-        let t = quantize(x, DType::Bf16, Block::MXFP4, Planes::Rows, false);
+        let t = quantize(x, DType::Bf16, Block::MXFP4, (Planes::Rows, AS_IS), false);
         assert_eq!((t.read, t.written), (469_762_048, 124_780_544));
         let t = transcode(x, Block::MXFP4, Block::E4M3, BlockAxis::Col);
         assert_eq!((t.read, t.written), (124_780_544, 236_716_032));

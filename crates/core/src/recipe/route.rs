@@ -2,9 +2,9 @@
 //! routes out, and what `nibble recipe` prints is made of the same ones ([`Section::plan`]).
 
 use super::{By, LayerKind, Precision, Section, Site};
-use crate::ops::{HeadCodecs, Planes};
+use crate::ops::{HeadCodecs, Planes, Stored};
 use crate::{DType, Result};
-use nibble_formats::Codec;
+use nibble_formats::{Codec, LIFTED_BLOCK};
 
 /// How a tensor gets from the representation it is in to another.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -137,6 +137,8 @@ pub struct ExpertRoutes {
     pub dh: Computed,
     /// The second product's input for wgrad.
     pub wgrad_a: WgradA,
+    /// Whether that is a quantization of its own where it is made again, and not the other form of what the forward pass has quantized and counted.
+    pub counts_a_again: bool,
     /// The tokens for wgrad, from what was kept.
     pub wgrad_x: Route,
     /// What experts return, as it travels back. What arrives in blocks is dequantized before it is summed.
@@ -150,6 +152,14 @@ impl Precision {
     fn fused_with(&self, kept: &Self) -> bool {
         let made_of_one = (self.same_bits(kept) && self.round == kept.round) || self.one_read(kept);
         self.delayed.is_none() && made_of_one
+    }
+
+    /// Whether SwiGLU's kernels leave it to an operation of its own: blocks other than 128 FP8 codes under a scale. That operation reads
+    /// the type of activations, in BF16 half the bytes of the kernel's F32 values.
+    fn is_left_by_swiglu(&self) -> bool {
+        let stored = Stored { format: self.format, rule: self.scale, axis: self.axis };
+        let is_written = stored.fp8().is_some() && self.format.spec().block == LIFTED_BLOCK;
+        self.format.is_block() && !is_written
     }
 }
 
@@ -229,6 +239,7 @@ impl Section {
             dy: self.gradient(KIND, activations),
             dh: self.dh(activations),
             wgrad_a,
+            counts_a_again: !self.at(Site::FpropA).fused_with(&self.at(Site::WgradA)),
             wgrad_x: route(Site::WgradX),
             y_sent: route(Site::CombineFwd),
             dx_sent: route(Site::CombineBwd),
@@ -253,6 +264,7 @@ impl Section {
             // Such scales are for values as wide as the kernel has them.
             _ if fprop.delayed.is_some() => apart(DType::F32, "fprop.a has a delayed scale"),
             _ if fprop.draws() => apart(activations, "fprop.a is rounded at random"),
+            _ if fprop.is_left_by_swiglu() => apart(activations, "fprop.a is not in FP8 blocks of 128"),
             Some(kept) if !fprop.fused_with(&kept) => apart(activations, "saved.a is not made as fprop.a is"),
             Some(kept) if fprop.one_read(&kept) => Computed::Fused { to: fprop, planes: Planes::Both },
             _ => Computed::Fused { to: fprop, planes: Planes::Rows },
@@ -266,6 +278,7 @@ impl Section {
             Precision { rht: Some(_), .. } => (activations, "wgrad.a is transformed"),
             Precision { delayed: Some(_), .. } => (DType::F32, "wgrad.a has a delayed scale"),
             _ if wgrad.draws() => (activations, "wgrad.a is rounded at random"),
+            _ if wgrad.is_left_by_swiglu() => (activations, "wgrad.a is not in FP8 blocks of 128"),
             _ => return Computed::Fused { to: wgrad, planes: Planes::Cols },
         };
         Computed::Plain { dtype, then, why }
@@ -284,6 +297,8 @@ impl Section {
             Some((activations, "dgrad.dh is transformed"))
         } else if wgrad.rht.is_some() {
             Some((activations, "wgrad.dh is transformed"))
+        } else if dgrad.is_left_by_swiglu() || wgrad.is_left_by_swiglu() {
+            Some((activations, "dgrad.dh and wgrad.dh are not both in FP8 blocks of 128"))
         } else if !dgrad.one_read(&wgrad) {
             Some((DType::F32, "dgrad.dh and wgrad.dh are not made alike"))
         } else {

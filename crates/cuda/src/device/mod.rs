@@ -42,7 +42,7 @@ pub struct Device {
 
 struct Inner {
     gpu: Arc<Gpu>,
-    jit: Jit,
+    jit: Arc<Jit>,
     /// By instance and not by content: finding the content's key takes longer than a launch, and sources do not change
     /// while a device is open.
     modules: Mutex<HashMap<KernelSpec, Arc<Module>>>,
@@ -111,7 +111,7 @@ impl Device {
     }
 
     /// Opens a GPU. An error names what is missing: the driver, the GPU, or its being a Hopper.
-    pub fn with_jit(ordinal: usize, jit: Jit) -> Result<Self> {
+    pub fn with_jit(ordinal: usize, jit: impl Into<Arc<Jit>>) -> Result<Self> {
         let found = crate::probe();
         found.driver.as_ref().map_err(|why| failed("Device::open", why))?;
         let info = found.gpus.iter().find(|gpu| gpu.ordinal == ordinal).cloned();
@@ -127,7 +127,7 @@ impl Device {
         }
         let inner = Inner {
             gpu: Arc::new(Gpu::open(info)?),
-            jit,
+            jit: jit.into(),
             modules: Mutex::default(),
             zeros: Mutex::default(),
             staging: Mutex::default(),
@@ -138,6 +138,11 @@ impl Device {
             launches: Mutex::default(),
         };
         Ok(Self { inner: Arc::new(inner) })
+    }
+
+    /// The same GPU opened once more: with streams and memory of its own, and the kernels that either has compiled.
+    pub fn reopened(&self) -> Result<Self> {
+        Self::with_jit(self.info().ordinal, self.inner.jit.clone())
     }
 
     /// What the GPU is.

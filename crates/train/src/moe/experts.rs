@@ -292,7 +292,10 @@ impl<B: Kernels> Experts<B> {
         let at = self.of_down("a");
         let a = match (&routes.wgrad_a, &saved.a, &grads.a) {
             (WgradA::Kept(route), Some(a), _) => cx.follow(at, a, (route, of_a[0]), Some(groups))?,
-            (WgradA::Again(of), _, Some(a)) => cx.follow_computed(at, a, (of, of_a), Some(groups))?.0,
+            (WgradA::Again(of), _, Some(a)) => {
+                let made = || cx.follow_computed(at, a, (of, of_a), Some(groups));
+                if routes.counts_a_again { made()?.0 } else { cx.again(made)?.0 }
+            }
             _ => return Err(Error::Defect { place: "experts", what: "a is neither kept nor made again" }),
         };
         Ok((rows, cols, a, grads.dweight))

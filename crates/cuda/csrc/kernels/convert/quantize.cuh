@@ -4,8 +4,8 @@
 //   row_id[rows] (null: every row counts): negative marks padding, which reads as zero and is not counted; else the number of the row
 //   for random bits. counts[3] (null: not wanted) += blocks with a non-zero code, 0, blocks with a NaN or infinity.
 //   128 threads; a warp takes a segment of 256 · row_chunks columns at a time; the grid is that of row_tasks.cuh, best with 16 chunks a
-//   warp; no dynamic shared memory. Where every row counts and cols is a multiple of the block, the launch may pass all of x, if that is
-//   less than 2^30 numbers, as one row.
+//   warp; no dynamic shared memory. Where cols is a multiple of the block, the launch may pass all of x, if that is less than 2^30 numbers, as one
+//   row without a row_id: if not every row counts, `folded` has those. It pays where segments would be filled by a row in part.
 //
 // quantize_rows_lifted<In, Round>: the same of MXFP4, but codes and scales are what lift_lines makes of them: E4M3 [rows][cols], scales
 //   [rows][ceil(cols / 128)]. For one row in all, cols is a multiple of 128. counts are those of MXFP4.
@@ -108,21 +108,21 @@ struct LiftedRowPlanes {
 template <class In, class Round>
 __global__ void __launch_bounds__(kRowThreads, kRowCtas<In, Round>)
     quantize_rows_lifted(const u8* __restrict__ x, u8* __restrict__ codes, u8* __restrict__ scales, u64* counts, const int* __restrict__ row_id, int rows,
-                         int cols, Divider by_segments, u32 segments, u32 rounds, PowerRule rule, const RoundingArg rounding) {
+                         int cols, Divider by_segments, u32 segments, u32 rounds, FoldedRows folded, PowerRule rule, const RoundingArg rounding) {
     __shared__ u32 total[3];
     LiftedRowPlanes<row_chunks<In, Round>> planes(codes, scales, cols);
-    const RowSource of = {x, row_id, rows, cols, by_segments, segments, rounds};
+    const RowSource of = {x, row_id, rows, cols, by_segments, segments, rounds, folded};
     quantize_segments<In, E2m1, false>(of, counts, total, rule, Round(rounding), planes);
 }
 
 template <class In, class E, bool kF32Scales, class Round>
 __global__ void __launch_bounds__(kRowThreads, kRowCtas<In, Round>)
     quantize_rows(const u8* __restrict__ x, u8* __restrict__ codes, ScaleOf<kF32Scales>* __restrict__ scales, u64* counts,
-                  const int* __restrict__ row_id, int rows, int cols, Divider by_segments, u32 segments, u32 rounds, PowerRule rule,
+                  const int* __restrict__ row_id, int rows, int cols, Divider by_segments, u32 segments, u32 rounds, FoldedRows folded, PowerRule rule,
                   const RoundingArg rounding) {
     __shared__ u32 total[3];
     RowPlanes<E, ScaleOf<kF32Scales>, row_chunks<In, Round>> planes(codes, scales, cols);
-    const RowSource of = {x, row_id, rows, cols, by_segments, segments, rounds};
+    const RowSource of = {x, row_id, rows, cols, by_segments, segments, rounds, folded};
     quantize_segments<In, E, kF32Scales>(of, counts, total, rule, Round(rounding), planes);
 }
 

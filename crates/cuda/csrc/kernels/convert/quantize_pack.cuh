@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowCtas<In, Round>)
     quantize_pack(const u8* __restrict__ x, const __grid_constant__ MessagesArg to, u64* counts, const int* __restrict__ row_id, int rows, int cols,
                   Divider by_segments, u32 segments, u32 rounds, PowerRule rule, const RoundingArg rounding) {
     __shared__ u32 total[3];
-    const RowSource of = {x, row_id, rows, cols, by_segments, segments, rounds};
+    const RowSource of = {x, row_id, rows, cols, by_segments, segments, rounds, FoldedRows{}};
     RowMessages<E, ScaleOf<kF32Scales>, row_chunks<In, Round>> messages(to, of);
     quantize_segments<In, E, kF32Scales>(of, counts, total, rule, Round(rounding), messages);
 }

@@ -8,6 +8,13 @@ namespace nib {
 template <class In, class Round>
 constexpr int kRowCtas = row_chunks<In, Round> == 8 ? 6 : 8;
 
+/// Rows that are taken as one, of which some may be padding: what `row_id` says of each. Null where rows are not taken so, or each counts.
+struct FoldedRows {
+    const int* row_id;
+    Divider by_cols;
+    u32 cols;  // of each
+};
+
 /// The matrix, and which of its segments a warp takes.
 struct RowSource {
     const u8* __restrict__ x;
@@ -17,6 +24,7 @@ struct RowSource {
     Divider by_segments;
     u32 segments;
     u32 rounds;
+    FoldedRows folded;
 };
 
 /// Quantizes the segments of a warp, one after the other. `sink` is told of each: `begin(row, segment, col)` where it begins, and this lane's first
@@ -55,13 +63,26 @@ __device__ __forceinline__ void quantize_segments(const RowSource& of, u64* coun
 #pragma unroll
         for (int i = 0; i < kChunks; ++i)
             in[i] = In::template load<true>(of.x + (first + Layout::col_of(i)) * In::kBytes, left - Layout::col_of(i));
+        u64 element[kHeld];  // of the lane's first number of each block, for random bits
+#pragma unroll
+        for (int h = 0; h < kHeld; ++h) element[h] = u64(u32(id)) * of.cols + col + h * Layout::kStride;
+        if (of.folded.row_id != nullptr) {
+#pragma unroll
+            for (int h = 0; h < kHeld; ++h) {
+                const u32 place = col + h * Layout::kStride, row = of.folded.by_cols.divide(place);
+                const int folded_id = place < u32(of.cols) ? __ldg(of.folded.row_id + row) : 0;
+                element[h] = u64(u32(folded_id)) * of.folded.cols + (place - row * of.folded.cols);
+                if (folded_id >= 0) continue;
+#pragma unroll
+                for (int i = 0; i < kTogether; ++i) in[h * kTogether + i] = {};
+            }
+        }
         // Drawn while the numbers are on their way.
         typename Round::Bits bits[kChunks];
         if constexpr (Round::kDraws) {
-            const u64 element = u64(u32(id)) * of.cols + col;
 #pragma unroll
             for (int i = 0; i < kChunks; ++i) {
-                bits[i] = round.draws(element + i / kTogether * Layout::kStride).bits(i % kTogether);
+                bits[i] = round.draws(element[i / kTogether]).bits(i % kTogether);
                 bits[i].draw_by_now();
             }
         }

@@ -16,7 +16,7 @@ use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;
 use crate::ops::planes::{column_stride, planes_or_nulls};
 use crate::{Cuda, Device};
-use args::{ByBlock, MatrixArgs, Planned, Transform, TransformArg};
+use args::{ByBlock, FoldedRows, MatrixArgs, Planned, Transform, TransformArg};
 use config::{Launches, OP, QuantizeDesc, QuantizeKernel, TRANSFORM_COLS, UNIT_COLS};
 use nibble_core::formats::{Element, ScaleRule};
 use nibble_core::ops::{Counts, Emitted, Planes, Quantize};
@@ -203,11 +203,14 @@ fn launch(
     match config.path {
         QuantizeKernel::Rows { segments, rounds } => {
             let (rows, cols) = desc.row_shape();
+            let is_folded = desc.ragged && rows == 1;
+            let folded = FoldedRows::of(row_id.filter(|_| is_folded), desc.cols);
+            let row_id = row_id.filter(|_| !is_folded);
             let (segments, rounds) = (segments as u32, rounds as u32);
             let (rows, cols, by_segments) = (rows as i32, cols as i32, Divider::by(segments));
             let sizes: [&dyn KernelArg; 7] =
                 [counts, &row_id, &rows, &cols, &by_segments, &segments, &rounds];
-            launch(&[&planes[..3], &sizes, &[&rule, &rounding]])
+            launch(&[&planes[..3], &sizes, &[&folded, &rule, &rounding]])
         }
         QuantizeKernel::HadamardRows => {
             let map = unit_map(op.x, desc)?;

@@ -5,7 +5,7 @@ use nibble_core::DType;
 use nibble_core::formats::{Format, Headroom, Rounding, ScaleRule, Scaling};
 
 /// Values of a unit, units of a tile.
-const VALUES_PER_UNIT: usize = 64;
+pub(super) const VALUES_PER_UNIT: usize = 64;
 const UNITS: usize = 256;
 /// Units of a row of a tile: of rows alone, and where columns are written or read.
 pub(super) const LONG: usize = 16;
@@ -75,9 +75,9 @@ impl UnitFormat {
         (value_bytes(input) + self.code_bytes() + squares_and_total).next_multiple_of(16)
     }
 
-    /// `DecodedUnitsShared` of the kernel, in tiles of so many units across.
-    pub fn decoded_shared_bytes(&self, input: DType, across: usize) -> usize {
-        let codes_of_rows = if across == SQUARE { self.code_bytes() } else { 0 };
+    /// `DecodedUnitsShared` of the kernel: the codes of rows, where columns are encoded behind them, are its end.
+    pub fn decoded_shared_bytes(&self, input: DType, keeps_rows: bool) -> usize {
+        let codes_of_rows = if keeps_rows { self.code_bytes() } else { 0 };
         self.quantize_shared_bytes(input, false) + codes_of_rows
     }
 

@@ -1,7 +1,7 @@
 //! What the kernels of `quantize` take and write, on the host's side.
 
 use super::config::{OP, QuantizeDesc, RowScales, transpose_ctas, transpose_spec};
-use crate::launch::{HadamardArg, KernelArg, Launch, plain_args};
+use crate::launch::{Divider, HadamardArg, KernelArg, Launch, plain_args};
 use crate::ops::planes::{plain_address, plain_arg};
 use crate::{Buffer, Cuda, Device};
 use nibble_core::formats::ScaleKind;
@@ -66,6 +66,25 @@ impl<'a> MatrixArgs<'a> {
             id_mask: -1,
             transform: None,
         }
+    }
+}
+
+/// The device's `FoldedRows` (csrc/pieces/convert/row_quantizer.cuh).
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct FoldedRows {
+    row_id: u64,
+    by_cols: Divider,
+    cols: u32,
+    pad: u32,
+}
+plain_args!(FoldedRows);
+
+impl FoldedRows {
+    /// Rows of so many columns; without numbers they are not folded, or each counts.
+    pub(super) fn of(row_id: Option<&Buffer<i32>>, cols: usize) -> Self {
+        let row_id = row_id.map_or(0, Buffer::address);
+        Self { row_id, by_cols: Divider::by(cols as u32), cols: cols as u32, pad: 0 }
     }
 }
 

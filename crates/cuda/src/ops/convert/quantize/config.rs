@@ -5,7 +5,7 @@ use crate::launch::{Launch, RoundingArg};
 use crate::ops::Instance;
 use nibble_choice::quantize::{FastKernels, MOST_UNITS};
 pub(super) use nibble_choice::quantize::{QuantizeDesc, RowScales, TILE, UNIT_COLS};
-use nibble_core::formats::{Element, Format, ScaleKind};
+use nibble_core::formats::{Element, Format, Rounding, ScaleKind};
 use nibble_core::ops::{Planes, Taken};
 use nibble_core::{DType, Error, Result};
 use std::ops::Deref;
@@ -121,19 +121,6 @@ impl Variant {
         self.spec("kernels/convert/quantize_pack.cuh", "nib::quantize_pack")
     }
 
-    /// Segments of a row, rounds and ctas for rows of a matrix.
-    fn row_launch(&self, (rows, cols): (usize, usize)) -> (usize, usize, usize) {
-        let segments = cols.div_ceil(self.row_chunks() * CHUNK_COLS);
-        let rounds = WARP_CHUNKS / self.row_chunks();
-        (segments, rounds, (rows * segments).div_ceil(ROW_THREADS as usize / 32 * rounds))
-    }
-
-    /// `row_chunks` of the kernel: the chunks a warp takes at a time.
-    fn row_chunks(&self) -> usize {
-        let is_light = self.input == DType::Bf16 && !self.rounding.is_random();
-        if is_light { 8 } else { 4 }
-    }
-
     fn cols_spec(&self, rows: bool, lifted: bool) -> KernelSpec {
         if let Some(len) = self.hadamard {
             let source = "kernels/convert/quantize_hadamard.cuh";
@@ -193,6 +180,18 @@ impl Variant {
     }
 }
 
+/// `row_chunks` of the kernel: the chunks a warp takes at a time.
+fn row_chunks(input: DType, rounding: Rounding) -> usize {
+    if input == DType::Bf16 && !rounding.is_random() { 8 } else { 4 }
+}
+
+/// Segments of a row, rounds and ctas for rows of a matrix, of which a warp takes so many chunks at a time.
+fn row_launch(chunks: usize, (rows, cols): (usize, usize)) -> (usize, usize, usize) {
+    let segments = cols.div_ceil(chunks * CHUNK_COLS);
+    let rounds = WARP_CHUNKS / chunks;
+    (segments, rounds, (rows * segments).div_ceil(ROW_THREADS as usize / 32 * rounds))
+}
+
 pub(super) fn input_type(input: DType) -> TemplateArg {
     TemplateArg::Type(match input {
         DType::Bf16 => "nib::Bf16",
@@ -232,7 +231,8 @@ fn transform_spec(input: DType, down: bool) -> KernelSpec {
 pub(super) trait Launches {
     /// What the kernels can take beyond what the operation's own check lets in.
     fn check(&self) -> Result<()>;
-    /// Rows and columns as `quantize_rows` is told: one row where that saves it tails.
+    /// Rows and columns as `quantize_rows` is told: one row where that saves it tails. Of rows that may be padding, where a row leaves an eighth of
+    /// its segments empty or more: each block asks for its row then.
     fn row_shape(&self) -> (usize, usize);
     /// Rows whose codes fill a line of a column's: strips of half bytes are taken in twos.
     fn line_rows(&self) -> usize;
@@ -276,7 +276,12 @@ impl Launches for QuantizeDesc {
         // No block crosses from one row to the next, nor what is lifted to one scale.
         let block = if self.taken() == Taken::Lifted { TILE } else { self.codec.format().spec().block };
         let whole = self.cols.is_multiple_of(block);
-        if !self.ragged && whole && len < ONE_ROW_BELOW { (1, len) } else { (self.rows, self.cols) }
+        let pays = !self.ragged || {
+            let chunks = row_chunks(self.input, self.codec.rounding());
+            let (segments, ..) = row_launch(chunks, (self.rows, self.cols));
+            8 * self.cols < 7 * segments * chunks * CHUNK_COLS
+        };
+        if pays && whole && len < ONE_ROW_BELOW { (1, len) } else { (self.rows, self.cols) }
     }
 
     fn line_rows(&self) -> usize {
@@ -325,7 +330,8 @@ impl Launches for QuantizeDesc {
                 )
             }
             (Some(variant), Planes::Rows) => {
-                let (segments, rounds, ctas) = variant.row_launch(self.row_shape());
+                let chunks = row_chunks(self.input, self.codec.rounding());
+                let (segments, rounds, ctas) = row_launch(chunks, self.row_shape());
                 let spec = variant.rows_spec(lifted);
                 config(QuantizeKernel::Rows { segments, rounds }, spec, ctas, ROW_THREADS, 0)
             }
@@ -357,7 +363,8 @@ impl Launches for QuantizeDesc {
     fn pack_config(&self) -> Option<QuantizeConfig> {
         let variant = self.fast_kernels().filter(|_| self.packs()).map(Variant)?;
         // Every row has its own messages, so none are taken as one.
-        let (segments, rounds, ctas) = variant.row_launch((self.rows, self.cols));
+        let chunks = row_chunks(self.input, self.codec.rounding());
+        let (segments, rounds, ctas) = row_launch(chunks, (self.rows, self.cols));
         let launch = Launch { ctas: ctas as u32, threads: ROW_THREADS, cluster: 1, shared_bytes: 0 };
         let path = QuantizeKernel::Rows { segments, rounds };
         Some(QuantizeConfig { path, spec: variant.pack_spec(), launch })

@@ -6,7 +6,7 @@ use super::measure::{self, EarlierArg, Measure, Measured};
 use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, Launch, RoundingArg, plain_args};
 use crate::ops::Instance;
-use crate::ops::convert::units::{LONG, RecordPlane, SQUARE, UnitFormat, tiles};
+use crate::ops::convert::units::{LONG, RecordPlane, SQUARE, UnitFormat, VALUES_PER_UNIT, tiles};
 use crate::{Buffer, Cuda, Device};
 use nibble_choice::quantize::DECODED;
 use nibble_core::formats::{
@@ -202,11 +202,17 @@ fn chosen_instance(format: UnitFormat, device: &'static str, input: DType) -> In
     Instance { spec: spec(device, input, None, SQUARE), shared_bytes }
 }
 
-/// The same as [`instance`] for BF16 numbers in place of codes.
-fn decoded_instance(format: UnitFormat, input: DType, rounding: Rounding, across: usize) -> Instance {
+/// The same as [`instance`] for BF16 numbers in place of codes; `planes`: those of a launch.
+fn decoded_instance(
+    format: UnitFormat,
+    input: DType,
+    rounding: Rounding,
+    across: usize,
+    planes: Planes,
+) -> Instance {
     let spec = spec(format.device, input, Some(rounding), across);
     let spec = KernelSpec { name: "nib::quantize_units_decoded", ..spec };
-    Instance { spec, shared_bytes: format.decoded_shared_bytes(input, across) }
+    Instance { spec, shared_bytes: format.decoded_shared_bytes(input, planes == Planes::Both) }
 }
 
 /// Numbers and units of a row of a tile of the instances for one rounding.
@@ -232,7 +238,10 @@ pub(super) fn instances() -> Vec<Instance> {
         }
         let decoded = DECODED.iter().filter(|(of, _)| *of == format.format);
         for &rounding in decoded.flat_map(|(_, roundings)| roundings.iter()) {
-            all.extend(SHAPES.map(|(input, across)| decoded_instance(format, input, rounding, across)));
+            all.extend(SHAPES.map(|(input, across)| {
+                let most = if across == LONG { Planes::Rows } else { Planes::Both };
+                decoded_instance(format, input, rounding, across, most)
+            }));
         }
         all.extend(inputs.map(|input| instance(format, input, None, SQUARE)));
         if let Some(device) = format.chosen() {
@@ -254,10 +263,15 @@ impl UnitsConfig {
         let has_own = unit.own.contains(&rounding) && (!rounding.is_random() || desc.cols.is_multiple_of(8));
         let is_default = desc.codec.scaling().is_default_in_blocks();
         let own = has_own.then_some(rounding).filter(|_| is_default);
-        let long = desc.planes == Planes::Rows && desc.input == DType::Bf16 && own.is_some();
+        // Lines of that many are read and written fastest, if rows fill most of them.
+        let long_cols = LONG * VALUES_PER_UNIT;
+        let is_filled = 4 * desc.cols >= 3 * desc.cols.next_multiple_of(long_cols);
+        let long = desc.planes == Planes::Rows && desc.input == DType::Bf16 && own.is_some() && is_filled;
         let across = if long { LONG } else { SQUARE };
         let Instance { spec, shared_bytes } = match unit.chosen().filter(|_| !is_default) {
-            _ if desc.taken() == Taken::Decoded => decoded_instance(unit, desc.input, rounding, across),
+            _ if desc.taken() == Taken::Decoded => {
+                decoded_instance(unit, desc.input, rounding, across, desc.planes)
+            }
             Some(device) => chosen_instance(unit, device, desc.input),
             None => instance(unit, desc.input, own, across),
         };
@@ -285,6 +299,20 @@ fn records(plane: Option<&BlockScaled<Cuda>>) -> RecordPlane {
     }
 }
 
+/// The planes of each launch. Decoded BF16 numbers of both planes would be held in shared memory beside each other: two launches read the values
+/// twice and take less time, unless random bits take most of it.
+fn passes(desc: &QuantizeDesc) -> &'static [Planes] {
+    let is_apart =
+        desc.taken() == Taken::Decoded && desc.input == DType::Bf16 && !desc.codec.rounding().is_random();
+    match desc.planes {
+        Planes::Both if is_apart => &[Planes::Rows, Planes::Cols],
+        Planes::Both => &[Planes::Both],
+        Planes::Rows => &[Planes::Rows],
+        Planes::Cols => &[Planes::Cols],
+        Planes::Tiles => &[Planes::Tiles],
+    }
+}
+
 /// Quantizes values as they stand.
 pub(super) fn launch(
     device: &Device,
@@ -293,8 +321,6 @@ pub(super) fn launch(
     source: &MatrixArgs<'_>,
     out: &Planned<'_>,
 ) -> Result<()> {
-    let config = UnitsConfig::of(desc)?;
-    let sweep = config.sweep;
     let len = op.groups.map(|groups| groups.len.get());
     let (codec, earlier) = (desc.codec, EarlierArg::of(op));
     let measure = Measure { device, desc, source, earlier, len, amax: op.amax };
@@ -305,6 +331,33 @@ pub(super) fn launch(
         (false, true) => measure.tensor(out)?,
         (false, false) => Measured::default(),
     };
+    for (pass, &planes) in passes(desc).iter().enumerate() {
+        // Of two planes the blocks of the rows are counted, and what is found of the values is found once.
+        let counts = if pass == 0 { out.counts.address() } else { 0 };
+        let desc = QuantizeDesc { planes, ..*desc };
+        let out = Planned {
+            rows: out.rows.filter(|_| planes != Planes::Cols),
+            cols: out.cols.filter(|_| planes != Planes::Rows),
+            found: out.found.filter(|_| pass == 0),
+            ..*out
+        };
+        encode(device, op, (&desc, source, &out), &measured, counts)?;
+    }
+    measure.spread(&measured, out)?;
+    measure.count_lines(&measured, out.counts)
+}
+
+/// Encodes the planes of one launch, from values that have been measured; `counts`: an address, or 0.
+fn encode(
+    device: &Device,
+    op: &Quantize<'_, Cuda>,
+    (desc, source, out): (&QuantizeDesc, &MatrixArgs<'_>, &Planned<'_>),
+    measured: &Measured,
+    counts: u64,
+) -> Result<()> {
+    let config = UnitsConfig::of(desc)?;
+    let (sweep, codec) = (config.sweep, desc.codec);
+    let format = codec.format();
     let address = |plane: Option<&BlockScaled<Cuda>>| plane.map_or(0, |plane| plane.codes.get().address());
     let form = match desc.planes {
         Planes::Rows => 1,
@@ -336,7 +389,7 @@ pub(super) fn launch(
             next: 4 * words.plane.stride as u64,
         }),
         col_words: RecordWords::of(out.cols, 4),
-        counts: out.counts.address(),
+        counts,
         row_id: source.row_id.map_or(0, Buffer::address),
         row_amax: measured.rows.as_ref().map_or(0, |(maxima, _)| maxima.address()),
         col_amax: measured.cols.as_ref().map_or(0, |(maxima, _)| maxima.address()),
@@ -380,8 +433,7 @@ pub(super) fn launch(
         // A word is moved as an F32 scale is.
         words.transpose(device, ScaleKind::F32, rows.scales.get())?;
     }
-    measure.spread(&measured, out)?;
-    measure.count_lines(&measured, out.counts)
+    Ok(())
 }
 
 #[cfg(test)]

@@ -105,7 +105,10 @@ fn rows_are_one_where_that_saves_tails() {
     let of = |desc: QuantizeDesc| desc.row_shape();
     assert_eq!(of(desc(Format::Mxfp4, Planes::Rows, 10, 96)), (1, 960));
     assert_eq!(of(desc(Format::E4m3, Planes::Rows, 10, 200)), (10, 200), "blocks end short");
-    assert_eq!(of(QuantizeDesc { ragged: true, ..desc(Format::Mxfp4, Planes::Rows, 10, 96) }), (10, 96));
+    let ragged = |cols| of(QuantizeDesc { ragged: true, ..desc(Format::Mxfp4, Planes::Rows, 10, cols) });
+    assert_eq!([ragged(512), ragged(1024)], [(1, 5120), (1, 10240)], "a row fills a part of a segment");
+    assert_eq!([ragged(2048), ragged(7168)], [(10, 2048), (10, 7168)], "rows fill their segments");
+    assert_eq!(ragged(520), (10, 520), "blocks end short");
 }
 
 #[test]
