@@ -80,13 +80,19 @@ __device__ __forceinline__ void fetch_tile(UnitValues<In, kAcross>& values, cons
     }
 }
 
+/// The transform of this thread's columns of a tile.
+__device__ __forceinline__ void transform_tile(HeldColumns& columns, const UnitsArg& arg, int first_row, int first_col) {
+    if (arg.of_bf16) transform_columns<Bf16>(arg.x, arg.row_id, arg.cols, arg.transform, first_row, first_col, columns.number);
+    else transform_columns<F32>(arg.x, arg.row_id, arg.cols, arg.transform, first_row, first_col, columns.number);
+}
+
 /// Brings the transform of a tile to shared memory.
 template <int kAcross>
 __device__ __forceinline__ void transform_tile(UnitValues<F32, kAcross>& values, const UnitsArg& arg, int first_row, int first_col) {
     constexpr int kRows = TransformPlace::kRows;
-    float number[TransformPlace::kCols][kRows];
-    if (arg.of_bf16) transform_columns<Bf16>(arg.x, arg.row_id, arg.cols, arg.transform, first_row, first_col, number);
-    else transform_columns<F32>(arg.x, arg.row_id, arg.cols, arg.transform, first_row, first_col, number);
+    HeldColumns columns;
+    transform_tile(columns, arg, first_row, first_col);
+    const auto& number = columns.number;
     const TransformPlace at;
     const auto to = values.rows_from(at.row, at.col);
 #pragma unroll
@@ -117,6 +123,11 @@ constexpr int kUnitCtas = In::kBytes == 4 || (F::kPart < 16 && !kSideBySide<F, I
 /// Whether TableEncoder encodes.
 template <class F, class In, int kRound>
 constexpr bool kByTable = In::kBytes == 2 && F::template has_table<kRound>();
+
+/// Whether a thread encodes the transform of its columns from its registers. Loops of kAnyRounding index the values, and random bits of a format with
+/// scales within a part leave no registers.
+template <class F, int kRound>
+constexpr bool kHoldsTransform = kRound != kAnyRounding && !(F::kPart < 16 && kRound == kStochastic);
 
 template <class F, class In, int kRound, int kAcross, bool kTabled = kByTable<F, In, kRound>>
 struct EncoderOf {
@@ -161,12 +172,6 @@ __device__ __forceinline__ void quantize_tile(const UnitsArg& arg, const Roundin
     const bool is_square = arg.form == kFormTiles;
     const CtaPlace at(arg);
     const int matrix = at.matrix, first_row = at.strip * Values::kRows, first_col = at.panel * Values::kCols;
-    if constexpr (In::kBytes == 4 && kAcross == 2) {
-        if (arg.transform.is_wanted()) transform_tile(shared.values, arg, first_row, first_col);
-        else fetch_tile<In, kAcross>(shared.values, arg, matrix, first_row, first_col);
-    } else {
-        fetch_tile<In, kAcross>(shared.values, arg, matrix, first_row, first_col);
-    }
     const u32 row_bytes = code_bytes(kBits, arg.cols), col_bytes = code_bytes(kBits, arg.capacity);
     Tally tally;
     constexpr bool kTabled = kByTable<F, In, kRound>;
@@ -175,6 +180,32 @@ __device__ __forceinline__ void quantize_tile(const UnitsArg& arg, const Roundin
         if (threadIdx.x < 128) table[threadIdx.x] = F::pair_code(threadIdx.x);
     }
     const typename EncoderOf<F, In, kRound, kAcross>::Type encoder(arg, rounding, shared, tally, table);
+    const auto store = [&](bool rows) {
+        const u32 first_byte = code_bytes(kBits, rows ? first_col : first_row), line_bytes = rows ? row_bytes : col_bytes;
+        const u64 line = rows ? u64(matrix) * arg.rows + first_row : u64(matrix) * arg.cols + first_col;
+        shared.codes.template store<kAcross>((rows ? arg.row_codes : arg.col_codes) + line * line_bytes + first_byte, line_bytes,
+                                             rows ? arg.rows - first_row : arg.cols - first_col, int(line_bytes - first_byte),
+                                             rows ? arg.rows_aligned : arg.cols_aligned);
+    };
+    constexpr bool kMayTransform = In::kBytes == 4 && kAcross == 2;
+    if constexpr (kMayTransform && kHoldsTransform<F, kRound>) {
+        if (arg.transform.is_wanted()) {
+            HeldColumns columns;
+            transform_tile(columns, arg, first_row, first_col);
+            encoder.encode_columns(matrix, first_row, first_col, columns);
+            __syncthreads();
+            if constexpr (kDecoded) decode_tile<F, In, kAcross, true>(shared, shared.codes, arg, matrix, first_row, first_col);
+            else store(false);
+            tally.flush(arg.counts, shared.total);
+            return;
+        }
+        fetch_tile<In, kAcross>(shared.values, arg, matrix, first_row, first_col);
+    } else if constexpr (kMayTransform) {
+        if (arg.transform.is_wanted()) transform_tile(shared.values, arg, first_row, first_col);
+        else fetch_tile<In, kAcross>(shared.values, arg, matrix, first_row, first_col);
+    } else {
+        fetch_tile<In, kAcross>(shared.values, arg, matrix, first_row, first_col);
+    }
 
     if constexpr (F::kTiles && kAcross == 2) {
         if (is_square && threadIdx.x < 64) {
@@ -231,13 +262,6 @@ __device__ __forceinline__ void quantize_tile(const UnitsArg& arg, const Roundin
         tally.flush(arg.counts, shared.total);
         return;
     }
-    const auto store = [&](bool rows) {
-        const u32 first_byte = code_bytes(kBits, rows ? first_col : first_row), line_bytes = rows ? row_bytes : col_bytes;
-        const u64 line = rows ? u64(matrix) * arg.rows + first_row : u64(matrix) * arg.cols + first_col;
-        shared.codes.template store<kAcross>((rows ? arg.row_codes : arg.col_codes) + line * line_bytes + first_byte, line_bytes,
-                                             rows ? arg.rows - first_row : arg.cols - first_col, int(line_bytes - first_byte),
-                                             rows ? arg.rows_aligned : arg.cols_aligned);
-    };
     if (arg.form != kFormCols) {
         const int u = threadIdx.x;
         encoder.encode_row(matrix, first_row + u / kAcross, first_col + u % kAcross * kUnit, u);

@@ -135,4 +135,25 @@ struct TwoColumns<Bf16> {
     }
 };
 
+/// 32 rows of two neighbouring columns that a thread encodes: in shared memory, or in its registers.
+template <class Rows>
+struct SharedColumns {
+    const Rows from;
+
+    /// Sixteen rows from row `first`, a multiple of 16, on.
+    template <class Two>
+    __device__ __forceinline__ void load(int first, Two (&row)[16]) const {
+        load_rows(from, first, row);
+    }
+};
+struct HeldColumns {
+    float number[2][32];
+
+    /// The same. `first` is known when this is compiled.
+    __device__ __forceinline__ void load(int first, float2 (&row)[16]) const {
+#pragma unroll
+        for (int i = 0; i < 16; ++i) row[i] = {number[0][first + i], number[1][first + i]};
+    }
+};
+
 }  // namespace nib

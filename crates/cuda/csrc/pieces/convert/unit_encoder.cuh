@@ -155,8 +155,15 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
         }
     }
 
-    /// This thread's rows of two columns of the tile.
+    /// This thread's rows of two columns of the tile, which are in shared memory.
     __device__ __forceinline__ void encode_columns(int matrix, int first_row, int first_col) const {
+        const TransformPlace mine;
+        encode_columns(matrix, first_row, first_col, SharedColumns{shared.values.rows_from(mine.row, mine.col)});
+    }
+
+    /// The same of columns that `from` has.
+    template <class Columns>
+    __device__ __forceinline__ void encode_columns(int matrix, int first_row, int first_col, const Columns& from) const {
         constexpr int kStep = F::kBlock < 32 ? F::kBlock : 32, kSteps = 32 / kStep;
         const typename Records::TwoColumnsPlace at(first_row, first_col);
         const int quarter = at.quarter, in_tile = at.in_tile, row = at.row, col = at.col;
@@ -164,7 +171,6 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
         const int block_row = F::kBlock <= 32 ? row : first_row + quarter * 32 / (F::kBlock == 64 ? 64 : 128) * 64;
         const u64 line = u64(matrix) * arg.cols + col;
         u8* const to = this->codes_of(at);
-        const auto from = shared.values.rows_from(quarter * 32, in_tile);
         UnitBits bits(rounding);
         Found found;  // that of the second column is from bit and byte 2 on
         u32 words[2][kHeld];
@@ -174,7 +180,7 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
             const bool is_padding = kPads && !arg.counts_row(position);
             TwoColumns<In> x[kStep / 16];
 #pragma unroll
-            for (int i = 0; i < kStep / 16; ++i) load_rows(from, first + i * 16, x[i].row);
+            for (int i = 0; i < kStep / 16; ++i) from.load(first + i * 16, x[i].row);
             Scaled scale[2];
             bool any[2] = {false, false};
             if constexpr (kPairs) {
@@ -221,7 +227,7 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
                 for (int i = 0; i < kStep / 16; ++i) {
                     TwoColumns<In> mine;
                     if constexpr (kAny) {
-                        load_rows(from, first + i * 16, mine.row);
+                        from.load(first + i * 16, mine.row);
                     } else {
                         mine = x[i];
                     }
