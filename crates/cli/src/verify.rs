@@ -17,6 +17,7 @@ use nibble_testkit::{Cases, Pair, random_elements};
 use serde_json::{Value, json};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
+use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::Instant;
 
@@ -39,7 +40,8 @@ pub struct Args {
     /// Operations to verify; all of them where left out.
     #[arg(long, value_name = "OP")]
     only: Vec<String>,
-    /// Cases that are compared at once, each on threads of the CPU and a stream of the GPU of its own; 0: as many as fit this machine.
+    /// Cases that are compared at once, each on threads of the CPU and a stream of the GPU of its own; 0: one for every two threads, at most 16, and with
+    /// --cpu one.
     #[arg(long, value_name = "N", default_value_t = 0)]
     jobs: usize,
     /// Also converts at least N random elements in every format, there and back, and compares each bit.
@@ -54,29 +56,28 @@ pub struct Args {
 
 const MARK: Mark = Mark::Figures("nibble verify");
 
-/// Threads of the CPU that a job has where their number is not asked for, and the most jobs then.
+/// Threads of the CPU that a job has where the number of jobs is not asked for, and the most jobs.
 const THREADS_A_JOB: usize = 2;
 const MOST_JOBS: usize = 16;
 
 pub fn run(args: Args) -> Result<()> {
     let mut outputs = Outputs::new(args.force, []);
     let json = args.json.as_ref().map(|path| outputs.named(path, &MARK)).transpose()?;
+    if args.jobs > MOST_JOBS {
+        return Err(Error::usage(format!("--jobs: got {}, expected at most {MOST_JOBS}", args.jobs)));
+    }
     let settings = Env::read()?;
     let threads = settings.threads(0);
-    let jobs = match args.jobs {
-        0 => (threads / THREADS_A_JOB).clamp(1, MOST_JOBS),
-        jobs => jobs,
-    };
-    let cpu = || settings.cpu((threads / jobs).max(1));
     if args.cpu {
         let tests = chosen(&every_op(), &args.only)?;
-        let pairs = (0..jobs).map(|_| Ok(Pair::strict(Cpu::scalar(1)?, cpu()?)));
-        return verify(&args, &pairs.collect::<Result<Vec<_>>>()?, &tests, json);
+        let pair = |threads| Ok(Pair::strict(Cpu::scalar(1)?, settings.cpu(threads)?));
+        return verify(&args, (threads, args.jobs.max(1)), &pair, &tests, json);
     }
     let tests = chosen(&every_op(), &args.only)?;
     let first = gpu::open("--cpu verifies the CPU's vectorised code")?;
-    let pairs = (0..jobs).map(|_| Ok(Pair::new(cpu()?, Cuda::on(first.device().reopened()?))));
-    verify(&args, &pairs.collect::<Result<Vec<_>>>()?, &tests, json)
+    let pair = |threads| Ok(Pair::new(settings.cpu(threads)?, Cuda::on(first.device().reopened()?)));
+    let jobs = if args.jobs == 0 { (threads / THREADS_A_JOB).clamp(1, MOST_JOBS) } else { args.jobs };
+    verify(&args, (threads, jobs), &pair, &tests, json)
 }
 
 /// The tests that were asked for.
@@ -92,16 +93,19 @@ fn chosen<A, B>(tests: &[Test<A, B>], only: &[String]) -> Result<Vec<Test<A, B>>
     Ok(tests.iter().copied().filter(|(op, _)| wanted(op)).collect())
 }
 
-/// Runs the tests one after the other, the cases of each on all pairs at once. There is at least one pair.
+/// Runs the tests one after the other, the cases of each on a pair for each job at once. `pair`: one with so many threads.
 fn verify<A: Kernels, B: Kernels>(
     args: &Args,
-    pairs: &[Pair<A, B>],
+    (threads, jobs): (usize, usize),
+    pair: &dyn Fn(usize) -> Result<Pair<A, B>>,
     tests: &[Test<A, B>],
     json: Option<Output>,
 ) -> Result<()> {
-    let pair = &pairs[0];
+    let pairs = (0..jobs).map(|_| pair((threads / jobs).max(1))).collect::<Result<Vec<_>>>()?;
+    // What is not cases has all threads.
+    let pair = pair(threads)?;
     let cases = || pairs.iter().map(Pair::cases).sum::<usize>();
-    say!("{}, against {}; jobs: {}", pair.b.name(), pair.a.name(), pairs.len());
+    say!("{}, against {}; jobs: {jobs}", pair.b.name(), pair.a.name());
     let (start, mut failed, mut results) = (Instant::now(), 0, Vec::new());
     let mut held = |op: &str, test: &dyn Fn() -> Option<String>| {
         let (before, begun) = (cases(), Instant::now());
@@ -116,11 +120,11 @@ fn verify<A: Kernels, B: Kernels>(
         results.push(json!({ "op": op, "cases": cases, "seconds": seconds, "passed": report.is_none(), "report": report }));
     };
     for (op, test) in tests {
-        held(op, &|| at_once(pairs, *test));
+        held(op, &|| at_once(&pairs, *test));
     }
     if args.random > 0 {
         let random = || {
-            random_elements(pair, args.random);
+            random_elements(&pair, args.random);
         };
         held("random elements", &|| report_of(random));
     }
@@ -128,26 +132,26 @@ fn verify<A: Kernels, B: Kernels>(
     let passed = count - failed;
     say!("{passed} of {count} operations agree, {cases} cases, {:.1} s", start.elapsed().as_secs_f64());
     if let Some(json) = json {
-        let figures: Value =
-            json!({ "specification": pair.a.name(), "verified": pair.b.name(), "ops": results });
+        let figures: Value = json!({ "specification": pair.a.name(), "verified": pair.b.name(), "jobs": jobs, "ops": results });
         json.write(MARK.json(figures))?;
     }
     if failed == 0 { Ok(()) } else { Err(Error::Failed(format!("{failed} of {count} operations differ"))) }
 }
 
-/// One test on every pair at once, each case on one of them. A pair whose case fails leaves the others to the rest; what they say is
-/// returned, each word once.
+/// One test on every pair at once, each case on one of them. A pair whose case fails leaves the others to the rest. What they say is returned as it
+/// came, what several say alike once: a device that failed under one of them fails under all.
 fn at_once<A: Kernels, B: Kernels>(pairs: &[Pair<A, B>], test: fn(&Pair<A, B>)) -> Option<String> {
     let cases = Cases::default();
-    let of_pair = |pair: &Pair<A, B>| report_of(|| test(&pair.sharing(&cases)));
-    let mut reports: Vec<String> = thread::scope(|scope| {
-        let jobs: Vec<_> = pairs.iter().map(|pair| scope.spawn(|| of_pair(pair))).collect();
-        jobs.into_iter()
-            .filter_map(|job| job.join().unwrap_or_else(|_| Some("a job died".to_owned())))
-            .collect()
-    });
-    reports.sort();
-    reports.dedup();
+    let reports = Mutex::new(Vec::new());
+    let run = |pair: &Pair<A, B>| {
+        let report = report_of(|| test(&pair.sharing(&cases)));
+        // Nothing panics under the lock.
+        let mut reports = reports.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_new = report.as_ref().is_some_and(|report| !reports.contains(report));
+        reports.extend(report.filter(|_| is_new));
+    };
+    thread::scope(|scope| pairs.iter().for_each(|pair| drop(scope.spawn(|| run(pair)))));
+    let reports = reports.into_inner().unwrap_or_else(PoisonError::into_inner);
     (!reports.is_empty()).then(|| reports.join("\n"))
 }
 

@@ -139,7 +139,7 @@ fn layout(spec: &KernelSpec) -> Option<(String, usize, usize)> {
             (format!("nib::QuantizeUnitsShared<{}>", all(&["F", "In", "kAcross"])), 0, 0)
         }
         "nib::quantize_units_decoded" => {
-            (format!("nib::DecodedUnitsShared<{}>", all(&["F", "In", "kAcross"])), 0, 0)
+            (format!("nib::DecodedUnitsShared<{}>", all(&["F", "In", "kRound", "kAcross"])), 0, 0)
         }
         "nib::dequantize_units" => {
             let across = if arg("kDown") == "true" { 2 } else { 16 };

@@ -143,3 +143,30 @@ impl<A: Backend, B: Backend> Pair<A, B> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Three pairs whose turns come as they may; one of them stops within its second case.
+    #[test]
+    fn each_case_is_one_pairs_and_one_that_stops_leaves_the_rest() {
+        const CASES: usize = 20;
+        let cases = Cases::default();
+        let shares = [(); 3].map(|()| Share { cases: cases.clone(), state: Mutex::default() });
+        let (mut at, mut stopped, mut taken) = ([0; 3], false, Vec::new());
+        for turn in 0.. {
+            let live = (0..3).filter(|i| at[*i] < CASES && !(stopped && *i == 1)).collect::<Vec<_>>();
+            let Some(&i) = live.get(turn * 7 % live.len().max(1)) else { break };
+            if shares[i].takes() {
+                stopped |= i == 1 && taken.iter().any(|(pair, _)| *pair == 1);
+                taken.push((i, at[i]));
+            }
+            at[i] += 1;
+        }
+        let mut numbers: Vec<_> = taken.iter().map(|(_, case)| *case).collect();
+        numbers.sort_unstable();
+        assert_eq!(numbers, (0..CASES).collect::<Vec<_>>());
+        assert!(stopped && (0..3).all(|i| taken.iter().any(|(pair, _)| *pair == i)), "{taken:?}");
+    }
+}

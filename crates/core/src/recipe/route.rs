@@ -137,7 +137,8 @@ pub struct ExpertRoutes {
     pub dh: Computed,
     /// The second product's input for wgrad.
     pub wgrad_a: WgradA,
-    /// Whether that is a quantization of its own where it is made again, and not the other form of what the forward pass has quantized and counted.
+    /// Whether that is a quantization of its own where it is made again, and not the other form of what the forward pass has quantized and counted: its
+    /// values or its bits are others.
     pub counts_a_again: bool,
     /// The tokens for wgrad, from what was kept.
     pub wgrad_x: Route,
@@ -239,7 +240,7 @@ impl Section {
             dy: self.gradient(KIND, activations),
             dh: self.dh(activations),
             wgrad_a,
-            counts_a_again: !self.at(Site::FpropA).fused_with(&self.at(Site::WgradA)),
+            counts_a_again: !self.makes_both_of_a(),
             wgrad_x: route(Site::WgradX),
             y_sent: route(Site::CombineFwd),
             dx_sent: route(Site::CombineBwd),
@@ -248,11 +249,15 @@ impl Section {
 
     /// In what form the second product's input is kept, if it is.
     fn second_a(&self, keep_a: bool) -> Option<Precision> {
-        let (fprop, wgrad) = (self.at(Site::FpropA), self.at(Site::WgradA));
+        let has_it = keep_a && self.makes_both_of_a();
+        self.kept_a().or(has_it.then_some(self.at(Site::WgradA)))
+    }
+
+    /// Whether the forward pass has the very bits of the second product's input that wgrad takes.
+    fn makes_both_of_a(&self) -> bool {
         // Where h is kept in another format, wgrad's is made of that.
         let h_is_plain = !self.at(Site::SavedH).format.is_block();
-        let has_it = keep_a && h_is_plain && fprop.fused_with(&wgrad);
-        self.kept_a().or(has_it.then_some(wgrad))
+        h_is_plain && self.at(Site::FpropA).fused_with(&self.at(Site::WgradA))
     }
 
     fn a(&self, kept: Option<Precision>, activations: DType) -> Computed {
@@ -289,8 +294,8 @@ impl Section {
         // Scales of earlier steps are for values as wide as the kernel has them; so is what two kernels make of one tensor that one could make.
         let apart = if !dgrad.format.is_block() && !wgrad.format.is_block() {
             None
-        } else if dgrad.delayed.is_some() {
-            Some((DType::F32, "dgrad.dh has a delayed scale"))
+        } else if dgrad.delayed.is_some() || wgrad.delayed.is_some() {
+            Some((DType::F32, "dgrad.dh or wgrad.dh has a delayed scale"))
         } else if dgrad.draws() {
             Some((activations, "dgrad.dh is rounded at random"))
         } else if dgrad.rht.is_some() {

@@ -579,6 +579,18 @@ fn fused_kernels_that_a_choice_loses_are_named() {
             ["swiglu_backward does not write dh", "not made alike"],
         ),
         (
+            "fprop.a = { format = \"mxfp8-e4m3\" }",
+            ["swiglu does not write a", "fprop.a is not in FP8 blocks of 128"],
+        ),
+        (
+            "wgrad.a = { format = \"mxfp8-e4m3\" }",
+            ["swiglu_backward does not write a", "wgrad.a is not in FP8 blocks of 128"],
+        ),
+        (
+            "dgrad.dh = { format = \"mxfp8-e4m3\" }",
+            ["swiglu_backward does not write dh", "not both in FP8 blocks of 128"],
+        ),
+        (
             "saved.a = { format = \"mxfp4\" }",
             ["swiglu does not write a", "saved.a is not made as fprop.a is"],
         ),

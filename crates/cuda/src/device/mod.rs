@@ -140,7 +140,8 @@ impl Device {
         Ok(Self { inner: Arc::new(inner) })
     }
 
-    /// The same GPU opened once more: with streams and memory of its own, and the kernels that either has compiled.
+    /// The same GPU opened once more: with streams and a memory pool of its own, and the kernels that either has compiled. The context is the
+    /// process's, so what breaks it breaks it for both.
     pub fn reopened(&self) -> Result<Self> {
         Self::with_jit(self.info().ordinal, self.inner.jit.clone())
     }

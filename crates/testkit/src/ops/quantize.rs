@@ -271,7 +271,8 @@ fn of_earlier_steps<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
                     pair.check(&case(planes, None, 150, 200, 1));
                     pair.check(&case(planes, Some(spread), 300, 136, 1));
                 }
-                pair.check(&case(Planes::Rows, None, 20, 1152, 1));
+                pair.check(&case(Planes::Rows, None, 20, 1920, 1));
+                pair.check(&case(Planes::Rows, Some(Spread::Zipf), 40, 896, 1));
                 pair.check(&case(Planes::Tiles, None, 3 * 140, 136, 3));
             }
         }
@@ -414,7 +415,7 @@ fn general<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
             let (codec, dtype) = (codec(format, rule, rounding), PLAIN[(i + j) % 2]);
             let input = [Input::Normal, Input::Outliers, Input::ExtremeExponents][(i + j) % 3];
             for (planes, rows, cols, stack) in
-                [(Planes::Rows, 20, 1152, 1), (Planes::Both, 160, 192, 1), (Planes::Tiles, 2 * 40, 72, 2)]
+                [(Planes::Rows, 20, 1920, 1), (Planes::Both, 160, 192, 1), (Planes::Tiles, 2 * 40, 72, 2)]
             {
                 pair.check(&Dense { codec, planes, rows, cols, stack, dtype, input });
             }
@@ -518,8 +519,13 @@ pub fn quantize<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
             }
             let spread = Spread::Zipf;
             for planes in [Planes::Rows, Planes::Cols] {
-                let (num_groups, dtype, input) = (5, DType::Bf16, Input::Normal);
-                pair.check(&Ragged { codec, planes, spread, num_groups, rows: 200, cols: 64, dtype, input });
+                let (num_groups, input) = (5, Input::Normal);
+                // Rows that end inside a block; of whole blocks; as wide as a warp's segment.
+                for (cols, dtype) in
+                    [(64, DType::Bf16), (256, DType::Bf16), (384, DType::F32), (2048, DType::Bf16)]
+                {
+                    pair.check(&Ragged { codec, planes, spread, num_groups, rows: 200, cols, dtype, input });
+                }
             }
         }
     }

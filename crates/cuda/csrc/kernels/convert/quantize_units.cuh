@@ -28,9 +28,9 @@
 //   col_words: the columns' plane where records of a line lie together, if a line has a multiple of four.
 //   cols_in_pairs: the columns' plane where those of neighbouring columns do (line_stride 1), if cols and block_stride are even.
 //
-// quantize_units_decoded<F, In, kRound, kAcross>: the same without kFormTiles, and with BF16 numbers in place of codes, row after row in both planes: row_codes
+// quantize_units_decoded<F, In, kRound, kAcross>: the same without kFormTiles, both forms at once only where kDecodesBoth, and with BF16 numbers in place of codes, row after row in both planes: row_codes
 //   [stack * rows][cols], col_codes [capacity][cols]. They are what dequantize_units makes of the codes without a tensor's scale. Records are written all
-//   the same; rows_aligned and cols_aligned are of the numbers. sizeof(DecodedUnitsShared<F, In, kAcross>) dynamic shared memory.
+//   the same; rows_aligned and cols_aligned are of the numbers. sizeof(DecodedUnitsShared<F, In, kRound, kAcross>) dynamic shared memory.
 //
 // A thread encodes 64 values of a row, then 32 rows of two columns. Asynchronous copies bring the tile to shared
 // memory; threads read it there and leave the codes there. So lines of at least 128 bytes are read from memory and
@@ -124,7 +124,8 @@ constexpr int kUnitCtas = In::kBytes == 4 || (F::kPart < 16 && !kSideBySide<F, I
 template <class F, class In, int kRound>
 constexpr bool kByTable = In::kBytes == 2 && F::template has_table<kRound>();
 
-/// Whether a thread encodes the transform of its columns from its registers. Loops of kAnyRounding index the values, and random bits of a format with
+/// Whether a thread encodes the transform of its columns from its registers, so that shared.values is never written: no transform comes with `found`,
+/// which would read that. Loops of kAnyRounding index the values, and random bits of a format with
 /// scales within a part leave no registers.
 template <class F, int kRound>
 constexpr bool kHoldsTransform = kRound != kAnyRounding && !(F::kPart < 16 && kRound == kStochastic);
@@ -245,16 +246,21 @@ __device__ __forceinline__ void quantize_tile(const UnitsArg& arg, const Roundin
         }
         if constexpr (kAcross == 2) {
             if (arg.form != kFormRows) {
+                constexpr bool kBoth = kDecodesBoth<In, kRound, kAcross>;
                 // The values are wanted until the columns are encoded, and the codes of rows until then elsewhere.
-                if (arg.form != kFormCols) {
-                    shared.keep_codes_of_rows();
-                    __syncthreads();
+                if constexpr (kBoth) {
+                    if (arg.form != kFormCols) {
+                        shared.keep_codes_of_rows();
+                        __syncthreads();
+                    }
                 }
                 encoder.encode_columns(matrix, first_row, first_col);
                 __syncthreads();
-                if (arg.form != kFormCols) {
-                    decode_tile<F, In, kAcross, false>(shared, shared.of_rows, arg, matrix, first_row, first_col);
-                    __syncthreads();
+                if constexpr (kBoth) {
+                    if (arg.form != kFormCols) {
+                        decode_tile<F, In, kAcross, false>(shared, shared.of_rows, arg, matrix, first_row, first_col);
+                        __syncthreads();
+                    }
                 }
                 decode_tile<F, In, kAcross, true>(shared, shared.codes, arg, matrix, first_row, first_col);
             }
@@ -288,7 +294,7 @@ __global__ void __launch_bounds__(kUnitThreads, kUnitCtas<F, In, kRound>) quanti
 
 template <class F, class In, int kRound, int kAcross>
 __global__ void __launch_bounds__(kUnitThreads, kUnitCtas<F, In, kRound>) quantize_units_decoded(const UnitsArg arg, const RoundingArg rounding) {
-    quantize_tile<F, In, kRound, kAcross, true, DecodedUnitsShared<F, In, kAcross>>(arg, rounding);
+    quantize_tile<F, In, kRound, kAcross, true, DecodedUnitsShared<F, In, kRound, kAcross>>(arg, rounding);
 }
 
 }  // namespace nib

@@ -93,11 +93,15 @@ struct alignas(16) QuantizeUnitsShared : SquareLosses<kChooses<F>> {
     u32 total[3];
 };
 
+/// Whether an instance that decodes writes both planes of one read. Of BF16 without random bits they are two launches, which take less time.
+template <class In, int kRound, int kAcross>
+constexpr bool kDecodesBoth = kAcross == 2 && (In::kBytes == 4 || kRound == kStochastic);
+
 /// The same where codes are decoded at once: where both planes are written, with those of the rows until the columns are encoded.
-template <class F, class In, int kAcross>
+template <class F, class In, int kRound, int kAcross, bool kBoth = kDecodesBoth<In, kRound, kAcross>>
 struct DecodedUnitsShared : QuantizeUnitsShared<F, In, kAcross> {};
-template <class F, class In>
-struct DecodedUnitsShared<F, In, 2> : QuantizeUnitsShared<F, In, 2> {
+template <class F, class In, int kRound, int kAcross>
+struct DecodedUnitsShared<F, In, kRound, kAcross, true> : QuantizeUnitsShared<F, In, kAcross> {
     alignas(16) UnitCodes<F> of_rows;
 
     /// Each thread those of its own unit.

@@ -75,9 +75,9 @@ impl UnitFormat {
         (value_bytes(input) + self.code_bytes() + squares_and_total).next_multiple_of(16)
     }
 
-    /// `DecodedUnitsShared` of the kernel: the codes of rows, where columns are encoded behind them, are its end.
-    pub fn decoded_shared_bytes(&self, input: DType, keeps_rows: bool) -> usize {
-        let codes_of_rows = if keeps_rows { self.code_bytes() } else { 0 };
+    /// `DecodedUnitsShared` of the kernel, with the codes of rows where `both` planes may be written.
+    pub fn decoded_shared_bytes(&self, input: DType, both: bool) -> usize {
+        let codes_of_rows = if both { self.code_bytes() } else { 0 };
         self.quantize_shared_bytes(input, false) + codes_of_rows
     }
 

@@ -127,11 +127,12 @@ pub(super) fn for_products<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let roundings = [Rounding::NearestEven, Rounding::Stochastic, Rounding::NearestAway];
     // Whole tiles of a GPU's kernels and more of them beside and below each other; lines that end inside; groups.
     let shapes = [
-        (None, 37, 1152),
+        (None, 37, 1920),
         (Some(Spread::Zipf), 300, 256),
         (None, 96, 136),
         (None, 256, 320),
         (Some(Spread::EmptyGroups), 200, 96),
+        (Some(Spread::Zipf), 150, 896),
     ];
     let kinds = [Numbers::Bf16, Numbers::Fp8].into_iter().flat_map(|numbers| {
         codecs().map(move |of| (numbers, of.format(), of.rule())).filter(|(numbers, format, rule)| {

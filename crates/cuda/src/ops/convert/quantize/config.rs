@@ -231,8 +231,8 @@ fn transform_spec(input: DType, down: bool) -> KernelSpec {
 pub(super) trait Launches {
     /// What the kernels can take beyond what the operation's own check lets in.
     fn check(&self) -> Result<()>;
-    /// Rows and columns as `quantize_rows` is told: one row where that saves it tails. Of rows that may be padding, where a row leaves an eighth of
-    /// its segments empty or more: each block asks for its row then.
+    /// Rows and columns as `quantize_rows` is told: one row where that saves it tails. Of rows that may be padding, where a row leaves more than an
+    /// eighth of its segments empty: each block asks for its row then.
     fn row_shape(&self) -> (usize, usize);
     /// Rows whose codes fill a line of a column's: strips of half bytes are taken in twos.
     fn line_rows(&self) -> usize;

@@ -202,17 +202,18 @@ fn chosen_instance(format: UnitFormat, device: &'static str, input: DType) -> In
     Instance { spec: spec(device, input, None, SQUARE), shared_bytes }
 }
 
-/// The same as [`instance`] for BF16 numbers in place of codes; `planes`: those of a launch.
-fn decoded_instance(
-    format: UnitFormat,
-    input: DType,
-    rounding: Rounding,
-    across: usize,
-    planes: Planes,
-) -> Instance {
+/// The same as [`instance`] for BF16 numbers in place of codes.
+fn decoded_instance(format: UnitFormat, input: DType, rounding: Rounding, across: usize) -> Instance {
     let spec = spec(format.device, input, Some(rounding), across);
     let spec = KernelSpec { name: "nib::quantize_units_decoded", ..spec };
-    Instance { spec, shared_bytes: format.decoded_shared_bytes(input, planes == Planes::Both) }
+    let both = across == SQUARE && decodes_both(input, rounding);
+    Instance { spec, shared_bytes: format.decoded_shared_bytes(input, both) }
+}
+
+/// `kDecodesBoth` of the kernel: decoded BF16 numbers of both planes would be held in shared memory beside each other, and two launches, which read the
+/// values twice, take less time unless random bits take most of it.
+fn decodes_both(input: DType, rounding: Rounding) -> bool {
+    input == DType::F32 || rounding.is_random()
 }
 
 /// Numbers and units of a row of a tile of the instances for one rounding.
@@ -238,10 +239,7 @@ pub(super) fn instances() -> Vec<Instance> {
         }
         let decoded = DECODED.iter().filter(|(of, _)| *of == format.format);
         for &rounding in decoded.flat_map(|(_, roundings)| roundings.iter()) {
-            all.extend(SHAPES.map(|(input, across)| {
-                let most = if across == LONG { Planes::Rows } else { Planes::Both };
-                decoded_instance(format, input, rounding, across, most)
-            }));
+            all.extend(SHAPES.map(|(input, across)| decoded_instance(format, input, rounding, across)));
         }
         all.extend(inputs.map(|input| instance(format, input, None, SQUARE)));
         if let Some(device) = format.chosen() {
@@ -269,9 +267,7 @@ impl UnitsConfig {
         let long = desc.planes == Planes::Rows && desc.input == DType::Bf16 && own.is_some() && is_filled;
         let across = if long { LONG } else { SQUARE };
         let Instance { spec, shared_bytes } = match unit.chosen().filter(|_| !is_default) {
-            _ if desc.taken() == Taken::Decoded => {
-                decoded_instance(unit, desc.input, rounding, across, desc.planes)
-            }
+            _ if desc.taken() == Taken::Decoded => decoded_instance(unit, desc.input, rounding, across),
             Some(device) => chosen_instance(unit, device, desc.input),
             None => instance(unit, desc.input, own, across),
         };
@@ -299,11 +295,9 @@ fn records(plane: Option<&BlockScaled<Cuda>>) -> RecordPlane {
     }
 }
 
-/// The planes of each launch. Decoded BF16 numbers of both planes would be held in shared memory beside each other: two launches read the values
-/// twice and take less time, unless random bits take most of it.
-fn passes(desc: &QuantizeDesc) -> &'static [Planes] {
-    let is_apart =
-        desc.taken() == Taken::Decoded && desc.input == DType::Bf16 && !desc.codec.rounding().is_random();
+/// The planes of each launch.
+pub(super) fn passes(desc: &QuantizeDesc) -> &'static [Planes] {
+    let is_apart = desc.taken() == Taken::Decoded && !decodes_both(desc.input, desc.codec.rounding());
     match desc.planes {
         Planes::Both if is_apart => &[Planes::Rows, Planes::Cols],
         Planes::Both => &[Planes::Both],

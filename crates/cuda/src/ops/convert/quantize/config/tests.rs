@@ -1,5 +1,5 @@
 use super::*;
-use crate::ops::convert::quantize::units::UnitsConfig;
+use crate::ops::convert::quantize::units::{UnitsConfig, passes};
 use nibble_core::formats::{Codec, Rounding, ScaleRule};
 use nibble_core::ops::Numbers;
 
@@ -54,21 +54,29 @@ fn every_launch_is_of_an_instance_that_is_built() {
                                 assert!(built.contains(&instance), "{instance:?}");
                             }
                             let last = if asked.is_fused() { asked } else { asked.transformed() };
-                            let instance = match last.config(132) {
+                            let instances: Vec<_> = match last.config(132) {
                                 Some(QuantizeConfig { spec, launch, .. }) => {
-                                    Instance { spec, shared_bytes: launch.shared_bytes }
+                                    vec![Instance { spec, shared_bytes: launch.shared_bytes }]
                                 }
                                 None => {
-                                    let UnitsConfig { spec, launch, .. } = UnitsConfig::of(&last).unwrap();
-                                    Instance { spec, shared_bytes: launch.shared_bytes }
+                                    let of = |&planes| {
+                                        let pass = QuantizeDesc { planes, ..last };
+                                        assert_eq!(pass.taken(), last.taken(), "{pass:?}");
+                                        let UnitsConfig { spec, launch, .. } =
+                                            UnitsConfig::of(&pass).unwrap();
+                                        Instance { spec, shared_bytes: launch.shared_bytes }
+                                    };
+                                    passes(&last).iter().map(of).collect()
                                 }
                             };
                             let one_plane = matches!(planes, Planes::Rows | Planes::Cols);
-                            assert!(
-                                !one_plane && hadamard.is_some() || built.contains(&instance),
-                                "{instance:?}"
-                            );
-                            assert!(instance.shared_bytes <= 232_448, "{instance:?}");
+                            for instance in instances {
+                                assert!(
+                                    !one_plane && hadamard.is_some() || built.contains(&instance),
+                                    "{instance:?}"
+                                );
+                                assert!(instance.shared_bytes <= 232_448, "{instance:?}");
+                            }
                             assert_eq!(asked.taken(), last.taken(), "{asked:?}");
                         }
                     }
@@ -107,7 +115,9 @@ fn rows_are_one_where_that_saves_tails() {
     assert_eq!(of(desc(Format::E4m3, Planes::Rows, 10, 200)), (10, 200), "blocks end short");
     let ragged = |cols| of(QuantizeDesc { ragged: true, ..desc(Format::Mxfp4, Planes::Rows, 10, cols) });
     assert_eq!([ragged(512), ragged(1024)], [(1, 5120), (1, 10240)], "a row fills a part of a segment");
-    assert_eq!([ragged(2048), ragged(7168)], [(10, 2048), (10, 7168)], "rows fill their segments");
+    assert_eq!([ragged(1536), ragged(2304)], [(1, 15360), (1, 23040)], "a last segment is filled in part");
+    assert_eq!(ragged(2048), (10, 2048), "a row fills its segment");
+    assert_eq!(ragged(7168), (10, 7168), "an eighth of four segments is empty");
     assert_eq!(ragged(520), (10, 520), "blocks end short");
 }
 
@@ -162,5 +172,21 @@ fn the_general_kernel_transforms_columns_as_it_reads_them() {
     }
     for format in [Format::E4m3Row, Format::Mxfp8E4m3] {
         assert!(!reads(format, Planes::Cols), "{format}");
+    }
+}
+
+#[test]
+fn both_planes_of_decoded_numbers_are_two_launches_unless_bits_are_drawn() {
+    let of = |planes, input, rounding, only_for| {
+        let codec = Codec::new(Format::Nvfp4, ScaleRule::Amax, rounding).unwrap();
+        passes(&QuantizeDesc { codec, input, only_for, ..desc(Format::Nvfp4, planes, 256, 256) })
+    };
+    let (near, drawn, numbers) = (Rounding::NearestEven, Rounding::Stochastic, Some(Numbers::Bf16));
+    assert_eq!(of(Planes::Both, DType::Bf16, near, numbers), [Planes::Rows, Planes::Cols]);
+    assert_eq!(of(Planes::Both, DType::Bf16, drawn, numbers), [Planes::Both]);
+    assert_eq!(of(Planes::Both, DType::F32, near, numbers), [Planes::Both]);
+    assert_eq!(of(Planes::Both, DType::Bf16, near, None), [Planes::Both], "codes");
+    for planes in [Planes::Rows, Planes::Cols, Planes::Tiles] {
+        assert_eq!(of(planes, DType::Bf16, near, numbers), [planes]);
     }
 }
