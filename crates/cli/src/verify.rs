@@ -102,9 +102,9 @@ fn verify<A: Kernels, B: Kernels>(
     json: Option<Output>,
 ) -> Result<()> {
     let pairs = (0..jobs).map(|_| pair((threads / jobs).max(1))).collect::<Result<Vec<_>>>()?;
-    // What is not cases has all threads.
+    // Random elements come one matrix after the other, each on all threads.
     let pair = pair(threads)?;
-    let cases = || pairs.iter().map(Pair::cases).sum::<usize>();
+    let cases = || pairs.iter().chain([&pair]).map(Pair::cases).sum::<usize>();
     say!("{}, against {}; jobs: {jobs}", pair.b.name(), pair.a.name());
     let (start, mut failed, mut results) = (Instant::now(), 0, Vec::new());
     let mut held = |op: &str, test: &dyn Fn() -> Option<String>| {
