@@ -90,8 +90,9 @@ pub fn has_fast_kernels(format: Format) -> bool {
 }
 
 /// What the general kernel decodes as it quantizes: formats whose products multiply BF16 numbers, rounded as recipes do.
-pub const DECODED: [(Format, &[Rounding]); 5] = [
+pub const DECODED: [(Format, &[Rounding]); 6] = [
     (Format::Nvfp4, &[Rounding::NearestEven, Rounding::Stochastic]),
+    (Format::Nvfp4In128, &[Rounding::NearestEven, Rounding::Stochastic]),
     (Format::Hif4, &[Rounding::NearestEven, Rounding::NearestAway]),
     (Format::Mxint8, &[Rounding::NearestEven]),
     (Format::Mxfp8E4m3, &[Rounding::NearestEven]),

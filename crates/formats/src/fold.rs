@@ -59,15 +59,15 @@ mod tests {
         for format in Format::ALL.into_iter().filter(|format| format.is_block()) {
             for &rule in format.spec().rules {
                 let codec = Codec::new(format, rule, Rounding::NearestEven).unwrap().under(1.0);
-                let others = [0, 0xFFFF_FF00u32, 0x1234_5600, 0x3A35_0F00];
-                let records = (0..=255u32).flat_map(|byte| others.map(|bits| Scale(byte | bits)));
+                let others = [0, 0xFFFF_FFFF_FFFF_FF00u64, 0x1234_5600, 0x3A35_0F00];
+                let records = (0..=255u64).flat_map(|byte| others.map(|bits| Scale(byte | bits)));
                 let fits = |value: f32| {
                     let reached = value.abs() >= f32::MIN_POSITIVE || value == 0.0;
                     !reached || !value.is_finite() || half::bf16::from_f32(value).to_f32() == value
                 };
                 let all = 0..=0xFFu8 >> (8 - codec.element().code_bits());
                 let fit = records.into_iter().all(|record| {
-                    let places = [0, 5, format.spec().block.min(64) - 1];
+                    let places = [0, 5, format.spec().block.min(128) - 1];
                     all.clone().all(|code| places.iter().all(|&i| fits(codec.decode(code, i, record))))
                 });
                 assert_eq!(format.folds_into_bf16(rule), fit, "{format} {rule}");

@@ -67,6 +67,8 @@ formats! {
     Mxint8 = mx::MXINT8,
     /// NVFP4: E2M1 in blocks of 16, or 16×16, with an E4M3 scale, under an F32 scale of the tensor or none.
     Nvfp4 = nvfp4::NVFP4,
+    /// NVFP4 in double blocks: E2M1 in blocks of 16 with an E4M3 scale, under a power of two for each 128.
+    Nvfp4In128 = nvfp4::NVFP4_128,
     /// HiFloat4: quarters in blocks of 64 under three levels of scales.
     Hif4 = hif4::HIF4,
 }

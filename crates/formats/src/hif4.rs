@@ -53,12 +53,12 @@ impl BlockCodec for Hif4 {
         let inv = if params.scaling.thresholds.divides() { inv } else { bf16::from_f32(inv).to_f32() };
         let quads = quad_maxima(x).map(|amax| f64::from(amax) * f64::from(inv)); // exact
         let [high, low] = params.scaling.thresholds.bounds();
-        let mut record = byte;
+        let mut record = u64::from(byte);
         for (share, [a, b]) in quads.as_chunks::<2>().0.iter().enumerate() {
             let doubled = a.max(*b) >= high;
             let bound = if doubled { high } else { low };
-            let of_quads = u32::from(*a >= bound) | u32::from(*b >= bound) << 1;
-            record |= u32::from(doubled) << (8 + share) | of_quads << (16 + 2 * share);
+            let of_quads = u64::from(*a >= bound) | u64::from(*b >= bound) << 1;
+            record |= u64::from(doubled) << (8 + share) | of_quads << (16 + 2 * share);
         }
         BlockScale { record: Scale(record), inv }
     }

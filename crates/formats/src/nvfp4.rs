@@ -7,9 +7,14 @@
 //! With two candidates (Four Over Six, arXiv 2512.02010) a block has that scale or the one of 1.5 times as much, under which its largest
 //! magnitude is 4. For that S is 1536/A (1536 = 6 · 256). Values are compared as they are rounded to nearest even, whatever the rounding: so the
 //! choice is a function of the values, and random rounding under the chosen scale is what it is under either.
+//!
+//! **Double blocks** (Chen et al., "TetraJet-v2", arXiv 2510.27527) have a scale for each 128 values in place of the tensor's: of the largest magnitude A
+//! of those, A / 2688. Theirs is an F32 number; ours is rounded up to a power of two, as [`Outer::Power`] has it for a tensor, so that a BF16 number
+//! holds what codes stand for. Blocks of 16 under it are as they are under a tensor's scale. A record is of 128 values: the power of two in its lowest byte,
+//! then seven bits for each 16, which is as much as eight bytes of E4M3.
 
-use crate::block::{BlockCodec, BlockParams, BlockScale};
-use crate::e8m0::ScaleRule::{self, Amax, TensorAmax};
+use crate::block::{self, BlockCodec, BlockParams, BlockScale};
+use crate::e8m0::{self, ScaleRule, ScaleRule::Amax, ScaleRule::TensorAmax};
 use crate::element::Element;
 use crate::rounding::Rounding;
 use crate::scale::{Scale, ScaleKind};
@@ -27,6 +32,17 @@ pub(crate) const NVFP4: FormatSpec = FormatSpec {
     has_correction: true,
     scales,
     codec: &Nvfp4,
+    ..PLAIN
+};
+
+pub(crate) const NVFP4_128: FormatSpec = FormatSpec {
+    name: "nvfp4-128",
+    element: Some(Element::E2M1),
+    code_bits: 4,
+    block: 128,
+    rules: &[Amax],
+    scales: |_| ScaleKind::POWER_AND_E4M3,
+    codec: &DoubleBlocks,
     ..PLAIN
 };
 
@@ -90,14 +106,62 @@ impl BlockCodec for Nvfp4 {
     }
 }
 
+/// Blocks of 16 under a power of two for 128 values.
+#[derive(Debug)]
+struct DoubleBlocks;
+
+impl DoubleBlocks {
+    /// Values of an inner block.
+    const INNER: usize = 16;
+
+    /// What values of inner block `i` are multiplied by.
+    fn inverse(scale: BlockScale, i: usize) -> f32 {
+        let byte = (scale.record.0 >> (8 + 7 * i)) as u8 & 0x7F;
+        inverse_of(byte, scale.inv)
+    }
+}
+
+impl BlockCodec for DoubleBlocks {
+    fn scale(&self, params: &BlockParams, x: &[f32], amax: f32) -> BlockScale {
+        if amax == 0.0 {
+            return BlockScale { record: ScaleKind::POWER_AND_E4M3.least(), inv: e8m0::inv(0) };
+        }
+        // A normal number without mantissa bits.
+        let power = (power_above(amax / (6.0 * 448.0)).to_bits() >> 23) as u8;
+        let inv = e8m0::inv(power);
+        let mut record = u64::from(power);
+        for (i, x) in x.chunks(Self::INNER).enumerate() {
+            // Values are finite: so the caller says.
+            let amax = params.scaling.headroom.over(block::amax(x).unwrap_or(f32::NAN));
+            record |= nearest_scale(amax * (inv * (1.0 / 6.0)), inv).record.0 << (8 + 7 * i);
+        }
+        BlockScale { record: Scale(record), inv }
+    }
+
+    fn scaled(&self, _params: &BlockParams, x: f32, i: usize, scale: BlockScale) -> f32 {
+        x * Self::inverse(scale, i / Self::INNER)
+    }
+
+    fn scale_values(&self, _params: &BlockParams, x: &mut [f32], scale: BlockScale) {
+        for (i, x) in x.chunks_mut(Self::INNER).enumerate() {
+            let inverse = Self::inverse(scale, i);
+            x.iter_mut().for_each(|x| *x *= inverse);
+        }
+    }
+}
+
 /// The E4M3 number nearest to what is wanted.
 fn nearest_scale(wanted: f32, tensor_inv: f32) -> BlockScale {
     let byte = Element::E4M3.encode(wanted);
+    BlockScale { record: Scale::byte(byte), inv: inverse_of(byte, tensor_inv) }
+}
+
+/// What values are multiplied by under an E4M3 scale.
+fn inverse_of(byte: u8, tensor_inv: f32) -> f32 {
     let value = Element::E4M3.decode(byte) * (1.0 / tensor_inv);
     // A scale of zero takes what is not zero to the largest code, which decodes as zero.
     // The smaller of NaN and a number would be the number.
-    let inv = if value.is_nan() { value } else { (1.0 / value).min(f32::MAX) };
-    BlockScale { record: Scale::byte(byte), inv }
+    if value.is_nan() { value } else { (1.0 / value).min(f32::MAX) }
 }
 
 /// What is lost of a block's values under a scale, in units that the scale of 6 gives both candidates: a sum of whole numbers, which has no order.

@@ -1,6 +1,6 @@
 //! What a block stores beside its codes: a record of one number, or of a hierarchy of them.
 //!
-//! A record is at most four bytes. Planes of scales are bytes everywhere; only the [`ScaleKind`] knows what they mean, so that a new
+//! A record is at most eight bytes. Planes of scales are bytes everywhere; only the [`ScaleKind`] knows what they mean, so that a new
 //! hierarchy is a new list of levels and nothing else.
 
 use crate::e8m0;
@@ -8,17 +8,17 @@ use crate::element::Element;
 
 /// The record of one block, its bytes read as a little-endian number. A [`ScaleKind`] says what they mean.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
-pub struct Scale(pub u32);
+pub struct Scale(pub u64);
 
 impl Scale {
     /// A record of one byte.
     pub const fn byte(byte: u8) -> Scale {
-        Scale(byte as u32)
+        Scale(byte as u64)
     }
 
     /// A record of one single.
     pub const fn single(value: f32) -> Scale {
-        Scale(value.to_bits())
+        Scale(value.to_bits() as u64)
     }
 }
 
@@ -31,6 +31,8 @@ pub enum ScaleNumber {
     F32,
     /// FP8 E4M3 without its sign; 0x7F is NaN.
     E4m3,
+    /// The same without room for the sign: seven bits.
+    UnsignedE4m3,
     /// Six exponent bits (bias 48) and two mantissa bits, no zero, no subnormals; 0xFF is NaN.
     E6m2,
     /// One bit: 1 or 2.
@@ -43,6 +45,7 @@ impl ScaleNumber {
         match self {
             ScaleNumber::F32 => 32,
             ScaleNumber::E8m0 | ScaleNumber::E4m3 | ScaleNumber::E6m2 => 8,
+            ScaleNumber::UnsignedE4m3 => 7,
             ScaleNumber::Bit => 1,
         }
     }
@@ -53,7 +56,7 @@ impl ScaleNumber {
         match self {
             ScaleNumber::E8m0 => e8m0::decode(bits as u8),
             ScaleNumber::F32 => f32::from_bits(bits),
-            ScaleNumber::E4m3 => Element::E4M3.decode(bits as u8),
+            ScaleNumber::E4m3 | ScaleNumber::UnsignedE4m3 => Element::E4M3.decode(bits as u8),
             ScaleNumber::E6m2 => e6m2(bits as u8),
             ScaleNumber::Bit => (1 + (bits & 1)) as f32,
         }
@@ -64,7 +67,7 @@ impl ScaleNumber {
         match self {
             ScaleNumber::F32 => f32::NAN.to_bits(),
             ScaleNumber::E8m0 | ScaleNumber::E6m2 => 0xFF,
-            ScaleNumber::E4m3 => 0x7F,
+            ScaleNumber::E4m3 | ScaleNumber::UnsignedE4m3 => 0x7F,
             ScaleNumber::Bit => 0,
         }
     }
@@ -128,17 +131,20 @@ impl ScaleKind {
         level(ScaleNumber::Bit, 8),
         level(ScaleNumber::Bit, 16),
     ]);
+    /// One power of two, and a number of seven bits for an eighth of the block each: eight bytes.
+    pub const POWER_AND_E4M3: ScaleKind =
+        ScaleKind::of(&[level(ScaleNumber::E8m0, 1), level(ScaleNumber::UnsignedE4m3, 8)]);
     /// Nothing of a block's own.
     pub const NONE: ScaleKind = ScaleKind::of(&[]);
 
-    /// These levels, at most 32 bits of them.
+    /// These levels, at most 64 bits of them.
     pub const fn of(levels: &'static [ScaleLevel]) -> ScaleKind {
         let (mut bits, mut i) = (0, 0);
         while i < levels.len() {
             bits += levels[i].number.bits() * levels[i].count;
             i += 1;
         }
-        assert!(bits <= 32, "a record is one word");
+        assert!(bits <= 64, "a record is one word");
         ScaleKind { levels, bytes: bits.div_ceil(8) as usize, tensor: false }
     }
 
@@ -167,13 +173,13 @@ impl ScaleKind {
     #[inline]
     pub fn multiplier(self, record: Scale, i: usize, block: usize) -> f32 {
         if let [ScaleLevel { number, count: 1 }] = self.levels {
-            return number.decode(record.0);
+            return number.decode(record.0 as u32);
         }
         let (mut product, mut first_bit) = (1.0, 0);
         for level in self.levels {
             let bits = level.number.bits();
             let at = first_bit + bits * (i / (block / level.count as usize)) as u32;
-            product *= level.number.decode(record.0 >> at & mask(bits));
+            product *= level.number.decode(number_at(record, at, bits));
             first_bit += bits * level.count;
         }
         product
@@ -186,7 +192,7 @@ impl ScaleKind {
         for level in self.levels {
             let (bits, share) = (level.number.bits(), block / level.count as usize);
             for (i, out) in out.chunks_mut(share).enumerate() {
-                let number = level.number.decode(record.0 >> (first_bit + bits * i as u32) & mask(bits));
+                let number = level.number.decode(number_at(record, first_bit + bits * i as u32, bits));
                 out.iter_mut().for_each(|out| *out *= number);
             }
             first_bit += bits * level.count;
@@ -196,7 +202,7 @@ impl ScaleKind {
     /// The record of a block that held a NaN or an infinity: its first number is NaN, the others are 0.
     pub const fn nan(self) -> Scale {
         match self.levels {
-            [first, ..] => Scale(first.number.nan()),
+            [first, ..] => Scale(first.number.nan() as u64),
             [] => Scale(0),
         }
     }
@@ -206,13 +212,13 @@ impl ScaleKind {
     pub fn is_nan(self, record: Scale) -> bool {
         self.levels
             .first()
-            .is_some_and(|first| first.number.decode(record.0 & mask(first.number.bits())).is_nan())
+            .is_some_and(|first| first.number.decode(number_at(record, 0, first.number.bits())).is_nan())
     }
 
     /// The record of padding: every number the smallest there is.
     pub const fn least(self) -> Scale {
         match self.levels {
-            [first, ..] => Scale(first.number.least()),
+            [first, ..] => Scale(first.number.least() as u64),
             [] => Scale(0),
         }
     }
@@ -253,9 +259,9 @@ impl<'a> ScalePlane<'a> {
             0 => Scale(0),
             1 => Scale::byte(self.bytes[i]),
             bytes => {
-                let mut word = [0; 4];
+                let mut word = [0; 8];
                 word[..bytes].copy_from_slice(&self.bytes[i * bytes..][..bytes]);
-                Scale(u32::from_le_bytes(word))
+                Scale(u64::from_le_bytes(word))
             }
         }
     }
@@ -293,8 +299,10 @@ impl ScalePlaneMut<'_> {
     }
 }
 
-const fn mask(bits: u32) -> u32 {
-    u32::MAX >> (32 - bits)
+/// The number of so many bits that begins at bit `at` of a record.
+#[inline]
+const fn number_at(record: Scale, at: u32, bits: u32) -> u32 {
+    (record.0 >> at) as u32 & u32::MAX >> (32 - bits)
 }
 
 #[cfg(test)]
@@ -303,11 +311,18 @@ mod tests {
 
     #[test]
     fn records_have_the_bytes_of_their_levels() {
-        let kinds = [ScaleKind::E8M0, ScaleKind::F32, ScaleKind::E4M3, ScaleKind::HIF4, ScaleKind::NONE];
-        assert_eq!(kinds.map(ScaleKind::bytes), [1, 4, 1, 4, 0]);
+        let kinds = [
+            ScaleKind::E8M0,
+            ScaleKind::F32,
+            ScaleKind::E4M3,
+            ScaleKind::HIF4,
+            ScaleKind::POWER_AND_E4M3,
+            ScaleKind::NONE,
+        ];
+        assert_eq!(kinds.map(ScaleKind::bytes), [1, 4, 1, 4, 8, 0]);
         for kind in kinds {
             let mut plane = vec![0xAA; 3 * kind.bytes()];
-            let record = Scale(0x1234_5678 & ((1u64 << (8 * kind.bytes())) - 1) as u32);
+            let record = Scale(0x1234_5678_9ABC_DEF0 & ((1u128 << (8 * kind.bytes())) - 1) as u64);
             ScalePlaneMut { kind, bytes: &mut plane }.set(1, record);
             let read = ScalePlane { kind, bytes: &plane };
             assert_eq!((read.get(1), read.len()), (record, if kind.bytes() > 0 { 3 } else { 0 }));
@@ -315,7 +330,8 @@ mod tests {
             assert_eq!(kind.is_nan(kind.nan()), kind.bytes() > 0, "{kind:?}");
             assert!(!kind.is_nan(kind.least()));
             assert_eq!(kind.multiplier(kind.nan(), 0, 64).is_nan(), kind.bytes() > 0);
-            assert!(kind.multiplier(kind.least(), 0, 64) > 0.0 || kind == ScaleKind::E4M3);
+            let has_zero = [ScaleKind::E4M3, ScaleKind::POWER_AND_E4M3].contains(&kind);
+            assert!(kind.multiplier(kind.least(), 0, 64) > 0.0 || has_zero);
         }
     }
 
@@ -330,6 +346,23 @@ mod tests {
             if byte < 0xFF {
                 assert_eq!(power, 2f64.powi(i32::from(byte) - 127));
                 assert_eq!(e6m2, (1.0 + f64::from(byte & 3) / 4.0) * 2f64.powi(i32::from(byte >> 2) - 48));
+            }
+        }
+    }
+
+    #[test]
+    fn each_eighth_of_a_block_has_seven_bits_under_a_power() {
+        for share in 0..8 {
+            // 0x38 is one, 0x40 is two.
+            let ones =
+                (0..8).fold(0, |record, i| record | (if i == share { 0x40 } else { 0x38 }) << (8 + 7 * i));
+            for i in 0..128 {
+                let want = if i / 16 == share { 4.0 } else { 2.0 };
+                assert_eq!(
+                    ScaleKind::POWER_AND_E4M3.multiplier(Scale(ones | 128), i, 128),
+                    want,
+                    "{share} {i}"
+                );
             }
         }
     }

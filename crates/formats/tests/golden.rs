@@ -322,7 +322,7 @@ fn check_alone(codec: &Codec, v: &Vectors) {
             continue;
         }
         compared += 1;
-        assert_eq!(got.0, u32::from(byte), "{} scale of block {i}", v.name);
+        assert_eq!(got.0, u64::from(byte), "{} scale of block {i}", v.name);
         let unsigned = |codes: &[u8]| unsigned_zeros(Element::E2M1, &x[block.clone()], &codes[block.clone()]);
         assert_eq!(unsigned(&codes), unsigned(&want), "{} block {i}", v.name);
     }
@@ -348,7 +348,7 @@ fn check_hif4(v: &Vectors, rule: ScaleRule, rounding: Rounding, transposed: bool
     let (x, cols) = if transposed { (transpose(&x, [rows, cols]), rows) } else { (x, cols) };
     let codec = Codec::new(Format::Hif4, rule, rounding).unwrap();
     let (codes, scales) = quantize_rows(&codec, &x, cols);
-    let words: Vec<u32> = scales.iter().map(|s| s.0).collect();
+    let words: Vec<u32> = scales.iter().map(|s| s.0 as u32).collect();
     assert_same(&format!("{file} scales"), &words, &v.u32s("scale_word"), |a, b| a == b);
     let unsigned = |codes: &[u8]| unsigned_zeros(Element::S1P2, &x, codes);
     let want = v.u8s("elem_codes");

@@ -100,16 +100,16 @@ fn room_above_powers_and_singles() {
     {
         let rules = [ScaleRule::Floor, ScaleRule::Rceil, ScaleRule::Ceil, ScaleRule::Amax];
         for &rule in format.spec().rules.iter().filter(|rule| rules.contains(rule)) {
-            let number = format.scale_kind(rule).levels().first().map(|level| level.number);
-            if !matches!(number, Some(ScaleNumber::E8m0 | ScaleNumber::F32)) {
-                continue;
-            }
+            let number = match format.scale_kind(rule).levels() {
+                [level] if matches!(level.number, ScaleNumber::E8m0 | ScaleNumber::F32) => level.number,
+                _ => continue,
+            };
             for (headroom, x) in rooms().flat_map(|room| blocks(32).into_iter().map(move |x| (room, x))) {
                 let codec = codec(format, rule, Scaling { headroom, ..Scaling::default() });
                 let mut codes = [0; 32];
                 let (record, marked) = codec.quantize_block(&x, |_| 0, &mut codes);
                 let amax = with_room(largest(&x), f64::from(headroom.factor()));
-                let (want, inv) = if number == Some(ScaleNumber::F32) {
+                let (want, inv) = if number == ScaleNumber::F32 {
                     let scale = (amax / codec.element().max()).max(f32::MIN_POSITIVE);
                     (Scale::single(scale), 1.0 / scale)
                 } else {
@@ -148,14 +148,14 @@ fn room_and_thresholds_of_shares() {
                 let (scale, byte) = nearest(&scales, wanted, false);
                 let inv =
                     if is_authors { to_eight_bits(1.0 / scale) } else { f64::from((1.0 / scale) as f32) };
-                let (mut record_of, mut shifts) = (u32::from(byte), [0; 64]);
+                let (mut record_of, mut shifts) = (u64::from(byte), [0; 64]);
                 for (eighth, values) in x.chunks(8).enumerate() {
                     let first = f64::from(largest(values)) * inv >= high;
-                    record_of |= u32::from(first) << (8 + eighth);
+                    record_of |= u64::from(first) << (8 + eighth);
                     for (half, values) in values.chunks(4).enumerate() {
                         let bound = if first { high } else { low };
                         let second = f64::from(largest(values)) * inv >= bound;
-                        record_of |= u32::from(second) << (16 + 2 * eighth + half);
+                        record_of |= u64::from(second) << (16 + 2 * eighth + half);
                         shifts[8 * eighth + 4 * half..][..4].fill(i32::from(first) + i32::from(second));
                     }
                 }
@@ -223,6 +223,57 @@ fn room_candidates_and_outer_of_nvfp4() {
         }
     }
     assert!(chosen.iter().all(|n| *n > 1000), "{chosen:?}");
+}
+
+/// Double blocks: of 128 values a power of two, found by search, and under it of each 16 the nearest E4M3 number, of each value the nearest code. They are
+/// what NVFP4 under a power of two is, of a tensor of these values alone.
+#[test]
+fn double_blocks_have_the_scales_of_a_tensor_each() {
+    let scales = scale_numbers(ScaleNumber::E4m3);
+    for headroom in rooms().step_by(3).chain([Headroom::new(1.0625).unwrap()]) {
+        let scaling = Scaling { headroom, ..Scaling::default() };
+        let codec = codec(Format::Nvfp4In128, ScaleRule::Amax, scaling);
+        let tensors = Codec::new(Format::Nvfp4, ScaleRule::TensorAmax, Rounding::NearestEven).unwrap();
+        let tensors = tensors.with(Scaling { outer: Outer::Power, ..scaling }).unwrap();
+        // Short ones, too: what is missing counts as zeros.
+        for (i, x) in blocks(128).into_iter().enumerate() {
+            let x = &x[..[128, 128, 100, 16, 7][i % 5]];
+            let mut codes = vec![0; x.len()];
+            let (record, marked) = codec.quantize_block(x, |_| 0, &mut codes);
+            assert!(!marked);
+            let room = f64::from(headroom.factor());
+            let amax = with_room(largest(x), room);
+            if amax == 0.0 {
+                assert_eq!((record, codes.iter().all(|code| code & 7 == 0)), (Scale(0), true));
+                continue;
+            }
+            let [inv, power] = outer_scale(amax, Candidates::Six, Outer::Power);
+            let of_tensor = tensors.for_tensor(amax);
+            assert_eq!(power.log2() + 127.0, (record.0 & 0xFF) as f32, "{amax}");
+            for (i, (x, codes)) in x.chunks(16).zip(codes.chunks(16)).enumerate() {
+                let wanted = with_room(largest(x), room) * (inv * (1.0f32 / 6.0));
+                let (scale, bits) = nearest(&scales, f64::from(wanted), false);
+                assert_eq!(record.0 >> (8 + 7 * i) & 0x7F, u64::from(bits), "{headroom} {wanted}");
+                let factor = (1.0 / (scale as f32 * (1.0 / inv))).min(f32::MAX);
+                let mut of_nvfp4 = vec![0; x.len()];
+                let (byte, _) = of_tensor.quantize_block(x, |_| 0, &mut of_nvfp4);
+                assert_eq!((byte, &of_nvfp4[..]), (Scale::byte(bits), codes));
+                for (j, (x, code)) in x.iter().zip(codes).enumerate() {
+                    let want = code_of(
+                        Element::E2M1,
+                        f64::from(x * factor),
+                        x.is_sign_negative(),
+                        Rounding::NearestEven,
+                    );
+                    assert_eq!(*code, want);
+                    let value = f64::from(Element::E2M1.decode(*code)) * scale * f64::from(power);
+                    assert_eq!(codec.decode(*code, 16 * i + j, record), value as f32, "{record:?}");
+                }
+            }
+            let beyond = record.0.checked_shr(8 + 7 * x.len().div_ceil(16) as u32).unwrap_or(0);
+            assert_eq!(beyond, 0, "no scales of values that there are none of");
+        }
+    }
 }
 
 /// What a tensor with this largest magnitude is multiplied by, and what undoes that.

@@ -129,12 +129,14 @@ fn the_error_of_a_mean_falls_as_one_over_the_draws_and_half_a_percent_is_found()
 fn without_room_saturation_is_found() {
     // So little lies above the largest code of MXINT8 that no block here has it.
     let saturates = |format: Format, rule| {
-        rule == ScaleRule::Floor && format != Format::Mxint8 || matches!(format, Format::Nvfp4 | Format::Hif4)
+        rule == ScaleRule::Floor && format != Format::Mxint8
+            || matches!(format, Format::Nvfp4 | Format::Nvfp4In128 | Format::Hif4)
     };
     let codecs = codecs(|format, rule| saturates(format, rule).then(Scaling::default));
     for biased in [
         (Format::Nvfp4, ScaleRule::TensorAmax),
         (Format::Nvfp4, ScaleRule::Amax),
+        (Format::Nvfp4In128, ScaleRule::Amax),
         (Format::Mxfp4, ScaleRule::Floor),
         (Format::Hif4, ScaleRule::Amax),
     ] {

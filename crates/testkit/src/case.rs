@@ -123,7 +123,7 @@ impl Outputs {
         let name = format!("{name}.scales");
         match x.records(b) {
             Ok(records) => {
-                let mut words: Vec<u32> = records.into_iter().map(|record| record.0).collect();
+                let mut words: Vec<u64> = records.into_iter().map(|record| record.0).collect();
                 if let Some(is_valid) = rows {
                     zero_pads(&mut words, is_valid);
                 }

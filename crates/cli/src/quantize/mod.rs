@@ -44,8 +44,9 @@ use std::path::{Path, PathBuf};
     NAME.codes         codes of less than 8 bits are packed from the lowest bit on: 2 of 4 bits a byte,\n                     \
     4 of 6 bits in 3 bytes\n  \
     NAME.scales        a record a block: an E8M0 byte (MX, FP8 with a power-of-two rule), an F32 (FP8 with\n                     \
-    amax), an E4M3 byte (nvfp4), or 4 bytes (hif4: an E6M2 byte, 8 bits for 8 values\n                     \
-    each, 16 bits for 4 values each). Of e4m3-row and e5m2-row one a row; down columns\n                     \
+    amax), an E4M3 byte (nvfp4), 8 bytes (nvfp4-128: an E8M0 byte, 7 bits for 16 values\n                     \
+    each), or 4 bytes (hif4: an E6M2 byte, 8 bits for 8 values each, 16 bits for\n                     \
+    4 values each). Of e4m3-row and e5m2-row one a row; down columns\n                     \
     one for each 128 rows, all of a column alike\n  \
     NAME.tensor_scale  an F32 a matrix that multiplies all its blocks (nvfp4 with tensor-amax,\n                     \
     e4m3-tensor, e5m2-tensor)\n\n\

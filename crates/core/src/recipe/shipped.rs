@@ -29,13 +29,14 @@ pub(super) const STUDIES: [(&str, &str); 13] = [
 ];
 
 /// Recipes that differ from others in a few keys: techniques by themselves, and the cells of an ablation.
-pub(super) const VARIANTS: [(&str, &str); 21] = [
+pub(super) const VARIANTS: [(&str, &str); 22] = [
     ("mxfp4-hopper-mlp", include_str!("../../recipes/mxfp4-hopper-mlp.toml")),
     ("mxfp8", include_str!("../../recipes/mxfp8.toml")),
     ("mxfp8-e5m2", include_str!("../../recipes/mxfp8-e5m2.toml")),
     ("mxfp8-experts", include_str!("../../recipes/mxfp8-experts.toml")),
     ("mxfp8-wgrad-bf16", include_str!("../../recipes/mxfp8-wgrad-bf16.toml")),
     ("nvfp4-4over6", include_str!("../../recipes/nvfp4-4over6.toml")),
+    ("nvfp4-128", include_str!("../../recipes/nvfp4-128.toml")),
     ("nvfp4-unbiased", include_str!("../../recipes/nvfp4-unbiased.toml")),
     ("nvfp4-double", include_str!("../../recipes/nvfp4-double.toml")),
     ("nvfp4-quartet2", include_str!("../../recipes/nvfp4-quartet2.toml")),

@@ -2,13 +2,14 @@
 //   Element      its numbers (small_elements.cuh)
 //   kBlock       values that share a record of scales: 16, 32, 64 or 128
 //   kPart        of those, the values whose largest magnitude is looked at by itself: a factor for each part.
-//                Below 16 in blocks of 64 only
-//   kScaleBytes  of a record: 0, 1 or 4. 4 in blocks of 64 or 128 only, and then an F32 unless kPart is below 16: padding takes the least
+//                Below 16 in blocks of 64 only; or 16 of 128
+//   kScaleBytes  of a record: 0, 1, 4 or 8. 4 in blocks of 64 or 128 only, and then an F32 unless blocks have parts: padding takes the least
+//   kPartBits    only with parts of 16: bits of a part in the record, the first part's behind the lowest byte
 //   kLine        whether there is one record for the whole line instead of one for each block
 //   kTensor      whether all blocks of a tensor share a second scale
 //   kTiles       whether there are square blocks
 //   scale        from the bits of a block's largest magnitude: its record, and the factor for its values
-//   refine       only where parts have octaves of their own: the octaves of some parts, and the factors for their values
+//   refine       only where blocks have parts: what the record has of some parts (octaves, or scales), and the factors for their values
 //   multiplier   the factor for the codes of a part when they are decoded
 //   kLimits      whether BF16 numbers are clamped before they are encoded, two at a time
 //   limit        the bound of that clamp under a scale: the element's largest number times the scale, which is a BF16 number
@@ -65,6 +66,26 @@ struct Scaled {
     __device__ __forceinline__ bool is_nan() const { return __float_as_uint(inverse) == kNanBits; }
     __device__ __forceinline__ static Scaled nan(u32 record) { return {record, __uint_as_float(kNanBits)}; }
 };
+
+/// Whether parts of a block have scales of their own under the block's.
+template <class F>
+constexpr bool kHasParts = F::kPart < F::kBlock;
+
+/// Whether those are numbers, of sixteen values each, and not octaves. They leave room above a part's largest magnitude as a block's scale does.
+template <class F>
+constexpr bool kPartsHaveScales = kHasParts<F> && F::kPart == 16;
+
+/// What holds a record of so many bytes.
+template <int kBytes>
+struct RecordBits {
+    using Type = u32;
+};
+template <>
+struct RecordBits<8> {
+    using Type = u64;
+};
+template <class F>
+using Record = typename RecordBits<F::kScaleBytes>::Type;
 
 /// A power of two for numbers of E.
 template <class E>

@@ -1,4 +1,4 @@
-// NVFP4: E2M1 in blocks of 16 under an E4M3 scale, with or without an F32 scale of the tensor. The twin of
+// NVFP4: E2M1 in blocks of 16 under an E4M3 scale, with or without an F32 scale of the tensor, or under a power of two for each 128. The twin of
 // crates/formats/src/nvfp4.rs.
 #pragma once
 #include "formats/block_format.cuh"
@@ -146,7 +146,37 @@ struct Nvfp4Block : Nvfp4Codes {
     }
 };
 
+/// Double blocks: under a power of two of 128 values each sixteen have what they have under a scale of the tensor.
+struct Nvfp4In128 : Nvfp4Codes {
+    static constexpr int kBlock = 128, kScaleBytes = 8, kPartBits = 7;
+    static constexpr bool kTiles = false, kCandidates = false;
+
+    /// The power of two, no less than amax / (6 · 448): the carry into the exponent rounds up.
+    __device__ __forceinline__ static Scaled scale(u32 amax, ScaleArg, TensorInverse) {
+        constexpr u32 kUp = 0x007FFFFF - 0x00280000;  // 6 · 448 is 1.3125 · 2^11
+        if (amax >= kInfinityBits) return Scaled::nan(kScaleNan);
+        const u32 byte = amax == 0 ? 0 : max(int((amax + kUp) >> 23) - 11, 1);
+        return {byte, __uint_as_float((254 - byte) << 23)};
+    }
+
+    /// The scale of part `part`, in its place within a record.
+    __device__ __forceinline__ static u64 refine(float inverse, const u32 (&amax)[1], int part, float (&factor)[1]) {
+        // A power of two; of a block of zeros nothing is asked, and of one with a NaN the record has no more.
+        const float unit = __uint_as_float(0x7F000000 - __float_as_uint(inverse));
+        const Scaled scale = Nvfp4::scale(amax[0], {}, {inverse, unit});
+        factor[0] = scale.inverse;
+        return __float_as_uint(inverse) == kNanBits ? 0 : u64(scale.record) << (8 + kPartBits * part);
+    }
+
+    __device__ __forceinline__ static float multiplier(u64 record, int part) {
+        const u32 power = u32(record) & 0xFF, of_part = u32(record >> (8 + kPartBits * part)) & 0x7F;
+        if (power == kScaleNan) return __uint_as_float(kNanBits);
+        return __fmul_rn(e8m0_decode(power), Nvfp4Codes::multiplier(of_part, 0));
+    }
+};
+
 NIB_UNIT_FORMAT(Nvfp4, Amax, Nvfp4Block, NearestEven, Stochastic)
 NIB_UNIT_FORMAT(Nvfp4, AnyOther, Nvfp4, NearestEven, Stochastic)
+NIB_UNIT_FORMAT(Nvfp4In128, AnyOther, Nvfp4In128, NearestEven, Stochastic)
 
 }  // namespace nib

@@ -90,6 +90,8 @@ pub fn dequantize<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
         (Format::Mxint8, BlockAxis::Col, 256, 320, 1),
         (Format::Nvfp4, BlockAxis::Tile, 2 * 152, 1104, 2),
         (Format::Nvfp4, BlockAxis::Col, 256, 264, 1),
+        (Format::Nvfp4In128, BlockAxis::Row, 33, 2112, 1),
+        (Format::Nvfp4In128, BlockAxis::Col, 384, 264, 1),
         (Format::Hif4, BlockAxis::Row, 33, 2112, 1),
         (Format::Hif4, BlockAxis::Col, 320, 264, 1),
         (Format::E4m3Tensor, BlockAxis::Col, 256, 136, 1),

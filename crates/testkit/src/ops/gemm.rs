@@ -19,6 +19,7 @@ enum Stored {
 use BlockAxis::{Col, Row, Tile};
 use Format::{
     E4m3, E4m3Row, E4m3Tensor, E5m2, E5m2Row, E5m2Tensor, Hif4, Mxfp4, Mxfp6E2m3, Mxfp8E4m3, Mxint8, Nvfp4,
+    Nvfp4In128,
 };
 use ScaleRule::{Amax, Rceil, TensorAmax};
 
@@ -160,6 +161,7 @@ fn pairs() -> Vec<(Stored, Stored)> {
         ((Mxfp4, Rceil), (Mxfp8E4m3, Rceil, Row)),
         ((Nvfp4, TensorAmax), (Nvfp4, TensorAmax, Tile)),
         ((Nvfp4, Amax), (Nvfp4, TensorAmax, Row)),
+        ((Nvfp4In128, Amax), (Nvfp4In128, Amax, Row)),
         ((Hif4, Amax), (Hif4, Amax, Row)),
         ((E4m3Row, Amax), (E4m3Row, Amax, Row)),
         ((E4m3Tensor, TensorAmax), (E4m3Tensor, TensorAmax, Tile)),
@@ -369,6 +371,7 @@ pub fn grouped_wgrad<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
         ((Mxfp4, Rceil), (Mxfp4, Rceil)),
         ((Mxfp8E4m3, Rceil), (Mxfp8E4m3, Rceil)),
         ((Nvfp4, TensorAmax), (Nvfp4, TensorAmax)),
+        ((Nvfp4In128, Amax), (Nvfp4In128, Amax)),
         ((Hif4, Amax), (Hif4, Amax)),
         ((E4m3Tensor, TensorAmax), (E4m3Tensor, TensorAmax)),
         ((E4m3Row, Amax), (E4m3Row, Amax)),

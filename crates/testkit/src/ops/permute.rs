@@ -162,7 +162,7 @@ enum RowContent {
     Block(Format, ScaleRule),
 }
 
-const KINDS: [RowContent; 11] = [
+const KINDS: [RowContent; 12] = [
     RowContent::Plain(DType::F32),
     RowContent::Plain(DType::Bf16),
     RowContent::Block(Format::E4m3, ScaleRule::Amax),
@@ -171,6 +171,7 @@ const KINDS: [RowContent; 11] = [
     RowContent::Block(Format::Mxfp4, ScaleRule::Rceil),
     RowContent::Block(Format::Mxfp6E2m3, ScaleRule::Rceil),
     RowContent::Block(Format::Nvfp4, ScaleRule::TensorAmax),
+    RowContent::Block(Format::Nvfp4In128, ScaleRule::Amax),
     RowContent::Block(Format::Hif4, ScaleRule::Amax),
     RowContent::Block(Format::E4m3Row, ScaleRule::Amax),
     RowContent::Block(Format::E4m3Tensor, ScaleRule::TensorAmax),

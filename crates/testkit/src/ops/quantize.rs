@@ -352,6 +352,8 @@ fn transformed<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
         codec(Format::Mxfp8E4m3, ScaleRule::Rceil, Rounding::NearestEven),
         codec(Format::Nvfp4, ScaleRule::TensorAmax, Rounding::Stochastic),
         codec(Format::Nvfp4, ScaleRule::TensorAmax, Rounding::NearestEven),
+        codec(Format::Nvfp4In128, ScaleRule::Amax, Rounding::Stochastic),
+        codec(Format::Nvfp4In128, ScaleRule::Amax, Rounding::NearestEven),
         codec(Format::Hif4, ScaleRule::Amax, Rounding::NearestAway),
         codec(Format::Hif4, ScaleRule::Cann, Rounding::NearestEven),
         codec(Format::E4m3Tensor, ScaleRule::TensorAmax, Rounding::NearestEven),
@@ -447,6 +449,7 @@ fn wide<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
         codec(Format::Mxfp8E4m3, ScaleRule::Rceil, Rounding::NearestEven),
         codec(Format::Mxfp6E2m3, ScaleRule::Rceil, Rounding::NearestEven),
         codec(Format::Nvfp4, ScaleRule::TensorAmax, Rounding::NearestEven),
+        codec(Format::Nvfp4In128, ScaleRule::Amax, Rounding::NearestEven),
         codec(Format::Hif4, ScaleRule::Amax, Rounding::NearestAway),
     ];
     let (dtype, input) = (DType::Bf16, Input::Outliers);

@@ -211,7 +211,7 @@ fn doubled(kind: ScaleKind, record: Scale) -> Option<Scale> {
     let number = kind.levels().first()?.number;
     let step = match number {
         ScaleNumber::F32 => 1 << 23,
-        ScaleNumber::E4m3 => 1 << 3,
+        ScaleNumber::E4m3 | ScaleNumber::UnsignedE4m3 => 1 << 3,
         ScaleNumber::E6m2 => 1 << 2,
         ScaleNumber::E8m0 => 1,
         ScaleNumber::Bit => return None,
@@ -327,6 +327,7 @@ mod tests {
             (ScaleKind::E4M3, Scale(0x3A)),
             (ScaleKind::E4M3, Scale(0x02)),
             (ScaleKind::HIF4, Scale(48 << 2 | 1 << 8 | 1 << 16)),
+            (ScaleKind::POWER_AND_E4M3, Scale(127 | 0x3A << 8)),
         ] {
             let twice = doubled(kind, record).unwrap();
             for i in [0, 4, 8] {

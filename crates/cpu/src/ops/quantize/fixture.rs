@@ -145,7 +145,7 @@ pub(crate) fn poisoned_codes(x: &BlockScaled<Cpu>, groups: &Groups<Cpu>) -> Bloc
 }
 
 /// Bits of a scale plane, NaNs made equal.
-pub(crate) fn scale_bits(x: &BlockScaled<Cpu>) -> Vec<u32> {
+pub(crate) fn scale_bits(x: &BlockScaled<Cpu>) -> Vec<u64> {
     let num = BlockScaled::<Cpu>::num_scales(x.format, x.axis, x.rows, x.cols, x.stack);
     let (kind, scales) = (x.scale_kind(), scales_of(x));
     (0..num).map(|i| scales.get(i)).map(|s| if kind.is_nan(s) { kind.nan().0 } else { s.0 }).collect()

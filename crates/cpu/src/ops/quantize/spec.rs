@@ -387,7 +387,9 @@ impl<'a> Decoder<'a> {
     /// The F32 scales over an element that are not among those: that of its block, if it is one, times the tensor's.
     pub fn beside(&self, with: Scales, row: usize, col: usize) -> f32 {
         let of_block = match with {
-            Scales::Exact if self.x.scale_kind() == ScaleKind::F32 => f32::from_bits(self.at(row, col).2.0),
+            Scales::Exact if self.x.scale_kind() == ScaleKind::F32 => {
+                f32::from_bits(self.at(row, col).2.0 as u32)
+            }
             _ => 1.0,
         };
         let of_tensor = if with == Scales::All { 1.0 } else { self.of_row(row).tensor_scale() };

@@ -215,7 +215,7 @@ fn columns_are_rows_of_the_transpose() {
         // A column under one scale has it for each 128 rows.
         let (of_cols, of_rows) = (scale_bits(block(&down.cols)), scale_bits(block(&along.rows)));
         let each = of_cols.len() / of_rows.len().max(1);
-        let repeated: Vec<u32> = of_rows.into_iter().flat_map(|s| std::iter::repeat_n(s, each)).collect();
+        let repeated: Vec<u64> = of_rows.into_iter().flat_map(|s| std::iter::repeat_n(s, each)).collect();
         assert_eq!(of_cols, repeated, "{codec:?}");
         assert_eq!(down.counts.as_ref().map(tally), along.counts.as_ref().map(tally), "{codec:?}");
     }

@@ -184,7 +184,7 @@ fn every_code_under_every_pair_of_scales_lifts_to_the_nearest() {
                 continue;
             }
             let target = i32::from(source.max(largest)).saturating_sub(6).max(0);
-            assert_eq!(scale_bits(&lifted.out)[usize::from(source)], target as u32);
+            assert_eq!(scale_bits(&lifted.out)[usize::from(source)], target as u64);
             let mut changed = false;
             for (&code, &lifted) in all.iter().zip(lifted_codes) {
                 let exact =

@@ -51,13 +51,13 @@ __global__ void __launch_bounds__(kUnitThreads, Out::kBytes == 2 ? 3 : 2) dequan
     const bool exists = line < lines && place < len;
     const int record_line = exists ? arg.record_line(line) : 0;
     const float of_row = !kDown && exists && arg.tensor_scale != nullptr ? __ldg(arg.tensor_scale + line) : 1.0f;
-    u32 record[kUnit / kBlock];
+    Record<F> record[kUnit / kBlock];
 #pragma unroll
     for (int b = 0; b < kUnit / kBlock; ++b) {
         record[b] = 0;
         const int at = place + b * kBlock;
         const int block = F::kLine ? (kDown ? at / kColumnRecord : 0) : at / F::kBlock;
-        if (exists && at < len) record[b] = arg.records.template load<F::kScaleBytes>(record_line, block);
+        if (exists && at < len) record[b] = record_of_unit<F>(arg.records.template load<F::kScaleBytes>(record_line, block), at);
     }
     ptx::copies_wait();
     __syncthreads();

@@ -67,11 +67,11 @@ __global__ void __launch_bounds__(kUnitThreads, 2) measure_quantization(const Me
         F::Element::decode(words, element);
         const int in_record = at / kBlock * kBlock;
         const int block = F::kLine ? (kDown ? in_record / kColumnRecord : 0) : in_record / F::kBlock;
-        const u32 record = arg.records.template load<F::kScaleBytes>(record_line, block);
+        const Record<F> record = arg.records.template load<F::kScaleBytes>(record_line, block);
         constexpr int kFactors = F::kPart < 16 ? 16 / F::kPart : 1;
         float factor[kFactors];
 #pragma unroll
-        for (int i = 0; i < kFactors; ++i) factor[i] = F::multiplier(record, sixteen * 16 % kBlock / F::kPart + i);
+        for (int i = 0; i < kFactors; ++i) factor[i] = F::multiplier(record, at % F::kBlock / F::kPart + i);
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
             const int row = kDown ? at + i : line, col = kDown ? line : at + i;

@@ -151,12 +151,12 @@ __device__ __forceinline__ void decode_tile(QuantizeUnitsShared<F, In, kAcross>&
     const int lines = kDown ? arg.cols : arg.rows, len = kDown ? arg.capacity : arg.cols;
     const int line = (kDown ? first_col : first_row) + mine.line, place = (kDown ? first_row : first_col) + mine.place;
     const RecordPlane& records = kDown ? arg.col_records : arg.row_records;
-    u32 record[kUnit / kBlock];
+    Record<F> record[kUnit / kBlock];
 #pragma unroll
     for (int b = 0; b < kUnit / kBlock; ++b) {
         record[b] = 0;
         const int at = place + b * kBlock;
-        if (line < lines && at < len) record[b] = records.template load_written<F::kScaleBytes>(u64(matrix) * lines + line, at / F::kBlock);
+        if (line < lines && at < len) record[b] = record_of_unit<F>(records.template load_written<F::kScaleBytes>(u64(matrix) * lines + line, at / F::kBlock), at);
     }
     decode_unit<F, Bf16, kDown>(codes.unit(mine.u), record, values, mine.u, [](int, float value) { return value; });
     __syncthreads();

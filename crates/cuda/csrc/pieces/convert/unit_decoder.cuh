@@ -24,9 +24,19 @@ struct DecodedPlace {
 template <class F>
 constexpr int kRecorded = F::kBlock < kUnit ? F::kBlock : kUnit;
 
+/// The record of the unit that begins at a place of its line: of a block of two units the parts of that one come first.
+template <class F>
+__device__ __forceinline__ Record<F> record_of_unit(Record<F> record, int place) {
+    if constexpr (kPartsHaveScales<F>) {
+        constexpr int kBits = kUnit / F::kPart * F::kPartBits;
+        return place % F::kBlock < kUnit ? record : (record >> kBits & ~Record<F>(0xFF)) | (record & 0xFF);
+    }
+    return record;
+}
+
 /// Decodes unit `u` of a tile, whose records are given, to its places among plain values. `scaled(i, value)`: what becomes of value i.
 template <class F, class Out, bool kDown, int kAcross, class Scaled>
-__device__ __forceinline__ void decode_unit(const u8* codes, const u32 (&record)[kUnit / kRecorded<F>], UnitValues<Out, kAcross>& values, int u,
+__device__ __forceinline__ void decode_unit(const u8* codes, const Record<F> (&record)[kUnit / kRecorded<F>], UnitValues<Out, kAcross>& values, int u,
                                             const Scaled& scaled) {
     constexpr int kBits = F::Element::kBits, kBlock = kRecorded<F>;
 #pragma unroll

@@ -74,6 +74,7 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
 #pragma unroll
             for (int i = 0; i < kStep / 16; ++i) x[i] = Sixteen<In>::load(shared.values, u, first / 16 + i);
             Scaled scale;
+            Record<F> of_parts = 0;
             bool any = false;
             if constexpr (kPairs) {
                 static_assert(kStep == kUnit);
@@ -93,14 +94,13 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
                         });
                     }
                 }
-                u32 octaves = 0;
 #pragma unroll(kAny ? 1 : kStep / 16)
                 for (int i = 0; i < kStep / 16; ++i) {
                     // Where the loop is not unrolled (kAny) they are loaded again, since registers cannot be indexed.
                     Sixteen<In> mine = kAny ? Sixteen<In>::load(shared.values, u, first / 16 + i) : x[i];
                     if constexpr (kLimits) mine.clamp(limit_pair(F::limit(scale), F::limit(scale)));
                     u32 amax[kFactors];
-                    if constexpr (kFactors > 1) {
+                    if constexpr (kHasParts<F>) {
 #pragma unroll
                         for (int j = 0; j < kFactors; ++j) amax[j] = mine.template largest<F::kPart>(j * F::kPart);
                     }
@@ -118,17 +118,20 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
                         else return decision(bits, matrix, row, position + i * 16 + j);
                     };
                     u32* const mine_words = words + (kAny ? 0 : (first / 16 + i) % 2 * kWords);
-                    any |= encode_sixteen(v, amax, scale, octaves, i, mine_words, decide);
+                    any |= encode_sixteen(v, amax, scale, of_parts, i, mine_words, decide);
                     put(to, first / 16 + i, words);
                 }
-                scale.record |= octaves;
                 if constexpr (F::kBlock == 128) any |= __shfl_xor_sync(kAllLanes, int(any), 1) != 0;
+                if constexpr (kPartsHaveScales<F>) {
+                    of_parts <<= threadIdx.x % 2 * (kUnit / F::kPart * F::kPartBits);
+                    of_parts |= __shfl_xor_sync(kAllLanes, of_parts, 1);
+                }
             }
             const bool is_nan = scale.is_nan();
             any &= !is_nan && !is_padding;
             found.add(step, scale.record, any, is_nan);
             if (kSteps == 1 && exists && !(F::kBlock == 128 && threadIdx.x % 2 != 0))
-                this->settle({line, position, square, row}, false, scale.record, any, is_nan);
+                this->settle({line, position, square, row}, false, scale.record | of_parts, any, is_nan);
         }
         if (found.nan != 0) this->template clear<kStep>(to, found.nan);
         if constexpr (kSteps > 1) {
@@ -182,6 +185,7 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
 #pragma unroll
             for (int i = 0; i < kStep / 16; ++i) from.load(first + i * 16, x[i].row);
             Scaled scale[2];
+            Record<F> of_parts[2] = {0, 0};
             bool any[2] = {false, false};
             if constexpr (kPairs) {
                 static_assert(kStep == 32);
@@ -198,7 +202,6 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
                 }
                 TensorInverse tensor{1.0f, 1.0f};
                 if constexpr (F::kTensor) tensor = arg.tensor_of(matrix, row + first);
-                u32 octaves[2] = {0, 0};
 #pragma unroll
                 for (int c = 0; c < 2; ++c) {
                     if constexpr (F::kBlock >= 64 && !F::kLine) largest[c] = max(largest[c], __shfl_xor_sync(kAllLanes, largest[c], 8));
@@ -233,7 +236,7 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
                     }
                     if constexpr (kLimits) mine.clamp(limit_pair(F::limit(scale[0]), F::limit(scale[1])));
                     u32 amax[2][kFactors];
-                    if constexpr (kFactors > 1) {
+                    if constexpr (kHasParts<F>) {
 #pragma unroll
                         for (int j = 0; j < kFactors; ++j) {
                             u32 of[2];
@@ -255,20 +258,21 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
                     };
 #pragma unroll
                     for (int j = 0; j < 16; ++j) v[j] = mine.template value<false>(j);
-                    any[0] |= encode_sixteen(v, amax[0], scale[0], octaves[0], which, words[0] + held, decide);
+                    any[0] |= encode_sixteen(v, amax[0], scale[0], of_parts[0], which, words[0] + held, decide);
                     c = 1;
 #pragma unroll
                     for (int j = 0; j < 16; ++j) v[j] = mine.template value<true>(j);
-                    any[1] |= encode_sixteen(v, amax[1], scale[1], octaves[1], which, words[1] + held, decide);
+                    any[1] |= encode_sixteen(v, amax[1], scale[1], of_parts[1], which, words[1] + held, decide);
                     put(to, sixteenth, words[0]);
                     put(to + Records::kNextColumn, sixteenth, words[1]);
                 }
 #pragma unroll
                 for (int c = 0; c < 2; ++c) {
-                    if constexpr (F::kPart < 16) octaves[c] |= __shfl_xor_sync(kAllLanes, octaves[c], 8);
+                    if constexpr (kPartsHaveScales<F>) of_parts[c] <<= quarter * (32 / F::kPart * F::kPartBits);
+                    if constexpr (kHasParts<F>) of_parts[c] |= __shfl_xor_sync(kAllLanes, of_parts[c], 8);
+                    if constexpr (kPartsHaveScales<F>) of_parts[c] |= __shfl_xor_sync(kAllLanes, of_parts[c], 16);
                     if constexpr (F::kBlock >= 64) any[c] |= __shfl_xor_sync(kAllLanes, int(any[c]), 8) != 0;
                     if constexpr (F::kBlock == 128) any[c] |= __shfl_xor_sync(kAllLanes, int(any[c]), 16) != 0;
-                    scale[c].record |= octaves[c];
                 }
             }
             bool nan[2];
@@ -287,7 +291,7 @@ struct UnitEncoder : UnitRecords<F, In, kAcross> {
                     const int place = F::kLine ? row : position;
                     if (c < 2 && col + c < arg.cols && place < arg.capacity)
                         this->settle({line + c, place, square_of(quarter * 32 + first, in_tile + c), col + c}, true,
-                                     mine ? scale[1].record : scale[0].record, mine ? any[1] : any[0], mine ? nan[1] : nan[0]);
+                                     mine ? scale[1].record | of_parts[1] : scale[0].record | of_parts[0], mine ? any[1] : any[0], mine ? nan[1] : nan[0]);
                 }
             }
         }
@@ -418,16 +422,22 @@ private:
     }
 
     /// Encodes sixteen values, the `which`-th sixteen of their block, to `words`; returns whether a code is not zero.
-    /// `amax`: the largest magnitudes of their parts, whose octaves are added to `octaves`. Under a NaN scale the codes
+    /// `amax`: the largest magnitudes of their parts; what the record has of those is added to `of_parts`. Under a NaN scale the codes
     /// mean nothing; `clear` makes them zeros.
     template <class Decide>
-    __device__ __forceinline__ bool encode_sixteen(const float (&v)[16], const u32 (&amax)[kFactors], const Scaled& scale, u32& octaves, int which,
+    __device__ __forceinline__ bool encode_sixteen(const float (&v)[16], const u32 (&amax)[kFactors], const Scaled& scale, Record<F>& of_parts, int which,
                                                    u32* words, const Decide& decide) const {
         float factor[kFactors];
-        if constexpr (kFactors > 1 && F::kChosen && F::kThresholds)
-            octaves |= F::refine(scale.inverse, amax, which * kFactors, factor, arg.scaling.high, arg.scaling.low);
-        else if constexpr (kFactors > 1) octaves |= F::refine(scale.inverse, amax, which * kFactors, factor);
-        else factor[0] = scale.inverse;
+        if constexpr (F::kChosen && F::kThresholds) {
+            of_parts |= F::refine(scale.inverse, amax, which * kFactors, factor, arg.scaling.high, arg.scaling.low);
+        } else if constexpr (kPartsHaveScales<F> && F::kChosen) {
+            const u32 over[1] = {arg.scaling.over(amax[0])};
+            of_parts |= F::refine(scale.inverse, over, which, factor);
+        } else if constexpr (kHasParts<F>) {
+            of_parts |= F::refine(scale.inverse, amax, which * kFactors, factor);
+        } else {
+            factor[0] = scale.inverse;
+        }
         u32 of[kWords];
         const bool any = F::template encode<kRound, kWithin>(v, factor, of, decide);
 #pragma unroll

@@ -131,7 +131,7 @@ struct UnitRecords {
     };
 
     /// Writes a block's record and counts it, once.
-    __device__ __forceinline__ void settle(const Place& place, bool down, u32 record, bool any, bool is_nan) const {
+    __device__ __forceinline__ void settle(const Place& place, bool down, Record<F> record, bool any, bool is_nan) const {
         const RecordPlane& records = down ? arg.col_records : arg.row_records;
         const bool has_counts = !down || arg.form == kFormCols;
         if constexpr (F::kLine) {

@@ -165,24 +165,27 @@ struct RecordPlane {
     u64 block_stride;
 
     template <int kBytes>
-    __device__ __forceinline__ void store(u64 line, u64 block, u32 record) const {
+    __device__ __forceinline__ void store(u64 line, u64 block, typename RecordBits<kBytes>::Type record) const {
         const u64 at = line * line_stride + block * block_stride;
         if constexpr (kBytes == 1) records[at] = u8(record);
         if constexpr (kBytes == 4) reinterpret_cast<u32*>(records)[at] = record;
+        if constexpr (kBytes == 8) reinterpret_cast<u64*>(records)[at] = record;
     }
     template <int kBytes>
-    __device__ __forceinline__ u32 load(u64 line, u64 block) const {
+    __device__ __forceinline__ typename RecordBits<kBytes>::Type load(u64 line, u64 block) const {
         const u64 at = line * line_stride + block * block_stride;
         if constexpr (kBytes == 1) return __ldg(records + at);
         if constexpr (kBytes == 4) return __ldg(reinterpret_cast<const u32*>(records) + at);
+        if constexpr (kBytes == 8) return __ldg(reinterpret_cast<const u64*>(records) + at);
         return 0;
     }
     /// The same of a record that this CTA has written.
     template <int kBytes>
-    __device__ __forceinline__ u32 load_written(u64 line, u64 block) const {
+    __device__ __forceinline__ typename RecordBits<kBytes>::Type load_written(u64 line, u64 block) const {
         const u64 at = line * line_stride + block * block_stride;
         if constexpr (kBytes == 1) return records[at];
         if constexpr (kBytes == 4) return reinterpret_cast<const u32*>(records)[at];
+        if constexpr (kBytes == 8) return reinterpret_cast<const u64*>(records)[at];
         return 0;
     }
 };

@@ -337,7 +337,8 @@ impl Reorder<'_> {
             unsafe { CopyRows { op, codes, scales, order, rows, rows_in }.run(self.device) }
         };
         let scales = from.scales.zip(to.scales);
-        let scales = scales.map(|spans| plane(spans, kind.scale_bytes(), kind.scale_kind().least().0));
+        // Longer records than a word are zeros where there is no row.
+        let scales = scales.map(|spans| plane(spans, kind.scale_bytes(), kind.scale_kind().least().0 as u32));
         copy(plane((from.codes, to.codes), kind.code_bytes(), 0), scales)?;
         match from.tensor_scale.zip(to.tensor_scale) {
             Some(spans) => copy(plane(spans, kind.tensor_scale_bytes(), 1.0f32.to_bits()), None),
@@ -349,6 +350,7 @@ impl Reorder<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use nibble_core::formats::Format;
 
     fn span(address: u64, len: usize, stride: usize) -> Span {
         Span { address, len, stride }
@@ -356,6 +358,17 @@ mod tests {
 
     fn copy(codes: Plane, rows: usize, rows_in: usize) -> CopyRows<'static> {
         CopyRows { op: "permute", codes, scales: None, order: Order::Same, rows, rows_in }
+    }
+
+    #[test]
+    fn a_word_repeated_is_the_least_record_of_every_kind() {
+        for format in Format::ALL {
+            for kind in format.spec().rules.iter().map(|rule| format.scale_kind(*rule)) {
+                let (record, bytes) = (kind.least().0, kind.bytes());
+                let repeated = u64::from(record as u32) * 0x1_0000_0001;
+                assert_eq!(repeated.to_le_bytes()[..bytes], record.to_le_bytes()[..bytes], "{format}");
+            }
+        }
     }
 
     #[test]

@@ -109,7 +109,7 @@ fn lifted_codes<B: Kernels>(b: &B, out: &mut Outputs, name: &str, q: &BlockScale
             let run = first..len.min(first + LIFTED_BLOCK);
             let target =
                 lift.target(scales[first / block..run.end.div_ceil(block)].iter().map(|s| s.0 as u8));
-            targets.push(Scale(u32::from(target)));
+            targets.push(Scale::byte(target));
             codes.extend(run.map(|i| lift.code(code(line, i), scales[i / block].0 as u8, target).0));
         }
     }
