@@ -162,8 +162,8 @@ fn temporaries_are_counted_by_hand() {
     let (mxfp4, nvfp4) = ((Format::Mxfp4, Rceil), (Format::Nvfp4, TensorAmax));
     let mxfp8 = (Format::Mxfp8E4m3, Rceil);
     assert_eq!(bytes(dense(mxfp8, mxfp8, DType::Bf16)), [2 * m * k, 2 * n * k]);
-    // Codes, and a byte for each 128; of columns in the layout of a GPU, of as many as they are.
-    assert_eq!(bytes(dense(mxfp4, mxfp4, DType::Bf16)), [m * k, m * k / 128, n * k, n * k / 128]);
+    // Codes, and a byte for each 128, of the second operand for squares of them; of columns in the layout of a GPU, of as many as they are.
+    assert_eq!(bytes(dense(mxfp4, mxfp4, DType::Bf16)), [m * k, m * k / 128, n * k, n * k / 128 / 128]);
     assert_eq!(bytes(dense(mxfp4, (Format::E4m3, Rceil), DType::Bf16)), [m * k, m * k / 128]);
     // What is plain stays so; the scales of tensors multiply what the tensor cores give.
     assert_eq!(bytes(dense((Format::Bf16, Amax), nvfp4, DType::Bf16)), [2 * n * k]);

@@ -28,26 +28,40 @@ impl Dry {
         }
     }
 
-    /// What a quantized operand is lifted to, if it is so beside the other one.
-    fn lifted(&self, x: &Operand<Self>, other: &Operand<Self>) -> Result<Option<BlockScaled<Self>>> {
-        let (Operand::Block(q), stored) = (x, Stored::of(x)) else { return Ok(None) };
-        match Numbers::of(stored, Stored::of(other)).takes(stored) {
-            Taken::Lifted => self.lift(q.axis, (q.rows, q.cols, q.stack)).map(Some),
-            Taken::AsIs | Taken::Decoded => Ok(None),
-        }
-    }
-
-    /// Beside the plane it counts.
-    fn lift(&self, axis: BlockAxis, shape: (usize, usize, usize)) -> Result<BlockScaled<Self>> {
-        let out = BlockScaled::unwritten(self, Format::LIFTED, axis, shape)?;
-        Counts::zeros(self)?;
-        Ok(out)
+    /// What a first operand is lifted to, if it is so beside the second; and that one, of so many matrices.
+    fn lifted<'x>(
+        &self,
+        [a, b]: [&'x Operand<Self>; 2],
+        matrices: usize,
+    ) -> Result<[Option<BlockScaled<Self>>; 2]> {
+        let stored = [a, b].map(Stored::of);
+        let numbers = Numbers::of(stored[0], stored[1]);
+        let taken = |x: &'x Operand<Self>, stored| match x {
+            Operand::Block(q) if numbers.takes(stored) == Taken::Lifted => Some(q),
+            _ => None,
+        };
+        let unwritten = |axis, q: &BlockScaled<Self>, stack| {
+            BlockScaled::unwritten(self, Format::LIFTED, axis, (q.rows, q.cols, stack)).map(Some)
+        };
+        // Beside the plane it counts, but of squares.
+        let along_lines = |q: &BlockScaled<Self>| -> Result<_> {
+            let out = unwritten(q.axis, q, q.stack)?;
+            Counts::zeros(self)?;
+            Ok(out)
+        };
+        let first = taken(a, stored[0]).map_or(Ok(None), along_lines)?;
+        let second = match (taken(b, stored[1]), stored[1].lifted_second().axis) {
+            (Some(q), BlockAxis::Tile) => unwritten(BlockAxis::Tile, q, matrices)?,
+            (Some(q), _) => along_lines(q)?,
+            (None, _) => None,
+        };
+        Ok([first, second])
     }
 
     pub(crate) fn multiply_on_host(&self, product: &Product<'_, Self>) -> Result<()> {
         let (a, b) = product.operands;
-        let _a = (self.widened(a, b)?, self.lifted(a, b)?);
-        let _b = (self.widened(b, a)?, self.lifted(b, a)?);
+        let _widened = (self.widened(a, b)?, self.widened(b, a)?);
+        let _lifted = self.lifted([a, b], product.groups.map_or(1, |groups| groups.num_groups))?;
         Ok(())
     }
 
@@ -93,10 +107,8 @@ impl Dry {
         let first = of_weights.is_empty();
         let mut dense = |planes: &HeadPlanes, w: &Operand<Self>| -> Result<()> {
             let Some(a) = &planes.rows else { return Ok(()) };
-            let _a = self.lifted(a, w)?;
-            if let Some(b) = self.lifted(w, a)?.filter(|_| first) {
-                of_weights.push(b);
-            }
+            let [_a, b] = self.lifted([a, w], 1)?;
+            of_weights.extend(b.filter(|_| first));
             Ok(())
         };
         dense(&x, of.w)?;
@@ -106,7 +118,7 @@ impl Dry {
             self.head_planes((rows, vocab, dtype), dlogits, [is_block(Some(wt)), wgrad_x.is_some()])?;
         dense(&dlogits, wt)?;
         if let (Some(dy), Some(x)) = (&dlogits.cols, &x.cols) {
-            let _both = (self.lifted(dy, x)?, self.lifted(x, dy)?);
+            let _both = self.lifted([dy, x], 1)?;
         }
         Ok(())
     }

@@ -68,7 +68,7 @@ fn swiglu_with_h_kept_in_every_format() {
     }
 }
 
-/// What an operand becomes for a product: E4M3 codes and a byte for each 128 of them, BF16 or F32 numbers; or nothing.
+/// What an operand becomes for a product: E4M3 codes and a byte for each 128 of them, of the second for squares; BF16 or F32 numbers; or nothing.
 #[test]
 fn operands_are_made_before_a_product_and_kept_no_longer_than_it_lasts() {
     const K: usize = 1024;
@@ -87,13 +87,14 @@ fn operands_are_made_before_a_product_and_kept_no_longer_than_it_lasts() {
     };
     let (lifted, bf16, f32) = (K + K / 128, 2 * K, 4 * K);
     use Format::{Bf16, E4m3, F32, Mxfp4, Mxfp6E3m2, Mxfp8E4m3};
-    for (of_a, of_b, row_a, row_b) in [
-        (Mxfp4, Mxfp4, lifted, lifted),
+    let squares = F * K + F.div_ceil(128) * K / 128;
+    for (of_a, of_b, row_a, bytes_b) in [
+        (Mxfp4, Mxfp4, lifted, squares),
         (Mxfp6E3m2, E4m3, lifted, 0),
         (E4m3, E4m3, 0, 0),
-        (Mxfp4, Mxfp8E4m3, bf16, bf16),
-        (E4m3, Mxfp8E4m3, bf16, bf16),
-        (Bf16, Mxfp4, 0, bf16),
+        (Mxfp4, Mxfp8E4m3, bf16, bf16 * F),
+        (E4m3, Mxfp8E4m3, bf16, bf16 * F),
+        (Bf16, Mxfp4, 0, bf16 * F),
         (Mxfp4, F32, f32, 0),
     ] {
         let (a, b) = (operand(ROWS, of_a), operand(F, of_b));
@@ -101,7 +102,7 @@ fn operands_are_made_before_a_product_and_kept_no_longer_than_it_lasts() {
         let d = gpu.within(&arena, || Gemm { a: &a, b: &b, out: DType::F32 }.run(&gpu)).unwrap();
         let memory = gpu.arena_memory(&arena);
         let of_d = 4 * ROWS * F;
-        let peak = of_d + row_a * ROWS + row_b * F;
+        let peak = of_d + row_a * ROWS + bytes_b;
         assert_eq!((memory.live_bytes, memory.peak_bytes), (of_d, peak), "{of_a} x {of_b}");
         drop(d);
     }

@@ -83,6 +83,8 @@ impl Block {
     pub const MXFP6: Self = Self { format: Format::Mxfp6E2m3, rule: ScaleRule::Rceil };
     /// Without a scale of the tensor, for which values are read twice.
     pub const NVFP4: Self = Self { format: Format::Nvfp4, rule: ScaleRule::Amax };
+    /// With a power of two for 128 values instead.
+    pub const NVFP4_128: Self = Self { format: Format::Nvfp4In128, rule: ScaleRule::Amax };
     pub const HIF4: Self = Self { format: Format::Hif4, rule: ScaleRule::Amax };
     /// What codes are lifted to.
     const LIFTED: Self = Self { format: Format::LIFTED.0, rule: Format::LIFTED.1 };

@@ -83,14 +83,16 @@ impl Factor {
         self.stored().fp8().map(|element| if element == Element::E5M2 { Fp8::E5m2 } else { Fp8::E4m3 })
     }
 
-    /// What it becomes where it is taken so.
-    fn made(&self, numbers: Numbers, taken: Taken) -> Self {
+    /// What it becomes where it is taken so, as one or the other operand.
+    fn made(&self, numbers: Numbers, taken: Taken, is_second: bool) -> Self {
         let dtype = if numbers == Numbers::F32 { DType::F32 } else { DType::Bf16 };
         match taken {
             Taken::AsIs => *self,
             Taken::Decoded => Self::plain(dtype, self.rows, self.cols),
             Taken::Lifted => {
-                let Stored { format, rule, axis } = self.stored().lifted();
+                let stored = self.stored();
+                let lifted = if is_second { stored.lifted_second() } else { stored.lifted() };
+                let Stored { format, rule, axis } = lifted;
                 Self { format, rule, axis, taken: Taken::AsIs, ..*self }
             }
         }
@@ -101,13 +103,18 @@ impl Factor {
         if self.axis == BlockAxis::Col { DeviceKind::Gpu.column_scales() } else { ScaleLayout::RowMajor }
     }
 
-    /// What a plane of blocks along lines takes: of codes, and of scales in their layout.
-    fn plane(&self) -> (usize, usize, ScaleLayout) {
+    /// What a plane of so many matrices takes: of codes, and of scales in their layout.
+    fn plane(&self, matrices: usize) -> (usize, usize, ScaleLayout) {
         let (lines, len) =
             if self.axis == BlockAxis::Col { (self.cols, self.rows) } else { (self.rows, self.cols) };
-        let (blocks, bytes) = (len.div_ceil(self.format.record_len(self.axis)), self.scale_kind().bytes());
+        let (block, bytes) = (self.format.record_len(self.axis), self.scale_kind().bytes());
+        let of_scales = match self.axis {
+            BlockAxis::Tile => matrices * (lines / matrices.max(1)).div_ceil(block),
+            BlockAxis::Row | BlockAxis::Col => lines,
+        };
         let layout = self.scale_layout();
-        (lines * self.format.row_code_bytes(len), layout.len(lines, blocks, bytes) * bytes, layout)
+        let scales = layout.len(of_scales, len.div_ceil(block), bytes) * bytes;
+        (lines * self.format.row_code_bytes(len), scales, layout)
     }
 
     fn scale_kind(&self) -> ScaleKind {
@@ -201,6 +208,10 @@ pub enum Made {
     AsIs,
     /// A plane of [`Format::LIFTED`].
     Lifted {
+        /// Along what blocks run: as they did, or of a second operand's rows squares.
+        axis: BlockAxis,
+        /// Matrices, each of which has its own squares.
+        matrices: usize,
         /// Bytes of codes.
         codes: usize,
         /// Bytes of scales, with the padding of their layout.
@@ -272,7 +283,7 @@ impl ProductDesc {
     fn taken_first(&self) -> Option<(Numbers, [Taken; 2], Self)> {
         let numbers = Numbers::of(self.a.stored(), self.b.stored());
         let taken = [self.a, self.b].map(|x| numbers.takes(x.stored()));
-        let [a, b] = [(&self.a, taken[0]), (&self.b, taken[1])].map(|(x, taken)| x.made(numbers, taken));
+        let (a, b) = (self.a.made(numbers, taken[0], false), self.b.made(numbers, taken[1], true));
         (taken != [Taken::AsIs; 2]).then_some((numbers, taken, Self { a, b, ..*self }))
     }
 
@@ -294,21 +305,22 @@ impl ProductDesc {
             }
             product => (product, None),
         };
-        let made = |taken, x: &Factor| match (taken, numbers) {
+        let made = |taken, x: &Factor, becomes: &Factor| match (taken, numbers) {
             (Taken::AsIs, _) => Made::AsIs,
             (taken, _) if taken == x.taken => Made::AsIs,
             (Taken::Decoded, Numbers::F32) => Made::F32(x.values()),
             (Taken::Decoded, _) => Made::Bf16(x.values()),
             (Taken::Lifted, _) => {
-                let (codes, scales, layout) = x.made(numbers, taken).plane();
-                Made::Lifted { codes, scales, layout }
+                let matrices = if becomes.axis == BlockAxis::Tile { self.num_groups() } else { 1 };
+                let (codes, scales, layout) = becomes.plane(matrices);
+                Made::Lifted { axis: becomes.axis, matrices, codes, scales, layout }
             }
         };
         // The kernels for codes take whole blocks themselves; past its end a group's plain rows may hold anything.
         let of_blocks = numbers == Numbers::Bf16 && sides.iter().all(|x| x.format.is_block());
         Some(Lowered {
             numbers,
-            sides: [made(taken[0], &self.a), made(taken[1], &self.b)],
+            sides: [made(taken[0], &self.a, &inner.a), made(taken[1], &self.b, &inner.b)],
             whole_groups: self.whole_groups().filter(|_| of_blocks),
             sums,
             product: Box::new(product),

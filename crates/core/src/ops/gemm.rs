@@ -198,6 +198,12 @@ fn check_pair<B: Backend>(op: &'static str, a: &Operand<B>, b: &Operand<B>) -> R
 /// What was quantized for products of some numbers is not multiplied as others.
 fn check_taken<B: Backend>(op: &'static str, a: &Operand<B>, b: &Operand<B>) -> Result<()> {
     let numbers = Numbers::of(Stored::of(a), Stored::of(b));
+    if let Operand::Block(q) = b
+        && (q.taken, q.axis) == (Taken::Lifted, BlockAxis::Row)
+    {
+        let why = "its rows were lifted for a first operand; those of a second one are lifted in squares";
+        return Err(Error::unsupported(op, q.format, why.to_owned()));
+    }
     for (x, other) in [(a, b), (b, a)] {
         let Operand::Block(q) = x else { continue };
         if q.taken == Taken::AsIs || (numbers != Numbers::F32 && numbers.takes(Stored::of(x)) == q.taken) {

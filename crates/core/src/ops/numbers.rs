@@ -61,6 +61,16 @@ impl Stored {
         let (format, rule) = Format::LIFTED;
         Self { format, rule, axis: self.axis }
     }
+
+    /// What a lift makes of the second operand of a product. Of rows, which are those of a weight, squares of [`LIFTED_BLOCK`] share a scale: products
+    /// with one scale for so many columns of the result are the faster ones, and the scales of a weight lie near each other.
+    pub const fn lifted_second(self) -> Self {
+        let axis = match self.axis {
+            BlockAxis::Row => BlockAxis::Tile,
+            axis => axis,
+        };
+        Self { axis, ..self.lifted() }
+    }
 }
 
 /// The numbers that a product multiplies: the narrowest that both operands reach.
@@ -89,8 +99,9 @@ pub enum Numbers {
 pub enum Taken {
     /// Nothing else: codes that FP8 units read, or plain numbers.
     AsIs,
-    /// E4M3 under powers of two for 128 values along the same lines ([`Stored::lifted`]). Exact while the scales of such a block lie within the
-    /// octaves of its element ([`nibble_formats::Lift::octaves`]); what is not is rounded to nearest even.
+    /// E4M3 under powers of two for 128 values along the same lines ([`Stored::lifted`]), of a second operand's rows for squares of them
+    /// ([`Stored::lifted_second`]). Exact while the scales that become one lie within the octaves of the element
+    /// ([`nibble_formats::Lift::octaves`]); what is not is rounded to nearest even.
     Lifted,
     /// Plain numbers: for BF16 a code times the scales of its block, without the tensor's, in F32 and then rounded to nearest
     /// even, which changes nothing where the format folds ([`Format::folds_into_bf16`]); for F32 the number that it stands for.
@@ -200,6 +211,12 @@ mod tests {
             });
             assert_eq!(Numbers::of(x, y), numbers, "{a:?} {b:?}");
             assert!([x, y].iter().all(|x| numbers.takes(*x) == Taken::AsIs), "{a:?} {b:?}");
+            if numbers.takes(b) == Taken::Lifted {
+                let squares = b.lifted_second();
+                assert_eq!((Numbers::of(x, squares), numbers.takes(squares)), (numbers, Taken::AsIs));
+                let axis = if b.axis == BlockAxis::Row { BlockAxis::Tile } else { b.axis };
+                assert_eq!((squares.format, squares.axis), (y.format, axis), "{b:?}");
+            }
             let step = Numbers::column_step(a, b);
             for x in [a, b, x, y] {
                 assert!(step.is_multiple_of(x.format.column_step()), "{a:?} {b:?}: {step}");

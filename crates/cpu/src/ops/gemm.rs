@@ -10,7 +10,7 @@ use nibble_core::{Data, Error, Groups, Operand, Result, Tensor, round_up};
 pub(crate) fn gemm(cpu: &Cpu, op: Gemm<'_, Cpu>) -> Result<Tensor<Cpu>> {
     const OP: &str = "gemm";
     let (dims, mut d) = (op.check()?, op.result(cpu)?);
-    let (a, b) = sides(cpu, op.a, op.b)?;
+    let (a, b) = sides(cpu, op.a, (op.b, 1))?;
     let (a, b) = (a.view(OP, 0)?, b.view(OP, 0)?);
     product(cpu, OP, &mut d, |engine, out| engine.gemm(dims, &a, &b, out))?;
     Ok(d)
@@ -25,7 +25,7 @@ pub(crate) fn grouped_gemm(cpu: &Cpu, op: GroupedGemm<'_, Cpu>) -> Result<Tensor
         Data::Bf16(d) => d.as_mut_slice().fill(bf16::ZERO),
     }
     let groups = host_groups(op.groups);
-    let (x, w) = sides(cpu, op.x, op.w)?;
+    let (x, w) = sides(cpu, op.x, (op.w, groups.len()))?;
     let a = x.view(OP, 0)?;
     let b = (0..groups.len()).map(|g| w.view(OP, g * dims.n)).collect::<Result<Vec<_>>>()?;
     product(cpu, OP, &mut d, |engine, out| engine.grouped(&groups, dims.n, dims.k, &a, &b, out))?;
@@ -40,7 +40,7 @@ pub(crate) fn grouped_wgrad(cpu: &Cpu, op: GroupedWgrad<'_, Cpu>) -> Result<()> 
     if matches!((op.dy, op.x), (Operand::Block(_), Operand::Block(_))) {
         to_whole_blocks(&mut groups, op.groups);
     }
-    let (dy, x) = sides(cpu, op.dy, op.x)?;
+    let (dy, x) = sides(cpu, op.dy, (op.x, 1))?;
     let (dy, x) = (dy.down_rows(OP)?, x.down_rows(OP)?);
     let engine = engine(cpu, OP)?;
     let out = match &mut op.grad.data {

@@ -209,10 +209,10 @@ fn product<T: Factor>(
         return multiply(cpu, out, |engine, out| engine.gemm(dims, &a, &b, out));
     };
     let way = Way::of(rows, b.operand);
-    let a = way.side(cpu, rows)?;
+    let a = way.first(cpu, rows)?;
     let b = match &mut b.side {
         Some(side) => side,
-        none => none.insert(way.side(cpu, b.operand)?),
+        none => none.insert(way.second(cpu, b.operand, 1)?),
     };
     let (a, b) = (a.view(OP, 0)?, b.view(OP, 0)?);
     multiply(cpu, out, |engine, out| engine.gemm(dims, &a, &b, out))
@@ -262,7 +262,7 @@ impl<'a> WeightGradient<'a> {
     ) -> Result<()> {
         match (&dlogits.by_cols, &x.by_cols) {
             (Some(dlogits), Some(x)) => {
-                let (dlogits, x) = sides(cpu, dlogits, x)?;
+                let (dlogits, x) = sides(cpu, dlogits, (x, 1))?;
                 self.add(cpu, chunk, &dlogits.down_rows(OP)?, &x.down_rows(OP)?)
             }
             _ => {

@@ -5,7 +5,7 @@ use super::elementwise::{cast, round_bf16};
 use super::operands::{down_rows, gemm_element, view};
 use super::quantize::source::{Lines, Scales};
 use super::quantize::spec::Decoder;
-use super::transcode::lift;
+use super::transcode::{lift, lift_squares};
 use crate::gemm;
 use crate::{CodePath, Cpu};
 use half::bf16;
@@ -74,8 +74,25 @@ impl Way {
         Self { numbers, codes, apart }
     }
 
-    /// One of them.
-    pub fn side<'a>(self, cpu: &Cpu, x: &'a Operand<Cpu>) -> Result<Side<'a>> {
+    /// The first of them.
+    pub fn first<'a>(self, cpu: &Cpu, x: &'a Operand<Cpu>) -> Result<Side<'a>> {
+        self.side(cpu, x, lift)
+    }
+
+    /// The second one, of so many matrices.
+    pub fn second<'a>(self, cpu: &Cpu, x: &'a Operand<Cpu>, matrices: usize) -> Result<Side<'a>> {
+        self.side(cpu, x, |cpu, q| match Stored::block(q).lifted_second().axis {
+            BlockAxis::Tile => lift_squares(cpu, q, matrices),
+            _ => lift(cpu, q),
+        })
+    }
+
+    fn side<'a>(
+        self,
+        cpu: &Cpu,
+        x: &'a Operand<Cpu>,
+        lift: impl FnOnce(&Cpu, &BlockScaled<Cpu>) -> Result<BlockScaled<Cpu>>,
+    ) -> Result<Side<'a>> {
         let x = match (x, self.numbers.takes(Stored::of(x))) {
             (Operand::Block(q), Taken::Lifted) => Cow::Owned(Operand::Block(lift(cpu, q)?)),
             (Operand::Plain(x), _) if self.numbers == Numbers::F32 && x.dtype() == DType::Bf16 => {
@@ -128,10 +145,14 @@ impl Way {
     }
 }
 
-/// Both sides of a product.
-pub(super) fn sides<'a>(cpu: &Cpu, a: &'a Operand<Cpu>, b: &'a Operand<Cpu>) -> Result<(Side<'a>, Side<'a>)> {
+/// Both sides of a product, the second of so many matrices.
+pub(super) fn sides<'a>(
+    cpu: &Cpu,
+    a: &'a Operand<Cpu>,
+    (b, matrices): (&'a Operand<Cpu>, usize),
+) -> Result<(Side<'a>, Side<'a>)> {
     let way = Way::of(a, b);
-    Ok((way.side(cpu, a)?, way.side(cpu, b)?))
+    Ok((way.first(cpu, a)?, way.second(cpu, b, matrices)?))
 }
 
 /// What the way of a quantized operand depends on, once it is lifted.

@@ -52,7 +52,7 @@ fn lift_tiles(cpu: &Cpu, x: &BlockScaled<Cpu>, mut made: Transcoded<Cpu>) -> Res
         return simd::lift_tiles(cpu, x, made);
     }
     let Some(transposed) = &mut made.transposed else { return Err(one_plane()) };
-    let tally = spec::lift_tiles(x, &mut made.out, transposed);
+    let tally = spec::lift_tiles(Lift::E2M1, x, (&mut made.out, Some(transposed)));
     made.counts.0.as_mut_slice().copy_from_slice(&tally);
     Ok(made)
 }
@@ -73,6 +73,20 @@ pub(super) fn lift(cpu: &Cpu, x: &BlockScaled<Cpu>) -> Result<BlockScaled<Cpu>> 
         CodePath::Scalar => drop(spec::lift_rows(&lines, &spans, &mut made.out)?),
     }
     Ok(BlockScaled { axis: x.axis, rows: x.rows, cols: x.cols, stack: x.stack, ..made.out })
+}
+
+/// Blocks along the rows of so many matrices as [`Format::LIFTED`] in squares: what [`nibble_core::ops::Stored::lifted_second`] says.
+///
+/// # Errors
+/// As of [`lift()`].
+pub(super) fn lift_squares(cpu: &Cpu, x: &BlockScaled<Cpu>, matrices: usize) -> Result<BlockScaled<Cpu>> {
+    let shape = (x.rows, x.cols, matrices);
+    let mut out = BlockScaled::unwritten(cpu, Format::LIFTED, BlockAxis::Tile, shape)?;
+    match cpu.path() {
+        CodePath::Simd => simd::lift_squares(cpu, x, &mut out)?,
+        CodePath::Scalar => drop(spec::lift_tiles(lift_of(x)?, x, (&mut out, None))),
+    }
+    Ok(out)
 }
 
 /// How the codes of blocks along rows are lifted.

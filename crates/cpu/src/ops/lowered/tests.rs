@@ -66,22 +66,33 @@ fn operand(
 }
 
 /// The numbers of an operand beside another that are multiplied, row by row, by the table of [`Numbers`]: of the decoded values, rounded to
-/// E4M3 under the largest scale of each [`LIFTED_BLOCK`], or to BF16 where it is the scale of a block that is no power of two.
-fn multiplied(cpu: &Cpu, x: &Operand<Cpu>, beside: &Operand<Cpu>) -> Vec<f64> {
+/// E4M3 under the largest scale of each [`LIFTED_BLOCK`], or to BF16 where it is the scale of a block that is no power of two. `second_of`: so many
+/// matrices, where it is the second operand, whose rows share scales in squares.
+fn multiplied(cpu: &Cpu, x: &Operand<Cpu>, beside: &Operand<Cpu>, second_of: Option<usize>) -> Vec<f64> {
     let (numbers, mut values) = (Numbers::of(Stored::of(x), Stored::of(beside)), decoded(cpu, x));
     let Operand::Block(q) = x else { return values };
     match numbers.takes(Stored::of(x)) {
         Taken::Lifted => {
             let (len, (lines, place), block) = (line_len(q), super::lines(q), q.format.spec().block);
             let (lift, records) = (q.format.lift(q.rule, q.axis).unwrap(), q.records(cpu).unwrap());
-            for (line, first) in
-                (0..lines).flat_map(|line| (0..len).step_by(LIFTED_BLOCK).map(move |k| (line, k)))
-            {
+            let each = lines / second_of.unwrap_or(1);
+            let is_square = second_of.is_some() && q.axis == BlockAxis::Row;
+            let height = if is_square { LIFTED_BLOCK } else { 1 };
+            let strips = (0..lines).step_by(each.max(1)).flat_map(|start| {
+                let end = start + each;
+                (start..end).step_by(height).map(move |first| first..end.min(first + height))
+            });
+            let shares =
+                strips.flat_map(|strip| (0..len).step_by(LIFTED_BLOCK).map(move |k| (strip.clone(), k)));
+            for (strip, first) in shares {
                 let run = first..len.min(first + LIFTED_BLOCK);
                 let blocks = first / block..run.end.div_ceil(block);
-                let largest = blocks.map(|b| records[line * len.div_ceil(block) + b].0 as u8).max().unwrap();
+                let of_line = |line: usize| blocks.clone().map(move |b| line * len.div_ceil(block) + b);
+                let largest = strip.clone().flat_map(of_line).map(|at| records[at].0 as u8).max().unwrap();
                 let scale = f64::from(e8m0::decode(largest.saturating_sub(lift.headroom_log2())));
-                for (row, col) in run.map(|k| place(line, k)) {
+                for (row, col) in
+                    strip.flat_map(|line| run.clone().map(move |k| (line, k))).map(|(line, k)| place(line, k))
+                {
                     let value = &mut values[row * q.cols + col];
                     *value = f64::from(Element::E4M3.decode(Element::E4M3.encode((*value / scale) as f32)))
                         * scale;
@@ -123,7 +134,7 @@ fn products_of_every_pair_are_those_of_what_is_multiplied() {
             let mut products = Vec::new();
             for (a, b) in a.iter().flat_map(|a| b.iter().map(move |b| (a, b))) {
                 let d = Gemm { a, b, out: DType::F32 }.run(&cpu).unwrap().to_f32_vec(&cpu).unwrap();
-                let (x, y) = (multiplied(&cpu, a, b), multiplied(&cpu, b, a));
+                let (x, y) = (multiplied(&cpu, a, b, None), multiplied(&cpu, b, a, Some(1)));
                 for (i, &got) in d.iter().enumerate() {
                     let terms = (0..k).map(|j| x[i / n * k + j] * y[i % n * k + j]);
                     assert_sum(got, terms, &|| format!("{:?} {:?} {k} {i}", Stored::of(a), Stored::of(b)));
@@ -159,7 +170,7 @@ fn grouped_products_of_every_pair_are_those_of_what_is_multiplied() {
         for (a, b) in x_rows.iter().flat_map(|a| w.iter().map(move |b| (a, b))) {
             let d = GroupedGemm { x: a, w: b, groups: &groups, out: DType::F32 }.run(&cpu).unwrap();
             let d = d.to_f32_vec(&cpu).unwrap();
-            let (x, y) = (multiplied(&cpu, a, b), multiplied(&cpu, b, a));
+            let (x, y) = (multiplied(&cpu, a, b, None), multiplied(&cpu, b, a, Some(stack)));
             for (g, row, col) in
                 (0..stack).flat_map(|g| of_group(g).flat_map(move |row| (0..n).map(move |col| (g, row, col))))
             {
@@ -174,7 +185,7 @@ fn grouped_products_of_every_pair_are_those_of_what_is_multiplied() {
             let mut grad = Tensor::zeros(&cpu, DType::F32, stack * n, k).unwrap();
             GroupedWgrad { dy, x, groups: &groups, grad: &mut grad, accumulate: false }.run(&cpu).unwrap();
             let grad = grad.to_f32_vec(&cpu).unwrap();
-            let (a, b) = (multiplied(&cpu, dy, x), multiplied(&cpu, x, dy));
+            let (a, b) = (multiplied(&cpu, dy, x, None), multiplied(&cpu, x, dy, Some(1)));
             for (i, &got) in grad.iter().enumerate() {
                 let (g, row, col) = (i / k / n, i / k % n, i % k);
                 let terms = of_group(g).map(|r| a[r * n + row] * b[r * k + col]);
@@ -187,6 +198,38 @@ fn grouped_products_of_every_pair_are_those_of_what_is_multiplied() {
         results
     });
     assert!(all[0] == all[1], "the specification has other bits");
+}
+
+/// Weights of more than a square, with rows of very different sizes: what lies too far below its square's largest scale is rounded, or lost.
+#[test]
+fn second_operands_are_lifted_in_squares_of_their_matrices() {
+    let (m, n, k, stack) = (5, 150, 300, 2);
+    let all = backends().map(|cpu| {
+        let groups = groups(&cpu, &[m, m], 128, 0);
+        let x = matrix(&cpu, groups.capacity, k, 1);
+        let spread = |i: usize| 2f32.powi(-((i / k % 40) as i32));
+        let w = matrix(&cpu, stack * n, k, 2).to_f32_vec(&cpu).unwrap();
+        let w: Vec<f32> = w.iter().enumerate().map(|(i, w)| w * spread(i)).collect();
+        let w = Tensor::from_f32(&cpu, &w, stack * n, k).unwrap();
+        let lifted =
+            kinds().into_iter().filter(|(format, rule)| format.lift(*rule, BlockAxis::Row).is_some());
+        let products = lifted.map(|kind| {
+            let a = operand(&cpu, &x, kind, Planes::Rows, (1, Some(&groups)));
+            let b = operand(&cpu, &w, kind, Planes::Tiles, (stack, None));
+            let d = GroupedGemm { x: &a, w: &b, groups: &groups, out: DType::F32 }.run(&cpu).unwrap();
+            let d = d.to_f32_vec(&cpu).unwrap();
+            let (x, y) = (multiplied(&cpu, &a, &b, None), multiplied(&cpu, &b, &a, Some(stack)));
+            assert_ne!(y, decoded(&cpu, &b), "{kind:?}: nothing lay too far below");
+            for (g, i, col) in (0..stack).flat_map(|g| (0..m * n).map(move |at| (g, at / n, at % n))) {
+                let row = groups.start.as_slice()[g] as usize + i;
+                let terms = (0..k).map(|j| x[row * k + j] * y[(g * n + col) * k + j]);
+                assert_sum(d[row * n + col], terms, &|| format!("{kind:?} {g} {row} {col}"));
+            }
+            d
+        });
+        products.collect::<Vec<_>>()
+    });
+    assert!(all[0].len() >= 3 && all[0] == all[1], "the specification has other bits");
 }
 
 /// The transposed plane of a weight holds the transposed matrix, of each of a stack, within what two quantizations differ by.

@@ -33,6 +33,28 @@ static LIFTS: LazyLock<[Nibbles; 40]> = LazyLock::new(|| {
     })
 });
 
+/// The scales that blocks of [`LIFTED_BLOCK`] are lifted to: found of the blocks and written, or given.
+pub(super) enum Targets<'a> {
+    /// Those that fit each block by itself.
+    Found(&'a mut [u8]),
+    /// These.
+    Given(&'a [u8]),
+}
+
+impl Targets<'_> {
+    /// That of block `i`, of sources with these scales.
+    #[inline(always)]
+    fn of(&mut self, i: usize, lift: Lift, scales: &[u8]) -> u8 {
+        match self {
+            Self::Found(targets) => {
+                targets[i] = lift.target(scales.iter().copied());
+                targets[i]
+            }
+            Self::Given(targets) => targets[i],
+        }
+    }
+}
+
 /// The tables, made once.
 pub(super) fn lifts() -> &'static [Nibbles; 40] {
     &LIFTS
@@ -82,12 +104,12 @@ fn lift_whole_block(by: &Nibbles, packed: &[u8; 16], out: &mut [u8; 32], tally: 
 fn lift_row_body(
     lifts: &[Nibbles; 40],
     (scales, packed): (&[u8], &[u8]),
-    (out_scales, out): (&mut [u8], &mut [u8]),
+    (mut out_scales, out): (Targets<'_>, &mut [u8]),
     tally: &mut Tally,
 ) {
     let sources = scales.chunks(4).zip(packed.chunks(64));
-    for ((target, out), (scales, packed)) in out_scales.iter_mut().zip(out.chunks_mut(128)).zip(sources) {
-        *target = Lift::E2M1.target(scales.iter().copied());
+    for ((i, out), (scales, packed)) in out.chunks_mut(128).enumerate().zip(sources) {
+        let target = &out_scales.of(i, Lift::E2M1, scales);
         for (b, &source) in scales.iter().enumerate() {
             lift_block_body(lift(lifts, source, *target), &packed[16 * b..], &mut out[32 * b..], tally);
         }
@@ -95,9 +117,9 @@ fn lift_row_body(
 }
 
 per_isa! {
-    // A row of MXFP4 blocks (scales, codes) to E4M3 (scales, codes), every four under the scale that fits them.
+    // A row of MXFP4 blocks (scales, codes) to E4M3 (scales, codes), every four under one scale.
     pub(super) fn lift_row = lift_row_body;
-    (lifts: &[Nibbles; 40], from: (&[u8], &[u8]), to: (&mut [u8], &mut [u8]), tally: &mut Tally)
+    (lifts: &[Nibbles; 40], from: (&[u8], &[u8]), to: (Targets<'_>, &mut [u8]), tally: &mut Tally)
 }
 
 /// E4M3 codes of the codes of any lifted element, for source − target = −32 … its headroom, and for a NaN source.
@@ -131,15 +153,13 @@ impl LiftTable {
 fn lift_row_by_table_body(
     by: &LiftTable,
     (scales, packed): (&[u8], &[u8]),
-    (out_scales, out): (&mut [u8], &mut [u8]),
+    (mut out_scales, out): (Targets<'_>, &mut [u8]),
     tally: &mut Tally,
 ) {
     let (bytes, blocks) = (packed_bytes(by.bits, by.block), LIFTED_BLOCK / by.block);
     let sources = scales.chunks(blocks).zip(packed.chunks(blocks * bytes));
-    for ((target, out), (scales, packed)) in
-        out_scales.iter_mut().zip(out.chunks_mut(LIFTED_BLOCK)).zip(sources)
-    {
-        *target = by.lift.target(scales.iter().copied());
+    for ((i, out), (scales, packed)) in out.chunks_mut(LIFTED_BLOCK).enumerate().zip(sources) {
+        let target = &out_scales.of(i, by.lift, scales);
         let blocks = out.chunks_mut(by.block).zip(packed.chunks(bytes));
         for (&source, (out, packed)) in scales.iter().zip(blocks) {
             let (table, changed) = by.entry(source, *target);
@@ -162,7 +182,7 @@ fn lift_row_by_table_body(
 per_isa! {
     // The same for blocks of any lifted format.
     pub(super) fn lift_row_by_table = lift_row_by_table_body;
-    (by: &LiftTable, from: (&[u8], &[u8]), to: (&mut [u8], &mut [u8]), tally: &mut Tally)
+    (by: &LiftTable, from: (&[u8], &[u8]), to: (Targets<'_>, &mut [u8]), tally: &mut Tally)
 }
 
 /// The blocks of one block of columns, row by row: scale and codes of row i at `i · stride` of either plane.

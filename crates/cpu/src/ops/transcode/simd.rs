@@ -1,6 +1,6 @@
 //! The conversions by strips of rows, on several threads.
 
-use super::lift::{Column, LiftTable, lift_column, lift_row, lift_row_by_table, lifts, shift_block};
+use super::lift::{Column, LiftTable, Targets, lift_column, lift_row, lift_row_by_table, lifts, shift_block};
 use super::lift_of;
 use crate::Cpu;
 use crate::ops::quantize::emit::{
@@ -12,7 +12,8 @@ use crate::ops::quantize::spans::Spans;
 use crate::ops::quantize::spec::Tally;
 use nibble_core::ops::{Counts, Transcoded};
 use nibble_core::{BlockScaled, Error, Result};
-use nibble_formats::{Codec, Format, Lift, Scale, ScalePlane, shift_target};
+use nibble_formats::{Codec, Format, LIFTED_BLOCK, Lift, Scale, ScalePlane, shift_target};
+use rayon::prelude::*;
 use std::sync::atomic::AtomicU64;
 
 /// A row-blocked source with E8M0 scales.
@@ -83,9 +84,10 @@ pub(super) fn lift_rows(
                 let (codes, scales) =
                     unsafe { (out.row_codes(row, 0, x.cols), out.row_scales(row, 0, x.cols)) };
                 // Lifted scales are bytes: the rule is the source's.
+                let to = (Targets::Found(scales.bytes), codes);
                 match &table {
-                    None => lift_row(isa, nibbles, from, (scales.bytes, codes), &mut tally),
-                    Some(table) => lift_row_by_table(isa, table, from, (scales.bytes, codes), &mut tally),
+                    None => lift_row(isa, nibbles, from, to, &mut tally),
+                    Some(table) => lift_row_by_table(isa, table, from, to, &mut tally),
                 }
             }
             clear_padding(&out, strip, x.cols);
@@ -93,6 +95,37 @@ pub(super) fn lift_rows(
         },
     );
     Ok(written(out.finish(), None, (made.counts, &sum)))
+}
+
+/// Rows of a lifted format, of matrices, → E4M3 tiles.
+pub(super) fn lift_squares(cpu: &Cpu, x: &BlockScaled<Cpu>, out: &mut BlockScaled<Cpu>) -> Result<()> {
+    let (isa, rows, lift) = (cpu.isa(), PowerScaledRows::of(x)?, lift_of(x)?);
+    let (n, k) = ((x.rows / out.stack.max(1)).max(1), x.cols);
+    let (tiles_n, tiles_k) = (n.div_ceil(LIFTED_BLOCK), k.div_ceil(LIFTED_BLOCK).max(1));
+    let (is_mxfp4, block) = (x.format == Format::Mxfp4, x.format.spec().block);
+    let (nibbles, table) = (lifts(), (!is_mxfp4).then(|| LiftTable::new(lift, block)));
+    let (scales, codes) = (out.scales.as_mut_slice(), out.codes.as_mut_slice());
+    cpu.pool().install(|| {
+        scales.par_chunks_mut(tiles_k).enumerate().for_each(|(strip, targets)| {
+            let first = strip / tiles_n * n + strip % tiles_n * LIFTED_BLOCK;
+            let last = (first + LIFTED_BLOCK).min((strip / tiles_n + 1) * n);
+            for (tile, target) in targets.iter_mut().enumerate() {
+                let (col, width) = (tile * LIFTED_BLOCK, LIFTED_BLOCK.min(k - tile * LIFTED_BLOCK));
+                *target = lift.target((first..last).flat_map(|row| rows.scales(row, col, width)).copied());
+            }
+        });
+        codes.par_chunks_mut(k.max(1)).enumerate().for_each(|(row, codes)| {
+            let strip = row / n * tiles_n + row % n / LIFTED_BLOCK;
+            let from = (rows.scales(row, 0, k), rows.codes(row, 0, k));
+            let to = (Targets::Given(&scales[strip * tiles_k..][..tiles_k]), codes);
+            let mut uncounted = Tally::default();
+            match &table {
+                None => lift_row(isa, nibbles, from, to, &mut uncounted),
+                Some(table) => lift_row_by_table(isa, table, from, to, &mut uncounted),
+            }
+        });
+    });
+    Ok(())
 }
 
 /// The result with what was counted.

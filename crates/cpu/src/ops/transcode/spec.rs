@@ -72,32 +72,37 @@ pub(super) fn lift_rows(x: &BlockScaled<Cpu>, spans: &Spans, out: &mut BlockScal
     Ok(tally)
 }
 
-/// MXFP4 rows → E4M3 tiles, as they stand and transposed: a square of 128 × 128 shares the scale 2⁶ below the largest of its blocks.
+/// Rows of a lifted format → E4M3 tiles, as they stand and, where that is wanted, transposed: a square of 128 × 128 shares the scale that lies below
+/// the largest of its blocks by the element's headroom.
 pub(super) fn lift_tiles(
+    lift: Lift,
     x: &BlockScaled<Cpu>,
-    out: &mut BlockScaled<Cpu>,
-    transposed: &mut BlockScaled<Cpu>,
+    (out, mut transposed): (&mut BlockScaled<Cpu>, Option<&mut BlockScaled<Cpu>>),
 ) -> Tally {
     let mut tally = Tally::default();
-    let (n, k) = (x.rows / x.stack.max(1), x.cols);
+    let (n, k) = (x.rows / out.stack.max(1), x.cols);
     let (from, to) = (x.format.spec().block, out.format.spec().block);
     let (tiles_n, tiles_k) = (n.div_ceil(to), k.div_ceil(to));
-    for (matrix, tile_n, tile_k) in tile_indices(x.stack, tiles_n, tiles_k) {
+    for (matrix, tile_n, tile_k) in tile_indices(out.stack, tiles_n, tiles_k) {
         let rows = tile_n * to..n.min((tile_n + 1) * to);
         let blocks = tile_k * to / from..k.min((tile_k + 1) * to).div_ceil(from);
         let places = || rows.clone().flat_map(|row| blocks.clone().map(move |b| (row, b)));
-        let target = Lift::E2M1.target(places().map(|(row, b)| scale_byte(x, matrix * n + row, b)));
+        let target = lift.target(places().map(|(row, b)| scale_byte(x, matrix * n + row, b)));
         for (row, b) in places() {
-            let codes = lift_block(Lift::E2M1, x, (matrix * n + row, b), target, &mut tally);
+            let codes = lift_block(lift, x, (matrix * n + row, b), target, &mut tally);
             put_codes(&mut out.codes, out.format, (matrix * n + row, k), b * from, &codes);
             for (i, code) in codes.into_iter().enumerate() {
                 let line = matrix * k + b * from + i;
-                put_codes(&mut transposed.codes, out.format, (line, n), row, &[code]);
+                if let Some(transposed) = &mut transposed {
+                    put_codes(&mut transposed.codes, out.format, (line, n), row, &[code]);
+                }
             }
         }
         let scale = Scale::byte(target);
         put_scale(out, (matrix * tiles_n + tile_n) * tiles_k + tile_k, scale);
-        put_scale(transposed, (matrix * tiles_k + tile_k) * tiles_n + tile_n, scale);
+        if let Some(transposed) = &mut transposed {
+            put_scale(transposed, (matrix * tiles_k + tile_k) * tiles_n + tile_n, scale);
+        }
     }
     tally
 }

@@ -1,11 +1,12 @@
-// Blocks along lines under powers of two, of an element that E4M3 holds -> E4M3 under a power of two for 128; nearest-even where it does not hold
+// Blocks along lines under powers of two, of an element that E4M3 holds -> E4M3 under a power of two for 128, or 128 x 128; nearest-even where it does not hold
 // the value. The twin of crates/formats/src/lift.rs. For products: of rows, and of the lines that a column plane stores. lift_rows.cuh counts as
 // well, and passes over padding.
 //
-// lift_lines<F, kWhole>: codes [lines][code_bytes(len)] -> out [lines][len]; from, to: the records of a line's blocks, either those of a line or those
-//   of a block side by side. kWhole: len % 16 == 0, and planes start on 16 bytes. 256 threads; grid ceil(lines / 32) * ceil(len / 512), a CTA takes
-//   32 lines of 512 values: so the bytes of a sector of scales are read together in either layout. A thread takes 16 neighbours of a line, 128 further
-//   each time.
+// lift_lines<F, kWhole, kSquares>: codes [matrices * n][code_bytes(len)] -> out [matrices * n][len]; from, to: the records of a line's blocks, either
+//   those of a line or those of a block side by side. kSquares: 128 lines of a matrix share a scale in `to`, which has lines of ceil(len / 128) of them,
+//   ceil(n / 128) a matrix. kWhole: len % 16 == 0, and planes start on 16 bytes. 256 threads; grid matrices * ceil(n / 32) * ceil(len / 512), a CTA
+//   takes 32 lines of 512 values: so the bytes of a sector of scales are read together in either layout. A thread takes 16 neighbours of a line, 128
+//   further each time. For squares each CTA reads the scales of all 128 lines, which four CTAs share.
 #pragma once
 #include "pieces/convert/lift.cuh"
 #include "pieces/convert/units.cuh"
@@ -24,11 +25,25 @@ __host__ __device__ constexpr int lift_headroom() {
     return octaves;
 }
 
-/// The scale of 128 values from those of their four blocks. A NaN is never the largest.
-template <class E>
-__device__ __forceinline__ int lifted_scale(u32 four) {
+/// The largest of four scales, plus one; 0 where there is none. A NaN is never the largest.
+__device__ __forceinline__ u32 largest_of_four(u32 four) {
     const u32 two = ptx::max_u16x2(above_nan_x2(four), above_nan_x2(four >> 8));
-    return max(int(max(two & 0xFFFF, two >> 16)) - 1 - lift_headroom<E>(), 0);
+    return max(two & 0xFFFF, two >> 16);
+}
+
+/// The scale that values are lifted to under scales of which this is the largest, plus one.
+template <class E>
+__device__ __forceinline__ int lifted_scale(u32 largest) {
+    return max(int(largest) - 1 - lift_headroom<E>(), 0);
+}
+
+/// Four records of a line from `block` on, NaNs where there are none.
+__device__ __forceinline__ u32 four_records(const RecordPlane& from, int line, int block, int blocks) {
+    u32 four = 0xFFFFFFFF;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        if (block + i < blocks) four = (four & ~(0xFFu << 8 * i)) | from.template load<1>(line, block + i) << 8 * i;
+    return four;
 }
 
 /// Sixteen codes under the scale `source` as E4M3 under `target`.
@@ -54,15 +69,17 @@ __device__ __forceinline__ uint4 lift_sixteen(const u32 (&words)[E::kBits / 2], 
     }
 }
 
-template <class F, bool kWhole>
+template <class F, bool kWhole, bool kSquares>
 __global__ void __launch_bounds__(256) lift_lines(const u8* __restrict__ codes, const RecordPlane from, u8* __restrict__ out, const RecordPlane to,
-                                                  int lines, int len) {
+                                                  int n, int len) {
     using E = typename F::Element;
     constexpr int kBits = E::kBits, kRecords = kLiftedCols / F::kBlock;
     static_assert(F::kBlock == 32 && F::kScaleBytes == 1, "a word holds the scales of 128 values");
-    __shared__ u32 scales[kLiftedLines][kLiftedTargets];
-    const int across = ceil_div(len, kLiftedCols);
-    const int first_line = int(blockIdx.x / across) * kLiftedLines, first_col = int(blockIdx.x % across) * kLiftedCols;
+    __shared__ u32 scales[kLiftedLines][kLiftedTargets], largest[kLiftedTargets];
+    const int across = ceil_div(len, kLiftedCols), down = ceil_div(n, kLiftedLines);
+    const int matrix = int(blockIdx.x / across) / down, in_matrix = int(blockIdx.x / across) % down * kLiftedLines;
+    const int first_line = matrix * n + in_matrix, lines = (matrix + 1) * n, first_col = int(blockIdx.x % across) * kLiftedCols;
+    if (kSquares && threadIdx.x < kLiftedTargets) largest[threadIdx.x] = 0;
     const int in_tile = threadIdx.x / 8, line = first_line + in_tile, col = first_col + threadIdx.x % 8 * 16;
     const u32 line_bytes = code_bytes(kBits, len);
 
@@ -97,12 +114,26 @@ __global__ void __launch_bounds__(256) lift_lines(const u8* __restrict__ codes, 
     }
     __syncthreads();
 
-    if (threadIdx.x < kLiftedLines * kLiftedTargets) {
+    if constexpr (kSquares) {
+        // A thread has half a line's records: those of two squares.
+        const int l = matrix * n + in_matrix / kLifted * kLifted + int(threadIdx.x / 2), half = threadIdx.x % 2;
+#pragma unroll
+        for (int t = 0; t < kLiftedTargets; ++t) {
+            const bool mine = t / 2 == half && l < lines;
+            const int block = first_col / F::kBlock + t * (kLifted / F::kBlock);
+            const u32 of_warp = __reduce_max_sync(~0u, mine ? largest_of_four(four_records(from, l, block, ceil_div(len, F::kBlock))) : 0);
+            if (threadIdx.x % 32 == 0) atomicMax(&largest[t], of_warp);
+        }
+        __syncthreads();
+        if (threadIdx.x < kLiftedTargets && in_matrix % kLifted == 0 && first_col + threadIdx.x * kLifted < len)
+            to.template store<1>(matrix * ceil_div(n, kLifted) + in_matrix / kLifted, first_col / kLifted + threadIdx.x,
+                                 u32(lifted_scale<E>(largest[threadIdx.x])));
+    } else if (threadIdx.x < kLiftedLines * kLiftedTargets) {
         const int i = threadIdx.x;
         const bool along = to.block_stride == 1;
         const int l = along ? i / kLiftedTargets : i % kLiftedLines, t = along ? i % kLiftedTargets : i / kLiftedLines;
         if (first_line + l < lines && first_col + t * kLifted < len)
-            to.template store<1>(first_line + l, first_col / kLifted + t, u32(lifted_scale<E>(scales[l][t])));
+            to.template store<1>(first_line + l, first_col / kLifted + t, u32(lifted_scale<E>(largest_of_four(scales[l][t]))));
     }
     u8* at = out + u64(line) * len + col;
 #pragma unroll
@@ -110,7 +141,7 @@ __global__ void __launch_bounds__(256) lift_lines(const u8* __restrict__ codes, 
         const int first = col + t * kLifted;
         if (line >= lines || first >= len) continue;
         const u32 four = scales[in_tile][t], source = four >> (threadIdx.x % 8 / 2 * 8) & 0xFF;
-        const uint4 lifted = lift_sixteen<E>(words[t], source, lifted_scale<E>(four));
+        const uint4 lifted = lift_sixteen<E>(words[t], source, lifted_scale<E>(kSquares ? largest[t] : largest_of_four(four)));
         if constexpr (kWhole) {
             ptx::store_16(at, lifted);
         } else {

@@ -1,4 +1,4 @@
-//! Blocks along lines as FP8 along the same lines, for products (`csrc/kernels/convert/lift_lines.cuh`): see [`Format::lift`].
+//! Blocks along lines as FP8 along the same lines or in squares, for products (`csrc/kernels/convert/lift_lines.cuh`): see [`Format::lift`].
 
 use super::units::{RecordPlane, UnitFormat};
 use crate::backend::Buf;
@@ -20,8 +20,12 @@ const TILE: (usize, usize) = (32, 512);
 
 plain_args!(RecordPlane);
 
-fn spec(format: UnitFormat, whole: bool) -> KernelSpec {
-    let args = vec![("F", TemplateArg::Type(format.device)), ("kWhole", TemplateArg::Bool(whole))];
+fn spec(format: UnitFormat, whole: bool, squares: bool) -> KernelSpec {
+    let args = vec![
+        ("F", TemplateArg::Type(format.device)),
+        ("kWhole", TemplateArg::Bool(whole)),
+        ("kSquares", TemplateArg::Bool(squares)),
+    ];
     KernelSpec { source: "kernels/convert/lift_lines.cuh", name: "nib::lift_lines", args }
 }
 
@@ -33,7 +37,8 @@ fn is_lifted(format: Format) -> bool {
 /// The instances built for it.
 pub(crate) fn instances() -> Vec<Instance> {
     let formats = UnitFormat::all().filter(|unit| is_lifted(unit.format));
-    let each = formats.flat_map(|unit| [true, false].map(|whole| spec(unit, whole)));
+    let ways = [true, false].into_iter().flat_map(|whole| [true, false].map(|squares| (whole, squares)));
+    let each = formats.flat_map(|unit| ways.clone().map(move |(whole, squares)| spec(unit, whole, squares)));
     each.map(|spec| Instance { spec, shared_bytes: 0 }).collect()
 }
 
@@ -51,10 +56,11 @@ fn records(x: &BlockScaled<Cuda>) -> Result<RecordPlane> {
     Ok(RecordPlane { records: x.scales.get().address(), line_stride, block_stride })
 }
 
-/// The plane, of so many bytes of codes and of scales in this layout.
+/// The plane of so many matrices along this axis, that of x or squares of its rows; of so many bytes of codes and of scales in this layout.
 pub(crate) fn lift(
     device: &Device,
     x: &BlockScaled<Cuda>,
+    (axis, matrices): (BlockAxis, usize),
     (codes, scales, layout): (usize, usize, ScaleLayout),
 ) -> Result<BlockScaled<Cuda>> {
     BufferCheck::on(OP, device).blocks("x", x)?;
@@ -62,7 +68,9 @@ pub(crate) fn lift(
     let unit = unit.ok_or_else(|| Error::unsupported(OP, x.format, "it is not lifted"))?;
     let (format, rule) = Format::LIFTED;
     let [codes, scales] = [device.alloc(codes)?, device.alloc(scales)?].map(Buf::new);
-    let made = BlockScaled { format, rule, codes, scales, scale_layout: layout, ..x.clone() };
+    let squares = axis == BlockAxis::Tile;
+    let stack = if squares { matrices } else { x.stack };
+    let made = BlockScaled { format, rule, codes, scales, scale_layout: layout, axis, stack, ..x.clone() };
     let code_bytes = BlockScaled::<Cuda>::code_bytes(format, x.axis, x.rows, x.cols);
     let lengths = [(code_bytes, made.codes.get().len()), (made.scale_bytes(), made.scales.get().len())];
     for (argument, (expected, got)) in ["codes", "scales"].into_iter().zip(lengths) {
@@ -71,9 +79,13 @@ pub(crate) fn lift(
         }
     }
     let (lines, len) = if x.axis == BlockAxis::Col { (x.cols, x.rows) } else { (x.rows, x.cols) };
-    let ctas = lines.div_ceil(TILE.0).saturating_mul(len.div_ceil(TILE.1));
-    let (Ok(ctas), Ok(lines), Ok(len_of_line)) =
-        (i32::try_from(ctas), i32::try_from(lines), i32::try_from(len))
+    let matrices = if squares { matrices } else { 1 };
+    if matrices == 0 || !lines.is_multiple_of(matrices) {
+        return Err(Error::shape(OP, "rows of x", lines, format!("those of {matrices} matrices")));
+    }
+    let n = lines / matrices;
+    let ctas = matrices.saturating_mul(n.div_ceil(TILE.0)).saturating_mul(len.div_ceil(TILE.1));
+    let (Ok(ctas), Ok(_), Ok(len_of_line)) = (i32::try_from(ctas), i32::try_from(lines), i32::try_from(len))
     else {
         return Err(Error::shape(OP, "x", format!("{} × {}", x.rows, x.cols), "fewer values"));
     };
@@ -81,9 +93,11 @@ pub(crate) fn lift(
         return Ok(made);
     }
     let (from, to) = (records(x)?, records(&made)?);
-    let kernel = device.kernel(&spec(unit, len.is_multiple_of(UNIT)))?;
+    let kernel = device.kernel(&spec(unit, len.is_multiple_of(UNIT), squares))?;
     let launch = Launch { ctas: ctas as u32, threads: THREADS, cluster: 1, shared_bytes: 0 };
-    let args: [&dyn KernelArg; 6] = [x.codes.get(), &from, made.codes.get(), &to, &lines, &len_of_line];
+    // No more than all lines, which an i32 holds.
+    let n = n as i32;
+    let args: [&dyn KernelArg; 6] = [x.codes.get(), &from, made.codes.get(), &to, &n, &len_of_line];
     // SAFETY: `BufferCheck` held the planes of x to its shape, and those of `made` were held to theirs here; the kernel stays within lines of
     // this length and the records of their blocks, and takes whole words only where every line begins on one. A device's buffers start on 16 bytes.
     unsafe { kernel.launch(launch, &args) }?;
@@ -102,10 +116,9 @@ mod tests {
             for &rule in format.spec().rules {
                 if format.lift(rule, BlockAxis::Row).is_some() {
                     let unit = UnitFormat::of(format, rule).unwrap();
-                    assert!(
-                        [true, false].iter().all(|whole| built.contains(&spec(unit, *whole))),
-                        "{format} {rule}"
-                    );
+                    for (whole, squares) in [(true, true), (true, false), (false, true), (false, false)] {
+                        assert!(built.contains(&spec(unit, whole, squares)), "{format} {rule}");
+                    }
                 }
             }
         }

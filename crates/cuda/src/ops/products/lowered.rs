@@ -58,8 +58,9 @@ fn side<'a>(
 ) -> Result<Cow<'a, Operand<Cuda>>> {
     Ok(match made {
         Made::AsIs => as_taken(x)?.map_or(Cow::Borrowed(x), Cow::Owned),
-        Made::Lifted { codes, scales, layout } => {
-            Cow::Owned(Operand::Block(lift::lift(device, x.block(op)?, (codes, scales, layout))?))
+        Made::Lifted { axis, matrices, codes, scales, layout } => {
+            let plane = (codes, scales, layout);
+            Cow::Owned(Operand::Block(lift::lift(device, x.block(op)?, (axis, matrices), plane)?))
         }
         Made::Bf16(_) => Cow::Owned(Operand::Plain(dequantize::bare(device, x.block(op)?)?)),
         Made::F32(_) => Cow::Owned(Operand::Plain(dequantize::whole(device, x.block(op)?)?)),
