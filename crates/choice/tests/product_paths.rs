@@ -165,6 +165,14 @@ fn temporaries_are_counted_by_hand() {
     // Codes, and a byte for each 128, of the second operand for squares of them; of columns in the layout of a GPU, of as many as they are.
     assert_eq!(bytes(dense(mxfp4, mxfp4, DType::Bf16)), [m * k, m * k / 128, n * k, n * k / 128 / 128]);
     assert_eq!(bytes(dense(mxfp4, (Format::E4m3, Rceil), DType::Bf16)), [m * k, m * k / 128]);
+    // Each of three matrices of 150 x 320 has two squares below each other and three side by side.
+    let grouped = dense(mxfp4, mxfp4, DType::Bf16);
+    let (n, k) = (150, 320);
+    let groups = Some(Grouping { count: 3, align: 128, rows_each: None });
+    let [a, b] = [(grouped.a, m), (grouped.b, 3 * n)].map(|(x, rows)| Factor { rows, cols: k, ..x });
+    let grouped = ProductDesc { groups, dims: ProductDims { m, n, k }, a, b, ..grouped };
+    assert_eq!(bytes(grouped), [m * k, m * 3, 3 * n * k, 3 * 2 * 3]);
+    let (n, k) = (512, 1024);
     // What is plain stays so; the scales of tensors multiply what the tensor cores give.
     assert_eq!(bytes(dense((Format::Bf16, Amax), nvfp4, DType::Bf16)), [2 * n * k]);
     assert_eq!(bytes(dense(nvfp4, (Format::F32, Amax), DType::F32)), [4 * m * k]);

@@ -33,7 +33,9 @@ fn bytes(desc: QuantizeDesc) -> Vec<usize> {
 
 #[test]
 fn one_plane_of_blocks_takes_nothing() {
-    for format in [Format::Mxfp4, Format::E4m3, Format::E5m2, Format::Mxfp6E3m2, Format::Hif4] {
+    for format in
+        [Format::Mxfp4, Format::E4m3, Format::E5m2, Format::Mxfp6E3m2, Format::Nvfp4In128, Format::Hif4]
+    {
         for planes in [Planes::Rows, Planes::Cols] {
             assert_eq!(bytes(desc(format, planes)), [0; 0], "{format} {planes:?}");
         }

@@ -95,10 +95,12 @@ fn bands_of_tiles_give_the_bits_of_the_cpu() {
     for codec in [
         own(Format::Nvfp4, ScaleRule::TensorAmax),
         own(Format::Nvfp4, ScaleRule::Amax),
+        own(Format::Nvfp4In128, ScaleRule::Amax),
         own(Format::Hif4, ScaleRule::Amax),
         own(Format::Mxfp6E3m2, ScaleRule::Rceil),
         own(Format::E4m3Row, ScaleRule::Amax),
         drawn(Format::Nvfp4, ScaleRule::TensorAmax),
+        drawn(Format::Nvfp4In128, ScaleRule::Amax),
         drawn(Format::Hif4, ScaleRule::Amax),
         drawn(Format::Mxfp6E2m3, ScaleRule::Rceil),
     ] {

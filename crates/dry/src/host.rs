@@ -28,40 +28,43 @@ impl Dry {
         }
     }
 
-    /// What a first operand is lifted to, if it is so beside the second; and that one, of so many matrices.
-    fn lifted<'x>(
+    /// The quantized operand that is lifted beside the other one; none where it is not.
+    fn taken_lifted<'x>(x: &'x Operand<Self>, other: &Operand<Self>) -> Option<&'x BlockScaled<Self>> {
+        let (Operand::Block(q), stored) = (x, Stored::of(x)) else { return None };
+        let numbers = Numbers::of(stored, Stored::of(other));
+        (numbers.takes(stored) == Taken::Lifted).then_some(q)
+    }
+
+    /// What a first operand is lifted to, if it is so beside the second. Beside the plane it counts.
+    fn lifted_first(&self, a: &Operand<Self>, b: &Operand<Self>) -> Result<Option<BlockScaled<Self>>> {
+        let Some(q) = Self::taken_lifted(a, b) else { return Ok(None) };
+        let out = BlockScaled::unwritten(self, Format::LIFTED, q.axis, (q.rows, q.cols, q.stack))?;
+        Counts::zeros(self)?;
+        Ok(Some(out))
+    }
+
+    /// The same of a second one of so many matrices: of its rows squares, which are not counted.
+    fn lifted_second(
         &self,
-        [a, b]: [&'x Operand<Self>; 2],
+        b: &Operand<Self>,
+        a: &Operand<Self>,
         matrices: usize,
-    ) -> Result<[Option<BlockScaled<Self>>; 2]> {
-        let stored = [a, b].map(Stored::of);
-        let numbers = Numbers::of(stored[0], stored[1]);
-        let taken = |x: &'x Operand<Self>, stored| match x {
-            Operand::Block(q) if numbers.takes(stored) == Taken::Lifted => Some(q),
-            _ => None,
-        };
-        let unwritten = |axis, q: &BlockScaled<Self>, stack| {
-            BlockScaled::unwritten(self, Format::LIFTED, axis, (q.rows, q.cols, stack)).map(Some)
-        };
-        // Beside the plane it counts, but of squares.
-        let along_lines = |q: &BlockScaled<Self>| -> Result<_> {
-            let out = unwritten(q.axis, q, q.stack)?;
-            Counts::zeros(self)?;
-            Ok(out)
-        };
-        let first = taken(a, stored[0]).map_or(Ok(None), along_lines)?;
-        let second = match (taken(b, stored[1]), stored[1].lifted_second().axis) {
-            (Some(q), BlockAxis::Tile) => unwritten(BlockAxis::Tile, q, matrices)?,
-            (Some(q), _) => along_lines(q)?,
-            (None, _) => None,
-        };
-        Ok([first, second])
+    ) -> Result<Option<BlockScaled<Self>>> {
+        let Some(q) = Self::taken_lifted(b, a) else { return Ok(None) };
+        match Stored::block(q).lifted_as(true).axis {
+            BlockAxis::Tile => {
+                let shape = (q.rows, q.cols, matrices);
+                BlockScaled::unwritten(self, Format::LIFTED, BlockAxis::Tile, shape).map(Some)
+            }
+            _ => self.lifted_first(b, a),
+        }
     }
 
     pub(crate) fn multiply_on_host(&self, product: &Product<'_, Self>) -> Result<()> {
         let (a, b) = product.operands;
         let _widened = (self.widened(a, b)?, self.widened(b, a)?);
-        let _lifted = self.lifted([a, b], product.groups.map_or(1, |groups| groups.num_groups))?;
+        let matrices = product.groups.map_or(1, |groups| groups.num_groups);
+        let _lifted = (self.lifted_first(a, b)?, self.lifted_second(b, a, matrices)?);
         Ok(())
     }
 
@@ -107,8 +110,11 @@ impl Dry {
         let first = of_weights.is_empty();
         let mut dense = |planes: &HeadPlanes, w: &Operand<Self>| -> Result<()> {
             let Some(a) = &planes.rows else { return Ok(()) };
-            let [_a, b] = self.lifted([a, w], 1)?;
-            of_weights.extend(b.filter(|_| first));
+            let _a = self.lifted_first(a, w)?;
+            // Another chunk has it already.
+            if first {
+                of_weights.extend(self.lifted_second(w, a, 1)?);
+            }
             Ok(())
         };
         dense(&x, of.w)?;
@@ -118,7 +124,7 @@ impl Dry {
             self.head_planes((rows, vocab, dtype), dlogits, [is_block(Some(wt)), wgrad_x.is_some()])?;
         dense(&dlogits, wt)?;
         if let (Some(dy), Some(x)) = (&dlogits.cols, &x.cols) {
-            let _both = self.lifted([dy, x], 1)?;
+            let _both = (self.lifted_first(dy, x)?, self.lifted_second(x, dy, 1)?);
         }
         Ok(())
     }

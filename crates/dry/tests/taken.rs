@@ -38,6 +38,7 @@ fn a_gpu_writes_what_products_take_and_a_host_codes() {
         };
         [
             (Format::Nvfp4, Numbers::Bf16),
+            (Format::Nvfp4In128, Numbers::Bf16),
             (Format::Hif4, Numbers::Bf16),
             (Format::Mxfp8E4m3, Numbers::Bf16),
             (Format::Mxfp4, Numbers::Fp8),
@@ -47,15 +48,17 @@ fn a_gpu_writes_what_products_take_and_a_host_codes() {
         .map(of)
     };
     use Taken::{AsIs, Decoded, Lifted};
-    assert_eq!(forms(Planes::Rows), [Decoded, Decoded, Decoded, Lifted, AsIs, AsIs]);
+    assert_eq!(forms(Planes::Rows), [Decoded, Decoded, Decoded, Decoded, Lifted, AsIs, AsIs]);
     // Down the columns the kernel that lifts has a transform.
-    assert_eq!(forms(Planes::Cols), [Decoded, Decoded, Decoded, AsIs, AsIs, AsIs]);
+    assert_eq!(forms(Planes::Cols), [Decoded, Decoded, Decoded, Decoded, AsIs, AsIs, AsIs]);
     let bytes = |x: &Operand<Dry>| {
         let q = block(x);
         [Dry::len(&q.codes), Dry::len(&q.scales)]
     };
-    let decoded = quantized(&gpu, Format::Nvfp4, Planes::Rows, Some(Numbers::Bf16)).unwrap();
-    assert_eq!(bytes(&decoded), [2 * ROWS * COLS, ROWS * COLS / 16]);
+    for format in [Format::Nvfp4, Format::Nvfp4In128] {
+        let decoded = quantized(&gpu, format, Planes::Rows, Some(Numbers::Bf16)).unwrap();
+        assert_eq!(bytes(&decoded), [2 * ROWS * COLS, ROWS * COLS / 16], "{format}");
+    }
     let lifted = quantized(&gpu, Format::Mxfp4, Planes::Rows, Some(Numbers::Fp8)).unwrap();
     assert_eq!(bytes(&lifted), [ROWS * COLS, ROWS * COLS / 128]);
 }
@@ -70,6 +73,9 @@ fn products_of_those_numbers_read_it_and_nothing_else() {
         Ok::<_, nibble_core::Error>((product.shape(), all[0].desc.a.stored()))
     };
     let lifted = quantized(&gpu, Format::Mxfp4, Planes::Rows, Some(Numbers::Fp8)).unwrap();
+    // Rows of a second operand are lifted in squares: what was lifted along rows is none.
+    let e = multiplied(&weight(Format::Mxfp4), &lifted).unwrap_err().to_string();
+    assert!(e.contains("those of a second one are lifted in squares"), "{e}");
     let stored = Stored { format: Format::Mxfp4, rule: block(&lifted).rule, axis: BlockAxis::Row };
     for format in [Format::Mxfp4, Format::Mxfp6E2m3, Format::E4m3] {
         assert_eq!(multiplied(&lifted, &weight(format)).unwrap(), ((ROWS, ROWS), stored), "{format}");

@@ -144,7 +144,7 @@ impl ScaleKind {
             bits += levels[i].number.bits() * levels[i].count;
             i += 1;
         }
-        assert!(bits <= 64, "a record is one word");
+        assert!(bits <= 64, "a record has at most 64 bits");
         ScaleKind { levels, bytes: bits.div_ceil(8) as usize, tensor: false }
     }
 

@@ -90,9 +90,7 @@ impl Factor {
             Taken::AsIs => *self,
             Taken::Decoded => Self::plain(dtype, self.rows, self.cols),
             Taken::Lifted => {
-                let stored = self.stored();
-                let lifted = if is_second { stored.lifted_second() } else { stored.lifted() };
-                let Stored { format, rule, axis } = lifted;
+                let Stored { format, rule, axis } = self.stored().lifted_as(is_second);
                 Self { format, rule, axis, taken: Taken::AsIs, ..*self }
             }
         }
@@ -208,7 +206,7 @@ pub enum Made {
     AsIs,
     /// A plane of [`Format::LIFTED`].
     Lifted {
-        /// Along what blocks run: as they did, or of a second operand's rows squares.
+        /// The axis of its blocks: that of the operand, or `Tile` for the rows of a second operand.
         axis: BlockAxis,
         /// Matrices, each of which has its own squares.
         matrices: usize,

@@ -78,8 +78,10 @@ fn recipes_are_listed_and_traced() {
     place.nibble(&["recipe", "bf16", "--trace"]).ok().contains("casts: 0");
     let products = place.nibble(&["recipe", "mxfp4", "--trace"]).ok();
     let fprop = products.stdout.lines().find(|line| line.contains("fprop  grouped_gemm")).unwrap();
-    let told = "mxfp4 row rceil, lifted; e4m3 x e4m3, scales for 1x128 and 1x128 (powers of two)";
+    let told = "mxfp4 row rceil, lifted; e4m3 x e4m3, scales for 1x128 and 128x128";
     assert!(told.split("; ").all(|part| fprop.contains(part)), "{fprop}");
+    let wgrad = products.stdout.lines().find(|line| line.contains("wgrad  grouped_wgrad")).unwrap();
+    assert!(wgrad.contains("e4m3 x e4m3, scales for 1x128 and 1x128 (powers of two)"), "{wgrad}");
     let nvfp4 = place.nibble(&["recipe", "nvfp4", "--trace"]).ok();
     nvfp4
         .contains("nvfp4 row tensor-amax, decoded")

@@ -199,7 +199,8 @@ fn check_pair<B: Backend>(op: &'static str, a: &Operand<B>, b: &Operand<B>) -> R
 fn check_taken<B: Backend>(op: &'static str, a: &Operand<B>, b: &Operand<B>) -> Result<()> {
     let numbers = Numbers::of(Stored::of(a), Stored::of(b));
     if let Operand::Block(q) = b
-        && (q.taken, q.axis) == (Taken::Lifted, BlockAxis::Row)
+        && q.taken == Taken::Lifted
+        && Stored::block(q).lifted_as(true) != Stored::block(q).lifted()
     {
         let why = "its rows were lifted for a first operand; those of a second one are lifted in squares";
         return Err(Error::unsupported(op, q.format, why.to_owned()));

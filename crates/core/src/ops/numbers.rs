@@ -62,11 +62,12 @@ impl Stored {
         Self { format, rule, axis: self.axis }
     }
 
-    /// What a lift makes of the second operand of a product. Of rows, which are those of a weight, squares of [`LIFTED_BLOCK`] share a scale: products
-    /// with one scale for so many columns of the result are the faster ones, and the scales of a weight lie near each other.
-    pub const fn lifted_second(self) -> Self {
+    /// What a lift makes of the first or the second operand of a product: the same along the same lines, but of a second one's rows, which are those of
+    /// a weight, squares of [`LIFTED_BLOCK`]. Products with one scale for so many columns of the result are the faster ones, and the scales of a weight
+    /// lie near each other.
+    pub const fn lifted_as(self, is_second: bool) -> Self {
         let axis = match self.axis {
-            BlockAxis::Row => BlockAxis::Tile,
+            BlockAxis::Row if is_second => BlockAxis::Tile,
             axis => axis,
         };
         Self { axis, ..self.lifted() }
@@ -100,7 +101,7 @@ pub enum Taken {
     /// Nothing else: codes that FP8 units read, or plain numbers.
     AsIs,
     /// E4M3 under powers of two for 128 values along the same lines ([`Stored::lifted`]), of a second operand's rows for squares of them
-    /// ([`Stored::lifted_second`]). Exact while the scales that become one lie within the octaves of the element
+    /// ([`Stored::lifted_as`]). Exact while the scales that become one lie within the octaves of the element
     /// ([`nibble_formats::Lift::octaves`]); what is not is rounded to nearest even.
     Lifted,
     /// Plain numbers: for BF16 a code times the scales of its block, without the tensor's, in F32 and then rounded to nearest
@@ -212,7 +213,7 @@ mod tests {
             assert_eq!(Numbers::of(x, y), numbers, "{a:?} {b:?}");
             assert!([x, y].iter().all(|x| numbers.takes(*x) == Taken::AsIs), "{a:?} {b:?}");
             if numbers.takes(b) == Taken::Lifted {
-                let squares = b.lifted_second();
+                let squares = b.lifted_as(true);
                 assert_eq!((Numbers::of(x, squares), numbers.takes(squares)), (numbers, Taken::AsIs));
                 let axis = if b.axis == BlockAxis::Row { BlockAxis::Tile } else { b.axis };
                 assert_eq!((squares.format, squares.axis), (y.format, axis), "{b:?}");

@@ -59,7 +59,8 @@ impl Way {
     /// For these two.
     pub fn of(a: &Operand<Cpu>, b: &Operand<Cpu>) -> Self {
         let numbers = Numbers::of(Stored::of(a), Stored::of(b));
-        let blocks: Vec<Lined> = [a, b].into_iter().filter_map(|x| Lined::of(numbers, x)).collect();
+        let operands = [(a, false), (b, true)].into_iter();
+        let blocks: Vec<Lined> = operands.filter_map(|(x, second)| Lined::of(numbers, x, second)).collect();
         let codes = match blocks[..] {
             [a, b] => {
                 numbers != Numbers::F32
@@ -81,7 +82,7 @@ impl Way {
 
     /// The second one, of so many matrices.
     pub fn second<'a>(self, cpu: &Cpu, x: &'a Operand<Cpu>, matrices: usize) -> Result<Side<'a>> {
-        self.side(cpu, x, |cpu, q| match Stored::block(q).lifted_second().axis {
+        self.side(cpu, x, |cpu, q| match Stored::block(q).lifted_as(true).axis {
             BlockAxis::Tile => lift_squares(cpu, q, matrices),
             _ => lift(cpu, q),
         })
@@ -164,11 +165,11 @@ struct Lined {
 }
 
 impl Lined {
-    fn of(numbers: Numbers, x: &Operand<Cpu>) -> Option<Self> {
+    fn of(numbers: Numbers, x: &Operand<Cpu>, is_second: bool) -> Option<Self> {
         let Operand::Block(q) = x else { return None };
         let stored = Stored::block(q);
         let is_lifted = numbers.takes(stored) == Taken::Lifted;
-        Some(Self { stored: if is_lifted { stored.lifted() } else { stored }, len: line_len(q) })
+        Some(Self { stored: if is_lifted { stored.lifted_as(is_second) } else { stored }, len: line_len(q) })
     }
 
     fn kind(&self) -> ScaleKind {

@@ -75,7 +75,7 @@ pub(super) fn lift(cpu: &Cpu, x: &BlockScaled<Cpu>) -> Result<BlockScaled<Cpu>> 
     Ok(BlockScaled { axis: x.axis, rows: x.rows, cols: x.cols, stack: x.stack, ..made.out })
 }
 
-/// Blocks along the rows of so many matrices as [`Format::LIFTED`] in squares: what [`nibble_core::ops::Stored::lifted_second`] says.
+/// Blocks along the rows of so many matrices as [`Format::LIFTED`] in squares: see [`nibble_core::ops::Stored::lifted_as`].
 ///
 /// # Errors
 /// As of [`lift()`].

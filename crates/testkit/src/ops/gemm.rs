@@ -1,3 +1,5 @@
+mod squares;
+
 use super::PLAIN;
 use super::quantize::codec;
 use crate::case::{Case, Outputs, Pads, in_place};
@@ -190,6 +192,7 @@ impl<B: Kernels> Case<B> for Product {
 
 /// Conformance of [`Gemm`].
 pub fn gemm<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+    squares::gemm(pair);
     // A router of few experts: its logits, and the gradient of its input.
     for (a, b) in plain_pairs() {
         for (m, n, k) in [(320, 8, 256), (320, 256, 8)] {
@@ -272,6 +275,7 @@ impl<B: Kernels> Case<B> for Grouped {
 
 /// Conformance of [`GroupedGemm`].
 pub fn grouped_gemm<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+    squares::grouped_gemm(pair);
     let widths = MoeShape::ALL.map(|s| s.scaled(32, 8)).map(|s| (s.f, s.d));
     for (i, (x, w)) in pairs().into_iter().enumerate() {
         for (j, spread) in Spread::ALL.into_iter().enumerate() {

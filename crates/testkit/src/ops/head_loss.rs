@@ -299,6 +299,7 @@ fn lowered() -> Vec<HeadCodecs> {
         all(Format::Mxfp8E4m3, ScaleRule::Rceil),
         all(Format::Mxfp4, ScaleRule::Rceil),
         all(Format::Nvfp4, ScaleRule::Amax),
+        all(Format::Nvfp4In128, ScaleRule::Amax),
         all(Format::Hif4, ScaleRule::Amax),
         HeadCodecs { wgrad_dy: None, wgrad_x: None, ..lines },
     ]

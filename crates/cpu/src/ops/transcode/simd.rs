@@ -3,6 +3,7 @@
 use super::lift::{Column, LiftTable, Targets, lift_column, lift_row, lift_row_by_table, lifts, shift_block};
 use super::lift_of;
 use crate::Cpu;
+use crate::gemm::Isa;
 use crate::ops::quantize::emit::{
     STRIP_ROWS, SquareTarget, Strip, TILE_COLS, Target, add_tally, counted, for_strips, strip_rows,
 };
@@ -58,6 +59,30 @@ impl<'a> PowerScaledRows<'a> {
     }
 }
 
+/// How rows of a lifted format become E4M3.
+struct RowLift {
+    isa: Isa,
+    lift: Lift,
+    /// None for MXFP4, which has tables of its own.
+    table: Option<LiftTable>,
+}
+
+impl RowLift {
+    fn of(cpu: &Cpu, x: &BlockScaled<Cpu>) -> Result<Self> {
+        let (lift, is_mxfp4) = (lift_of(x)?, x.format == Format::Mxfp4);
+        let table = (!is_mxfp4).then(|| LiftTable::new(lift, x.format.spec().block));
+        Ok(Self { isa: cpu.isa(), lift, table })
+    }
+
+    /// Scales and codes of a row.
+    fn row(&self, from: (&[u8], &[u8]), to: (Targets<'_>, &mut [u8]), tally: &mut Tally) {
+        match &self.table {
+            None => lift_row(self.isa, lifts(), from, to, tally),
+            Some(table) => lift_row_by_table(self.isa, table, from, to, tally),
+        }
+    }
+}
+
 /// Rows of a lifted format → E4M3 rows.
 pub(super) fn lift_rows(
     cpu: &Cpu,
@@ -65,10 +90,7 @@ pub(super) fn lift_rows(
     spans: &Spans,
     made: Transcoded<Cpu>,
 ) -> Result<Transcoded<Cpu>> {
-    let (isa, rows, out) = (cpu.isa(), PowerScaledRows::of(x)?, Target::new(made.out));
-    let lift = lift_of(x)?;
-    let (is_mxfp4, block) = (x.format == Format::Mxfp4, x.format.spec().block);
-    let (nibbles, table) = (lifts(), (!is_mxfp4).then(|| LiftTable::new(lift, block)));
+    let (rows, out, lift) = (PowerScaledRows::of(x)?, Target::new(made.out), RowLift::of(cpu, x)?);
     let sum: [AtomicU64; 3] = Default::default();
     let height = strip_rows(false, x.cols);
     for_strips(
@@ -84,11 +106,7 @@ pub(super) fn lift_rows(
                 let (codes, scales) =
                     unsafe { (out.row_codes(row, 0, x.cols), out.row_scales(row, 0, x.cols)) };
                 // Lifted scales are bytes: the rule is the source's.
-                let to = (Targets::Found(scales.bytes), codes);
-                match &table {
-                    None => lift_row(isa, nibbles, from, to, &mut tally),
-                    Some(table) => lift_row_by_table(isa, table, from, to, &mut tally),
-                }
+                lift.row(from, (Targets::Found(scales.bytes), codes), &mut tally);
             }
             clear_padding(&out, strip, x.cols);
             add_tally(&sum, tally);
@@ -99,11 +117,9 @@ pub(super) fn lift_rows(
 
 /// Rows of a lifted format, of matrices, → E4M3 tiles.
 pub(super) fn lift_squares(cpu: &Cpu, x: &BlockScaled<Cpu>, out: &mut BlockScaled<Cpu>) -> Result<()> {
-    let (isa, rows, lift) = (cpu.isa(), PowerScaledRows::of(x)?, lift_of(x)?);
+    let (rows, lift) = (PowerScaledRows::of(x)?, RowLift::of(cpu, x)?);
     let (n, k) = ((x.rows / out.stack.max(1)).max(1), x.cols);
     let (tiles_n, tiles_k) = (n.div_ceil(LIFTED_BLOCK), k.div_ceil(LIFTED_BLOCK).max(1));
-    let (is_mxfp4, block) = (x.format == Format::Mxfp4, x.format.spec().block);
-    let (nibbles, table) = (lifts(), (!is_mxfp4).then(|| LiftTable::new(lift, block)));
     let (scales, codes) = (out.scales.as_mut_slice(), out.codes.as_mut_slice());
     cpu.pool().install(|| {
         scales.par_chunks_mut(tiles_k).enumerate().for_each(|(strip, targets)| {
@@ -111,18 +127,15 @@ pub(super) fn lift_squares(cpu: &Cpu, x: &BlockScaled<Cpu>, out: &mut BlockScale
             let last = (first + LIFTED_BLOCK).min((strip / tiles_n + 1) * n);
             for (tile, target) in targets.iter_mut().enumerate() {
                 let (col, width) = (tile * LIFTED_BLOCK, LIFTED_BLOCK.min(k - tile * LIFTED_BLOCK));
-                *target = lift.target((first..last).flat_map(|row| rows.scales(row, col, width)).copied());
+                *target =
+                    lift.lift.target((first..last).flat_map(|row| rows.scales(row, col, width)).copied());
             }
         });
         codes.par_chunks_mut(k.max(1)).enumerate().for_each(|(row, codes)| {
             let strip = row / n * tiles_n + row % n / LIFTED_BLOCK;
             let from = (rows.scales(row, 0, k), rows.codes(row, 0, k));
             let to = (Targets::Given(&scales[strip * tiles_k..][..tiles_k]), codes);
-            let mut uncounted = Tally::default();
-            match &table {
-                None => lift_row(isa, nibbles, from, to, &mut uncounted),
-                Some(table) => lift_row_by_table(isa, table, from, to, &mut uncounted),
-            }
+            lift.row(from, to, &mut Tally::default());
         });
     });
     Ok(())

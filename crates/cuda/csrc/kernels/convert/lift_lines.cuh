@@ -25,16 +25,16 @@ __host__ __device__ constexpr int lift_headroom() {
     return octaves;
 }
 
-/// The largest of four scales, plus one; 0 where there is none. A NaN is never the largest.
-__device__ __forceinline__ u32 largest_of_four(u32 four) {
+/// One above the largest of four scales; 0 where there is none. A NaN is never the largest.
+__device__ __forceinline__ u32 above_largest(u32 four) {
     const u32 two = ptx::max_u16x2(above_nan_x2(four), above_nan_x2(four >> 8));
     return max(two & 0xFFFF, two >> 16);
 }
 
-/// The scale that values are lifted to under scales of which this is the largest, plus one.
+/// The scale that values are lifted to. `above_largest`: one above the largest of their scales.
 template <class E>
-__device__ __forceinline__ int lifted_scale(u32 largest) {
-    return max(int(largest) - 1 - lift_headroom<E>(), 0);
+__device__ __forceinline__ int lifted_scale(u32 above_largest) {
+    return max(int(above_largest) - 1 - lift_headroom<E>(), 0);
 }
 
 /// Four records of a line from `block` on, NaNs where there are none.
@@ -75,11 +75,11 @@ __global__ void __launch_bounds__(256) lift_lines(const u8* __restrict__ codes, 
     using E = typename F::Element;
     constexpr int kBits = E::kBits, kRecords = kLiftedCols / F::kBlock;
     static_assert(F::kBlock == 32 && F::kScaleBytes == 1, "a word holds the scales of 128 values");
-    __shared__ u32 scales[kLiftedLines][kLiftedTargets], largest[kLiftedTargets];
+    __shared__ u32 scales[kLiftedLines][kLiftedTargets], above[kLiftedTargets];
     const int across = ceil_div(len, kLiftedCols), down = ceil_div(n, kLiftedLines);
     const int matrix = int(blockIdx.x / across) / down, in_matrix = int(blockIdx.x / across) % down * kLiftedLines;
     const int first_line = matrix * n + in_matrix, lines = (matrix + 1) * n, first_col = int(blockIdx.x % across) * kLiftedCols;
-    if (kSquares && threadIdx.x < kLiftedTargets) largest[threadIdx.x] = 0;
+    if (kSquares && threadIdx.x < kLiftedTargets) above[threadIdx.x] = 0;
     const int in_tile = threadIdx.x / 8, line = first_line + in_tile, col = first_col + threadIdx.x % 8 * 16;
     const u32 line_bytes = code_bytes(kBits, len);
 
@@ -121,19 +121,19 @@ __global__ void __launch_bounds__(256) lift_lines(const u8* __restrict__ codes, 
         for (int t = 0; t < kLiftedTargets; ++t) {
             const bool mine = t / 2 == half && l < lines;
             const int block = first_col / F::kBlock + t * (kLifted / F::kBlock);
-            const u32 of_warp = __reduce_max_sync(~0u, mine ? largest_of_four(four_records(from, l, block, ceil_div(len, F::kBlock))) : 0);
-            if (threadIdx.x % 32 == 0) atomicMax(&largest[t], of_warp);
+            const u32 of_warp = __reduce_max_sync(~0u, mine ? above_largest(four_records(from, l, block, ceil_div(len, F::kBlock))) : 0);
+            if (threadIdx.x % 32 == 0) atomicMax(&above[t], of_warp);
         }
         __syncthreads();
         if (threadIdx.x < kLiftedTargets && in_matrix % kLifted == 0 && first_col + threadIdx.x * kLifted < len)
             to.template store<1>(matrix * ceil_div(n, kLifted) + in_matrix / kLifted, first_col / kLifted + threadIdx.x,
-                                 u32(lifted_scale<E>(largest[threadIdx.x])));
+                                 u32(lifted_scale<E>(above[threadIdx.x])));
     } else if (threadIdx.x < kLiftedLines * kLiftedTargets) {
         const int i = threadIdx.x;
         const bool along = to.block_stride == 1;
         const int l = along ? i / kLiftedTargets : i % kLiftedLines, t = along ? i % kLiftedTargets : i / kLiftedLines;
         if (first_line + l < lines && first_col + t * kLifted < len)
-            to.template store<1>(first_line + l, first_col / kLifted + t, u32(lifted_scale<E>(largest_of_four(scales[l][t]))));
+            to.template store<1>(first_line + l, first_col / kLifted + t, u32(lifted_scale<E>(above_largest(scales[l][t]))));
     }
     u8* at = out + u64(line) * len + col;
 #pragma unroll
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(256) lift_lines(const u8* __restrict__ codes, 
         const int first = col + t * kLifted;
         if (line >= lines || first >= len) continue;
         const u32 four = scales[in_tile][t], source = four >> (threadIdx.x % 8 / 2 * 8) & 0xFF;
-        const uint4 lifted = lift_sixteen<E>(words[t], source, lifted_scale<E>(kSquares ? largest[t] : largest_of_four(four)));
+        const uint4 lifted = lift_sixteen<E>(words[t], source, lifted_scale<E>(kSquares ? above[t] : above_largest(four)));
         if constexpr (kWhole) {
             ptx::store_16(at, lifted);
         } else {

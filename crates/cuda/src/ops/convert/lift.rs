@@ -56,7 +56,7 @@ fn records(x: &BlockScaled<Cuda>) -> Result<RecordPlane> {
     Ok(RecordPlane { records: x.scales.get().address(), line_stride, block_stride })
 }
 
-/// The plane of so many matrices along this axis, that of x or squares of its rows; of so many bytes of codes and of scales in this layout.
+/// The plane of so many bytes of codes, and of scales in this layout. `axis`: that of x, or `Tile` for squares of the rows of so many matrices.
 pub(crate) fn lift(
     device: &Device,
     x: &BlockScaled<Cuda>,

@@ -167,7 +167,14 @@ fn the_general_kernel_transforms_columns_as_it_reads_them() {
         assert!(!asked.is_fused(), "{format}");
         asked.transformed().transforms_as_it_reads()
     };
-    for format in [Format::Nvfp4, Format::Hif4, Format::Mxfp6E2m3, Format::Mxint8, Format::E4m3Tensor] {
+    for format in [
+        Format::Nvfp4,
+        Format::Nvfp4In128,
+        Format::Hif4,
+        Format::Mxfp6E2m3,
+        Format::Mxint8,
+        Format::E4m3Tensor,
+    ] {
         assert!(reads(format, Planes::Cols) && !reads(format, Planes::Rows), "{format}");
     }
     for format in [Format::E4m3Row, Format::Mxfp8E4m3] {
