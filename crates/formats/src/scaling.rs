@@ -230,14 +230,9 @@ impl Scaling {
     pub fn unbiased(format: Format, rule: ScaleRule) -> Option<Scaling> {
         let spec = format.spec();
         let element = spec.element.filter(|_| spec.rules.contains(&rule) && rule != ScaleRule::Cann)?;
-        // Of a hierarchy, what is rounded to nearest: powers of two above it are rounded up.
-        let of_levels = format.scale_kind(rule).levels();
-        let headroom = match of_levels
-            .last()
-            .filter(|level| level.number != ScaleNumber::Bit)
-            .or(of_levels.first())
-            .map(|level| level.number)
-        {
+        // Of a hierarchy the finest number: those above it are powers of two that are rounded up, or there is none.
+        let numbers = format.scale_kind(rule).levels().iter().map(|level| level.number);
+        let headroom = match numbers.rev().find(|number| *number != ScaleNumber::Bit) {
             Some(ScaleNumber::E4m3 | ScaleNumber::UnsignedE4m3) => Headroom(17),
             Some(ScaleNumber::E6m2) => Headroom(18),
             Some(ScaleNumber::E8m0) => Headroom::reaching(reach(rule, element)),

@@ -109,9 +109,9 @@ fn lift_row_body(
 ) {
     let sources = scales.chunks(4).zip(packed.chunks(64));
     for ((i, out), (scales, packed)) in out.chunks_mut(128).enumerate().zip(sources) {
-        let target = &out_scales.of(i, Lift::E2M1, scales);
+        let target = out_scales.of(i, Lift::E2M1, scales);
         for (b, &source) in scales.iter().enumerate() {
-            lift_block_body(lift(lifts, source, *target), &packed[16 * b..], &mut out[32 * b..], tally);
+            lift_block_body(lift(lifts, source, target), &packed[16 * b..], &mut out[32 * b..], tally);
         }
     }
 }
@@ -159,10 +159,10 @@ fn lift_row_by_table_body(
     let (bytes, blocks) = (packed_bytes(by.bits, by.block), LIFTED_BLOCK / by.block);
     let sources = scales.chunks(blocks).zip(packed.chunks(blocks * bytes));
     for ((i, out), (scales, packed)) in out.chunks_mut(LIFTED_BLOCK).enumerate().zip(sources) {
-        let target = &out_scales.of(i, by.lift, scales);
+        let target = out_scales.of(i, by.lift, scales);
         let blocks = out.chunks_mut(by.block).zip(packed.chunks(bytes));
         for (&source, (out, packed)) in scales.iter().zip(blocks) {
-            let (table, changed) = by.entry(source, *target);
+            let (table, changed) = by.entry(source, target);
             let (mut codes, mut seen) = ([0; LIFTED_BLOCK], 0u64);
             let codes = &mut codes[..out.len()];
             unpack_codes(by.bits, packed, codes).unwrap_or_else(|e| unreachable!("cut to that length: {e}"));

@@ -90,7 +90,7 @@ pub(super) fn lift_rows(
     spans: &Spans,
     made: Transcoded<Cpu>,
 ) -> Result<Transcoded<Cpu>> {
-    let (rows, out, lift) = (PowerScaledRows::of(x)?, Target::new(made.out), RowLift::of(cpu, x)?);
+    let (rows, out, by) = (PowerScaledRows::of(x)?, Target::new(made.out), RowLift::of(cpu, x)?);
     let sum: [AtomicU64; 3] = Default::default();
     let height = strip_rows(false, x.cols);
     for_strips(
@@ -106,7 +106,7 @@ pub(super) fn lift_rows(
                 let (codes, scales) =
                     unsafe { (out.row_codes(row, 0, x.cols), out.row_scales(row, 0, x.cols)) };
                 // Lifted scales are bytes: the rule is the source's.
-                lift.row(from, (Targets::Found(scales.bytes), codes), &mut tally);
+                by.row(from, (Targets::Found(scales.bytes), codes), &mut tally);
             }
             clear_padding(&out, strip, x.cols);
             add_tally(&sum, tally);
@@ -115,9 +115,9 @@ pub(super) fn lift_rows(
     Ok(written(out.finish(), None, (made.counts, &sum)))
 }
 
-/// Rows of a lifted format, of matrices, → E4M3 tiles.
+/// Rows of a lifted format → E4M3 tiles of each of `out`'s matrices. Nothing is counted.
 pub(super) fn lift_squares(cpu: &Cpu, x: &BlockScaled<Cpu>, out: &mut BlockScaled<Cpu>) -> Result<()> {
-    let (rows, lift) = (PowerScaledRows::of(x)?, RowLift::of(cpu, x)?);
+    let (rows, by) = (PowerScaledRows::of(x)?, RowLift::of(cpu, x)?);
     let (n, k) = ((x.rows / out.stack.max(1)).max(1), x.cols);
     let (tiles_n, tiles_k) = (n.div_ceil(LIFTED_BLOCK), k.div_ceil(LIFTED_BLOCK).max(1));
     let (scales, codes) = (out.scales.as_mut_slice(), out.codes.as_mut_slice());
@@ -127,15 +127,14 @@ pub(super) fn lift_squares(cpu: &Cpu, x: &BlockScaled<Cpu>, out: &mut BlockScale
             let last = (first + LIFTED_BLOCK).min((strip / tiles_n + 1) * n);
             for (tile, target) in targets.iter_mut().enumerate() {
                 let (col, width) = (tile * LIFTED_BLOCK, LIFTED_BLOCK.min(k - tile * LIFTED_BLOCK));
-                *target =
-                    lift.lift.target((first..last).flat_map(|row| rows.scales(row, col, width)).copied());
+                *target = by.lift.target((first..last).flat_map(|row| rows.scales(row, col, width)).copied());
             }
         });
         codes.par_chunks_mut(k.max(1)).enumerate().for_each(|(row, codes)| {
             let strip = row / n * tiles_n + row % n / LIFTED_BLOCK;
             let from = (rows.scales(row, 0, k), rows.codes(row, 0, k));
             let to = (Targets::Given(&scales[strip * tiles_k..][..tiles_k]), codes);
-            lift.row(from, to, &mut Tally::default());
+            by.row(from, to, &mut Tally::default());
         });
     });
     Ok(())

@@ -1,9 +1,9 @@
 //! Weights as products lift them: rows of one 1 each make the product the lifted weight itself, which is held to the bits.
 
-use super::super::quantize::codec;
 use crate::case::{Case, Outputs, Pads};
 use crate::host::HostBlock;
 use crate::input::{Input, stream};
+use crate::ops::quantize::codec;
 use crate::pair::Pair;
 use crate::shapes::RaggedRows;
 use nibble_core::formats::{BlockAxis, Format, Rounding, ScaleRule};
@@ -13,14 +13,14 @@ use nibble_core::{Agreement, DType, Kernels, Operand, Result};
 #[derive(Debug)]
 struct LiftedWeight {
     format: Format,
-    /// Matrices of `n` rows; one is no group.
+    /// Matrices of `n` rows, a group each; of one the product is dense.
     matrices: usize,
     n: usize,
     k: usize,
 }
 
 impl LiftedWeight {
-    /// Rows whose sizes lie forty octaves apart: of a square some are rounded, and some vanish.
+    /// Rows of sizes up to forty octaves apart: in a square some are rounded, and some become zeros.
     fn weight<B: Kernels>(&self, b: &B) -> Result<Operand<B>> {
         let Self { format, matrices, n, k } = *self;
         let mut w = Input::Normal.values(&stream("squares.w"), matrices * n * k);
