@@ -1,6 +1,6 @@
 //! `cargo xtask bench`.
 
-use crate::run::{output, root};
+use crate::run::{commit, output, root};
 use std::fs;
 
 /// Runs `nibble bench` on a release build and keeps what it prints, with where and how it was made.
@@ -35,13 +35,6 @@ fn machine() -> String {
     let model = info.lines().find_map(|line| line.strip_prefix("model name")?.split_once(':'));
     let model = model.map_or(std::env::consts::ARCH, |(_, model)| model.trim());
     format!("{model}, {cores} cores")
-}
-
-/// The commit that was measured; marked where files differ from it.
-fn commit() -> Result<String, String> {
-    let commit = output("git", &["rev-parse", "--short=10", "HEAD"])?;
-    let changed = output("git", &["status", "--porcelain", "--untracked-files=no"])?;
-    Ok(format!("{}{}", commit.trim(), if changed.is_empty() { "" } else { "-changed" }))
 }
 
 /// Letters and digits, everything between them one dash.

@@ -1,7 +1,7 @@
 //! `cargo xtask check`.
 
 use crate::run::{command, output, root};
-use crate::{made_up, names};
+use crate::{made_up, modules, names};
 use std::time::Instant;
 
 /// Whether to run the tests.
@@ -19,6 +19,7 @@ pub fn check(tests: Tests) -> Result<(), String> {
     let doc = ["doc", "--workspace", "--no-deps", "--document-private-items", "--locked"];
     step("format", || cargo(&["fmt", "--all", "--check"], &[]))?;
     step("names of formats", names::check)?;
+    step("files of tests", modules::check)?;
     step("patches of tests", made_up::patches_apply)?;
     step("no C", no_c)?;
     step("licences and sources", licences)?;

@@ -1,5 +1,6 @@
 //! `cargo xtask made-up`.
 
+use crate::exhaustive::EXHAUSTIVE;
 use crate::moved::{copy_sources, remove};
 use crate::run::root;
 use std::fs;
@@ -43,8 +44,10 @@ const ASKED: [Asked; 2] = [
             "nibble-formats",
             "--lib",
             "--test",
-            "exhaustive",
+            "formats",
             "--",
+            "tests::",
+            "exhaustive::",
             "--skip",
             "math::",
         ],
@@ -56,11 +59,9 @@ const ASKED: [Asked; 2] = [
             // Or its dependencies are built once more with the features of each package alone.
             "--workspace",
             "--test",
-            "conformance",
+            "cpu",
             "--test",
-            "recorder",
-            "--test",
-            "formats_train",
+            "train",
             "--test",
             "compile_all",
             "--",
@@ -166,6 +167,7 @@ fn run_tests(copy: &Path, Asked { arguments, lines, kernels }: &Asked) -> Result
         .current_dir(copy)
         .env("CARGO_TARGET_DIR", root().join(target))
         .env("NIBBLE_ONLY", kernels.join(" "))
+        .env(EXHAUSTIVE, "1")
         .stderr(std::process::Stdio::inherit())
         .output()
         .map_err(|e| format!("cargo did not start: {e}"))?;

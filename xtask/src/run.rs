@@ -31,3 +31,10 @@ pub fn output(program: &str, arguments: &[&str]) -> Result<String, String> {
     }
     String::from_utf8(output.stdout).map_err(|e| format!("`{shown}` printed something other than UTF-8: {e}"))
 }
+
+/// The commit of the checkout; `-changed` behind it where files differ from it.
+pub fn commit() -> Result<String, String> {
+    let commit = output("git", &["rev-parse", "--short=10", "HEAD"])?;
+    let changed = output("git", &["status", "--porcelain", "--untracked-files=no"])?;
+    Ok(format!("{}{}", commit.trim(), if changed.is_empty() { "" } else { "-changed" }))
+}

@@ -13,7 +13,7 @@ use nibble_core::Kernels;
 use nibble_cpu::Cpu;
 use nibble_cuda::Cuda;
 use nibble_testkit::conformance::{Test, every_op};
-use nibble_testkit::{Cases, Pair, random_elements};
+use nibble_testkit::{Breadth, Cases, Pair, random_elements};
 use serde_json::{Value, json};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
@@ -70,12 +70,16 @@ pub fn run(args: Args) -> Result<()> {
     let threads = settings.threads(0);
     if args.cpu {
         let tests = chosen(&every_op(), &args.only)?;
-        let pair = |threads| Ok(Pair::strict(Cpu::scalar(1)?, settings.cpu(threads)?));
+        let pair =
+            |threads| Ok(Pair::strict(Cpu::scalar(1)?, settings.cpu(threads)?).with_breadth(Breadth::Whole));
         return verify(&args, (threads, args.jobs.max(1)), &pair, &tests, json);
     }
     let tests = chosen(&every_op(), &args.only)?;
     let first = gpu::open("--cpu verifies the CPU's vectorised code")?;
-    let pair = |threads| Ok(Pair::new(settings.cpu(threads)?, Cuda::on(first.device().reopened()?)));
+    let pair = |threads| {
+        let gpu = Cuda::on(first.device().reopened()?);
+        Ok(Pair::new(settings.cpu(threads)?, gpu).with_breadth(Breadth::Whole))
+    };
     let jobs = if args.jobs == 0 { (threads / THREADS_A_JOB).clamp(1, MOST_JOBS) } else { args.jobs };
     verify(&args, (threads, jobs), &pair, &tests, json)
 }

@@ -1,7 +1,7 @@
 //! Attention of many tiles, so that every multiprocessor has several rounds of work, and more heads than have room for dS at once: on the tensor
 //! cores against the ordinary ones, which compute in F32, and the same bits in every run. Without a GPU: a printed skip, or a failure under `NIBBLE_REQUIRE_GPU=1`.
 
-mod gpu;
+use crate::gpu;
 
 use nibble_core::ops::{
     Attention, AttentionBackward, AttentionGrads, AttentionOut, Cast, InitNormal, Windows, attention_scale,

@@ -1,7 +1,7 @@
 //! Operations on buffers shorter than their shapes say, or of another device, end in an error that names them. Without a GPU: a
 //! printed skip, or a failure under `NIBBLE_REQUIRE_GPU=1`.
 
-mod gpu;
+use crate::gpu;
 
 use nibble_core::formats::{Codec, Format, Rounding, ScaleRule};
 use nibble_core::ops::*;

@@ -1,16 +1,25 @@
-//! Every kernel instance compiles, without a GPU, and needs what `resources.txt` says. Needs libnvrtc (its Python wheel will do).
+//! Every kernel instance compiles, without a GPU, and needs what `resources.txt` says. Needs libnvrtc (its Python wheel will do). Instances of sources that are
+//! as they were when `compiled.txt` was written are not compiled again, but in an exhaustive run.
 //!
-//! To re-pin after a deliberate change: `NIBBLE_UPDATE=1 cargo test --test compile_all`, and commit the file with the change. With
+//! To re-pin after a deliberate change: `NIBBLE_UPDATE=1 cargo test --test compile_all`, and commit both files with the change. With
 //! `NIBBLE_ONLY="nib::Nvfp4 nib::cast"` only instances of which a word is part are compiled, and held to their lines.
 
 use nibble_cuda::KernelSpec;
-use nibble_cuda::compile::jit::Nvrtc;
+use nibble_cuda::compile::jit::{self, Nvrtc};
 use nibble_cuda::compile::source::{EMBEDDED, Sources};
 use nibble_cuda::ops::{Instance, SharedSize};
-use std::collections::BTreeMap;
+use nibble_testkit::Breadth;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 const RESOURCES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/resources.txt");
+/// [`digests`], when all instances of a source were compiled last.
+const COMPILED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/compiled.txt");
+
+/// The NVRTC that both files are of.
+const PINNED: (u32, u32) = (13, 0);
 
 /// Every instance: those of the operations, and the one that timing needs.
 fn instances() -> Vec<Instance> {
@@ -40,38 +49,120 @@ fn compiled_line(nvrtc: &Nvrtc, sources: &Sources, Instance { spec, shared_bytes
     format!("{spec} {} {spills} {shared} + {shared_bytes}", r.registers)
 }
 
+/// The lines of these, in their order, compiled on all processors.
+fn compiled_lines(nvrtc: &Nvrtc, sources: &Sources, of: Vec<&Instance>) -> Vec<String> {
+    let (next, lines) = (AtomicUsize::new(0), vec![OnceLock::new(); of.len()]);
+    let work = || {
+        loop {
+            let at = next.fetch_add(1, Ordering::Relaxed);
+            let Some(instance) = of.get(at) else { return };
+            lines[at].set(compiled_line(nvrtc, sources, instance)).unwrap();
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..std::thread::available_parallelism().map_or(1, usize::from) {
+            scope.spawn(work);
+        }
+    });
+    lines.into_iter().map(|line| line.into_inner().unwrap()).collect()
+}
+
+/// The compiler of kernels; without one, a line that says what is skipped.
+fn compiler(what: &str) -> Option<Nvrtc> {
+    match Nvrtc::load() {
+        Ok(nvrtc) => Some(nvrtc),
+        Err(error) if nibble_cuda::env::nvrtc().is_some() => panic!("{error}"),
+        Err(error) => {
+            println!("skipped: {what}: {error}");
+            None
+        }
+    }
+}
+
+/// Path of a source and a digest, for every source of an instance: of all that decides what compiling its instances gives, of its lines of
+/// `resources.txt`, and of what is asserted of its shared memory.
+fn digests(sources: &Sources, table: &str) -> BTreeMap<&'static str, String> {
+    let lines: BTreeMap<&str, &str> = table.lines().map(|line| (instance_of(line), line)).collect();
+    let mut texts = asserts(&[]);
+    for Instance { spec, .. } in instances() {
+        let line = lines.get(&*spec.to_string()).copied().unwrap_or_default();
+        writeln!(texts.entry(spec.source).or_default(), "{line}").unwrap();
+    }
+    let digest = |(source, text): (&'static str, String)| {
+        (source, jit::digest(sources, source, &text, PINNED).unwrap().to_string())
+    };
+    texts.into_iter().map(digest).collect()
+}
+
+/// The sources of which nothing has changed since all their instances were compiled: none in an exhaustive run, or with another compiler.
+fn unchanged(nvrtc: &Nvrtc, sources: &Sources, table: &str) -> BTreeSet<&'static str> {
+    if nvrtc.version != PINNED || Breadth::of_tests() == Breadth::Whole {
+        return BTreeSet::new();
+    }
+    let before = std::fs::read_to_string(COMPILED).unwrap_or_default();
+    let before: BTreeMap<&str, &str> = before.lines().filter_map(|line| line.split_once(' ')).collect();
+    let now = digests(sources, table).into_iter();
+    now.filter(|(source, digest)| before.get(source) == Some(&digest.as_str()))
+        .map(|(source, _)| source)
+        .collect()
+}
+
 #[test]
 fn every_instance_compiles_and_needs_no_more_than_before() {
-    let nvrtc = match Nvrtc::load() {
-        Ok(nvrtc) => nvrtc,
-        Err(error) if nibble_cuda::env::nvrtc().is_some() => panic!("{error}"),
-        Err(error) => return println!("skipped: compiling every kernel instance: {error}"),
-    };
+    let Some(nvrtc) = compiler("compiling every kernel instance") else { return };
     let (sources, only) = (Sources::embedded(), nibble_cuda::env::only());
     let before = std::fs::read_to_string(RESOURCES).unwrap();
-    let lines = before.lines().filter(|line| !line.starts_with('#'));
-    let lines: BTreeMap<&str, &str> = lines.map(|line| (instance_of(line), line)).collect();
-    let mut table = String::from(
-        "# registers, spilled bytes (stored + loaded), static + dynamic shared memory in bytes; NVRTC 13.0, sm_90a\n",
-    );
-    let mut compiled = 0;
-    for instance in instances() {
-        if is_asked_for(&instance.spec, &only) {
-            let line = compiled_line(&nvrtc, &sources, &instance);
+    let (head, old) = before.split_once('\n').unwrap();
+    let lines: BTreeMap<&str, &str> = old.lines().map(|line| (instance_of(line), line)).collect();
+    // Words ask for instances whatever is known of them.
+    let known = if only.is_empty() { unchanged(&nvrtc, &sources, old) } else { BTreeSet::new() };
+    let (mut table, mut compiled, mut kept) = (String::new(), 0, BTreeMap::new());
+    let instances = instances();
+    let is_due =
+        |instance: &Instance| is_asked_for(&instance.spec, &only) && !known.contains(instance.spec.source);
+    let mut made =
+        compiled_lines(&nvrtc, &sources, instances.iter().filter(|i| is_due(i)).collect()).into_iter();
+    for instance in &instances {
+        let spec = &instance.spec;
+        if is_due(instance) {
+            let line = made.next().unwrap();
             println!("{line}");
             writeln!(table, "{line}").unwrap();
             compiled += 1;
-        } else if let Some(line) = lines.get(&*instance.spec.to_string()) {
+        } else if let Some(line) = lines.get(&*spec.to_string()) {
             writeln!(table, "{line}").unwrap();
+            *kept.entry(spec.source).or_insert(0) += 1;
         }
     }
-    assert!(compiled > 0, "no instance has one of {only:?}");
+    println!(
+        "{compiled} instances compiled; {} are of sources as they were when theirs were",
+        kept.values().sum::<usize>()
+    );
+    assert!(compiled > 0 || only.is_empty(), "no instance has one of {only:?}");
+    if nvrtc.version != PINNED {
+        return println!(
+            "not compared with resources.txt: that is of NVRTC {PINNED:?}, this is {:?}",
+            nvrtc.version
+        );
+    }
+    let mut now = digests(&sources, &table);
     if nibble_cuda::env::update() {
-        std::fs::write(RESOURCES, &table).unwrap();
-    } else if nvrtc.version == (13, 0) {
-        assert_eq!(table, before, "resources changed: re-pin if that is meant");
-    } else {
-        println!("not compared with resources.txt: that is of NVRTC 13.0, this is {:?}", nvrtc.version);
+        assert_layouts(&nvrtc, &only, &known);
+        // Of a source of which some instance was not compiled, it stays as it was.
+        let old = std::fs::read_to_string(COMPILED).unwrap_or_default();
+        let old: BTreeMap<&str, &str> = old.lines().filter_map(|line| line.split_once(' ')).collect();
+        now.retain(|source, digest| {
+            !kept.contains_key(source) || known.contains(source) || old.get(source) == Some(&digest.as_str())
+        });
+        let listed: String = now.iter().map(|(source, digest)| format!("{source} {digest}\n")).collect();
+        std::fs::write(RESOURCES, format!("{head}\n{table}")).unwrap();
+        return std::fs::write(COMPILED, listed).unwrap();
+    }
+    assert_eq!(table, old, "resources changed: re-pin if that is meant");
+    if only.is_empty() {
+        let listed = std::fs::read_to_string(COMPILED).unwrap_or_default();
+        let now: String = now.iter().map(|(source, digest)| format!("{source} {digest}\n")).collect();
+        assert_eq!(listed, now, "compiled.txt is not of these sources: NIBBLE_UPDATE=1 writes it");
     }
 }
 
@@ -177,18 +268,12 @@ fn layout(spec: &KernelSpec) -> Option<(String, usize, usize)> {
     Some((layout, least, most))
 }
 
-#[test]
-fn every_instance_has_the_shared_memory_that_its_kernel_lays_out() {
-    let nvrtc = match Nvrtc::load() {
-        Ok(nvrtc) => nvrtc,
-        Err(error) if nibble_cuda::env::nvrtc().is_some() => panic!("{error}"),
-        Err(error) => return println!("skipped: sizes of shared memory: {error}"),
-    };
-    let only = nibble_cuda::env::only();
+/// What is asserted of the shared memory of the instances that are asked for, by source.
+fn asserts(only: &[String]) -> BTreeMap<&'static str, String> {
     let mut asserts: BTreeMap<&str, String> = BTreeMap::new();
     let mut compared = 0;
     for Instance { spec, shared_bytes } in instances() {
-        if !is_asked_for(&spec, &only) {
+        if !is_asked_for(&spec, only) {
             continue;
         }
         let Some((layout, least, most)) = layout(&spec) else {
@@ -216,11 +301,26 @@ fn every_instance_has_the_shared_memory_that_its_kernel_lays_out() {
         }
         assert!(compared > 120, "{compared}");
     }
-    for (source, asserts) in asserts {
+    asserts
+}
+
+/// Compiles what is asserted of all sources but these.
+fn assert_layouts(nvrtc: &Nvrtc, only: &[String], known: &BTreeSet<&str>) {
+    for (source, asserts) in asserts(only).into_iter().filter(|(source, _)| !known.contains(source)) {
         let text = format!("#include \"{source}\"\n{asserts}__global__ void sizes() {{}}\n");
         let embedded = EMBEDDED.iter().map(|&(path, text)| (path.to_owned(), text.into()));
         let sources = Sources::from_files(embedded.chain([("sizes.cuh".to_owned(), text.into())]));
         let spec = KernelSpec { source: "sizes.cuh", name: "sizes", args: vec![] };
         nvrtc.compile(&spec, &sources).unwrap_or_else(|error| panic!("{source}: {error}"));
     }
+}
+
+#[test]
+fn every_instance_has_the_shared_memory_that_its_kernel_lays_out() {
+    let Some(nvrtc) = compiler("sizes of shared memory") else { return };
+    let only = nibble_cuda::env::only();
+    let before = std::fs::read_to_string(RESOURCES).unwrap();
+    let (_, old) = before.split_once('\n').unwrap();
+    let known = if only.is_empty() { unchanged(&nvrtc, &Sources::embedded(), old) } else { BTreeSet::new() };
+    assert_layouts(&nvrtc, &only, &known);
 }

@@ -1,6 +1,6 @@
 //! Every operation on the GPU against the CPU. Without a GPU: a printed skip, or a failure under `NIBBLE_REQUIRE_GPU=1`.
 
-mod gpu;
+use crate::gpu;
 
 use nibble_cpu::Cpu;
 use nibble_cuda::Cuda;

@@ -1,6 +1,6 @@
 //! The library's products, which only a measurement uses, are the products that they are taken for.
 
-mod gpu;
+use crate::gpu;
 
 use half::bf16;
 use nibble_cuda::cublaslt::{Element, Gemm};

@@ -1,6 +1,6 @@
 //! Memory on a GPU. Without one: a printed skip, or a failure under `NIBBLE_REQUIRE_GPU=1`.
 
-mod gpu;
+use crate::gpu;
 
 use gpu::device;
 use nibble_core::{Backend, Plain, Traffic, ValueRun};

@@ -1,8 +1,7 @@
 //! Documents that are kept apart in a packed sequence, on a GPU. Without one: a printed skip, or a failure under `NIBBLE_REQUIRE_GPU=1`.
 
-mod gpu;
-#[path = "../../train/tests/rig/mod.rs"]
-mod rig;
+use crate::gpu;
+use crate::rig;
 
 use nibble_core::Recipe;
 use nibble_cuda::Cuda;

@@ -1,7 +1,7 @@
 //! Recorded work gives what issued work gives, from memory that nobody else is given; copies larger than the staging memory.
 //! Without a GPU: a printed skip.
 
-mod gpu;
+use crate::gpu;
 
 use gpu::device;
 use half::bf16;

@@ -1,6 +1,6 @@
 //! The tensor cores' products on a GPU. Without one: a printed skip, or a failure under `NIBBLE_REQUIRE_GPU=1`.
 
-mod gpu;
+use crate::gpu;
 
 #[path = "../examples/grouped/case.rs"]
 mod case;

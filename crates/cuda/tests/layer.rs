@@ -2,7 +2,7 @@
 //! graph (which holds no read and no upload by the host), and what it keeps. Without a GPU: a printed skip, or a failure
 //! under `NIBBLE_REQUIRE_GPU=1`.
 
-mod gpu;
+use crate::gpu;
 
 use nibble_core::formats::{Purpose, Stream};
 use nibble_core::ops::{Cast, InitNormal};

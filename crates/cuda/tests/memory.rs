@@ -1,7 +1,7 @@
 //! Predicted memory beside what a GPU takes: twenty random recipes, each on a random model that needs 10 GiB or more. Without a GPU they are
 //! drawn and predicted, and that is all.
 
-mod gpu;
+use crate::gpu;
 
 use nibble_core::{DeviceKind, MeshShape, Recipe, SoloComm};
 use nibble_cuda::Cuda;

@@ -1,7 +1,7 @@
 //! Collectives of ranks on GPUs, each rank a thread, against those of the CPU: the same bits. With one GPU there is one rank, with two there are
 //! two, and a mesh of each shape.
 
-mod gpu;
+use crate::gpu;
 
 use nibble_core::{Axes, Backend, Comm, Error, Kernels, MeshShape, Peers, Result, TreeSum};
 use nibble_cpu::{Cpu, HostComm};
@@ -25,7 +25,8 @@ fn gpus(test: &str) -> Option<Vec<usize>> {
     }
     if OF_NCCL.iter().any(|(name, _)| std::env::var_os(name).is_none()) {
         let mut again = std::process::Command::new(std::env::current_exe().unwrap());
-        let done = again.args(["--exact", "--nocapture", test]).envs(OF_NCCL).status().unwrap();
+        let name = format!("nccl::{test}");
+        let done = again.args(["--exact", "--nocapture", &name]).envs(OF_NCCL).status().unwrap();
         assert!(done.success(), "{test} with {OF_NCCL:?}");
         return None;
     }

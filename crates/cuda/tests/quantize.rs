@@ -2,7 +2,7 @@
 //! MXFP4, one for E4M3), and bands of those that `quantize_units` takes. Without a GPU: a printed skip, or a failure under
 //! `NIBBLE_REQUIRE_GPU=1`.
 
-mod gpu;
+use crate::gpu;
 
 use half::bf16;
 use nibble_core::formats::{Codec, Format, Rounding, ScaleRule};

@@ -5,7 +5,7 @@
 //! as many. The values of a tile of 128 rows by 64 columns lie around one exponent, a few octaves below it more often than not;
 //! some tiles hold any bits at all, NaN and infinities among them. F32 has the same values and random bits below them.
 
-mod gpu;
+use crate::gpu;
 
 use half::bf16;
 use nibble_core::formats::{BlockAxis, Codec, Format, Purpose, Rounding, ScalePlane, ScaleRule, Stream};

@@ -1,5 +1,7 @@
 //! What Nibble's tests share.
 //!
+//! * [`alone()`]: a test in a process of its own.
+//! * [`Breadth`]: how much of a long list or of a cross a run of the tests takes.
 //! * [`shapes`]: sizes of real models scaled down, and uneven divisions of rows among experts.
 //! * [`input`]: reproducible values that are hard on number formats.
 //! * [`mod@assert`]: comparisons that say what an output can honestly be held to, with readable failures.
@@ -13,7 +15,9 @@
 //!
 //! This crate is for tests: its functions panic with a report where a test has to fail.
 
+mod alone;
 pub mod assert;
+mod breadth;
 mod case;
 mod case_trial;
 pub mod conformance;
@@ -33,7 +37,9 @@ pub mod timing;
 pub mod trial;
 pub mod windows;
 
+pub use alone::alone;
 pub use assert::{assert_agreement, assert_bits_equal, assert_copies_lines, assert_rel_l2};
+pub use breadth::{Breadth, EXHAUSTIVE, pairs};
 pub use documents::Documents;
 pub use gradient::{GradientCheck, check_gradient};
 pub use input::Input;

@@ -1,10 +1,15 @@
 //! Two backends, and each case on both.
 
+use crate::breadth::Breadth;
 use crate::case::{Case, Pads, run};
 use crate::case_trial::CaseTrial;
 use nibble_core::{Agreement, Backend, Error};
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+
+/// Daily, backends behind the first take about one of so many cases: most are slow, and divide rows as the first one does.
+const SLOWER: usize = 5;
 
 /// The cases of one test, handed out among pairs that run it at once: each case to the pair that is the first to be free.
 #[derive(Debug, Clone, Default)]
@@ -45,6 +50,12 @@ pub struct Pair<A, B> {
     /// The same bits are owed everywhere, products and attention included (two paths of one machine).
     pub strict: bool,
     cases: Arc<AtomicUsize>,
+    /// How much of its lists a test takes.
+    breadth: Breadth,
+    /// Daily, of each kind of cases about one of so many is run.
+    one_of: usize,
+    /// Cases that have come, by kind.
+    of_kind: Arc<Mutex<HashMap<&'static str, usize>>>,
     /// Which cases of a test are this pair's, if others run the test too.
     share: Option<Arc<Share>>,
     /// What is done with cases instead of comparing them.
@@ -54,7 +65,18 @@ pub struct Pair<A, B> {
 impl<A: Backend, B: Backend> Pair<A, B> {
     /// Each operation at its own `AGREEMENT`.
     pub fn new(a: A, b: B) -> Self {
-        Self { a, b, more: Vec::new(), strict: false, cases: Arc::default(), share: None, trial: None }
+        Self {
+            a,
+            b,
+            more: Vec::new(),
+            strict: false,
+            cases: Arc::default(),
+            breadth: Breadth::of_tests(),
+            one_of: 1,
+            of_kind: Arc::default(),
+            share: None,
+            trial: None,
+        }
     }
 
     /// The same bits everywhere.
@@ -62,10 +84,25 @@ impl<A: Backend, B: Backend> Pair<A, B> {
         Self { strict: true, ..Self::new(a, b) }
     }
 
-    /// With one more backend under test.
+    /// With one more backend under test. Daily it takes of each kind of cases the first and about a fifth of the others.
     pub fn and(mut self, b: B) -> Self {
         self.more.push(b);
         self
+    }
+
+    /// Daily only the first cases of each kind are compared, and about one of so many others ([`Breadth::takes`]).
+    pub fn one_of(self, many: usize) -> Self {
+        Self { one_of: many, ..self }
+    }
+
+    /// Takes all of every list, or the daily part, whatever the environment says.
+    pub fn with_breadth(self, breadth: Breadth) -> Self {
+        Self { breadth, ..self }
+    }
+
+    /// How much of its lists a test takes.
+    pub(crate) fn breadth(&self) -> Breadth {
+        self.breadth
     }
 
     /// The pair for one run of a test, of whose cases it takes what these hand out.
@@ -84,6 +121,14 @@ impl<A: Backend, B: Backend> Pair<A, B> {
     /// Each case is tried with defects of the backend under test, one at a time, instead.
     pub(crate) fn tried(a: A, b: B, trial: Arc<CaseTrial>) -> Self {
         Self { trial: Some(trial), ..Self::new(a, b) }
+    }
+
+    /// How many cases of this kind this pair and its clones took before.
+    fn nth_of_kind<C>(&self) -> usize {
+        let mut kinds = self.of_kind.lock().unwrap_or_else(PoisonError::into_inner);
+        let count = kinds.entry(std::any::type_name::<C>()).or_default();
+        *count += 1;
+        *count - 1
     }
 
     /// Those under test.
@@ -108,10 +153,15 @@ impl<A: Backend, B: Backend> Pair<A, B> {
         if let Some(trial) = &self.trial {
             return trial.of_case(&self.a, &self.b, case);
         }
+        let nth = self.nth_of_kind::<C>();
+        if !self.breadth.takes(nth, self.one_of) {
+            return;
+        }
+        let also = if self.breadth.takes(nth, SLOWER) { &self.more[..] } else { &[] };
         let a = run(&self.a, case, Pads::Zero);
         let owed =
             |result: &str| if self.strict { Agreement::Bitwise } else { Case::<A>::owed(case, result) };
-        for tested in self.tested() {
+        for tested in std::iter::once(&self.b).chain(also) {
             let b = run(tested, case, Pads::Zero);
             let named = |what: &str| format!("{case:?}\n  {}, {what}", tested.name());
             b.require_agreement(owed, &a, &named(&format!("against {}", self.a.name())));

@@ -1,6 +1,6 @@
 //! Ranks that have each read their own configuration and data: what must be alike is compared, and the folder of the run is the first one's choice.
 
-mod rig;
+use crate::rig;
 
 use nibble_core::MeshShape;
 use nibble_cpu::Cpu;

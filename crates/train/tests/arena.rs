@@ -1,6 +1,6 @@
 //! Work within an arena: a layer's passes find the same addresses every time, and training gives the same numbers.
 
-mod rig;
+use crate::rig;
 
 use nibble_core::{Backend, Recipe};
 use nibble_cpu::Cpu;

@@ -1,6 +1,6 @@
 //! A token outside the vocabulary stops a step before any weight changes, though no kernel looks at ids.
 
-mod rig;
+use crate::rig;
 
 use nibble_core::{DType, Tensor};
 use nibble_cpu::Cpu;

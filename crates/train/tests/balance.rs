@@ -1,6 +1,6 @@
 //! The load-balancing loss beside that of `transformers`, and the weight under which a checkpoint names it.
 
-mod rig;
+use crate::rig;
 
 use nibble_core::Tensor;
 use nibble_core::ops::{Route, RouteRule};

@@ -1,6 +1,6 @@
 //! A rank that learns of another's failure after it has read what a collective gave believes nothing of it.
 
-mod rig;
+use crate::rig;
 
 use nibble_core::{Axes, Comm, Error, Mesh, MeshShape, Result, Traffic};
 use nibble_cpu::Cpu;

@@ -1,6 +1,6 @@
 //! What is computed while rows travel between ranks.
 
-mod rig;
+use crate::rig;
 
 use nibble_core::ops::Cast;
 use nibble_core::{Comm, DType, Mesh, MeshShape, Recipe, Tensor};

@@ -1,6 +1,6 @@
 //! Gradients kept in BF16: every parameter has one, in every way a step may make it.
 
-mod rig;
+use crate::rig;
 
 use nibble_cpu::Cpu;
 use rig::{small, train};

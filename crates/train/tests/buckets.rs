@@ -1,6 +1,6 @@
 //! Gradients meet on their ranks several weights at a time, beside the backward pass that makes the next ones.
 
-mod rig;
+use crate::rig;
 
 use nibble_core::{Backend as _, DType, MeshShape, Recipe};
 use nibble_cpu::Cpu;

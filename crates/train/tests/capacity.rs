@@ -1,6 +1,6 @@
 //! Exchanges with too little room: the step, or the batch that is evaluated, is done again with more of it, and with the same bits.
 
-mod rig;
+use crate::rig;
 
 use nibble_core::{Axes, Backend, Comm, Data, DeviceKind, Error, Kernels, Mesh, MeshShape, Result};
 use nibble_cpu::{Cpu, HostComm};

@@ -408,7 +408,8 @@ fn child_that_saves_until_it_is_stopped() -> Outcome {
     Ok(())
 }
 
-const CHILD_ARGS: [&str; 3] = ["--exact", "child_that_saves_until_it_is_stopped", "--nocapture"];
+const CHILD_ARGS: [&str; 3] =
+    ["--exact", "checkpoint_files::child_that_saves_until_it_is_stopped", "--nocapture"];
 
 #[cfg(debug_assertions)]
 #[test]

@@ -1,7 +1,7 @@
 //! Rows that come back from the experts in blocks: `combine.fwd` and `combine.bwd` of a recipe. Each slot's row is rounded by itself, so every
 //! mesh gives the bits of one rank.
 
-mod rig;
+use crate::rig;
 
 use nibble_core::ops::{Dequantize, Planes, Quantize};
 use nibble_core::recipe::{LayerKind, Site};

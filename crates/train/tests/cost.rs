@@ -1,7 +1,7 @@
 //! What a recipe costs: multiply-adds beside those that a rehearsed step counts, techniques beside counts by hand, and the shares that a paper
 //! prints.
 
-mod rig;
+use crate::rig;
 
 use nibble_core::{DeviceKind, Recipe};
 use nibble_train::checks::checked_recipe;

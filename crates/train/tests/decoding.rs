@@ -1,6 +1,6 @@
 //! Tokens against a cache: the logits that all tokens at once give, to the last bit on a CPU.
 
-mod rig;
+use crate::rig;
 
 use nibble_core::recipe::{Section, Site};
 use nibble_core::{Kernels, Mesh, MeshShape, Recipe};
@@ -95,7 +95,7 @@ fn a_forgotten_text_changes_no_bit_of_the_next() {
 #[test]
 fn a_mesh_changes_no_bit_either() {
     let changes = [FOUR_PARTS];
-    for (i, recipe) in rig::recipes().into_iter().enumerate() {
+    for (i, recipe) in rig::some_recipes(2).into_iter().enumerate() {
         let config = if i % 3 == 2 { rig::mixed(recipe, &changes) } else { small(recipe, &changes) };
         let decode = |mesh: Mesh<'_, Cpu>| {
             let b = Cpu::new(1).unwrap();

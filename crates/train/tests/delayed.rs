@@ -1,6 +1,6 @@
 //! Scales of earlier steps: what a run remembers of them, and that it depends on nothing but the steps.
 
-mod rig;
+use crate::rig;
 
 use nibble_core::formats::{AmaxOf, DelayedScaling};
 use nibble_core::{Comm, Mesh, Recipe};

@@ -1,6 +1,6 @@
 //! Documents that are kept apart in a packed sequence.
 
-mod rig;
+use crate::rig;
 
 use nibble_core::Recipe;
 use nibble_cpu::Cpu;

@@ -1,6 +1,6 @@
 //! Log-likelihoods of given texts.
 
-mod rig;
+use crate::rig;
 
 use nibble_cpu::Cpu;
 use nibble_train::evaluation::{Request, Scored, Task, request};

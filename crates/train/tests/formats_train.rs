@@ -1,6 +1,6 @@
 //! Formats that no recipe has, heads in any format, and widths that no block divides: they train.
 
-mod rig;
+use crate::rig;
 
 use nibble_core::formats::Format;
 use nibble_cpu::Cpu;

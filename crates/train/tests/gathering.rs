@@ -1,6 +1,6 @@
 //! Weights of which each rank keeps some rows are gathered a layer at a time, beside the layers before.
 
-mod rig;
+use crate::rig;
 
 use nibble_core::{Backend as _, DType, MeshShape, Recipe};
 use nibble_cpu::Cpu;

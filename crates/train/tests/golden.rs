@@ -1,19 +1,21 @@
 //! Golden losses: those of the small run, and of the small run of a dense model, under every recipe, compared bit for bit with
-//! the committed ones, on every instruction set of this machine, on the scalar specification, and on one and two threads.
+//! the committed ones. Under the recipes of the README, and in an exhaustive run under all, also on every instruction set of this machine, on the scalar
+//! specification, and on one thread.
 //!
 //! A change that is not meant to touch numerics must leave `tests/golden/` alone. One that is rewrites the files with
 //!
 //! ```text
-//! NIBBLE_BLESS=1 cargo test -p nibble-train --test golden
+//! NIBBLE_BLESS=1 cargo test -p nibble-train golden::
 //! ```
 //!
 //! and says in its commit why the losses moved.
 
-mod rig;
+use crate::rig;
 
 use nibble_core::Recipe;
 use nibble_cpu::gemm::Isa;
 use nibble_cpu::{CodePath, Cpu};
+use nibble_testkit::Breadth;
 use nibble_train::config::Config;
 use rig::train;
 use std::fmt::Write as _;
@@ -100,41 +102,60 @@ fn assert_golden(run: &Run, on: &str, got: &[f64]) {
     }
 }
 
-#[test]
-fn losses_are_the_committed_ones_on_every_instruction_set() {
-    for run in &runs() {
-        let best = losses(run, run.steps, || Cpu::new(1).unwrap());
-        let last = best[best.len() - 1];
-        assert!(best.iter().all(|l| l.is_finite()) && last < best[0] - 0.3, "{} learns: {best:?}", run.name);
-        if std::env::var_os("NIBBLE_BLESS").is_some() {
-            std::fs::write(file(run), text(run, &best)).unwrap();
+/// Under `NIBBLE_BLESS` files may be half written: nothing but the first pass runs.
+fn blesses() -> bool {
+    std::env::var_os("NIBBLE_BLESS").is_some()
+}
+
+/// Runs that take every pass: under the recipes of the README; in an exhaustive run under all.
+fn in_every_pass() -> impl Iterator<Item = Run> {
+    let wanted = |run: &Run| Recipe::names().any(|name| name == run.recipe);
+    runs().into_iter().filter(move |run| Breadth::of_tests().either(true, wanted(run)))
+}
+
+fn under_every_recipe(folder: &str) {
+    for run in &runs().into_iter().filter(|run| run.folder == folder).collect::<Vec<_>>() {
+        let got = losses(run, run.steps, || Cpu::new(2).unwrap());
+        let last = got[got.len() - 1];
+        assert!(got.iter().all(|l| l.is_finite()) && last < got[0] - 0.3, "{} learns: {got:?}", run.name);
+        if blesses() {
+            std::fs::write(file(run), text(run, &got)).unwrap();
         }
-        assert_golden(run, &format!("{:?}", Isa::best()), &best);
-        for isa in Isa::ALL.into_iter().filter(|isa| isa.is_supported() && *isa != Isa::best()) {
-            let steps = if isa == Isa::Portable { FIRST_STEPS } else { run.steps };
-            let got = losses(run, steps, || Cpu::with(1, isa, CodePath::Simd).unwrap());
-            assert_golden(run, &format!("{isa:?}"), &got);
-        }
+        assert_golden(run, &format!("{:?}, two threads", Isa::best()), &got);
     }
 }
 
 #[test]
-fn losses_do_not_depend_on_threads() {
-    if std::env::var_os("NIBBLE_BLESS").is_some() {
-        return; // The files may be half written.
+fn losses_are_the_committed_ones() {
+    under_every_recipe("");
+}
+
+#[test]
+fn losses_of_a_dense_model_are_the_committed_ones() {
+    under_every_recipe("dense");
+}
+
+#[test]
+fn so_they_are_on_every_instruction_set_and_one_thread() {
+    if blesses() {
+        return;
     }
-    for run in &runs() {
-        assert_golden(run, "two threads", &losses(run, run.steps, || Cpu::new(2).unwrap()));
+    for run in in_every_pass() {
+        for isa in Isa::ALL.into_iter().filter(|isa| isa.is_supported()) {
+            let steps = if isa == Isa::Portable { FIRST_STEPS } else { run.steps };
+            let got = losses(&run, steps, || Cpu::with(1, isa, CodePath::Simd).unwrap());
+            assert_golden(&run, &format!("{isa:?}"), &got);
+        }
     }
 }
 
 #[test]
 fn the_scalar_specification_gives_the_same_losses() {
-    if std::env::var_os("NIBBLE_BLESS").is_some() {
-        return; // The files may be half written.
+    if blesses() {
+        return;
     }
-    for run in &runs() {
-        let got = losses(run, FIRST_STEPS, || Cpu::scalar(2).unwrap());
-        assert_golden(run, "the scalar specification", &got);
+    for run in in_every_pass() {
+        let got = losses(&run, FIRST_STEPS, || Cpu::scalar(2).unwrap());
+        assert_golden(&run, "the scalar specification", &got);
     }
 }

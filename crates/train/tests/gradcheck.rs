@@ -13,7 +13,7 @@
 //! more for all sizes here: fifty times the tolerance. What the tolerance is needed for is the rounding of the F32
 //! forward pass, which the small step magnifies: errors are 1e-6 to 1e-4 here, the largest 2e-4.
 
-mod rig;
+use crate::rig;
 
 use nibble_core::ops::Add;
 use nibble_core::{Backend, DType, Mesh, Recipe, Tensor};

@@ -1,6 +1,6 @@
 //! What `inspect` lays open is the step that training takes: its logits give the step's loss, its gradients the step's norm.
 
-mod rig;
+use crate::rig;
 
 use nibble_core::{Mesh, MeshShape, Recipe};
 use nibble_cpu::Cpu;

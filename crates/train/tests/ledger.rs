@@ -5,7 +5,7 @@
 //! of the bytes that `bf16` keeps for the same expert tensors: 17/32 of a byte a value against two, 0.266, and what
 //! rows of padding add.
 
-mod rig;
+use crate::rig;
 
 use nibble_core::formats::Format;
 use nibble_core::{Backend, Comm, DType, Recipe};

@@ -1,6 +1,6 @@
 //! Steps that measure what quantization makes of values: they say so in their record and change nothing, whether the others are replayed or not.
 
-mod rig;
+use crate::rig;
 
 use nibble_core::formats::{Codec, Format, Rounding, ScaleRule};
 use nibble_core::ops::{Dequantize, Planes, Quantize};

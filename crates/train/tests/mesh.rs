@@ -1,9 +1,10 @@
 //! Meshes of replicas and divided experts: at the same settings all give the bits of one rank.
 
-mod rig;
+use crate::rig;
 
 use nibble_core::{Kernels, Mesh, MeshShape};
 use nibble_cpu::Cpu;
+use nibble_testkit::Breadth;
 use nibble_train::checkpoint::{Store, latest_valid};
 use nibble_train::config::Config;
 use nibble_train::delayed::History;
@@ -93,12 +94,15 @@ fn choices_meet_in_pairs() {
     }
 }
 
-/// Each recipe on a mesh of two, of four and of eight ranks, and over all of them every mesh with every row of settings.
+/// Each recipe on a mesh of two, of four and of eight ranks, or daily on one of these; over all recipes every mesh with every row of settings.
 #[test]
 fn every_recipe_keeps_its_bits() {
     for (i, recipe) in recipes().into_iter().enumerate() {
         let config = small(recipe, &settings(i, &[]));
         let meshes = [&MESHES[1..3], &MESHES[3..6], &MESHES[6..]].map(|size| size[i % size.len()]);
+        // Daily on one of them.
+        let daily = vec![meshes[i % meshes.len()]];
+        let meshes = Breadth::of_tests().either(meshes.to_vec(), daily);
         assert_same(&config, meshes, 3, &format!("{recipe}, settings {}", i % PAIRS.len()));
     }
 }
@@ -133,7 +137,8 @@ fn slices_within_matrices_keep_the_bits() {
     let tiles = ["model.d_model=160", "model.expert_ffn=200"];
     let odd = ["model.d_model=80", "model.expert_ffn=72", "train.grad_accum=2"];
     let blocks = ["model.d_model=160", "model.expert_ffn=224"];
-    for (recipe, sizes, more) in [
+    let meshes = [mesh(2, 2), mesh(4, 1), mesh(1, 4)];
+    for (i, (recipe, sizes, more)) in [
         // Codes of four bits in rows and of eight in square tiles, scales of a byte and of four, and scales of tensors, of this step and of earlier ones.
         ("hif4", &blocks[..], &["train.grad_accum=2"][..]),
         ("mxfp4-hopper-head8", &blocks[..], &[][..]),
@@ -143,14 +148,13 @@ fn slices_within_matrices_keep_the_bits() {
         ("bf16", &tiles[..], &["train.grad_dtype=bf16"][..]),
         ("bf16", &tiles[..], &["train.grad_accum=2", "train.moment_dtype=bf16"][..]),
         ("f32", &odd[..], &[][..]),
-    ] {
+    ]
+    .into_iter()
+    .enumerate()
+    {
         let config = small(recipe, &[&DIVIDED[..], large, sizes, more].concat());
-        assert_same(
-            &config,
-            [mesh(2, 2), mesh(4, 1), mesh(1, 4)],
-            2,
-            &format!("{recipe}, {sizes:?}, {more:?}"),
-        );
+        let meshes = Breadth::of_tests().either(meshes.to_vec(), vec![meshes[i % meshes.len()]]);
+        assert_same(&config, meshes, 2, &format!("{recipe}, {sizes:?}, {more:?}"));
     }
 }
 
@@ -265,7 +269,9 @@ fn a_run_goes_on_on_any_mesh() {
             .map(|name| std::fs::read(dir.join(name)).unwrap())
     };
     let mut written = None;
-    for (i, from) in MESHES.into_iter().enumerate() {
+    // Daily from one of two, of four and of eight ranks.
+    let daily = |i: &usize| Breadth::of_tests().either(true, i % 3 == 1);
+    for (i, from) in (0..MESHES.len()).filter(daily).map(|i| (i, MESHES[i])) {
         let dir = tempfile::tempdir().unwrap();
         let before = on_mesh(from, |mesh| told(&cpu(), mesh, &config, Some((dir.path(), true))));
         assert!(before.iter().all(|(steps, _)| *steps == whole.0[..3]), "{from}");

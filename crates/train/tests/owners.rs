@@ -1,10 +1,11 @@
-//! Owners of a checkpoint's files that cannot write them. A process of its own: a fault that is armed strikes every thread.
+//! Owners of a checkpoint's files that cannot write them. In a process of its own: a fault that is armed strikes every thread.
 #![cfg(debug_assertions)]
 
-mod rig;
+use crate::rig;
 
 use nibble_core::{Error as CoreError, Mesh, MeshShape};
 use nibble_cpu::Cpu;
+use nibble_testkit::alone;
 use nibble_train::Error;
 use nibble_train::checkpoint::{Store, latest_valid};
 use nibble_train::config::Config;
@@ -46,43 +47,45 @@ fn saves(config: &Config, dir: &Path, faults: &[&str]) -> Vec<Vec<Result<bool, E
 
 #[test]
 fn an_owner_that_cannot_write_is_named_and_the_checkpoint_before_stays() {
-    let config = small(
-        "bf16",
-        &["checkpoint.file_mib=1", "model.vocab_size=8192", "checkpoint.keep=0", "train.expert_shards=2"],
-    );
-    let dir = tempfile::tempdir().unwrap();
-    // The second stays: from then on every owner finds the disk full at its first file.
-    let ranks = saves(&config, dir.path(), &["fail@file-written:2", "full@file-begun:1"]);
-    for (rank, saves) in ranks.iter().enumerate() {
-        assert!(matches!(saves[0], Ok(saved) if saved == (rank == 0)), "{:?}", saves[0]);
-    }
-    // Who cannot write: its rank, and the file that it names.
-    let failed = |save: usize| -> BTreeMap<usize, String> {
-        let own = ranks.iter().enumerate().filter_map(|(rank, saves)| {
-            let (path, why) = match saves[save].as_ref().unwrap_err() {
-                // Of the system, or of a test.
-                Error::Io { path, source } => (path, source.to_string()),
-                Error::Checkpoint { path, why } => (path, why.clone()),
-                Error::Core(CoreError::Comm { .. }) => return None,
-                other => panic!("{other}"),
-            };
-            assert!(why.starts_with(&format!("rank {rank} could not write it: ")), "{why}");
-            Some((rank, path.file_name().unwrap().to_str().unwrap().to_owned()))
-        });
-        own.collect()
-    };
-    let one = failed(1);
-    let [(owner, file)] = one.iter().collect::<Vec<_>>()[..] else { panic!("{one:?}") };
-    for saves in &ranks {
-        let why = saves[1].as_ref().unwrap_err().to_string();
-        assert!(why.contains(file) && why.contains(&format!("rank {owner} could not write it")), "{why}");
-        assert!(why.contains("fault point file-written failed"), "{why}");
-    }
-    // Four files of about a mebibyte and some smaller ones: every rank begins one, and no two the same.
-    let all = failed(2);
-    assert_eq!(all.len(), RANKS.ranks(), "{all:?}");
-    let files: std::collections::BTreeSet<_> = all.values().collect();
-    assert_eq!(files.len(), RANKS.ranks(), "{all:?}");
-    assert_eq!(names(dir.path()), [".lock", "step-00000001"]);
-    assert_eq!(latest_valid(dir.path()).unwrap().checkpoint.unwrap().position().step, 1);
+    alone(module_path!(), "an_owner_that_cannot_write_is_named_and_the_checkpoint_before_stays", || {
+        let config = small(
+            "bf16",
+            &["checkpoint.file_mib=1", "model.vocab_size=8192", "checkpoint.keep=0", "train.expert_shards=2"],
+        );
+        let dir = tempfile::tempdir().unwrap();
+        // The second stays: from then on every owner finds the disk full at its first file.
+        let ranks = saves(&config, dir.path(), &["fail@file-written:2", "full@file-begun:1"]);
+        for (rank, saves) in ranks.iter().enumerate() {
+            assert!(matches!(saves[0], Ok(saved) if saved == (rank == 0)), "{:?}", saves[0]);
+        }
+        // Who cannot write: its rank, and the file that it names.
+        let failed = |save: usize| -> BTreeMap<usize, String> {
+            let own = ranks.iter().enumerate().filter_map(|(rank, saves)| {
+                let (path, why) = match saves[save].as_ref().unwrap_err() {
+                    // Of the system, or of a test.
+                    Error::Io { path, source } => (path, source.to_string()),
+                    Error::Checkpoint { path, why } => (path, why.clone()),
+                    Error::Core(CoreError::Comm { .. }) => return None,
+                    other => panic!("{other}"),
+                };
+                assert!(why.starts_with(&format!("rank {rank} could not write it: ")), "{why}");
+                Some((rank, path.file_name().unwrap().to_str().unwrap().to_owned()))
+            });
+            own.collect()
+        };
+        let one = failed(1);
+        let [(owner, file)] = one.iter().collect::<Vec<_>>()[..] else { panic!("{one:?}") };
+        for saves in &ranks {
+            let why = saves[1].as_ref().unwrap_err().to_string();
+            assert!(why.contains(file) && why.contains(&format!("rank {owner} could not write it")), "{why}");
+            assert!(why.contains("fault point file-written failed"), "{why}");
+        }
+        // Four files of about a mebibyte and some smaller ones: every rank begins one, and no two the same.
+        let all = failed(2);
+        assert_eq!(all.len(), RANKS.ranks(), "{all:?}");
+        let files: std::collections::BTreeSet<_> = all.values().collect();
+        assert_eq!(files.len(), RANKS.ranks(), "{all:?}");
+        assert_eq!(names(dir.path()), [".lock", "step-00000001"]);
+        assert_eq!(latest_valid(dir.path()).unwrap().checkpoint.unwrap().position().step, 1);
+    });
 }

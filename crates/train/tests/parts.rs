@@ -1,11 +1,12 @@
-//! What a process says of where it is, and the points that only several ranks pass. A process of its own: all of it is one process's.
+//! What a process says of where it is, and the points that only several ranks pass. In a process of its own: all of it is one process's.
 #![cfg(debug_assertions)]
 
-mod rig;
+use crate::rig;
 
 use nibble_core::MeshShape;
 use nibble_core::allocation::{step, with_phase};
 use nibble_cpu::Cpu;
+use nibble_testkit::alone;
 use nibble_train::fault::arm;
 use nibble_train::trainer::Trainer;
 use rig::{on_mesh, small};
@@ -29,21 +30,23 @@ fn failing(faults: &[String]) -> Vec<String> {
 
 #[test]
 fn a_rank_that_fails_says_in_which_part_of_which_step() {
-    assert_eq!(step(), None);
-    for (point, part) in [
-        ("forward-exchange", "forward exchange"),
-        ("backward-exchange", "backward exchange"),
-        ("reduce", "reduce"),
-    ] {
-        // Of this count and the next: either rank meets one of them.
-        for error in failing(&[1, 2].map(|count| format!("fail@{point}:{count}"))) {
-            assert!(error.contains(&format!("fault point {point} failed")), "{error}");
+    alone(module_path!(), "a_rank_that_fails_says_in_which_part_of_which_step", || {
+        assert_eq!(step(), None);
+        for (point, part) in [
+            ("forward-exchange", "forward exchange"),
+            ("backward-exchange", "backward exchange"),
+            ("reduce", "reduce"),
+        ] {
+            // Of this count and the next: either rank meets one of them.
+            for error in failing(&[1, 2].map(|count| format!("fail@{point}:{count}"))) {
+                assert!(error.contains(&format!("fault point {point} failed")), "{error}");
+            }
+            with_phase(|phase, now| assert_eq!((phase, now), ("step 0", part)));
+            assert_eq!(step(), Some(0));
         }
-        with_phase(|phase, now| assert_eq!((phase, now), ("step 0", part)));
-        assert_eq!(step(), Some(0));
-    }
-    // A learning rate that is none, on one rank: the record tells every rank.
-    for error in failing(&["nan@step-begins:1".to_owned()]) {
-        assert!(error.contains("learning rate"), "{error}");
-    }
+        // A learning rate that is none, on one rank: the record tells every rank.
+        for error in failing(&["nan@step-begins:1".to_owned()]) {
+            assert!(error.contains("learning rate"), "{error}");
+        }
+    });
 }

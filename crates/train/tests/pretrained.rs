@@ -1,6 +1,6 @@
 //! Models go to folders and come back: every family, every type of weights, any number of ranks; and what is wrong with a folder is told by its name.
 
-mod rig;
+use crate::rig;
 
 use half::bf16;
 use nibble_core::Comm;

@@ -15,7 +15,7 @@
 //! So every number of the backward pass is tied to F64, and no error is forgiven but the roundings that the recipe
 //! itself prescribes.
 
-mod rig;
+use crate::rig;
 
 use nibble_core::formats::{BlockAxis, Purpose, Stream, fnv1a32};
 use nibble_core::ops::{

@@ -1,6 +1,6 @@
 //! What each rank's steps took, and how long it waited in them for others.
 
-mod rig;
+use crate::rig;
 
 use nibble_core::{Comm, MeshShape};
 use nibble_cpu::Cpu;

@@ -1,14 +1,14 @@
 //! Every key of a recipe does what it says: changed, it changes weights within three steps, on one rank and on two alike; and
 //! it changes them where it says so. Under every recipe, each field of each key by itself either decides or is refused, and so does a key of random recipes.
 
-mod rig;
+use crate::rig;
 
 use nibble_core::Recipe;
 use nibble_core::formats::{Format, ScaleKind};
 use nibble_core::ops::Stored;
 use nibble_core::recipe::{By, LayerKind, Precision, Product, Site};
 use nibble_cpu::Cpu;
-use nibble_testkit::Dice;
+use nibble_testkit::{Breadth, Dice};
 use nibble_train::checks::check_recipe;
 use nibble_train::config::Config;
 use nibble_train::layer_products;
@@ -436,26 +436,30 @@ impl Base {
     }
 }
 
-/// Every key of the kinds of layers under every recipe, changed in one field: refused, or in three steps other weights. What is kept for
+/// Every key of the kinds of layers under every recipe, changed in one field (daily to one value): refused, or in three steps other weights. What is kept for
 /// the backward pass, what is sent, what is remembered, and by which conversion something is made, may also be another way to the same numbers.
 #[test]
 fn every_key_under_every_recipe_decides_or_is_refused() {
     let (mut all, mut decided, mut ignored) = (BTreeSet::new(), BTreeSet::new(), Vec::new());
-    for name in recipes() {
+    // Daily one change of each key that is not refused, another under the next recipe.
+    let most = Breadth::of_tests().either(usize::MAX, 1);
+    for (turn, name) in recipes().into_iter().enumerate() {
         let base = Base::new(Recipe::builtin(name).unwrap());
         let own = &base.recipe;
         let kinds = LayerKind::ALL.into_iter().map(|kind| (kind, keys(own, kind)));
         let of_kind =
             |(kind, keys): (LayerKind, Vec<_>)| keys.into_iter().map(move |(key, to)| (kind, key, to));
-        for (kind, key, changes) in kinds.flat_map(of_kind) {
+        for (kind, key, mut changes) in kinds.flat_map(of_kind) {
             let key = format!("{}.{key}", kind.name());
             all.insert(key.clone());
-            for change in changes {
+            let places = changes.len();
+            changes.rotate_left(turn % places.max(1));
+            let read = changes.into_iter().filter_map(|change| {
                 let text = format!("extends = \"{name}\"\n{key} = {change}");
-                let Ok(recipe) = Recipe::parse("changed", &text) else { continue };
-                if is_same(&recipe, own) {
-                    continue;
-                }
+                let recipe = Recipe::parse("changed", &text).ok()?;
+                (!is_same(&recipe, own)).then_some((change, text, recipe))
+            });
+            for (change, text, recipe) in read.take(most) {
                 match base.decides(&recipe, (kind, &key), &change) {
                     true => drop(decided.insert(key.clone())),
                     false => ignored.push(text),
@@ -486,15 +490,15 @@ fn with_key(own: &Recipe, kind: LayerKind, key: &str, change: &str) -> Option<Re
     Recipe::parse("changed", &(lines.collect::<Vec<_>>().join("\n") + "\n")).ok()
 }
 
-/// The same of random recipes: two hundred of one that reads and one that differs from it in a key.
+/// The same of random recipes: two hundred, daily fifty, of one that reads and one that differs from it in a key.
 #[test]
-fn two_hundred_random_changes_of_random_recipes_decide() {
-    const ALL: usize = 200;
+fn random_changes_of_random_recipes_decide() {
+    let all = Breadth::of_tests().either(200, 50);
     let mut dice = Dice::new(43);
     let config = small("bf16", SMALLEST);
     let layers = ModelSpec::new(&config.model).recipe_layers();
     let (mut number, mut refused, mut same, mut ignored) = (0, 0, 0, Vec::new());
-    while number < ALL {
+    while number < all {
         let text = dice.recipe(&layers);
         // A change to what an override says otherwise decides nothing; the overrides themselves are refused then.
         let Ok(own) = Recipe::parse("random", &text) else { continue };

@@ -1,7 +1,7 @@
 //! What a recipe says is what a training step does: every change of representation of an expert layer with what it was
 //! made from, what is saved and sent, overrides, and stochastic rounding.
 
-mod rig;
+use crate::rig;
 
 use nibble_core::formats::fnv1a32;
 use nibble_core::recipe::{Change, Pass};

@@ -1,6 +1,6 @@
 //! Routers as those of DeepSeek-V2 and -V3: groups of experts, sigmoids, a loss of each sequence, and biases that the load moves.
 
-mod rig;
+use crate::rig;
 
 use nibble_core::{Mesh, MeshShape};
 use nibble_cpu::Cpu;

@@ -1,7 +1,7 @@
 //! A checkpoint that is written while training goes on: the files are those of the step at which it was begun, the run is that without
 //! it, and what goes wrong is told.
 
-mod rig;
+use crate::rig;
 
 use nibble_core::{Backend, Comm, Kernels, MeshShape};
 use nibble_cpu::{Cpu, HostComm};

@@ -1,7 +1,7 @@
 //! The model that is made is the one that is described, and what its tensors are called elsewhere changes none of them: a made-up family
 //! has names and layouts of its own.
 
-mod rig;
+use crate::rig;
 
 use nibble_core::Comm;
 use nibble_cpu::{Cpu, HostComm};

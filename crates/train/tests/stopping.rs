@@ -1,6 +1,6 @@
 //! A run that is asked to stop, on any rank: all ranks end after the same step, whose checkpoint is written once.
 
-mod rig;
+use crate::rig;
 
 use nibble_core::{Comm, MeshShape, Result};
 use nibble_cpu::Cpu;

@@ -3,7 +3,7 @@
 //! `tiny` with one layer: 2048 tokens (16 sequences of 128), d 64, 4 heads and 2 key-value heads of 16, 8 experts of 64, 2 a
 //! token, 64 symbols. An expert layer has 4096 routed rows, in room for 5120 where groups begin at multiples of 128, as block formats ask.
 
-mod rig;
+use crate::rig;
 
 use nibble_core::DeviceKind;
 use nibble_cpu::Cpu;

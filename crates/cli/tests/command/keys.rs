@@ -1,9 +1,10 @@
 //! Every key of a configuration, changed alone, changes what a run leaves, or is refused.
 
-use crate::{Place, read};
+use crate::{Done, Place, read};
 use nibble_train::config::Config;
 use nibble_train::tokenizer::{Bytes, Tokenizer};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
 
 /// Where it shows that a key has been changed.
 enum Shows {
@@ -159,18 +160,37 @@ fn cases() -> Vec<Case> {
     ]
 }
 
-/// What a run has left, of what a case looks at.
-fn left(place: &Place, dir: &str, shows: &Shows, sets: &[&str]) -> String {
-    let mut args = vec!["--set".to_owned(), format!("run.dir={dir}"), "--set".into(), "train.steps=4".into()];
-    args.extend(sets.iter().flat_map(|set| ["--set".to_owned(), (*set).to_owned()]));
-    let done = place.train(&args.iter().map(String::as_str).collect::<Vec<_>>());
-    if let Shows::Runs = shows {
-        return format!("{:?}", done.code);
+/// Runs of four steps by their settings: each is made once, however many cases look at it.
+struct Runs {
+    place: Place,
+    done: BTreeMap<Vec<String>, (String, Done)>,
+}
+
+impl Runs {
+    /// What a run under these settings has left, of what a case looks at.
+    fn left(&mut self, shows: &Shows, sets: &[&str]) -> String {
+        let sets: Vec<String> = sets.iter().map(|set| (*set).to_owned()).collect();
+        if !self.done.contains_key(&sets) {
+            let dir = format!("run-{}", self.done.len());
+            let mut args =
+                vec!["--set".to_owned(), format!("run.dir={dir}"), "--set".into(), "train.steps=4".into()];
+            args.extend(sets.iter().flat_map(|set| ["--set".to_owned(), set.clone()]));
+            let done = self.place.train(&args.iter().map(String::as_str).collect::<Vec<_>>());
+            self.done.insert(sets.clone(), (dir, done));
+        }
+        let (dir, done) = &self.done[&sets];
+        match shows {
+            Shows::Runs => format!("{:?}", done.code),
+            _ => shown(&self.place.path(dir), &done.clone().ok().stdout, shows),
+        }
     }
-    let done = done.ok();
-    let file = |name: &str| read(place.path(dir).join(name));
+}
+
+/// What a case looks at, of a run's folder and what it printed.
+fn shown(dir: &Path, printed: &str, shows: &Shows) -> String {
+    let file = |name: &str| read(dir.join(name));
     let names = || {
-        let all = std::fs::read_dir(place.path(dir).join("checkpoints")).unwrap();
+        let all = std::fs::read_dir(dir.join("checkpoints")).unwrap();
         all.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect::<BTreeSet<_>>()
     };
     match shows {
@@ -186,14 +206,13 @@ fn left(place: &Place, dir: &str, shows: &Shows, sets: &[&str]) -> String {
         }
         Shows::Checkpoints => {
             let of = |name: String| {
-                let files =
-                    std::fs::read_dir(place.path(dir).join("checkpoints").join(&name)).into_iter().flatten();
+                let files = std::fs::read_dir(dir.join("checkpoints").join(&name)).into_iter().flatten();
                 let files = files.map(|file| file.unwrap().file_name().into_string().unwrap());
                 (name, files.collect::<BTreeSet<_>>())
             };
             format!("{:?}", names().into_iter().map(of).collect::<Vec<_>>())
         }
-        Shows::Console(start) => done.stdout.lines().filter(|l| l.starts_with(start)).count().to_string(),
+        Shows::Console(start) => printed.lines().filter(|l| l.starts_with(start)).count().to_string(),
         Shows::Runs | Shows::Nowhere(_) => String::new(),
     }
 }
@@ -220,14 +239,15 @@ fn every_key_changes_what_a_run_leaves() {
     let all = Config::keys();
     let missing: Vec<_> = all.iter().filter(|key| !told.contains(&key.as_str())).collect();
     assert!(missing.is_empty(), "keys of which it is not said what they change: {missing:?}");
-    for (number, (key, under, value, shows)) in cases.iter().enumerate() {
+    let mut runs = Runs { place, done: BTreeMap::new() };
+    for (key, under, value, shows) in &cases {
         if let Shows::Nowhere(why) = shows {
             assert!(!why.is_empty(), "{key}");
             continue;
         }
-        let before = left(&place, &format!("before-{number}"), shows, under);
         let set = format!("{key}={value}");
-        let after = left(&place, &format!("after-{number}"), shows, &[under, &[&*set][..]].concat());
+        let before = runs.left(shows, under);
+        let after = runs.left(shows, &[under, &[&*set][..]].concat());
         assert!(before != after, "{set} changes nothing");
     }
 }

@@ -3,8 +3,9 @@
 //! Points are reached, not waited for: nothing here depends on how fast the machine is.
 
 use crate::{Place, losses, read};
+use nibble_testkit::Breadth;
 use nibble_train::fault::Point;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::process::{Command, Output};
 
@@ -126,38 +127,60 @@ impl Undisturbed {
         String::from_utf8_lossy(&out.stdout).into_owned()
     }
 
-    /// The points that a new run passes so often.
-    fn points(&self, count: usize) -> impl Iterator<Item = Point> + use<> {
-        let among_ranks = self.ranks > 1;
-        let passed = move |point: &Point| {
-            !NEVER.contains(point)
-                && (count == 1 || !ONCE.contains(point))
-                && (among_ranks || !AMONG_RANKS.contains(point))
-        };
-        Point::ALL.iter().copied().filter(passed)
-    }
-
-    /// Kills a run where it passes each point for the `count`th time.
-    fn kill_everywhere(&self, count: usize) {
-        for point in self.points(count) {
-            let fault = format!("kill@{}:{count}", point.name());
-            let (out, said) = self.disturbed(point.name(), &fault, &[]);
+    /// Ends a run where it passes the point for the `count`th time, and resumes it.
+    fn assert_survives(&self, action: &str, point: Point, count: usize) {
+        let fault = format!("{action}@{}:{count}", point.name());
+        let (out, said) = self.disturbed(point.name(), &fault, &[]);
+        if action == "kill" {
             assert!(out.status.code().is_none() && said.is_empty(), "{fault}: {:?}: {said}", out.status);
-            self.assert_resumes(point.name(), &fault);
+        } else {
+            assert_eq!(out.status.code(), Some(1), "{fault}: {said}");
+            let named = format!("fault point {} failed: a test asked for it", point.name());
+            assert!(said.starts_with("error: ") && said.contains(&named), "{fault}: {said}");
         }
+        self.assert_resumes(point.name(), &fault);
+    }
+}
+
+/// The points that a new run passes.
+fn points() -> Vec<Point> {
+    Point::ALL.iter().copied().filter(|point| !NEVER.contains(point)).collect()
+}
+
+/// How runs of so many ranks end: at each point, killed or failed, where it is passed for the first or the second time; daily in pairs.
+fn ends(of_ranks: usize) -> BTreeSet<(&'static str, usize, usize)> {
+    let points = points();
+    let choices = Breadth::of_tests().cross([points.len(), 2, 2, 2]);
+    let ends = choices.into_iter().filter_map(|[at, action, ranks, count]| {
+        let ranks = if AMONG_RANKS.contains(&points[at]) { 2 } else { 1 + ranks };
+        let count = if ONCE.contains(&points[at]) { 1 } else { 1 + count };
+        (ranks == of_ranks).then_some((["kill", "fail"][action], at, count))
+    });
+    ends.collect()
+}
+
+fn end_everywhere(ranks: usize) {
+    let (run, points) = (Undisturbed::new(ranks), points());
+    for (action, at, count) in ends(ranks) {
+        run.assert_survives(action, points[at], count);
     }
 }
 
 #[test]
-fn a_kill_at_any_point_costs_no_bit() {
-    let run = Undisturbed::new(1);
-    run.kill_everywhere(1);
-    run.kill_everywhere(2);
+fn an_end_at_any_point_costs_no_bit() {
+    end_everywhere(1);
 }
 
 #[test]
 fn nor_does_it_among_ranks() {
-    Undisturbed::new(2).kill_everywhere(1);
+    end_everywhere(2);
+}
+
+#[test]
+fn every_point_is_an_end_both_ways() {
+    let all: BTreeSet<_> =
+        [1, 2].iter().flat_map(|ranks| ends(*ranks)).map(|(action, at, _)| (action, at)).collect();
+    assert_eq!(all.len(), 2 * points().len());
 }
 
 /// There a step is recorded once and replayed, and what a checkpoint copies comes over the link beside it.
@@ -166,7 +189,10 @@ fn nor_does_it_on_a_gpu() {
     if !crate::gpu::has_gpu() {
         return println!("skipped: kills at every point on a GPU");
     }
-    Undisturbed::with(1, &["--device", "cuda:0"]).kill_everywhere(1);
+    let run = Undisturbed::with(1, &["--device", "cuda:0"]);
+    for point in points().into_iter().filter(|point| !AMONG_RANKS.contains(point)) {
+        run.assert_survives("kill", point, 1);
+    }
 }
 
 /// The checkpoint's threads are held at a point of theirs while training goes on, and then the process is killed.
@@ -257,21 +283,6 @@ fn a_run_that_is_done_stays_as_it_is() {
             done(&mut train(&run.place, "whole", ranks, &["--resume", "--set", "train.steps=14"]));
         assert!(out.status.success(), "{said}");
         assert_eq!(losses(run.place.path("whole/metrics.jsonl")).len(), 14);
-    }
-}
-
-#[test]
-fn a_failure_at_any_point_is_told_and_costs_no_bit() {
-    for ranks in [1, 2] {
-        let run = Undisturbed::new(ranks);
-        for point in run.points(1) {
-            let fault = format!("fail@{}:1", point.name());
-            let (out, said) = run.disturbed(point.name(), &fault, &[]);
-            assert_eq!(out.status.code(), Some(1), "{fault}: {said}");
-            let named = format!("fault point {} failed: a test asked for it", point.name());
-            assert!(said.starts_with("error: ") && said.contains(&named), "{fault}: {said}");
-            run.assert_resumes(point.name(), &fault);
-        }
     }
 }
 

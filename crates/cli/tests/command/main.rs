@@ -81,7 +81,7 @@ fn clear(command: &mut Command) {
 }
 
 /// What a command did.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 struct Done {
     code: Option<i32>,
     stdout: String,

@@ -2,11 +2,14 @@
 
 use crate::Place;
 use crate::every::{self, Command};
+use nibble_testkit::Breadth;
 use std::os::unix::process::CommandExt;
 use std::process::{Command as Process, Output};
 
 /// Steps below what a command needs.
-const STEPS: u64 = 20;
+fn steps() -> u64 {
+    Breadth::of_tests().either(20, 5)
+}
 
 /// Runs a process that may have so many KiB of addresses, without a compiler of kernels, which gives up in words of its own.
 fn within(process: &mut Process, kib: u64) -> Output {
@@ -22,11 +25,11 @@ fn within(process: &mut Process, kib: u64) -> Output {
     process.output().unwrap()
 }
 
-/// The least room above `from` in which a process succeeds, nearly.
+/// The least room above `from` in which a process succeeds, nearly: to a fraction of a step.
 fn need(from: u64, mut process: impl FnMut() -> Process) -> u64 {
     let (mut less, mut enough) = (from, 8 << 20);
     assert!(within(&mut process(), enough).status.success());
-    while enough - less > 128 + (enough - from) / 64 {
+    while enough - less > 128 + (enough - from) / (3 * steps()) {
         let kib = less.midpoint(enough);
         match within(&mut process(), kib).status.success() {
             true => enough = kib,
@@ -69,8 +72,8 @@ fn starve(place: &Place, command: &Command, floor: u64) {
     };
     assert!(command.process(place).output().unwrap().status.success());
     let whole = command.out.filter(|out| !place.path(out).is_dir()).map(|out| crate::read(place.path(out)));
-    for step in 1..=STEPS {
-        let kib = need - (need - floor) * step / STEPS;
+    for step in 1..=steps() {
+        let kib = need - (need - floor) * step / steps();
         let what = format!("{:?} in {kib} KiB of {need}", command.args);
         assert_told(&within(&mut process(), kib), &what);
         if let (Some(whole), Some(out)) = (&whole, command.out)
@@ -104,12 +107,22 @@ fn resume(place: &Place, kib: u64, what: &str) {
     }
 }
 
-#[test]
-fn refused_memory_is_an_error_and_no_file_is_lost() {
+/// Each of these commands with less and less room.
+fn starve_all(wanted: impl Fn(&Command) -> bool) {
     let place = every::place();
     // Below it the system's loader finds no room for the program.
     let floor = need(4 << 10, || place.command(&["--version"]));
-    every::ALL.iter().for_each(|command| starve(&place, command, floor));
+    every::ALL.iter().filter(|command| wanted(command)).for_each(|command| starve(&place, command, floor));
+}
+
+#[test]
+fn refused_memory_is_an_error_and_no_file_is_lost() {
+    starve_all(|command| command.out.is_some());
+}
+
+#[test]
+fn refused_memory_is_an_error_of_what_only_prints_too() {
+    starve_all(|command| command.out.is_none());
 }
 
 #[test]

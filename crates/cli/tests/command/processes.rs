@@ -2,6 +2,7 @@
 
 use crate::{Place, SMALL, read};
 use nibble_core::Recipe;
+use nibble_testkit::Breadth;
 use std::process::{Command, Output};
 
 /// What meshes of up to eight ranks can divide.
@@ -39,13 +40,16 @@ pub fn left(place: &Place, dir: &str, step: u64) -> [Vec<u8>; 2] {
 }
 
 #[test]
-fn processes_give_the_bits_of_one_rank_under_every_recipe() {
+fn processes_give_the_bits_of_one_rank() {
     const FEW: [&str; 4] = ["train.steps=3", "train.warmup_steps=1", "checkpoint.every=2", "eval.every=0"];
     /// Widths that every recipe's transforms divide.
     const WIDE: [&str; 4] =
         ["model.d_model=128", "model.kv_heads=2", "model.head_dim=64", "model.expert_ffn=64"];
     let place = Place::with_text();
-    for (i, recipe) in Recipe::all_names().enumerate() {
+    // What carries rows knows nothing of recipes: plain rows, FP8, packed codes, and scales of tensors, each on one mesh of two and one of four.
+    let daily = vec!["bf16", "fp8-flow", "mxfp4-hopper", "nvfp4"];
+    let recipes = Breadth::of_tests().either(Recipe::all_names().collect(), daily);
+    for (i, recipe) in recipes.into_iter().enumerate() {
         let of = |more: &[&str]| -> Vec<String> {
             let changes = DIVIDED.iter().chain(&FEW).chain(&WIDE).chain(more).copied();
             set(changes).into_iter().chain(["--recipe", recipe]).map(str::to_owned).collect()

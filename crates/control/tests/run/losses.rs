@@ -1,6 +1,6 @@
 //! Ranks and hubs that are lost, fail, or are silent.
 
-use crate::support::{
+use super::support::{
     Event, Hand, calm, ears, framed, hub, join, join_at, ranks, refused, secret, short, status,
 };
 use nibble_control::fuzz::{self, rank_of};

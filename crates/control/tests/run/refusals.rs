@@ -1,6 +1,6 @@
 //! Ranks that do not belong to the run, and hubs that are not the rank's.
 
-use crate::support::{Hand, address, calm, hub, join, join_at, part, ranks, refused, secret};
+use super::support::{Hand, address, calm, hub, join, join_at, part, ranks, refused, secret};
 use nibble_control::fuzz::rank_of;
 use nibble_control::{Client, Error, Failure, Hub, Join, Limits, Secret};
 use std::net::TcpListener;

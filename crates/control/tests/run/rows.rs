@@ -1,6 +1,6 @@
 //! Rows of bytes from rank to rank.
 
-use crate::support::{Event, Hand, calm, hub, part, ranks};
+use super::support::{Event, Hand, calm, hub, part, ranks};
 use nibble_control::fuzz::{rank_of, rank_says, rows};
 
 /// Some MiB that no other pair and number have.

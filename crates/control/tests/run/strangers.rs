@@ -1,6 +1,6 @@
 //! Whoever else finds the hub's port.
 
-use crate::support::{Event, Hand, calm, framed, hub, part, ranks, secret, short};
+use super::support::{Event, Hand, calm, framed, hub, part, ranks, secret, short};
 use nibble_control::fuzz::{self, rank_of, rank_says, rows};
 use sha2::{Digest, Sha256};
 use std::io::Write;

@@ -1,6 +1,6 @@
 //! The grouped products against F64 on the host.
 
-use crate::case::{Case, Data, Operands, Random};
+use super::case::{Case, Data, Operands, Random};
 use half::bf16;
 use nibble_core::Agreement;
 use nibble_core::ops::{BF16_AGREEMENT, FP8_AGREEMENT};

@@ -21,6 +21,14 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 pub const OPTIONS: &[&str] =
     &["--gpu-architecture=sm_90a", "--std=c++20", "--fmad=false", "--ptxas-options=--verbose"];
 
+/// The digest of what NVRTC of this version makes of `text` where `source` is included: of the text, every reached source and the options.
+///
+/// # Errors
+/// If a source is not there.
+pub fn digest(sources: &Sources, source: &str, text: &str, nvrtc: (u32, u32)) -> Result<Key> {
+    Ok(Key::of(text, &sources.reached(source)?, OPTIONS, nvrtc))
+}
+
 /// The value of a template argument.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum TemplateArg {
@@ -291,8 +299,7 @@ impl Jit {
 
     /// The instance's content address.
     pub fn key(&self, spec: &KernelSpec) -> Result<Key> {
-        let expression = spec.expression(&self.sources)?;
-        Ok(Key::of(&expression, &self.sources.reached(spec.source)?, OPTIONS, self.nvrtc.version))
+        digest(&self.sources, spec.source, &spec.expression(&self.sources)?, self.nvrtc.version)
     }
 
     /// The compiled instance: from memory, else from disk, else compiled now.

@@ -1,4 +1,4 @@
-use crate::oracle::{Oracle, elements, inputs, magnitudes, with_sign};
+use super::oracle::{Oracle, elements, inputs, magnitudes, with_sign};
 use nibble_formats::{Element, Rounding};
 
 #[test]

@@ -1,4 +1,4 @@
-use crate::oracle::Oracle;
+use super::oracle::Oracle;
 use nibble_formats::{Element, Lift, shift_code, shift_e4m3, shift_target};
 
 fn same_value(code: u8, exact: f64) -> bool {

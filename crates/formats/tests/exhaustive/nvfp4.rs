@@ -1,6 +1,6 @@
 //! The scale of an NVFP4 block that is under no scale of its tensor, against whole numbers.
 
-use crate::oracle::magnitudes;
+use super::oracle::magnitudes;
 use nibble_formats::{Codec, Element, Format, Rounding, ScaleRule, bf16};
 
 fn byte(amax: f32) -> u8 {

@@ -1,4 +1,4 @@
-use crate::oracle::elements;
+use super::oracle::elements;
 use nibble_formats::{Element, ScaleRule, e8m0};
 
 /// All finite BF16 magnitudes, and singles around each power of two and each multiple of `max` by one.

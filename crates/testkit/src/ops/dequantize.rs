@@ -1,5 +1,5 @@
 use super::PLAIN;
-use super::quantize::{SHAPES, codec, codecs};
+use super::quantize::{codec, codecs_on_shapes};
 use crate::case::{Case, Outputs, Pads};
 use crate::host::HostBlock;
 use crate::input::{Input, stream};
@@ -58,19 +58,14 @@ impl<B: Kernels> Case<B> for DecodingAny {
 
 /// Conformance of [`Dequantize`].
 pub fn dequantize<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
-    for codec in codecs() {
-        for (planes, rows, cols, stack) in SHAPES {
-            let axis = match planes {
-                Planes::Rows => BlockAxis::Row,
-                Planes::Cols => BlockAxis::Col,
-                Planes::Tiles if codec.format().spec().tiles => BlockAxis::Tile,
-                Planes::Tiles | Planes::Both => continue,
-            };
-            for (i, input) in Input::ALL.into_iter().enumerate() {
-                let dtype = PLAIN[i % 2];
-                pair.check(&Decoding { codec, axis, rows, cols, stack, input, dtype });
-            }
-        }
+    for (codec, (planes, rows, cols, stack), (i, input)) in codecs_on_shapes(pair.breadth()) {
+        let axis = match planes {
+            Planes::Rows => BlockAxis::Row,
+            Planes::Cols => BlockAxis::Col,
+            Planes::Tiles if codec.format().spec().tiles => BlockAxis::Tile,
+            Planes::Tiles | Planes::Both => continue,
+        };
+        pair.check(&Decoding { codec, axis, rows, cols, stack, input, dtype: PLAIN[i % 2] });
     }
     // Several tiles either way, rows longer than a kernel takes at once, and ends of neither.
     let large = [

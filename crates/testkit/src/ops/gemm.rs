@@ -2,6 +2,7 @@ mod squares;
 
 use super::PLAIN;
 use super::quantize::codec;
+use crate::breadth::Breadth;
 use crate::case::{Case, Outputs, Pads, in_place};
 use crate::host::{HostBlock, plain};
 use crate::input::{Input, stream};
@@ -100,10 +101,25 @@ impl Stored {
     }
 }
 
-/// Every pair of formats, blocks along these axes.
-fn every_pair(a: BlockAxis, b: BlockAxis) -> Vec<(Stored, Stored)> {
-    let with = |of_a| Format::ALL.map(|of_b| (Stored::usual(of_a, a), Stored::usual(of_b, b)));
-    Format::ALL.into_iter().flat_map(with).collect()
+/// Every pair of formats, blocks along these axes, with a number by which cases take turns, so that either format meets all of them.
+fn every_pair(a: BlockAxis, b: BlockAxis) -> Vec<(usize, (Stored, Stored))> {
+    let with = |(i, of_a): (usize, Format)| {
+        let stored = |(j, of_b): (usize, Format)| (i + j, (Stored::usual(of_a, a), Stored::usual(of_b, b)));
+        Format::ALL.into_iter().enumerate().map(stored).collect::<Vec<_>>()
+    };
+    Format::ALL.into_iter().enumerate().flat_map(with).collect()
+}
+
+/// Those of three cases that a pair of formats is tried with: all, or daily the one whose turn it is. Beside a plain operand all: each kind of errors that
+/// are owed is few pairs' alone.
+fn in_turn<T>(
+    breadth: Breadth,
+    (turn, operands): (usize, [Stored; 2]),
+    cases: [T; 3],
+) -> impl Iterator<Item = T> {
+    let plain = operands.iter().any(|of| matches!(of, Stored::Plain(_)));
+    let is_taken = move |at: usize| breadth.either(true, plain || at == turn % 3);
+    cases.into_iter().enumerate().filter(move |(at, _)| is_taken(*at)).map(|(_, case)| case)
 }
 
 /// What products owe each other: on integers whose sums are exact, the bits. Of blocks, what the numbers that are multiplied owe; beside F32 they are
@@ -204,21 +220,22 @@ pub fn gemm<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let mut shapes =
         vec![(1, 1, 32), (7, 13, 64), (70, 33, 160), (129, 65, 128), (300, 40, 512), (300, 40, 512)];
     shapes.extend(MoeShape::ALL[..3].iter().map(|s| s.scaled(16, 8)).map(|s| (20, s.f, s.d)));
-    for (a, b) in pairs() {
-        for &input in inputs(pair.strict) {
-            for (i, &(m, n, k)) in shapes.iter().enumerate() {
-                pair.check(&Product { a, b, m, n, k, out: PLAIN[i % 2], input });
-            }
-        }
+    let (pairs, inputs) = (pairs(), inputs(pair.strict));
+    for [of, input, i] in pair.breadth().cross([pairs.len(), inputs.len(), shapes.len()]) {
+        let ((a, b), (m, n, k)) = (pairs[of], shapes[i]);
+        pair.check(&Product { a, b, m, n, k, out: PLAIN[i % 2], input: inputs[input] });
+    }
+    for (a, b) in pairs {
         // Contractions that end inside a block, of an even number of values and of an odd one.
         for k in [33, 48, 104, 201] {
             pair.check(&Product { a, b, m: 5, n: 9, k, out: DType::F32, input: Input::Normal });
         }
     }
     // What tensor cores take, and an odd contraction; rows of the largest numbers among others, whose blocks a lift rounds.
-    for (i, (a, b)) in every_pair(Row, Tile).into_iter().enumerate() {
-        for (input, k) in [(Input::Normal, 160), (Input::HeavyTailed, 320), (Input::Normal, 131)] {
-            pair.check(&Product { a, b, m: 33, n: 24, k, out: PLAIN[(i + k) % 2], input });
+    for (turn, (a, b)) in every_pair(Row, Tile) {
+        let cases = [(Input::Normal, 160), (Input::HeavyTailed, 320), (Input::Normal, 131)];
+        for (input, k) in in_turn(pair.breadth(), (turn, [a, b]), cases) {
+            pair.check(&Product { a, b, m: 33, n: 24, k, out: PLAIN[(turn + k) % 2], input });
         }
     }
 }
@@ -277,15 +294,15 @@ impl<B: Kernels> Case<B> for Grouped {
 pub fn grouped_gemm<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     squares::grouped_gemm(pair);
     let widths = MoeShape::ALL.map(|s| s.scaled(32, 8)).map(|s| (s.f, s.d));
-    for (i, (x, w)) in pairs().into_iter().enumerate() {
-        for (j, spread) in Spread::ALL.into_iter().enumerate() {
-            let (f, d) = widths[(i + j) % 3];
-            // The first product of an expert and the second, in turns.
-            let (n, k, out) = if j % 2 == 0 { (2 * f, d, DType::Bf16) } else { (d, f, DType::F32) };
-            for input in [Input::Normal, Input::Integers] {
-                pair.check(&Grouped { x, w, spread, rows: 100, n, k, out, input });
-            }
-        }
+    let pairs = pairs();
+    for [i, j, integers] in pair.breadth().cross([pairs.len(), Spread::ALL.len(), 2]) {
+        let ((x, w), spread, (f, d)) = (pairs[i], Spread::ALL[j], widths[(i + j) % 3]);
+        // The first product of an expert and the second, in turns.
+        let (n, k, out) = if j % 2 == 0 { (2 * f, d, DType::Bf16) } else { (d, f, DType::F32) };
+        let input = [Input::Normal, Input::Integers][integers];
+        pair.check(&Grouped { x, w, spread, rows: 100, n, k, out, input });
+    }
+    for (x, w) in pairs {
         let (n, k) = (33, 160);
         for &input in inputs(pair.strict) {
             pair.check(&Grouped { x, w, spread: Spread::Zipf, rows: 40, n, k, out: DType::F32, input });
@@ -295,14 +312,15 @@ pub fn grouped_gemm<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
             pair.check(&Grouped { x, w, spread, rows: 40, n, k, out, input });
         }
     }
-    for (i, (x, w)) in every_pair(Row, Tile).into_iter().enumerate() {
-        let taking_turns = Spread::ALL[i % Spread::ALL.len()];
-        for (spread, rows, n, k) in [
+    for (turn, (x, w)) in every_pair(Row, Tile) {
+        let taking_turns = Spread::ALL[turn % Spread::ALL.len()];
+        let cases = [
             (Spread::Balanced, MIDDLE_IN_A_GROUP, 24, 160),
             (taking_turns, 40, 24, 160),
             (taking_turns, 40, 7, 131),
-        ] {
-            pair.check(&Grouped { x, w, spread, rows, n, k, out: PLAIN[i % 2], input: Input::Normal });
+        ];
+        for (spread, rows, n, k) in in_turn(pair.breadth(), (turn, [x, w]), cases) {
+            pair.check(&Grouped { x, w, spread, rows, n, k, out: PLAIN[turn % 2], input: Input::Normal });
         }
     }
 }
@@ -386,14 +404,13 @@ pub fn grouped_wgrad<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
         stored.push((Stored::Block(dy.0, dy.1, Col), Stored::Block(x.0, x.1, Col)));
     }
     let widths = MoeShape::ALL.map(|s| s.scaled(32, 8)).map(|s| (s.f, s.d));
+    for [i, j, integers] in pair.breadth().cross([stored.len(), Spread::ALL.len(), 2]) {
+        let ((dy, x), spread, (n, k)) = (stored[i], Spread::ALL[j], widths[(i + j) % 3]);
+        let (grad, accumulate) = (PLAIN[(i + j / 2) % 2], j % 2 == 0);
+        let input = [Input::Normal, Input::Integers][integers];
+        pair.check(&Wgrad { dy, x, spread, rows: 200, n, k, grad, accumulate, input, shards: false });
+    }
     for (i, (dy, x)) in stored.into_iter().enumerate() {
-        for (j, spread) in Spread::ALL.into_iter().enumerate() {
-            let (n, k) = widths[(i + j) % 3];
-            for input in [Input::Normal, Input::Integers] {
-                let (grad, accumulate) = (PLAIN[(i + j / 2) % 2], j % 2 == 0);
-                pair.check(&Wgrad { dy, x, spread, rows: 200, n, k, grad, accumulate, input, shards: false });
-            }
-        }
         if matches!(x, Stored::Plain(_)) {
             let (spread, accumulate, input) = (Spread::Balanced, i % 2 == 0, Input::Normal);
             for grad in PLAIN {
@@ -437,14 +454,15 @@ pub fn grouped_wgrad<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
             }
         }
     }
-    for (i, (dy, x)) in every_pair(Col, Col).into_iter().enumerate() {
-        let taking_turns = Spread::ALL[i % Spread::ALL.len()];
-        for (spread, rows, n, k) in [
+    for (turn, (dy, x)) in every_pair(Col, Col) {
+        let taking_turns = Spread::ALL[turn % Spread::ALL.len()];
+        let cases = [
             (Spread::Balanced, MIDDLE_IN_A_GROUP, 24, 40),
             (taking_turns, 90, 24, 40),
             (taking_turns, 90, 7, 13),
-        ] {
-            let (grad, accumulate, input) = (PLAIN[i % 2], i % 3 == 0, Input::Normal);
+        ];
+        for (spread, rows, n, k) in in_turn(pair.breadth(), (turn, [dy, x]), cases) {
+            let (grad, accumulate, input) = (PLAIN[turn % 2], turn % 4 < 2, Input::Normal);
             pair.check(&Wgrad { dy, x, spread, rows, n, k, grad, accumulate, input, shards: false });
         }
     }

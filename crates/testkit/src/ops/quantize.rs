@@ -6,6 +6,7 @@ mod taken;
 pub use amax::measure_amax;
 
 use super::PLAIN;
+use crate::breadth::Breadth;
 use crate::case::{Case, Outputs, Pads};
 use crate::host::plain;
 use crate::input::{Input, stream};
@@ -403,6 +404,19 @@ pub(super) const SHAPES: [(Planes, usize, usize, usize); 10] = [
     (Planes::Tiles, 16, 64, 1),
 ];
 
+/// Every codec to nearest on every one of [`SHAPES`] with every kind of values, which comes with its number: daily in pairs, but for the formats that
+/// the backends have code of their own for.
+pub(super) fn codecs_on_shapes(
+    breadth: Breadth,
+) -> impl Iterator<Item = (Codec, (Planes, usize, usize, usize), (usize, Input))> {
+    let (fast, general): (Vec<Codec>, Vec<Codec>) =
+        codecs().partition(|codec| [Format::Mxfp4, Format::E4m3].contains(&codec.format()));
+    [(fast, Breadth::Whole), (general, breadth)].into_iter().flat_map(|(codecs, breadth)| {
+        let choices = breadth.cross([codecs.len(), SHAPES.len(), Input::ALL.len()]);
+        choices.into_iter().map(move |[codec, shape, i]| (codecs[codec], SHAPES[shape], (i, Input::ALL[i])))
+    })
+}
+
 /// Every rounding of every format, where kernels take whole tiles and where groups end inside them.
 fn general<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let roundings = [
@@ -411,31 +425,22 @@ fn general<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
         Rounding::Stochastic,
         Rounding::Dither { delta_q16: 0x3000 },
     ];
-    for (i, of) in codecs().enumerate() {
-        let (format, rule) = (of.format(), of.rule());
-        for (j, rounding) in roundings.into_iter().enumerate() {
-            let (codec, dtype) = (codec(format, rule, rounding), PLAIN[(i + j) % 2]);
+    let codecs: Vec<Codec> = codecs().collect();
+    // Three shapes of dense rows, and two spreads.
+    for [i, j, shape] in pair.breadth().cross([codecs.len(), roundings.len(), 5]) {
+        let (format, rule) = (codecs[i].format(), codecs[i].rule());
+        let (codec, dtype) = (codec(format, rule, roundings[j]), PLAIN[(i + j) % 2]);
+        let dense =
+            [(Planes::Rows, 20, 1920, 1), (Planes::Both, 160, 192, 1), (Planes::Tiles, 2 * 40, 72, 2)];
+        if let Some(&(planes, rows, cols, stack)) = dense.get(shape) {
             let input = [Input::Normal, Input::Outliers, Input::ExtremeExponents][(i + j) % 3];
-            for (planes, rows, cols, stack) in
-                [(Planes::Rows, 20, 1920, 1), (Planes::Both, 160, 192, 1), (Planes::Tiles, 2 * 40, 72, 2)]
-            {
-                pair.check(&Dense { codec, planes, rows, cols, stack, dtype, input });
-            }
-            for (k, spread) in [Spread::Zipf, Spread::EmptyGroups].into_iter().enumerate() {
-                let planes = [Planes::Both, Planes::Cols][k];
-                let input = [Input::Normal, Input::NonFinite, Input::SignedZeros][(i + j + k) % 3];
-                pair.check(&Ragged {
-                    codec,
-                    planes,
-                    spread,
-                    num_groups: 3,
-                    rows: 200,
-                    cols: 96,
-                    dtype,
-                    input,
-                });
-            }
+            pair.check(&Dense { codec, planes, rows, cols, stack, dtype, input });
+            continue;
         }
+        let k = shape - dense.len();
+        let (planes, spread) = ([Planes::Both, Planes::Cols][k], [Spread::Zipf, Spread::EmptyGroups][k]);
+        let input = [Input::Normal, Input::NonFinite, Input::SignedZeros][(i + j + k) % 3];
+        pair.check(&Ragged { codec, planes, spread, num_groups: 3, rows: 200, cols: 96, dtype, input });
     }
 }
 
@@ -481,12 +486,8 @@ pub fn quantize<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     of_earlier_steps(pair);
     amax::parts(pair);
     stacks::parts_of_stacks(pair);
-    for codec in codecs() {
-        for (planes, rows, cols, stack) in SHAPES {
-            for (i, input) in Input::ALL.into_iter().enumerate() {
-                pair.check(&Dense { codec, planes, rows, cols, stack, dtype: PLAIN[i % 2], input });
-            }
-        }
+    for (codec, (planes, rows, cols, stack), (i, input)) in codecs_on_shapes(pair.breadth()) {
+        pair.check(&Dense { codec, planes, rows, cols, stack, dtype: PLAIN[i % 2], input });
     }
     let roundings = [
         Rounding::NearestAway,

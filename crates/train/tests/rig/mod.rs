@@ -12,6 +12,7 @@ use nibble_core::ops::Control;
 use nibble_core::recipe::{LayerKind, Product};
 use nibble_core::{Comm, DType, Kernels, Mesh, MeshShape, Recipe, SoloComm, Tensor};
 use nibble_cpu::Cpu;
+use nibble_testkit::Breadth;
 use nibble_train::config::Config;
 use nibble_train::cx::{Cx, Shards};
 use nibble_train::metrics::Metrics;
@@ -27,6 +28,14 @@ pub fn loss_scale<B: Kernels>(b: &B, scale: f32) -> B::Buf<f32> {
 /// The recipes that ship and differ from others in more than a few keys.
 pub fn recipes() -> Vec<&'static str> {
     Recipe::distinct_names().collect()
+}
+
+/// Of [`recipes`] those of a test that takes long under each: all; daily those of the README, and a quarter of the others, another for each `turn`.
+pub fn some_recipes(turn: usize) -> Vec<&'static str> {
+    let (first, others): (Vec<_>, Vec<_>) =
+        recipes().into_iter().partition(|recipe| Recipe::names().any(|name| name == *recipe));
+    let others = others.into_iter().skip(Breadth::of_tests().either(0, turn % 4));
+    first.into_iter().chain(others.step_by(Breadth::of_tests().either(1, 4))).collect()
 }
 
 /// The file of a recipe.

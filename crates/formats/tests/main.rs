@@ -1,0 +1,7 @@
+//! The formats against oracles, and against golden vectors that others made.
+
+mod exhaustive;
+mod golden;
+mod published_faults;
+mod scaling;
+mod unbiased;

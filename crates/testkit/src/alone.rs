@@ -1,0 +1,70 @@
+//! A test in a process of its own, where it counts, breaks or sets what a process has once. The binary of a crate's tests runs many beside it.
+
+use std::process::Command;
+
+/// Which test such a process was started for.
+const ALONE: &str = "NIBBLE_TEST_ALONE";
+
+/// Runs `test` in a process of its own: the binary of this test is started again for the test `name` alone, of the module `module_path!()`.
+///
+/// ```text
+/// #[test]
+/// fn a_fault_strikes() {
+///     alone(module_path!(), "a_fault_strikes", || ..)
+/// }
+/// ```
+///
+/// # Panics
+/// With what the process printed, if the test fails there, or if there is none of this name.
+#[track_caller]
+pub fn alone(module: &str, name: &str, test: impl FnOnce()) {
+    // A module's path begins with its crate; the name of a test does not.
+    let name = match module.split_once("::") {
+        Some((_, module)) => format!("{module}::{name}"),
+        None => name.to_owned(),
+    };
+    if std::env::var_os(ALONE).is_some_and(|of| of == name.as_str()) {
+        return test();
+    }
+    let binary = std::env::current_exe().expect("the system knows where a running program lies");
+    let done = Command::new(binary).args(["--exact", &name, "--nocapture"]).env(ALONE, &name).output();
+    let done = done.unwrap_or_else(|e| panic!("{name} in a process of its own: {e}"));
+    let said = String::from_utf8_lossy(&done.stdout) + String::from_utf8_lossy(&done.stderr);
+    assert!(done.status.success() && said.contains("1 passed"), "{name} in a process of its own:\n{said}");
+    said.lines().filter(|line| line.starts_with("skipped:")).for_each(|line| println!("{line}"));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    #[test]
+    fn it_is_another_process() {
+        static RAN: AtomicBool = AtomicBool::new(false);
+        alone(module_path!(), "it_is_another_process", || RAN.store(true, Ordering::Relaxed));
+        assert_eq!(RAN.load(Ordering::Relaxed), std::env::var_os(ALONE).is_some());
+    }
+
+    #[test]
+    fn what_fails_there_fails_here() {
+        let failed = std::panic::catch_unwind(|| {
+            alone(module_path!(), "what_fails_there_fails_here", || panic!("no"))
+        });
+        let said = failed.unwrap_err();
+        match std::env::var_os(ALONE) {
+            // There.
+            Some(_) => std::panic::resume_unwind(said),
+            None => {
+                let said = said.downcast_ref::<String>().unwrap();
+                assert!(said.contains("panicked") && said.contains("no"), "{said}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_name_of_no_test_is_told() {
+        let failed = std::panic::catch_unwind(|| alone(module_path!(), "nobody", || ()));
+        assert!(failed.unwrap_err().downcast_ref::<String>().unwrap().contains("0 passed"));
+    }
+}
