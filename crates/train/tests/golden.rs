@@ -142,7 +142,12 @@ fn so_they_are_on_every_instruction_set_and_one_thread() {
     }
     for run in in_every_pass() {
         for isa in Isa::ALL.into_iter().filter(|isa| isa.is_supported()) {
-            let steps = if isa == Isa::Portable { FIRST_STEPS } else { run.steps };
+            // On two threads the best one has taken all steps.
+            let steps = match isa {
+                Isa::Portable => FIRST_STEPS,
+                best if best == Isa::best() => Breadth::of_tests().either(run.steps, FIRST_STEPS),
+                _ => run.steps,
+            };
             let got = losses(&run, steps, || Cpu::with(1, isa, CodePath::Simd).unwrap());
             assert_golden(&run, &format!("{isa:?}"), &got);
         }

@@ -199,7 +199,7 @@ struct Drawn {
 }
 
 impl Drawn {
-    /// Draws until so many pairs are those of a run, and holds each to what is printed of it; daily those that say something new, and one in 64 of the
+    /// Draws until so many pairs are those of a run, and holds each to what is printed of it; daily those that say something new, and one in 16 of the
     /// others.
     fn from(seed: u64, pairs: usize) -> Self {
         let (mut dice, mut runs, mut drawn) = (Dice::new(seed), Runs::new(), Self::default());
@@ -211,7 +211,7 @@ impl Drawn {
             let Some(recipe) = followed(&config, &layers, &text) else { continue };
             followed_so_far += 1;
             let said = written::said(&text);
-            let daily = followed_so_far % 64 == 0 || !said.is_subset(&drawn.said);
+            let daily = followed_so_far % 16 == 0 || !said.is_subset(&drawn.said);
             if !Breadth::of_tests().either(true, daily) {
                 continue;
             }
