@@ -30,7 +30,7 @@ pub fn alone(module: &str, name: &str, test: impl FnOnce()) {
     let done = Command::new(binary).args(["--exact", &name, "--nocapture"]).env(ALONE, &name).output();
     let done = done.unwrap_or_else(|e| panic!("{name} in a process of its own: {e}"));
     let said = String::from_utf8_lossy(&done.stdout) + String::from_utf8_lossy(&done.stderr);
-    // Indented: whoever counts the closing lines of a run counts this process's.
+    // Indented, so that who sums up the closing lines of a run does not count this process's.
     let told = || said.lines().map(|line| format!("    {line}\n")).collect::<String>();
     assert!(
         done.status.success() && said.contains("1 passed"),
