@@ -11,11 +11,7 @@ pub fn check() -> Result<(), String> {
     for file in listed.lines() {
         let Some((package, name)) = taken_up(file) else { continue };
         let text = |path: &str| fs::read_to_string(root().join(package).join(path)).unwrap_or_default();
-        let (manifest, main) = (text("Cargo.toml"), text("tests/main.rs"));
-        let by_cargo =
-            !manifest.contains("autotests = false") || manifest.contains(&format!("name = \"{name}\""));
-        if root().join(file).exists() && !by_cargo && !main.lines().any(|line| line == format!("mod {name};"))
-        {
+        if root().join(file).exists() && !is_taken_up(name, &text("Cargo.toml"), &text("tests/main.rs")) {
             forgotten.push(file);
         }
     }
@@ -35,6 +31,13 @@ fn taken_up(file: &str) -> Option<(&str, &str)> {
     (name != "main" && !name.contains('/')).then_some((package, name))
 }
 
+/// Whether a test binary has this module: by `main.rs`, or by the manifest, which names it or leaves the search to cargo.
+fn is_taken_up(name: &str, manifest: &str, main: &str) -> bool {
+    let by_cargo =
+        !manifest.contains("autotests = false") || manifest.contains(&format!("name = \"{name}\""));
+    by_cargo || main.lines().any(|line| line == format!("mod {name};"))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -47,6 +50,21 @@ mod tests {
             ["crates/train/tests/rig/comm.rs", "crates/cpu/tests/main.rs", "crates/cli/tests/command/main.rs"]
         {
             assert_eq!(taken_up(part), None, "{part}");
+        }
+    }
+
+    #[test]
+    fn a_file_that_nobody_names_is_found() {
+        let manifest = "autotests = false\n\n[[test]]\nname = \"alone\"\n";
+        let main = "mod comm;\nmod rig;\n";
+        for (name, manifest, main, is) in [
+            ("comm", manifest, main, true),
+            ("alone", manifest, main, true),
+            ("rag", manifest, main, false),
+            ("comm", manifest, "", false),
+            ("rag", "", "", true),
+        ] {
+            assert_eq!(is_taken_up(name, manifest, main), is, "{name}");
         }
     }
 

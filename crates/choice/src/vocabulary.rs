@@ -101,6 +101,14 @@ mod tests {
     use super::*;
 
     #[test]
+    fn tasks_of_an_embedding_s_gradient_are_counted_by_hand() {
+        let tasks = EmbedTasks { most_runs: 3, rows: 5 };
+        let bytes = tasks.temporaries(100, 64).map(|temporary| temporary.bytes);
+        // Words of four bytes each, and an F32 of four for each column of five rows.
+        assert_eq!(bytes, [TASK_WORDS * 100 * 4, TASK_WORDS * 3 * 4, 5 * 64 * 4]);
+    }
+
+    #[test]
     fn digits_tell_all_keys_apart_and_are_few_enough_for_a_plan() {
         let listed = |keys| digits(keys).map(|digit| (digit.shift, digit.values)).collect::<Vec<_>>();
         assert_eq!(listed(1), [(0, 2)]);

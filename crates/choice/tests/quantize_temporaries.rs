@@ -43,6 +43,14 @@ fn one_plane_of_blocks_takes_nothing() {
 }
 
 #[test]
+fn a_tensor_without_values_takes_nothing() {
+    for (rows, cols) in [(0, COLS), (ROWS, 0), (0, 0)] {
+        let desc = QuantizeDesc { rows, cols, ..desc(Format::E4m3Row, Planes::Both) };
+        assert_eq!(bytes(desc), [0; 0], "{rows} x {cols}");
+    }
+}
+
+#[test]
 fn scales_of_rows_wait_where_columns_are_written_too() {
     // A byte for 32 values, and an F32 for 128.
     assert_eq!(bytes(desc(Format::Mxfp4, Planes::Both)), [ROWS * COLS / 32]);

@@ -60,6 +60,8 @@ const VARIABLES: &[(&str, &str)] = &[
     ("NIBBLE_TORCHRUN", "how the tests call torchrun; the command does not read it"),
     ("NIBBLE_MPIRUN", "how the tests call Open MPI's mpirun; the command does not read it"),
     ("NIBBLE_TESTDATA", "where the tests find golden vectors and data; the command does not read it"),
+    ("NIBBLE_EXHAUSTIVE", "1: the tests take the whole of their lists; the command does not read it"),
+    ("NIBBLE_FUZZ_SECONDS", "for how long each fuzz test makes inputs; the command does not read it"),
     ("NIBBLE_BLESS", "1: the golden-loss test rewrites its files; the command does not read it"),
     #[cfg(debug_assertions)]
     (FAULT, "builds for tests alone: what goes wrong at which point of a run, as in kill@file-written:3"),

@@ -126,3 +126,15 @@ pub fn panicked() -> Error {
     let what = first.as_deref().unwrap_or("a thread ended without a word");
     Error::Failed(format!("internal error, a defect of nibble: {what}"))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn signals_that_end_a_run_are_named() {
+        for (number, name) in [(1, "SIGHUP"), (2, "SIGINT"), (15, "SIGTERM")] {
+            assert_eq!(signal_name(number), name);
+        }
+    }
+}

@@ -2,8 +2,8 @@
 
 use std::process::Command;
 
-/// Which test such a process was started for.
-const ALONE: &str = "NIBBLE_TEST_ALONE";
+/// Which test such a process was started for. Not one of Nibble's own variables: a command that the test starts would say that it reads no such one.
+const ALONE: &str = "TEST_ALONE";
 
 /// Runs `test` in a process of its own: the binary of this test is started again for the test `name` alone, of the module `module_path!()`.
 ///

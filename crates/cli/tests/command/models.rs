@@ -3,6 +3,8 @@
 use crate::Place;
 use nibble_core::Recipe;
 use nibble_train::config::{published_models, tiny_models};
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
 
 /// A place with a short run in `run`.
 fn trained() -> Place {
@@ -221,6 +223,38 @@ fn every_command_explains_itself() {
     for what in ["step", "kernels", "gemm", "experts", "exchange"] {
         place.nibble(&["bench", what, "--help"]).ok().contains("--json").contains("Example");
     }
+}
+
+/// A command warns of each variable that looks like its own and that it does not know, and tests look at all that it says: whoever sets one for the
+/// tests, as an exhaustive run does, sets it for the commands too.
+#[test]
+fn every_variable_that_anything_here_reads_is_explained() {
+    fn sources(folder: &Path, found: &mut Vec<PathBuf>) {
+        for entry in std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()) {
+            match entry.extension() {
+                None if entry.is_dir() => sources(&entry, found),
+                Some(extension) if extension == "rs" => found.push(entry),
+                _ => {}
+            }
+        }
+    }
+    let help = Place::new().nibble(&["environment"]).ok();
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let mut files = Vec::new();
+    ["crates", "xtask"].iter().for_each(|folder| sources(&root.join(folder), &mut files));
+    let mut read = BTreeSet::new();
+    for file in files {
+        let text = String::from_utf8(crate::read(&file)).unwrap();
+        for line in
+            text.lines().filter(|line| ["var(", "var_os(", "const "].iter().any(|word| line.contains(word)))
+        {
+            let names =
+                line.split('"').filter(|word| word.len() > "NIBBLE_".len() && word.starts_with("NIBBLE_"));
+            read.extend(names.map(str::to_owned));
+        }
+    }
+    assert!(read.contains("NIBBLE_EXHAUSTIVE") && read.contains("NIBBLE_THREADS"), "{read:?}");
+    read.iter().for_each(|name| drop(help.contains(&format!("{name} "))));
 }
 
 #[test]

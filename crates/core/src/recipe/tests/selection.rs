@@ -175,3 +175,18 @@ fn selections_are_written_as_they_were_read() {
         "{bound}"
     );
 }
+
+/// A recipe may be for models with these layers and without. Where there are some, they must have what it sets.
+#[test]
+fn an_optional_override_need_not_match() {
+    let layers = layers("lm_head");
+    let sections = |name: &str| {
+        let lines = format!(
+            "extends = \"bf16\"\n[[override]]\nkinds = \"{name}\"\noptional = true\nset.linear.saved.x = {{ format = \"mxfp4\", scale = \"rceil\" }}"
+        );
+        Recipe::parse("mine", &lines).unwrap().in_run(RUN).sections(&layers)
+    };
+    sections("gate_up_proj").unwrap();
+    let error = sections("experts").unwrap_err().to_string();
+    assert!(error.contains("decides nothing: no layer among"), "{error}");
+}

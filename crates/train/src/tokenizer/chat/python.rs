@@ -221,6 +221,23 @@ mod tests {
     use super::*;
 
     #[test]
+    fn every_kind_of_json_has_a_name() {
+        for (json, name) in [
+            ("null", "null"),
+            ("false", "true or false"),
+            ("1", "a number"),
+            ("\"x\"", "a text"),
+            ("[1]", "a list"),
+            ("{\"x\": 1}", "an object"),
+        ] {
+            assert_eq!(
+                kind(&Value::from_serialize(serde_json::from_str::<serde_json::Value>(json).unwrap())),
+                name
+            );
+        }
+    }
+
+    #[test]
     fn numbers_are_those_of_python() {
         for (x, expected) in [
             (1.0, "1.0"),
