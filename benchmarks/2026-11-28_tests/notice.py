@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
 """Which test notices which mutant of `mutate.py`, by binaries that are built already.
 
-    notice.py BINARIES.json CHOSEN.json REPORT.json [--jobs N] [--only N,N] [--tests REGEX] [--ran REPORT.json]
+    notice.py BINARIES.json CHOSEN.json REPORT.json [--jobs N] [--only N,N] [--tests REGEX] [--ran REPORT.json] [--least SECONDS]
 
 BINARIES.json: a list of {"package", "name", "dir", "path"}, a test binary each. First every test runs by itself without a mutant: its seconds, and the
 mutants that it comes to. Then each mutant is tried on the tests that come to it, those of its own crate first and short ones before long ones, up to
-the first that fails, and does not fail without the mutant. A test that takes ten times as long, and a minute, has failed. `--ran` takes the first part
-from another report; `--tests` tries these tests alone.
+the first that fails, and does not fail without the mutant. A test that takes ten times as long, and `--least` seconds, has failed. `--ran` takes the
+first part from another report; `--tests` tries these tests alone.
 """
 import argparse, concurrent.futures, json, os, re, signal, subprocess, sys, tempfile, threading, time
 
 parser = argparse.ArgumentParser()
 parser.add_argument("binaries"), parser.add_argument("chosen"), parser.add_argument("report")
 parser.add_argument("--jobs", type=int, default=os.cpu_count()), parser.add_argument("--only")
-parser.add_argument("--ran"), parser.add_argument("--tests", default="")
+parser.add_argument("--least", type=float, default=60), parser.add_argument("--ran"), parser.add_argument("--tests", default="")
 args = parser.parse_args()
 binaries = json.load(open(args.binaries))
 mutants = json.load(open(args.chosen))
@@ -94,7 +94,7 @@ def attempt(item):
     mine = state[number]
     if mine["noticed_by"]:
         return
-    seconds, failed, said, _ = call(test, {"MUTANT": str(number)}, max(60, 10 * test["seconds"]))
+    seconds, failed, said, _ = call(test, {"MUTANT": str(number)}, max(args.least, 10 * test["seconds"]))
     if failed and call(test, {}, 500)[1]:
         print(f"{test['name']} {test['test']} fails without a mutant", flush=True)
         return
