@@ -21,7 +21,7 @@ use nibble_train::config::{Config, preset};
 use nibble_train::data::Dataset;
 use nibble_train::plan::{self, Prediction};
 use nibble_train::pretrained::is_folder;
-use nibble_train::trainer::{self, CONFIG_FILE, Observer, Options, Start, Summary};
+use nibble_train::trainer::{self, CONFIG_FILE, Observer, Options, Outcome, Start, Summary};
 use rank_log::RankLog;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
@@ -157,20 +157,21 @@ pub fn run(args: Args) -> Result<()> {
     }
     let stop = signals.as_ref().map(Signals::received);
     if let Err(error) = caching::prepare(&config, stop) {
-        return Err(match stop.is_some_and(|stop| stop.load(Ordering::Relaxed) > 0) {
-            true => Error::Stopped(signals.map_or(0, Signals::told)),
-            false => error,
-        });
+        let signal = stop.map_or(0, |stop| stop.load(Ordering::Relaxed));
+        signals.into_iter().for_each(Signals::wait_until_told);
+        return Err(if signal == 0 { error } else { Error::Stopped(signal) });
     }
     let options = Options { resume: args.resume, numbered: !named_by_user, digest: args.digest, stop };
     let training = Training { config: &config, options, check_links: args.check_links };
-    if let Some(summary) = device::run(&config.run, &training)? {
+    let Outcome { summary, stopped } = device::run(&config.run, &training)?;
+    if let Some(summary) = summary {
         conclude(&config, &summary);
-        if summary.valid_loss.is_none() {
-            return Err(Error::Stopped(signals.map_or(0, Signals::told)));
-        }
     }
-    Ok(())
+    if stopped == 0 {
+        return Ok(());
+    }
+    signals.into_iter().for_each(Signals::wait_until_told);
+    Err(Error::Stopped(stopped.into()))
 }
 
 struct Training<'a> {
@@ -180,9 +181,9 @@ struct Training<'a> {
 }
 
 impl Work for Training<'_> {
-    type Out = Option<Summary>;
+    type Out = Outcome;
 
-    fn run<B: Device>(&self, on: &On<'_, B>) -> Result<Option<Summary>> {
+    fn run<B: Device>(&self, on: &On<'_, B>) -> Result<Outcome> {
         let Self { config, options, check_links } = *self;
         // First of all: a GPU may have kernels to compile before there is more to say.
         on.announce();

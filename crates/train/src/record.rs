@@ -145,8 +145,8 @@ impl<B: Backend> Counted<B> {
 /// What a rank tells the others when it issues a step: its record brings it to all of them, without a call of its own.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Told {
-    /// It was asked to end the run.
-    pub asked: bool,
+    /// What it was asked to end the run by, below 128; 0: by nothing.
+    pub asked: u8,
     /// It is writing files of a checkpoint.
     pub writing: bool,
 }
@@ -154,11 +154,11 @@ pub struct Told {
 impl Told {
     /// As the word at [`nibble_core::ops::InputLayout::TOLD`].
     pub fn word(self) -> i32 {
-        i32::from(self.asked) | i32::from(self.writing) << 1
+        i32::from(self.asked) << 1 | i32::from(self.writing)
     }
 
     fn of_word(word: i32) -> Self {
-        Self { asked: word & 1 != 0, writing: word & 2 != 0 }
+        Self { asked: (word >> 1) as u8, writing: word & 1 != 0 }
     }
 }
 
@@ -375,8 +375,11 @@ impl<'a> Report<'a> {
 
     /// What any rank told when it issued the step: the same on every rank.
     pub fn told(&self) -> Told {
-        let word = |table: &[f64]| table[self.layout.told()] as i32;
-        Told::of_word(self.tables.iter().fold(0, |any, table| any | word(table)))
+        let told = |table: &[f64]| Told::of_word(table[self.layout.told()] as i32);
+        self.tables.iter().map(|table| told(table)).fold(Told::default(), |any, one| Told {
+            asked: any.asked.max(one.asked),
+            writing: any.writing || one.writing,
+        })
     }
 
     /// What the step before this one took each rank; none where any of them has not issued it.

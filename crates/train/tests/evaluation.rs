@@ -189,8 +189,8 @@ fn a_run_scores_its_tasks() {
         let metrics = read_metrics(&run_dir.join("metrics.jsonl")).unwrap().metrics;
         std::fs::remove_dir_all(&run_dir).unwrap();
         assert!(ranks[1..].iter().all(|(_, told)| told.is_empty()));
-        let (summary, told) = ranks.into_iter().next().unwrap();
-        let digest = summary.unwrap().digest.unwrap();
+        let (outcome, told) = ranks.into_iter().next().unwrap();
+        let digest = outcome.summary.unwrap().digest.unwrap();
         assert_eq!(first.get_or_insert_with(|| digest.clone()), &digest, "mesh {mesh}");
         let lines = metrics.into_iter().filter(|line| line.valid_loss.is_some());
         (told, lines.map(|line| (line.step, line.other)).collect::<Vec<_>>())

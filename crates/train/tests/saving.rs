@@ -300,7 +300,8 @@ fn a_run_that_is_stopped_in_an_evaluation_writes_the_checkpoint_of_its_step_once
         STOP.store(0, Ordering::Relaxed);
         let mut observer = Stopping { stop: &STOP, checkpoints: Vec::new() };
         let options = Options { stop: Some(&STOP), ..Options::default() };
-        let summary = run(&Cpu::new(1).unwrap(), &SOLO, &config, options, &mut observer).unwrap().unwrap();
+        let summary =
+            run(&Cpu::new(1).unwrap(), &SOLO, &config, options, &mut observer).unwrap().summary.unwrap();
         assert_eq!((summary.steps, summary.valid_loss), (2, None));
         let store = dir.path().join("run/checkpoints");
         let paths: Vec<PathBuf> = expected.iter().map(|step| store.join(format!("step-{step:08}"))).collect();

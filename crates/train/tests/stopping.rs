@@ -5,12 +5,15 @@ use crate::rig;
 use nibble_core::{Comm, MeshShape, Result};
 use nibble_cpu::Cpu;
 use nibble_train::metrics::Metrics;
-use nibble_train::trainer::{Observer, Options, Start, Summary, run};
+use nibble_train::trainer::{Observer, Options, Outcome, Start, Summary, run};
 use rig::{Call, FOUR_PARTS, FOUR_RANKS, Hook, Hooked, few_held_out, on_axes, small};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-static ALWAYS: AtomicUsize = AtomicUsize::new(1);
+/// What a rank is asked by.
+const SIGNAL: usize = 15;
+
+static ALWAYS: AtomicUsize = AtomicUsize::new(SIGNAL);
 
 /// Asks its rank to stop once the record of a step is told, and notes what is told.
 struct Asking {
@@ -26,7 +29,7 @@ impl Observer for Asking {
     fn step(&mut self, metrics: &Metrics) {
         self.steps.push(metrics.step);
         if let Some((_, stop)) = self.at.filter(|(at, _)| *at == metrics.step) {
-            stop.store(1, Ordering::Relaxed);
+            stop.store(SIGNAL, Ordering::Relaxed);
         }
     }
     fn evaluation(&mut self, step: u64, _: f64) {
@@ -87,7 +90,9 @@ fn steps_until_stopped(mesh: MeshShape, changes: &[&str], (asked, when): (usize,
         let options = Options { stop: is_asked.then_some(stop), ..Options::default() };
         (run(&Cpu::new(1).unwrap(), axes.mesh(), &config, options, &mut told).unwrap(), told)
     });
-    let (summary, told) = ranks.into_iter().next().unwrap();
+    // Every rank ends by what one was asked by.
+    ranks.iter().for_each(|(outcome, _)| assert_eq!(outcome.stopped, SIGNAL as u8, "mesh {mesh}"));
+    let (Outcome { summary, .. }, told) = ranks.into_iter().next().unwrap();
     let Summary { steps, valid_loss, .. } = summary.unwrap();
     assert_eq!((valid_loss, &told.evaluations[..]), (None, &[][..]), "mesh {mesh}");
     assert_eq!(told.steps, (1..=steps).collect::<Vec<_>>(), "mesh {mesh}");

@@ -28,8 +28,8 @@ pub enum Ended {
 /// Signals as they come: a child's end, and what is meant for the run.
 pub struct Signals {
     received: Receiver<i32>,
-    /// Those that are meant for the run, in the order in which they came.
-    asked: Vec<i32>,
+    /// Whether one has come that is meant for the run.
+    have_asked: bool,
 }
 
 impl Signals {
@@ -48,7 +48,7 @@ impl Signals {
             .name("signals".into())
             .spawn(wait)
             .map_err(nibble_core::Error::not_started)?;
-        Ok(Self { received, asked: Vec::new() })
+        Ok(Self { received, have_asked: false })
     }
 
     /// Whether anybody has asked for the end of the run: a run that fails after that is not started again.
@@ -56,7 +56,7 @@ impl Signals {
         while let Ok(signal) = self.received.try_recv() {
             self.note(signal);
         }
-        !self.asked.is_empty()
+        self.have_asked
     }
 
     fn next(&mut self, most: Duration) -> std::result::Result<i32, RecvTimeoutError> {
@@ -66,9 +66,7 @@ impl Signals {
     }
 
     fn note(&mut self, signal: i32) {
-        if signal != SIGCHLD {
-            self.asked.push(signal);
-        }
+        self.have_asked |= signal != SIGCHLD;
     }
 }
 
@@ -173,7 +171,7 @@ impl Children {
         }
         let run = std::fs::read_to_string(self.dir.path().join(joined::RUN)).ok().map(PathBuf::from);
         let run = run.filter(|dir| trainer::has_begun(dir));
-        Ok((self.ended(&signals.asked), run))
+        Ok((self.ended(), run))
     }
 
     /// Takes note of who has ended. Whether anybody is left.
@@ -199,7 +197,7 @@ impl Children {
     }
 
     /// What all of them together ended with.
-    fn ended(&mut self, asked: &[i32]) -> Ended {
+    fn ended(&mut self) -> Ended {
         let codes: Vec<Option<i32>> =
             self.ranks.iter().map(|rank| rank.status.and_then(|status| status.code())).collect();
         let failure = self.hub.as_ref().and_then(Hub::failure);
@@ -231,7 +229,8 @@ impl Children {
             }
         };
         let by = why.rank.and_then(|rank| self.ranks.get(rank)?.status).and_then(signal_of);
-        if let Some(signal) = by.filter(|signal| asked.contains(signal)) {
+        // To one rank or, by this launcher, to all: who sent it wants the run to end.
+        if let Some(signal) = by.filter(|signal| [SIGINT, SIGTERM, SIGHUP].contains(signal)) {
             // By number they are below 65.
             return Ended::Stopped(128 + signal as u8);
         }

@@ -6,7 +6,7 @@ use std::net::{Ipv4Addr, TcpListener};
 use std::process::{Command, Output, Stdio};
 
 const NIBBLE: &str = env!("CARGO_BIN_EXE_nibble");
-const SECRET: &str = "a secret of the tests";
+pub const SECRET: &str = "a secret of the tests";
 
 /// How a launcher is called, as this variable says. `None`, and a word of it, where it is not set: the launcher may not be there.
 fn launcher(variable: &str, what: &str) -> Option<Vec<String>> {
@@ -32,7 +32,7 @@ fn of_one_rank(place: &Place) -> [Vec<u8>; 2] {
 }
 
 /// A port of this host that is nobody's.
-fn free_port() -> u16 {
+pub fn free_port() -> u16 {
     TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port()
 }
 

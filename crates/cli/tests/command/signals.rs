@@ -2,6 +2,8 @@
 
 use crate::endings::heeding_signals;
 use crate::kill::{Undisturbed, train};
+use crate::launchers::{SECRET, free_port};
+use nibble_testkit::Breadth;
 use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
 use std::process::{Child, ChildStderr, Command, Stdio};
@@ -143,6 +145,79 @@ fn a_signal_to_the_launcher_reaches_every_rank_once_and_the_run_saves_once() {
         let saved = saved.filter(|e| e.as_ref().unwrap().path().join("state.json").exists()).count();
         assert!((1..=2).contains(&saved), "{saved} checkpoints");
         run.assert_resumes("run", "a signal to the launcher");
+    }
+}
+
+/// The process of a rank that works in the run's place, by what its launcher has set.
+#[cfg(target_os = "linux")]
+fn process_of(run: &Undisturbed, variable: &str) -> u32 {
+    let place = run.place.path(".").canonicalize().unwrap();
+    let processes = std::fs::read_dir("/proc").unwrap().map(|entry| entry.unwrap().path());
+    let is_it = |process: &PathBuf| {
+        std::fs::read_link(process.join("cwd")).is_ok_and(|at| at == place)
+            && std::fs::read(process.join("environ"))
+                .is_ok_and(|set| set.split(|byte| *byte == 0).any(|one| one == variable.as_bytes()))
+    };
+    let process = processes.into_iter().find(is_it).unwrap_or_else(|| panic!("no process with {variable}"));
+    process.file_name().unwrap().to_str().unwrap().parse().unwrap()
+}
+
+/// The others learn of it from the run alone, and wait for no signal of their own.
+#[test]
+#[cfg(target_os = "linux")]
+fn a_signal_to_one_rank_ends_all_with_its_code_and_the_run_saves_once() {
+    const SIGNALS: [(&str, i32); 3] = [("TERM", 143), ("INT", 130), ("HUP", 129)];
+    const PHASES: [&str; 5] =
+        ["loading:1", "before-optimizer:3", "evaluation-begins:1", "steps-done:1", "evaluation-begins:3"];
+    let run = Undisturbed::new(1);
+    for [signal, asked, phase, launched] in Breadth::of_tests().cross([SIGNALS.len(), 2, PHASES.len(), 2]) {
+        let ((signal, code), phase, launched) = (SIGNALS[signal], PHASES[phase], launched == 0);
+        let what = format!("SIG{signal} to rank {asked} in {phase}, by nibble launch: {launched}");
+        let fault = format!("{asked}/hold@{phase}");
+        let file = run.place.path(format!("{}.held", phase.split_once(':').unwrap().0));
+        let train = train(&run.place, "run", 2, &["--set", "train.expert_shards=2"]);
+        let mut commands: Vec<Command> = match launched {
+            true => {
+                let mut command = run.place.command(&["launch", "--ranks", "2", "--deadline", "4", "--"]);
+                command.args(train.get_args());
+                vec![command]
+            }
+            false => {
+                let port = free_port().to_string();
+                let rank = |rank: usize| {
+                    let mut command = run.place.command(&[]);
+                    command.args(train.get_args()).env("RANK", rank.to_string()).env("WORLD_SIZE", "2");
+                    command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &port);
+                    command.env("NIBBLE_SECRET", SECRET).env("NIBBLE_DEADLINE", "4");
+                    command
+                };
+                [0, 1].map(rank).into()
+            }
+        };
+        let mut children: Vec<Child> = Vec::new();
+        for command in &mut commands {
+            heeding_signals(command);
+            command.env("NIBBLE_FAULT", &fault).stdout(Stdio::null()).stderr(Stdio::null());
+            children.push(command.spawn().unwrap());
+        }
+        while !file.exists() {
+            let ended = children.iter_mut().find_map(|child| child.try_wait().unwrap());
+            assert_eq!(ended, None, "{what}: one ended before {phase}");
+            std::thread::yield_now();
+        }
+        let variable = if launched { "NIBBLE_RANK" } else { "RANK" };
+        let rank = process_of(&run, &format!("{variable}={asked}"));
+        assert!(
+            Command::new("kill").args([&format!("-{signal}"), &rank.to_string()]).status().unwrap().success()
+        );
+        std::fs::remove_file(&file).unwrap();
+        for mut child in children {
+            assert_eq!(child.wait().unwrap().code(), Some(code), "{what}");
+        }
+        let saved = std::fs::read_dir(run.place.path("run/checkpoints")).unwrap();
+        let saved = saved.filter(|e| e.as_ref().unwrap().path().join("state.json").exists()).count();
+        assert!((1..=2).contains(&saved), "{what}: {saved} checkpoints");
+        std::fs::remove_dir_all(run.place.path("run")).unwrap();
     }
 }
 

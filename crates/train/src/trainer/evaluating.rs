@@ -115,7 +115,7 @@ impl Evaluator {
             if first {
                 observer.evaluating(done, of);
             }
-            Ok(done == of || !self.options.any_is_asked_to_stop(b, comm)?)
+            Ok(done == of || self.options.stop_asked_of_any(b, comm)? == 0)
         });
         tell_notes(trainer, first, observer);
         done.map_err(|error| of_divergence(error, trainer.config(), true))

@@ -24,7 +24,7 @@ mod weights;
 
 pub use decoding::Decoding;
 pub use inspect::Inspection;
-pub use observer::{Observer, Start, Summary};
+pub use observer::{Observer, Outcome, Start, Summary};
 pub use options::Options;
 pub use outputs::heading;
 pub(crate) use pieces::PIECE;
@@ -75,8 +75,8 @@ pub struct Trainer<'a, B: Kernels> {
     rank_times: Option<RankTimes>,
     /// When this rank, of several, issued its last steps.
     issue_times: IssueTimes,
-    /// Whether this rank was asked to end the run, which the steps issued from here on take along.
-    asked: bool,
+    /// What this rank was asked to end the run by, which the steps issued from here on take along.
+    asked: u8,
     /// What any rank told, by the last record.
     any_told: Told,
     /// Whether a step could not be issued: this rank's own error ends the run, and it meets no other rank any more.
@@ -144,7 +144,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
             layers: None,
             rank_times: None,
             issue_times: IssueTimes::default(),
-            asked: false,
+            asked: 0,
             any_told: Told::default(),
             has_failed: false,
             settled: None,
@@ -422,13 +422,13 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         std::mem::take(&mut self.rank.context.notes)
     }
 
-    /// Says whether this rank was asked to end the run. The records of the steps issued from here on tell it to every rank.
-    pub fn ask_to_stop(&mut self, asked: bool) {
+    /// Says what this rank was asked to end the run by (0: by nothing). The records of the steps issued from here on tell it to every rank.
+    pub fn ask_to_stop(&mut self, asked: u8) {
         self.asked = asked;
     }
 
-    /// Whether any rank had been asked to end the run when it issued the step whose record was read last: the same answer on every rank.
-    pub fn is_asked_to_stop(&self) -> bool {
+    /// What any rank had been asked to end the run by when it issued the step whose record was read last: the same answer on every rank.
+    pub fn stop_asked_of_any(&self) -> u8 {
         self.any_told.asked
     }
 

@@ -49,6 +49,16 @@ pub struct Start<'a> {
 }
 
 /// How a run ended.
+#[derive(Debug)]
+pub struct Outcome {
+    /// What it came to, on the first rank.
+    pub summary: Option<Summary>,
+    /// What some rank was asked to stop by ([`Options::stop`](super::Options::stop)), where that ended the run before its end; 0 where it did not.
+    /// The same on every rank.
+    pub stopped: u8,
+}
+
+/// How a run ended.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Summary {
     /// Steps done.

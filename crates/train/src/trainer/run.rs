@@ -5,7 +5,7 @@ use super::alike::require_alike;
 use super::divergence::of_divergence;
 use super::evaluating::Evaluator;
 use super::folder::shared_folder;
-use super::observer::{Observer, Start, Summary};
+use super::observer::{Observer, Outcome, Start, Summary};
 use super::options::Options;
 use super::outputs::Outputs;
 use super::resume::Origin;
@@ -20,7 +20,7 @@ use nibble_core::{DeviceKind, Kernels, MemoryStats, Mesh};
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 
-/// Trains to the end on this rank. Ranks other than the first return `None`, write nothing but files of checkpoints, and tell their observer nothing
+/// Trains to the end on this rank. Ranks other than the first have no summary, write nothing but files of checkpoints, and tell their observer nothing
 /// but that the run begins.
 ///
 /// # Errors
@@ -31,7 +31,7 @@ pub fn run<'a, B: Kernels>(
     config: &Config,
     options: Options,
     observer: &mut dyn Observer,
-) -> Result<Option<Summary>> {
+) -> Result<Outcome> {
     let mesh = mesh.into();
     let done = run_rank(b, mesh, config, options, observer);
     if let Err(e) = &done {
@@ -46,12 +46,12 @@ fn run_rank<'a, B: Kernels>(
     config: &Config,
     options: Options,
     observer: &mut dyn Observer,
-) -> Result<Option<Summary>> {
+) -> Result<Outcome> {
     phase(format_args!("start"));
     reach(Point::Loading)?;
     let origin = Origin::find(b, mesh.all, config, options.resume, observer)?;
     if let ControlFlow::Break(summary) = origin.finished(b, mesh.all, observer)? {
-        return Ok(summary);
+        return Ok(Outcome { summary, stopped: 0 });
     }
     let config = &origin.config.clone();
     let resumed = origin.checkpoint.as_ref().map(|c| (c.position().step, c.path().to_owned()));
@@ -68,10 +68,11 @@ fn run_rank<'a, B: Kernels>(
     // Every rank has a part in it.
     let digest = if options.digest { Some(trainer.digest()?) } else { None };
     let entropy = trainer.data()?.entropy();
-    let Some(outputs) = outputs else { return Ok(None) };
+    let Done { loss, valid_loss, checkpoint, stopped } = done;
+    let Some(outputs) = outputs else { return Ok(Outcome { summary: None, stopped }) };
     let (steps, picture, dir) = (trainer.step(), outputs.draw()?, outputs.dir);
-    let Done { loss, valid_loss, checkpoint } = done;
-    Ok(Some(Summary { steps, loss, valid_loss, entropy, dir, checkpoint, picture, digest }))
+    let summary = Summary { steps, loss, valid_loss, entropy, dir, checkpoint, picture, digest };
+    Ok(Outcome { summary: Some(summary), stopped })
 }
 
 /// What a rank's steps have given.
@@ -79,6 +80,8 @@ struct Done {
     loss: Option<f64>,
     valid_loss: Option<f64>,
     checkpoint: Option<PathBuf>,
+    /// [`Outcome::stopped`].
+    stopped: u8,
 }
 
 /// The steps, after those of the checkpoint that was loaded, if one was, and what comes after the last one.
@@ -95,40 +98,50 @@ fn train<B: Kernels>(
     // The step of the newest checkpoint. One that fails ends the run.
     let mut saved_at = resumed_at;
     let mut loss = None;
-    let mut stopped = !evaluator.what_is_owed(trainer, outputs, resumed_at, observer)?;
+    // Every rank knows that an evaluation was cut short, and asks by what.
+    let cut_short = |trainer: &Trainer<'_, B>| {
+        let (b, comm) = trainer.backend();
+        options.stop_asked_of_any(b, comm)
+    };
+    let mut stopped = 0;
+    if !evaluator.what_is_owed(trainer, outputs, resumed_at, observer)? {
+        stopped = cut_short(trainer)?;
+    }
     let mut watchdog = Watchdog::default();
     let is_alone = trainer.backend().1.world() == 1;
-    while trainer.step() < config.train.steps && !stopped {
-        trainer.ask_to_stop(options.is_asked_to_stop());
+    while trainer.step() < config.train.steps && stopped == 0 {
+        trainer.ask_to_stop(options.stop_asked());
         let issued = trainer.issue_step();
         let step = trainer.step();
         let goes_on = issued.is_ok() && step < config.train.steps;
         let evaluate = goes_on && due(step, config.eval.every);
         let save = goes_on && due(step, config.checkpoint.every);
         // One rank alone need not wait for a record.
-        stopped = goes_on && is_alone && options.is_asked_to_stop();
+        stopped = if goes_on && is_alone { options.stop_asked() } else { 0 };
         // The record of the step before is read while this one runs; what must not outrun this one waits for its own.
-        let unread = if !goes_on || stopped || evaluate || save { 0 } else { 1 };
+        let unread = if !goes_on || stopped != 0 || evaluate || save { 0 } else { 1 };
         loss = read_records(trainer, unread, outputs, &mut watchdog, observer)?.or(loss);
-        if goes_on && trainer.is_asked_to_stop() {
-            stopped = true;
+        if goes_on && trainer.stop_asked_of_any() != 0 {
+            stopped = trainer.stop_asked_of_any();
             loss = read_records(trainer, 0, outputs, &mut watchdog, observer)?.or(loss);
         }
         issued?;
         let mut done = trainer.saved()?;
-        if save && !stopped {
+        if save && stopped == 0 {
             // One at a time.
             done = done.or(trainer.finish_save()?);
             trainer.begin_save(outputs.as_ref().map(|o| &o.store))?;
             saved_at = Some(step);
         }
         saved = tell(done, observer).or(saved);
-        if evaluate && !stopped {
+        if evaluate && stopped == 0 {
             if !is_alone {
                 // Before it: only steps tell several ranks that all have written, and an evaluation may take long and fail.
                 saved = tell(trainer.finish_save()?, observer).or(saved);
             }
-            stopped = evaluator.evaluate(trainer, config.eval.batches, outputs, observer)?.is_none();
+            if evaluator.evaluate(trainer, config.eval.batches, outputs, observer)?.is_none() {
+                stopped = cut_short(trainer)?;
+            }
             reach(Point::Evaluated)?;
         }
     }
@@ -136,15 +149,18 @@ fn train<B: Kernels>(
     reach(Point::StepsDone)?;
     // Before the evaluation, which takes its time and may fail: the last steps are not lost with it.
     let CheckpointConfig { every, at_end, .. } = config.checkpoint;
-    let wanted = at_end || due(trainer.step(), every) || stopped && every > 0;
+    let wanted = at_end || due(trainer.step(), every) || stopped != 0 && every > 0;
     if wanted && saved_at != Some(trainer.step()) {
         saved = tell(trainer.save(outputs.as_ref().map(|o| &o.store))?, observer);
     }
-    let valid_loss = match stopped {
-        true => None,
-        false => evaluator.evaluate(trainer, 0, outputs, observer)?,
-    };
-    Ok(Done { loss, valid_loss, checkpoint: saved })
+    let mut valid_loss = None;
+    if stopped == 0 {
+        valid_loss = evaluator.evaluate(trainer, 0, outputs, observer)?;
+        if valid_loss.is_none() {
+            stopped = cut_short(trainer)?;
+        }
+    }
+    Ok(Done { loss, valid_loss, checkpoint: saved, stopped })
 }
 
 /// Reads the records of all steps but the last so many, writes and tells what they say. The loss of the last one read, if any was.
