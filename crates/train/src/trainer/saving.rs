@@ -302,7 +302,9 @@ fn write<B: Kernels>(
         // Its thread has panicked: told there.
         Err(_) => Err(store.given_up(outline)),
     };
-    store.save(outline, &mut next, keep)
+    let written = store.save(outline, &mut next, keep)?;
+    // What came behind the last value: an error that nobody asked for would be lost.
+    pieces.iter().find_map(Result::err).map_or(Ok(written), Err)
 }
 
 impl<B: Kernels> Trainer<'_, B> {
