@@ -303,7 +303,7 @@ fn write<B: Kernels>(
         Err(_) => Err(store.given_up(outline)),
     };
     let written = store.save(outline, &mut next, keep)?;
-    // What came behind the last value: an error that nobody asked for would be lost.
+    // Until the copying thread has ended: an error of its that comes after the last value is told as well.
     pieces.iter().find_map(Result::err).map_or(Ok(written), Err)
 }
 
