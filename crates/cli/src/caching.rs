@@ -7,26 +7,33 @@ use nibble_command::{joined, say, warn};
 use nibble_train::config::Config;
 use nibble_train::data::{Dataset, Given, Watch};
 use std::io::IsTerminal;
+use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// A bar where people watch; nothing else but that somebody is waited for.
+/// A bar where people watch; else nothing but that somebody is waited for, or that a cache was damaged.
 pub struct ReadingBar {
     bar: Option<ProgressBar>,
     what: String,
     /// The number of the signal that came, 0 before.
     stop: Option<&'static AtomicUsize>,
+    /// Whether it has been told that somebody is waited for.
+    has_told: bool,
 }
 
 impl ReadingBar {
     /// One that says what is read, and ends it when a signal has come.
     pub fn new(what: String, stop: Option<&'static AtomicUsize>) -> Self {
-        Self { bar: None, what, stop }
+        Self { bar: None, what, stop, has_told: false }
+    }
+
+    fn goes_on(&self) -> bool {
+        self.stop.is_none_or(|stop| stop.load(Ordering::Relaxed) == 0)
     }
 }
 
 impl Watch for ReadingBar {
     fn read(&mut self, done: u64, of: u64) -> bool {
-        let goes_on = self.stop.is_none_or(|stop| stop.load(Ordering::Relaxed) == 0);
+        let goes_on = self.goes_on();
         if !joined::is_first() || !std::io::stderr().is_terminal() {
             return goes_on;
         }
@@ -42,8 +49,15 @@ impl Watch for ReadingBar {
         goes_on
     }
 
-    fn waits(&mut self) {
-        warn!("another process makes the same token cache; waiting for it");
+    fn waits(&mut self) -> bool {
+        if !std::mem::replace(&mut self.has_told, true) {
+            warn!("another process makes the same token cache; waiting for it");
+        }
+        self.goes_on()
+    }
+
+    fn damaged(&mut self, file: &Path, why: &str) {
+        warn!("{}: {why}; the token cache is made anew", file.display());
     }
 }
 

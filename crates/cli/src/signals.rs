@@ -1,5 +1,5 @@
 //! Ctrl-C, SIGTERM and SIGHUP end a run after its step. Whoever insists ends the process at once; a signal that is sent to the process
-//! and to its group arrives twice, and is one request.
+//! and to its group arrives twice, and is one request, as is one that the launcher passes on of those that have come already.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -59,18 +59,25 @@ mod unix {
     /// When the first one came, in nanoseconds since the system was started; 0 before. One number, as several threads may be handling
     /// signals.
     static FIRST_AT: AtomicU64 = AtomicU64::new(0);
-    /// Signals that have come after it.
-    static LATER: AtomicUsize = AtomicUsize::new(0);
+    /// Signals that have come from the process that started this one, and from others.
+    static CAME: [AtomicUsize; 2] = [const { AtomicUsize::new(0) }; 2];
+    /// How many of them are requests.
+    static REQUESTS: AtomicUsize = AtomicUsize::new(0);
     /// The signal that ends the process at once; 0 before.
     static LAST: AtomicUsize = AtomicUsize::new(0);
 
     /// Registers the handlers. What is returned says that the first signal has been told of, by its other end's going.
     pub(super) fn register(window: Duration) -> Result<Receiver<()>, Error> {
         let (mut woken, wake) = UnixStream::pair()?;
+        let launcher = std::os::unix::process::parent_id();
         for signal in [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|signal| !is_ignored(*signal)) {
             let window = window.as_nanos() as u64;
+            let handle = move |about: &libc::siginfo_t| {
+                // SAFETY: the system fills in a sender's number, and zero where there is none.
+                count(signal, unsafe { about.si_pid() } as u32 == launcher, window);
+            };
             // SAFETY: `count` reads the clock, changes atomic numbers and may end the process, all of which a handler may do.
-            unsafe { low_level::register(signal, move || count(signal, window))? };
+            unsafe { signal_hook_registry::register_sigaction(signal, handle)? };
             // After it: who is woken finds what it has left.
             low_level::pipe::register(signal, wake.try_clone()?)?;
         }
@@ -95,20 +102,23 @@ mod unix {
     }
 
     /// The handler: the first signal asks for an end after the step, another one within the window is the same request, and one after it,
-    /// or a third, asks for an end at once.
-    fn count(signal: i32, window: u64) {
+    /// or a third, asks for an end at once. Of signals that came to all processes of a run the launcher passes each on once more: within the
+    /// window these ask for nothing new.
+    fn count(signal: i32, is_of_launcher: bool, window: u64) {
         let now = now();
-        let Err(first_at) = FIRST_AT.compare_exchange(0, now, Ordering::SeqCst, Ordering::SeqCst) else {
-            // The number of a signal is small and positive.
-            return RECEIVED.store(signal as usize, Ordering::SeqCst);
-        };
-        let is_second = LATER.fetch_add(1, Ordering::SeqCst) == 0;
-        if is_second && now.saturating_sub(first_at) < window {
+        let first_at = FIRST_AT.compare_exchange(0, now, Ordering::SeqCst, Ordering::SeqCst).err();
+        let is_within = now.saturating_sub(first_at.unwrap_or(now)) < window;
+        let came = CAME[usize::from(is_of_launcher)].fetch_add(1, Ordering::SeqCst) + 1;
+        if is_within && came <= REQUESTS.load(Ordering::SeqCst) {
             return;
         }
-        if LAST.swap(signal as usize, Ordering::SeqCst) != 0 {
+        match REQUESTS.fetch_add(1, Ordering::SeqCst) {
+            // The number of a signal is small and positive.
+            0 => RECEIVED.store(signal as usize, Ordering::SeqCst),
+            1 if is_within => {}
             // Asked for again: the thread that would remove unfinished files is held up.
-            low_level::exit(128 + signal);
+            _ if LAST.swap(signal as usize, Ordering::SeqCst) != 0 => low_level::exit(128 + signal),
+            _ => {}
         }
     }
 

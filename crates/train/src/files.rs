@@ -51,7 +51,10 @@ impl Drop for Unfinished {
 }
 
 /// Removes a file, or a folder with what is in it.
-fn remove(path: &Path) -> io::Result<()> {
+///
+/// # Errors
+/// What the system says.
+pub(crate) fn remove(path: &Path) -> io::Result<()> {
     if fs::symlink_metadata(path)?.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) }
 }
 
@@ -243,6 +246,27 @@ pub fn open_to_read(path: &Path) -> io::Result<File> {
         Some(what) => Err(no_file(what)),
         None => File::open(path),
     }
+}
+
+/// Fills `to` from a byte of a file on, whose cursor stays where it is. Returns how many bytes there were: fewer at its end.
+///
+/// # Errors
+/// What the system says.
+pub(crate) fn read_full_at(file: &File, to: &mut [u8], at: u64) -> io::Result<usize> {
+    let mut done = 0;
+    while done < to.len() {
+        #[cfg(unix)]
+        let read = std::os::unix::fs::FileExt::read_at(file, &mut to[done..], at + done as u64);
+        #[cfg(windows)]
+        let read = std::os::windows::fs::FileExt::seek_read(file, &mut to[done..], at + done as u64);
+        match read {
+            Ok(0) => break,
+            Ok(now) => done += now,
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(done)
 }
 
 const PIPE: &str = "a pipe";

@@ -85,7 +85,7 @@ fn records_obey_the_grammar_as_text() -> Outcome {
 fn synthetic_batches_are_records_in_order_and_held_out_ones_are_others() -> Outcome {
     let config = DataConfig { seq_len: 64, ..DataConfig::default() };
     let data = Dataset::open(&config, 11)?;
-    let (language, batch) = (Language::new(), data.train_batch(5, 3));
+    let (language, batch) = (Language::new(), data.train_batch(5, 3)?);
     let mut stream: Vec<i32> =
         (10..17).flat_map(|record| language.record(11, Split::Train, record)).collect();
     stream.truncate(3 * 64 + 1);
@@ -93,13 +93,13 @@ fn synthetic_batches_are_records_in_order_and_held_out_ones_are_others() -> Outc
     assert_eq!(batch.inputs, stream[..192]);
     assert_eq!(batch.targets, stream[1..]);
 
-    let held_out = data.valid_batch(0, data.valid_windows());
+    let held_out = data.valid_batch(0, data.valid_windows())?;
     assert_eq!(held_out.inputs.len(), 131_072);
-    assert_eq!(held_out, Dataset::open(&config, 12)?.valid_batch(0, usize::MAX), "depends on the seed");
+    assert_eq!(held_out, Dataset::open(&config, 12)?.valid_batch(0, usize::MAX)?, "depends on the seed");
     let windows = |batch: &nibble_train::data::Batch| -> BTreeSet<Vec<i32>> {
         batch.inputs.chunks(64).map(<[i32]>::to_vec).collect()
     };
-    let trained = data.train_batch(0, 2048);
+    let trained = data.train_batch(0, 2048)?;
     assert!(windows(&trained).is_disjoint(&windows(&held_out)), "held-out sequences are trained on");
     assert_eq!(windows(&trained).len(), 2048, "training sequences repeat");
     Ok(())
@@ -111,15 +111,15 @@ fn a_batch_depends_on_the_cursor_alone() -> Outcome {
     let path = dir.path().join("text");
     std::fs::write(&path, numbered())?;
     for config in [text_config(&path, 64), DataConfig { seq_len: 64, ..DataConfig::default() }] {
-        let whole = Dataset::open(&config, 5)?.train_batch(100, 8);
+        let whole = Dataset::open(&config, 5)?.train_batch(100, 8)?;
         // Another process, smaller batches, another order of asking: two ranks, or a resume.
         let data = Dataset::open(&config, 5)?;
-        let (second, first) = (data.train_batch(104, 4), data.train_batch(100, 4));
+        let (second, first) = (data.train_batch(104, 4)?, data.train_batch(100, 4)?);
         assert_eq!([first.inputs.clone(), second.inputs.clone()].concat(), whole.inputs);
         assert_eq!([first.targets.clone(), second.targets.clone()].concat(), whole.targets);
         assert_eq!((whole.part(4, 4), whole.part(0, 4)), (second, first));
         assert_eq!(whole.part(6, 9).sequences, 2);
-        assert_ne!(Dataset::open(&config, 6)?.train_batch(100, 8), whole, "the seed changes nothing");
+        assert_ne!(Dataset::open(&config, 6)?.train_batch(100, 8)?, whole, "the seed changes nothing");
     }
     Ok(())
 }
@@ -133,7 +133,7 @@ fn text_epochs_cover_the_training_part_and_nothing_of_the_held_out_one() -> Outc
     let data = Dataset::open(&text_config(&path, 50), 1)?;
     let (train, valid) = text.split_at(36_000);
     let windows = (train.len() - 50) / 50;
-    let epoch = data.train_batch(windows as u64, windows);
+    let epoch = data.train_batch(windows as u64, windows)?;
     let mut seen: Vec<String> = Vec::new();
     for (inputs, targets) in epoch.inputs.chunks(50).zip(epoch.targets.chunks(50)) {
         assert_eq!(inputs[1..], targets[..49]);
@@ -148,12 +148,12 @@ fn text_epochs_cover_the_training_part_and_nothing_of_the_held_out_one() -> Outc
     assert!(places.windows(2).all(|pair| pair[1] - pair[0] == 50), "gaps or overlaps in an epoch");
 
     // Held out: whole sequences and the tail predict every byte but the first, once.
-    let whole = data.valid_batch(0, data.valid_windows());
-    let tail = data.valid_tail().ok_or("4,000 - 1 is not a multiple of 50, so there is a tail")?;
+    let whole = data.valid_batch(0, data.valid_windows())?;
+    let tail = data.valid_tail()?.ok_or("4,000 - 1 is not a multiple of 50, so there is a tail")?;
     let predicted: Vec<i32> = whole.targets.iter().chain(&tail.targets).copied().collect();
     assert_eq!(predicted, valid[1..].iter().map(|&b| i32::from(b)).collect::<Vec<_>>());
-    assert_eq!(data.valid_batch(data.valid_windows() - 1, 5).sequences, 1);
-    assert_eq!(data.valid_batch(data.valid_windows() + 3, 5).sequences, 0);
+    assert_eq!(data.valid_batch(data.valid_windows() - 1, 5)?.sequences, 1);
+    assert_eq!(data.valid_batch(data.valid_windows() + 3, 5)?.sequences, 0);
     Ok(())
 }
 
@@ -166,8 +166,8 @@ fn gzip_is_known_by_its_content() -> Outcome {
     // Two members, as `cat a.gz b.gz` makes them.
     std::fs::write(&packed, [gzip(&text[..1000])?, gzip(&text[1000..])?].concat())?;
     let open = |path: &Path| Dataset::open(&text_config(path, 64), 0);
-    assert_eq!(open(&plain)?.train_batch(0, 20), open(&packed)?.train_batch(0, 20));
-    assert_eq!(open(&plain)?.valid_batch(0, 20), open(&packed)?.valid_batch(0, 20));
+    assert_eq!(open(&plain)?.train_batch(0, 20)?, open(&packed)?.train_batch(0, 20)?);
+    assert_eq!(open(&plain)?.valid_batch(0, 20)?, open(&packed)?.valid_batch(0, 20)?);
     Ok(())
 }
 
@@ -239,13 +239,13 @@ fn real_texts_are_read_to_the_last_byte() -> Outcome {
         DataConfig { cache_dir, ..text_config(&folder.join(name), seq_len) }
     };
     let data = Dataset::open(&text_config("tinyshakespeare.txt", 256), 0)?;
-    let held_out = data.valid_windows() * 256 + data.valid_tail().map_or(0, |tail| tail.inputs.len());
+    let held_out = data.valid_windows() * 256 + data.valid_tail()?.map_or(0, |tail| tail.inputs.len());
     assert_eq!(held_out, 1_115_394 - 1_003_854 - 1, "the last 10 % of the file");
-    let last = data.valid_tail().map(|tail| Bytes.decode(&tail.targets));
+    let last = data.valid_tail()?.map(|tail| Bytes.decode(&tail.targets));
     let whole = std::fs::read_to_string(folder.join("tinyshakespeare.txt"))?;
     assert!(last.is_some_and(|last| whole.ends_with(&last)));
     let packed = Dataset::open(&text_config("movie-reviews.txt.gz", 256), 0)?;
-    let sample = Bytes.decode(&packed.train_batch(0, 1).inputs);
+    let sample = Bytes.decode(&packed.train_batch(0, 1)?.inputs);
     assert!(sample.contains(' ') && !sample.contains('\u{fffd}'), "not text: {sample}");
     Ok(())
 }
@@ -257,16 +257,16 @@ fn random_tokens_are_uniform_over_the_vocabulary_and_a_function_of_the_seed() ->
         Dataset::of(&Config::load("tiny", &set)?)
     };
     let data = of("seed=1")?;
-    let batch = data.train_batch(3, 400);
+    let batch = data.train_batch(3, 400)?;
     let mut seen = vec![0u32; 1000];
     batch.inputs.iter().for_each(|id| seen[*id as usize] += 1);
     // 20 each on average.
     assert!(seen.iter().all(|n| (2..60).contains(n)), "{seen:?}");
     assert_eq!(batch.inputs[1..50], batch.targets[..49], "a target is the token that follows");
-    assert_eq!(batch.part(7, 2), data.train_batch(10, 2));
-    assert_ne!(batch, of("seed=2")?.train_batch(3, 400));
-    assert_eq!(data.valid_batch(0, 5), of("seed=2")?.valid_batch(0, 5), "what is held out is the same");
-    assert!(data.valid_windows() > 5 && data.valid_tail().is_none() && data.entropy().is_none());
+    assert_eq!(batch.part(7, 2), data.train_batch(10, 2)?);
+    assert_ne!(batch, of("seed=2")?.train_batch(3, 400)?);
+    assert_eq!(data.valid_batch(0, 5)?, of("seed=2")?.valid_batch(0, 5)?, "what is held out is the same");
+    assert!(data.valid_windows() > 5 && data.valid_tail()?.is_none() && data.entropy().is_none());
     Ok(())
 }
 

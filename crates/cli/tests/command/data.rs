@@ -51,10 +51,10 @@ fn a_check_finds_every_broken_row() {
     place.nibble(&["data", "rows.jsonl", "--set", "data.on_error=skip"]).ok().contains("left out: 2 rows\n");
 }
 
-/// A run of one step on rows of which a cache is made in more than one part.
-fn place_of_rows() -> Place {
+/// A run of one step on rows; of 60,000 a cache is made in more than one part.
+fn place_of_rows(count: usize) -> Place {
     let place = Place::with_text();
-    std::fs::write(place.path("rows.jsonl"), rows(60_000)).unwrap();
+    std::fs::write(place.path("rows.jsonl"), rows(count)).unwrap();
     std::fs::write(place.path("small.toml"), crate::SMALL).unwrap();
     place
 }
@@ -92,7 +92,7 @@ fn files(dir: &Path) -> BTreeMap<String, Vec<u8>> {
 #[cfg(all(unix, debug_assertions))]
 #[test]
 fn a_cache_that_a_killed_process_began_is_gone_on_with_to_the_same_bytes() {
-    let place = place_of_rows();
+    let place = place_of_rows(60_000);
     assert_done(&command(&place, "whole", "run").output().unwrap());
     let whole = files(&place.path("whole"));
     assert_eq!(whole.len(), 4, "{:?}", whole.keys());
@@ -111,7 +111,7 @@ fn a_cache_that_a_killed_process_began_is_gone_on_with_to_the_same_bytes() {
             let progress = left.iter().find(|(name, _)| name.ends_with("progress.json")).unwrap().1;
             let progress: serde_json::Value = serde_json::from_slice(progress).unwrap();
             assert!(
-                progress["documents"].as_u64().unwrap() >= 30_000,
+                progress["holds"]["documents"].as_u64().unwrap() >= 30_000,
                 "{fault}: nothing is kept: {progress}"
             );
         }
@@ -120,10 +120,60 @@ fn a_cache_that_a_killed_process_began_is_gone_on_with_to_the_same_bytes() {
     }
 }
 
+/// What a run reads is cut or written to before its third step: it ends with an error that names the file, and goes on once the file is made anew.
+#[cfg(all(unix, debug_assertions))]
+#[test]
+fn files_that_change_under_a_run_end_it_by_name() {
+    type Damage = fn(&[u8]) -> Vec<u8>;
+    const DAMAGES: [Damage; 3] =
+        [|bytes| bytes[..bytes.len() / 2].to_vec(), |bytes| vec![0xff; bytes.len()], |_| Vec::new()];
+    let names = ["text.txt", "ids", "documents"];
+    for (damage, name) in DAMAGES.into_iter().flat_map(|damage| names.map(|name| (damage, name))) {
+        let place = place_of_rows(3000);
+        std::fs::write(place.path("text.txt"), "To be, or not to be: ".repeat(2000)).unwrap();
+        let source = if name == "text.txt" { name } else { "rows.jsonl" };
+        let source = format!("data.source={source}");
+        let mut run = command(&place, "caches", "run");
+        run.args(["--set", &source, "--set", "data.document_mask=true", "--set", "train.steps=20"]);
+        let mut held = run
+            .env("NIBBLE_FAULT", "hold@step-begins:3")
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mark = place.path("step-begins.held");
+        while !mark.exists() && held.try_wait().unwrap().is_none() {
+            std::thread::yield_now();
+        }
+        let caches = files(&place.path(".")).into_keys();
+        let file = caches.filter(|file| !file.contains("run/")).find(|file| file.ends_with(name)).unwrap();
+        let path = place.path(&file);
+        let whole = std::fs::read(&path).unwrap();
+        std::fs::write(&path, damage(&whole)).unwrap();
+        std::fs::remove_file(mark).unwrap();
+        let ended = held.wait_with_output().unwrap();
+        let said = String::from_utf8_lossy(&ended.stderr).into_owned();
+        assert_eq!(ended.status.code(), Some(2), "{name}: {said}");
+        assert!(
+            said.contains(&format!("{file}: ")) && said.contains("while it was in use"),
+            "{name}: {said}"
+        );
+        if name != "text.txt" {
+            let mut again = command(&place, "caches", "again");
+            again.args(["--set", "data.document_mask=true"]);
+            let out = again.output().unwrap();
+            assert_done(&out);
+            let said = String::from_utf8_lossy(&out.stderr).into_owned();
+            assert!(said.contains(&file) && said.contains("the token cache is made anew"), "{said}");
+            assert!(std::fs::read(&path).unwrap() == whole);
+        }
+    }
+}
+
 #[cfg(all(unix, debug_assertions))]
 #[test]
 fn a_process_waits_for_another_that_makes_the_same_cache() {
-    let place = place_of_rows();
+    let place = place_of_rows(60_000);
     assert_done(&command(&place, "whole", "run").output().unwrap());
     let first = command(&place, "caches", "a")
         .env("NIBBLE_FAULT", "hold@cache-kept:1")
@@ -134,13 +184,24 @@ fn a_process_waits_for_another_that_makes_the_same_cache() {
     while !held.exists() {
         std::thread::yield_now();
     }
-    let mut second =
-        command(&place, "caches", "b").stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-    // It says that it waits before it does.
-    let mut line = String::new();
-    let mut said = std::io::BufReader::new(second.stderr.take().unwrap());
-    std::io::BufRead::read_line(&mut said, &mut line).unwrap();
-    assert!(line.contains("another process makes the same token cache"), "{line}");
+    let waits = |run: &str| {
+        let mut waits =
+            command(&place, "caches", run).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        // It says that it waits before it does.
+        let mut line = String::new();
+        let mut said = std::io::BufReader::new(waits.stderr.take().unwrap());
+        std::io::BufRead::read_line(&mut said, &mut line).unwrap();
+        assert!(line.contains("another process makes the same token cache"), "{line}");
+        // Whoever tells of a signal needs somebody who reads.
+        (waits, said)
+    };
+    let (second, _said) = waits("b");
+    for (signal, code) in [(libc::SIGTERM, 143), (libc::SIGINT, 130)] {
+        let (mut asked, _said) = waits("c");
+        // SAFETY: the process is this test's, and has not been waited for.
+        assert_eq!(unsafe { libc::kill(asked.id() as i32, signal) }, 0);
+        assert_eq!(asked.wait().unwrap().code(), Some(code));
+    }
     std::fs::remove_file(held).unwrap();
     assert_done(&first.wait_with_output().unwrap());
     assert_done(&second.wait_with_output().unwrap());
@@ -149,7 +210,7 @@ fn a_process_waits_for_another_that_makes_the_same_cache() {
 
 #[test]
 fn a_run_tells_what_it_reads_and_what_it_leaves_out() {
-    let place = place_of_rows();
+    let place = place_of_rows(60_000);
     std::fs::write(place.path("broken.jsonl"), rows(2000) + "{\"txt\": 1}\n").unwrap();
     let mixture = "data.mixture=[{source=\"broken.jsonl\",weight=3},{source=\"text.txt\"}]";
     let sets = [

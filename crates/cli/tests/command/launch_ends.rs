@@ -66,7 +66,8 @@ impl Held {
     }
 }
 
-fn send(signal: &str, process: u32) {
+/// Sends a signal to a process.
+pub fn send(signal: &str, process: u32) {
     let kill = format!("kill -{signal} {process}");
     assert!(Command::new("sh").args(["-c", &kill]).status().unwrap().success());
 }

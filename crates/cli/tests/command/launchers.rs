@@ -51,18 +51,36 @@ fn torchrun(place: &Place, call: &[String], id: &str, options: &[&str], program:
     command
 }
 
-/// The command lines of the processes that work in the place.
+/// A process that works in a place.
 #[cfg(target_os = "linux")]
-fn processes_in(place: &Place) -> Vec<String> {
+#[derive(Debug)]
+pub struct Working {
+    pub id: u32,
+    /// Its variables, `NAME=VALUE`.
+    variables: Vec<String>,
+}
+
+#[cfg(target_os = "linux")]
+impl Working {
+    pub fn has(&self, variable: &str) -> bool {
+        self.variables.iter().any(|one| one == variable)
+    }
+}
+
+/// The processes that work in a place.
+#[cfg(target_os = "linux")]
+pub fn processes_in(place: &Place) -> Vec<Working> {
     let place = place.path(".").canonicalize().unwrap();
     let processes = std::fs::read_dir("/proc").unwrap().map(|entry| entry.unwrap().path());
     let there =
         processes.filter(|process| std::fs::read_link(process.join("cwd")).is_ok_and(|at| at == place));
-    there
-        .map(|process| {
-            String::from_utf8_lossy(&std::fs::read(process.join("cmdline")).unwrap_or_default()).into()
-        })
-        .collect()
+    let working = |process: std::path::PathBuf| {
+        let id = process.file_name()?.to_str()?.parse().ok()?;
+        let set = std::fs::read(process.join("environ")).unwrap_or_default();
+        let variables = set.split(|byte| *byte == 0).map(|one| String::from_utf8_lossy(one).into_owned());
+        Some(Working { id, variables: variables.collect() })
+    };
+    there.filter_map(working).collect()
 }
 
 #[test]
@@ -107,7 +125,7 @@ fn torchrun_starts_a_run_again_after_a_kill_and_no_bit_is_lost() {
     assert!(printed.contains("continuing after step "), "{printed}");
     assert!(left(&place, "run", 12) == expected, "other bits");
     #[cfg(target_os = "linux")]
-    assert_eq!(processes_in(&place), [""; 0]);
+    assert!(processes_in(&place).is_empty(), "{:?}", processes_in(&place));
 }
 
 #[test]
@@ -186,34 +204,38 @@ fn ended(commands: impl IntoIterator<Item = Command>) -> Vec<Done> {
     done.collect()
 }
 
-/// Two tasks with the variables that srun was recorded to set, but for who and where they are.
+/// Gives a command the variables that srun was recorded to set, but for who and where it is: one of two tasks on this host. Where they meet follows from
+/// the job's number.
+pub fn of_srun(command: &mut Command, job: &str, rank: usize) {
+    let recorded = include_str!("../../../command/src/launched/recorded/slurm-rank4.env");
+    for (name, value) in recorded.lines().filter_map(|line| line.split_once('=')) {
+        let rank = rank.to_string();
+        let value = match name {
+            "SLURM_JOB_ID" => job,
+            "SLURM_PROCID" | "SLURM_LOCALID" => &rank,
+            "SLURM_NODEID" => "0",
+            "SLURM_NNODES" | "SLURM_STEP_NUM_NODES" => "1",
+            "SLURM_STEP_NODELIST" => "localhost",
+            "SLURM_STEP_NUM_TASKS" | "SLURM_STEP_TASKS_PER_NODE" => "2",
+            // The job's own numbers are larger than the step's.
+            _ => value,
+        };
+        command.env(name, value);
+    }
+}
+
 #[test]
 fn ranks_with_the_variables_of_srun_give_the_bits_of_one_rank() {
-    let recorded = include_str!("../../../command/src/launched/recorded/slurm-rank4.env");
-    let recorded = recorded.lines().filter_map(|line| line.split_once('='));
     let place = place();
     let expected = of_one_rank(&place);
-    // Where they meet follows from the job's number.
     let job = free_port().to_string();
-    let task = |rank: &'static str| {
+    let task = |rank: usize| {
         let mut command = place.command(&train("run.dir=run", &[]));
         command.env("NIBBLE_SECRET", SECRET);
-        for (name, value) in recorded.clone() {
-            let value = match name {
-                "SLURM_JOB_ID" => &job,
-                "SLURM_PROCID" | "SLURM_LOCALID" => rank,
-                "SLURM_NODEID" => "0",
-                "SLURM_NNODES" | "SLURM_STEP_NUM_NODES" => "1",
-                "SLURM_STEP_NODELIST" => "localhost",
-                "SLURM_STEP_NUM_TASKS" | "SLURM_STEP_TASKS_PER_NODE" => "2",
-                // The job's own numbers are larger than the step's.
-                _ => value,
-            };
-            command.env(name, value);
-        }
+        of_srun(&mut command, &job, rank);
         command
     };
-    let done = ended(["1", "0"].map(task));
+    let done = ended([1, 0].map(task));
     for (rank, done) in [1, 0].into_iter().zip(done) {
         let done = done.ok();
         assert_eq!(done.stdout.contains("done: 12 steps"), rank == 0, "{}", done.stdout);

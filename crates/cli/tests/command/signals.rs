@@ -2,7 +2,9 @@
 
 use crate::endings::heeding_signals;
 use crate::kill::{Undisturbed, train};
-use crate::launchers::{SECRET, free_port};
+use crate::launch_ends::send;
+#[cfg(target_os = "linux")]
+use crate::launchers::{SECRET, free_port, of_srun, processes_in};
 use nibble_testkit::Breadth;
 use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
@@ -56,8 +58,7 @@ impl Held {
     }
 
     fn send(&self, signal: &str) {
-        let kill = format!("kill -{signal} {}", self.child.id());
-        assert!(Command::new("sh").args(["-c", &kill]).status().unwrap().success());
+        send(signal, self.child.id());
     }
 
     /// What is said of the first signal, once it is.
@@ -127,96 +128,132 @@ fn a_second_signal_later_or_a_third_at_any_time_ends_the_process_in_every_phase(
     }
 }
 
-/// A second signal would end a rank at once, without its checkpoint.
-#[test]
-fn a_signal_to_the_launcher_reaches_every_rank_once_and_the_run_saves_once() {
-    for rank in [0, 1] {
-        let run = Undisturbed::new(1);
-        let (fault, window) = (format!("{rank}/hold@before-optimizer:3"), "0");
-        let mut command = run.place.command(&["launch", "--ranks", "2", "--max-restarts", "3", "--"]);
-        command.args(train(&run.place, "run", 2, &[]).get_args());
-        command.env("NIBBLE_FAULT", fault).env("NIBBLE_SIGNAL_WINDOW", window);
-        let mut held = Held::start(command, run.place.path("before-optimizer.held"));
-        held.send("TERM");
-        let told = held.told();
-        assert!(told.contains("SIGTERM: the run ends after this step"), "{told}");
-        assert_eq!(held.released(), Some(143));
-        let saved = std::fs::read_dir(run.place.path("run/checkpoints")).unwrap();
-        let saved = saved.filter(|e| e.as_ref().unwrap().path().join("state.json").exists()).count();
-        assert!((1..=2).contains(&saved), "{saved} checkpoints");
-        run.assert_resumes("run", "a signal to the launcher");
+/// Who starts two ranks.
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[cfg(target_os = "linux")]
+enum Starter {
+    Launch,
+    Torchrun,
+    Srun,
+}
+
+#[cfg(target_os = "linux")]
+impl Starter {
+    const ALL: [Self; 3] = [Self::Launch, Self::Torchrun, Self::Srun];
+
+    /// What is started: one launcher, or each rank by itself. And the variable of a rank's number.
+    fn commands(self, run: &Undisturbed) -> (Vec<Command>, &'static str) {
+        let train = train(&run.place, "run", 2, &["--set", "train.expert_shards=2"]);
+        let port = free_port().to_string();
+        let rank = |rank: usize| {
+            let mut command = run.place.command(&[]);
+            command.args(train.get_args()).env("NIBBLE_SECRET", SECRET).env("NIBBLE_DEADLINE", "4");
+            match self {
+                Self::Srun => of_srun(&mut command, &port, rank),
+                _ => {
+                    command.env("RANK", rank.to_string()).env("WORLD_SIZE", "2");
+                    command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &port);
+                }
+            }
+            command
+        };
+        match self {
+            Self::Launch => {
+                let mut command = run.place.command(&["launch", "--ranks", "2", "--deadline", "4"]);
+                command.args(["--max-restarts", "3", "--"]).args(train.get_args());
+                (vec![command], "NIBBLE_RANK")
+            }
+            Self::Torchrun => ([0, 1].map(rank).into(), "RANK"),
+            Self::Srun => ([0, 1].map(rank).into(), "SLURM_PROCID"),
+        }
     }
 }
 
-/// The process of a rank that works in the run's place, by what its launcher has set.
+/// Who gets a signal.
+#[derive(Debug, Clone, Copy, PartialEq)]
 #[cfg(target_os = "linux")]
-fn process_of(run: &Undisturbed, variable: &str) -> u32 {
-    let place = run.place.path(".").canonicalize().unwrap();
-    let processes = std::fs::read_dir("/proc").unwrap().map(|entry| entry.unwrap().path());
-    let is_it = |process: &PathBuf| {
-        std::fs::read_link(process.join("cwd")).is_ok_and(|at| at == place)
-            && std::fs::read(process.join("environ"))
-                .is_ok_and(|set| set.split(|byte| *byte == 0).any(|one| one == variable.as_bytes()))
-    };
-    let process = processes.into_iter().find(is_it).unwrap_or_else(|| panic!("no process with {variable}"));
-    process.file_name().unwrap().to_str().unwrap().parse().unwrap()
+enum Asked {
+    Rank(usize),
+    /// `nibble launch`; another launcher passes a signal on to every rank.
+    Launcher,
+    /// The launcher and every rank, as whoever ends all processes of a job does.
+    All,
 }
 
-/// The others learn of it from the run alone, and wait for no signal of their own.
+/// To one rank, the others learn of it from the run alone, and wait for no signal of their own; what comes twice at once is one request.
 #[test]
 #[cfg(target_os = "linux")]
-fn a_signal_to_one_rank_ends_all_with_its_code_and_the_run_saves_once() {
+fn a_signal_to_any_process_ends_all_with_its_code_and_the_run_saves_once() {
     const SIGNALS: [(&str, i32); 3] = [("TERM", 143), ("INT", 130), ("HUP", 129)];
-    const PHASES: [&str; 5] =
-        ["loading:1", "before-optimizer:3", "evaluation-begins:1", "steps-done:1", "evaluation-begins:3"];
+    const ASKED: [Asked; 4] = [Asked::Rank(0), Asked::Rank(1), Asked::Launcher, Asked::All];
+    const PHASES: [&str; 7] = [
+        "loading:1",
+        "before-optimizer:3",
+        "evaluation-begins:1",
+        "file-begun:1",
+        "before-rename:2",
+        "steps-done:1",
+        "evaluation-begins:3",
+    ];
     let run = Undisturbed::new(1);
-    for [signal, asked, phase, launched] in Breadth::of_tests().cross([SIGNALS.len(), 2, PHASES.len(), 2]) {
-        let ((signal, code), phase, launched) = (SIGNALS[signal], PHASES[phase], launched == 0);
-        let what = format!("SIG{signal} to rank {asked} in {phase}, by nibble launch: {launched}");
-        let fault = format!("{asked}/hold@{phase}");
+    let lengths = [SIGNALS.len(), 2, ASKED.len(), PHASES.len(), Starter::ALL.len()];
+    for [signal, twice, asked, phase, starter] in Breadth::of_tests().cross(lengths) {
+        let ((signal, code), twice, asked) = (SIGNALS[signal], twice == 1, ASKED[asked]);
+        let (phase, starter) = (PHASES[phase], Starter::ALL[starter]);
+        let what = format!("SIG{signal} to {asked:?}, twice: {twice}, in {phase}, by {starter:?}");
+        // The first rank passes every point.
+        let held = if asked == Asked::Rank(1) && !phase.contains('-') { 1 } else { 0 };
         let file = run.place.path(format!("{}.held", phase.split_once(':').unwrap().0));
-        let train = train(&run.place, "run", 2, &["--set", "train.expert_shards=2"]);
-        let mut commands: Vec<Command> = match launched {
-            true => {
-                let mut command = run.place.command(&["launch", "--ranks", "2", "--deadline", "4", "--"]);
-                command.args(train.get_args());
-                vec![command]
-            }
-            false => {
-                let port = free_port().to_string();
-                let rank = |rank: usize| {
-                    let mut command = run.place.command(&[]);
-                    command.args(train.get_args()).env("RANK", rank.to_string()).env("WORLD_SIZE", "2");
-                    command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &port);
-                    command.env("NIBBLE_SECRET", SECRET).env("NIBBLE_DEADLINE", "4");
-                    command
-                };
-                [0, 1].map(rank).into()
-            }
-        };
+        let (mut commands, variable) = starter.commands(&run);
         let mut children: Vec<Child> = Vec::new();
         for command in &mut commands {
             heeding_signals(command);
-            command.env("NIBBLE_FAULT", &fault).stdout(Stdio::null()).stderr(Stdio::null());
-            children.push(command.spawn().unwrap());
+            command.env("NIBBLE_FAULT", format!("{held}/hold@{phase}")).env("NIBBLE_SIGNAL_WINDOW", "86400");
+            children.push(command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap());
         }
         while !file.exists() {
             let ended = children.iter_mut().find_map(|child| child.try_wait().unwrap());
             assert_eq!(ended, None, "{what}: one ended before {phase}");
             std::thread::yield_now();
         }
-        let variable = if launched { "NIBBLE_RANK" } else { "RANK" };
-        let rank = process_of(&run, &format!("{variable}={asked}"));
-        assert!(
-            Command::new("kill").args([&format!("-{signal}"), &rank.to_string()]).status().unwrap().success()
-        );
-        std::fs::remove_file(&file).unwrap();
-        for mut child in children {
-            assert_eq!(child.wait().unwrap().code(), Some(code), "{what}");
+        let started: Vec<u32> = children.iter().map(Child::id).collect();
+        let ranks = [0, 1].map(|rank| {
+            let variable = format!("{variable}={rank}");
+            let process = processes_in(&run.place).into_iter().find(|process| process.has(&variable));
+            process.unwrap_or_else(|| panic!("{what}: no process with {variable}")).id
+        });
+        let asked: Vec<u32> = match asked {
+            Asked::Rank(rank) => vec![ranks[rank]],
+            Asked::All if starter == Starter::Launch => [&started[..], &ranks].concat(),
+            Asked::Launcher | Asked::All => started,
+        };
+        for process in asked.iter().chain(asked.iter().filter(|_| twice)) {
+            send(signal, *process);
         }
+        // A launcher passes it on in its own time, and who is the first rank tells.
+        if asked.contains(&children[0].id()) {
+            let mut said = BufReader::new(children[0].stderr.take().unwrap());
+            let mut line = String::new();
+            while !line.contains("the run ends after this step") {
+                line.clear();
+                assert!(said.read_line(&mut line).unwrap() > 0, "{what}: the signal is not told of");
+            }
+            children[0].stderr = Some(said.into_inner());
+        }
+        std::fs::remove_file(&file).unwrap();
+        for child in children {
+            let out = child.wait_with_output().unwrap();
+            assert_eq!(out.status.code(), Some(code), "{what}: {}", String::from_utf8_lossy(&out.stderr));
+        }
+        assert!(processes_in(&run.place).is_empty(), "{what}: a process is left");
         let saved = std::fs::read_dir(run.place.path("run/checkpoints")).unwrap();
-        let saved = saved.filter(|e| e.as_ref().unwrap().path().join("state.json").exists()).count();
-        assert!((1..=2).contains(&saved), "{what}: {saved} checkpoints");
+        let names: Vec<PathBuf> = saved.map(|entry| entry.unwrap().path()).collect();
+        let whole = names.iter().filter(|name| name.join("state.json").exists()).count();
+        assert!((1..=2).contains(&whole), "{what}: {names:?}");
+        let unfinished = |name: &PathBuf| {
+            !name.ends_with(".lock") && name.file_name().unwrap().to_str().unwrap().starts_with('.')
+        };
+        assert!(!names.iter().any(unfinished), "{what}: {names:?}");
         std::fs::remove_dir_all(run.place.path("run")).unwrap();
     }
 }

@@ -12,7 +12,7 @@ use super::header::{header, little_endian, metadata};
 use super::state::FileEntry;
 use crate::error::{Error, Result};
 use crate::fault::{Point, reach};
-use crate::files::{append, open_to_read};
+use crate::files::{append, open_to_read, read_full_at};
 
 /// Name, shape and type of a logical tensor whose values are to follow, row-major.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -150,28 +150,15 @@ impl OpenFile {
 
     /// Fills `to` with what lies from a byte on.
     pub fn read_exact_at(&self, to: &mut [u8], at: u64) -> Result<()> {
-        let mut done = 0;
-        while done < to.len() {
-            match self.read_at(&mut to[done..], at + done as u64)? {
-                0 => return Err(unreadable(&self.path, std::io::ErrorKind::UnexpectedEof.into())),
-                now => done += now,
-            }
+        match self.read_at(to, at)? == to.len() {
+            true => Ok(()),
+            false => Err(unreadable(&self.path, std::io::ErrorKind::UnexpectedEof.into())),
         }
-        Ok(())
     }
 
-    /// Some of what lies from a byte on; 0 bytes at the end.
+    /// What lies from a byte on: less than `to` has room for at the end.
     fn read_at(&self, to: &mut [u8], at: u64) -> Result<usize> {
-        loop {
-            #[cfg(unix)]
-            let read = std::os::unix::fs::FileExt::read_at(&*self.file, to, at);
-            #[cfg(windows)]
-            let read = std::os::windows::fs::FileExt::seek_read(&*self.file, to, at);
-            match read {
-                Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
-                read => return read.map_err(|e| unreadable(&self.path, e)),
-            }
-        }
+        read_full_at(&self.file, to, at).map_err(|e| unreadable(&self.path, e))
     }
 
     /// Its place.

@@ -9,6 +9,7 @@ use super::cache::{self, LeftOut, remembering, sha256_of};
 use super::encode::Encoder;
 use super::mixture::{BLOCK, Mixture};
 use super::reading::{Reading, Watch};
+use super::region::Region;
 use super::source::{Asked, Chat, DataFile, find, kind_of};
 use super::stream::TokenStream;
 use super::{Batch, NO_TARGET, WindowOrder};
@@ -77,7 +78,7 @@ impl Corpus {
             let (stream, left_out) = open_stream(source, config, encoder, watch)?;
             // Sources of one content have orders of their own.
             let own_seed = seed.wrapping_add((number as u64) << 32);
-            let split = stream.split(config.valid_fraction);
+            let split = stream.split(config.valid_fraction)?;
             require_long_enough(Path::new(source), &stream, split, config, encoder.unit())?;
             Ok(Tokens {
                 name: source.to_owned(),
@@ -114,7 +115,7 @@ impl Corpus {
 
     /// All tokens of a source.
     #[cfg(test)]
-    pub fn tokens_of(&self, source: usize) -> impl Iterator<Item = i32> {
+    pub fn tokens_of(&self, source: usize) -> Result<Vec<i32>> {
         let stream = &self.sources[source].stream;
         stream.ids(0..stream.len())
     }
@@ -133,11 +134,14 @@ impl Corpus {
     }
 
     /// Makes the training sequence of this cursor sequence `index` of a batch.
-    pub fn train(&self, cursor: u64, batch: &mut Batch, index: usize) {
+    ///
+    /// # Errors
+    /// [`Error::Data`] where a file has been changed since it was opened, or cannot be read; so in all that follows.
+    pub fn train(&self, cursor: u64, batch: &mut Batch, index: usize) -> Result<()> {
         let (source, own) = self.mixture.of(cursor);
         let tokens = &self.sources[source];
         let start = tokens.order.start(own);
-        tokens.fill(start..start + self.seq_len, batch, index);
+        tokens.fill(start..start + self.seq_len, batch, index)
     }
 
     /// Whole held-out sequences: those of one source after those of the other, none of which overlap.
@@ -146,7 +150,7 @@ impl Corpus {
     }
 
     /// Makes the held-out sequence of this number sequence `index` of a batch.
-    pub fn valid(&self, mut window: usize, batch: &mut Batch, index: usize) {
+    pub fn valid(&self, mut window: usize, batch: &mut Batch, index: usize) -> Result<()> {
         for tokens in &self.sources {
             let own = tokens.valid_windows(self.seq_len);
             if window < own {
@@ -155,6 +159,7 @@ impl Corpus {
             }
             window -= own;
         }
+        Ok(())
     }
 
     /// The held-out tokens of the only source behind its last whole sequence.
@@ -170,10 +175,8 @@ impl Corpus {
     }
 
     /// Makes it the sequence of a batch.
-    pub fn tail(&self, batch: &mut Batch) {
-        if let Some((tokens, rest)) = self.rest() {
-            tokens.fill(rest, batch, 0);
-        }
+    pub fn tail(&self, batch: &mut Batch) -> Result<()> {
+        self.rest().map_or(Ok(()), |(tokens, rest)| tokens.fill(rest, batch, 0))
     }
 }
 
@@ -191,13 +194,13 @@ fn open_stream(
         if kind.is_its_bytes() && file.packing.is_none() && encoder.is_bytes() {
             // What is no text, or empty, is refused.
             kind.open(&file, &reading.asked)?;
-            let bytes = file.region()?;
-            let sha256 = match file.is_plain() {
-                true => {
+            let (bytes, sha256) = match file.held() {
+                None => {
                     let caches = cache::folder(&config.cache_dir).ok();
-                    sha256_of(path, remembering(caches.as_deref(), file.size))?
+                    let (stamp, sha256) = sha256_of(path, remembering(caches.as_deref(), file.size))?;
+                    (Region::open(path)?.known(&stamp, &sha256)?, sha256)
                 }
-                false => sha256_hex(&bytes),
+                Some(held) => (Region::Held(held.clone()), sha256_hex(held)),
             };
             return Ok((TokenStream::of_bytes(bytes, sha256), LeftOut::default()));
         }
@@ -229,16 +232,18 @@ impl Tokens {
     }
 
     /// Makes sequence `index` of a batch of these tokens and the one behind them, which is the last target.
-    fn fill(&self, inputs: Range<usize>, batch: &mut Batch, index: usize) {
+    fn fill(&self, inputs: Range<usize>, batch: &mut Batch, index: usize) -> Result<()> {
         let (first, end) = (inputs.start, inputs.end + 1);
-        batch.set(index, self.stream.ids(first..end));
+        batch.set(index, self.stream.ids(first..end)?.into_iter());
         let targets = &mut batch.targets[index * batch.seq_len..(index + 1) * batch.seq_len];
-        for run in self.stream.unlearnt(first + 1..end) {
+        for run in self.stream.unlearnt(first + 1..end)? {
             targets[run.start - first - 1..run.end - first - 1].fill(NO_TARGET);
         }
         if !batch.starts.is_empty() {
-            batch.separate(index, self.stream.begins(first + 1..end).map(|begin| begin - first));
+            batch.separate(index, self.stream.begins(first + 1..end)?.into_iter().map(|begin| begin - first));
         }
+        // After reading: what was written before is seen by now.
+        self.stream.require_unchanged()
     }
 }
 

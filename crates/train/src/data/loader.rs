@@ -33,25 +33,29 @@ pub struct BatchPlan {
 
 impl BatchPlan {
     /// This rank's part of a micro-batch.
-    #[must_use]
-    pub fn batch(&self, step: u64, micro: usize) -> Batch {
-        self.part(&self.whole(step, micro))
+    ///
+    /// # Errors
+    /// As [`Dataset::train_batch`].
+    pub fn batch(&self, step: u64, micro: usize) -> Result<Batch> {
+        Ok(self.part(&self.whole(step, micro)?))
     }
 
     /// All micro-batches of a step.
-    #[must_use]
-    pub fn step(&self, step: u64) -> StepBatches {
+    ///
+    /// # Errors
+    /// As [`Dataset::train_batch`].
+    pub fn step(&self, step: u64) -> Result<StepBatches> {
         let mut batches = StepBatches { micro_batches: Vec::new(), counted: 0 };
         for micro in 0..self.micro_batches {
-            let whole = self.whole(step, micro);
+            let whole = self.whole(step, micro)?;
             batches.counted += whole.counted() as u64;
             batches.micro_batches.push(self.part(&whole));
         }
-        batches
+        Ok(batches)
     }
 
     /// A micro-batch of all ranks.
-    fn whole(&self, step: u64, micro: usize) -> Batch {
+    fn whole(&self, step: u64, micro: usize) -> Result<Batch> {
         let number = step * self.micro_batches as u64 + micro as u64;
         self.data.train_batch(number * self.batch_size as u64, self.batch_size)
     }
@@ -75,7 +79,7 @@ pub struct Loader {
 struct Ahead {
     next: u64,
     /// None only while it is dropped.
-    made: Option<Receiver<StepBatches>>,
+    made: Option<Receiver<Result<StepBatches>>>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -89,7 +93,7 @@ impl Loader {
     /// The batches of a step. Steps are best taken in order: another one than the next begins anew.
     ///
     /// # Errors
-    /// If no thread can be started.
+    /// If no thread can be started; [`Error::Data`](crate::Error::Data) where a file has been changed since it was opened, or cannot be read.
     ///
     /// # Panics
     /// With the panic of the thread, if there was one.
@@ -100,7 +104,7 @@ impl Loader {
             self.ahead = Some(Ahead::start(self.plan.clone(), step)?);
         }
         match self.ahead.as_mut().and_then(Ahead::take) {
-            Some(batches) => Ok(batches),
+            Some(batches) => batches,
             // A thread that nobody dropped ends by a panic alone.
             None => match self.ahead.take().and_then(|mut ahead| ahead.thread.take()?.join().err()) {
                 Some(panic) => std::panic::resume_unwind(panic),
@@ -126,7 +130,7 @@ impl Ahead {
         Ok(Self { next: first, made: Some(made), thread: Some(thread) })
     }
 
-    fn take(&mut self) -> Option<StepBatches> {
+    fn take(&mut self) -> Option<Result<StepBatches>> {
         let batches = self.made.as_ref()?.recv().ok()?;
         self.next += 1;
         Some(batches)
@@ -158,15 +162,15 @@ mod tests {
     fn batches_are_those_of_the_plan_in_any_order_of_steps() {
         let (plan, mut loader) = (plan(), Loader::new(plan()));
         for step in [0, 1, 2, 3, 9, 10, 2, 2, 3] {
-            assert_eq!(loader.take(step).unwrap(), plan.step(step), "step {step}");
+            assert_eq!(loader.take(step).unwrap(), plan.step(step).unwrap(), "step {step}");
         }
     }
 
     #[test]
     fn a_plan_is_this_ranks_part_of_consecutive_sequences() {
         let plan = plan();
-        for (micro, batch) in plan.step(5).micro_batches.iter().enumerate() {
-            let whole = plan.data.train_batch((5 * 3 + micro as u64) * 4, 4);
+        for (micro, batch) in plan.step(5).unwrap().micro_batches.iter().enumerate() {
+            let whole = plan.data.train_batch((5 * 3 + micro as u64) * 4, 4).unwrap();
             assert_eq!(*batch, whole.part(2, 2), "micro-batch {micro}");
         }
     }

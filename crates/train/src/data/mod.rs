@@ -267,8 +267,10 @@ impl Dataset {
 
     /// The training sequences `cursor .. cursor + sequences`, counted from the start of the run over all ranks,
     /// micro-batches and epochs.
-    #[must_use]
-    pub fn train_batch(&self, cursor: u64, sequences: usize) -> Batch {
+    ///
+    /// # Errors
+    /// [`Error::Data`] where a file has been changed since it was opened, or cannot be read.
+    pub fn train_batch(&self, cursor: u64, sequences: usize) -> Result<Batch> {
         let mut batch = Batch::zeroed(sequences, self.seq_len, self.apart);
         for index in 0..sequences {
             let cursor = cursor + index as u64;
@@ -278,13 +280,13 @@ impl Dataset {
                     batch.set(index, tokens.into_iter());
                     self.separate_records(&mut batch, index);
                 }
-                TokenSource::Files(corpus) => corpus.train(cursor, &mut batch, index),
+                TokenSource::Files(corpus) => corpus.train(cursor, &mut batch, index)?,
                 TokenSource::Random { vocab_size } => {
                     batch.set(index, random(self.seed, "data.train", *vocab_size, cursor, self.seq_len));
                 }
             }
         }
-        batch
+        Ok(batch)
     }
 
     /// A record of the built-in language is a document.
@@ -305,8 +307,10 @@ impl Dataset {
     }
 
     /// The held-out sequences `first .. first + sequences`, fewer where the held-out data ends.
-    #[must_use]
-    pub fn valid_batch(&self, first: usize, sequences: usize) -> Batch {
+    ///
+    /// # Errors
+    /// As [`Dataset::train_batch`].
+    pub fn valid_batch(&self, first: usize, sequences: usize) -> Result<Batch> {
         let sequences = sequences.min(self.valid_windows().saturating_sub(first));
         let mut batch = Batch::zeroed(sequences, self.seq_len, self.apart);
         for index in 0..sequences {
@@ -317,7 +321,7 @@ impl Dataset {
                     batch.set(index, tokens.into_iter());
                     self.separate_records(&mut batch, index);
                 }
-                TokenSource::Files(corpus) => corpus.valid(window, &mut batch, index),
+                TokenSource::Files(corpus) => corpus.valid(window, &mut batch, index)?,
                 TokenSource::Random { vocab_size } => {
                     let tokens =
                         random(HELD_OUT_SEED, "data.valid", *vocab_size, window as u64, self.seq_len);
@@ -325,19 +329,21 @@ impl Dataset {
                 }
             }
         }
-        batch
+        Ok(batch)
     }
 
     /// What is left of the held-out tokens after the last whole sequence: one shorter sequence, so that
     /// [`Dataset::valid_batch`] and this together predict every held-out token but the first. `None` where nothing is
     /// left, and of a mixture, of which each source would leave something.
-    #[must_use]
-    pub fn valid_tail(&self) -> Option<Batch> {
-        let TokenSource::Files(corpus) = &self.source else { return None };
-        let length = corpus.valid_tail()?;
+    ///
+    /// # Errors
+    /// As [`Dataset::train_batch`].
+    pub fn valid_tail(&self) -> Result<Option<Batch>> {
+        let TokenSource::Files(corpus) = &self.source else { return Ok(None) };
+        let Some(length) = corpus.valid_tail() else { return Ok(None) };
         let mut batch = Batch::zeroed(1, length, self.apart);
-        corpus.tail(&mut batch);
-        Some(batch)
+        corpus.tail(&mut batch)?;
+        Ok(Some(batch))
     }
 }
 

@@ -1,6 +1,6 @@
 //! All documents of some files, in order, as token ids: one thread reads, the others make ids, and whoever asked takes them.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::sync_channel;
@@ -69,8 +69,11 @@ pub trait Watch {
     /// So many bytes of files are read, of these. Returns whether to go on; what is made stays where it does not.
     fn read(&mut self, done: u64, of: u64) -> bool;
 
-    /// Another process makes the same cache, and is waited for.
-    fn waits(&mut self);
+    /// Another process makes the same cache, and is waited for: told again and again. Returns whether to go on waiting.
+    fn waits(&mut self) -> bool;
+
+    /// A file of a cache is not as it was written, so that the cache is made anew.
+    fn damaged(&mut self, file: &Path, why: &str);
 }
 
 /// Nobody watches.
@@ -79,7 +82,11 @@ impl Watch for () {
         true
     }
 
-    fn waits(&mut self) {}
+    fn waits(&mut self) -> bool {
+        true
+    }
+
+    fn damaged(&mut self, _: &Path, _: &str) {}
 }
 
 /// Gives all that the files of a source hold, as the configuration reads its own, with nothing before and behind a document. Returns what is left

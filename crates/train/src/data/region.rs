@@ -1,54 +1,246 @@
-//! Bytes of a file, mapped into memory where they can be.
+//! Bytes of a file that are read here and there. A file is read at places, not mapped: who cuts it short meanwhile gets an error that names it,
+//! where a map would end the process.
 
+use std::borrow::Cow;
 use std::fs::File;
-use std::ops::Deref;
-use std::path::Path;
-use std::sync::Arc;
+use std::io::{self, Read};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
 
-use memmap2::Mmap;
-
+use super::cache::{Stamp, sha256_hex_of};
 use crate::error::{Error, Result};
+use crate::files;
 
 /// Bytes that are read here and there.
 #[derive(Debug)]
 pub(super) enum Region {
     /// Those of a file.
-    Mapped(Mmap),
+    Stored(Stored),
     /// Those that came through a pipe, or none.
     Held(Arc<[u8]>),
 }
 
+/// An open file, and what says that it is as it was.
+#[derive(Debug)]
+pub(super) struct Stored {
+    path: PathBuf,
+    file: File,
+    len: usize,
+    stamp: Mutex<Stamp>,
+    /// Of all its bytes, where it is known.
+    sha256: Option<String>,
+    blocks: Mutex<Vec<Block>>,
+}
+
+/// A piece of a file that single numbers were read of.
+#[derive(Debug)]
+struct Block {
+    number: usize,
+    bytes: Vec<u8>,
+}
+
+const BLOCK_BYTES: usize = 4096;
+
+/// Blocks that are kept: numbers are read of a few places that go forward.
+const MOST_BLOCKS: usize = 8;
+
 impl Region {
-    /// Maps a file. Somebody who cuts it short meanwhile ends the process (SIGBUS); somebody who writes to it changes what is read.
+    /// Opens a file.
     ///
     /// # Errors
-    /// [`Error::Data`] where it cannot be mapped.
-    pub fn map(path: &Path) -> Result<Self> {
-        let wrong = |e: std::io::Error| Error::data(path, format!("cannot be read: {e}"));
-        let file = File::open(path).map_err(wrong)?;
-        // A map of no bytes is refused by the system.
-        if file.metadata().map_err(wrong)?.len() == 0 {
-            return Ok(Self::Held(Arc::new([])));
-        }
-        // SAFETY: the bytes are only read, as plain bytes, of which every value is one. That another process may change the file is said
-        // above: what is read then is wrong, or the process ends, as it does where any program's file is cut under its map.
-        let map = unsafe { Mmap::map(&file) };
-        map.map(Self::Mapped).map_err(wrong)
+    /// [`Error::Data`] where it cannot be read.
+    pub fn open(path: &Path) -> Result<Self> {
+        let wrong = |e: io::Error| Error::data(path, format!("cannot be read: {e}"));
+        let file = files::open_to_read(path).map_err(wrong)?;
+        let about = file.metadata().map_err(wrong)?;
+        let len = usize::try_from(about.len())
+            .map_err(|_| Error::data(path, "is longer than this machine can address"))?;
+        Ok(Self::Stored(Stored {
+            path: path.to_owned(),
+            file,
+            len,
+            stamp: Mutex::new(Stamp::of_metadata(&about)),
+            sha256: None,
+            blocks: Mutex::default(),
+        }))
     }
 
-    /// The number that the eight bytes at this place are; 0 beyond the end.
-    pub fn u64_at(&self, place: usize) -> u64 {
-        self.get(place..).and_then(|rest| rest.first_chunk()).map_or(0, |bytes| u64::from_le_bytes(*bytes))
+    /// The same, whose bytes have this SHA-256 if the file has this stamp: a file whose stamp changes and whose bytes do not is taken for the same.
+    ///
+    /// # Errors
+    /// [`Error::Data`] where it has another stamp by now.
+    pub fn known(mut self, stamp: &Stamp, sha256: &str) -> Result<Self> {
+        if let Self::Stored(stored) = &mut self {
+            let is_same = *stored.stamp.get_mut().unwrap_or_else(PoisonError::into_inner) == *stamp;
+            if !is_same {
+                return Err(Error::data(&stored.path, "was changed while it was read: begin again"));
+            }
+            stored.sha256 = Some(sha256.to_owned());
+        }
+        Ok(self)
+    }
+
+    /// Number of bytes.
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Stored(stored) => stored.len,
+            Self::Held(bytes) => bytes.len(),
+        }
+    }
+
+    /// These bytes.
+    ///
+    /// # Errors
+    /// [`Error::Data`] where the file cannot be read, or has been cut short.
+    pub fn read(&self, range: Range<usize>) -> Result<Cow<'_, [u8]>> {
+        match self {
+            Self::Stored(stored) => {
+                let mut bytes = vec![0; range.len()];
+                stored.fill(&mut bytes, range.start)?;
+                Ok(bytes.into())
+            }
+            Self::Held(bytes) => bytes
+                .get(range)
+                .map(Cow::from)
+                .ok_or_else(|| Error::data(Path::new("<pipe>"), format!("ends at byte {}", bytes.len()))),
+        }
+    }
+
+    /// The bytes of one number from this place on.
+    ///
+    /// # Errors
+    /// As [`Region::read`].
+    pub fn number<const N: usize>(&self, place: usize) -> Result<[u8; N]> {
+        let mut number = [0; N];
+        match self {
+            Self::Stored(stored) if place / BLOCK_BYTES == (place + N - 1) / BLOCK_BYTES => {
+                stored.of_block(place / BLOCK_BYTES, place % BLOCK_BYTES, &mut number)?;
+            }
+            _ => number.copy_from_slice(&self.read(place..place + N)?),
+        }
+        Ok(number)
+    }
+
+    /// The number that the eight bytes at this place are.
+    ///
+    /// # Errors
+    /// As [`Region::read`].
+    pub fn u64_at(&self, place: usize) -> Result<u64> {
+        self.number(place).map(u64::from_le_bytes)
+    }
+
+    /// Checks that the file is as it was when it was opened.
+    ///
+    /// # Errors
+    /// [`Error::Data`] where it is not.
+    pub fn require_unchanged(&self) -> Result<()> {
+        match self {
+            Self::Stored(stored) => stored.require_unchanged(),
+            Self::Held(_) => Ok(()),
+        }
     }
 }
 
-impl Deref for Region {
-    type Target = [u8];
+impl Stored {
+    fn unread(&self, error: &io::Error) -> Error {
+        Error::data(&self.path, format!("cannot be read: {error}"))
+    }
 
-    fn deref(&self) -> &[u8] {
-        match self {
-            Self::Mapped(map) => map,
-            Self::Held(bytes) => bytes,
+    fn changed(&self, size: u64) -> Error {
+        let how = match size.cmp(&(self.len as u64)) {
+            std::cmp::Ordering::Less => format!("was cut to {size} of {} bytes", self.len),
+            std::cmp::Ordering::Equal => "was changed".to_owned(),
+            std::cmp::Ordering::Greater => format!("has grown from {} to {size} bytes", self.len),
+        };
+        Error::data(&self.path, format!("{how} while it was in use; put it back as it was, or begin again"))
+    }
+
+    fn fill(&self, to: &mut [u8], at: usize) -> Result<()> {
+        let read = files::read_full_at(&self.file, to, at as u64).map_err(|e| self.unread(&e))?;
+        if read == to.len() {
+            return Ok(());
+        }
+        match self.file.metadata() {
+            Ok(about) if about.len() != self.len as u64 => Err(self.changed(about.len())),
+            _ => Err(Error::data(&self.path, format!("ends at byte {}", at + read))),
+        }
+    }
+
+    /// Fills a number from a place of a block.
+    fn of_block(&self, number: usize, place: usize, to: &mut [u8]) -> Result<()> {
+        let mut blocks = self.blocks.lock().unwrap_or_else(PoisonError::into_inner);
+        let found = match blocks.iter().position(|block| block.number == number) {
+            Some(found) => found,
+            None => {
+                let start = number * BLOCK_BYTES;
+                let mut bytes = vec![0; BLOCK_BYTES.min(self.len.saturating_sub(start))];
+                self.fill(&mut bytes, start)?;
+                blocks.truncate(MOST_BLOCKS - 1);
+                blocks.insert(0, Block { number, bytes });
+                0
+            }
+        };
+        // The one that was used last is the last to go.
+        blocks[..=found].rotate_right(1);
+        let bytes = blocks[0].bytes.get(place..place + to.len());
+        let bytes = bytes.ok_or_else(|| Error::data(&self.path, format!("ends at byte {}", self.len)))?;
+        to.copy_from_slice(bytes);
+        Ok(())
+    }
+
+    fn require_unchanged(&self) -> Result<()> {
+        let now = Stamp::of_metadata(&self.file.metadata().map_err(|e| self.unread(&e))?);
+        let mut stamp = self.stamp.lock().unwrap_or_else(PoisonError::into_inner);
+        if *stamp == now {
+            return Ok(());
+        }
+        // Another name, another owner, or a link to it that has gone: only then does it pay to read it all.
+        if let Some(sha256) = &self.sha256
+            && now.size() == self.len as u64
+            && *sha256
+                == sha256_hex_of(&mut FromStart { file: &self.file, at: 0 }).map_err(|e| self.unread(&e))?
+        {
+            *stamp = now;
+            return Ok(());
+        }
+        Err(self.changed(now.size()))
+    }
+}
+
+/// Reads a file that others read as well.
+struct FromStart<'a> {
+    file: &'a File,
+    at: u64,
+}
+
+impl Read for FromStart<'_> {
+    fn read(&mut self, to: &mut [u8]) -> io::Result<usize> {
+        let read = files::read_full_at(self.file, to, self.at)?;
+        self.at += read as u64;
+        Ok(read)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Numbers of every place, within blocks and across them, from a file as from memory.
+    #[test]
+    fn numbers_are_read_across_blocks() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("numbers");
+        let bytes: Vec<u8> = (0..12 * BLOCK_BYTES + 5).map(|i| (i * 7 + i / 251) as u8).collect();
+        std::fs::write(&path, &bytes).unwrap();
+        let (stored, held) = (Region::open(&path).unwrap(), Region::Held(bytes.into()));
+        let len = held.len();
+        for place in (0..len - 8).step_by(101).chain([BLOCK_BYTES - 3, 0, len - 8]) {
+            assert_eq!(stored.u64_at(place).unwrap(), held.u64_at(place).unwrap(), "{place}");
+        }
+        for region in [&stored, &held] {
+            assert!(region.u64_at(len - 7).unwrap_err().to_string().contains("ends at byte"));
+            assert!(region.u64_at(len + BLOCK_BYTES).unwrap_err().to_string().contains("ends at byte"));
         }
     }
 }

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use super::region::Region;
+use crate::error::Result;
 
 /// Tokens that are packed without gaps, on the disk.
 #[derive(Debug)]
@@ -54,72 +55,92 @@ impl TokenStream {
     }
 
     /// The ids of these tokens.
-    pub fn ids(&self, tokens: Range<usize>) -> impl Iterator<Item = i32> {
-        let bytes = &self.ids[tokens.start * self.width..tokens.end * self.width];
-        bytes.chunks_exact(self.width).map(|id| match *id {
+    ///
+    /// # Errors
+    /// [`Error::Data`](crate::Error::Data) where the file cannot be read, as in all that follows.
+    pub fn ids(&self, tokens: Range<usize>) -> Result<Vec<i32>> {
+        let bytes = self.ids.read(tokens.start * self.width..tokens.end * self.width)?;
+        let id = |id: &[u8]| match *id {
             [a] => i32::from(a),
             [a, b] => i32::from(u16::from_le_bytes([a, b])),
             [a, b, c, d] => i32::from_le_bytes([a, b, c, d]),
             // No other width is made.
             _ => 0,
-        })
+        };
+        Ok(bytes.chunks_exact(self.width).map(id).collect())
     }
 
-    /// The first token of a document.
-    fn first(&self, document: usize) -> usize {
-        self.documents.u64_at(8 * document) as usize
+    /// The first token of a document. Of a file that somebody is writing to it may be any number.
+    fn first(&self, document: usize) -> Result<usize> {
+        Ok(self.documents.u64_at(8 * document)? as usize)
+    }
+
+    /// A run of tokens that are no targets.
+    fn run(&self, number: usize) -> Result<Range<usize>> {
+        Ok(self.unlearnt.u64_at(16 * number)? as usize..self.unlearnt.u64_at(16 * number + 8)? as usize)
     }
 
     /// The first number of which this is true, which is true of all behind it.
-    fn first_with(count: usize, is_so: impl Fn(usize) -> bool) -> usize {
+    fn first_with(count: usize, is_so: impl Fn(usize) -> Result<bool>) -> Result<usize> {
         let (mut below, mut end) = (0, count);
         while below < end {
             let middle = below + (end - below) / 2;
-            if is_so(middle) {
+            if is_so(middle)? {
                 end = middle;
             } else {
                 below = middle + 1;
             }
         }
-        below
+        Ok(below)
     }
 
     /// The documents that begin within these tokens, by their first ones.
-    pub fn begins(&self, tokens: Range<usize>) -> impl Iterator<Item = usize> {
-        let first = Self::first_with(self.documents(), |document| self.first(document) >= tokens.start);
-        let begins = (first..self.documents()).map(|document| self.first(document));
-        // Of a cache that somebody has written to they need not ascend.
-        begins.take_while(move |at| *at < tokens.end).filter(move |at| *at >= tokens.start)
+    pub fn begins(&self, tokens: Range<usize>) -> Result<Vec<usize>> {
+        let first = Self::first_with(self.documents(), |document| Ok(self.first(document)? >= tokens.start))?;
+        let mut begins = Vec::new();
+        for document in first..self.documents() {
+            let at = self.first(document)?;
+            if at >= tokens.end {
+                break;
+            }
+            begins.extend(Some(at).filter(|at| *at >= tokens.start));
+        }
+        Ok(begins)
     }
 
     /// Those of these tokens that are no targets, run by run.
-    pub fn unlearnt(&self, tokens: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+    pub fn unlearnt(&self, tokens: Range<usize>) -> Result<Vec<Range<usize>>> {
         let count = self.unlearnt.len() / 16;
-        let run = |number: usize| {
-            let [start, end] = [0, 8].map(|at| self.unlearnt.u64_at(16 * number + at) as usize);
-            start..end
-        };
-        let first = Self::first_with(count, |number| run(number).end > tokens.start);
-        let within = move |run: Range<usize>| run.start.max(tokens.start)..run.end.min(tokens.end);
-        (first..count)
-            .map(run)
-            .take_while(move |run| run.start < tokens.end)
-            .map(within)
-            .filter(|run| !run.is_empty())
+        let first = Self::first_with(count, |number| Ok(self.run(number)?.end > tokens.start))?;
+        let mut runs = Vec::new();
+        for number in first..count {
+            let run = self.run(number)?;
+            if run.start >= tokens.end {
+                break;
+            }
+            let within = run.start.max(tokens.start)..run.end.min(tokens.end);
+            runs.extend(Some(within).filter(|run| !run.is_empty()));
+        }
+        Ok(runs)
     }
 
     /// Where the held-out tokens begin: at a token, where there is one document; else where a document does, so that they are no more than
     /// this share.
-    pub fn split(&self, valid_fraction: f64) -> usize {
+    pub fn split(&self, valid_fraction: f64) -> Result<usize> {
         let at = self.len() as f64 * (1.0 - valid_fraction);
         match self.documents() {
-            0 | 1 => (at as usize).min(self.len()),
+            0 | 1 => Ok((at as usize).min(self.len())),
             count => {
                 let at = at.ceil() as usize;
-                let document = Self::first_with(count, |document| self.first(document) >= at);
-                if document == count { self.len() } else { self.first(document) }
+                let document = Self::first_with(count, |document| Ok(self.first(document)? >= at))?;
+                if document == count { Ok(self.len()) } else { Ok(self.first(document)?.min(self.len())) }
             }
         }
+    }
+
+    /// Checks that what has been read is what was there when the stream was opened.
+    pub fn require_unchanged(&self) -> Result<()> {
+        [&self.ids, &self.documents, &self.unlearnt].into_iter().try_for_each(Region::require_unchanged)
     }
 }
 
@@ -146,20 +167,20 @@ mod tests {
     fn tokens_documents_and_runs_are_found() {
         let stream = stream();
         assert_eq!((stream.len(), stream.documents()), (20, 4));
-        assert_eq!(stream.ids(3..5).collect::<Vec<_>>(), [1003, 1004]);
-        assert_eq!(stream.begins(0..20).collect::<Vec<_>>(), [0, 5, 6, 15]);
-        assert_eq!(stream.begins(1..6).collect::<Vec<_>>(), [5]);
-        assert_eq!(stream.begins(16..20).count(), 0);
-        assert_eq!(stream.unlearnt(2..9).collect::<Vec<_>>(), [2..3, 8..9]);
-        assert_eq!(stream.unlearnt(3..8).count(), 0);
-        assert_eq!(stream.unlearnt(12..20).count(), 0);
+        assert_eq!(stream.ids(3..5).unwrap(), [1003, 1004]);
+        assert_eq!(stream.begins(0..20).unwrap(), [0, 5, 6, 15]);
+        assert_eq!(stream.begins(1..6).unwrap(), [5]);
+        assert!(stream.begins(16..20).unwrap().is_empty());
+        assert_eq!(stream.unlearnt(2..9).unwrap(), [2..3, 8..9]);
+        assert!(stream.unlearnt(3..8).unwrap().is_empty());
+        assert!(stream.unlearnt(12..20).unwrap().is_empty());
     }
 
     #[test]
     fn whole_documents_are_held_out() {
         let stream = stream();
-        assert_eq!([0.1, 0.25, 0.3, 0.72].map(|share| stream.split(share)), [20, 15, 15, 6]);
+        assert_eq!([0.1, 0.25, 0.3, 0.72].map(|share| stream.split(share).unwrap()), [20, 15, 15, 6]);
         let one = TokenStream::of_bytes(Region::Held(vec![7; 10].into()), String::new());
-        assert_eq!((one.split(0.1), one.documents()), (9, 1));
+        assert_eq!((one.split(0.1).unwrap(), one.documents()), (9, 1));
     }
 }

@@ -78,7 +78,7 @@ impl<B: Kernels> RankContext<'_, B> {
         model.prepare(&self.inference_cx(1)?)?;
         for i in 0..taken {
             let first = i * all / taken * size;
-            let batch = data.valid_batch(first, size.min(windows - first));
+            let batch = data.valid_batch(first, size.min(windows - first))?;
             nats += self.held_out_nats(model, &batch)?;
             counted += batch.counted();
             if !go_on(i + 1, taken)? {
@@ -86,7 +86,9 @@ impl<B: Kernels> RankContext<'_, B> {
                 return Ok(None);
             }
         }
-        if let Some(tail) = data.valid_tail().filter(|_| batches == 0) {
+        if batches == 0
+            && let Some(tail) = data.valid_tail()?
+        {
             nats += self.held_out_nats(model, &tail)?;
             counted += tail.counted();
         }

@@ -114,7 +114,7 @@ impl<B: Kernels> Trainer<'_, B> {
         let mut seen = Inspection::default();
         let (b, mesh) = (self.rank.context.b, self.rank.context.mesh);
         let mut tokens = |later: u64| -> Result<StepBatches> {
-            let batches = self.rank.context.plan()?.step(self.rank.context.step + later);
+            let batches = self.rank.context.plan()?.step(self.rank.context.step + later)?;
             let number = if later == 0 { String::new() } else { format!(".{later}") };
             // There is one.
             for batch in &batches.micro_batches {

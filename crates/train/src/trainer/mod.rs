@@ -516,7 +516,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// As [`Trainer::train_step`].
     pub fn ledger(&mut self) -> Result<(Ledger, usize)> {
         self.require_settled("ledger")?;
-        let batch = self.rank.context.plan()?.batch(self.rank.context.step, 0);
+        let batch = self.rank.context.plan()?.batch(self.rank.context.step, 0)?;
         self.rank.ledger_of(&batch)
     }
 }

@@ -8,6 +8,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
+use super::sealed;
 use crate::checkpoint::{hexadecimal, sha256_hex};
 use crate::error::{Error, Result};
 use crate::files;
@@ -41,9 +42,19 @@ impl Stamp {
     /// [`Error::Data`] where the system does not tell.
     pub fn of(path: &Path) -> Result<Self> {
         let about = fs::metadata(path).map_err(|e| Error::data(path, format!("cannot be read: {e}")))?;
+        Ok(Self::of_metadata(&about))
+    }
+
+    /// That of a file of which the system says this.
+    pub fn of_metadata(about: &Metadata) -> Self {
         let modified = about.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());
-        let (inode, changed) = identity(&about);
-        Ok(Self { size: about.len(), modified: modified.unwrap_or_default().as_nanos(), inode, changed })
+        let (inode, changed) = identity(about);
+        Self { size: about.len(), modified: modified.unwrap_or_default().as_nanos(), inode, changed }
+    }
+
+    /// Bytes of the file.
+    pub fn size(&self) -> u64 {
+        self.size
     }
 
     fn is_settled(&self) -> bool {
@@ -71,11 +82,11 @@ struct Remembered {
     sha256: String,
 }
 
-/// SHA-256 of a file's bytes, remembered in the folder of caches where there is one.
+/// SHA-256 of a file's bytes, remembered in the folder of caches where there is one, and the stamp of the file that has it.
 ///
 /// # Errors
 /// [`Error::Data`] where it cannot be read.
-pub(in crate::data) fn sha256_of(path: &Path, caches: Option<&Path>) -> Result<String> {
+pub(in crate::data) fn sha256_of(path: &Path, caches: Option<&Path>) -> Result<(Stamp, String)> {
     let unread = |e: std::io::Error| Error::data(path, format!("cannot be read: {e}"));
     let stamp = Stamp::of(path)?;
     let place = caches.and_then(|caches| {
@@ -85,26 +96,26 @@ pub(in crate::data) fn sha256_of(path: &Path, caches: Option<&Path>) -> Result<S
     });
     if let Some((place, path)) = &place
         && let Ok(text) = files::read_text(place, files::MOST_TEXT)
-        && let Ok(known) = serde_json::from_str::<Remembered>(&text)
+        && let Some(known) = sealed::open::<Remembered>(&text)
         && known.path == *path
         && known.stamp == stamp
     {
-        return Ok(known.sha256);
+        return Ok((stamp, known.sha256));
     }
     let is_settled = stamp.is_settled();
     let sha256 = sha256_hex_of(&mut File::open(path).map_err(unread)?).map_err(unread)?;
     if let Some((place, path)) = place.filter(|_| is_settled)
-        && let Ok(text) = serde_json::to_string(&Remembered { path, stamp, sha256: sha256.clone() })
+        && let Ok(text) = sealed::seal(Remembered { path, stamp: stamp.clone(), sha256: sha256.clone() })
         && let Some(folder) = place.parent()
     {
         // Where it cannot be written, the file is read again the next time.
         let _ = fs::create_dir_all(folder).and_then(|()| files::write_whole(&place, text));
     }
-    Ok(sha256)
+    Ok((stamp, sha256))
 }
 
 /// SHA-256 of all that is read.
-pub(super) fn sha256_hex_of(reader: &mut dyn Read) -> std::io::Result<String> {
+pub(in crate::data) fn sha256_hex_of(reader: &mut dyn Read) -> std::io::Result<String> {
     let (mut hash, mut buffer) = (Sha256::new(), vec![0; 1 << 20]);
     loop {
         match reader.read(&mut buffer)? {

@@ -1,13 +1,14 @@
 //! Makes a cache: appends to its files, and keeps after each part how far it has come.
 
 use std::fs::{self, File};
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
 
-use super::fingerprint::sha256_hex_of;
-use super::{DOCUMENTS, IDS, LeftOut, MANIFEST, Manifest, UNLEARNT, VERSION};
-use crate::checkpoint::sha256_hex;
+use super::{FILES, LeftOut, MANIFEST, Manifest, VERSION, bytes_of, sealed};
+use crate::checkpoint::hexadecimal;
 use crate::data::encode::Encoded;
 use crate::data::reading::{BadRow, Place, Reading, Sink, Watch};
 use crate::data::stream::width_of;
@@ -29,16 +30,73 @@ struct Progress {
     tokens: u64,
     documents: u64,
     unlearnt: u64,
+    /// SHA-256 of what counts of each file: what somebody has written there meanwhile does not.
+    files: [String; 3],
     left_out: LeftOut,
+}
+
+impl Progress {
+    /// None yet.
+    fn begin() -> Self {
+        let files = [(); 3].map(|()| hexadecimal(&Sha256::new().finalize()));
+        Self { version: VERSION, files, ..Self::default() }
+    }
+
+    /// Bytes of each file, whose ids have so many each.
+    fn bytes(&self, width: usize) -> [u64; 3] {
+        bytes_of([self.tokens, self.documents, self.unlearnt], width)
+    }
+}
+
+/// Where a cache is made.
+pub(super) struct Making<'a> {
+    /// Until it is whole.
+    pub dir: &'a Path,
+    /// Its place then.
+    pub place: &'a Path,
+    pub key: &'a str,
+    /// Whether a whole one is at its place.
+    pub is_there: &'a dyn Fn() -> Result<bool>,
+}
+
+/// A file that is being written, and SHA-256 of what it has.
+struct Part {
+    path: PathBuf,
+    file: File,
+    hash: Sha256,
+}
+
+impl Part {
+    /// Opens a file and takes its first bytes. Returns whether they are there and have this SHA-256.
+    fn open(path: PathBuf, bytes: u64, sha256: &str) -> Result<(Self, bool)> {
+        let file =
+            File::options().create(true).read(true).append(true).open(&path).map_err(Error::io(&path))?;
+        let mut hash = Sha256::new();
+        let mut taken = (&file).take(bytes);
+        let read = std::io::copy(&mut taken, &mut hash).map_err(Error::io(&path))?;
+        let is_there = read == bytes && hexadecimal(&hash.clone().finalize()) == sha256;
+        Ok((Self { path, file, hash }, is_there))
+    }
+
+    fn append(&mut self, bytes: &[u8]) -> Result<()> {
+        files::append(&mut self.file, bytes).map_err(Error::io(&self.path))?;
+        self.hash.update(bytes);
+        Ok(())
+    }
+
+    /// Waits until all of it is on the disk.
+    fn keep(&self) -> Result<String> {
+        self.file.sync_data().map_err(Error::io(&self.path))?;
+        Ok(hexadecimal(&self.hash.clone().finalize()))
+    }
 }
 
 /// A cache that is being made.
 struct Maker<'a> {
     dir: &'a Path,
     width: usize,
-    ids: File,
-    documents: File,
-    unlearnt: File,
+    /// In the order of [`FILES`].
+    parts: [Part; 3],
     progress: Progress,
     /// Batches and bytes since the last part.
     batches: usize,
@@ -51,11 +109,11 @@ struct Maker<'a> {
 /// [`Error::Data`] for files that cannot be read; [`Error::Io`] where the cache cannot be written. What is made stays.
 pub(super) fn make(
     reading: &Reading,
-    dir: &Path,
-    place: &Path,
+    making: &Making<'_>,
     is_unchanged: &mut dyn FnMut() -> Result<()>,
     watch: &mut dyn Watch,
 ) -> Result<()> {
+    let Making { dir, place, key, is_there } = *making;
     let mut maker = Maker::begin(dir, width_of(reading.encoder.vocab_size))?;
     reading.read(maker.progress.place, &mut maker, watch)?;
     maker.keep()?;
@@ -72,21 +130,21 @@ pub(super) fn make(
         };
         return Err(Error::data(first, why));
     }
-    let sha256 = identity(dir, &progress)?;
-    let Progress { tokens, documents, unlearnt, left_out, .. } = progress;
-    let manifest = Manifest { version: VERSION, width, tokens, documents, unlearnt, sha256, left_out };
-    let text = serde_json::to_string_pretty(&manifest).map_err(|e| Error::data(dir, e.to_string()))?;
+    let Progress { tokens, documents, unlearnt, files, left_out, .. } = progress;
+    let key = key.to_owned();
+    let manifest = Manifest { version: VERSION, key, width, tokens, documents, unlearnt, files, left_out };
+    let text = sealed::seal(manifest).map_err(|e| Error::data(dir, e.to_string()))?;
     write(&dir.join(MANIFEST), text)?;
     files::sync_dir(dir).map_err(Error::io(dir))?;
     reach(Point::CacheWhole)?;
     if let Err(error) = fs::rename(dir, place) {
-        if super::find(place)?.is_none() {
-            // A folder that is no cache stands there: what somebody has damaged is made anew.
-            fs::remove_dir_all(place).map_err(Error::io(place))?;
-            fs::rename(dir, place).map_err(|_| Error::io(place)(error))?;
-        } else {
+        if is_there()? {
             // Another process, where there are no locks, was first.
             fs::remove_dir_all(dir).map_err(Error::io(dir))?;
+        } else {
+            // What stands there is no cache, or one that somebody has damaged.
+            files::remove(place).map_err(Error::io(place))?;
+            fs::rename(dir, place).map_err(|_| Error::io(place)(error))?;
         }
     }
     let _ = fs::remove_file(place.join(PROGRESS));
@@ -103,38 +161,33 @@ impl<'a> Maker<'a> {
     fn begin(dir: &'a Path, width: usize) -> Result<Self> {
         fs::create_dir_all(dir).map_err(Error::io(dir))?;
         let known = files::read_text(&dir.join(PROGRESS), files::MOST_TEXT).ok();
-        let known: Option<Progress> = known.and_then(|text| serde_json::from_str(&text).ok());
-        let known = known.filter(|progress| progress.version == VERSION);
-        let mut progress = known.unwrap_or_else(|| Progress { version: VERSION, ..Progress::default() });
-        let open = |name: &str| {
-            let path = dir.join(name);
-            File::options().create(true).read(true).append(true).open(&path).map_err(Error::io(&path))
+        let known: Option<Progress> = known.and_then(|text| sealed::open(&text));
+        let known = known.filter(|progress| progress.version == VERSION).unwrap_or_else(Progress::begin);
+        let open = |progress: &Progress| {
+            let parts = FILES.into_iter().zip(progress.bytes(width)).zip(&progress.files);
+            let parts = parts.map(|((name, bytes), sha256)| Part::open(dir.join(name), bytes, sha256));
+            parts.collect::<Result<Vec<(Part, bool)>>>()
         };
-        let files = [(IDS, width as u64), (DOCUMENTS, 8), (UNLEARNT, 16)];
-        let [ids, documents, unlearnt] = [open(IDS)?, open(DOCUMENTS)?, open(UNLEARNT)?];
-        let all = [&ids, &documents, &unlearnt];
-        let counts = |of: &Progress| [of.tokens, of.documents, of.unlearnt];
-        let has = |file: &File| file.metadata().map_or(0, |about| about.len());
-        let is_there = all
-            .iter()
-            .zip(files)
-            .zip(counts(&progress))
-            .all(|((file, (_, width)), count)| has(file) >= count * width);
-        if !is_there {
-            progress = Progress { version: VERSION, ..Progress::default() };
+        let (mut opened, mut progress) = (open(&known)?, known);
+        if !opened.iter().all(|(_, is_there)| *is_there) {
+            progress = Progress::begin();
+            opened = open(&progress)?;
         }
-        for ((file, (name, width)), count) in all.iter().zip(files).zip(counts(&progress)) {
-            file.set_len(count * width).map_err(Error::io(&dir.join(name)))?;
+        for ((part, _), bytes) in opened.iter().zip(progress.bytes(width)) {
+            part.file.set_len(bytes).map_err(Error::io(&part.path))?;
         }
-        Ok(Self { dir, width, ids, documents, unlearnt, progress, batches: 0, bytes: 0 })
+        let parts = opened.into_iter().map(|(part, _)| part).collect::<Vec<_>>();
+        // As many as there are names.
+        let parts = parts.try_into().map_err(|_| Error::data(dir, "has other files than a cache"))?;
+        Ok(Self { dir, width, parts, progress, batches: 0, bytes: 0 })
     }
 
     /// What has been taken is on the disk, and stays.
     fn keep(&mut self) -> Result<()> {
-        for (name, file) in [(IDS, &self.ids), (DOCUMENTS, &self.documents), (UNLEARNT, &self.unlearnt)] {
-            file.sync_data().map_err(Error::io(&self.dir.join(name)))?;
+        for (part, sha256) in self.parts.iter().zip(&mut self.progress.files) {
+            *sha256 = part.keep()?;
         }
-        let text = serde_json::to_string(&self.progress).map_err(|e| Error::data(self.dir, e.to_string()))?;
+        let text = sealed::seal(&self.progress).map_err(|e| Error::data(self.dir, e.to_string()))?;
         write(&self.dir.join(PROGRESS), text)?;
         (self.batches, self.bytes) = (0, 0);
         reach(Point::CacheKept)
@@ -165,32 +218,13 @@ impl Sink for Maker<'_> {
             }
             self.progress.tokens += piece.ids.len() as u64;
         }
-        for (name, file, bytes) in [
-            (IDS, &mut self.ids, &ids),
-            (DOCUMENTS, &mut self.documents, &documents),
-            (UNLEARNT, &mut self.unlearnt, &unlearnt),
-        ] {
-            files::append(file, bytes).map_err(Error::io(&self.dir.join(name)))?;
+        for (part, bytes) in self.parts.iter_mut().zip([&ids, &documents, &unlearnt]) {
+            part.append(bytes)?;
         }
         self.progress.left_out.add(bad);
         self.progress.place = place;
         self.batches += 1;
         self.bytes += ids.len() as u64;
         if self.batches >= PART_BATCHES || self.bytes >= PART_BYTES { self.keep() } else { Ok(()) }
-    }
-}
-
-/// SHA-256 of the ids alone, where they are one document that is learnt whole: so a text has the same, packed or not. Else of that, and of
-/// what says where documents begin and what is not learnt.
-fn identity(dir: &Path, progress: &Progress) -> Result<String> {
-    let of = |name: &str| {
-        let path = dir.join(name);
-        let hash = File::open(&path).and_then(|mut file| sha256_hex_of(&mut file));
-        hash.map_err(Error::io(&path))
-    };
-    let ids = of(IDS)?;
-    match (progress.documents, progress.unlearnt) {
-        (1, 0) => Ok(ids),
-        _ => Ok(sha256_hex([ids, of(DOCUMENTS)?, of(UNLEARNT)?].concat().as_bytes())),
     }
 }

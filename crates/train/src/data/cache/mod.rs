@@ -1,10 +1,14 @@
-//! The token cache: what files hold, as token ids on the disk, so that it is read and tokenized once and then mapped into memory.
+//! The token cache: what files hold, as token ids on the disk, so that it is read and tokenized once.
 //!
 //! A cache is a folder that content names: SHA-256 of the files, the tokenizer and the settings. It is made under another name, in parts
 //! that stay if the process is killed, by one process at a time, and gets its name when it is whole.
 //!
+//! A cache is not believed: `cache.json` says whose it is and the SHA-256 of its files and of itself. They are compared whenever a cache is opened that
+//! has another size, time or number than when they were compared last (always, where it is small). What does not agree is made anew. While a run reads it, every
+//! sequence ends with a look at size and time.
+//!
 //! ```text
-//! CACHES/tokens/KEY/cache.json    how many of what; SHA-256 of the tokens; the rows that were left out
+//! CACHES/tokens/KEY/cache.json    how many of what; SHA-256 of the files and of the tokens; the rows that were left out
 //!                  /ids           the tokens, 1, 2 or 4 bytes each, little-endian as all of it
 //!                  /documents     the first token of each document, 64 bits each
 //!                  /unlearnt      first and end of each run of tokens that are no targets, 64 bits each
@@ -15,16 +19,18 @@
 
 mod fingerprint;
 mod making;
+mod sealed;
 
 use std::fs::{self, File, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-pub(super) use fingerprint::{Stamp, remembering, sha256_of};
+pub(super) use fingerprint::{Stamp, remembering, sha256_hex_of, sha256_of};
 
 use super::reading::{BadRow, Reading, Watch};
 use super::region::Region;
@@ -33,28 +39,55 @@ use super::stream::TokenStream;
 use crate::checkpoint::sha256_hex;
 use crate::error::{Error, Result};
 use crate::files;
+use making::Making;
 
 /// Of the format, and of what makes it: caches of another one are made anew.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// The files of a cache.
-const IDS: &str = "ids";
-const DOCUMENTS: &str = "documents";
-const UNLEARNT: &str = "unlearnt";
+const FILES: [&str; 3] = ["ids", "documents", "unlearnt"];
 const MANIFEST: &str = "cache.json";
+
+/// How long somebody waits before looking again whether another process has made a cache.
+const AGAIN: Duration = Duration::from_millis(50);
 
 /// What a cache says of itself.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Manifest {
     version: u32,
+    /// The name of its folder.
+    key: String,
     /// Bytes of an id.
     width: usize,
     tokens: u64,
     documents: u64,
     /// Runs of tokens that are no targets.
     unlearnt: u64,
-    sha256: String,
+    /// SHA-256 of the files, in the order of [`FILES`].
+    files: [String; 3],
     left_out: LeftOut,
+}
+
+/// Bytes of the files of so many tokens, of so many bytes each, documents, and runs of tokens that are no targets.
+fn bytes_of(counts: [u64; 3], width: usize) -> [u64; 3] {
+    let [tokens, documents, unlearnt] = counts;
+    [tokens.saturating_mul(width as u64), documents.saturating_mul(8), unlearnt.saturating_mul(16)]
+}
+
+impl Manifest {
+    /// Bytes of the files.
+    fn bytes(&self) -> [u64; 3] {
+        bytes_of([self.tokens, self.documents, self.unlearnt], self.width)
+    }
+
+    /// SHA-256 of the ids alone, where they are one document that is learnt whole: so a text has the same, packed or not. Else of that, and of
+    /// what says where documents begin and what is not learnt.
+    fn sha256(&self) -> String {
+        match (self.documents, self.unlearnt) {
+            (1, 0) => self.files[0].clone(),
+            _ => sha256_hex(self.files.concat().as_bytes()),
+        }
+    }
 }
 
 /// What of the rows of a source is not among its tokens.
@@ -111,14 +144,17 @@ pub(super) fn open(
     let (key, stamps) = key(reading, caches)?;
     let tokens = caches.join("tokens");
     let place = tokens.join(&key);
-    if let Some(found) = find(&place)? {
-        return Ok(found);
+    let find = || find(&place, &key, caches);
+    if let Found::Whole(found) = find()? {
+        return Ok(*found);
     }
     fs::create_dir_all(&tokens).map_err(Error::io(&tokens))?;
     let lock = tokens.join(format!("{key}.lock"));
     let locked = take_lock(&lock, watch)?;
-    if let Some(found) = find(&place)? {
-        return Ok(found);
+    match find()? {
+        Found::Whole(found) => return Ok(*found),
+        Found::Damaged(file, why) => watch.damaged(&file, &why),
+        Found::Nothing => {}
     }
     // Where there are no locks, everybody makes their own, and the first one to be done has made it.
     let mine = if locked.is_some() {
@@ -126,42 +162,79 @@ pub(super) fn open(
     } else {
         format!("{key}.making-{}", std::process::id())
     };
-    making::make(reading, &tokens.join(mine), &place, &mut || unchanged(&stamps), watch)?;
-    find(&place)?.ok_or_else(|| Error::data(&place, "is no whole cache, though it was made just now"))
+    let is_there = || Ok(matches!(find()?, Found::Whole(_)));
+    let making = Making { dir: &tokens.join(mine), place: &place, key: &key, is_there: &is_there };
+    making::make(reading, &making, &mut || unchanged(&stamps), watch)?;
+    match find()? {
+        Found::Whole(found) => Ok(*found),
+        Found::Damaged(file, why) => Err(Error::data(&file, format!("{why}, though it was made just now"))),
+        Found::Nothing => Err(Error::data(&place, "is not there, though it was made just now")),
+    }
 }
 
 /// Waits until this process alone may make the cache. None where the file system has no locks.
 fn take_lock(path: &Path, watch: &mut dyn Watch) -> Result<Option<File>> {
     let file = File::options().create(true).append(true).open(path).map_err(Error::io(path))?;
-    match file.try_lock() {
-        Ok(()) => return Ok(Some(file)),
-        Err(TryLockError::WouldBlock) => watch.waits(),
-        Err(TryLockError::Error(error)) if error.kind() == io::ErrorKind::Unsupported => return Ok(None),
-        Err(TryLockError::Error(error)) => return Err(Error::io(path)(error)),
+    loop {
+        match file.try_lock() {
+            Ok(()) => return Ok(Some(file)),
+            Err(TryLockError::Error(error)) if error.kind() == io::ErrorKind::Unsupported => return Ok(None),
+            Err(TryLockError::Error(error)) => return Err(Error::io(path)(error)),
+            // Looked at again and again, and not waited for in the system, so that whoever watches can end it.
+            Err(TryLockError::WouldBlock) if watch.waits() => std::thread::sleep(AGAIN),
+            Err(TryLockError::WouldBlock) => {
+                return Err(Error::data(
+                    path,
+                    "is held by another process, which was not waited for: somebody stopped it",
+                ));
+            }
+        }
     }
-    file.lock().map_err(Error::io(path))?;
-    Ok(Some(file))
 }
 
-/// The cache at this place, if it is whole.
-fn find(place: &Path) -> Result<Option<(TokenStream, LeftOut)>> {
-    let Ok(text) = files::read_text(&place.join(MANIFEST), files::MOST_TEXT) else { return Ok(None) };
-    let Ok(manifest) = serde_json::from_str::<Manifest>(&text) else { return Ok(None) };
-    let parts = [
-        (IDS, manifest.tokens.saturating_mul(manifest.width as u64)),
-        (DOCUMENTS, manifest.documents.saturating_mul(8)),
-        (UNLEARNT, manifest.unlearnt.saturating_mul(16)),
-    ];
-    let is_whole = |(name, bytes): &(&str, u64)| {
-        fs::metadata(place.join(name)).is_ok_and(|about| about.is_file() && about.len() == *bytes)
-    };
-    if manifest.version != VERSION || ![1, 2, 4].contains(&manifest.width) || !parts.iter().all(is_whole) {
-        return Ok(None);
+/// What is at the place of a cache.
+enum Found {
+    Whole(Box<(TokenStream, LeftOut)>),
+    /// A file of it, and what is wrong with it.
+    Damaged(PathBuf, String),
+    Nothing,
+}
+
+/// The cache of this key at its place. Its files are read where nothing is remembered of them.
+fn find(place: &Path, key: &str, caches: &Path) -> Result<Found> {
+    if !place.exists() {
+        return Ok(Found::Nothing);
     }
-    let map = |name: &str| Region::map(&place.join(name));
-    let (ids, documents, unlearnt) = (map(IDS)?, map(DOCUMENTS)?, map(UNLEARNT)?);
-    let stream = TokenStream::of_parts(ids, manifest.width, documents, unlearnt, manifest.sha256);
-    Ok(Some((stream, manifest.left_out)))
+    let damaged = |name: &str, why: String| Ok(Found::Damaged(place.join(name), why));
+    let read = files::read_text(&place.join(MANIFEST), files::MOST_TEXT);
+    let manifest = match read.map(|text| sealed::open::<Manifest>(&text)) {
+        Ok(Some(manifest)) => manifest,
+        Ok(None) => return damaged(MANIFEST, "is not as it was written".into()),
+        Err(error) => return damaged(MANIFEST, format!("cannot be read: {error}")),
+    };
+    if manifest.version != VERSION || manifest.key != key || ![1, 2, 4].contains(&manifest.width) {
+        return damaged(MANIFEST, "is of another cache".into());
+    }
+    let mut regions = Vec::new();
+    for ((name, bytes), expected) in FILES.into_iter().zip(manifest.bytes()).zip(&manifest.files) {
+        let path = place.join(name);
+        let region = match Region::open(&path) {
+            Ok(region) if region.len() as u64 == bytes => region,
+            Ok(region) => {
+                return damaged(name, format!("has {} bytes, and {bytes} were written", region.len()));
+            }
+            Err(error) => return damaged(name, error.to_string()),
+        };
+        let (stamp, sha256) = sha256_of(&path, remembering(Some(caches), bytes))?;
+        if sha256 != *expected {
+            return damaged(name, "is not what was written: it has another SHA-256".into());
+        }
+        regions.push(region.known(&stamp, &sha256)?);
+    }
+    // There are three parts.
+    let Ok([ids, documents, unlearnt]) = <[Region; 3]>::try_from(regions) else { return Ok(Found::Nothing) };
+    let stream = TokenStream::of_parts(ids, manifest.width, documents, unlearnt, manifest.sha256());
+    Ok(Found::Whole(Box::new((stream, manifest.left_out))))
 }
 
 /// What names a cache.
@@ -185,18 +258,22 @@ fn key(reading: &Reading, caches: &Path) -> Result<(String, Vec<(PathBuf, Stamp)
     let caches = remembering(Some(caches), reading.files.iter().map(size).sum());
     for path in &reading.files {
         if let Some(piped) = &reading.piped {
-            files.push((kind_of(piped, &reading.asked).name(), vec![sha256_hex(&piped.region()?)]));
+            let held = piped.held().map_or(&[][..], |held| held);
+            files.push((kind_of(piped, &reading.asked).name(), vec![sha256_hex(held)]));
             continue;
         }
+        let mut of = Vec::new();
+        let mut add = |path: &Path| -> Result<()> {
+            let (stamp, sha256) = sha256_of(path, caches)?;
+            stamps.push((path.to_owned(), stamp));
+            of.push(sha256);
+            Ok(())
+        };
         // Before the file is looked at.
-        stamps.push((path.clone(), Stamp::of(path)?));
+        add(path)?;
         let kind: &dyn Source =
             kind_of(&DataFile::open(path, &reading.asked, &Arc::new(AtomicU64::new(0)))?, &reading.asked);
-        let mut of = vec![sha256_of(path, caches)?];
-        for other in kind.companions(path) {
-            stamps.push((other.clone(), Stamp::of(&other)?));
-            of.push(sha256_of(&other, caches)?);
-        }
+        kind.companions(path).iter().try_for_each(|other| add(other))?;
         files.push((kind.name(), of));
     }
     let encoder = &reading.encoder;

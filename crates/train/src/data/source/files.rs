@@ -8,7 +8,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::packed::{Packing, unpacked};
 use super::{Asked, KINDS};
-use crate::data::region::Region;
 use crate::error::{Error, Result};
 use crate::files;
 
@@ -110,15 +109,9 @@ impl DataFile {
         self.held.is_some()
     }
 
-    /// All of its bytes, where they are not packed, to be read here and there.
-    ///
-    /// # Errors
-    /// [`Error::Data`] where it cannot be opened.
-    pub fn region(&self) -> Result<Region> {
-        match &self.held {
-            Some(held) => Ok(Region::Held(held.clone())),
-            None => Region::map(&self.path),
-        }
+    /// All of its bytes, where it came through a pipe.
+    pub fn held(&self) -> Option<&Arc<[u8]>> {
+        self.held.as_ref()
     }
 
     /// Tells that so many bytes more have been read, for kinds that do not read it from its beginning to its end.

@@ -88,7 +88,7 @@ impl Index {
     /// # Errors
     /// [`Error::Data`] for what is no index, another version's, or of another length than it says.
     pub fn open(path: &Path) -> Result<Self> {
-        Self::of(Region::map(path)?, path)
+        Self::of(Region::open(path)?, path)
     }
 
     /// That of these bytes.
@@ -97,20 +97,20 @@ impl Index {
     /// As [`Index::open`].
     pub fn of(bytes: Region, path: &Path) -> Result<Self> {
         let wrong = |why: String| Error::data(path, why);
-        if !bytes.starts_with(MARK) || bytes.len() < HEADER_BYTES {
+        if bytes.len() < HEADER_BYTES || *bytes.read(0..MARK.len())? != *MARK {
             return Err(wrong("is no index of Megatron: it does not begin with MMIDIDX and a header".into()));
         }
-        let version = bytes.u64_at(MARK.len());
+        let version = bytes.u64_at(MARK.len())?;
         if version != 1 {
             return Err(wrong(format!("is an index of Megatron in version {version}, expected 1")));
         }
-        let code = bytes[MARK.len() + 8];
+        let [code] = bytes.number(MARK.len() + 8)?;
         let Some((_, width, is_signed)) = TYPES.into_iter().find(|(number, ..)| *number == code) else {
             return Err(wrong(format!(
                 "says that ids are of type {code}, expected one of 1 to 5 or 8, whole numbers"
             )));
         };
-        let [sequences, documents] = [17, 9].map(|at| bytes.u64_at(HEADER_BYTES - at + 1));
+        let [sequences, documents] = [bytes.u64_at(HEADER_BYTES - 16)?, bytes.u64_at(HEADER_BYTES - 8)?];
         let needed =
             (u128::from(sequences) * 12 + u128::from(documents) * 8).saturating_add(HEADER_BYTES as u128);
         if bytes.len() as u128 != needed {
@@ -124,7 +124,7 @@ impl Index {
         }
         let index =
             Self { bytes, path: path.to_owned(), width, is_signed, sequences, documents: documents - 1 };
-        let (first, last) = (index.first_sequence(0), index.first_sequence(index.documents));
+        let (first, last) = (index.first_sequence(0)?, index.first_sequence(index.documents)?);
         if first != 0 || last != sequences {
             return Err(wrong(format!(
                 "says that documents are of the sequences {first} to {last}, and there are {sequences} from 0 on"
@@ -134,7 +134,7 @@ impl Index {
     }
 
     /// The first sequence of a document, or behind the last one.
-    fn first_sequence(&self, document: u64) -> u64 {
+    fn first_sequence(&self, document: u64) -> Result<u64> {
         self.bytes.u64_at(HEADER_BYTES + 12 * self.sequences as usize + 8 * document as usize)
     }
 
@@ -143,7 +143,7 @@ impl Index {
     /// # Errors
     /// [`Error::Data`] where they are none.
     pub fn document(&self, number: u64) -> Result<std::ops::Range<u64>> {
-        let (first, end) = (self.first_sequence(number), self.first_sequence(number + 1));
+        let (first, end) = (self.first_sequence(number)?, self.first_sequence(number + 1)?);
         if first > end || end > self.sequences {
             let why = format!(
                 "document {}: is of the sequences {first} to {end} of {}",
@@ -161,9 +161,8 @@ impl Index {
     /// [`Error::Data`] where it has less than none, or does not lie there.
     pub fn length(&self, sequence: u64, place: u64) -> Result<u64> {
         let at = HEADER_BYTES + 4 * sequence as usize;
-        let length =
-            self.bytes.get(at..).and_then(|rest| rest.first_chunk()).map_or(-1, |b| i32::from_le_bytes(*b));
-        let said = self.bytes.u64_at(HEADER_BYTES + 4 * self.sequences as usize + 8 * sequence as usize);
+        let length = i32::from_le_bytes(self.bytes.number(at)?);
+        let said = self.bytes.u64_at(HEADER_BYTES + 4 * self.sequences as usize + 8 * sequence as usize)?;
         let Ok(length) = u64::try_from(length) else {
             return Err(damaged(&self.path, format!("sequence {}: has {length} ids", sequence + 1)));
         };

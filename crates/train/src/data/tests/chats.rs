@@ -45,7 +45,7 @@ fn answers_alone_are_learnt() {
     let prompt = ids("<|im_start|>user\na <|im_start|> b<|endoftext|><|im_start|>assistant\n");
     let answer = ids("the answer<|endoftext|>");
     let one: Vec<i32> = [&prompt[..], &answer[..]].concat();
-    let batch = data.valid_batch(0, 40);
+    let batch = data.valid_batch(0, 40).unwrap();
     // Held out are whole documents, so that the first token is that of one.
     for (at, (input, target)) in batch.inputs.iter().zip(&batch.targets).enumerate() {
         assert_eq!(*input, one[at % one.len()], "token {at}");

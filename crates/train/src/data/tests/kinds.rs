@@ -145,9 +145,19 @@ fn every_kind_gives_the_tokens_of_the_plain_text() {
         // As one document they are the plain text in every way.
         let source = put(dir.path(), &(kind.write)(&[docs.concat()]));
         let [one, plain] = [&source, &plain].map(|path| open(path).unwrap());
-        assert_eq!(one.train_batch(3, 40), plain.train_batch(3, 40), "{}", source.display());
-        assert_eq!(one.valid_batch(0, 99), plain.valid_batch(0, 99), "{}", source.display());
-        assert_eq!(one.valid_tail(), plain.valid_tail(), "{}", source.display());
+        assert_eq!(
+            one.train_batch(3, 40).unwrap(),
+            plain.train_batch(3, 40).unwrap(),
+            "{}",
+            source.display()
+        );
+        assert_eq!(
+            one.valid_batch(0, 99).unwrap(),
+            plain.valid_batch(0, 99).unwrap(),
+            "{}",
+            source.display()
+        );
+        assert_eq!(one.valid_tail().unwrap(), plain.valid_tail().unwrap(), "{}", source.display());
         assert_eq!(one.sha256(), plain.sha256(), "{}", source.display());
     }
 }
@@ -192,7 +202,7 @@ fn prompts_are_read_and_not_learnt() {
     let text: String = (0..300).map(|i| format!("what is {i}? it is {i}.\n")).collect();
     for document_mask in [false, true] {
         let data = Dataset::open(&DataConfig { document_mask, ..keys.clone() }, 5).unwrap();
-        let batch = data.train_batch(0, 20);
+        let batch = data.train_batch(0, 20).unwrap();
         for (inputs, targets) in batch.inputs.chunks(48).zip(batch.targets.chunks(48)) {
             let window: String = inputs.iter().map(|id| char::from(*id as u8)).collect();
             let at = text.find(&window).unwrap();
@@ -302,16 +312,16 @@ fn a_mixture_has_the_batches_of_its_sources() {
     let mixture = vec![source(&plain, 1.0), source(&packed, 3.0)];
     let mixed = DataConfig { mixture, ..config(&plain, 32) };
     let data = Dataset::open(&mixed, 1).unwrap();
-    let batch = data.train_batch(0, 4096);
+    let batch = data.train_batch(0, 4096).unwrap();
     let of_a = batch.inputs.chunks(32).filter(|window| window[0] == i32::from(b'a')).count();
     assert_eq!(of_a, 1024);
-    assert_eq!(batch.part(1000, 7), Dataset::open(&mixed, 1).unwrap().train_batch(1000, 7));
-    assert_ne!(batch, Dataset::open(&mixed, 2).unwrap().train_batch(0, 4096));
+    assert_eq!(batch.part(1000, 7), Dataset::open(&mixed, 1).unwrap().train_batch(1000, 7).unwrap());
+    assert_ne!(batch, Dataset::open(&mixed, 2).unwrap().train_batch(0, 4096).unwrap());
     // 4,500 tokens to train on are 139 windows of a, 18,000 are 561 of b.
     let epochs: Vec<f64> = data.given(4096).iter().map(|given| given.epochs).collect();
     assert_eq!(epochs, [1024.0 / 139.0, 3072.0 / 561.0]);
     assert_eq!(data.valid_windows(), 499 / 32 + 1999 / 32);
-    let held_out = data.valid_batch(0, usize::MAX);
+    let held_out = data.valid_batch(0, usize::MAX).unwrap();
     assert_eq!(held_out.inputs.iter().filter(|id| **id == i32::from(b'a')).count(), 15 * 32);
     let heavier = DataConfig { mixture: vec![source(&plain, 2.0), source(&packed, 3.0)], ..mixed.clone() };
     assert_ne!(Dataset::open(&heavier, 1).unwrap().sha256(), data.sha256());

@@ -2,6 +2,7 @@
 
 mod caches;
 mod chats;
+mod damage;
 mod kinds;
 mod mutations;
 
@@ -48,5 +49,5 @@ pub(super) fn documents(count: usize) -> Vec<String> {
 /// Every token of a dataset that whole windows and the tail hold, held-out ones behind the others.
 pub(super) fn whole_text(data: &Dataset) -> Vec<u8> {
     let super::TokenSource::Files(corpus) = &data.source else { panic!("not of files") };
-    corpus.tokens_of(0).map(|id| u8::try_from(id).unwrap()).collect()
+    corpus.tokens_of(0).unwrap().into_iter().map(|id| u8::try_from(id).unwrap()).collect()
 }
