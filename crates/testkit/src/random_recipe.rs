@@ -1,11 +1,13 @@
 //! Random recipes: of every format, on any operand, beside any other. Most that are drawn make no sense, and are refused where they are read.
 
-use nibble_core::Recipe;
 use nibble_core::formats::hadamard::LENGTHS;
 use nibble_core::formats::{
-    AmaxOf, Candidates, Correction, Format, Outer, Purpose, Rounding, Stream, Thresholds,
+    AmaxOf, BlockAxis, Candidates, Correction, Format, Outer, Purpose, Rounding, ScaleRule, Stream,
+    Thresholds,
 };
-use nibble_core::recipe::{Layer, LayerKind, Product, Site};
+use nibble_core::ops::{CONVERSIONS, converted_rule};
+use nibble_core::recipe::{Layer, LayerKind, Product, Section, Site};
+use nibble_core::{DType, Recipe};
 use std::collections::BTreeMap;
 
 /// Keys of a kind of layer, and what they are.
@@ -137,6 +139,9 @@ impl Dice {
 
     /// Keys of a kind of layer: all of one format, or as they are but for a few.
     fn section(&mut self, kind: LayerKind) -> Keys {
+        if self.once_in(5) {
+            return self.converted(kind);
+        }
         let sites: Vec<Site> = kind.sites().collect();
         let mut keys = Keys::new();
         if kind != LayerKind::Router && self.once_in(3) {
@@ -154,6 +159,41 @@ impl Dice {
             }
         }
         keys
+    }
+
+    /// A site of which others are made, under any rule, and these in what it is converted to, or as it is: what keys that are drawn one by one hit once in
+    /// thousands of recipes. None of a kind that converts nothing.
+    fn converted(&mut self, kind: LayerKind) -> Keys {
+        let origins: Vec<Site> = kind.sites().filter(|site| !made_of(kind, *site).is_empty()).collect();
+        let mut keys = Keys::new();
+        if !origins.is_empty() {
+            let (site, format) = (self.of(&origins), self.of(&[Format::Mxfp4, Format::E4m3]));
+            let rule = self.of(format.spec().rules);
+            self.convert(kind, site, (format, rule), &mut keys);
+        }
+        keys
+    }
+
+    /// Puts a site of this format, and what is made of it.
+    fn convert(&mut self, kind: LayerKind, site: Site, now: (Format, ScaleRule), keys: &mut Keys) {
+        keys.insert(site.key(), format!("{{ format = \"{}\", scale = \"{}\" }}", now.0, now.1));
+        for made in made_of(kind, site) {
+            let mut choices = if made.axis() == BlockAxis::Row { vec![now] } else { Vec::new() };
+            for (_, to, _) in
+                CONVERSIONS.into_iter().filter(|(of, _, axis)| (*of, *axis) == (now.0, made.axis()))
+            {
+                choices.push((to, converted_rule(now, (to, self.of(to.spec().rules)))));
+            }
+            // Blocks of E4M3 under F32 scales have no columns.
+            choices.retain(|to| now.1 != ScaleRule::Amax || to.0 == Format::Mxfp4 || *to == now);
+            match choices.is_empty() {
+                true => drop(keys.insert(made.key(), "{ format = \"bf16\" }".to_owned())),
+                false => {
+                    let to = self.of(&choices);
+                    self.convert(kind, made, to, keys);
+                }
+            }
+        }
     }
 
     /// Some keys of a recipe changed, or of one that has the same format in all products; and overrides of the layers of a model.
@@ -250,6 +290,12 @@ impl Dice {
         }
         keys
     }
+}
+
+/// The sites of a kind of layer that are made of this one, of the formats that it has.
+fn made_of(kind: LayerKind, site: Site) -> Vec<Site> {
+    let section = Section::plain(DType::Bf16);
+    kind.sites().filter(|made| section.origin(kind, *made).site() == Some(site)).collect()
 }
 
 /// Lines of a file: a head, and a line a key.

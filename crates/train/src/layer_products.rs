@@ -1,11 +1,11 @@
 //! The matrix products of one layer: which a recipe means, and which a GPU is asked for.
 
-use crate::cost::operands;
+use crate::cost::{operand_sites, operands};
 use crate::one_layer::OneLayer;
 use nibble_choice::products::{ProductDesc, Ragged};
 use nibble_core::formats::BlockAxis;
 use nibble_core::ops::{Numbers, Stored};
-use nibble_core::recipe::{Layer, LayerKind, Pass, Precision, Product, Section};
+use nibble_core::recipe::{Layer, LayerKind, Pass, Precision, Product, Section, Site};
 use nibble_core::{DType, DeviceKind, Recipe, Result};
 use nibble_dry::{Dry, Multiplied};
 
@@ -67,19 +67,35 @@ pub fn seen(recipe: &Recipe, layer: &Layer, progress: f64) -> Result<Vec<LayerPr
     Ok(seen)
 }
 
-/// The products that a recipe means for a layer, and how their operands are stored: weight by weight. None for a router's gate, which no layer runs
-/// by itself.
+/// A product that a recipe means for a layer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PlannedProduct {
+    /// Whose section decides its operands.
+    pub kind: LayerKind,
+    /// Which of the three.
+    pub product: Product,
+    /// The sites of its operands.
+    pub sites: [Site; 2],
+    /// How they are stored.
+    pub stored: [Stored; 2],
+}
+
+/// The products that a recipe means for a layer, weight by weight. None for a router's gate, which no layer runs by itself.
 #[must_use]
-pub fn planned(recipe: &Recipe, layer: &Layer, progress: f64) -> Vec<(Product, [Stored; 2])> {
-    let section = recipe.section(layer.kind, &layer.name, progress);
-    let weights = match layer.kind {
+pub fn planned(recipe: &Recipe, layer: &Layer, progress: f64) -> Vec<PlannedProduct> {
+    let (section, kind) = (recipe.section(layer.kind, &layer.name, progress), layer.kind);
+    let weights = match kind {
         LayerKind::Router => 0,
         LayerKind::Expert => 2,
         LayerKind::Linear | LayerKind::Head => 1,
     };
     let of_weight = |which| {
-        let stored = |product| stored_pair(&section, (layer.kind, which), product, recipe.activations);
-        Product::ALL.map(|product| (product, stored(product)))
+        Product::ALL.map(|product| PlannedProduct {
+            kind,
+            product,
+            sites: operand_sites(product, kind, which),
+            stored: stored_pair(&section, (kind, which), product, recipe.activations),
+        })
     };
     (0..weights).flat_map(of_weight).collect()
 }
@@ -112,14 +128,53 @@ fn stored_pair(
     [stored(&a, axes[0]), stored(&b, axes[1])]
 }
 
-/// Whether the products seen of a layer have the operands that its recipe means: each pair of them, and no other. Pairs of several weights that are
-/// alike are seen once.
+/// What the products seen of a layer have otherwise than its recipe means, in a sentence; none where they are those that it means, each pair of operands
+/// of them, and no other. Pairs of several weights that are alike are seen once.
 #[must_use]
-pub fn agree(seen: &[LayerProduct], planned: &[(Product, [Stored; 2])]) -> bool {
-    let is_meant = |made: &LayerProduct| planned.contains(&(made.product, made.stored()));
-    let is_seen =
-        |pair: &(Product, [Stored; 2])| seen.iter().any(|made| (made.product, made.stored()) == *pair);
-    seen.iter().all(is_meant) && planned.iter().all(is_seen)
+pub fn difference(seen: &[LayerProduct], planned: &[PlannedProduct]) -> Option<String> {
+    let is_seen = |meant: &PlannedProduct| seen.iter().any(|made| is_made_as(made, meant));
+    let is_meant = |made: &&LayerProduct| planned.iter().any(|meant| is_made_as(made, meant));
+    if let Some(made) = seen.iter().find(|made| !is_meant(made)) {
+        return Some(made.otherwise_than(planned));
+    }
+    planned.iter().find(|meant| !is_seen(meant)).map(|meant| {
+        let [a, b] = [0, 1].map(|side| format!("{} ({})", meant.key(side), meant.stored[side]));
+        format!("the layer never multiplies {a} by {b}, as its recipe means")
+    })
+}
+
+fn is_made_as(made: &LayerProduct, meant: &PlannedProduct) -> bool {
+    (made.product, made.stored()) == (meant.product, meant.stored)
+}
+
+impl PlannedProduct {
+    /// The key of one operand in a recipe's file.
+    fn key(&self, side: usize) -> String {
+        format!("`{}.{}`", self.kind.name(), self.sites[side].key())
+    }
+}
+
+impl LayerProduct {
+    /// What of it is otherwise than in the planned product that it is closest to.
+    fn otherwise_than(&self, planned: &[PlannedProduct]) -> String {
+        let stored = self.stored();
+        let alike = |meant: &PlannedProduct| {
+            let sides = stored.iter().zip(&meant.stored);
+            sides.filter(|(made, meant)| made == meant).count()
+        };
+        let same = planned.iter().filter(|meant| meant.product == self.product);
+        let Some(meant) = same.max_by_key(|meant| alike(meant)) else {
+            let ([a, b], product) = (stored, self.product.name());
+            return format!("the layer multiplies {a} by {b} ({product}), where its recipe means nothing");
+        };
+        let of_side = |side: usize| {
+            let (found, expected) = (stored[side], meant.stored[side]);
+            (found != expected).then(|| {
+                format!("{} is {expected} by the recipe, and {found} is multiplied", meant.key(side))
+            })
+        };
+        (0..2).filter_map(of_side).collect::<Vec<_>>().join("; ")
+    }
 }
 
 fn stored(precision: &Precision, axis: BlockAxis) -> Stored {

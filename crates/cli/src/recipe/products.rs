@@ -34,14 +34,11 @@ pub fn tell(recipe: &Recipe, layer: &Layer) -> Result<()> {
 
 /// What a layer asks for, held to what its recipe means.
 fn checked(recipe: &Recipe, layer: &Layer, progress: f64) -> Result<Vec<LayerProduct>> {
-    let (seen, planned) =
-        (layer_products::seen(recipe, layer, progress)?, layer_products::planned(recipe, layer, progress));
-    match layer_products::agree(&seen, &planned) {
-        true => Ok(seen),
-        false => Err(Error::Failed(format!(
-            "{}: from {progress} of the steps on the layer multiplies {seen:#?}, where its recipe means {planned:#?}",
-            layer.name
-        ))),
+    let seen = layer_products::seen(recipe, layer, progress)?;
+    let planned = layer_products::planned(recipe, layer, progress);
+    match layer_products::difference(&seen, &planned) {
+        None => Ok(seen),
+        Some(what) => Err(Error::Failed(format!("{}: from {progress} of the steps on, {what}", layer.name))),
     }
 }
 
@@ -54,10 +51,7 @@ fn line(LayerProduct { product, op, desc }: &LayerProduct) -> String {
 
 /// How an operand is stored, as recipes are printed, and what it becomes before it is multiplied: at once, as it is quantized, or by itself.
 fn operand(x: Factor, side: usize, path: &ProductPath) -> String {
-    let stored = match x.format.is_block() {
-        true => format!("{} {} {}", x.format, x.axis, x.rule),
-        false => x.format.to_string(),
-    };
+    let stored = x.stored().to_string();
     let becomes = match path {
         _ if x.taken == Taken::Lifted => ", lifted at once",
         _ if x.taken == Taken::Decoded => ", decoded at once",

@@ -91,6 +91,12 @@ fn recipes_are_listed_and_traced() {
     let text = "description = \"mine\"\nextends = \"fp8-flow\"\n[expert]\nsaved.h = { format = \"mxfp4\", scale = \"floor\" }\n";
     std::fs::write(place.path("mine.toml"), text).unwrap();
     place.nibble(&["recipe", "mine.toml"]).ok().contains("recipe mine: mine").contains("mxfp4 row floor");
+    // Sent under another rule than a lift has.
+    let text =
+        "extends = \"mxfp4-hopper\"\n[expert]\ndispatch.bwd = { format = \"mxfp4\", scale = \"ceil\" }\n";
+    std::fs::write(place.path("sent.toml"), text).unwrap();
+    let sent = place.nibble(&["recipe", "sent.toml", "--trace"]).ok();
+    sent.contains("mxfp4 row ceil").contains("dgrad  grouped_gemm   e4m3 row rceil");
 }
 
 /// Shares of a dense model by hand: of q, k, v 4096 x 6144, of o 4096 x 4096, gate and up 4096 x 28672, down 14336 x 4096, and a head of 128256 rows.

@@ -70,7 +70,7 @@ pub use step::{
     InputLayout, OCCUPANCY_VALUES, REPORT_HEAD,
 };
 pub use swiglu::{Swiglu, SwigluBackward, SwigluGrads, SwigluOut};
-pub use transcode::{CONVERSIONS, Transcode, Transcoded};
+pub use transcode::{CONVERSIONS, Transcode, Transcoded, converted_rule};
 pub use windows::{FindWindows, Windows};
 
 use crate::{Groups, Kernels, Operand, PermuteMap, Result, Tensor};

@@ -1,6 +1,7 @@
 use super::gemm::{BF16_AGREEMENT, FP8_AGREEMENT};
 use crate::{Agreement, Backend, BlockScaled, DType, Operand};
 use nibble_formats::{BlockAxis, Codec, Element, Format, LIFTED_BLOCK, ScaleRule, WHOLE_LINE};
+use std::fmt;
 
 /// How an operand of a product is stored, as far as that decides how it is multiplied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -71,6 +72,15 @@ impl Stored {
             axis => axis,
         };
         Self { axis, ..self.lifted() }
+    }
+}
+
+impl fmt::Display for Stored {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.format.is_block() {
+            true => write!(f, "{} {} {}", self.format, self.axis, self.rule),
+            false => write!(f, "{}", self.format),
+        }
     }
 }
 

@@ -15,6 +15,16 @@ pub const CONVERSIONS: [(Format, Format, BlockAxis); 5] = [
     (Format::E4m3, Format::Mxfp4, BlockAxis::Row),
 ];
 
+/// The scale rule of what a conversion makes of blocks of `from` when it is asked for `to`. MXFP4 gets scales chosen anew, by the rule that is asked for. E4M3
+/// in columns keeps the rule of its rows. What is lifted from MXFP4 has the scales of [`Format::LIFTED`], whatever rule chose those of the source.
+pub fn converted_rule(from: (Format, ScaleRule), to: (Format, ScaleRule)) -> ScaleRule {
+    match (from, to) {
+        (_, (Format::Mxfp4, rule)) => rule,
+        ((Format::Mxfp4, _), _) => Format::LIFTED.1,
+        ((_, rule), _) => rule,
+    }
+}
+
 /// Converts one block format to another without passing through a plain tensor.
 ///
 /// * MXFP4 rows → E4M3 rows, and → E4M3 columns: the *lift*. Exact while the scales of a block lie within 14 octaves.
@@ -32,7 +42,7 @@ pub struct Transcode<'a, B: Backend> {
     pub to: Format,
     /// Target axis.
     pub axis: BlockAxis,
-    /// Target scale rule (only E4M3 → MXFP4 chooses new scales; the others keep powers of two).
+    /// Target scale rule: only E4M3 → MXFP4 chooses scales by it ([`converted_rule`]).
     pub rule: ScaleRule,
     /// Ragged rows; not for tiles. Column output is zero past each group's length.
     pub groups: Option<&'a Groups<B>>,
@@ -86,8 +96,7 @@ impl<B: Backend> Transcode<'_, B> {
     /// Its result: planes yet to be written, and counts of zero. For checked arguments.
     pub fn result(&self, b: &B) -> Result<Transcoded<B>> {
         let x = self.x;
-        // Only MXFP4 gets scales chosen anew.
-        let stored = (self.to, if self.to == Format::Mxfp4 { self.rule } else { x.rule });
+        let stored = (self.to, converted_rule((x.format, x.rule), (self.to, self.rule)));
         let (out, transposed) = match self.axis {
             BlockAxis::Tile => {
                 let [out, transposed] = weight_planes(b, stored, (x.rows, x.cols, x.stack))?;

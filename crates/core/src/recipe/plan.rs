@@ -103,6 +103,19 @@ impl Change {
     pub fn is_move(&self) -> bool {
         matches!(self.op, "dispatch+permute" | "unpermute+combine")
     }
+
+    /// Where the changes seen of a layer are others than those planned, in a sentence; none where they are the same.
+    pub fn difference(seen: &[Self], planned: &[Self]) -> Option<String> {
+        let at = (0..seen.len().max(planned.len())).find(|at| seen.get(*at) != planned.get(*at))?;
+        let told = |changes: &[Self]| match changes.get(at) {
+            Some(Self { pass, op, tensor, from, to }) => {
+                format!("{op} of {tensor} from {from} to {to} ({pass})")
+            }
+            None => "nothing more".to_owned(),
+        };
+        let (found, expected) = (told(seen), told(planned));
+        Some(format!("change {} of the layer is {found}, where its recipe means {expected}", at + 1))
+    }
 }
 
 impl fmt::Display for Change {

@@ -1,7 +1,7 @@
 //! A bad recipe fails when it is read, not at step 4,000; and so does one that says what nothing would follow.
 
 use super::{By, LayerKind, Precision, Product, Recipe, Section, Signs, Site};
-use crate::ops::CONVERSIONS;
+use crate::ops::{CONVERSIONS, converted_rule};
 use crate::{Error, Result};
 use nibble_formats::{BlockAxis, Correction, Format, Rounding, ScaleRule, WHOLE_LINE};
 
@@ -239,21 +239,15 @@ fn conversion(check: &Check<'_>, site: Site) -> Result<()> {
     let why = "`headroom` and its like decide nothing: conversions between block formats choose no scales of their own; \
                by = \"requantize\" does";
     check.expect(site, p.scaling.is_default(), why)?;
-    let powers = origin.scale != ScaleRule::Amax;
+    // E4M3 moves from one power of two to another; MXFP4's scales are made anew.
+    let powers = origin.scale != ScaleRule::Amax || p.format == Format::Mxfp4;
     let rows = origin.axis == BlockAxis::Row && p.rht.is_none();
-    // Codes of E4M3 are moved from one power of two to another; MXFP4's scales are made anew.
-    let known = rows && CONVERSIONS.contains(&(origin.format, p.format, p.axis));
-    let (convertible, scale) = match (origin.format, p.format) {
-        (Format::Mxfp4, _) => (known, Some(ScaleRule::Rceil)),
-        (_, Format::E4m3) => (known && powers, Some(origin.scale)),
-        _ => (known, None),
-    };
+    let convertible = powers && rows && CONVERSIONS.contains(&(origin.format, p.format, p.axis));
     if !convertible {
         return refuse(format!("{p} cannot be made from {made} by one conversion; by = \"requantize\" can"));
     }
-    let why = format!(
-        "`scale` decides nothing: its scales follow from those of {made}; write scale = \"{}\"",
-        scale.unwrap_or(p.scale)
-    );
-    check.expect(site, scale.is_none_or(|scale| scale == p.scale), &why)
+    let scale = converted_rule((origin.format, origin.scale), (p.format, p.scale));
+    let why =
+        format!("`scale` decides nothing: its scales follow from those of {made}; write scale = \"{scale}\"");
+    check.expect(site, scale == p.scale, &why)
 }

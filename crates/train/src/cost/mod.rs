@@ -8,7 +8,7 @@ mod products;
 mod technique;
 
 pub use products::Engine;
-pub(crate) use products::operands;
+pub(crate) use products::{operand_sites, operands};
 pub use technique::Technique;
 
 use crate::checks::{check_recipe, first_step_at};

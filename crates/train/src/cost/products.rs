@@ -114,20 +114,26 @@ pub(crate) fn operands(
     section: &Section,
     activations: DType,
 ) -> [Precision; 2] {
-    use Site::*;
     let plain = |dtype| Precision::plain(dtype);
-    let at = |[a, b]: [Site; 2]| [section.at(a), section.at(b)];
+    match (kind, product) {
+        (LayerKind::Router, Product::Fprop) => [plain(activations), section.at(Site::FpropW)],
+        (LayerKind::Router, Product::Dgrad) => [plain(DType::F32), section.at(Site::FpropW)],
+        (LayerKind::Router, Product::Wgrad) => [plain(DType::F32), plain(activations)],
+        _ => operand_sites(product, kind, which).map(|site| section.at(site)),
+    }
+}
+
+/// The sites that decide those operands, of any layer but a router.
+pub(crate) fn operand_sites(product: Product, kind: LayerKind, which: usize) -> [Site; 2] {
+    use Site::*;
     match (kind, product, which) {
-        (LayerKind::Router, Product::Fprop, _) => [plain(activations), section.at(FpropW)],
-        (LayerKind::Router, Product::Dgrad, _) => [plain(DType::F32), section.at(FpropW)],
-        (LayerKind::Router, Product::Wgrad, _) => [plain(DType::F32), plain(activations)],
-        (LayerKind::Expert, Product::Fprop, 1) => at([FpropA, FpropW]),
-        (LayerKind::Expert, Product::Dgrad, 0) => at([DgradDh, DgradW]),
-        (LayerKind::Expert, Product::Wgrad, 0) => at([WgradDh, WgradX]),
-        (LayerKind::Expert, Product::Wgrad, 1) => at([WgradDy, WgradA]),
-        (_, Product::Fprop, _) => at([FpropX, FpropW]),
-        (_, Product::Dgrad, _) => at([DgradDy, DgradW]),
-        (_, Product::Wgrad, _) => at([WgradDy, WgradX]),
+        (LayerKind::Expert, Product::Fprop, 1) => [FpropA, FpropW],
+        (LayerKind::Expert, Product::Dgrad, 0) => [DgradDh, DgradW],
+        (LayerKind::Expert, Product::Wgrad, 0) => [WgradDh, WgradX],
+        (LayerKind::Expert, Product::Wgrad, 1) => [WgradDy, WgradA],
+        (_, Product::Fprop, _) => [FpropX, FpropW],
+        (_, Product::Dgrad, _) => [DgradDy, DgradW],
+        (_, Product::Wgrad, _) => [WgradDy, WgradX],
     }
 }
 
