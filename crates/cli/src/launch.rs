@@ -6,8 +6,9 @@ use crate::{Cli, Command, train};
 use children::{Children, Ended, Signals};
 use clap::Parser;
 use nibble_command::error::{Error, Result};
-use nibble_command::warn;
+use nibble_command::{console, warn};
 use nibble_control::{Failure, Limits};
+use nibble_train::config::folder_argument;
 use std::path::Path;
 use std::time::Duration;
 
@@ -45,7 +46,10 @@ pub struct Args {
 }
 
 pub fn run(args: Args) -> Result<()> {
-    require_training(&args.command)?;
+    if let Some(asked) = require_training(&args.command)? {
+        console::keep(asked.print());
+        return Ok(());
+    }
     if let Some(least) = args.min_ranks.filter(|least| *least > args.ranks) {
         let ranks = args.ranks;
         return Err(Error::usage(format!("--min-ranks {least}: is more than --ranks {ranks}")));
@@ -75,15 +79,16 @@ pub fn run(args: Args) -> Result<()> {
     Ok(())
 }
 
-/// Finds what is wrong with the ranks' arguments, once for all of them.
-fn require_training(command: &[String]) -> Result<()> {
+/// Finds what is wrong with the ranks' arguments, once for all of them. Where they ask for help or a version, that.
+fn require_training(command: &[String]) -> Result<Option<clap::Error>> {
     let words = ["nibble"].into_iter().chain(command.iter().map(String::as_str));
     match Cli::try_parse_from(words) {
-        Ok(Cli { command: Command::Train(args) }) => train::require_launchable(&args),
+        Ok(Cli { command: Command::Train(args) }) => train::require_launchable(&args).map(|()| None),
         Ok(_) => {
             let name = command.first().map_or("", String::as_str);
             Err(Error::usage(format!("nibble launch starts `train`, and not `{name}`")))
         }
+        Err(asked) if !asked.use_stderr() => Ok(Some(asked)),
         Err(wrong) => Err(Error::usage(wrong.render().to_string().trim_start_matches("error: ").trim_end())),
     }
 }
@@ -93,7 +98,7 @@ fn again(command: Vec<String>, run: Option<&Path>) -> Vec<String> {
     match run {
         Some(dir) => {
             let checks_links = command.into_iter().filter(|word| word == "--check-links");
-            let again = ["train".to_owned(), dir.to_string_lossy().into_owned(), "--resume".to_owned()];
+            let again = ["train".to_owned(), folder_argument(dir), "--resume".to_owned()];
             again.into_iter().chain(checks_links).collect()
         }
         None => command,
@@ -123,6 +128,8 @@ mod tests {
 
     #[test]
     fn a_run_that_has_begun_goes_on_in_its_folder_and_no_other() {
+        let called_so = again(vec!["train".into(), "tiny".into()], Some(Path::new("tiny")));
+        assert_eq!(called_so, ["train", "./tiny", "--resume"]);
         let asked = || ["train", "tiny", "--set", "train.steps=9"].map(str::to_owned).to_vec();
         assert_eq!(again(asked(), None), asked());
         let run = Some(Path::new("runs/tiny-2"));

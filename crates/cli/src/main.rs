@@ -90,7 +90,7 @@ fn main() -> ExitCode {
         libc::signal(libc::SIGXFSZ, libc::SIG_IGN)
     };
     for (name, value) in nibble_cuda::env::OF_NCCL {
-        if env::var(name).is_none() {
+        if std::env::var_os(name).is_none() {
             // SAFETY: there is one thread yet, so nobody reads the environment meanwhile.
             unsafe { std::env::set_var(name, value) };
         }
@@ -129,6 +129,10 @@ fn ended(done: Result<()>) -> ExitCode {
 }
 
 fn run(cli: Cli) -> Result<()> {
+    // Those that show the variables show whatever there is.
+    if !matches!(cli.command, Command::Environment | Command::Doctor(_)) {
+        env::require_text()?;
+    }
     #[cfg(debug_assertions)]
     env::arm_faults(joined::rank())?;
     phase(format_args!("nibble {}", std::env::args().nth(1).unwrap_or_default()));

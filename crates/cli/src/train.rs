@@ -17,7 +17,7 @@ use nibble_command::links;
 use nibble_command::{say, warn};
 use nibble_core::{DeviceKind, Recipe};
 use nibble_train::checks::checked_recipe;
-use nibble_train::config::{Config, preset};
+use nibble_train::config::{Config, in_shell, preset};
 use nibble_train::data::Dataset;
 use nibble_train::plan::{self, Prediction};
 use nibble_train::pretrained::is_folder;
@@ -277,7 +277,7 @@ fn load(name: &str, overrides: &[String], resume: bool) -> Result<(Config, bool)
         if path.is_dir() && !resume {
             return Err(Error::usage(format!(
                 "{name} is a directory: with --resume the run in it goes on; nibble train {} begins another like it",
-                dir.join(CONFIG_FILE).display()
+                in_shell(&dir.join(CONFIG_FILE))
             )));
         }
         if !trainer::has_begun(&dir) {
@@ -343,8 +343,8 @@ fn conclude(config: &Config, summary: &Summary) {
     }
     say!("metrics: {}", summary.dir.join("metrics.jsonl").display());
     say!("picture: {}", summary.picture.display());
-    say!("all of it on a page: nibble report {}", summary.dir.display());
+    say!("all of it on a page: nibble report {}", in_shell(&summary.dir));
     if summary.valid_loss.is_none() && summary.checkpoint.is_some() {
-        say!("to go on: nibble train {} --resume", summary.dir.display());
+        say!("to go on: nibble train {} --resume", in_shell(&summary.dir));
     }
 }

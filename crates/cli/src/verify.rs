@@ -18,7 +18,7 @@ use serde_json::{Value, json};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
-use std::thread;
+use std::thread::{self, Builder};
 use std::time::Instant;
 
 /// Holds every operation to its specification here
@@ -111,9 +111,13 @@ fn verify<A: Kernels, B: Kernels>(
     let cases = || pairs.iter().chain([&pair]).map(Pair::cases).sum::<usize>();
     say!("{}, against {}; jobs: {jobs}", pair.b.name(), pair.a.name());
     let (start, mut failed, mut results) = (Instant::now(), 0, Vec::new());
-    let mut held = |op: &str, test: &dyn Fn() -> Option<String>| {
+    let mut held = |op: &str, test: &dyn Fn() -> Result<Option<String>>| {
         let (before, begun) = (cases(), Instant::now());
-        let report = test();
+        let report = test()?;
+        // What there is no memory for has not been compared.
+        if let Some(why) = report.as_ref().filter(|report| report.contains("out of memory")) {
+            return Err(Error::Failed(format!("{op}: {why}")));
+        }
         let (cases, seconds) = (cases() - before, begun.elapsed().as_secs_f64());
         let verdict = if report.is_none() { "PASS" } else { "FAIL" };
         say!("{verdict}  {op:<20} {cases:>6} cases  {seconds:>7.2} s");
@@ -122,15 +126,16 @@ fn verify<A: Kernels, B: Kernels>(
         }
         failed += usize::from(report.is_some());
         results.push(json!({ "op": op, "cases": cases, "seconds": seconds, "passed": report.is_none(), "report": report }));
+        Ok(())
     };
     for (op, test) in tests {
-        held(op, &|| at_once(&pairs, *test));
+        held(op, &|| at_once(&pairs, *test))?;
     }
     if args.random > 0 {
         let random = || {
             random_elements(&pair, args.random);
         };
-        held("random elements", &|| report_of(random));
+        held("random elements", &|| Ok(report_of(random)))?;
     }
     let (count, cases) = (results.len(), cases());
     let passed = count - failed;
@@ -144,19 +149,26 @@ fn verify<A: Kernels, B: Kernels>(
 
 /// One test on every pair at once, each case on one of them. A pair whose case fails leaves the others to the rest. What they say is returned as it
 /// came, what several say alike once: a device that failed under one of them fails under all.
-fn at_once<A: Kernels, B: Kernels>(pairs: &[Pair<A, B>], test: fn(&Pair<A, B>)) -> Option<String> {
+///
+/// # Errors
+/// Where the system has no room for a thread.
+fn at_once<A: Kernels, B: Kernels>(pairs: &[Pair<A, B>], test: fn(&Pair<A, B>)) -> Result<Option<String>> {
     let cases = Cases::default();
     let reports = Mutex::new(Vec::new());
-    let run = |pair: &Pair<A, B>| {
+    let run = &|pair: &Pair<A, B>| {
         let report = report_of(|| test(&pair.sharing(&cases)));
         // Nothing panics under the lock.
         let mut reports = reports.lock().unwrap_or_else(PoisonError::into_inner);
         let is_new = report.as_ref().is_some_and(|report| !reports.contains(report));
         reports.extend(report.filter(|_| is_new));
     };
-    thread::scope(|scope| pairs.iter().for_each(|pair| drop(scope.spawn(|| run(pair)))));
+    thread::scope(|scope| {
+        let start = |pair| Builder::new().name("verify".into()).spawn_scoped(scope, move || run(pair));
+        pairs.iter().try_for_each(|pair| start(pair).map(drop))
+    })
+    .map_err(nibble_core::Error::not_started)?;
     let reports = reports.into_inner().unwrap_or_else(PoisonError::into_inner);
-    (!reports.is_empty()).then(|| reports.join("\n"))
+    Ok((!reports.is_empty()).then(|| reports.join("\n")))
 }
 
 /// What a test that failed says; `None` if it passed. The command's own panic hook prints nothing.
@@ -189,7 +201,7 @@ mod tests {
         let cases = |count| {
             let pairs = pairs(count);
             let tests = chosen(&every_op(), &["permute".to_owned()]).unwrap();
-            assert_eq!(at_once(&pairs, tests[0].1), None);
+            assert_eq!(at_once(&pairs, tests[0].1).unwrap(), None);
             pairs.iter().map(Pair::cases).sum::<usize>()
         };
         let alone = cases(1);
@@ -201,7 +213,7 @@ mod tests {
     fn what_jobs_say_alike_is_said_once() {
         let hook = std::panic::take_hook();
         std::panic::set_hook(Box::new(|_| {}));
-        let report = at_once(&pairs(3), |_| panic!("value 3 differs"));
+        let report = at_once(&pairs(3), |_| panic!("value 3 differs")).unwrap();
         std::panic::set_hook(hook);
         assert_eq!(report.as_deref(), Some("value 3 differs"));
     }

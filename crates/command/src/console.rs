@@ -1,7 +1,7 @@
 //! Lines for people, and numbers as people read them.
 
 use crate::error::{Error, Result};
-use nibble_core::visible;
+use nibble_core::{readable, visible};
 use std::io::{ErrorKind, Write};
 use std::sync::OnceLock;
 
@@ -27,9 +27,9 @@ pub fn line(text: std::fmt::Arguments<'_>) {
     keep(std::io::stdout().write_all(text.as_bytes()));
 }
 
-/// Prints a line to standard error likewise. Where that takes none, nobody is left to be told.
+/// Prints a line to standard error likewise; of very long names, which others may have given, their beginnings. Where that takes none, nobody is left to be told.
 pub fn aside(text: std::fmt::Arguments<'_>) {
-    let text = visible(format_args!("{text}\n"));
+    let text = visible(format_args!("{}\n", readable(&text.to_string())));
     let _ = std::io::stderr().write_all(text.as_bytes());
 }
 

@@ -6,6 +6,7 @@ use nibble_core::Result as CoreResult;
 use nibble_cpu::gemm::Isa;
 use nibble_cpu::{CodePath, Cpu};
 use nibble_train::config::MOST_THREADS;
+use std::path::PathBuf;
 use std::time::Duration;
 
 /// What all of them begin with.
@@ -140,19 +141,56 @@ pub fn all() -> impl Iterator<Item = (&'static str, &'static str)> {
     VARIABLES.iter().copied().chain(nibble_cuda::env::HELP.iter().copied())
 }
 
-/// A variable of this process; nothing where it is not set or no Unicode.
+/// A variable of this process; nothing where it is not set. What is no Unicode has been refused by [`require_text`] where it counts.
 #[must_use]
 pub fn var(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
 
+/// Refuses the first of the variables of Nibble that is read as text and is none.
+///
+/// # Errors
+/// [`Error::Usage`] naming it.
+pub fn require_text() -> Result<()> {
+    let own = VARIABLES.iter().map(|(name, _)| *name).filter(|name| !IN_ANY_BYTES.contains(name));
+    require_text_of(own)
+}
+
+/// Refuses the first of these variables that is no text.
+///
+/// # Errors
+/// [`Error::Usage`] naming it.
+pub(crate) fn require_text_of(names: impl IntoIterator<Item = &'static str>) -> Result<()> {
+    let is_no_text = |name: &&str| matches!(std::env::var(name), Err(std::env::VarError::NotUnicode(_)));
+    match names.into_iter().find(is_no_text) {
+        None => Ok(()),
+        Some(name) => Err(Error::usage(format!("{name}: is no UTF-8 text, expected one"))),
+    }
+}
+
+/// Variables that may hold any bytes: paths, and what the tests alone read.
+const IN_ANY_BYTES: &[&str] = &[
+    LAUNCH_DIR,
+    "NIBBLE_TORCHRUN",
+    "NIBBLE_MPIRUN",
+    "NIBBLE_TESTDATA",
+    "NIBBLE_EXHAUSTIVE",
+    "NIBBLE_FUZZ_SECONDS",
+    "NIBBLE_BLESS",
+];
+
+/// A path that a variable holds; nothing where it is not set.
+pub(crate) fn path(name: &str) -> Option<PathBuf> {
+    std::env::var_os(name).map(PathBuf::from)
+}
+
 /// What a variable holds, for people; of a secret, that it is set.
 #[must_use]
 pub fn shown(name: &str) -> String {
-    match var(name) {
+    match std::env::var_os(name) {
         None => "unset".into(),
         Some(_) if name == SECRET => "set, not shown".into(),
-        Some(value) => format!("`{value}`"),
+        Some(value) => format!("`{}`", value.display()),
     }
 }
 
@@ -191,7 +229,7 @@ pub fn help() -> String {
 
 /// A warning for each variable that is set, looks as if meant for Nibble, and is read by nobody.
 pub fn unknown() -> Vec<String> {
-    let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
+    let names = std::env::vars_os().map(|(name, _)| name.to_string_lossy().into_owned());
     let known = |n: &String| all().any(|(known, _)| known == n);
     let unread = names.filter(|n| n.starts_with(PREFIX) && !known(n));
     unread

@@ -15,7 +15,6 @@ use std::fmt::{self, Debug};
 use std::fs::File;
 use std::io::ErrorKind;
 use std::net::TcpListener;
-use std::path::PathBuf;
 use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 
 /// How this process was started among others.
@@ -49,6 +48,7 @@ impl RendezvousArg {
     /// [`Error::Usage`] for environment variables that do not fit together, and for ranks without a secret.
     pub fn begin(&self) -> Result<Option<&'static Process>> {
         launcher_is_there();
+        env::require_text_of(launched::variables())?;
         let process = match launched::launched(env::var, self.rendezvous.as_deref())? {
             None => None,
             Some(launched) => Some(Process::new(launched)?),
@@ -272,7 +272,7 @@ fn leave(file: &str, text: &str) -> bool {
     if !launcher_is_there() {
         return false;
     }
-    let dir = env::var(env::LAUNCH_DIR).map(PathBuf::from);
+    let dir = env::path(env::LAUNCH_DIR);
     dir.is_some_and(|dir| std::fs::write(dir.join(file), text).is_ok())
 }
 
@@ -328,7 +328,7 @@ static STATUS: OnceLock<File> = OnceLock::new();
 
 /// From now on this process says there what it does.
 fn leave_status() {
-    let dir = env::var(env::LAUNCH_DIR).map(PathBuf::from);
+    let dir = env::path(env::LAUNCH_DIR);
     let file = dir.and_then(|dir| File::create(dir.join(status_of(rank()))).ok());
     if let Some(file) = file {
         let _ = STATUS.set(file);

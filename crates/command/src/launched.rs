@@ -156,6 +156,12 @@ const MASTER_PORT: &str = "MASTER_PORT";
 const RUN_ID: &str = "TORCHELASTIC_RUN_ID";
 const RESTARTS: &str = "TORCHELASTIC_RESTART_COUNT";
 
+/// The variables of launchers, but for those of `nibble launch`.
+pub fn variables() -> impl Iterator<Item = &'static str> {
+    let numbers = [TORCHRUN, OPEN_MPI, HYDRA].into_iter().flat_map(|names| names.all());
+    numbers.chain([MASTER_ADDR, MASTER_PORT, RUN_ID, RESTARTS]).chain(slurm::variables())
+}
+
 /// The launcher nearest to this process; `given` is the host of an address that was given.
 fn who(vars: &Vars<'_>, given: Option<&str>) -> Result<Option<(Launcher, Ranks)>> {
     if let Some(one) = NIBBLE.all().into_iter().find(|name| vars.has(name)) {
@@ -234,6 +240,15 @@ fn by_hand(vars: &Vars<'_>, given: Option<&str>) -> Result<Ranks> {
     let present = if vars.has(TORCHRUN.rank) { TORCHRUN.rank } else { TORCHRUN.world };
     let of = |name| number(name, &vars.required(name, present)?);
     let (rank, world) = (of(TORCHRUN.rank)?, of(TORCHRUN.world)?);
+    if world > 1 && given.is_none() {
+        [MASTER_ADDR, MASTER_PORT].iter().try_for_each(|name| match vars.has(name) {
+            true => Ok(()),
+            false => Err(Error::usage(format!(
+                "{name} is not set, expected beside {present}, which is: ranks meet at {MASTER_ADDR}, a host, and {MASTER_PORT}, as torchrun sets \
+                 them, or at --rendezvous HOST:PORT; a process that is no rank among others has no {present}"
+            ))),
+        })?;
+    }
     let host = given.map(str::to_owned).or_else(|| vars.get(MASTER_ADDR));
     let is_one_host = world == 1 || host.is_some_and(|host| host == "localhost" || is_loopback(&host));
     let or = |name, value| if is_one_host && !vars.has(name) { Ok(value) } else { of(name) };

@@ -37,7 +37,7 @@ pub use recipe::Recipe;
 pub use scope::Scope;
 pub use tensor::{DType, Data, Tensor};
 pub use traffic::{Traffic, TrafficCounter};
-pub use visible::{Visible, visible};
+pub use visible::{Visible, readable, shortened, visible};
 
 /// The example of the README compiles.
 #[cfg(doctest)]

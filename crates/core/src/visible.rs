@@ -1,5 +1,6 @@
 //! Text of others, such as names of tensors and files, on its way to a terminal.
 
+use std::borrow::Cow;
 use std::fmt::{self, Write};
 
 /// Whether a terminal would obey this character, or the eye not see it: control characters but line breaks and tabs, and
@@ -43,6 +44,44 @@ pub fn visible(text: fmt::Arguments<'_>) -> String {
     shown
 }
 
+/// Characters of a name or a value that a message repeats of a longer one.
+const REPEATED: usize = 100;
+
+/// The longest name of a message; paths of files are no longer.
+const LONGEST_NAME: usize = 4096;
+
+/// Bytes of the longest message.
+const LONGEST_MESSAGE: usize = 64 << 10;
+
+/// A value of others as a message repeats it: of a long one its beginning, and how long it is.
+#[must_use]
+pub fn shortened(value: &str) -> Cow<'_, str> {
+    match value.char_indices().nth(REPEATED).filter(|_| value.chars().nth(2 * REPEATED).is_some()) {
+        Some((end, _)) => format!("{}... ({} characters)", &value[..end], value.chars().count()).into(),
+        None => value.into(),
+    }
+}
+
+/// A message whose names are no longer than a path can be, and which is no longer than people read: of what is longer its beginning stands there.
+#[must_use]
+pub fn readable(message: &str) -> Cow<'_, str> {
+    if message.len() <= LONGEST_NAME {
+        return message.into();
+    }
+    let word = |word: &str| {
+        let name = word.trim_end();
+        let is_short = name.len() <= LONGEST_NAME;
+        if is_short { word.to_owned() } else { format!("{}{}", shortened(name), &word[name.len()..]) }
+    };
+    let mut text: String = message.split_inclusive(char::is_whitespace).map(word).collect();
+    if let Some((end, _)) = text.char_indices().find(|(at, _)| *at >= LONGEST_MESSAGE) {
+        let rest = text.len() - end;
+        text.truncate(end);
+        text += &format!("... (and {rest} bytes more)");
+    }
+    text.into()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -52,5 +91,22 @@ mod tests {
         let name = "a\x1b[2Jb\x07\r\n\tc\u{7f}\u{9b}31m\u{202e}d é→";
         let shown = visible(format_args!("<{name}>"));
         assert_eq!(shown, "<a\\u{1b}[2Jb\\u{7}\\u{d}\n\tc\\u{7f}\\u{9b}31m\\u{202e}d é→>");
+    }
+
+    #[test]
+    fn long_names_and_long_messages_have_their_beginnings() {
+        let path = "/a".repeat(2000);
+        for short in ["`train.steps`: is 0", &format!("{path}: is a directory")] {
+            assert_eq!(readable(short), short);
+        }
+        let name = "é".repeat(1 << 20);
+        let text = readable(&format!("m.safetensors: has no tensor `{name}`\nsecond line")).into_owned();
+        // With its quotes.
+        let end = "... (1048578 characters)\nsecond line";
+        assert!(text.starts_with("m.safetensors: has no tensor `é") && text.ends_with(end), "{text}");
+        let spaced = readable(&"word ".repeat(1 << 20)).into_owned();
+        assert!(spaced.len() < (64 << 10) + 100 && spaced.ends_with("bytes more)"));
+        assert_eq!(shortened(&"x".repeat(200)), "x".repeat(200));
+        assert_eq!(shortened(&"x".repeat(201)), format!("{}... (201 characters)", "x".repeat(100)));
     }
 }

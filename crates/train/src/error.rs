@@ -134,6 +134,16 @@ impl Error {
         Self::Config { key: key.into(), file: None, line: None, why: why.into(), suggestion: None }
     }
 
+    /// The same about a configuration, of which it is known now in which file it stands.
+    pub(crate) fn in_file(self, path: &Path) -> Self {
+        match self {
+            Self::Config { key, line, why, suggestion, file: None } => {
+                Self::Config { key, file: Some(path.to_owned()), line, why, suggestion }
+            }
+            other => other,
+        }
+    }
+
     /// An error about a data file.
     pub(crate) fn data(path: &Path, why: impl Into<String>) -> Self {
         Self::Data { path: path.to_path_buf(), why: why.into() }

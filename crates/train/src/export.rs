@@ -277,7 +277,8 @@ fn write_file<B: Kernels>(
             Some(rule) => {
                 let scales = place(&format!("{}{SCALE_SUFFIX}", job.name));
                 let stored = tensors.find(&job.name, &job.shape)?;
-                write_blocks(b, (tensors, &stored), &job.shape, rule, &mut file, [place(&job.name), scales])?;
+                let places = [place(&job.name), scales];
+                write_blocks(b, (tensors, &job.name, &stored), &job.shape, rule, &mut file, places)?;
             }
             None => {
                 let stored = tensors.find(&job.name, &job.shape)?;
@@ -311,12 +312,21 @@ fn write_plain(
     let mut piece = vec![0.0; values.min(PIECE)];
     for at in (0..values).step_by(PIECE) {
         let piece = &mut piece[..(values - at).min(PIECE)];
-        tensors.read(stored, at, piece)?;
+        tensors.read_weights((&spec.name, stored), at, piece)?;
         let place = place + (at * each) as u64;
         match spec.dtype {
             Dtype::BF16 => {
-                let rounded = |x: &f32| bf16::from_f32(*x).to_bits().to_le();
-                let halves: Vec<u16> = piece.iter().map(rounded).collect();
+                let rounded: Vec<bf16> = piece.iter().map(|x| bf16::from_f32(*x)).collect();
+                if let Some(over) = rounded.iter().position(|x| !x.is_finite()) {
+                    let why = format!(
+                        "tensor `{}` holds {:e} at index {}, which is beyond BF16: export it with --dtype f32",
+                        spec.name,
+                        piece[over],
+                        at + over
+                    );
+                    return Err(Error::checkpoint(tensors.path(), why));
+                }
+                let halves: Vec<u16> = rounded.iter().map(|x| x.to_bits().to_le()).collect();
                 file.write(place, bytemuck::cast_slice(&halves))?;
             }
             _ => file.write(place, &little_endian(piece))?,
@@ -328,7 +338,7 @@ fn write_plain(
 /// Codes, a band of blocks at a time, and their scales.
 fn write_blocks<B: Kernels>(
     b: &B,
-    (tensors, stored): (&mut Tensors, &Stored),
+    (tensors, name, stored): (&mut Tensors, &str, &Stored),
     shape: &[usize],
     rule: ScaleRule,
     file: &mut Placed<'_>,
@@ -342,7 +352,7 @@ fn write_blocks<B: Kernels>(
     for first in (0..rows).step_by(BLOCK) {
         let band = (rows - first).min(BLOCK);
         values.resize(band * cols, 0.0);
-        tensors.read(stored, first * cols, &mut values)?;
+        tensors.read_weights((name, stored), first * cols, &mut values)?;
         let x = Tensor::from_f32(b, &values, band, cols)?;
         let made = Quantize::new(&x, codec, Planes::Tiles).run(b)?;
         let Some(Operand::Block(plane)) = made.rows else {

@@ -58,6 +58,36 @@ pub(crate) fn remove(path: &Path) -> io::Result<()> {
     if fs::symlink_metadata(path)?.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) }
 }
 
+/// Checks that a place that is to be written is no link that leads nowhere, and lies behind none: somebody expects a file at the other end,
+/// which would not be there.
+///
+/// # Errors
+/// Which link it is, and where it leads.
+pub fn require_no_loose_link(path: &Path) -> io::Result<()> {
+    for place in path.ancestors().filter(|place| !place.as_os_str().is_empty()) {
+        let (Ok(target), Err(why)) = (fs::read_link(place), fs::metadata(place)) else { continue };
+        let target = target.display();
+        let whose =
+            if place == path { String::new() } else { format!("lies in {}, which ", place.display()) };
+        let why = match why.kind() {
+            io::ErrorKind::NotFound => "which does not exist".to_owned(),
+            _ => format!("which cannot be followed ({why})"),
+        };
+        let why = format!("{whose}is a link to {target}, {why}");
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
+    }
+    Ok(())
+}
+
+/// Makes a folder, and those that it is in, where they are missing.
+///
+/// # Errors
+/// As [`require_no_loose_link`]; what the system says.
+pub fn make_folder(path: &Path) -> io::Result<()> {
+    require_no_loose_link(path)?;
+    fs::create_dir_all(path)
+}
+
 /// The folder that a place is in.
 fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."))
@@ -77,7 +107,8 @@ impl WholeFolder {
     /// What the system says.
     pub fn create(path: &Path) -> io::Result<Self> {
         phase(format_args!("writing {}", path.display()));
-        fs::create_dir_all(folder_of(path))?;
+        require_no_loose_link(path)?;
+        make_folder(folder_of(path))?;
         remove_abandoned(folder_of(path))?;
         let unfinished = Unfinished::named(path.with_file_name(own_prefix()));
         fs::create_dir(&unfinished.0)?;
@@ -109,6 +140,7 @@ impl WholeFile {
     /// What the system says.
     pub fn create(path: &Path) -> io::Result<Self> {
         phase(format_args!("writing {}", path.display()));
+        require_no_loose_link(path)?;
         let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
         let there = fs::metadata(&path).ok();
         // A device or a pipe would be gone, for everybody.
@@ -386,6 +418,33 @@ mod tests {
         assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
         assert_eq!(fs::read_to_string(&file).unwrap(), "new");
         assert_eq!(fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o640);
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_link_that_leads_nowhere_is_no_place_for_a_file() {
+        use std::os::unix::fs::symlink;
+        let dir = tempfile::tempdir().unwrap();
+        let (link, turn) = (dir.path().join("link"), dir.path().join("turn"));
+        symlink("gone/file", &link).unwrap();
+        symlink("turn", &turn).unwrap();
+        let inside = link.join("a.txt");
+        for (path, expected) in [
+            (&link, "is a link to gone/file, which does not exist".to_owned()),
+            (
+                &inside,
+                format!("lies in {}, which is a link to gone/file, which does not exist", link.display()),
+            ),
+            (&turn, "is a link to turn, which cannot be followed".to_owned()),
+        ] {
+            let error = write_whole(path, "new").unwrap_err().to_string();
+            assert!(error.starts_with(&expected), "{error}");
+            let error = WholeFolder::create(path).unwrap_err().to_string();
+            assert!(error.starts_with(&expected), "{error}");
+        }
+        assert!(names(dir.path()) == ["link", "turn"] && fs::symlink_metadata(&link).unwrap().is_symlink());
+        symlink(dir.path(), dir.path().join("whole")).unwrap();
+        write_whole(&dir.path().join("whole/a.txt"), "new").unwrap();
     }
 
     #[cfg(unix)]

@@ -223,6 +223,9 @@ pub fn ends_of_texts(dir: &Path) -> Result<Vec<i32>> {
         suggestion: None,
     };
     let json: Value = serde_json::from_str(&text).map_err(|e| fail("", format!("is no JSON: {e}")))?;
+    if !json.is_object() {
+        return Err(fail("", "is no JSON object".into()));
+    }
     const KEY: &str = "eos_token_id";
     let ends = match &json[KEY] {
         Value::Null => Vec::new(),
@@ -250,7 +253,7 @@ pub(crate) fn copy_generation(from: &Path, to: &Path) -> Result<()> {
 fn copy(name: &str, from: &Path, to: &Path) -> Result<()> {
     let file = from.join(name);
     if file.is_file() {
-        fs::create_dir_all(to).map_err(Error::io(to))?;
+        crate::files::make_folder(to).map_err(Error::io(to))?;
         fs::copy(&file, to.join(name)).map_err(Error::io(&file))?;
     }
     Ok(())

@@ -1,15 +1,20 @@
 //! How much memory the reading of data takes: as much of a long file as of a short one.
 
 use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
 use std::fmt::Write as _;
 use std::io::Write;
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use flate2::Compression;
 use flate2::write::GzEncoder;
-use nibble_train::config::{DataConfig, OnError};
+use nibble_core::{DeviceKind, MeshShape};
+use nibble_train::checks::checked_recipe;
+use nibble_train::config::{Config, DataConfig, OnError};
 use nibble_train::data::Dataset;
+use nibble_train::plan::predict;
 
 /// The system's allocator, which counts what is held.
 struct Counting;
@@ -17,11 +22,20 @@ struct Counting;
 static HELD: AtomicUsize = AtomicUsize::new(0);
 static MOST: AtomicUsize = AtomicUsize::new(0);
 
+thread_local! {
+    /// How often this thread has taken memory.
+    static TAKEN: Cell<usize> = const { Cell::new(0) };
+}
+
+/// Held by the test that counts.
+static COUNTS: Mutex<()> = Mutex::new(());
+
 // SAFETY: every call is the system allocator's, with the same arguments; counters are no memory of anybody's.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         let held = HELD.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
         MOST.fetch_max(held, Ordering::Relaxed);
+        TAKEN.with(|taken| taken.set(taken.get() + 1));
         // SAFETY: the caller holds to the contract of `alloc`, which is the same.
         unsafe { System.alloc(layout) }
     }
@@ -63,9 +77,27 @@ fn write(path: &Path, parts: usize, part: Part<'_>) {
     (0..parts).for_each(|number| file.write_all(&part(number)).unwrap());
 }
 
-/// One test, as what is counted is of the whole process.
+/// What a prediction does grows with the layers and no faster: twice as many more of them take memory twice as often more.
+#[test]
+fn a_prediction_is_as_long_as_the_model_is_deep() {
+    let _counts = COUNTS.lock().unwrap_or_else(PoisonError::into_inner);
+    let taken = |layers: usize| {
+        let config = Config::load("tiny", &[format!("model.layers={layers}")]).unwrap();
+        let recipe = checked_recipe(&config).unwrap();
+        let before = TAKEN.with(Cell::get);
+        predict(DeviceKind::Host, MeshShape::ONE, &config, &recipe).unwrap();
+        TAKEN.with(Cell::get) - before
+    };
+    let [few, some, many] = [16, 32, 64].map(taken);
+    println!("{few}, {some}, {many} times");
+    let grows = (many - some) as f64 / (some - few) as f64;
+    assert!(few > 1000 && (grows - 2.0).abs() < 0.06, "{few}, {some}, {many}: {grows}");
+}
+
+/// What is counted is of the whole process.
 #[test]
 fn memory_does_not_grow_with_files() {
+    let _counts = COUNTS.lock().unwrap_or_else(PoisonError::into_inner);
     let dir = tempfile::tempdir().unwrap();
     let rows = |part: usize| {
         let mut rows = String::new();

@@ -240,6 +240,100 @@ fn what_is_wrong_with_a_folder_is_told() {
     assert!(error.contains("quantization_config") && error.contains("awq"), "{error}");
 }
 
+/// An index and its files say the same, or the tensor is named for which they do not.
+#[test]
+fn an_index_names_each_tensor_where_it_is() {
+    let (_, checkpoint, dir) = trained(&dense("bf16", &[]));
+    let folder = dir.path().join("model");
+    exported(&checkpoint, ExportType::Bf16, 1 << 15, &folder);
+    let path = folder.join("model.safetensors.index.json");
+    let whole: serde_json::Value = serde_json::from_str(&fs::read_to_string(&path).unwrap()).unwrap();
+    let names: Vec<String> = whole["weight_map"].as_object().unwrap().keys().cloned().collect();
+    let (first, last) = (names.first().unwrap(), names.last().unwrap());
+    let file = |name: &str| whole["weight_map"][name].as_str().unwrap().to_owned();
+    assert_ne!(file(first), file(last));
+    type Change<'a> = &'a dyn Fn(&mut serde_json::Map<String, serde_json::Value>);
+    let moved = |map: &mut serde_json::Map<_, _>| drop(map.insert(first.clone(), file(last).into()));
+    let invented = |map: &mut serde_json::Map<_, _>| drop(map.insert("made.up".into(), file(last).into()));
+    let left_out = |map: &mut serde_json::Map<_, _>| drop(map.remove(first));
+    let gone = |map: &mut serde_json::Map<_, _>| drop(map.insert(first.clone(), "gone.safetensors".into()));
+    let no_name = |map: &mut serde_json::Map<_, _>| drop(map.insert(first.clone(), 5.into()));
+    let outside = |map: &mut serde_json::Map<_, _>| drop(map.insert(first.clone(), "..".into()));
+    let cases: [(Change<'_>, String); 6] = [
+        (
+            &moved,
+            format!(
+                "says that {} has the tensor `{first}`, and it has no such tensor: it is in {}",
+                file(last),
+                file(first)
+            ),
+        ),
+        (&invented, format!("says that {} has the tensor `made.up`, and it has no such tensor", file(last))),
+        (&left_out, format!("has the tensor `{first}`, of which model.safetensors.index.json says nothing")),
+        (&gone, "gone.safetensors: cannot be read".into()),
+        (&no_name, format!("says that `{first}` is in 5, expected the name of a file")),
+        (&outside, "names `..`, which is no file beside it".into()),
+    ];
+    for (change, expected) in cases {
+        let mut changed = whole.clone();
+        change(changed["weight_map"].as_object_mut().unwrap());
+        fs::write(&path, changed.to_string()).unwrap();
+        let error = Pretrained::open(&folder).unwrap().tensors().unwrap_err().to_string();
+        assert!(error.contains(&expected), "expected {expected}: {error}");
+    }
+}
+
+/// A folder with one value of one tensor changed, and what its export and a run from it say.
+fn with_value(folder: &Path, (name, index): (&str, usize), bytes: &[u8]) -> [String; 2] {
+    let path = folder.join("model.safetensors");
+    let whole = fs::read(&path).unwrap();
+    let mut changed = whole.clone();
+    let (header, metadata) = safetensors::SafeTensors::read_metadata(&whole).unwrap();
+    let begin = 8 + header + metadata.info(name).unwrap().data_offsets.0 + index * bytes.len();
+    changed[begin..begin + bytes.len()].copy_from_slice(bytes);
+    fs::write(&path, changed).unwrap();
+    let cpu = Cpu::new(1).unwrap();
+    let model = Pretrained::open(folder).unwrap();
+    let to = folder.with_file_name("again");
+    let made = export(&cpu, Original::Folder(&model), ExportType::Bf16, 0, &to);
+    assert!(made.is_err() || { fs::remove_dir_all(&to).is_ok() });
+    assert!(!to.exists());
+    let config = from(&dense("bf16", &[]), folder);
+    let begun = Trainer::new(&cpu, &SOLO, &config).map(drop);
+    fs::write(&path, whole).unwrap();
+    [made.map(drop), begun].map(|done| done.err().map_or(String::new(), |error| error.to_string()))
+}
+
+/// Weights that are no numbers are no model: neither a run nor a folder is made of them.
+#[test]
+fn weights_that_are_no_numbers_are_named() {
+    let (_, checkpoint, dir) = trained(&dense("bf16", &[]));
+    let folder = dir.path().join("model");
+    exported(&checkpoint, ExportType::F32, 0, &folder);
+    const NAME: &str = "model.layers.1.mlp.down_proj.weight";
+    for (value, what) in
+        [(f32::NAN, "a NaN"), (f32::INFINITY, "an infinity"), (f32::NEG_INFINITY, "an infinity")]
+    {
+        let expected = format!("tensor `{NAME}` is not finite: it holds {what} at index 37");
+        for error in with_value(&folder, (NAME, 37), &value.to_le_bytes()) {
+            assert!(error.contains(&expected) && error.contains("model.safetensors"), "{error}");
+        }
+    }
+    // A number that F32 holds and BF16 does not.
+    let [made, begun] = with_value(&folder, (NAME, 37), &f32::MAX.to_le_bytes());
+    assert!(made.contains("at index 37, which is beyond BF16") && begun.is_empty(), "{made} {begun}");
+    let codes = dir.path().join("codes");
+    exported(&checkpoint, ExportType::Fp8Block, 0, &codes);
+    let scales = format!("{NAME}_scale_inv");
+    for error in with_value(&codes, (&scales, 0), &f32::INFINITY.to_le_bytes()) {
+        assert!(error.contains(&format!("element 0 of `{scales}` is inf")), "{error}");
+    }
+    // E4M3 has a NaN of its own.
+    for error in with_value(&codes, (NAME, 5), &[0x7f]) {
+        assert!(error.contains("a NaN at index 5") && !error.contains("_scale_inv"), "{error}");
+    }
+}
+
 /// Tensors that the model lacks are named, unless the family passes over them; a tied head may stand there once more.
 #[test]
 fn tensors_of_others_are_named() {

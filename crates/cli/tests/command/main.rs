@@ -12,6 +12,8 @@ mod full_disk;
 mod generating;
 mod gpu;
 mod guide;
+#[cfg(unix)]
+mod inputs;
 mod keys;
 #[cfg(debug_assertions)]
 mod kill;

@@ -39,6 +39,30 @@ fn need(from: u64, mut process: impl FnMut() -> Process) -> u64 {
     enough
 }
 
+/// What is compared without room for it has not been compared: out of memory, and no operation that differs.
+#[test]
+fn verify_without_memory_says_so() {
+    let place = Place::new();
+    let verify = || place.command(&["verify", "--cpu", "--only", "cast", "--jobs", "16"]);
+    for kib in (48 << 10..260 << 10).step_by(16 << 10) {
+        let out = within(&mut verify(), kib);
+        let said = String::from_utf8_lossy(&out.stderr).into_owned();
+        match out.status.code() {
+            Some(0) => return,
+            Some(1) => assert_memory(&said, kib),
+            // The program itself is not loaded.
+            _ => assert!(said.contains("shared libraries") || said.is_empty(), "{kib} KiB: {said}"),
+        }
+    }
+}
+
+fn assert_memory(said: &str, kib: u64) {
+    assert!(
+        said.contains("memory") && !said.contains("internal error") && !said.contains("differ"),
+        "{kib} KiB: {said}"
+    );
+}
+
 /// Checks how a process with too little room has ended.
 fn assert_told(out: &Output, what: &str) {
     let said = String::from_utf8_lossy(&out.stderr);

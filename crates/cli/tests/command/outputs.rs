@@ -134,6 +134,31 @@ fn every_output_that_help_names_is_tried_here() {
     assert_eq!(found, CASES.iter().map(Case::name).collect::<BTreeSet<_>>());
 }
 
+/// Somebody expects a file at the other end of a link, which would not be there.
+#[cfg(unix)]
+#[test]
+fn no_output_takes_the_place_of_a_link_that_leads_nowhere() {
+    let place = place();
+    std::os::unix::fs::symlink("gone/file.json", place.path("link.json")).unwrap();
+    std::os::unix::fs::symlink("gone", place.path("folder")).unwrap();
+    for case in CASES {
+        for force in [false, true] {
+            let error = case.refuses(&place, "link.json", force);
+            assert!(error.contains("is a link to gone/file.json, which does not exist"), "{error}");
+            let error = case.refuses(&place, "folder/out.json", force);
+            assert!(
+                error.contains("lies in folder, which is a link to gone, which does not exist"),
+                "{error}"
+            );
+        }
+    }
+    for args in [["export", "run", "folder"], ["train", "small.toml", "--set=run.dir=folder"]] {
+        let error = place.nibble(&args).failed(2);
+        assert!(error.contains("is a link to gone, which does not exist"), "{error}");
+    }
+    assert!(!place.path("gone").exists() && std::fs::read_link(place.path("link.json")).is_ok());
+}
+
 #[test]
 fn a_file_that_the_command_has_not_written_stays() {
     let place = place();

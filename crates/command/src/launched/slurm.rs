@@ -16,6 +16,11 @@ const WORLD: [&str; 2] = ["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"];
 const TASKS: [&str; 2] = ["SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"];
 const HOSTS: [&str; 2] = ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"];
 
+/// All of them.
+pub fn variables() -> impl Iterator<Item = &'static str> {
+    [STEP, JOB, NODE, RANK, LOCAL_RANK].into_iter().chain([WORLD, TASKS, HOSTS].into_iter().flatten())
+}
+
 /// From here on the numbers of steps mean a batch script, an interactive shell and the like (`SLURM_MAX_NORMAL_STEP_ID`).
 const SPECIAL_STEPS: u64 = 0xffff_fff0;
 

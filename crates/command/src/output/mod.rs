@@ -9,7 +9,7 @@ mod mark;
 pub use mark::Mark;
 
 use crate::error::{Error, Result};
-use nibble_train::files::WholeFile;
+use nibble_train::files::{WholeFile, make_folder, require_no_loose_link};
 use nibble_train::trainer::is_of_a_run;
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
@@ -96,6 +96,7 @@ impl Outputs {
             let file = direct::open(path).map_err(|why| refused(path, &why))?;
             return Ok(Output { path: path.to_owned(), direct: Some(file) });
         }
+        require_no_loose_link(path).map_err(|e| refused(path, &e.to_string()))?;
         if self.taken.iter().any(|other| *other == place || is_same(other, path)) {
             return Err(refused(path, "two outputs of the command would be this file; name another one"));
         }
@@ -157,7 +158,7 @@ fn buffered<W: Write>(to: W, fill: impl FnOnce(&mut dyn Write) -> io::Result<()>
 
 fn refused(path: &Path, why: &str) -> Error {
     // A message reads `x.json is there already` and `x.json: two outputs`.
-    let separator = if why.starts_with("is ") { "" } else { ":" };
+    let separator = if ["is ", "lies "].iter().any(|verb| why.starts_with(verb)) { "" } else { ":" };
     Error::usage(format!("{}{separator} {why}", path.display()))
 }
 
@@ -167,7 +168,7 @@ fn parent(path: &Path) -> &Path {
 }
 
 fn make_parents(path: &Path) -> io::Result<()> {
-    fs::create_dir_all(parent(path))
+    make_folder(parent(path))
 }
 
 /// The path without links; of a file that is not there, that of its directory and the name.

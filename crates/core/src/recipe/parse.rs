@@ -11,7 +11,9 @@ use toml::{Table, Value};
 
 /// `name` is no `what`; what there is, and the nearest of it.
 pub(super) fn unknown<'a>(what: &str, name: &str, known: impl Iterator<Item = &'a str> + Clone) -> String {
-    let near = known.clone().max_by(|a, b| strsim::jaro(a, name).total_cmp(&strsim::jaro(b, name)));
+    // What is much longer than any name is like none, and takes long to compare.
+    let named = known.clone().filter(|_| name.len() < 200);
+    let near = named.max_by(|a, b| strsim::jaro(a, name).total_cmp(&strsim::jaro(b, name)));
     let list = known.collect::<Vec<_>>().join(", ");
     match near.filter(|n| strsim::jaro(n, name) > 0.7) {
         Some(near) => format!("no {what} {name:?}; did you mean {near:?}? There are: {list}"),
@@ -154,7 +156,7 @@ impl Reader<'_> {
         for (product, operands) in self.table(name, value)? {
             let products = kind.products();
             let is_known = products.contains(&product.as_str());
-            for (operand, value) in self.table(product, operands)? {
+            for (operand, value) in self.table(&format!("{name}.{product}"), operands)? {
                 let key = format!("{product}.{operand}");
                 let whole = format!("{name}.{key}");
                 let transformed = Product::ALL.into_iter().find(|p| key == p.rht_key());
@@ -511,7 +513,7 @@ impl Reader<'_> {
                 let known = ["recipe"].into_iter().chain(LayerKind::ALL.map(LayerKind::name));
                 return Err(self.error("override.set", unknown("key", key, known)));
             };
-            for setting in self.settings(kind, kind.name(), value)? {
+            for setting in self.settings(kind, &format!("override.set.{key}"), value)? {
                 if !is_meant(&setting) {
                     let why = "decides nothing: it is of none of the override's `products`".into();
                     return Err(self.error(&format!("override.set.{key}.{}", setting.key()), why));

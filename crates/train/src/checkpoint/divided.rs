@@ -3,8 +3,10 @@
 use super::files::TensorSpec;
 use crate::error::{Error, Result};
 use crate::files::{MOST_TEXT, read_text};
+use nibble_core::shortened;
+use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
+use std::path::{Component, Path, PathBuf};
 
 /// The end of a file of tensors.
 const SUFFIX: &str = ".safetensors";
@@ -44,19 +46,91 @@ pub(crate) fn index_name(kind: &str) -> String {
     format!("{kind}{SUFFIX}.index.json")
 }
 
-/// The files that an index names, each once.
-pub(crate) fn files_of_index(path: &Path) -> Result<Vec<String>> {
-    let text = read_text(path, MOST_TEXT).map_err(Error::io(path))?;
-    let index: serde_json::Value =
-        serde_json::from_str(&text).map_err(|e| Error::checkpoint(path, format!("is no JSON: {e}")))?;
-    let map = index.get("weight_map").and_then(serde_json::Value::as_object);
-    let map = map.ok_or_else(|| Error::checkpoint(path, "has no weight_map, which says what is where"))?;
-    let names: BTreeSet<&str> = map.values().filter_map(serde_json::Value::as_str).collect();
-    // Of this folder alone: an index is somebody else's.
-    match names.iter().find(|name| Path::new(name).components().count() != 1 || name.starts_with("..")) {
-        Some(name) => Err(Error::checkpoint(path, format!("names `{name}`, which is no file beside it"))),
-        None if names.is_empty() => Err(Error::checkpoint(path, "names no file")),
-        None => Ok(names.into_iter().map(str::to_owned).collect()),
+/// What an index says: which file of its folder has which tensor.
+#[derive(Debug)]
+pub(crate) struct Index {
+    path: PathBuf,
+    files: BTreeMap<String, String>,
+}
+
+impl Index {
+    /// Reads it.
+    ///
+    /// # Errors
+    /// [`Error::Io`]; [`Error::Checkpoint`] for what is none, and for a file of another folder.
+    pub fn open(path: &Path) -> Result<Self> {
+        let wrong = |why: String| Error::checkpoint(path, why);
+        let text = read_text(path, MOST_TEXT).map_err(Error::io(path))?;
+        let index: Value = serde_json::from_str(&text).map_err(|e| wrong(format!("is no JSON: {e}")))?;
+        let map = index.get("weight_map").and_then(Value::as_object);
+        let map = map.ok_or_else(|| wrong("has no weight_map, which says what is where".into()))?;
+        let mut files = BTreeMap::new();
+        for (tensor, name) in map {
+            let (tensor_name, is) = (shortened(tensor), name.to_string());
+            let Some(name) = name.as_str() else {
+                let is = shortened(&is);
+                return Err(wrong(format!(
+                    "says that `{tensor_name}` is in {is}, expected the name of a file"
+                )));
+            };
+            // Of this folder alone: an index is somebody else's.
+            let mut parts = Path::new(name).components();
+            if !matches!((parts.next(), parts.next()), (Some(Component::Normal(_)), None)) {
+                return Err(wrong(format!("names `{}`, which is no file beside it", shortened(name))));
+            }
+            files.insert(tensor.clone(), name.to_owned());
+        }
+        if files.is_empty() {
+            return Err(wrong("names no file".into()));
+        }
+        Ok(Self { path: path.to_owned(), files })
+    }
+
+    /// The files that it names, each once.
+    pub fn files(&self) -> BTreeSet<&str> {
+        self.files.values().map(String::as_str).collect()
+    }
+
+    /// Checks that these files have the tensors that it says, and no others. `has`: each tensor, and the path of its file.
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`] naming the first tensor for which that is not so.
+    pub fn check<'a>(&self, has: impl Iterator<Item = (&'a str, &'a Path)>) -> Result<()> {
+        let has: BTreeMap<&str, &Path> = has.collect();
+        for (tensor, file) in &self.files {
+            let found = has.get(tensor.as_str()).and_then(|path| path.file_name());
+            if found.is_none_or(|found| found != file.as_str()) {
+                let elsewhere = found.map(|found| format!(": it is in {}", found.display()));
+                let why = format!(
+                    "says that {file} has the tensor `{}`, and it has no such tensor{}",
+                    shortened(tensor),
+                    elsewhere.unwrap_or_default()
+                );
+                return Err(Error::checkpoint(&self.path, why));
+            }
+        }
+        match has.iter().find(|(tensor, _)| !self.files.contains_key(**tensor)) {
+            None => Ok(()),
+            Some((tensor, file)) => {
+                let why = format!(
+                    "has the tensor `{}`, of which {} says nothing",
+                    shortened(tensor),
+                    self.path.file_name().unwrap_or_default().display()
+                );
+                Err(Error::checkpoint(file, why))
+            }
+        }
+    }
+
+    /// That it names a file which cannot be opened.
+    pub fn told(&self, error: Error) -> Error {
+        match error {
+            Error::Checkpoint { path, why } => {
+                let index = self.path.file_name().unwrap_or_default().display();
+                Error::Checkpoint { path, why: format!("{why}; {index} names it") }
+            }
+            other => other,
+        }
     }
 }
 

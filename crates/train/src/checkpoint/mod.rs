@@ -120,7 +120,7 @@ impl Store {
     /// [`Error::Io`].
     pub fn try_open(run_dir: &Path) -> Result<Option<Self>> {
         let dir = run_dir.join(DIR);
-        fs::create_dir_all(&dir).map_err(Error::io(&dir))?;
+        crate::files::make_folder(&dir).map_err(Error::io(&dir))?;
         sync_dir(run_dir)?;
         reach(Point::DirectoryMade)?;
         let lock_path = dir.join(LOCK_FILE);
@@ -172,7 +172,7 @@ impl Store {
         let dir = self.unnamed(outline);
         remove(&dir)?;
         reach(Point::CheckpointBegins)?;
-        fs::create_dir_all(&dir).map_err(Error::io(&dir))?;
+        crate::files::make_folder(&dir).map_err(Error::io(&dir))?;
         Ok(dir)
     }
 
@@ -535,10 +535,16 @@ impl Tensors {
     /// [`Error::Checkpoint`] for a file that is missing or damaged, [`Error::Io`] where there are too many.
     pub(crate) fn of_folder(dir: &Path) -> Result<Self> {
         let index = dir.join(divided::index_name(MODEL));
-        let names =
-            if index.exists() { divided::files_of_index(&index)? } else { vec![MODEL_FILE.to_owned()] };
-        let files = names.iter().map(|name| OpenFile::named(dir, name)).collect::<Result<Vec<_>>>()?;
-        Self::of_files(dir, &files.iter().collect::<Vec<_>>(), Types::Published)
+        // A link to an index that is not there is no folder without one.
+        if fs::symlink_metadata(&index).is_err() {
+            return Self::of_files(dir, &[&OpenFile::named(dir, MODEL_FILE)?], Types::Published);
+        }
+        let index = divided::Index::open(&index)?;
+        let open = |name: &str| OpenFile::named(dir, name).map_err(|error| index.told(error));
+        let files = index.files().into_iter().map(open).collect::<Result<Vec<_>>>()?;
+        let tensors = Self::of_files(dir, &files.iter().collect::<Vec<_>>(), Types::Published)?;
+        index.check(tensors.places())?;
+        Ok(tensors)
     }
 }
 

@@ -40,6 +40,13 @@ impl Kind {
         }
     }
 
+    /// The scale of the value of this index, with its own index, if it has any.
+    pub fn scale_of(&self, index: usize) -> Option<(usize, f32)> {
+        let Self::E4m3 { scales, cols } = self else { return None };
+        let block = block_of(index, *cols);
+        scales.get(block).map(|scale| (block, *scale))
+    }
+
     /// Values from index `at` on, whose bytes `fill` gives.
     pub fn read(&self, at: usize, to: &mut [f32], fill: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<()> {
         if let Self::F32 = self {
@@ -58,15 +65,19 @@ impl Kind {
             Self::E4m3 { scales, cols } => {
                 let mut codes = vec![0; to.len()];
                 fill(&mut codes)?;
-                let across = cols.div_ceil(BLOCK);
                 for (i, (to, code)) in to.iter_mut().zip(codes).enumerate() {
-                    let (row, col) = ((at + i) / cols, (at + i) % cols);
-                    *to = Element::E4M3.decode(code) * scales[row / BLOCK * across + col / BLOCK];
+                    *to = Element::E4M3.decode(code) * scales[block_of(at + i, *cols)];
                 }
             }
         }
         Ok(())
     }
+}
+
+/// The block of the value of this index.
+fn block_of(index: usize, cols: usize) -> usize {
+    let (row, col) = (index / cols, index % cols);
+    row / BLOCK * cols.div_ceil(BLOCK) + col / BLOCK
 }
 
 /// So many numbers of two bytes, little-endian, whose bytes `fill` gives.

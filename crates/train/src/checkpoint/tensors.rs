@@ -108,6 +108,11 @@ impl Tensors {
         self.tensors.iter().map(|(name, stored)| (name.as_str(), stored.shape.as_slice()))
     }
 
+    /// Names of the tensors not yet taken, each with the path of its file.
+    pub(super) fn places(&self) -> impl Iterator<Item = (&str, &Path)> {
+        self.tensors.iter().map(|(name, stored)| (name.as_str(), self.files[stored.file].path()))
+    }
+
     /// Takes the tensor `name`, which must have this shape.
     ///
     /// # Errors
@@ -160,6 +165,30 @@ impl Tensors {
         let place = stored.start + (at * stored.kind.bytes()) as u64;
         let file = &self.files[stored.file];
         stored.kind.read(at, to, |bytes| file.read_exact_at(bytes, place))
+    }
+
+    /// As [`Tensors::read`], of weights: they are numbers.
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`] naming the tensor `name` and its first value that is none.
+    pub(crate) fn read_weights(
+        &mut self,
+        (name, stored): (&str, &Stored),
+        at: usize,
+        to: &mut [f32],
+    ) -> Result<()> {
+        self.read(stored, at, to)?;
+        let Some(index) = to.iter().position(|value| !value.is_finite()) else { return Ok(()) };
+        let what = if to[index].is_nan() { "a NaN" } else { "an infinity" };
+        let why = match stored.kind.scale_of(at + index).filter(|(_, scale)| !scale.is_finite()) {
+            Some((block, scale)) => format!(
+                "tensor `{name}` is not finite: it holds {what} at index {}, as element {block} of `{name}{SCALE_SUFFIX}` is {scale}",
+                at + index
+            ),
+            None => format!("tensor `{name}` is not finite: it holds {what} at index {}", at + index),
+        };
+        let path = self.files[stored.file].path();
+        Err(Error::checkpoint(path, format!("{why}; no run goes on from it, and nothing is made of it")))
     }
 
     /// Checks that the files are what was written, and that every tensor was taken: one that was not belongs to another model.

@@ -47,6 +47,11 @@ impl Config {
             }
         }
         self.check_optimizer(written)?;
+        let is_other_source = written("data.source") == Some(Written::Override);
+        if self.data.mixture.is_empty() && written("data.mixture").is_some() && !is_other_source {
+            let why = "is empty: list what is mixed, as mixture = [{ source = \"a.jsonl\", weight = 2.0 }, ...], or leave it out";
+            return Err(Error::config("data.mixture", why));
+        }
         match self.run.log_every == 0 && written("run.log_every").is_some() {
             true => Err(Error::config("run.log_every", "is 0, expected at least 1")),
             false => Ok(()),

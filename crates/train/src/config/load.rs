@@ -448,6 +448,10 @@ fn check_leaf(key: &str, value: &Value, known: &Value) -> Result<()> {
             suggestion,
         });
     };
+    // A list would be taken as the values of its keys, one after the other.
+    if default.is_table() && !value.is_table() {
+        return Err(Error::config(key, expected(value, default).unwrap_or_default()));
+    }
     let mut alone = Table::new();
     insert(&mut alone, key, value.clone());
     let parsed: Result<Config, toml::de::Error> = Value::Table(alone).try_into();
@@ -494,7 +498,7 @@ fn misspelt_scope(value: &Value) -> Option<String> {
 /// Adds file and line to a configuration error whose key a file has set.
 fn with_origin(error: Error, origins: &Origins) -> Error {
     match error {
-        Error::Config { key, why, suggestion, .. } => {
+        Error::Config { key, why, suggestion, file: None, .. } => {
             let origin = origins.get(&key);
             Error::Config {
                 file: origin.map(|o| o.file.clone()),
@@ -560,6 +564,10 @@ fn flatten(prefix: &str, value: &Value, into: &mut BTreeMap<String, String>) {
 /// The candidate most like `word`, if any is like it at all.
 fn closest<'a>(word: &str, candidates: impl Iterator<Item = &'a str>) -> Option<String> {
     let last = |key: &str| key.rsplit('.').next().unwrap_or(key).to_owned();
+    // What is much longer than any name is like none, and takes long to compare.
+    if word.len() > 4 * LONGEST {
+        return None;
+    }
     candidates
         .map(|candidate| {
             // A right name under the wrong table (`steps` for `train.steps`) is as good as a typing error.

@@ -38,12 +38,13 @@ pub use device::DeviceChoice;
 pub use foreign::{Meaning, of_option};
 pub(crate) use load::read_text;
 pub use model::{Balance, ModelConfig};
-pub use preset::{preset, preset_names, published_models, tiny_models};
+pub use preset::{folder_argument, in_shell, preset, preset_names, published_models, tiny_models};
 pub use qk_norm::QkNorm;
 pub use rope_scaling::{RopeScaling, RopeScalingKind};
 pub use routing::{GroupScore, Scores};
 pub(crate) use tokens::Opened;
 pub use validate::MOST_THREADS;
+pub(crate) use validate::check_model;
 
 /// Everything that decides a run. Two runs with equal configurations and equal data end with equal weights, whatever
 /// `run` says (but for `run.reductions = "nccl"`, which keeps no bits), on one kind of device: products on a GPU and on a CPU differ in their last bits. (`train.combine` is equal where it was decided
@@ -168,6 +169,13 @@ impl TrainConfig {
     #[must_use]
     pub fn measures_in(&self, step: u64) -> bool {
         self.quantization_every > 0 && (step + 1).is_multiple_of(self.quantization_every)
+    }
+
+    /// Those steps, from the first on. A run may have more steps than can be gone through one by one.
+    pub fn measured_steps(&self) -> impl Iterator<Item = u64> + '_ {
+        let every = self.quantization_every;
+        let last_ones = (1u64..).map_while(move |turn| every.checked_mul(turn)?.checked_sub(1));
+        last_ones.take_while(|step| *step < self.steps)
     }
 }
 

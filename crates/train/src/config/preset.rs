@@ -1,6 +1,7 @@
 //! The configurations that are part of the program.
 
 use std::borrow::Cow;
+use std::path::Path;
 
 /// Name and text of every built-in configuration that is a file of its own, the default run first.
 const PRESETS: [(&str, &str); 9] = [
@@ -47,6 +48,25 @@ pub fn preset(name: &str) -> Option<Cow<'static, str>> {
     own.or_else(|| model.map(|(_, model, rest)| format!("{rest}\n{model}").into()))
 }
 
+/// How `nibble train` is given this folder of a run, which may be called as a built-in configuration or an option is: `./tiny`.
+#[must_use]
+pub fn folder_argument(dir: &Path) -> String {
+    let text = dir.display().to_string();
+    let means_other = preset(&text).is_some() || text.starts_with('-');
+    if means_other { format!("./{text}") } else { text }
+}
+
+/// The same, as a shell takes it.
+#[must_use]
+pub fn in_shell(dir: &Path) -> String {
+    let text = folder_argument(dir);
+    let is_plain = |c: char| c.is_alphanumeric() || "/._-+=:,@%".contains(c);
+    match text.chars().all(is_plain) {
+        true => text,
+        false => format!("'{}'", text.replace('\'', "'\\''")),
+    }
+}
+
 /// The names of the built-in configurations, the default run first.
 pub fn preset_names() -> impl Iterator<Item = &'static str> {
     PRESETS.iter().map(|(name, _)| *name).chain(MODELS.iter().map(|(name, ..)| *name))
@@ -61,4 +81,16 @@ pub fn tiny_models() -> impl Iterator<Item = &'static str> {
 pub fn published_models() -> impl Iterator<Item = &'static str> {
     let whole = ["olmoe", "qwen235b"].into_iter();
     whole.chain(MODELS.iter().filter(|(.., rest)| *rest == PUBLISHED).map(|(name, ..)| *name))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_is_given_so_that_it_is_meant() {
+        let given = |dir: &str| in_shell(Path::new(dir));
+        assert_eq!([given("runs/tiny-2"), given("tiny"), given("-x")], ["runs/tiny-2", "./tiny", "./-x"]);
+        assert_eq!([given("my run"), given("it's")], ["'my run'", "'it'\\''s'"]);
+    }
 }

@@ -36,6 +36,8 @@ impl Config {
         }
         self.validate_model()?;
         self.validate_data()?;
+        let is_named = self.eval.tasks.iter().all(|task| !task.trim().is_empty());
+        require(is_named, "eval.tasks", || "lists a file without a name: leave it out".into())?;
         self.validate_batch()?;
         self.validate_optimizer()?;
         match self.run.device {
@@ -60,30 +62,17 @@ impl Config {
 
     fn validate_model(&self) -> Result<()> {
         let m = &self.model;
-        for (key, value) in [
-            ("model.d_model", m.d_model),
-            ("model.layers", m.layers),
-            ("model.heads", m.heads),
-            ("model.kv_heads", m.kv_heads),
-            ("model.head_dim", m.head_dim),
-        ] {
-            require(value > 0, key, || "is 0, expected at least 1".into())?;
-        }
-        require(m.layers <= MOST_LAYERS, "model.layers", || {
-            format!("is {}, expected at most {MOST_LAYERS}", m.layers)
-        })?;
-        require(m.heads.is_multiple_of(m.kv_heads), "model.kv_heads", || {
-            format!("is {}, which does not divide model.heads = {}", m.kv_heads, m.heads)
-        })?;
-        require(m.head_dim.is_multiple_of(2), "model.head_dim", || {
-            format!("is {}, expected an even number: RoPE turns pairs", m.head_dim)
-        })?;
-        self.validate_latent()?;
+        validate_sizes(m)?;
         if m.experts == 0 {
             self.validate_dense()?
         } else {
             validate_routed(m)?
         }
+        let of_latents = self.train.recompute.contains(&Scope::MlaUp);
+        require(m.kv_rank > 0 || !of_latents, "train.recompute", || {
+            let scope = Scope::MlaUp.name();
+            format!("names {scope}, but model.kv_rank = 0: there are no latents to project up from")
+        })?;
         let is_random = self.data.source == RANDOM;
         require(m.vocab_size > 0 || !is_random, "model.vocab_size", || {
             "is 0, and random tokens have no number of symbols of their own: name one, or a data.tokenizer"
@@ -105,53 +94,7 @@ impl Config {
         require(seq_len <= positions, "data.seq_len", || {
             format!("is {seq_len}, more than the {positions} positions of the model (model.max_positions)")
         })?;
-        positive("model.rope_theta", m.rope_theta)?;
-        positive("model.norm_eps", m.norm_eps)?;
-        m.rope_scaling.validate(m.rope_theta)
-    }
-
-    /// Latent attention has the sizes that it needs, and grouped-query attention none of them.
-    fn validate_latent(&self) -> Result<()> {
-        let m = &self.model;
-        if m.kv_rank == 0 {
-            for (key, value) in [("model.q_rank", m.q_rank), ("model.rope_dim", m.rope_dim)] {
-                require(value == 0, key, || {
-                    format!(
-                        "is {value}, but model.kv_rank = 0: only latent attention has it; leave it out, or set model.kv_rank"
-                    )
-                })?;
-            }
-            return require(!self.train.recompute.contains(&Scope::MlaUp), "train.recompute", || {
-                let scope = Scope::MlaUp.name();
-                format!("names {scope}, but model.kv_rank = 0: there are no latents to project up from")
-            });
-        }
-        require(m.kv_heads == m.heads, "model.kv_heads", || {
-            format!(
-                "is {}, but model.kv_rank = {}: every head has keys and values of its own then; set it to model.heads = {}",
-                m.kv_heads, m.kv_rank, m.heads
-            )
-        })?;
-        require(m.qk_norm == QkNorm::None, "model.qk_norm", || {
-            format!(
-                "is true, but model.kv_rank = {}: latents are normed instead of heads; set it to false",
-                m.kv_rank
-            )
-        })?;
-        require(!m.qkv_bias, "model.qkv_bias", || {
-            format!(
-                "is true, but model.kv_rank = {}: projections from latents have no bias; leave it out",
-                m.kv_rank
-            )
-        })?;
-        let is_part = m.rope_dim > 0 && m.rope_dim < m.head_dim;
-        require(is_part && m.rope_dim.is_multiple_of(2), "model.rope_dim", || {
-            format!(
-                "is {}, expected an even number from 2 on and below model.head_dim = {}: RoPE turns pairs of the last elements of a head; model.kv_rank \
-                 = {}",
-                m.rope_dim, m.head_dim, m.kv_rank
-            )
-        })
+        Ok(())
     }
 
     /// A model without experts has an MLP, and nothing that belongs to experts.
@@ -396,6 +339,101 @@ impl Config {
         not_negative("train.clip_norm", t.clip_norm)?;
         not_negative("train.router_bias_rate", t.router_bias_rate)
     }
+}
+
+/// The sizes of a model, whatever it is trained on: those of a file of others, too.
+///
+/// # Errors
+/// [`Error::Config`] with the key and the numbers that do not fit.
+pub(crate) fn check_model(m: &ModelConfig) -> Result<()> {
+    let config = Config { model: m.clone(), ..Config::default() };
+    validate_sizes(m)?;
+    if m.experts == 0 { config.validate_dense() } else { validate_routed(m) }
+}
+
+fn validate_sizes(m: &ModelConfig) -> Result<()> {
+    for (key, value) in [
+        ("model.d_model", m.d_model),
+        ("model.layers", m.layers),
+        ("model.heads", m.heads),
+        ("model.kv_heads", m.kv_heads),
+        ("model.head_dim", m.head_dim),
+    ] {
+        require(value > 0, key, || "is 0, expected at least 1".into())?;
+    }
+    for (key, value) in [
+        ("model.d_model", m.d_model),
+        ("model.heads", m.heads),
+        ("model.kv_heads", m.kv_heads),
+        ("model.head_dim", m.head_dim),
+        ("model.value_head_dim", m.value_head_dim),
+        ("model.ffn", m.ffn),
+        ("model.experts", m.experts),
+        ("model.top_k", m.top_k),
+        ("model.expert_ffn", m.expert_ffn),
+        ("model.shared_ffn", m.shared_ffn),
+        ("model.kv_rank", m.kv_rank),
+        ("model.q_rank", m.q_rank),
+        ("model.rope_dim", m.rope_dim),
+        ("model.max_positions", m.max_positions),
+        ("model.rope_scaling.original_positions", m.rope_scaling.original_positions),
+    ] {
+        // Rows and columns have numbers of 32 bits.
+        require(i32::try_from(value).is_ok(), key, || format!("is {value}, expected at most 2^31 - 1"))?;
+    }
+    require(m.layers <= MOST_LAYERS, "model.layers", || {
+        format!("is {}, expected at most {MOST_LAYERS}", m.layers)
+    })?;
+    require(m.heads.is_multiple_of(m.kv_heads), "model.kv_heads", || {
+        format!("is {}, which does not divide model.heads = {}", m.kv_heads, m.heads)
+    })?;
+    require(m.head_dim.is_multiple_of(2), "model.head_dim", || {
+        format!("is {}, expected an even number: RoPE turns pairs", m.head_dim)
+    })?;
+    validate_latent(m)?;
+    positive("model.rope_theta", m.rope_theta)?;
+    positive("model.norm_eps", m.norm_eps)?;
+    m.rope_scaling.validate(m.rope_theta)
+}
+
+/// Latent attention has the sizes that it needs, and grouped-query attention none of them.
+fn validate_latent(m: &ModelConfig) -> Result<()> {
+    if m.kv_rank == 0 {
+        for (key, value) in [("model.q_rank", m.q_rank), ("model.rope_dim", m.rope_dim)] {
+            require(value == 0, key, || {
+                format!(
+                    "is {value}, but model.kv_rank = 0: only latent attention has it; leave it out, or set model.kv_rank"
+                )
+            })?;
+        }
+        return Ok(());
+    }
+    require(m.kv_heads == m.heads, "model.kv_heads", || {
+        format!(
+            "is {}, but model.kv_rank = {}: every head has keys and values of its own then; set it to model.heads = {}",
+            m.kv_heads, m.kv_rank, m.heads
+        )
+    })?;
+    require(m.qk_norm == QkNorm::None, "model.qk_norm", || {
+        format!(
+            "is true, but model.kv_rank = {}: latents are normed instead of heads; set it to false",
+            m.kv_rank
+        )
+    })?;
+    require(!m.qkv_bias, "model.qkv_bias", || {
+        format!(
+            "is true, but model.kv_rank = {}: projections from latents have no bias; leave it out",
+            m.kv_rank
+        )
+    })?;
+    let is_part = m.rope_dim > 0 && m.rope_dim < m.head_dim;
+    require(is_part && m.rope_dim.is_multiple_of(2), "model.rope_dim", || {
+        format!(
+            "is {}, expected an even number from 2 on and below model.head_dim = {}: RoPE turns pairs of the last elements of a head; model.kv_rank \
+             = {}",
+            m.rope_dim, m.head_dim, m.kv_rank
+        )
+    })
 }
 
 /// A model with experts, in all layers or in those after the dense ones.

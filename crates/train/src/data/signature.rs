@@ -54,11 +54,6 @@ const NO_TEXT: &str = "name another file";
 /// From the most particular mark on.
 const KINDS: &[Kind] = &[
     Kind {
-        what: "gzip inside gzip",
-        advice: "inflate it once more, with `gzip -d`",
-        marks: &[Mark::At(0, &[0x1f, 0x8b])],
-    },
-    Kind {
         what: "a zip archive",
         advice: "unpack it with `unzip`",
         marks: &[Mark::At(0, b"PK\x03\x04"), Mark::At(0, b"PK\x05\x06"), Mark::At(0, b"PK\x07\x08")],
@@ -74,11 +69,6 @@ const KINDS: &[Kind] = &[
         what: "a 7z archive",
         advice: "unpack it with `7z x`",
         marks: &[Mark::At(0, b"7z\xbc\xaf\x27\x1c")],
-    },
-    Kind {
-        what: "zstd inside another packing",
-        advice: "unpack it with `zstd -d`",
-        marks: &[Mark::At(0, b"\x28\xb5\x2f\xfd")],
     },
     Kind {
         what: "packed with lz4",

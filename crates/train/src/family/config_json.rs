@@ -1,9 +1,10 @@
 //! `config.json`, both ways: what a key of it is here is said once, in a table of [`Field`]s.
 
 use super::Family;
-use crate::config::ModelConfig;
+use crate::config::{ModelConfig, check_model};
 use crate::error::{Error, Result};
 use crate::files;
+use nibble_core::shortened;
 use serde_json::{Map, Value};
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -25,6 +26,7 @@ pub struct Field {
 #[derive(Debug, Clone, Copy)]
 enum Is {
     Size(fn(&mut ModelConfig) -> &mut usize),
+    Count(fn(&mut ModelConfig) -> &mut usize),
     Number(fn(&mut ModelConfig) -> &mut f64),
     Switch(fn(&mut ModelConfig) -> &mut bool),
     /// Always this, JSON: the decoder has nothing else.
@@ -32,12 +34,17 @@ enum Is {
 }
 
 impl Field {
-    /// A whole number.
+    /// A whole number above 0.
     pub const fn size(key: &'static str, of: fn(&mut ModelConfig) -> &mut usize) -> Self {
         Self { key, or_key: None, is: Is::Size(of), absent: None }
     }
 
-    /// A number.
+    /// A whole number, which may be 0.
+    pub const fn count(key: &'static str, of: fn(&mut ModelConfig) -> &mut usize) -> Self {
+        Self { key, or_key: None, is: Is::Count(of), absent: None }
+    }
+
+    /// A number above 0.
     pub const fn number(key: &'static str, of: fn(&mut ModelConfig) -> &mut f64) -> Self {
         Self { key, or_key: None, is: Is::Number(of), absent: None }
     }
@@ -79,37 +86,58 @@ impl Field {
     }
 
     fn read(&self, json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
-        let said = json.get(self.key).or_else(|| self.or_key.and_then(|key| json.get(key)));
-        let value = match (said, self.absent) {
-            (Some(value), _) => value.clone(),
-            (None, Some(absent)) => literal(absent),
-            (None, None) => return Err(json.error(self.key, "is not there, and is needed")),
-        };
-        let wrong = |expected: &str| json.error(self.key, format!("is {value}, expected {expected}"));
+        let key = self.said(json)?;
+        let absent = self.absent.map(literal);
+        let missing = || json.missing(self.key);
+        // What a table says may be 0 where a file may not say so.
+        let usual = || absent.clone().ok_or_else(missing);
+        let whole =
+            |usual: Value| usual.as_u64().and_then(|size| usize::try_from(size).ok()).unwrap_or_default();
         match self.is {
-            Is::Size(of) => {
-                let size = value.as_u64().and_then(|size| usize::try_from(size).ok());
-                *of(model) = size.ok_or_else(|| wrong("a whole number"))?;
+            Is::Size(of) => *of(model) = json.size(key)?.map_or_else(|| usual().map(whole), Ok)?,
+            Is::Count(of) => *of(model) = json.count(key)?.map_or_else(|| usual().map(whole), Ok)?,
+            Is::Number(of) => {
+                let number = |usual: Value| usual.as_f64().unwrap_or_default();
+                *of(model) = json.above_zero(key)?.map_or_else(|| usual().map(number), Ok)?;
             }
-            Is::Number(of) => *of(model) = value.as_f64().ok_or_else(|| wrong("a number"))?,
-            Is::Switch(of) => *of(model) = value.as_bool().ok_or_else(|| wrong("true or false"))?,
+            Is::Switch(of) => {
+                let switch = |usual: Value| usual.as_bool().unwrap_or_default();
+                *of(model) = json.switch(key)?.map_or_else(|| usual().map(switch), Ok)?;
+            }
             Is::Always(only) => {
+                let value = json.get(key).cloned().map_or_else(usual, Ok)?;
                 let same = match (value.as_f64(), literal(only).as_f64()) {
                     (Some(is), Some(only)) => is == only,
                     _ => value == literal(only),
                 };
                 if !same {
-                    let why = format!("is {value}, which the decoder does not have: it has {only} alone");
-                    return Err(json.error(self.key, why));
+                    let why = format!(
+                        "is {}, which the decoder does not have: it has {only} alone",
+                        in_short(&value)
+                    );
+                    return Err(json.error(key, why));
                 }
             }
         }
         Ok(())
     }
 
+    /// The name under which a file has it; its own where it has none.
+    fn said(&self, json: &ConfigJson) -> Result<&'static str> {
+        let Some(other) = self.or_key else { return Ok(self.key) };
+        match (json.get(self.key), json.get(other)) {
+            (Some(one), Some(another)) if one != another => {
+                let (is, that) = (in_short(another), in_short(one));
+                Err(json.error(other, format!("is {is}, and {}, which means the same, is {that}", self.key)))
+            }
+            (None, Some(_)) => Ok(other),
+            _ => Ok(self.key),
+        }
+    }
+
     fn write(&self, model: &mut ModelConfig) -> (String, Value) {
         let value = match self.is {
-            Is::Size(of) => Value::from(*of(model)),
+            Is::Size(of) | Is::Count(of) => Value::from(*of(model)),
             Is::Number(of) => Value::from(*of(model)),
             Is::Switch(of) => Value::from(*of(model)),
             Is::Always(only) => literal(only),
@@ -123,8 +151,13 @@ fn literal(json: &str) -> Value {
     serde_json::from_str(json).unwrap_or_default()
 }
 
+/// A value as a message repeats it.
+fn in_short(value: &Value) -> String {
+    shortened(&value.to_string()).into_owned()
+}
+
 /// Keys that say nothing of what a model computes.
-const OF_NO_INTEREST: &[&str] = &[
+pub(super) const OF_NO_INTEREST: &[&str] = &[
     "_name_or_path",
     "architectures",
     "auto_map",
@@ -202,33 +235,89 @@ impl ConfigJson {
         }
     }
 
-    /// What it says of a key; none where that is `null`.
+    /// What it says of a key; none where that is `null`. A dot leads into a table: `rope_scaling.factor`.
     pub fn get(&self, key: &str) -> Option<&Value> {
         self.asked.borrow_mut().insert(key.to_owned());
-        self.keys.get(key).filter(|value| !value.is_null())
+        let value = match key.split_once('.') {
+            Some((table, name)) => self.keys.get(table)?.get(name),
+            None => self.keys.get(key),
+        };
+        value.filter(|value| !value.is_null())
     }
 
-    /// What it says of a key that is a whole number.
+    /// What it says of a key, as `read` reads it.
+    fn read<'a, T>(
+        &'a self,
+        key: &str,
+        expected: &str,
+        read: impl Fn(&'a Value) -> Option<T>,
+    ) -> Result<Option<T>> {
+        let wrong = |value: &Value| self.error(key, format!("is {}, expected {expected}", in_short(value)));
+        self.get(key).map(|value| read(value).ok_or_else(|| wrong(value))).transpose()
+    }
+
+    /// What it says of a key that is a whole number above 0.
     ///
     /// # Errors
     /// [`Error::Config`] where it is something else.
     pub fn size(&self, key: &str) -> Result<Option<usize>> {
-        let size = |value: &Value| value.as_u64().and_then(|size| usize::try_from(size).ok());
-        let read = |value: &Value| {
-            size(value).ok_or_else(|| self.error(key, format!("is {value}, expected a whole number")))
-        };
-        self.get(key).map(read).transpose()
+        let expected = format!("a whole number from 1 to {MOST}");
+        self.read(key, &expected, |value| whole(value).filter(|size| *size > 0))
     }
 
-    /// What it says of a key that is a number.
+    /// What it says of a key that is a whole number, which may be 0.
+    ///
+    /// # Errors
+    /// [`Error::Config`] where it is something else.
+    pub fn count(&self, key: &str) -> Result<Option<usize>> {
+        self.read(key, &format!("a whole number from 0 to {MOST}"), whole)
+    }
+
+    /// What it says of a key that is a number, which may be 0.
     ///
     /// # Errors
     /// [`Error::Config`] where it is something else.
     pub fn number(&self, key: &str) -> Result<Option<f64>> {
-        let read = |value: &Value| {
-            value.as_f64().ok_or_else(|| self.error(key, format!("is {value}, expected a number")))
-        };
-        self.get(key).map(read).transpose()
+        self.read(key, "a number of at least 0", |value| single(value).filter(|number| *number >= 0.0))
+    }
+
+    /// What it says of a key that is a number above 0.
+    ///
+    /// # Errors
+    /// [`Error::Config`] where it is something else.
+    pub fn above_zero(&self, key: &str) -> Result<Option<f64>> {
+        // Kernels compute with single precision, in which a smaller number is zero.
+        let above = |value: &Value| single(value).filter(|number| *number as f32 > 0.0);
+        self.read(key, "a number above 0 that single precision holds", above)
+    }
+
+    /// What it says of a key that is true or false.
+    ///
+    /// # Errors
+    /// [`Error::Config`] where it is something else.
+    pub fn switch(&self, key: &str) -> Result<Option<bool>> {
+        self.read(key, "true or false", Value::as_bool)
+    }
+
+    /// What it says of a key that is a word.
+    ///
+    /// # Errors
+    /// [`Error::Config`] where it is something else.
+    pub fn word(&self, key: &str) -> Result<Option<&str>> {
+        self.read(key, "a text", Value::as_str)
+    }
+
+    /// What it says of a key that is a table.
+    ///
+    /// # Errors
+    /// [`Error::Config`] where it is something else.
+    pub fn table(&self, key: &str) -> Result<Option<&Map<String, Value>>> {
+        self.read(key, "an object", Value::as_object)
+    }
+
+    /// That a key is not there.
+    pub fn missing(&self, key: &str) -> Error {
+        self.error(key, "is not there, and is needed")
     }
 
     /// Says that these keys count for nothing.
@@ -243,12 +332,36 @@ impl ConfigJson {
     }
 
     /// Keys that nobody has asked for and that may say something of the model.
-    pub fn passed_over(&self) -> Vec<&str> {
+    pub fn passed_over(&self) -> Vec<String> {
         let asked = self.asked.borrow();
         let known = |key: &str| asked.contains(key) || OF_NO_INTEREST.contains(&key);
-        let keys = self.keys.iter().filter(|(key, value)| !value.is_null() && !known(key));
-        keys.map(|(key, _)| key.as_str()).collect()
+        let keys = self.keys.iter().filter(|(_, value)| !value.is_null());
+        let mut unread = Vec::new();
+        for (key, value) in keys {
+            let inside = format!("{key}.");
+            if !known(key) {
+                unread.push(key.clone());
+            } else if asked.iter().any(|asked| asked.starts_with(&inside)) {
+                // A table whose keys are read one by one.
+                let inner = value.as_object().into_iter().flatten().filter(|(_, value)| !value.is_null());
+                let inner = inner.map(|(name, _)| format!("{inside}{name}"));
+                unread.extend(inner.filter(|key| !asked.contains(key)));
+            }
+        }
+        unread
     }
+}
+
+/// The largest size that is believed: rows and elements have numbers of 32 bits.
+const MOST: usize = i32::MAX as usize;
+
+fn whole(value: &Value) -> Option<usize> {
+    value.as_u64().and_then(|size| usize::try_from(size).ok()).filter(|size| *size <= MOST)
+}
+
+/// A number that single precision, which kernels compute with, holds.
+fn single(value: &Value) -> Option<f64> {
+    value.as_f64().filter(|number| (*number as f32).is_finite())
 }
 
 /// What a family's `config.json` says of a model.
@@ -281,5 +394,6 @@ pub(super) fn read(family: &dyn Family, json: &ConfigJson) -> Result<ModelConfig
     };
     family.fields().iter().try_for_each(|field| field.read(json, &mut model))?;
     family.read_rest(json, &mut model)?;
+    check_model(&model).map_err(|error| error.in_file(&json.path))?;
     Ok(model)
 }

@@ -19,7 +19,7 @@ pub const LATENT: [Field; 13] = [
     Field::size("n_routed_experts", |m| &mut m.experts),
     Field::size("num_experts_per_tok", |m| &mut m.top_k),
     Field::size("moe_intermediate_size", |m| &mut m.expert_ffn),
-    Field::size("first_k_dense_replace", |m| &mut m.dense_layers).or("0"),
+    Field::count("first_k_dense_replace", |m| &mut m.dense_layers).or("0"),
     Field::number("routed_scaling_factor", |m| &mut m.route_scale).or("1.0"),
     Field::number("rms_norm_eps", |m| &mut m.norm_eps).or("1e-6"),
     Field::always("attention_bias", "false"),
@@ -45,13 +45,21 @@ const KV_HEADS: &str = "num_key_value_heads";
 pub fn read(json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
     model.qk_norm = QkNorm::None;
     model.kv_heads = json.size(KV_HEADS)?.unwrap_or(model.heads);
-    let ffn = json.size(FFN)?.unwrap_or(0);
+    // It stands in files of models that have no dense layer, too.
+    let ffn = json.count(FFN)?.unwrap_or(0);
     model.ffn = if model.dense_layers > 0 { ffn } else { 0 };
     model.q_rank = json.size(Q_RANK)?.unwrap_or(0);
-    let nope = json.size(NOPE)?.ok_or_else(|| json.error(NOPE, "is not there, and is needed"))?;
+    let nope = json.size(NOPE)?.ok_or_else(|| json.missing(NOPE))?;
     model.head_dim = nope + model.rope_dim;
-    model.shared_ffn = json.size(SHARED)?.unwrap_or(0) * model.expert_ffn;
-    let is_of_sequences = json.get(OF_SEQUENCES).and_then(Value::as_bool).unwrap_or(true);
+    let shared = json.count(SHARED)?.unwrap_or(0);
+    model.shared_ffn = shared.checked_mul(model.expert_ffn).ok_or_else(|| {
+        let ffn = model.expert_ffn;
+        json.error(
+            SHARED,
+            format!("is {shared}, of moe_intermediate_size = {ffn} each: no model is as large"),
+        )
+    })?;
+    let is_of_sequences = json.switch(OF_SEQUENCES)?.unwrap_or(true);
     model.balance = if is_of_sequences { Balance::Sequence } else { Balance::Batch };
     model.aux_loss_coef = json.number(AUX)?.unwrap_or(0.0);
     read_rope(json, model)
@@ -75,14 +83,24 @@ pub fn write(model: &ModelConfig, keys: &mut Map<String, Value>) {
 /// # Errors
 /// [`crate::Error::Config`] where a key is no number.
 pub fn read_groups(json: &ConfigJson, model: &mut ModelConfig, score: GroupScore) -> Result<()> {
-    let groups = json.size(GROUPS)?.unwrap_or(0);
+    let (groups, top) = groups(json)?;
     if groups > 1 {
-        (model.groups, model.group_score) = (groups, score);
-        model.top_groups = json.size(TOP_GROUPS)?.unwrap_or(groups);
-    } else {
-        json.pass_over(&[TOP_GROUPS]);
+        (model.groups, model.top_groups, model.group_score) = (groups, top, score);
     }
     Ok(())
+}
+
+/// How many groups there are, and how many of them are chosen from.
+///
+/// # Errors
+/// [`crate::Error::Config`] where a key is no number above 0, or there are fewer groups than are chosen.
+pub fn groups(json: &ConfigJson) -> Result<(usize, usize)> {
+    let groups = json.size(GROUPS)?.unwrap_or(1);
+    let top = json.size(TOP_GROUPS)?.unwrap_or(groups);
+    if top > groups {
+        return Err(json.error(TOP_GROUPS, format!("is {top}, more than {GROUPS} = {groups}")));
+    }
+    Ok((groups, top))
 }
 
 /// The groups that experts are chosen from.

@@ -35,6 +35,7 @@ pub use qwen3_moe::Qwen3Moe;
 use crate::config::{Balance, ModelConfig};
 use crate::error::Result;
 use crate::spec::ModelSpec;
+use nibble_core::shortened;
 use serde_json::{Map, Value};
 use std::fmt;
 
@@ -77,10 +78,12 @@ pub fn config_json(family: &dyn Family, model: &ModelConfig, positions: usize) -
 /// [`crate::Error::Config`] naming the key whose value the decoder does not have.
 pub fn read(json: &ConfigJson) -> Result<(&'static dyn Family, ModelConfig)> {
     const KIND: &str = "model_type";
-    let kind = json.get(KIND).and_then(Value::as_str).unwrap_or_default();
+    let kind = json.word(KIND)?.ok_or_else(|| json.missing(KIND))?;
     let Some(family) = FAMILIES.into_iter().find(|family| family.name() == kind) else {
         let known: Vec<&str> = FAMILIES.iter().map(|family| family.name()).collect();
-        return Err(json.error(KIND, format!("is \"{kind}\", expected one of {}", known.join(", "))));
+        return Err(
+            json.error(KIND, format!("is \"{}\", expected one of {}", shortened(kind), known.join(", ")))
+        );
     };
     Ok((family, config_json::read(family, json)?))
 }
@@ -319,7 +322,7 @@ mod tests {
                 "is \"gelu\", which the decoder does not have: it has \"silu\" alone",
             ),
             ("mlp_only_layers", vec![1].into(), "is [1]; the decoder has dense layers before all others"),
-            ("hidden_size", "wide".into(), "is \"wide\", expected a whole number"),
+            ("hidden_size", "wide".into(), "is \"wide\", expected a whole number from 1 to 2147483647"),
             ("hidden_size", Value::Null, "is not there, and is needed"),
             ("attention_dropout", 0.1.into(), "is 0.1, which the decoder does not have: it has 0.0 alone"),
             ("model_type", "gpt2".into(), "is \"gpt2\", expected one of qwen3_moe"),
@@ -334,6 +337,174 @@ mod tests {
             read_with("use_cache", true.into()).unwrap()
         );
         assert_eq!(read_with("num_key_value_heads", Value::Null).unwrap().kv_heads, 4);
+    }
+
+    /// What each family writes of a model that has all that it can have.
+    fn of_each_family() -> Vec<(&'static str, Map<String, Value>)> {
+        let latent = ["model.kv_rank=32", "model.rope_dim=8", "model.kv_heads=4", "model.qk_norm=false"];
+        let latent = [
+            &latent[..],
+            &["model.value_head_dim=12", "model.shared_ffn=128", "model.balance=sequence", "model.q_rank=24"],
+            &[
+                "model.layers=3",
+                "model.dense_layers=1",
+                "model.ffn=96",
+                "model.groups=4",
+                "model.top_groups=2",
+            ],
+            &["model.rope_scaling.kind=yarn", "model.rope_scaling.factor=40.0"],
+            &["model.rope_scaling.original_positions=64", "model.rope_scaling.mscale=0.7"],
+            &["model.rope_scaling.mscale_all_dim=0.9"],
+        ]
+        .concat();
+        let v3 = ["model.scores=sigmoid", "model.router_bias=true", "model.group_score=top2"];
+        let llama3 = [
+            "model.qk_norm=false",
+            "model.rope_scaling.kind=llama3",
+            "model.rope_scaling.factor=8.0",
+            "model.rope_scaling.original_positions=64",
+        ];
+        let olmoe = ["model.qk_norm=width", "model.norm_topk_prob=false", "model.kv_heads=4"];
+        let shapes: [(&dyn Family, Vec<&str>); 8] = [
+            (&Qwen3Moe, vec!["model.layers=4", "model.dense_layers=2", "model.ffn=96"]),
+            (&Qwen3, DENSE.to_vec()),
+            (&Llama, [&DENSE[..], &llama3].concat()),
+            (&Qwen2, [&DENSE[..], &BIASES].concat()),
+            (&Olmoe, olmoe.to_vec()),
+            (&DeepseekV2, [&latent[..], &["model.norm_topk_prob=false"]].concat()),
+            (&DeepseekV3, [&latent[..], &v3].concat()),
+            (&Nibble, vec![]),
+        ];
+        let keys = |(family, changes): (&dyn Family, Vec<&str>)| {
+            let Value::Object(keys) = config_json(family, &model(&changes), 128) else { panic!() };
+            (family.name(), keys)
+        };
+        shapes.into_iter().map(keys).collect()
+    }
+
+    /// Reads these keys with one changed; a dot leads into a table.
+    fn read_changed(keys: &Map<String, Value>, key: &str, value: &Value) -> Result<ModelConfig> {
+        let mut keys = keys.clone();
+        match key.split_once('.') {
+            Some((table, name)) => keys[table][name] = value.clone(),
+            None => drop(keys.insert(key.into(), value.clone())),
+        }
+        read(&ConfigJson::of(keys)).map(|(_, model)| model)
+    }
+
+    #[test]
+    fn every_key_that_is_read_has_its_type_or_is_refused_by_name() {
+        let huge = serde_json::json!(1u64 << 63);
+        let wrong = serde_json::json!(["x", [], {}, -1, true, 5, 1e300]);
+        for (family, keys) in of_each_family() {
+            read(&ConfigJson::of(keys.clone())).unwrap();
+            let of_rope = keys.get("rope_scaling").and_then(Value::as_object).into_iter().flatten();
+            let inner = of_rope.map(|(name, value)| (format!("rope_scaling.{name}"), value));
+            let outer = keys.iter().map(|(key, value)| (key.clone(), value));
+            for (key, is) in outer.chain(inner) {
+                if config_json::OF_NO_INTEREST.contains(&key.as_str()) && key != "model_type" {
+                    continue;
+                }
+                for value in wrong.as_array().unwrap().iter().chain([&huge]) {
+                    // Of the right type; what no table can be is refused too.
+                    let (whole, number) = (is.is_u64(), is.is_f64());
+                    let may = value.is_boolean() && is.is_boolean()
+                        || value == 5 && (whole || number)
+                        || *value == huge && number && *value != *is
+                        || key == "num_nextn_predict_layers" && value == 5
+                        || value.is_array() && is.is_array()
+                        || key == "q_lora_rank" && value == 5
+                        || ["rope_scaling", "model"].contains(&key.as_str())
+                            && value.as_object().is_some_and(Map::is_empty);
+                    match read_changed(&keys, &key, value) {
+                        Ok(_) => assert!(may, "{family}: {key} = {value} is taken"),
+                        Err(error) => {
+                            let error = error.to_string();
+                            let last = key.rsplit('.').next().unwrap();
+                            assert!(error.contains(last) || may, "{family}: {key} = {value}: {error}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn sizes_and_numbers_of_nothing_are_refused_by_name() {
+        let zero = Value::from(0);
+        for (family, keys) in of_each_family() {
+            for (key, is) in keys.iter().filter(|(_, is)| is.is_number()) {
+                // What may be none, or stands there and is not read.
+                let may = [
+                    "num_nextn_predict_layers",
+                    "first_k_dense_replace",
+                    "n_shared_experts",
+                    "router_aux_loss_coef",
+                    "router_z_loss_coef",
+                    "aux_loss_alpha",
+                    "attention_dropout",
+                ];
+                match read_changed(&keys, key, &zero) {
+                    Ok(_) => assert!(may.contains(&key.as_str()), "{family}: {key} = 0 for {is} is taken"),
+                    Err(error) => assert!(
+                        error.to_string().contains(key.as_str()) || key == "intermediate_size",
+                        "{error}"
+                    ),
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn tables_of_rope_that_say_no_rule_or_two_are_refused() {
+        use serde_json::json;
+        let (_, keys) = of_each_family().swap_remove(2);
+        let yarn = json!({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64});
+        for (value, why) in [
+            (json!({"factor": 2.0}), "`rope_scaling.rope_type`: is not there"),
+            (json!({"rope_type": 5}), "`rope_scaling.rope_type`: is 5, expected a text"),
+            (json!({"rope_type": "linear", "factor": 2.0}), "is \"linear\", which the decoder does not have"),
+            (json!({"rope_type": "yarn", "type": "llama3"}), "`rope_scaling.type`: is \"llama3\", and"),
+            (json!({"rope_type": "yarn", "factor": 2.0}), "original_max_position_embeddings`: is not there"),
+            (
+                json!({"rope_type": "yarn", "factor": 0.5, "original_max_position_embeddings": 9}),
+                "factor`: is 0.5",
+            ),
+            (
+                json!({"rope_type": "default", "rope_theta": 7.0}),
+                "`rope_theta`: is 10000.0, and rope_scaling",
+            ),
+        ] {
+            let error = read_changed(&keys, "rope_scaling", &value).unwrap_err().to_string();
+            assert!(error.contains(why), "{value}: {error}");
+        }
+        let read = read_changed(&keys, "rope_scaling", &yarn).unwrap().rope_scaling;
+        assert_eq!((read.factor, read.original_positions), (4.0, 64));
+        let error = read_changed(&keys, "rope_parameters", &yarn).unwrap_err().to_string();
+        assert!(error.contains("`rope_scaling`: says something else than rope_parameters"), "{error}");
+        // A key that is read nowhere is told.
+        let mut keys = keys;
+        keys["rope_scaling"]["partial_rotary_factor"] = json!(0.5);
+        let json = ConfigJson::of(keys);
+        super::read(&json).unwrap();
+        assert_eq!(json.passed_over(), ["rope_scaling.partial_rotary_factor"]);
+    }
+
+    #[test]
+    fn groups_and_shared_experts_are_counted() {
+        let (_, keys) = of_each_family().swap_remove(6);
+        for (key, value, why) in [
+            ("n_group", Value::from(0), "is 0, expected a whole number from 1 to"),
+            ("topk_group", 0.into(), "is 0, expected a whole number from 1 to"),
+            ("topk_group", 9.into(), "is 9, more than n_group = 4"),
+            ("n_shared_experts", i32::MAX.into(), "expected at most 2^31 - 1"),
+            ("seq_aux", 1.into(), "is 1, expected true or false"),
+            ("num_experts_per_tok", 9.into(), "model.top_k"),
+            ("first_k_dense_replace", 3.into(), "model.dense_layers"),
+        ] {
+            let error = read_changed(&keys, key, &value).unwrap_err().to_string();
+            assert!(error.contains(why), "{key}: {error}");
+        }
     }
 
     #[test]

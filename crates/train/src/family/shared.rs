@@ -3,6 +3,7 @@
 use super::config_json::{ConfigJson, Field};
 use crate::config::{Balance, ModelConfig, QkNorm, RopeScaling, RopeScalingKind};
 use crate::error::Result;
+use nibble_core::shortened;
 use serde_json::{Map, Value, json};
 
 /// Every decoder.
@@ -68,66 +69,104 @@ pub fn read_dense(json: &ConfigJson, model: &mut ModelConfig, qk_norm: QkNorm) -
 /// [`crate::Error::Config`] for a kind that the decoder does not have.
 pub fn read_rope(json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
     const USUAL_THETA: f64 = 10_000.0;
-    let (parameters, scaling) = (json.get("rope_parameters"), json.get("rope_scaling"));
-    let of_parameters = parameters.and_then(|of| of.get("rope_theta")).and_then(Value::as_f64);
-    model.rope_theta = of_parameters.or(json.number("rope_theta")?).unwrap_or(USUAL_THETA);
-    let (key, table) = match (parameters, scaling) {
-        (Some(table), _) => ("rope_parameters", table),
-        (None, Some(table)) => ("rope_scaling", table),
-        (None, None) => return Ok(()),
+    const TABLE: &str = "rope_parameters";
+    const FORMER: &str = "rope_scaling";
+    const THETA: &str = "rope_theta";
+    let (parameters, scaling) = (json.table(TABLE)?, json.table(FORMER)?);
+    let without_theta = |table: &Map<String, Value>| {
+        table.clone().into_iter().filter(|(key, _)| key != THETA).collect::<Map<_, _>>()
     };
-    let kind = ["rope_type", "type"].iter().find_map(|kind| table.get(kind)).and_then(Value::as_str);
-    let kind = match kind {
-        None | Some("default") => return Ok(()),
-        Some("llama3") => RopeScalingKind::Llama3,
-        Some("yarn") => RopeScalingKind::Yarn,
+    if let (Some(one), Some(other)) = (parameters, scaling)
+        && without_theta(one) != without_theta(other)
+    {
+        return Err(json.error(FORMER, format!("says something else than {TABLE}: leave one of them out")));
+    }
+    let key = if parameters.is_some() { TABLE } else { FORMER };
+    let inside = format!("{key}.{THETA}");
+    let (of_table, own) = (json.above_zero(&inside)?, json.above_zero(THETA)?);
+    if let (Some(of_table), Some(own)) = (of_table, own)
+        && of_table != own
+    {
+        return Err(json.error(THETA, format!("is {own:?}, and {inside} is {of_table:?}")));
+    }
+    model.rope_theta = of_table.or(own).unwrap_or(USUAL_THETA);
+    let kind = match rope_kind(json, key)? {
+        None => return Ok(()),
+        Some(kind) => kind,
+    };
+    read_rope_scaling(json, key, kind, model)
+}
+
+/// Which rule a table names, if any but the usual one.
+fn rope_kind(json: &ConfigJson, table: &str) -> Result<Option<RopeScalingKind>> {
+    let [key, former] = ["rope_type", "type"].map(|name| format!("{table}.{name}"));
+    let (said, other) = (json.word(&key)?, json.word(&former)?);
+    if let (Some(said), Some(other)) = (said, other)
+        && said != other
+    {
+        let why = format!("is \"{}\", and {key} is \"{}\"", shortened(other), shortened(said));
+        return Err(json.error(&former, why));
+    }
+    match said.or(other) {
+        Some("default") => {
+            // What else stands there counts for nothing.
+            let names = json.table(table)?.into_iter().flatten().map(|(name, _)| format!("{table}.{name}"));
+            let names: Vec<String> = names.collect();
+            json.pass_over(&names.iter().map(String::as_str).collect::<Vec<_>>());
+            Ok(None)
+        }
+        Some("llama3") => Ok(Some(RopeScalingKind::Llama3)),
+        Some("yarn") => Ok(Some(RopeScalingKind::Yarn)),
         Some(kind) => {
+            let kind = shortened(kind);
             let why =
                 format!("is \"{kind}\", which the decoder does not have: it has default, llama3 and yarn");
-            return Err(json.error(&format!("{key}.rope_type"), why));
+            Err(json.error(&key, why))
         }
-    };
-    read_rope_scaling(json, (key, table), kind, model)
+        None if json.get(&format!("{table}.factor")).is_some() => Err(json.missing(&key)),
+        None => Ok(None),
+    }
 }
 
 fn read_rope_scaling(
     json: &ConfigJson,
-    (key, table): (&str, &Value),
+    table: &str,
     kind: RopeScalingKind,
     model: &mut ModelConfig,
 ) -> Result<()> {
-    let said = |name: &str| table.get(name).filter(|value| !value.is_null());
-    let number = |name: &str, usual: f64| match said(name).map(|value| (value, value.as_f64())) {
-        None => Ok(usual),
-        Some((_, Some(number))) => Ok(number),
-        Some((value, None)) => {
-            Err(json.error(&format!("{key}.{name}"), format!("is {value}, expected a number")))
-        }
-    };
+    let key = |name: &str| format!("{table}.{name}");
+    let above = |name: &str, usual: f64| -> Result<f64> { Ok(json.above_zero(&key(name))?.unwrap_or(usual)) };
+    let number = |name: &str| -> Result<f64> { Ok(json.number(&key(name))?.unwrap_or_default()) };
+    let (factor, original) = (key("factor"), key("original_max_position_embeddings"));
     let usual = RopeScaling::default();
-    let original = number("original_max_position_embeddings", 0.0)? as usize;
-    model.rope_scaling =
-        RopeScaling { kind, factor: number("factor", 0.0)?, original_positions: original, ..usual };
+    model.rope_scaling = RopeScaling {
+        kind,
+        factor: json.above_zero(&factor)?.ok_or_else(|| json.missing(&factor))?,
+        original_positions: json.size(&original)?.ok_or_else(|| json.missing(&original))?,
+        ..usual
+    };
     let scaling = &mut model.rope_scaling;
     if kind == RopeScalingKind::Llama3 {
-        scaling.low_freq_factor = number("low_freq_factor", usual.low_freq_factor)?;
-        scaling.high_freq_factor = number("high_freq_factor", usual.high_freq_factor)?;
+        scaling.low_freq_factor = above("low_freq_factor", usual.low_freq_factor)?;
+        scaling.high_freq_factor = above("high_freq_factor", usual.high_freq_factor)?;
         return Ok(());
     }
-    scaling.beta_fast = number("beta_fast", usual.beta_fast)?;
-    scaling.beta_slow = number("beta_slow", usual.beta_slow)?;
-    scaling.mscale_all_dim = number("mscale_all_dim", 0.0)?;
+    scaling.beta_fast = above("beta_fast", usual.beta_fast)?;
+    scaling.beta_slow = above("beta_slow", usual.beta_slow)?;
+    (scaling.mscale, scaling.mscale_all_dim) = (number("mscale")?, number("mscale_all_dim")?);
     // It counts beside the other alone.
-    scaling.mscale = if scaling.mscale_all_dim == 0.0 { 0.0 } else { number("mscale", 0.0)? };
-    if let Some(value) = said("truncate").filter(|value| value.as_bool() != Some(true)) {
-        let why = format!("is {value}, which the decoder does not have: it has true alone");
-        return Err(json.error(&format!("{key}.truncate"), why));
+    if scaling.mscale_all_dim == 0.0 {
+        scaling.mscale = 0.0;
     }
-    match said("attention_factor") {
+    if json.switch(&key("truncate"))? == Some(false) {
+        let why = "is false, which the decoder does not have: it has true alone";
+        return Err(json.error(&key("truncate"), why));
+    }
+    match json.number(&key("attention_factor"))? {
         None => Ok(()),
         Some(factor) => {
             let why = format!("is {factor}; here it follows from factor, mscale and mscale_all_dim");
-            Err(json.error(&format!("{key}.attention_factor"), why))
+            Err(json.error(&key("attention_factor"), why))
         }
     }
 }

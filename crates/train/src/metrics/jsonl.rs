@@ -1,6 +1,6 @@
 //! Files of JSON lines, one object a step: whole after every step, cut back on resume.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::marker::PhantomData;
 use std::path::{Path, PathBuf};
 
@@ -86,7 +86,7 @@ impl<T: StepLine> StepLog<T> {
     /// [`Error::Io`].
     pub fn open(path: &Path, step: u64) -> Result<Self> {
         if let Some(dir) = path.parent() {
-            fs::create_dir_all(dir).map_err(Error::io(dir))?;
+            crate::files::make_folder(dir).map_err(Error::io(dir))?;
         }
         // The lines themselves: parsed and printed again, a number could come back with another last digit.
         let whole = if step == 0 { Vec::new() } else { whole_lines::<T>(path)? };
@@ -181,6 +181,7 @@ fn encode<T: StepLine>(metrics: &T, path: &Path) -> Result<Vec<u8>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs;
 
     fn step(step: u64) -> Metrics {
         Metrics {

@@ -73,7 +73,7 @@ const RUNS: [RGBColor; 6] = [
 pub fn draw_losses(curves: &[LossCurve], path: &Path) -> Result<()> {
     let svg = losses_svg(curves, PICTURE).map_err(|why| Error::data(path, why))?;
     if let Some(dir) = path.parent() {
-        std::fs::create_dir_all(dir).map_err(Error::io(dir))?;
+        crate::files::make_folder(dir).map_err(Error::io(dir))?;
     }
     write_whole(path, svg).map_err(Error::io(path))
 }

@@ -35,7 +35,7 @@ impl EventLog {
     /// # Errors
     /// [`Error::Io`].
     pub fn create(dir: &Path, step: u64) -> Result<Self> {
-        fs::create_dir_all(dir).map_err(Error::io(dir))?;
+        crate::files::make_folder(dir).map_err(Error::io(dir))?;
         if step == 0 {
             remove_older(dir)?;
         }

@@ -132,10 +132,11 @@ impl<B: Kernels> Decoder<B> {
     /// From the backend and other ranks.
     pub fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
         self.begin_prepare(cx)?;
-        while cx.is_gathering() {
-            cx.finish_gathering(self.params())?;
-        }
-        Ok(())
+        cx.finish_gathering(self.embed.params())?;
+        // Each group among its own weights: a deep model has thousands.
+        self.blocks.iter_mut().try_for_each(|block| cx.finish_gathering(block.params()))?;
+        cx.finish_gathering(self.norm.params())?;
+        cx.finish_gathering(vec![self.head.weight_mut(&mut self.embed.weight)])
     }
 
     /// Begins to make them, for [`Decoder::forward`] with the same context: rows of other ranks come beside the layers before the one that needs them.

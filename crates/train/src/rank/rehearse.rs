@@ -109,7 +109,7 @@ impl<'a, B: Kernels> RankState<'a, B> {
         self.activations = self.context.b.arena("activations")?;
         // A step that measures takes a little more, and not each as much.
         let turns = LayerSample::turns(config.model.layers);
-        let measuring = (0..steps).filter(|step| config.train.measures_in(*step)).take(turns);
+        let measuring = config.train.measured_steps().take(turns);
         for step in steps_of_change(&self.context.recipe, steps).into_iter().chain(measuring) {
             self.context.step = step;
             if step < steps {

@@ -16,7 +16,6 @@ use crate::metrics::{
 };
 use crate::pretrained::{companions_of, copy_companions, copy_generation};
 use nibble_core::Recipe;
-use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Checkpoints, metrics and picture, open for writing.
@@ -123,7 +122,7 @@ fn keep_companions(config: &Config, to: &Path) -> Result<()> {
         return if config.train.init_from.is_empty() { Ok(()) } else { copy_companions(&from, to) };
     }
     let Some(tokenizer) = config.tokenizer()? else { return Ok(()) };
-    fs::create_dir_all(to).map_err(Error::io(to))?;
+    crate::files::make_folder(to).map_err(Error::io(to))?;
     for (name, text) in tokenizer.files() {
         write_whole(&to.join(name), text).map_err(Error::io(to))?;
     }

@@ -1,7 +1,7 @@
 //! Which directory a run writes to: a new run replaces no file of another run, or of a person.
 
 use crate::checkpoint::{DIR, Store, has_checkpoints, latest_valid};
-use crate::config::{Config, read_text};
+use crate::config::{Config, in_shell, read_text};
 use crate::error::{Error, Result};
 use crate::fault::{Point, reach};
 use crate::metrics::EVENTS_PREFIX;
@@ -129,8 +129,10 @@ pub fn require_free(dir: &Path) -> Result<()> {
     let Some(taken) = taken(dir) else { return Ok(()) };
     let why = match has_begun(dir) {
         true => {
-            let dir = dir.display();
-            format!("{dir} holds a run already; --resume continues it, and a new one needs another directory")
+            let (shown, argument) = (dir.display(), in_shell(dir));
+            format!(
+                "{shown} holds a run already; `nibble train {argument} --resume` continues it, and a new one needs another directory"
+            )
         }
         false => format!(
             "{} is there already, and a run would replace it; name another directory",
@@ -172,7 +174,7 @@ pub fn latest(config: &Config, named_by_user: bool) -> Result<PathBuf> {
         oldest.display(),
         newest.display(),
         of_newest.unwrap_or_default().join("; "),
-        newest.display(),
+        in_shell(newest),
     );
     Err(Error::config("configuration", why))
 }

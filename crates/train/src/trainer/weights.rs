@@ -6,7 +6,7 @@ use super::pieces::PIECE;
 use super::saving::Part;
 use crate::checkpoint::{Checkpoint, Position, Tensors, hexadecimal, little_endian};
 use crate::delayed::{DelayedRecords, History};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::family::{Named, config_json};
 use crate::param::{Param, Placement};
 use crate::pretrained::Initial;
@@ -67,9 +67,10 @@ fn take<B: Kernels>(
             let (mut at, end) = (range.start.max(kept.start), range.end.min(kept.end));
             while at < end {
                 piece.resize((end - at).min(PIECE), 0.0);
-                from.read(&stored, begin + at - range.start, &mut piece)?;
-                if part == Part::Master {
-                    require_finite(from, &tensor.name, &piece)?;
+                let index = begin + at - range.start;
+                match part {
+                    Part::Master => from.read_weights((&tensor.name, &stored), index, &mut piece)?,
+                    _ => from.read(&stored, index, &mut piece)?,
                 }
                 if let Some(to) = part.of_mut(params[param]) {
                     write(b, to, at - kept.start, &piece)?;
@@ -92,20 +93,6 @@ fn write<B: Kernels>(b: &B, to: &mut Tensor<B>, at: usize, values: &[f32]) -> Re
         }
     }
     Ok(())
-}
-
-/// Checks weights that are to be computed with.
-fn require_finite(from: &Tensors, name: &str, values: &[f32]) -> Result<()> {
-    match values.iter().find(|value| !value.is_finite()) {
-        None => Ok(()),
-        Some(value) => {
-            let what = if value.is_nan() { "a NaN" } else { "an infinity" };
-            let why = format!(
-                "tensor `{name}` is not finite: it holds {what}, from which no run goes on; take an earlier checkpoint"
-            );
-            Err(Error::checkpoint(from.path(), why))
-        }
-    }
 }
 
 /// Takes what earlier steps left for this rank's scales. A run that is made longer may meet other tensors: of one that the checkpoint lacks

@@ -63,6 +63,16 @@ impl DataFile {
         let mut head = Vec::new();
         let begun = file.reader()?.take(HEAD_BYTES as u64).read_to_end(&mut head);
         begun.map_err(|e| file.broken(&e))?;
+        if let (Some(outer), Some(inner)) = (file.packing, Packing::of(&head))
+            && !asked.bytes
+        {
+            let (outer, inner) = (outer.name(), inner.name());
+            let why = format!(
+                "is {inner} inside {outer}, expected what is packed once: unpack it once more, with `{outer} -d`; if its bytes are what is to be learnt, \
+                 set data.bytes=true"
+            );
+            return Err(Error::data(path, why));
+        }
         file.head = head;
         file.read.store(0, Ordering::Relaxed);
         Ok(file)
@@ -96,7 +106,7 @@ impl DataFile {
     /// # Errors
     /// [`Error::Data`] where it cannot be opened.
     pub fn file(&self) -> Result<File> {
-        File::open(&self.path).map_err(|e| Error::data(&self.path, format!("cannot be read: {e}")))
+        files::open_to_read(&self.path).map_err(|e| Error::data(&self.path, format!("cannot be read: {e}")))
     }
 
     /// Whether it is a file whose bytes are not packed, so that it can be read here and there.

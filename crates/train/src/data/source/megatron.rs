@@ -5,12 +5,13 @@
 //! sequence as 64, of which the last is the number of sequences.
 
 use std::fs::File;
-use std::io::{BufReader, Read};
+use std::io::{BufReader, ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
 use super::{Asked, Content, DataFile, MOST_ROW_BYTES, Piece, Pieces, Row, Source, damaged};
 use crate::data::region::Region;
 use crate::error::{Error, Result};
+use crate::files;
 
 /// A pair of files of Megatron.
 pub(super) struct Megatron;
@@ -38,16 +39,18 @@ impl Source for Megatron {
         let index = index_of(path);
         match () {
             () if has_ending(path, "bin") && begins_so(&index) => vec![index],
-            () if has_ending(path, "idx") && begins_so(path) => vec![path.with_extension("bin")],
+            () if has_ending(path, "idx") && begins_so(path) => vec![ids_of(path)],
             () => Vec::new(),
         }
     }
 
     fn open(&self, file: &DataFile, _: &Asked) -> Result<Box<dyn Pieces>> {
         let index = Index::open(&index_of(&file.path))?;
-        let path = file.path.with_extension("bin");
-        let unread = |e: std::io::Error| Error::data(&path, format!("cannot be read: {e}"));
-        let ids = File::open(&path).map_err(unread)?;
+        let path = ids_of(&file.path);
+        let unread = |e: std::io::Error| {
+            Error::data(&path, format!("cannot be read: {e}; it holds the ids of {}", index.path.display()))
+        };
+        let ids = files::open_to_read(&path).map_err(unread)?;
         let has = ids.metadata().map_err(unread)?.len();
         let ids = BufReader::with_capacity(1 << 20, ids);
         let file = file.clone();
@@ -61,14 +64,26 @@ fn has_ending(path: &Path, ending: &str) -> bool {
 
 /// Where the index of a file of ids is.
 fn index_of(path: &Path) -> PathBuf {
-    path.with_extension("idx")
+    if has_ending(path, "idx") { path.to_owned() } else { beside(path, ["idx", "IDX"]) }
 }
 
-/// Whether there is a file that begins as an index does.
+/// Where the ids of a file of ids or of its index are.
+fn ids_of(path: &Path) -> PathBuf {
+    if has_ending(path, "bin") { path.to_owned() } else { beside(path, ["bin", "BIN"]) }
+}
+
+/// The file beside another that ends so, in capitals where that is the one that is there.
+fn beside(path: &Path, [small, large]: [&str; 2]) -> PathBuf {
+    let (small, large) = (path.with_extension(small), path.with_extension(large));
+    if !small.exists() && large.exists() { large } else { small }
+}
+
+/// Whether there is a file that begins as an index does, or what cannot be read in its place: that is told where it is opened.
 fn begins_so(path: &Path) -> bool {
     let mut start = Vec::new();
-    let read = File::open(path).and_then(|file| file.take(MARK.len() as u64).read_to_end(&mut start));
-    read.is_ok() && start == MARK
+    let read =
+        files::open_to_read(path).and_then(|file| file.take(MARK.len() as u64).read_to_end(&mut start));
+    read.map_or_else(|error| error.kind() != ErrorKind::NotFound, |_| start == MARK)
 }
 
 /// An index, which stays on the disk.

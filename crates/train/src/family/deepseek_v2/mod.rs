@@ -1,12 +1,13 @@
 //! DeepSeek-V2 and V2-Lite (`DeepseekV2ForCausalLM`): latent attention, softmax scores that are not normalised, of V2 from the best groups of experts.
 //! `transformers` has no load-balancing loss for it; `aux_loss_alpha` is of the published program.
 
-use super::latent::{LATENT, read, read_groups, tensors, write, write_groups};
+use super::latent::{LATENT, groups, read, read_groups, tensors, write, write_groups};
 use super::shared::DECODER;
 use super::{ConfigJson, Family, Field, Named};
 use crate::config::{GroupScore, ModelConfig};
 use crate::error::Result;
 use crate::spec::ModelSpec;
+use nibble_core::shortened;
 use serde_json::{Map, Value};
 
 /// DeepSeek-V2, and V2-Lite, whose queries have no latent.
@@ -33,11 +34,12 @@ impl Family for DeepseekV2 {
     }
 
     fn read_rest(&self, json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
-        match json.get(METHOD).and_then(Value::as_str).unwrap_or(OF_ALL) {
+        match json.word(METHOD)?.unwrap_or(OF_ALL) {
             // What files say of groups counts for nothing then.
-            OF_ALL => json.pass_over(&["n_group", "topk_group"]),
+            OF_ALL => drop(groups(json)?),
             OF_GROUPS => read_groups(json, model, GroupScore::Max)?,
             other => {
+                let other = shortened(other);
                 let why = format!("is \"{other}\", expected \"{OF_ALL}\" or \"{OF_GROUPS}\"");
                 return Err(json.error(METHOD, why));
             }

@@ -38,7 +38,7 @@ impl Family for DeepseekV3 {
         (model.scores, model.router_bias) = (Scores::Sigmoid, true);
         read_groups(json, model, GroupScore::Top2)?;
         // They are passed over by their names, however many there are.
-        json.pass_over(&[MORE_LAYERS]);
+        json.count(MORE_LAYERS)?;
         read(json, model)
     }
 

@@ -5,6 +5,7 @@ use super::{ConfigJson, Family, Field, Named, as_they_are};
 use crate::config::ModelConfig;
 use crate::error::Result;
 use crate::spec::ModelSpec;
+use nibble_core::shortened;
 use serde_json::{Map, Value};
 
 /// Every model.
@@ -28,8 +29,16 @@ impl Family for Nibble {
     }
 
     fn read_rest(&self, json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
-        let table = json.get(MODEL).ok_or_else(|| json.error(MODEL, "is not there, and is needed"))?;
-        *model = serde_json::from_value(table.clone()).map_err(|e| json.error(MODEL, e.to_string()))?;
+        let table = json.table(MODEL)?.ok_or_else(|| json.missing(MODEL))?;
+        // A list would be taken as the values of its keys, one after the other.
+        if let Some((key, list)) = table.iter().find(|(_, value)| value.is_array()) {
+            return Err(json.error(
+                &format!("{MODEL}.{key}"),
+                format!("is {}, expected no list", shortened(&list.to_string())),
+            ));
+        }
+        let table = Value::Object(table.clone());
+        *model = serde_json::from_value(table).map_err(|e| json.error(MODEL, e.to_string()))?;
         Ok(())
     }
 

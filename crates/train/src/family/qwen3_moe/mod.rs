@@ -8,6 +8,7 @@ use super::{ConfigJson, Family, Field, Named, as_they_are};
 use crate::config::{ModelConfig, QkNorm};
 use crate::error::Result;
 use crate::spec::ModelSpec;
+use nibble_core::shortened;
 use serde_json::{Map, Value};
 
 /// Qwen3's mixtures of experts.
@@ -41,14 +42,15 @@ impl Family for Qwen3Moe {
 
     fn read_rest(&self, json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
         model.qk_norm = QkNorm::Heads;
-        let ffn = json.size(FFN)?.unwrap_or(0);
+        let ffn = json.count(FFN)?.unwrap_or(0);
         if let Some(dense) = json.get(DENSE) {
             let numbers = dense.as_array().map(Vec::as_slice).unwrap_or_default();
             let is_first = |(i, layer): (usize, &Value)| layer.as_u64() == Some(i as u64);
             if !dense.is_array() || !numbers.iter().enumerate().all(is_first) || numbers.len() >= model.layers
             {
                 let why = format!(
-                    "is {dense}; the decoder has dense layers before all others: [0, 1, ...], or none"
+                    "is {}; the decoder has dense layers before all others: [0, 1, ...], or none",
+                    shortened(&dense.to_string())
                 );
                 return Err(json.error(DENSE, why));
             }
