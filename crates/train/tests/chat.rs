@@ -19,7 +19,8 @@ fn tokens() -> BTreeMap<String, String> {
 fn template(name: &str) -> ChatTemplate {
     let path = file(&format!("{name}.jinja"));
     let text = fs::read_to_string(&path).unwrap();
-    ChatTemplate::new(&path, &text, &tokens()).unwrap().at(UNIX_EPOCH + Duration::from_secs(1_721_984_461))
+    let template = ChatTemplate::new(&path, &text, &tokens()).unwrap();
+    template.at(UNIX_EPOCH + Duration::from_secs(1_721_984_461)).unwrap()
 }
 
 fn cases() -> Vec<Value> {

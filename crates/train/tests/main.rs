@@ -49,6 +49,7 @@ mod same_buffers;
 mod saving;
 mod spec;
 mod stopping;
+mod strangers;
 mod tokenizers;
 mod transfers;
 mod work;

@@ -16,7 +16,7 @@ use std::sync::Arc;
 use crate::error::{Error, Result};
 
 pub use bytes::{BYTE_VOCAB, Bytes};
-pub use chat::{ChatTemplate, Conversation, Rendered};
+pub use chat::{ANSWERS, ChatTemplate, Conversation, Rendered};
 pub use framing::{AUTO, Framing, NONE};
 pub use hugging_face::HuggingFace;
 pub use stream::TextStream;

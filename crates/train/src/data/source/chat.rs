@@ -8,7 +8,7 @@ use serde::Serialize;
 use super::{Content, Piece};
 use crate::config::DataConfig;
 use crate::error::{Error, Result};
-use crate::tokenizer::{ChatTemplate, Conversation, SharedTokenizer};
+use crate::tokenizer::{ANSWERS, ChatTemplate, Conversation, SharedTokenizer};
 
 /// The key of the messages of a row, and how they are written.
 #[derive(Debug, Clone, Serialize)]
@@ -48,7 +48,7 @@ impl Chat {
                 format!("is \"{key}\", but the tokens are {tokens}, which come without a chat template");
             return Err(Error::config("data.messages_key", why));
         };
-        let template = template.at(UNIX_EPOCH + DAY);
+        let template = template.at(UNIX_EPOCH + DAY)?;
         Ok(Some(Self { key, written: template.source().to_owned(), template: Arc::new(template) }))
     }
 
@@ -59,6 +59,9 @@ impl Chat {
         })?;
         let conversation = Conversation::of_row(line, &self.key)?;
         let rendered = self.template.render(&conversation).map_err(|e| e.to_string())?;
+        if rendered.answers.iter().all(std::ops::Range::is_empty) {
+            return Err(self.without_answer(&conversation));
+        }
         let (mut parts, mut at) = (Vec::new(), 0);
         let mut add = |text: &str, is_target| {
             if !text.is_empty() {
@@ -73,4 +76,34 @@ impl Chat {
         add(&rendered.text[at..], false);
         Ok(Piece::whole(Content::Chat(parts)))
     }
+
+    /// Why a conversation has nothing that could be learnt.
+    fn without_answer(&self, conversation: &Conversation) -> String {
+        let roles = conversation.roles();
+        let why = match &roles[..] {
+            [] => "it has no message".into(),
+            _ if roles.iter().any(|role| role == ANSWERS) => {
+                format!("what the chat template writes for the role {ANSWERS} is empty")
+            }
+            [one] => format!("its only role is {one}; the role of an answer is {ANSWERS}"),
+            _ => {
+                let roles = roles.into_iter().take(MOST_ROLES).collect::<Vec<_>>().join(", ");
+                format!("its roles are {roles}; the role of an answer is {ANSWERS}")
+            }
+        };
+        format!("\"{}\" has no answer: {why}", self.key)
+    }
+
+    /// Begins a file.
+    pub fn begin_file(&self) {
+        self.template.begin_file();
+    }
+
+    /// Whether the template has done all that it may in this file. That is no fault of a row, so none is left out for it.
+    pub fn is_spent(&self) -> bool {
+        self.template.is_spent()
+    }
 }
+
+/// Roles that a message lists.
+const MOST_ROLES: usize = 8;

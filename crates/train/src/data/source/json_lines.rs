@@ -35,6 +35,9 @@ impl Source for JsonLines {
 
     fn open(&self, file: &DataFile, asked: &Asked) -> Result<Box<dyn Pieces>> {
         let (reader, line) = (file.reader()?, Vec::new());
+        if let Some(chat) = &asked.chat {
+            chat.begin_file();
+        }
         Ok(Box::new(Lines { reader, file: file.clone(), asked: asked.clone(), line, number: 0 }))
     }
 }
@@ -91,6 +94,11 @@ impl Pieces for Lines {
                 continue;
             }
             let holds = read.and_then(|()| document(line, &self.asked));
+            if let (Err(why), Some(chat)) = (&holds, &self.asked.chat)
+                && chat.is_spent()
+            {
+                return Err(Error::data(&self.file.path, format!("line {}: {why}", self.number)));
+            }
             return Ok(Some(Row { number: self.number, holds }));
         }
     }

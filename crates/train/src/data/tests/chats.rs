@@ -66,7 +66,19 @@ fn a_row_that_is_no_conversation_is_named_or_left_out() {
     for (row, why) in [
         (r#"{"text": "x"}"#, "has no \"talk\", but \"text\"; data.messages_key names another"),
         (r#"{"talk": "x"}"#, "\"talk\" is a text, expected a list"),
-        (r#"{"talk": [{"content": "x"}]}"#, "\"talk\" has no text `role` in message 1"),
+        (r#"{"talk": [{"content": "x"}]}"#, "\"talk\" has no text `role` in message 1, but \"content\""),
+        (
+            r#"{"talk": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}"#,
+            "\"talk\" has no text `role` in message 1, but \"from\", \"value\"",
+        ),
+        (
+            r#"{"talk": [{"role": "user", "content": "q"}, {"role": "gpt", "content": "a"}]}"#,
+            "\"talk\" has no answer: its roles are user, gpt; the role of an answer is assistant",
+        ),
+        (
+            r#"{"talk": [{"role": "user", "content": "q"}]}"#,
+            "\"talk\" has no answer: its only role is user; the role of an answer is assistant",
+        ),
         (r#"{"talk": [{"role": "system", "content": "x"}]}"#, "begin with a question"),
         ("[1]", "is a list, expected an object"),
         ("{", "is no JSON"),
@@ -77,6 +89,51 @@ fn a_row_that_is_no_conversation_is_named_or_left_out() {
         assert!(error.contains("talks.jsonl: line 101: ") && error.contains(why), "{error}");
         config.data.on_error = OnError::Skip;
         Dataset::of(&config).unwrap();
+    }
+}
+
+/// What has no answer would be learnt with a loss of 0.
+#[test]
+fn an_answer_without_a_text_is_none() {
+    let rows = |content: &str| {
+        let row = format!(
+            r#"{{"talk": [{{"role": "user", "content": "q"}}, {{"role": "assistant", "content": "{content}"}}]}}"#
+        );
+        row + "\n"
+    };
+    let bare = "{% for message in messages %}{{ message.content }}{% endfor %}";
+    let marked = "{% for message in messages %}{% generation %}{% if message.role == 'assistant' %}{{ message.content }}{% endif %}\
+        {% endgeneration %}{% endfor %}";
+    for template in [bare, marked] {
+        let dir = place(Some(template), &(rows("an answer").repeat(100) + &rows("")));
+        let mut config = config(dir.path());
+        let error = Dataset::of(&config).unwrap_err().to_string();
+        let why =
+            "line 101: \"talk\" has no answer: what the chat template writes for the role assistant is empty";
+        assert!(error.contains("talks.jsonl") && error.contains(why), "{error}");
+        config.data.on_error = OnError::Skip;
+        Dataset::of(&config).unwrap();
+    }
+    let dir = place(Some("x"), "{\"talk\": []}\n");
+    let error = Dataset::of(&config(dir.path())).unwrap_err().to_string();
+    assert!(error.contains("line 1: \"talk\" has no answer: it has no message"), "{error}");
+}
+
+/// A template that does too much does it for each row: the file is not read to its end, whatever becomes of rows that cannot be read.
+#[test]
+fn a_template_does_so_much_for_a_file() {
+    let row =
+        r#"{"talk": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "an answer"}]}"#;
+    let endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}".to_owned()
+        + TEMPLATE;
+    let dir = place(Some(&endless), &format!("{row}\n").repeat(300));
+    let mut config = config(dir.path());
+    for on_error in [OnError::Stop, OnError::Skip] {
+        config.data.on_error = on_error;
+        let error = Dataset::of(&config).unwrap_err().to_string();
+        let why =
+            "chat_template.jinja: its chat template: line 1: takes more steps than its conversations warrant";
+        assert!(error.contains("talks.jsonl: line 1: ") && error.contains(why), "{error}");
     }
 }
 

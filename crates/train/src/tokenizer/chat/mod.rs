@@ -1,6 +1,10 @@
 //! Conversations as text: the chat templates that published models bring along, with what Hugging Face's `transformers` gives them.
 
+mod bounds;
+mod builtins;
 mod date;
+mod engine;
+mod guard;
 mod python;
 
 use std::collections::BTreeMap;
@@ -9,10 +13,11 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-use minijinja::value::{Kwargs, ValueKind};
-use minijinja::{AutoEscape, Environment, ErrorKind, Value, context};
-use minijinja_contrib::pycompat::unknown_method_callback;
+use minijinja::value::ValueKind;
+use minijinja::{ErrorKind, Value, context};
 
+use self::bounds::{EXCEEDED, Warrant};
+use self::engine::{Engine, Failure};
 use crate::error::{Error, Result};
 use crate::json_rows::no_json;
 
@@ -20,6 +25,8 @@ use crate::json_rows::no_json;
 #[derive(Debug, Clone)]
 pub struct Conversation {
     messages: Vec<Value>,
+    /// Bytes that it had as JSON.
+    bytes: usize,
 }
 
 impl Conversation {
@@ -29,7 +36,8 @@ impl Conversation {
     /// [`Error::Config`] with the key `messages`, for what is none; the caller knows of which file and row.
     pub fn from_json(json: &str) -> Result<Self> {
         let read = serde_json::from_str(json).map_err(|e| format!("are no JSON: {e}"));
-        read.and_then(|messages| Self::of(&messages)).map_err(|why| Error::config("messages", why))
+        read.and_then(|messages| Self::of(&messages, json.len()))
+            .map_err(|why| Error::config("messages", why))
     }
 
     /// The messages that an object has under this key.
@@ -52,21 +60,46 @@ impl Conversation {
                 if keys.is_empty() { "and no other key".into() } else { format!("but {}", keys.join(", ")) };
             return Err(format!("has no \"{key}\", {there}; data.messages_key names another"));
         }
-        Self::of(&messages).map_err(|why| format!("\"{key}\" {why}"))
+        Self::of(&messages, json.len()).map_err(|why| format!("\"{key}\" {why}"))
     }
 
-    fn of(messages: &Value) -> Result<Self, String> {
+    fn of(messages: &Value, bytes: usize) -> Result<Self, String> {
         if messages.kind() != ValueKind::Seq {
             return Err(format!("is {}, expected a list of messages", python::kind(messages)));
         }
         let all = messages.try_iter().map_err(|e| e.to_string())?;
         let messages = all.enumerate().map(|(number, message)| match Role::of(&message) {
             Some(_) => Ok(message_of(&message)),
-            None => Err(format!("has no text `role` in message {}", number + 1)),
+            None => Err(format!("has no text `role` in message {}{}", number + 1, keys_of(&message))),
         });
-        Ok(Self { messages: messages.collect::<Result<_, String>>()? })
+        Ok(Self { messages: messages.collect::<Result<_, String>>()?, bytes })
+    }
+
+    /// The roles of its messages, each once, in order.
+    #[must_use]
+    pub fn roles(&self) -> Vec<String> {
+        let mut roles = Vec::new();
+        for role in self.messages.iter().filter_map(Role::of) {
+            if !roles.contains(&role) {
+                roles.push(role);
+            }
+        }
+        roles
     }
 }
+
+/// The keys that a message has instead, for what is said of it.
+fn keys_of(message: &Value) -> String {
+    if message.kind() != ValueKind::Map {
+        return format!(", which is {}", python::kind(message));
+    }
+    let keys: Vec<String> =
+        message.try_iter().into_iter().flatten().take(8).map(|key| format!("\"{key}\"")).collect();
+    if keys.is_empty() { String::new() } else { format!(", but {}", keys.join(", ")) }
+}
+
+/// The role of a message that is an answer.
+pub const ANSWERS: &str = "assistant";
 
 /// The role of a message.
 struct Role;
@@ -113,7 +146,7 @@ pub struct ChatTemplate {
     /// Where it stands.
     path: PathBuf,
     source: String,
-    environment: Environment<'static>,
+    engine: Engine,
     /// Texts of tokens that templates put in, by their names.
     tokens: BTreeMap<String, String>,
     /// Whether it says itself what an answer is.
@@ -126,9 +159,9 @@ impl fmt::Debug for ChatTemplate {
     }
 }
 
-/// The names of the template, and of it with marks around answers.
-const PLAIN: &str = "chat";
-const MARKED: &str = "marked";
+/// The numbers of the engine's programs: the template, and it with marks around answers.
+const PLAIN: usize = 0;
+const MARKED: usize = 1;
 
 /// The filters that stand where `{% generation %}` stood.
 const BARE_FILTER: &str = "nibble_answer";
@@ -138,8 +171,8 @@ const MARK_FILTER: &str = "nibble_marked_answer";
 const BEGIN: char = '\u{fdd0}';
 const END: char = '\u{fdd1}';
 
-/// Instructions that one conversation takes, at most: a template is a program of others, which need not end.
-const MOST_WORK: u64 = 50_000_000;
+/// Instructions that one conversation takes, at most: a template is a program of others, which need not end. Most are stopped earlier, by `bounds`.
+const MOST_WORK: u64 = 100_000_000;
 
 impl ChatTemplate {
     /// A template, which stands in the file `path`. `tokens`: what it may name, such as `bos_token`.
@@ -147,24 +180,28 @@ impl ChatTemplate {
     /// # Errors
     /// [`Error::Tokenizer`] naming the file, for what is no template.
     pub fn new(path: &Path, text: &str, tokens: &BTreeMap<String, String>) -> Result<Self> {
-        let fail = |e: &minijinja::Error| Error::Tokenizer {
-            path: path.to_owned(),
-            why: format!("its chat template cannot be read: {}", said(e)),
-        };
-        let mut environment = environment();
-        let (plain, has_generation) = without_generation(text, BARE_FILTER);
-        environment.add_template_owned(PLAIN, plain).map_err(|e| fail(&e))?;
-        if has_generation {
-            let marked = without_generation(text, MARK_FILTER).0;
-            environment.add_template_owned(MARKED, marked).map_err(|e| fail(&e))?;
-        }
+        let (engine, has_generation) = Self::start(path, text, None)?;
         Ok(Self {
             path: path.to_owned(),
             source: text.to_owned(),
-            environment,
+            engine,
             tokens: tokens.clone(),
             has_generation,
         })
+    }
+
+    /// The engine of a template, and whether it says itself what an answer is.
+    fn start(path: &Path, text: &str, time: Option<SystemTime>) -> Result<(Engine, bool)> {
+        let (plain, has_generation) = without_generation(text, BARE_FILTER);
+        let mut texts = vec![("chat", plain)];
+        if has_generation {
+            texts.push(("marked", without_generation(text, MARK_FILTER).0));
+        }
+        let engine = Engine::start(texts, time).map_err(|failure| Error::Tokenizer {
+            path: path.to_owned(),
+            why: format!("its chat template cannot be read: {}", said(&failure)),
+        })?;
+        Ok((engine, has_generation))
     }
 
     /// As it was written.
@@ -174,10 +211,23 @@ impl ChatTemplate {
     }
 
     /// The same template on another day: `strftime_now` is of this time, in UTC. Without it, of now.
+    ///
+    /// # Errors
+    /// [`Error::Tokenizer`] where no thread can be started for it.
+    pub fn at(mut self, time: SystemTime) -> Result<Self> {
+        self.engine = Self::start(&self.path, &self.source, Some(time))?.0;
+        Ok(self)
+    }
+
+    /// Begins a file of conversations: what a template may do beyond what its conversations warrant is counted for a file.
+    pub fn begin_file(&self) {
+        self.engine.bounds.begin_file();
+    }
+
+    /// Whether the conversations since then have used all of that. No other is then to be asked for: each may take as long.
     #[must_use]
-    pub fn at(mut self, time: SystemTime) -> Self {
-        self.environment.add_function("strftime_now", move |format: &str| date::strftime(time, format));
-        self
+    pub fn is_spent(&self) -> bool {
+        self.engine.bounds.is_spent()
     }
 
     /// The text of a conversation, with the beginning of an answer if that is asked for.
@@ -185,10 +235,18 @@ impl ChatTemplate {
     /// # Errors
     /// [`Error::Tokenizer`] naming the template's file, with what it says.
     pub fn text(&self, of: &Conversation, add_generation_prompt: bool) -> Result<String> {
-        self.rendered(PLAIN, &of.messages, add_generation_prompt)
+        self.rendered(PLAIN, of, of.messages.len(), add_generation_prompt)
     }
 
-    fn rendered(&self, name: &str, messages: &[Value], add_generation_prompt: bool) -> Result<String> {
+    /// The text of so many of the messages.
+    fn rendered(
+        &self,
+        program: usize,
+        of: &Conversation,
+        count: usize,
+        add_generation_prompt: bool,
+    ) -> Result<String> {
+        let messages = &of.messages[..count];
         let context = context! {
             messages => messages,
             tools => (),
@@ -196,8 +254,8 @@ impl ChatTemplate {
             add_generation_prompt => add_generation_prompt,
             ..Value::from_serialize(&self.tokens)
         };
-        let template = self.environment.get_template(name).and_then(|template| template.render(context));
-        template.map_err(|e| self.fail(said(&e)))
+        let warrant = Warrant { messages: count, bytes: of.bytes };
+        self.engine.run(program, context, warrant).map_err(|failure| self.fail(said(&failure)))
     }
 
     fn fail(&self, why: String) -> Error {
@@ -210,17 +268,17 @@ impl ChatTemplate {
     /// # Errors
     /// As [`ChatTemplate::text`]; [`Error::Config`] with the key `messages`, naming the message whose answer does not follow that beginning.
     pub fn render(&self, of: &Conversation) -> Result<Rendered> {
-        let text = self.rendered(PLAIN, &of.messages, false)?;
+        let text = self.rendered(PLAIN, of, of.messages.len(), false)?;
         let answers = match self.has_generation {
-            true => self.marked(&of.messages, &text)?,
-            false => self.added(&of.messages, &text)?,
+            true => self.marked(of, &text)?,
+            false => self.added(of, &text)?,
         };
         Ok(Rendered { text, answers })
     }
 
     /// What stands in `{% generation %}`.
-    fn marked(&self, messages: &[Value], text: &str) -> Result<Vec<Range<usize>>> {
-        let marked = self.rendered(MARKED, messages, false)?;
+    fn marked(&self, of: &Conversation, text: &str) -> Result<Vec<Range<usize>>> {
+        let marked = self.rendered(MARKED, of, of.messages.len(), false)?;
         let (mut answers, mut begin, mut at) = (Vec::new(), None, 0);
         let mut bare = String::with_capacity(text.len());
         for c in marked.chars() {
@@ -245,16 +303,17 @@ impl ChatTemplate {
     }
 
     /// What each answer adds.
-    fn added(&self, messages: &[Value], text: &str) -> Result<Vec<Range<usize>>> {
+    fn added(&self, of: &Conversation, text: &str) -> Result<Vec<Range<usize>>> {
+        let messages = &of.messages;
         let mut answers: Vec<Range<usize>> = Vec::new();
         for (number, message) in messages.iter().enumerate() {
-            if Role::of(message).as_deref() != Some("assistant") {
+            if Role::of(message).as_deref() != Some(ANSWERS) {
                 continue;
             }
-            let prompt = self.rendered(PLAIN, &messages[..number], true)?;
+            let prompt = self.rendered(PLAIN, of, number, true)?;
             let whole = match number + 1 == messages.len() {
                 true => text.to_owned(),
-                false => self.rendered(PLAIN, &messages[..=number], false)?,
+                false => self.rendered(PLAIN, of, number + 1, false)?,
             };
             let follows = whole.starts_with(&prompt) && text.starts_with(&whole);
             let from = answers.last().map_or(0, |last| last.end);
@@ -274,53 +333,28 @@ impl ChatTemplate {
 }
 
 /// What an error of a template says, in one line.
-fn said(error: &minijinja::Error) -> String {
+fn said(failure: &Failure) -> String {
+    let error = match failure {
+        Failure::Said(error) => error,
+        Failure::Broken => return "the engine of templates fails on it".into(),
+    };
     let line = error.line().map_or(String::new(), |line| format!("line {line}: "));
+    let detail = error.detail().unwrap_or_default();
     match error.kind() {
         // What the template itself says.
-        ErrorKind::InvalidOperation if error.detail().is_some_and(|detail| detail.starts_with(RAISED)) => {
-            error.detail().unwrap_or_default().trim_start_matches(RAISED).to_owned()
+        ErrorKind::InvalidOperation if detail.starts_with(RAISED) => {
+            detail.trim_start_matches(RAISED).to_owned()
         }
-        kind => match error.detail() {
-            Some(detail) => format!("{line}{kind}: {detail}"),
-            None => format!("{line}{kind}"),
-        },
+        ErrorKind::InvalidOperation if detail.starts_with(EXCEEDED) => {
+            format!("{line}{}", detail.trim_start_matches(EXCEEDED))
+        }
+        kind if detail.is_empty() => format!("{line}{kind}"),
+        kind => format!("{line}{kind}: {detail}"),
     }
 }
 
 /// Before what a template raises.
 const RAISED: &str = "raised: ";
-
-/// What templates may use.
-fn environment() -> Environment<'static> {
-    let mut environment = Environment::new();
-    environment.set_trim_blocks(true);
-    environment.set_lstrip_blocks(true);
-    environment.set_auto_escape_callback(|_| AutoEscape::None);
-    environment.set_unknown_method_callback(unknown_method_callback);
-    environment.set_fuel(Some(MOST_WORK));
-    environment.set_formatter(|out, _state, value| {
-        let text = python::text(value);
-        std::fmt::Write::write_str(out, &text).map_err(minijinja::Error::from)
-    });
-    environment.add_function("raise_exception", |message: &str| -> Result<Value, minijinja::Error> {
-        Err(minijinja::Error::new(ErrorKind::InvalidOperation, format!("{RAISED}{message}")))
-    });
-    environment.add_function("strftime_now", |format: &str| date::strftime(SystemTime::now(), format));
-    environment.add_filter("string", |value: Value| python::text(&value));
-    environment.add_filter("indent", python::indent);
-    environment.add_filter("tojson", |value: Value, options: Kwargs| {
-        let indent: Option<usize> = options.get("indent")?;
-        // What Python's function takes besides, with the values that it has here.
-        let _: (Option<bool>, Option<bool>, Option<Value>) =
-            (options.get("ensure_ascii")?, options.get("sort_keys")?, options.get("separators")?);
-        options.assert_all_used()?;
-        python::json(&value, indent)
-    });
-    environment.add_filter(BARE_FILTER, |value: Value| value);
-    environment.add_filter(MARK_FILTER, |value: String| format!("{BEGIN}{value}{END}"));
-    environment
-}
 
 /// The template with a block of this filter for each `{% generation %}`, and whether there was one. Of blocks of other names there are none in the engine.
 fn without_generation(text: &str, filter: &str) -> (String, bool) {

@@ -115,8 +115,13 @@ fn is_printable(c: char) -> bool {
 /// Jinja2's filter `indent`, which keeps a line break at the end.
 ///
 /// # Errors
-/// For arguments that it does not have.
-pub(super) fn indent(text: String, width: Option<usize>, options: Kwargs) -> Result<String, Error> {
+/// For arguments that it does not have; what `make` says to so many bytes.
+pub(super) fn indent(
+    text: String,
+    width: Option<usize>,
+    options: Kwargs,
+    make: &dyn Fn(usize) -> Result<(), Error>,
+) -> Result<String, Error> {
     let width = match width {
         Some(width) => width,
         None => options.get::<Option<usize>>("width")?.unwrap_or(4),
@@ -124,6 +129,8 @@ pub(super) fn indent(text: String, width: Option<usize>, options: Kwargs) -> Res
     let [first, blank] = ["first", "blank"].map(|name| options.get::<Option<bool>>(name));
     let (first, blank) = (first?.unwrap_or(false), blank?.unwrap_or(false));
     options.assert_all_used()?;
+    let lines = text.matches('\n').count() + 1;
+    make(lines.saturating_mul(width).saturating_add(text.len()))?;
     let before = " ".repeat(width);
     let lines = text.split('\n').enumerate().map(|(number, line)| match number {
         0 if first => before.clone() + line,
@@ -137,21 +144,34 @@ pub(super) fn indent(text: String, width: Option<usize>, options: Kwargs) -> Res
 /// `json.dumps(value, ensure_ascii=False, indent=indent)`.
 ///
 /// # Errors
-/// For what JSON has not.
-pub(super) fn json(value: &Value, indent: Option<usize>) -> Result<String, Error> {
+/// For what JSON has not; what `make` says to so many bytes.
+pub(super) fn json(
+    value: &Value,
+    indent: Option<usize>,
+    make: &dyn Fn(usize) -> Result<(), Error>,
+) -> Result<String, Error> {
     let mut out = String::new();
-    write_json(&mut out, value, indent, 0)?;
+    write_json(&mut out, value, &Indent { width: indent, make }, 0)?;
     Ok(out)
 }
 
-fn write_json(out: &mut String, value: &Value, indent: Option<usize>, depth: usize) -> Result<(), Error> {
-    let line = |out: &mut String, depth: usize| {
-        if let Some(indent) = indent {
+/// Spaces before what JSON nests, and what counts them.
+struct Indent<'a> {
+    width: Option<usize>,
+    make: &'a dyn Fn(usize) -> Result<(), Error>,
+}
+
+fn write_json(out: &mut String, value: &Value, indent: &Indent<'_>, depth: usize) -> Result<(), Error> {
+    let line = |out: &mut String, depth: usize| -> Result<(), Error> {
+        if let Some(width) = indent.width {
+            let spaces = width.saturating_mul(depth);
+            (indent.make)(spaces)?;
             out.push('\n');
-            out.extend(std::iter::repeat_n(' ', indent * depth));
+            out.extend(std::iter::repeat_n(' ', spaces));
         }
+        Ok(())
     };
-    let comma = if indent.is_some() { "," } else { ", " };
+    let comma = if indent.width.is_some() { "," } else { ", " };
     match value.kind() {
         ValueKind::None => out.push_str("null"),
         ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),
@@ -167,11 +187,11 @@ fn write_json(out: &mut String, value: &Value, indent: Option<usize>, depth: usi
             out.push('[');
             for (number, item) in items.iter().enumerate() {
                 out.push_str(if number > 0 { comma } else { "" });
-                line(out, depth + 1);
+                line(out, depth + 1)?;
                 write_json(out, item, indent, depth + 1)?;
             }
             if !items.is_empty() {
-                line(out, depth);
+                line(out, depth)?;
             }
             out.push(']');
         }
@@ -180,13 +200,13 @@ fn write_json(out: &mut String, value: &Value, indent: Option<usize>, depth: usi
             out.push('{');
             for (number, (key, item)) in items.iter().enumerate() {
                 out.push_str(if number > 0 { comma } else { "" });
-                line(out, depth + 1);
+                line(out, depth + 1)?;
                 write_json_text(out, &text(key));
                 out.push_str(": ");
                 write_json(out, item, indent, depth + 1)?;
             }
             if !items.is_empty() {
-                line(out, depth);
+                line(out, depth)?;
             }
             out.push('}');
         }

@@ -1,0 +1,152 @@
+//! The thread that runs a template.
+//!
+//! A template is compiled once and borrows its text, which a thread can keep on its stack. And the stack is of a known size: what the engine does with
+//! the deepest template and the deepest value that it lets through does not depend on who asks for a text.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::time::SystemTime;
+
+use minijinja::machinery::{CodeGenerator, Instructions, Vm, make_string_output, parse};
+use minijinja::{AutoEscape, Environment, Error, Value};
+
+use super::bounds::{Bounds, Warrant};
+use super::{builtins, guard};
+
+/// Bytes of the thread's stack. Memory is taken as it is used.
+const STACK: usize = 64 << 20;
+
+/// Why a template has no text.
+#[derive(Debug)]
+pub(super) enum Failure {
+    /// What the engine says.
+    Said(Error),
+    /// What it should not do.
+    Broken,
+}
+
+/// What is asked of the thread.
+struct Job {
+    /// Of its texts.
+    program: usize,
+    context: Value,
+    warrant: Warrant,
+    answer: Sender<Result<String, Failure>>,
+}
+
+/// A running thread. It ends when this is dropped.
+#[derive(Debug)]
+pub(super) struct Engine {
+    jobs: Mutex<Sender<Job>>,
+    pub bounds: Arc<Bounds>,
+}
+
+impl Engine {
+    /// Starts one for these texts, which are templates with a name each.
+    ///
+    /// # Errors
+    /// For what is no template.
+    pub fn start(texts: Vec<(&'static str, String)>, time: Option<SystemTime>) -> Result<Self, Failure> {
+        let bounds = Arc::new(Bounds::default());
+        bounds.begin_file();
+        let (jobs, asked) = channel();
+        let (ready, started) = channel();
+        let of = Arc::clone(&bounds);
+        let run = move || {
+            let done = catch_unwind(AssertUnwindSafe(|| serve(&texts, time, &of, &asked, &ready)));
+            if done.is_err() {
+                // Nobody waits any more where it served already.
+                let _ = ready.send(Err(Failure::Broken));
+            }
+        };
+        let thread = std::thread::Builder::new().name("chat template".into()).stack_size(STACK);
+        thread.spawn(run).map_err(|_| Failure::Broken)?;
+        started.recv().unwrap_or(Err(Failure::Broken))?;
+        Ok(Self { jobs: Mutex::new(jobs), bounds })
+    }
+
+    /// The text that the program of this number makes.
+    ///
+    /// # Errors
+    /// What the engine says.
+    pub fn run(&self, program: usize, context: Value, warrant: Warrant) -> Result<String, Failure> {
+        let (answer, answered) = channel();
+        let job = Job { program, context, warrant, answer };
+        {
+            let jobs = self.jobs.lock().map_err(|_| Failure::Broken)?;
+            jobs.send(job).map_err(|_| Failure::Broken)?;
+        }
+        answered.recv().unwrap_or(Err(Failure::Broken))
+    }
+}
+
+/// A template as the engine runs it.
+struct Program<'a> {
+    main: Instructions<'a>,
+    blocks: std::collections::BTreeMap<&'a str, Instructions<'a>>,
+}
+
+impl<'a> Program<'a> {
+    fn of(name: &'a str, text: &'a str) -> Result<Self, Error> {
+        guard::check_source(text)?;
+        let parsed = parse(text, name, minijinja::syntax::SyntaxConfig::default(), guard::WHITESPACE)?;
+        let mut compiler = CodeGenerator::new(name, text);
+        compiler.compile_stmt(&guard::guarded(&parsed));
+        let (main, blocks) = compiler.finish();
+        Ok(Self { main, blocks })
+    }
+}
+
+fn serve(
+    texts: &[(&'static str, String)],
+    time: Option<SystemTime>,
+    bounds: &Arc<Bounds>,
+    asked: &Receiver<Job>,
+    ready: &Sender<Result<(), Failure>>,
+) {
+    let environment = builtins::environment(bounds, time);
+    let programs: Result<Vec<Program<'_>>, Error> =
+        texts.iter().map(|(name, text)| Program::of(name, text)).collect();
+    let programs = match programs {
+        Ok(programs) => programs,
+        Err(error) => {
+            let _ = ready.send(Err(Failure::Said(error)));
+            return;
+        }
+    };
+    if ready.send(Ok(())).is_err() {
+        return;
+    }
+    for Job { program, context, warrant, answer } in asked {
+        let run = || run(&environment, &programs[program], context, warrant, bounds);
+        // The engine's tables are made anew for each text: nothing is used again that a panic may have left half done.
+        let text = catch_unwind(AssertUnwindSafe(run));
+        // Who asked may be gone.
+        let _ = answer.send(text.unwrap_or(Err(Failure::Broken)));
+    }
+}
+
+fn run<'a>(
+    environment: &'a Environment<'a>,
+    program: &'a Program<'a>,
+    context: Value,
+    warrant: Warrant,
+    bounds: &Bounds,
+) -> Result<String, Failure> {
+    let mut text = String::new();
+    bounds.begin(warrant);
+    let done = {
+        let mut out = make_string_output(&mut text);
+        Vm::new(environment).eval(&program.main, context, &program.blocks, &mut out, AutoEscape::None)
+    };
+    let instructions = match &done {
+        Ok((_, state)) => state.fuel_levels().unwrap_or_default().0,
+        Err(_) => 0,
+    };
+    bounds.settle(warrant, instructions);
+    match done {
+        Ok(_) => Ok(text),
+        Err(error) => Err(Failure::Said(error)),
+    }
+}

@@ -1,0 +1,352 @@
+//! A template's program with a hook at every place where it can grow, or work without an end.
+//!
+//! The engine counts instructions, but not what an instruction costs: `x ~ x` forty times is forty instructions and a terabyte, and one `in` may look
+//! through a list of a billion items. Neither operators nor lists have a hook of their own, and constant ones are computed while a template is compiled. So
+//! the parsed template is rebuilt with filters around operands and results. Their names begin with `#`, so no template has one of its own; what they
+//! do stands in `bounds`. Filters, tests, functions and methods are guarded where they are registered.
+
+use minijinja::machinery::ast::{self, BinOpKind, CallArg, Expr, Spanned, Stmt, UnaryOpKind};
+use minijinja::machinery::{Span, Token, WhitespaceConfig, tokenize};
+use minijinja::{Error, ErrorKind, Value};
+
+/// Charges for reading a value whole.
+pub(super) const READ: &str = "#read";
+/// Charges for reading a value whole, and for as much text.
+pub(super) const WRITTEN: &str = "#written";
+/// Charges for a new value; what would be computed later, item by item, is computed now.
+pub(super) const MADE: &str = "#made";
+/// The same of an addition.
+pub(super) const SUM: &str = "#sum";
+/// Charges for a list or an object with all that is in it, which may not be too deep.
+pub(super) const BUILT: &str = "#built";
+/// Refuses what a namespace cannot keep.
+pub(super) const KEPT: &str = "#kept";
+/// Charges for the look at one item.
+pub(super) const INDEXED: &str = "#indexed";
+/// Charges for a macro.
+pub(super) const DEFINED: &str = "#defined";
+
+/// White space around blocks, as `transformers` has it.
+pub(super) const WHITESPACE: WhitespaceConfig =
+    WhitespaceConfig { keep_trailing_newline: false, lstrip_blocks: true, trim_blocks: true };
+
+/// Bytes of a template, at most. Published ones have some ten thousand.
+const MOST_SOURCE: usize = 1 << 20;
+
+/// Operators, names and brackets of one tag, at most: each may nest the expression by one level more. Published templates have a hundred.
+const MOST_NESTING: usize = 2000;
+
+/// A text of so many bytes is copied for nothing.
+const SMALL: usize = 64;
+
+/// Whether the template can be parsed on a thread of [`super::engine`]: the parser, the compiler and what frees their trees go one call deeper for
+/// each link of a chain.
+///
+/// # Errors
+/// Naming what there is too much of.
+pub(super) fn check_source(text: &str) -> Result<(), Error> {
+    let fail = |why: String| Error::new(ErrorKind::SyntaxError, why);
+    if text.len() > MOST_SOURCE {
+        return Err(fail(format!("has {} bytes, more than {MOST_SOURCE}", text.len())));
+    }
+    let (mut nesting, mut branches) = (0, 0);
+    for token in tokenize(text, false, minijinja::syntax::SyntaxConfig::default(), WHITESPACE) {
+        // What is no token is told by the parser, with its line.
+        let Ok((token, span)) = token else { return Ok(()) };
+        match token {
+            Token::TemplateData(_) | Token::VariableStart | Token::BlockStart => nesting = 0,
+            Token::Str(_) | Token::String(_) | Token::Int(_) | Token::Int128(_) | Token::Float(_) => {}
+            Token::Comma | Token::Colon | Token::BracketClose | Token::ParenClose | Token::BraceClose => {}
+            Token::Ident("elif") => branches += 1,
+            _ => nesting += 1,
+        }
+        if nesting > MOST_NESTING || branches > MOST_NESTING {
+            let what = if nesting > branches { "operators and names in one tag" } else { "`elif`" };
+            return Err(fail(format!("line {} has more than {MOST_NESTING} {what}", span.start_line)));
+        }
+    }
+    Ok(())
+}
+
+/// The same template with its hooks.
+pub(super) fn guarded<'a>(template: &Stmt<'a>) -> Stmt<'a> {
+    stmt(template)
+}
+
+fn again<T, U>(of: &Spanned<T>, node: U) -> Spanned<U> {
+    Spanned::new(node, of.span())
+}
+
+/// A filter around an expression.
+fn hook<'a>(name: &'static str, of: Expr<'a>) -> Expr<'a> {
+    let span = of.span();
+    Expr::Filter(Spanned::new(ast::Filter { name, expr: Some(of), args: Vec::new() }, span))
+}
+
+/// Nothing is written, which the formatter counts.
+fn tick<'a>(span: Span) -> Stmt<'a> {
+    Stmt::EmitExpr(Spanned::new(ast::EmitExpr { expr: constant("", span) }, span))
+}
+
+fn constant<'a>(text: &str, span: Span) -> Expr<'a> {
+    Expr::Const(Spanned::new(ast::Const { value: Value::from(text) }, span))
+}
+
+/// A constant that costs nothing to read: a number, a short text, or a list of such.
+fn is_small(of: &Expr<'_>) -> bool {
+    match of {
+        Expr::Const(of) => of.value.as_str().is_none_or(|text| text.len() <= SMALL),
+        Expr::List(of) => of.items.len() <= SMALL && of.items.iter().all(is_small),
+        _ => false,
+    }
+}
+
+/// What the compiler may compute: a hook around it keeps it from that.
+fn may_be_constant(of: &Expr<'_>) -> bool {
+    use Expr::{BinOp, Compare, Const, List, Map, UnaryOp};
+    matches!(of, Const(_) | List(_) | Map(_) | UnaryOp(_) | BinOp(_) | Compare(_))
+}
+
+/// The expression, read whole unless that costs nothing.
+fn read<'a>(of: &Expr<'a>) -> Expr<'a> {
+    if is_small(of) { expr(of) } else { hook(READ, expr(of)) }
+}
+
+fn body<'a>(of: &[Stmt<'a>]) -> Vec<Stmt<'a>> {
+    let mut out = Vec::with_capacity(of.len());
+    for one in of {
+        // A macro is kept until the template ends.
+        if let Stmt::Macro(of) = one {
+            let expr = hook(DEFINED, constant("", of.span()));
+            out.push(Stmt::EmitExpr(again(of, ast::EmitExpr { expr })));
+        }
+        out.push(stmt(one));
+    }
+    out
+}
+
+/// What may be run more than once.
+fn repeated<'a>(of: &[Stmt<'a>], span: Span) -> Vec<Stmt<'a>> {
+    std::iter::once(tick(span)).chain(body(of)).collect()
+}
+
+/// What is set: a name, several, or an attribute of a namespace.
+fn target<'a>(of: &Expr<'a>) -> Expr<'a> {
+    match of {
+        Expr::List(of) => Expr::List(again(of, ast::List { items: of.items.iter().map(target).collect() })),
+        other => expr(other),
+    }
+}
+
+fn all<'a>(of: &[Expr<'a>]) -> Vec<Expr<'a>> {
+    of.iter().map(expr).collect()
+}
+
+fn stmt<'a>(of: &Stmt<'a>) -> Stmt<'a> {
+    match of {
+        Stmt::Template(of) => Stmt::Template(again(of, ast::Template { children: body(&of.children) })),
+        Stmt::EmitExpr(of) => Stmt::EmitExpr(again(of, ast::EmitExpr { expr: expr(&of.expr) })),
+        Stmt::EmitRaw(of) => match of.raw.len() <= SMALL {
+            true => Stmt::EmitRaw(again(of, ast::EmitRaw { raw: of.raw })),
+            // As a value it goes through the formatter, which counts it.
+            false => Stmt::EmitExpr(again(of, ast::EmitExpr { expr: constant(of.raw, of.span()) })),
+        },
+        Stmt::ForLoop(of) => Stmt::ForLoop(again(
+            of,
+            ast::ForLoop {
+                target: target(&of.target),
+                iter: expr(&of.iter),
+                filter_expr: of.filter_expr.as_ref().map(expr),
+                recursive: of.recursive,
+                body: repeated(&of.body, of.span()),
+                else_body: body(&of.else_body),
+            },
+        )),
+        Stmt::IfCond(of) => {
+            let (true_body, false_body) = (body(&of.true_body), body(&of.false_body));
+            Stmt::IfCond(again(of, ast::IfCond { expr: expr(&of.expr), true_body, false_body }))
+        }
+        Stmt::WithBlock(of) => {
+            let assignments = of.assignments.iter().map(|(to, from)| (target(to), expr(from))).collect();
+            Stmt::WithBlock(again(of, ast::WithBlock { assignments, body: body(&of.body) }))
+        }
+        Stmt::Set(of) => {
+            let from = expr(&of.expr);
+            // Only a namespace has attributes that can be set.
+            let from = if matches!(of.target, Expr::GetAttr(_)) { hook(KEPT, from) } else { from };
+            Stmt::Set(again(of, ast::Set { target: target(&of.target), expr: from }))
+        }
+        Stmt::SetBlock(of) => {
+            let (target, filter) = (target(&of.target), of.filter.as_ref().map(expr));
+            Stmt::SetBlock(again(of, ast::SetBlock { target, filter, body: body(&of.body) }))
+        }
+        Stmt::AutoEscape(of) => {
+            let enabled = expr(&of.enabled);
+            Stmt::AutoEscape(again(of, ast::AutoEscape { enabled, body: body(&of.body) }))
+        }
+        Stmt::FilterBlock(of) => {
+            let filter = expr(&of.filter);
+            Stmt::FilterBlock(again(of, ast::FilterBlock { filter, body: body(&of.body) }))
+        }
+        other => rare_stmt(other),
+    }
+}
+
+/// Statements that few templates have.
+fn rare_stmt<'a>(of: &Stmt<'a>) -> Stmt<'a> {
+    match of {
+        Stmt::Block(of) => {
+            let body = repeated(&of.body, of.span());
+            Stmt::Block(again(of, ast::Block { name: of.name, required: of.required, body }))
+        }
+        Stmt::Import(of) => {
+            Stmt::Import(again(of, ast::Import { expr: expr(&of.expr), name: expr(&of.name) }))
+        }
+        Stmt::FromImport(of) => {
+            let names = of.names.iter().map(|(name, to)| (expr(name), to.as_ref().map(expr))).collect();
+            Stmt::FromImport(again(of, ast::FromImport { expr: expr(&of.expr), names }))
+        }
+        Stmt::Extends(of) => Stmt::Extends(again(of, ast::Extends { name: expr(&of.name) })),
+        Stmt::Include(of) => {
+            let (name, ignore_missing) = (expr(&of.name), of.ignore_missing);
+            Stmt::Include(again(of, ast::Include { name, ignore_missing }))
+        }
+        Stmt::Macro(of) => Stmt::Macro(macro_of(of)),
+        Stmt::CallBlock(of) => {
+            let (call, macro_decl) = (call(&of.call), macro_of(&of.macro_decl));
+            Stmt::CallBlock(again(of, ast::CallBlock { call, macro_decl }))
+        }
+        Stmt::Continue(of) => Stmt::Continue(again(of, ast::Continue)),
+        Stmt::Break(of) => Stmt::Break(again(of, ast::Break)),
+        Stmt::Do(of) => Stmt::Do(again(of, ast::Do { call: call(&of.call) })),
+        // Those that `stmt` has; it calls this for no other.
+        Stmt::Template(_)
+        | Stmt::EmitExpr(_)
+        | Stmt::EmitRaw(_)
+        | Stmt::ForLoop(_)
+        | Stmt::IfCond(_)
+        | Stmt::WithBlock(_)
+        | Stmt::Set(_)
+        | Stmt::SetBlock(_)
+        | Stmt::AutoEscape(_)
+        | Stmt::FilterBlock(_) => stmt(of),
+    }
+}
+
+fn macro_of<'a>(of: &Spanned<ast::Macro<'a>>) -> Spanned<ast::Macro<'a>> {
+    let (args, defaults) = (all(&of.args), all(&of.defaults));
+    again(of, ast::Macro { name: of.name, args, defaults, body: repeated(&of.body, of.span()) })
+}
+
+fn expr<'a>(of: &Expr<'a>) -> Expr<'a> {
+    match of {
+        Expr::Var(of) => Expr::Var(again(of, ast::Var { id: of.id })),
+        Expr::Const(of) => Expr::Const(again(of, ast::Const { value: of.value.clone() })),
+        Expr::Slice(of) => {
+            let [start, stop, step] = [&of.start, &of.stop, &of.step].map(|at| at.as_ref().map(expr));
+            hook(MADE, Expr::Slice(again(of, ast::Slice { expr: expr(&of.expr), start, stop, step })))
+        }
+        Expr::UnaryOp(of) => {
+            let op = match of.op {
+                UnaryOpKind::Not => UnaryOpKind::Not,
+                UnaryOpKind::Neg => UnaryOpKind::Neg,
+            };
+            Expr::UnaryOp(again(of, ast::UnaryOp { op, expr: expr(&of.expr) }))
+        }
+        Expr::BinOp(of) => binary(of),
+        Expr::Compare(of) => {
+            let ops = of.ops.iter().map(|op| ast::CompareOp { op: op.op, expr: read(&op.expr) }).collect();
+            // Never a constant, whatever is compared: the compiler would compute it.
+            Expr::Compare(again(of, ast::Compare { expr: hook(READ, expr(&of.expr)), ops }))
+        }
+        Expr::IfExpr(of) => {
+            let false_expr = of.false_expr.as_ref().map(expr);
+            let (test_expr, true_expr) = (expr(&of.test_expr), expr(&of.true_expr));
+            Expr::IfExpr(again(of, ast::IfExpr { test_expr, true_expr, false_expr }))
+        }
+        Expr::Filter(of) => {
+            let (input, args) = (of.expr.as_ref().map(expr), args(&of.args));
+            Expr::Filter(again(of, ast::Filter { name: of.name, expr: input, args }))
+        }
+        Expr::Test(of) => {
+            Expr::Test(again(of, ast::Test { name: of.name, expr: expr(&of.expr), args: args(&of.args) }))
+        }
+        Expr::GetAttr(of) => Expr::GetAttr(again(of, ast::GetAttr { expr: expr(&of.expr), name: of.name })),
+        Expr::GetItem(of) => {
+            let is_key = matches!(&of.subscript_expr, Expr::Const(key) if key.value.as_str().is_some());
+            let (from, subscript_expr) = (expr(&of.expr), read(&of.subscript_expr));
+            let from = if is_key { from } else { hook(INDEXED, from) };
+            Expr::GetItem(again(of, ast::GetItem { expr: from, subscript_expr }))
+        }
+        Expr::Call(of) => Expr::Call(call(of)),
+        Expr::List(of) => {
+            let list = Expr::List(again(of, ast::List { items: all(&of.items) }));
+            if of.items.iter().all(is_small) { list } else { hook(BUILT, list) }
+        }
+        Expr::Map(of) => {
+            let map = Expr::Map(again(of, ast::Map { keys: all(&of.keys), values: all(&of.values) }));
+            if of.values.iter().all(is_small) { map } else { hook(BUILT, map) }
+        }
+    }
+}
+
+/// An operator, of whose operands one is no constant: the compiler would compute it.
+fn binary<'a>(of: &Spanned<ast::BinOp<'a>>) -> Expr<'a> {
+    let (small_left, small_right) = (is_small(&of.left), is_small(&of.right));
+    let (mut left, mut right) = (expr(&of.left), expr(&of.right));
+    match of.op {
+        BinOpKind::Concat => {
+            left = hook(WRITTEN, left);
+            right = if small_right { right } else { hook(WRITTEN, right) };
+        }
+        BinOpKind::Add | BinOpKind::Mul => {
+            left = if may_be_constant(&left) { hook(READ, left) } else { left };
+        }
+        BinOpKind::Eq | BinOpKind::Ne | BinOpKind::Lt | BinOpKind::Lte | BinOpKind::Gt | BinOpKind::Gte => {
+            if !small_left && !small_right {
+                (left, right) = (hook(READ, left), hook(READ, right));
+            }
+        }
+        BinOpKind::In => {
+            left = if small_left { left } else { hook(READ, left) };
+            right = if small_right { right } else { hook(READ, right) };
+        }
+        BinOpKind::ScAnd
+        | BinOpKind::ScOr
+        | BinOpKind::Sub
+        | BinOpKind::Div
+        | BinOpKind::FloorDiv
+        | BinOpKind::Rem
+        | BinOpKind::Pow => {}
+    }
+    let done = Expr::BinOp(again(of, ast::BinOp { op: of.op, left, right }));
+    match of.op {
+        BinOpKind::Add => hook(SUM, done),
+        BinOpKind::Mul => hook(MADE, done),
+        _ => done,
+    }
+}
+
+fn args<'a>(of: &[CallArg<'a>]) -> Vec<CallArg<'a>> {
+    let one = |arg: &CallArg<'a>| match arg {
+        CallArg::Pos(of) => CallArg::Pos(expr(of)),
+        CallArg::Kwarg(name, of) => CallArg::Kwarg(name, expr(of)),
+        CallArg::PosSplat(of) => CallArg::PosSplat(read(of)),
+        CallArg::KwargSplat(of) => CallArg::KwargSplat(read(of)),
+    };
+    of.iter().map(one).collect()
+}
+
+fn call<'a>(of: &Spanned<ast::Call<'a>>) -> Spanned<ast::Call<'a>> {
+    let mut args = args(&of.args);
+    // A loop's own methods compare what they are given.
+    let is_of_loop = |of: &Expr<'_>| matches!(of, Expr::Var(of) if of.id == "loop");
+    if matches!(&of.expr, Expr::GetAttr(method) if is_of_loop(&method.expr)) {
+        let read_whole = |arg| match arg {
+            CallArg::Pos(of) => CallArg::Pos(hook(READ, of)),
+            other => other,
+        };
+        args = args.into_iter().map(read_whole).collect();
+    }
+    again(of, ast::Call { expr: expr(&of.expr), args })
+}
