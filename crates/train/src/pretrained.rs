@@ -140,8 +140,10 @@ impl Initial {
         if is_folder(path) {
             return Ok(Self::Folder(Pretrained::open(path)?));
         }
-        let why =
-            format!("is {}, which has neither a model's {CONFIG} nor a run's checkpoint", path.display());
+        let why = format!(
+            "is {}, which has neither a model's {CONFIG} nor a run's checkpoint; {GOES_ON}",
+            path.display()
+        );
         Err(Error::config(KEY, why))
     }
 
@@ -178,6 +180,9 @@ impl Initial {
 /// The key that names it.
 const KEY: &str = "train.init_from";
 
+/// What does not need it.
+const GOES_ON: &str = "a run that began with it goes on without it: nibble train RUN_DIR --resume";
+
 /// The path that a run stores of what `train.init_from` names: of a run its newest whole checkpoint.
 ///
 /// # Errors
@@ -189,8 +194,10 @@ pub(crate) fn resolved(path: &Path) -> Result<PathBuf> {
     match latest_valid(path)?.checkpoint {
         Some(checkpoint) => Ok(checkpoint.path().to_owned()),
         None => {
-            let why =
-                format!("is {}, which has neither a model's {CONFIG} nor a whole checkpoint", path.display());
+            let why = format!(
+                "is {}, which has neither a model's {CONFIG} nor a whole checkpoint; {GOES_ON}",
+                path.display()
+            );
             Err(Error::config(KEY, why))
         }
     }

@@ -386,6 +386,11 @@ fn read_state(dir: &Path) -> Result<State> {
     State::from_json(&text, &path)
 }
 
+/// The folders of a run's checkpoints, whole or not, the newest first.
+pub(crate) fn checkpoint_folders(run_dir: &Path) -> Result<Vec<PathBuf>> {
+    Ok(list(&run_dir.join(DIR))?.into_iter().rev().map(|(_, path)| path).collect())
+}
+
 /// Whether a run's directory has a checkpoint, whole or not.
 #[must_use]
 pub fn has_checkpoints(run_dir: &Path) -> bool {

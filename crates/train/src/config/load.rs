@@ -56,7 +56,7 @@ impl Config {
         let path = Path::new(name_or_path);
         if let Some(text) = preset(name_or_path) {
             let file = PathBuf::from(format!("configs/{name_or_path}.toml"));
-            return Self::read(&text, &file, overrides, Source::BuiltIn);
+            return Self::read(&text, &file, overrides, Source::BuiltIn, Vec::new());
         }
         let looks_like_a_path = path.extension().is_some() || path.components().count() > 1 || path.exists();
         if !looks_like_a_path {
@@ -87,7 +87,7 @@ impl Config {
     /// # Errors
     /// [`Error::Config`], as [`Config::load`].
     pub fn asked(text: &str, file: &Path, overrides: &[String]) -> Result<Self> {
-        Self::read(text, file, overrides, Source::Asked)
+        Self::read(text, file, overrides, Source::Asked, Vec::new())
     }
 
     /// Like [`Config::stored`], from text; `file` is what errors name, and its stem is the run's default name.
@@ -95,10 +95,20 @@ impl Config {
     /// # Errors
     /// [`Error::Config`], as [`Config::stored`].
     pub fn from_text(text: &str, file: &Path, overrides: &[String]) -> Result<Self> {
-        Self::read(text, file, overrides, Source::Stored)
+        Self::stored_beside(text, file, overrides, Vec::new())
     }
 
-    fn read(text: &str, file: &Path, overrides: &[String], of: Source) -> Result<Self> {
+    /// Like [`Config::from_text`], of a run whose tokenizer lies in one of these folders: what the keys name may be gone.
+    pub(crate) fn stored_beside(
+        text: &str,
+        file: &Path,
+        overrides: &[String],
+        kept: Vec<PathBuf>,
+    ) -> Result<Self> {
+        Self::read(text, file, overrides, Source::Stored, kept)
+    }
+
+    fn read(text: &str, file: &Path, overrides: &[String], of: Source, kept: Vec<PathBuf>) -> Result<Self> {
         let known = Value::try_from(Self::with_every_key()).map_err(|e| Error::config("", e.to_string()))?;
         let mut merged = Table::new();
         let mut origins = Origins::new();
@@ -122,6 +132,10 @@ impl Config {
         let mut config: Self =
             Value::Table(merged).try_into().map_err(|e: toml::de::Error| Error::config("", e.message()))?;
         config.resolve(file)?;
+        if !kept.is_empty() {
+            let stored = Self::from_text(text, file, &[])?;
+            config.keep_tokenizer(&stored, kept);
+        }
         let written = |key: &str| match set.contains(key) {
             true => Some(Written::Override),
             false => (asked && origins.contains_key(key)).then_some(Written::File),

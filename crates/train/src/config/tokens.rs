@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 use super::{Config, RANDOM, SYNTHETIC};
 use crate::checkpoint::Checkpoint;
 use crate::error::{Error, Result};
-use crate::pretrained::Initial;
+use crate::pretrained::{Initial, companions_of};
 use crate::tokenizer::{self, Bytes, Framing, SharedTokenizer, Symbols, TOKENIZER_FILE, Tokenizer};
 
 /// Where the tokenizer of a configuration is.
@@ -25,15 +25,37 @@ enum Place {
 /// A tokenizer that has been opened, and from where. Clones of a configuration share it. It decides nothing that the keys do not.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Opened {
-    /// The folder that has a copy of it, of a run that has begun.
-    kept: Option<(Place, PathBuf)>,
+    /// Where there are copies, of a run that has begun.
+    kept: Option<Kept>,
     tokenizer: OnceLock<(Place, Option<SharedTokenizer>)>,
+}
+
+/// Copies of the tokenizer that a run has begun with.
+#[derive(Debug, Clone)]
+struct Kept {
+    /// Where that one was.
+    of: Place,
+    /// The model that the run began with, whose tokens it has; empty where there is none.
+    init_from: String,
+    /// Folders that may have a copy, the best first.
+    folders: Vec<PathBuf>,
+}
+
+impl Kept {
+    fn folder(&self) -> Option<&Path> {
+        self.folders.iter().map(PathBuf::as_path).find(|folder| folder.join(TOKENIZER_FILE).exists())
+    }
 }
 
 impl PartialEq for Opened {
     fn eq(&self, _other: &Self) -> bool {
         true
     }
+}
+
+/// Where the tokenizer of a checkpoint's run is, the checkpoint itself first: one of an earlier program has no copy.
+pub(crate) fn kept_beside(checkpoint: &Checkpoint) -> Vec<PathBuf> {
+    vec![checkpoint.path().to_owned(), companions_of(checkpoint.path())]
 }
 
 impl Config {
@@ -67,14 +89,26 @@ impl Config {
     }
 
     fn open_tokenizer(&self, place: &Place) -> Result<Option<SharedTokenizer>> {
-        let kept =
-            self.opened.kept.as_ref().filter(|(of, dir)| of == place && dir.join(TOKENIZER_FILE).exists());
+        let kept = self.opened.kept.as_ref().filter(|kept| kept.of == *place).and_then(Kept::folder);
         match (kept, place) {
-            (Some((_, dir)), _) => Ok(tokenizer::of_folder(dir)?.filter(|own| self.is_known(&**own))),
-            (None, Place::BuiltIn) => Ok(Some(Arc::new(Symbols))),
+            (_, Place::BuiltIn) => Ok(Some(Arc::new(Symbols))),
+            (Some(folder), _) => self.open_kept(folder),
             (None, Place::File(path)) => Ok(Some(tokenizer::open(path)?)),
             (None, Place::Model(path)) => Initial::open(path)?.tokenizer(),
             (None, Place::Nowhere) => Ok(None),
+        }
+    }
+
+    fn open_kept(&self, folder: &Path) -> Result<Option<SharedTokenizer>> {
+        Ok(tokenizer::of_folder(folder)?.filter(|own| self.is_known(&**own)))
+    }
+
+    /// The tokenizer of the model that the run begins with. One that has begun has a copy of those tokens, and the model may be gone.
+    fn model_tokenizer(&self) -> Result<Option<SharedTokenizer>> {
+        let kept = self.opened.kept.as_ref().filter(|kept| kept.init_from == self.train.init_from);
+        match kept.and_then(Kept::folder) {
+            Some(folder) => self.open_kept(folder),
+            None => Initial::open(Path::new(&self.train.init_from))?.tokenizer(),
         }
     }
 
@@ -98,17 +132,16 @@ impl Config {
     /// # Errors
     /// As [`Config::stored`].
     pub fn of_checkpoint(checkpoint: &Checkpoint, overrides: &[String]) -> Result<Self> {
-        let read = |overrides| Self::from_text(&checkpoint.position().config, checkpoint.path(), overrides);
-        let mut config = read(overrides)?;
-        config.keep_tokenizer(&read(&[])?, checkpoint.path());
-        Ok(config)
+        let kept = kept_beside(checkpoint);
+        Self::stored_beside(&checkpoint.position().config, checkpoint.path(), overrides, kept)
     }
 
-    /// Takes the tokenizer from a folder that has the one of `stored`, where that is what the keys name still: it may be gone from there.
-    pub(crate) fn keep_tokenizer(&mut self, stored: &Self, dir: &Path) {
-        let place = stored.tokenizer_place();
-        if matches!(place, Place::File(_) | Place::Model(_)) {
-            self.opened = Opened { kept: Some((place, dir.to_owned())), tokenizer: OnceLock::new() };
+    /// Takes the tokenizer from the first of these folders that has the one of `stored`, where that is what the keys name still: it may be gone from there.
+    pub(crate) fn keep_tokenizer(&mut self, stored: &Self, folders: Vec<PathBuf>) {
+        let (of, init_from) = (stored.tokenizer_place(), stored.train.init_from.clone());
+        if matches!(of, Place::File(_) | Place::Model(_)) || !init_from.is_empty() {
+            let kept = Some(Kept { of, init_from, folders });
+            self.opened = Opened { kept, tokenizer: OnceLock::new() };
         }
     }
 
@@ -135,13 +168,12 @@ impl Config {
 
     /// Checks that the data's tokens are those of the model that a run begins with.
     fn check_model_tokens(&self, now: &SharedTokenizer) -> Result<()> {
-        let path = Path::new(&self.train.init_from);
         // Symbols are no tokens of a text, though it is the model's tokenizer.
         let symbols_of_text = self.is_text() && now.to_json() == Symbols.to_json();
         let theirs = match self.tokenizer_place() {
             Place::Model(_) => symbols_of_text.then(|| now.clone()),
             _ if self.train.init_from.is_empty() => None,
-            _ => Initial::open(path)?.tokenizer()?.filter(|theirs| !tokenizer::agree(&**theirs, &**now)),
+            _ => self.model_tokenizer()?.filter(|theirs| !tokenizer::agree(&**theirs, &**now)),
         };
         let Some(theirs) = theirs else { return Ok(()) };
         let now = if symbols_of_text { Bytes.tokens() } else { now.tokens() };
@@ -149,7 +181,7 @@ impl Config {
             "" => ("data.source", self.data.source.as_str()),
             tokenizer => ("data.tokenizer", tokenizer),
         };
-        let (path, theirs) = (path.display(), theirs.tokens());
+        let (path, theirs) = (&self.train.init_from, theirs.tokens());
         let why = format!("is \"{is}\", whose tokens are {now}, and those of {path} are {theirs}");
         Err(Error::config(key, why))
     }

@@ -15,6 +15,7 @@ use crate::metrics::{
     EventLog, LayerMetrics, LossCurve, Metrics, MetricsLog, RankTimes, StepLog, draw_losses, read_metrics,
 };
 use crate::pretrained::{companions_of, copy_companions, copy_generation};
+use crate::tokenizer::TOKENIZER_FILE;
 use nibble_core::Recipe;
 use std::path::{Path, PathBuf};
 
@@ -119,7 +120,14 @@ impl Outputs {
 fn keep_companions(config: &Config, to: &Path) -> Result<()> {
     let from = companions_of(Path::new(&config.train.init_from));
     if config.data.tokenizer.is_empty() {
-        return if config.train.init_from.is_empty() { Ok(()) } else { copy_companions(&from, to) };
+        if config.train.init_from.is_empty() {
+            return Ok(());
+        }
+        copy_companions(&from, to)?;
+        // A run on bytes has no file of its tokens but in its checkpoints, and a checkpoint may lie by itself.
+        if config.is_synthetic() || to.join(TOKENIZER_FILE).exists() {
+            return Ok(());
+        }
     }
     let Some(tokenizer) = config.tokenizer()? else { return Ok(()) };
     crate::files::make_folder(to).map_err(Error::io(to))?;

@@ -1,6 +1,6 @@
 //! Which directory a run writes to: a new run replaces no file of another run, or of a person.
 
-use crate::checkpoint::{DIR, Store, has_checkpoints, latest_valid};
+use crate::checkpoint::{DIR, Store, checkpoint_folders, has_checkpoints, latest_valid};
 use crate::config::{Config, in_shell, read_text};
 use crate::error::{Error, Result};
 use crate::fault::{Point, reach};
@@ -78,9 +78,9 @@ pub fn stored_config(dir: &Path, overrides: &[String]) -> Result<(Config, Option
         Err(e) => e.to_string(),
         Ok(text) => match first_missing(&text) {
             None => {
-                let mut config = Config::from_text(&text, &file, overrides)?;
-                config.keep_tokenizer(&Config::from_text(&text, &file, &[])?, &dir.join(COMPANIONS_DIR));
-                return Ok((config, None));
+                // A run of an earlier program may have it in its checkpoints alone.
+                let kept = [vec![dir.join(COMPANIONS_DIR)], checkpoint_folders(dir)?].concat();
+                return Ok((Config::stored_beside(&text, &file, overrides, kept)?, None));
             }
             Some(what) => format!("{}: is not the configuration of a run: {what}", file.display()),
         },
