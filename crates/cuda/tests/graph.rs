@@ -63,6 +63,27 @@ fn a_recording_executes_nothing_and_its_replays_follow_its_input() {
     assert_eq!(b.download(&kept).unwrap(), [1, 2, 3]);
 }
 
+/// What is traced is named by what ran: nothing while work is recorded, and all of it at every replay.
+#[test]
+fn kernels_of_a_recording_are_noted_as_often_as_they_run() {
+    let Some(device) = device("recorded launches") else { return };
+    let b = Cuda::on(device);
+    let x = Tensor::from_bf16(&b, &values(0, 128 * 256), 128, 256).unwrap();
+    let ((), once) = b.logged(|| quantized(&b, &x).map(drop)).unwrap();
+    let arena = b.arena("recorded").unwrap();
+    let mut recording = None;
+    let ((), none) = b
+        .logged(|| {
+            recording = Some(b.within(&arena, || b.record(&mut || quantized(&b, &x).map(drop)))?);
+            Ok(())
+        })
+        .unwrap();
+    assert!(!once.is_empty() && none.is_empty(), "{once:?}, {none:?}");
+    let recording = recording.unwrap();
+    let ((), replayed) = b.logged(|| (0..3).try_for_each(|_| b.replay(&recording))).unwrap();
+    assert_eq!(replayed, once.repeat(3));
+}
+
 /// The step of stochastic rounding lies on the device: every replay draws the bits of the step it finds there.
 #[test]
 fn a_replay_draws_the_random_bits_of_the_step_it_finds() {

@@ -56,7 +56,7 @@ pub trait Device: Kernels {
     /// What `work` returns.
     fn profiled<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<(R, Vec<OpTime>)>;
 
-    /// Runs `work` and says which kernels it launched or recorded; none on a CPU.
+    /// Runs `work` and says which kernels ran for it, replayed ones as often as they were; none on a CPU.
     ///
     /// # Errors
     /// What `work` returns.

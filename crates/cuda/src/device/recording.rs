@@ -4,8 +4,8 @@
 //! else while it lives. Memory of the pool, and whole arenas, that existed while it was made and were dropped since are
 //! kept until no such recording is left. It cannot hold addresses of memory that was freed before, or allocated after.
 
-use crate::device::Device;
 use crate::device::arena::{Arena, Entered};
+use crate::device::{Device, Launched};
 use crate::driver::{check, failed, named};
 use cudarc::driver::{result, sys};
 use nibble_core::Result;
@@ -16,6 +16,8 @@ pub struct Recording {
     exec: sys::CUgraphExec,
     /// The arenas that the work took memory from.
     arenas: Vec<Arena>,
+    /// Its kernels in order, where launches were noted while it was made.
+    launched: Vec<Launched>,
     alive: Alive,
 }
 
@@ -41,15 +43,21 @@ impl Device {
         let stream = self.stream()?;
         let alive = Alive::begin(self)?;
         let capture = Capture::begin(self, stream)?;
+        let noted = self.launches().as_ref().map(|launches| launches.all.len());
         match self.scope().current() {
             // Zeroed words of its own, which each replay fills again.
             Some(outer) => self.scope().run(&Entered::new(outer.arena), &mut *work)?,
             None => work()?,
         }
         let (graph, arenas) = capture.end()?;
+        // None of them has run yet.
+        let launched = match (noted, &mut *self.launches()) {
+            (Some(noted), Some(launches)) => launches.all.split_off(noted),
+            _ => Vec::new(),
+        };
         // SAFETY: the graph was just recorded.
         let exec = unsafe { result::graph::instantiate(graph.0, sys::CUgraphInstantiate_flags(0)) };
-        Ok(Recording { exec: named("cuGraphInstantiate", exec)?, arenas, alive })
+        Ok(Recording { exec: named("cuGraphInstantiate", exec)?, arenas, launched, alive })
     }
 
     /// Issues recorded work on the stream, on the very buffers that it was recorded with. Where one of these was
@@ -66,7 +74,11 @@ impl Device {
         let stream = self.stream()?;
         // SAFETY: the graph is alive. Every address it knows is still mapped: memory from before it is kept, its arenas are held.
         // The stream orders it with everything else.
-        named("cuGraphLaunch", unsafe { result::graph::launch(recording.exec, stream) })
+        named("cuGraphLaunch", unsafe { result::graph::launch(recording.exec, stream) })?;
+        if let Some(launches) = &mut *self.launches() {
+            launches.all.extend(&recording.launched);
+        }
+        Ok(())
     }
 }
 

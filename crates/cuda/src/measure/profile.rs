@@ -46,7 +46,7 @@ impl Cuda {
         Ok((result?, times.collect::<Result<_>>()?))
     }
 
-    /// Runs `work` and says which kernels it launched or recorded, in order.
+    /// Runs `work` and says which kernels ran for it, in order: those that it launched, and those of recordings that it made and replayed, as often as it did.
     ///
     /// # Errors
     /// What `work` returns; [`nibble_core::Error::Device`] inside another such call.

@@ -211,7 +211,7 @@ fn whose(name: &[u8]) -> Whose {
 
 impl Cuda {
     /// Runs `work`, waits for it, and says what this device did for it, in order of time; by one thread of a process at a time. `launched` names the kernels
-    /// in order: those that the work launches, or that its recordings hold ([`Cuda::logged`]).
+    /// in order, as [`Cuda::logged`] says of the same work.
     ///
     /// # Errors
     /// What `work` returns; [`Error::Device`] where CUPTI cannot be loaded or is in use by another profiler, and where other kernels ran than
