@@ -1,10 +1,11 @@
-//! Chat templates of strangers: whatever they are made to do, they end, in bounded memory, and say what was too much.
+//! Chat templates and tokenizers of strangers: whatever they are made to do, they end, in bounded memory, and say what was too much.
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
 use nibble_testkit::alone;
-use nibble_train::tokenizer::{ChatTemplate, Conversation};
+use nibble_train::tokenizer::{ChatTemplate, Conversation, HuggingFace, Tokenizer};
+use serde_json::{Value, json};
 
 /// Rows of a file.
 const ROWS: usize = 300;
@@ -356,4 +357,143 @@ fn templates_do_so_much_at_once() {
 #[test]
 fn templates_do_so_much_in_all() {
     alone(module_path!(), "templates_do_so_much_in_all", || check(&[loops(), cycles()].concat()));
+}
+
+/// A tokenizer of bytes with these changes.
+fn tokenizer(changes: &[(&str, Value)]) -> String {
+    let vocab: serde_json::Map<String, Value> =
+        ('a'..='z').chain(['\u{2581}', ' ']).enumerate().map(|(id, c)| (c.to_string(), json!(id))).collect();
+    let model = json!({"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+        "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "vocab": vocab, "merges": []});
+    let mut whole = json!({"version": "1.0", "truncation": null, "padding": null, "added_tokens": [],
+        "normalizer": null, "pre_tokenizer": null, "post_processor": null, "decoder": null, "model": model});
+    for (key, value) in changes {
+        whole[*key] = value.clone();
+    }
+    whole.to_string()
+}
+
+fn replace(pattern: &Value, content: &str) -> Value {
+    json!({"type": "Replace", "pattern": pattern, "content": content})
+}
+
+fn normalizers(all: Vec<Value>) -> (&'static str, Value) {
+    ("normalizer", json!({"type": "Sequence", "normalizers": all}))
+}
+
+/// Tokenizers that make much of a text, or take long.
+fn hostile_tokenizers() -> Vec<String> {
+    let text = |pattern: &str, content: &str| replace(&json!({"String": pattern}), content);
+    let regex = |regex: &str| replace(&json!({"Regex": regex}), "");
+    let split = |regex: &str| json!({"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": false});
+    let byte_level =
+        json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false});
+    let pre = |all: Vec<Value>| ("pre_tokenizer", json!({"type": "Sequence", "pretokenizers": all}));
+    let decoders = |all: Vec<Value>| ("decoder", json!({"type": "Sequence", "decoders": all}));
+    let template = |pieces: Vec<Value>, ids: usize| {
+        let ids: Vec<usize> = (0..ids).map(|id| id % 20).collect();
+        let tokens: Vec<&str> = ids.iter().map(|_| "a").collect();
+        json!({"type": "TemplateProcessing", "single": pieces, "pair": [{"Sequence": {"id": "A", "type_id": 0}}],
+            "special_tokens": {"a": {"id": "a", "ids": ids, "tokens": tokens}}})
+    };
+    let (whole, token) =
+        (json!({"Sequence": {"id": "A", "type_id": 0}}), json!({"SpecialToken": {"id": "a", "type_id": 0}}));
+    let mut all = vec![
+        tokenizer(&[normalizers(vec![text("a", "aa"); 25])]),
+        tokenizer(&[normalizers(vec![text("a", "aa"); 14])]),
+        tokenizer(&[normalizers(vec![text("a", "aaaaaaaa"); 6])]),
+        tokenizer(&[normalizers(vec![text("", "a"); 25])]),
+        tokenizer(&[normalizers(vec![replace(&json!({"Regex": "."}), "aa"); 25])]),
+        tokenizer(&[normalizers(vec![replace(&json!({"Regex": ""}), "a"); 25])]),
+        tokenizer(&[normalizers(vec![replace(&json!({"Regex": "a|b"}), "ab"); 16])]),
+        tokenizer(&[normalizers(vec![text("a", &"a".repeat(100_000))])]),
+        tokenizer(&[normalizers((0..40).map(|n| text(["ab", "b"][n % 2], ["ba", "ab"][n % 2])).collect())]),
+        tokenizer(&[normalizers(vec![json!({"type": "ByteLevel"}); 25])]),
+        tokenizer(&[normalizers(vec![json!({"type": "NFKD"}); 10_000])]),
+        tokenizer(&[normalizers(vec![json!({"type": "Prepend", "prepend": "a".repeat(1 << 20)})])]),
+        tokenizer(&[pre(vec![byte_level.clone(); 25])]),
+        tokenizer(&[pre(vec![split("a"); 10_000])]),
+        tokenizer(&[pre(vec![
+            json!({"type": "Metaspace", "replacement": " ", "prepend_scheme": "always", "split": false});
+            1000
+        ])]),
+        tokenizer(&[decoders(vec![text("a", "aa"); 25])]),
+        tokenizer(&[decoders(vec![json!({"type": "BPEDecoder", "suffix": ""}); 25])]),
+        tokenizer(&[decoders(vec![json!({"type": "Fuse"}); 10_000])]),
+        tokenizer(&[("post_processor", template(vec![whole.clone(); 2], 1))]),
+        tokenizer(&[("post_processor", template(vec![whole, token.clone()], 100_000))]),
+        tokenizer(&[("post_processor", template(vec![token; 1000], 1000))]),
+        tokenizer(&[(
+            "model",
+            json!({"type": "WordPiece", "unk_token": "a", "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 1_000_000_000, "vocab": {"a": 0}}),
+        )]),
+        tokenizer(&[(
+            "model",
+            json!({"type": "Unigram", "unk_id": 0, "byte_fallback": false,
+            "vocab": (1..200).map(|n| json!(["a".repeat(n * 100), -1.0])).collect::<Vec<_>>()}),
+        )]),
+        tokenizer(&[(
+            "model",
+            json!({"type": "WordLevel", "unk_token": "a", "vocab": {"a": 4_000_000_000_u32}}),
+        )]),
+    ];
+    for slow in [
+        r"(?:a+)+(?!b)",
+        r"(?:a*)*(?=b)",
+        r"((?:a|b+)*c)*(?<!d)",
+        r"(?:(?:a{2,})|b)+(?>c)",
+        r"(a+)\1",
+        r"(?<x>a+)\k<x>",
+        r"(?:(?:(?:(?=a)a){100}){100}){100}",
+        r"(?:(?=a)a){100000000}",
+        r"(?:a{1000}){1000}",
+    ] {
+        all.push(tokenizer(&[normalizers(vec![regex(slow)])]));
+        all.push(tokenizer(&[pre(vec![split(slow)])]));
+    }
+    for times in [100, 100_000] {
+        let nest = |part: &str, of: &str| {
+            let open = format!(r#"{{"type":"Sequence","{of}":["#).repeat(times);
+            let whole = tokenizer(&[(part, json!("HERE"))]);
+            whole.replace("\"HERE\"", &(open + &"]}".repeat(times)))
+        };
+        all.extend([nest("normalizer", "normalizers"), nest("pre_tokenizer", "pretokenizers")]);
+        all.extend([nest("decoder", "decoders"), nest("post_processor", "processors")]);
+        let whole = tokenizer(&[normalizers(vec![regex("HERE")])]);
+        all.push(whole.replace("HERE", &("(".repeat(times) + &")".repeat(times))));
+    }
+    all
+}
+
+#[test]
+fn tokenizers_grow_so_far() {
+    alone(module_path!(), "tokenizers_grow_so_far", || {
+        limit_memory(1 << 30);
+        // What is built for each is freed again.
+        for (number, json) in hostile_tokenizers().into_iter().enumerate() {
+            let open = HuggingFace::of(Path::new("other.json"), json);
+            let done = open.and_then(|tokenizer| {
+                let text = "a word ".repeat(200);
+                (0..ROWS).try_fold(0, |ids, _| tokenizer.encode(&text).map(|more| ids + more.len()))
+            });
+            match done.map_err(|e| e.to_string()) {
+                Ok(ids) => panic!("{number}: {ids} ids"),
+                Err(error) => {
+                    assert!(error.contains("other.json") && error.len() < 1000, "{number}: {error}")
+                }
+            }
+        }
+    });
+}
+
+/// What published files do is done as before.
+#[test]
+fn tokenizers_may_write_a_space_in_three_bytes() {
+    let sentence_piece = tokenizer(&[normalizers(vec![
+        json!({"type": "Prepend", "prepend": "\u{2581}"}),
+        replace(&json!({"String": " "}), "\u{2581}"),
+    ])]);
+    let tokenizer = HuggingFace::of(Path::new("other.json"), sentence_piece).unwrap();
+    assert_eq!(tokenizer.encode("a b").unwrap(), [26, 0, 26, 1]);
 }

@@ -9,7 +9,7 @@ use tokenizers::{Decoder, ModelWrapper};
 
 use super::settings::{DEFAULT, Settings};
 use super::{
-    CHAT_TEMPLATE_FILE, ChatTemplate, NO_TOKEN, SETTINGS_FILE, TOKENIZER_FILE, Tokenizer,
+    CHAT_TEMPLATE_FILE, ChatTemplate, NO_TOKEN, SETTINGS_FILE, TOKENIZER_FILE, Tokenizer, growth,
     transformers_tokenizer,
 };
 use crate::error::{Error, Result};
@@ -29,6 +29,8 @@ pub struct HuggingFace {
     /// The same, which takes it for the token. A copy, made when it is first asked for: which of both it is is a switch of the whole tokenizer.
     control: OnceLock<tokenizers::Tokenizer>,
     settings: Settings,
+    /// Whether a text is tried first: the file's steps may make it much longer.
+    grows: bool,
     bos: Option<i32>,
     eos: Option<i32>,
 }
@@ -61,6 +63,7 @@ impl HuggingFace {
     pub fn of(path: &Path, text: String) -> Result<Self> {
         let settings = Settings::beside(path)?;
         let fail = |why: String| Error::Tokenizer { path: path.to_owned(), why };
+        let grows = growth::check(&text).map_err(fail)?;
         let read = caught(|| tokenizers::Tokenizer::from_bytes(&text)).map_err(fail)?;
         let mut plain = read.map_err(|e| fail(format!("is no tokenizer that can be read: {e}")))?;
         if let ModelWrapper::BPE(model) = plain.get_model()
@@ -80,7 +83,8 @@ impl HuggingFace {
         };
         let path = path.to_owned();
         let control = OnceLock::new();
-        let mut tokenizer = Self { path, text, vocab_size, plain, control, settings, bos: None, eos: None };
+        let mut tokenizer =
+            Self { path, text, vocab_size, plain, control, settings, grows, bos: None, eos: None };
         (tokenizer.bos, tokenizer.eos) = tokenizer.ends()?;
         Ok(tokenizer)
     }
@@ -118,6 +122,9 @@ impl HuggingFace {
             let start: String = text.chars().take(40).collect();
             Error::Tokenizer { path: self.path.clone(), why: format!("a text that begins {start:?}: {why}") }
         };
+        if self.grows {
+            caught(|| growth::try_text(of.get_normalizer(), text)).and_then(|tried| tried).map_err(fail)?;
+        }
         let encoding = caught(|| of.encode_fast(text, add)).map_err(fail)?;
         let encoding = encoding.map_err(|e| fail(e.to_string()))?;
         // All ids are below `vocab_size`, an i32.

@@ -3,6 +3,7 @@
 mod bytes;
 mod chat;
 mod framing;
+mod growth;
 mod hugging_face;
 mod settings;
 mod stream;

@@ -3,6 +3,7 @@
 //! A template is compiled once and borrows its text, which a thread can keep on its stack. And the stack is of a known size: what the engine does with
 //! the deepest template and the deepest value that it lets through does not depend on who asks for a text.
 
+use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
@@ -84,13 +85,13 @@ impl Engine {
 /// A template as the engine runs it.
 struct Program<'a> {
     main: Instructions<'a>,
-    blocks: std::collections::BTreeMap<&'a str, Instructions<'a>>,
+    blocks: BTreeMap<&'a str, Instructions<'a>>,
 }
 
 impl<'a> Program<'a> {
     fn of(name: &'a str, text: &'a str) -> Result<Self, Error> {
         guard::check_source(text)?;
-        let parsed = parse(text, name, minijinja::syntax::SyntaxConfig::default(), guard::WHITESPACE)?;
+        let parsed = parse(text, name, minijinja::syntax::SyntaxConfig, guard::WHITESPACE)?;
         let mut compiler = CodeGenerator::new(name, text);
         compiler.compile_stmt(&guard::guarded(&parsed));
         let (main, blocks) = compiler.finish();

@@ -50,7 +50,7 @@ pub(super) fn check_source(text: &str) -> Result<(), Error> {
         return Err(fail(format!("has {} bytes, more than {MOST_SOURCE}", text.len())));
     }
     let (mut nesting, mut branches) = (0, 0);
-    for token in tokenize(text, false, minijinja::syntax::SyntaxConfig::default(), WHITESPACE) {
+    for token in tokenize(text, false, minijinja::syntax::SyntaxConfig, WHITESPACE) {
         // What is no token is told by the parser, with its line.
         let Ok((token, span)) = token else { return Ok(()) };
         match token {
@@ -247,10 +247,8 @@ fn expr<'a>(of: &Expr<'a>) -> Expr<'a> {
             hook(MADE, Expr::Slice(again(of, ast::Slice { expr: expr(&of.expr), start, stop, step })))
         }
         Expr::UnaryOp(of) => {
-            let op = match of.op {
-                UnaryOpKind::Not => UnaryOpKind::Not,
-                UnaryOpKind::Neg => UnaryOpKind::Neg,
-            };
+            let is_not = matches!(of.op, UnaryOpKind::Not);
+            let op = if is_not { UnaryOpKind::Not } else { UnaryOpKind::Neg };
             Expr::UnaryOp(again(of, ast::UnaryOp { op, expr: expr(&of.expr) }))
         }
         Expr::BinOp(of) => binary(of),

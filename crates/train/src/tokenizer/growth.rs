@@ -1,0 +1,393 @@
+//! What a `tokenizer.json` makes of a text before it has tokens: how much longer it may become, and how long that may take.
+//!
+//! Its steps are a small program too. Twenty-five that write each letter twice make gigabytes of a word. What a step may do is told by its JSON, before
+//! anything is built of it; and where the steps together may still do much, each text is tried by parts first.
+
+use std::fmt;
+
+use serde::Deserialize;
+use serde::de::{Deserializer, MapAccess, SeqAccess, Visitor};
+use serde_json::Value;
+use tokenizers::{NormalizedString, Normalizer, NormalizerWrapper};
+
+/// Steps of one kind, at most. Published files have up to ten.
+const MOST_STEPS: usize = 64;
+/// Sequences within sequences.
+const MOST_DEPTH: usize = 4;
+/// How many times as long a text may become without being tried first. A space is three bytes in SentencePiece's files.
+const FREELY: f64 = 16.0;
+/// And at all, by what each step may do to its worst text.
+const MOST_GROWTH: f64 = 1e6;
+/// How many times as long a step may write one match.
+const MOST_OF_STEP: f64 = 64.0;
+/// How many times as long a text may really become, and so many bytes more.
+const TRIED: usize = 64;
+/// Bytes of the parts by which a text is tried.
+const PART: usize = 1024;
+/// Bytes that added tokens may become when they are read.
+const MOST_ADDED: f64 = 64e6;
+/// Letters of one word that `WordPiece` looks at in every way. Published files have 100.
+const MOST_WORD: u64 = 10_000;
+/// Bytes of a token. Published ones have some hundred.
+const MOST_TOKEN: usize = 4096;
+/// Ids that are put around a text.
+const MOST_AROUND: usize = 10_000;
+
+/// The parts of the file that say how it changes texts.
+#[derive(Deserialize)]
+struct Shape {
+    #[serde(default)]
+    normalizer: Value,
+    #[serde(default)]
+    pre_tokenizer: Value,
+    #[serde(default)]
+    post_processor: Value,
+    #[serde(default)]
+    decoder: Value,
+    #[serde(default)]
+    added_tokens: Option<Vec<Added>>,
+    #[serde(default)]
+    model: Option<Model>,
+}
+
+#[derive(Deserialize)]
+struct Model {
+    #[serde(default)]
+    vocab: Longest,
+    #[serde(default)]
+    max_input_chars_per_word: Option<u64>,
+}
+
+/// Bytes of the longest text of a value, of which nothing is kept. The crate holds some vocabularies as trees of letters, and frees them one call deeper
+/// for each.
+#[derive(Default, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Longest(usize);
+
+impl<'de> Deserialize<'de> for Longest {
+    fn deserialize<D: Deserializer<'de>>(json: D) -> Result<Self, D::Error> {
+        json.deserialize_any(Self(0))
+    }
+}
+
+impl<'de> Visitor<'de> for Longest {
+    type Value = Self;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a vocabulary")
+    }
+
+    fn visit_str<E>(self, text: &str) -> Result<Self, E> {
+        Ok(Self(text.len()))
+    }
+
+    fn visit_map<A: MapAccess<'de>>(mut self, mut map: A) -> Result<Self, A::Error> {
+        while let Some((key, value)) = map.next_entry::<Self, Self>()? {
+            self = self.max(key).max(value);
+        }
+        Ok(self)
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(mut self, mut list: A) -> Result<Self, A::Error> {
+        while let Some(value) = list.next_element::<Self>()? {
+            self = self.max(value);
+        }
+        Ok(self)
+    }
+
+    fn visit_bool<E>(self, _: bool) -> Result<Self, E> {
+        Ok(self)
+    }
+
+    fn visit_f64<E>(self, _: f64) -> Result<Self, E> {
+        Ok(self)
+    }
+
+    fn visit_i64<E>(self, _: i64) -> Result<Self, E> {
+        Ok(self)
+    }
+
+    fn visit_u64<E>(self, _: u64) -> Result<Self, E> {
+        Ok(self)
+    }
+
+    fn visit_unit<E>(self) -> Result<Self, E> {
+        Ok(self)
+    }
+}
+
+#[derive(Deserialize)]
+struct Added {
+    #[serde(default)]
+    content: String,
+}
+
+/// What the steps of a kind may do.
+#[derive(Default)]
+struct Steps {
+    count: usize,
+    growth: f64,
+    tables: usize,
+}
+
+/// Whether texts must be tried before they are given to the tokenizer of this file.
+///
+/// # Errors
+/// Naming the part of the file that may do too much.
+pub(super) fn check(text: &str) -> Result<bool, String> {
+    let shape: Shape =
+        serde_json::from_str(text).map_err(|error| format!("is no tokenizer that can be read: {error}"))?;
+    let normalizer = steps("normalizer", &shape.normalizer)?;
+    steps("pre_tokenizer", &shape.pre_tokenizer)?;
+    steps("decoder", &shape.decoder)?;
+    around(&shape.post_processor)?;
+    let tokens = shape.added_tokens.iter().flatten().map(|added| added.content.len());
+    let longest = tokens.chain(shape.model.as_ref().map(|model| model.vocab.0)).max().unwrap_or(0);
+    if longest > MOST_TOKEN {
+        return Err(format!("has a token of {longest} bytes, more than {MOST_TOKEN}"));
+    }
+    let added: usize = shape.added_tokens.iter().flatten().map(|added| added.content.len()).sum();
+    if normalizer.growth > FREELY && added as f64 * normalizer.growth > MOST_ADDED {
+        return Err("has a `normalizer` that may make its `added_tokens` too long".into());
+    }
+    let longest = shape.model.and_then(|model| model.max_input_chars_per_word);
+    if let Some(longest) = longest.filter(|longest| *longest > MOST_WORD) {
+        return Err(format!(
+            "has `max_input_chars_per_word` {longest}, more than {MOST_WORD}: a long word would take too long"
+        ));
+    }
+    Ok(normalizer.growth > FREELY)
+}
+
+fn steps(part: &str, json: &Value) -> Result<Steps, String> {
+    let mut all = Steps { growth: 1.0, ..Steps::default() };
+    all.add(json, 0).map_err(|why| format!("has a `{part}` {why}"))?;
+    // Only a normalizer can be tried by itself.
+    let most = if part == "normalizer" { MOST_GROWTH } else { FREELY };
+    if all.growth > most {
+        return Err(format!("has a `{part}` whose steps may make a text {:.0} times as long", all.growth));
+    }
+    Ok(all)
+}
+
+impl Steps {
+    fn add(&mut self, json: &Value, depth: usize) -> Result<(), String> {
+        if depth > MOST_DEPTH {
+            return Err(format!("of sequences within sequences, more than {MOST_DEPTH} deep"));
+        }
+        if let Some(all) =
+            ["normalizers", "pretokenizers", "decoders"].iter().find_map(|key| json[*key].as_array())
+        {
+            return all.iter().try_for_each(|one| self.add(one, depth + 1));
+        }
+        if json.is_null() {
+            return Ok(());
+        }
+        self.count += 1;
+        if self.count > MOST_STEPS {
+            return Err(format!("of more than {MOST_STEPS} steps"));
+        }
+        if let Some(regex) = json["pattern"]["Regex"].as_str() {
+            check_regex(regex)?;
+        }
+        let growth = self.growth_of(json)?;
+        if growth > MOST_OF_STEP {
+            return Err(format!("with a step that may make a text {growth:.0} times as long"));
+        }
+        self.growth *= growth;
+        Ok(())
+    }
+
+    /// How many times as long a step makes its worst text. What Unicode says of a character is done once, however often it is asked for.
+    fn growth_of(&mut self, json: &Value) -> Result<f64, String> {
+        let length = |text: &Value| text.as_str().map_or(0, str::len) as f64;
+        let kind = json["type"].as_str().unwrap_or_default();
+        if let Some(table) = json["precompiled_charsmap"].as_str() {
+            let longest = longest_of_table(table);
+            self.tables += 1;
+            return match longest <= 64 {
+                true if self.tables == 1 => Ok(1.0),
+                _ => Ok(longest as f64),
+            };
+        }
+        if json.get("content").is_some() && json.get("pattern").is_some() {
+            let pattern = length(&json["pattern"]["String"]);
+            return Ok(match pattern == 0.0 {
+                // Before each letter, perhaps.
+                true => length(&json["content"]) + 1.0,
+                false => (length(&json["content"]) / pattern).max(1.0),
+            });
+        }
+        if json.get("prepend").is_some_and(Value::is_string) {
+            return match length(&json["prepend"]) <= MOST_TOKEN as f64 {
+                true => Ok(1.0),
+                false => Err(format!("that puts more than {MOST_TOKEN} bytes before a text")),
+            };
+        }
+        Ok(match kind {
+            // Each space becomes a character of up to four bytes.
+            "Metaspace" => length(&json["replacement"]).max(1.0),
+            "BPEDecoder" if length(&json["suffix"]) == 0.0 => 2.0,
+            // Each byte becomes a character of up to two.
+            "ByteLevel" | "" => 2.0,
+            _ => 1.0,
+        })
+    }
+}
+
+/// The longest text that a table of SentencePiece writes for a character: behind its trie they stand one after the other, with a zero after each.
+fn longest_of_table(base64: &str) -> usize {
+    let (mut bytes, mut bits, mut held) = (Vec::with_capacity(base64.len() / 4 * 3), 0_u32, 0);
+    for byte in base64.bytes() {
+        let six = match byte {
+            b'A'..=b'Z' => byte - b'A',
+            b'a'..=b'z' => byte - b'a' + 26,
+            b'0'..=b'9' => byte - b'0' + 52,
+            b'+' => 62,
+            b'/' => 63,
+            _ => break,
+        };
+        (bits, held) = (bits << 6 | u32::from(six), held + 6);
+        if held >= 8 {
+            held -= 8;
+            bytes.push((bits >> held) as u8);
+        }
+    }
+    let Some((size, rest)) = bytes.split_first_chunk::<4>() else { return 0 };
+    let texts = rest.get(u32::from_le_bytes(*size) as usize..).unwrap_or_default();
+    texts.split(|byte| *byte == 0).map(<[u8]>::len).max().unwrap_or(0)
+}
+
+/// What is put around a text: each of its places once, and so many ids.
+fn around(json: &Value) -> Result<(), String> {
+    let fail = |why: &str| Err(format!("has a `post_processor` that {why}"));
+    let processors: Vec<&Value> = match json["processors"].as_array() {
+        Some(all) => all.iter().collect(),
+        None => vec![json],
+    };
+    if processors.len() > MOST_STEPS {
+        return fail(&format!("has more than {MOST_STEPS} steps"));
+    }
+    let (mut ids, mut is_nested) = (0, false);
+    for processor in processors {
+        is_nested |= json["processors"].is_array() && processor["processors"].is_array();
+        for key in ["single", "pair"] {
+            let pieces = processor[key].as_array().map_or(&[][..], Vec::as_slice);
+            let texts = |name: &str| pieces.iter().filter(|piece| piece["Sequence"]["id"] == name).count();
+            if texts("A") > 1 || texts("B") > 1 {
+                return fail("writes a text more than once");
+            }
+            for piece in pieces {
+                let token = piece["SpecialToken"]["id"].as_str().unwrap_or_default();
+                ids += processor["special_tokens"][token]["ids"].as_array().map_or(1, Vec::len);
+            }
+        }
+    }
+    match (is_nested, ids > MOST_AROUND) {
+        (true, _) => fail("has sequences within a sequence"),
+        (_, true) => fail(&format!("puts more than {MOST_AROUND} ids around a text")),
+        _ => Ok(()),
+    }
+}
+
+/// Refuses an expression that may take very long: one is searched by trying where it has what a finite automaton has not, and then no reference
+/// to what was found is let through, nor a repetition of a repetition; nor is one that is written out too often.
+fn check_regex(regex: &str) -> Result<(), String> {
+    let fail = |why: &str| {
+        Err(format!("with a regular expression that {why}: {:?}", regex.chars().take(80).collect::<String>()))
+    };
+    if regex.len() > 16 << 10 {
+        return fail("is longer than 16 KiB");
+    }
+    let tries = ["(?=", "(?!", "(?<=", "(?<!", "(?>", "*+", "++", "?+", "}+", "\\G", "(?("];
+    let tries = tries.iter().any(|mark| regex.contains(mark));
+    // Of each open group: whether it repeats something without an end, and how often what stands in it is written out.
+    let mut groups = vec![(false, 1_u64)];
+    let mut chars = regex.chars().peekable();
+    let (mut class, mut last) = (0_usize, (false, 1_u64));
+    while let Some(c) = chars.next() {
+        match c {
+            '\\' => {
+                let next = chars.next();
+                let is_reference = class == 0 && matches!(next, Some('1'..='9' | 'k' | 'g'));
+                if is_reference {
+                    return fail("refers to what it has found");
+                }
+                last = (false, 1);
+            }
+            '[' => class += 1,
+            ']' if class > 0 => (class, last) = (class - 1, (false, 1)),
+            _ if class > 0 => {}
+            '(' => groups.push((false, 1)),
+            ')' if groups.len() > 1 => last = groups.pop().unwrap_or_default(),
+            '*' | '+' | '{' => {
+                let counts: String = match c {
+                    '{' => chars.by_ref().take_while(|c| *c != '}').collect(),
+                    _ => ",".into(),
+                };
+                let is_endless = counts.ends_with(',');
+                let is_count = c != '{' || counts.starts_with(|c: char| c.is_ascii_digit());
+                let most = counts.split(',').filter_map(|count| count.trim().parse::<u64>().ok()).max();
+                if is_count && is_endless && last.0 && tries && chars.peek() != Some(&'+') {
+                    return fail("repeats a repetition, and looks around");
+                }
+                let written = last.1.saturating_mul(most.unwrap_or(1).max(1));
+                if written > 10_000 {
+                    return fail("is written out more than 10000 times");
+                }
+                if let Some(group) = groups.last_mut() {
+                    *group = (group.0 || is_count && is_endless, group.1.max(written));
+                }
+                last = (is_count && is_endless, written);
+                // What is said of how it repeats.
+                chars.next_if(|c| matches!(c, '?' | '+'));
+            }
+            _ => last = (false, 1),
+        }
+        if matches!(c, ')') {
+            // What a group holds, the one around it holds too.
+            let (endless, written) = last;
+            if let Some(group) = groups.last_mut() {
+                *group = (group.0 || endless, group.1.max(written));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Whether a text becomes too long: its parts are changed step by step, and measured after each.
+///
+/// # Errors
+/// If it does; what a step says.
+pub(super) fn try_text(normalizer: Option<&NormalizerWrapper>, text: &str) -> Result<(), String> {
+    let Some(normalizer) = normalizer else { return Ok(()) };
+    let mut steps = Vec::new();
+    flatten(normalizer, &mut steps);
+    let (mut rest, mut made) = (text, 0_usize);
+    while !rest.is_empty() {
+        let mut end = PART.min(rest.len());
+        while !rest.is_char_boundary(end) {
+            end += 1;
+        }
+        let (part, others) = rest.split_at(end);
+        rest = others;
+        let mut changed = NormalizedString::from(part);
+        for step in &steps {
+            step.normalize(&mut changed).map_err(|e| e.to_string())?;
+            if made + changed.get().len() > (TRIED + 1) * text.len() + (TRIED << 10) {
+                return Err(format!("the `normalizer` makes it more than {TRIED} times as long"));
+            }
+        }
+        made += changed.get().len();
+    }
+    match made > FREELY as usize * text.len() + (TRIED << 10) {
+        true => Err(format!("the `normalizer` makes it more than {FREELY} times as long")),
+        false => Ok(()),
+    }
+}
+
+fn flatten<'a>(of: &'a NormalizerWrapper, into: &mut Vec<&'a NormalizerWrapper>) {
+    match of {
+        NormalizerWrapper::Sequence(all) => all.as_ref().iter().for_each(|one| flatten(one, into)),
+        one => into.push(one),
+    }
+}
