@@ -96,8 +96,13 @@ impl Bounds {
 
     /// Counts steps.
     pub fn step(&self, state: &State<'_, '_>, steps: u64) -> Result<(), Error> {
+        // A short text is none; each turn of a loop, and each call, is.
+        if steps == 0 {
+            return Ok(());
+        }
         let left = self.left(state);
-        self.steps.fetch_add(steps.min(left.saturating_add(1)), Relaxed);
+        // One thread counts: no other comes between.
+        self.steps.store(self.steps.load(Relaxed) + steps.min(left.saturating_add(1)), Relaxed);
         if steps < left { Ok(()) } else { Err(exceeded("takes more steps than its conversations warrant")) }
     }
 

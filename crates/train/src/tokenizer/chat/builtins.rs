@@ -78,11 +78,15 @@ pub(super) fn environment(bounds: &Arc<Bounds>, time: Option<SystemTime>) -> Env
             of.make_text(text.len() as u64)?;
             out.write_str(text).map_err(Error::from)
         };
-        of.read(state, value)?;
-        of.step(state, 1)?;
+        // One step more, so that nothing is written without an end.
+        let read = value.as_str().map_or(0, |text| text.len() as u64 / 64);
+        of.step(state, 1 + read)?;
         match value.as_str() {
             Some(text) => write(out, text),
-            None => write(out, &python::text(value)),
+            None => {
+                of.read(state, value)?;
+                write(out, &python::text(value))
+            }
         }
     });
     environment
