@@ -123,6 +123,11 @@ fn names_are_told_as_far_as_people_read() {
 #[test]
 fn a_run_of_the_most_steps_there_are_begins() {
     let place = Place::with_text();
+    let huge = ["train.shards", "train.batch_size", "run.ranks"].map(|key| format!("{key}={}", 1u64 << 62));
+    let set = huge.iter().flat_map(|change| ["--set", change.as_str()]);
+    let asked: Vec<&str> = set.chain(["--set", "run.dp=3", "--dry-run"]).collect();
+    let error = place.train(&asked).failed(2);
+    assert!(error.contains("`run.ranks`: is 4611686018427387904, expected at most 1048576"), "{error}");
     let most = "train.steps=9223372036854775807";
     for more in
         ["train.quantization_every=0", "train.quantization_every=9223372036854775807", "train.schedule=wsd"]

@@ -16,6 +16,9 @@ use nibble_core::ops::MOST_TREE_SLOTS_OF_GPU;
 /// More layers than any model has: each is an object of its own, also where memory is only counted.
 const MOST_LAYERS: usize = 1 << 12;
 
+/// More ranks than any run has: what would divide them is looked for one by one.
+const MOST_RANKS: usize = 1 << 20;
+
 /// More threads than any machine has cores: to start them takes longer than a run.
 pub const MOST_THREADS: usize = 4096;
 
@@ -221,6 +224,7 @@ impl Config {
         require(self.run.threads <= MOST_THREADS, "run.threads", || {
             format!("is {}, expected at most {MOST_THREADS}", self.run.threads)
         })?;
+        require(ranks <= MOST_RANKS, "run.ranks", || format!("is {ranks}, expected at most {MOST_RANKS}"))?;
         require(t.shards.is_power_of_two(), "train.shards", || {
             format!("is {}, expected a power of two: the shards are summed as a tree", t.shards)
         })?;
