@@ -6,6 +6,7 @@ use crate::gpu;
 use nibble_core::{DeviceKind, MeshShape, Recipe, SoloComm};
 use nibble_cuda::Cuda;
 use nibble_testkit::Dice;
+use nibble_train::checks::check_recipe;
 use nibble_train::config::Config;
 use nibble_train::plan::{self, Prediction};
 use nibble_train::spec::ModelSpec;
@@ -67,6 +68,9 @@ fn draw(dice: &mut Dice) -> Drawn {
         let layers = ModelSpec::new(&config.model).recipe_layers();
         let text = dice.recipe(&layers);
         let Ok(recipe) = Recipe::parse("random", &text) else { continue };
+        if check_recipe(&config, &recipe).is_err() {
+            continue;
+        }
         let Ok(predicted) = plan::predict(DeviceKind::Gpu, MeshShape::ONE, &config, &recipe) else {
             continue;
         };

@@ -9,6 +9,7 @@ use nibble_core::{
     Backend as _, Comm, DType, Error, Mesh, Recipe, Result, RowKind, SoloComm, Tensor, Traffic,
 };
 use nibble_cpu::{Cpu, HostComm};
+use nibble_testkit::Breadth;
 use nibble_train::config::Config;
 use nibble_train::cx::Cx;
 use nibble_train::layers::Layer;
@@ -32,8 +33,9 @@ fn cpu() -> Cpu {
 fn any_number_of_ranks_gives_the_same_bits() {
     for recipe in rig::some_recipes(0) {
         let config = small(recipe, &[]);
-        // A whole run, or the first steps under a recipe that studies a format.
-        let steps = if Recipe::names().any(|name| name == recipe) { config.train.steps } else { 4 };
+        // A whole run, or the first steps: daily, and under a recipe that studies a format.
+        let whole = Breadth::of_tests().either(config.train.steps, 8);
+        let steps = if Recipe::names().any(|name| name == recipe) { whole } else { 4 };
         let one = train(&config, 1, steps, cpu);
         assert!(one.losses.iter().all(|l| l.is_finite()));
         for world in [2, 4] {

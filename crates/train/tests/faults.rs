@@ -155,7 +155,7 @@ fn assert_most_are_refused(refused: &BTreeSet<&str>, recipe: &str) {
 #[test]
 fn a_nan_after_any_operation_changes_nothing() {
     // Of each operation of a step, or daily of some of each name ([`some_of`]).
-    let stride = Breadth::of_tests().either(1, 7);
+    let stride = Breadth::of_tests().either(1, 20);
     for recipe in rig::some_recipes(0) {
         let refused = alone(&Recorder::eager(Cpu::new(2).unwrap()), recipe, &[], stride);
         assert_most_are_refused(&refused, recipe);
@@ -173,8 +173,9 @@ fn a_nan_under_scales_of_earlier_steps_changes_nothing() {
 
 #[test]
 fn a_nan_in_a_replay_changes_nothing() {
+    let stride = Breadth::of_tests().either(5, 20);
     for recipe in rig::some_recipes(1) {
-        let refused = alone(&Recorder::new(Cpu::new(2).unwrap()), recipe, &[], 5);
+        let refused = alone(&Recorder::new(Cpu::new(2).unwrap()), recipe, &[], stride);
         assert_most_are_refused(&refused, recipe);
     }
 }
@@ -239,7 +240,7 @@ fn a_nan_on_one_rank_stops_all_of_them_alike() {
         ("bf16", &[], 2, 0, 2),
     ];
     for (recipe, changes, world, poisoned, stride) in cases {
-        let stride = Breadth::of_tests().either(stride, 5);
+        let stride = Breadth::of_tests().either(stride, 20);
         let refused = on_ranks(&tiny(recipe, world, changes), world, poisoned, stride)
             .into_iter()
             .filter_map(|(op, became)| matches!(became, Became::Refused(_)).then_some(op))

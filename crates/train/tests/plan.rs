@@ -574,15 +574,16 @@ fn absurd_sizes_are_errors() {
     };
     assert!(text(&["model.layers=9223372036854775807"]).contains("model.layers"));
     assert!(text(&["train.batch_size=400000", "train.shards=1"]).contains("train.batch_size"));
-    assert!(text(&["model.d_model=4611686018427387904"]).contains("2^48 parameters"));
+    assert!(text(&["model.d_model=4611686018427387904"]).contains("expected at most 2^31 - 1"));
+    assert!(text(&["model.d_model=1073741824", "model.expert_ffn=1073741824"]).contains("2^48 parameters"));
     assert!(text(&["model.vocab_size=9223372036854775807"]).contains("model.vocab_size"));
     assert!(text(&["model.experts=2147483647"]).contains("has more than 262144 experts"));
     assert!(
         text(&["model.head_dim=1073741824"]).contains("`model.head_dim`: is 1073741824, expected at most")
     );
-    let heads = text(&["model.heads=9223372036854775806", "model.kv_heads=1"]);
+    let heads = text(&["model.heads=2147483646", "model.kv_heads=1", "model.d_model=65536"]);
     assert!(heads.contains("2^48 parameters; most of them are of attention: model.layers = 2"), "{heads}");
-    assert!(heads.contains("model.heads = 9223372036854775806"), "{heads}");
+    assert!(heads.contains("model.heads = 2147483646"), "{heads}");
     assert!(
         text(&["data.seq_len=1048576", "train.batch_size=16", "train.shards=1", "model.head_dim=1048576"])
             .contains("GiB")

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::time::Instant;
 
 use nibble_testkit::{Breadth, alone};
 use nibble_train::tokenizer::{ChatTemplate, Conversation, HuggingFace, Tokenizer};
@@ -317,10 +318,14 @@ const HARMLESS: [(&str, &str); 3] = [
 fn check(templates: &[String]) {
     limit_memory(1 << 30);
     let breadth = Breadth::of_tests();
+    let mut longest = 0.0f64;
     for (_, template) in templates.iter().enumerate().filter(|(nth, _)| breadth.takes(*nth, 3)) {
         let start: String = template.chars().take(150).collect();
         let harmless = HARMLESS.iter().find(|(begins, _)| template.starts_with(begins));
-        match (rows(template, ROWS), harmless) {
+        let begun = Instant::now();
+        let done = rows(template, ROWS);
+        longest = longest.max(begun.elapsed().as_secs_f64());
+        match (done, harmless) {
             (Ok(text), Some((_, expected))) => assert_eq!(text, *expected, "{start:?}"),
             (Ok(text), None) => panic!("{start:?} writes {} bytes", text.len()),
             (Err(error), _) => {
@@ -330,6 +335,7 @@ fn check(templates: &[String]) {
             }
         }
     }
+    println!("the longest of them took {longest:.2} s for {ROWS} rows");
 }
 
 #[test]
@@ -472,12 +478,15 @@ fn tokenizers_grow_so_far() {
     alone(module_path!(), "tokenizers_grow_so_far", || {
         limit_memory(1 << 30);
         // What is built for each is freed again.
+        let mut longest = 0.0f64;
         for (number, json) in hostile_tokenizers().into_iter().enumerate() {
+            let begun = Instant::now();
             let open = HuggingFace::of(Path::new("other.json"), json);
             let done = open.and_then(|tokenizer| {
                 let text = "a word ".repeat(200);
                 (0..ROWS).try_fold(0, |ids, _| tokenizer.encode(&text).map(|more| ids + more.len()))
             });
+            longest = longest.max(begun.elapsed().as_secs_f64());
             match done.map_err(|e| e.to_string()) {
                 Ok(ids) => panic!("{number}: {ids} ids"),
                 Err(error) => {
@@ -485,6 +494,7 @@ fn tokenizers_grow_so_far() {
                 }
             }
         }
+        println!("the longest of them took {longest:.2} s for {ROWS} rows");
     });
 }
 

@@ -1,6 +1,7 @@
 //! A disk that is full from any write of a run on: what is there then goes on to the same bytes, or has not begun.
 
 use crate::kill::Undisturbed;
+use nibble_testkit::Breadth;
 
 /// Fewer checkpoints, and so fewer writes.
 const FEWER: [&str; 2] = ["--set", "checkpoint.every=6"];
@@ -8,7 +9,8 @@ const FEWER: [&str; 2] = ["--set", "checkpoint.every=6"];
 #[test]
 fn a_disk_that_is_full_at_any_write_costs_no_bit_and_makes_no_other_run() {
     let run = Undisturbed::with(1, &FEWER);
-    for n in 1.. {
+    // Daily about one write of three.
+    for n in (1..).filter(|n| Breadth::of_tests().takes(*n, 3)) {
         let fault = format!("full@write:{n}");
         let (out, said) = run.disturbed("run", &fault, &[]);
         if out.status.success() {
