@@ -167,7 +167,7 @@ impl Dice {
         let origins: Vec<Site> = kind.sites().filter(|site| !made_of(kind, *site).is_empty()).collect();
         let mut keys = Keys::new();
         if !origins.is_empty() {
-            let (site, format) = (self.of(&origins), self.of(&[Format::Mxfp4, Format::E4m3]));
+            let (site, format) = (self.of(&origins), self.of(&CONVERSIONS.map(|(from, ..)| from)));
             let rule = self.of(format.spec().rules);
             self.convert(kind, site, (format, rule), &mut keys);
         }
@@ -184,8 +184,8 @@ impl Dice {
             {
                 choices.push((to, converted_rule(now, (to, self.of(to.spec().rules)))));
             }
-            // Blocks of E4M3 under F32 scales have no columns.
-            choices.retain(|to| now.1 != ScaleRule::Amax || to.0 == Format::Mxfp4 || *to == now);
+            // Blocks under F32 scales have no columns.
+            choices.retain(|to| to.1 != ScaleRule::Amax || *to == now);
             match choices.is_empty() {
                 true => drop(keys.insert(made.key(), "{ format = \"bf16\" }".to_owned())),
                 false => {
