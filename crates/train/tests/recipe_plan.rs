@@ -209,11 +209,22 @@ struct Drawn {
     seen: HashSet<(&'static str, &'static str, bool, Form)>,
     /// Keys and values ([`written::said`]).
     said: BTreeSet<String>,
+    /// Operations and what they change, by the plan ([`changed`]).
+    does: HashSet<(&'static str, &'static str)>,
+}
+
+/// Each operation that a recipe plans for some layer, with the tensor that it changes.
+fn changed(recipe: &Recipe, layers: &[Layer]) -> HashSet<(&'static str, &'static str)> {
+    let plan = |layer: &Layer| {
+        let section = recipe.section(layer.kind, &layer.name, 0.0);
+        section.plan(layer.kind, recipe.activations, layer.gated)
+    };
+    layers.iter().flat_map(plan).map(|change| (change.op, change.tensor)).collect()
 }
 
 impl Drawn {
-    /// Draws until so many pairs are those of a run, and holds each to what is printed of it; daily those that say something new, and one in 16 of the
-    /// others.
+    /// Draws until so many pairs are those of a run, and holds each to what is printed of it; daily those that say or do something new, and one in
+    /// 16 of the others.
     fn from(seed: u64, pairs: usize) -> Self {
         let (mut dice, mut runs, mut drawn) = (Dice::new(seed), Runs::new(), Self::default());
         let mut followed_so_far = 0;
@@ -224,7 +235,9 @@ impl Drawn {
             let Some(recipe) = followed(&config, &layers, &text) else { continue };
             followed_so_far += 1;
             let said = written::said(&text);
-            let daily = followed_so_far % 16 == 0 || !said.is_subset(&drawn.said);
+            let does = changed(&recipe, &layers);
+            let new = !said.is_subset(&drawn.said) || !does.is_subset(&drawn.does);
+            let daily = followed_so_far % 16 == 0 || new;
             if !Breadth::of_tests().either(true, daily) {
                 continue;
             }
@@ -234,6 +247,7 @@ impl Drawn {
             drawn.seen.extend(changes.map(|c| (c.op, c.tensor, c.is_move(), c.to)));
             drawn.trained += usize::from(assert_trains(&config, &recipe, &layers, &text));
             drawn.said.extend(said);
+            drawn.does.extend(does);
             drawn.parts += usize::from(recipe.stretches().len() > 1);
             drawn.pairs += 1;
         }
