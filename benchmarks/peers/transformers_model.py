@@ -5,6 +5,7 @@
     nibble inspect CONFIG --set train.init_from=FOLDER ... --out step.safetensors
     python3 transformers_model.py check FOLDER step.safetensors [--sensitive]
     python3 transformers_model.py train FOLDER steps.safetensors RUN [--save ANOTHER]
+    python3 transformers_model.py every FOLDER [--nibble PATH]  # each model_type with a causal language model that transformers has
 
 `check` loads FOLDER by itself (no key may be missing or unexpected), computes the tokens that the step had, and compares. With --sensitive it also scales each tensor, and each factor that
 the configuration has, by 1.01 (norms' eps by 1,000), and requires that each of these is noticed. Exit code 1 if a bound is missed. Bounds: logits 1e-4 and each gradient 1e-3 of
@@ -13,6 +14,9 @@ the reference's norm, cross-entropy 1e-6.
 `train` trains FOLDER with a fresh torch AdamW on the tokens that `nibble inspect --steps N` wrote, with the rates and settings of RUN, a folder that
 `nibble train` left with as many steps. With --save it keeps the weights; without, it requires that each step's loss is within 1e-3 of RUN's.
 
+`every` makes a small random model of each `model_type` in FOLDER, by its own configuration class, and lets `nibble inspect` read it: either it is equal, as `check` has it, or it is refused with a message that
+has the type, or a key of its config.json. Exit code 1 if one is neither.
+
 Tokens that are not learnt (targets of -1) do not count, and documents that are kept apart (`starts`) are so here as well, by positions that begin anew and a mask of attention.
 """
 
@@ -20,6 +24,8 @@ import argparse
 import copy
 import json
 import os
+import shutil
+import subprocess
 import sys
 import tomllib
 
@@ -52,9 +58,14 @@ ROPE_FACTORS = ["factor", "mscale", "mscale_all_dim", "rope_theta"]
 
 
 def make(args):
-    torch.manual_seed(args.seed)
     facts = {**COMMON, **FAMILIES[args.family]}
-    config = AutoConfig.for_model(facts.pop("model_type"), **facts)
+    model = save_random(AutoConfig.for_model(facts.pop("model_type"), **facts), args.folder, args.seed)
+    print(f"{args.folder}: {sum(x.numel() for x in model.parameters()):,} parameters")
+
+
+def save_random(config, folder, seed=0):
+    """a model of which every parameter is random and not zero"""
+    torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).float()
     with torch.no_grad():
         for name, x in list(model.named_parameters()) + list(model.named_buffers()):
@@ -64,8 +75,8 @@ def make(args):
                 x.copy_(1 + torch.randn_like(x) * 0.2)
             elif "inv_freq" not in name:
                 x.copy_(torch.randn_like(x) * (0.3 if name.endswith("bias") else 0.6 / x.shape[-1] ** 0.5 if x.ndim > 1 and "embed" not in name else 0.5))
-    model.save_pretrained(args.folder)
-    print(f"{args.folder}: {sum(x.numel() for x in model.parameters()):,} parameters")
+    model.save_pretrained(folder)
+    return model
 
 
 def published(name, x):
@@ -141,6 +152,63 @@ def check(args):
         good &= sensitive(args, model, seen)
     print("PASS" if good else "FAIL")
     return 0 if good else 1
+
+
+# What other types need to be small.
+SMALL = dict(intermediate_size=96, head_dim=16, pad_token_id=0, bos_token_id=1, eos_token_id=2, moe_intermediate_size=32, num_local_experts=8, num_experts=8, n_routed_experts=8, num_experts_per_tok=2)
+
+
+def small(kind):
+    """the configuration of a small model of a type; of one that cannot be small by these keys, its own"""
+    known = {facts["model_type"]: facts for facts in FAMILIES.values()}
+    if kind in known:
+        facts = {**COMMON, **known[kind]}
+        return AutoConfig.for_model(facts.pop("model_type"), **facts)
+    own = set(AutoConfig.for_model(kind).to_dict())
+    for facts in ({**COMMON, **SMALL}, {**COMMON, "num_key_value_heads": 4}, {}):
+        try:
+            return AutoConfig.for_model(kind, **{key: value for key, value in facts.items() if key in own})
+        except Exception as e:
+            error = e
+    raise error
+
+
+def every(args):
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as kinds
+
+    asked = ["inspect", "tiny", "--recipe", "f32", "--set", "run.device=cpu", "--set", "data.source=random", "--set", "data.seq_len=64", "--set", "train.batch_size=2"]
+    equal, refused, wrong = [], [], []
+    for kind in sorted(kinds):
+        folder, step = os.path.join(args.folder, kind), os.path.join(args.folder, f"{kind}.safetensors")
+        shutil.rmtree(folder, ignore_errors=True)
+        os.makedirs(folder)
+        try:
+            config = small(kind)
+        except Exception as e:
+            wrong.append((kind, f"{type(e).__name__}: {e}"))
+            continue
+        # A type whose weights are never asked for is refused by its configuration alone.
+        config.save_pretrained(folder)
+        inspect = [args.nibble, *asked, "--set", f"train.init_from={folder}", "--out", step, "--force"]
+        said = subprocess.run(inspect, capture_output=True, text=True)
+        if said.returncode and "has no" not in said.stderr and "model.safetensors" not in said.stderr:
+            line = said.stderr.strip().splitlines()[0]
+            by = [key for key in (kind, *config.to_dict()) if f"`{key}" in line or f'"{key}"' in line]
+            (refused if by else wrong).append((kind, line))
+            continue
+        model = save_random(config, folder).train(False)
+        said = subprocess.run(inspect, capture_output=True, text=True)
+        if said.returncode:
+            wrong.append((kind, said.stderr.strip().splitlines()[0]))
+            continue
+        errors, _, _ = compare(model, load_file(step), args)
+        (equal if errors[0][0] <= 1 else wrong).append((kind, f"{errors[0][0]:.4f} of the bound of {errors[0][1]}"))
+    for title, found in (("equal", equal), ("refused", refused), ("WRONG", wrong)):
+        print(f"{len(found)} {title}")
+        for kind, what in found:
+            print(f"  {kind}: {what}"[:220])
+    print("FAIL" if wrong else "PASS")
+    return 1 if wrong else 0
 
 
 def sensitive(args, model, seen):
@@ -252,6 +320,10 @@ def main():
     command.add_argument("--save", metavar="ANOTHER")
     command.add_argument("--device", default="cpu")
     command.set_defaults(run=train)
+    command = commands.add_parser("every")
+    command.add_argument("folder")
+    command.add_argument("--nibble", default="nibble")
+    command.set_defaults(run=every)
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     sys.exit(args.run(args))

@@ -5,7 +5,7 @@ use nibble_command::console::bytes;
 use nibble_command::device::{self, Device, On, Work};
 use nibble_command::error::{Error, Result};
 use nibble_command::output::{Force, Mark, Outputs};
-use nibble_command::say;
+use nibble_command::{say, warn};
 use nibble_train::checkpoint::metadata;
 use nibble_train::config::Config;
 use nibble_train::trainer::{Inspection, Trainer};
@@ -83,7 +83,8 @@ impl Work for Inspect<'_> {
 
     fn run<B: Device>(&self, on: &On<'_, B>) -> Result<Seen> {
         on.announce();
-        let trainer = Trainer::new(on.b, on.mesh, self.config)?;
+        let mut trainer = Trainer::new(on.b, on.mesh, self.config)?;
+        trainer.take_notes().iter().filter(|_| on.is_first()).for_each(|note| warn!("warning: {note}"));
         let model = trainer.config_json();
         Ok(Seen { tensors: trainer.inspect(self.steps)?, model })
     }

@@ -266,11 +266,30 @@ pub fn remove_unfinished() {
 }
 
 /// Opens a file that has an end. Refuses what may have none, or may keep its reader waiting for ever: directories, devices, sockets, and
-/// pipes that have a name. A pipe without one, such as a shell's `<(...)`, has a writer.
+/// pipes that have a name. A pipe without one, such as a shell's `<(...)`, has a writer. Refuses a Git LFS pointer, which nobody means.
 ///
 /// # Errors
 /// What the system says, or what the path is instead of a file.
 pub fn open_to_read(path: &Path) -> io::Result<File> {
+    let file = open_with_an_end(path)?;
+    let mut start = [0; LFS_POINTER.len()];
+    // One is short, and nothing is read of a pipe.
+    let about = file.metadata()?;
+    if about.is_file()
+        && about.len() < 1024
+        && read_full_at(&file, &mut start, 0)? == start.len()
+        && start == *LFS_POINTER
+    {
+        let why = "is a Git LFS pointer, which stands for the file: `git lfs pull` in its folder fetches it";
+        return Err(io::Error::new(io::ErrorKind::InvalidData, why));
+    }
+    Ok(file)
+}
+
+/// How the text begins that Git puts in the place of a file that it has elsewhere.
+const LFS_POINTER: &[u8] = b"version https://git-lfs.github.com/spec/";
+
+fn open_with_an_end(path: &Path) -> io::Result<File> {
     phase(format_args!("reading {}", path.display()));
     match what_else(fs::metadata(path)?.file_type()) {
         // It has a writer.

@@ -43,23 +43,33 @@ pub struct Pretrained {
 }
 
 impl Pretrained {
-    /// Reads what a folder says of its model. No tensor is read.
+    /// Reads what a folder says of its model. No tensor is read, but for a head beside an embedding to which the file ties it: where they differ both are
+    /// kept, as `transformers` does.
     ///
     /// # Errors
-    /// [`Error::Io`] where there is no `config.json`; [`Error::Config`] naming what of it the decoder does not have.
+    /// [`Error::Io`] where there is no `config.json`; [`Error::Config`] naming what of it the decoder does not have; [`Error::Checkpoint`] for a head that cannot be
+    /// read.
     pub fn open(path: &Path) -> Result<Self> {
-        let json = ConfigJson::open(&path.join(CONFIG))?;
-        let (family, model) = family::read(&json)?;
+        let mut json = ConfigJson::open(&path.join(CONFIG))?;
+        let (family, mut model) = family::read(&mut json)?;
         check_quantization(&json)?;
         let keys = json.passed_over();
-        let note = || {
-            format!(
+        let file = path.join(CONFIG);
+        let mut notes = Vec::new();
+        if !keys.is_empty() {
+            notes.push(format!(
                 "{}: nothing here reads {}; if they change what the model computes, it is another model here",
-                path.join(CONFIG).display(),
+                file.display(),
                 keys.join(", ")
-            )
-        };
-        let notes = if keys.is_empty() { Vec::new() } else { vec![note()] };
+            ));
+        }
+        if model.tie_embeddings && has_own_head(path, &model)? {
+            model.tie_embeddings = false;
+            notes.push(format!(
+                "{}: tie_word_embeddings is true, and {HEAD} is another tensor than {EMBEDDING}: both are kept, and no longer tied",
+                file.display()
+            ));
+        }
         Ok(Self { path: path.to_owned(), family, model, notes })
     }
 
@@ -86,7 +96,7 @@ impl Pretrained {
     /// Whether a tensor is none of the model's: a head that is the embedding, frequencies that are computed, what the family passes over.
     #[must_use]
     pub fn passes_over(&self, name: &str) -> bool {
-        let is_tied = self.model.tie_embeddings && name == "lm_head.weight";
+        let is_tied = self.model.tie_embeddings && name == HEAD;
         is_tied || name.ends_with("rotary_emb.inv_freq") || self.family.passes_over(name, &self.model)
     }
 
@@ -97,6 +107,32 @@ impl Pretrained {
     pub fn tokenizer(&self) -> Result<Option<SharedTokenizer>> {
         tokenizer::of_folder(&self.path)
     }
+}
+
+/// The tensors of logits and of tokens.
+const HEAD: &str = "lm_head.weight";
+const EMBEDDING: &str = "model.embed_tokens.weight";
+
+/// Whether a folder has a head that is not the embedding. What is wrong with its tensors is told when they are taken.
+fn has_own_head(path: &Path, model: &ModelConfig) -> Result<bool> {
+    const AT_ONCE: usize = 1 << 20;
+    let Ok(mut tensors) = Tensors::of_folder(path) else { return Ok(false) };
+    let shape = [model.vocab_size, model.d_model];
+    let [Ok(head), Ok(embedding)] = [HEAD, EMBEDDING].map(|name| tensors.find(name, &shape)) else {
+        return Ok(false);
+    };
+    let (mut a, mut b) = (Vec::new(), Vec::new());
+    for at in (0..head.num_values()).step_by(AT_ONCE) {
+        let count = AT_ONCE.min(head.num_values() - at);
+        for (stored, values) in [(&head, &mut a), (&embedding, &mut b)] {
+            values.resize(count, 0.0);
+            tensors.read(stored, at, values)?;
+        }
+        if a != b {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 /// Whether a folder has a model as the Hugging Face family of tools writes it, and is no checkpoint of a run.

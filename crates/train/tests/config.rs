@@ -394,8 +394,8 @@ fn published_files_say_the_built_in_models() -> Outcome {
     for file in std::fs::read_dir(folder)? {
         let path = file?.path();
         let name = path.file_stem().unwrap().to_str().unwrap();
-        let json = ConfigJson::open(&path)?;
-        let (family, read) = family::read(&json)?;
+        let mut json = ConfigJson::open(&path)?;
+        let (family, read) = family::read(&mut json)?;
         let config = Config::load(name, &[])?;
         let built_in = ModelConfig { max_positions: config.positions(), ..config.model };
         let said = |model: &ModelConfig| family::config_json(family, model, model.max_positions);

@@ -13,6 +13,7 @@ mod chat;
 mod checkpoint_files;
 mod combine;
 mod config;
+mod config_json;
 mod cost;
 mod data;
 mod decoding;

@@ -1,5 +1,7 @@
 //! Models go to folders and come back: every family, every type of weights, any number of ranks; and what is wrong with a folder is told by its name.
 
+mod brought;
+
 use crate::rig;
 
 use half::bf16;

@@ -22,6 +22,7 @@ mod digest;
 pub(crate) mod divided;
 mod files;
 mod header;
+mod published;
 mod state;
 mod stored;
 mod tensors;
@@ -46,7 +47,6 @@ use crate::files::remove_abandoned;
 use crate::tokenizer::{SETTINGS_FILE, TOKENIZER_FILE};
 use divided::divided;
 use files::{OpenFile, sync_dir, write_synced, write_tensors};
-use tensors::Types;
 
 /// The files that a checkpoint of a small model has, in the order they are written.
 pub const FILES: [&str; 6] = [MODEL_FILE, OPTIM_FILE, CONFIG_FILE, TOKENIZER_FILE, SETTINGS_FILE, STATE_FILE];
@@ -530,26 +530,6 @@ impl Checkpoint {
 
     fn has_no(&self, name: &str) -> Error {
         Error::checkpoint(&self.path, format!("has no file `{name}`"))
-    }
-}
-
-impl Tensors {
-    /// The tensors of a folder with a model, as published: those of the index, or of the one file.
-    ///
-    /// # Errors
-    /// [`Error::Checkpoint`] for a file that is missing or damaged, [`Error::Io`] where there are too many.
-    pub(crate) fn of_folder(dir: &Path) -> Result<Self> {
-        let index = dir.join(divided::index_name(MODEL));
-        // A link to an index that is not there is no folder without one.
-        if fs::symlink_metadata(&index).is_err() {
-            return Self::of_files(dir, &[&OpenFile::named(dir, MODEL_FILE)?], Types::Published);
-        }
-        let index = divided::Index::open(&index)?;
-        let open = |name: &str| OpenFile::named(dir, name).map_err(|error| index.told(error));
-        let files = index.files().into_iter().map(open).collect::<Result<Vec<_>>>()?;
-        let tensors = Self::of_files(dir, &files.iter().collect::<Vec<_>>(), Types::Published)?;
-        index.check(tensors.places())?;
-        Ok(tensors)
     }
 }
 

@@ -426,6 +426,21 @@ pub(super) fn of_key(key: &str) -> Option<Meaning> {
     in_table(&name).or_else(|| in_table(last))
 }
 
+/// A text in which each key that has a name of elsewhere in a file has that name, as `is_there` knows; the key's own last word is such a name too.
+pub(crate) fn in_words_of(text: &str, is_there: impl Fn(&str) -> bool) -> String {
+    let mut text = text.to_owned();
+    for (meaning, names) in NAMES {
+        if let Key(key) = meaning
+            && text.contains(key)
+            && let Some(name) =
+                key.rsplit('.').take(1).chain(names.iter().copied()).find(|name| is_there(name))
+        {
+            text = text.replace(key, name);
+        }
+    }
+    text
+}
+
 /// What an option of the command line that there is not here means, without its `--`; a key's own name among them.
 #[must_use]
 pub fn of_option(option: &str) -> Option<Meaning> {

@@ -15,6 +15,7 @@ use super::{
 use crate::error::{Error, Result};
 use crate::files;
 use crate::moe::Combine;
+use crate::pretrained::is_folder;
 use crate::recompute::Scope;
 
 /// Keys there were, and what has become of them.
@@ -70,6 +71,12 @@ impl Config {
                 ),
                 suggestion: closest(name_or_path, preset_names()),
             });
+        }
+        if is_folder(path) {
+            let why = format!(
+                "{name_or_path} is a folder with a model, and no configuration: name one, and begin with the model by --from, as in nibble train tiny --from {name_or_path}"
+            );
+            return Err(Error::Config { key: String::new(), file: None, line: None, why, suggestion: None });
         }
         Self::asked(&read_text(path)?, path, overrides)
     }

@@ -35,6 +35,7 @@ use nibble_core::{DType, DeviceKind, MeshShape, Recipe};
 pub use crate::moe::Combine;
 pub use data::{DataConfig, MIXTURE, MixtureSource, OnError, RANDOM, SYNTHETIC};
 pub use device::DeviceChoice;
+pub(crate) use foreign::in_words_of;
 pub use foreign::{Meaning, of_option};
 pub(crate) use load::read_text;
 pub use model::{Balance, ModelConfig};

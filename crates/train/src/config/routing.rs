@@ -96,7 +96,7 @@ impl ModelConfig {
         let each = experts / groups;
         require(self.top_k <= top * each, "model.top_k", || {
             format!(
-                "is {}, more than the {} experts of model.top_groups = {top} groups of {each}",
+                "is {}, more than the {} experts of model.top_groups = {top} of model.groups = {groups} groups",
                 self.top_k,
                 top * each
             )

@@ -1,7 +1,7 @@
 //! `config.json`, both ways: what a key of it is here is said once, in a table of [`Field`]s.
 
 use super::Family;
-use crate::config::{ModelConfig, check_model};
+use crate::config::{ModelConfig, check_model, in_words_of};
 use crate::error::{Error, Result};
 use crate::files;
 use nibble_core::shortened;
@@ -20,6 +20,8 @@ pub struct Field {
     is: Is,
     /// What it is where the file does not say it, as JSON; none where it must.
     absent: Option<&'static str>,
+    /// What it is where the file says `null`, as JSON; none where it may not.
+    null: Option<&'static str>,
 }
 
 /// What a key is here.
@@ -36,33 +38,39 @@ enum Is {
 impl Field {
     /// A whole number above 0.
     pub const fn size(key: &'static str, of: fn(&mut ModelConfig) -> &mut usize) -> Self {
-        Self { key, or_key: None, is: Is::Size(of), absent: None }
+        Self { key, or_key: None, is: Is::Size(of), absent: None, null: None }
     }
 
     /// A whole number, which may be 0.
     pub const fn count(key: &'static str, of: fn(&mut ModelConfig) -> &mut usize) -> Self {
-        Self { key, or_key: None, is: Is::Count(of), absent: None }
+        Self { key, or_key: None, is: Is::Count(of), absent: None, null: None }
     }
 
     /// A number above 0.
     pub const fn number(key: &'static str, of: fn(&mut ModelConfig) -> &mut f64) -> Self {
-        Self { key, or_key: None, is: Is::Number(of), absent: None }
+        Self { key, or_key: None, is: Is::Number(of), absent: None, null: None }
     }
 
     /// True or false.
     pub const fn switch(key: &'static str, of: fn(&mut ModelConfig) -> &mut bool) -> Self {
-        Self { key, or_key: None, is: Is::Switch(of), absent: None }
+        Self { key, or_key: None, is: Is::Switch(of), absent: None, null: None }
     }
 
     /// A key with one value, JSON, that the decoder has: any other is refused. It is that where the file does not say it.
     pub const fn always(key: &'static str, value: &'static str) -> Self {
-        Self { key, or_key: None, is: Is::Always(value), absent: Some(value) }
+        Self { key, or_key: None, is: Is::Always(value), absent: Some(value), null: None }
     }
 
-    /// The same, which is this, JSON, where the file does not say it or says `null`.
+    /// The same, which is this, JSON, where the file does not say it.
     #[must_use]
     pub const fn or(self, absent: &'static str) -> Self {
         Self { absent: Some(absent), ..self }
+    }
+
+    /// The same, which is this, JSON, where the file says `null`.
+    #[must_use]
+    pub const fn or_null(self, null: &'static str) -> Self {
+        Self { null: Some(null), ..self }
     }
 
     /// The same, which files may call otherwise; it is written under the first name.
@@ -81,16 +89,18 @@ impl Field {
     #[cfg(test)]
     pub(super) fn is_json(&self) -> bool {
         let only = if let Is::Always(only) = self.is { Some(only) } else { None };
-        let mut said = only.into_iter().chain(self.absent);
+        let mut said = only.into_iter().chain(self.absent).chain(self.null);
         said.all(|json| serde_json::from_str::<Value>(json).is_ok())
     }
 
     fn read(&self, json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
         let key = self.said(json)?;
-        let absent = self.absent.map(literal);
-        let missing = || json.missing(self.key);
+        let (otherwise, error) = match json.is_null(key) {
+            true => (self.null, json.error(key, "is null, which it may not be")),
+            false => (self.absent, json.missing(self.key)),
+        };
         // What a table says may be 0 where a file may not say so.
-        let usual = || absent.clone().ok_or_else(missing);
+        let usual = || otherwise.map(literal).ok_or(error);
         let whole =
             |usual: Value| usual.as_u64().and_then(|size| usize::try_from(size).ok()).unwrap_or_default();
         match self.is {
@@ -196,6 +206,8 @@ pub struct ConfigJson {
     path: PathBuf,
     keys: Map<String, Value>,
     asked: RefCell<BTreeSet<String>>,
+    /// The base of RoPE's frequencies where none is said.
+    pub(super) usual_theta: f64,
 }
 
 impl ConfigJson {
@@ -213,7 +225,7 @@ impl ConfigJson {
 
     /// Of these keys, from nowhere.
     pub(super) fn of(keys: Map<String, Value>) -> Self {
-        Self { path: PathBuf::new(), keys, asked: RefCell::default() }
+        Self { path: PathBuf::new(), keys, asked: RefCell::default(), usual_theta: USUAL_THETA }
     }
 
     /// From its text.
@@ -229,7 +241,7 @@ impl ConfigJson {
             suggestion: None,
         };
         match serde_json::from_str(text) {
-            Ok(Value::Object(keys)) => Ok(Self { path: path.to_owned(), keys, asked: RefCell::default() }),
+            Ok(Value::Object(keys)) => Ok(Self { path: path.to_owned(), ..Self::of(keys) }),
             Ok(_) => Err(error("is no JSON object".into())),
             Err(e) => Err(error(format!("is no JSON: {e}"))),
         }
@@ -243,6 +255,18 @@ impl ConfigJson {
             None => self.keys.get(key),
         };
         value.filter(|value| !value.is_null())
+    }
+
+    /// Whether it says `null` of a key.
+    pub(super) fn is_null(&self, key: &str) -> bool {
+        self.keys.get(key).is_some_and(Value::is_null)
+    }
+
+    /// Adds what a family's configuration class takes keys to be that are not there.
+    pub(super) fn fill(&mut self, absent: &[(&str, &str)]) {
+        for (key, usual) in absent {
+            self.keys.entry(*key).or_insert_with(|| literal(usual));
+        }
     }
 
     /// What it says of a key, as `read` reads it.
@@ -331,6 +355,17 @@ impl ConfigJson {
         Error::Config { key: key.to_owned(), file, line: None, why: why.into(), suggestion: None }
     }
 
+    /// The same error by the keys of this file, where it is of keys of a configuration.
+    fn named(&self, error: Error) -> Error {
+        let here = |text: &str| in_words_of(text, |name| self.keys.contains_key(name));
+        match error {
+            Error::Config { key, file, line, why, suggestion } => {
+                Error::Config { key: here(&key), file, line, why: here(&why), suggestion }
+            }
+            other => other,
+        }
+    }
+
     /// Keys that nobody has asked for and that may say something of the model.
     pub fn passed_over(&self) -> Vec<String> {
         let asked = self.asked.borrow();
@@ -351,6 +386,9 @@ impl ConfigJson {
         unread
     }
 }
+
+/// `default_theta` of most configuration classes.
+const USUAL_THETA: f64 = 10_000.0;
 
 /// The largest size that is believed: rows and elements have numbers of 32 bits.
 const MOST: usize = i32::MAX as usize;
@@ -381,7 +419,9 @@ pub(super) fn written(family: &dyn Family, model: &ModelConfig) -> Value {
 ///
 /// # Errors
 /// [`Error::Config`] naming a key whose value the decoder does not have.
-pub(super) fn read(family: &dyn Family, json: &ConfigJson) -> Result<ModelConfig> {
+pub(super) fn read(family: &dyn Family, json: &mut ConfigJson) -> Result<ModelConfig> {
+    json.fill(family.absent());
+    let json = &*json;
     // Without what only other models have.
     let mut model = ModelConfig {
         experts: 0,
@@ -394,6 +434,6 @@ pub(super) fn read(family: &dyn Family, json: &ConfigJson) -> Result<ModelConfig
     };
     family.fields().iter().try_for_each(|field| field.read(json, &mut model))?;
     family.read_rest(json, &mut model)?;
-    check_model(&model).map_err(|error| error.in_file(&json.path))?;
+    check_model(&model).map_err(|error| json.named(error).in_file(&json.path))?;
     Ok(model)
 }

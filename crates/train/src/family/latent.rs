@@ -11,19 +11,22 @@ use crate::error::Result;
 use crate::spec::{AttentionSpec, LatentShape, ModelSpec};
 use serde_json::{Map, Value};
 
+/// Experts, which files may call as others do.
+pub const fn experts(also: &'static str) -> Field {
+    Field::size("n_routed_experts", |m| &mut m.experts).also(also)
+}
+
 /// Sizes of both.
-pub const LATENT: [Field; 13] = [
+pub const LATENT: [Field; 11] = [
     Field::size("kv_lora_rank", |m| &mut m.kv_rank),
     Field::size("qk_rope_head_dim", |m| &mut m.rope_dim),
     Field::size("v_head_dim", |m| &mut m.value_head_dim),
-    Field::size("n_routed_experts", |m| &mut m.experts),
     Field::size("num_experts_per_tok", |m| &mut m.top_k),
     Field::size("moe_intermediate_size", |m| &mut m.expert_ffn),
-    Field::count("first_k_dense_replace", |m| &mut m.dense_layers).or("0"),
-    Field::number("routed_scaling_factor", |m| &mut m.route_scale).or("1.0"),
+    Field::count("first_k_dense_replace", |m| &mut m.dense_layers),
+    Field::number("routed_scaling_factor", |m| &mut m.route_scale),
     Field::number("rms_norm_eps", |m| &mut m.norm_eps).or("1e-6"),
     Field::always("attention_bias", "false"),
-    Field::always("mlp_bias", "false"),
     Field::always("moe_layer_freq", "1"),
     Field::always("rope_interleave", "true"),
 ];
@@ -32,8 +35,8 @@ const FFN: &str = "intermediate_size";
 const Q_RANK: &str = "q_lora_rank";
 const NOPE: &str = "qk_nope_head_dim";
 const SHARED: &str = "n_shared_experts";
-const GROUPS: &str = "n_group";
-const TOP_GROUPS: &str = "topk_group";
+pub const GROUPS: &str = "n_group";
+pub const TOP_GROUPS: &str = "topk_group";
 const AUX: &str = "aux_loss_alpha";
 const OF_SEQUENCES: &str = "seq_aux";
 const KV_HEADS: &str = "num_key_value_heads";
@@ -44,14 +47,21 @@ const KV_HEADS: &str = "num_key_value_heads";
 /// [`crate::Error::Config`] naming the key whose value the decoder does not have.
 pub fn read(json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
     model.qk_norm = QkNorm::None;
+    // They follow from the two parts of a head.
+    json.pass_over(&["head_dim", "qk_head_dim"]);
     model.kv_heads = json.size(KV_HEADS)?.unwrap_or(model.heads);
     // It stands in files of models that have no dense layer, too.
-    let ffn = json.count(FFN)?.unwrap_or(0);
-    model.ffn = if model.dense_layers > 0 { ffn } else { 0 };
+    let ffn = json.count(FFN)?;
+    model.ffn = if model.dense_layers > 0 { ffn.ok_or_else(|| json.missing(FFN))? } else { 0 };
     model.q_rank = json.size(Q_RANK)?.unwrap_or(0);
     let nope = json.size(NOPE)?.ok_or_else(|| json.missing(NOPE))?;
+    for (key, part) in [(NOPE, nope), ("qk_rope_head_dim", model.rope_dim)] {
+        if !part.is_multiple_of(2) {
+            return Err(json.error(key, format!("is {part}, expected an even number: RoPE turns pairs")));
+        }
+    }
     model.head_dim = nope + model.rope_dim;
-    let shared = json.count(SHARED)?.unwrap_or(0);
+    let shared = json.count(SHARED)?.ok_or_else(|| json.missing(SHARED))?;
     model.shared_ffn = shared.checked_mul(model.expert_ffn).ok_or_else(|| {
         let ffn = model.expert_ffn;
         json.error(
@@ -94,9 +104,9 @@ pub fn read_groups(json: &ConfigJson, model: &mut ModelConfig, score: GroupScore
 ///
 /// # Errors
 /// [`crate::Error::Config`] where a key is no number above 0, or there are fewer groups than are chosen.
-pub fn groups(json: &ConfigJson) -> Result<(usize, usize)> {
-    let groups = json.size(GROUPS)?.unwrap_or(1);
-    let top = json.size(TOP_GROUPS)?.unwrap_or(groups);
+fn groups(json: &ConfigJson) -> Result<(usize, usize)> {
+    let [groups, top] = [GROUPS, TOP_GROUPS].map(|key| json.size(key)?.ok_or_else(|| json.missing(key)));
+    let (groups, top) = (groups?, top?);
     if top > groups {
         return Err(json.error(TOP_GROUPS, format!("is {top}, more than {GROUPS} = {groups}")));
     }

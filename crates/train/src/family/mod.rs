@@ -8,6 +8,7 @@
 //! which models those are and where they differ from what loads them. No setting chooses one: the sizes of the model do. Where a family takes models that
 //! another one had, checkpoints that were written before are not found under the new names.
 
+mod alias;
 mod config_json;
 mod deepseek_v2;
 mod deepseek_v3;
@@ -35,6 +36,7 @@ pub use qwen3_moe::Qwen3Moe;
 use crate::config::{Balance, ModelConfig};
 use crate::error::Result;
 use crate::spec::ModelSpec;
+use alias::ALIASES;
 use nibble_core::shortened;
 use serde_json::{Map, Value};
 use std::fmt;
@@ -62,8 +64,7 @@ fn has(family: &dyn Family, model: &ModelConfig) -> bool {
         ..model.clone()
     };
     let Value::Object(keys) = config_json(family, model, 1) else { return false };
-    let json = ConfigJson::of(keys);
-    config_json::read(family, &json).is_ok_and(|read| alike(&read) == alike(model))
+    config_json::read(family, &mut ConfigJson::of(keys)).is_ok_and(|read| alike(&read) == alike(model))
 }
 
 /// What `config.json` says of a model of this family, for others, and for [`read`]. `positions` are as many as the model has.
@@ -76,16 +77,18 @@ pub fn config_json(family: &dyn Family, model: &ModelConfig, positions: usize) -
 ///
 /// # Errors
 /// [`crate::Error::Config`] naming the key whose value the decoder does not have.
-pub fn read(json: &ConfigJson) -> Result<(&'static dyn Family, ModelConfig)> {
+pub fn read(json: &mut ConfigJson) -> Result<(&'static dyn Family, ModelConfig)> {
     const KIND: &str = "model_type";
     let kind = json.word(KIND)?.ok_or_else(|| json.missing(KIND))?;
-    let Some(family) = FAMILIES.into_iter().find(|family| family.name() == kind) else {
-        let known: Vec<&str> = FAMILIES.iter().map(|family| family.name()).collect();
-        return Err(
-            json.error(KIND, format!("is \"{}\", expected one of {}", shortened(kind), known.join(", ")))
-        );
-    };
-    Ok((family, config_json::read(family, json)?))
+    if let Some(family) = FAMILIES.into_iter().find(|family| family.name() == kind) {
+        return Ok((family, config_json::read(family, json)?));
+    }
+    if let Some(alias) = ALIASES.iter().find(|alias| alias.name == kind) {
+        return Ok((alias.of, alias.read(json)?));
+    }
+    let names = FAMILIES.iter().map(|family| family.name()).chain(ALIASES.iter().map(|alias| alias.name));
+    let known: Vec<&str> = names.collect();
+    Err(json.error(KIND, format!("is \"{}\", expected one of {}", shortened(kind), known.join(", "))))
 }
 
 /// The names of models outside of Nibble.
@@ -98,6 +101,12 @@ pub trait Family: fmt::Debug + Sync {
 
     /// The keys of `config.json` that are one size each, or that have one value alone.
     fn fields(&self) -> Vec<Field>;
+
+    /// What its configuration class in `transformers` takes keys to be that are not there, as JSON, where no field says so: never what tensors' shapes are
+    /// made of, which a file has to say.
+    fn absent(&self) -> &'static [(&'static str, &'static str)] {
+        &[]
+    }
 
     /// Reads what no field says: the model has what the fields say, and a dense Qwen3's choices else.
     ///
@@ -157,6 +166,8 @@ mod tests {
                     let cols = tensor.shape.last().unwrap();
                     let rows: usize = tensor.rows.iter().map(|rows| rows.range.len()).sum();
                     assert_eq!(rows * cols, tensor.num_values(), "{}: {tensor:?}", family.name());
+                    let is_vector = tensor.rows.iter().all(|rows| params[rows.param].is_vector());
+                    assert_eq!(tensor.shape.len() == 1, is_vector, "{}: {}", family.name(), tensor.name);
                     for Rows { param, range } in tensor.rows {
                         assert_eq!(params[param].shape().1, *cols, "{}: {}", family.name(), tensor.name);
                         for row in range {
@@ -294,8 +305,8 @@ mod tests {
             assert_eq!(family.name(), name, "{changes:?}");
             let Value::Object(keys) = config_json(family, &model, 77) else { panic!("{changes:?}") };
             assert_eq!(keys["architectures"][0], family.architecture());
-            let json = ConfigJson::of(keys);
-            let (again, read) = read(&json).unwrap();
+            let mut json = ConfigJson::of(keys);
+            let (again, read) = read(&mut json).unwrap();
             assert_eq!((again.name(), read.max_positions), (name, 77), "{changes:?}");
             assert!(has(family, &read), "{changes:?}");
             assert_eq!(
@@ -312,7 +323,7 @@ mod tests {
         let read_with = |key: &str, value: Value| {
             let mut keys = keys.clone();
             keys.insert(key.into(), value);
-            read(&ConfigJson::of(keys)).map(|(_, model)| model)
+            read(&mut ConfigJson::of(keys)).map(|(_, model)| model)
         };
         for (key, value, why) in [
             ("decoder_sparse_step", Value::from(2), "is 2, which the decoder does not have: it has 1 alone"),
@@ -323,10 +334,10 @@ mod tests {
             ),
             ("mlp_only_layers", vec![1].into(), "is [1]; the decoder has dense layers before all others"),
             ("hidden_size", "wide".into(), "is \"wide\", expected a whole number from 1 to 2147483647"),
-            ("hidden_size", Value::Null, "is not there, and is needed"),
+            ("hidden_size", Value::Null, "is null, which it may not be"),
             ("attention_dropout", 0.1.into(), "is 0.1, which the decoder does not have: it has 0.0 alone"),
             ("model_type", "gpt2".into(), "is \"gpt2\", expected one of qwen3_moe"),
-            ("num_attention_heads", Value::Null, "is not there"),
+            ("num_attention_heads", Value::Null, "is null"),
         ] {
             let error = read_with(key, value).unwrap_err().to_string();
             assert!(error.contains(key) && error.contains(why), "{error}");
@@ -389,7 +400,7 @@ mod tests {
             Some((table, name)) => keys[table][name] = value.clone(),
             None => drop(keys.insert(key.into(), value.clone())),
         }
-        read(&ConfigJson::of(keys)).map(|(_, model)| model)
+        read(&mut ConfigJson::of(keys)).map(|(_, model)| model)
     }
 
     #[test]
@@ -397,7 +408,7 @@ mod tests {
         let huge = serde_json::json!(1u64 << 63);
         let wrong = serde_json::json!(["x", [], {}, -1, true, 5, 1e300]);
         for (family, keys) in of_each_family() {
-            read(&ConfigJson::of(keys.clone())).unwrap();
+            read(&mut ConfigJson::of(keys.clone())).unwrap();
             let of_rope = keys.get("rope_scaling").and_then(Value::as_object).into_iter().flatten();
             let inner = of_rope.map(|(name, value)| (format!("rope_scaling.{name}"), value));
             let outer = keys.iter().map(|(key, value)| (key.clone(), value));
@@ -465,7 +476,12 @@ mod tests {
             (json!({"rope_type": 5}), "`rope_scaling.rope_type`: is 5, expected a text"),
             (json!({"rope_type": "linear", "factor": 2.0}), "is \"linear\", which the decoder does not have"),
             (json!({"rope_type": "yarn", "type": "llama3"}), "`rope_scaling.type`: is \"llama3\", and"),
-            (json!({"rope_type": "yarn", "factor": 2.0}), "original_max_position_embeddings`: is not there"),
+            (json!({"rope_type": "llama3", "factor": 2.0}), "low_freq_factor`: is not there"),
+            (
+                json!({"rope_type": "yarn", "partial_rotary_factor": 0.5}),
+                "partial_rotary_factor`: is 0.5, which the decoder does not have",
+            ),
+            (json!({"full_attention": {"rope_type": "yarn"}}), "`rope_scaling.full_attention`: is an object"),
             (
                 json!({"rope_type": "yarn", "factor": 0.5, "original_max_position_embeddings": 9}),
                 "factor`: is 0.5",
@@ -480,14 +496,23 @@ mod tests {
         }
         let read = read_changed(&keys, "rope_scaling", &yarn).unwrap().rope_scaling;
         assert_eq!((read.factor, read.original_positions), (4.0, 64));
-        let error = read_changed(&keys, "rope_parameters", &yarn).unwrap_err().to_string();
-        assert!(error.contains("`rope_scaling`: says something else than rope_parameters"), "{error}");
+        // The former table counts where both are there, as transformers has it, and a base that would be lost is told.
+        let former = super::read(&mut ConfigJson::of(keys.clone())).unwrap().1;
+        assert_eq!(read_changed(&keys, "rope_parameters", &yarn).unwrap(), former);
+        let mut others = keys.clone();
+        others.remove("rope_theta");
+        let error =
+            read_changed(&others, "rope_parameters", &json!({"rope_theta": 7.0})).unwrap_err().to_string();
+        assert!(
+            error.contains("`rope_scaling.rope_theta`: is not there, and rope_parameters.rope_theta is 7.0"),
+            "{error}"
+        );
         // A key that is read nowhere is told.
         let mut keys = keys;
-        keys["rope_scaling"]["partial_rotary_factor"] = json!(0.5);
-        let json = ConfigJson::of(keys);
-        super::read(&json).unwrap();
-        assert_eq!(json.passed_over(), ["rope_scaling.partial_rotary_factor"]);
+        keys["rope_scaling"]["finetuned"] = json!(true);
+        let mut json = ConfigJson::of(keys);
+        super::read(&mut json).unwrap();
+        assert_eq!(json.passed_over(), ["rope_scaling.finetuned"]);
     }
 
     #[test]
@@ -499,8 +524,8 @@ mod tests {
             ("topk_group", 9.into(), "is 9, more than n_group = 4"),
             ("n_shared_experts", i32::MAX.into(), "expected at most 2^31 - 1"),
             ("seq_aux", 1.into(), "is 1, expected true or false"),
-            ("num_experts_per_tok", 9.into(), "model.top_k"),
-            ("first_k_dense_replace", 3.into(), "model.dense_layers"),
+            ("num_experts_per_tok", 9.into(), "`num_experts_per_tok`: is 9, more than n_routed_experts = 8"),
+            ("first_k_dense_replace", 3.into(), "`first_k_dense_replace`: is 3"),
         ] {
             let error = read_changed(&keys, key, &value).unwrap_err().to_string();
             assert!(error.contains(why), "{key}: {error}");
@@ -517,8 +542,8 @@ mod tests {
         keys.insert("sliding_attention_rows".into(), 4.into());
         keys.insert("use_cache".into(), true.into());
         keys.insert("logit_softcap".into(), Value::Null);
-        let json = ConfigJson::of(keys);
-        read(&json).unwrap();
+        let mut json = ConfigJson::of(keys);
+        read(&mut json).unwrap();
         assert_eq!(json.passed_over(), ["sliding_attention_rows"]);
     }
 

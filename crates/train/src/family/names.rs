@@ -66,7 +66,7 @@ fn of_param(number: usize, param: &ParamSpec) -> Vec<Named> {
     if let Some(layer) = param.id.strip_suffix(".gate_up_proj.weight") {
         return side_by_side((number, layer), &HALVES, (rows, cols), 0);
     }
-    let shape = if rows > 1 { vec![rows, cols] } else { vec![cols] };
+    let shape = if param.is_vector() { vec![cols] } else { vec![rows, cols] };
     vec![Named::of(param.id.clone(), shape, number, 0..rows)]
 }
 

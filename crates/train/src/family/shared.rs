@@ -15,14 +15,14 @@ pub const DECODER: [Field; 8] = [
     Field::size("max_position_embeddings", |m| &mut m.max_positions),
     Field::switch("tie_word_embeddings", |m| &mut m.tie_embeddings).or("false"),
     Field::always("hidden_act", "\"silu\""),
-    Field::always("attention_dropout", "0.0"),
+    Field::always("attention_dropout", "0.0").or_null("0.0"),
 ];
 
-/// Heads of queries that share keys and values. Where they are not said, there are as many of these as of those, and all of them are as wide as
-/// the model.
+/// Heads of queries that share keys and values. Where `null` is said of them, there are as many of these as of those, and all of them are as wide as
+/// the model; so it is where a family has no other usual number and they are not said.
 pub const GROUPED_QUERY: [Field; 2] = [
-    Field::size("num_key_value_heads", |m| &mut m.kv_heads).or("0"),
-    Field::size("head_dim", |m| &mut m.head_dim).or("0"),
+    Field::size("num_key_value_heads", |m| &mut m.kv_heads).or("0").or_null("0"),
+    Field::size("head_dim", |m| &mut m.head_dim).or("0").or_null("0"),
 ];
 
 /// Fills in what [`GROUPED_QUERY`] leaves open.
@@ -46,12 +46,14 @@ pub fn read_heads(json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
     Ok(())
 }
 
-/// Dense layers of such heads, and no bias anywhere.
-pub const DENSE: [Field; 3] = [
+/// Dense layers of such heads.
+pub const DENSE: [Field; 2] = [
     Field::size("intermediate_size", |m| &mut m.ffn),
     Field::number("rms_norm_eps", |m| &mut m.norm_eps).or("1e-6"),
-    Field::always("attention_bias", "false"),
 ];
+
+/// No bias of the projections of attention.
+pub const NO_BIAS: Field = Field::always("attention_bias", "false");
 
 /// What no field says of a dense model with these norms of queries and keys.
 ///
@@ -63,38 +65,77 @@ pub fn read_dense(json: &ConfigJson, model: &mut ModelConfig, qk_norm: QkNorm) -
     read_rope(json, model)
 }
 
-/// RoPE, under `rope_theta` and `rope_scaling`, or `rope_parameters`, as later files have it.
+/// RoPE, under `rope_theta` and `rope_scaling`, or `rope_parameters`, as later files have it. Of the two tables `rope_scaling` counts where it says
+/// anything, as in `RotaryEmbeddingConfigMixin` of `transformers`.
 ///
 /// # Errors
-/// [`crate::Error::Config`] for a kind that the decoder does not have.
+/// [`crate::Error::Config`] for a kind that the decoder does not have, and for two bases.
 pub fn read_rope(json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
-    const USUAL_THETA: f64 = 10_000.0;
-    const TABLE: &str = "rope_parameters";
-    const FORMER: &str = "rope_scaling";
-    const THETA: &str = "rope_theta";
     let (parameters, scaling) = (json.table(TABLE)?, json.table(FORMER)?);
-    let without_theta = |table: &Map<String, Value>| {
-        table.clone().into_iter().filter(|(key, _)| key != THETA).collect::<Map<_, _>>()
-    };
-    if let (Some(one), Some(other)) = (parameters, scaling)
-        && without_theta(one) != without_theta(other)
-    {
-        return Err(json.error(FORMER, format!("says something else than {TABLE}: leave one of them out")));
-    }
-    let key = if parameters.is_some() { TABLE } else { FORMER };
-    let inside = format!("{key}.{THETA}");
-    let (of_table, own) = (json.above_zero(&inside)?, json.above_zero(THETA)?);
-    if let (Some(of_table), Some(own)) = (of_table, own)
+    let says = |table: Option<&Map<String, Value>>| table.is_some_and(|table| !table.is_empty());
+    let key = if says(scaling) || parameters.is_none() { FORMER } else { TABLE };
+    let [of_parameters, of_scaling, own] =
+        [&format!("{TABLE}.{THETA}"), &format!("{FORMER}.{THETA}"), THETA].map(|key| json.above_zero(key));
+    let (of_parameters, of_scaling, own) = (of_parameters?, of_scaling?, own?);
+    if let (Some(of_table), Some(own)) = (if key == TABLE { of_parameters } else { of_scaling }, own)
         && of_table != own
     {
-        return Err(json.error(THETA, format!("is {own:?}, and {inside} is {of_table:?}")));
+        return Err(json.error(THETA, format!("is {own:?}, and {key}.{THETA} is {of_table:?}")));
     }
-    model.rope_theta = of_table.or(own).unwrap_or(USUAL_THETA);
-    let kind = match rope_kind(json, key)? {
-        None => return Ok(()),
-        Some(kind) => kind,
-    };
-    read_rope_scaling(json, key, kind, model)
+    if key == FORMER {
+        pass_over_table(json, TABLE)?;
+        let counts = of_scaling.or(own);
+        if let Some(theta) = of_parameters
+            && counts != Some(theta)
+        {
+            let counts = counts.map_or("is not there".to_owned(), |counts| format!("is {counts:?}"));
+            let why =
+                format!("{counts}, and {TABLE}.{THETA} is {theta:?}: {FORMER} counts for both, say it there");
+            return Err(json.error(&format!("{FORMER}.{THETA}"), why));
+        }
+        model.rope_theta = counts.unwrap_or(json.usual_theta);
+    } else {
+        model.rope_theta = of_parameters.or(own).unwrap_or(json.usual_theta);
+    }
+    check_turns(json, key)?;
+    match rope_kind(json, key)? {
+        None => Ok(()),
+        Some(kind) => read_rope_scaling(json, key, kind, model),
+    }
+}
+
+/// RoPE's table, and the name that it had before.
+const TABLE: &str = "rope_parameters";
+const FORMER: &str = "rope_scaling";
+const THETA: &str = "rope_theta";
+
+/// Says that what stands in a table counts for nothing.
+fn pass_over_table(json: &ConfigJson, table: &str) -> Result<()> {
+    let names = json.table(table)?.into_iter().flatten().map(|(name, _)| format!("{table}.{name}"));
+    let names: Vec<String> = names.collect();
+    json.pass_over(&names.iter().map(String::as_str).collect::<Vec<_>>());
+    Ok(())
+}
+
+/// That all elements of all layers turn alike: no part of them, and no table for each kind of layer.
+fn check_turns(json: &ConfigJson, table: &str) -> Result<()> {
+    const PART: &str = "partial_rotary_factor";
+    for key in [PART, &format!("{table}.{PART}")] {
+        if let Some(part) = json.above_zero(key)?
+            && part != 1.0
+        {
+            return Err(
+                json.error(key, format!("is {part}, which the decoder does not have: it has 1 alone"))
+            );
+        }
+    }
+    match json.table(table)?.into_iter().flatten().find(|(_, value)| value.is_object()) {
+        None => Ok(()),
+        Some((name, _)) => {
+            let why = "is an object: the decoder has the same frequencies in all layers";
+            Err(json.error(&format!("{table}.{name}"), why))
+        }
+    }
 }
 
 /// Which rule a table names, if any but the usual one.
@@ -109,10 +150,7 @@ fn rope_kind(json: &ConfigJson, table: &str) -> Result<Option<RopeScalingKind>> 
     }
     match said.or(other) {
         Some("default") => {
-            // What else stands there counts for nothing.
-            let names = json.table(table)?.into_iter().flatten().map(|(name, _)| format!("{table}.{name}"));
-            let names: Vec<String> = names.collect();
-            json.pass_over(&names.iter().map(String::as_str).collect::<Vec<_>>());
+            pass_over_table(json, table)?;
             Ok(None)
         }
         Some("llama3") => Ok(Some(RopeScalingKind::Llama3)),
@@ -128,6 +166,19 @@ fn rope_kind(json: &ConfigJson, table: &str) -> Result<Option<RopeScalingKind>> 
     }
 }
 
+/// The positions that frequencies were first trained with: those of the file, those of the table, or all that the model has.
+fn original_positions(json: &ConfigJson, table: &str, model: &ModelConfig) -> Result<usize> {
+    const ORIGINAL: &str = "original_max_position_embeddings";
+    let inside = format!("{table}.{ORIGINAL}");
+    let (own, of_table) = (json.size(ORIGINAL)?, json.size(&inside)?);
+    if let (Some(own), Some(of_table)) = (own, of_table)
+        && own != of_table
+    {
+        return Err(json.error(ORIGINAL, format!("is {own}, and {inside} is {of_table}")));
+    }
+    Ok(own.or(of_table).unwrap_or(model.max_positions))
+}
+
 fn read_rope_scaling(
     json: &ConfigJson,
     table: &str,
@@ -137,18 +188,19 @@ fn read_rope_scaling(
     let key = |name: &str| format!("{table}.{name}");
     let above = |name: &str, usual: f64| -> Result<f64> { Ok(json.above_zero(&key(name))?.unwrap_or(usual)) };
     let number = |name: &str| -> Result<f64> { Ok(json.number(&key(name))?.unwrap_or_default()) };
-    let (factor, original) = (key("factor"), key("original_max_position_embeddings"));
+    let factor = key("factor");
     let usual = RopeScaling::default();
     model.rope_scaling = RopeScaling {
         kind,
         factor: json.above_zero(&factor)?.ok_or_else(|| json.missing(&factor))?,
-        original_positions: json.size(&original)?.ok_or_else(|| json.missing(&original))?,
+        original_positions: original_positions(json, table, model)?,
         ..usual
     };
     let scaling = &mut model.rope_scaling;
     if kind == RopeScalingKind::Llama3 {
-        scaling.low_freq_factor = above("low_freq_factor", usual.low_freq_factor)?;
-        scaling.high_freq_factor = above("high_freq_factor", usual.high_freq_factor)?;
+        let needed = |name: &str| json.above_zero(&key(name))?.ok_or_else(|| json.missing(&key(name)));
+        scaling.low_freq_factor = needed("low_freq_factor")?;
+        scaling.high_freq_factor = needed("high_freq_factor")?;
         return Ok(());
     }
     scaling.beta_fast = above("beta_fast", usual.beta_fast)?;
@@ -197,6 +249,78 @@ pub fn write_rope(model: &ModelConfig, keys: &mut Map<String, Value>) {
     keys.insert("rope_scaling".into(), table);
 }
 
+/// The layers of which queries see a window of keys alone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Windowed {
+    /// Those that `layer_types` names, or from `max_window_layers` on; none without `use_sliding_window`.
+    Named,
+    /// All, with `use_sliding_window`.
+    All,
+    /// All, whatever `use_sliding_window` says.
+    Always,
+    /// Those that `layer_types` names, or all; of which only with `use_sliding_window`, where that is said.
+    Listed,
+}
+
+/// That no window ever keeps a query from a key: the decoder has none.
+///
+/// # Errors
+/// [`crate::Error::Config`] for a window that is narrower than the positions of the model.
+pub fn check_window(json: &ConfigJson, model: &ModelConfig, of: Windowed) -> Result<()> {
+    const WINDOW: &str = "sliding_window";
+    const LAYERS: &str = "layer_types";
+    const FULL: usize = 28;
+    let is_used = of == Windowed::Always || json.switch(USE_WINDOW)?.unwrap_or(of == Windowed::Listed);
+    let window = json.count(WINDOW)?.filter(|_| is_used);
+    let kinds = match json.get(LAYERS) {
+        None => None,
+        Some(Value::Array(kinds)) if kinds.len() == model.layers => Some(kinds),
+        Some(kinds) => {
+            let kinds = shortened(&kinds.to_string()).into_owned();
+            let why = format!("is {kinds}, expected a list of num_hidden_layers = {} kinds", model.layers);
+            return Err(json.error(LAYERS, why));
+        }
+    };
+    let slides = |kind: &Value| kind == "sliding_attention";
+    if let Some(kind) = kinds.into_iter().flatten().find(|kind| *kind != "full_attention" && !slides(kind)) {
+        let why = format!("has {}: the decoder has full attention alone", shortened(&kind.to_string()));
+        return Err(json.error(LAYERS, why));
+    }
+    let (key, any) = match (of, kinds) {
+        (Windowed::Named, None) => {
+            let full = json.count("max_window_layers")?.unwrap_or(FULL);
+            (WINDOW, full < model.layers && window.is_some())
+        }
+        (_, kinds) => {
+            let named = kinds.is_some_and(|kinds| kinds.iter().any(slides));
+            let all = match of {
+                Windowed::Named => false,
+                Windowed::All | Windowed::Always => window.is_some(),
+                Windowed::Listed => kinds.is_none() && window.is_some(),
+            };
+            (if named { LAYERS } else { WINDOW }, named || all)
+        }
+    };
+    let positions = model.max_positions;
+    if !any || window.is_some_and(|window| window >= positions) {
+        return Ok(());
+    }
+    let by = if of == Windowed::Always { String::new() } else { format!(", by {USE_WINDOW}") };
+    let window = window.map_or("no window".to_owned(), |window| format!("a window of {window}{by}"));
+    let why = format!(
+        "asks for {window}, of {positions} positions: the decoder has full attention alone, which a window of all positions is"
+    );
+    Err(json.error(key, why))
+}
+
+/// Whether there is one.
+const USE_WINDOW: &str = "use_sliding_window";
+
+/// Writes that there is none.
+pub fn write_window(keys: &mut Map<String, Value>) {
+    keys.insert(USE_WINDOW.into(), false.into());
+}
+
 /// Experts of which each token is sent to some; the widths have names of their own.
 pub const MIXTURE: [Field; 3] = [
     Field::size("num_experts", |m| &mut m.experts).also("num_local_experts"),
@@ -205,16 +329,15 @@ pub const MIXTURE: [Field; 3] = [
 ];
 
 /// The key of the weight of `transformers`' load-balancing loss.
-const AUX: &str = "router_aux_loss_coef";
+pub const AUX: &str = "router_aux_loss_coef";
 
 /// The load-balancing loss: that of `transformers`, of all layers together.
 ///
 /// # Errors
 /// [`crate::Error::Config`] where its weight is no number.
 pub fn read_balance(json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
-    const USUAL: f64 = 0.001;
     model.balance = Balance::Batch;
-    model.aux_loss_coef = json.number(AUX)?.unwrap_or(USUAL);
+    model.aux_loss_coef = json.number(AUX)?.ok_or_else(|| json.missing(AUX))?;
     Ok(())
 }
 

@@ -108,6 +108,12 @@ impl ParamSpec {
         Self { id, experts: None, rows: Extent::of(&[]), cols, init, update }
     }
 
+    /// Whether it is a vector, and no matrix of one row.
+    #[must_use]
+    pub fn is_vector(&self) -> bool {
+        self.rows.sizes.is_empty()
+    }
+
     /// Rows and columns of a matrix, one of the stack.
     #[must_use]
     pub fn shape(&self) -> (usize, usize) {

@@ -1,7 +1,7 @@
 //! DeepSeek-V2 and V2-Lite (`DeepseekV2ForCausalLM`): latent attention, softmax scores that are not normalised, of V2 from the best groups of experts.
 //! `transformers` has no load-balancing loss for it; `aux_loss_alpha` is of the published program.
 
-use super::latent::{LATENT, groups, read, read_groups, tensors, write, write_groups};
+use super::latent::{GROUPS, LATENT, TOP_GROUPS, experts, read, read_groups, tensors, write, write_groups};
 use super::shared::DECODER;
 use super::{ConfigJson, Family, Field, Named};
 use crate::config::{GroupScore, ModelConfig};
@@ -29,14 +29,29 @@ impl Family for DeepseekV2 {
     }
 
     fn fields(&self) -> Vec<Field> {
-        let own = [Field::always("scoring_func", "\"softmax\""), Field::always("norm_topk_prob", "false")];
+        let own = [
+            experts("num_experts"),
+            Field::always("scoring_func", "\"softmax\""),
+            Field::always("norm_topk_prob", "false").or_null("false"),
+            Field::always("mlp_bias", "false"),
+        ];
         [&DECODER[..], &LATENT, &own].concat()
+    }
+
+    fn absent(&self) -> &'static [(&'static str, &'static str)] {
+        &[
+            ("first_k_dense_replace", "0"),
+            ("n_shared_experts", "2"),
+            ("q_lora_rank", "1536"),
+            ("routed_scaling_factor", "1.0"),
+            ("v_head_dim", "128"),
+        ]
     }
 
     fn read_rest(&self, json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
         match json.word(METHOD)?.unwrap_or(OF_ALL) {
             // What files say of groups counts for nothing then.
-            OF_ALL => drop(groups(json)?),
+            OF_ALL => json.pass_over(&[GROUPS, TOP_GROUPS]),
             OF_GROUPS => read_groups(json, model, GroupScore::Max)?,
             other => {
                 let other = shortened(other);

@@ -1,7 +1,7 @@
 //! DeepSeek-V3 (`DeepseekV3ForCausalLM`): latent attention, sigmoid scores, and a bias of each expert for the choice alone. Published checkpoints have layers
 //! for the prediction of several tokens after the decoder's own (`model.layers.61.*` of V3); they are passed over.
 
-use super::latent::{LATENT, read, read_groups, tensors, write, write_groups};
+use super::latent::{LATENT, experts, read, read_groups, tensors, write, write_groups};
 use super::shared::DECODER;
 use super::{ConfigJson, Family, Field, Named};
 use crate::config::{GroupScore, ModelConfig, Scores};
@@ -27,11 +27,26 @@ impl Family for DeepseekV3 {
 
     fn fields(&self) -> Vec<Field> {
         let own = [
+            experts("num_local_experts"),
             Field::always("scoring_func", "\"sigmoid\""),
             Field::always("topk_method", "\"noaux_tc\""),
-            Field::switch("norm_topk_prob", |m| &mut m.norm_topk_prob).or("true"),
+            Field::switch("norm_topk_prob", |m| &mut m.norm_topk_prob).or("true").or_null("false"),
         ];
         [&DECODER[..], &LATENT, &own].concat()
+    }
+
+    fn absent(&self) -> &'static [(&'static str, &'static str)] {
+        &[
+            ("first_k_dense_replace", "3"),
+            ("n_group", "8"),
+            ("n_shared_experts", "1"),
+            ("num_experts_per_tok", "8"),
+            ("num_key_value_heads", "128"),
+            ("q_lora_rank", "1536"),
+            ("routed_scaling_factor", "2.5"),
+            ("topk_group", "4"),
+            ("v_head_dim", "128"),
+        ]
     }
 
     fn read_rest(&self, json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
@@ -39,6 +54,8 @@ impl Family for DeepseekV3 {
         read_groups(json, model, GroupScore::Top2)?;
         // They are passed over by their names, however many there are.
         json.count(MORE_LAYERS)?;
+        // Its layers have no bias, whatever is said.
+        json.pass_over(&["mlp_bias", "num_mtp_layers"]);
         read(json, model)
     }
 

@@ -1,6 +1,6 @@
 //! Llama (`LlamaForCausalLM`): dense layers, no norms of queries and keys. The ids of parts are its names.
 
-use super::shared::{DECODER, DENSE, GROUPED_QUERY, read_dense, write_rope};
+use super::shared::{DECODER, DENSE, GROUPED_QUERY, NO_BIAS, read_dense, write_rope};
 use super::{ConfigJson, Family, Field, Named, as_they_are};
 use crate::config::{ModelConfig, QkNorm};
 use crate::error::Result;
@@ -21,7 +21,7 @@ impl Family for Llama {
     }
 
     fn fields(&self) -> Vec<Field> {
-        [&DECODER[..], &GROUPED_QUERY, &DENSE, &[Field::always("mlp_bias", "false")]].concat()
+        [&DECODER[..], &GROUPED_QUERY, &DENSE, &[NO_BIAS, Field::always("mlp_bias", "false")]].concat()
     }
 
     fn read_rest(&self, json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {

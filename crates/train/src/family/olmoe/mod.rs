@@ -1,7 +1,10 @@
 //! OLMoE (`OlmoeForCausalLM`): experts in every layer, queries and keys normed over all their heads together, scores not normalised. The ids of parts are
 //! its names. `clip_qkv`, which some of its trainings used, is not here.
 
-use super::shared::{DECODER, MIXTURE, read_balance, read_heads, read_rope, write_balance, write_rope};
+use super::shared::{
+    AUX, DECODER, GROUPED_QUERY, MIXTURE, NO_BIAS, read_balance, read_heads, read_rope, write_balance,
+    write_rope,
+};
 use super::{ConfigJson, Family, Field, Named, as_they_are};
 use crate::config::{ModelConfig, QkNorm};
 use crate::error::Result;
@@ -23,20 +26,29 @@ impl Family for Olmoe {
 
     fn fields(&self) -> Vec<Field> {
         let own = [
-            Field::size("num_key_value_heads", |m| &mut m.kv_heads).or("0"),
             Field::size("intermediate_size", |m| &mut m.expert_ffn),
             Field::number("rms_norm_eps", |m| &mut m.norm_eps).or("1e-5"),
-            Field::always("attention_bias", "false"),
-            Field::always("clip_qkv", "null"),
+            NO_BIAS,
+            Field::always("clip_qkv", "null").or_null("null"),
         ];
-        [&DECODER[..], &MIXTURE, &own].concat()
+        [&DECODER[..], &GROUPED_QUERY, &MIXTURE, &own].concat()
+    }
+
+    fn absent(&self) -> &'static [(&'static str, &'static str)] {
+        &[(AUX, "0.01"), ("num_experts_per_tok", "8")]
     }
 
     fn read_rest(&self, json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
         model.qk_norm = QkNorm::Width;
-        // Heads are as wide as the model together.
-        model.head_dim = 0;
         read_heads(json, model)?;
+        if model.heads * model.head_dim != model.d_model {
+            let (heads, d_model) = (model.heads, model.d_model);
+            let why = format!(
+                "is {}; num_attention_heads = {heads} of them are as wide as hidden_size = {d_model} here",
+                model.head_dim
+            );
+            return Err(json.error("head_dim", why));
+        }
         read_balance(json, model)?;
         read_rope(json, model)
     }

@@ -1,7 +1,9 @@
 //! Qwen2 and Qwen2.5 (`Qwen2ForCausalLM`): dense layers, no norms of queries and keys, and biases of the projections to queries, keys and values,
 //! of which `config.json` has no word. The ids of parts are its names.
 
-use super::shared::{DECODER, DENSE, GROUPED_QUERY, read_dense, write_rope};
+use super::shared::{
+    DECODER, DENSE, GROUPED_QUERY, Windowed, check_window, read_dense, write_rope, write_window,
+};
 use super::{ConfigJson, Family, Field, Named, as_they_are};
 use crate::config::{ModelConfig, QkNorm};
 use crate::error::Result;
@@ -22,17 +24,23 @@ impl Family for Qwen2 {
     }
 
     fn fields(&self) -> Vec<Field> {
-        const OWN: [Field; 2] =
-            [Field::always("use_sliding_window", "false"), Field::always("use_mrope", "false")];
-        [&DECODER[..], &GROUPED_QUERY, &DENSE, &OWN].concat()
+        [&DECODER[..], &GROUPED_QUERY, &DENSE, &[Field::always("use_mrope", "false")]].concat()
+    }
+
+    fn absent(&self) -> &'static [(&'static str, &'static str)] {
+        &[("num_key_value_heads", "32")]
     }
 
     fn read_rest(&self, json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
         model.qkv_bias = true;
+        // It says nothing here.
+        json.pass_over(&["attention_bias"]);
+        check_window(json, model, Windowed::Named)?;
         read_dense(json, model, QkNorm::None)
     }
 
     fn write_rest(&self, model: &ModelConfig, keys: &mut Map<String, Value>) {
+        write_window(keys);
         write_rope(model, keys);
     }
 

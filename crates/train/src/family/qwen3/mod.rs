@@ -1,6 +1,8 @@
 //! Qwen3 (`Qwen3ForCausalLM`): dense layers, each head of queries and keys normed. The ids of parts are its names.
 
-use super::shared::{DECODER, DENSE, GROUPED_QUERY, read_dense, write_rope};
+use super::shared::{
+    DECODER, DENSE, GROUPED_QUERY, NO_BIAS, Windowed, check_window, read_dense, write_rope, write_window,
+};
 use super::{ConfigJson, Family, Field, Named, as_they_are};
 use crate::config::{ModelConfig, QkNorm};
 use crate::error::Result;
@@ -21,14 +23,27 @@ impl Family for Qwen3 {
     }
 
     fn fields(&self) -> Vec<Field> {
-        [&DECODER[..], &GROUPED_QUERY, &DENSE, &[Field::always("use_sliding_window", "false")]].concat()
+        [&DECODER[..], &GROUPED_QUERY, &DENSE, &[NO_BIAS]].concat()
+    }
+
+    fn absent(&self) -> &'static [(&'static str, &'static str)] {
+        &[("num_key_value_heads", "32"), ("head_dim", "128")]
     }
 
     fn read_rest(&self, json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
+        const HEAD: &str = "head_dim";
+        if json.is_null(HEAD) {
+            return Err(json.error(
+                HEAD,
+                "is null, expected a width: of this family not what the model's width leaves to each head",
+            ));
+        }
+        check_window(json, model, Windowed::Named)?;
         read_dense(json, model, QkNorm::Heads)
     }
 
     fn write_rest(&self, model: &ModelConfig, keys: &mut Map<String, Value>) {
+        write_window(keys);
         write_rope(model, keys);
     }
 

@@ -2,7 +2,8 @@
 //! one there. The dense layers, if there are any, are the first ones: `mlp_only_layers` may name no others.
 
 use super::shared::{
-    DECODER, GROUPED_QUERY, MIXTURE, read_balance, read_heads, read_rope, write_balance, write_rope,
+    AUX, DECODER, GROUPED_QUERY, MIXTURE, NO_BIAS, Windowed, check_window, read_balance, read_heads,
+    read_rope, write_balance, write_rope, write_window,
 };
 use super::{ConfigJson, Family, Field, Named, as_they_are};
 use crate::config::{ModelConfig, QkNorm};
@@ -33,16 +34,19 @@ impl Family for Qwen3Moe {
         let own = [
             Field::size("moe_intermediate_size", |m| &mut m.expert_ffn),
             Field::number("rms_norm_eps", |m| &mut m.norm_eps).or("1e-6"),
-            Field::always("attention_bias", "false"),
-            Field::always("use_sliding_window", "false"),
+            NO_BIAS,
             Field::always("decoder_sparse_step", "1"),
         ];
         [&DECODER[..], &GROUPED_QUERY, &MIXTURE, &own].concat()
     }
 
+    fn absent(&self) -> &'static [(&'static str, &'static str)] {
+        &[("num_key_value_heads", "4"), (AUX, "0.001"), ("num_experts_per_tok", "8")]
+    }
+
     fn read_rest(&self, json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
         model.qk_norm = QkNorm::Heads;
-        let ffn = json.count(FFN)?.unwrap_or(0);
+        check_window(json, model, Windowed::All)?;
         if let Some(dense) = json.get(DENSE) {
             let numbers = dense.as_array().map(Vec::as_slice).unwrap_or_default();
             let is_first = |(i, layer): (usize, &Value)| layer.as_u64() == Some(i as u64);
@@ -56,7 +60,8 @@ impl Family for Qwen3Moe {
             }
             model.dense_layers = numbers.len();
         }
-        model.ffn = if model.dense_layers > 0 { ffn } else { 0 };
+        let ffn = json.count(FFN)?;
+        model.ffn = if model.dense_layers > 0 { ffn.ok_or_else(|| json.missing(FFN))? } else { 0 };
         read_heads(json, model)?;
         read_balance(json, model)?;
         read_rope(json, model)
@@ -67,6 +72,7 @@ impl Family for Qwen3Moe {
         if model.num_dense() > 0 {
             keys.insert(FFN.into(), model.ffn.into());
         }
+        write_window(keys);
         write_balance(model, keys);
         write_rope(model, keys);
     }

@@ -1,0 +1,111 @@
+//! Models of another name that compute as a family does: `config.json` has another `model_type` and other usual values, tensors the same names. They are
+//! written as the family.
+
+use super::shared::{Windowed, check_window};
+use super::{ConfigJson, Family, Llama, config_json};
+use crate::config::ModelConfig;
+use crate::error::Result;
+use nibble_core::shortened;
+use serde_json::Value;
+
+/// A `model_type` of which the models are a family's, or some of them are.
+#[derive(Debug)]
+pub struct Alias {
+    /// `model_type`.
+    pub name: &'static str,
+    /// The family.
+    pub of: &'static dyn Family,
+    /// What its configuration class takes keys to be that are not there, as [`Family::absent`].
+    absent: &'static [(&'static str, &'static str)],
+    /// The base of RoPE's frequencies where none is said.
+    theta: f64,
+    /// Refuses what the family does not compute.
+    check: fn(&ConfigJson, &ModelConfig) -> Result<()>,
+}
+
+/// Every one.
+pub const ALIASES: [Alias; 5] = [
+    Alias {
+        name: "mistral",
+        absent: &[("num_key_value_heads", "8"), ("sliding_window", "4096")],
+        check: |json, model| check_window(json, model, Windowed::Always),
+        ..LLAMA
+    },
+    Alias {
+        name: "ministral",
+        absent: &[("num_key_value_heads", "8"), ("sliding_window", "4096")],
+        check: |json, model| check_window(json, model, Windowed::Listed),
+        ..LLAMA
+    },
+    Alias {
+        name: "smollm3",
+        absent: &[("num_key_value_heads", "4"), ("tie_word_embeddings", "true")],
+        theta: 2e6,
+        check: check_turned,
+        ..LLAMA
+    },
+    Alias {
+        name: "internlm3",
+        absent: &[("num_key_value_heads", "2"), ("head_dim", "128"), ("rms_norm_eps", "1e-5")],
+        check: |json, _| ["qkv_bias", "bias"].into_iter().try_for_each(|key| check_off(json, key)),
+        ..LLAMA
+    },
+    Alias {
+        name: "iquestcoder",
+        absent: &[("num_key_value_heads", "8"), ("head_dim", "128"), ("rms_norm_eps", "1e-5")],
+        check: |json, _| {
+            check_off(json, "use_sliding_window")?;
+            json.get("clip_qkv").map_or(Ok(()), |_| Err(json.error("clip_qkv", "is set, and is not here")))
+        },
+        ..LLAMA
+    },
+];
+
+/// Llama by another name, in nothing else.
+const LLAMA: Alias = Alias { name: "llama", of: &Llama, absent: &[], theta: 1e4, check: |_, _| Ok(()) };
+
+impl Alias {
+    /// The model that a `config.json` says.
+    ///
+    /// # Errors
+    /// [`crate::Error::Config`] naming the key whose value the decoder does not have.
+    pub fn read(&self, json: &mut ConfigJson) -> Result<ModelConfig> {
+        json.fill(self.absent);
+        json.usual_theta = self.theta;
+        let model = config_json::read(self.of, json)?;
+        (self.check)(json, &model)?;
+        Ok(model)
+    }
+}
+
+/// That a switch is not on.
+fn check_off(json: &ConfigJson, key: &str) -> Result<()> {
+    match json.switch(key)? {
+        Some(true) => Err(json.error(key, "is true, which the decoder does not have: it has false alone")),
+        _ => Ok(()),
+    }
+}
+
+/// That RoPE turns queries and keys in all layers: those without it are the only ones that slide, too.
+fn check_turned(json: &ConfigJson, model: &ModelConfig) -> Result<()> {
+    const LAYERS: &str = "no_rope_layers";
+    const INTERVAL: &str = "no_rope_layer_interval";
+    const USUAL: usize = 4;
+    let every = "the decoder turns queries and keys in every layer";
+    let interval = json.size(INTERVAL)?.unwrap_or(USUAL);
+    match json.get(LAYERS) {
+        None => {
+            if interval <= model.layers {
+                let why = format!("is {interval}, of {} layers: {every}", model.layers);
+                return Err(json.error(INTERVAL, why));
+            }
+        }
+        Some(Value::Array(turned)) if turned.len() >= model.layers && turned.iter().all(|on| *on == 1) => {}
+        Some(turned) => {
+            let turned = shortened(&turned.to_string()).into_owned();
+            let why = format!("is {turned}, of num_hidden_layers = {}: {every}", model.layers);
+            return Err(json.error(LAYERS, why));
+        }
+    }
+    check_window(json, model, Windowed::Listed)
+}
