@@ -13,6 +13,7 @@ mod chat;
 mod checkpoint_files;
 mod combine;
 mod config;
+mod control_tokens;
 mod cost;
 mod data;
 mod decoding;
