@@ -1,7 +1,7 @@
 //! Control tokens, and texts that follow one another, as Python's `transformers` and `tokenizers` have them: `tokenizers/control.py` and `tokenizers/parts.py`
 //! have made the cases.
 
-use nibble_train::tokenizer;
+use nibble_train::tokenizer::{self, ChatTemplate};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs;
@@ -155,4 +155,37 @@ fn a_piece_that_goes_on_begins_no_text() {
     assert_eq!(pieces.concat(), whole);
     assert_ne!([pieces[0].clone(), tokenizer.encode(second).unwrap()].concat(), whole);
     assert_eq!(tokenizer.encode_parts(&[""], false, true).unwrap(), [[0; 0]]);
+}
+
+/// What ends an answer is the first control token that is learnt behind its text, whatever else the template writes there.
+#[test]
+fn the_token_behind_an_answer_ends_it() {
+    let dir = place(
+        "qwen",
+        &serde_json::json!({"tokenizer_config.json": {"additional_special_tokens": ["<|im_end|>", "<|call|>"]}}),
+    );
+    let tokenizer = tokenizer::open(dir.path()).unwrap();
+    let [end, call, text] =
+        ["<|im_end|>", "<|call|>", "<|endoftext|>"].map(|token| tokenizer.token_id(token).unwrap());
+    let header = "{% for m in messages %}<|im_start|>{{ m.role }}\n";
+    let footer = "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
+    let of = |body: &str| {
+        let template = format!("{header}{body}{footer}");
+        ChatTemplate::new(Path::new("t.jinja"), &template, &BTreeMap::new())
+            .unwrap()
+            .ends_of_answers(&*tokenizer)
+            .unwrap()
+    };
+    assert_eq!(of("{{ m.content }}<|im_end|>\n"), Some(vec![end]));
+    assert_eq!(of("<think>\n{{ m.content }}\n\n<|im_end|>\n<|endoftext|>"), Some(vec![end]));
+    assert_eq!(of("{{ m.content | trim }}<|endoftext|>"), Some(vec![text]));
+    assert_eq!(
+        of("{{ m.content }}{% if m.tool_calls %}<|im_start|>f<|call|>{% else %}<|im_end|>{% endif %}"),
+        Some(vec![end, call])
+    );
+    assert_eq!(of("{{ m.content }}\n\n"), Some(vec![]));
+    assert_eq!(of("{{ m.content }}</s>"), Some(vec![]));
+    assert_eq!(of("{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>"), Some(vec![]));
+    assert_eq!(of("{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"), Some(vec![end]));
+    assert_eq!(of("{{ raise_exception('no') }}"), None);
 }

@@ -43,6 +43,7 @@ pub use preset::{folder_argument, in_shell, preset, preset_names, published_mode
 pub use qk_norm::QkNorm;
 pub use rope_scaling::{RopeScaling, RopeScalingKind};
 pub use routing::{GroupScore, Scores};
+pub use tokens::UNENDED;
 pub(crate) use tokens::{Opened, kept_beside};
 pub use validate::MOST_THREADS;
 pub(crate) use validate::check_model;

@@ -5,6 +5,7 @@ mod bounds;
 mod builtins;
 mod conversation;
 mod date;
+mod ending;
 mod engine;
 mod guard;
 mod python;
