@@ -85,6 +85,7 @@ pub fn make(config: &Config, stop: Option<&'static AtomicUsize>) -> Result<Vec<G
 pub fn prepare(config: &Config, stop: Option<&'static AtomicUsize>) -> Result<()> {
     let given = make(config, stop)?;
     if joined::is_first() {
+        config.told_of_answers()?.iter().for_each(|told| warn!("warning: {told}"));
         let is_mixed = given.len() > 1;
         for one in given.iter().filter(|one| is_mixed || one.documents > 1 || one.left_out.rows > 0) {
             say!("{}", described(one));

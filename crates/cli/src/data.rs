@@ -3,7 +3,7 @@
 use crate::caching::ReadingBar;
 use nibble_command::console::{bytes, thousands};
 use nibble_command::error::{Error, Result};
-use nibble_command::say;
+use nibble_command::{say, warn};
 use nibble_train::config::Config;
 use nibble_train::data::{Look, Survey};
 use std::path::Path;
@@ -52,6 +52,7 @@ pub fn run(args: Args) -> Result<()> {
     let survey = Survey::of(&config, &files, Look { checks: check, vocab_size }, tell, &mut bar)?;
     drop(bar);
     told(&config, &survey)?;
+    config.told_of_answers()?.iter().for_each(|told| warn!("warning: {told}"));
     match survey.left_out.rows {
         rows if check && rows > 0 => Err(Error::Failed(format!("{} rows cannot be read", thousands(rows)))),
         _ => Ok(()),

@@ -12,7 +12,7 @@ use nibble_command::error::{Error, Result};
 use nibble_command::warn;
 use nibble_core::{Kernels, Recipe};
 use nibble_formats::{Purpose, Stream, fnv1a32};
-use nibble_train::config::Config;
+use nibble_train::config::{Config, UNENDED};
 use nibble_train::pretrained::{companions_of, ends_of_texts};
 use nibble_train::tokenizer::{Bytes, Framing, SharedTokenizer, TextStream, Tokenizer};
 use nibble_train::trainer::Decoding;
@@ -50,7 +50,7 @@ pub struct Args {
     /// Ends a text before this one; may be given several times.
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     stop: Vec<String>,
-    /// Goes on past the tokens that end a text: those of `data.eos_token`, of the tokenizer, and of `generation_config.json` beside a model.
+    /// Goes on past the tokens that end a text: those of `data.eos_token`, of the tokenizer, of `generation_config.json` or `config.json` of a model, and of a chat template behind answers.
     #[arg(long)]
     ignore_eos: bool,
     #[command(flatten)]
@@ -82,7 +82,12 @@ pub fn run(args: Args) -> Result<()> {
             thousands(config.data.seq_len as u64)
         );
     }
-    let ends = if args.ignore_eos { Vec::new() } else { ends(&trained, &*tokenizer, framing)? };
+    let chats = args.prompts.has_chat(&prompts);
+    let ends = if args.ignore_eos {
+        Vec::new()
+    } else {
+        ends(&trained, &*tokenizer, framing, chats || !config.data.messages_key.is_empty())?
+    };
     let work = Generation {
         args: &args,
         trained: &trained,
@@ -95,8 +100,8 @@ pub fn run(args: Args) -> Result<()> {
     device::run(&config.run, &work)
 }
 
-/// The tokens that end a text.
-fn ends(trained: &Trained, tokenizer: &dyn Tokenizer, framing: Framing) -> Result<Vec<i32>> {
+/// The tokens that end a text; those that end answers too, if it is one.
+fn ends(trained: &Trained, tokenizer: &dyn Tokenizer, framing: Framing, chats: bool) -> Result<Vec<i32>> {
     let path = match trained {
         Trained::Checkpoint(checkpoint) => checkpoint.path(),
         Trained::Folder(folder) => folder.path(),
@@ -104,6 +109,12 @@ fn ends(trained: &Trained, tokenizer: &dyn Tokenizer, framing: Framing) -> Resul
     let mut ends = ends_of_texts(&companions_of(path))?;
     ends.extend(framing.eos);
     ends.extend(tokenizer.eos());
+    if chats && let Some(template) = tokenizer.chat_template("")? {
+        match template.ends_of_answers(tokenizer)? {
+            Some(of_answers) if of_answers.is_empty() => warn!("warning: {UNENDED}"),
+            of_answers => ends.extend(of_answers.unwrap_or_default()),
+        }
+    }
     Ok(ends)
 }
 

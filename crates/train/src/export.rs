@@ -13,7 +13,9 @@ use crate::error::{Error, Result};
 use crate::family::{self, Family, Named};
 use crate::fault::{Point, reach};
 use crate::files::WholeFolder;
-use crate::pretrained::{COMPANIONS, GENERATION_FILE, Pretrained, companions_of, copy_companions};
+use crate::pretrained::{
+    COMPANIONS, GENERATION_FILE, Pretrained, companions_of, copy_companions, ends_of, generation_of,
+};
 use crate::spec::{ModelSpec, PartKind};
 use crate::tokenizer::{SETTINGS_FILE, transformers_tokenizer};
 use half::bf16;
@@ -116,6 +118,18 @@ impl Original<'_> {
         match found {
             Err(Error::Tokenizer { .. }) => Ok(None),
             found => found,
+        }
+    }
+
+    /// The tokens that its answers end with, where it was trained on conversations.
+    fn ends_of_answers(&self) -> Result<Vec<i32>> {
+        let found = match self {
+            Self::Checkpoint(checkpoint) => Config::of_checkpoint(checkpoint, &[])?.ends_of_answers(),
+            Self::Folder(_) => Ok(None),
+        };
+        match found {
+            Err(Error::Tokenizer { .. }) => Ok(Vec::new()),
+            found => Ok(found?.unwrap_or_default()),
         }
     }
 
@@ -395,15 +409,29 @@ fn write_companions(original: Original<'_>, end: Option<i32>, dir: &Path) -> Res
         }
     }
     let generation = dir.join(GENERATION_FILE);
-    if !generation.exists() {
-        let mut begins = json!({ "_from_model_config": true, "do_sample": true });
-        // Without it `transformers` goes on behind the end of a text.
-        if let Some(end) = end {
-            begins["eos_token_id"] = end.into();
+    let is_there = generation.exists();
+    let mut says = match is_there {
+        true => generation_of(dir)?,
+        false => json!({ "_from_model_config": true, "do_sample": true }),
+    };
+    // Without them `transformers` goes on behind the end of a text.
+    let mut ends = ends_of(&says).map_err(|why| Error::checkpoint(&generation, why))?;
+    let said = ends.len();
+    ends.extend(end.filter(|_| !is_there));
+    for end in original.ends_of_answers()? {
+        if !ends.contains(&end) {
+            ends.push(end);
         }
-        write_text(&generation, &format!("{begins:#}\n"))?;
     }
-    Ok(())
+    if is_there && ends.len() == said {
+        return Ok(());
+    }
+    match ends.as_slice() {
+        [] => {}
+        [one] => says["eos_token_id"] = (*one).into(),
+        all => says["eos_token_id"] = all.into(),
+    }
+    write_text(&generation, &format!("{says:#}\n"))
 }
 
 fn write_text(path: &Path, text: &str) -> Result<()> {

@@ -26,6 +26,110 @@ pub(crate) fn no_json(error: &serde_json::Error) -> String {
     format!("is no JSON: {}", error.to_string().replace(" at line 1 column ", ", column "))
 }
 
+/// Refuses a row with a prompt that says more than is read of it.
+///
+/// # Errors
+/// The key, and what to do about it.
+pub fn require_prompt_alone(row: &Map<String, Value>) -> Result<(), String> {
+    let mut known = row.iter().filter_map(|(key, value)| Some((RowKey::of_pair(key)?, value)));
+    known.try_for_each(|(key, value)| key.refuse_value(value))
+}
+
+/// A key of rows that says something to other trainers, and is not read here: dropped without a word it would change what is learnt.
+#[derive(Debug)]
+pub(crate) struct RowKey {
+    name: &'static str,
+    /// What to do about it.
+    advice: &'static str,
+    /// Whether true or 1 says what is so here in any case.
+    is_switch: bool,
+}
+
+impl RowKey {
+    const fn new(name: &'static str, advice: &'static str) -> Self {
+        Self { name, advice, is_switch: false }
+    }
+
+    const fn switch(name: &'static str) -> Self {
+        Self { name, advice: ALIKE, is_switch: true }
+    }
+
+    /// That of this name, of any rows with answers.
+    pub fn of(name: &str) -> Option<&'static Self> {
+        OF_ANSWERS.iter().find(|key| key.name == name)
+    }
+
+    /// That of this name, of rows with a prompt and an answer.
+    pub fn of_pair(name: &str) -> Option<&'static Self> {
+        OF_PAIRS.iter().find(|key| key.name == name).or_else(|| Self::of(name))
+    }
+
+    /// Refuses what a row says by it, unless it is nothing, or what is so in any case.
+    ///
+    /// # Errors
+    /// Why it is refused.
+    pub fn refuse_value(&self, value: &Value) -> Result<(), String> {
+        let says_nothing = match value {
+            Value::Null => true,
+            Value::String(text) => text.is_empty(),
+            Value::Array(list) => list.is_empty(),
+            Value::Object(object) => object.is_empty(),
+            Value::Bool(_) | Value::Number(_) => false,
+        };
+        let is_yes = value.as_bool().or(value.as_f64().map(|number| number == 1.0));
+        if says_nothing { Ok(()) } else { self.refuse(is_yes) }
+    }
+
+    /// Refuses what a row says by it, which is not nothing. `is_yes`: what it says, if it is a switch.
+    ///
+    /// # Errors
+    /// Why it is refused.
+    pub fn refuse(&self, is_yes: Option<bool>) -> Result<(), String> {
+        match self.is_switch && is_yes == Some(true) {
+            true => Ok(()),
+            false => Err(format!(
+                "has \"{}\", which other trainers read and Nibble does not: {}; or take it out of the rows",
+                self.name, self.advice
+            )),
+        }
+    }
+}
+
+const ALIKE: &str = "all rows count alike, and a message of the role assistant may say \"weight\": 0";
+const TEXT: &str = "only text is learnt";
+const FIRST: &str = "write it as a first message of the role system, or into the prompt";
+const TOKENS: &str = "texts are made tokens of here";
+const OF_TEMPLATES: &str = "chat templates get it, with data.messages_key";
+
+/// Of rows with answers.
+const OF_ANSWERS: &[RowKey] = &[
+    RowKey::new("system", FIRST),
+    RowKey::new("system_prompt", FIRST),
+    RowKey::new("functions", "write them as \"tools\""),
+    RowKey::new("documents", "write them into \"chat_template_kwargs\""),
+    RowKey::new("chat_template", "that of the tokenizer is taken"),
+    RowKey::new("parallel_tool_calls", "write what it says into a message"),
+    RowKey::new("image", TEXT),
+    RowKey::new("images", TEXT),
+    RowKey::new("audio", TEXT),
+    RowKey::new("audios", TEXT),
+    RowKey::new("video", TEXT),
+    RowKey::new("videos", TEXT),
+    RowKey::new("input_ids", TOKENS),
+    RowKey::new("completion_mask", TOKENS),
+    RowKey::new("assistant_masks", TOKENS),
+    RowKey::switch("weight"),
+    RowKey::switch("train"),
+];
+
+/// Besides, of rows with a prompt and an answer.
+const OF_PAIRS: &[RowKey] = &[
+    RowKey::new("input", "write it into the prompt"),
+    RowKey::new("history", "write it into the prompt, or all as messages"),
+    RowKey::new("tools", OF_TEMPLATES),
+    RowKey::new("chat_template_kwargs", OF_TEMPLATES),
+];
+
 #[cfg(test)]
 mod tests {
     use super::*;

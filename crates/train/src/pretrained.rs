@@ -6,18 +6,21 @@ use crate::error::{Error, Result};
 use crate::family::{self, ConfigJson, Family, Named};
 use crate::files;
 use crate::spec::ModelSpec;
-use crate::tokenizer::{self, CHAT_TEMPLATE_FILE, SETTINGS_FILE, SharedTokenizer, TOKENIZER_FILE};
+use crate::tokenizer::{
+    self, ADDED_FILE, CHAT_TEMPLATE_FILE, NAMES_FILE, SETTINGS_FILE, SharedTokenizer, TOKENIZER_FILE,
+};
 use crate::trainer::COMPANIONS_DIR;
 use serde_json::{Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};
 
 /// What a folder of a model has beside its tensors, of which a run keeps copies, and an export gets them.
-pub const COMPANIONS: [&str; 8] = [
+pub const COMPANIONS: [&str; 9] = [
     TOKENIZER_FILE,
     SETTINGS_FILE,
     "tokenizer.model",
-    "special_tokens_map.json",
+    NAMES_FILE,
+    ADDED_FILE,
     "vocab.json",
     "merges.txt",
     CHAT_TEMPLATE_FILE,
@@ -248,36 +251,59 @@ pub fn companions_of(from: &Path) -> PathBuf {
     }
 }
 
-/// The tokens that a text ends at by the `generation_config.json` of a folder, where it has one: `eos_token_id`, one or a list.
+/// The tokens that a text ends at by what a folder says: `eos_token_id`, one or a list, of its `generation_config.json`, or of its `config.json` where it has
+/// no such file.
 ///
 /// # Errors
 /// [`Error::Io`]; [`Error::Config`] naming the file, for what is no such thing.
 pub fn ends_of_texts(dir: &Path) -> Result<Vec<i32>> {
-    let file = dir.join(GENERATION_FILE);
-    if !file.exists() {
+    let Some(file) =
+        [GENERATION_FILE, CONFIG].map(|name| dir.join(name)).into_iter().find(|file| file.exists())
+    else {
         return Ok(Vec::new());
-    }
-    let text = files::read_text(&file, files::MOST_TEXT).map_err(Error::io(&file))?;
-    let fail = |key: &str, why: String| Error::Config {
-        key: key.into(),
-        file: Some(file.clone()),
-        line: None,
-        why,
-        suggestion: None,
     };
-    let json: Value = serde_json::from_str(&text).map_err(|e| fail("", format!("is no JSON: {e}")))?;
-    if !json.is_object() {
-        return Err(fail("", "is no JSON object".into()));
-    }
-    const KEY: &str = "eos_token_id";
-    let ends = match &json[KEY] {
+    ends_of(&json_of(&file)?).map_err(|why| wrong(&file, ENDS, why))
+}
+
+/// What says the tokens that a text ends at.
+const ENDS: &str = "eos_token_id";
+
+fn wrong(file: &Path, key: &str, why: String) -> Error {
+    Error::Config { key: key.into(), file: Some(file.to_owned()), line: None, why, suggestion: None }
+}
+
+/// The object that a file is.
+fn json_of(file: &Path) -> Result<Value> {
+    let text = files::read_text(file, files::MOST_TEXT).map_err(Error::io(file))?;
+    let json: Value = serde_json::from_str(&text).map_err(|e| wrong(file, "", format!("is no JSON: {e}")))?;
+    if json.is_object() { Ok(json) } else { Err(wrong(file, "", "is no JSON object".into())) }
+}
+
+/// What `generation_config.json` of a folder says.
+pub(crate) fn generation_of(dir: &Path) -> Result<Value> {
+    json_of(&dir.join(GENERATION_FILE))
+}
+
+/// The tokens of `eos_token_id`, each once.
+///
+/// # Errors
+/// What it is instead.
+pub(crate) fn ends_of(json: &Value) -> Result<Vec<i32>, String> {
+    let all = match &json[ENDS] {
         Value::Null => Vec::new(),
         Value::Array(ids) => ids.iter().collect(),
         id => vec![id],
     };
-    let id = |id: &Value| id.as_i64().and_then(|id| i32::try_from(id).ok()).filter(|id| *id >= 0);
-    let ids: Option<Vec<i32>> = ends.into_iter().map(id).collect();
-    ids.ok_or_else(|| fail(KEY, format!("is {}, expected the id of a token or a list of them", json[KEY])))
+    let mut ends = Vec::new();
+    for id in all {
+        let id = id.as_i64().and_then(|id| i32::try_from(id).ok()).filter(|id| *id >= 0);
+        let id =
+            id.ok_or_else(|| format!("is {}, expected the id of a token or a list of them", json[ENDS]))?;
+        if !ends.contains(&id) {
+            ends.push(id);
+        }
+    }
+    Ok(ends)
 }
 
 /// Copies what a folder has beside its tensors, if it has it.
@@ -285,12 +311,25 @@ pub fn ends_of_texts(dir: &Path) -> Result<Vec<i32>> {
 /// # Errors
 /// [`Error::Io`].
 pub fn copy_companions(from: &Path, to: &Path) -> Result<()> {
-    COMPANIONS.into_iter().try_for_each(|name| copy(name, from, to))
+    COMPANIONS
+        .into_iter()
+        .filter(|name| *name != GENERATION_FILE)
+        .try_for_each(|name| copy(name, from, to))?;
+    copy_generation(from, to)
 }
 
-/// Of these what is not the tokenizer's.
+/// Of these what is not the tokenizer's. Where a folder has no file of it, one says what its `config.json` says of the ends of texts, as `transformers`
+/// takes it.
 pub(crate) fn copy_generation(from: &Path, to: &Path) -> Result<()> {
-    copy(GENERATION_FILE, from, to)
+    copy(GENERATION_FILE, from, to)?;
+    let ends = if from.join(GENERATION_FILE).exists() { Vec::new() } else { ends_of_texts(from)? };
+    if ends.is_empty() {
+        return Ok(());
+    }
+    let says = json!({"_from_model_config": true, ENDS: ends});
+    files::make_folder(to).map_err(Error::io(to))?;
+    let file = to.join(GENERATION_FILE);
+    fs::write(&file, format!("{says:#}\n")).map_err(Error::io(&file))
 }
 
 fn copy(name: &str, from: &Path, to: &Path) -> Result<()> {

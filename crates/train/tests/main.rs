@@ -14,6 +14,7 @@ mod checkpoint_files;
 mod combine;
 mod config;
 mod config_json;
+mod control_tokens;
 mod cost;
 mod data;
 mod decoding;

@@ -70,6 +70,11 @@ impl Prompts {
         Ok(prompts)
     }
 
+    /// Whether what goes on from any of them is an answer.
+    pub fn has_chat(&self, prompts: &[Prompt]) -> bool {
+        self.chat || prompts.iter().any(|prompt| matches!(prompt.content, Content::Conversation(..)))
+    }
+
     /// Whether each is told together with what goes on from it, as JSON.
     pub fn are_of_a_file(&self) -> bool {
         self.prompts.is_some()
@@ -91,8 +96,7 @@ impl Prompts {
         tokenizer: &dyn Tokenizer,
         framing: Framing,
     ) -> Result<Vec<Vec<i32>>> {
-        let has_chat = |prompt: &Prompt| self.chat || matches!(prompt.content, Content::Conversation(..));
-        let template = if prompts.iter().any(has_chat) { tokenizer.chat_template("")? } else { None };
+        let template = if self.has_chat(prompts) { tokenizer.chat_template("")? } else { None };
         let written = |conversation: &Conversation| -> Result<Vec<i32>> {
             let template = template.as_ref().ok_or_else(|| no_template(tokenizer))?;
             Ok(tokenizer.encode_with_control(&template.text(conversation, true)?)?)
@@ -203,7 +207,10 @@ fn plain_line(line: &str) -> Result<Content, String> {
 fn content(line: &str, row: &Map<String, Value>) -> Result<Content, String> {
     match (row.get("prompt"), row.get("messages")) {
         (Some(_), Some(_)) => Err("has both \"prompt\" and \"messages\", expected one of them".into()),
-        (Some(Value::String(text)), None) => Ok(Content::Text(text.clone())),
+        (Some(Value::String(text)), None) => {
+            json_rows::require_prompt_alone(row)?;
+            Ok(Content::Text(text.clone()))
+        }
         (Some(other), None) => Err(format!("\"prompt\" is {other}, expected a text")),
         (None, Some(Value::Array(all))) if all.is_empty() => Err("\"messages\" has no message".into()),
         (None, Some(messages)) => {
@@ -228,6 +235,9 @@ mod tests {
             ("{\"text\": \"a\"}", "has neither \"prompt\" nor \"messages\", but \"text\""),
             ("{}", "no key at all"),
             ("{\"prompt\": \"a\", \"messages\": []}", "has both"),
+            ("{\"prompt\": \"a\", \"tools\": [{}]}", "has \"tools\""),
+            ("{\"prompt\": \"a\", \"system\": \"b\"}", "has \"system\""),
+            ("{\"messages\": [{\"role\": \"user\"}], \"system\": \"b\"}", "has \"system\""),
             ("{\"messages\": []}", "has no message"),
             ("{\"messages\": \"a\"}", "expected a list"),
             ("{\"messages\": [{\"content\": \"a\"}]}", "`role`"),

@@ -140,9 +140,85 @@ fn a_text_ends_at_the_tokens_of_generation_config() {
     ended(json!(every));
     let told = lines(&place, "model", &["--prompts", "one.txt"]);
     assert_eq!(told, [json!({"prompt": "the sea", "completion": "", "ended": "eos"})]);
+    // Without that file `config.json` says them, also to a run that begins with the folder.
+    std::fs::remove_file(place.path("model/generation_config.json")).unwrap();
+    let config = std::fs::read(place.path("model/config.json")).unwrap();
+    let mut config: Value = serde_json::from_slice(&config).unwrap();
+    config["eos_token_id"] = json!(every);
+    std::fs::write(place.path("model/config.json"), config.to_string()).unwrap();
+    assert_eq!(generated(&place, "model", &args), "the sea\n");
+    place.train(&["--from", "model", "--set", "run.dir=next", "--set", "train.steps=1"]).ok();
+    assert_eq!(generated(&place, "next", &args), "the sea\n");
+    place.nibble(&["export", "next", "copy"]).ok();
+    assert_eq!(generated(&place, "copy", &args), "the sea\n");
     std::fs::write(place.path("model/generation_config.json"), r#"{"eos_token_id": "end"}"#).unwrap();
     let error = place.nibble(&["generate", "model"]).failed(2);
     assert!(error.contains("generation_config.json") && error.contains("`eos_token_id`"), "{error}");
+}
+
+/// A run on conversations, whose template writes this behind a message.
+fn conversing(behind: &str) -> (Place, String) {
+    let place = Place::with_text();
+    std::fs::create_dir(place.path("made")).unwrap();
+    std::fs::write(place.path("made/tokenizer.json"), TOKENIZER).unwrap();
+    let template = format!(
+        "{{% for m in messages %}}{{{{ m.role }}}}: {{{{ m.content }}}}{behind}\n{{% endfor %}}{{% if add_generation_prompt %}}assistant:{{% endif %}}"
+    );
+    let settings = json!({"chat_template": template, "eos_token": "<|endoftext|>"});
+    std::fs::write(place.path("made/tokenizer_config.json"), settings.to_string()).unwrap();
+    let talk = json!([{"role": "user", "content": "two"}, {"role": "assistant", "content": "four"}]);
+    std::fs::write(place.path("talks.jsonl"), format!("{}\n", json!({ "messages": talk })).repeat(300))
+        .unwrap();
+    let sets = [
+        "data.source=talks.jsonl",
+        "data.messages_key=messages",
+        "data.document_mask=true",
+        "data.tokenizer=made",
+        "model.vocab_size=0",
+        "data.cache_dir=caches",
+        "train.steps=60",
+        "train.lr=1e-2",
+        "run.dir=run",
+    ];
+    let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", set]).collect();
+    let told = place.train(&sets).ok().stderr;
+    (place, told)
+}
+
+/// A token that ends no text by the tokenizer's files ends an answer where the chat template writes it behind one, in a run and in its export.
+#[test]
+fn an_answer_ends_at_the_token_that_the_template_writes_behind_it() {
+    let (place, told) = conversing("<|im_start|>");
+    assert!(!told.contains("warning"), "{told}");
+    place.nibble(&["export", "run", "folder"]).ok();
+    let generation: Value =
+        serde_json::from_slice(&std::fs::read(place.path("folder/generation_config.json")).unwrap()).unwrap();
+    let tokenizer = nibble_train::tokenizer::open(&place.path("made")).unwrap();
+    let ends = ["<|endoftext|>", "<|im_start|>"].map(|token| tokenizer.token_id(token).unwrap());
+    assert_eq!(generation["eos_token_id"], json!(ends));
+    let args = ["--chat", "--prompt", "two", "--temperature", "0", "--tokens", "9"];
+    for model in ["run", "folder"] {
+        assert_eq!(generated(&place, model, &args), " four\n", "{model}");
+        let whole = generated(&place, model, &[&args[..], &["--ignore-eos"]].concat());
+        assert!(whole.starts_with(" four<|im_start|>\n"), "{model}: {whole}");
+    }
+}
+
+/// Where no token ends an answer, it is told by every command that has to do with answers.
+#[test]
+fn a_template_that_never_ends_an_answer_is_told() {
+    let (place, told) = conversing("");
+    let warns =
+        |told: &str| told.contains("warning: the chat template writes no control token behind an answer");
+    assert!(warns(&told), "{told}");
+    let chat = ["generate", "run", "--chat", "--prompt", "two", "--tokens", "3", "--device", "cpu"];
+    assert!(warns(&place.nibble(&chat).ok().stderr));
+    let data = ["data", "talks.jsonl", "--tokenizer", "made", "--set", "data.messages_key=messages"];
+    assert!(warns(&place.nibble(&data).ok().stderr));
+    place.nibble(&["export", "run", "folder"]).ok();
+    let generation = std::fs::read(place.path("folder/generation_config.json")).unwrap();
+    let generation: Value = serde_json::from_slice(&generation).unwrap();
+    assert!(generation["eos_token_id"].is_number(), "{generation}");
 }
 
 #[test]

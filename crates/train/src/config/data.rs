@@ -11,7 +11,7 @@ use crate::tokenizer::AUTO;
 pub struct DataConfig {
     /// `synthetic` for the built-in language; `random` for uniform ids below `model.vocab_size`, to measure speed with; `mixture` for what
     /// `mixture` lists, which is filled in; otherwise a file, a folder, of which all files of known kinds are read in the order of their names,
-    /// or a glob. Files are text, JSON lines, Parquet, or token ids; text and JSON lines may be packed with gzip or zstd.
+    /// or a glob. Files are text, JSON lines, JSON arrays, Parquet, or token ids; text and JSON may be packed with gzip or zstd.
     pub source: String,
     /// Whether the file is taken as it is, even where it begins like an archive, a picture or another file that is no text.
     #[serde(skip_serializing_if = "is_false")]
@@ -26,7 +26,7 @@ pub struct DataConfig {
     /// The token behind each document: `auto`, the one that the tokenizer's files name; `none`; or the text of a token.
     #[serde(skip_serializing_if = "is_auto")]
     pub eos_token: String,
-    /// In JSON lines and Parquet, the key or column that holds the text of a document.
+    /// In JSON and Parquet, the key or column that holds the text of a document.
     #[serde(skip_serializing_if = "is_usual_text_key")]
     pub text_key: String,
     /// The key or column of a prompt, which is read and not learnt; `answer_key` names the one of its answer. Empty: documents are texts.
@@ -35,7 +35,7 @@ pub struct DataConfig {
     /// The key or column of the answer to a prompt.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub answer_key: String,
-    /// In JSON lines, the key of the messages of a conversation, which the tokenizer's chat template makes a text of; answers alone are learnt.
+    /// In JSON, the key of the messages of a conversation, which the tokenizer's chat template makes a text of; answers alone are learnt.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub messages_key: String,
     /// Several sources, each with its weight: of `weight / sum of weights` of the sequences. Empty: `source` alone.
@@ -139,7 +139,7 @@ fn is_auto(token: &str) -> bool {
 }
 
 /// [`DataConfig::text_key`] where it is not given. Stored configurations leave it out.
-const USUAL_TEXT_KEY: &str = "text";
+pub(crate) const USUAL_TEXT_KEY: &str = "text";
 
 fn is_usual_text_key(key: &str) -> bool {
     key == USUAL_TEXT_KEY

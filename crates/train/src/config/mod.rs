@@ -33,6 +33,7 @@ use nibble_core::ops::MOST_TREE_SLOTS_OF_GPU;
 use nibble_core::{DType, DeviceKind, MeshShape, Recipe};
 
 pub use crate::moe::Combine;
+pub(crate) use data::USUAL_TEXT_KEY;
 pub use data::{DataConfig, MIXTURE, MixtureSource, OnError, RANDOM, SYNTHETIC};
 pub use device::DeviceChoice;
 pub(crate) use foreign::in_words_of;
@@ -43,6 +44,7 @@ pub use preset::{folder_argument, in_shell, preset, preset_names, published_mode
 pub use qk_norm::QkNorm;
 pub use rope_scaling::{RopeScaling, RopeScalingKind};
 pub use routing::{GroupScore, Scores};
+pub use tokens::UNENDED;
 pub(crate) use tokens::{Opened, kept_beside};
 pub use validate::MOST_THREADS;
 pub(crate) use validate::check_model;

@@ -58,6 +58,10 @@ pub(crate) fn kept_beside(checkpoint: &Checkpoint) -> Vec<PathBuf> {
     vec![checkpoint.path().to_owned(), companions_of(checkpoint.path())]
 }
 
+/// Of a chat template without an end of answers.
+pub const UNENDED: &str = "the chat template writes no control token behind an answer that is learnt with it, so that a model does not learn to end one; \
+    `nibble generate --stop TEXT` ends a text before another";
+
 impl Config {
     fn tokenizer_place(&self) -> Place {
         let [file, model] = [&self.data.tokenizer, &self.train.init_from].map(Path::new);
@@ -125,6 +129,32 @@ impl Config {
     pub fn framing(&self) -> Result<Framing> {
         let Some(tokenizer) = self.tokenizer()? else { return Ok(Framing::default()) };
         Framing::of(&*tokenizer, &self.data.bos_token, &self.data.eos_token)
+    }
+
+    /// The tokens that end answers, where the data are conversations ([`ChatTemplate::ends_of_answers`]); none where they are not, or nothing is known.
+    ///
+    /// [`ChatTemplate::ends_of_answers`]: crate::tokenizer::ChatTemplate::ends_of_answers
+    ///
+    /// # Errors
+    /// As [`Config::tokenizer`].
+    pub fn ends_of_answers(&self) -> Result<Option<Vec<i32>>> {
+        if self.data.messages_key.is_empty() {
+            return Ok(None);
+        }
+        let Some(tokenizer) = self.tokenizer()? else { return Ok(None) };
+        match tokenizer.chat_template("")? {
+            Some(template) => template.ends_of_answers(&*tokenizer),
+            None => Ok(None),
+        }
+    }
+
+    /// What to say of conversations whose answers no token ends.
+    ///
+    /// # Errors
+    /// As [`Config::ends_of_answers`].
+    pub fn told_of_answers(&self) -> Result<Option<String>> {
+        let is_endless = self.ends_of_answers()?.is_some_and(|ends| ends.is_empty());
+        Ok(is_endless.then(|| UNENDED.to_owned()))
     }
 
     /// The configuration that a checkpoint was written under, changed by `overrides`, with the tokenizer that the checkpoint has.

@@ -6,7 +6,7 @@ use std::ops::Range;
 use super::source::{Content, Piece};
 use crate::config::Config;
 use crate::error::Error;
-use crate::tokenizer::{Framing, SharedTokenizer};
+use crate::tokenizer::{Framing, SharedTokenizer, Tokenizer};
 
 /// What makes ids of texts, and which ids there may be.
 #[derive(Clone)]
@@ -96,10 +96,19 @@ impl Encoder {
             }
             Content::Text(parts) => {
                 let mut encoded = Encoded::of_text(begins);
-                for (text, is_target) in parts {
-                    let first = encoded.ids.len();
-                    self.add(&text, &mut encoded.ids)?;
-                    encoded.part(first, text.len(), is_target);
+                match &self.tokenizer {
+                    None => parts.iter().for_each(|(text, is_target)| {
+                        let first = encoded.ids.len();
+                        encoded.ids.extend(text.iter().map(|byte| u32::from(*byte)));
+                        encoded.part(first, text.len(), *is_target);
+                    }),
+                    Some(tokenizer) => {
+                        let texts: Vec<(&str, bool)> = parts
+                            .iter()
+                            .map(|(text, is_target)| Ok((utf8(text)?, *is_target)))
+                            .collect::<Result<_, String>>()?;
+                        self.add(&**tokenizer, &texts, false, &mut encoded)?;
+                    }
                 }
                 self.frame(&mut encoded, piece.begins, piece.ends)?;
                 Ok(encoded)
@@ -109,29 +118,30 @@ impl Encoder {
                 let Some(tokenizer) = &self.tokenizer else {
                     return Err("is a conversation of no tokens".into());
                 };
-                for (text, is_target) in parts {
-                    let first = encoded.ids.len();
-                    for id in tokenizer.encode_with_control(&text).map_err(|e| e.to_string())? {
-                        encoded.ids.push(self.checked(id)?);
-                    }
-                    encoded.part(first, text.len(), is_target);
-                }
+                let texts: Vec<(&str, bool)> =
+                    parts.iter().map(|(text, is_target)| (text.as_str(), *is_target)).collect();
+                self.add(&**tokenizer, &texts, true, &mut encoded)?;
                 Ok(encoded)
             }
         }
     }
 
-    /// Adds the ids of a text.
-    fn add(&self, text: &[u8], ids: &mut Vec<u32>) -> Result<(), String> {
-        let Some(tokenizer) = &self.tokenizer else {
-            ids.extend(text.iter().map(|byte| u32::from(*byte)));
-            return Ok(());
-        };
-        let text = std::str::from_utf8(text).map_err(|e| {
-            format!("is no UTF-8 (byte {} of it is none), expected a text", e.valid_up_to() + 1)
-        })?;
-        for id in tokenizer.encode(text).map_err(|e| e.to_string())? {
-            ids.push(self.checked(id)?);
+    /// Adds the ids of texts that follow one another, each with whether its tokens are targets.
+    fn add(
+        &self,
+        tokenizer: &dyn Tokenizer,
+        texts: &[(&str, bool)],
+        control: bool,
+        encoded: &mut Encoded,
+    ) -> Result<(), String> {
+        let parts: Vec<&str> = texts.iter().map(|(text, _)| *text).collect();
+        let ids = tokenizer.encode_parts(&parts, control, !encoded.begins).map_err(|e| e.to_string())?;
+        for ((text, is_target), ids) in texts.iter().zip(ids) {
+            let first = encoded.ids.len();
+            for id in ids {
+                encoded.ids.push(self.checked(id)?);
+            }
+            encoded.part(first, text.len(), *is_target);
         }
         Ok(())
     }
@@ -164,6 +174,12 @@ impl Encoder {
         let place = at.map(|at| format!(" as token {} of it", at + 1)).unwrap_or_default();
         format!("has the id {id}{place}, and the vocabulary has {} (model.vocab_size)", self.vocab_size)
     }
+}
+
+/// Bytes as a text.
+fn utf8(text: &[u8]) -> Result<&str, String> {
+    std::str::from_utf8(text)
+        .map_err(|e| format!("is no UTF-8 (byte {} of it is none), expected a text", e.valid_up_to() + 1))
 }
 
 #[cfg(test)]

@@ -29,7 +29,7 @@ const MOST_ADDED: f64 = 64e6;
 /// Letters of one word that `WordPiece` looks at in every way. Published files have 100.
 const MOST_WORD: u64 = 10_000;
 /// Bytes of a token. Published ones have some hundred.
-const MOST_TOKEN: usize = 4096;
+pub(super) const MOST_TOKEN: usize = 4096;
 /// Ids that are put around a text.
 const MOST_AROUND: usize = 10_000;
 

@@ -5,11 +5,12 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-use tokenizers::{Decoder, ModelWrapper};
+use tokenizers::{Decoder, Encoding, ModelWrapper, PostProcessorWrapper};
 
+use super::parts::{self, Placed};
 use super::settings::{DEFAULT, Settings};
 use super::{
-    CHAT_TEMPLATE_FILE, ChatTemplate, NO_TOKEN, SETTINGS_FILE, TOKENIZER_FILE, Tokenizer, growth,
+    CHAT_TEMPLATE_FILE, ChatTemplate, NO_TOKEN, SETTINGS_FILE, TOKENIZER_FILE, Tokenizer, growth, listed,
     transformers_tokenizer,
 };
 use crate::error::{Error, Result};
@@ -21,7 +22,7 @@ const MOST_BYTES: u64 = 512 << 20;
 /// A tokenizer of a `tokenizer.json`, with what lies beside it.
 pub struct HuggingFace {
     path: PathBuf,
-    /// The file, as it was.
+    /// The file, as it was, or with the tokens that other files list.
     text: String,
     vocab_size: usize,
     /// Takes the text of a control token for text.
@@ -66,6 +67,15 @@ impl HuggingFace {
         let grows = growth::check(&text).map_err(fail)?;
         let read = caught(|| tokenizers::Tokenizer::from_bytes(&text)).map_err(fail)?;
         let mut plain = read.map_err(|e| fail(format!("is no tokenizer that can be read: {e}")))?;
+        let mut text = text;
+        if caught(|| settings.listed.add_to(&mut plain)).map_err(fail)?? {
+            if grows {
+                let why = "has a `normalizer` that may make a text much longer, so that the tokens which files beside it list are not added: write them into \
+                           its `added_tokens`";
+                return Err(fail(why.into()));
+            }
+            text = listed::with_tokens(&text, &plain).map_err(fail)?;
+        }
         if let ModelWrapper::BPE(model) = plain.get_model()
             && model.dropout.is_some_and(|dropout| dropout > 0.0)
         {
@@ -86,6 +96,8 @@ impl HuggingFace {
         let mut tokenizer =
             Self { path, text, vocab_size, plain, control, settings, grows, bos: None, eos: None };
         (tokenizer.bos, tokenizer.eos) = tokenizer.ends()?;
+        // Nothing is asked of it any more, and some move the places of tokens.
+        tokenizer.plain.with_post_processor(None::<PostProcessorWrapper>);
         Ok(tokenizer)
     }
 
@@ -116,8 +128,50 @@ impl HuggingFace {
         Ok((bos, eos.or(behind.last().copied())))
     }
 
+    /// The tokenizer that takes the text of a control token for the token, or for text.
+    fn of_control(&self, control: bool) -> &tokenizers::Tokenizer {
+        if !control {
+            return &self.plain;
+        }
+        self.control.get_or_init(|| {
+            let mut control = self.plain.clone();
+            control.set_encode_special_tokens(false);
+            control
+        })
+    }
+
+    /// The tokens of a text, and where they stand in it.
+    fn placed(&self, of: &tokenizers::Tokenizer, text: &str) -> Result<Vec<Placed>> {
+        let encoding = self.encoding(text, of, |of| of.encode(text, false))?;
+        let added = of.get_added_vocabulary().get_added_tokens_decoder();
+        let place = |(id, (begin, end)): (&u32, &(usize, usize))| {
+            let (mut begin, mut end) = (*begin, *end);
+            // White space that a token takes along is not its text.
+            if let Some(token) = added.get(id)
+                && let Some(at) = text.get(begin..end).and_then(|text| text.find(&token.content))
+            {
+                begin += at;
+                end = begin + token.content.len();
+            }
+            Placed { id: *id as i32, begin, end }
+        };
+        Ok(encoding.get_ids().iter().zip(encoding.get_offsets()).map(place).collect())
+    }
+
     /// The ids of a text; `add` what the file puts around one.
     fn ids(&self, of: &tokenizers::Tokenizer, text: &str, add: bool) -> Result<Vec<i32>> {
+        let encoding = self.encoding(text, of, |of| of.encode_fast(text, add))?;
+        // All ids are below `vocab_size`, an i32.
+        Ok(encoding.get_ids().iter().map(|id| *id as i32).collect())
+    }
+
+    /// What `encode` makes of a text, or what is wrong with it.
+    fn encoding(
+        &self,
+        text: &str,
+        of: &tokenizers::Tokenizer,
+        encode: impl FnOnce(&tokenizers::Tokenizer) -> tokenizers::Result<Encoding>,
+    ) -> Result<Encoding> {
         let fail = |why: String| {
             let start: String = text.chars().take(40).collect();
             Error::Tokenizer { path: self.path.clone(), why: format!("a text that begins {start:?}: {why}") }
@@ -125,10 +179,7 @@ impl HuggingFace {
         if self.grows {
             caught(|| growth::try_text(of.get_normalizer(), text)).and_then(|tried| tried).map_err(fail)?;
         }
-        let encoding = caught(|| of.encode_fast(text, add)).map_err(fail)?;
-        let encoding = encoding.map_err(|e| fail(e.to_string()))?;
-        // All ids are below `vocab_size`, an i32.
-        Ok(encoding.get_ids().iter().map(|id| *id as i32).collect())
+        caught(|| encode(of)).map_err(fail)?.map_err(|e| fail(e.to_string()))
     }
 }
 
@@ -142,12 +193,17 @@ impl Tokenizer for HuggingFace {
     }
 
     fn encode_with_control(&self, text: &str) -> Result<Vec<i32>> {
-        let control = self.control.get_or_init(|| {
-            let mut control = self.plain.clone();
-            control.set_encode_special_tokens(false);
-            control
-        });
-        self.ids(control, text, false)
+        self.ids(self.of_control(true), text, false)
+    }
+
+    fn encode_parts(&self, parts: &[&str], control: bool, continues: bool) -> Result<Vec<Vec<i32>>> {
+        let of = self.of_control(control);
+        let (ids, placed) = (|text: &str| self.ids(of, text, false), |text: &str| self.placed(of, text));
+        match parts {
+            [whole] if !continues => Ok(vec![ids(whole)?]),
+            [whole] => Ok(vec![parts::going_on(&placed, &ids, whole)?]),
+            _ => parts::encode(&placed, parts, continues),
+        }
     }
 
     fn decode_bytes(&self, ids: &[i32]) -> Vec<u8> {
@@ -177,6 +233,11 @@ impl Tokenizer for HuggingFace {
 
     fn token_id(&self, token: &str) -> Option<i32> {
         self.plain.token_to_id(token).and_then(|id| i32::try_from(id).ok())
+    }
+
+    fn is_control(&self, id: i32) -> bool {
+        let added = self.plain.get_added_vocabulary().get_added_tokens_decoder();
+        u32::try_from(id).is_ok_and(|id| added.contains_key(&id))
     }
 
     fn bos(&self) -> Option<i32> {

@@ -5,6 +5,8 @@ mod chat;
 mod framing;
 mod growth;
 mod hugging_face;
+mod listed;
+mod parts;
 mod settings;
 mod stream;
 mod symbols;
@@ -20,6 +22,7 @@ pub use bytes::{BYTE_VOCAB, Bytes};
 pub use chat::{ANSWERS, ChatTemplate, Conversation, Rendered};
 pub use framing::{AUTO, Framing, NONE};
 pub use hugging_face::HuggingFace;
+pub(crate) use listed::{ADDED_FILE, NAMES_FILE};
 pub use stream::TextStream;
 pub use symbols::Symbols;
 
@@ -54,6 +57,19 @@ pub trait Tokenizer: fmt::Debug + Send + Sync {
         self.encode(text)
     }
 
+    /// The ids of texts that follow one another, of each its own: those of the whole text, where none of its tokens lies across two of them; else each text
+    /// is made tokens of up to its end, as a model sees a prompt. `continues`: more text stands before the first one, so that nothing is put before it that
+    /// texts begin with. `control`: as [`Tokenizer::encode_with_control`].
+    ///
+    /// # Errors
+    /// As [`Tokenizer::encode`].
+    fn encode_parts(&self, parts: &[&str], control: bool, _continues: bool) -> Result<Vec<Vec<i32>>> {
+        parts
+            .iter()
+            .map(|part| if control { self.encode_with_control(part) } else { self.encode(part) })
+            .collect()
+    }
+
     /// The bytes of the ids, one text; an id beyond the vocabulary becomes U+FFFD. A character may take several tokens, so that those of a
     /// part of a text need not be UTF-8.
     fn decode_bytes(&self, ids: &[i32]) -> Vec<u8>;
@@ -70,6 +86,11 @@ pub trait Tokenizer: fmt::Debug + Send + Sync {
     /// The id of what the vocabulary, or the list of added tokens, writes so.
     fn token_id(&self, _token: &str) -> Option<i32> {
         None
+    }
+
+    /// Whether an id is that of a token that was added to the vocabulary, as those that mark the parts of a conversation are.
+    fn is_control(&self, _id: i32) -> bool {
+        false
     }
 
     /// The token that every text begins with, as its files say.

@@ -42,7 +42,7 @@ use crate::files;
 use making::Making;
 
 /// Of the format, and of what makes it: caches of another one are made anew.
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 
 /// The files of a cache.
 const FILES: [&str; 3] = ["ids", "documents", "unlearnt"];

@@ -8,7 +8,7 @@ use serde::Serialize;
 use super::{Content, Piece};
 use crate::config::DataConfig;
 use crate::error::{Error, Result};
-use crate::tokenizer::{ANSWERS, ChatTemplate, Conversation, SharedTokenizer};
+use crate::tokenizer::{ANSWERS, ChatTemplate, Conversation, Rendered, SharedTokenizer};
 
 /// The key of the messages of a row, and how they are written.
 #[derive(Debug, Clone, Serialize)]
@@ -52,29 +52,17 @@ impl Chat {
         Ok(Some(Self { key, written: template.source().to_owned(), template: Arc::new(template) }))
     }
 
-    /// The conversation of a line, or what is wrong with it.
-    pub fn document(&self, line: &[u8]) -> Result<Piece, String> {
-        let line = std::str::from_utf8(line).map_err(|e| {
+    /// The documents of a row, or what is wrong with it: one, unless the template writes earlier answers otherwise as the conversation goes on.
+    pub fn documents(&self, row: &[u8]) -> Result<Vec<Piece>, String> {
+        let row = std::str::from_utf8(row).map_err(|e| {
             format!("is no UTF-8 (byte {} of it is none), expected JSON", e.valid_up_to() + 1)
         })?;
-        let conversation = Conversation::of_row(line, &self.key)?;
+        let conversation = Conversation::of_row(row, &self.key)?;
         let rendered = self.template.render(&conversation).map_err(|e| e.to_string())?;
-        if rendered.answers.iter().all(std::ops::Range::is_empty) {
+        if rendered.iter().flat_map(|of| &of.answers).all(std::ops::Range::is_empty) {
             return Err(self.without_answer(&conversation));
         }
-        let (mut parts, mut at) = (Vec::new(), 0);
-        let mut add = |text: &str, is_target| {
-            if !text.is_empty() {
-                parts.push((text.to_owned(), is_target));
-            }
-        };
-        for answer in rendered.answers {
-            add(&rendered.text[at..answer.start], false);
-            at = answer.end;
-            add(&rendered.text[answer], true);
-        }
-        add(&rendered.text[at..], false);
-        Ok(Piece::whole(Content::Chat(parts)))
+        Ok(rendered.into_iter().map(|of| Piece::whole(Content::Chat(parts(of)))).collect())
     }
 
     /// Why a conversation has nothing that could be learnt.
@@ -82,6 +70,9 @@ impl Chat {
         let roles = conversation.roles();
         let why = match &roles[..] {
             [] => "it has no message".into(),
+            _ if conversation.learns_none() => {
+                format!("its messages of the role {ANSWERS} say that they are not learnt")
+            }
             _ if roles.iter().any(|role| role == ANSWERS) => {
                 format!("what the chat template writes for the role {ANSWERS} is empty")
             }
@@ -103,6 +94,23 @@ impl Chat {
     pub fn is_spent(&self) -> bool {
         self.template.is_spent()
     }
+}
+
+/// The parts of a text, each with whether it is an answer.
+fn parts(Rendered { text, answers }: Rendered) -> Vec<(String, bool)> {
+    let (mut parts, mut at) = (Vec::new(), 0);
+    let mut add = |text: &str, is_target| {
+        if !text.is_empty() {
+            parts.push((text.to_owned(), is_target));
+        }
+    };
+    for answer in answers {
+        add(&text[at..answer.start], false);
+        at = answer.end;
+        add(&text[answer], true);
+    }
+    add(&text[at..], false);
+    parts
 }
 
 /// Roles that a message lists.

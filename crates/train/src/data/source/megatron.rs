@@ -44,7 +44,8 @@ impl Source for Megatron {
         }
     }
 
-    fn open(&self, file: &DataFile, _: &Asked) -> Result<Box<dyn Pieces>> {
+    fn open(&self, file: &DataFile, asked: &Asked) -> Result<Box<dyn Pieces>> {
+        asked.require_no_keys(file, "a file of token ids")?;
         let index = Index::open(&index_of(&file.path))?;
         let path = ids_of(&file.path);
         let unread = |e: std::io::Error| {

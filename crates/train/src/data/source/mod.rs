@@ -4,7 +4,9 @@
 
 mod chat;
 mod files;
+mod json_array;
 mod json_lines;
+mod json_row;
 mod megatron;
 mod packed;
 mod parquet;
@@ -18,14 +20,16 @@ use serde::Serialize;
 pub(super) use chat::Chat;
 pub(super) use files::{DataFile, find};
 
+use crate::config::USUAL_TEXT_KEY;
 use crate::error::{Error, Result};
 
 /// Kinds of files, the most particular first. The last one takes any file.
-const KINDS: [&dyn Source; 5] = [
+const KINDS: [&dyn Source; 6] = [
     &parquet::Parquet,
     &megatron::Megatron,
     &token_file::TokenFile,
     &json_lines::JsonLines,
+    &json_array::JsonArray,
     &text::PlainText,
 ];
 
@@ -79,6 +83,22 @@ impl Asked {
             None => vec![(&self.text_key, true)],
             Some([prompt, answer]) => vec![(prompt, false), (answer, true)],
         }
+    }
+
+    /// Refuses a file of what has no rows, if keys of rows are set: other tokens would be learnt than they say.
+    ///
+    /// # Errors
+    /// [`Error::Data`] with the keys, and what has rows.
+    fn require_no_keys(&self, file: &DataFile, what: &str) -> Result<()> {
+        let set = match self {
+            Self { chat: Some(_), .. } => "data.messages_key",
+            Self { pair: Some(_), .. } => "data.prompt_key and data.answer_key",
+            _ if self.text_key != USUAL_TEXT_KEY => "data.text_key",
+            _ => return Ok(()),
+        };
+        let why =
+            format!("is {what}, which has no rows, and {set} would say nothing of it. {}", to_rows(file));
+        Err(Error::data(&file.path, why))
     }
 
     /// What to say of keys that are not there.
@@ -150,7 +170,12 @@ impl Piece {
 }
 
 /// Bytes of a row, at most.
-pub(super) const MOST_ROW_BYTES: usize = 64 << 20;
+pub(in crate::data) const MOST_ROW_BYTES: usize = 64 << 20;
+
+/// What is wrong with a longer one.
+fn too_long() -> String {
+    format!("is longer than {} MiB, which no row is", MOST_ROW_BYTES >> 20)
+}
 
 /// Bytes of a piece of a text, and of ids.
 const PIECE_BYTES: usize = 4 << 20;
@@ -174,6 +199,21 @@ pub(super) fn kind_names() -> impl Iterator<Item = &'static str> {
 fn no_such_key(missing: &[&str], there: &str, asked: &Asked) -> String {
     let missing = missing.iter().map(|key| format!("\"{key}\"")).collect::<Vec<_>>().join(" and ");
     format!("has no {missing}, {there}; {}", asked.setting())
+}
+
+/// What has rows, and how a file gets them.
+fn to_rows(file: &DataFile) -> String {
+    let read = match () {
+        () if file.is_named(&[".json"]) => "DataFrame(json.load(open(\"IN\"))[\"KEY\"])",
+        () if file.is_named(&[".tsv"]) => "read_csv(\"IN\", sep=\"\\t\")",
+        () => "read_csv(\"IN\")",
+    };
+    let what = if file.is_named(&[".json"]) { "a list under a key of an object" } else { "CSV" };
+    let imported = if file.is_named(&[".json"]) { "json, pandas" } else { "pandas" };
+    format!(
+        "Rows are read of JSON lines, of a JSON array of objects and of Parquet; those of {what} become JSON lines by python3 -c 'import {imported}; \
+         pandas.{read}.to_json(\"OUT.jsonl\", orient=\"records\", lines=True)'."
+    )
 }
 
 /// Why a file of several pieces cannot go on.

@@ -10,8 +10,9 @@ use parquet::data_type::{ByteArray, ByteArrayType};
 use parquet::errors::ParquetError;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 
-use super::{Asked, Content, DataFile, MOST_ROW_BYTES, Piece, Pieces, Row, Source, no_such_key};
+use super::{Asked, Content, DataFile, MOST_ROW_BYTES, Piece, Pieces, Row, Source, no_such_key, too_long};
 use crate::error::{Error, Result};
+use crate::json_rows::RowKey;
 
 /// A file of Parquet.
 pub(super) struct Parquet;
@@ -55,7 +56,8 @@ impl Source for Parquet {
         }
         let opened = file.file()?;
         let reader = guarded(file, || SerializedFileReader::new(opened))?;
-        let keys = asked.keys().into_iter().map(|(key, is_target)| (key.to_owned(), is_target)).collect();
+        let keys =
+            asked.keys().into_iter().map(|(key, is_target)| (key.to_owned(), Use::Text(is_target))).collect();
         let (file, asked) = (file.clone(), asked.clone());
         let mut rows = Rows {
             reader,
@@ -87,8 +89,8 @@ struct Rows {
     reader: SerializedFileReader<File>,
     file: DataFile,
     asked: Asked,
-    /// Columns that are asked for, each with whether its tokens are targets.
-    keys: Vec<(String, bool)>,
+    /// Columns that are read, and what for.
+    keys: Vec<(String, Use)>,
     /// Which columns of the file these are.
     places: Vec<usize>,
     /// The next row group.
@@ -98,6 +100,15 @@ struct Rows {
     columns: Vec<Column>,
     /// The row that was given last.
     number: u64,
+}
+
+/// What a column is read for.
+#[derive(Clone, Copy)]
+enum Use {
+    /// Its text, of which the tokens are targets or not.
+    Text(bool),
+    /// That it says nothing: other trainers read it.
+    Nothing(&'static RowKey),
 }
 
 /// A column of a row group.
@@ -124,9 +135,23 @@ impl Rows {
                 names.iter().take(16).map(|name| format!("\"{name}\"")).collect::<Vec<_>>().join(", ");
             return wrong(no_such_key(&missing, &format!("but the columns {there}"), &self.asked));
         }
+        if self.asked.pair.is_some() {
+            // Of a column of lists or of objects the name is that of what is in it.
+            for name in &names {
+                let is_asked = self.keys.iter().any(|(key, _)| key == name);
+                let top = name.split('.').next().unwrap_or(name);
+                if let Some(known) = RowKey::of_pair(top).filter(|_| !is_asked) {
+                    self.keys.push((name.clone(), Use::Nothing(known)));
+                }
+            }
+        }
         let places: Vec<usize> = self.keys.iter().filter_map(|(key, _)| place(key)).collect();
-        for (&place, (key, _)) in places.iter().zip(&self.keys) {
+        for (&place, (key, is_for)) in places.iter().zip(&self.keys) {
             let column = schema.column(place);
+            let is_text = column.max_rep_level() == 0 && column.physical_type() == Type::BYTE_ARRAY;
+            if let (Use::Nothing(known), false) = (is_for, is_text) {
+                return known.refuse(None).or_else(wrong);
+            }
             if column.max_rep_level() > 0 {
                 return wrong(format!("column \"{key}\" holds lists, expected texts"));
             }
@@ -250,18 +275,24 @@ impl Pieces for Rows {
         }
         let rows = self.left.min(ROWS as u64) as usize;
         let (mut parts, mut wrong) = (Vec::new(), None);
-        for (column, (key, is_target)) in self.columns.iter_mut().zip(&self.keys) {
+        for (column, (key, is_for)) in self.columns.iter_mut().zip(&self.keys) {
             if column.read.is_empty() {
                 guarded(&self.file, || column.fill(rows))?;
             }
-            match column.read.pop().flatten() {
-                Some(text) if text.len() > MOST_ROW_BYTES => {
-                    wrong = Some(format!(
-                        "\"{key}\" is longer than {} MiB, which no row is",
-                        MOST_ROW_BYTES >> 20
-                    ));
+            let value = column.read.pop().flatten();
+            let is_target = match is_for {
+                Use::Text(is_target) => *is_target,
+                Use::Nothing(known) => {
+                    let says = value.is_some_and(|value| !value.is_empty());
+                    wrong = wrong.or(if says { known.refuse(None).err() } else { None });
+                    continue;
                 }
-                Some(text) => parts.push((text.data().to_vec(), *is_target)),
+            };
+            match value {
+                Some(text) if text.len() > MOST_ROW_BYTES => {
+                    wrong = Some(format!("\"{key}\" {}", too_long()));
+                }
+                Some(text) => parts.push((text.data().to_vec(), is_target)),
                 None => wrong = Some(format!("\"{key}\" is null, expected a text")),
             }
         }

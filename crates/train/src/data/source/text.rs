@@ -2,7 +2,7 @@
 
 use std::io::{BufRead, Read};
 
-use super::{Asked, Content, DataFile, PIECE_BYTES, Piece, Pieces, Row, Source};
+use super::{Asked, Content, DataFile, PIECE_BYTES, Piece, Pieces, Row, Source, to_rows};
 use crate::data::signature;
 use crate::error::{Error, Result};
 
@@ -30,6 +30,14 @@ impl Source for PlainText {
             let why = format!("{kind}; if its bytes are what is to be learnt, set data.bytes=true");
             return Err(Error::data(&file.path, why));
         }
+        asked.require_no_keys(file, "taken for plain text")?;
+        if file.is_named(&[".csv", ".tsv", ".json"]) {
+            let why = format!(
+                "is neither JSON lines nor a JSON array, and its name says rows. {} If its bytes are what is to be learnt, set data.bytes=true",
+                to_rows(file)
+            );
+            return Err(Error::data(&file.path, why));
+        }
         AnyBytes.open(file, asked)
     }
 }
@@ -47,7 +55,8 @@ impl Source for AnyBytes {
         true
     }
 
-    fn open(&self, file: &DataFile, _: &Asked) -> Result<Box<dyn Pieces>> {
+    fn open(&self, file: &DataFile, asked: &Asked) -> Result<Box<dyn Pieces>> {
+        asked.require_no_keys(file, "taken as its bytes (data.bytes)")?;
         if file.head.is_empty() {
             return Err(Error::data(&file.path, "is empty"));
         }

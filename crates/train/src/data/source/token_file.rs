@@ -37,6 +37,7 @@ impl Source for TokenFile {
     }
 
     fn open(&self, file: &DataFile, asked: &Asked) -> Result<Box<dyn Pieces>> {
+        asked.require_no_keys(file, "a file of token ids")?;
         let mut reader = file.reader()?;
         let (width, tokens) = match of_llm_c(&file.head) {
             None => (NANO_GPT, None),

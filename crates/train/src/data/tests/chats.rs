@@ -119,6 +119,126 @@ fn an_answer_without_a_text_is_none() {
     assert!(error.contains("line 1: \"talk\" has no answer: it has no message"), "{error}");
 }
 
+/// What a row says beside its messages is the template's, or the row is refused by name, also where one row of many says it.
+#[test]
+fn what_a_row_says_besides_is_used_or_refused() {
+    let talk = r#""talk": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "an answer"}]"#;
+    let template = "{% if tools %}<|im_start|>tools{% for tool in tools %} {{ tool.name }}{% endfor %}{% endif %}{{ mood }}".to_owned() + TEMPLATE;
+    let said = |besides: &str| {
+        let row = format!("{{{talk}{besides}}}\n");
+        let rows = format!("{{{talk}}}\n").repeat(500) + &row;
+        let dir = place(Some(&template), &rows);
+        let mut config = config(dir.path());
+        let text = Dataset::of(&config).map_err(|e| e.to_string()).map(|data| {
+            let tokenizer = tokenizer::open(dir.path()).unwrap();
+            let tail = data.valid_batch(0, usize::MAX).unwrap();
+            tokenizer.decode(&tail.inputs)
+        });
+        config.data.on_error = OnError::Skip;
+        (text, Dataset::of(&config).unwrap().given(0)[0].left_out.rows)
+    };
+    for (besides, text) in [
+        (r#", "tools": [{"name": "add"}, {"name": "sub"}]"#, "<|im_start|>tools add sub<|im_start|>user"),
+        (r#", "tools": "[{\"name\": \"add\"}]""#, "<|im_start|>tools add<|im_start|>user"),
+        (r#", "chat_template_kwargs": {"mood": "sad"}"#, "sad<|im_start|>user"),
+        (r#", "tools": null, "images": [], "system": "", "weight": 1, "id": 3"#, "<|im_start|>user"),
+    ] {
+        let (found, left_out) = said(besides);
+        assert!(found.as_ref().is_ok_and(|found| found.contains(text)), "{besides}: {found:?}");
+        assert_eq!(left_out, 0, "{besides}");
+    }
+    for (besides, why) in [
+        (r#", "tools": "add""#, "\"tools\" is no JSON"),
+        (r#", "tools": {"name": "add"}"#, "\"tools\" is an object, expected a list of objects"),
+        (r#", "tools": ["add"]"#, "\"tools\" has a text as number 1"),
+        (r#", "chat_template_kwargs": "x""#, "\"chat_template_kwargs\" is a text, expected an object"),
+        (
+            r#", "chat_template_kwargs": {"tools": []}"#,
+            "\"chat_template_kwargs\" has \"tools\", which is no variable",
+        ),
+        (
+            r#", "chat_template_kwargs": {"enable_thinking": false}"#,
+            "has \"enable_thinking\", which the chat template never names",
+        ),
+        (r#", "functions": [{"name": "add"}]"#, "has \"functions\""),
+        (r#", "system": "be brief""#, "has \"system\""),
+        (r#", "images": ["a.png"]"#, "has \"images\""),
+        (r#", "weight": 0"#, "has \"weight\""),
+        (r#", "documents": [{"text": "x"}]"#, "has \"documents\""),
+    ] {
+        let (found, left_out) = said(besides);
+        let error = found.unwrap_err();
+        assert!(error.contains("talks.jsonl: line 501: ") && error.contains(why), "{besides}: {error}");
+        assert_eq!(left_out, 1, "{besides}");
+    }
+}
+
+/// A message says by several keys whether it is learnt. What it says that a template does not write is not lost without a word.
+#[test]
+fn what_a_message_says_besides_is_used_or_refused() {
+    let marked = "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.role == 'assistant' %}{% generation %}\
+        {{ message.content }}<|endoftext|>{% endgeneration %}{% else %}{{ message.content }}<|endoftext|>{% endif %}{% endfor %}";
+    let said = |template: &str, first: &str, question: &str| {
+        let row = format!(
+            r#"{{"talk": [{{"role": "user", "content": "q"{question}}}, {{"role": "assistant", "content": "one"{first}}},
+                {{"role": "user", "content": "r"}}, {{"role": "assistant", "content": "two"}}]}}"#
+        );
+        let dir = place(Some(template), &format!("{}\n", row.replace('\n', " ")).repeat(100));
+        let data = Dataset::of(&config(dir.path())).map_err(|e| e.to_string())?;
+        let batch = data.valid_batch(0, usize::MAX).unwrap();
+        let learnt: Vec<i32> = batch.targets.into_iter().filter(|target| *target != NO_TARGET).collect();
+        let text = tokenizer::open(dir.path()).unwrap().decode(&learnt);
+        Ok::<_, String>(["one", "two"].map(|answer| text.contains(answer)))
+    };
+    for template in [TEMPLATE, marked] {
+        for (key, one, zero) in [
+            ("weight", "1", "0"),
+            ("weight", "1.0", "0.0"),
+            ("train", "true", "false"),
+            ("training", "true", "false"),
+            ("loss", "true", "false"),
+            ("masked", "false", "true"),
+        ] {
+            let with = |value: &str| said(template, &format!(", \"{key}\": {value}"), "");
+            assert_eq!(with(one), Ok([true, true]), "{key}");
+            assert_eq!(with(zero), Ok([false, true]), "{key}");
+            assert_eq!(with("null"), Ok([true, true]), "{key}");
+            for other in ["0.5", "\"no\"", "[]"] {
+                let error = with(other).unwrap_err();
+                assert!(error.contains(&format!("in message 2, \"{key}\": ")), "{error}");
+            }
+        }
+        assert_eq!(said(template, "", r#", "weight": 0, "train": false"#), Ok([true, true]));
+        for (first, question, why) in [
+            (
+                r#", "weight": 1, "train": false"#,
+                "",
+                "in message 2, \"weight\" and \"train\", which contradict",
+            ),
+            ("", r#", "train": true"#, "in message 1, \"train\": true, and its role is user"),
+            (r#", "train_detail": [{"begin_offset": 0}]"#, "", "in message 2, \"train_detail\""),
+            (
+                r#", "function_call": {"name": "f"}"#,
+                "",
+                "message 2 has \"function_call\", which the chat template never names",
+            ),
+            (r#", "tool_calls": [{"id": 1}]"#, "", "message 2 has \"tool_calls\""),
+            (r#", "reasoning_content": "hm""#, "", "message 2 has \"reasoning_content\""),
+            (r#", "thinking": "hm""#, "", "message 2 has \"reasoning_content\" or \"thinking\""),
+            ("", r#", "images": ["a.png"]"#, "message 1 has \"image\" or \"images\""),
+        ] {
+            let error = said(template, first, question).unwrap_err();
+            assert!(error.contains("talks.jsonl: line 1: ") && error.contains(why), "{error}");
+        }
+        assert_eq!(
+            said(template, r#", "tool_calls": [], "thinking": "", "name": "x""#, ""),
+            Ok([true, true])
+        );
+    }
+    let error = said(TEMPLATE, r#", "weight": 0}, {"role": "user", "content": ""#, "");
+    assert!(error.is_err() || error == Ok([false, true]));
+}
+
 /// A template that does too much does it for each row: the file is not read to its end, whatever becomes of rows that cannot be read.
 #[test]
 fn a_template_does_so_much_for_a_file() {

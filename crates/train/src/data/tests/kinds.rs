@@ -17,7 +17,7 @@ use crate::data::source::kind_names;
 use crate::data::{Dataset, NO_TARGET};
 
 /// A writer for each kind, and for each packing. A kind without one fails a test.
-pub(super) const KINDS: [Kind; 11] = [
+pub(super) const KINDS: [Kind; 14] = [
     Kind { name: "text", write: |docs| vec![("a.txt", docs.concat().into_bytes())], has_documents: false },
     Kind {
         name: "text",
@@ -33,6 +33,13 @@ pub(super) const KINDS: [Kind; 11] = [
     Kind { name: "JSON lines", write: |docs| vec![("lines", lines(docs))], has_documents: true },
     Kind { name: "JSON lines", write: |docs| vec![("a.jsonl.gz", gzip(&lines(docs)))], has_documents: true },
     Kind { name: "JSON lines", write: |docs| vec![("a.jsonl.zst", zstd(&lines(docs)))], has_documents: true },
+    Kind { name: "JSON array", write: |docs| vec![("a.json", array(docs, "\n  "))], has_documents: true },
+    Kind { name: "JSON array", write: |docs| vec![("rows", array(docs, ""))], has_documents: true },
+    Kind {
+        name: "JSON array",
+        write: |docs| vec![("a.json.gz", gzip(&array(docs, " ")))],
+        has_documents: true,
+    },
     Kind { name: "Parquet", write: |docs| vec![("a.parquet", parquet(docs, &[]))], has_documents: true },
     Kind { name: "token ids", write: |docs| vec![("nano.bin", ids::<2>(docs))], has_documents: false },
     Kind { name: "token ids", write: |docs| vec![("llm.bin", llm_c(docs))], has_documents: false },
@@ -58,6 +65,13 @@ pub(super) fn lines(docs: &[String]) -> Vec<u8> {
         format!("{}\n", json!({"id": number, "text": text, "more": [1, {"text": null}]}))
     };
     docs.iter().enumerate().map(line).collect::<String>().into_bytes()
+}
+
+/// The objects of [`lines`] in an array, with this before each.
+fn array(docs: &[String], before: &str) -> Vec<u8> {
+    let rows = String::from_utf8(lines(docs)).unwrap();
+    let rows: Vec<String> = rows.lines().map(|row| format!("{before}{row}")).collect();
+    format!("\u{feff}[{}\n]\n", rows.join(",")).into_bytes()
 }
 
 /// A file of two row groups, whose values may be null.
@@ -259,6 +273,166 @@ fn bad_rows_are_named_and_can_be_left_out() {
         let left_out = &skipped.given(0)[0].left_out;
         assert_eq!((left_out.rows, left_out.first[0].place.as_str()), (1, "line 32"), "{row}");
     }
+}
+
+/// The same rows, and the same faults, in an array: rows may be left out, and an array that is none ends the reading.
+#[test]
+fn bad_items_of_an_array_are_named_and_can_be_left_out() {
+    let docs = documents(60);
+    let of = |rows: &str| {
+        let dir = tempfile::tempdir().unwrap();
+        let source = put(dir.path(), &[("rows.json", rows.as_bytes().to_vec())]);
+        let skipping = DataConfig { on_error: OnError::Skip, ..config(&source, 32) };
+        (open(&source).unwrap_err().to_string(), Dataset::open(&skipping, 0).map(|data| whole_text(&data)))
+    };
+    let good = String::from_utf8(array(&docs, "")).unwrap();
+    let (begin, end) = good.split_at(good.rfind(']').unwrap());
+    for (row, why) in [
+        ("{\"text\": 3}", "\"text\" is a number, expected a text"),
+        ("{\"body\": \"],}{[\"}", "has no \"text\", but \"body\"; data.text_key names another"),
+        ("[{\"text\": \"a\"}]", "is a list, expected an object"),
+        ("\"a\\\"],[\"", "is a text, expected an object"),
+        ("{\"text\": \"a\",}", "is no JSON: "),
+    ] {
+        let (error, skipped) = of(&format!("{begin}, {row}{end}"));
+        assert!(error.contains("rows.json: row 61: ") && error.contains(why), "{row}: {error}");
+        assert_eq!(skipped.unwrap(), docs.concat().into_bytes(), "{row}");
+    }
+    for (rows, why) in [
+        (begin.to_owned(), "row 60 has no end"),
+        (format!("{begin}, {{\"text\": \"a]"), "row 61 has no end"),
+        (format!("{begin} {{}}]"), "behind row 60 there is no comma"),
+        (format!("{begin},]"), "behind row 60 a comma is followed by no row"),
+        (format!("{good}{{}}"), "behind row 60 something stands after the array"),
+        ("[]".into(), "is empty"),
+        ("\u{feff}[".into(), "behind row 0 the array has no end"),
+    ] {
+        let (error, skipped) = of(&rows);
+        assert!(error.contains("rows.json: ") && error.contains(why), "{why}: {error}");
+        assert!(skipped.is_err(), "{why}");
+    }
+}
+
+/// A long row is left out to its end, and the next one is read.
+#[test]
+fn an_item_that_is_no_row_by_its_length_is_left_out() {
+    let dir = tempfile::tempdir().unwrap();
+    let long = "x".repeat(crate::data::source::MOST_ROW_BYTES);
+    let rows = format!("[{{\"text\": \"{long}\"}}, {{\"text\": \"{}\"}}]", "short ".repeat(40));
+    let source = put(dir.path(), &[("rows.json", rows.into_bytes())]);
+    let error = open(&source).unwrap_err().to_string();
+    assert!(error.contains("row 1: is longer than 64 MiB"), "{error}");
+    let data = Dataset::open(&DataConfig { on_error: OnError::Skip, ..config(&source, 8) }, 0).unwrap();
+    assert_eq!(whole_text(&data), "short ".repeat(40).into_bytes());
+}
+
+type Change = fn(&mut DataConfig);
+
+/// What has no rows is refused where keys of rows are set, by itself, in a folder and in a mixture; without keys it is read.
+#[test]
+fn keys_of_rows_are_refused_of_files_without_rows() {
+    let docs = documents(60);
+    let dir = tempfile::tempdir().unwrap();
+    let rows = put(dir.path(), &[("pairs.jsonl", pairs(300))]);
+    let of = |path: &std::path::Path| MixtureSource { source: path.display().to_string(), weight: 1.0 };
+    let csv = || [&b"q,a\n"[..], docs.concat().as_bytes()].concat();
+    let files: [(Vec<Written>, &str); 7] = [
+        (vec![("a.csv", csv())], "read_csv(\"IN\").to_json"),
+        (vec![("a.tsv", csv())], "read_csv(\"IN\", sep=\"\\t\").to_json"),
+        (vec![("a.csv.gz", gzip(&csv()))], "taken for plain text"),
+        (
+            vec![("a.json", b"{\n\"data\": [{\"q\": \"a\", \"a\": \"b\"}]\n}".to_vec())],
+            "taken for plain text",
+        ),
+        (vec![("nano.bin", ids::<2>(&docs))], "a file of token ids"),
+        (vec![("llm.bin", llm_c(&docs))], "a file of token ids"),
+        (megatron(&docs), "a file of token ids"),
+    ];
+    for (files, why) in files {
+        let source = put(dir.path(), &files);
+        let name = files[0].0;
+        let keys: [(&str, Change); 2] = [
+            ("data.prompt_key", |c| (c.prompt_key, c.answer_key) = ("q".into(), "a".into())),
+            ("data.text_key", |c| c.text_key = "q".into()),
+        ];
+        for (key, set) in keys {
+            let mut alone = config(&source, 8);
+            set(&mut alone);
+            let mixed = DataConfig { mixture: vec![of(&rows), of(&source)], ..alone.clone() };
+            let bytes = DataConfig { bytes: true, ..alone.clone() };
+            for asked in [alone, mixed, bytes] {
+                let error = Dataset::open(&asked, 0).unwrap_err().to_string();
+                let what = if asked.bytes { "taken as its bytes" } else { why };
+                assert!(error.contains(name) && error.contains(key) && error.contains(what), "{error}");
+            }
+        }
+        // Without keys, and with rows by its name alone, it is no plain text either, unless its bytes are asked for.
+        let plain =
+            |bytes| Dataset::open(&DataConfig { bytes, ..config(&source, 8) }, 0).map_err(|e| e.to_string());
+        match name.ends_with(".bin") {
+            true => drop(plain(false).unwrap()),
+            false => {
+                assert!(plain(false).unwrap_err().contains("If its bytes are what is to be learnt"), "{name}")
+            }
+        }
+        assert!(plain(true).is_ok() || name == "a.json", "{name}");
+    }
+}
+
+/// What other trainers read of a row with a prompt and an answer is not dropped, wherever it stands.
+#[test]
+fn keys_that_say_more_than_is_read_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let said = |key: &str, value: serde_json::Value| {
+        let mut row = json!({"q": "what? ", "a": "that.\n"});
+        row[key] = value;
+        let rows = [pairs(300), format!("{row}\n").into_bytes()].concat();
+        let source = put(dir.path(), &[("pairs.jsonl", rows)]);
+        let keys = DataConfig { prompt_key: "q".into(), answer_key: "a".into(), ..config(&source, 48) };
+        Dataset::open(&keys, 5).map(drop).map_err(|e| e.to_string())
+    };
+    for key in ["input", "history", "system", "images", "tools", "weight", "train", "input_ids", "documents"]
+    {
+        let full = if ["weight", "train"].contains(&key) { json!(0) } else { json!(["x"]) };
+        let error = said(key, full).unwrap_err();
+        assert!(
+            error.contains("pairs.jsonl: line 301: has ") && error.contains(&format!("\"{key}\"")),
+            "{error}"
+        );
+        for nothing in [json!(null), json!(""), json!([]), json!({})] {
+            assert_eq!(said(key, nothing.clone()), Ok(()), "{key}: {nothing}");
+        }
+    }
+    for (key, value) in
+        [("weight", json!(1.0)), ("train", json!(true)), ("id", json!(7)), ("label", json!("x"))]
+    {
+        assert_eq!(said(key, value), Ok(()), "{key}");
+    }
+    assert!(said("weight", json!(0.5)).unwrap_err().contains("\"weight\": 0"));
+    // In Parquet a column that says nothing of any row is passed over.
+    let pairs = |input: &str| {
+        let source =
+            put(dir.path(), &[("pairs.parquet", columns(&[("q", "a"), ("a", "b"), ("input", input)]))]);
+        let keys = DataConfig { prompt_key: "q".into(), answer_key: "a".into(), ..config(&source, 48) };
+        Dataset::open(&keys, 5).map(drop).map_err(|e| e.to_string())
+    };
+    assert_eq!(pairs(""), Ok(()));
+    assert!(pairs("x").unwrap_err().contains("pairs.parquet: row 1: has \"input\""));
+}
+
+/// 600 rows of these columns, each of which has one text.
+fn columns(of: &[(&str, &str)]) -> Vec<u8> {
+    let fields: String = of.iter().map(|(name, _)| format!("required binary {name} (UTF8); ")).collect();
+    let schema = parse_message_type(&format!("message rows {{ {fields} }}")).unwrap();
+    let mut file = SerializedFileWriter::new(Vec::new(), Arc::new(schema), Arc::default()).unwrap();
+    let mut group = file.next_row_group().unwrap();
+    for (_, text) in of {
+        let mut column = group.next_column().unwrap().unwrap();
+        column.typed::<ByteArrayType>().write_batch(&vec![ByteArray::from(*text); 600], None, None).unwrap();
+        column.close().unwrap();
+    }
+    group.close().unwrap();
+    file.into_inner().unwrap()
 }
 
 #[test]

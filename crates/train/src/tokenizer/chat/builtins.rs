@@ -302,8 +302,8 @@ fn add_tests(environment: &mut Environment<'static>, bounds: &Arc<Bounds>) {
     environment.add_test("int", tests::is_integer);
     environment.add_test("float", tests::is_float);
     environment.add_test("string", tests::is_string);
-    environment.add_test("sequence", tests::is_sequence);
-    environment.add_test("iterable", tests::is_iterable);
+    environment.add_test("sequence", |value: &Value| python::has_items(value));
+    environment.add_test("iterable", |value: &Value| python::has_items(value));
     environment.add_test("mapping", tests::is_mapping);
     environment.add_test("true", tests::is_true);
     environment.add_test("false", tests::is_false);

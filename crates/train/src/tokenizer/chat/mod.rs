@@ -1,8 +1,11 @@
 //! Conversations as text: the chat templates that published models bring along, with what Hugging Face's `transformers` gives them.
 
+mod answers;
 mod bounds;
 mod builtins;
+mod conversation;
 mod date;
+mod ending;
 mod engine;
 mod guard;
 mod python;
@@ -13,124 +16,13 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-use minijinja::value::ValueKind;
-use minijinja::{ErrorKind, Value, context};
+use minijinja::{ErrorKind, Value};
 
 use self::bounds::{EXCEEDED, Warrant};
 use self::engine::{Engine, Failure};
 use crate::error::{Error, Result};
-use crate::json_rows::no_json;
 
-/// A conversation: messages with roles, as JSON has them.
-#[derive(Debug, Clone)]
-pub struct Conversation {
-    messages: Vec<Value>,
-    /// Bytes that it had as JSON.
-    bytes: usize,
-}
-
-impl Conversation {
-    /// The messages of a JSON text: a list of objects. Keys keep their order, and those whose value is null are left out.
-    ///
-    /// # Errors
-    /// [`Error::Config`] with the key `messages`, for what is none; the caller knows of which file and row.
-    pub fn from_json(json: &str) -> Result<Self> {
-        let read = serde_json::from_str(json).map_err(|e| format!("are no JSON: {e}"));
-        read.and_then(|messages| Self::of(&messages, json.len()))
-            .map_err(|why| Error::config("messages", why))
-    }
-
-    /// The messages that an object has under this key.
-    ///
-    /// # Errors
-    /// What is wrong with the object; the caller knows of which file and row.
-    pub fn of_row(json: &str, key: &str) -> Result<Self, String> {
-        let row: Value = serde_json::from_str(json).map_err(|error| no_json(&error))?;
-        if row.kind() != ValueKind::Map {
-            return Err(format!(
-                "is {}, expected an object: a line of JSON lines is one",
-                python::kind(&row)
-            ));
-        }
-        let messages = row.get_attr(key).map_err(|e| e.to_string())?;
-        if messages.is_undefined() {
-            let keys: Vec<String> =
-                row.try_iter().into_iter().flatten().take(8).map(|key| format!("\"{key}\"")).collect();
-            let there =
-                if keys.is_empty() { "and no other key".into() } else { format!("but {}", keys.join(", ")) };
-            return Err(format!("has no \"{key}\", {there}; data.messages_key names another"));
-        }
-        Self::of(&messages, json.len()).map_err(|why| format!("\"{key}\" {why}"))
-    }
-
-    fn of(messages: &Value, bytes: usize) -> Result<Self, String> {
-        if messages.kind() != ValueKind::Seq {
-            return Err(format!("is {}, expected a list of messages", python::kind(messages)));
-        }
-        let all = messages.try_iter().map_err(|e| e.to_string())?;
-        let messages = all.enumerate().map(|(number, message)| match Role::of(&message) {
-            Some(_) => Ok(message_of(&message)),
-            None => Err(format!("has no text `role` in message {}{}", number + 1, keys_of(&message))),
-        });
-        Ok(Self { messages: messages.collect::<Result<_, String>>()?, bytes })
-    }
-
-    /// The roles of its messages, each once, in order.
-    #[must_use]
-    pub fn roles(&self) -> Vec<String> {
-        let mut roles = Vec::new();
-        for role in self.messages.iter().filter_map(Role::of) {
-            if !roles.contains(&role) {
-                roles.push(role);
-            }
-        }
-        roles
-    }
-}
-
-/// The keys that a message has instead, for what is said of it.
-fn keys_of(message: &Value) -> String {
-    if message.kind() != ValueKind::Map {
-        return format!(", which is {}", python::kind(message));
-    }
-    let keys: Vec<String> =
-        message.try_iter().into_iter().flatten().take(8).map(|key| format!("\"{key}\"")).collect();
-    if keys.is_empty() { String::new() } else { format!(", but {}", keys.join(", ")) }
-}
-
-/// The role of a message that is an answer.
-pub const ANSWERS: &str = "assistant";
-
-/// The role of a message.
-struct Role;
-
-impl Role {
-    fn of(message: &Value) -> Option<String> {
-        message.get_attr("role").ok()?.as_str().map(str::to_owned)
-    }
-}
-
-/// A message as templates see it: without nulls, and its reasoning under the names that templates know.
-fn message_of(message: &Value) -> Value {
-    let keys = message.try_iter().into_iter().flatten();
-    let mut pairs: Vec<(Value, Value)> = keys
-        .filter_map(|key| Some((key.clone(), message.get_item(&key).ok()?)))
-        .filter(|(_, value)| !value.is_none())
-        .collect();
-    let get =
-        |name: &str| pairs.iter().find(|(key, _)| key.as_str() == Some(name)).map(|(_, value)| value.clone());
-    let reasoning = ["reasoning_content", "thinking", "reasoning"].into_iter().find_map(get);
-    if let Some(reasoning) = reasoning {
-        if get("thinking").is_none() {
-            pairs.insert(0, ("thinking".into(), reasoning.clone()));
-        }
-        match pairs.iter_mut().find(|(key, _)| key.as_str() == Some("reasoning_content")) {
-            Some((_, value)) => *value = reasoning,
-            None => pairs.push(("reasoning_content".into(), reasoning)),
-        }
-    }
-    Value::from_iter(pairs)
-}
+pub use self::conversation::{ANSWERS, Conversation};
 
 /// A conversation that a template has made a text of.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -235,6 +127,7 @@ impl ChatTemplate {
     /// # Errors
     /// [`Error::Tokenizer`] naming the template's file, with what it says.
     pub fn text(&self, of: &Conversation, add_generation_prompt: bool) -> Result<String> {
+        of.require_named_by(&self.source).map_err(|why| Error::config("messages", why))?;
         self.rendered(PLAIN, of, of.messages.len(), add_generation_prompt)
     }
 
@@ -246,89 +139,22 @@ impl ChatTemplate {
         count: usize,
         add_generation_prompt: bool,
     ) -> Result<String> {
-        let messages = &of.messages[..count];
-        let context = context! {
-            messages => messages,
-            tools => (),
-            documents => (),
-            add_generation_prompt => add_generation_prompt,
-            ..Value::from_serialize(&self.tokens)
-        };
+        // As in `transformers`, a row's variables come before the tokenizer's tokens, and what is asked for before both.
+        let mut context = BTreeMap::from([("documents".to_owned(), Value::from(()))]);
+        context.extend(self.tokens.iter().map(|(name, token)| (name.clone(), token.into())));
+        context.extend(of.variables.iter().cloned());
+        context.extend([
+            ("messages".to_owned(), Value::from_iter(of.messages[..count].iter().cloned())),
+            ("tools".to_owned(), of.tools.clone().unwrap_or(Value::from(()))),
+            ("add_generation_prompt".to_owned(), add_generation_prompt.into()),
+        ]);
+        let context = Value::from(context);
         let warrant = Warrant { messages: count, bytes: of.bytes };
         self.engine.run(program, context, warrant).map_err(|failure| self.fail(said(&failure)))
     }
 
     fn fail(&self, why: String) -> Error {
         Error::Tokenizer { path: self.path.clone(), why: format!("its chat template: {why}") }
-    }
-
-    /// The text of a whole conversation, and which parts of it are answers: what stands in `{% generation %}`, where the template has it; else what each
-    /// message of the role `assistant` adds to the beginning of an answer to the messages before it.
-    ///
-    /// # Errors
-    /// As [`ChatTemplate::text`]; [`Error::Config`] with the key `messages`, naming the message whose answer does not follow that beginning.
-    pub fn render(&self, of: &Conversation) -> Result<Rendered> {
-        let text = self.rendered(PLAIN, of, of.messages.len(), false)?;
-        let answers = match self.has_generation {
-            true => self.marked(of, &text)?,
-            false => self.added(of, &text)?,
-        };
-        Ok(Rendered { text, answers })
-    }
-
-    /// What stands in `{% generation %}`.
-    fn marked(&self, of: &Conversation, text: &str) -> Result<Vec<Range<usize>>> {
-        let marked = self.rendered(MARKED, of, of.messages.len(), false)?;
-        let (mut answers, mut begin, mut at) = (Vec::new(), None, 0);
-        let mut bare = String::with_capacity(text.len());
-        for c in marked.chars() {
-            match (c, begin) {
-                (BEGIN, None) => begin = Some(at),
-                (END, Some(start)) => {
-                    answers.push(start..at);
-                    begin = None;
-                }
-                _ => {
-                    bare.push(c);
-                    at += c.len_utf8();
-                }
-            }
-        }
-        match bare == text && begin.is_none() {
-            true => Ok(answers.into_iter().filter(|answer| !answer.is_empty()).collect()),
-            false => Err(self.fail(
-                "what it does with `generation` blocks changes them, so that they say no answers".into(),
-            )),
-        }
-    }
-
-    /// What each answer adds.
-    fn added(&self, of: &Conversation, text: &str) -> Result<Vec<Range<usize>>> {
-        let messages = &of.messages;
-        let mut answers: Vec<Range<usize>> = Vec::new();
-        for (number, message) in messages.iter().enumerate() {
-            if Role::of(message).as_deref() != Some(ANSWERS) {
-                continue;
-            }
-            let prompt = self.rendered(PLAIN, of, number, true)?;
-            let whole = match number + 1 == messages.len() {
-                true => text.to_owned(),
-                false => self.rendered(PLAIN, of, number + 1, false)?,
-            };
-            let follows = whole.starts_with(&prompt) && text.starts_with(&whole);
-            let from = answers.last().map_or(0, |last| last.end);
-            if !follows || prompt.len() < from {
-                let why = format!(
-                    "message {} does not follow what the chat template of {} writes before an answer to those before it; a template with {{% generation %}} \
-                     would say what the answers are",
-                    number + 1,
-                    self.path.display()
-                );
-                return Err(Error::config("messages", why));
-            }
-            answers.push(prompt.len()..whole.len());
-        }
-        Ok(answers)
     }
 }
 

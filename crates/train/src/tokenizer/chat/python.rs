@@ -15,6 +15,11 @@ pub(super) fn kind(value: &Value) -> &'static str {
     }
 }
 
+/// Whether a value has items to Python: `None` has none, a text has characters, and what is not defined is empty to Jinja2.
+pub(super) fn has_items(value: &Value) -> bool {
+    !matches!(value.kind(), ValueKind::None | ValueKind::Bool | ValueKind::Number)
+}
+
 /// `str(value)`; nothing of what is not defined.
 pub(super) fn text(value: &Value) -> String {
     match value.kind() {
