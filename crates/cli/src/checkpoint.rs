@@ -7,6 +7,7 @@ use nibble_core::Recipe;
 use nibble_train::checkpoint::{Checkpoint, latest_valid};
 use nibble_train::checks::checked_recipe;
 use nibble_train::config::{Config, RANDOM, SYNTHETIC};
+use nibble_train::evaluation::Beginning;
 use nibble_train::pretrained::{Pretrained, is_folder};
 use nibble_train::tokenizer::{SharedTokenizer, Symbols, TOKENIZER_FILE, Tokenizer};
 use nibble_train::trainer::Trainer;
@@ -67,6 +68,14 @@ impl Trained {
             Self::Checkpoint(checkpoint) => config(checkpoint, overrides),
             Self::Folder(folder) => of_folder(folder, overrides),
         }
+    }
+
+    /// What stands before texts that it is scored on.
+    pub fn beginning(&self, config: &Config) -> Result<Beginning> {
+        Ok(match self {
+            Self::Checkpoint(_) => Beginning::of_run(config)?,
+            Self::Folder(_) => Beginning::of_folder(config)?,
+        })
     }
 
     /// The recipe that it was trained under, as it was then, of a folder BF16; or another, if `overrides` name one.

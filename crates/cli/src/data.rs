@@ -6,6 +6,7 @@ use nibble_command::error::{Error, Result};
 use nibble_command::{say, warn};
 use nibble_train::config::Config;
 use nibble_train::data::{Look, Survey};
+use nibble_train::tokenizer::Tokenizer;
 use std::path::Path;
 
 /// Says what is in files of data
@@ -15,6 +16,7 @@ use std::path::Path;
 #[command(after_help = "Examples:\n  \
     nibble data book.txt\n  \
     nibble data corpus/ --check\n  \
+    nibble data book.txt --tokenizer tokenizer.json --tokens\n  \
     nibble data rows.parquet --set data.text_key=content")]
 pub struct Args {
     /// Files, folders and globs.
@@ -23,6 +25,9 @@ pub struct Args {
     /// Goes on behind a row that cannot be read, and tells every one of them. Ends with exit code 1 if there are any.
     #[arg(long)]
     check: bool,
+    /// Lists the tokens of the documents that are shown, each with its id.
+    #[arg(long)]
+    tokens: bool,
     /// The tokenizer of texts, as data.tokenizer: a tokenizer.json, or a folder that has one. Left out: bytes.
     #[arg(long, value_name = "PATH")]
     tokenizer: Option<String>,
@@ -35,7 +40,7 @@ pub struct Args {
 const MOST_FILES: usize = 12;
 
 pub fn run(args: Args) -> Result<()> {
-    let Args { files, check, tokenizer, overrides } = args;
+    let Args { files, check, tokens, tokenizer, overrides } = args;
     let quoted = |text: &str| toml::Value::String(text.to_owned());
     let named = tokenizer.iter().map(|path| format!("data.tokenizer={}", quoted(path)));
     let source = format!("data.source={}", quoted(&files[0]));
@@ -51,7 +56,7 @@ pub fn run(args: Args) -> Result<()> {
     let tell = &mut |bad: &_| say!("{bad}");
     let survey = Survey::of(&config, &files, Look { checks: check, vocab_size }, tell, &mut bar)?;
     drop(bar);
-    told(&config, &survey)?;
+    told(&config, &survey, tokens)?;
     config.told_of_answers()?.iter().for_each(|told| warn!("warning: {told}"));
     match survey.left_out.rows {
         rows if check && rows > 0 => Err(Error::Failed(format!("{} rows cannot be read", thousands(rows)))),
@@ -60,7 +65,7 @@ pub fn run(args: Args) -> Result<()> {
 }
 
 /// Says what was found.
-fn told(config: &Config, survey: &Survey) -> Result<()> {
+fn told(config: &Config, survey: &Survey, tokens: bool) -> Result<()> {
     for file in survey.files.iter().take(MOST_FILES) {
         say!("{}: {}, {}", file.path.display(), file.kind, bytes(file.bytes));
     }
@@ -70,7 +75,7 @@ fn told(config: &Config, survey: &Survey) -> Result<()> {
     }
     let count =
         |count: u64, one: &str| format!("{} {one}{}", thousands(count), if count == 1 { "" } else { "s" });
-    let tokenizer = config.tokenizer()?;
+    let tokenizer = config.tokenizer()?.filter(|tokenizer| tokenizer.has_text());
     let known = tokenizer.as_ref().map_or(0, |tokenizer| tokenizer.vocab_size() as u64);
     // Ids of a tokenizer that nobody has named are no bytes.
     let is_known = u64::from(survey.largest_id) < known;
@@ -81,8 +86,10 @@ fn told(config: &Config, survey: &Survey) -> Result<()> {
         count(survey.tokens, unit),
         count(survey.longest, unit)
     );
-    say!("largest id: {}", thousands(survey.largest_id.into()));
-    if survey.unlearnt > 0 {
+    say!("largest id: {}", survey.largest_id);
+    if survey.tokens > 0 && survey.unlearnt == survey.tokens {
+        say!("nothing to learn: no token is a target");
+    } else if survey.unlearnt > 0 {
         say!("of prompts, which are not learnt: {}", count(survey.unlearnt, unit));
     }
     if survey.left_out.empty > 0 {
@@ -92,16 +99,36 @@ fn told(config: &Config, survey: &Survey) -> Result<()> {
         say!("left out: {}", count(survey.left_out.rows, "row"));
     }
     histogram(survey, unit);
+    let tokenizer = tokenizer.filter(|_| is_known);
     for (number, ids) in &survey.samples {
-        let text = match &tokenizer {
-            Some(tokenizer) if is_known => {
-                format!("{:?}", tokenizer.decode(ids))
+        let number = thousands(*number);
+        match &tokenizer {
+            _ if tokens => {
+                say!("document {number}, its first tokens:");
+                listed(ids, tokenizer.as_deref()).iter().for_each(|line| say!("{line}"));
             }
-            _ => ids.iter().map(i32::to_string).collect::<Vec<_>>().join(" "),
-        };
-        say!("document {}: {}", thousands(*number), shortened(&text));
+            Some(tokenizer) => {
+                say!("document {number}: {}", shortened(&format!("{:?}", tokenizer.decode(ids))));
+            }
+            None => {
+                let ids = ids.iter().map(i32::to_string).collect::<Vec<_>>().join(" ");
+                say!("document {number}: {}", shortened(&ids));
+            }
+        }
     }
     Ok(())
+}
+
+/// Tokens of a document that are listed.
+const LISTED: usize = 40;
+
+/// A line for each token: its id, and what the vocabulary has for it, where that is known.
+fn listed(ids: &[i32], tokenizer: Option<&dyn Tokenizer>) -> Vec<String> {
+    let line = |id: &i32| match tokenizer.and_then(|tokenizer| tokenizer.token(*id)) {
+        Some(piece) => format!("{id:>8}  {piece:?}"),
+        None => format!("{id:>8}"),
+    };
+    ids.iter().take(LISTED).map(line).collect()
 }
 
 /// Characters of a document that are shown.

@@ -27,8 +27,9 @@ use std::path::{Path, PathBuf};
     nibble eval my-model --task quiz.jsonl     questions with choices instead of held-out data\n  \
     nibble eval my-model --perplexity book.txt --stride 64\n\n\
     A task is a file of JSON lines, each with \"question\", \"choices\" and \"answer\", the number of the right one from 0. A choice follows its question \
-    after a space. `acc` takes the likeliest choice, `acc_norm` the likeliest a character, `acc_bytes` the likeliest a byte, as lm-evaluation-harness does.\n\n\
-    A perplexity is that of all documents of a source, each behind the token that texts begin with. Of a document as many tokens are predicted at once as --stride \
+    after a space, and the question the token that texts begin with, where they do; --add-bos-token=false leaves it out. `acc` takes the likeliest choice, `acc_norm` the likeliest a character, `acc_bytes` the likeliest a byte, as lm-evaluation-harness does.\n\n\
+    A perplexity is that of all documents of a source, each behind the token that the run's documents begin with, or else follow (data.bos_token, \
+    data.eos_token); of a folder behind the tokenizer's bos_token, or else its eos_token. Of a document as many tokens are predicted at once as --stride \
     says, behind as much of it as data.seq_len has room for. Of documents that are longer than data.seq_len a smaller stride has more before each token, and takes longer.")]
 pub struct Args {
     /// Directory of a run (its newest whole checkpoint is taken), of one checkpoint, or of a model as the Hugging Face family of tools writes it.
@@ -43,6 +44,10 @@ pub struct Args {
     /// Tokens of --perplexity that are predicted at once, from 1 to data.seq_len, which it is if left out.
     #[arg(long, value_name = "TOKENS", requires = "texts")]
     stride: Option<usize>,
+    /// Whether a question of --task begins with the token that texts begin with, where the tokenizer has one. Left out: true, or what the run's
+    /// eval.add_bos_token says.
+    #[arg(long, value_name = "BOOL", requires = "tasks")]
+    add_bos_token: Option<bool>,
     /// Writes the log-likelihood of each choice, as JSON.
     #[arg(long, value_name = "FILE", requires = "tasks")]
     samples: Option<PathBuf>,
@@ -58,7 +63,8 @@ pub fn run(args: Args) -> Result<()> {
     require_of_evaluation(&overrides)?;
     if !args.tasks.is_empty() || !args.texts.is_empty() {
         let tasks = Task::open_all(&args.tasks)?;
-        let config = trained.config(&[trained.tokens()?, overrides.clone()].concat())?;
+        let mut config = trained.config(&[trained.tokens()?, overrides.clone()].concat())?;
+        config.eval.add_bos_token = args.add_bos_token.unwrap_or(config.eval.add_bos_token);
         let recipe = trained.recipe(&config, &overrides)?;
         let stride = args.stride.unwrap_or(config.data.seq_len);
         if !(1..=config.data.seq_len).contains(&stride) {
@@ -141,14 +147,18 @@ impl Work for Evaluation<'_> {
             warn!("warning: {}", other_data(checkpoint, config));
         }
         let entropy = trainer.data()?.entropy();
-        let loss = trainer.evaluate_telling(0, &mut evaluating_line)?;
+        let mut go_on = |done, of| {
+            evaluating_line(done, of);
+            Ok(true)
+        };
+        let loss = trainer.evaluate_while(0, &mut go_on)?.and_then(|found| found.loss());
         match checkpoint.map(|checkpoint| (checkpoint.path().display(), checkpoint.position().step)) {
             Some((path, step)) => say!("checkpoint: {path} (step {})", thousands(step)),
             None => say!("model: {}", path.display()),
         }
         say!("recipe: {}  data: {}", trainer.recipe().name, config.data.described());
-        say!("held-out loss: {loss:.4} nats a {unit}, {:.4} bits a {unit}", bits(loss));
-        if let Some(entropy) = entropy {
+        say!("{}", held_out_line(loss, unit));
+        if let (Some(entropy), Some(loss)) = (entropy, loss) {
             say!("{}", against(entropy, loss));
         }
         Ok(())
@@ -166,6 +176,17 @@ fn other_data(checkpoint: &Checkpoint, config: &Config) -> String {
         _ => format!(
             "{source} has changed since the checkpoint was written: what is held out now may have been trained on"
         ),
+    }
+}
+
+/// In place of a loss: a mean over nothing has no value.
+pub const NO_TARGET: &str = "none, no token is a target";
+
+/// A loss over all held-out data, or that there is none.
+pub fn held_out_line(loss: Option<f64>, unit: &str) -> String {
+    match loss {
+        Some(loss) => format!("held-out loss: {loss:.4} nats a {unit}, {:.4} bits a {unit}", bits(loss)),
+        None => format!("held-out loss: {NO_TARGET}"),
     }
 }
 

@@ -5,11 +5,11 @@ mod introduction;
 mod rank_log;
 
 use crate::caching;
-use crate::eval::against;
+use crate::eval::{against, held_out_line};
 use crate::signals::Signals;
 use console::Console;
 use nibble_command::changes::{self, Changes};
-use nibble_command::console::{bits, thousands};
+use nibble_command::console::thousands;
 use nibble_command::device::{self, Device, On, Work};
 use nibble_command::error::{Error, Result};
 use nibble_command::joined::{self, Process, RendezvousArg};
@@ -322,29 +322,30 @@ fn dir_of_run(path: &Path) -> Option<PathBuf> {
 
 /// What is known after the last step, planned or not.
 fn conclude(config: &Config, summary: &Summary) {
-    let unit = config.unit();
-    match summary.valid_loss {
-        Some(loss) => {
-            say!("done: {} steps", thousands(summary.steps));
-            say!("held-out loss: {loss:.4} nats a {unit}, {:.4} bits a {unit}", bits(loss));
-            if let Some(entropy) = summary.entropy {
-                say!("{}", against(entropy, loss));
-            }
-        }
-        None => say!("stopped after {} of {} steps", thousands(summary.steps), thousands(config.train.steps)),
+    let steps = thousands(summary.steps);
+    if summary.is_whole {
+        say!("done: {steps} steps");
+        say!("{}", held_out_line(summary.valid_loss, config.unit()));
+    } else {
+        say!("stopped after {steps} of {} steps", thousands(config.train.steps));
+    }
+    if let (Some(entropy), Some(loss)) = (summary.entropy, summary.valid_loss) {
+        say!("{}", against(entropy, loss));
     }
     if let Some(digest) = &summary.digest {
         say!("weights: SHA-256 {digest}");
     }
-    match (&summary.checkpoint, summary.valid_loss) {
+    match (&summary.checkpoint, summary.is_whole) {
         (Some(checkpoint), _) => say!("checkpoint: {}", checkpoint.display()),
-        (None, None) => say!("no checkpoint: checkpoint.every = 0 and checkpoint.at_end = false"),
-        (None, Some(_)) => {}
+        (None, false) => say!("no checkpoint: checkpoint.every = 0 and checkpoint.at_end = false"),
+        (None, true) => {}
     }
     say!("metrics: {}", summary.dir.join("metrics.jsonl").display());
-    say!("picture: {}", summary.picture.display());
+    if let Some(picture) = &summary.picture {
+        say!("picture: {}", picture.display());
+    }
     say!("all of it on a page: nibble report {}", in_shell(&summary.dir));
-    if summary.valid_loss.is_none() && summary.checkpoint.is_some() {
+    if !summary.is_whole && summary.checkpoint.is_some() {
         say!("to go on: nibble train {} --resume", in_shell(&summary.dir));
     }
 }

@@ -17,7 +17,7 @@ use crate::pretrained::{
     COMPANIONS, GENERATION_FILE, Pretrained, companions_of, copy_companions, ends_of, generation_of,
 };
 use crate::spec::{ModelSpec, PartKind};
-use crate::tokenizer::{SETTINGS_FILE, transformers_tokenizer};
+use crate::tokenizer::{SETTINGS_FILE, begin_texts_with, transformers_tokenizer};
 use half::bf16;
 use nibble_core::formats::{Codec, Format, Rounding, ScaleRule};
 use nibble_core::ops::{Planes, Quantize};
@@ -405,6 +405,11 @@ fn write_companions(original: Original<'_>, end: Option<i32>, dir: &Path) -> Res
             }
             if !dir.join(SETTINGS_FILE).exists() {
                 write_text(&dir.join(SETTINGS_FILE), &transformers_tokenizer())?;
+            }
+            // Others begin a text as the run has begun its documents.
+            let config = Config::of_checkpoint(checkpoint, &[])?;
+            if config.is_text() {
+                begin_texts_with(dir, config.framing()?.bos)?;
             }
         }
     }

@@ -69,7 +69,7 @@ impl Observer for Knowing<'_> {
             self.1.failing.store(true, Ordering::Relaxed);
         }
     }
-    fn evaluation(&mut self, _: u64, _: f64) {}
+    fn evaluation(&mut self, _: u64, _: Option<f64>) {}
     fn checkpoint(&mut self, _: &Path) {}
 }
 

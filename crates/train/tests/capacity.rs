@@ -215,7 +215,7 @@ impl Observer for Told {
     fn step(&mut self, metrics: &Metrics) {
         self.steps.push(metrics.step);
     }
-    fn evaluation(&mut self, _: u64, _: f64) {}
+    fn evaluation(&mut self, _: u64, _: Option<f64>) {}
     fn checkpoint(&mut self, _: &Path) {
         self.checkpoints += 1;
     }

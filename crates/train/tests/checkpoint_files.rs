@@ -17,6 +17,7 @@ fn position(step: u64) -> Result<Position, Error> {
     let config = Config::load("tiny", &[])?;
     Ok(Position {
         step,
+        passed_over: 0,
         tokens: step * config.tokens_per_step(),
         seed: u64::MAX - 5,
         cursor: step * config.sequences_per_step(),

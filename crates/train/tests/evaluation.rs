@@ -3,7 +3,8 @@
 use crate::rig;
 
 use nibble_cpu::Cpu;
-use nibble_train::evaluation::{Request, Scored, Task, request};
+use nibble_train::config::Config;
+use nibble_train::evaluation::{Beginning, Request, Scored, Task};
 use nibble_train::metrics::{Metrics, read_metrics};
 use nibble_train::tokenizer::{Bytes, Symbols, Tokenizer};
 use nibble_train::trainer::{Observer, Options, Start, Trainer, run};
@@ -66,7 +67,8 @@ fn perplexity_is_that_of_the_logits() {
     let config = small("f32", &["data.seq_len=16", "model.vocab_size=256", &source]);
     let mut trainer = Trainer::new(&cpu, &SOLO, &config).unwrap();
     let (stride, seq_len) = (5, 16);
-    let (found, _) = trainer.perplexity(path.to_str().unwrap(), stride, &mut ()).unwrap();
+    let beginning = || Beginning::of_run(&config).unwrap();
+    let (found, _) = trainer.perplexity(path.to_str().unwrap(), (beginning(), stride), &mut ()).unwrap();
     let mut nats = 0.0;
     for text in texts {
         let ids = [Bytes.opening().unwrap(), Bytes.encode(text).unwrap()].concat();
@@ -85,9 +87,10 @@ fn perplexity_is_that_of_the_logits() {
     let bytes = texts.iter().map(|text| text.len() as u64).sum::<u64>();
     assert_eq!((found.documents, found.tokens, found.bytes), (2, bytes, bytes));
     assert!((found.nats - nats).abs() < 1e-5 * nats, "{} and {nats}", found.nats);
-    assert!((found.by_byte().log2() - found.bits_per_byte()).abs() < 1e-12);
+    assert!((found.by_byte().unwrap().log2() - found.bits_per_byte().unwrap()).abs() < 1e-12);
     std::fs::write(&path, "{\"text\": \"\"}\n").unwrap();
-    let error = trainer.perplexity(path.to_str().unwrap(), stride, &mut ()).unwrap_err().to_string();
+    let error =
+        trainer.perplexity(path.to_str().unwrap(), (beginning(), stride), &mut ()).unwrap_err().to_string();
     assert!(error.contains("two.jsonl") && error.contains("no token"), "{error}");
 }
 
@@ -109,21 +112,27 @@ fn documents_of_ids_are_predicted_apart() {
     let cpu = Cpu::new(2).unwrap();
     let of = |more: &[&str]| {
         let sets = ["data.seq_len=16", "data.valid_fraction=0.2", "model.vocab_size=1003", &source, &caches];
-        let mut trainer = Trainer::new(&cpu, &SOLO, &small("bf16", &[&sets, more].concat())).unwrap();
-        trainer.perplexity(book.to_str().unwrap(), 16, &mut ())
+        let config = small("bf16", &[&sets, more].concat());
+        let mut trainer = Trainer::new(&cpu, &SOLO, &config).unwrap();
+        let beginning = Beginning::of_run(&config).unwrap();
+        trainer.perplexity(book.to_str().unwrap(), (beginning, 16), &mut ())
     };
     let (found, _) = of(&[&named, "data.eos_token=<|endoftext|>"]).unwrap();
     assert_eq!((found.documents, found.tokens), (80, 280));
-    let error = of(&[]).unwrap_err().to_string();
-    assert!(error.contains("`data.tokenizer`") && error.contains("token id 300"), "{error}");
+    // Of ids whose tokenizer is not named nobody knows the text: a token has a perplexity, and a byte none.
+    let (found, _) = of(&["data.eos_token=1000"]).unwrap();
+    assert_eq!((found.bytes, found.by_byte(), found.bits_per_byte()), (0, None, None));
+    assert!(found.by_token().is_finite());
 }
 
 #[test]
 fn texts_are_encoded_as_one_and_parted_behind_the_context() {
-    let Request { ids, scored } = request(&Bytes, "one two  ", " three").unwrap();
+    let of_bytes = Beginning::of_run(&Config::default()).unwrap();
+    let Request { ids, scored } = of_bytes.request(&Bytes, "one two  ", " three").unwrap();
     assert_eq!((Bytes.decode(&ids).as_str(), scored[0].clone()), ("one two   three", 7..15));
     // A text without a beginning has one.
-    let Request { ids, scored } = request(&Symbols, "", "Aab").unwrap();
+    let of_symbols = Beginning::of_run(&small("f32", &["data.source=synthetic"])).unwrap();
+    let Request { ids, scored } = of_symbols.request(&Symbols, "", "Aab").unwrap();
     assert_eq!((Symbols.decode(&ids).as_str(), scored[0].clone()), ("(Aab", 1..4));
 }
 
@@ -135,8 +144,12 @@ fn a_task_is_read_and_its_broken_lines_are_named() {
     std::fs::write(&path, format!("{good}\n\n{good}\n")).unwrap();
     let task = Task::open(&path).unwrap();
     assert_eq!((task.name.as_str(), task.questions.len()), ("quiz", 2));
-    let texts: Vec<String> =
-        task.requests(&Bytes).unwrap().iter().map(|one| Bytes.decode(&one.ids)).collect();
+    let texts: Vec<String> = task
+        .requests(&Bytes, &Beginning::of_run(&Config::default()).unwrap())
+        .unwrap()
+        .iter()
+        .map(|one| Bytes.decode(&one.ids))
+        .collect();
     assert_eq!(texts, ["1 and 1? 2", "1 and 1? three", "1 and 1? 2", "1 and 1? three"]);
     std::fs::write(&path, format!("{good}\n{{}}\n")).unwrap();
     let error = Task::open(&path).unwrap_err().to_string();
@@ -153,7 +166,7 @@ impl Observer for Told {
     fn start(&mut self, _: &Start<'_>) {}
     fn rejected(&mut self, _: &Path, _: &nibble_train::Error) {}
     fn step(&mut self, _: &Metrics) {}
-    fn evaluation(&mut self, _: u64, _: f64) {}
+    fn evaluation(&mut self, _: u64, _: Option<f64>) {}
     fn task(&mut self, step: u64, name: &str, scored: &Scored) {
         self.0.push((step, name.to_owned(), *scored));
     }
@@ -215,4 +228,31 @@ fn a_run_scores_its_tasks() {
     let error =
         run(&Cpu::new(1).unwrap(), &SOLO, &config, Options::default(), &mut Told::default()).unwrap_err();
     assert!(error.to_string().contains("quiz.jsonl: line 1"), "{error}");
+}
+
+/// A loss of a part of the held-out data is of the same sequences, and so the same to the last bit, whatever the batch size; so is that of all of it.
+#[test]
+fn held_out_losses_do_not_depend_on_the_batch_size() {
+    let dir = tempfile::tempdir().unwrap();
+    let [source, held_out] = few_held_out(dir.path());
+    let of = |size: usize, batches: usize| {
+        let size = format!("train.batch_size={size}");
+        // 126 held-out sequences.
+        let config = small("f32", &[&source, &held_out, "data.seq_len=16", "train.shards=1", &size]);
+        Trainer::new(&Cpu::new(2).unwrap(), &SOLO, &config).unwrap().evaluate(batches).unwrap()
+    };
+    let mut losses = Vec::new();
+    for batches in [1, 3, 0] {
+        let loss = of(16, batches);
+        for size in [1, 5, 8, 64] {
+            let other = of(size, batches);
+            assert_eq!(
+                other.to_bits(),
+                loss.to_bits(),
+                "{batches} batches, {size} at once: {other} and {loss}"
+            );
+        }
+        losses.push(loss);
+    }
+    assert!(losses[0] != losses[1] && losses[1] != losses[2], "{losses:?}");
 }

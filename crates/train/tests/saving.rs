@@ -282,7 +282,7 @@ impl Observer for Stopping {
     fn evaluating(&mut self, _: usize, _: usize) {
         self.stop.store(1, Ordering::Relaxed);
     }
-    fn evaluation(&mut self, _: u64, _: f64) {}
+    fn evaluation(&mut self, _: u64, _: Option<f64>) {}
     fn checkpoint(&mut self, path: &Path) {
         self.checkpoints.push(path.to_owned());
     }

@@ -32,7 +32,7 @@ impl Observer for Asking {
             stop.store(SIGNAL, Ordering::Relaxed);
         }
     }
-    fn evaluation(&mut self, step: u64, _: f64) {
+    fn evaluation(&mut self, step: u64, _: Option<f64>) {
         self.evaluations.push(step);
     }
     fn checkpoint(&mut self, path: &Path) {

@@ -35,10 +35,10 @@ impl Work for Scoring<'_> {
     fn run<B: Device>(&self, on: &On<'_, B>) -> Result<Value> {
         on.announce();
         let mut trainer = self.trained.load(on, self.config, self.recipe)?;
-        let tokenizer = trainer.tokenizer()?;
+        let (tokenizer, beginning) = (trainer.tokenizer()?, self.trained.beginning(self.config)?);
         let mut samples = Map::new();
         for task in &self.tasks {
-            let requests = task.requests(&*tokenizer)?;
+            let requests = task.requests(&*tokenizer, &beginning)?;
             if let Some(note) = task.cut_note(&requests, self.config.data.seq_len) {
                 warn!("warning: {note}");
             }
@@ -48,7 +48,7 @@ impl Work for Scoring<'_> {
         }
         for text in &self.texts {
             let mut bar = ReadingBar::new(format!("predicting {text}"), None);
-            let (found, left_out) = trainer.perplexity(text, self.stride, &mut bar)?;
+            let (found, left_out) = trainer.perplexity(text, (beginning.clone(), self.stride), &mut bar)?;
             drop(bar);
             warn_of_left_out(text, &left_out);
             say!("{}", perplexity_line(text, &found, self.config.unit()));
@@ -68,15 +68,15 @@ fn warn_of_left_out(text: &str, left_out: &LeftOut) {
 
 /// How well a text is predicted. Of a model of bytes both perplexities are one.
 fn perplexity_line(text: &str, found: &Perplexity, unit: &str) -> String {
-    let of_tokens =
-        format!("{:.4} a token ({:.4} nats), ", found.by_token(), found.nats / found.tokens as f64);
-    let of_tokens = if unit == "byte" { String::new() } else { of_tokens };
+    let of_tokens = (unit != "byte")
+        .then(|| format!("{:.4} a token ({:.4} nats)", found.by_token(), found.nats / found.tokens as f64));
+    let by_byte = found.by_byte().zip(found.bits_per_byte());
+    let of_bytes = by_byte.map(|(by_byte, bits)| format!("{by_byte:.4} a byte ({bits:.4} bits)"));
     format!(
-        "perplexity {text}: {} documents, {} {unit}s predicted: {of_tokens}{:.4} a byte ({:.4} bits)",
+        "perplexity {text}: {} documents, {} {unit}s predicted: {}",
         thousands(found.documents),
         thousands(found.tokens),
-        found.by_byte(),
-        found.bits_per_byte()
+        of_tokens.into_iter().chain(of_bytes).collect::<Vec<_>>().join(", ")
     )
 }
 

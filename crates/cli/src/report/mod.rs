@@ -111,7 +111,7 @@ impl Recorded {
         let ledger = predicted.map(|p| p.ledger);
         // The metrics hold all that it looks at; a run that was resumed began to look anew.
         let mut watchdog = Watchdog::default();
-        let steps = files.metrics.iter().filter(|metrics| metrics.valid_loss.is_none());
+        let steps = files.metrics.iter().filter(|metrics| !metrics.is_evaluation());
         let findings = steps.flat_map(|metrics| watchdog.step(metrics)).collect();
         let processes = Process::of_run(dir);
         Ok(Self {

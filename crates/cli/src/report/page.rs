@@ -111,6 +111,7 @@ fn facts(run: &Recorded) -> Markup {
         n => format!(", gone on with {}", if n == 2 { "once".into() } else { format!("{} times", n - 1) }),
     };
     let seconds: f64 = files.metrics.iter().filter_map(|m| m.seconds).sum();
+    let idle = files.metrics.iter().filter(|m| m.target_fraction == Some(0.0)).count();
     let rows = [
         ("begun", first.map(|process| processes::date(process.began) + &again)),
         ("time in steps", (seconds > 0.0).then(|| duration(seconds))),
@@ -121,6 +122,7 @@ fn facts(run: &Recorded) -> Markup {
             }),
         ),
         ("steps", Some(steps)),
+        ("steps without a target, which changed nothing", (idle > 0).then(|| thousands(idle as u64))),
         ("training loss", last(|m| m.loss).map(loss)),
         ("held-out loss", last(|m| m.valid_loss).map(loss)),
         ("tokens a second", speed.map(|tps| format!("{}, the median", thousands(tps as u64)))),

@@ -1,7 +1,7 @@
 //! Tells people how a run goes: a bar where they watch, plain lines where a file does, and all of it in the run's log.
 
 use super::introduction;
-use crate::eval::evaluating_line;
+use crate::eval::{NO_TARGET, evaluating_line};
 use crate::processes::Process;
 use indicatif::{ProgressBar, ProgressStyle};
 use nibble_command::console::{bits, thousands};
@@ -128,7 +128,7 @@ impl Observer for Console {
     fn step(&mut self, metrics: &Metrics) {
         if let Some(bar) = &self.bar {
             bar.set_position(metrics.step);
-            bar.set_message(metrics.loss.map(|loss| format!("loss: {loss:.4}")).unwrap_or_default());
+            bar.set_message(loss_of(metrics).unwrap_or_default());
         }
         let is_told = metrics.step.is_multiple_of(self.log_every);
         if is_told || metrics.step == self.steps || metrics.step == 1 {
@@ -143,9 +143,13 @@ impl Observer for Console {
         }
     }
 
-    fn evaluation(&mut self, step: u64, valid_loss: f64) {
-        let above = self.entropy.map(|e| format!("  bits_above_floor: {:.3}", bits(valid_loss - e.rate)));
-        self.say(&format!("step: {step}  held-out loss: {valid_loss:.4}{}", above.unwrap_or_default()));
+    fn evaluation(&mut self, step: u64, valid_loss: Option<f64>) {
+        let told = match (valid_loss, self.entropy) {
+            (None, _) => NO_TARGET.into(),
+            (Some(loss), None) => format!("{loss:.4}"),
+            (Some(loss), Some(e)) => format!("{loss:.4}  bits_above_floor: {:.3}", bits(loss - e.rate)),
+        };
+        self.say(&format!("step: {step}  held-out loss: {told}"));
     }
 
     fn task(&mut self, step: u64, name: &str, scored: &Scored) {
@@ -179,10 +183,16 @@ impl Power {
     }
 }
 
+/// The loss of a step, or that it has none.
+fn loss_of(metrics: &Metrics) -> Option<String> {
+    let nothing = (metrics.target_fraction == Some(0.0)).then(|| format!("loss: {NO_TARGET}"));
+    metrics.loss.map(|loss| format!("loss: {loss:.4}")).or(nothing)
+}
+
 /// The metrics of a step under torchtitan's short names. What a device's rate is, and what it draws, is known of GPUs.
 fn step_line(metrics: &Metrics) -> String {
     let figures = [
-        metrics.loss.map(|x| format!("loss: {x:.4}")),
+        loss_of(metrics),
         metrics.grad_norm.map(|x| format!("grad_norm: {x:.4}")),
         metrics.lr.map(|x| format!("lr: {x:.2e}")),
         metrics.tps.map(|x| format!("tps: {}", thousands(x as u64))),

@@ -51,6 +51,6 @@ impl Observer for RankLog {
 
     fn rejected(&mut self, _: &Path, _: &nibble_train::Error) {}
     fn step(&mut self, _: &Metrics) {}
-    fn evaluation(&mut self, _: u64, _: f64) {}
+    fn evaluation(&mut self, _: u64, _: Option<f64>) {}
     fn checkpoint(&mut self, _: &Path) {}
 }

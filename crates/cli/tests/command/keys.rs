@@ -144,6 +144,12 @@ fn cases() -> Vec<Case> {
         ("eval.every", &[], "1", Metric("validation_metrics/loss")),
         ("eval.batches", &["eval.every=1"], "2", Metric("validation_metrics/loss")),
         ("eval.tasks", &["eval.every=1"], "[\"quiz.jsonl\"]", Metric("eval/quiz/acc")),
+        (
+            "eval.add_bos_token",
+            &["eval.every=1", "eval.tasks=[\"quiz.jsonl\"]"],
+            "false",
+            Nowhere("no text of bytes begins with a token; `tasks` has one of which some do"),
+        ),
         ("checkpoint.every", &[], "1", Checkpoints),
         ("checkpoint.keep", OFTEN, "1", Checkpoints),
         ("checkpoint.at_end", &["checkpoint.every=3"], "false", Checkpoints),

@@ -20,7 +20,10 @@ const LAYOUT: u32 = 2;
 pub struct Position {
     /// Optimizer steps done: the next step's number.
     pub step: u64,
-    /// Tokens trained on so far.
+    /// Steps among them that had no target and changed nothing: AdamW's bias corrections are of the others.
+    #[serde(default, skip_serializing_if = "is_none")]
+    pub passed_over: u64,
+    /// Tokens of the steps so far.
     pub tokens: u64,
     /// Seed of the run.
     pub seed: u64,
@@ -37,6 +40,10 @@ pub struct Position {
     pub data_sha256: String,
     /// The resolved configuration as TOML. Text, because it must come back exactly, and does through TOML.
     pub config: String,
+}
+
+fn is_none(count: &u64) -> bool {
+    *count == 0
 }
 
 impl Position {

@@ -140,6 +140,12 @@ impl Config {
                 self.eval.batches
             ),
         );
+        add(
+            self.eval.tasks.is_empty() && !self.eval.add_bos_token,
+            "eval.add_bos_token",
+            &["eval.tasks"],
+            "is false, but decides nothing: eval.tasks names no questions; leave it out, or set that".into(),
+        );
         for (key, why) in self.model.rope_scaling.moot() {
             add(true, key, &["model.rope_scaling.kind"], why);
         }

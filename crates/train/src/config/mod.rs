@@ -238,16 +238,24 @@ impl Default for TrainConfig {
 pub struct EvalConfig {
     /// Steps between evaluations; 0 = only at the end.
     pub every: u64,
-    /// Batches of an evaluation during the run; 0 = all of the held-out data. The last evaluation always takes all.
+    /// Batches of an evaluation during the run, of 16 sequences each whatever `train.batch_size` is; 0 = all of the held-out data. The last evaluation
+    /// always takes all.
     pub batches: usize,
     /// Files of questions with choices that every evaluation scores, too.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub tasks: Vec<String>,
+    /// Whether a question begins with the token that texts begin with, where they do (`data.bos_token`).
+    #[serde(skip_serializing_if = "is_true")]
+    pub add_bos_token: bool,
+}
+
+fn is_true(value: &bool) -> bool {
+    *value
 }
 
 impl Default for EvalConfig {
     fn default() -> Self {
-        Self { every: 50, batches: 8, tasks: Vec::new() }
+        Self { every: 50, batches: 8, tasks: Vec::new(), add_bos_token: true }
     }
 }
 

@@ -5,9 +5,10 @@ use std::sync::{Arc, OnceLock};
 
 use super::{Config, RANDOM, SYNTHETIC};
 use crate::checkpoint::Checkpoint;
+use crate::data::holds_ids;
 use crate::error::{Error, Result};
 use crate::pretrained::{Initial, companions_of};
-use crate::tokenizer::{self, Bytes, Framing, SharedTokenizer, Symbols, TOKENIZER_FILE, Tokenizer};
+use crate::tokenizer::{self, Bytes, Framing, Ids, SharedTokenizer, Symbols, TOKENIZER_FILE, Tokenizer};
 
 /// Where the tokenizer of a configuration is.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -28,6 +29,8 @@ pub(crate) struct Opened {
     /// Where there are copies, of a run that has begun.
     kept: Option<Kept>,
     tokenizer: OnceLock<(Place, Option<SharedTokenizer>)>,
+    /// Whether these sources hold token ids.
+    ids: OnceLock<(Vec<String>, bool)>,
 }
 
 /// Copies of the tokenizer that a run has begun with.
@@ -73,8 +76,8 @@ impl Config {
         }
     }
 
-    /// The tokenizer of the data: that of `data.tokenizer`; that of the model which `train.init_from` names; or bytes of a text, symbols of the built-in
-    /// language, and none of random tokens. A file is opened when it is first asked for, and once for all clones made since.
+    /// The tokenizer of the data: that of `data.tokenizer`; that of the model which `train.init_from` names; or bytes of a text, ids of files of those,
+    /// symbols of the built-in language, and none of random tokens. A file is opened when it is first asked for, and once for all clones made since.
     ///
     /// # Errors
     /// As [`tokenizer::open`] and [`Initial::open`].
@@ -89,7 +92,24 @@ impl Config {
                 tokenizer
             }
         };
-        Ok(named.or_else(|| self.is_text().then(|| Arc::new(Bytes) as SharedTokenizer)))
+        Ok(named.or_else(|| match (self.is_text(), self.holds_ids()) {
+            (false, _) => None,
+            (true, false) => Some(Arc::new(Bytes)),
+            (true, true) => Some(Arc::new(Ids { vocab_size: self.model.vocab_size.max(1) })),
+        }))
+    }
+
+    /// Whether the data are token ids. Where files are gone their names tell.
+    fn holds_ids(&self) -> bool {
+        let sources: Vec<String> = self.data.sources().into_iter().map(|one| one.source).collect();
+        match self.opened.ids.get() {
+            Some((asked, holds)) if *asked == sources => *holds,
+            _ => {
+                let holds = self.is_text() && !self.data.bytes && sources.iter().any(|one| holds_ids(one));
+                let _ = self.opened.ids.set((sources, holds));
+                holds
+            }
+        }
     }
 
     fn open_tokenizer(&self, place: &Place) -> Result<Option<SharedTokenizer>> {
@@ -171,7 +191,7 @@ impl Config {
         let (of, init_from) = (stored.tokenizer_place(), stored.train.init_from.clone());
         if matches!(of, Place::File(_) | Place::Model(_)) || !init_from.is_empty() {
             let kept = Some(Kept { of, init_from, folders });
-            self.opened = Opened { kept, tokenizer: OnceLock::new() };
+            self.opened = Opened { kept, ..Opened::default() };
         }
     }
 
@@ -216,9 +236,9 @@ impl Config {
         Err(Error::config(key, why))
     }
 
-    /// Whether no key names a tokenizer for a text: its tokens are bytes.
+    /// Whether no key names a tokenizer for a text: its tokens are bytes, or ids that files hold.
     pub(super) fn has_bytes(&self) -> bool {
-        self.is_text() && self.tokenizer_place() == Place::Nowhere
+        self.is_text() && self.tokenizer_place() == Place::Nowhere && !self.holds_ids()
     }
 
     /// Whether `data.source` brings its tokens along.

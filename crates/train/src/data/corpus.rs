@@ -80,6 +80,7 @@ impl Corpus {
             let own_seed = seed.wrapping_add((number as u64) << 32);
             let split = stream.split(config.valid_fraction)?;
             require_long_enough(Path::new(source), &stream, split, config, encoder.unit())?;
+            require_targets(Path::new(source), &stream, split, config, encoder.unit())?;
             Ok(Tokens {
                 name: source.to_owned(),
                 order: WindowOrder::new(split, config.seq_len, own_seed),
@@ -245,6 +246,29 @@ impl Tokens {
         // After reading: what was written before is seen by now.
         self.stream.require_unchanged()
     }
+}
+
+/// Checks that there is something to learn, and something to predict.
+fn require_targets(
+    path: &Path,
+    stream: &TokenStream,
+    split: usize,
+    config: &DataConfig,
+    unit: &str,
+) -> Result<()> {
+    let len = stream.len();
+    // Nothing predicts the first token of a part.
+    for (part, tokens, what) in [("training", 1..split, "learn"), ("held-out", split + 1..len, "predict")] {
+        if !stream.has_target(tokens.clone(), config.document_mask)? {
+            let why = format!(
+                "has nothing to {what}: none of the {} {unit} of its {part} part is a target; a prompt and what is around the answers of a \
+                 conversation are none, nor is the first of a document under data.document_mask",
+                tokens.len() + 1
+            );
+            return Err(Error::data(path, why));
+        }
+    }
+    Ok(())
 }
 
 /// Checks that there is a training and a held-out sequence.

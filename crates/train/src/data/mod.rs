@@ -25,6 +25,7 @@ use corpus::Corpus;
 
 pub(crate) use encode::Encoded;
 pub(crate) use reading::read_source;
+pub(crate) use source::holds_ids;
 
 pub use cache::LeftOut;
 pub use corpus::Given;

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::cache::LeftOut;
 use super::encode::{Encoded, Encoder};
-use super::source::{Asked, DataFile, Row, kind_of};
+use super::source::{Asked, DataFile, Row, Source, kind_of};
 use crate::config::{Config, OnError};
 use crate::error::{Error, Result};
 use crate::tokenizer::Framing;
@@ -193,7 +193,9 @@ impl Reading {
                 }
                 continue;
             }
-            let mut pieces = kind_of(&file, &self.asked).open(&file, &self.asked)?;
+            let kind = kind_of(&file, &self.asked);
+            self.require_width(kind, &file)?;
+            let mut pieces = kind.open(&file, &self.asked)?;
             let mut count = 0;
             let skipped = if number == from.file { from.rows } else { 0 };
             let (mut rows, mut bytes) = (Vec::new(), 0);
@@ -225,6 +227,29 @@ impl Reading {
             }
         }
         Ok(())
+    }
+
+    /// Checks that the ids of a file of these can be all ids of the vocabulary: else another tokenizer has made them, or they are wider than they are read.
+    ///
+    /// # Errors
+    /// [`Error::Data`] where they cannot.
+    pub fn require_width(&self, kind: &dyn Source, file: &DataFile) -> Result<()> {
+        let Some(bits) = kind.id_bits(file).filter(|bits| *bits < u32::BITS) else { return Ok(()) };
+        let named = self.encoder.tokenizer.as_ref().filter(|tokenizer| tokenizer.has_text());
+        let (key, vocabulary) = match named {
+            Some(tokenizer) => ("data.tokenizer", tokenizer.vocab_size()),
+            // A model may have rows to spare, and `nibble data` asks for no vocabulary.
+            None if bits < 15 || self.encoder.vocab_size == i32::MAX as usize => return Ok(()),
+            None => ("model.vocab_size", self.encoder.vocab_size),
+        };
+        if vocabulary <= 1 << bits {
+            return Ok(());
+        }
+        let why = format!(
+            "has ids of {bits} bits, and the vocabulary ({key}) has {vocabulary}, which is more than they can be: another tokenizer made them, or they are wider \
+             than they are read; ids of 32 bits need llm.c's header or Megatron's index",
+        );
+        Err(Error::data(&file.path, why))
     }
 
     /// The ids of a batch, in order, and the rows that have none.

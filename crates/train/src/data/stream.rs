@@ -124,6 +124,31 @@ impl TokenStream {
         Ok(runs)
     }
 
+    /// Whether one of these tokens is a target; where documents are kept `apart` the first of a document is none.
+    pub fn has_target(&self, tokens: Range<usize>, apart: bool) -> Result<bool> {
+        // So many at once: nearly always one of the first is.
+        const PART: usize = 1 << 16;
+        for start in tokens.clone().step_by(PART) {
+            let part = start..tokens.end.min(start + PART);
+            let mut others = self.unlearnt(part.clone())?;
+            if apart {
+                others.extend(self.begins(part.clone())?.into_iter().map(|begin| begin..begin + 1));
+                others.sort_unstable_by_key(|run| run.start);
+            }
+            let mut next = part.start;
+            for run in others {
+                if run.start > next {
+                    return Ok(true);
+                }
+                next = next.max(run.end);
+            }
+            if next < part.end {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
     /// Where the held-out tokens begin: at a token, where there is one document; else where a document does, so that they are no more than
     /// this share.
     pub fn split(&self, valid_fraction: f64) -> Result<usize> {
@@ -174,6 +199,33 @@ mod tests {
         assert_eq!(stream.unlearnt(2..9).unwrap(), [2..3, 8..9]);
         assert!(stream.unlearnt(3..8).unwrap().is_empty());
         assert!(stream.unlearnt(12..20).unwrap().is_empty());
+    }
+
+    /// Token by token: whether there is one that no run has, and that begins no document where these are kept apart.
+    #[test]
+    fn a_target_is_found_where_there_is_one() {
+        let stream = stream();
+        for (start, end) in (0..20).flat_map(|start| (start..=20).map(move |end| (start, end))) {
+            for apart in [false, true] {
+                let is_target = |at: usize| {
+                    !((1..3).contains(&at) || (8..12).contains(&at) || apart && [0, 5, 6, 15].contains(&at))
+                };
+                let wanted = (start..end).any(is_target);
+                assert_eq!(stream.has_target(start..end, apart).unwrap(), wanted, "{start}..{end}, {apart}");
+            }
+        }
+        // Beyond the first part.
+        let of = |runs: &[u64]| {
+            TokenStream::of_parts(
+                Region::Held(vec![0; 1 << 17].into()),
+                1,
+                words(&[0]),
+                words(runs),
+                String::new(),
+            )
+        };
+        assert!(!of(&[0, 1 << 17]).has_target(1..1 << 17, false).unwrap());
+        assert!(of(&[0, (1 << 17) - 1]).has_target(1..1 << 17, false).unwrap());
     }
 
     #[test]

@@ -1,9 +1,8 @@
 //! Perplexity: how well a model predicts whole documents, window by window.
 
-use super::Request;
+use super::{Beginning, Request};
 use crate::data::Encoded;
 use crate::error::{Error, Result};
-use crate::tokenizer::Tokenizer;
 
 /// How well documents are predicted.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -12,7 +11,7 @@ pub struct Perplexity {
     pub documents: u64,
     /// Tokens that were predicted.
     pub tokens: u64,
-    /// Bytes of their text.
+    /// Bytes of their text; none where it is not known.
     pub bytes: u64,
     /// Nats of all of them.
     pub nats: f64,
@@ -25,16 +24,16 @@ impl Perplexity {
         (self.nats / self.tokens as f64).exp()
     }
 
-    /// e to the nats a byte, which models of any tokenizer are compared by. Infinite where no token has a text.
+    /// e to the nats a byte, which models of any tokenizer are compared by. None where no token has a text.
     #[must_use]
-    pub fn by_byte(&self) -> f64 {
-        (self.nats / self.bytes as f64).exp()
+    pub fn by_byte(&self) -> Option<f64> {
+        (self.bytes > 0).then(|| (self.nats / self.bytes as f64).exp())
     }
 
-    /// Bits a byte.
+    /// Bits a byte; none where no token has a text.
     #[must_use]
-    pub fn bits_per_byte(&self) -> f64 {
-        self.nats / self.bytes as f64 / std::f64::consts::LN_2
+    pub fn bits_per_byte(&self) -> Option<f64> {
+        (self.bytes > 0).then(|| self.nats / self.bytes as f64 / std::f64::consts::LN_2)
     }
 }
 
@@ -48,9 +47,7 @@ pub struct Windows {
     seq_len: usize,
     stride: usize,
     /// What stands before a document.
-    beginning: Vec<i32>,
-    /// Whether a document of ids may begin with it already.
-    is_control: bool,
+    beginning: Beginning,
     /// The tokens of the document that are still needed, and whether each is a target.
     ids: Vec<i32>,
     is_target: Vec<bool>,
@@ -65,21 +62,19 @@ impl Windows {
     ///
     /// # Errors
     /// [`Error::Config`] with the key `stride` for one of no token, or of more than a sequence, and with the key `data.seq_len` for one that is
-    /// shorter than the beginning of a text; if the tokenizer has none.
-    pub fn new(tokenizer: &dyn Tokenizer, seq_len: usize, stride: usize) -> Result<Self> {
+    /// shorter than what stands before a document.
+    pub fn new(beginning: Beginning, seq_len: usize, stride: usize) -> Result<Self> {
         if stride == 0 || stride > seq_len {
             let why =
                 format!("is {stride}, expected 1 to {seq_len}, the tokens of a sequence (data.seq_len)");
             return Err(Error::config("stride", why));
         }
-        let beginning = super::beginning(tokenizer)?;
         if beginning.len() > seq_len {
             let why = format!("is {seq_len}, and what stands before a text has {} tokens", beginning.len());
             return Err(Error::config("data.seq_len", why));
         }
-        let is_control = tokenizer.bos().or(tokenizer.eos()).is_some();
         let (ids, is_target) = (Vec::new(), Vec::new());
-        Ok(Self { seq_len, stride, beginning, is_control, ids, is_target, done: 0, whole: seq_len + 1 })
+        Ok(Self { seq_len, stride, beginning, ids, is_target, done: 0, whole: seq_len + 1 })
     }
 
     /// Adds a piece, which begins a document or goes on with one, and gives the windows that are whole.
@@ -91,13 +86,8 @@ impl Windows {
             self.end(give)?;
         }
         if self.ids.is_empty() {
-            self.ids.clone_from(&self.beginning);
-            if self.is_control
-                && piece.bytes.is_none()
-                && piece.ids.first().is_some_and(|id| self.beginning == [*id as i32])
-            {
-                self.ids.clear();
-            }
+            let first: Vec<i32> = piece.ids.first().map(|id| *id as i32).into_iter().collect();
+            self.ids = self.beginning.of_document(&first).to_vec();
             self.is_target = vec![false; self.ids.len()];
             self.done = self.ids.len().max(1);
         }
@@ -154,7 +144,6 @@ impl Windows {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tokenizer::Bytes;
     use std::ops::Range;
 
     fn piece(ids: Range<u32>, unlearnt: &[Range<usize>], begins: bool) -> Encoded {
@@ -162,7 +151,7 @@ mod tests {
     }
 
     fn windows(seq_len: usize, stride: usize, pieces: &[Encoded]) -> Vec<Request> {
-        let mut windows = Windows::new(&Bytes, seq_len, stride).unwrap();
+        let mut windows = Windows::new(Beginning::of(vec![10], false, None), seq_len, stride).unwrap();
         let mut all = Vec::new();
         let give = &mut |request| {
             all.push(request);
@@ -224,54 +213,29 @@ mod tests {
         }
     }
 
-    /// A text may begin with what stands before it; ids that begin with the token that texts begin with do not have it twice.
+    /// Ids, and a conversation, may begin with the token that stands before a text, and do not have it twice. What is no such token is no beginning.
     #[test]
     fn a_document_has_one_beginning() {
-        #[derive(Debug)]
-        struct Framed;
-        impl Tokenizer for Framed {
-            fn vocab_size(&self) -> usize {
-                Bytes.vocab_size()
+        for (is_control, wanted) in [(false, vec![10, 10, 11]), (true, vec![10, 11])] {
+            for bytes in [None, Some(2)] {
+                let mut all = Vec::new();
+                let give = &mut |request: Request| {
+                    all.push(request);
+                    Ok(())
+                };
+                let mut windows = Windows::new(Beginning::of(vec![10], is_control, None), 8, 8).unwrap();
+                windows.add(&Encoded { bytes, ..piece(10..12, &[], true) }, give).unwrap();
+                windows.end(give).unwrap();
+                assert_eq!(all, [Request::behind(1, wanted.clone())], "{is_control}, {bytes:?}");
             }
-            fn encode(&self, text: &str) -> Result<Vec<i32>> {
-                Bytes.encode(text)
-            }
-            fn decode_bytes(&self, ids: &[i32]) -> Vec<u8> {
-                Bytes.decode_bytes(ids)
-            }
-            fn to_json(&self) -> String {
-                Bytes.to_json()
-            }
-            fn tokens(&self) -> String {
-                Bytes.tokens()
-            }
-            fn token(&self, id: i32) -> Option<String> {
-                Bytes.token(id)
-            }
-            fn bos(&self) -> Option<i32> {
-                Some(10)
-            }
-            fn opening(&self) -> Result<Vec<i32>> {
-                Bytes.opening()
-            }
-        }
-        for (tokenizer, wanted) in [(&Bytes as &dyn Tokenizer, vec![10, 10, 11]), (&Framed, vec![10, 11])] {
-            let mut all = Vec::new();
-            let give = &mut |request: Request| {
-                all.push(request);
-                Ok(())
-            };
-            let mut windows = Windows::new(tokenizer, 8, 8).unwrap();
-            windows.add(&piece(10..12, &[], true), give).unwrap();
-            windows.end(give).unwrap();
-            assert_eq!(all, [Request::behind(1, wanted)]);
         }
     }
 
     #[test]
     fn a_stride_past_a_sequence_is_refused() {
         for stride in [0, 9] {
-            let error = Windows::new(&Bytes, 8, stride).unwrap_err().to_string();
+            let error =
+                Windows::new(Beginning::of(vec![10], false, None), 8, stride).unwrap_err().to_string();
             assert!(error.contains(&format!("is {stride}, expected 1 to 8")), "{error}");
         }
     }

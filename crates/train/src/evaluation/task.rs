@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value};
 
 use super::packing::num_cut;
-use super::{Request, request};
+use super::{Beginning, Request};
 use crate::error::{Error, Result};
 use crate::files;
 use crate::json_rows;
@@ -106,15 +106,15 @@ impl Task {
         })
     }
 
-    /// A request for each choice, question after question.
+    /// A request for each choice, question after question, each question behind what `beginning` puts there.
     ///
     /// # Errors
     /// [`Error::Data`] for a choice of which the tokenizer has no token.
-    pub fn requests(&self, tokenizer: &dyn Tokenizer) -> Result<Vec<Request>> {
+    pub fn requests(&self, tokenizer: &dyn Tokenizer, beginning: &Beginning) -> Result<Vec<Request>> {
         let all = self.questions.iter().enumerate();
         let all = all.flat_map(|(number, one)| one.choices.iter().map(move |choice| (number, one, choice)));
         let made = all.map(|(number, one, choice)| {
-            let made = request(tokenizer, &one.question, &format!(" {choice}"))?;
+            let made = beginning.request(tokenizer, &one.question, &format!(" {choice}"))?;
             if made.scored.iter().all(Range::is_empty) {
                 let why = format!("question {}: the tokenizer has no token of \"{choice}\"", number + 1);
                 return Err(Error::data(Path::new(&self.name), why));
@@ -151,10 +151,13 @@ impl Scored {
     }
 }
 
-/// Each share with its standard error.
+/// Each share with its standard error, if that is known.
 impl fmt::Display for Scored {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let one = |(name, Score { share, error }): (&str, Score)| format!("{name} {share:.4} ± {error:.4}");
+        let one = |(name, Score { share, error }): (&str, Score)| match error.is_finite() {
+            true => format!("{name} {share:.4} ± {error:.4}"),
+            false => format!("{name} {share:.4}"),
+        };
         f.write_str(&self.named().map(one).join(", "))
     }
 }

@@ -29,12 +29,15 @@ pub use watchdog::Watchdog;
 pub struct Metrics {
     /// Optimizer steps done, so 1 is the first step's line.
     pub step: u64,
-    /// Training loss: mean cross-entropy over the step's targets, nats.
+    /// Training loss: mean cross-entropy over the step's targets, nats. Absent of a step without a target, which changes nothing.
     #[serde(rename = "loss_metrics/global_avg_loss", skip_serializing_if = "Option::is_none", default)]
     pub loss: Option<f64>,
-    /// Held-out loss, nats a token.
+    /// Held-out loss, nats a target. Absent where none of the evaluated tokens is one.
     #[serde(rename = "validation_metrics/loss", skip_serializing_if = "Option::is_none", default)]
     pub valid_loss: Option<f64>,
+    /// 0 after an evaluation of which no token was a target, which has no loss; else absent.
+    #[serde(rename = "validation_metrics/target_fraction", skip_serializing_if = "Option::is_none", default)]
+    pub valid_target_fraction: Option<f64>,
     /// Share of the step's tokens whose next token is learnt, where that is not all of them.
     #[serde(rename = "data/target_fraction", skip_serializing_if = "Option::is_none", default)]
     pub target_fraction: Option<f64>,
@@ -110,7 +113,13 @@ impl Metrics {
         Self { tps: None, tflops: None, seconds: None, data_seconds: None, ..self }
     }
 
-    /// What a step's record says, of which so many targets count, over all ranks: the same for any number of them.
+    /// Whether these are of an evaluation, and not of a step.
+    #[must_use]
+    pub fn is_evaluation(&self) -> bool {
+        self.valid_loss.is_some() || self.valid_target_fraction.is_some()
+    }
+
+    /// What a step's record says, of which so many targets count, at least one, over all ranks: the same for any number of them.
     pub(crate) fn of_step(report: &Report<'_>, config: &Config, counted: u64) -> Self {
         let tokens = config.tokens_per_step();
         // Each shard's sum is rounded to F32.
@@ -128,7 +137,7 @@ impl Metrics {
             layer.iter().fold(0.0, |a: f64, b| a.max(*b)) / mean
         });
         Self {
-            loss: Some(tree_sum(&nats) / counted.max(1) as f64),
+            loss: Some(tree_sum(&nats) / counted as f64),
             target_fraction: (counted != tokens).then(|| counted as f64 / tokens as f64),
             grad_norm: Some(report.norm()),
             aux_loss,

@@ -10,7 +10,7 @@ pub struct Watchdog {
     inexact: Usual,
     shift_inexact: Usual,
     /// Which of [`Watchdog::step`]'s findings are going on.
-    is_on: [bool; 4],
+    is_on: [bool; 5],
     /// For how many steps in a row each rank has been slow.
     slow: Vec<u64>,
 }
@@ -53,6 +53,7 @@ impl Watchdog {
     /// | expert collapse | half of all experts had no row | a quarter |
     /// | loss spike | loss 8 mean distances and 0.2 nats above its mean | 4 distances |
     /// | inexact lift or shift | share above 10 % and twice its mean | 1.5 times its mean |
+    /// | nothing to learn | none of the step's tokens is a target | never |
     pub fn step(&mut self, metrics: &Metrics) -> Vec<String> {
         let mut begun = Vec::new();
         let step = metrics.step;
@@ -105,6 +106,13 @@ impl Watchdog {
             begun.extend(self.switch(finding, has_risen, share < 1.5 * mean, text));
             if finding == 2 { &mut self.inexact } else { &mut self.shift_inexact }.take(share);
         }
+        let text = || {
+            format!(
+                "warning: step {step}: none of its tokens is a target (data/target_fraction), so it has no loss and changes nothing; this is told \
+                 once, and at the end of the run how many such steps there were"
+            )
+        };
+        begun.extend(self.switch(4, metrics.target_fraction == Some(0.0), false, text));
         self.steps += 1;
         begun
     }

@@ -4,8 +4,10 @@ use crate::config::Config;
 use crate::cx::{Cx, Documents, ExpertParts, Shards};
 use crate::data::{Batch, BatchPlan, Dataset};
 use crate::error::{Error, Result};
+use crate::evaluation::HeldOut;
 use crate::model::Decoder;
 use nibble_core::{Error as CoreError, Kernels, Mesh, Recipe};
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Everything of a rank but the model and the buffers of its steps.
@@ -18,6 +20,8 @@ pub(crate) struct RankContext<'a, B: Kernels> {
     pub data: Option<Arc<Dataset>>,
     /// Steps issued.
     pub step: u64,
+    /// Those among them that were passed over, as they have no target: the optimizer has made `step - passed_over` updates.
+    pub passed_over: u64,
     /// How much room an exchange has: `run.capacity_factor`, or more, once that was too little. The same on every rank.
     pub capacity_factor: f64,
     /// What whoever runs this should be told of that.
@@ -60,28 +64,23 @@ impl<B: Kernels> RankContext<'_, B> {
         Ok(shards.with_expert_parts(ExpertParts::of(tokens, t.expert_shards, mesh.dp)))
     }
 
-    /// Mean held-out nats: `batches` batches from all over the data, or all of it (0). `go_on` is asked after every batch, told how many
-    /// are done, of how many; none once it has said no.
+    /// Held-out nats: of `batches` batches of [`HeldOut::BATCH`] sequences from all over the data, or of all of it (0). `go_on` is asked after
+    /// every batch that is computed, told how many are done, of how many; none once it has said no.
     pub fn evaluate(
         &mut self,
         model: &mut Decoder<B>,
         batches: usize,
         go_on: &mut dyn FnMut(usize, usize) -> Result<bool>,
-    ) -> Result<Option<f64>> {
-        let size = self.config.train.batch_size;
+    ) -> Result<Option<HeldOut>> {
         let data = self.data.clone().ok_or_else(no_data)?;
-        let windows = data.valid_windows();
-        // A part of the data is taken from all over it, so that losses during a run are comparable with the last one.
-        let all = windows.div_ceil(size);
-        let taken = if batches == 0 { all } else { batches.min(all) };
-        let (mut nats, mut counted) = (0.0, 0);
+        let parts = parts_of(data.valid_windows(), batches, self.config.train.batch_size);
+        let (mut nats, mut targets) = (Vec::new(), 0);
         model.prepare(&self.inference_cx(1)?)?;
-        for i in 0..taken {
-            let first = i * all / taken * size;
-            let batch = data.valid_batch(first, size.min(windows - first))?;
-            nats += self.held_out_nats(model, &batch)?;
-            counted += batch.counted();
-            if !go_on(i + 1, taken)? {
+        for (i, part) in parts.iter().enumerate() {
+            let batch = data.valid_batch(part.start, part.len())?;
+            nats.extend(self.held_out_nats(model, &batch)?);
+            targets += batch.counted() as u64;
+            if !go_on(i + 1, parts.len())? {
                 model.release();
                 return Ok(None);
             }
@@ -89,15 +88,16 @@ impl<B: Kernels> RankContext<'_, B> {
         if batches == 0
             && let Some(tail) = data.valid_tail()?
         {
-            nats += self.held_out_nats(model, &tail)?;
-            counted += tail.counted();
+            nats.extend(self.held_out_nats(model, &tail)?);
+            targets += tail.counted() as u64;
         }
         model.release();
-        if !nats.is_finite() {
+        let found = HeldOut::of_sequences(&nats, targets);
+        if !found.nats.is_finite() {
             let site = "held-out loss".into();
             return Err(CoreError::NonFinite { site, layer: "-".into(), step: self.step }.into());
         }
-        Ok(Some(nats / counted.max(1) as f64))
+        Ok(Some(found))
     }
 
     /// Gives exchanges more room, since a rank was sent `needed` times its share. `again` is what is done again therefore.
@@ -136,9 +136,12 @@ impl<B: Kernels> RankContext<'_, B> {
         (!starts.is_empty()).then(find).transpose()
     }
 
-    /// Nats of a batch that every rank holds: each evaluates its part, the sums meet in the order of the sequences.
-    pub fn held_out_nats(&mut self, model: &Decoder<B>, batch: &Batch) -> Result<f64> {
-        Ok(self.nats_of_runs(model, batch, 1)?.into_iter().map(f64::from).sum())
+    /// Nats of each sequence of a batch that every rank holds: each evaluates its part.
+    pub fn held_out_nats(&mut self, model: &Decoder<B>, batch: &Batch) -> Result<Vec<f32>> {
+        let mut nats = self.nats_of_runs(model, batch, 1)?;
+        // Those with which ranks fill up their parts have none.
+        nats.truncate(batch.sequences);
+        Ok(nats)
     }
 
     /// The same of every token of the batch, and of those with which each rank fills up its part.
@@ -194,6 +197,20 @@ impl<B: Kernels> RankContext<'_, B> {
     }
 }
 
+/// Which of so many held-out sequences are evaluated, in parts of at most so many. They do not depend on that size: a loss during a run is of the same
+/// sequences whatever the batch size. They are taken from all over the data, so that it is comparable with the last one.
+fn parts_of(windows: usize, batches: usize, size: usize) -> Vec<Range<usize>> {
+    let all = windows.div_ceil(HeldOut::BATCH);
+    let whole = |first: usize, end: usize| {
+        (first..end).step_by(size.max(1)).map(move |first| first..(first + size.max(1)).min(end))
+    };
+    if batches == 0 || batches >= all {
+        return whole(0, windows).collect();
+    }
+    let firsts = (0..batches).map(|i| i * all / batches * HeldOut::BATCH);
+    firsts.flat_map(|first| whole(first, (first + HeldOut::BATCH).min(windows))).collect()
+}
+
 /// The beginnings of documents of so many tokens, of which these are the first; none where there are none. What is behind them belongs to the last document of its sequence.
 fn padded_starts(starts: &[i32], (seq_len, tokens): (usize, usize)) -> Vec<i32> {
     let mut padded = Vec::new();
@@ -207,4 +224,29 @@ fn padded_starts(starts: &[i32], (seq_len, tokens): (usize, usize)) -> Vec<i32> 
 
 fn no_data() -> Error {
     Error::config("data.source", "was not opened")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Sequence by sequence: the same for every size of a part, all of them from where sixteen sequences begin.
+    #[test]
+    fn what_is_evaluated_does_not_depend_on_the_batch_size() {
+        for (windows, batches) in [(1, 0), (15, 1), (16, 1), (17, 1), (64, 3), (1000, 7), (1000, 0), (40, 9)]
+        {
+            let sequences = |size| parts_of(windows, batches, size).into_iter().flatten().collect::<Vec<_>>();
+            let wanted: Vec<usize> = match (windows, batches) {
+                (64, 3) => (0..32).chain(32..48).collect(),
+                (15, 1) => (0..15).collect(),
+                (16 | 17, 1) => (0..16).collect(),
+                (1000, 7) => [0, 9, 18, 27, 36, 45, 54].iter().flat_map(|i| i * 16..i * 16 + 16).collect(),
+                _ => (0..windows).collect(),
+            };
+            for size in [1, 3, 8, 16, 24, 64, 2000] {
+                assert_eq!(sequences(size), wanted, "{windows} windows, {batches} batches, {size} at once");
+                assert!(parts_of(windows, batches, size).iter().all(|part| (1..=size).contains(&part.len())));
+            }
+        }
+    }
 }

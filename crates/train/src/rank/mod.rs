@@ -81,6 +81,7 @@ impl<'a, B: Kernels> RankState<'a, B> {
             recipe,
             data: None,
             step: 0,
+            passed_over: 0,
             capacity_factor: config.run.capacity_factor,
             notes: Vec::new(),
         };

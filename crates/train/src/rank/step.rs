@@ -108,6 +108,15 @@ impl<B: Kernels> StepBuffers<B> {
     /// The device's clock begins at this step, and nothing has gone wrong yet.
     pub fn restart(&mut self, b: &B, step: u64) -> Result<()> {
         b.clear(&mut self.optimizer.control)?;
+        self.set_clock(b, step)
+    }
+
+    /// The device's clock goes past this step, of which nothing is done.
+    pub fn pass_over(&mut self, b: &B, step: u64) -> Result<()> {
+        self.set_clock(b, step + 1)
+    }
+
+    fn set_clock(&mut self, b: &B, step: u64) -> Result<()> {
         match &mut self.place {
             Some(place) => Ok(b.write(&mut place.clock, 0, &[step as u32, 0])?),
             None => Ok(()),
@@ -122,7 +131,8 @@ impl<B: Kernels> StepBuffers<B> {
         batches: &StepBatches,
     ) -> Result<()> {
         let config = &context.config;
-        let scalars = optim::scalars(&config.train, lr, (context.step, batches.counted));
+        let updates = context.step - context.passed_over;
+        let scalars = optim::scalars(&config.train, lr, (updates, batches.counted));
         let mut words: Vec<i32> = scalars.iter().map(|x| x.to_bits() as i32).collect();
         words.resize(InputLayout::TOLD, 0);
         words.push(told.word());

@@ -101,12 +101,17 @@ impl HuggingFace {
         Ok(tokenizer)
     }
 
-    /// What a text begins with as the files say, and what a document ends with: by `tokenizer_config.json`, or what the file itself puts around a text.
-    fn ends(&self) -> Result<(Option<i32>, Option<i32>)> {
+    /// What the file itself puts before and behind a text.
+    pub(super) fn around(&self) -> Result<[Vec<i32>; 2]> {
         let ids = |add| self.ids(&self.plain, "a", add);
         let (bare, whole) = (ids(false)?, ids(true)?);
         let first = whole.windows(bare.len().max(1)).position(|part| part == bare).unwrap_or(0);
-        let (before, behind) = (&whole[..first], &whole[(first + bare.len()).min(whole.len())..]);
+        Ok([whole[..first].to_vec(), whole[(first + bare.len()).min(whole.len())..].to_vec()])
+    }
+
+    /// What a text begins with as the files say, and what a document ends with: by `tokenizer_config.json`, or what the file itself puts around a text.
+    fn ends(&self) -> Result<(Option<i32>, Option<i32>)> {
+        let [before, behind] = self.around()?;
         let named = |key: &str| match self.settings.tokens.get(key) {
             None => Ok(None),
             Some(token) => match self.token_id(token) {
@@ -242,6 +247,10 @@ impl Tokenizer for HuggingFace {
 
     fn bos(&self) -> Option<i32> {
         self.bos
+    }
+
+    fn named_bos(&self) -> Option<i32> {
+        self.settings.tokens.get("bos_token").and_then(|token| self.token_id(token)).or(self.bos)
     }
 
     fn eos(&self) -> Option<i32> {

@@ -1,10 +1,12 @@
 //! Text to token ids and back.
 
+mod begun;
 mod bytes;
 mod chat;
 mod framing;
 mod growth;
 mod hugging_face;
+mod ids;
 mod listed;
 mod parts;
 mod settings;
@@ -18,10 +20,12 @@ use std::sync::Arc;
 
 use crate::error::{Error, Result};
 
+pub(crate) use begun::begin_texts_with;
 pub use bytes::{BYTE_VOCAB, Bytes};
 pub use chat::{ANSWERS, ChatTemplate, Conversation, Rendered};
 pub use framing::{AUTO, Framing, NONE};
 pub use hugging_face::HuggingFace;
+pub use ids::Ids;
 pub(crate) use listed::{ADDED_FILE, NAMES_FILE};
 pub use stream::TextStream;
 pub use symbols::Symbols;
@@ -98,6 +102,11 @@ pub trait Tokenizer: fmt::Debug + Send + Sync {
         None
     }
 
+    /// The token that its files call `bos_token`, whether or not texts begin with it.
+    fn named_bos(&self) -> Option<i32> {
+        self.bos()
+    }
+
     /// The token that a document ends with, as its files say.
     fn eos(&self) -> Option<i32> {
         None
@@ -120,6 +129,11 @@ pub trait Tokenizer: fmt::Debug + Send + Sync {
     /// The files by which others read it, by their names.
     fn files(&self) -> Vec<(&'static str, String)> {
         vec![(TOKENIZER_FILE, self.to_json()), (SETTINGS_FILE, transformers_tokenizer())]
+    }
+
+    /// Whether its tokens are known to be pieces of text.
+    fn has_text(&self) -> bool {
+        true
     }
 
     /// What one token is: `byte` or `token`.

@@ -12,7 +12,7 @@ use super::outputs::Outputs;
 use super::run::{due, tell_notes};
 use crate::config::Config;
 use crate::error::Result;
-use crate::evaluation::{Request, Task};
+use crate::evaluation::{Beginning, HeldOut, Request, Task};
 use crate::fault::{Point, reach};
 use crate::metrics::Metrics;
 use crate::tokenizer::Bytes;
@@ -42,8 +42,9 @@ impl Evaluator {
         let mut tasks = Vec::new();
         if !config.eval.tasks.is_empty() {
             let tokenizer = config.tokenizer()?.unwrap_or_else(|| Arc::new(Bytes));
+            let beginning = Beginning::of_run(config)?;
             for task in Task::open_all(&config.eval.tasks)? {
-                let requests = task.requests(&*tokenizer)?;
+                let requests = task.requests(&*tokenizer, &beginning)?;
                 let note = task.cut_note(&requests, config.data.seq_len).filter(|_| is_first);
                 note.iter().for_each(|note| observer.note(note));
                 tasks.push((task, requests));
@@ -76,30 +77,37 @@ impl Evaluator {
         Ok(self.evaluate(trainer, batches, outputs, observer)?.is_some())
     }
 
-    /// A held-out loss over so many batches (0: all there are), and the scores of the tasks, written, drawn and told; none if the run was asked to
-    /// stop before it had them all.
+    /// A held-out loss over so many batches of [`HeldOut::BATCH`] sequences (0: all there are), and the scores of the tasks, written, drawn and told;
+    /// none if the run was asked to stop before it had them all.
     pub fn evaluate<B: Kernels>(
         &self,
         trainer: &mut Trainer<'_, B>,
         batches: usize,
         outputs: &mut Option<Outputs>,
         observer: &mut dyn Observer,
-    ) -> Result<Option<f64>> {
+    ) -> Result<Option<HeldOut>> {
         phase(format_args!("the held-out loss"));
         part("evaluation");
         reach(Point::EvaluationBegins)?;
         let first = outputs.is_some();
         let evaluated =
             self.told(trainer, first, observer, |trainer, go_on| trainer.evaluate_while(batches, go_on));
-        let Some(valid_loss) = evaluated? else { return Ok(None) };
+        let Some(held_out) = evaluated? else { return Ok(None) };
         let Some(other) = self.scores(trainer, first, observer)? else { return Ok(None) };
         if let Some(outputs) = outputs {
-            let step = trainer.step();
-            outputs.write(&Metrics { step, valid_loss: Some(valid_loss), other, ..Metrics::default() })?;
+            let (step, valid_loss) = (trainer.step(), held_out.loss());
+            let valid_target_fraction = valid_loss.is_none().then_some(0.0);
+            outputs.write(&Metrics {
+                step,
+                valid_loss,
+                valid_target_fraction,
+                other,
+                ..Metrics::default()
+            })?;
             outputs.draw()?;
             observer.evaluation(step, valid_loss);
         }
-        Ok(Some(valid_loss))
+        Ok(Some(held_out))
     }
 
     /// Evaluates by `work`, which asks all ranks after every batch whether to go on; the first rank tells how many are done, and what had to be done again.

@@ -6,7 +6,7 @@ use super::weights::{HostTensor, assembled, gather};
 use crate::checkpoint::{header, little_endian};
 use crate::cx::Cx;
 use crate::data::StepBatches;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::family::Named;
 use crate::model::Inside;
 use crate::rank::{RankState, Step};
@@ -17,6 +17,7 @@ use nibble_core::{Comm, DType, Error as CoreError, Kernels};
 use safetensors::Dtype;
 use std::collections::BTreeMap;
 use std::io::{self, Write};
+use std::path::Path;
 
 /// The tensors of one step, named and on the host.
 #[derive(Debug, Default)]
@@ -94,7 +95,7 @@ impl<B: Kernels> Trainer<'_, B> {
     /// routers' losses.
     ///
     /// # Errors
-    /// With several micro-batches, since a step's gradients are the sum over all of them, and the tensors of one would not explain them; from
+    /// [`Error::Data`] of a step without a target. With several micro-batches, since a step's gradients are the sum over all of them, and the tensors of one would not explain them; from
     /// the backend, the data and other ranks.
     pub fn inspect(mut self, steps: u64) -> Result<Inspection> {
         let micro_batches = self.rank.context.config.train.grad_accum;
@@ -127,6 +128,12 @@ impl<B: Kernels> Trainer<'_, B> {
             Ok(batches)
         };
         let batches = tokens(0)?;
+        if batches.counted == 0 {
+            let source = self.rank.context.config.data.described();
+            let why =
+                format!("step {} has no target, and so no loss and no gradient", self.rank.context.step + 1);
+            return Err(Error::data(Path::new(&source), why));
+        }
         (1..steps).try_for_each(|later| tokens(later).map(drop))?;
 
         let named = self.rank.model.named_tensors();

@@ -39,6 +39,7 @@ use crate::checks::{check_recipe, checked_recipe};
 use crate::config::Config;
 use crate::data::{Dataset, Loader};
 use crate::error::{Error, Result};
+use crate::evaluation::HeldOut;
 use crate::fault::learning_rate;
 use crate::layers::rope_table;
 use crate::ledger::Ledger;
@@ -55,6 +56,7 @@ use nibble_core::{Comm, Error as CoreError, Kernels, Mesh, Recipe};
 use recorded::Recorded;
 use saving::Saving;
 use std::collections::VecDeque;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -90,7 +92,10 @@ pub struct Trainer<'a, B: Kernels> {
 /// A step on its way.
 #[derive(Debug)]
 struct Issued<B: Kernels> {
-    report: B::Pending<f64>,
+    /// Its number, from 0.
+    step: u64,
+    /// None of a step that was passed over, as it has no target.
+    report: Option<B::Pending<f64>>,
     how: Issue,
     lr: f64,
     /// Targets that count.
@@ -303,8 +308,18 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         let asked_for = Instant::now();
         let batches = loader.take(context.step)?;
         let waited = asked_for.elapsed();
+        let (step, counted) = (context.step, batches.counted);
+        if counted == 0 {
+            // There is no mean over no target, and so no gradient of it. Moments and weight decay would move the weights all the same, and in a
+            // layer of experts the balancing loss alone would: the step is passed over as a whole, by every rank alike, as each has counted the
+            // targets of all.
+            buffers.pass_over(context.b, step)?;
+            (context.step, context.passed_over) = (step + 1, context.passed_over + 1);
+            let issuing = started.elapsed();
+            self.issued.push_back(Issued { step, report: None, how, lr, counted, started, waited, issuing });
+            return Ok(());
+        }
         buffers.write_inputs(context, (lr, told, spent), &batches)?;
-        let counted = batches.counted;
         // A recording measures nothing.
         let is_replayed = how == Issue::Replayed && !context.config.train.measures_in(context.step);
         let mut whole = || -> Result<Duration> {
@@ -323,7 +338,8 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         context.step += 1;
         // While a step is recorded the device works on the one before, whose time that is.
         let issuing = started.elapsed().saturating_sub(recording);
-        self.issued.push_back(Issued { report, how, lr, counted, started, waited, issuing });
+        let report = Some(report);
+        self.issued.push_back(Issued { step, report, how, lr, counted, started, waited, issuing });
         Ok(())
     }
 
@@ -337,9 +353,20 @@ impl<'a, B: Kernels> Trainer<'a, B> {
     /// that is not finite, of whichever rank, and the step: no weight has changed since; [`nibble_core::Error::Capacity`] if an expert layer of one rank had more rows than its buffers hold; as
     /// [`Trainer::issue_step`] where a step is done again; those of a checkpoint under way, which a step that fails or is done again ends.
     pub fn settle(&mut self) -> Result<Option<Metrics>> {
-        let Some(Issued { report, how, lr, counted, started, waited, issuing }) = self.issued.pop_front()
+        let Some(Issued { step, report, how, lr, counted, started, waited, issuing }) =
+            self.issued.pop_front()
         else {
             return Ok(None);
+        };
+        let scheduled = Metrics {
+            step: step + 1,
+            lr: Some(lr),
+            n_tokens_seen: Some((step + 1) * self.config().tokens_per_step()),
+            data_seconds: Some(waited.as_secs_f64()),
+            ..Metrics::default()
+        };
+        let Some(report) = report else {
+            return Ok(Some(Metrics { target_fraction: Some(0.0), ..scheduled }));
         };
         let values = self.rank.context.b.finish_download(report)?;
         if let Err(error) = self.rank.context.mesh.all.check() {
@@ -377,15 +404,16 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         let since = self.settled.map_or(started, |settled| settled.max(started));
         let seconds = (now - since).saturating_sub(later).max(issuing).as_secs_f64();
         self.settled = Some(now);
-        let (step, tps) = (report.step() + 1, config.tokens_per_step() as f64 / seconds);
+        let tps = config.tokens_per_step() as f64 / seconds;
+        let Metrics { step, lr, n_tokens_seen, data_seconds, .. } = scheduled;
         Ok(Some(Metrics {
             step,
-            lr: Some(lr),
-            n_tokens_seen: Some(step * config.tokens_per_step()),
+            lr,
+            n_tokens_seen,
+            data_seconds,
             tps: Some(tps),
             tflops: Some(tps * config.flops_per_token() / 1e12),
             seconds: Some(seconds),
-            data_seconds: Some(waited.as_secs_f64()),
             ..Metrics::of_step(&report, config, counted)
         }))
     }
@@ -400,10 +428,13 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         // Steps after it have changed nothing either.
         let later: Vec<Issued<B>> = self.issued.drain(..).collect();
         let hows: Vec<Issue> = std::iter::once(how).chain(later.iter().map(|issued| issued.how)).collect();
-        for Issued { report, .. } in later {
-            self.rank.context.b.finish_download(report)?;
-        }
         let RankState { context, buffers, .. } = &mut self.rank;
+        for Issued { report, .. } in later {
+            match report {
+                Some(report) => context.b.finish_download(report).map(drop)?,
+                None => context.passed_over -= 1,
+            }
+        }
         context.make_room(needed, &format!("step {}", step + 1));
         context.step = step;
         if let Some(buffers) = buffers {
@@ -451,38 +482,29 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         }
     }
 
-    /// Mean cross-entropy in nats over held-out sequences, all ranks together: `batches` batches from all over the data,
-    /// or all of it (0), the shorter tail included.
+    /// Mean cross-entropy in nats over the targets of held-out sequences, all ranks together: `batches` batches of [`HeldOut::BATCH`] sequences
+    /// from all over the data, or all of it (0), the shorter tail included.
     ///
     /// # Errors
-    /// [`nibble_core::Error::NonFinite`] if the loss is not a number; from the backend and other ranks.
+    /// [`nibble_core::Error::NonFinite`] if the loss is not a number; [`Error::Data`] if none of the tokens is a target; from the backend and
+    /// other ranks.
     pub fn evaluate(&mut self, batches: usize) -> Result<f64> {
-        self.evaluate_telling(batches, &mut |_, _| {})
+        let found = self.evaluate_while(batches, &mut |_, _| Ok(true))?;
+        found.and_then(|found| found.loss()).ok_or_else(|| {
+            Error::data(Path::new(&self.config().data.described()), "has no target among its held-out tokens")
+        })
     }
 
-    /// [`Trainer::evaluate`], telling after every batch how many are done, of how many.
+    /// What [`Trainer::evaluate`] takes the mean of, asking after every batch that is computed whether to go on, of how many; none once the answer
+    /// was no. Every rank asks after the same batches, and owes the same answer.
     ///
     /// # Errors
-    /// As [`Trainer::evaluate`].
-    pub fn evaluate_telling(&mut self, batches: usize, tell: &mut dyn FnMut(usize, usize)) -> Result<f64> {
-        let mut go_on = |done, of| {
-            tell(done, of);
-            Ok(true)
-        };
-        // An evaluation that is not cut short has a loss.
-        Ok(self.evaluate_while(batches, &mut go_on)?.unwrap_or(f64::NAN))
-    }
-
-    /// [`Trainer::evaluate`], asking after every batch whether to go on, of how many; none once the answer was no. Every rank asks
-    /// after the same batches, and owes the same answer.
-    ///
-    /// # Errors
-    /// As [`Trainer::evaluate`]; what `go_on` returns.
+    /// As [`Trainer::evaluate`], but for tokens without a target; what `go_on` returns.
     pub fn evaluate_while(
         &mut self,
         batches: usize,
         go_on: &mut dyn FnMut(usize, usize) -> Result<bool>,
-    ) -> Result<Option<f64>> {
+    ) -> Result<Option<HeldOut>> {
         self.require_settled("evaluate")?;
         phase(format_args!("the held-out loss"));
         part("evaluation");

@@ -25,8 +25,8 @@ pub trait Observer {
     fn step(&mut self, metrics: &Metrics);
     /// So many batches of an evaluation are done, of how many.
     fn evaluating(&mut self, _done: usize, _of: usize) {}
-    /// A held-out loss, after so many steps.
-    fn evaluation(&mut self, step: u64, valid_loss: f64);
+    /// A held-out loss, after so many steps; none where no token that was evaluated is a target.
+    fn evaluation(&mut self, step: u64, valid_loss: Option<f64>);
     /// What a task of this name came to, after so many steps.
     fn task(&mut self, _step: u64, _name: &str, _scored: &Scored) {}
     /// A checkpoint is on the disk.
@@ -63,9 +63,11 @@ pub struct Outcome {
 pub struct Summary {
     /// Steps done.
     pub steps: u64,
-    /// Loss of the last step, if this process made one.
+    /// Loss of the last step that had a target, if this process made one.
     pub loss: Option<f64>,
-    /// Loss over all held-out data; none of a run that was stopped before its end.
+    /// Whether the run came to its end: to its last step, and to the evaluation behind that.
+    pub is_whole: bool,
+    /// Loss over all held-out data; none of a run that was stopped before its end, and where none of them is a target.
     pub valid_loss: Option<f64>,
     /// The floor and the trivial loss of the data, if known.
     pub entropy: Option<Entropy>,
@@ -73,8 +75,8 @@ pub struct Summary {
     pub dir: PathBuf,
     /// The last checkpoint, if the run has one.
     pub checkpoint: Option<PathBuf>,
-    /// The picture of the losses.
-    pub picture: PathBuf,
+    /// The picture of the losses, if there are any.
+    pub picture: Option<PathBuf>,
     /// [`Trainer::digest`](super::Trainer::digest), where it was asked for.
     pub digest: Option<String>,
 }

@@ -84,8 +84,7 @@ impl Outputs {
         let path = self.log.path();
         let file = read_metrics(path)?;
         file.metrics.iter().for_each(|metrics| self.curve.add(metrics));
-        self.held_out =
-            file.metrics.iter().rev().find(|metrics| metrics.valid_loss.is_some()).map(|m| m.step);
+        self.held_out = file.metrics.iter().rev().find(|metrics| metrics.is_evaluation()).map(|m| m.step);
         Ok(file.faults(path, "is no metrics; it stays, and nobody reads it"))
     }
 
@@ -108,11 +107,14 @@ impl Outputs {
         self.ranks.as_mut().map_or(Ok(()), |ranks| ranks.write(times))
     }
 
-    /// Draws the losses so far.
-    pub fn draw(&self) -> Result<PathBuf> {
+    /// Draws the losses so far, if there are any.
+    pub fn draw(&self) -> Result<Option<PathBuf>> {
+        if self.curve.train.is_empty() && self.curve.valid.is_empty() {
+            return Ok(None);
+        }
         let picture = self.dir.join(PICTURE_FILE);
         draw_losses(std::slice::from_ref(&self.curve), &picture)?;
-        Ok(picture)
+        Ok(Some(picture))
     }
 }
 

@@ -9,7 +9,7 @@ use crate::checks::{checked_recipe, load_recipe};
 use crate::config::{Combine, Config, TrainConfig, kept_beside};
 use crate::data::Dataset;
 use crate::error::{Error, Result};
-use crate::metrics::read_metrics;
+use crate::metrics::{Metrics, read_metrics};
 use nibble_core::{Comm, Kernels, Recipe};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
@@ -85,15 +85,15 @@ impl Origin {
             return Ok(ControlFlow::Continue(()));
         };
         let (steps, dir) = (checkpoint.position().step, PathBuf::from(&config.run.dir));
-        let mut valid_loss = None;
+        let mut evaluated = None;
         if comm.rank() == 0 {
             let metrics = read_metrics(&dir.join(METRICS_FILE))?.metrics;
-            valid_loss = metrics.iter().rev().filter(|m| m.step == steps).find_map(|m| m.valid_loss);
+            evaluated = metrics.into_iter().rev().find(|m| m.step == steps && m.is_evaluation());
         }
-        if !any_rank(b, comm, valid_loss.is_some())? {
+        if !any_rank(b, comm, evaluated.is_some())? {
             return Ok(ControlFlow::Continue(()));
         }
-        let Some(valid_loss) = valid_loss else { return Ok(ControlFlow::Break(None)) };
+        let Some(Metrics { valid_loss, .. }) = evaluated else { return Ok(ControlFlow::Break(None)) };
         observer.note(&format!(
             "the run in {} is done, and stays as it is; for more steps set train.steps to more than {steps}",
             dir.display()
@@ -101,10 +101,11 @@ impl Origin {
         Ok(ControlFlow::Break(Some(Summary {
             steps,
             loss: None,
-            valid_loss: Some(valid_loss),
+            is_whole: true,
+            valid_loss,
             entropy: self.data.as_ref().and_then(Dataset::entropy),
             checkpoint: Some(checkpoint.path().to_owned()),
-            picture: dir.join(PICTURE_FILE),
+            picture: Some(dir.join(PICTURE_FILE)).filter(|picture| picture.exists()),
             dir,
             // No weights are loaded.
             digest: None,

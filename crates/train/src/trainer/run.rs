@@ -12,6 +12,7 @@ use super::resume::Origin;
 use crate::checkpoint::Store;
 use crate::config::{CheckpointConfig, Config};
 use crate::error::Result;
+use crate::evaluation::HeldOut;
 use crate::fault::{Point, reach};
 use crate::metrics::{Metrics, Watchdog};
 use crate::plan;
@@ -68,17 +69,20 @@ fn run_rank<'a, B: Kernels>(
     // Every rank has a part in it.
     let digest = if options.digest { Some(trainer.digest()?) } else { None };
     let entropy = trainer.data()?.entropy();
-    let Done { loss, valid_loss, checkpoint, stopped } = done;
+    let Done { loss, held_out, checkpoint, stopped } = done;
     let Some(outputs) = outputs else { return Ok(Outcome { summary: None, stopped }) };
     let (steps, picture, dir) = (trainer.step(), outputs.draw()?, outputs.dir);
-    let summary = Summary { steps, loss, valid_loss, entropy, dir, checkpoint, picture, digest };
+    let (is_whole, valid_loss) = (held_out.is_some(), held_out.and_then(|found| found.loss()));
+    tell_passed_over(&trainer, observer);
+    let summary = Summary { steps, loss, is_whole, valid_loss, entropy, dir, checkpoint, picture, digest };
     Ok(Outcome { summary: Some(summary), stopped })
 }
 
 /// What a rank's steps have given.
 struct Done {
     loss: Option<f64>,
-    valid_loss: Option<f64>,
+    /// None of a run that was stopped before it.
+    held_out: Option<HeldOut>,
     checkpoint: Option<PathBuf>,
     /// [`Outcome::stopped`].
     stopped: u8,
@@ -153,17 +157,17 @@ fn train<B: Kernels>(
     if wanted && saved_at != Some(trainer.step()) {
         saved = tell(trainer.save(outputs.as_ref().map(|o| &o.store))?, observer);
     }
-    let mut valid_loss = None;
+    let mut held_out = None;
     if stopped == 0 {
-        valid_loss = evaluator.evaluate(trainer, 0, outputs, observer)?;
-        if valid_loss.is_none() {
+        held_out = evaluator.evaluate(trainer, 0, outputs, observer)?;
+        if held_out.is_none() {
             stopped = cut_short(trainer)?;
         }
     }
-    Ok(Done { loss, valid_loss, checkpoint: saved, stopped })
+    Ok(Done { loss, held_out, checkpoint: saved, stopped })
 }
 
-/// Reads the records of all steps but the last so many, writes and tells what they say. The loss of the last one read, if any was.
+/// Reads the records of all steps but the last so many, writes and tells what they say. The loss of the last one read that has one, if any was.
 fn read_records<B: Kernels>(
     trainer: &mut Trainer<'_, B>,
     unread: usize,
@@ -180,7 +184,7 @@ fn read_records<B: Kernels>(
         }
         let times = trainer.take_rank_times();
         let Some(mut metrics) = settled? else { break };
-        loss = metrics.loss;
+        loss = metrics.loss.or(loss);
         reach(Point::StepSettled)?;
         if let Some(outputs) = outputs {
             note_memory(&mut metrics, trainer.backend().0.memory());
@@ -275,6 +279,19 @@ fn note_memory(metrics: &mut Metrics, memory: MemoryStats) {
 
 pub(super) fn due(step: u64, every: u64) -> bool {
     every > 0 && step.is_multiple_of(every)
+}
+
+/// Tells how many steps of the run had nothing to learn.
+fn tell_passed_over<B: Kernels>(trainer: &Trainer<'_, B>, observer: &mut dyn Observer) {
+    let (count, of) = (trainer.rank.context.passed_over, trainer.step());
+    if count > 0 {
+        observer.note(&format!(
+            "warning: {count} of {of} steps had no target and changed nothing: in {} tokens of data.seq_len = {} each there was none; longer \
+             sequences, or shorter prompts, have more",
+            trainer.config().tokens_per_step(),
+            trainer.config().data.seq_len
+        ));
+    }
 }
 
 /// Tells what exchanges among ranks have done again, on the first rank alone: all have the same to say.

@@ -3,7 +3,7 @@
 use super::Trainer;
 use crate::data::{Encoded, LeftOut, Watch, read_source};
 use crate::error::{Error, Result};
-use crate::evaluation::{Perplexity, Request, Windows, pack};
+use crate::evaluation::{Beginning, Perplexity, Request, Windows, pack};
 use crate::rank::RankState;
 use crate::tokenizer::Tokenizer;
 use nibble_core::allocation::{part, phase};
@@ -80,7 +80,7 @@ impl<B: Kernels> Trainer<'_, B> {
     pub fn perplexity(
         &mut self,
         source: &str,
-        stride: usize,
+        (beginning, stride): (Beginning, usize),
         watch: &mut dyn Watch,
     ) -> Result<(Perplexity, LeftOut)> {
         /// Tokens of windows that are held at once, about.
@@ -88,7 +88,9 @@ impl<B: Kernels> Trainer<'_, B> {
         let config = self.config().clone();
         let tokenizer = self.tokenizer()?;
         let seq_len = config.data.seq_len;
-        let mut windows = Windows::new(&*tokenizer, seq_len, stride)?;
+        let mut windows = Windows::new(beginning, seq_len, stride)?;
+        let framing = config.framing()?;
+        let around = [framing.bos, framing.eos, tokenizer.bos(), tokenizer.eos()];
         let (mut held, mut tokens_held) = (Vec::new(), 0);
         let (mut tokens, mut nats) = (0, 0.0);
         let mut give = |request: Request| {
@@ -114,7 +116,11 @@ impl<B: Kernels> Trainer<'_, B> {
                 return Err(Error::config("data.tokenizer", why));
             }
             documents += u64::from(piece.begins && !piece.ids.is_empty());
-            bytes += piece.bytes.unwrap_or_else(|| bytes_of(&*tokenizer, &piece.ids)) as u64;
+            if !tokenizer.has_text() {
+                // Of ids whose tokenizer is not named nobody knows the text.
+                return windows.add(&piece, &mut give);
+            }
+            bytes += piece.bytes.unwrap_or_else(|| bytes_of(&*tokenizer, &piece.ids, around)) as u64;
             windows.add(&piece, &mut give)
         };
         let left_out = read_source(&config, source, take, watch)?;
@@ -127,9 +133,8 @@ impl<B: Kernels> Trainer<'_, B> {
     }
 }
 
-/// Bytes of the text of ids, of which those that only begin and end texts have none.
-fn bytes_of(tokenizer: &dyn Tokenizer, ids: &[u32]) -> usize {
-    let around = [tokenizer.bos(), tokenizer.eos()];
+/// Bytes of the text of ids, of which those that only stand around texts have none.
+fn bytes_of(tokenizer: &dyn Tokenizer, ids: &[u32], around: [Option<i32>; 4]) -> usize {
     let ids: Vec<i32> = ids.iter().map(|id| *id as i32).filter(|id| !around.contains(&Some(*id))).collect();
     tokenizer.decode_bytes(&ids).len()
 }

@@ -139,6 +139,7 @@ impl<B: Kernels> Trainer<'_, B> {
     pub fn position(&self) -> Result<Position> {
         Ok(Position {
             step: self.rank.context.step,
+            passed_over: self.rank.context.passed_over,
             tokens: self.rank.context.step * self.rank.context.config.tokens_per_step(),
             seed: self.rank.context.config.seed,
             cursor: self.rank.context.step * self.rank.context.config.sequences_per_step(),
@@ -194,7 +195,9 @@ impl<B: Kernels> Trainer<'_, B> {
         let params = &mut self.rank.model.params();
         take(b, mesh, params, (&named, Part::Master), &mut model)?;
         model.finish()?;
-        self.rank.context.step = checkpoint.position().step;
+        let position = checkpoint.position();
+        self.rank.context.step = position.step;
+        self.rank.context.passed_over = position.passed_over;
         Ok(())
     }
 

@@ -251,6 +251,7 @@ fn whole() -> &'static Files {
         let recipe = Recipe::builtin(&config.recipe).unwrap();
         let position = Position {
             step: 3,
+            passed_over: 0,
             tokens: 3 * config.tokens_per_step(),
             seed: config.seed,
             cursor: 3 * config.sequences_per_step(),

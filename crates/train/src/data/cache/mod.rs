@@ -271,8 +271,9 @@ fn key(reading: &Reading, caches: &Path) -> Result<(String, Vec<(PathBuf, Stamp)
         };
         // Before the file is looked at.
         add(path)?;
-        let kind: &dyn Source =
-            kind_of(&DataFile::open(path, &reading.asked, &Arc::new(AtomicU64::new(0)))?, &reading.asked);
+        let file = DataFile::open(path, &reading.asked, &Arc::new(AtomicU64::new(0)))?;
+        let kind: &dyn Source = kind_of(&file, &reading.asked);
+        reading.require_width(kind, &file)?;
         kind.companions(path).iter().try_for_each(|other| add(other))?;
         files.push((kind.name(), of));
     }

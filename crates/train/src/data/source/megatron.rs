@@ -35,6 +35,12 @@ impl Source for Megatron {
             || file.is_plain() && has_ending(&file.path, "bin") && begins_so(&index_of(&file.path))
     }
 
+    fn id_bits(&self, file: &DataFile) -> Option<u32> {
+        // One that cannot be read is told of where it is opened.
+        let bits = |index: Index| index.width as u32 * 8 - u32::from(index.is_signed);
+        Some(Index::open(&index_of(&file.path)).map_or(u32::BITS, bits))
+    }
+
     fn companions(&self, path: &Path) -> Vec<PathBuf> {
         let index = index_of(path);
         match () {

@@ -14,6 +14,7 @@ mod text;
 mod token_file;
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use serde::Serialize;
 
@@ -49,6 +50,11 @@ pub(super) trait Source: Sync {
         false
     }
 
+    /// Of a file of token ids, how many bits these have at most.
+    fn id_bits(&self, _file: &DataFile) -> Option<u32> {
+        None
+    }
+
     /// The files beside it that belong to it.
     fn companions(&self, _path: &Path) -> Vec<PathBuf> {
         Vec::new()
@@ -62,7 +68,7 @@ pub(super) trait Source: Sync {
 }
 
 /// What is asked of the files.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub(super) struct Asked {
     /// Whether files are taken as they are.
     pub bytes: bool,
@@ -187,6 +193,18 @@ pub(super) fn kind_of(file: &DataFile, asked: &Asked) -> &'static dyn Source {
     }
     // The last one takes any.
     KINDS.into_iter().find(|kind| kind.is_of(file)).unwrap_or(&text::PlainText)
+}
+
+/// Whether a source holds token ids. Where its files are gone, or come through a pipe, their names tell.
+pub(crate) fn holds_ids(source: &str) -> bool {
+    let path = Path::new(source);
+    let first = find(source).ok().and_then(|files| files.into_iter().next());
+    let Some(first) = first.filter(|first| first.is_file()) else {
+        return path.extension().is_some_and(|ending| ending.eq_ignore_ascii_case("bin"));
+    };
+    let asked = Asked::default();
+    let opened = DataFile::open(&first, &asked, &Arc::default());
+    opened.is_ok_and(|file| kind_of(&file, &asked).id_bits(&file).is_some())
 }
 
 /// What the kinds are called.

@@ -27,6 +27,16 @@ fn of_llm_c(head: &[u8]) -> Option<(u32, u32, usize)> {
     LLM_C.into_iter().find(|(mark, ..)| word(head, 0) == Some(*mark))
 }
 
+/// Whether ids of 16 bits would be the halves of wider ones: every second is 0, and others are not.
+fn has_empty_halves(head: &[u8]) -> bool {
+    // Of fewer it may be chance.
+    const ENOUGH: usize = 16;
+    let (pairs, _) = head.as_chunks::<4>();
+    pairs.len() >= ENOUGH
+        && pairs.iter().all(|[.., third, fourth]| [*third, *fourth] == [0; 2])
+        && pairs.iter().any(|[first, second, ..]| [*first, *second] != [0; 2])
+}
+
 impl Source for TokenFile {
     fn name(&self) -> &'static str {
         "token ids"
@@ -36,10 +46,19 @@ impl Source for TokenFile {
         of_llm_c(&file.head).is_some() || file.is_named(&[".bin"])
     }
 
+    fn id_bits(&self, file: &DataFile) -> Option<u32> {
+        Some(8 * of_llm_c(&file.head).map_or(NANO_GPT, |(.., width)| width) as u32)
+    }
+
     fn open(&self, file: &DataFile, asked: &Asked) -> Result<Box<dyn Pieces>> {
         asked.require_no_keys(file, "a file of token ids")?;
         let mut reader = file.reader()?;
         let (width, tokens) = match of_llm_c(&file.head) {
+            None if has_empty_halves(&file.head) => {
+                let why = "is read as ids of 16 bits, and every second one of its first is 0: its ids have 32 bits; write them with 16, or with \
+                           llm.c's header";
+                return Err(Error::data(&file.path, why));
+            }
             None => (NANO_GPT, None),
             Some((mark, version, width)) => {
                 let (Some(said), Some(tokens)) = (word(&file.head, 1), word(&file.head, 2)) else {
