@@ -129,9 +129,14 @@ pub trait BlockCodec: std::fmt::Debug + Sync {
         scale
     }
 
-    /// For the largest magnitude of a tensor: what its values are multiplied by when they are encoded, and when they are decoded.
+    /// For what is to be taken for the largest magnitude of a tensor: what its values are multiplied by when they are encoded, and when they are decoded.
     fn tensor_scale(&self, _params: &BlockParams, _amax: f32) -> [f32; 2] {
         [1.0, 1.0]
+    }
+
+    /// What that magnitude becomes: the largest code times the largest scale that a block takes.
+    fn tensor_most(&self, params: &BlockParams) -> f32 {
+        params.element.max()
     }
 }
 

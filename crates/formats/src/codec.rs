@@ -121,12 +121,19 @@ impl Codec {
         self.params.kind
     }
 
-    /// The same codec for a tensor whose largest magnitude is `amax`; NaN marks all of it. Without a scale of the tensor, itself.
+    /// The same codec for a tensor whose largest magnitude is `amax`, which seems larger by the headroom; NaN marks all of it. Without a scale of the
+    /// tensor, itself.
     pub fn for_tensor(self, amax: f32) -> Codec {
         if !self.params.kind.has_tensor_scale() {
             return self;
         }
+        let amax = self.params.scaling.headroom.over(amax);
         self.under_multipliers(self.format.spec().codec.tensor_scale(&self.params, amax))
+    }
+
+    /// What the largest magnitude of a tensor, with the headroom, is multiplied to.
+    pub fn tensor_most(&self) -> f32 {
+        self.format.spec().codec.tensor_most(&self.params)
     }
 
     /// The same codec for a tensor of this scale, as it was stored.

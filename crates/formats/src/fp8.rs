@@ -57,7 +57,7 @@ impl BlockCodec for Tensor {
             return [1.0, 1.0];
         }
         // f32::min would lose a NaN, which marks the tensor.
-        let inv = params.element.max() / amax;
+        let inv = self.tensor_most(params) / amax;
         let inv = if inv == f32::INFINITY { f32::MAX } else { inv };
         [inv, 1.0 / inv]
     }

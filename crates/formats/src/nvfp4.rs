@@ -4,8 +4,12 @@
 //! that the largest block's scale is the largest E4M3 number; of a block, amax · (S · f32(1/6)). By itself a block has torchao's, amax / 6. Both
 //! as E4M3, subnormals and zero included. Every operation is rounded to F32.
 //!
-//! With two candidates (Four Over Six, arXiv 2512.02010) a block has that scale or the one of 1.5 times as much, under which its largest
-//! magnitude is 4. For that S is 1536/A (1536 = 6 · 256). Values are compared as they are rounded to nearest even, whatever the rounding: so the
+//! Codes are decoded by A/2688. Below A = 2688 · 2^-128, where S is the largest F32 number and no more 2688/A, that no longer undoes S, and all values come
+//! back smaller, as theirs do. With headroom A is that much larger, as the largest magnitude of a block is: so a scale has its room up to the largest
+//! block of the tensor.
+//!
+//! With two candidates (Four Over Six, arXiv 2512.02010) a block has that scale or the one under which its largest magnitude is 4, amax · (S / 4), which is
+//! rounded once: a quarter is exact. For that S is 1536/A (1536 = 6 · 256). Values are compared as they are rounded to nearest even, whatever the rounding: so the
 //! choice is a function of the values, and random rounding under the chosen scale is what it is under either.
 //!
 //! **Double blocks** (Chen et al., "TetraJet-v2", arXiv 2510.27527) have a scale for each 128 values in place of the tensor's: of the largest magnitude A
@@ -66,7 +70,7 @@ impl BlockCodec for Nvfp4 {
         if params.scaling.candidates == Candidates::Six || six.is_nan() {
             return six;
         }
-        let four = nearest_scale(wanted * 1.5, tensor_inv);
+        let four = nearest_scale(amax * (tensor_inv * 0.25), tensor_inv);
         let [of_six, of_four] = [six, four].map(|scale| error(params, x, scale, six.record));
         if of_four < of_six { four } else { six }
     }
@@ -83,15 +87,10 @@ impl BlockCodec for Nvfp4 {
     }
 
     fn tensor_scale(&self, params: &BlockParams, amax: f32) -> [f32; 2] {
-        // What is left above the scales of 6 is for those of 4, or for corrections.
-        let largest = match (params.scaling.candidates, params.scaling.correction) {
-            (_, Correction::MsEden) => 6.0 * 256.0 / Correction::CLIP,
-            (Candidates::Six, Correction::None) => 6.0 * 448.0,
-            (_, Correction::None) => 6.0 * 256.0,
-        };
         if amax.is_nan() {
             return [f32::NAN, f32::NAN];
         }
+        let largest = self.tensor_most(params);
         let inv = (largest / amax).min(f32::MAX);
         if amax == 0.0 || inv == 0.0 {
             return [1.0, 1.0];
@@ -102,6 +101,15 @@ impl BlockCodec for Nvfp4 {
                 let scale = power_above(amax / largest);
                 [1.0 / scale, scale]
             }
+        }
+    }
+
+    fn tensor_most(&self, params: &BlockParams) -> f32 {
+        // What is left above the scales of 6 is for those of 4, or for corrections.
+        match (params.scaling.candidates, params.scaling.correction) {
+            (_, Correction::MsEden) => 6.0 * 256.0 / Correction::CLIP,
+            (Candidates::Six, Correction::None) => 6.0 * 448.0,
+            (_, Correction::None) => 6.0 * 256.0,
         }
     }
 }

@@ -18,7 +18,7 @@ use crate::scale::ScaleNumber;
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub struct Scaling {
-    /// What a block's largest magnitude is multiplied by before its scale is chosen from it.
+    /// What a largest magnitude, of a block or a tensor, is multiplied by before a scale is chosen from it.
     pub headroom: Headroom,
     /// From where on shares of a block get another octave.
     pub thresholds: Thresholds,
@@ -30,8 +30,8 @@ pub struct Scaling {
     pub correction: Correction,
 }
 
-/// A factor from 1 to 2 in sixteenths, by which a block's largest magnitude seems larger when its scale is chosen: one F32 multiplication, which
-/// ends at the largest number. It does not act on the scale of a tensor.
+/// A factor from 1 to 2 in sixteenths, by which a largest magnitude seems larger when a scale is chosen from it, a block's or that of a tensor above it: one
+/// F32 multiplication, which ends at the largest number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Headroom(u8);
 
@@ -224,9 +224,10 @@ impl Scaling {
     /// What makes stochastic rounding unbiased, with `dither:0.5`: the least room in which no code saturates, as long as a block's scale is one of
     /// the normal numbers of its kind. None for plain formats, rules that a format does not know, and `cann`, which rounds products before codes.
     ///
-    /// Scales that are rounded to nearest with m mantissa bits come out too small by a factor of 1 + 2^-(m+1) at most. The rules of powers of two
-    /// follow from the largest element: `floor` leaves magnitudes below 2^(emax + 1), `even` below that less half a step. HiFloat4's 1/7
-    /// is a BF16 number; what is lost by it is below 0.001 %.
+    /// Scales that are rounded to nearest with m mantissa bits come out too small by a factor of 1 + 2^-(m+1) at most. HiFloat4's scale is rounded before,
+    /// to eight bits, and made with a seventh that is a BF16 number: together 1.125 · 512/511 · (1 + 2^-9), for which 1.125 is too little and the next
+    /// sixteenth is enough. The rules of powers of two follow from the largest element: `floor` leaves magnitudes below 2^(emax + 1), `even` below that
+    /// less half a step. Where F32 operations stand between a magnitude and its code, their last bits may lie above the largest code.
     pub fn unbiased(format: Format, rule: ScaleRule) -> Option<Scaling> {
         let spec = format.spec();
         let element = spec.element.filter(|_| spec.rules.contains(&rule) && rule != ScaleRule::Cann)?;
@@ -234,7 +235,7 @@ impl Scaling {
         let numbers = format.scale_kind(rule).levels().iter().map(|level| level.number);
         let headroom = match numbers.rev().find(|number| *number != ScaleNumber::Bit) {
             Some(ScaleNumber::E4m3 | ScaleNumber::UnsignedE4m3) => Headroom(17),
-            Some(ScaleNumber::E6m2) => Headroom(18),
+            Some(ScaleNumber::E6m2) => Headroom(19),
             Some(ScaleNumber::E8m0) => Headroom::reaching(reach(rule, element)),
             _ => Headroom::NONE,
         };

@@ -2,6 +2,7 @@
 
 mod exhaustive;
 mod golden;
+mod headroom;
 mod published_faults;
 mod scaling;
 mod unbiased;

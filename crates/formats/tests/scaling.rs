@@ -200,7 +200,8 @@ fn room_candidates_and_outer_of_nvfp4() {
                 let mut codes = [0; 16];
                 let (record, marked) = codec.quantize_block(&x, |_| 0, &mut codes);
                 assert!(!marked);
-                let [inv, scale] = outer.map_or([1.0, 1.0], |outer| outer_scale(tensor, candidates, outer));
+                let roomy = with_room(tensor, f64::from(headroom.factor()));
+                let [inv, scale] = outer.map_or([1.0, 1.0], |outer| outer_scale(roomy, candidates, outer));
                 let bits = |numbers: [f32; 2]| numbers.map(f32::to_bits);
                 let got = [codec.tensor_inv(), codec.tensor_scale()];
                 assert_eq!(bits(got), bits([inv, scale]), "{scaling:?} {tensor}");
@@ -210,7 +211,7 @@ fn room_candidates_and_outer_of_nvfp4() {
                 let six = with(wanted);
                 let factor = |of: (f64, u8)| (1.0 / (of.0 as f32 * (1.0 / inv))).min(f32::MAX);
                 let lost = |of: (f64, u8)| lost(&x, inv, factor(of), of.0, six.0, candidates);
-                let four = with(wanted * 1.5);
+                let four = with(amax * (inv * 0.25));
                 let is_four = candidates != Candidates::Six && lost(four) < lost(six);
                 chosen[usize::from(is_four)] += u64::from(candidates != Candidates::Six);
                 let want = if is_four { four } else { six };
@@ -248,7 +249,7 @@ fn double_blocks_have_the_scales_of_a_tensor_each() {
                 continue;
             }
             let [inv, power] = outer_scale(amax, Candidates::Six, Outer::Power);
-            let of_tensor = tensors.for_tensor(amax);
+            let of_tensor = tensors.for_tensor(largest(x));
             assert_eq!(power.log2() + 127.0, (record.0 & 0xFF) as f32, "{amax}");
             for (i, (x, codes)) in x.chunks(16).zip(codes.chunks(16)).enumerate() {
                 let wanted = with_room(largest(x), room) * (inv * (1.0f32 / 6.0));

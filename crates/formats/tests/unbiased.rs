@@ -224,7 +224,7 @@ fn a_few_large_values_leave_a_bias_across_them_alone() {
 /// Of HiFloat4 room alone, or thresholds alone, is not enough.
 #[test]
 fn hifloat4_wants_both_room_and_thresholds() {
-    let (headroom, thresholds) = (Headroom::new(1.125).unwrap(), Thresholds::OfLargestCode);
+    let (headroom, thresholds) = (Headroom::new(1.1875).unwrap(), Thresholds::OfLargestCode);
     let default = Scaling::default();
     for scaling in [Scaling { headroom, ..default }, Scaling { thresholds, ..default }] {
         let codec = Codec::new(Format::Hif4, ScaleRule::Amax, Rounding::Stochastic).unwrap();

@@ -26,7 +26,8 @@ use nibble_train::moe::{Moe, MoeShape, Routed};
 use nibble_train::param::{Param, Placement};
 use nibble_train::recompute::Scope;
 use nibble_train::spec::{
-    Group, GroupedQueryShape, GroupedQuerySpec, LatentShape, LatentSpec, MlpSpec, MoeSpec, Part, Rope, Size,
+    Group, GroupedQueryShape, GroupedQuerySpec, LatentShape, LatentSpec, MlpSpec, MoeSpec, Part, Rope,
+    RouterOptions, Size,
 };
 use rig::{SOLO, cx, matrix, normals};
 
@@ -262,6 +263,11 @@ fn dense_feed_forward_layer() {
     check_layer("mlp", layer, &cx, &x, 16);
 }
 
+/// The parameters that have gradients: biases of the choice have none.
+fn with_gradients(moe: &mut Moe<Cpu>) -> Vec<&mut Param<Cpu>> {
+    moe.params().into_iter().filter(|param| param.has_gradient()).collect()
+}
+
 /// What a mixture's router adds to the loss: factor · mean over shards.
 fn router_losses(cx: &Cx<'_, Cpu>, routed: &Routed<Cpu>, shape: &MoeShape) -> f64 {
     let losses = routed.losses.as_slice();
@@ -280,9 +286,13 @@ fn decided_tokens(moe: &Moe<Cpu>, cx: &Cx<'_, Cpu>, tokens: usize, margin: f32) 
     let many = rig::cx(cx.b, cx.recipe, 1, 40 * tokens);
     let probs = host(cx, &moe.router.forward(&many, &candidates).unwrap().routing.kept);
     let values = host(cx, &candidates);
+    let bias = moe.router.bias.as_ref().map(|bias| host(cx, &bias.master));
     let decided = probs.chunks(moe.router.shape.experts).zip(values.chunks(d)).filter(|(probs, _)| {
-        // The logits but for a constant of the token.
-        let mut sorted: Vec<f32> = probs.iter().map(|p| p.ln()).collect();
+        // The logits but for a constant of the token; with biases the scores, which move by a quarter of what logits do at most.
+        let (mut sorted, margin): (Vec<f32>, f32) = match &bias {
+            None => (probs.iter().map(|p| p.ln()).collect(), margin),
+            Some(bias) => (probs.iter().zip(bias).map(|(p, bias)| p + bias).collect(), margin / 4.0),
+        };
         sorted.sort_by(|a, b| b.total_cmp(a));
         k == sorted.len() || sorted[k - 1] - sorted[k] >= margin
     });
@@ -293,11 +303,18 @@ fn decided_tokens(moe: &Moe<Cpu>, cx: &Cx<'_, Cpu>, tokens: usize, margin: f32) 
 #[test]
 fn mixture_of_experts_with_its_losses() {
     let (cpu, recipe) = (cpu(), f32_recipe());
-    for (top_k, normalize) in [(2, true), (3, false), (1, false)] {
+    for (top_k, normalize, has_bias) in
+        [(2, true, false), (3, false, false), (1, false, false), (2, true, true)]
+    {
         let cx = cx(&cpu, &recipe, 2, 12);
         let shape =
             MoeShape { d_model: 16, ffn: 12, experts: 5, top_k, normalize, aux_coef: 3.0, z_coef: 0.5 };
-        let mut layer = Moe::new(&cx, &MoeSpec::new("moe", shape, [0.3; 2])).unwrap();
+        let options = RouterOptions { has_bias, ..RouterOptions::default() };
+        let mut layer = Moe::new(&cx, &MoeSpec::with_options("moe", shape, options, [0.3; 2])).unwrap();
+        if let Some(bias) = &mut layer.router.bias {
+            let values: Vec<f32> = normals("bias", 5).iter().map(|b| 0.3 * b).collect();
+            bias.master = Tensor::from_f32(&cpu, &values, 1, 5).unwrap();
+        }
         layer.prepare(&cx).unwrap();
         let x = decided_tokens(&layer, &cx, 24, 0.3);
         let chosen = layer.router.forward(&cx, &x).unwrap().routing.expert.as_slice().to_vec();
@@ -316,10 +333,10 @@ fn mixture_of_experts_with_its_losses() {
             let (_, saved) = layer.forward(cx, x.clone()).unwrap();
             Some(layer.backward(cx, saved, r(cx, x.shape())).unwrap())
         };
-        let name = format!("moe top-{top_k}");
+        let name = format!("moe top-{top_k}, biases of the choice: {has_bias}");
         let prepare = |l: &mut Moe<Cpu>, cx: &Cx<'_, Cpu>| l.prepare(cx).unwrap();
-        let subject =
-            Subject { name: &name, layer, prepare, params: |l| l.params(), loss: &loss, backward: &backward };
+        let params = with_gradients;
+        let subject = Subject { name: &name, layer, prepare, params, loss: &loss, backward: &backward };
         check(&subject, &cx, &x);
     }
 }

@@ -2,13 +2,17 @@
 
 use crate::rig;
 
-use nibble_core::{Mesh, MeshShape};
+use nibble_core::ops::Scores;
+use nibble_core::{DType, Mesh, MeshShape, Recipe, Tensor};
 use nibble_cpu::Cpu;
 use nibble_testkit::Recorder;
 use nibble_train::checkpoint::{Store, latest_valid};
 use nibble_train::config::{Balance, Config};
+use nibble_train::layers::Layer;
 use nibble_train::metrics::read_layers;
+use nibble_train::moe::{Moe, MoeShape};
 use nibble_train::recompute::Scope;
+use nibble_train::spec::{MoeSpec, RouterOptions};
 use nibble_train::trainer::{Options, Trainer, run};
 use rig::{
     FOUR_PARTS, FOUR_RANKS, SOLO, mixed, on_mesh, small, state, state_on, train, train_alone, train_mesh,
@@ -47,6 +51,61 @@ const V3: [&str; 9] = [
 
 fn with(recipe: &str, keys: &[&str]) -> Config {
     small(recipe, &[&SIZES, keys].concat())
+}
+
+/// A router with biases that are not zero, held to the plain one in F64: scores of X·Wᵀ; the k experts whose score and bias together are largest; weights of
+/// the scores alone.
+#[test]
+fn biases_change_the_choice_and_not_the_weights() {
+    let (cpu, recipe) = (cpu(), Recipe::builtin("f32").unwrap());
+    let (tokens, d_model, experts, top_k) = (64, 16, 6, 2);
+    for (scores, normalize, scale) in
+        [(Scores::Softmax, true, 1.0f32), (Scores::Sigmoid, true, 2.5), (Scores::Sigmoid, false, 1.0)]
+    {
+        let cx = rig::cx(&cpu, &recipe, 1, tokens);
+        let shape = MoeShape { d_model, ffn: 8, experts, top_k, normalize, aux_coef: 0.0, z_coef: 0.0 };
+        let options = RouterOptions { scores, scale, has_bias: true, ..RouterOptions::default() };
+        let mut layer = Moe::new(&cx, &MoeSpec::with_options("moe", shape, options, [0.5; 2])).unwrap();
+        let bias: Vec<f32> = rig::normals("bias", experts).iter().map(|b| 0.3 * b).collect();
+        layer.router.bias.as_mut().unwrap().master = Tensor::from_f32(&cpu, &bias, 1, experts).unwrap();
+        let x = rig::matrix(&cpu, "x", (tokens, d_model), DType::F32);
+        let weight = layer.router.weight.master.to_f32_vec(&cpu).unwrap();
+        layer.prepare(&cx).unwrap();
+        let routing = layer.router.forward(&cx, &x).unwrap().routing;
+        let mut changed = 0;
+        for (t, x) in x.to_f32_vec(&cpu).unwrap().chunks(d_model).enumerate() {
+            let dot = |w: &[f32]| x.iter().zip(w).map(|(x, w)| f64::from(*x) * f64::from(*w)).sum::<f64>();
+            let logits: Vec<f64> = weight.chunks(d_model).map(dot).collect();
+            let sum: f64 = logits.iter().map(|logit| logit.exp()).sum();
+            let scores: Vec<f64> = match scores {
+                Scores::Softmax => logits.iter().map(|logit| logit.exp() / sum).collect(),
+                Scores::Sigmoid => logits.iter().map(|logit| 1.0 / (1.0 + (-logit).exp())).collect(),
+            };
+            let best = |of: &dyn Fn(usize) -> f64| {
+                let mut order: Vec<usize> = (0..experts).collect();
+                order.sort_by(|a, b| of(*b).total_cmp(&of(*a)));
+                let gap = of(order[top_k - 1]) - of(order[top_k]);
+                (std::collections::BTreeSet::from_iter(order[..top_k].to_vec()), gap)
+            };
+            let (chosen, gap) = best(&|e| scores[e] + f64::from(bias[e]));
+            if gap < 1e-5 {
+                continue;
+            }
+            changed += usize::from(chosen != best(&|e| scores[e]).0);
+            let slots = t * top_k..(t + 1) * top_k;
+            let got = routing.expert.as_slice()[slots.clone()].iter().map(|e| *e as usize);
+            assert_eq!(got.clone().collect::<std::collections::BTreeSet<_>>(), chosen, "token {t}");
+            let of_chosen: f64 = if normalize { chosen.iter().map(|e| scores[*e]).sum() } else { 1.0 };
+            for (e, weight) in got.zip(&routing.weight.as_slice()[slots]) {
+                let want = f64::from(scale) * scores[e] / of_chosen;
+                assert!(
+                    (f64::from(*weight) - want).abs() < 1e-5,
+                    "token {t}, expert {e}: {weight}, not {want}"
+                );
+            }
+        }
+        assert!(changed > tokens / 10, "{scores:?}: the biases changed {changed} of {tokens} choices");
+    }
 }
 
 /// The biases among a run's weights.

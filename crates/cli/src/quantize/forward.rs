@@ -4,11 +4,11 @@ use super::Args;
 use super::about::{PREFIX, described, matrices, planes};
 use super::back::{decode, words};
 use super::converted::Converted;
-use super::loss::{self, Blocks, Loss, Losses};
+use super::loss::{Blocks, Expected, Loss, Losses};
 use half::{bf16, f16};
 use nibble_command::error::{Error, Result};
 use nibble_core::allocation::phase;
-use nibble_core::ops::{Counts, Planes, Quantize};
+use nibble_core::ops::{Planes, Quantize};
 use nibble_core::recipe::glob;
 use nibble_core::{Backend, BlockScaled, Kernels, Operand, Tensor};
 use nibble_formats::{BlockAxis, Codec, Format, Purpose, ScaleKind, ScaleRule, Scaling, Stream, fnv1a32};
@@ -34,7 +34,7 @@ pub fn quantize<'d, B: Kernels>(
     }
     require_matches(&args.only, file)?;
     let kept = kept(&args.only, file, &out.metadata);
-    let reach = loss::reach(b, codec)?;
+    let expected = Expected::of(b, codec)?;
     let mut converted = 0;
     for (name, view) in file.iter() {
         if let Some(why) = kept.get(name) {
@@ -47,8 +47,9 @@ pub fn quantize<'d, B: Kernels>(
             continue;
         };
         let mut loss = Loss::default();
-        let planes = quantize_all(b, args, codec, (name, sizes, view.dtype()), &values, (reach, &mut loss))?;
-        losses.add(name, loss);
+        let planes =
+            quantize_all(b, args, codec, (name, sizes, view.dtype()), &values, (expected, &mut loss))?;
+        losses.add(name, loss, expected);
         store(b, name, &view, &planes, codec, out)?;
         converted += 1;
     }
@@ -126,7 +127,7 @@ fn quantize_all<B: Kernels>(
     codec: Codec,
     (name, [stack, rows, cols], dtype): (&str, [usize; 3], Dtype),
     values: &[f32],
-    (reach, loss): (f32, &mut Loss),
+    (expected, loss): (Expected, &mut Loss),
 ) -> Result<Vec<BlockScaled<B>>> {
     let mut all = Vec::with_capacity(stack);
     for (i, values) in values.chunks_exact(rows * cols).enumerate() {
@@ -136,9 +137,6 @@ fn quantize_all<B: Kernels>(
         let random = codec.draws().then(|| Stream::new(args.seed, Purpose::Rounding, site, 0).into());
         let op = Quantize { random, ..Quantize::new(&x, codec, axis_planes(args.axis)) };
         let emitted = op.run(b)?;
-        if let Some(counts) = &emitted.counts {
-            loss.bad_blocks += b.download(&counts.0)?[Counts::<B>::NON_FINITE];
-        }
         let plane = if args.axis == BlockAxis::Col {
             emitted.take_cols("quantize")
         } else {
@@ -147,7 +145,7 @@ fn quantize_all<B: Kernels>(
         let Operand::Block(q) = plane? else {
             return Err(Error::Failed(format!("tensor `{name}`: quantizing gave a plain tensor")));
         };
-        loss.compare(values, &decode(b, &q, dtype, rows)?, Blocks::of(&q, rows), reach);
+        loss.compare(values, &decode(b, &q, dtype, rows)?, Blocks::of(&q, rows), expected);
         all.push(q);
     }
     Ok(all)

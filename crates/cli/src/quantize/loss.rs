@@ -3,7 +3,7 @@
 use nibble_command::say;
 use nibble_core::ops::{Dequantize, Planes, Quantize};
 use nibble_core::{Backend, BlockScaled, DType, Kernels, Tensor};
-use nibble_formats::{BlockAxis, Codec};
+use nibble_formats::{BlockAxis, Codec, ScaleRule};
 
 /// What quantizing has changed in a tensor: its values beside those that the file gives back, in the tensor's own type. Values that
 /// were no finite numbers before are left out.
@@ -17,17 +17,30 @@ pub struct Loss {
     error: f32,
     /// Values that come back infinite or NaN.
     not_finite: u64,
-    /// Values that come back smaller because they are beyond the [`reach`] of the format's scales by more than a sixteenth, half a step of
-    /// its finest elements.
+    /// Values that come back smaller because they are beyond the [reach](Expected::of) of the format's scales by more than a sixteenth, half a
+    /// step of its finest elements.
     beyond: u64,
-    /// The reach, where there are such values.
-    reach: f32,
     /// Values other than 0 that come back as 0, as do all of their block: its scale cannot be as small as they are.
     below: u64,
+    /// Values other than 0 of blocks whose largest one comes back further off than rounding takes it, though not as 0: what they are decoded by
+    /// is not as small as they want.
+    off: u64,
     /// Values other than 0 that come back as 0 beside larger ones of their block, which is rounding.
     rounded_away: u64,
     /// Blocks that held a NaN or an infinity.
-    pub bad_blocks: u64,
+    bad_blocks: u64,
+    /// Blocks of finite values that come back as NaN: the rule has no scale for them.
+    refused_blocks: u64,
+}
+
+/// What may be expected of the values of a format under a rule.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Expected {
+    rule: ScaleRule,
+    /// The largest magnitude that any value comes back as.
+    reach: f32,
+    /// By what share of it the largest value of a block may be off where its scale fits.
+    most_off: f32,
 }
 
 /// Which values of a matrix share a scale.
@@ -65,32 +78,43 @@ impl Blocks {
 
 impl Loss {
     /// Adds a matrix: what it was and what it comes back as.
-    pub fn compare(&mut self, before: &[f32], after: &[f32], blocks: Blocks, reach: f32) {
-        // Of each block: values that come back as 0 and were not, and whether anything comes back as something else.
-        let mut zeroed = vec![(0u64, false); blocks.number(before.len() / blocks.cols)];
+    pub fn compare(&mut self, before: &[f32], after: &[f32], blocks: Blocks, expected: Expected) {
+        let mut all = vec![OfBlock::default(); blocks.number(before.len() / blocks.cols)];
         // Beyond the largest number there is none.
-        let most = f64::from(reach) * (17.0 / 16.0);
+        let most = f64::from(expected.reach) * (17.0 / 16.0);
         for (i, (&x, &y)) in before.iter().zip(after).enumerate() {
-            let block = &mut zeroed[blocks.index(i)];
-            block.1 |= y != 0.0;
+            let block = &mut all[blocks.index(i)];
+            block.has_other |= y != 0.0;
             if !x.is_finite() {
+                block.is_bad = true;
                 continue;
             }
             self.values += 1;
             self.amax = self.amax.max(x.abs());
+            block.has_nan |= y.is_nan();
+            block.not_zero += u64::from(x != 0.0);
             if !y.is_finite() {
                 self.not_finite += 1;
                 continue;
             }
             self.error = self.error.max((x - y).abs());
-            if f64::from(x.abs()) > most {
-                self.beyond += 1;
-                self.reach = reach;
+            let is_beyond = f64::from(x.abs()) > most;
+            self.beyond += u64::from(is_beyond);
+            block.zeroed += u64::from(x != 0.0 && y == 0.0);
+            if x.abs() > block.largest {
+                (block.largest, block.largest_is_off) =
+                    (x.abs(), !is_beyond && (x - y).abs() > x.abs() * expected.most_off);
             }
-            block.0 += u64::from(x != 0.0 && y == 0.0);
         }
-        for (values, is_other) in zeroed {
-            *(if is_other { &mut self.rounded_away } else { &mut self.below }) += values;
+        all.iter().for_each(|block| self.add(block));
+    }
+
+    fn add(&mut self, block: &OfBlock) {
+        *(if block.has_other { &mut self.rounded_away } else { &mut self.below }) += block.zeroed;
+        self.bad_blocks += u64::from(block.is_bad);
+        self.refused_blocks += u64::from(block.has_nan && !block.is_bad);
+        if block.has_other && block.largest_is_off {
+            self.off += block.not_zero;
         }
     }
 
@@ -100,15 +124,30 @@ impl Loss {
     }
 
     /// What no rounding explains, a part of a sentence each.
-    fn findings(&self) -> Vec<String> {
-        let reach = match self.reach {
+    fn findings(&self, expected: Expected) -> Vec<String> {
+        let reach = match expected.reach {
             reach if reach < 1e9 => reach.to_string(),
             reach => format!("{reach:.3e}"),
         };
+        let refused = match expected.rule {
+            ScaleRule::Even => {
+                "rule `even` rounds their largest value up to 2^128, for which there is no scale"
+            }
+            ScaleRule::Cann => {
+                "rule `cann` has scales for largest values from 2^-45.2 to 372,500, and none for zeros"
+            }
+            _ => "there is no scale for them",
+        };
+        let off = format!(
+            "values come back otherwise with their whole blocks, the largest by more than {:.0} %: no scale is as small",
+            100.0 * expected.most_off
+        );
         let all = [
             (self.bad_blocks, "blocks hold a NaN or an infinity; their scales are NaN".to_owned()),
+            (self.refused_blocks, format!("blocks of finite values have the scale NaN: {refused}")),
             (self.not_finite, "values come back infinite or NaN".to_owned()),
             (self.beyond, format!("values come back smaller: the format holds nothing larger than {reach}")),
+            (self.off, off),
             (self.below, "values come back as 0 with their whole blocks: no scale is as small".to_owned()),
         ];
         all.iter()
@@ -118,14 +157,29 @@ impl Loss {
     }
 }
 
+/// What is looked at of one block.
+#[derive(Debug, Clone, Copy, Default)]
+struct OfBlock {
+    /// Whether a value was no finite number, and whether one that was comes back as NaN.
+    is_bad: bool,
+    has_nan: bool,
+    /// Values other than 0, and those of them that come back as 0; whether anything comes back as something else.
+    not_zero: u64,
+    zeroed: u64,
+    has_other: bool,
+    /// The largest magnitude, and whether it comes back further off than is [expected](Expected).
+    largest: f32,
+    largest_is_off: bool,
+}
+
 /// What quantizing has changed in each tensor.
 #[derive(Debug, Default)]
-pub struct Losses(Vec<(String, Loss)>);
+pub struct Losses(Vec<(String, Loss, Expected)>);
 
 impl Losses {
     /// Adds a tensor.
-    pub fn add(&mut self, name: &str, loss: Loss) {
-        self.0.push((name.to_owned(), loss));
+    pub fn add(&mut self, name: &str, loss: Loss, expected: Expected) {
+        self.0.push((name.to_owned(), loss, expected));
     }
 
     /// Says what no rounding explains, and the largest error.
@@ -135,7 +189,7 @@ impl Losses {
         let found: Vec<_> = self
             .0
             .iter()
-            .map(|(name, loss)| (name, loss.findings()))
+            .map(|(name, loss, expected)| (name, loss.findings(*expected)))
             .filter(|(_, found)| !found.is_empty())
             .collect();
         for (name, findings) in found.iter().take(MOST_LINES) {
@@ -145,8 +199,8 @@ impl Losses {
             say!("warning: the like of {} more tensors", found.len() - MOST_LINES);
         }
         let worst = self.0.iter().reduce(|a, b| if b.1.relative() > a.1.relative() { b } else { a });
-        let Some((name, loss)) = worst else { return };
-        let sum = |of: fn(&Loss) -> u64| self.0.iter().map(|(_, loss)| of(loss)).sum::<u64>();
+        let Some((name, loss, _)) = worst else { return };
+        let sum = |of: fn(&Loss) -> u64| self.0.iter().map(|(_, loss, _)| of(loss)).sum::<u64>();
         say!(
             "largest error: {:.3e}, {:.2}% of the largest value (`{name}`); {} of {} values are rounded to 0 beside larger ones",
             loss.error,
@@ -160,11 +214,19 @@ impl Losses {
 /// Tensors that have a warning each.
 const MOST_LINES: usize = 5;
 
-/// The largest magnitude that any value comes back as. Scales of whole matrices, and F32 scales, reach whatever a tensor holds.
-///
-/// # Errors
-/// From the backend.
-pub fn reach<B: Kernels>(b: &B, codec: Codec) -> nibble_core::Result<f32> {
+impl Expected {
+    /// Of a codec. Scales of whole matrices, and F32 scales, reach whatever a tensor holds; of others the largest number is asked for.
+    ///
+    /// # Errors
+    /// From the backend.
+    pub fn of<B: Kernels>(b: &B, codec: Codec) -> nibble_core::Result<Expected> {
+        // A value of half the largest code or more is off by a step of two at most, or half of that to nearest; and `floor` leaves nothing above 4/3 of it.
+        let most_off = if codec.rounding().is_random() { 0.5 } else { 0.25 };
+        Ok(Expected { rule: codec.rule(), reach: reach(b, codec)?, most_off })
+    }
+}
+
+fn reach<B: Kernels>(b: &B, codec: Codec) -> nibble_core::Result<f32> {
     let (format, rule) = (codec.format(), codec.rule());
     if format.scale_kind(rule).has_tensor_scale() {
         return Ok(f32::MAX);
@@ -190,24 +252,33 @@ mod tests {
         let blocks = Blocks { cols: 4, block_rows: 1, block_cols: 2 };
         let before = [1.0, 0.1, 1e-9, -1e-9, 0.0, f32::NAN, 9.0, 65504.0];
         let after = [1.5, 0.0, 0.0, 0.0, 0.0, f32::NAN, 4.0, f32::INFINITY];
-        let mut loss = Loss::default();
-        loss.compare(&before, &after, blocks, 4.0);
+        let expected = Expected { rule: ScaleRule::Floor, reach: 4.0, most_off: 0.25 };
         let found = Loss {
             values: 7,
             amax: 65504.0,
             error: 5.0,
             not_finite: 1,
             beyond: 1,
-            reach: 4.0,
             below: 2,
+            off: 2,
             rounded_away: 1,
-            bad_blocks: 0,
+            bad_blocks: 1,
+            refused_blocks: 0,
         };
+        let mut loss = Loss::default();
+        loss.compare(&before, &after, blocks, expected);
         assert_eq!(loss, found);
-        assert_eq!(loss.findings().len(), 3);
+        assert_eq!(loss.findings(expected).len(), 5);
         let mut none = Loss::default();
-        none.compare(&[4.2, 0.0], &[4.0, 0.0], Blocks { cols: 2, block_rows: 1, block_cols: 2 }, 4.0);
-        assert!(none.findings().is_empty());
+        none.compare(&[4.2, 0.0], &[4.0, 0.0], Blocks { cols: 2, block_rows: 1, block_cols: 2 }, expected);
+        assert!(none.findings(expected).is_empty());
+        let mut refused = Loss::default();
+        refused.compare(&[0.0, 3.0], &[f32::NAN; 2], blocks_of_one(), expected);
+        assert_eq!((refused.bad_blocks, refused.refused_blocks), (0, 2));
+    }
+
+    fn blocks_of_one() -> Blocks {
+        Blocks { cols: 2, block_rows: 1, block_cols: 1 }
     }
 
     #[test]

@@ -39,7 +39,7 @@ use std::path::{Path, PathBuf};
     sizes the first is the number of matrices, each of which has blocks of its own. Tensors that are not matrices of \
     floats are copied, and so is what is quantized already. The input is never touched, and equal input gives equal bytes. \
     A line tells of the largest error, and warnings of values that no rounding explains: those that come back infinite, that \
-    are larger than what the format holds, or so small that their whole block comes back as zeros.\n\n\
+    are larger than what the format holds, or so small that their whole block comes back as zeros or otherwise.\n\n\
     Planes of a tensor NAME:\n  \
     NAME.codes         codes of less than 8 bits are packed from the lowest bit on: 2 of 4 bits a byte,\n                     \
     4 of 6 bits in 3 bytes\n  \
@@ -95,7 +95,7 @@ pub struct Args {
 /// What may be asked of a format's scales beside its rule; refused where the format has no such choice.
 #[derive(Debug, clap::Args)]
 struct ScalingArgs {
-    /// Chooses scales as if a block's largest magnitude were so much larger: 1 to 2 in steps of 1/16.
+    /// Chooses scales, a tensor's too, as if the largest magnitude were so much larger: 1 to 2 in steps of 1/16.
     #[arg(long, value_name = "FACTOR", conflicts_with = "back", value_parser = headroom)]
     headroom: Option<Headroom>,
     /// From where on a share of a block gets another octave: 4,2 or 3.5,1.75 (hif4 only).

@@ -345,11 +345,35 @@ fn equal_input_gives_equal_bytes() {
 #[test]
 fn what_no_rounding_explains_is_warned_of() {
     let place = Place::new();
-    let two = |exponent: i32| 2f32.powi(exponent);
-    let cases: [(&str, &[f32], &str); 6] = [
+    let two = |exponent: i32| f64::from(exponent).exp2() as f32;
+    let off = "64 values come back otherwise with their whole blocks, the largest by more than 25 %: no scale is as small";
+    let cases: [(&str, &[f32], &str); 15] = [
         ("hif4", &[two(20); 64], "64 values come back smaller: the format holds nothing larger than 344064"),
         ("hif4", &[two(-60); 64], "64 values come back as 0 with their whole blocks"),
+        ("hif4", &[two(-51); 64], off),
+        ("hif4", &[two(-48); 64], ""),
         ("e4m3-row", &[1.5 * two(-60); 64], "64 values come back as 0 with their whole blocks"),
+        // Its multiplier ends at the largest F32.
+        ("nvfp4", &[two(-120); 64], off),
+        ("nvfp4", &[two(-115); 64], ""),
+        ("nvfp4 --outer power", &[two(-120); 64], ""),
+        ("nvfp4 --outer power", &[two(-138); 64], "64 values come back as 0 with their whole blocks"),
+        (
+            "mxfp4 --scale even",
+            &[3e38; 32],
+            "1 blocks of finite values have the scale NaN: rule `even` rounds",
+        ),
+        (
+            "mxfp4 --scale even",
+            &[3e38, f32::NAN],
+            "1 blocks hold a NaN or an infinity; their scales are NaN; 1 values",
+        ),
+        (
+            "hif4 --scale cann",
+            &[0.0; 128],
+            "2 blocks of finite values have the scale NaN: rule `cann` has scales for largest values from 2^-45.2 to 372,500, \
+             and none for zeros; 128 values come back infinite or NaN",
+        ),
         (
             "mxfp4",
             &[f32::NAN, 1.0],
@@ -360,8 +384,8 @@ fn what_no_rounding_explains_is_warned_of() {
     ];
     for (format, row, warning) in cases {
         write_rows(&place.path("x.safetensors"), &[("x", row)]);
-        let args = ["quantize", "x.safetensors", "q.safetensors", "--format", format, "--force"];
-        let done = place.nibble(&args).ok();
+        let args = ["quantize", "x.safetensors", "q.safetensors", "--force", "--format"];
+        let done = place.nibble(&[&args[..], &format.split(' ').collect::<Vec<_>>()].concat()).ok();
         let what = format!("{format} {row:?}: {}", done.stdout);
         let told = done.stdout.lines().find_map(|line| line.strip_prefix("warning: `x`: "));
         assert_eq!(told.is_some(), !warning.is_empty(), "{what}");
@@ -416,15 +440,18 @@ fn scales_are_chosen_as_options_say() {
         ("nvfp4", &["--candidates", "4/6-mse"][..]),
         ("nvfp4", &["--candidates", "4/6-mae", "--outer", "power"]),
         ("nvfp4", &["--headroom", "1.0625"]),
-        ("hif4", &["--thresholds", "3.5,1.75", "--headroom", "1.125"]),
+        ("hif4", &["--thresholds", "3.5,1.75", "--headroom", "1.1875"]),
         ("mxfp4", &["--headroom", "2"]),
     ] {
         quantize("plain.safetensors", &["--format", format]).ok();
         quantize("chosen.safetensors", &[&["--format", format], options].concat()).ok();
         let read = |name: &str| std::fs::read(place.path(name)).unwrap();
         let (plain, chosen) = (read("plain.safetensors"), read("chosen.safetensors"));
+        // Headroom that blocks and their tensor have alike is the tensor's.
         let scales = |file: &[u8]| {
-            SafeTensors::deserialize(file).unwrap().tensor("attn.b.scales").unwrap().data().to_vec()
+            let planes = ["scales", "tensor_scale"].map(|plane| format!("attn.b.{plane}"));
+            let file = SafeTensors::deserialize(file).unwrap();
+            planes.map(|plane| file.tensor(&plane).map(|plane| plane.data().to_vec()).unwrap_or_default())
         };
         assert_ne!(scales(&plain), scales(&chosen), "{format} {options:?}");
         let (_, header) = SafeTensors::read_metadata(&chosen).unwrap();

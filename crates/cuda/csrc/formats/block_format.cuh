@@ -21,7 +21,7 @@
 //   kChosen      whether scales are chosen as ScalingArg says: false, but in Chosen<..>. What follows is for that alone
 //   kThresholds  whether `refine` takes the thresholds of octaves too
 //   kCorrection  whether records of blocks of 16 may be `corrected` once their values are rounded; Nvfp4. Its scale takes what the largest value is multiplied by
-//   kCandidates  whether blocks of 16 choose between scales: scale<true> is one and a half times as large, and `lost` compares; Nvfp4Codes
+//   kCandidates  whether blocks of 16 choose between scales: scale<true> takes the largest magnitude to 4 instead of 6, and `lost` compares; Nvfp4Codes
 //                shows how
 // The record of a block with a NaN or an infinity has the inverse NaN, and the block's codes are zeros. The twin of
 // crates/formats/src/block.rs.

@@ -55,8 +55,7 @@ struct Nvfp4 : Nvfp4Codes {
     template <bool kFour = false>
     __device__ __forceinline__ static Scaled scale(u32 amax, ScaleArg, TensorInverse tensor, float sixth = kSixth) {
         if (amax >= kInfinityBits) return Scaled::nan(kNan);
-        float wanted = __fmul_rn(__uint_as_float(amax), __fmul_rn(tensor.inverse, sixth));
-        if constexpr (kFour) wanted = __fmul_rn(wanted, 1.5f);
+        const float wanted = __fmul_rn(__uint_as_float(amax), __fmul_rn(tensor.inverse, kFour ? 0.25f : sixth));
         const u32 byte = ptx::e4m3x2_from_f32(wanted, 0.0f) & 0xFF;
         if (byte == kNan) return Scaled::nan(byte);
         // Under a scale of zero all but zeros get the largest code, which decodes to zero.
@@ -103,8 +102,7 @@ struct Nvfp4Block : Nvfp4Codes {
 
     template <bool kFour = false>
     __device__ __forceinline__ static Scaled scale(u32 amax, ScaleArg, TensorInverse) {
-        float wanted = sixth(__uint_as_float(amax));
-        if constexpr (kFour) wanted = __fmul_rn(wanted, 1.5f);
+        const float wanted = kFour ? __fmul_rn(__uint_as_float(amax), 0.25f) : sixth(__uint_as_float(amax));
         const u32 byte = ptx::e4m3x2_from_f32(wanted, 0.0f) & 0xFF;
         const float value = E4m3::decode(byte), approx = ptx::reciprocal_approx(value);
         // One Newton step gives the correctly rounded reciprocal, since the value has only four significant bits.

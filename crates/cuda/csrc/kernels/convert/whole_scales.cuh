@@ -13,7 +13,7 @@
 // spans_of_rows: which of num_groups groups, whose first rows and end are in `start`, a row lies in, or num_groups. 256 threads; grid
 //   ceil(rows / 256).
 // tensor_scales: for each of `spans` spans the factor for its values, one over the factor, and the scale that is stored; of NVFP4 (kNvfp4), or of
-//   FP8. `largest` is what the largest magnitude becomes. kPower: the scale of NVFP4 is rounded up to a power of two. With `earlier`: the scale follows from the magnitude that is expected of the span, where that is known.
+//   FP8. `largest` is what the largest magnitude times `headroom` becomes. kPower: the scale of NVFP4 is rounded up to a power of two. With `earlier`: the scale follows from the magnitude that is expected of the span, where that is known.
 //   In place of one over the factor comes the expected magnitude (infinity where it is not known). counts[1] += the values of those spans: cols in
 //   each of len[span] rows, or of matrix_rows where null. 256 threads; grid ceil(spans / 256).
 // spread_scales: out[row] = scale[span_of_row[row]], or of row / matrix_rows where null; NaN where `found` says that a value of the span is not
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(256) spans_of_rows(const int* __restrict__ sta
 
 template <bool kNvfp4, bool kPower>
 __global__ void __launch_bounds__(256)
-    tensor_scales(const u32* __restrict__ maxima, int spans, float largest, TensorInverse* inverses, float* scales, const EarlierArg earlier,
+    tensor_scales(const u32* __restrict__ maxima, int spans, float headroom, float largest, TensorInverse* inverses, float* scales, const EarlierArg earlier,
                   const int* __restrict__ len, int matrix_rows, int cols, u64* counts) {
     const int span = blockIdx.x * 256 + threadIdx.x;
     if (span >= spans) return;
@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(256)
         const u64 values = u64(len == nullptr ? matrix_rows : __ldg(len + span)) * cols;
         if (values != 0) atomicAdd(counts + 1, values);
     }
-    const float amax = __uint_as_float(bits), most = 0x1.fffffep127f;
+    const float most = 0x1.fffffep127f, amax = bits >= kInfinityBits ? __uint_as_float(bits) : fminf(__fmul_rn(__uint_as_float(bits), headroom), most);
     float inverse = 1.0f, scale = 1.0f;
     if (bits > kInfinityBits) {
         inverse = scale = __uint_as_float(kNanBits);

@@ -8,7 +8,7 @@ use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch, plain_args};
 use crate::ops::buffer_check::BufferCheck;
 use crate::{Buffer, Cuda, Device};
-use nibble_core::formats::{Candidates, Correction, Format, Outer, Scaling};
+use nibble_core::formats::{Format, Outer, Scaling};
 use nibble_core::ops::{Delayed, MeasureAmax, Planes, Quantize};
 use nibble_core::{BlockScaled, DType, Result};
 
@@ -209,19 +209,14 @@ impl Measure<'_> {
             }
         };
         let (inverses, scales) = (device.alloc::<f32>(2 * count)?, device.alloc::<f32>(count)?);
-        let Scaling { candidates, outer, correction, .. } = desc.codec.scaling();
-        let largest = match (format, candidates, correction) {
-            (Format::Nvfp4, _, Correction::MsEden) => 6.0 * 256.0 / Correction::CLIP,
-            (Format::Nvfp4, Candidates::Six, _) => 6.0 * 448.0,
-            (Format::Nvfp4, ..) => 6.0 * 256.0,
-            _ => desc.codec.element().max(),
-        };
+        let Scaling { headroom, outer, .. } = desc.codec.scaling();
         let (matrix_rows, cols) = (desc.rows as i32, desc.cols as i32);
         let counts = out.found.map(|found| found.counts.get());
-        let args: [&dyn KernelArg; 10] = [
+        let args: [&dyn KernelArg; 11] = [
             &maxima,
             &(count as i32),
-            &largest,
+            &headroom.factor(),
+            &desc.codec.tensor_most(),
             &inverses,
             &scales,
             &earlier,
