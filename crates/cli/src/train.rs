@@ -272,7 +272,7 @@ fn load_for(process: &Process, (name, resume): (&str, bool), overrides: &[String
 fn load(name: &str, overrides: &[String], resume: bool) -> Result<(Config, bool)> {
     let path = Path::new(name);
     let is_dir_set = changes::set_to(overrides, "run.dir").is_some();
-    if let (None, Some(dir)) = (preset(name), dir_of_run(path)) {
+    if let (None, Some(dir)) = (preset(name), dir_of_run(path).filter(|_| !is_folder(path))) {
         let shown = dir.display();
         if path.is_dir() && !resume {
             return Err(Error::usage(format!(

@@ -431,6 +431,15 @@ fn data_of_other_tokens_is_refused() {
     fs::write(folder.join("tokenizer.json"), "{}").unwrap();
     let error = begins(&folder, "other.txt").unwrap_err().to_string();
     assert!(error.contains("tokenizer.json: is no tokenizer that can be read"), "{error}");
+    // Nor is a text taken for bytes where there is none.
+    fs::remove_file(folder.join("tokenizer.json")).unwrap();
+    fs::write(folder.join("tokenizer.model"), "").unwrap();
+    begins(&folder, "random").unwrap();
+    let error = begins(&folder, "other.txt").unwrap_err().to_string();
+    assert!(
+        error.contains("has tokenizer.model and no tokenizer.json") && error.contains("save_pretrained"),
+        "{error}"
+    );
 }
 
 /// Ranks are no more than what they keep, also while a folder is read.

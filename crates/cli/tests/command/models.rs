@@ -344,6 +344,8 @@ fn an_export_that_is_killed_leaves_no_folder_that_passes_for_a_whole_one() {
     place.nibble(&["eval", "folder", "--set", "data.source=text.txt", "--device", "cpu"]).ok();
     let error = place.nibble(&["export", "run", "folder"]).failed(2);
     assert!(error.contains("folder is there already, and is not replaced"), "{error}");
+    let error = place.nibble(&["train", "folder"]).failed(2);
+    assert!(error.contains("nibble train tiny --from folder"), "{error}");
 }
 
 /// The command that began a run with weights goes on with it, and what it says of the model besides is not passed over.

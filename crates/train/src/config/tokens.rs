@@ -7,7 +7,7 @@ use super::{Config, RANDOM, SYNTHETIC};
 use crate::checkpoint::Checkpoint;
 use crate::data::holds_ids;
 use crate::error::{Error, Result};
-use crate::pretrained::{Initial, companions_of};
+use crate::pretrained::{Initial, companions_of, is_folder};
 use crate::tokenizer::{self, Bytes, Framing, Ids, SharedTokenizer, Symbols, TOKENIZER_FILE, Tokenizer};
 
 /// Where the tokenizer of a configuration is.
@@ -118,6 +118,10 @@ impl Config {
             (_, Place::BuiltIn) => Ok(Some(Arc::new(Symbols))),
             (Some(folder), _) => self.open_kept(folder),
             (None, Place::File(path)) => Ok(Some(tokenizer::open(path)?)),
+            // Text in tokens that the model does not have would be learnt as others.
+            (None, Place::Model(path)) if self.is_text() && !self.holds_ids() && is_folder(path) => {
+                Ok(Some(tokenizer::open(path)?))
+            }
             (None, Place::Model(path)) => Initial::open(path)?.tokenizer(),
             (None, Place::Nowhere) => Ok(None),
         }

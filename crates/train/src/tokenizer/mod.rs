@@ -193,7 +193,9 @@ fn absent(dir: &Path) -> String {
     let others = ["tokenizer.model", "vocab.json", "tiktoken.model"];
     let other: Option<PathBuf> = others.iter().map(|name| dir.join(name)).find(|path| path.exists());
     match other {
-        None => format!("has no {TOKENIZER_FILE}"),
+        None => {
+            format!("has no {TOKENIZER_FILE}, which says what the tokens of a text are: set data.tokenizer")
+        }
         Some(other) => format!(
             "has {} and no {TOKENIZER_FILE}, which alone is read here; `AutoTokenizer.from_pretrained(...).save_pretrained(...)` of \
              transformers writes one",
