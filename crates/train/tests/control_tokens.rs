@@ -54,6 +54,18 @@ fn control_tokens_are_those_of_python() {
     }
 }
 
+/// Names of tokens in an older file alone are those of a tokenizer that others take as it stands.
+#[test]
+fn names_of_an_older_file_alone_are_kept() {
+    let dir = place("qwen", &serde_json::json!({"special_tokens_map.json": {"eos_token": "<|im_start|>"}}));
+    let tokenizer = tokenizer::open(dir.path()).unwrap();
+    assert_eq!(tokenizer.eos(), tokenizer.token_id("<|im_start|>"));
+    let files: BTreeMap<&str, String> = tokenizer.files().into_iter().collect();
+    let settings: Value = serde_json::from_str(&files["tokenizer_config.json"]).unwrap();
+    assert_eq!(settings["eos_token"], "<|im_start|>");
+    assert_eq!(settings["tokenizer_class"], "PreTrainedTokenizerFast");
+}
+
 /// White space beside a control token that takes it along is that token's, whatever part it stands in.
 #[test]
 fn a_control_token_takes_white_space_of_other_parts_along() {
@@ -104,6 +116,11 @@ fn control_tokens_that_contradict_the_tokenizer_are_named() {
             "\"<|im_end|>\" has the id 5; with the tokens",
         ),
         ("added_tokens.json", serde_json::json!({"<|im_end|>": "5"}), "`<|im_end|>` is \"5\""),
+        (
+            "tokenizer_config.json",
+            serde_json::json!({"split_special_tokens": true}),
+            "`split_special_tokens` is true",
+        ),
         ("added_tokens.json", serde_json::json!([]), "is no JSON object"),
     ] {
         let dir = place("qwen", &serde_json::json!({ name: files }));

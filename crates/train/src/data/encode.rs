@@ -206,6 +206,34 @@ mod tests {
         assert_eq!(encoder.encode(text(&[("", true)])).unwrap().ids, [0; 0]);
     }
 
+    /// A tokenizer that begins a text with a space: parts of a document, and pieces of a long text, do not begin one.
+    #[test]
+    fn what_goes_on_with_a_text_begins_none() {
+        let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/tokenizers/llama2");
+        let tokenizer = crate::tokenizer::open(&folder).unwrap();
+        let vocab_size = tokenizer.vocab_size();
+        let encoder = Encoder { tokenizer: Some(tokenizer.clone()), framing: Framing::default(), vocab_size };
+        let ids = |text: &str| -> Vec<u32> {
+            tokenizer.encode(text).unwrap().into_iter().map(|id| id as u32).collect()
+        };
+        for (prompt, answer) in [("is five odd?\n", "yes it is"), ("[INST] is it? [/INST]", " it is ")] {
+            let (whole, of_prompt) = (ids(&format!("{prompt}{answer}")), ids(prompt).len());
+            assert_ne!([ids(prompt), ids(answer)].concat(), whole);
+            let pair = text(&[(prompt, false), (answer, true)]);
+            let parts = [(prompt, false), (answer, true)].map(|(text, learnt)| (text.to_owned(), learnt));
+            let chat = Piece { content: Content::Chat(parts.into()), ..text(&[]) };
+            for piece in [pair, chat] {
+                let encoded = encoder.encode(piece).unwrap();
+                assert_eq!(encoded.ids, whole);
+                let unlearnt = 0..of_prompt;
+                assert_eq!(encoded.unlearnt, [unlearnt]);
+                assert_eq!(encoded.bytes, Some(answer.len()));
+            }
+            let inner = Piece { begins: false, ..text(&[(answer, true)]) };
+            assert_eq!(encoder.encode(inner).unwrap().ids, whole[of_prompt..]);
+        }
+    }
+
     #[test]
     fn what_has_no_ids_is_told() {
         let encoder = |vocab_size| Encoder {

@@ -6,7 +6,7 @@ use std::path::Path;
 use serde_json::{Map, Value};
 
 use super::listed::Listed;
-use super::{CHAT_TEMPLATE_FILE, SETTINGS_FILE, TOKENIZER_FILE};
+use super::{CHAT_TEMPLATE_FILE, SETTINGS_FILE, TOKENIZER_FILE, transformers_tokenizer};
 use crate::error::{Error, Result};
 use crate::files;
 
@@ -65,11 +65,21 @@ impl Settings {
             Some(Value::Bool(add)) => Some(*add),
             Some(other) => return Err(fail(format!("`add_bos_token` is {other}, expected true or false"))),
         };
+        if keys.get("split_special_tokens") == Some(&Value::Bool(true)) {
+            let why = "`split_special_tokens` is true, by which `transformers` takes control tokens of a conversation for text; leave it out";
+            return Err(fail(why.into()));
+        }
         settings.listed = Listed::of(tokenizer, &mut keys)?;
         for (key, token) in &settings.listed.named {
             settings.tokens.insert(key.clone(), token.content.clone());
         }
         if settings.listed.is_renamed {
+            if settings.text.is_none() {
+                // With the names alone `transformers` would go by the model's type.
+                let mut whole = object(&path, &transformers_tokenizer())?;
+                whole.extend(keys);
+                keys = whole;
+            }
             settings.text = Some(format!("{:#}\n", Value::from(keys)));
         }
         Ok(settings)

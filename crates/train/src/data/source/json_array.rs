@@ -108,7 +108,8 @@ impl Items {
 
     /// Reads an item to its end. Of one that is too long nothing is kept; it is told.
     fn read_item(&mut self) -> Result<Result<(), String>> {
-        let (mut depth, mut in_text, mut escaped, mut is_long) = (0u64, false, false, false);
+        let (mut depth, mut in_text, mut escaped) = (0u64, false, false);
+        let (mut is_closed, mut is_long) = (false, false);
         self.item.clear();
         loop {
             let buffer = self.reader.fill_buf().map_err(|e| self.file.broken(&e))?;
@@ -123,13 +124,17 @@ impl Items {
                     b'"' => in_text = !in_text,
                     _ if in_text => {}
                     b'{' | b'[' => depth += 1,
-                    b'}' | b']' if depth > 0 => depth -= 1,
+                    b'}' | b']' if depth > 0 => {
+                        depth -= 1;
+                        is_closed = depth == 0;
+                        return is_closed;
+                    }
                     b',' | b']' | b'}' if depth == 0 => return true,
                     _ => {}
                 }
                 false
             });
-            let count = end.unwrap_or(buffer.len());
+            let count = end.map_or(buffer.len(), |at| at + usize::from(is_closed));
             is_long |= self.item.len() + count > MOST_ROW_BYTES;
             match is_long {
                 true => self.item = Vec::new(),

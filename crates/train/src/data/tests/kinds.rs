@@ -299,7 +299,7 @@ fn bad_items_of_an_array_are_named_and_can_be_left_out() {
         assert_eq!(skipped.unwrap(), docs.concat().into_bytes(), "{row}");
     }
     for (rows, why) in [
-        (begin.to_owned(), "row 60 has no end"),
+        (begin.to_owned(), "behind row 60 the array has no end"),
         (format!("{begin}, {{\"text\": \"a]"), "row 61 has no end"),
         (format!("{begin} {{}}]"), "behind row 60 there is no comma"),
         (format!("{begin},]"), "behind row 60 a comma is followed by no row"),
