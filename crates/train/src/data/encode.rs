@@ -224,7 +224,9 @@ mod tests {
             let chat = Piece { content: Content::Chat(parts.into()), ..text(&[]) };
             for piece in [pair, chat] {
                 let encoded = encoder.encode(piece).unwrap();
-                assert_eq!((&encoded.ids, encoded.unlearnt), (&whole, vec![0..of_prompt]));
+                assert_eq!(encoded.ids, whole);
+                let unlearnt = 0..of_prompt;
+                assert_eq!(encoded.unlearnt, [unlearnt]);
                 assert_eq!(encoded.bytes, Some(answer.len()));
             }
             let inner = Piece { begins: false, ..text(&[(answer, true)]) };
