@@ -17,14 +17,17 @@ use std::path::Path;
 
 /// Says what this machine and this build have
 ///
-/// Processor, threads, memory, backends, formats, recipes, environment.
+/// Processor, threads, memory, backends, and what of the environment is set; with --all every variable, format and recipe.
 #[derive(Debug, clap::Args)]
 #[command(
     after_help = "--warm needs no GPU. --time compiles into an empty cache of its own, and throws that away. --links takes 128 MiB of each GPU. A link \
     that is slow beside the others is told of by a warning, and the exit code is 0.\n\n\
-    Examples:\n  nibble doctor\n  nibble doctor --warm\n  nibble doctor --links\n  NIBBLE_ISA=avx2 nibble doctor"
+    Examples:\n  nibble doctor\n  nibble doctor --all\n  nibble doctor --warm\n  nibble doctor --links\n  NIBBLE_ISA=avx2 nibble doctor"
 )]
 pub struct Args {
+    /// Prints also every environment variable, the formats with their blocks, scale rules and products, and the recipes.
+    #[arg(long, conflicts_with_all = ["time", "warm", "links"])]
+    all: bool,
     /// Measures instead how long the GPU's kernels take to be ready: compiled anew, and from the cache.
     #[arg(long)]
     time: bool,
@@ -69,6 +72,28 @@ pub fn run(args: Args) -> Result<()> {
     }
     say!("compiled kernels: {}", cubins(nibble_cuda::env::cubin_cache().as_deref()));
     say!("training: {}", nibble_command::device::preview());
+    match args.all {
+        true => tell_all(),
+        false => tell_short(),
+    }
+}
+
+/// What is set of the environment, and the names of all else.
+fn tell_short() -> Result<()> {
+    let set: Vec<_> = env::all().filter(|(name, _)| std::env::var_os(name).is_some()).collect();
+    say!("environment:{}", if set.is_empty() { " no NIBBLE_ variable is set" } else { "" });
+    for (name, meaning) in set {
+        say!("  {name} = {}: {meaning}", env::shown(name));
+    }
+    say!("formats:");
+    let names: Vec<_> = Format::ALL.iter().map(|format| format.spec().name).collect();
+    names.chunks(8).for_each(|names| say!("  {}", names.join(", ")));
+    say!("recipes: {}; nibble recipe lists them", Recipe::all_names().count());
+    say!("--all prints every variable, what each format is and every recipe");
+    Ok(())
+}
+
+fn tell_all() -> Result<()> {
     say!("environment:");
     for (name, meaning) in env::all() {
         say!("  {name} = {}: {meaning}", env::shown(name));

@@ -30,6 +30,7 @@ use stopping::StopTexts;
     Examples:\n  \
     nibble generate runs/shakespeare --prompt 'ROMEO:' --tokens 400 --temperature 0.8 --top-p 0.95\n  \
     nibble generate my-model --chat --prompt 'What is a nibble?'\n  \
+    nibble generate runs/tiny --recipe bf16\n  \
     nibble generate my-model --prompts questions.jsonl --stop 'Q:' > answers.jsonl\n  \
     nibble generate runs/tiny --temperature 0 --tokens 64"
 )]
@@ -53,6 +54,9 @@ pub struct Args {
     /// Goes on past the tokens that end a text: those of `data.eos_token`, of the tokenizer, of `generation_config.json` or `config.json` of a model, and of a chat template behind answers.
     #[arg(long)]
     ignore_eos: bool,
+    /// Computes under this recipe, a built-in one or the path of a TOML file. Left out: a run's own, of a folder bf16. Standard error says which.
+    #[arg(long, value_name = "RECIPE")]
+    recipe: Option<String>,
     #[command(flatten)]
     device: DeviceArg,
 }
@@ -64,9 +68,10 @@ pub fn run(args: Args) -> Result<()> {
     }
     let prompts = args.prompts.read()?;
     let trained = Trained::open(&args.path)?;
-    let overrides = args.device.after(trained.tokens()?);
+    let named = args.recipe.iter().map(|name| format!("recipe={name}"));
+    let overrides = args.device.after(trained.tokens()?.into_iter().chain(named).collect());
     let mut config = trained.config(&overrides)?;
-    let recipe = trained.recipe(&config, &[])?;
+    let recipe = trained.recipe(&config, &overrides)?;
     let tokenizer = config.tokenizer()?.unwrap_or_else(|| Arc::new(Bytes));
     let framing = config.framing()?;
     let ids = args.prompts.ids(&prompts, &*tokenizer, framing)?;
@@ -154,9 +159,11 @@ struct Generation<'a> {
 impl Work for Generation<'_> {
     type Out = ();
 
-    /// Prints the texts and nothing else.
+    /// Prints the texts and nothing else; what they are computed in goes to standard error.
     fn run<B: Device>(&self, on: &On<'_, B>) -> Result<()> {
         let mut trainer = self.trained.load(on, self.config, self.recipe)?;
+        let Recipe { name, description, .. } = self.recipe;
+        warn!("computed under recipe {name} ({description}), on {}", on.describe());
         let mut decoding = trainer.decoding()?;
         let mut output = Output::new();
         match self.args.prompts.are_of_a_file() {

@@ -27,8 +27,55 @@ fn separated(words: &[String]) -> Option<String> {
     is_meant.then(|| format!("--dry-run {value}: write --dry-run={value}"))
 }
 
-/// What to write instead of an unknown option of a command that takes keys of the configuration.
+/// What commands of elsewhere are here.
+const COMMANDS: &[(&str, &[&str])] = &[
+    (
+        "models of Hugging Face's tools are read as they are (nibble train CONFIG --from FOLDER); nibble export RUN FOLDER writes such a folder, and \
+         nibble quantize IN OUT --format FORMAT a file in a block format. There is no GGUF, and no other checkpoint format",
+        &["convert", "merge", "save", "push", "gguf", "to-hf"],
+    ),
+    (
+        "write nibble train CONFIG --from FOLDER: every weight is trained; there are no adapters, and no training by preferences or rewards",
+        &["finetune", "fine-tune", "tune", "sft", "lora", "qlora", "dpo", "grpo", "rlhf", "pretrain", "fit"],
+    ),
+    ("write nibble train RUN --resume", &["resume", "continue", "restart"]),
+    (
+        "write nibble generate RUN_OR_MODEL, with --chat for answers; there is no server",
+        &["chat", "sample", "infer", "inference", "predict", "serve", "run", "complete"],
+    ),
+    (
+        "write nibble eval RUN_OR_MODEL, with --task or --perplexity",
+        &["evaluate", "test", "validate", "perplexity", "score", "lm-eval", "lm_eval"],
+    ),
+    (
+        "write nibble data FILE to look at data; training tokenizes by itself, into a cache",
+        &["tokenize", "preprocess", "prepare", "dataset", "datasets", "tokenizer"],
+    ),
+    ("write nibble quantize IN OUT --format FORMAT", &["quant", "compress", "dequantize", "pack"]),
+    (
+        "nibble models lists published models; nothing is downloaded: huggingface-cli download NAME --local-dir FOLDER does, and --from takes the folder",
+        &["download", "pull", "fetch", "list", "ls"],
+    ),
+    ("write nibble bench", &["benchmark", "profile", "perf", "speed"]),
+    ("write nibble inspect", &["info", "show", "describe", "summary", "stats"]),
+    ("write nibble recipe", &["recipes", "formats", "precision", "precisions"]),
+    ("write nibble doctor", &["check", "env", "diagnose", "devices", "gpu", "gpus", "system"]),
+    ("write nibble train CONFIG --dry-run", &["init", "config", "new", "estimate", "memory"]),
+    (
+        "write nibble plot RUN, or nibble report RUN for a page",
+        &["graph", "chart", "curves", "dashboard", "tensorboard", "ui"],
+    ),
+];
+
+/// What to write instead of a command that there is not, or of an unknown option of one that takes keys of the configuration.
 fn instead(error: &Error, words: &[String], all: &Command) -> Option<String> {
+    if let (ErrorKind::InvalidSubcommand, Some(ContextValue::String(command))) =
+        (error.kind(), error.get(ContextKind::InvalidSubcommand))
+    {
+        let name = command.to_ascii_lowercase();
+        let (advice, _) = COMMANDS.iter().find(|(_, names)| names.contains(&name.as_str()))?;
+        return Some(format!("there is no command '{command}': {advice}"));
+    }
     let (ErrorKind::UnknownArgument, Some(ContextValue::String(option))) =
         (error.kind(), error.get(ContextKind::InvalidArg))
     else {
@@ -47,5 +94,29 @@ fn value_of<'w>(option: &str, words: &'w [String]) -> Option<&'w str> {
     match words[at].split_once('=') {
         Some((_, value)) => Some(value),
         None => words.get(at + 1).map(String::as_str).filter(|word| !word.starts_with("--")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    /// A name stands once and is no command; what it is told of are commands.
+    #[test]
+    fn commands_of_elsewhere_are_told_commands() {
+        let all = <crate::Cli as clap::CommandFactory>::command();
+        let mut seen = BTreeSet::new();
+        for (advice, names) in COMMANDS {
+            let told =
+                advice.split("nibble ").skip(1).map(|rest| rest.split([' ', ',', ':', ';']).next().unwrap());
+            for command in told {
+                assert!(all.find_subcommand(command).is_some(), "{advice}: {command}");
+            }
+            for name in *names {
+                assert!(seen.insert(*name), "{name} stands twice");
+                assert!(all.find_subcommand(name).is_none(), "{name} is a command");
+            }
+        }
     }
 }

@@ -4,13 +4,13 @@ use crate::run_files::{self, RunFiles};
 use nibble_command::error::{Error, Result};
 use nibble_command::output::{Force, Mark, Outputs};
 use nibble_command::say;
-use nibble_train::metrics::{LOSSES_BY, LossCurve, PICTURE, losses_svg};
+use nibble_train::metrics::{LOSSES_BY, LossCurve, PICTURE, Shown, losses_svg};
 use nibble_train::trainer::{PICTURE_FILE, heading};
 use std::path::{Path, PathBuf};
 
 /// Draws the losses of runs into an SVG file
 ///
-/// Training and held-out losses of one run, or of several beside one another.
+/// Training and held-out losses of one run, or of several beside one another; of more than six held-out losses alone, with their names in a column.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "A run need not be at its end: its own loss.svg is drawn at every evaluation.\n\n\
     Examples:\n  \
@@ -38,7 +38,7 @@ pub fn run(args: Args) -> Result<()> {
         None => outputs.named(Path::new("losses.svg"), &MARK)?,
     };
     let curves = args.runs.iter().map(|run| curve(run, alone)).collect::<Result<Vec<_>>>()?;
-    let picture = losses_svg(&curves, PICTURE).map_err(Error::usage)?;
+    let picture = losses_svg(&curves, PICTURE, Shown::Tail).map_err(Error::usage)?;
     let told = output.path().display().to_string();
     output.write(picture)?;
     say!("picture: {told}");

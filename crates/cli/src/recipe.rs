@@ -16,20 +16,25 @@ const SIZES: &str = "s";
 
 /// Lists the recipes, or explains one
 ///
-/// Every operand's format, axis, scale rule, rounding and origin, and every change of
+/// Every operand's format, axis, scale rule, rounding and origin; with --all every change of
 /// representation that follows in a layer of each kind, in each part of a run where
 /// they are others.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  \
     nibble recipe\n  \
     nibble recipe mxfp4-hopper\n  \
+    nibble recipe mxfp4-hopper --all\n  \
     nibble recipe my-recipe.toml --trace\n  \
     nibble recipe hif4 --cost llama-3-8b")]
 pub struct Args {
     /// A built-in recipe or the path of a TOML file.
     #[arg(value_name = "NAME_OR_FILE")]
     recipe: Option<String>,
-    /// Runs those layers, and prints what the backend saw of them: their products with operands, scales and kernels, and what a GPU would leave to
+    /// Prints also what is made from quantized tensors, all settings of overrides and every change of representation; with --cost the figures that the
+    /// HiFloat4 study published, to compare.
+    #[arg(long, requires = "recipe")]
+    all: bool,
+    /// Prints all, runs those layers, and prints what the backend saw of them: their products with operands, scales and kernels, and what a GPU would leave to
     /// its ordinary cores.
     #[arg(long, requires = "recipe")]
     trace: bool,
@@ -47,16 +52,25 @@ pub fn run(args: Args) -> Result<()> {
         return Ok(());
     };
     if let Some(config) = args.cost {
-        return cost::run(&name, &config);
+        return cost::run(&name, &config, args.all);
     }
     let sizes = Config::load(SIZES, &[])?;
     let recipe = load_recipe(&name)?.in_run(sizes.run_size());
-    say!("{}", recipe.to_string().trim_end());
-    if recipe.requantizations().is_empty() {
-        say!("  nothing is made from an already quantized tensor");
+    let is_short = !(args.all || args.trace);
+    let text = if is_short { format!("{recipe:#}") } else { recipe.to_string() };
+    say!("{}", text.trim_end());
+    match recipe.requantizations().len() {
+        0 => say!("  nothing is made from an already quantized tensor"),
+        1 if is_short => say!("  1 operand is made from an already quantized tensor, which --all prints"),
+        n if is_short => say!("  {n} operands are made from already quantized tensors, which --all prints"),
+        _ => {}
     }
     for note in idle(&sizes, &recipe) {
         say!("  note: {note}");
+    }
+    if is_short {
+        layers::each_kind().for_each(|layer| summarize(&recipe, &layer));
+        return Ok(());
     }
     let mut counted = false;
     for layer in layers::each_kind() {
@@ -82,6 +96,17 @@ pub fn run(args: Args) -> Result<()> {
 fn idle(config: &Config, recipe: &Recipe) -> Vec<String> {
     let in_a_run = format!("with the layers and the {} steps of `{SIZES}`", config.train.steps);
     idle_overrides(config, recipe).into_iter().map(|idle| format!("{idle} ({in_a_run})")).collect()
+}
+
+/// Says in a line how many changes of representation follow for one layer.
+fn summarize(recipe: &Recipe, layer: &Layer) {
+    let plans = recipe.plans(layer);
+    for ((from, to), plan) in plans.iter().filter(|(_, plan)| !plan.is_empty()) {
+        let part = if plans.len() > 1 { format!(", steps {from}..{to}") } else { String::new() };
+        let casts = plan.iter().map(Change::casts).sum::<usize>();
+        let (name, changes) = (&layer.name, plan.len());
+        say!("  {name}{part}: {changes} changes of representation, casts: {casts}; --all prints them");
+    }
 }
 
 /// Prints what follows for one layer, in each part of a run whose changes are others; says whether there are any.

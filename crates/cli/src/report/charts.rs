@@ -1,7 +1,7 @@
 //! The report's pictures, as SVG in the page.
 
 use maud::{Markup, html};
-use nibble_train::metrics::thinned;
+use nibble_train::metrics::{plot_attribute, thinned};
 use plotters::prelude::*;
 use plotters::series::LineSeries;
 
@@ -30,8 +30,9 @@ pub fn lines(all: &[Line<'_>]) -> Result<Markup, String> {
     let mut svg = String::new();
     draw(all, &mut svg).map_err(|e| e.to_string())?;
     let named = all.len() > 1;
+    let colored = (0..).zip(all).map(|(i, line)| (line.name, css(COLORS[i % COLORS.len()]), line.points));
     Ok(html! {
-        (inline(&svg))
+        (with_numbers(&svg, colored))
         @if named {
             ul.key {
                 @for (i, line) in all.iter().enumerate() {
@@ -42,10 +43,23 @@ pub fn lines(all: &[Line<'_>]) -> Result<Markup, String> {
     })
 }
 
-/// A drawing as part of the page, where it needs no name space.
-pub fn inline(svg: &str) -> maud::PreEscaped<String> {
-    maud::PreEscaped(svg.replace(" xmlns=\"http://www.w3.org/2000/svg\"", ""))
+/// A drawing as part of the page, where it needs no name space, with the numbers of its lines, which `charts.js` shows: names, colours and points.
+pub fn with_numbers<'a>(
+    svg: &str,
+    lines: impl Iterator<Item = (&'a str, String, &'a [(u64, f64)])>,
+) -> Markup {
+    let of = |(name, color, points): (&str, String, &[(u64, f64)])| {
+        let points = thinned(points).into_iter().filter(|p| p.1.is_finite());
+        let points: Vec<(f32, f32)> = points.map(|(step, value)| (step as f32, value as f32)).collect();
+        serde_json::json!([name, color, points])
+    };
+    let numbers = serde_json::Value::from(lines.map(of).collect::<Vec<_>>());
+    let svg = svg.replace(" xmlns=\"http://www.w3.org/2000/svg\"", "");
+    html! { div data-lines=(numbers) { (maud::PreEscaped(svg)) } }
 }
+
+/// What shows the numbers under the pointer, and zooms: the one script of the page.
+pub const SCRIPT: &str = include_str!("charts.js");
 
 fn css(RGBColor(r, g, b): RGBColor) -> String {
     format!("rgb({r},{g},{b})")
@@ -56,10 +70,12 @@ fn draw(all: &[Line<'_>], svg: &mut String) -> Result<(), Box<dyn std::error::Er
         .iter()
         .map(|line| thinned(line.points).into_iter().filter(|p| p.1.is_finite()).collect())
         .collect();
-    let (mut low, mut high, mut last) = (f64::INFINITY, f64::NEG_INFINITY, 1.0f64);
+    let (mut low, mut high, mut first, mut last) = (f64::INFINITY, f64::NEG_INFINITY, f64::INFINITY, 1.0f64);
     for (x, y) in points.iter().flatten() {
-        (low, high, last) = (low.min(*y), high.max(*y), last.max(*x));
+        (low, high, first, last) = (low.min(*y), high.max(*y), first.min(*x), last.max(*x));
     }
+    // A run of one step has an axis, too.
+    let first = first.min(last - 1.0);
     if low > high {
         return Err("there is no number to draw".into());
     }
@@ -73,7 +89,9 @@ fn draw(all: &[Line<'_>], svg: &mut String) -> Result<(), Box<dyn std::error::Er
         .margin_right(20)
         .x_label_area_size(36)
         .y_label_area_size(64)
-        .build_cartesian_2d(0.0..last, bottom..high + margin)?;
+        .build_cartesian_2d(first..last, bottom..high + margin)?;
+    let plot =
+        plot_attribute(chart.plotting_area().get_pixel_range(), [first, last], [bottom, high + margin]);
     chart
         .configure_mesh()
         .light_line_style(TRANSPARENT)
@@ -95,6 +113,7 @@ fn draw(all: &[Line<'_>], svg: &mut String) -> Result<(), Box<dyn std::error::Er
     root.present()?;
     drop(chart);
     drop(root);
+    *svg = svg.replacen("<svg", &format!("<svg{plot}"), 1);
     Ok(())
 }
 

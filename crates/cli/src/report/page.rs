@@ -1,6 +1,6 @@
 //! The page: sections of charts and tables, with all text escaped, styles inside, and nothing to load.
 
-use super::charts::{self, Line, inline, lines};
+use super::charts::{self, Line, lines, with_numbers};
 use super::precision::{self, Group, ranges, without_number};
 use super::ranks;
 use super::series::{self, Place, Series};
@@ -10,7 +10,7 @@ use maud::{Markup, PreEscaped, html};
 use nibble_command::console::{bits, bytes, thousands};
 use nibble_command::error::{Error, Result};
 use nibble_train::checks::steps_of_change;
-use nibble_train::metrics::{LayerMetrics, losses_svg};
+use nibble_train::metrics::{LayerMetrics, Shown, losses_svg};
 use nibble_train::trainer::heading;
 
 /// The whole page.
@@ -21,7 +21,9 @@ pub fn render(run: &Recorded) -> Result<String> {
     let files = &run.files;
     let title = heading(&files.dir, &files.recipe_name);
     let curve = files.curve("")?;
-    let losses = losses_svg(&[curve], (620, 400)).map_err(Error::Failed)?;
+    let losses = losses_svg(std::slice::from_ref(&curve), (620, 400), Shown::Whole).map_err(Error::Failed)?;
+    let of_losses = [("train", "#5078b0", &curve.train[..]), ("held out", "#143c8c", &curve.valid)];
+    let of_losses = of_losses.into_iter().map(|(name, color, points)| (name, color.to_owned(), points));
     let series = series::all(&files.metrics);
     let of = |place: Place| series.iter().filter(move |(p, _)| *p == place).map(|(_, s)| s);
     let charts = |place: Place| html! { div.charts { @for s in of(place) { (chart(s)) } } };
@@ -37,7 +39,8 @@ pub fn render(run: &Recorded) -> Result<String> {
         main {
             (section("Warnings", "What the run was warned of, looked for again in its metrics.", warnings(run)))
             (section("Loss", "Training and held-out loss. H is the least that any model can reach and U what frequencies alone give, \
-                where they are known.", html! { figure.wide data-series=(names) { (inline(&losses)) } }))
+                where they are known. In this picture and all below: the pointer shows numbers, dragging over steps enlarges them, and a double click \
+                brings all back.", html! { figure.wide data-series=(names) { (with_numbers(&losses, of_losses)) } }))
             (section("Speed", "The first steps also prepare the machine.", charts(Place::Speed)))
             @if let Some(times) = ranks::times(&run.ranks) {
                 (section("Ranks", "How long each rank took for a step, and how much of that it waited for others. The rank that is busy longest \
@@ -66,6 +69,7 @@ pub fn render(run: &Recorded) -> Result<String> {
         style { (PreEscaped(STYLE)) }
         (PreEscaped("</head><body>"))
         (body)
+        script { (PreEscaped(charts::SCRIPT)) }
         (PreEscaped("</body></html>\n"))
     }
     .into_string())
@@ -173,7 +177,7 @@ fn warnings(run: &Recorded) -> Markup {
         .filter(|(_, site)| site.non_finite > 0)
         .map(|(step, site)| {
             format!(
-                "step {step}: {} blocks of {}.{} hold a NaN or an infinity",
+                "step {step}: {} blocks of {}.{} are marked NaN: they hold a NaN or an infinity, or the rule has no scale for them",
                 site.non_finite, site.layer, site.tensor
             )
         })
@@ -343,7 +347,8 @@ fn numerics(run: &Recorded) -> Markup {
     html! {
         p { "Step " (thousands(last.step)) ". A block counts where it has a value that is not zero. " b { "Inexact" }
             ": a conversion from one block format to another changed a value of it. " b { "Not finite" }
-            ": it held a NaN or an infinity, which ends a run. Quantizations round everywhere, so for them nothing is counted as inexact. "
+            ": it is marked NaN, since it held a NaN or an infinity or its rule (" code { "even" } ", " code { "cann" }
+            ") has no scale for it. That ends a run. Quantizations round everywhere, so for them nothing is counted as inexact. "
             "Blocks that saturate are not counted: with power-of-two scales by " code { "rceil" } " or " code { "ceil" }
             " and with F32 scales no value does." }
         div.scroll { table {
@@ -414,7 +419,7 @@ tr+tr td,tr+tr th{border-top:1px solid #edf0f4}th{font-weight:600}\
 .facts th{color:#5a6472;font-weight:400;white-space:nowrap}\
 .bars{width:8rem;min-width:4rem}.bar{background:#14508c;height:.7em;margin-top:.45em}\
 .charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,30rem),1fr));gap:.5rem 1.5rem}\
-figure{margin:.5rem 0;min-width:0}.wide{max-width:44rem}\
+figure{margin:.5rem 0;min-width:0}[data-lines] svg{touch-action:pan-y;user-select:none}.wide{max-width:44rem}\
 figcaption{font-size:.9rem;margin-bottom:.2rem}figcaption code{color:#5a6472}\
 svg{width:100%;height:auto;display:block}\
 .key{list-style:none;padding:0;margin:.2rem 0;font-size:.85rem}.key li{overflow-wrap:anywhere}\

@@ -1,7 +1,7 @@
 //! Tells people how a run goes: a bar where they watch, plain lines where a file does, and all of it in the run's log.
 
 use super::introduction;
-use crate::eval::{NO_TARGET, evaluating_line};
+use crate::eval::NO_TARGET;
 use crate::processes::Process;
 use indicatif::{ProgressBar, ProgressStyle};
 use nibble_command::console::{bits, thousands};
@@ -34,6 +34,7 @@ pub struct Console {
     /// The dense BF16 rate of all ranks' devices together in flops a second, where it is known.
     peak_flops: Option<f64>,
     power: Power,
+    pace: Pace,
 }
 
 impl Console {
@@ -50,7 +51,18 @@ impl Console {
         let ranks = on.mesh.all.world() as f64;
         let (peak_flops, power) = (on.b.peak_flops().map(|each| ranks * each), Power::new(on.b.meter()));
         let (dir, device) = (config.run.dir.clone(), on.describe());
-        Self { dir, device, log: None, bar, log_every, steps, entropy: None, peak_flops, power }
+        Self {
+            dir,
+            device,
+            log: None,
+            bar,
+            log_every,
+            steps,
+            entropy: None,
+            peak_flops,
+            power,
+            pace: Pace::default(),
+        }
     }
 
     fn say(&mut self, text: &str) {
@@ -130,16 +142,21 @@ impl Observer for Console {
             bar.set_position(metrics.step);
             bar.set_message(loss_of(metrics).unwrap_or_default());
         }
+        self.pace.add(metrics);
         let is_told = metrics.step.is_multiple_of(self.log_every);
         if is_told || metrics.step == self.steps || metrics.step == 1 {
-            self.say(&format!("step: {}  {}", metrics.step, step_line(metrics)));
+            let line = step_line(&std::mem::take(&mut self.pace).over(metrics));
+            self.say(&format!("step: {}  {line}", metrics.step));
         }
     }
 
     fn evaluating(&mut self, done: usize, of: usize) {
         match &self.bar {
             Some(bar) => bar.set_message(format!("evaluation: batch {done} of {of}")),
-            None => evaluating_line(done, of),
+            None if is_worth_a_line(done, of) => {
+                say!("evaluation: batch {} of {}", thousands(done as u64), thousands(of as u64));
+            }
+            None => {}
         }
     }
 
@@ -158,6 +175,43 @@ impl Observer for Console {
 
     fn checkpoint(&mut self, path: &Path) {
         self.say(&format!("checkpoint: {}", path.display()));
+    }
+}
+
+/// Whether nobody watches a bar and an evaluation is so long that a log should say how far it is: at each quarter but the last, whose loss follows.
+fn is_worth_a_line(done: usize, of: usize) -> bool {
+    const LONG: usize = 1000;
+    of >= LONG && done < of && 4 * done / of != 4 * (done - 1) / of
+}
+
+/// Tokens and seconds of the steps since the last line.
+#[derive(Default)]
+struct Pace {
+    tokens: f64,
+    seconds: f64,
+}
+
+impl Pace {
+    fn add(&mut self, metrics: &Metrics) {
+        if let (Some(tps), Some(seconds)) = (metrics.tps, metrics.seconds) {
+            self.tokens += tps * seconds;
+            self.seconds += seconds;
+        }
+    }
+
+    /// A step's metrics with the rates of all those steps in place of its own.
+    fn over(self, metrics: &Metrics) -> Metrics {
+        let mean = self.tokens / self.seconds;
+        let Some(of_step) = metrics.tps.filter(|tps| *tps > 0.0 && mean.is_finite()) else {
+            return metrics.clone();
+        };
+        let scaled = |rate: Option<f64>| rate.map(|rate| rate * mean / of_step);
+        Metrics {
+            tps: Some(mean),
+            tflops: scaled(metrics.tflops),
+            mfu: scaled(metrics.mfu),
+            ..metrics.clone()
+        }
     }
 }
 
@@ -202,4 +256,37 @@ fn step_line(metrics: &Metrics) -> String {
         metrics.watts.map(|x| format!("power: {x:.0}W")),
     ];
     figures.into_iter().flatten().collect::<Vec<_>>().join("  ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// By hand: 100 tokens in 1 s, in 4 s and in 5 s are 30 a second; the last step alone has 20.
+    #[test]
+    fn rates_are_those_of_the_interval() {
+        let step = |seconds: f64| {
+            let tps = 100.0 / seconds;
+            let (tps, tflops, mfu) = (Some(tps), Some(tps / 10.0), Some(tps / 100.0));
+            Metrics { tps, tflops, mfu, seconds: Some(seconds), loss: Some(2.0), ..Metrics::default() }
+        };
+        let mut pace = Pace::default();
+        [1.0, 4.0, 5.0].iter().for_each(|seconds| pace.add(&step(*seconds)));
+        let told = pace.over(&step(5.0));
+        let near = |got: Option<f64>, want: f64| assert!((got.unwrap() - want).abs() < 1e-9, "{got:?}");
+        near(told.tps, 30.0);
+        near(told.tflops, 3.0);
+        near(told.mfu, 0.3);
+        assert_eq!((told.loss, told.seconds), (Some(2.0), Some(5.0)), "of the step");
+        let without = Metrics { loss: Some(1.0), ..Metrics::default() };
+        assert_eq!(Pace::default().over(&without), without);
+    }
+
+    #[test]
+    fn few_lines_tell_of_an_evaluation() {
+        let lines = |of: usize| (1..=of).filter(|done| is_worth_a_line(*done, of)).collect::<Vec<_>>();
+        assert_eq!((lines(128), lines(999)), (vec![], vec![]));
+        assert_eq!(lines(1000), [250, 500, 750]);
+        assert_eq!(lines(4001).len(), 3);
+    }
 }

@@ -43,9 +43,10 @@ fn a_long_evaluation_says_how_far_it_is() {
         train.steps=1 train.warmup_steps=0 run.dir=run run.device=cpu";
     let set: Vec<&str> = small.split_whitespace().flat_map(|change| ["--set", change]).collect();
     let done = place.nibble(&[&["train", "tiny"], &set[..]].concat()).ok();
+    assert!(!done.stdout.contains("evaluation: batch"), "in a log: {}", done.stdout);
+    let done = place.nibble(&["eval", "run"]).ok();
     done.contains("evaluation: batch 26 of 256").contains("evaluation: batch 256 of 256");
     assert_eq!(done.stdout.matches("evaluation: batch").count(), 10, "{}", done.stdout);
-    place.nibble(&["eval", "run"]).ok().contains("evaluation: batch 256 of 256");
 }
 
 /// A run that says each of its steps: more lines than a pipe holds, so it cannot end before they are read.

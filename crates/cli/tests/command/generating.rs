@@ -35,6 +35,42 @@ fn a_prompt_that_is_longer_than_the_model_sees_is_told() {
     of(&prompt[..64]).ok();
 }
 
+/// A text is computed under the run's own recipe, a folder's under BF16, or under the one that is named; which one is said beside the text.
+#[test]
+fn what_a_text_is_computed_in_is_said_and_may_be_named() {
+    let place = trained();
+    place.nibble(&["export", "run", "model"]).ok();
+    let of = |model: &str, more: &[&str]| {
+        let args = [
+            "generate",
+            model,
+            "--device",
+            "cpu",
+            "--tokens",
+            "40",
+            "--temperature",
+            "0",
+            "--prompt",
+            "four",
+        ];
+        let done = place.nibble(&[&args[..], more].concat()).ok();
+        let told = done.stderr.strip_prefix("computed under recipe ").unwrap();
+        assert!(told.contains(", on cpu") && told.lines().count() == 1, "{told}");
+        (told.split(' ').next().unwrap().to_owned(), done.stdout)
+    };
+    let own = of("run", &[]);
+    assert_eq!((own.0.as_str(), of("model", &[]).0.as_str()), ("mxfp4-hopper", "bf16"));
+    assert_eq!(of("run", &["--recipe", "mxfp4-hopper"]), own);
+    for name in ["f32", "hif4"] {
+        assert_eq!([of("run", &["--recipe", name]).0, of("model", &["--recipe", name]).0], [name; 2]);
+    }
+    // A file of one's own; a wrong name is told like everywhere.
+    std::fs::write(place.path("mine.toml"), "extends = \"f32\"\n").unwrap();
+    assert_eq!(of("run", &["--recipe", "mine.toml"]), ("mine".to_owned(), of("run", &["--recipe", "f32"]).1));
+    let error = place.nibble(&["generate", "run", "--recipe", "bf61"]).failed(2);
+    assert!(error.contains("bf61") && error.contains("bf16"), "{error}");
+}
+
 #[test]
 fn each_prompt_of_a_file_has_a_text_of_its_own() {
     let place = trained();

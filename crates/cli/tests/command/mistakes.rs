@@ -64,6 +64,11 @@ fn names_of_elsewhere_are_told_what_they_are_called_here() {
         ("--config small.toml", "nibble train FILE.toml"),
         ("--resume_from_checkpoint run", "nibble train RUN --resume"),
         ("--dry-run gpu", "write --dry-run=gpu"),
+        ("--optimizer muon", "one optimizer, AdamW"),
+        ("--muon", "no Muon"),
+        ("--lora-rank 8", "no adapters (LoRA, QLoRA)"),
+        ("--fsdp", "`run.ranks`"),
+        ("--dropout 0.1", "no dropout"),
     ] {
         let words: Vec<&str> = words.split(' ').collect();
         let error = place.nibble(&[&["train", "small.toml"], &words[..]].concat()).failed(2);
@@ -85,10 +90,34 @@ fn names_of_elsewhere_are_told_what_they_are_called_here() {
         ("training.global_batch_size", "`train.grad_accum`"),
         ("training.steps", "did you mean `train.steps`"),
         ("optimizer.lr", "did you mean `train.lr`"),
+        ("train.optimizer", "there is one optimizer, AdamW"),
+        ("train.muon", "no Muon"),
+        ("model.lora", "there are no adapters"),
+        ("parallelism.tensor_parallel_degree", "no tensor, pipeline"),
     ] {
         let error = place.train(&["--set", &format!("{key}=1")]).failed(2);
         assert!(error.contains(&format!("`{key}`: unknown key")) && error.contains(advice), "{error}");
     }
+    for (command, advice) in [
+        ("convert", "nibble export RUN FOLDER"),
+        ("finetune", "nibble train CONFIG --from FOLDER"),
+        ("lora", "there are no adapters"),
+        ("chat", "nibble generate RUN_OR_MODEL, with --chat"),
+        ("download", "nothing is downloaded"),
+    ] {
+        let error = place.nibble(&[command, "x"]).failed(2);
+        assert!(error.contains(&format!("no command '{command}'")) && error.contains(advice), "{error}");
+    }
+    for (arguments, advice) in [
+        (&["train", "lora"][..], "there are no adapters"),
+        (&["train", "small.toml", "--recipe", "muon"], "one optimizer, AdamW"),
+        (&["recipe", "qlora"], "there are no adapters"),
+    ] {
+        let error = place.nibble(arguments).failed(2);
+        assert!(error.contains(advice), "{error}");
+    }
+    // One letter off is clap's to tell.
+    assert!(place.nibble(&["trian"]).failed(2).contains("train"));
 }
 
 #[test]

@@ -103,7 +103,7 @@ fn recipes_are_listed_and_traced() {
 #[test]
 fn what_a_recipe_costs_is_printed_by_kind_of_layer() {
     let place = Place::new();
-    let done = place.nibble(&["recipe", "hif4", "--cost", "llama-3-8b"]).ok();
+    let done = place.nibble(&["recipe", "hif4", "--all", "--cost", "llama-3-8b"]).ok();
     let rows: Vec<Vec<&str>> = done.stdout.lines().map(|line| line.split_whitespace().collect()).collect();
     for row in [
         "attention output 7.15 7.15 - - - - BF16",
@@ -170,7 +170,7 @@ fn a_schedule_is_printed_and_traced_in_parts() {
     let text = "description = \"mine\"\nextends = \"fp8-flow\"\n[[override]]\nsteps = \"0.5..1\"\n\
                 set.expert.dgrad.dh = { format = \"e4m3\", scale = \"rceil\", round = \"stochastic\" }\n";
     std::fs::write(place.path("late.toml"), text).unwrap();
-    for arguments in [&["recipe", "late.toml"][..], &["recipe", "late.toml", "--trace"]] {
+    for arguments in [&["recipe", "late.toml", "--all"][..], &["recipe", "late.toml", "--trace"]] {
         let done = place.nibble(arguments).ok();
         let (before, after) = done.stdout.split_once("steps 0.5..1:").unwrap();
         assert!(before.contains("experts") && before.contains("steps 0..0.5:"), "{before}");
@@ -182,7 +182,7 @@ fn a_schedule_is_printed_and_traced_in_parts() {
 #[test]
 fn doctor_says_what_is_there() {
     let place = Place::new();
-    let done = place.nibble(&["doctor"]).ok();
+    let done = place.nibble(&["doctor", "--all"]).ok();
     done.contains("backend: cpu")
         .contains("CUDA driver: ")
         .contains("NIBBLE_THREADS")
@@ -199,6 +199,28 @@ fn doctor_says_what_is_there() {
     let out = place.command(&["doctor"]).env("NIBBLE_ISA", "mmx").output().unwrap();
     assert_eq!(out.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&out.stderr).contains("expected one of portable"));
+}
+
+/// What is asked for without more is a screen of forty lines, and says how to get the rest, of which there is more.
+#[test]
+fn commands_that_explain_begin_with_a_screen() {
+    let place = Place::new();
+    let text = "description = \"mine\"\nextends = \"mxfp4-hopper\"\n[[override]]\nlayers = \"last:15%\"\nset.recipe = \"bf16\"\n";
+    std::fs::write(place.path("mine.toml"), text).unwrap();
+    let mut all: Vec<Vec<&str>> = vec![vec!["doctor"], vec!["recipe", "mine.toml"]];
+    all.extend(Recipe::all_names().map(|name| vec!["recipe", name]));
+    let costly = ["bf16", "hif4", "mxfp4-hopper", "nvfp4-nvidia", "mine.toml"];
+    all.extend(costly.map(|name| vec!["recipe", name, "--cost", "deepseek-v3"]));
+    for command in all {
+        let screen = place.nibble(&command).ok().stdout;
+        let lines = screen.lines().count();
+        let whole = place.nibble(&[&command[..], &["--all"]].concat()).ok().stdout;
+        assert!(lines <= 40, "{command:?}: {lines} lines\n{screen}");
+        // A recipe of plain tensors has no more to say.
+        let has_more = whole.lines().count() > lines;
+        assert_eq!(screen.contains("--all "), has_more, "{command:?}: {screen}\n{whole}");
+        assert!(has_more || command.iter().any(|name| ["bf16", "f32"].contains(name)), "{command:?}");
+    }
 }
 
 #[test]

@@ -11,6 +11,7 @@ fn page(place: &Place, file: &str) -> String {
 /// Asserts that every element is closed where it should be, and returns the attributes of all of them.
 fn attributes(page: &str) -> Vec<(String, String)> {
     const VOID: [&str; 3] = ["meta", "br", "hr"];
+    let page = &without_script(page);
     let mut open: Vec<String> = Vec::new();
     let mut found = Vec::new();
     let mut rest = page.strip_prefix("<!DOCTYPE html>\n").expect("a document type");
@@ -40,7 +41,18 @@ fn attributes(page: &str) -> Vec<(String, String)> {
     found
 }
 
-/// Asserts that a browser would load nothing and run nothing.
+/// A page without its one script, which is the one of the charts.
+fn without_script(page: &str) -> String {
+    const SCRIPT: &str = include_str!("../../src/report/charts.js");
+    for word in ["://", "fetch", "XMLHttp", "import", "eval", "WebSocket", "sendBeacon", "innerHTML", "</"] {
+        assert!(!SCRIPT.contains(word), "{word}");
+    }
+    let rest = page.replacen(&format!("<script>{SCRIPT}</script>"), "", 1);
+    assert!(rest.len() < page.len(), "no script of the charts");
+    rest
+}
+
+/// Asserts that a browser would load nothing, and run nothing but the script of the charts.
 fn require_offline(page: &str) {
     for (key, value) in attributes(page) {
         let loads =
@@ -49,8 +61,25 @@ fn require_offline(page: &str) {
         assert!(!value.contains("url(") && !value.contains("://"), "{key}={value}");
     }
     for element in ["<script", "<link", "<iframe", "<img", "@import", "url("] {
-        assert!(!page.contains(element), "{element}");
+        assert!(!without_script(page).contains(element), "{element}");
     }
+}
+
+/// Charts have the numbers that they show: of the losses those of the metrics, from the first step on, under axes that begin there.
+fn require_numbers(place: &Place, page: &str) {
+    let all = attributes(page);
+    let values = |wanted: &str| {
+        all.iter().filter(|(key, _)| key == wanted).map(|(_, value)| value.clone()).collect::<Vec<_>>()
+    };
+    let (lines, plots) = (values("data-lines"), values("data-plot"));
+    assert!(lines.len() > 5 && lines.len() == plots.len(), "{} and {}", lines.len(), plots.len());
+    let parsed: serde_json::Value = serde_json::from_str(&lines[0].replace("&quot;", "\"")).unwrap();
+    let train: Vec<(f64, f64)> = serde_json::from_value(parsed[0][2].clone()).unwrap();
+    let told = crate::losses(place.path("runs/small/metrics.jsonl"));
+    assert_eq!((train.len(), train[0].0), (told.len(), 1.0));
+    let plot: Vec<f64> = plots[0].split(' ').map(|number| number.parse().unwrap()).collect();
+    assert_eq!((plot[4], plot[5]), (1.0, told.len() as f64));
+    assert!(train.iter().all(|(_, loss)| (plot[6]..=plot[7]).contains(loss)), "{plot:?}");
 }
 
 #[test]
@@ -60,6 +89,7 @@ fn a_report_is_one_whole_page_with_every_series_of_the_run() {
     place.nibble(&["report", "runs/small"]).ok().contains("report: runs/small/report.html");
     let page = page(&place, "runs/small/report.html");
     require_offline(&page);
+    require_numbers(&place, &page);
     let metrics = String::from_utf8(read(place.path("runs/small/metrics.jsonl"))).unwrap();
     let mut names = BTreeSet::new();
     for line in metrics.lines() {

@@ -96,6 +96,10 @@ fn in_words(section: &Section, kind: LayerKind, site: Site) -> String {
     }
 }
 
+/// Settings of an override that the short form lists; of more it says the number.
+const FEW: usize = 4;
+
+/// In full; `{:#}` leaves out what is made from quantized tensors, and the settings of overrides that have many.
 impl fmt::Display for Recipe {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "recipe {}: {}", self.name, self.description)?;
@@ -114,7 +118,12 @@ impl fmt::Display for Recipe {
         }
         for o in &self.overrides {
             let steps = o.steps.to_string();
-            writeln!(f, "  override layers {}, steps {}", o.whose(), steps.trim_end_matches(" steps"))?;
+            write!(f, "  override layers {}, steps {}", o.whose(), steps.trim_end_matches(" steps"))?;
+            if f.alternate() && o.set.len() > FEW {
+                writeln!(f, ": {} settings", o.set.len())?;
+                continue;
+            }
+            writeln!(f)?;
             for kind in LayerKind::ALL {
                 let changed = o.applied(kind, *self.of(kind));
                 if plain(kind) && changed == *self.of(kind) {
@@ -130,7 +139,8 @@ impl fmt::Display for Recipe {
                 }
             }
         }
-        for line in self.requantizations() {
+        let made = if f.alternate() { Vec::new() } else { self.requantizations() };
+        for line in made {
             writeln!(f, "  made from an already quantized tensor: {line}")?;
         }
         Ok(())

@@ -7,7 +7,7 @@ mod sizes;
 pub use sizes::check_sizes;
 pub(crate) use sizes::listed;
 
-use crate::config::{Combine, Config};
+use crate::config::{Combine, Config, absent};
 use crate::error::Result;
 use crate::spec::{ModelSpec, ParamSpec, Part};
 use nibble_core::Recipe;
@@ -21,7 +21,13 @@ use std::path::Path;
 pub fn load_recipe(name_or_path: &str) -> Result<Recipe> {
     match path_of(name_or_path) {
         Some(path) => recipe_file::load(path),
-        None => Ok(Recipe::builtin(name_or_path)?),
+        None => Recipe::builtin(name_or_path).map_err(|error| match error {
+            nibble_core::Error::Recipe { recipe, key, why } => {
+                let why = why + &absent(&recipe);
+                nibble_core::Error::Recipe { recipe, key, why }.into()
+            }
+            other => other.into(),
+        }),
     }
 }
 

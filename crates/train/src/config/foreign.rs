@@ -1,6 +1,7 @@
 //! What keys and options are called elsewhere, and what they are called here: the names of PyTorch's and argparse's scripts, of
 //! torchtitan, Megatron and nanoGPT, and of Hugging Face's `TrainingArguments` and `PretrainedConfig`.
 
+use super::absent::ABSENT;
 use Meaning::{Key, Said};
 
 /// What a name of elsewhere is here.
@@ -51,7 +52,6 @@ const RESUME: Meaning = Said(
 );
 const CONFIG: Meaning = Said("the configuration is named without an option: nibble train FILE.toml");
 const WANDB: Meaning = Said("a run writes metrics.jsonl and events for TensorBoard by itself");
-
 /// The table. Names are in small letters, with `_` for `-`; a name with a dot counts with its table alone.
 const NAMES: &[(Meaning, &[&str])] = &[
     (Key("train.lr"), &["learning_rate", "max_lr", "peak_lr", "base_lr", "lr_max"]),
@@ -420,8 +420,9 @@ const NAMES: &[(Meaning, &[&str])] = &[
 /// What a key that there is not here means, if it is one of elsewhere.
 pub(super) fn of_key(key: &str) -> Option<Meaning> {
     let name = normal(key);
-    let in_table =
-        |wanted: &str| NAMES.iter().find(|(_, names)| names.contains(&wanted)).map(|(meaning, _)| *meaning);
+    let in_table = |wanted: &str| {
+        NAMES.iter().chain(ABSENT).find(|(_, names)| names.contains(&wanted)).map(|(meaning, _)| *meaning)
+    };
     let last = name.rsplit('.').next().unwrap_or(&name);
     in_table(&name).or_else(|| in_table(last))
 }
@@ -508,7 +509,7 @@ mod tests {
         let all = Config::keys();
         let is_key = |key: &str| all.iter().any(|known| known == key);
         let mut seen = BTreeSet::new();
-        for (meaning, names) in NAMES {
+        for (meaning, names) in NAMES.iter().chain(ABSENT) {
             if let Key(key) = meaning {
                 assert!(is_key(key), "{key}");
             }

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use toml::{Table, Value};
 
+use super::absent::absent;
 use super::asked::Written;
 use super::init::fill_model;
 use super::preset::{preset, preset_names};
@@ -66,8 +67,9 @@ impl Config {
                 file: None,
                 line: None,
                 why: format!(
-                    "no built-in configuration is called \"{name_or_path}\" (there are: {})",
-                    preset_names().collect::<Vec<_>>().join(", ")
+                    "no built-in configuration is called \"{name_or_path}\" (there are: {}){}",
+                    preset_names().collect::<Vec<_>>().join(", "),
+                    absent(name_or_path)
                 ),
                 suggestion: closest(name_or_path, preset_names()),
             });

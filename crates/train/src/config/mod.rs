@@ -10,6 +10,7 @@
 //! line. Where a value comes from is remembered until it has been validated, so that "32 is not a multiple of 5" says
 //! in which line of which file the 32 stands.
 
+mod absent;
 mod asked;
 mod data;
 mod device;
@@ -33,6 +34,7 @@ use nibble_core::ops::MOST_TREE_SLOTS_OF_GPU;
 use nibble_core::{DType, DeviceKind, MeshShape, Recipe};
 
 pub use crate::moe::Combine;
+pub(crate) use absent::absent;
 pub(crate) use data::USUAL_TEXT_KEY;
 pub use data::{DataConfig, MIXTURE, MixtureSource, OnError, RANDOM, SYNTHETIC};
 pub use device::DeviceChoice;

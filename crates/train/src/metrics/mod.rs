@@ -17,7 +17,9 @@ use serde::{Deserialize, Serialize};
 
 pub use jsonl::{MetricsLog, StepFile, StepLine, StepLog, read_layers, read_metrics, read_rank_times};
 pub use layers::{LayerMetrics, SiteMetrics};
-pub use plot::{LOSSES_BY, LossCurve, PICTURE, draw_losses, losses_svg, svg_beginning, thinned};
+pub use plot::{
+    LOSSES_BY, LossCurve, PICTURE, Shown, draw_losses, losses_svg, plot_attribute, svg_beginning, thinned,
+};
 pub use ranks::RankTimes;
 pub use tensorboard::{EVENTS_PREFIX, EventLog};
 pub use watchdog::Watchdog;

@@ -66,12 +66,36 @@ const RUNS: [RGBColor; 6] = [
     RGBColor(190, 50, 70),
 ];
 
+/// So many runs have the colours above, and their names within the picture.
+const FEW: usize = RUNS.len();
+
+/// The colour of run `i` of `n`: of more than a few, hues around the circle in three tones.
+fn run_color(i: usize, n: usize) -> RGBColor {
+    const TONES: [f64; 3] = [0.27, 0.46, 0.66];
+    if n <= FEW {
+        return RUNS[i % RUNS.len()];
+    }
+    let (hue, tone) = (i / TONES.len(), i % TONES.len());
+    let color = HSLColor(hue as f64 / n.div_ceil(TONES.len()) as f64, 0.85, TONES[tone]);
+    let (r, g, b) = color.to_backend_color().rgb;
+    RGBColor(r, g, b)
+}
+
+/// What of the losses a picture shows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Shown {
+    /// The tail has room: the first steps may be cut off above it.
+    Tail,
+    /// All of it, from the first step on.
+    Whole,
+}
+
 /// Draws one run, or several beside one another, into an SVG file. Whoever looks sees a whole picture.
 ///
 /// # Errors
 /// [`Error::Data`] where there is nothing to draw; [`Error::Io`] where the file cannot be written.
 pub fn draw_losses(curves: &[LossCurve], path: &Path) -> Result<()> {
-    let svg = losses_svg(curves, PICTURE).map_err(|why| Error::data(path, why))?;
+    let svg = losses_svg(curves, PICTURE, Shown::Tail).map_err(|why| Error::data(path, why))?;
     if let Some(dir) = path.parent() {
         crate::files::make_folder(dir).map_err(Error::io(dir))?;
     }
@@ -87,14 +111,27 @@ pub fn svg_beginning(command: &str) -> String {
 /// The command whose pictures are those of losses, a run's own among them.
 pub const LOSSES_BY: &str = "nibble plot";
 
-/// The same as the text of an SVG image of this size.
+/// The same as the text of an SVG image of this size; of more than a few runs larger by a column with their names. Its attribute `data-plot` is what
+/// [`plot_attribute`] says.
 ///
 /// # Errors
 /// Why nothing can be drawn.
-pub fn losses_svg(curves: &[LossCurve], size: (u32, u32)) -> Result<String, String> {
+pub fn losses_svg(curves: &[LossCurve], size: (u32, u32), shown: Shown) -> Result<String, String> {
     let mut svg = String::new();
-    render(curves, size, &mut svg)?;
-    Ok(svg.replacen("<svg", &svg_beginning(LOSSES_BY), 1))
+    let plot = render(curves, size, shown, &mut svg)?;
+    Ok(svg.replacen("<svg", &format!("{}{plot}", svg_beginning(LOSSES_BY)), 1))
+}
+
+/// An attribute of a picture by which a page finds numbers in it: the pixels of the left, right, upper and lower end of its axes, and the numbers there, of
+/// steps and of values.
+#[must_use]
+pub fn plot_attribute(
+    (across, down): (std::ops::Range<i32>, std::ops::Range<i32>),
+    steps: [f64; 2],
+    values: [f64; 2],
+) -> String {
+    let pixels = format!("{} {} {} {}", across.start, across.end, down.start, down.end);
+    format!(" data-plot=\"{pixels} {} {} {} {}\"", steps[0], steps[1], values[0], values[1])
 }
 
 /// A line of the picture.
@@ -110,18 +147,20 @@ struct Series {
     name: Option<String>,
 }
 
-/// The lines of all runs over so many steps, those behind others first.
-fn series(curves: &[LossCurve], last: f64) -> Vec<Series> {
+/// The lines of all runs over these steps, those behind others first.
+fn series(curves: &[LossCurve], (first, last): (f64, f64)) -> Vec<Series> {
     let mut all = Vec::new();
     for (i, curve) in curves.iter().enumerate() {
         let alone = curves.len() == 1;
-        let color = RUNS[i % RUNS.len()];
+        let color = run_color(i, curves.len());
         let valid = || curve.valid.iter().map(|&(step, loss)| (step as f64, loss)).collect::<Vec<_>>();
         // A run that was never evaluated has its name at the other line.
         let named = |name: &str, is_named: bool| {
             if alone { Some(name.into()) } else { is_named.then(|| curve.title.clone()) }
         };
-        if !curve.train.is_empty() {
+        // Pale lines of many runs would hide what they are behind.
+        let hides = curves.len() > FEW && curve.valid.len() > 1;
+        if !curve.train.is_empty() && !hides {
             let pale = |c: u8| c + (255 - c) / 2;
             let color = if alone { TRAIN } else { RGBColor(pale(color.0), pale(color.1), pale(color.2)) };
             let name = named("train", curve.valid.is_empty());
@@ -144,7 +183,7 @@ fn series(curves: &[LossCurve], last: f64) -> Vec<Series> {
             (unigram, TRIVIAL, format!("U = {unigram:.3}, unigram entropy")),
             (rate, FLOOR, format!("H = {rate:.3}, entropy rate")),
         ] {
-            let points = vec![(0.0, level), (last, level)];
+            let points = vec![(first, level), (last, level)];
             all.push(Series { points, color, width: 1, dots: false, is_level: true, name: Some(name) });
         }
     }
@@ -152,7 +191,8 @@ fn series(curves: &[LossCurve], last: f64) -> Vec<Series> {
 }
 
 /// The lowest and the highest loss that a picture over so many steps shows. A loss falls fast at first, and an axis that holds the first
-/// steps has little room for all others: where the last four fifths of the steps need less than 0.6 of it, what is above them is cut off.
+/// steps has little room for all others: where the last four fifths of the steps need less than 0.6 of it, what is above them is cut off. Of many runs a
+/// fifth, at most, may lie above, where the others need less than 0.4 of it.
 fn axis(series: &[Series], last: f64) -> (f64, f64) {
     let range = |from: f64, levels: bool| {
         let drawn = series.iter().filter(|series| levels || !series.is_level);
@@ -160,7 +200,17 @@ fn axis(series: &[Series], last: f64) -> (f64, f64) {
         shown.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), y| (low.min(y), high.max(y)))
     };
     let (low, high) = range(0.0, true);
-    let (_, tail) = range(0.2 * last, false);
+    let (_, mut tail) = range(0.2 * last, false);
+    let of_run = |series: &Series| {
+        let tail = series.points.iter().filter(|p| p.0 >= 0.2 * last).map(|p| p.1);
+        tail.reduce(f64::max)
+    };
+    let mut highest: Vec<f64> = series.iter().filter(|s| !s.is_level).filter_map(of_run).collect();
+    highest.sort_by(f64::total_cmp);
+    if highest.len() > FEW {
+        let most = highest[(highest.len() - 1) * 4 / 5];
+        tail = if most - low < 0.4 * (tail - low) { most } else { tail };
+    }
     if tail.is_finite() && tail - low < 0.6 * (high - low) { (low, tail) } else { (low, high) }
 }
 
@@ -187,22 +237,73 @@ fn not_above(points: &[(f64, f64)], top: f64) -> Vec<Vec<(f64, f64)>> {
     parts
 }
 
-fn render(curves: &[LossCurve], size: (u32, u32), svg: &mut String) -> Result<(), String> {
-    let steps = curves.iter().flat_map(|curve| curve.train.iter().chain(&curve.valid)).map(|p| p.0);
-    let last = (steps.max().ok_or("there are no losses to draw")? as f64).max(1.0);
-    let series = series(curves, last);
-    let (low, high) = axis(&series, last);
+/// The names of many runs in a column of their own.
+struct Column {
+    names: Vec<(String, RGBColor)>,
+}
+
+impl Column {
+    const ROW: u32 = 18;
+
+    /// Of lines that are drawn up to this value.
+    fn of(series: &mut [Series], high: f64) -> Self {
+        let taken = |series: &mut Series| {
+            let name = series.name.take()?;
+            let is_above = series.points.iter().all(|p| p.1 > high);
+            Some((if is_above { name + " (above)" } else { name }, series.color))
+        };
+        Self { names: series.iter_mut().filter_map(taken).collect() }
+    }
+
+    /// Pixels: letters are about half as wide as they are high.
+    fn size(&self) -> (u32, u32) {
+        let longest = self.names.iter().map(|(name, _)| name.chars().count()).max().unwrap_or(0) as u32;
+        (longest * 8 + 44, self.names.len() as u32 * Self::ROW + 40)
+    }
+
+    fn draw(&self, area: &DrawingArea<SVGBackend<'_>, plotters::coord::Shift>) -> Result<(), String> {
+        for (row, (name, color)) in (0..).zip(&self.names) {
+            let y = 24 + row * Self::ROW as i32;
+            let key = PathElement::new(vec![(4, y), (26, y)], color.stroke_width(3));
+            area.draw(&key).map_err(|e| e.to_string())?;
+            let text = Text::new(name.as_str(), (32, y - 7), ("sans-serif", 14));
+            area.draw(&text).map_err(|e| e.to_string())?;
+        }
+        Ok(())
+    }
+}
+
+/// Draws, and returns the picture's [`plot_attribute`].
+fn render(curves: &[LossCurve], size: (u32, u32), shown: Shown, svg: &mut String) -> Result<String, String> {
+    let steps = || curves.iter().flat_map(|curve| curve.train.iter().chain(&curve.valid)).map(|p| p.0);
+    let last = steps().max().ok_or("there are no losses to draw")?;
+    // A run of one step has an axis, too.
+    let first = steps().min().unwrap_or(last).min(last.saturating_sub(1)) as f64;
+    let last = last as f64;
+    let mut series = series(curves, (first, last));
+    let (low, high) = axis(&series, if shown == Shown::Tail { last } else { f64::INFINITY });
     let margin = (0.05 * (high - low)).max(1e-3);
     let bottom = (low - margin).max(0.0).min(low);
+    let column = (curves.len() > FEW).then(|| Column::of(&mut series, high));
     // Above the highest line there is room for the legend, of about so many of the picture's rows of pixels.
-    let legend = series.iter().filter(|series| series.name.is_some()).count() as f64 * 22.0 + 24.0;
+    let inside = series.iter().filter(|series| series.name.is_some()).count();
+    let legend = if inside == 0 { 0.0 } else { inside as f64 * 22.0 + 24.0 };
     let share = (legend / (f64::from(size.1) - 100.0)).min(0.5);
     let top = (high - share * bottom) / (1.0 - share) + margin;
 
-    let root = SVGBackend::with_string(svg, size).into_drawing_area();
+    let (wide, tall) = column.as_ref().map_or((0, 0), Column::size);
+    let whole = SVGBackend::with_string(svg, (size.0 + wide, size.1.max(tall))).into_drawing_area();
     let text = |e: DrawingAreaErrorKind<_>| e.to_string();
-    root.fill(&WHITE).map_err(text)?;
-    let title = if let [curve] = curves { curve.title.as_str() } else { "held-out losses (pale: training)" };
+    whole.fill(&WHITE).map_err(text)?;
+    let (root, side) = whole.split_horizontally(size.0);
+    if let Some(column) = column {
+        column.draw(&side)?;
+    }
+    let title = match curves {
+        [curve] => curve.title.as_str(),
+        several if several.len() > FEW => "held-out losses",
+        _ => "held-out losses (pale: training)",
+    };
     let mut chart = ChartBuilder::on(&root);
     if !title.is_empty() {
         chart.caption(title, ("sans-serif", 20));
@@ -211,8 +312,9 @@ fn render(curves: &[LossCurve], size: (u32, u32), svg: &mut String) -> Result<()
         .margin(12)
         .x_label_area_size(40)
         .y_label_area_size(56)
-        .build_cartesian_2d(0.0..last, bottom..top)
+        .build_cartesian_2d(first..last, bottom..top)
         .map_err(text)?;
+    let plot = plot_attribute(chart.plotting_area().get_pixel_range(), [first, last], [bottom, top]);
     let units: std::collections::BTreeSet<_> = curves.iter().map(|curve| curve.unit).collect();
     chart
         .configure_mesh()
@@ -243,15 +345,18 @@ fn render(curves: &[LossCurve], size: (u32, u32), svg: &mut String) -> Result<()
             }
         }
     }
-    chart
-        .configure_series_labels()
-        .position(SeriesLabelPosition::UpperRight)
-        .background_style(WHITE)
-        .border_style(BLACK.mix(0.3))
-        .label_font(("sans-serif", 14))
-        .draw()
-        .map_err(text)?;
-    root.present().map_err(text)
+    if inside > 0 {
+        chart
+            .configure_series_labels()
+            .position(SeriesLabelPosition::UpperRight)
+            .background_style(WHITE)
+            .border_style(BLACK.mix(0.3))
+            .label_font(("sans-serif", 14))
+            .draw()
+            .map_err(text)?;
+    }
+    whole.present().map_err(text)?;
+    Ok(plot)
 }
 
 #[cfg(test)]
@@ -269,7 +374,7 @@ mod tests {
     }
 
     fn svg_of(curves: &[LossCurve]) -> Result<String, String> {
-        losses_svg(curves, PICTURE)
+        losses_svg(curves, PICTURE, Shown::Tail)
     }
 
     #[test]
@@ -296,7 +401,7 @@ mod tests {
     #[test]
     fn no_line_passes_through_the_legend() -> Result<(), String> {
         let one = curve();
-        let many: Vec<LossCurve> = (0..9).map(|i| LossCurve { title: format!("{i}"), ..curve() }).collect();
+        let many: Vec<LossCurve> = (0..6).map(|i| LossCurve { title: format!("{i}"), ..curve() }).collect();
         for curves in [&[one][..], &many] {
             let svg = svg_of(curves)?;
             // The legend's frame is the last rectangle. Its keys are lines of two points in it; all others lie below.
@@ -320,7 +425,7 @@ mod tests {
     fn the_tail_of_a_loss_has_room() -> Result<(), String> {
         let loss = |s: u64| if s < 50 { 8.0 - 0.12 * s as f64 } else { 2.0 - 0.0005 * (s - 50) as f64 };
         let curve = LossCurve { train: (1..=1000).map(|s| (s, loss(s))).collect(), ..LossCurve::default() };
-        let all = series(std::slice::from_ref(&curve), 1000.0);
+        let all = series(std::slice::from_ref(&curve), (1.0, 1000.0));
         let (low, high) = axis(&all, 1000.0);
         assert!(low < 1.53 && (1.9..2.0).contains(&high), "{low} to {high}");
         let with_levels = LossCurve { entropy: Some(Entropy { rate: 1.5, unigram: 3.9 }), ..curve };
@@ -330,7 +435,7 @@ mod tests {
             train: (1..=100).map(|s| (s, 4.0 - 0.02 * s as f64)).collect(),
             ..LossCurve::default()
         };
-        assert_eq!(axis(&series(&[even], 100.0), 100.0), (2.0, 3.98));
+        assert_eq!(axis(&series(&[even], (1.0, 100.0)), 100.0), (2.0, 3.98));
         Ok(())
     }
 
@@ -354,6 +459,56 @@ mod tests {
         for name in ["runs/a", "runs/b"] {
             assert_eq!(svg.matches(name).count(), 1, "{name}");
         }
+        Ok(())
+    }
+
+    /// Thirty-one runs: colours that differ, each name once beside the lines, a picture as tall as they need, and no run that has gone astray to squeeze the others.
+    #[test]
+    fn many_runs_can_be_told_apart() -> Result<(), String> {
+        let run = |i: u64| {
+            let level = if i == 30 { 40.0 } else { 2.0 + 0.01 * i as f64 };
+            let valid = (1..=10).map(|s| (10 * s, level + 1.0 / s as f64)).collect();
+            LossCurve { title: format!("runs/number-{i}"), valid, entropy: None, ..curve() }
+        };
+        let many: Vec<LossCurve> = (0..31).map(run).collect();
+        let svg = svg_of(&many)?;
+        for curve in &many {
+            let name = if curve.title.ends_with("-30") { "runs/number-30 (above)" } else { &curve.title };
+            assert_eq!(svg.matches(&format!("\n{name}\n")).count(), 1, "{name}");
+        }
+        let first = |element, attribute| numbers(&svg, element, attribute).remove(0)[0];
+        let (width, height) = (first("svg", "width"), first("svg", "height"));
+        assert!(
+            width > f64::from(PICTURE.0) + 100.0 && height > 31.0 * f64::from(Column::ROW),
+            "{width} {height}"
+        );
+        for n in [2, 6, 7, 12, 31, 60] {
+            let colors: Vec<RGBColor> = (0..n).map(|i| run_color(i, n)).collect();
+            for (i, a) in colors.iter().enumerate() {
+                for b in &colors[..i] {
+                    let apart =
+                        [(a.0, b.0), (a.1, b.1), (a.2, b.2)].map(|(a, b)| f64::from(a.abs_diff(b)).powi(2));
+                    assert!(apart.iter().sum::<f64>().sqrt() > 20.0, "{n}: {a:?} {b:?}");
+                }
+            }
+        }
+        let (_, top) = axis(&series(&many, (1.0, 100.0)), 100.0);
+        assert!(top < 3.5, "{top}");
+        Ok(())
+    }
+
+    /// A whole picture holds the first loss; axes begin with the first step.
+    #[test]
+    fn a_whole_picture_begins_with_the_first_step() -> Result<(), String> {
+        let loss = |s: u64| if s < 50 { 8.0 - 0.12 * s as f64 } else { 2.0 };
+        let curve = LossCurve { train: (1..=1000).map(|s| (s, loss(s))).collect(), ..LossCurve::default() };
+        let plot = |shown| {
+            losses_svg(std::slice::from_ref(&curve), PICTURE, shown)
+                .map(|svg| numbers(&svg, "svg", "data-plot").remove(0))
+        };
+        let (tail, whole) = (plot(Shown::Tail)?, plot(Shown::Whole)?);
+        assert_eq!((whole.len(), whole[4], whole[5]), (8, 1.0, 1000.0));
+        assert!(whole[7] > 7.88 && tail[7] < 4.0, "{whole:?} {tail:?}");
         Ok(())
     }
 
