@@ -43,7 +43,7 @@ def make(args):
             return found + draw.choice(["", "é", " – ü", " 東京"]) if name == "unicode" else found
 
         with open(out / f"{name}.jsonl", "w") as file:
-            for _ in range(QUESTIONS):
+            for _ in range(args.questions):
                 row = {"question": piece(draw.randint(2, before)).lstrip() or "?", "choices": [more() for _ in range(choices)], "answer": draw.randrange(choices)}
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
     with open(out / "rows.jsonl", "w") as file:
@@ -172,7 +172,7 @@ def main():
     of = commands.add_parser("tokenizer")
     of.add_argument("kind", choices=["llama2", "llama3", "qwen"]), of.add_argument("text"), of.add_argument("tokens"), of.set_defaults(run=tokenizer)
     of = commands.add_parser("make")
-    of.add_argument("text"), of.add_argument("tasks"), of.set_defaults(run=make)
+    of.add_argument("text"), of.add_argument("tasks"), of.add_argument("--questions", type=int, default=QUESTIONS), of.set_defaults(run=make)
     of = commands.add_parser("check")
     of.add_argument("model"), of.add_argument("tasks"), of.add_argument("samples"), of.add_argument("scores"), of.add_argument("--no-bos", action="store_true"), of.set_defaults(run=check)
     of = commands.add_parser("rolling")

@@ -78,7 +78,8 @@ fn told(config: &Config, survey: &Survey, tokens: bool) -> Result<()> {
     let tokenizer = config.tokenizer()?.filter(|tokenizer| tokenizer.has_text());
     let known = tokenizer.as_ref().map_or(0, |tokenizer| tokenizer.vocab_size() as u64);
     // Ids of a tokenizer that nobody has named are no bytes.
-    let is_known = u64::from(survey.largest_id) < known;
+    let is_named = !survey.has_ids || config.unit() != "byte";
+    let is_known = is_named && u64::from(survey.largest_id) < known;
     let unit = if is_known { config.unit() } else { "token" };
     say!(
         "{}, {}, the longest {}",

@@ -26,8 +26,18 @@ fn what_is_in_files_is_told() {
     let told = place.nibble(&["data", "ids.bin", "rows.jsonl"]).ok();
     told.contains("ids.bin: token ids, 6 B\n")
         .contains("\n3,001 documents, ")
-        .contains("largest id: 50,000\n");
+        .contains("largest id: 50000\n");
     told.contains("document 1: 7 50000 9\n");
+    // Small ids are no bytes either, whichever file comes first.
+    std::fs::write(place.path("small.bin"), [72u16, 105].map(u16::to_le_bytes).concat()).unwrap();
+    for files in [["small.bin", "rows.jsonl"], ["rows.jsonl", "small.bin"]] {
+        let told = place.nibble(&[&["data"], &files[..]].concat()).ok();
+        assert!(!told.stdout.contains("\"Hi\""), "{}", told.stdout);
+    }
+    let told = place.nibble(&["data", "small.bin", "--tokens"]).ok();
+    told.contains("document 1, its first tokens:\n      72\n     105\n");
+    let told = place.nibble(&["data", "rows.jsonl", "--tokens"]).ok();
+    told.contains("document 1, its first tokens:\n     114  \"r\"\n     111  \"o\"\n");
     let error = place.nibble(&["data", "ids.bin", "--set", "model.vocab_size=1000"]).failed(2);
     assert!(error.contains("ids.bin: token 1: has the id 50000 as token 2 of it"), "{error}");
 }

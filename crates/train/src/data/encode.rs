@@ -11,8 +11,10 @@ use crate::tokenizer::{Framing, SharedTokenizer, Tokenizer};
 /// What makes ids of texts, and which ids there may be.
 #[derive(Clone)]
 pub(super) struct Encoder {
-    /// None where a token is a byte, whatever text it is of.
+    /// None where a token is a byte, whatever text it is of, or an id that files hold.
     pub tokenizer: Option<SharedTokenizer>,
+    /// Whether files hold ids of a tokenizer that nobody has named.
+    pub has_ids: bool,
     pub framing: Framing,
     /// Ids are below this.
     pub vocab_size: usize,
@@ -61,8 +63,16 @@ impl Encoder {
     /// # Errors
     /// As [`Config::tokenizer`] and [`Config::framing`].
     pub fn of(config: &Config, vocab_size: usize) -> Result<Self, Error> {
-        let tokenizer = config.tokenizer()?.filter(|tokenizer| tokenizer.unit() != "byte");
-        Ok(Self { tokenizer, framing: config.framing()?, vocab_size })
+        let (tokenizer, framing) = (config.tokenizer()?, config.framing()?);
+        let has_ids = tokenizer.as_ref().is_some_and(|tokenizer| !tokenizer.has_text());
+        let tokenizer = tokenizer.filter(|tokenizer| tokenizer.has_text() && tokenizer.unit() != "byte");
+        Ok(Self { tokenizer, has_ids, framing, vocab_size })
+    }
+
+    /// That of bytes, with nothing around a text.
+    pub fn of_bytes() -> Self {
+        let framing = Framing::default();
+        Self { tokenizer: None, has_ids: false, framing, vocab_size: super::BYTE_VOCAB }
     }
 
     /// Whether the tokens of a text are its bytes and nothing more.
@@ -72,12 +82,13 @@ impl Encoder {
 
     /// What its tokens are called.
     pub fn unit(&self) -> &'static str {
-        if self.tokenizer.is_none() { "bytes" } else { "tokens" }
+        if self.tokenizer.is_none() && !self.has_ids { "bytes" } else { "tokens" }
     }
 
     /// Ids are below this: those of the tokenizer, which may be fewer than the model has rows for.
     pub fn vocabulary(&self) -> usize {
         match &self.tokenizer {
+            None if self.has_ids => self.vocab_size,
             None => super::BYTE_VOCAB,
             Some(tokenizer) => tokenizer.vocab_size(),
         }
@@ -196,7 +207,7 @@ mod tests {
     #[test]
     fn documents_are_framed_and_prompts_are_not_learnt() {
         let framing = Framing { bos: Some(300), eos: Some(301) };
-        let encoder = Encoder { tokenizer: Some(Arc::new(Bytes)), framing, vocab_size: 302 };
+        let encoder = Encoder { tokenizer: Some(Arc::new(Bytes)), has_ids: false, framing, vocab_size: 302 };
         let encoded = encoder.encode(text(&[("ab", true)])).unwrap();
         assert_eq!((encoded.ids, encoded.unlearnt), (vec![300, 97, 98, 301], vec![]));
         let encoded = encoder.encode(text(&[("ab", false), ("c", true)])).unwrap();
@@ -238,6 +249,7 @@ mod tests {
     fn what_has_no_ids_is_told() {
         let encoder = |vocab_size| Encoder {
             tokenizer: Some(Arc::new(Bytes)),
+            has_ids: false,
             framing: Framing::default(),
             vocab_size,
         };

@@ -37,7 +37,6 @@ pub use synthetic::{Entropy, Language, RECORD_TOKENS, SYNTHETIC_VOCAB, Split, re
 
 use crate::config::{Config, DataConfig};
 use crate::error::{Error, Result};
-use crate::tokenizer::Framing;
 use std::path::PathBuf;
 
 pub use crate::tokenizer::BYTE_VOCAB;
@@ -188,9 +187,7 @@ impl Dataset {
     /// [`Error::Data`] for a file that is missing, empty, damaged, or too short for one training and one held-out
     /// sequence; [`Error::Config`] for a `seq_len` that the built-in language cannot have.
     pub fn open(config: &DataConfig, seed: u64) -> Result<Self> {
-        let encoder =
-            encode::Encoder { tokenizer: None, framing: Framing::default(), vocab_size: BYTE_VOCAB };
-        Self::opened(config, seed, encoder, &mut ())
+        Self::opened(config, seed, encode::Encoder::of_bytes(), &mut ())
     }
 
     fn opened(

@@ -33,6 +33,8 @@ pub struct Survey {
     pub tokens: u64,
     /// Tokens that are no targets.
     pub unlearnt: u64,
+    /// Whether some of them came as ids, of whichever tokenizer.
+    pub has_ids: bool,
     /// The largest id.
     pub largest_id: u32,
     /// Tokens of the longest document.
@@ -141,6 +143,7 @@ impl Sink for Counting<'_> {
                 self.survey.documents += 1;
                 self.sample = self.survey.documents.is_power_of_two().then(Vec::new);
             }
+            self.survey.has_ids |= piece.bytes.is_none();
             self.length += piece.ids.len() as u64;
             self.survey.tokens += piece.ids.len() as u64;
             self.survey.unlearnt += piece.unlearnt.iter().map(|run| run.len() as u64).sum::<u64>();

@@ -68,8 +68,9 @@ impl Beginning {
         self.alone.len()
     }
 
-    /// The ids of a text and of what continues it, as one request: the text is encoded alone, and what the whole has behind as many ids is the
-    /// continuation. Spaces at the end of the text belong to the continuation. A text of nothing else is what a text has before it.
+    /// The ids of a text and of what continues it, as one request: those of the text alone, and behind them what the whole has behind as many ids. Where
+    /// a token of the whole reaches across the end of the text, these are not the ids of the whole. Spaces at the end of the text belong to the
+    /// continuation. A text of nothing else is what a text has before it.
     ///
     /// These are the rules of lm-evaluation-harness's `loglikelihood` and `_encode_pair`.
     ///
@@ -78,15 +79,16 @@ impl Beginning {
     pub fn request(&self, tokenizer: &dyn Tokenizer, context: &str, continuation: &str) -> Result<Request> {
         let text = context.trim_end_matches(is_space);
         let whole = tokenizer.encode_with_control(&[context, continuation].concat())?;
-        let first = if text.is_empty() { 0 } else { tokenizer.encode_with_control(text)?.len() };
+        let alone = if text.is_empty() { Vec::new() } else { tokenizer.encode_with_control(text)? };
         let before = match &self.question {
-            _ if first == 0 => self.of_document(&whole),
-            Some(bos) if whole.first() != Some(bos) => std::slice::from_ref(bos),
+            _ if alone.is_empty() => self.of_document(&whole),
+            Some(bos) if alone.first() != Some(bos) => std::slice::from_ref(bos),
             _ => &[],
         };
         // Of a text of nothing that begins with what stands before one, that is what the rest stands behind.
-        let first = (before.len() + first).max(1);
-        Ok(Request::behind(first, [before, &whole].concat()))
+        let first = (before.len() + alone.len()).max(1);
+        let behind = whole.get(alone.len()..).unwrap_or_default();
+        Ok(Request::behind(first, [before, &alone, behind].concat()))
     }
 }
 
@@ -98,6 +100,45 @@ fn is_space(of: char) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Bytes, but for an exclamation mark and what ends its line, which are one token.
+    #[derive(Debug)]
+    struct Merging;
+
+    impl Tokenizer for Merging {
+        fn vocab_size(&self) -> usize {
+            Bytes.vocab_size()
+        }
+        fn encode(&self, text: &str) -> Result<Vec<i32>> {
+            Bytes.encode(&text.replace("!\n", "\u{2}"))
+        }
+        fn decode_bytes(&self, ids: &[i32]) -> Vec<u8> {
+            Bytes.decode_bytes(ids)
+        }
+        fn to_json(&self) -> String {
+            Bytes.to_json()
+        }
+        fn tokens(&self) -> String {
+            Bytes.tokens()
+        }
+        fn token(&self, id: i32) -> Option<String> {
+            Bytes.token(id)
+        }
+        fn opening(&self) -> Result<Vec<i32>> {
+            Bytes.opening()
+        }
+    }
+
+    /// The context is what it is alone, also where the whole is cut elsewhere: so the harness has it.
+    #[test]
+    fn a_context_has_the_ids_that_it_has_alone() {
+        for (question, before) in [(Some(1), vec![1]), (None, vec![])] {
+            let made = Beginning::of(vec![1], true, question).request(&Merging, "ab!\n", " c").unwrap();
+            // The whole is `a`, `b`, the token of both, ` `, `c`: behind as many as `ab!` has are the last two.
+            let wanted = [before.clone(), Bytes.encode("ab! c").unwrap()].concat();
+            assert_eq!(made, Request::behind(before.len() + 3, wanted));
+        }
+    }
 
     /// Byte 1 is the token that texts begin with, as a text may have it too.
     #[test]

@@ -44,9 +44,9 @@ pub(crate) fn begin_texts_with(dir: &Path, bos: Option<i32>) -> Result<()> {
     let fail = |why: String| Error::Tokenizer { path: settings.clone(), why };
     let mut keys: Map<String, Value> = serde_json::from_str(&text).map_err(|e| fail(e.to_string()))?;
     keys.insert("add_bos_token".into(), bos.is_some().into());
-    if let Some(token) =
-        bos.filter(|bos| tokenizer.named_bos() != Some(*bos)).and_then(|bos| tokenizer.token(bos))
-    {
+    let name = keys.get("bos_token").and_then(|name| name.as_str().or_else(|| name["content"].as_str()));
+    let is_named = name.and_then(|name| tokenizer.token_id(name)) == bos;
+    if let Some(token) = bos.filter(|_| !is_named).and_then(|bos| tokenizer.token(bos)) {
         keys.insert("bos_token".into(), token.into());
     }
     let text = format!("{:#}\n", Value::Object(keys));

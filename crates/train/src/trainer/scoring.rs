@@ -116,6 +116,12 @@ impl<B: Kernels> Trainer<'_, B> {
                 return Err(Error::config("data.tokenizer", why));
             }
             documents += u64::from(piece.begins && !piece.ids.is_empty());
+            if !tokenizer.has_text() && piece.bytes.is_some() {
+                let why = format!(
+                    "is not named, and {source} has text: the run's tokens are ids, whose tokenizer is not known"
+                );
+                return Err(Error::config("data.tokenizer", why));
+            }
             if !tokenizer.has_text() {
                 // Of ids whose tokenizer is not named nobody knows the text.
                 return windows.add(&piece, &mut give);

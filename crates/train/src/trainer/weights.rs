@@ -197,7 +197,7 @@ impl<B: Kernels> Trainer<'_, B> {
         model.finish()?;
         let position = checkpoint.position();
         self.rank.context.step = position.step;
-        self.rank.context.passed_over = position.passed_over;
+        self.rank.context.passed_over = position.passed_over.min(position.step);
         Ok(())
     }
 

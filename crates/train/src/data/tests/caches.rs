@@ -11,7 +11,6 @@ use crate::data::Dataset;
 use crate::data::encode::Encoder;
 use crate::data::reading::{BadRow, Place, Reading, Sink, Watch};
 use crate::error::{Error, Result};
-use crate::tokenizer::Framing;
 
 /// The folders of whole caches, and what else lies beside them, locks aside.
 pub(super) fn caches(dir: &Path) -> (Vec<PathBuf>, Vec<PathBuf>) {
@@ -86,7 +85,7 @@ fn a_reading_goes_on_from_every_place() {
         let first = put(dir.path(), &(kind.write)(&docs));
         let folder = first.parent().unwrap().display().to_string();
         put(dir.path(), &[("z.txt", b"the end".to_vec())]);
-        let encoder = Encoder { tokenizer: None, framing: Framing::default(), vocab_size: 256 };
+        let encoder = Encoder::of_bytes();
         let reading = Reading::of(&folder, &config(&first, 32), &encoder).unwrap();
         let mut whole = All::default();
         reading.read(Place::default(), &mut whole, &mut ()).unwrap();
@@ -141,7 +140,7 @@ fn a_file_that_changes_while_it_is_read_is_told() {
     }
     let dir = tempfile::tempdir().unwrap();
     let source = put(dir.path(), &[("a.jsonl", lines(&documents(20_000)))]);
-    let encoder = Encoder { tokenizer: None, framing: Framing::default(), vocab_size: 256 };
+    let encoder = Encoder::of_bytes();
     let opened = Dataset::opened(&config(&source, 32), 0, encoder, &mut Changes(source.clone()));
     let error = opened.unwrap_err().to_string();
     assert!(error.contains("was changed while it was read") || error.contains("is no JSON"), "{error}");

@@ -14,7 +14,6 @@ use crate::config::DataConfig;
 use crate::data::encode::Encoder;
 use crate::data::{Batch, Dataset, Watch};
 use crate::error::Result;
-use crate::tokenizer::Framing;
 
 /// The files of a cache, the smallest last.
 const FILES: [&str; 4] = ["ids", "documents", "unlearnt", "cache.json"];
@@ -68,7 +67,7 @@ fn open(source: &Path, watch: &mut Told) -> Result<Dataset> {
         document_mask: true,
         ..config(source, 32)
     };
-    let encoder = Encoder { tokenizer: None, framing: Framing::default(), vocab_size: 256 };
+    let encoder = Encoder::of_bytes();
     Dataset::opened(&config, 5, encoder, watch)
 }
 
