@@ -223,7 +223,12 @@ mod tests {
         let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/tokenizers/llama2");
         let tokenizer = crate::tokenizer::open(&folder).unwrap();
         let vocab_size = tokenizer.vocab_size();
-        let encoder = Encoder { tokenizer: Some(tokenizer.clone()), framing: Framing::default(), vocab_size };
+        let encoder = Encoder {
+            tokenizer: Some(tokenizer.clone()),
+            framing: Framing::default(),
+            vocab_size,
+            has_ids: false,
+        };
         let ids = |text: &str| -> Vec<u32> {
             tokenizer.encode(text).unwrap().into_iter().map(|id| id as u32).collect()
         };
