@@ -431,8 +431,14 @@ fn data_of_other_tokens_is_refused() {
     fs::write(folder.join("tokenizer.json"), "{}").unwrap();
     let error = begins(&folder, "other.txt").unwrap_err().to_string();
     assert!(error.contains("tokenizer.json: is no tokenizer that can be read"), "{error}");
-    // Nor is a text taken for bytes where there is none.
+    // Without any, a model of bytes is one of bytes, and one of more tokens takes no text.
     fs::remove_file(folder.join("tokenizer.json")).unwrap();
+    begins(&folder, "other.txt").unwrap();
+    let (_, checkpoint, dir) =
+        trained(&small("bf16", &["model.shared_ffn=0", "data.source=random", "model.vocab_size=512"]));
+    let folder = dir.path().join("model");
+    exported(&checkpoint, ExportType::Bf16, 0, &folder);
+    let _ = fs::remove_file(folder.join("tokenizer.json"));
     fs::write(folder.join("tokenizer.model"), "").unwrap();
     begins(&folder, "random").unwrap();
     let error = begins(&folder, "other.txt").unwrap_err().to_string();

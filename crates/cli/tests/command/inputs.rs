@@ -224,7 +224,7 @@ fn a_models_file_is_named_by_every_command_that_reads_it() {
         (
             "\"num_experts_per_tok\": 2",
             "\"num_experts_per_tok\": 9",
-            "config.json: `model.top_k`: is 9, more than",
+            "config.json: `num_experts_per_tok`: is 9, more than num_experts = 4",
         ),
         (
             "\"rope_scaling\": null",

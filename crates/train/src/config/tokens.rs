@@ -8,7 +8,9 @@ use crate::checkpoint::Checkpoint;
 use crate::data::holds_ids;
 use crate::error::{Error, Result};
 use crate::pretrained::{Initial, companions_of, is_folder};
-use crate::tokenizer::{self, Bytes, Framing, Ids, SharedTokenizer, Symbols, TOKENIZER_FILE, Tokenizer};
+use crate::tokenizer::{
+    self, BYTE_VOCAB, Bytes, Framing, Ids, SharedTokenizer, Symbols, TOKENIZER_FILE, Tokenizer,
+};
 
 /// Where the tokenizer of a configuration is.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -118,9 +120,14 @@ impl Config {
             (_, Place::BuiltIn) => Ok(Some(Arc::new(Symbols))),
             (Some(folder), _) => self.open_kept(folder),
             (None, Place::File(path)) => Ok(Some(tokenizer::open(path)?)),
-            // Text in tokens that the model does not have would be learnt as others.
+            // A model of more tokens than there are bytes has others, and a text of bytes would be learnt as those.
             (None, Place::Model(path)) if self.is_text() && !self.holds_ids() && is_folder(path) => {
-                Ok(Some(tokenizer::open(path)?))
+                let own = tokenizer::of_folder(path)?;
+                if own.is_none() && self.model.vocab_size > BYTE_VOCAB {
+                    tokenizer::open(path).map(Some)
+                } else {
+                    Ok(own)
+                }
             }
             (None, Place::Model(path)) => Initial::open(path)?.tokenizer(),
             (None, Place::Nowhere) => Ok(None),

@@ -24,15 +24,15 @@ pub(crate) fn begin_texts_with(dir: &Path, bos: Option<i32>) -> Result<()> {
     }
     let text = read(&file)?;
     let tokenizer = HuggingFace::of(&file, text.clone())?;
-    let [before, behind] = tokenizer.around()?;
+    let [before, behind] = tokenizer.around();
     if bos.is_none() && tokenizer.named_bos().is_none() && before.is_empty() {
         return Ok(());
     }
-    if before != Vec::from_iter(bos) {
+    if *before != Vec::from_iter(bos) {
         let fail = |why: String| Error::Tokenizer { path: file.clone(), why };
         let mut whole = tokenizers::Tokenizer::from_bytes(&text).map_err(|e| fail(e.to_string()))?;
         let old = serde_json::to_value(whole.get_post_processor()).map_err(|e| fail(e.to_string()))?;
-        let new = post_processor(&tokenizer, &old, [&Vec::from_iter(bos), &behind]);
+        let new = post_processor(&tokenizer, &old, [&Vec::from_iter(bos), behind]);
         let new: Option<PostProcessorWrapper> =
             serde_json::from_value(new).map_err(|e| fail(e.to_string()))?;
         whole.with_post_processor(new);

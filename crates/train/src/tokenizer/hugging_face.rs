@@ -32,6 +32,8 @@ pub struct HuggingFace {
     settings: Settings,
     /// Whether a text is tried first: the file's steps may make it much longer.
     grows: bool,
+    /// What the file itself puts before and behind a text.
+    around: [Vec<i32>; 2],
     bos: Option<i32>,
     eos: Option<i32>,
 }
@@ -93,8 +95,10 @@ impl HuggingFace {
         };
         let path = path.to_owned();
         let control = OnceLock::new();
+        let around = <[Vec<i32>; 2]>::default();
         let mut tokenizer =
-            Self { path, text, vocab_size, plain, control, settings, grows, bos: None, eos: None };
+            Self { path, text, vocab_size, plain, control, settings, grows, around, bos: None, eos: None };
+        tokenizer.around = tokenizer.put_around()?;
         (tokenizer.bos, tokenizer.eos) = tokenizer.ends()?;
         // Nothing is asked of it any more, and some move the places of tokens.
         tokenizer.plain.with_post_processor(None::<PostProcessorWrapper>);
@@ -102,7 +106,12 @@ impl HuggingFace {
     }
 
     /// What the file itself puts before and behind a text.
-    pub(super) fn around(&self) -> Result<[Vec<i32>; 2]> {
+    pub(super) fn around(&self) -> &[Vec<i32>; 2] {
+        &self.around
+    }
+
+    /// The same, while the file's post-processor is there.
+    fn put_around(&self) -> Result<[Vec<i32>; 2]> {
         let ids = |add| self.ids(&self.plain, "a", add);
         let (bare, whole) = (ids(false)?, ids(true)?);
         let first = whole.windows(bare.len().max(1)).position(|part| part == bare).unwrap_or(0);
@@ -111,7 +120,7 @@ impl HuggingFace {
 
     /// What a text begins with as the files say, and what a document ends with: by `tokenizer_config.json`, or what the file itself puts around a text.
     fn ends(&self) -> Result<(Option<i32>, Option<i32>)> {
-        let [before, behind] = self.around()?;
+        let [before, behind] = &self.around;
         let named = |key: &str| match self.settings.tokens.get(key) {
             None => Ok(None),
             Some(token) => match self.token_id(token) {
