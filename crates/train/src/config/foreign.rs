@@ -52,6 +52,7 @@ const RESUME: Meaning = Said(
 );
 const CONFIG: Meaning = Said("the configuration is named without an option: nibble train FILE.toml");
 const WANDB: Meaning = Said("a run writes metrics.jsonl and events for TensorBoard by itself");
+
 /// The table. Names are in small letters, with `_` for `-`; a name with a dot counts with its table alone.
 const NAMES: &[(Meaning, &[&str])] = &[
     (Key("train.lr"), &["learning_rate", "max_lr", "peak_lr", "base_lr", "lr_max"]),

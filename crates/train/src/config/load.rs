@@ -8,7 +8,7 @@ use toml::{Table, Value};
 use super::absent::absent;
 use super::asked::Written;
 use super::init::fill_model;
-use super::preset::{preset, preset_names};
+use super::preset::{in_shell, preset, preset_names};
 use super::{
     Balance, CheckpointConfig, Config, DataConfig, EvalConfig, GroupScore, MIXTURE, MixtureSource,
     ModelConfig, OnError, Reductions, RopeScaling, RunConfig, SYNTHETIC, Scores, TrainConfig, foreign,
@@ -76,7 +76,8 @@ impl Config {
         }
         if is_folder(path) {
             let why = format!(
-                "{name_or_path} is a folder with a model, and no configuration: name one, and begin with the model by --from, as in nibble train tiny --from {name_or_path}"
+                "{name_or_path} is a folder with a model, and no configuration: name one, and begin with the model by --from, as in nibble train tiny --from {}",
+                in_shell(path)
             );
             return Err(Error::Config { key: String::new(), file: None, line: None, why, suggestion: None });
         }

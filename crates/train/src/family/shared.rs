@@ -258,7 +258,7 @@ pub enum Windowed {
     All,
     /// All, whatever `use_sliding_window` says.
     Always,
-    /// Those that `layer_types` names, or all; of which only with `use_sliding_window`, where that is said.
+    /// Those that `layer_types` names, or all where it is not there; none where `use_sliding_window` is false.
     Listed,
 }
 
@@ -269,6 +269,7 @@ pub enum Windowed {
 pub fn check_window(json: &ConfigJson, model: &ModelConfig, of: Windowed) -> Result<()> {
     const WINDOW: &str = "sliding_window";
     const LAYERS: &str = "layer_types";
+    // What the configuration classes take for `max_window_layers`.
     const FULL: usize = 28;
     let is_used = of == Windowed::Always || json.switch(USE_WINDOW)?.unwrap_or(of == Windowed::Listed);
     let window = json.count(WINDOW)?.filter(|_| is_used);
@@ -286,23 +287,16 @@ pub fn check_window(json: &ConfigJson, model: &ModelConfig, of: Windowed) -> Res
         let why = format!("has {}: the decoder has full attention alone", shortened(&kind.to_string()));
         return Err(json.error(LAYERS, why));
     }
-    let (key, any) = match (of, kinds) {
-        (Windowed::Named, None) => {
-            let full = json.count("max_window_layers")?.unwrap_or(FULL);
-            (WINDOW, full < model.layers && window.is_some())
-        }
-        (_, kinds) => {
-            let named = kinds.is_some_and(|kinds| kinds.iter().any(slides));
-            let all = match of {
-                Windowed::Named => false,
-                Windowed::All | Windowed::Always => window.is_some(),
-                Windowed::Listed => kinds.is_none() && window.is_some(),
-            };
-            (if named { LAYERS } else { WINDOW }, named || all)
-        }
+    let full = json.count("max_window_layers")?.unwrap_or(FULL);
+    let is_listed = kinds.is_some_and(|kinds| kinds.iter().any(slides));
+    let slides = match of {
+        Windowed::Named if kinds.is_none() => window.is_some() && full < model.layers,
+        Windowed::Listed if kinds.is_none() => window.is_some(),
+        Windowed::Named | Windowed::Listed => is_listed,
+        Windowed::All | Windowed::Always => is_listed || window.is_some(),
     };
     let positions = model.max_positions;
-    if !any || window.is_some_and(|window| window >= positions) {
+    if !slides || window.is_some_and(|window| window >= positions) {
         return Ok(());
     }
     let by = if of == Windowed::Always { String::new() } else { format!(", by {USE_WINDOW}") };
@@ -310,7 +304,7 @@ pub fn check_window(json: &ConfigJson, model: &ModelConfig, of: Windowed) -> Res
     let why = format!(
         "asks for {window}, of {positions} positions: the decoder has full attention alone, which a window of all positions is"
     );
-    Err(json.error(key, why))
+    Err(json.error(if is_listed { LAYERS } else { WINDOW }, why))
 }
 
 /// Whether there is one.

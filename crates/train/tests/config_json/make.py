@@ -202,6 +202,10 @@ def more(family, base):
                 said = {"use_sliding_window": True, "sliding_window": sees, "max_window_layers": full}
                 yield (said if layers is None else {**said, "layer_types": layers}), []
     yield {"use_sliding_window": True}, ["sliding_window"]
+    for positions in (4096, 8192):
+        yield {"use_sliding_window": True, "max_position_embeddings": positions}, ["sliding_window"]
+        yield {"use_sliding_window": True, "max_position_embeddings": positions}, ["sliding_window", "max_window_layers"]
+        yield {"use_sliding_window": True, "max_position_embeddings": positions, "max_window_layers": 0}, ["sliding_window"]
     yield {"use_sliding_window": True}, ["sliding_window", "max_window_layers"]
 
 

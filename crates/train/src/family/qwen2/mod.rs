@@ -28,7 +28,7 @@ impl Family for Qwen2 {
     }
 
     fn absent(&self) -> &'static [(&'static str, &'static str)] {
-        &[("num_key_value_heads", "32")]
+        &[("num_key_value_heads", "32"), ("sliding_window", "4096")]
     }
 
     fn read_rest(&self, json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {

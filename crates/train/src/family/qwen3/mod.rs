@@ -27,7 +27,7 @@ impl Family for Qwen3 {
     }
 
     fn absent(&self) -> &'static [(&'static str, &'static str)] {
-        &[("num_key_value_heads", "32"), ("head_dim", "128")]
+        &[("num_key_value_heads", "32"), ("head_dim", "128"), ("sliding_window", "4096")]
     }
 
     fn read_rest(&self, json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {

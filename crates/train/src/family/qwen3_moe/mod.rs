@@ -41,7 +41,12 @@ impl Family for Qwen3Moe {
     }
 
     fn absent(&self) -> &'static [(&'static str, &'static str)] {
-        &[("num_key_value_heads", "4"), (AUX, "0.001"), ("num_experts_per_tok", "8")]
+        &[
+            ("num_key_value_heads", "4"),
+            (AUX, "0.001"),
+            ("num_experts_per_tok", "8"),
+            ("sliding_window", "4096"),
+        ]
     }
 
     fn read_rest(&self, json: &ConfigJson, model: &mut ModelConfig) -> Result<()> {
