@@ -7,7 +7,7 @@ use crate::tensor_cores;
 use nibble_command::error::{Error, Result};
 use nibble_command::{layers, say};
 use nibble_core::Recipe;
-use nibble_core::recipe::{Change, Layer};
+use nibble_core::recipe::{Change, Layer, Passes};
 use nibble_train::checks::{idle_overrides, load_recipe};
 use nibble_train::config::Config;
 
@@ -101,10 +101,14 @@ fn idle(config: &Config, recipe: &Recipe) -> Vec<String> {
 /// Says in a line how many changes of representation follow for one layer.
 fn summarize(recipe: &Recipe, layer: &Layer) {
     let plans = recipe.plans(layer);
-    for ((from, to), plan) in plans.iter().filter(|(_, plan)| !plan.is_empty()) {
+    for ((from, to), plan) in &plans {
+        let changes = plan.changes();
+        if changes.is_empty() {
+            continue;
+        }
         let part = if plans.len() > 1 { format!(", steps {from}..{to}") } else { String::new() };
-        let casts = plan.iter().map(Change::casts).sum::<usize>();
-        let (name, changes) = (&layer.name, plan.len());
+        let casts = changes.iter().map(Change::casts).sum::<usize>();
+        let (name, changes) = (&layer.name, changes.len());
         say!("  {name}{part}: {changes} changes of representation, casts: {casts}; --all prints them");
     }
 }
@@ -113,16 +117,17 @@ fn summarize(recipe: &Recipe, layer: &Layer) {
 fn explain(recipe: &Recipe, layer: &Layer, trace: bool) -> Result<bool> {
     let plans = recipe.plans(layer);
     if trace {
-        recipe.stretches().into_iter().try_for_each(|part| assert_traced(recipe, layer, &plans, part))?;
+        recipe.stretches().into_iter().try_for_each(|(from, _)| assert_traced(recipe, layer, from))?;
     }
-    if plans.iter().all(|(_, plan)| plan.is_empty()) {
+    if plans.iter().all(|(_, plan)| plan.changes().is_empty()) {
         return Ok(false);
     }
     let who = if trace { "as a backend saw them" } else { "as they follow" };
     for ((from, to), plan) in &plans {
         let part = if plans.len() > 1 { format!(", steps {from}..{to}") } else { String::new() };
         say!("changes of representation in {} (activations and gradients), {who}{part}:", layer.name);
-        for change in plan {
+        let changes = plan.changes();
+        for change in &changes {
             let casts = match change.casts() {
                 0 => String::new(),
                 1 => "  (a cast)".into(),
@@ -130,25 +135,18 @@ fn explain(recipe: &Recipe, layer: &Layer, trace: bool) -> Result<bool> {
             };
             say!("  {change}{casts}");
         }
-        let section = recipe.section(layer.kind, &layer.name, *from);
-        section.unfused(layer.kind, recipe.activations).iter().for_each(|line| say!("  {line}"));
-        say!("casts: {}", plan.iter().map(Change::casts).sum::<usize>());
+        plan.unfused().iter().for_each(|line| say!("  {line}"));
+        say!("casts: {}", changes.iter().map(Change::casts).sum::<usize>());
     }
     Ok(true)
 }
 
-/// Runs a layer in a part of a run, and compares what it does with the plan.
-fn assert_traced(
-    recipe: &Recipe,
-    layer: &Layer,
-    plans: &[((f64, f64), Vec<Change>)],
-    (from, _): (f64, f64),
-) -> Result<()> {
-    let seen = layers::changes(recipe, layer, from)?;
-    let plan = plans.iter().find(|((start, end), _)| (*start..*end).contains(&from)).map(|(_, plan)| plan);
-    match Change::difference(&seen, plan.map_or(&[], Vec::as_slice)) {
+/// Runs a layer at a point of a run, and compares what it does with its plan.
+fn assert_traced(recipe: &Recipe, layer: &Layer, progress: f64) -> Result<()> {
+    let seen = layers::changes(recipe, layer, progress)?;
+    match Change::difference(&seen, &recipe.plan(layer, progress, Passes::TRAINING).changes()) {
         None => Ok(()),
-        Some(what) => Err(Error::Failed(format!("{}: from {from} of the steps on, {what}", layer.name))),
+        Some(what) => Err(Error::Failed(format!("{}: from {progress} of the steps on, {what}", layer.name))),
     }
 }
 

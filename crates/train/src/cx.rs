@@ -2,21 +2,24 @@
 
 use crate::config::Balance;
 use crate::delayed::{DelayedRecords, Spans};
-use crate::layer_products;
+use crate::layer_plans::LayerPlans;
 use crate::moe::Combine;
 use crate::param::{Buckets, Gathering, Param, Wanted};
-use crate::record::{Conversion, CountSite, Counted, FoundCells, LayerSample};
+use crate::record::{self, CountSite, Counted, FoundCells, LayerSample};
 use nibble_core::formats::BlockAxis;
 use nibble_core::formats::{Purpose, Stream, fnv1a32};
 use nibble_core::ops::{
     Cast, Counts, Delayed, Dequantize, Emit, Emitted, FindWindows, Found, Hadamard, MeasureQuantization,
     Numbers, PackedRows, Planes, Positions, Quantize, QuantizePack, Random, Transcode, Windows,
 };
-use nibble_core::recipe::{Computed, LayerKind, Pair, Precision, Product, Route, Section, Transform};
+use nibble_core::recipe::{
+    Computed, Conversion, Layer, LayerPlan, Pair, Passes, Precision, Route, Transform,
+};
 use nibble_core::{
     BlockScaled, DType, Error, Groups, Kernels, Mesh, Operand, Recipe, Result, RowKind, Tensor,
 };
 use std::cell::{Cell, RefCell};
+use std::sync::Arc;
 
 /// A tensor on its way to a product, by the names that its counts and its random bits have.
 #[derive(Debug, Clone, Copy)]
@@ -28,6 +31,28 @@ pub struct Place<'a> {
     /// The linear layer whose product takes it: the signs of a Hadamard transform are of that name, so that both operands
     /// of wgrad have the same. Layers that share an input share it.
     pub linear: &'a str,
+}
+
+/// By what a layer's conversions are known.
+#[derive(Debug, Clone, Copy)]
+pub struct LayerName<'a> {
+    /// [`Place::layer`].
+    pub layer: &'a str,
+    /// [`Place::linear`].
+    pub linear: &'a str,
+}
+
+impl<'a> LayerName<'a> {
+    /// Where nothing has the name of another.
+    pub const fn new(layer: &'a str) -> Self {
+        Self { layer, linear: layer }
+    }
+
+    /// A tensor of it.
+    pub const fn of(self, tensor: &'static str) -> Place<'a> {
+        let Self { layer, linear } = self;
+        Place { layer, tensor, linear }
+    }
 }
 
 /// The tokens this rank holds of a micro-batch, in shards.
@@ -121,8 +146,8 @@ pub struct Cx<'a, B: Kernels> {
     pub b: &'a B,
     /// The ranks, this one among them.
     pub mesh: Mesh<'a, B>,
-    /// Every precision.
-    pub recipe: &'a Recipe,
+    /// Every precision, and what layers do under them.
+    pub plans: Arc<LayerPlans>,
     /// The optimizer step, from 0.
     pub step: u64,
     /// step / steps of the run.
@@ -162,17 +187,22 @@ pub struct Cx<'a, B: Kernels> {
 impl<'a, B: Kernels> Cx<'a, B> {
     /// A context for a forward pass alone, at this point of training's precision schedule; rows of experts are summed in slot order, and a rank
     /// has room for all that can come.
-    pub fn inference(
+    pub fn inference(b: &'a B, mesh: Mesh<'a, B>, recipe: &Recipe, shards: Shards<B>, progress: f64) -> Self {
+        Self::under(b, mesh, Arc::new(LayerPlans::new(recipe.clone())), shards, progress)
+    }
+
+    /// The same with the plans that were made of a recipe so far.
+    pub(crate) fn under(
         b: &'a B,
         mesh: Mesh<'a, B>,
-        recipe: &'a Recipe,
+        plans: Arc<LayerPlans>,
         shards: Shards<B>,
         progress: f64,
     ) -> Self {
         Self {
             b,
             mesh,
-            recipe,
+            plans,
             step: 0,
             progress,
             seed: 0,
@@ -222,26 +252,30 @@ impl<'a, B: Kernels> Cx<'a, B> {
         Positions { seq_len, first, starts }
     }
 
-    /// The precisions of a layer now.
-    pub fn section(&self, kind: LayerKind, layer: &str) -> Section {
-        self.recipe.section(kind, layer, self.progress)
+    /// Every precision.
+    pub fn recipe(&self) -> &Recipe {
+        self.plans.recipe()
+    }
+
+    /// What a layer does now, with nothing kept beyond what its recipe says.
+    pub fn plan(&self, layer: &Layer) -> Arc<LayerPlan> {
+        self.plan_keeping(layer, false)
+    }
+
+    /// The same; `keep_a` as [`Passes::Both`] has it.
+    pub fn plan_keeping(&self, layer: &Layer, keep_a: bool) -> Arc<LayerPlan> {
+        let passes = if self.training { Passes::Both { keep_a } } else { Passes::Forward };
+        self.plans.plan(layer, self.progress, passes)
     }
 
     /// The type of everything between the products.
     pub fn activations(&self) -> DType {
-        self.recipe.activations
+        self.recipe().activations
     }
 
-    /// The numbers of a product with a layer's `which`-th weight: for what is quantized for that alone. None in a step that measures quantizations,
-    /// which reads codes as well.
-    pub(crate) fn numbers(
-        &self,
-        section: &Section,
-        weight: (LayerKind, usize),
-        product: Product,
-    ) -> Option<Numbers> {
-        let numbers = || layer_products::numbers(section, weight, product, self.activations());
-        self.measures.is_none().then(numbers)
+    /// The numbers of the products that alone read each representation. None in a step that measures quantizations, which reads codes as well.
+    fn numbers<To>(&self, conversion: &Conversion<To>) -> [Option<Numbers>; 2] {
+        if self.measures.is_some() { [None; 2] } else { conversion.numbers() }
     }
 
     /// Keeps what a conversion counted for the step's record. Without a backward pass there is no record.
@@ -249,18 +283,10 @@ impl<'a, B: Kernels> Cx<'a, B> {
         &self,
         layer: &str,
         tensor: &'static str,
-        conversion: Conversion,
+        conversion: record::Conversion,
         counts: Option<&Counts<B>>,
     ) {
         self.keep(CountSite { layer: layer.to_owned(), tensor, conversion }, counts, None);
-    }
-
-    /// Takes the place of a quantization in the step's record whose counts are kept later.
-    pub(crate) fn meet_quantized(&self, layer: &str, tensor: &'static str) {
-        if self.training {
-            let site = CountSite { layer: layer.to_owned(), tensor, conversion: Conversion::Quantize };
-            self.counted.borrow_mut().meet(site);
-        }
     }
 
     /// Begins to make weights' copies, which are finished group after group. Rows of other ranks travel until then.
@@ -298,7 +324,7 @@ impl<'a, B: Kernels> Cx<'a, B> {
         made: &Emitted<B>,
         scales: Option<(Delayed<'_, B>, FoundCells)>,
     ) {
-        let site = CountSite { layer: layer.to_owned(), tensor, conversion: Conversion::Quantize };
+        let site = CountSite { layer: layer.to_owned(), tensor, conversion: record::Conversion::Quantize };
         let found = scales.and_then(|(_, cells)| Some((cells, made.found.clone()?)));
         self.keep(site, made.counts.as_ref(), found);
     }
@@ -319,14 +345,14 @@ impl<'a, B: Kernels> Cx<'a, B> {
     ) -> Result<Option<(Delayed<'_, B>, FoundCells)>> {
         match (&self.delayed, to.delayed) {
             (Some(records), Some(scaling)) if self.training => {
-                let scales = records.of(&format!("{layer}.{tensor}"), scaling, spans)?;
+                let (delayed, first) = records.of(&format!("{layer}.{tensor}"), scaling, spans.1)?;
                 // Of what several ranks have the first one's values count.
                 let is_counted = match spans.0 {
                     Spans::Whole => self.mesh.all.rank() == 0,
                     Spans::Experts => self.mesh.dp.rank() == 0,
                     Spans::Shards | Spans::ExpertParts => true,
                 };
-                Ok(scales.map(|(delayed, first)| (delayed, FoundCells { first, is_counted })))
+                Ok(Some((delayed, FoundCells { first, is_counted })))
             }
             _ => Ok(None),
         }
@@ -456,13 +482,13 @@ impl<'a, B: Kernels> Cx<'a, B> {
         groups: Option<&Groups<B>>,
     ) -> Result<BlockScaled<B>> {
         let done = Transcode { x, to: to.format, axis: to.axis, rule: to.scale, groups }.run(self.b)?;
-        let conversion = Conversion::Transcode { from: x.format, axis: to.axis };
+        let conversion = record::Conversion::Transcode { from: x.format, axis: to.axis };
         self.keep_counts(at.layer, at.tensor, conversion, Some(&done.counts));
         Ok(done.out)
     }
 
     /// Takes a tensor along a route. `only_for`: the numbers of the products that alone read what is made.
-    pub fn follow(
+    fn follow(
         &self,
         at: Place<'_>,
         x: &Operand<B>,
@@ -490,8 +516,22 @@ impl<'a, B: Kernels> Cx<'a, B> {
         }
     }
 
-    /// Takes a tensor to two representations; one buffer where they are the same. `only_for`: of each.
-    pub fn follow_both(
+    /// Takes a tensor to the two representations of a plan; one buffer where they are the same.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for a tensor in another representation than the plan has it in; from the backend.
+    pub fn convert(
+        &self,
+        name: LayerName<'_>,
+        x: &Operand<B>,
+        conversion: &Conversion,
+        groups: Option<&Groups<B>>,
+    ) -> Result<(Operand<B>, Operand<B>)> {
+        let at = name.of(conversion.tensor);
+        self.follow_both(at, x, (&conversion.to, self.numbers(conversion)), groups)
+    }
+
+    fn follow_both(
         &self,
         at: Place<'_>,
         x: &Operand<B>,
@@ -515,17 +555,39 @@ impl<'a, B: Kernels> Cx<'a, B> {
         }
     }
 
-    /// Takes what a fused kernel has written as [`emit`] said to its representations: by rows and the second one.
-    pub fn follow_computed(
+    /// What a fused kernel is asked to write of a tensor that it computes.
+    ///
+    /// # Errors
+    /// As [`Precision::codec`].
+    pub fn emit(&self, conversion: &Conversion<Computed>) -> Result<Emit> {
+        Ok(match &conversion.to {
+            Computed::Plain { dtype, .. } => Emit::Plain(*dtype),
+            Computed::Fused { to, planes } => match to.dtype() {
+                Some(dtype) => Emit::Plain(dtype),
+                None => {
+                    let only_for = of_both(self.numbers(conversion));
+                    Emit::Block { codec: to.codec()?, planes: *planes, only_for }
+                }
+            },
+        })
+    }
+
+    /// Takes what a fused kernel has written as [`Cx::emit`] said to the two representations of a plan.
+    ///
+    /// # Errors
+    /// As [`Cx::convert`].
+    pub fn convert_computed(
         &self,
-        at: Place<'_>,
+        name: LayerName<'_>,
         made: &Emitted<B>,
-        (of, only_for): (&Computed, [Option<Numbers>; 2]),
+        conversion: &Conversion<Computed>,
         groups: Option<&Groups<B>>,
     ) -> Result<(Operand<B>, Operand<B>)> {
-        match of {
+        let at = name.of(conversion.tensor);
+        match &conversion.to {
             Computed::Plain { then, .. } => {
-                self.follow_both(at, &made.take_rows(at.tensor)?, (then, only_for), groups)
+                let both = (then, self.numbers(conversion));
+                self.follow_both(at, &made.take_rows(at.tensor)?, both, groups)
             }
             Computed::Fused { planes: Planes::Both, .. } => {
                 Ok((made.take_rows(at.tensor)?, made.take_cols(at.tensor)?))
@@ -573,15 +635,4 @@ impl<'a, B: Kernels> Cx<'a, B> {
 /// The numbers of what has two readers, if both are products of the same ones.
 fn of_both([first, second]: [Option<Numbers>; 2]) -> Option<Numbers> {
     first.filter(|_| first == second)
-}
-
-/// What a fused kernel is asked to write, for the products of these numbers alone where both are given.
-pub fn emit(of: &Computed, only_for: [Option<Numbers>; 2]) -> Result<Emit> {
-    Ok(match of {
-        Computed::Plain { dtype, .. } => Emit::Plain(*dtype),
-        Computed::Fused { to, planes } => match to.dtype() {
-            Some(dtype) => Emit::Plain(dtype),
-            None => Emit::Block { codec: to.codec()?, planes: *planes, only_for: of_both(only_for) },
-        },
-    })
 }

@@ -5,15 +5,13 @@
 //! of experts' weights the experts, of a dense weight the whole ([`Spans`]). A rank has the records of its own, so ranks need not agree, and since
 //! spans are numbered over all ranks, a checkpoint holds them all whatever the mesh.
 //!
-//! Which tensors these are, under what names and of how many spans, layers decide as they run: which of them share an input, which form is
-//! made of which, and over what groups. So a rehearsal, which runs the layers themselves on shapes, is the one place that knows, and no list
-//! made of the model's description stands beside them.
+//! Which tensors these are follows from the layers' plans ([`crate::model_plan`]).
 
 use crate::error::Result;
+use crate::model_plan::PlannedSite;
 use nibble_core::formats::DelayedScaling;
 use nibble_core::ops::{AmaxRecords, Delayed};
 use nibble_core::{Error as CoreError, Kernels, MeshShape, Result as CoreResult};
-use std::cell::RefCell;
 use std::collections::HashMap;
 
 /// Name of what a checkpoint holds of a tensor, behind that of the tensor.
@@ -93,19 +91,27 @@ impl DelayedSite {
 pub struct DelayedSites {
     sites: Vec<DelayedSite>,
     numbers: HashMap<String, usize>,
-    /// Whether others than these may be met.
-    is_open: bool,
 }
 
 impl DelayedSites {
-    /// None, until they are met.
-    pub fn open() -> Self {
-        Self { is_open: true, ..Self::default() }
-    }
-
-    /// These and no others.
-    pub fn closed(self) -> Self {
-        Self { is_open: false, ..self }
+    /// Those among what a run counts. A rank has so many shards and experts, and an expert so many parts.
+    pub fn of(planned: &[PlannedSite], (shards, experts, parts): (usize, usize, usize)) -> Self {
+        let mut all = Self::default();
+        for PlannedSite { site, delayed } in planned {
+            let Some((scaling, of)) = *delayed else { continue };
+            let spans = match of {
+                Spans::Whole => 1,
+                Spans::Shards => shards,
+                Spans::Experts => experts,
+                Spans::ExpertParts => experts * parts,
+            };
+            let name = format!("{}.{}", site.layer, site.tensor);
+            let records = AmaxRecords { scaling, first: all.record_values(), spans };
+            all.numbers.insert(name.clone(), all.sites.len());
+            let cell = all.spans();
+            all.sites.push(DelayedSite { name, spans: of, records, cell });
+        }
+        all
     }
 
     /// All of them.
@@ -123,28 +129,17 @@ impl DelayedSites {
         self.sites.last().map_or(0, |site| site.records.first + site.records.len())
     }
 
-    /// The tensor of this name, noted where it has not been met.
-    fn meet(
-        &mut self,
-        name: &str,
-        scaling: DelayedScaling,
-        (of, spans): (Spans, usize),
-    ) -> CoreResult<&DelayedSite> {
-        let number = match self.numbers.get(name) {
-            Some(number) => *number,
-            None if self.is_open => {
-                let records = AmaxRecords { scaling, first: self.record_values(), spans };
-                let (number, cell) = (self.sites.len(), self.spans());
-                self.sites.push(DelayedSite { name: name.to_owned(), spans: of, records, cell });
-                self.numbers.insert(name.to_owned(), number);
-                number
-            }
-            None => {
-                let why = format!("{name}, which the run's rehearsal did not meet");
-                return Err(CoreError::shape("quantize", "records", why, "those of a known tensor"));
-            }
+    /// The tensor of this name, which has so many spans.
+    fn find(&self, name: &str, scaling: DelayedScaling, spans: usize) -> CoreResult<&DelayedSite> {
+        let unknown = || {
+            CoreError::shape(
+                "quantize",
+                "records",
+                format!("{name}, which is not planned"),
+                "those of a planned tensor",
+            )
         };
-        let site = &self.sites[number];
+        let site = &self.sites[*self.numbers.get(name).ok_or_else(unknown)?];
         let AmaxRecords { scaling: known, spans: there, .. } = site.records;
         if (known, there) != (scaling, spans) {
             let got = format!("{scaling}, for {spans} spans of {name}");
@@ -172,8 +167,8 @@ pub struct History {
 #[derive(Debug)]
 pub struct DelayedRecords<B: Kernels> {
     /// Whose.
-    pub sites: RefCell<DelayedSites>,
-    /// One after the other, where they stay during a run. None of tensors that have yet to be met.
+    pub sites: DelayedSites,
+    /// One after the other, where they stay during a run.
     pub records: B::Buf<f32>,
     /// [`AmaxRecords::words`] of all of them.
     pub spans: B::Buf<u32>,
@@ -186,23 +181,24 @@ impl<B: Kernels> DelayedRecords<B> {
         for site in sites.sites() {
             words.extend(site.records.words()?);
         }
-        let records = b.zeros(if sites.is_open { 0 } else { sites.record_values() })?;
-        Ok(Self { records, spans: b.upload(&words)?, sites: RefCell::new(sites) })
+        let records = b.zeros(sites.record_values())?;
+        Ok(Self { records, spans: b.upload(&words)?, sites })
     }
 
-    /// The scales of a tensor's spans, and the first of its cells in a step's table. None while tensors are only looked for.
+    /// The scales of a tensor's spans, and the first of its cells in a step's table.
+    ///
+    /// # Errors
+    /// [`CoreError::Shape`] for a tensor that is not planned, or not so.
     pub fn of(
         &self,
         name: &str,
         scaling: DelayedScaling,
-        spans: (Spans, usize),
-    ) -> CoreResult<Option<(Delayed<'_, B>, usize)>> {
-        let mut sites = self.sites.borrow_mut();
-        let is_open = sites.is_open;
-        let DelayedSite { records, cell, .. } = sites.meet(name, scaling, spans)?;
+        spans: usize,
+    ) -> CoreResult<(Delayed<'_, B>, usize)> {
+        let DelayedSite { records, cell, .. } = self.sites.find(name, scaling, spans)?;
         let delayed =
             Delayed { records: &self.records, first: records.first, stride: records.scaling.record_len() };
-        Ok((!is_open).then_some((delayed, *cell)))
+        Ok((delayed, *cell))
     }
 
     /// All of them on the host.
@@ -214,13 +210,13 @@ impl<B: Kernels> DelayedRecords<B> {
             let records = records.map(<[f32]>::to_vec).collect();
             History { name: site.name.clone(), scaling, spans: site.spans, records }
         };
-        Ok(self.sites.borrow().sites().iter().map(history).collect())
+        Ok(self.sites.sites().iter().map(history).collect())
     }
 
     /// What of every rank's records, one rank's behind the other's, a checkpoint holds: site after site, the spans of all ranks. Experts have so
     /// many parts on a rank.
     pub fn in_order(&self, of_ranks: &[f32], mesh: MeshShape, expert_parts: usize) -> Vec<f32> {
-        let sites = self.sites.borrow();
+        let sites = &self.sites;
         let mut all = Vec::new();
         for site in sites.sites() {
             let (AmaxRecords { first, spans, .. }, len) = (site.records, site.records.scaling.record_len());

@@ -5,10 +5,12 @@ use crate::layers::{Head, HeadInput, Layer, Linear, Mlp};
 use crate::moe::{Moe, MoeShape};
 use crate::param::Param;
 use crate::spec::{Extent, Group, MlpSpec, MoeSpec, Part, Size};
+use nibble_choice::products::{ProductDesc, Ragged};
 use nibble_core::formats::{Purpose, Stream, fnv1a32};
-use nibble_core::ops::{Cast, Control, InitNormal};
-use nibble_core::recipe::{Layer as Name, LayerKind, Pass};
-use nibble_core::{Kernels, Mesh, Recipe, Result, SoloComm, Tensor};
+use nibble_core::ops::{Cast, Control, InitNormal, Stored};
+use nibble_core::recipe::{Layer as Name, LayerKind, LayerPlan, Pass, Passes, Product, ProductPlan};
+use nibble_core::{DeviceKind, Kernels, Mesh, Recipe, Result, SoloComm, Tensor};
+use nibble_dry::{Dry, Multiplied};
 
 /// Widths, and tokens of each of two shards: what the recipes' blocks ask for at least.
 const WIDTH: usize = 128;
@@ -72,6 +74,115 @@ impl OneLayer<'_> {
             LayerKind::Router => Ok(()),
         }
     }
+}
+
+/// A product that a layer asks for.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LayerProduct {
+    /// Which of the three.
+    pub product: Product,
+    /// The operation that asks for it.
+    pub op: &'static str,
+    /// What it is, for a layer that is small.
+    pub desc: ProductDesc,
+}
+
+impl OneLayer<'_> {
+    /// What the layer is to do.
+    #[must_use]
+    pub fn plan(&self) -> LayerPlan {
+        self.recipe.plan(self.layer, self.progress, Passes::TRAINING)
+    }
+
+    /// Its products, as a GPU is asked for them: those alike once, in the order of a step.
+    ///
+    /// # Errors
+    /// As [`OneLayer::run`].
+    pub fn products(&self) -> Result<Vec<LayerProduct>> {
+        let (dry, kind) = (Dry::new(DeviceKind::Gpu), self.layer.kind);
+        let mut forward = usize::MAX;
+        let mut begin = |pass, _: &'static str, _: u64| {
+            if pass == Pass::Backward {
+                forward = dry.products_so_far();
+            }
+        };
+        let ((), all) = dry.products(|| self.run(&dry, &mut begin))?;
+        // A mixture's router multiplies as well: by shards, or dense.
+        let of_experts = |desc: &ProductDesc| desc.groups.is_some_and(|groups| groups.rows_each.is_none());
+        let mut seen = Vec::new();
+        let mut of_lines = 0;
+        for (number, Multiplied { op, desc }) in all.into_iter().enumerate() {
+            if kind == LayerKind::Expert && !of_experts(&desc) {
+                continue;
+            }
+            let product = match desc.ragged {
+                Ragged::Contraction => Product::Wgrad,
+                Ragged::Rows => {
+                    of_lines += 1;
+                    // The head makes its gradients where it makes its losses.
+                    let is_first = if kind == LayerKind::Head { of_lines % 2 == 1 } else { number < forward };
+                    if is_first { Product::Fprop } else { Product::Dgrad }
+                }
+            };
+            let made = LayerProduct { product, op, desc };
+            if !seen.contains(&made) {
+                seen.push(made);
+            }
+        }
+        Ok(seen)
+    }
+}
+
+impl LayerProduct {
+    /// How its operands are stored.
+    #[must_use]
+    pub fn operands(&self) -> [Stored; 2] {
+        [self.desc.a, self.desc.b].map(|factor| factor.stored())
+    }
+
+    fn is(&self, planned: &ProductPlan) -> bool {
+        (self.product, self.operands()) == (planned.product, planned.operands)
+    }
+
+    /// What the products seen of a layer have otherwise than its plan, in a sentence; none where they are those of the plan, each pair of operands
+    /// of them, and no other. Pairs of several weights that are alike are seen once; of a router's gate, which no layer runs by itself, none is.
+    #[must_use]
+    pub fn difference(seen: &[Self], plan: &LayerPlan) -> Option<String> {
+        let products: &[ProductPlan] =
+            if plan.layer.kind == LayerKind::Router { &[] } else { &plan.products };
+        if let Some(made) = seen.iter().find(|made| !products.iter().any(|planned| made.is(planned))) {
+            return Some(made.otherwise_than(plan.layer.kind, products));
+        }
+        let missing = products.iter().find(|planned| !seen.iter().any(|made| made.is(planned)))?;
+        let [a, b] = [0, 1]
+            .map(|side| format!("{} ({})", key(plan.layer.kind, missing, side), missing.operands[side]));
+        Some(format!("the layer never multiplies {a} by {b}, as its recipe means"))
+    }
+
+    /// What of it is otherwise than in the planned product that it is closest to.
+    fn otherwise_than(&self, kind: LayerKind, planned: &[ProductPlan]) -> String {
+        let operands = self.operands();
+        let alike = |meant: &ProductPlan| {
+            operands.iter().zip(&meant.operands).filter(|(made, meant)| made == meant).count()
+        };
+        let same = planned.iter().filter(|meant| meant.product == self.product);
+        let Some(meant) = same.max_by_key(|meant| alike(meant)) else {
+            let ([a, b], product) = (operands, self.product.name());
+            return format!("the layer multiplies {a} by {b} ({product}), where its recipe means nothing");
+        };
+        let of_side = |side: usize| {
+            let (found, expected) = (operands[side], meant.operands[side]);
+            (found != expected).then(|| {
+                format!("{} is {expected} by the recipe, and {found} is multiplied", key(kind, meant, side))
+            })
+        };
+        (0..2).filter_map(of_side).collect::<Vec<_>>().join("; ")
+    }
+}
+
+/// The key of one operand in a recipe's file.
+fn key(kind: LayerKind, product: &ProductPlan, side: usize) -> String {
+    format!("`{}.{}`", kind.name(), product.sites[side].key())
 }
 
 /// Both passes of a layer as wide as the others.

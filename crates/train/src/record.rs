@@ -62,7 +62,7 @@ pub struct Waiting<B: Backend> {
     pub measured: Vec<B::Buf<u64>>,
 }
 
-/// The sites met so far, in the order of a step, and counts that have not been added to the table.
+/// The sites of a step, in its order, and counts that have not been added to the table.
 #[derive(Debug)]
 pub struct Counted<B: Backend> {
     sites: Vec<CountSite>,
@@ -77,7 +77,16 @@ impl<B: Backend> Default for Counted<B> {
 }
 
 impl<B: Backend> Counted<B> {
-    /// Every site that was met.
+    /// At these sites.
+    pub fn at(sites: impl IntoIterator<Item = CountSite>) -> Self {
+        let mut counted = Self::default();
+        for site in sites {
+            counted.meet(site);
+        }
+        counted
+    }
+
+    /// Every site that is known: those that it was made with, and what was met beside them.
     pub fn sites(&self) -> &[CountSite] {
         &self.sites
     }
@@ -101,8 +110,8 @@ impl<B: Backend> Counted<B> {
         }
     }
 
-    /// The number of a site, behind those met so far where it is new.
-    pub fn meet(&mut self, site: CountSite) -> usize {
+    /// The number of a site, behind those known so far where it is new.
+    fn meet(&mut self, site: CountSite) -> usize {
         match self.numbers.get(&site) {
             Some(number) => *number,
             None => {
@@ -132,7 +141,7 @@ impl<B: Backend> Counted<B> {
     /// Takes the counts that wait, all of which have cells in a table.
     ///
     /// # Errors
-    /// [`Error::Capacity`] if the table has too few rows.
+    /// [`Error::Capacity`] if the table has too few rows: something was counted that no plan has.
     pub fn take(&mut self, layout: &Layout) -> Result<Vec<Waiting<B>>> {
         if self.sites.len() > layout.sites {
             let (needed, capacity) = (self.sites.len(), layout.sites);
@@ -219,21 +228,17 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// Sites of a decoder layer, at most: every weight, input and gradient, each quantized and converted.
-    const SITES_A_LAYER: usize = 64;
-
-    /// The table of a model, of so many shards of a rank, runs of tokens with routers' losses, and spans with scales of earlier steps.
-    pub fn new(model: &ModelSpec, (shards, runs): (usize, usize), spans: usize, measures: bool) -> Self {
+    /// Of a model's layers and experts alone.
+    pub fn of(model: &ModelSpec) -> Self {
         Self {
-            // The head's as well.
-            sites: Self::SITES_A_LAYER * (model.num_blocks() + 1),
+            sites: 0,
             layers: model.num_blocks(),
             dense: model.num_dense(),
             experts: model.num_experts(),
-            shards,
-            runs,
-            spans,
-            measures,
+            shards: 0,
+            runs: 0,
+            spans: 0,
+            measures: false,
         }
     }
 

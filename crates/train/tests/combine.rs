@@ -84,11 +84,11 @@ fn a_token_gets_the_sum_of_its_dequantized_rows() {
         let x = matrix(&cpu, "x", (TOKENS, D), DType::Bf16);
         let (y, _) = moe.forward(&cx, x.clone()).unwrap();
 
-        let section = cx.section(LayerKind::Expert, "moe.experts");
+        let section = recipe.section(LayerKind::Expert, "moe.experts", 0.0);
         let exchange = Exchange::new(&cx, shape.experts, shape.top_k);
         let plan = exchange.plan(&moe.router.forward(&cx, &x).unwrap().routing, 128).unwrap();
         let x_rd = exchange.dispatch(&plan, &Operand::Plain(x)).unwrap();
-        let (y_rd, _) = moe.experts.forward(&cx, &section, x_rd, &plan).unwrap();
+        let (y_rd, _) = moe.experts.forward(&cx, x_rd, &plan).unwrap();
         let y_rd = y_rd.to_f32_vec(&cpu).unwrap();
         let codec = section.at(Site::CombineFwd).codec().unwrap();
         let sent = |slot: usize| -> Vec<f32> {

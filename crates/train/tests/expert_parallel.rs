@@ -4,7 +4,7 @@
 use crate::rig;
 
 use nibble_core::formats::{Format, ScaleRule};
-use nibble_core::recipe::LayerKind;
+use nibble_core::recipe::{LayerKind, Passes};
 use nibble_core::{
     Backend as _, Comm, DType, Error, Mesh, Recipe, Result, RowKind, SoloComm, Tensor, Traffic,
 };
@@ -17,7 +17,7 @@ use nibble_train::metrics::Metrics;
 use nibble_train::model::Feed;
 use nibble_train::moe::{Combine, ExchangeBytes, Moe, MoeShape, SlotCounts};
 use nibble_train::param::{Param, Writes};
-use nibble_train::spec::{MoeSpec, ParamSpec};
+use nibble_train::spec::{ModelSpec, MoeSpec, ParamSpec};
 use nibble_train::trainer::{Options, Trainer, run};
 use rig::{Call, Hook, Hooked, matrix, rank_cx, small, train};
 use std::sync::Mutex;
@@ -93,8 +93,10 @@ fn metrics_do_not_depend_on_the_number_of_ranks() {
         let config = small(recipe, &["train.grad_accum=2", "model.layers=3"]);
         let one = told(&config, 1);
         let of = Recipe::builtin(recipe).unwrap();
-        let plan = of.expert.plan(LayerKind::Expert, of.activations, false);
-        let transcodes = plan.iter().any(|change| change.op == "transcode");
+        let layers = ModelSpec::new(&config.model).recipe_layers();
+        let experts = layers.iter().find(|layer| layer.kind == LayerKind::Expert).unwrap();
+        let changes = of.plan(experts, 0.0, Passes::TRAINING).changes();
+        let transcodes = changes.iter().any(|change| change.op == "transcode");
         assert_eq!(one[0].shift_inexact_fraction.is_some(), transcodes, "{recipe}");
         for world in [2, 4] {
             assert_eq!(told(&config, world), one, "{recipe}, {world} ranks");

@@ -16,6 +16,7 @@
 use crate::rig;
 
 use nibble_core::ops::Add;
+use nibble_core::recipe::{self, LayerKind};
 use nibble_core::{Backend, DType, Mesh, Recipe, Tensor};
 use nibble_cpu::Cpu;
 use nibble_train::config::{Balance, ModelConfig, QkNorm, RopeScaling};
@@ -150,7 +151,13 @@ fn linear(cpu: &Cpu, n: usize, k: usize) -> Linear<Cpu> {
     let weight = normals("linear.weight", n * k).iter().map(|x| 0.3 * x).collect::<Vec<_>>();
     let weight = Tensor::from_f32(cpu, &weight, n, k).unwrap();
     let weight = Param::new("linear.weight", weight, Placement::Replicated);
-    Linear { weight, bias: None, name: "linear".into(), linear: "linear".into(), out: DType::F32 }
+    Linear {
+        weight,
+        bias: None,
+        layer: recipe::Layer::new(LayerKind::Linear, "linear"),
+        linear: "linear".into(),
+        out: DType::F32,
+    }
 }
 
 /// Norm weights that are not all ones.
@@ -283,7 +290,7 @@ fn router_losses(cx: &Cx<'_, Cpu>, routed: &Routed<Cpu>, shape: &MoeShape) -> f6
 fn decided_tokens(moe: &Moe<Cpu>, cx: &Cx<'_, Cpu>, tokens: usize, margin: f32) -> Tensor<Cpu> {
     let (d, k) = (moe.router.shape.d_model, moe.router.shape.top_k);
     let candidates = matrix(cx.b, "candidates", (40 * tokens, d), DType::F32);
-    let many = rig::cx(cx.b, cx.recipe, 1, 40 * tokens);
+    let many = rig::cx(cx.b, cx.recipe(), 1, 40 * tokens);
     let probs = host(cx, &moe.router.forward(&many, &candidates).unwrap().routing.kept);
     let values = host(cx, &candidates);
     let bias = moe.router.bias.as_ref().map(|bias| host(cx, &bias.master));

@@ -39,6 +39,7 @@ mod no_targets;
 mod owners;
 mod parts;
 mod plan;
+mod planned;
 mod pretrained;
 mod quantized_backward;
 mod rank_times;

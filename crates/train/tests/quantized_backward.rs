@@ -22,7 +22,7 @@ use nibble_core::ops::{
     Cast, Dequantize, Emit, Emitted, Gemm, GroupedGemm, Hadamard, Planes, Quantize, Random, SwigluBackward,
     Transcode,
 };
-use nibble_core::recipe::{By, Computed, LayerKind, Precision, Section, Site, Transform, WgradA};
+use nibble_core::recipe::{self, By, Computed, LayerKind, Precision, Section, Site, Transform, WgradA};
 use nibble_core::{DType, Groups, Operand, Recipe, Tensor};
 use nibble_cpu::Cpu;
 use nibble_train::cx::{Cx, Place};
@@ -253,8 +253,13 @@ fn dense_linear_layer() {
         let weight = normals("w", F * D).iter().map(|x| 0.1 * x).collect::<Vec<_>>();
         let weight = Tensor::from_f32(&cpu, &weight, F, D).unwrap();
         let weight = Param::new("w", weight, Placement::Replicated);
-        let mut layer =
-            Linear { weight, bias: None, name: "linear".into(), linear: "w".into(), out: DType::Bf16 };
+        let mut layer = Linear {
+            weight,
+            bias: None,
+            layer: recipe::Layer::new(LayerKind::Linear, "linear"),
+            linear: "w".into(),
+            out: DType::Bf16,
+        };
         layer.prepare(&cx).unwrap();
         let x = uneven(&cpu, "x", D, fall);
         let dy = uneven(&cpu, "dy", F, |r| 18 - fall(r));
@@ -423,14 +428,15 @@ fn experts_backward(
         Some(dtype) => Emit::Plain(dtype),
         None => Emit::block(at(site).codec().unwrap(), planes),
     };
-    let routes = section.expert_routes(DType::Bf16, true, false);
+    let planned = experts.plan(cx);
+    let planned = planned.experts().unwrap();
     let left = |x: &Tensor<Cpu>, of: &Computed| match of {
         Computed::Plain { dtype: DType::Bf16, .. } => Cast { x, dtype: DType::Bf16 }.run(cpu).unwrap(),
         _ => x.clone(),
     };
-    let dh_left = left(&dh_exact, &routes.dh);
-    let a_left = match &routes.wgrad_a {
-        WgradA::Again(of) => left(&a_exact, of),
+    let dh_left = left(&dh_exact, &planned.dh.to);
+    let a_left = match &planned.wgrad_a {
+        WgradA::Again { a, .. } => left(&a_exact, &a.to),
         WgradA::Kept(_) => a_exact.clone(),
     };
     let [dh_rows, dh_cols] =
@@ -502,16 +508,16 @@ fn experts() {
     for name in recipes() {
         let recipe = Recipe::builtin(name).unwrap();
         let cx = cx(&cpu, &recipe, 2, TOKENS / 2);
-        let section = cx.section(LayerKind::Expert, "moe.experts");
+        let section = recipe.section(LayerKind::Expert, "moe.experts", 0.0);
         let Scene { mut moe, plan, x_rd, dy_rd, .. } = scene(&cx, &section);
-        let (_, saved) = moe.experts.forward(&cx, &section, x_rd, &plan).unwrap();
+        let (_, saved) = moe.experts.forward(&cx, x_rd, &plan).unwrap();
         let kept_x = saved.x.clone().unwrap();
         for (site, kept) in [(Site::SavedX, &kept_x), (Site::SavedH, &saved.h)] {
             assert_eq!(kept.format(), section.at(site).format, "{name}: {}", site.key());
         }
         let kept = (&kept_x, &saved.h);
         let want = experts_backward(&cx, name, &section, &moe.experts, kept, &dy_rd, &plan);
-        let (dx, dgate) = moe.experts.backward(&cx, &section, saved, dy_rd, &plan).unwrap();
+        let (dx, dgate) = moe.experts.backward(&cx, saved, dy_rd, &plan).unwrap();
 
         assert_eq!(values(&cpu, &dx), values(&cpu, &want.dx), "{name}: the layer's dx is the one checked");
         assert_exact(&format!("{name}: dgate"), dgate.as_slice(), &want.dgate);
@@ -569,7 +575,7 @@ fn whole_mixture_of_experts() {
     for recipe in recipes().map(|name| Recipe::builtin(name).unwrap()).chain(backs) {
         let name = &recipe.name;
         let cx = cx(&cpu, &recipe, 2, TOKENS / 2);
-        let section = cx.section(LayerKind::Expert, "moe.experts");
+        let section = recipe.section(LayerKind::Expert, "moe.experts", 0.0);
         let Scene { mut moe, x, dy, plan, x_rd, dy_rd } = scene(&cx, &section);
         let mut experts = moe.experts.clone();
         let mut forgetful = Moe { remake_x: true, ..moe.clone() };
@@ -592,8 +598,8 @@ fn whole_mixture_of_experts() {
         }
 
         // The experts on the rows that arrived: checked above, and the same bits inside the whole layer.
-        let (_, saved) = experts.forward(&cx, &section, x_rd, &plan).unwrap();
-        let (dx_rd, dgate_r) = experts.backward(&cx, &section, saved, dy_rd, &plan).unwrap();
+        let (_, saved) = experts.forward(&cx, x_rd, &plan).unwrap();
+        let (dx_rd, dgate_r) = experts.backward(&cx, saved, dy_rd, &plan).unwrap();
         let grad = |p: &Param<Cpu>| values(&cpu, p.grad().unwrap());
         assert_eq!(grad(&moe.experts.gate_up), grad(&experts.gate_up), "{name}: gate_up");
         assert_eq!(grad(&moe.experts.down), grad(&experts.down), "{name}: down");

@@ -6,12 +6,12 @@ use crate::rig;
 use nibble_core::Recipe;
 use nibble_core::formats::{Format, ScaleKind};
 use nibble_core::ops::Stored;
-use nibble_core::recipe::{By, LayerKind, Precision, Product, Site};
+use nibble_core::recipe::{By, Layer, LayerKind, LayerPlan, Passes, Precision, Product, Site};
 use nibble_cpu::Cpu;
 use nibble_testkit::{Breadth, Dice};
 use nibble_train::checks::check_recipe;
 use nibble_train::config::Config;
-use nibble_train::layer_products;
+use nibble_train::one_layer::OneLayer;
 use nibble_train::spec::ModelSpec;
 use nibble_train::trainer::Trainer;
 use rig::{LATENT, Outcome, SOLO, WIDE, WIDE_EXPERTS, recipes, small, state, train, with_recipe};
@@ -346,7 +346,10 @@ fn after(recipe: &Recipe, (changes, steps): (&[&str], usize)) -> Option<Ended> {
             Err(e) => panic!("{recipe}: {e}"),
         }
     }
-    let plan = LayerKind::ALL.map(|kind| recipe.of(kind).plan(kind, recipe.activations, true));
+    let plan = LayerKind::ALL.map(|kind| {
+        let layer = Layer { kind, name: "layer".into(), gated: true };
+        LayerPlan::new(recipe.of(kind), &layer, recipe.activations, Passes::TRAINING).changes()
+    });
     let histories = trainer.histories().unwrap();
     let remembered: usize = histories.iter().flat_map(|history| &history.records).map(Vec::len).sum();
     let copies = LayerKind::ALL.map(|kind| recipe.of(kind).has_one_weight());
@@ -357,8 +360,8 @@ fn after(recipe: &Recipe, (changes, steps): (&[&str], usize)) -> Option<Ended> {
 /// How the operands of all products are stored that a backend is asked for.
 fn multiplied(recipe: &Recipe) -> Vec<(Product, [Stored; 2])> {
     let layers = ModelSpec::new(&small("bf16", &["model.layers=1"]).model).recipe_layers();
-    let seen = layers.iter().flat_map(|layer| layer_products::seen(recipe, layer, 0.0).unwrap());
-    seen.map(|made| (made.product, made.stored())).collect()
+    let seen = layers.iter().flat_map(|layer| OneLayer { recipe, layer, progress: 0.0 }.products().unwrap());
+    seen.map(|made| (made.product, made.operands())).collect()
 }
 
 /// Whether two recipes decide the same, written or not. How something is converted is no question where it is made of a plain tensor.

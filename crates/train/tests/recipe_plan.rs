@@ -6,15 +6,14 @@ mod slots;
 mod written;
 
 use nibble_core::formats::Format;
-use nibble_core::recipe::{Change, Form, Layer, LayerKind, Site};
+use nibble_core::recipe::{Change, Form, Layer, LayerKind, Passes};
 use nibble_core::{Kernels, Recipe};
 use nibble_cpu::Cpu;
 use nibble_testkit::recorder::{Recorder, traced};
 use nibble_testkit::{Breadth, Dice};
 use nibble_train::checks::{check_recipe, idle_overrides};
 use nibble_train::config::Config;
-use nibble_train::layer_products;
-use nibble_train::one_layer::OneLayer;
+use nibble_train::one_layer::{LayerProduct, OneLayer};
 use nibble_train::spec::ModelSpec;
 use nibble_train::trainer::Trainer;
 use std::collections::{BTreeSet, HashSet};
@@ -51,7 +50,6 @@ impl<B: Kernels> Runs<B> {
     fn assert_planned(&mut self, recipe: &Recipe, layers: &[Layer], what: &str) -> Vec<Change> {
         let mut all = Vec::new();
         for layer in layers {
-            let plans = recipe.plans(layer);
             for (progress, _) in recipe.stretches() {
                 let section = recipe.section(layer.kind, &layer.name, progress);
                 let (kind, gated, activations) = (layer.kind, layer.gated, recipe.activations);
@@ -65,12 +63,11 @@ impl<B: Kernels> Runs<B> {
                     // The projection after SwiGLU runs, too.
                     seen.retain(|change| matches!(change.tensor, "x" | "h" | "dh"));
                 }
-                let plan = plans.iter().find(|((from, to), _)| (*from..*to).contains(&progress));
-                let (_, plan) = plan.expect("a run has parts from its beginning to its end");
-                assert_eq!(Change::difference(&seen, plan), None, "{what}: {} at {progress}", layer.name);
+                let difference = Change::difference(&seen, &one.plan().changes());
+                assert_eq!(difference, None, "{what}: {} at {progress}", layer.name);
                 all.extend(seen);
                 if !layer.gated {
-                    assert_multiplied(recipe, layer, progress, what);
+                    assert_multiplied(&one, what);
                 }
             }
         }
@@ -80,11 +77,9 @@ impl<B: Kernels> Runs<B> {
 
 /// Products have the operands that the recipe means.
 #[track_caller]
-fn assert_multiplied(recipe: &Recipe, layer: &Layer, progress: f64, what: &str) {
-    let seen = layer_products::seen(recipe, layer, progress).unwrap();
-    let planned = layer_products::planned(recipe, layer, progress);
-    let difference = layer_products::difference(&seen, &planned);
-    assert_eq!(difference, None, "{what}: {} at {progress}", layer.name);
+fn assert_multiplied(one: &OneLayer<'_>, what: &str) {
+    let difference = LayerProduct::difference(&one.products().unwrap(), &one.plan());
+    assert_eq!(difference, None, "{what}: {} at {}", one.layer.name, one.progress);
 }
 
 #[test]
@@ -118,7 +113,7 @@ fn recipes_of_delayed_scales_do_what_is_printed() {
 }
 
 /// A small model 128 wide of one decoder layer, or of some: with experts or without, in some layers or all, with a shared one, and a head of its own.
-fn model(dice: &mut Dice) -> Config {
+pub(crate) fn model(dice: &mut Dice) -> Config {
     let number = dice.of(&[1, 1, 1, 2, 3]);
     let layers = format!("model.layers={number}");
     let (shared, tied) = (dice.of(&[0, 128]), dice.of(&["true", "false"]));
@@ -153,7 +148,7 @@ fn model_of_layers() -> (Config, Vec<Layer>) {
 }
 
 /// A recipe that a run of a model follows, if that is one.
-fn followed(config: &Config, layers: &[Layer], text: &str) -> Option<Recipe> {
+pub(crate) fn followed(config: &Config, layers: &[Layer], text: &str) -> Option<Recipe> {
     let recipe = Recipe::parse("random", text).ok()?.in_run(config.run_size());
     recipe.sections(layers).ok()?;
     (check_recipe(config, &recipe).is_ok() && idle_overrides(config, &recipe).is_empty()).then_some(recipe)
@@ -187,12 +182,9 @@ fn assert_trains(config: &Config, recipe: &Recipe, layers: &[Layer], what: &str)
     }
     let mut meant = HashSet::new();
     for layer in layers {
-        let section = recipe.section(layer.kind, &layer.name, 0.0);
-        let plan = section.plan(layer.kind, recipe.activations, layer.gated);
-        meant.extend(plan.iter().map(|change| change.to.format).filter(blocks));
-        meant.extend(
-            [Site::FpropW, Site::DgradW].map(|site| section.at(site).format).into_iter().filter(blocks),
-        );
+        let plan = recipe.plan(layer, 0.0, Passes::TRAINING);
+        meant.extend(plan.changes().iter().map(|change| change.to.format).filter(blocks));
+        meant.extend([plan.weights.w, plan.weights.wt].map(|copy| copy.format).into_iter().filter(blocks));
     }
     assert_eq!(made, meant, "{what}");
     true
@@ -215,11 +207,8 @@ struct Drawn {
 
 /// Each operation that a recipe plans for some layer, with the tensor that it changes.
 fn changed(recipe: &Recipe, layers: &[Layer]) -> HashSet<(&'static str, &'static str)> {
-    let plan = |layer: &Layer| {
-        let section = recipe.section(layer.kind, &layer.name, 0.0);
-        section.plan(layer.kind, recipe.activations, layer.gated)
-    };
-    layers.iter().flat_map(plan).map(|change| (change.op, change.tensor)).collect()
+    let changes = |layer: &Layer| recipe.plan(layer, 0.0, Passes::TRAINING).changes();
+    layers.iter().flat_map(changes).map(|change| (change.op, change.tensor)).collect()
 }
 
 impl Drawn {

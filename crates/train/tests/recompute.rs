@@ -3,7 +3,7 @@
 use crate::rig;
 
 use nibble_core::formats::Rounding;
-use nibble_core::recipe::{LayerKind, Precision, Setting, Site};
+use nibble_core::recipe::{LayerKind, Passes, Precision, Setting, Site};
 use nibble_core::{Backend, Comm, Mesh, Recipe, Traffic};
 use nibble_cpu::{Cpu, HostComm};
 use nibble_testkit::{Breadth, Recorder};
@@ -185,8 +185,8 @@ fn the_ledger_is_what_the_allocator_holds() {
             let layers = ModelSpec::new(&config.model).recipe_layers();
             let experts = layers.iter().filter(|layer| layer.kind == LayerKind::Expert);
             let keeps_a = experts
-                .map(|layer| of.section(layer.kind, &layer.name, 0.0))
-                .any(|section| section.expert_routes(of.activations, true, true).keeps_a);
+                .map(|layer| of.plan(layer, 0.0, Passes::Both { keep_a: true }))
+                .any(|plan| plan.experts().unwrap().keeps_a);
             let nothing = kept(&[]);
             for scopes in &CHOICES[1..] {
                 let less = kept(scopes);

@@ -3,13 +3,14 @@
 use super::super::gemm::cases::Load;
 use super::super::kernels::operands::normal;
 use nibble_core::ops::Routing;
-use nibble_core::recipe::{LayerKind, Section, Site};
+use nibble_core::recipe::{LayerPlan, Precision};
 use nibble_core::{Backend, DType, Kernels, Mesh, Operand, Recipe, Result, SoloComm, Tensor};
-use nibble_train::cx::{Cx, Place, Shards};
+use nibble_train::cx::{Cx, LayerName, Shards};
 use nibble_train::layers::Layer as _;
 use nibble_train::ledger::{Ledger, Saved};
 use nibble_train::moe::{Exchange, Experts, Moe, MoeShape, Placed, Plan};
 use nibble_train::spec::MoeSpec;
+use std::sync::Arc;
 
 const NAME: &str = "mlp";
 const EXPERTS: &str = "mlp.experts";
@@ -64,7 +65,7 @@ pub struct Kept {
 enum Timed<B: Kernels> {
     Experts {
         experts: Box<Experts<B>>,
-        section: Box<Section>,
+        layer: Arc<LayerPlan>,
         plan: Box<Plan<B>>,
         x: Operand<B>,
         dy: Operand<B>,
@@ -99,12 +100,12 @@ impl<'a, B: Kernels> Layer<'a, B> {
         } else {
             let mut experts = Box::new(Experts::new(&cx, &spec.experts)?);
             experts.prepare(&cx)?;
-            let section = Box::new(cx.section(LayerKind::Expert, EXPERTS));
+            let layer = experts.plan(&cx);
             let exchange = Exchange::new(&cx, shape.experts, 1);
-            let plan = exchange.plan(&uneven(b, shape)?, if section.has_blocks() { 128 } else { 1 })?;
+            let plan = exchange.plan(&uneven(b, shape)?, layer.row_alignment())?;
             let sorted = |seed| exchange.dispatch(&plan, &Operand::Plain(rows(seed)?));
             let (x, dy) = (sorted(1)?, sorted(2)?);
-            Timed::Experts { experts, section, plan: Box::new(plan), x, dy }
+            Timed::Experts { experts, layer, plan: Box::new(plan), x, dy }
         };
         Ok(Self { cx, timed })
     }
@@ -114,13 +115,13 @@ impl<'a, B: Kernels> Layer<'a, B> {
         self.cx.counted.borrow_mut().truncate(0);
         let cx = &self.cx;
         match &mut self.timed {
-            Timed::Experts { experts, section, plan, x, dy } => {
+            Timed::Experts { experts, layer, plan, x, dy } => {
                 experts.params().into_iter().for_each(nibble_train::param::Param::clear_gradient);
-                let x = arrived(cx, section, plan, x, Site::DispatchFwd)?;
-                let (y, saved) = experts.forward(cx, section, x, plan)?;
+                let x = arrived(cx, ("x", &layer.experts()?.x_sent), plan, x)?;
+                let (y, saved) = experts.forward(cx, x, plan)?;
                 drop(y);
-                let dy = arrived(cx, section, plan, dy, Site::DispatchBwd)?;
-                experts.backward(cx, section, saved, dy, plan).map(drop)
+                let dy = arrived(cx, ("dy", &layer.experts()?.dy_sent), plan, dy)?;
+                experts.backward(cx, saved, dy, plan).map(drop)
             }
             Timed::Moe { moe, x, dy } => {
                 moe.params().into_iter().for_each(nibble_train::param::Param::clear_gradient);
@@ -138,9 +139,9 @@ impl<'a, B: Kernels> Layer<'a, B> {
         cx.counted.borrow_mut().truncate(0);
         let before = cx.b.memory().live_bytes;
         let (y, saved): (Tensor<B>, Box<dyn Saved>) = match &self.timed {
-            Timed::Experts { experts, section, plan, x, .. } => {
-                let x = arrived(cx, section, plan, x, Site::DispatchFwd)?;
-                let (y, saved) = experts.forward(cx, section, x, plan)?;
+            Timed::Experts { experts, layer, plan, x, .. } => {
+                let x = arrived(cx, ("x", &layer.experts()?.x_sent), plan, x)?;
+                let (y, saved) = experts.forward(cx, x, plan)?;
                 (y, Box::new(saved))
             }
             Timed::Moe { moe, x, .. } => {
@@ -188,15 +189,12 @@ pub fn chosen<B: Backend>(b: &B, expert: &[i32], weight: &[f32]) -> Result<Routi
 /// Sorted BF16 rows as they would have come under the recipe: quantized here, where nothing travels.
 fn arrived<B: Kernels>(
     cx: &Cx<'_, B>,
-    section: &Section,
+    (tensor, to): (&'static str, &Precision),
     plan: &Plan<B>,
     rows: &Operand<B>,
-    site: Site,
 ) -> Result<Operand<B>> {
-    let (to, groups) = (section.at(site), Some(&plan.map.groups));
-    let tensor = if site == Site::DispatchFwd { "x" } else { "dy" };
-    let at = Place { layer: EXPERTS, tensor, linear: EXPERTS };
-    cx.form(at, rows.plain("arrived")?, &to, groups)
+    let at = LayerName::new(EXPERTS).of(tensor);
+    cx.form(at, rows.plain("arrived")?, to, Some(&plan.map.groups))
 }
 
 #[cfg(test)]

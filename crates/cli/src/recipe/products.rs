@@ -6,7 +6,7 @@ use nibble_command::say;
 use nibble_core::Recipe;
 use nibble_core::ops::Taken;
 use nibble_core::recipe::Layer;
-use nibble_train::layer_products::{self, LayerProduct};
+use nibble_train::one_layer::{LayerProduct, OneLayer};
 
 /// Prints the products of a layer, in each part of a run in which they are others.
 ///
@@ -34,9 +34,9 @@ pub fn tell(recipe: &Recipe, layer: &Layer) -> Result<()> {
 
 /// What a layer asks for, held to what its recipe means.
 fn checked(recipe: &Recipe, layer: &Layer, progress: f64) -> Result<Vec<LayerProduct>> {
-    let seen = layer_products::seen(recipe, layer, progress)?;
-    let planned = layer_products::planned(recipe, layer, progress);
-    match layer_products::difference(&seen, &planned) {
+    let one = OneLayer { recipe, layer, progress };
+    let seen = one.products()?;
+    match LayerProduct::difference(&seen, &one.plan()) {
         None => Ok(seen),
         Some(what) => Err(Error::Failed(format!("{}: from {progress} of the steps on, {what}", layer.name))),
     }

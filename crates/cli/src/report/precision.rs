@@ -150,7 +150,7 @@ pub fn changes(recipe: &Recipe, config: &Config) -> Vec<(String, Vec<Change>)> {
             .map(move |((from, to), plan)| ([from, to].map(|progress| first_step_at(progress, steps)), plan));
         met.filter(|([first, end], _)| first < end).map(move |([first, _], plan)| {
             let from = if first > 0 { format!(" from step {} on", first + 1) } else { String::new() };
-            (format!("{what}{from}"), plan)
+            (format!("{what}{from}"), plan.changes())
         })
     };
     let is_gated = |kind: PartKind| kind == PartKind::Linear { gated: true };

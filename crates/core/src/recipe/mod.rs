@@ -1,16 +1,17 @@
 //! A recipe decides every precision: for each operand of the three products, each kind of saved activation and each
 //! direction of the exchange, the format, the scale rule, the rounding, and a transform. What follows from that is not
-//! written: along which axis blocks run, from what a tensor is made, and which conversions that takes ([`Section::plan`]).
+//! written: along which axis blocks run, from what a tensor is made, and which conversions that takes ([`LayerPlan`]).
 //! Whatever decides nothing is refused.
 //!
 //! A recipe is data, a TOML file. [`Recipe::builtin`] knows those of `recipes/`; [`Recipe::parse`] reads any other, and
 //! [`Recipe::to_toml`] writes one in full.
 
+mod layer;
 mod parse;
 mod plan;
 mod precision;
-mod route;
 mod scaling;
+mod second;
 mod selection;
 mod shipped;
 mod site;
@@ -18,9 +19,12 @@ mod transform;
 mod validate;
 mod write;
 
-pub use plan::{Change, Form, Pass};
+pub use layer::Layer;
+pub use plan::{
+    Change, Cols, Computed, Conversion, Conversions, ExpertPlan, Form, HeadPlan, Kept, LayerPlan, LinearPlan,
+    Pair, Pass, Passes, ProductPlan, Reader, Route, Rows, SharedInput, Step, TensorSize, WeightPlan, WgradA,
+};
 pub use precision::{By, Precision, Section, Setting};
-pub use route::{Computed, ExpertRoutes, Pair, Route, WgradA};
 pub use selection::{Layers, RunSize, Share, Steps};
 pub use site::{From, LayerKind, Product, Site};
 pub use transform::{Signs, Transform};
@@ -60,38 +64,6 @@ impl Override {
         LayerKind::ALL
             .into_iter()
             .all(|kind| kind.sites().filter(|s| touched(*s)).all(|site| has(kind, site)))
-    }
-}
-
-/// A layer as overrides know it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Layer {
-    /// Which section speaks of it.
-    pub kind: LayerKind,
-    /// Its name, `model.layers.3.self_attn.q_proj`.
-    pub name: String,
-    /// Whether SwiGLU follows it: then it keeps that one's input, as `saved.h` says.
-    pub gated: bool,
-}
-
-impl Layer {
-    fn has(&self, kind: LayerKind, site: Site) -> bool {
-        self.kind == kind
-            && kind.has(site)
-            && (self.gated || kind != LayerKind::Linear || site != Site::SavedH)
-    }
-
-    fn has_setting(&self, kind: LayerKind, setting: &Setting) -> bool {
-        match setting {
-            Setting::Site(site, _) => self.has(kind, *site),
-            Setting::Transform(product, _) => self.kind == kind && kind.transformed().contains(product),
-        }
-    }
-
-    /// Whether two sections decide the same for it.
-    pub fn same(&self, a: &Section, b: &Section) -> bool {
-        let mut sites = self.kind.sites().filter(|site| self.has(self.kind, *site));
-        a.kept_a().is_some() == b.kept_a().is_some() && sites.all(|site| a.at(site) == b.at(site))
     }
 }
 
@@ -227,14 +199,20 @@ impl Recipe {
         starts.iter().copied().zip(ends).collect()
     }
 
-    /// The plans of one layer in the course of a run: each with the part of the run that it is for.
-    pub fn plans(&self, layer: &Layer) -> Vec<((f64, f64), Vec<Change>)> {
-        let mut plans: Vec<((f64, f64), Vec<Change>)> = Vec::new();
+    /// What a layer does at one point of a run (step / steps).
+    pub fn plan(&self, layer: &Layer, progress: f64, passes: Passes) -> LayerPlan {
+        let section = self.section(layer.kind, &layer.name, progress);
+        LayerPlan::new(&section, layer, self.activations, passes)
+    }
+
+    /// The plans of one layer in the course of a run: each with the part of the run that it is for. Parts whose changes of representation are alike are
+    /// one.
+    pub fn plans(&self, layer: &Layer) -> Vec<((f64, f64), LayerPlan)> {
+        let mut plans: Vec<((f64, f64), LayerPlan)> = Vec::new();
         for (from, to) in self.stretches() {
-            let section = self.section(layer.kind, &layer.name, from);
-            let plan = section.plan(layer.kind, self.activations, layer.gated);
+            let plan = self.plan(layer, from, Passes::TRAINING);
             match plans.last_mut() {
-                Some((part, same)) if *same == plan => part.1 = to,
+                Some((part, same)) if same.changes() == plan.changes() => part.1 = to,
                 _ => plans.push(((from, to), plan)),
             }
         }

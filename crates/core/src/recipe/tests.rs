@@ -549,13 +549,18 @@ fn a_run_is_parted_where_an_override_begins_or_ends() {
     assert_eq!(parts(&layer(LayerKind::Linear, "a.q_proj")), [(0.0, 0.5), (0.5, 1.0)]);
 }
 
+/// The plan of an expert layer.
+fn experts(recipe: &Recipe) -> LayerPlan {
+    let layer = Layer::new(LayerKind::Expert, "experts");
+    LayerPlan::new(&recipe.expert, &layer, recipe.activations, Passes::TRAINING)
+}
+
 /// Rows and columns quantized from a plain tensor are two casts; a flow free of casts makes columns of rows.
 #[test]
 fn casts_are_counted_by_quantization() {
     let casts = |name: &str| {
         let recipe = Recipe::builtin(name).unwrap();
-        let plan = recipe.expert.plan(LayerKind::Expert, recipe.activations, false);
-        plan.iter().map(Change::casts).sum::<usize>()
+        experts(&recipe).changes().iter().map(Change::casts).sum::<usize>()
     };
     let names = ["bf16", "fp8-flow", "mxfp4-hopper", "fp8-block", "fp8-deepseek"];
     assert_eq!(names.map(casts), [0, 2, 2, 4, 6]);
@@ -566,7 +571,7 @@ fn casts_are_counted_by_quantization() {
 fn fused_kernels_that_a_choice_loses_are_named() {
     let lost = |base: &str, line: &str| {
         let recipe = Recipe::parse("mine", &format!("extends = \"{base}\"\n[expert]\n{line}")).unwrap();
-        recipe.expert.unfused(LayerKind::Expert, recipe.activations)
+        experts(&recipe).unfused()
     };
     assert_eq!(lost("fp8-flow", ""), [""; 0]);
     for (line, parts) in [

@@ -8,7 +8,6 @@ mod products;
 mod technique;
 
 pub use products::Engine;
-pub(crate) use products::{operand_sites, operands};
 pub use technique::Technique;
 
 use crate::checks::{check_recipe, first_step_at};
@@ -16,7 +15,7 @@ use crate::config::Config;
 use crate::error::Result;
 use crate::spec::{Group, ModelSpec, Part, PartKind};
 use nibble_core::Recipe;
-use nibble_core::recipe::{Pass, Precision, Section, Site};
+use nibble_core::recipe::{LayerPlan, LinearPlan, Pass, Passes, SharedInput};
 use products::PartSizes;
 use std::collections::BTreeMap;
 
@@ -121,12 +120,13 @@ impl Cost {
         (progress, share): (f64, f64),
     ) {
         for block in spec.blocks() {
-            let mut inputs = SharedInputs::default();
+            let made = Shared::of_inputs(block.attn.inputs(), recipe, progress);
             for part in block.parts() {
-                self.add_part(config, recipe, part, (progress, share), &mut inputs);
+                let shared = made.iter().find(|(id, _)| *id == part.id).map(|(_, shared)| *shared);
+                self.add_part(config, recipe, part, (progress, share), shared.unwrap_or_default());
             }
         }
-        self.add_part(config, recipe, &spec.head, (progress, share), &mut SharedInputs::default());
+        self.add_part(config, recipe, &spec.head, (progress, share), Shared::default());
     }
 
     fn add_part(
@@ -135,30 +135,25 @@ impl Cost {
         recipe: &Recipe,
         part: &Part,
         (progress, share): (f64, f64),
-        inputs: &mut SharedInputs,
+        shared: Shared,
     ) {
         let Some(layer) = part.layer() else { return };
-        let section = recipe.section(layer.kind, &layer.name, progress);
+        let plan = recipe.plan(&layer, progress, Passes::TRAINING);
         let sizes = PartSizes::of(config, part);
         let mut decoded = 0.0;
-        for (which, shape) in sizes.shapes.iter().enumerate() {
-            let kind = self.kind_of(name_of(part, which));
-            for made in
-                products::made(config, &sizes, (layer.kind, which), shape, &section, recipe.activations)
-            {
-                kind.add(Products {
-                    bits: made.bits,
-                    engine: made.engine,
-                    multiply_adds: share * made.multiply_adds,
-                });
-                decoded += share * made.decoded;
-            }
+        for product in plan.products.iter().filter(|product| product.weight < sizes.shapes.len()) {
+            let made = products::made(config, &sizes, &plan, product);
+            self.kind_of(name_of(part, product.weight)).add(Products {
+                bits: made.bits,
+                engine: made.engine,
+                multiply_adds: share * made.multiply_adds,
+            });
+            decoded += share * made.decoded;
         }
         if decoded > 0.0 {
             *self.techniques.entry(Technique::Decoding).or_default() += decoded;
         }
-        let shared = inputs.meet(part, &section);
-        for (technique, count) in technique::of_layer(&sizes, &layer, &section, recipe.activations, shared) {
+        for (technique, count) in technique::of_layer(&sizes, &plan, shared) {
             *self.techniques.entry(technique).or_default() += share * count;
         }
     }
@@ -180,43 +175,21 @@ struct Shared {
 }
 
 impl Shared {
+    /// Of each of the projections of one input, by its id.
+    fn of_inputs<'a>(parts: [&'a Part; 3], recipe: &Recipe, progress: f64) -> Vec<(&'a str, Self)> {
+        let plan = |part: &&Part| Some(recipe.plan(&part.layer()?, progress, Passes::TRAINING));
+        let plans: Vec<LayerPlan> = parts.iter().filter_map(plan).collect();
+        let linear: Vec<&LinearPlan> = plans.iter().filter_map(|plan| plan.linear().ok()).collect();
+        let [forward, backward] = [Pass::Forward, Pass::Backward].map(|pass| SharedInput::of(&linear, pass));
+        let shared = forward.iter().zip(&backward).map(|(forward, backward)| Self {
+            forward: forward.like.is_some(),
+            backward: backward.like.is_some(),
+        });
+        parts.into_iter().map(|part| part.id.as_str()).zip(shared).collect()
+    }
+
     fn in_pass(self, pass: Pass) -> bool {
         if pass == Pass::Forward { self.forward } else { self.backward }
-    }
-
-    fn has(self, site: Site) -> bool {
-        match site {
-            Site::FpropX | Site::SavedX => self.forward,
-            Site::WgradX => self.backward,
-            _ => false,
-        }
-    }
-}
-
-/// Precisions of the input that the projections of one attention have, those before.
-#[derive(Debug, Default)]
-struct SharedInputs(Vec<[Precision; 3]>);
-
-impl SharedInputs {
-    /// What of this part's input is there already.
-    fn meet(&mut self, part: &Part, section: &Section) -> Shared {
-        // Of attention's projections those that take the residual stream.
-        let is_input = matches!(part.kind, PartKind::Linear { .. })
-            && part.group == Group::Attention
-            && part
-                .weights()
-                .first()
-                .is_some_and(|w| w.cols.sizes.iter().any(|size| size.key == "model.d_model"));
-        if !is_input {
-            return Shared::default();
-        }
-        let mine = [Site::FpropX, Site::SavedX, Site::WgradX].map(|site| section.at(site));
-        let shared = Shared {
-            forward: self.0.iter().any(|other| other[..2] == mine[..2]),
-            backward: self.0.contains(&mine),
-        };
-        self.0.push(mine);
-        shared
     }
 }
 

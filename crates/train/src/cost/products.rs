@@ -5,9 +5,8 @@ use crate::spec::{Part, PartKind};
 use nibble_choice::Grouping;
 use nibble_choice::products::{Factor, OperandKind, ProductDesc, ProductPath, Ragged};
 use nibble_core::DType;
-use nibble_core::formats::BlockAxis;
-use nibble_core::ops::{ProductDims, Taken};
-use nibble_core::recipe::{LayerKind, Precision, Product, Section, Site};
+use nibble_core::ops::{ProductDims, Stored, Taken};
+use nibble_core::recipe::{Cols, LayerKind, LayerPlan, Product, ProductPlan, Rows, TensorSize};
 use std::fmt;
 
 /// What a GPU makes a product with.
@@ -93,6 +92,18 @@ impl PartSizes {
             shapes: matrices.map(|w| w.shape()).map(|(n, k)| Shape { n, k }).collect(),
         }
     }
+
+    /// Values of a tensor in a step.
+    pub fn values(&self, size: TensorSize) -> f64 {
+        let Some(first) = self.shapes.first() else { return 0.0 };
+        let cols = match size.cols {
+            Cols::Inputs => first.k,
+            Cols::Outputs => first.n,
+            Cols::Hidden => first.n / 2,
+        };
+        let rows = if size.rows == Rows::Tokens { self.tokens } else { self.rows };
+        self.micro_batches * (rows as f64 * cols as f64)
+    }
 }
 
 /// A product of a step.
@@ -106,112 +117,66 @@ pub(super) struct Made {
     pub decoded: f64,
 }
 
-/// A product's operands in a layer of this kind; an expert's second product has others than its first.
-pub(crate) fn operands(
-    product: Product,
-    kind: LayerKind,
-    which: usize,
-    section: &Section,
-    activations: DType,
-) -> [Precision; 2] {
-    let plain = |dtype| Precision::plain(dtype);
-    match (kind, product) {
-        (LayerKind::Router, Product::Fprop) => [plain(activations), section.at(Site::FpropW)],
-        (LayerKind::Router, Product::Dgrad) => [plain(DType::F32), section.at(Site::FpropW)],
-        (LayerKind::Router, Product::Wgrad) => [plain(DType::F32), plain(activations)],
-        _ => operand_sites(product, kind, which).map(|site| section.at(site)),
+/// A product of a step, with the weight of this shape.
+pub(super) fn made(config: &Config, sizes: &PartSizes, plan: &LayerPlan, product: &ProductPlan) -> Made {
+    let shape = sizes.shapes[product.weight];
+    let path = described(config, sizes, plan, product).path();
+    Made {
+        bits: product.operands.map(|operand| operand.format.spec().code_bits).into_iter().max().unwrap_or(0),
+        engine: Engine::of(&path),
+        multiply_adds: sizes.micro_batches * sizes.rows as f64 * shape.n as f64 * shape.k as f64,
+        decoded: match &path {
+            ProductPath::Lowered(lowered) => {
+                sizes.micro_batches * lowered.sides.iter().map(|side| side.values() as f64).sum::<f64>()
+            }
+            _ => 0.0,
+        },
     }
-}
-
-/// The sites that decide those operands, of any layer but a router.
-pub(crate) fn operand_sites(product: Product, kind: LayerKind, which: usize) -> [Site; 2] {
-    use Site::*;
-    match (kind, product, which) {
-        (LayerKind::Expert, Product::Fprop, 1) => [FpropA, FpropW],
-        (LayerKind::Expert, Product::Dgrad, 0) => [DgradDh, DgradW],
-        (LayerKind::Expert, Product::Wgrad, 0) => [WgradDh, WgradX],
-        (LayerKind::Expert, Product::Wgrad, 1) => [WgradDy, WgradA],
-        (_, Product::Fprop, _) => [FpropX, FpropW],
-        (_, Product::Dgrad, _) => [DgradDy, DgradW],
-        (_, Product::Wgrad, _) => [WgradDy, WgradX],
-    }
-}
-
-/// The products of one weight in a step.
-pub(super) fn made(
-    config: &Config,
-    sizes: &PartSizes,
-    (kind, which): (LayerKind, usize),
-    shape: &Shape,
-    section: &Section,
-    activations: DType,
-) -> [Made; 3] {
-    Product::ALL.map(|product| {
-        let operands = operands(product, kind, which, section, activations);
-        let desc = described(config, sizes, (kind, product), *shape, &operands, activations);
-        let path = desc.path();
-        let Shape { n, k } = *shape;
-        Made {
-            bits: operands.map(|p| p.format.spec().code_bits).into_iter().max().unwrap_or(0),
-            engine: Engine::of(&path),
-            multiply_adds: sizes.micro_batches * sizes.rows as f64 * n as f64 * k as f64,
-            decoded: match &path {
-                ProductPath::Lowered(lowered) => {
-                    sizes.micro_batches * lowered.sides.iter().map(|side| side.values() as f64).sum::<f64>()
-                }
-                _ => 0.0,
-            },
-        }
-    })
 }
 
 /// A product as the GPU's choice of paths knows it. The head's is cut into chunks, which have the same path.
-fn described(
-    config: &Config,
-    sizes: &PartSizes,
-    (kind, product): (LayerKind, Product),
-    Shape { n, k }: Shape,
-    [a, b]: &[Precision; 2],
-    activations: DType,
-) -> ProductDesc {
-    let m = sizes.rows;
-    let factor = |p: &Precision, axis, rows, cols| match p.dtype() {
-        Some(dtype) => Factor::plain(dtype, rows, cols),
-        None => {
-            Factor { format: p.format, rule: p.scale, axis, rows, cols, shared_cols: 1, taken: Taken::AsIs }
-        }
+fn described(config: &Config, sizes: &PartSizes, plan: &LayerPlan, product: &ProductPlan) -> ProductDesc {
+    let (m, Shape { n, k }, stack) = (sizes.rows, sizes.shapes[product.weight], sizes.stack);
+    let [a, b] = product.operands;
+    let factor = |x: Stored, rows, cols| Factor {
+        format: x.format,
+        rule: x.rule,
+        axis: x.axis,
+        rows,
+        cols,
+        shared_cols: 1,
+        taken: Taken::AsIs,
     };
-    let is_expert = kind == LayerKind::Expert;
-    let is_square = b.axis == BlockAxis::Tile && b.format.spec().tiles;
-    let weight_axis = if is_square { BlockAxis::Tile } else { BlockAxis::Row };
+    let is_expert = plan.layer.kind == LayerKind::Expert;
     let align = if a.format.is_block() { 128 } else { 1 };
-    let by_expert = Grouping { count: sizes.stack, align, rows_each: None };
+    let by_expert = Grouping { count: stack, align, rows_each: None };
     let shards = config.train.shards;
     let by_shard = Grouping { count: shards, align, rows_each: Some(m / shards.max(1)) };
+    let is_between = matches!(plan.layer.kind, LayerKind::Linear | LayerKind::Expert);
     let dense = ProductDesc {
         ragged: Ragged::Rows,
         groups: is_expert.then_some(by_expert),
         dims: ProductDims { m, n, k },
-        a: factor(a, BlockAxis::Row, m, k),
-        b: factor(b, weight_axis, n * sizes.stack, k),
-        out: if kind == LayerKind::Linear || is_expert { activations } else { DType::F32 },
+        a: factor(a, m, k),
+        b: factor(b, n * stack, k),
+        out: if is_between { plan.activations } else { DType::F32 },
         accumulate: false,
     };
-    match product {
+    match product.product {
         Product::Fprop => dense,
         Product::Dgrad => ProductDesc {
             dims: ProductDims { m, n: k, k: n },
-            a: factor(a, BlockAxis::Row, m, n),
-            b: factor(b, weight_axis, k * sizes.stack, n),
-            out: activations,
+            a: factor(a, m, n),
+            b: factor(b, k * stack, n),
+            out: plan.activations,
             ..dense
         },
         Product::Wgrad => ProductDesc {
             ragged: Ragged::Contraction,
             groups: Some(if is_expert { by_expert } else { by_shard }),
             dims: ProductDims { m: n, n: k, k: m },
-            a: factor(a, BlockAxis::Col, m, n),
-            b: factor(b, BlockAxis::Col, m, k),
+            a: factor(a, m, n),
+            b: factor(b, m, k),
             out: DType::F32,
             accumulate: true,
         },

@@ -123,9 +123,9 @@ impl<B: Kernels> GroupedQuery<B> {
     /// Queries, keys and values of tokens from this position on, and what is kept of making them.
     fn projected(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>, first_position: usize) -> Result<Projected<B>> {
         let inputs = self.shared().inputs(cx, x_td)?;
-        let product = |projection: &Linear<B>, i: usize| projection.product(cx, &inputs[i].fprop);
+        let product = |projection: &Linear<B>, i: usize| projection.product(cx, &inputs[i].0);
         let [q, k, v] = [product(&self.q, 0)?, product(&self.k, 1)?, product(&self.v, 2)?];
-        let x = [0, 1, 2].map(|i| inputs[i].saved.clone());
+        let x = [0, 1, 2].map(|i| inputs[i].1.clone());
         drop(inputs);
         let positions = cx.positions(self.positions().min(x_td.rows), first_position);
         let rotation = Rotation { table: &self.rope, positions };
@@ -223,9 +223,9 @@ impl<B: Kernels> Layer<B> for GroupedQuery<B> {
         let dq = self.q_heads.backward(cx, saved.q, grads.dq, &rotation)?;
         let dk = self.k_heads.backward(cx, saved.k, grads.dk, &rotation)?;
         let inputs = self.shared().wgrad_inputs(cx, saved.x)?;
-        let of_q = self.q.gradients(cx, &inputs[0], &dq)?;
-        let of_k = self.k.gradients(cx, &inputs[1], &dk)?;
-        let of_v = self.v.gradients(cx, &inputs[2], &grads.dv)?;
+        let of_q = self.q.gradients(cx, &inputs[0].0, &dq)?;
+        let of_k = self.k.gradients(cx, &inputs[1].0, &dk)?;
+        let of_v = self.v.gradients(cx, &inputs[2].0, &grads.dv)?;
         Add { a: &of_q, b: &of_k, plus: Some(&of_v) }.run(cx.b)
     }
 }

@@ -4,14 +4,15 @@
 //! head's gradients are made in the forward pass, while a chunk's logits exist, and what is kept is one gradient of the
 //! size of the input.
 
-use crate::cx::{Cx, Place};
+use crate::cx::{Cx, LayerName};
 use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Wanted, Writes};
 use crate::record::Conversion;
 use crate::spec::Part;
 use nibble_core::ops::{Gemm, HeadLoss, HeadLossGrad, HeadLossOut, head_chunk};
-use nibble_core::recipe::{LayerKind, Section, Site};
+use nibble_core::recipe::{Layer, LayerKind, LayerPlan};
 use nibble_core::{DType, Error, Kernels, Operand, Result, Tensor};
+use std::sync::Arc;
 
 /// The gradient of the head's input, made in the forward pass.
 #[derive(Debug)]
@@ -64,13 +65,13 @@ impl<B: Kernels> Head<B> {
         self.own.as_mut().unwrap_or(table)
     }
 
-    fn section(&self, cx: &Cx<'_, B>) -> Section {
-        cx.section(LayerKind::Head, &self.id)
+    fn plan(&self, cx: &Cx<'_, B>) -> Arc<LayerPlan> {
+        cx.plan(&Layer::new(LayerKind::Head, &self.id))
     }
 
     /// See [`Layer::wanted`](super::Layer::wanted).
     pub fn wanted<'a>(&'a self, cx: &Cx<'_, B>, table: &'a Param<B>) -> Vec<Wanted<'a, B>> {
-        vec![self.weight(table).for_products(&self.section(cx), &self.id)]
+        vec![self.weight(table).for_products(&self.plan(cx).weights, &self.id)]
     }
 
     /// Makes the weight's copies for this step.
@@ -93,7 +94,7 @@ impl<B: Kernels> Head<B> {
         let weight = self.weight(table);
         let w = weight.w()?;
         let chunk = head_chunk(cx.b.kind(), w.rows());
-        let codecs = self.section(cx).head_codecs(cx.activations(), false)?;
+        let codecs = self.plan(cx).head()?.losses()?;
         HeadLoss { x, w, codecs, targets, shards, chunk, grad: None }.run(cx.b)
     }
 
@@ -106,7 +107,7 @@ impl<B: Kernels> Head<B> {
         control: &B::Buf<f32>,
     ) -> Result<(HeadLossOut<B>, HeadSaved<B>)> {
         let HeadInput { x_td: x, targets, shards } = *input;
-        let codecs = self.section(cx).head_codecs(cx.activations(), true)?;
+        let codecs = self.plan(cx).head()?.losses_and_gradients()?;
         let weight = self.weight_mut(table);
         let (w, wt) = (weight.w()?.clone(), weight.wt(cx)?.into_owned());
         let chunk = head_chunk(cx.b.kind(), w.rows());
@@ -122,9 +123,8 @@ impl<B: Kernels> Head<B> {
 
     /// Logits F32 `[t, v]` of the plain `[t, d]`.
     pub fn logits(&self, cx: &Cx<'_, B>, table: &Param<B>, x: &Tensor<B>) -> Result<Tensor<B>> {
-        let route = self.section(cx).route(LayerKind::Head, Site::FpropX, cx.activations());
-        let at = Place { layer: &self.id, tensor: "x", linear: &self.id };
-        let x = cx.follow(at, &Operand::Plain(x.clone()), (&route, None), None)?;
+        let to = self.plan(cx).head()?.x.first();
+        let (x, _) = cx.convert(LayerName::new(&self.id), &Operand::Plain(x.clone()), &to, None)?;
         Gemm { a: &x, b: self.weight(table).w()?, out: DType::F32 }.run(cx.b)
     }
 }

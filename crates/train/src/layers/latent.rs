@@ -275,9 +275,9 @@ impl<B: Kernels> Latent<B> {
         let rotation = self.rotation(cx, x_td.rows, first_position);
         let keep = self.keep_normed && self.keep_heads;
         let inputs = self.shared().inputs(cx, x_td)?;
-        let product = |projection: &Linear<B>, i: usize| projection.product(cx, &inputs[i].fprop);
+        let product = |projection: &Linear<B>, i: usize| projection.product(cx, &inputs[i].0);
         let [q, latent, shared] = [product(&self.q, 0)?, product(&self.kv, 1)?, product(&self.k_rope, 2)?];
-        let x = [0, 1, 2].map(|i| inputs[i].saved.clone());
+        let x = [0, 1, 2].map(|i| inputs[i].1.clone());
         drop(inputs);
         let (q, q_up) = match &self.q_up {
             None => (q, None),
@@ -420,9 +420,9 @@ impl<B: Kernels> Layer<B> for Latent<B> {
         }
         let dlatent = self.kv_up.backward(cx, saved.kv_up, made.dup)?;
         let inputs = self.shared().wgrad_inputs(cx, saved.x)?;
-        let of_q = self.q.gradients(cx, &inputs[0], &dq)?;
-        let of_kv = self.kv.gradients(cx, &inputs[1], &dlatent)?;
-        let of_shared = self.k_rope.gradients(cx, &inputs[2], &made.dshared)?;
+        let of_q = self.q.gradients(cx, &inputs[0].0, &dq)?;
+        let of_kv = self.kv.gradients(cx, &inputs[1].0, &dlatent)?;
+        let of_shared = self.k_rope.gradients(cx, &inputs[2].0, &made.dshared)?;
         Add { a: &of_q, b: &of_kv, plus: Some(&of_shared) }.run(cx.b)
     }
 }

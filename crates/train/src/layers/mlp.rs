@@ -50,8 +50,8 @@ impl<B: Kernels> Mlp<B> {
     fn hidden(&self, cx: &Cx<'_, B>, x_td: Tensor<B>) -> Result<(Operand<B>, MlpSaved<B>)> {
         let (h_tf, gate_up) = self.gate_up.forward(cx, x_td)?;
         let a = Emit::Plain(cx.activations());
-        let section = self.gate_up.section(cx);
-        let save_h = section.kept_h(cx.training).map(|h| h.codec()).transpose()?;
+        let plan = self.gate_up.plan(cx);
+        let save_h = plan.linear()?.h.map(|h| h.codec()).transpose()?;
         let out = Swiglu { h: &h_tf, weight: None, groups: None, a, save_h }.run(cx.b)?;
         let h = out.h.map_or(Operand::Plain(h_tf), Operand::Block);
         let a_tf = out.a.take_rows("mlp")?.plain("mlp")?.clone();

@@ -2,14 +2,15 @@
 //! r expert-sorted rows, d model, f ffn, l experts of this rank.
 
 use super::Plan;
-use crate::cx::{Cx, Place, emit};
+use crate::cx::{Cx, LayerName};
 use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Wanted};
 use crate::record::Conversion;
 use crate::spec::{ParamSpec, Part};
 use nibble_core::ops::{GroupedGemm, Swiglu, SwigluBackward};
-use nibble_core::recipe::{ExpertRoutes, LayerKind, Precision, Product, Section, Site, WgradA};
+use nibble_core::recipe::{ExpertPlan, Layer, LayerKind, LayerPlan, Precision, WgradA};
 use nibble_core::{Error, Kernels, Operand, Result, Tensor};
+use std::sync::Arc;
 
 /// Stacked expert weights.
 #[derive(Debug, Clone)]
@@ -21,7 +22,7 @@ pub struct Experts<B: Kernels> {
     /// Down projections: `[l · d, f]`.
     pub down: Param<B>,
     /// Where the recipe does not say how to keep the second product's input, keep it if the forward pass has the very bits that
-    /// wgrad takes, instead of making it again from h ([`Section::expert_routes`]).
+    /// wgrad takes, instead of making it again from h.
     pub keep_a: bool,
 }
 
@@ -29,7 +30,7 @@ pub struct Experts<B: Kernels> {
 #[derive(Debug)]
 pub struct ExpertsSaved<B: Kernels> {
     layer: String,
-    /// `[r, d]`; none where it is made again from what the layer was given ([`Experts::input_at`]).
+    /// `[r, d]`; none where it is made again from what the layer was given.
     pub x: Option<Operand<B>>,
     /// `[r, 2f]`.
     pub h: Operand<B>,
@@ -71,10 +72,6 @@ impl<B: Kernels> Saved for ExpertsSaved<B> {
     }
 }
 
-/// Its weights, as [`Cx::numbers`] knows them.
-const GATE_UP: (LayerKind, usize) = (LayerKind::Expert, 0);
-const DOWN: (LayerKind, usize) = (LayerKind::Expert, 1);
-
 impl<B: Kernels> Experts<B> {
     /// Random weights: each expert's are a function of its global number.
     pub fn new(cx: &Cx<'_, B>, part: &Part) -> Result<Self> {
@@ -89,8 +86,8 @@ impl<B: Kernels> Experts<B> {
 
     /// See [`Layer::wanted`](crate::layers::Layer::wanted).
     pub fn wanted(&self, cx: &Cx<'_, B>) -> Vec<Wanted<'_, B>> {
-        let section = cx.section(LayerKind::Expert, &self.name);
-        [&self.gate_up, &self.down].map(|weight| weight.for_products(&section, &weight.name)).into()
+        let plan = self.plan(cx);
+        [&self.gate_up, &self.down].map(|weight| weight.for_products(&plan.weights, &weight.name)).into()
     }
 
     /// Makes the weights' copies for this step.
@@ -107,56 +104,35 @@ impl<B: Kernels> Experts<B> {
         vec![&mut self.gate_up, &mut self.down]
     }
 
-    /// How it makes everything under a section.
-    fn routes(&self, cx: &Cx<'_, B>, section: &Section) -> ExpertRoutes {
-        section.expert_routes(cx.activations(), cx.training, self.keep_a)
+    /// What it does now.
+    pub fn plan(&self, cx: &Cx<'_, B>) -> Arc<LayerPlan> {
+        cx.plan_keeping(&Layer::new(LayerKind::Expert, &self.name), self.keep_a)
     }
 
-    /// x as fprop multiplies it and as the backward pass keeps it, from the rows that arrived.
-    pub(super) fn input(
-        &self,
-        cx: &Cx<'_, B>,
-        section: &Section,
-        x_rd: Operand<B>,
-        plan: &Plan<B>,
-    ) -> Result<(Operand<B>, Operand<B>)> {
-        let only_for = [cx.numbers(section, GATE_UP, Product::Fprop), None];
-        cx.follow_both(self.x(), &x_rd, (&self.routes(cx, section).x, only_for), Some(&plan.map.groups))
+    /// Whose the operands of the first product are.
+    pub(super) fn of_gate_up(&self) -> LayerName<'_> {
+        LayerName { layer: &self.name, linear: &self.gate_up.name }
     }
 
-    /// Rows as they travel, as a site has them: [`Site::SavedX`] for a backward pass whose forward pass has kept none.
-    pub fn input_at(
-        &self,
-        cx: &Cx<'_, B>,
-        section: &Section,
-        site: Site,
-        x: &Operand<B>,
-        plan: Option<&Plan<B>>,
-    ) -> Result<Operand<B>> {
-        let route = section.route(LayerKind::Expert, site, cx.activations());
-        cx.follow(self.x(), x, (&route, None), plan.map(|plan| &plan.map.groups))
-    }
-
-    /// The names of the first product's input.
-    fn x(&self) -> Place<'_> {
-        Place { layer: &self.name, tensor: "x", linear: &self.gate_up.name }
-    }
-
-    /// Those of an operand of the second product's.
-    fn of_down(&self, tensor: &'static str) -> Place<'_> {
-        Place { layer: &self.name, tensor, linear: &self.down.name }
+    /// Whose those of the second product are.
+    fn of_down(&self) -> LayerName<'_> {
+        LayerName { layer: &self.name, linear: &self.down.name }
     }
 
     /// The forward pass on expert-sorted rows that arrived.
+    ///
+    /// # Errors
+    /// From the backend.
     pub fn forward(
         &self,
         cx: &Cx<'_, B>,
-        section: &Section,
         x_rd: Operand<B>,
         plan: &Plan<B>,
     ) -> Result<(Tensor<B>, ExpertsSaved<B>)> {
-        let (x, kept) = self.input(cx, section, x_rd, plan)?;
-        let (a, saved) = self.hidden(cx, section, x, Some(kept), plan)?;
+        let layer = self.plan(cx);
+        let (x, kept) = cx.convert(self.of_gate_up(), &x_rd, &layer.experts()?.x, Some(&plan.map.groups))?;
+        drop(x_rd);
+        let (a, saved) = self.hidden(cx, x, Some(kept), plan)?;
         Ok((self.output(cx, a, plan)?, saved))
     }
 
@@ -165,7 +141,6 @@ impl<B: Kernels> Experts<B> {
     pub(super) fn hidden(
         &self,
         cx: &Cx<'_, B>,
-        section: &Section,
         x: Operand<B>,
         kept: Option<Operand<B>>,
         plan: &Plan<B>,
@@ -174,20 +149,16 @@ impl<B: Kernels> Experts<B> {
         let h_rf =
             GroupedGemm { x: &x, w: self.gate_up.w()?, groups: experts, out: cx.activations() }.run(cx.b)?;
         drop(x);
-        let routes = self.routes(cx, section);
-        let save_h = routes.h.as_ref().map(Precision::codec).transpose()?;
-        // What is kept is kept as codes.
-        let numbers = cx.numbers(section, DOWN, Product::Fprop);
-        let only_for = [numbers, numbers.filter(|_| !routes.keeps_a)];
-        let a = emit(&routes.a, only_for)?;
-        let op = Swiglu { h: &h_rf, weight: Some(&plan.gate_r), groups: Some(groups), a, save_h };
-        let out = op.run(cx.b)?;
+        let layer = self.plan(cx);
+        let ExpertPlan { a, h, keeps_a, .. } = layer.experts()?;
+        let save_h = h.as_ref().map(Precision::codec).transpose()?;
+        let weight = Some(&plan.gate_r);
+        let out = Swiglu { h: &h_rf, weight, groups: Some(groups), a: cx.emit(a)?, save_h }.run(cx.b)?;
         cx.keep_counts(&self.name, "a", Conversion::Quantize, out.a.counts.as_ref());
         let h = out.h.map_or(Operand::Plain(h_rf), Operand::Block);
-        let (a, second) =
-            cx.follow_computed(self.of_down("a"), &out.a, (&routes.a, only_for), Some(groups))?;
-        let kept_a = routes.keeps_a.then_some(second);
-        Ok((a, ExpertsSaved { layer: self.name.clone(), x: kept, h, a: kept_a }))
+        let (a, second) = cx.convert_computed(self.of_down(), &out.a, a, Some(groups))?;
+        let a_kept = keeps_a.then_some(second);
+        Ok((a, ExpertsSaved { layer: self.name.clone(), x: kept, h, a: a_kept }))
     }
 
     /// The last product.
@@ -203,13 +174,12 @@ impl<B: Kernels> Experts<B> {
     pub fn backward(
         &mut self,
         cx: &Cx<'_, B>,
-        section: &Section,
         saved: ExpertsSaved<B>,
         dy_rd: Operand<B>,
         plan: &Plan<B>,
     ) -> Result<(Tensor<B>, B::Buf<f32>)> {
-        let ExpertsDgrad { dx, dgate, wgrad } = self.dgrad(cx, section, saved, dy_rd, plan)?;
-        self.wgrad(cx, section, wgrad, plan)?;
+        let ExpertsDgrad { dx, dgate, wgrad } = self.dgrad(cx, saved, dy_rd, plan)?;
+        self.wgrad(cx, wgrad, plan)?;
         Ok((dx, dgate))
     }
 
@@ -220,7 +190,6 @@ impl<B: Kernels> Experts<B> {
     pub fn dgrad(
         &self,
         cx: &Cx<'_, B>,
-        section: &Section,
         mut saved: ExpertsSaved<B>,
         dy_rd: Operand<B>,
         plan: &Plan<B>,
@@ -228,10 +197,9 @@ impl<B: Kernels> Experts<B> {
         let (groups, experts) = (&plan.map.groups, &plan.experts);
         let missing = Error::Defect { place: "experts", what: "their input is neither kept nor made again" };
         let x = saved.x.take().ok_or(missing)?;
-        let routes = self.routes(cx, section);
-        let only_for = [Product::Dgrad, Product::Wgrad].map(|product| cx.numbers(section, DOWN, product));
-        let dy = (&routes.dy, only_for);
-        let (dy_rows, dy_cols) = cx.follow_both(self.of_down("dy"), &dy_rd, dy, Some(groups))?;
+        let layer = self.plan(cx);
+        let layer = layer.experts()?;
+        let (dy_rows, dy_cols) = cx.convert(self.of_down(), &dy_rd, &layer.dy, Some(groups))?;
         drop(dy_rd);
         let back = |dy: &Operand<B>, weight: &Param<B>| {
             let w = weight.wt(cx)?;
@@ -239,7 +207,7 @@ impl<B: Kernels> Experts<B> {
         };
         let da_rf = back(&dy_rows, &self.down)?;
         drop(dy_rows);
-        let (dh_rows, dh, a, dgate) = self.swiglu_backward(cx, (section, &routes), &saved, da_rf, plan)?;
+        let (dh_rows, dh, a, dgate) = self.swiglu_backward(cx, layer, &saved, da_rf, plan)?;
         drop(saved);
         let dx = back(&dh_rows, &self.gate_up)?;
         Ok(ExpertsDgrad { dx, dgate, wgrad: WgradOperands { dy: dy_cols, a, dh, x } })
@@ -249,20 +217,13 @@ impl<B: Kernels> Experts<B> {
     ///
     /// # Errors
     /// From the backend, and from other ranks where gradients set out to meet.
-    pub fn wgrad(
-        &mut self,
-        cx: &Cx<'_, B>,
-        section: &Section,
-        operands: WgradOperands<B>,
-        plan: &Plan<B>,
-    ) -> Result<()> {
+    pub fn wgrad(&mut self, cx: &Cx<'_, B>, operands: WgradOperands<B>, plan: &Plan<B>) -> Result<()> {
         let WgradOperands { dy, a, dh, x } = operands;
         let groups = &plan.map.groups;
         self.down.accumulate_wgrad(cx, &dy, &a, groups)?;
         drop((dy, a));
-        let numbers = cx.numbers(section, GATE_UP, Product::Wgrad);
-        let route = (&self.routes(cx, section).wgrad_x, numbers);
-        let x = cx.follow(self.x(), &x, route, Some(groups))?;
+        let layer = self.plan(cx);
+        let (x, _) = cx.convert(self.of_gate_up(), &x, &layer.experts()?.wgrad_x, Some(groups))?;
         self.gate_up.accumulate_wgrad(cx, &dh, &x, groups)
     }
 
@@ -272,29 +233,25 @@ impl<B: Kernels> Experts<B> {
     fn swiglu_backward(
         &self,
         cx: &Cx<'_, B>,
-        (section, routes): (&Section, &ExpertRoutes),
+        layer: &ExpertPlan,
         saved: &ExpertsSaved<B>,
         da_rf: Tensor<B>,
         plan: &Plan<B>,
     ) -> Result<(Operand<B>, Operand<B>, Operand<B>, B::Buf<f32>)> {
         let groups = &plan.map.groups;
-        let of_a = [cx.numbers(section, DOWN, Product::Wgrad); 2];
-        let of_dh = [Product::Dgrad, Product::Wgrad].map(|product| cx.numbers(section, GATE_UP, product));
-        let a = match &routes.wgrad_a {
-            WgradA::Again(a) => Some(emit(a, of_a)?),
+        let a = match &layer.wgrad_a {
+            WgradA::Again { a, .. } => Some(cx.emit(a)?),
             WgradA::Kept(_) => None,
         };
-        let (h, weight, dh) = (&saved.h, Some(&plan.gate_r), emit(&routes.dh, of_dh)?);
+        let (h, weight, dh) = (&saved.h, Some(&plan.gate_r), cx.emit(&layer.dh)?);
         let grads = SwigluBackward { h, da: &da_rf, weight, groups: Some(groups), dh, a }.run(cx.b)?;
         cx.keep_counts(&self.name, "dh", Conversion::Quantize, grads.dh.counts.as_ref());
-        let at = Place { tensor: "dh", ..self.x() };
-        let (rows, cols) = cx.follow_computed(at, &grads.dh, (&routes.dh, of_dh), Some(groups))?;
-        let at = self.of_down("a");
-        let a = match (&routes.wgrad_a, &saved.a, &grads.a) {
-            (WgradA::Kept(route), Some(a), _) => cx.follow(at, a, (route, of_a[0]), Some(groups))?,
-            (WgradA::Again(of), _, Some(a)) => {
-                let made = || cx.follow_computed(at, a, (of, of_a), Some(groups));
-                if routes.counts_a_again { made()?.0 } else { cx.again(made)?.0 }
+        let (rows, cols) = cx.convert_computed(self.of_gate_up(), &grads.dh, &layer.dh, Some(groups))?;
+        let (a, _) = match (&layer.wgrad_a, &saved.a, &grads.a) {
+            (WgradA::Kept(to), Some(a), _) => cx.convert(self.of_down(), a, to, Some(groups))?,
+            (WgradA::Again { a: to, counts }, _, Some(a)) => {
+                let made = || cx.convert_computed(self.of_down(), a, to, Some(groups));
+                if *counts { made()? } else { cx.again(made)? }
             }
             _ => return Err(Error::Defect { place: "experts", what: "a is neither kept nor made again" }),
         };

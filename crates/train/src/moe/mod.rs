@@ -12,14 +12,14 @@ pub use exchange::{Combine, Exchange, ExchangeBytes, Outgoing, Plan, Sending, Sl
 pub use experts::{Experts, ExpertsDgrad, ExpertsSaved, WgradOperands};
 pub use router::{BatchLoad, Router, RouterSaved};
 
-use crate::cx::{Cx, Place};
+use crate::cx::{Cx, LayerName};
 use crate::layers::Layer;
 use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Wanted};
 use crate::recompute::Scope;
 use crate::spec::MoeSpec;
 use nibble_core::ops::Routing;
-use nibble_core::recipe::{LayerKind, Pair, Section, Site};
+use nibble_core::recipe::{Conversion, ExpertPlan, Pair, Precision};
 use nibble_core::{Error, Kernels, Occupancy, Operand, Result, Tensor};
 
 /// Router and experts of one decoder layer.
@@ -146,21 +146,21 @@ impl<B: Kernels> Moe<B> {
 
     /// The forward pass up to its last product: what that multiplies, and what is kept.
     fn hidden(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>) -> Result<(Operand<B>, MoeSaved<B>)> {
-        let section = cx.section(LayerKind::Expert, &self.experts.name);
+        let layer = self.experts.plan(cx);
+        let ExpertPlan { x_sent, x, .. } = layer.experts()?;
         let router = self.router.forward(cx, x_td)?;
-        let align = if section.has_blocks() { 128 } else { 1 };
         let exchange = self.exchange(cx);
-        let to = section.at(Site::DispatchFwd);
-        let rows = |sending: Option<&Sending<B>>| exchange.outgoing(sending, self.place("x"), x_td, &to);
-        let (plan, rows) = exchange.plan_beside(&router.routing, align, rows)?;
+        let rows =
+            |sending: Option<&Sending<B>>| exchange.outgoing(sending, self.name().of("x"), x_td, x_sent);
+        let (plan, rows) = exchange.plan_beside(&router.routing, layer.row_alignment(), rows)?;
         let (x_rd, kept) = if self.remake_x {
-            (self.fprop_input(cx, &section, rows, &plan)?, None)
+            (self.fprop_input(cx, &x.first(), rows, &plan)?, None)
         } else {
             let x_rd = exchange.deliver(&plan, rows)?;
-            let (x_rd, kept) = self.experts.input(cx, &section, x_rd, &plan)?;
+            let (x_rd, kept) = cx.convert(self.experts.of_gate_up(), &x_rd, x, Some(&plan.map.groups))?;
             (x_rd, Some(kept))
         };
-        let (a_rf, experts) = self.experts.hidden(cx, &section, x_rd, kept, &plan)?;
+        let (a_rf, experts) = self.experts.hidden(cx, x_rd, kept, &plan)?;
         let kept = self.keep_input.then(|| x_td.clone());
         Ok((a_rf, MoeSaved { x_td: kept, router, plan, experts }))
     }
@@ -169,23 +169,22 @@ impl<B: Kernels> Moe<B> {
     fn fprop_input(
         &self,
         cx: &Cx<'_, B>,
-        section: &Section,
+        fprop: &Conversion,
         rows: Outgoing<B>,
         plan: &Plan<B>,
     ) -> Result<Operand<B>> {
-        // Messages stay as narrow as the recipe says; an expert's scale is known of its own rows alone.
-        let fprop = section.at(Site::FpropX);
-        let by_expert = fprop.format.is_block() && fprop.format.scale_kind(fprop.scale).has_tensor_scale();
+        let name = self.experts.of_gate_up();
         match rows {
-            // Converted once a token, then copied to its experts.
-            Outgoing::Here(rows) if !by_expert => {
+            // Converted once a token, then copied to its experts. An expert's scale is known of its own rows alone.
+            Outgoing::Here(rows) if !fprop.to.first().has_tensor_scale() => {
                 let top_k = self.router.shape.top_k;
-                let input = || self.experts.input_at(cx, section, Site::FpropX, &rows, None);
-                self.exchange(cx).dispatch(plan, &cx.counted_for(top_k, input)?)
+                let (x_td, _) = cx.counted_for(top_k, || cx.convert(name, &rows, fprop, None))?;
+                self.exchange(cx).dispatch(plan, &x_td)
             }
+            // Messages stay as narrow as the recipe says.
             rows => {
                 let x_rd = self.exchange(cx).deliver(plan, rows)?;
-                self.experts.input_at(cx, section, Site::FpropX, &x_rd, Some(plan))
+                Ok(cx.convert(name, &x_rd, fprop, Some(&plan.map.groups))?.0)
             }
         }
     }
@@ -194,19 +193,21 @@ impl<B: Kernels> Moe<B> {
     fn kept_input(
         &self,
         cx: &Cx<'_, B>,
-        section: &Section,
+        layer: &ExpertPlan,
         x_td: &Tensor<B>,
         plan: &Plan<B>,
     ) -> Result<Operand<B>> {
-        let to = section.at(Site::DispatchFwd);
         let exchange = self.exchange(cx);
-        let arrived =
-            || exchange.deliver(plan, exchange.outgoing(plan.sending(), self.place("x"), x_td, &to)?);
+        let arrived = || {
+            let rows = exchange.outgoing(plan.sending(), self.name().of("x"), x_td, &layer.x_sent)?;
+            exchange.deliver(plan, rows)
+        };
         let x_rd = cx.again(arrived)?;
-        let kept = || self.experts.input_at(cx, section, Site::SavedX, &x_rd, Some(plan));
+        let to = layer.x.second();
+        let kept = || cx.convert(self.experts.of_gate_up(), &x_rd, &to, Some(&plan.map.groups));
         // A plain tensor that is quantized once for both has been counted; what is made by itself has not.
-        let counted = !matches!(section.input(LayerKind::Expert, cx.activations(), true), Pair::Two(..));
-        if counted { cx.again(kept) } else { kept() }
+        let counted = !matches!(layer.x.to, Pair::Two(..));
+        Ok(if counted { cx.again(kept)? } else { kept()? }.0)
     }
 
     fn exchange<'a, 'c>(&self, cx: &'a Cx<'c, B>) -> Exchange<'a, 'c, B> {
@@ -217,18 +218,16 @@ impl<B: Kernels> Moe<B> {
     fn returning(
         &self,
         cx: &Cx<'_, B>,
-        (tensor, site): (&'static str, Site),
+        (tensor, to): (&'static str, &Precision),
         rows_rd: Tensor<B>,
         plan: &Plan<B>,
     ) -> Result<Operand<B>> {
-        let layer = &self.experts.name;
-        let to = cx.section(LayerKind::Expert, layer);
-        cx.form(Place { layer, tensor, linear: layer }, &rows_rd, &to.at(site), Some(&plan.map.groups))
+        cx.form(self.name().of(tensor), &rows_rd, to, Some(&plan.map.groups))
     }
 
-    /// What conversions on the way to experts are called.
-    fn place(&self, tensor: &'static str) -> Place<'_> {
-        Place { layer: &self.experts.name, tensor, linear: &self.experts.name }
+    /// Whose the rows on the way to experts and back are.
+    fn name(&self) -> LayerName<'_> {
+        LayerName::new(&self.experts.name)
     }
 
     /// The forward pass, and other work beside the rows that come back from the experts. On one rank, where nothing travels, that is done
@@ -245,7 +244,8 @@ impl<B: Kernels> Moe<B> {
         let (a_rf, saved) = self.hidden(cx, &x_td)?;
         drop(x_td);
         let y_rd = self.experts.output(cx, a_rf, &saved.plan)?;
-        let y_rd = self.returning(cx, ("y", Site::CombineFwd), y_rd, &saved.plan)?;
+        let layer = self.experts.plan(cx);
+        let y_rd = self.returning(cx, ("y", &layer.experts()?.y_sent), y_rd, &saved.plan)?;
         let exchange = self.exchange(cx);
         let returning = exchange.begin_combine(&saved.plan, y_rd)?;
         let sum = || exchange.finish_combine(&saved.plan, returning, None);
@@ -268,19 +268,19 @@ impl<B: Kernels> Moe<B> {
         let MoeSaved { x_td, router, plan, mut experts } = saved;
         let missing = Error::Defect { place: "moe", what: "its input is neither kept nor made again" };
         let x_td = x_td.ok_or(missing)?;
-        let section = cx.section(LayerKind::Expert, &self.experts.name);
+        let layer = self.experts.plan(cx);
+        let layer = layer.experts()?;
         if experts.x.is_none() {
-            experts.x = Some(self.kept_input(cx, &section, &x_td, &plan)?);
+            experts.x = Some(self.kept_input(cx, layer, &x_td, &plan)?);
         }
         let exchange = self.exchange(cx).backward();
-        let to = section.at(Site::DispatchBwd);
-        let dy_td = exchange.outgoing(plan.sending(), self.place("dy"), &dy_td, &to)?;
+        let dy_td = exchange.outgoing(plan.sending(), self.name().of("dy"), &dy_td, &layer.dy_sent)?;
         let dy_rd = exchange.deliver(&plan, dy_td)?;
-        let ExpertsDgrad { dx, dgate, wgrad } = self.experts.dgrad(cx, &section, experts, dy_rd, &plan)?;
+        let ExpertsDgrad { dx, dgate, wgrad } = self.experts.dgrad(cx, experts, dy_rd, &plan)?;
         let dgate = exchange.begin_return_scalars(&plan, dgate)?;
-        let dx_rd = self.returning(cx, ("dx", Site::CombineBwd), dx, &plan)?;
+        let dx_rd = self.returning(cx, ("dx", &layer.dx_sent), dx, &plan)?;
         let returning = exchange.begin_combine(&plan, dx_rd)?;
-        self.experts.wgrad(cx, &section, wgrad, &plan)?;
+        self.experts.wgrad(cx, wgrad, &plan)?;
         let dx_router = self.router.backward(cx, router, &x_td, &dgate.wait(cx.b)?)?;
         drop(x_td);
         let travels = plan.wire.is_some();

@@ -7,7 +7,7 @@ use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Wanted};
 use crate::spec::MoeSpec;
 use nibble_core::ops::{Gemm, Route, RouteBackward, RouteRule, Routing, Scores};
-use nibble_core::recipe::LayerKind;
+use nibble_core::recipe::{Layer, LayerKind};
 use nibble_core::{DType, Kernels, Operand, Result, Tensor};
 
 /// Logits X·Wᵀ, scores, top-k.
@@ -90,7 +90,8 @@ impl<B: Kernels> Router<B> {
 
     /// See [`Layer::wanted`](crate::layers::Layer::wanted): F32 unless the recipe says BF16.
     pub fn wanted(&self, cx: &Cx<'_, B>) -> Wanted<'_, B> {
-        self.weight.for_products(&cx.section(LayerKind::Router, self.layer()), self.layer())
+        let layer = Layer::new(LayerKind::Router, self.layer());
+        self.weight.for_products(&cx.plan(&layer).weights, self.layer())
     }
 
     /// Routes the tokens of this rank.

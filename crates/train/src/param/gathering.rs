@@ -5,7 +5,7 @@ use super::{Param, Placement, Shadow, codes};
 use crate::cx::Cx;
 use nibble_core::allocation::in_part;
 use nibble_core::formats::Codec;
-use nibble_core::recipe::Precision;
+use nibble_core::recipe::WeightPlan;
 use nibble_core::{Comm, DType, Error, Kernels, Result, Tensor};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -31,14 +31,8 @@ pub(super) enum Copies {
 /// How products take a weight.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ProductCopies {
-    /// For fprop.
-    pub w: Precision,
-    /// For dgrad.
-    pub wt: Precision,
-    /// Whether that is decoded from fprop's, and to what: [`nibble_core::recipe::Section::decoded_for_dgrad`].
-    pub decoded: Option<DType>,
-    /// Whether that is the same in the other order, of one quantization.
-    pub is_one: bool,
+    /// The copies.
+    pub plan: WeightPlan,
     /// What stands for the linear layer where a transform's signs are drawn.
     pub linear: u32,
 }
@@ -47,13 +41,13 @@ impl ProductCopies {
     /// What all rows come as, if it is the codes of each rank's own: the codec.
     fn as_codes(&self) -> Result<Option<Codec>> {
         // Random bits are drawn by the place in the whole.
-        let travels = self.is_one && self.w.dtype().is_none() && !self.w.draws();
-        Ok(travels.then(|| self.w.codec()).transpose()?.filter(|codec| codes::travel(*codec)))
+        let travels = self.plan.is_one && self.plan.w.dtype().is_none() && !self.plan.w.draws();
+        Ok(travels.then(|| self.plan.w.codec()).transpose()?.filter(|codec| codes::travel(*codec)))
     }
 
     /// The type in which all rows come otherwise: as narrow as it is read.
     fn as_plain(&self) -> DType {
-        self.w.dtype().filter(|_| self.is_one).unwrap_or(DType::F32)
+        self.plan.w.dtype().filter(|_| self.plan.is_one).unwrap_or(DType::F32)
     }
 }
 
@@ -205,16 +199,10 @@ impl<B: Kernels> Group<B> {
                 (Way::Alone, Copies::Products(to)) => Source::Made(param.products(cx, &to, &param.master)?),
                 (Way::Codes(codec), Copies::Products(to)) => {
                     let amax = largest.remove(&param.name);
-                    group.put(param, Rows::Codes(param.own_codes(cx, &to.w, codec, amax)?))
+                    group.put(param, Rows::Codes(param.own_codes(cx, &to.plan.w, codec, amax)?))
                 }
-                (Way::Plain(dtype), _) => {
-                    param.meet(cx, copies)?;
-                    group.put(param, Rows::Plain(cx.cast(&param.master, dtype)?))
-                }
-                _ => {
-                    param.meet(cx, copies)?;
-                    Source::Here
-                }
+                (Way::Plain(dtype), _) => group.put(param, Rows::Plain(cx.cast(&param.master, dtype)?)),
+                _ => Source::Here,
             };
             group.weights.push(Weight { name: param.name.clone(), copies, from });
         }

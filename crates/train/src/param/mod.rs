@@ -23,15 +23,15 @@ use nibble_core::formats::{BlockAxis, Codec, Purpose, Stream, fnv1a32};
 use nibble_core::ops::{
     Counts, Delayed, Dequantize, Emitted, InitNormal, Planes, Quantize, Random, Transpose,
 };
-use nibble_core::recipe::{By, Precision, Section, Site};
+use nibble_core::recipe::{By, Precision, WeightPlan};
 use nibble_core::{BlockScaled, Comm, DType, Error, Kernels, Mesh, Operand, Result, Tensor};
 use shipment::{Cargo, Rows, Shipment, Whole};
 use std::borrow::Cow;
 
 /// By what counts and random bits know the copies of a weight: that of fprop, and dgrad's where it is quantized by itself.
-const OF_FPROP: &str = "w";
+pub(crate) const OF_FPROP: &str = "w";
 /// See [`OF_FPROP`].
-const OF_DGRAD: &str = "wt";
+pub(crate) const OF_DGRAD: &str = "wt";
 
 /// Which rows' gradients meet in a parameter, and where it lives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -239,15 +239,13 @@ impl<B: Kernels> Param<B> {
         Wanted { param: self, copies: Copies::AsItIs }
     }
 
-    /// The copies that products take under this section, [`Param::w`] and [`Param::wt`]: quantized or cast, and transposed for dgrad. Of rows that
+    /// The copies that products take by this plan, [`Param::w`] and [`Param::wt`]: quantized or cast, and transposed for dgrad. Of rows that
     /// several ranks keep, what travels is as narrow as it is read, where it can be made of a rank's own rows: a cast, or codes, unless a scale is that
     /// of a line. The scale of a tensor is measured over all ranks first.
     ///
     /// `linear`: by what the signs of transforms know the layer.
-    pub fn for_products(&self, section: &Section, linear: &str) -> Wanted<'_, B> {
-        let (w, wt) = (section.at(Site::FpropW), section.at(Site::DgradW));
-        let (is_one, decoded) = (section.has_one_weight(), section.decoded_for_dgrad());
-        let to = ProductCopies { w, wt, decoded, is_one, linear: fnv1a32(linear) };
+    pub fn for_products(&self, plan: &WeightPlan, linear: &str) -> Wanted<'_, B> {
+        let to = ProductCopies { plan: *plan, linear: fnv1a32(linear) };
         Wanted { param: self, copies: Copies::Products(to) }
     }
 
@@ -264,10 +262,10 @@ impl<B: Kernels> Param<B> {
 
     /// The copies that products take, of all rows: F32, or the type that they are to have.
     fn products(&self, cx: &Cx<'_, B>, to: &ProductCopies, whole: &Tensor<B>) -> Result<Shadow<B>> {
-        if !to.is_one {
+        if !to.plan.is_one {
             return self.each_by_itself(cx, to, whole);
         }
-        let Some(dtype) = to.w.dtype() else { return self.quantized(cx, &to.w, whole) };
+        let Some(dtype) = to.plan.w.dtype() else { return self.quantized(cx, &to.plan.w, whole) };
         let w = cx.cast(whole, dtype)?;
         let wt = match cx.training {
             true => Some(Turned::There(Operand::Plain(self.turned(cx, &w)?))),
@@ -288,18 +286,18 @@ impl<B: Kernels> Param<B> {
 
     /// The copies where they are not of one quantization.
     fn each_by_itself(&self, cx: &Cx<'_, B>, to: &ProductCopies, whole: &Tensor<B>) -> Result<Shadow<B>> {
-        let w = self.copy(cx, (OF_FPROP, to.linear), &to.w, whole)?;
+        let w = self.copy(cx, (OF_FPROP, to.linear), &to.plan.w, whole)?;
         if !cx.training {
             return Ok(Shadow { w, wt: None });
         }
-        if let Some(dtype) = to.decoded {
+        if let Some(dtype) = to.plan.decoded {
             return Ok(Shadow { w, wt: Some(Turned::Decoded(dtype)) });
         }
-        let wt = match (to.wt.by, &w) {
+        let wt = match (to.plan.wt.by, &w) {
             (By::Requantize, Operand::Block(w)) => self.decoded(cx, w)?,
             _ => self.turned(cx, whole)?,
         };
-        let wt = self.copy(cx, (OF_DGRAD, to.linear), &to.wt, &wt)?;
+        let wt = self.copy(cx, (OF_DGRAD, to.linear), &to.plan.wt, &wt)?;
         Ok(Shadow { w, wt: Some(Turned::There(wt)) })
     }
 
@@ -377,23 +375,6 @@ impl<B: Kernels> Param<B> {
         let mine = OfRank::new(cx.b, (&self.slices, &self.master), codec, delayed, amax)?;
         mine.keep_counts(cx, &self.name, scales)?;
         Ok(mine)
-    }
-
-    /// Takes the place in the step's record of a weight that is quantized once all rows are here: the order of sites is that of one rank.
-    fn meet(&self, cx: &Cx<'_, B>, copies: Copies) -> Result<()> {
-        match copies {
-            Copies::Products(to) => {
-                if to.w.dtype().is_none() {
-                    self.earlier_scales(cx, &to.w)?;
-                    cx.meet_quantized(&self.name, OF_FPROP);
-                }
-                if !to.is_one && to.wt.dtype().is_none() {
-                    cx.meet_quantized(&self.name, OF_DGRAD);
-                }
-                Ok(())
-            }
-            Copies::AsItIs => Ok(()),
-        }
     }
 
     /// Scales of earlier steps, where the recipe has such.

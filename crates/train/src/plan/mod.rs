@@ -320,7 +320,7 @@ fn collected_bytes(rank: &mut RankState<'_, Dry>, mesh: MeshShape) -> usize {
         return 0;
     }
     let records = rank.buffers.as_ref().and_then(|buffers| buffers.delayed());
-    let records = records.map_or(0, |delayed| delayed.sites.borrow().record_values());
+    let records = records.map_or(0, |delayed| delayed.sites.record_values());
     let round = (3 * rank.parameters()).min(PIECE + PIECE / mesh.ranks());
     size_of::<f32>() * round.max(records * mesh.ranks())
 }

@@ -5,8 +5,9 @@ use crate::cx::{Cx, Documents, ExpertParts, Shards};
 use crate::data::{Batch, BatchPlan, Dataset};
 use crate::error::{Error, Result};
 use crate::evaluation::HeldOut;
+use crate::layer_plans::LayerPlans;
 use crate::model::Decoder;
-use nibble_core::{Error as CoreError, Kernels, Mesh, Recipe};
+use nibble_core::{Error as CoreError, Kernels, Mesh};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -16,7 +17,7 @@ pub(crate) struct RankContext<'a, B: Kernels> {
     pub b: &'a B,
     pub mesh: Mesh<'a, B>,
     pub config: Config,
-    pub recipe: Recipe,
+    pub plans: Arc<LayerPlans>,
     pub data: Option<Arc<Dataset>>,
     /// Steps issued.
     pub step: u64,
@@ -126,7 +127,7 @@ impl<B: Kernels> RankContext<'_, B> {
             combine,
             experts_in_turn,
             capacity_factor,
-            ..Cx::inference(self.b, self.mesh, &self.recipe, shards, self.progress())
+            ..Cx::under(self.b, self.mesh, Arc::clone(&self.plans), shards, self.progress())
         }
     }
 

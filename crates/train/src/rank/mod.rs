@@ -12,14 +12,14 @@ pub(crate) use step::{Step, StepBuffers};
 use crate::config::Config;
 use crate::cx::Cx;
 use crate::data::Batch;
-use crate::delayed::DelayedSites;
 use crate::error::Result;
 use crate::family::Named;
+use crate::layer_plans::LayerPlans;
 use crate::ledger::{Ledger, Saved};
 use crate::model::Decoder;
 use nibble_core::ops::Control;
 use nibble_core::{Kernels, MemoryStats, Mesh, Recipe, Tensor};
-use rehearse::delayed_sites;
+use std::sync::Arc;
 
 /// The model of a rank, and the memory of its steps.
 #[derive(Debug)]
@@ -78,7 +78,7 @@ impl<'a, B: Kernels> RankState<'a, B> {
             b,
             mesh,
             config: config.clone(),
-            recipe,
+            plans: Arc::new(LayerPlans::new(recipe)),
             data: None,
             step: 0,
             passed_over: 0,
@@ -107,18 +107,10 @@ impl<'a, B: Kernels> RankState<'a, B> {
     /// The buffers of steps, if they have not been made.
     pub fn make_buffers(&mut self) -> Result<()> {
         if self.buffers.is_none() {
-            let RankContext { mesh, config, recipe, .. } = &self.context;
-            let delayed = delayed_sites(mesh.shape(), config, recipe)?;
-            self.make_buffers_with(delayed)?;
+            let mut buffers = StepBuffers::new(&self.context, &mut self.model)?;
+            buffers.restart(self.context.b, self.context.step)?;
+            self.buffers = Some(buffers);
         }
-        Ok(())
-    }
-
-    /// The buffers of steps under a recipe whose scales of earlier steps are these.
-    fn make_buffers_with(&mut self, delayed: DelayedSites) -> Result<()> {
-        let mut buffers = StepBuffers::new(&self.context, &mut self.model, delayed)?;
-        buffers.restart(self.context.b, self.context.step)?;
-        self.buffers = Some(buffers);
         Ok(())
     }
 

@@ -5,7 +5,6 @@ use super::step::Step;
 use crate::checks::{check_sizes, steps_of_change};
 use crate::config::Config;
 use crate::data::Batch;
-use crate::delayed::DelayedSites;
 use crate::error::{Error, Result};
 use crate::fault::rehearsing;
 use crate::ledger::{Ledger, in_words};
@@ -49,48 +48,14 @@ pub(crate) fn on_dry<R>(
     }
 }
 
-/// The tensors of a rank whose scales are those of earlier steps, found in a rehearsal; under most recipes none.
-///
-/// # Errors
-/// As [`on_dry`]; where a tensor would have different histories in a run.
-pub(super) fn delayed_sites(mesh: MeshShape, config: &Config, recipe: &Recipe) -> Result<DelayedSites> {
-    if !recipe.is_delayed() {
-        return Ok(DelayedSites::default());
-    }
-    // Which they are is a question of shapes.
-    on_dry(DeviceKind::Host, (mesh, 0), config, |dry, mesh| {
-        RankState::delayed_sites(dry, mesh, config, recipe)
-    })
-}
-
 impl<'a, B: Kernels> RankState<'a, B> {
     /// A rank of these sizes, whose weights and gradients have places and whose values mean nothing.
     pub(crate) fn of_shapes(b: &'a B, mesh: Mesh<'a, B>, config: &Config, recipe: &Recipe) -> Result<Self> {
-        let mut rank = Self::without_buffers(b, mesh, config, recipe)?;
-        rank.make_buffers()?;
-        Ok(rank)
-    }
-
-    fn without_buffers(b: &'a B, mesh: Mesh<'a, B>, config: &Config, recipe: &Recipe) -> Result<Self> {
         let dim = ModelSpec::new(&config.model).rope.dim;
         let table = |b: &B| Tensor::unwritten(b, DType::F32, config.data.seq_len, dim);
-        Self::assemble(b, mesh, config, recipe.clone(), table)
-    }
-
-    /// The tensors whose scales are those of earlier steps, found by a step at every point of the run where precisions change.
-    ///
-    /// # Errors
-    /// As [`RankState::rehearse`]; where a tensor has different histories in a run.
-    fn delayed_sites(b: &'a B, mesh: Mesh<'a, B>, config: &Config, recipe: &Recipe) -> Result<DelayedSites> {
-        let mut rank = Self::without_buffers(b, mesh, config, recipe)?;
-        rank.make_buffers_with(DelayedSites::open())?;
-        let steps = config.train.steps;
-        for step in steps_of_change(recipe, steps).into_iter().filter(|step| *step < steps) {
-            rank.context.step = step;
-            rank.rehearse_step(1)?;
-        }
-        let found = rank.buffers.as_ref().and_then(|buffers| buffers.delayed());
-        Ok(found.map(|found| found.sites.borrow().clone().closed()).unwrap_or_default())
+        let mut rank = Self::assemble(b, mesh, config, recipe.clone(), table)?;
+        rank.make_buffers()?;
+        Ok(rank)
     }
 
     /// A forward pass for what it keeps; then, at every point of the run where precisions change, a step and an evaluation.
@@ -110,7 +75,7 @@ impl<'a, B: Kernels> RankState<'a, B> {
         // A step that measures takes a little more, and not each as much.
         let turns = LayerSample::turns(config.model.layers);
         let measuring = config.train.measured_steps().take(turns);
-        for step in steps_of_change(&self.context.recipe, steps).into_iter().chain(measuring) {
+        for step in steps_of_change(self.context.plans.recipe(), steps).into_iter().chain(measuring) {
             self.context.step = step;
             if step < steps {
                 self.rehearse_step(micro_batches)?;

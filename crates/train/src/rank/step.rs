@@ -11,6 +11,7 @@ use crate::delayed::{DelayedRecords, DelayedSites};
 use crate::error::Result;
 use crate::fault::{Point, reach};
 use crate::model::{Decoder, DecoderOut, DecoderSaved, Inside};
+use crate::model_plan::sites_of_run;
 use crate::moe::Placed;
 use crate::optim::{self, OptimizerState};
 use crate::param::{GradientPlan, Param, reduce_gradients};
@@ -55,8 +56,8 @@ struct Place<B: Kernels> {
 }
 
 impl<B: Kernels> StepBuffers<B> {
-    /// Buffers for this rank's part of this configuration, of the parameters their gradients and moments, and of `delayed` their records.
-    pub fn new(context: &RankContext<'_, B>, model: &mut Decoder<B>, delayed: DelayedSites) -> Result<Self> {
+    /// Buffers for this rank's part of this configuration, of the parameters their gradients and moments, and the records of delayed scales.
+    pub fn new(context: &RankContext<'_, B>, model: &mut Decoder<B>) -> Result<Self> {
         let (b, mesh, config) = (context.b, context.mesh.shape(), &context.config);
         let t = &config.train;
         let shards = context.training_shards(0)?;
@@ -65,13 +66,18 @@ impl<B: Kernels> StepBuffers<B> {
             micro_batches: t.grad_accum,
             apart: config.data.document_mask,
         };
-        let runs = shards.balance_runs(config.model.balance);
-        let layout = Layout::new(
-            &ModelSpec::new(&config.model),
-            (shards.local, runs),
-            delayed.spans(),
-            t.quantization_every > 0,
-        );
+        let planned = sites_of_run(config, &context.plans)?;
+        let (experts, parts) = (config.model.experts / mesh.ep, shards.expert_parts.local);
+        let delayed = DelayedSites::of(&planned, (shards.local, experts, parts));
+        let counted = Counted::at(planned.into_iter().map(|planned| planned.site));
+        let layout = Layout {
+            sites: counted.sites().len(),
+            shards: shards.local,
+            runs: shards.balance_runs(config.model.balance),
+            spans: delayed.spans(),
+            measures: t.quantization_every > 0,
+            ..Layout::of(&ModelSpec::new(&config.model))
+        };
         let (gradients, moments) = (b.arena("gradients")?, b.arena("moments")?);
         place_parameters(b, config, model, &shards, [&gradients, &moments])?;
         let delayed = b.within(&moments, || DelayedRecords::new(b, delayed))?;
@@ -86,7 +92,7 @@ impl<B: Kernels> StepBuffers<B> {
             table: b.zeros(layout.cells())?,
             layout,
             optimizer: OptimizerState::new(b, &model.optimized(), mesh, &layout)?,
-            place: Some(Place { shards, clock: b.zeros(Clock::LEN)?, counted: Counted::default(), delayed }),
+            place: Some(Place { shards, clock: b.zeros(Clock::LEN)?, counted, delayed }),
         })
     }
 

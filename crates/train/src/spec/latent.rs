@@ -125,6 +125,21 @@ impl LatentSpec {
         queries.into_iter().chain([&self.kv, &self.k_rope, norm, up, &self.o])
     }
 
+    /// The projections of its input.
+    pub(super) fn inputs(&self) -> [&Part; 3] {
+        let (QueriesSpec::Straight(q) | QueriesSpec::Latent { down: q, .. }) = &self.q;
+        [q, &self.kv, &self.k_rope]
+    }
+
+    /// The projections of latents, in the order of a forward pass.
+    pub(super) fn ups(&self) -> impl Iterator<Item = &UpSpec> {
+        let of_queries = match &self.q {
+            QueriesSpec::Straight(_) => None,
+            QueriesSpec::Latent { up, .. } => Some(up),
+        };
+        of_queries.into_iter().chain([&self.kv_up])
+    }
+
     pub(super) fn pair_multiply_adds(&self) -> usize {
         self.shape.heads * (self.shape.head_dim() + self.shape.value_dim)
     }

@@ -144,6 +144,24 @@ impl AttentionSpec {
         }
     }
 
+    /// The projections of its input, in the order in which their gradients are made: they share what is made of it where their precisions are the same.
+    #[must_use]
+    pub fn inputs(&self) -> [&Part; 3] {
+        match self {
+            Self::GroupedQuery(spec) => [&spec.q, &spec.k, &spec.v],
+            Self::Latent(spec) => spec.inputs(),
+        }
+    }
+
+    /// The projections of latents.
+    #[must_use]
+    pub fn of_latents(&self) -> Vec<&Part> {
+        match self {
+            Self::GroupedQuery(_) => Vec::new(),
+            Self::Latent(spec) => spec.ups().map(|up| &up.up).collect(),
+        }
+    }
+
     /// The projection of what attention gives.
     #[must_use]
     pub fn out(&self) -> &Part {

@@ -205,7 +205,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
 
     /// The run's recipe.
     pub fn recipe(&self) -> &Recipe {
-        &self.rank.context.recipe
+        self.rank.context.plans.recipe()
     }
 
     /// The run's data.

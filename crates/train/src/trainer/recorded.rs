@@ -6,15 +6,16 @@ use crate::fault::{Point, reach};
 use crate::model::Decoder;
 use crate::rank::{RankContext, Step, StepBuffers};
 use crate::spec::ModelSpec;
-use nibble_core::recipe::Section;
+use nibble_core::recipe::{LayerPlan, Passes};
 use nibble_core::{Error as CoreError, Kernels};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// The recordings of a step's parts. With one micro-batch there is none of the others.
 #[derive(Debug)]
 pub(super) struct Recorded<B: Kernels> {
     /// What every layer's precisions were.
-    precisions: Vec<Section>,
+    precisions: Vec<Arc<LayerPlan>>,
     first: B::Recording,
     next: Option<B::Recording>,
     optimize: B::Recording,
@@ -32,10 +33,10 @@ impl<B: Kernels> Recorded<B> {
         saving: &mut Saving<B>,
     ) -> Result<Duration> {
         let started = Instant::now();
-        let precisions: Vec<Section> = ModelSpec::new(&context.config.model)
+        let precisions: Vec<Arc<LayerPlan>> = ModelSpec::new(&context.config.model)
             .recipe_layers()
             .iter()
-            .map(|layer| context.recipe.section(layer.kind, &layer.name, context.progress()))
+            .map(|layer| context.plans.plan(layer, context.progress(), Passes::TRAINING))
             .collect();
         let kept = recorded.take().filter(|recorded| recorded.precisions == precisions);
         let recorded = recorded.insert(match kept {
@@ -64,7 +65,7 @@ impl<B: Kernels> Recorded<B> {
         context: &RankContext<'_, B>,
         model: &mut Decoder<B>,
         buffers: &mut StepBuffers<B>,
-        precisions: Vec<Section>,
+        precisions: Vec<Arc<LayerPlan>>,
     ) -> Result<Self> {
         let mut step = Step::new(context, model, buffers)?;
         let first = part(context.b, || step.first_micro_batch())?;

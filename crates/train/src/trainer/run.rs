@@ -251,8 +251,9 @@ fn open<B: Kernels>(
 ) -> Result<Outputs> {
     let (step, entropy) = (trainer.step(), trainer.data()?.entropy());
     let context = &mut trainer.rank.context;
-    let mut outputs = Outputs::open(&mut context.config, &context.recipe, store, step, options, observer)?;
-    let notes = outputs.begin_picture(&context.recipe.name, entropy, context.config.unit())?;
+    let mut outputs =
+        Outputs::open(&mut context.config, context.plans.recipe(), store, step, options, observer)?;
+    let notes = outputs.begin_picture(&context.plans.recipe().name, entropy, context.config.unit())?;
     notes.iter().for_each(|note| observer.note(note));
     Ok(outputs)
 }

@@ -358,7 +358,7 @@ impl<B: Kernels> Trainer<'_, B> {
         }
         if let Some(delayed) = self.rank.buffers.as_ref().and_then(|buffers| buffers.delayed()) {
             let records = Data::F32(delayed.records.clone());
-            let values = delayed.sites.borrow().record_values();
+            let values = delayed.sites.record_values();
             tensors.insert((0, Part::Scales), Tensor::new(records, 1, values)?);
         }
         let has_narrow = tensors.values().any(|tensor| matches!(tensor.data, Data::Bf16(_)));
@@ -419,7 +419,7 @@ impl<B: Kernels> Trainer<'_, B> {
         let named = self.rank.model.named_tensors();
         let delayed = self.rank.buffers.as_ref().and_then(|buffers| buffers.delayed());
         let mesh = self.rank.context.mesh.shape();
-        let scales = delayed.map(|delayed| scale_sources(delayed.sites.borrow().sites(), mesh));
+        let scales = delayed.map(|delayed| scale_sources(delayed.sites.sites(), mesh));
         let moments = [Part::ExpAvg, Part::ExpAvgSq];
         let params = self.rank.model.params();
         let with_moments: Vec<bool> = params.iter().map(|param| param.has_gradient()).collect();

@@ -103,7 +103,7 @@ fn restore<B: Kernels>(
     delayed: &mut DelayedRecords<B>,
     checkpoint: &Checkpoint,
 ) -> Result<()> {
-    let sites = delayed.sites.borrow().clone();
+    let sites = delayed.sites.clone();
     if sites.sites().is_empty() {
         return Ok(());
     }
@@ -144,8 +144,8 @@ impl<B: Kernels> Trainer<'_, B> {
             seed: self.rank.context.config.seed,
             cursor: self.rank.context.step * self.rank.context.config.sequences_per_step(),
             schedule: self.rank.context.config.schedule(),
-            recipe: self.rank.context.recipe.name.clone(),
-            recipe_toml: self.rank.context.recipe.to_toml(),
+            recipe: self.rank.context.plans.recipe().name.clone(),
+            recipe_toml: self.rank.context.plans.recipe().to_toml(),
             data_sha256: self.rank.context.data()?.sha256(),
             config: self.rank.context.config.resolved_toml()?,
         })

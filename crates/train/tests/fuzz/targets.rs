@@ -7,7 +7,7 @@ pub mod data;
 use arbitrary::{Result, Unstructured};
 use nibble_core::formats::{BlockAxis, Format, ScaleLayout, ScaleRule};
 use nibble_core::ops::{Dequantize, Taken, Transcode};
-use nibble_core::recipe::LayerKind;
+use nibble_core::recipe::{Layer, LayerKind, Passes};
 use nibble_core::{Backend, BlockScaled, DType, DeviceKind, Recipe};
 use nibble_cpu::Cpu;
 use nibble_train::checkpoint::{Checkpoint, FILES, Outline, Position, Store, TensorSpec, latest_valid};
@@ -167,7 +167,8 @@ fn read_recipe(u: &mut Unstructured<'_>) -> Result<()> {
     let Ok(recipe) = Recipe::parse("fuzz", &text) else { return Ok(()) };
     assert_eq!(Recipe::parse("fuzz", &recipe.to_toml()).unwrap(), recipe, "{text}");
     for kind in LayerKind::ALL {
-        drop(recipe.of(kind).plan(kind, recipe.activations, u.arbitrary()?));
+        let layer = Layer { kind, name: "layer".into(), gated: u.arbitrary()? };
+        drop(recipe.plan(&layer, 0.0, Passes::TRAINING).changes());
     }
     drop(recipe.requantizations());
     for (from, to) in recipe.stretches() {

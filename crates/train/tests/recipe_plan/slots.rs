@@ -4,11 +4,11 @@ use super::{Runs, assert_trains, followed, layers, model_of_layers};
 use crate::rig;
 use nibble_core::formats::{Format, Rounding, ScaleRule};
 use nibble_core::ops::{CONVERSIONS, converted_rule};
-use nibble_core::recipe::{Change, LayerKind, Site};
+use nibble_core::recipe::{Change, LayerKind, Passes, Site};
 use nibble_core::{DeviceKind, Recipe};
 use nibble_dry::Dry;
 use nibble_testkit::Breadth;
-use nibble_train::layer_products;
+use nibble_train::one_layer::{LayerProduct, OneLayer};
 use std::collections::BTreeSet;
 
 /// What becomes of the slots whose tensors are made of the changed one.
@@ -178,18 +178,19 @@ fn a_difference_is_told_by_its_slot() {
     let of = |text: &str| Recipe::parse("told", &format!("extends = \"mxfp4-hopper\"\n{text}")).unwrap();
     let (own, other) = (of(""), of("[expert]\nfprop.w = { format = \"e4m3\", scale = \"floor\" }"));
     let [experts, ..] = layers();
-    let planned = layer_products::planned(&own, &experts, 0.0);
+    let planned = own.plan(&experts, 0.0, Passes::TRAINING);
     let told = |recipe: &Recipe| {
-        layer_products::difference(&layer_products::seen(recipe, &experts, 0.0).unwrap(), &planned)
+        let one = OneLayer { recipe, layer: &experts, progress: 0.0 };
+        LayerProduct::difference(&one.products().unwrap(), &planned)
     };
     assert_eq!(told(&own), None);
     let expected = "`expert.fprop.w` is e4m3 tile rceil by the recipe, and e4m3 tile floor is multiplied";
     assert_eq!(told(&other).as_deref(), Some(expected));
-    let missing = layer_products::difference(&[], &planned).unwrap();
+    let missing = LayerProduct::difference(&[], &planned).unwrap();
     let expected = "the layer never multiplies `expert.fprop.x` (e4m3 row rceil) by `expert.fprop.w` (e4m3 tile rceil), as its recipe means";
     assert_eq!(missing, expected);
-    let plan = |recipe: &Recipe| recipe.plans(&experts).remove(0).1;
-    let (own, other) = (plan(&own), plan(&of("[expert]\ndispatch.bwd = { format = \"bf16\" }")));
+    let changes = |recipe: &Recipe| recipe.plan(&experts, 0.0, Passes::TRAINING).changes();
+    let (own, other) = (changes(&own), changes(&of("[expert]\ndispatch.bwd = { format = \"bf16\" }")));
     assert_eq!(Change::difference(&own, &own), None);
     let told = Change::difference(&other, &own).unwrap();
     assert!(

@@ -1,10 +1,9 @@
-//! How a layer gets every tensor in the representations that its recipe asks for, decided once. The layers carry these
-//! routes out, and what `nibble recipe` prints is made of the same ones ([`Section::plan`]).
+//! How a tensor gets into the representations that a section asks for: the parts that a layer's plan is made of ([`super::LayerPlan`]).
 
-use super::{By, LayerKind, Precision, Section, Site};
-use crate::ops::{HeadCodecs, Planes, Stored};
+use crate::ops::{Planes, Stored};
+use crate::recipe::{By, LayerKind, Precision, Section, Site};
 use crate::{DType, Result};
-use nibble_formats::{Codec, LIFTED_BLOCK};
+use nibble_formats::{BlockAxis, Codec, LIFTED_BLOCK};
 
 /// How a tensor gets from the representation it is in to another.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -44,6 +43,20 @@ impl Route {
         }
     }
 
+    /// What it leads to; none where the tensor stays as it is.
+    pub fn to(&self) -> Option<Precision> {
+        match self {
+            Self::Same => None,
+            Self::Plain(dtype) => Some(Precision::plain(*dtype)),
+            Self::Quantize(to) | Self::Transcode(to) | Self::Requantize { to, .. } => Some(*to),
+        }
+    }
+
+    /// Whether a scale is that of the whole tensor: of all rows that are there.
+    pub fn has_tensor_scale(&self) -> bool {
+        self.to().is_some_and(|to| to.format.is_block() && to.format.scale_kind(to.scale).has_tensor_scale())
+    }
+
     /// What a kernel quantizes with that takes a plain tensor along this route by itself.
     fn codec(&self) -> Result<Option<Codec>> {
         match self {
@@ -76,8 +89,24 @@ impl Pair {
         }
     }
 
-    /// [`Route::codec`] of each of the two, none for a second one that is the first.
-    fn codecs(&self) -> Result<[Option<Codec>; 2]> {
+    /// The first by itself.
+    pub const fn first(&self) -> Route {
+        match self {
+            Self::One(route) | Self::Two(route, _) => *route,
+            Self::OneRead(to) => Route::Quantize(*to),
+        }
+    }
+
+    /// The second by itself.
+    pub const fn second(&self) -> Route {
+        match self {
+            Self::One(route) | Self::Two(_, route) => *route,
+            Self::OneRead(to) => Route::Quantize(Precision { axis: BlockAxis::Col, ..*to }),
+        }
+    }
+
+    /// What a kernel quantizes with that makes both by itself, none for a second one that is the first.
+    pub(super) fn codecs(&self) -> Result<[Option<Codec>; 2]> {
         Ok(match self {
             Self::One(route) => [route.codec()?, None],
             Self::OneRead(to) => [Some(to.codec()?); 2],
@@ -107,47 +136,6 @@ pub enum Computed {
     },
 }
 
-/// Where the gradient of an expert's second product gets that product's input.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum WgradA {
-    /// From what the forward pass kept.
-    Kept(Route),
-    /// SwiGLU's backward kernel makes it again from h.
-    Again(Computed),
-}
-
-/// The routes of an expert layer, in the order in which it takes them.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct ExpertRoutes {
-    /// Tokens, as they travel.
-    pub x_sent: Route,
-    /// Tokens that arrived: for fprop, and as they are kept.
-    pub x: Pair,
-    /// The input of SwiGLU as SwiGLU's kernel writes it; none where it is kept as it is.
-    pub h: Option<Precision>,
-    /// The second product's input: for fprop, and as it is kept.
-    pub a: Computed,
-    /// Whether the second form of `a` is kept.
-    pub keeps_a: bool,
-    /// Gradients, as they travel.
-    pub dy_sent: Route,
-    /// Gradients that arrived: for dgrad, and for wgrad.
-    pub dy: Pair,
-    /// The gradient of h: for dgrad, and for wgrad.
-    pub dh: Computed,
-    /// The second product's input for wgrad.
-    pub wgrad_a: WgradA,
-    /// Whether that is a quantization of its own where it is made again, and not the other form of what the forward pass has quantized and counted: its
-    /// values or its bits are others.
-    pub counts_a_again: bool,
-    /// The tokens for wgrad, from what was kept.
-    pub wgrad_x: Route,
-    /// What experts return, as it travels back. What arrives in blocks is dequantized before it is summed.
-    pub y_sent: Route,
-    /// The gradient of their input, likewise.
-    pub dx_sent: Route,
-}
-
 impl Precision {
     /// Whether the kernel that computes a tensor can write it in both forms, this one for fprop. It measures what it writes.
     fn fused_with(&self, kept: &Self) -> bool {
@@ -166,7 +154,7 @@ impl Precision {
 
 impl Section {
     /// How the tensor of a site is made.
-    pub fn route(&self, kind: LayerKind, site: Site, activations: DType) -> Route {
+    pub(super) fn route(&self, kind: LayerKind, site: Site, activations: DType) -> Route {
         let to = self.at(site);
         match self.origin(kind, site).site() {
             Some(origin) => Route::between(&self.at(origin), &to, activations),
@@ -175,7 +163,7 @@ impl Section {
     }
 
     /// The same for two sites that are made of one tensor.
-    fn pair(&self, kind: LayerKind, [first, second]: [Site; 2], activations: DType) -> Pair {
+    pub(super) fn pair(&self, kind: LayerKind, [first, second]: [Site; 2], activations: DType) -> Pair {
         let origin = self.origin(kind, first).site().map(|site| self.at(site));
         match origin.is_some_and(|origin| origin.format.is_block()) {
             true => {
@@ -186,81 +174,21 @@ impl Section {
         }
     }
 
-    /// The input of a layer: for fprop, and, where a backward pass follows, as it is kept. The head keeps none, as it makes its gradients at
-    /// once: its second form is that for wgrad.
-    pub fn input(&self, kind: LayerKind, activations: DType, training: bool) -> Pair {
-        let second = if kind == LayerKind::Head { Site::WgradX } else { Site::SavedX };
-        match training {
-            true => self.pair(kind, [Site::FpropX, second], activations),
-            false => Pair::One(self.route(kind, Site::FpropX, activations)),
-        }
-    }
-
-    /// The gradient of the output: for dgrad, and for wgrad.
-    pub fn gradient(&self, kind: LayerKind, activations: DType) -> Pair {
-        self.pair(kind, [Site::DgradDy, Site::WgradDy], activations)
-    }
-
-    /// What the head's kernel quantizes on its way: of its input, and where gradients are wanted of that of the logits. What it does not, it
-    /// multiplies as it is.
-    ///
-    /// # Errors
-    /// As [`Precision::codec`].
-    pub fn head_codecs(&self, activations: DType, gradients: bool) -> Result<HeadCodecs> {
-        const KIND: LayerKind = LayerKind::Head;
-        let [fprop_x, wgrad_x] = self.input(KIND, activations, gradients).codecs()?;
-        let dlogits = gradients.then(|| self.gradient(KIND, activations).codecs()).transpose()?;
-        let [dgrad_dy, wgrad_dy] = dlogits.unwrap_or_default();
-        Ok(HeadCodecs { fprop_x, dgrad_dy, wgrad_dy, wgrad_x })
-    }
-
-    /// What SwiGLU's kernel writes of its input for the backward pass; none where that is kept as it is.
-    pub fn kept_h(&self, training: bool) -> Option<Precision> {
-        Some(self.at(Site::SavedH)).filter(|h| training && h.format.is_block())
-    }
-
-    /// How an expert layer makes everything. `keep_a`: where the recipe does not say how to keep the second product's input, it is
-    /// kept if the forward pass has the very bits that wgrad takes.
-    pub fn expert_routes(&self, activations: DType, training: bool, keep_a: bool) -> ExpertRoutes {
-        const KIND: LayerKind = LayerKind::Expert;
-        let route = |site| self.route(KIND, site, activations);
-        let kept_a = self.second_a(keep_a).filter(|_| training);
-        let wgrad_a = match (self.kept_a(), kept_a) {
-            (Some(_), _) => WgradA::Kept(route(Site::WgradA)),
-            (None, Some(_)) => WgradA::Kept(Route::Same),
-            (None, None) => WgradA::Again(self.a_again(activations)),
-        };
-        ExpertRoutes {
-            x_sent: Route::of_plain(&self.at(Site::DispatchFwd)),
-            x: self.input(KIND, activations, training),
-            h: self.kept_h(training),
-            a: self.a(kept_a, activations),
-            keeps_a: kept_a.is_some(),
-            dy_sent: Route::of_plain(&self.at(Site::DispatchBwd)),
-            dy: self.gradient(KIND, activations),
-            dh: self.dh(activations),
-            wgrad_a,
-            counts_a_again: !self.makes_both_of_a(),
-            wgrad_x: route(Site::WgradX),
-            y_sent: route(Site::CombineFwd),
-            dx_sent: route(Site::CombineBwd),
-        }
-    }
-
-    /// In what form the second product's input is kept, if it is.
-    fn second_a(&self, keep_a: bool) -> Option<Precision> {
-        let has_it = keep_a && self.makes_both_of_a();
+    /// In what form the second product's input is kept, if it is. `if_there`: also where the recipe does not say so, if the forward pass has it.
+    pub(super) fn second_a(&self, if_there: bool) -> Option<Precision> {
+        let has_it = if_there && self.makes_both_of_a();
         self.kept_a().or(has_it.then_some(self.at(Site::WgradA)))
     }
 
     /// Whether the forward pass has the very bits of the second product's input that wgrad takes.
-    fn makes_both_of_a(&self) -> bool {
+    pub(super) fn makes_both_of_a(&self) -> bool {
         // Where h is kept in another format, wgrad's is made of that.
         let h_is_plain = !self.at(Site::SavedH).format.is_block();
         h_is_plain && self.at(Site::FpropA).fused_with(&self.at(Site::WgradA))
     }
 
-    fn a(&self, kept: Option<Precision>, activations: DType) -> Computed {
+    /// SwiGLU's output for fprop, and as it is kept.
+    pub(super) fn a(&self, kept: Option<Precision>, activations: DType) -> Computed {
         let fprop = self.at(Site::FpropA);
         let then = kept.map_or(Pair::One(Route::of_plain(&fprop)), |kept| Pair::of_plain(&fprop, &kept));
         let apart = |dtype, why| Computed::Plain { dtype, then, why };
@@ -276,7 +204,8 @@ impl Section {
         }
     }
 
-    fn a_again(&self, activations: DType) -> Computed {
+    /// The same made again in the backward pass, for wgrad.
+    pub(super) fn a_again(&self, activations: DType) -> Computed {
         let wgrad = self.at(Site::WgradA);
         let then = Pair::One(Route::of_plain(&wgrad));
         let (dtype, why) = match wgrad {
@@ -289,7 +218,8 @@ impl Section {
         Computed::Plain { dtype, then, why }
     }
 
-    fn dh(&self, activations: DType) -> Computed {
+    /// The gradient of SwiGLU's input, for dgrad and for wgrad.
+    pub(super) fn dh(&self, activations: DType) -> Computed {
         let (dgrad, wgrad) = (self.at(Site::DgradDh), self.at(Site::WgradDh));
         // Scales of earlier steps are for values as wide as the kernel has them; so is what two kernels make of one tensor that one could make.
         let apart = if !dgrad.format.is_block() && !wgrad.format.is_block() {
@@ -313,27 +243,5 @@ impl Section {
             None => Computed::Fused { to: dgrad, planes: Planes::Both },
             Some((dtype, why)) => Computed::Plain { dtype, then: Pair::of_plain(&dgrad, &wgrad), why },
         }
-    }
-}
-
-impl ExpertRoutes {
-    /// What its fused kernels leave to operations of their own, and why.
-    pub fn unfused(&self) -> Vec<String> {
-        let again = match &self.wgrad_a {
-            WgradA::Again(computed) => Some(computed),
-            WgradA::Kept(_) => None,
-        };
-        let all = [
-            Some(("swiglu", "a", &self.a)),
-            Some(("swiglu_backward", "dh", &self.dh)),
-            again.map(|a| ("swiglu_backward", "a", a)),
-        ];
-        let lost = all.into_iter().flatten().filter_map(|(kernel, tensor, computed)| match computed {
-            Computed::Plain { why, .. } => {
-                Some(format!("{kernel} does not write {tensor} as it is multiplied: {why}"))
-            }
-            Computed::Fused { .. } => None,
-        });
-        lost.collect()
     }
 }

@@ -1,0 +1,156 @@
+//! What a dense linear layer and the output head do under their sections.
+
+use super::change::Pass;
+use super::compile::Compiler;
+use super::conversion::{Cols, Conversion, Reader, Rows, TensorSize};
+use super::steps::Steps;
+use crate::Result;
+use crate::ops::HeadCodecs;
+use crate::recipe::{Precision, Product, Site};
+
+/// The conversions of a dense linear layer.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LinearPlan {
+    /// Its input: for fprop, and, where a backward pass follows, as it is kept.
+    pub x: Conversion,
+    /// How its section represents the input for fprop, as it is kept, and for wgrad: projections of one input for which that is the same share it.
+    input: [Precision; 3],
+    /// Of a layer that SwiGLU follows, what SwiGLU's kernel writes of its input; none where that is kept as it is.
+    pub h: Option<Precision>,
+    /// What was kept, for wgrad.
+    pub wgrad_x: Conversion,
+    /// The gradient of its output: for dgrad, and for wgrad.
+    pub dy: Conversion,
+}
+
+/// What one of several projections has of the input of all.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct SharedInput {
+    /// How it is made.
+    pub conversion: Conversion,
+    /// The projection before it that has the same: it is made once.
+    pub like: Option<usize>,
+    /// Whether all projections have the same.
+    pub of_all: bool,
+}
+
+impl SharedInput {
+    /// The input of such projections: in the forward pass for fprop and as it is kept, in the backward pass for wgrad.
+    pub fn of(plans: &[&LinearPlan], pass: Pass) -> Vec<Self> {
+        let is_forward = pass == Pass::Forward;
+        let agreed = if is_forward { 2 } else { 3 };
+        let agree = |i: usize, j: usize| plans[i].input[..agreed] == plans[j].input[..agreed];
+        let made = |i: usize| if is_forward { &plans[i].x } else { &plans[i].wgrad_x };
+        let all = 0..plans.len();
+        let of = |i: usize| {
+            let mut conversion = *made(i);
+            // What is made for the products of all that take it is made in full where their numbers differ.
+            if all.clone().any(|j| agree(i, j) && made(j).numbers() != made(i).numbers()) {
+                conversion.readers = conversion.readers.map(|reader| match reader {
+                    Reader::Product(_) => Reader::Several,
+                    kept => kept,
+                });
+            }
+            let like = (0..i).find(|j| agree(*j, i));
+            Self { conversion, like, of_all: all.clone().all(|j| agree(0, j)) }
+        };
+        all.clone().map(of).collect()
+    }
+}
+
+/// The conversions of the output head, which its fused kernel makes chunk by chunk.
+#[derive(Debug, Clone, PartialEq)]
+pub struct HeadPlan {
+    /// Its input: for fprop, and for wgrad, as gradients are made at once where there are any.
+    pub x: Conversion,
+    /// The gradient of the logits: for dgrad, and for wgrad.
+    pub dlogits: Conversion,
+}
+
+impl HeadPlan {
+    /// What the head's kernel quantizes on its way where the losses alone are wanted. What it does not, it multiplies as it is.
+    ///
+    /// # Errors
+    /// As [`Precision::codec`].
+    pub fn losses(&self) -> Result<HeadCodecs> {
+        let [fprop_x, _] = self.x.first().to.codecs()?;
+        Ok(HeadCodecs { fprop_x, ..HeadCodecs::default() })
+    }
+
+    /// The same where gradients are wanted, too.
+    ///
+    /// # Errors
+    /// As [`Precision::codec`].
+    pub fn losses_and_gradients(&self) -> Result<HeadCodecs> {
+        let [fprop_x, wgrad_x] = self.x.to.codecs()?;
+        let [dgrad_dy, wgrad_dy] = self.dlogits.to.codecs()?;
+        Ok(HeadCodecs { fprop_x, dgrad_dy, wgrad_dy, wgrad_x })
+    }
+}
+
+impl Compiler<'_> {
+    pub fn linear(&self) -> LinearPlan {
+        let [x, y] = [Cols::Inputs, Cols::Outputs].map(|cols| TensorSize::new(Rows::Tokens, cols));
+        let plain = self.activations.into();
+        let wgrad = self.reader(0, Product::Wgrad);
+        LinearPlan {
+            input: [Site::FpropX, Site::SavedX, Site::WgradX].map(|site| self.section.at(site)),
+            x: self.x(plain, x),
+            h: self.kept_h().filter(|_| self.layer.gated),
+            wgrad_x: Conversion::one(
+                (Pass::Backward, "x", x),
+                self.form(Site::SavedX),
+                self.route(Site::WgradX),
+                wgrad,
+            ),
+            dy: Conversion {
+                tensor: "dy",
+                pass: Pass::Backward,
+                from: plain,
+                to: self.pair([Site::DgradDy, Site::WgradDy]),
+                readers: [self.reader(0, Product::Dgrad), wgrad],
+                size: y,
+            },
+        }
+    }
+
+    pub fn head(&self) -> HeadPlan {
+        let [x, y] = [Cols::Inputs, Cols::Outputs].map(|cols| TensorSize::new(Rows::Tokens, cols));
+        let plain = self.activations.into();
+        let wgrad = self.reader(0, Product::Wgrad);
+        HeadPlan {
+            x: Conversion {
+                tensor: "x",
+                pass: Pass::Forward,
+                from: plain,
+                to: self.pair([Site::FpropX, Site::WgradX]),
+                readers: [self.reader(0, Product::Fprop), wgrad],
+                size: x,
+            },
+            dlogits: Conversion {
+                tensor: "dlogits",
+                pass: Pass::Forward,
+                from: plain,
+                to: self.pair([Site::DgradDy, Site::WgradDy]),
+                readers: [self.reader(0, Product::Dgrad), wgrad],
+                size: y,
+            },
+        }
+    }
+}
+
+impl LinearPlan {
+    /// See [`super::LayerPlan::steps`].
+    pub(super) fn steps(&self, steps: &mut Steps, gated: bool) {
+        steps.convert(&self.x);
+        let (plain, size) = (steps.plain, self.dy.size);
+        if let Some(h) = &self.h {
+            steps.add(Pass::Forward, "swiglu+quantize", ("h", size), plain, h.into());
+            steps.quantized(h);
+            steps.add(Pass::Backward, "swiglu_backward", ("dh", size), h.into(), plain);
+        }
+        steps.convert(&self.wgrad_x);
+        // Behind SwiGLU it is the gradient of h.
+        steps.convert(&Conversion { tensor: if gated { "dh" } else { self.dy.tensor }, ..self.dy });
+    }
+}

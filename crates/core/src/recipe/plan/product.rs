@@ -1,0 +1,71 @@
+//! The products of a layer.
+
+use crate::DType;
+use crate::ops::{Numbers, Stored};
+use crate::recipe::{LayerKind, Precision, Product, Section, Site};
+use nibble_formats::BlockAxis;
+
+/// One of the products of a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ProductPlan {
+    /// Which of the three.
+    pub product: Product,
+    /// Which of the layer's weights: an expert has two.
+    pub weight: usize,
+    /// The sites that decide its operands.
+    pub sites: [Site; 2],
+    /// How they are stored.
+    pub operands: [Stored; 2],
+}
+
+impl ProductPlan {
+    /// A product with a layer's `weight`-th weight.
+    pub(super) fn new(
+        section: &Section,
+        kind: LayerKind,
+        (weight, product): (usize, Product),
+        activations: DType,
+    ) -> Self {
+        let sites = operand_sites(kind, weight, product);
+        let [a, b] = match (kind, product) {
+            // Its scores and their gradients are F32.
+            (LayerKind::Router, Product::Fprop) => [Precision::plain(activations), section.at(Site::FpropW)],
+            (LayerKind::Router, Product::Dgrad) => [Precision::plain(DType::F32), section.at(Site::FpropW)],
+            (LayerKind::Router, Product::Wgrad) => [DType::F32, activations].map(Precision::plain),
+            _ => sites.map(|site| section.at(site)),
+        };
+        let axes = match product {
+            Product::Wgrad => [BlockAxis::Col; 2],
+            _ if b.axis == BlockAxis::Tile && b.format.spec().tiles => [BlockAxis::Row, BlockAxis::Tile],
+            _ => [BlockAxis::Row; 2],
+        };
+        Self { product, weight, sites, operands: [stored(&a, axes[0]), stored(&b, axes[1])] }
+    }
+
+    /// The numbers that it multiplies.
+    pub fn numbers(&self) -> Numbers {
+        let [a, b] = self.operands;
+        Numbers::of(a, b)
+    }
+}
+
+fn stored(precision: &Precision, axis: BlockAxis) -> Stored {
+    match precision.dtype() {
+        Some(dtype) => Stored::plain(dtype),
+        None => Stored { format: precision.format, rule: precision.scale, axis },
+    }
+}
+
+/// The sites of a product's operands; an expert's second product has others than its first.
+fn operand_sites(kind: LayerKind, weight: usize, product: Product) -> [Site; 2] {
+    use Site::*;
+    match (kind, product, weight) {
+        (LayerKind::Expert, Product::Fprop, 1) => [FpropA, FpropW],
+        (LayerKind::Expert, Product::Dgrad, 0) => [DgradDh, DgradW],
+        (LayerKind::Expert, Product::Wgrad, 0) => [WgradDh, WgradX],
+        (LayerKind::Expert, Product::Wgrad, 1) => [WgradDy, WgradA],
+        (_, Product::Fprop, _) => [FpropX, FpropW],
+        (_, Product::Dgrad, _) => [DgradDy, DgradW],
+        (_, Product::Wgrad, _) => [WgradDy, WgradX],
+    }
+}

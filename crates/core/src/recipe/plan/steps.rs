@@ -1,0 +1,150 @@
+//! A plan as the changes of representation that a backend sees of it, in their order.
+
+use super::change::{Change, Form, Pass};
+use super::conversion::{Conversion, TensorSize};
+use super::route::{Computed, Pair, Route};
+use crate::DType;
+use crate::ops::Planes;
+use crate::recipe::Precision;
+
+/// A change of representation that a layer makes.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Step {
+    /// What changes.
+    pub change: Change,
+    /// What it is quantized to, where plain numbers are.
+    pub quantized: Option<Precision>,
+    /// How large the tensor is.
+    pub size: TensorSize,
+}
+
+impl Conversion {
+    /// The changes that it takes.
+    pub fn steps(&self) -> Vec<Step> {
+        let mut steps = Steps { plain: self.from, made: Vec::new() };
+        steps.convert(self);
+        steps.made
+    }
+}
+
+/// The changes of a layer so far.
+pub(super) struct Steps {
+    /// Everything between the products.
+    pub plain: Form,
+    made: Vec<Step>,
+}
+
+impl Steps {
+    pub fn new(activations: DType) -> Self {
+        Self { plain: activations.into(), made: Vec::new() }
+    }
+
+    /// All of them.
+    pub fn made(self) -> Vec<Step> {
+        self.made
+    }
+
+    /// One kernel makes all of them.
+    pub fn in_one_kernel(&mut self, op: &'static str) {
+        self.made.iter_mut().for_each(|step| step.change.op = op);
+    }
+
+    pub fn add(
+        &mut self,
+        pass: Pass,
+        op: &'static str,
+        (tensor, size): (&'static str, TensorSize),
+        from: Form,
+        to: Form,
+    ) {
+        self.made.push(Step { change: Change { pass, op, tensor, from, to }, quantized: None, size });
+    }
+
+    /// What was added last makes these of plain numbers.
+    pub fn quantized(&mut self, to: &Precision) {
+        if let Some(last) = self.made.last_mut() {
+            last.quantized = Some(*to);
+        }
+    }
+
+    /// What is made of a tensor that is there.
+    pub fn convert(&mut self, conversion: &Conversion) {
+        self.pair(conversion, conversion.from, &conversion.to);
+    }
+
+    /// What is made of a tensor that a kernel has written plain.
+    pub fn then(&mut self, conversion: &Conversion<Computed>) {
+        if let Computed::Plain { dtype, then, .. } = &conversion.to {
+            self.pair(conversion, (*dtype).into(), then);
+        }
+    }
+
+    fn pair<To>(&mut self, of: &Conversion<To>, from: Form, pair: &Pair) {
+        match pair {
+            Pair::One(route) => self.route(of, from, route),
+            Pair::OneRead(to) => {
+                self.add(of.pass, "quantize", (of.tensor, of.size), from, Form::both(to.format));
+                self.quantized(to);
+            }
+            Pair::Two(first, second) => [first, second].into_iter().for_each(|to| self.route(of, from, to)),
+        }
+    }
+
+    fn route<To>(&mut self, of: &Conversion<To>, from: Form, route: &Route) {
+        let tensor = (of.tensor, of.size);
+        match route {
+            Route::Plain(dtype) if from.format.is_block() => {
+                self.add(of.pass, "dequantize", tensor, from, (*dtype).into());
+            }
+            Route::Plain(dtype) if from != Form::from(*dtype) => {
+                self.add(of.pass, "cast", tensor, from, (*dtype).into());
+            }
+            Route::Same | Route::Plain(_) => {}
+            Route::Quantize(to) => {
+                self.add(of.pass, "quantize", tensor, from, to.into());
+                self.quantized(to);
+            }
+            Route::Transcode(to) => self.add(of.pass, "transcode", tensor, from, to.into()),
+            Route::Requantize { through, to } => {
+                self.add(of.pass, "dequantize", tensor, from, (*through).into());
+                self.add(of.pass, "quantize", tensor, (*through).into(), to.into());
+                self.quantized(to);
+            }
+        }
+    }
+
+    /// What a fused kernel writes, of what it reads. Plain from plain is no change.
+    pub fn written(&mut self, [op, quantizing]: [&'static str; 2], of: &Conversion<Computed>) {
+        let (to, precision) = match &of.to {
+            Computed::Fused { to, planes: Planes::Both } if to.format.is_block() => {
+                (Form::both(to.format), Some(to))
+            }
+            Computed::Fused { to, .. } => (to.into(), Some(to)),
+            Computed::Plain { dtype, .. } => ((*dtype).into(), None),
+        };
+        let tensor = (of.tensor, of.size);
+        match (of.from.format.is_block(), to.format.is_block()) {
+            (_, true) => {
+                self.add(of.pass, quantizing, tensor, of.from, to);
+                precision.into_iter().for_each(|to| self.quantized(to));
+            }
+            (true, false) => self.add(of.pass, op, tensor, of.from, to),
+            (false, false) => {}
+        }
+    }
+
+    /// Rows of the tokens, as they travel.
+    pub fn sent(&mut self, tensor: (Pass, &'static str, TensorSize), wire: &Precision) {
+        self.convert(&Conversion::sent(tensor, self.plain, wire));
+        let (pass, name, size) = tensor;
+        self.add(pass, "dispatch+permute", (name, size), wire.into(), wire.into());
+    }
+
+    /// What becomes of rows that have travelled back.
+    pub fn summed(&mut self, (pass, name, size): (Pass, &'static str, TensorSize), wire: &Precision) {
+        if wire.format.is_block() {
+            self.add(pass, "dequantize", (name, size), wire.into(), self.plain);
+        }
+        self.add(pass, "unpermute+combine", (name, size), self.plain, self.plain);
+    }
+}

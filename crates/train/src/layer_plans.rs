@@ -1,0 +1,54 @@
+//! The plans of layers under a recipe, each compiled once for a stretch of a run.
+
+use nibble_core::Recipe;
+use nibble_core::recipe::{Layer, LayerPlan, Passes};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// A recipe, and the plans that were made of it so far.
+#[derive(Debug)]
+pub struct LayerPlans {
+    recipe: Recipe,
+    /// The points of a run (step / steps) from which on sections may be others, in order.
+    starts: Vec<f64>,
+    /// By the name of the layer.
+    compiled: Mutex<HashMap<String, Vec<Compiled>>>,
+}
+
+/// A layer's plan in one stretch of a run.
+#[derive(Debug)]
+struct Compiled {
+    stretch: usize,
+    passes: Passes,
+    plan: Arc<LayerPlan>,
+}
+
+impl LayerPlans {
+    /// None yet.
+    pub fn new(recipe: Recipe) -> Self {
+        let starts = recipe.stretches().into_iter().map(|(start, _)| start).collect();
+        Self { recipe, starts, compiled: Mutex::default() }
+    }
+
+    /// Every precision.
+    pub fn recipe(&self) -> &Recipe {
+        &self.recipe
+    }
+
+    /// What a layer does at a point of a run (step / steps).
+    pub fn plan(&self, layer: &Layer, progress: f64, passes: Passes) -> Arc<LayerPlan> {
+        let stretch = self.starts.partition_point(|start| *start <= progress);
+        // A plan is put there whole.
+        let mut compiled = self.compiled.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_it = |known: &&Compiled| {
+            (known.stretch, known.passes) == (stretch, passes) && known.plan.layer == *layer
+        };
+        if let Some(known) = compiled.get(&layer.name).and_then(|known| known.iter().find(is_it)) {
+            return Arc::clone(&known.plan);
+        }
+        let plan = Arc::new(self.recipe.plan(layer, progress, passes));
+        let made = Compiled { stretch, passes, plan: Arc::clone(&plan) };
+        compiled.entry(layer.name.clone()).or_default().push(made);
+        plan
+    }
+}

@@ -1,0 +1,243 @@
+//! What a step of a whole model counts, by the layers' plans: every conversion in the order of a step, under the names of the step's record. The record
+//! and the records of delayed scales are laid out by it before the first step.
+
+use crate::checks::steps_of_change;
+use crate::config::Config;
+use crate::delayed::Spans;
+use crate::layer_plans::LayerPlans;
+use crate::param::{OF_DGRAD, OF_FPROP};
+use crate::recompute::Scope;
+use crate::record::{Conversion, CountSite};
+use crate::spec::{AttentionSpec, BlockSpec, FeedSpec, MlpSpec, ModelSpec, Part};
+use nibble_core::formats::{BlockAxis, DelayedScaling};
+use nibble_core::recipe::{Change, LayerKind, LayerPlan, Pass, Passes, SharedInput, Step};
+use nibble_core::{Error, Result};
+use std::collections::HashMap;
+use std::sync::Arc;
+
+/// A place in the model where a step counts blocks.
+#[derive(Debug, Clone, PartialEq)]
+pub struct PlannedSite {
+    /// By its name in the record.
+    pub site: CountSite,
+    /// Of a tensor under a delayed scale how its records change, and what its spans are.
+    pub delayed: Option<(DelayedScaling, Spans)>,
+}
+
+/// Sites, each once, in the order in which they were added.
+#[derive(Debug, Clone, Default)]
+struct SiteList {
+    sites: Vec<PlannedSite>,
+    numbers: HashMap<CountSite, usize>,
+}
+
+impl SiteList {
+    fn add(&mut self, PlannedSite { site, delayed }: PlannedSite) -> Result<()> {
+        let Some(number) = self.numbers.get(&site) else {
+            self.numbers.insert(site.clone(), self.sites.len());
+            self.sites.push(PlannedSite { site, delayed });
+            return Ok(());
+        };
+        let known = &mut self.sites[*number];
+        match (known.delayed, delayed) {
+            (Some((known, _)), Some((scaling, _))) if known != scaling => {
+                let (got, expected) =
+                    (format!("{scaling} of {site}"), format!("{known}: a tensor has one history in a run"));
+                Err(Error::shape("quantize", "delayed scale", got, expected))
+            }
+            // What is made of the tensor by another quantization may have the scale.
+            (of_known, of_this) => {
+                known.delayed = of_known.or(of_this);
+                Ok(())
+            }
+        }
+    }
+}
+
+/// What all steps of a run count, in the order of a step; what precisions that come later add is behind it.
+///
+/// # Errors
+/// As [`sites`]; [`Error::Shape`] where a tensor would have different histories in a run.
+pub fn sites_of_run(config: &Config, plans: &LayerPlans) -> Result<Vec<PlannedSite>> {
+    let (spec, steps) = (ModelSpec::new(&config.model), config.train.steps);
+    let passes = Passes::Both { keep_a: !config.train.recompute.contains(&Scope::Swiglu) };
+    let mut all = SiteList::default();
+    for step in steps_of_change(plans.recipe(), steps).into_iter().filter(|step| *step < steps) {
+        let found = sites(&spec, plans, step as f64 / steps as f64, passes)?;
+        found.into_iter().try_for_each(|planned| all.add(planned))?;
+    }
+    Ok(all.sites)
+}
+
+/// What a step counts at a point of a run (step / steps), in its order: weights' copies, the forward pass, the backward pass.
+///
+/// # Errors
+/// [`Error::Defect`] for a description whose parts are of other kinds than their places; [`Error::Shape`] where a tensor would have different histories.
+pub fn sites(
+    spec: &ModelSpec,
+    plans: &LayerPlans,
+    progress: f64,
+    passes: Passes,
+) -> Result<Vec<PlannedSite>> {
+    let mut sites = Sites { plans, progress, passes, found: SiteList::default() };
+    let blocks: Vec<BlockSpec> = spec.blocks().collect();
+    for block in &blocks {
+        weights_of(block).into_iter().try_for_each(|part| sites.weights(part))?;
+    }
+    sites.head_weight(&spec.head, &spec.embed)?;
+    for block in &blocks {
+        sites.attention(&block.attn, Pass::Forward)?;
+        sites.feed(&block.feed, Pass::Forward)?;
+    }
+    sites.layer(&spec.head, Pass::Forward)?;
+    for block in blocks.iter().rev() {
+        sites.feed(&block.feed, Pass::Backward)?;
+        sites.attention(&block.attn, Pass::Backward)?;
+    }
+    Ok(sites.found.sites)
+}
+
+/// The parts of a decoder layer that have weights of products, in the order in which their copies are made.
+fn weights_of(block: &BlockSpec) -> Vec<&Part> {
+    let attn = block.attn.inputs().into_iter().chain(block.attn.of_latents()).chain([block.attn.out()]);
+    attn.chain(block.feed.parts()).collect()
+}
+
+/// The sites found so far.
+struct Sites<'a> {
+    plans: &'a LayerPlans,
+    progress: f64,
+    passes: Passes,
+    found: SiteList,
+}
+
+impl Sites<'_> {
+    fn add(
+        &mut self,
+        (layer, tensor): (&str, &'static str),
+        conversion: Conversion,
+        delayed: Option<(DelayedScaling, Spans)>,
+    ) -> Result<()> {
+        let site = CountSite { layer: layer.to_owned(), tensor, conversion };
+        self.found.add(PlannedSite { site, delayed })
+    }
+
+    fn plan(&self, part: &Part) -> Option<Arc<LayerPlan>> {
+        let layer = part.layer()?;
+        let passes = if layer.kind == LayerKind::Expert { self.passes } else { Passes::TRAINING };
+        Some(self.plans.plan(&layer, self.progress, passes))
+    }
+
+    /// The copies of a part's weights.
+    fn weights(&mut self, part: &Part) -> Result<()> {
+        let Some(plan) = self.plan(part) else { return Ok(()) };
+        part.weights().iter().filter(|weight| !weight.is_vector()).try_for_each(|weight| {
+            let spans = if weight.experts.is_some() { Spans::Experts } else { Spans::Whole };
+            self.copies(&weight.id, &plan, spans)
+        })
+    }
+
+    /// Those of the head's weight, which may be the embedding's.
+    fn head_weight(&mut self, head: &Part, embed: &Part) -> Result<()> {
+        let own = head.weights().first().or_else(|| embed.weights().first());
+        match (self.plan(head), own) {
+            (Some(plan), Some(weight)) => self.copies(&weight.id, &plan, Spans::Whole),
+            _ => Ok(()),
+        }
+    }
+
+    fn copies(&mut self, weight: &str, plan: &LayerPlan, spans: Spans) -> Result<()> {
+        let to = &plan.weights;
+        if to.w.format.is_block() {
+            let delayed = to.w.delayed.map(|scaling| (scaling, spans));
+            self.add((weight, OF_FPROP), Conversion::Quantize, delayed)?;
+        }
+        if !to.is_one && to.wt.format.is_block() {
+            self.add((weight, OF_DGRAD), Conversion::Quantize, None)?;
+        }
+        Ok(())
+    }
+
+    /// Steps of a layer of this name.
+    fn steps(&mut self, layer: &str, spans: Spans, steps: &[Step]) -> Result<()> {
+        for Step { change, quantized, .. } in steps {
+            let delayed = quantized.and_then(|to| to.delayed).map(|scaling| (scaling, spans));
+            // Behind SwiGLU a dense layer's gradient is that of h.
+            let tensor = if spans == Spans::Shards && change.tensor == "dh" { "dy" } else { change.tensor };
+            if let Some(conversion) = counted(change) {
+                self.add((layer, tensor), conversion, delayed)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// A pass of a layer that shares its input with no other.
+    fn layer(&mut self, part: &Part, pass: Pass) -> Result<()> {
+        let Some(plan) = self.plan(part) else { return Ok(()) };
+        let spans = if plan.layer.kind == LayerKind::Expert { Spans::ExpertParts } else { Spans::Shards };
+        let of_pass = plan.steps().into_iter().filter(|step| step.change.pass == pass);
+        self.steps(&part.id, spans, &of_pass.collect::<Vec<_>>())
+    }
+
+    /// The projections of one input, of the layer of this name; in the backward pass the gradients of each behind what all lift.
+    fn shared(&mut self, name: &str, parts: [&Part; 3], pass: Pass) -> Result<()> {
+        let plans: Vec<_> = parts.iter().filter_map(|part| self.plan(part)).collect();
+        let linear = plans.iter().map(|plan| plan.linear()).collect::<Result<Vec<_>>>()?;
+        let whole = if pass == Pass::Forward { name.to_owned() } else { format!("{name}.qkv") };
+        for (shared, part) in SharedInput::of(&linear, pass).into_iter().zip(parts) {
+            let layer = if shared.of_all { &whole } else { &part.id };
+            if shared.like.is_none() {
+                self.steps(layer, Spans::Shards, &shared.conversion.steps())?;
+            }
+        }
+        if pass == Pass::Backward {
+            for (plan, part) in linear.iter().zip(parts) {
+                self.steps(&part.id, Spans::Shards, &plan.dy.steps())?;
+            }
+        }
+        Ok(())
+    }
+
+    fn attention(&mut self, attention: &AttentionSpec, pass: Pass) -> Result<()> {
+        let (inputs, up, out) = (attention.inputs(), attention.of_latents(), attention.out());
+        if pass == Pass::Forward {
+            self.shared(attention.id(), inputs, pass)?;
+            up.into_iter().chain([out]).try_for_each(|part| self.layer(part, pass))
+        } else {
+            [out].into_iter().chain(up).try_for_each(|part| self.layer(part, pass))?;
+            self.shared(attention.id(), inputs, pass)
+        }
+    }
+
+    fn feed(&mut self, feed: &FeedSpec, pass: Pass) -> Result<()> {
+        match feed {
+            FeedSpec::Dense(mlp) => self.mlp(mlp, pass),
+            FeedSpec::Experts { moe, shared } => {
+                self.layer(&moe.experts, pass)?;
+                shared.iter().try_for_each(|mlp| self.mlp(mlp, pass))
+            }
+        }
+    }
+
+    fn mlp(&mut self, mlp: &MlpSpec, pass: Pass) -> Result<()> {
+        let parts = if pass == Pass::Forward { [&mlp.gate_up, &mlp.down] } else { [&mlp.down, &mlp.gate_up] };
+        parts.into_iter().try_for_each(|part| self.layer(part, pass))
+    }
+}
+
+/// How the record counts a change of representation; none where it does not. The kernel that writes h counts nothing, nor does the one that makes `a`
+/// again, as the forward pass has counted it.
+fn counted(change: &Change) -> Option<Conversion> {
+    let Change { op, tensor, from, to, .. } = change;
+    match (*op, *tensor) {
+        ("transcode", _) => {
+            let axis = if to.rows { BlockAxis::Row } else { BlockAxis::Col };
+            Some(Conversion::Transcode { from: from.format, axis })
+        }
+        ("swiglu+quantize", "h") | ("swiglu_backward+quantize", "a") => None,
+        ("quantize" | "swiglu+quantize" | "swiglu_backward+quantize" | "head_loss+quantize", _) => {
+            Some(Conversion::Quantize)
+        }
+        _ => None,
+    }
+}
