@@ -10,11 +10,12 @@ use nibble_core::{Backend, DType, DeviceKind, Kernels, MemoryStats, Mesh, Recipe
 use nibble_cpu::Cpu;
 use nibble_cuda::Cuda;
 use nibble_dry::Dry;
-use nibble_train::cx::{Cx, Shards};
+use nibble_train::cx::Cx;
 use nibble_train::layers::Layer;
 use nibble_train::ledger::{Ledger, Saved};
 use nibble_train::moe::{Moe, MoeShape};
 use nibble_train::param::{GradientPlan, Param};
+use nibble_train::shards::Shards;
 use nibble_train::spec::MoeSpec;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 

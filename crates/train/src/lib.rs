@@ -8,6 +8,7 @@
 pub mod checkpoint;
 pub mod checks;
 pub mod config;
+pub mod convert;
 pub mod cost;
 pub mod cx;
 pub mod data;
@@ -35,6 +36,7 @@ pub mod rank;
 pub mod recompute;
 pub mod record;
 pub mod schedule;
+pub mod shards;
 pub mod spec;
 pub mod tokenizer;
 pub mod trainer;

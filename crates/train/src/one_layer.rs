@@ -1,9 +1,10 @@
 //! One layer by itself, forward and backward on random values: what a recipe does to it can be watched from the backend.
 
-use crate::cx::{Cx, Shards};
+use crate::cx::Cx;
 use crate::layers::{Head, HeadInput, Layer, Linear, Mlp};
 use crate::moe::{Moe, MoeShape};
 use crate::param::Param;
+use crate::shards::Shards;
 use crate::spec::{Extent, Group, MlpSpec, MoeSpec, Part, Size};
 use nibble_choice::products::{ProductDesc, Ragged};
 use nibble_core::formats::{Purpose, Stream, fnv1a32};

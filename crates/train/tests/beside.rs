@@ -6,10 +6,11 @@ use nibble_core::ops::Cast;
 use nibble_core::{Comm, DType, Mesh, MeshShape, Recipe, Tensor};
 use nibble_cpu::Cpu;
 use nibble_testkit::Recorder;
-use nibble_train::cx::{Cx, Shards};
+use nibble_train::cx::Cx;
 use nibble_train::layers::Layer;
 use nibble_train::model::Feed;
 use nibble_train::moe::{Combine, MoeShape};
+use nibble_train::shards::Shards;
 use nibble_train::spec::{FeedSpec, Group, MlpSpec, MoeSpec};
 
 const TOKENS: usize = 128;

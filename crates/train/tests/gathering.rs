@@ -4,9 +4,10 @@ use crate::rig;
 
 use nibble_core::{Backend as _, DType, MeshShape, Recipe};
 use nibble_cpu::Cpu;
-use nibble_train::cx::{Cx, ExpertParts};
+use nibble_train::cx::Cx;
 use nibble_train::model::Decoder;
 use nibble_train::param::GradientPlan;
+use nibble_train::shards::ExpertParts;
 use nibble_train::trainer::Trainer;
 use rig::{Call, FOUR_PARTS, noted, on_axes, rank_cx, small};
 

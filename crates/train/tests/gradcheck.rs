@@ -20,12 +20,13 @@ use nibble_core::recipe::{self, LayerKind};
 use nibble_core::{Backend, DType, Mesh, Recipe, Tensor};
 use nibble_cpu::Cpu;
 use nibble_train::config::{Balance, ModelConfig, QkNorm, RopeScaling};
-use nibble_train::cx::{Cx, Shards};
+use nibble_train::cx::Cx;
 use nibble_train::layers::{GroupedQuery, Latent, Layer, Linear, Mlp, Norm, rope_table};
 use nibble_train::model::{Block, Decoder, Feed, Inside};
 use nibble_train::moe::{Moe, MoeShape, Routed};
 use nibble_train::param::{Param, Placement};
 use nibble_train::recompute::Scope;
+use nibble_train::shards::Shards;
 use nibble_train::spec::{
     Group, GroupedQueryShape, GroupedQuerySpec, LatentShape, LatentSpec, MlpSpec, MoeSpec, Part, Rope,
     RouterOptions, Size,

@@ -10,7 +10,7 @@ use nibble_core::{Backend, BlockScaled, DeviceKind, Mesh, Recipe};
 use nibble_dry::Dry;
 use nibble_testkit::Dice;
 use nibble_train::config::Config;
-use nibble_train::cx::{Cx, Shards};
+use nibble_train::cx::Cx;
 use nibble_train::delayed::{DelayedRecords, DelayedSites};
 use nibble_train::layer_plans::LayerPlans;
 use nibble_train::ledger::{Entry, Ledger, Saved};
@@ -19,6 +19,7 @@ use nibble_train::model_plan::{PlannedSite, sites};
 use nibble_train::param::GradientPlan;
 use nibble_train::recompute::Scope;
 use nibble_train::record::Layout;
+use nibble_train::shards::Shards;
 use nibble_train::spec::ModelSpec;
 use rig::SOLO;
 use std::collections::BTreeSet;
@@ -141,7 +142,7 @@ fn assert_done(config: &Config, recipe: &Recipe, kind: DeviceKind, what: &str) {
             };
             let listed: Vec<_> = done.ledger.entries.iter().filter(|e| e.layer == entry.layer).collect();
             assert!(
-                listed.iter().any(|found| is_it(found)),
+                listed.iter().any(is_it),
                 "{entry:?} at {progress} among {listed:?}: {what}"
             );
         }
@@ -165,7 +166,7 @@ fn steps_do_what_is_planned_under_random_recipes() {
     let (mut dice, mut done) = (Dice::new(43), 0);
     while done < 500 {
         let mut config = match dice.below(4) {
-            0 => rig::small("bf16", &dice.of(&[&rig::LATENT[..], &rig::LATENT_STRAIGHT[..]])),
+            0 => rig::small("bf16", dice.of(&[&rig::LATENT[..], &rig::LATENT_STRAIGHT[..]])),
             _ => model(&mut dice),
         };
         if dice.below(2) == 0 {

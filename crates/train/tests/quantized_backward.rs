@@ -25,7 +25,8 @@ use nibble_core::ops::{
 use nibble_core::recipe::{self, By, Computed, LayerKind, Precision, Section, Site, Transform, WgradA};
 use nibble_core::{DType, Groups, Operand, Recipe, Tensor};
 use nibble_cpu::Cpu;
-use nibble_train::cx::{Cx, Place};
+use nibble_train::convert::Place;
+use nibble_train::cx::Cx;
 use nibble_train::layers::{Layer, Linear, Mlp};
 use nibble_train::ledger::{Ledger, Saved};
 use nibble_train::moe::{Exchange, Experts, Moe, MoeShape, Plan};

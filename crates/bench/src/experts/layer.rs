@@ -5,10 +5,12 @@ use super::super::kernels::operands::normal;
 use nibble_core::ops::Routing;
 use nibble_core::recipe::{LayerPlan, Precision};
 use nibble_core::{Backend, DType, Kernels, Mesh, Operand, Recipe, Result, SoloComm, Tensor};
-use nibble_train::cx::{Cx, LayerName, Shards};
+use nibble_train::convert::LayerName;
+use nibble_train::cx::Cx;
 use nibble_train::layers::Layer as _;
 use nibble_train::ledger::{Ledger, Saved};
 use nibble_train::moe::{Exchange, Experts, Moe, MoeShape, Placed, Plan};
+use nibble_train::shards::Shards;
 use nibble_train::spec::MoeSpec;
 use std::sync::Arc;
 

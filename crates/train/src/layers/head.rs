@@ -4,7 +4,8 @@
 //! head's gradients are made in the forward pass, while a chunk's logits exist, and what is kept is one gradient of the
 //! size of the input.
 
-use crate::cx::{Cx, LayerName};
+use crate::convert::LayerName;
+use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Wanted, Writes};
 use crate::record::Conversion;

@@ -1,7 +1,8 @@
 //! Dense linear layer Y = X·Wᵀ under a recipe. t tokens, n outputs, k inputs.
 
 use super::Layer;
-use crate::cx::{Cx, LayerName};
+use crate::convert::LayerName;
+use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Wanted, Writes};
 use crate::spec::Part;

@@ -1,7 +1,8 @@
 //! Linear layers that are parts of one and have the same input: it is converted, kept and lifted once for all whose recipes agree.
 
 use super::Linear;
-use crate::cx::{Cx, LayerName};
+use crate::convert::LayerName;
+use crate::cx::Cx;
 use nibble_core::recipe::{Pass, SharedInput};
 use nibble_core::{Groups, Kernels, Operand, Result, Tensor};
 

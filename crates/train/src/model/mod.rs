@@ -11,7 +11,7 @@ pub use block::{Block, BlockSaved};
 pub use feed::{Feed, FeedSaved};
 
 use crate::config::{Balance, ModelConfig};
-use crate::cx::{Cx, Shards};
+use crate::cx::Cx;
 use crate::family::{self, Family, Named};
 use crate::layers::{
     Embedding, EmbeddingSaved, Head, HeadInput, HeadSaved, Layer, Norm, NormSaved, Residual, copy_rows,
@@ -21,6 +21,7 @@ use crate::ledger::{Ledger, Saved};
 use crate::moe::BatchLoad;
 use crate::param::Param;
 use crate::recompute::Scope;
+use crate::shards::Shards;
 use crate::spec::ModelSpec;
 use nibble_core::ops::{Collect, EmbedOut, Entry, EntrySource, Routing, verify_ids};
 use nibble_core::{Kernels, Mesh, Recipe, Result, Tensor};

@@ -6,9 +6,11 @@
 //!
 //! On the way back a rank sends a row for each slot, or one for each token that it was sent: [`Combine`].
 
-use crate::cx::{Cx, ExpertParts, Place};
+use crate::convert::Place;
+use crate::cx::Cx;
 use crate::fault::{Point, exchanging};
 use crate::ledger::{Ledger, Saved};
+use crate::shards::ExpertParts;
 use nibble_core::allocation::in_part;
 use nibble_core::formats::Format;
 use nibble_core::ops::{

@@ -2,7 +2,8 @@
 //! r expert-sorted rows, d model, f ffn, l experts of this rank.
 
 use super::Plan;
-use crate::cx::{Cx, LayerName};
+use crate::convert::LayerName;
+use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Wanted};
 use crate::record::Conversion;

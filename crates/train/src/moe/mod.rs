@@ -12,7 +12,8 @@ pub use exchange::{Combine, Exchange, ExchangeBytes, Outgoing, Plan, Sending, Sl
 pub use experts::{Experts, ExpertsDgrad, ExpertsSaved, WgradOperands};
 pub use router::{BatchLoad, Router, RouterSaved};
 
-use crate::cx::{Cx, LayerName};
+use crate::convert::LayerName;
+use crate::cx::Cx;
 use crate::layers::Layer;
 use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Wanted};

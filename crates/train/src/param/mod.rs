@@ -13,9 +13,10 @@ pub use gathering::{Gathering, Wanted};
 pub use gradient::{Gradient, GradientPlan, Optimized, Writes, reduce_gradients};
 pub use slices::Slices;
 
-use crate::cx::{Cx, Shards};
+use crate::cx::Cx;
 use crate::delayed::Spans;
 use crate::record::FoundCells;
+use crate::shards::Shards;
 use crate::spec::{Init, ParamSpec, Part, Update};
 use codes::OfRank;
 use gathering::{Copies, ProductCopies};

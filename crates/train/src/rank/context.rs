@@ -1,12 +1,13 @@
 //! What a pass needs besides the model: one rank's backend, data, recipe and place in the run.
 
 use crate::config::Config;
-use crate::cx::{Cx, Documents, ExpertParts, Shards};
+use crate::cx::Cx;
 use crate::data::{Batch, BatchPlan, Dataset};
 use crate::error::{Error, Result};
 use crate::evaluation::HeldOut;
 use crate::layer_plans::LayerPlans;
 use crate::model::Decoder;
+use crate::shards::{Documents, ExpertParts, Shards};
 use nibble_core::{Error as CoreError, Kernels, Mesh};
 use std::ops::Range;
 use std::sync::Arc;

@@ -5,7 +5,7 @@
 
 use super::context::RankContext;
 use crate::config::Config;
-use crate::cx::{Cx, Documents, Shards};
+use crate::cx::Cx;
 use crate::data::StepBatches;
 use crate::delayed::{DelayedRecords, DelayedSites};
 use crate::error::Result;
@@ -16,6 +16,7 @@ use crate::moe::Placed;
 use crate::optim::{self, OptimizerState};
 use crate::param::{GradientPlan, Param, reduce_gradients};
 use crate::record::{Counted, LayerSample, Layout, Told, Waiting};
+use crate::shards::{Documents, Shards};
 use crate::spec::ModelSpec;
 use nibble_core::allocation::{in_part, part};
 use nibble_core::ops::{

@@ -3,9 +3,10 @@
 use super::{loss_scale, normals};
 use nibble_core::{Kernels, Mesh, Recipe, SoloComm};
 use nibble_train::config::ModelConfig;
-use nibble_train::cx::{Cx, Documents, Shards};
+use nibble_train::cx::Cx;
 use nibble_train::model::Decoder;
 use nibble_train::param::GradientPlan;
+use nibble_train::shards::{Documents, Shards};
 
 /// Ids of a document: no other document has one of them, so that a row of the embedding's gradient is of one document alone.
 const IDS: usize = 6;

@@ -14,9 +14,10 @@ use nibble_core::{Comm, DType, Kernels, Mesh, MeshShape, Recipe, SoloComm, Tenso
 use nibble_cpu::Cpu;
 use nibble_testkit::Breadth;
 use nibble_train::config::Config;
-use nibble_train::cx::{Cx, Shards};
+use nibble_train::cx::Cx;
 use nibble_train::metrics::Metrics;
 use nibble_train::param::{Param, Placement};
+use nibble_train::shards::Shards;
 use nibble_train::trainer::{Observer, Start, Trainer};
 use std::path::Path;
 

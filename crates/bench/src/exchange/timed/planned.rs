@@ -5,8 +5,10 @@ use nibble_core::ops::{Cast, CombineSlots, InitNormal, PackRows, UnpackPermute};
 use nibble_core::recipe::{LayerKind, Precision, Site};
 use nibble_core::{DType, Error, Kernels, Leg, Mesh, Operand, Recipe, Result, RowKind, Tensor};
 use nibble_formats::{Purpose, Stream};
-use nibble_train::cx::{Cx, Place, Shards};
+use nibble_train::convert::Place;
+use nibble_train::cx::Cx;
 use nibble_train::moe::{Exchange, Outgoing, Plan, Wire};
+use nibble_train::shards::Shards;
 
 /// Experts of each rank.
 pub const EXPERTS_EACH: usize = 8;

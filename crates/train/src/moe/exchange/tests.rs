@@ -1,7 +1,7 @@
 //! Plans made on the device, against plans made on the host from the routings of all ranks.
 
 use super::*;
-use crate::cx::Shards;
+use crate::shards::Shards;
 use nibble_core::formats::{Codec, Purpose, Rounding, ScaleRule, Stream};
 use nibble_core::ops::{Planes, Quantize};
 use nibble_core::{Backend, Comm, DType, Mesh, Recipe};

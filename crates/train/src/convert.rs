@@ -1,0 +1,385 @@
+//! The conversions of a layer's plan, carried out: a tensor becomes what its products, its backward pass or other ranks read, and what that counts is
+//! kept for the step's record.
+
+use crate::cx::Cx;
+use crate::delayed::Spans;
+use crate::record::{self, CountSite, FoundCells};
+use nibble_core::formats::{BlockAxis, Purpose, Stream, fnv1a32};
+use nibble_core::ops::{
+    Cast, Counts, Delayed, Dequantize, Emit, Emitted, Found, Hadamard, MeasureQuantization, Numbers,
+    PackedRows, Planes, Quantize, QuantizePack, Random, Transcode,
+};
+use nibble_core::recipe::{Computed, Conversion, Pair, Precision, Route, Transform};
+use nibble_core::{BlockScaled, DType, Error, Groups, Kernels, Operand, Result, RowKind, Tensor};
+
+/// A tensor on its way to a product, by the names that its counts and its random bits have.
+#[derive(Debug, Clone, Copy)]
+pub struct Place<'a> {
+    /// The layer.
+    pub layer: &'a str,
+    /// The tensor.
+    pub tensor: &'static str,
+    /// The linear layer whose product takes it: the signs of a Hadamard transform are of that name, so that both operands
+    /// of wgrad have the same. Layers that share an input share it.
+    pub linear: &'a str,
+}
+
+/// By what a layer's conversions are known.
+#[derive(Debug, Clone, Copy)]
+pub struct LayerName<'a> {
+    /// [`Place::layer`].
+    pub layer: &'a str,
+    /// [`Place::linear`].
+    pub linear: &'a str,
+}
+
+impl<'a> LayerName<'a> {
+    /// Where nothing has the name of another.
+    pub const fn new(layer: &'a str) -> Self {
+        Self { layer, linear: layer }
+    }
+
+    /// A tensor of it.
+    pub const fn of(self, tensor: &'static str) -> Place<'a> {
+        let Self { layer, linear } = self;
+        Place { layer, tensor, linear }
+    }
+}
+
+impl<B: Kernels> Cx<'_, B> {
+    /// The numbers of the products that alone read each representation. None in a step that measures quantizations, which reads codes as well.
+    fn numbers<To>(&self, conversion: &Conversion<To>) -> [Option<Numbers>; 2] {
+        if self.measures.is_some() { [None; 2] } else { conversion.numbers() }
+    }
+
+    /// Takes a tensor to the two representations of a plan; one buffer where they are the same.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for a tensor in another representation than the plan has it in; from the backend.
+    pub fn convert(
+        &self,
+        name: LayerName<'_>,
+        x: &Operand<B>,
+        conversion: &Conversion,
+        groups: Option<&Groups<B>>,
+    ) -> Result<(Operand<B>, Operand<B>)> {
+        let at = name.of(conversion.tensor);
+        self.follow_both(at, x, (&conversion.to, self.numbers(conversion)), groups)
+    }
+
+    fn follow_both(
+        &self,
+        at: Place<'_>,
+        x: &Operand<B>,
+        (pair, only_for): (&Pair, [Option<Numbers>; 2]),
+        groups: Option<&Groups<B>>,
+    ) -> Result<(Operand<B>, Operand<B>)> {
+        match pair {
+            Pair::One(route) => {
+                let one = self.follow(at, x, (route, of_both(only_for)), groups)?;
+                Ok((one.clone(), one))
+            }
+            Pair::OneRead(to) => {
+                let planes = (Planes::Both, of_both(only_for));
+                let both = self.quantize(at, x.plain("route")?, to, planes, groups)?;
+                Ok((both.take_rows("route")?, both.take_cols("route")?))
+            }
+            Pair::Two(first, second) => Ok((
+                self.follow(at, x, (first, only_for[0]), groups)?,
+                self.follow(at, x, (second, only_for[1]), groups)?,
+            )),
+        }
+    }
+
+    /// Takes a tensor along a route. `only_for`: the numbers of the products that alone read what is made.
+    fn follow(
+        &self,
+        at: Place<'_>,
+        x: &Operand<B>,
+        (route, only_for): (&Route, Option<Numbers>),
+        groups: Option<&Groups<B>>,
+    ) -> Result<Operand<B>> {
+        match (route, x) {
+            (Route::Same, x) => Ok(x.clone()),
+            (Route::Plain(dtype), Operand::Plain(x)) => self.cast(x, *dtype).map(Operand::Plain),
+            (Route::Plain(dtype), Operand::Block(x)) => {
+                Dequantize { x, dtype: *dtype }.run(self.b).map(Operand::Plain)
+            }
+            (Route::Quantize(to), Operand::Plain(x)) => self.quantized(at, x, (to, only_for), groups),
+            (Route::Transcode(to), Operand::Block(x)) => {
+                self.transcode(at, x, to, groups).map(Operand::Block)
+            }
+            (Route::Requantize { through, to }, Operand::Block(x)) => {
+                let plain = Dequantize { x, dtype: *through }.run(self.b)?;
+                self.quantized(at, &plain, (to, only_for), groups)
+            }
+            (Route::Quantize(_), _) => Err(Error::shape("route", at.tensor, x.format(), "plain elements")),
+            (Route::Transcode(_) | Route::Requantize { .. }, _) => {
+                Err(Error::shape("route", at.tensor, x.format(), "blocks"))
+            }
+        }
+    }
+
+    /// What a fused kernel is asked to write of a tensor that it computes.
+    ///
+    /// # Errors
+    /// As [`Precision::codec`].
+    pub fn emit(&self, conversion: &Conversion<Computed>) -> Result<Emit> {
+        Ok(match &conversion.to {
+            Computed::Plain { dtype, .. } => Emit::Plain(*dtype),
+            Computed::Fused { to, planes } => match to.dtype() {
+                Some(dtype) => Emit::Plain(dtype),
+                None => {
+                    let only_for = of_both(self.numbers(conversion));
+                    Emit::Block { codec: to.codec()?, planes: *planes, only_for }
+                }
+            },
+        })
+    }
+
+    /// Takes what a fused kernel has written as [`Cx::emit`] said to the two representations of a plan.
+    ///
+    /// # Errors
+    /// As [`Cx::convert`].
+    pub fn convert_computed(
+        &self,
+        name: LayerName<'_>,
+        made: &Emitted<B>,
+        conversion: &Conversion<Computed>,
+        groups: Option<&Groups<B>>,
+    ) -> Result<(Operand<B>, Operand<B>)> {
+        let at = name.of(conversion.tensor);
+        match &conversion.to {
+            Computed::Plain { then, .. } => {
+                let both = (then, self.numbers(conversion));
+                self.follow_both(at, &made.take_rows(at.tensor)?, both, groups)
+            }
+            Computed::Fused { planes: Planes::Both, .. } => {
+                Ok((made.take_rows(at.tensor)?, made.take_cols(at.tensor)?))
+            }
+            Computed::Fused { planes, .. } => {
+                let one = match planes {
+                    Planes::Cols => made.take_cols(at.tensor)?,
+                    _ => made.take_rows(at.tensor)?,
+                };
+                Ok((one.clone(), one))
+            }
+        }
+    }
+
+    /// A plain tensor in one form: in its type, or quantized along the axis that the precision has.
+    pub fn form(
+        &self,
+        at: Place<'_>,
+        x: &Tensor<B>,
+        to: &Precision,
+        groups: Option<&Groups<B>>,
+    ) -> Result<Operand<B>> {
+        self.follow(at, &Operand::Plain(x.clone()), (&Route::of_plain(to), None), groups)
+    }
+
+    fn quantized(
+        &self,
+        at: Place<'_>,
+        x: &Tensor<B>,
+        (to, only_for): (&Precision, Option<Numbers>),
+        groups: Option<&Groups<B>>,
+    ) -> Result<Operand<B>> {
+        match to.axis {
+            BlockAxis::Col => self.quantize(at, x, to, (Planes::Cols, only_for), groups)?.take_cols("route"),
+            _ => self.quantize(at, x, to, (Planes::Rows, only_for), groups)?.take_rows("route"),
+        }
+    }
+
+    /// Quantizes a plain tensor by itself; `only_for`: as [`Quantize::only_for`].
+    pub fn quantize(
+        &self,
+        at: Place<'_>,
+        x: &Tensor<B>,
+        to: &Precision,
+        (planes, only_for): (Planes, Option<Numbers>),
+        groups: Option<&Groups<B>>,
+    ) -> Result<Emitted<B>> {
+        let (op, scales) = self.quantization(at, x, to, planes, groups)?;
+        let out = Quantize { only_for, ..op }.run(self.b)?;
+        self.keep_quantized(at.layer, at.tensor, &out, scales);
+        if to.rht.is_none() {
+            self.measure(x, [&out.rows, &out.cols], groups)?;
+        }
+        Ok(out)
+    }
+
+    /// Quantizes the rows of a plain tensor by itself, straight into messages: the row of each, and for each (row, slot) of `top_k` slots the message
+    /// that it goes into, none where it is negative.
+    pub fn quantize_pack(
+        &self,
+        at: Place<'_>,
+        x: &Tensor<B>,
+        to: &Precision,
+        groups: Option<&Groups<B>>,
+        (index, place, top_k): (&B::Buf<i32>, &B::Buf<i32>, usize),
+    ) -> Result<(B::Buf<u8>, RowKind)> {
+        let (quantize, scales) = self.quantization(at, x, to, Planes::Rows, groups)?;
+        let op = QuantizePack { quantize, index, place, top_k };
+        let kind = op.kind();
+        let PackedRows { bytes, counts, found } = op.run(self.b)?;
+        let made = Emitted { rows: None, cols: None, counts: Some(counts), found };
+        self.keep_quantized(at.layer, at.tensor, &made, scales);
+        Ok((bytes, kind))
+    }
+
+    /// What quantizes a plain tensor by itself, and the scales of earlier steps that it takes.
+    #[allow(clippy::type_complexity)] // an operation, and what is kept of it
+    fn quantization<'s>(
+        &'s self,
+        at: Place<'_>,
+        x: &'s Tensor<B>,
+        to: &Precision,
+        planes: Planes,
+        groups: Option<&'s Groups<B>>,
+    ) -> Result<(Quantize<'s, B>, Option<(Delayed<'s, B>, FoundCells)>)> {
+        let Place { layer, tensor, linear } = at;
+        let random = self.random(layer, tensor, to);
+        let hadamard = to.rht.map(|transform| self.hadamard(&transform, fnv1a32(linear)));
+        let op = Quantize { groups, random, hadamard, ..Quantize::new(x, to.codec()?, planes) };
+        // Of shards the host knows how many rows they have, of experts not.
+        let of = match groups.is_some_and(|groups| groups.rows_each.is_none()) {
+            true => Spans::ExpertParts,
+            false => Spans::Shards,
+        };
+        let scales = self.earlier_scales((layer, tensor), to, (of, op.spans()))?;
+        Ok((Quantize { delayed: scales.map(|(delayed, _)| delayed), ..op }, scales))
+    }
+
+    /// In a step that measures their layer, counts what became of the values that were quantized and kept last, in each plane.
+    ///
+    /// # Errors
+    /// From the backend.
+    pub(crate) fn measure(
+        &self,
+        x: &Tensor<B>,
+        planes: [&Option<Operand<B>>; 2],
+        groups: Option<&Groups<B>>,
+    ) -> Result<()> {
+        if !self.measures.is_some_and(|sample| self.counted.borrow().is_measured(sample)) {
+            return Ok(());
+        }
+        let of = |plane: &Operand<B>| {
+            let quantized = plane.block("measure_quantization")?;
+            MeasureQuantization { x, quantized, groups }.run(self.b)
+        };
+        let counts = planes.into_iter().flatten().map(of).collect::<Result<Vec<_>>>()?;
+        self.counted.borrow_mut().keep_measured(counts);
+        Ok(())
+    }
+
+    /// Converts row blocks to another block format or axis.
+    pub fn transcode(
+        &self,
+        at: Place<'_>,
+        x: &BlockScaled<B>,
+        to: &Precision,
+        groups: Option<&Groups<B>>,
+    ) -> Result<BlockScaled<B>> {
+        let done = Transcode { x, to: to.format, axis: to.axis, rule: to.scale, groups }.run(self.b)?;
+        let conversion = record::Conversion::Transcode { from: x.format, axis: to.axis };
+        self.keep_counts(at.layer, at.tensor, conversion, Some(&done.counts));
+        Ok(done.out)
+    }
+
+    /// A plain tensor in another type; the same tensor if it already is.
+    pub fn cast(&self, x: &Tensor<B>, dtype: DType) -> Result<Tensor<B>> {
+        if x.dtype() == dtype { Ok(x.clone()) } else { Cast { x, dtype }.run(self.b) }
+    }
+
+    /// The random bits of a tensor, if its values or scales are rounded at random. In training their step is the device's own count of steps.
+    pub fn random(&self, layer: &str, tensor: &str, to: &Precision) -> Option<Random<'_, B>> {
+        to.draws().then(|| {
+            let site = fnv1a32(&format!("{layer}.{tensor}"));
+            let step = if self.clock.is_some() { 0 } else { self.step as u32 };
+            let stream = Stream::new(self.seed, Purpose::Rounding, site, step);
+            Random { step: self.clock.as_ref(), ..stream.into() }
+        })
+    }
+
+    /// A transform with the signs of a linear layer, which this number stands for. In training their step is the device's own count, as that
+    /// of random bits.
+    pub fn hadamard(&self, transform: &Transform, linear: u32) -> Hadamard<'_, B> {
+        let step = if self.clock.is_some() { 0 } else { self.step as u32 };
+        transform.hadamard(self.seed, linear, step, self.clock.as_ref())
+    }
+
+    /// The scales of earlier steps of a tensor of so many spans, and where what is found of it goes, where the precision asks for them and
+    /// there are any: a forward pass alone measures, and leaves nothing.
+    pub fn earlier_scales(
+        &self,
+        (layer, tensor): (&str, &str),
+        to: &Precision,
+        spans: (Spans, usize),
+    ) -> Result<Option<(Delayed<'_, B>, FoundCells)>> {
+        match (&self.delayed, to.delayed) {
+            (Some(records), Some(scaling)) if self.training => {
+                let (delayed, first) = records.of(&format!("{layer}.{tensor}"), scaling, spans.1)?;
+                // Of what several ranks have the first one's values count.
+                let is_counted = match spans.0 {
+                    Spans::Whole => self.mesh.all.rank() == 0,
+                    Spans::Experts => self.mesh.dp.rank() == 0,
+                    Spans::Shards | Spans::ExpertParts => true,
+                };
+                Ok(Some((delayed, FoundCells { first, is_counted })))
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// Keeps what a conversion counted for the step's record. Without a backward pass there is no record.
+    pub fn keep_counts(
+        &self,
+        layer: &str,
+        tensor: &'static str,
+        conversion: record::Conversion,
+        counts: Option<&Counts<B>>,
+    ) {
+        self.keep(CountSite { layer: layer.to_owned(), tensor, conversion }, counts, None);
+    }
+
+    /// Keeps what a quantization counted, and what it found of values under scales of earlier steps.
+    pub fn keep_quantized(
+        &self,
+        layer: &str,
+        tensor: &'static str,
+        made: &Emitted<B>,
+        scales: Option<(Delayed<'_, B>, FoundCells)>,
+    ) {
+        let site = CountSite { layer: layer.to_owned(), tensor, conversion: record::Conversion::Quantize };
+        let found = scales.and_then(|(_, cells)| Some((cells, made.found.clone()?)));
+        self.keep(site, made.counts.as_ref(), found);
+    }
+
+    fn keep(&self, site: CountSite, counts: Option<&Counts<B>>, found: Option<(FoundCells, Found<B>)>) {
+        if let (true, Some(counts)) = (self.training, counts) {
+            self.counted.borrow_mut().keep(site, counts.clone(), found);
+        }
+    }
+
+    /// Does again, in the backward pass, what the forward pass has done: its counts are dropped.
+    pub fn again<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<R> {
+        let waiting = self.counted.borrow().waiting();
+        let done = work();
+        self.counted.borrow_mut().truncate(waiting);
+        done
+    }
+
+    /// Does once what `rows` rows would each have done for themselves: it counts as often.
+    pub fn counted_for<R>(&self, rows: usize, work: impl FnOnce() -> Result<R>) -> Result<R> {
+        let waiting = self.counted.borrow().waiting();
+        let done = work();
+        self.counted.borrow_mut().repeat(waiting, rows);
+        done
+    }
+}
+
+/// The numbers of what has two readers, if both are products of the same ones.
+fn of_both([first, second]: [Option<Numbers>; 2]) -> Option<Numbers> {
+    first.filter(|_| first == second)
+}
