@@ -3,7 +3,7 @@
 
 use crate::cx::Cx;
 use crate::delayed::Spans;
-use crate::record::{self, CountSite, FoundCells};
+use crate::record::{ChangeKind, CountSite, FoundCells};
 use nibble_core::formats::{BlockAxis, Purpose, Stream, fnv1a32};
 use nibble_core::ops::{
     Cast, Counts, Delayed, Dequantize, Emit, Emitted, Found, Hadamard, MeasureQuantization, Numbers,
@@ -44,6 +44,15 @@ impl<'a> LayerName<'a> {
         let Self { layer, linear } = self;
         Place { layer, tensor, linear }
     }
+}
+
+/// The scales of earlier steps of a tensor's spans, and where what is found of it goes.
+#[derive(Debug)]
+pub struct EarlierScales<'a, B: Kernels> {
+    /// The scales.
+    pub delayed: Delayed<'a, B>,
+    /// In a step's table.
+    pub cells: FoundCells,
 }
 
 impl<B: Kernels> Cx<'_, B> {
@@ -200,9 +209,9 @@ impl<B: Kernels> Cx<'_, B> {
         (planes, only_for): (Planes, Option<Numbers>),
         groups: Option<&Groups<B>>,
     ) -> Result<Emitted<B>> {
-        let (op, scales) = self.quantization(at, x, to, planes, groups)?;
+        let (op, cells) = self.quantization(at, x, to, planes, groups)?;
         let out = Quantize { only_for, ..op }.run(self.b)?;
-        self.keep_quantized(at.layer, at.tensor, &out, scales);
+        self.keep_quantized(at.layer, at.tensor, &out, cells);
         if to.rht.is_none() {
             self.measure(x, [&out.rows, &out.cols], groups)?;
         }
@@ -219,17 +228,16 @@ impl<B: Kernels> Cx<'_, B> {
         groups: Option<&Groups<B>>,
         (index, place, top_k): (&B::Buf<i32>, &B::Buf<i32>, usize),
     ) -> Result<(B::Buf<u8>, RowKind)> {
-        let (quantize, scales) = self.quantization(at, x, to, Planes::Rows, groups)?;
+        let (quantize, cells) = self.quantization(at, x, to, Planes::Rows, groups)?;
         let op = QuantizePack { quantize, index, place, top_k };
         let kind = op.kind();
         let PackedRows { bytes, counts, found } = op.run(self.b)?;
         let made = Emitted { rows: None, cols: None, counts: Some(counts), found };
-        self.keep_quantized(at.layer, at.tensor, &made, scales);
+        self.keep_quantized(at.layer, at.tensor, &made, cells);
         Ok((bytes, kind))
     }
 
-    /// What quantizes a plain tensor by itself, and the scales of earlier steps that it takes.
-    #[allow(clippy::type_complexity)] // an operation, and what is kept of it
+    /// What quantizes a plain tensor by itself, and where what it finds goes.
     fn quantization<'s>(
         &'s self,
         at: Place<'_>,
@@ -237,7 +245,7 @@ impl<B: Kernels> Cx<'_, B> {
         to: &Precision,
         planes: Planes,
         groups: Option<&'s Groups<B>>,
-    ) -> Result<(Quantize<'s, B>, Option<(Delayed<'s, B>, FoundCells)>)> {
+    ) -> Result<(Quantize<'s, B>, Option<FoundCells>)> {
         let Place { layer, tensor, linear } = at;
         let random = self.random(layer, tensor, to);
         let hadamard = to.rht.map(|transform| self.hadamard(&transform, fnv1a32(linear)));
@@ -247,8 +255,9 @@ impl<B: Kernels> Cx<'_, B> {
             true => Spans::ExpertParts,
             false => Spans::Shards,
         };
-        let scales = self.earlier_scales((layer, tensor), to, (of, op.spans()))?;
-        Ok((Quantize { delayed: scales.map(|(delayed, _)| delayed), ..op }, scales))
+        let scales = self.earlier_scales(&format!("{layer}.{tensor}"), to, of, op.spans())?;
+        let delayed = scales.as_ref().map(|scales| scales.delayed);
+        Ok((Quantize { delayed, ..op }, scales.map(|scales| scales.cells)))
     }
 
     /// In a step that measures their layer, counts what became of the values that were quantized and kept last, in each plane.
@@ -282,8 +291,9 @@ impl<B: Kernels> Cx<'_, B> {
         groups: Option<&Groups<B>>,
     ) -> Result<BlockScaled<B>> {
         let done = Transcode { x, to: to.format, axis: to.axis, rule: to.scale, groups }.run(self.b)?;
-        let conversion = record::Conversion::Transcode { from: x.format, axis: to.axis };
-        self.keep_counts(at.layer, at.tensor, conversion, Some(&done.counts));
+        let conversion = ChangeKind::Transcode { from: x.format, axis: to.axis };
+        let site = CountSite { layer: at.layer.to_owned(), tensor: at.tensor, conversion };
+        self.keep(site, Some(&done.counts), None);
         Ok(done.out)
     }
 
@@ -309,38 +319,37 @@ impl<B: Kernels> Cx<'_, B> {
         transform.hadamard(self.seed, linear, step, self.clock.as_ref())
     }
 
-    /// The scales of earlier steps of a tensor of so many spans, and where what is found of it goes, where the precision asks for them and
-    /// there are any: a forward pass alone measures, and leaves nothing.
+    /// The scales of earlier steps of the tensor of this name, which has so many spans, where the precision asks for them and there are any: a forward
+    /// pass alone measures, and leaves nothing.
     pub fn earlier_scales(
         &self,
-        (layer, tensor): (&str, &str),
+        name: &str,
         to: &Precision,
-        spans: (Spans, usize),
-    ) -> Result<Option<(Delayed<'_, B>, FoundCells)>> {
+        of: Spans,
+        spans: usize,
+    ) -> Result<Option<EarlierScales<'_, B>>> {
         match (&self.delayed, to.delayed) {
             (Some(records), Some(scaling)) if self.training => {
-                let (delayed, first) = records.of(&format!("{layer}.{tensor}"), scaling, spans.1)?;
+                let (delayed, first) = records.of(name, scaling, spans)?;
                 // Of what several ranks have the first one's values count.
-                let is_counted = match spans.0 {
+                let is_counted = match of {
                     Spans::Whole => self.mesh.all.rank() == 0,
                     Spans::Experts => self.mesh.dp.rank() == 0,
                     Spans::Shards | Spans::ExpertParts => true,
                 };
-                Ok(Some((delayed, FoundCells { first, is_counted })))
+                Ok(Some(EarlierScales { delayed, cells: FoundCells { first, is_counted } }))
             }
             _ => Ok(None),
         }
     }
 
-    /// Keeps what a conversion counted for the step's record. Without a backward pass there is no record.
-    pub fn keep_counts(
-        &self,
-        layer: &str,
-        tensor: &'static str,
-        conversion: record::Conversion,
-        counts: Option<&Counts<B>>,
-    ) {
-        self.keep(CountSite { layer: layer.to_owned(), tensor, conversion }, counts, None);
+    /// Keeps what a kernel counted that quantizes what it computes. Without a backward pass there is no record.
+    pub fn keep_counts(&self, layer: &str, tensor: &'static str, counts: Option<&Counts<B>>) {
+        self.keep(
+            CountSite { layer: layer.to_owned(), tensor, conversion: ChangeKind::Quantize },
+            counts,
+            None,
+        );
     }
 
     /// Keeps what a quantization counted, and what it found of values under scales of earlier steps.
@@ -349,10 +358,10 @@ impl<B: Kernels> Cx<'_, B> {
         layer: &str,
         tensor: &'static str,
         made: &Emitted<B>,
-        scales: Option<(Delayed<'_, B>, FoundCells)>,
+        cells: Option<FoundCells>,
     ) {
-        let site = CountSite { layer: layer.to_owned(), tensor, conversion: record::Conversion::Quantize };
-        let found = scales.and_then(|(_, cells)| Some((cells, made.found.clone()?)));
+        let site = CountSite { layer: layer.to_owned(), tensor, conversion: ChangeKind::Quantize };
+        let found = cells.and_then(|cells| Some((cells, made.found.clone()?)));
         self.keep(site, made.counts.as_ref(), found);
     }
 

@@ -7,7 +7,7 @@ use crate::delayed::Spans;
 use crate::layer_plans::LayerPlans;
 use crate::param::{OF_DGRAD, OF_FPROP};
 use crate::recompute::Scope;
-use crate::record::{Conversion, CountSite};
+use crate::record::{ChangeKind, CountSite};
 use crate::spec::{AttentionSpec, BlockSpec, FeedSpec, MlpSpec, ModelSpec, Part};
 use nibble_core::formats::{BlockAxis, DelayedScaling};
 use nibble_core::recipe::{Change, LayerKind, LayerPlan, Pass, Passes, SharedInput, Step};
@@ -115,7 +115,7 @@ impl Sites<'_> {
     fn add(
         &mut self,
         (layer, tensor): (&str, &'static str),
-        conversion: Conversion,
+        conversion: ChangeKind,
         delayed: Option<(DelayedScaling, Spans)>,
     ) -> Result<()> {
         let site = CountSite { layer: layer.to_owned(), tensor, conversion };
@@ -150,10 +150,10 @@ impl Sites<'_> {
         let to = &plan.weights;
         if to.w.format.is_block() {
             let delayed = to.w.delayed.map(|scaling| (scaling, spans));
-            self.add((weight, OF_FPROP), Conversion::Quantize, delayed)?;
+            self.add((weight, OF_FPROP), ChangeKind::Quantize, delayed)?;
         }
         if !to.is_one && to.wt.format.is_block() {
-            self.add((weight, OF_DGRAD), Conversion::Quantize, None)?;
+            self.add((weight, OF_DGRAD), ChangeKind::Quantize, None)?;
         }
         Ok(())
     }
@@ -227,16 +227,16 @@ impl Sites<'_> {
 
 /// How the record counts a change of representation; none where it does not. The kernel that writes h counts nothing, nor does the one that makes `a`
 /// again, as the forward pass has counted it.
-fn counted(change: &Change) -> Option<Conversion> {
+fn counted(change: &Change) -> Option<ChangeKind> {
     let Change { op, tensor, from, to, .. } = change;
     match (*op, *tensor) {
         ("transcode", _) => {
             let axis = if to.rows { BlockAxis::Row } else { BlockAxis::Col };
-            Some(Conversion::Transcode { from: from.format, axis })
+            Some(ChangeKind::Transcode { from: from.format, axis })
         }
         ("swiglu+quantize", "h") | ("swiglu_backward+quantize", "a") => None,
         ("quantize" | "swiglu+quantize" | "swiglu_backward+quantize" | "head_loss+quantize", _) => {
-            Some(Conversion::Quantize)
+            Some(ChangeKind::Quantize)
         }
         _ => None,
     }

@@ -8,7 +8,7 @@ mod measured;
 mod site;
 
 pub use measured::{LayerSample, Measured};
-pub use site::{Conversion, CountSite};
+pub use site::{ChangeKind, CountSite};
 
 use crate::spec::ModelSpec;
 use nibble_core::ops::{

@@ -141,10 +141,7 @@ fn assert_done(config: &Config, recipe: &Recipe, kind: DeviceKind, what: &str) {
                     == (&entry.layer, entry.kind, entry.format, entry.bytes)
             };
             let listed: Vec<_> = done.ledger.entries.iter().filter(|e| e.layer == entry.layer).collect();
-            assert!(
-                listed.iter().any(is_it),
-                "{entry:?} at {progress} among {listed:?}: {what}"
-            );
+            assert!(listed.iter().any(is_it), "{entry:?} at {progress} among {listed:?}: {what}");
         }
     }
 }

@@ -12,7 +12,7 @@ use nibble_train::metrics::Metrics;
 use nibble_train::model::Decoder;
 use nibble_train::param::{GradientPlan, Param};
 use nibble_train::recompute::Scope;
-use nibble_train::record::{Conversion, CountSite, Layout, Waiting};
+use nibble_train::record::{ChangeKind, CountSite, Layout, Waiting};
 use nibble_train::spec::ModelSpec;
 use nibble_train::trainer::Trainer;
 use rig::{SOLO, cx, small, with_recipe};
@@ -265,7 +265,7 @@ fn every_conversion_is_counted_once() {
         assert_eq!(want.is_empty(), ["f32", "bf16"].contains(&name), "{name}");
         for scopes in CHOICES {
             let got = pass(&recipe, scopes).0;
-            let transcoded = |(site, _): &&(CountSite, [u64; 3])| site.conversion != Conversion::Quantize;
+            let transcoded = |(site, _): &&(CountSite, [u64; 3])| site.conversion != ChangeKind::Quantize;
             assert!(got.iter().filter(transcoded).eq(want.iter().filter(transcoded)), "{name}, {scopes:?}");
             if !scopes.contains(&ExpertInput) {
                 assert_eq!(got, want, "{name}, {scopes:?}");

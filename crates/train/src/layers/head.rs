@@ -8,7 +8,7 @@ use crate::convert::LayerName;
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Wanted, Writes};
-use crate::record::Conversion;
+
 use crate::spec::Part;
 use nibble_core::ops::{Gemm, HeadLoss, HeadLossGrad, HeadLossOut, head_chunk};
 use nibble_core::recipe::{Layer, LayerKind, LayerPlan};
@@ -116,8 +116,8 @@ impl<B: Kernels> Head<B> {
             let grad = Some(HeadLossGrad { wt: &wt, control, dw, accumulate });
             HeadLoss { x, w: &w, codecs, targets, shards, chunk, grad }.run(cx.b)
         })?;
-        cx.keep_counts(&self.id, "x", Conversion::Quantize, out.x_counts.as_ref());
-        cx.keep_counts(&self.id, "dlogits", Conversion::Quantize, out.dlogits_counts.as_ref());
+        cx.keep_counts(&self.id, "x", out.x_counts.as_ref());
+        cx.keep_counts(&self.id, "dlogits", out.dlogits_counts.as_ref());
         let dx = out.dx.take().ok_or(Error::Defect { place: "head_loss", what: "it gives no gradient" })?;
         Ok((out, HeadSaved { layer: self.id.clone(), dx }))
     }

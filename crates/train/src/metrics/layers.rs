@@ -1,6 +1,6 @@
 //! What a step found layer by layer. It is much for a large model, so about a hundred steps of a run have such a line.
 
-use crate::record::{Conversion, Measured, Report};
+use crate::record::{ChangeKind, Measured, Report};
 use nibble_core::formats::BlockAxis;
 use serde::{Deserialize, Serialize};
 
@@ -56,8 +56,8 @@ impl LayerMetrics {
     pub(crate) fn of_step(report: &Report<'_>) -> Self {
         let sites = report.counts().map(|(site, counts)| {
             let (conversion, inexact) = match site.conversion {
-                Conversion::Quantize => ("quantize".to_owned(), None),
-                Conversion::Transcode { from, axis } => {
+                ChangeKind::Quantize => ("quantize".to_owned(), None),
+                ChangeKind::Transcode { from, axis } => {
                     (format!("{from} to {}", planes(axis)), Some(counts.inexact))
                 }
             };

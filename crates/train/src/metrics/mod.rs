@@ -11,7 +11,7 @@ mod watchdog;
 use std::collections::BTreeMap;
 
 use crate::config::Config;
-use crate::record::{Conversion, Measured, Report};
+use crate::record::{ChangeKind, Measured, Report};
 use nibble_core::formats::Format;
 use serde::{Deserialize, Serialize};
 
@@ -157,7 +157,7 @@ impl Metrics {
 
 /// Of the blocks of a format that were converted to another representation, the share that a conversion changed.
 fn inexact_fraction(report: &Report<'_>, format: Format) -> Option<f64> {
-    let converted = |conversion| matches!(conversion, Conversion::Transcode { from, .. } if from == format);
+    let converted = |conversion| matches!(conversion, ChangeKind::Transcode { from, .. } if from == format);
     let counts = report.counts().filter(|(site, _)| converted(site.conversion));
     let (blocks, inexact) = counts.fold((0, 0), |sum, (_, c)| (sum.0 + c.non_zero, sum.1 + c.inexact));
     (blocks > 0).then(|| inexact as f64 / blocks as f64)

@@ -6,7 +6,7 @@ use crate::convert::LayerName;
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
 use crate::param::{Param, Wanted};
-use crate::record::Conversion;
+
 use crate::spec::{ParamSpec, Part};
 use nibble_core::ops::{GroupedGemm, Swiglu, SwigluBackward};
 use nibble_core::recipe::{ExpertPlan, Layer, LayerKind, LayerPlan, Precision, WgradA};
@@ -155,7 +155,7 @@ impl<B: Kernels> Experts<B> {
         let save_h = h.as_ref().map(Precision::codec).transpose()?;
         let weight = Some(&plan.gate_r);
         let out = Swiglu { h: &h_rf, weight, groups: Some(groups), a: cx.emit(a)?, save_h }.run(cx.b)?;
-        cx.keep_counts(&self.name, "a", Conversion::Quantize, out.a.counts.as_ref());
+        cx.keep_counts(&self.name, "a", out.a.counts.as_ref());
         let h = out.h.map_or(Operand::Plain(h_rf), Operand::Block);
         let (a, second) = cx.convert_computed(self.of_down(), &out.a, a, Some(groups))?;
         let a_kept = keeps_a.then_some(second);
@@ -246,7 +246,7 @@ impl<B: Kernels> Experts<B> {
         };
         let (h, weight, dh) = (&saved.h, Some(&plan.gate_r), cx.emit(&layer.dh)?);
         let grads = SwigluBackward { h, da: &da_rf, weight, groups: Some(groups), dh, a }.run(cx.b)?;
-        cx.keep_counts(&self.name, "dh", Conversion::Quantize, grads.dh.counts.as_ref());
+        cx.keep_counts(&self.name, "dh", grads.dh.counts.as_ref());
         let (rows, cols) = cx.convert_computed(self.of_gate_up(), &grads.dh, &layer.dh, Some(groups))?;
         let (a, _) = match (&layer.wgrad_a, &saved.a, &grads.a) {
             (WgradA::Kept(to), Some(a), _) => cx.convert(self.of_down(), a, to, Some(groups))?,

@@ -57,15 +57,10 @@ impl<B: Kernels> OfRank<B> {
     }
 
     /// Keeps what was counted and found of them.
-    pub fn keep_counts(
-        &self,
-        cx: &Cx<'_, B>,
-        name: &str,
-        scales: Option<(Delayed<'_, B>, FoundCells)>,
-    ) -> Result<()> {
+    pub fn keep_counts(&self, cx: &Cx<'_, B>, name: &str, cells: Option<FoundCells>) -> Result<()> {
         // No other rank has these rows.
-        let scales = scales.map(|(delayed, cells)| (delayed, FoundCells { is_counted: true, ..cells }));
-        self.counted(cx.b)?.iter().for_each(|made| cx.keep_quantized(name, super::OF_FPROP, made, scales));
+        let cells = cells.map(|cells| FoundCells { is_counted: true, ..cells });
+        self.counted(cx.b)?.iter().for_each(|made| cx.keep_quantized(name, super::OF_FPROP, made, cells));
         Ok(())
     }
 

@@ -13,6 +13,7 @@ pub use gathering::{Gathering, Wanted};
 pub use gradient::{Gradient, GradientPlan, Optimized, Writes, reduce_gradients};
 pub use slices::Slices;
 
+use crate::convert::EarlierScales;
 use crate::cx::Cx;
 use crate::delayed::Spans;
 use crate::record::FoundCells;
@@ -21,9 +22,7 @@ use crate::spec::{Init, ParamSpec, Part, Update};
 use codes::OfRank;
 use gathering::{Copies, ProductCopies};
 use nibble_core::formats::{BlockAxis, Codec, Purpose, Stream, fnv1a32};
-use nibble_core::ops::{
-    Counts, Delayed, Dequantize, Emitted, InitNormal, Planes, Quantize, Random, Transpose,
-};
+use nibble_core::ops::{Counts, Dequantize, Emitted, InitNormal, Planes, Quantize, Random, Transpose};
 use nibble_core::recipe::{By, Precision, WeightPlan};
 use nibble_core::{BlockScaled, Comm, DType, Error, Kernels, Mesh, Operand, Result, Tensor};
 use shipment::{Cargo, Rows, Shipment, Whole};
@@ -337,24 +336,24 @@ impl<B: Kernels> Param<B> {
         cx: &Cx<'_, B>,
         name: &'static str,
         made: &Emitted<B>,
-        scales: Option<(Delayed<'_, B>, FoundCells)>,
+        cells: Option<FoundCells>,
     ) -> Result<()> {
         let counts = match self.replicas(cx.mesh).rank() {
             0 => made.counts.clone(),
             _ => Some(Counts::zeros(cx.b)?),
         };
-        cx.keep_quantized(&self.name, name, &Emitted { counts, ..made.clone() }, scales);
+        cx.keep_quantized(&self.name, name, &Emitted { counts, ..made.clone() }, cells);
         Ok(())
     }
 
     /// All rows quantized, and what was counted and found of them kept.
     fn quantized(&self, cx: &Cx<'_, B>, to: &Precision, whole: &Tensor<B>) -> Result<Shadow<B>> {
         let (stack, codec, scales) = (self.stack(), to.codec()?, self.earlier_scales(cx, to)?);
-        let delayed = scales.map(|(delayed, _)| delayed);
+        let delayed = scales.as_ref().map(|scales| scales.delayed);
         let random = self.random(cx, OF_FPROP, to);
         let op = Quantize { stack, delayed, random, ..Quantize::new(whole, codec, Planes::Tiles) };
         let tiles = op.run(cx.b)?;
-        self.keep_counts_once(cx, OF_FPROP, &tiles, scales)?;
+        self.keep_counts_once(cx, OF_FPROP, &tiles, scales.map(|scales| scales.cells))?;
         if self.replicas(cx.mesh).rank() == 0 {
             // The other plane is of the transposed matrices.
             cx.measure(whole, [&tiles.rows, &None], None)?;
@@ -372,23 +371,19 @@ impl<B: Kernels> Param<B> {
         amax: Option<B::Buf<f32>>,
     ) -> Result<OfRank<B>> {
         let scales = self.earlier_scales(cx, to)?;
-        let delayed = scales.map(|(delayed, _)| delayed);
+        let delayed = scales.as_ref().map(|scales| scales.delayed);
         let mine = OfRank::new(cx.b, (&self.slices, &self.master), codec, delayed, amax)?;
-        mine.keep_counts(cx, &self.name, scales)?;
+        mine.keep_counts(cx, &self.name, scales.map(|scales| scales.cells))?;
         Ok(mine)
     }
 
     /// Scales of earlier steps, where the recipe has such.
-    fn earlier_scales<'c>(
-        &self,
-        cx: &'c Cx<'_, B>,
-        to: &Precision,
-    ) -> Result<Option<(Delayed<'c, B>, FoundCells)>> {
+    fn earlier_scales<'c>(&self, cx: &'c Cx<'_, B>, to: &Precision) -> Result<Option<EarlierScales<'c, B>>> {
         let of = match self.placement {
             Placement::Replicated => Spans::Whole,
             Placement::Experts(_) => Spans::Experts,
         };
-        cx.earlier_scales((&self.name, OF_FPROP), to, (of, self.stack()))
+        cx.earlier_scales(&format!("{}.{OF_FPROP}", self.name), to, of, self.stack())
     }
 
     /// Takes its copies, of all rows as they came.

@@ -5,7 +5,7 @@ use std::fmt;
 
 /// By what a tensor changes its representation at a site.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Conversion {
+pub enum ChangeKind {
     /// A plain tensor becomes codes.
     Quantize,
     /// Codes along rows become other codes: MXFP4 is lifted, E4M3 is shifted to columns.
@@ -25,15 +25,15 @@ pub struct CountSite {
     /// The tensor.
     pub tensor: &'static str,
     /// What happens to it.
-    pub conversion: Conversion,
+    pub conversion: ChangeKind,
 }
 
 impl fmt::Display for CountSite {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}.{}", self.layer, self.tensor)?;
         match self.conversion {
-            Conversion::Quantize => Ok(()),
-            Conversion::Transcode { from, axis } => write!(f, ".{from}→{axis}"),
+            ChangeKind::Quantize => Ok(()),
+            ChangeKind::Transcode { from, axis } => write!(f, ".{from}→{axis}"),
         }
     }
 }
