@@ -11,7 +11,7 @@ use crate::config::{Combine, Config, absent};
 use crate::error::Result;
 use crate::spec::{ModelSpec, ParamSpec, Part};
 use nibble_core::Recipe;
-use nibble_core::recipe::{Product, RunSize, Section};
+use nibble_core::recipe::{LayerPlan, Passes, Product, ProductPlan, RunSize, Section};
 use std::path::Path;
 
 /// A built-in recipe by name, or a recipe file by path.
@@ -93,34 +93,33 @@ pub fn measures_nothing(config: &Config, recipe: &Recipe) -> Option<String> {
 /// Whether the blocks of transforms divide what the products of every layer contract: of wgrad whole shards, which are checked with their blocks.
 fn check_transforms(config: &Config, recipe: &Recipe) -> Result<()> {
     let spec = ModelSpec::new(&config.model);
-    spec.blocks()
-        .try_for_each(|block| block.parts().into_iter().try_for_each(|part| part_takes(part, recipe)))
+    let takes = |part: &Part| {
+        let Some(layer) = part.layer() else { return Ok(()) };
+        let points = recipe.boundaries();
+        points
+            .into_iter()
+            .try_for_each(|point| part_takes(part, &recipe.plan(&layer, point, Passes::TRAINING), recipe))
+    };
+    spec.blocks().try_for_each(|block| block.parts().into_iter().try_for_each(takes))
 }
 
 /// See [`check_transforms`].
-fn part_takes(part: &Part, recipe: &Recipe) -> Result<()> {
-    if let Some(layer) = part.layer() {
-        for progress in recipe.boundaries() {
-            let section = recipe.section(layer.kind, &layer.name, progress);
-            for product in [Product::Fprop, Product::Dgrad] {
-                let Some(transform) = section.transform(product) else { continue };
-                let contracted = |weight: &ParamSpec| match product {
-                    Product::Fprop => weight.cols.len(),
-                    _ => weight.rows.len(),
-                };
-                let odd = part.weights().iter().find(|weight| {
-                    !weight.rows.sizes.is_empty() && !contracted(weight).is_multiple_of(transform.len)
-                });
-                if let Some(weight) = odd {
-                    let (len, id, of) = (transform.len, &weight.id, contracted(weight));
-                    let why = format!(
-                        "transforms {len} numbers at a time, and {} of {id} contracts {of}",
-                        product.name()
-                    );
-                    let key = format!("{}.{}", layer.kind.name(), product.rht_key());
-                    return Err(nibble_core::Error::Recipe { recipe: recipe.name.clone(), key, why }.into());
-                }
-            }
+fn part_takes(part: &Part, plan: &LayerPlan, recipe: &Recipe) -> Result<()> {
+    let matrices: Vec<&ParamSpec> = part.weights().iter().filter(|weight| !weight.is_vector()).collect();
+    for ProductPlan { product, weight, transform, .. } in &plan.products {
+        let (Some(transform), Some(weight)) = (transform, matrices.get(*weight)) else { continue };
+        let contracted = match product {
+            Product::Fprop => weight.cols.len(),
+            Product::Dgrad => weight.rows.len(),
+            Product::Wgrad => continue,
+        };
+        if !contracted.is_multiple_of(transform.len) {
+            let (len, product_name, id) = (transform.len, product.name(), &weight.id);
+            let why = format!(
+                "transforms {len} numbers at a time, and {product_name} of {id} contracts {contracted}"
+            );
+            let key = format!("{}.{}", plan.layer.kind.name(), product.rht_key());
+            return Err(nibble_core::Error::Recipe { recipe: recipe.name.clone(), key, why }.into());
         }
     }
     Ok(())

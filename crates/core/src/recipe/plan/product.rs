@@ -2,7 +2,7 @@
 
 use crate::DType;
 use crate::ops::{Numbers, Stored};
-use crate::recipe::{LayerKind, Precision, Product, Section, Site};
+use crate::recipe::{LayerKind, Precision, Product, Section, Site, Transform};
 use nibble_formats::BlockAxis;
 
 /// One of the products of a layer.
@@ -16,6 +16,8 @@ pub struct ProductPlan {
     pub sites: [Site; 2],
     /// How they are stored.
     pub operands: [Stored; 2],
+    /// What both have undergone along the contraction.
+    pub transform: Option<Transform>,
 }
 
 impl ProductPlan {
@@ -39,7 +41,8 @@ impl ProductPlan {
             _ if b.axis == BlockAxis::Tile && b.format.spec().tiles => [BlockAxis::Row, BlockAxis::Tile],
             _ => [BlockAxis::Row; 2],
         };
-        Self { product, weight, sites, operands: [stored(&a, axes[0]), stored(&b, axes[1])] }
+        let operands = [stored(&a, axes[0]), stored(&b, axes[1])];
+        Self { product, weight, sites, operands, transform: section.transform(product) }
     }
 
     /// The numbers that it multiplies.
