@@ -1,9 +1,9 @@
 //! Quantization: which kernels make the planes, and what they take on the way.
 
-use crate::{Grouping, Temporary};
+use crate::Temporary;
 use nibble_core::formats::{BlockAxis, Codec, Element, Format, Rounding, ScaleKind, WHOLE_LINE, hadamard};
 use nibble_core::ops::{Numbers, Planes, Quantize, Stored, Taken};
-use nibble_core::{Backend, DType};
+use nibble_core::{Backend, DType, Grouping};
 use std::fmt;
 
 /// Rows and columns of a cta's square; the block of FP8.

@@ -1,10 +1,9 @@
 //! What quantization takes beside its planes, against sums by hand.
 
-use nibble_choice::Grouping;
 use nibble_choice::quantize::QuantizeDesc;
-use nibble_core::DType;
 use nibble_core::formats::{Codec, Format, Rounding};
 use nibble_core::ops::Planes;
+use nibble_core::{DType, Grouping};
 
 const ROWS: usize = 512;
 const COLS: usize = 256;

@@ -2,12 +2,13 @@
 
 use crate::memory::Buf;
 use crate::{Dry, Multiplied, Slow};
+use nibble_choice::GpuKernels;
 use nibble_choice::head_loss::TargetRows;
+use nibble_choice::products::{ProductPath, obstacle};
 use nibble_choice::quantize::QuantizeDesc;
 use nibble_choice::swiglu::{SwigluBackwardPath, SwigluPath};
 use nibble_choice::transcode::Lines;
 use nibble_choice::vocabulary::losses_temporary;
-use nibble_choice::{GpuKernels, Product};
 use nibble_core::ops::*;
 use nibble_core::{Data, Groups, Operand, PermuteMap, Plain, Result, Tensor};
 use std::ops::Range;
@@ -36,7 +37,7 @@ impl GpuKernels for Dry {
         self.plan_permute(op)
     }
 
-    fn multiply(&self, product: Product<'_, Self>, d: &mut Tensor<Self>) -> Result<()> {
+    fn multiply(&self, product: ProductArgs<'_, Self>, d: &mut Tensor<Self>) -> Result<()> {
         if !self.is_gpu() {
             return self.multiply_on_host(&product);
         }
@@ -45,10 +46,10 @@ impl GpuKernels for Dry {
             return Ok(());
         }
         self.inner.products.note(Multiplied { op: product.op, desc });
-        if let Some(why) = desc.obstacle() {
+        if let Some(why) = obstacle(&desc) {
             self.inner.slow.note(Slow { op: product.op, why, flops: desc.flops() });
         }
-        self.while_on_gpu(desc.path().temporaries())
+        self.while_on_gpu(ProductPath::of(&desc).temporaries())
     }
 
     fn sum_losses(&self, loss: &Buf<f32>, shard_nats: &Buf<f64>) -> Result<()> {

@@ -1,7 +1,7 @@
 //! What a host takes beside results.
 
 use crate::Dry;
-use nibble_choice::{Product, Temporary};
+use nibble_choice::Temporary;
 use nibble_core::formats::{BlockAxis, Codec, Format};
 use nibble_core::ops::*;
 use nibble_core::{BlockScaled, DType, Operand, Result, Tensor};
@@ -60,8 +60,8 @@ impl Dry {
         }
     }
 
-    pub(crate) fn multiply_on_host(&self, product: &Product<'_, Self>) -> Result<()> {
-        let (a, b) = product.operands;
+    pub(crate) fn multiply_on_host(&self, product: &ProductArgs<'_, Self>) -> Result<()> {
+        let (a, b) = (product.a, product.b);
         let _widened = (self.widened(a, b)?, self.widened(b, a)?);
         let matrices = product.groups.map_or(1, |groups| groups.num_groups);
         let _lifted = (self.lifted_first(a, b)?, self.lifted_second(b, a, matrices)?);

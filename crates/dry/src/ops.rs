@@ -5,11 +5,10 @@ use crate::host;
 use crate::{Dry, Slow};
 use nibble_choice::attention::{self, AttentionPath};
 use nibble_choice::norm::{self, NormRopePath};
-use nibble_choice::products::Ragged;
 use nibble_choice::quantize::QuantizeDesc;
 use nibble_choice::routing::{PlanChunks, RouteSums};
 use nibble_choice::vocabulary::{EmbedTasks, losses_temporary, sorted_tokens};
-use nibble_choice::{GpuKernels, Product, head_loss, squares, swiglu, transcode};
+use nibble_choice::{GpuKernels, head_loss, squares, swiglu, transcode};
 use nibble_core::ops::*;
 use nibble_core::{Backend, Groups, Operand, PermuteMap, Result, Tensor};
 
@@ -133,27 +132,21 @@ impl Dry {
 /// Products.
 impl Dry {
     pub(crate) fn gemm(&self, op: Gemm<'_, Self>) -> Result<Tensor<Self>> {
-        let (mut d, dims) = (op.result(self)?, op.check()?);
-        let (ragged, operands) = (Ragged::Rows, (op.a, op.b));
-        let product = Product { op: "gemm", ragged, groups: None, dims, operands, accumulate: false };
-        self.multiply(product, &mut d)?;
+        let mut d = op.result(self)?;
+        self.multiply(op.product()?, &mut d)?;
         Ok(d)
     }
 
     pub(crate) fn grouped_gemm(&self, op: GroupedGemm<'_, Self>) -> Result<Tensor<Self>> {
-        let (mut d, dims, groups) = (op.result(self)?, op.check()?, Some(op.groups));
-        let (ragged, operands) = (Ragged::Rows, (op.x, op.w));
-        let product = Product { op: "grouped_gemm", ragged, groups, dims, operands, accumulate: false };
-        self.multiply(product, &mut d)?;
+        let mut d = op.result(self)?;
+        self.multiply(op.product()?, &mut d)?;
         Ok(d)
     }
 
     pub(crate) fn grouped_wgrad(&self, op: GroupedWgrad<'_, Self>) -> Result<()> {
-        let dims = op.check()?;
-        let GroupedWgrad { dy, x, groups, grad, accumulate } = op;
+        let (product, grad) = op.product()?;
         self.make_tensor_mut(grad)?;
-        let (ragged, groups, operands) = (Ragged::Contraction, Some(groups), (dy, x));
-        self.multiply(Product { op: "grouped_wgrad", ragged, groups, dims, operands, accumulate }, grad)
+        self.multiply(product, grad)
     }
 }
 

@@ -2,9 +2,8 @@
 
 use crate::cost::{operand_sites, operands};
 use crate::one_layer::OneLayer;
-use nibble_choice::products::{ProductDesc, Ragged};
 use nibble_core::formats::BlockAxis;
-use nibble_core::ops::{Numbers, Stored};
+use nibble_core::ops::{Numbers, ProductDesc, Ragged, Stored};
 use nibble_core::recipe::{Layer, LayerKind, Pass, Precision, Product, Section, Site};
 use nibble_core::{DType, DeviceKind, Recipe, Result};
 use nibble_dry::{Dry, Multiplied};
@@ -24,7 +23,7 @@ impl LayerProduct {
     /// How its operands are stored.
     #[must_use]
     pub fn stored(&self) -> [Stored; 2] {
-        [self.desc.a, self.desc.b].map(|factor| factor.stored())
+        [self.desc.a, self.desc.b].map(|factor| factor.stored)
     }
 }
 

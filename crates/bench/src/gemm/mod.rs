@@ -52,7 +52,7 @@ pub struct Args {
     plot: Option<PathBuf>,
     /// Tries other instances of the kernels instead, and keeps the fastest in this JSON file; what it has already is tried
     /// against the chosen instance alone. Ten seconds a product, one with --quick. Nothing but the next --tune reads the file:
-    /// what is faster is put to use by letting `GroupedConfig::choose` in crates/cuda/src/ops/products/grouped_config.rs choose it.
+    /// what is faster is put to use by letting `TensorCoreConfig::choose` in crates/choice/src/products/tensor_cores.rs choose it.
     #[arg(long, value_name = "OUT", conflicts_with = "plot")]
     tune: Option<PathBuf>,
 }

@@ -45,7 +45,10 @@ pub use elementwise::{
     squares_chunks,
 };
 pub use embed::{Embed, EmbedBackward, EmbedOut};
-pub use gemm::{BF16_AGREEMENT, FP8_AGREEMENT, Gemm, GroupedGemm, GroupedWgrad, ProductDims};
+pub use gemm::{
+    BF16_AGREEMENT, FP8_AGREEMENT, Factor, Gemm, GroupedGemm, GroupedWgrad, ProductArgs, ProductDesc,
+    ProductDims, Ragged,
+};
 pub use head_loss::{HeadCodecs, HeadLoss, HeadLossChunk, HeadLossGrad, HeadLossOut, head_chunk};
 pub use measure_quantization::MeasureQuantization;
 pub use norm_rope::{NormRope, NormRopeBackward};

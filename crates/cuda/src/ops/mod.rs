@@ -60,11 +60,10 @@ pub fn shared_sizes() -> Vec<SharedSize> {
 /// Every instance that operations launch, by operation: the compile check goes through them all.
 pub fn instances() -> Vec<Instance> {
     [
-        products::grouped_config::instances(),
+        products::tensor_cores::instances(),
         products::lowered::instances(),
-        products::product_parts::instances(),
-        products::product_runs::instances(),
-        products::product_simt::instances(),
+        products::parts::instances(),
+        products::ordinary_cores::instances(),
         convert::quantize::instances(),
         convert::dequantize::instances(),
         convert::lift::instances(),

@@ -2,12 +2,11 @@
 
 use crate::config::Config;
 use crate::spec::{Part, PartKind};
-use nibble_choice::Grouping;
-use nibble_choice::products::{Factor, OperandKind, ProductDesc, ProductPath, Ragged};
-use nibble_core::DType;
+use nibble_choice::products::{Becomes, Cores, ProductPath};
 use nibble_core::formats::BlockAxis;
-use nibble_core::ops::{ProductDims, Taken};
+use nibble_core::ops::{Factor, ProductDesc, ProductDims, Ragged, Stored};
 use nibble_core::recipe::{LayerKind, Precision, Product, Section, Site};
+use nibble_core::{DType, Grouping};
 use std::fmt;
 
 /// What a GPU makes a product with.
@@ -39,12 +38,11 @@ impl Engine {
     }
 
     fn of(path: &ProductPath) -> Self {
-        let of_kind = |kind: OperandKind| if kind.is_bf16() { Self::Bf16 } else { Self::Fp8 };
-        match path {
-            ProductPath::TensorCores(desc) | ProductPath::Runs { desc, .. } => of_kind(desc.kind),
-            ProductPath::Parts(_) => Self::Bf16Parts,
-            ProductPath::Lowered(lowered) => Self::of(&lowered.product),
-            ProductPath::OrdinaryCores { .. } => Self::F32,
+        match path.cores {
+            Cores::Tensor { product, .. } if product.kind.is_bf16() => Self::Bf16,
+            Cores::Tensor { .. } => Self::Fp8,
+            Cores::Parts(_) => Self::Bf16Parts,
+            Cores::Ordinary => Self::F32,
         }
     }
 }
@@ -149,18 +147,13 @@ pub(super) fn made(
     Product::ALL.map(|product| {
         let operands = operands(product, kind, which, section, activations);
         let desc = described(config, sizes, (kind, product), *shape, &operands, activations);
-        let path = desc.path();
+        let path = ProductPath::of(&desc);
         let Shape { n, k } = *shape;
         Made {
             bits: operands.map(|p| p.format.spec().code_bits).into_iter().max().unwrap_or(0),
             engine: Engine::of(&path),
             multiply_adds: sizes.micro_batches * sizes.rows as f64 * n as f64 * k as f64,
-            decoded: match &path {
-                ProductPath::Lowered(lowered) => {
-                    sizes.micro_batches * lowered.sides.iter().map(|side| side.values() as f64).sum::<f64>()
-                }
-                _ => 0.0,
-            },
+            decoded: sizes.micro_batches * path.sides.map(Becomes::values).into_iter().sum::<usize>() as f64,
         }
     })
 }
@@ -177,9 +170,7 @@ fn described(
     let m = sizes.rows;
     let factor = |p: &Precision, axis, rows, cols| match p.dtype() {
         Some(dtype) => Factor::plain(dtype, rows, cols),
-        None => {
-            Factor { format: p.format, rule: p.scale, axis, rows, cols, shared_cols: 1, taken: Taken::AsIs }
-        }
+        None => Factor::new(Stored { format: p.format, rule: p.scale, axis }, rows, cols),
     };
     let is_expert = kind == LayerKind::Expert;
     let is_square = b.axis == BlockAxis::Tile && b.format.spec().tiles;

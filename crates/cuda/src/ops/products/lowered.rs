@@ -2,17 +2,18 @@
 //! Scales of tensors multiply the F32 sums of BF16 numbers: where the tensor cores give D at once, before it is written; else in a pass of its own
 //! (`csrc/kernels/products/scale_sums.cuh`).
 
-use super::product::{Product, Ragged, Target};
+use super::operands::Target;
 use crate::backend::Buf;
 use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, KernelArg, Launch, plain_args};
 use crate::ops::Instance;
 use crate::ops::convert::{dequantize, lift};
+use crate::ops::plain::elementwise::cast_values;
 use crate::ops::planes::type_name;
 use crate::{Buffer, Cuda, Device};
-use nibble_choice::products::{Lowered, Made};
+use nibble_choice::products::Becomes;
 use nibble_core::formats::Format;
-use nibble_core::ops::Taken;
+use nibble_core::ops::{ProductArgs, ProductDims, Ragged, Taken};
 use nibble_core::{BlockScaled, DType, Data, Error, Groups, Operand, Result, Tensor};
 use std::borrow::Cow;
 
@@ -20,51 +21,35 @@ const THREADS: usize = 256;
 /// Columns that a warp of `scale_sums` takes.
 const SEGMENT: usize = 512;
 
-/// Makes the operands, and multiplies. Rows of no group are left alone, unless the path writes every row: then they are zeros.
-pub(super) fn run(
-    path: &Lowered,
-    product: &Product<'_>,
-    (a, b): (&Operand<Cuda>, &Operand<Cuda>),
-    d: Target<'_>,
-) -> Result<()> {
-    let device = d.device().clone();
-    let [made_a, made_b] =
-        [(a, path.sides[0]), (b, path.sides[1])].map(|(x, made)| side(&device, product.op, x, made));
-    let (made_a, made_b) = (&*made_a?, &*made_b?);
-    let groups = match (path.whole_groups, product.groups) {
-        (Some(_), Some(groups)) => Some(whole_groups(&device, groups)?),
-        (_, groups) => groups.cloned(),
-    };
-    let tensor_scales = [a, b].map(|x| match x {
-        Operand::Block(q) => q.tensor_scale.as_ref().map(Buf::get),
-        Operand::Plain(_) => None,
-    });
-    let whole = Product { groups: groups.as_ref(), tensor_scales, ..*product };
-    let Some(sums) = path.sums else {
-        return whole.run_by(&path.product, (made_a, made_b), d);
-    };
-    let mut sums = device.alloc::<f32>(sums)?;
-    let to_sums = Target::F32 { values: &mut sums, accumulate: false };
-    whole.run_by(&path.product, (made_a, made_b), to_sums)?;
-    scale_sums(product, &sums, tensor_scales, d)
-}
-
 /// An operand as it is multiplied.
-fn side<'a>(
+pub(super) fn side<'a>(
     device: &Device,
     op: &'static str,
     x: &'a Operand<Cuda>,
-    made: Made,
+    becomes: Becomes,
 ) -> Result<Cow<'a, Operand<Cuda>>> {
-    Ok(match made {
-        Made::AsIs => as_taken(x)?.map_or(Cow::Borrowed(x), Cow::Owned),
-        Made::Lifted { axis, matrices, codes, scales, layout } => {
+    Ok(match becomes {
+        Becomes::AsIs => as_taken(x)?.map_or(Cow::Borrowed(x), Cow::Owned),
+        Becomes::Lifted { axis, matrices, codes, scales, layout } => {
             let plane = (codes, scales, layout);
             Cow::Owned(Operand::Block(lift::lift(device, x.block(op)?, (axis, matrices), plane)?))
         }
-        Made::Bf16(_) => Cow::Owned(Operand::Plain(dequantize::bare(device, x.block(op)?)?)),
-        Made::F32(_) => Cow::Owned(Operand::Plain(dequantize::whole(device, x.block(op)?)?)),
+        Becomes::Decoded(DType::Bf16, _) => {
+            Cow::Owned(Operand::Plain(dequantize::bare(device, x.block(op)?)?))
+        }
+        Becomes::Decoded(DType::F32, _) => {
+            Cow::Owned(Operand::Plain(dequantize::whole(device, x.block(op)?)?))
+        }
+        Becomes::Widened(_) => Cow::Owned(Operand::Plain(widened(device, x.plain(op)?)?)),
     })
+}
+
+/// BF16 numbers in F32.
+fn widened(device: &Device, x: &Tensor<Cuda>) -> Result<Tensor<Cuda>> {
+    let Data::Bf16(values) = &x.data else { return Ok(x.clone()) };
+    let wide = device.alloc(values.get().len())?;
+    cast_values(values.get(), &wide, DType::F32)?;
+    Tensor::new(Data::F32(Buf::new(wide)), x.rows, x.cols)
 }
 
 /// An operand that was quantized in the form that products take, as what it is in that form; none of others.
@@ -85,7 +70,7 @@ fn as_taken(x: &Operand<Cuda>) -> Result<Option<Operand<Cuda>>> {
 
 /// Groups as a contraction over blocks takes them, each to the end of its last whole block: what lies there are zeros, or, under a Hadamard
 /// transform, which spreads a group over whole blocks, a part of it.
-fn whole_groups(device: &Device, groups: &Groups<Cuda>) -> Result<Groups<Cuda>> {
+pub(super) fn whole_groups(device: &Device, groups: &Groups<Cuda>) -> Result<Groups<Cuda>> {
     let len = device.alloc::<i32>(groups.num_groups)?;
     let ctas = groups.num_groups.div_ceil(THREADS) as u32;
     let launch = Launch { ctas, threads: THREADS as u32, cluster: 1, shared_bytes: 0 };
@@ -117,17 +102,19 @@ struct ScaledSums {
 }
 plain_args!(ScaledSums);
 
-fn scale_sums(
-    product: &Product<'_>,
+/// F32 sums times the scales of tensors, to D or added to it.
+pub(super) fn scale_sums(
+    product: &ProductArgs<'_, Cuda>,
     sums: &Buffer<f32>,
     [of_a, of_b]: [Option<&Buffer<f32>>; 2],
     d: Target<'_>,
 ) -> Result<()> {
+    let ProductDims { m, n, k } = product.dims;
     let contraction = product.ragged == Ragged::Contraction;
     let num_groups = product.groups.map_or(1, |groups| groups.num_groups);
     let (rows_a, rows_b) = match contraction {
-        true => (product.k, product.k),
-        false => (product.m, num_groups * product.n),
+        true => (k, k),
+        false => (m, num_groups * n),
     };
     for (argument, scales, rows) in [("a", of_a, rows_a), ("b", of_b, rows_b)] {
         if let Some(scales) = scales.filter(|scales| scales.len() != rows) {
@@ -135,38 +122,33 @@ fn scale_sums(
             return Err(Error::shape(product.op, argument, got, rows));
         }
     }
-    let rows = if contraction { num_groups * product.m } else { product.m };
+    let rows = if contraction { num_groups * m } else { m };
     if i32::try_from(rows).is_err() {
         return Err(Error::shape(product.op, "rows of d", rows, format!("at most {}", i32::MAX)));
     }
-    if sums.len() != rows * product.n {
-        return Err(Error::shape(product.op, "d", sums.len(), rows * product.n));
+    if sums.len() != rows * n {
+        return Err(Error::shape(product.op, "d", sums.len(), rows * n));
     }
-    let (dtype, accumulate) = d.result();
-    let address = match &d {
-        Target::Bf16 { values, .. } => values.address(),
-        Target::F32 { values, .. } => values.address(),
-    };
     let of_groups =
         |pick: fn(&Groups<Cuda>) -> &Buf<i32>| product.groups.map_or(0, |g| pick(g).get().address());
     let arg = ScaledSums {
         sums: sums.address(),
-        d: address,
+        d: d.address,
         a_scale: of_a.map_or(0, Buffer::address),
         b_scale: of_b.map_or(0, Buffer::address),
         start: of_groups(|groups| &groups.start),
         len: of_groups(|groups| &groups.len),
         rows: rows as i32,
-        cols: product.n as i32,
+        cols: n as i32,
         groups: num_groups as i32,
-        capacity: product.k as i32,
+        capacity: k as i32,
         contraction: contraction.into(),
-        accumulate: accumulate.into(),
+        accumulate: d.accumulate.into(),
     };
-    let segments = product.n.div_ceil(SEGMENT).max(1) as u32;
+    let segments = n.div_ceil(SEGMENT).max(1) as u32;
     let ctas = (rows * segments as usize).div_ceil(THREADS / 32).max(1) as u32;
     let launch = Launch { ctas, threads: THREADS as u32, cluster: 1, shared_bytes: 0 };
-    let kernel = sums.device().kernel(&sums_spec(dtype))?;
+    let kernel = sums.device().kernel(&sums_spec(d.dtype))?;
     // SAFETY: sums and d have rows · n values, the scales one for each row that is looked up, and d is borrowed mutably.
     unsafe { kernel.launch(launch, &[&arg, &Divider::by(segments), &segments]) }
 }

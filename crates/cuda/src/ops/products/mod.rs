@@ -1,15 +1,10 @@
-//! Matrix products, dense and grouped, and the choice of their kernels.
+//! Matrix products, dense and grouped: `nibble-choice` says which path each takes, and here it is launched.
 
 pub(crate) mod gemm;
-pub(crate) mod grouped_config;
-pub(crate) mod grouped_gemm;
-pub mod grouped_product;
-pub(crate) mod grouped_wgrad;
 pub(crate) mod lowered;
-pub(crate) mod product;
-pub(crate) mod product_parts;
-pub(crate) mod product_runs;
-pub(crate) mod product_simt;
-pub mod tuning;
+mod operands;
+pub(crate) mod ordinary_cores;
+pub(crate) mod parts;
+pub mod tensor_cores;
 
-pub(crate) use {gemm::*, grouped_gemm::*, grouped_wgrad::*};
+pub(crate) use gemm::{gemm, grouped_gemm, grouped_wgrad};
