@@ -1,7 +1,7 @@
 //! What the sequences of `nibble-choice` are made of, by shape alone.
 
-use crate::memory::Buf;
-use crate::{Dry, Multiplied, Slow};
+use crate::memory::{Buf, InPlace};
+use crate::{Dry, Multiplied, Slow, ops};
 use nibble_choice::GpuKernels;
 use nibble_choice::head_loss::TargetRows;
 use nibble_choice::products::{ProductPath, obstacle};
@@ -19,9 +19,9 @@ impl GpuKernels for Dry {
         op: Quantize<'_, Self>,
         counts: Option<&Counts<Self>>,
     ) -> Result<Emitted<Self>> {
-        let Some(counts) = counts else { return self.quantize(op) };
+        let Some(counts) = counts else { return ops::quantize(self, op) };
         let out = op.uncounted_as(self, QuantizeDesc::of(&op).taken())?;
-        self.while_quantizing(&op)?;
+        ops::while_quantizing(self, &op)?;
         Ok(Emitted { counts: Some(counts.clone()), ..out })
     }
 
@@ -34,7 +34,7 @@ impl GpuKernels for Dry {
     }
 
     fn plan(&self, op: PlanPermute<'_, Self>) -> Result<PermuteMap<Self>> {
-        self.plan_permute(op)
+        ops::plan_permute(self, op)
     }
 
     fn multiply(&self, product: ProductArgs<'_, Self>, d: &mut Tensor<Self>) -> Result<()> {
@@ -57,7 +57,7 @@ impl GpuKernels for Dry {
     }
 
     fn make_sole(&self, x: &mut Tensor<Self>) -> Result<()> {
-        self.make_tensor_mut(x)
+        x.make_own(self)
     }
 
     fn rows_of(&self, x: &Tensor<Self>, rows: Range<usize>) -> Result<Tensor<Self>> {

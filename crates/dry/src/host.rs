@@ -1,6 +1,7 @@
 //! What a host takes beside results.
 
-use crate::Dry;
+use crate::memory::InPlace;
+use crate::{Dry, ops};
 use nibble_choice::Temporary;
 use nibble_core::formats::{BlockAxis, Codec, Format};
 use nibble_core::ops::*;
@@ -77,7 +78,7 @@ impl Dry {
         let _logits = Tensor::unwritten(self, DType::F32, longest, vocab)?;
         let mut beside = None;
         if let Some(grad) = &mut op.grad {
-            self.make_tensor_mut(grad.dw)?;
+            grad.dw.make_own(self)?;
             let dlogits = Tensor::unwritten(self, dtype, longest, vocab)?;
             // A shard in several chunks has a sum of its own, unless that is the gradient itself.
             let is_cut = longest < tokens / op.shards.max(1);
@@ -141,7 +142,7 @@ impl Dry {
             return Ok(made);
         }
         let x = Tensor::unwritten(self, dtype, rows, cols)?;
-        let quantize = |codec, planes| self.quantize(Quantize::new(&x, codec, planes));
+        let quantize = |codec, planes| ops::quantize(self, Quantize::new(&x, codec, planes));
         if let [Some(rows), Some(cols)] = codecs
             && rows == cols
         {

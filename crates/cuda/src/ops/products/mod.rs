@@ -8,3 +8,9 @@ pub(crate) mod parts;
 pub mod tensor_cores;
 
 pub(crate) use gemm::{gemm, grouped_gemm, grouped_wgrad};
+
+/// The instances built for it.
+pub(crate) fn instances() -> Vec<crate::ops::Instance> {
+    [tensor_cores::instances(), lowered::instances(), parts::instances(), ordinary_cores::instances()]
+        .concat()
+}
