@@ -5,7 +5,7 @@ use crate::{Dry, Multiplied, Slow, ops};
 use nibble_choice::GpuKernels;
 use nibble_choice::head_loss::TargetRows;
 use nibble_choice::products::{ProductPath, obstacle};
-use nibble_choice::quantize::QuantizeDesc;
+use nibble_choice::quantize::QuantizePath;
 use nibble_choice::swiglu::{SwigluBackwardPath, SwigluPath};
 use nibble_choice::transcode::Lines;
 use nibble_choice::vocabulary::losses_temporary;
@@ -20,7 +20,7 @@ impl GpuKernels for Dry {
         counts: Option<&Counts<Self>>,
     ) -> Result<Emitted<Self>> {
         let Some(counts) = counts else { return ops::quantize(self, op) };
-        let out = op.uncounted_as(self, QuantizeDesc::of(&op).taken())?;
+        let out = op.uncounted_as(self, QuantizePath::of_op(&op).taken)?;
         ops::while_quantizing(self, &op)?;
         Ok(Emitted { counts: Some(counts.clone()), ..out })
     }

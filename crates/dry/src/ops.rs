@@ -6,7 +6,7 @@ use crate::memory::InPlace;
 use crate::{Dry, Slow};
 use nibble_choice::attention::{self, AttentionPath};
 use nibble_choice::norm::{self, NormRopePath};
-use nibble_choice::quantize::QuantizeDesc;
+use nibble_choice::quantize::QuantizePath;
 use nibble_choice::routing::{PlanChunks, RouteSums};
 use nibble_choice::vocabulary::{EmbedTasks, losses_temporary, sorted_tokens};
 use nibble_choice::{GpuKernels, head_loss, squares, swiglu, transcode};
@@ -51,14 +51,14 @@ mod defaults {
 pub use defaults::*;
 
 pub fn quantize(dry: &Dry, op: Quantize<'_, Dry>) -> Result<Emitted<Dry>> {
-    let taken = if dry.is_gpu() { QuantizeDesc::of(&op).taken() } else { Taken::AsIs };
+    let taken = if dry.is_gpu() { QuantizePath::of_op(&op).taken } else { Taken::AsIs };
     let out = op.result_as(dry, taken)?;
     while_quantizing(dry, &op)?;
     Ok(out)
 }
 
 pub fn quantize_pack(dry: &Dry, op: QuantizePack<'_, Dry>) -> Result<PackedRows<Dry>> {
-    if dry.is_gpu() && QuantizeDesc::of(&op.quantize).packs() {
+    if dry.is_gpu() && QuantizePath::of_op(&op.quantize).packs() {
         return op.result(dry);
     }
     let made = quantize(dry, op.quantize)?;
@@ -70,7 +70,7 @@ pub fn quantize_pack(dry: &Dry, op: QuantizePack<'_, Dry>) -> Result<PackedRows<
 /// What is taken on the way.
 pub fn while_quantizing(dry: &Dry, op: &Quantize<'_, Dry>) -> Result<()> {
     let temporaries = match dry.is_gpu() {
-        true => QuantizeDesc::of(op).temporaries(),
+        true => QuantizePath::of_op(op).temporaries(),
         false => host::quantize_temporaries(op),
     };
     dry.hold(temporaries).map(drop)
