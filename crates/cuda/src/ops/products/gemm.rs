@@ -2,14 +2,17 @@
 
 use super::operands::{GroupBuffers, Matrix, Target};
 use super::tensor_cores::TensorCoreLaunch;
-use super::{lowered, ordinary_cores, parts};
+use super::{decoded, ordinary_cores, parts};
 use crate::backend::Buf;
-use crate::{Buffer, Cuda};
+use crate::ops::convert::{dequantize, lift};
+use crate::ops::plain::elementwise::cast_values;
+use crate::{Buffer, Cuda, Device};
 use nibble_choice::GpuKernels;
-use nibble_choice::products::{Cores, OperandKind, ProductPath, ScalesB, TensorCoreProduct};
-use nibble_core::formats::BlockAxis;
-use nibble_core::ops::{Gemm, GroupedGemm, GroupedWgrad, ProductArgs, Ragged};
-use nibble_core::{Operand, Result, Tensor};
+use nibble_choice::products::{Becomes, Cores, OperandKind, ProductPath, ScalesB, TensorCoreProduct};
+use nibble_core::formats::{BlockAxis, Format};
+use nibble_core::ops::{Gemm, GroupedGemm, GroupedWgrad, ProductArgs, Ragged, Taken};
+use nibble_core::{BlockScaled, DType, Data, Operand, Result, Tensor};
+use std::borrow::Cow;
 
 pub(crate) fn gemm(cuda: &Cuda, op: Gemm<'_, Cuda>) -> Result<Tensor<Cuda>> {
     let (product, mut d) = (op.product()?, op.result(cuda)?);
@@ -52,18 +55,18 @@ pub(crate) fn multiply(cuda: &Cuda, product: &ProductArgs<'_, Cuda>, d: &mut Ten
 /// the path writes every row: then they are zeros. Sizes are positive and checked.
 fn run(product: &ProductArgs<'_, Cuda>, path: &ProductPath, d: Target<'_>) -> Result<()> {
     let device = d.device.clone();
-    let side = |x, becomes| lowered::side(&device, product.op, x, becomes);
-    let (a, b) = (side(product.a, path.sides[0])?, side(product.b, path.sides[1])?);
+    let of = |x, becomes| side(&device, product.op, x, becomes);
+    let (a, b) = (of(product.a, path.sides[0])?, of(product.b, path.sides[1])?);
     let groups = match (path.whole_groups, product.groups) {
-        (Some(_), Some(groups)) => Some(lowered::whole_groups(&device, groups)?),
+        (Some(_), Some(groups)) => Some(decoded::whole_groups(&device, groups)?),
         (_, groups) => groups.cloned(),
     };
     let tensor_scales = [product.a, product.b].map(tensor_scale);
-    let product = &ProductArgs { groups: groups.as_ref(), a: &a, b: &b, ..*product };
-    let Some(sums) = path.sums else { return run_on(path.cores, product, tensor_scales, d) };
+    let multiplied = &ProductArgs { groups: groups.as_ref(), a: &a, b: &b, ..*product };
+    let Some(sums) = path.sums else { return run_on(path.cores, multiplied, tensor_scales, d) };
     let mut sums = device.alloc::<f32>(sums)?;
-    run_on(path.cores, product, tensor_scales, Target::f32(&mut sums, false))?;
-    lowered::scale_sums(product, &sums, tensor_scales, d)
+    run_on(path.cores, multiplied, tensor_scales, Target::f32(&mut sums, false))?;
+    decoded::scale_sums(product, &sums, tensor_scales, d)
 }
 
 fn run_on(
@@ -84,6 +87,53 @@ fn run_on(
         Cores::Parts(chosen) => parts::run(chosen, product, d),
         Cores::Ordinary => ordinary_cores::run(product, d),
     }
+}
+
+/// An operand as it is multiplied.
+fn side<'a>(
+    device: &Device,
+    op: &'static str,
+    x: &'a Operand<Cuda>,
+    becomes: Becomes,
+) -> Result<Cow<'a, Operand<Cuda>>> {
+    Ok(match becomes {
+        Becomes::AsIs => as_taken(x)?.map_or(Cow::Borrowed(x), Cow::Owned),
+        Becomes::Lifted { axis, matrices, codes, scales, layout } => {
+            let plane = (codes, scales, layout);
+            Cow::Owned(Operand::Block(lift::lift(device, x.block(op)?, (axis, matrices), plane)?))
+        }
+        Becomes::Decoded(DType::Bf16, _) => {
+            Cow::Owned(Operand::Plain(dequantize::bare(device, x.block(op)?)?))
+        }
+        Becomes::Decoded(DType::F32, _) => {
+            Cow::Owned(Operand::Plain(dequantize::whole(device, x.block(op)?)?))
+        }
+        Becomes::Widened(_) => Cow::Owned(Operand::Plain(widened(device, x.plain(op)?)?)),
+    })
+}
+
+/// BF16 numbers in F32.
+fn widened(device: &Device, x: &Tensor<Cuda>) -> Result<Tensor<Cuda>> {
+    let Data::Bf16(values) = &x.data else { return Ok(x.clone()) };
+    let wide = device.alloc(values.get().len())?;
+    cast_values(values.get(), &wide, DType::F32)?;
+    Tensor::new(Data::F32(Buf::new(wide)), x.rows, x.cols)
+}
+
+/// An operand that was quantized in the form that products take, as what it is in that form; none of others.
+fn as_taken(x: &Operand<Cuda>) -> Result<Option<Operand<Cuda>>> {
+    let Operand::Block(q) = x else { return Ok(None) };
+    Ok(match q.taken {
+        Taken::AsIs => None,
+        Taken::Lifted => {
+            let (format, rule) = Format::LIFTED;
+            Some(Operand::Block(BlockScaled { format, rule, taken: Taken::AsIs, ..q.clone() }))
+        }
+        Taken::Decoded => {
+            let numbers = Data::Bf16(Buf::new(q.codes.get().reinterpreted()?));
+            Some(Operand::Plain(Tensor::new(numbers, q.rows, q.cols)?))
+        }
+    })
 }
 
 fn tensor_scale(x: &Operand<Cuda>) -> Option<&Buffer<f32>> {

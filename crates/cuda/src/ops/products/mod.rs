@@ -1,7 +1,7 @@
 //! Matrix products, dense and grouped: `nibble-choice` says which path each takes, and here it is launched.
 
+pub(crate) mod decoded;
 pub(crate) mod gemm;
-pub(crate) mod lowered;
 mod operands;
 pub(crate) mod ordinary_cores;
 pub(crate) mod parts;
@@ -11,6 +11,6 @@ pub(crate) use gemm::{gemm, grouped_gemm, grouped_wgrad};
 
 /// The instances built for it.
 pub(crate) fn instances() -> Vec<crate::ops::Instance> {
-    [tensor_cores::instances(), lowered::instances(), parts::instances(), ordinary_cores::instances()]
+    [tensor_cores::instances(), decoded::instances(), parts::instances(), ordinary_cores::instances()]
         .concat()
 }

@@ -1,72 +1,19 @@
-//! Products of which an operand becomes something else first: FP8 by a lift, BF16 numbers (codes times the scales of their blocks), or F32 ones.
-//! Scales of tensors multiply the F32 sums of BF16 numbers: where the tensor cores give D at once, before it is written; else in a pass of its own
-//! (`csrc/kernels/products/scale_sums.cuh`).
+//! What products of decoded blocks take beside their operands: groups that end where a block does (`csrc/kernels/products/whole_groups.cuh`), and scales
+//! of tensors that multiply F32 sums, where the tensor cores do not multiply by them before D is written (`csrc/kernels/products/scale_sums.cuh`).
 
 use super::operands::Target;
 use crate::backend::Buf;
 use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, KernelArg, Launch, plain_args};
 use crate::ops::Instance;
-use crate::ops::convert::{dequantize, lift};
-use crate::ops::plain::elementwise::cast_values;
 use crate::ops::planes::type_name;
 use crate::{Buffer, Cuda, Device};
-use nibble_choice::products::Becomes;
-use nibble_core::formats::Format;
-use nibble_core::ops::{ProductArgs, ProductDims, Ragged, Taken};
-use nibble_core::{BlockScaled, DType, Data, Error, Groups, Operand, Result, Tensor};
-use std::borrow::Cow;
+use nibble_core::ops::{ProductArgs, ProductDims, Ragged};
+use nibble_core::{DType, Error, Groups, Result};
 
 const THREADS: usize = 256;
 /// Columns that a warp of `scale_sums` takes.
 const SEGMENT: usize = 512;
-
-/// An operand as it is multiplied.
-pub(super) fn side<'a>(
-    device: &Device,
-    op: &'static str,
-    x: &'a Operand<Cuda>,
-    becomes: Becomes,
-) -> Result<Cow<'a, Operand<Cuda>>> {
-    Ok(match becomes {
-        Becomes::AsIs => as_taken(x)?.map_or(Cow::Borrowed(x), Cow::Owned),
-        Becomes::Lifted { axis, matrices, codes, scales, layout } => {
-            let plane = (codes, scales, layout);
-            Cow::Owned(Operand::Block(lift::lift(device, x.block(op)?, (axis, matrices), plane)?))
-        }
-        Becomes::Decoded(DType::Bf16, _) => {
-            Cow::Owned(Operand::Plain(dequantize::bare(device, x.block(op)?)?))
-        }
-        Becomes::Decoded(DType::F32, _) => {
-            Cow::Owned(Operand::Plain(dequantize::whole(device, x.block(op)?)?))
-        }
-        Becomes::Widened(_) => Cow::Owned(Operand::Plain(widened(device, x.plain(op)?)?)),
-    })
-}
-
-/// BF16 numbers in F32.
-fn widened(device: &Device, x: &Tensor<Cuda>) -> Result<Tensor<Cuda>> {
-    let Data::Bf16(values) = &x.data else { return Ok(x.clone()) };
-    let wide = device.alloc(values.get().len())?;
-    cast_values(values.get(), &wide, DType::F32)?;
-    Tensor::new(Data::F32(Buf::new(wide)), x.rows, x.cols)
-}
-
-/// An operand that was quantized in the form that products take, as what it is in that form; none of others.
-fn as_taken(x: &Operand<Cuda>) -> Result<Option<Operand<Cuda>>> {
-    let Operand::Block(q) = x else { return Ok(None) };
-    Ok(match q.taken {
-        Taken::AsIs => None,
-        Taken::Lifted => {
-            let (format, rule) = Format::LIFTED;
-            Some(Operand::Block(BlockScaled { format, rule, taken: Taken::AsIs, ..q.clone() }))
-        }
-        Taken::Decoded => {
-            let numbers = Data::Bf16(Buf::new(q.codes.get().reinterpreted()?));
-            Some(Operand::Plain(Tensor::new(numbers, q.rows, q.cols)?))
-        }
-    })
-}
 
 /// Groups as a contraction over blocks takes them, each to the end of its last whole block: what lies there are zeros, or, under a Hadamard
 /// transform, which spreads a group over whole blocks, a part of it.
