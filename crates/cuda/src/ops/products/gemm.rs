@@ -54,17 +54,17 @@ pub(crate) fn multiply(cuda: &Cuda, product: &ProductArgs<'_, Cuda>, d: &mut Ten
 /// By the path that is chosen for this product: makes what its operands become, and multiplies that. Rows of no group are left alone, unless
 /// the path writes every row: then they are zeros. Sizes are positive and checked.
 fn run(product: &ProductArgs<'_, Cuda>, path: &ProductPath, d: Target<'_>) -> Result<()> {
-    let device = d.device.clone();
-    let of = |x, becomes| side(&device, product.op, x, becomes);
+    let of = |x, becomes| side(d.device, product.op, x, becomes);
     let (a, b) = (of(product.a, path.sides[0])?, of(product.b, path.sides[1])?);
-    let groups = match (path.whole_groups, product.groups) {
-        (Some(_), Some(groups)) => Some(decoded::whole_groups(&device, groups)?),
-        (_, groups) => groups.cloned(),
+    let ends = match (path.whole_groups, product.groups) {
+        (Some(_), Some(groups)) => Some(decoded::whole_groups(d.device, groups)?),
+        _ => None,
     };
+    let groups = ends.as_ref().or(product.groups);
     let tensor_scales = [product.a, product.b].map(tensor_scale);
-    let multiplied = &ProductArgs { groups: groups.as_ref(), a: &a, b: &b, ..*product };
+    let multiplied = &ProductArgs { groups, a: &a, b: &b, ..*product };
     let Some(sums) = path.sums else { return run_on(path.cores, multiplied, tensor_scales, d) };
-    let mut sums = device.alloc::<f32>(sums)?;
+    let mut sums = d.device.alloc::<f32>(sums)?;
     run_on(path.cores, multiplied, tensor_scales, Target::f32(&mut sums, false))?;
     decoded::scale_sums(product, &sums, tensor_scales, d)
 }
