@@ -2,7 +2,7 @@
 
 use super::super::gpu::{Bench, COOL_DOWN};
 use super::call::prepare;
-use super::cases::{Operands, Product, Section};
+use super::cases::{Operands, ProductCase, Section};
 use super::floor::Work;
 use crate::kernels::report::shortened;
 use nibble_command::error::{Error, Result};
@@ -64,7 +64,7 @@ pub fn run(bench: &Bench, chosen: &[Section], quick: bool, file: Output, forced:
 
 fn tried(
     bench: &Bench,
-    product: &Product,
+    product: &ProductCase,
     known: Option<TensorCoreConfig>,
     quick: bool,
 ) -> CoreResult<Found> {
