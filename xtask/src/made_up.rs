@@ -20,7 +20,7 @@ struct MadeUp {
 /// need), and an operation. Both on a CPU and on a GPU.
 const ALL: [MadeUp; 2] = [
     MadeUp { what: "format", patch: "crates/formats/tests/made_up_format.patch", files: 5 },
-    MadeUp { what: "operation", patch: "crates/core/tests/made_up_op.patch", files: 8 },
+    MadeUp { what: "operation", patch: "crates/core/tests/made_up_op.patch", files: 7 },
 ];
 
 /// What is asked of a copy that has both: arguments of `cargo test`, lines that the tests must print, and words by which kernel instances are

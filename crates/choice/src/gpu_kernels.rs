@@ -1,40 +1,12 @@
-use crate::Grouping;
 use crate::head_loss::TargetRows;
-use crate::products::{Factor, ProductDesc, Ragged};
 use crate::swiglu::{SwigluBackwardPath, SwigluPath};
 use crate::transcode::Lines;
 use nibble_core::ops::{
-    Counts, Dequantize, Emitted, PlanPermute, ProductDims, Quantize, Swiglu, SwigluBackward, SwigluGrads,
+    Counts, Dequantize, Emitted, PlanPermute, ProductArgs, Quantize, Swiglu, SwigluBackward, SwigluGrads,
     SwigluOut, Transcode, Transcoded,
 };
-use nibble_core::{Backend, DType, Groups, Operand, PermuteMap, Plain, Result, Tensor};
+use nibble_core::{Backend, Groups, Operand, PermuteMap, Plain, Result, Tensor};
 use std::ops::Range;
-
-/// A product of two operands, as longer operations ask for it.
-#[derive(Debug)]
-pub struct Product<'a, B: Backend> {
-    /// For errors.
-    pub op: &'static str,
-    /// What a group's rows are.
-    pub ragged: Ragged,
-    /// None where the product is dense.
-    pub groups: Option<&'a Groups<B>>,
-    /// As in [`crate::products::ProductDesc`].
-    pub dims: ProductDims,
-    /// A and B.
-    pub operands: (&'a Operand<B>, &'a Operand<B>),
-    /// Whether D is added to.
-    pub accumulate: bool,
-}
-
-impl<B: Backend> Product<'_, B> {
-    /// What its path depends on, with D of this type.
-    pub fn desc(&self, out: DType) -> ProductDesc {
-        let &Self { ragged, dims, accumulate, operands: (a, b), .. } = self;
-        let (groups, a, b) = (self.groups.map(Grouping::of), Factor::of(a), Factor::of(b));
-        ProductDesc { ragged, groups, dims, a, b, out, accumulate }
-    }
-}
 
 /// What the sequences of this crate are made of. `nibble-cuda` launches it. `nibble-dry` counts its memory: for a kernel that only writes what
 /// it is given there is nothing to do.
@@ -55,7 +27,7 @@ pub trait GpuKernels: Backend {
     /// Sorts.
     fn plan(&self, op: PlanPermute<'_, Self>) -> Result<PermuteMap<Self>>;
     /// Multiplies into D. Products of nothing are zeros.
-    fn multiply(&self, product: Product<'_, Self>, d: &mut Tensor<Self>) -> Result<()>;
+    fn multiply(&self, product: ProductArgs<'_, Self>, d: &mut Tensor<Self>) -> Result<()>;
     /// The losses of each shard from those of its tokens.
     fn sum_losses(&self, loss: &Self::Buf<f32>, shard_nats: &Self::Buf<f64>) -> Result<()>;
 

@@ -1,10 +1,10 @@
 //! The head's products and loss, chunk by chunk: which planes are made of which tensor, which products follow, and what lives when.
 
-use crate::products::Ragged;
-use crate::{GpuKernels, Product};
+use crate::GpuKernels;
 use nibble_core::formats::Codec;
 use nibble_core::ops::{
-    Counts, Emitted, HeadLoss, HeadLossChunk, HeadLossGrad, HeadLossOut, Planes, ProductDims, Quantize,
+    Counts, Emitted, HeadLoss, HeadLossChunk, HeadLossGrad, HeadLossOut, Planes, ProductArgs, ProductDims,
+    Quantize, Ragged,
 };
 use nibble_core::{Backend, DType, Error, Groups, Operand, Result, Tensor};
 
@@ -64,10 +64,11 @@ pub fn head_loss<B: GpuKernels>(b: &B, op: HeadLoss<'_, B>) -> Result<HeadLossOu
 fn dense<B: GpuKernels>(
     b: &B,
     dims: ProductDims,
-    operands: (&Operand<B>, &Operand<B>),
+    (x, w): (&Operand<B>, &Operand<B>),
     d: &mut Tensor<B>,
 ) -> Result<()> {
-    let product = Product { op: OP, ragged: Ragged::Rows, groups: None, dims, operands, accumulate: false };
+    let (op, ragged) = (OP, Ragged::Rows);
+    let product = ProductArgs { op, ragged, groups: None, dims, a: x, b: w, accumulate: false };
     b.multiply(product, d)
 }
 
@@ -152,13 +153,14 @@ impl<'a, B: GpuKernels> Gradients<'a, B> {
         let unknown = || Error::shape(OP, "chunk", format!("{chunk:?}"), "one of the operation's");
         let (_, groups) = groups.ok_or_else(unknown)?;
         let before = if self.sum.is_none() { self.accumulate } else { false };
-        let product = Product {
+        let product = ProductArgs {
             op: OP,
             ragged: Ragged::Contraction,
             groups: Some(groups),
             // Columns end with a whole block.
             dims: ProductDims { m: vocab, n: d, k: dlogits.cols.rows() },
-            operands: (&dlogits.cols, &x.cols),
+            a: &dlogits.cols,
+            b: &x.cols,
             accumulate: before || !chunk.is_first,
         };
         let Some(sum) = &mut self.sum else { return b.multiply(product, &mut dw) };

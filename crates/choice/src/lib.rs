@@ -16,9 +16,8 @@ pub mod swiglu;
 pub mod transcode;
 pub mod vocabulary;
 
-pub use gpu_kernels::{GpuKernels, Product};
+pub use gpu_kernels::GpuKernels;
 
-use nibble_core::{Backend, Groups};
 use std::fmt;
 
 /// Memory that an operation takes beside its results and gives back before it returns.
@@ -40,24 +39,6 @@ impl Temporary {
 impl fmt::Display for Temporary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: {} bytes", self.what, self.bytes)
-    }
-}
-
-/// What a choice depends on of an operation's groups.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Grouping {
-    /// How many there are.
-    pub count: usize,
-    /// What their starts are multiples of.
-    pub align: usize,
-    /// Rows of every group, where the host knows that they are all the same.
-    pub rows_each: Option<usize>,
-}
-
-impl Grouping {
-    /// Of these groups.
-    pub fn of<B: Backend>(groups: &Groups<B>) -> Self {
-        Self { count: groups.num_groups, align: groups.align, rows_each: groups.rows_each }
     }
 }
 

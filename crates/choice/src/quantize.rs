@@ -1,9 +1,9 @@
 //! Quantization: which kernels make the planes, and what they take on the way.
 
-use crate::{Grouping, Temporary};
+use crate::Temporary;
 use nibble_core::formats::{BlockAxis, Codec, Element, Format, Rounding, ScaleKind, WHOLE_LINE, hadamard};
 use nibble_core::ops::{Numbers, Planes, Quantize, Stored, Taken};
-use nibble_core::{Backend, DType};
+use nibble_core::{Backend, DType, Grouping};
 use std::fmt;
 
 /// Rows and columns of a cta's square; the block of FP8.
@@ -179,18 +179,6 @@ impl QuantizeDesc {
         self.codec.scale_kind()
     }
 
-    /// In what form its numbers are written: as codes, unless products alone read them and there is a kernel that makes at once what those take.
-    pub fn taken(&self) -> Taken {
-        let last = if self.is_fused() { *self } else { self.transformed() };
-        match self.asked_for() {
-            Taken::Lifted if last.by_rule().is_some_and(|kernels| kernels.lifts(self.planes)) => {
-                Taken::Lifted
-            }
-            Taken::Decoded if self.is_decoded() => Taken::Decoded,
-            _ => Taken::AsIs,
-        }
-    }
-
     /// What products make of it that alone read it.
     fn asked_for(&self) -> Taken {
         let axis = match self.planes {
@@ -213,14 +201,9 @@ impl QuantizeDesc {
         is_wanted && is_built && takes_shape && self.codec.scaling().is_default_in_blocks()
     }
 
-    /// The fast kernels that do it, if they are built and take the shape. None of them decodes.
-    pub fn fast_kernels(&self) -> Option<FastKernels> {
-        self.by_rule().filter(|_| !self.is_decoded())
-    }
-
-    /// Those that quantize so, which choose scales by their rule alone.
-    fn by_rule(&self) -> Option<FastKernels> {
-        if !self.codec.scaling().is_default() {
+    /// The fast kernels that do it, if they are built and take the shape. They choose scales by their rule alone, and none of them decodes.
+    fn fast_kernels(&self) -> Option<FastKernels> {
+        if !self.codec.scaling().is_default() || self.is_decoded() {
             return None;
         }
         let (format, element) = (self.codec.format(), self.codec.element());
@@ -247,81 +230,115 @@ impl QuantizeDesc {
         let takes_shape = self.cols.is_multiple_of(8) && whole_lines && takes_codes;
         FastKernels::all().find(|kernels| takes_shape && *kernels == wanted)
     }
+}
+
+/// Where a transform is made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TransformMade {
+    /// In memory in F32, by a kernel of its own.
+    First,
+    /// By the general kernel as it reads.
+    AsItReads,
+}
+
+/// The way of a quantization.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct QuantizePath {
+    /// What is asked.
+    pub asked: QuantizeDesc,
+    /// Where a transform is made; none where there is none, or where the kernel that quantizes makes it.
+    pub transform: Option<TransformMade>,
+    /// What is left to do once a transform has been made.
+    pub last: QuantizeDesc,
+    /// The fast kernels that do that; none where the general one does.
+    pub kernels: Option<FastKernels>,
+    /// In what form numbers are written: as codes, unless products alone read them and there is a kernel that makes at once what those take.
+    pub taken: Taken,
+}
+
+impl QuantizePath {
+    /// The path of an operation.
+    pub fn of_op<B: Backend>(op: &Quantize<'_, B>) -> Self {
+        Self::of(QuantizeDesc::of(op))
+    }
+
+    /// The path of what is asked.
+    pub fn of(asked: QuantizeDesc) -> Self {
+        let (transform, last, kernels) = match (asked.hadamard, asked.fast_kernels()) {
+            (Some(_), None) => {
+                let rows = if asked.planes == Planes::Rows { asked.rows } else { asked.capacity };
+                let last = QuantizeDesc { input: DType::F32, rows, hadamard: None, ..asked };
+                let kernels = last.fast_kernels();
+                let is_general = kernels.is_none();
+                // Where lines have one scale, their maxima are measured of a transform in memory.
+                let by_line = asked.codec.format().spec().block == WHOLE_LINE;
+                let reads = is_general && asked.planes == Planes::Cols && !by_line;
+                let transform = if reads { TransformMade::AsItReads } else { TransformMade::First };
+                (Some(transform), QuantizeDesc { ragged: asked.ragged && is_general, ..last }, kernels)
+            }
+            (_, kernels) => (None, asked, kernels),
+        };
+        let taken = match asked.asked_for() {
+            Taken::Lifted if kernels.is_some_and(|kernels| kernels.lifts(asked.planes)) => Taken::Lifted,
+            Taken::Decoded if asked.is_decoded() => Taken::Decoded,
+            _ => Taken::AsIs,
+        };
+        Self { asked, transform, last, kernels, taken }
+    }
 
     /// Whether a kernel writes these rows straight into messages; otherwise they are quantized and then packed.
     pub fn packs(&self) -> bool {
-        self.planes == Planes::Rows && self.fast_kernels().is_some_and(|kernels| kernels.packs())
-    }
-
-    /// Whether one kernel does all of it, the transform included.
-    pub fn is_fused(&self) -> bool {
-        self.hadamard.is_none() || self.fast_kernels().is_some()
-    }
-
-    /// Whether the general kernel takes it.
-    pub fn is_general(&self) -> bool {
-        self.fast_kernels().is_none()
-    }
-
-    /// What is left to do once the transform has been made, if it is made apart.
-    pub fn transformed(&self) -> Self {
-        let rows = if self.planes == Planes::Rows { self.rows } else { self.capacity };
-        let transformed = Self { input: DType::F32, rows, hadamard: None, ..*self };
-        Self { ragged: self.ragged && transformed.is_general(), ..transformed }
-    }
-
-    /// Of what [`transformed`](Self::transformed) gives: whether the general kernel makes the transform as it reads. Where lines have one scale it does
-    /// not: their maxima are measured of a transform in memory.
-    pub fn transforms_as_it_reads(&self) -> bool {
-        self.is_general() && self.planes == Planes::Cols && self.codec.format().spec().block != WHOLE_LINE
+        let is_whole = self.transform.is_none() && self.asked.planes == Planes::Rows;
+        is_whole && self.kernels.is_some_and(|kernels| kernels.packs())
     }
 
     /// The scales of the rows, whose padding to whole squares is written as well, where they come to their places by a second kernel. The fast
     /// kernels leave those of neighbouring rows together. The general one leaves record bytes as words: in their places every four bytes are a
     /// sector of their own to the L2. That pays for MX formats; NVFP4, with twice as many records, loses more by the second kernel.
     pub fn row_scales(&self) -> Option<RowScales> {
-        let (block, kind) = (self.codec.format().spec().block, self.kind());
-        if self.planes != Planes::Both || self.is_decoded() {
+        let QuantizeDesc { codec, planes, rows, cols, capacity, .. } = self.last;
+        let (block, kind) = (codec.format().spec().block, codec.scale_kind());
+        if planes != Planes::Both || self.taken == Taken::Decoded {
             return None;
         }
-        if self.is_general() {
-            let words = self.cols / block / size_of::<u32>();
+        if self.kernels.is_none() {
+            let words = cols / block / size_of::<u32>();
             let plane = RowScales {
-                lines: self.rows,
+                lines: rows,
                 blocks: words,
-                stride: self.rows.next_multiple_of(TILE),
+                stride: rows.next_multiple_of(TILE),
                 written: words,
                 bytes: size_of::<u32>(),
             };
-            return (kind == ScaleKind::E8M0 && block == 32 && self.cols.is_multiple_of(TILE))
-                .then_some(plane);
+            return (kind == ScaleKind::E8M0 && block == 32 && cols.is_multiple_of(TILE)).then_some(plane);
         }
         Some(RowScales {
-            lines: self.rows,
-            blocks: self.cols.div_ceil(block),
-            stride: self.capacity.next_multiple_of(TILE),
-            written: self.cols.next_multiple_of(TILE) / block,
+            lines: rows,
+            blocks: cols.div_ceil(block),
+            stride: capacity.next_multiple_of(TILE),
+            written: cols.next_multiple_of(TILE) / block,
             bytes: kind.bytes(),
         })
     }
 
     /// What it takes beside planes and counts, in this order, and until it is done.
     pub fn temporaries(&self) -> Vec<Temporary> {
-        if self.rows == 0 || self.cols == 0 {
+        let QuantizeDesc { stack, rows, cols, .. } = self.last;
+        if self.asked.rows == 0 || cols == 0 {
             return Vec::new();
         }
-        let last = if self.is_fused() { *self } else { self.transformed() };
-        let is_apart = !self.is_fused() && !last.transforms_as_it_reads();
-        let transformed =
-            Temporary::new("the transform in F32", last.stack * last.rows * self.cols * size_of::<f32>());
-        let mut all: Vec<_> = is_apart.then_some(transformed).into_iter().collect();
-        if last.is_general() {
-            all.extend(last.measured());
+        let transformed = Temporary::new("the transform in F32", stack * rows * cols * size_of::<f32>());
+        let is_first = self.transform == Some(TransformMade::First);
+        let mut all: Vec<_> = is_first.then_some(transformed).into_iter().collect();
+        if self.kernels.is_none() {
+            all.extend(self.last.measured());
         }
-        all.extend(last.row_scales().map(|scales| Temporary::new("the rows' scales", scales.total_bytes())));
+        all.extend(self.row_scales().map(|scales| Temporary::new("the rows' scales", scales.total_bytes())));
         all
     }
+}
 
+impl QuantizeDesc {
     /// What is measured before values are encoded under a scale for a line or for a tensor.
     fn measured(&self) -> Vec<Temporary> {
         let by_line = self.codec.format().spec().block == WHOLE_LINE;
@@ -355,14 +372,11 @@ impl QuantizeDesc {
     }
 }
 
-impl fmt::Display for QuantizeDesc {
+impl fmt::Display for QuantizePath {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let last = if self.is_fused() { *self } else { self.transformed() };
-        if !self.is_fused() && !last.transforms_as_it_reads() {
-            f.write_str("transform; ")?;
-        }
-        f.write_str(if last.is_general() { "general kernel" } else { "kernel of its own" })?;
-        f.write_str(match self.taken() {
+        f.write_str(if self.transform == Some(TransformMade::First) { "transform; " } else { "" })?;
+        f.write_str(if self.kernels.is_none() { "general kernel" } else { "kernel of its own" })?;
+        f.write_str(match self.taken {
             Taken::AsIs => "",
             Taken::Lifted => ", lifted",
             Taken::Decoded => ", decoded",

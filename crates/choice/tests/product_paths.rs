@@ -1,15 +1,14 @@
 //! Which path products take, and what they take on it, for every pair of formats.
 
-use nibble_choice::Grouping;
-use nibble_choice::products::{Factor, Fp8, OperandKind, ProductDesc, ProductPath, Ragged, ScalesB};
-use nibble_core::DType;
+use nibble_choice::products::{Cores, OperandKind, ProductPath, ScalesB, obstacle};
 use nibble_core::formats::ScaleRule::{Amax, Rceil, TensorAmax};
-use nibble_core::formats::{BlockAxis, Format, ScaleRule};
-use nibble_core::ops::{ProductDims, Taken};
+use nibble_core::formats::{BlockAxis, Element, Format, ScaleRule};
+use nibble_core::ops::{Factor, ProductDesc, ProductDims, Ragged, Stored};
+use nibble_core::{DType, Grouping};
 
 /// An operand along whose rows blocks run.
 fn rows(format: Format, rule: ScaleRule, rows: usize, cols: usize) -> Factor {
-    Factor { format, rule, axis: BlockAxis::Row, rows, cols, shared_cols: 1, taken: Taken::AsIs }
+    Factor::new(Stored { format, rule, axis: BlockAxis::Row }, rows, cols)
 }
 
 /// A dense product of 256 x 512 over 1024.
@@ -21,9 +20,9 @@ fn dense(a: (Format, ScaleRule), b: (Format, ScaleRule), out: DType) -> ProductD
 
 /// The gradient of 4 matrices of 256 x 512 from the columns of as many groups of 1024 rows.
 fn gradient(a: (Format, ScaleRule), b: (Format, ScaleRule), rows_each: Option<usize>) -> ProductDesc {
-    let col = |of: (Format, ScaleRule), cols| match of.0.is_block() {
-        true => Factor { axis: BlockAxis::Col, ..rows(of.0, of.1, 4096, cols) },
-        false => rows(of.0, of.1, 4096, cols),
+    let col = |(format, rule): (Format, ScaleRule), cols| match format.is_block() {
+        true => Factor::new(Stored { format, rule, axis: BlockAxis::Col }, 4096, cols),
+        false => rows(format, rule, 4096, cols),
     };
     ProductDesc {
         ragged: Ragged::Contraction,
@@ -37,7 +36,7 @@ fn gradient(a: (Format, ScaleRule), b: (Format, ScaleRule), rows_each: Option<us
 }
 
 fn said(product: ProductDesc) -> String {
-    product.path().to_string()
+    ProductPath::of(&product).to_string()
 }
 
 /// Every pair of formats, F32 aside, in each of the three products of a layer.
@@ -55,8 +54,8 @@ fn no_quantized_pair_is_left_to_the_ordinary_cores() {
             gradient(a, b, Some(1024)),
             ProductDesc { out: DType::Bf16, ..gradient(a, b, None) },
         ] {
-            assert_eq!(product.obstacle(), None, "{a:?} {b:?} {product:?}");
-            assert!(product.path().writes_every_row(), "{product:?}");
+            assert_eq!(obstacle(&product), None, "{a:?} {b:?} {product:?}");
+            assert!(ProductPath::of(&product).writes_every_row(), "{product:?}");
         }
     }
 }
@@ -105,8 +104,8 @@ fn the_path_of_each_pair() {
 
 /// What the tensor cores' kernel is asked, if the operands are taken as they are.
 fn asked(product: ProductDesc) -> OperandKind {
-    match product.path() {
-        ProductPath::TensorCores(desc) => desc.kind,
+    match ProductPath::of(&product) {
+        ProductPath { lowered_to: None, cores: Cores::Tensor { product, runs: 1 }, .. } => product.kind,
         path => panic!("{product:?}: {path}"),
     }
 }
@@ -116,15 +115,16 @@ fn asked(product: ProductDesc) -> OperandKind {
 fn scales_beside_e5m2_are_of_tiles_or_of_rows() {
     let (e4m3, e5m2) = ((Format::E4m3, Rceil), (Format::E5m2, Rceil));
     for (a, b, elements) in [
-        (e4m3, e4m3, [Fp8::E4m3, Fp8::E4m3]),
-        (e5m2, e4m3, [Fp8::E5m2, Fp8::E4m3]),
-        (e4m3, e5m2, [Fp8::E4m3, Fp8::E5m2]),
-        (e5m2, e5m2, [Fp8::E5m2, Fp8::E5m2]),
+        (e4m3, e4m3, [Element::E4M3, Element::E4M3]),
+        (e5m2, e4m3, [Element::E5M2, Element::E4M3]),
+        (e4m3, e5m2, [Element::E4M3, Element::E5M2]),
+        (e5m2, e5m2, [Element::E5M2, Element::E5M2]),
     ] {
         let kind = |scales| OperandKind::Fp8(elements, scales);
-        let told = |of_e4m3| if elements == [Fp8::E4m3; 2] { of_e4m3 } else { ScalesB::Floats };
+        let told = |of_e4m3| if elements == [Element::E4M3; 2] { of_e4m3 } else { ScalesB::Floats };
         let by_rows = dense(a, b, DType::Bf16);
-        let weights = Factor { axis: BlockAxis::Tile, ..by_rows.b };
+        let weights = Stored { axis: BlockAxis::Tile, ..by_rows.b.stored };
+        let weights = Factor { stored: weights, ..by_rows.b };
         assert_eq!(asked(ProductDesc { b: weights, ..by_rows }), kind(ScalesB::Tile));
         assert_eq!(asked(by_rows), kind(told(ScalesB::Powers)));
         let columns = gradient(a, b, None);
@@ -141,14 +141,14 @@ fn odd_sizes_are_named() {
     let bf16 = (Format::Bf16, Amax);
     let odd = |a, k| {
         let product = dense(a, a, DType::Bf16);
-        ProductDesc { dims: ProductDims { k, ..product.dims }, ..product }.obstacle()
+        obstacle(&ProductDesc { dims: ProductDims { k, ..product.dims }, ..product })
     };
     assert_eq!(odd(bf16, 1023).unwrap(), "k = 1023, not a multiple of 8");
     assert_eq!(odd((Format::Mxfp4, Rceil), 1020).unwrap(), "k = 1020, not a multiple of 16");
     assert_eq!(odd((Format::Mxfp8E4m3, Rceil), 1020).unwrap(), "k = 1020, not a multiple of 8");
     assert_eq!(odd((Format::E4m3, Rceil), 1016).unwrap(), "k = 1016, not a multiple of 16");
     assert_eq!(
-        dense((Format::F32, Amax), (Format::F32, Amax), DType::F32).obstacle().unwrap(),
+        obstacle(&dense((Format::F32, Amax), (Format::F32, Amax), DType::F32)).unwrap(),
         "f32 x f32 to f32"
     );
 }
@@ -156,8 +156,9 @@ fn odd_sizes_are_named() {
 /// By hand, in the order in which they are taken.
 #[test]
 fn temporaries_are_counted_by_hand() {
-    let bytes =
-        |product: ProductDesc| product.path().temporaries().iter().map(|t| t.bytes).collect::<Vec<_>>();
+    let bytes = |product: ProductDesc| {
+        ProductPath::of(&product).temporaries().iter().map(|t| t.bytes).collect::<Vec<_>>()
+    };
     let (m, n, k) = (256, 512, 1024);
     let (mxfp4, nvfp4) = ((Format::Mxfp4, Rceil), (Format::Nvfp4, TensorAmax));
     let mxfp8 = (Format::Mxfp8E4m3, Rceil);
@@ -215,10 +216,11 @@ fn scales_of_tensors_multiply_before_d_is_written() {
         let by_rows = dense(a, b, DType::Bf16);
         let groups = gradient(a, b, None);
         for product in [by_rows, ProductDesc { out: DType::F32, ..by_rows }, groups] {
-            let ProductPath::Lowered(path) = product.path() else { panic!("{product:?}") };
-            let ProductPath::TensorCores(desc) = *path.product else { panic!("{path:?}") };
-            assert_eq!((desc.kind, path.sums), (kind, None), "{product:?}");
-            assert_eq!(desc.accumulate, product.accumulate, "{product:?}");
+            let path = ProductPath::of(&product);
+            let Cores::Tensor { product: by, runs: 1 } = path.cores else { panic!("{path:?}") };
+            assert!(path.lowered_to.is_some(), "{path:?}");
+            assert_eq!((by.kind, path.sums), (kind, None), "{product:?}");
+            assert_eq!(by.accumulate, product.accumulate, "{product:?}");
         }
     }
 }

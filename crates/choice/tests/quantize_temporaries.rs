@@ -1,10 +1,9 @@
 //! What quantization takes beside its planes, against sums by hand.
 
-use nibble_choice::Grouping;
-use nibble_choice::quantize::QuantizeDesc;
-use nibble_core::DType;
+use nibble_choice::quantize::{QuantizeDesc, QuantizePath};
 use nibble_core::formats::{Codec, Format, Rounding};
 use nibble_core::ops::Planes;
+use nibble_core::{DType, Grouping};
 
 const ROWS: usize = 512;
 const COLS: usize = 256;
@@ -28,7 +27,7 @@ fn desc(format: Format, planes: Planes) -> QuantizeDesc {
 }
 
 fn bytes(desc: QuantizeDesc) -> Vec<usize> {
-    desc.temporaries().iter().map(|temporary| temporary.bytes).collect()
+    QuantizePath::of(desc).temporaries().iter().map(|temporary| temporary.bytes).collect()
 }
 
 #[test]

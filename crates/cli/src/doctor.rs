@@ -3,12 +3,12 @@
 mod links;
 mod start;
 
-use nibble_choice::products::{Factor, ProductDesc, Ragged};
+use nibble_choice::products::ProductPath;
 use nibble_command::console::bytes;
 use nibble_command::env::{self, Env};
 use nibble_command::error::Result;
 use nibble_command::say;
-use nibble_core::ops::{ProductDims, Taken};
+use nibble_core::ops::{Factor, ProductDesc, ProductDims, Ragged, Stored};
 use nibble_core::{Backend, DType, Recipe};
 use nibble_formats::WHOLE_LINE;
 use nibble_formats::{BlockAxis, Format, ScaleRule};
@@ -134,8 +134,7 @@ const PATH_WIDTH: usize = 65;
 fn product_path(format: Format) -> String {
     let (m, n, k) = (1024, 1024, 1024);
     let rule = format.spec().default_rule().unwrap_or(ScaleRule::Amax);
-    let factor =
-        Factor { format, rule, axis: BlockAxis::Row, rows: m, cols: k, shared_cols: 1, taken: Taken::AsIs };
+    let factor = Factor::new(Stored { format, rule, axis: BlockAxis::Row }, m, k);
     let product = ProductDesc {
         ragged: Ragged::Rows,
         groups: None,
@@ -145,7 +144,7 @@ fn product_path(format: Format) -> String {
         out: DType::F32,
         accumulate: false,
     };
-    product.path().to_string()
+    ProductPath::of(&product).to_string()
 }
 
 /// The size of the command itself, where the system says what it runs.

@@ -1,4 +1,4 @@
-use crate::ops::Taken;
+use crate::ops::{Stored, Taken};
 use crate::{Backend, DType, Error, Result, Tensor};
 use nibble_formats::{BlockAxis, Format, Scale, ScaleKind, ScaleLayout, ScalePlane, ScaleRule};
 
@@ -79,8 +79,8 @@ impl<B: Backend> BlockScaled<B> {
         };
         // Of rows without values a GPU writes nothing.
         let tensor_scale = || if cols == 0 { b.upload(&vec![1.0; rows]) } else { b.alloc(rows) };
-        let [codes, scales] =
-            Self::plane_bytes((format, rule), axis, (rows, cols, stack), taken, scale_layout);
+        let stored = Stored { format, rule, axis };
+        let [codes, scales] = stored.plane_bytes((rows, cols, stack), taken, scale_layout);
         Ok(Self {
             format,
             axis,
@@ -97,29 +97,9 @@ impl<B: Backend> BlockScaled<B> {
         })
     }
 
-    /// Bytes of the planes of codes and of scales, whose numbers lie in this form. Decoded ones are BF16 numbers, row by row whatever the axis, and
-    /// keep the scales of their codes.
-    fn plane_bytes(
-        (format, rule): (Format, ScaleRule),
-        axis: BlockAxis,
-        (rows, cols, stack): (usize, usize, usize),
-        taken: Taken,
-        layout: ScaleLayout,
-    ) -> [usize; 2] {
-        let (of_scales, codes) = match taken {
-            Taken::AsIs => ((format, rule), Self::code_bytes(format, axis, rows, cols)),
-            Taken::Lifted => (Format::LIFTED, Self::code_bytes(Format::LIFTED.0, axis, rows, cols)),
-            Taken::Decoded => ((format, rule), rows * cols * DType::Bf16.size_bytes()),
-        };
-        let (lines, blocks) = Self::scale_shape(of_scales.0, axis, rows, cols, stack);
-        let bytes = of_scales.0.scale_kind(of_scales.1).bytes();
-        [codes, layout.len(lines, blocks, bytes) * bytes]
-    }
-
     /// Bytes of its planes of codes and of scales, as they follow from its shape and form.
     pub fn expected_bytes(&self) -> [usize; 2] {
-        let Self { format, rule, axis, rows, cols, stack, taken, scale_layout, .. } = *self;
-        Self::plane_bytes((format, rule), axis, (rows, cols, stack), taken, scale_layout)
+        Stored::block(self).plane_bytes((self.rows, self.cols, self.stack), self.taken, self.scale_layout)
     }
 
     /// Whether its codes are there.
@@ -139,10 +119,7 @@ impl<B: Backend> BlockScaled<B> {
 
     /// Bytes of the code plane for this format, axis and shape.
     pub fn code_bytes(format: Format, axis: BlockAxis, rows: usize, cols: usize) -> usize {
-        match axis {
-            BlockAxis::Row | BlockAxis::Tile => rows * format.row_code_bytes(cols),
-            BlockAxis::Col => cols * format.row_code_bytes(rows),
-        }
+        code_bytes(format, axis, (rows, cols))
     }
 
     /// Rows and columns of the matrix of scales for this format, axis and shape: lines of codes (of `Tile`: tiles down all
@@ -154,12 +131,7 @@ impl<B: Backend> BlockScaled<B> {
         cols: usize,
         stack: usize,
     ) -> (usize, usize) {
-        let block = format.record_len(axis);
-        match axis {
-            BlockAxis::Row => (rows, cols.div_ceil(block)),
-            BlockAxis::Col => (cols, rows.div_ceil(block)),
-            BlockAxis::Tile => (stack * (rows / stack.max(1)).div_ceil(block), cols.div_ceil(block)),
-        }
+        scale_shape(format, axis, (rows, cols, stack))
     }
 
     /// Number of scales for this format, axis and shape, in a layout without padding.
@@ -244,6 +216,50 @@ impl<B: Backend> BlockScaled<B> {
             self.format,
             "its scales are not powers of two, and this conversion shifts exponents: use a power-of-two scale rule",
         ))
+    }
+}
+
+fn code_bytes(format: Format, axis: BlockAxis, (rows, cols): (usize, usize)) -> usize {
+    match axis {
+        BlockAxis::Row | BlockAxis::Tile => rows * format.row_code_bytes(cols),
+        BlockAxis::Col => cols * format.row_code_bytes(rows),
+    }
+}
+
+fn scale_shape(
+    format: Format,
+    axis: BlockAxis,
+    (rows, cols, stack): (usize, usize, usize),
+) -> (usize, usize) {
+    let block = format.record_len(axis);
+    match axis {
+        BlockAxis::Row => (rows, cols.div_ceil(block)),
+        BlockAxis::Col => (cols, rows.div_ceil(block)),
+        BlockAxis::Tile => (stack * (rows / stack.max(1)).div_ceil(block), cols.div_ceil(block)),
+    }
+}
+
+impl Stored {
+    /// Bytes of the planes of codes and of scales of a matrix, or of `stack` under each other, whose numbers lie in this form and whose scales in this
+    /// layout. Decoded ones are BF16 numbers, row by row whatever the axis, and keep the scales of their codes.
+    pub fn plane_bytes(
+        self,
+        (rows, cols, stack): (usize, usize, usize),
+        taken: Taken,
+        layout: ScaleLayout,
+    ) -> [usize; 2] {
+        let of_codes = match taken {
+            Taken::AsIs | Taken::Decoded => self,
+            Taken::Lifted => self.lifted(),
+        };
+        let Self { format, rule, axis } = of_codes;
+        let codes = match taken {
+            Taken::AsIs | Taken::Lifted => code_bytes(format, axis, (rows, cols)),
+            Taken::Decoded => rows * cols * DType::Bf16.size_bytes(),
+        };
+        let (lines, blocks) = scale_shape(format, axis, (rows, cols, stack));
+        let bytes = format.scale_kind(rule).bytes();
+        [codes, layout.len(lines, blocks, bytes) * bytes]
     }
 }
 

@@ -57,6 +57,24 @@ impl<B: Backend> Groups<B> {
     }
 }
 
+/// What a choice depends on of an operation's groups.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Grouping {
+    /// How many there are.
+    pub count: usize,
+    /// What their starts are multiples of.
+    pub align: usize,
+    /// Rows of every group, where the host knows that they are all the same.
+    pub rows_each: Option<usize>,
+}
+
+impl Grouping {
+    /// Of these groups.
+    pub fn of<B: Backend>(groups: &Groups<B>) -> Self {
+        Self { count: groups.num_groups, align: groups.align, rows_each: groups.rows_each }
+    }
+}
+
 /// The order that brings received rows to their experts, and back.
 #[derive(Debug, Clone)]
 pub struct PermuteMap<B: Backend> {

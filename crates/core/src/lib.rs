@@ -29,7 +29,7 @@ pub use block_scaled::{BlockScaled, Operand, RowKind};
 pub use comm::{Axes, Comm, Mesh, MeshShape, Peers, SoloComm, Transfer, TreeSum};
 pub use error::{Error, Result, check_range, check_runs};
 pub use exchange::{ExchangeRoom, Leg, PendingRows, RowPlan};
-pub use groups::{Groups, Occupancy, PermuteMap, round_up};
+pub use groups::{Grouping, Groups, Occupancy, PermuteMap, round_up};
 pub use heap::{HEAP_ALIGN, Heap, Segments};
 pub use kernels::Kernels;
 pub use nibble_formats as formats;

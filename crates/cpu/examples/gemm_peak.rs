@@ -9,7 +9,7 @@
 use half::bf16;
 use nibble_core::ops::ProductDims;
 use nibble_cpu::gemm::peak::{self, Dot};
-use nibble_cpu::gemm::{Data, Engine, Group, Isa, Operand, OperandScales, Output};
+use nibble_cpu::gemm::{Data, Engine, Group, Isa, OperandScales, OperandView, Output};
 use nibble_formats::ScalePlane;
 use std::time::Instant;
 
@@ -71,7 +71,7 @@ fn every_isa(peaks: &Peaks) {
     let mut out = vec![0f32; m * n];
     for isa in Isa::ALL.into_iter().filter(|isa| isa.is_supported()) {
         let engine = Engine::with_isa(isa).expect("support was asked for");
-        let operand = Operand::rows(Data::Bf16(&x), k);
+        let operand = OperandView::rows(Data::Bf16(&x), k);
         report(
             &format!("(256, 256, 256) BF16 on {isa:?}"),
             2.0 * (m * n * k) as f64,
@@ -100,10 +100,10 @@ fn dense(engine: &Engine, peaks: &Peaks, m: usize, n: usize, k: usize) {
     let mut out16 = vec![bf16::ZERO; m * n];
     let title = format!("({m}, {n}, {k})");
     report(&format!("{title} F32"), flops, peaks, Dot::F32, || {
-        let (a, b) = (Operand::rows(Data::F32(&a), k), Operand::rows(Data::F32(&b), k));
+        let (a, b) = (OperandView::rows(Data::F32(&a), k), OperandView::rows(Data::F32(&b), k));
         engine.gemm(shape, &a, &b, Output::f32(&mut out, n)).expect("the shapes agree");
     });
-    let (rows_a, rows_b) = (Operand::rows(Data::Bf16(&ha), k), Operand::rows(Data::Bf16(&hb), k));
+    let (rows_a, rows_b) = (OperandView::rows(Data::Bf16(&ha), k), OperandView::rows(Data::Bf16(&hb), k));
     report(&format!("{title} BF16 -> F32"), flops, peaks, Dot::Bf16, || {
         engine.gemm(shape, &rows_a, &rows_b, Output::f32(&mut out, n)).expect("the shapes agree");
     });
@@ -111,7 +111,7 @@ fn dense(engine: &Engine, peaks: &Peaks, m: usize, n: usize, k: usize) {
         engine.gemm(shape, &rows_a, &rows_b, Output::bf16(&mut out16, n)).expect("the shapes agree");
     });
     let (columns_a, columns_b) =
-        (Operand::transposed(Data::Bf16(&ha), m), Operand::transposed(Data::Bf16(&hb), n));
+        (OperandView::transposed(Data::Bf16(&ha), m), OperandView::transposed(Data::Bf16(&hb), n));
     report(&format!("{title} BF16, both transposed"), flops, peaks, Dot::Bf16, || {
         engine.gemm(shape, &columns_a, &columns_b, Output::f32(&mut out, n)).expect("the shapes agree");
     });
@@ -119,12 +119,12 @@ fn dense(engine: &Engine, peaks: &Peaks, m: usize, n: usize, k: usize) {
     for block in [128, 32] {
         let blocks = k.div_ceil(block);
         let (sa, sb) = (vec![120u8; m * blocks], vec![121u8; n * blocks]);
-        let a = Operand::rows(Data::E4m3(&codes_a), k).scaled(OperandScales::rows(
+        let a = OperandView::rows(Data::E4m3(&codes_a), k).scaled(OperandScales::rows(
             ScalePlane::powers(&sa),
             block,
             blocks,
         ));
-        let b = Operand::rows(Data::E4m3(&codes_b), k).scaled(OperandScales::tiles(
+        let b = OperandView::rows(Data::E4m3(&codes_b), k).scaled(OperandScales::tiles(
             ScalePlane::powers(&sb),
             block,
             blocks,
@@ -151,19 +151,20 @@ fn groups(engine: &Engine, peaks: &Peaks) {
     let w: Vec<bf16> = narrow(&values(lens.len() * n * k).collect::<Vec<_>>());
     let mut y = vec![bf16::ZERO; rows * n];
     let mut dw = vec![0f32; lens.len() * n * k];
-    let weights: Vec<_> = (0..lens.len()).map(|g| Operand::rows(Data::Bf16(&w), k).at(g * n * k)).collect();
-    let a = Operand::rows(Data::Bf16(&x), k);
+    let weights: Vec<_> =
+        (0..lens.len()).map(|g| OperandView::rows(Data::Bf16(&w), k).at(g * n * k)).collect();
+    let a = OperandView::rows(Data::Bf16(&x), k);
     report("groups of 100-300: fprop BF16 (384, 128)", flops, peaks, Dot::Bf16, || {
         engine.grouped(&groups, n, k, &a, &weights, Output::bf16(&mut y, n)).expect("the shapes agree");
     });
-    let (a, b) = (Operand::transposed(Data::Bf16(&dy), n), Operand::transposed(Data::Bf16(&x), k));
+    let (a, b) = (OperandView::transposed(Data::Bf16(&dy), n), OperandView::transposed(Data::Bf16(&x), k));
     report("groups of 100-300: wgrad BF16 (384, 128)", flops, peaks, Dot::Bf16, || {
         engine.ragged(&groups, n, k, &a, &b, Output::f32(&mut dw, k)).expect("the shapes agree");
     });
     let (dy, x, scales) = (codes(rows * n), codes(rows * k), vec![120u8; n * rows / 128]);
     let scales = OperandScales::rows(ScalePlane::powers(&scales), 128, rows / 128);
-    let a = Operand::rows(Data::E4m3(&dy), rows).scaled(scales);
-    let b = Operand::rows(Data::E4m3(&x), rows).scaled(scales);
+    let a = OperandView::rows(Data::E4m3(&dy), rows).scaled(scales);
+    let b = OperandView::rows(Data::E4m3(&x), rows).scaled(scales);
     report("groups of 100-300: wgrad E4M3 (384, 128)", flops, peaks, Dot::Bf16, || {
         engine.ragged(&groups, n, k, &a, &b, Output::f32(&mut dw, k)).expect("the shapes agree");
     });

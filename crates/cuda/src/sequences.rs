@@ -3,14 +3,14 @@
 use crate::Cuda;
 use crate::backend::Buf;
 use crate::ops::convert::{quantize, transcode};
-use crate::ops::products::product::{Product, Target};
+use crate::ops::products::gemm;
 use crate::ops::routing::plan_permute::plan_permute;
 use crate::ops::swiglu::{launch_swiglu, swiglu_backward::launch_swiglu_backward};
 use crate::ops::vocabulary::{cross_entropy, head_loss};
+use nibble_choice::GpuKernels;
 use nibble_choice::head_loss::TargetRows;
 use nibble_choice::swiglu::{SwigluBackwardPath, SwigluPath};
 use nibble_choice::transcode::Lines;
-use nibble_choice::{GpuKernels, Product as AskedProduct};
 use nibble_core::ops::*;
 use nibble_core::{Data, Groups, Operand, PermuteMap, Plain, Result, Tensor};
 use std::ops::Range;
@@ -49,21 +49,8 @@ impl GpuKernels for Cuda {
         plan_permute(self, op)
     }
 
-    fn multiply(&self, product: AskedProduct<'_, Self>, d: &mut Tensor<Self>) -> Result<()> {
-        let AskedProduct { op, ragged, groups, dims, operands: (a, b), accumulate } = product;
-        let ProductDims { m, n, k } = dims;
-        if m * n == 0 || d.rows * d.cols == 0 {
-            return Ok(());
-        }
-        match (k, accumulate) {
-            (0, true) => Ok(()),
-            (0, false) => self.clear_tensor(d),
-            _ => Product { op, ragged, groups, m, n, k, tensor_scales: [None; 2] }.run(
-                a,
-                b,
-                Target::of(d, accumulate),
-            ),
-        }
+    fn multiply(&self, product: ProductArgs<'_, Self>, d: &mut Tensor<Self>) -> Result<()> {
+        gemm::multiply(self, &product, d)
     }
 
     fn sum_losses(&self, loss: &Buf<f32>, shard_nats: &Buf<f64>) -> Result<()> {

@@ -9,14 +9,14 @@ mod check;
 
 use gpu::device;
 use half::bf16;
-use nibble_core::formats::{BlockAxis, Format, ScaleRule};
-use nibble_core::ops::{Cast, GroupedWgrad, Transcode};
-use nibble_core::{Backend, BlockScaled, DType, Groups, Operand as Matrix, RowKind, Tensor};
+use nibble_core::formats::{BlockAxis, Element, Format, ScaleRule};
+use nibble_core::ops::{Cast, GroupedWgrad, Ragged, Transcode};
+use nibble_core::{Backend, BlockScaled, DType, Groups, Operand, RowKind, Tensor};
 use nibble_cuda::Cuda;
-use nibble_cuda::ops::products::grouped_product::{
-    GroupedConfig, GroupedDesc, GroupedProduct, Operand, OperandKind, Out, Ragged, Target,
+use nibble_cuda::ops::products::tensor_cores::{
+    Matrix, OperandKind, ScaleValues, ScalesB, StridedScales, Target, TensorCoreConfig, TensorCoreLaunch,
+    TensorCoreProduct,
 };
-use nibble_cuda::ops::products::grouped_product::{ScaleValues, ScalesB, StridedScales};
 
 #[test]
 fn right_at_every_edge() {
@@ -38,13 +38,13 @@ fn capacity_changes_no_bit() {
     let mut met = std::collections::BTreeSet::new();
     for case in check::small() {
         let desc = case.desc();
-        let mut configs: Vec<GroupedConfig> = Vec::new();
+        let mut configs: Vec<TensorCoreConfig> = Vec::new();
         for rows in (0..24).map(|i| 1usize << i) {
             let with = match case.ragged {
-                Ragged::Rows => GroupedDesc { m: rows, ..desc },
-                Ragged::Contraction => GroupedDesc { k: rows, ..desc },
+                Ragged::Rows => TensorCoreProduct { m: rows, ..desc },
+                Ragged::Contraction => TensorCoreProduct { k: rows, ..desc },
             };
-            let config = GroupedConfig::choose(&with, device.info());
+            let config = TensorCoreConfig::choose(&with);
             if !configs.contains(&config) {
                 configs.push(config);
             }
@@ -72,10 +72,10 @@ fn capacity_changes_no_bit() {
 #[test]
 fn wrong_operands_are_named() {
     let Some(device) = device("argument checks on device buffers") else { return };
-    let desc = GroupedDesc {
+    let desc = TensorCoreProduct {
         ragged: Ragged::Rows,
         kind: OperandKind::e4m3(ScalesB::Tile),
-        out: Out::F32,
+        out: DType::F32,
         accumulate: false,
         transposed: false,
         groups: 1,
@@ -88,19 +88,20 @@ fn wrong_operands_are_named() {
     let all = StridedScales::row_major(ScaleValues::f32(&scales), 1);
     let few = StridedScales::row_major(ScaleValues::e8m0(&short), 2);
     let plain = device.filled(16 * 128, 0).unwrap();
-    let (good, mut d) = (Operand::Fp8(&codes, all), device.filled(16 * 16, 0).unwrap());
+    let (good, mut d) = (Matrix::codes(Element::E4M3, &codes, all), device.filled(16 * 16, 0).unwrap());
     for (a, b, argument) in [
-        (good, Operand::Fp8(&short, all), "`b`"),
-        (Operand::Fp8(&codes, few), good, "`a`"),
-        (good, Operand::Bf16(&plain), "`b`"),
+        (good, Matrix::codes(Element::E4M3, &short, all), "`b`"),
+        (Matrix::codes(Element::E4M3, &codes, few), good, "`a`"),
+        (good, Matrix::bf16(&plain), "`b`"),
     ] {
-        let target = Target::F32 { values: &mut d, accumulate: false };
-        let error = GroupedProduct { desc, groups: None, a, b, d: target }.run().unwrap_err().to_string();
+        let target = Target::f32(&mut d, false);
+        let error =
+            TensorCoreLaunch { product: desc, groups: None, a, b, d: target }.run().unwrap_err().to_string();
         assert!(error.contains(argument), "{argument}: {error}");
     }
-    let target = Target::F32 { values: &mut d, accumulate: true };
-    let product = GroupedProduct { desc, groups: None, a: good, b: good, d: target };
-    let error = product.run_with(GroupedConfig::choose(&desc, device.info())).unwrap_err().to_string();
+    let target = Target::f32(&mut d, true);
+    let product = TensorCoreLaunch { product: desc, groups: None, a: good, b: good, d: target };
+    let error = product.run_with(TensorCoreConfig::choose(&desc)).unwrap_err().to_string();
     assert!(error.contains("accumulate"), "{error}");
 }
 
@@ -148,7 +149,7 @@ fn gradient(
     mut grad: Tensor<Cuda>,
     accumulate: bool,
 ) -> Vec<f32> {
-    let (dy, x) = (Matrix::Block(dy.clone()), Matrix::Block(x.clone()));
+    let (dy, x) = (Operand::Block(dy.clone()), Operand::Block(x.clone()));
     GroupedWgrad { dy: &dy, x: &x, groups, grad: &mut grad, accumulate }.run(cuda).unwrap();
     grad.to_f32_vec(cuda).unwrap()
 }

@@ -1,7 +1,7 @@
 //! Memory and order: what [`Backend`] asks.
 
 use crate::Dry;
-use crate::memory::{Arena, Buf};
+use crate::memory::{Arena, Buf, InPlace};
 use nibble_core::{
     Backend, DeviceKind, Error, Lines, MemoryStats, Plain, Result, Room, Traffic, ValueRun, check_range,
     check_runs,
@@ -88,7 +88,7 @@ impl Backend for Dry {
 
     fn write<T: Plain>(&self, buf: &mut Buf<T>, at: usize, values: &[T]) -> Result<()> {
         check_range("write", buf.len(), at..at.saturating_add(values.len()))?;
-        self.make_mut(buf)
+        buf.make_own(self)
     }
 
     fn copy<T: Plain>(&self, from: &Buf<T>, range: Range<usize>, to: &mut Buf<T>, at: usize) -> Result<()> {
@@ -122,7 +122,7 @@ impl Backend for Dry {
     }
 
     fn clear<T: Plain>(&self, buf: &mut Buf<T>) -> Result<()> {
-        self.make_mut(buf)
+        buf.make_own(self)
     }
 
     fn begin_download<T: Plain>(&self, buf: &Buf<T>, range: Range<usize>) -> Result<Vec<T>> {

@@ -1,7 +1,7 @@
 //! Ranks by their number.
 
 use crate::Dry;
-use crate::memory::Buf;
+use crate::memory::{Buf, InPlace};
 use nibble_core::{Comm, Error, Plain, Result, Transfer, TreeSum};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -85,7 +85,7 @@ impl Comm<Dry> for DryComm {
         mut into: Buf<u8>,
     ) -> Result<Transfer<Dry, Buf<u8>>> {
         self.send(b, "all_to_all_v", |rank| to.get(rank).map_or(0, |rows| rows * row_bytes));
-        b.make_mut(&mut into)?;
+        into.make_own(b)?;
         Ok(Transfer::new(move |_: &Dry| {
             let _send = send;
             Ok(into)
@@ -102,8 +102,7 @@ impl Comm<Dry> for DryComm {
         let received: Buf<f32> = b.buf(mine * self.world)?;
         Ok(Transfer::new(move |b: &Dry| {
             let _received = received;
-            let written =
-                sums.into_iter().map(|TreeSum { mut into, .. }| b.make_mut(&mut into).map(|()| into));
+            let written = sums.into_iter().map(|TreeSum { mut into, .. }| into.make_own(b).map(|()| into));
             written.collect()
         }))
     }
@@ -117,7 +116,7 @@ impl Comm<Dry> for DryComm {
         mut into: Buf<u8>,
     ) -> Result<Transfer<Dry, Buf<u8>>> {
         self.send(b, "all_gather_parts", |_| mine.len());
-        b.make_mut(&mut into)?;
+        into.make_own(b)?;
         Ok(Transfer::new(move |_| {
             drop(mine);
             Ok(into)

@@ -1,13 +1,14 @@
 //! What the sequences of `nibble-choice` are made of, by shape alone.
 
-use crate::memory::Buf;
-use crate::{Dry, Multiplied, Slow};
+use crate::memory::{Buf, InPlace};
+use crate::{Dry, Multiplied, Slow, ops};
+use nibble_choice::GpuKernels;
 use nibble_choice::head_loss::TargetRows;
-use nibble_choice::quantize::QuantizeDesc;
+use nibble_choice::products::{ProductPath, obstacle};
+use nibble_choice::quantize::QuantizePath;
 use nibble_choice::swiglu::{SwigluBackwardPath, SwigluPath};
 use nibble_choice::transcode::Lines;
 use nibble_choice::vocabulary::losses_temporary;
-use nibble_choice::{GpuKernels, Product};
 use nibble_core::ops::*;
 use nibble_core::{Data, Groups, Operand, PermuteMap, Plain, Result, Tensor};
 use std::ops::Range;
@@ -18,9 +19,9 @@ impl GpuKernels for Dry {
         op: Quantize<'_, Self>,
         counts: Option<&Counts<Self>>,
     ) -> Result<Emitted<Self>> {
-        let Some(counts) = counts else { return self.quantize(op) };
-        let out = op.uncounted_as(self, QuantizeDesc::of(&op).taken())?;
-        self.while_quantizing(&op)?;
+        let Some(counts) = counts else { return ops::quantize(self, op) };
+        let out = op.uncounted_as(self, QuantizePath::of_op(&op).taken)?;
+        ops::while_quantizing(self, &op)?;
         Ok(Emitted { counts: Some(counts.clone()), ..out })
     }
 
@@ -33,10 +34,10 @@ impl GpuKernels for Dry {
     }
 
     fn plan(&self, op: PlanPermute<'_, Self>) -> Result<PermuteMap<Self>> {
-        self.plan_permute(op)
+        ops::plan_permute(self, op)
     }
 
-    fn multiply(&self, product: Product<'_, Self>, d: &mut Tensor<Self>) -> Result<()> {
+    fn multiply(&self, product: ProductArgs<'_, Self>, d: &mut Tensor<Self>) -> Result<()> {
         if !self.is_gpu() {
             return self.multiply_on_host(&product);
         }
@@ -45,10 +46,10 @@ impl GpuKernels for Dry {
             return Ok(());
         }
         self.inner.products.note(Multiplied { op: product.op, desc });
-        if let Some(why) = desc.obstacle() {
+        if let Some(why) = obstacle(&desc) {
             self.inner.slow.note(Slow { op: product.op, why, flops: desc.flops() });
         }
-        self.while_on_gpu(desc.path().temporaries())
+        self.while_on_gpu(ProductPath::of(&desc).temporaries())
     }
 
     fn sum_losses(&self, loss: &Buf<f32>, shard_nats: &Buf<f64>) -> Result<()> {
@@ -56,7 +57,7 @@ impl GpuKernels for Dry {
     }
 
     fn make_sole(&self, x: &mut Tensor<Self>) -> Result<()> {
-        self.make_tensor_mut(x)
+        x.make_own(self)
     }
 
     fn rows_of(&self, x: &Tensor<Self>, rows: Range<usize>) -> Result<Tensor<Self>> {

@@ -1,7 +1,8 @@
 //! What a host takes beside results.
 
-use crate::Dry;
-use nibble_choice::{Product, Temporary};
+use crate::memory::InPlace;
+use crate::{Dry, ops};
+use nibble_choice::Temporary;
 use nibble_core::formats::{BlockAxis, Codec, Format};
 use nibble_core::ops::*;
 use nibble_core::{BlockScaled, DType, Operand, Result, Tensor};
@@ -60,8 +61,8 @@ impl Dry {
         }
     }
 
-    pub(crate) fn multiply_on_host(&self, product: &Product<'_, Self>) -> Result<()> {
-        let (a, b) = product.operands;
+    pub(crate) fn multiply_on_host(&self, product: &ProductArgs<'_, Self>) -> Result<()> {
+        let (a, b) = (product.a, product.b);
         let _widened = (self.widened(a, b)?, self.widened(b, a)?);
         let matrices = product.groups.map_or(1, |groups| groups.num_groups);
         let _lifted = (self.lifted_first(a, b)?, self.lifted_second(b, a, matrices)?);
@@ -77,7 +78,7 @@ impl Dry {
         let _logits = Tensor::unwritten(self, DType::F32, longest, vocab)?;
         let mut beside = None;
         if let Some(grad) = &mut op.grad {
-            self.make_tensor_mut(grad.dw)?;
+            grad.dw.make_own(self)?;
             let dlogits = Tensor::unwritten(self, dtype, longest, vocab)?;
             // A shard in several chunks has a sum of its own, unless that is the gradient itself.
             let is_cut = longest < tokens / op.shards.max(1);
@@ -141,7 +142,7 @@ impl Dry {
             return Ok(made);
         }
         let x = Tensor::unwritten(self, dtype, rows, cols)?;
-        let quantize = |codec, planes| self.quantize(Quantize::new(&x, codec, planes));
+        let quantize = |codec, planes| ops::quantize(self, Quantize::new(&x, codec, planes));
         if let [Some(rows), Some(cols)] = codecs
             && rows == cols
         {

@@ -1,17 +1,14 @@
 //! The operations: what each must do is noted, if somebody asks, and then the buffers are made that it makes.
 
-use crate::{Call, Dry, op_work};
+use crate::{Call, Dry, op_work, ops};
 use nibble_core::ops::*;
 use nibble_core::{Groups, Kernels, Operand, PermuteMap, Result, Tensor, for_each_op};
 
 macro_rules! methods {
     (() $($name:ident($args:ty) -> $out:ty { $($fields:tt)* })*) => {$(
-        // An operation that `Dry` has no method of its own for would call this one.
-        #[deny(unconditional_recursion)]
         fn $name(&self, op: $args) -> Result<$out> {
             let counted = self.inner.calls.is_asked().then(|| op_work::$name(&op));
-            // What makes the buffers: `Dry`'s own method of this name, and not this one of the trait.
-            let out = Dry::$name(self, op)?;
+            let out = ops::$name(self, op)?;
             if let Some(counted) = counted {
                 let work = counted.work.writes(counted.rows, &[&out]);
                 self.inner.calls.note(Call { op: stringify!($name), work });

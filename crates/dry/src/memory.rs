@@ -286,20 +286,28 @@ impl Dry {
         let left = self.inner.counters.lock().unwrap_or_else(PoisonError::into_inner).take();
         drop(left);
     }
+}
 
-    /// Room for a copy, where another handle shares what is to be written.
-    pub(crate) fn make_tensor_mut(&self, x: &mut Tensor<Self>) -> Result<()> {
-        match &mut x.data {
-            Data::F32(values) => self.make_mut(values),
-            Data::Bf16(values) => self.make_mut(values),
-        }
-    }
+/// What is written in place.
+pub(crate) trait InPlace {
+    /// A copy, where another handle shares the bytes.
+    fn make_own(&mut self, dry: &Dry) -> Result<()>;
+}
 
-    /// A copy, where another handle shares the bytes, as for a write in place.
-    pub(crate) fn make_mut<T: Plain>(&self, buf: &mut Buf<T>) -> Result<()> {
-        if Arc::get_mut(&mut buf.storage).is_none() {
-            *buf = self.buf(buf.len)?;
+impl<T: Plain> InPlace for Buf<T> {
+    fn make_own(&mut self, dry: &Dry) -> Result<()> {
+        if Arc::get_mut(&mut self.storage).is_none() {
+            *self = dry.buf(self.len)?;
         }
         Ok(())
+    }
+}
+
+impl InPlace for Tensor<Dry> {
+    fn make_own(&mut self, dry: &Dry) -> Result<()> {
+        match &mut self.data {
+            Data::F32(values) => values.make_own(dry),
+            Data::Bf16(values) => values.make_own(dry),
+        }
     }
 }

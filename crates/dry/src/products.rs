@@ -1,7 +1,7 @@
 //! The products of some work, and which of them a GPU is slow at.
 
 use crate::Dry;
-use nibble_choice::products::ProductDesc;
+use nibble_core::ops::ProductDesc;
 
 /// A product, as a GPU's choice of paths knows it.
 #[derive(Debug, Clone, PartialEq)]

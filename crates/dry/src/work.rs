@@ -4,7 +4,7 @@ use crate::Dry;
 use crate::memory::Buf;
 use nibble_core::formats::{Format, ScaleKind};
 use nibble_core::ops::*;
-use nibble_core::{BlockScaled, Groups, Operand, PermuteMap, Plain, Result, Tensor};
+use nibble_core::{BlockScaled, Groups, Operand, PermuteMap, Plain, Result, Tensor, for_each_result};
 use std::ops::{Add, AddAssign};
 
 /// An operation that was issued.
@@ -193,36 +193,36 @@ impl Bytes for () {
     }
 }
 
-/// `Bytes` of a structure: those of these parts of it.
-macro_rules! parts {
-    ($($name:ident { $($part:ident),+ })+) => {
-        $(impl Bytes for $name<Dry> {
+/// A part of what an operation returns, as the list of results calls it; counters are too few to count.
+macro_rules! part {
+    (counts, $x:expr, $rows:ident) => {
+        0
+    };
+    (counter, $x:expr, $rows:ident) => {
+        0
+    };
+    ($kind:ident $(($of:ident))?, $x:expr, $rows:ident) => {
+        $x.bytes_of($rows)
+    };
+}
+
+macro_rules! results {
+    ($($out:ident { $($name:ident: $kind:ident $(($of:ident))?),+ })+) => {
+        $(impl Bytes for $out<Dry> {
+            #[allow(unused_variables)] // of counters alone
             fn bytes_of(&self, rows: Option<usize>) -> u64 {
-                0 $(+ self.$part.bytes_of(rows))+
+                0 $(+ part!($kind $(($of))?, self.$name, rows))+
             }
         })+
     };
 }
 
-parts! {
-    Emitted { rows, cols }
-    PackedRows { bytes }
-    Transcoded { out, transposed }
-    Routing { expert, weight, kept, log_sum_exp, load, losses }
-    SlotRanks { rank, first, counts }
-    ReceivedSlots { token_id, expert, weight }
-    SwigluOut { a, h }
-    SwigluGrads { dh, a, dweight }
-    EmbedOut { x }
-    RmsNormOut { y, inv_rms, sum }
-    AttentionOut { out, lse }
-    AssembledKv { k, v }
-    AssembledKvGrads { dup, dshared }
-    AttentionGrads { dq, dk, dv }
-    Windows { first_key, end_query }
-    Positions { starts }
-    CrossEntropyOut { loss, shard_nats, dlogits }
-    HeadLossOut { shard_nats, dx }
+for_each_result! { [results] }
+
+impl Bytes for Positions<Dry> {
+    fn bytes_of(&self, rows: Option<usize>) -> u64 {
+        self.starts.bytes_of(rows)
+    }
 }
 
 /// Too few to count: see [`Work`].

@@ -70,7 +70,7 @@ fn products_of_those_numbers_read_it_and_nothing_else() {
     let weight = |format| quantized(&gpu, format, Planes::Rows, None).unwrap();
     let multiplied = |a: &Operand<Dry>, b: &Operand<Dry>| {
         let (product, all) = gpu.products(|| Gemm { a, b, out: DType::Bf16 }.run(&gpu))?;
-        Ok::<_, nibble_core::Error>((product.shape(), all[0].desc.a.stored()))
+        Ok::<_, nibble_core::Error>((product.shape(), all[0].desc.a.stored))
     };
     let lifted = quantized(&gpu, Format::Mxfp4, Planes::Rows, Some(Numbers::Fp8)).unwrap();
     // Rows of a second operand are lifted in squares: what was lifted along rows is none.

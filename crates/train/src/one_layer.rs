@@ -6,9 +6,8 @@ use crate::moe::{Moe, MoeShape};
 use crate::param::Param;
 use crate::shards::Shards;
 use crate::spec::{Extent, Group, MlpSpec, MoeSpec, Part, Size};
-use nibble_choice::products::{ProductDesc, Ragged};
 use nibble_core::formats::{Purpose, Stream, fnv1a32};
-use nibble_core::ops::{Cast, Control, InitNormal, Stored};
+use nibble_core::ops::{Cast, Control, InitNormal, ProductDesc, Ragged, Stored};
 use nibble_core::recipe::{Layer as Name, LayerKind, LayerPlan, Pass, Passes, Product, ProductPlan};
 use nibble_core::{DeviceKind, Kernels, Mesh, Recipe, Result, SoloComm, Tensor};
 use nibble_dry::{Dry, Multiplied};
@@ -138,7 +137,7 @@ impl LayerProduct {
     /// How its operands are stored.
     #[must_use]
     pub fn operands(&self) -> [Stored; 2] {
-        [self.desc.a, self.desc.b].map(|factor| factor.stored())
+        [self.desc.a, self.desc.b].map(|factor| factor.stored)
     }
 
     fn is(&self, planned: &ProductPlan) -> bool {

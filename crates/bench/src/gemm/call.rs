@@ -2,7 +2,7 @@
 
 use super::super::kernels::operands::{codec, normal};
 use super::super::kernels::traffic::Block;
-use super::cases::{Operands, Pass, Product};
+use super::cases::{Operands, Pass, ProductCase};
 use nibble_core::ops::{Cast, Gemm, GroupedGemm, GroupedWgrad, InitNormal, Planes, Quantize, Transcode};
 use nibble_core::{BlockScaled, DType, Groups, Kernels, Operand, Result, Tensor};
 use nibble_formats::{BlockAxis, Purpose, Rounding, Stream};
@@ -15,7 +15,7 @@ const ALIGN: usize = 128;
 pub type Call<B> = Box<dyn FnMut(&B) -> Result<()>>;
 
 /// Makes random operands. Not for the library's products, which are not the backend's.
-pub fn prepare<B: Kernels>(b: &B, product: &Product) -> Result<Call<B>> {
+pub fn prepare<B: Kernels>(b: &B, product: &ProductCase) -> Result<Call<B>> {
     let groups = groups(b, &product.load.lengths(product.rows))?;
     if product.pass.is_wgrad() {
         return gradient(b, product, groups);
@@ -46,7 +46,7 @@ pub fn prepare<B: Kernels>(b: &B, product: &Product) -> Result<Call<B>> {
 }
 
 /// dW = dyᵀ·x of each group.
-fn gradient<B: Kernels>(b: &B, product: &Product, groups: Groups<B>) -> Result<Call<B>> {
+fn gradient<B: Kernels>(b: &B, product: &ProductCase, groups: Groups<B>) -> Result<Call<B>> {
     let accumulate = product.pass == Pass::WgradAdding;
     let mut grad = Tensor::zeros(b, DType::F32, groups.num_groups * product.n, product.k)?;
     let (dy, x) = (normal(b, groups.capacity, product.n, 2)?, normal(b, groups.capacity, product.k, 1)?);
@@ -122,7 +122,7 @@ fn tiles<B: Kernels>(b: &B, x: &BlockScaled<B>) -> Result<BlockScaled<B>> {
 }
 
 /// A stack of weights, quantized from F32 as a training step does it.
-fn weight<B: Kernels>(b: &B, product: &Product, stack: usize) -> Result<Operand<B>> {
+fn weight<B: Kernels>(b: &B, product: &ProductCase, stack: usize) -> Result<Operand<B>> {
     let (rows, cols) = (stack * product.n, product.k);
     let std = 1.0 / (cols as f32).sqrt();
     let master =
@@ -160,7 +160,7 @@ mod tests {
         let mut seen = Vec::new();
         for product in all.filter(|p| !p.operands.is_library()) {
             let load = if product.load == Load::Dense { Load::Dense } else { Load::Odd(3) };
-            let small = Product { load, rows: 300, n: 64, k: 128, ..product };
+            let small = ProductCase { load, rows: 300, n: 64, k: 128, ..product };
             if !seen.contains(&small) {
                 let mut call = prepare(&cpu, &small).unwrap();
                 call(&cpu).and_then(|()| call(&cpu)).unwrap_or_else(|e| panic!("{}: {e}", small.name()));

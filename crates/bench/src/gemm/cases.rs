@@ -130,7 +130,7 @@ impl Load {
 
 /// A product of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Product {
+pub struct ProductCase {
     pub pass: Pass,
     pub operands: Operands,
     pub load: Load,
@@ -142,7 +142,7 @@ pub struct Product {
     pub k: usize,
 }
 
-impl Product {
+impl ProductCase {
     /// What the table's first columns say of it.
     pub fn columns(&self) -> [String; 5] {
         let (pass, size) = (self.pass.name().to_owned(), format!("{}x{}", self.n, self.k));
@@ -167,7 +167,7 @@ impl Product {
 /// Products under one heading.
 pub struct Section {
     pub title: &'static str,
-    pub products: Vec<Product>,
+    pub products: Vec<ProductCase>,
 }
 
 /// Of all groups together, unless a product's name says otherwise.
@@ -187,8 +187,14 @@ pub const fn across((n, k): (usize, usize)) -> (usize, usize) {
 }
 
 /// One size in several formats; the library's first, as it stands beside the others.
-fn each(pass: Pass, (n, k): (usize, usize), load: Load, rows: usize, operands: &[Operands]) -> Vec<Product> {
-    operands.iter().map(|&operands| Product { pass, operands, load, rows, n, k }).collect()
+fn each(
+    pass: Pass,
+    (n, k): (usize, usize),
+    load: Load,
+    rows: usize,
+    operands: &[Operands],
+) -> Vec<ProductCase> {
+    operands.iter().map(|&operands| ProductCase { pass, operands, load, rows, n, k }).collect()
 }
 
 /// What a share of the tensor cores' rate is taken of: the fastest dense products there are.
@@ -214,7 +220,7 @@ pub fn sections() -> Vec<Section> {
     ]
 }
 
-fn rows() -> Vec<Product> {
+fn rows() -> Vec<ProductCase> {
     use Operands::*;
     let load = Load::Uneven(8);
     [
@@ -226,7 +232,7 @@ fn rows() -> Vec<Product> {
     .concat()
 }
 
-fn gradients() -> Vec<Product> {
+fn gradients() -> Vec<ProductCase> {
     use Operands::*;
     let mut all = Vec::new();
     for (size, rows_each) in [(UP, 4096), (DOWN, 4096), (UP, 1024), (DOWN, 1024), (UP, 512), (DOWN, 512)] {
@@ -240,7 +246,7 @@ fn gradients() -> Vec<Product> {
     all
 }
 
-fn models() -> Vec<Product> {
+fn models() -> Vec<ProductCase> {
     use Operands::{Bf16, Fp8};
     let mut all = Vec::new();
     for shape in [MoeShape::DEEPSEEK_V2, MoeShape::QWEN3_30B, MoeShape::SCOUT] {
@@ -252,7 +258,7 @@ fn models() -> Vec<Product> {
     all
 }
 
-fn groups() -> Vec<Product> {
+fn groups() -> Vec<ProductCase> {
     let mut all = Vec::new();
     let wide = layers(MoeShape::EXPERTS_128);
     for (groups, rows, sizes) in [(4, ROWS, [UP, DOWN]), (32, ROWS, [UP, DOWN]), (128, 262_144, wide)] {
@@ -264,7 +270,7 @@ fn groups() -> Vec<Product> {
     all
 }
 
-fn loads() -> Vec<Product> {
+fn loads() -> Vec<ProductCase> {
     let fp8 = |pass, size, load| each(pass, size, load, ROWS, &[Operands::Fp8]);
     let mut all = Vec::new();
     for load in [Load::Equal(8), Load::Odd(8), Load::OneTakesAll(8), Load::OneFull(8)] {
@@ -276,7 +282,7 @@ fn loads() -> Vec<Product> {
     all
 }
 
-fn conversions() -> Vec<Product> {
+fn conversions() -> Vec<ProductCase> {
     let mut all = Vec::new();
     for pass in [Pass::Fprop, Pass::WgradAdding] {
         for size in [UP, DOWN] {
@@ -292,13 +298,13 @@ fn conversions() -> Vec<Product> {
 mod tests {
     use super::*;
 
-    fn all() -> Vec<Product> {
+    fn all() -> Vec<ProductCase> {
         sections().into_iter().chain([ceilings()]).flat_map(|s| s.products).collect()
     }
 
     #[test]
     fn no_product_is_timed_twice_and_all_of_them_in_about_three_minutes() {
-        let mut names: Vec<_> = all().iter().map(Product::name).collect();
+        let mut names: Vec<_> = all().iter().map(ProductCase::name).collect();
         assert!(names.len() <= 90, "{} products of two seconds each", names.len());
         names.sort();
         names.dedup();

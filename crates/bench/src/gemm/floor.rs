@@ -1,6 +1,6 @@
 //! What a product must do: its operations and the bytes it must move, and the least time for both.
 
-use super::cases::{Operands, Pass, Product};
+use super::cases::{Operands, Pass, ProductCase};
 use nibble_cuda::measure::timing::Rates;
 
 /// Bits of a value with its share of the scales.
@@ -27,7 +27,7 @@ pub struct Work {
 
 impl Work {
     /// Every operand once, rows of groups alone; weights of empty groups need not be read, nor their gradients added to.
-    pub fn of(product: &Product) -> Self {
+    pub fn of(product: &ProductCase) -> Self {
         let lengths = product.load.lengths(product.rows);
         let tile = if product.pass.is_wgrad() { TILE_CONTRACTION } else { TILE_ROWS };
         let tiled: usize = lengths.iter().map(|len| len.next_multiple_of(tile)).sum();
@@ -94,8 +94,8 @@ mod tests {
 
     const RATES: Rates = Rates { copy: 4e12, fill: 3e12 };
 
-    fn product(pass: Pass, operands: Operands, load: Load) -> Product {
-        Product { pass, operands, load, rows: 1024, n: 256, k: 512 }
+    fn product(pass: Pass, operands: Operands, load: Load) -> ProductCase {
+        ProductCase { pass, operands, load, rows: 1024, n: 256, k: 512 }
     }
 
     #[test]
@@ -123,10 +123,10 @@ mod tests {
 
     #[test]
     fn tiles_round_every_group_up() {
-        let one_each = Product { rows: 4, ..product(Pass::Fprop, Operands::Fp8, Load::Equal(4)) };
+        let one_each = ProductCase { rows: 4, ..product(Pass::Fprop, Operands::Fp8, Load::Equal(4)) };
         let work = Work::of(&one_each);
         assert_eq!(work.tiled_flop, 64.0 * work.flop);
-        let gradient = Work::of(&Product { pass: Pass::Wgrad, ..one_each });
+        let gradient = Work::of(&ProductCase { pass: Pass::Wgrad, ..one_each });
         assert_eq!(gradient.tiled_flop, 128.0 * gradient.flop);
     }
 

@@ -17,7 +17,7 @@ use super::gpu::{Bench, COOL_DOWN, wanted};
 use super::kernels::operands::{codec, normal};
 use super::kernels::traffic::Block;
 use call::prepare;
-use cases::{Operands, Product, Section, ceilings, sections};
+use cases::{Operands, ProductCase, Section, ceilings, sections};
 use floor::Work;
 use nibble_command::error::Result;
 use nibble_command::output::Outputs;
@@ -52,7 +52,7 @@ pub struct Args {
     plot: Option<PathBuf>,
     /// Tries other instances of the kernels instead, and keeps the fastest in this JSON file; what it has already is tried
     /// against the chosen instance alone. Ten seconds a product, one with --quick. Nothing but the next --tune reads the file:
-    /// what is faster is put to use by letting `GroupedConfig::choose` in crates/cuda/src/ops/products/grouped_config.rs choose it.
+    /// what is faster is put to use by letting `TensorCoreConfig::choose` in crates/choice/src/products/tensor_cores.rs choose it.
     #[arg(long, value_name = "OUT", conflicts_with = "plot")]
     tune: Option<PathBuf>,
 }
@@ -60,7 +60,7 @@ pub struct Args {
 /// One product's times.
 #[derive(Debug, Clone)]
 pub struct Measured {
-    pub product: Product,
+    pub product: ProductCase,
     /// Or why there are none.
     pub times: Result<Times, String>,
 }
@@ -113,7 +113,7 @@ pub fn run(args: &Args, outputs: &mut Outputs) -> Result<Value> {
     if let Some(file) = tune {
         return tune::run(&bench, &chosen, quick, file, outputs.forced());
     }
-    let one = |&product: &Product| {
+    let one = |&product: &ProductCase| {
         let times = timed(&bench, &product, quick).map_err(|error| error.to_string());
         Measured { product, times }
     };
@@ -150,8 +150,8 @@ fn chosen(only: &[String]) -> Result<Vec<Section>> {
     let mut sections = sections();
     // The dense ones are always measured: their names alone ask for nothing else.
     let named = sections.iter().flat_map(|s| s.products.iter().copied());
-    let all: Vec<Product> = named.chain(ceilings().products).collect();
-    let kept = wanted(all, only, Product::name)?;
+    let all: Vec<ProductCase> = named.chain(ceilings().products).collect();
+    let kept = wanted(all, only, ProductCase::name)?;
     for section in &mut sections {
         section.products.retain(|product| kept.contains(product));
     }
@@ -159,7 +159,7 @@ fn chosen(only: &[String]) -> Result<Vec<Section>> {
     Ok(sections)
 }
 
-fn timed(bench: &Bench, product: &Product, quick: bool) -> CoreResult<Times> {
+fn timed(bench: &Bench, product: &ProductCase, quick: bool) -> CoreResult<Times> {
     let mut call: call::Call<Cuda> = match product.operands {
         Operands::Library => library(&bench.cuda, product)?,
         Operands::LibraryFp8 => library_fp8(&bench.cuda, product)?,
@@ -175,7 +175,7 @@ fn timed(bench: &Bench, product: &Product, quick: bool) -> CoreResult<Times> {
 }
 
 /// NVIDIA's dense product of as many operations; for a weight gradient one group's, again and again.
-fn library(cuda: &Cuda, product: &Product) -> CoreResult<call::Call<Cuda>> {
+fn library(cuda: &Cuda, product: &ProductCase) -> CoreResult<call::Call<Cuda>> {
     let [m, n, k] = product.dense_sizes();
     let groups = if product.pass.is_wgrad() { product.load.lengths(product.rows).len() } else { 1 };
     let (a, b) = (normal(cuda, m, k, 1)?, normal(cuda, n, k, 2)?);
@@ -185,7 +185,7 @@ fn library(cuda: &Cuda, product: &Product) -> CoreResult<call::Call<Cuda>> {
 }
 
 /// The same of E4M3, forward: of the codes that our own products take, as what they hold decides how much power is drawn.
-fn library_fp8(cuda: &Cuda, product: &Product) -> CoreResult<call::Call<Cuda>> {
+fn library_fp8(cuda: &Cuda, product: &ProductCase) -> CoreResult<call::Call<Cuda>> {
     let [m, n, k] = product.dense_sizes();
     let codes = |rows, seed| {
         let x = normal(cuda, rows, k, seed)?;
@@ -212,7 +212,7 @@ mod tests {
 
     fn names(only: &[&str]) -> Vec<String> {
         let only: Vec<String> = only.iter().map(|s| (*s).to_owned()).collect();
-        chosen(&only).unwrap().iter().flat_map(|s| s.products.iter().map(Product::name)).collect()
+        chosen(&only).unwrap().iter().flat_map(|s| s.products.iter().map(ProductCase::name)).collect()
     }
 
     #[test]

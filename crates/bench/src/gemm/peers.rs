@@ -1,7 +1,7 @@
 //! What other projects' products reach, measured on [`MEASURED`](crate::peers::MEASURED) by the same rules; of two bursts
 //! the faster. Groups there are uneven multiples of 128 too.
 
-use super::cases::{DOWN, Load, Operands, Pass, Product, ROWS as M, UP, across, layers};
+use super::cases::{DOWN, Load, Operands, Pass, ProductCase, ROWS as M, UP, across, layers};
 use crate::peers::Who;
 use nibble_testkit::shapes::MoeShape;
 
@@ -149,7 +149,7 @@ pub struct Reached {
 }
 
 /// What others reached at a product.
-pub fn of(product: &Product) -> impl Iterator<Item = Reached> {
+pub fn of(product: &ProductCase) -> impl Iterator<Item = Reached> {
     let groups = match product.load {
         Load::Dense => Some(1),
         Load::Uneven(groups) => Some(groups),
@@ -159,7 +159,7 @@ pub fn of(product: &Product) -> impl Iterator<Item = Reached> {
     let of_others = !product.operands.is_library()
         && !matches!(product.operands, Operands::Mxfp4 | Operands::Mxfp4WeightsLift);
     let groups = groups.filter(|_| of_others);
-    let Product { pass, operands, rows, n, k, .. } = *product;
+    let ProductCase { pass, operands, rows, n, k, .. } = *product;
     let here = move |row: &&Row| {
         groups == Some(row.groups)
             && (row.pass, row.is_fp8) == (pass, operands.is_fp8())
@@ -174,7 +174,7 @@ pub fn of(product: &Product) -> impl Iterator<Item = Reached> {
 }
 
 /// The best of them by the sustained rate, where there is one, or by the burst.
-pub fn best(product: &Product) -> Option<Reached> {
+pub fn best(product: &ProductCase) -> Option<Reached> {
     let rate = |r: &Reached| (r.sustained.unwrap_or(0.0), r.burst.unwrap_or(0.0));
     of(product).max_by(|a, b| rate(a).partial_cmp(&rate(b)).unwrap_or(std::cmp::Ordering::Equal))
 }
@@ -191,7 +191,8 @@ mod tests {
 
     #[test]
     fn every_row_stands_beside_a_product_that_is_timed() {
-        let all: Vec<Product> = sections().into_iter().chain([ceilings()]).flat_map(|s| s.products).collect();
+        let all: Vec<ProductCase> =
+            sections().into_iter().chain([ceilings()]).flat_map(|s| s.products).collect();
         let beside: Vec<Reached> = all.iter().flat_map(of).collect();
         for row in MEASURED {
             let found = |r: &&Reached| {
@@ -207,7 +208,8 @@ mod tests {
 
     #[test]
     fn nothing_that_was_printed_is_faster_than_the_table() {
-        let all: Vec<Product> = sections().into_iter().chain([ceilings()]).flat_map(|s| s.products).collect();
+        let all: Vec<ProductCase> =
+            sections().into_iter().chain([ceilings()]).flat_map(|s| s.products).collect();
         let mut compared = 0;
         for line in crate::printed("peers-products.txt").lines() {
             let Some((what, burst)) = line.split_once(" burst ") else { continue };
@@ -221,7 +223,7 @@ mod tests {
                 }
                 _ => panic!("{line}"),
             };
-            let here = |p: &&Product| {
+            let here = |p: &&ProductCase| {
                 p.pass.name() == pass && p.load.lengths(p.rows) == lengths && (p.n, p.k) == sizes
             };
             let mut told =
@@ -237,15 +239,21 @@ mod tests {
 
     #[test]
     fn the_sustained_rate_decides_and_formats_are_not_mixed() {
-        let fp8 =
-            Product { pass: Fprop, operands: Operands::Fp8, load: Load::Dense, rows: 8192, n: 8192, k: 8192 };
+        let fp8 = ProductCase {
+            pass: Fprop,
+            operands: Operands::Fp8,
+            load: Load::Dense,
+            rows: 8192,
+            n: 8192,
+            k: 8192,
+        };
         assert_eq!(best(&fp8).map(|r| (r.who.name, r.burst)), Some(("cuBLASLt FP8", Some(1465.0))));
-        let bf16 = Product { operands: Operands::Bf16, ..fp8 };
+        let bf16 = ProductCase { operands: Operands::Bf16, ..fp8 };
         assert_eq!(best(&bf16).map(|r| r.sustained), Some(Some(665.0)));
         for operands in [Operands::Mxfp4, Operands::Mxfp4WeightsLift, Operands::Library, Operands::LibraryFp8]
         {
-            assert_eq!(best(&Product { operands, ..fp8 }), None);
+            assert_eq!(best(&ProductCase { operands, ..fp8 }), None);
         }
-        assert_eq!(best(&Product { load: Load::Zipf(8), rows: M, n: 4096, k: 7168, ..fp8 }), None);
+        assert_eq!(best(&ProductCase { load: Load::Zipf(8), rows: M, n: 4096, k: 7168, ..fp8 }), None);
     }
 }

@@ -127,13 +127,13 @@ fn render(
 #[cfg(test)]
 mod tests {
     use super::super::Times;
-    use super::super::cases::{Product, ceilings, sections};
+    use super::super::cases::{ProductCase, ceilings, sections};
     use super::*;
 
     const CEILINGS: Ceilings = Ceilings { fp8: 1.2e15, bf16: 0.7e15 };
     const RATES: Rates = Rates { copy: 4e12, fill: 3e12 };
 
-    fn measured(product: Product) -> Measured {
+    fn measured(product: ProductCase) -> Measured {
         Measured { product, times: Ok(Times { burst_ms: 3.0, sustained: None }) }
     }
 

@@ -176,7 +176,7 @@ fn figure(row: &Measured, all: &[Measured], ceilings: Ceilings, rates: Rates) ->
 
 #[cfg(test)]
 mod tests {
-    use super::super::cases::{Load, Pass, Product, ceilings, sections};
+    use super::super::cases::{Load, Pass, ProductCase, ceilings, sections};
     use super::*;
     use nibble_cuda::measure::timing::{Draw, Sustained};
 
@@ -184,7 +184,7 @@ mod tests {
     const RATES: Rates = Rates { copy: 4e12, fill: 3e12 };
 
     /// As fast as the dense product.
-    fn measured(product: Product, quick: bool) -> Measured {
+    fn measured(product: ProductCase, quick: bool) -> Measured {
         let ms = (Work::of(&product).flop / CEILINGS.dense(product.operands) * 1e3) as f32;
         let draw = Some(Draw { watts: 698.4, sm_mhz: 1500 });
         let sustained = Sustained { median_ms: ms, min_ms: 0.9 * ms, max_ms: 1.1 * ms, draw };
@@ -238,7 +238,7 @@ mod tests {
         assert_eq!(drawn["sustained_draw"]["sm_mhz"], 1500);
         assert_eq!(drawn["sustained_ms"].as_object().map(|ms| ms.len()), Some(3), "milliseconds alone");
         let mut all = all(true);
-        let product = Product { load: Load::Zipf(256), pass: Pass::Fprop, ..all[0].product };
+        let product = ProductCase { load: Load::Zipf(256), pass: Pass::Fprop, ..all[0].product };
         all.push(Measured { product, times: Err("no memory".into()) });
         let figures = figures(&all, CEILINGS, RATES);
         assert_eq!(figures[all.len() - 1]["not_timed"], "no memory");

@@ -2,15 +2,14 @@
 
 use super::super::gpu::{Bench, COOL_DOWN};
 use super::call::prepare;
-use super::cases::{Operands, Product, Section};
+use super::cases::{Operands, ProductCase, Section};
 use super::floor::Work;
 use crate::kernels::report::shortened;
 use nibble_command::error::{Error, Result};
 use nibble_command::output::{Mark, Output};
 use nibble_command::say;
 use nibble_core::Result as CoreResult;
-use nibble_cuda::ops::products::grouped_product::{Adds, GroupedConfig, Order};
-use nibble_cuda::ops::products::tuning;
+use nibble_cuda::ops::products::tensor_cores::{Adds, Order, TensorCoreConfig, tuning};
 use nibble_train::files;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -21,9 +20,9 @@ const FINALISTS: usize = 3;
 /// What a trial found.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Found {
-    chosen: GroupedConfig,
+    chosen: TensorCoreConfig,
     chosen_ms: f64,
-    best: GroupedConfig,
+    best: TensorCoreConfig,
     best_ms: f64,
 }
 
@@ -63,17 +62,22 @@ pub fn run(bench: &Bench, chosen: &[Section], quick: bool, file: Output, forced:
     Ok(found)
 }
 
-fn tried(bench: &Bench, product: &Product, known: Option<GroupedConfig>, quick: bool) -> CoreResult<Found> {
+fn tried(
+    bench: &Bench,
+    product: &ProductCase,
+    known: Option<TensorCoreConfig>,
+    quick: bool,
+) -> CoreResult<Found> {
     let mut call = prepare(&bench.cuda, product)?;
     let (done, asked) = tuning::asked(|| call(&bench.cuda));
     done?;
     let desc = asked.first().copied().ok_or_else(|| {
         nibble_core::Error::shape("bench", "product", "not on the tensor cores", "one with candidates")
     })?;
-    let info = bench.cuda.device().info();
+    let shared = bench.cuda.device().info().shared_bytes_per_cta;
     let all = match known {
-        Some(config) => vec![GroupedConfig::choose(&desc, info), config],
-        None => GroupedConfig::candidates(&desc, info),
+        Some(config) => vec![TensorCoreConfig::choose(&desc), config],
+        None => TensorCoreConfig::candidates(&desc, shared),
     };
     let mut times = Vec::new();
     for (i, &config) in all.iter().enumerate() {
@@ -92,21 +96,21 @@ fn tried(bench: &Bench, product: &Product, known: Option<GroupedConfig>, quick: 
 }
 
 /// The chosen candidate, which is the first, and the fastest others.
-fn finalists(mut times: Vec<(usize, GroupedConfig, f32)>) -> Vec<(usize, GroupedConfig, f32)> {
+fn finalists(mut times: Vec<(usize, TensorCoreConfig, f32)>) -> Vec<(usize, TensorCoreConfig, f32)> {
     times.sort_by(|a, b| (a.0 != 0, a.2).partial_cmp(&(b.0 != 0, b.2)).unwrap_or(std::cmp::Ordering::Equal));
     times.truncate(1 + FINALISTS);
     times
 }
 
 /// Candidate 0 is the chosen one. Not for empty lists, which no caller has.
-fn found(times: &[(usize, GroupedConfig, f32)]) -> Found {
+fn found(times: &[(usize, TensorCoreConfig, f32)]) -> Found {
     let chosen = times.iter().find(|(i, ..)| *i == 0).unwrap_or(&times[0]);
     let best = times.iter().fold(chosen, |best, one| if one.2 < best.2 { one } else { best });
     Found { chosen: chosen.1, chosen_ms: f64::from(chosen.2), best: best.1, best_ms: f64::from(best.2) }
 }
 
-fn value(config: &GroupedConfig) -> Value {
-    let GroupedConfig { stages, cluster, out_buffers, out_boxes, adds, order, band } = *config;
+fn value(config: &TensorCoreConfig) -> Value {
+    let TensorCoreConfig { stages, cluster, out_buffers, out_boxes, adds, order, band } = *config;
     let (adds, order) = (format!("{adds:?}"), format!("{order:?}"));
     json!({
         "stages": stages, "cluster": cluster, "out_buffers": out_buffers, "out_boxes": out_boxes, "adds": adds, "order": order,
@@ -115,7 +119,7 @@ fn value(config: &GroupedConfig) -> Value {
 }
 
 /// The instances that a file has for this GPU; none where there is no file. Another file is refused, as it would be lost.
-fn read(file: &Output, gpu: &str) -> Result<BTreeMap<String, GroupedConfig>> {
+fn read(file: &Output, gpu: &str) -> Result<BTreeMap<String, TensorCoreConfig>> {
     let path = file.path();
     if file.is_direct() || std::fs::metadata(path).map_or(true, |there| there.len() == 0) {
         return Ok(BTreeMap::new());
@@ -124,7 +128,7 @@ fn read(file: &Output, gpu: &str) -> Result<BTreeMap<String, GroupedConfig>> {
     parse(&text, gpu).map_err(|why| Error::usage(format!("{}: {why}", path.display())))
 }
 
-fn parse(text: &str, gpu: &str) -> Result<BTreeMap<String, GroupedConfig>, String> {
+fn parse(text: &str, gpu: &str) -> Result<BTreeMap<String, TensorCoreConfig>, String> {
     let file: Value = serde_json::from_str(text).map_err(|error| error.to_string())?;
     match file["gpu"].as_str() {
         Some(of) if of == gpu => {}
@@ -137,7 +141,7 @@ fn parse(text: &str, gpu: &str) -> Result<BTreeMap<String, GroupedConfig>, Strin
             let number = of[key].as_u64().ok_or_else(|| format!("`{name}` has no `{key}`"))?;
             Ok::<_, String>(number as usize)
         };
-        let config = GroupedConfig {
+        let config = TensorCoreConfig {
             stages: number("stages")?,
             cluster: number("cluster")?,
             out_buffers: number("out_buffers")?,
@@ -163,14 +167,14 @@ fn named<T: std::fmt::Debug, const N: usize>(of: &Value, all: [T; N]) -> Option<
 mod tests {
     use super::*;
 
-    fn band(band: usize) -> GroupedConfig {
-        GroupedConfig { band, ..GroupedConfig::USUAL }
+    fn band(band: usize) -> TensorCoreConfig {
+        TensorCoreConfig { band, ..TensorCoreConfig::USUAL }
     }
 
     #[test]
     fn the_chosen_one_is_always_a_finalist_and_stays_unless_something_is_faster() {
         let times = vec![
-            (0, GroupedConfig::USUAL, 9.0),
+            (0, TensorCoreConfig::USUAL, 9.0),
             (1, band(2), 3.0),
             (2, band(4), 5.0),
             (3, band(16), 4.0),
@@ -179,8 +183,11 @@ mod tests {
         let last: Vec<usize> = finalists(times.clone()).iter().map(|(i, ..)| *i).collect();
         assert_eq!(last, [0, 1, 3, 2]);
         let best = found(&times);
-        assert_eq!((best.chosen, best.best, best.best_ms), (GroupedConfig::USUAL, band(2), 3.0));
-        assert_eq!(found(&[(0, GroupedConfig::USUAL, 1.0), (1, band(2), 1.0)]).best, GroupedConfig::USUAL);
+        assert_eq!((best.chosen, best.best, best.best_ms), (TensorCoreConfig::USUAL, band(2), 3.0));
+        assert_eq!(
+            found(&[(0, TensorCoreConfig::USUAL, 1.0), (1, band(2), 1.0)]).best,
+            TensorCoreConfig::USUAL
+        );
     }
 
     #[test]

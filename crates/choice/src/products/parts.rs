@@ -1,10 +1,10 @@
 //! Products of F32 operands on the tensor cores: an F32 number is the sum of three BF16 numbers.
 
-use super::{GroupedDesc, OperandKind, Out, ProductDesc, Ragged, SUMMED_UNIT, bf16s, run_lists};
+use super::{OperandKind, SUMMED_UNIT, TensorCoreProduct, numbers, run_lists};
 use crate::Temporary;
 use nibble_core::DType;
 use nibble_core::formats::Format;
-use nibble_core::ops::ProductDims;
+use nibble_core::ops::{ProductDesc, ProductDims, Ragged};
 use std::fmt;
 
 /// BF16 numbers that an F32 number is.
@@ -27,7 +27,7 @@ pub struct Parts {
     /// How they are multiplied.
     pub form: PartsForm,
     /// The BF16 product.
-    pub desc: GroupedDesc,
+    pub product: TensorCoreProduct,
     /// Runs that each group's rows are cut into.
     pub runs: usize,
     /// Values of A and of B.
@@ -46,24 +46,24 @@ impl Parts {
     pub(super) fn choose(product: &ProductDesc) -> Option<Self> {
         let is_dense = product.ragged == Ragged::Rows && !product.accumulate && product.groups.is_none();
         let is_contraction = product.ragged == Ragged::Contraction;
-        let form = match (product.a.format, product.b.format, product.out) {
+        let form = match (product.a.stored.format, product.b.stored.format, product.out) {
             (Format::Bf16, Format::F32, DType::F32) if is_dense => PartsForm::Right,
             (Format::F32, Format::F32, DType::Bf16) if is_dense => PartsForm::Both,
             (Format::F32, Format::Bf16, _) if is_contraction => PartsForm::Left,
             _ => return None,
         };
         let ProductDims { m, n, k } = product.dims;
-        let values = [product.a.values(), product.b.values()];
+        let values = [product.a.len(), product.b.len()];
         let whole = match form {
             PartsForm::Right => n.is_multiple_of(SUMMED_UNIT),
             PartsForm::Both => k.is_multiple_of(SUMMED_UNIT),
             PartsForm::Left => m.is_multiple_of(SUMMED_UNIT),
         };
-        let runs = product.runs();
-        let desc = GroupedDesc {
+        let runs = super::runs(product);
+        let desc = TensorCoreProduct {
             ragged: product.ragged,
             kind: OperandKind::Bf16,
-            out: Out::F32,
+            out: DType::F32,
             accumulate: false,
             transposed: false,
             groups: product.num_groups(),
@@ -72,11 +72,11 @@ impl Parts {
             k,
         };
         let desc = match form {
-            PartsForm::Right => GroupedDesc { n: PARTS * n, ..desc },
-            PartsForm::Both => GroupedDesc { k: Self::LEFT.len() * k, out: Out::Bf16, ..desc },
-            PartsForm::Left => GroupedDesc { m: PARTS * m, groups: desc.groups * runs, ..desc },
+            PartsForm::Right => TensorCoreProduct { n: PARTS * n, ..desc },
+            PartsForm::Both => TensorCoreProduct { k: Self::LEFT.len() * k, out: DType::Bf16, ..desc },
+            PartsForm::Left => TensorCoreProduct { m: PARTS * m, groups: desc.groups * runs, ..desc },
         };
-        (whole && desc.check().is_ok()).then_some(Self { form, desc, runs, values })
+        (whole && desc.check().is_ok()).then_some(Self { form, product: desc, runs, values })
     }
 
     /// Parts that each of A's values is split into, and each of B's; none where it is BF16.
@@ -91,13 +91,14 @@ impl Parts {
     /// What it takes beside D, in this order.
     pub(super) fn temporaries(&self) -> Vec<Temporary> {
         let (parts, [a, b]) = (self.of_each(), self.values);
-        let parts = [bf16s("A's parts", parts[0] * a), bf16s("B's parts", parts[1] * b)];
-        let mut all: Vec<_> = parts.into_iter().filter(|parts| parts.bytes != 0).collect();
+        let parts = [("A's parts", parts[0] * a), ("B's parts", parts[1] * b)];
+        let parts = parts.into_iter().filter(|(_, len)| *len != 0);
+        let mut all: Vec<_> = parts.map(|(what, len)| numbers(what, DType::Bf16, len)).collect();
         if self.form != PartsForm::Both {
-            all.push(Temporary::new("D of the parts", self.desc.d() * size_of::<f32>()));
+            all.push(numbers("D of the parts", DType::F32, self.product.d()));
         }
         if self.runs > 1 {
-            all.extend(run_lists(self.desc.groups));
+            all.extend(run_lists(self.product.groups));
         }
         all
     }

@@ -1,10 +1,10 @@
 //! `nibble recipe --trace`: the products of a layer, as a GPU takes them.
 
-use nibble_choice::products::{Factor, Fp8, Lowered, Made, OperandKind, ProductPath, ScalesB};
+use nibble_choice::products::{Becomes, Cores, OperandKind, ProductPath, ScalesB};
 use nibble_command::error::{Error, Result};
 use nibble_command::say;
 use nibble_core::Recipe;
-use nibble_core::ops::Taken;
+use nibble_core::ops::{Factor, Taken};
 use nibble_core::recipe::Layer;
 use nibble_train::one_layer::{LayerProduct, OneLayer};
 
@@ -44,25 +44,21 @@ fn checked(recipe: &Recipe, layer: &Layer, progress: f64) -> Result<Vec<LayerPro
 
 /// A product: which it is, who asks for it, its operands and how they are multiplied.
 fn line(LayerProduct { product, op, desc }: &LayerProduct) -> String {
-    let path = desc.path();
+    let path = ProductPath::of(desc);
     let [a, b] = [(desc.a, 0), (desc.b, 1)].map(|(x, side)| operand(x, side, &path));
     format!("{:<6} {op:<14} {a:<34} {b:<34} {}", product.name(), multiplied(&path))
 }
 
 /// How an operand is stored, as recipes are printed, and what it becomes before it is multiplied: at once, as it is quantized, or by itself.
 fn operand(x: Factor, side: usize, path: &ProductPath) -> String {
-    let stored = x.stored().to_string();
-    let becomes = match path {
-        _ if x.taken == Taken::Lifted => ", lifted at once",
-        _ if x.taken == Taken::Decoded => ", decoded at once",
-        ProductPath::Lowered(Lowered { sides, .. }) => match sides[side] {
-            Made::AsIs => "",
-            Made::Lifted { .. } => ", lifted",
-            Made::Bf16(_) | Made::F32(_) => ", decoded",
-        },
-        _ => "",
+    let becomes = match (x.taken, path.sides[side]) {
+        (Taken::Lifted, _) => ", lifted at once",
+        (Taken::Decoded, _) => ", decoded at once",
+        (Taken::AsIs, Becomes::AsIs | Becomes::Widened(_)) => "",
+        (Taken::AsIs, Becomes::Lifted { .. }) => ", lifted",
+        (Taken::AsIs, Becomes::Decoded(..)) => ", decoded",
     };
-    stored + becomes
+    x.stored.to_string() + becomes
 }
 
 /// What is multiplied, under which scales, and by which kernel.
@@ -72,19 +68,17 @@ fn multiplied(path: &ProductPath) -> String {
         OperandKind::ScaledBf16 => format!("bf16 x bf16, times the scales of tensors; {}", kind.kernel()),
         OperandKind::Fp8([a, b], scales) => {
             let powers = if scales == ScalesB::Powers { " (powers of two)" } else { "" };
-            let [a, b] = [a, b].map(Fp8::element);
             format!("{a} x {b}, scales for 1x128 and {}x128{powers}; {}", scales.rows(), kind.kernel())
         }
     };
-    match path {
-        ProductPath::TensorCores(desc) if desc.transposed => of(desc.kind) + ", operands change places",
-        ProductPath::TensorCores(desc) => of(desc.kind),
-        ProductPath::Runs { desc, each } => format!("{}, in {each} runs", of(desc.kind)),
-        ProductPath::Parts(parts) => format!("bf16 parts of f32; {}", parts.desc.kind.kernel()),
-        ProductPath::OrdinaryCores { .. } => "f32, on ordinary cores".to_owned(),
-        ProductPath::Lowered(lowered) => {
-            let scaled = if lowered.sums.is_some() { ", then times the scales of tensors" } else { "" };
-            multiplied(&lowered.product) + scaled
+    let multiplied = match path.cores {
+        Cores::Tensor { product, runs: 1 } if product.transposed => {
+            of(product.kind) + ", operands change places"
         }
-    }
+        Cores::Tensor { product, runs: 1 } => of(product.kind),
+        Cores::Tensor { product, runs } => format!("{}, in {runs} runs", of(product.kind)),
+        Cores::Parts(parts) => format!("bf16 parts of f32; {}", parts.product.kind.kernel()),
+        Cores::Ordinary => "f32, on ordinary cores".to_owned(),
+    };
+    multiplied + if path.sums.is_some() { ", then times the scales of tensors" } else { "" }
 }

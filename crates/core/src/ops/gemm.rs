@@ -1,7 +1,7 @@
 use super::numbers::{Numbers, Stored, Taken};
 use super::quantize::{check_axis, check_lengths};
 use crate::error::expect_eq;
-use crate::{Agreement, Backend, DType, Error, Groups, Operand, Result, Tensor};
+use crate::{Agreement, Backend, DType, Error, Grouping, Groups, Operand, Result, Tensor};
 use nibble_formats::BlockAxis;
 
 /// The sizes of a product D `[m, n]` = A `[m, k]` · B `[n, k]`ᵀ.
@@ -43,6 +43,135 @@ impl ProductDims {
     }
 }
 
+/// What the rows of a product's groups are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ragged {
+    /// Rows of A and D; each group has a matrix of B. Forward, and gradient of the data.
+    Rows,
+    /// The contraction; each group has a matrix of D. Gradient of the weights.
+    Contraction,
+}
+
+/// An operand of a product, its numbers aside.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Factor {
+    /// How it is stored.
+    pub stored: Stored,
+    /// Rows of the logical matrix, all groups together.
+    pub rows: usize,
+    /// Columns of the logical matrix.
+    pub cols: usize,
+    /// Neighbouring columns known to share scales.
+    pub shared_cols: usize,
+    /// What it has become already, when it was quantized.
+    pub taken: Taken,
+}
+
+impl Factor {
+    /// Stored so, as codes, of whose scales nothing more is known.
+    pub const fn new(stored: Stored, rows: usize, cols: usize) -> Self {
+        Self { stored, rows, cols, shared_cols: 1, taken: Taken::AsIs }
+    }
+
+    /// Of a plain matrix.
+    pub const fn plain(dtype: DType, rows: usize, cols: usize) -> Self {
+        Self::new(Stored::plain(dtype), rows, cols)
+    }
+
+    /// Of an operand.
+    pub fn of<B: Backend>(x: &Operand<B>) -> Self {
+        let new = Self::new(Stored::of(x), x.rows(), x.cols());
+        match x {
+            Operand::Plain(_) => new,
+            Operand::Block(q) => Self { shared_cols: q.shared_cols, taken: q.taken, ..new },
+        }
+    }
+
+    /// Numbers of the logical matrix.
+    pub const fn len(&self) -> usize {
+        self.rows * self.cols
+    }
+
+    /// Whether it has none.
+    pub const fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// A product D `[m, n]` = A · Bᵀ, its numbers aside: all that a backend chooses its way by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ProductDesc {
+    /// What a group's rows are.
+    pub ragged: Ragged,
+    /// None where the product is dense.
+    pub groups: Option<Grouping>,
+    /// Of all groups together: rows of A and D and the contraction, or with [`Ragged::Contraction`] of one matrix of D and of all rows.
+    pub dims: ProductDims,
+    /// A.
+    pub a: Factor,
+    /// B.
+    pub b: Factor,
+    /// The type of D.
+    pub out: DType,
+    /// Whether D is added to.
+    pub accumulate: bool,
+}
+
+impl ProductDesc {
+    /// Groups; a dense product is one.
+    pub fn num_groups(&self) -> usize {
+        self.groups.map_or(1, |groups| groups.count)
+    }
+
+    /// Whether there is nothing to multiply.
+    pub fn is_empty(&self) -> bool {
+        let ProductDims { m, n, k } = self.dims;
+        m == 0 || n == 0 || k == 0 || self.num_groups() == 0
+    }
+
+    /// Two a multiply-add.
+    pub fn flops(&self) -> f64 {
+        let ProductDims { m, n, k } = self.dims;
+        2.0 * m as f64 * n as f64 * k as f64
+    }
+}
+
+/// A product as all operations ask a backend for it.
+#[derive(Debug)]
+pub struct ProductArgs<'a, B: Backend> {
+    /// The operation, for errors.
+    pub op: &'static str,
+    /// What a group's rows are.
+    pub ragged: Ragged,
+    /// None where the product is dense.
+    pub groups: Option<&'a Groups<B>>,
+    /// As in [`ProductDesc`].
+    pub dims: ProductDims,
+    /// A.
+    pub a: &'a Operand<B>,
+    /// B.
+    pub b: &'a Operand<B>,
+    /// Whether D is added to.
+    pub accumulate: bool,
+}
+
+impl<B: Backend> Clone for ProductArgs<'_, B> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<B: Backend> Copy for ProductArgs<'_, B> {}
+
+impl<B: Backend> ProductArgs<'_, B> {
+    /// The same without its numbers, with D of this type.
+    pub fn desc(&self, out: DType) -> ProductDesc {
+        let &Self { ragged, dims, accumulate, .. } = self;
+        let (groups, a, b) = (self.groups.map(Grouping::of), Factor::of(self.a), Factor::of(self.b));
+        ProductDesc { ragged, groups, dims, a, b, out, accumulate }
+    }
+}
+
 /// A dense product D = A·Bᵀ.
 ///
 /// Operands are plain or block-scaled (A by `Row`, B by `Row` or `Tile`), in any pair. [`Numbers`] says of a pair which numbers are multiplied.
@@ -69,7 +198,7 @@ pub const FP8_AGREEMENT: Agreement = Agreement::RelL2(7e-4);
 /// they take in BF16 parts: all three, which are exact from 2⁻¹¹⁰ on, with a BF16 operand beside them; two for a BF16 result. An infinity may become NaN.
 pub const BF16_AGREEMENT: Agreement = Agreement::RelL2(3e-5);
 
-impl<B: Backend> Gemm<'_, B> {
+impl<'a, B: Backend> Gemm<'a, B> {
     /// What backends owe each other, but for operands that the tensor cores take: see [`FP8_AGREEMENT`] and
     /// [`BF16_AGREEMENT`].
     pub const AGREEMENT: Agreement = Agreement::RelL2(1e-6);
@@ -81,6 +210,12 @@ impl<B: Backend> Gemm<'_, B> {
         check_stack(OP, self.b, 1)?;
         expect_eq(OP, "k of b", self.b.cols(), self.a.cols())?;
         Ok(ProductDims { m: self.a.rows(), n: self.b.rows(), k: self.a.cols() })
+    }
+
+    /// The product that it is, checked.
+    pub fn product(&self) -> Result<ProductArgs<'a, B>> {
+        let (op, ragged, dims) = ("gemm", Ragged::Rows, self.check()?);
+        Ok(ProductArgs { op, ragged, groups: None, dims, a: self.a, b: self.b, accumulate: false })
     }
 
     /// D, yet to be written; zeros where the contraction is of nothing. For checked arguments.
@@ -107,7 +242,7 @@ pub struct GroupedGemm<'a, B: Backend> {
     pub out: DType,
 }
 
-impl<B: Backend> GroupedGemm<'_, B> {
+impl<'a, B: Backend> GroupedGemm<'a, B> {
     /// What backends owe each other, but for operands that the tensor cores take: see [`FP8_AGREEMENT`] and
     /// [`BF16_AGREEMENT`].
     pub const AGREEMENT: Agreement = Agreement::RelL2(1e-6);
@@ -125,6 +260,12 @@ impl<B: Backend> GroupedGemm<'_, B> {
             n: self.w.rows() / self.groups.num_groups.max(1),
             k: self.x.cols(),
         })
+    }
+
+    /// The product that it is, checked.
+    pub fn product(&self) -> Result<ProductArgs<'a, B>> {
+        let (op, ragged, dims, groups) = ("grouped_gemm", Ragged::Rows, self.check()?, Some(self.groups));
+        Ok(ProductArgs { op, ragged, groups, dims, a: self.x, b: self.w, accumulate: false })
     }
 
     /// D, yet to be written. For checked arguments.
@@ -152,7 +293,7 @@ pub struct GroupedWgrad<'a, B: Backend> {
     pub accumulate: bool,
 }
 
-impl<B: Backend> GroupedWgrad<'_, B> {
+impl<'a, B: Backend> GroupedWgrad<'a, B> {
     /// What backends owe each other, but for operands that the tensor cores take: see [`FP8_AGREEMENT`] and
     /// [`BF16_AGREEMENT`].
     pub const AGREEMENT: Agreement = Agreement::RelL2(1e-6);
@@ -178,6 +319,13 @@ impl<B: Backend> GroupedWgrad<'_, B> {
         let dims = ProductDims { m: self.dy.cols(), n: self.x.cols(), k: self.dy.rows() };
         expect_eq(OP, "shape of grad", self.grad.shape(), (self.groups.num_groups * dims.m, dims.n))?;
         Ok(dims)
+    }
+
+    /// The product that it is, checked, and its D.
+    pub fn product(self) -> Result<(ProductArgs<'a, B>, &'a mut Tensor<B>)> {
+        let (op, ragged, dims) = ("grouped_wgrad", Ragged::Contraction, self.check()?);
+        let Self { dy: a, x: b, groups, grad, accumulate } = self;
+        Ok((ProductArgs { op, ragged, groups: Some(groups), dims, a, b, accumulate }, grad))
     }
 }
 

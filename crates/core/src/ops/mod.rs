@@ -45,7 +45,10 @@ pub use elementwise::{
     squares_chunks,
 };
 pub use embed::{Embed, EmbedBackward, EmbedOut};
-pub use gemm::{BF16_AGREEMENT, FP8_AGREEMENT, Gemm, GroupedGemm, GroupedWgrad, ProductDims};
+pub use gemm::{
+    BF16_AGREEMENT, FP8_AGREEMENT, Factor, Gemm, GroupedGemm, GroupedWgrad, ProductArgs, ProductDesc,
+    ProductDims, Ragged,
+};
 pub use head_loss::{HeadCodecs, HeadLoss, HeadLossChunk, HeadLossGrad, HeadLossOut, head_chunk};
 pub use measure_quantization::MeasureQuantization;
 pub use norm_rope::{NormRope, NormRopeBackward};
@@ -181,6 +184,41 @@ macro_rules! for_each_op {
             push_amax(PushAmax<'_, $B>) -> () { reads table, spans, control; writes records; plain at; }
             balance_bias(BalanceBias<'_, $B>) -> () { reads tables, control; writes bias; plain ranks, at, rate; }
             adamw(AdamW<'_, $B>) -> () {}
+        }
+    };
+}
+
+/// Every structure that an operation returns, listed once: what each of its parts is, in their order.
+///
+/// * `part`: a tensor, an operand or another structure, or that where it is there;
+/// * `buffer`: a buffer; `per_row(NAME)`: one with an F32 number for each row of the part `NAME`;
+/// * `counts`: a structure of counters; `counter`: a buffer of a few.
+///
+/// `for_each_result! { [callback] }` is `callback! { ROWS }`.
+#[macro_export]
+macro_rules! for_each_result {
+    ([$($callback:tt)+]) => {
+        $($callback)+! {
+            Emitted { rows: part, cols: part, counts: counts, found: counts }
+            Found { amax: counter, counts: counter }
+            PackedRows { bytes: buffer, counts: counts, found: counts }
+            Transcoded { out: part, transposed: part, counts: counts }
+            Routing {
+                expert: buffer, weight: buffer, kept: part, log_sum_exp: buffer, load: buffer, losses: buffer
+            }
+            SlotRanks { rank: buffer, first: buffer, counts: buffer }
+            ReceivedSlots { token_id: buffer, expert: buffer, weight: buffer }
+            SwigluOut { a: part, h: part }
+            SwigluGrads { dh: part, a: part, dweight: buffer }
+            EmbedOut { x: part, bad_ids: counter }
+            RmsNormOut { y: part, inv_rms: buffer, sum: part }
+            AttentionOut { out: part, lse: per_row(out) }
+            AttentionGrads { dq: part, dk: part, dv: part }
+            AssembledKv { k: part, v: part }
+            AssembledKvGrads { dup: part, dshared: part }
+            Windows { first_key: buffer, end_query: buffer }
+            CrossEntropyOut { loss: buffer, shard_nats: buffer, bad_ids: counter, dlogits: part }
+            HeadLossOut { shard_nats: buffer, bad_ids: counter, dx: part, x_counts: counts, dlogits_counts: counts }
         }
     };
 }

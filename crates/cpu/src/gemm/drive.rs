@@ -4,7 +4,7 @@
 //! block after block of A's rows, and writes its rectangle. Nothing is shared between tasks, so nothing is waited
 //! for, and no bit depends on who runs which.
 
-use super::operand::{Operand, Output, OutputData};
+use super::operand::{OperandView, Output, OutputData};
 use super::pack::{self, PanelRows, SLACK};
 use super::tile::{Kernels, MAX_TILE, RunTile, Tile};
 use super::{DotKind, Isa};
@@ -15,8 +15,8 @@ use std::ops::Range;
 
 /// One product among those of a call: `out[i][j]` = `A[i]·B[j]` over `k`.
 pub(super) struct Problem<'a> {
-    pub a: Operand<'a>,
-    pub b: Operand<'a>,
+    pub a: OperandView<'a>,
+    pub b: OperandView<'a>,
     pub m: usize,
     pub n: usize,
     pub k: usize,
@@ -502,7 +502,7 @@ unsafe fn blocks(
 }
 
 /// Makes a packed panel fit for an emulated BF16 dot and says how small its elements are.
-fn lowest_exponent(kernels: &Kernels, from: &Operand, panel: &mut [u32]) -> u8 {
+fn lowest_exponent(kernels: &Kernels, from: &OperandView, panel: &mut [u32]) -> u8 {
     match kernels.run_flushing {
         Some(_) if pack::may_be_tiny(&from.data) => pack::flush_subnormals(panel),
         _ => pack::LOWEST_OF_CODES,

@@ -1,7 +1,7 @@
 //! The matrix product of the CPU: D = A·Bᵀ on plain slices, A `[m, k]`, B `[n, k]`, with the three dots of
 //! [`spec`] in the same bits on every instruction set and for every number of threads.
 //!
-//! Operands are strided views ([`Operand`]) of F32, BF16, or FP8 and FP4 codes with scales; F32 and BF16 may lie
+//! Operands are strided views ([`OperandView`]) of F32, BF16, or FP8 and FP4 codes with scales; F32 and BF16 may lie
 //! transposed, which gives A·B and Aᵀ·B. Which dot is used follows from the operands: F32 with F32, else the BF16
 //! dot, block by block if there are scales.
 //!
@@ -23,7 +23,7 @@ mod tile;
 pub use drive::Scratch;
 pub use error::GemmError;
 pub use isa::Isa;
-pub use operand::{Data, Operand, OperandScales, Output, OutputData};
+pub use operand::{Data, OperandScales, OperandView, Output, OutputData};
 
 use drive::{Job, Problem};
 use nibble_core::ops::ProductDims;
@@ -68,7 +68,13 @@ impl Engine {
     ///
     /// # Errors
     /// If an operand or the output is too short for the sizes, or the operands cannot be multiplied with each other.
-    pub fn gemm(&self, dims: ProductDims, a: &Operand, b: &Operand, out: Output) -> Result<(), GemmError> {
+    pub fn gemm(
+        &self,
+        dims: ProductDims,
+        a: &OperandView,
+        b: &OperandView,
+        out: Output,
+    ) -> Result<(), GemmError> {
         drive::parallel(&self.single(dims, a, b, &out)?, out);
         Ok(())
     }
@@ -80,8 +86,8 @@ impl Engine {
     pub fn gemm_serial(
         &self,
         dims: ProductDims,
-        a: &Operand,
-        b: &Operand,
+        a: &OperandView,
+        b: &OperandView,
         out: Output,
         scratch: &mut Scratch,
     ) -> Result<(), GemmError> {
@@ -92,8 +98,8 @@ impl Engine {
     fn single<'a>(
         &self,
         dims: ProductDims,
-        a: &Operand<'a>,
-        b: &Operand<'a>,
+        a: &OperandView<'a>,
+        b: &OperandView<'a>,
         out: &Output,
     ) -> Result<Job<'a>, GemmError> {
         let ProductDims { m, n, k } = dims;
@@ -110,8 +116,8 @@ impl Engine {
         groups: &[Group],
         n: usize,
         k: usize,
-        a: &Operand,
-        b: &[Operand],
+        a: &OperandView,
+        b: &[OperandView],
         out: Output,
     ) -> Result<(), GemmError> {
         if b.len() != groups.len() {
@@ -145,8 +151,8 @@ impl Engine {
         groups: &[Group],
         m: usize,
         n: usize,
-        a: &Operand,
-        b: &Operand,
+        a: &OperandView,
+        b: &OperandView,
         out: Output,
     ) -> Result<(), GemmError> {
         let mut problems = Vec::with_capacity(groups.len());

@@ -83,7 +83,7 @@ impl<'a> OperandScales<'a> {
 /// One operand of D = A·Bᵀ: a strided view of a matrix [rows, K] whose rows are those of A, or of B (the columns
 /// of D). The number of rows and K come with the product.
 #[derive(Debug, Clone, Copy)]
-pub struct Operand<'a> {
+pub struct OperandView<'a> {
     /// The elements.
     pub data: Data<'a>,
     /// Index of element (row 0, k 0), in elements.
@@ -96,7 +96,7 @@ pub struct Operand<'a> {
     pub scales: Option<OperandScales<'a>>,
 }
 
-impl<'a> Operand<'a> {
+impl<'a> OperandView<'a> {
     /// A source [rows, K] with `stride` elements from row to row: the contraction is contiguous.
     pub fn rows(data: Data<'a>, stride: usize) -> Self {
         Self { data, offset: 0, stride, transposed: false, scales: None }
@@ -287,7 +287,7 @@ pub(super) enum DotKind {
 }
 
 /// The dot for a pair of operands and the block of their scales, if they have any.
-pub(super) fn pair(a: &Operand, b: &Operand) -> Result<(DotKind, Option<usize>), GemmError> {
+pub(super) fn pair(a: &OperandView, b: &OperandView) -> Result<(DotKind, Option<usize>), GemmError> {
     let dot = match (a.data, b.data) {
         (Data::F32(_), Data::F32(_)) => DotKind::F32,
         (Data::F32(_), other) => {

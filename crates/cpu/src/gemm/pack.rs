@@ -2,7 +2,7 @@
 
 #[cfg(target_arch = "x86_64")]
 use super::Isa;
-use super::operand::{Data, Operand, OperandScales};
+use super::operand::{Data, OperandScales, OperandView};
 use super::{DotKind, decode};
 use half::bf16;
 use std::ops::Range;
@@ -30,7 +30,7 @@ pub(super) struct PanelRows {
 /// Packs elements `k` (whole units but at the very end of the contraction) of a panel's rows into the beginning of
 /// `to`, which is longer than the panel by [`SLACK`]. Up to `SLACK` units past the panel are clobbered, unless the
 /// source lies transposed.
-fn panel(isa: super::Isa, from: &Operand, panel: &PanelRows, k: Range<usize>, to: &mut [u32]) {
+fn panel(isa: super::Isa, from: &OperandView, panel: &PanelRows, k: Range<usize>, to: &mut [u32]) {
     #[cfg(target_arch = "x86_64")]
     if matches!(isa, Isa::Avx512 | Isa::Avx512Bf16) {
         // SAFETY: the entry points checked that the machine has the instruction set and that all of the operand's
@@ -42,7 +42,7 @@ fn panel(isa: super::Isa, from: &Operand, panel: &PanelRows, k: Range<usize>, to
     portable_panel(from, panel, k, to);
 }
 
-fn portable_panel(from: &Operand, panel: &PanelRows, k: Range<usize>, to: &mut [u32]) {
+fn portable_panel(from: &OperandView, panel: &PanelRows, k: Range<usize>, to: &mut [u32]) {
     let (width, at) = (panel.width, |row: usize, k: usize| {
         let row = panel.first + row;
         from.offset + if from.transposed { k * from.stride + row } else { row * from.stride + k }
@@ -75,7 +75,7 @@ fn portable_panel(from: &Operand, panel: &PanelRows, k: Range<usize>, to: &mut [
 /// other out of the caches: so there all panels take a few units in turn.
 pub(super) fn panels<P: Iterator<Item = PanelRows> + Clone>(
     isa: super::Isa,
-    from: &Operand,
+    from: &OperandView,
     panels: P,
     first: usize,
     k: Range<usize>,

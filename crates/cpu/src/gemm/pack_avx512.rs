@@ -1,6 +1,6 @@
 //! Packing sixteen rows by sixteen units at a time.
 
-use super::super::operand::{Data, Operand};
+use super::super::operand::{Data, OperandView};
 use super::{PanelRows, SLACK, decode};
 use std::arch::x86_64::*;
 use std::ops::Range;
@@ -143,7 +143,7 @@ impl Fp4Rows {
 /// # Safety
 /// The machine has AVX-512 F, BW, DQ and VL; the elements asked for lie within the operand's slice.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-pub(super) unsafe fn panel(from: &Operand, panel: &PanelRows, k: Range<usize>, to: &mut [u32]) {
+pub(super) unsafe fn panel(from: &OperandView, panel: &PanelRows, k: Range<usize>, to: &mut [u32]) {
     let per_unit = if let Data::F32(_) = from.data { 1 } else { 2 };
     assert!(
         to.len() >= k.len().div_ceil(per_unit) * panel.width + SLACK,
@@ -180,7 +180,13 @@ fn fp8_rows(codes: &[u8], table: &[u16; 128]) -> Fp8Rows {
 /// # Safety
 /// As [`panel`], and `to` has its slack.
 #[inline(always)]
-unsafe fn rows<R: RowReader>(from: &R, view: &Operand, panel: &PanelRows, k: Range<usize>, to: &mut [u32]) {
+unsafe fn rows<R: RowReader>(
+    from: &R,
+    view: &OperandView,
+    panel: &PanelRows,
+    k: Range<usize>,
+    to: &mut [u32],
+) {
     let units = k.len().div_ceil(R::PER_UNIT);
     for first_lane in (0..panel.width).step_by(16) {
         // Lanes past the last row repeat it: nobody looks at them.
@@ -248,7 +254,13 @@ unsafe fn transpose(r: [__m512i; 16]) -> [__m512i; 16] {
 /// # Safety
 /// As [`rows`].
 #[inline(always)]
-unsafe fn f32_columns(from: *const f32, view: &Operand, panel: &PanelRows, k: Range<usize>, to: &mut [u32]) {
+unsafe fn f32_columns(
+    from: *const f32,
+    view: &OperandView,
+    panel: &PanelRows,
+    k: Range<usize>,
+    to: &mut [u32],
+) {
     for lane in (0..panel.width).step_by(16) {
         let live = low_bits(panel.rows.saturating_sub(lane)) as u16;
         let stored = low_bits(panel.width - lane) as u16;
@@ -266,7 +278,13 @@ unsafe fn f32_columns(from: *const f32, view: &Operand, panel: &PanelRows, k: Ra
 /// # Safety
 /// As [`rows`].
 #[inline(always)]
-unsafe fn bf16_columns(from: *const u16, view: &Operand, panel: &PanelRows, k: Range<usize>, to: &mut [u32]) {
+unsafe fn bf16_columns(
+    from: *const u16,
+    view: &OperandView,
+    panel: &PanelRows,
+    k: Range<usize>,
+    to: &mut [u32],
+) {
     for lane in (0..panel.width).step_by(16) {
         let live = low_bits(panel.rows.saturating_sub(lane)) as u16;
         let stored = low_bits(panel.width - lane) as u16;

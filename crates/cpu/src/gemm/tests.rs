@@ -111,8 +111,8 @@ impl<T: Copy> Matrix<T> {
         Self { stored, offset, stride, transposed, rows }
     }
 
-    fn view<'a>(&'a self, data: impl Fn(&'a [T]) -> Data<'a>) -> Operand<'a> {
-        let view = if self.transposed { Operand::transposed } else { Operand::rows };
+    fn view<'a>(&'a self, data: impl Fn(&'a [T]) -> Data<'a>) -> OperandView<'a> {
+        let view = if self.transposed { OperandView::transposed } else { OperandView::rows };
         view(data(&self.stored), self.stride).at(self.offset)
     }
 }
@@ -140,7 +140,7 @@ const SHAPES: [(usize, usize, usize); 15] = [
     (260, 70, 40),
 ];
 
-fn run(isa: Isa, shape: (usize, usize, usize), a: &Operand, b: &Operand) -> Vec<f32> {
+fn run(isa: Isa, shape: (usize, usize, usize), a: &OperandView, b: &OperandView) -> Vec<f32> {
     let (m, n, k) = shape;
     let (offset, stride) = (3, n + 5);
     let mut out = vec![-7.0; offset + m * stride];
@@ -206,7 +206,7 @@ fn tiny_remainders_are_flushed_however_late_they_show() {
     let b = vec![power(-55); n * k];
     assert_eq!(spec::dot_bf16(&a[..k], &b[..k]), 0.0);
     for isa in isas() {
-        let (a, b) = (Operand::rows(Data::Bf16(&a), k), Operand::rows(Data::Bf16(&b), k));
+        let (a, b) = (OperandView::rows(Data::Bf16(&a), k), OperandView::rows(Data::Bf16(&b), k));
         assert_same(&run(isa, (m, n, k), &a, &b), &vec![0.0; m * n], isa);
     }
 }
@@ -301,7 +301,7 @@ impl Scaled {
         Self { codes, scales_f32, scales_e8m0, stride, rows_per_scale, block }
     }
 
-    fn view<'a>(&'a self, e8m0: bool, data: fn(&'a [u8]) -> Data<'a>) -> Operand<'a> {
+    fn view<'a>(&'a self, e8m0: bool, data: fn(&'a [u8]) -> Data<'a>) -> OperandView<'a> {
         let values = if e8m0 { ScalePlane::powers(&self.scales_e8m0) } else { singles(&self.scales_f32) };
         let scales = OperandScales {
             values,
@@ -369,12 +369,12 @@ fn a_nan_scale_reaches_exactly_the_outputs_it_touches() {
     bytes[2 + 1] = 0xFF; // row 1, block 1
     let good = vec![127u8; 8];
     for isa in isas() {
-        let a = Operand::rows(Data::E4m3(&codes), k).scaled(OperandScales::rows(
+        let a = OperandView::rows(Data::E4m3(&codes), k).scaled(OperandScales::rows(
             ScalePlane::powers(&bytes),
             128,
             2,
         ));
-        let b = Operand::rows(Data::E4m3(&codes), k).scaled(OperandScales::rows(
+        let b = OperandView::rows(Data::E4m3(&codes), k).scaled(OperandScales::rows(
             ScalePlane::powers(&good),
             128,
             2,
@@ -401,7 +401,7 @@ fn fp4_codes_multiply_like_their_values() {
         }
         let ones = vec![127u8; n * k.div_ceil(32)];
         let scales = OperandScales::rows(ScalePlane::powers(&ones), 32, k.div_ceil(32));
-        let b = Operand::rows(Data::E2m1(&packed), stride).scaled(scales);
+        let b = OperandView::rows(Data::E2m1(&packed), stride).scaled(scales);
         let x: Vec<_> = (0..m).map(|i| vec![a.row(i, true, Element::E4M3)]).collect();
         let decoded = |row: &Vec<u8>| row.iter().map(|&c| bf16::from_f32(Element::E2M1.decode(c))).collect();
         let y: Vec<_> = fp4.iter().map(|row| vec![(decoded(row), vec![1.0; k])]).collect();
@@ -553,36 +553,36 @@ fn mistakes_are_named() {
     let (x, codes, mut out) = (vec![0f32; 100], vec![0u8; 100], vec![0f32; 100]);
     let h = vec![bf16::ZERO; 100];
     let shape = ProductDims { m: 10, n: 10, k: 10 };
-    let f32s = Operand::rows(Data::F32(&x), 10);
-    let bf16s = Operand::rows(Data::Bf16(&h), 10);
+    let f32s = OperandView::rows(Data::F32(&x), 10);
+    let bf16s = OperandView::rows(Data::Bf16(&h), 10);
     let one = [1f32; 10];
-    let scaled = Operand::rows(Data::E4m3(&codes), 10).scaled(OperandScales::rows(singles(&one), 128, 1));
+    let scaled = OperandView::rows(Data::E4m3(&codes), 10).scaled(OperandScales::rows(singles(&one), 128, 1));
     let engine = Engine::default();
-    let mut argument = |shape, a: &Operand, b: &Operand| {
+    let mut argument = |shape, a: &OperandView, b: &OperandView| {
         let error = engine.gemm(shape, a, b, Output::f32(&mut out, 10)).unwrap_err();
         assert!(error.to_string().contains("expected"), "{error}");
         error.argument
     };
     assert_eq!(argument(ProductDims { k: 11, ..shape }, &f32s, &f32s), "a");
     assert_eq!(argument(shape, &f32s, &f32s.at(1)), "b");
-    assert_eq!(argument(shape, &Operand { stride: usize::MAX, ..f32s }, &f32s), "a");
+    assert_eq!(argument(shape, &OperandView { stride: usize::MAX, ..f32s }, &f32s), "a");
     assert_eq!(argument(shape, &f32s, &bf16s), "b");
     assert_eq!(argument(shape, &scaled, &bf16s), "b");
-    assert_eq!(argument(shape, &Operand { transposed: true, ..scaled }, &scaled), "a");
+    assert_eq!(argument(shape, &OperandView { transposed: true, ..scaled }, &scaled), "a");
     let tile = OperandScales::rows(singles(&one), 64, 1);
     assert_eq!(argument(shape, &scaled, &scaled.scaled(tile)), "b");
     assert_eq!(
         argument(shape, &scaled.scaled(OperandScales::rows(singles(&one[1..]), 128, 1)), &scaled),
         "a"
     );
-    assert_eq!(argument(ProductDims { m: 3, n: 11, k: 9 }, &f32s, &Operand { stride: 9, ..f32s }), "out");
+    assert_eq!(argument(ProductDims { m: 3, n: 11, k: 9 }, &f32s, &OperandView { stride: 9, ..f32s }), "out");
     let mut narrow = [bf16::ZERO; 100];
     assert_eq!(
         engine.gemm(shape, &f32s, &f32s, Output::bf16(&mut narrow[1..], 10)).unwrap_err().argument,
         "out"
     );
     let groups = [Group { start: 0, len: 6 }, Group { start: 5, len: 5 }];
-    let mut grouped = |groups: &[Group], b: &[Operand]| {
+    let mut grouped = |groups: &[Group], b: &[OperandView]| {
         engine.grouped(groups, 10, 10, &f32s, b, Output::f32(&mut out, 10)).unwrap_err().argument
     };
     assert_eq!(grouped(&groups, &[f32s, f32s]), "groups");

@@ -8,7 +8,7 @@ use super::gemm::{engine, refused};
 use super::lowered::{Side, Way, sides};
 use super::operands::view;
 use super::quantize::quantize;
-use crate::gemm::{self, Engine, GemmError, Group, Operand, Output};
+use crate::gemm::{self, Engine, GemmError, Group, OperandView, Output};
 use crate::simd::{Real, per_isa};
 use crate::{Buf, Cpu};
 use half::bf16;
@@ -205,7 +205,7 @@ fn product<T: Factor>(
 ) -> Result<()> {
     let (dims, out) = (ProductDims { m, n, k }, T::output(out, n));
     let Some(rows) = a.by_rows.as_ref().filter(|rows| is_block(rows) || is_block(b.operand)) else {
-        let (a, b) = (Operand::rows(a.values, a.cols), view(OP, b.operand, 0)?);
+        let (a, b) = (OperandView::rows(a.values, a.cols), view(OP, b.operand, 0)?);
         return multiply(cpu, out, |engine, out| engine.gemm(dims, &a, &b, out));
     };
     let way = Way::of(rows, b.operand);
@@ -266,8 +266,8 @@ impl<'a> WeightGradient<'a> {
                 self.add(cpu, chunk, &dlogits.down_rows(OP)?, &x.down_rows(OP)?)
             }
             _ => {
-                let dlogits = Operand::transposed(dlogits.values, dlogits.cols);
-                self.add(cpu, chunk, &dlogits, &Operand::transposed(x.values, x.cols))
+                let dlogits = OperandView::transposed(dlogits.values, dlogits.cols);
+                self.add(cpu, chunk, &dlogits, &OperandView::transposed(x.values, x.cols))
             }
         }
     }
@@ -276,8 +276,8 @@ impl<'a> WeightGradient<'a> {
         &mut self,
         cpu: &Cpu,
         chunk: &HeadLossChunk,
-        dlogits: &Operand<'_>,
-        x: &Operand<'_>,
+        dlogits: &OperandView<'_>,
+        x: &OperandView<'_>,
     ) -> Result<()> {
         let (Sizes { vocab, d }, len) = (self.sizes, chunk.tokens_each());
         let groups: Vec<Group> = (0..chunk.shards.len()).map(|i| Group { start: i * len, len }).collect();

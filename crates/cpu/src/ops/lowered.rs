@@ -243,7 +243,7 @@ fn values<T: Clone + Send>(
 
 impl Apart {
     /// Beside an operand from line `first` on.
-    fn beside<'a>(&'a self, x: gemm::Operand<'a>, first: usize) -> gemm::Operand<'a> {
+    fn beside<'a>(&'a self, x: gemm::OperandView<'a>, first: usize) -> gemm::OperandView<'a> {
         let plane = ScalePlane { kind: ScaleKind::F32, bytes: &self.bytes };
         x.scaled(gemm::OperandScales::rows(plane, self.block, self.stride).at(first * self.stride))
     }
@@ -251,19 +251,19 @@ impl Apart {
 
 impl Lowered {
     /// From line `first` on.
-    fn view(&self, first: usize) -> gemm::Operand<'_> {
+    fn view(&self, first: usize) -> gemm::OperandView<'_> {
         let values = match &self.values {
             Values::Bf16(values) => gemm::Data::Bf16(values),
             Values::F32(values) => gemm::Data::F32(values),
         };
-        let rows = gemm::Operand::rows(values, self.len).at(first * self.len);
+        let rows = gemm::OperandView::rows(values, self.len).at(first * self.len);
         self.scales.as_ref().map_or(rows, |scales| scales.beside(rows, first))
     }
 }
 
 impl Side<'_> {
     /// An operand whose contraction runs along its rows, from row `first` on.
-    pub fn view(&self, op: &'static str, first: usize) -> Result<gemm::Operand<'_>> {
+    pub fn view(&self, op: &'static str, first: usize) -> Result<gemm::OperandView<'_>> {
         match self {
             Self::Operand(x, ones) => {
                 let x = view(op, x, first)?;
@@ -274,7 +274,7 @@ impl Side<'_> {
     }
 
     /// An operand whose contraction runs down its rows.
-    pub fn down_rows(&self, op: &'static str) -> Result<gemm::Operand<'_>> {
+    pub fn down_rows(&self, op: &'static str) -> Result<gemm::OperandView<'_>> {
         match self {
             Self::Operand(x, ones) => {
                 let x = down_rows(op, x)?;

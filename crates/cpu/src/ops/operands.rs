@@ -32,9 +32,9 @@ fn codes<'a>(op: &'static str, q: &'a BlockScaled<Cpu>) -> Result<gemm::Data<'a>
 }
 
 /// An operand whose contraction runs along its rows, from row `first` on: an activation, or one matrix of a stack.
-pub(super) fn view<'a>(op: &'static str, x: &'a Operand<Cpu>, first: usize) -> Result<gemm::Operand<'a>> {
+pub(super) fn view<'a>(op: &'static str, x: &'a Operand<Cpu>, first: usize) -> Result<gemm::OperandView<'a>> {
     let q = match x {
-        Operand::Plain(x) => return Ok(gemm::Operand::rows(plain(x), x.cols).at(first * x.cols)),
+        Operand::Plain(x) => return Ok(gemm::OperandView::rows(plain(x), x.cols).at(first * x.cols)),
         Operand::Block(q) => q,
     };
     let block = q.format.spec().block;
@@ -49,16 +49,16 @@ pub(super) fn view<'a>(op: &'static str, x: &'a Operand<Cpu>, first: usize) -> R
         }
         _ => gemm::OperandScales::rows(values, block, stride).at(first * stride),
     };
-    Ok(gemm::Operand::rows(codes(op, q)?, q.cols).at(first * q.cols).scaled(scales))
+    Ok(gemm::OperandView::rows(codes(op, q)?, q.cols).at(first * q.cols).scaled(scales))
 }
 
 /// An operand whose contraction runs down its rows: plain and read transposed, or stored by columns.
-pub(super) fn down_rows<'a>(op: &'static str, x: &'a Operand<Cpu>) -> Result<gemm::Operand<'a>> {
+pub(super) fn down_rows<'a>(op: &'static str, x: &'a Operand<Cpu>) -> Result<gemm::OperandView<'a>> {
     let q = match x {
-        Operand::Plain(x) => return Ok(gemm::Operand::transposed(plain(x), x.cols)),
+        Operand::Plain(x) => return Ok(gemm::OperandView::transposed(plain(x), x.cols)),
         Operand::Block(q) => q,
     };
     let block = q.format.column_step();
     let scales = gemm::OperandScales::rows(scales_of(q), block, q.rows.div_ceil(block));
-    Ok(gemm::Operand::rows(codes(op, q)?, q.rows).scaled(scales))
+    Ok(gemm::OperandView::rows(codes(op, q)?, q.rows).scaled(scales))
 }

@@ -1,9 +1,11 @@
 //! One grouped product: its operands on the host, its run on the device, and its exact result.
 
 use half::bf16;
-use nibble_cuda::ops::products::grouped_product::{
-    Fp8, GroupBuffers, GroupedConfig, GroupedDesc, GroupedProduct, Operand, OperandKind, Order, Out, Ragged,
-    ScaleValues, ScalesB, StridedScales, Target,
+use nibble_core::DType;
+use nibble_core::ops::Ragged;
+use nibble_cuda::ops::products::tensor_cores::{
+    GroupBuffers, Matrix, OperandKind, Order, ScaleValues, ScalesB, StridedScales, Target, TensorCoreConfig,
+    TensorCoreLaunch, TensorCoreProduct,
 };
 use nibble_cuda::{Buffer, Device, Result};
 use nibble_formats::philox::normal_from_bits;
@@ -137,7 +139,7 @@ impl Large {
 pub struct Case {
     pub ragged: Ragged,
     pub kind: OperandKind,
-    pub out: Out,
+    pub out: DType,
     /// E8M0 scales rather than F32: of A, of B.
     pub e8m0: (bool, bool),
     pub accumulate: bool,
@@ -179,13 +181,13 @@ impl Case {
         self.starts()[self.lens.len()] + self.slack
     }
 
-    pub fn desc(&self) -> GroupedDesc {
+    pub fn desc(&self) -> TensorCoreProduct {
         let (m, k) = match self.ragged {
             Ragged::Rows => (self.capacity(), self.k),
             Ragged::Contraction => (self.m, self.capacity()),
         };
         let powers = self.kind == OperandKind::e4m3(ScalesB::Floats) && self.e8m0.1;
-        GroupedDesc {
+        TensorCoreProduct {
             ragged: self.ragged,
             kind: if powers { OperandKind::e4m3(ScalesB::Powers) } else { self.kind },
             out: self.out,
@@ -209,7 +211,7 @@ impl Case {
             OperandKind::ScaledBf16 => "scaled bf16".to_owned(),
             OperandKind::Fp8(elements, scales_b) => {
                 let layout = if self.mn_major { "mn" } else { "row" };
-                let [a, b] = elements.map(|of| element(of).name());
+                let [a, b] = elements.map(Element::name);
                 format!("{a} x {b} {}/{} {layout} {scales_b:?}", scale(self.e8m0.0), scale(self.e8m0.1))
             }
         };
@@ -224,14 +226,6 @@ impl Case {
             self.lens.len(),
             self.out
         )
-    }
-}
-
-/// As the host knows it.
-fn element(of: Fp8) -> Element {
-    match of {
-        Fp8::E4m3 => Element::E4M3,
-        Fp8::E5m2 => Element::E5M2,
     }
 }
 
@@ -250,7 +244,7 @@ enum Plane {
 
 impl Plane {
     /// Of an FP8 element, or none.
-    fn draw(of: Option<Fp8>, data: Data, random: &mut Random, len: usize) -> Self {
+    fn draw(of: Option<Element>, data: Data, random: &mut Random, len: usize) -> Self {
         let value: Vec<f32> = match data {
             Data::Integers => (0..1 << 16).map(|i| (i % 5) as f32 - 2.0).collect(),
             Data::Normal | Data::OutlierColumns | Data::MassiveTokens => {
@@ -258,10 +252,9 @@ impl Plane {
             }
             Data::HeavyTails => normals().into_iter().map(|x| x * x * x * 8.0).collect(),
         };
-        let Some(of) = of else {
+        let Some(element) = of else {
             return Self::Bf16(random.draw(&value.into_iter().map(bf16::from_f32).collect::<Vec<_>>(), len));
         };
-        let element = element(of);
         // What is near E4M3's largest code is brought near this one's.
         let gain = if data == Data::Integers { 1.0 } else { element.max() / Element::E4M3.max() };
         let codes: Vec<u8> = value.into_iter().map(|x| element.encode(x * gain)).collect();
@@ -287,7 +280,7 @@ impl Plane {
     /// BF16 with the contraction down the rows if `down`.
     fn upload(&self, device: &Device, k: usize, down: bool) -> Result<OnDevicePlane> {
         match self {
-            Self::Codes(of) => Ok(OnDevicePlane::Codes(device.upload(&of.codes)?)),
+            Self::Codes(of) => Ok(OnDevicePlane::Codes(of.element, device.upload(&of.codes)?)),
             Self::Bf16(values) if down => {
                 let rows = values.len() / k;
                 let down: Vec<bf16> = (0..values.len()).map(|i| values[i % rows * k + i / rows]).collect();
@@ -299,18 +292,15 @@ impl Plane {
 }
 
 enum OnDevicePlane {
-    Codes(Buffer<u8>),
+    Codes(Element, Buffer<u8>),
     Bf16(Buffer<bf16>),
 }
 
 impl OnDevicePlane {
-    fn operand<'a>(&'a self, scales: StridedScales<'a>, of_tensor: &'a Option<Buffer<f32>>) -> Operand<'a> {
+    fn operand<'a>(&'a self, scales: StridedScales<'a>, of_tensor: &'a Option<Buffer<f32>>) -> Matrix<'a> {
         match self {
-            Self::Codes(codes) => Operand::Fp8(codes, scales),
-            Self::Bf16(values) => match of_tensor {
-                Some(of_tensor) => Operand::ScaledBf16(values, Some(of_tensor)),
-                None => Operand::Bf16(values),
-            },
+            Self::Codes(element, codes) => Matrix::codes(*element, codes, scales),
+            Self::Bf16(values) => Matrix::bf16(values).times(of_tensor.as_ref()),
         }
     }
 }
@@ -384,7 +374,7 @@ impl Operands {
     }
 
     /// Rows that belong to no group: NaN where they must not matter, zeros where they are promised.
-    fn fill_pads(&mut self, desc: GroupedDesc) {
+    fn fill_pads(&mut self, desc: TensorCoreProduct) {
         let starts = self.case.starts();
         let mut valid = vec![false; self.case.capacity()];
         for (start, len) in starts.iter().zip(&self.case.lens) {
@@ -453,14 +443,14 @@ impl Operands {
     pub fn unwritten(&self, device: &Device) -> Result<Written> {
         let len = self.case.desc().d();
         Ok(match (self.case.out, self.case.accumulate) {
-            (Out::Bf16, true) if self.before.is_empty() => Written::Bf16(device.filled(len, 0)?),
-            (Out::Bf16, true) => Written::Bf16(
+            (DType::Bf16, true) if self.before.is_empty() => Written::Bf16(device.filled(len, 0)?),
+            (DType::Bf16, true) => Written::Bf16(
                 device.upload(&self.before.iter().map(|&x| bf16::from_f32(x)).collect::<Vec<_>>())?,
             ),
-            (Out::Bf16, false) => Written::Bf16(device.filled(len, 0xFF)?),
-            (Out::F32, true) if self.before.is_empty() => Written::F32(device.filled(len, 0)?),
-            (Out::F32, true) => Written::F32(device.upload(&self.before)?),
-            (Out::F32, false) => Written::F32(device.filled(len, 0xFF)?),
+            (DType::Bf16, false) => Written::Bf16(device.filled(len, 0xFF)?),
+            (DType::F32, true) if self.before.is_empty() => Written::F32(device.filled(len, 0)?),
+            (DType::F32, true) => Written::F32(device.upload(&self.before)?),
+            (DType::F32, false) => Written::F32(device.filled(len, 0xFF)?),
         })
     }
 
@@ -547,22 +537,22 @@ impl Written {
 
 impl OnDevice {
     pub fn run(&mut self) -> Result<()> {
-        let chosen = GroupedConfig::choose(&self.case.desc(), self.start.device().info());
-        self.run_with(GroupedConfig { order: self.case.order.unwrap_or(chosen.order), ..chosen })
+        let chosen = TensorCoreConfig::choose(&self.case.desc());
+        self.run_with(TensorCoreConfig { order: self.case.order.unwrap_or(chosen.order), ..chosen })
     }
 
     /// By this instance.
-    pub fn run_with(&mut self, config: GroupedConfig) -> Result<()> {
+    pub fn run_with(&mut self, config: TensorCoreConfig) -> Result<()> {
         let desc = self.case.desc();
         let ((rows_a, rows_b), [of_a, of_b]) = (desc.scale_rows(), &self.tensor_scales);
-        GroupedProduct {
-            desc,
+        TensorCoreLaunch {
+            product: desc,
             groups: (!self.case.is_dense()).then_some(GroupBuffers { start: &self.start, len: &self.len }),
             a: self.a.operand(self.case.scales(self.case.e8m0.0, &self.scales_a, rows_a), of_a),
             b: self.b.operand(self.case.scales(self.case.e8m0.1, &self.scales_b, rows_b), of_b),
             d: match &mut self.d {
-                Written::Bf16(values) => Target::Bf16 { values, accumulate: self.case.accumulate },
-                Written::F32(values) => Target::F32 { values, accumulate: self.case.accumulate },
+                Written::Bf16(values) => Target::bf16(values, self.case.accumulate),
+                Written::F32(values) => Target::f32(values, self.case.accumulate),
             },
         }
         .run_with(config)

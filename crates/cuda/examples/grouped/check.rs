@@ -2,10 +2,11 @@
 
 use super::case::{Case, Data, Operands, Random};
 use half::bf16;
-use nibble_core::Agreement;
-use nibble_core::ops::{BF16_AGREEMENT, FP8_AGREEMENT};
+use nibble_core::formats::Element;
+use nibble_core::ops::{BF16_AGREEMENT, FP8_AGREEMENT, Ragged};
+use nibble_core::{Agreement, DType};
 use nibble_cuda::Device;
-use nibble_cuda::ops::products::grouped_product::{Fp8, OperandKind, Order, Out, Ragged, ScalesB};
+use nibble_cuda::ops::products::tensor_cores::{OperandKind, Order, ScalesB};
 use std::fmt;
 
 /// Outputs compared where there are too many for the host.
@@ -19,7 +20,7 @@ pub fn rows(lens: &[usize], n: usize, k: usize) -> Case {
     Case {
         ragged: Ragged::Rows,
         kind: OperandKind::e4m3(ScalesB::Tile),
-        out: Out::Bf16,
+        out: DType::Bf16,
         e8m0: (true, true),
         accumulate: false,
         mn_major: false,
@@ -38,7 +39,7 @@ pub fn wgrad(lens: &[usize], m: usize, n: usize) -> Case {
     Case {
         ragged: Ragged::Contraction,
         kind: OperandKind::e4m3(ScalesB::Floats),
-        out: Out::F32,
+        out: DType::F32,
         m,
         ..rows(lens, n, 0)
     }
@@ -73,7 +74,7 @@ pub fn small() -> Vec<Case> {
         let plain = [OperandKind::Bf16, OperandKind::ScaledBf16];
         let fp8 = [ScalesB::Tile, ScalesB::Floats].map(OperandKind::e4m3);
         for kind in fp8.into_iter().chain(plain) {
-            for out in [Out::Bf16, Out::F32] {
+            for out in [DType::Bf16, DType::F32] {
                 let e8m0 = (i % 2 == 0, i % 3 == 0);
                 let slack = 128 * (i % 3);
                 let mn_major = i % 2 == 1;
@@ -94,7 +95,7 @@ pub fn small() -> Vec<Case> {
             }
         }
         for accumulate in [false, true] {
-            let case = Case { out: Out::Bf16, accumulate, slack: 128, ..wgrad(lens, k + 3, n) };
+            let case = Case { out: DType::Bf16, accumulate, slack: 128, ..wgrad(lens, k + 3, n) };
             cases.push(bf16_of(Case { slack: 5, m: k, ..case.clone() }));
             cases.push(scaled_bf16_of(Case { slack: 5, m: k, ..case.clone() }));
             cases.push(Case { kind: OperandKind::e4m3(ScalesB::Tile), ..case.clone() });
@@ -117,8 +118,8 @@ pub fn small() -> Vec<Case> {
     let adding = Case { accumulate: true, ..wgrad(&short, 512, 640) };
     cases.push(Case { kind: OperandKind::e4m3(ScalesB::Strips), ..adding.clone() });
     cases.push(Case { kind: OperandKind::e4m3(ScalesB::Tile), transposed: true, ..adding.clone() });
-    cases.push(Case { out: Out::Bf16, kind: OperandKind::e4m3(ScalesB::Strips), ..adding.clone() });
-    cases.push(Case { out: Out::Bf16, ..bf16_of(adding.clone()) });
+    cases.push(Case { out: DType::Bf16, kind: OperandKind::e4m3(ScalesB::Strips), ..adding.clone() });
+    cases.push(Case { out: DType::Bf16, ..bf16_of(adding.clone()) });
     cases.push(scaled_bf16_of(adding));
     // Tiles of long and short groups mixed, in every layout of scales.
     let zipf: Vec<usize> = (0..200).map(|g| 3000 / (g + 1)).collect();
@@ -128,7 +129,7 @@ pub fn small() -> Vec<Case> {
     {
         for layout in 0..4 {
             let (e8m0, mn_major) = ((layout % 2 == 0, i % 2 == 0), layout / 2 == 0);
-            let out = if (i + layout) % 3 == 0 { Out::F32 } else { Out::Bf16 };
+            let out = if (i + layout) % 3 == 0 { DType::F32 } else { DType::Bf16 };
             let slack = 128 * (i % 2);
             cases.push(Case { order: Some(Order::Mixed), out, e8m0, mn_major, slack, ..rows(lens, n, k) });
         }
@@ -142,11 +143,12 @@ fn pairs_with_e5m2<'a>(sizes: impl Iterator<Item = (&'a [usize], (usize, usize))
     for (i, (lens, (n, k))) in sizes.enumerate() {
         let e8m0 = (i % 2 == 0, i % 4 < 2);
         // A pair a size: each pair has empty groups, short ones, and scales of either kind.
-        let pair = [[Fp8::E5m2, Fp8::E4m3], [Fp8::E4m3, Fp8::E5m2], [Fp8::E5m2; 2]][i % 3];
+        let pair =
+            [[Element::E5M2, Element::E4M3], [Element::E4M3, Element::E5M2], [Element::E5M2; 2]][i % 3];
         let by_rows = Case { e8m0, mn_major: i % 2 == 1, slack: 128 * (i % 2), ..rows(lens, n, k) };
         let gradient = Case { e8m0, mn_major: i % 2 == 0, slack: 128, ..wgrad(lens, k + 3, n) };
         let [tiles, each] = [ScalesB::Tile, ScalesB::Floats].map(|scales| OperandKind::Fp8(pair, scales));
-        for out in [Out::Bf16, Out::F32] {
+        for out in [DType::Bf16, DType::F32] {
             cases.extend([tiles, each].map(|kind| Case { kind, out, ..by_rows.clone() }));
             cases.extend([false, true].map(|accumulate| Case {
                 kind: each,
@@ -204,12 +206,12 @@ fn bound(case: &Case, data: Data) -> f64 {
     match (case.out, case.kind, data) {
         // Half a unit of the last place is up to 2^-8 of a number, 3.9e-3. Over many outputs the error is less than half of
         // that, but the smallest cases have eight.
-        (Out::Bf16, ..) => 4e-3,
-        (Out::F32, OperandKind::Bf16 | OperandKind::ScaledBf16, _) => owed(BF16_AGREEMENT),
+        (DType::Bf16, ..) => 4e-3,
+        (DType::F32, OperandKind::Bf16 | OperandKind::ScaledBf16, _) => owed(BF16_AGREEMENT),
         // Three rows of a single block are too few for errors to average out: 3.4e-4 has been seen of E4M3, 4.4e-4 of two E5M2.
-        (Out::F32, OperandKind::Fp8(..), Data::HeavyTails) if three_rows => 5e-4,
-        (Out::F32, OperandKind::Fp8(..), _) if towers => owed(FP8_AGREEMENT),
-        (Out::F32, OperandKind::Fp8(..), _) => 3e-4,
+        (DType::F32, OperandKind::Fp8(..), Data::HeavyTails) if three_rows => 5e-4,
+        (DType::F32, OperandKind::Fp8(..), _) if towers => owed(FP8_AGREEMENT),
+        (DType::F32, OperandKind::Fp8(..), _) => 3e-4,
     }
 }
 
@@ -267,8 +269,8 @@ fn integers_are_exact(device: &Device, case: &Case) -> Result<usize, String> {
     let compared = compared(device, case, Data::Integers)?;
     for &Compared { at, got, exact, .. } in &compared {
         let expected = match case.out {
-            Out::Bf16 => bf16::from_f64(exact).to_f32(),
-            Out::F32 => exact as f32,
+            DType::Bf16 => bf16::from_f64(exact).to_f32(),
+            DType::F32 => exact as f32,
         };
         if got != expected {
             let [_, _, cols] = case.desc().shape_d();

@@ -8,8 +8,9 @@ mod check;
 
 use case::Case;
 use check::{bf16_of, rows, wgrad};
+use nibble_core::DType;
 use nibble_cuda::Device;
-use nibble_cuda::ops::products::grouped_product::{OperandKind, Order, Out, ScalesB};
+use nibble_cuda::ops::products::tensor_cores::{OperandKind, Order, ScalesB};
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
@@ -89,7 +90,7 @@ fn large() -> Vec<Case> {
         mn_major(large.clone()),
         large.clone(),
         f32_scales(mn_major(large.clone())),
-        Case { out: Out::Bf16, ..tiles(large.clone()) },
+        Case { out: DType::Bf16, ..tiles(large.clone()) },
         strips(wgrad(&[4096; 8], 7168, 2048)),
         strips(wgrad(&[1024; 32], 4096, 7168)),
         adding(strips(wgrad(&[1024; 32], 4096, 7168))),

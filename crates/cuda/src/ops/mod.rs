@@ -57,46 +57,18 @@ pub fn shared_sizes() -> Vec<SharedSize> {
     .concat()
 }
 
-/// Every instance that operations launch, by operation: the compile check goes through them all.
+/// Every instance that operations launch, by folder: the compile check goes through them all.
 pub fn instances() -> Vec<Instance> {
     [
-        products::grouped_config::instances(),
-        products::lowered::instances(),
-        products::product_parts::instances(),
-        products::product_runs::instances(),
-        products::product_simt::instances(),
-        convert::quantize::instances(),
-        convert::dequantize::instances(),
-        convert::lift::instances(),
-        convert::measure_quantization::instances(),
-        convert::scale_tiles::instances(),
-        convert::transcode::instances(),
+        products::instances(),
+        convert::instances(),
         swiglu::instances(),
-        swiglu::swiglu_backward::instances(),
-        routing::permute::instances(),
-        routing::combine_tree::instances(),
-        routing::plan_permute::instances(),
-        routing::route::instances(),
-        routing::slots::instances(),
-        routing::parts::instances(),
-        plain::elementwise::instances(),
-        plain::bias::instances(),
-        attention::assemble_kv::instances(),
+        routing::instances(),
+        plain::instances(),
         attention::instances(),
-        vocabulary::embed::instances(),
-        norm::rms_norm::instances(),
-        plain::row_tree::instances(),
-        plain::copy_many::instances(),
-        attention::attention_decode::instances(),
-        norm::norm_rope::instances(),
-        norm::rope::instances(),
-        vocabulary::cross_entropy::instances(),
-        vocabulary::head_loss::instances(),
-        vocabulary::head_rows::instances(),
+        vocabulary::instances(),
+        norm::instances(),
         step::instances(),
-        step::sum_squares::instances(),
-        step::adamw::instances(),
-        step::init_normal::instances(),
     ]
     .concat()
 }

@@ -14,7 +14,7 @@ use nibble_core::{Agreement, DType, Groups, Kernels, Operand, Result};
 
 /// How one operand is stored.
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Stored {
+enum CaseOperand {
     Plain(DType),
     Block(Format, ScaleRule, BlockAxis),
 }
@@ -37,7 +37,7 @@ struct Matrix<'a> {
 }
 
 impl Matrix<'_> {
-    fn upload<B: Kernels>(&self, b: &B, stored: Stored) -> Result<Operand<B>> {
+    fn upload<B: Kernels>(&self, b: &B, stored: CaseOperand) -> Result<Operand<B>> {
         let (rows, cols) = (self.rows, self.cols);
         let mut x = self.input.values(&stream(self.name), rows * cols);
         // Column planes are zero past a group's length by contract, so only rows can be poisoned.
@@ -46,13 +46,13 @@ impl Matrix<'_> {
             ragged.fill_pads(&mut x, cols, 0.0);
         }
         match stored {
-            Stored::Plain(dtype) => {
+            CaseOperand::Plain(dtype) => {
                 if let Some(ragged) = poisoned {
                     ragged.fill_pads(&mut x, cols, f32::NAN);
                 }
                 Ok(Operand::Plain(plain(b, dtype, &x, rows, cols)?))
             }
-            Stored::Block(format, rule, axis) => {
+            CaseOperand::Block(format, rule, axis) => {
                 // Integers are exact under powers of two only, which F32 scales can be as well.
                 let powers = format.spec().rules.contains(&Rceil);
                 let exact = self.input == Input::Integers && rule == Amax && powers;
@@ -71,17 +71,17 @@ impl Matrix<'_> {
 }
 
 /// Whether all scales of an operand may be powers of two.
-fn may_be_exact(stored: Stored) -> bool {
+fn may_be_exact(stored: CaseOperand) -> bool {
     match stored {
-        Stored::Plain(_) => true,
-        Stored::Block(format, rule, _) => {
+        CaseOperand::Plain(_) => true,
+        CaseOperand::Block(format, rule, _) => {
             format.spec().rules.contains(&Rceil)
                 && [ScaleKind::E8M0, ScaleKind::F32].contains(&format.scale_kind(rule))
         }
     }
 }
 
-impl Stored {
+impl CaseOperand {
     /// As products ask for it.
     fn factor(self) -> ops::Stored {
         match self {
@@ -102,9 +102,10 @@ impl Stored {
 }
 
 /// Every pair of formats, blocks along these axes, with a number by which cases take turns, so that either format meets all of them.
-fn every_pair(a: BlockAxis, b: BlockAxis) -> Vec<(usize, (Stored, Stored))> {
+fn every_pair(a: BlockAxis, b: BlockAxis) -> Vec<(usize, (CaseOperand, CaseOperand))> {
     let with = |(i, of_a): (usize, Format)| {
-        let stored = |(j, of_b): (usize, Format)| (i + j, (Stored::usual(of_a, a), Stored::usual(of_b, b)));
+        let stored =
+            |(j, of_b): (usize, Format)| (i + j, (CaseOperand::usual(of_a, a), CaseOperand::usual(of_b, b)));
         Format::ALL.into_iter().enumerate().map(stored).collect::<Vec<_>>()
     };
     Format::ALL.into_iter().enumerate().flat_map(with).collect()
@@ -114,18 +115,18 @@ fn every_pair(a: BlockAxis, b: BlockAxis) -> Vec<(usize, (Stored, Stored))> {
 /// are owed is few pairs' alone.
 fn in_turn<T>(
     breadth: Breadth,
-    (turn, operands): (usize, [Stored; 2]),
+    (turn, operands): (usize, [CaseOperand; 2]),
     cases: [T; 3],
 ) -> impl Iterator<Item = T> {
-    let plain = operands.iter().any(|of| matches!(of, Stored::Plain(_)));
+    let plain = operands.iter().any(|of| matches!(of, CaseOperand::Plain(_)));
     let is_taken = move |at: usize| breadth.either(true, plain || at == turn % 3);
     cases.into_iter().enumerate().filter(move |(at, _)| is_taken(*at)).map(|(_, case)| case)
 }
 
 /// What products owe each other: on integers whose sums are exact, the bits. Of blocks, what the numbers that are multiplied owe; beside F32 they are
 /// F32 numbers.
-fn owed(agreement: Agreement, operands: [Stored; 2], out: DType, input: Input) -> Agreement {
-    let [a, b] = operands.map(Stored::factor);
+fn owed(agreement: Agreement, operands: [CaseOperand; 2], out: DType, input: Input) -> Agreement {
+    let [a, b] = operands.map(CaseOperand::factor);
     let numbers = Numbers::of(a, b);
     let is_bf16 = [a, b].iter().any(|x| x.format == Format::Bf16) || out == DType::Bf16;
     match numbers {
@@ -142,9 +143,9 @@ fn inputs(strict: bool) -> &'static [Input] {
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Product {
-    a: Stored,
-    b: Stored,
+struct DenseProduct {
+    a: CaseOperand,
+    b: CaseOperand,
     m: usize,
     n: usize,
     k: usize,
@@ -153,13 +154,13 @@ struct Product {
 }
 
 /// Plain operands, of one type and of two.
-fn plain_pairs() -> Vec<(Stored, Stored)> {
-    let with = |a| PLAIN.map(|b| (Stored::Plain(a), Stored::Plain(b)));
+fn plain_pairs() -> Vec<(CaseOperand, CaseOperand)> {
+    let with = |a| PLAIN.map(|b| (CaseOperand::Plain(a), CaseOperand::Plain(b)));
     PLAIN.into_iter().flat_map(with).collect()
 }
 
 /// The combinations the recipes use, in fprop and dgrad.
-fn pairs() -> Vec<(Stored, Stored)> {
+fn pairs() -> Vec<(CaseOperand, CaseOperand)> {
     let mut pairs = plain_pairs();
     for (a, b) in [
         ((E4m3, Amax), (E4m3, Amax, Tile)),
@@ -186,12 +187,12 @@ fn pairs() -> Vec<(Stored, Stored)> {
         ((E5m2Tensor, TensorAmax), (E4m3, Rceil, Tile)),
         ((E4m3Tensor, TensorAmax), (E5m2Tensor, TensorAmax, Tile)),
     ] {
-        pairs.push((Stored::Block(a.0, a.1, Row), Stored::Block(b.0, b.1, b.2)));
+        pairs.push((CaseOperand::Block(a.0, a.1, Row), CaseOperand::Block(b.0, b.1, b.2)));
     }
     pairs
 }
 
-impl<B: Kernels> Case<B> for Product {
+impl<B: Kernels> Case<B> for DenseProduct {
     fn agreement(&self) -> Agreement {
         owed(Gemm::<B>::AGREEMENT, [self.a, self.b], self.out, self.input)
     }
@@ -213,7 +214,7 @@ pub fn gemm<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     for (a, b) in plain_pairs() {
         for (m, n, k) in [(320, 8, 256), (320, 256, 8)] {
             for out in PLAIN {
-                pair.check(&Product { a, b, m, n, k, out, input: Input::Normal });
+                pair.check(&DenseProduct { a, b, m, n, k, out, input: Input::Normal });
             }
         }
     }
@@ -223,27 +224,27 @@ pub fn gemm<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
     let (pairs, inputs) = (pairs(), inputs(pair.strict));
     for [of, input, i] in pair.breadth().cross([pairs.len(), inputs.len(), shapes.len()]) {
         let ((a, b), (m, n, k)) = (pairs[of], shapes[i]);
-        pair.check(&Product { a, b, m, n, k, out: PLAIN[i % 2], input: inputs[input] });
+        pair.check(&DenseProduct { a, b, m, n, k, out: PLAIN[i % 2], input: inputs[input] });
     }
     for (a, b) in pairs {
         // Contractions that end inside a block, of an even number of values and of an odd one.
         for k in [33, 48, 104, 201] {
-            pair.check(&Product { a, b, m: 5, n: 9, k, out: DType::F32, input: Input::Normal });
+            pair.check(&DenseProduct { a, b, m: 5, n: 9, k, out: DType::F32, input: Input::Normal });
         }
     }
     // What tensor cores take, and an odd contraction; rows of the largest numbers among others, whose blocks a lift rounds.
     for (turn, (a, b)) in every_pair(Row, Tile) {
         let cases = [(Input::Normal, 160), (Input::HeavyTailed, 320), (Input::Normal, 131)];
         for (input, k) in in_turn(pair.breadth(), (turn, [a, b]), cases) {
-            pair.check(&Product { a, b, m: 33, n: 24, k, out: PLAIN[(turn + k) % 2], input });
+            pair.check(&DenseProduct { a, b, m: 33, n: 24, k, out: PLAIN[(turn + k) % 2], input });
         }
     }
 }
 
 #[derive(Debug)]
 struct Grouped {
-    x: Stored,
-    w: Stored,
+    x: CaseOperand,
+    w: CaseOperand,
     spread: Spread,
     rows: usize,
     n: usize,
@@ -253,8 +254,8 @@ struct Grouped {
 }
 
 /// Plain products need no alignment; blocks start at multiples of 128.
-fn align(operands: [Stored; 2]) -> usize {
-    if operands.iter().all(|x| matches!(x, Stored::Plain(_))) { 1 } else { 128 }
+fn align(operands: [CaseOperand; 2]) -> usize {
+    if operands.iter().all(|x| matches!(x, CaseOperand::Plain(_))) { 1 } else { 128 }
 }
 
 const GROUPS: usize = 5;
@@ -327,8 +328,8 @@ pub fn grouped_gemm<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
 
 #[derive(Debug)]
 struct Wgrad {
-    dy: Stored,
-    x: Stored,
+    dy: CaseOperand,
+    x: CaseOperand,
     spread: Spread,
     rows: usize,
     n: usize,
@@ -401,7 +402,7 @@ pub fn grouped_wgrad<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
         ((E4m3Tensor, TensorAmax), (E5m2Tensor, TensorAmax)),
         ((E4m3Row, Amax), (E5m2Row, Rceil)),
     ] {
-        stored.push((Stored::Block(dy.0, dy.1, Col), Stored::Block(x.0, x.1, Col)));
+        stored.push((CaseOperand::Block(dy.0, dy.1, Col), CaseOperand::Block(x.0, x.1, Col)));
     }
     let widths = MoeShape::ALL.map(|s| s.scaled(32, 8)).map(|s| (s.f, s.d));
     for [i, j, integers] in pair.breadth().cross([stored.len(), Spread::ALL.len(), 2]) {
@@ -411,7 +412,7 @@ pub fn grouped_wgrad<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
         pair.check(&Wgrad { dy, x, spread, rows: 200, n, k, grad, accumulate, input, shards: false });
     }
     for (i, (dy, x)) in stored.into_iter().enumerate() {
-        if matches!(x, Stored::Plain(_)) {
+        if matches!(x, CaseOperand::Plain(_)) {
             let (spread, accumulate, input) = (Spread::Balanced, i % 2 == 0, Input::Normal);
             for grad in PLAIN {
                 pair.check(&Wgrad {

@@ -1,4 +1,5 @@
-//! What is made of buffers, brought from one backend to another buffer by buffer. A structure's parts are listed here, once.
+//! What is made of buffers, brought from one backend to another buffer by buffer. The parts of what operations return are those of
+//! [`for_each_result!`].
 
 use super::buf::Buf;
 use super::cell::{Cell, Element, Elements, Output};
@@ -8,6 +9,7 @@ use nibble_core::ops::*;
 use nibble_core::recipe::Form;
 use nibble_core::{
     Backend, BlockScaled, DType, Data, Groups, Occupancy, Operand, PermuteMap, Plain, Result, Tensor,
+    for_each_result,
 };
 use std::sync::Arc;
 
@@ -125,86 +127,39 @@ over!(PermuteMap, |x, m| PermuteMap {
     occupancy: x.occupancy.mapped(m)?,
 });
 over!(Counts, |x, m| Counts(m.buf(&x.0)?));
-over!(Found, |x, m| Found { amax: m.buf(&x.amax)?, counts: m.buf(&x.counts)? });
-over!(Emitted, |x, m| Emitted {
-    rows: x.rows.mapped(m)?,
-    cols: x.cols.mapped(m)?,
-    counts: x.counts.mapped(m)?,
-    found: x.found.mapped(m)?,
-});
-over!(PackedRows, |x, m| PackedRows {
-    bytes: m.buf(&x.bytes)?,
-    counts: x.counts.mapped(m)?,
-    found: x.found.mapped(m)?,
-});
-over!(Transcoded, |x, m| Transcoded {
-    out: x.out.mapped(m)?,
-    transposed: x.transposed.mapped(m)?,
-    counts: x.counts.mapped(m)?,
-});
-over!(Routing, |x, m| Routing {
-    expert: m.buf(&x.expert)?,
-    weight: m.buf(&x.weight)?,
-    kept: x.kept.mapped(m)?,
-    log_sum_exp: m.buf(&x.log_sum_exp)?,
-    load: m.buf(&x.load)?,
-    losses: m.buf(&x.losses)?,
-});
-over!(SwigluOut, |x, m| SwigluOut { a: x.a.mapped(m)?, h: x.h.mapped(m)? });
-over!(SwigluGrads, |x, m| SwigluGrads {
-    dh: x.dh.mapped(m)?,
-    a: x.a.mapped(m)?,
-    dweight: m.buf(&x.dweight)?
-});
-over!(EmbedOut, |x, m| EmbedOut { x: x.x.mapped(m)?, bad_ids: m.buf(&x.bad_ids)? });
-over!(RmsNormOut, |x, m| RmsNormOut {
-    y: x.y.mapped(m)?,
-    inv_rms: m.buf(&x.inv_rms)?,
-    sum: x.sum.mapped(m)?
-});
-over!(AttentionOut, |x, m| AttentionOut {
-    out: x.out.mapped(m)?,
-    lse: {
-        m.elements(Elements { form: DType::F32.into(), lines: x.out.rows, scales: None });
-        m.buf(&x.lse)?
-    },
-});
-over!(AssembledKv, |x, m| AssembledKv { k: x.k.mapped(m)?, v: x.v.mapped(m)? });
-over!(AssembledKvGrads, |x, m| AssembledKvGrads { dup: x.dup.mapped(m)?, dshared: x.dshared.mapped(m)? });
-over!(AttentionGrads, |x, m| AttentionGrads {
-    dq: x.dq.mapped(m)?,
-    dk: x.dk.mapped(m)?,
-    dv: x.dv.mapped(m)?
-});
-over!(Windows, |x, m| Windows { first_key: m.buf(&x.first_key)?, end_query: m.buf(&x.end_query)? });
 over!(Positions, |x, m| Positions {
     seq_len: x.seq_len,
     first: x.first,
     starts: x.starts.as_ref().map(|starts| m.buf(starts)).transpose()?,
 });
-over!(CrossEntropyOut, |x, m| CrossEntropyOut {
-    loss: m.buf(&x.loss)?,
-    shard_nats: m.buf(&x.shard_nats)?,
-    bad_ids: m.buf(&x.bad_ids)?,
-    dlogits: x.dlogits.mapped(m)?,
-});
-over!(HeadLossOut, |x, m| HeadLossOut {
-    shard_nats: m.buf(&x.shard_nats)?,
-    bad_ids: m.buf(&x.bad_ids)?,
-    dx: x.dx.mapped(m)?,
-    x_counts: x.x_counts.mapped(m)?,
-    dlogits_counts: x.dlogits_counts.mapped(m)?,
-});
-over!(SlotRanks, |x, m| SlotRanks {
-    rank: m.buf(&x.rank)?,
-    first: m.buf(&x.first)?,
-    counts: m.buf(&x.counts)?
-});
-over!(ReceivedSlots, |x, m| ReceivedSlots {
-    token_id: m.buf(&x.token_id)?,
-    expert: m.buf(&x.expert)?,
-    weight: m.buf(&x.weight)?,
-});
+
+/// A part of what an operation returns, as the list of results calls it.
+macro_rules! result_part {
+    (part, $x:ident, $m:ident, $name:ident) => {
+        $x.$name.mapped($m)?
+    };
+    (counts, $x:ident, $m:ident, $name:ident) => {
+        $x.$name.mapped($m)?
+    };
+    (buffer, $x:ident, $m:ident, $name:ident) => {
+        $m.buf(&$x.$name)?
+    };
+    (counter, $x:ident, $m:ident, $name:ident) => {
+        $m.buf(&$x.$name)?
+    };
+    (per_row($of:ident), $x:ident, $m:ident, $name:ident) => {{
+        $m.elements(Elements { form: DType::F32.into(), lines: $x.$of.rows, scales: None });
+        $m.buf(&$x.$name)?
+    }};
+}
+
+macro_rules! results {
+    ($($out:ident { $($name:ident: $kind:ident $(($of:ident))?),+ })+) => {
+        $(over!($out, |x, m| $out { $($name: result_part!($kind $(($of))?, x, m, $name)),+ });)+
+    };
+}
+
+for_each_result! { [results] }
 
 /// What an operation returns.
 pub(super) trait Returned<B: Backend>: Sized {

@@ -2,11 +2,10 @@
 
 use crate::config::Config;
 use crate::spec::{Part, PartKind};
-use nibble_choice::Grouping;
-use nibble_choice::products::{Factor, OperandKind, ProductDesc, ProductPath, Ragged};
-use nibble_core::DType;
-use nibble_core::ops::{ProductDims, Stored, Taken};
+use nibble_choice::products::{Becomes, Cores, ProductPath};
+use nibble_core::ops::{Factor, ProductDesc, ProductDims, Ragged};
 use nibble_core::recipe::{Cols, LayerKind, LayerPlan, Product, ProductPlan, Rows, TensorSize};
+use nibble_core::{DType, Grouping};
 use std::fmt;
 
 /// What a GPU makes a product with.
@@ -38,12 +37,11 @@ impl Engine {
     }
 
     fn of(path: &ProductPath) -> Self {
-        let of_kind = |kind: OperandKind| if kind.is_bf16() { Self::Bf16 } else { Self::Fp8 };
-        match path {
-            ProductPath::TensorCores(desc) | ProductPath::Runs { desc, .. } => of_kind(desc.kind),
-            ProductPath::Parts(_) => Self::Bf16Parts,
-            ProductPath::Lowered(lowered) => Self::of(&lowered.product),
-            ProductPath::OrdinaryCores { .. } => Self::F32,
+        match path.cores {
+            Cores::Tensor { product, .. } if product.kind.is_bf16() => Self::Bf16,
+            Cores::Tensor { .. } => Self::Fp8,
+            Cores::Parts(_) => Self::Bf16Parts,
+            Cores::Ordinary => Self::F32,
         }
     }
 }
@@ -120,17 +118,12 @@ pub(super) struct Made {
 /// A product of a step, with the weight of this shape.
 pub(super) fn made(config: &Config, sizes: &PartSizes, plan: &LayerPlan, product: &ProductPlan) -> Made {
     let shape = sizes.shapes[product.weight];
-    let path = described(config, sizes, plan, product).path();
+    let path = ProductPath::of(&described(config, sizes, plan, product));
     Made {
         bits: product.operands.map(|operand| operand.format.spec().code_bits).into_iter().max().unwrap_or(0),
         engine: Engine::of(&path),
         multiply_adds: sizes.micro_batches * sizes.rows as f64 * shape.n as f64 * shape.k as f64,
-        decoded: match &path {
-            ProductPath::Lowered(lowered) => {
-                sizes.micro_batches * lowered.sides.iter().map(|side| side.values() as f64).sum::<f64>()
-            }
-            _ => 0.0,
-        },
+        decoded: sizes.micro_batches * path.sides.map(Becomes::values).into_iter().sum::<usize>() as f64,
     }
 }
 
@@ -138,15 +131,6 @@ pub(super) fn made(config: &Config, sizes: &PartSizes, plan: &LayerPlan, product
 fn described(config: &Config, sizes: &PartSizes, plan: &LayerPlan, product: &ProductPlan) -> ProductDesc {
     let (m, Shape { n, k }, stack) = (sizes.rows, sizes.shapes[product.weight], sizes.stack);
     let [a, b] = product.operands;
-    let factor = |x: Stored, rows, cols| Factor {
-        format: x.format,
-        rule: x.rule,
-        axis: x.axis,
-        rows,
-        cols,
-        shared_cols: 1,
-        taken: Taken::AsIs,
-    };
     let is_expert = plan.layer.kind == LayerKind::Expert;
     let align = if a.format.is_block() { 128 } else { 1 };
     let by_expert = Grouping { count: stack, align, rows_each: None };
@@ -157,8 +141,8 @@ fn described(config: &Config, sizes: &PartSizes, plan: &LayerPlan, product: &Pro
         ragged: Ragged::Rows,
         groups: is_expert.then_some(by_expert),
         dims: ProductDims { m, n, k },
-        a: factor(a, m, k),
-        b: factor(b, n * stack, k),
+        a: Factor::new(a, m, k),
+        b: Factor::new(b, n * stack, k),
         out: if is_between { plan.activations } else { DType::F32 },
         accumulate: false,
     };
@@ -166,8 +150,8 @@ fn described(config: &Config, sizes: &PartSizes, plan: &LayerPlan, product: &Pro
         Product::Fprop => dense,
         Product::Dgrad => ProductDesc {
             dims: ProductDims { m, n: k, k: n },
-            a: factor(a, m, n),
-            b: factor(b, k * stack, n),
+            a: Factor::new(a, m, n),
+            b: Factor::new(b, k * stack, n),
             out: plan.activations,
             ..dense
         },
@@ -175,8 +159,8 @@ fn described(config: &Config, sizes: &PartSizes, plan: &LayerPlan, product: &Pro
             ragged: Ragged::Contraction,
             groups: Some(if is_expert { by_expert } else { by_shard }),
             dims: ProductDims { m: n, n: k, k: m },
-            a: factor(a, m, n),
-            b: factor(b, m, k),
+            a: Factor::new(a, m, n),
+            b: Factor::new(b, m, k),
             out: DType::F32,
             accumulate: true,
         },

@@ -3,7 +3,7 @@
 use super::*;
 
 /// The product of the groups `0..cuts[0]`, `cuts[0]..cuts[1]`, …, one after the other into the same output.
-fn in_parts(isa: Isa, cuts: &[usize], (m, n): (usize, usize), a: &Operand, b: &Operand) -> Vec<f32> {
+fn in_parts(isa: Isa, cuts: &[usize], (m, n): (usize, usize), a: &OperandView, b: &OperandView) -> Vec<f32> {
     let (offset, stride) = (3, n + 5);
     let mut out = vec![-7.0; offset + m * stride];
     let engine = Engine::with_isa(isa).unwrap();
@@ -72,7 +72,7 @@ fn a_small_sum_of_an_earlier_part_is_flushed_as_in_the_whole() {
 #[test]
 fn only_sums_in_f32_can_be_resumed() {
     let h = vec![bf16::ONE; 64];
-    let x = Operand::rows(Data::Bf16(&h), 8);
+    let x = OperandView::rows(Data::Bf16(&h), 8);
     let shape = ProductDims { m: 8, n: 8, k: 8 };
     let (mut sums, mut narrow) = (vec![0.0; 64], h.clone());
     let engine = Engine::default();

@@ -2,7 +2,7 @@
 
 use super::sight::{Segment, Sight};
 use super::tile::{
-    PanelStrides, Product, RowStrides, TILE, hide, row_dots, score_grads, softmax_rows, store_row,
+    PanelStrides, RowStrides, TILE, TileProduct, hide, row_dots, score_grads, softmax_rows, store_row,
     transpose_panels, widen_rows,
 };
 use super::{BackwardInput, BackwardOutput, ForwardInput, ForwardOutput, Heads, cells};
@@ -282,7 +282,7 @@ impl<'a> Space<'a> {
                 (&self.ds, &self.q, &mut self.dk, self.width),
             ];
             for (weights, rows, sum, width) in sums {
-                let product = Product {
+                let product = TileProduct {
                     a: &weights[at * self.stride + key..],
                     a_at: RowStrides { row: 1, step: self.stride },
                     b: &rows[at * width..],
@@ -321,8 +321,8 @@ impl<'a> Space<'a> {
         panels: &'p [f32],
         dim: usize,
         keys: Range<usize>,
-    ) -> Product<'p> {
-        Product {
+    ) -> TileProduct<'p> {
+        TileProduct {
             a: rows,
             a_at: RowStrides { row: width, step: 1 },
             b: &panels[keys.start * dim..],
@@ -347,8 +347,8 @@ fn over_keys<'p>(
     b: &'p [f32],
     width: usize,
     keys: Range<usize>,
-) -> Product<'p> {
-    Product {
+) -> TileProduct<'p> {
+    TileProduct {
         a: &weights[keys.start..],
         a_at: RowStrides { row: stride, step: 1 },
         b: &b[keys.start * width..],

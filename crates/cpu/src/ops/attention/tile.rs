@@ -27,7 +27,7 @@ pub(super) struct PanelStrides {
 }
 
 /// Eight rows of A times some panels of B; each element one chain of fma over ascending k.
-pub(super) struct Product<'a> {
+pub(super) struct TileProduct<'a> {
     pub a: &'a [f32],
     pub a_at: RowStrides,
     pub b: &'a [f32],
@@ -42,7 +42,7 @@ pub(super) struct Product<'a> {
     pub onward: bool,
 }
 
-impl Product<'_> {
+impl TileProduct<'_> {
     /// Writes the eight rows of the product to `out`.
     pub fn run(&self, isa: Isa, out: &mut [f32]) {
         if self.k == 0 || self.panels == 0 {
@@ -62,11 +62,11 @@ impl Product<'_> {
     }
 }
 
-per_isa!(fn whole_panels = panels_body::<16>; (product: &Product<'_>, out: &mut [f32]));
-per_isa!(fn half_panels = panels_body::<8>; (product: &Product<'_>, out: &mut [f32]));
+per_isa!(fn whole_panels = panels_body::<16>; (product: &TileProduct<'_>, out: &mut [f32]));
+per_isa!(fn half_panels = panels_body::<8>; (product: &TileProduct<'_>, out: &mut [f32]));
 
 #[inline(always)]
-fn panels_body<const WIDTH: usize>(product: &Product<'_>, out: &mut [f32]) {
+fn panels_body<const WIDTH: usize>(product: &TileProduct<'_>, out: &mut [f32]) {
     for panel in 0..product.panels {
         for column in (0..LANES).step_by(WIDTH) {
             tile_body::<WIDTH>(product, panel, column, out);
@@ -75,8 +75,8 @@ fn panels_body<const WIDTH: usize>(product: &Product<'_>, out: &mut [f32]) {
 }
 
 #[inline(always)]
-fn tile_body<const WIDTH: usize>(product: &Product<'_>, panel: usize, column: usize, out: &mut [f32]) {
-    let &Product { a, a_at, b, b_at, k, out_row, onward, .. } = product;
+fn tile_body<const WIDTH: usize>(product: &TileProduct<'_>, panel: usize, column: usize, out: &mut [f32]) {
+    let &TileProduct { a, a_at, b, b_at, k, out_row, onward, .. } = product;
     let (b_first, out_first) = (panel * b_at.panel + column, panel * LANES + column);
     let mut acc = [[0.0f32; WIDTH]; TILE];
     if onward {

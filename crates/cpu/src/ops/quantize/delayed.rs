@@ -59,7 +59,7 @@ mod tests {
         Codec::new(Format::E4m3Tensor, ScaleRule::TensorAmax, Rounding::NearestEven).unwrap()
     }
 
-    struct Made {
+    struct Quantized {
         codes: Vec<u8>,
         scale: Vec<f32>,
         found: Found<Cpu>,
@@ -67,7 +67,7 @@ mod tests {
     }
 
     /// Rows of values under one record, of the magnitude that is expected alone.
-    fn of(values: &[f32], cols: usize, records: &[f32], lens: Option<&[usize]>) -> Made {
+    fn of(values: &[f32], cols: usize, records: &[f32], lens: Option<&[usize]>) -> Quantized {
         let cpu = Cpu::new(1).unwrap();
         let groups = lens.map(|lens| groups(&cpu, lens, 1, 0));
         let x = Tensor::from_f32(&cpu, values, values.len() / cols, cols).unwrap();
@@ -78,7 +78,7 @@ mod tests {
         let made = quantize(&cpu, op).unwrap();
         let rows: &BlockScaled<Cpu> = made.rows.as_ref().unwrap().block("test").unwrap();
         let Counts(counts) = made.counts.unwrap();
-        Made {
+        Quantized {
             codes: rows.codes.as_slice().to_vec(),
             scale: rows.tensor_scale.as_ref().unwrap().as_slice().to_vec(),
             found: made.found.unwrap(),

@@ -384,5 +384,6 @@ pub(crate) fn instances() -> Vec<Instance> {
         .flat_map(|dtype| DIMS.into_iter().flat_map(move |dim| windowed(dtype, dim)));
     let rows = ROW_LANES.into_iter().map(|(dtype, lanes, each)| (rows_spec(dtype, lanes, each), 0));
     let all = general.chain(rows).map(|(spec, shared_bytes)| Instance { spec, shared_bytes });
-    all.chain(attention_wgmma::instances()).chain(find_windows::instances()).collect()
+    let of_files = [attention_wgmma::instances(), find_windows::instances(), attention_decode::instances()];
+    assemble_kv::instances().into_iter().chain(all).chain(of_files.concat()).collect()
 }

@@ -11,3 +11,16 @@ mod units;
 pub use units::has_own_kernels;
 
 pub(crate) use {dequantize::*, measure_quantization::*, quantize::*, scale_tiles::*, transcode::*};
+
+/// The instances built for it.
+pub(crate) fn instances() -> Vec<crate::ops::Instance> {
+    [
+        quantize::instances(),
+        dequantize::instances(),
+        lift::instances(),
+        measure_quantization::instances(),
+        scale_tiles::instances(),
+        transcode::instances(),
+    ]
+    .concat()
+}

@@ -17,7 +17,8 @@ use crate::ops::buffer_check::BufferCheck;
 use crate::ops::planes::{column_stride, planes_or_nulls};
 use crate::{Cuda, Device};
 use args::{ByBlock, FoldedRows, MatrixArgs, Planned, Transform, TransformArg};
-use config::{Launches, OP, QuantizeDesc, QuantizeKernel, TRANSFORM_COLS, UNIT_COLS};
+use config::{OP, QuantizeDesc, QuantizeKernel, QuantizePath, TRANSFORM_COLS, UNIT_COLS};
+use nibble_choice::quantize::TransformMade;
 use nibble_core::formats::{Element, ScaleRule};
 use nibble_core::ops::{Counts, Emitted, Planes, Quantize};
 use nibble_core::{Data, Result, Tensor};
@@ -77,34 +78,35 @@ pub(crate) fn quantize_counting(
     op.check()?;
     let device = cuda.device();
     check_buffers(cuda, &op)?;
-    let desc = QuantizeDesc::of(&op);
-    desc.check()?;
+    let path = QuantizePath::of_op(&op);
+    config::check(&path.asked)?;
     let made = match counts {
-        Some(counts) => Emitted { counts: Some(counts.clone()), ..op.uncounted_as(cuda, desc.taken())? },
-        None => op.result_as(cuda, desc.taken())?,
+        Some(counts) => Emitted { counts: Some(counts.clone()), ..op.uncounted_as(cuda, path.taken)? },
+        None => op.result_as(cuda, path.taken)?,
     };
-    if op.x.rows != 0 && op.x.cols != 0 {
-        let source = MatrixArgs::of(&op);
-        let out = Planned::of(&made)?;
-        match op.hadamard.filter(|_| !desc.is_fused()) {
-            Some(transform) => {
-                let last = desc.transformed();
-                // Padding has become numbers like others, as far as its transform block has a row that counts. The general kernel knows;
-                // for the others zeros are numbers like others too.
-                let row_id = source.row_id.filter(|_| last.is_general());
-                let id_mask = if op.planes == Planes::Cols { -(transform.len as i32) } else { -1 };
-                let arg = TransformArg::new(&source, &desc, &transform)?;
-                if last.transforms_as_it_reads() {
-                    let transform = Some(Transform { arg, input: desc.input });
-                    launch(device, &op, &last, &MatrixArgs { id_mask, transform, ..source }, &out)?;
-                } else {
-                    let transformed = transform_first(device, &source, &desc, &arg)?;
-                    let address = transformed.address();
-                    let source = MatrixArgs { x: &transformed, address, row_id, id_mask, ..source };
-                    launch(device, &op, &last, &source, &out)?;
-                }
-            }
-            None => launch(device, &op, &desc, &source, &out)?,
+    if op.x.rows == 0 || op.x.cols == 0 {
+        return Ok(made);
+    }
+    let (source, out) = (MatrixArgs::of(&op), Planned::of(&made)?);
+    let (Some(transform), Some(at)) = (op.hadamard, path.transform) else {
+        launch(device, &op, &path, &source, &out)?;
+        return Ok(made);
+    };
+    let id_mask = if op.planes == Planes::Cols { -(transform.len as i32) } else { -1 };
+    let arg = TransformArg::new(&source, &path.asked, &transform)?;
+    match at {
+        TransformMade::AsItReads => {
+            let transform = Some(Transform { arg, input: path.asked.input });
+            launch(device, &op, &path, &MatrixArgs { id_mask, transform, ..source }, &out)?;
+        }
+        TransformMade::First => {
+            let transformed = transform_first(device, &source, &path, &arg)?;
+            let address = transformed.address();
+            // Padding has become numbers like others, as far as its transform block has a row that counts. The general kernel knows;
+            // for the others zeros are numbers like others too.
+            let row_id = source.row_id.filter(|_| path.kernels.is_none());
+            let source = MatrixArgs { x: &transformed, address, row_id, id_mask, ..source };
+            launch(device, &op, &path, &source, &out)?;
         }
     }
     Ok(made)
@@ -134,12 +136,13 @@ fn check_buffers(cuda: &Cuda, op: &Quantize<'_, Cuda>) -> Result<()> {
 fn transform_first(
     device: &Device,
     source: &MatrixArgs<'_>,
-    desc: &QuantizeDesc,
+    path: &QuantizePath,
     transform: &TransformArg,
 ) -> Result<Buffer<f32>> {
-    let out_rows = desc.stack * desc.transformed().rows;
+    let desc = &path.asked;
+    let out_rows = desc.stack * path.last.rows;
     let out = device.alloc::<f32>(out_rows * desc.cols)?;
-    let (spec, ctas) = desc.transform();
+    let (spec, ctas) = config::transform(desc);
     let launch = Launch { ctas: ctas as u32, threads: 256, cluster: 1, shared_bytes: 0 };
     let kernel = device.kernel(&spec)?;
     let MatrixArgs { x, row_id, .. } = *source;
@@ -163,7 +166,7 @@ fn unit_map(x: &Tensor<Cuda>, desc: &QuantizeDesc) -> Result<TensorMap> {
     Tiles {
         element: tensor_map::Element::Bf16,
         address: x.get().address(),
-        rows: desc.units(),
+        rows: config::units(desc),
         cols: UNIT_COLS,
         row_stride_bytes: UNIT_COLS * size_of::<u16>(),
         tile_rows: 32,
@@ -176,13 +179,14 @@ fn unit_map(x: &Tensor<Cuda>, desc: &QuantizeDesc) -> Result<TensorMap> {
 fn launch(
     device: &Device,
     op: &Quantize<'_, Cuda>,
-    desc: &QuantizeDesc,
+    path: &QuantizePath,
     source: &MatrixArgs<'_>,
     out: &Planned<'_>,
 ) -> Result<()> {
-    let Some(config) = desc.config(device.info().num_sms as usize) else {
-        return units::launch(device, op, desc, source, out);
+    let Some(config) = config::config(path, device.info().num_sms as usize) else {
+        return units::launch(device, op, path, source, out);
     };
+    let desc = &path.last;
     let kernel = device.kernel(&config.spec)?;
     let MatrixArgs { x, row_id, start, num_groups, .. } = *source;
     let counts = out.counts;
@@ -200,9 +204,9 @@ fn launch(
     };
     let sizes: [&dyn KernelArg; 5] = [counts, &row_id, &rows, &cols, &capacity];
     let scale_stride = column_stride(op.codec.scale_kind(), desc.cols) as i32;
-    match config.path {
+    match config.kernel {
         QuantizeKernel::Rows { segments, rounds } => {
-            let (rows, cols) = desc.row_shape();
+            let (rows, cols) = config::row_shape(path);
             let is_folded = desc.ragged && rows == 1;
             let folded = FoldedRows::of(row_id.filter(|_| is_folded), desc.cols);
             let row_id = row_id.filter(|_| !is_folded);
@@ -220,7 +224,7 @@ fn launch(
             launch(&[&[&map, row_codes, row_scales], &sizes, &[&rule, &rounding, &hadamard]])
         }
         QuantizeKernel::Cols { band } => {
-            let (band, by_block) = (band as i32, ByBlock::new(device, desc)?);
+            let (band, by_block) = (band as i32, ByBlock::new(device, path)?);
             let row_scales_by_block = by_block.as_ref().map(|by_block| &by_block.scales);
             launch(&[
                 &[x, row_codes, &row_scales_by_block, col_codes, col_scales],
@@ -230,7 +234,7 @@ fn launch(
             by_block.map_or(Ok(()), |by_block| by_block.transpose(device, desc.kind(), row_scales))
         }
         QuantizeKernel::HadamardCols => {
-            let by_height = Divider::by(desc.lines_height() as u32);
+            let by_height = Divider::by(config::lines_height(path) as u32);
             launch(&[
                 &[x, col_codes, col_scales],
                 &sizes,

@@ -6,3 +6,8 @@ pub(crate) mod rms_norm;
 pub(crate) mod rope;
 
 pub(crate) use {norm_rope::*, rms_norm::*, rope::*};
+
+/// The instances built for it.
+pub(crate) fn instances() -> Vec<crate::ops::Instance> {
+    [rms_norm::instances(), norm_rope::instances(), rope::instances()].concat()
+}

@@ -6,3 +6,8 @@ pub(crate) mod elementwise;
 pub(crate) mod row_tree;
 
 pub(crate) use {bias::*, elementwise::*};
+
+/// The instances built for it.
+pub(crate) fn instances() -> Vec<crate::ops::Instance> {
+    [elementwise::instances(), bias::instances(), row_tree::instances(), copy_many::instances()].concat()
+}

@@ -1,15 +1,16 @@
-//! Matrix products, dense and grouped, and the choice of their kernels.
+//! Matrix products, dense and grouped: `nibble-choice` says which path each takes, and here it is launched.
 
+pub(crate) mod decoded;
 pub(crate) mod gemm;
-pub(crate) mod grouped_config;
-pub(crate) mod grouped_gemm;
-pub mod grouped_product;
-pub(crate) mod grouped_wgrad;
-pub(crate) mod lowered;
-pub(crate) mod product;
-pub(crate) mod product_parts;
-pub(crate) mod product_runs;
-pub(crate) mod product_simt;
-pub mod tuning;
+mod operands;
+pub(crate) mod ordinary_cores;
+pub(crate) mod parts;
+pub mod tensor_cores;
 
-pub(crate) use {gemm::*, grouped_gemm::*, grouped_wgrad::*};
+pub(crate) use gemm::{gemm, grouped_gemm, grouped_wgrad};
+
+/// The instances built for it.
+pub(crate) fn instances() -> Vec<crate::ops::Instance> {
+    [tensor_cores::instances(), decoded::instances(), parts::instances(), ordinary_cores::instances()]
+        .concat()
+}

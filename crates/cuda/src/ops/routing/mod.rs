@@ -10,3 +10,16 @@ pub(crate) mod slots;
 pub(crate) mod wire;
 
 pub(crate) use {combine_tree::*, parts::*, permute::*, plan_permute::*, route::*, slots::*, wire::*};
+
+/// The instances built for it.
+pub(crate) fn instances() -> Vec<crate::ops::Instance> {
+    [
+        permute::instances(),
+        combine_tree::instances(),
+        plan_permute::instances(),
+        route::instances(),
+        slots::instances(),
+        parts::instances(),
+    ]
+    .concat()
+}

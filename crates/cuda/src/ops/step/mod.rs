@@ -317,7 +317,8 @@ pub(crate) fn instances() -> Vec<Instance> {
         "nib::push_amax",
         "nib::balance_bias",
     ];
-    names.map(|name| Instance { spec: spec(name), shared_bytes: 0 }).to_vec()
+    let all = names.map(|name| Instance { spec: spec(name), shared_bytes: 0 }).to_vec();
+    [all, sum_squares::instances(), adamw::instances(), init_normal::instances()].concat()
 }
 
 #[cfg(test)]

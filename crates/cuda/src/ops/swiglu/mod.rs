@@ -74,7 +74,8 @@ pub(super) fn instances() -> Vec<Instance> {
     };
     let plain = [(rows_spec(None, false), 0), (rows_spec(None, true), 0), (plain_spec(), 0)];
     let all = FUSED_RULES.into_iter().flat_map(of_rule).chain(plain);
-    all.map(|(spec, shared_bytes)| Instance { spec, shared_bytes }).collect()
+    let all = all.map(|(spec, shared_bytes)| Instance { spec, shared_bytes });
+    all.chain(swiglu_backward::instances()).collect()
 }
 
 /// The rows' numbers, null where all rows count.

@@ -6,3 +6,8 @@ pub(crate) mod head_loss;
 pub(crate) mod head_rows;
 
 pub(crate) use {cross_entropy::*, embed::*, head_loss::*};
+
+/// The instances built for it.
+pub(crate) fn instances() -> Vec<crate::ops::Instance> {
+    [embed::instances(), cross_entropy::instances(), head_loss::instances(), head_rows::instances()].concat()
+}

@@ -1,6 +1,6 @@
 //! What the kernels of `quantize` take and write, on the host's side.
 
-use super::config::{OP, QuantizeDesc, RowScales, transpose_ctas, transpose_spec};
+use super::config::{OP, QuantizeDesc, QuantizePath, RowScales, transpose_ctas, transpose_spec};
 use crate::launch::{Divider, HadamardArg, KernelArg, Launch, plain_args};
 use crate::ops::planes::{plain_address, plain_arg};
 use crate::{Buffer, Cuda, Device};
@@ -114,10 +114,10 @@ pub(super) struct ByBlock {
 }
 
 impl ByBlock {
-    /// Where the description leaves them so.
-    pub(super) fn new(device: &Device, desc: &QuantizeDesc) -> Result<Option<Self>> {
+    /// Where the path leaves them so.
+    pub(super) fn new(device: &Device, path: &QuantizePath) -> Result<Option<Self>> {
         let new = |plane: RowScales| Ok(Self { plane, scales: device.alloc(plane.total_bytes())? });
-        desc.row_scales().map(new).transpose()
+        path.row_scales().map(new).transpose()
     }
 
     /// Brings them to their places.

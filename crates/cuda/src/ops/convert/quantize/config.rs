@@ -4,11 +4,10 @@ use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Launch, RoundingArg};
 use crate::ops::Instance;
 use nibble_choice::quantize::{FastKernels, MOST_UNITS};
-pub(super) use nibble_choice::quantize::{QuantizeDesc, RowScales, TILE, UNIT_COLS};
+pub(super) use nibble_choice::quantize::{QuantizeDesc, QuantizePath, RowScales, TILE, UNIT_COLS};
 use nibble_core::formats::{Element, Format, Rounding, ScaleKind};
 use nibble_core::ops::{Planes, Taken};
 use nibble_core::{DType, Error, Result};
-use std::ops::Deref;
 
 /// The operation, in errors.
 pub(super) const OP: &str = "quantize";
@@ -46,138 +45,120 @@ pub(super) enum QuantizeKernel {
 /// A configuration: the instance and the shape of its launch.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct QuantizeConfig {
-    pub path: QuantizeKernel,
+    pub kernel: QuantizeKernel,
     pub spec: KernelSpec,
     pub launch: Launch,
 }
 
-/// One of the fast kernels, of which there are instances.
-#[derive(Debug, Clone, Copy, PartialEq)]
-struct Variant(FastKernels);
-
-impl Deref for Variant {
-    type Target = FastKernels;
-
-    fn deref(&self) -> &FastKernels {
-        &self.0
+fn usual_spec(of: &FastKernels, source: &'static str, name: &'static str) -> KernelSpec {
+    KernelSpec {
+        source,
+        name,
+        args: vec![
+            ("In", input_type(of.input)),
+            ("E", device_element(of)),
+            ("kF32Scales", TemplateArg::Bool(of.kind == ScaleKind::F32)),
+            round(of),
+        ],
     }
 }
 
-impl Variant {
-    fn all() -> impl Iterator<Item = Self> {
-        FastKernels::all().map(Self)
+/// The device's struct: of an element in blocks.
+fn device_element(of: &FastKernels) -> TemplateArg {
+    match of.format {
+        Format::Mxfp8E4m3 => TemplateArg::Type("nib::E4m3By32"),
+        Format::Mxfp8E5m2 => TemplateArg::Type("nib::E5m2By32"),
+        _ => element_type(of.element),
     }
+}
 
-    fn spec(&self, source: &'static str, name: &'static str) -> KernelSpec {
-        KernelSpec {
-            source,
-            name,
-            args: vec![
-                ("In", input_type(self.input)),
-                ("E", self.device_element()),
-                ("kF32Scales", TemplateArg::Bool(self.kind == ScaleKind::F32)),
-                self.round(),
-            ],
+fn rows_spec(of: &FastKernels, lifted: bool) -> KernelSpec {
+    match of.hadamard {
+        _ if lifted => {
+            let source = "kernels/convert/quantize.cuh";
+            let args = vec![("In", input_type(of.input)), round(of)];
+            KernelSpec { source, name: "nib::quantize_rows_lifted", args }
         }
+        Some(len) => hadamard_spec(
+            of,
+            "kernels/convert/quantize_hadamard_rows.cuh",
+            "nib::quantize_hadamard_rows",
+            len,
+        ),
+        None => usual_spec(of, "kernels/convert/quantize.cuh", "nib::quantize_rows"),
     }
+}
 
-    /// The device's struct: of an element in blocks.
-    fn device_element(&self) -> TemplateArg {
-        match self.format {
-            Format::Mxfp8E4m3 => TemplateArg::Type("nib::E4m3By32"),
-            Format::Mxfp8E5m2 => TemplateArg::Type("nib::E5m2By32"),
-            _ => element_type(self.element),
-        }
-    }
+/// Of a kernel with a transform, which takes BF16 and makes E8M0 scales.
+fn hadamard_spec(of: &FastKernels, source: &'static str, name: &'static str, len: usize) -> KernelSpec {
+    let args = vec![("E", element_type(of.element)), ("kLen", TemplateArg::Int(len as i64)), round(of)];
+    KernelSpec { source, name, args }
+}
 
-    fn rows_spec(&self, lifted: bool) -> KernelSpec {
-        match self.hadamard {
-            _ if lifted => {
-                let source = "kernels/convert/quantize.cuh";
-                let args = vec![("In", input_type(self.input)), self.round()];
-                KernelSpec { source, name: "nib::quantize_rows_lifted", args }
+fn round(of: &FastKernels) -> (&'static str, TemplateArg) {
+    ("Round", TemplateArg::Type(RoundingArg::policy(of.rounding)))
+}
+
+fn pack_spec(of: &FastKernels) -> KernelSpec {
+    usual_spec(of, "kernels/convert/quantize_pack.cuh", "nib::quantize_pack")
+}
+
+fn cols_spec(of: &FastKernels, rows: bool, lifted: bool) -> KernelSpec {
+    if let Some(len) = of.hadamard {
+        let source = "kernels/convert/quantize_hadamard.cuh";
+        let spec = hadamard_spec(of, source, "nib::quantize_hadamard_cols", len);
+        return match lifted {
+            true => {
+                let args = spec.args.into_iter().filter(|(name, _)| *name != "E").collect();
+                KernelSpec { source, name: "nib::quantize_hadamard_cols_lifted", args }
             }
-            Some(len) => self.hadamard_spec(
-                "kernels/convert/quantize_hadamard_rows.cuh",
-                "nib::quantize_hadamard_rows",
-                len,
-            ),
-            None => self.spec("kernels/convert/quantize.cuh", "nib::quantize_rows"),
-        }
-    }
-
-    /// Of a kernel with a transform, which takes BF16 and makes E8M0 scales.
-    fn hadamard_spec(&self, source: &'static str, name: &'static str, len: usize) -> KernelSpec {
-        let args =
-            vec![("E", element_type(self.element)), ("kLen", TemplateArg::Int(len as i64)), self.round()];
-        KernelSpec { source, name, args }
-    }
-
-    fn round(&self) -> (&'static str, TemplateArg) {
-        ("Round", TemplateArg::Type(RoundingArg::policy(self.rounding)))
-    }
-
-    fn pack_spec(&self) -> KernelSpec {
-        self.spec("kernels/convert/quantize_pack.cuh", "nib::quantize_pack")
-    }
-
-    fn cols_spec(&self, rows: bool, lifted: bool) -> KernelSpec {
-        if let Some(len) = self.hadamard {
-            let source = "kernels/convert/quantize_hadamard.cuh";
-            let spec = self.hadamard_spec(source, "nib::quantize_hadamard_cols", len);
-            return match lifted {
-                true => {
-                    let args = spec.args.into_iter().filter(|(name, _)| *name != "E").collect();
-                    KernelSpec { source, name: "nib::quantize_hadamard_cols_lifted", args }
-                }
-                false => spec,
-            };
-        }
-        let mut spec = self.spec("kernels/convert/quantize_cols.cuh", "nib::quantize_cols");
-        spec.args.push(("kRows", TemplateArg::Bool(rows)));
-        spec
-    }
-
-    fn tiles_spec(&self) -> KernelSpec {
-        self.spec("kernels/convert/quantize_tiles.cuh", "nib::quantize_tiles")
-    }
-
-    /// Dynamic shared memory for rows: `UnitsShared` of the kernel with a transform.
-    fn row_shared_bytes(&self) -> usize {
-        if self.hadamard.is_none() {
-            return 0;
-        }
-        let warps = UNIT_THREADS as usize / 32;
-        let lines = (32 * warps + MOST_UNITS) * UNIT_COLS * size_of::<u16>();
-        let codes = 32 * warps * UNIT_COLS * self.format.spec().code_bits as usize / 8;
-        let rest = warps * size_of::<u64>() + 4 * size_of::<u32>();
-        (lines + codes + rest).next_multiple_of(1024)
-    }
-
-    /// Dynamic shared memory for columns: `ColumnShared` or `QuantizeHadamardShared` of the kernels.
-    fn column_shared_bytes(&self) -> usize {
-        let blocks = TILE / self.format.spec().block;
-        let input = TILE * TILE * self.input.size_bytes();
-        let turned = TILE * TILE;
-        let total = 3 * size_of::<u32>();
-        let bytes = if self.hadamard.is_some() {
-            // Once more for random bits.
-            let random = if self.rounding.is_random() { input } else { 16 };
-            let signs = TILE / 2 * size_of::<u32>();
-            (input + turned + signs + total).next_multiple_of(16) + random
-        } else {
-            let inverse = blocks * TILE * size_of::<f32>();
-            let maxima = 8 * TILE * self.input.size_bytes();
-            let row_scales = TILE * blocks * self.kind.bytes();
-            input + turned + row_scales + inverse + maxima + total
+            false => spec,
         };
-        bytes.next_multiple_of(16)
     }
+    let mut spec = usual_spec(of, "kernels/convert/quantize_cols.cuh", "nib::quantize_cols");
+    spec.args.push(("kRows", TemplateArg::Bool(rows)));
+    spec
+}
 
-    /// Dynamic shared memory of `quantize_tiles`: `SquareShared` of the kernel.
-    fn square_shared_bytes(&self) -> usize {
-        (TILE * TILE * (self.input.size_bytes() + 1) + (8 + 3) * size_of::<u32>()).next_multiple_of(16)
+fn tiles_spec(of: &FastKernels) -> KernelSpec {
+    usual_spec(of, "kernels/convert/quantize_tiles.cuh", "nib::quantize_tiles")
+}
+
+/// Dynamic shared memory for rows: `UnitsShared` of the kernel with a transform.
+fn row_shared_bytes(of: &FastKernels) -> usize {
+    if of.hadamard.is_none() {
+        return 0;
     }
+    let warps = UNIT_THREADS as usize / 32;
+    let lines = (32 * warps + MOST_UNITS) * UNIT_COLS * size_of::<u16>();
+    let codes = 32 * warps * UNIT_COLS * of.format.spec().code_bits as usize / 8;
+    let rest = warps * size_of::<u64>() + 4 * size_of::<u32>();
+    (lines + codes + rest).next_multiple_of(1024)
+}
+
+/// Dynamic shared memory for columns: `ColumnShared` or `QuantizeHadamardShared` of the kernels.
+fn column_shared_bytes(of: &FastKernels) -> usize {
+    let blocks = TILE / of.format.spec().block;
+    let input = TILE * TILE * of.input.size_bytes();
+    let turned = TILE * TILE;
+    let total = 3 * size_of::<u32>();
+    let bytes = if of.hadamard.is_some() {
+        // Once more for random bits.
+        let random = if of.rounding.is_random() { input } else { 16 };
+        let signs = TILE / 2 * size_of::<u32>();
+        (input + turned + signs + total).next_multiple_of(16) + random
+    } else {
+        let inverse = blocks * TILE * size_of::<f32>();
+        let maxima = 8 * TILE * of.input.size_bytes();
+        let row_scales = TILE * blocks * of.kind.bytes();
+        input + turned + row_scales + inverse + maxima + total
+    };
+    bytes.next_multiple_of(16)
+}
+
+/// Dynamic shared memory of `quantize_tiles`: `SquareShared` of the kernel.
+fn square_shared_bytes(of: &FastKernels) -> usize {
+    (TILE * TILE * (of.input.size_bytes() + 1) + (8 + 3) * size_of::<u32>()).next_multiple_of(16)
 }
 
 /// `row_chunks` of the kernel: the chunks a warp takes at a time.
@@ -227,173 +208,149 @@ fn transform_spec(input: DType, down: bool) -> KernelSpec {
     KernelSpec { source: "kernels/convert/hadamard.cuh", name, args: vec![("In", input_type(input))] }
 }
 
-/// How a description is launched.
-pub(super) trait Launches {
-    /// What the kernels can take beyond what the operation's own check lets in.
-    fn check(&self) -> Result<()>;
-    /// Rows and columns as `quantize_rows` is told: one row where that saves it tails. Of rows that may be padding, where a row leaves more than an
-    /// eighth of its segments empty: each block asks for its row then.
-    fn row_shape(&self) -> (usize, usize);
-    /// Rows whose codes fill a line of a column's: strips of half bytes are taken in twos.
-    fn line_rows(&self) -> usize;
-    /// How many of those a column has.
-    fn lines_height(&self) -> usize;
-    /// Units of columns, of all rows.
-    fn units(&self) -> usize;
-    /// Squares of 128 x 128, of all matrices.
-    fn squares(&self) -> usize;
-    /// The kernel that makes the transform, and its ctas.
-    fn transform(&self) -> (KernelSpec, usize);
-    /// Of a fast kernel; none where the general one takes it (`UnitsConfig`).
-    fn config(&self, num_sms: usize) -> Option<QuantizeConfig>;
-    /// The same for rows that go into messages; none where they are packed by a kernel of its own.
-    fn pack_config(&self) -> Option<QuantizeConfig>;
+/// What the kernels can take beyond what the operation's own check lets in.
+pub(super) fn check(desc: &QuantizeDesc) -> Result<()> {
+    if desc.planes == Planes::Tiles && desc.ragged {
+        return Err(Error::shape(OP, "groups", "given", "none: square tiles are for weights"));
+    }
+    const MOST: usize = i32::MAX as usize - 512;
+    let tasks = (desc.stack * desc.rows).saturating_mul(desc.cols.div_ceil(TRANSFORM_COLS));
+    let sizes = [
+        ("rows of x", desc.stack.saturating_mul(desc.rows.max(desc.capacity)), MOST),
+        ("columns of x", desc.cols, MOST),
+        ("squares of 128 x 128", squares(desc), MOST),
+        ("rows of x, each in segments of 256 columns", tasks, MOST),
+    ];
+    for (argument, value, most) in sizes {
+        if value > most {
+            return Err(Error::shape(OP, argument, value, format!("at most {most}")));
+        }
+    }
+    Ok(())
 }
 
-impl Launches for QuantizeDesc {
-    fn check(&self) -> Result<()> {
-        if self.planes == Planes::Tiles && self.ragged {
-            return Err(Error::shape(OP, "groups", "given", "none: square tiles are for weights"));
+/// Rows and columns as `quantize_rows` is told: one row where that saves it tails. Of rows that may be padding, where a row leaves more than an
+/// eighth of its segments empty: each block asks for its row then.
+pub(super) fn row_shape(path: &QuantizePath) -> (usize, usize) {
+    let QuantizeDesc { input, codec, rows, cols, ragged, .. } = path.last;
+    let len = rows * cols;
+    // No block crosses from one row to the next, nor what is lifted to one scale.
+    let block = if path.taken == Taken::Lifted { TILE } else { codec.format().spec().block };
+    let whole = cols.is_multiple_of(block);
+    let pays = !ragged || {
+        let chunks = row_chunks(input, codec.rounding());
+        let (segments, ..) = row_launch(chunks, (rows, cols));
+        8 * cols < 7 * segments * chunks * CHUNK_COLS
+    };
+    if pays && whole && len < ONE_ROW_BELOW { (1, len) } else { (rows, cols) }
+}
+
+/// Rows whose codes fill a line of a column's: strips of half bytes are taken in twos.
+fn line_rows(path: &QuantizePath) -> usize {
+    if path.taken == Taken::Lifted {
+        return TILE;
+    }
+    TILE * 8 / path.last.codec.format().spec().code_bits as usize
+}
+
+/// How many of those a column has.
+pub(super) fn lines_height(path: &QuantizePath) -> usize {
+    path.last.capacity.div_ceil(line_rows(path))
+}
+
+/// Units of columns, of all rows.
+pub(super) fn units(desc: &QuantizeDesc) -> usize {
+    desc.rows * (desc.cols / UNIT_COLS)
+}
+
+/// Squares of 128 x 128, of all matrices.
+fn squares(desc: &QuantizeDesc) -> usize {
+    desc.stack * desc.capacity.max(desc.rows).div_ceil(TILE) * desc.cols.div_ceil(TILE)
+}
+
+/// The kernel that makes a transform in memory, and its ctas.
+pub(super) fn transform(desc: &QuantizeDesc) -> (KernelSpec, usize) {
+    let spec = transform_spec(desc.input, desc.planes == Planes::Cols);
+    if desc.planes == Planes::Rows {
+        (spec, (desc.stack * desc.rows * desc.cols.div_ceil(TRANSFORM_COLS)).div_ceil(8))
+    } else {
+        (spec, squares(desc))
+    }
+}
+
+/// Of a fast kernel; none where the general one takes it (`UnitsConfig`).
+pub(super) fn config(path: &QuantizePath, num_sms: usize) -> Option<QuantizeConfig> {
+    let config = |kernel, spec, ctas: usize, threads, shared_bytes| {
+        let launch = Launch { ctas: ctas as u32, threads, cluster: 1, shared_bytes };
+        QuantizeConfig { kernel, spec, launch }
+    };
+    let (kernels, desc, lifted) = (&path.kernels?, &path.last, path.taken == Taken::Lifted);
+    Some(match desc.planes {
+        Planes::Rows if kernels.hadamard.is_some() => {
+            let (ctas, shared) = (units(desc).div_ceil(32).min(num_sms), row_shared_bytes(kernels));
+            config(QuantizeKernel::HadamardRows, rows_spec(kernels, false), ctas, UNIT_THREADS, shared)
         }
-        const MOST: usize = i32::MAX as usize - 512;
-        let tasks = (self.stack * self.rows).saturating_mul(self.cols.div_ceil(TRANSFORM_COLS));
-        let sizes = [
-            ("rows of x", self.stack.saturating_mul(self.rows.max(self.capacity)), MOST),
-            ("columns of x", self.cols, MOST),
-            ("squares of 128 x 128", self.squares(), MOST),
-            ("rows of x, each in segments of 256 columns", tasks, MOST),
-        ];
-        for (argument, value, most) in sizes {
-            if value > most {
-                return Err(Error::shape(OP, argument, value, format!("at most {most}")));
-            }
+        Planes::Rows => {
+            let chunks = row_chunks(desc.input, desc.codec.rounding());
+            let (segments, rounds, ctas) = row_launch(chunks, row_shape(path));
+            let spec = rows_spec(kernels, lifted);
+            config(QuantizeKernel::Rows { segments, rounds }, spec, ctas, ROW_THREADS, 0)
         }
-        Ok(())
-    }
-
-    fn row_shape(&self) -> (usize, usize) {
-        let len = self.rows * self.cols;
-        // No block crosses from one row to the next, nor what is lifted to one scale.
-        let block = if self.taken() == Taken::Lifted { TILE } else { self.codec.format().spec().block };
-        let whole = self.cols.is_multiple_of(block);
-        let pays = !self.ragged || {
-            let chunks = row_chunks(self.input, self.codec.rounding());
-            let (segments, ..) = row_launch(chunks, (self.rows, self.cols));
-            8 * self.cols < 7 * segments * chunks * CHUNK_COLS
-        };
-        if pays && whole && len < ONE_ROW_BELOW { (1, len) } else { (self.rows, self.cols) }
-    }
-
-    fn line_rows(&self) -> usize {
-        if self.taken() == Taken::Lifted {
-            return TILE;
-        }
-        TILE * 8 / self.codec.format().spec().code_bits as usize
-    }
-
-    fn lines_height(&self) -> usize {
-        self.capacity.div_ceil(self.line_rows())
-    }
-
-    fn units(&self) -> usize {
-        self.rows * (self.cols / UNIT_COLS)
-    }
-
-    fn squares(&self) -> usize {
-        self.stack * self.capacity.max(self.rows).div_ceil(TILE) * self.cols.div_ceil(TILE)
-    }
-
-    fn transform(&self) -> (KernelSpec, usize) {
-        let spec = transform_spec(self.input, self.planes == Planes::Cols);
-        if self.planes == Planes::Rows {
-            (spec, (self.stack * self.rows * self.cols.div_ceil(TRANSFORM_COLS)).div_ceil(8))
-        } else {
-            (spec, self.squares())
-        }
-    }
-
-    fn config(&self, num_sms: usize) -> Option<QuantizeConfig> {
-        let config = |path, spec, ctas: usize, threads, shared_bytes| {
-            let launch = Launch { ctas: ctas as u32, threads, cluster: 1, shared_bytes };
-            QuantizeConfig { path, spec, launch }
-        };
-        let lifted = self.taken() == Taken::Lifted;
-        Some(match (self.fast_kernels().map(Variant), self.planes) {
-            (Some(variant), Planes::Rows) if variant.hadamard.is_some() => {
-                let ctas = self.units().div_ceil(32).min(num_sms);
-                config(
-                    QuantizeKernel::HadamardRows,
-                    variant.rows_spec(false),
-                    ctas,
-                    UNIT_THREADS,
-                    variant.row_shared_bytes(),
-                )
-            }
-            (Some(variant), Planes::Rows) => {
-                let chunks = row_chunks(self.input, self.codec.rounding());
-                let (segments, rounds, ctas) = row_launch(chunks, self.row_shape());
-                let spec = variant.rows_spec(lifted);
-                config(QuantizeKernel::Rows { segments, rounds }, spec, ctas, ROW_THREADS, 0)
-            }
-            (Some(variant), Planes::Cols | Planes::Both) => {
-                let rows = self.planes == Planes::Both;
-                let down = self.lines_height();
-                let band = if rows { BAND_STRIPS * TILE / self.line_rows() } else { down };
-                let ctas = down * self.cols.div_ceil(TILE);
-                let (spec, shared_bytes) = (variant.cols_spec(rows, lifted), variant.column_shared_bytes());
-                match self.hadamard {
-                    Some(_) => {
-                        let ctas = ctas.min(HADAMARD_CTAS_PER_SM * num_sms);
-                        config(QuantizeKernel::HadamardCols, spec, ctas, 256, shared_bytes)
-                    }
-                    None => config(QuantizeKernel::Cols { band }, spec, ctas, 256, shared_bytes),
+        Planes::Cols | Planes::Both => {
+            let rows = desc.planes == Planes::Both;
+            let down = lines_height(path);
+            let band = if rows { BAND_STRIPS * TILE / line_rows(path) } else { down };
+            let ctas = down * desc.cols.div_ceil(TILE);
+            let (spec, shared_bytes) = (cols_spec(kernels, rows, lifted), column_shared_bytes(kernels));
+            match kernels.hadamard {
+                Some(_) => {
+                    let ctas = ctas.min(HADAMARD_CTAS_PER_SM * num_sms);
+                    config(QuantizeKernel::HadamardCols, spec, ctas, 256, shared_bytes)
                 }
+                None => config(QuantizeKernel::Cols { band }, spec, ctas, 256, shared_bytes),
             }
-            (Some(variant), Planes::Tiles) => config(
-                QuantizeKernel::Tiles,
-                variant.tiles_spec(),
-                self.squares(),
-                256,
-                variant.square_shared_bytes(),
-            ),
-            (None, _) => return None,
-        })
-    }
+        }
+        Planes::Tiles => {
+            let shared_bytes = square_shared_bytes(kernels);
+            config(QuantizeKernel::Tiles, tiles_spec(kernels), squares(desc), 256, shared_bytes)
+        }
+    })
+}
 
-    fn pack_config(&self) -> Option<QuantizeConfig> {
-        let variant = self.fast_kernels().filter(|_| self.packs()).map(Variant)?;
-        // Every row has its own messages, so none are taken as one.
-        let chunks = row_chunks(self.input, self.codec.rounding());
-        let (segments, rounds, ctas) = row_launch(chunks, (self.rows, self.cols));
-        let launch = Launch { ctas: ctas as u32, threads: ROW_THREADS, cluster: 1, shared_bytes: 0 };
-        let path = QuantizeKernel::Rows { segments, rounds };
-        Some(QuantizeConfig { path, spec: variant.pack_spec(), launch })
-    }
+/// The same for rows that go into messages; none where they are packed by a kernel of its own.
+pub(super) fn pack_config(path: &QuantizePath) -> Option<QuantizeConfig> {
+    let (kernels, desc) = (path.kernels.filter(|_| path.packs())?, &path.last);
+    // Every row has its own messages, so none are taken as one.
+    let chunks = row_chunks(desc.input, desc.codec.rounding());
+    let (segments, rounds, ctas) = row_launch(chunks, (desc.rows, desc.cols));
+    let launch = Launch { ctas: ctas as u32, threads: ROW_THREADS, cluster: 1, shared_bytes: 0 };
+    let kernel = QuantizeKernel::Rows { segments, rounds };
+    Some(QuantizeConfig { kernel, spec: pack_spec(&kernels), launch })
 }
 
 /// The instances built for it.
 pub fn instances() -> Vec<Instance> {
     let mut all = Vec::new();
-    for variant in Variant::all() {
-        all.push(Instance { spec: variant.rows_spec(false), shared_bytes: variant.row_shared_bytes() });
-        if variant.packs() {
-            all.push(Instance { spec: variant.pack_spec(), shared_bytes: 0 });
+    for kernels in FastKernels::all() {
+        all.push(Instance { spec: rows_spec(&kernels, false), shared_bytes: row_shared_bytes(&kernels) });
+        if kernels.packs() {
+            all.push(Instance { spec: pack_spec(&kernels), shared_bytes: 0 });
         }
         // A transform is for one plane.
-        let forms = [false, true].into_iter().filter(|rows| !(*rows && variant.hadamard.is_some()));
+        let forms = [false, true].into_iter().filter(|rows| !(*rows && kernels.hadamard.is_some()));
         all.extend(forms.map(|rows| Instance {
-            spec: variant.cols_spec(rows, false),
-            shared_bytes: variant.column_shared_bytes(),
+            spec: cols_spec(&kernels, rows, false),
+            shared_bytes: column_shared_bytes(&kernels),
         }));
-        if variant.lifts(Planes::Rows) {
-            all.push(Instance { spec: variant.rows_spec(true), shared_bytes: 0 });
+        if kernels.lifts(Planes::Rows) {
+            all.push(Instance { spec: rows_spec(&kernels, true), shared_bytes: 0 });
         }
-        if variant.lifts(Planes::Cols) {
-            let shared_bytes = variant.column_shared_bytes();
-            all.push(Instance { spec: variant.cols_spec(false, true), shared_bytes });
+        if kernels.lifts(Planes::Cols) {
+            let shared_bytes = column_shared_bytes(&kernels);
+            all.push(Instance { spec: cols_spec(&kernels, false, true), shared_bytes });
         }
-        if variant.has_tiles() {
-            all.push(Instance { spec: variant.tiles_spec(), shared_bytes: variant.square_shared_bytes() });
+        if kernels.has_tiles() {
+            all.push(Instance { spec: tiles_spec(&kernels), shared_bytes: square_shared_bytes(&kernels) });
         }
     }
     all.extend(

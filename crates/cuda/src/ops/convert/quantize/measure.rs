@@ -2,7 +2,7 @@
 //! (`csrc/kernels/convert/whole_scales.cuh`).
 
 use super::args::{MatrixArgs, Planned, Transform};
-use super::config::{Launches, QuantizeDesc, TILE, input_type};
+use super::config::{self, QuantizeDesc, TILE, input_type};
 use crate::backend::Buf;
 use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{KernelArg, Launch, plain_args};
@@ -99,7 +99,7 @@ pub(crate) fn measure_amax(cuda: &Cuda, op: MeasureAmax<'_, Cuda>) -> Result<Buf
     if op.x.rows != 0 && op.x.cols != 0 {
         let op = Quantize { stack: op.stack, ..Quantize::new(op.x, op.codec, Planes::Tiles) };
         let desc = QuantizeDesc::of(&op);
-        desc.check()?;
+        config::check(&desc)?;
         let (device, desc, source) = (cuda.device(), &desc, &MatrixArgs::of(&op));
         let measure = Measure { device, desc, source, earlier: EarlierArg::of(&op), len: None, amax: None };
         // The bits of magnitudes are in the order of the magnitudes.

@@ -1,7 +1,7 @@
 //! `quantize_pack` on a GPU (`csrc/kernels/convert/quantize_pack.cuh`).
 
 use super::args::MatrixArgs;
-use super::config::{Launches, QuantizeConfig, QuantizeDesc, QuantizeKernel};
+use super::config::{self, QuantizeConfig, QuantizeDesc, QuantizeKernel, QuantizePath};
 use super::{PowerRule, check_buffers, quantize};
 use crate::Cuda;
 use crate::launch::{Divider, RoundingArg, plain_args};
@@ -28,9 +28,9 @@ plain_args!(MessagesArg);
 /// See [`QuantizePack`].
 pub(crate) fn quantize_pack(cuda: &Cuda, op: QuantizePack<'_, Cuda>) -> Result<PackedRows<Cuda>> {
     op.check()?;
-    let desc = QuantizeDesc::of(&op.quantize);
-    match desc.pack_config() {
-        Some(config) => in_one_pass(cuda, &op, &desc, &config),
+    let path = QuantizePath::of_op(&op.quantize);
+    match config::pack_config(&path) {
+        Some(config) => in_one_pass(cuda, &op, &path.asked, &config),
         None => {
             let made = quantize(cuda, op.quantize)?;
             let bytes = pack_rows(cuda, PackRows { rows: &made.take_rows(OP)?, index: op.index })?;
@@ -44,11 +44,11 @@ fn in_one_pass(
     cuda: &Cuda,
     op: &QuantizePack<'_, Cuda>,
     desc: &QuantizeDesc,
-    config: &QuantizeConfig,
+    launched: &QuantizeConfig,
 ) -> Result<PackedRows<Cuda>> {
     let (device, buffers) = (cuda.device(), BufferCheck::by(OP, cuda));
     check_buffers(cuda, &op.quantize)?;
-    desc.check()?;
+    config::check(desc)?;
     buffers.buffer("index", op.index)?;
     let place = buffers.buffer("place", op.place)?;
     let small = |argument, value: usize| {
@@ -64,7 +64,7 @@ fn in_one_pass(
         row_bytes: small("bytes of a row", op.kind().row_bytes())?,
         unused: 0,
     };
-    let QuantizeKernel::Rows { segments, rounds } = config.path else {
+    let QuantizeKernel::Rows { segments, rounds } = launched.kernel else {
         return Err(Error::Defect { place: OP, what: "a kernel of its own goes along the rows" });
     };
     if desc.rows == 0 || desc.cols == 0 {
@@ -76,12 +76,12 @@ fn in_one_pass(
     let rule = PowerRule::of(codec.rule(), codec.element());
     let rounding = RoundingArg::new(codec, op.quantize.random);
     let MatrixArgs { x, row_id, .. } = MatrixArgs::of(&op.quantize);
-    let kernel = device.kernel(&config.spec)?;
+    let kernel = device.kernel(&launched.spec)?;
     // SAFETY: `check` held `place` to its slots, `check_buffers` x and the groups to the sizes passed; the kernel writes messages below `messages`
     // only, whatever the places hold, and `made` is new: it has room for them, and nobody else writes or reads it.
     unsafe {
         kernel.launch(
-            config.launch,
+            launched.launch,
             &[
                 x,
                 &to,

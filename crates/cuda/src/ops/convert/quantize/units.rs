@@ -1,7 +1,7 @@
 //! Quantization to any format by the general kernel (`csrc/kernels/convert/quantize_units.cuh`).
 
 use super::args::{ByBlock, MatrixArgs, Planned, TransformArg};
-use super::config::{OP, QuantizeDesc, input_type};
+use super::config::{OP, QuantizeDesc, QuantizePath, input_type};
 use super::measure::{self, EarlierArg, Measure, Measured};
 use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::{Divider, Launch, RoundingArg, plain_args};
@@ -251,8 +251,9 @@ pub(super) fn instances() -> Vec<Instance> {
 }
 
 impl UnitsConfig {
-    /// For any description.
-    pub fn of(desc: &QuantizeDesc) -> Result<Self> {
+    /// For any path.
+    pub fn of(path: &QuantizePath) -> Result<Self> {
+        let desc = &path.last;
         let (format, rule, rounding) = (desc.codec.format(), desc.codec.rule(), desc.codec.rounding());
         let Some(unit) = UnitFormat::of(format, rule) else {
             return Err(Error::unsupported(OP, format, "it has no kernel on a GPU; the CPU takes it"));
@@ -267,7 +268,7 @@ impl UnitsConfig {
         let long = desc.planes == Planes::Rows && desc.input == DType::Bf16 && own.is_some() && is_filled;
         let across = if long { LONG } else { SQUARE };
         let Instance { spec, shared_bytes } = match unit.chosen().filter(|_| !is_default) {
-            _ if desc.taken() == Taken::Decoded => decoded_instance(unit, desc.input, rounding, across),
+            _ if path.taken == Taken::Decoded => decoded_instance(unit, desc.input, rounding, across),
             Some(device) => chosen_instance(unit, device, desc.input),
             None => instance(unit, desc.input, own, across),
         };
@@ -295,15 +296,15 @@ fn records(plane: Option<&BlockScaled<Cuda>>) -> RecordPlane {
     }
 }
 
-/// The planes of each launch.
-pub(super) fn passes(desc: &QuantizeDesc) -> &'static [Planes] {
-    let is_apart = desc.taken() == Taken::Decoded && !decodes_both(desc.input, desc.codec.rounding());
-    match desc.planes {
-        Planes::Both if is_apart => &[Planes::Rows, Planes::Cols],
-        Planes::Both => &[Planes::Both],
-        Planes::Rows => &[Planes::Rows],
-        Planes::Cols => &[Planes::Cols],
-        Planes::Tiles => &[Planes::Tiles],
+/// The path of each launch.
+pub(super) fn passes(path: &QuantizePath) -> Vec<QuantizePath> {
+    let QuantizeDesc { planes, input, codec, .. } = path.last;
+    let is_apart = path.taken == Taken::Decoded && !decodes_both(input, codec.rounding());
+    let of = |planes| QuantizePath { last: QuantizeDesc { planes, ..path.last }, ..*path };
+    if is_apart && planes == Planes::Both {
+        [Planes::Rows, Planes::Cols].map(of).to_vec()
+    } else {
+        vec![*path]
     }
 }
 
@@ -311,31 +312,29 @@ pub(super) fn passes(desc: &QuantizeDesc) -> &'static [Planes] {
 pub(super) fn launch(
     device: &Device,
     op: &Quantize<'_, Cuda>,
-    desc: &QuantizeDesc,
+    path: &QuantizePath,
     source: &MatrixArgs<'_>,
     out: &Planned<'_>,
 ) -> Result<()> {
     let len = op.groups.map(|groups| groups.len.get());
-    let (codec, earlier) = (desc.codec, EarlierArg::of(op));
+    let (desc, earlier) = (&path.last, EarlierArg::of(op));
     let measure = Measure { device, desc, source, earlier, len, amax: op.amax };
-    let format = codec.format();
-    let by_line = format.spec().block == WHOLE_LINE;
-    let measured = match (by_line, codec.scale_kind().has_tensor_scale()) {
+    let by_line = desc.codec.format().spec().block == WHOLE_LINE;
+    let measured = match (by_line, desc.kind().has_tensor_scale()) {
         (true, _) => measure.lines()?,
         (false, true) => measure.tensor(out)?,
         (false, false) => Measured::default(),
     };
-    for (pass, &planes) in passes(desc).iter().enumerate() {
+    for (pass, path) in passes(path).iter().enumerate() {
         // Of two planes the blocks of the rows are counted, and what is found of the values is found once.
         let counts = if pass == 0 { out.counts.address() } else { 0 };
-        let desc = QuantizeDesc { planes, ..*desc };
         let out = Planned {
-            rows: out.rows.filter(|_| planes != Planes::Cols),
-            cols: out.cols.filter(|_| planes != Planes::Rows),
+            rows: out.rows.filter(|_| path.last.planes != Planes::Cols),
+            cols: out.cols.filter(|_| path.last.planes != Planes::Rows),
             found: out.found.filter(|_| pass == 0),
             ..*out
         };
-        encode(device, op, (&desc, source, &out), &measured, counts)?;
+        encode(device, op, (path, source, &out), &measured, counts)?;
     }
     measure.spread(&measured, out)?;
     measure.count_lines(&measured, out.counts)
@@ -345,11 +344,11 @@ pub(super) fn launch(
 fn encode(
     device: &Device,
     op: &Quantize<'_, Cuda>,
-    (desc, source, out): (&QuantizeDesc, &MatrixArgs<'_>, &Planned<'_>),
+    (path, source, out): (&QuantizePath, &MatrixArgs<'_>, &Planned<'_>),
     measured: &Measured,
     counts: u64,
 ) -> Result<()> {
-    let config = UnitsConfig::of(desc)?;
+    let (config, desc) = (UnitsConfig::of(path)?, &path.last);
     let (sweep, codec) = (config.sweep, desc.codec);
     let format = codec.format();
     let address = |plane: Option<&BlockScaled<Cuda>>| plane.map_or(0, |plane| plane.codes.get().address());
@@ -359,7 +358,7 @@ fn encode(
         Planes::Tiles if format.spec().tiles => 4,
         Planes::Both | Planes::Tiles => 3,
     };
-    let is_decoded = desc.taken() == Taken::Decoded;
+    let is_decoded = path.taken == Taken::Decoded;
     // Decoded numbers lie row by row in both planes.
     let whole = |codes: usize| match is_decoded {
         true => u32::from((desc.cols * DType::Bf16.size_bytes()).is_multiple_of(16)),
@@ -367,7 +366,7 @@ fn encode(
     };
     // A thread has 64 values of a row.
     let of_rows = RecordWords::of(out.rows, 64 / format.spec().block.clamp(1, 64));
-    let by_word = ByBlock::new(device, desc)?;
+    let by_word = ByBlock::new(device, path)?;
     let in_pairs = |plane: &BlockScaled<Cuda>| {
         has_bytes(plane) && plane.scale_layout == ScaleLayout::MnMajor && desc.cols.is_multiple_of(2)
     };

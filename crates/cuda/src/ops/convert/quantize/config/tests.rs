@@ -1,5 +1,6 @@
 use super::*;
 use crate::ops::convert::quantize::units::{UnitsConfig, passes};
+use nibble_choice::quantize::TransformMade;
 use nibble_core::formats::{Codec, Rounding, ScaleRule};
 use nibble_core::ops::Numbers;
 
@@ -27,7 +28,7 @@ fn desc(format: Format, planes: Planes, rows: usize, cols: usize) -> QuantizeDes
 
 /// None: the general kernel.
 fn path(desc: QuantizeDesc) -> Option<QuantizeKernel> {
-    desc.config(132).map(|config| config.path)
+    config(&QuantizePath::of(desc), 132).map(|config| config.kernel)
 }
 
 #[test]
@@ -49,24 +50,21 @@ fn every_launch_is_of_an_instance_that_is_built() {
                                 only_for,
                                 ..desc(format, planes, 4096, 7168)
                             };
-                            if let Some(config) = asked.pack_config() {
+                            let path = QuantizePath::of(asked);
+                            if let Some(config) = pack_config(&path) {
                                 let instance = Instance { spec: config.spec, shared_bytes: 0 };
                                 assert!(built.contains(&instance), "{instance:?}");
                             }
-                            let last = if asked.is_fused() { asked } else { asked.transformed() };
-                            let instances: Vec<_> = match last.config(132) {
+                            let instances: Vec<_> = match config(&path, 132) {
                                 Some(QuantizeConfig { spec, launch, .. }) => {
                                     vec![Instance { spec, shared_bytes: launch.shared_bytes }]
                                 }
                                 None => {
-                                    let of = |&planes| {
-                                        let pass = QuantizeDesc { planes, ..last };
-                                        assert_eq!(pass.taken(), last.taken(), "{pass:?}");
-                                        let UnitsConfig { spec, launch, .. } =
-                                            UnitsConfig::of(&pass).unwrap();
+                                    let of = |pass: &QuantizePath| {
+                                        let UnitsConfig { spec, launch, .. } = UnitsConfig::of(pass).unwrap();
                                         Instance { spec, shared_bytes: launch.shared_bytes }
                                     };
-                                    passes(&last).iter().map(of).collect()
+                                    passes(&path).iter().map(of).collect()
                                 }
                             };
                             let one_plane = matches!(planes, Planes::Rows | Planes::Cols);
@@ -77,7 +75,7 @@ fn every_launch_is_of_an_instance_that_is_built() {
                                 );
                                 assert!(instance.shared_bytes <= 232_448, "{instance:?}");
                             }
-                            assert_eq!(asked.taken(), last.taken(), "{asked:?}");
+                            assert_eq!(path.taken, QuantizePath::of(path.last).taken, "{asked:?}");
                         }
                     }
                 }
@@ -110,7 +108,7 @@ fn odd_shapes_and_rare_combinations_go_to_the_kernel_that_takes_all() {
 
 #[test]
 fn rows_are_one_where_that_saves_tails() {
-    let of = |desc: QuantizeDesc| desc.row_shape();
+    let of = |desc: QuantizeDesc| row_shape(&QuantizePath::of(desc));
     assert_eq!(of(desc(Format::Mxfp4, Planes::Rows, 10, 96)), (1, 960));
     assert_eq!(of(desc(Format::E4m3, Planes::Rows, 10, 200)), (10, 200), "blocks end short");
     let ragged = |cols| of(QuantizeDesc { ragged: true, ..desc(Format::Mxfp4, Planes::Rows, 10, cols) });
@@ -123,7 +121,9 @@ fn rows_are_one_where_that_saves_tails() {
 
 #[test]
 fn rows_go_straight_into_messages_where_a_fast_kernel_makes_them() {
-    let of = |desc: QuantizeDesc| desc.pack_config().map(|config| (config.path, config.launch.ctas));
+    let of = |desc: QuantizeDesc| {
+        pack_config(&QuantizePath::of(desc)).map(|config| (config.kernel, config.launch.ctas))
+    };
     let rows = |segments, rounds, ctas| Some((QuantizeKernel::Rows { segments, rounds }, ctas));
     // Never as one row: each has messages of its own.
     assert_eq!(of(desc(Format::Mxfp4, Planes::Rows, 10, 96)), rows(1, 2, 2));
@@ -141,8 +141,9 @@ fn warps_take_as_many_columns_whatever_their_registers_hold() {
     let of = |rounding, input| {
         let codec = Codec::new(Format::Mxfp4, ScaleRule::Rceil, rounding).unwrap();
         let asked = desc(Format::Mxfp4, Planes::Rows, 32768, 7168);
-        let config = QuantizeDesc { codec, input, ragged: true, ..asked }.config(132).unwrap();
-        (config.path, config.launch.ctas)
+        let path = QuantizePath::of(QuantizeDesc { codec, input, ragged: true, ..asked });
+        let config = config(&path, 132).unwrap();
+        (config.kernel, config.launch.ctas)
     };
     let rows = |segments, rounds, ctas| (QuantizeKernel::Rows { segments, rounds }, ctas);
     assert_eq!(of(Rounding::NearestEven, DType::Bf16), rows(4, 2, 32768 * 4 / 8));
@@ -153,10 +154,10 @@ fn warps_take_as_many_columns_whatever_their_registers_hold() {
 #[test]
 fn sizes_beyond_32_bits_are_named() {
     let wide = desc(Format::E4m3, Planes::Rows, 1, 1 << 31);
-    assert!(wide.check().unwrap_err().to_string().contains("`columns of x`"));
+    assert!(check(&wide).unwrap_err().to_string().contains("`columns of x`"));
     let many = QuantizeDesc { rows: 1 << 30, ..desc(Format::E4m3, Planes::Rows, 1, 1024) };
-    assert!(many.check().unwrap_err().to_string().contains("segments"));
-    desc(Format::E4m3, Planes::Both, 32768, 7168).check().unwrap();
+    assert!(check(&many).unwrap_err().to_string().contains("segments"));
+    check(&desc(Format::E4m3, Planes::Both, 32768, 7168)).unwrap();
 }
 
 /// What is measured of whole lines first, and what kernels for one format take, finds the transform in memory.
@@ -164,8 +165,9 @@ fn sizes_beyond_32_bits_are_named() {
 fn the_general_kernel_transforms_columns_as_it_reads_them() {
     let reads = |format, planes| {
         let asked = QuantizeDesc { hadamard: Some(64), ..desc(format, planes, 4096, 7168) };
-        assert!(!asked.is_fused(), "{format}");
-        asked.transformed().transforms_as_it_reads()
+        let made = QuantizePath::of(asked).transform;
+        assert!(made.is_some(), "{format}");
+        made == Some(TransformMade::AsItReads)
     };
     for format in [
         Format::Nvfp4,
@@ -186,7 +188,9 @@ fn the_general_kernel_transforms_columns_as_it_reads_them() {
 fn both_planes_of_decoded_numbers_are_two_launches_unless_bits_are_drawn() {
     let of = |planes, input, rounding, only_for| {
         let codec = Codec::new(Format::Nvfp4, ScaleRule::Amax, rounding).unwrap();
-        passes(&QuantizeDesc { codec, input, only_for, ..desc(Format::Nvfp4, planes, 256, 256) })
+        let asked = QuantizeDesc { codec, input, only_for, ..desc(Format::Nvfp4, planes, 256, 256) };
+        let passes = passes(&QuantizePath::of(asked));
+        passes.iter().map(|pass| pass.last.planes).collect::<Vec<_>>()
     };
     let (near, drawn, numbers) = (Rounding::NearestEven, Rounding::Stochastic, Some(Numbers::Bf16));
     assert_eq!(of(Planes::Both, DType::Bf16, near, numbers), [Planes::Rows, Planes::Cols]);

@@ -1,0 +1,552 @@
+//! A product as the tensor cores' kernels are asked for it: its sizes, what its operands are, and what the kernels can take. And which instance of the
+//! kernels runs, in what order it walks the tiles of D.
+
+use nibble_core::formats::Element;
+use nibble_core::ops::{ProductDims, Ragged};
+use nibble_core::{DType, Error, Result};
+use std::fmt;
+
+const OP: &str = "grouped_product";
+/// Contraction that a scale is for.
+const BLOCK_K: usize = 128;
+/// Rows of a tile of D.
+pub const BLOCK_M: usize = ProductDims::GPU_TILE.0;
+/// Columns of a tile of D.
+pub const BLOCK_N: usize = ProductDims::GPU_TILE.1;
+/// Bytes of a row in a stage.
+pub const ROW_BYTES: usize = 128;
+/// What a warp stores at once: 16 rows of 64 bytes, or, of a transposed product, as many columns.
+pub const OUT_ROWS: usize = 16;
+/// See [`OUT_ROWS`].
+pub const OUT_ROW_BYTES: usize = 64;
+const MATH_WARPS: usize = 8;
+/// The device's `Tile`, one a stage.
+const TILE_BYTES: usize = 32;
+/// Rows a group on average below which warps add to D.
+pub const SHORT: usize = 1536;
+/// Rows a group on average, its padding counted, below which tiles come mixed.
+const MIXED_ROWS: usize = 256;
+/// Of so many groups at least.
+pub const MIXED_GROUPS: usize = 16;
+/// What the device's `TileQueue` takes of shared memory, and what aligns it.
+const QUEUE_BYTES: usize = 4 * (48 + 2 * size_of::<u64>()) + 16;
+/// Bands that are worth a trial.
+const BANDS: [usize; 6] = [2, 4, 8, 16, 32, 64];
+/// The kernels count rows, columns and scales in `int`.
+const MAX_EXTENT: usize = i32::MAX as usize - 512;
+
+/// What the operands are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OperandKind {
+    /// E4M3 or E5M2, A's element and B's; A's scales 1 × 128, and these of B.
+    Fp8([Element; 2], ScalesB),
+    /// BF16.
+    Bf16,
+    /// BF16 of which the scales of the operands' tensors multiply the sums, before they are rounded or added to D.
+    ScaledBf16,
+}
+
+impl OperandKind {
+    /// Both in E4M3.
+    pub const fn e4m3(scales: ScalesB) -> Self {
+        Self::Fp8([Element::E4M3; 2], scales)
+    }
+
+    /// The device's kernel; another one that does the same may take its place where tiles of short groups are mixed.
+    pub const fn kernel(self) -> &'static str {
+        match self {
+            Self::Fp8(..) => "nib::grouped_fp8_block",
+            Self::Bf16 => "nib::grouped_bf16",
+            Self::ScaledBf16 => "nib::grouped_bf16_scaled",
+        }
+    }
+
+    /// How B is scaled; none where it is plain.
+    pub const fn scales_b(self) -> Option<ScalesB> {
+        match self {
+            Self::Fp8(_, scales) => Some(scales),
+            Self::Bf16 | Self::ScaledBf16 => None,
+        }
+    }
+
+    /// Whether both are BF16.
+    pub const fn is_bf16(self) -> bool {
+        matches!(self, Self::Bf16 | Self::ScaledBf16)
+    }
+}
+
+/// How B is scaled, every 128 of the contraction.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ScalesB {
+    /// 128 rows share a scale: weights, and columns made of E4M3 rows. The fastest.
+    Tile,
+    /// 32 rows: columns made of MXFP4 rows ([`Ragged::Contraction`]).
+    Strips,
+    /// Each row has its own, E8M0.
+    Powers,
+    /// Each row has its own. The slowest.
+    Floats,
+}
+
+impl ScalesB {
+    /// Rows of B that share a scale.
+    pub const fn rows(self) -> usize {
+        match self {
+            Self::Tile => 128,
+            Self::Strips => 32,
+            Self::Powers | Self::Floats => 1,
+        }
+    }
+
+    /// What E8M0 scales are of which so many neighbours are known to be equal.
+    pub const fn repeating(rows: usize) -> Self {
+        match rows {
+            128 => Self::Tile,
+            32 => Self::Strips,
+            _ => Self::Powers,
+        }
+    }
+}
+
+/// The sizes of a product, and what it is of: what the kernels are asked.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TensorCoreProduct {
+    /// What a group's rows are.
+    pub ragged: Ragged,
+    /// What the operands are.
+    pub kind: OperandKind,
+    /// The type of D.
+    pub out: DType,
+    /// Add to D, one F32 addition an element, rather than overwrite it ([`Ragged::Contraction`]); a BF16 sum is rounded once.
+    pub accumulate: bool,
+    /// D holds transposed matrices, `[n][m]`: A and B change places where it is A whose rows share scales
+    /// ([`Ragged::Contraction`], FP8, F32).
+    pub transposed: bool,
+    /// Groups.
+    pub groups: usize,
+    /// Rows of A and D, all groups together; with [`Ragged::Contraction`], of one matrix of D.
+    pub m: usize,
+    /// Columns of D: rows of one group's B.
+    pub n: usize,
+    /// The contraction; with [`Ragged::Contraction`], of all groups together.
+    pub k: usize,
+}
+
+/// Numbers of so many bytes of which a row must be a whole multiple, for the tensor cores to take it: the copy engine's unit is
+/// 16 bytes.
+pub const fn row_unit(value_bytes: usize) -> usize {
+    16 / value_bytes
+}
+
+impl TensorCoreProduct {
+    /// Length of A.
+    pub const fn a(&self) -> usize {
+        self.m * self.k
+    }
+
+    /// Length of B.
+    pub const fn b(&self) -> usize {
+        self.rows_b() * self.k
+    }
+
+    /// Length of D.
+    pub const fn d(&self) -> usize {
+        let [matrices, rows, cols] = self.shape_d();
+        matrices.saturating_mul(rows).saturating_mul(cols)
+    }
+
+    /// Matrices of D, and the rows and columns of each.
+    pub const fn shape_d(&self) -> [usize; 3] {
+        match (self.ragged, self.transposed) {
+            (Ragged::Rows, _) => [1, self.m, self.n],
+            (Ragged::Contraction, false) => [self.groups, self.m, self.n],
+            (Ragged::Contraction, true) => [self.groups, self.n, self.m],
+        }
+    }
+
+    /// Rows of B, of all groups together.
+    pub const fn rows_b(&self) -> usize {
+        match self.ragged {
+            Ragged::Rows => self.groups.saturating_mul(self.n),
+            Ragged::Contraction => self.n,
+        }
+    }
+
+    /// Blocks of the contraction, the last of which may be short.
+    pub const fn blocks_k(&self) -> usize {
+        self.k.div_ceil(BLOCK_K)
+    }
+
+    /// Scales of A's tensor, and of B's, one a row: where groups are parts of the contraction, those of its rows.
+    pub const fn tensor_scales(&self) -> (usize, usize) {
+        match self.ragged {
+            Ragged::Rows => (self.m, self.rows_b()),
+            Ragged::Contraction => (self.k, self.k),
+        }
+    }
+
+    /// Rows of A's and B's matrices of scales.
+    pub const fn scale_rows(&self) -> (usize, usize) {
+        let rows_b = match self.kind {
+            OperandKind::Fp8(_, scales) => {
+                let matrices = if let Ragged::Rows = self.ragged { self.groups } else { 1 };
+                matrices.saturating_mul(self.n.div_ceil(scales.rows()))
+            }
+            OperandKind::Bf16 | OperandKind::ScaledBf16 => self.rows_b(),
+        };
+        (self.m, rows_b)
+    }
+
+    /// Its sizes, and what each must be a multiple of.
+    fn extents(&self) -> [(&'static str, usize, usize); 4] {
+        let of_d = row_unit(self.out.size_bytes());
+        let (fp8, bf16) = (row_unit(1), row_unit(2));
+        let (m, n, k) = match (self.ragged, self.kind) {
+            (_, OperandKind::Fp8(..)) if self.transposed => (of_d, 1, fp8),
+            (_, OperandKind::Fp8(..)) => (1, of_d, fp8),
+            (Ragged::Rows, _) => (1, of_d, bf16),
+            (Ragged::Contraction, _) => (bf16, bf16, 1),
+        };
+        [("groups", self.groups, 1), ("m", self.m, m), ("n", self.n, n), ("k", self.k, k)]
+    }
+
+    /// A size of which rows are no whole number of 16 bytes, in words.
+    pub(super) fn odd_size(&self) -> Option<String> {
+        let odd = self.extents().into_iter().find(|(_, value, multiple)| value % multiple != 0);
+        odd.map(|(argument, value, multiple)| format!("{argument} = {value}, not a multiple of {multiple}"))
+    }
+
+    /// What the kernels can take.
+    pub fn check(&self) -> Result<()> {
+        for (argument, value, multiple) in self.extents() {
+            if value == 0 || value % multiple != 0 || value > MAX_EXTENT {
+                let expected = format!("a positive multiple of {multiple} up to {MAX_EXTENT}");
+                return Err(Error::shape(OP, argument, value, expected));
+            }
+        }
+        let scales = match self.kind {
+            OperandKind::Fp8(..) => self.m.max(self.rows_b()).saturating_mul(self.blocks_k()),
+            OperandKind::Bf16 | OperandKind::ScaledBf16 => 0,
+        };
+        let [matrices, rows_d, _] = self.shape_d();
+        for (argument, value) in
+            [("rows of b", self.rows_b()), ("rows of d", matrices.saturating_mul(rows_d)), ("scales", scales)]
+        {
+            if value > MAX_EXTENT {
+                return Err(Error::shape(OP, argument, value, format!("up to {MAX_EXTENT}")));
+            }
+        }
+        let by_rows = self.ragged == Ragged::Rows;
+        let adds = self.accumulate && by_rows;
+        let turns = self.transposed && (by_rows || self.kind.is_bf16() || self.out == DType::Bf16);
+        for (argument, wrong) in [("accumulate", adds), ("transposed", turns)] {
+            if wrong {
+                let got = format!("true with {:?}, {:?}, {:?}", self.ragged, self.kind, self.out);
+                return Err(Error::shape(OP, argument, got, "a gradient"));
+            }
+        }
+        if by_rows && self.kind.scales_b() == Some(ScalesB::Strips) {
+            return Err(Error::shape(OP, "kind", "Strips with Ragged::Rows", "another"));
+        }
+        Ok(())
+    }
+}
+
+/// Who adds to D.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Adds {
+    /// The L2, F32.
+    InL2,
+    /// The warp that has the totals.
+    InWarp,
+}
+
+/// In which order tiles come; a mixture has its own kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Order {
+    /// Full ones first, those that end a group early last.
+    FullFirst,
+    /// Those of long and of short groups mixed: the ones keep the tensor cores busy, the others the memory
+    /// ([`Ragged::Rows`], E4M3 with a scale a tile of B).
+    Mixed,
+}
+
+/// An instance of a kernel template, and the raster it walks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TensorCoreConfig {
+    /// Stages of the ring.
+    pub stages: usize,
+    /// Ctas of a cluster, side by side, which share rows of A: 1 or 2.
+    pub cluster: usize,
+    /// Staging buffers a warp has for its stores.
+    pub out_buffers: usize,
+    /// Boxes of D in each: 16 rows of 64 bytes.
+    pub out_boxes: usize,
+    /// Who adds totals to D, where they are added.
+    pub adds: Adds,
+    /// The order of tiles.
+    pub order: Order,
+    /// Tile rows in a band of the raster (an argument of the launch).
+    pub band: usize,
+}
+
+impl fmt::Display for TensorCoreConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { stages, cluster, out_buffers, out_boxes, adds, order, band } = self;
+        write!(
+            f,
+            "{BLOCK_M}x{BLOCK_N}, cluster {cluster}, {stages} stages, {out_buffers} x {out_boxes} KiB out, adds {adds:?}, {order:?}, band {band}"
+        )
+    }
+}
+
+impl TensorCoreConfig {
+    /// What most products run on.
+    pub const USUAL: Self = Self {
+        stages: 4,
+        cluster: 2,
+        out_buffers: 3,
+        out_boxes: 1,
+        adds: Adds::InL2,
+        order: Order::FullFirst,
+        band: 8,
+    };
+
+    /// The instance for a product. Only the device knows what the groups hold: the rows they have on average decide.
+    ///
+    /// The L2 adds F32 at a quarter of the memory's rate, which long contractions hide, and those with a scale a column. The others'
+    /// gradients are added by the warps, as are those of BF16, which are rounded once: a stage less leaves room for half an F32
+    /// tile of D, or a whole one of BF16, that comes under the products.
+    ///
+    /// Tiles of groups that are short on average come mixed. At 256 rows a group that is 4 % slower.
+    pub fn choose(desc: &TensorCoreProduct) -> Self {
+        let in_warp = Self { stages: 3, adds: Adds::InWarp, ..Self::USUAL };
+        let shared = matches!(desc.kind, OperandKind::Fp8(_, ScalesB::Tile | ScalesB::Strips));
+        match desc.out {
+            DType::Bf16 if desc.accumulate => Self { out_buffers: 4, out_boxes: 2, ..in_warp },
+            DType::F32 if desc.accumulate && shared && desc.k / SHORT < desc.groups => {
+                Self { out_buffers: 2, out_boxes: 4, ..in_warp }
+            }
+            _ if desc.groups >= MIXED_GROUPS && desc.m / MIXED_ROWS < desc.groups && Self::can_mix(desc) => {
+                Self { order: Order::Mixed, ..Self::USUAL }
+            }
+            _ => Self::USUAL,
+        }
+    }
+
+    /// Whether there is an instance that mixes tiles.
+    fn can_mix(desc: &TensorCoreProduct) -> bool {
+        let by_rows = (desc.ragged, desc.kind) == (Ragged::Rows, OperandKind::e4m3(ScalesB::Tile));
+        by_rows && desc.groups > 1
+    }
+
+    /// What may be tried beside the choice, which is the first, where a cta may have so many bytes of shared memory.
+    pub fn candidates(desc: &TensorCoreProduct, shared_bytes_per_cta: usize) -> Vec<Self> {
+        let chosen = Self::choose(desc);
+        let others =
+            [2, 1].into_iter().flat_map(|cluster| BANDS.map(|band| Self { cluster, band, ..chosen }));
+        let fits = |config: &Self| *config != chosen && config.shared_bytes(desc) <= shared_bytes_per_cta;
+        std::iter::once(chosen).chain(others.filter(fits)).collect()
+    }
+
+    /// What the kernels have instances and a raster for.
+    pub fn check(&self) -> Result<()> {
+        let good = matches!(self.cluster, 1 | 2)
+            && (1..=1 << 20).contains(&self.band)
+            && (1..=8).contains(&self.stages)
+            && (1..=8).contains(&self.out_buffers)
+            && matches!(self.out_boxes, 1 | 2 | 4);
+        if good {
+            return Ok(());
+        }
+        let expected = "clusters of 1 or 2, a band, 1 to 8 stages, 1 to 8 output buffers of 1, 2 or 4 boxes";
+        Err(Error::shape("grouped_product", "config", self.to_string(), expected))
+    }
+
+    /// What the product wants of the instance: tiles are mixed where that can be done, and the way of adding wants something of the
+    /// buffers, which go through a tile's parts of D: the device's `Stores`.
+    pub fn check_for(&self, desc: &TensorCoreProduct) -> Result<()> {
+        if self.order == Order::Mixed && !Self::can_mix(desc) {
+            let expected = "full tiles, but for several groups of rows in E4M3 with a scale a tile of B";
+            return Err(Error::shape("grouped_product", "config", self.to_string(), expected));
+        }
+        let parts = 2 * BLOCK_N * desc.out.size_bytes() / OUT_ROW_BYTES / self.out_boxes;
+        let leaving = self.out_buffers / 2;
+        let under_last = self.out_buffers.min(parts.div_ceil(3));
+        let good = match self.adds {
+            _ if !desc.accumulate => true,
+            Adds::InL2 => desc.out == DType::F32,
+            Adds::InWarp => {
+                parts.is_multiple_of(self.out_buffers)
+                    && (leaving..=parts + leaving - self.out_buffers).contains(&under_last)
+            }
+        };
+        if good {
+            return Ok(());
+        }
+        let expected = format!("the L2 for F32 alone, warps with buffers that divide a tile's {parts} parts");
+        Err(Error::shape("grouped_product", "config", self.to_string(), expected))
+    }
+
+    /// Dynamic shared memory in bytes: `SharedLayout` of the kernel, and 1024 to align it.
+    pub const fn shared_bytes(&self, desc: &TensorCoreProduct) -> usize {
+        let operands = (BLOCK_M + BLOCK_N) * ROW_BYTES;
+        let scales = match desc.kind.scales_b() {
+            Some(ScalesB::Tile | ScalesB::Strips) => BLOCK_M + 4,
+            // B's in four parts, each padded by 4; powers of two as BF16.
+            Some(ScalesB::Powers) => BLOCK_M + BLOCK_N / 2 + 16,
+            Some(ScalesB::Floats) => BLOCK_M + BLOCK_N + 16,
+            None => 0,
+        };
+        let barriers = 2 * size_of::<u64>();
+        let out =
+            MATH_WARPS * self.out_buffers * (self.out_boxes * OUT_ROWS * OUT_ROW_BYTES + size_of::<u64>());
+        let queue = if let Order::Mixed = self.order { QUEUE_BYTES } else { 0 };
+        1024 + out + queue + self.stages * (operands + scales * size_of::<f32>() + TILE_BYTES + barriers)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const DESC: TensorCoreProduct = TensorCoreProduct {
+        ragged: Ragged::Rows,
+        kind: OperandKind::e4m3(ScalesB::Tile),
+        out: DType::Bf16,
+        accumulate: false,
+        transposed: false,
+        groups: 8,
+        m: 32768,
+        n: 4096,
+        k: 7168,
+    };
+
+    /// Of a Hopper GPU.
+    const MOST_SHARED: usize = 232_448;
+
+    #[test]
+    fn the_choice_is_printed_and_stands_before_what_may_be_tried() {
+        let chosen = TensorCoreConfig::choose(&DESC);
+        assert_eq!(
+            chosen.to_string(),
+            "256x128, cluster 2, 4 stages, 3 x 1 KiB out, adds InL2, FullFirst, band 8"
+        );
+        let candidates = TensorCoreConfig::candidates(&DESC, MOST_SHARED);
+        assert_eq!(candidates[0], chosen);
+        assert!(candidates.len() > 4);
+        for (i, config) in candidates.iter().enumerate() {
+            config.check().unwrap();
+            assert!(config.shared_bytes(&DESC) <= MOST_SHARED);
+            assert!(!candidates[..i].contains(config), "{config} twice");
+        }
+        assert!(TensorCoreConfig { cluster: 4, ..chosen }.check().is_err());
+    }
+
+    #[test]
+    fn tiles_come_mixed_where_many_groups_are_short() {
+        let tiles = |desc: &TensorCoreProduct| {
+            let config = TensorCoreConfig::choose(desc);
+            config.check_for(desc).unwrap();
+            config.order
+        };
+        let zipf = TensorCoreProduct { groups: 256, m: 32768 + 256 * 127, ..DESC };
+        assert_eq!((tiles(&DESC), tiles(&zipf)), (Order::FullFirst, Order::Mixed));
+        let longer = TensorCoreProduct { m: 256 * MIXED_ROWS, ..zipf };
+        let few = TensorCoreProduct { groups: 8, m: 1024, ..DESC };
+        let e5m2 = OperandKind::Fp8([Element::E5M2, Element::E4M3], ScalesB::Tile);
+        let others = [OperandKind::Bf16, OperandKind::e4m3(ScalesB::Powers), e5m2]
+            .map(|kind| TensorCoreProduct { kind, ..zipf });
+        let gradient = TensorCoreProduct { ragged: Ragged::Contraction, ..zipf };
+        for desc in [longer, few, gradient].iter().chain(&others) {
+            assert_eq!(tiles(desc), Order::FullFirst, "{desc:?}");
+        }
+        let mixed = TensorCoreConfig { order: Order::Mixed, ..TensorCoreConfig::choose(&DESC) };
+        mixed.check_for(&few).unwrap();
+        for desc in [TensorCoreProduct { groups: 1, ..zipf }, gradient].iter().chain(&others) {
+            assert!(mixed.check_for(desc).unwrap_err().to_string().contains("Mixed"), "{desc:?}");
+        }
+    }
+
+    #[test]
+    fn short_contractions_and_bf16_gradients_are_added_by_the_warps() {
+        let adding = |k, out| {
+            let desc = TensorCoreProduct { ragged: Ragged::Contraction, accumulate: true, out, k, ..DESC };
+            let config = TensorCoreConfig::choose(&desc);
+            assert!(config.shared_bytes(&desc) <= MOST_SHARED);
+            config.check_for(&desc).unwrap();
+            let wrong = [
+                TensorCoreConfig { out_buffers: 3, adds: Adds::InWarp, ..config },
+                TensorCoreConfig { out_buffers: 8, out_boxes: 4, adds: Adds::InWarp, ..config },
+            ];
+            assert!(wrong.iter().all(|config| config.check_for(&desc).is_err()));
+            assert_eq!(
+                TensorCoreConfig { adds: Adds::InL2, ..config }.check_for(&desc).is_ok(),
+                out == DType::F32
+            );
+            config.adds == Adds::InWarp
+        };
+        assert!(adding(8 * 512, DType::F32) && !adding(8 * SHORT, DType::F32));
+        assert!(adding(8 * 512, DType::Bf16) && adding(8 * SHORT, DType::Bf16));
+    }
+
+    const GOOD: TensorCoreProduct = TensorCoreProduct {
+        ragged: Ragged::Rows,
+        kind: OperandKind::e4m3(ScalesB::Tile),
+        out: DType::Bf16,
+        accumulate: false,
+        transposed: false,
+        groups: 3,
+        m: 384,
+        n: 264,
+        k: 400,
+    };
+
+    #[test]
+    fn sizes_are_checked_and_named() {
+        GOOD.check().unwrap();
+        let wgrad = TensorCoreProduct {
+            ragged: Ragged::Contraction,
+            kind: OperandKind::Bf16,
+            out: DType::F32,
+            ..GOOD
+        };
+        TensorCoreProduct { accumulate: true, k: 401, ..wgrad }.check().unwrap();
+        TensorCoreProduct { accumulate: true, out: DType::Bf16, ..wgrad }.check().unwrap();
+        for (desc, argument) in [
+            (TensorCoreProduct { m: 0, ..GOOD }, "m"),
+            (TensorCoreProduct { groups: 0, ..GOOD }, "groups"),
+            (TensorCoreProduct { n: 12, ..GOOD }, "n"),
+            (TensorCoreProduct { k: 24, ..GOOD }, "k"),
+            (TensorCoreProduct { k: 12, kind: OperandKind::Bf16, ..GOOD }, "k"),
+            (TensorCoreProduct { m: 1 << 31, ..GOOD }, "m"),
+            (TensorCoreProduct { groups: 1 << 24, ..GOOD }, "rows of b"),
+            (TensorCoreProduct { m: 1 << 30, ..GOOD }, "scales"),
+            (TensorCoreProduct { accumulate: true, ..GOOD }, "accumulate"),
+            (TensorCoreProduct { transposed: true, ..GOOD }, "transposed"),
+            (TensorCoreProduct { kind: OperandKind::e4m3(ScalesB::Strips), ..GOOD }, "kind"),
+            (TensorCoreProduct { transposed: true, ..wgrad }, "transposed"),
+            (TensorCoreProduct { m: 12, ..wgrad }, "m"),
+        ] {
+            let error = desc.check().expect_err(argument).to_string();
+            assert!(error.contains(&format!("`{argument}`")), "{error}");
+        }
+    }
+
+    #[test]
+    fn lengths_follow_the_layout() {
+        assert_eq!((GOOD.blocks_k(), GOOD.scale_rows()), (4, (384, 3 * 3)));
+        assert_eq!((GOOD.a(), GOOD.b(), GOOD.d()), (384 * 400, 3 * 264 * 400, 384 * 264));
+        let wgrad = TensorCoreProduct {
+            ragged: Ragged::Contraction,
+            kind: OperandKind::e4m3(ScalesB::Floats),
+            ..GOOD
+        };
+        assert_eq!((wgrad.b(), wgrad.d(), wgrad.scale_rows()), (264 * 400, 3 * 384 * 264, (384, 264)));
+        let strips =
+            TensorCoreProduct { kind: OperandKind::e4m3(ScalesB::Strips), transposed: true, ..wgrad };
+        assert_eq!((strips.shape_d(), strips.scale_rows()), ([3, 264, 384], (384, 9)));
+        let of_bytes = [ScalesB::Tile, ScalesB::Strips, ScalesB::Powers];
+        assert!(of_bytes.iter().all(|&b| ScalesB::repeating(b.rows()) == b));
+    }
+}

@@ -1,0 +1,176 @@
+//! Products of which the tensor cores give F32 sums that are summed again (`csrc/kernels/products/bf16_parts.cuh`): contractions cut into runs of
+//! rows, where D alone has too few tiles for the GPU; and F32 operands, since an F32 number is the sum of three BF16 numbers exactly, and the
+//! products of those are exact, so that only the order of the sums is another.
+//!
+//! The number of runs is a function of D's size and of the rows of a group, and of nothing else (`ProductDims::gpu_runs`): the same bits for
+//! any number of groups, and so of ranks.
+
+use super::operands::{GroupBuffers, Matrix, Target};
+use super::tensor_cores::TensorCoreLaunch;
+use crate::compile::jit::{KernelSpec, TemplateArg};
+use crate::launch::{Divider, KernelArg, Launch};
+use crate::ops::Instance;
+use crate::ops::planes::type_name;
+use crate::{Buffer, Cuda};
+use half::bf16;
+use nibble_choice::products::{PARTS, Parts, PartsForm, SUMMED_UNIT, TensorCoreProduct};
+use nibble_core::ops::ProductArgs;
+use nibble_core::{DType, Data, Error, Operand, Result, Tensor};
+
+const OP: &str = "product_parts";
+const THREADS: u32 = 256;
+/// Each part once.
+const EACH: [u32; PARTS] = [0, 1, 2];
+
+/// A contraction in so many runs of each group's rows: a D for each, and their sum.
+pub(super) fn in_runs(
+    product: &ProductArgs<'_, Cuda>,
+    (asked, each): (TensorCoreProduct, usize),
+    (a, b): (Matrix<'_>, Matrix<'_>),
+    d: Target<'_>,
+) -> Result<()> {
+    let runs = Runs::of(product, each)?;
+    let mut all = d.device.alloc(asked.d())?;
+    let (groups, to_all) = (runs.as_ref().map(Runs::groups), Target::f32(&mut all, false));
+    TensorCoreLaunch { product: asked, groups, a, b, d: to_all }.run()?;
+    sum(&all, d, (product.dims.m * product.dims.n, 1, each))
+}
+
+/// Splits, multiplies, sums. `d` has the product's size.
+pub(super) fn run(parts: Parts, product: &ProductArgs<'_, Cuda>, d: Target<'_>) -> Result<()> {
+    let (asked, [m, n, k]) = (parts.product, [product.dims.m, product.dims.n, product.dims.k]);
+    let (Operand::Plain(a), Operand::Plain(b)) = (product.a, product.b) else {
+        return Err(Error::shape(product.op, "operands", "quantized", "plain, as chosen for"));
+    };
+    let (lengths, expected) = ((len(a), len(b)), (m * k, n * k));
+    if lengths != expected {
+        let (got, expected) = (format!("{lengths:?}"), format!("{expected:?}"));
+        return Err(Error::shape(product.op, "values of the operands", got, expected));
+    }
+    let of_a = match parts.form {
+        PartsForm::Right => None,
+        PartsForm::Both => Some((Parts::LEFT, k)),
+        PartsForm::Left => Some((EACH, m)),
+    };
+    let of_b = match parts.form {
+        PartsForm::Right => Some((EACH, n * k)),
+        PartsForm::Both => Some((Parts::RIGHT, k)),
+        PartsForm::Left => None,
+    };
+    let parts_a = of_a.map(|order| split(product.op, a, order)).transpose()?;
+    let parts_b = of_b.map(|order| split(product.op, b, order)).transpose()?;
+    let matrix = |parts, x| match parts {
+        Some(parts) => Ok(Matrix::bf16(parts)),
+        None => Matrix::of(product.op, x),
+    };
+    let (a, b) = (matrix(parts_a.as_ref(), product.a)?, matrix(parts_b.as_ref(), product.b)?);
+    let groups = product.groups.map(GroupBuffers::of);
+    if parts.form == PartsForm::Both {
+        return TensorCoreLaunch { product: asked, groups, a, b, d }.run();
+    }
+    let mut all = d.device.alloc(asked.d())?;
+    let runs = Runs::of(product, parts.runs)?;
+    let groups = runs.as_ref().map(Runs::groups).or(groups);
+    TensorCoreLaunch { product: asked, groups, a, b, d: Target::f32(&mut all, false) }.run()?;
+    let row = if parts.form == PartsForm::Right { n } else { m * n };
+    sum(&all, d, (row, PARTS, parts.runs))
+}
+
+fn len(x: &Tensor<Cuda>) -> usize {
+    match &x.data {
+        Data::F32(values) => values.get().len(),
+        Data::Bf16(values) => values.get().len(),
+    }
+}
+
+/// The parts of each row of so many F32 numbers beside each other, in this order.
+fn split(op: &'static str, x: &Tensor<Cuda>, (order, cols): ([u32; PARTS], usize)) -> Result<Buffer<bf16>> {
+    let Data::F32(values) = &x.data else {
+        return Err(Error::shape(op, "operands and out", x.dtype(), "F32, as chosen for"));
+    };
+    let values = values.get();
+    let out = values.device().alloc(values.len() * order.len())?;
+    let Units { launch, units, units_per_row } = Units::of(values.len(), cols)?;
+    let pattern = order.iter().rev().fold(0u32, |pattern, part| pattern << 2 | part);
+    let (by, count) = (Divider::by(units_per_row), order.len() as u32);
+    let args: [&dyn KernelArg; 7] = [values, &out, &units, &units_per_row, &by, &pattern, &count];
+    // SAFETY: `out` has `count` numbers for each of `values`, which has `units` times four.
+    unsafe { values.device().kernel(&spec("nib::split_parts", Vec::new()))?.launch(launch, &args) }?;
+    Ok(out)
+}
+
+/// Where the runs lie, on the device.
+struct Runs {
+    start: Buffer<i32>,
+    len: Buffer<i32>,
+}
+
+impl Runs {
+    /// So many of each group of a product; none where each group is its own.
+    fn of(product: &ProductArgs<'_, Cuda>, each: usize) -> Result<Option<Self>> {
+        let Some(groups) = product.groups.filter(|_| each > 1) else { return Ok(None) };
+        let device = groups.start.get().device();
+        let all = groups.num_groups * each;
+        let (start, len) = (device.alloc(all + 1)?, device.alloc(all)?);
+        let ctas = (all + 1).div_ceil(THREADS as usize) as u32;
+        let launch = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
+        let (count, runs) = (groups.num_groups as u32, each as u32);
+        let args: [&dyn KernelArg; 6] = [groups.start.get(), groups.len.get(), &start, &len, &count, &runs];
+        // SAFETY: the groups' start and length are of `count`, the results of `runs` times as many.
+        unsafe { device.kernel(&spec("nib::cut_groups", Vec::new()))?.launch(launch, &args) }?;
+        Ok(Some(Self { start, len }))
+    }
+
+    /// As the products take them.
+    fn groups(&self) -> GroupBuffers<'_> {
+        GroupBuffers { start: &self.start, len: &self.len }
+    }
+}
+
+/// A matrix of rows as the kernels of this file take it.
+struct Units {
+    launch: Launch,
+    units: u32,
+    units_per_row: u32,
+}
+
+impl Units {
+    /// `cols` divides `len`, and is a multiple of [`SUMMED_UNIT`].
+    fn of(len: usize, cols: usize) -> Result<Self> {
+        let units = u32::try_from(len / SUMMED_UNIT).ok().filter(|&units| units <= i32::MAX as u32);
+        let units = units.ok_or_else(|| Error::shape(OP, "values", len, "below 2^33"))?;
+        let launch = Launch { ctas: units.div_ceil(THREADS), threads: THREADS, cluster: 1, shared_bytes: 0 };
+        Ok(Self { launch, units, units_per_row: (cols / SUMMED_UNIT) as u32 })
+    }
+}
+
+/// The sum of each row of `cols` over runs and their parts, to D or added to it.
+fn sum(all: &Buffer<f32>, d: Target<'_>, (cols, parts, runs): (usize, usize, usize)) -> Result<()> {
+    if all.len() != parts * runs * d.len {
+        return Err(Error::shape(OP, "d", d.len, all.len() / (parts * runs)));
+    }
+    let Units { launch, units, units_per_row } = Units::of(d.len, cols)?;
+    let (by, runs, accumulate) = (Divider::by(units_per_row), runs as u32, i32::from(d.accumulate));
+    let kernel = d.device.kernel(&sum_spec(d.dtype, parts))?;
+    let args: [&dyn KernelArg; 7] = [all, &d.address, &units, &units_per_row, &by, &runs, &accumulate];
+    // SAFETY: `all` has `parts` · `runs` rows for each of D, which has `units` times four numbers and is borrowed mutably.
+    unsafe { kernel.launch(launch, &args) }
+}
+
+fn spec(name: &'static str, args: Vec<(&'static str, TemplateArg)>) -> KernelSpec {
+    KernelSpec { source: "kernels/products/bf16_parts.cuh", name, args }
+}
+
+fn sum_spec(out: DType, parts: usize) -> KernelSpec {
+    let args = vec![("Out", TemplateArg::Type(type_name(out))), ("kParts", TemplateArg::Int(parts as i64))];
+    spec("nib::sum_parts", args)
+}
+
+/// The instances built for it.
+pub(crate) fn instances() -> Vec<Instance> {
+    let outs = [DType::F32, DType::Bf16];
+    let sums = outs.into_iter().flat_map(|out| [1, PARTS].map(|parts| sum_spec(out, parts)));
+    let specs = [spec("nib::split_parts", Vec::new())].into_iter().chain(sums);
+    let specs = specs.chain([spec("nib::cut_groups", Vec::new())]);
+    specs.map(|spec| Instance { spec, shared_bytes: 0 }).collect()
+}

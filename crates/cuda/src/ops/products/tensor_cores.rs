@@ -1,0 +1,401 @@
+//! D = A·Bᵀ over groups whose sizes only the device knows, on the tensor cores: FP8 operands with block scales
+//! (`csrc/kernels/products/grouped_fp8_block.cuh`), and BF16 (`csrc/kernels/products/grouped_bf16.cuh`). One group is the dense product.
+
+pub use super::operands::{GroupBuffers, Matrix, ScaleValues, StridedScales, Target};
+use super::operands::{GroupsArg, Values, ragged_name, same_device};
+use crate::Device;
+use crate::compile::jit::{KernelSpec, TemplateArg};
+use crate::launch::tensor_map::{self, Fetch, Swizzle, TensorMap, Tiles};
+use crate::launch::{KernelArg, Launch};
+use crate::ops::Instance;
+pub use nibble_choice::products::{Adds, OperandKind, Order, ScalesB, TensorCoreConfig, TensorCoreProduct};
+use nibble_choice::products::{BLOCK_M, BLOCK_N, MIXED_GROUPS, OUT_ROW_BYTES, OUT_ROWS, ROW_BYTES, SHORT};
+use nibble_core::formats::Element;
+use nibble_core::ops::Ragged;
+use nibble_core::{DType, Error, Result};
+
+const OP: &str = "tensor_core_product";
+/// Columns and rows of a box of a BF16 stage whose contraction runs down the rows.
+const BOX: usize = 64;
+/// Rows that a warpgroup multiplies at once.
+const WAVE_ROWS: usize = 64;
+const THREADS: u32 = 384;
+
+impl Matrix<'_> {
+    /// Holds A (0) or B (1) to the product.
+    fn check(&self, side: usize, product: &TensorCoreProduct, on: &Device) -> Result<()> {
+        let argument = ["a", "b"][side];
+        let len = [product.a(), product.b()][side];
+        let scale_rows: [usize; 2] = product.scale_rows().into();
+        let tensor_scales: [usize; 2] = product.tensor_scales().into();
+        if let Some(scales) = &self.scales {
+            scales.check(OP, argument, scale_rows[side], product.blocks_k())?;
+            same_device(OP, argument, scales.device(), on)?;
+        }
+        if let Some(scales) = self.tensor_scale {
+            same_device(OP, argument, scales.device(), on)?;
+            let expected = if product.kind == OperandKind::ScaledBf16 { tensor_scales[side] } else { 0 };
+            if scales.len() != expected {
+                let got = format!("{} scales of the tensor", scales.len());
+                return Err(Error::shape(OP, argument, got, expected));
+            }
+        }
+        let expected = match product.kind {
+            OperandKind::Fp8(elements, _) => Values::Codes(elements[side]),
+            OperandKind::Bf16 | OperandKind::ScaledBf16 => Values::Plain(DType::Bf16),
+        };
+        if (self.len, self.values) != (len, expected) {
+            let (got, expected) =
+                (format!("{} values of {}", self.len, self.values), format!("{len} values of {expected}"));
+            return Err(Error::shape(OP, argument, got, expected));
+        }
+        same_device(OP, argument, self.device, on)
+    }
+
+    /// Tiles of `tile_rows` rows, as a stage has them.
+    fn map(
+        &self,
+        product: &TensorCoreProduct,
+        rows: usize,
+        tile_rows: usize,
+        fetch: Fetch,
+    ) -> Result<TensorMap> {
+        let element = match self.values {
+            Values::Codes(_) => tensor_map::Element::U8,
+            Values::Plain(dtype) => plain_element(dtype),
+        };
+        // Where the contraction runs down the rows, a stage is made of boxes.
+        let (rows, cols, tile_rows) = match (self.values, product.ragged) {
+            (Values::Plain(_), Ragged::Contraction) => (product.k, rows, BOX),
+            _ => (rows, product.k, tile_rows),
+        };
+        Tiles {
+            element,
+            address: self.address,
+            rows,
+            cols,
+            row_stride_bytes: cols * element.bytes(),
+            tile_rows,
+            tile_cols: ROW_BYTES / element.bytes(),
+            swizzle: Swizzle::Bytes128,
+        }
+        .encode_fetching(fetch)
+    }
+}
+
+const fn plain_element(dtype: DType) -> tensor_map::Element {
+    match dtype {
+        DType::Bf16 => tensor_map::Element::Bf16,
+        DType::F32 => tensor_map::Element::F32,
+    }
+}
+
+/// A product with its operands, all on one device.
+#[derive(Debug)]
+pub struct TensorCoreLaunch<'a> {
+    /// What is asked.
+    pub product: TensorCoreProduct,
+    /// The groups; none where there is one group of all rows.
+    pub groups: Option<GroupBuffers<'a>>,
+    /// `[m][k]`.
+    pub a: Matrix<'a>,
+    /// `[groups · n][k]`, or `[n][k]` with [`Ragged::Contraction`].
+    pub b: Matrix<'a>,
+    /// `[m][n]`, or `[groups · m][n]` with [`Ragged::Contraction`].
+    pub d: Target<'a>,
+}
+
+impl TensorCoreLaunch<'_> {
+    /// Checks sizes, and that one device holds all.
+    pub fn check(&self) -> Result<&Device> {
+        let Self { product, groups, a, b, d } = self;
+        product.check()?;
+        if (d.dtype, d.accumulate) != (product.out, product.accumulate) {
+            let got = format!("{}, {}", d.dtype, d.accumulate);
+            let expected = format!("{}, {}", product.out, product.accumulate);
+            return Err(Error::shape(OP, "type of d, accumulate", got, expected));
+        }
+        let device = a.device;
+        a.check(0, product, device)?;
+        b.check(1, product, device)?;
+        if product.kind.scales_b() == Some(ScalesB::Powers)
+            && b.scales.is_some_and(|scales| scales.values.is_f32())
+        {
+            return Err(Error::shape(OP, "scales of b", "F32", "E8M0"));
+        }
+        let mut lengths = vec![("d", d.len, product.d(), d.device)];
+        match groups {
+            Some(GroupBuffers { start, len }) => {
+                lengths.push(("start", start.len(), product.groups + 1, start.device()));
+                lengths.push(("len", len.len(), product.groups, len.device()));
+            }
+            None if product.groups == 1 && product.ragged == Ragged::Rows => {}
+            None => return Err(Error::shape(OP, "groups", "none", format!("{} groups", product.groups))),
+        }
+        for (argument, got, expected, on) in lengths {
+            if got != expected {
+                let (got, expected) = (format!("{got} values"), format!("{expected} values"));
+                return Err(Error::shape(OP, argument, got, expected));
+            }
+            same_device(OP, argument, on, device)?;
+        }
+        Ok(device)
+    }
+
+    /// Runs with the instance that [`TensorCoreConfig::choose`] picks, or that is [tried](tuning).
+    pub fn run(self) -> Result<()> {
+        let config = tuning::config(&self.product);
+        self.run_with(config)
+    }
+
+    /// Runs with this instance.
+    pub fn run_with(self, config: TensorCoreConfig) -> Result<()> {
+        let device = self.check()?;
+        config.check()?;
+        let Self { product, groups, a, b, d } = &self;
+        config.check_for(product)?;
+        let map_a = a.map(product, product.m, rows_a(&config), fetch(&config))?;
+        let map_b = b.map(product, product.rows_b(), BLOCK_N, fetch(&config))?;
+        let map_d = store_map(product, d)?;
+        let kernel = device.kernel(&spec(&config, product))?;
+        let whole_chip = launch(&config, product, device.info().num_sms as usize / config.cluster);
+        let launch = launch(&config, product, kernel.max_clusters(whole_chip)? as usize);
+        let groups = GroupsArg::new(*groups, product.groups, [product.m, product.n, product.k], config.band);
+        let mut args: Vec<&dyn KernelArg> = vec![&map_a, &map_b, &map_d];
+        let scales: Vec<_> = [a, b].iter().filter_map(|x| x.scales).map(|scales| scales.arg()).collect();
+        args.extend(scales.iter().map(|scales| scales as &dyn KernelArg));
+        if product.kind == OperandKind::ScaledBf16 {
+            args.extend([&a.tensor_scale as &dyn KernelArg, &b.tensor_scale]);
+        }
+        args.extend([&groups as &dyn KernelArg, &d.address]);
+        // SAFETY: `check` held every length to the sizes, and the descriptors carry the same ones: TMA neither reads nor writes
+        // past them. Scales are read at rows and blocks that `StridedScales::check` covered, those of tensors at rows that are multiplied. The kernel keeps the groups' rows
+        // within `m` (or `k`), whatever their lists hold. `d` is borrowed mutably, and the device has one stream.
+        unsafe { kernel.launch(launch, &args) }
+    }
+}
+
+/// Pieces of D as a warp stores them.
+fn store_map(product: &TensorCoreProduct, d: &Target<'_>) -> Result<TensorMap> {
+    let [matrices, rows, cols] = product.shape_d();
+    let element = plain_element(d.dtype);
+    // Of a transposed product, 64 bytes of a row are 16 rows of the product, and there are as many columns of it.
+    Tiles {
+        element,
+        address: d.address,
+        rows,
+        cols,
+        row_stride_bytes: cols * element.bytes(),
+        tile_rows: OUT_ROWS,
+        tile_cols: OUT_ROW_BYTES / element.bytes(),
+        swizzle: Swizzle::Bytes64,
+    }
+    .encode_stack(matrices)
+}
+
+/// Rows of A that one copy brings.
+const fn rows_a(config: &TensorCoreConfig) -> usize {
+    match config.order {
+        Order::FullFirst => BLOCK_M / config.cluster,
+        Order::Mixed => WAVE_ROWS,
+    }
+}
+
+/// What the L2 fetches of the operands: of a mixture 256 bytes are 5 % slower.
+const fn fetch(config: &TensorCoreConfig) -> Fetch {
+    match config.order {
+        Order::FullFirst => Fetch::Bytes256,
+        Order::Mixed => Fetch::Bytes128,
+    }
+}
+
+/// One cta a multiprocessor, as far as clusters can be placed: only the device knows how many tiles there are.
+fn launch(config: &TensorCoreConfig, product: &TensorCoreProduct, clusters: usize) -> Launch {
+    Launch {
+        ctas: (clusters.max(1) * config.cluster) as u32,
+        threads: THREADS,
+        cluster: config.cluster as u32,
+        shared_bytes: config.shared_bytes(product),
+    }
+}
+
+/// The instance as it is compiled.
+fn spec(config: &TensorCoreConfig, product: &TensorCoreProduct) -> KernelSpec {
+    let int = |value: usize| TemplateArg::Int(value as i64);
+    let adds = match config.adds {
+        _ if !product.accumulate => "nib::Adds::kNone",
+        Adds::InL2 => "nib::Adds::kInL2",
+        Adds::InWarp => "nib::Adds::kInWarp",
+    };
+    let mut args = vec![
+        ("kRagged", TemplateArg::Type(ragged_name(product.ragged))),
+        ("Out", TemplateArg::Type(if product.out == DType::Bf16 { "nib::u16" } else { "float" })),
+        ("kAdds", TemplateArg::Type(adds)),
+        ("kStages", int(config.stages)),
+        ("kCluster", int(config.cluster)),
+        ("kOutBuffers", int(config.out_buffers)),
+        ("kBoxes", int(config.out_boxes)),
+    ];
+    let (source, name) = match product.kind {
+        _ if config.order == Order::Mixed => {
+            args.retain(|(name, _)| !matches!(*name, "kRagged" | "kAdds"));
+            ("kernels/products/grouped_fp8_mixed.cuh", "nib::grouped_fp8_mixed")
+        }
+        OperandKind::Fp8([a, b], scales_b) => {
+            args.push(("kA", TemplateArg::Type(element_name(a))));
+            args.push(("kB", TemplateArg::Type(element_name(b))));
+            args.push(("kScalesB", TemplateArg::Type(scales_name(scales_b))));
+            args.push(("kTransposed", TemplateArg::Bool(product.transposed)));
+            ("kernels/products/grouped_fp8_block.cuh", product.kind.kernel())
+        }
+        OperandKind::Bf16 | OperandKind::ScaledBf16 => {
+            ("kernels/products/grouped_bf16.cuh", product.kind.kernel())
+        }
+    };
+    KernelSpec { source, name, args }
+}
+
+/// The device's name of an FP8 element.
+fn element_name(element: Element) -> &'static str {
+    if element == Element::E5M2 { "nib::ptx::Fp8::kE5m2" } else { "nib::ptx::Fp8::kE4m3" }
+}
+
+/// The device's name of [`ScalesB`].
+const fn scales_name(scales: ScalesB) -> &'static str {
+    match scales {
+        ScalesB::Tile => "nib::ScalesOfB::kTile",
+        ScalesB::Strips => "nib::ScalesOfB::kStrips",
+        ScalesB::Powers => "nib::ScalesOfB::kPowers",
+        ScalesB::Floats => "nib::ScalesOfB::kFloats",
+    }
+}
+
+/// The instances built for it.
+pub(crate) fn instances() -> Vec<Instance> {
+    let fp8 = OperandKind::e4m3;
+    let mut cases = Vec::new();
+    let plain = [OperandKind::Bf16, OperandKind::ScaledBf16];
+    for kind in [fp8(ScalesB::Tile), fp8(ScalesB::Powers), fp8(ScalesB::Floats)].into_iter().chain(plain) {
+        cases.extend([DType::Bf16, DType::F32].map(|out| (Ragged::Rows, kind, out, false, false)));
+    }
+    let own = [fp8(ScalesB::Powers), fp8(ScalesB::Floats), OperandKind::Bf16, OperandKind::ScaledBf16];
+    for kind in [fp8(ScalesB::Tile), fp8(ScalesB::Strips)].into_iter().chain(own) {
+        for accumulate in [false, true] {
+            cases.push((Ragged::Contraction, kind, DType::Bf16, accumulate, false));
+            cases.push((Ragged::Contraction, kind, DType::F32, accumulate, false));
+            // Where each row of B has its own scale, those of A have, too.
+            if !own.contains(&kind) {
+                cases.push((Ragged::Contraction, kind, DType::F32, accumulate, true));
+            }
+        }
+    }
+    // Pairs with E5M2: scales of B by tiles, of weights, and in the way that does for all others.
+    for pair in [[Element::E5M2, Element::E4M3], [Element::E4M3, Element::E5M2], [Element::E5M2; 2]] {
+        let [tiles, rows] = [ScalesB::Tile, ScalesB::Floats].map(|scales| OperandKind::Fp8(pair, scales));
+        for out in [DType::Bf16, DType::F32] {
+            cases.extend([tiles, rows].map(|kind| (Ragged::Rows, kind, out, false, false)));
+            cases.extend([false, true].map(|adds| (Ragged::Contraction, rows, out, adds, false)));
+        }
+    }
+    let mut instances: Vec<Instance> = Vec::new();
+    for (ragged, kind, out, accumulate, transposed) in cases {
+        for (groups, k) in [(1, 128), (1, SHORT), (MIXED_GROUPS, 128)] {
+            let (m, n) = (BLOCK_M, BLOCK_N);
+            let product = TensorCoreProduct { ragged, kind, out, accumulate, transposed, groups, m, n, k };
+            let config = TensorCoreConfig::choose(&product);
+            let (spec, shared_bytes) = (spec(&config, &product), config.shared_bytes(&product));
+            if instances.iter().all(|instance| instance.spec != spec) {
+                instances.push(Instance { spec, shared_bytes });
+            }
+        }
+    }
+    instances
+}
+
+/// Trials of instances, for who measures them: what a call asks for, and the same on another instance than the chosen one.
+pub mod tuning {
+    use super::{TensorCoreConfig, TensorCoreProduct};
+    use std::cell::RefCell;
+    use std::thread::LocalKey;
+
+    thread_local! {
+        static CONFIG: RefCell<Option<TensorCoreConfig>> = const { RefCell::new(None) };
+        static ASKED: RefCell<Option<Vec<TensorCoreProduct>>> = const { RefCell::new(None) };
+    }
+
+    /// Gives a cell of this thread back what it held, also where the work between panics.
+    struct Restore<T: 'static> {
+        cell: &'static LocalKey<RefCell<Option<T>>>,
+        before: Option<T>,
+    }
+
+    impl<T> Restore<T> {
+        fn holding(cell: &'static LocalKey<RefCell<Option<T>>>, now: T) -> Self {
+            Self { cell, before: cell.replace(Some(now)) }
+        }
+    }
+
+    impl<T> Drop for Restore<T> {
+        fn drop(&mut self) {
+            self.cell.set(self.before.take());
+        }
+    }
+
+    /// Runs `work` with this thread's grouped products on one instance.
+    pub fn with<R>(config: TensorCoreConfig, work: impl FnOnce() -> R) -> R {
+        let _restore = Restore::holding(&CONFIG, config);
+        work()
+    }
+
+    /// Runs `work` and says which grouped products this thread ran meanwhile, but for those that a call of this within it says.
+    pub fn asked<R>(work: impl FnOnce() -> R) -> (R, Vec<TensorCoreProduct>) {
+        let _restore = Restore::holding(&ASKED, Vec::new());
+        let result = work();
+        (result, ASKED.take().unwrap_or_default())
+    }
+
+    /// The instance for a product: the one that is measured, or the chosen one.
+    pub(crate) fn config(product: &TensorCoreProduct) -> TensorCoreConfig {
+        ASKED.with_borrow_mut(|asked| {
+            if let Some(asked) = asked {
+                asked.push(*product);
+            }
+        });
+        CONFIG.with_borrow(|config| *config).unwrap_or_else(|| TensorCoreConfig::choose(product))
+    }
+
+    #[cfg(test)]
+    mod tests {
+        use super::*;
+        use std::panic::catch_unwind;
+
+        fn measured() -> Option<TensorCoreConfig> {
+            CONFIG.with_borrow(|config| *config)
+        }
+
+        #[test]
+        fn a_trial_ends_with_its_work_even_if_that_panics() {
+            let band = |band| TensorCoreConfig { band, ..TensorCoreConfig::USUAL };
+            with(band(2), || {
+                with(band(4), || assert_eq!(measured(), Some(band(4))));
+                assert_eq!(measured(), Some(band(2)));
+                assert!(catch_unwind(|| with(band(8), || panic!("on purpose"))).is_err());
+                assert_eq!(measured(), Some(band(2)));
+            });
+            let ((), outer) = asked(|| assert!(asked(|| ()).1.is_empty()));
+            assert!(outer.is_empty() && measured().is_none() && ASKED.with_borrow(Option::is_none));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_instance_fits_a_hopper() {
+        for instance in instances() {
+            assert!(instance.shared_bytes <= 232_448, "{}: {} bytes", instance.spec, instance.shared_bytes);
+        }
+    }
+}
