@@ -12,6 +12,7 @@ mod grouped;
 mod kernels;
 mod ops;
 mod peers;
+mod ranks;
 mod recompute;
 mod step;
 mod timeline;

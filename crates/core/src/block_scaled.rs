@@ -1,6 +1,19 @@
-use crate::ops::Taken;
 use crate::{Backend, DType, Error, Result, Tensor};
 use nibble_formats::{BlockAxis, Format, Scale, ScaleKind, ScaleLayout, ScalePlane, ScaleRule};
+
+/// What an operand becomes before it is multiplied. A product counts nothing of what it rounds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Taken {
+    /// Nothing else: codes that FP8 units read, or plain numbers.
+    AsIs,
+    /// E4M3 under powers of two for 128 values along the same lines ([`Stored::lifted`](crate::ops::Stored::lifted)), of a second operand's rows for squares of them
+    /// ([`Stored::lifted_as`](crate::ops::Stored::lifted_as)). Exact while the scales that become one lie within the octaves of the element
+    /// ([`nibble_formats::Lift::octaves`]); what is not is rounded to nearest even.
+    Lifted,
+    /// Plain numbers: for BF16 a code times the scales of its block, without the tensor's, in F32 and then rounded to nearest
+    /// even, which changes nothing where the format folds ([`Format::folds_into_bf16`]); for F32 the number that it stands for.
+    Decoded,
+}
 
 /// A quantized matrix: a plane of codes and a plane of scales of a logical row-major X `[rows, cols]`.
 ///
