@@ -13,9 +13,9 @@ use super::region::Region;
 use super::source::{Asked, Chat, DataFile, find, kind_of};
 use super::stream::TokenStream;
 use super::{Batch, NO_TARGET, WindowOrder};
-use crate::checkpoint::sha256_hex;
 use crate::config::DataConfig;
 use crate::error::{Error, Result};
+use crate::files::sha256_hex;
 
 /// The sources of a run.
 #[derive(Debug, Clone)]

@@ -51,7 +51,7 @@ impl Evaluator {
 
     /// SHA-256 of what the tasks ask and of what is right.
     pub fn sha256(&self) -> String {
-        crate::checkpoint::sha256_hex(format!("{:?}", self.tasks).as_bytes())
+        crate::files::sha256_hex(format!("{:?}", self.tasks).as_bytes())
     }
 
     /// A held-out loss over so many batches of [`HeldOut::BATCH`] sequences (0: all there are), and the scores of the tasks, written, drawn and told;

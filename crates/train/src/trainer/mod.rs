@@ -86,13 +86,13 @@ pub struct Trainer<'a, B: Kernels> {
     issued: VecDeque<Issued<B>>,
     /// What the last record said layer by layer, if its step is one to tell of.
     layers: Option<LayerMetrics>,
-    /// What the last record said of the times of several ranks.
+    /// What each of several ranks took for the step before that whose record was read last; none of one rank alone, and of a step of another process.
     rank_times: Option<RankTimes>,
     /// When this rank, of several, issued its last steps.
     issue_times: IssueTimes,
-    /// What this rank was asked to end the run by, which the steps issued from here on take along.
+    /// What this rank was asked to end the run by (0: by nothing). The records of the steps issued from here on tell it to every rank.
     asked: u8,
-    /// What any rank told, by the last record.
+    /// What any rank told, by the last record: the same on every rank.
     any_told: Told,
     /// Whether a step could not be issued: this rank's own error ends the run, and it meets no other rank any more.
     has_failed: bool,

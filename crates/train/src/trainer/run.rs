@@ -128,7 +128,7 @@ impl<'a, 'o, B: Kernels> Run<'a, 'o, B> {
         self.evaluate_what_is_owed()?;
         let is_alone = self.trainer.backend().1.world() == 1;
         while self.trainer.step() < steps && self.stopped == 0 {
-            self.trainer.ask_to_stop(options.stop_asked());
+            self.trainer.asked = options.stop_asked();
             let issued = self.trainer.issue_step();
             let step = self.trainer.step();
             let goes_on = issued.is_ok() && step < steps;
@@ -139,8 +139,9 @@ impl<'a, 'o, B: Kernels> Run<'a, 'o, B> {
             // The record of the step before is read while this one runs; what must not outrun this one waits for its own.
             let unread = if !goes_on || self.stopped != 0 || evaluate || save { 0 } else { 1 };
             self.read_records(unread)?;
-            if goes_on && self.trainer.stop_asked_of_any() != 0 {
-                self.stopped = self.trainer.stop_asked_of_any();
+            let asked_of_any = self.trainer.any_told.asked;
+            if goes_on && asked_of_any != 0 {
+                self.stopped = asked_of_any;
                 self.read_records(0)?;
             }
             issued?;
@@ -229,7 +230,7 @@ impl<'a, 'o, B: Kernels> Run<'a, 'o, B> {
             if let (Some(layers), Some(outputs)) = (trainer.take_layers(), outputs.as_mut()) {
                 outputs.write_layers(&layers)?;
             }
-            let times = trainer.take_rank_times();
+            let times = trainer.rank_times.take();
             let Some(mut metrics) = settled? else { break };
             self.loss = metrics.loss.or(self.loss);
             reach(Point::StepSettled)?;

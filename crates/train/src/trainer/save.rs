@@ -124,7 +124,7 @@ impl<B: Kernels> Trainer<'_, B> {
     ///
     /// # Errors
     /// [`nibble_core::Error::Device`] if no thread can be started.
-    pub fn prepare_to_save(&mut self) -> Result<()> {
+    pub(super) fn prepare_to_save(&mut self) -> Result<()> {
         if self.saving.filler.is_some() {
             return Ok(());
         }

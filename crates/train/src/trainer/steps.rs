@@ -232,23 +232,8 @@ impl<B: Kernels> Trainer<'_, B> {
         std::mem::take(&mut self.rank.context.notes)
     }
 
-    /// Says what this rank was asked to end the run by (0: by nothing). The records of the steps issued from here on tell it to every rank.
-    pub fn ask_to_stop(&mut self, asked: u8) {
-        self.asked = asked;
-    }
-
-    /// What any rank had been asked to end the run by when it issued the step whose record was read last: the same answer on every rank.
-    pub fn stop_asked_of_any(&self) -> u8 {
-        self.any_told.asked
-    }
-
     /// What the record that was read last says layer by layer, if its step is one to tell of ([`LayerMetrics::is_due`]), or has failed.
     pub fn take_layers(&mut self) -> Option<LayerMetrics> {
         self.layers.take()
-    }
-
-    /// What each of several ranks took for the step before that whose record was read last; none of one rank alone, and of a step of another process.
-    pub fn take_rank_times(&mut self) -> Option<RankTimes> {
-        self.rank_times.take()
     }
 }

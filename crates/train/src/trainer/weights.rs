@@ -3,10 +3,11 @@
 use super::Trainer;
 use super::files::{Part, kept_by};
 use super::pieces::PIECE;
-use crate::checkpoint::{Checkpoint, Tensors, hexadecimal, little_endian};
+use crate::checkpoint::{Checkpoint, Tensors, little_endian};
 use crate::delayed::{DelayedRecords, History};
 use crate::error::Result;
 use crate::family::Named;
+use crate::files::hexadecimal;
 use crate::param::{Param, Placement};
 use crate::pretrained::Initial;
 use half::bf16;

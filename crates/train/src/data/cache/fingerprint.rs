@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::sealed;
-use crate::checkpoint::{hexadecimal, sha256_hex};
+use crate::files::{hexadecimal, sha256_hex};
 use crate::error::{Error, Result};
 use crate::files;
 

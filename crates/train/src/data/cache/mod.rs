@@ -37,9 +37,9 @@ use super::reading::{Reading, Watch};
 use super::region::Region;
 use super::source::{DataFile, Source, kind_of};
 use super::stream::TokenStream;
-use crate::checkpoint::sha256_hex;
 use crate::error::{Error, Result};
 use crate::files;
+use crate::files::sha256_hex;
 use making::Making;
 
 /// Of the format, and of what makes it: caches of another one are made anew.
