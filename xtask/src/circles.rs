@@ -10,7 +10,22 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 /// Arrows that close a circle today: the crate, from which file, to which, and what mends it. Nothing new belongs here.
-const KNOWN: &[(&str, &str, &str, &str)] = &[];
+const KNOWN: &[(&str, &str, &str, &str)] = &[
+    ("choice", "gpu_kernels.rs", "head_loss.rs", "`TargetRows` belongs below both"),
+    ("choice", "gpu_kernels.rs", "swiglu.rs", "`SwigluPath` and `SwigluBackwardPath` belong below both"),
+    ("choice", "gpu_kernels.rs", "transcode.rs", "`Lines` belongs below both"),
+    ("core", "recipe/scaling.rs", "recipe/parse.rs", "`unknown` belongs below both"),
+    (
+        "core",
+        "recipe/scaling.rs",
+        "recipe/precision.rs",
+        "`in_words` belongs to `precision.rs`, or to a file above both",
+    ),
+    ("core", "recipe/selection.rs", "recipe/parse.rs", "`unknown` belongs below both"),
+    ("train", "cx.rs", "layer_products.rs", "what a layer's products read should come with the context"),
+    ("train", "cx.rs", "param/gathering.rs", "gathering should have the context, and not the context it"),
+    ("train", "cx.rs", "param/mod.rs", "methods of `Cx` that take a `Param` belong to `param/`"),
+];
 
 /// Fails with the circles of every crate's files.
 pub fn check() -> Result<(), String> {
@@ -27,9 +42,15 @@ pub fn check() -> Result<(), String> {
     for (package, files) in &of_crates {
         let mut arrows = arrows(files);
         let name = package.trim_start_matches("crates/");
-        arrows.retain(|arrow| {
-            !KNOWN.iter().any(|(of, from, to, _)| (*of, *from, *to) == (name, &arrow.from, &arrow.to))
-        });
+        for (_, from, to, _) in KNOWN.iter().filter(|known| known.0 == name) {
+            let all = arrows.len();
+            arrows.retain(|arrow| arrow.from != *from || arrow.to != *to);
+            if arrows.len() == all {
+                eprintln!(
+                    "{package}/src/{from} names nothing of {to} any more: KNOWN of xtask/src/circles.rs need not say it"
+                );
+            }
+        }
         for circle in circles(&arrows) {
             found += &format!("\n{package}: {} files in a circle", circle.len());
             let inside = |arrow: &&Arrow| circle.contains(&arrow.from) && circle.contains(&arrow.to);
@@ -299,48 +320,38 @@ fn without_tests(code: Vec<Token>) -> Vec<Token> {
     let mut at = 0;
     while at < code.len() {
         let is = |n: usize, text: &str| code.get(at + n).is_some_and(|token| token.text == text);
-        let is_of_tests = is(0, "#") && is(1, "[") && is(2, "cfg") && is(4, "test") && is(5, ")");
-        if !is_of_tests {
+        if !(is(0, "#") && is(1, "[") && is(2, "cfg") && is(4, "test") && is(5, ")")) {
             kept.push(code[at].clone());
             at += 1;
             continue;
         }
-        at = closing(&code, at + 1) + 1;
-        // Other attributes, and then to the end of the item.
-        while at < code.len() && code[at].text == "#" {
+        // This attribute and others.
+        while code.get(at).is_some_and(|token| token.text == "#") {
             at = closing(&code, at + 1) + 1;
         }
-        while at < code.len() && !matches!(code[at].text.as_str(), ";" | "," | "}") {
-            let opens = matches!(code[at].text.as_str(), "{" | "(" | "[");
-            let ends = code[at].text == "{";
-            at = if opens { closing(&code, at) } else { at };
-            if ends {
-                break;
-            }
-            at += 1;
-        }
-        // What closes the surroundings is none of the item's own.
-        let is_of_item = code.get(at).is_some_and(|token| token.text != "}") || ends_a_body(&code, at);
-        at += usize::from(is_of_item);
+        at = end_of_item(&code, at);
     }
     kept
 }
 
-/// Whether the bracket here closes a body that began after an item's head, and not what surrounds it.
-fn ends_a_body(code: &[Token], at: usize) -> bool {
-    let mut depth = 0;
-    for token in code[..=at.min(code.len().saturating_sub(1))].iter().rev() {
-        match token.text.as_str() {
-            "}" => depth += 1,
-            "{" => depth -= 1,
-            "#" if depth == 0 => return true,
-            _ => {}
+/// Where what follows an item, a field or a statement begins.
+fn end_of_item(code: &[Token], begin: usize) -> usize {
+    const WITH_BODY: [&str; 6] = ["fn", "impl", "struct", "enum", "trait", "mod"];
+    let mut at = begin;
+    let mut has_body = false;
+    while at < code.len() {
+        match code[at].text.as_str() {
+            ";" => return at + 1,
+            "," if !has_body => return at + 1,
+            // Of what it stands in.
+            "}" => return at,
+            "{" => return closing(code, at) + 1,
+            "(" | "[" => at = closing(code, at),
+            word => has_body |= WITH_BODY.contains(&word),
         }
-        if depth < 0 {
-            return false;
-        }
+        at += 1;
     }
-    true
+    at
 }
 
 /// The names that a module's code defines at its own level.
@@ -514,7 +525,8 @@ mod tests {
             ("#[cfg(test)]\nuse crate::b::X;", false),
             ("#[cfg(test)]\n#[allow(unused)]\nfn f(a: [u8; 2]) -> (u8, X) { crate::b::X }", false),
             ("struct S { #[cfg(test)] x: crate::b::X, y: u8 }", false),
-            ("struct S { #[cfg(test)] x: crate::b::X }\nuse crate::b::Y;", true),
+            ("#[derive(Debug)]\nstruct S { #[cfg(test)] x: crate::b::X }\nuse crate::b::Y;", true),
+            ("#[cfg(test)]\nfn f<A, B>(x: X) -> crate::b::Y { crate::b::X }", false),
             ("fn f() { #[cfg(test)] crate::b::X; }\nuse crate::b::Y;", true),
             ("#[cfg(unix)]\nuse crate::b::X;", true),
             ("fn f() -> char { '\"' }\nfn g() -> &str { r#\"crate::b::X\"# }", false),
