@@ -1,6 +1,6 @@
 //! What each scope of recomputation saves, and what it costs.
 
-use super::median;
+use super::figures::median;
 use super::ranks::{slowest, tell};
 use nibble_command::console::bytes;
 use nibble_command::device::{Device, On};

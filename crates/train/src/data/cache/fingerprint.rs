@@ -9,9 +9,9 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::sealed;
-use crate::files::{hexadecimal, sha256_hex};
 use crate::error::{Error, Result};
 use crate::files;
+use crate::files::{hexadecimal, sha256_hex};
 
 /// Less than this is read anew: that takes no time, and leaves nothing behind.
 const REMEMBERED_BYTES: u64 = 16 << 20;
