@@ -55,6 +55,8 @@ const MODEL_FILE: &str = "model.safetensors";
 const OPTIM_FILE: &str = "optim.safetensors";
 const CONFIG_FILE: &str = "config.json";
 const PREFIX: &str = "step-";
+/// Values of a piece, at most, in which tensors travel to a checkpoint and from it; of several ranks, those of all the pieces that travel at once.
+pub(crate) const PIECE: usize = 4 << 20;
 /// Threads that compare files with their checksums.
 const VERIFIERS: usize = 6;
 

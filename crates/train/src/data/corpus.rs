@@ -5,8 +5,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
-use super::cache::{self, LeftOut, remembering, sha256_of};
+use super::cache::{self, LeftOut};
 use super::encode::Encoder;
+use super::fingerprint::{remembering, sha256_of};
 use super::mixture::{BLOCK, Mixture};
 use super::reading::{Reading, Watch};
 use super::region::Region;

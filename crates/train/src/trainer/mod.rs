@@ -44,7 +44,6 @@ pub use decoding::Decoding;
 pub use inspect::Inspection;
 pub use options::{Observer, Options, Outcome, Start, Summary};
 pub use outputs::heading;
-pub(crate) use pieces::PIECE;
 pub use run::run;
 pub use run_dir::{
     COMPANIONS_DIR, CONFIG_FILE, LAYERS_FILE, LOG_FILE, MEMORY_FILE, METRICS_FILE, PICTURE_FILE,

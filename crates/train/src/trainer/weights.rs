@@ -2,8 +2,7 @@
 
 use super::Trainer;
 use super::files::{Part, kept_by};
-use super::pieces::PIECE;
-use crate::checkpoint::{Checkpoint, Tensors, little_endian};
+use crate::checkpoint::{Checkpoint, PIECE, Tensors, little_endian};
 use crate::delayed::{DelayedRecords, History};
 use crate::error::Result;
 use crate::family::Named;

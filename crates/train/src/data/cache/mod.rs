@@ -17,9 +17,7 @@
 //! CACHES/files/NAME.json          SHA-256 of a file, remembered
 //! ```
 
-mod fingerprint;
 mod making;
-mod sealed;
 
 use std::fs::{self, File, TryLockError};
 use std::io;
@@ -30,11 +28,12 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-pub(super) use fingerprint::{Stamp, remembering, sha256_hex_of, sha256_of};
+use super::fingerprint::{Stamp, remembering, sha256_of};
 
 pub use super::reading::LeftOut;
 use super::reading::{Reading, Watch};
 use super::region::Region;
+use super::sealed;
 use super::source::{DataFile, Source, kind_of};
 use super::stream::TokenStream;
 use crate::error::{Error, Result};
