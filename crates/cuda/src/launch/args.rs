@@ -103,7 +103,7 @@ impl HadamardArg {
     pub(crate) const NONE: Self = Self { stream: StreamArg::NONE, len: 0, factor: 1.0, step_at: 0 };
 
     /// # Errors
-    /// [`Error::Format`] for a length that is not one of a transform's.
+    /// [`nibble_core::Error::Format`] for a length that is not one of a transform's.
     pub fn new(transform: &Hadamard<'_, Cuda>) -> Result<Self> {
         let factor = hadamard::inv_sqrt_len(transform.len)?;
         let step_at = transform.step.map_or(0, |step| step.get().address());

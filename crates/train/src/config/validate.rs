@@ -27,7 +27,7 @@ impl Config {
     /// Checks that the values fit each other.
     ///
     /// # Errors
-    /// [`Error::Config`] with the key and the numbers that do not fit; file and line only through [`Config::load`].
+    /// [`Error::Config`](crate::Error::Config) with the key and the numbers that do not fit; file and line only through [`Config::load`].
     pub fn validate(&self) -> Result<()> {
         if i64::try_from(self.seed).is_err() {
             return fail(
@@ -53,7 +53,7 @@ impl Config {
     /// Checks that devices of this kind have what it asks for by name.
     ///
     /// # Errors
-    /// [`Error::Config`] with the key.
+    /// [`Error::Config`](crate::Error::Config) with the key.
     pub fn validate_on(&self, kind: DeviceKind) -> Result<()> {
         let (top_k, most) = (self.model.top_k, MOST_TREE_SLOTS_OF_GPU);
         let has_tree = kind != DeviceKind::Gpu || top_k <= most;
@@ -349,7 +349,7 @@ impl Config {
 /// The sizes of a model, whatever it is trained on: those of a file of others, too.
 ///
 /// # Errors
-/// [`Error::Config`] with the key and the numbers that do not fit.
+/// [`Error::Config`](crate::Error::Config) with the key and the numbers that do not fit.
 pub(crate) fn check_model(m: &ModelConfig) -> Result<()> {
     let config = Config { model: m.clone(), ..Config::default() };
     validate_sizes(m)?;

@@ -1,6 +1,6 @@
 //! Training, one rank's view of it: steps, evaluations, and what goes into a checkpoint.
 //!
-//! A [`run`] is read downwards, and nothing calls a file above it:
+//! A [`run()`] is read downwards, and nothing calls a file above it:
 //!
 //! ```text
 //! options.rs     what a run is asked for, and what it tells
