@@ -62,13 +62,12 @@ impl<B: Backend> Saving<B> {
 
     /// Whether [`Saving::finish`] would not wait, after a step whose record says whether any of several ranks `writes`.
     pub fn is_done(&self, writes: bool) -> bool {
-        let has_ended = |thread: Option<bool>| thread.unwrap_or(true);
         match self.owner {
             Some(_) => !writes,
             None if self.ended.is_some() => true,
             None => {
-                has_ended(self.copier.as_ref().map(JoinHandle::is_finished))
-                    && has_ended(self.writer.as_ref().map(JoinHandle::is_finished))
+                self.copier.as_ref().is_none_or(JoinHandle::is_finished)
+                    && self.writer.as_ref().is_none_or(JoinHandle::is_finished)
             }
         }
     }

@@ -137,15 +137,14 @@ impl<B: Kernels> Trainer<'_, B> {
         else {
             return Ok(None);
         };
-        let scheduled = Metrics {
-            step: step + 1,
-            lr: Some(lr),
-            n_tokens_seen: Some((step + 1) * self.config().tokens_per_step()),
-            data_seconds: Some(waited.as_secs_f64()),
-            ..Metrics::default()
+        let seen = (step + 1) * self.config().tokens_per_step();
+        let (lr, waited) = (Some(lr), Some(waited.as_secs_f64()));
+        let of_step = |rest| {
+            let (step, n_tokens_seen, data_seconds) = (step + 1, Some(seen), waited);
+            Metrics { step, lr, n_tokens_seen, data_seconds, ..rest }
         };
         let Some(report) = report else {
-            return Ok(Some(Metrics { target_fraction: Some(0.0), ..scheduled }));
+            return Ok(Some(of_step(Metrics { target_fraction: Some(0.0), ..Metrics::default() })));
         };
         let values = self.rank.context.b.finish_download(report)?;
         if let Err(error) = self.rank.context.mesh.all.check() {
@@ -184,17 +183,12 @@ impl<B: Kernels> Trainer<'_, B> {
         let seconds = (now - since).saturating_sub(later).max(issuing).as_secs_f64();
         self.settled = Some(now);
         let tps = config.tokens_per_step() as f64 / seconds;
-        let Metrics { step, lr, n_tokens_seen, data_seconds, .. } = scheduled;
-        Ok(Some(Metrics {
-            step,
-            lr,
-            n_tokens_seen,
-            data_seconds,
+        Ok(Some(of_step(Metrics {
             tps: Some(tps),
             tflops: Some(tps * config.flops_per_token() / 1e12),
             seconds: Some(seconds),
             ..Metrics::of_step(&report, config, counted)
-        }))
+        })))
     }
 
     /// Does a step again in which a rank was sent `needed` times its share and had less room, and what was issued after it. Every rank has read the
