@@ -107,3 +107,20 @@ fn end_of_prefixed(chars: &[char], at: usize) -> Option<usize> {
         _ => None,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_and_signs_are_found_with_their_lines_and_nothing_in_texts() {
+        let words = |source: &str| {
+            let all: Vec<String> =
+                tokens(source).into_iter().map(|t| format!("{}{}", t.text, t.line)).collect();
+            all.join(" ")
+        };
+        assert_eq!(words("use a::b_2;\n// c\nx/* d /* e */ \n f */ y"), "use1 a1 ::1 b_21 ;1 x3 y4");
+        assert_eq!(words("'a' '\\'' 'b: &'c d b'e' 1u32"), ":1 &1 d1");
+        assert_eq!(words("\"a\\\"b\" r#\"c\"d\"# br\"e\" b\"f\" r\n\"g\nh\" i"), "r1 i3");
+    }
+}
