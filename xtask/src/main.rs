@@ -4,6 +4,7 @@
 
 mod bench;
 mod check;
+mod circles;
 mod exhaustive;
 mod made_up;
 mod modules;
@@ -11,6 +12,7 @@ mod moved;
 mod names;
 mod run;
 mod soak;
+mod tokens;
 
 use std::process::ExitCode;
 

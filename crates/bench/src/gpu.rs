@@ -1,6 +1,6 @@
 //! A GPU that is measured: its stopwatch, its memory's rates, and what the tables of such measurements share.
 
-use super::median;
+use super::figures::median;
 use nibble_command::error::{Error, Result};
 use nibble_command::say;
 use nibble_core::Result as CoreResult;

@@ -2,9 +2,9 @@
 //! format against format.
 
 use super::experts::by_op;
+use super::figures::parse_sizes;
 use super::gpu::{Bench, COOL_DOWN, put_sustained};
 use super::kernels::operands::normal;
-use super::parse_sizes;
 use nibble_command::error::{Error, Result};
 use nibble_command::say;
 use nibble_core::ops::{Emitted, GroupedGemm, GroupedWgrad, Planes, ProductDims, Quantize, Transpose};

@@ -5,6 +5,7 @@
 mod attention;
 mod exchange;
 mod experts;
+mod figures;
 mod floors;
 mod gemm;
 mod gpu;
@@ -12,6 +13,7 @@ mod grouped;
 mod kernels;
 mod ops;
 mod peers;
+mod ranks;
 mod recompute;
 mod step;
 mod timeline;
@@ -92,9 +94,6 @@ impl What {
     }
 }
 
-/// Columns that the GPU's tables fit.
-const WIDTH: usize = 140;
-
 /// Measures what the arguments name, prints it, and writes the figures where they say.
 ///
 /// # Errors
@@ -121,14 +120,6 @@ pub fn run(args: Args) -> Result<()> {
     Ok(())
 }
 
-/// Positive sizes with an x or × between them. `expected`: their names and an example.
-fn parse_sizes<const N: usize>(text: &str, expected: &str) -> std::result::Result<[usize; N], String> {
-    let sizes: Option<Vec<usize>> =
-        text.split(['x', '×']).map(|n| n.parse().ok().filter(|n| *n > 0)).collect();
-    let sizes = sizes.and_then(|sizes| sizes.try_into().ok());
-    sizes.ok_or_else(|| format!("`{text}` is not {expected} say"))
-}
-
 /// What the scripts of `benchmarks/peers` printed into files of this name.
 #[cfg(test)]
 fn printed(name: &str) -> String {
@@ -137,15 +128,4 @@ fn printed(name: &str) -> String {
     let text: String = folders.filter_map(|at| std::fs::read_to_string(at.join(name)).ok()).collect();
     assert!(!text.is_empty(), "no {name} in {folder}");
     text
-}
-
-/// The middle value; the mean of the two middle ones of an even number, NaN of none.
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    let middle = values.len() / 2;
-    match values.len() {
-        0 => f64::NAN,
-        n if n % 2 == 1 => values[middle],
-        _ => (values[middle - 1] + values[middle]) / 2.0,
-    }
 }

@@ -1,6 +1,6 @@
 //! Each operation's vectorised code beside its scalar specification, on one thread, in turns.
 
-use super::median;
+use super::figures::median;
 use nibble_command::error::Result;
 use nibble_command::say;
 use nibble_core::ops::*;

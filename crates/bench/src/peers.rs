@@ -24,7 +24,7 @@ impl Who {
             Some((script, left_out)) => format!("by benchmarks/peers/{script}{left_out}"),
         };
         let line = format!("  {:<14} {};", self.name, self.source);
-        let fits = line.chars().count() + again.chars().count() < super::WIDTH;
+        let fits = line.chars().count() + again.chars().count() < super::figures::WIDTH;
         format!("{line}{}{again}", if fits { " ".to_owned() } else { format!("\n{:17}", "") })
     }
 }
@@ -38,5 +38,5 @@ pub fn assert_is_where_it_says(who: &Who) {
         let whose = if who.source.contains("Triton") { "triton" } else { "torch" };
         assert!(text.contains(whose), "{path} does not time {}", who.name);
     }
-    assert!(who.lines().lines().all(|line| line.chars().count() <= super::WIDTH), "{}", who.lines());
+    assert!(who.lines().lines().all(|line| line.chars().count() <= super::figures::WIDTH), "{}", who.lines());
 }

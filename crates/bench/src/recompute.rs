@@ -1,11 +1,10 @@
 //! What each scope of recomputation saves, and what it costs.
 
-use super::median;
-use super::step::{slowest, tell};
+use super::figures::median;
+use super::ranks::{slowest, tell};
 use nibble_command::console::bytes;
 use nibble_command::device::{Device, On};
 use nibble_command::error::Result;
-use nibble_command::say;
 use nibble_train::config::Config;
 use nibble_train::recompute::Scope;
 use nibble_train::trainer::Trainer;

@@ -1,6 +1,7 @@
 //! Training steps beside the floor, and where their time goes.
 
 use super::floors::Floors;
+use super::ranks::{slowest, tell};
 use super::recompute;
 use super::timeline::Timeline;
 use nibble_command::console::{bytes, thousands};
@@ -98,16 +99,6 @@ impl Default for Args {
         }
     }
 }
-
-/// Says it once for all ranks.
-macro_rules! tell {
-    ($on:expr, $($text:tt)*) => {
-        if $on.is_first() {
-            say!($($text)*);
-        }
-    };
-}
-pub(crate) use tell;
 
 pub fn run(args: &Args) -> Result<Value> {
     let overrides = args.device.after(args.overrides.clone());
@@ -315,11 +306,6 @@ fn tell_traffic<B: Device>(on: &On<'_, B>, traffic: Traffic, each: impl Fn(u64) 
         each(traffic.waits),
         each(traffic.copies_on_write)
     );
-}
-
-/// The most that any rank has of it.
-pub(crate) fn slowest<B: Device>(on: &On<'_, B>, seconds: f64) -> Result<f64> {
-    Ok(on.on_all_ranks(seconds)?.into_iter().fold(f64::NEG_INFINITY, f64::max))
 }
 
 /// Takes steps, each issued before the record of the one before it has been read; the seconds of all of them.

@@ -1,12 +1,36 @@
-use crate::head_loss::TargetRows;
-use crate::swiglu::{SwigluBackwardPath, SwigluPath};
-use crate::transcode::Lines;
+use crate::swiglu_path::{SwigluBackwardPath, SwigluPath};
 use nibble_core::ops::{
     Counts, Dequantize, Emitted, PlanPermute, ProductArgs, Quantize, Swiglu, SwigluBackward, SwigluGrads,
     SwigluOut, Transcode, Transcoded,
 };
-use nibble_core::{Backend, Groups, Operand, PermuteMap, Plain, Result, Tensor};
+use nibble_core::{Backend, DType, Groups, Operand, PermuteMap, Plain, Result, Tensor};
 use std::ops::Range;
+
+/// Lines of bytes that are copied to longer or shorter ones; what a longer one has more is zeros.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Lines {
+    /// How many.
+    pub count: usize,
+    /// Bytes of a line before.
+    pub from: usize,
+    /// And after.
+    pub to: usize,
+    /// The bits that count of the last byte of a line before.
+    pub last: u32,
+}
+
+/// Some rows of a cross-entropy, by their targets.
+#[derive(Debug)]
+pub struct TargetRows<'a, B: Backend> {
+    /// The target of each row.
+    pub targets: &'a B::Buf<i32>,
+    /// What has the factor of the gradient; none where there is none.
+    pub control: Option<&'a B::Buf<f32>>,
+    /// Counts targets at or past the vocabulary.
+    pub bad_ids: &'a B::Buf<u64>,
+    /// The type of the tokens, by which the kernel is chosen.
+    pub tokens: DType,
+}
 
 /// What the sequences of this crate are made of. `nibble-cuda` launches it. `nibble-dry` counts its memory: for a kernel that only writes what
 /// it is given there is nothing to do.

@@ -1,6 +1,7 @@
 //! The head's products and loss, chunk by chunk: which planes are made of which tensor, which products follow, and what lives when.
 
 use crate::GpuKernels;
+pub use crate::gpu_kernels::TargetRows;
 use nibble_core::formats::Codec;
 use nibble_core::ops::{
     Counts, Emitted, HeadLoss, HeadLossChunk, HeadLossGrad, HeadLossOut, Planes, ProductArgs, ProductDims,
@@ -9,19 +10,6 @@ use nibble_core::ops::{
 use nibble_core::{Backend, DType, Error, Groups, Operand, Result, Tensor};
 
 const OP: &str = "head_loss";
-
-/// Some rows of a cross-entropy, by their targets.
-#[derive(Debug)]
-pub struct TargetRows<'a, B: Backend> {
-    /// The target of each row.
-    pub targets: &'a B::Buf<i32>,
-    /// What has the factor of the gradient; none where there is none.
-    pub control: Option<&'a B::Buf<f32>>,
-    /// Counts targets at or past the vocabulary.
-    pub bad_ids: &'a B::Buf<u64>,
-    /// The type of the tokens, by which the kernel is chosen.
-    pub tokens: DType,
-}
 
 /// `head_loss` on a GPU.
 pub fn head_loss<B: GpuKernels>(b: &B, op: HeadLoss<'_, B>) -> Result<HeadLossOut<B>> {

@@ -13,6 +13,7 @@ pub mod quantize;
 pub mod routing;
 pub mod squares;
 pub mod swiglu;
+mod swiglu_path;
 pub mod transcode;
 pub mod vocabulary;
 

@@ -1,6 +1,7 @@
 //! Conversions of codes: which go by way of whole blocks.
 
 use crate::GpuKernels;
+pub use crate::gpu_kernels::Lines;
 use nibble_core::formats::layout::mn_major_stride;
 use nibble_core::formats::{BlockAxis, Format};
 use nibble_core::ops::{Transcode, Transcoded};
@@ -11,19 +12,6 @@ use nibble_core::{BlockScaled, Result};
 pub fn whole_cols(from: Format, to: Format, cols: usize) -> Option<usize> {
     let whole = cols.next_multiple_of(Format::Mxfp4.spec().block);
     ([from, to].contains(&Format::Mxfp4) && whole != cols).then_some(whole)
-}
-
-/// Lines of bytes that are copied to longer or shorter ones; what a longer one has more is zeros.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Lines {
-    /// How many.
-    pub count: usize,
-    /// Bytes of a line before.
-    pub from: usize,
-    /// And after.
-    pub to: usize,
-    /// The bits that count of the last byte of a line before.
-    pub last: u32,
 }
 
 impl Lines {

@@ -1,6 +1,6 @@
 //! What the command line changes in a configuration.
 
-use crate::device::DeviceArg;
+use nibble_train::config::DeviceChoice;
 
 /// `--set`, and the two keys that have an option of their own.
 #[derive(Debug, clap::Args)]
@@ -21,6 +21,22 @@ impl Changes {
         let mut overrides = self.overrides;
         overrides.extend(self.recipe.map(|name| format!("recipe={name}")));
         self.device.after(overrides)
+    }
+}
+
+/// `--device`, short for `--set run.device=...`.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub struct DeviceArg {
+    /// Where to compute: auto (a Hopper GPU for each rank if there are so many to use, else the CPU), cpu, cuda, or cuda:N.
+    #[arg(long, value_name = "DEVICE")]
+    pub device: Option<DeviceChoice>,
+}
+
+impl DeviceArg {
+    /// The overrides, this one last.
+    pub fn after(&self, mut overrides: Vec<String>) -> Vec<String> {
+        overrides.extend(self.device.map(|device| format!("run.device={device}")));
+        overrides
     }
 }
 

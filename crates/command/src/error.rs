@@ -1,6 +1,6 @@
 //! What a command ends with when it does not succeed: a message, and whose fault it was.
 
-use crate::{allocation, joined, warn};
+use crate::allocation;
 use std::fmt;
 use std::io::Write;
 use std::panic::{self, AssertUnwindSafe};
@@ -43,13 +43,6 @@ impl Error {
             // Signals have numbers below 65.
             Self::Stopped(signal) => 128 + *signal as u8,
             Self::Told(code) => *code,
-        }
-    }
-
-    /// Tells of it, unless that is done: on standard error, or to the launcher, which tells the errors of all ranks.
-    pub fn tell(&self) {
-        if !matches!(self, Self::Stopped(_) | Self::Told(_)) && !joined::leave_word(&self.to_string()) {
-            warn!("error: {self}");
         }
     }
 }

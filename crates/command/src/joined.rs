@@ -7,6 +7,7 @@ use crate::changes;
 use crate::env;
 use crate::error::{Error, Result};
 use crate::launched::{self, Launched, Launcher, Meeting};
+use crate::warn;
 use nibble_control::{Client, Ears, Failure, Hub, Join, Limits, Rows, Secret, Status};
 use nibble_core::{Axes, allocation};
 use nibble_cpu::{Arrivals, HostComm, Link};
@@ -277,8 +278,17 @@ fn leave(file: &str, text: &str) -> bool {
 }
 
 /// Leaves what this rank ends with for `nibble launch` to tell. False if there is nobody who would.
-pub(crate) fn leave_word(text: &str) -> bool {
+fn leave_word(text: &str) -> bool {
     leave(&word_of(rank()), text)
+}
+
+impl Error {
+    /// Tells of it, unless that is done: on standard error, or to the launcher, which tells the errors of all ranks.
+    pub fn tell(&self) {
+        if !matches!(self, Self::Stopped(_) | Self::Told(_)) && !leave_word(&self.to_string()) {
+            warn!("error: {self}");
+        }
+    }
 }
 
 /// Leaves the folder of the run for `nibble launch`, which goes on with that run once it has begun.

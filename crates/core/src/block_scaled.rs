@@ -349,6 +349,21 @@ impl<B: Backend> Operand<B> {
     }
 }
 
+impl Stored {
+    /// Of an operand.
+    pub fn of<B: Backend>(x: &Operand<B>) -> Self {
+        match x {
+            Operand::Plain(x) => Self::plain(x.dtype()),
+            Operand::Block(q) => Self::block(q),
+        }
+    }
+
+    /// Of a quantized matrix.
+    pub fn block<B: Backend>(x: &BlockScaled<B>) -> Self {
+        Self { format: x.format, rule: x.rule, axis: x.axis }
+    }
+}
+
 /// How one row of a tensor lies in a message: codes, then scales, then the tensor's scale where there is one, padded to 16 bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RowKind {

@@ -1,19 +1,21 @@
 //! The CUDA backend's memory: what [`Backend`] asks of it. Operations are in [`ops`](crate::ops).
 
-use crate::device::Device;
 use crate::device::arena::{Arena, Entered};
-use crate::device::buffer::Buffer;
+pub use crate::device::buf::Buf;
 use crate::device::download::{Pending, copy_out};
 use crate::device::pinned::Pinned;
 use crate::device::recording::Recording;
+use crate::device::{Device, Event};
 use crate::driver::failed;
-use crate::measure::profile::Marks;
 use nibble_core::{
     Backend, DeviceKind, LineCopy, Lines, MemoryStats, Plain, Result, Room, Traffic, ValueRun, check_range,
 };
 use std::fmt;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
+
+/// The operations so far, each between two events; `None` while nobody asks for times.
+pub(crate) type Marks = Mutex<Option<Vec<(&'static str, Event, Event)>>>;
 
 /// One GPU as a backend.
 #[derive(Clone)]
@@ -50,49 +52,6 @@ impl Cuda {
 impl fmt::Debug for Cuda {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.name())
-    }
-}
-
-/// A reference-counted device buffer; a clone shares the bytes.
-pub struct Buf<T: Plain> {
-    buffer: Buffer<T>,
-}
-
-impl<T: Plain> Buf<T> {
-    /// Takes over a buffer.
-    pub fn new(buffer: Buffer<T>) -> Self {
-        Self { buffer }
-    }
-
-    /// The buffer, to read from.
-    pub fn get(&self) -> &Buffer<T> {
-        &self.buffer
-    }
-
-    /// The buffer, to write to where it is: by whoever made it, or a part of what nobody else has.
-    pub(crate) fn in_place(&mut self) -> &mut Buffer<T> {
-        &mut self.buffer
-    }
-
-    /// The buffer, to write to. If another handle shares the bytes, this one gets a copy of its own first.
-    pub fn make_mut(&mut self) -> Result<&mut Buffer<T>> {
-        if !self.buffer.is_sole() {
-            self.buffer.device().traffic().copy_on_write();
-            self.buffer = self.buffer.copied()?;
-        }
-        Ok(&mut self.buffer)
-    }
-}
-
-impl<T: Plain> Clone for Buf<T> {
-    fn clone(&self) -> Self {
-        Self { buffer: self.buffer.shared() }
-    }
-}
-
-impl<T: Plain> fmt::Debug for Buf<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.get().fmt(f)
     }
 }
 

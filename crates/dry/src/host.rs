@@ -2,23 +2,9 @@
 
 use crate::memory::InPlace;
 use crate::{Dry, ops};
-use nibble_choice::Temporary;
 use nibble_core::formats::{BlockAxis, Codec, Format};
 use nibble_core::ops::*;
 use nibble_core::{BlockScaled, DType, Operand, Result, Tensor};
-
-/// A transform is made apart.
-pub(crate) fn quantize_temporaries(op: &Quantize<'_, Dry>) -> Vec<Temporary> {
-    let (rows, cols) = op.x.shape();
-    let transformed = |transform: Hadamard<'_, Dry>| {
-        let rows = match op.planes {
-            Planes::Cols => rows.next_multiple_of(transform.len.max(op.codec.format().column_step())),
-            _ => rows,
-        };
-        Temporary::new("the transform in F32", rows * cols * size_of::<f32>())
-    };
-    op.hadamard.map(transformed).into_iter().collect()
-}
 
 impl Dry {
     /// A BF16 operand in F32, where the other one is.

@@ -1,7 +1,6 @@
 //! What operations make, and what they take beside it. The results are the operations' own ([`nibble_core::ops`]); the temporaries of a GPU are
 //! those that `nibble-choice` names, those of a host are in `host.rs`.
 
-use crate::host;
 use crate::memory::InPlace;
 use crate::{Dry, Slow};
 use nibble_choice::attention::{self, AttentionPath};
@@ -9,7 +8,7 @@ use nibble_choice::norm::{self, NormRopePath};
 use nibble_choice::quantize::QuantizePath;
 use nibble_choice::routing::{PlanChunks, RouteSums};
 use nibble_choice::vocabulary::{EmbedTasks, losses_temporary, sorted_tokens};
-use nibble_choice::{GpuKernels, head_loss, squares, swiglu, transcode};
+use nibble_choice::{GpuKernels, Temporary, head_loss, squares, swiglu, transcode};
 use nibble_core::ops::*;
 use nibble_core::{Backend, Groups, Operand, PermuteMap, Result, Tensor, for_each_op};
 
@@ -71,9 +70,22 @@ pub fn quantize_pack(dry: &Dry, op: QuantizePack<'_, Dry>) -> Result<PackedRows<
 pub fn while_quantizing(dry: &Dry, op: &Quantize<'_, Dry>) -> Result<()> {
     let temporaries = match dry.is_gpu() {
         true => QuantizePath::of_op(op).temporaries(),
-        false => host::quantize_temporaries(op),
+        false => quantize_temporaries(op),
     };
     dry.hold(temporaries).map(drop)
+}
+
+/// A transform is made apart.
+fn quantize_temporaries(op: &Quantize<'_, Dry>) -> Vec<Temporary> {
+    let (rows, cols) = op.x.shape();
+    let transformed = |transform: Hadamard<'_, Dry>| {
+        let rows = match op.planes {
+            Planes::Cols => rows.next_multiple_of(transform.len.max(op.codec.format().column_step())),
+            _ => rows,
+        };
+        Temporary::new("the transform in F32", rows * cols * size_of::<f32>())
+    };
+    op.hadamard.map(transformed).into_iter().collect()
 }
 
 pub fn transcode(dry: &Dry, op: Transcode<'_, Dry>) -> Result<Transcoded<Dry>> {

@@ -27,6 +27,7 @@ pub mod philox;
 pub mod rounding;
 pub mod scale;
 pub mod scaling;
+mod scaling_support;
 pub mod spec;
 
 pub use block::{BlockCodec, BlockParams, BlockScale, amax};

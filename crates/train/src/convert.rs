@@ -2,8 +2,8 @@
 //! kept for the step's record.
 
 use crate::cx::Cx;
-use crate::delayed::Spans;
 use crate::record::{ChangeKind, CountSite, FoundCells};
+use crate::shards::Spans;
 use nibble_core::formats::{BlockAxis, Purpose, Stream, fnv1a32};
 use nibble_core::ops::{
     Cast, Counts, Delayed, Dequantize, Emit, Emitted, Found, Hadamard, MeasureQuantization, Numbers,

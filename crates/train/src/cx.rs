@@ -3,12 +3,12 @@
 use crate::delayed::DelayedRecords;
 use crate::layer_plans::LayerPlans;
 use crate::moe::Combine;
-use crate::param::{Buckets, Gathering, Param, Wanted};
+use crate::param::Buckets;
 use crate::record::{Counted, LayerSample};
 use crate::shards::{Documents, Shards};
 use nibble_core::ops::{Positions, Windows};
 use nibble_core::recipe::{Layer, LayerPlan, Passes};
-use nibble_core::{DType, Groups, Kernels, Mesh, Recipe, Result, Tensor};
+use nibble_core::{DType, Groups, Kernels, Mesh, Recipe, Tensor};
 use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 
@@ -49,8 +49,6 @@ pub struct Cx<'a, B: Kernels> {
     pub counted: RefCell<Counted<B>>,
     /// Gradients on their way to their sums over ranks.
     pub buckets: RefCell<Buckets<B>>,
-    /// Weights' copies that passes wait for.
-    pub gathering: RefCell<Gathering<B>>,
     /// In training under a recipe with such scales, what earlier steps left for them. Without it tensors are measured.
     pub delayed: Option<DelayedRecords<B>>,
     /// In a step that measures quantizations beside what they are made of, in which layers.
@@ -88,7 +86,6 @@ impl<'a, B: Kernels> Cx<'a, B> {
             micro_batches: 1,
             counted: RefCell::default(),
             buckets: RefCell::default(),
-            gathering: RefCell::default(),
             documents: None,
             clock: None,
             delayed: None,
@@ -144,32 +141,5 @@ impl<'a, B: Kernels> Cx<'a, B> {
     /// The type of everything between the products.
     pub fn activations(&self) -> DType {
         self.recipe().activations
-    }
-
-    /// Begins to make weights' copies, which are finished group after group. Rows of other ranks travel until then.
-    ///
-    /// # Errors
-    /// From the backend and other ranks.
-    pub fn begin_gathering(&self, groups: Vec<Vec<Wanted<'_, B>>>) -> Result<()> {
-        let gathering = Gathering::begin(self, groups)?;
-        self.gathering.replace(gathering);
-        Ok(())
-    }
-
-    /// Gives the weights of the next group, which are among `params`, their copies; nothing where all have them.
-    ///
-    /// # Errors
-    /// [`Error::Shape`] for a weight that is not among `params`; from the backend and other ranks.
-    pub fn finish_gathering(&self, params: Vec<&mut Param<B>>) -> Result<()> {
-        // Taken out, so that no other borrow of it can be in the way.
-        let mut gathering = self.gathering.take();
-        gathering.finish_next(self, params)?;
-        self.gathering.replace(gathering);
-        Ok(())
-    }
-
-    /// Whether a group of weights has yet to get its copies.
-    pub fn is_gathering(&self) -> bool {
-        self.gathering.borrow().is_under_way()
     }
 }

@@ -9,6 +9,7 @@
 
 use crate::error::Result;
 use crate::model_plan::PlannedSite;
+use crate::shards::Spans;
 use nibble_core::formats::DelayedScaling;
 use nibble_core::ops::{AmaxRecords, Delayed};
 use nibble_core::{Error as CoreError, Kernels, MeshShape, Result as CoreResult};
@@ -16,50 +17,6 @@ use std::collections::HashMap;
 
 /// Name of what a checkpoint holds of a tensor, behind that of the tensor.
 const SUFFIX: &str = ".amax_history";
-
-/// What the spans of a tensor are, and so which of all ranks' a rank has.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Spans {
-    /// A dense weight: one, the same on every rank.
-    Whole,
-    /// A dense activation or gradient: its shards, those of each rank behind those of the one before.
-    Shards,
-    /// Weights of experts: the experts, the same on the ranks that hold them.
-    Experts,
-    /// Activations and gradients of experts: (expert, part).
-    ExpertParts,
-}
-
-impl Spans {
-    /// How often this rank's spans make up those of all ranks.
-    fn parts(self, mesh: MeshShape) -> usize {
-        match self {
-            Self::Whole => 1,
-            Self::Experts => mesh.ep,
-            Self::Shards | Self::ExpertParts => mesh.ranks(),
-        }
-    }
-
-    /// The number among all ranks' spans of each of a rank's `local` spans, of which an expert has `expert_parts`.
-    fn of_rank(
-        self,
-        rank: usize,
-        mesh: MeshShape,
-        local: usize,
-        expert_parts: usize,
-    ) -> impl Iterator<Item = usize> {
-        let ((d, e), parts) = (mesh.place(rank), expert_parts.max(1));
-        (0..local).map(move |i| match self {
-            Self::Whole => i,
-            Self::Shards => rank * local + i,
-            Self::Experts => e * local + i,
-            Self::ExpertParts => {
-                let expert = e * (local / parts) + i / parts;
-                (expert * mesh.dp + d) * parts + i % parts
-            }
-        })
-    }
-}
 
 /// A tensor whose scale is that of earlier steps.
 #[derive(Debug, Clone, PartialEq, Eq)]

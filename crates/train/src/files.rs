@@ -2,6 +2,7 @@
 
 use crate::fault::{Point, reach, writing};
 use nibble_core::allocation::phase;
+use sha2::{Digest, Sha256};
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
@@ -365,6 +366,16 @@ pub fn read_text(path: &Path, most: u64) -> io::Result<String> {
         let why = format!("is no UTF-8 text (byte {} is none), expected one", e.utf8_error().valid_up_to());
         io::Error::new(io::ErrorKind::InvalidData, why)
     })
+}
+
+/// SHA-256, hexadecimal.
+pub(crate) fn sha256_hex(content: &[u8]) -> String {
+    hexadecimal(&Sha256::digest(content))
+}
+
+/// Two digits a byte.
+pub(crate) fn hexadecimal(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// More bytes than a configuration, a recipe or another text that people write has.

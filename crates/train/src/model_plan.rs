@@ -3,11 +3,10 @@
 
 use crate::checks::steps_of_change;
 use crate::config::Config;
-use crate::delayed::Spans;
 use crate::layer_plans::LayerPlans;
-use crate::param::{OF_DGRAD, OF_FPROP};
 use crate::recompute::Scope;
-use crate::record::{ChangeKind, CountSite};
+use crate::record::{ChangeKind, CountSite, OF_DGRAD, OF_FPROP};
+use crate::shards::Spans;
 use crate::spec::{AttentionSpec, BlockSpec, FeedSpec, MlpSpec, ModelSpec, Part};
 use nibble_core::formats::{BlockAxis, DelayedScaling};
 use nibble_core::recipe::{Change, LayerKind, LayerPlan, Pass, Passes, SharedInput, Step};

@@ -9,7 +9,6 @@ use crate::spec::ModelSpec;
 use crate::tokenizer::{
     self, ADDED_FILE, CHAT_TEMPLATE_FILE, NAMES_FILE, SETTINGS_FILE, SharedTokenizer, TOKENIZER_FILE,
 };
-use crate::trainer::COMPANIONS_DIR;
 use serde_json::{Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -26,6 +25,9 @@ pub const COMPANIONS: [&str; 9] = [
     CHAT_TEMPLATE_FILE,
     GENERATION_FILE,
 ];
+
+/// The folder of a run with what lay beside the weights that it began with, and its tokenizer's files, for who exports it.
+pub const COMPANIONS_DIR: &str = "model-files";
 
 /// What a generation begins and ends with.
 pub(crate) const GENERATION_FILE: &str = "generation_config.json";

@@ -9,6 +9,7 @@ mod site;
 
 pub use measured::{LayerSample, Measured};
 pub use site::{ChangeKind, CountSite};
+pub(crate) use site::{OF_DGRAD, OF_FPROP};
 
 use crate::spec::ModelSpec;
 use nibble_core::ops::{

@@ -1,8 +1,8 @@
-//! The tokens that a rank holds of a micro-batch: their shards, the parts of experts' rows, and their documents.
+//! The tokens that a rank holds of a micro-batch: their shards, the parts of experts' rows, their documents, and the spans of tensors with a scale each.
 
 use crate::config::Balance;
 use nibble_core::ops::{FindWindows, Windows};
-use nibble_core::{Groups, Kernels, Result};
+use nibble_core::{Groups, Kernels, MeshShape, Result};
 
 /// The tokens this rank holds of a micro-batch, in shards.
 #[derive(Debug, Clone)]
@@ -85,5 +85,49 @@ impl<B: Kernels> Documents<B> {
     pub fn find(b: &B, starts: &B::Buf<i32>, seq_len: usize) -> Result<Self> {
         let windows = FindWindows { document: starts, seq_len, window: None, chunk: None }.run(b)?;
         Ok(Self { starts: starts.clone(), windows })
+    }
+}
+
+/// What the spans of a tensor are, and so which of all ranks' a rank has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Spans {
+    /// A dense weight: one, the same on every rank.
+    Whole,
+    /// A dense activation or gradient: its shards, those of each rank behind those of the one before.
+    Shards,
+    /// Weights of experts: the experts, the same on the ranks that hold them.
+    Experts,
+    /// Activations and gradients of experts: (expert, part).
+    ExpertParts,
+}
+
+impl Spans {
+    /// How often this rank's spans make up those of all ranks.
+    pub(crate) fn parts(self, mesh: MeshShape) -> usize {
+        match self {
+            Self::Whole => 1,
+            Self::Experts => mesh.ep,
+            Self::Shards | Self::ExpertParts => mesh.ranks(),
+        }
+    }
+
+    /// The number among all ranks' spans of each of a rank's `local` spans, of which an expert has `expert_parts`.
+    pub(crate) fn of_rank(
+        self,
+        rank: usize,
+        mesh: MeshShape,
+        local: usize,
+        expert_parts: usize,
+    ) -> impl Iterator<Item = usize> {
+        let ((d, e), parts) = (mesh.place(rank), expert_parts.max(1));
+        (0..local).map(move |i| match self {
+            Self::Whole => i,
+            Self::Shards => rank * local + i,
+            Self::Experts => e * local + i,
+            Self::ExpertParts => {
+                let expert = e * (local / parts) + i / parts;
+                (expert * mesh.dp + d) * parts + i % parts
+            }
+        })
     }
 }

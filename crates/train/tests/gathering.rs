@@ -56,7 +56,7 @@ fn forward(mesh: MeshShape, recipe: &str, changes: &[&str]) -> Vec<Pass> {
         log.lock().unwrap().clear();
         model.begin_prepare(&cx).unwrap();
         model.forward(&cx, ids, &targets, &rig::loss_scale(&cpu, 1.0)).unwrap();
-        assert!(!cx.is_gathering());
+        assert!(!model.is_gathering());
         let mut sites: Vec<String> = cx.counted.borrow().sites().iter().map(ToString::to_string).collect();
         sites.sort();
         Pass { calls: std::mem::take(&mut log.lock().unwrap()), sites }

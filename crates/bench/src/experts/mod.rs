@@ -192,7 +192,7 @@ pub fn by_op(runs: &[Vec<OpTime>]) -> Vec<(&'static str, f64)> {
     let mut sums: Vec<(&'static str, f64)> = Vec::new();
     for (i, first) in runs.first().into_iter().flatten().enumerate() {
         let times = runs.iter().filter_map(|run| run.get(i)).map(|time| f64::from(time.ms)).collect();
-        let ms = super::median(times);
+        let ms = super::figures::median(times);
         match sums.iter_mut().find(|(op, _)| *op == first.op) {
             Some((_, sum)) => *sum += ms,
             None => sums.push((first.op, ms)),

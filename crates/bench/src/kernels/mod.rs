@@ -13,8 +13,8 @@ mod recipes;
 pub mod report;
 pub mod traffic;
 
+use super::figures::parse_sizes;
 use super::gpu::{Bench, wanted};
-use super::parse_sizes;
 use cases::{Kernel, kernels};
 use nibble_command::error::Result;
 use nibble_command::output::Outputs;

@@ -183,6 +183,22 @@ fn shade(share: f64) -> String {
     format!("rgb({},{},{})", mix(15.0), mix(50.0), mix(120.0))
 }
 
+/// The lines, or why there are none.
+pub fn drawn(all: &[Line<'_>]) -> Markup {
+    lines(all).unwrap_or_else(|why| html! { p.fault { (why) } })
+}
+
+/// The median.
+pub fn middle(mut values: Vec<f64>) -> Option<f64> {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied()
+}
+
+/// A share, for people.
+pub fn percent(share: f64) -> String {
+    if share > 0.0 && share < 1e-4 { "< 0.01 %".into() } else { format!("{:.2} %", 100.0 * share) }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

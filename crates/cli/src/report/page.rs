@@ -1,6 +1,6 @@
 //! The page: sections of charts and tables, with all text escaped, styles inside, and nothing to load.
 
-use super::charts::{self, Line, lines, with_numbers};
+use super::charts::{self, Line, drawn, middle, percent, with_numbers};
 use super::precision::{self, Group, ranges, without_number};
 use super::ranks;
 use super::series::{self, Place, Series};
@@ -151,11 +151,6 @@ fn duration(seconds: f64) -> String {
     }
 }
 
-pub fn middle(mut values: Vec<f64>) -> Option<f64> {
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied()
-}
-
 /// A chart of one series.
 fn chart(series: &Series) -> Markup {
     let last = series.points.last().map_or_else(String::new, |p| charts::short(p.1));
@@ -165,10 +160,6 @@ fn chart(series: &Series) -> Markup {
             (drawn(&[Line { name: &series.title, points: &series.points }]))
         }
     }
-}
-
-pub fn drawn(all: &[Line<'_>]) -> Markup {
-    lines(all).unwrap_or_else(|why| html! { p.fault { (why) } })
 }
 
 fn warnings(run: &Recorded) -> Markup {
@@ -332,10 +323,6 @@ fn site_rows(line: &LayerMetrics) -> Vec<SiteRow> {
         }
     }
     rows
-}
-
-pub fn percent(share: f64) -> String {
-    if share > 0.0 && share < 1e-4 { "< 0.01 %".into() } else { format!("{:.2} %", 100.0 * share) }
 }
 
 fn numerics(run: &Recorded) -> Markup {

@@ -1,7 +1,6 @@
 //! How long each rank of a run took, and which of them the others wait for.
 
-use super::charts::{Line, short};
-use super::page::{drawn, middle, percent};
+use super::charts::{Line, drawn, middle, percent, short};
 use maud::{Markup, html};
 use nibble_command::console::thousands;
 use nibble_train::metrics::RankTimes;

@@ -5,6 +5,7 @@
 mod choice;
 mod kind;
 
+pub use crate::changes::DeviceArg;
 pub use kind::{Device, OpTime, Peaks};
 
 use crate::env::Env;
@@ -16,7 +17,7 @@ use nibble_core::{Axes, Mesh, SoloComm};
 use nibble_cpu::{Cpu, HostComm};
 use nibble_cuda::NcclComm;
 use nibble_cuda::comm::Sums;
-use nibble_train::config::{DeviceChoice, Reductions, RunConfig};
+use nibble_train::config::{Reductions, RunConfig};
 
 /// What is to be done on a device, by each rank.
 pub trait Work: Sync {
@@ -142,21 +143,5 @@ pub fn preview() -> String {
         Ok((Choice::Cuda(ordinal), why)) => format!("on GPU {ordinal} ({why})"),
         Ok((_, why)) => format!("on the CPU ({why})"),
         Err(error) => error.to_string(),
-    }
-}
-
-/// `--device`, short for `--set run.device=...`.
-#[derive(Debug, Clone, Default, clap::Args)]
-pub struct DeviceArg {
-    /// Where to compute: auto (a Hopper GPU for each rank if there are so many to use, else the CPU), cpu, cuda, or cuda:N.
-    #[arg(long, value_name = "DEVICE")]
-    pub device: Option<DeviceChoice>,
-}
-
-impl DeviceArg {
-    /// The overrides, this one last.
-    pub fn after(&self, mut overrides: Vec<String>) -> Vec<String> {
-        overrides.extend(self.device.map(|device| format!("run.device={device}")));
-        overrides
     }
 }

@@ -28,9 +28,9 @@ pub struct Room {
 
 /// One rank.
 #[derive(Default)]
-pub(super) struct Seat {
+struct Seat {
     /// Who has come, and what waits to be written to it.
-    pub(super) member: Option<(Join, Arc<Queue<Down>>)>,
+    member: Option<(Join, Arc<Queue<Down>>)>,
     status: Status,
     presence: Presence,
     /// How its process ended.
@@ -85,6 +85,11 @@ impl Room {
         self.failure.as_ref().map(|(failure, _)| failure)
     }
 
+    /// Who has come, a place for each rank.
+    fn members(&self) -> Vec<Option<&Join>> {
+        self.seats.iter().map(|seat| seat.member.as_ref().map(|(join, _)| join)).collect()
+    }
+
     /// What rank 0 does.
     pub fn status_of_0(&self) -> Status {
         self.seats.first().map(|seat| seat.status.clone()).unwrap_or_default()
@@ -122,7 +127,7 @@ impl Room {
         let rank = join.rank;
         let refusal = match self.left {
             Some(_) => Some("the run has ended".to_owned()),
-            None => refusal(&self.seats, &join),
+            None => refusal(&self.members(), &join),
         };
         if let Some(cause) = refusal {
             let host = join.host;
@@ -248,7 +253,7 @@ impl Room {
             self.fail(now, suspect.failure);
         }
         if !self.is_running && self.opened + self.limits.join <= now {
-            let cause = format!("{} within {}", absent(&self.seats), seconds(self.limits.join));
+            let cause = format!("{} within {}", absent(&self.members()), seconds(self.limits.join));
             self.fail(now, Failure { cause, is_user_error: true, ..Failure::default() });
         }
     }

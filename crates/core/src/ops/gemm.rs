@@ -4,6 +4,8 @@ use crate::error::expect_eq;
 use crate::{Agreement, Backend, DType, Error, Grouping, Groups, Operand, Result, Tensor};
 use nibble_formats::BlockAxis;
 
+pub use super::numbers::{BF16_AGREEMENT, FP8_AGREEMENT};
+
 /// The sizes of a product D `[m, n]` = A `[m, k]` · B `[n, k]`ᵀ.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProductDims {
@@ -186,17 +188,6 @@ pub struct Gemm<'a, B: Backend> {
     /// Type of D.
     pub out: DType,
 }
-
-/// What backends owe each other for E4M3 and E5M2 operands under a scale for 128 or more, with F32 output. Hopper's tensor cores align the products
-/// of a sum to the largest and keep some 13 bits below it, where F32 keeps 23; promoting partial sums every 128 of the contraction
-/// leaves 1.6e-4 on random data, 3e-4 on heavy tails, and up to 6e-4 where one product of a block towers above the others:
-/// outliers along the contraction. That was measured of E4M3. What is cut off depends on the largest product alone and not on the elements, of which
-/// every product is exact: 8 bits of two E4M3, 7 beside E5M2, 6 of two of those.
-pub const FP8_AGREEMENT: Agreement = Agreement::RelL2(7e-4);
-
-/// The same for BF16 operands, of whose products the tensor cores keep more, and for all other quantized ones, which are decoded; and for F32 ones that
-/// they take in BF16 parts: all three, which are exact from 2⁻¹¹⁰ on, with a BF16 operand beside them; two for a BF16 result. An infinity may become NaN.
-pub const BF16_AGREEMENT: Agreement = Agreement::RelL2(3e-5);
 
 impl<'a, B: Backend> Gemm<'a, B> {
     /// What backends owe each other, but for operands that the tensor cores take: see [`FP8_AGREEMENT`] and

@@ -16,6 +16,7 @@ mod selection;
 mod shipped;
 mod site;
 mod transform;
+mod unknown;
 mod validate;
 mod write;
 
@@ -116,7 +117,7 @@ impl Recipe {
             None => Err(Error::Recipe {
                 recipe: name.into(),
                 key: "name".into(),
-                why: parse::unknown("recipe", name, Self::all_names()),
+                why: unknown::unknown("recipe", name, Self::all_names()),
             }),
         }
     }

@@ -1,6 +1,7 @@
 //! TOML to [`Recipe`].
 
 use super::precision::{DELAYED, LINE, NO_TRANSFORM, SQUARE, axis_name};
+use super::unknown::unknown;
 use super::{
     By, LayerKind, Layers, Override, Precision, Product, Recipe, Section, Setting, Signs, Site, Steps,
     Transform, scaling,
@@ -8,18 +9,6 @@ use super::{
 use crate::{DType, Error, Result};
 use nibble_formats::{AmaxOf, BlockAxis, DelayedScaling, Format, Rounding, ScaleRule, hadamard};
 use toml::{Table, Value};
-
-/// `name` is no `what`; what there is, and the nearest of it.
-pub(super) fn unknown<'a>(what: &str, name: &str, known: impl Iterator<Item = &'a str> + Clone) -> String {
-    // What is much longer than any name is like none, and takes long to compare.
-    let named = known.clone().filter(|_| name.len() < 200);
-    let near = named.max_by(|a, b| strsim::jaro(a, name).total_cmp(&strsim::jaro(b, name)));
-    let list = known.collect::<Vec<_>>().join(", ");
-    match near.filter(|n| strsim::jaro(n, name) > 0.7) {
-        Some(near) => format!("no {what} {name:?}; did you mean {near:?}? There are: {list}"),
-        None => format!("no {what} {name:?}; there are: {list}"),
-    }
-}
 
 /// The table that says the same of dense layers and of experts.
 const ALL: &str = "all";

@@ -1,6 +1,5 @@
 //! How a tensor is represented, and the precisions of one kind of layer.
 
-use super::scaling;
 use super::site::{From, LayerKind, Product, Site};
 use super::transform::Transform;
 use crate::{DType, Result};
@@ -111,7 +110,7 @@ impl fmt::Display for Precision {
                 None => write!(f, "{}", self.scale)?,
                 Some(delayed) => write!(f, "({delayed})")?,
             }
-            scaling::in_words(f, &self.scaling)?;
+            write_scaling(f, &self.scaling)?;
             if self.round != Rounding::NearestEven {
                 write!(f, " {}", self.round)?;
             }
@@ -124,6 +123,27 @@ impl fmt::Display for Precision {
             By::Requantize => f.write_str(" requantized"),
         }
     }
+}
+
+/// The same in words, after a rule.
+fn write_scaling(f: &mut fmt::Formatter<'_>, scaling: &Scaling) -> fmt::Result {
+    let default = Scaling::default();
+    if scaling.headroom != default.headroom {
+        write!(f, " headroom {}", scaling.headroom)?;
+    }
+    if scaling.thresholds != default.thresholds {
+        write!(f, " thresholds {}", scaling.thresholds)?;
+    }
+    if scaling.candidates != default.candidates {
+        write!(f, " candidates {}", scaling.candidates)?;
+    }
+    if scaling.outer != default.outer {
+        write!(f, " outer {}", scaling.outer)?;
+    }
+    if scaling.correction != default.correction {
+        write!(f, " {}", scaling.correction)?;
+    }
+    Ok(())
 }
 
 /// In a recipe file, in place of a scale rule: the scale follows from earlier steps.

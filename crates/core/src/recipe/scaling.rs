@@ -1,9 +1,8 @@
 //! How scales are chosen within a rule, as keys of a precision.
 
 use super::Precision;
-use super::parse::unknown;
+use super::unknown::unknown;
 use nibble_formats::{Candidates, Correction, Headroom, Outer, ScaleRule, Scaling, Thresholds};
-use std::fmt;
 use toml::{Table, Value};
 
 /// The keys, as files have them.
@@ -91,25 +90,4 @@ pub(super) fn in_toml(scaling: &Scaling) -> String {
         ("correction", quoted(scaling.correction.name()), scaling.correction != default.correction),
     ];
     all.iter().filter(|(.., written)| *written).map(|(key, value, _)| format!(", {key} = {value}")).collect()
-}
-
-/// The same in words, after a rule.
-pub(super) fn in_words(f: &mut fmt::Formatter<'_>, scaling: &Scaling) -> fmt::Result {
-    let default = Scaling::default();
-    if scaling.headroom != default.headroom {
-        write!(f, " headroom {}", scaling.headroom)?;
-    }
-    if scaling.thresholds != default.thresholds {
-        write!(f, " thresholds {}", scaling.thresholds)?;
-    }
-    if scaling.candidates != default.candidates {
-        write!(f, " candidates {}", scaling.candidates)?;
-    }
-    if scaling.outer != default.outer {
-        write!(f, " outer {}", scaling.outer)?;
-    }
-    if scaling.correction != default.correction {
-        write!(f, " {}", scaling.correction)?;
-    }
-    Ok(())
 }

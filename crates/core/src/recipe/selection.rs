@@ -1,7 +1,8 @@
 //! For which layers and steps an override is. Places counted from an end of the model, and numbers of steps, mean something in a run alone
 //! ([`Recipe::in_run`]).
 
-use super::{Layer, LayerKind, Override, Recipe, glob, parse::unknown};
+use super::unknown::unknown;
+use super::{Layer, LayerKind, Override, Recipe, glob};
 use std::collections::BTreeSet;
 use std::fmt;
 

@@ -6,6 +6,7 @@
 //! [`Event::elapsed_ms`], and an upload where megabytes of earlier uploads are still in flight.
 
 pub mod arena;
+pub mod buf;
 pub mod buffer;
 pub mod download;
 pub(crate) mod event;

@@ -1,10 +1,11 @@
 //! Where a layer's time goes on the device: events around every operation.
 
 use crate::Cuda;
+use crate::backend::Marks;
 use crate::device::{Event, Launched, Launches};
 use crate::driver::failed;
 use nibble_core::Result;
-use std::sync::{Mutex, PoisonError};
+use std::sync::PoisonError;
 
 /// An operation and its milliseconds on the device.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -14,9 +15,6 @@ pub struct OpTime {
     /// From the end of what was issued before it to its own end.
     pub ms: f32,
 }
-
-/// The operations so far, each between two events; `None` while nobody asks for times.
-pub(crate) type Marks = Mutex<Option<Vec<(&'static str, Event, Event)>>>;
 
 impl Cuda {
     /// Runs `work`, waits for it, and says how long each of its operations took on the device, in order. The times hold

@@ -5,6 +5,7 @@
 pub(crate) mod attention;
 mod buffer_check;
 pub(crate) mod convert;
+mod instance;
 pub(crate) mod norm;
 pub(crate) mod plain;
 mod planes;
@@ -15,34 +16,13 @@ pub(crate) mod swiglu;
 pub(crate) mod vocabulary;
 
 pub use convert::has_own_kernels;
+pub use instance::{Instance, SharedSize};
 pub use nibble_choice::attention::HEADS as ATTENTION_DIMS;
 
 // Each operation is the function of its name here.
 pub(crate) use {
     attention::*, convert::*, norm::*, plain::*, products::*, routing::*, step::*, swiglu::*, vocabulary::*,
 };
-
-use crate::compile::jit::KernelSpec;
-
-/// A kernel instance that an operation may launch.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Instance {
-    /// What NVRTC compiles.
-    pub spec: KernelSpec,
-    /// Dynamic shared memory of its launch, in bytes.
-    pub shared_bytes: usize,
-}
-
-/// Dynamic shared memory that a launch computes from the sizes of its problem, and how the device computes the same.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct SharedSize {
-    /// The kernel's source.
-    pub source: &'static str,
-    /// A constant expression of the device.
-    pub expression: String,
-    /// What the launch asks for.
-    pub bytes: usize,
-}
 
 /// These sizes, for small, usual and the largest problems: the compile check compares them all.
 pub fn shared_sizes() -> Vec<SharedSize> {

@@ -1,7 +1,8 @@
 //! Memory and order: what is no operation.
 
 use super::call::{Taken, open};
-use super::{Buf, Event, Mode, Recorder, Recording, Shared, device};
+use super::cell::device;
+use super::{Buf, Event, Mode, Recorder, Recording, Shared};
 use nibble_core::{Backend, DeviceKind, Lines, MemoryStats, Plain, Result, Room, Traffic, ValueRun};
 use std::ops::Range;
 

@@ -263,7 +263,7 @@ impl<B: Backend> Written<B> for Tensor<Recorder<B>> {
         match (&self.data, &inner.data) {
             (Data::F32(buf), Data::F32(inner)) => buf.put(b, inner),
             (Data::Bf16(buf), Data::Bf16(inner)) => buf.put(b, inner),
-            _ => Err(super::device("an operation", "a tensor written in place has changed its type")),
+            _ => Err(super::cell::device("an operation", "a tensor written in place has changed its type")),
         }
     }
 }

@@ -1,10 +1,9 @@
 //! Cells, which hold the inner backend's buffers.
 
-use super::device;
 use half::bf16;
 use nibble_core::formats::ScaleKind;
 use nibble_core::recipe::Form;
-use nibble_core::{Backend, Plain, Result};
+use nibble_core::{Backend, Error, Plain, Result};
 use std::any::TypeId;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -97,4 +96,9 @@ impl<B: Backend> Cell<B> {
 
 fn freed() -> nibble_core::Error {
     device("an operation", "a buffer that it needs was freed before")
+}
+
+/// The error of a device.
+pub(super) fn device(call: impl Into<String>, why: impl Into<String>) -> Error {
+    Error::Device { call: call.into(), why: why.into() }
 }

@@ -1,9 +1,10 @@
 //! What is made of buffers, brought from one backend to another buffer by buffer. The parts of what operations return are those of
 //! [`for_each_result!`].
 
+use super::Recorder;
 use super::buf::Buf;
+use super::cell::device;
 use super::cell::{Cell, Element, Elements, Output};
-use super::{Recorder, device};
 use nibble_core::formats::{BlockAxis, ScaleKind};
 use nibble_core::ops::*;
 use nibble_core::recipe::Form;

@@ -37,9 +37,10 @@ pub use fault::{Point, Struck};
 pub use recording::Recording;
 pub use trace::traced;
 
+use cell::device;
 use fault::Fault;
+use nibble_core::Backend;
 use nibble_core::recipe::Form;
-use nibble_core::{Backend, Error};
 use recording::Entry;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -220,8 +221,4 @@ impl<B: Backend> fmt::Debug for Recorder<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Recorder({:?})", self.inner)
     }
-}
-
-fn device(call: impl Into<String>, why: impl Into<String>) -> Error {
-    Error::Device { call: call.into(), why: why.into() }
 }

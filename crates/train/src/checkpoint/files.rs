@@ -7,12 +7,11 @@ use std::sync::Arc;
 use safetensors::tensor::Dtype;
 use sha2::{Digest, Sha256};
 
-use super::digest::{hexadecimal, sha256_hex};
 use super::header::{header, little_endian, metadata};
 use super::state::FileEntry;
 use crate::error::{Error, Result};
 use crate::fault::{Point, reach};
-use crate::files::{append, open_to_read, read_full_at};
+use crate::files::{append, hexadecimal, open_to_read, read_full_at, sha256_hex};
 
 /// Name, shape and type of a logical tensor whose values are to follow, row-major.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -4,8 +4,8 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::digest::sha256_hex;
 use crate::error::{Error, Result};
+use crate::files::sha256_hex;
 use crate::schedule::Schedule;
 use nibble_core::Recipe;
 

@@ -1,6 +1,6 @@
 //! What keys and options of elsewhere have no counterpart here: what there is not, and what there is in its place.
 
-use super::foreign::Meaning::{self, Said};
+use super::meaning::Meaning::{self, Said};
 
 const OPTIMIZER: Meaning = Said(
     "there is one optimizer, AdamW, and none to choose (no Muon, SGD, Lion or 8-bit Adam): `train.lr`, `train.beta1`, `train.beta2`, `train.eps` and \

@@ -1,7 +1,7 @@
 //! The model of a run that begins with weights that are there: its sizes are theirs, whatever configuration the run has besides.
 
 use super::ModelConfig;
-use super::load::in_short;
+use super::values::in_short;
 use crate::error::{Error, Result};
 use crate::pretrained::{Initial, resolved};
 use std::path::Path;

@@ -9,13 +9,13 @@ use super::absent::absent;
 use super::asked::Written;
 use super::init::fill_model;
 use super::preset::{in_shell, preset, preset_names};
+use super::values::{flatten, in_short, insert, join, lookup};
 use super::{
-    Balance, CheckpointConfig, Config, DataConfig, EvalConfig, GroupScore, MIXTURE, MixtureSource,
+    Balance, CheckpointConfig, Combine, Config, DataConfig, EvalConfig, GroupScore, MIXTURE, MixtureSource,
     ModelConfig, OnError, Reductions, RopeScaling, RunConfig, SYNTHETIC, Scores, TrainConfig, foreign,
 };
 use crate::error::{Error, Result};
 use crate::files;
-use crate::moe::Combine;
 use crate::pretrained::is_folder;
 use crate::recompute::Scope;
 
@@ -533,55 +533,6 @@ fn with_origin(error: Error, origins: &Origins) -> Error {
             }
         }
         other => other,
-    }
-}
-
-fn join(prefix: &str, name: &str) -> String {
-    if prefix.is_empty() { name.to_owned() } else { format!("{prefix}.{name}") }
-}
-
-/// The value at a dotted key.
-fn lookup<'a>(value: &'a Value, key: &str) -> Option<&'a Value> {
-    key.split('.').try_fold(value, |value, name| value.as_table()?.get(name))
-}
-
-/// Puts `value` at a dotted key, making the tables on the way.
-fn insert(table: &mut Table, key: &str, value: Value) {
-    match key.split_once('.') {
-        None => {
-            table.insert(key.to_owned(), value);
-        }
-        Some((head, rest)) => {
-            let child = table.entry(head).or_insert_with(|| Value::Table(Table::new()));
-            if !child.is_table() {
-                *child = Value::Table(Table::new());
-            }
-            if let Value::Table(child) = child {
-                insert(child, rest, value);
-            }
-        }
-    }
-}
-
-/// A value as TOML; a number with no more digits than it needs.
-pub(super) fn in_short(value: &Value) -> String {
-    match value {
-        Value::Float(number) => format!("{number:?}"),
-        other => other.to_string(),
-    }
-}
-
-/// Every leaf below `value` under its dotted key.
-fn flatten(prefix: &str, value: &Value, into: &mut BTreeMap<String, String>) {
-    match value {
-        Value::Table(table) => {
-            for (name, value) in table {
-                flatten(&join(prefix, name), value, into);
-            }
-        }
-        leaf => {
-            into.insert(prefix.to_owned(), in_short(leaf));
-        }
     }
 }
 

@@ -12,18 +12,22 @@
 
 mod absent;
 mod asked;
+mod combine;
 mod data;
 mod device;
 mod foreign;
 mod init;
 mod load;
+mod meaning;
 mod model;
 mod preset;
 mod qk_norm;
+mod require;
 mod rope_scaling;
 mod routing;
 mod tokens;
 mod validate;
+mod values;
 
 use serde::{Deserialize, Serialize};
 
@@ -33,14 +37,15 @@ use crate::schedule::{Schedule, ScheduleKind};
 use nibble_core::ops::MOST_TREE_SLOTS_OF_GPU;
 use nibble_core::{DType, DeviceKind, MeshShape, Recipe};
 
-pub use crate::moe::Combine;
 pub(crate) use absent::absent;
+pub use combine::Combine;
 pub(crate) use data::USUAL_TEXT_KEY;
 pub use data::{DataConfig, MIXTURE, MixtureSource, OnError, RANDOM, SYNTHETIC};
 pub use device::DeviceChoice;
 pub(crate) use foreign::in_words_of;
-pub use foreign::{Meaning, of_option};
+pub use foreign::of_option;
 pub(crate) use load::read_text;
+pub use meaning::Meaning;
 pub use model::{Balance, ModelConfig};
 pub use preset::{folder_argument, in_shell, preset, preset_names, published_models, tiny_models};
 pub use qk_norm::QkNorm;

@@ -1,6 +1,6 @@
 //! How the frequencies of RoPE are changed, so that a model takes longer sequences than those it was first trained on.
 
-use super::validate::{positive, require};
+use super::require::{positive, require};
 use crate::error::Result;
 use serde::{Deserialize, Serialize};
 

@@ -2,12 +2,13 @@
 //!
 //! What a precision recipe asks of the widths (multiples of its block) is checked where recipe and model meet.
 
+use super::require::{fail, not_negative, positive, require};
 use super::{
     Balance, Combine, Config, DeviceChoice, MIXTURE, MixtureSource, ModelConfig, QkNorm, RANDOM, SYNTHETIC,
     ScheduleKind,
 };
 use crate::data::{BYTE_VOCAB, RECORD_TOKENS, SYNTHETIC_VOCAB};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::recompute::Scope;
 use crate::tokenizer::{AUTO, NONE};
 use nibble_core::DeviceKind;
@@ -26,7 +27,7 @@ impl Config {
     /// Checks that the values fit each other.
     ///
     /// # Errors
-    /// [`Error::Config`] with the key and the numbers that do not fit; file and line only through [`Config::load`].
+    /// [`Error::Config`](crate::Error::Config) with the key and the numbers that do not fit; file and line only through [`Config::load`].
     pub fn validate(&self) -> Result<()> {
         if i64::try_from(self.seed).is_err() {
             return fail(
@@ -52,7 +53,7 @@ impl Config {
     /// Checks that devices of this kind have what it asks for by name.
     ///
     /// # Errors
-    /// [`Error::Config`] with the key.
+    /// [`Error::Config`](crate::Error::Config) with the key.
     pub fn validate_on(&self, kind: DeviceKind) -> Result<()> {
         let (top_k, most) = (self.model.top_k, MOST_TREE_SLOTS_OF_GPU);
         let has_tree = kind != DeviceKind::Gpu || top_k <= most;
@@ -348,7 +349,7 @@ impl Config {
 /// The sizes of a model, whatever it is trained on: those of a file of others, too.
 ///
 /// # Errors
-/// [`Error::Config`] with the key and the numbers that do not fit.
+/// [`Error::Config`](crate::Error::Config) with the key and the numbers that do not fit.
 pub(crate) fn check_model(m: &ModelConfig) -> Result<()> {
     let config = Config { model: m.clone(), ..Config::default() };
     validate_sizes(m)?;
@@ -465,14 +466,6 @@ fn validate_routed(m: &ModelConfig) -> Result<()> {
     not_negative("model.z_loss_coef", m.z_loss_coef)
 }
 
-pub(super) fn fail(key: &str, why: impl Into<String>) -> Result<()> {
-    Err(Error::config(key, why))
-}
-
-pub(super) fn require(holds: bool, key: &str, why: impl FnOnce() -> String) -> Result<()> {
-    if holds { Ok(()) } else { fail(key, why()) }
-}
-
 /// The divisors of `n` that do.
 fn dividing(n: usize, does: impl Fn(usize) -> bool) -> Vec<usize> {
     (1..=n).filter(|d| n.is_multiple_of(*d) && does(*d)).collect()
@@ -486,18 +479,4 @@ fn these(values: Vec<usize>) -> String {
         Some((one, [])) => format!("{one} would do"),
         Some((last, others)) => format!("{} or {last} would do", others.join(", ")),
     }
-}
-
-pub(super) fn positive(key: &str, value: f64) -> Result<()> {
-    // Kernels compute with single precision, in which a smaller number is zero.
-    let single = value as f32;
-    require(single.is_finite() && single > 0.0, key, || {
-        format!("is {value:?}, expected a number above 0 that single precision holds")
-    })
-}
-
-fn not_negative(key: &str, value: f64) -> Result<()> {
-    require(value.is_finite() && value >= 0.0, key, || {
-        format!("is {value:?}, expected a number of at least 0")
-    })
 }

@@ -5,17 +5,18 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
-use super::cache::{self, LeftOut, remembering, sha256_of};
+use super::cache::{self, LeftOut};
 use super::encode::Encoder;
+use super::fingerprint::{remembering, sha256_of};
 use super::mixture::{BLOCK, Mixture};
 use super::reading::{Reading, Watch};
 use super::region::Region;
 use super::source::{Asked, Chat, DataFile, find, kind_of};
 use super::stream::TokenStream;
 use super::{Batch, NO_TARGET, WindowOrder};
-use crate::checkpoint::sha256_hex;
 use crate::config::DataConfig;
 use crate::error::{Error, Result};
+use crate::files::sha256_hex;
 
 /// The sources of a run.
 #[derive(Debug, Clone)]

@@ -7,10 +7,12 @@ mod cache;
 mod corpus;
 mod cursor;
 mod encode;
+mod fingerprint;
 mod loader;
 mod mixture;
 mod reading;
 mod region;
+mod sealed;
 mod signature;
 mod source;
 mod stream;
@@ -229,11 +231,11 @@ impl Dataset {
     #[must_use]
     pub fn sha256(&self) -> String {
         match &self.source {
-            TokenSource::Synthetic(_) => crate::checkpoint::sha256_hex(crate::config::SYNTHETIC.as_bytes()),
+            TokenSource::Synthetic(_) => crate::files::sha256_hex(crate::config::SYNTHETIC.as_bytes()),
             TokenSource::Files(corpus) => corpus.sha256().to_owned(),
             TokenSource::Random { vocab_size } => {
                 let name = format!("{} below {vocab_size}", crate::config::RANDOM);
-                crate::checkpoint::sha256_hex(name.as_bytes())
+                crate::files::sha256_hex(name.as_bytes())
             }
         }
     }

@@ -9,7 +9,6 @@ use rayon::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 use serde::{Deserialize, Serialize};
 
-use super::cache::LeftOut;
 use super::encode::{Encoded, Encoder};
 use super::source::{Asked, DataFile, Row, Source, kind_of};
 use crate::config::{Config, OnError};
@@ -52,6 +51,29 @@ pub struct BadRow {
 impl std::fmt::Display for BadRow {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{}: {}: {}", self.file.display(), self.place, self.why)
+    }
+}
+
+/// What of the rows of a source is not among its tokens.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LeftOut {
+    /// Rows that could not be read.
+    pub rows: u64,
+    /// The first of them.
+    pub first: Vec<BadRow>,
+    /// Documents without a token.
+    pub empty: u64,
+}
+
+/// Rows that could not be read, of which it is remembered which they were.
+const MOST_TOLD: usize = 20;
+
+impl LeftOut {
+    /// Counts rows that could not be read.
+    pub(super) fn add(&mut self, bad: Vec<BadRow>) {
+        self.rows += bad.len() as u64;
+        let room = MOST_TOLD.saturating_sub(self.first.len());
+        self.first.extend(bad.into_iter().take(room));
     }
 }
 

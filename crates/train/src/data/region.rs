@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::cache::{Stamp, sha256_hex_of};
+use super::fingerprint::{Stamp, sha256_hex_of};
 use crate::error::{Error, Result};
 use crate::files;
 

@@ -7,7 +7,7 @@
 use crate::convert::LayerName;
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
-use crate::param::{Param, Wanted, Writes};
+use crate::param::{Gathering, Param, Wanted, Writes};
 
 use crate::spec::Part;
 use nibble_core::ops::{Gemm, HeadLoss, HeadLossGrad, HeadLossOut, head_chunk};
@@ -80,8 +80,7 @@ impl<B: Kernels> Head<B> {
     /// # Errors
     /// From the backend and other ranks.
     pub fn prepare(&mut self, cx: &Cx<'_, B>, table: &mut Param<B>) -> Result<()> {
-        cx.begin_gathering(vec![self.wanted(cx, table)])?;
-        cx.finish_gathering(vec![self.weight_mut(table)])
+        Gathering::begin(cx, vec![self.wanted(cx, table)])?.finish_next(cx, vec![self.weight_mut(table)])
     }
 
     /// The losses alone.

@@ -25,7 +25,7 @@ pub use rope::rope_table;
 
 use crate::cx::Cx;
 use crate::ledger::Saved;
-use crate::param::{Param, Wanted};
+use crate::param::{Gathering, Param, Wanted};
 use crate::recompute::Scope;
 use nibble_core::{Kernels, Result, Tensor};
 
@@ -49,8 +49,7 @@ pub trait Layer<B: Kernels> {
     /// # Errors
     /// From the backend and other ranks.
     fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
-        cx.begin_gathering(vec![self.wanted(cx)])?;
-        cx.finish_gathering(self.params())
+        Gathering::begin(cx, vec![self.wanted(cx)])?.finish_next(cx, self.params())
     }
 
     /// Its parameters, in canonical order.

@@ -19,7 +19,7 @@ use crate::layers::{
 };
 use crate::ledger::{Ledger, Saved};
 use crate::moe::BatchLoad;
-use crate::param::Param;
+use crate::param::{Gathering, Param};
 use crate::recompute::Scope;
 use crate::shards::Shards;
 use crate::spec::ModelSpec;
@@ -41,6 +41,8 @@ pub struct Decoder<B: Kernels> {
     pub norm: Norm<B>,
     /// `[v, d]`, its own or the embedding's.
     pub head: Head<B>,
+    /// Weights' copies that the next forward pass waits for.
+    gathering: Gathering<B>,
 }
 
 /// What a pass over tokens gives, still on the device.
@@ -119,6 +121,7 @@ impl<B: Kernels> Decoder<B> {
             blocks: blocks.collect::<Result<_>>()?,
             norm: Norm::new(&cx, &spec.norm, config.norm_eps as f32)?,
             head: Head::new(&cx, &spec.head)?,
+            gathering: Gathering::default(),
         })
     }
 
@@ -133,11 +136,11 @@ impl<B: Kernels> Decoder<B> {
     /// From the backend and other ranks.
     pub fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
         self.begin_prepare(cx)?;
-        cx.finish_gathering(self.embed.params())?;
+        self.gathering.finish_next(cx, self.embed.params())?;
         // Each group among its own weights: a deep model has thousands.
-        self.blocks.iter_mut().try_for_each(|block| cx.finish_gathering(block.params()))?;
-        cx.finish_gathering(self.norm.params())?;
-        cx.finish_gathering(vec![self.head.weight_mut(&mut self.embed.weight)])
+        self.blocks.iter_mut().try_for_each(|block| self.gathering.finish_next(cx, block.params()))?;
+        self.gathering.finish_next(cx, self.norm.params())?;
+        self.gathering.finish_next(cx, vec![self.head.weight_mut(&mut self.embed.weight)])
     }
 
     /// Begins to make them, for [`Decoder::forward`] with the same context: rows of other ranks come beside the layers before the one that needs them.
@@ -149,7 +152,13 @@ impl<B: Kernels> Decoder<B> {
         let mut groups = vec![self.embed.wanted()];
         groups.extend(self.blocks.iter().map(|block| block.wanted(cx)));
         groups.extend([self.norm.wanted(cx), self.head.wanted(cx, &self.embed.weight)]);
-        cx.begin_gathering(groups)
+        self.gathering = Gathering::begin(cx, groups)?;
+        Ok(())
+    }
+
+    /// Whether weights' copies have yet to come.
+    pub fn is_gathering(&self) -> bool {
+        self.gathering.is_under_way()
     }
 
     /// Drops all weights' copies.
@@ -202,16 +211,16 @@ impl<B: Kernels> Decoder<B> {
         control: &B::Buf<f32>,
         look: impl FnOnce(Inside<'_, B>) -> Result<()>,
     ) -> Result<(DecoderOut<B>, DecoderSaved<B>)> {
-        cx.finish_gathering(self.embed.params())?;
+        self.gathering.finish_next(cx, self.embed.params())?;
         let embedded = self.embed.forward(cx, &ids)?;
         let blocks = self.blocks.iter_mut().map(|block| {
-            cx.finish_gathering(block.params())?;
+            self.gathering.finish_next(cx, block.params())?;
             Ok(&*block)
         });
         let layers = through(cx, embedded, blocks)?;
-        cx.finish_gathering(self.norm.params())?;
+        self.gathering.finish_next(cx, self.norm.params())?;
         let Trunk { x_td, bad_ids, blocks, norm } = self.normed(cx, layers)?;
-        cx.finish_gathering(vec![self.head.weight_mut(&mut self.embed.weight)])?;
+        self.gathering.finish_next(cx, vec![self.head.weight_mut(&mut self.embed.weight)])?;
         look(Inside { x_td: &x_td, blocks: &blocks, head: &self.head, table: &self.embed.weight })?;
         let input = HeadInput { x_td: &x_td, targets, shards: cx.shards.local };
         let table = &mut self.embed.weight;

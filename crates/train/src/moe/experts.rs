@@ -5,7 +5,7 @@ use super::Plan;
 use crate::convert::LayerName;
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
-use crate::param::{Param, Wanted};
+use crate::param::{Gathering, Param, Wanted};
 
 use crate::spec::{ParamSpec, Part};
 use nibble_core::ops::{GroupedGemm, Swiglu, SwigluBackward};
@@ -96,8 +96,7 @@ impl<B: Kernels> Experts<B> {
     /// # Errors
     /// From the backend and other ranks.
     pub fn prepare(&mut self, cx: &Cx<'_, B>) -> Result<()> {
-        cx.begin_gathering(vec![self.wanted(cx)])?;
-        cx.finish_gathering(self.params())
+        Gathering::begin(cx, vec![self.wanted(cx)])?.finish_next(cx, self.params())
     }
 
     /// Its parameters, in canonical order.

@@ -1,6 +1,6 @@
 //! Sums of gradients over ranks, several weights at a time, beside the backward pass that makes the next ones.
 
-use super::Placement;
+use super::placement::Placement;
 use crate::fault::{Point, exchanging};
 use nibble_core::allocation::in_part;
 use nibble_core::ops::SumShards;

@@ -3,7 +3,7 @@
 use super::planes::{PARTS, PackedRows};
 use super::slices::{Piece, Slices, TILE};
 use crate::cx::Cx;
-use crate::record::FoundCells;
+use crate::record::{FoundCells, OF_FPROP};
 use nibble_core::formats::Codec;
 use nibble_core::ops::{
     Counts, Delayed, Emitted, Found, MeasureAmax, Planes, Quantize, Transpose, weight_planes,
@@ -60,7 +60,7 @@ impl<B: Kernels> OfRank<B> {
     pub fn keep_counts(&self, cx: &Cx<'_, B>, name: &str, cells: Option<FoundCells>) -> Result<()> {
         // No other rank has these rows.
         let cells = cells.map(|cells| FoundCells { is_counted: true, ..cells });
-        self.counted(cx.b)?.iter().for_each(|made| cx.keep_quantized(name, super::OF_FPROP, made, cells));
+        self.counted(cx.b)?.iter().for_each(|made| cx.keep_quantized(name, OF_FPROP, made, cells));
         Ok(())
     }
 

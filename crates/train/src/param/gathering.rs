@@ -65,6 +65,13 @@ impl<B: Kernels> Default for Gathering<B> {
     }
 }
 
+/// What is under way belongs to the one that waits for it: a copy has nothing to wait for.
+impl<B: Kernels> Clone for Gathering<B> {
+    fn clone(&self) -> Self {
+        Self::default()
+    }
+}
+
 /// Weights that are needed at once.
 #[derive(Debug)]
 struct Group<B: Kernels> {
@@ -134,7 +141,7 @@ impl<B: Kernels> Gathering<B> {
     ///
     /// # Errors
     /// From the backend and other ranks.
-    pub(crate) fn begin(cx: &Cx<'_, B>, groups: Vec<Vec<Wanted<'_, B>>>) -> Result<Self> {
+    pub fn begin(cx: &Cx<'_, B>, groups: Vec<Vec<Wanted<'_, B>>>) -> Result<Self> {
         let mut here = BTreeSet::new();
         let mut ways = Vec::with_capacity(groups.len());
         for group in groups {
@@ -156,7 +163,7 @@ impl<B: Kernels> Gathering<B> {
     }
 
     /// Whether a group is not finished.
-    pub(crate) fn is_under_way(&self) -> bool {
+    pub fn is_under_way(&self) -> bool {
         !self.groups.is_empty()
     }
 
@@ -165,7 +172,7 @@ impl<B: Kernels> Gathering<B> {
     ///
     /// # Errors
     /// From the backend and other ranks.
-    pub(crate) fn finish_next(&mut self, cx: &Cx<'_, B>, params: Vec<&mut Param<B>>) -> Result<()> {
+    pub fn finish_next(&mut self, cx: &Cx<'_, B>, params: Vec<&mut Param<B>>) -> Result<()> {
         match self.groups.pop_front() {
             None => Ok(()),
             Some(group) if !group.travels() => group.finish(cx, params),

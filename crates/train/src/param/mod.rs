@@ -4,6 +4,7 @@ mod buckets;
 mod codes;
 mod gathering;
 mod gradient;
+mod placement;
 mod planes;
 mod shipment;
 mod slices;
@@ -11,13 +12,13 @@ mod slices;
 pub use buckets::Buckets;
 pub use gathering::{Gathering, Wanted};
 pub use gradient::{Gradient, GradientPlan, Optimized, Writes, reduce_gradients};
+pub use placement::Placement;
 pub use slices::Slices;
 
 use crate::convert::EarlierScales;
 use crate::cx::Cx;
-use crate::delayed::Spans;
-use crate::record::FoundCells;
-use crate::shards::Shards;
+use crate::record::{FoundCells, OF_DGRAD, OF_FPROP};
+use crate::shards::Spans;
 use crate::spec::{Init, ParamSpec, Part, Update};
 use codes::OfRank;
 use gathering::{Copies, ProductCopies};
@@ -27,39 +28,6 @@ use nibble_core::recipe::{By, Precision, WeightPlan};
 use nibble_core::{BlockScaled, Comm, DType, Error, Kernels, Mesh, Operand, Result, Tensor};
 use shipment::{Cargo, Rows, Shipment, Whole};
 use std::borrow::Cow;
-
-/// By what counts and random bits know the copies of a weight: that of fprop, and dgrad's where it is quantized by itself.
-pub(crate) const OF_FPROP: &str = "w";
-/// See [`OF_FPROP`].
-pub(crate) const OF_DGRAD: &str = "wt";
-
-/// Which rows' gradients meet in a parameter, and where it lives.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Placement {
-    /// On every rank; gradients are summed over the shards by a tree.
-    Replicated,
-    /// Stacked experts, divided among the ranks that do so; gradients are summed over the parts of an expert's rows by a tree. The number is how
-    /// many experts are on this rank.
-    Experts(usize),
-}
-
-impl Placement {
-    /// Matrices on this rank.
-    pub fn stack(self) -> usize {
-        match self {
-            Self::Replicated => 1,
-            Self::Experts(local) => local,
-        }
-    }
-
-    /// Copies of each matrix's gradient that a step adds up on a rank of these shards.
-    pub fn shards<B: Kernels>(self, shards: &Shards<B>) -> usize {
-        match self {
-            Self::Replicated => shards.local,
-            Self::Experts(_) => shards.expert_parts.local,
-        }
-    }
-}
 
 /// A trainable tensor: the weight, its gradient, and what the optimizer remembers of it.
 #[derive(Debug, Clone)]

@@ -14,6 +14,7 @@ use nibble_core::allocation::phase;
 pub use nibble_dry::{Call, Flops, Work};
 pub use whole::{Fit, RECIPES, Trial, fits_whole};
 
+use crate::checkpoint::PIECE;
 use crate::checks::check_sizes;
 use crate::config::Config;
 use crate::error::{Error, Result};
@@ -21,7 +22,6 @@ use crate::ledger::{Ledger, in_words};
 use crate::param::Slices;
 use crate::rank::{RankState, RunMemory, on_dry};
 use crate::spec::{ModelSpec, ParamSpec, Update};
-use crate::trainer::PIECE;
 use nibble_core::{Backend, DeviceKind, Mesh, MeshShape, Recipe, Room};
 use nibble_dry::{Dry, Slow};
 use std::collections::BTreeMap;

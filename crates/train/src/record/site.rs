@@ -17,6 +17,11 @@ pub enum ChangeKind {
     },
 }
 
+/// By what counts and random bits know the copies of a weight: that of fprop, and dgrad's where it is quantized by itself.
+pub(crate) const OF_FPROP: &str = "w";
+/// See [`OF_FPROP`].
+pub(crate) const OF_DGRAD: &str = "wt";
+
 /// A place in the model where blocks are counted.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct CountSite {

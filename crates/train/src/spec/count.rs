@@ -1,54 +1,8 @@
 //! What of a model can be counted: its parameters by kind, with the keys they grow with, and the arithmetic of a token.
 
-use super::{LAYERS, ModelSpec, ParamSpec, Part, Run, Size};
+use super::{Group, LAYERS, ModelSpec, ParamSpec, Part, Run, Size};
 use crate::config::Config;
 use std::collections::HashMap;
-
-/// Parts that are counted together where sizes are told.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Group {
-    /// Embedding and head.
-    Tables,
-    /// Projections of attention, and norms of heads.
-    Attention,
-    /// MLPs of dense layers.
-    Mlps,
-    /// The experts that every token passes.
-    SharedExperts,
-    /// The experts that routers choose: these alone are divided over ranks.
-    Experts,
-    /// Routers.
-    Routers,
-    /// Norms of the residual stream.
-    Norms,
-}
-
-impl Group {
-    /// Every group, in the order of a forward pass.
-    pub const ALL: [Self; 7] = [
-        Self::Tables,
-        Self::Attention,
-        Self::Mlps,
-        Self::SharedExperts,
-        Self::Experts,
-        Self::Routers,
-        Self::Norms,
-    ];
-
-    /// As a message calls them.
-    #[must_use]
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Tables => "embedding and head",
-            Self::Attention => "attention",
-            Self::Mlps => "the MLPs",
-            Self::SharedExperts => "the shared experts",
-            Self::Experts => "the experts",
-            Self::Routers => "the routers",
-            Self::Norms => "the norms",
-        }
-    }
-}
 
 /// The parameters of a group.
 #[derive(Debug, Clone, PartialEq, Eq)]

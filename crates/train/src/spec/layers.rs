@@ -2,7 +2,7 @@
 //! d model, h heads, g key/value heads, c head_dim, u value_dim, f ffn, e experts.
 
 use super::{Extent, Group, LatentSpec, ParamSpec, Part, PartKind, Size};
-use crate::config::{Balance, QkNorm, RopeScaling};
+use crate::config::{Balance, QkNorm};
 use nibble_core::ops::{ExpertGroups, RouteRule, Scores};
 
 /// Sizes of attention.
@@ -22,17 +22,6 @@ pub struct GroupedQueryShape {
     pub qk_norm: QkNorm,
     /// Whether queries, keys and values have biases.
     pub qkv_bias: bool,
-}
-
-/// How queries and keys turn with their position; every layer has the same.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Rope {
-    /// Elements of a head that turn, in pairs.
-    pub dim: usize,
-    /// Base of the frequencies.
-    pub theta: f64,
-    /// How the frequencies are changed.
-    pub scaling: RopeScaling,
 }
 
 /// Attention in which several heads of queries share keys and values.

@@ -24,13 +24,13 @@ mod latent;
 mod layers;
 mod part;
 
-pub use count::{Group, Parameters};
+pub use count::Parameters;
 pub use latent::{LatentShape, LatentSpec, QueriesSpec, UpSpec};
 pub use layers::{
     AttentionSpec, BlockSpec, FeedSpec, GroupedQueryShape, GroupedQuerySpec, MlpSpec, MoeShape, MoeSpec,
-    Rope, RouterOptions,
+    RouterOptions,
 };
-pub use part::{Extent, Init, ParamSpec, Part, PartKind, Size, Update};
+pub use part::{Extent, Group, Init, ParamSpec, Part, PartKind, Rope, Size, Update};
 
 use crate::config::ModelConfig;
 use nibble_core::recipe;

@@ -1,7 +1,53 @@
 //! The leaves of a model's description: parts that have weights, and the shapes of those.
 
-use super::Group;
+use crate::config::RopeScaling;
 use nibble_core::recipe::{Layer, LayerKind};
+
+/// Parts that are counted together where sizes are told.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Group {
+    /// Embedding and head.
+    Tables,
+    /// Projections of attention, and norms of heads.
+    Attention,
+    /// MLPs of dense layers.
+    Mlps,
+    /// The experts that every token passes.
+    SharedExperts,
+    /// The experts that routers choose: these alone are divided over ranks.
+    Experts,
+    /// Routers.
+    Routers,
+    /// Norms of the residual stream.
+    Norms,
+}
+
+impl Group {
+    /// Every group, in the order of a forward pass.
+    pub const ALL: [Self; 7] = [
+        Self::Tables,
+        Self::Attention,
+        Self::Mlps,
+        Self::SharedExperts,
+        Self::Experts,
+        Self::Routers,
+        Self::Norms,
+    ];
+
+    /// As a message calls them.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Tables => "embedding and head",
+            Self::Attention => "attention",
+            Self::Mlps => "the MLPs",
+            Self::SharedExperts => "the shared experts",
+            Self::Experts => "the experts",
+            Self::Routers => "the routers",
+            Self::Norms => "the norms",
+        }
+    }
+}
 
 /// A size of the model, and the key of a configuration that says it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -299,4 +345,15 @@ impl Part {
 
 fn table(id: &str, vocabulary: Size, d_model: Size, std: f32) -> ParamSpec {
     ParamSpec::matrix(format!("{id}.weight"), Extent::of(&[vocabulary]), Extent::of(&[d_model]), std)
+}
+
+/// How queries and keys turn with their position; every layer has the same.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Rope {
+    /// Elements of a head that turn, in pairs.
+    pub dim: usize,
+    /// Base of the frequencies.
+    pub theta: f64,
+    /// How the frequencies are changed.
+    pub scaling: RopeScaling,
 }

@@ -11,8 +11,8 @@ use tokenizers::AddedToken;
 
 use super::SETTINGS_FILE;
 use super::growth::MOST_TOKEN;
-use super::settings::{object, read};
 use crate::error::{Error, Result};
+use crate::files;
 
 /// What older folders have instead of `added_tokens_decoder`.
 pub(crate) const NAMES_FILE: &str = "special_tokens_map.json";
@@ -26,6 +26,22 @@ const NAMED: [&str; 7] =
 const DECODER: &str = "added_tokens_decoder";
 /// Lists of tokens without a name, of today and before.
 const EXTRA: [&str; 2] = ["extra_special_tokens", "additional_special_tokens"];
+
+/// A file beside a tokenizer's.
+pub(super) fn read(tokenizer: &Path, name: &str) -> Result<Option<String>> {
+    let path = tokenizer.with_file_name(name);
+    let text = path.exists().then(|| files::read_text(&path, files::MOST_TEXT));
+    text.transpose().map_err(Error::io(&path))
+}
+
+/// The object that a file is.
+pub(super) fn object(path: &Path, text: &str) -> Result<Map<String, Value>> {
+    let fail = |why: String| Error::Tokenizer { path: path.to_owned(), why };
+    match serde_json::from_str(text).map_err(|e| fail(format!("is no JSON: {e}")))? {
+        Value::Object(keys) => Ok(keys),
+        _ => Err(fail("is no JSON object".into())),
+    }
+}
 
 /// The tokens that files list.
 #[derive(Debug, Clone, Default)]

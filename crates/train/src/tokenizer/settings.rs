@@ -5,10 +5,9 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
-use super::listed::Listed;
+use super::listed::{Listed, object, read};
 use super::{CHAT_TEMPLATE_FILE, SETTINGS_FILE, TOKENIZER_FILE, transformers_tokenizer};
 use crate::error::{Error, Result};
-use crate::files;
 
 /// The name of the chat template that has none.
 pub(super) const DEFAULT: &str = "default";
@@ -83,22 +82,6 @@ impl Settings {
             settings.text = Some(format!("{:#}\n", Value::from(keys)));
         }
         Ok(settings)
-    }
-}
-
-/// A file beside a tokenizer's.
-pub(super) fn read(tokenizer: &Path, name: &str) -> Result<Option<String>> {
-    let path = tokenizer.with_file_name(name);
-    let text = path.exists().then(|| files::read_text(&path, files::MOST_TEXT));
-    text.transpose().map_err(Error::io(&path))
-}
-
-/// The object that a file is.
-pub(super) fn object(path: &Path, text: &str) -> Result<Map<String, Value>> {
-    let fail = |why: String| Error::Tokenizer { path: path.to_owned(), why };
-    match serde_json::from_str(text).map_err(|e| fail(format!("is no JSON: {e}")))? {
-        Value::Object(keys) => Ok(keys),
-        _ => Err(fail("is no JSON object".into())),
     }
 }
 

@@ -1,7 +1,6 @@
 //! What every rank must have alike: data, tasks, configuration, recipe. Ranks that are processes have each read their own.
 
-use super::evaluating::Evaluator;
-use super::of_all_ranks::of_all_ranks;
+use super::ranks::of_all_ranks;
 use crate::config::Config;
 use crate::data::Dataset;
 use crate::error::{Error, Result};
@@ -21,7 +20,7 @@ struct Inputs {
     recipe: String,
 }
 
-/// Checks that all ranks train one model, on the same data, under the same recipe. Every rank calls this, and all get the same answer.
+/// Checks that all ranks train one model, on the same data, under the same recipe, and evaluate the same tasks. Every rank calls this, and all get the same answer.
 ///
 /// # Errors
 /// [`Error::Config`] that names the first rank which differs from rank 0, and in what; from the backend and other ranks.
@@ -29,7 +28,7 @@ pub(super) fn require_alike<B: Kernels>(
     b: &B,
     comm: &dyn Comm<B>,
     (config, recipe, data): (&Config, &Recipe, &Dataset),
-    evaluator: &Evaluator,
+    tasks_sha256: &str,
 ) -> Result<()> {
     if comm.world() == 1 {
         return Ok(());
@@ -37,7 +36,7 @@ pub(super) fn require_alike<B: Kernels>(
     let mine = || {
         let mut settings = config.settings()?;
         settings.retain(|key, _| !OWN.contains(&&**key));
-        settings.insert("the SHA-256 of eval.tasks".into(), evaluator.sha256());
+        settings.insert("the SHA-256 of eval.tasks".into(), tasks_sha256.into());
         let inputs = Inputs { data_sha256: data.sha256(), settings, recipe: recipe.to_toml() };
         serde_json::to_vec(&inputs).map_err(misread)
     };

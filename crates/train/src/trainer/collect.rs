@@ -1,24 +1,73 @@
 //! Pieces of a checkpoint's files, brought to their owners by the ranks that keep their values. Of every value one rank is asked. In a round each
 //! owner gets one piece, so that no rank holds more of the others' than that, nor sends more than all of them together.
 
-use super::saving::{Part, Run};
+use super::files::{FileTensor, Files, Part, Run, cut, kept_by, num_values};
+use super::pieces::{Pieces, Stopped};
 use crate::error::Result;
-use crate::param::{Param, Placement};
+use crate::fault::{Point, reach};
+use crate::param::Param;
 use crate::spec::Update;
 use half::bf16;
 use nibble_core::{Data, Kernels, Mesh, MeshShape};
 use std::ops::Range;
 
-/// The values, of a parameter of all ranks, that a rank keeps.
-pub(super) fn kept_by<B: Kernels>(param: &Param<B>, mesh: MeshShape, rank: usize) -> Range<usize> {
-    let (rows, cols) = param.shape();
-    let (dp, ep) = mesh.place(rank);
-    let (first, of) = match param.placement {
-        Placement::Replicated => (0, rank),
-        Placement::Experts(_) => (ep * rows * cols, dp),
+/// Brings all values of these files to their owners, pieces of so many at a time, and this rank's on to its writer. Histories of scales every rank has
+/// already. Every rank calls this.
+///
+/// # Errors
+/// From the backend and other ranks; what the writer says it tells at its end.
+pub(super) fn bring<B: Kernels>(
+    b: &B,
+    mesh: Mesh<'_, B>,
+    (params, scales): (&[&mut Param<B>], &[f32]),
+    (files, owners): (&Files, &[usize]),
+    (piece, pieces): (usize, Pieces<B>),
+) -> Result<()> {
+    let of_rank = |rank| -> Vec<&[FileTensor]> {
+        let files = files.named().into_iter().zip(owners);
+        files.filter(|(_, owner)| **owner == rank).map(|((_, file), _)| file).collect()
     };
-    let kept = param.slices.rows(of);
-    first + kept.start * cols..first + kept.end * cols
+    let of_ranks: Vec<_> = (0..mesh.all.world()).map(of_rank).collect();
+    let mut sequences: Vec<_> = of_ranks.iter().map(|files| sequence(files, piece)).collect();
+    let mut pieces = Some(pieces);
+    loop {
+        let round = sequences.iter_mut().map(|sequence| sequence.next().unwrap_or_default());
+        let (round, ends): (Vec<Vec<Run>>, Vec<bool>) = round.unzip();
+        if round.iter().all(Vec::is_empty) {
+            return Ok(());
+        }
+        let received = exchange(b, mesh, params, &round)?;
+        let (mine, ends) = (&round[mesh.all.rank()], ends[mesh.all.rank()]);
+        let read = |to: &mut [f32]| match mine.first() {
+            Some(((_, Part::Scales), _)) => {
+                let values = mine.iter().flat_map(|(_, range)| &scales[range.clone()]);
+                to.iter_mut().zip(values).for_each(|(to, from)| *to = *from);
+                Ok(())
+            }
+            _ => place(b, mesh, params, mine, &received, to),
+        };
+        if !mine.is_empty()
+            && let Some(Err(Stopped)) =
+                pieces.as_ref().map(|pieces| pieces.take_whole(num_values(mine), read))
+        {
+            // The writer has an error, which it tells at the end: until then the others want this rank's values.
+            pieces = None;
+        }
+        if ends {
+            reach(Point::FileCopied)?;
+        }
+    }
+}
+
+/// The pieces of a rank's files, in order, and whether each is the last of its file.
+fn sequence<'f>(files: &'f [&'f [FileTensor]], piece: usize) -> impl Iterator<Item = (Vec<Run>, bool)> + 'f {
+    files.iter().flat_map(move |file| {
+        let mut pieces = cut(file, piece).into_iter().peekable();
+        std::iter::from_fn(move || {
+            let runs = pieces.next()?;
+            Some((runs, pieces.peek().is_none()))
+        })
+    })
 }
 
 /// Values of runs that one rank keeps: of which run, which of its values, and where in the piece they go.
@@ -66,7 +115,7 @@ fn value_bytes<B: Kernels>(params: &[&mut Param<B>], runs: &[Run]) -> Result<usi
 ///
 /// # Errors
 /// From the backend and other ranks.
-pub(super) fn exchange<B: Kernels>(
+fn exchange<B: Kernels>(
     b: &B,
     mesh: Mesh<'_, B>,
     params: &[&mut Param<B>],
@@ -103,7 +152,7 @@ pub(super) fn exchange<B: Kernels>(
 ///
 /// # Errors
 /// From the backend.
-pub(super) fn place<B: Kernels>(
+fn place<B: Kernels>(
     b: &B,
     mesh: Mesh<'_, B>,
     params: &[&mut Param<B>],

@@ -4,12 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::Trainer;
-use super::any_rank::any_rank;
-use super::divergence::of_divergence;
-use super::observer::Observer;
-use super::options::Options;
+use super::options::{Observer, Options};
 use super::outputs::Outputs;
-use super::run::{due, tell_notes};
 use crate::config::Config;
 use crate::error::Result;
 use crate::evaluation::{Beginning, HeldOut, Request, Task};
@@ -55,26 +51,7 @@ impl Evaluator {
 
     /// SHA-256 of what the tasks ask and of what is right.
     pub fn sha256(&self) -> String {
-        crate::checkpoint::sha256_hex(format!("{:?}", self.tasks).as_bytes())
-    }
-
-    /// What is evaluated at the step that a run goes on from, if it is missing: the checkpoint was on the disk before it. False if the run was
-    /// asked to stop meanwhile.
-    pub fn what_is_owed<B: Kernels>(
-        &self,
-        trainer: &mut Trainer<'_, B>,
-        outputs: &mut Option<Outputs>,
-        resumed_at: Option<u64>,
-        observer: &mut dyn Observer,
-    ) -> Result<bool> {
-        let (step, (b, comm), config) = (trainer.step(), trainer.backend(), trainer.config());
-        let (steps, batches, every) = (config.train.steps, config.eval.batches, config.eval.every);
-        let owes = outputs.as_ref().is_some_and(|outputs| !outputs.has_held_out(step));
-        let may = resumed_at.is_some() && step < steps && due(step, every);
-        if !may || !any_rank(b, comm, owes)? {
-            return Ok(true);
-        }
-        Ok(self.evaluate(trainer, batches, outputs, observer)?.is_some())
+        crate::files::sha256_hex(format!("{:?}", self.tasks).as_bytes())
     }
 
     /// A held-out loss over so many batches of [`HeldOut::BATCH`] sequences (0: all there are), and the scores of the tasks, written, drawn and told;
@@ -125,8 +102,8 @@ impl Evaluator {
             }
             Ok(done == of || self.options.stop_asked_of_any(b, comm)? == 0)
         });
-        tell_notes(trainer, first, observer);
-        done.map_err(|error| of_divergence(error, trainer.config(), true))
+        trainer.tell_notes(first, observer);
+        done.map_err(|error| trainer.of_divergence(error, true))
     }
 
     /// The scores of all tasks by their names; none if the run was asked to stop before it had them.

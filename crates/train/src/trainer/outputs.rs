@@ -1,7 +1,6 @@
 //! The files of a run, which its first rank alone has.
 
-use super::observer::Observer;
-use super::options::Options;
+use super::options::{Observer, Options};
 use super::run_dir::{
     COMPANIONS_DIR, CONFIG_FILE, LAYERS_FILE, METRICS_FILE, PICTURE_FILE, RANKS_FILE, RECIPE_FILE, claim,
 };
@@ -35,12 +34,11 @@ pub(super) struct Outputs {
 
 impl Outputs {
     /// Continues the files of the run whose store this is; without one, finds a new run its directory, which this configuration
-    /// names from then on, and begins them.
+    /// names from then on, and begins them. The picture begins with the losses that a resumed run already has.
     pub fn open(
-        config: &mut Config,
-        recipe: &Recipe,
+        (config, recipe): (&mut Config, &Recipe),
         store: Option<Store>,
-        step: u64,
+        (step, entropy): (u64, Option<Entropy>),
         options: Options,
         observer: &mut dyn Observer,
     ) -> Result<Self> {
@@ -70,22 +68,13 @@ impl Outputs {
         let ranks =
             if config.run.ranks > 1 || times.exists() { Some(StepLog::open(&times, step)?) } else { None };
         let events = EventLog::create(&dir, step)?;
-        Ok(Self { dir, store, log, layers, ranks, events, curve: LossCurve::default(), held_out: None })
-    }
-
-    /// Begins the picture, with the losses that a resumed run already has. Returns what to tell of the file that holds them.
-    pub fn begin_picture(
-        &mut self,
-        recipe: &str,
-        entropy: Option<Entropy>,
-        unit: &'static str,
-    ) -> Result<Vec<String>> {
-        self.curve = LossCurve::new(&heading(&self.dir, recipe), entropy, unit);
-        let path = self.log.path();
-        let file = read_metrics(path)?;
-        file.metrics.iter().for_each(|metrics| self.curve.add(metrics));
-        self.held_out = file.metrics.iter().rev().find(|metrics| metrics.is_evaluation()).map(|m| m.step);
-        Ok(file.faults(path, "is no metrics; it stays, and nobody reads it"))
+        let mut curve = LossCurve::new(&heading(&dir, &recipe.name), entropy, config.unit());
+        let earlier = read_metrics(log.path())?;
+        earlier.metrics.iter().for_each(|metrics| curve.add(metrics));
+        let held_out = earlier.metrics.iter().rev().find(|metrics| metrics.is_evaluation()).map(|m| m.step);
+        let faults = earlier.faults(log.path(), "is no metrics; it stays, and nobody reads it");
+        faults.iter().for_each(|note| observer.note(note));
+        Ok(Self { dir, store, log, layers, ranks, events, curve, held_out })
     }
 
     /// Whether an earlier process has left the held-out loss of this step.

@@ -6,9 +6,6 @@ use nibble_core::Backend;
 use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-/// Values of a piece, at most; of several ranks, those of all the pieces that travel at once.
-pub(crate) const PIECE: usize = 4 << 20;
-
 /// Pieces that are always allowed: one is filled, one is written, and one holds BF16 values on their way.
 const FEWEST: usize = 3;
 

@@ -5,6 +5,7 @@ use crate::config::{Config, in_shell, read_text};
 use crate::error::{Error, Result};
 use crate::fault::{Point, reach};
 use crate::metrics::EVENTS_PREFIX;
+pub use crate::pretrained::COMPANIONS_DIR;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
@@ -29,9 +30,6 @@ pub const MEMORY_FILE: &str = "memory.txt";
 pub const PROCESSES_FILE: &str = "processes.jsonl";
 /// Every setting, and the lines that the console was told.
 pub const LOG_FILE: &str = "train.log";
-
-/// What lay beside the weights that a run began with, and its tokenizer's files, for who exports it.
-pub const COMPANIONS_DIR: &str = "model-files";
 
 /// What a run writes into its directory, beside events and checkpoints.
 const FILES: [&str; 9] = [

@@ -1,16 +1,78 @@
-//! What a trainer's model makes of given texts.
+//! What a trainer's model makes of tokens: losses of held-out ones, of given texts, and logits.
 
 use super::Trainer;
 use crate::data::{Encoded, LeftOut, Watch, read_source};
 use crate::error::{Error, Result};
-use crate::evaluation::{Beginning, Perplexity, Request, Windows, pack};
+use crate::evaluation::{Beginning, HeldOut, Perplexity, Request, Windows, pack};
+use crate::ledger::Ledger;
 use crate::rank::RankState;
 use crate::tokenizer::Tokenizer;
 use nibble_core::allocation::{part, phase};
+use nibble_core::ops::verify_ids;
 use nibble_core::{Error as CoreError, Kernels};
 use std::path::Path;
 
 impl<B: Kernels> Trainer<'_, B> {
+    /// Mean cross-entropy in nats over the targets of held-out sequences, all ranks together: `batches` batches of [`HeldOut::BATCH`] sequences
+    /// from all over the data, or all of it (0), the shorter tail included.
+    ///
+    /// # Errors
+    /// [`nibble_core::Error::NonFinite`] if the loss is not a number; [`Error::Data`] if none of the tokens is a target; from the backend and
+    /// other ranks.
+    pub fn evaluate(&mut self, batches: usize) -> Result<f64> {
+        let found = self.evaluate_while(batches, &mut |_, _| Ok(true))?;
+        found.and_then(|found| found.loss()).ok_or_else(|| {
+            Error::data(Path::new(&self.config().data.described()), "has no target among its held-out tokens")
+        })
+    }
+
+    /// What [`Trainer::evaluate`] takes the mean of, asking after every batch that is computed whether to go on, of how many; none once the answer
+    /// was no. Every rank asks after the same batches, and owes the same answer.
+    ///
+    /// # Errors
+    /// As [`Trainer::evaluate`], but for tokens without a target; what `go_on` returns.
+    pub fn evaluate_while(
+        &mut self,
+        batches: usize,
+        go_on: &mut dyn FnMut(usize, usize) -> Result<bool>,
+    ) -> Result<Option<HeldOut>> {
+        self.require_settled("evaluate")?;
+        phase(format_args!("the held-out loss"));
+        part("evaluation");
+        let RankState { context, model, activations, .. } = &mut self.rank;
+        let evaluated = context.b.within(activations, || Ok(context.evaluate(model, batches, go_on)))?;
+        evaluated.map_err(|error| self.without_room(error, "the held-out loss"))
+    }
+
+    /// Logits of the last of these tokens, one sequence, every rank alike.
+    ///
+    /// # Errors
+    /// If an id is no token of the vocabulary; from the backend.
+    pub fn next_logits(&mut self, ids: &[i32]) -> Result<Vec<f32>> {
+        self.require_settled("next_logits")?;
+        let RankState { context, model, activations, .. } = &mut self.rank;
+        let cx = context.inference_cx(ids.len())?;
+        let last = context.b.within(activations, || {
+            model.prepare(&cx)?;
+            let (logits, bad_ids) = model.last_logits(&cx, &cx.b.upload(ids)?)?;
+            model.release();
+            verify_ids(cx.b, "next_logits", "ids", &bad_ids, logits.cols)?;
+            logits.to_f32_vec(cx.b)
+        });
+        Ok(last?)
+    }
+
+    /// What a forward pass of this run keeps for its backward pass, measured by doing one; and the bytes the
+    /// allocator holds for it.
+    ///
+    /// # Errors
+    /// As [`Trainer::train_step`].
+    pub fn ledger(&mut self) -> Result<(Ledger, usize)> {
+        self.require_settled("ledger")?;
+        let batch = self.rank.context.plan()?.batch(self.rank.context.step, 0)?;
+        self.rank.ledger_of(&batch)
+    }
+
     /// The log-likelihood in nats of what is scored of each request, behind what comes before it. Of a request that is longer than a sequence and
     /// its last target the beginning is left out. `tell` hears after every batch how many are done, of how many.
     ///

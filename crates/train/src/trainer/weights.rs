@@ -1,13 +1,12 @@
 //! Parameters and moments to and from checkpoints: logical tensors, so that the number of ranks may change.
 
 use super::Trainer;
-use super::collect::kept_by;
-use super::pieces::PIECE;
-use super::saving::Part;
-use crate::checkpoint::{Checkpoint, Position, Tensors, hexadecimal, little_endian};
+use super::files::{Part, kept_by};
+use crate::checkpoint::{Checkpoint, PIECE, Tensors, little_endian};
 use crate::delayed::{DelayedRecords, History};
 use crate::error::Result;
-use crate::family::{Named, config_json};
+use crate::family::Named;
+use crate::files::hexadecimal;
 use crate::param::{Param, Placement};
 use crate::pretrained::Initial;
 use half::bf16;
@@ -135,22 +134,6 @@ impl<B: Kernels> Trainer<'_, B> {
         Ok(hexadecimal(&sha.finalize()))
     }
 
-    /// Where the run stands.
-    pub fn position(&self) -> Result<Position> {
-        Ok(Position {
-            step: self.rank.context.step,
-            passed_over: self.rank.context.passed_over,
-            tokens: self.rank.context.step * self.rank.context.config.tokens_per_step(),
-            seed: self.rank.context.config.seed,
-            cursor: self.rank.context.step * self.rank.context.config.sequences_per_step(),
-            schedule: self.rank.context.config.schedule(),
-            recipe: self.rank.context.plans.recipe().name.clone(),
-            recipe_toml: self.rank.context.plans.recipe().to_toml(),
-            data_sha256: self.rank.context.data()?.sha256(),
-            config: self.rank.context.config.resolved_toml()?,
-        })
-    }
-
     /// Continues from a checkpoint, written by any number of ranks.
     ///
     /// # Errors
@@ -225,12 +208,5 @@ impl<B: Kernels> Trainer<'_, B> {
                 model.finish()
             }
         }
-    }
-
-    /// The model's sizes as its family names them.
-    pub fn config_json(&self) -> String {
-        let config = &self.rank.context.config;
-        let json = config_json(self.rank.model.family, &config.model, config.positions());
-        format!("{json:#}\n")
     }
 }

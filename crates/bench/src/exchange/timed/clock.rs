@@ -1,6 +1,6 @@
 //! Times of what ranks do together: many calls back to back, begun by all at once, as long as on the slowest.
 
-use crate::median;
+use crate::figures::median;
 use nibble_core::{Backend, Comm, Result};
 use serde_json::{Value, json};
 use std::time::Instant;

@@ -3,7 +3,7 @@
 use super::Limits;
 use super::clock::Times;
 use super::planned::{Size, Stage, Trip, Way};
-use crate::step::tell;
+use crate::ranks::tell;
 use nibble_command::device::{Device, On};
 use nibble_command::say;
 use nibble_core::DeviceKind;

@@ -1,10 +1,12 @@
 //! Blocks to codes by code that is made for an element and a length of blocks: a twin of `Codec::quantize_block`.
 
 use super::round::{E2m1, E4m3, E5m2, Nearest, OneByOne, Round, Small, Threshold, with_rounding};
-use super::spec::Tally;
 use crate::simd::per_isa;
 use nibble_core::ops::Counts;
 use nibble_formats::{Codec, Format, Rounding, Scale, ScalePlaneMut, Stream};
+
+/// Blocks counted in the order of [`Counts`].
+pub(crate) type Tally = [u64; 3];
 
 /// What this code knows: an element in blocks of one length, under one power of two or one single a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

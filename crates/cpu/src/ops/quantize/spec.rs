@@ -3,6 +3,7 @@
 
 use super::delayed::Met;
 use super::drawn::Drawn;
+pub(crate) use super::encode::Tally;
 use super::planes::{both, get_code, plane, put_codes, put_counts, put_scale, scales_of};
 use super::source::Scales;
 use super::spans::{Span, Spans};
@@ -152,9 +153,6 @@ impl<'a> Casting<'a> {
         }
     }
 }
-
-/// Blocks counted in the order of [`Counts`].
-pub(crate) type Tally = [u64; 3];
 
 fn count(tally: &mut Tally, codec: Codec, codes: &[u8], nonfinite: bool) {
     tally[Counts::<Cpu>::NON_ZERO] += u64::from(codes.iter().any(|&code| !codec.element().is_zero(code)));

@@ -1,7 +1,7 @@
 //! Many copies of lines of bytes in one launch (`csrc/kernels/plain/copy_many.cuh`): see [`nibble_core::Backend::copy_many`].
 
-use crate::backend::Buf;
 use crate::compile::jit::KernelSpec;
+use crate::device::buf::Buf;
 use crate::launch::{KernelArg, Launch, plain_args};
 use crate::ops::Instance;
 use crate::{Buffer, Device};

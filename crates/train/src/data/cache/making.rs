@@ -7,14 +7,15 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use super::{FILES, LeftOut, MANIFEST, Manifest, VERSION, bytes_of, sealed};
-use crate::checkpoint::hexadecimal;
+use super::{FILES, LeftOut, MANIFEST, Manifest, VERSION, bytes_of};
 use crate::data::encode::Encoded;
 use crate::data::reading::{BadRow, Place, Reading, Sink, Watch};
+use crate::data::sealed;
 use crate::data::stream::width_of;
 use crate::error::{Error, Result};
 use crate::fault::{Point, reach};
 use crate::files;
+use crate::files::hexadecimal;
 
 const PROGRESS: &str = "progress.json";
 

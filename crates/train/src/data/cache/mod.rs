@@ -17,9 +17,7 @@
 //! CACHES/files/NAME.json          SHA-256 of a file, remembered
 //! ```
 
-mod fingerprint;
 mod making;
-mod sealed;
 
 use std::fs::{self, File, TryLockError};
 use std::io;
@@ -30,15 +28,17 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-pub(super) use fingerprint::{Stamp, remembering, sha256_hex_of, sha256_of};
+use super::fingerprint::{Stamp, remembering, sha256_of};
 
-use super::reading::{BadRow, Reading, Watch};
+pub use super::reading::LeftOut;
+use super::reading::{Reading, Watch};
 use super::region::Region;
+use super::sealed;
 use super::source::{DataFile, Source, kind_of};
 use super::stream::TokenStream;
-use crate::checkpoint::sha256_hex;
 use crate::error::{Error, Result};
 use crate::files;
+use crate::files::sha256_hex;
 use making::Making;
 
 /// Of the format, and of what makes it: caches of another one are made anew.
@@ -87,29 +87,6 @@ impl Manifest {
             (1, 0) => self.files[0].clone(),
             _ => sha256_hex(self.files.concat().as_bytes()),
         }
-    }
-}
-
-/// What of the rows of a source is not among its tokens.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LeftOut {
-    /// Rows that could not be read.
-    pub rows: u64,
-    /// The first of them.
-    pub first: Vec<BadRow>,
-    /// Documents without a token.
-    pub empty: u64,
-}
-
-/// Rows that could not be read, of which it is remembered which they were.
-const MOST_TOLD: usize = 20;
-
-impl LeftOut {
-    /// Counts rows that could not be read.
-    pub(super) fn add(&mut self, bad: Vec<BadRow>) {
-        self.rows += bad.len() as u64;
-        let room = MOST_TOLD.saturating_sub(self.first.len());
-        self.first.extend(bad.into_iter().take(room));
     }
 }
 

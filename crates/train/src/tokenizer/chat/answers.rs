@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-use super::{BEGIN, ChatTemplate, Conversation, END, MARKED, PLAIN, Rendered};
+use super::builtins::{BEGIN, END};
+use super::{ChatTemplate, Conversation, MARKED, PLAIN, Rendered};
 use crate::error::{Error, Result};
 
 /// Bytes of the texts of a conversation that a template writes anew as it grows.

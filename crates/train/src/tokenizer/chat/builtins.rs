@@ -8,7 +8,21 @@ use minijinja::{AutoEscape, Environment, Error, ErrorKind, State, Value, filters
 use minijinja_contrib::pycompat::unknown_method_callback;
 
 use super::bounds::{Bounds, ITEM_BYTES, exceeded, is_namespace};
-use super::{BARE_FILTER, BEGIN, END, MARK_FILTER, MOST_WORK, RAISED, date, guard, python};
+use super::{date, guard, python};
+
+/// The filters that stand where `{% generation %}` stood.
+pub(super) const BARE_FILTER: &str = "nibble_answer";
+pub(super) const MARK_FILTER: &str = "nibble_marked_answer";
+
+/// Around an answer while it is looked for; characters that Unicode keeps out of texts.
+pub(super) const BEGIN: char = '\u{fdd0}';
+pub(super) const END: char = '\u{fdd1}';
+
+/// Instructions that one conversation takes, at most: a template is a program of others, which need not end. Most are stopped earlier, by `bounds`.
+pub(super) const MOST_WORK: u64 = 100_000_000;
+
+/// Before what a template raises.
+pub(super) const RAISED: &str = "raised: ";
 
 /// Bytes of a macro, which is kept until its template ends.
 const MACRO_BYTES: u64 = 1024;

@@ -19,6 +19,7 @@ use std::time::SystemTime;
 use minijinja::{ErrorKind, Value};
 
 use self::bounds::{EXCEEDED, Warrant};
+use self::builtins::{BARE_FILTER, MARK_FILTER, RAISED};
 use self::engine::{Engine, Failure};
 use crate::error::{Error, Result};
 
@@ -54,17 +55,6 @@ impl fmt::Debug for ChatTemplate {
 /// The numbers of the engine's programs: the template, and it with marks around answers.
 const PLAIN: usize = 0;
 const MARKED: usize = 1;
-
-/// The filters that stand where `{% generation %}` stood.
-const BARE_FILTER: &str = "nibble_answer";
-const MARK_FILTER: &str = "nibble_marked_answer";
-
-/// Around an answer while it is looked for; characters that Unicode keeps out of texts.
-const BEGIN: char = '\u{fdd0}';
-const END: char = '\u{fdd1}';
-
-/// Instructions that one conversation takes, at most: a template is a program of others, which need not end. Most are stopped earlier, by `bounds`.
-const MOST_WORK: u64 = 100_000_000;
 
 impl ChatTemplate {
     /// A template, which stands in the file `path`. `tokens`: what it may name, such as `bos_token`.
@@ -178,9 +168,6 @@ fn said(failure: &Failure) -> String {
         kind => format!("{line}{kind}: {detail}"),
     }
 }
-
-/// Before what a template raises.
-const RAISED: &str = "raised: ";
 
 /// The template with a block of this filter for each `{% generation %}`, and whether there was one. Of blocks of other names there are none in the engine.
 fn without_generation(text: &str, filter: &str) -> (String, bool) {

@@ -3,7 +3,7 @@
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::checkpoint::sha256_hex;
+use crate::files::sha256_hex;
 
 #[derive(Serialize, Deserialize)]
 struct Sealed<T> {

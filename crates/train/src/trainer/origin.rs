@@ -1,8 +1,8 @@
 //! Where a run begins: from nothing, or from the newest whole checkpoint of its directory. The first rank looks for that and
 //! compares its files with their checksums; the others are told which it is.
 
-use super::any_rank::any_rank;
-use super::observer::{Observer, Summary};
+use super::options::{Observer, Summary};
+use super::ranks::any_rank;
 use super::run_dir::{METRICS_FILE, PICTURE_FILE, has_begun, stored_config};
 use crate::checkpoint::{Checkpoint, Store, latest_valid};
 use crate::checks::{checked_recipe, load_recipe};

@@ -9,15 +9,15 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::sealed;
-use crate::checkpoint::{hexadecimal, sha256_hex};
 use crate::error::{Error, Result};
 use crate::files;
+use crate::files::{hexadecimal, sha256_hex};
 
 /// Less than this is read anew: that takes no time, and leaves nothing behind.
 const REMEMBERED_BYTES: u64 = 16 << 20;
 
 /// Where SHA-256 of files is remembered, which have so many bytes together, if it is.
-pub(in crate::data) fn remembering(caches: Option<&Path>, bytes: u64) -> Option<&Path> {
+pub(super) fn remembering(caches: Option<&Path>, bytes: u64) -> Option<&Path> {
     caches.filter(|_| bytes >= REMEMBERED_BYTES)
 }
 
@@ -26,7 +26,7 @@ const SETTLED: Duration = Duration::from_secs(2);
 
 /// What says that a file is the one that it was.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(in crate::data) struct Stamp {
+pub(super) struct Stamp {
     size: u64,
     /// Nanoseconds since 1970.
     modified: u128,
@@ -86,7 +86,7 @@ struct Remembered {
 ///
 /// # Errors
 /// [`Error::Data`] where it cannot be read.
-pub(in crate::data) fn sha256_of(path: &Path, caches: Option<&Path>) -> Result<(Stamp, String)> {
+pub(super) fn sha256_of(path: &Path, caches: Option<&Path>) -> Result<(Stamp, String)> {
     let unread = |e: std::io::Error| Error::data(path, format!("cannot be read: {e}"));
     let stamp = Stamp::of(path)?;
     let place = caches.and_then(|caches| {
@@ -115,7 +115,7 @@ pub(in crate::data) fn sha256_of(path: &Path, caches: Option<&Path>) -> Result<(
 }
 
 /// SHA-256 of all that is read.
-pub(in crate::data) fn sha256_hex_of(reader: &mut dyn Read) -> std::io::Result<String> {
+pub(super) fn sha256_hex_of(reader: &mut dyn Read) -> std::io::Result<String> {
     let (mut hash, mut buffer) = (Sha256::new(), vec![0; 1 << 20]);
     loop {
         match reader.read(&mut buffer)? {

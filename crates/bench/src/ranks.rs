@@ -1,0 +1,19 @@
+//! What the ranks of a measurement tell: one of them for all, and the slowest's time.
+
+use nibble_command::device::{Device, On};
+use nibble_command::error::Result;
+
+/// Says it once for all ranks.
+macro_rules! tell {
+    ($on:expr, $($text:tt)*) => {
+        if $on.is_first() {
+            nibble_command::say!($($text)*);
+        }
+    };
+}
+pub(crate) use tell;
+
+/// The most that any rank has of it.
+pub(crate) fn slowest<B: Device>(on: &On<'_, B>, seconds: f64) -> Result<f64> {
+    Ok(on.on_all_ranks(seconds)?.into_iter().fold(f64::NEG_INFINITY, f64::max))
+}

@@ -1,0 +1,48 @@
+//! Buffers that share their bytes until one is written to.
+
+use super::buffer::Buffer;
+use nibble_core::{Plain, Result};
+use std::fmt;
+
+/// A reference-counted device buffer; a clone shares the bytes.
+pub struct Buf<T: Plain> {
+    buffer: Buffer<T>,
+}
+
+impl<T: Plain> Buf<T> {
+    /// Takes over a buffer.
+    pub fn new(buffer: Buffer<T>) -> Self {
+        Self { buffer }
+    }
+
+    /// The buffer, to read from.
+    pub fn get(&self) -> &Buffer<T> {
+        &self.buffer
+    }
+
+    /// The buffer, to write to where it is: by whoever made it, or a part of what nobody else has.
+    pub(crate) fn in_place(&mut self) -> &mut Buffer<T> {
+        &mut self.buffer
+    }
+
+    /// The buffer, to write to. If another handle shares the bytes, this one gets a copy of its own first.
+    pub fn make_mut(&mut self) -> Result<&mut Buffer<T>> {
+        if !self.buffer.is_sole() {
+            self.buffer.device().traffic().copy_on_write();
+            self.buffer = self.buffer.copied()?;
+        }
+        Ok(&mut self.buffer)
+    }
+}
+
+impl<T: Plain> Clone for Buf<T> {
+    fn clone(&self) -> Self {
+        Self { buffer: self.buffer.shared() }
+    }
+}
+
+impl<T: Plain> fmt::Debug for Buf<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.get().fmt(f)
+    }
+}

@@ -1,0 +1,304 @@
+//! Checkpoints as they are written, put in their places and removed.
+
+use super::divided::{self, divided};
+use super::files::{TensorSpec, sync_dir, write_synced, write_tensors};
+use super::state::{FileEntry, Position, STATE_FILE, State};
+use super::{CONFIG_FILE, DIR, MODEL, OPTIM, SCALES, list, name_of};
+use crate::error::{Error, Result};
+use crate::fault::{Point, reach};
+use crate::files::remove_abandoned;
+use std::collections::BTreeMap;
+use std::fs::{self, File, TryLockError};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+const TMP_PREFIX: &str = ".tmp-";
+/// A checkpoint moved aside while another of the same step takes its place.
+const REPLACED_PREFIX: &str = ".tmp-replaced-";
+const LOCK_FILE: &str = ".lock";
+
+/// All that a checkpoint holds but the values of its tensors, which come while it is written.
+#[derive(Debug, Clone)]
+pub struct Outline {
+    /// F32 master weights, in order of their names.
+    pub model: Vec<TensorSpec>,
+    /// Optimizer moments, in order of their names.
+    pub optim: Vec<TensorSpec>,
+    /// Histories of delayed scales, in order of their names; without any there is no such file.
+    pub scales: Vec<TensorSpec>,
+    /// Bytes of values in a file of tensors, at most; 0: all of a kind in one.
+    pub file_bytes: usize,
+    /// `config.json`.
+    pub config_json: String,
+    /// The tokenizer's files, by their names.
+    pub tokenizer: Vec<(&'static str, String)>,
+    /// Where the run stands.
+    pub position: Position,
+}
+
+impl Outline {
+    fn tensors(&self) -> [&[TensorSpec]; 3] {
+        [&self.model, &self.optim, &self.scales]
+    }
+
+    /// The files of tensors.
+    fn files(&self) -> Vec<(String, &[TensorSpec])> {
+        tensor_files(self.tensors(), |spec| spec, self.file_bytes)
+    }
+}
+
+/// The checkpoints of one run, open for writing by one process at a time. Clones share it.
+#[derive(Debug, Clone)]
+pub struct Store {
+    dir: PathBuf,
+    /// Locked as long as a clone lives; the system unlocks it when the process ends, however it ends.
+    _lock: Arc<File>,
+}
+
+impl Store {
+    /// Opens (and creates) the checkpoints of the run in `run_dir`, and removes what killed writers left.
+    ///
+    /// # Errors
+    /// [`Error::Checkpoint`] where another process is writing here; [`Error::Io`].
+    pub fn open(run_dir: &Path) -> Result<Self> {
+        let in_use = || Error::checkpoint(&run_dir.join(DIR), "another process is writing checkpoints here");
+        Self::try_open(run_dir)?.ok_or_else(in_use)
+    }
+
+    /// [`Store::open`]; none where another process is writing.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn try_open(run_dir: &Path) -> Result<Option<Self>> {
+        let dir = run_dir.join(DIR);
+        crate::files::make_folder(&dir).map_err(Error::io(&dir))?;
+        sync_dir(run_dir)?;
+        reach(Point::DirectoryMade)?;
+        let lock_path = dir.join(LOCK_FILE);
+        let lock =
+            File::options().create(true).append(true).open(&lock_path).map_err(Error::io(&lock_path))?;
+        reach(Point::LockMade)?;
+        match lock.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => return Ok(None),
+            Err(TryLockError::Error(source)) => return Err(Error::Io { path: lock_path, source }),
+        }
+        let store = Self { dir, _lock: Arc::new(lock) };
+        remove_abandoned(run_dir).map_err(Error::io(run_dir))?;
+        store.clean()?;
+        Ok(Some(store))
+    }
+
+    /// Whether a run in this directory has ever opened its checkpoints.
+    #[must_use]
+    pub fn is_in(run_dir: &Path) -> bool {
+        run_dir.join(DIR).join(LOCK_FILE).exists()
+    }
+
+    /// Writes a checkpoint whose tensors' values come from `next`: those of the model, of the optimizer, and of the scales, one tensor
+    /// after the other as the outline has them, in pieces of any length that end where a file ends. Nothing more of them is
+    /// held. Removes all but the newest `keep` (0 = keep all). Returns its directory.
+    ///
+    /// # Errors
+    /// [`Error::Io`] (a full disk, say), [`Error::Checkpoint`] for tensors that contradict themselves, and what `next` returns; the earlier
+    /// checkpoints are untouched then.
+    pub fn save<P: AsRef<[f32]>>(
+        &self,
+        outline: &Outline,
+        next: &mut dyn FnMut() -> Result<P>,
+        keep: usize,
+    ) -> Result<PathBuf> {
+        let dir = self.begin(outline)?;
+        let files = outline.files();
+        let written =
+            files.iter().map(|(name, tensors)| write_file(&dir, name, tensors, &mut *next)).collect();
+        self.finish(outline, written, keep)
+    }
+
+    /// Makes the directory in which the files of a checkpoint are written before it has its name. Returns it.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub(crate) fn begin(&self, outline: &Outline) -> Result<PathBuf> {
+        let dir = self.unnamed(outline);
+        remove(&dir)?;
+        reach(Point::CheckpointBegins)?;
+        crate::files::make_folder(&dir).map_err(Error::io(&dir))?;
+        Ok(dir)
+    }
+
+    /// Ends a checkpoint whose files of tensors are `written`, whoever wrote them and in whatever order: writes all others, `state.json` last,
+    /// and gives it its name. Removes all but the newest `keep` (0 = keep all). Returns its directory.
+    ///
+    /// # Errors
+    /// That of the files; [`Error::Io`]; [`Error::Checkpoint`] if a file is missing. The earlier checkpoints are untouched then, and nothing is
+    /// left of this one.
+    pub(crate) fn finish(
+        &self,
+        outline: &Outline,
+        written: Result<Vec<FileEntry>>,
+        keep: usize,
+    ) -> Result<PathBuf> {
+        let (dir, name) = (self.unnamed(outline), name_of(outline.position.step));
+        let written = written.and_then(|entries| write_rest(&dir, outline, entries));
+        let written = written.and_then(|()| self.publish(&dir, &name));
+        if written.is_err() {
+            // The first error is the one to tell; what cannot be removed now goes when the store is next opened.
+            let _ = remove(&dir);
+        }
+        let path = written?;
+        self.prune(keep, &path)?;
+        reach(Point::CheckpointEnds)?;
+        Ok(path)
+    }
+
+    /// Removes what there is of a checkpoint that will not be ended. What cannot be removed goes when the store is next opened.
+    pub(crate) fn abandon(&self, outline: &Outline) {
+        let _ = remove(&self.unnamed(outline));
+    }
+
+    /// The directory of a checkpoint before it has its name.
+    fn unnamed(&self, outline: &Outline) -> PathBuf {
+        self.dir.join(format!("{TMP_PREFIX}{}", name_of(outline.position.step)))
+    }
+
+    /// The error of a checkpoint whose values stop coming: whoever sent them has failed, and tells why.
+    pub(crate) fn given_up(&self, outline: &Outline) -> Error {
+        let path = self.dir.join(name_of(outline.position.step));
+        Error::checkpoint(&path, "was given up before all of its values had come")
+    }
+
+    /// Renames a complete directory to its final name.
+    fn publish(&self, tmp: &Path, name: &str) -> Result<PathBuf> {
+        let path = self.dir.join(name);
+        let replaced = self.dir.join(format!("{REPLACED_PREFIX}{name}"));
+        if path.exists() {
+            remove(&replaced)?;
+            fs::rename(&path, &replaced).map_err(Error::io(&path))?;
+        }
+        let moved = || {
+            if replaced.exists() {
+                reach(Point::MovedAside)?;
+            }
+            fs::rename(tmp, &path).map_err(Error::io(&path))
+        };
+        if let Err(error) = moved() {
+            // Back at once; where that fails, too, it is put back when the store is next opened.
+            let _ = fs::rename(&replaced, &path);
+            return Err(error);
+        }
+        reach(Point::Renamed)?;
+        sync_dir(&self.dir)?;
+        remove(&replaced)?;
+        Ok(path)
+    }
+
+    /// Removes all but `keep` checkpoints, the one just saved and those before it. Later ones are of a run that this one
+    /// went back from, damaged perhaps: they neither count nor go.
+    fn prune(&self, keep: usize, saved: &Path) -> Result<()> {
+        let mut all = list(&self.dir)?;
+        all.truncate(all.iter().position(|(_, path)| path == saved).map_or(all.len(), |i| i + 1));
+        let surplus = if keep == 0 { 0 } else { all.len().saturating_sub(keep) };
+        for (_, path) in &all[..surplus] {
+            // Under its own name it is whole or gone.
+            let doomed = self.dir.join(format!("{TMP_PREFIX}pruned"));
+            remove(&doomed)?;
+            fs::rename(path, &doomed).map_err(Error::io(path))?;
+            reach(Point::Pruned)?;
+            remove(&doomed)?;
+        }
+        Ok(())
+    }
+
+    /// Removes what killed writers left behind, and puts back what one had moved aside.
+    fn clean(&self) -> Result<()> {
+        for entry in fs::read_dir(&self.dir).map_err(Error::io(&self.dir))? {
+            let entry = entry.map_err(Error::io(&self.dir))?;
+            let name = entry.file_name().to_string_lossy().into_owned();
+            if let Some(original) = name.strip_prefix(REPLACED_PREFIX) {
+                let original = self.dir.join(original);
+                if !original.exists() {
+                    fs::rename(entry.path(), &original).map_err(Error::io(&original))?;
+                    continue;
+                }
+            }
+            if name.starts_with(TMP_PREFIX) {
+                remove(&entry.path())?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Writes a file of tensors, whose values come from `next`, and waits until it is on the disk.
+pub(crate) fn write_file<P: AsRef<[f32]>>(
+    dir: &Path,
+    name: &str,
+    tensors: &[TensorSpec],
+    next: &mut dyn FnMut() -> Result<P>,
+) -> Result<FileEntry> {
+    let entry = write_tensors(dir, name, tensors, next)?;
+    reach(Point::FileWritten)?;
+    Ok(entry)
+}
+
+/// Writes the files beside those of tensors, `state.json` last, all synced.
+fn write_rest(dir: &Path, outline: &Outline, written: Vec<FileEntry>) -> Result<()> {
+    let Outline { file_bytes, config_json, tokenizer, position, .. } = outline;
+    let mut written: BTreeMap<String, FileEntry> =
+        written.into_iter().map(|entry| (entry.name.clone(), entry)).collect();
+    let mut entries = Vec::new();
+    for (kind, tensors) in kinds(outline.tensors()) {
+        let files = divided(tensors, |spec| spec, *file_bytes);
+        for number in 0..files.len() {
+            let name = divided::name_of(kind, number, files.len());
+            let missing = || Error::checkpoint(&dir.join(&name), "was not written");
+            entries.push(written.remove(&name).ok_or_else(missing)?);
+        }
+        if files.len() > 1 {
+            let index = divided::index(kind, &files);
+            entries.push(write_synced(dir, &divided::index_name(kind), index.as_bytes())?);
+        }
+    }
+    let of_tokenizer = tokenizer.iter().map(|(name, text)| (*name, text));
+    for (name, text) in std::iter::once((CONFIG_FILE, config_json)).chain(of_tokenizer) {
+        entries.push(write_synced(dir, name, text.as_bytes())?);
+        reach(Point::FileWritten)?;
+    }
+    let state = State::new(position.clone(), entries).to_json(&dir.join(STATE_FILE))?;
+    write_synced(dir, STATE_FILE, state.as_bytes())?;
+    reach(Point::ManifestWritten)?;
+    sync_dir(dir)?;
+    reach(Point::BeforeRename)
+}
+
+/// The kinds of tensors that have files, and their tensors. Where there are no scales there is no file of them.
+fn kinds<T>(tensors: [&[T]; 3]) -> impl Iterator<Item = (&'static str, &[T])> {
+    let all = [MODEL, OPTIM, SCALES].into_iter().zip(tensors);
+    all.filter(|(kind, tensors)| *kind != SCALES || !tensors.is_empty())
+}
+
+/// The files of tensors of a checkpoint by name, each with its tensors, in the order in which `state.json` has them. `tensors`: those of the
+/// model, of the optimizer, and of the scales; of so many bytes of values in a file at most (0: all of a kind in one).
+pub(crate) fn tensor_files<T>(
+    tensors: [&[T]; 3],
+    spec: impl Fn(&T) -> &TensorSpec + Copy,
+    most_bytes: usize,
+) -> Vec<(String, &[T])> {
+    let mut all = Vec::new();
+    for (kind, tensors) in kinds(tensors) {
+        let files = divided(tensors, spec, most_bytes);
+        let named = |(number, tensors)| (divided::name_of(kind, number, files.len()), tensors);
+        all.extend(files.iter().copied().enumerate().map(named));
+    }
+    all
+}
+
+/// Removes a directory or a file, if it is there.
+fn remove(path: &Path) -> Result<()> {
+    let removed = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
+    match removed {
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io(path)(e)),
+        _ => Ok(()),
+    }
+}

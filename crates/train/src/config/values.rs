@@ -1,0 +1,54 @@
+//! TOML values under dotted keys.
+
+use std::collections::BTreeMap;
+use toml::{Table, Value};
+
+/// The key of this name in a table of that one.
+pub(super) fn join(prefix: &str, name: &str) -> String {
+    if prefix.is_empty() { name.to_owned() } else { format!("{prefix}.{name}") }
+}
+
+/// The value at a dotted key.
+pub(super) fn lookup<'a>(value: &'a Value, key: &str) -> Option<&'a Value> {
+    key.split('.').try_fold(value, |value, name| value.as_table()?.get(name))
+}
+
+/// Puts `value` at a dotted key, making the tables on the way.
+pub(super) fn insert(table: &mut Table, key: &str, value: Value) {
+    match key.split_once('.') {
+        None => {
+            table.insert(key.to_owned(), value);
+        }
+        Some((head, rest)) => {
+            let child = table.entry(head).or_insert_with(|| Value::Table(Table::new()));
+            if !child.is_table() {
+                *child = Value::Table(Table::new());
+            }
+            if let Value::Table(child) = child {
+                insert(child, rest, value);
+            }
+        }
+    }
+}
+
+/// A value as TOML; a number with no more digits than it needs.
+pub(super) fn in_short(value: &Value) -> String {
+    match value {
+        Value::Float(number) => format!("{number:?}"),
+        other => other.to_string(),
+    }
+}
+
+/// Every leaf below `value` under its dotted key.
+pub(super) fn flatten(prefix: &str, value: &Value, into: &mut BTreeMap<String, String>) {
+    match value {
+        Value::Table(table) => {
+            for (name, value) in table {
+                flatten(&join(prefix, name), value, into);
+            }
+        }
+        leaf => {
+            into.insert(prefix.to_owned(), in_short(leaf));
+        }
+    }
+}

@@ -1,0 +1,233 @@
+//! Steps: issued to the device, and their records read; done again where an exchange among ranks had too little room.
+
+use super::recorded::Recorded;
+use super::{Issue, Issued, Trainer};
+use crate::data::Loader;
+use crate::error::Result;
+use crate::fault::learning_rate;
+use crate::metrics::{LayerMetrics, Metrics, RankTimes};
+use crate::rank::{RankState, Step};
+use crate::record::{Report, Told};
+use nibble_core::allocation::{phase, set_step};
+use nibble_core::{Error as CoreError, Kernels};
+use std::time::{Duration, Instant};
+
+impl<B: Kernels> Trainer<'_, B> {
+    /// One optimizer step, and its record.
+    ///
+    /// # Errors
+    /// As [`Trainer::issue_step`] and [`Trainer::settle`].
+    pub fn train_step(&mut self) -> Result<Metrics> {
+        self.issue(Issue::Replayed)?;
+        self.settle_all()
+    }
+
+    /// One optimizer step, issued operation by operation also where steps are recorded and replayed.
+    ///
+    /// # Errors
+    /// As [`Trainer::train_step`].
+    pub fn eager_step(&mut self) -> Result<Metrics> {
+        self.issue(Issue::Eager)?;
+        self.settle_all()
+    }
+
+    /// The record of the last step issued.
+    fn settle_all(&mut self) -> Result<Metrics> {
+        let mut last = None;
+        while let Some(metrics) = self.settle()? {
+            last = Some(metrics);
+        }
+        // The step just issued has a record.
+        last.ok_or_else(|| CoreError::shape("train_step", "record", "none", "that of the step").into())
+    }
+
+    /// Issues an optimizer step. The host waits for nothing: what the step found is for [`Trainer::settle`] to tell, at the
+    /// latest before the step after the next. A step whose gradients are not finite changes no weight, and neither does any
+    /// later one.
+    ///
+    /// # Errors
+    /// From the backend, the data, or other ranks; if two steps' records have not been read.
+    pub fn issue_step(&mut self) -> Result<()> {
+        self.issue(Issue::Replayed)
+    }
+
+    fn issue(&mut self, how: Issue) -> Result<()> {
+        let step = self.rank.context.step;
+        phase(format_args!("step {step}"));
+        set_step(Some(step));
+        self.issue_whole(how).map_err(|error| {
+            self.has_failed = true;
+            self.without_room(error, format!("step {step}"))
+        })
+    }
+
+    fn issue_whole(&mut self, how: Issue) -> Result<()> {
+        const RING: usize = 2;
+        if self.issued.len() >= RING {
+            let expected = format!("fewer than {RING}: settle one first");
+            return Err(CoreError::shape("issue_step", "unread records", self.issued.len(), expected).into());
+        }
+        let started = Instant::now();
+        self.rank.make_buffers()?;
+        let Self { rank, recorded, loader, saving, asked, issue_times, .. } = self;
+        let RankState { context, model, buffers: Some(buffers), activations, .. } = rank else {
+            return Err(CoreError::shape("issue_step", "buffers", "none", "made").into());
+        };
+        let lr = learning_rate(context.config.schedule().lr(context.step));
+        let loader = match loader {
+            Some(loader) => loader,
+            None => loader.insert(Loader::new(context.plan()?)),
+        };
+        let told = Told { asked: *asked, writing: saving.is_writing() };
+        let alone = context.mesh.all.world() == 1;
+        let spent = match alone {
+            true => [0; 2],
+            false => issue_times.issue(context.step, started, context.mesh.all.waited()),
+        };
+        let asked_for = Instant::now();
+        let batches = loader.take(context.step)?;
+        let waited = asked_for.elapsed();
+        let (step, counted) = (context.step, batches.counted);
+        if counted == 0 {
+            // There is no mean over no target, and so no gradient of it. Moments and weight decay would move the weights all the same, and in a
+            // layer of experts the balancing loss alone would: the step is passed over as a whole, by every rank alike, as each has counted the
+            // targets of all.
+            buffers.pass_over(context.b, step)?;
+            (context.step, context.passed_over) = (step + 1, context.passed_over + 1);
+            let issuing = started.elapsed();
+            self.issued.push_back(Issued { step, report: None, how, lr, counted, started, waited, issuing });
+            return Ok(());
+        }
+        buffers.write_inputs(context, (lr, told, spent), &batches)?;
+        // A recording measures nothing.
+        let is_replayed = how == Issue::Replayed && !context.config.train.measures_in(context.step);
+        let mut whole = || -> Result<Duration> {
+            if context.b.can_record() && alone && is_replayed {
+                return Recorded::run(recorded, context, model, buffers, saving);
+            }
+            let mut step = Step::new(context, model, buffers)?;
+            step.run(|| saving.wait_copied())?;
+            step.end();
+            Ok(Duration::ZERO)
+        };
+        let recording = context.b.within(activations, || Ok(whole()))??;
+        let len = buffers.optimizer.report_len();
+        let first = context.step as usize % RING * len;
+        let report = context.b.begin_download(&buffers.optimizer.reports, first..first + len)?;
+        context.step += 1;
+        // While a step is recorded the device works on the one before, whose time that is.
+        let issuing = started.elapsed().saturating_sub(recording);
+        let report = Some(report);
+        self.issued.push_back(Issued { step, report, how, lr, counted, started, waited, issuing });
+        Ok(())
+    }
+
+    /// Waits for the oldest step whose record has not been read, and reads it; none if there is no such step.
+    ///
+    /// Where experts are divided among ranks, a step may have had too little room for what its routers chose. Then it is done again with more,
+    /// with what was issued after it, and what it gives is of that. So every rank calls this after the same steps.
+    ///
+    /// # Errors
+    /// That of a rank that has failed meanwhile: nothing of the record is believed then. [`nibble_core::Error::NonFinite`] naming the first tensor
+    /// that is not finite, of whichever rank, and the step: no weight has changed since; [`nibble_core::Error::Capacity`] if an expert layer of one rank had more rows than its buffers hold; as
+    /// [`Trainer::issue_step`] where a step is done again; those of a checkpoint under way, which a step that fails or is done again ends.
+    pub fn settle(&mut self) -> Result<Option<Metrics>> {
+        let Some(Issued { step, report, how, lr, counted, started, waited, issuing }) =
+            self.issued.pop_front()
+        else {
+            return Ok(None);
+        };
+        let seen = (step + 1) * self.config().tokens_per_step();
+        let (lr, waited) = (Some(lr), Some(waited.as_secs_f64()));
+        let of_step = |rest| {
+            let (step, n_tokens_seen, data_seconds) = (step + 1, Some(seen), waited);
+            Metrics { step, lr, n_tokens_seen, data_seconds, ..rest }
+        };
+        let Some(report) = report else {
+            return Ok(Some(of_step(Metrics { target_fraction: Some(0.0), ..Metrics::default() })));
+        };
+        let values = self.rank.context.b.finish_download(report)?;
+        if let Err(error) = self.rank.context.mesh.all.check() {
+            // The error of the step that could not be issued is the one to tell.
+            return if self.has_failed { Ok(None) } else { Err(error.into()) };
+        }
+        let Some(buffers) = &self.rank.buffers else { return Ok(None) };
+        let report = Report::new(buffers.layout, buffers.sites(), &values)?;
+        if let Some(needed) = report.overflow().filter(|_| self.rank.context.mesh.ep.world() > 1) {
+            // The error of the step that could not be issued is the one to tell.
+            if self.has_failed {
+                return Ok(None);
+            }
+            let step = report.step();
+            self.repeat((step, needed), (how, started))?;
+            return self.settle();
+        }
+        self.any_told = report.told();
+        self.rank_times = RankTimes::of_report(&report);
+        let (config, verified) = (&self.rank.context.config, report.verify());
+        let told = verified.is_err()
+            || LayerMetrics::is_due(report.step() + 1, config.train.steps)
+            || config.train.measures_in(report.step());
+        self.layers = told.then(|| LayerMetrics::of_step(&report));
+        if let Err(error) = verified {
+            // Every rank has read it: all of them end the checkpoint under way, which is of an earlier step. Its own error comes second. A rank
+            // that has failed in a step meets nobody.
+            if !self.has_failed {
+                let _ = self.saving.finish_owned(&self.rank.context);
+            }
+            return Err(error.into());
+        }
+        // From record to record; a backend that computes while the host issues has spent that time on the step after.
+        let (now, later) = (Instant::now(), self.issued.front().map_or(Duration::ZERO, |next| next.issuing));
+        let since = self.settled.map_or(started, |settled| settled.max(started));
+        let seconds = (now - since).saturating_sub(later).max(issuing).as_secs_f64();
+        self.settled = Some(now);
+        let tps = config.tokens_per_step() as f64 / seconds;
+        Ok(Some(of_step(Metrics {
+            tps: Some(tps),
+            tflops: Some(tps * config.flops_per_token() / 1e12),
+            seconds: Some(seconds),
+            ..Metrics::of_step(&report, config, counted)
+        })))
+    }
+
+    /// Does a step again in which a rank was sent `needed` times its share and had less room, and what was issued after it. Every rank has read the
+    /// same record.
+    fn repeat(&mut self, (step, needed): (u64, f64), (how, started): (Issue, Instant)) -> Result<()> {
+        // Of an earlier step, and not to be lost if there is no memory for more room.
+        if let Some(path) = self.saving.finish_owned(&self.rank.context)? {
+            self.saving.ended = Some(path);
+        }
+        // Steps after it have changed nothing either.
+        let later: Vec<Issued<B>> = self.issued.drain(..).collect();
+        let hows: Vec<Issue> = std::iter::once(how).chain(later.iter().map(|issued| issued.how)).collect();
+        let RankState { context, buffers, .. } = &mut self.rank;
+        for Issued { report, .. } in later {
+            match report {
+                Some(report) => context.b.finish_download(report).map(drop)?,
+                None => context.passed_over -= 1,
+            }
+        }
+        context.make_room(needed, &format!("step {}", step + 1));
+        context.step = step;
+        if let Some(buffers) = buffers {
+            buffers.restart(context.b, step)?;
+        }
+        hows.into_iter().try_for_each(|how| self.issue(how))?;
+        if let Some(first) = self.issued.front_mut() {
+            // What the first attempt took is time of the step.
+            first.started = started;
+        }
+        Ok(())
+    }
+
+    /// What whoever runs this should be told of the exchanges among ranks since this was asked last.
+    pub fn take_notes(&mut self) -> Vec<String> {
+        std::mem::take(&mut self.rank.context.notes)
+    }
+
+    /// What the record that was read last says layer by layer, if its step is one to tell of ([`LayerMetrics::is_due`]), or has failed.
+    pub fn take_layers(&mut self) -> Option<LayerMetrics> {
+        self.layers.take()
+    }
+}
