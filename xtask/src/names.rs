@@ -22,7 +22,7 @@ const ALLOWED: [(&str, &str); 20] = [
     ("crates/formats/src/lift.rs", "what blocks are lifted to"),
     ("crates/choice/src/quantize.rs", "kernels of a GPU for one format"),
     ("crates/choice/src/transcode.rs", "conversions"),
-    ("crates/choice/src/swiglu.rs", "kernels of a GPU that make more than one thing"),
+    ("crates/choice/src/swiglu_path.rs", "kernels of a GPU that make more than one thing"),
     ("crates/core/src/ops/transcode.rs", "the table of conversions"),
     ("crates/core/src/recipe/shipped.rs", "recipes that are called as their format is"),
     ("crates/core/src/recipe/validate.rs", "scale rules of conversions"),

@@ -78,7 +78,7 @@ struct Shadow<B: Kernels> {
 enum Turned<B: Kernels> {
     /// Kept until the end of the step.
     There(Operand<B>),
-    /// Of this type, decoded from the copy of fprop wherever a backward pass asks ([`Section::decoded_for_dgrad`]): passes over one weight, in
+    /// Of this type, decoded from the copy of fprop wherever a backward pass asks ([`WeightPlan::decoded`]): passes over one weight, in
     /// each micro-batch, that spare the memory of all weights.
     Decoded(DType),
 }

@@ -30,7 +30,7 @@ impl Reader {
 }
 
 /// A tensor of a layer on its way to what reads it. `To` is a [`Pair`] of what is there, or what a kernel makes of it that computes it
-/// ([`Computed`]).
+/// ([`Computed`](super::Computed)).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Conversion<To = Pair> {
     /// The tensor: `x`, `dy`, …
