@@ -14,7 +14,7 @@ use nibble_core::{BlockScaled, DType, Error, Groups, Kernels, Operand, Result, R
 
 /// A tensor on its way to a product, by the names that its counts and its random bits have.
 #[derive(Debug, Clone, Copy)]
-pub struct Place<'a> {
+pub struct TensorName<'a> {
     /// The layer.
     pub layer: &'a str,
     /// The tensor.
@@ -27,9 +27,9 @@ pub struct Place<'a> {
 /// By what a layer's conversions are known.
 #[derive(Debug, Clone, Copy)]
 pub struct LayerName<'a> {
-    /// [`Place::layer`].
+    /// [`TensorName::layer`].
     pub layer: &'a str,
-    /// [`Place::linear`].
+    /// [`TensorName::linear`].
     pub linear: &'a str,
 }
 
@@ -40,9 +40,9 @@ impl<'a> LayerName<'a> {
     }
 
     /// A tensor of it.
-    pub const fn of(self, tensor: &'static str) -> Place<'a> {
+    pub const fn of(self, tensor: &'static str) -> TensorName<'a> {
         let Self { layer, linear } = self;
-        Place { layer, tensor, linear }
+        TensorName { layer, tensor, linear }
     }
 }
 
@@ -78,7 +78,7 @@ impl<B: Kernels> Cx<'_, B> {
 
     fn follow_both(
         &self,
-        at: Place<'_>,
+        at: TensorName<'_>,
         x: &Operand<B>,
         (pair, only_for): (&Pair, [Option<Numbers>; 2]),
         groups: Option<&Groups<B>>,
@@ -103,7 +103,7 @@ impl<B: Kernels> Cx<'_, B> {
     /// Takes a tensor along a route. `only_for`: the numbers of the products that alone read what is made.
     fn follow(
         &self,
-        at: Place<'_>,
+        at: TensorName<'_>,
         x: &Operand<B>,
         (route, only_for): (&Route, Option<Numbers>),
         groups: Option<&Groups<B>>,
@@ -179,7 +179,7 @@ impl<B: Kernels> Cx<'_, B> {
     /// A plain tensor in one form: in its type, or quantized along the axis that the precision has.
     pub fn form(
         &self,
-        at: Place<'_>,
+        at: TensorName<'_>,
         x: &Tensor<B>,
         to: &Precision,
         groups: Option<&Groups<B>>,
@@ -189,7 +189,7 @@ impl<B: Kernels> Cx<'_, B> {
 
     fn quantized(
         &self,
-        at: Place<'_>,
+        at: TensorName<'_>,
         x: &Tensor<B>,
         (to, only_for): (&Precision, Option<Numbers>),
         groups: Option<&Groups<B>>,
@@ -203,7 +203,7 @@ impl<B: Kernels> Cx<'_, B> {
     /// Quantizes a plain tensor by itself; `only_for`: as [`Quantize::only_for`].
     pub fn quantize(
         &self,
-        at: Place<'_>,
+        at: TensorName<'_>,
         x: &Tensor<B>,
         to: &Precision,
         (planes, only_for): (Planes, Option<Numbers>),
@@ -222,7 +222,7 @@ impl<B: Kernels> Cx<'_, B> {
     /// that it goes into, none where it is negative.
     pub fn quantize_pack(
         &self,
-        at: Place<'_>,
+        at: TensorName<'_>,
         x: &Tensor<B>,
         to: &Precision,
         groups: Option<&Groups<B>>,
@@ -240,13 +240,13 @@ impl<B: Kernels> Cx<'_, B> {
     /// What quantizes a plain tensor by itself, and where what it finds goes.
     fn quantization<'s>(
         &'s self,
-        at: Place<'_>,
+        at: TensorName<'_>,
         x: &'s Tensor<B>,
         to: &Precision,
         planes: Planes,
         groups: Option<&'s Groups<B>>,
     ) -> Result<(Quantize<'s, B>, Option<FoundCells>)> {
-        let Place { layer, tensor, linear } = at;
+        let TensorName { layer, tensor, linear } = at;
         let random = self.random(layer, tensor, to);
         let hadamard = to.rht.map(|transform| self.hadamard(&transform, fnv1a32(linear)));
         let op = Quantize { groups, random, hadamard, ..Quantize::new(x, to.codec()?, planes) };
@@ -285,7 +285,7 @@ impl<B: Kernels> Cx<'_, B> {
     /// Converts row blocks to another block format or axis.
     pub fn transcode(
         &self,
-        at: Place<'_>,
+        at: TensorName<'_>,
         x: &BlockScaled<B>,
         to: &Precision,
         groups: Option<&Groups<B>>,

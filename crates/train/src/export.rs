@@ -5,7 +5,7 @@
 //! name beside it, and renamed when all of it is on the disk.
 
 use crate::checkpoint::{
-    BLOCK, Checkpoint, SCALE_SUFFIX, Stored, TensorSpec, Tensors, divided, header, little_endian, metadata,
+    BLOCK, Checkpoint, SCALE_SUFFIX, TensorAt, TensorSpec, Tensors, divided, header, little_endian, metadata,
     scale_shape,
 };
 use crate::config::{Config, ModelConfig};
@@ -317,7 +317,7 @@ impl Placed<'_> {
 }
 
 fn write_plain(
-    (tensors, stored): (&mut Tensors, &Stored),
+    (tensors, stored): (&mut Tensors, &TensorAt),
     spec: &TensorSpec,
     file: &mut Placed<'_>,
     place: u64,
@@ -352,7 +352,7 @@ fn write_plain(
 /// Codes, a band of blocks at a time, and their scales.
 fn write_blocks<B: Kernels>(
     b: &B,
-    (tensors, name, stored): (&mut Tensors, &str, &Stored),
+    (tensors, name, stored): (&mut Tensors, &str, &TensorAt),
     shape: &[usize],
     rule: ScaleRule,
     file: &mut Placed<'_>,

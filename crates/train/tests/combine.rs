@@ -9,7 +9,7 @@ use nibble_core::{DType, DeviceKind, MeshShape, Operand, Recipe, Tensor};
 use nibble_cpu::Cpu;
 use nibble_train::checks::checked_recipe;
 use nibble_train::config::Config;
-use nibble_train::convert::Place;
+use nibble_train::convert::TensorName;
 use nibble_train::cx::Cx;
 use nibble_train::layers::Layer;
 use nibble_train::metrics::{LayerMetrics, SiteMetrics};
@@ -118,7 +118,7 @@ fn gradients_are_rounded_at_random_by_slot() {
     let x = Tensor::from_f32(&cpu, &[17.0 / 16.0; 4 * 32], 4, 32).unwrap();
     let rounded = |step| -> Vec<f32> {
         let cx = Cx { step, ..rig::cx(&cpu, &recipe, 1, 4) };
-        let at = Place { layer: "moe.experts", tensor: "dx", linear: "moe.experts" };
+        let at = TensorName { layer: "moe.experts", tensor: "dx", linear: "moe.experts" };
         let made = cx.form(at, &x, &recipe.expert.at(Site::CombineBwd), None).unwrap();
         let Operand::Block(x) = made else { panic!("no blocks") };
         Dequantize { x: &x, dtype: DType::F32 }.run(&cpu).unwrap().to_f32_vec(&cpu).unwrap()

@@ -25,11 +25,11 @@ use nibble_core::ops::{
 use nibble_core::recipe::{self, By, Computed, LayerKind, Precision, Section, Site, Transform, WgradA};
 use nibble_core::{DType, Groups, Operand, Recipe, Tensor};
 use nibble_cpu::Cpu;
-use nibble_train::convert::Place;
+use nibble_train::convert::TensorName;
 use nibble_train::cx::Cx;
 use nibble_train::layers::{Layer, Linear, Mlp};
 use nibble_train::ledger::{Ledger, Saved};
-use nibble_train::moe::{Exchange, Experts, Moe, MoeShape, Plan};
+use nibble_train::moe::{Exchange, ExchangePlan, Experts, Moe, MoeShape};
 use nibble_train::param::{Param, Placement};
 use nibble_train::spec::{Group, MlpSpec, MoeSpec};
 use rig::{cx, normals};
@@ -156,7 +156,7 @@ fn values(cpu: &Cpu, x: &Tensor<Cpu>) -> Vec<f32> {
 /// A plain tensor as the recipe wants it, under the names that its random bits and the signs of its transform have.
 fn made(
     cx: &Cx<'_, Cpu>,
-    at: Place<'_>,
+    at: TensorName<'_>,
     x: &Tensor<Cpu>,
     to: Precision,
     groups: Option<&Groups<Cpu>>,
@@ -178,7 +178,7 @@ fn made(
 /// What arrived or was saved as `origin`, as the recipe wants it.
 fn converted(
     cx: &Cx<'_, Cpu>,
-    at: Place<'_>,
+    at: TensorName<'_>,
     x: &Operand<Cpu>,
     [origin, to]: [Precision; 2],
     groups: &Groups<Cpu>,
@@ -267,7 +267,7 @@ fn dense_linear_layer() {
 
         let (_, saved) = layer.forward(&cx, x.clone()).unwrap();
         let saved_x = section.at(Site::SavedX);
-        let at = |tensor| Place { layer: "w", tensor, linear: "w" };
+        let at = |tensor| TensorName { layer: "w", tensor, linear: "w" };
         let expected = Mat::of(&cpu, &made(&cx, at("x"), &x, saved_x, Some(groups)));
         assert_eq!(Mat::of(&cpu, &saved.x).at, expected.at, "{name}: what is saved is what the recipe says");
         let x_cols = converted(&cx, at("x"), &saved.x, [saved_x, section.at(Site::WgradX)], groups);
@@ -298,7 +298,7 @@ fn dense_feed_forward_layer() {
         let (x, dy) = (uneven(&cpu, "x", D, fall), uneven(&cpu, "dy", D, |r| 27 - 2 * fall(r)));
         let (_, saved) = layer.forward(&cx, x.clone()).unwrap();
         let [gate_up, down] = ["mlp.gate_up_proj", "mlp.down_proj"]
-            .map(|linear| move |tensor| Place { layer: linear, tensor, linear });
+            .map(|linear| move |tensor| TensorName { layer: linear, tensor, linear });
         let expected = Mat::of(&cpu, &made(&cx, gate_up("x"), &x, section.at(Site::SavedX), Some(groups)));
         assert_eq!(
             Mat::of(&cpu, &saved.gate_up.x).at,
@@ -307,12 +307,12 @@ fn dense_feed_forward_layer() {
         );
         assert_eq!(saved.h.format(), section.at(Site::SavedH).format, "{name}: h");
         let sites = [Site::SavedX, Site::WgradX].map(|site| section.at(site));
-        let kept = |at: Place<'_>, x: &Operand<Cpu>| converted(&cx, at, x, sites, groups);
+        let kept = |at: TensorName<'_>, x: &Operand<Cpu>| converted(&cx, at, x, sites, groups);
         let (x_cols, a_cols) = (kept(gate_up("x"), &saved.gate_up.x), kept(down("x"), &saved.down.x));
         let h = saved.h.clone();
         let dx = layer.backward(&cx, saved, dy.clone()).unwrap();
 
-        let both = |at: Place<'_>, dy: &Tensor<Cpu>| {
+        let both = |at: TensorName<'_>, dy: &Tensor<Cpu>| {
             [Site::DgradDy, Site::WgradDy].map(|site| made(&cx, at, dy, section.at(site), Some(groups)))
         };
         let [dy_rows, dy_cols] = both(down("dy"), &dy);
@@ -386,7 +386,7 @@ fn assert_written(
     to: Precision,
     groups: &Groups<Cpu>,
 ) {
-    let at = Place { layer: "written", tensor: "written", linear: "written" };
+    let at = TensorName { layer: "written", tensor: "written", linear: "written" };
     let want = Mat::of(cx.b, &made(cx, at, exact, to, Some(groups)));
     assert!(Mat::of(cx.b, got).at == want.at, "{what}: not the F32 output in the recipe's form, {to}");
 }
@@ -400,11 +400,11 @@ fn experts_backward(
     experts: &Experts<Cpu>,
     (saved_x, saved_h): (&Operand<Cpu>, &Operand<Cpu>),
     dy_rd: &Operand<Cpu>,
-    plan: &Plan<Cpu>,
+    plan: &ExchangePlan<Cpu>,
 ) -> Expected {
     let (cpu, groups, at) = (cx.b, &plan.map.groups, |site| section.at(site));
-    let gate_up = |tensor| Place { layer: &experts.name, tensor, linear: &experts.gate_up.name };
-    let down = |tensor| Place { layer: &experts.name, tensor, linear: &experts.down.name };
+    let gate_up = |tensor| TensorName { layer: &experts.name, tensor, linear: &experts.gate_up.name };
+    let down = |tensor| TensorName { layer: &experts.name, tensor, linear: &experts.down.name };
     let from_dispatched = |site| converted(cx, down("dy"), dy_rd, [at(Site::DispatchBwd), at(site)], groups);
     let (dy_rows, dy_cols) = (from_dispatched(Site::DgradDy), from_dispatched(Site::WgradDy));
 
@@ -481,7 +481,7 @@ struct Scene {
     moe: Moe<Cpu>,
     x: Tensor<Cpu>,
     dy: Tensor<Cpu>,
-    plan: Plan<Cpu>,
+    plan: ExchangePlan<Cpu>,
     x_rd: Operand<Cpu>,
     dy_rd: Operand<Cpu>,
 }
@@ -496,7 +496,7 @@ fn scene(cx: &Cx<'_, Cpu>, section: &Section) -> Scene {
     let align = if section.has_blocks() { 128 } else { 1 };
     let plan = exchange.plan(&moe.router.forward(cx, &x).unwrap().routing, align).unwrap();
     let arrive = |t: &Tensor<Cpu>, tensor, site| {
-        let at = Place { layer: "moe.experts", tensor, linear: "moe.experts" };
+        let at = TensorName { layer: "moe.experts", tensor, linear: "moe.experts" };
         exchange.dispatch(&plan, &made(cx, at, t, section.at(site), None)).unwrap()
     };
     let (x_rd, dy_rd) = (arrive(&x, "x", Site::DispatchFwd), arrive(&dy, "dy", Site::DispatchBwd));
@@ -610,7 +610,7 @@ fn whole_mixture_of_experts() {
         let k = SHAPE.top_k;
         let mut dgate = vec![0.0; TOKENS * k];
         let mut combined = Mat::zeros(TOKENS, D);
-        let at = Place { layer: "moe.experts", tensor: "dx", linear: "moe.experts" };
+        let at = TensorName { layer: "moe.experts", tensor: "dx", linear: "moe.experts" };
         let dx_sent = made(&cx, at, &dx_rd, section.at(Site::CombineBwd), Some(&plan.map.groups));
         let dx_rows = Mat::of(&cpu, &dx_sent);
         for (r, &slot) in plan.map.row_slot.as_slice().iter().enumerate().filter(|(_, slot)| **slot >= 0) {

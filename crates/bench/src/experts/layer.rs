@@ -9,7 +9,7 @@ use nibble_train::convert::LayerName;
 use nibble_train::cx::Cx;
 use nibble_train::layers::Layer as _;
 use nibble_train::ledger::{Ledger, Saved};
-use nibble_train::moe::{Exchange, Experts, Moe, MoeShape, Placed, Plan};
+use nibble_train::moe::{Exchange, ExchangePlan, Experts, Moe, MoeShape, Placed};
 use nibble_train::shards::Shards;
 use nibble_train::spec::MoeSpec;
 use std::sync::Arc;
@@ -68,7 +68,7 @@ enum Timed<B: Kernels> {
     Experts {
         experts: Box<Experts<B>>,
         layer: Arc<LayerPlan>,
-        plan: Box<Plan<B>>,
+        plan: Box<ExchangePlan<B>>,
         x: Operand<B>,
         dy: Operand<B>,
     },
@@ -192,7 +192,7 @@ pub fn chosen<B: Backend>(b: &B, expert: &[i32], weight: &[f32]) -> Result<Routi
 fn arrived<B: Kernels>(
     cx: &Cx<'_, B>,
     (tensor, to): (&'static str, &Precision),
-    plan: &Plan<B>,
+    plan: &ExchangePlan<B>,
     rows: &Operand<B>,
 ) -> Result<Operand<B>> {
     let at = LayerName::new(EXPERTS).of(tensor);

@@ -3,7 +3,7 @@
 use super::charts::{self, Line, drawn, middle, percent, with_numbers};
 use super::precision::{self, Group, ranges, without_number};
 use super::ranks;
-use super::series::{self, Place, Series};
+use super::series::{self, Chart, Series};
 use super::{Recorded, beginning};
 use crate::processes;
 use maud::{Markup, PreEscaped, html};
@@ -25,9 +25,9 @@ pub fn render(run: &Recorded) -> Result<String> {
     let of_losses = [("train", "#5078b0", &curve.train[..]), ("held out", "#143c8c", &curve.valid)];
     let of_losses = of_losses.into_iter().map(|(name, color, points)| (name, color.to_owned(), points));
     let series = series::all(&files.metrics);
-    let of = |place: Place| series.iter().filter(move |(p, _)| *p == place).map(|(_, s)| s);
-    let charts = |place: Place| html! { div.charts { @for s in of(place) { (chart(s)) } } };
-    let names = of(Place::Loss).map(|s| s.name.as_str()).collect::<Vec<_>>().join(" ");
+    let of = |place: Chart| series.iter().filter(move |(p, _)| *p == place).map(|(_, s)| s);
+    let charts = |place: Chart| html! { div.charts { @for s in of(place) { (chart(s)) } } };
+    let names = of(Chart::Loss).map(|s| s.name.as_str()).collect::<Vec<_>>().join(" ");
     let body = html! {
         header {
             h1 { (title) }
@@ -41,23 +41,23 @@ pub fn render(run: &Recorded) -> Result<String> {
             (section("Loss", "Training and held-out loss. H is the least that any model can reach and U what frequencies alone give, \
                 where they are known. In this picture and all below: the pointer shows numbers, dragging over steps enlarges them, and a double click \
                 brings all back.", html! { figure.wide data-series=(names) { (with_numbers(&losses, of_losses)) } }))
-            (section("Speed", "The first steps also prepare the machine.", charts(Place::Speed)))
+            (section("Speed", "The first steps also prepare the machine.", charts(Chart::Speed)))
             @if let Some(times) = ranks::times(&run.ranks) {
                 (section("Ranks", "How long each rank took for a step, and how much of that it waited for others. The rank that is busy longest \
                     decides for all.", times))
             }
             @if files.config.model.experts > 0 {
                 (section("Experts", "How the router spreads tokens. Even is best: the fullest expert decides how long a step takes.",
-                    html! { (charts(Place::Experts)) (expert_load(run)) }))
+                    html! { (charts(Chart::Experts)) (expert_load(run)) }))
             }
             (section("Memory", "What a forward pass keeps for its backward pass, by shape. Gradients, weights and optimizer are in the \
-                prediction below.", html! { (memory(run)) (charts(Place::Memory)) }))
+                prediction below.", html! { (memory(run)) (charts(Chart::Memory)) }))
             (section("Precisions", "What the recipe decides for the operands of every product, for what is kept and for what is sent.",
                 precisions(run)))
             (section("Numerics", "Blocks that conversions met, and how many they changed.",
-                html! { (charts(Place::Numerics)) (numerics(run)) }))
-            (section("Optimizer", "", charts(Place::Optimizer)))
-            (section("Other series", "", charts(Place::Other)))
+                html! { (charts(Chart::Numerics)) (numerics(run)) }))
+            (section("Optimizer", "", charts(Chart::Optimizer)))
+            (section("Other series", "", charts(Chart::Other)))
             (section("Configuration", "Every key, as the run had it.", html! { pre { (configuration(run)?) } }))
         }
         footer { p { "nibble " (env!("CARGO_PKG_VERSION")) " wrote this page from the files of " (files.dir.display()) "." } }

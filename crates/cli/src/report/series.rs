@@ -15,7 +15,7 @@ pub struct Series {
 
 /// Where in the report a series is drawn.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Place {
+pub enum Chart {
     Loss,
     Optimizer,
     Speed,
@@ -26,47 +26,47 @@ pub enum Place {
 }
 
 /// The series that every run may have, in the order of the report.
-const KNOWN: [(&str, Place, &str); 20] = [
-    ("loss_metrics/global_avg_loss", Place::Loss, "Training loss, nats"),
-    ("validation_metrics/loss", Place::Loss, "Held-out loss, nats"),
-    ("lr", Place::Optimizer, "Learning rate"),
-    ("grad_norm", Place::Optimizer, "Norm of the gradient, before clipping"),
-    ("throughput(tps)", Place::Speed, "Tokens a second"),
-    ("time_metrics/end_to_end(s)", Place::Speed, "Seconds a step"),
-    ("time_metrics/data_loading(s)", Place::Speed, "Seconds that a step's tokens were waited for"),
-    ("tflops", Place::Speed, "Teraflops a second"),
-    ("mfu(%)", Place::Speed, "Percent of the device's dense BF16 rate"),
-    ("power(W)", Place::Speed, "Watts of the device"),
+const KNOWN: [(&str, Chart, &str); 20] = [
+    ("loss_metrics/global_avg_loss", Chart::Loss, "Training loss, nats"),
+    ("validation_metrics/loss", Chart::Loss, "Held-out loss, nats"),
+    ("lr", Chart::Optimizer, "Learning rate"),
+    ("grad_norm", Chart::Optimizer, "Norm of the gradient, before clipping"),
+    ("throughput(tps)", Chart::Speed, "Tokens a second"),
+    ("time_metrics/end_to_end(s)", Chart::Speed, "Seconds a step"),
+    ("time_metrics/data_loading(s)", Chart::Speed, "Seconds that a step's tokens were waited for"),
+    ("tflops", Chart::Speed, "Teraflops a second"),
+    ("mfu(%)", Chart::Speed, "Percent of the device's dense BF16 rate"),
+    ("power(W)", Chart::Speed, "Watts of the device"),
     (
         "moe/load_max_over_mean",
-        Place::Experts,
+        Chart::Experts,
         "Rows of the fullest expert over the mean, of the worst layer",
     ),
-    ("moe/dead_expert_fraction", Place::Experts, "Share of experts that got no row"),
-    ("moe/aux_loss", Place::Experts, "Load-balancing loss, before its coefficient"),
-    ("moe/z_loss", Place::Experts, "Router z-loss, before its coefficient"),
-    ("memory/max_active(GiB)", Place::Memory, "Most memory taken so far, GiB"),
-    ("memory/max_active(%)", Place::Memory, "The same, percent of the device's"),
+    ("moe/dead_expert_fraction", Chart::Experts, "Share of experts that got no row"),
+    ("moe/aux_loss", Chart::Experts, "Load-balancing loss, before its coefficient"),
+    ("moe/z_loss", Chart::Experts, "Router z-loss, before its coefficient"),
+    ("memory/max_active(GiB)", Chart::Memory, "Most memory taken so far, GiB"),
+    ("memory/max_active(%)", Chart::Memory, "The same, percent of the device's"),
     (
         "quantization/inexact_fraction",
-        Place::Numerics,
+        Chart::Numerics,
         "Share of blocks that the lift from MXFP4 to FP8 changed",
     ),
     (
         "quantization/shift_inexact_fraction",
-        Place::Numerics,
+        Chart::Numerics,
         "Share of blocks that the shift to columns changed",
     ),
     (
         "quantization/saturated_fraction",
-        Place::Numerics,
+        Chart::Numerics,
         "Share of values larger than their delayed scale expected",
     ),
-    ("n_tokens_seen", Place::Other, "Tokens trained on"),
+    ("n_tokens_seen", Chart::Other, "Tokens trained on"),
 ];
 
 /// Every series of these metrics with its place, the known ones first.
-pub fn all(metrics: &[Metrics]) -> Vec<(Place, Series)> {
+pub fn all(metrics: &[Metrics]) -> Vec<(Chart, Series)> {
     let mut points: BTreeMap<String, Vec<(u64, f64)>> = BTreeMap::new();
     for line in metrics {
         let Ok(serde_json::Value::Object(values)) = serde_json::to_value(line) else { continue };
@@ -83,7 +83,7 @@ pub fn all(metrics: &[Metrics]) -> Vec<(Place, Series)> {
     let mut all: Vec<_> = known.collect();
     let unknown = points.into_iter().map(|(name, points)| {
         let title = name.clone();
-        (Place::Other, Series { name, title, points })
+        (Chart::Other, Series { name, title, points })
     });
     all.extend(unknown);
     all

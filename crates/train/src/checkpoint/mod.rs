@@ -41,7 +41,7 @@ pub use state::{FileEntry, Position, State};
 pub use store::{Outline, Store};
 pub(crate) use store::{tensor_files, write_file};
 pub(crate) use stored::{BLOCK, SCALE_SUFFIX, scale_shape};
-pub(crate) use tensors::Stored;
+pub(crate) use tensors::TensorAt;
 pub use tensors::Tensors;
 
 /// The files that a checkpoint of a small model has, in the order they are written.

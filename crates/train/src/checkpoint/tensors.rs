@@ -22,13 +22,13 @@ pub struct Tensors {
     /// The file, or the directory of several.
     path: PathBuf,
     files: Vec<OpenFile>,
-    tensors: BTreeMap<String, Stored>,
+    tensors: BTreeMap<String, TensorAt>,
     checked: Option<JoinHandle<Result<()>>>,
 }
 
 /// Where a tensor's values lie: in which file, and where in that; and what they are there.
 #[derive(Debug)]
-pub(crate) struct Stored {
+pub(crate) struct TensorAt {
     file: usize,
     shape: Vec<usize>,
     start: u64,
@@ -45,7 +45,7 @@ pub(crate) enum Types {
     Published,
 }
 
-impl Stored {
+impl TensorAt {
     /// Number of values.
     pub fn num_values(&self) -> usize {
         self.shape.iter().product()
@@ -116,7 +116,7 @@ impl Tensors {
             }
             let start = begin + info.data_offsets.0 as u64;
             let (file, shape) = (self.files.len(), info.shape.clone());
-            let stored = Stored { file, shape, start, dtype: info.dtype, kind: Kind::F32 };
+            let stored = TensorAt { file, shape, start, dtype: info.dtype, kind: Kind::F32 };
             if self.tensors.insert(name.clone(), stored).is_some() {
                 return Err(Error::checkpoint(path, format!("has tensor `{name}`, as another file has")));
             }
@@ -155,7 +155,7 @@ impl Tensors {
     }
 
     /// As [`Tensors::take`], to be read with [`Tensors::read`].
-    pub(crate) fn find(&mut self, name: &str, shape: &[usize]) -> Result<Stored> {
+    pub(crate) fn find(&mut self, name: &str, shape: &[usize]) -> Result<TensorAt> {
         let mut stored = match self.tensors.get(name) {
             Some(stored) if stored.shape != shape => {
                 let why = format!("tensor `{name}` has shape {:?}, expected {shape:?}", stored.shape);
@@ -183,7 +183,7 @@ impl Tensors {
     }
 
     /// Reads the values from index `at` on, which are there.
-    pub(crate) fn read(&mut self, stored: &Stored, at: usize, to: &mut [f32]) -> Result<()> {
+    pub(crate) fn read(&mut self, stored: &TensorAt, at: usize, to: &mut [f32]) -> Result<()> {
         let place = stored.start + (at * stored.kind.bytes()) as u64;
         let file = &self.files[stored.file];
         stored.kind.read(at, to, |bytes| file.read_exact_at(bytes, place))
@@ -195,7 +195,7 @@ impl Tensors {
     /// [`Error::Checkpoint`] naming the tensor `name` and its first value that is none.
     pub(crate) fn read_weights(
         &mut self,
-        (name, stored): (&str, &Stored),
+        (name, stored): (&str, &TensorAt),
         at: usize,
         to: &mut [f32],
     ) -> Result<()> {

@@ -14,7 +14,7 @@ use crate::tokenizer::{
 
 /// Where the tokenizer of a configuration is.
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum Place {
+enum TokenizerIn {
     /// It is the built-in language's.
     BuiltIn,
     /// In this file or folder, by `data.tokenizer`.
@@ -30,7 +30,7 @@ enum Place {
 pub(crate) struct Opened {
     /// Where there are copies, of a run that has begun.
     kept: Option<Kept>,
-    tokenizer: OnceLock<(Place, Option<SharedTokenizer>)>,
+    tokenizer: OnceLock<(TokenizerIn, Option<SharedTokenizer>)>,
     /// Whether these sources hold token ids.
     ids: OnceLock<(Vec<String>, bool)>,
 }
@@ -39,7 +39,7 @@ pub(crate) struct Opened {
 #[derive(Debug, Clone)]
 struct Kept {
     /// Where that one was.
-    of: Place,
+    of: TokenizerIn,
     /// The model that the run began with, whose tokens it has; empty where there is none.
     init_from: String,
     /// Folders that may have a copy, the best first.
@@ -68,13 +68,13 @@ pub const UNENDED: &str = "the chat template writes no control token behind an a
     `nibble generate --stop TEXT` ends a text before another";
 
 impl Config {
-    fn tokenizer_place(&self) -> Place {
+    fn tokenizer_place(&self) -> TokenizerIn {
         let [file, model] = [&self.data.tokenizer, &self.train.init_from].map(Path::new);
         match () {
-            () if self.is_synthetic() => Place::BuiltIn,
-            () if !self.data.tokenizer.is_empty() => Place::File(file.to_owned()),
-            () if !self.train.init_from.is_empty() => Place::Model(model.to_owned()),
-            () => Place::Nowhere,
+            () if self.is_synthetic() => TokenizerIn::BuiltIn,
+            () if !self.data.tokenizer.is_empty() => TokenizerIn::File(file.to_owned()),
+            () if !self.train.init_from.is_empty() => TokenizerIn::Model(model.to_owned()),
+            () => TokenizerIn::Nowhere,
         }
     }
 
@@ -114,14 +114,14 @@ impl Config {
         }
     }
 
-    fn open_tokenizer(&self, place: &Place) -> Result<Option<SharedTokenizer>> {
+    fn open_tokenizer(&self, place: &TokenizerIn) -> Result<Option<SharedTokenizer>> {
         let kept = self.opened.kept.as_ref().filter(|kept| kept.of == *place).and_then(Kept::folder);
         match (kept, place) {
-            (_, Place::BuiltIn) => Ok(Some(Arc::new(Symbols))),
+            (_, TokenizerIn::BuiltIn) => Ok(Some(Arc::new(Symbols))),
             (Some(folder), _) => self.open_kept(folder),
-            (None, Place::File(path)) => Ok(Some(tokenizer::open(path)?)),
+            (None, TokenizerIn::File(path)) => Ok(Some(tokenizer::open(path)?)),
             // A model of more tokens than there are bytes has others, and a text of bytes would be learnt as those.
-            (None, Place::Model(path)) if self.is_text() && !self.holds_ids() && is_folder(path) => {
+            (None, TokenizerIn::Model(path)) if self.is_text() && !self.holds_ids() && is_folder(path) => {
                 let own = tokenizer::of_folder(path)?;
                 if own.is_none() && self.model.vocab_size > BYTE_VOCAB {
                     tokenizer::open(path).map(Some)
@@ -129,8 +129,8 @@ impl Config {
                     Ok(own)
                 }
             }
-            (None, Place::Model(path)) => Initial::open(path)?.tokenizer(),
-            (None, Place::Nowhere) => Ok(None),
+            (None, TokenizerIn::Model(path)) => Initial::open(path)?.tokenizer(),
+            (None, TokenizerIn::Nowhere) => Ok(None),
         }
     }
 
@@ -200,7 +200,7 @@ impl Config {
     /// Takes the tokenizer from the first of these folders that has the one of `stored`, where that is what the keys name still: it may be gone from there.
     pub(crate) fn keep_tokenizer(&mut self, stored: &Self, folders: Vec<PathBuf>) {
         let (of, init_from) = (stored.tokenizer_place(), stored.train.init_from.clone());
-        if matches!(of, Place::File(_) | Place::Model(_)) || !init_from.is_empty() {
+        if matches!(of, TokenizerIn::File(_) | TokenizerIn::Model(_)) || !init_from.is_empty() {
             let kept = Some(Kept { of, init_from, folders });
             self.opened = Opened { kept, ..Opened::default() };
         }
@@ -232,7 +232,7 @@ impl Config {
         // Symbols are no tokens of a text, though it is the model's tokenizer.
         let symbols_of_text = self.is_text() && now.to_json() == Symbols.to_json();
         let theirs = match self.tokenizer_place() {
-            Place::Model(_) => symbols_of_text.then(|| now.clone()),
+            TokenizerIn::Model(_) => symbols_of_text.then(|| now.clone()),
             _ if self.train.init_from.is_empty() => None,
             _ => self.model_tokenizer()?.filter(|theirs| !tokenizer::agree(&**theirs, &**now)),
         };
@@ -249,7 +249,7 @@ impl Config {
 
     /// Whether no key names a tokenizer for a text: its tokens are bytes, or ids that files hold.
     pub(super) fn has_bytes(&self) -> bool {
-        self.is_text() && self.tokenizer_place() == Place::Nowhere && !self.holds_ids()
+        self.is_text() && self.tokenizer_place() == TokenizerIn::Nowhere && !self.holds_ids()
     }
 
     /// Whether `data.source` brings its tokens along.

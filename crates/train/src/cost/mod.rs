@@ -120,13 +120,13 @@ impl Cost {
         (progress, share): (f64, f64),
     ) {
         for block in spec.blocks() {
-            let made = Shared::of_inputs(block.attn.inputs(), recipe, progress);
+            let made = SharedParts::of_inputs(block.attn.inputs(), recipe, progress);
             for part in block.parts() {
                 let shared = made.iter().find(|(id, _)| *id == part.id).map(|(_, shared)| *shared);
                 self.add_part(config, recipe, part, (progress, share), shared.unwrap_or_default());
             }
         }
-        self.add_part(config, recipe, &spec.head, (progress, share), Shared::default());
+        self.add_part(config, recipe, &spec.head, (progress, share), SharedParts::default());
     }
 
     fn add_part(
@@ -135,7 +135,7 @@ impl Cost {
         recipe: &Recipe,
         part: &Part,
         (progress, share): (f64, f64),
-        shared: Shared,
+        shared: SharedParts,
     ) {
         let Some(layer) = part.layer() else { return };
         let plan = recipe.plan(&layer, progress, Passes::TRAINING);
@@ -169,12 +169,12 @@ impl Cost {
 
 /// What of a layer's input another layer has made that has the same input: projections of attention convert it once where their recipes agree.
 #[derive(Debug, Clone, Copy, Default)]
-struct Shared {
+struct SharedParts {
     forward: bool,
     backward: bool,
 }
 
-impl Shared {
+impl SharedParts {
     /// Of each of the projections of one input, by its id.
     fn of_inputs<'a>(parts: [&'a Part; 3], recipe: &Recipe, progress: f64) -> Vec<(&'a str, Self)> {
         let plan = |part: &&Part| Some(recipe.plan(&part.layer()?, progress, Passes::TRAINING));

@@ -106,7 +106,7 @@ impl PartSizes {
 
 /// A product of a step.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Made {
+pub(super) struct CountedProduct {
     /// Bits of a code of the wider operand.
     pub bits: u32,
     pub engine: Engine,
@@ -116,10 +116,15 @@ pub(super) struct Made {
 }
 
 /// A product of a step, with the weight of this shape.
-pub(super) fn made(config: &Config, sizes: &PartSizes, plan: &LayerPlan, product: &ProductPlan) -> Made {
+pub(super) fn made(
+    config: &Config,
+    sizes: &PartSizes,
+    plan: &LayerPlan,
+    product: &ProductPlan,
+) -> CountedProduct {
     let shape = sizes.shapes[product.weight];
     let path = ProductPath::of(&described(config, sizes, plan, product));
-    Made {
+    CountedProduct {
         bits: product.operands.map(|operand| operand.format.spec().code_bits).into_iter().max().unwrap_or(0),
         engine: Engine::of(&path),
         multiply_adds: sizes.micro_batches * sizes.rows as f64 * shape.n as f64 * shape.k as f64,

@@ -1,6 +1,6 @@
 //! What the techniques of a recipe do beside products and quantization, counted by values.
 
-use super::Shared;
+use super::SharedParts;
 use super::products::PartSizes;
 use nibble_core::DType;
 use nibble_core::formats::Scaling;
@@ -81,7 +81,7 @@ impl Technique {
 }
 
 /// The counts of a step of one layer. `shared` says what of its input another layer makes.
-pub(super) fn of_layer(sizes: &PartSizes, plan: &LayerPlan, shared: Shared) -> BTreeMap<Technique, f64> {
+pub(super) fn of_layer(sizes: &PartSizes, plan: &LayerPlan, shared: SharedParts) -> BTreeMap<Technique, f64> {
     let mut counts = BTreeMap::new();
     let mut add = |technique, count: f64| {
         if count > 0.0 {

@@ -32,7 +32,7 @@ pub(super) struct Reading {
 
 /// How far a reading has come: so many rows of this file, and all of those before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub(super) struct Place {
+pub(super) struct ReadTo {
     pub file: usize,
     pub rows: u64,
 }
@@ -83,7 +83,7 @@ pub(super) trait Sink {
     ///
     /// # Errors
     /// What ends the reading.
-    fn take(&mut self, encoded: Vec<Encoded>, bad: Vec<BadRow>, place: Place) -> Result<()>;
+    fn take(&mut self, encoded: Vec<Encoded>, bad: Vec<BadRow>, place: ReadTo) -> Result<()>;
 }
 
 /// Tells somebody how far long work has come.
@@ -130,7 +130,7 @@ pub(crate) fn read_source(
         reading.piped = file.is_piped().then_some(file);
     }
     let mut giving = Giving { take, left_out: LeftOut::default() };
-    reading.read(Place::default(), &mut giving, watch)?;
+    reading.read(ReadTo::default(), &mut giving, watch)?;
     Ok(giving.left_out)
 }
 
@@ -141,7 +141,7 @@ struct Giving<'a> {
 }
 
 impl Sink for Giving<'_> {
-    fn take(&mut self, encoded: Vec<Encoded>, bad: Vec<BadRow>, _: Place) -> Result<()> {
+    fn take(&mut self, encoded: Vec<Encoded>, bad: Vec<BadRow>, _: ReadTo) -> Result<()> {
         encoded.into_iter().try_for_each(&mut *self.take)?;
         self.left_out.add(bad);
         Ok(())
@@ -153,7 +153,7 @@ struct Batch {
     rows: Vec<Row>,
     file: usize,
     unit: &'static str,
-    place: Place,
+    place: ReadTo,
     /// Bytes read of the file.
     read: u64,
 }
@@ -163,7 +163,7 @@ impl Reading {
     ///
     /// # Errors
     /// [`Error::Data`] for files that cannot be read, and for the first bad row where these stop; what the sink says.
-    pub fn read(&self, from: Place, sink: &mut dyn Sink, watch: &mut dyn Watch) -> Result<()> {
+    pub fn read(&self, from: ReadTo, sink: &mut dyn Sink, watch: &mut dyn Watch) -> Result<()> {
         let sizes: Vec<u64> =
             self.files.iter().map(|file| std::fs::metadata(file).map_or(0, |about| about.len())).collect();
         let all = sizes.iter().sum();
@@ -200,7 +200,7 @@ impl Reading {
     }
 
     /// Gives the rows of all files, batch by batch, while they are taken.
-    fn batches(&self, from: Place, give: &mut dyn FnMut(Batch) -> bool) -> Result<()> {
+    fn batches(&self, from: ReadTo, give: &mut dyn FnMut(Batch) -> bool) -> Result<()> {
         for (number, path) in self.files.iter().enumerate().skip(from.file) {
             let read = Arc::new(AtomicU64::new(0));
             let file = match &self.piped {
@@ -209,7 +209,7 @@ impl Reading {
             };
             if file.head.is_empty() && self.on_error == OnError::Skip && self.files.len() > 1 {
                 let rows = vec![Row { number: 0, holds: Err("is empty".into()) }];
-                let place = Place { file: number + 1, rows: 0 };
+                let place = ReadTo { file: number + 1, rows: 0 };
                 if !give(Batch { rows, file: number, unit: "byte", place, read: 0 }) {
                     return Ok(());
                 }
@@ -234,8 +234,8 @@ impl Reading {
                 }
                 if is_last || bytes >= BATCH_BYTES || rows.len() >= BATCH_ROWS {
                     let place = match is_last {
-                        true => Place { file: number + 1, rows: 0 },
-                        false => Place { file: number, rows: count },
+                        true => ReadTo { file: number + 1, rows: 0 },
+                        false => ReadTo { file: number, rows: count },
                     };
                     let (rows, read) = (std::mem::take(&mut rows), read.load(Ordering::Relaxed));
                     bytes = 0;

@@ -16,14 +16,14 @@ use crate::files;
 #[derive(Debug)]
 pub(super) enum Region {
     /// Those of a file.
-    Stored(Stored),
+    StoredFile(StoredFile),
     /// Those that came through a pipe, or none.
     Held(Arc<[u8]>),
 }
 
 /// An open file, and what says that it is as it was.
 #[derive(Debug)]
-pub(super) struct Stored {
+pub(super) struct StoredFile {
     path: PathBuf,
     file: File,
     len: usize,
@@ -56,7 +56,7 @@ impl Region {
         let about = file.metadata().map_err(wrong)?;
         let len = usize::try_from(about.len())
             .map_err(|_| Error::data(path, "is longer than this machine can address"))?;
-        Ok(Self::Stored(Stored {
+        Ok(Self::StoredFile(StoredFile {
             path: path.to_owned(),
             file,
             len,
@@ -71,7 +71,7 @@ impl Region {
     /// # Errors
     /// [`Error::Data`] where it has another stamp by now.
     pub fn known(mut self, stamp: &Stamp, sha256: &str) -> Result<Self> {
-        if let Self::Stored(stored) = &mut self {
+        if let Self::StoredFile(stored) = &mut self {
             let is_same = *stored.stamp.get_mut().unwrap_or_else(PoisonError::into_inner) == *stamp;
             if !is_same {
                 return Err(Error::data(&stored.path, "was changed while it was read: begin again"));
@@ -84,7 +84,7 @@ impl Region {
     /// Number of bytes.
     pub fn len(&self) -> usize {
         match self {
-            Self::Stored(stored) => stored.len,
+            Self::StoredFile(stored) => stored.len,
             Self::Held(bytes) => bytes.len(),
         }
     }
@@ -95,7 +95,7 @@ impl Region {
     /// [`Error::Data`] where the file cannot be read, or has been cut short.
     pub fn read(&self, range: Range<usize>) -> Result<Cow<'_, [u8]>> {
         match self {
-            Self::Stored(stored) => {
+            Self::StoredFile(stored) => {
                 let mut bytes = vec![0; range.len()];
                 stored.fill(&mut bytes, range.start)?;
                 Ok(bytes.into())
@@ -114,7 +114,7 @@ impl Region {
     pub fn number<const N: usize>(&self, place: usize) -> Result<[u8; N]> {
         let mut number = [0; N];
         match self {
-            Self::Stored(stored) if place / BLOCK_BYTES == (place + N - 1) / BLOCK_BYTES => {
+            Self::StoredFile(stored) if place / BLOCK_BYTES == (place + N - 1) / BLOCK_BYTES => {
                 stored.of_block(place / BLOCK_BYTES, place % BLOCK_BYTES, &mut number)?;
             }
             _ => number.copy_from_slice(&self.read(place..place + N)?),
@@ -136,13 +136,13 @@ impl Region {
     /// [`Error::Data`] where it is not.
     pub fn require_unchanged(&self) -> Result<()> {
         match self {
-            Self::Stored(stored) => stored.require_unchanged(),
+            Self::StoredFile(stored) => stored.require_unchanged(),
             Self::Held(_) => Ok(()),
         }
     }
 }
 
-impl Stored {
+impl StoredFile {
     fn unread(&self, error: &io::Error) -> Error {
         Error::data(&self.path, format!("cannot be read: {error}"))
     }

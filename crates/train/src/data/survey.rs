@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicU64;
 
 use super::cache::LeftOut;
 use super::encode::{Encoded, Encoder};
-use super::reading::{BadRow, Place, Reading, Sink, Watch};
+use super::reading::{BadRow, ReadTo, Reading, Sink, Watch};
 use super::source::{DataFile, kind_of};
 use crate::config::{Config, OnError};
 use crate::error::Result;
@@ -89,7 +89,7 @@ impl Survey {
                 counting.survey.files.push(Surveyed { path: path.clone(), kind, bytes: file.size });
                 reading.piped = file.is_piped().then_some(file);
             }
-            reading.read(Place::default(), &mut counting, watch)?;
+            reading.read(ReadTo::default(), &mut counting, watch)?;
             counting.document_ends();
         }
         Ok(counting.survey)
@@ -130,7 +130,7 @@ impl Counting<'_> {
 }
 
 impl Sink for Counting<'_> {
-    fn take(&mut self, encoded: Vec<Encoded>, bad: Vec<BadRow>, _: Place) -> Result<()> {
+    fn take(&mut self, encoded: Vec<Encoded>, bad: Vec<BadRow>, _: ReadTo) -> Result<()> {
         for piece in encoded {
             if piece.begins {
                 self.document_ends();

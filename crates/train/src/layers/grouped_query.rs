@@ -2,7 +2,7 @@
 //! t tokens, d model, h heads, g key/value heads, c head_dim, u value_dim: heads of values, mostly the same.
 
 use super::kv_cache::CachedHeads;
-use super::shared::Shared;
+use super::shared::SharedProjections;
 use super::{Heads, HeadsSaved, KvCache, Layer, Linear, LinearSaved, Norm, Rotation};
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
@@ -31,7 +31,7 @@ pub struct GroupedQuery<B: Kernels> {
     pub q_heads: Heads<B>,
     /// Norm and rotation of the keys.
     pub k_heads: Heads<B>,
-    /// `[seq_len, c]`, as [`rope_table`](super::rope_table) makes it: a row for each position. Shared by all layers.
+    /// `[seq_len, c]`, as [`rope_table`](super::rope_table) makes it: a row for each position. SharedProjections by all layers.
     pub rope: Tensor<B>,
     /// Keep normed and rotated queries and keys, instead of making them again in the backward pass. Those that are not normed are
     /// always kept.
@@ -110,8 +110,8 @@ impl<B: Kernels> GroupedQuery<B> {
     }
 
     /// What takes the layer's input.
-    fn shared(&self) -> Shared<'_, B, 3> {
-        Shared { name: &self.name, projections: [&self.q, &self.k, &self.v] }
+    fn shared(&self) -> SharedProjections<'_, B, 3> {
+        SharedProjections { name: &self.name, projections: [&self.q, &self.k, &self.v] }
     }
 
     /// Heads as a cache has them.

@@ -4,7 +4,7 @@
 //! value_dim, p q_rank, c kv_rank.
 
 use super::kv_cache::CachedHeads;
-use super::shared::Shared;
+use super::shared::SharedProjections;
 use super::{KvCache, Layer, Linear, LinearSaved, Norm, NormSaved, Rotation};
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
@@ -112,7 +112,7 @@ pub struct Latent<B: Kernels> {
     pub kv_up: LatentUp<B>,
     /// `[d, h·u]`.
     pub o: Linear<B>,
-    /// `[positions, r]`, as [`rope_table`](super::rope_table) makes it. Shared by all layers.
+    /// `[positions, r]`, as [`rope_table`](super::rope_table) makes it. SharedProjections by all layers.
     pub rope: Tensor<B>,
     /// Keep normed latents as their projections read them, instead of making them again in the backward pass.
     pub keep_normed: bool,
@@ -241,8 +241,8 @@ impl<B: Kernels> Latent<B> {
     }
 
     /// What takes the layer's input.
-    fn shared(&self) -> Shared<'_, B, 3> {
-        Shared { name: &self.name, projections: [&self.q, &self.kv, &self.k_rope] }
+    fn shared(&self) -> SharedProjections<'_, B, 3> {
+        SharedProjections { name: &self.name, projections: [&self.q, &self.kv, &self.k_rope] }
     }
 
     /// Queries with their last elements turned, or back.

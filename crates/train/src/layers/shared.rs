@@ -8,7 +8,7 @@ use nibble_core::{Groups, Kernels, Operand, Result, Tensor};
 
 /// Projections of one input. `name` is that of the layer that they are parts of.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Shared<'a, B: Kernels, const N: usize> {
+pub(super) struct SharedProjections<'a, B: Kernels, const N: usize> {
     pub name: &'a str,
     pub projections: [&'a Linear<B>; N],
 }
@@ -16,7 +16,7 @@ pub(super) struct Shared<'a, B: Kernels, const N: usize> {
 /// What a projection multiplies, and what is kept for it; in the backward pass twice what wgrad takes.
 type Made<B> = (Operand<B>, Operand<B>);
 
-impl<B: Kernels, const N: usize> Shared<'_, B, N> {
+impl<B: Kernels, const N: usize> SharedProjections<'_, B, N> {
     /// What each projection multiplies, and what is kept for it.
     pub fn inputs(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>) -> Result<Vec<Made<B>>> {
         self.converted(cx, (Pass::Forward, self.name), |_| Operand::Plain(x_td.clone()), cx.groups_of(x_td))

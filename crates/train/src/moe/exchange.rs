@@ -6,7 +6,7 @@
 //!
 //! On the way back a rank sends a row for each slot, or one for each token that it was sent: [`Combine`].
 
-use crate::convert::Place;
+use crate::convert::TensorName;
 use crate::cx::Cx;
 use crate::fault::{Point, exchanging};
 use crate::ledger::{Ledger, Saved};
@@ -28,7 +28,7 @@ pub use traffic::{ExchangeBytes, SlotCounts};
 
 /// Where every (token, slot) of one layer goes.
 #[derive(Debug)]
-pub struct Plan<B: Kernels> {
+pub struct ExchangePlan<B: Kernels> {
     /// The order of the rows on this rank, by (expert, part): what gradients of weights contract, and what has a scale of its own.
     pub map: PermuteMap<B>,
     /// The same rows by expert, whose parts lie one behind the other: which matrix they are multiplied with.
@@ -93,14 +93,14 @@ pub struct Wire<B: Kernels> {
     pub rows: RowPlan,
 }
 
-impl<B: Kernels> Plan<B> {
+impl<B: Kernels> ExchangePlan<B> {
     /// What this rank sends, where there are others.
     pub fn sending(&self) -> Option<&Sending<B>> {
         self.wire.as_ref().map(|wire| &wire.sending)
     }
 }
 
-impl<B: Kernels> Saved for Plan<B> {
+impl<B: Kernels> Saved for ExchangePlan<B> {
     fn ledger(&self, ledger: &mut Ledger) {
         const LAYER: &str = "exchange";
         let map = &self.map;
@@ -187,7 +187,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
     ///
     /// # Errors
     /// Where rows are summed up a tree and the number of ranks is not a power of two; from the backend, and from other ranks.
-    pub fn plan(&self, routing: &Routing<B>, align: usize) -> Result<Plan<B>> {
+    pub fn plan(&self, routing: &Routing<B>, align: usize) -> Result<ExchangePlan<B>> {
         Ok(self.plan_beside(routing, align, |_| Ok(()))?.0)
     }
 
@@ -201,7 +201,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         routing: &Routing<B>,
         align: usize,
         beside: impl FnOnce(Option<&Sending<B>>) -> Result<T>,
-    ) -> Result<(Plan<B>, T)> {
+    ) -> Result<(ExchangePlan<B>, T)> {
         let (cx, world) = (self.cx, self.cx.mesh.ep.world());
         if self.has_tree() && !world.is_power_of_two() {
             let expected = "a power of two, as their sums are nodes of a tree";
@@ -220,7 +220,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         let tree =
             || TreeSlots { row: map.slot_row.clone(), leaf: routing.expert.clone(), leaves: self.experts };
         let experts_tree = self.has_tree().then(tree);
-        Ok((Plan { map, experts, gate_r, experts_tree, overflow: None, wire: None }, beside(None)?))
+        Ok((ExchangePlan { map, experts, gate_r, experts_tree, overflow: None, wire: None }, beside(None)?))
     }
 
     fn has_tree(&self) -> bool {
@@ -296,7 +296,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
     }
 
     /// Waits for the counts, and sorts the tokens that come by their experts.
-    fn finish_plan(&self, begun: BegunPlan<B>, align: usize) -> Result<Plan<B>> {
+    fn finish_plan(&self, begun: BegunPlan<B>, align: usize) -> Result<ExchangePlan<B>> {
         let BegunPlan { counts, room, first, slots, sending, records } = begun;
         let (cx, b, ep, top_k) = (self.cx, self.cx.b, self.cx.mesh.ep, self.top_k);
         let (world, experts_each) = (ep.world(), self.experts / ep.world());
@@ -320,7 +320,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
         let tree = || TreeSlots { row: sending.place.clone(), leaf: first, leaves: world };
         let ranks_tree = self.has_tree().then(tree);
         let wire = Wire { sending, slot_place: slots.slot_row, ranks_tree, rows };
-        Ok(Plan { map, experts, gate_r, experts_tree, overflow, wire: Some(wire) })
+        Ok(ExchangePlan { map, experts, gate_r, experts_tree, overflow, wire: Some(wire) })
     }
 
     /// Sorts this rank's slots by the rank they go to, −1 for none; no more than `slots` of them go somewhere, and get a row each.
@@ -340,14 +340,14 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
     }
 
     /// A plain tensor's rows, in the form in which they travel. Those that are quantized for the way among ranks become messages in the same pass.
-    /// `sending` is [`Plan::sending`], or what [`Exchange::plan_beside`] gives.
+    /// `sending` is [`ExchangePlan::sending`], or what [`Exchange::plan_beside`] gives.
     ///
     /// # Errors
     /// From the backend.
     pub fn outgoing(
         &self,
         sending: Option<&Sending<B>>,
-        at: Place<'_>,
+        at: TensorName<'_>,
         x_td: &Tensor<B>,
         to: &Precision,
     ) -> Result<Outgoing<B>> {
@@ -372,7 +372,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
     ///
     /// # Errors
     /// From the backend, and from other ranks.
-    pub fn dispatch(&self, plan: &Plan<B>, rows_td: &Operand<B>) -> Result<Operand<B>> {
+    pub fn dispatch(&self, plan: &ExchangePlan<B>, rows_td: &Operand<B>) -> Result<Operand<B>> {
         self.deliver(plan, self.packed(plan.sending(), rows_td.clone())?)
     }
 
@@ -380,7 +380,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
     ///
     /// # Errors
     /// As [`Exchange::dispatch`]; [`Error::Defect`] for messages of another plan.
-    pub fn deliver(&self, plan: &Plan<B>, rows: Outgoing<B>) -> Result<Operand<B>> {
+    pub fn deliver(&self, plan: &ExchangePlan<B>, rows: Outgoing<B>) -> Result<Operand<B>> {
         let (b, map) = (self.cx.b, &plan.map);
         match (&plan.wire, rows) {
             (None, Outgoing::Here(rows)) => Permute { rows: &rows, map }.run(b),
@@ -412,7 +412,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
     /// Those of both.
     pub fn combine(
         &self,
-        plan: &Plan<B>,
+        plan: &ExchangePlan<B>,
         rows_rd: &Operand<B>,
         plus_td: Option<&Tensor<B>>,
     ) -> Result<Tensor<B>> {
@@ -424,7 +424,11 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
     ///
     /// # Errors
     /// [`Error::Unsupported`] for rows in blocks where they are summed up a tree; from the backend, and from other ranks.
-    pub fn begin_combine(&self, plan: &Plan<B>, rows_rd: Operand<B>) -> Result<Transfer<B, Operand<B>>> {
+    pub fn begin_combine(
+        &self,
+        plan: &ExchangePlan<B>,
+        rows_rd: Operand<B>,
+    ) -> Result<Transfer<B, Operand<B>>> {
         let (b, kind) = (self.cx.b, rows_rd.row_kind());
         if plan.experts_tree.is_some() && kind.format.is_block() {
             let why = "sums up a tree would be rounded where ranks meet, which depends on the mesh: sum in slot order";
@@ -458,7 +462,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
     /// From the backend, and from other ranks.
     pub fn finish_combine(
         &self,
-        plan: &Plan<B>,
+        plan: &ExchangePlan<B>,
         returning: Transfer<B, Operand<B>>,
         plus_td: Option<&Tensor<B>>,
     ) -> Result<Tensor<B>> {
@@ -485,7 +489,7 @@ impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
     /// From the backend, and from other ranks.
     pub fn begin_return_scalars(
         &self,
-        plan: &Plan<B>,
+        plan: &ExchangePlan<B>,
         values_r: B::Buf<f32>,
     ) -> Result<Transfer<B, B::Buf<f32>>> {
         let b = self.cx.b;

@@ -1,7 +1,7 @@
 //! The experts of one rank under a recipe: two grouped products with SwiGLU between, and their backward passes.
 //! r expert-sorted rows, d model, f ffn, l experts of this rank.
 
-use super::Plan;
+use super::ExchangePlan;
 use crate::convert::LayerName;
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
@@ -127,7 +127,7 @@ impl<B: Kernels> Experts<B> {
         &self,
         cx: &Cx<'_, B>,
         x_rd: Operand<B>,
-        plan: &Plan<B>,
+        plan: &ExchangePlan<B>,
     ) -> Result<(Tensor<B>, ExpertsSaved<B>)> {
         let layer = self.plan(cx);
         let (x, kept) = cx.convert(self.of_gate_up(), &x_rd, &layer.experts()?.x, Some(&plan.map.groups))?;
@@ -143,7 +143,7 @@ impl<B: Kernels> Experts<B> {
         cx: &Cx<'_, B>,
         x: Operand<B>,
         kept: Option<Operand<B>>,
-        plan: &Plan<B>,
+        plan: &ExchangePlan<B>,
     ) -> Result<(Operand<B>, ExpertsSaved<B>)> {
         let (groups, experts) = (&plan.map.groups, &plan.experts);
         let h_rf =
@@ -162,7 +162,12 @@ impl<B: Kernels> Experts<B> {
     }
 
     /// The last product.
-    pub(super) fn output(&self, cx: &Cx<'_, B>, a_rf: Operand<B>, plan: &Plan<B>) -> Result<Tensor<B>> {
+    pub(super) fn output(
+        &self,
+        cx: &Cx<'_, B>,
+        a_rf: Operand<B>,
+        plan: &ExchangePlan<B>,
+    ) -> Result<Tensor<B>> {
         let groups = &plan.experts;
         GroupedGemm { x: &a_rf, w: self.down.w()?, groups, out: cx.activations() }.run(cx.b)
     }
@@ -176,7 +181,7 @@ impl<B: Kernels> Experts<B> {
         cx: &Cx<'_, B>,
         saved: ExpertsSaved<B>,
         dy_rd: Operand<B>,
-        plan: &Plan<B>,
+        plan: &ExchangePlan<B>,
     ) -> Result<(Tensor<B>, B::Buf<f32>)> {
         let ExpertsDgrad { dx, dgate, wgrad } = self.dgrad(cx, saved, dy_rd, plan)?;
         self.wgrad(cx, wgrad, plan)?;
@@ -192,7 +197,7 @@ impl<B: Kernels> Experts<B> {
         cx: &Cx<'_, B>,
         mut saved: ExpertsSaved<B>,
         dy_rd: Operand<B>,
-        plan: &Plan<B>,
+        plan: &ExchangePlan<B>,
     ) -> Result<ExpertsDgrad<B>> {
         let (groups, experts) = (&plan.map.groups, &plan.experts);
         let missing = Error::Defect { place: "experts", what: "their input is neither kept nor made again" };
@@ -217,7 +222,12 @@ impl<B: Kernels> Experts<B> {
     ///
     /// # Errors
     /// From the backend, and from other ranks where gradients set out to meet.
-    pub fn wgrad(&mut self, cx: &Cx<'_, B>, operands: WgradOperands<B>, plan: &Plan<B>) -> Result<()> {
+    pub fn wgrad(
+        &mut self,
+        cx: &Cx<'_, B>,
+        operands: WgradOperands<B>,
+        plan: &ExchangePlan<B>,
+    ) -> Result<()> {
         let WgradOperands { dy, a, dh, x } = operands;
         let groups = &plan.map.groups;
         self.down.accumulate_wgrad(cx, &dy, &a, groups)?;
@@ -236,7 +246,7 @@ impl<B: Kernels> Experts<B> {
         layer: &ExpertPlan,
         saved: &ExpertsSaved<B>,
         da_rf: Tensor<B>,
-        plan: &Plan<B>,
+        plan: &ExchangePlan<B>,
     ) -> Result<(Operand<B>, Operand<B>, Operand<B>, B::Buf<f32>)> {
         let groups = &plan.map.groups;
         let a = match &layer.wgrad_a {

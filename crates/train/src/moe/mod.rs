@@ -8,7 +8,7 @@ mod experts;
 mod router;
 
 pub use crate::spec::MoeShape;
-pub use exchange::{Combine, Exchange, ExchangeBytes, Outgoing, Plan, Sending, SlotCounts, Wire};
+pub use exchange::{Combine, Exchange, ExchangeBytes, ExchangePlan, Outgoing, Sending, SlotCounts, Wire};
 pub use experts::{Experts, ExpertsDgrad, ExpertsSaved, WgradOperands};
 pub use router::{BatchLoad, Router, RouterSaved};
 
@@ -45,7 +45,7 @@ pub struct MoeSaved<B: Kernels> {
     /// The input, unless it is made again.
     x_td: Option<Tensor<B>>,
     router: RouterSaved<B>,
-    plan: Plan<B>,
+    plan: ExchangePlan<B>,
     experts: ExpertsSaved<B>,
 }
 
@@ -69,7 +69,7 @@ pub struct Routed<B: Kernels> {
 pub enum Placed<B: Kernels> {
     /// Of one rank: what was found to sort, and the room for it.
     Here(Occupancy<B>),
-    /// Among several: [`Plan::overflow`].
+    /// Among several: [`ExchangePlan::overflow`].
     AmongRanks(B::Buf<f32>),
 }
 
@@ -172,7 +172,7 @@ impl<B: Kernels> Moe<B> {
         cx: &Cx<'_, B>,
         fprop: &Conversion,
         rows: Outgoing<B>,
-        plan: &Plan<B>,
+        plan: &ExchangePlan<B>,
     ) -> Result<Operand<B>> {
         let name = self.experts.of_gate_up();
         match rows {
@@ -196,7 +196,7 @@ impl<B: Kernels> Moe<B> {
         cx: &Cx<'_, B>,
         layer: &ExpertPlan,
         x_td: &Tensor<B>,
-        plan: &Plan<B>,
+        plan: &ExchangePlan<B>,
     ) -> Result<Operand<B>> {
         let exchange = self.exchange(cx);
         let arrived = || {
@@ -221,7 +221,7 @@ impl<B: Kernels> Moe<B> {
         cx: &Cx<'_, B>,
         (tensor, to): (&'static str, &Precision),
         rows_rd: Tensor<B>,
-        plan: &Plan<B>,
+        plan: &ExchangePlan<B>,
     ) -> Result<Operand<B>> {
         cx.form(self.name().of(tensor), &rows_rd, to, Some(&plan.map.groups))
     }

@@ -44,12 +44,12 @@ pub(crate) struct StepBuffers<B: Kernels> {
     pub gradients: B::Arena,
     pub moments: B::Arena,
     /// What a context of the step takes over while it lives.
-    place: Option<Place<B>>,
+    place: Option<HandedOver<B>>,
 }
 
 /// What changes hands between the buffers and the context of a step.
 #[derive(Debug)]
-struct Place<B: Kernels> {
+struct HandedOver<B: Kernels> {
     shards: Shards<B>,
     clock: B::Buf<u32>,
     counted: Counted<B>,
@@ -93,7 +93,7 @@ impl<B: Kernels> StepBuffers<B> {
             table: b.zeros(layout.cells())?,
             layout,
             optimizer: OptimizerState::new(b, &model.optimized(), mesh, &layout)?,
-            place: Some(Place { shards, clock: b.zeros(Clock::LEN)?, counted, delayed }),
+            place: Some(HandedOver { shards, clock: b.zeros(Clock::LEN)?, counted, delayed }),
         })
     }
 
@@ -195,7 +195,7 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         model: &'s mut Decoder<B>,
         buffers: &'s mut StepBuffers<B>,
     ) -> Result<Self> {
-        let Some(Place { shards, clock, counted, delayed }) = buffers.place.take() else {
+        let Some(HandedOver { shards, clock, counted, delayed }) = buffers.place.take() else {
             let got = "taken by a step that failed";
             return Err(CoreError::shape("step", "buffers", got, "those of a run that goes on").into());
         };
@@ -219,7 +219,7 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         let counted = counted.into_inner();
         // Put there by `new`.
         self.buffers.place =
-            clock.zip(delayed).map(|(clock, delayed)| Place { shards, clock, counted, delayed });
+            clock.zip(delayed).map(|(clock, delayed)| HandedOver { shards, clock, counted, delayed });
     }
 
     /// Everything, one part after the other. `before_optimizer` waits for whoever still reads what the optimizer changes.

@@ -5,9 +5,9 @@ use nibble_core::ops::{Cast, CombineSlots, InitNormal, PackRows, UnpackPermute};
 use nibble_core::recipe::{LayerKind, Precision, Site};
 use nibble_core::{DType, Error, Kernels, Leg, Mesh, Operand, Recipe, Result, RowKind, Tensor};
 use nibble_formats::{Purpose, Stream};
-use nibble_train::convert::Place;
+use nibble_train::convert::TensorName;
 use nibble_train::cx::Cx;
-use nibble_train::moe::{Exchange, Outgoing, Plan, Wire};
+use nibble_train::moe::{Exchange, ExchangePlan, Outgoing, Wire};
 use nibble_train::shards::Shards;
 
 /// Experts of each rank.
@@ -15,7 +15,7 @@ pub const EXPERTS_EACH: usize = 8;
 /// What the rows of an expert are a multiple of, as where products take blocks.
 const ALIGN: usize = 128;
 /// The names that conversions are given.
-const PLACE: Place<'static> = Place { layer: "bench", tensor: "x", linear: "bench" };
+const PLACE: TensorName<'static> = TensorName { layer: "bench", tensor: "x", linear: "bench" };
 
 /// How many rows go to which rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
@@ -195,7 +195,7 @@ impl Stage {
 /// The plan of one size on one rank.
 pub struct Planned<'a, B: Kernels> {
     pub cx: Cx<'a, B>,
-    pub plan: Plan<B>,
+    pub plan: ExchangePlan<B>,
     pub size: Size,
 }
 

@@ -9,7 +9,7 @@ use sha2::{Digest, Sha256};
 
 use super::{FILES, LeftOut, MANIFEST, Manifest, VERSION, bytes_of};
 use crate::data::encode::Encoded;
-use crate::data::reading::{BadRow, Place, Reading, Sink, Watch};
+use crate::data::reading::{BadRow, ReadTo, Reading, Sink, Watch};
 use crate::data::sealed;
 use crate::data::stream::width_of;
 use crate::error::{Error, Result};
@@ -27,7 +27,7 @@ const PART_BYTES: u64 = 64 << 20;
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 struct Progress {
     version: u32,
-    place: Place,
+    place: ReadTo,
     tokens: u64,
     documents: u64,
     unlearnt: u64,
@@ -196,7 +196,7 @@ impl<'a> Maker<'a> {
 }
 
 impl Sink for Maker<'_> {
-    fn take(&mut self, encoded: Vec<Encoded>, bad: Vec<BadRow>, place: Place) -> Result<()> {
+    fn take(&mut self, encoded: Vec<Encoded>, bad: Vec<BadRow>, place: ReadTo) -> Result<()> {
         let (mut ids, mut documents, mut unlearnt) = (Vec::new(), Vec::new(), Vec::new());
         for piece in encoded {
             let first = self.progress.tokens;

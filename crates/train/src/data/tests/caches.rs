@@ -9,7 +9,7 @@ use super::{config, documents, open, put, whole_text};
 use crate::config::DataConfig;
 use crate::data::Dataset;
 use crate::data::encode::Encoder;
-use crate::data::reading::{BadRow, Place, Reading, Sink, Watch};
+use crate::data::reading::{BadRow, ReadTo, Reading, Sink, Watch};
 use crate::error::{Error, Result};
 
 /// The folders of whole caches, and what else lies beside them, locks aside.
@@ -71,7 +71,7 @@ fn several_make_one_cache() {
 struct Stops(usize);
 
 impl Sink for Stops {
-    fn take(&mut self, _: Vec<crate::data::encode::Encoded>, _: Vec<BadRow>, _: Place) -> Result<()> {
+    fn take(&mut self, _: Vec<crate::data::encode::Encoded>, _: Vec<BadRow>, _: ReadTo) -> Result<()> {
         self.0 = self.0.checked_sub(1).ok_or_else(|| Error::data(Path::new("nothing"), "was stopped"))?;
         Ok(())
     }
@@ -88,7 +88,7 @@ fn a_reading_goes_on_from_every_place() {
         let encoder = Encoder::of_bytes();
         let reading = Reading::of(&folder, &config(&first, 32), &encoder).unwrap();
         let mut whole = All::default();
-        reading.read(Place::default(), &mut whole, &mut ()).unwrap();
+        reading.read(ReadTo::default(), &mut whole, &mut ()).unwrap();
         for (at, place) in &whole.places {
             let mut rest = All::default();
             reading.read(*place, &mut rest, &mut ()).unwrap();
@@ -97,7 +97,7 @@ fn a_reading_goes_on_from_every_place() {
         // Who takes no more ends the reading.
         assert!(
             reading
-                .read(Place::default(), &mut Stops(0), &mut ())
+                .read(ReadTo::default(), &mut Stops(0), &mut ())
                 .unwrap_err()
                 .to_string()
                 .contains("stopped")
@@ -109,7 +109,7 @@ fn a_reading_goes_on_from_every_place() {
 #[derive(Default)]
 struct All {
     ids: Vec<u32>,
-    places: Vec<(usize, Place)>,
+    places: Vec<(usize, ReadTo)>,
 }
 
 impl Sink for All {
@@ -117,7 +117,7 @@ impl Sink for All {
         &mut self,
         encoded: Vec<crate::data::encode::Encoded>,
         _: Vec<BadRow>,
-        place: Place,
+        place: ReadTo,
     ) -> Result<()> {
         encoded.into_iter().for_each(|piece| self.ids.extend(piece.ids));
         self.places.push((self.ids.len(), place));

@@ -177,7 +177,7 @@ fn want(case: &Case, rank: usize) -> Vec<(&'static str, Vec<i32>)> {
 }
 
 /// What the plan of one rank holds.
-fn contents(cpu: &Cpu, plan: &Plan<Cpu>) -> Vec<(&'static str, Vec<i32>)> {
+fn contents(cpu: &Cpu, plan: &ExchangePlan<Cpu>) -> Vec<(&'static str, Vec<i32>)> {
     let map = &plan.map;
     let mut lists = vec![
         ("row_id", map.groups.row_id.as_slice().to_vec()),
