@@ -137,6 +137,11 @@ fn explain(recipe: &Recipe, layer: &Layer, trace: bool) -> Result<bool> {
         }
         plan.unfused().iter().for_each(|line| say!("  {line}"));
         say!("casts: {}", changes.iter().map(Change::casts).sum::<usize>());
+        let kept: Vec<String> =
+            plan.kept.iter().map(|kept| format!("{} {}", kept.tensor, kept.precision)).collect();
+        if !kept.is_empty() {
+            say!("kept for the backward pass: {}", kept.join(", "));
+        }
     }
     Ok(true)
 }

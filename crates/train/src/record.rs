@@ -142,11 +142,10 @@ impl<B: Backend> Counted<B> {
     /// Takes the counts that wait, all of which have cells in a table.
     ///
     /// # Errors
-    /// [`Error::Capacity`] if the table has too few rows: something was counted that no plan has.
+    /// [`Error::Shape`] naming a site for which the table has no row: it was counted, and no plan has it.
     pub fn take(&mut self, layout: &Layout) -> Result<Vec<Waiting<B>>> {
-        if self.sites.len() > layout.sites {
-            let (needed, capacity) = (self.sites.len(), layout.sites);
-            return Err(Error::Capacity { op: "step record", needed, capacity });
+        if let Some(site) = self.sites.get(layout.sites) {
+            return Err(Error::shape("step record", "site", site, "one that a layer's plan has"));
         }
         Ok(std::mem::take(&mut self.waiting))
     }
