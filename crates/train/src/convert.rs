@@ -72,7 +72,7 @@ impl<B: Kernels> Cx<'_, B> {
         conversion: &Conversion,
         groups: Option<&Groups<B>>,
     ) -> Result<(Operand<B>, Operand<B>)> {
-        let at = name.of(conversion.tensor);
+        let at = name.of(conversion.tensor.name);
         self.follow_both(at, x, (&conversion.to, self.numbers(conversion)), groups)
     }
 
@@ -157,7 +157,7 @@ impl<B: Kernels> Cx<'_, B> {
         conversion: &Conversion<Computed>,
         groups: Option<&Groups<B>>,
     ) -> Result<(Operand<B>, Operand<B>)> {
-        let at = name.of(conversion.tensor);
+        let at = name.of(conversion.tensor.name);
         match &conversion.to {
             Computed::Plain { then, .. } => {
                 let both = (then, self.numbers(conversion));

@@ -22,8 +22,9 @@ mod write;
 
 pub use layer::Layer;
 pub use plan::{
-    Change, Cols, Computed, Conversion, Conversions, ExpertPlan, Form, HeadPlan, Kept, LayerPlan, LinearPlan,
-    Pair, Pass, Passes, ProductPlan, Reader, Route, Rows, SharedInput, Step, TensorSize, WeightPlan, WgradA,
+    Change, Cols, Computed, Conversion, Conversions, ExpertPlan, Form, HeadPlan, Kept, LayerPlan,
+    LayerTensor, LinearPlan, Pair, Pass, Passes, ProductPlan, Reader, Route, Rows, SharedInput, Step,
+    TensorSize, WeightPlan, WgradA,
 };
 pub use precision::{By, Precision, Section, Setting};
 pub use selection::{Layers, RunSize, Share, Steps};

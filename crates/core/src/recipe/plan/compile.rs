@@ -1,7 +1,7 @@
 //! How a plan follows from a section.
 
-use super::change::{Form, Pass};
-use super::conversion::{Cols, Conversion, Kept, Reader, Rows, TensorSize};
+use super::change::Form;
+use super::conversion::{Cols, Conversion, Kept, LayerTensor, Reader, Rows, TensorSize};
 use super::product::ProductPlan;
 use super::route::{Pair, Route};
 use crate::DType;
@@ -59,7 +59,7 @@ impl Compiler<'_> {
             Passes::Forward => (Pair::One(self.route(Site::FpropX)), [fprop, Reader::Several]),
             Passes::Both { .. } => (self.pair([Site::FpropX, Site::SavedX]), [fprop, Reader::Backward]),
         };
-        Conversion { tensor: "x", pass: Pass::Forward, from, to, readers, size }
+        Conversion { tensor: LayerTensor::forward("x", size), from, to, readers }
     }
 
     /// What a forward pass keeps.

@@ -33,18 +33,14 @@ impl Reader {
 /// ([`Computed`](super::Computed)).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Conversion<To = Pair> {
-    /// The tensor: `x`, `dy`, …
-    pub tensor: &'static str,
-    /// When.
-    pub pass: Pass,
+    /// The tensor.
+    pub tensor: LayerTensor,
     /// In what representation it is there; of what is computed, what it is computed from.
     pub from: Form,
     /// What it becomes.
     pub to: To,
     /// What reads the first representation, and what the second. The same where there is one.
     pub readers: [Reader; 2],
-    /// How large it is.
-    pub size: TensorSize,
 }
 
 impl<To> Conversion<To> {
@@ -56,22 +52,13 @@ impl<To> Conversion<To> {
 
 impl Conversion {
     /// A plain tensor on its way to other ranks.
-    pub(super) fn sent(
-        (pass, tensor, size): (Pass, &'static str, TensorSize),
-        from: Form,
-        wire: &Precision,
-    ) -> Self {
-        Self::one((pass, tensor, size), from, Route::of_plain(wire), Reader::Exchange)
+    pub(super) fn sent(tensor: LayerTensor, from: Form, wire: &Precision) -> Self {
+        Self::one(tensor, from, Route::of_plain(wire), Reader::Exchange)
     }
 
     /// Into one representation.
-    pub(super) fn one(
-        (pass, tensor, size): (Pass, &'static str, TensorSize),
-        from: Form,
-        route: Route,
-        reader: Reader,
-    ) -> Self {
-        Self { tensor, pass, from, to: Pair::One(route), readers: [reader; 2], size }
+    pub(super) fn one(tensor: LayerTensor, from: Form, route: Route, reader: Reader) -> Self {
+        Self { tensor, from, to: Pair::One(route), readers: [reader; 2] }
     }
 
     /// The first representation by itself, for whoever asks.
@@ -117,6 +104,27 @@ pub struct TensorSize {
 impl TensorSize {
     pub(super) const fn new(rows: Rows, cols: Cols) -> Self {
         Self { rows, cols }
+    }
+}
+
+/// A tensor of a layer in one of its passes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LayerTensor {
+    /// `x`, `dy`, …
+    pub name: &'static str,
+    /// When.
+    pub pass: Pass,
+    /// How large it is.
+    pub size: TensorSize,
+}
+
+impl LayerTensor {
+    pub(super) const fn forward(name: &'static str, size: TensorSize) -> Self {
+        Self { name, pass: Pass::Forward, size }
+    }
+
+    pub(super) const fn backward(name: &'static str, size: TensorSize) -> Self {
+        Self { name, pass: Pass::Backward, size }
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::change::Pass;
 use super::compile::Compiler;
-use super::conversion::{Cols, Conversion, Reader, Rows, TensorSize};
+use super::conversion::{Cols, Conversion, LayerTensor, Reader, Rows, TensorSize};
 use super::steps::Steps;
 use crate::Result;
 use crate::ops::HeadCodecs;
@@ -98,18 +98,16 @@ impl Compiler<'_> {
             x: self.x(plain, x),
             h: self.kept_h().filter(|_| self.layer.gated),
             wgrad_x: Conversion::one(
-                (Pass::Backward, "x", x),
+                LayerTensor::backward("x", x),
                 self.form(Site::SavedX),
                 self.route(Site::WgradX),
                 wgrad,
             ),
             dy: Conversion {
-                tensor: "dy",
-                pass: Pass::Backward,
+                tensor: LayerTensor::backward("dy", y),
                 from: plain,
                 to: self.pair([Site::DgradDy, Site::WgradDy]),
                 readers: [self.reader(0, Product::Dgrad), wgrad],
-                size: y,
             },
         }
     }
@@ -120,20 +118,16 @@ impl Compiler<'_> {
         let wgrad = self.reader(0, Product::Wgrad);
         HeadPlan {
             x: Conversion {
-                tensor: "x",
-                pass: Pass::Forward,
+                tensor: LayerTensor::forward("x", x),
                 from: plain,
                 to: self.pair([Site::FpropX, Site::WgradX]),
                 readers: [self.reader(0, Product::Fprop), wgrad],
-                size: x,
             },
             dlogits: Conversion {
-                tensor: "dlogits",
-                pass: Pass::Forward,
+                tensor: LayerTensor::forward("dlogits", y),
                 from: plain,
                 to: self.pair([Site::DgradDy, Site::WgradDy]),
                 readers: [self.reader(0, Product::Dgrad), wgrad],
-                size: y,
             },
         }
     }
@@ -143,14 +137,15 @@ impl LinearPlan {
     /// See [`super::LayerPlan::steps`].
     pub(super) fn steps(&self, steps: &mut Steps, gated: bool) {
         steps.convert(&self.x);
-        let (plain, size) = (steps.plain, self.dy.size);
+        let (plain, size) = (steps.plain, self.dy.tensor.size);
         if let Some(h) = &self.h {
-            steps.add(Pass::Forward, "swiglu+quantize", ("h", size), plain, h.into());
+            steps.add("swiglu+quantize", LayerTensor::forward("h", size), plain, h.into());
             steps.quantized(h);
-            steps.add(Pass::Backward, "swiglu_backward", ("dh", size), h.into(), plain);
+            steps.add("swiglu_backward", LayerTensor::backward("dh", size), h.into(), plain);
         }
         steps.convert(&self.wgrad_x);
         // Behind SwiGLU it is the gradient of h.
-        steps.convert(&Conversion { tensor: if gated { "dh" } else { self.dy.tensor }, ..self.dy });
+        let name = if gated { "dh" } else { self.dy.tensor.name };
+        steps.convert(&Conversion { tensor: LayerTensor { name, ..self.dy.tensor }, ..self.dy });
     }
 }

@@ -1,8 +1,8 @@
 //! What an expert layer does under its section: tokens travel, two grouped products with SwiGLU between, and rows that travel back.
 
-use super::change::{Form, Pass};
+use super::change::Form;
 use super::compile::{Compiler, Passes};
-use super::conversion::{Cols, Conversion, Reader, Rows, TensorSize};
+use super::conversion::{Cols, Conversion, LayerTensor, Reader, Rows, TensorSize};
 use super::route::{Computed, Route};
 use super::steps::Steps;
 use crate::recipe::{Precision, Product, Site};
@@ -73,54 +73,51 @@ impl Compiler<'_> {
             x_sent: at(Site::DispatchFwd),
             x: self.x(self.form(Site::DispatchFwd), row),
             a: Conversion {
-                tensor: "a",
-                pass: Pass::Forward,
+                tensor: LayerTensor::forward("a", a),
                 from: plain,
                 to: self.section.a(kept_a, self.activations),
                 readers: [fprop_a, if kept_a.is_some() { Reader::Backward } else { fprop_a }],
-                size: a,
             },
             keeps_a: kept_a.is_some(),
             h: self.kept_h(),
             y_sent: at(Site::CombineFwd),
             dy_sent: at(Site::DispatchBwd),
             dy: Conversion {
-                tensor: "dy",
-                pass: Pass::Backward,
+                tensor: LayerTensor::backward("dy", row),
                 from: self.form(Site::DispatchBwd),
                 to: self.pair([Site::DgradDy, Site::WgradDy]),
                 readers: [self.reader(DOWN, Product::Dgrad), wgrad_a],
-                size: row,
             },
             dh: Conversion {
-                tensor: "dh",
-                pass: Pass::Backward,
+                tensor: LayerTensor::backward("dh", h),
                 from: of_h,
                 to: self.section.dh(self.activations),
                 readers: [dgrad_dh, wgrad_dh],
-                size: h,
             },
             wgrad_a: match kept_a {
                 Some(kept) => {
                     let is_written = self.section.kept_a().is_some();
                     let route = if is_written { self.route(Site::WgradA) } else { Route::Same };
-                    WgradA::Kept(Conversion::one((Pass::Backward, "a", a), (&kept).into(), route, wgrad_a))
+                    WgradA::Kept(Conversion::one(
+                        LayerTensor::backward("a", a),
+                        (&kept).into(),
+                        route,
+                        wgrad_a,
+                    ))
                 }
                 None => WgradA::Again {
                     a: Conversion {
-                        tensor: "a",
-                        pass: Pass::Backward,
+                        tensor: LayerTensor::backward("a", a),
                         from: of_h,
                         to: self.section.a_again(self.activations),
                         readers: [wgrad_a; 2],
-                        size: a,
                     },
                     counts: !self.section.makes_both_of_a(),
                 },
             },
             dx_sent: at(Site::CombineBwd),
             wgrad_x: Conversion::one(
-                (Pass::Backward, "x", row),
+                LayerTensor::backward("x", row),
                 self.form(Site::SavedX),
                 self.route(Site::WgradX),
                 wgrad_dh,
@@ -132,24 +129,24 @@ impl Compiler<'_> {
 impl ExpertPlan {
     /// See [`super::LayerPlan::steps`].
     pub(super) fn steps(&self, steps: &mut Steps) {
-        let row = self.x.size;
+        let row = self.x.tensor.size;
         let token = TensorSize::new(Rows::Tokens, Cols::Inputs);
 
         const FORWARD: [&str; 2] = ["swiglu", "swiglu+quantize"];
         const BACKWARD: [&str; 2] = ["swiglu_backward", "swiglu_backward+quantize"];
-        steps.sent((Pass::Forward, "x", token), &self.x_sent);
+        steps.sent(LayerTensor::forward("x", token), &self.x_sent);
         steps.convert(&self.x);
         // The kernel writes both before anything is made of a.
         steps.written(FORWARD, &self.a);
         if let Some(h) = &self.h {
-            steps.add(Pass::Forward, FORWARD[1], ("h", self.dh.size), steps.plain, h.into());
+            steps.add(FORWARD[1], LayerTensor::forward("h", self.dh.tensor.size), steps.plain, h.into());
             steps.quantized(h);
         }
         steps.then(&self.a);
-        let y = (Pass::Forward, "y", row);
+        let y = LayerTensor::forward("y", row);
         steps.convert(&Conversion::sent(y, steps.plain, &self.y_sent));
         steps.summed(y, &self.y_sent);
-        steps.sent((Pass::Backward, "dy", token), &self.dy_sent);
+        steps.sent(LayerTensor::backward("dy", token), &self.dy_sent);
         steps.convert(&self.dy);
         steps.written(BACKWARD, &self.dh);
         match &self.wgrad_a {
@@ -164,7 +161,7 @@ impl ExpertPlan {
             }
         }
         // Rows set out before the gradients of weights are computed, and are summed after that.
-        let dx = (Pass::Backward, "dx", row);
+        let dx = LayerTensor::backward("dx", row);
         steps.convert(&Conversion::sent(dx, steps.plain, &self.dx_sent));
         steps.convert(&self.wgrad_x);
         steps.summed(dx, &self.dx_sent);
@@ -179,7 +176,7 @@ impl ExpertPlan {
         let all = [Some(("swiglu", &self.a)), Some(("swiglu_backward", &self.dh)), again];
         let lost = all.into_iter().flatten().filter_map(|(kernel, conversion)| match conversion.to {
             Computed::Plain { why, .. } => {
-                Some(format!("{kernel} does not write {} as it is multiplied: {why}", conversion.tensor))
+                Some(format!("{kernel} does not write {} as it is multiplied: {why}", conversion.tensor.name))
             }
             Computed::Fused { .. } => None,
         });

@@ -13,7 +13,7 @@ mod steps;
 
 pub use change::{Change, Form, Pass};
 pub use compile::Passes;
-pub use conversion::{Cols, Conversion, Kept, Reader, Rows, TensorSize};
+pub use conversion::{Cols, Conversion, Kept, LayerTensor, Reader, Rows, TensorSize};
 pub use dense::{HeadPlan, LinearPlan, SharedInput};
 pub use experts::{ExpertPlan, WgradA};
 pub use product::ProductPlan;
@@ -82,7 +82,7 @@ impl LayerPlan {
     pub fn new(section: &Section, layer: &Layer, activations: DType, passes: Passes) -> Self {
         let weights = if layer.kind == LayerKind::Expert { 2 } else { 1 };
         let of_weight = |weight| {
-            Product::ALL.map(|product| ProductPlan::new(section, layer.kind, (weight, product), activations))
+            Product::ALL.map(|product| ProductPlan::new(section, layer.kind, weight, product, activations))
         };
         let products: Vec<ProductPlan> = (0..weights).flat_map(of_weight).collect();
         let compiler = Compiler { section, layer, products: &products, activations, passes };

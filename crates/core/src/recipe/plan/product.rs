@@ -25,7 +25,8 @@ impl ProductPlan {
     pub(super) fn new(
         section: &Section,
         kind: LayerKind,
-        (weight, product): (usize, Product),
+        weight: usize,
+        product: Product,
         activations: DType,
     ) -> Self {
         let sites = operand_sites(kind, weight, product);

@@ -1,7 +1,7 @@
 //! A plan as the changes of representation that a backend sees of it, in their order.
 
-use super::change::{Change, Form, Pass};
-use super::conversion::{Conversion, TensorSize};
+use super::change::{Change, Form};
+use super::conversion::{Conversion, LayerTensor, TensorSize};
 use super::route::{Computed, Pair, Route};
 use crate::DType;
 use crate::ops::Planes;
@@ -49,15 +49,9 @@ impl Steps {
         self.made.iter_mut().for_each(|step| step.change.op = op);
     }
 
-    pub fn add(
-        &mut self,
-        pass: Pass,
-        op: &'static str,
-        (tensor, size): (&'static str, TensorSize),
-        from: Form,
-        to: Form,
-    ) {
-        self.made.push(Step { change: Change { pass, op, tensor, from, to }, quantized: None, size });
+    pub fn add(&mut self, op: &'static str, tensor: LayerTensor, from: Form, to: Form) {
+        let LayerTensor { name, pass, size } = tensor;
+        self.made.push(Step { change: Change { pass, op, tensor: name, from, to }, quantized: None, size });
     }
 
     /// What was added last makes these of plain numbers.
@@ -83,7 +77,7 @@ impl Steps {
         match pair {
             Pair::One(route) => self.route(of, from, route),
             Pair::OneRead(to) => {
-                self.add(of.pass, "quantize", (of.tensor, of.size), from, Form::both(to.format));
+                self.add("quantize", of.tensor, from, Form::both(to.format));
                 self.quantized(to);
             }
             Pair::Two(first, second) => [first, second].into_iter().for_each(|to| self.route(of, from, to)),
@@ -91,23 +85,23 @@ impl Steps {
     }
 
     fn route<To>(&mut self, of: &Conversion<To>, from: Form, route: &Route) {
-        let tensor = (of.tensor, of.size);
+        let tensor = of.tensor;
         match route {
             Route::Plain(dtype) if from.format.is_block() => {
-                self.add(of.pass, "dequantize", tensor, from, (*dtype).into());
+                self.add("dequantize", tensor, from, (*dtype).into());
             }
             Route::Plain(dtype) if from != Form::from(*dtype) => {
-                self.add(of.pass, "cast", tensor, from, (*dtype).into());
+                self.add("cast", tensor, from, (*dtype).into());
             }
             Route::Same | Route::Plain(_) => {}
             Route::Quantize(to) => {
-                self.add(of.pass, "quantize", tensor, from, to.into());
+                self.add("quantize", tensor, from, to.into());
                 self.quantized(to);
             }
-            Route::Transcode(to) => self.add(of.pass, "transcode", tensor, from, to.into()),
+            Route::Transcode(to) => self.add("transcode", tensor, from, to.into()),
             Route::Requantize { through, to } => {
-                self.add(of.pass, "dequantize", tensor, from, (*through).into());
-                self.add(of.pass, "quantize", tensor, (*through).into(), to.into());
+                self.add("dequantize", tensor, from, (*through).into());
+                self.add("quantize", tensor, (*through).into(), to.into());
                 self.quantized(to);
             }
         }
@@ -122,29 +116,28 @@ impl Steps {
             Computed::Fused { to, .. } => (to.into(), Some(to)),
             Computed::Plain { dtype, .. } => ((*dtype).into(), None),
         };
-        let tensor = (of.tensor, of.size);
+        let tensor = of.tensor;
         match (of.from.format.is_block(), to.format.is_block()) {
             (_, true) => {
-                self.add(of.pass, quantizing, tensor, of.from, to);
+                self.add(quantizing, tensor, of.from, to);
                 precision.into_iter().for_each(|to| self.quantized(to));
             }
-            (true, false) => self.add(of.pass, op, tensor, of.from, to),
+            (true, false) => self.add(op, tensor, of.from, to),
             (false, false) => {}
         }
     }
 
     /// Rows of the tokens, as they travel.
-    pub fn sent(&mut self, tensor: (Pass, &'static str, TensorSize), wire: &Precision) {
+    pub fn sent(&mut self, tensor: LayerTensor, wire: &Precision) {
         self.convert(&Conversion::sent(tensor, self.plain, wire));
-        let (pass, name, size) = tensor;
-        self.add(pass, "dispatch+permute", (name, size), wire.into(), wire.into());
+        self.add("dispatch+permute", tensor, wire.into(), wire.into());
     }
 
     /// What becomes of rows that have travelled back.
-    pub fn summed(&mut self, (pass, name, size): (Pass, &'static str, TensorSize), wire: &Precision) {
+    pub fn summed(&mut self, tensor: LayerTensor, wire: &Precision) {
         if wire.format.is_block() {
-            self.add(pass, "dequantize", (name, size), wire.into(), self.plain);
+            self.add("dequantize", tensor, wire.into(), self.plain);
         }
-        self.add(pass, "unpermute+combine", (name, size), self.plain, self.plain);
+        self.add("unpermute+combine", tensor, self.plain, self.plain);
     }
 }
