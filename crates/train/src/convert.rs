@@ -73,29 +73,30 @@ impl<B: Kernels> Cx<'_, B> {
         groups: Option<&Groups<B>>,
     ) -> Result<(Operand<B>, Operand<B>)> {
         let at = name.of(conversion.tensor.name);
-        self.follow_both(at, x, (&conversion.to, self.numbers(conversion)), groups)
+        self.follow_both(at, x, &conversion.to, self.numbers(conversion), groups)
     }
 
     fn follow_both(
         &self,
         at: TensorName<'_>,
         x: &Operand<B>,
-        (pair, only_for): (&Pair, [Option<Numbers>; 2]),
+        pair: &Pair,
+        only_for: [Option<Numbers>; 2],
         groups: Option<&Groups<B>>,
     ) -> Result<(Operand<B>, Operand<B>)> {
         match pair {
             Pair::One(route) => {
-                let one = self.follow(at, x, (route, of_both(only_for)), groups)?;
+                let one = self.follow(at, x, route, of_both(only_for), groups)?;
                 Ok((one.clone(), one))
             }
             Pair::OneRead(to) => {
-                let planes = (Planes::Both, of_both(only_for));
-                let both = self.quantize(at, x.plain("route")?, to, planes, groups)?;
+                let (x, only_for) = (x.plain("route")?, of_both(only_for));
+                let both = self.quantize(at, x, to, Planes::Both, only_for, groups)?;
                 Ok((both.take_rows("route")?, both.take_cols("route")?))
             }
             Pair::Two(first, second) => Ok((
-                self.follow(at, x, (first, only_for[0]), groups)?,
-                self.follow(at, x, (second, only_for[1]), groups)?,
+                self.follow(at, x, first, only_for[0], groups)?,
+                self.follow(at, x, second, only_for[1], groups)?,
             )),
         }
     }
@@ -105,7 +106,8 @@ impl<B: Kernels> Cx<'_, B> {
         &self,
         at: TensorName<'_>,
         x: &Operand<B>,
-        (route, only_for): (&Route, Option<Numbers>),
+        route: &Route,
+        only_for: Option<Numbers>,
         groups: Option<&Groups<B>>,
     ) -> Result<Operand<B>> {
         match (route, x) {
@@ -114,13 +116,13 @@ impl<B: Kernels> Cx<'_, B> {
             (Route::Plain(dtype), Operand::Block(x)) => {
                 Dequantize { x, dtype: *dtype }.run(self.b).map(Operand::Plain)
             }
-            (Route::Quantize(to), Operand::Plain(x)) => self.quantized(at, x, (to, only_for), groups),
+            (Route::Quantize(to), Operand::Plain(x)) => self.quantized(at, x, to, only_for, groups),
             (Route::Transcode(to), Operand::Block(x)) => {
                 self.transcode(at, x, to, groups).map(Operand::Block)
             }
             (Route::Requantize { through, to }, Operand::Block(x)) => {
                 let plain = Dequantize { x, dtype: *through }.run(self.b)?;
-                self.quantized(at, &plain, (to, only_for), groups)
+                self.quantized(at, &plain, to, only_for, groups)
             }
             (Route::Quantize(_), _) => Err(Error::shape("route", at.tensor, x.format(), "plain elements")),
             (Route::Transcode(_) | Route::Requantize { .. }, _) => {
@@ -160,8 +162,7 @@ impl<B: Kernels> Cx<'_, B> {
         let at = name.of(conversion.tensor.name);
         match &conversion.to {
             Computed::Plain { then, .. } => {
-                let both = (then, self.numbers(conversion));
-                self.follow_both(at, &made.take_rows(at.tensor)?, both, groups)
+                self.follow_both(at, &made.take_rows(at.tensor)?, then, self.numbers(conversion), groups)
             }
             Computed::Fused { planes: Planes::Both, .. } => {
                 Ok((made.take_rows(at.tensor)?, made.take_cols(at.tensor)?))
@@ -184,19 +185,20 @@ impl<B: Kernels> Cx<'_, B> {
         to: &Precision,
         groups: Option<&Groups<B>>,
     ) -> Result<Operand<B>> {
-        self.follow(at, &Operand::Plain(x.clone()), (&Route::of_plain(to), None), groups)
+        self.follow(at, &Operand::Plain(x.clone()), &Route::of_plain(to), None, groups)
     }
 
     fn quantized(
         &self,
         at: TensorName<'_>,
         x: &Tensor<B>,
-        (to, only_for): (&Precision, Option<Numbers>),
+        to: &Precision,
+        only_for: Option<Numbers>,
         groups: Option<&Groups<B>>,
     ) -> Result<Operand<B>> {
         match to.axis {
-            BlockAxis::Col => self.quantize(at, x, to, (Planes::Cols, only_for), groups)?.take_cols("route"),
-            _ => self.quantize(at, x, to, (Planes::Rows, only_for), groups)?.take_rows("route"),
+            BlockAxis::Col => self.quantize(at, x, to, Planes::Cols, only_for, groups)?.take_cols("route"),
+            _ => self.quantize(at, x, to, Planes::Rows, only_for, groups)?.take_rows("route"),
         }
     }
 
@@ -206,7 +208,8 @@ impl<B: Kernels> Cx<'_, B> {
         at: TensorName<'_>,
         x: &Tensor<B>,
         to: &Precision,
-        (planes, only_for): (Planes, Option<Numbers>),
+        planes: Planes,
+        only_for: Option<Numbers>,
         groups: Option<&Groups<B>>,
     ) -> Result<Emitted<B>> {
         let (op, cells) = self.quantization(at, x, to, planes, groups)?;
