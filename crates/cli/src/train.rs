@@ -242,13 +242,13 @@ fn introduce_dry_run(config: &Config, kind: DeviceKind) -> Result<(Recipe, Predi
     let mesh = config.run.mesh();
     if mesh.ranks() > 1 {
         let taken = |ranks: Vec<usize>| {
-            let of = plan::predict_rank(kind, (mesh, ranks[0]), config, &recipe)?;
+            let of = plan::predict_rank(kind, mesh, ranks[0], config, &recipe)?;
             Ok((ranks, of.parts().iter().map(|(_, bytes)| bytes).sum()))
         };
         // Of many ranks nearly each is a kind of its own, a tile apart.
         let kinds = plan::kinds_of_ranks(mesh, config)?.into_iter().take(MOST_KINDS);
         let kinds = kinds.map(taken).collect::<Result<Vec<_>>>()?;
-        let sent = plan::sent_in_a_step(kind, (mesh, prediction.rank), config, &recipe)?;
+        let sent = plan::sent_in_a_step(kind, mesh, prediction.rank, config, &recipe)?;
         introduction::sent(prediction.rank, &sent).iter().for_each(|line| say!("{line}"));
         introduction::ranks(&kinds).iter().for_each(|line| say!("{line}"));
     }

@@ -169,7 +169,7 @@ fn memory_is_never_more_than_that_of_the_room() {
             })
         };
         let room = |rank| {
-            let predicted = predict_rank(DeviceKind::Host, (mesh, rank), &config, &recipe).unwrap();
+            let predicted = predict_rank(DeviceKind::Host, mesh, rank, &config, &recipe).unwrap();
             predicted.memory.activations.peak_bytes
         };
         // Routers of zeros send everything to the first experts.

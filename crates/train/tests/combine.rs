@@ -163,7 +163,7 @@ fn a_step_sends_shorter_rows() {
     let sent = |rows: [&str; 2], kind| {
         let (config, _dir) = with_recipe(&back("bf16", rows), &["run.ranks=2", "train.shards=2"]);
         let recipe = checked_recipe(&config).unwrap();
-        sent_in_a_step(kind, (config.run.mesh(), 0), &config, &recipe).unwrap()
+        sent_in_a_step(kind, config.run.mesh(), 0, &config, &recipe).unwrap()
     };
     const BF16: &str = "{ format = \"bf16\" }";
     for kind in [DeviceKind::Host, DeviceKind::Gpu] {

@@ -203,7 +203,7 @@ fn no_rank_takes_more_than_is_predicted_whatever_it_is_sent() {
         let largest = prediction(DeviceKind::Host, &config).unwrap();
         for (rank, there) in there.into_iter().enumerate() {
             let like = kinds.iter().find(|kind| kind.contains(&rank)).unwrap();
-            let predicted = predict_rank(DeviceKind::Host, (mesh, like[0]), &config, &recipe).unwrap();
+            let predicted = predict_rank(DeviceKind::Host, mesh, like[0], &config, &recipe).unwrap();
             assert!(alive(&predicted) <= alive(&largest));
             for ((name, there), (_, predicted)) in there.arenas().into_iter().zip(predicted.memory.arenas()) {
                 let share = there.peak_bytes as f64 / predicted.peak_bytes as f64;
@@ -226,7 +226,7 @@ fn a_rank_keeps_its_share_of_the_state() {
     };
     let mut activations = None;
     let sent = |config: &Config, recipe: &Recipe| {
-        let sent = sent_in_a_step(DeviceKind::Gpu, (config.run.mesh(), 0), config, recipe).unwrap();
+        let sent = sent_in_a_step(DeviceKind::Gpu, config.run.mesh(), 0, config, recipe).unwrap();
         sent.values().sum::<u64>()
     };
     for (ranks, dp) in [(1, 1), (2, 1), (2, 2), (4, 2), (8, 1), (8, 2), (8, 8)] {
@@ -237,7 +237,7 @@ fn a_rank_keeps_its_share_of_the_state() {
             let rope = 4 * config.data.seq_len * config.model.head_dim;
             assert_eq!(sent(&config, &recipe) > 0, ranks > 1);
             for kind in kinds_of_ranks(mesh, &config).unwrap() {
-                let of = predict_rank(DeviceKind::Gpu, (mesh, kind[0]), &config, &recipe).unwrap();
+                let of = predict_rank(DeviceKind::Gpu, mesh, kind[0], &config, &recipe).unwrap();
                 let state = of.memory.weights.peak_bytes + of.memory.moments.peak_bytes - rope;
                 let share = bytes_each * of.parameters / ranks;
                 assert!(off(state, share) < 0.01, "{ranks} ranks, dp {dp}, {types}: {state} and {share}");
@@ -357,7 +357,7 @@ fn a_host_has_room_for_the_ranks_that_run_on_it() {
     let (process, rank) = (all.allowance().1, (all.device_bytes() - all.allowance().1) / 4);
     assert_eq!(of_two, process + 2 * rank);
     let host = Dry::with_room(DeviceKind::Host, Room { total_bytes: of_two, others_bytes: 0 });
-    let predicted = require_room_for(&host, (mesh, 2), &config, &recipe).unwrap();
+    let predicted = require_room_for(&host, mesh, 2, &config, &recipe).unwrap();
     assert!(predicted.summary().starts_with("2 ranks of "), "{}", predicted.summary());
     assert!(require_room(&host, mesh, &config, &recipe).is_err(), "four of them have no room");
 }

@@ -246,7 +246,7 @@ fn of_a_quantized_weight_codes_and_scales_travel() {
     let sent = |recipe: &str, kind: DeviceKind| {
         let config = rig::dense(recipe, &[&sizes[..], &["run.ranks=4"]].concat());
         let recipe = checked_recipe(&config).unwrap();
-        let of_rank = |rank| sent_in_a_step(kind, (config.run.mesh(), rank), &config, &recipe).unwrap();
+        let of_rank = |rank| sent_in_a_step(kind, config.run.mesh(), rank, &config, &recipe).unwrap();
         (0..ranks).map(|rank| of_rank(rank)["all_gather_parts"] as i64).sum::<i64>()
     };
     // Rows and columns of a layer's weights: q, k, v, o, gate and up, down.
@@ -284,8 +284,8 @@ fn a_tied_table_travels_once() {
             let config = rig::dense(recipe, &["run.ranks=4", &tied]);
             let recipe = checked_recipe(&config).unwrap();
             let of_rank = |rank| {
-                let mesh = (config.run.mesh(), rank);
-                sent_in_a_step(DeviceKind::Host, mesh, &config, &recipe).unwrap()["all_gather_parts"]
+                let mesh = config.run.mesh();
+                sent_in_a_step(DeviceKind::Host, mesh, rank, &config, &recipe).unwrap()["all_gather_parts"]
             };
             let values = config.model.vocab_size * config.model.d_model;
             ((0..ranks).map(of_rank).sum::<u64>(), values as u64)

@@ -111,7 +111,7 @@ impl Prediction {
 /// # Errors
 /// [`Error::Memory`] where it takes more than any device has; what is wrong with the configuration.
 pub fn predict(kind: DeviceKind, mesh: MeshShape, config: &Config, recipe: &Recipe) -> Result<Prediction> {
-    predict_rank(kind, (mesh, largest_rank(mesh, config)?), config, recipe)
+    predict_rank(kind, mesh, largest_rank(mesh, config)?, config, recipe)
 }
 
 /// [`predict`] with routers in balance: each rank is sent its share of the rows, and not as many as it has room for. None where no rows are exchanged,
@@ -139,7 +139,8 @@ pub fn predict_balanced(
 /// As [`predict`]; [`nibble_core::Error::Shape`] for a rank that the mesh does not have.
 pub fn predict_rank(
     kind: DeviceKind,
-    (mesh, rank): (MeshShape, usize),
+    mesh: MeshShape,
+    rank: usize,
     config: &Config,
     recipe: &Recipe,
 ) -> Result<Prediction> {
@@ -147,7 +148,7 @@ pub fn predict_rank(
         let expected = format!("below the {} ranks", mesh.ranks());
         return Err(nibble_core::Error::shape("predict_rank", "rank", rank, expected).into());
     }
-    rehearsed(kind, (mesh, rank), config, recipe, |rank| rank.rehearse())
+    rehearsed(kind, mesh, rank, config, recipe, |rank| rank.rehearse())
 }
 
 /// Bytes that a rank sends to others in a step, by collective, with routers that are in balance: none of a rank alone.
@@ -156,17 +157,18 @@ pub fn predict_rank(
 /// As [`predict_rank`].
 pub fn sent_in_a_step(
     kind: DeviceKind,
-    rank: (MeshShape, usize),
+    mesh: MeshShape,
+    rank: usize,
     config: &Config,
     recipe: &Recipe,
 ) -> Result<BTreeMap<&'static str, u64>> {
-    on_shapes(kind, rank, config, recipe, |_, state| state.sent_in_a_step())
+    on_shapes(kind, mesh, rank, config, recipe, |_, state| state.sent_in_a_step())
 }
 
 /// Predicts what is there as long as the run: no activations.
 fn predict_state(kind: DeviceKind, mesh: MeshShape, config: &Config, recipe: &Recipe) -> Result<Prediction> {
-    let rank = (mesh, largest_rank(mesh, config)?);
-    rehearsed(kind, rank, config, recipe, |_| Ok(Ledger::default()))
+    let rank = largest_rank(mesh, config)?;
+    rehearsed(kind, mesh, rank, config, recipe, |_| Ok(Ledger::default()))
 }
 
 /// Ranks of a mesh that keep as many rows of every parameter, and so take the same memory; each kind once, in the order of their first ranks.
@@ -224,7 +226,7 @@ fn kept_values(mesh: MeshShape, rank: usize, slices: &[(Slices, bool)]) -> impl 
 /// # Errors
 /// As [`predict`].
 pub fn work_of_step(kind: DeviceKind, config: &Config, recipe: &Recipe, step: u64) -> Result<Vec<Call>> {
-    on_shapes(kind, (MeshShape::ONE, 0), config, recipe, |dry, rank| {
+    on_shapes(kind, MeshShape::ONE, 0, config, recipe, |dry, rank| {
         let ((), calls) = dry.counted(|| rank.rehearse_whole_step(step))?;
         Ok(calls)
     })
@@ -246,7 +248,7 @@ pub struct OffTensorCores {
 /// # Errors
 /// As [`predict`].
 pub fn off_tensor_cores(config: &Config, recipe: &Recipe) -> Result<Vec<OffTensorCores>> {
-    on_shapes(DeviceKind::Gpu, (MeshShape::ONE, 0), config, recipe, |dry, rank| {
+    on_shapes(DeviceKind::Gpu, MeshShape::ONE, 0, config, recipe, |dry, rank| {
         let ((_, calls), slow) = dry.slow(|| dry.counted(|| rank.rehearse()))?;
         let all: f64 = calls.iter().map(|call| call.work.flops.total()).sum();
         let mut found: Vec<OffTensorCores> = Vec::new();
@@ -269,13 +271,14 @@ pub fn off_tensor_cores(config: &Config, recipe: &Recipe) -> Result<Vec<OffTenso
 
 fn rehearsed(
     kind: DeviceKind,
-    (mesh, rank): (MeshShape, usize),
+    mesh: MeshShape,
+    rank: usize,
     config: &Config,
     recipe: &Recipe,
     run: impl FnOnce(&mut RankState<'_, Dry>) -> Result<Ledger>,
 ) -> Result<Prediction> {
     phase(format_args!("rehearsing a step to predict its memory"));
-    on_shapes(kind, (mesh, rank), config, recipe, |dry, state| {
+    on_shapes(kind, mesh, rank, config, recipe, |dry, state| {
         let ledger = run(state)?;
         let beside_bytes = dry.pooled_peak() + collected_bytes(state, mesh);
         let (memory, parameters) = (state.memory(), state.parameters());
@@ -287,12 +290,13 @@ fn rehearsed(
 /// Runs `run` with a rank that computes nothing.
 fn on_shapes<R>(
     kind: DeviceKind,
-    rank: (MeshShape, usize),
+    mesh: MeshShape,
+    rank: usize,
     config: &Config,
     recipe: &Recipe,
     run: impl FnOnce(&Dry, &mut RankState<'_, Dry>) -> Result<R>,
 ) -> Result<R> {
-    with_dry(kind, rank, config, |dry, mesh| {
+    with_dry(kind, mesh, rank, config, |dry, mesh| {
         RankState::of_shapes(dry, mesh, config, recipe).and_then(|mut rank| run(dry, &mut rank))
     })
 }
@@ -300,11 +304,12 @@ fn on_shapes<R>(
 /// Runs `run` with a device that computes nothing. What is beyond counting is an error that says what needs it.
 fn with_dry<R>(
     kind: DeviceKind,
-    rank: (MeshShape, usize),
+    mesh: MeshShape,
+    rank: usize,
     config: &Config,
     run: impl FnOnce(&Dry, Mesh<'_, Dry>) -> Result<R>,
 ) -> Result<R> {
-    on_dry(kind, rank, config, run).map_err(|error| match error {
+    on_dry(kind, mesh, rank, config, run).map_err(|error| match error {
         Error::Memory { needed: usize::MAX, settings, why } => {
             let why = format!("{why}; {}", largest(config, None));
             Error::Memory { needed: usize::MAX, settings, why }
@@ -335,7 +340,7 @@ pub fn require_room<B: Backend>(
     config: &Config,
     recipe: &Recipe,
 ) -> Result<Prediction> {
-    require_room_for(b, (mesh, mesh.ranks()), config, recipe)
+    require_room_for(b, mesh, mesh.ranks(), config, recipe)
 }
 
 /// [`require_room`], of ranks of which so many run on this host.
@@ -344,7 +349,8 @@ pub fn require_room<B: Backend>(
 /// As [`require_room`].
 pub fn require_room_for<B: Backend>(
     b: &B,
-    (mesh, host_ranks): (MeshShape, usize),
+    mesh: MeshShape,
+    host_ranks: usize,
     config: &Config,
     recipe: &Recipe,
 ) -> Result<Prediction> {
@@ -360,7 +366,7 @@ pub fn require_room_for<B: Backend>(
     // What is beyond counting is so with every setting.
     let found = match needed {
         usize::MAX => None,
-        _ => search::shortest(b.kind(), (mesh, host_ranks), config, device.bytes())?,
+        _ => search::shortest(b.kind(), mesh, host_ranks, config, device.bytes())?,
     };
     let settings = match &found {
         Some(found) if found.bytes <= device.bytes() => found.settings.clone(),
@@ -446,7 +452,8 @@ pub fn overrides(settings: &[String]) -> String {
 /// [`Error::Memory`] if not.
 pub(crate) fn require_room_for_state<B: Backend>(
     b: &B,
-    (mesh, host_ranks): (MeshShape, usize),
+    mesh: MeshShape,
+    host_ranks: usize,
     config: &Config,
     recipe: &Recipe,
 ) -> Result<()> {

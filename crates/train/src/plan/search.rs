@@ -94,7 +94,8 @@ const SHORT: usize = 8;
 /// If the configuration cannot be written down.
 pub(super) fn shortest(
     kind: DeviceKind,
-    (mesh, host_ranks): (MeshShape, usize),
+    mesh: MeshShape,
+    host_ranks: usize,
     config: &Config,
     there: usize,
 ) -> Result<Option<Found>> {

@@ -21,7 +21,8 @@ use std::collections::BTreeMap;
 /// [`Error::Memory`] with `usize::MAX` bytes where `run` takes more than can be counted.
 pub(crate) fn on_dry<R>(
     kind: DeviceKind,
-    (mesh, rank): (MeshShape, usize),
+    mesh: MeshShape,
+    rank: usize,
     config: &Config,
     run: impl FnOnce(&Dry, Mesh<'_, Dry>) -> Result<R>,
 ) -> Result<R> {

@@ -148,7 +148,7 @@ impl<'a, B: Kernels> Trainer<'a, B> {
         let (mesh, recipe) = (mesh.into(), recipe.in_run(config.run_size()));
         phase(format_args!("making the model"));
         check_recipe(config, &recipe)?;
-        plan::require_room_for_state(b, (mesh.shape(), mesh.all.host_ranks()), config, &recipe)?;
+        plan::require_room_for_state(b, mesh.shape(), mesh.all.host_ranks(), config, &recipe)?;
         let rope = |b: &B| rope_table(b, config.data.seq_len, ModelSpec::new(&config.model).rope);
         let rank = RankState::assemble(b, mesh, config, recipe.clone(), rope).map_err(|error| {
             error.without_room("making the model", || plan::sizes_of(b, mesh.shape(), config, &recipe))

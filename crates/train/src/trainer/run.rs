@@ -83,7 +83,7 @@ impl<'a, 'o, B: Kernels> Run<'a, 'o, B> {
         let is_first = mesh.all.rank() == 0;
         let Origin { store, checkpoint, config, recipe, data } = origin;
         let evaluator = Evaluator::of(&config, options, is_first, observer)?;
-        let prediction = plan::require_room_for(b, (mesh.shape(), mesh.all.host_ranks()), &config, &recipe)?;
+        let prediction = plan::require_room_for(b, mesh.shape(), mesh.all.host_ranks(), &config, &recipe)?;
         let trainer = Trainer::under(b, mesh, &config, recipe)?;
         let mut trainer = match data {
             Some(data) => trainer.with(data),
