@@ -9,7 +9,7 @@
 
 use crate::error::Result;
 use crate::model_plan::PlannedSite;
-use crate::shards::Spans;
+use crate::shards::{SpanCounts, Spans};
 use nibble_core::formats::DelayedScaling;
 use nibble_core::ops::{AmaxRecords, Delayed};
 use nibble_core::{Error as CoreError, Kernels, MeshShape, Result as CoreResult};
@@ -51,19 +51,13 @@ pub struct DelayedSites {
 }
 
 impl DelayedSites {
-    /// Those among what a run counts. A rank has so many shards and experts, and an expert so many parts.
-    pub fn of(planned: &[PlannedSite], (shards, experts, parts): (usize, usize, usize)) -> Self {
+    /// Those among what a run counts, on a rank of so many spans.
+    pub fn of(planned: &[PlannedSite], spans: SpanCounts) -> Self {
         let mut all = Self::default();
         for PlannedSite { site, delayed } in planned {
             let Some((scaling, of)) = *delayed else { continue };
-            let spans = match of {
-                Spans::Whole => 1,
-                Spans::Shards => shards,
-                Spans::Experts => experts,
-                Spans::ExpertParts => experts * parts,
-            };
             let name = format!("{}.{}", site.layer, site.tensor);
-            let records = AmaxRecords { scaling, first: all.record_values(), spans };
+            let records = AmaxRecords { scaling, first: all.record_values(), spans: of.on_a_rank(spans) };
             all.numbers.insert(name.clone(), all.sites.len());
             let cell = all.spans();
             all.sites.push(DelayedSite { name, spans: of, records, cell });

@@ -15,7 +15,7 @@ use std::ops::Range;
 
 /// The scalars of a step that the host decides: learning rate, bias corrections after so many earlier updates, and one over the targets that count, of
 /// which there is at least one.
-pub fn scalars(config: &TrainConfig, lr: f64, (updates, counted): (u64, u64)) -> [f32; Control::FROM_HOST] {
+pub fn scalars(config: &TrainConfig, lr: f64, updates: u64, counted: u64) -> [f32; Control::FROM_HOST] {
     let bias = |beta: f64| (1.0 / (1.0 - power(beta, updates + 1))) as f32;
     [lr as f32, bias(config.beta1), bias(config.beta2), 1.0 / counted as f32]
 }

@@ -101,7 +101,28 @@ pub enum Spans {
     ExpertParts,
 }
 
+/// What a rank has of everything that has spans.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SpanCounts {
+    /// Shards of a micro-batch.
+    pub shards: usize,
+    /// Experts of a layer.
+    pub experts: usize,
+    /// Parts of an expert's rows.
+    pub expert_parts: usize,
+}
+
 impl Spans {
+    /// Spans of a tensor on a rank.
+    pub(crate) fn on_a_rank(self, of: SpanCounts) -> usize {
+        match self {
+            Self::Whole => 1,
+            Self::Shards => of.shards,
+            Self::Experts => of.experts,
+            Self::ExpertParts => of.experts * of.expert_parts,
+        }
+    }
+
     /// How often this rank's spans make up those of all ranks.
     pub(crate) fn parts(self, mesh: MeshShape) -> usize {
         match self {

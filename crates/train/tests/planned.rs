@@ -19,7 +19,7 @@ use nibble_train::model_plan::{PlannedSite, sites};
 use nibble_train::param::GradientPlan;
 use nibble_train::recompute::Scope;
 use nibble_train::record::Layout;
-use nibble_train::shards::Shards;
+use nibble_train::shards::{Shards, SpanCounts};
 use nibble_train::spec::ModelSpec;
 use rig::SOLO;
 use std::collections::BTreeSet;
@@ -32,6 +32,11 @@ struct Done {
     ledger: Ledger,
 }
 
+/// Of one rank, whose tokens are one shard.
+fn spans(config: &Config) -> SpanCounts {
+    SpanCounts { shards: 1, experts: config.model.experts, expert_parts: 1 }
+}
+
 /// A forward and a backward pass on a device that computes nothing, by whose record nobody has laid out anything.
 fn done(
     config: &Config,
@@ -41,7 +46,7 @@ fn done(
 ) -> Done {
     let (b, mesh, seq_len) = (Dry::new(kind), Mesh::new(&SOLO), config.data.seq_len);
     let tokens = config.train.batch_size * seq_len;
-    let delayed = DelayedSites::of(planned, (1, config.model.experts, 1));
+    let delayed = DelayedSites::of(planned, spans(config));
     let cx = Cx {
         training: true,
         delayed: Some(DelayedRecords::new(&b, delayed).unwrap()),
@@ -132,7 +137,7 @@ fn assert_done(config: &Config, recipe: &Recipe, kind: DeviceKind, what: &str) {
         let done = done(config, recipe, &planned, (kind, progress));
         let names: Vec<String> = planned.iter().map(|planned| planned.site.to_string()).collect();
         assert_eq!(done.sites, names, "at {progress}: {what}");
-        let delayed = DelayedSites::of(&planned, (1, config.model.experts, 1));
+        let delayed = DelayedSites::of(&planned, spans(config));
         let cells: BTreeSet<usize> = delayed.sites().iter().map(|site| site.cell).collect();
         assert_eq!(done.found, cells, "at {progress}: {what}");
         for entry in kept(config, &plans, passes, (kind, progress)) {

@@ -16,7 +16,7 @@ use crate::moe::Placed;
 use crate::optim::{self, OptimizerState};
 use crate::param::{GradientPlan, Param, reduce_gradients};
 use crate::record::{Counted, LayerSample, Layout, Told, Waiting};
-use crate::shards::{Documents, Shards};
+use crate::shards::{Documents, Shards, SpanCounts};
 use crate::spec::ModelSpec;
 use nibble_core::allocation::{in_part, part};
 use nibble_core::ops::{
@@ -68,8 +68,12 @@ impl<B: Kernels> StepBuffers<B> {
             apart: config.data.document_mask,
         };
         let planned = sites_of_run(config, &context.plans)?;
-        let (experts, parts) = (config.model.experts / mesh.ep, shards.expert_parts.local);
-        let delayed = DelayedSites::of(&planned, (shards.local, experts, parts));
+        let spans = SpanCounts {
+            shards: shards.local,
+            experts: config.model.experts / mesh.ep,
+            expert_parts: shards.expert_parts.local,
+        };
+        let delayed = DelayedSites::of(&planned, spans);
         let counted = Counted::at(planned.into_iter().map(|planned| planned.site));
         let layout = Layout {
             sites: counted.sites().len(),
@@ -134,12 +138,14 @@ impl<B: Kernels> StepBuffers<B> {
     pub fn write_inputs(
         &mut self,
         context: &RankContext<'_, B>,
-        (lr, told, spent): (f64, Told, [i32; 2]),
+        lr: f64,
+        told: Told,
+        spent: [i32; 2],
         batches: &StepBatches,
     ) -> Result<()> {
         let config = &context.config;
         let updates = context.step - context.passed_over;
-        let scalars = optim::scalars(&config.train, lr, (updates, batches.counted));
+        let scalars = optim::scalars(&config.train, lr, updates, batches.counted);
         let mut words: Vec<i32> = scalars.iter().map(|x| x.to_bits() as i32).collect();
         words.resize(InputLayout::TOLD, 0);
         words.push(told.word());

@@ -146,7 +146,7 @@ impl<B: Kernels> Trainer<'_, B> {
         let RankState { context, model, buffers: Some(buffers), activations, .. } = &mut self.rank else {
             return Err(CoreError::shape("inspect", "buffers", "none", "made").into());
         };
-        buffers.write_inputs(context, (0.0, Told::default(), [0; 2]), &batches)?;
+        buffers.write_inputs(context, 0.0, Told::default(), [0; 2], &batches)?;
         let mut work = || -> Result<()> {
             let mut step = Step::new(context, model, buffers)?;
             step.first_micro_batch_seen(|cx, inside| seen.look(cx, &inside))?;

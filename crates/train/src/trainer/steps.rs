@@ -98,7 +98,7 @@ impl<B: Kernels> Trainer<'_, B> {
             self.issued.push_back(Issued { step, report: None, how, lr, counted, started, waited, issuing });
             return Ok(());
         }
-        buffers.write_inputs(context, (lr, told, spent), &batches)?;
+        buffers.write_inputs(context, lr, told, spent, &batches)?;
         // A recording measures nothing.
         let is_replayed = how == Issue::Replayed && !context.config.train.measures_in(context.step);
         let mut whole = || -> Result<Duration> {
