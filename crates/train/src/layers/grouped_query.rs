@@ -31,7 +31,7 @@ pub struct GroupedQuery<B: Kernels> {
     pub q_heads: Heads<B>,
     /// Norm and rotation of the keys.
     pub k_heads: Heads<B>,
-    /// `[seq_len, c]`, as [`rope_table`](super::rope_table) makes it: a row for each position. SharedProjections by all layers.
+    /// `[seq_len, c]`, as [`rope_table`](super::rope_table) makes it: a row for each position. Shared by all layers.
     pub rope: Tensor<B>,
     /// Keep normed and rotated queries and keys, instead of making them again in the backward pass. Those that are not normed are
     /// always kept.

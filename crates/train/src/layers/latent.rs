@@ -112,7 +112,7 @@ pub struct Latent<B: Kernels> {
     pub kv_up: LatentUp<B>,
     /// `[d, h·u]`.
     pub o: Linear<B>,
-    /// `[positions, r]`, as [`rope_table`](super::rope_table) makes it. SharedProjections by all layers.
+    /// `[positions, r]`, as [`rope_table`](super::rope_table) makes it. Shared by all layers.
     pub rope: Tensor<B>,
     /// Keep normed latents as their projections read them, instead of making them again in the backward pass.
     pub keep_normed: bool,

@@ -1,5 +1,5 @@
 //! `swiglu` on a GPU: one kernel from BF16 to E4M3 rows or BF16 (`csrc/kernels/swiglu/swiglu.cuh`), one to rows and columns
-//! (`csrc/kernels/swiglu/swiglu_cols.cuh`); every other form by way of a plain matrix in F32 (`csrc/kernels/swiglu/swiglu_plain.cuh`), which
+//! (`csrc/kernels/swiglu/swiglu_cols.cuh`); every other form by way of a plain matrix (`csrc/kernels/swiglu/swiglu_plain.cuh`), which
 //! [`Quantize`](nibble_core::ops::Quantize) takes.
 
 pub(crate) mod swiglu_backward;
