@@ -30,7 +30,7 @@ pub struct Args {
     /// A built-in recipe or the path of a TOML file.
     #[arg(value_name = "NAME_OR_FILE")]
     recipe: Option<String>,
-    /// Prints also what is made from quantized tensors, all settings of overrides and every change of representation; with --cost the figures that the
+    /// Prints also what is made from quantized tensors, all settings of overrides, every change of representation and what is kept; with --cost the figures that the
     /// HiFloat4 study published, to compare.
     #[arg(long, requires = "recipe")]
     all: bool,

@@ -9,7 +9,7 @@ use crate::record::{ChangeKind, CountSite, OF_DGRAD, OF_FPROP};
 use crate::shards::Spans;
 use crate::spec::{AttentionSpec, BlockSpec, FeedSpec, MlpSpec, ModelSpec, Part};
 use nibble_core::formats::{BlockAxis, DelayedScaling};
-use nibble_core::recipe::{Change, LayerKind, LayerPlan, Pass, Passes, SharedInput, Step};
+use nibble_core::recipe::{Change, Conversions, LayerKind, LayerPlan, Pass, Passes, SharedInput, Step};
 use nibble_core::{Error, Result};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -158,13 +158,11 @@ impl Sites<'_> {
     }
 
     /// Steps of a layer of this name.
-    fn steps(&mut self, layer: &str, spans: Spans, steps: &[Step]) -> Result<()> {
+    fn steps(&mut self, layer: &str, spans: Spans, steps: Vec<Step>) -> Result<()> {
         for Step { change, quantized, .. } in steps {
             let delayed = quantized.and_then(|to| to.delayed).map(|scaling| (scaling, spans));
-            // Behind SwiGLU a dense layer's gradient is that of h.
-            let tensor = if spans == Spans::Shards && change.tensor == "dh" { "dy" } else { change.tensor };
-            if let Some(conversion) = counted(change) {
-                self.add((layer, tensor), conversion, delayed)?;
+            if let Some(conversion) = counted(&change) {
+                self.add((layer, change.tensor), conversion, delayed)?;
             }
         }
         Ok(())
@@ -174,8 +172,14 @@ impl Sites<'_> {
     fn layer(&mut self, part: &Part, pass: Pass) -> Result<()> {
         let Some(plan) = self.plan(part) else { return Ok(()) };
         let spans = if plan.layer.kind == LayerKind::Expert { Spans::ExpertParts } else { Spans::Shards };
-        let of_pass = plan.steps().into_iter().filter(|step| step.change.pass == pass);
-        self.steps(&part.id, spans, &of_pass.collect::<Vec<_>>())
+        let steps = match (&plan.conversions, pass) {
+            (Conversions::Linear(linear), Pass::Forward) => linear.x.steps(),
+            (Conversions::Linear(linear), Pass::Backward) => {
+                [linear.wgrad_x.steps(), linear.dy.steps()].concat()
+            }
+            _ => plan.steps().into_iter().filter(|step| step.change.pass == pass).collect(),
+        };
+        self.steps(&part.id, spans, steps)
     }
 
     /// The projections of one input, of the layer of this name; in the backward pass the gradients of each behind what all lift.
@@ -186,12 +190,12 @@ impl Sites<'_> {
         for (shared, part) in SharedInput::of(&linear, pass).into_iter().zip(parts) {
             let layer = if shared.of_all { &whole } else { &part.id };
             if shared.like.is_none() {
-                self.steps(layer, Spans::Shards, &shared.conversion.steps())?;
+                self.steps(layer, Spans::Shards, shared.conversion.steps())?;
             }
         }
         if pass == Pass::Backward {
             for (plan, part) in linear.iter().zip(parts) {
-                self.steps(&part.id, Spans::Shards, &plan.dy.steps())?;
+                self.steps(&part.id, Spans::Shards, plan.dy.steps())?;
             }
         }
         Ok(())

@@ -99,7 +99,7 @@ fn kept(
                     Cols::Outputs => outputs,
                     Cols::Hidden => outputs / 2,
                 };
-                let (experts, align) = (config.model.experts, plan.row_alignment());
+                let (experts, align) = (config.model.experts, plan.row_alignment);
                 let rows = match size.rows {
                     Rows::Tokens => tokens,
                     // Room for whatever experts are chosen, each with rows that begin at a multiple.

@@ -104,7 +104,7 @@ impl<'a, B: Kernels> Layer<'a, B> {
             experts.prepare(&cx)?;
             let layer = experts.plan(&cx);
             let exchange = Exchange::new(&cx, shape.experts, 1);
-            let plan = exchange.plan(&uneven(b, shape)?, layer.row_alignment())?;
+            let plan = exchange.plan(&uneven(b, shape)?, layer.row_alignment)?;
             let sorted = |seed| exchange.dispatch(&plan, &Operand::Plain(rows(seed)?));
             let (x, dy) = (sorted(1)?, sorted(2)?);
             Timed::Experts { experts, layer, plan: Box::new(plan), x, dy }

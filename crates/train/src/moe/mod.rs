@@ -153,7 +153,7 @@ impl<B: Kernels> Moe<B> {
         let exchange = self.exchange(cx);
         let rows =
             |sending: Option<&Sending<B>>| exchange.outgoing(sending, self.name().of("x"), x_td, x_sent);
-        let (plan, rows) = exchange.plan_beside(&router.routing, layer.row_alignment(), rows)?;
+        let (plan, rows) = exchange.plan_beside(&router.routing, layer.row_alignment, rows)?;
         let (x_rd, kept) = if self.remake_x {
             (self.fprop_input(cx, &x.first(), rows, &plan)?, None)
         } else {
@@ -219,7 +219,8 @@ impl<B: Kernels> Moe<B> {
     fn returning(
         &self,
         cx: &Cx<'_, B>,
-        (tensor, to): (&'static str, &Precision),
+        tensor: &'static str,
+        to: &Precision,
         rows_rd: Tensor<B>,
         plan: &ExchangePlan<B>,
     ) -> Result<Operand<B>> {
@@ -246,7 +247,7 @@ impl<B: Kernels> Moe<B> {
         drop(x_td);
         let y_rd = self.experts.output(cx, a_rf, &saved.plan)?;
         let layer = self.experts.plan(cx);
-        let y_rd = self.returning(cx, ("y", &layer.experts()?.y_sent), y_rd, &saved.plan)?;
+        let y_rd = self.returning(cx, "y", &layer.experts()?.y_sent, y_rd, &saved.plan)?;
         let exchange = self.exchange(cx);
         let returning = exchange.begin_combine(&saved.plan, y_rd)?;
         let sum = || exchange.finish_combine(&saved.plan, returning, None);
@@ -279,7 +280,7 @@ impl<B: Kernels> Moe<B> {
         let dy_rd = exchange.deliver(&plan, dy_td)?;
         let ExpertsDgrad { dx, dgate, wgrad } = self.experts.dgrad(cx, experts, dy_rd, &plan)?;
         let dgate = exchange.begin_return_scalars(&plan, dgate)?;
-        let dx_rd = self.returning(cx, ("dx", &layer.dx_sent), dx, &plan)?;
+        let dx_rd = self.returning(cx, "dx", &layer.dx_sent, dx, &plan)?;
         let returning = exchange.begin_combine(&plan, dx_rd)?;
         self.experts.wgrad(cx, wgrad, &plan)?;
         let dx_router = self.router.backward(cx, router, &x_td, &dgate.wait(cx.b)?)?;

@@ -44,7 +44,7 @@ pub(crate) struct StepBuffers<B: Kernels> {
     pub gradients: B::Arena,
     pub moments: B::Arena,
     /// What a context of the step takes over while it lives.
-    place: Option<HandedOver<B>>,
+    handed: Option<HandedOver<B>>,
 }
 
 /// What changes hands between the buffers and the context of a step.
@@ -97,23 +97,23 @@ impl<B: Kernels> StepBuffers<B> {
             table: b.zeros(layout.cells())?,
             layout,
             optimizer: OptimizerState::new(b, &model.optimized(), mesh, &layout)?,
-            place: Some(HandedOver { shards, clock: b.zeros(Clock::LEN)?, counted, delayed }),
+            handed: Some(HandedOver { shards, clock: b.zeros(Clock::LEN)?, counted, delayed }),
         })
     }
 
     /// The sites met so far.
     pub fn sites(&self) -> &[crate::record::CountSite] {
-        self.place.as_ref().map_or(&[], |place| place.counted.sites())
+        self.handed.as_ref().map_or(&[], |handed| handed.counted.sites())
     }
 
     /// What earlier steps left for scales; none while a step is under way.
     pub fn delayed(&self) -> Option<&DelayedRecords<B>> {
-        self.place.as_ref().map(|place| &place.delayed)
+        self.handed.as_ref().map(|handed| &handed.delayed)
     }
 
     /// The same, to be written.
     pub fn delayed_mut(&mut self) -> Option<&mut DelayedRecords<B>> {
-        self.place.as_mut().map(|place| &mut place.delayed)
+        self.handed.as_mut().map(|handed| &mut handed.delayed)
     }
 
     /// The device's clock begins at this step, and nothing has gone wrong yet.
@@ -128,8 +128,8 @@ impl<B: Kernels> StepBuffers<B> {
     }
 
     fn set_clock(&mut self, b: &B, step: u64) -> Result<()> {
-        match &mut self.place {
-            Some(place) => Ok(b.write(&mut place.clock, 0, &[step as u32, 0])?),
+        match &mut self.handed {
+            Some(handed) => Ok(b.write(&mut handed.clock, 0, &[step as u32, 0])?),
             None => Ok(()),
         }
     }
@@ -201,7 +201,7 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         model: &'s mut Decoder<B>,
         buffers: &'s mut StepBuffers<B>,
     ) -> Result<Self> {
-        let Some(HandedOver { shards, clock, counted, delayed }) = buffers.place.take() else {
+        let Some(HandedOver { shards, clock, counted, delayed }) = buffers.handed.take() else {
             let got = "taken by a step that failed";
             return Err(CoreError::shape("step", "buffers", got, "those of a run that goes on").into());
         };
@@ -224,7 +224,7 @@ impl<'s, 'a, B: Kernels> Step<'s, 'a, B> {
         let Cx { shards, clock, counted, delayed, .. } = self.cx;
         let counted = counted.into_inner();
         // Put there by `new`.
-        self.buffers.place =
+        self.buffers.handed =
             clock.zip(delayed).map(|(clock, delayed)| HandedOver { shards, clock, counted, delayed });
     }
 

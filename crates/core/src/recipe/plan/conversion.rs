@@ -15,7 +15,7 @@ pub enum Reader {
     Backward,
     /// Experts or tokens, to which its rows travel.
     Exchange,
-    /// Products of several numbers, or whoever asks.
+    /// Several products, whose numbers differ, or readers that are not known: codes are made, and nothing for one product alone.
     Several,
 }
 
@@ -61,7 +61,7 @@ impl Conversion {
         Self { tensor, from, to: Pair::One(route), readers: [reader; 2] }
     }
 
-    /// The first representation by itself, for whoever asks.
+    /// The first representation by itself, for readers that are not known.
     pub fn first(&self) -> Self {
         Self { to: Pair::One(self.to.first()), readers: [Reader::Several; 2], ..*self }
     }

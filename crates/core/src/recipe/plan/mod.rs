@@ -71,8 +71,8 @@ pub struct LayerPlan {
     pub conversions: Conversions,
     /// What a forward pass keeps of the tensors that a section speaks of.
     pub kept: Vec<Kept>,
-    /// Whether any tensor has blocks: then ragged rows are aligned to [`LayerPlan::row_alignment`].
-    pub has_blocks: bool,
+    /// Multiples of which groups of ragged rows begin at: 128 where any tensor has blocks, else 1.
+    pub row_alignment: usize,
     /// The type of everything between the products.
     pub activations: DType,
 }
@@ -99,7 +99,7 @@ impl LayerPlan {
             products,
             conversions,
             kept,
-            has_blocks: section.has_blocks(),
+            row_alignment: if section.has_blocks() { 128 } else { 1 },
             activations,
         }
     }
@@ -135,11 +135,6 @@ impl LayerPlan {
             Conversions::Head(plan) => Ok(plan),
             _ => Err(Error::Defect { place: "head", what: "its plan is that of another kind of layer" }),
         }
-    }
-
-    /// Multiples of which groups of ragged rows begin at.
-    pub fn row_alignment(&self) -> usize {
-        if self.has_blocks { 128 } else { 1 }
     }
 
     /// Every change of representation of activations and gradients, in the order in which the layer makes them on one rank, with nothing made again

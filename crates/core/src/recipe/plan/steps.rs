@@ -49,6 +49,7 @@ impl Steps {
         self.made.iter_mut().for_each(|step| step.change.op = op);
     }
 
+    /// A change that this operation makes.
     pub fn add(&mut self, op: &'static str, tensor: LayerTensor, from: Form, to: Form) {
         let LayerTensor { name, pass, size } = tensor;
         self.made.push(Step { change: Change { pass, op, tensor: name, from, to }, quantized: None, size });
