@@ -23,96 +23,33 @@ const BUILT_IN: Meaning = Said("kernels are compiled and attention is fused with
 /// What there is in place of what a name of a configuration or a recipe asks for, as an error about it goes on; nothing where it is no such name.
 pub(crate) fn absent(name: &str) -> String {
     let name = name.to_ascii_lowercase().replace('-', "_");
-    let found = ABSENT.iter().find(|(_, names)| names.contains(&name.as_str()));
+    let found = ABSENT.iter().find(|(_, names)| names.split(' ').any(|known| known == name));
     found.map_or_else(String::new, |(meaning, _)| format!("; {}", meaning.of_key()))
 }
 
 /// The table, which goes on from that of names.
-pub(super) const ABSENT: &[(Meaning, &[&str])] = &[
+pub(super) const ABSENT: &[(Meaning, &str)] = &[
     (
         OPTIMIZER,
-        &[
-            "optimizer",
-            "optim",
-            "optimizer_type",
-            "optimizer_name",
-            "optimizer.name",
-            "optimizer.type",
-            "muon",
-            "use_muon",
-            "muon_lr",
-            "momentum",
-            "adam",
-            "adamw",
-            "sgd",
-            "lion",
-            "adafactor",
-        ],
+        "optimizer optim optimizer_type optimizer_name optimizer.name optimizer.type muon use_muon muon_lr \
+         momentum adam adamw sgd lion adafactor",
     ),
     (
         ADAPTERS,
-        &[
-            "lora",
-            "lora_r",
-            "lora_rank",
-            "lora_alpha",
-            "lora_dropout",
-            "lora_target_modules",
-            "target_modules",
-            "use_lora",
-            "use_peft",
-            "peft",
-            "qlora",
-            "adapter",
-            "load_in_4bit",
-            "load_in_8bit",
-            "finetuning_type",
-        ],
+        "lora lora_r lora_rank lora_alpha lora_dropout lora_target_modules target_modules use_lora \
+         use_peft peft qlora adapter load_in_4bit load_in_8bit finetuning_type",
     ),
     (
         SHARDING,
-        &[
-            "fsdp",
-            "fsdp_config",
-            "deepspeed",
-            "zero_stage",
-            "tp",
-            "pp",
-            "cp",
-            "tensor_parallel_degree",
-            "tensor_parallel_size",
-            "tensor_model_parallel_size",
-            "pipeline_parallel_degree",
-            "pipeline_parallel_size",
-            "pipeline_model_parallel_size",
-            "context_parallel_degree",
-            "context_parallel_size",
-            "data_parallel_shard_degree",
-            "cpu_offload",
-        ],
+        "fsdp fsdp_config deepspeed zero_stage tp pp cp tensor_parallel_degree tensor_parallel_size \
+         tensor_model_parallel_size pipeline_parallel_degree pipeline_parallel_size \
+         pipeline_model_parallel_size context_parallel_degree context_parallel_size \
+         data_parallel_shard_degree cpu_offload",
     ),
-    (PREFERENCES, &["dpo", "ppo", "grpo", "rlhf", "reward_model", "dpo_beta"]),
-    (
-        DROPOUT,
-        &[
-            "dropout",
-            "attention_dropout",
-            "hidden_dropout",
-            "resid_pdrop",
-            "embd_pdrop",
-            "attn_pdrop",
-            "label_smoothing",
-        ],
-    ),
+    (PREFERENCES, "dpo ppo grpo rlhf reward_model dpo_beta"),
+    (DROPOUT, "dropout attention_dropout hidden_dropout resid_pdrop embd_pdrop attn_pdrop label_smoothing"),
     (
         BUILT_IN,
-        &[
-            "compile",
-            "torch_compile",
-            "flash_attention",
-            "use_flash_attn",
-            "use_flash_attention",
-            "attn_implementation",
-        ],
+        "compile torch_compile flash_attention use_flash_attn use_flash_attention attn_implementation",
     ),
 ];
