@@ -4,6 +4,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
+use crate::config::is_default;
 use crate::error::{Error, Result};
 use crate::files::sha256_hex;
 use crate::schedule::Schedule;
@@ -21,7 +22,7 @@ pub struct Position {
     /// Optimizer steps done: the next step's number.
     pub step: u64,
     /// Steps among them that had no target and changed nothing: AdamW's bias corrections are of the others.
-    #[serde(default, skip_serializing_if = "is_none")]
+    #[serde(default, skip_serializing_if = "is_default")]
     pub passed_over: u64,
     /// Tokens of the steps so far.
     pub tokens: u64,
@@ -40,10 +41,6 @@ pub struct Position {
     pub data_sha256: String,
     /// The resolved configuration as TOML. Text, because it must come back exactly, and does through TOML.
     pub config: String,
-}
-
-fn is_none(count: &u64) -> bool {
-    *count == 0
 }
 
 impl Position {

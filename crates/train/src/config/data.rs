@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::is_false;
+use super::is_default;
 use crate::tokenizer::AUTO;
 
 /// Where the tokens come from.
@@ -14,7 +14,7 @@ pub struct DataConfig {
     /// or a glob. Files are text, JSON lines, JSON arrays, Parquet, or token ids; text and JSON may be packed with gzip or zstd.
     pub source: String,
     /// Whether the file is taken as it is, even where it begins like an archive, a picture or another file that is no text.
-    #[serde(skip_serializing_if = "is_false")]
+    #[serde(skip_serializing_if = "is_default")]
     pub bytes: bool,
     /// The tokenizer of a text: the path of a `tokenizer.json`, or of a folder that has one. Empty: that of the model which
     /// `train.init_from` names, else bytes.
@@ -42,7 +42,7 @@ pub struct DataConfig {
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub mixture: Vec<MixtureSource>,
     /// What becomes of a row that cannot be read: `stop`, the run does not begin; or `skip`, the row is left out, counted and told.
-    #[serde(skip_serializing_if = "OnError::is_default")]
+    #[serde(skip_serializing_if = "is_default")]
     pub on_error: OnError,
     /// Folder of token caches; empty = `nibble/data` in the user's folder of caches.
     #[serde(skip_serializing_if = "String::is_empty")]
@@ -50,7 +50,7 @@ pub struct DataConfig {
     /// Tokens of a sequence.
     pub seq_len: usize,
     /// Whether the documents of a sequence are kept apart: positions begin anew with each, and none attends to another or predicts its first token.
-    #[serde(skip_serializing_if = "is_false")]
+    #[serde(skip_serializing_if = "is_default")]
     pub document_mask: bool,
     /// Share of the tokens that is held out: whole documents at the end, or the end of a single document. The built-in language holds out
     /// records of its own.
@@ -124,13 +124,6 @@ pub enum OnError {
     Stop,
     /// It is left out and counted.
     Skip,
-}
-
-impl OnError {
-    /// Stored configurations leave it out.
-    fn is_default(&self) -> bool {
-        *self == Self::default()
-    }
 }
 
 /// Stored configurations leave it out.

@@ -101,9 +101,8 @@ impl Default for Config {
 }
 
 /// What is left out of a stored configuration, as earlier programs did that did not know the key.
-#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde asks for a reference")]
-fn is_false(value: &bool) -> bool {
-    !value
+pub(crate) fn is_default<T: Default + PartialEq>(value: &T) -> bool {
+    *value == T::default()
 }
 
 /// Steps, batch and optimizer.
@@ -158,7 +157,7 @@ pub struct TrainConfig {
     pub router_bias_rate: f64,
     /// In training experts take turns, token by token, whatever routers say, as in runs that measure speed: all have as many where their number divides
     /// the tokens of a shard. What is learnt so is of no use.
-    #[serde(skip_serializing_if = "is_false")]
+    #[serde(skip_serializing_if = "is_default")]
     pub force_load_balance: bool,
     /// Type of the gradients of weights: `f32`, or `bf16`, which halves them: rounded once a micro-batch, added in F32. A
     /// table or norm that is added to more than once a step keeps F32.
@@ -170,7 +169,7 @@ pub struct TrainConfig {
     pub recompute: Vec<Scope>,
     /// Steps between those that count what quantization makes of values: the shares that stay what they are, become zero, or are cut off; 0 = none
     /// does. Each counts in about four layers, the next in others. It changes no bit, and takes time in these steps alone.
-    #[serde(skip_serializing_if = "is_zero")]
+    #[serde(skip_serializing_if = "is_default")]
     pub quantization_every: u64,
 }
 
@@ -312,7 +311,7 @@ pub struct RunConfig {
     pub capacity_factor: f64,
     /// How gradients are summed over ranks: `tree`, in an order that the ranks and their devices do not change; or, on GPUs, `nccl`, by NCCL's own sums, in
     /// an order that depends on its version, the GPUs and how they are joined: the bits of a run are not kept then, from one machine to another.
-    #[serde(skip_serializing_if = "Reductions::is_default")]
+    #[serde(skip_serializing_if = "is_default")]
     pub reductions: Reductions,
     /// Worker threads over all ranks; 0 = one a core.
     pub threads: usize,
@@ -346,13 +345,6 @@ pub enum Reductions {
     Nccl,
 }
 
-impl Reductions {
-    /// Stored configurations leave it out.
-    fn is_default(&self) -> bool {
-        *self == Self::default()
-    }
-}
-
 impl RunConfig {
     /// How many ranks there are along each axis; of a valid configuration.
     #[must_use]
@@ -383,18 +375,8 @@ fn is_usual_capacity(factor: &f64) -> bool {
 }
 
 /// Stored configurations leave it out.
-fn is_zero<T: Default + PartialEq>(n: &T) -> bool {
-    *n == T::default()
-}
-
-/// Stored configurations leave it out.
-fn is_one(n: &usize) -> bool {
-    *n == 1
-}
-
-/// Stored configurations leave it out.
-fn is_one_f64(x: &f64) -> bool {
-    *x == 1.0
+fn is_one<T: From<u8> + PartialEq>(n: &T) -> bool {
+    *n == T::from(1)
 }
 
 impl Config {

@@ -1,8 +1,7 @@
 //! The table `[model]`: the shape of a decoder and its losses.
 
 use super::require::{fail, require};
-use super::routing::is_default;
-use super::{GroupScore, QkNorm, RopeScaling, Scores, is_false, is_one_f64, is_zero};
+use super::{GroupScore, QkNorm, RopeScaling, Scores, is_default, is_one};
 use crate::error::Result;
 use nibble_core::ops::ExpertGroups;
 use serde::{Deserialize, Serialize};
@@ -32,7 +31,7 @@ pub struct ModelConfig {
     /// heads together, as in OLMoE; `false` for none, as in Llama.
     pub qk_norm: QkNorm,
     /// Whether the projections to queries, keys and values have biases, as in Qwen2.5. Not with `kv_rank`.
-    #[serde(skip_serializing_if = "is_false")]
+    #[serde(skip_serializing_if = "is_default")]
     pub qkv_bias: bool,
     /// Width inside the MLP of a dense layer; 0 = no layer is dense.
     pub ffn: usize,
@@ -49,7 +48,7 @@ pub struct ModelConfig {
     /// Whether the weights of a token's chosen experts are scaled to sum to 1.
     pub norm_topk_prob: bool,
     /// Positions that the model has: the most tokens of a sequence, and of what is generated; 0 = `data.seq_len`. See [`Config::positions`](super::Config::positions).
-    #[serde(skip_serializing_if = "is_zero")]
+    #[serde(skip_serializing_if = "is_default")]
     pub max_positions: usize,
     /// What routers make of their logits: `softmax`, or `sigmoid`.
     #[serde(skip_serializing_if = "is_default")]
@@ -67,7 +66,7 @@ pub struct ModelConfig {
     #[serde(skip_serializing_if = "is_default")]
     pub group_score: GroupScore,
     /// Factor of the weights of a token's experts, after all else.
-    #[serde(skip_serializing_if = "is_one_f64")]
+    #[serde(skip_serializing_if = "is_one")]
     pub route_scale: f64,
     /// Base of the RoPE frequencies.
     pub rope_theta: f64,
@@ -82,23 +81,23 @@ pub struct ModelConfig {
     /// All this is so under `balance = "shard"`.
     pub aux_loss_coef: f64,
     /// What the load-balancing loss is taken over: `shard`; `batch` for the loss of `transformers`; or `sequence`.
-    #[serde(skip_serializing_if = "Balance::is_default")]
+    #[serde(skip_serializing_if = "is_default")]
     pub balance: Balance,
     /// Weight of the router's z-loss.
     pub z_loss_coef: f64,
     /// Width of the latent from which each head's keys and values come, as in DeepSeek-V2 and V3; 0 = grouped-query attention. With it
     /// `kv_heads` is `heads`, and `qk_norm` and `qkv_bias` are false.
-    #[serde(skip_serializing_if = "is_zero")]
+    #[serde(skip_serializing_if = "is_default")]
     pub kv_rank: usize,
     /// Width of the latent from which each head's queries come; 0 = they come straight from the input. With `kv_rank` alone.
-    #[serde(skip_serializing_if = "is_zero")]
+    #[serde(skip_serializing_if = "is_default")]
     pub q_rank: usize,
     /// How many of the last of the `head_dim` elements of a head of queries and keys RoPE turns; those of keys are one for all heads. Even, less
     /// than `head_dim`; with `kv_rank` alone: without it all turn, and this is 0.
-    #[serde(skip_serializing_if = "is_zero")]
+    #[serde(skip_serializing_if = "is_default")]
     pub rope_dim: usize,
     /// How the frequencies of RoPE are changed.
-    #[serde(skip_serializing_if = "RopeScaling::is_default")]
+    #[serde(skip_serializing_if = "is_default")]
     pub rope_scaling: RopeScaling,
 }
 
@@ -247,10 +246,5 @@ impl Balance {
             Self::Batch => "batch",
             Self::Sequence => "sequence",
         }
-    }
-
-    /// Stored configurations leave it out.
-    fn is_default(&self) -> bool {
-        *self == Self::default()
     }
 }

@@ -42,8 +42,3 @@ impl From<GroupScore> for ops::GroupScore {
         }
     }
 }
-
-/// Whether a key has its default: stored configurations leave it out then.
-pub(super) fn is_default<T: Default + PartialEq>(value: &T) -> bool {
-    *value == T::default()
-}
