@@ -135,13 +135,19 @@ impl Error {
     }
 
     /// The same about a configuration, of which it is known now in which file it stands.
-    pub(crate) fn in_file(self, path: &Path) -> Self {
-        match self {
-            Self::Config { key, line, why, suggestion, file: None } => {
-                Self::Config { key, file: Some(path.to_owned()), line, why, suggestion }
-            }
-            other => other,
+    pub(crate) fn in_file(mut self, path: &Path) -> Self {
+        if let Self::Config { file: file @ None, .. } = &mut self {
+            *file = Some(path.to_owned());
         }
+        self
+    }
+
+    /// The same about a configuration, with what was probably meant.
+    pub(crate) fn suggesting(mut self, meant: Option<String>) -> Self {
+        if let Self::Config { suggestion, .. } = &mut self {
+            *suggestion = meant;
+        }
+        self
     }
 
     /// An error about a data file.

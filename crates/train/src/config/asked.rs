@@ -1,6 +1,7 @@
 //! What a user may not ask for, though a run that has stored it goes on: values that decide nothing, and numbers that end no run well.
 
-use super::{Config, ScheduleKind};
+use super::values::settings;
+use super::{Config, RopeScaling, ScheduleKind};
 use crate::error::{Error, Result};
 
 /// Where a user has written a value.
@@ -26,7 +27,7 @@ impl Config {
     /// # Errors
     /// [`Error::Config`] for one that decides nothing, that single precision does not hold, or that ends every run.
     pub(super) fn check_asked(&self, written: &dyn Fn(&str) -> Option<Written>) -> Result<()> {
-        for Moot { key, by, why } in self.moot() {
+        for Moot { key, by, why } in self.moot()? {
             // What an override makes of a file's other values is no mistake of the file.
             let overridden = by.iter().any(|by| written(by) == Some(Written::Override));
             match written(key) {
@@ -59,149 +60,67 @@ impl Config {
     }
 
     /// Every value that decides nothing.
-    fn moot(&self) -> Vec<Moot> {
-        let (default, mut moot) = (Self::default(), Vec::new());
-        let mut add = |is: bool, key, by, why: String| {
-            if is {
-                moot.push(Moot { key, by, why });
+    fn moot(&self) -> Result<Vec<Moot>> {
+        let (mut moot, is, mut usual) = (Vec::new(), self.settings()?, Self::default().settings()?);
+        // A table that has its default is left out as a whole.
+        usual.extend(settings("model.rope_scaling", &RopeScaling::default())?);
+        let mut add = |holds: bool, keys: &[&'static str], by, because: &str| {
+            for key in keys.iter().filter(|key| holds && is.get(**key) != usual.get(**key)) {
+                if let Some(is) = is.get(*key) {
+                    moot.push(Moot { key, by, why: format!("is {is}, but decides nothing: {because}") });
+                }
             }
         };
-        let (d, t, source) = (&self.data, &self.train, &self.data.source);
-        add(
-            t.schedule != ScheduleKind::Wsd && t.decay_fraction != default.train.decay_fraction,
-            "train.decay_fraction",
-            &["train.schedule"],
-            format!(
-                "is {:?}, but decides nothing: train.schedule is not \"wsd\", which alone decays at its end; leave it out, or set that",
-                t.decay_fraction
-            ),
-        );
-        add(
-            !self.is_text() && d.valid_fraction != default.data.valid_fraction,
-            "data.valid_fraction",
-            &["data.source"],
-            format!(
-                "is {:?}, but decides nothing: data.source = \"{source}\" has held-out tokens of its own, of one size; leave it out",
-                d.valid_fraction
-            ),
-        );
-        add(
-            !self.is_text() && d.bytes,
-            "data.bytes",
-            &["data.source"],
-            format!("is true, but decides nothing: data.source = \"{source}\" is no file; leave it out"),
-        );
-        for (key, value, usual) in [
-            ("data.tokenizer", &d.tokenizer, &default.data.tokenizer),
-            ("data.bos_token", &d.bos_token, &default.data.bos_token),
-            ("data.eos_token", &d.eos_token, &default.data.eos_token),
-        ] {
-            // Random tokens are below the size of a tokenizer's vocabulary, if one is named.
-            let decides = self.is_text() || key == "data.tokenizer" && !self.is_synthetic();
-            add(
-                !decides && value != usual,
-                key,
-                &["data.source"],
-                format!(
-                    "is \"{value}\", but decides nothing: data.source = \"{source}\" has tokens of its own; leave it out"
-                ),
-            );
+        let (d, t, m) = (&self.data, &self.train, &self.model);
+        let because =
+            "train.schedule is not \"wsd\", which alone decays at its end; leave it out, or set that";
+        add(t.schedule != ScheduleKind::Wsd, &["train.decay_fraction"], &["train.schedule"], because);
+
+        let (is_text, by, of_source) =
+            (self.is_text(), &["data.source"], format!("data.source = \"{}\"", d.source));
+        let because = format!("{of_source} has held-out tokens of its own, of one size; leave it out");
+        add(!is_text, &["data.valid_fraction"], by, &because);
+        let no_file = format!("{of_source} is no file; leave it out");
+        add(!is_text, &["data.bytes"], by, &no_file);
+        // Random tokens are below the size of a tokenizer's vocabulary, if one is named.
+        let because = format!("{of_source} has tokens of its own; leave it out");
+        add(self.is_synthetic(), &["data.tokenizer"], by, &because);
+        add(!is_text, &["data.bos_token", "data.eos_token"], by, &because);
+        let of_rows = ["data.text_key", "data.prompt_key", "data.answer_key", "data.messages_key"];
+        add(!is_text, &of_rows, by, &no_file);
+        add(!is_text, &["data.on_error", "data.cache_dir"], by, &no_file);
+        let because = "data.prompt_key is set; leave it out";
+        add(!d.prompt_key.is_empty(), &["data.text_key"], &["data.prompt_key"], because);
+        let because = "data.messages_key is set; leave it out";
+        add(!d.messages_key.is_empty(), &["data.text_key"], &["data.messages_key"], because);
+
+        let because = "eval.every = 0, and the evaluation at the end takes all of the held-out data; leave it out, or set that";
+        add(self.eval.every == 0, &["eval.batches"], &["eval.every"], because);
+        let because = "eval.tasks names no questions; leave it out, or set that";
+        add(self.eval.tasks.is_empty(), &["eval.add_bos_token"], &["eval.tasks"], because);
+
+        for (key, because) in m.rope_scaling.moot() {
+            add(true, &[key], &["model.rope_scaling.kind"], &because);
         }
-        for (key, is) in [
-            ("data.text_key", d.text_key != default.data.text_key),
-            ("data.prompt_key", !d.prompt_key.is_empty()),
-            ("data.answer_key", !d.answer_key.is_empty()),
-            ("data.messages_key", !d.messages_key.is_empty()),
-            ("data.on_error", d.on_error != default.data.on_error),
-            ("data.cache_dir", !d.cache_dir.is_empty()),
-        ] {
-            let why =
-                format!("is set, but decides nothing: data.source = \"{source}\" is no file; leave it out");
-            add(!self.is_text() && is, key, &["data.source"], why);
-        }
-        add(
-            !d.prompt_key.is_empty() && d.text_key != default.data.text_key,
-            "data.text_key",
-            &["data.prompt_key"],
-            format!("is \"{}\", but decides nothing: data.prompt_key is set; leave it out", d.text_key),
-        );
-        add(
-            !d.messages_key.is_empty() && d.text_key != default.data.text_key,
-            "data.text_key",
-            &["data.messages_key"],
-            format!("is \"{}\", but decides nothing: data.messages_key is set; leave it out", d.text_key),
-        );
-        add(
-            self.eval.every == 0 && self.eval.batches != default.eval.batches,
-            "eval.batches",
-            &["eval.every"],
-            format!(
-                "is {}, but decides nothing: eval.every = 0, and the evaluation at the end takes all of the held-out data; leave it out, or set that",
-                self.eval.batches
-            ),
-        );
-        add(
-            self.eval.tasks.is_empty() && !self.eval.add_bos_token,
-            "eval.add_bos_token",
-            &["eval.tasks"],
-            "is false, but decides nothing: eval.tasks names no questions; leave it out, or set that".into(),
-        );
-        for (key, why) in self.model.rope_scaling.moot() {
-            add(true, key, &["model.rope_scaling.kind"], why);
-        }
-        add(
-            !self.model.router_bias && t.router_bias_rate != default.train.router_bias_rate,
-            "train.router_bias_rate",
-            &["model.router_bias"],
-            format!(
-                "is {:?}, but decides nothing: model.router_bias = false; leave it out, or set that",
-                t.router_bias_rate
-            ),
-        );
-        add(
-            self.model.experts == 0 && t.force_load_balance,
-            "train.force_load_balance",
-            &["model.experts"],
-            "is true, but decides nothing: model.experts = 0; leave it out, or set that".into(),
-        );
-        add(
-            self.model.groups == 0 && self.model.group_score != default.model.group_score,
-            "model.group_score",
-            &["model.groups"],
-            "is \"top2\", but decides nothing: model.groups = 0; leave it out, or set that".into(),
-        );
-        let factor = self.run.capacity_factor;
-        add(
-            (self.run.mesh().ep == 1 || self.model.experts == 0) && factor != default.run.capacity_factor,
-            "run.capacity_factor",
-            &["run.ranks", "run.dp", "model.experts"],
-            format!(
-                "is {factor:?}, but decides nothing: no experts are divided among ranks; leave it out, or set run.ranks"
-            ),
-        );
-        add(
-            self.run.ranks == 1 && self.run.reductions != default.run.reductions,
-            "run.reductions",
-            &["run.ranks"],
-            "is \"nccl\", but decides nothing: one rank has nothing to sum with others; leave it out, or set run.ranks".into(),
-        );
-        let c = &self.checkpoint;
-        let none = c.every == 0 && !c.at_end;
-        for (key, value, usual) in [
-            ("checkpoint.keep", c.keep, default.checkpoint.keep),
-            ("checkpoint.host_gib", c.host_gib, default.checkpoint.host_gib),
-            ("checkpoint.file_mib", c.file_mib, default.checkpoint.file_mib),
-        ] {
-            add(
-                none && value != usual,
-                key,
-                &["checkpoint.every", "checkpoint.at_end"],
-                format!(
-                    "is {value}, but decides nothing: checkpoint.every = 0 and checkpoint.at_end = false, so there is no checkpoint; leave it out"
-                ),
-            );
-        }
-        moot
+        let because = "model.router_bias = false; leave it out, or set that";
+        add(!m.router_bias, &["train.router_bias_rate"], &["model.router_bias"], because);
+        let because = "model.experts = 0; leave it out, or set that";
+        add(m.experts == 0, &["train.force_load_balance"], &["model.experts"], because);
+        let because = "model.groups = 0; leave it out, or set that";
+        add(m.groups == 0, &["model.group_score"], &["model.groups"], because);
+
+        let because = "no experts are divided among ranks; leave it out, or set run.ranks";
+        let by = &["run.ranks", "run.dp", "model.experts"];
+        add(self.run.mesh().ep == 1 || m.experts == 0, &["run.capacity_factor"], by, because);
+        let because = "one rank has nothing to sum with others; leave it out, or set run.ranks";
+        add(self.run.ranks == 1, &["run.reductions"], &["run.ranks"], because);
+
+        let none = self.checkpoint.every == 0 && !self.checkpoint.at_end;
+        let because =
+            "checkpoint.every = 0 and checkpoint.at_end = false, so there is no checkpoint; leave it out";
+        let keys = ["checkpoint.keep", "checkpoint.host_gib", "checkpoint.file_mib"];
+        add(none, &keys, &["checkpoint.every", "checkpoint.at_end"], because);
+        Ok(moot)
     }
 
     /// Numbers that kernels compute with in single precision.

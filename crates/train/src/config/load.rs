@@ -9,7 +9,7 @@ use super::absent::absent;
 use super::asked::Written;
 use super::init::fill_model;
 use super::preset::{in_shell, preset, preset_names};
-use super::values::{flatten, in_short, insert, join, lookup};
+use super::values::{in_short, insert, join, lookup, settings};
 use super::{
     Balance, CheckpointConfig, Combine, Config, DataConfig, EvalConfig, GroupScore, MIXTURE, MixtureSource,
     ModelConfig, OnError, Reductions, RopeScaling, RunConfig, SYNTHETIC, Scores, TrainConfig, foreign,
@@ -23,13 +23,6 @@ use crate::recompute::Scope;
 const FORMER_KEYS: [(&str, &str); 1] =
     [("model.remake_expert_input", "is now a scope of train.recompute: add \"expert_input\" to that list")];
 
-/// Where a value stands.
-#[derive(Debug, Clone)]
-struct Origin {
-    file: PathBuf,
-    line: usize,
-}
-
 /// Whose text a configuration is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Source {
@@ -41,8 +34,8 @@ enum Source {
     Stored,
 }
 
-/// Which file and line set which dotted key.
-type Origins = BTreeMap<String, Origin>;
+/// Which line of the file set which dotted key.
+type Lines = BTreeMap<String, usize>;
 
 impl Config {
     /// Loads what a user asks for: a built-in configuration by name, or a TOML file by path; then `overrides`, each `key=value` with
@@ -62,24 +55,19 @@ impl Config {
         }
         let looks_like_a_path = path.extension().is_some() || path.components().count() > 1 || path.exists();
         if !looks_like_a_path {
-            return Err(Error::Config {
-                key: String::new(),
-                file: None,
-                line: None,
-                why: format!(
-                    "no built-in configuration is called \"{name_or_path}\" (there are: {}){}",
-                    preset_names().collect::<Vec<_>>().join(", "),
-                    absent(name_or_path)
-                ),
-                suggestion: closest(name_or_path, preset_names()),
-            });
+            let why = format!(
+                "no built-in configuration is called \"{name_or_path}\" (there are: {}){}",
+                preset_names().collect::<Vec<_>>().join(", "),
+                absent(name_or_path)
+            );
+            return Err(Error::config("", why).suggesting(closest(name_or_path, preset_names())));
         }
         if is_folder(path) {
             let why = format!(
                 "{name_or_path} is a folder with a model, and no configuration: name one, and begin with the model by --from, as in nibble train tiny --from {}",
                 in_shell(path)
             );
-            return Err(Error::Config { key: String::new(), file: None, line: None, why, suggestion: None });
+            return Err(Error::config("", why));
         }
         Self::asked(&read_text(path)?, path, overrides)
     }
@@ -121,22 +109,23 @@ impl Config {
     fn read(text: &str, file: &Path, overrides: &[String], of: Source, kept: Vec<PathBuf>) -> Result<Self> {
         let known = Value::try_from(Self::with_every_key()).map_err(|e| Error::config("", e.to_string()))?;
         let mut merged = Table::new();
-        let mut origins = Origins::new();
+        let mut lines = Lines::new();
         let source = ConfigText { text, file, known: &known };
-        source.merge(&mut merged, &mut origins)?;
+        source.merge(&mut merged, &mut lines)?;
         // A run stores every key. What it was told when it began is not asked again.
-        let asked = of != Source::Stored && !has_all(&origins)?;
+        let is_stored = Self::default().settings()?.keys().all(|key| lines.contains_key(key));
+        let asked = of != Source::Stored && !is_stored;
         let mut set = BTreeSet::new();
         for text in overrides {
             let (key, value) = parse_override(text, &known)?;
-            origins.remove(&key);
+            lines.remove(&key);
             insert(&mut merged, &key, value);
             set.insert(key);
         }
         name_one_data(&mut merged, &set);
         if asked || set.contains("train.init_from") {
-            let own = |key: &str| set.contains(key) || of == Source::Asked && origins.contains_key(key);
-            fill_model(&mut merged, &own).map_err(|error| with_origin(error, &origins))?;
+            let own = |key: &str| set.contains(key) || of == Source::Asked && lines.contains_key(key);
+            fill_model(&mut merged, &own).map_err(|error| source.located(error, &lines))?;
         }
         leave_out_experts(&mut merged);
         let mut config: Self =
@@ -148,13 +137,13 @@ impl Config {
         }
         let written = |key: &str| match set.contains(key) {
             true => Some(Written::Override),
-            false => (asked && origins.contains_key(key)).then_some(Written::File),
+            false => (asked && lines.contains_key(key)).then_some(Written::File),
         };
         let checked = config.validate().and_then(|()| config.check_asked(&written));
         let of_tokens = ["data.tokenizer", "data.bos_token", "data.eos_token", "model.vocab_size"];
         let asks_of_tokens = asked || of_tokens.iter().any(|key| set.contains(*key));
         let checked = checked.and_then(|()| if asks_of_tokens { config.check_tokens() } else { Ok(()) });
-        checked.map_err(|error| with_origin(error, &origins))?;
+        checked.map_err(|error| source.located(error, &lines))?;
         Ok(config)
     }
 
@@ -171,12 +160,8 @@ impl Config {
     /// Every key, dotted, in the order of the alphabet.
     #[must_use]
     pub fn keys() -> Vec<String> {
-        let mut keys = BTreeMap::new();
         // It has a TOML form: a test reads it.
-        if let Ok(value) = Value::try_from(Self::with_every_key()) {
-            flatten("", &value, &mut keys);
-        }
-        keys.into_keys().collect()
+        settings("", &Self::with_every_key()).unwrap_or_default().into_keys().collect()
     }
 
     /// A configuration whose text has every key: those, too, that are left out where they have their default.
@@ -299,10 +284,7 @@ impl Config {
     /// # Errors
     /// As [`Config::resolved_toml`].
     pub(crate) fn settings(&self) -> Result<BTreeMap<String, String>> {
-        let value = Value::try_from(self).map_err(|e| Error::config("", e.to_string()))?;
-        let mut settings = BTreeMap::new();
-        flatten("", &value, &mut settings);
-        Ok(settings)
+        settings("", self)
     }
 
     /// [`Config::changes_since`] with which a run does not go on: more steps are none of them, and neither are other parts of experts, if they are
@@ -314,14 +296,6 @@ impl Config {
         changes.retain(|change| !may.iter().any(|(key, may)| *may && change.starts_with(key)));
         Ok(changes)
     }
-}
-
-/// Whether a text has every key that a run stores.
-fn has_all(origins: &Origins) -> Result<bool> {
-    let mut keys = BTreeMap::new();
-    let all = Value::try_from(Config::default()).map_err(|e| Error::config("", e.to_string()))?;
-    flatten("", &all, &mut keys);
-    Ok(keys.keys().all(|key| origins.contains_key(key)))
 }
 
 /// An override that names a source takes the place of a file's mixture, and the other way round.
@@ -370,7 +344,7 @@ struct ConfigText<'a> {
 
 impl ConfigText<'_> {
     /// Checks every key and value of the text and puts it into `merged`.
-    fn merge(&self, merged: &mut Table, origins: &mut Origins) -> Result<()> {
+    fn merge(&self, merged: &mut Table, lines: &mut Lines) -> Result<()> {
         let syntax = |error: toml::de::Error| Error::Config {
             key: String::new(),
             file: Some(self.file.to_path_buf()),
@@ -385,7 +359,7 @@ impl ConfigText<'_> {
         };
         let values: Table = toml::from_str(self.text).map_err(syntax)?;
         let spans = toml::de::DeTable::parse(self.text).map_err(syntax)?;
-        self.merge_table("", &values, spans.get_ref(), merged, origins)
+        self.merge_table("", &values, spans.get_ref(), merged, lines)
     }
 
     fn merge_table(
@@ -394,26 +368,34 @@ impl ConfigText<'_> {
         values: &Table,
         spans: &toml::de::DeTable<'_>,
         merged: &mut Table,
-        origins: &mut Origins,
+        lines: &mut Lines,
     ) -> Result<()> {
         for (name, span) in spans {
             let key = join(prefix, name.get_ref());
-            let line = self.line(name.span().start);
-            let origin = Origin { file: self.file.to_path_buf(), line };
             // Both parsers read the same text: every key of one is a key of the other.
             let Some(value) = values.get(name.get_ref().as_ref()) else { continue };
             match (value, span.get_ref().as_table(), lookup(self.known, &key)) {
                 (Value::Table(values), Some(spans), Some(Value::Table(_))) => {
-                    self.merge_table(&key, values, spans, merged, origins)?;
+                    self.merge_table(&key, values, spans, merged, lines)?;
                 }
                 _ => {
-                    origins.insert(key.clone(), origin);
-                    check_leaf(&key, value, self.known).map_err(|error| with_origin(error, origins))?;
+                    lines.insert(key.clone(), self.line(name.span().start));
+                    check_leaf(&key, value, self.known).map_err(|error| self.located(error, lines))?;
                     insert(merged, &key, value.clone());
                 }
             }
         }
         Ok(())
+    }
+
+    /// Adds file and line to a configuration error whose key the file has set.
+    fn located(&self, mut error: Error, lines: &Lines) -> Error {
+        if let Error::Config { key, file: file @ None, line, .. } = &mut error
+            && let Some(found) = lines.get(key)
+        {
+            (*file, *line) = (Some(self.file.to_owned()), Some(*found));
+        }
+        error
     }
 
     /// The line, from 1, of a byte offset.
@@ -460,17 +442,10 @@ fn check_leaf(key: &str, value: &Value, known: &Value) -> Result<()> {
         if let Some(meaning) = foreign::of_key(key) {
             return Err(Error::config(key, format!("unknown key; {}", meaning.of_key())));
         }
-        let mut keys = BTreeMap::new();
-        flatten("", known, &mut keys);
+        let keys = settings("", known)?;
         let sections = known.as_table().into_iter().flatten().map(|(name, _)| name.as_str());
         let suggestion = closest(key, keys.keys().map(String::as_str).chain(sections));
-        return Err(Error::Config {
-            key: key.to_owned(),
-            file: None,
-            line: None,
-            why: "unknown key".into(),
-            suggestion,
-        });
+        return Err(Error::config(key, "unknown key").suggesting(suggestion));
     };
     // A list would be taken as the values of its keys, one after the other.
     if default.is_table() && !value.is_table() {
@@ -479,12 +454,13 @@ fn check_leaf(key: &str, value: &Value, known: &Value) -> Result<()> {
     let mut alone = Table::new();
     insert(&mut alone, key, value.clone());
     let parsed: Result<Config, toml::de::Error> = Value::Table(alone).try_into();
-    parsed.map(|_| ()).map_err(|error| Error::Config {
-        key: key.to_owned(),
-        file: None,
-        line: None,
-        why: expected(value, default).unwrap_or_else(|| error.message().trim().to_owned()),
-        suggestion: if key == "train.recompute" { misspelt_scope(value) } else { None },
+    parsed.map(drop).map_err(|error| {
+        let why = expected(value, default).unwrap_or_else(|| error.message().trim().to_owned());
+        Error::config(key, why).suggesting(if key == "train.recompute" {
+            misspelt_scope(value)
+        } else {
+            None
+        })
     })
 }
 
@@ -517,23 +493,6 @@ fn misspelt_scope(value: &Value) -> Option<String> {
     let words = value.as_array()?.iter().filter_map(Value::as_str);
     let unknown = words.into_iter().find(|word| !names().any(|name| name == *word))?;
     closest(unknown, names())
-}
-
-/// Adds file and line to a configuration error whose key a file has set.
-fn with_origin(error: Error, origins: &Origins) -> Error {
-    match error {
-        Error::Config { key, why, suggestion, file: None, .. } => {
-            let origin = origins.get(&key);
-            Error::Config {
-                file: origin.map(|o| o.file.clone()),
-                line: origin.map(|o| o.line),
-                key,
-                why,
-                suggestion,
-            }
-        }
-        other => other,
-    }
 }
 
 /// The candidate most like `word`, if any is like it at all.

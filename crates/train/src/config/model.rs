@@ -171,21 +171,6 @@ impl ModelConfig {
         (count > 0).then(|| ExpertGroups { count, top, score: self.group_score.into() })
     }
 
-    /// The keys of routing that have no default, each with its value as TOML writes it.
-    pub(super) fn routing(&self) -> Vec<(&'static str, String)> {
-        let word = |is: bool, word: &str| is.then(|| format!("\"{word}\""));
-        let number = |n: usize| (n > 0).then(|| n.to_string());
-        let all = [
-            ("model.scores", word(!is_default(&self.scores), "sigmoid")),
-            ("model.router_bias", self.router_bias.then(|| "true".to_owned())),
-            ("model.groups", number(self.groups)),
-            ("model.top_groups", number(self.top_groups)),
-            ("model.group_score", word(!is_default(&self.group_score), "top2")),
-            ("model.route_scale", (self.route_scale != 1.0).then(|| format!("{:?}", self.route_scale))),
-        ];
-        all.into_iter().filter_map(|(key, value)| Some((key, value?))).collect()
-    }
-
     /// Groups that experts fall into, and a factor that weights can have.
     pub(super) fn validate_routing(&self) -> Result<()> {
         let (experts, groups, top) = (self.experts, self.groups, self.top_groups);

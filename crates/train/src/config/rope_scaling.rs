@@ -59,51 +59,26 @@ impl Default for RopeScaling {
 }
 
 impl RopeScaling {
-    /// Stored configurations leave it out.
-    pub(super) fn is_default(&self) -> bool {
-        *self == Self::default()
-    }
-
-    /// Its keys of numbers that are no counts, with the kinds that they are of.
-    fn numbers(&self) -> [(&'static str, f64, &'static [RopeScalingKind]); 7] {
-        use RopeScalingKind::{Llama3, Yarn};
-        [
-            ("model.rope_scaling.factor", self.factor, &[Llama3, Yarn]),
-            ("model.rope_scaling.low_freq_factor", self.low_freq_factor, &[Llama3]),
-            ("model.rope_scaling.high_freq_factor", self.high_freq_factor, &[Llama3]),
-            ("model.rope_scaling.beta_fast", self.beta_fast, &[Yarn]),
-            ("model.rope_scaling.beta_slow", self.beta_slow, &[Yarn]),
-            ("model.rope_scaling.mscale", self.mscale, &[Yarn]),
-            ("model.rope_scaling.mscale_all_dim", self.mscale_all_dim, &[Yarn]),
-        ]
-    }
-
-    /// The keys that decide nothing, since the kind is another, with what is said of each.
+    /// The keys that decide nothing, since the kind is another, if they have not their default; why is said of each.
     pub(super) fn moot(&self) -> Vec<(&'static str, String)> {
-        let default = Self::default();
+        use RopeScalingKind::{Llama3, Yarn};
+        let keys: [(&str, &[RopeScalingKind]); 8] = [
+            ("model.rope_scaling.original_positions", &[Llama3, Yarn]),
+            ("model.rope_scaling.factor", &[Llama3, Yarn]),
+            ("model.rope_scaling.low_freq_factor", &[Llama3]),
+            ("model.rope_scaling.high_freq_factor", &[Llama3]),
+            ("model.rope_scaling.beta_fast", &[Yarn]),
+            ("model.rope_scaling.beta_slow", &[Yarn]),
+            ("model.rope_scaling.mscale", &[Yarn]),
+            ("model.rope_scaling.mscale_all_dim", &[Yarn]),
+        ];
         let kind = self.kind.name();
-        let say = |is: String| {
-            format!(
-                "is {is}, but decides nothing: model.rope_scaling.kind = \"{kind}\" has no such number; leave it out"
-            )
-        };
-        let positions = (self.kind == RopeScalingKind::None && self.original_positions != 0)
-            .then(|| ("model.rope_scaling.original_positions", say(self.original_positions.to_string())));
-        let pairs = self.numbers().into_iter().zip(default.numbers());
-        let is_moot =
-            |kinds: &[RopeScalingKind], is: f64, usual: f64| is != usual && !kinds.contains(&self.kind);
-        let numbers = pairs
-            .filter(|((_, is, kinds), (_, usual, _))| is_moot(kinds, *is, *usual))
-            .map(|((key, is, _), _)| (key, say(format!("{is:?}"))));
-        let alone = self.kind == RopeScalingKind::Yarn && self.mscale != 0.0 && self.mscale_all_dim == 0.0;
-        let alone = alone.then(|| {
-            let why = format!(
-                "is {:?}, but decides nothing: model.rope_scaling.mscale_all_dim is 0, and it counts only beside that; leave it out, or set that",
-                self.mscale
-            );
-            ("model.rope_scaling.mscale", why)
-        });
-        positions.into_iter().chain(numbers).chain(alone).collect()
+        let because = format!("model.rope_scaling.kind = \"{kind}\" has no such number; leave it out");
+        let others = keys.into_iter().filter(|(_, kinds)| !kinds.contains(&self.kind));
+        let alone = "model.rope_scaling.mscale_all_dim is 0, and it counts only beside that; leave it out, or set that";
+        let is_alone = self.kind == Yarn && self.mscale_all_dim == 0.0;
+        let alone = is_alone.then(|| ("model.rope_scaling.mscale", alone.to_owned()));
+        others.map(|(key, _)| (key, because.clone())).chain(alone).collect()
     }
 
     /// Whether the numbers of its kind fit each other and the base of the frequencies.

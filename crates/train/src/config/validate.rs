@@ -3,6 +3,7 @@
 //! What a precision recipe asks of the widths (multiples of its block) is checked where recipe and model meet.
 
 use super::require::{fail, not_negative, positive, require};
+use super::values::settings;
 use super::{
     Balance, Combine, Config, DeviceChoice, MIXTURE, MixtureSource, ModelConfig, QkNorm, RANDOM, SYNTHETIC,
     ScheduleKind,
@@ -107,26 +108,17 @@ impl Config {
         require(m.ffn > 0, "model.ffn", || {
             "is 0, and model.experts = 0: without experts a layer has an MLP, whose width this is".into()
         })?;
-        let width = |value: usize| (value > 0).then(|| value.to_string());
-        let factor = |value: f64| (value != 0.0).then(|| format!("{value:?}"));
-        for (key, is) in [
-            ("model.dense_layers", width(m.dense_layers)),
-            ("model.top_k", width(m.top_k)),
-            ("model.expert_ffn", width(m.expert_ffn)),
-            ("model.shared_ffn", width(m.shared_ffn)),
-            ("model.norm_topk_prob", m.norm_topk_prob.then(|| "true".to_owned())),
-            ("model.aux_loss_coef", factor(m.aux_loss_coef)),
-            ("model.z_loss_coef", factor(m.z_loss_coef)),
-        ] {
-            if let Some(is) = is {
-                let none = if is == "true" { "false" } else { "0" };
-                return fail(
-                    key,
-                    format!(
-                        "is {is}, but model.experts = 0: every layer is dense; leave it out, or set it to {none}"
-                    ),
-                );
-            }
+        let set = settings("model", m)?;
+        let of_experts = ["model.dense_layers", "model.top_k", "model.expert_ffn", "model.shared_ffn"];
+        let of_routers = ["model.norm_topk_prob", "model.aux_loss_coef", "model.z_loss_coef"];
+        for key in of_experts.into_iter().chain(of_routers) {
+            let is = set.get(key).map_or("0", String::as_str);
+            let none = if is == "true" { "false" } else { "0" };
+            require(["0", "0.0", "false"].contains(&is), key, || {
+                format!(
+                    "is {is}, but model.experts = 0: every layer is dense; leave it out, or set it to {none}"
+                )
+            })?;
         }
         require(m.balance == Balance::Shard, "model.balance", || {
             format!(
@@ -134,9 +126,17 @@ impl Config {
                 m.balance.name()
             )
         })?;
-        if let Some((key, is)) = m.routing().into_iter().next() {
-            let why = format!("is {is}, but model.experts = 0: every layer is dense; leave it out");
-            return fail(key, why);
+        let groups = ["model.groups", "model.top_groups", "model.group_score"];
+        // What has its default is not written.
+        for key in
+            ["model.scores", "model.router_bias"].into_iter().chain(groups).chain(["model.route_scale"])
+        {
+            if let Some(is) = set.get(key) {
+                return fail(
+                    key,
+                    format!("is {is}, but model.experts = 0: every layer is dense; leave it out"),
+                );
+            }
         }
         require(!self.train.recompute.contains(&Scope::ExpertInput), "train.recompute", || {
             format!("names {}, but model.experts = 0: there are none", Scope::ExpertInput.name())

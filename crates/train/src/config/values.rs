@@ -1,5 +1,7 @@
 //! TOML values under dotted keys.
 
+use crate::error::{Error, Result};
+use serde::Serialize;
 use std::collections::BTreeMap;
 use toml::{Table, Value};
 
@@ -39,8 +41,16 @@ pub(super) fn in_short(value: &Value) -> String {
     }
 }
 
+/// Every setting of this that is written, by its dotted key below `prefix`, as TOML.
+pub(super) fn settings(prefix: &str, of: &impl Serialize) -> Result<BTreeMap<String, String>> {
+    let value = Value::try_from(of).map_err(|e| Error::config(prefix, e.to_string()))?;
+    let mut settings = BTreeMap::new();
+    flatten(prefix, &value, &mut settings);
+    Ok(settings)
+}
+
 /// Every leaf below `value` under its dotted key.
-pub(super) fn flatten(prefix: &str, value: &Value, into: &mut BTreeMap<String, String>) {
+fn flatten(prefix: &str, value: &Value, into: &mut BTreeMap<String, String>) {
     match value {
         Value::Table(table) => {
             for (name, value) in table {

@@ -233,13 +233,7 @@ impl ConfigJson {
     /// # Errors
     /// [`Error::Config`] where it is no JSON object.
     pub fn parse(path: &Path, text: &str) -> Result<Self> {
-        let error = |why: String| Error::Config {
-            key: String::new(),
-            file: Some(path.to_owned()),
-            line: None,
-            why,
-            suggestion: None,
-        };
+        let error = |why: String| Error::config("", why).in_file(path);
         match serde_json::from_str(text) {
             Ok(Value::Object(keys)) => Ok(Self { path: path.to_owned(), ..Self::of(keys) }),
             Ok(_) => Err(error("is no JSON object".into())),
@@ -351,19 +345,16 @@ impl ConfigJson {
 
     /// What is wrong with a key.
     pub fn error(&self, key: &str, why: impl Into<String>) -> Error {
-        let file = Some(self.path.clone());
-        Error::Config { key: key.to_owned(), file, line: None, why: why.into(), suggestion: None }
+        Error::config(key, why).in_file(&self.path)
     }
 
     /// The same error by the keys of this file, where it is of keys of a configuration.
-    fn named(&self, error: Error) -> Error {
+    fn named(&self, mut error: Error) -> Error {
         let here = |text: &str| in_words_of(text, |name| self.keys.contains_key(name));
-        match error {
-            Error::Config { key, file, line, why, suggestion } => {
-                Error::Config { key: here(&key), file, line, why: here(&why), suggestion }
-            }
-            other => other,
+        if let Error::Config { key, why, .. } = &mut error {
+            (*key, *why) = (here(key), here(why));
         }
+        error
     }
 
     /// Keys that nobody has asked for and that may say something of the model.
