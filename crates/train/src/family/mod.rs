@@ -119,7 +119,9 @@ pub trait Family: fmt::Debug + Sync {
 
     /// The tensors that a checkpoint holds of a model, whose rows are all rows of all parameters, each once. A model is written as they say, and read
     /// by the same list. A gated projection is one parameter, the gate's rows before the up projection's.
-    fn tensors(&self, model: &ModelSpec) -> Vec<Named>;
+    fn tensors(&self, model: &ModelSpec) -> Vec<Named> {
+        as_they_are(model)
+    }
 
     /// Whether a tensor of a published checkpoint is none of the model's, and passed over.
     fn passes_over(&self, _name: &str, _model: &ModelConfig) -> bool {

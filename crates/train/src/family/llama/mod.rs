@@ -1,10 +1,9 @@
 //! Llama (`LlamaForCausalLM`): dense layers, no norms of queries and keys. The ids of parts are its names.
 
 use super::shared::{DECODER, DENSE, GROUPED_QUERY, NO_BIAS, read_dense, write_rope};
-use super::{ConfigJson, Family, Field, Named, as_they_are};
+use super::{ConfigJson, Family, Field};
 use crate::config::{ModelConfig, QkNorm};
 use crate::error::Result;
-use crate::spec::ModelSpec;
 use serde_json::{Map, Value};
 
 /// Llama 2 and 3.
@@ -30,9 +29,5 @@ impl Family for Llama {
 
     fn write_rest(&self, model: &ModelConfig, keys: &mut Map<String, Value>) {
         write_rope(model, keys);
-    }
-
-    fn tensors(&self, model: &ModelSpec) -> Vec<Named> {
-        as_they_are(model)
     }
 }

@@ -1,10 +1,9 @@
 //! What no other program has: the ids of parts are its names, and `config.json` says an architecture that is not known elsewhere
 //! (`NibbleForCausalLM`), so that such a model is not taken for another. Its sizes stand there as a configuration has them.
 
-use super::{ConfigJson, Family, Field, Named, as_they_are};
+use super::{ConfigJson, Family, Field};
 use crate::config::ModelConfig;
 use crate::error::Result;
-use crate::spec::ModelSpec;
 use nibble_core::shortened;
 use serde_json::{Map, Value};
 
@@ -45,9 +44,5 @@ impl Family for Nibble {
     fn write_rest(&self, model: &ModelConfig, keys: &mut Map<String, Value>) {
         // A table of numbers and words has a JSON form.
         keys.insert(MODEL.into(), serde_json::to_value(model).unwrap_or_default());
-    }
-
-    fn tensors(&self, model: &ModelSpec) -> Vec<Named> {
-        as_they_are(model)
     }
 }

@@ -5,10 +5,9 @@ use super::shared::{
     AUX, DECODER, GROUPED_QUERY, MIXTURE, NO_BIAS, read_balance, read_heads, read_rope, write_balance,
     write_rope,
 };
-use super::{ConfigJson, Family, Field, Named, as_they_are};
+use super::{ConfigJson, Family, Field};
 use crate::config::{ModelConfig, QkNorm};
 use crate::error::Result;
-use crate::spec::ModelSpec;
 use serde_json::{Map, Value};
 
 /// OLMoE.
@@ -60,9 +59,5 @@ impl Family for Olmoe {
         }
         write_balance(model, keys);
         write_rope(model, keys);
-    }
-
-    fn tensors(&self, model: &ModelSpec) -> Vec<Named> {
-        as_they_are(model)
     }
 }

@@ -3,10 +3,9 @@
 use super::shared::{
     DECODER, DENSE, GROUPED_QUERY, NO_BIAS, Windowed, check_window, read_dense, write_rope, write_window,
 };
-use super::{ConfigJson, Family, Field, Named, as_they_are};
+use super::{ConfigJson, Family, Field};
 use crate::config::{ModelConfig, QkNorm};
 use crate::error::Result;
-use crate::spec::ModelSpec;
 use serde_json::{Map, Value};
 
 /// Qwen3's dense models.
@@ -45,9 +44,5 @@ impl Family for Qwen3 {
     fn write_rest(&self, model: &ModelConfig, keys: &mut Map<String, Value>) {
         write_window(keys);
         write_rope(model, keys);
-    }
-
-    fn tensors(&self, model: &ModelSpec) -> Vec<Named> {
-        as_they_are(model)
     }
 }

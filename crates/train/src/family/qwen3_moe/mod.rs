@@ -5,10 +5,9 @@ use super::shared::{
     AUX, DECODER, GROUPED_QUERY, MIXTURE, NO_BIAS, Windowed, check_window, read_balance, read_heads,
     read_rope, write_balance, write_rope, write_window,
 };
-use super::{ConfigJson, Family, Field, Named, as_they_are};
+use super::{ConfigJson, Family, Field};
 use crate::config::{ModelConfig, QkNorm};
 use crate::error::Result;
-use crate::spec::ModelSpec;
 use nibble_core::shortened;
 use serde_json::{Map, Value};
 
@@ -80,9 +79,5 @@ impl Family for Qwen3Moe {
         write_window(keys);
         write_balance(model, keys);
         write_rope(model, keys);
-    }
-
-    fn tensors(&self, model: &ModelSpec) -> Vec<Named> {
-        as_they_are(model)
     }
 }
