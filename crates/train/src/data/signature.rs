@@ -1,17 +1,15 @@
 //! Kinds of files that are no text, known by their first bytes.
 
+use Mark::{At, Both, Safetensors, Zlib};
+
 /// What a file is and what to do about it, if it begins like one of these.
 pub(super) fn kind_of(bytes: &[u8]) -> Option<String> {
-    let kind = KINDS.iter().find(|kind| kind.marks.iter().any(|mark| mark.is_of(bytes)))?;
-    Some(format!("is {}, expected a text: {}", kind.what, kind.advice))
+    let (what, advice, _) = KINDS.iter().find(|(.., marks)| marks.iter().any(|mark| mark.is_of(bytes)))?;
+    Some(format!("is {what}, expected a text: {advice}"))
 }
 
-/// A kind of file that is no text.
-struct Kind {
-    what: &'static str,
-    advice: &'static str,
-    marks: &'static [Mark],
-}
+/// A kind of file that is no text: what it is, what to do about it, and how it begins.
+type Kind = (&'static str, &'static str, &'static [Mark]);
 
 /// What stands at an offset of every file of a kind.
 enum Mark {
@@ -53,47 +51,31 @@ const NO_TEXT: &str = "name another file";
 
 /// From the most particular mark on.
 const KINDS: &[Kind] = &[
-    Kind {
-        what: "a zip archive",
-        advice: "unpack it with `unzip`",
-        marks: &[Mark::At(0, b"PK\x03\x04"), Mark::At(0, b"PK\x05\x06"), Mark::At(0, b"PK\x07\x08")],
-    },
-    Kind { what: "packed with xz", advice: "unpack it with `xz -d`", marks: &[Mark::At(0, b"\xfd7zXZ\0")] },
+    (
+        "a zip archive",
+        "unpack it with `unzip`",
+        &[At(0, b"PK\x03\x04"), At(0, b"PK\x05\x06"), At(0, b"PK\x07\x08")],
+    ),
+    ("packed with xz", "unpack it with `xz -d`", &[At(0, b"\xfd7zXZ\0")]),
     // After the level comes the number whose digits are those of pi, or of its root where the file is empty.
-    Kind {
-        what: "packed with bzip2",
-        advice: "unpack it with `bzip2 -d`",
-        marks: &[Mark::Both(b"BZh", 4, b"1AY&SY"), Mark::Both(b"BZh", 4, b"\x17\x72\x45\x38\x50\x90")],
-    },
-    Kind {
-        what: "a 7z archive",
-        advice: "unpack it with `7z x`",
-        marks: &[Mark::At(0, b"7z\xbc\xaf\x27\x1c")],
-    },
-    Kind {
-        what: "packed with lz4",
-        advice: "unpack it with `lz4 -d`",
-        marks: &[Mark::At(0, b"\x04\x22\x4d\x18")],
-    },
-    Kind {
-        what: "packed with zlib",
-        advice: "unpack it with `zlib-flate -uncompress` or `pigz -dz`",
-        marks: &[Mark::Zlib],
-    },
-    Kind { what: "a tar archive", advice: "unpack it with `tar -x`", marks: &[Mark::At(257, b"ustar")] },
-    Kind {
-        what: "a RAR archive",
-        advice: "unpack it with `unrar x`",
-        marks: &[Mark::At(0, b"Rar!\x1a\x07")],
-    },
-    Kind { what: "an Arrow file", advice: "export its column of text", marks: &[Mark::At(0, b"ARROW1\0\0")] },
-    Kind { what: "an SQLite database", advice: EXPORT, marks: &[Mark::At(0, b"SQLite format 3\0")] },
-    Kind { what: "an HDF5 file", advice: EXPORT, marks: &[Mark::At(0, b"\x89HDF\r\n\x1a\n")] },
-    Kind { what: "an array of NumPy", advice: EXPORT, marks: &[Mark::At(0, b"\x93NUMPY")] },
-    Kind { what: "a PDF document", advice: "export it with `pdftotext`", marks: &[Mark::At(0, b"%PDF-")] },
-    Kind { what: "a PNG picture", advice: NO_TEXT, marks: &[Mark::At(0, b"\x89PNG\r\n\x1a\n")] },
-    Kind { what: "a JPEG picture", advice: NO_TEXT, marks: &[Mark::At(0, b"\xff\xd8\xff")] },
-    Kind { what: "a program (ELF)", advice: NO_TEXT, marks: &[Mark::At(0, b"\x7fELF")] },
-    Kind { what: "a GGUF model", advice: NO_TEXT, marks: &[Mark::Both(b"GGUF", 6, b"\0\0")] },
-    Kind { what: "a file of tensors (safetensors)", advice: NO_TEXT, marks: &[Mark::Safetensors] },
+    (
+        "packed with bzip2",
+        "unpack it with `bzip2 -d`",
+        &[Both(b"BZh", 4, b"1AY&SY"), Both(b"BZh", 4, b"\x17\x72\x45\x38\x50\x90")],
+    ),
+    ("a 7z archive", "unpack it with `7z x`", &[At(0, b"7z\xbc\xaf\x27\x1c")]),
+    ("packed with lz4", "unpack it with `lz4 -d`", &[At(0, b"\x04\x22\x4d\x18")]),
+    ("packed with zlib", "unpack it with `zlib-flate -uncompress` or `pigz -dz`", &[Zlib]),
+    ("a tar archive", "unpack it with `tar -x`", &[At(257, b"ustar")]),
+    ("a RAR archive", "unpack it with `unrar x`", &[At(0, b"Rar!\x1a\x07")]),
+    ("an Arrow file", "export its column of text", &[At(0, b"ARROW1\0\0")]),
+    ("an SQLite database", EXPORT, &[At(0, b"SQLite format 3\0")]),
+    ("an HDF5 file", EXPORT, &[At(0, b"\x89HDF\r\n\x1a\n")]),
+    ("an array of NumPy", EXPORT, &[At(0, b"\x93NUMPY")]),
+    ("a PDF document", "export it with `pdftotext`", &[At(0, b"%PDF-")]),
+    ("a PNG picture", NO_TEXT, &[At(0, b"\x89PNG\r\n\x1a\n")]),
+    ("a JPEG picture", NO_TEXT, &[At(0, b"\xff\xd8\xff")]),
+    ("a program (ELF)", NO_TEXT, &[At(0, b"\x7fELF")]),
+    ("a GGUF model", NO_TEXT, &[Both(b"GGUF", 6, b"\0\0")]),
+    ("a file of tensors (safetensors)", NO_TEXT, &[Safetensors]),
 ];
