@@ -197,58 +197,29 @@ fn after(bounds: &Bounds, state: &State<'_, '_>, name: &str, made: Value) -> Res
     Ok(made)
 }
 
+/// These functions of a module of the engine, each with its name.
+macro_rules! named {
+    ($module:ident { $($name:ident)* }) => {
+        [$((stringify!($name), Value::from_function($module::$name)),)*]
+    };
+}
+
 /// The engine's filters.
 fn add_filters(environment: &mut Environment<'static>, bounds: &Arc<Bounds>) {
-    let filters = [
-        ("safe", Value::from_function(filters::safe)),
-        ("escape", Value::from_function(filters::escape)),
+    let own = named!(filters {
+        safe escape lower upper title capitalize replace length dictsort items reverse trim join split lines default
+        round abs int float attr first last min max sort list bool batch slice sum select reject selectattr rejectattr
+        map groupby unique zip pprint format
+    });
+    let others = [
         ("e", Value::from_function(filters::escape)),
-        ("lower", Value::from_function(filters::lower)),
-        ("upper", Value::from_function(filters::upper)),
-        ("title", Value::from_function(filters::title)),
-        ("capitalize", Value::from_function(filters::capitalize)),
-        ("replace", Value::from_function(filters::replace)),
-        ("length", Value::from_function(filters::length)),
         ("count", Value::from_function(filters::length)),
-        ("dictsort", Value::from_function(filters::dictsort)),
-        ("items", Value::from_function(filters::items)),
-        ("reverse", Value::from_function(filters::reverse)),
-        ("trim", Value::from_function(filters::trim)),
-        ("join", Value::from_function(filters::join)),
-        ("split", Value::from_function(filters::split)),
-        ("lines", Value::from_function(filters::lines)),
-        ("default", Value::from_function(filters::default)),
         ("d", Value::from_function(filters::default)),
-        ("round", Value::from_function(filters::round)),
-        ("abs", Value::from_function(filters::abs)),
-        ("int", Value::from_function(filters::int)),
-        ("float", Value::from_function(filters::float)),
-        ("attr", Value::from_function(filters::attr)),
-        ("first", Value::from_function(filters::first)),
-        ("last", Value::from_function(filters::last)),
-        ("min", Value::from_function(filters::min)),
-        ("max", Value::from_function(filters::max)),
-        ("sort", Value::from_function(filters::sort)),
-        ("list", Value::from_function(filters::list)),
-        ("bool", Value::from_function(filters::bool)),
-        ("batch", Value::from_function(filters::batch)),
-        ("slice", Value::from_function(filters::slice)),
-        ("sum", Value::from_function(filters::sum)),
-        ("select", Value::from_function(filters::select)),
-        ("reject", Value::from_function(filters::reject)),
-        ("selectattr", Value::from_function(filters::selectattr)),
-        ("rejectattr", Value::from_function(filters::rejectattr)),
-        ("map", Value::from_function(filters::map)),
-        ("groupby", Value::from_function(filters::groupby)),
-        ("unique", Value::from_function(filters::unique)),
-        ("zip", Value::from_function(filters::zip)),
-        ("pprint", Value::from_function(filters::pprint)),
-        ("format", Value::from_function(filters::format)),
         ("string", Value::from_function(|value: Value| python::text(&value))),
         (BARE_FILTER, Value::from_function(|value: Value| value)),
         (MARK_FILTER, Value::from_function(|value: String| format!("{BEGIN}{value}{END}"))),
     ];
-    for (name, filter) in filters {
+    for (name, filter) in own.into_iter().chain(others) {
         let of = Arc::clone(bounds);
         environment.add_filter(name, move |state: &State<'_, '_>, args: Rest<Value>| {
             before(&of, state, name, &args)?;
@@ -283,11 +254,7 @@ fn add_own(environment: &mut Environment<'static>, bounds: &Arc<Bounds>, time: O
     environment.add_function("strftime_now", move |format: &str| {
         date::strftime(time.unwrap_or_else(SystemTime::now), format)
     });
-    for (name, function) in [
-        ("range", Value::from_function(functions::range)),
-        ("dict", Value::from_function(functions::dict)),
-        ("namespace", Value::from_function(functions::namespace)),
-    ] {
+    for (name, function) in named!(functions { range dict namespace }) {
         let of = Arc::clone(bounds);
         environment.add_function(name, move |state: &State<'_, '_>, args: Rest<Value>| {
             for arg in args.iter() {

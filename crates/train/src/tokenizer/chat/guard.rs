@@ -68,11 +68,6 @@ pub(super) fn check_source(text: &str) -> Result<(), Error> {
     Ok(())
 }
 
-/// The same template with its hooks.
-pub(super) fn guarded<'a>(template: &Stmt<'a>) -> Stmt<'a> {
-    stmt(template)
-}
-
 fn again<T, U>(of: &Spanned<T>, node: U) -> Spanned<U> {
     Spanned::new(node, of.span())
 }
@@ -120,7 +115,7 @@ fn body<'a>(of: &[Stmt<'a>]) -> Vec<Stmt<'a>> {
             let expr = hook(DEFINED, constant("", of.span()));
             out.push(Stmt::EmitExpr(again(of, ast::EmitExpr { expr })));
         }
-        out.push(stmt(one));
+        out.push(guarded(one));
     }
     out
 }
@@ -142,7 +137,8 @@ fn all<'a>(of: &[Expr<'a>]) -> Vec<Expr<'a>> {
     of.iter().map(expr).collect()
 }
 
-fn stmt<'a>(of: &Stmt<'a>) -> Stmt<'a> {
+/// The same template, or a statement of it, with its hooks.
+pub(super) fn guarded<'a>(of: &Stmt<'a>) -> Stmt<'a> {
     match of {
         Stmt::Template(of) => Stmt::Template(again(of, ast::Template { children: body(&of.children) })),
         Stmt::EmitExpr(of) => Stmt::EmitExpr(again(of, ast::EmitExpr { expr: expr(&of.expr) })),
@@ -188,13 +184,6 @@ fn stmt<'a>(of: &Stmt<'a>) -> Stmt<'a> {
             let filter = expr(&of.filter);
             Stmt::FilterBlock(again(of, ast::FilterBlock { filter, body: body(&of.body) }))
         }
-        other => rare_stmt(other),
-    }
-}
-
-/// Statements that few templates have.
-fn rare_stmt<'a>(of: &Stmt<'a>) -> Stmt<'a> {
-    match of {
         Stmt::Block(of) => {
             let body = repeated(&of.body, of.span());
             Stmt::Block(again(of, ast::Block { name: of.name, required: of.required, body }))
@@ -219,17 +208,6 @@ fn rare_stmt<'a>(of: &Stmt<'a>) -> Stmt<'a> {
         Stmt::Continue(of) => Stmt::Continue(again(of, ast::Continue)),
         Stmt::Break(of) => Stmt::Break(again(of, ast::Break)),
         Stmt::Do(of) => Stmt::Do(again(of, ast::Do { call: call(&of.call) })),
-        // Those that `stmt` has; it calls this for no other.
-        Stmt::Template(_)
-        | Stmt::EmitExpr(_)
-        | Stmt::EmitRaw(_)
-        | Stmt::ForLoop(_)
-        | Stmt::IfCond(_)
-        | Stmt::WithBlock(_)
-        | Stmt::Set(_)
-        | Stmt::SetBlock(_)
-        | Stmt::AutoEscape(_)
-        | Stmt::FilterBlock(_) => stmt(of),
     }
 }
 
