@@ -3,10 +3,7 @@
 //! Its steps are a small program too. Twenty-five that write each letter twice make gigabytes of a word. What a step may do is told by its JSON, before
 //! anything is built of it; and where the steps together may still do much, each text is tried by parts first.
 
-use std::fmt;
-
 use serde::Deserialize;
-use serde::de::{Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_json::Value;
 use tokenizers::{NormalizedString, Normalizer, NormalizerWrapper};
 
@@ -53,66 +50,9 @@ struct Shape {
 #[derive(Deserialize)]
 struct Model {
     #[serde(default)]
-    vocab: Longest,
+    vocab: Value,
     #[serde(default)]
     max_input_chars_per_word: Option<u64>,
-}
-
-/// Bytes of the longest text of a value, of which nothing is kept. The crate holds some vocabularies as trees of letters, and frees them one call deeper
-/// for each.
-#[derive(Default, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-struct Longest(usize);
-
-impl<'de> Deserialize<'de> for Longest {
-    fn deserialize<D: Deserializer<'de>>(json: D) -> Result<Self, D::Error> {
-        json.deserialize_any(Self(0))
-    }
-}
-
-impl<'de> Visitor<'de> for Longest {
-    type Value = Self;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a vocabulary")
-    }
-
-    fn visit_str<E>(self, text: &str) -> Result<Self, E> {
-        Ok(Self(text.len()))
-    }
-
-    fn visit_map<A: MapAccess<'de>>(mut self, mut map: A) -> Result<Self, A::Error> {
-        while let Some((key, value)) = map.next_entry::<Self, Self>()? {
-            self = self.max(key).max(value);
-        }
-        Ok(self)
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(mut self, mut list: A) -> Result<Self, A::Error> {
-        while let Some(value) = list.next_element::<Self>()? {
-            self = self.max(value);
-        }
-        Ok(self)
-    }
-
-    fn visit_bool<E>(self, _: bool) -> Result<Self, E> {
-        Ok(self)
-    }
-
-    fn visit_f64<E>(self, _: f64) -> Result<Self, E> {
-        Ok(self)
-    }
-
-    fn visit_i64<E>(self, _: i64) -> Result<Self, E> {
-        Ok(self)
-    }
-
-    fn visit_u64<E>(self, _: u64) -> Result<Self, E> {
-        Ok(self)
-    }
-
-    fn visit_unit<E>(self) -> Result<Self, E> {
-        Ok(self)
-    }
 }
 
 #[derive(Deserialize)]
@@ -141,7 +81,8 @@ pub(super) fn check(text: &str) -> Result<bool, String> {
     steps("decoder", &shape.decoder)?;
     around(&shape.post_processor)?;
     let tokens = shape.added_tokens.iter().flatten().map(|added| added.content.len());
-    let longest = tokens.chain(shape.model.as_ref().map(|model| model.vocab.0)).max().unwrap_or(0);
+    let longest =
+        tokens.chain(shape.model.as_ref().map(|model| longest_text(&model.vocab))).max().unwrap_or(0);
     if longest > MOST_TOKEN {
         return Err(format!("has a token of {longest} bytes, more than {MOST_TOKEN}"));
     }
@@ -156,6 +97,16 @@ pub(super) fn check(text: &str) -> Result<bool, String> {
         ));
     }
     Ok(normalizer.growth > FREELY)
+}
+
+/// Bytes of the longest text of a value. The crate holds some vocabularies as trees of letters, and frees them one call deeper for each.
+fn longest_text(of: &Value) -> usize {
+    match of {
+        Value::String(text) => text.len(),
+        Value::Array(all) => all.iter().map(longest_text).max().unwrap_or(0),
+        Value::Object(all) => all.iter().map(|(key, of)| key.len().max(longest_text(of))).max().unwrap_or(0),
+        _ => 0,
+    }
 }
 
 fn steps(part: &str, json: &Value) -> Result<Steps, String> {

@@ -3,7 +3,8 @@
 use std::collections::VecDeque;
 use std::fmt;
 
-use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
+use serde_json::Value;
 
 use super::{Asked, Chat, Content, DataFile, Piece, Pieces, Row, no_such_key};
 use crate::error::{Error, Result};
@@ -92,8 +93,11 @@ fn document(row: &[u8], asked: &Asked) -> Result<Piece, String> {
         twice: &mut twice,
         refused: asked.pair.is_some().then_some(&mut refused),
     };
-    let read = object.deserialize(&mut json).and_then(|()| json.end());
-    read.map_err(|error| said_of_row(&error))?;
+    let read = json.deserialize_map(object).and_then(|()| json.end());
+    read.map_err(|error| match error.is_data() {
+        true => format!("is {}, expected an object: a row is one", kind_of(row)),
+        false => no_json(&error),
+    })?;
     if let Some(key) = twice {
         return Err(format!("has \"{key}\" twice"));
     }
@@ -112,27 +116,27 @@ fn document(row: &[u8], asked: &Asked) -> Result<Piece, String> {
     let mut parts = Vec::new();
     for ((key, is_target), value) in keys.iter().zip(found) {
         match value {
-            Some(Value::Text(text)) => parts.push((text.into_bytes(), *is_target)),
-            Some(Value::Other(kind)) => return Err(format!("\"{key}\" is {kind}, expected a text")),
+            Some(Value::String(text)) => parts.push((text.into_bytes(), *is_target)),
+            Some(other) => {
+                let kind = kind_of(other.to_string().as_bytes());
+                return Err(format!("\"{key}\" is {kind}, expected a text"));
+            }
             None => {}
         }
     }
     Ok(Piece::whole(Content::Text(parts)))
 }
 
-/// What serde says, without the line, which is one of this row alone.
-fn said_of_row(error: &serde_json::Error) -> String {
-    match error.is_data() {
-        true => error.to_string().split(" at line ").next().unwrap_or_default().to_owned(),
-        false => no_json(error),
+/// What a value of JSON is, by its first byte.
+fn kind_of(json: &[u8]) -> &'static str {
+    match json.trim_ascii_start().first() {
+        Some(b'{') => "an object",
+        Some(b'[') => "a list",
+        Some(b'"') => "a text",
+        Some(b't' | b'f') => "true or false",
+        Some(b'n') => "null",
+        _ => "a number",
     }
-}
-
-/// What a key holds.
-enum Value {
-    Text(String),
-    /// Something else, of this kind.
-    Other(&'static str),
 }
 
 /// Keys of a row that a message lists.
@@ -148,19 +152,6 @@ struct Object<'a> {
     refused: Option<&'a mut Option<String>>,
 }
 
-impl<'de> DeserializeSeed<'de> for Object<'_> {
-    type Value = ();
-
-    fn deserialize<D: Deserializer<'de>>(self, json: D) -> Result<(), D::Error> {
-        json.deserialize_any(self)
-    }
-}
-
-/// The rest of a visitor that expects one kind of value: what others are called.
-fn other<T, E: serde::de::Error>(kind: &str) -> Result<T, E> {
-    Err(E::custom(format!("is {kind}, expected an object: a row is one")))
-}
-
 impl<'de> Visitor<'de> for Object<'_> {
     type Value = ();
 
@@ -172,15 +163,14 @@ impl<'de> Visitor<'de> for Object<'_> {
         while let Some(key) = map.next_key::<String>()? {
             match self.keys.iter().position(|(wanted, _)| *wanted == key) {
                 Some(at) => {
-                    let value = map.next_value_seed(Held)?;
-                    if self.found[at].replace(value).is_some() {
+                    if self.found[at].replace(map.next_value()?).is_some() {
                         *self.twice = Some(key);
                     }
                 }
                 None => {
                     match (&mut self.refused, RowKey::of_pair(&key)) {
                         (Some(refused), Some(known)) => {
-                            let value = map.next_value::<serde_json::Value>()?;
+                            let value = map.next_value::<Value>()?;
                             if refused.is_none() {
                                 **refused = known.refuse_value(&value).err();
                             }
@@ -194,86 +184,5 @@ impl<'de> Visitor<'de> for Object<'_> {
             }
         }
         Ok(())
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, _: A) -> Result<(), A::Error> {
-        other("a list")
-    }
-
-    fn visit_str<E: serde::de::Error>(self, _: &str) -> Result<(), E> {
-        other("a text")
-    }
-
-    fn visit_bool<E: serde::de::Error>(self, _: bool) -> Result<(), E> {
-        other("true or false")
-    }
-
-    fn visit_f64<E: serde::de::Error>(self, _: f64) -> Result<(), E> {
-        other("a number")
-    }
-
-    fn visit_i64<E: serde::de::Error>(self, _: i64) -> Result<(), E> {
-        other("a number")
-    }
-
-    fn visit_u64<E: serde::de::Error>(self, _: u64) -> Result<(), E> {
-        other("a number")
-    }
-
-    fn visit_unit<E: serde::de::Error>(self) -> Result<(), E> {
-        other("null")
-    }
-}
-
-/// A text, or of which kind a value is.
-struct Held;
-
-impl<'de> DeserializeSeed<'de> for Held {
-    type Value = Value;
-
-    fn deserialize<D: Deserializer<'de>>(self, json: D) -> Result<Value, D::Error> {
-        json.deserialize_any(self)
-    }
-}
-
-impl<'de> Visitor<'de> for Held {
-    type Value = Value;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a value")
-    }
-
-    fn visit_str<E: serde::de::Error>(self, text: &str) -> Result<Value, E> {
-        Ok(Value::Text(text.to_owned()))
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Value, A::Error> {
-        while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {}
-        Ok(Value::Other("an object"))
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Value, A::Error> {
-        while list.next_element::<IgnoredAny>()?.is_some() {}
-        Ok(Value::Other("a list"))
-    }
-
-    fn visit_bool<E: serde::de::Error>(self, _: bool) -> Result<Value, E> {
-        Ok(Value::Other("true or false"))
-    }
-
-    fn visit_f64<E: serde::de::Error>(self, _: f64) -> Result<Value, E> {
-        Ok(Value::Other("a number"))
-    }
-
-    fn visit_i64<E: serde::de::Error>(self, _: i64) -> Result<Value, E> {
-        Ok(Value::Other("a number"))
-    }
-
-    fn visit_u64<E: serde::de::Error>(self, _: u64) -> Result<Value, E> {
-        Ok(Value::Other("a number"))
-    }
-
-    fn visit_unit<E: serde::de::Error>(self) -> Result<Value, E> {
-        Ok(Value::Other("null"))
     }
 }
