@@ -62,30 +62,21 @@ const MOST_WINDOW: u64 = 128 << 20;
 /// The bytes of a packed file of so many bytes.
 pub(super) fn unpacked(packing: Packing, raw: Box<dyn BufRead + Send>, size: u64) -> impl Read + Send {
     let most = size.saturating_mul(MOST_RATIO).max(ALWAYS_BYTES);
-    let members = match packing {
-        Packing::Gzip => Members::Gzip(Gzip::Between(raw)),
-        Packing::Zstd => Members::Zstd(Zstd::Between(raw)),
-    };
-    Bounded { members, read: 0, most, size }
-}
-
-/// The parts of a packed file.
-enum Members {
-    Gzip(Gzip),
-    Zstd(Zstd),
+    Bounded { members: Members { packing, at: Place::Between(raw) }, read: 0, most, size }
 }
 
 type Raw = Box<dyn BufRead + Send>;
 
-enum Gzip {
-    Between(Raw),
-    In(Box<GzDecoder<Raw>>),
-    Done,
+/// The parts of a packed file, one after the other.
+struct Members {
+    packing: Packing,
+    at: Place,
 }
 
-enum Zstd {
+enum Place {
     Between(Raw),
-    In(Box<Frame>),
+    InGzip(Box<GzDecoder<Raw>>),
+    InZstd(Box<Frame>),
     Done,
 }
 
@@ -99,10 +90,7 @@ struct Bounded {
 
 impl Read for Bounded {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        let count = match &mut self.members {
-            Members::Gzip(gzip) => gzip.read(into)?,
-            Members::Zstd(zstd) => zstd.read(into)?,
-        };
+        let count = self.members.read(into)?;
         self.read += count as u64;
         if self.read > self.most {
             let (most, size) = (self.most, self.size);
@@ -113,29 +101,39 @@ impl Read for Bounded {
     }
 }
 
-impl Read for Gzip {
+impl Read for Members {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         loop {
-            *self = match mem::replace(self, Self::Done) {
-                Self::Done => return Ok(0),
-                Self::In(mut member) => match member.read(into)? {
-                    0 if !into.is_empty() => Self::Between(member.into_inner()),
-                    count => {
-                        *self = Self::In(member);
-                        return Ok(count);
-                    }
-                },
-                Self::Between(mut raw) => match raw.fill_buf()?.first() {
-                    None => Self::Done,
-                    Some(first) if *first == GZIP_MAGIC[0] => Self::In(Box::new(GzDecoder::new(raw))),
-                    Some(_) => {
-                        only_zeros(&mut raw)?;
-                        Self::Done
-                    }
-                },
+            let count = match &mut self.at {
+                Place::Done => return Ok(0),
+                Place::Between(_) => 0,
+                Place::InGzip(member) => member.read(into)?,
+                Place::InZstd(frame) => frame.read(into)?,
+            };
+            if count > 0 || into.is_empty() {
+                return Ok(count);
+            }
+            self.at = match mem::replace(&mut self.at, Place::Done) {
+                Place::Done => Place::Done,
+                Place::InGzip(member) => Place::Between(member.into_inner()),
+                Place::InZstd(frame) => Place::Between(frame.raw),
+                Place::Between(raw) if self.packing == Packing::Gzip => begin_member(raw)?,
+                Place::Between(raw) => begin_frame(raw)?,
             };
         }
     }
+}
+
+/// The next member, if there is one.
+fn begin_member(mut raw: Raw) -> io::Result<Place> {
+    Ok(match raw.fill_buf()?.first() {
+        Some(first) if *first == GZIP_MAGIC[0] => Place::InGzip(Box::new(GzDecoder::new(raw))),
+        None => Place::Done,
+        Some(_) => {
+            only_zeros(&mut raw)?;
+            Place::Done
+        }
+    })
 }
 
 /// Zeros pad a file to the blocks of a tape.
@@ -152,24 +150,6 @@ fn only_zeros(raw: &mut Raw) -> io::Result<()> {
                 return Err(io::Error::new(io::ErrorKind::InvalidData, why));
             }
             read => raw.consume(read),
-        }
-    }
-}
-
-impl Read for Zstd {
-    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        loop {
-            *self = match mem::replace(self, Self::Done) {
-                Self::Done => return Ok(0),
-                Self::In(mut frame) => match frame.read(into)? {
-                    0 if !into.is_empty() => Self::Between(frame.raw),
-                    count => {
-                        *self = Self::In(frame);
-                        return Ok(count);
-                    }
-                },
-                Self::Between(raw) => begin_frame(raw)?,
-            };
         }
     }
 }
@@ -207,15 +187,15 @@ impl Frame {
 }
 
 /// The next frame, if there is one; those that are to be skipped are.
-fn begin_frame(mut raw: Raw) -> io::Result<Zstd> {
+fn begin_frame(mut raw: Raw) -> io::Result<Place> {
     loop {
         if raw.fill_buf()?.is_empty() {
-            return Ok(Zstd::Done);
+            return Ok(Place::Done);
         }
         let mut decoder = FrameDecoder::new();
         decoder.set_max_window_size(MOST_WINDOW);
         let skip = match decoder.init(&mut raw) {
-            Ok(()) => return Ok(Zstd::In(Box::new(Frame { raw, decoder, given: 0 }))),
+            Ok(()) => return Ok(Place::InZstd(Box::new(Frame { raw, decoder, given: 0 }))),
             Err(FrameDecoderError::ReadFrameHeaderError(ReadFrameHeaderError::SkipFrame {
                 length, ..
             })) => u64::from(length),
