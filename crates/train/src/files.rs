@@ -35,6 +35,14 @@ impl Unfinished {
         Self(path)
     }
 
+    /// Gives it its name at last, for good.
+    fn rename(&self, to: &Path) -> io::Result<()> {
+        reach(Point::FileUnnamed).map_err(|error| io::Error::other(error.to_string()))?;
+        fs::rename(&self.0, to)?;
+        self.forget();
+        sync_dir(folder_of(to))
+    }
+
     fn forget(&self) -> bool {
         let mut all = UNFINISHED.lock().unwrap_or_else(PoisonError::into_inner);
         let place = all.iter().position(|path| *path == self.0);
@@ -127,10 +135,7 @@ impl WholeFolder {
     /// What the system says; the place is as it was then.
     pub fn finish(self) -> io::Result<()> {
         sync_dir(&self.unfinished.0)?;
-        reach(Point::FileUnnamed).map_err(|error| io::Error::other(error.to_string()))?;
-        fs::rename(&self.unfinished.0, &self.path)?;
-        self.unfinished.forget();
-        sync_dir(folder_of(&self.path))
+        self.unfinished.rename(&self.path)
     }
 }
 
@@ -162,10 +167,7 @@ impl WholeFile {
     /// What the system says; the place is as it was then.
     pub fn finish(self) -> io::Result<()> {
         self.file.sync_all()?;
-        reach(Point::FileUnnamed).map_err(|error| io::Error::other(error.to_string()))?;
-        fs::rename(&self.unfinished.0, &self.path)?;
-        self.unfinished.forget();
-        sync_dir(folder_of(&self.path))
+        self.unfinished.rename(&self.path)
     }
 }
 
@@ -366,6 +368,21 @@ pub fn read_text(path: &Path, most: u64) -> io::Result<String> {
         let why = format!("is no UTF-8 text (byte {} is none), expected one", e.utf8_error().valid_up_to());
         io::Error::new(io::ErrorKind::InvalidData, why)
     })
+}
+
+/// SHA-256 of a file from its beginning to its end, whose cursor stays where it is: others may read it as well.
+///
+/// # Errors
+/// What the system says.
+pub(crate) fn sha256_of_file(file: &File) -> io::Result<String> {
+    let (mut hash, mut piece, mut at) = (Sha256::new(), vec![0; 1 << 20], 0);
+    loop {
+        match read_full_at(file, &mut piece, at)? {
+            0 => return Ok(hexadecimal(&hash.finalize())),
+            len => hash.update(&piece[..len]),
+        }
+        at += piece.len() as u64;
+    }
 }
 
 /// SHA-256, hexadecimal.

@@ -11,7 +11,7 @@ use super::header::{header, little_endian, metadata};
 use super::state::FileEntry;
 use crate::error::{Error, Result};
 use crate::fault::{Point, reach};
-use crate::files::{append, hexadecimal, open_to_read, read_full_at, sha256_hex};
+use crate::files::{append, hexadecimal, open_to_read, read_full_at, sha256_hex, sha256_of_file};
 
 /// Name, shape and type of a logical tensor whose values are to follow, row-major.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -149,15 +149,11 @@ impl OpenFile {
 
     /// Fills `to` with what lies from a byte on.
     pub fn read_exact_at(&self, to: &mut [u8], at: u64) -> Result<()> {
-        match self.read_at(to, at)? == to.len() {
-            true => Ok(()),
-            false => Err(unreadable(&self.path, std::io::ErrorKind::UnexpectedEof.into())),
+        match read_full_at(&self.file, to, at) {
+            Ok(read) if read == to.len() => Ok(()),
+            Ok(_) => Err(unreadable(&self.path, std::io::ErrorKind::UnexpectedEof.into())),
+            Err(error) => Err(unreadable(&self.path, error)),
         }
-    }
-
-    /// What lies from a byte on: less than `to` has room for at the end.
-    fn read_at(&self, to: &mut [u8], at: u64) -> Result<usize> {
-        read_full_at(&self.file, to, at).map_err(|e| unreadable(&self.path, e))
     }
 
     /// Its place.
@@ -168,16 +164,8 @@ impl OpenFile {
     /// Compares it with what was written, a piece at a time.
     pub fn verify(&self, entry: &FileEntry) -> Result<()> {
         check_len(&self.path, self.len()?, entry)?;
-        let (mut hash, mut piece, mut at) = (Sha256::new(), vec![0; 1 << 20], 0);
-        loop {
-            match self.read_at(&mut piece, at)? {
-                0 => return check_hash(&self.path, &hexadecimal(&hash.finalize()), entry),
-                len => {
-                    hash.update(&piece[..len]);
-                    at += len as u64;
-                }
-            }
-        }
+        let sha256 = sha256_of_file(&self.file).map_err(|e| unreadable(&self.path, e))?;
+        check_hash(&self.path, &sha256, entry)
     }
 
     /// Reads it and compares it with what was written.

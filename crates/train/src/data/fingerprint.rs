@@ -1,17 +1,15 @@
 //! SHA-256 of files, remembered, so that a file that has not changed is not read again for it.
 
 use std::fs::{self, File, Metadata};
-use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
-use sha2::{Digest, Sha256};
 
 use super::sealed;
 use crate::error::{Error, Result};
 use crate::files;
-use crate::files::{hexadecimal, sha256_hex};
+use crate::files::sha256_hex;
 
 /// Less than this is read anew: that takes no time, and leaves nothing behind.
 const REMEMBERED_BYTES: u64 = 16 << 20;
@@ -103,7 +101,7 @@ pub(super) fn sha256_of(path: &Path, caches: Option<&Path>) -> Result<(Stamp, St
         return Ok((stamp, known.sha256));
     }
     let is_settled = stamp.is_settled();
-    let sha256 = sha256_hex_of(&mut File::open(path).map_err(unread)?).map_err(unread)?;
+    let sha256 = File::open(path).and_then(|file| files::sha256_of_file(&file)).map_err(unread)?;
     if let Some((place, path)) = place.filter(|_| is_settled)
         && let Ok(text) = sealed::seal(Remembered { path, stamp: stamp.clone(), sha256: sha256.clone() })
         && let Some(folder) = place.parent()
@@ -112,15 +110,4 @@ pub(super) fn sha256_of(path: &Path, caches: Option<&Path>) -> Result<(Stamp, St
         let _ = fs::create_dir_all(folder).and_then(|()| files::write_whole(&place, text));
     }
     Ok((stamp, sha256))
-}
-
-/// SHA-256 of all that is read.
-pub(super) fn sha256_hex_of(reader: &mut dyn Read) -> std::io::Result<String> {
-    let (mut hash, mut buffer) = (Sha256::new(), vec![0; 1 << 20]);
-    loop {
-        match reader.read(&mut buffer)? {
-            0 => return Ok(hexadecimal(&hash.finalize())),
-            count => hash.update(&buffer[..count]),
-        }
-    }
 }

@@ -3,12 +3,12 @@
 
 use std::borrow::Cow;
 use std::fs::File;
-use std::io::{self, Read};
+use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::fingerprint::{Stamp, sha256_hex_of};
+use super::fingerprint::Stamp;
 use crate::error::{Error, Result};
 use crate::files;
 
@@ -198,27 +198,12 @@ impl StoredFile {
         // Another name, another owner, or a link to it that has gone: only then does it pay to read it all.
         if let Some(sha256) = &self.sha256
             && now.size() == self.len as u64
-            && *sha256
-                == sha256_hex_of(&mut FromStart { file: &self.file, at: 0 }).map_err(|e| self.unread(&e))?
+            && *sha256 == files::sha256_of_file(&self.file).map_err(|e| self.unread(&e))?
         {
             *stamp = now;
             return Ok(());
         }
         Err(self.changed(now.size()))
-    }
-}
-
-/// Reads a file that others read as well.
-struct FromStart<'a> {
-    file: &'a File,
-    at: u64,
-}
-
-impl Read for FromStart<'_> {
-    fn read(&mut self, to: &mut [u8]) -> io::Result<usize> {
-        let read = files::read_full_at(self.file, to, self.at)?;
-        self.at += read as u64;
-        Ok(read)
     }
 }
 

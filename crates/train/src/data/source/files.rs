@@ -131,9 +131,7 @@ impl DataFile {
 
     /// Whether its name ends so, small or large, before the ending of what packed it.
     pub fn is_named(&self, endings: &[&str]) -> bool {
-        let name = self.path.file_name().unwrap_or_default().to_string_lossy().to_ascii_lowercase();
-        let name = [".gz", ".zst", ".zstd"].iter().find_map(|end| name.strip_suffix(end)).unwrap_or(&name);
-        endings.iter().any(|ending| name.ends_with(ending))
+        is_named(&self.path, endings)
     }
 
     /// The error of a file that ends or breaks on the way.
@@ -213,7 +211,7 @@ fn add_folder(folder: &Path, depth: usize, found: &mut Vec<PathBuf>) -> Result<(
         match () {
             () if is_hidden => {}
             () if path.is_dir() => add_folder(&path, depth + 1, found)?,
-            () if is_known(&path) => found.push(path),
+            () if is_named(&path, &ENDINGS) => found.push(path),
             () => {}
         }
     }
@@ -221,11 +219,13 @@ fn add_folder(folder: &Path, depth: usize, found: &mut Vec<PathBuf>) -> Result<(
 }
 
 /// Endings of the files that a folder is read for: beside data lie licences and pictures.
-fn is_known(path: &Path) -> bool {
-    const ENDINGS: [&str; 8] = [".txt", ".text", ".md", ".jsonl", ".ndjson", ".parquet", ".bin", ".idx"];
+const ENDINGS: [&str; 8] = [".txt", ".text", ".md", ".jsonl", ".ndjson", ".parquet", ".bin", ".idx"];
+
+/// Whether a file's name ends so, small or large, before the ending of what packed it.
+fn is_named(path: &Path, endings: &[&str]) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy().to_ascii_lowercase();
     let name = [".gz", ".zst", ".zstd"].iter().find_map(|end| name.strip_suffix(end)).unwrap_or(&name);
-    ENDINGS.iter().any(|ending| name.ends_with(ending))
+    endings.iter().any(|ending| name.ends_with(ending))
 }
 
 /// Without those that one before them brings along.
