@@ -40,29 +40,22 @@ pub struct BlockSaved<B: Kernels> {
 /// What both halves of a decoder layer keep.
 #[derive(Debug)]
 struct Halves<B: Kernels> {
-    attend: Kept<B, AttendSaved<B>>,
-    feed: Kept<B, SecondSaved<B>>,
+    attend: Kept<B, HalfSaved<B, AttentionSaved<B>>>,
+    feed: Kept<B, HalfSaved<B, FeedSaved<B>>>,
 }
 
-/// What the first half of a decoder layer keeps: norm and attention.
+/// What a half of a decoder layer keeps: of its norm, and of attention or feed.
 #[derive(Debug)]
-struct AttendSaved<B: Kernels> {
+struct HalfSaved<B: Kernels, S> {
     norm: NormSaved<B>,
-    attn: AttentionSaved<B>,
-}
-
-/// What the second half keeps: norm and feed.
-#[derive(Debug)]
-struct SecondSaved<B: Kernels> {
-    norm: NormSaved<B>,
-    feed: FeedSaved<B>,
+    inner: S,
 }
 
 impl<B: Kernels> BlockSaved<B> {
     /// What the router chose, if there is one and that is kept.
     pub(super) fn routing(&self) -> Option<&Routing<B>> {
         match &self.halves {
-            Kept::All(Halves { feed: Kept::All(second), .. }) => second.feed.routing(),
+            Kept::All(Halves { feed: Kept::All(second), .. }) => second.inner.routing(),
             _ => None,
         }
     }
@@ -84,17 +77,10 @@ impl<B: Kernels> Saved for Halves<B> {
     }
 }
 
-impl<B: Kernels> Saved for AttendSaved<B> {
+impl<B: Kernels, S: Saved> Saved for HalfSaved<B, S> {
     fn ledger(&self, ledger: &mut Ledger) {
         self.norm.ledger(ledger);
-        self.attn.ledger(ledger);
-    }
-}
-
-impl<B: Kernels> Saved for SecondSaved<B> {
-    fn ledger(&self, ledger: &mut Ledger) {
-        self.norm.ledger(ledger);
-        self.feed.ledger(ledger);
+        self.inner.ledger(ledger);
     }
 }
 
@@ -117,55 +103,6 @@ impl<B: Kernels> Block<B> {
         self.recompute.contains(&scope)
     }
 
-    /// x + attention(norm(x)), yet to be added.
-    fn attend(&self, cx: &Cx<'_, B>, x: Residual<B>) -> Result<(Residual<B>, AttendSaved<B>)> {
-        let (n_td, norm) = self.attn_norm.of(cx, x)?;
-        let (y_td, attn) = self.attn.forward(cx, n_td)?;
-        let y = Residual { x: norm.x.clone(), plus: Some(y_td) };
-        Ok((y, AttendSaved { norm, attn }))
-    }
-
-    /// What [`Block::attend`] keeps, made again.
-    fn attend_again(&self, cx: &Cx<'_, B>, x: Residual<B>) -> Result<AttendSaved<B>> {
-        let (n_td, norm) = self.attn_norm.of(cx, x)?;
-        Ok(AttendSaved { norm, attn: self.attn.again(cx, n_td)? })
-    }
-
-    fn attend_backward(
-        &mut self,
-        cx: &Cx<'_, B>,
-        saved: AttendSaved<B>,
-        dy_td: &Tensor<B>,
-    ) -> Result<Tensor<B>> {
-        let dn_td = self.attn.backward(cx, saved.attn, dy_td.clone())?;
-        self.attn_norm.gradient(cx, saved.norm, &dn_td, Some(dy_td))
-    }
-
-    /// x + feed(norm(x)), yet to be added.
-    fn feed(&self, cx: &Cx<'_, B>, x: Residual<B>) -> Result<(Residual<B>, SecondSaved<B>)> {
-        let (n_td, norm) = self.mlp_norm.of(cx, x)?;
-        let (y_td, feed) = self.feed.forward(cx, n_td)?;
-        let y = Residual { x: norm.x.clone(), plus: Some(y_td) };
-        Ok((y, SecondSaved { norm, feed }))
-    }
-
-    /// What [`Block::feed`] keeps, made again.
-    fn feed_again(&self, cx: &Cx<'_, B>, x: Residual<B>) -> Result<SecondSaved<B>> {
-        let (n_td, norm) = self.mlp_norm.of(cx, x)?;
-        Ok(SecondSaved { norm, feed: self.feed.again(cx, n_td)? })
-    }
-
-    fn feed_backward(
-        &mut self,
-        cx: &Cx<'_, B>,
-        mut saved: SecondSaved<B>,
-        dy_td: &Tensor<B>,
-    ) -> Result<Tensor<B>> {
-        saved.feed.give_input(|| self.mlp_norm.output(cx, &saved.norm))?;
-        let dn_td = self.feed.backward(cx, saved.feed, dy_td.clone())?;
-        self.mlp_norm.gradient(cx, saved.norm, &dn_td, Some(dy_td))
-    }
-
     /// The forward pass of tokens that follow those in the cache: see [`Attention::cached`].
     pub fn cached(
         &self,
@@ -175,8 +112,43 @@ impl<B: Kernels> Block<B> {
     ) -> Result<Residual<B>> {
         let (n_td, norm) = self.attn_norm.of(cx, x)?;
         let y_td = self.attn.cached(cx, &n_td, cache)?;
-        Ok(self.feed(cx, Residual { x: norm.x, plus: Some(y_td) })?.0)
+        Ok(half(cx, (&self.mlp_norm, &self.feed), Residual { x: norm.x, plus: Some(y_td) })?.0)
     }
+}
+
+/// What a half gives, and what it keeps.
+type Half<B, S> = (Residual<B>, HalfSaved<B, S>);
+
+/// x + layer(norm(x)), yet to be added.
+fn half<B: Kernels, L: Layer<B, In = Tensor<B>, Out = Tensor<B>>>(
+    cx: &Cx<'_, B>,
+    (norm, layer): (&Norm<B>, &L),
+    x: Residual<B>,
+) -> Result<Half<B, L::Saved>> {
+    let (n_td, norm) = norm.of(cx, x)?;
+    let (y_td, inner) = layer.forward(cx, n_td)?;
+    let y = Residual { x: norm.x.clone(), plus: Some(y_td) };
+    Ok((y, HalfSaved { norm, inner }))
+}
+
+/// What [`half()`] keeps, made again.
+fn half_again<B: Kernels, L: Layer<B, In = Tensor<B>>>(
+    cx: &Cx<'_, B>,
+    (norm, layer): (&Norm<B>, &L),
+    x: Residual<B>,
+) -> Result<HalfSaved<B, L::Saved>> {
+    let (n_td, norm) = norm.of(cx, x)?;
+    Ok(HalfSaved { norm, inner: layer.again(cx, n_td)? })
+}
+
+fn half_backward<B: Kernels, L: Layer<B>>(
+    cx: &Cx<'_, B>,
+    (norm, layer): (&mut Norm<B>, &mut L),
+    saved: HalfSaved<B, L::Saved>,
+    dy_td: &Tensor<B>,
+) -> Result<Tensor<B>> {
+    let dn_td = layer.backward(cx, saved.inner, dy_td.clone())?;
+    norm.gradient(cx, saved.norm, &dn_td, Some(dy_td))
 }
 
 impl<B: Kernels> Layer<B> for Block<B> {
@@ -210,11 +182,11 @@ impl<B: Kernels> Layer<B> for Block<B> {
         let [attention, experts, layers] =
             [Scope::Attention, Scope::Experts, Scope::Layers].map(|scope| self.makes_again(scope));
         let [first, second] = [&self.attn_norm, &self.mlp_norm].map(Norm::layer);
-        let (mid, attend) = self.attend(cx, x)?;
+        let (mid, attend) = half(cx, (&self.attn_norm, &self.attn), x)?;
         let x_td = attend.norm.x.clone();
         let attend = Kept::of(attention || layers, first.clone(), &x_td, attend);
-        let (y, feed) = self.feed(cx, mid)?;
-        let (mid_td, routed) = (feed.norm.x.clone(), feed.feed.routed());
+        let (y, feed) = half(cx, (&self.mlp_norm, &self.feed), mid)?;
+        let (mid_td, routed) = (feed.norm.x.clone(), feed.inner.routed());
         let feed = Kept::of(experts || layers, second, &mid_td, feed);
         let halves = Kept::of(layers, first, &x_td, Halves { attend, feed });
         Ok((y, BlockSaved { routed, halves }))
@@ -222,16 +194,18 @@ impl<B: Kernels> Layer<B> for Block<B> {
 
     /// The gradient of the residual stream before the layer, from that behind it.
     fn backward(&mut self, cx: &Cx<'_, B>, saved: BlockSaved<B>, dy_td: Tensor<B>) -> Result<Tensor<B>> {
+        let Self { attn_norm, attn, mlp_norm, feed: layer, .. } = self;
         let Halves { attend, feed } = saved.halves.all(cx, |x_td| {
-            let (mid, attend) = self.attend(cx, x_td.clone().into())?;
-            let feed = self.feed_again(cx, mid)?;
+            let (mid, attend) = half(cx, (&*attn_norm, &*attn), x_td.clone().into())?;
+            let feed = half_again(cx, (&*mlp_norm, &*layer), mid)?;
             Ok(Halves { attend: Kept::All(attend), feed: Kept::All(feed) })
         })?;
-        let mut feed = feed.all(cx, |x_td| self.feed_again(cx, x_td.clone().into()))?;
-        feed.feed.balance_over(saved.routed.and_then(|routed| routed.batch));
-        let dx_td = self.feed_backward(cx, feed, &dy_td)?;
+        let mut feed = feed.all(cx, |x_td| half_again(cx, (&*mlp_norm, &*layer), x_td.clone().into()))?;
+        feed.inner.balance_over(saved.routed.and_then(|routed| routed.batch));
+        feed.inner.give_input(|| mlp_norm.output(cx, &feed.norm))?;
+        let dx_td = half_backward(cx, (mlp_norm, layer), feed, &dy_td)?;
         drop(dy_td);
-        let attend = attend.all(cx, |x_td| self.attend_again(cx, x_td.clone().into()))?;
-        self.attend_backward(cx, attend, &dx_td)
+        let attend = attend.all(cx, |x_td| half_again(cx, (&*attn_norm, &*attn), x_td.clone().into()))?;
+        half_backward(cx, (attn_norm, attn), attend, &dx_td)
     }
 }
