@@ -7,8 +7,8 @@ use super::{Metrics, RankTimes};
 pub struct Watchdog {
     steps: u64,
     loss: Usual,
-    inexact: Usual,
-    shift_inexact: Usual,
+    /// Of the lift and of the shift.
+    inexact: [Usual; 2],
     /// Which of [`Watchdog::step`]'s findings are going on.
     is_on: [bool; 5],
     /// For how many steps in a row each rank has been slow.
@@ -82,29 +82,24 @@ impl Watchdog {
             self.loss.take(loss);
         }
         let shares = [
-            (2, metrics.inexact_fraction, "quantization/inexact_fraction", "lift from MXFP4 to FP8"),
-            (
-                3,
-                metrics.shift_inexact_fraction,
-                "quantization/shift_inexact_fraction",
-                "shift of FP8 exponents",
-            ),
+            (metrics.inexact_fraction, "inexact_fraction", "lift from MXFP4 to FP8"),
+            (metrics.shift_inexact_fraction, "shift_inexact_fraction", "shift of FP8 exponents"),
         ];
-        for (finding, share, name, what) in shares {
+        for (number, (share, name, what)) in shares.into_iter().enumerate() {
             let Some(share) = share else { continue };
-            let usual = if finding == 2 { self.inexact } else { self.shift_inexact };
+            let usual = self.inexact[number];
             let mean = usual.mean;
             let text = || {
                 format!(
-                    "step {step}: the {what} changes {:.1} % of the blocks, and changed {:.1} % on average ({name}); values of one \
+                    "step {step}: the {what} changes {:.1} % of the blocks, and changed {:.1} % on average (quantization/{name}); values of one \
                      block lie further apart: look at grad_norm, or keep these layers in another format by an [[override]]",
                     100.0 * share,
                     100.0 * mean
                 )
             };
             let has_risen = usual.is_settled() && share > 0.1 && share > 2.0 * mean;
-            begun.extend(self.switch(finding, has_risen, share < 1.5 * mean, text));
-            if finding == 2 { &mut self.inexact } else { &mut self.shift_inexact }.take(share);
+            begun.extend(self.switch(2 + number, has_risen, share < 1.5 * mean, text));
+            self.inexact[number].take(share);
         }
         let text = || {
             format!(

@@ -287,7 +287,7 @@ fn rehearsed(
     })
 }
 
-/// Runs `run` with a rank that computes nothing.
+/// Runs `run` with a rank that computes nothing. What is beyond counting is an error that says what needs it.
 fn on_shapes<R>(
     kind: DeviceKind,
     mesh: MeshShape,
@@ -296,19 +296,9 @@ fn on_shapes<R>(
     recipe: &Recipe,
     run: impl FnOnce(&Dry, &mut RankState<'_, Dry>) -> Result<R>,
 ) -> Result<R> {
-    with_dry(kind, mesh, rank, config, |dry, mesh| {
+    let run = |dry: &Dry, mesh: Mesh<'_, Dry>| {
         RankState::of_shapes(dry, mesh, config, recipe).and_then(|mut rank| run(dry, &mut rank))
-    })
-}
-
-/// Runs `run` with a device that computes nothing. What is beyond counting is an error that says what needs it.
-fn with_dry<R>(
-    kind: DeviceKind,
-    mesh: MeshShape,
-    rank: usize,
-    config: &Config,
-    run: impl FnOnce(&Dry, Mesh<'_, Dry>) -> Result<R>,
-) -> Result<R> {
+    };
     on_dry(kind, mesh, rank, config, run).map_err(|error| match error {
         Error::Memory { needed: usize::MAX, settings, why } => {
             let why = format!("{why}; {}", largest(config, None));
