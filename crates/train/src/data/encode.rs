@@ -1,6 +1,5 @@
 //! From pieces of documents to token ids.
 
-use std::fmt;
 use std::ops::Range;
 
 use super::source::{Content, Piece};
@@ -9,7 +8,7 @@ use crate::error::Error;
 use crate::tokenizer::{Framing, SharedTokenizer, Tokenizer};
 
 /// What makes ids of texts, and which ids there may be.
-#[derive(Clone)]
+#[derive(Debug, Clone)]
 pub(super) struct Encoder {
     /// None where a token is a byte, whatever text it is of, or an id that files hold.
     pub tokenizer: Option<SharedTokenizer>,
@@ -18,15 +17,6 @@ pub(super) struct Encoder {
     pub framing: Framing,
     /// Ids are below this.
     pub vocab_size: usize,
-}
-
-impl fmt::Debug for Encoder {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Encoder")
-            .field("framing", &self.framing)
-            .field("vocab_size", &self.vocab_size)
-            .finish()
-    }
 }
 
 /// The ids of a piece.
