@@ -36,32 +36,28 @@ pub fn require_prompt_alone(row: &Map<String, Value>) -> Result<(), String> {
 }
 
 /// A key of rows that says something to other trainers, and is not read here: dropped without a word it would change what is learnt.
-#[derive(Debug)]
+#[derive(Debug, Clone, Copy)]
 pub(crate) struct RowKey {
     name: &'static str,
     /// What to do about it.
     advice: &'static str,
-    /// Whether true or 1 says what is so here in any case.
-    is_switch: bool,
 }
 
 impl RowKey {
-    const fn new(name: &'static str, advice: &'static str) -> Self {
-        Self { name, advice, is_switch: false }
-    }
-
-    const fn switch(name: &'static str) -> Self {
-        Self { name, advice: ALIKE, is_switch: true }
+    fn find(table: &[(&'static str, &'static str)], name: &str) -> Option<Self> {
+        let mut keys =
+            table.iter().flat_map(|(names, advice)| names.split(' ').map(|name| Self { name, advice }));
+        keys.find(|key| key.name == name)
     }
 
     /// That of this name, of any rows with answers.
-    pub fn of(name: &str) -> Option<&'static Self> {
-        OF_ANSWERS.iter().find(|key| key.name == name)
+    pub fn of(name: &str) -> Option<Self> {
+        Self::find(OF_ANSWERS, name)
     }
 
     /// That of this name, of rows with a prompt and an answer.
-    pub fn of_pair(name: &str) -> Option<&'static Self> {
-        OF_PAIRS.iter().find(|key| key.name == name).or_else(|| Self::of(name))
+    pub fn of_pair(name: &str) -> Option<Self> {
+        Self::find(OF_PAIRS, name).or_else(|| Self::of(name))
     }
 
     /// Refuses what a row says by it, unless it is nothing, or what is so in any case.
@@ -85,7 +81,7 @@ impl RowKey {
     /// # Errors
     /// Why it is refused.
     pub fn refuse(&self, is_yes: Option<bool>) -> Result<(), String> {
-        match self.is_switch && is_yes == Some(true) {
+        match self.advice == ALIKE && is_yes == Some(true) {
             true => Ok(()),
             false => Err(format!(
                 "has \"{}\", which other trainers read and Nibble does not: {}; or take it out of the rows",
@@ -95,39 +91,27 @@ impl RowKey {
     }
 }
 
+/// Of switches, of which true or 1 says what is so here in any case.
 const ALIKE: &str = "all rows count alike, and a message of the role assistant may say \"weight\": 0";
-const TEXT: &str = "only text is learnt";
 const FIRST: &str = "write it as a first message of the role system, or into the prompt";
-const TOKENS: &str = "texts are made tokens of here";
-const OF_TEMPLATES: &str = "chat templates get it, with data.messages_key";
 
-/// Of rows with answers.
-const OF_ANSWERS: &[RowKey] = &[
-    RowKey::new("system", FIRST),
-    RowKey::new("system_prompt", FIRST),
-    RowKey::new("functions", "write them as \"tools\""),
-    RowKey::new("documents", "write them into \"chat_template_kwargs\""),
-    RowKey::new("chat_template", "that of the tokenizer is taken"),
-    RowKey::new("parallel_tool_calls", "write what it says into a message"),
-    RowKey::new("image", TEXT),
-    RowKey::new("images", TEXT),
-    RowKey::new("audio", TEXT),
-    RowKey::new("audios", TEXT),
-    RowKey::new("video", TEXT),
-    RowKey::new("videos", TEXT),
-    RowKey::new("input_ids", TOKENS),
-    RowKey::new("completion_mask", TOKENS),
-    RowKey::new("assistant_masks", TOKENS),
-    RowKey::switch("weight"),
-    RowKey::switch("train"),
+/// Of rows with answers: names, and what to do about them.
+const OF_ANSWERS: &[(&str, &str)] = &[
+    ("system system_prompt", FIRST),
+    ("functions", "write them as \"tools\""),
+    ("documents", "write them into \"chat_template_kwargs\""),
+    ("chat_template", "that of the tokenizer is taken"),
+    ("parallel_tool_calls", "write what it says into a message"),
+    ("image images audio audios video videos", "only text is learnt"),
+    ("input_ids completion_mask assistant_masks", "texts are made tokens of here"),
+    ("weight train", ALIKE),
 ];
 
 /// Besides, of rows with a prompt and an answer.
-const OF_PAIRS: &[RowKey] = &[
-    RowKey::new("input", "write it into the prompt"),
-    RowKey::new("history", "write it into the prompt, or all as messages"),
-    RowKey::new("tools", OF_TEMPLATES),
-    RowKey::new("chat_template_kwargs", OF_TEMPLATES),
+const OF_PAIRS: &[(&str, &str)] = &[
+    ("input", "write it into the prompt"),
+    ("history", "write it into the prompt, or all as messages"),
+    ("tools chat_template_kwargs", "chat templates get it, with data.messages_key"),
 ];
 
 #[cfg(test)]

@@ -108,7 +108,7 @@ enum Use {
     /// Its text, of which the tokens are targets or not.
     Text(bool),
     /// That it says nothing: other trainers read it.
-    Nothing(&'static RowKey),
+    Nothing(RowKey),
 }
 
 /// A column of a row group.
