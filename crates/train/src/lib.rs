@@ -40,6 +40,7 @@ pub mod shards;
 pub mod spec;
 pub mod tokenizer;
 pub mod trainer;
+mod words;
 
 pub use error::{Error, Result};
 

@@ -1,6 +1,7 @@
 //! What keys and options of elsewhere have no counterpart here: what there is not, and what there is in its place.
 
 use super::meaning::Meaning::{self, Said};
+use crate::words;
 
 const OPTIMIZER: Meaning = Said(
     "there is one optimizer, AdamW, and none to choose (no Muon, SGD, Lion or 8-bit Adam): `train.lr`, `train.beta1`, `train.beta2`, `train.eps` and \
@@ -23,7 +24,7 @@ const BUILT_IN: Meaning = Said("kernels are compiled and attention is fused with
 /// What there is in place of what a name of a configuration or a recipe asks for, as an error about it goes on; nothing where it is no such name.
 pub(crate) fn absent(name: &str) -> String {
     let name = name.to_ascii_lowercase().replace('-', "_");
-    let found = ABSENT.iter().find(|(_, names)| names.split(' ').any(|known| known == name));
+    let found = ABSENT.iter().find(|(_, names)| words::has(names, &name));
     found.map_or_else(String::new, |(meaning, _)| format!("; {}", meaning.of_key()))
 }
 

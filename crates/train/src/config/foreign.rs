@@ -3,6 +3,7 @@
 
 use super::absent::ABSENT;
 use super::meaning::Meaning;
+use crate::words;
 use Meaning::{Key, Said};
 
 /// Of a micro-batch over all ranks.
@@ -190,7 +191,7 @@ pub(super) fn of_key(key: &str) -> Option<Meaning> {
     let name = normal(key);
     let in_table = |wanted: &str| {
         let mut all = NAMES.iter().chain(ABSENT);
-        all.find(|(_, names)| names.split(' ').any(|name| name == wanted)).map(|(meaning, _)| *meaning)
+        all.find(|(_, names)| words::has(names, wanted)).map(|(meaning, _)| *meaning)
     };
     let last = name.rsplit('.').next().unwrap_or(&name);
     in_table(&name).or_else(|| in_table(last))

@@ -4,6 +4,7 @@ use super::Family;
 use crate::config::{ModelConfig, check_model, in_words_of};
 use crate::error::{Error, Result};
 use crate::files;
+use crate::words;
 use nibble_core::shortened;
 use serde_json::{Map, Value};
 use std::cell::RefCell;
@@ -167,38 +168,12 @@ fn in_short(value: &Value) -> String {
 }
 
 /// Keys that say nothing of what a model computes.
-pub(super) const OF_NO_INTEREST: &[&str] = &[
-    "_name_or_path",
-    "architectures",
-    "auto_map",
-    "bos_token_id",
-    "dtype",
-    "eos_token_id",
-    "ep_size",
-    "id2label",
-    "initializer_range",
-    "label2id",
-    "max_window_layers",
-    "model_type",
-    "output_router_logits",
-    "pad_token_id",
-    "pretraining_tp",
-    "sliding_window",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
-    "output_attentions",
-    "output_hidden_states",
-    "return_dict",
-    "chunk_size_feed_forward",
-    "is_encoder_decoder",
-    "problem_type",
-    "_attn_implementation_autoset",
-    "layer_types",
-    "nibble_balance",
-    "quantization_config",
-    "router_z_loss_coef",
-];
+pub(super) const OF_NO_INTEREST: &str = "\
+    _name_or_path architectures auto_map bos_token_id dtype eos_token_id ep_size id2label \
+    initializer_range label2id max_window_layers model_type output_router_logits pad_token_id \
+    pretraining_tp sliding_window torch_dtype transformers_version use_cache output_attentions \
+    output_hidden_states return_dict chunk_size_feed_forward is_encoder_decoder problem_type \
+    _attn_implementation_autoset layer_types nibble_balance quantization_config router_z_loss_coef";
 
 /// A `config.json`, and which of its keys have been asked for.
 #[derive(Debug)]
@@ -360,7 +335,7 @@ impl ConfigJson {
     /// Keys that nobody has asked for and that may say something of the model.
     pub fn passed_over(&self) -> Vec<String> {
         let asked = self.asked.borrow();
-        let known = |key: &str| asked.contains(key) || OF_NO_INTEREST.contains(&key);
+        let known = |key: &str| asked.contains(key) || words::has(OF_NO_INTEREST, key);
         let keys = self.keys.iter().filter(|(_, value)| !value.is_null());
         let mut unread = Vec::new();
         for (key, value) in keys {

@@ -415,7 +415,7 @@ mod tests {
             let inner = of_rope.map(|(name, value)| (format!("rope_scaling.{name}"), value));
             let outer = keys.iter().map(|(key, value)| (key.clone(), value));
             for (key, is) in outer.chain(inner) {
-                if config_json::OF_NO_INTEREST.contains(&key.as_str()) && key != "model_type" {
+                if crate::words::has(config_json::OF_NO_INTEREST, &key) && key != "model_type" {
                     continue;
                 }
                 for value in wrong.as_array().unwrap().iter().chain([&huge]) {

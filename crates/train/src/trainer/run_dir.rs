@@ -53,17 +53,9 @@ pub fn has_begun(dir: &Path) -> bool {
 
 /// Keys that every run's stored configuration has, whatever the program that wrote it: one in each of its tables, those of old and
 /// the last ones that are written among them.
-const STORED_KEYS: [&str; 9] = [
-    "recipe",
-    "model.d_model",
-    "model.layers",
-    "data.source",
-    "train.steps",
-    "train.lr",
-    "eval.every",
-    "checkpoint.every",
-    "run.dir",
-];
+const STORED_KEYS: &str = "\
+    recipe model.d_model model.layers data.source train.steps train.lr eval.every checkpoint.every \
+    run.dir";
 
 /// The configuration of the run in a directory, changed by `overrides`, and what to tell if it is not from its file: where that is missing
 /// or no run's, the newest whole checkpoint has it too.
@@ -100,7 +92,7 @@ fn first_missing(text: &str) -> Option<String> {
         Err(e) => return Some(e.message().to_owned()),
     };
     let has = |key: &str| key.split('.').try_fold(&table, |value, name| value.get(name)).is_some();
-    STORED_KEYS.into_iter().find(|key| !has(key)).map(|key| format!("it has no `{key}`"))
+    STORED_KEYS.split(' ').find(|key| !has(key)).map(|key| format!("it has no `{key}`"))
 }
 
 /// Whether a run that has begun writes this file, or will: it is called so in the run's directory, or lies below its checkpoints. Of a

@@ -9,6 +9,7 @@ use minijinja_contrib::pycompat::unknown_method_callback;
 
 use super::bounds::{Bounds, ITEM_BYTES, exceeded, is_namespace};
 use super::{date, guard, python};
+use crate::words;
 
 /// The filters that stand where `{% generation %}` stood.
 pub(super) const BARE_FILTER: &str = "nibble_answer";
@@ -30,37 +31,18 @@ const MACRO_BYTES: u64 = 1024;
 const MOST_WIDTH: u64 = 10_000;
 
 /// Results that hold what they are made of one level deeper.
-const NESTING: [&str; 7] = ["batch", "dictsort", "groupby", "items", "map", "slice", "zip"];
+const NESTING: &str = "batch dictsort groupby items map slice zip";
 
 /// What compares each item with several.
-const SORTING: [&str; 4] = ["dictsort", "groupby", "sort", "unique"];
+const SORTING: &str = "dictsort groupby sort unique";
 
 /// What makes a list of a text.
-const TAKING_APART: [&str; 19] = [
-    "batch",
-    "groupby",
-    "lines",
-    "list",
-    "map",
-    "max",
-    "min",
-    "reject",
-    "rejectattr",
-    "reverse",
-    "select",
-    "selectattr",
-    "slice",
-    "sort",
-    "split",
-    "splitlines",
-    "sum",
-    "unique",
-    "zip",
-];
+const TAKING_APART: &str = "\
+    batch groupby lines list map max min reject rejectattr reverse select selectattr slice sort split \
+    splitlines sum unique zip";
 
 /// What looks at the outermost level of a value alone.
-const SHALLOW: [&str; 10] =
-    ["count", "d", "default", "first", "get", "items", "keys", "last", "length", "values"];
+const SHALLOW: &str = "count d default first get items keys last length values";
 
 type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -111,10 +93,10 @@ fn before(bounds: &Bounds, state: &State<'_, '_>, name: &str, args: &[Value]) ->
     let Some((of, others)) = args.split_first() else { return Ok(()) };
     let mut read = 0;
     match of.as_str() {
-        None if SHALLOW.contains(&name) => bounds.step(state, of.len().unwrap_or(0) as u64 / 8)?,
+        None if words::has(SHALLOW, name) => bounds.step(state, of.len().unwrap_or(0) as u64 / 8)?,
         _ => read += bounds.read(state, of)?,
     }
-    if SORTING.contains(&name) {
+    if words::has(SORTING, name) {
         bounds.step(state, read / 4)?;
     }
     let mut given = 0;
@@ -128,7 +110,7 @@ fn before(bounds: &Bounds, state: &State<'_, '_>, name: &str, args: &[Value]) ->
     let items = of.len().unwrap_or(0) as u64;
     // A text is taken for the list of its characters, or made one.
     if let Some(whole) = of.as_str()
-        && TAKING_APART.contains(&name)
+        && words::has(TAKING_APART, name)
     {
         let parts = parts(name, whole, text(1));
         bounds.step(state, parts)?;
@@ -191,7 +173,7 @@ fn widths(bounds: &Bounds, format: &str, args: &[Value], given: u64) -> Result<(
 /// Counts what has been made.
 fn after(bounds: &Bounds, state: &State<'_, '_>, name: &str, made: Value) -> Result<Value> {
     let made = bounds.made(state, made)?;
-    if NESTING.contains(&name) {
+    if words::has(NESTING, name) {
         bounds.read(state, &made)?;
     }
     Ok(made)

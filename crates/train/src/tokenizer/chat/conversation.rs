@@ -6,6 +6,7 @@ use minijinja::value::ValueKind;
 use super::python;
 use crate::error::{Error, Result};
 use crate::json_rows::{RowKey, no_json};
+use crate::words;
 
 /// The role of a message that is an answer.
 pub const ANSWERS: &str = "assistant";
@@ -29,22 +30,10 @@ const TOOLS: &str = "tools";
 const VARIABLES: &str = "chat_template_kwargs";
 
 /// Names of `apply_chat_template` itself, which no variable of a template can have.
-const TAKEN: [&str; 14] = [
-    "messages",
-    "conversation",
-    "tools",
-    "chat_template",
-    "add_generation_prompt",
-    "continue_final_message",
-    "tokenize",
-    "padding",
-    "truncation",
-    "max_length",
-    "return_tensors",
-    "return_dict",
-    "return_assistant_tokens_mask",
-    "tokenizer_kwargs",
-];
+const TAKEN: &str = "\
+    messages conversation tools chat_template add_generation_prompt continue_final_message tokenize \
+    padding truncation max_length return_tensors return_dict return_assistant_tokens_mask \
+    tokenizer_kwargs";
 
 impl Conversation {
     /// The messages of a JSON text: a list of objects. Keys keep their order, and those whose value is null are left out.
@@ -220,7 +209,7 @@ fn variables(value: &Value) -> Result<Vec<(String, Value)>, String> {
         return Err(format!("\"{VARIABLES}\" is {}, expected an object", python::kind(value)));
     }
     let all: Vec<(String, Value)> = pairs(value).collect();
-    match all.iter().find(|(name, _)| TAKEN.contains(&name.as_str())) {
+    match all.iter().find(|(name, _)| words::has(TAKEN, name)) {
         Some((name, _)) => Err(format!(
             "\"{VARIABLES}\" has \"{name}\", which is no variable that a row can give to a template"
         )),
