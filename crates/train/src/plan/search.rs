@@ -13,8 +13,19 @@ use std::path::Path;
 type Way = fn(&Config) -> Vec<Vec<String>>;
 
 /// Every way, those that change the fewest numbers first. Another one is another line.
-const WAYS: &[Way] =
-    &[recomputation, smaller_micro_batches, bf16_gradients, bf16_moments, four_bit_activations];
+const WAYS: &[Way] = &[
+    recomputation,
+    smaller_micro_batches,
+    |config| one(config.train.grad_dtype == PlainType::F32, "train.grad_dtype=bf16"),
+    |config| one(config.train.moment_dtype == PlainType::F32, "train.moment_dtype=bf16"),
+    // Activations of four bits.
+    |config| one(config.recipe != "mxfp4-hopper", "recipe=mxfp4-hopper"),
+];
+
+/// This alternative, if there is something to gain.
+fn one(gains: bool, setting: &str) -> Vec<Vec<String>> {
+    gains.then(|| vec![setting.to_owned()]).into_iter().collect()
+}
 
 /// The same numbers, for time: a little at first, a forward pass in the end.
 fn recomputation(config: &Config) -> Vec<Vec<String>> {
@@ -58,21 +69,6 @@ fn smaller_micro_batches(config: &Config) -> Vec<Vec<String>> {
         vec![format!("train.batch_size={size}"), format!("train.grad_accum={accum}")]
     };
     parts.take_while(divides).map(settings).collect()
-}
-
-fn bf16_gradients(config: &Config) -> Vec<Vec<String>> {
-    let possible = config.train.grad_dtype == PlainType::F32;
-    possible.then(|| vec!["train.grad_dtype=bf16".into()]).into_iter().collect()
-}
-
-fn bf16_moments(config: &Config) -> Vec<Vec<String>> {
-    let possible = config.train.moment_dtype == PlainType::F32;
-    possible.then(|| vec!["train.moment_dtype=bf16".into()]).into_iter().collect()
-}
-
-fn four_bit_activations(config: &Config) -> Vec<Vec<String>> {
-    const RECIPE: &str = "mxfp4-hopper";
-    (config.recipe != RECIPE).then(|| vec![format!("recipe={RECIPE}")]).into_iter().collect()
 }
 
 /// Settings, and what a device needs with them.
