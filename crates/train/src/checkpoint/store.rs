@@ -6,7 +6,7 @@ use super::state::{FileEntry, Position, STATE_FILE, State};
 use super::{CONFIG_FILE, DIR, MODEL, OPTIM, SCALES, list, name_of};
 use crate::error::{Error, Result};
 use crate::fault::{Point, reach};
-use crate::files::remove_abandoned;
+use crate::files::{self, remove_abandoned};
 use std::collections::BTreeMap;
 use std::fs::{self, File, TryLockError};
 use std::path::{Path, PathBuf};
@@ -71,7 +71,7 @@ impl Store {
     /// [`Error::Io`].
     pub fn try_open(run_dir: &Path) -> Result<Option<Self>> {
         let dir = run_dir.join(DIR);
-        crate::files::make_folder(&dir).map_err(Error::io(&dir))?;
+        files::make_folder(&dir).map_err(Error::io(&dir))?;
         sync_dir(run_dir)?;
         reach(Point::DirectoryMade)?;
         let lock_path = dir.join(LOCK_FILE);
@@ -123,7 +123,7 @@ impl Store {
         let dir = self.unnamed(outline);
         remove(&dir)?;
         reach(Point::CheckpointBegins)?;
-        crate::files::make_folder(&dir).map_err(Error::io(&dir))?;
+        files::make_folder(&dir).map_err(Error::io(&dir))?;
         Ok(dir)
     }
 
@@ -296,8 +296,7 @@ pub(crate) fn tensor_files<T>(
 
 /// Removes a directory or a file, if it is there.
 fn remove(path: &Path) -> Result<()> {
-    let removed = if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
-    match removed {
+    match files::remove(path) {
         Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io(path)(e)),
         _ => Ok(()),
     }

@@ -164,14 +164,8 @@ fn series(curves: &[LossCurve], (first, last): (f64, f64)) -> Vec<Series> {
             let pale = |c: u8| c + (255 - c) / 2;
             let color = if alone { TRAIN } else { RGBColor(pale(color.0), pale(color.1), pale(color.2)) };
             let name = named("train", curve.valid.is_empty());
-            all.push(Series {
-                points: thinned(&curve.train),
-                color,
-                width: 1,
-                dots: false,
-                is_level: false,
-                name,
-            });
+            let points = thinned(&curve.train);
+            all.push(Series { points, color, width: 1, dots: false, is_level: false, name });
         }
         if !curve.valid.is_empty() {
             let name = named("held out", true);

@@ -11,7 +11,6 @@ mod guard;
 mod python;
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
@@ -35,6 +34,7 @@ pub struct Rendered {
 }
 
 /// How a conversation is written.
+#[derive(Debug)]
 pub struct ChatTemplate {
     /// Where it stands.
     path: PathBuf,
@@ -44,12 +44,6 @@ pub struct ChatTemplate {
     tokens: BTreeMap<String, String>,
     /// Whether it says itself what an answer is.
     has_generation: bool,
-}
-
-impl fmt::Debug for ChatTemplate {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ChatTemplate").field("path", &self.path).finish_non_exhaustive()
-    }
 }
 
 /// The numbers of the engine's programs: the template, and it with marks around answers.
