@@ -131,6 +131,24 @@ impl<B: Kernels> Cx<'_, B> {
         }
     }
 
+    /// Runs a kernel that writes a tensor as the plan wants it, keeps its counts, and takes what was written to the plan's two representations.
+    /// `kernel` is told what to write, and returns it with whatever else the kernel computes.
+    ///
+    /// # Errors
+    /// As [`Precision::codec`] and [`Cx::convert`]; from `kernel`.
+    pub fn compute<R>(
+        &self,
+        name: LayerName<'_>,
+        conversion: &Conversion<Computed>,
+        groups: Option<&Groups<B>>,
+        kernel: impl FnOnce(Emit) -> Result<(Emitted<B>, R)>,
+    ) -> Result<(Operand<B>, Operand<B>, R)> {
+        let (written, others) = kernel(self.emit(conversion)?)?;
+        self.keep_counts(name.layer, conversion.tensor.name, written.counts.as_ref());
+        let (first, second) = self.convert_computed(name, &written, conversion, groups)?;
+        Ok((first, second, others))
+    }
+
     /// What a fused kernel is asked to write of a tensor that it computes.
     ///
     /// # Errors
