@@ -3,78 +3,25 @@
 //!
 //! Legend: t tokens, r routed rows (padding included), d model, f ffn, e experts, l local experts, k top-k, s shards.
 
-mod adamw;
-mod assemble_kv;
 mod attention;
-mod bias;
-mod combine_tree;
-mod cross_entropy;
-mod elementwise;
-mod embed;
-mod gemm;
-mod head_loss;
-mod measure_quantization;
-mod norm_rope;
-mod numbers;
-mod parts;
-mod permute;
-mod push_amax;
-mod quantize;
-mod quantize_pack;
-mod rms_norm;
-mod rope;
-mod route;
-mod scale_tiles;
-mod slots;
+mod convert;
+mod norm;
+mod plain;
+mod products;
+mod routing;
 mod step;
 mod swiglu;
-mod transcode;
-mod windows;
+mod vocabulary;
 
-pub use adamw::{AdamW, AdamWTensor};
-pub use assemble_kv::{AssembleKv, AssembleKvBackward, AssembledKv, AssembledKvGrads};
-pub use attention::{
-    Attention, AttentionBackward, AttentionDecode, AttentionGrads, AttentionOut, attention_agreement,
-    attention_scale,
-};
-pub use bias::{AddBias, AddBiasBackward};
-pub use combine_tree::{CombineTree, FindSlots, MOST_TREE_SLOTS_OF_GPU};
-pub use cross_entropy::{CrossEntropy, CrossEntropyOut, verify_ids};
-pub use elementwise::{
-    Add, Cast, ChunkSums, CloseSquares, InitNormal, SQUARES_CHUNK, Squared, SumShards, SumSquares, Transpose,
-    squares_chunks,
-};
-pub use embed::{Embed, EmbedBackward, EmbedOut};
-pub use gemm::{
-    BF16_AGREEMENT, FP8_AGREEMENT, Factor, Gemm, GroupedGemm, GroupedWgrad, ProductArgs, ProductDesc,
-    ProductDims, Ragged,
-};
-pub use head_loss::{HeadCodecs, HeadLoss, HeadLossChunk, HeadLossGrad, HeadLossOut, head_chunk};
-pub use measure_quantization::MeasureQuantization;
-pub use norm_rope::{NormRope, NormRopeBackward};
-pub use numbers::{Numbers, Stored, Taken};
-pub use parts::{AssignParts, JoinGroups};
-pub use permute::{
-    CombineSlots, GatherScalars, PackRows, Permute, PlanPermute, UnpackPermute, UnpackRows, Unpermute,
-};
-pub use push_amax::{AmaxRecords, PushAmax};
-pub use quantize::{
-    Counts, Delayed, Dequantize, Emit, Emitted, Found, Hadamard, MeasureAmax, Planes, Quantize, Random,
-    check_random, weight_planes,
-};
-pub use quantize_pack::{PackedRows, QuantizePack};
-pub use rms_norm::{RmsNorm, RmsNormBackward, RmsNormOut};
-pub use rope::{Positions, Rope};
-pub use route::{ExpertGroups, GroupScore, Route, RouteBackward, RouteRule, Routing, Scores};
-pub use scale_tiles::{CutScales, CutSide, TileScales, UntileScales};
-pub use slots::{AssignRanks, PackSlots, ReceivedSlots, SlotRanks, UnpackSlots, record_words};
-pub use step::{
-    BalanceBias, BeginMicroBatch, BeginStep, Clock, Collect, Control, EndStep, Entry, EntrySource,
-    InputLayout, OCCUPANCY_VALUES, REPORT_HEAD,
-};
-pub use swiglu::{Swiglu, SwigluBackward, SwigluGrads, SwigluOut};
-pub use transcode::{CONVERSIONS, Transcode, Transcoded, converted_rule};
-pub use windows::{FindWindows, Windows};
+pub use attention::*;
+pub use convert::*;
+pub use norm::*;
+pub use plain::*;
+pub use products::*;
+pub use routing::*;
+pub use step::*;
+pub use swiglu::*;
+pub use vocabulary::*;
 
 use crate::{Groups, Kernels, Operand, PermuteMap, Result, Tensor};
 

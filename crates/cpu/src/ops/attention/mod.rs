@@ -2,6 +2,11 @@
 //!
 //! `spec` is the definition, `fast` its twin over register tiles (`tile`), cut into tasks by segment (`sight`) and head.
 
+pub mod assemble_kv;
+pub mod windows;
+
+pub(crate) use {assemble_kv::*, windows::*};
+
 mod decode;
 mod fast;
 mod sight;

@@ -2,7 +2,7 @@ mod agreement;
 mod windows;
 
 use super::*;
-use crate::ops::elementwise::tests::{bits, normals, same_everywhere};
+use crate::ops::plain::elementwise::tests::{bits, normals, same_everywhere};
 use nibble_core::Backend;
 use nibble_core::ops::{Windows, attention_scale};
 use nibble_testkit::Hiding;
