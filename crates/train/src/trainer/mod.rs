@@ -18,34 +18,26 @@
 //!
 //! [`Trainer`] has what all of them work on. Beside a run `weights.rs` loads, `scoring.rs` and `decoding.rs` ask the model, and `inspect.rs` lays a step open.
 
-mod alike;
-mod collect;
 mod decoding;
 mod divergence;
 mod evaluating;
-mod files;
 mod inspect;
 mod options;
-mod origin;
-mod outputs;
-mod owners;
-mod pieces;
 mod ranks;
 mod recorded;
 mod run;
-mod run_dir;
-mod save;
 mod saving;
 mod scoring;
+mod start;
 mod steps;
 mod weights;
 
 pub use decoding::Decoding;
 pub use inspect::Inspection;
 pub use options::{Observer, Options, Outcome, Start, Summary};
-pub use outputs::heading;
 pub use run::run;
-pub use run_dir::{
+pub use start::outputs::heading;
+pub use start::run_dir::{
     COMPANIONS_DIR, CONFIG_FILE, LAYERS_FILE, LOG_FILE, MEMORY_FILE, METRICS_FILE, PICTURE_FILE,
     PROCESSES_FILE, RANKS_DIR, RANKS_FILE, RECIPE_FILE, has_begun, is_of_a_run, latest as latest_run_dir,
     require_free, stored_config,

@@ -7,9 +7,9 @@
 
 use super::files::Files;
 use super::pieces::{Piece, Pieces, Pool};
-use super::ranks::{of_all_ranks, shared_folder};
 use crate::checkpoint::{FileEntry, Outline, Store, TensorSpec, write_file};
 use crate::error::{Error, Result};
+use crate::trainer::ranks::{of_all_ranks, shared_folder};
 use nibble_core::{Backend, Comm, Error as CoreError, Kernels};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread::{Builder, JoinHandle};
 
 /// The rank that writes each file, of so many values: the largest file first, each to the rank that has the fewest values so far.
-pub(super) fn owners(values: &[usize], ranks: usize) -> Vec<usize> {
+pub(in crate::trainer) fn owners(values: &[usize], ranks: usize) -> Vec<usize> {
     let mut order: Vec<usize> = (0..values.len()).collect();
     order.sort_by_key(|file| std::cmp::Reverse(values[*file]));
     let (mut held, mut owners) = (vec![0; ranks], vec![0; values.len()]);
@@ -35,7 +35,7 @@ type Whole = (Store, Outline);
 
 /// A checkpoint under way, the part of one of several ranks.
 #[derive(Debug)]
-pub(super) struct Owner {
+pub(in crate::trainer) struct Owner {
     writer: JoinHandle<Result<Vec<FileEntry>>>,
     whole: Option<Whole>,
 }

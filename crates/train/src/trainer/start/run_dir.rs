@@ -202,7 +202,7 @@ fn begun(dir: &Path) -> Result<Vec<PathBuf>> {
 ///
 /// # Errors
 /// As [`require_free`]; [`Error::Io`].
-pub(super) fn claim(dir: &Path, named_by_user: bool) -> Result<(PathBuf, Store)> {
+pub(in crate::trainer) fn claim(dir: &Path, named_by_user: bool) -> Result<(PathBuf, Store)> {
     if named_by_user {
         require_free(dir)?;
     }

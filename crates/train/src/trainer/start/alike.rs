@@ -1,9 +1,9 @@
 //! What every rank must have alike: data, tasks, configuration, recipe. Ranks that are processes have each read their own.
 
-use super::ranks::of_all_ranks;
 use crate::config::Config;
 use crate::data::Dataset;
 use crate::error::{Error, Result};
+use crate::trainer::ranks::of_all_ranks;
 use nibble_core::{Comm, Kernels, Recipe};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
@@ -24,7 +24,7 @@ struct Inputs {
 ///
 /// # Errors
 /// [`Error::Config`] that names the first rank which differs from rank 0, and in what; from the backend and other ranks.
-pub(super) fn require_alike<B: Kernels>(
+pub(in crate::trainer) fn require_alike<B: Kernels>(
     b: &B,
     comm: &dyn Comm<B>,
     (config, recipe, data): (&Config, &Recipe, &Dataset),

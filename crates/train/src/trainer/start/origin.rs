@@ -1,8 +1,6 @@
 //! Where a run begins: from nothing, or from the newest whole checkpoint of its directory. The first rank looks for that and
 //! compares its files with their checksums; the others are told which it is.
 
-use super::options::{Observer, Summary};
-use super::ranks::any_rank;
 use super::run_dir::{METRICS_FILE, PICTURE_FILE, has_begun, stored_config};
 use crate::checkpoint::{Checkpoint, Store, latest_valid};
 use crate::checks::{checked_recipe, load_recipe};
@@ -10,13 +8,15 @@ use crate::config::{Combine, Config, TrainConfig, kept_beside};
 use crate::data::Dataset;
 use crate::error::{Error, Result};
 use crate::metrics::{Metrics, read_metrics};
+use crate::trainer::options::{Observer, Summary};
+use crate::trainer::ranks::any_rank;
 use nibble_core::{Comm, Kernels, Recipe};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
 /// Where a run begins, and under what.
 #[derive(Debug)]
-pub(super) struct Origin {
+pub(in crate::trainer) struct Origin {
     /// The run's checkpoints, open for writing: on the first rank, of a run that has begun before.
     pub store: Option<Store>,
     /// The checkpoint to go on from; none at the beginning.

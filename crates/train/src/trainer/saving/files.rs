@@ -10,7 +10,7 @@ use std::ops::Range;
 
 /// Which of a parameter's tensors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) enum Part {
+pub(in crate::trainer) enum Part {
     Master,
     ExpAvg,
     ExpAvgSq,
@@ -58,7 +58,7 @@ impl Part {
 
 /// A tensor of a file: where its values lie.
 #[derive(Debug)]
-pub(super) struct FileTensor {
+pub(in crate::trainer) struct FileTensor {
     pub spec: TensorSpec,
     /// One after the other, in whole (all ranks') parameters.
     runs: Vec<Run>,
@@ -66,7 +66,7 @@ pub(super) struct FileTensor {
 
 /// The tensors of a checkpoint.
 #[derive(Debug)]
-pub(super) struct Files {
+pub(in crate::trainer) struct Files {
     /// Weights, moments, and histories of scales.
     pub kinds: [Vec<FileTensor>; 3],
     /// Bytes of a file's values, at most; 0: all of a kind in one.
@@ -94,7 +94,7 @@ impl Files {
 }
 
 /// A file's tensors in order of their names. `with_moments`: whether a parameter has gradients, and so moments.
-pub(super) fn sources(named: &[Named], with_moments: &[bool], parts: &[Part]) -> Vec<FileTensor> {
+pub(in crate::trainer) fn sources(named: &[Named], with_moments: &[bool], parts: &[Part]) -> Vec<FileTensor> {
     let has = |tensor: &Named, part: Part| {
         part == Part::Master || tensor.rows.iter().all(|rows| with_moments[rows.param])
     };
@@ -110,7 +110,7 @@ pub(super) fn sources(named: &[Named], with_moments: &[bool], parts: &[Part]) ->
 }
 
 /// The histories of scales in order of their names, of all ranks.
-pub(super) fn scale_sources(sites: &[DelayedSite], mesh: MeshShape) -> Vec<FileTensor> {
+pub(in crate::trainer) fn scale_sources(sites: &[DelayedSite], mesh: MeshShape) -> Vec<FileTensor> {
     let mut first = 0;
     let source = |site: &DelayedSite| {
         let spec = TensorSpec::f32(site.tensor_name(), site.shape(mesh));
@@ -124,7 +124,11 @@ pub(super) fn scale_sources(sites: &[DelayedSite], mesh: MeshShape) -> Vec<FileT
 }
 
 /// The values, of a parameter of all ranks, that a rank keeps.
-pub(super) fn kept_by<B: Kernels>(param: &Param<B>, mesh: MeshShape, rank: usize) -> Range<usize> {
+pub(in crate::trainer) fn kept_by<B: Kernels>(
+    param: &Param<B>,
+    mesh: MeshShape,
+    rank: usize,
+) -> Range<usize> {
     let (rows, cols) = param.shape();
     let (dp, ep) = mesh.place(rank);
     let (first, of) = match param.placement {
@@ -136,15 +140,15 @@ pub(super) fn kept_by<B: Kernels>(param: &Param<B>, mesh: MeshShape, rank: usize
 }
 
 /// Values of one of a parameter's tensors.
-pub(super) type Run = ((usize, Part), Range<usize>);
+pub(in crate::trainer) type Run = ((usize, Part), Range<usize>);
 
 /// Values of a piece.
-pub(super) fn num_values(runs: &[Run]) -> usize {
+pub(in crate::trainer) fn num_values(runs: &[Run]) -> usize {
     runs.iter().map(|(_, range)| range.len()).sum()
 }
 
 /// A file's values, cut into pieces of so many; the last one may be shorter.
-pub(super) fn cut(file: &[FileTensor], piece: usize) -> Vec<Vec<Run>> {
+pub(in crate::trainer) fn cut(file: &[FileTensor], piece: usize) -> Vec<Vec<Run>> {
     let mut all: Vec<Vec<Run>> = Vec::new();
     let mut room = 0;
     for (of, range) in file.iter().flat_map(|tensor| &tensor.runs) {

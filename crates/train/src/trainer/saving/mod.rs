@@ -6,11 +6,17 @@
 //! `checkpoint.host_gib` of pieces lie between the two, so copying falls back to the speed of the disk where that is little.
 //! Their memory stays for the next checkpoint; a third thread makes it before the first one, beside the first steps.
 //!
-//! That is one rank alone. Of several, each writes files of its own ([`owners`](super::owners)).
+//! That is one rank alone. Of several, each writes files of its own ([`owners`](self::owners)).
 
-use super::files::{Files, Part, Run, cut, num_values};
-use super::owners::Owner;
-use super::pieces::{Piece, Pieces, Pool, Stopped};
+pub(super) mod collect;
+pub(super) mod files;
+pub(super) mod owners;
+pub(super) mod pieces;
+pub(super) mod save;
+
+use self::files::{Files, Part, Run, cut, num_values};
+use self::owners::Owner;
+use self::pieces::{Piece, Pieces, Pool, Stopped};
 use crate::checkpoint::{Outline, Store};
 use crate::error::Result;
 use crate::fault::{Point, reach};

@@ -1,6 +1,5 @@
 //! Saving: the checkpoints of a run, from where they begin to their place.
 
-use super::Trainer;
 use super::collect::bring;
 use super::files::{Files, Part, scale_sources, sources};
 use super::owners::{Owner, owners};
@@ -10,6 +9,7 @@ use crate::error::Result;
 use crate::family::config_json;
 use crate::fault::{Point, reach};
 use crate::rank::RankState;
+use crate::trainer::Trainer;
 use nibble_core::allocation::in_part;
 use nibble_core::{Data, Error as CoreError, Kernels, Tensor};
 use std::collections::HashMap;
@@ -124,7 +124,7 @@ impl<B: Kernels> Trainer<'_, B> {
     ///
     /// # Errors
     /// [`nibble_core::Error::Device`] if no thread can be started.
-    pub(super) fn prepare_to_save(&mut self) -> Result<()> {
+    pub(in crate::trainer) fn prepare_to_save(&mut self) -> Result<()> {
         if self.saving.filler.is_some() {
             return Ok(());
         }

@@ -11,7 +11,7 @@ const FEWEST: usize = 3;
 
 /// Host memory for pieces, kept from one checkpoint to the next: making it takes far longer than copying to it.
 #[derive(Debug)]
-pub(super) struct Pool<B: Backend> {
+pub(in crate::trainer) struct Pool<B: Backend> {
     b: B,
     /// Values of a piece.
     len: usize,
@@ -116,7 +116,7 @@ impl<B: Backend> Pool<B> {
 
 /// Some values, in memory that goes back to the pool.
 #[derive(Debug)]
-pub(super) struct Piece<B: Backend> {
+pub(in crate::trainer) struct Piece<B: Backend> {
     /// Some until it is dropped.
     values: Option<B::Host>,
     filled: usize,
@@ -154,13 +154,13 @@ impl<B: Backend> Drop for Piece<B> {
 }
 
 /// Sends pieces to who writes them.
-pub(super) struct Pieces<B: Backend> {
+pub(in crate::trainer) struct Pieces<B: Backend> {
     pool: Arc<Pool<B>>,
     to: SyncSender<Result<Piece<B>>>,
 }
 
 /// The writer has stopped; it tells why.
-pub(super) struct Stopped;
+pub(in crate::trainer) struct Stopped;
 
 impl<B: Backend> Pieces<B> {
     pub fn new(pool: Arc<Pool<B>>, to: SyncSender<Result<Piece<B>>>) -> Self {

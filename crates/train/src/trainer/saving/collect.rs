@@ -16,7 +16,7 @@ use std::ops::Range;
 ///
 /// # Errors
 /// From the backend and other ranks; what the writer says it tells at its end.
-pub(super) fn bring<B: Kernels>(
+pub(in crate::trainer) fn bring<B: Kernels>(
     b: &B,
     mesh: Mesh<'_, B>,
     (params, scales): (&[&mut Param<B>], &[f32]),

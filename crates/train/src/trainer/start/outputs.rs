@@ -1,6 +1,5 @@
 //! The files of a run, which its first rank alone has.
 
-use super::options::{Observer, Options};
 use super::run_dir::{
     COMPANIONS_DIR, CONFIG_FILE, LAYERS_FILE, METRICS_FILE, PICTURE_FILE, RANKS_FILE, RECIPE_FILE, claim,
 };
@@ -15,11 +14,12 @@ use crate::metrics::{
 };
 use crate::pretrained::{companions_of, copy_companions, copy_generation};
 use crate::tokenizer::TOKENIZER_FILE;
+use crate::trainer::options::{Observer, Options};
 use nibble_core::Recipe;
 use std::path::{Path, PathBuf};
 
 /// Checkpoints, metrics and picture, open for writing.
-pub(super) struct Outputs {
+pub(in crate::trainer) struct Outputs {
     pub dir: PathBuf,
     pub store: Store,
     log: MetricsLog,
