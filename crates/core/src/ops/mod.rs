@@ -13,15 +13,9 @@ mod step;
 mod swiglu;
 mod vocabulary;
 
-pub use attention::*;
-pub use convert::*;
-pub use norm::*;
-pub use plain::*;
-pub use products::*;
-pub use routing::*;
-pub use step::*;
-pub use swiglu::*;
-pub use vocabulary::*;
+pub use {
+    attention::*, convert::*, norm::*, plain::*, products::*, routing::*, step::*, swiglu::*, vocabulary::*,
+};
 
 use crate::{Groups, Kernels, Operand, PermuteMap, Result, Tensor};
 

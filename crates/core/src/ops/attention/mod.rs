@@ -1,8 +1,7 @@
 pub(super) mod assemble_kv;
 pub(super) mod windows;
 
-pub use assemble_kv::{AssembleKv, AssembleKvBackward, AssembledKv, AssembledKvGrads};
-pub use windows::{FindWindows, Windows};
+pub use {assemble_kv::*, windows::*};
 
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, DType, Error, Result, Tensor};

@@ -4,6 +4,4 @@ pub(super) mod norm_rope;
 pub(super) mod rms_norm;
 pub(super) mod rope;
 
-pub use norm_rope::{NormRope, NormRopeBackward};
-pub use rms_norm::{RmsNorm, RmsNormBackward, RmsNormOut};
-pub use rope::{Positions, Rope};
+pub use {norm_rope::*, rms_norm::*, rope::*};

@@ -4,8 +4,6 @@ use crate::ops::products::numbers::{Numbers, Stored, Taken};
 use crate::{Agreement, Backend, DType, Error, Grouping, Groups, Operand, Result, Tensor};
 use nibble_formats::BlockAxis;
 
-pub use crate::ops::products::numbers::{BF16_AGREEMENT, FP8_AGREEMENT};
-
 /// The sizes of a product D `[m, n]` = A `[m, k]` · B `[n, k]`ᵀ.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProductDims {

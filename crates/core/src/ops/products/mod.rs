@@ -3,8 +3,4 @@
 pub(super) mod gemm;
 pub(super) mod numbers;
 
-pub use gemm::{
-    BF16_AGREEMENT, FP8_AGREEMENT, Factor, Gemm, GroupedGemm, GroupedWgrad, ProductArgs, ProductDesc,
-    ProductDims, Ragged,
-};
-pub use numbers::{Numbers, Stored, Taken};
+pub use {gemm::*, numbers::*};

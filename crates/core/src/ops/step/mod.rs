@@ -1,8 +1,7 @@
 pub(super) mod adamw;
 pub(super) mod push_amax;
 
-pub use adamw::{AdamW, AdamWTensor};
-pub use push_amax::{AmaxRecords, PushAmax};
+pub use {adamw::*, push_amax::*};
 
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, Error, Occupancy, Result};

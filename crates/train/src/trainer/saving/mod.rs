@@ -6,7 +6,7 @@
 //! `checkpoint.host_gib` of pieces lie between the two, so copying falls back to the speed of the disk where that is little.
 //! Their memory stays for the next checkpoint; a third thread makes it before the first one, beside the first steps.
 //!
-//! That is one rank alone. Of several, each writes files of its own ([`owners`](self::owners)).
+//! That is one rank alone. Of several, each writes files of its own ([`owners`]).
 
 pub(super) mod collect;
 pub(super) mod files;

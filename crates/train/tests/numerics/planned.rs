@@ -1,7 +1,7 @@
 //! What the layers' plans say is what a step does: the sites that it counts, in their order, the scales of earlier steps that it takes, and what it
 //! keeps; under random recipes and models, at every stretch of their runs.
 
-use crate::recipe_plan::{followed, model};
+use crate::numerics::recipe_plan::{followed, model};
 use crate::rig;
 
 use nibble_core::ops::Control;

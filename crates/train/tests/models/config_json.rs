@@ -101,7 +101,7 @@ fn read(keys: &Map<String, Value>) -> Result<ModelConfig, String> {
 
 #[test]
 fn each_key_means_what_it_means_to_transformers_or_is_refused_by_name() {
-    let cases: Value = serde_json::from_str(include_str!("config_json/cases.json")).unwrap();
+    let cases: Value = serde_json::from_str(include_str!("../config_json/cases.json")).unwrap();
     let mut wrong = Vec::new();
     for (family, table) in cases["families"].as_object().unwrap() {
         let base = table["base"].as_object().unwrap();
