@@ -10,9 +10,9 @@ const OP: &str = "grouped_product";
 /// Contraction that a scale is for.
 const BLOCK_K: usize = 128;
 /// Rows of a tile of D.
-pub const BLOCK_M: usize = ProductDims::GPU_TILE.0;
+pub const BLOCK_M: usize = 256;
 /// Columns of a tile of D.
-pub const BLOCK_N: usize = ProductDims::GPU_TILE.1;
+pub const BLOCK_N: usize = 128;
 /// Bytes of a row in a stage.
 pub const ROW_BYTES: usize = 128;
 /// What a warp stores at once: 16 rows of 64 bytes, or, of a transposed product, as many columns.

@@ -10,7 +10,8 @@ use crate::ledger::{Ledger, Saved};
 use crate::param::{Gathering, Param, Wanted, Writes};
 
 use crate::spec::Part;
-use nibble_core::ops::{Gemm, HeadLoss, HeadLossGrad, HeadLossOut, head_chunk};
+use nibble_choice::head_loss;
+use nibble_core::ops::{Gemm, HeadLoss, HeadLossGrad, HeadLossOut};
 use nibble_core::recipe::{Layer, LayerKind, LayerPlan};
 use nibble_core::{DType, Error, Kernels, Operand, Result, Tensor};
 use std::sync::Arc;
@@ -93,7 +94,7 @@ impl<B: Kernels> Head<B> {
         let HeadInput { x_td: x, targets, shards } = *input;
         let weight = self.weight(table);
         let w = weight.w()?;
-        let chunk = head_chunk(cx.b.kind(), w.rows());
+        let chunk = head_loss::chunk(cx.b.kind(), w.rows());
         let codecs = self.plan(cx).head()?.losses()?;
         HeadLoss { x, w, codecs, targets, shards, chunk, grad: None }.run(cx.b)
     }
@@ -110,7 +111,7 @@ impl<B: Kernels> Head<B> {
         let codecs = self.plan(cx).head()?.losses_and_gradients()?;
         let weight = self.weight_mut(table);
         let (w, wt) = (weight.w()?.clone(), weight.wt(cx)?.into_owned());
-        let chunk = head_chunk(cx.b.kind(), w.rows());
+        let chunk = head_loss::chunk(cx.b.kind(), w.rows());
         let mut out = weight.add_gradient(cx, Writes::InParts, |dw, accumulate| {
             let grad = Some(HeadLossGrad { wt: &wt, control, dw, accumulate });
             HeadLoss { x, w: &w, codecs, targets, shards, chunk, grad }.run(cx.b)

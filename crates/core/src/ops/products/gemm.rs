@@ -15,34 +15,6 @@ pub struct ProductDims {
     pub k: usize,
 }
 
-impl ProductDims {
-    /// Rows and columns of D that one cta of a GPU makes.
-    pub const GPU_TILE: (usize, usize) = (256, 128);
-
-    /// Runs that a GPU cuts a contraction over groups of so many rows into: as many as take the least time by a simple count, of whole
-    /// waves of tiles, and each run's D written and read once. A function of D's size and of a group's rows alone, so that bits do
-    /// not depend on how many groups there are.
-    pub fn gpu_runs(&self, rows: usize) -> usize {
-        /// Tiles at a time.
-        const MULTIPROCESSORS: usize = 132;
-        /// Rows of a run, at least: its tiles begin and end as any others.
-        const SHORTEST: usize = 1024;
-        const MOST: usize = 16;
-        /// Microseconds that a row of a tile takes; and that a number of D takes to be written and read again.
-        const ROW_US: f64 = 7.4e-3;
-        const NUMBER_US: f64 = 2e-6;
-        let (m, n) = (self.m, self.n);
-        let tiles = m.div_ceil(Self::GPU_TILE.0) * n.div_ceil(Self::GPU_TILE.1);
-        let time = |runs: usize| {
-            let waves = (tiles * runs).div_ceil(MULTIPROCESSORS) as f64;
-            let sums = if runs == 1 { 0.0 } else { (runs * m * n) as f64 * NUMBER_US };
-            waves * (rows as f64 / runs as f64) * ROW_US + sums
-        };
-        let candidates = (1..=MOST).filter(|&runs| runs == 1 || rows / runs >= SHORTEST);
-        candidates.min_by(|&a, &b| time(a).total_cmp(&time(b))).unwrap_or(1)
-    }
-}
-
 /// What the rows of a product's groups are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ragged {
@@ -188,8 +160,8 @@ pub struct Gemm<'a, B: Backend> {
 }
 
 impl<'a, B: Backend> Gemm<'a, B> {
-    /// What backends owe each other, but for operands that the tensor cores take: see [`FP8_AGREEMENT`] and
-    /// [`BF16_AGREEMENT`].
+    /// What backends owe each other, but for operands that the tensor cores take: see [`FP8_AGREEMENT`](crate::ops::FP8_AGREEMENT) and
+    /// [`BF16_AGREEMENT`](crate::ops::BF16_AGREEMENT).
     pub const AGREEMENT: Agreement = Agreement::RelL2(1e-6);
 
     /// Checks shapes and the combination.
@@ -232,8 +204,8 @@ pub struct GroupedGemm<'a, B: Backend> {
 }
 
 impl<'a, B: Backend> GroupedGemm<'a, B> {
-    /// What backends owe each other, but for operands that the tensor cores take: see [`FP8_AGREEMENT`] and
-    /// [`BF16_AGREEMENT`].
+    /// What backends owe each other, but for operands that the tensor cores take: see [`FP8_AGREEMENT`](crate::ops::FP8_AGREEMENT) and
+    /// [`BF16_AGREEMENT`](crate::ops::BF16_AGREEMENT).
     pub const AGREEMENT: Agreement = Agreement::RelL2(1e-6);
 
     /// Checks shapes and the combination. `m` is the capacity.
@@ -283,8 +255,8 @@ pub struct GroupedWgrad<'a, B: Backend> {
 }
 
 impl<'a, B: Backend> GroupedWgrad<'a, B> {
-    /// What backends owe each other, but for operands that the tensor cores take: see [`FP8_AGREEMENT`] and
-    /// [`BF16_AGREEMENT`].
+    /// What backends owe each other, but for operands that the tensor cores take: see [`FP8_AGREEMENT`](crate::ops::FP8_AGREEMENT) and
+    /// [`BF16_AGREEMENT`](crate::ops::BF16_AGREEMENT).
     pub const AGREEMENT: Agreement = Agreement::RelL2(1e-6);
 
     /// Checks shapes and the combination. `m` = n of the layer, `n` = k of the layer, `k` = the capacity.
@@ -360,26 +332,5 @@ fn check_stack<B: Backend>(op: &'static str, w: &Operand<B>, stack: usize) -> Re
             expect_eq(op, "stacked matrices of the weight", q.stack, stack)
         }
         _ => Ok(()),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn small_gradients_of_many_rows_are_cut_and_others_are_not() {
-        // Queries, keys and the router of a model 1024 wide; experts' widths; few rows.
-        for (m, n, rows, runs) in [
-            (2048, 1024, 32_768, 2),
-            (512, 1024, 32_768, 8),
-            (192, 1024, 32_768, 16),
-            (4096, 2048, 32_768, 1),
-            (7168, 7168, 16_384, 1),
-            (512, 1024, 1024, 1),
-            (512, 1024, 0, 1),
-        ] {
-            assert_eq!(ProductDims { m, n, k: rows }.gpu_runs(rows), runs, "{m} x {n}, {rows} rows");
-        }
     }
 }

@@ -1,9 +1,6 @@
 use crate::error::expect_eq;
 use crate::{Agreement, Backend, Error, Result, Tensor};
 
-/// The most slots a token for which a GPU has [`CombineTree`]. A CPU has it for any number.
-pub const MOST_TREE_SLOTS_OF_GPU: usize = 32;
-
 /// Sums the rows of each token up a binary tree over leaves: to `[t, d]`.
 ///
 /// A node of the leaves `lo..hi` has the children `lo..mid` and `mid..hi`, mid = lo + (hi − lo) / 2. Each slot of a token has its row at one

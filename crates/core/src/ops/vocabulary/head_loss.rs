@@ -3,7 +3,7 @@ use crate::ops::Control;
 use crate::ops::convert::quantize::{Counts, check_axis, check_planes};
 use crate::ops::products::numbers::{Numbers, Stored};
 use crate::ops::vocabulary::cross_entropy::check_shards;
-use crate::{Agreement, Backend, DType, DeviceKind, Error, Operand, Result, Tensor};
+use crate::{Agreement, Backend, DType, Error, Operand, Result, Tensor};
 use nibble_formats::{BlockAxis, Codec, WHOLE_LINE};
 use std::ops::Range;
 
@@ -42,7 +42,7 @@ pub struct HeadLoss<'a, B: Backend> {
     pub targets: &'a B::Buf<i32>,
     /// Number of shards; rows are divided evenly among them.
     pub shards: usize,
-    /// Tokens whose logits exist at a time, at most ([`head_chunk`] says what suits the device); even, as the BF16 dot takes the contraction in pairs, and
+    /// Tokens whose logits exist at a time, at most (`nibble_choice::head_loss::chunk` says what suits a device); even, as the BF16 dot takes the contraction in pairs, and
     /// with quantized columns a multiple of their block. No chunk has a part of one shard and a part of another: long shards are
     /// cut, of short ones several may be taken at a time.
     pub chunk: usize,
@@ -156,28 +156,6 @@ pub struct HeadLossChunk {
     pub is_first: bool,
     /// Whether the shards' last tokens are among them.
     pub is_last: bool,
-}
-
-/// Tokens a chunk of [`HeadLoss`] that suit a device of this kind and a head of `vocab` rows. A CPU has as many as its caches
-/// like: what is packed of the weight pays, and a row of logits is soon read again. A GPU has as many as fill the products, as
-/// far as logits and gradients leave memory to others.
-pub fn head_chunk(kind: DeviceKind, vocab: usize) -> usize {
-    /// Tokens on a CPU.
-    const OF_A_CPU: usize = 512;
-    /// Tokens on a GPU: with fewer, each chunk's trip to the weight's gradient and back costs more than its products hide.
-    const OF_A_GPU: usize = 8192;
-    /// Logits in F32 and their gradients in BF16 take no more than this on a GPU; where the gradients are quantized, both their
-    /// planes lie where the logits were.
-    const GPU_BYTES: usize = 15 << 29;
-    /// Rows of a product's tile.
-    const TILE: usize = 128;
-    match kind {
-        DeviceKind::Host => OF_A_CPU,
-        DeviceKind::Gpu => {
-            let fits = GPU_BYTES / vocab.max(1).saturating_mul(size_of::<f32>() + size_of::<half::bf16>());
-            (fits / TILE * TILE).clamp(TILE, OF_A_GPU)
-        }
-    }
 }
 
 impl HeadLossChunk {
@@ -312,21 +290,6 @@ fn check_weight<B: Backend>(
             let is_square = w.axis == BlockAxis::Tile && w.format.spec().tiles;
             check_axis(OP, is[2], w, if is_square { BlockAxis::Tile } else { BlockAxis::Row })?;
             expect_eq(OP, is[3], w.stack, 1)
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn chunks_of_a_gpu_are_shorter_where_the_vocabulary_is_large() {
-        for (vocab, chunk) in
-            [(0, 8192), (257, 8192), (32_768, 8192), (151_936, 8192), (262_144, 5120), (usize::MAX / 16, 128)]
-        {
-            assert_eq!(head_chunk(DeviceKind::Gpu, vocab), chunk, "{vocab}");
-            assert_eq!(head_chunk(DeviceKind::Host, vocab), 512, "{vocab}");
         }
     }
 }

@@ -13,6 +13,7 @@ use nibble_choice::products::{BLOCK_M, BLOCK_N, MIXED_GROUPS, OUT_ROW_BYTES, OUT
 use nibble_core::formats::Element;
 use nibble_core::ops::Ragged;
 use nibble_core::{DType, Error, Result};
+use std::sync::{Arc, Mutex, PoisonError};
 
 const OP: &str = "tensor_core_product";
 /// Columns and rows of a box of a BF16 stage whose contraction runs down the rows.
@@ -90,6 +91,15 @@ const fn plain_element(dtype: DType) -> tensor_map::Element {
     }
 }
 
+/// How a [`Cuda`](crate::Cuda) handle runs products on the tensor cores while somebody measures instances.
+#[derive(Debug, Clone, Default)]
+pub struct ProductTrial {
+    /// The instance of every such product; the chosen one where there is none.
+    pub config: Option<TensorCoreConfig>,
+    /// Collects what is asked.
+    pub asked: Option<Arc<Mutex<Vec<TensorCoreProduct>>>>,
+}
+
 /// A product with its operands, all on one device.
 #[derive(Debug)]
 pub struct TensorCoreLaunch<'a> {
@@ -142,10 +152,21 @@ impl TensorCoreLaunch<'_> {
         Ok(device)
     }
 
-    /// Runs with the instance that [`TensorCoreConfig::choose`] picks, or that is [tried](tuning).
+    /// Runs with the instance that [`TensorCoreConfig::choose`] picks.
     pub fn run(self) -> Result<()> {
-        let config = tuning::config(&self.product);
+        let config = TensorCoreConfig::choose(&self.product);
         self.run_with(config)
+    }
+
+    /// Runs as `trial` says.
+    pub(super) fn run_under(self, trial: &ProductTrial) -> Result<()> {
+        if let Some(asked) = &trial.asked {
+            asked.lock().unwrap_or_else(PoisonError::into_inner).push(self.product);
+        }
+        match trial.config {
+            Some(config) => self.run_with(config),
+            None => self.run(),
+        }
     }
 
     /// Runs with this instance.
@@ -310,82 +331,6 @@ pub(crate) fn instances() -> Vec<Instance> {
         }
     }
     instances
-}
-
-/// Trials of instances, for who measures them: what a call asks for, and the same on another instance than the chosen one.
-pub mod tuning {
-    use super::{TensorCoreConfig, TensorCoreProduct};
-    use std::cell::RefCell;
-    use std::thread::LocalKey;
-
-    thread_local! {
-        static CONFIG: RefCell<Option<TensorCoreConfig>> = const { RefCell::new(None) };
-        static ASKED: RefCell<Option<Vec<TensorCoreProduct>>> = const { RefCell::new(None) };
-    }
-
-    /// Gives a cell of this thread back what it held, also where the work between panics.
-    struct Restore<T: 'static> {
-        cell: &'static LocalKey<RefCell<Option<T>>>,
-        before: Option<T>,
-    }
-
-    impl<T> Restore<T> {
-        fn holding(cell: &'static LocalKey<RefCell<Option<T>>>, now: T) -> Self {
-            Self { cell, before: cell.replace(Some(now)) }
-        }
-    }
-
-    impl<T> Drop for Restore<T> {
-        fn drop(&mut self) {
-            self.cell.set(self.before.take());
-        }
-    }
-
-    /// Runs `work` with this thread's grouped products on one instance.
-    pub fn with<R>(config: TensorCoreConfig, work: impl FnOnce() -> R) -> R {
-        let _restore = Restore::holding(&CONFIG, config);
-        work()
-    }
-
-    /// Runs `work` and says which grouped products this thread ran meanwhile, but for those that a call of this within it says.
-    pub fn asked<R>(work: impl FnOnce() -> R) -> (R, Vec<TensorCoreProduct>) {
-        let _restore = Restore::holding(&ASKED, Vec::new());
-        let result = work();
-        (result, ASKED.take().unwrap_or_default())
-    }
-
-    /// The instance for a product: the one that is measured, or the chosen one.
-    pub(crate) fn config(product: &TensorCoreProduct) -> TensorCoreConfig {
-        ASKED.with_borrow_mut(|asked| {
-            if let Some(asked) = asked {
-                asked.push(*product);
-            }
-        });
-        CONFIG.with_borrow(|config| *config).unwrap_or_else(|| TensorCoreConfig::choose(product))
-    }
-
-    #[cfg(test)]
-    mod tests {
-        use super::*;
-        use std::panic::catch_unwind;
-
-        fn measured() -> Option<TensorCoreConfig> {
-            CONFIG.with_borrow(|config| *config)
-        }
-
-        #[test]
-        fn a_trial_ends_with_its_work_even_if_that_panics() {
-            let band = |band| TensorCoreConfig { band, ..TensorCoreConfig::USUAL };
-            with(band(2), || {
-                with(band(4), || assert_eq!(measured(), Some(band(4))));
-                assert_eq!(measured(), Some(band(2)));
-                assert!(catch_unwind(|| with(band(8), || panic!("on purpose"))).is_err());
-                assert_eq!(measured(), Some(band(2)));
-            });
-            let ((), outer) = asked(|| assert!(asked(|| ()).1.is_empty()));
-            assert!(outer.is_empty() && measured().is_none() && ASKED.with_borrow(Option::is_none));
-        }
-    }
 }
 
 #[cfg(test)]
