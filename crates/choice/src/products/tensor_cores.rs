@@ -2,7 +2,7 @@
 //! kernels runs, in what order it walks the tiles of D.
 
 use nibble_core::formats::Element;
-use nibble_core::ops::{ProductDims, Ragged};
+use nibble_core::ops::Ragged;
 use nibble_core::{DType, Error, Result};
 use std::fmt;
 

@@ -6,7 +6,7 @@ use nibble_core::ops::{
     Control, Counts, CrossEntropy, Emitted, Gemm, GroupedWgrad, HeadCodecs, HeadLoss, HeadLossGrad,
     HeadLossOut, Planes, Quantize,
 };
-use nibble_core::{Backend, DType, DeviceKind, Groups, Operand, Tensor};
+use nibble_core::{Backend, DType, Groups, Operand, Tensor};
 
 const SCALE: f32 = 0.02;
 
