@@ -22,6 +22,7 @@ const SIZES: &str = "s";
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Examples:\n  \
     nibble recipe\n  \
+    nibble recipe --studies\n  \
     nibble recipe mxfp4-hopper\n  \
     nibble recipe mxfp4-hopper --all\n  \
     nibble recipe my-recipe.toml --trace\n  \
@@ -30,6 +31,9 @@ pub struct Args {
     /// A built-in recipe or the path of a TOML file.
     #[arg(value_name = "NAME_OR_FILE")]
     recipe: Option<String>,
+    /// Lists the recipes that study a format or a technique instead of those to train with.
+    #[arg(long, conflicts_with_all = ["recipe", "all", "trace", "cost"])]
+    studies: bool,
     /// Prints also what is made from quantized tensors, all settings of overrides, every change of representation and what is kept; with --cost the figures that the
     /// HiFloat4 study published, to compare.
     #[arg(long, requires = "recipe")]
@@ -44,12 +48,25 @@ pub struct Args {
     cost: Option<String>,
 }
 
+fn list(studies: bool) -> Result<()> {
+    let names: Vec<&str> =
+        if studies { Recipe::study_names().collect() } else { Recipe::training_names().collect() };
+    let width = names.iter().map(|name| name.len()).max().unwrap_or(0);
+    for name in names {
+        say!("{name:<width$} {}", Recipe::builtin(name)?.description);
+    }
+    if !studies {
+        say!(
+            "{} more are studies of a format or a technique: nibble recipe --studies",
+            Recipe::study_names().count()
+        );
+    }
+    Ok(())
+}
+
 pub fn run(args: Args) -> Result<()> {
     let Some(name) = args.recipe else {
-        for name in Recipe::all_names() {
-            say!("{name:<18} {}", Recipe::builtin(name)?.description);
-        }
-        return Ok(());
+        return list(args.studies);
     };
     if let Some(config) = args.cost {
         return cost::run(&name, &config, args.all);

@@ -2,11 +2,12 @@
 
 use crate::rig;
 
+use nibble_core::Recipe;
 use nibble_core::formats::Format;
 use nibble_cpu::Cpu;
 use nibble_train::config::Config;
 use rig::train;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 const STEPS: u64 = 12;
 
@@ -27,10 +28,8 @@ saved.x = { format = "NAME", axis = "col" }
 /// Formats that no recipe has: `tiny`, at a quarter of its batch, learns with every product in one that may be.
 #[test]
 fn formats_of_no_recipe_learn() {
-    let recipes = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../recipes");
-    let texts =
-        std::fs::read_dir(&recipes).unwrap().map(|file| std::fs::read_to_string(file.unwrap().path()));
-    let texts: String = texts.map(|text| text.unwrap()).collect();
+    let texts: String =
+        Recipe::all_names().map(|name| std::fs::read_to_string(rig::recipe_file(name)).unwrap()).collect();
     let mut trained = 0;
     for format in Format::ALL.into_iter().filter(|format| format.is_block()) {
         let name = format.name();

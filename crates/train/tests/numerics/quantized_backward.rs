@@ -41,7 +41,7 @@ const EXACT: f64 = 1e-5;
 /// Every recipe that rounds operands, with transforms that divide the widths here. Layers here have no place in a model.
 fn recipes() -> impl Iterator<Item = &'static str> {
     let is_everywhere = |name: &str| Recipe::builtin(name).unwrap().overrides.is_empty();
-    Recipe::distinct_names()
+    Recipe::training_names()
         .filter(move |name| *name != "f32" && !rig::wants_width(name) && is_everywhere(name))
 }
 

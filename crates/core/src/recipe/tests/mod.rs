@@ -14,8 +14,16 @@ fn every_shipped_recipe_reads_and_prints() {
         assert!(!recipe.description.is_empty(), "{name}");
         assert!(recipe.to_string().contains("fprop.x"));
     }
-    let files = std::fs::read_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/recipes")).unwrap();
-    assert_eq!(files.count(), Recipe::all_names().count(), "each file of recipes/ has its line in the table");
+    let files = |folder: &str| {
+        let folder = format!("{}/{folder}", env!("CARGO_MANIFEST_DIR"));
+        std::fs::read_dir(folder).unwrap().filter(|file| file.as_ref().unwrap().path().is_file()).count()
+    };
+    assert_eq!(files("recipes"), Recipe::training_names().count(), "each file of recipes/ is listed");
+    assert_eq!(
+        files("recipes/studies"),
+        Recipe::study_names().count(),
+        "each file of recipes/studies/ is listed"
+    );
 }
 
 /// What has no square tiles is not said to be in them, whatever the recipe or override.
