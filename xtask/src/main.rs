@@ -10,6 +10,7 @@ mod made_up;
 mod modules;
 mod moved;
 mod names;
+mod pages;
 mod run;
 mod soak;
 mod tokens;

@@ -7,7 +7,7 @@ use crate::device::pinned::Pinned;
 use crate::device::recording::Recording;
 use crate::device::{Device, Event};
 use crate::driver::failed;
-use crate::ops::products::tensor_cores::ProductTrial;
+use nibble_choice::products::ProductTrial;
 use nibble_core::{
     Backend, DeviceKind, LineCopy, Lines, MemoryStats, Plain, Result, Room, Traffic, ValueRun, check_range,
 };

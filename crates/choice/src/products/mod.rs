@@ -9,8 +9,8 @@ mod tensor_cores;
 
 pub use parts::{PARTS, Parts, PartsForm};
 pub use tensor_cores::{
-    Adds, BLOCK_M, BLOCK_N, MIXED_GROUPS, OUT_ROW_BYTES, OUT_ROWS, OperandKind, Order, ROW_BYTES, SHORT,
-    ScalesB, TensorCoreConfig, TensorCoreProduct, row_unit,
+    Adds, BLOCK_M, BLOCK_N, MIXED_GROUPS, OUT_ROW_BYTES, OUT_ROWS, OperandKind, Order, ProductTrial,
+    ROW_BYTES, SHORT, ScalesB, TensorCoreConfig, TensorCoreProduct, row_unit,
 };
 
 use crate::Temporary;

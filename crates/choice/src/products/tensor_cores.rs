@@ -5,6 +5,7 @@ use nibble_core::formats::Element;
 use nibble_core::ops::Ragged;
 use nibble_core::{DType, Error, Result};
 use std::fmt;
+use std::sync::{Arc, Mutex};
 
 const OP: &str = "grouped_product";
 /// Contraction that a scale is for.
@@ -404,6 +405,15 @@ impl TensorCoreConfig {
         let queue = if let Order::Mixed = self.order { QUEUE_BYTES } else { 0 };
         1024 + out + queue + self.stages * (operands + scales * size_of::<f32>() + TILE_BYTES + barriers)
     }
+}
+
+/// How a GPU runs products on the tensor cores while somebody measures instances.
+#[derive(Debug, Clone, Default)]
+pub struct ProductTrial {
+    /// The instance of every such product; the chosen one where there is none.
+    pub config: Option<TensorCoreConfig>,
+    /// Collects what is asked.
+    pub asked: Option<Arc<Mutex<Vec<TensorCoreProduct>>>>,
 }
 
 #[cfg(test)]

@@ -8,12 +8,14 @@ use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::tensor_map::{self, Fetch, Swizzle, TensorMap, Tiles};
 use crate::launch::{KernelArg, Launch};
 use crate::ops::Instance;
-pub use nibble_choice::products::{Adds, OperandKind, Order, ScalesB, TensorCoreConfig, TensorCoreProduct};
+pub use nibble_choice::products::{
+    Adds, OperandKind, Order, ProductTrial, ScalesB, TensorCoreConfig, TensorCoreProduct,
+};
 use nibble_choice::products::{BLOCK_M, BLOCK_N, MIXED_GROUPS, OUT_ROW_BYTES, OUT_ROWS, ROW_BYTES, SHORT};
 use nibble_core::formats::Element;
 use nibble_core::ops::Ragged;
 use nibble_core::{DType, Error, Result};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::PoisonError;
 
 const OP: &str = "tensor_core_product";
 /// Columns and rows of a box of a BF16 stage whose contraction runs down the rows.
@@ -89,15 +91,6 @@ const fn plain_element(dtype: DType) -> tensor_map::Element {
         DType::Bf16 => tensor_map::Element::Bf16,
         DType::F32 => tensor_map::Element::F32,
     }
-}
-
-/// How a [`Cuda`](crate::Cuda) handle runs products on the tensor cores while somebody measures instances.
-#[derive(Debug, Clone, Default)]
-pub struct ProductTrial {
-    /// The instance of every such product; the chosen one where there is none.
-    pub config: Option<TensorCoreConfig>,
-    /// Collects what is asked.
-    pub asked: Option<Arc<Mutex<Vec<TensorCoreProduct>>>>,
 }
 
 /// A product with its operands, all on one device.
