@@ -100,7 +100,7 @@ impl Codec {
 
     /// Whether random bits are consumed: by the rounding of the elements, or by that of corrected scales, never by both.
     pub fn draws(&self) -> bool {
-        self.params.rounding.is_random() || self.params.scaling.correction != Correction::None
+        self.params.rounding.is_random() || self.params.scaling.draws()
     }
 
     /// The stream of a tensor's bits with the purpose that they have here.

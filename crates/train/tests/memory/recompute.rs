@@ -238,16 +238,8 @@ fn pass(recipe: &Recipe, scopes: &[Scope]) -> (Vec<(CountSite, [u64; 3])>, Vec<V
     let gradients = model.params().into_iter().map(bits).collect();
     let mut counted = cx.counted.borrow_mut();
     let mut sums = vec![[0; 3]; counted.sites().len()];
-    let layout = Layout {
-        sites: sums.len(),
-        layers: 2,
-        dense: 0,
-        experts: 4,
-        shards: 4,
-        runs: 4,
-        spans: 0,
-        measures: false,
-    };
+    let spec = ModelSpec::new(&config.model);
+    let layout = Layout { sites: sums.len(), shards: 4, runs: 4, ..Layout::of(&spec) };
     for Waiting { site, counts, .. } in counted.take(&layout).unwrap() {
         sums[site].iter_mut().zip(counts.0.as_slice()).for_each(|(sum, count)| *sum += count);
     }

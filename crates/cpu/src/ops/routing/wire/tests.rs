@@ -207,11 +207,8 @@ fn what_lies_in_the_padding_does_not_matter() {
 #[test]
 fn a_message_of_no_row_is_zeros() {
     let cpu = Cpu::new(1).unwrap();
-    for (format, rule) in [
-        (Format::Mxfp4, ScaleRule::Rceil),
-        (Format::Nvfp4, ScaleRule::Amax),
-        (Format::Nvfp4In128, ScaleRule::Amax),
-    ] {
+    let rules = |format: Format| format.spec().rules.iter().map(move |rule| (format, *rule));
+    for (format, rule) in Format::ALL.into_iter().flat_map(rules) {
         let x = rows_of(&cpu, format, rule, 3, 64);
         let pack = |index: &[i32]| {
             let index = cpu.upload(index).unwrap();
