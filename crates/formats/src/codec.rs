@@ -1,4 +1,5 @@
-//! Blocks to codes and back. Scalar, and the specification that every faster path is held to.
+//! Blocks to codes and back. Scalar, and the specification that every faster path is held to: [`Codec::quantize_block`] handles one
+//! block, and asks the format's record and its `BlockCodec` for everything.
 
 use crate::block::{BlockParams, BlockScale, amax};
 use crate::e8m0::ScaleRule;

@@ -1,5 +1,7 @@
-//! The conversions of a layer's plan, carried out: a tensor becomes what its products, its backward pass or other ranks read, and what that counts is
-//! kept for the step's record.
+//! Executes the conversions of a layer's plan: a tensor becomes what its products, its backward pass or other ranks read. The counts of
+//! each conversion (exact, rounded and non-finite blocks) are collected for the step's record.
+//!
+//! `Cx::convert` converts a tensor that exists. `Cx::compute` runs a fused kernel, says what it should write, and converts what it wrote.
 
 use crate::cx::Cx;
 use crate::record::{ChangeKind, CountSite, FoundCells};

@@ -1,5 +1,9 @@
-//! The arguments of every operation, their checks and their documentation. Related operations share a file. The code of each is a
-//! function of its name in every backend, in a file of the same name or of its relatives there.
+//! The arguments of every op, their checks, their results and their documentation. Related ops share a file. In every backend an op is a
+//! function of its name, in a file of the same name or of a related op.
+//!
+//! `for_each_op!` lists every op once: its method, its arguments, its result, and which fields it reads and writes. The trait `Kernels`,
+//! each op's `run`, the delegates of every backend, the recorder of `testkit`, what dry runs count and the list of conformance tests are
+//! generated from it. `for_each_result!` lists the structs that ops return.
 //!
 //! Legend: t tokens, r routed rows (padding included), d model, f ffn, e experts, l local experts, k top-k, s shards.
 

@@ -1,12 +1,24 @@
 //! Families of models: what their tensors and sizes are called outside of Nibble.
 //!
-//! A parameter's id decides its initial values, its random bits and its place in a run; the name under which a checkpoint has it, and how its rows
-//! lie in tensors there, is its family's choice. So a family changes no weight, and the same model can be written as any family that has
-//! names for its parts. No family computes: what it cannot say in names and orders of rows is a choice of the decoder.
+//! A parameter's id decides its initial values, its random bits and its place in a run. Its family decides the name under which a
+//! checkpoint has it, and how its rows lie in tensors there. So a family changes no weight, and the same model can be written as any
+//! family that has names for its parts. A family does no arithmetic: what names and orders of rows cannot express is a choice of the
+//! decoder.
 //!
-//! A family is a folder here and a place in [`FAMILIES`]: names and layouts of tensors, what `config.json` says, both ways, and in its first comment
-//! which models those are and where they differ from what loads them. No setting chooses one: the sizes of the model do. Where a family takes models that
-//! another one had, checkpoints that were written before are not found under the new names.
+//! A family is a folder here and a place in [`FAMILIES`]: names and layouts of tensors, and what `config.json` says, both ways. Its first
+//! comment says which models it covers and where they differ from what loads them. No setting names a family. A model is written as the
+//! first family whose `config.json`, read again, gives that model; a test may set another. Where a new family takes models that another
+//! one had, checkpoints written before are not found under the new names.
+//!
+//! One table of [`Field`]s reads and writes most of `config.json`; two functions handle what no field expresses. A key whose value the
+//! decoder does not have is refused by name.
+//!
+//! A tensor of a checkpoint is rows of parameters, one after the other ([`Named`]). So a family can split a parameter, join two, and
+//! reorder rows, as DeepSeek's rotated rows need; it cannot transpose. `train/tests/models/spec.rs` has a made-up family, by whose names
+//! a trained model is written and read back bit for bit.
+//!
+//! Checkpoints of a run have the family's names and order too, in F32. So a run's checkpoint, an export and a published folder differ
+//! only in the type of their values, and one reader (`checkpoint::Tensors`) serves all of them.
 
 mod alias;
 mod config_json;

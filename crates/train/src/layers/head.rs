@@ -1,8 +1,12 @@
 //! The output head and its loss, in chunks of tokens. t tokens, d model, v vocabulary.
 //!
-//! What a forward pass would keep for the head's backward pass is its input, and logits as large as the vocabulary. So the
-//! head's gradients are made in the forward pass, while a chunk's logits exist, and what is kept is one gradient of the
-//! size of the input.
+//! A separate backward pass would need the head's input and the logits, which are as large as the vocabulary. So the head computes its
+//! gradients in the forward pass, while a chunk's logits exist, and saves only the gradient of its input. It has no `backward`.
+//! `nibble_choice::head_loss` chooses the length of a chunk: 512 tokens on a CPU, up to 8192 on a GPU.
+//!
+//! Under a recipe's `[head]` the products may be quantized, in any format whose scales are for a block of tokens or less. Each chunk's
+//! input, and the gradients of its logits once they are rounded to BF16, are then quantized to rows and columns; the weight is quantized
+//! once a step like any other.
 
 use crate::convert::LayerName;
 use crate::cx::Cx;

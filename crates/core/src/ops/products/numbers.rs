@@ -1,3 +1,20 @@
+//! Which numbers a product multiplies. Any two formats multiply, with blocks of any lengths, or one of them plain. [`Numbers::of`]
+//! chooses the narrowest numbers that both operands reach. Every backend asks it, so all backends multiply the same numbers.
+//!
+//! * **FP8.** E4M3 and E5M2 codes under a scale for 128 values or more are multiplied as they are. FP8 codes are exact BF16 numbers, so
+//!   the dot product within a block is the BF16 dot; then `total = fma(dot, scale_a · scale_b, total)` in F32. MX blocks of FP4 and FP6
+//!   are *lifted*: four blocks of 32 become one E4M3 block of 128. `nibble_formats::lift` says when that is exact.
+//! * **BF16.** Other quantized operands become codes times the scales of their blocks, rounded to BF16. The rounding changes nothing for
+//!   formats that fold (`Format::folds_into_bf16`): all but those with F32 scales of blocks or rows. A tensor's scale multiplies the sum.
+//! * **F32.** Where one operand is plain F32 (`activations = "f32"`), the other becomes the F32 numbers that it stands for.
+//!
+//! A recipe may name the conversion instead: `transcode` then lifts a tensor once before the product, and counts what it rounds. A
+//! product counts nothing.
+//!
+//! What only products read need not exist as codes. A layer says so when it quantizes (`Quantize::only_for`, with the numbers of those
+//! products from its plan), and a GPU then writes what the products take ([`Taken`]). No bit of a result changes. The CPU backend, which
+//! is the specification, always writes codes.
+
 use crate::{Agreement, DType};
 use nibble_formats::{BlockAxis, Codec, Element, Format, LIFTED_BLOCK, ScaleRule, WHOLE_LINE};
 use std::fmt;

@@ -1,10 +1,32 @@
-//! Tokens to the ranks of their experts, and back. `dispatch` and `combine` are each other's backward pass.
+//! The all-to-all of an expert layer: tokens to the ranks of their experts, and back. `dispatch` and `combine` are each other's backward
+//! pass.
 //!
-//! A token is sent once to each rank that has one of its experts. Rows arrive by source rank, and in the order of tokens
-//! within: since ranks hold consecutive tokens, that is the global order, and expert-sorted rows lie as they would on a
-//! single rank.
+//! **Dispatch.** A token is sent once to each rank that has one of its experts, as `codes ‖ scales ‖ padding to 16 bytes`. Rows arrive by
+//! source rank, and within it in the order of tokens. Ranks hold consecutive tokens, so that is the global order, and expert-sorted rows
+//! lie as on a single rank. Rows that are quantized for the all-to-all become messages in the same pass (`QuantizePack`). `UnpackPermute`
+//! unpacks what arrives and sorts it by expert, also in one pass.
 //!
-//! On the way back a rank sends a row for each slot, or one for each token that it was sent: [`Combine`].
+//! **Combine.** [`Combine`] decides what travels back. With `slots` it is a row for each slot: under top 8, eight rows a token. With
+//! `tree` each rank sums what its experts computed for a token (`CombineTree`) and sends one unpadded row for each token that it was
+//! sent, in the order in which tokens came. These sums are nodes of the tree over all experts, since a power of two of ranks cuts it at
+//! nodes; the token's rank sums the rest. So the bits do not depend on the number of ranks. Gradients of gate weights travel as one
+//! number a slot either way.
+//!
+//! Where a recipe quantizes `combine.fwd` or `combine.bwd`, each slot's row is quantized by itself, sent, dequantized, and summed in slot
+//! order. One rank quantizes and dequantizes too, so that the bits are the same. With `tree`, sums would be rounded where ranks meet,
+//! which depends on the mesh; so that is refused.
+//!
+//! **Plan.** The device plans where everything goes: slots are sorted by the rank of their expert, and records of a token's number, its
+//! experts there and its gate weights travel before the rows. The host reads one buffer for each plan: tokens and slots from every rank
+//! to every rank. A layer is planned once per micro-batch, and twice where `train.recompute` names `experts` or `layers`. With `run.dp` =
+//! `run.ranks` no rows travel, and no counts are read. `train/tests/ranks/transfers.rs` counts every transfer to the host.
+//!
+//! **Capacity.** A rank has buffers for `run.capacity_factor` times its share of the slots (1.25 by default), but for no more than can
+//! come. Where one rank is sent more, every rank sees it in the counts, and none sends rows of that layer. The step's record says so, and
+//! the step changes nothing. On reading the record the host enlarges the buffers to 1.125 times what was sent and retries these steps,
+//! with the bits that they would have had. An evaluation's batch is retried too. No token is dropped.
+//!
+//! `ExchangeBytes` computes the bytes of each leg from a routing.
 
 use crate::convert::TensorName;
 use crate::cx::Cx;

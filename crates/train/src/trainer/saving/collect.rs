@@ -1,5 +1,6 @@
-//! Pieces of a checkpoint's files, brought to their owners by the ranks that keep their values. Of every value one rank is asked. In a round each
-//! owner gets one piece, so that no rank holds more of the others' than that, nor sends more than all of them together.
+//! Pieces of a checkpoint's files, brought to their owners by the ranks that hold their values. Of the ranks that hold a value, one is
+//! asked. In a round each owner gets one piece; all pieces of a round together are up to 16 MiB. So no rank ever holds a model, nor sends
+//! more than one round's values at once.
 
 use super::files::{FileTensor, Files, Part, Run, cut, kept_by, num_values};
 use super::pieces::{Pieces, Stopped};

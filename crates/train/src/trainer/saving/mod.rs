@@ -1,12 +1,22 @@
-//! A checkpoint on its way to the disk while training goes on.
+//! A checkpoint on its way to the disk while training continues.
 //!
-//! Two threads: one copies weights and moments to the host in the order of the files, piece by piece, beside the work that the
-//! training thread issues; the other one hashes and writes the pieces, syncs the files and renames the checkpoint into place.
-//! The training thread waits once: before the next step's optimizer, until everything is copied. No more than
-//! `checkpoint.host_gib` of pieces lie between the two, so copying falls back to the speed of the disk where that is little.
-//! Their memory stays for the next checkpoint; a third thread makes it before the first one, beside the first steps.
+//! It begins once the step's record has been read and shows no error. Two threads work on it. One copies weights and moments to the host
+//! in the order of the files, in pieces of up to 16 MiB whatever tensors lie in them, through the device's second stream. The other
+//! hashes and writes the pieces, syncs the files and renames the checkpoint into place. The training thread issues the next step's
+//! forward and backward passes meanwhile. It waits once: the optimizer of the next step begins when everything is copied.
 //!
-//! That is one rank alone. Of several, each writes files of its own ([`owners`]).
+//! No more than `checkpoint.host_gib` of pieces lie between the two threads, so copying slows to the speed of the disk where a checkpoint
+//! is larger, and the optimizer waits longer. The pieces' memory stays for the next checkpoint; a third thread allocates it beside the
+//! first steps. One checkpoint at a time is under way. Its error ends the run at the next step, or at the run's end, which waits for the
+//! last checkpoint.
+//!
+//! The optimizer waits for the whole copy rather than slice by slice. The last slice of a step's AdamW cannot begin before the last value
+//! is copied, so slices would hide only the time of AdamW itself, for a launch per slice and a recording cut into as many parts.
+//!
+//! Learning rate and batches are functions of the step and the position in the data. So a checkpoint needs weights, moments, histories of
+//! delayed scales, step, position, recipe and configuration, and a resumed run computes the same numbers.
+//!
+//! All this is one rank alone. Several ranks each write files of their own ([`owners`]).
 
 pub(super) mod collect;
 pub(super) mod files;

@@ -1,9 +1,17 @@
-//! A checkpoint of several ranks: each file has an owner, which gets its values in pieces, hashes and writes it.
+//! A checkpoint of several ranks: each file has an owner, which receives its values in pieces, hashes and writes it.
 //!
-//! The training threads bring a round of pieces together, one for each owner ([`collect`](super::collect)); beside them every rank's writer
-//! hashes and writes what came, in a folder that the first rank has made. When all have written, all ranks meet again: they tell names, lengths and hashes,
-//! and the first rank writes what else there is, `state.json` last, and gives the checkpoint its name. Writers call no collective. An owner that cannot
-//! write goes on taking part in the rounds, and tells its error at the end.
+//! Files are the same on every mesh: `checkpoint.file_mib` alone divides tensors among them. They are assigned, largest first, to the
+//! rank with the fewest values so far. The first rank makes one folder and tells the others; a rank that does not see that folder says so
+//! before anything travels.
+//!
+//! The training threads exchange rounds of pieces ([`collect`](super::collect)), before the next step. Writers call no collective: they
+//! hash and write beside the steps. Whether a rank still writes travels with a step's inputs, so all ranks read in the same record when
+//! none does. Then they meet: they exchange names, lengths and hashes, and the first rank writes the other files, `state.json` last, and
+//! renames the folder. They meet earlier, and wait for writers, where the next checkpoint or an evaluation begins, a step is refused or
+//! retried, or the run ends.
+//!
+//! An owner that cannot write takes part in the rounds to their end. Every rank then gets an error that names the owner and its file, and
+//! the checkpoint is removed.
 
 use super::files::Files;
 use super::pieces::{Piece, Pieces, Pool};

@@ -1,4 +1,6 @@
-//! What every rank must have alike: data, tasks, configuration, recipe. Ranks that are processes have each read their own.
+//! What every rank must have alike: data (by SHA-256), tasks, recipe, and every setting but where a rank finds things and what it
+//! computes with. Ranks that are processes have each read their own. A difference is refused by name, on all ranks, before the first
+//! step.
 
 use crate::config::Config;
 use crate::data::Dataset;

@@ -1,4 +1,22 @@
-//! Which directory a run writes to: a new run replaces no file of another run, or of a person.
+//! Which directory a run writes to, and what it writes there. A new run replaces no file of another run, or of a person. A run has begun
+//! once `config.toml` has its name, under the lock of `checkpoints/.lock`; one that ended before that leaves its directory free.
+//!
+//! | file | written | read by |
+//! |---|---|---|
+//! | `config.toml` | when the run begins or resumes: every key | `train --resume`, `plot`, `report` |
+//! | `recipe.toml` | when the run begins or resumes: the recipe in full | `plot`, `report`; a resumed run takes its checkpoint's recipe |
+//! | `metrics.jsonl` | a line per step, and one per evaluation | `plot`, `report` |
+//! | `ranks.jsonl` | of several ranks, a line per step: seconds of each rank, and those in which it waited | people |
+//! | `ranks/` | of several ranks, a log of each but the first | people |
+//! | `layers.jsonl` | for some steps, and one that fails: rows of every expert, blocks of every site | `report` |
+//! | `loss.svg`, `memory.txt`, TensorBoard events | at each evaluation; at the beginning; each step | people |
+//! | `train.log` | every setting, and the lines of the console | people |
+//! | `processes.jsonl` | when a process begins to work on the run: date, machine, version | `report` |
+//! | `checkpoints/` | whole or not at all | `train --resume`, `eval`, `generate` |
+//!
+//! A run that resumes from an earlier step truncates `metrics.jsonl`, `ranks.jsonl` and `layers.jsonl` to that step. The report computes
+//! nothing that a run did not record, with two exceptions: it rehearses the list of saved tensors from shapes, and runs the watchdog over
+//! the metrics again.
 
 use crate::checkpoint::{DIR, Store, checkpoint_folders, has_checkpoints, latest_valid};
 use crate::config::{Config, in_shell, read_text};

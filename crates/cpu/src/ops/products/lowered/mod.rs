@@ -1,5 +1,6 @@
-//! How the operands of a product are taken. [`Numbers`] says of a pair which numbers are multiplied; here they become what the engine reads: its
-//! own codes where both have them in blocks of one length, and otherwise plain numbers, with F32 scales beside them that multiply the sums.
+//! How the operands of a product become what the engine reads. [`Numbers`] says of a pair which numbers are multiplied. The engine reads
+//! codes of one block length as they are. Other quantized operands are lifted, or become BF16 or F32 numbers, with F32 scales beside them
+//! that multiply the sums.
 
 use crate::gemm;
 use crate::ops::convert::quantize::source::{Lines, Scales};
