@@ -61,7 +61,16 @@ pub fn attention_scale(head_dim: usize) -> f32 {
     1.0 / (head_dim as f32).sqrt()
 }
 
-impl<B: Backend> Attention<'_, B> {
+/// Queries, keys and values.
+type Qkv<'a, B> = [&'a Tensor<B>; 3];
+
+impl<'a, B: Backend> Attention<'a, B> {
+    /// Of the usual scale ([`attention_scale`]), no keys hidden. `dims`: `head_dim` and `value_dim`.
+    pub fn new([q, k, v]: Qkv<'a, B>, (head_dim, value_dim): (usize, usize), seq_len: usize) -> Self {
+        let scale = attention_scale(head_dim);
+        Self { q, k, v, head_dim, value_dim, scale, seq_len, windows: None }
+    }
+
     /// Checks shapes.
     pub fn check(&self) -> Result<()> {
         const OP: &str = "attention";
@@ -99,7 +108,12 @@ pub struct AttentionDecode<'a, B: Backend> {
     pub len: usize,
 }
 
-impl<B: Backend> AttentionDecode<'_, B> {
+impl<'a, B: Backend> AttentionDecode<'a, B> {
+    /// Of the usual scale ([`attention_scale`]). `dims`: `head_dim` and `value_dim`.
+    pub fn new([q, k, v]: Qkv<'a, B>, (head_dim, value_dim): (usize, usize), len: usize) -> Self {
+        Self { q, k, v, head_dim, value_dim, scale: attention_scale(head_dim), len }
+    }
+
     /// Checks shapes.
     pub fn check(&self) -> Result<()> {
         const OP: &str = "attention_decode";
@@ -157,7 +171,19 @@ pub struct AttentionGrads<B: Backend> {
     pub dv: Tensor<B>,
 }
 
-impl<B: Backend> AttentionBackward<'_, B> {
+impl<'a, B: Backend> AttentionBackward<'a, B> {
+    /// Of [`Attention::new`] and its result, `out` and `lse`; `dout` is the gradient of `out`.
+    pub fn new(
+        [q, k, v]: Qkv<'a, B>,
+        (out, lse): (&'a Tensor<B>, &'a B::Buf<f32>),
+        dout: &'a Tensor<B>,
+        (head_dim, value_dim): (usize, usize),
+        seq_len: usize,
+    ) -> Self {
+        let scale = attention_scale(head_dim);
+        Self { q, k, v, out, lse, dout, head_dim, value_dim, scale, seq_len, windows: None }
+    }
+
     /// Checks shapes.
     pub fn check(&self) -> Result<()> {
         const OP: &str = "attention_backward";

@@ -60,6 +60,10 @@ impl Heads {
         }
     }
 
+    fn dims(&self) -> (usize, usize) {
+        (self.head_dim, self.value_dim)
+    }
+
     /// Rows of `heads` heads of `dim` elements.
     fn tensor<B: Kernels>(&self, b: &B, name: &str, heads: usize, dim: usize) -> Result<Tensor<B>> {
         let (rows, cols) = (self.sequences * self.seq_len, heads * dim);
@@ -125,8 +129,8 @@ impl Heads {
         [q, k, v]: &[Tensor<B>; 3],
         windows: Option<&Windows<B>>,
     ) -> Result<AttentionOut<B>> {
-        let Self { head_dim, value_dim, scale, seq_len, .. } = *self;
-        Attention { q, k, v, head_dim, value_dim, scale, seq_len, windows }.run(b)
+        let Self { scale, seq_len, .. } = *self;
+        Attention { scale, windows, ..Attention::new([q, k, v], self.dims(), seq_len) }.run(b)
     }
 }
 
@@ -156,28 +160,16 @@ impl<B: Kernels> Case<B> for Backward {
     }
 
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
-        let Heads { head_dim, value_dim, scale, seq_len, heads, .. } = self.0;
+        let Heads { value_dim, scale, seq_len, heads, .. } = self.0;
         let qkv = self.0.qkv(b)?;
         let windows = self.0.windows(b)?;
         let windows = windows.as_ref();
         let made = self.0.forward(b, &qkv, windows)?;
         let dout = self.0.tensor(b, "attention.dout", heads, value_dim)?;
         let [q, k, v] = &qkv;
-        let AttentionOut { out, lse } = &made;
-        let grads = AttentionBackward {
-            q,
-            k,
-            v,
-            out,
-            lse,
-            dout: &dout,
-            head_dim,
-            value_dim,
-            scale,
-            seq_len,
-            windows,
-        }
-        .run(b)?;
+        let of = (&made.out, &made.lse);
+        let op = AttentionBackward::new([q, k, v], of, &dout, self.0.dims(), seq_len);
+        let grads = AttentionBackward { scale, windows, ..op }.run(b)?;
         let mut out = Outputs::default();
         self.0.note(&mut out, b, "dv", &grads.dv)?;
         // Of one key dP - delta is 0 but for what rounding leaves, which only the same order of sums makes the same.
@@ -310,10 +302,9 @@ impl<B: Kernels> Case<B> for Decode {
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let [_, k, v] = self.heads.qkv(b)?;
         let one = Heads { sequences: 1, seq_len: 1, ..self.heads };
-        let Heads { head_dim, value_dim, scale, .. } = one;
-        let q = one.tensor(b, "attention.q", one.heads, head_dim)?;
-        let made =
-            AttentionDecode { q: &q, k: &k, v: &v, head_dim, value_dim, scale, len: self.len }.run(b)?;
+        let q = one.tensor(b, "attention.q", one.heads, one.head_dim)?;
+        let op = AttentionDecode::new([&q, &k, &v], one.dims(), self.len);
+        let made = AttentionDecode { scale: one.scale, ..op }.run(b)?;
         let mut out = Outputs::default();
         out.tensor(b, "out", &made)?;
         Ok(out)

@@ -139,10 +139,8 @@ impl<B: Kernels> GroupedQuery<B> {
         let Projected { x, q, q_saved, k, k_saved, v } = self.projected(cx, &x_td, 0)?;
         let GroupedQueryShape { head_dim, value_dim, .. } = self.shape;
         let seq_len = self.positions().min(x_td.rows);
-        let scale = attention_scale(head_dim);
-        let op =
-            Attention { q: &q, k: &k, v: &v, head_dim, value_dim, scale, seq_len, windows: cx.windows() };
-        let AttentionOut { out, lse } = op.run(cx.b)?;
+        let op = Attention::new([&q, &k, &v], (head_dim, value_dim), seq_len);
+        let AttentionOut { out, lse } = Attention { windows: cx.windows(), ..op }.run(cx.b)?;
         drop((q, k));
         let (o_input, o) = self.o.input(cx, &out)?;
         let layer = self.name.clone();
@@ -206,20 +204,9 @@ impl<B: Kernels> Layer<B> for GroupedQuery<B> {
         let dout = self.o.backward(cx, saved.o, dy_td)?;
         let q = self.q_heads.turned(cx, &mut saved.q, &rotation)?;
         let k = self.k_heads.turned(cx, &mut saved.k, &rotation)?;
-        let op = AttentionBackward {
-            q: &q,
-            k: &k,
-            v: &saved.v,
-            out: &saved.out,
-            lse: &saved.lse,
-            dout: &dout,
-            head_dim,
-            value_dim,
-            scale: attention_scale(head_dim),
-            seq_len,
-            windows: cx.windows(),
-        };
-        let grads = op.run(cx.b)?;
+        let made = (&saved.out, &saved.lse);
+        let op = AttentionBackward::new([&q, &k, &saved.v], made, &dout, (head_dim, value_dim), seq_len);
+        let grads = AttentionBackward { windows: cx.windows(), ..op }.run(cx.b)?;
         let dq = self.q_heads.backward(cx, saved.q, grads.dq, &rotation)?;
         let dk = self.k_heads.backward(cx, saved.k, grads.dk, &rotation)?;
         let inputs = self.shared().wgrad_inputs(cx, saved.x)?;

@@ -56,12 +56,11 @@ impl<B: Kernels> KvCache<B> {
         }
         self.len += tokens;
         if first == 0 {
-            return Ok(Attention { q, k, v, head_dim, value_dim, scale, seq_len: tokens, windows: None }
-                .run(b)?
-                .out);
+            let op = Attention::new([q, k, v], (head_dim, value_dim), tokens);
+            return Ok(Attention { scale, ..op }.run(b)?.out);
         }
-        let (k, v) = (&self.k, &self.v);
-        AttentionDecode { q, k, v, head_dim, value_dim, scale, len: self.len }.run(b)
+        let op = AttentionDecode::new([q, &self.k, &self.v], (head_dim, value_dim), self.len);
+        AttentionDecode { scale, ..op }.run(b)
     }
 }
 

@@ -90,16 +90,22 @@ impl Case {
         }
     }
 
+    /// The sizes of heads, the scale and a sequence's tokens.
+    fn numbers(&self) -> ((usize, usize), f32, usize) {
+        let Heads { head_dim, value_dim, scale, seq_len, .. } = self.sizes;
+        ((head_dim, value_dim), scale, seq_len)
+    }
+
     fn windows(&self, cpu: &Cpu) -> Option<Windows<Cpu>> {
         self.hiding.map(|hiding| hiding.upload(cpu, self.sizes.sequences, self.sizes.seq_len).unwrap())
     }
 
     fn forward(&self, cpu: &Cpu, dtype: DType) -> AttentionOut<Cpu> {
         let [q, k, v] = [&self.q, &self.k, &self.v].map(|x| self.tensor(cpu, x, dtype));
-        let Heads { head_dim, value_dim, scale, seq_len, .. } = self.sizes;
+        let (dims, scale, seq_len) = self.numbers();
         let windows = self.windows(cpu);
         let windows = windows.as_ref();
-        let op = Attention { q: &q, k: &k, v: &v, head_dim, value_dim, scale, seq_len, windows };
+        let op = Attention { scale, windows, ..Attention::new([&q, &k, &v], dims, seq_len) };
         op.check().unwrap();
         attention(cpu, op).unwrap()
     }
@@ -107,20 +113,11 @@ impl Case {
     fn backward(&self, cpu: &Cpu, dtype: DType) -> AttentionGrads<Cpu> {
         let AttentionOut { out, lse } = self.forward(cpu, dtype);
         let [q, k, v, dout] = [&self.q, &self.k, &self.v, &self.dout].map(|x| self.tensor(cpu, x, dtype));
-        let windows = self.windows(cpu);
-        let op = AttentionBackward {
-            q: &q,
-            k: &k,
-            v: &v,
-            out: &out,
-            lse: &lse,
-            dout: &dout,
-            head_dim: self.sizes.head_dim,
-            value_dim: self.sizes.value_dim,
-            scale: self.sizes.scale,
-            seq_len: self.sizes.seq_len,
-            windows: windows.as_ref(),
-        };
+        let (dims, scale, seq_len) = self.numbers();
+        let (windows, made) = (self.windows(cpu), (&out, &lse));
+        let windows = windows.as_ref();
+        let op = AttentionBackward::new([&q, &k, &v], made, &dout, dims, seq_len);
+        let op = AttentionBackward { scale, windows, ..op };
         op.check().unwrap();
         attention_backward(cpu, op).unwrap()
     }
@@ -289,17 +286,7 @@ fn no_tokens_give_no_output() {
     for cpu in [Cpu::new(2).unwrap(), Cpu::scalar(1).unwrap()] {
         let none = |cols| Tensor::zeros(&cpu, DType::F32, 0, cols).unwrap();
         let (q, k) = (none(32), none(16));
-        let op = Attention {
-            q: &q,
-            k: &k,
-            v: &k,
-            head_dim: 16,
-            value_dim: 16,
-            scale: 0.25,
-            seq_len: 8,
-            windows: None,
-        };
-        let got = attention(&cpu, op).unwrap();
+        let got = attention(&cpu, Attention::new([&q, &k, &k], (16, 16), 8)).unwrap();
         assert_eq!((got.out.shape(), Cpu::len(&got.lse)), ((0, 32), 0));
     }
 }
@@ -310,20 +297,7 @@ fn a_type_that_differs_is_named() {
     let x = Tensor::zeros(&cpu, DType::F32, 4, 16).unwrap();
     let half = Tensor::zeros(&cpu, DType::Bf16, 4, 16).unwrap();
     let lse = cpu.zeros::<f32>(4).unwrap();
-    let (out, dout, head_dim, value_dim, scale, seq_len) = (&x, &half, 16, 16, 0.25, 4);
-    let op = AttentionBackward {
-        q: &x,
-        k: &x,
-        v: &x,
-        out,
-        lse: &lse,
-        dout,
-        head_dim,
-        value_dim,
-        scale,
-        seq_len,
-        windows: None,
-    };
+    let op = AttentionBackward::new([&x; 3], (&x, &lse), &half, (16, 16), 4);
     let error = attention_backward(&cpu, op).unwrap_err().to_string();
     assert_eq!(error, "attention_backward: `dout` is bf16, expected f32");
 }
@@ -335,36 +309,18 @@ fn sizes_that_do_not_fit_are_named() {
     // 4 query heads of 6, 2 key heads; values of 5.
     let (q, k, v, wrong) = (of(24), of(12), of(10), of(12));
     let forward = |v, value_dim| {
-        let op = Attention { q: &q, k: &k, v, head_dim: 6, value_dim, scale: 0.4, seq_len: 4, windows: None };
-        op.check().map_err(|error| error.to_string())
+        Attention::new([&q, &k, v], (6, value_dim), 4).check().map_err(|error| error.to_string())
     };
     assert_eq!(forward(&v, 5), Ok(()));
     assert_eq!(forward(&wrong, 5).unwrap_err(), "attention: `shape of v` is (4, 12), expected (4, 10)");
     assert_eq!(forward(&v, 0).unwrap_err(), "attention: `value_dim` is 0, expected at least 1");
     let one = Tensor::zeros(&cpu, DType::F32, 1, 24).unwrap();
-    let decode =
-        |v| AttentionDecode { q: &one, k: &k, v, head_dim: 6, value_dim: 5, scale: 0.4, len: 3 }.check();
+    let decode = |v| AttentionDecode::new([&one, &k, v], (6, 5), 3).check();
     decode(&v).unwrap();
     let error = decode(&wrong).unwrap_err().to_string();
     assert_eq!(error, "attention_decode: `shape of v` is (4, 12), expected (4, 10)");
     let (lse, out) = (cpu.zeros::<f32>(16).unwrap(), of(20));
-    let backward = |out, dout| {
-        let (q, k, v, lse) = (&q, &k, &v, &lse);
-        AttentionBackward {
-            q,
-            k,
-            v,
-            out,
-            lse,
-            dout,
-            head_dim: 6,
-            value_dim: 5,
-            scale: 0.4,
-            seq_len: 4,
-            windows: None,
-        }
-        .check()
-    };
+    let backward = |out, dout| AttentionBackward::new([&q, &k, &v], (out, &lse), dout, (6, 5), 4).check();
     backward(&out, &out).unwrap();
     let error = backward(&out, &q).unwrap_err().to_string();
     assert_eq!(error, "attention_backward: `shape of dout` is (4, 24), expected (4, 20)");
@@ -375,14 +331,11 @@ fn a_scale_that_is_no_number_above_zero_is_named() {
     let cpu = Cpu::new(1).unwrap();
     let x = Tensor::zeros(&cpu, DType::F32, 1, 16).unwrap();
     let lse = cpu.zeros::<f32>(1).unwrap();
-    let (q, k, v, out, dout, lse, head_dim, value_dim) = (&x, &x, &x, &x, &x, &lse, 16, 16);
-    let forward =
-        |scale| Attention { q, k, v, head_dim, value_dim, scale, seq_len: 1, windows: None }.check();
-    let decode = |scale| AttentionDecode { q, k, v, head_dim, value_dim, scale, len: 1 }.check();
-    let backward = |scale| {
-        AttentionBackward { q, k, v, out, lse, dout, head_dim, value_dim, scale, seq_len: 1, windows: None }
-            .check()
-    };
+    let (qkv, dims) = ([&x; 3], (16, 16));
+    let forward = |scale| Attention { scale, ..Attention::new(qkv, dims, 1) }.check();
+    let decode = |scale| AttentionDecode { scale, ..AttentionDecode::new(qkv, dims, 1) }.check();
+    let backward =
+        |scale| AttentionBackward { scale, ..AttentionBackward::new(qkv, (&x, &lse), &x, dims, 1) }.check();
     for scale in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 0.0, -0.25] {
         for (name, checked) in [
             ("attention", forward(scale)),

@@ -126,8 +126,7 @@ fn lists_that_make_no_sense_are_bounded() {
         let lists = [first_key, &[i32::MAX; 40]].map(|x| cpu.upload(x).unwrap());
         let [first_key, end_query] = lists;
         let windows = Some(&Windows { first_key, end_query });
-        let (head_dim, value_dim, scale, seq_len) = (8, 8, 0.3, 20);
-        let op = Attention { q: &q, k: &k, v: &v, head_dim, value_dim, scale, seq_len, windows };
+        let op = Attention { windows, ..Attention::new([&q, &k, &v], (8, 8), 20) };
         bits(&op.run(cpu).unwrap().out)
     };
     for cpu in [Cpu::new(2).unwrap(), Cpu::scalar(1).unwrap()] {
@@ -142,8 +141,7 @@ fn lists_of_another_length_are_named() {
     let of = |first: usize, end: usize| {
         let windows = Windows { first_key: cpu.zeros(first).unwrap(), end_query: cpu.zeros(end).unwrap() };
         let windows = Some(&windows);
-        let op =
-            Attention { q: &x, k: &x, v: &x, head_dim: 16, value_dim: 16, scale: 0.25, seq_len: 4, windows };
+        let op = Attention { windows, ..Attention::new([&x; 3], (16, 16), 4) };
         op.check().map_err(|error| error.to_string())
     };
     assert_eq!(of(4, 4), Ok(()));
