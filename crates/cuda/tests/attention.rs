@@ -42,7 +42,7 @@ fn made(
     let forward = Attention { windows, ..Attention::new(qkv, dims, SEQ_LEN) }.run(gpu).unwrap();
     let AttentionOut { out, lse } = &forward;
     let op = AttentionBackward { windows, ..AttentionBackward::new(qkv, (out, lse), dout, dims, SEQ_LEN) };
-    let AttentionGrads { dq, dk, dv } = op.run(gpu).unwrap();
+    let AttentionGrads { dq, dk, dv, .. } = op.run(gpu).unwrap();
     let lse = nibble_core::Backend::download(gpu, lse).unwrap();
     let [out, dq, dk, dv] = [out, &dq, &dk, &dv].map(|x| x.to_f32_vec(gpu).unwrap());
     [out, lse, dq, dk, dv]

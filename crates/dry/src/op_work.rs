@@ -199,9 +199,9 @@ pub fn attention(op: &Attention<'_, Dry>) -> Counted {
 
 pub fn attention_decode(op: &AttentionDecode<'_, Dry>) -> Counted {
     // All fields by name: of a cache it reads some rows, so that the table does not say what it reads.
-    let AttentionDecode { q, k, v, head_dim, value_dim, scale: _, len } = op;
+    let AttentionDecode { q, k, v, head_dim, value_dim, scale: _, len, sinks } = op;
     let flops = attends(q, (*head_dim, *value_dim), [*len as f64; 2]);
-    Work { flops, ..Work::reads(&[q]).and_reads(Some(*len), &[k, v]) }.into()
+    Work { flops, ..Work::reads(&[q, sinks]).and_reads(Some(*len), &[k, v]) }.into()
 }
 
 /// Five products where the forward pass has two: the scores are made again; dq and dk are along their heads, dP and dv along values'.

@@ -87,7 +87,7 @@ fn ours([q, k, v, dout]: [&[f32]; 4], seq: usize, dim: usize) -> [Vec<f32>; 4] {
     let (qkv, dims) = ([&q, &k, &v], (dim, dim));
     let AttentionOut { out, lse } = attention(&cpu, Attention::new(qkv, dims, seq)).unwrap();
     let op = AttentionBackward::new(qkv, (&out, &lse), &dout, dims, seq);
-    let AttentionGrads { dq, dk, dv } = attention_backward(&cpu, op).unwrap();
+    let AttentionGrads { dq, dk, dv, .. } = attention_backward(&cpu, op).unwrap();
     [&out, &dq, &dk, &dv].map(|x| x.to_f32_vec(&cpu).unwrap())
 }
 

@@ -11,7 +11,8 @@ fn part(case: &Case, from: usize, to: usize) -> Case {
         x[from * cols..to * cols].to_vec()
     };
     let [q, k, v, dout] = [&case.q, &case.k, &case.v, &case.dout].map(cut);
-    Case { sizes, q, k, v, dout, hiding: case.hiding.map(|hiding| Hiding { documents: &[], ..hiding }) }
+    let hiding = case.hiding.map(|hiding| Hiding { documents: &[], ..hiding });
+    Case { sizes, q, k, v, dout, hiding, sinks: case.sinks.clone() }
 }
 
 /// The results' bits by token: out, lse, dq, dk, dv.
@@ -34,7 +35,9 @@ fn a_document_has_the_bits_that_it_has_alone() {
     let documents = Hiding::documents(&LENGTHS);
     for (window, chunk) in [(None, None), (Some(7), None), (None, Some(12)), (Some(20), Some(25))] {
         let hiding = Some(Hiding { window, chunk, ..documents });
-        let case = Case { hiding, ..Case::new(1, LENGTHS.iter().sum(), 4, 2, (16, 24), 1.0) };
+        // With sinks, too.
+        let sinks = chunk.map(|_| normals(5, 4));
+        let case = Case { hiding, sinks, ..Case::new(1, LENGTHS.iter().sum(), 4, 2, (16, 24), 1.0) };
         for dtype in [DType::F32, DType::Bf16] {
             for cpu in [Cpu::new(2).unwrap(), Cpu::scalar(1).unwrap()] {
                 let packed = results(&case, &cpu, dtype);
