@@ -227,7 +227,7 @@ mod tests {
             "model.rope_scaling.factor=8.0",
             "model.rope_scaling.original_positions=64",
         ];
-        let shapes: [(&str, Vec<&str>); 18] = [
+        let shapes: [(&str, Vec<&str>); 19] = [
             ("deepseek_v2", lite.clone()),
             ("deepseek_v2", [&v2[..], &yarn].concat()),
             ("deepseek_v3", [&latent[..], &yarn, &v3].concat()),
@@ -245,6 +245,7 @@ mod tests {
             ("nibble", [&olmoe[..], &["model.head_dim=32"]].concat()),
             ("nibble", vec!["model.shared_ffn=32"]),
             ("nibble", vec!["model.qk_norm=false"]),
+            ("nibble", [&DENSE[..], &["model.attention_sinks=true"]].concat()),
             ("nibble", [&DENSE[..], &["model.value_head_dim=8"]].concat()),
         ];
         for (name, changes) in shapes {

@@ -338,7 +338,7 @@ impl<B: Kernels> Latent<B> {
     /// the cache. Several tokens at once only where it is empty.
     pub fn cached(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>, cache: &mut KvCache<B>) -> Result<Tensor<B>> {
         let Projected { heads: QueriesKeysValues { q, k, v }, .. } = self.projected(cx, x_td, cache.len())?;
-        let out = cache.attended(cx.b, [&q, &k, &v])?;
+        let out = cache.attended(cx.b, [&q, &k, &v], None)?;
         self.o.product(cx, &self.o.input(cx, &out)?.0)
     }
 

@@ -14,6 +14,7 @@ pub fn choices() -> Vec<Vec<&'static str>> {
         of(&["model.shared_ffn=0", "model.qk_norm=false", "model.value_head_dim=16"]),
         of(&["model.qk_norm=false", "model.qkv_bias=true"]),
         of(&["model.qk_norm=width"]),
+        of(&["model.attention_sinks=true"]),
         [&["model.layers=3"], &FIRST_DENSE[..]].concat(),
         of(&["model.scores=sigmoid", "model.router_bias=true", "model.balance=sequence"]),
         of(&["model.groups=2", "model.top_groups=1"]),
