@@ -13,8 +13,8 @@ use crate::{Agreement, Backend, DType, Error, Result, Tensor};
 /// backend may multiply it by a probability of 0. Windows that hide nothing give the same bits as none. On a CPU a document has the bits that
 /// it has as a sequence of its own; on a GPU, whose tiles are cut along the whole sequence, it agrees as the operation does.
 ///
-/// With sinks the softmax of head h has one term more, exp(sink_h), which no value belongs to: its weights sum to less than 1. Sinks of -∞ change
-/// no number.
+/// With sinks the softmax of head h has one term more, exp(sink_h), which no value belongs to: its weights sum to less than 1. Sinks of -∞ are as
+/// good as none.
 #[derive(Debug)]
 pub struct Attention<'a, B: Backend> {
     /// `[t, heads · head_dim]`.
