@@ -63,6 +63,26 @@ fn the_model_is_as_described() {
     }
 }
 
+#[test]
+fn sinks_begin_as_weights_do_and_do_not_decay() {
+    let cpu = Cpu::new(1).unwrap();
+    let config = small("bf16", &["model.attention_sinks=true", "model.heads=64", "model.head_dim=8"]);
+    let mut trainer = Trainer::new(&cpu, &SOLO, &config).unwrap();
+    let sinks: Vec<_> = trainer
+        .model()
+        .params()
+        .into_iter()
+        .filter(|param| param.name.ends_with("self_attn.sinks"))
+        .collect();
+    assert_eq!(sinks.len(), config.model.layers);
+    for param in sinks {
+        let values = param.master.to_f32_vec(&cpu).unwrap();
+        let square = values.iter().map(|x| x * x).sum::<f32>() / values.len() as f32;
+        assert!((0.01..0.03).contains(&square.sqrt()), "{}: {values:?}", param.name);
+        assert!(!param.decays && param.has_gradient());
+    }
+}
+
 /// What is written can be read: the tensors' rows are all rows of all parameters, each once, and no two tensors have one name.
 #[test]
 fn tensors_are_the_parameters_and_no_name_stands_twice() {
