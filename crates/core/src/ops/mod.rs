@@ -105,11 +105,13 @@ macro_rules! for_each_op {
                 reads dk, dv, table, positions; plain key_dim, value_dim;
             }
             attention(Attention<'_, $B>) -> AttentionOut<$B> {
-                reads q, k, v; may_read windows; plain head_dim, value_dim, scale, seq_len;
+                reads q, k, v; may_read windows, sinks; plain head_dim, value_dim, scale, seq_len;
             }
-            attention_decode(AttentionDecode<'_, $B>) -> Tensor<$B> { reads q, k, v; plain head_dim, value_dim, scale, len; }
+            attention_decode(AttentionDecode<'_, $B>) -> Tensor<$B> {
+                reads q, k, v; may_read sinks; plain head_dim, value_dim, scale, len;
+            }
             attention_backward(AttentionBackward<'_, $B>) -> AttentionGrads<$B> {
-                reads q, k, v, out, lse, dout; may_read windows; plain head_dim, value_dim, scale, seq_len;
+                reads q, k, v, out, lse, dout; may_read windows, sinks; plain head_dim, value_dim, scale, seq_len;
             }
             find_windows(FindWindows<'_, $B>) -> Windows<$B> { reads document; plain seq_len, window, chunk; }
             cross_entropy(CrossEntropy<'_, $B>) -> CrossEntropyOut<$B> {
@@ -158,7 +160,7 @@ macro_rules! for_each_result {
             EmbedOut { x: part, bad_ids: counter }
             RmsNormOut { y: part, inv_rms: buffer, sum: part }
             AttentionOut { out: part, lse: per_row(out) }
-            AttentionGrads { dq: part, dk: part, dv: part }
+            AttentionGrads { dq: part, dk: part, dv: part, dsinks: part }
             AssembledKv { k: part, v: part }
             AssembledKvGrads { dup: part, dshared: part }
             Windows { first_key: buffer, end_query: buffer }

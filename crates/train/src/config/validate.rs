@@ -431,6 +431,9 @@ fn validate_latent(m: &ModelConfig) -> Result<()> {
             m.kv_rank
         )
     })?;
+    require(!m.attention_sinks, "model.attention_sinks", || {
+        format!("is true, but model.kv_rank = {}: latent attention has no sinks; leave it out", m.kv_rank)
+    })?;
     let is_part = m.rope_dim > 0 && m.rope_dim < m.head_dim;
     require(is_part && m.rope_dim.is_multiple_of(2), "model.rope_dim", || {
         format!(

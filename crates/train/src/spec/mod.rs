@@ -19,7 +19,7 @@
 //! model.embed_tokens
 //! model.layers.0                            a block: one for each decoder layer
 //!   input_layernorm
-//!   self_attn                               q_proj  k_proj  v_proj  o_proj, and q_norm  k_norm
+//!   self_attn                               q_proj  k_proj  v_proj  o_proj, and q_norm  k_norm, and sinks
 //!    or                                     q_proj, or q_a_proj  q_a_layernorm  q_b_proj;
 //!                                           kv_a_proj  k_rope_proj  kv_a_layernorm  kv_b_proj  o_proj
 //!   post_attention_layernorm
@@ -185,6 +185,7 @@ fn attention(config: &ModelConfig, id: &str, stds: [f32; 2]) -> AttentionSpec {
         value_dim,
         qk_norm: config.qk_norm,
         qkv_bias: config.qkv_bias,
+        sinks: config.attention_sinks,
     };
     AttentionSpec::GroupedQuery(GroupedQuerySpec::new(id, shape, config.norm_eps as f32, stds))
 }
@@ -245,6 +246,7 @@ mod tests {
             shared_ffn: 32,
             router_bias: true,
             qkv_bias: true,
+            attention_sinks: true,
             tie_embeddings: false,
             ..ModelConfig::default()
         };
@@ -261,6 +263,7 @@ mod tests {
                 "self_attn.o_proj.weight",
                 "self_attn.q_norm.weight",
                 "self_attn.k_norm.weight",
+                "self_attn.sinks",
                 "post_attention_layernorm.weight",
             ];
             attention.iter().chain(feed).map(|part| format!("model.layers.{layer}.{part}")).collect()

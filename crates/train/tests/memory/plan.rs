@@ -54,7 +54,6 @@ fn every_arena_is_as_large_as_predicted() {
         &["recipe=fp8-flow", "train.recompute=[]"],
         &["recipe=bf16", "model.head_dim=48", "model.value_head_dim=16", "train.recompute=[]"],
         &["recipe=mxfp4-hopper-head8"],
-        &["recipe=bf16", "model.scores=sigmoid", "model.router_bias=true", "model.balance=sequence"],
         &[
             "recipe=mxfp4-hopper-head8",
             "model.tie_embeddings=false",
@@ -78,6 +77,10 @@ fn every_arena_is_as_large_as_predicted() {
         &["recipe=mxfp4-hopper", "data.document_mask=true", "train.grad_accum=2"],
     ] {
         as_predicted(&config(changes), changes);
+    }
+    for model in rig::choices() {
+        let changes = [&["recipe=bf16"], &model[..]].concat();
+        as_predicted(&config(&changes), &changes);
     }
 }
 

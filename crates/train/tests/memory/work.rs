@@ -12,7 +12,7 @@ use nibble_train::checks::checked_recipe;
 use nibble_train::config::Config;
 use nibble_train::plan::{Call, Flops, Work, work_of_step};
 use nibble_train::trainer::Trainer;
-use rig::{SOLO, TINY_LATENT, small};
+use rig::{SOLO, small};
 
 const TOKENS: u64 = 2048;
 const ROWS: u64 = 4096;
@@ -104,17 +104,17 @@ fn block_formats_count_codes_and_scales() {
 
 #[test]
 fn flops_of_a_step_are_those_that_throughput_counts_and_scores_made_again() {
-    for changes in [
-        &["recipe=bf16"][..],
-        &["recipe=f32", "model.shared_ffn=64"],
+    let of_training = [
+        &["recipe=f32", "model.shared_ffn=64"][..],
         &["recipe=fp8-flow", "train.grad_accum=3"],
         &["recipe=mxfp4-hopper-head8", "model.layers=3", "train.recompute=[]"],
         &["recipe=bf16", "model.head_dim=24", "model.value_head_dim=8"],
-        &["recipe=mxfp4-hopper", "model.layers=3", "model.dense_layers=1", "model.ffn=96"],
-        &["recipe=bf16", "model.qk_norm=false", "model.qkv_bias=true"],
-        &[&["recipe=mxfp4-hopper"], &TINY_LATENT[..]].concat(),
-    ] {
-        let config = config(changes);
+    ];
+    let recipes = ["recipe=bf16", "recipe=mxfp4-hopper"].into_iter().cycle();
+    let of_models =
+        rig::choices().into_iter().zip(recipes).map(|(model, recipe)| [&[recipe], &model[..]].concat());
+    for changes in of_training.map(<[_]>::to_vec).into_iter().chain(of_models) {
+        let config = config(&changes);
         let calls = calls(&config);
         // The backward pass of attention has five products, of which throughput counts four: not the scores, along keys' heads.
         let (head, value) = (config.model.head_dim as f64, config.model.value_head_dim() as f64);

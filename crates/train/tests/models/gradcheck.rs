@@ -202,19 +202,21 @@ fn norm_layer() {
 fn attention_layer_with_grouped_query_heads() {
     let (cpu, recipe) = (cpu(), f32_recipe());
     let all = [
-        (4, 2, 8, QkNorm::Heads, false),
-        (4, 1, 8, QkNorm::Heads, false),
-        (2, 2, 8, QkNorm::Heads, true),
-        (4, 2, 8, QkNorm::None, false),
-        (4, 2, 4, QkNorm::Heads, false),
-        (2, 1, 12, QkNorm::None, true),
-        (4, 2, 8, QkNorm::Width, false),
-        (4, 1, 4, QkNorm::Width, true),
+        (4, 2, 8, QkNorm::Heads, false, false),
+        (4, 1, 8, QkNorm::Heads, false, false),
+        (2, 2, 8, QkNorm::Heads, true, true),
+        (4, 2, 8, QkNorm::None, false, false),
+        (4, 2, 4, QkNorm::Heads, false, true),
+        (2, 1, 12, QkNorm::None, true, false),
+        (4, 2, 8, QkNorm::Width, false, false),
+        (4, 1, 4, QkNorm::Width, true, false),
+        (4, 2, 8, QkNorm::None, false, true),
     ];
-    for (heads, kv_heads, value_dim, qk_norm, qkv_bias) in all {
+    for (heads, kv_heads, value_dim, qk_norm, qkv_bias, sinks) in all {
         let (d_model, head_dim, seq_len) = (16, 8, 7);
         let cx = cx(&cpu, &recipe, 2, 2 * seq_len);
-        let shape = GroupedQueryShape { d_model, heads, kv_heads, head_dim, value_dim, qk_norm, qkv_bias };
+        let shape =
+            GroupedQueryShape { d_model, heads, kv_heads, head_dim, value_dim, qk_norm, qkv_bias, sinks };
         let spec = GroupedQuerySpec::new("attention", shape, 1e-5, [0.3; 2]);
         let rope =
             rope_table(&cpu, seq_len, Rope { dim: head_dim, theta: 100.0, scaling: RopeScaling::default() })
@@ -233,9 +235,13 @@ fn attention_layer_with_grouped_query_heads() {
             let values = normals(&bias.name, bias.master.cols);
             bias.master = Tensor::from_f32(&cpu, &values, 1, values.len()).unwrap();
         }
+        assert_eq!(layer.sinks.is_some(), sinks);
+        if let Some(sinks) = &mut layer.sinks {
+            sinks.master = Tensor::from_f32(&cpu, &normals(&sinks.name, heads), 1, heads).unwrap();
+        }
         let x = matrix(&cpu, "x", (4 * seq_len, d_model), DType::F32);
         let name = format!(
-            "attention {heads}/{kv_heads}, values of {value_dim}, norms: {qk_norm:?}, biases: {qkv_bias}"
+            "attention {heads}/{kv_heads}, values of {value_dim}, norms: {qk_norm:?}, biases: {qkv_bias}, sinks: {sinks}"
         );
         check_layer(&name, layer, &cx, &x, d_model);
     }

@@ -8,24 +8,18 @@ use nibble_cpu::{Cpu, HostComm};
 use nibble_train::Result;
 use nibble_train::checkpoint::{Checkpoint, Store};
 use nibble_train::config::{Config, ModelConfig};
-use nibble_train::family::{ConfigJson, Family, Field, Named, Rows};
+use nibble_train::family::{ConfigJson, FAMILIES, Family, Field, Named, Rows};
 use nibble_train::param::Placement;
 use nibble_train::spec::{ModelSpec, ParamSpec};
 use nibble_train::trainer::Trainer;
-use rig::{SOLO, dense, mixed, small, state};
+use rig::{SOLO, choices, dense, mixed, small, state};
 use serde_json::{Map, Value};
+use std::collections::BTreeSet;
 
 /// Every kind of model that there is.
-fn models() -> [Config; 7] {
-    [
-        small("bf16", &rig::LATENT),
-        small("bf16", &rig::LATENT_STRAIGHT),
-        small("bf16", &[]),
-        small("bf16", &["model.tie_embeddings=false", "model.value_head_dim=16"]),
-        small("bf16", &["model.shared_ffn=0", "model.qk_norm=false", "model.experts=2"]),
-        dense("bf16", &["model.layers=1"]),
-        mixed("bf16", &["model.layers=3"]),
-    ]
+fn models() -> impl Iterator<Item = Config> {
+    let routed = choices().into_iter().map(|changes| small("bf16", &changes));
+    routed.chain([dense("bf16", &["model.layers=1"])])
 }
 
 /// This rank's parameters against their description.
@@ -66,6 +60,55 @@ fn the_model_is_as_described() {
                 scope.spawn(move || as_described(&comm, config));
             }
         });
+    }
+}
+
+#[test]
+fn sinks_begin_as_weights_do_and_do_not_decay() {
+    let cpu = Cpu::new(1).unwrap();
+    let config = small("bf16", &["model.attention_sinks=true", "model.heads=64", "model.head_dim=8"]);
+    let mut trainer = Trainer::new(&cpu, &SOLO, &config).unwrap();
+    let sinks: Vec<_> = trainer
+        .model()
+        .params()
+        .into_iter()
+        .filter(|param| param.name.ends_with("self_attn.sinks"))
+        .collect();
+    assert_eq!(sinks.len(), config.model.layers);
+    for param in sinks {
+        let values = param.master.to_f32_vec(&cpu).unwrap();
+        let square = values.iter().map(|x| x * x).sum::<f32>() / values.len() as f32;
+        assert!((0.01..0.03).contains(&square.sqrt()), "{}: {values:?}", param.name);
+        assert!(!param.decays && param.has_gradient());
+    }
+}
+
+/// What is written can be read: the tensors' rows are all rows of all parameters, each once, and no two tensors have one name.
+#[test]
+fn tensors_are_the_parameters_and_no_name_stands_twice() {
+    for family in FAMILIES {
+        for model in models() {
+            let model = ModelSpec::new(&model.model);
+            let params: Vec<_> = model.params().collect();
+            let mut left: Vec<BTreeSet<usize>> =
+                params.iter().map(|param| (0..param.stack() * param.shape().0).collect()).collect();
+            let mut names = BTreeSet::new();
+            for tensor in family.tensors(&model) {
+                assert!(names.insert(tensor.name.clone()), "{}: {}", family.name(), tensor.name);
+                let cols = tensor.shape.last().unwrap();
+                let rows: usize = tensor.rows.iter().map(|rows| rows.range.len()).sum();
+                assert_eq!(rows * cols, tensor.num_values(), "{}: {tensor:?}", family.name());
+                let is_vector = tensor.rows.iter().all(|rows| params[rows.param].is_vector());
+                assert_eq!(tensor.shape.len() == 1, is_vector, "{}: {}", family.name(), tensor.name);
+                for Rows { param, range } in tensor.rows {
+                    assert_eq!(params[param].shape().1, *cols, "{}: {}", family.name(), tensor.name);
+                    for row in range {
+                        assert!(left[param].remove(&row), "{}: row {row} of {}", family.name(), tensor.name);
+                    }
+                }
+            }
+            assert!(left.iter().all(BTreeSet::is_empty), "{}: {left:?}", family.name());
+        }
     }
 }
 

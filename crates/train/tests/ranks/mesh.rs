@@ -288,6 +288,24 @@ fn a_run_goes_on_on_any_mesh() {
     }
 }
 
+/// Every model, saved on a mesh of two or of four ranks and resumed on one: the metrics of one rank that was not stopped.
+#[test]
+fn every_model_keeps_its_bits_and_goes_on() {
+    for (i, changes) in rig::choices().into_iter().enumerate() {
+        let recipe = ["bf16", "mxfp4-hopper"][i % 2];
+        let config = small(recipe, &[&DIVIDED[..], &["train.steps=6"], &changes].concat());
+        let b = cpu();
+        let mut trainer = Trainer::new(&b, &SOLO, &config).unwrap();
+        let whole: Vec<_> = (0..6).map(|_| trainer.train_step().unwrap().without_times()).collect();
+        let dir = tempfile::tempdir().unwrap();
+        let (from, saved) = (MESHES[1 + i % 5], |first| Some((dir.path(), first)));
+        let before = on_mesh(from, |mesh| told(&cpu(), mesh, &config, saved(true)));
+        assert!(before.iter().all(|(steps, _)| *steps == whole[..3]), "{recipe} {changes:?}, {from}");
+        let after = on_mesh(MeshShape::ONE, |mesh| told(&cpu(), mesh, &config, saved(false)));
+        assert!(after[0].0 == whole[3..], "{recipe} {changes:?}, from {from}");
+    }
+}
+
 /// The held-out loss is of the same bits too, where parts of experts have scales of their own.
 #[test]
 fn evaluations_keep_the_bits() {

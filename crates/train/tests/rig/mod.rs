@@ -2,9 +2,11 @@
 //! values.
 #![allow(dead_code, unused_imports)] // every test file takes a part of it
 
+mod choices;
 mod comm;
 pub mod documents;
 
+pub use choices::choices;
 pub use comm::{Call, CallLog, Hook, Hooked, noted, on_axes};
 
 use nibble_core::formats::{Purpose, Stream, fnv1a32};

@@ -16,6 +16,9 @@ use crate::{Agreement, Backend, DType, Error, Result, Tensor};
 /// With [`Windows`] a query sees some of these keys only. What lies outside of its window does not matter, as long as it is finite: a
 /// backend may multiply it by a probability of 0. Windows that hide nothing give the same bits as none. On a CPU a document has the bits that
 /// it has as a sequence of its own; on a GPU, whose tiles are cut along the whole sequence, it agrees as the operation does.
+///
+/// With sinks the softmax of head h has one term more, exp(sink_h), which no value belongs to: its weights sum to less than 1. Sinks of -∞ are as
+/// good as none.
 #[derive(Debug)]
 pub struct Attention<'a, B: Backend> {
     /// `[t, heads · head_dim]`.
@@ -34,6 +37,8 @@ pub struct Attention<'a, B: Backend> {
     pub seq_len: usize,
     /// Which keys each query sees, where it does not see all of its sequence up to its own.
     pub windows: Option<&'a Windows<B>>,
+    /// F32 `[1, heads]`: a score of each query head that no key has. Not scaled.
+    pub sinks: Option<&'a Tensor<B>>,
 }
 
 /// The result of [`Attention`].
@@ -41,7 +46,7 @@ pub struct Attention<'a, B: Backend> {
 pub struct AttentionOut<B: Backend> {
     /// `[t, heads · value_dim]`, type of q.
     pub out: Tensor<B>,
-    /// log Σ exp(score) of each (row, head): `t · heads` values.
+    /// log Σ exp(score) of each (row, head), the sink's among them: `t · heads` values.
     pub lse: B::Buf<f32>,
 }
 
@@ -65,13 +70,23 @@ pub fn attention_scale(head_dim: usize) -> f32 {
     1.0 / (head_dim as f32).sqrt()
 }
 
-impl<B: Backend> Attention<'_, B> {
+/// Queries, keys and values.
+type Qkv<'a, B> = [&'a Tensor<B>; 3];
+
+impl<'a, B: Backend> Attention<'a, B> {
+    /// Of the usual scale ([`attention_scale`]), no keys hidden. `dims`: `head_dim` and `value_dim`.
+    pub fn new([q, k, v]: Qkv<'a, B>, (head_dim, value_dim): (usize, usize), seq_len: usize) -> Self {
+        let scale = attention_scale(head_dim);
+        Self { q, k, v, head_dim, value_dim, scale, seq_len, windows: None, sinks: None }
+    }
+
     /// Checks shapes.
     pub fn check(&self) -> Result<()> {
         const OP: &str = "attention";
         check_scale(OP, self.scale)?;
         self.windows.map_or(Ok(()), |windows| windows.check(OP, self.q.rows))?;
-        check_qkv(OP, self.q, self.k, self.v, (self.head_dim, self.value_dim), self.seq_len).map(drop)
+        let heads = check_qkv(OP, self.q, self.k, self.v, (self.head_dim, self.value_dim), self.seq_len)?;
+        check_sinks(OP, self.sinks, heads)
     }
 
     /// Its result, yet to be written. For checked arguments.
@@ -101,16 +116,24 @@ pub struct AttentionDecode<'a, B: Backend> {
     pub scale: f32,
     /// Tokens so far, that of q included.
     pub len: usize,
+    /// As in [`Attention`].
+    pub sinks: Option<&'a Tensor<B>>,
 }
 
-impl<B: Backend> AttentionDecode<'_, B> {
+impl<'a, B: Backend> AttentionDecode<'a, B> {
+    /// Of the usual scale ([`attention_scale`]). `dims`: `head_dim` and `value_dim`.
+    pub fn new([q, k, v]: Qkv<'a, B>, (head_dim, value_dim): (usize, usize), len: usize) -> Self {
+        Self { q, k, v, head_dim, value_dim, scale: attention_scale(head_dim), len, sinks: None }
+    }
+
     /// Checks shapes.
     pub fn check(&self) -> Result<()> {
         const OP: &str = "attention_decode";
-        let Self { q, k, v, head_dim, value_dim, scale, len } = self;
+        let Self { q, k, v, head_dim, value_dim, scale, len, sinks } = self;
         check_scale(OP, *scale)?;
         expect_eq(OP, "rows of q", q.rows, 1)?;
-        check_heads(OP, q, k, v, (*head_dim, *value_dim))?;
+        let heads = check_heads(OP, q, k, v, (*head_dim, *value_dim))?;
+        check_sinks(OP, *sinks, heads)?;
         match (1..=k.rows).contains(len) {
             true => Ok(()),
             false => Err(Error::shape(OP, "len", len, format!("1 to the {} rows of k", k.rows))),
@@ -148,6 +171,8 @@ pub struct AttentionBackward<'a, B: Backend> {
     pub seq_len: usize,
     /// As in the forward pass.
     pub windows: Option<&'a Windows<B>>,
+    /// As in the forward pass.
+    pub sinks: Option<&'a Tensor<B>>,
 }
 
 /// The result of [`AttentionBackward`].
@@ -159,15 +184,32 @@ pub struct AttentionGrads<B: Backend> {
     pub dk: Tensor<B>,
     /// Shape and type of v.
     pub dv: Tensor<B>,
+    /// F32 `[t, heads]`, of sinks: what each row adds to their gradient, -exp(sink - lse) · (out · dout). [`AddBiasBackward`](super::AddBiasBackward)
+    /// adds the rows up, as it does for any vector that all rows share.
+    pub dsinks: Option<Tensor<B>>,
 }
 
-impl<B: Backend> AttentionBackward<'_, B> {
+impl<'a, B: Backend> AttentionBackward<'a, B> {
+    /// Of [`Attention::new`] and its result, `out` and `lse`; `dout` is the gradient of `out`.
+    pub fn new(
+        [q, k, v]: Qkv<'a, B>,
+        (out, lse): (&'a Tensor<B>, &'a B::Buf<f32>),
+        dout: &'a Tensor<B>,
+        (head_dim, value_dim): (usize, usize),
+        seq_len: usize,
+    ) -> Self {
+        let scale = attention_scale(head_dim);
+        let (windows, sinks) = (None, None);
+        Self { q, k, v, out, lse, dout, head_dim, value_dim, scale, seq_len, windows, sinks }
+    }
+
     /// Checks shapes.
     pub fn check(&self) -> Result<()> {
         const OP: &str = "attention_backward";
         check_scale(OP, self.scale)?;
         self.windows.map_or(Ok(()), |windows| windows.check(OP, self.q.rows))?;
         let heads = check_qkv(OP, self.q, self.k, self.v, (self.head_dim, self.value_dim), self.seq_len)?;
+        check_sinks(OP, self.sinks, heads)?;
         let shape = (self.q.rows, heads * self.value_dim);
         expect_eq(OP, "shape of out", self.out.shape(), shape)?;
         expect_eq(OP, "shape of dout", self.dout.shape(), shape)?;
@@ -179,7 +221,9 @@ impl<B: Backend> AttentionBackward<'_, B> {
     /// Its result, yet to be written. For checked arguments.
     pub fn result(&self, b: &B) -> Result<AttentionGrads<B>> {
         let [dq, dk, dv] = [self.q, self.k, self.v].map(|x| x.unwritten_like(b));
-        Ok(AttentionGrads { dq: dq?, dk: dk?, dv: dv? })
+        let (tokens, heads) = (self.q.rows, self.q.cols / self.head_dim);
+        let dsinks = self.sinks.map(|_| Tensor::unwritten(b, DType::F32, tokens, heads)).transpose()?;
+        Ok(AttentionGrads { dq: dq?, dk: dk?, dv: dv?, dsinks })
     }
 }
 
@@ -188,6 +232,12 @@ fn check_scale(op: &'static str, scale: f32) -> Result<()> {
         true => Ok(()),
         false => Err(Error::shape(op, "scale", scale, "a finite number above 0")),
     }
+}
+
+fn check_sinks<B: Backend>(op: &'static str, sinks: Option<&Tensor<B>>, heads: usize) -> Result<()> {
+    let Some(sinks) = sinks else { return Ok(()) };
+    expect_eq(op, "shape of sinks", sinks.shape(), (1, heads))?;
+    expect_eq(op, "type of sinks", sinks.dtype(), DType::F32)
 }
 
 /// Gives the number of query heads. `dims`: `head_dim` and `value_dim`.

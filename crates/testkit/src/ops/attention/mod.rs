@@ -10,10 +10,19 @@ use crate::ops::PLAIN;
 use crate::pair::Pair;
 use crate::windows::Hiding;
 use nibble_core::ops::{
-    Attention, AttentionBackward, AttentionDecode, AttentionOut, Windows, attention_agreement,
+    Attention, AttentionBackward, AttentionDecode, AttentionOut, Cast, Windows, attention_agreement,
     attention_scale,
 };
 use nibble_core::{Agreement, DType, Kernels, Result, Tensor};
+
+/// Values of sinks.
+#[derive(Debug, Clone, Copy)]
+enum Sinks {
+    /// Among the scores.
+    Usual,
+    /// In turn as good as none, all but all of the sum, and one term of it.
+    Extreme,
+}
 
 #[derive(Debug, Clone, Copy)]
 struct Heads {
@@ -25,6 +34,7 @@ struct Heads {
     value_dim: usize,
     scale: f32,
     hiding: Option<Hiding>,
+    sinks: Option<Sinks>,
     /// Keys and values of every other document are 1e4, and what its own tokens make of them is not compared. (Larger ones make scores whose own rounding is more than an
     /// exponential holds: then the sums of such a document are not finite, and only finite values may lie outside of a window.)
     poisoned: bool,
@@ -48,7 +58,7 @@ impl Heads {
         strict: bool,
     ) -> Self {
         let (scale, input) = (attention_scale(head_dim), Input::Normal);
-        let (hiding, poisoned) = (None, false);
+        let (hiding, sinks, poisoned) = (None, None, false);
         Self {
             sequences,
             seq_len,
@@ -58,11 +68,16 @@ impl Heads {
             value_dim,
             scale,
             hiding,
+            sinks,
             poisoned,
             dtype,
             input,
             strict,
         }
+    }
+
+    fn dims(&self) -> (usize, usize) {
+        (self.head_dim, self.value_dim)
     }
 
     /// Rows of `heads` heads of `dim` elements.
@@ -112,6 +127,16 @@ impl Heads {
         self.hiding.map(|hiding| hiding.upload(b, self.sequences, self.seq_len)).transpose()
     }
 
+    /// `[1, heads]`.
+    fn sinks<B: Kernels>(&self, b: &B) -> Result<Option<Tensor<B>>> {
+        let Some(sinks) = self.sinks else { return Ok(None) };
+        let values = match sinks {
+            Sinks::Usual => Input::Normal.values(&stream("attention.sinks"), self.heads),
+            Sinks::Extreme => [-1e30, 80.0, 0.0].into_iter().cycle().take(self.heads).collect(),
+        };
+        Tensor::from_f32(b, &values, 1, self.heads).map(Some)
+    }
+
     /// Notes the rows that are compared.
     fn note<B: Kernels>(&self, out: &mut Outputs, b: &B, name: &str, x: &Tensor<B>) -> Result<()> {
         if !self.poisoned {
@@ -128,10 +153,10 @@ impl Heads {
         &self,
         b: &B,
         [q, k, v]: &[Tensor<B>; 3],
-        windows: Option<&Windows<B>>,
+        (windows, sinks): (Option<&Windows<B>>, Option<&Tensor<B>>),
     ) -> Result<AttentionOut<B>> {
-        let Self { head_dim, value_dim, scale, seq_len, .. } = *self;
-        Attention { q, k, v, head_dim, value_dim, scale, seq_len, windows }.run(b)
+        let Self { scale, seq_len, .. } = *self;
+        Attention { scale, windows, sinks, ..Attention::new([q, k, v], self.dims(), seq_len) }.run(b)
     }
 }
 
@@ -144,7 +169,8 @@ impl<B: Kernels> Case<B> for Forward {
     }
 
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
-        let made = self.0.forward(b, &self.0.qkv(b)?, self.0.windows(b)?.as_ref())?;
+        let (windows, sinks) = (self.0.windows(b)?, self.0.sinks(b)?);
+        let made = self.0.forward(b, &self.0.qkv(b)?, (windows.as_ref(), sinks.as_ref()))?;
         let mut out = Outputs::default();
         self.0.note(&mut out, b, "out", &made.out)?;
         out.buf(b, "lse", &made.lse, Some(&self.0.compared_rows()))?;
@@ -161,30 +187,23 @@ impl<B: Kernels> Case<B> for Backward {
     }
 
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
-        let Heads { head_dim, value_dim, scale, seq_len, heads, .. } = self.0;
+        let Heads { value_dim, scale, seq_len, heads, .. } = self.0;
         let qkv = self.0.qkv(b)?;
-        let windows = self.0.windows(b)?;
-        let windows = windows.as_ref();
-        let made = self.0.forward(b, &qkv, windows)?;
+        let (windows, sinks) = (self.0.windows(b)?, self.0.sinks(b)?);
+        let (windows, sinks) = (windows.as_ref(), sinks.as_ref());
+        let made = self.0.forward(b, &qkv, (windows, sinks))?;
         let dout = self.0.tensor(b, "attention.dout", heads, value_dim)?;
         let [q, k, v] = &qkv;
-        let AttentionOut { out, lse } = &made;
-        let grads = AttentionBackward {
-            q,
-            k,
-            v,
-            out,
-            lse,
-            dout: &dout,
-            head_dim,
-            value_dim,
-            scale,
-            seq_len,
-            windows,
-        }
-        .run(b)?;
+        let of = (&made.out, &made.lse);
+        let op = AttentionBackward::new([q, k, v], of, &dout, self.0.dims(), seq_len);
+        let grads = AttentionBackward { scale, windows, sinks, ..op }.run(b)?;
         let mut out = Outputs::default();
         self.0.note(&mut out, b, "dv", &grads.dv)?;
+        if let Some(dsinks) = &grads.dsinks {
+            // Made of `out`, which each side has rounded: that rounding is allowed here as it is there.
+            let dtype = if self.0.strict { DType::F32 } else { self.0.dtype };
+            self.0.note(&mut out, b, "dsinks", &Cast { x: dsinks, dtype }.run(b)?)?;
+        }
         // Of one key dP - delta is 0 but for what rounding leaves, which only the same order of sums makes the same.
         let one_key = seq_len == 1 || self.0.hiding.is_some_and(|hiding| hiding.window == Some(1));
         if !one_key || self.0.strict {
@@ -294,10 +313,50 @@ fn windowed_cases(strict: bool) -> Vec<Heads> {
     cases
 }
 
+/// With sinks: lengths of whole tiles and of others, each kind of head that a GPU has kernels for, and windows.
+fn sink_cases(strict: bool) -> Vec<Heads> {
+    let documents = Some(Hiding::documents(&DOCUMENTS));
+    let window = |window| Some(Hiding::window(window));
+    let shapes = [
+        (2, 1, 3, 1, 16, 16, None),
+        (2, 33, 4, 2, 20, 20, None),
+        (2, 40, 3, 1, 200, 200, None),
+        (2, 45, 6, 2, 24, 40, window(17)),
+        (3, 200, 3, 3, 64, 64, None),
+        (1, 385, 8, 2, 64, 64, None),
+        (2, 200, 6, 2, 128, 128, None),
+        (1, 256, 3, 3, 128, 128, None),
+        (2, 200, 6, 2, 192, 128, None),
+        (1, 300, 3, 3, 192, 128, None),
+        (1, 400, 4, 2, 64, 64, window(128)),
+        (1, 449, 3, 1, 128, 128, documents),
+        (1, 449, 3, 1, 192, 128, documents),
+        (2, 150, 6, 3, 32, 32, documents),
+    ];
+    let mut cases = Vec::new();
+    for (sequences, seq_len, heads, kv_heads, head_dim, value_dim, hiding) in shapes {
+        for (dtype, sinks) in
+            PLAIN.into_iter().flat_map(|dtype| [(dtype, Sinks::Usual), (dtype, Sinks::Extreme)])
+        {
+            let dims = (sequences, seq_len, heads, kv_heads, head_dim, value_dim);
+            let heads = Heads { hiding, sinks: Some(sinks), ..Heads::of(dims, dtype, strict) };
+            cases.push(heads);
+            let hard = [Input::HeavyTailed, Input::NonFinite];
+            let hard = hard.into_iter().filter(|_| strict && seq_len < 200);
+            cases.extend(hard.map(|input| Heads { input, ..heads }));
+        }
+    }
+    cases
+}
+
+/// All of them.
+fn every_case(strict: bool) -> impl Iterator<Item = Heads> {
+    [cases(strict), windowed_cases(strict), sink_cases(strict)].into_iter().flatten()
+}
+
 /// Conformance of [`Attention`].
 pub fn attention<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
-    let cases = cases(pair.strict).into_iter().chain(windowed_cases(pair.strict));
-    cases.into_iter().for_each(|heads| pair.check(&Forward(heads)));
+    every_case(pair.strict).for_each(|heads| pair.check(&Forward(heads)));
 }
 
 /// One query against the first rows of a cache.
@@ -315,10 +374,10 @@ impl<B: Kernels> Case<B> for Decode {
     fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
         let [_, k, v] = self.heads.qkv(b)?;
         let one = Heads { sequences: 1, seq_len: 1, ..self.heads };
-        let Heads { head_dim, value_dim, scale, .. } = one;
-        let q = one.tensor(b, "attention.q", one.heads, head_dim)?;
-        let made =
-            AttentionDecode { q: &q, k: &k, v: &v, head_dim, value_dim, scale, len: self.len }.run(b)?;
+        let q = one.tensor(b, "attention.q", one.heads, one.head_dim)?;
+        let op = AttentionDecode::new([&q, &k, &v], one.dims(), self.len);
+        let sinks = one.sinks(b)?;
+        let made = AttentionDecode { scale: one.scale, sinks: sinks.as_ref(), ..op }.run(b)?;
         let mut out = Outputs::default();
         out.tensor(b, "out", &made)?;
         Ok(out)
@@ -327,7 +386,9 @@ impl<B: Kernels> Case<B> for Decode {
 
 /// Conformance of [`AttentionDecode`].
 pub fn attention_decode<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
-    for heads in cases(pair.strict) {
+    // A cache has no windows.
+    let cases = every_case(pair.strict).filter(|heads| heads.hiding.is_none());
+    for heads in cases {
         let heads = Heads { sequences: 1, ..heads };
         let all = heads.seq_len;
         let mut lens = vec![1, all.div_ceil(2), all - all / 9, all];
@@ -338,6 +399,5 @@ pub fn attention_decode<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
 
 /// Conformance of [`AttentionBackward`].
 pub fn attention_backward<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
-    let cases = cases(pair.strict).into_iter().chain(windowed_cases(pair.strict));
-    cases.into_iter().for_each(|heads| pair.check(&Backward(heads)));
+    every_case(pair.strict).for_each(|heads| pair.check(&Backward(heads)));
 }

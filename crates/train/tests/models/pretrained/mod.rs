@@ -95,7 +95,12 @@ fn digest_at_start(config: &Config, ranks: usize) -> String {
 
 #[test]
 fn every_family_goes_to_a_folder_and_comes_back_on_any_mesh() {
-    for (name, config) in models() {
+    // And whatever the decoder's choices, as whatever family.
+    let choices = rig::choices().into_iter().map(|changes| {
+        let config = small("bf16", &changes);
+        (family::of(&config.model).name(), config)
+    });
+    for (name, config) in models().into_iter().chain(choices) {
         assert_eq!(family::of(&config.model).name(), name);
         let (digest, checkpoint, dir) = trained(&config);
         let folder = dir.path().join("model");

@@ -15,6 +15,8 @@ struct Case {
     v: Vec<f32>,
     dout: Vec<f32>,
     hiding: Option<Hiding>,
+    /// Of each query head.
+    sinks: Option<Vec<f32>>,
 }
 
 impl Case {
@@ -42,6 +44,7 @@ impl Case {
             v: wide(3, kv_heads * value_dim, 1.0),
             dout: wide(4, heads * value_dim, 1.0),
             hiding: None,
+            sinks: None,
         }
     }
 
@@ -76,6 +79,19 @@ impl Case {
         ] {
             cases.push(Self { hiding: Some(hiding), ..Self::new(s, l, h, g, dims, 1.0) });
         }
+        // Sinks among the scores, far above them, and as good as none.
+        for (s, l, h, g, dims, hiding) in [
+            (1, 1, 3, 1, (16, 16), None),
+            (2, 19, 4, 2, (16, 16), None),
+            (1, 41, 6, 3, (24, 40), None),
+            (2, 50, 3, 3, (8, 24), Some(Hiding::window(9))),
+            (3, 40, 4, 1, (32, 16), Some(documents)),
+        ] {
+            let extremes = [-1e30, 80.0, 0.0].into_iter().cycle().take(h).collect();
+            for sinks in [normals(5, h), extremes] {
+                cases.push(Self { hiding, sinks: Some(sinks), ..Self::new(s, l, h, g, dims, 1.0) });
+            }
+        }
         cases
     }
 
@@ -90,16 +106,26 @@ impl Case {
         }
     }
 
+    /// The sizes of heads, the scale and a sequence's tokens.
+    fn numbers(&self) -> ((usize, usize), f32, usize) {
+        let Heads { head_dim, value_dim, scale, seq_len, .. } = self.sizes;
+        ((head_dim, value_dim), scale, seq_len)
+    }
+
     fn windows(&self, cpu: &Cpu) -> Option<Windows<Cpu>> {
         self.hiding.map(|hiding| hiding.upload(cpu, self.sizes.sequences, self.sizes.seq_len).unwrap())
     }
 
+    fn sinks(&self, cpu: &Cpu) -> Option<Tensor<Cpu>> {
+        self.sinks.as_ref().map(|sinks| Tensor::from_f32(cpu, sinks, 1, sinks.len()).unwrap())
+    }
+
     fn forward(&self, cpu: &Cpu, dtype: DType) -> AttentionOut<Cpu> {
         let [q, k, v] = [&self.q, &self.k, &self.v].map(|x| self.tensor(cpu, x, dtype));
-        let Heads { head_dim, value_dim, scale, seq_len, .. } = self.sizes;
-        let windows = self.windows(cpu);
-        let windows = windows.as_ref();
-        let op = Attention { q: &q, k: &k, v: &v, head_dim, value_dim, scale, seq_len, windows };
+        let (dims, scale, seq_len) = self.numbers();
+        let (windows, sinks) = (self.windows(cpu), self.sinks(cpu));
+        let (windows, sinks) = (windows.as_ref(), sinks.as_ref());
+        let op = Attention { scale, windows, sinks, ..Attention::new([&q, &k, &v], dims, seq_len) };
         op.check().unwrap();
         attention(cpu, op).unwrap()
     }
@@ -107,27 +133,18 @@ impl Case {
     fn backward(&self, cpu: &Cpu, dtype: DType) -> AttentionGrads<Cpu> {
         let AttentionOut { out, lse } = self.forward(cpu, dtype);
         let [q, k, v, dout] = [&self.q, &self.k, &self.v, &self.dout].map(|x| self.tensor(cpu, x, dtype));
-        let windows = self.windows(cpu);
-        let op = AttentionBackward {
-            q: &q,
-            k: &k,
-            v: &v,
-            out: &out,
-            lse: &lse,
-            dout: &dout,
-            head_dim: self.sizes.head_dim,
-            value_dim: self.sizes.value_dim,
-            scale: self.sizes.scale,
-            seq_len: self.sizes.seq_len,
-            windows: windows.as_ref(),
-        };
+        let (dims, scale, seq_len) = self.numbers();
+        let (windows, sinks, made) = (self.windows(cpu), self.sinks(cpu), (&out, &lse));
+        let (windows, sinks) = (windows.as_ref(), sinks.as_ref());
+        let op = AttentionBackward::new([&q, &k, &v], made, &dout, dims, seq_len);
+        let op = AttentionBackward { scale, windows, sinks, ..op };
         op.check().unwrap();
         attention_backward(cpu, op).unwrap()
     }
 }
 
-/// Softmax attention in f64, straight from the formula: (out, lse).
-fn reference(case: &Case, q: &[f64], k: &[f64], v: &[f64]) -> (Vec<f64>, Vec<f64>) {
+/// Softmax attention in f64, straight from the formula: (out, lse). `sinks`: empty, or one of each head.
+fn reference(case: &Case, q: &[f64], k: &[f64], v: &[f64], sinks: &[f64]) -> (Vec<f64>, Vec<f64>) {
     let sizes = &case.sizes;
     let first_key = case.hiding.map(|hiding| hiding.lists(sizes.sequences, sizes.seq_len)[0].clone());
     let (d, c) = (sizes.head_dim, sizes.value_dim);
@@ -140,8 +157,9 @@ fn reference(case: &Case, q: &[f64], k: &[f64], v: &[f64]) -> (Vec<f64>, Vec<f64
             let kv = |other: usize| other * sizes.kv_heads + head / (sizes.heads / sizes.kv_heads);
             let dot = |other: usize| (0..d).map(|i| q[at * d + i] * k[kv(other) * d + i]).sum::<f64>();
             let scores: Vec<f64> = (first..=token).map(|other| dot(other) * f64::from(sizes.scale)).collect();
-            let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-            let sum: f64 = scores.iter().map(|s| (s - max).exp()).sum();
+            let sink = sinks.get(head).copied().unwrap_or(f64::NEG_INFINITY);
+            let max = scores.iter().copied().fold(sink, f64::max);
+            let sum: f64 = scores.iter().map(|s| (s - max).exp()).sum::<f64>() + (sink - max).exp();
             lse[at] = max + sum.ln();
             for (j, s) in scores.iter().enumerate() {
                 let p = (s - lse[at]).exp();
@@ -165,7 +183,8 @@ fn rel_l2(got: &[f32], want: &[f64]) -> f64 {
 #[test]
 fn forward_is_the_formula_and_the_same_everywhere() {
     for case in Case::all() {
-        let (out, lse) = reference(&case, &wide(&case.q), &wide(&case.k), &wide(&case.v));
+        let sinks = wide(case.sinks.as_deref().unwrap_or_default());
+        let (out, lse) = reference(&case, &wide(&case.q), &wide(&case.k), &wide(&case.v), &sinks);
         for (dtype, bound) in [(DType::F32, 1e-6), (DType::Bf16, 3e-3)] {
             let (got, got_lse) = same_everywhere(|cpu| {
                 let got = case.forward(cpu, dtype);
@@ -190,9 +209,59 @@ fn backward_is_the_same_everywhere() {
             same_everywhere(|cpu| {
                 let got = case.backward(cpu, dtype);
                 assert_eq!([&got.dq, &got.dk, &got.dv].map(Tensor::dtype), [dtype; 3]);
-                [bits(&got.dq), bits(&got.dk), bits(&got.dv)]
+                (
+                    [&got.dq, &got.dk, &got.dv].map(bits),
+                    got.dsinks.as_ref().map(|dsinks| (dsinks.shape(), bits(dsinks))),
+                )
             });
         }
+    }
+}
+
+/// Sinks of -∞ are none, and sinks beside which all scores are nothing leave nothing of the values.
+#[test]
+fn sinks_at_their_ends() {
+    let cpu = Cpu::new(2).unwrap();
+    let of = |sink: Option<f32>| {
+        let sinks = sink.map(|sink| vec![sink; 4]);
+        let case = Case { sinks, ..Case::new(2, 19, 4, 2, (16, 16), 1.0) };
+        let (made, grads) = (case.forward(&cpu, DType::F32), case.backward(&cpu, DType::F32));
+        let lse = made.lse.as_slice().to_vec();
+        ([&made.out, &grads.dq, &grads.dk, &grads.dv].map(|x| x.to_f32_vec(&cpu).unwrap()), lse, grads.dsinks)
+    };
+    let (none, least, most) = (of(None), of(Some(f32::NEG_INFINITY)), of(Some(1e30)));
+    assert!(none.2.is_none());
+    assert_eq!((&none.0, &none.1), (&least.0, &least.1));
+    let zeros = |x: &[f32]| x.iter().all(|x| *x == 0.0);
+    assert!(most.0.iter().all(|x| zeros(x)) && most.1.iter().all(|lse| *lse == 1e30));
+    for dsinks in [least.2, most.2] {
+        assert!(zeros(&dsinks.unwrap().to_f32_vec(&cpu).unwrap()));
+    }
+}
+
+#[test]
+fn sinks_of_another_shape_or_type_are_named() {
+    let cpu = Cpu::new(1).unwrap();
+    let (x, lse) = (Tensor::zeros(&cpu, DType::F32, 1, 48).unwrap(), cpu.zeros::<f32>(3).unwrap());
+    let of = |dtype, rows, cols| {
+        let sinks = Tensor::zeros(&cpu, dtype, rows, cols).unwrap();
+        let (sinks, dims) = (Some(&sinks), (16, 16));
+        let backward = AttentionBackward::new([&x; 3], (&x, &lse), &x, dims, 1);
+        [
+            Attention { sinks, ..Attention::new([&x; 3], dims, 1) }.check(),
+            AttentionDecode { sinks, ..AttentionDecode::new([&x; 3], dims, 1) }.check(),
+            AttentionBackward { sinks, ..backward }.check(),
+        ]
+        .map(|checked| checked.map_err(|error| error.to_string()))
+    };
+    assert_eq!(of(DType::F32, 1, 3), [const { Ok(()) }; 3]);
+    for (dtype, rows, cols, why) in [
+        (DType::F32, 1, 2, "`shape of sinks` is (1, 2), expected (1, 3)"),
+        (DType::F32, 3, 1, "`shape of sinks` is (3, 1), expected (1, 3)"),
+        (DType::Bf16, 1, 3, "`type of sinks` is Bf16, expected F32"),
+    ] {
+        let of_ops = ["attention", "attention_decode", "attention_backward"];
+        assert_eq!(of(dtype, rows, cols), of_ops.map(|op| Err(format!("{op}: {why}"))));
     }
 }
 
@@ -203,14 +272,21 @@ fn backward_is_the_derivative_of_the_formula() {
     let cpu = Cpu::new(2).unwrap();
     for case in Case::all() {
         let grads = case.backward(&cpu, DType::F32);
-        let inputs = [&case.q, &case.k, &case.v].map(|x| wide(x));
+        let sinks = case.sinks.clone().unwrap_or_default();
+        let inputs = [&case.q, &case.k, &case.v, &sinks].map(|x| wide(x));
         let dout = wide(&case.dout);
-        let loss = |x: &[Vec<f64>; 3]| -> f64 {
-            let (out, _) = reference(&case, &x[0], &x[1], &x[2]);
+        let loss = |x: &[Vec<f64>; 4]| -> f64 {
+            let (out, _) = reference(&case, &x[0], &x[1], &x[2], &x[3]);
             out.iter().zip(&dout).map(|(o, d)| o * d).sum()
         };
-        for (which, grad) in [&grads.dq, &grads.dk, &grads.dv].into_iter().enumerate() {
-            let grad = grad.to_f32_vec(&cpu).unwrap();
+        let mut all = [&grads.dq, &grads.dk, &grads.dv].map(|grad| grad.to_f32_vec(&cpu).unwrap()).to_vec();
+        all.extend(grads.dsinks.map(|dsinks| {
+            let rows = dsinks.to_f32_vec(&cpu).unwrap();
+            let of_head = |head| rows.iter().skip(head).step_by(sinks.len()).sum::<f32>();
+            (0..sinks.len()).map(of_head).collect()
+        }));
+        assert_eq!(all.len(), if sinks.is_empty() { 3 } else { 4 });
+        for (which, grad) in all.into_iter().enumerate() {
             let norm = grad.iter().map(|g| f64::from(*g).powi(2)).sum::<f64>().sqrt();
             for trial in 0..4 {
                 let direction = wide(&normals(100 + trial, grad.len()));
@@ -245,7 +321,7 @@ fn backward_is_the_derivative_of_the_formula() {
 fn scores_of_ten_thousand_neither_overflow_nor_lose_the_sum() {
     // Scores are of the order of ±1e4: the softmax is one-hot nearly everywhere.
     let case = Case::new(2, 33, 4, 2, (16, 16), 50.0);
-    let (out, lse) = reference(&case, &wide(&case.q), &wide(&case.k), &wide(&case.v));
+    let (out, lse) = reference(&case, &wide(&case.q), &wide(&case.k), &wide(&case.v), &[]);
     assert!(lse.iter().any(|x| *x > 5e3), "the case is too tame");
     let got = same_everywhere(|cpu| bits(&case.forward(cpu, DType::F32).out));
     let got: Vec<f32> = got.into_iter().map(f32::from_bits).collect();
@@ -289,17 +365,7 @@ fn no_tokens_give_no_output() {
     for cpu in [Cpu::new(2).unwrap(), Cpu::scalar(1).unwrap()] {
         let none = |cols| Tensor::zeros(&cpu, DType::F32, 0, cols).unwrap();
         let (q, k) = (none(32), none(16));
-        let op = Attention {
-            q: &q,
-            k: &k,
-            v: &k,
-            head_dim: 16,
-            value_dim: 16,
-            scale: 0.25,
-            seq_len: 8,
-            windows: None,
-        };
-        let got = attention(&cpu, op).unwrap();
+        let got = attention(&cpu, Attention::new([&q, &k, &k], (16, 16), 8)).unwrap();
         assert_eq!((got.out.shape(), Cpu::len(&got.lse)), ((0, 32), 0));
     }
 }
@@ -310,20 +376,7 @@ fn a_type_that_differs_is_named() {
     let x = Tensor::zeros(&cpu, DType::F32, 4, 16).unwrap();
     let half = Tensor::zeros(&cpu, DType::Bf16, 4, 16).unwrap();
     let lse = cpu.zeros::<f32>(4).unwrap();
-    let (out, dout, head_dim, value_dim, scale, seq_len) = (&x, &half, 16, 16, 0.25, 4);
-    let op = AttentionBackward {
-        q: &x,
-        k: &x,
-        v: &x,
-        out,
-        lse: &lse,
-        dout,
-        head_dim,
-        value_dim,
-        scale,
-        seq_len,
-        windows: None,
-    };
+    let op = AttentionBackward::new([&x; 3], (&x, &lse), &half, (16, 16), 4);
     let error = attention_backward(&cpu, op).unwrap_err().to_string();
     assert_eq!(error, "attention_backward: `dout` is bf16, expected f32");
 }
@@ -335,36 +388,18 @@ fn sizes_that_do_not_fit_are_named() {
     // 4 query heads of 6, 2 key heads; values of 5.
     let (q, k, v, wrong) = (of(24), of(12), of(10), of(12));
     let forward = |v, value_dim| {
-        let op = Attention { q: &q, k: &k, v, head_dim: 6, value_dim, scale: 0.4, seq_len: 4, windows: None };
-        op.check().map_err(|error| error.to_string())
+        Attention::new([&q, &k, v], (6, value_dim), 4).check().map_err(|error| error.to_string())
     };
     assert_eq!(forward(&v, 5), Ok(()));
     assert_eq!(forward(&wrong, 5).unwrap_err(), "attention: `shape of v` is (4, 12), expected (4, 10)");
     assert_eq!(forward(&v, 0).unwrap_err(), "attention: `value_dim` is 0, expected at least 1");
     let one = Tensor::zeros(&cpu, DType::F32, 1, 24).unwrap();
-    let decode =
-        |v| AttentionDecode { q: &one, k: &k, v, head_dim: 6, value_dim: 5, scale: 0.4, len: 3 }.check();
+    let decode = |v| AttentionDecode::new([&one, &k, v], (6, 5), 3).check();
     decode(&v).unwrap();
     let error = decode(&wrong).unwrap_err().to_string();
     assert_eq!(error, "attention_decode: `shape of v` is (4, 12), expected (4, 10)");
     let (lse, out) = (cpu.zeros::<f32>(16).unwrap(), of(20));
-    let backward = |out, dout| {
-        let (q, k, v, lse) = (&q, &k, &v, &lse);
-        AttentionBackward {
-            q,
-            k,
-            v,
-            out,
-            lse,
-            dout,
-            head_dim: 6,
-            value_dim: 5,
-            scale: 0.4,
-            seq_len: 4,
-            windows: None,
-        }
-        .check()
-    };
+    let backward = |out, dout| AttentionBackward::new([&q, &k, &v], (out, &lse), dout, (6, 5), 4).check();
     backward(&out, &out).unwrap();
     let error = backward(&out, &q).unwrap_err().to_string();
     assert_eq!(error, "attention_backward: `shape of dout` is (4, 24), expected (4, 20)");
@@ -375,14 +410,11 @@ fn a_scale_that_is_no_number_above_zero_is_named() {
     let cpu = Cpu::new(1).unwrap();
     let x = Tensor::zeros(&cpu, DType::F32, 1, 16).unwrap();
     let lse = cpu.zeros::<f32>(1).unwrap();
-    let (q, k, v, out, dout, lse, head_dim, value_dim) = (&x, &x, &x, &x, &x, &lse, 16, 16);
-    let forward =
-        |scale| Attention { q, k, v, head_dim, value_dim, scale, seq_len: 1, windows: None }.check();
-    let decode = |scale| AttentionDecode { q, k, v, head_dim, value_dim, scale, len: 1 }.check();
-    let backward = |scale| {
-        AttentionBackward { q, k, v, out, lse, dout, head_dim, value_dim, scale, seq_len: 1, windows: None }
-            .check()
-    };
+    let (qkv, dims) = ([&x; 3], (16, 16));
+    let forward = |scale| Attention { scale, ..Attention::new(qkv, dims, 1) }.check();
+    let decode = |scale| AttentionDecode { scale, ..AttentionDecode::new(qkv, dims, 1) }.check();
+    let backward =
+        |scale| AttentionBackward { scale, ..AttentionBackward::new(qkv, (&x, &lse), &x, dims, 1) }.check();
     for scale in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, 0.0, -0.25] {
         for (name, checked) in [
             ("attention", forward(scale)),
