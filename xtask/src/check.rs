@@ -1,7 +1,7 @@
 //! `cargo xtask check`.
 
 use crate::run::{command, output, root};
-use crate::{circles, made_up, modules, names};
+use crate::{circles, made_up, modules, names, pages};
 use std::time::Instant;
 
 /// Whether to run the tests.
@@ -21,6 +21,7 @@ pub fn check(tests: Tests) -> Result<(), String> {
     step("names of formats", names::check)?;
     step("files of tests", modules::check)?;
     step("circles of files", circles::check)?;
+    step("pages", pages::check)?;
     step("patches of tests", made_up::patches_apply)?;
     step("no C", no_c)?;
     step("licences and sources", licences)?;

@@ -10,6 +10,7 @@ mod made_up;
 mod modules;
 mod moved;
 mod names;
+mod pages;
 mod run;
 mod soak;
 mod tokens;
@@ -21,7 +22,7 @@ usage: cargo xtask check [--fast]    formatting, dependencies, clippy, documenta
        cargo xtask exhaustive [PART..]  the tests over the whole of their lists, every kernel instance, moved, made-up: by parts, of which those
                                      that have passed on this commit are not run again; --list: the parts
        cargo xtask moved             a copy of this checkout builds, is moved, and builds again
-       cargo xtask made-up           a copy of this checkout takes a made-up format in five files and a made-up operation in seven; their tests pass
+       cargo xtask made-up           a copy of this checkout takes a made-up format in five files and a made-up operation in six; their tests pass
        cargo xtask bench [ARGS..]    nibble bench ARGS.., written to benchmarks/DATE_MACHINE_COMMIT.md
        cargo xtask soak [--steps N] [--kills N] [--seed N]
                                      a run of four processes, one of which is killed again and again: nothing is lost, grows or is left";

@@ -3,39 +3,48 @@
 use crate::run::{output, root};
 use std::fs;
 
-/// Every file right below a `tests/`, and every folder with a `mod.rs`, is a module of its `main.rs` or a test of its `Cargo.toml`.
+/// Every file below a `tests/`, and every folder with a `mod.rs`, is a module of a file beside it or a test of its `Cargo.toml`.
 pub fn check() -> Result<(), String> {
     let listed =
         output("git", &["ls-files", "--cached", "--others", "--exclude-standard", "crates/*/tests/*.rs"])?;
     let mut forgotten = Vec::new();
     for file in listed.lines() {
-        let Some((package, name)) = taken_up(file) else { continue };
-        let text = |path: &str| fs::read_to_string(root().join(package).join(path)).unwrap_or_default();
-        if root().join(file).exists() && !is_taken_up(name, &text("Cargo.toml"), &text("tests/main.rs")) {
+        let Some((folder, name)) = taken_up(file) else { continue };
+        let text = |path: String| fs::read_to_string(root().join(path)).unwrap_or_default();
+        let manifest = match folder.split_once("/tests") {
+            Some((package, "")) => text(format!("{package}/Cargo.toml")),
+            _ => "autotests = false".to_owned(),
+        };
+        let beside =
+            listed.lines().filter(|other| other.rsplit_once('/').is_some_and(|(at, _)| at == folder));
+        let modules: String = beside.map(|other| text(other.to_owned())).collect();
+        if root().join(file).exists() && !is_taken_up(name, &manifest, &modules) {
             forgotten.push(file);
         }
     }
     match forgotten[..] {
         [] => Ok(()),
         _ => Err(format!(
-            "no test binary has these as a module, see `main.rs` beside them: {}",
+            "no test binary has these as a module, see the files beside them: {}",
             forgotten.join(", ")
         )),
     }
 }
 
-/// The package of such a file, and the module that it is; none of `main.rs`, and of files that are a part of another.
+/// The folder of such a file, and the module that it is; none of `main.rs`.
 fn taken_up(file: &str) -> Option<(&str, &str)> {
-    let (package, inside) = file.split_once("/tests/")?;
-    let name = inside.strip_suffix("/mod.rs").or_else(|| inside.strip_suffix(".rs"))?;
-    (name != "main" && !name.contains('/')).then_some((package, name))
+    let module = file.strip_suffix("/mod.rs").or_else(|| file.strip_suffix(".rs"))?;
+    let (folder, name) = module.rsplit_once('/')?;
+    let is_of_tests = folder.split('/').nth(2) == Some("tests");
+    (is_of_tests && name != "main").then_some((folder, name))
 }
 
-/// Whether a test binary has this module: by `main.rs`, or by the manifest, which names it or leaves the search to cargo.
-fn is_taken_up(name: &str, manifest: &str, main: &str) -> bool {
+/// Whether a test binary has this module: by a file beside it, or by the manifest, which names it or leaves the search to cargo.
+fn is_taken_up(name: &str, manifest: &str, modules: &str) -> bool {
     let by_cargo =
         !manifest.contains("autotests = false") || manifest.contains(&format!("name = \"{name}\""));
-    by_cargo || main.lines().any(|line| line == format!("mod {name};"))
+    let is_declared = |line: &str| line.strip_prefix("pub ").unwrap_or(line) == format!("mod {name};");
+    by_cargo || modules.lines().any(is_declared)
 }
 
 #[cfg(test)]
@@ -43,13 +52,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn modules_are_files_and_folders_right_below() {
-        assert_eq!(taken_up("crates/cpu/tests/comm.rs"), Some(("crates/cpu", "comm")));
-        assert_eq!(taken_up("crates/train/tests/rig/mod.rs"), Some(("crates/train", "rig")));
-        for part in
-            ["crates/train/tests/rig/comm.rs", "crates/cpu/tests/main.rs", "crates/cli/tests/command/main.rs"]
-        {
-            assert_eq!(taken_up(part), None, "{part}");
+    fn modules_are_files_and_folders() {
+        assert_eq!(taken_up("crates/cpu/tests/comm.rs"), Some(("crates/cpu/tests", "comm")));
+        assert_eq!(taken_up("crates/train/tests/rig/mod.rs"), Some(("crates/train/tests", "rig")));
+        assert_eq!(taken_up("crates/train/tests/rig/comm.rs"), Some(("crates/train/tests/rig", "comm")));
+        for other in ["crates/cli/tests/command/main.rs", "crates/cpu/src/gemm/tests/mod.rs"] {
+            assert_eq!(taken_up(other), None, "{other}");
         }
     }
 

@@ -8,9 +8,7 @@
 use super::gpu::{Bench, COOL_DOWN, put_sustained, wanted};
 use nibble_command::error::Result;
 use nibble_command::say;
-use nibble_core::ops::{
-    Attention, AttentionBackward, AttentionOut, Cast, FindWindows, InitNormal, Windows, attention_scale,
-};
+use nibble_core::ops::{Attention, AttentionBackward, AttentionOut, Cast, FindWindows, InitNormal, Windows};
 use nibble_core::{Backend, DType, Result as CoreResult, Tensor};
 use nibble_cuda::Cuda;
 use nibble_cuda::measure::timing::Sustained;
@@ -233,7 +231,7 @@ fn times(
     quick: bool,
 ) -> CoreResult<[Time; 2]> {
     let &AttentionShape { sequences, seq_len, heads, kv_heads, head_dim, value_dim } = shape;
-    let (cuda, scale) = (&bench.cuda, attention_scale(head_dim));
+    let (cuda, dims) = (&bench.cuda, (head_dim, value_dim));
     let tensor = |site, cols| {
         let stream = Stream::new(1, Purpose::Init, site, 0);
         let rows = sequences * seq_len;
@@ -242,10 +240,11 @@ fn times(
     };
     let (q, dout) = (&tensor(1, heads * head_dim)?, &tensor(2, heads * value_dim)?);
     let (k, v): (&Tensor<Cuda>, _) = (&tensor(3, kv_heads * head_dim)?, &tensor(4, kv_heads * value_dim)?);
-    let forward = || Attention { q, k, v, head_dim, value_dim, scale, seq_len, windows }.run(cuda);
+    let qkv = [q, k, v];
+    let forward = || Attention { windows, ..Attention::new(qkv, dims, seq_len) }.run(cuda);
     let AttentionOut { out, lse } = &forward()?;
     let backward = || {
-        AttentionBackward { q, k, v, out, lse, dout, head_dim, value_dim, scale, seq_len, windows }
+        AttentionBackward { windows, ..AttentionBackward::new(qkv, (out, lse), dout, dims, seq_len) }
             .run(cuda)
             .map(drop)
     };

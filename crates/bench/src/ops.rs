@@ -266,36 +266,16 @@ fn model(b: &Cpu) -> CoreResult<Vec<Case>> {
         let positions = &Positions::of_sequences(256);
         AssembleKv { up, shared, table, key_dim: 128, value_dim: 128, positions }.run(b).map(drop)
     }));
-    let (head_dim, scale, seq_len) = (64, attention_scale(64), 128);
-    let q = normal(b, DType::Bf16, 2 * seq_len, 2 * head_dim)?;
-    let done =
-        Attention { q: &q, k: &q, v: &q, head_dim, value_dim: head_dim, scale, seq_len, windows: None }
-            .run(b)?;
+    let (dims, seq_len) = ((64, 64), 128);
+    let q = normal(b, DType::Bf16, 2 * seq_len, 2 * dims.0)?;
+    let done = Attention::new([&q; 3], dims, seq_len).run(b)?;
     let qkv = q.clone();
     cases.push(case("attention, 4 heads of 128 · 64", 0, move |b| {
-        let x = &qkv;
-        Attention { q: x, k: x, v: x, head_dim, value_dim: head_dim, scale, seq_len, windows: None }
-            .run(b)
-            .map(drop)
+        Attention::new([&qkv; 3], dims, seq_len).run(b).map(drop)
     }));
     cases.push(case("attention backward, the same", 0, move |b| {
         let AttentionOut { out, lse } = &done;
-        let (x, value_dim) = (&q, head_dim);
-        AttentionBackward {
-            q: x,
-            k: x,
-            v: x,
-            out,
-            lse,
-            dout: x,
-            head_dim,
-            value_dim,
-            scale,
-            seq_len,
-            windows: None,
-        }
-        .run(b)
-        .map(drop)
+        AttentionBackward::new([&q; 3], (out, lse), &q, dims, seq_len).run(b).map(drop)
     }));
     let grad = normal(b, DType::F32, ROWS, COLS)?;
     let state = [grad.clone(), grad.clone(), Tensor::zeros(b, DType::F32, ROWS, COLS)?];

@@ -1,4 +1,8 @@
-//! Attention: which heads the tensor cores take, and what the backward pass keeps of each query meanwhile.
+//! Attention: which heads the tensor cores take, and what the backward pass holds of each query meanwhile.
+//!
+//! Where each long head has its own keys, one kernel computes the gradients of keys and values and stores the gradients of scores, in at
+//! most 512 MiB; some heads later it computes the gradients of queries from what is stored. Elsewhere the backward pass computes the
+//! scores twice, once for keys and values and once for queries. Every sum has one owner and one order.
 
 use crate::Temporary;
 use nibble_core::ops::AttentionBackward;

@@ -7,9 +7,31 @@ use nibble_core::ops::{
     Counts, Emitted, HeadLoss, HeadLossChunk, HeadLossGrad, HeadLossOut, Planes, ProductArgs, ProductDims,
     Quantize, Ragged,
 };
-use nibble_core::{Backend, DType, Error, Groups, Operand, Result, Tensor};
+use nibble_core::{Backend, DType, DeviceKind, Error, Groups, Operand, Result, Tensor};
 
 const OP: &str = "head_loss";
+
+/// Tokens a chunk of [`HeadLoss`] that suit a device of this kind and a head of `vocab` rows. A CPU has as many as its caches
+/// like: what is packed of the weight pays, and a row of logits is soon read again. A GPU has as many as fill the products, as
+/// far as logits and gradients leave memory to others.
+pub fn chunk(kind: DeviceKind, vocab: usize) -> usize {
+    /// Tokens on a CPU.
+    const OF_A_CPU: usize = 512;
+    /// Tokens on a GPU: with fewer, each chunk's trip to the weight's gradient and back costs more than its products hide.
+    const OF_A_GPU: usize = 8192;
+    /// Logits in F32 and their gradients in BF16 take no more than this on a GPU; where the gradients are quantized, both their
+    /// planes lie where the logits were.
+    const GPU_BYTES: usize = 15 << 29;
+    /// Rows of a product's tile.
+    const TILE: usize = 128;
+    match kind {
+        DeviceKind::Host => OF_A_CPU,
+        DeviceKind::Gpu => {
+            let fits = GPU_BYTES / vocab.max(1).saturating_mul(size_of::<f32>() + 2);
+            (fits / TILE * TILE).clamp(TILE, OF_A_GPU)
+        }
+    }
+}
 
 /// `head_loss` on a GPU.
 pub fn head_loss<B: GpuKernels>(b: &B, op: HeadLoss<'_, B>) -> Result<HeadLossOut<B>> {
@@ -186,4 +208,19 @@ fn groups_of<B: GpuKernels>(b: &B, chunks: &[HeadLossChunk], block: usize) -> Re
         all.push(((count, each), groups));
     }
     Ok(all)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn chunks_of_a_gpu_are_shorter_where_the_vocabulary_is_large() {
+        for (vocab, tokens) in
+            [(0, 8192), (257, 8192), (32_768, 8192), (151_936, 8192), (262_144, 5120), (usize::MAX / 16, 128)]
+        {
+            assert_eq!(chunk(DeviceKind::Gpu, vocab), tokens, "{vocab}");
+            assert_eq!(chunk(DeviceKind::Host, vocab), 512, "{vocab}");
+        }
+    }
 }

@@ -1,8 +1,9 @@
-//! What an operation takes on a GPU: which path, and which temporaries. Pure functions of shapes, formats and groups, generic over the backend
-//! whose buffers the arguments are, so that they can be asked where there is no GPU.
+//! What an op takes on a GPU: which path, and which temporaries in which order. Pure functions of shapes, formats and groups, generic
+//! over the backend whose buffers the arguments are, so that they can be asked where there is no GPU.
 //!
-//! `nibble-cuda` launches what is chosen here, `nibble-dry` counts the memory of it, and the commands explain it. None of them asks a
-//! condition a second time.
+//! An op has three forms: what is asked (`nibble-core`'s arguments; of a product, `ProductDesc`), what is chosen here (`ProductPath`,
+//! `QuantizePath` and so on), and what `nibble-cuda` launches. `nibble-dry` counts the memory of the same choice, and the commands
+//! explain it. None of them asks a condition a second time.
 
 pub mod attention;
 mod gpu_kernels;

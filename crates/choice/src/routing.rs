@@ -4,6 +4,8 @@ use crate::Temporary;
 use nibble_core::Backend;
 use nibble_core::ops::Route;
 
+/// The most slots a token for which a GPU has `combine_tree`. A CPU has it for any number.
+pub const MOST_TREE_SLOTS: usize = 32;
 /// Slots that a CTA of `plan_permute` sorts at once.
 pub const PLAN_PASS: usize = 2048;
 /// The most passes of a chunk: its counts are 16 bits.

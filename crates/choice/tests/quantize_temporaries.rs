@@ -1,7 +1,7 @@
 //! What quantization takes beside its planes, against sums by hand.
 
 use nibble_choice::quantize::{QuantizeDesc, QuantizePath};
-use nibble_core::formats::{Codec, Format, Rounding};
+use nibble_core::formats::{Codec, Format, Rounding, WHOLE_LINE};
 use nibble_core::ops::Planes;
 use nibble_core::{DType, Grouping};
 
@@ -32,9 +32,9 @@ fn bytes(desc: QuantizeDesc) -> Vec<usize> {
 
 #[test]
 fn one_plane_of_blocks_takes_nothing() {
-    for format in
-        [Format::Mxfp4, Format::E4m3, Format::E5m2, Format::Mxfp6E3m2, Format::Nvfp4In128, Format::Hif4]
-    {
+    let has_blocks = |format: &Format| format.is_block() && format.spec().block != WHOLE_LINE;
+    let has_whole = |format: &Format| format.scale_kind(format.spec().rules[0]).has_tensor_scale();
+    for format in Format::ALL.into_iter().filter(|format| has_blocks(format) && !has_whole(format)) {
         for planes in [Planes::Rows, Planes::Cols] {
             assert_eq!(bytes(desc(format, planes)), [0; 0], "{format} {planes:?}");
         }

@@ -1,4 +1,4 @@
-//! A signal ends every command but `train` at once, and no unfinished file stays.
+//! A signal ends every command but `train` at once, after its unfinished files are removed.
 
 /// From now on SIGINT, SIGTERM and SIGHUP remove the unfinished files of this process, and then end it as they would have.
 ///

@@ -1,5 +1,8 @@
-//! Ctrl-C, SIGTERM and SIGHUP end a run after its step. Whoever insists ends the process at once; a signal that is sent to the process
-//! and to its group arrives twice, and is one request, as is one that the launcher passes on of those that have come already.
+//! Ctrl-C, SIGTERM and SIGHUP end a run after its step.
+//!
+//! A second signal within 3 s is the same request: a signal that is sent to the process and to its group arrives twice, and a launcher
+//! passes on signals that have come already. A later signal, or a third, ends the process at once; its unfinished files are removed. A
+//! signal that the process was started to ignore (`nohup`) is left alone.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 

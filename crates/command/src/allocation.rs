@@ -1,4 +1,8 @@
 //! What happens where the system refuses memory: an error that says for what, and never an abort.
+//!
+//! A buffer of a tensor that gets no memory ends its op with an error that names the arena and the sizes that need the most. Any other
+//! allocation that is refused ends the process with an error: what was being done, and how many bytes were asked for. The program's
+//! allocator does that here, unless the caller is within `may_be_refused` of [`nibble_core::allocation`].
 
 use nibble_core::allocation::{takes_refusals, with_phase};
 use std::alloc::{GlobalAlloc, Layout, System};

@@ -1,4 +1,5 @@
-//! Lines for people, and numbers as people read them.
+//! Lines for people, and numbers as people read them. Such lines go through `say!` and `warn!`, which never panic, and show control
+//! characters instead of sending them to a terminal.
 
 use crate::error::{Error, Result};
 use nibble_core::{readable, visible};

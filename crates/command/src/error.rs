@@ -1,4 +1,7 @@
 //! What a command ends with when it does not succeed: a message, and whose fault it was.
+//!
+//! Exit codes: 0 done, 1 the run failed, 2 the request cannot be followed as it stands; 130, 143 and 129 a run that SIGINT, SIGTERM or
+//! SIGHUP stopped. Libraries know no exit codes.
 
 use crate::allocation;
 use std::fmt;

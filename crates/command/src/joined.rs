@@ -1,7 +1,10 @@
 //! A rank that is a process: it finds the others, computes among them, and ends with them.
 //!
-//! All of them are clients of one hub. `nibble launch` has it in its own process; where another launcher has started the ranks, it is in that of
-//! the first one. What a rank ends with is told once: by the launcher, or else by the first rank.
+//! All of them are clients of one hub. `nibble launch` has the hub in its own process; where another launcher started the ranks, it is in
+//! the first rank's. One process prints the run's error: the launcher, or else rank 0, or rank 1 where the hub was lost with rank 0.
+//!
+//! Under `nibble launch` each rank keeps a small file with its step and phase up to date. The file survives a SIGKILL, so the message
+//! says where the kill struck, and not where the rank was at its last heartbeat.
 
 use crate::changes;
 use crate::env;

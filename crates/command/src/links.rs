@@ -1,8 +1,9 @@
-//! How fast messages go from each rank to each other one, and which of these links are slow.
+//! How fast messages go from each rank to each other one, and which of these links are slow: `nibble doctor --links`, and `--check-links`
+//! before a run. Messages go through `Comm`, on any backend.
 //!
-//! Ranks are paired in rounds, each with one partner at most, so that no rank has two messages to carry at once. In a round first one of the two sends
-//! and then the other: a figure is of one direction alone, and taken where the message arrives. All pairs of a round send at the same time, as in a
-//! run: what they have to share, a network card say, they share here too.
+//! Ranks are paired in rounds, each with one partner at most, so no rank carries two messages at once. In a round first one of the two
+//! sends and then the other: a rate is of one direction, and is measured at the receiver. All pairs of a round send at the same time, as
+//! in a run: what they share there, such as a network card, they share here too.
 
 use crate::device::{Device, On};
 use crate::error::Result;

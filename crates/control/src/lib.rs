@@ -1,10 +1,25 @@
-//! The control plane of a run whose ranks are processes, on one host or on several. One [`Hub`] listens; every rank is a [`Client`] of it.
+//! The control plane of a run whose ranks are processes, on one host or on several. One [`Hub`] listens; every rank is a [`Client`] of
+//! it.
 //!
-//! It knows bytes and ranks, and neither tensors nor training. Each side proves that it knows the run's [`Secret`]; the hub finds all ranks to be
-//! of one mind; each side tells the other that it is alive. The first [`Failure`] of a rank ends all of them, with one message. Rows of bytes
-//! travel from rank to rank through the hub, in order.
+//! ```text
+//! nibble launch ─── hub                 torchrun, srun, mpirun
+//!   │    ┌───────────┼───────────┐        rank 0's process ─── hub
+//!   │  rank 0      rank 1      rank 2       rank 0 ┘   rank 1 ┘   rank 2 ┘
+//!   └─ waits for each process, and ends those that do not end
+//! ```
 //!
-//! What travels is authenticated when a connection begins, and not encrypted: whoever can change packets between two hosts can change a run.
+//! The hub knows bytes and ranks, and neither tensors nor training.
+//!
+//! * **Admission.** Rank and hub prove to each other that they know the run's [`Secret`]; neither sends it. The hub refuses another
+//!   version, mesh or number of ranks by name.
+//! * **Failure.** Heartbeats go both ways. The first [`Failure`] is the run's: a rank's own error, a lost connection, half a deadline of
+//!   silence, or a process that the launcher sees end. The hub tells it to all, pending collectives return it, and the ranks end. A rank
+//!   that has not ended after the other half of the deadline ends itself by force.
+//! * **Rows** of bytes travel from rank to rank through the hub, in order. Ranks on CPUs exchange tensors this way, which suits tests and
+//!   small machines.
+//! * **Restart.** A restarted run has a new hub and a new secret.
+//!
+//! A connection is authenticated when it begins, and not encrypted: whoever can change packets between two hosts can change a run.
 
 mod client;
 mod differences;

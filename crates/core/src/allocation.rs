@@ -1,4 +1,9 @@
-//! What the process is doing, for whoever must tell it without taking memory or waiting; and who can go on where the system refuses memory.
+//! What the process is doing, readable at any moment without taking memory or waiting; and who can go on where the system refuses memory.
+//!
+//! The status has a phase ("step 12", "reading FILE"), the part of it (forward, backward, an exchange in either, reduce, gather,
+//! optimizer, checkpoint, evaluation) and the number of the step. A part that fails stays set, so that a message can name it.
+//!
+//! Code that can handle refused memory runs within [`may_be_refused`]. Everywhere else a refusal ends the process with an error.
 
 use crate::visible::Visible;
 use std::cell::Cell;

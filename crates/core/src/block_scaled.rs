@@ -1,3 +1,21 @@
+//! Block-scaled tensors: a buffer of codes and a buffer of scales, with an axis.
+//!
+//! | axis | blocks run along | read by |
+//! |---|---|---|
+//! | `Row` | rows | fprop and dgrad, as activations and gradients; saved and dispatched rows |
+//! | `Col` | columns, stored transposed | wgrad, both operands: its contraction runs down the rows, which are contiguous here |
+//! | `Tile` | both: 2-D blocks | weights: one tensor for fprop, its transpose for dgrad. Formats without 2-D blocks use `Row` for both |
+//!
+//! * Codes of less than a byte are packed from the lowest bit on. Each row of codes (each column of `Col`) begins at a byte.
+//! * A row or column that ends inside a block is extended by zeros. `Col` stores these zeros: it rounds the number of rows up to a block.
+//! * Some formats have one scale per row (`e4m3-row`). In `Col` their scales are per column and group of rows: an expert, or a shard of
+//!   dense tokens. So ranks need not agree on a scale. The scale is written once per 128 rows, because groups begin at multiples of 128;
+//!   products read it as that of a block of 128.
+//! * A block that holds a NaN or an infinity has a NaN scale and zero codes, and is counted. Formats without block scales mark the
+//!   tensor's scale.
+//! * A tensor that only products read may hold what those products take in place of codes (`Taken`). Every other op refuses such a tensor
+//!   by name. What is saved for the backward pass or sent to another rank always has codes.
+
 use crate::ops::{Stored, Taken};
 use crate::{Backend, DType, Error, Result, Tensor};
 use nibble_formats::{BlockAxis, Format, Scale, ScaleKind, ScaleLayout, ScalePlane, ScaleRule};

@@ -1,3 +1,33 @@
+//! What ranks need from each other, and how they are arranged.
+//!
+//! [`Comm`] has an all-to-all of counts and of rows of bytes, sums by a tree of which each rank gets its part, gathers, a barrier, and
+//! `abort`. Rows, sums and gathers of parts are asynchronous: they return a [`Transfer`] that owns its buffers and is awaited later.
+//!
+//! A [`Mesh`] has a communicator for each axis along which something is sharded. A caller that asks for a rank names the axis.
+//!
+//! | axis | ranks | what is exchanged |
+//! |---|---|---|
+//! | `all` | every rank | losses, loads, reports; gradients of what every rank holds: attention, norms, routers, embedding |
+//! | `ep` | those that shard the experts of a layer | tokens to experts and back |
+//! | `dp` | those that hold the same experts | gradients of experts |
+//!
+//! In Megatron's and torchtitan's words: dense parameters are data-parallel over all ranks; experts are expert-parallel over `ep`, with
+//! `dp` replicas. Tokens are divided among all ranks in order, so the tokens of a replica are consecutive, and so are its parts of a
+//! micro-batch.
+//!
+//! If a rank fails, panics or leaves, pending and later calls of all others return an error, along every axis. A collective that was cut
+//! short may have left anything in its buffers: whoever reads a result asks [`Comm::check`] before believing it. So no metrics,
+//! checkpoint or held-out loss comes from such numbers.
+//!
+//! Three kinds of parallelism are not built. Each has a place here:
+//!
+//! * Pipeline ranks would be a fourth, outermost axis. Each rank would own a range of blocks, and micro-batches would travel between
+//!   ranges.
+//! * A two-level all-to-all, within a host and between hosts, would be an exchange over an `ep` of two communicators. A token would be
+//!   sent once to a host, and from there once to each rank.
+//! * Context parallelism would divide attention by positions. Keys and values would go around the ranks of a fifth axis; all other ops
+//!   treat tokens independently.
+
 use crate::{Backend, Error, Result};
 use std::fmt::{self, Debug};
 use std::ops::Range;

@@ -1,5 +1,10 @@
-//! Rows between the ranks that divide the experts of a layer. There is room for so many, and no more memory is taken, whatever a router chooses. How
-//! many there are is read once, so that nothing is computed of rows that have not come.
+//! How many rows travel between the ranks that shard the experts of a layer.
+//!
+//! Buffers have a fixed capacity, so memory has a bound whatever a router chooses ([`ExchangeRoom`]). The host reads the number of rows
+//! once for each plan, because the transport wants to know how many to send and to expect ([`RowPlan`]). Later ops compute on the rows
+//! that came and on no others.
+//!
+//! If one rank is sent more than its capacity, every rank sees that in the same counts, and none sends rows of that layer.
 
 use crate::{Backend, Comm, Error, Result, Transfer};
 

@@ -1,4 +1,11 @@
 //! Which offset of a growing range of memory each allocation gets: arithmetic only, for the arenas of every backend.
+//!
+//! A run has one arena each for weights, gradients and moments. Copies of weights and activations share a fourth, which is empty between
+//! two steps; evaluations use it as well. The same allocations in the same order get the same addresses. So each step issues the same ops
+//! on the same buffers, which is why a step can be recorded and replayed; `train/tests/steps/same_buffers.rs` compares them.
+//!
+//! `Dry`, the backend that predicts memory, places its buffers by the same arithmetic. So the predicted size of an arena includes its
+//! holes.
 
 use std::collections::{BTreeMap, BTreeSet};
 

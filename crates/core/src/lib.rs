@@ -1,10 +1,19 @@
-//! The seams of Nibble: what a tensor is, what a backend must do, which arguments each operation takes and how
-//! they are checked, and the recipe that decides every precision.
+//! The interfaces of Nibble: what a tensor is, what a backend must do, which arguments each op takes and how they are checked, and the
+//! recipe that decides every precision.
 //!
-//! Nothing here computes. A backend implements [`Backend`] (memory and order) and [`Kernels`] (every operation); a
-//! layer builds an operation's argument struct and calls its `run`, which checks shapes once for all backends.
+//! Nothing here computes. A backend implements two traits. [`Backend`] is memory and order, and nothing numeric; [`Kernels`] has a method
+//! for each op. Neither has default methods, so a missing kernel does not compile. A layer builds an op's argument struct and calls its
+//! `run`, which checks shapes once for all backends.
 //!
 //! Products everywhere are D = A·Bᵀ with A `[m, k]` and B `[n, k]`.
+//!
+//! | | is | lives in |
+//! |---|---|---|
+//! | format | a record of facts, and a codec for one block | crate `formats` |
+//! | op | a struct of arguments with `check()` and `result()`, and a row of `for_each_op!` | [`ops`] |
+//! | kernel | an op's code on one backend: a function of the op's name | the same folder of each backend's `ops` |
+//! | recipe | sections for linear layers, experts, head and router, with a precision for each site; overrides | [`recipe`] |
+//! | layer | weights, `forward`, `backward`, and what it saves | crate `train` |
 
 mod agreement;
 pub mod allocation;

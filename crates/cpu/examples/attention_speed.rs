@@ -6,7 +6,7 @@
 //! only. The gemm_peak example measures the peak to compare with. The fastest of several runs counts.
 
 use half::bf16;
-use nibble_core::ops::{Attention, AttentionBackward, attention_scale};
+use nibble_core::ops::{Attention, AttentionBackward};
 use nibble_core::{Error, Tensor};
 use nibble_cpu::Cpu;
 use std::time::Instant;
@@ -28,16 +28,11 @@ fn main() -> Result<(), Error> {
         };
         let (q, k, v, dout) =
             (tensor(heads, 0)?, tensor(kv_heads, 1)?, tensor(kv_heads, 2)?, tensor(heads, 3)?);
-        let (q, k, v, dout) = (&q, &k, &v, &dout);
-        let (value_dim, scale) = (head_dim, attention_scale(head_dim));
-        let forward =
-            || Attention { q, k, v, head_dim, value_dim: head_dim, scale, seq_len, windows: None }.run(&cpu);
+        let (qkv, dims) = ([&q, &k, &v], (head_dim, head_dim));
+        let forward = || Attention::new(qkv, dims, seq_len).run(&cpu);
         let kept = forward()?;
-        let (out, lse) = (&kept.out, &kept.lse);
-        let backward = || {
-            AttentionBackward { q, k, v, out, lse, dout, head_dim, value_dim, scale, seq_len, windows: None }
-                .run(&cpu)
-        };
+        let made = (&kept.out, &kept.lse);
+        let backward = || AttentionBackward::new(qkv, made, &dout, dims, seq_len).run(&cpu);
         let product = (2 * sequences * heads * head_dim * (seq_len * (seq_len + 1) / 2)) as f64;
         let rates = [2.0 * product / best_seconds(forward)?, 5.0 * product / best_seconds(backward)?]
             .map(|x| x / 1e9);

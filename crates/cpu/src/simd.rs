@@ -1,7 +1,7 @@
-//! How one body of safe, branch-free Rust becomes one function an instruction set.
+//! How one body of safe, branch-free Rust becomes one function per instruction set.
 //!
-//! Elementwise code needs no intrinsics: compiled with the right target features the compiler vectorises it, and since
-//! every lane does the same IEEE operations in the same order the bits are those of the scalar build.
+//! Elementwise code needs no intrinsics: compiled with the right target features, the compiler vectorises it. Every lane does the same
+//! IEEE operations in the same order, so the bits are those of the scalar build. Sums over a row use 16 lanes in a fixed order.
 
 use crate::{Buf, Cpu};
 use half::bf16;

@@ -7,6 +7,7 @@ use crate::device::pinned::Pinned;
 use crate::device::recording::Recording;
 use crate::device::{Device, Event};
 use crate::driver::failed;
+use nibble_choice::products::ProductTrial;
 use nibble_core::{
     Backend, DeviceKind, LineCopy, Lines, MemoryStats, Plain, Result, Room, Traffic, ValueRun, check_range,
 };
@@ -22,6 +23,7 @@ pub(crate) type Marks = Mutex<Option<Vec<(&'static str, Event, Event)>>>;
 pub struct Cuda {
     device: Device,
     marks: Arc<Marks>,
+    trial: ProductTrial,
 }
 
 impl Cuda {
@@ -35,12 +37,22 @@ impl Cuda {
 
     /// On an opened device.
     pub fn on(device: Device) -> Self {
-        Self { device, marks: Arc::default() }
+        Self { device, marks: Arc::default(), trial: ProductTrial::default() }
     }
 
     /// The device.
     pub fn device(&self) -> &Device {
         &self.device
+    }
+
+    /// The same device by a handle whose products run as `trial` says.
+    pub fn with_trial(&self, trial: ProductTrial) -> Self {
+        Self { trial, ..self.clone() }
+    }
+
+    /// How products on the tensor cores are run.
+    pub(crate) const fn trial(&self) -> &ProductTrial {
+        &self.trial
     }
 
     /// What is being timed.

@@ -1,8 +1,8 @@
 //! The CUDA backend.
 //!
-//! CUDA is found at run time: this crate builds, links and loads where there is none, and [`probe()`] says what it found.
-//! Kernels are CUDA C++ templates in `csrc/`, embedded in the binary, compiled by NVRTC to `sm_90a` cubins on first use
-//! and kept on disk by content. From the bottom up:
+//! CUDA is found at run time: this crate builds, links and loads where there is none, and [`probe()`] says what it found. Kernels are
+//! CUDA C++ templates in `csrc/`, embedded in the binary, compiled by NVRTC to `sm_90a` cubins on first use and cached on disk by
+//! content. From the bottom up:
 //!
 //! | module | what |
 //! | --- | --- |
@@ -10,13 +10,31 @@
 //! | `driver` | what the driver answers, and which functions of NVIDIA's libraries are called |
 //! | [`compile`] | instance → cubin: embedded sources, NVRTC, the cache on disk, one compilation at a time per instance |
 //! | [`probe`](mod@probe) | what CUDA there is here |
-//! | [`device`] | context, streams, events, loaded kernels; buffers of the pool or of an arena, copies to the host; work recorded once and issued as a whole |
-//! | [`launch`] | checked, typed launches: grid, cluster, shared memory; descriptors of the bulk tensor copy engine |
+//! | [`device`] | context, streams, events, loaded kernels; pooled and arena buffers; copies to the host; recordings |
+//! | [`launch`] | checked, typed launches: grid, cluster, shared memory; TMA descriptors |
 //! | [`cublaslt`] | dense BF16 and FP8 products by NVIDIA's library |
-//! | [`measure`], [`Cuda::profiled`] | burst and sustained times, watts and clocks; the time of each operation, and of what ran inside a recording |
-//! | [`backend`] | the same as `nibble-core`'s `Backend` |
+//! | [`measure`], [`Cuda::profiled`] | burst and sustained times, watts and clocks; times of each op, also inside a recording |
+//! | [`backend`] | `nibble-core`'s `Backend` |
 //! | [`comm`] | ranks on GPUs: collectives by NCCL, which is loaded when there are such ranks |
-//! | [`ops`] | a folder for related operations, a file for one or a few: description → configuration → launch |
+//! | [`ops`] | a folder for related ops, a file for one or a few: description → configuration → launch |
+//!
+//! **Nothing waits.** Everything is issued on one stream, and memory is freed in its order. Sizes of ragged groups, counts of blocks and
+//! overflow flags stay on the device until the end of a step. An upload waits only behind megabytes of earlier uploads. A second stream
+//! copies to the host.
+//!
+//! **Same addresses.** `within(arena, …)` gives the same allocations the same addresses each time. Such work can be recorded without
+//! being executed (no uploads, no downloads, no memory outside an arena) and replayed as a whole.
+//!
+//! **The CPU's bits**, for every conversion, on every input; of a NaN, that it is one. So sums that a GPU forms in parallel have an order
+//! that both follow. Functions such as `exp` and `sigmoid` have twins in `csrc/math/` of the same IEEE operations; where the hardware has
+//! an approximation, one corrected step makes it exact. NVRTC runs with `--fmad=false`, and subnormals are preserved. Products on tensor
+//! cores keep fewer bits than F32: they owe a relative error (`FP8_AGREEMENT`, `BF16_AGREEMENT`), the CPU's bits where sums are exact,
+//! and the same bits in every run.
+//!
+//! **A format** is a header in `csrc/formats/`: a struct with its block, its scale, and how sixteen values become codes and back, and a
+//! line that declares it. The build script makes of these lines what launches look up (`ops/convert/units.rs`), and the header that
+//! includes them. The general kernels are templates over that. Kernels for MXFP4 and FP8 blocks are templates over the element. They
+//! choose scales by the rule alone; any other `Scaling` goes through the general kernel.
 
 pub mod backend;
 pub mod comm;

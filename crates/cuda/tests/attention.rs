@@ -4,7 +4,7 @@
 use crate::gpu;
 
 use nibble_core::ops::{
-    Attention, AttentionBackward, AttentionGrads, AttentionOut, Cast, InitNormal, Windows, attention_scale,
+    Attention, AttentionBackward, AttentionGrads, AttentionOut, Cast, InitNormal, Windows,
 };
 use nibble_core::{DType, Tensor};
 use nibble_cuda::Cuda;
@@ -33,16 +33,16 @@ fn inputs(gpu: &Cuda, kv_heads: usize, (head_dim, value_dim): (usize, usize)) ->
 fn made(
     gpu: &Cuda,
     [q, k, v, dout]: [&Tensor<Cuda>; 4],
-    (head_dim, value_dim): (usize, usize),
+    dims: (usize, usize),
     hiding: Option<Hiding>,
 ) -> [Vec<f32>; 5] {
-    let (scale, seq_len) = (attention_scale(head_dim), SEQ_LEN);
     let windows = hiding.map(|hiding| hiding.upload(gpu, SEQUENCES, SEQ_LEN).unwrap());
     let windows = windows.as_ref();
-    let forward = Attention { q, k, v, head_dim, value_dim, scale, seq_len, windows }.run(gpu).unwrap();
+    let qkv = [q, k, v];
+    let forward = Attention { windows, ..Attention::new(qkv, dims, SEQ_LEN) }.run(gpu).unwrap();
     let AttentionOut { out, lse } = &forward;
-    let op = AttentionBackward { q, k, v, out, lse, dout, head_dim, value_dim, scale, seq_len, windows };
-    let AttentionGrads { dq, dk, dv } = op.run(gpu).unwrap();
+    let op = AttentionBackward { windows, ..AttentionBackward::new(qkv, (out, lse), dout, dims, SEQ_LEN) };
+    let AttentionGrads { dq, dk, dv, .. } = op.run(gpu).unwrap();
     let lse = nibble_core::Backend::download(gpu, lse).unwrap();
     let [out, dq, dk, dv] = [out, &dq, &dk, &dv].map(|x| x.to_f32_vec(gpu).unwrap());
     [out, lse, dq, dk, dv]
@@ -135,12 +135,12 @@ fn lists_that_make_no_sense_do_no_harm() {
         let x = inputs(&gpu, kv_heads, dims);
         let wide = x.each_ref().map(|x| Cast { x, dtype: DType::F32 }.run(&gpu).unwrap());
         for [q, k, v, dout] in [x.each_ref(), wide.each_ref()] {
-            let ((head_dim, value_dim), scale, seq_len) = (dims, attention_scale(dims.0), SEQ_LEN);
-            let op = Attention { q, k, v, head_dim, value_dim, scale, seq_len, windows };
+            let qkv = [q, k, v];
+            let op = Attention { windows, ..Attention::new(qkv, dims, SEQ_LEN) };
             let AttentionOut { out, lse } = &op.run(&gpu).unwrap();
             assert!(out.to_f32_vec(&gpu).unwrap().iter().all(|x| x.is_finite()), "{dims:?}");
             let op =
-                AttentionBackward { q, k, v, out, lse, dout, head_dim, value_dim, scale, seq_len, windows };
+                AttentionBackward { windows, ..AttentionBackward::new(qkv, (out, lse), dout, dims, SEQ_LEN) };
             op.run(&gpu).unwrap().dq.to_f32_vec(&gpu).unwrap();
         }
     }

@@ -1,12 +1,15 @@
-//! A backend that computes nothing. Its buffers have a type, a length and a place in an arena, and no bytes; its operations
-//! return what the real ones return, and take in between what those take. Whatever runs over a backend runs over this one, in
-//! the time it takes to count, and [`Backend::arena_memory`](nibble_core::Backend::arena_memory) says what it needs, holes
-//! included: places are given by the same arithmetic ([`nibble_core::Heap`], [`nibble_core::Segments`]).
+//! A backend that computes nothing. Its buffers have a type, a length and a place in an arena, and no bytes. Its ops return what the real
+//! ones return, by the same function (`result()`), and take the temporaries that a real backend takes: those of a GPU, and their order,
+//! are what `nibble-choice` tells both `nibble-cuda` and this crate. Whatever runs over a backend runs over this one, in the time it
+//! takes to count.
 //!
-//! Downloads give zeros. So whoever decides by values that were computed is told nothing: the ranks' exchange, which reads how
-//! many rows go where, has a communicator here that says so ([`DryComm`]), and notes how much goes to other ranks ([`Dry::sent`]).
+//! [`Backend::arena_memory`](nibble_core::Backend::arena_memory) says what the work needs, holes included: places are given by the same
+//! arithmetic ([`nibble_core::Heap`], [`nibble_core::Segments`]).
 //!
-//! [`Dry::counted`] says what each operation of some work must move and multiply ([`Work`]): the floor under its time.
+//! Downloads give zeros, so code that decides by computed values needs help. The all-to-all reads how many rows go where; [`DryComm`]
+//! says so, and records how many bytes go to other ranks ([`Dry::sent`]).
+//!
+//! [`Dry::counted`] says what each op of some work must move and multiply ([`Work`]): the floor under its time.
 
 mod backend;
 mod comm;

@@ -17,6 +17,12 @@ pub struct Counted {
     pub rows: Option<usize>,
 }
 
+impl Counted {
+    fn with_flops(self, flops: Flops) -> Self {
+        Self { work: Work { flops, ..self.work }, ..self }
+    }
+}
+
 impl From<Work> for Counted {
     fn from(work: Work) -> Self {
         Self { work, rows: None }
@@ -188,19 +194,21 @@ pub fn assemble_kv_backward(op: &AssembleKvBackward<'_, Dry>) -> Counted {
 pub fn attention(op: &Attention<'_, Dry>) -> Counted {
     let pairs = causal_pairs(op.q.rows, op.seq_len);
     let flops = attends(op.q, (op.head_dim, op.value_dim), [pairs; 2]);
-    Work { flops, ..Work::reads(&[op.q, op.k, op.v, &op.windows]) }.into()
+    whole_operands::attention(op).with_flops(flops)
 }
 
 pub fn attention_decode(op: &AttentionDecode<'_, Dry>) -> Counted {
-    let flops = attends(op.q, (op.head_dim, op.value_dim), [op.len as f64; 2]);
-    Work { flops, ..Work::reads(&[op.q]).and_reads(Some(op.len), &[op.k, op.v]) }.into()
+    // All fields by name: of a cache it reads some rows, so that the table does not say what it reads.
+    let AttentionDecode { q, k, v, head_dim, value_dim, scale: _, len, sinks } = op;
+    let flops = attends(q, (*head_dim, *value_dim), [*len as f64; 2]);
+    Work { flops, ..Work::reads(&[q, sinks]).and_reads(Some(*len), &[k, v]) }.into()
 }
 
 /// Five products where the forward pass has two: the scores are made again; dq and dk are along their heads, dP and dv along values'.
 pub fn attention_backward(op: &AttentionBackward<'_, Dry>) -> Counted {
     let pairs = causal_pairs(op.q.rows, op.seq_len);
     let flops = attends(op.q, (op.head_dim, op.value_dim), [3.0 * pairs, 2.0 * pairs]);
-    Work { flops, ..Work::reads(&[op.q, op.k, op.v, op.out, op.lse, op.dout, &op.windows]) }.into()
+    whole_operands::attention_backward(op).with_flops(flops)
 }
 
 /// Two a multiply-add, of BF16 or F32: pairs of a query and a key times elements, of products along heads of q and k and of those along

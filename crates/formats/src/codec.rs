@@ -1,4 +1,5 @@
-//! Blocks to codes and back. Scalar, and the specification that every faster path is held to.
+//! Blocks to codes and back. Scalar, and the specification that every faster path is held to: [`Codec::quantize_block`] handles one
+//! block, and asks the format's record and its `BlockCodec` for everything.
 
 use crate::block::{BlockParams, BlockScale, amax};
 use crate::e8m0::ScaleRule;
@@ -100,7 +101,7 @@ impl Codec {
 
     /// Whether random bits are consumed: by the rounding of the elements, or by that of corrected scales, never by both.
     pub fn draws(&self) -> bool {
-        self.params.rounding.is_random() || self.params.scaling.correction != Correction::None
+        self.params.rounding.is_random() || self.params.scaling.draws()
     }
 
     /// The stream of a tensor's bits with the purpose that they have here.

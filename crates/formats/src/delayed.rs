@@ -1,10 +1,15 @@
-//! Delayed scaling: the scale of a tensor follows from the largest magnitudes that it had in earlier steps, so that one pass quantizes it
-//! and measures it for the steps to come.
+//! Delayed scaling: the scale of a tensor follows from the largest magnitudes of earlier steps, so that one pass quantizes the tensor and
+//! measures it for the steps to come.
 //!
-//! As TransformerEngine's kernel for many tensors at once has it: a history holds the last so many magnitudes, of which the largest or the last one, times 2^margin, is
-//! what the next step expects. A step that found nothing but zeros, or something that is not finite, leaves history and scale as they
-//! are. One thing differs: there a scale is 1 until a first magnitude is known, which takes small gradients to zero; here such a tensor
-//! is measured before it is quantized, as without a history.
+//! A history holds the magnitudes of the last steps. The largest or the latest of these, times 2^margin, is what the next step expects. A
+//! step that found only zeros, or a value that is not finite, changes neither history nor scale. Given the same magnitudes, the scale is
+//! that of TransformerEngine's kernel for many tensors.
+//!
+//! The first step differs. TransformerEngine begins with a scale of 1, which flushes small gradients to zero for the first steps. Here a
+//! tensor without a history is measured before it is quantized. Forward passes without a backward pass always measure: an evaluation
+//! depends on the weights alone.
+//!
+//! Only formats whose blocks have no scale of their own can be delayed ([`Format::may_be_delayed`](crate::Format::may_be_delayed)).
 
 use crate::error::{Error, Result, find_by_name};
 use std::fmt;

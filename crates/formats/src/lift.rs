@@ -1,8 +1,9 @@
-//! Changing the power-of-two scale under a code: short blocks of small elements onto E4M3, and E4M3 to a larger scale.
+//! Changes of the power-of-two scale under a code: short blocks of small elements onto E4M3, and E4M3 codes to a larger scale.
 //!
-//! Four MX blocks of a line (or 128 rows × one 32-column block) share one E4M3 scale, so many octaves below the largest of theirs that the
-//! element's largest number still fits 448: 2⁶ for E2M1 (6 · 2⁶ = 384). A code is then exact while its block's scale lies no further below the
-//! largest than [`Lift::octaves`]; beyond, it rounds to nearest-even into the subnormals and at last to a signed zero.
+//! Four MX blocks of a row, or 128 rows of one block of 32 columns, share one E4M3 scale. That scale lies below the largest of theirs, by
+//! as many octaves as the element's largest number allows within 448: 2⁶ for E2M1 (6 · 2⁶ = 384). A code is exact while its block's scale
+//! lies no further below the largest than [`Lift::octaves`]. Beyond that it rounds to nearest-even into the subnormals, and at last to a
+//! signed zero.
 //!
 //! | element | headroom | exact within |
 //! |---|---|---|

@@ -1,7 +1,12 @@
-//! Randomness as a function: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as
-//! 1, 2, 3", 2011) keyed by the run's seed and indexed by purpose, site, step and element.
+//! Randomness as a function: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011).
 //!
-//! Nothing is drawn in sequence, so the bits do not depend on threads, ranks, recomputation or resumes.
+//! The key is the run's seed. The counter holds a purpose (rounding, signs, initialization, data, sampling, scales), a site (FNV-1a of
+//! the tensor's name), the step, and the index of the element in the *logical* tensor. The step may lie on the device, so that recorded
+//! work gets new bits at each replay.
+//!
+//! There is no generator state to save. The bits do not depend on threads, ranks, recomputation or resumes: an expert's initial weights
+//! and the random bits of its copies are the same on whichever rank it lives. The order of training windows is such a function too
+//! (`data/cursor.rs` of the crate `train`).
 
 use crate::math;
 

@@ -1,7 +1,12 @@
-//! What a block stores beside its codes: a record of one number, or of a hierarchy of them.
+//! What a block stores beside its codes: a record of one number, or of a hierarchy of numbers.
 //!
-//! A record is at most eight bytes. Planes of scales are bytes everywhere; only the [`ScaleKind`] knows what they mean, so that a new
-//! hierarchy is a new list of levels and nothing else.
+//! A [`ScaleKind`] is a list of levels. Each level is some numbers of one kind ([`ScaleNumber`]) for equal shares of the block. The
+//! blocks of a tensor may share an F32 scale besides. A record is at most eight bytes. Buffers of scales are bytes everywhere; only the
+//! [`ScaleKind`] knows what they mean: how many bytes a record has, what a value at a position is multiplied by, and which record marks a
+//! NaN or padding. So a new hierarchy is a new list of levels and nothing else.
+//!
+//! The F32 that a tensor's blocks share is stored once per row (`BlockScaled::tensor_scale` in the crate `core`), so rows take it along
+//! when they are sent.
 
 use crate::e8m0;
 use crate::element::Element;

@@ -207,6 +207,34 @@ impl Correction {
 }
 
 impl Scaling {
+    /// The choices by the names that recipes have for them.
+    pub const KEYS: [&'static str; 5] = ["headroom", "thresholds", "candidates", "outer", "correction"];
+
+    /// What is not as it is by default: the names of such choices, with their values.
+    pub fn chosen(&self) -> impl Iterator<Item = (&'static str, String)> {
+        let values = |of: &Scaling| {
+            let Scaling { headroom, thresholds, candidates, outer, correction } = of;
+            [headroom as &dyn std::fmt::Display, thresholds, candidates, outer, correction]
+                .map(|v| v.to_string())
+        };
+        let both = values(self).into_iter().zip(values(&Scaling::default()));
+        Self::KEYS
+            .into_iter()
+            .zip(both)
+            .filter(|(_, (is, default))| is != default)
+            .map(|(key, (is, _))| (key, is))
+    }
+
+    /// The same in words: a correction's name says that it is one.
+    pub fn in_words(&self) -> impl Iterator<Item = String> {
+        self.chosen().map(|(key, value)| if key == "correction" { value } else { format!("{key} {value}") })
+    }
+
+    /// Whether scales consume random bits.
+    pub fn draws(&self) -> bool {
+        self.correction != Correction::None
+    }
+
     /// Whether it is the default, under which formats have their bits by themselves.
     pub fn is_default(&self) -> bool {
         *self == Scaling::default()

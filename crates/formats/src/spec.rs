@@ -1,4 +1,7 @@
-//! The record of facts that makes a format.
+//! The record of facts that makes a format. Every general path reads these facts: the CPU's (`cpu/src/ops/convert/quantize/general.rs`),
+//! the GPU's (`cuda/csrc/kernels/convert/quantize_units.cuh`), and the choice of the numbers that a product multiplies. So a new format
+//! needs no other code on the CPU, and on a GPU a header in `cuda/csrc/formats`. Fast paths exist beside the general ones for the formats
+//! that train most; `nibble doctor` says of each format which path it takes.
 
 use crate::block::{BlockCodec, OneNumber};
 use crate::e8m0::ScaleRule;

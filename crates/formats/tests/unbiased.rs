@@ -2,8 +2,7 @@
 
 use nibble_formats::hadamard::{fill_signs, inverse_rht, rht};
 use nibble_formats::{
-    Candidates, Codec, Correction, Format, Headroom, Outer, Purpose, Rounding, Scale, ScaleRule, Scaling,
-    Stream, Thresholds,
+    Codec, Correction, Format, Headroom, Purpose, Rounding, Scale, ScaleRule, Scaling, Stream, Thresholds,
 };
 
 /// Values, and draws of each.
@@ -176,22 +175,18 @@ fn with_outliers(every: usize, by: f32) -> Vec<f32> {
     (0..VALUES).map(of).collect()
 }
 
-const CORRECTED: Scaling = Scaling {
-    headroom: Headroom::NONE,
-    thresholds: Thresholds::FourTwo,
-    candidates: Candidates::Six,
-    outer: Outer::Tensor,
-    correction: Correction::MsEden,
-};
+fn corrected() -> Scaling {
+    Scaling { correction: Correction::MsEden, ..Scaling::default() }
+}
 
 #[test]
 fn corrected_scales_under_fresh_signs_have_no_bias() {
     for (every, by) in [(VALUES, 1.0), (37, 5.0)] {
         let values = with_outliers(every, by);
-        let found = deviations(&values, |draw, out| draw_rotated(CORRECTED, 128, &values, draw, out));
+        let found = deviations(&values, |draw, out| draw_rotated(corrected(), 128, &values, draw, out));
         assert!(is_unbiased(&found), "{by}: {found:.1?}");
         let planted = deviations(&values, |draw, out| {
-            draw_rotated(CORRECTED, 128, &values, draw, out);
+            draw_rotated(corrected(), 128, &values, draw, out);
             out.iter_mut().for_each(|y| *y *= 0.995);
         });
         assert!(!is_unbiased(&planted), "{by}, planted: {planted:.1?}");
@@ -206,7 +201,7 @@ fn corrected_scales_under_fresh_signs_have_no_bias() {
 #[test]
 fn a_few_large_values_leave_a_bias_across_them_alone() {
     let values = with_outliers(37, 20.0);
-    let found = deviations(&values, |draw, out| draw_rotated(CORRECTED, 128, &values, draw, out));
+    let found = deviations(&values, |draw, out| draw_rotated(corrected(), 128, &values, draw, out));
     assert!(!is_unbiased(&found), "{found:.1?}");
     let dot = |a: &[f64]| a.iter().zip(&values).map(|(a, x)| a * f64::from(*x)).sum::<f64>();
     let mut along = |scaling| {
@@ -217,7 +212,7 @@ fn a_few_large_values_leave_a_bias_across_them_alone() {
         });
         each.sum::<f64>() / 256.0
     };
-    let [corrected, plain] = [CORRECTED, Scaling::default()].map(&mut along);
+    let [corrected, plain] = [corrected(), Scaling::default()].map(&mut along);
     assert!(corrected.abs() < 5e-4 && plain.abs() > 1e-3, "{corrected} and {plain}");
 }
 

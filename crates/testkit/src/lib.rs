@@ -6,7 +6,6 @@
 //! * [`input`]: reproducible values that are hard on number formats.
 //! * [`mod@assert`]: comparisons that say what an output can honestly be held to, with readable failures.
 //! * [`mod@conformance`]: every operation of two backends compared, one `#[test]` an operation.
-//! * [`gradient`]: finite differences against an analytic gradient.
 //! * [`mod@recorder`]: a backend that watches, records and replays another one, and makes faults.
 //! * [`mod@trial`]: the conformance suite tried with defects that it must notice.
 //! * [`timing`]: paired timing.
@@ -22,7 +21,6 @@ mod case;
 mod case_trial;
 pub mod conformance;
 pub mod documents;
-pub mod gradient;
 mod head_by_parts;
 pub mod host;
 pub mod input;
@@ -41,7 +39,6 @@ pub use alone::alone;
 pub use assert::{assert_agreement, assert_bits_equal, assert_copies_lines, assert_rel_l2};
 pub use breadth::{Breadth, EXHAUSTIVE, pairs};
 pub use documents::Documents;
-pub use gradient::{GradientCheck, check_gradient};
 pub use input::Input;
 #[doc(hidden)] // of `conformance!`
 pub use nibble_core::for_each_op;

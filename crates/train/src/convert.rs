@@ -1,5 +1,7 @@
-//! The conversions of a layer's plan, carried out: a tensor becomes what its products, its backward pass or other ranks read, and what that counts is
-//! kept for the step's record.
+//! Executes the conversions of a layer's plan: a tensor becomes what its products, its backward pass or other ranks read. The counts of
+//! each conversion (exact, rounded and non-finite blocks) are collected for the step's record.
+//!
+//! `Cx::convert` converts a tensor that exists. `Cx::compute` runs a fused kernel, says what it should write, and converts what it wrote.
 
 use crate::cx::Cx;
 use crate::record::{ChangeKind, CountSite, FoundCells};
@@ -129,6 +131,24 @@ impl<B: Kernels> Cx<'_, B> {
                 Err(Error::shape("route", at.tensor, x.format(), "blocks"))
             }
         }
+    }
+
+    /// Runs a kernel that writes a tensor as the plan wants it, keeps its counts, and takes what was written to the plan's two representations.
+    /// `kernel` is told what to write, and returns it with whatever else the kernel computes.
+    ///
+    /// # Errors
+    /// As [`Precision::codec`] and [`Cx::convert`]; from `kernel`.
+    pub fn compute<R>(
+        &self,
+        name: LayerName<'_>,
+        conversion: &Conversion<Computed>,
+        groups: Option<&Groups<B>>,
+        kernel: impl FnOnce(Emit) -> Result<(Emitted<B>, R)>,
+    ) -> Result<(Operand<B>, Operand<B>, R)> {
+        let (written, others) = kernel(self.emit(conversion)?)?;
+        self.keep_counts(name.layer, conversion.tensor.name, written.counts.as_ref());
+        let (first, second) = self.convert_computed(name, &written, conversion, groups)?;
+        Ok((first, second, others))
     }
 
     /// What a fused kernel is asked to write of a tensor that it computes.

@@ -1,11 +1,28 @@
-//! Scales of earlier steps: which tensors of a model have records of their largest magnitudes, where those lie, and how a step reads and
-//! ends them.
+//! Delayed scales of a model: which tensors have histories of their largest magnitudes, where these lie, and how a step reads and updates
+//! them.
 //!
-//! A tensor has a record for each of its spans: of a dense activation or gradient the shards, of an expert layer's tensors the parts of experts,
-//! of experts' weights the experts, of a dense weight the whole ([`Spans`]). A rank has the records of its own, so ranks need not agree, and since
-//! spans are numbered over all ranks, a checkpoint holds them all whatever the mesh.
+//! A tensor has a history for each of its spans ([`Spans`]): the shards of a dense activation or gradient, the parts of experts for
+//! tensors of an expert layer, the experts for their weights, and the whole for a dense weight. A rank has the histories of its own
+//! spans, so ranks need not agree. Spans are numbered over all ranks, so `scales.safetensors` of a checkpoint holds the same whatever the
+//! mesh. A dense weight's history is the same on every rank.
 //!
-//! Which tensors these are follows from the layers' plans ([`crate::model_plan`]).
+//! Which tensors these are follows from the layers' plans ([`crate::model_plan`]). The histories lie in the arena of the moments, at
+//! fixed addresses, so that a step can be recorded.
+//!
+//! A step, in order:
+//!
+//! 1. A quantization returns the largest magnitude of each span, and how many values were larger than expected (`Found`). Both stay on
+//!    the device.
+//! 2. `Collect` brings the magnitudes of all micro-batches to the step's table, which has a cell for each span, and keeps the largest. A
+//!    recomputed tensor, or one that is quantized separately by rows and by columns, therefore changes nothing.
+//! 3. `PushAmax` ends the step: it writes each cell into its history, unless the step stopped.
+//!
+//! Of a weight whose rows several ranks hold, each rank finds the magnitude of all rows, which are measured first, and counts its own
+//! rows.
+//!
+//! The tensors a and dh of an expert layer are written as F32 by the fused kernels, and quantized separately. Delayed scales are refused,
+//! when the recipe is read, for rows that travel, for saved h, for transformed tensors, for what is quantized again, for the head's
+//! tokens, and for formats whose blocks have scales of their own.
 
 use crate::error::Result;
 use crate::model_plan::PlannedSite;

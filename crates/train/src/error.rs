@@ -1,4 +1,5 @@
-//! The one error type of this crate: what went wrong, where, and whether the user can put it right.
+//! The one error type of this crate: what went wrong, where, and whether the user can put it right. It wraps the errors of `formats` and
+//! `core` and adds those of configuration (key, file, line, suggestion), data, checkpoints and I/O. There is no catch-all variant.
 
 use nibble_core::allocation::aside;
 use std::path::{Path, PathBuf};

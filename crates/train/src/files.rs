@@ -1,4 +1,8 @@
-//! Files that are written whole or not at all, and files that can be read to their end.
+//! Files that are written whole or not at all, and files that can be read to their end. Files of runs, checkpoints and commands that must
+//! be whole are written here.
+//!
+//! A file is written beside its place, synced, and renamed, so nothing half-written is read back. Devices, directories and pipes with a
+//! name are neither read nor replaced.
 
 use crate::fault::{Point, reach, writing};
 use nibble_core::allocation::phase;

@@ -1,4 +1,4 @@
-//! The plans of layers under a recipe, each compiled once for a stretch of a run.
+//! The plans of layers under a recipe, each compiled once for a stretch of a run in which the recipe does not change.
 
 use nibble_core::Recipe;
 use nibble_core::recipe::{Layer, LayerPlan, Passes};

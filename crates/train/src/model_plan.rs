@@ -1,5 +1,5 @@
-//! What a step of a whole model counts, by the layers' plans: every conversion in the order of a step, under the names of the step's record. The record
-//! and the records of delayed scales are laid out by it before the first step.
+//! What a step of a whole model counts, by the layers' plans: every conversion in the order of a step, under the names of the step's
+//! record. The record, and the histories of delayed scales, are laid out by this list before the first step.
 
 use crate::checks::steps_of_change;
 use crate::config::Config;

@@ -1,6 +1,28 @@
-//! Recomputation: what a backward pass makes again instead of finding it kept. Never a bit of the result.
+//! Recomputation (`train.recompute`): what a backward pass computes again instead of reading it from what the forward pass saved. It
+//! changes memory and time, and no bit of a loss, a weight or a metric.
 //!
-//! The forward pass is run again from what is still there, with the same random bits; its conversions have been counted.
+//! | scope | no longer saved | the backward pass runs again |
+//! |---|---|---|
+//! | `norms` | the input of the experts; normed and rotated queries and keys; normed latents | norms, RoPE |
+//! | `swiglu` | the experts' a, where the forward pass has what wgrad reads | nothing more: `swiglu_backward` reads h anyway |
+//! | `expert_input` | x of the experts: a row for each expert of a token | conversion and dispatch |
+//! | `mla_up` | queries, keys and values of latent attention | their projections from the latents |
+//! | `attention` | all of a layer's first half but its input | norm, projections, attention |
+//! | `experts` | all of its second half but its input | norm; router, dispatch, first products, SwiGLU; shared expert or MLP |
+//! | `layers` | all of a layer but its input | both of these, and attention's output projection |
+//!
+//! Why no bit changes:
+//!
+//! * The copies of weights live until the end of the step, and ops are deterministic. So the router decides the same, and the plan is the
+//!   same.
+//! * Random bits are a function of tensor, element and step, so a recomputed tensor gets the same ones.
+//! * `Cx::again` drops what conversions count meanwhile. Loads and losses for the record are those of the first pass (`Routed`).
+//! * Several ranks exchange rows again. All of them run the same layers, so they make the same collective calls in the same order.
+//!
+//! Under `mxfp4-hopper`, wgrad's a is computed from the saved MXFP4 h, and fprop's a from h in BF16; so a is always recomputed there. The
+//! a of a shared expert, or of a dense layer's MLP, is the input of a linear layer and is saved like any input. Queries and keys without
+//! a norm are saved after the rotation, whose backward pass needs the gradient alone. On one rank, `expert_input` converts rows for fprop
+//! once a token, before they are copied to their experts, and multiplies the counts by the number of experts of a token.
 
 use serde::{Deserialize, Serialize};
 

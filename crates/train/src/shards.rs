@@ -1,4 +1,32 @@
-//! The tokens that a rank holds of a micro-batch: their shards, the parts of experts' rows, their documents, and the spans of tensors with a scale each.
+//! The tokens that a rank holds of a micro-batch: their shards, the parts of experts' rows, their documents, and the spans of tensors
+//! with a scale each.
+//!
+//! A micro-batch is cut into a fixed number of shards (`train.shards`, a power of two that the number of ranks divides). Every sum over
+//! tokens has an order that follows from these shards and not from the ranks, so every mesh gives the same bits, unless `run.reductions =
+//! "nccl"` leaves sums to NCCL.
+//!
+//! * Gradients of dense weights, norms, router and embedding: the rows of a shard in order (for norms, and for the tokens of an id: 64 in
+//!   order, then a tree), then the shards by the tree ((0+1)+(2+3))…: first those of a rank, then the ranks.
+//! * Gradients of expert weights: the rows of an expert within a part, in global order, micro-batch after micro-batch; then the parts by
+//!   the same tree: first those of a replica, then the replicas.
+//! * Combine: with `train.combine = "slots"`, a token's rows in slot order, in F32, rounded once. With `"tree"`, a binary tree over the
+//!   layer's experts; each node adds its two halves in F32 and rounds to the type of the rows.
+//! * Loss and router losses: per shard (router losses under `model.balance = "sequence"`: per sequence), gathered, then added in a fixed
+//!   order.
+//! * Norm of the gradient: chunks of fixed size of each tensor or expert, each on the rank that has its rows, and a tree over them; then
+//!   the sums of tensors and experts in the order of the parameters.
+//!
+//! Ranks hold consecutive shards, and replicas consecutive parts, so each sum is one tree for any number of them. A micro-batch has
+//! `train.expert_shards` equal parts (1 by default), over all ranks.
+//!
+//! A BF16 gradient is rounded once, after its shards (or parts) and ranks are summed in F32, where a step has one micro-batch. With
+//! several, each shard's gradient is rounded after every pass, and shards are summed in F32 at the end of the step.
+//!
+//! Blocks do not cross these borders: column blocks of dense tensors are 128 tokens of one shard, and the rows of an expert's part begin
+//! at multiples of 128.
+//!
+//! `train.shards`, `train.expert_shards` and `train.combine` therefore belong to a run: other values give other bits. A run that resumes
+//! may change the last two, where that is asked for.
 
 use crate::config::Balance;
 use nibble_core::ops::{FindWindows, Windows};

@@ -200,6 +200,10 @@ fn impossible_values_name_both_numbers_and_where_they_stand() {
             "run.toml:5: `model.qkv_bias`: is true, but model.kv_rank = 32",
         ),
         (
+            "[model]\nkv_rank = 32\nkv_heads = 4\nqk_norm = false\nattention_sinks = true\n",
+            "run.toml:5: `model.attention_sinks`: is true, but model.kv_rank = 32: latent attention has no sinks",
+        ),
+        (
             "[model]\nkv_rank = 32\nkv_heads = 4\nqk_norm = false\n",
             "`model.rope_dim`: is 0, expected an even number from 2 on and below model.head_dim = 16",
         ),

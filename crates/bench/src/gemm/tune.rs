@@ -9,10 +9,11 @@ use nibble_command::error::{Error, Result};
 use nibble_command::output::{Mark, Output};
 use nibble_command::say;
 use nibble_core::Result as CoreResult;
-use nibble_cuda::ops::products::tensor_cores::{Adds, Order, TensorCoreConfig, tuning};
+use nibble_cuda::ops::products::tensor_cores::{Adds, Order, ProductTrial, TensorCoreConfig};
 use nibble_train::files;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
+use std::sync::{Arc, PoisonError};
 
 /// Of those fastest in bursts, so many are run until the chip is at its power limit.
 const FINALISTS: usize = 3;
@@ -69,9 +70,9 @@ fn tried(
     quick: bool,
 ) -> CoreResult<Found> {
     let mut call = prepare(&bench.cuda, product)?;
-    let (done, asked) = tuning::asked(|| call(&bench.cuda));
-    done?;
-    let desc = asked.first().copied().ok_or_else(|| {
+    let asked = Arc::default();
+    call(&bench.cuda.with_trial(ProductTrial { config: None, asked: Some(Arc::clone(&asked)) }))?;
+    let desc = asked.lock().unwrap_or_else(PoisonError::into_inner).first().copied().ok_or_else(|| {
         nibble_core::Error::shape("bench", "product", "not on the tensor cores", "one with candidates")
     })?;
     let shared = bench.cuda.device().info().shared_bytes_per_cta;
@@ -79,16 +80,18 @@ fn tried(
         Some(config) => vec![TensorCoreConfig::choose(&desc), config],
         None => TensorCoreConfig::candidates(&desc, shared),
     };
+    let on = |config| bench.cuda.with_trial(ProductTrial { config: Some(config), asked: None });
     let mut times = Vec::new();
     for (i, &config) in all.iter().enumerate() {
-        times.push((i, config, tuning::with(config, || bench.stopwatch.burst_ms(|| call(&bench.cuda)))?));
+        let cuda = on(config);
+        times.push((i, config, bench.stopwatch.burst_ms(|| call(&cuda))?));
     }
     if !quick {
         let mut finals = Vec::new();
         for (i, config, _) in finalists(times) {
             std::thread::sleep(COOL_DOWN);
-            let sustained = tuning::with(config, || bench.stopwatch.sustained(|| call(&bench.cuda)))?;
-            finals.push((i, config, sustained.median_ms));
+            let cuda = on(config);
+            finals.push((i, config, bench.stopwatch.sustained(|| call(&cuda))?.median_ms));
         }
         times = finals;
     }

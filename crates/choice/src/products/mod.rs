@@ -9,8 +9,8 @@ mod tensor_cores;
 
 pub use parts::{PARTS, Parts, PartsForm};
 pub use tensor_cores::{
-    Adds, BLOCK_M, BLOCK_N, MIXED_GROUPS, OUT_ROW_BYTES, OUT_ROWS, OperandKind, Order, ROW_BYTES, SHORT,
-    ScalesB, TensorCoreConfig, TensorCoreProduct, row_unit,
+    Adds, BLOCK_M, BLOCK_N, MIXED_GROUPS, OUT_ROW_BYTES, OUT_ROWS, OperandKind, Order, ProductTrial,
+    ROW_BYTES, SHORT, ScalesB, TensorCoreConfig, TensorCoreProduct, row_unit,
 };
 
 use crate::Temporary;
@@ -256,10 +256,33 @@ fn whole_groups(asked: &ProductDesc) -> Option<usize> {
 fn runs(asked: &ProductDesc) -> usize {
     match (asked.ragged, asked.groups.and_then(|groups| groups.rows_each)) {
         (Ragged::Contraction, Some(rows)) if (asked.dims.m * asked.dims.n).is_multiple_of(SUMMED_UNIT) => {
-            asked.dims.gpu_runs(rows)
+            runs_of(asked.dims, rows)
         }
         _ => 1,
     }
+}
+
+/// Into how many runs a contraction over groups of `rows` rows is cut: the number that takes the least time by a simple count of whole
+/// waves of tiles, with each run's D written and read once. A function of D's size and of a group's rows alone, so that bits do
+/// not depend on the number of groups.
+fn runs_of(dims: ProductDims, rows: usize) -> usize {
+    /// Tiles at a time.
+    const MULTIPROCESSORS: usize = 132;
+    /// Rows of a run, at least: its tiles begin and end as any others.
+    const SHORTEST: usize = 1024;
+    const MOST: usize = 16;
+    /// Microseconds that a row of a tile takes; and that a number of D takes to be written and read again.
+    const ROW_US: f64 = 7.4e-3;
+    const NUMBER_US: f64 = 2e-6;
+    let ProductDims { m, n, .. } = dims;
+    let tiles = m.div_ceil(BLOCK_M) * n.div_ceil(BLOCK_N);
+    let time = |runs: usize| {
+        let waves = (tiles * runs).div_ceil(MULTIPROCESSORS) as f64;
+        let sums = if runs == 1 { 0.0 } else { (runs * m * n) as f64 * NUMBER_US };
+        waves * (rows as f64 / runs as f64) * ROW_US + sums
+    };
+    let candidates = (1..=MOST).filter(|&runs| runs == 1 || rows / runs >= SHORTEST);
+    candidates.min_by(|&a, &b| time(a).total_cmp(&time(b))).unwrap_or(1)
 }
 
 /// What is known of the scales of a quantized B in a product of these elements.
@@ -338,6 +361,27 @@ impl fmt::Display for ProductPath {
             }
             Cores::Parts(parts) => write!(f, "{parts}"),
             Cores::Ordinary => f.write_str("ordinary cores"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn small_gradients_of_many_rows_are_cut_and_others_are_not() {
+        // Queries, keys and the router of a model 1024 wide; experts' widths; few rows.
+        for (m, n, rows, runs) in [
+            (2048, 1024, 32_768, 2),
+            (512, 1024, 32_768, 8),
+            (192, 1024, 32_768, 16),
+            (4096, 2048, 32_768, 1),
+            (7168, 7168, 16_384, 1),
+            (512, 1024, 1024, 1),
+            (512, 1024, 0, 1),
+        ] {
+            assert_eq!(runs_of(ProductDims { m, n, k: rows }, rows), runs, "{m} x {n}, {rows} rows");
         }
     }
 }

@@ -2,17 +2,18 @@
 //! kernels runs, in what order it walks the tiles of D.
 
 use nibble_core::formats::Element;
-use nibble_core::ops::{ProductDims, Ragged};
+use nibble_core::ops::Ragged;
 use nibble_core::{DType, Error, Result};
 use std::fmt;
+use std::sync::{Arc, Mutex};
 
 const OP: &str = "grouped_product";
 /// Contraction that a scale is for.
 const BLOCK_K: usize = 128;
 /// Rows of a tile of D.
-pub const BLOCK_M: usize = ProductDims::GPU_TILE.0;
+pub const BLOCK_M: usize = 256;
 /// Columns of a tile of D.
-pub const BLOCK_N: usize = ProductDims::GPU_TILE.1;
+pub const BLOCK_N: usize = 128;
 /// Bytes of a row in a stage.
 pub const ROW_BYTES: usize = 128;
 /// What a warp stores at once: 16 rows of 64 bytes, or, of a transposed product, as many columns.
@@ -404,6 +405,15 @@ impl TensorCoreConfig {
         let queue = if let Order::Mixed = self.order { QUEUE_BYTES } else { 0 };
         1024 + out + queue + self.stages * (operands + scales * size_of::<f32>() + TILE_BYTES + barriers)
     }
+}
+
+/// How a GPU runs products on the tensor cores while somebody measures instances.
+#[derive(Debug, Clone, Default)]
+pub struct ProductTrial {
+    /// The instance of every such product; the chosen one where there is none.
+    pub config: Option<TensorCoreConfig>,
+    /// Collects what is asked.
+    pub asked: Option<Arc<Mutex<Vec<TensorCoreProduct>>>>,
 }
 
 #[cfg(test)]

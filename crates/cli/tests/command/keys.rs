@@ -62,6 +62,7 @@ fn cases() -> Vec<Case> {
         ("model.value_head_dim", &[], "32", Weights),
         ("model.qk_norm", &[], "false", Weights),
         ("model.qkv_bias", &[], "true", Weights),
+        ("model.attention_sinks", &[], "true", Weights),
         ("model.ffn", DENSE, "64", Weights),
         ("model.dense_layers", &["model.layers=3", "model.dense_layers=1", "model.ffn=32"], "2", Weights),
         ("model.experts", &[], "8", Weights),

@@ -1,6 +1,7 @@
 //! What a command computes on: the device that `run.device` names is chosen and opened here, and nowhere else.
 //!
-//! What is to be done there is a [`Work`], whose one method is generic over the backend.
+//! A command's work is a [`Work`]: a struct with one method that is generic over the backend. One function chooses the device, opens it,
+//! starts the ranks, and gives each its backend.
 
 mod choice;
 mod kind;

@@ -1,7 +1,11 @@
 //! Files that a command was asked to write: which places it takes, and how what it made gets there.
 //!
-//! Nothing is replaced that was not asked for. All outputs of a command are [checked](Outputs::named) before its work begins, and written
-//! at its end: whole or not at all where they are files, at once where they are devices, pipes or sockets.
+//! No output replaces what was not asked for. All outputs of a command are [checked](Outputs::named) and opened before its work begins.
+//! [`Outputs`] knows the command's inputs and the files of runs, which are never replaced. A file that the command itself has written
+//! bears a mark (`mark.rs`) and may be replaced; anything else needs `--force`.
+//!
+//! Outputs are written at the end of the work: whole or not at all where they are files, at once where they are devices, pipes or
+//! sockets.
 
 mod direct;
 mod mark;

@@ -1,80 +1,25 @@
-//! The arguments of every operation, their checks and their documentation. Related operations share a file. The code of each is a
-//! function of its name in every backend, in a file of the same name or of its relatives there.
+//! The arguments of every op, their checks, their results and their documentation. Related ops share a file. In every backend an op is a
+//! function of its name, in a file of the same name or of a related op.
+//!
+//! `for_each_op!` lists every op once: its method, its arguments, its result, and which fields it reads and writes. The trait `Kernels`,
+//! each op's `run`, the delegates of every backend, the recorder of `testkit`, what dry runs count and the list of conformance tests are
+//! generated from it. `for_each_result!` lists the structs that ops return.
 //!
 //! Legend: t tokens, r routed rows (padding included), d model, f ffn, e experts, l local experts, k top-k, s shards.
 
-mod adamw;
-mod assemble_kv;
 mod attention;
-mod bias;
-mod combine_tree;
-mod cross_entropy;
-mod elementwise;
-mod embed;
-mod gemm;
-mod head_loss;
-mod measure_quantization;
-mod norm_rope;
-mod numbers;
-mod parts;
-mod permute;
-mod push_amax;
-mod quantize;
-mod quantize_pack;
-mod rms_norm;
-mod rope;
-mod route;
-mod scale_tiles;
-mod slots;
+mod convert;
+mod norm;
+mod plain;
+mod products;
+mod routing;
 mod step;
 mod swiglu;
-mod transcode;
-mod windows;
+mod vocabulary;
 
-pub use adamw::{AdamW, AdamWTensor};
-pub use assemble_kv::{AssembleKv, AssembleKvBackward, AssembledKv, AssembledKvGrads};
-pub use attention::{
-    Attention, AttentionBackward, AttentionDecode, AttentionGrads, AttentionOut, attention_agreement,
-    attention_scale,
+pub use {
+    attention::*, convert::*, norm::*, plain::*, products::*, routing::*, step::*, swiglu::*, vocabulary::*,
 };
-pub use bias::{AddBias, AddBiasBackward};
-pub use combine_tree::{CombineTree, FindSlots, MOST_TREE_SLOTS_OF_GPU};
-pub use cross_entropy::{CrossEntropy, CrossEntropyOut, verify_ids};
-pub use elementwise::{
-    Add, Cast, ChunkSums, CloseSquares, InitNormal, SQUARES_CHUNK, Squared, SumShards, SumSquares, Transpose,
-    squares_chunks,
-};
-pub use embed::{Embed, EmbedBackward, EmbedOut};
-pub use gemm::{
-    BF16_AGREEMENT, FP8_AGREEMENT, Factor, Gemm, GroupedGemm, GroupedWgrad, ProductArgs, ProductDesc,
-    ProductDims, Ragged,
-};
-pub use head_loss::{HeadCodecs, HeadLoss, HeadLossChunk, HeadLossGrad, HeadLossOut, head_chunk};
-pub use measure_quantization::MeasureQuantization;
-pub use norm_rope::{NormRope, NormRopeBackward};
-pub use numbers::{Numbers, Stored, Taken};
-pub use parts::{AssignParts, JoinGroups};
-pub use permute::{
-    CombineSlots, GatherScalars, PackRows, Permute, PlanPermute, UnpackPermute, UnpackRows, Unpermute,
-};
-pub use push_amax::{AmaxRecords, PushAmax};
-pub use quantize::{
-    Counts, Delayed, Dequantize, Emit, Emitted, Found, Hadamard, MeasureAmax, Planes, Quantize, Random,
-    check_random, weight_planes,
-};
-pub use quantize_pack::{PackedRows, QuantizePack};
-pub use rms_norm::{RmsNorm, RmsNormBackward, RmsNormOut};
-pub use rope::{Positions, Rope};
-pub use route::{ExpertGroups, GroupScore, Route, RouteBackward, RouteRule, Routing, Scores};
-pub use scale_tiles::{CutScales, CutSide, TileScales, UntileScales};
-pub use slots::{AssignRanks, PackSlots, ReceivedSlots, SlotRanks, UnpackSlots, record_words};
-pub use step::{
-    BalanceBias, BeginMicroBatch, BeginStep, Clock, Collect, Control, EndStep, Entry, EntrySource,
-    InputLayout, OCCUPANCY_VALUES, REPORT_HEAD,
-};
-pub use swiglu::{Swiglu, SwigluBackward, SwigluGrads, SwigluOut};
-pub use transcode::{CONVERSIONS, Transcode, Transcoded, converted_rule};
-pub use windows::{FindWindows, Windows};
 
 use crate::{Groups, Kernels, Operand, PermuteMap, Result, Tensor};
 
@@ -160,11 +105,13 @@ macro_rules! for_each_op {
                 reads dk, dv, table, positions; plain key_dim, value_dim;
             }
             attention(Attention<'_, $B>) -> AttentionOut<$B> {
-                reads q, k, v; may_read windows; plain head_dim, value_dim, scale, seq_len;
+                reads q, k, v; may_read windows, sinks; plain head_dim, value_dim, scale, seq_len;
             }
-            attention_decode(AttentionDecode<'_, $B>) -> Tensor<$B> { reads q, k, v; plain head_dim, value_dim, scale, len; }
+            attention_decode(AttentionDecode<'_, $B>) -> Tensor<$B> {
+                reads q, k, v; may_read sinks; plain head_dim, value_dim, scale, len;
+            }
             attention_backward(AttentionBackward<'_, $B>) -> AttentionGrads<$B> {
-                reads q, k, v, out, lse, dout; may_read windows; plain head_dim, value_dim, scale, seq_len;
+                reads q, k, v, out, lse, dout; may_read windows, sinks; plain head_dim, value_dim, scale, seq_len;
             }
             find_windows(FindWindows<'_, $B>) -> Windows<$B> { reads document; plain seq_len, window, chunk; }
             cross_entropy(CrossEntropy<'_, $B>) -> CrossEntropyOut<$B> {
@@ -213,7 +160,7 @@ macro_rules! for_each_result {
             EmbedOut { x: part, bad_ids: counter }
             RmsNormOut { y: part, inv_rms: buffer, sum: part }
             AttentionOut { out: part, lse: per_row(out) }
-            AttentionGrads { dq: part, dk: part, dv: part }
+            AttentionGrads { dq: part, dk: part, dv: part, dsinks: part }
             AssembledKv { k: part, v: part }
             AssembledKvGrads { dup: part, dshared: part }
             Windows { first_key: buffer, end_query: buffer }

@@ -33,7 +33,7 @@ pub use transform::{Signs, Transform};
 
 use crate::{DType, Error, Result};
 use nibble_formats::Format;
-use shipped::{BUILTIN, STUDIES};
+use shipped::{BUILTIN, FORMATS, STUDIES};
 
 /// A change for some layers and part of the run.
 #[derive(Debug, Clone, PartialEq)]
@@ -93,19 +93,24 @@ pub struct Recipe {
 }
 
 impl Recipe {
-    /// Names of the recipes that ship with Nibble, but for those to study a format or a technique.
+    /// Names of the recipes of the README.
     pub fn names() -> impl Iterator<Item = &'static str> + Clone {
         BUILTIN.iter().map(|(name, _)| *name)
     }
 
-    /// Names of all that ship with Nibble.
-    pub fn all_names() -> impl Iterator<Item = &'static str> + Clone {
-        shipped::all().map(|(name, _)| *name)
+    /// Names of the recipes to train with: those of [`Recipe::names`], and each format by itself.
+    pub fn training_names() -> impl Iterator<Item = &'static str> + Clone {
+        BUILTIN.iter().chain(FORMATS).map(|(name, _)| *name)
     }
 
-    /// Names of those that differ from others in more than a few keys.
-    pub fn distinct_names() -> impl Iterator<Item = &'static str> + Clone {
-        BUILTIN.iter().chain(&STUDIES).map(|(name, _)| *name)
+    /// Names of the recipes to study a format or a technique.
+    pub fn study_names() -> impl Iterator<Item = &'static str> + Clone {
+        STUDIES.iter().map(|(name, _)| *name)
+    }
+
+    /// Names of all recipes that ship with Nibble.
+    pub fn all_names() -> impl Iterator<Item = &'static str> + Clone {
+        shipped::all().map(|(name, _)| *name)
     }
 
     /// A recipe that ships with Nibble.

@@ -7,7 +7,7 @@ use super::{
     Transform, scaling,
 };
 use crate::{DType, Error, Result};
-use nibble_formats::{AmaxOf, BlockAxis, DelayedScaling, Format, Rounding, ScaleRule, hadamard};
+use nibble_formats::{AmaxOf, BlockAxis, DelayedScaling, Format, Rounding, ScaleRule, Scaling, hadamard};
 use toml::{Table, Value};
 
 /// The table that says the same of dense layers and of experts.
@@ -285,7 +285,7 @@ impl Reader<'_> {
             let known = [
                 "format", "axis", "block", "scale", "history", "amax", "margin", "round", "rht", "by", "from",
             ];
-            let known = known.into_iter().chain(scaling::KEYS);
+            let known = known.into_iter().chain(Scaling::KEYS);
             if !known.clone().any(|name| name == field) {
                 return Err(self.error(key, unknown("field", field, known)));
             }

@@ -3,7 +3,7 @@
 use super::site::{From, LayerKind, Product, Site};
 use super::transform::Transform;
 use crate::{DType, Result};
-use nibble_formats::{BlockAxis, Codec, Correction, DelayedScaling, Format, Rounding, ScaleRule, Scaling};
+use nibble_formats::{BlockAxis, Codec, DelayedScaling, Format, Rounding, ScaleRule, Scaling};
 use std::fmt;
 
 /// How a tensor in blocks becomes one in other blocks.
@@ -76,7 +76,7 @@ impl Precision {
 
     /// Whether random bits are consumed: values are rounded at random, or scales that are corrected.
     pub fn draws(&self) -> bool {
-        self.round.is_random() || self.scaling.correction != Correction::None
+        self.round.is_random() || self.scaling.draws()
     }
 
     /// Whether two precisions name the same representation (rounding aside).
@@ -110,7 +110,7 @@ impl fmt::Display for Precision {
                 None => write!(f, "{}", self.scale)?,
                 Some(delayed) => write!(f, "({delayed})")?,
             }
-            write_scaling(f, &self.scaling)?;
+            self.scaling.in_words().try_for_each(|words| write!(f, " {words}"))?;
             if self.round != Rounding::NearestEven {
                 write!(f, " {}", self.round)?;
             }
@@ -123,27 +123,6 @@ impl fmt::Display for Precision {
             By::Requantize => f.write_str(" requantized"),
         }
     }
-}
-
-/// The same in words, after a rule.
-fn write_scaling(f: &mut fmt::Formatter<'_>, scaling: &Scaling) -> fmt::Result {
-    let default = Scaling::default();
-    if scaling.headroom != default.headroom {
-        write!(f, " headroom {}", scaling.headroom)?;
-    }
-    if scaling.thresholds != default.thresholds {
-        write!(f, " thresholds {}", scaling.thresholds)?;
-    }
-    if scaling.candidates != default.candidates {
-        write!(f, " candidates {}", scaling.candidates)?;
-    }
-    if scaling.outer != default.outer {
-        write!(f, " outer {}", scaling.outer)?;
-    }
-    if scaling.correction != default.correction {
-        write!(f, " {}", scaling.correction)?;
-    }
-    Ok(())
 }
 
 /// In a recipe file, in place of a scale rule: the scale follows from earlier steps.

@@ -5,9 +5,6 @@ use super::unknown::unknown;
 use nibble_formats::{Candidates, Correction, Headroom, Outer, ScaleRule, Scaling, Thresholds};
 use toml::{Table, Value};
 
-/// The keys, as files have them.
-pub(super) const KEYS: [&str; 5] = ["headroom", "thresholds", "candidates", "outer", "correction"];
-
 /// What `outer` may be besides what an [`Outer`] is: blocks have scales by themselves.
 const NONE: &str = "none";
 
@@ -79,15 +76,9 @@ fn named<T: Copy>(key: &str, value: &Value, all: &[T], name: fn(T) -> &'static s
 
 /// What is not as it is by default, as a file has it.
 pub(super) fn in_toml(scaling: &Scaling) -> String {
-    let default = Scaling::default();
-    let headroom = format!("{:?}", scaling.headroom.factor());
-    let quoted = |name: &str| format!("\"{name}\"");
-    let all = [
-        ("headroom", headroom, scaling.headroom != default.headroom),
-        ("thresholds", quoted(scaling.thresholds.name()), scaling.thresholds != default.thresholds),
-        ("candidates", quoted(scaling.candidates.name()), scaling.candidates != default.candidates),
-        ("outer", quoted(scaling.outer.name()), scaling.outer != default.outer),
-        ("correction", quoted(scaling.correction.name()), scaling.correction != default.correction),
-    ];
-    all.iter().filter(|(.., written)| *written).map(|(key, value, _)| format!(", {key} = {value}")).collect()
+    let field = |(key, value)| match key {
+        "headroom" => format!(", {key} = {:?}", scaling.headroom.factor()),
+        _ => format!(", {key} = \"{value}\""),
+    };
+    scaling.chosen().map(field).collect()
 }

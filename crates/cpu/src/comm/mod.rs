@@ -1,4 +1,10 @@
 //! Collectives through the host's memory, of ranks that are threads of one process, or processes.
+//!
+//! What each rank gives to a collective lies in a `World`, where the other ranks of its communicator find it. Ranks that are threads
+//! share one world. A rank that is a process has its own; a [`Link`] carries what it gives to the worlds of the others. The code that
+//! computes a collective is the same, so the bits are.
+//!
+//! A rank that fails, panics or leaves fails the pending and later calls of all others, along every axis, so nobody waits forever.
 
 mod world;
 

@@ -1,8 +1,18 @@
-//! Ranks on GPUs: collectives by NCCL's messages.
+//! Ranks on GPUs, one GPU each: collectives by NCCL's messages.
 //!
-//! Of NCCL, messages alone are used, each from one rank to another, all those of a collective at once. So what arrives does not depend on how NCCL
-//! divides a collective, and sums over ranks are this crate's own, in the order of a tree that all backends have. The ranks meet, agree and fail
-//! by way of their hosts: [`Peers`].
+//! * Only point-to-point messages of NCCL are used, all those of a collective in one group. Sums over ranks are this crate's own, in the
+//!   order of the tree that all backends share, unless a run asks for NCCL's ([`Sums`]). So the way in which NCCL splits a collective
+//!   cannot change a bit.
+//! * NCCL's sums over the replicas of experts need a communicator of their own (`ncclCommSplit`): NCCL sums over all ranks of a
+//!   communicator, while messages go from any rank to any other.
+//! * A rank's communicators, along all axes, share one queue: a stream and one NCCL communicator of all ranks. So messages are under way
+//!   in the same order everywhere. Events order the queue after the device's work and the device's work after it; the host waits for
+//!   neither.
+//! * Hosts meet, agree and fail through [`Peers`]. Before NCCL begins, they exchange the first rank's id, the versions of NCCL and the
+//!   UUIDs of the GPUs.
+//! * A thread that waits for the device may wait for messages of ranks that are gone. So another thread watches: it aborts the NCCL
+//!   communicator where a rank has failed, or where messages take longer than the deadline (`NIBBLE_EXCHANGE_DEADLINE`).
+//! * Messages of a rank to itself are copies in the order of the device's own work.
 
 mod nccl;
 mod queue;

@@ -1,5 +1,5 @@
-//! Which functions of NVIDIA's libraries are called here. `cudarc` looks for a function when it is first called, and
-//! panics if the library lacks it. So a library is used only after [`missing`] has looked for all functions.
+//! Which functions of NVIDIA's libraries are called here. `cudarc` looks a function up when it is first called, and panics if the library
+//! lacks it. So a library is used only after [`missing`] has looked for all functions; a test compares the list with the calls.
 
 use libloading::Library;
 

@@ -1,6 +1,13 @@
-//! The operations: a folder for related ones, a file for one or a few of them. Each has three steps: a checked description;
-//! the configuration that a pure function chooses for it, which can be printed and tested without a GPU; and the
-//! launch.
+//! The ops: a folder for related ones, a file for one or a few. Each has three steps.
+//!
+//! | step | where | what |
+//! |---|---|---|
+//! | description | the op's file | its arguments as plain numbers, checked |
+//! | configuration | the same | instance, grid, shared memory: pure functions of the description, tested without a GPU |
+//! | launch | `launch/` | the number and size of the arguments are compared with what the cubin declares |
+//!
+//! `instances()` lists the template instances of every folder; `tests/resources.txt` pins their registers and shared memory. Kernels lie
+//! in `csrc/kernels/FOLDER/NAME.cuh`, built from pieces in `csrc/pieces/FOLDER/`; inline PTX lies in `csrc/ptx/` alone.
 
 pub(crate) mod attention;
 mod buffer_check;

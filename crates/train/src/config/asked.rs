@@ -1,4 +1,4 @@
-//! What a user may not ask for, though a run that has stored it goes on: values that decide nothing, and numbers that end no run well.
+//! What a user may not ask for, though a stored run that has it resumes: values that decide nothing, and numbers that end no run well.
 
 use super::values::settings;
 use super::{Config, RopeScaling, ScheduleKind};

@@ -101,6 +101,7 @@ const NAMES: &[(Meaning, &str)] = &[
     (Key("model.tie_embeddings"), "tie_word_embeddings tied_embeddings weight_tying"),
     (Key("model.aux_loss_coef"), "router_aux_loss_coef moe_aux_loss_coeff aux_loss_alpha load_balance_coeff"),
     (Key("model.qkv_bias"), "attention_bias use_qkv_bias add_qkv_bias qkv_proj_bias"),
+    (Key("model.attention_sinks"), "attn_sinks use_sinks use_attention_sinks learnable_sink"),
     (Key("model.scores"), "scoring_func score_func moe_router_score_function"),
     (
         Key("model.router_bias"),

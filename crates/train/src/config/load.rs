@@ -183,6 +183,7 @@ impl Config {
         };
         let rope_scaling = RopeScaling { factor: 1.0, ..RopeScaling::default() };
         let model = ModelConfig {
+            attention_sinks: true,
             balance: Balance::Batch,
             group_score: GroupScore::Top2,
             groups: 2,

@@ -34,7 +34,7 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 use crate::recompute::Scope;
 use crate::schedule::{Schedule, ScheduleKind};
-use nibble_core::ops::MOST_TREE_SLOTS_OF_GPU;
+use nibble_choice::routing::MOST_TREE_SLOTS;
 use nibble_core::{DType, DeviceKind, MeshShape, Recipe};
 
 pub(crate) use absent::absent;
@@ -401,7 +401,7 @@ impl Config {
     pub fn begun_on(&self, kind: DeviceKind, recipe: &Recipe) -> Self {
         let mut begun = self.clone();
         if kind == DeviceKind::Gpu && self.model.experts > 0 && self.run.mesh().ep > 1 {
-            let has_tree = self.model.top_k <= MOST_TREE_SLOTS_OF_GPU && recipe.quantized_combine().is_none();
+            let has_tree = self.model.top_k <= MOST_TREE_SLOTS && recipe.quantized_combine().is_none();
             begun.train.combine.get_or_insert(if has_tree { Combine::Tree } else { Combine::Slots });
         }
         begun

@@ -33,6 +33,9 @@ pub struct ModelConfig {
     /// Whether the projections to queries, keys and values have biases, as in Qwen2.5. Not with `kv_rank`.
     #[serde(skip_serializing_if = "is_default")]
     pub qkv_bias: bool,
+    /// Whether each query head has a learnt score that no key has, as in GPT-OSS: what its softmax gives to that, no value gets. Not with `kv_rank`.
+    #[serde(skip_serializing_if = "is_default")]
+    pub attention_sinks: bool,
     /// Width inside the MLP of a dense layer; 0 = no layer is dense.
     pub ffn: usize,
     /// How many of the first layers are dense where the others have experts. Without experts all are, and this is 0.
@@ -86,7 +89,7 @@ pub struct ModelConfig {
     /// Weight of the router's z-loss.
     pub z_loss_coef: f64,
     /// Width of the latent from which each head's keys and values come, as in DeepSeek-V2 and V3; 0 = grouped-query attention. With it
-    /// `kv_heads` is `heads`, and `qk_norm` and `qkv_bias` are false.
+    /// `kv_heads` is `heads`, and `qk_norm`, `qkv_bias` and `attention_sinks` are false.
     #[serde(skip_serializing_if = "is_default")]
     pub kv_rank: usize,
     /// Width of the latent from which each head's queries come; 0 = they come straight from the input. With `kv_rank` alone.
@@ -121,6 +124,7 @@ impl Default for ModelConfig {
             value_head_dim: 0,
             qk_norm: QkNorm::Heads,
             qkv_bias: false,
+            attention_sinks: false,
             ffn: 0,
             dense_layers: 0,
             experts: 8,

@@ -12,8 +12,8 @@ use crate::data::{BYTE_VOCAB, RECORD_TOKENS, SYNTHETIC_VOCAB};
 use crate::error::Result;
 use crate::recompute::Scope;
 use crate::tokenizer::{AUTO, NONE};
+use nibble_choice::routing::MOST_TREE_SLOTS;
 use nibble_core::DeviceKind;
-use nibble_core::ops::MOST_TREE_SLOTS_OF_GPU;
 
 /// More layers than any model has: each is an object of its own, also where memory is only counted.
 const MOST_LAYERS: usize = 1 << 12;
@@ -56,7 +56,7 @@ impl Config {
     /// # Errors
     /// [`Error::Config`](crate::Error::Config) with the key.
     pub fn validate_on(&self, kind: DeviceKind) -> Result<()> {
-        let (top_k, most) = (self.model.top_k, MOST_TREE_SLOTS_OF_GPU);
+        let (top_k, most) = (self.model.top_k, MOST_TREE_SLOTS);
         let has_tree = kind != DeviceKind::Gpu || top_k <= most;
         require(has_tree || self.train.combine != Some(Combine::Tree), "train.combine", || {
             format!(
@@ -430,6 +430,9 @@ fn validate_latent(m: &ModelConfig) -> Result<()> {
             "is true, but model.kv_rank = {}: projections from latents have no bias; leave it out",
             m.kv_rank
         )
+    })?;
+    require(!m.attention_sinks, "model.attention_sinks", || {
+        format!("is true, but model.kv_rank = {}: latent attention has no sinks; leave it out", m.kv_rank)
     })?;
     let is_part = m.rope_dim > 0 && m.rope_dim < m.head_dim;
     require(is_part && m.rope_dim.is_multiple_of(2), "model.rope_dim", || {

@@ -1,7 +1,25 @@
 //! Tokens: where they come from, and which of them a step sees.
 //!
-//! A batch is a pure function of (seed, global sample cursor). A resumed run, and any number of ranks that each take
-//! their part of the cursor's range, therefore see the very same sequences.
+//! A batch is a pure function of (seed, global sample cursor). A resumed run, and any number of ranks that each take their part of the
+//! cursor's range, therefore see the same sequences.
+//!
+//! Files become batches in four steps, each of which knows only the one before.
+//!
+//! | step | where | what |
+//! |---|---|---|
+//! | source | `source/` | a kind of file: whether a file is one, and its documents, piece by piece |
+//! | ids | `reading.rs`, `encode.rs` | one thread reads; all threads tokenize batches of rows, in order |
+//! | stream | `cache/`, `stream.rs`, `region.rs` | ids without gaps in a file; where documents begin; which ids are no targets |
+//! | batches | `corpus.rs`, `mixture.rs`, `cursor.rs` | a cursor's source and window, by two permutations that are computed, not stored |
+//!
+//! * A row without ids is an error with its number, or is left out and counted. A new kind of file is a file in `source/`, a line of
+//!   `KINDS`, and a writer in `tests/kinds.rs`, which the tests of all kinds use.
+//! * A single plain text under bytes is a stream where it lies; everything else goes through a token cache (`cache/`).
+//! * A dataset's SHA-256 is that of its tokens. So a text has the same one plain, packed, or as one line of JSON.
+//! * Memory is bounded by the batches under way (8 MiB of rows each) and by the longest row (64 MiB, or an error). Only what comes
+//!   through a pipe is held whole.
+//! * `loader.rs` makes the batches of the next steps on a thread that touches no device. `survey.rs` (`nibble data`) takes the first two
+//!   steps and counts, without a cache.
 
 mod cache;
 mod corpus;

@@ -1,4 +1,4 @@
-//! Causal attention with grouped query heads and RoPE, with RMSNorm on each query and key head (Qwen3) or without (Llama).
+//! Causal attention with grouped query heads and RoPE, with RMSNorm on each query and key head (Qwen3) or without (Llama), with sinks (GPT-OSS) or without.
 //! t tokens, d model, h heads, g key/value heads, c head_dim, u value_dim: heads of values, mostly the same.
 
 use super::kv_cache::CachedHeads;
@@ -6,10 +6,10 @@ use super::shared::SharedProjections;
 use super::{Heads, HeadsSaved, KvCache, Layer, Linear, LinearSaved, Norm, Rotation};
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};
-use crate::param::{Param, Wanted};
+use crate::param::{Param, Wanted, Writes};
 use crate::recompute::Scope;
 use crate::spec::{GroupedQueryShape, GroupedQuerySpec, Part};
-use nibble_core::ops::{Add, Attention, AttentionBackward, AttentionOut, attention_scale};
+use nibble_core::ops::{Add, AddBiasBackward, Attention, AttentionBackward, AttentionOut, attention_scale};
 use nibble_core::{DType, Kernels, Operand, Result, Tensor};
 
 /// Attention in which several heads of queries share keys and values.
@@ -31,6 +31,8 @@ pub struct GroupedQuery<B: Kernels> {
     pub q_heads: Heads<B>,
     /// Norm and rotation of the keys.
     pub k_heads: Heads<B>,
+    /// `[1, h]`: a score of each query head that no key has, where they have such.
+    pub sinks: Option<Param<B>>,
     /// `[seq_len, c]`, as [`rope_table`](super::rope_table) makes it: a row for each position. Shared by all layers.
     pub rope: Tensor<B>,
     /// Keep normed and rotated queries and keys, instead of making them again in the backward pass. Those that are not normed are
@@ -98,6 +100,7 @@ impl<B: Kernels> GroupedQuery<B> {
             o: linear(&spec.o)?,
             q_heads: heads(q_norm)?,
             k_heads: heads(k_norm)?,
+            sinks: spec.sinks.as_ref().map(|part| Param::only(cx, part)).transpose()?,
             shape: spec.shape,
             rope,
             keep_heads: false,
@@ -112,6 +115,10 @@ impl<B: Kernels> GroupedQuery<B> {
     /// What takes the layer's input.
     fn shared(&self) -> SharedProjections<'_, B, 3> {
         SharedProjections { name: &self.name, projections: [&self.q, &self.k, &self.v] }
+    }
+
+    fn plain_sinks(&self) -> Result<Option<&Tensor<B>>> {
+        self.sinks.as_ref().map(Param::plain).transpose()
     }
 
     /// Heads as a cache has them.
@@ -139,9 +146,8 @@ impl<B: Kernels> GroupedQuery<B> {
         let Projected { x, q, q_saved, k, k_saved, v } = self.projected(cx, &x_td, 0)?;
         let GroupedQueryShape { head_dim, value_dim, .. } = self.shape;
         let seq_len = self.positions().min(x_td.rows);
-        let scale = attention_scale(head_dim);
-        let op =
-            Attention { q: &q, k: &k, v: &v, head_dim, value_dim, scale, seq_len, windows: cx.windows() };
+        let op = Attention::new([&q, &k, &v], (head_dim, value_dim), seq_len);
+        let op = Attention { windows: cx.windows(), sinks: self.plain_sinks()?, ..op };
         let AttentionOut { out, lse } = op.run(cx.b)?;
         drop((q, k));
         let (o_input, o) = self.o.input(cx, &out)?;
@@ -153,7 +159,7 @@ impl<B: Kernels> GroupedQuery<B> {
     /// the cache. Several tokens at once only where it is empty.
     pub fn cached(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>, cache: &mut KvCache<B>) -> Result<Tensor<B>> {
         let Projected { q, k, v, .. } = self.projected(cx, x_td, cache.len())?;
-        let out = cache.attended(cx.b, [&q, &k, &v])?;
+        let out = cache.attended(cx.b, [&q, &k, &v], self.plain_sinks()?)?;
         self.o.product(cx, &self.o.input(cx, &out)?.0)
     }
 
@@ -171,14 +177,16 @@ impl<B: Kernels> Layer<B> for GroupedQuery<B> {
     fn wanted(&self, cx: &Cx<'_, B>) -> Vec<Wanted<'_, B>> {
         let norms = [&self.q_heads, &self.k_heads].into_iter().filter_map(|heads| heads.norm.as_ref());
         let linears = [&self.q, &self.k, &self.v, &self.o];
-        norms.flat_map(|norm| norm.wanted(cx)).chain(linears.into_iter().flat_map(|l| l.wanted(cx))).collect()
+        let plain = norms.flat_map(|norm| norm.wanted(cx)).chain(self.sinks.iter().map(Param::as_it_is));
+        plain.chain(linears.into_iter().flat_map(|l| l.wanted(cx))).collect()
     }
 
     fn params(&mut self) -> Vec<&mut Param<B>> {
         let linears = [&mut self.q, &mut self.k, &mut self.v, &mut self.o];
         let norms =
             [&mut self.q_heads, &mut self.k_heads].into_iter().filter_map(|heads| heads.norm.as_mut());
-        linears.into_iter().flat_map(Linear::params).chain(norms.map(|norm| &mut norm.weight)).collect()
+        let vectors = norms.map(|norm| &mut norm.weight).chain(&mut self.sinks);
+        linears.into_iter().flat_map(Linear::params).chain(vectors).collect()
     }
 
     fn recompute(&mut self, scopes: &[Scope]) {
@@ -206,20 +214,13 @@ impl<B: Kernels> Layer<B> for GroupedQuery<B> {
         let dout = self.o.backward(cx, saved.o, dy_td)?;
         let q = self.q_heads.turned(cx, &mut saved.q, &rotation)?;
         let k = self.k_heads.turned(cx, &mut saved.k, &rotation)?;
-        let op = AttentionBackward {
-            q: &q,
-            k: &k,
-            v: &saved.v,
-            out: &saved.out,
-            lse: &saved.lse,
-            dout: &dout,
-            head_dim,
-            value_dim,
-            scale: attention_scale(head_dim),
-            seq_len,
-            windows: cx.windows(),
-        };
+        let made = (&saved.out, &saved.lse);
+        let op = AttentionBackward::new([&q, &k, &saved.v], made, &dout, (head_dim, value_dim), seq_len);
+        let op = AttentionBackward { windows: cx.windows(), sinks: self.plain_sinks()?, ..op };
         let grads = op.run(cx.b)?;
+        if let (Some(sinks), Some(dy)) = (&mut self.sinks, &grads.dsinks) {
+            sinks.add_gradient(cx, Writes::Adds, |dbias, _| AddBiasBackward { dy, dbias }.run(cx.b))?;
+        }
         let dq = self.q_heads.backward(cx, saved.q, grads.dq, &rotation)?;
         let dk = self.k_heads.backward(cx, saved.k, grads.dk, &rotation)?;
         let inputs = self.shared().wgrad_inputs(cx, saved.x)?;

@@ -1,8 +1,12 @@
 //! The output head and its loss, in chunks of tokens. t tokens, d model, v vocabulary.
 //!
-//! What a forward pass would keep for the head's backward pass is its input, and logits as large as the vocabulary. So the
-//! head's gradients are made in the forward pass, while a chunk's logits exist, and what is kept is one gradient of the
-//! size of the input.
+//! A separate backward pass would need the head's input and the logits, which are as large as the vocabulary. So the head computes its
+//! gradients in the forward pass, while a chunk's logits exist, and saves only the gradient of its input. It has no `backward`.
+//! `nibble_choice::head_loss` chooses the length of a chunk: 512 tokens on a CPU, up to 8192 on a GPU.
+//!
+//! Under a recipe's `[head]` the products may be quantized, in any format whose scales are for a block of tokens or less. Each chunk's
+//! input, and the gradients of its logits once they are rounded to BF16, are then quantized to rows and columns; the weight is quantized
+//! once a step like any other.
 
 use crate::convert::LayerName;
 use crate::cx::Cx;
@@ -10,7 +14,8 @@ use crate::ledger::{Ledger, Saved};
 use crate::param::{Gathering, Param, Wanted, Writes};
 
 use crate::spec::Part;
-use nibble_core::ops::{Gemm, HeadLoss, HeadLossGrad, HeadLossOut, head_chunk};
+use nibble_choice::head_loss;
+use nibble_core::ops::{Gemm, HeadLoss, HeadLossGrad, HeadLossOut};
 use nibble_core::recipe::{Layer, LayerKind, LayerPlan};
 use nibble_core::{DType, Error, Kernels, Operand, Result, Tensor};
 use std::sync::Arc;
@@ -93,7 +98,7 @@ impl<B: Kernels> Head<B> {
         let HeadInput { x_td: x, targets, shards } = *input;
         let weight = self.weight(table);
         let w = weight.w()?;
-        let chunk = head_chunk(cx.b.kind(), w.rows());
+        let chunk = head_loss::chunk(cx.b.kind(), w.rows());
         let codecs = self.plan(cx).head()?.losses()?;
         HeadLoss { x, w, codecs, targets, shards, chunk, grad: None }.run(cx.b)
     }
@@ -110,7 +115,7 @@ impl<B: Kernels> Head<B> {
         let codecs = self.plan(cx).head()?.losses_and_gradients()?;
         let weight = self.weight_mut(table);
         let (w, wt) = (weight.w()?.clone(), weight.wt(cx)?.into_owned());
-        let chunk = head_chunk(cx.b.kind(), w.rows());
+        let chunk = head_loss::chunk(cx.b.kind(), w.rows());
         let mut out = weight.add_gradient(cx, Writes::InParts, |dw, accumulate| {
             let grad = Some(HeadLossGrad { wt: &wt, control, dw, accumulate });
             HeadLoss { x, w: &w, codecs, targets, shards, chunk, grad }.run(cx.b)

@@ -47,8 +47,13 @@ impl<B: Kernels> KvCache<B> {
     }
 
     /// What attention gives for tokens that follow those that are there, whose keys and values are put here. Several at once only where there
-    /// are none.
-    pub(super) fn attended(&mut self, b: &B, [q, k, v]: [&Tensor<B>; 3]) -> Result<Tensor<B>> {
+    /// are none. `sinks`: F32 `[1, heads of queries]`.
+    pub(super) fn attended(
+        &mut self,
+        b: &B,
+        [q, k, v]: [&Tensor<B>; 3],
+        sinks: Option<&Tensor<B>>,
+    ) -> Result<Tensor<B>> {
         let CachedHeads { head_dim, value_dim, scale, .. } = self.heads;
         let (tokens, first) = (q.rows, self.len);
         for (from, to) in [(k, &mut self.k), (v, &mut self.v)] {
@@ -56,12 +61,11 @@ impl<B: Kernels> KvCache<B> {
         }
         self.len += tokens;
         if first == 0 {
-            return Ok(Attention { q, k, v, head_dim, value_dim, scale, seq_len: tokens, windows: None }
-                .run(b)?
-                .out);
+            let op = Attention::new([q, k, v], (head_dim, value_dim), tokens);
+            return Ok(Attention { scale, sinks, ..op }.run(b)?.out);
         }
-        let (k, v) = (&self.k, &self.v);
-        AttentionDecode { q, k, v, head_dim, value_dim, scale, len: self.len }.run(b)
+        let op = AttentionDecode::new([q, &self.k, &self.v], (head_dim, value_dim), self.len);
+        AttentionDecode { scale, sinks, ..op }.run(b)
     }
 }
 

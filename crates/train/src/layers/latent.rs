@@ -297,9 +297,9 @@ impl<B: Kernels> Latent<B> {
         let Projected { x, q_up, kv_up, shared, heads } = self.projected(cx, &x_td, 0)?;
         let seq_len = self.positions().min(x_td.rows);
         drop(x_td);
-        let (head_dim, value_dim, scale) = (self.shape.head_dim(), self.shape.value_dim, self.scale);
         let QueriesKeysValues { q, k, v } = &heads;
-        let op = Attention { q, k, v, head_dim, value_dim, scale, seq_len, windows: cx.windows() };
+        let op = Attention::new([q, k, v], (self.shape.head_dim(), self.shape.value_dim), seq_len);
+        let op = Attention { scale: self.scale, windows: cx.windows(), ..op };
         let AttentionOut { out, lse } = op.run(cx.b)?;
         let heads = HeadsKept::of(heads, shared, self.keep_heads, self.q_up.is_none());
         let (o_input, o) = self.o.input(cx, &out)?;
@@ -338,7 +338,7 @@ impl<B: Kernels> Latent<B> {
     /// the cache. Several tokens at once only where it is empty.
     pub fn cached(&self, cx: &Cx<'_, B>, x_td: &Tensor<B>, cache: &mut KvCache<B>) -> Result<Tensor<B>> {
         let Projected { heads: QueriesKeysValues { q, k, v }, .. } = self.projected(cx, x_td, cache.len())?;
-        let out = cache.attended(cx.b, [&q, &k, &v])?;
+        let out = cache.attended(cx.b, [&q, &k, &v], None)?;
         self.o.product(cx, &self.o.input(cx, &out)?.0)
     }
 
@@ -391,24 +391,13 @@ impl<B: Kernels> Layer<B> for Latent<B> {
 
     fn backward(&mut self, cx: &Cx<'_, B>, mut saved: LatentSaved<B>, dy_td: Tensor<B>) -> Result<Tensor<B>> {
         let LatentShape { nope_dim: key_dim, value_dim, .. } = self.shape;
-        let (head_dim, scale, seq_len) = (self.shape.head_dim(), self.scale, self.positions());
+        let (dims, seq_len) = ((self.shape.head_dim(), value_dim), self.positions());
         let dout = self.o.backward(cx, saved.o, dy_td)?;
         let QueriesKeysValues { q, k, v } =
             self.heads(cx, saved.heads, (&mut saved.q_up, &mut saved.kv_up))?;
-        let op = AttentionBackward {
-            q: &q,
-            k: &k,
-            v: &v,
-            out: &saved.out,
-            lse: &saved.lse,
-            dout: &dout,
-            head_dim,
-            value_dim,
-            scale,
-            seq_len,
-            windows: cx.windows(),
-        };
-        let grads = op.run(cx.b)?;
+        let made = (&saved.out, &saved.lse);
+        let op = AttentionBackward::new([&q, &k, &v], made, &dout, dims, seq_len);
+        let grads = AttentionBackward { scale: self.scale, windows: cx.windows(), ..op }.run(cx.b)?;
         drop((q, k, v, dout, saved.out, saved.lse));
         let rotation = self.rotation(cx, seq_len, 0);
         let mut dq = self.turned(cx, grads.dq, &rotation, true)?;

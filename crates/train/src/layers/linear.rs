@@ -1,4 +1,11 @@
 //! Dense linear layer Y = X·Wᵀ under a recipe. t tokens, n outputs, k inputs.
+//!
+//! `forward` asks its plan which representations fprop multiplies and the backward pass reads, converts x to both, multiplies, and
+//! returns the second one as [`LinearSaved`]. x itself is dropped. `backward` converts what was saved for wgrad, quantizes dy for both of
+//! its products (in one read where the formats allow it), and multiplies twice.
+//!
+//! Under `mxfp4-hopper` fprop multiplies E4M3 made from the plain x, and the saved MXFP4 is made from the plain x too. So fprop and wgrad
+//! see two different roundings of the same x.
 
 use super::Layer;
 use crate::convert::LayerName;

@@ -1,4 +1,8 @@
 //! Dense SwiGLU feed-forward layer: that of a dense layer, and the expert that every token passes. t tokens, d model, f ffn.
+//!
+//! It is two linear layers with SwiGLU between them. Each linear layer saves its input, and SwiGLU saves h. SwiGLU and its backward pass
+//! write plain a and dh, which the projections quantize: under `mxfp4-hopper` that is six separate quantizations, where the fused kernels
+//! of an expert layer need two.
 
 use super::{Layer, Linear, LinearSaved};
 use crate::cx::Cx;

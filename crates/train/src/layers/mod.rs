@@ -1,4 +1,8 @@
-//! Layers with hand-written backward passes. A layer gives back what its backward pass needs, and keeps nothing.
+//! Layers with hand-written backward passes. A layer stores nothing between its passes: `forward` returns what `backward` needs, and
+//! `backward` consumes it. There is no autograd graph, so the fields of a `Saved` struct are the complete list of saved activations.
+//!
+//! A [`Layer`] also says which copies of its weights a step makes ([`Layer::wanted`]), lists its parameters, and can recompute what its
+//! forward pass saved ([`Layer::again`]). Attention's projections share one input: it is saved and lifted once (`shared.rs`).
 
 mod embedding;
 mod grouped_query;

@@ -1,4 +1,7 @@
 //! What a step took each of several ranks: who keeps the others waiting.
+//!
+//! A rank tells how long its step took, and how long it waited in it for others, with the next step's record. No collective is added for
+//! it. The first rank writes the times down, and names the slowest rank.
 
 use crate::record::Report;
 use serde::{Deserialize, Serialize};

@@ -1,4 +1,5 @@
-//! What goes wrong slowly: told when it begins, once, and again only after it has been over.
+//! What goes wrong slowly: experts that collapse, jumps of the loss, a rising share of inexact blocks, a rank that keeps the others
+//! waiting. The first rank looks at every record. A finding is told once, when it begins, and again only after it has been over.
 
 use super::{Metrics, RankTimes};
 

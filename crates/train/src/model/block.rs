@@ -1,6 +1,10 @@
-//! One decoder layer: x + attention(norm(x)), then x + feed(norm(x)), experts or an MLP. Either half, or both, may be made again. What a half adds
-//! is added by the norm that reads the sum ([`Residual`]), and in the backward pass by the norm that the half begins with.
-//! t tokens, d model.
+//! One decoder layer: x + attention(norm(x)), then x + feed(norm(x)), where the feed is experts or an MLP. t tokens, d model.
+//!
+//! Either half, or both, may be recomputed in the backward pass (`kept.rs`).
+//!
+//! A half does not add its output to the residual stream: it returns the stream as x and a term ([`Residual`]). The next norm adds them
+//! in the pass in which it reads them, and returns the sum in what it saves. In the backward pass a norm likewise adds the stream's
+//! gradient to its own. The bits are those of separate ops, roundings between them included, with fewer passes over memory.
 
 use super::kept::Kept;
 use super::{Attention, AttentionCache, AttentionSaved, Feed, FeedSaved};

@@ -1,4 +1,8 @@
-//! What a part of a decoder layer keeps where the backward pass may make it again.
+//! What a half of a decoder layer saves where the backward pass may recompute it: everything that its backward pass reads, or the half's
+//! input alone.
+//!
+//! `Kept::all` returns everything. If only the input was saved, it runs the half's forward pass again up to its last product, whose
+//! output nobody reads. A wider scope of recomputation replaces those inside it, so nothing is computed three times.
 
 use crate::cx::Cx;
 use crate::ledger::{Ledger, Saved};

@@ -153,10 +153,11 @@ impl<B: Kernels> Experts<B> {
         let ExpertPlan { a, h, keeps_a, .. } = layer.experts()?;
         let save_h = h.as_ref().map(Precision::codec).transpose()?;
         let weight = Some(&plan.gate_r);
-        let out = Swiglu { h: &h_rf, weight, groups: Some(groups), a: cx.emit(a)?, save_h }.run(cx.b)?;
-        cx.keep_counts(&self.name, "a", out.a.counts.as_ref());
-        let h = out.h.map_or(Operand::Plain(h_rf), Operand::Block);
-        let (a, second) = cx.convert_computed(self.of_down(), &out.a, a, Some(groups))?;
+        let (a, second, narrow_h) = cx.compute(self.of_down(), a, Some(groups), |a| {
+            let out = Swiglu { h: &h_rf, weight, groups: Some(groups), a, save_h }.run(cx.b)?;
+            Ok((out.a, out.h))
+        })?;
+        let h = narrow_h.map_or(Operand::Plain(h_rf), Operand::Block);
         let a_kept = keeps_a.then_some(second);
         Ok((a, ExpertsSaved { layer: self.name.clone(), x: kept, h, a: a_kept }))
     }
@@ -253,11 +254,13 @@ impl<B: Kernels> Experts<B> {
             WgradA::Again { a, .. } => Some(cx.emit(a)?),
             WgradA::Kept(_) => None,
         };
-        let (h, weight, dh) = (&saved.h, Some(&plan.gate_r), cx.emit(&layer.dh)?);
-        let grads = SwigluBackward { h, da: &da_rf, weight, groups: Some(groups), dh, a }.run(cx.b)?;
-        cx.keep_counts(&self.name, "dh", grads.dh.counts.as_ref());
-        let (rows, cols) = cx.convert_computed(self.of_gate_up(), &grads.dh, &layer.dh, Some(groups))?;
-        let (a, _) = match (&layer.wgrad_a, &saved.a, &grads.a) {
+        let (rows, cols, (a, dgate)) = cx.compute(self.of_gate_up(), &layer.dh, Some(groups), |dh| {
+            let (h, weight) = (&saved.h, Some(&plan.gate_r));
+            let grads = SwigluBackward { h, da: &da_rf, weight, groups: Some(groups), dh, a }.run(cx.b)?;
+            Ok((grads.dh, (grads.a, grads.dweight)))
+        })?;
+        drop(da_rf);
+        let (a, _) = match (&layer.wgrad_a, &saved.a, &a) {
             (WgradA::Kept(to), Some(a), _) => cx.convert(self.of_down(), a, to, Some(groups))?,
             (WgradA::Again { a: to, counts }, _, Some(a)) => {
                 let made = || cx.convert_computed(self.of_down(), a, to, Some(groups));
@@ -265,6 +268,6 @@ impl<B: Kernels> Experts<B> {
             }
             _ => return Err(Error::Defect { place: "experts", what: "a is neither kept nor made again" }),
         };
-        Ok((rows, cols, a, grads.dweight))
+        Ok((rows, cols, a, dgate))
     }
 }

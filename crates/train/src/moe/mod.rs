@@ -1,7 +1,30 @@
 //! The mixture-of-experts layer: router → dispatch → permute → experts → unpermute → combine.
 //!
-//! Legend: t tokens of this rank, r expert-sorted rows (padding included), d model, f ffn, e experts, l experts of this
-//! rank, k top-k.
+//! What does not need rows that are under way is computed beside them. That fixes the order of a layer:
+//!
+//! | under way | computed meanwhile |
+//! |---|---|
+//! | counts, to the host | slots sorted by rank, records, and the rows that will leave, quantized as they travel |
+//! | y, back to its tokens | the shared expert, if there is one |
+//! | gradients of gate weights, and dx | gradients of the experts' weights; then the router's and the shared expert's backward pass |
+//!
+//! So both dgrads precede the first wgrad, on one rank as well. The operands of the second product's wgrad therefore live through one
+//! more product, and h and the rows of dh are freed before both wgrads. [`Moe::forward_beside`] and [`Moe::backward_beside`] take the
+//! shared expert as work to do meanwhile. On one rank, where nothing travels, that work follows the sum, when less memory is held. No
+//! product or sum differs, so the bits are those of one rank. `train/tests/ranks/beside.rs` tests the order.
+//!
+//! The gate weight multiplies SwiGLU's output, inside its kernel, so combine is a plain sum. Two tensors stay in the type of activations
+//! under recipes whose fused kernels quantize: h before SwiGLU, and da before its backward pass.
+//!
+//! Rows of an expert are contiguous, in the order of (global token, slot), and begin at a multiple of 128 (of 1 if nothing is quantized).
+//! `Groups` holds each expert's offset and length on the device. No valid result depends on what the padding holds.
+//!
+//! A replica of the experts has `train.expert_shards` / dp parts of a micro-batch. `AssignParts` maps the expert of each slot to (expert,
+//! part), by which rows are sorted and padded: gradients of weights contract these groups, and each has its own scale where a tensor has
+//! one. `JoinGroups` gives the same rows by expert, for the products with experts' weights. With one part per rank both are the same, and
+//! neither runs.
+//!
+//! Legend: t tokens of this rank, r expert-sorted rows (padding included), d model, f ffn, e experts, l experts of this rank, k top-k.
 
 mod exchange;
 mod experts;

@@ -1,4 +1,13 @@
-//! All rows of weights of which each rank keeps some, gathered a layer at a time, beside the layers before the one that needs them.
+//! All rows of sharded weights, gathered a layer at a time, beside the layers before the one that needs them.
+//!
+//! A layer says which weights it reads, and how (`Layer::wanted`). `Decoder::begin_prepare` computes what a rank can make of its own
+//! rows, of all weights in their order, so the sites of the record are those of one rank. Then the rows of a group travel in one message
+//! to each rank; groups are the embedding, each layer, the last norm, and the head.
+//!
+//! The forward pass finishes a group right before it needs it, and sends the one after the next. So the rows of a layer travel beside the
+//! products of the layer before, and no more than two groups lie in memory twice. Later micro-batches and the backward pass find all rows
+//! there. Outside of training `Decoder::prepare` finishes all groups at once. All rows of norms and of the embedding stay until the
+//! optimizer changes them.
 
 use super::shipment::{Cargo, Rows, Shipment, Whole};
 use super::{Param, Placement, Shadow, codes};

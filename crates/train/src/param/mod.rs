@@ -1,4 +1,18 @@
-//! Weights: the F32 master, its gradient, and the copies the products multiply with.
+//! Weights: the F32 master, its gradient, its moments, and the copies that products multiply with.
+//!
+//! State is sharded among the ranks that hold the same values (`slices.rs`): masters and moments of dense weights among all ranks, those
+//! of an expert among the ranks that have it. A rank therefore holds about 12 bytes × all parameters / ranks, or 8 with BF16 moments.
+//! That is ZeRO's first stage. With one micro-batch a step it is the second stage too, except for a tied embedding: the sum of a gradient
+//! over ranks begins in the backward pass, and a rank keeps its own rows. With several micro-batches the gradients of all rows stay until
+//! the end of the step.
+//!
+//! ```text
+//!               gradients, F32                    masters, moments                copies for products
+//! every rank    its parts of all rows   ─►   its rows: AdamW          ─►    all rows, as narrow as they are read
+//!                begin_reduce_scatter_tree                   begin_all_gather_parts
+//! ```
+//!
+//! `buckets.rs` sums gradients beside the backward pass; `gathering.rs` brings the rows of weights together beside the forward pass.
 
 mod buckets;
 mod codes;

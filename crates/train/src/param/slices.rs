@@ -1,4 +1,7 @@
 //! How a parameter's rows are divided among the ranks that hold the same values: who keeps which masters, moments and sums of gradients.
+//!
+//! A slice is whole tiles of 128 rows where a matrix's columns are a multiple of 32, and otherwise whole matrices. So slices cut neither
+//! a block of codes nor a chunk of the norm.
 
 use nibble_core::formats::fnv1a32;
 use nibble_core::ops::{SQUARES_CHUNK, squares_chunks};

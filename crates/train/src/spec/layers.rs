@@ -22,6 +22,8 @@ pub struct GroupedQueryShape {
     pub qk_norm: QkNorm,
     /// Whether queries, keys and values have biases.
     pub qkv_bias: bool,
+    /// Whether each query head has a sink.
+    pub sinks: bool,
 }
 
 /// Attention in which several heads of queries share keys and values.
@@ -41,6 +43,8 @@ pub struct GroupedQuerySpec {
     pub o: Part,
     /// Of each head of queries, and of keys: `[c]`; or of all heads together, `[h·c]` and `[g·c]`.
     pub norms: Option<[Part; 2]>,
+    /// `[h]`: a score of each query head that no key has.
+    pub sinks: Option<Part>,
     /// ε of those.
     pub eps: f32,
 }
@@ -82,13 +86,15 @@ impl GroupedQuerySpec {
             v: into("v_proj", kv_heads, value_dim),
             o: Part::linear(o_proj, false, GROUP, d_model.clone(), values, out_std),
             norms,
+            sinks: shape.sinks.then(|| Part::sinks(format!("{id}.sinks"), heads, std)),
             eps,
         }
     }
 
     /// Its parts, in canonical order.
     pub fn parts(&self) -> impl Iterator<Item = &Part> {
-        [&self.q, &self.k, &self.v, &self.o].into_iter().chain(self.norms.iter().flatten())
+        let linears = [&self.q, &self.k, &self.v, &self.o];
+        linears.into_iter().chain(self.norms.iter().flatten()).chain(&self.sinks)
     }
 
     fn pair_multiply_adds(&self) -> usize {

@@ -1,15 +1,25 @@
-//! The model, described once: a tree of parts, made of a configuration alone. Each part has an id, a kind, its weights' shapes, where they
-//! live, and what it multiplies.
+//! The model, described once: a tree of parts, built from a configuration alone. Each part has an id, a kind, the shapes of its weights,
+//! how they are sharded, and what it multiplies.
 //!
-//! From it follow the model itself, the names by which recipes know its layers, what its tensors are called elsewhere (through a
-//! [`Family`](crate::family::Family)), the sizes that are refused, the arithmetic of a token, what a refusal says of memory, the step record's
-//! layout, and the layers of the report. Nothing is computed here, and no backend is known.
+//! Everything else that needs to know the model reads this tree. Nothing is computed here, and no backend is known.
+//!
+//! ```text
+//! ModelConfig ─► ModelSpec ─► Decoder        Param::of, once for each ParamSpec: id, shape, initial values, stacks of experts
+//!                    │
+//!                    ├─► recipe_layers       the names that recipes' overrides match
+//!                    ├─► Family::tensors     names and layouts in checkpoints: one list writes and reads
+//!                    ├─► parameters          by group, with the keys they grow with: refusals, and what needs the memory
+//!                    ├─► flops_per_token     and Cost::of: a recipe's products by the width of their codes
+//!                    └─► Layout              cells of the step's record
+//! ```
+//!
+//! The parts and their ids:
 //!
 //! ```text
 //! model.embed_tokens
 //! model.layers.0                            a block: one for each decoder layer
 //!   input_layernorm
-//!   self_attn                               q_proj  k_proj  v_proj  o_proj, and q_norm  k_norm
+//!   self_attn                               q_proj  k_proj  v_proj  o_proj, and q_norm  k_norm, and sinks
 //!    or                                     q_proj, or q_a_proj  q_a_layernorm  q_b_proj;
 //!                                           kv_a_proj  k_rope_proj  kv_a_layernorm  kv_b_proj  o_proj
 //!   post_attention_layernorm
@@ -18,6 +28,10 @@
 //! model.norm
 //! lm_head                                   or, where it is tied, the embedding once more
 //! ```
+//!
+//! A block has two choices, both enums over layers, in the description (`AttentionSpec`, `FeedSpec`) as in the model (`Attention`,
+//! `Feed`). An id is not a name in a checkpoint: ids key random numbers, and a [`Family`](crate::family::Family) maps them to the names
+//! and layouts that others know.
 
 mod count;
 mod latent;
@@ -171,6 +185,7 @@ fn attention(config: &ModelConfig, id: &str, stds: [f32; 2]) -> AttentionSpec {
         value_dim,
         qk_norm: config.qk_norm,
         qkv_bias: config.qkv_bias,
+        sinks: config.attention_sinks,
     };
     AttentionSpec::GroupedQuery(GroupedQuerySpec::new(id, shape, config.norm_eps as f32, stds))
 }
@@ -231,6 +246,7 @@ mod tests {
             shared_ffn: 32,
             router_bias: true,
             qkv_bias: true,
+            attention_sinks: true,
             tie_embeddings: false,
             ..ModelConfig::default()
         };
@@ -247,6 +263,7 @@ mod tests {
                 "self_attn.o_proj.weight",
                 "self_attn.q_norm.weight",
                 "self_attn.k_norm.weight",
+                "self_attn.sinks",
                 "post_attention_layernorm.weight",
             ];
             attention.iter().chain(feed).map(|part| format!("model.layers.{layer}.{part}")).collect()

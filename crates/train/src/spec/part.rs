@@ -8,7 +8,7 @@ use nibble_core::recipe::{Layer, LayerKind};
 pub enum Group {
     /// Embedding and head.
     Tables,
-    /// Projections of attention, and norms of heads.
+    /// Projections of attention, norms of heads, and sinks.
     Attention,
     /// MLPs of dense layers.
     Mlps,
@@ -192,6 +192,8 @@ pub enum PartKind {
     Embedding,
     /// RMSNorm.
     Norm,
+    /// Scores of attention that no key has.
+    Sinks,
     /// Y = X·Wᵀ; SwiGLU follows a gated one.
     Linear {
         /// Whether it makes the gate and what is gated.
@@ -249,6 +251,12 @@ impl Part {
         let weight =
             ParamSpec::vector(format!("{id}.weight"), Extent::of(width), Init::Ones, Update::Gradient);
         Self { id: id.to_owned(), kind: PartKind::Norm, group, weights: vec![weight] }
+    }
+
+    /// A sink of each head. It is its own parameter, `model.layers.3.self_attn.sinks`.
+    pub(super) fn sinks(id: String, heads: Size, std: f32) -> Self {
+        let weight = ParamSpec::vector(id.clone(), Extent::of(&[heads]), Init::Normal(std), Update::Gradient);
+        Self { id, kind: PartKind::Sinks, group: Group::Attention, weights: vec![weight] }
     }
 
     /// A linear layer `[rows, cols]`.
@@ -318,7 +326,7 @@ impl Part {
     #[must_use]
     pub fn layer(&self) -> Option<Layer> {
         let (kind, gated) = match self.kind {
-            PartKind::Embedding | PartKind::Norm => return None,
+            PartKind::Embedding | PartKind::Norm | PartKind::Sinks => return None,
             PartKind::Linear { gated } => (LayerKind::Linear, gated),
             PartKind::Router => (LayerKind::Router, false),
             PartKind::Experts { .. } => (LayerKind::Expert, false),
@@ -336,7 +344,7 @@ impl Part {
             times * each.sum::<usize>()
         };
         match self.kind {
-            PartKind::Embedding | PartKind::Norm => 0,
+            PartKind::Embedding | PartKind::Norm | PartKind::Sinks => 0,
             PartKind::Linear { .. } | PartKind::Router | PartKind::Head { .. } => matrices(1),
             PartKind::Experts { top_k } => matrices(top_k),
         }

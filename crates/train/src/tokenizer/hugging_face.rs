@@ -1,4 +1,5 @@
-//! Tokenizers in files: `tokenizer.json`, as Hugging Face's `tokenizers` writes it.
+//! Tokenizers of published models: `tokenizer.json`, as Hugging Face's `tokenizers` writes it, read by the crate of that name. That crate
+//! panics where the tables of a file contradict each other; the panic is caught here, and becomes an error that names the file.
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -1,4 +1,12 @@
-//! Text to token ids and back.
+//! Text to token ids and back: bytes, the built-in language's symbols, or a `tokenizer.json` through the crate `tokenizers`, with the ids
+//! of the Python package.
+//!
+//! In data the text of a control token is plain text ([`Tokenizer::encode`]); in prompts and chat templates it is the token
+//! ([`Tokenizer::encode_with_control`]). [`Framing`] is what stands around documents, [`TextStream`] decodes text while its tokens come
+//! one by one, and [`ChatTemplate`] renders a conversation as text and marks the parts that are learned.
+//!
+//! A configuration opens its tokenizer once, when it is first asked, and its clones share it (`config/tokens.rs`). The tokenizer's files
+//! are copied unchanged into the run's folder and into each checkpoint; a run that resumes reads these copies.
 
 mod begun;
 mod bytes;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::Trainer;
 use super::options::{Observer, Options};
-use super::outputs::Outputs;
+use super::start::outputs::Outputs;
 use crate::config::Config;
 use crate::error::Result;
 use crate::evaluation::{Beginning, HeldOut, Request, Task};

@@ -3,49 +3,49 @@
 //! A [`run()`] is read downwards, and nothing calls a file above it:
 //!
 //! ```text
-//! options.rs     what a run is asked for, and what it tells
-//! run.rs         the run: where it begins, what it is given, its steps, its end
-//!   origin.rs      where it begins: anew, from weights, or from its newest whole checkpoint
-//!   alike.rs       what all ranks must have alike
-//!   outputs.rs     the files that it writes
-//!     run_dir.rs     the folder of these: who has it, and what lies there
-//!   evaluating.rs  what is evaluated while it goes on
-//!   save.rs        checkpoints, from where they begin to their place
-//!     saving.rs      on the way to the disk; owners.rs, collect.rs: of several ranks
-//!     files.rs       which values a file holds; pieces.rs: the memory that they travel in
-//!   steps.rs       steps issued and their records read; recorded.rs: replayed
+//! options.rs         what a run is asked for, and what it tells (Observer)
+//! run.rs             the run: where it begins, what it is given, its steps, its end
+//!   start/           origin.rs: anew, from other weights, or from the newest whole checkpoint, whose configuration is compared first
+//!                    alike.rs: what all ranks must have alike
+//!                    outputs.rs, run_dir.rs: the files that a run writes, on the first rank, and the folder of these
+//!   steps.rs         steps issued, and their records read a step late; recorded.rs: replayed
+//!   evaluating.rs    what is evaluated between steps: held-out loss, tasks
+//!   saving/          save.rs: checkpoints, from where they begin to their place
+//!                    mod.rs: on the way to the disk; owners.rs, collect.rs: of several ranks
+//!                    files.rs: which values a file holds; pieces.rs: the host memory that they travel in
 //! ```
 //!
-//! [`Trainer`] has what all of them work on. Beside a run `weights.rs` loads, `scoring.rs` and `decoding.rs` ask the model, and `inspect.rs` lays a step open.
+//! [`Trainer`] has what all of them work on. `ranks.rs` has what ranks ask each other beside a step. Other uses of a model are no run:
+//! `weights.rs` loads, `scoring.rs` computes losses (in evaluations as in `nibble eval`), `decoding.rs` generates text, and `inspect.rs`
+//! exposes one step.
+//!
+//! A checkpoint comes before the evaluation of its step, so that an evaluation that fails costs no step. After the last step come the
+//! last checkpoint, the loss over all held-out data, the picture and the summary.
+//!
+//! A run that is asked to stop finishes its step, saves it and draws its losses, on all ranks after the same step. One rank ends after
+//! the step under way. Of several, each writes whether it was asked into the next step's inputs, and that step's record tells all of
+//! them: two more steps at most. An evaluation asks all ranks after each batch; if it is cut short, the process that resumes repeats it.
 
-mod alike;
-mod collect;
 mod decoding;
 mod divergence;
 mod evaluating;
-mod files;
 mod inspect;
 mod options;
-mod origin;
-mod outputs;
-mod owners;
-mod pieces;
 mod ranks;
 mod recorded;
 mod run;
-mod run_dir;
-mod save;
 mod saving;
 mod scoring;
+mod start;
 mod steps;
 mod weights;
 
 pub use decoding::Decoding;
 pub use inspect::Inspection;
 pub use options::{Observer, Options, Outcome, Start, Summary};
-pub use outputs::heading;
 pub use run::run;
-pub use run_dir::{
+pub use start::outputs::heading;
+pub use start::run_dir::{
     COMPANIONS_DIR, CONFIG_FILE, LAYERS_FILE, LOG_FILE, MEMORY_FILE, METRICS_FILE, PICTURE_FILE,
     PROCESSES_FILE, RANKS_DIR, RANKS_FILE, RECIPE_FILE, has_begun, is_of_a_run, latest as latest_run_dir,
     require_free, stored_config,

@@ -1,4 +1,7 @@
 //! What ranks ask and tell each other beside a step.
+//!
+//! The first rank chooses folders: of the run, and of each checkpoint. Every rank looks there for a file whose name no other process can
+//! know. So a folder of the same name on another host is detected before anything is written.
 
 use crate::error::{Error, Result};
 use crate::files::Mark;

@@ -1,4 +1,15 @@
 //! A step recorded once and replayed: its parts at one point of the precision schedule.
+//!
+//! Where the backend can record, three parts are recorded without being executed: the first micro-batch, the others, and the optimizer.
+//! Where a recipe's precisions change within a run, the old recording is dropped before the new one is made. A step that measures
+//! quantization (`train.quantization_every`) is issued op by op.
+//!
+//! Several ranks issue each op, because an exchange tells the host how many rows travel. The parts between two such reads could be
+//! recorded separately if the experts' buffers lay at one address whatever comes. That would gain little: on two GPUs the gaps between
+//! kernels take as small a share of a step as in a replayed step on one GPU.
+//!
+//! The CPU backend cannot record. Tests wrap it in a backend that can (`testkit/src/recorder`), and hold recorded runs to the bits of
+//! issued ones.
 
 use super::saving::Saving;
 use crate::error::Result;

@@ -1,12 +1,12 @@
 //! A whole run: where it begins, what it is given, its steps, its end.
 
 use super::Trainer;
-use super::alike::require_alike;
 use super::evaluating::Evaluator;
 use super::options::{Observer, Options, Outcome, Start, Summary};
-use super::origin::Origin;
-use super::outputs::Outputs;
 use super::ranks::{any_rank, shared_folder};
+use super::start::alike::require_alike;
+use super::start::origin::Origin;
+use super::start::outputs::Outputs;
 use crate::config::{CheckpointConfig, Config};
 use crate::error::Result;
 use crate::evaluation::HeldOut;

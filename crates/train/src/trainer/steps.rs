@@ -1,4 +1,4 @@
-//! Steps: issued to the device, and their records read; done again where an exchange among ranks had too little room.
+//! Steps: issued to the device, and their records read one step late; retried where an exchange among ranks overflowed its buffers.
 
 use super::recorded::Recorded;
 use super::{Issue, Issued, Trainer};

@@ -1,7 +1,7 @@
 //! Parameters and moments to and from checkpoints: logical tensors, so that the number of ranks may change.
 
 use super::Trainer;
-use super::files::{Part, kept_by};
+use super::saving::files::{Part, kept_by};
 use crate::checkpoint::{Checkpoint, PIECE, Tensors, little_endian};
 use crate::delayed::{DelayedRecords, History};
 use crate::error::Result;

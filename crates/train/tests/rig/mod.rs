@@ -2,9 +2,11 @@
 //! values.
 #![allow(dead_code, unused_imports)] // every test file takes a part of it
 
+mod choices;
 mod comm;
 pub mod documents;
 
+pub use choices::choices;
 pub use comm::{Call, CallLog, Hook, Hooked, noted, on_axes};
 
 use nibble_core::formats::{Purpose, Stream, fnv1a32};
@@ -26,9 +28,9 @@ pub fn loss_scale<B: Kernels>(b: &B, scale: f32) -> B::Buf<f32> {
     b.upload(&Control::with_loss_scale(scale)).unwrap()
 }
 
-/// The recipes that ship and differ from others in more than a few keys.
+/// The recipes to train with.
 pub fn recipes() -> Vec<&'static str> {
-    Recipe::distinct_names().collect()
+    Recipe::training_names().collect()
 }
 
 /// Of [`recipes`] those of a test that takes long under each: all; daily those of the README, and a quarter of the others, another for each `turn`.
@@ -41,7 +43,8 @@ pub fn some_recipes(turn: usize) -> Vec<&'static str> {
 
 /// The file of a recipe.
 pub fn recipe_file(name: &str) -> String {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../../recipes/{name}.toml")).display().to_string()
+    let folder = if Recipe::study_names().any(|study| study == name) { "recipes/studies" } else { "recipes" };
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../../{folder}/{name}.toml")).display().to_string()
 }
 
 /// Two decoder layers with grouped query heads, four experts and a shared one, 512 tokens a step in four shards of

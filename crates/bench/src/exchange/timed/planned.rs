@@ -143,8 +143,7 @@ impl Trip {
         [
             (Dispatch, "bf16", "bf16", Site::DispatchFwd),
             (Dispatch, "e4m3", "fp8-flow", Site::DispatchFwd),
-            // No recipe dispatches it: as it is multiplied.
-            (Dispatch, "mxfp8", "mxfp8", Site::FpropX),
+            (Dispatch, "mxfp8", "mxfp8-wire", Site::DispatchFwd),
             (Dispatch, "mxfp4", "mxfp4-hopper", Site::DispatchFwd),
             (DispatchBackward, "bf16", "bf16", Site::DispatchBwd),
             (DispatchBackward, "e4m3", "mxfp4-hopper", Site::DispatchBwd),

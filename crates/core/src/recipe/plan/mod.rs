@@ -1,6 +1,26 @@
-//! What a layer does under its section, compiled once for a stretch of a run: every conversion with what reads it, every product with its operands,
-//! what is kept, and what its kernels write as they compute. Layers carry plans out; whatever is printed, counted, refused or recorded of a layer is
-//! read from them. A test holds plans equal to what a backend is asked for.
+//! What a layer does under its section of the recipe. A plan is compiled once for each stretch of a run in which the recipe does not
+//! change, and is a plain value without a backend.
+//!
+//! | field | says |
+//! |---|---|
+//! | `conversions` | for each tensor, the [`Route`] from the representation that exists to each one that is read, and who reads it |
+//! | `products` | fprop, dgrad and wgrad of each weight: how both operands are stored, and which numbers are multiplied |
+//! | `weights` | the copies of the weights that a step makes |
+//! | `kept` | what a forward pass saves |
+//!
+//! A route is a cast, a quantization, a transcode, or a dequantization followed by a quantization. A fused kernel that computes a tensor
+//! writes it as a [`Computed`] says. Where the kernel leaves the conversion to a separate op, the plan says why.
+//!
+//! Layers execute plans. In the crate `train`, `Cx::plan` compiles (`layer_plans.rs`), `Cx::convert` carries a [`Conversion`] out, and
+//! `Cx::compute` runs a fused kernel and converts what it wrote. [`LayerPlan::steps`] lists the same changes in the order in which the
+//! layer makes them.
+//!
+//! Everything else that speaks of a layer's precisions reads its plan: `nibble recipe` prints it, `--cost` counts it, and `--trace`
+//! compares it with what a backend was asked for. `model_plan.rs` of `train` lays out the step's record and the histories of delayed
+//! scales by it.
+//!
+//! Two tests hold plans to what happens: `train/tests/numerics/recipe_plan` compares them with what a backend is asked for, and
+//! `train/tests/numerics/planned.rs` with the sites that a step counts and with what it saves, under random recipes and models.
 
 mod change;
 mod compile;

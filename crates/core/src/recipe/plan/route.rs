@@ -1,4 +1,10 @@
 //! How a tensor gets into the representations that a section asks for: the parts that a layer's plan is made of ([`super::LayerPlan`]).
+//!
+//! SwiGLU's kernels of the expert layer write FP8 in blocks of 128 themselves. Any other format is left to a separate quantization, which
+//! reads SwiGLU's output in the type of activations: in BF16 that is half of the memory traffic of F32. Tensors with a transform, and
+//! those that are stochastically rounded, are left to a separate quantization too.
+//!
+//! Two cases are quantized from F32: delayed scales, and FP8 blocks of dh that dgrad and wgrad want made in different ways.
 
 use crate::ops::{Planes, Stored};
 use crate::recipe::{By, LayerKind, Precision, Section, Site};

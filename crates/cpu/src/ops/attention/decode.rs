@@ -1,7 +1,7 @@
 //! One query against keys and values that lie in a cache: the sums of `spec`, in its order. Keys that the query does not see take
 //! part in nothing.
 
-use super::Heads;
+use super::{Heads, close, sinks_of};
 use crate::Cpu;
 use crate::simd::{Real, softmax_terms};
 use nibble_core::ops::AttentionDecode;
@@ -16,6 +16,7 @@ pub(super) fn decode<T: Real>(cpu: &Cpu, op: &AttentionDecode<'_, Cpu>) -> Resul
     let (head_dim, value_dim) = (op.head_dim, op.value_dim);
     let sizes = Heads::new(op.q, op.k, (head_dim, value_dim), op.scale, 1);
     let [q, k, v] = [T::slice(OP, "q", op.q)?, T::slice(OP, "k", op.k)?, T::slice(OP, "v", op.v)?];
+    let sinks = sinks_of(OP, op.sinks)?;
     let mut out = op.result(cpu)?;
     let to = T::slice_mut(OP, &mut out)?;
     let head = |(head, to): (usize, &mut [T])| {
@@ -24,7 +25,7 @@ pub(super) fn decode<T: Real>(cpu: &Cpu, op: &AttentionDecode<'_, Cpu>) -> Resul
         let kv_head = sizes.kv_head(head);
         let keys = StridedRows { x: &k[kv_head * head_dim..], stride: op.k.cols };
         let values = StridedRows { x: &v[kv_head * value_dim..], stride: op.v.cols };
-        one_head(&query, keys, values, op.len, to);
+        one_head(&query, keys, values, (op.len, sinks.map(|sinks| sinks[head])), to);
     };
     cpu.pool().install(|| to.par_chunks_mut(value_dim).enumerate().for_each(head));
     Ok(out)
@@ -38,7 +39,13 @@ struct StridedRows<'a, T> {
 }
 
 /// `query` is scaled.
-fn one_head<T: Real>(query: &[f32], k: StridedRows<'_, T>, v: StridedRows<'_, T>, len: usize, to: &mut [T]) {
+fn one_head<T: Real>(
+    query: &[f32],
+    k: StridedRows<'_, T>,
+    v: StridedRows<'_, T>,
+    (len, sink): (usize, Option<f32>),
+    to: &mut [T],
+) {
     let key =
         |j: usize| -> Vec<f32> { k.x[j * k.stride..][..query.len()].iter().map(|x| x.widen()).collect() };
     let mut weights = Vec::with_capacity(len);
@@ -52,12 +59,13 @@ fn one_head<T: Real>(query: &[f32], k: StridedRows<'_, T>, v: StridedRows<'_, T>
         }
         weights.extend(&sums[..keys.len()]);
     }
-    let (_, sum) = softmax_terms(&mut weights);
+    let (max, sum) = softmax_terms(&mut weights);
+    let (factor, _) = close(max, sum, sink);
     let mut out = vec![0.0f32; to.len()];
     for (j, &weight) in weights.iter().enumerate() {
         for (out, x) in out.iter_mut().zip(&v.x[j * v.stride..]) {
             *out = weight.mul_add(x.widen(), *out);
         }
     }
-    to.iter_mut().zip(out).for_each(|(to, x)| *to = T::round(x * (1.0 / sum)));
+    to.iter_mut().zip(out).for_each(|(to, x)| *to = T::round(x * factor));
 }

@@ -5,7 +5,7 @@ use super::tile::{
     PanelStrides, RowStrides, TILE, TileProduct, hide, row_dots, score_grads, softmax_rows, store_row,
     transpose_panels, widen_rows,
 };
-use super::{BackwardInput, BackwardOutput, ForwardInput, ForwardOutput, Heads, cells};
+use super::{BackwardInput, BackwardOutput, ForwardInput, ForwardOutput, Heads, cells, sink_grad};
 use crate::Cpu;
 use crate::gemm::Isa;
 use crate::simd::{LANES, Real};
@@ -137,6 +137,7 @@ impl<'a> Space<'a> {
         self.q.resize(TILE * width, 0.0);
         self.p.resize(TILE * self.stride, 0.0);
         for head in unit.heads.clone() {
+            let sink = input.sinks.map(|sinks| sinks[head]);
             for first in (0..len).step_by(TILE) {
                 let rows = first..(first + TILE).min(len);
                 let tokens = base + rows.start..base + rows.end;
@@ -159,7 +160,7 @@ impl<'a> Space<'a> {
                     hide(&mut self.p[from..], self.stride, &hidden, f32::NEG_INFINITY);
                 }
                 let (seen, keys) = (&mut self.p[from..], keys_of(first) - from);
-                let softmax = softmax_rows(self.isa, seen, self.stride, first - from, keys);
+                let softmax = softmax_rows(self.isa, seen, self.stride, first - from, keys, sink);
                 over_keys(&self.p, self.stride, &self.v, value_width, start..rows.end)
                     .run(self.isa, &mut self.tile);
                 for (row, (i, x)) in rows.zip(self.tile.chunks_exact(value_width)).enumerate() {
@@ -240,8 +241,13 @@ impl<'a> Space<'a> {
         let value_cols = sizes.heads * sizes.value_dim;
         row_dots(self.isa, dout, out, value_cols, sizes.value_dim, &mut delta[..rows.len()]);
         let mut lse = [0.0; TILE];
-        for (token, lse) in tokens.zip(&mut lse) {
-            *lse = input.lse[token * sizes.heads + head];
+        for (i, token) in tokens.enumerate() {
+            lse[i] = input.lse[token * sizes.heads + head];
+            if let (Some(sinks), Some(dsinks)) = (input.sinks, &output.dsinks) {
+                // SAFETY: no other unit has this segment and query head.
+                let to = unsafe { dsinks.row(token, head) };
+                to[0] = sink_grad(sinks[head], lse[i], delta[i]);
+            }
         }
         let mut p = std::mem::take(&mut self.p);
         let mut ds = std::mem::take(&mut self.ds);

@@ -2,6 +2,11 @@
 //!
 //! `spec` is the definition, `fast` its twin over register tiles (`tile`), cut into tasks by segment (`sight`) and head.
 
+pub mod assemble_kv;
+pub mod windows;
+
+pub(crate) use {assemble_kv::*, windows::*};
+
 mod decode;
 mod fast;
 mod sight;
@@ -15,6 +20,7 @@ use crate::{CodePath, Cpu};
 use half::bf16;
 use nibble_core::ops::{Attention, AttentionBackward, AttentionDecode, AttentionGrads, AttentionOut};
 use nibble_core::{DType, Result, Tensor};
+use nibble_formats::math::{exp, log};
 use sight::Sight;
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -97,6 +103,7 @@ struct ForwardInput<'a, T> {
     q: &'a [T],
     k: &'a [T],
     v: &'a [T],
+    sinks: Option<&'a [f32]>,
 }
 
 /// What it writes.
@@ -113,6 +120,7 @@ struct BackwardInput<'a, T> {
     out: &'a [T],
     dout: &'a [T],
     lse: &'a [f32],
+    sinks: Option<&'a [f32]>,
 }
 
 /// What it writes.
@@ -120,6 +128,7 @@ struct BackwardOutput<'a, T> {
     dq: Cells<'a, T>,
     dk: Cells<'a, T>,
     dv: Cells<'a, T>,
+    dsinks: Option<Cells<'a, f32>>,
 }
 
 /// A matrix `[tokens, heads · len]` whose cells (one token, one head) tasks write side by side.
@@ -155,6 +164,34 @@ impl<'a, T> Cells<'a, T> {
     }
 }
 
+fn sinks_of<'a>(op: &'static str, sinks: Option<&'a Tensor<Cpu>>) -> Result<Option<&'a [f32]>> {
+    sinks.map(|sinks| f32::slice(op, "sinks", sinks)).transpose()
+}
+
+/// Of a query's largest score and the sum of exp(score - max): the factor that makes these weights sum to one, with its head's sink if it has one, and the
+/// logarithm of the sum of all exponentials.
+#[inline(always)]
+fn close(max: f32, sum: f32, sink: Option<f32>) -> (f32, f32) {
+    match sink {
+        None => (1.0 / sum, max + log(sum)),
+        // The larger of both is what exponentials are relative to: none overflows.
+        Some(sink) if sink > max => {
+            let less = exp(max - sink);
+            let sum = sum.mul_add(less, 1.0);
+            (less / sum, sink + log(sum))
+        }
+        Some(sink) => {
+            let sum = sum + exp(sink - max);
+            (1.0 / sum, max + log(sum))
+        }
+    }
+}
+
+/// What a row adds to the gradient of a head's sink.
+fn sink_grad(sink: f32, lse: f32, delta: f32) -> f32 {
+    -exp(sink - lse) * delta
+}
+
 fn forward<T: Real>(cpu: &Cpu, op: &Attention<'_, Cpu>) -> Result<AttentionOut<Cpu>> {
     const OP: &str = "attention";
     let sizes = Heads::new(op.q, op.k, (op.head_dim, op.value_dim), op.scale, op.seq_len);
@@ -163,6 +200,7 @@ fn forward<T: Real>(cpu: &Cpu, op: &Attention<'_, Cpu>) -> Result<AttentionOut<C
         q: T::slice(OP, "q", op.q)?,
         k: T::slice(OP, "k", op.k)?,
         v: T::slice(OP, "v", op.v)?,
+        sinks: sinks_of(OP, op.sinks)?,
     };
     let mut made = op.result(cpu)?;
     let output = ForwardOutput {
@@ -187,13 +225,16 @@ fn backward<T: Real>(cpu: &Cpu, op: &AttentionBackward<'_, Cpu>) -> Result<Atten
         out: T::slice(OP, "out", op.out)?,
         dout: T::slice(OP, "dout", op.dout)?,
         lse: op.lse.as_slice(),
+        sinks: sinks_of(OP, op.sinks)?,
     };
     let mut grads = op.result(cpu)?;
-    let AttentionGrads { dq, dk, dv } = &mut grads;
+    let AttentionGrads { dq, dk, dv, dsinks } = &mut grads;
+    let dsinks = dsinks.as_mut().map(|dsinks| f32::slice_mut(OP, dsinks)).transpose()?;
     let output = BackwardOutput {
         dq: Cells::new(T::slice_mut(OP, dq)?, sizes.tokens(), sizes.heads),
         dk: Cells::new(T::slice_mut(OP, dk)?, sizes.tokens(), sizes.kv_heads),
         dv: Cells::new(T::slice_mut(OP, dv)?, sizes.tokens(), sizes.kv_heads),
+        dsinks: dsinks.map(|dsinks| Cells::new(dsinks, sizes.tokens(), sizes.heads)),
     };
     match cpu.path() {
         CodePath::Scalar => spec::backward(&sizes, &sight, &input, &output),

@@ -6,9 +6,9 @@
 
 use super::sight::{Segment, Sight};
 use super::tile::TILE;
-use super::{BackwardInput, BackwardOutput, ForwardInput, ForwardOutput, Heads, cells};
+use super::{BackwardInput, BackwardOutput, ForwardInput, ForwardOutput, Heads, cells, close, sink_grad};
 use crate::simd::{Real, lane_dot, softmax_terms};
-use nibble_formats::math::{exp, log};
+use nibble_formats::math::exp;
 
 /// The rows of one head of a segment.
 struct View<'a, T> {
@@ -75,8 +75,9 @@ pub(super) fn forward<T: Real>(
             let row = segment.first + i;
             // SAFETY: this is the only thread that writes.
             let (to, lse) = unsafe { (output.out.row(row, head), output.lse.row(row, head)) };
-            to.iter_mut().zip(out).for_each(|(to, x)| *to = T::round(x * (1.0 / sum)));
-            lse[0] = max + log(sum);
+            let (factor, log_sum) = close(max, sum, input.sinks.map(|sinks| sinks[head]));
+            to.iter_mut().zip(out).for_each(|(to, x)| *to = T::round(x * factor));
+            lse[0] = log_sum;
         }
     }
 }
@@ -103,6 +104,11 @@ pub(super) fn backward<T: Real>(
                 let row = segment.first + i;
                 let lse = input.lse[row * sizes.heads + head];
                 let delta = lane_dot(dout.row(i), out.row(i));
+                if let (Some(sinks), Some(dsinks)) = (input.sinks, &output.dsinks) {
+                    // SAFETY: this is the only thread that writes.
+                    let to = unsafe { dsinks.row(row, head) };
+                    to[0] = sink_grad(sinks[head], lse, delta);
+                }
                 let (query, dout) = (q.scaled(i, sizes.scale), dout.scaled(i, 1.0));
                 let mut dq = vec![0.0; sizes.head_dim];
                 for j in sight.tile_start(segment, i)..tile_end(segment, i) {

@@ -3,9 +3,10 @@
 //! The general product of `gemm` packs both operands anew at each call; here K and V are laid out once for a sequence,
 //! probabilities are used where the softmax left them, and everything above the diagonal is skipped.
 
+use super::close;
 use crate::gemm::Isa;
 use crate::simd::{LANES, Real, exp_less, lane_dot, lane_max, lane_sum, map_lanes, per_isa};
-use nibble_formats::math::{exp, log};
+use nibble_formats::math::exp;
 use std::ops::Range;
 
 /// Queries (or keys) of a tile. A product may take in all keys (queries) of the tile that meets the diagonal.
@@ -100,19 +101,25 @@ fn tile_body<const WIDTH: usize>(product: &TileProduct<'_>, panel: usize, column
     }
 }
 
-/// Of the softmax of a tile of rows: the factors that make the weights sum to one, and log Σ exp(score).
+/// Of the softmax of a tile of rows: the factors that make the weights sum to one with the sink's, and log Σ exp(score).
 #[derive(Default)]
 pub(super) struct Softmax {
     pub inv_sum: [f32; TILE],
     pub lse: [f32; TILE],
 }
 
-per_isa!(pub(super) fn softmax_rows = softmax_rows_body; (scores: &mut [f32], stride: usize, first: usize, keys: usize) -> Softmax);
+per_isa!(pub(super) fn softmax_rows = softmax_rows_body; (scores: &mut [f32], stride: usize, first: usize, keys: usize, sink: Option<f32>) -> Softmax);
 
 /// For the tile of queries from `first` on: scores of later keys become weight 0, the others exp(s − max). `keys` is
-/// the number of scores in a row, masked ones included.
+/// the number of scores in a row, masked ones included. `sink`: of their head.
 #[inline(always)]
-fn softmax_rows_body(scores: &mut [f32], stride: usize, first: usize, keys: usize) -> Softmax {
+fn softmax_rows_body(
+    scores: &mut [f32],
+    stride: usize,
+    first: usize,
+    keys: usize,
+    sink: Option<f32>,
+) -> Softmax {
     let (mut max, mut sum) = ([0.0f32; TILE], [0.0f32; TILE]);
     // Stage by stage, so that the latencies of one row hide behind another's.
     for (row, max) in max.iter_mut().enumerate() {
@@ -129,8 +136,7 @@ fn softmax_rows_body(scores: &mut [f32], stride: usize, first: usize, keys: usiz
     }
     let mut softmax = Softmax::default();
     for row in 0..TILE {
-        softmax.inv_sum[row] = 1.0 / sum[row];
-        softmax.lse[row] = max[row] + log(sum[row]);
+        (softmax.inv_sum[row], softmax.lse[row]) = close(max[row], sum[row], sink);
     }
     softmax
 }

@@ -3,11 +3,11 @@
 use super::spec::{taken_block, uncounted};
 use super::{PART, part_dot};
 use crate::Cpu;
-use crate::ops::quantize::emit::{Sink, SinkWork, TILE_COLS, for_strips, has_cols, strip_rows};
-use crate::ops::quantize::encode::Tile;
-use crate::ops::quantize::shared::Shared;
-use crate::ops::quantize::source::{Lines, Scales, ValueSource};
-use crate::ops::quantize::spans::Spans;
+use crate::ops::convert::quantize::emit::{Sink, SinkWork, TILE_COLS, for_strips, has_cols, strip_rows};
+use crate::ops::convert::quantize::encode::Tile;
+use crate::ops::convert::quantize::shared::Shared;
+use crate::ops::convert::quantize::source::{Lines, Scales, ValueSource};
+use crate::ops::convert::quantize::spans::Spans;
 use crate::simd::{LANES, per_isa};
 use nibble_core::ops::{Emit, Swiglu, SwigluBackward, SwigluGrads, SwigluOut};
 use nibble_core::{Operand, Result};

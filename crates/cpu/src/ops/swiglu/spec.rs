@@ -1,8 +1,8 @@
 //! The specification: element by element into matrices of F32, then written as every quantization is.
 
 use super::{PART, part_dot};
-use crate::ops::quantize::spans::Spans;
-use crate::ops::quantize::spec::{Matrix, decode, emit};
+use crate::ops::convert::quantize::spans::Spans;
+use crate::ops::convert::quantize::spec::{Matrix, decode, emit};
 use crate::{Buf, Cpu};
 use nibble_core::ops::{Emit, Emitted, Swiglu, SwigluBackward, SwigluGrads, SwigluOut};
 use nibble_core::{BlockScaled, Operand, Result};

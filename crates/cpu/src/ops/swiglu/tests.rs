@@ -1,6 +1,6 @@
-use super::{swiglu, swiglu_backward};
-use crate::ops::quantize::fixture::*;
-use crate::ops::quantize::quantize;
+use crate::ops::convert::quantize::fixture::*;
+use crate::ops::convert::quantize::quantize;
+use crate::ops::{swiglu, swiglu_backward};
 use crate::{Buf, Cpu};
 use nibble_core::ops::{Emit, Planes, Quantize, Swiglu, SwigluBackward, SwigluGrads, SwigluOut};
 use nibble_core::{Backend, DType, Data, Groups, Operand, Tensor};

@@ -1,8 +1,9 @@
 // Causal attention with grouped query heads on the ordinary cores: any sequence length, heads of up to kDim elements, F32 or BF16.
 //
-// attention<T, kDim, kWindowed>: q [t, heads · head_dim], k [t, kv_heads · head_dim], v [t, kv_heads · value_dim], out
+// attention<T, kDim, kWindowed, kSinks>: q [t, heads · head_dim], k [t, kv_heads · head_dim], v [t, kv_heads · value_dim], out
 //   [t, heads · value_dim], of type T; lse [t, heads], natural logarithms. kDim: no less than head_dim and value_dim. kWindowed: query i of a
 //   sequence sees the keys from first_key[i] on, which never decreases; tiles of keys before that of the CTA's first query are skipped.
+//   kSinks: F32 `sinks` [heads], terms of each query's sum.
 //   256 threads; grid ceil(seq_len / 64) · heads · sequences, those with the most keys first; dynamic shared memory
 //   (2 · kDim + 64) · 68 · 4 bytes. A CTA has 64 queries of a head and goes over their keys 64 at a time, in order, with an online
 //   softmax (Milakov and Gimelshein). Everything is F32; P is not rounded.
@@ -24,10 +25,10 @@ struct AttentionShared {
 /// Where the query sees the key, windows aside.
 __device__ __forceinline__ bool sees(int query, int key) { return key <= query; }
 
-template <class T, int kDim, bool kWindowed>
+template <class T, int kDim, bool kWindowed, bool kSinks>
 __global__ void __launch_bounds__(kAttentionThreads, 1)
     attention(const u8* __restrict__ q, const u8* __restrict__ k, const u8* __restrict__ v, u8* __restrict__ out,
-              float* __restrict__ lse, AttentionSizes sizes, const int* __restrict__ first_key) {
+              float* __restrict__ lse, AttentionSizes sizes, const int* __restrict__ first_key, const float* __restrict__ sinks) {
     constexpr int kOwn = kQueries / 16;
     extern __shared__ uint4 raw[];
     auto& shared = *reinterpret_cast<AttentionShared<kDim>*>(raw);
@@ -95,7 +96,12 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
     float inverse[kOwn];
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
-        inverse[i] = __frcp_rn(total[i]);
+        if constexpr (kSinks) {
+            const float less = add_sink(__ldg(sinks + head), max[i], total[i]);
+            inverse[i] = less * __frcp_rn(total[i]);
+        } else {
+            inverse[i] = __frcp_rn(total[i]);
+        }
         const int row = first + own + i;
         if (other == 0 && row < sizes.seq_len)
             lse[u64(u32(sequence * sizes.seq_len + row)) * sizes.heads + head] = max[i] + log_of_normal(total[i]);

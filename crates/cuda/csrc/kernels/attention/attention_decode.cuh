@@ -1,13 +1,15 @@
 // Attention of one query a head against keys and values in a cache, on the ordinary cores: heads of up to 256 elements, F32 or BF16.
 //
-// attention_decode<T>: q [kv_heads * group * head_dim], k [keys or more, kv_heads * head_dim], v [keys or more, kv_heads * value_dim],
+// attention_decode<T, kSinks>: q [kv_heads * group * head_dim], k [keys or more, kv_heads * head_dim], v [keys or more, kv_heads * value_dim],
 //   out [kv_heads * group * value_dim], all of type T. Query head h attends with head h / group of k and v; scores are scaled by `scale`.
+//   kSinks: F32 `sinks` [heads], terms of each head's sum.
 //   256 threads; grid: a CTA a query head; dynamic shared memory 4 * keys bytes: the weights. Everything is F32.
 //   A warp computes the score of a key; its lanes' parts are added as a fixed tree. The sum of the weights and the sums of values have fixed
 //   parts, which are added in order. So the bits do not depend on the device.
 #pragma once
 #include "formats/plain.cuh"
 #include "math/exp.cuh"
+#include "pieces/attention/attention_sink.cuh"
 #include "pieces/attention/attention_sizes.cuh"
 #include "ptx/packed.cuh"
 
@@ -38,10 +40,11 @@ __device__ __forceinline__ float over_cta(float mine, float (&warps)[kDecodeWarp
     return all;
 }
 
-template <class T>
+template <class T, bool kSinks>
 __global__ void __launch_bounds__(kDecodeThreads)
     attention_decode(const u8* __restrict__ q, const u8* __restrict__ k, const u8* __restrict__ v, u8* __restrict__ out, u32 keys,
-                     u32 group, u32 kv_heads, u32 head_dim, u32 value_dim, float scale) {
+                     u32 group, u32 kv_heads, u32 head_dim, u32 value_dim, float scale,
+                     const float* __restrict__ sinks) {
     extern __shared__ float weights[];
     __shared__ float query[kLargestHead];
     __shared__ float parts[kDecodeThreads];
@@ -70,6 +73,8 @@ __global__ void __launch_bounds__(kDecodeThreads)
         sum += weight;
     }
     sum = over_cta(sum, warps, [](float a, float b) { return a + b; });
+    float less = 1.0f;
+    if constexpr (kSinks) less = add_sink(__ldg(sinks + head), max, sum);
 
     // Each element has `runs` threads, each of which takes every `runs`-th key.
     const u32 width = (value_dim + 31) / 32 * 32, runs = kDecodeThreads / width;
@@ -84,7 +89,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
     if (thread < value_dim) {
         float all = parts[thread];
         for (u32 i = 1; i < runs; ++i) all += parts[i * width + thread];
-        const float mean[1] = {all * (1.0f / sum)};
+        const float mean[1] = {all * (less / sum)};
         Few<T, 1>::from_f32(mean).store(out + (u64(head) * value_dim + thread) * T::kBytes);
     }
 }

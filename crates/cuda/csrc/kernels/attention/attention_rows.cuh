@@ -1,7 +1,8 @@
 // Two numbers of each query that the backward pass of attention needs beside q and dout.
 //
-// attention_rows<T, kLanes, kEach>: out and dout [t, heads · value_dim] of type T, lse [t, heads]. Writes two planes [sequences][heads][padded]
+// attention_rows<T, kLanes, kEach, kSinks>: out and dout [t, heads · value_dim] of type T, lse [t, heads]. Writes two planes [sequences][heads][padded]
 //   of F32: lse · factor, +infinity past the sequence (so that P is 0 there), and delta = Σ out · dout, 0 past the sequence.
+//   kSinks: of F32 `sinks` [heads] as well what each row adds to their gradient, -exp(sink - lse) · delta: F32 `dsinks` [t, heads].
 //   256 threads; grid ceil(sequences · padded · heads · kLanes / 256). kLanes lanes read a head's row, kEach elements at a time:
 //   32 and 1 take any value_dim; the others need value_dim = kLanes · kEach and rows that are 16-byte aligned. Each lane sums in a chain,
 //   and a tree adds the lanes.
@@ -10,10 +11,11 @@
 
 namespace nib {
 
-template <class T, int kLanes, int kEach>
+template <class T, int kLanes, int kEach, bool kSinks>
 __global__ void __launch_bounds__(kAttentionThreads)
     attention_rows(const u8* __restrict__ out, const u8* __restrict__ dout, const float* __restrict__ lse,
-                   float* __restrict__ lse_rows, float* __restrict__ delta_rows, float factor, AttentionSizes sizes) {
+                   float* __restrict__ lse_rows, float* __restrict__ delta_rows, float factor, AttentionSizes sizes,
+                   const float* __restrict__ sinks, float* __restrict__ dsinks) {
     const u64 at = u64(blockIdx.x) * (kAttentionThreads / kLanes) + threadIdx.x / kLanes;
     const u32 line = u32(at / sizes.heads), head = u32(at % sizes.heads);
     const int sequence = int(line / sizes.padded), row = int(line % sizes.padded);
@@ -35,6 +37,12 @@ __global__ void __launch_bounds__(kAttentionThreads)
         const u64 to = (u64(u32(sequence)) * sizes.heads + head) * sizes.padded + row;
         lse_rows[to] = log_sum;
         delta_rows[to] = delta;
+        if constexpr (kSinks) {
+            if (row < sizes.seq_len) {
+                const u64 at_head = u64(u32(sequence * sizes.seq_len + row)) * sizes.heads + head;
+                dsinks[at_head] = sink_grad(__ldg(sinks + head), lse[at_head], delta);
+            }
+        }
     }
 }
 

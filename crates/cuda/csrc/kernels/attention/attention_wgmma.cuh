@@ -1,10 +1,10 @@
 // Causal attention with grouped query heads on the tensor cores: BF16, any sequence length, heads of 64 or 128 elements, or of 192 with
 // values of 128.
 //
-// attention_wgmma<kDim, kValueDim, kGroups, kWindowed>: q and k as tensor maps of [sequences][seq_len][heads · kDim], v and out of
+// attention_wgmma<kDim, kValueDim, kGroups, kWindowed, kSinks>: q and k as tensor maps of [sequences][seq_len][heads · kDim], v and out of
 //   [sequences][seq_len][heads · kValueDim], in boxes of 64 columns by 64 rows (q), kKeys (k, v), 16 (out), swizzle 128; lse [t, heads],
 //   natural logarithms. kWindowed: query i of a sequence sees the keys from first_key[i] on, which never decreases; tiles of keys before that
-//   of the first query of a tile are neither loaded nor multiplied. `ticket`: zero.
+//   of the first query of a tile are neither loaded nor multiplied. kSinks: F32 `sinks` [heads], terms of each query's sum. `ticket`: zero.
 //   128 · (kGroups + 1) threads, any number of CTAs up to one a multiprocessor; dynamic shared memory sizeof(Shared) + 1008.
 // One warp loads; each of kGroups warpgroups has 64 queries. The tensor cores compute the scores of the next tile of keys while the softmax of
 // the current tile runs. Warpgroups take turns in issuing products, so that the products of one run during the exponentials of another. P is
@@ -15,6 +15,7 @@
 #pragma once
 #include "math/log.cuh"
 #include "pieces/attention/attention_ring.cuh"
+#include "pieces/attention/attention_sink.cuh"
 
 namespace nib {
 
@@ -141,9 +142,9 @@ struct SoftmaxRows {
 };
 
 /// One warpgroup's queries. `warp` counts within the warpgroups that multiply.
-template <int kDim, int kValueDim, int kGroups, bool kWindowed>
+template <int kDim, int kValueDim, int kGroups, bool kWindowed, bool kSinks>
 __device__ __forceinline__ void attend(ForwardShared<kDim, kValueDim, kGroups>& shared, const TensorMap& map_out, float* lse,
-                                       const AttentionSizes& sizes, const int* first_key, int warp) {
+                                       const AttentionSizes& sizes, const int* first_key, const float* sinks, int warp) {
     constexpr int kRows = kGroups * kGroupRows;
     constexpr u32 kQueryStage = kRows * kDim * 2 / 16, kKeyStage = kKeys * kDim * 2 / 16, kValueStage = kKeys * kValueDim * 2 / 16;
     const int lane = ptx::lane_idx(), group = warp / 4;
@@ -251,10 +252,18 @@ __device__ __forceinline__ void attend(ForwardShared<kDim, kValueDim, kGroups>& 
             float total = softmax.total[r];
             total += __shfl_xor_sync(0xFFFFFFFF, total, 1);
             total += __shfl_xor_sync(0xFFFFFFFF, total, 2);
-            inverse[r] = __frcp_rn(total);
+            float max = softmax.max[r];
+            if constexpr (kSinks) {
+                // Scores so far were not scaled; sinks are not to be.
+                max *= sizes.scale;
+                const float less = add_sink(__ldg(sinks + work.head), max, total);
+                inverse[r] = less * __frcp_rn(total);
+            } else {
+                inverse[r] = __frcp_rn(total);
+            }
             if (lane % 4 == 0 && row + 8 * r < sizes.seq_len)
                 lse[u64(u32(work.sequence * sizes.seq_len + row + 8 * r)) * sizes.heads + work.head] =
-                    __fmaf_rn(softmax.max[r], sizes.scale, log_of_normal(total));
+                    __fmaf_rn(max, kSinks ? 1.0f : sizes.scale, log_of_normal(total));
         }
         staged_rows_read();
         ptx::wgmma_wait();
@@ -268,11 +277,12 @@ __device__ __forceinline__ void attend(ForwardShared<kDim, kValueDim, kGroups>& 
     ptx::tma_store_wait_all();
 }
 
-template <int kDim, int kValueDim, int kGroups, bool kWindowed>
+template <int kDim, int kValueDim, int kGroups, bool kWindowed, bool kSinks>
 __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
     attention_wgmma(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
                     const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_out, float* lse,
-                    const __grid_constant__ AttentionSizes sizes, int section, const int* __restrict__ first_key, u32* ticket) {
+                    const __grid_constant__ AttentionSizes sizes, int section, const int* __restrict__ first_key, u32* ticket,
+                    const float* __restrict__ sinks) {
     using Shared = ForwardShared<kDim, kValueDim, kGroups>;
     extern __shared__ u8 raw[];
     Shared& shared = *reinterpret_cast<Shared*>(raw + (1024 - (shared_address(raw) & 1023)) % 1024);
@@ -289,7 +299,7 @@ __global__ void __launch_bounds__(128 * (kGroups + 1), 1)
         if (threadIdx.x == 0) feed<kDim, kValueDim, kGroups, kWindowed>(shared, map_q, map_k, map_v, sizes, first_key, ticket, section);
     } else {
         ptx::registers_grow_to<kGroups == 2 ? 240 : 160>();
-        attend<kDim, kValueDim, kGroups, kWindowed>(shared, map_out, lse, sizes, first_key, warp - 4);
+        attend<kDim, kValueDim, kGroups, kWindowed, kSinks>(shared, map_out, lse, sizes, first_key, sinks, warp - 4);
     }
 }
 

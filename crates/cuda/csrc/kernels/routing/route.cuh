@@ -1,5 +1,5 @@
 // The router: scores of the experts, the choice of the best ones, and the losses of each shard; and the backward pass.
-// crates/core/src/ops/route.rs says in which order sums run.
+// crates/core/src/ops/routing/route.rs says in which order sums run.
 //
 // kLanes neighbouring lanes share a token, each with kPerLane of its experts in quads: experts <= kLanes * kPerLane.
 // CTAs take chunks of 64 tokens; a shard of tokens_per_shard tokens has `chunks` of them.

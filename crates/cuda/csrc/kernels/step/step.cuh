@@ -1,4 +1,4 @@
-// A step's scalars, its micro-batches, what operations counted, and its end. crates/core/src/ops/step.rs describes
+// A step's scalars, its micro-batches, what operations counted, and its end. crates/core/src/ops/step/mod.rs describes
 // every value.
 //
 // begin_step: control[0 .. 4] from the slot's first words, table[told .. told + 3] from those behind them, the clock's micro-batches and the rest

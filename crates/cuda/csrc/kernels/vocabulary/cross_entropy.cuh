@@ -1,4 +1,4 @@
-// Cross-entropy of rows of logits, and its gradient. crates/core/src/ops/cross_entropy.rs says in which order sums run.
+// Cross-entropy of rows of logits, and its gradient. crates/core/src/ops/vocabulary/cross_entropy.rs says in which order sums run.
 //
 // cross_entropy<kLanes, kWide, kGroups>: of each row of logits [rows][vocab] the loss; dlogits [rows][vocab], BF16 or F32, unless it is null;
 //   bad_ids counts targets at or past the vocabulary.

@@ -6,7 +6,7 @@
 // multiply-adds in a fixed order.
 #pragma once
 #include "formats/plain.cuh"
-#include "math/exp.cuh"
+#include "pieces/attention/attention_sink.cuh"
 #include "pieces/attention/attention_sizes.cuh"
 #include "ptx/types.cuh"
 
@@ -117,12 +117,6 @@ __device__ __forceinline__ void store_rows(u8* to, const float (&sum)[kRows / 16
             if (d < dim) Few<T, 1>::from_f32({sum[i][c] * factor[i]}).store(to + (start + d) * T::kBytes);
         }
     }
-}
-
-/// e^x for x <= 0; a NaN stays one.
-__device__ __forceinline__ float exp_or_nan(float x) {
-    const float e = exp_of_negative(x);
-    return x == x ? e : x;
 }
 
 }  // namespace nib

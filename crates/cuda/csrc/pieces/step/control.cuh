@@ -1,4 +1,4 @@
-// Places in `Control` of crates/core/src/ops/step.rs.
+// Places in `Control` of crates/core/src/ops/step/mod.rs.
 #pragma once
 
 namespace nib {

@@ -1,9 +1,10 @@
 //! `attention_decode` on a GPU (`csrc/kernels/attention/attention_decode.cuh`): a CTA a query head, on the ordinary
 //! cores.
 
+use super::sinks_of;
 use crate::Cuda;
 use crate::compile::jit::{KernelSpec, TemplateArg};
-use crate::launch::Launch;
+use crate::launch::{KernelArg, Launch};
 use crate::ops::Instance;
 use crate::ops::buffer_check::BufferCheck;
 use crate::ops::planes::{plain_arg, type_name};
@@ -25,7 +26,8 @@ pub(crate) fn attention_decode(cuda: &Cuda, op: AttentionDecode<'_, Cuda>) -> Re
     for (argument, x) in [("q", op.q), ("k", op.k), ("v", op.v)] {
         buffers.tensor(argument, x)?;
     }
-    let AttentionDecode { q, k, v, head_dim, value_dim, scale, len } = op;
+    let sinks = sinks_of(&buffers, op.sinks)?;
+    let AttentionDecode { q, k, v, head_dim, value_dim, scale, len, .. } = op;
     check_heads(OP, (head_dim, value_dim))?;
     if len > MOST_KEYS {
         return Err(Error::shape(OP, "len", len, format!("at most {MOST_KEYS} on a GPU")));
@@ -40,24 +42,27 @@ pub(crate) fn attention_decode(cuda: &Cuda, op: AttentionDecode<'_, Cuda>) -> Re
         Launch { ctas: heads as u32, threads: THREADS, cluster: 1, shared_bytes: len * size_of::<f32>() };
     let [group, kv_heads, keys] = [heads / kv_heads, kv_heads, len].map(|n| n as u32);
     let (key_dim, value_dim) = (head_dim as u32, value_dim as u32);
-    let kernel = device.kernel(&spec(q.dtype()))?;
+    let kernel = device.kernel(&spec(q.dtype(), sinks.is_some()))?;
     let [q, k, v, to] = [q, k, v, &out].map(|x| plain_arg(x).0);
-    // SAFETY: `check` and `BufferCheck` held q to whole heads, k and v to at least `len` rows of their heads, all of the instance's type; out
-    // was made of as many heads of values and is not yet shared.
-    unsafe { kernel.launch(launch, &[q, k, v, to, &keys, &group, &kv_heads, &key_dim, &value_dim, &scale]) }?;
+    let args: [&dyn KernelArg; 11] =
+        [q, k, v, to, &keys, &group, &kv_heads, &key_dim, &value_dim, &scale, &sinks];
+    // SAFETY: `check` and `BufferCheck` held q to whole heads, k and v to at least `len` rows of their heads, all of the instance's type, and sinks to a
+    // number of each; out was made of as many heads of values and is not yet shared.
+    unsafe { kernel.launch(launch, &args) }?;
     Ok(out)
 }
 
-fn spec(dtype: DType) -> KernelSpec {
+fn spec(dtype: DType, sinks: bool) -> KernelSpec {
     KernelSpec {
         source: "kernels/attention/attention_decode.cuh",
         name: "nib::attention_decode",
-        args: vec![("T", TemplateArg::Type(type_name(dtype)))],
+        args: vec![("T", TemplateArg::Type(type_name(dtype))), ("kSinks", TemplateArg::Bool(sinks))],
     }
 }
 
 /// The instances.
 pub(crate) fn instances() -> Vec<Instance> {
-    let of = |dtype| Instance { spec: spec(dtype), shared_bytes: MOST_KEYS * size_of::<f32>() };
-    [DType::F32, DType::Bf16].into_iter().map(of).collect()
+    let of =
+        |(dtype, sinks)| Instance { spec: spec(dtype, sinks), shared_bytes: MOST_KEYS * size_of::<f32>() };
+    [DType::F32, DType::Bf16].into_iter().flat_map(|dtype| [(dtype, false), (dtype, true)]).map(of).collect()
 }

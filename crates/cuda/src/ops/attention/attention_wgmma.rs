@@ -85,7 +85,7 @@ impl Wgmma {
         device: &Device,
         [q, k, v, out]: [&Tensor<Cuda>; 4],
         lse: &Buffer<f32>,
-        windows: Option<Lists<'_>>,
+        (windows, sinks): (Option<Lists<'_>>, Option<&Buffer<f32>>),
     ) -> Result<()> {
         let dims = self.dims();
         let groups = dims.forward_groups();
@@ -94,9 +94,11 @@ impl Wgmma {
         let (v, out) = (self.map(v, KEYS)?, self.map(out, ROWS_OUT)?);
         let (section, first_key) = (self.heads_held(), windows.map(|lists| lists.first_key));
         let ticket = device.counters(1)?;
-        let kernel = device.kernel(&dims.forward_spec(windows.is_some()))?;
-        // SAFETY: the maps hold the copies to their tensors, which the caller checked to have the sizes, as lse and windows have.
-        unsafe { kernel.launch(launch, &[&q, &k, &v, &out, lse, &self.sizes, &section, &first_key, &ticket]) }
+        let kernel = device.kernel(&dims.forward_spec(windows.is_some(), sinks.is_some()))?;
+        let args: [&dyn KernelArg; 10] =
+            [&q, &k, &v, &out, lse, &self.sizes, &section, &first_key, &ticket, &sinks];
+        // SAFETY: the maps hold the copies to their tensors, which the caller checked to have the sizes, as lse, windows and sinks have.
+        unsafe { kernel.launch(launch, &args) }
     }
 
     /// dq, dk and dv; `rows` with lse times log2(e).
@@ -343,13 +345,13 @@ impl Dims {
         vec![("kDim", of(self.head)), ("kValueDim", of(self.value))]
     }
 
-    fn forward_spec(self, windowed: bool) -> KernelSpec {
+    fn forward_spec(self, windowed: bool, sinks: bool) -> KernelSpec {
         let groups = ("kGroups", TemplateArg::Int(self.forward_groups() as i64));
-        let windowed = ("kWindowed", TemplateArg::Bool(windowed));
+        let choices = [("kWindowed", TemplateArg::Bool(windowed)), ("kSinks", TemplateArg::Bool(sinks))];
         KernelSpec {
             source: "kernels/attention/attention_wgmma.cuh",
             name: "nib::attention_wgmma",
-            args: self.args().into_iter().chain([groups, windowed]).collect(),
+            args: self.args().into_iter().chain([groups]).chain(choices).collect(),
         }
     }
 
@@ -372,12 +374,12 @@ pub(super) fn instances() -> Vec<Instance> {
     let of_dims = |(head, value), windowed| {
         let dims = Dims { head, value };
         let once = (dims.backward_spec(Part::Once, windowed), dims.backward_once_shared());
-        let all = [
-            (dims.forward_spec(windowed), dims.forward_shared()),
+        let forward = [false, true].map(|sinks| (dims.forward_spec(windowed, sinks), dims.forward_shared()));
+        let backward = [
             (dims.backward_spec(Part::Kv, windowed), dims.backward_kv_shared()),
             (dims.backward_spec(Part::Q, windowed), dims.backward_q_shared()),
         ];
-        all.into_iter().chain((head > 64).then_some(once))
+        forward.into_iter().chain(backward).chain((head > 64).then_some(once))
     };
     let all = HEADS.into_iter().flat_map(|heads| [false, true].map(|windowed| of_dims(heads, windowed)));
     all.flatten().map(|(spec, shared_bytes)| Instance { spec, shared_bytes }).collect()

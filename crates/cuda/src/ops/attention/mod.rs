@@ -144,14 +144,14 @@ pub(crate) fn attention(cuda: &Cuda, op: Attention<'_, Cuda>) -> Result<Attentio
     for (argument, x) in [("q", op.q), ("k", op.k), ("v", op.v)] {
         buffers.tensor(argument, x)?;
     }
-    let windows = Lists::new(&buffers, op.windows)?;
+    let (windows, sinks) = (Lists::new(&buffers, op.windows)?, sinks_of(&buffers, op.sinks)?);
     let device = cuda.device();
     let result = op.result(cuda)?;
     let AttentionOut { out, lse } = &result;
     let sizes = Sizes::new(FORWARD, op.q, op.k, (op.head_dim, op.value_dim), op.scale, op.seq_len)?;
     if let Some(sizes) = sizes.filter(|sizes| sizes.heads > 0) {
         if let Some(wgmma) = Wgmma::choose(&sizes, op.q.dtype(), device.info().num_sms) {
-            wgmma.forward(device, [op.q, op.k, op.v, out], lse.get(), windows)?;
+            wgmma.forward(device, [op.q, op.k, op.v, out], lse.get(), (windows, sinks))?;
             return Ok(result);
         }
         let dim = sizes.dim();
@@ -162,13 +162,23 @@ pub(crate) fn attention(cuda: &Cuda, op: Attention<'_, Cuda>) -> Result<Attentio
             shared_bytes: forward_shared(dim),
         };
         let [q, k, v, to] = [op.q, op.k, op.v, out].map(|x| plain_arg(x).0);
-        let kernel = device.kernel(&forward_spec(op.q.dtype(), dim, windows.is_some()))?;
+        let kernel = device.kernel(&forward_spec(op.q.dtype(), dim, windows.is_some(), sinks.is_some()))?;
         let first_key = windows.map(|lists| lists.first_key);
-        // SAFETY: `check` and `BufferCheck` held q, k and v to the sizes and to the instance's type, and windows to the tokens; out and lse were
-        // made so and are not yet shared.
-        unsafe { kernel.launch(launch, &[q, k, v, to, lse.get(), &sizes, &first_key]) }?;
+        // SAFETY: `check` and `BufferCheck` held q, k and v to the sizes and to the instance's type, windows to the tokens, and sinks to the heads; out
+        // and lse were made so and are not yet shared.
+        unsafe { kernel.launch(launch, &[q, k, v, to, lse.get(), &sizes, &first_key, &sinks]) }?;
     }
     Ok(result)
+}
+
+/// The numbers of sinks, on the operation's device.
+pub(super) fn sinks_of<'a>(
+    buffers: &BufferCheck<'_>,
+    sinks: Option<&'a Tensor<Cuda>>,
+) -> Result<Option<&'a Buffer<f32>>> {
+    let Some(sinks) = sinks else { return Ok(None) };
+    buffers.tensor("sinks", sinks)?;
+    Ok(Some(sinks.f32(FORWARD, "sinks")?.get()))
 }
 
 /// The lists of [`Windows`], on the operation's device.
@@ -189,7 +199,7 @@ impl<'a> Lists<'a> {
     }
 }
 
-fn forward_spec(dtype: DType, dim: usize, windowed: bool) -> KernelSpec {
+fn forward_spec(dtype: DType, dim: usize, windowed: bool, sinks: bool) -> KernelSpec {
     KernelSpec {
         source: "kernels/attention/attention.cuh",
         name: "nib::attention",
@@ -197,6 +207,7 @@ fn forward_spec(dtype: DType, dim: usize, windowed: bool) -> KernelSpec {
             ("T", TemplateArg::Type(type_name(dtype))),
             ("kDim", TemplateArg::Int(dim as i64)),
             ("kWindowed", TemplateArg::Bool(windowed)),
+            ("kSinks", TemplateArg::Bool(sinks)),
         ],
     }
 }
@@ -217,17 +228,19 @@ pub(crate) fn attention_backward(
     }
     buffers.buffer("lse", op.lse)?;
     let windows = Lists::new(&buffers, op.windows)?;
+    let sinks = sinks_of(&buffers, op.sinks)?;
     let device = cuda.device();
     let grads = op.result(cuda)?;
+    let of_sinks = sinks.zip(grads.dsinks.as_ref());
     if let Some(sizes) = Sizes::new(BACKWARD, op.q, op.k, (op.head_dim, op.value_dim), op.scale, op.seq_len)?
     {
         match Wgmma::choose(&sizes, op.q.dtype(), device.info().num_sms) {
             Some(wgmma) => {
-                let rows = QueryRows::of(device, &op, &sizes, Cores::Tensor)?;
+                let rows = QueryRows::of(device, &op, (&sizes, Cores::Tensor), of_sinks)?;
                 wgmma.backward(device, &op, &rows, windows, &grads)?;
             }
             None => {
-                let rows = QueryRows::of(device, &op, &sizes, Cores::Ordinary)?;
+                let rows = QueryRows::of(device, &op, (&sizes, Cores::Ordinary), of_sinks)?;
                 backward_on_ordinary_cores(device, &op, &sizes, (&rows, windows), &grads)?;
             }
         }
@@ -270,8 +283,13 @@ pub(super) struct QueryRows {
 }
 
 impl QueryRows {
-    /// For the kernels of the ordinary or of the tensor cores.
-    fn of(device: &Device, op: &AttentionBackward<'_, Cuda>, sizes: &Sizes, cores: Cores) -> Result<Self> {
+    /// For the kernels of the ordinary or of the tensor cores; and with sinks what each row adds to their gradient.
+    fn of(
+        device: &Device,
+        op: &AttentionBackward<'_, Cuda>,
+        (sizes, cores): (&Sizes, Cores),
+        of_sinks: Option<(&Buffer<f32>, &Tensor<Cuda>)>,
+    ) -> Result<Self> {
         let len = padded_queries(sizes.sequences(), sizes.heads(), sizes.seq_len());
         let rows = Self { lse: device.alloc(len)?, delta: device.alloc(len)? };
         if len == 0 {
@@ -282,9 +300,15 @@ impl QueryRows {
         let launch = Launch { ctas, threads: THREADS, cluster: 1, shared_bytes: 0 };
         let [out, dout] = [op.out, op.dout].map(|x| plain_arg(x).0);
         let factor = cores.lse_factor();
-        let kernel = device.kernel(&rows_spec(op.q.dtype(), lanes, each))?;
-        // SAFETY: `check` and `BufferCheck` held out, dout and lse to the sizes and to the instance's type; the planes were made of `len`.
-        unsafe { kernel.launch(launch, &[out, dout, op.lse.get(), &rows.lse, &rows.delta, &factor, sizes]) }?;
+        let sinks = of_sinks.map(|(sinks, _)| sinks);
+        let dsinks = of_sinks.map(|(_, dsinks)| dsinks.f32(BACKWARD, "dsinks")).transpose()?;
+        let dsinks = dsinks.map(|dsinks| dsinks.get());
+        let kernel = device.kernel(&rows_spec(op.q.dtype(), (lanes, each), sinks.is_some()))?;
+        let args: [&dyn KernelArg; 9] =
+            [out, dout, op.lse.get(), &rows.lse, &rows.delta, &factor, sizes, &sinks, &dsinks];
+        // SAFETY: `check` and `BufferCheck` held out, dout, lse and sinks to the sizes and to the instance's type; the planes were made of `len`, and
+        // dsinks of a number for each row and head.
+        unsafe { kernel.launch(launch, &args) }?;
         Ok(rows)
     }
 }
@@ -294,7 +318,7 @@ impl QueryRows {
 const ROW_LANES: [(DType, usize, usize); 4] =
     [(DType::F32, 32, 1), (DType::Bf16, 32, 1), (DType::Bf16, 8, 8), (DType::Bf16, 16, 8)];
 
-fn rows_spec(dtype: DType, lanes: usize, each: usize) -> KernelSpec {
+fn rows_spec(dtype: DType, (lanes, each): (usize, usize), sinks: bool) -> KernelSpec {
     KernelSpec {
         source: "kernels/attention/attention_rows.cuh",
         name: "nib::attention_rows",
@@ -302,6 +326,7 @@ fn rows_spec(dtype: DType, lanes: usize, each: usize) -> KernelSpec {
             ("T", TemplateArg::Type(type_name(dtype))),
             ("kLanes", TemplateArg::Int(lanes as i64)),
             ("kEach", TemplateArg::Int(each as i64)),
+            ("kSinks", TemplateArg::Bool(sinks)),
         ],
     }
 }
@@ -375,14 +400,18 @@ pub(crate) fn instances() -> Vec<Instance> {
     let of_dim = |dtype, dim, windowed| {
         let backward = [BackwardPart::Q, BackwardPart::Kv]
             .map(|part| (backward_spec(part, dtype, dim, windowed), backward_shared(dim)));
-        std::iter::once((forward_spec(dtype, dim, windowed), forward_shared(dim))).chain(backward)
+        let forward =
+            [false, true].map(|sinks| (forward_spec(dtype, dim, windowed, sinks), forward_shared(dim)));
+        forward.into_iter().chain(backward)
     };
     let windowed =
         |dtype, dim| [false, true].into_iter().flat_map(move |windowed| of_dim(dtype, dim, windowed));
     let general = [DType::F32, DType::Bf16]
         .into_iter()
         .flat_map(|dtype| DIMS.into_iter().flat_map(move |dim| windowed(dtype, dim)));
-    let rows = ROW_LANES.into_iter().map(|(dtype, lanes, each)| (rows_spec(dtype, lanes, each), 0));
+    let rows = ROW_LANES.into_iter().flat_map(|(dtype, lanes, each)| {
+        [false, true].map(|sinks| (rows_spec(dtype, (lanes, each), sinks), 0))
+    });
     let all = general.chain(rows).map(|(spec, shared_bytes)| Instance { spec, shared_bytes });
     let of_files = [attention_wgmma::instances(), find_windows::instances(), attention_decode::instances()];
     assemble_kv::instances().into_iter().chain(all).chain(of_files.concat()).collect()

@@ -48,12 +48,12 @@ pub(crate) fn multiply(cuda: &Cuda, product: &ProductArgs<'_, Cuda>, d: &mut Ten
     if desc.ragged == Ragged::Rows && desc.groups.is_some() && !path.writes_every_row() {
         cuda.clear_tensor(d)?;
     }
-    run(product, &path, Target::of(d, desc.accumulate))
+    run(cuda, product, &path, Target::of(d, desc.accumulate))
 }
 
 /// By the path that is chosen for this product: makes what its operands become, and multiplies that. Rows of no group are left alone, unless
 /// the path writes every row: then they are zeros. Sizes are positive and checked.
-fn run(product: &ProductArgs<'_, Cuda>, path: &ProductPath, d: Target<'_>) -> Result<()> {
+fn run(cuda: &Cuda, product: &ProductArgs<'_, Cuda>, path: &ProductPath, d: Target<'_>) -> Result<()> {
     let of = |x, becomes| side(d.device, product.op, x, becomes);
     let (a, b) = (of(product.a, path.sides[0])?, of(product.b, path.sides[1])?);
     let ends = match (path.whole_groups, product.groups) {
@@ -63,13 +63,14 @@ fn run(product: &ProductArgs<'_, Cuda>, path: &ProductPath, d: Target<'_>) -> Re
     let groups = ends.as_ref().or(product.groups);
     let tensor_scales = [product.a, product.b].map(tensor_scale);
     let multiplied = &ProductArgs { groups, a: &a, b: &b, ..*product };
-    let Some(sums) = path.sums else { return run_on(path.cores, multiplied, tensor_scales, d) };
+    let Some(sums) = path.sums else { return run_on(cuda, path.cores, multiplied, tensor_scales, d) };
     let mut sums = d.device.alloc::<f32>(sums)?;
-    run_on(path.cores, multiplied, tensor_scales, Target::f32(&mut sums, false))?;
+    run_on(cuda, path.cores, multiplied, tensor_scales, Target::f32(&mut sums, false))?;
     decoded::scale_sums(product, &sums, tensor_scales, d)
 }
 
 fn run_on(
+    cuda: &Cuda,
     cores: Cores,
     product: &ProductArgs<'_, Cuda>,
     tensor_scales: [Option<&Buffer<f32>>; 2],
@@ -80,11 +81,11 @@ fn run_on(
             let (a, b) = operands(product, &asked, tensor_scales)?;
             let groups = product.groups.map(GroupBuffers::of);
             match runs {
-                1 => TensorCoreLaunch { product: asked, groups, a, b, d }.run(),
-                _ => parts::in_runs(product, (asked, runs), (a, b), d),
+                1 => TensorCoreLaunch { product: asked, groups, a, b, d }.run_under(cuda.trial()),
+                _ => parts::in_runs(cuda, product, (asked, runs), (a, b), d),
             }
         }
-        Cores::Parts(chosen) => parts::run(chosen, product, d),
+        Cores::Parts(chosen) => parts::run(cuda, chosen, product, d),
         Cores::Ordinary => ordinary_cores::run(product, d),
     }
 }

@@ -2,7 +2,7 @@
 //! rows, where D alone has too few tiles for the GPU; and F32 operands, since an F32 number is the sum of three BF16 numbers exactly, and the
 //! products of those are exact, so that only the order of the sums is another.
 //!
-//! The number of runs is a function of D's size and of the rows of a group, and of nothing else (`ProductDims::gpu_runs`): the same bits for
+//! The number of runs is a function of D's size and of the rows of a group, and of nothing else (`nibble_choice::products`): the same bits for
 //! any number of groups, and so of ranks.
 
 use super::operands::{GroupBuffers, Matrix, Target};
@@ -24,6 +24,7 @@ const EACH: [u32; PARTS] = [0, 1, 2];
 
 /// A contraction in so many runs of each group's rows: a D for each, and their sum.
 pub(super) fn in_runs(
+    cuda: &Cuda,
     product: &ProductArgs<'_, Cuda>,
     (asked, each): (TensorCoreProduct, usize),
     (a, b): (Matrix<'_>, Matrix<'_>),
@@ -32,12 +33,12 @@ pub(super) fn in_runs(
     let runs = Runs::of(product, each)?;
     let mut all = d.device.alloc(asked.d())?;
     let (groups, to_all) = (runs.as_ref().map(Runs::groups), Target::f32(&mut all, false));
-    TensorCoreLaunch { product: asked, groups, a, b, d: to_all }.run()?;
+    TensorCoreLaunch { product: asked, groups, a, b, d: to_all }.run_under(cuda.trial())?;
     sum(&all, d, (product.dims.m * product.dims.n, 1, each))
 }
 
 /// Splits, multiplies, sums. `d` has the product's size.
-pub(super) fn run(parts: Parts, product: &ProductArgs<'_, Cuda>, d: Target<'_>) -> Result<()> {
+pub(super) fn run(cuda: &Cuda, parts: Parts, product: &ProductArgs<'_, Cuda>, d: Target<'_>) -> Result<()> {
     let (asked, [m, n, k]) = (parts.product, [product.dims.m, product.dims.n, product.dims.k]);
     let (Operand::Plain(a), Operand::Plain(b)) = (product.a, product.b) else {
         return Err(Error::shape(product.op, "operands", "quantized", "plain, as chosen for"));
@@ -66,12 +67,13 @@ pub(super) fn run(parts: Parts, product: &ProductArgs<'_, Cuda>, d: Target<'_>) 
     let (a, b) = (matrix(parts_a.as_ref(), product.a)?, matrix(parts_b.as_ref(), product.b)?);
     let groups = product.groups.map(GroupBuffers::of);
     if parts.form == PartsForm::Both {
-        return TensorCoreLaunch { product: asked, groups, a, b, d }.run();
+        return TensorCoreLaunch { product: asked, groups, a, b, d }.run_under(cuda.trial());
     }
     let mut all = d.device.alloc(asked.d())?;
     let runs = Runs::of(product, parts.runs)?;
     let groups = runs.as_ref().map(Runs::groups).or(groups);
-    TensorCoreLaunch { product: asked, groups, a, b, d: Target::f32(&mut all, false) }.run()?;
+    TensorCoreLaunch { product: asked, groups, a, b, d: Target::f32(&mut all, false) }
+        .run_under(cuda.trial())?;
     let row = if parts.form == PartsForm::Right { n } else { m * n };
     sum(&all, d, (row, PARTS, parts.runs))
 }

@@ -8,11 +8,14 @@ use crate::compile::jit::{KernelSpec, TemplateArg};
 use crate::launch::tensor_map::{self, Fetch, Swizzle, TensorMap, Tiles};
 use crate::launch::{KernelArg, Launch};
 use crate::ops::Instance;
-pub use nibble_choice::products::{Adds, OperandKind, Order, ScalesB, TensorCoreConfig, TensorCoreProduct};
+pub use nibble_choice::products::{
+    Adds, OperandKind, Order, ProductTrial, ScalesB, TensorCoreConfig, TensorCoreProduct,
+};
 use nibble_choice::products::{BLOCK_M, BLOCK_N, MIXED_GROUPS, OUT_ROW_BYTES, OUT_ROWS, ROW_BYTES, SHORT};
 use nibble_core::formats::Element;
 use nibble_core::ops::Ragged;
 use nibble_core::{DType, Error, Result};
+use std::sync::PoisonError;
 
 const OP: &str = "tensor_core_product";
 /// Columns and rows of a box of a BF16 stage whose contraction runs down the rows.
@@ -142,10 +145,21 @@ impl TensorCoreLaunch<'_> {
         Ok(device)
     }
 
-    /// Runs with the instance that [`TensorCoreConfig::choose`] picks, or that is [tried](tuning).
+    /// Runs with the instance that [`TensorCoreConfig::choose`] picks.
     pub fn run(self) -> Result<()> {
-        let config = tuning::config(&self.product);
+        let config = TensorCoreConfig::choose(&self.product);
         self.run_with(config)
+    }
+
+    /// Runs as `trial` says.
+    pub(super) fn run_under(self, trial: &ProductTrial) -> Result<()> {
+        if let Some(asked) = &trial.asked {
+            asked.lock().unwrap_or_else(PoisonError::into_inner).push(self.product);
+        }
+        match trial.config {
+            Some(config) => self.run_with(config),
+            None => self.run(),
+        }
     }
 
     /// Runs with this instance.
@@ -310,82 +324,6 @@ pub(crate) fn instances() -> Vec<Instance> {
         }
     }
     instances
-}
-
-/// Trials of instances, for who measures them: what a call asks for, and the same on another instance than the chosen one.
-pub mod tuning {
-    use super::{TensorCoreConfig, TensorCoreProduct};
-    use std::cell::RefCell;
-    use std::thread::LocalKey;
-
-    thread_local! {
-        static CONFIG: RefCell<Option<TensorCoreConfig>> = const { RefCell::new(None) };
-        static ASKED: RefCell<Option<Vec<TensorCoreProduct>>> = const { RefCell::new(None) };
-    }
-
-    /// Gives a cell of this thread back what it held, also where the work between panics.
-    struct Restore<T: 'static> {
-        cell: &'static LocalKey<RefCell<Option<T>>>,
-        before: Option<T>,
-    }
-
-    impl<T> Restore<T> {
-        fn holding(cell: &'static LocalKey<RefCell<Option<T>>>, now: T) -> Self {
-            Self { cell, before: cell.replace(Some(now)) }
-        }
-    }
-
-    impl<T> Drop for Restore<T> {
-        fn drop(&mut self) {
-            self.cell.set(self.before.take());
-        }
-    }
-
-    /// Runs `work` with this thread's grouped products on one instance.
-    pub fn with<R>(config: TensorCoreConfig, work: impl FnOnce() -> R) -> R {
-        let _restore = Restore::holding(&CONFIG, config);
-        work()
-    }
-
-    /// Runs `work` and says which grouped products this thread ran meanwhile, but for those that a call of this within it says.
-    pub fn asked<R>(work: impl FnOnce() -> R) -> (R, Vec<TensorCoreProduct>) {
-        let _restore = Restore::holding(&ASKED, Vec::new());
-        let result = work();
-        (result, ASKED.take().unwrap_or_default())
-    }
-
-    /// The instance for a product: the one that is measured, or the chosen one.
-    pub(crate) fn config(product: &TensorCoreProduct) -> TensorCoreConfig {
-        ASKED.with_borrow_mut(|asked| {
-            if let Some(asked) = asked {
-                asked.push(*product);
-            }
-        });
-        CONFIG.with_borrow(|config| *config).unwrap_or_else(|| TensorCoreConfig::choose(product))
-    }
-
-    #[cfg(test)]
-    mod tests {
-        use super::*;
-        use std::panic::catch_unwind;
-
-        fn measured() -> Option<TensorCoreConfig> {
-            CONFIG.with_borrow(|config| *config)
-        }
-
-        #[test]
-        fn a_trial_ends_with_its_work_even_if_that_panics() {
-            let band = |band| TensorCoreConfig { band, ..TensorCoreConfig::USUAL };
-            with(band(2), || {
-                with(band(4), || assert_eq!(measured(), Some(band(4))));
-                assert_eq!(measured(), Some(band(2)));
-                assert!(catch_unwind(|| with(band(8), || panic!("on purpose"))).is_err());
-                assert_eq!(measured(), Some(band(2)));
-            });
-            let ((), outer) = asked(|| assert!(asked(|| ()).1.is_empty()));
-            assert!(outer.is_empty() && measured().is_none() && ASKED.with_borrow(Option::is_none));
-        }
-    }
 }
 
 #[cfg(test)]

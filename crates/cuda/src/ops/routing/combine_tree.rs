@@ -10,15 +10,14 @@ use crate::launch::{Divider, KernelArg, Launch};
 use crate::ops::buffer_check::BufferCheck;
 use crate::ops::planes::{numbers_per_load, plain_arg, plain_or_null, type_name};
 use crate::ops::{Instance, SharedSize};
-use nibble_core::ops::{CombineTree, FindSlots, MOST_TREE_SLOTS_OF_GPU};
+use nibble_choice::routing::MOST_TREE_SLOTS;
+use nibble_core::ops::{CombineTree, FindSlots};
 use nibble_core::{DType, Error, Result, Tensor};
 
 const SOURCE: &str = "kernels/routing/combine_tree.cuh";
 const THREADS: usize = 256;
 /// Units of a row that a warp sums.
 const CHUNK: usize = 128;
-/// Slots of a token: a lane of a warp each.
-const MOST_SLOTS: usize = MOST_TREE_SLOTS_OF_GPU;
 
 /// How [`CombineTree`] is launched.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,11 +40,11 @@ impl Config {
     fn choose(dtype: DType, tokens: usize, cols: usize, tree: (usize, usize)) -> Result<Self> {
         const OP: &str = "combine_tree";
         let (top_k, leaves) = tree;
-        if top_k > MOST_SLOTS {
+        if top_k > MOST_TREE_SLOTS {
             return Err(Error::Unsupported {
                 op: OP,
                 format: format!("{top_k} slots a token"),
-                why: format!("a warp sorts up to {MOST_SLOTS}"),
+                why: format!("a warp sorts up to {MOST_TREE_SLOTS}"),
             });
         }
         if cols.checked_mul(dtype.size_bytes()).is_none_or(|bytes| bytes >= 1 << 32) {
@@ -175,13 +174,13 @@ fn configs(entries: usize) -> impl Iterator<Item = Config> {
 pub(crate) fn instances() -> Vec<Instance> {
     let instance =
         |config: Config| Instance { spec: config.spec(), shared_bytes: config.launch().shared_bytes };
-    let trees = configs(tree_entries(MOST_SLOTS, i32::MAX as usize)).map(instance);
+    let trees = configs(tree_entries(MOST_TREE_SLOTS, i32::MAX as usize)).map(instance);
     trees.chain([Instance { spec: find_spec(), shared_bytes: 0 }]).collect()
 }
 
 /// What sums that wait take.
 pub(crate) fn shared_sizes() -> Vec<SharedSize> {
-    let slots = [1, 2, 3, 4, 5, 8, 9, MOST_SLOTS];
+    let slots = [1, 2, 3, 4, 5, 8, 9, MOST_TREE_SLOTS];
     let leaves = [1, 2, 3, 12, 64, 256, i32::MAX as usize];
     let trees = slots.into_iter().flat_map(|top_k| leaves.map(|leaves| (top_k, leaves)));
     let of = |(top_k, leaves)| {

@@ -5,7 +5,7 @@
 
 use super::*;
 use nibble_core::Agreement;
-use nibble_core::ops::{attention_agreement, attention_scale};
+use nibble_core::ops::attention_agreement;
 use nibble_testkit::conformance::after_rounding_to_bf16;
 
 /// What is wrong with the kernel.
@@ -84,15 +84,11 @@ fn ours([q, k, v, dout]: [&[f32]; 4], seq: usize, dim: usize) -> [Vec<f32>; 4] {
         Tensor::from_bf16(&cpu, &x, seq, dim).unwrap()
     };
     let [q, k, v, dout] = [q, k, v, dout].map(tensor);
-    let scale = attention_scale(dim);
-    let (q, k, v, dout, head_dim, value_dim, seq_len) = (&q, &k, &v, &dout, dim, dim, seq);
-    let AttentionOut { out, lse } =
-        attention(&cpu, Attention { q, k, v, head_dim, value_dim, scale, seq_len, windows: None }).unwrap();
-    let (out, lse) = (&out, &lse);
-    let op =
-        AttentionBackward { q, k, v, out, lse, dout, head_dim, value_dim, scale, seq_len, windows: None };
-    let AttentionGrads { dq, dk, dv } = attention_backward(&cpu, op).unwrap();
-    [out, &dq, &dk, &dv].map(|x| x.to_f32_vec(&cpu).unwrap())
+    let (qkv, dims) = ([&q, &k, &v], (dim, dim));
+    let AttentionOut { out, lse } = attention(&cpu, Attention::new(qkv, dims, seq)).unwrap();
+    let op = AttentionBackward::new(qkv, (&out, &lse), &dout, dims, seq);
+    let AttentionGrads { dq, dk, dv, .. } = attention_backward(&cpu, op).unwrap();
+    [&out, &dq, &dk, &dv].map(|x| x.to_f32_vec(&cpu).unwrap())
 }
 
 /// q, k, v and dout in BF16: the scores' spread, and how heavy the tails of v and dout are.

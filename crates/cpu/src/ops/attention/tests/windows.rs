@@ -11,7 +11,8 @@ fn part(case: &Case, from: usize, to: usize) -> Case {
         x[from * cols..to * cols].to_vec()
     };
     let [q, k, v, dout] = [&case.q, &case.k, &case.v, &case.dout].map(cut);
-    Case { sizes, q, k, v, dout, hiding: case.hiding.map(|hiding| Hiding { documents: &[], ..hiding }) }
+    let hiding = case.hiding.map(|hiding| Hiding { documents: &[], ..hiding });
+    Case { sizes, q, k, v, dout, hiding, sinks: case.sinks.clone() }
 }
 
 /// The results' bits by token: out, lse, dq, dk, dv.
@@ -34,7 +35,9 @@ fn a_document_has_the_bits_that_it_has_alone() {
     let documents = Hiding::documents(&LENGTHS);
     for (window, chunk) in [(None, None), (Some(7), None), (None, Some(12)), (Some(20), Some(25))] {
         let hiding = Some(Hiding { window, chunk, ..documents });
-        let case = Case { hiding, ..Case::new(1, LENGTHS.iter().sum(), 4, 2, (16, 24), 1.0) };
+        // With sinks, too.
+        let sinks = chunk.map(|_| normals(5, 4));
+        let case = Case { hiding, sinks, ..Case::new(1, LENGTHS.iter().sum(), 4, 2, (16, 24), 1.0) };
         for dtype in [DType::F32, DType::Bf16] {
             for cpu in [Cpu::new(2).unwrap(), Cpu::scalar(1).unwrap()] {
                 let packed = results(&case, &cpu, dtype);
@@ -126,8 +129,7 @@ fn lists_that_make_no_sense_are_bounded() {
         let lists = [first_key, &[i32::MAX; 40]].map(|x| cpu.upload(x).unwrap());
         let [first_key, end_query] = lists;
         let windows = Some(&Windows { first_key, end_query });
-        let (head_dim, value_dim, scale, seq_len) = (8, 8, 0.3, 20);
-        let op = Attention { q: &q, k: &k, v: &v, head_dim, value_dim, scale, seq_len, windows };
+        let op = Attention { windows, ..Attention::new([&q, &k, &v], (8, 8), 20) };
         bits(&op.run(cpu).unwrap().out)
     };
     for cpu in [Cpu::new(2).unwrap(), Cpu::scalar(1).unwrap()] {
@@ -142,8 +144,7 @@ fn lists_of_another_length_are_named() {
     let of = |first: usize, end: usize| {
         let windows = Windows { first_key: cpu.zeros(first).unwrap(), end_query: cpu.zeros(end).unwrap() };
         let windows = Some(&windows);
-        let op =
-            Attention { q: &x, k: &x, v: &x, head_dim: 16, value_dim: 16, scale: 0.25, seq_len: 4, windows };
+        let op = Attention { windows, ..Attention::new([&x; 3], (16, 16), 4) };
         op.check().map_err(|error| error.to_string())
     };
     assert_eq!(of(4, 4), Ok(()));

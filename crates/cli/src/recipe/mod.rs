@@ -1,0 +1,219 @@
+//! `nibble recipe`: what a recipe says, and what follows for a layer of each kind.
+
+mod cost;
+mod products;
+
+use crate::tensor_cores;
+use nibble_command::error::{Error, Result};
+use nibble_command::{layers, say};
+use nibble_core::Recipe;
+use nibble_core::recipe::{Change, Layer, Passes};
+use nibble_train::checks::{idle_overrides, load_recipe};
+use nibble_train::config::Config;
+
+/// Whose sizes products have when a trace looks for those that a GPU is slow at, and whose layers and steps overrides are tried on.
+const SIZES: &str = "s";
+
+/// Lists the recipes, or explains one
+///
+/// Every operand's format, axis, scale rule, rounding and origin; with --all every change of
+/// representation that follows in a layer of each kind, in each part of a run where
+/// they are others.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "Examples:\n  \
+    nibble recipe\n  \
+    nibble recipe --studies\n  \
+    nibble recipe mxfp4-hopper\n  \
+    nibble recipe mxfp4-hopper --all\n  \
+    nibble recipe my-recipe.toml --trace\n  \
+    nibble recipe hif4 --cost llama-3-8b")]
+pub struct Args {
+    /// A built-in recipe or the path of a TOML file.
+    #[arg(value_name = "NAME_OR_FILE")]
+    recipe: Option<String>,
+    /// Lists the recipes that study a format or a technique instead of those to train with.
+    #[arg(long, conflicts_with_all = ["recipe", "all", "trace", "cost"])]
+    studies: bool,
+    /// Prints also what is made from quantized tensors, all settings of overrides, every change of representation and what is kept; with --cost the figures that the
+    /// HiFloat4 study published, to compare.
+    #[arg(long, requires = "recipe")]
+    all: bool,
+    /// Prints all, runs those layers, and prints what the backend saw of them: their products with operands, scales and kernels, and what a GPU would leave to
+    /// its ordinary cores.
+    #[arg(long, requires = "recipe")]
+    trace: bool,
+    /// Says instead what a step of this configuration costs under it: by kind of layer the share of the multiply-adds in codes of each width,
+    /// and what the recipe does beside products; left out, of tiny.
+    #[arg(long, value_name = "CONFIG", num_args = 0..=1, default_missing_value = "tiny", requires = "recipe", conflicts_with = "trace")]
+    cost: Option<String>,
+}
+
+fn list(studies: bool) -> Result<()> {
+    let names: Vec<&str> =
+        if studies { Recipe::study_names().collect() } else { Recipe::training_names().collect() };
+    let width = names.iter().map(|name| name.len()).max().unwrap_or(0);
+    for name in names {
+        say!("{name:<width$} {}", Recipe::builtin(name)?.description);
+    }
+    if !studies {
+        say!(
+            "{} more are studies of a format or a technique: nibble recipe --studies",
+            Recipe::study_names().count()
+        );
+    }
+    Ok(())
+}
+
+pub fn run(args: Args) -> Result<()> {
+    let Some(name) = args.recipe else {
+        return list(args.studies);
+    };
+    if let Some(config) = args.cost {
+        return cost::run(&name, &config, args.all);
+    }
+    let sizes = Config::load(SIZES, &[])?;
+    let recipe = load_recipe(&name)?.in_run(sizes.run_size());
+    let is_short = !(args.all || args.trace);
+    let text = if is_short { format!("{recipe:#}") } else { recipe.to_string() };
+    say!("{}", text.trim_end());
+    match recipe.requantizations().len() {
+        0 => say!("  nothing is made from an already quantized tensor"),
+        1 if is_short => say!("  1 operand is made from an already quantized tensor, which --all prints"),
+        n if is_short => say!("  {n} operands are made from already quantized tensors, which --all prints"),
+        _ => {}
+    }
+    for note in idle(&sizes, &recipe) {
+        say!("  note: {note}");
+    }
+    if is_short {
+        layers::each_kind().for_each(|layer| summarize(&recipe, &layer));
+        return Ok(());
+    }
+    let mut counted = false;
+    for layer in layers::each_kind() {
+        counted |= explain(&recipe, &layer, args.trace)?;
+        if args.trace {
+            products::tell(&recipe, &layer)?;
+        }
+    }
+    if counted {
+        say!(
+            "a cast reads a tensor only to quantize it, along its rows or its columns (both are two), or to dequantize it"
+        );
+    }
+    if args.trace {
+        for missed in tensor_cores::missed(&sizes, &recipe) {
+            say!("off the tensor cores of a GPU, with the sizes of `{SIZES}`: {missed}");
+        }
+    }
+    Ok(())
+}
+
+/// The overrides that decide nothing, which nobody refuses where no run begins, or in a recipe that is built in.
+fn idle(config: &Config, recipe: &Recipe) -> Vec<String> {
+    let in_a_run = format!("with the layers and the {} steps of `{SIZES}`", config.train.steps);
+    idle_overrides(config, recipe).into_iter().map(|idle| format!("{idle} ({in_a_run})")).collect()
+}
+
+/// Says in a line how many changes of representation follow for one layer.
+fn summarize(recipe: &Recipe, layer: &Layer) {
+    let plans = recipe.plans(layer);
+    for ((from, to), plan) in &plans {
+        let changes = plan.changes();
+        if changes.is_empty() {
+            continue;
+        }
+        let part = if plans.len() > 1 { format!(", steps {from}..{to}") } else { String::new() };
+        let casts = changes.iter().map(Change::casts).sum::<usize>();
+        let (name, changes) = (&layer.name, changes.len());
+        say!("  {name}{part}: {changes} changes of representation, casts: {casts}; --all prints them");
+    }
+}
+
+/// Prints what follows for one layer, in each part of a run whose changes are others; says whether there are any.
+fn explain(recipe: &Recipe, layer: &Layer, trace: bool) -> Result<bool> {
+    let plans = recipe.plans(layer);
+    if trace {
+        recipe.stretches().into_iter().try_for_each(|(from, _)| assert_traced(recipe, layer, from))?;
+    }
+    if plans.iter().all(|(_, plan)| plan.changes().is_empty()) {
+        return Ok(false);
+    }
+    let who = if trace { "as a backend saw them" } else { "as they follow" };
+    for ((from, to), plan) in &plans {
+        let part = if plans.len() > 1 { format!(", steps {from}..{to}") } else { String::new() };
+        say!("changes of representation in {} (activations and gradients), {who}{part}:", layer.name);
+        let changes = plan.changes();
+        for change in &changes {
+            let casts = match change.casts() {
+                0 => String::new(),
+                1 => "  (a cast)".into(),
+                n => format!("  ({n} casts)"),
+            };
+            say!("  {change}{casts}");
+        }
+        plan.unfused().iter().for_each(|line| say!("  {line}"));
+        say!("casts: {}", changes.iter().map(Change::casts).sum::<usize>());
+        let kept: Vec<String> =
+            plan.kept.iter().map(|kept| format!("{} {}", kept.tensor, kept.precision)).collect();
+        if !kept.is_empty() {
+            say!("kept for the backward pass: {}", kept.join(", "));
+        }
+    }
+    Ok(true)
+}
+
+/// Runs a layer at a point of a run, and compares what it does with its plan.
+fn assert_traced(recipe: &Recipe, layer: &Layer, progress: f64) -> Result<()> {
+    let seen = layers::changes(recipe, layer, progress)?;
+    match Change::difference(&seen, &recipe.plan(layer, progress, Passes::TRAINING).changes()) {
+        None => Ok(()),
+        Some(what) => Err(Error::Failed(format!("{}: from {progress} of the steps on, {what}", layer.name))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Of a recipe as it is built in: an override of no step, one that a later one hides, one that changes nothing, and two that decide something.
+    #[test]
+    fn overrides_that_decide_nothing_are_noted() {
+        let text = r#"
+            extends = "fp8-flow"
+            [[override]]
+            steps = "0.99..1"
+            set.recipe = "bf16"
+            [[override]]
+            layers = "*.experts"
+            set.recipe = "bf16"
+            [[override]]
+            layers = "*.experts"
+            set.recipe = "mxfp4-hopper"
+            [[override]]
+            layers = "model.layers.0.self_attn.*"
+            set.recipe = "fp8-flow"
+            [[override]]
+            layers = "model.layers.1.self_attn.*"
+            set.recipe = "bf16"
+            [[override]]
+            layers = "model.layers.1000.*"
+            set.recipe = "bf16"
+        "#;
+        let sizes = Config::load(SIZES, &[]).unwrap();
+        let notes = idle(&sizes, &Recipe::parse("shipped", text).unwrap());
+        let expected = [
+            ("`override[1]`", "0.99..1 of 30 steps is none of them"),
+            ("`override[2]`", "later overrides say otherwise"),
+            ("`override[4]`", "so without it"),
+            ("`override[6]`", "no layer is called so"),
+        ];
+        assert_eq!(notes.len(), expected.len(), "{notes:#?}");
+        for (note, (key, why)) in notes.iter().zip(expected) {
+            assert!(note.starts_with(key) && note.contains(why) && note.contains("steps of `s`"), "{note}");
+        }
+        for name in Recipe::all_names() {
+            assert_eq!(idle(&sizes, &Recipe::builtin(name).unwrap()), [""; 0], "{name}");
+        }
+    }
+}

@@ -1,0 +1,147 @@
+use crate::error::expect_eq;
+use crate::ops::Positions;
+use crate::{Agreement, Backend, DType, Error, Result, Tensor};
+
+/// Keys and values of multi-head latent attention, from what a latent's up-projection gives and the key that all heads share (DeepSeek-AI 2024,
+/// "DeepSeek-V2", section 2.1): a head's key is its own n elements, then the r of the shared key, turned as by [`Rope`](crate::ops::Rope); its value
+/// is its own u. The shared key is rounded once, after it has turned; all else is copied.
+///
+/// Legend: t tokens, h heads, n own elements of a key, r shared ones, u elements of a value.
+#[derive(Debug)]
+pub struct AssembleKv<'a, B: Backend> {
+    /// `[t, h · (n + u)]`, F32 or BF16: of each head n elements of its key, then u of its value.
+    pub up: &'a Tensor<B>,
+    /// `[t, r]`, not yet turned, of the same type.
+    pub shared: &'a Tensor<B>,
+    /// F32 `[positions, r]`, as [`Rope`](crate::ops::Rope) has it.
+    pub table: &'a Tensor<B>,
+    /// n.
+    pub key_dim: usize,
+    /// u.
+    pub value_dim: usize,
+    /// Where rows are.
+    pub positions: &'a Positions<B>,
+}
+
+/// The result of [`AssembleKv`], of the type of its operands.
+#[derive(Debug, Clone)]
+pub struct AssembledKv<B: Backend> {
+    /// `[t, h · (n + r)]`.
+    pub k: Tensor<B>,
+    /// `[t, h · u]`.
+    pub v: Tensor<B>,
+}
+
+impl<B: Backend> AssembleKv<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks shapes.
+    pub fn check(&self) -> Result<()> {
+        const OP: &str = "assemble_kv";
+        let Self { up, shared, table, .. } = self;
+        check_dims(OP, (self.key_dim, self.value_dim), table)?;
+        check_heads(OP, "columns of up", up.cols, self.key_dim + self.value_dim)?;
+        expect_eq(OP, "shape of shared", shared.shape(), (up.rows, table.cols))?;
+        expect_eq(OP, "type of shared", shared.dtype(), up.dtype())?;
+        self.positions.check(OP, up.rows, table)
+    }
+
+    /// h. For checked arguments.
+    pub fn heads(&self) -> usize {
+        self.up.cols / (self.key_dim + self.value_dim)
+    }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<AssembledKv<B>> {
+        let of = |dim| Tensor::unwritten(b, self.up.dtype(), self.up.rows, self.heads() * dim);
+        Ok(AssembledKv { k: of(self.key_dim + self.table.cols)?, v: of(self.value_dim)? })
+    }
+}
+
+/// The backward pass of [`AssembleKv`]. The gradient of the shared key is the sum over heads, turned back, in F32, and rounded once.
+///
+/// The sum's order: eight partial sums begin at zero, and to number i heads i, i + 8, i + 16 and so on are added, in that order; then, with p₀ to p₇,
+/// ((p₀ + p₄) + (p₂ + p₆)) + ((p₁ + p₅) + (p₃ + p₇)).
+#[derive(Debug)]
+pub struct AssembleKvBackward<'a, B: Backend> {
+    /// `[t, h · (n + r)]`, F32 or BF16.
+    pub dk: &'a Tensor<B>,
+    /// `[t, h · u]`, of the same type.
+    pub dv: &'a Tensor<B>,
+    /// F32 `[positions, r]`.
+    pub table: &'a Tensor<B>,
+    /// n.
+    pub key_dim: usize,
+    /// u.
+    pub value_dim: usize,
+    /// Where rows are.
+    pub positions: &'a Positions<B>,
+}
+
+/// The result of [`AssembleKvBackward`], of the type of its operands.
+#[derive(Debug, Clone)]
+pub struct AssembledKvGrads<B: Backend> {
+    /// `[t, h · (n + u)]`.
+    pub dup: Tensor<B>,
+    /// `[t, r]`.
+    pub dshared: Tensor<B>,
+}
+
+impl<B: Backend> AssembleKvBackward<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+    /// Partial sums over heads.
+    pub const PARTIAL_SUMS: usize = 8;
+
+    /// Checks shapes.
+    pub fn check(&self) -> Result<()> {
+        const OP: &str = "assemble_kv_backward";
+        let Self { dk, dv, table, .. } = self;
+        check_dims(OP, (self.key_dim, self.value_dim), table)?;
+        check_heads(OP, "columns of dk", dk.cols, self.key_dim + table.cols)?;
+        expect_eq(OP, "shape of dv", dv.shape(), (dk.rows, self.heads() * self.value_dim))?;
+        expect_eq(OP, "type of dv", dv.dtype(), dk.dtype())?;
+        self.positions.check(OP, dk.rows, table)
+    }
+
+    /// h. For checked arguments.
+    pub fn heads(&self) -> usize {
+        self.dk.cols / (self.key_dim + self.table.cols)
+    }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<AssembledKvGrads<B>> {
+        let of = |cols| Tensor::unwritten(b, self.dk.dtype(), self.dk.rows, cols);
+        let dup = of(self.heads() * (self.key_dim + self.value_dim))?;
+        Ok(AssembledKvGrads { dup, dshared: of(self.table.cols)? })
+    }
+}
+
+/// Keys, values and turning elements have a size, and the last come in pairs.
+fn check_dims<B: Backend>(
+    op: &'static str,
+    (key_dim, value_dim): (usize, usize),
+    table: &Tensor<B>,
+) -> Result<()> {
+    for (name, dim) in [("key_dim", key_dim), ("value_dim", value_dim)] {
+        if dim == 0 {
+            return Err(Error::shape(op, name, dim, "at least 1"));
+        }
+    }
+    expect_eq(op, "type of table", table.dtype(), DType::F32)?;
+    match table.cols > 0 && table.cols.is_multiple_of(2) {
+        true => Ok(()),
+        false => Err(Error::shape(op, "columns of table", table.cols, "an even number above 0")),
+    }
+}
+
+fn check_heads(op: &'static str, name: &'static str, cols: usize, each: usize) -> Result<()> {
+    match cols > 0 && cols.is_multiple_of(each) {
+        true => Ok(()),
+        false => {
+            let expected = format!("a multiple of {each}, the columns of a head, above 0");
+            Err(Error::shape(op, name, cols, expected))
+        }
+    }
+}

@@ -1,0 +1,293 @@
+pub(super) mod assemble_kv;
+pub(super) mod windows;
+
+pub use {assemble_kv::*, windows::*};
+
+use crate::error::expect_eq;
+use crate::{Agreement, Backend, DType, Error, Result, Tensor};
+
+/// Causal softmax attention with grouped query heads: head i attends with key/value head i / (heads / kv_heads).
+///
+/// Rows are sequences of `seq_len` tokens, one after the other. Scores are q·k · `scale`; scores and sums in F32. Heads of values, and so
+/// of the output, may have another size than those of queries and keys. Of BF16
+/// inputs a backend may round the probabilities P to BF16 before they multiply v, and in the backward pass P and dS before
+/// their products, as tensor cores want them: see [`attention_agreement`].
+///
+/// With [`Windows`] a query sees some of these keys only. What lies outside of its window does not matter, as long as it is finite: a
+/// backend may multiply it by a probability of 0. Windows that hide nothing give the same bits as none. On a CPU a document has the bits that
+/// it has as a sequence of its own; on a GPU, whose tiles are cut along the whole sequence, it agrees as the operation does.
+///
+/// With sinks the softmax of head h has one term more, exp(sink_h), which no value belongs to: its weights sum to less than 1. Sinks of -∞ are as
+/// good as none.
+#[derive(Debug)]
+pub struct Attention<'a, B: Backend> {
+    /// `[t, heads · head_dim]`.
+    pub q: &'a Tensor<B>,
+    /// `[t, kv_heads · head_dim]`.
+    pub k: &'a Tensor<B>,
+    /// `[t, kv_heads · value_dim]`.
+    pub v: &'a Tensor<B>,
+    /// Elements of a head of queries and keys.
+    pub head_dim: usize,
+    /// Elements of a head of values and of the output.
+    pub value_dim: usize,
+    /// What scores are multiplied by, finite and above 0: [`attention_scale`] unless a model has its own.
+    pub scale: f32,
+    /// Tokens of a sequence.
+    pub seq_len: usize,
+    /// Which keys each query sees, where it does not see all of its sequence up to its own.
+    pub windows: Option<&'a Windows<B>>,
+    /// F32 `[1, heads]`: a score of each query head that no key has. Not scaled.
+    pub sinks: Option<&'a Tensor<B>>,
+}
+
+/// The result of [`Attention`].
+#[derive(Debug, Clone)]
+pub struct AttentionOut<B: Backend> {
+    /// `[t, heads · value_dim]`, type of q.
+    pub out: Tensor<B>,
+    /// log Σ exp(score) of each (row, head), the sink's among them: `t · heads` values.
+    pub lse: B::Buf<f32>,
+}
+
+/// What backends owe each other in [`Attention`] and [`AttentionBackward`], by the type of q.
+///
+/// F32: sums in another order. BF16: what rounding P and dS to 8 bits makes of a result. Each term is off by up to 2⁻⁹, and the
+/// terms' errors are independent, so that a sum is off by about 1e-3 of its size. Together with the rounding of the results
+/// on both sides that is 2.2e-3 to 4.2e-3 where scores spread by 1 or less (measured on an emulation, normal and heavy-tailed
+/// values, up to 300 tokens). The bound here is that of the sums before they are rounded, to which a comparison adds what
+/// rounding may: 5e-4 comes to 4.5e-3. A scale that is off by 1 % makes 5e-3 and more, a key too many or too few a tenth and
+/// more. Where one key has nearly all of P, dq and dk are small differences of large numbers and no bound holds for them.
+pub fn attention_agreement(q: DType) -> Agreement {
+    match q {
+        DType::F32 => Agreement::RelL2(1e-5),
+        DType::Bf16 => Agreement::RelL2(5e-4),
+    }
+}
+
+/// The usual scale of scores, 1/√head_dim (Vaswani et al., 2017): products of random queries and keys then have a variance of one.
+pub fn attention_scale(head_dim: usize) -> f32 {
+    1.0 / (head_dim as f32).sqrt()
+}
+
+/// Queries, keys and values.
+type Qkv<'a, B> = [&'a Tensor<B>; 3];
+
+impl<'a, B: Backend> Attention<'a, B> {
+    /// Of the usual scale ([`attention_scale`]), no keys hidden. `dims`: `head_dim` and `value_dim`.
+    pub fn new([q, k, v]: Qkv<'a, B>, (head_dim, value_dim): (usize, usize), seq_len: usize) -> Self {
+        let scale = attention_scale(head_dim);
+        Self { q, k, v, head_dim, value_dim, scale, seq_len, windows: None, sinks: None }
+    }
+
+    /// Checks shapes.
+    pub fn check(&self) -> Result<()> {
+        const OP: &str = "attention";
+        check_scale(OP, self.scale)?;
+        self.windows.map_or(Ok(()), |windows| windows.check(OP, self.q.rows))?;
+        let heads = check_qkv(OP, self.q, self.k, self.v, (self.head_dim, self.value_dim), self.seq_len)?;
+        check_sinks(OP, self.sinks, heads)
+    }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<AttentionOut<B>> {
+        let (tokens, heads) = (self.q.rows, self.q.cols / self.head_dim);
+        let out = Tensor::unwritten(b, self.q.dtype(), tokens, heads * self.value_dim)?;
+        Ok(AttentionOut { out, lse: b.alloc(tokens * heads)? })
+    }
+}
+
+/// Attention of one more token: one row of [`Attention`], that of the last of `len` tokens, against the keys and values of all of
+/// them. Returns `[1, heads · value_dim]`, type of q. Backends owe each other what they do in [`Attention`] ([`attention_agreement`]);
+/// on one backend it agrees with [`Attention`] no worse, and on a CPU it is the same but for the sign of a zero.
+#[derive(Debug)]
+pub struct AttentionDecode<'a, B: Backend> {
+    /// `[1, heads · head_dim]`.
+    pub q: &'a Tensor<B>,
+    /// `[capacity, kv_heads · head_dim]`: rows from `len` on are not read.
+    pub k: &'a Tensor<B>,
+    /// `[capacity, kv_heads · value_dim]`, likewise.
+    pub v: &'a Tensor<B>,
+    /// Elements of a head of queries and keys.
+    pub head_dim: usize,
+    /// Elements of a head of values and of the output.
+    pub value_dim: usize,
+    /// What scores are multiplied by, finite and above 0: [`attention_scale`] unless a model has its own.
+    pub scale: f32,
+    /// Tokens so far, that of q included.
+    pub len: usize,
+    /// As in [`Attention`].
+    pub sinks: Option<&'a Tensor<B>>,
+}
+
+impl<'a, B: Backend> AttentionDecode<'a, B> {
+    /// Of the usual scale ([`attention_scale`]). `dims`: `head_dim` and `value_dim`.
+    pub fn new([q, k, v]: Qkv<'a, B>, (head_dim, value_dim): (usize, usize), len: usize) -> Self {
+        Self { q, k, v, head_dim, value_dim, scale: attention_scale(head_dim), len, sinks: None }
+    }
+
+    /// Checks shapes.
+    pub fn check(&self) -> Result<()> {
+        const OP: &str = "attention_decode";
+        let Self { q, k, v, head_dim, value_dim, scale, len, sinks } = self;
+        check_scale(OP, *scale)?;
+        expect_eq(OP, "rows of q", q.rows, 1)?;
+        let heads = check_heads(OP, q, k, v, (*head_dim, *value_dim))?;
+        check_sinks(OP, *sinks, heads)?;
+        match (1..=k.rows).contains(len) {
+            true => Ok(()),
+            false => Err(Error::shape(OP, "len", len, format!("1 to the {} rows of k", k.rows))),
+        }
+    }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<Tensor<B>> {
+        Tensor::unwritten(b, self.q.dtype(), 1, self.q.cols / self.head_dim * self.value_dim)
+    }
+}
+
+/// The backward pass of [`Attention`]; scores are made again from q, k and lse.
+#[derive(Debug)]
+pub struct AttentionBackward<'a, B: Backend> {
+    /// As in the forward pass.
+    pub q: &'a Tensor<B>,
+    /// As in the forward pass.
+    pub k: &'a Tensor<B>,
+    /// As in the forward pass.
+    pub v: &'a Tensor<B>,
+    /// Its output.
+    pub out: &'a Tensor<B>,
+    /// Its log-sum-exp.
+    pub lse: &'a B::Buf<f32>,
+    /// `[t, heads · value_dim]`.
+    pub dout: &'a Tensor<B>,
+    /// Elements of a head of queries and keys.
+    pub head_dim: usize,
+    /// Elements of a head of values and of the output.
+    pub value_dim: usize,
+    /// What scores are multiplied by, finite and above 0: [`attention_scale`] unless a model has its own.
+    pub scale: f32,
+    /// Tokens of a sequence.
+    pub seq_len: usize,
+    /// As in the forward pass.
+    pub windows: Option<&'a Windows<B>>,
+    /// As in the forward pass.
+    pub sinks: Option<&'a Tensor<B>>,
+}
+
+/// The result of [`AttentionBackward`].
+#[derive(Debug, Clone)]
+pub struct AttentionGrads<B: Backend> {
+    /// Shape and type of q.
+    pub dq: Tensor<B>,
+    /// Shape and type of k.
+    pub dk: Tensor<B>,
+    /// Shape and type of v.
+    pub dv: Tensor<B>,
+    /// F32 `[t, heads]`, of sinks: what each row adds to their gradient, -exp(sink - lse) · (out · dout). [`AddBiasBackward`](super::AddBiasBackward)
+    /// adds the rows up, as it does for any vector that all rows share.
+    pub dsinks: Option<Tensor<B>>,
+}
+
+impl<'a, B: Backend> AttentionBackward<'a, B> {
+    /// Of [`Attention::new`] and its result, `out` and `lse`; `dout` is the gradient of `out`.
+    pub fn new(
+        [q, k, v]: Qkv<'a, B>,
+        (out, lse): (&'a Tensor<B>, &'a B::Buf<f32>),
+        dout: &'a Tensor<B>,
+        (head_dim, value_dim): (usize, usize),
+        seq_len: usize,
+    ) -> Self {
+        let scale = attention_scale(head_dim);
+        let (windows, sinks) = (None, None);
+        Self { q, k, v, out, lse, dout, head_dim, value_dim, scale, seq_len, windows, sinks }
+    }
+
+    /// Checks shapes.
+    pub fn check(&self) -> Result<()> {
+        const OP: &str = "attention_backward";
+        check_scale(OP, self.scale)?;
+        self.windows.map_or(Ok(()), |windows| windows.check(OP, self.q.rows))?;
+        let heads = check_qkv(OP, self.q, self.k, self.v, (self.head_dim, self.value_dim), self.seq_len)?;
+        check_sinks(OP, self.sinks, heads)?;
+        let shape = (self.q.rows, heads * self.value_dim);
+        expect_eq(OP, "shape of out", self.out.shape(), shape)?;
+        expect_eq(OP, "shape of dout", self.dout.shape(), shape)?;
+        let types = (self.out.dtype(), self.dout.dtype());
+        expect_eq(OP, "types of out and dout", types, (self.q.dtype(), self.q.dtype()))?;
+        expect_eq(OP, "lse.len()", B::len(self.lse), self.q.rows * heads)
+    }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<AttentionGrads<B>> {
+        let [dq, dk, dv] = [self.q, self.k, self.v].map(|x| x.unwritten_like(b));
+        let (tokens, heads) = (self.q.rows, self.q.cols / self.head_dim);
+        let dsinks = self.sinks.map(|_| Tensor::unwritten(b, DType::F32, tokens, heads)).transpose()?;
+        Ok(AttentionGrads { dq: dq?, dk: dk?, dv: dv?, dsinks })
+    }
+}
+
+fn check_scale(op: &'static str, scale: f32) -> Result<()> {
+    match scale.is_finite() && scale > 0.0 {
+        true => Ok(()),
+        false => Err(Error::shape(op, "scale", scale, "a finite number above 0")),
+    }
+}
+
+fn check_sinks<B: Backend>(op: &'static str, sinks: Option<&Tensor<B>>, heads: usize) -> Result<()> {
+    let Some(sinks) = sinks else { return Ok(()) };
+    expect_eq(op, "shape of sinks", sinks.shape(), (1, heads))?;
+    expect_eq(op, "type of sinks", sinks.dtype(), DType::F32)
+}
+
+/// Gives the number of query heads. `dims`: `head_dim` and `value_dim`.
+fn check_qkv<B: Backend>(
+    op: &'static str,
+    q: &Tensor<B>,
+    k: &Tensor<B>,
+    v: &Tensor<B>,
+    dims: (usize, usize),
+    seq_len: usize,
+) -> Result<usize> {
+    expect_eq(op, "rows of k", k.rows, q.rows)?;
+    let heads = check_heads(op, q, k, v, dims)?;
+    if seq_len == 0 || !q.rows.is_multiple_of(seq_len) {
+        return Err(Error::shape(op, "rows of q", q.rows, format!("a multiple of seq_len = {seq_len}")));
+    }
+    Ok(heads)
+}
+
+/// Gives the number of query heads.
+fn check_heads<B: Backend>(
+    op: &'static str,
+    q: &Tensor<B>,
+    k: &Tensor<B>,
+    v: &Tensor<B>,
+    (head_dim, value_dim): (usize, usize),
+) -> Result<usize> {
+    expect_eq(op, "types of k and v", (k.dtype(), v.dtype()), (q.dtype(), q.dtype()))?;
+    if head_dim == 0
+        || !q.cols.is_multiple_of(head_dim)
+        || !k.cols.is_multiple_of(head_dim)
+        || k.cols == 0
+        || !q.cols.is_multiple_of(k.cols)
+    {
+        let got = format!("{} and {} columns with head_dim {head_dim}", q.cols, k.cols);
+        return Err(Error::shape(op, "q and k", got, "whole heads, query heads a multiple of key heads"));
+    }
+    if value_dim == 0 {
+        return Err(Error::shape(op, "value_dim", value_dim, "at least 1"));
+    }
+    let heads = q.cols / head_dim;
+    // There are no fewer query heads than others, so nothing else overflows either.
+    if heads.checked_mul(value_dim).is_none() {
+        return Err(Error::shape(
+            op,
+            "value_dim",
+            value_dim,
+            format!("a row of {heads} heads that can be counted"),
+        ));
+    }
+    expect_eq(op, "shape of v", v.shape(), (k.rows, k.cols / head_dim * value_dim))?;
+    Ok(heads)
+}

@@ -1,0 +1,82 @@
+use crate::error::expect_eq;
+use crate::{Agreement, Backend, Error, Result};
+
+/// Which keys each query of [`Attention`](crate::ops::Attention) sees beside the causal mask: documents, sliding windows, chunks.
+///
+/// Both lists have a number for each token of a batch of sequences. Keys and queries are counted from the start of their own sequence, and
+/// i and j are such positions. Query i sees the keys `first_key[i]` ..= i, so that key j is seen by the queries j .. `end_query[j]`. Both
+/// never decrease within a sequence, `first_key[i]` is at most i and `end_query[j]` at least j + 1, and one list says what the
+/// other does. [`FindWindows`] makes such lists.
+///
+/// Operations cannot check what lies on a device. They take a number that is out of range as the nearest one in range; other lists
+/// than these give results that mean nothing, and differ between backends.
+#[derive(Debug, Clone)]
+pub struct Windows<B: Backend> {
+    /// The first key that each query sees. `[t]`
+    pub first_key: B::Buf<i32>,
+    /// One past the last query that sees each key. `[t]`
+    pub end_query: B::Buf<i32>,
+}
+
+impl<B: Backend> Windows<B> {
+    /// Checks that there is a number for each of `tokens` tokens in both.
+    pub(in crate::ops) fn check(&self, op: &'static str, tokens: usize) -> Result<()> {
+        expect_eq(op, "windows.first_key.len()", B::len(&self.first_key), tokens)?;
+        expect_eq(op, "windows.end_query.len()", B::len(&self.end_query), tokens)
+    }
+}
+
+/// The [`Windows`] of documents that lie one after the other in sequences.
+///
+/// A document is a run of tokens of one sequence with the same number. A query sees the keys of its own document up to its own, and of
+/// those
+///
+/// * with `window` only the last so many, its own included (sliding windows, as in Mistral 7B);
+/// * with `chunk` only those of its own chunk, where a document is cut into chunks of so many tokens from its start on (chunked attention, as
+///   in Llama 4).
+#[derive(Debug)]
+pub struct FindWindows<'a, B: Backend> {
+    /// The number of each token's document. It never decreases within a sequence. `[t]`
+    pub document: &'a B::Buf<i32>,
+    /// Tokens of a sequence.
+    pub seq_len: usize,
+    /// The most keys that a query sees, at least 1. None: no limit.
+    pub window: Option<usize>,
+    /// Tokens of a chunk, at least 1. None: documents are not cut.
+    pub chunk: Option<usize>,
+}
+
+impl<B: Backend> FindWindows<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks sizes.
+    pub fn check(&self) -> Result<()> {
+        const OP: &str = "find_windows";
+        let tokens = B::len(self.document);
+        if tokens >= 1 << 31 {
+            return Err(Error::shape(OP, "document.len()", tokens, "below 2^31"));
+        }
+        if self.seq_len == 0 || !tokens.is_multiple_of(self.seq_len) {
+            let expected = format!("a multiple of seq_len = {}", self.seq_len);
+            return Err(Error::shape(OP, "document.len()", tokens, expected));
+        }
+        for (name, most) in [("window", self.window), ("chunk", self.chunk)] {
+            if most == Some(0) {
+                return Err(Error::shape(OP, name, 0, "at least 1"));
+            }
+        }
+        Ok(())
+    }
+
+    /// `window` and `chunk` as numbers: as long as a sequence where there is none, or a longer one. For checked arguments.
+    pub fn limits(&self) -> [usize; 2] {
+        [self.window, self.chunk].map(|most| most.unwrap_or(self.seq_len).min(self.seq_len))
+    }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<Windows<B>> {
+        let tokens = B::len(self.document);
+        Ok(Windows { first_key: b.alloc(tokens)?, end_query: b.alloc(tokens)? })
+    }
+}

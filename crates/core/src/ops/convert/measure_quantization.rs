@@ -1,0 +1,60 @@
+use crate::error::expect_eq;
+use crate::ops::convert::quantize::{check_group_rows, check_planes};
+use crate::{Agreement, Backend, BlockScaled, Error, Groups, Result, Tensor};
+
+/// What a quantization made of a tensor's values, beside those values: how many it kept, lost and cut off.
+///
+/// Of each value x, whose code decodes to q in F32:
+///
+/// * [`EXACT`](Self::EXACT): q = x;
+/// * [`UNDERFLOWED`](Self::UNDERFLOWED): x is not zero, and q is;
+/// * [`SATURATED`](Self::SATURATED): the code has the element's largest magnitude, and |x| > |q|: x is beyond what its scale reaches;
+/// * [`VALUES`](Self::VALUES): all of them.
+///
+/// A NaN is none of the first three, nor is a value of a block that is marked. With `groups` rows of padding do not count; nor do rows by which columns
+/// are longer than `x`.
+#[derive(Debug)]
+pub struct MeasureQuantization<'a, B: Backend> {
+    /// F32 or BF16, as it was quantized: not transformed.
+    pub x: &'a Tensor<B>,
+    /// Made of it, along any axis.
+    pub quantized: &'a BlockScaled<B>,
+    /// Ragged rows.
+    pub groups: Option<&'a Groups<B>>,
+}
+
+impl<B: Backend> MeasureQuantization<'_, B> {
+    /// Index of the number of values that are what they were.
+    pub const EXACT: usize = 0;
+    /// Index of the number of values that became zero.
+    pub const UNDERFLOWED: usize = 1;
+    /// Index of the number of values beyond the largest code.
+    pub const SATURATED: usize = 2;
+    /// Index of the number of values.
+    pub const VALUES: usize = 3;
+    /// How many numbers there are.
+    pub const COUNTS: usize = 4;
+
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks shapes and planes.
+    pub fn check(&self) -> Result<()> {
+        const OP: &str = "measure_quantization";
+        check_planes(OP, self.quantized)?;
+        check_group_rows(OP, self.groups, self.x.rows)?;
+        expect_eq(OP, "columns of quantized (against x)", self.quantized.cols, self.x.cols)?;
+        match self.quantized.rows >= self.x.rows {
+            true => Ok(()),
+            false => {
+                let expected = format!("at least the {} of x", self.x.rows);
+                Err(Error::shape(OP, "rows of quantized", self.quantized.rows, expected))
+            }
+        }
+    }
+
+    /// Its result before anything is counted: zeros. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<B::Buf<u64>> {
+        b.counters(Self::COUNTS)
+    }
+}

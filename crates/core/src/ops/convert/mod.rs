@@ -1,0 +1,9 @@
+//! Conversions: quantize, dequantize, transcode, what they count, and scales of whole lines.
+
+pub(super) mod measure_quantization;
+pub(super) mod quantize;
+pub(super) mod quantize_pack;
+pub(super) mod scale_tiles;
+pub(super) mod transcode;
+
+pub use {measure_quantization::*, quantize::*, quantize_pack::*, scale_tiles::*, transcode::*};

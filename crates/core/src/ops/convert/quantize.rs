@@ -1,0 +1,608 @@
+use crate::error::expect_eq;
+use crate::ops::products::numbers::{Numbers, Taken};
+use crate::{Agreement, Backend, BlockScaled, DType, Error, Groups, Operand, Result, Tensor};
+use nibble_formats::{BlockAxis, Codec, Correction, Format, Purpose, ScaleRule, Stream, hadamard};
+
+/// Which planes of a matrix to write.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Planes {
+    /// Blocks along the rows.
+    Rows,
+    /// Blocks down the columns, stored transposed.
+    Cols,
+    /// Both, from one read.
+    Both,
+    /// The two planes of a weight, as it stands and transposed: in square tiles where the format has them, otherwise in blocks along the
+    /// rows of each.
+    Tiles,
+}
+
+/// Counts a conversion makes as it goes, on the device: `[blocks with a non-zero code, of those inexact, blocks with a
+/// NaN or infinity]`. Padding is not counted.
+#[derive(Debug, Clone)]
+pub struct Counts<B: Backend>(pub B::Buf<u64>);
+
+impl<B: Backend> Counts<B> {
+    /// Index of the number of blocks that hold a non-zero code.
+    pub const NON_ZERO: usize = 0;
+    /// Index of the number of those in which a non-zero code changed value.
+    pub const INEXACT: usize = 1;
+    /// Index of the number of blocks marked NaN.
+    pub const NON_FINITE: usize = 2;
+
+    /// Nothing counted so far.
+    pub fn zeros(b: &B) -> Result<Self> {
+        b.counters(3).map(Self)
+    }
+}
+
+/// In what form a fused kernel writes its result.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Emit {
+    /// As plain elements.
+    Plain(DType),
+    /// Quantized.
+    Block {
+        /// Format, scale rule and rounding.
+        codec: Codec,
+        /// Which planes.
+        planes: Planes,
+        /// As [`Quantize::only_for`].
+        only_for: Option<Numbers>,
+    },
+}
+
+impl Emit {
+    /// Quantized, for any reader.
+    pub const fn block(codec: Codec, planes: Planes) -> Self {
+        Self::Block { codec, planes, only_for: None }
+    }
+
+    /// What the length of a plane of columns is a multiple of; 1 where there is none.
+    pub fn column_step(self) -> usize {
+        match self {
+            Self::Block { codec, planes: Planes::Cols | Planes::Both, .. } => codec.format().column_step(),
+            Self::Block { .. } | Self::Plain(_) => 1,
+        }
+    }
+
+    /// What is asked for of a matrix `[rows, cols]`: yet to be written, and counts of zero.
+    pub fn result<B: Backend>(self, b: &B, rows: usize, cols: usize) -> Result<Emitted<B>> {
+        self.result_with(b, (rows, cols), self.column_step())
+    }
+
+    /// The same with columns that are a multiple of `step` long.
+    pub(crate) fn result_with<B: Backend>(
+        self,
+        b: &B,
+        (rows, cols): (usize, usize),
+        step: usize,
+    ) -> Result<Emitted<B>> {
+        match self {
+            Self::Plain(dtype) => Ok(Emitted::plain(Tensor::unwritten(b, dtype, rows, cols)?)),
+            Self::Block { codec, planes: wanted, .. } => {
+                let [rows, cols] = planes(b, (codec, wanted, Taken::AsIs), (rows, cols, 1), step)?;
+                Ok(Emitted { rows, cols, counts: Some(Counts::zeros(b)?), found: None })
+            }
+        }
+    }
+}
+
+/// The planes of `stack` matrices, yet to be written. Column planes reach over the end of the rows, to a multiple of `step`.
+fn planes<B: Backend>(
+    b: &B,
+    (codec, wanted, taken): (Codec, Planes, Taken),
+    (rows, cols, stack): (usize, usize, usize),
+    step: usize,
+) -> Result<[Option<Operand<B>>; 2]> {
+    let stored = (codec.format(), codec.rule());
+    let plane = |axis, rows| BlockScaled::unwritten_as(b, stored, axis, (rows, cols, 1), taken);
+    let row_plane = || plane(BlockAxis::Row, rows);
+    let col_plane = || plane(BlockAxis::Col, rows.next_multiple_of(step));
+    let made = match wanted {
+        Planes::Rows => [Some(row_plane()?), None],
+        Planes::Cols => [None, Some(col_plane()?)],
+        Planes::Both => [Some(row_plane()?), Some(col_plane()?)],
+        Planes::Tiles => weight_planes(b, stored, (rows, cols, stack))?.map(Some),
+    };
+    Ok(made.map(|plane| plane.map(Operand::Block)))
+}
+
+/// The two planes of [`Planes::Tiles`], yet to be written: `stack` matrices, which have `rows` in all, as they stand and transposed; in blocks along
+/// the rows of each where the format has no square ones.
+///
+/// # Errors
+/// What the backend returns where it has no memory left.
+pub fn weight_planes<B: Backend>(
+    b: &B,
+    stored: (Format, ScaleRule),
+    (rows, cols, stack): (usize, usize, usize),
+) -> Result<[BlockScaled<B>; 2]> {
+    let (axis, matrices) = if stored.0.spec().tiles { (BlockAxis::Tile, stack) } else { (BlockAxis::Row, 1) };
+    let plane = |rows, cols| BlockScaled::unwritten(b, stored, axis, (rows, cols, matrices));
+    Ok([plane(rows, cols)?, plane(stack * cols, rows / stack.max(1))?])
+}
+
+/// What [`Emit`] asked for.
+#[derive(Debug, Clone)]
+pub struct Emitted<B: Backend> {
+    /// The plain result, the row plane, or the tiles as they stand.
+    pub rows: Option<Operand<B>>,
+    /// The column plane, or the tiles transposed (then a `Tile` tensor of the transposed matrices).
+    pub cols: Option<Operand<B>>,
+    /// Counts, if anything was quantized.
+    pub counts: Option<Counts<B>>,
+    /// What was found of values under scales of earlier steps ([`Quantize::delayed`]).
+    pub found: Option<Found<B>>,
+}
+
+impl<B: Backend> Emitted<B> {
+    /// A plain result.
+    pub fn plain(x: Tensor<B>) -> Self {
+        Self { rows: Some(Operand::Plain(x)), cols: None, counts: None, found: None }
+    }
+
+    /// The row plane or plain result.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if it was not asked for.
+    pub fn take_rows(&self, op: &'static str) -> Result<Operand<B>> {
+        self.rows.clone().ok_or_else(|| Error::shape(op, "rows", "not written", "a row plane"))
+    }
+
+    /// What a contraction down the rows takes: the column plane, or the plain result.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if there is neither.
+    pub fn take_cols(&self, op: &'static str) -> Result<Operand<B>> {
+        match (&self.cols, &self.rows) {
+            (Some(cols), _) => Ok(cols.clone()),
+            (None, Some(rows @ Operand::Plain(_))) => Ok(rows.clone()),
+            _ => Err(Error::shape(op, "cols", "not written", "a column plane")),
+        }
+    }
+}
+
+/// A random Hadamard transform along a contraction, in F32, before its blocks are made: signs, then x·H/√len
+/// ([`hadamard::rht`]). Both operands of a product must have the same one, or its result is meaningless.
+#[derive(Debug)]
+pub struct Hadamard<'a, B: Backend> {
+    /// Length of a transform block: 16, 32, 64 or 128.
+    pub len: usize,
+    /// The signs, by position along the contraction, counted from the start of the group. Purpose `Sign`; site and seed
+    /// are those of the linear layer, the step 0, or where it does not lie on the device that of signs that change with it.
+    pub signs: Stream,
+    /// The step of signs that change with it, as the first value of a buffer, as [`Random::step`].
+    pub step: Option<&'a B::Buf<u32>>,
+}
+
+impl<B: Backend> Clone for Hadamard<'_, B> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<B: Backend> Copy for Hadamard<'_, B> {}
+
+impl<B: Backend> Hadamard<'_, B> {
+    /// The usual length.
+    pub const DEFAULT_LEN: usize = 64;
+
+    /// The transform of the linear layer `site`, of the usual length.
+    pub const fn new(seed: u64, site: u32) -> Self {
+        Self { len: Self::DEFAULT_LEN, signs: Stream::new(seed, Purpose::Sign, site, 0), step: None }
+    }
+}
+
+/// Random bits for a rounding, by element: a function of seed, site and step.
+#[derive(Debug)]
+pub struct Random<'a, B: Backend> {
+    /// Seed, purpose, site, and the step where it does not lie on the device.
+    pub stream: Stream,
+    /// The step, as the first value of a buffer, read as the operation runs: recorded work draws other bits each time it is
+    /// replayed. It replaces that of `stream`.
+    pub step: Option<&'a B::Buf<u32>>,
+    /// What the numbers of elements are counted from, in whole rows: where the tensor is a part of one that several ranks divide, the number of its
+    /// first element in that.
+    pub first: u64,
+}
+
+impl<B: Backend> Clone for Random<'_, B> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<B: Backend> Copy for Random<'_, B> {}
+
+impl<B: Backend> From<Stream> for Random<'_, B> {
+    /// At the stream's own step, of a whole tensor.
+    fn from(stream: Stream) -> Self {
+        Self { stream, step: None, first: 0 }
+    }
+}
+
+/// Scales of earlier steps, for a format whose blocks have none but that of the tensor ([`nibble_formats::DelayedScaling`]): a record for each span, which
+/// is a group, a matrix of the stack, or the whole matrix.
+#[derive(Debug)]
+pub struct Delayed<'a, B: Backend> {
+    /// The records of many tensors.
+    pub records: &'a B::Buf<f32>,
+    /// Where that of the first span begins.
+    pub first: usize,
+    /// From the beginning of one span's record to that of the next.
+    pub stride: usize,
+}
+
+impl<B: Backend> Clone for Delayed<'_, B> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<B: Backend> Copy for Delayed<'_, B> {}
+
+/// What a quantization under scales of earlier steps found, on the device.
+#[derive(Debug, Clone)]
+pub struct Found<B: Backend> {
+    /// Of each span the largest magnitude; NaN where a value is NaN or infinite.
+    pub amax: B::Buf<f32>,
+    /// [`Found::SATURATED`] and [`Found::VALUES`]. Padding is not counted.
+    pub counts: B::Buf<u64>,
+}
+
+impl<B: Backend> Found<B> {
+    /// Index of the number of finite values that are larger than was expected: they saturate. None where nothing was expected.
+    pub const SATURATED: usize = 0;
+    /// Index of the number of values.
+    pub const VALUES: usize = 1;
+}
+
+/// Quantizes a matrix `[rows, cols]`. A line that ends inside a block is zero-extended: the block's scale is that of the values there are.
+///
+/// With `groups` the rows are ragged: blocks down the columns start at each group's start, what lies past a group's
+/// length reads as zero, and padding is not counted.
+///
+/// With `hadamard` the values are first transformed along the contraction of the plane: along the rows, or down the
+/// columns from each group's start, where what is missing of a group's last transform block reads as +0. Its rows
+/// become numbers like others, which draw the random bits of row id 0 (without groups: of their position); past it
+/// the codes are 0.
+///
+/// With `delayed` a span's scale is that of [`Codec::for_tensor`] for the magnitude that its record expects. Where that is 0 the span is
+/// measured, as it is without `delayed`. What is larger than expected saturates. A block with a NaN or an infinity gets zero codes and is counted, and
+/// the scale that is stored for its span is NaN; the span's other blocks are encoded all the same, since one pass does not know.
+///
+/// With `only_for` a backend may write what products of those numbers take in place of codes ([`BlockScaled::taken`]): the very numbers that they would
+/// make of the codes. What is counted is counted of the codes. Nothing but such a product reads it then. The CPU writes codes all the same.
+///
+/// With `amax` the matrices are parts of larger ones: their largest magnitudes are not measured but these, and are what is found under `delayed`. So
+/// parts get the codes and scales that they have in the whole.
+#[derive(Debug)]
+pub struct Quantize<'a, B: Backend> {
+    /// F32 or BF16.
+    pub x: &'a Tensor<B>,
+    /// Format, scale rule and rounding.
+    pub codec: Codec,
+    /// Which planes.
+    pub planes: Planes,
+    /// Ragged rows.
+    pub groups: Option<&'a Groups<B>>,
+    /// Matrices stacked in `x` (tiles and rows only): each is a span.
+    pub stack: usize,
+    /// Random bits for stochastic rounding, or for scales that are rounded so, which take those of a block's first element and the purpose `Scale`; element (row, col) uses index first + row_id · cols + col, in the transposed plane of a weight as well.
+    pub random: Option<Random<'a, B>>,
+    /// A transform before the blocks are made (row or column planes, one at a time).
+    pub hadamard: Option<Hadamard<'a, B>>,
+    /// Scales of earlier steps instead of measured ones.
+    pub delayed: Option<Delayed<'a, B>>,
+    /// Of each matrix of the stack the largest magnitude, as [`MeasureAmax`] has it, and no smaller than its own (tiles only).
+    pub amax: Option<&'a B::Buf<f32>>,
+    /// The numbers of the products that alone read what is made; none where something else may.
+    pub only_for: Option<Numbers>,
+}
+
+impl<'a, B: Backend> Quantize<'a, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Dense rows, nearest rounding.
+    pub fn new(x: &'a Tensor<B>, codec: Codec, planes: Planes) -> Self {
+        Self {
+            x,
+            codec,
+            planes,
+            groups: None,
+            stack: 1,
+            random: None,
+            hadamard: None,
+            delayed: None,
+            amax: None,
+            only_for: None,
+        }
+    }
+
+    /// Spans that have a scale each, where a tensor has one.
+    pub fn spans(&self) -> usize {
+        self.groups.map_or(self.stack, |groups| groups.num_groups)
+    }
+
+    /// Checks shapes and the combination.
+    pub fn check(&self) -> Result<()> {
+        const OP: &str = "quantize";
+        let format = self.codec.format();
+        if !format.is_block() {
+            return Err(Error::unsupported(OP, format, "it is not a block format; use cast"));
+        }
+        check_stack(OP, self.x.rows, self.stack, self.planes)?;
+        if self.stack > 1 && self.groups.is_some() {
+            return Err(Error::shape(OP, "stack (with groups)", self.stack, "1: groups are spans already"));
+        }
+        if matches!(self.planes, Planes::Cols | Planes::Both) {
+            check_group_align(OP, self.groups, format)?;
+        }
+        check_group_rows(OP, self.groups, self.x.rows)?;
+        check_random(OP, self.codec, self.random.is_some())?;
+        if self.codec.scaling().correction != Correction::None && self.planes == Planes::Tiles {
+            let expected = "Rows, Cols or Both: a corrected scale is of a line's values";
+            return Err(Error::shape(OP, "planes (with correction)", "Tiles", expected));
+        }
+        let parts = self.random.map_or(0, |random| random.first).checked_rem(self.x.cols as u64);
+        if parts.is_some_and(|rest| rest != 0) {
+            let got = self.random.map_or(0, |random| random.first);
+            return Err(Error::shape(
+                OP,
+                "random.first",
+                got,
+                format!("a multiple of the {} columns", self.x.cols),
+            ));
+        }
+        let steps = [
+            ("random.step", self.random.and_then(|random| random.step)),
+            ("hadamard.step", self.hadamard.and_then(|hadamard| hadamard.step)),
+        ];
+        for (argument, step) in steps {
+            if step.is_some_and(|step| B::len(step) == 0) {
+                return Err(Error::shape(OP, argument, "an empty buffer", "the step"));
+            }
+        }
+        self.delayed.map_or(Ok(()), |delayed| self.check_delayed(delayed))?;
+        self.amax.map_or(Ok(()), |amax| self.check_amax(amax))?;
+        self.hadamard.map_or(Ok(()), |transform| self.check_hadamard(transform))
+    }
+
+    /// There is a record for every span, and nothing but the tensor's scale to delay.
+    fn check_delayed(&self, Delayed { records, first, stride }: Delayed<'_, B>) -> Result<()> {
+        const OP: &str = "quantize";
+        if !self.codec.format().may_be_delayed() {
+            let why = "scales of earlier steps are for formats with one scale a tensor and none beside it";
+            return Err(Error::unsupported(OP, self.codec.format(), why));
+        }
+        if self.hadamard.is_some() {
+            return Err(Error::shape(OP, "hadamard (with delayed)", "given", "none"));
+        }
+        if self.planes == Planes::Tiles && !self.codec.format().spec().tiles {
+            let why = "its weights have no tiles: scales of earlier steps are for rows, columns and tiles";
+            return Err(Error::unsupported(OP, self.codec.format(), why));
+        }
+        let (len, spans) = (B::len(records), self.spans());
+        let place = |span: usize| span.checked_mul(stride)?.checked_add(first);
+        if spans > 0 && place(spans - 1).is_none_or(|place| place >= len) {
+            let expected = format!("a record for each of {spans} spans, from {first} on, {stride} apart");
+            return Err(Error::shape(OP, "delayed.records", len, expected));
+        }
+        Ok(())
+    }
+
+    /// There is a scale that it decides, of each matrix.
+    fn check_amax(&self, amax: &B::Buf<f32>) -> Result<()> {
+        const OP: &str = "quantize";
+        check_tensor_scale(OP, self.codec)?;
+        if self.planes != Planes::Tiles {
+            let got = format!("{:?}", self.planes);
+            return Err(Error::shape(OP, "planes (with amax)", got, "Tiles: it is for parts of weights"));
+        }
+        expect_eq(OP, "amax.len()", B::len(amax), self.stack)
+    }
+
+    /// A transform runs along one contraction, in whole blocks.
+    fn check_hadamard(&self, Hadamard { len, signs, .. }: Hadamard<'_, B>) -> Result<()> {
+        const OP: &str = "quantize";
+        if !hadamard::LENGTHS.contains(&len) {
+            return Err(Error::shape(OP, "hadamard.len", len, "16, 32, 64 or 128"));
+        }
+        if signs.purpose != Purpose::Sign {
+            let got = format!("{:?}", signs.purpose);
+            return Err(Error::shape(OP, "hadamard.signs.purpose", got, "Sign"));
+        }
+        let whole = format!("a multiple of the transform's {len}");
+        // Blocks of 128 are extended by zeros to whole ones, which any transform divides; padding of groups is there already.
+        let extended = self.groups.is_none() && self.codec.format().column_step() >= 128;
+        match (self.planes, self.groups) {
+            (Planes::Rows, _) if !self.x.cols.is_multiple_of(len) => {
+                Err(Error::shape(OP, "columns of x", self.x.cols, whole))
+            }
+            (Planes::Cols, Some(groups)) if !groups.align.is_multiple_of(len) => {
+                Err(Error::shape(OP, "groups.align", groups.align, whole))
+            }
+            (Planes::Cols, _) if !extended && !self.x.rows.is_multiple_of(len) => {
+                Err(Error::shape(OP, "rows of x", self.x.rows, whole))
+            }
+            (Planes::Rows | Planes::Cols, _) => Ok(()),
+            (planes @ (Planes::Both | Planes::Tiles), _) => {
+                let expected = "Rows or Cols: a transform runs along the contraction of one plane";
+                Err(Error::shape(OP, "planes (with hadamard)", format!("{planes:?}"), expected))
+            }
+        }
+    }
+
+    /// Its result: planes yet to be written, and zeros for what is counted and found. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<Emitted<B>> {
+        self.result_as(b, Taken::AsIs)
+    }
+
+    /// The same for a backend that writes its numbers in this form.
+    pub fn result_as(&self, b: &B, taken: Taken) -> Result<Emitted<B>> {
+        let made = self.uncounted_as(b, taken)?;
+        Ok(Emitted { counts: Some(Counts::zeros(b)?), ..made })
+    }
+
+    /// The same without counts, for what is counted together with others.
+    pub fn uncounted_as(&self, b: &B, taken: Taken) -> Result<Emitted<B>> {
+        let found = |_| -> Result<_> {
+            let mut amax = b.zeros(self.spans())?;
+            if let Some(known) = self.amax {
+                b.copy(known, 0..self.spans(), &mut amax, 0)?;
+            }
+            Ok(Found { amax, counts: b.counters(2)? })
+        };
+        let found = self.delayed.map(found).transpose()?;
+        let transform = self.hadamard.filter(|_| self.planes == Planes::Cols).map_or(1, |h| h.len);
+        let step = self.codec.format().column_step().max(transform);
+        let [rows, cols] =
+            planes(b, (self.codec, self.planes, taken), (self.x.rows, self.x.cols, self.stack), step)?;
+        Ok(Emitted { rows, cols, counts: None, found })
+    }
+}
+
+/// The largest magnitude of each matrix of a stack, of which the scale of a tensor follows. What is not finite does not count where blocks have
+/// records that could be marked, and otherwise makes it NaN. Without values it is 0.
+#[derive(Debug)]
+pub struct MeasureAmax<'a, B: Backend> {
+    /// F32 or BF16, the matrices one under the other.
+    pub x: &'a Tensor<B>,
+    /// Of a scale for the tensor.
+    pub codec: Codec,
+    /// Matrices.
+    pub stack: usize,
+}
+
+impl<B: Backend> MeasureAmax<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks the stack, and that there is such a scale.
+    pub fn check(&self) -> Result<()> {
+        const OP: &str = "measure_amax";
+        check_tensor_scale(OP, self.codec)?;
+        check_stack(OP, self.x.rows, self.stack, Planes::Tiles)
+    }
+
+    /// Its result before anything is measured: zeros. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<B::Buf<f32>> {
+        b.zeros(self.stack)
+    }
+}
+
+/// Decodes a block-scaled tensor to plain elements, in its logical shape `[rows, cols]` whatever its axis.
+#[derive(Debug)]
+pub struct Dequantize<'a, B: Backend> {
+    /// The quantized tensor.
+    pub x: &'a BlockScaled<B>,
+    /// F32 (code · scale; under a tensor's scale rounded, then multiplied by that and rounded again) or BF16 (that, rounded to nearest even).
+    pub dtype: DType,
+}
+
+impl<B: Backend> Dequantize<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks the planes' lengths.
+    pub fn check(&self) -> Result<()> {
+        check_planes("dequantize", self.x)
+    }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<Tensor<B>> {
+        Tensor::unwritten(b, self.dtype, self.x.rows, self.x.cols)
+    }
+}
+
+/// Column blocks must not cross from one group to the next.
+pub(crate) fn check_group_align<B: Backend>(
+    op: &'static str,
+    groups: Option<&Groups<B>>,
+    format: Format,
+) -> Result<()> {
+    let block = format.column_step();
+    match groups {
+        Some(g) if g.align % block != 0 => Err(Error::shape(
+            op,
+            "groups.align",
+            g.align,
+            format!("a multiple of {format}'s block of {block}"),
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// Ragged operations take exactly the capacity's rows.
+pub(crate) fn check_group_rows<B: Backend>(
+    op: &'static str,
+    groups: Option<&Groups<B>>,
+    rows: usize,
+) -> Result<()> {
+    match groups {
+        Some(g) => expect_eq(op, "rows (against groups.capacity)", rows, g.capacity),
+        None => Ok(()),
+    }
+}
+
+/// All blocks of a tensor share a scale.
+fn check_tensor_scale(op: &'static str, codec: Codec) -> Result<()> {
+    match codec.scale_kind().has_tensor_scale() {
+        true => Ok(()),
+        false => Err(Error::unsupported(op, codec.format(), "it has no scale of a tensor")),
+    }
+}
+
+/// What draws needs a stream.
+///
+/// # Errors
+/// [`Error::Shape`] that says what is drawn.
+pub fn check_random(op: &'static str, codec: Codec, is_given: bool) -> Result<()> {
+    if is_given || !codec.draws() {
+        return Ok(());
+    }
+    let expected = match codec.scaling().correction {
+        Correction::None => format!("a stream: rounding is {}", codec.rounding()),
+        correction => format!("a stream: scales are rounded at random by {correction}"),
+    };
+    Err(Error::shape(op, "random", "none", expected))
+}
+
+/// Only tiles and rows know a stack, of equal matrices.
+pub(crate) fn check_stack(op: &'static str, rows: usize, stack: usize, planes: Planes) -> Result<()> {
+    if stack == 0 || !rows.is_multiple_of(stack) {
+        return Err(Error::shape(op, "stack", stack, format!("a divisor of the {rows} rows")));
+    }
+    if stack > 1 && !matches!(planes, Planes::Tiles | Planes::Rows) {
+        return Err(Error::shape(op, "stack", stack, "1, unless tiles or rows are written"));
+    }
+    Ok(())
+}
+
+/// The lengths of codes and scales follow from the shape, and from format and rule; and the codes are there.
+pub(crate) fn check_planes<B: Backend>(op: &'static str, x: &BlockScaled<B>) -> Result<()> {
+    x.check_has_codes(op)?;
+    check_lengths(op, x)
+}
+
+/// The same where numbers may lie in the form that products take.
+pub(crate) fn check_lengths<B: Backend>(op: &'static str, x: &BlockScaled<B>) -> Result<()> {
+    let [codes, scales] = x.expected_bytes();
+    expect_eq(op, "bytes of x.codes", B::len(&x.codes), codes)?;
+    expect_eq(op, "bytes of x.scales (against x.rule)", B::len(&x.scales), scales)?;
+    let tensor_scale = x.tensor_scale.as_ref().map(B::len);
+    let rows = x.scale_kind().has_tensor_scale().then_some(x.rows);
+    expect_eq(op, "values of x.tensor_scale", tensor_scale.unwrap_or(0), rows.unwrap_or(0))
+}
+
+/// The axis must be this one.
+pub(crate) fn check_axis<B: Backend>(
+    op: &'static str,
+    argument: &'static str,
+    x: &BlockScaled<B>,
+    axis: BlockAxis,
+) -> Result<()> {
+    expect_eq(op, argument, x.axis, axis)
+}

@@ -1,0 +1,114 @@
+use crate::error::expect_eq;
+use crate::ops::convert::quantize::{
+    check_axis, check_group_align, check_group_rows, check_planes, check_stack, weight_planes,
+};
+use crate::ops::{Counts, Planes};
+use crate::{Agreement, Backend, BlockScaled, Error, Groups, Result};
+use nibble_formats::{BlockAxis, Format, ScaleLayout, ScaleRule};
+
+/// Every conversion there is: from blocks of this format along rows, to blocks of that one along this axis.
+pub const CONVERSIONS: [(Format, Format, BlockAxis); 5] = [
+    (Format::Mxfp4, Format::E4m3, BlockAxis::Row),
+    (Format::Mxfp4, Format::E4m3, BlockAxis::Col),
+    (Format::Mxfp4, Format::E4m3, BlockAxis::Tile),
+    (Format::E4m3, Format::E4m3, BlockAxis::Col),
+    (Format::E4m3, Format::Mxfp4, BlockAxis::Row),
+];
+
+/// The scale rule of what a conversion makes of blocks of `from` when it is asked for `to`. MXFP4 gets scales chosen anew, by the rule that is asked for. E4M3
+/// in columns keeps the rule of its rows. What is lifted from MXFP4 has the scales of [`Format::LIFTED`], whatever rule chose those of the source.
+pub fn converted_rule(from: (Format, ScaleRule), to: (Format, ScaleRule)) -> ScaleRule {
+    match (from, to) {
+        (_, (Format::Mxfp4, rule)) => rule,
+        ((Format::Mxfp4, _), _) => Format::LIFTED.1,
+        ((_, rule), _) => rule,
+    }
+}
+
+/// Converts one block format to another without passing through a plain tensor.
+///
+/// * MXFP4 rows → E4M3 rows, and → E4M3 columns: the *lift*. Exact while the scales of a block lie within 14 octaves.
+/// * MXFP4 rows → E4M3 tiles: the lift of a weight, as it stands and transposed. One scale for 128 × 128, of each matrix of a stack
+///   (`x.stack`) by itself.
+/// * E4M3 rows → E4M3 columns (power-of-two scales): by exponent shift to the largest of the 128 row scales.
+/// * E4M3 rows → MXFP4 rows: the same bits as quantizing the decoded values.
+///
+/// The counts' denominator is the blocks (of the source format) with a non-zero code; pads are excluded.
+#[derive(Debug)]
+pub struct Transcode<'a, B: Backend> {
+    /// Row-blocked source.
+    pub x: &'a BlockScaled<B>,
+    /// Target format.
+    pub to: Format,
+    /// Target axis.
+    pub axis: BlockAxis,
+    /// Target scale rule: only E4M3 → MXFP4 chooses scales by it ([`converted_rule`]).
+    pub rule: ScaleRule,
+    /// Ragged rows; not for tiles. Column output is zero past each group's length.
+    pub groups: Option<&'a Groups<B>>,
+}
+
+/// The result of [`Transcode`].
+#[derive(Debug, Clone)]
+pub struct Transcoded<B: Backend> {
+    /// The converted tensor.
+    pub out: BlockScaled<B>,
+    /// Of tiles: the same of the transposed matrices, the other plane of a weight.
+    pub transposed: Option<BlockScaled<B>>,
+    /// Blocks with a non-zero code, of those inexact, blocks marked NaN.
+    pub counts: Counts<B>,
+}
+
+impl<B: Backend> Transcode<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks shapes and the combination.
+    pub fn check(&self) -> Result<()> {
+        const OP: &str = "transcode";
+        check_planes(OP, self.x)?;
+        expect_eq(OP, "x.scale_layout", self.x.scale_layout, ScaleLayout::RowMajor)?;
+        check_axis(OP, "x.axis", self.x, BlockAxis::Row)?;
+        check_group_rows(OP, self.groups, self.x.rows)?;
+        let (from, to, axis) = (self.x.format, self.to, self.axis);
+        if !CONVERSIONS.contains(&(from, to, axis)) {
+            let known = CONVERSIONS.map(|(from, to, axis)| format!("{from} → {to} ({axis})")).join(", ");
+            let why = format!("no conversion to {to} ({axis}); there are {known}");
+            return Err(Error::unsupported(OP, from, why));
+        }
+        // Only MXFP4 gets scales chosen anew; the others are made of the source's exponents.
+        if to == Format::E4m3 {
+            self.x.e8m0_scales(OP)?;
+        }
+        match axis {
+            BlockAxis::Row => Ok(()),
+            BlockAxis::Col => check_group_align(OP, self.groups, to),
+            BlockAxis::Tile => {
+                check_stack(OP, self.x.rows, self.x.stack, Planes::Tiles)?;
+                match self.groups {
+                    Some(_) => Err(Error::shape(OP, "groups", "given", "none: square tiles are for weights")),
+                    None => Ok(()),
+                }
+            }
+        }
+    }
+
+    /// Its result: planes yet to be written, and counts of zero. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<Transcoded<B>> {
+        let x = self.x;
+        let stored = (self.to, converted_rule((x.format, x.rule), (self.to, self.rule)));
+        let (out, transposed) = match self.axis {
+            BlockAxis::Tile => {
+                let [out, transposed] = weight_planes(b, stored, (x.rows, x.cols, x.stack))?;
+                (out, Some(transposed))
+            }
+            BlockAxis::Col => {
+                let capacity = x.rows.next_multiple_of(self.to.spec().block);
+                let out = BlockScaled::unwritten(b, stored, BlockAxis::Col, (capacity, x.cols, 1))?;
+                (BlockScaled { shared_cols: x.format.spec().block, ..out }, None)
+            }
+            BlockAxis::Row => (BlockScaled::unwritten(b, stored, BlockAxis::Row, (x.rows, x.cols, 1))?, None),
+        };
+        Ok(Transcoded { out, transposed, counts: Counts::zeros(b)? })
+    }
+}

@@ -1,0 +1,109 @@
+use crate::error::expect_eq;
+use crate::{Agreement, Backend, DType, Result, Tensor};
+
+/// y = x / sqrt(mean(x²) + eps) · weight, along each row, in F32, rounded once to the type of x.
+///
+/// The sum of squares runs over 256 lanes: element i goes to lane i mod 256, each lane in order by fma from 0, and the
+/// lanes are closed by the halving tree 128, 64, …, 1 (lane l with lane l + 128, and so on). Lanes past the row's end are
+/// zeros. 256 lanes are the 32 threads of a warp with 8 elements each of a load of 16 bytes.
+#[derive(Debug)]
+pub struct RmsNorm<'a, B: Backend> {
+    /// `[rows, d]`, F32 or BF16.
+    pub x: &'a Tensor<B>,
+    /// Added to x first, and the sum rounded, with the bits of [`Add`](crate::ops::Add): the norm is that of the sum.
+    pub plus: Option<&'a Tensor<B>>,
+    /// F32 `[1, d]`.
+    pub weight: &'a Tensor<B>,
+    /// Added to the mean square.
+    pub eps: f32,
+}
+
+/// The result of [`RmsNorm`].
+#[derive(Debug, Clone)]
+pub struct RmsNormOut<B: Backend> {
+    /// `[rows, d]`, type of x.
+    pub y: Tensor<B>,
+    /// 1 / sqrt(mean(x²) + eps) of each row.
+    pub inv_rms: B::Buf<f32>,
+    /// x + plus, where there is a plus.
+    pub sum: Option<Tensor<B>>,
+}
+
+impl<'a, B: Backend> RmsNorm<'a, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// The norm of x alone.
+    pub fn new(x: &'a Tensor<B>, weight: &'a Tensor<B>, eps: f32) -> Self {
+        Self { x, plus: None, weight, eps }
+    }
+
+    /// Checks shapes.
+    pub fn check(&self) -> Result<()> {
+        const OP: &str = "rms_norm";
+        expect_eq(OP, "shape of weight", self.weight.shape(), (1, self.x.cols))?;
+        expect_eq(OP, "type of weight", self.weight.dtype(), DType::F32)?;
+        check_plus(OP, self.plus, self.x)
+    }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<RmsNormOut<B>> {
+        let inv_rms = b.alloc(self.x.rows)?;
+        let y = self.x.unwritten_like(b)?;
+        Ok(RmsNormOut { y, inv_rms, sum: self.plus.map(|_| self.x.unwritten_like(b)).transpose()? })
+    }
+}
+
+/// What is added to a tensor is like it.
+fn check_plus<B: Backend>(op: &'static str, plus: Option<&Tensor<B>>, x: &Tensor<B>) -> Result<()> {
+    let Some(plus) = plus else { return Ok(()) };
+    expect_eq(op, "shape of plus", plus.shape(), x.shape())?;
+    expect_eq(op, "type of plus", plus.dtype(), x.dtype())
+}
+
+/// The backward pass of [`RmsNorm`]: returns dx and adds each shard's dweight.
+///
+/// With x̂ = x · inv_rms: dx = inv_rms · (dy·w − x̂ · mean(dy·w·x̂)), whose sum is fma(dy·w, x̂, ·) over the lanes of
+/// [`RmsNorm`]. dw = Σ over the shard's rows of dy · x̂: rows in chunks of [`RmsNormBackward::CHUNK`], each summed in order
+/// by fma from 0; the chunks' sums by the tree over neighbours ((0+1)+(2+3))…, in which an odd one out passes up
+/// unchanged; then added once to dweight.
+#[derive(Debug)]
+pub struct RmsNormBackward<'a, B: Backend> {
+    /// The input.
+    pub x: &'a Tensor<B>,
+    /// F32 `[1, d]`.
+    pub weight: &'a Tensor<B>,
+    /// From the forward pass.
+    pub inv_rms: &'a B::Buf<f32>,
+    /// Same shape as x.
+    pub dy: &'a Tensor<B>,
+    /// Added to the rounded dx, and the result rounded again: the bits of [`Add`](crate::ops::Add). Same shape as x.
+    pub plus: Option<&'a Tensor<B>>,
+    /// F32 `[shards, d]`; rows are divided evenly among the shards. Added to.
+    pub dweight: &'a mut Tensor<B>,
+}
+
+impl<B: Backend> RmsNormBackward<'_, B> {
+    /// Rows of a chunk of dweight's sum.
+    pub const CHUNK: usize = 64;
+
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks shapes.
+    pub fn check(&self) -> Result<()> {
+        const OP: &str = "rms_norm_backward";
+        expect_eq(OP, "shape of dy", self.dy.shape(), self.x.shape())?;
+        expect_eq(OP, "type of dy", self.dy.dtype(), self.x.dtype())?;
+        expect_eq(OP, "shape of weight", self.weight.shape(), (1, self.x.cols))?;
+        expect_eq(OP, "columns of dweight", self.dweight.cols, self.x.cols)?;
+        expect_eq(OP, "inv_rms.len()", B::len(self.inv_rms), self.x.rows)?;
+        check_plus(OP, self.plus, self.x)?;
+        expect_eq(OP, "rows modulo the shards of dweight", self.x.rows % self.dweight.rows.max(1), 0)
+    }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<Tensor<B>> {
+        self.x.unwritten_like(b)
+    }
+}

@@ -1,0 +1,89 @@
+use crate::error::expect_eq;
+use crate::{Agreement, Backend, Error, Result, Tensor};
+
+/// Rotary position embedding on the last elements of each head, mostly all of them; those before are copied. Halves convention: of c elements
+/// that turn, element i is paired with i + c/2.
+///
+/// The backward pass is the inverse rotation.
+#[derive(Debug)]
+pub struct Rope<'a, B: Backend> {
+    /// `[t, heads · head_dim]`.
+    pub x: &'a Tensor<B>,
+    /// F32 `[positions, c]`: cosines of the c/2 angles, then sines. Made on the host.
+    pub table: &'a Tensor<B>,
+    /// Elements of a head: even, c or more.
+    pub head_dim: usize,
+    /// Where rows are.
+    pub positions: &'a Positions<B>,
+    /// Rotate back.
+    pub inverse: bool,
+}
+
+/// Where the rows of sequences that lie one after the other are: row r at `first` + r mod `seq_len` − `starts[r]`, so that positions begin
+/// anew with each document of a sequence.
+///
+/// Operations cannot check what lies on a device. They take a start that is out of range, 0 to r mod `seq_len`, as the nearest one in range.
+#[derive(Debug, Clone)]
+pub struct Positions<B: Backend> {
+    /// Rows of one sequence.
+    pub seq_len: usize,
+    /// Position of the first row of a document.
+    pub first: usize,
+    /// For each row the row of its sequence with which its document begins. Never decreases within a sequence. Without it a sequence is one
+    /// document.
+    pub starts: Option<B::Buf<i32>>,
+}
+
+impl<B: Backend> Positions<B> {
+    /// Of sequences that are one document each, from position 0 on.
+    pub fn of_sequences(seq_len: usize) -> Self {
+        Self { seq_len, first: 0, starts: None }
+    }
+
+    /// Rows are whole sequences, whose positions the table has, and each has a start.
+    pub(in crate::ops) fn check(&self, op: &'static str, rows: usize, table: &Tensor<B>) -> Result<()> {
+        let positions = self.first.saturating_add(self.seq_len);
+        if self.seq_len == 0 || positions > table.rows {
+            return Err(Error::shape(op, "positions", positions, format!("1 to {}", table.rows)));
+        }
+        expect_eq(op, "rows modulo seq_len", rows % self.seq_len, 0)?;
+        self.starts.as_ref().map_or(Ok(()), |starts| expect_eq(op, "starts.len()", B::len(starts), rows))
+    }
+}
+
+/// x has whole heads of this size and whole sequences, whose positions the table has.
+pub(in crate::ops) fn check_turn<B: Backend>(
+    op: &'static str,
+    x: &Tensor<B>,
+    (table, head_dim): (&Tensor<B>, usize),
+    positions: &Positions<B>,
+) -> Result<()> {
+    let turned = table.cols;
+    if turned == 0 || !turned.is_multiple_of(2) {
+        return Err(Error::shape(op, "columns of table", turned, "an even number above 0"));
+    }
+    if head_dim < turned || !head_dim.is_multiple_of(2) {
+        let expected = format!("an even number from the {turned} columns of the table on");
+        return Err(Error::shape(op, "head_dim", head_dim, expected));
+    }
+    if !x.cols.is_multiple_of(head_dim) {
+        let expected = format!("a multiple of head_dim = {head_dim}");
+        return Err(Error::shape(op, "columns of x", x.cols, expected));
+    }
+    positions.check(op, x.rows, table)
+}
+
+impl<B: Backend> Rope<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks shapes.
+    pub fn check(&self) -> Result<()> {
+        check_turn("rope", self.x, (self.table, self.head_dim), self.positions)
+    }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<Tensor<B>> {
+        self.x.unwritten_like(b)
+    }
+}

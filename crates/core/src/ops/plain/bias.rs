@@ -1,0 +1,52 @@
+use crate::error::expect_eq;
+use crate::ops::RmsNormBackward;
+use crate::{Agreement, Backend, DType, Result, Tensor};
+
+/// x + bias, each row, in F32, rounded once to the type of x. In place: x is what a product has just made.
+#[derive(Debug)]
+pub struct AddBias<'a, B: Backend> {
+    /// `[rows, n]`, F32 or BF16. Overwritten.
+    pub x: &'a mut Tensor<B>,
+    /// F32 `[1, n]`.
+    pub bias: &'a Tensor<B>,
+}
+
+impl<B: Backend> AddBias<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks shapes.
+    pub fn check(&self) -> Result<()> {
+        const OP: &str = "add_bias";
+        expect_eq(OP, "shape of bias", self.bias.shape(), (1, self.x.cols))?;
+        expect_eq(OP, "type of bias", self.bias.dtype(), DType::F32)
+    }
+}
+
+/// The backward pass of [`AddBias`]: adds Σ over each shard's rows of dy to its row of dbias. The gradient of x is dy itself.
+///
+/// The sum is that of [`RmsNormBackward`]: rows in chunks of [`AddBiasBackward::CHUNK`], each in order from 0, the chunks by
+/// the tree over neighbours, then once to dbias.
+#[derive(Debug)]
+pub struct AddBiasBackward<'a, B: Backend> {
+    /// `[rows, n]`, F32 or BF16.
+    pub dy: &'a Tensor<B>,
+    /// F32 `[shards, n]`; rows are divided evenly among the shards. Added to.
+    pub dbias: &'a mut Tensor<B>,
+}
+
+impl<B: Backend> AddBiasBackward<'_, B> {
+    /// Rows of a chunk of the sum.
+    pub const CHUNK: usize = RmsNormBackward::<B>::CHUNK;
+
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks shapes.
+    pub fn check(&self) -> Result<()> {
+        const OP: &str = "add_bias_backward";
+        expect_eq(OP, "columns of dbias", self.dbias.cols, self.dy.cols)?;
+        expect_eq(OP, "type of dbias", self.dbias.dtype(), DType::F32)?;
+        expect_eq(OP, "rows modulo the shards of dbias", self.dy.rows % self.dbias.rows.max(1), 0)
+    }
+}

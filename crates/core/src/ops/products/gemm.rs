@@ -1,0 +1,336 @@
+use crate::error::expect_eq;
+use crate::ops::convert::quantize::{check_axis, check_lengths};
+use crate::ops::products::numbers::{Numbers, Stored, Taken};
+use crate::{Agreement, Backend, DType, Error, Grouping, Groups, Operand, Result, Tensor};
+use nibble_formats::BlockAxis;
+
+/// The sizes of a product D `[m, n]` = A `[m, k]` · B `[n, k]`ᵀ.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ProductDims {
+    /// Rows of A and D.
+    pub m: usize,
+    /// Rows of B, columns of D.
+    pub n: usize,
+    /// The contraction.
+    pub k: usize,
+}
+
+/// What the rows of a product's groups are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ragged {
+    /// Rows of A and D; each group has a matrix of B. Forward, and gradient of the data.
+    Rows,
+    /// The contraction; each group has a matrix of D. Gradient of the weights.
+    Contraction,
+}
+
+/// An operand of a product, its numbers aside.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Factor {
+    /// How it is stored.
+    pub stored: Stored,
+    /// Rows of the logical matrix, all groups together.
+    pub rows: usize,
+    /// Columns of the logical matrix.
+    pub cols: usize,
+    /// Neighbouring columns known to share scales.
+    pub shared_cols: usize,
+    /// What it has become already, when it was quantized.
+    pub taken: Taken,
+}
+
+impl Factor {
+    /// Stored so, as codes, of whose scales nothing more is known.
+    pub const fn new(stored: Stored, rows: usize, cols: usize) -> Self {
+        Self { stored, rows, cols, shared_cols: 1, taken: Taken::AsIs }
+    }
+
+    /// Of a plain matrix.
+    pub const fn plain(dtype: DType, rows: usize, cols: usize) -> Self {
+        Self::new(Stored::plain(dtype), rows, cols)
+    }
+
+    /// Of an operand.
+    pub fn of<B: Backend>(x: &Operand<B>) -> Self {
+        let new = Self::new(Stored::of(x), x.rows(), x.cols());
+        match x {
+            Operand::Plain(_) => new,
+            Operand::Block(q) => Self { shared_cols: q.shared_cols, taken: q.taken, ..new },
+        }
+    }
+
+    /// Numbers of the logical matrix.
+    pub const fn len(&self) -> usize {
+        self.rows * self.cols
+    }
+
+    /// Whether it has none.
+    pub const fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// A product D `[m, n]` = A · Bᵀ, its numbers aside: all that a backend chooses its way by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ProductDesc {
+    /// What a group's rows are.
+    pub ragged: Ragged,
+    /// None where the product is dense.
+    pub groups: Option<Grouping>,
+    /// Of all groups together: rows of A and D and the contraction, or with [`Ragged::Contraction`] of one matrix of D and of all rows.
+    pub dims: ProductDims,
+    /// A.
+    pub a: Factor,
+    /// B.
+    pub b: Factor,
+    /// The type of D.
+    pub out: DType,
+    /// Whether D is added to.
+    pub accumulate: bool,
+}
+
+impl ProductDesc {
+    /// Groups; a dense product is one.
+    pub fn num_groups(&self) -> usize {
+        self.groups.map_or(1, |groups| groups.count)
+    }
+
+    /// Whether there is nothing to multiply.
+    pub fn is_empty(&self) -> bool {
+        let ProductDims { m, n, k } = self.dims;
+        m == 0 || n == 0 || k == 0 || self.num_groups() == 0
+    }
+
+    /// Two a multiply-add.
+    pub fn flops(&self) -> f64 {
+        let ProductDims { m, n, k } = self.dims;
+        2.0 * m as f64 * n as f64 * k as f64
+    }
+}
+
+/// A product as all operations ask a backend for it.
+#[derive(Debug)]
+pub struct ProductArgs<'a, B: Backend> {
+    /// The operation, for errors.
+    pub op: &'static str,
+    /// What a group's rows are.
+    pub ragged: Ragged,
+    /// None where the product is dense.
+    pub groups: Option<&'a Groups<B>>,
+    /// As in [`ProductDesc`].
+    pub dims: ProductDims,
+    /// A.
+    pub a: &'a Operand<B>,
+    /// B.
+    pub b: &'a Operand<B>,
+    /// Whether D is added to.
+    pub accumulate: bool,
+}
+
+impl<B: Backend> Clone for ProductArgs<'_, B> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<B: Backend> Copy for ProductArgs<'_, B> {}
+
+impl<B: Backend> ProductArgs<'_, B> {
+    /// The same without its numbers, with D of this type.
+    pub fn desc(&self, out: DType) -> ProductDesc {
+        let &Self { ragged, dims, accumulate, .. } = self;
+        let (groups, a, b) = (self.groups.map(Grouping::of), Factor::of(self.a), Factor::of(self.b));
+        ProductDesc { ragged, groups, dims, a, b, out, accumulate }
+    }
+}
+
+/// A dense product D = A·Bᵀ.
+///
+/// Operands are plain or block-scaled (A by `Row`, B by `Row` or `Tile`), in any pair. [`Numbers`] says of a pair which numbers are multiplied.
+/// Of block-scaled codes: within a block the dot product, then total = fma(dot, scale_a · scale_b, total) in F32. Of BF16 numbers that are decoded:
+/// sums without blocks; scales of a tensor multiply the sum.
+#[derive(Debug)]
+pub struct Gemm<'a, B: Backend> {
+    /// `[m, k]`.
+    pub a: &'a Operand<B>,
+    /// `[n, k]`.
+    pub b: &'a Operand<B>,
+    /// Type of D.
+    pub out: DType,
+}
+
+impl<'a, B: Backend> Gemm<'a, B> {
+    /// What backends owe each other, but for operands that the tensor cores take: see [`FP8_AGREEMENT`](crate::ops::FP8_AGREEMENT) and
+    /// [`BF16_AGREEMENT`](crate::ops::BF16_AGREEMENT).
+    pub const AGREEMENT: Agreement = Agreement::RelL2(1e-6);
+
+    /// Checks shapes and the combination.
+    pub fn check(&self) -> Result<ProductDims> {
+        const OP: &str = "gemm";
+        check_pair(OP, self.a, self.b)?;
+        check_stack(OP, self.b, 1)?;
+        expect_eq(OP, "k of b", self.b.cols(), self.a.cols())?;
+        Ok(ProductDims { m: self.a.rows(), n: self.b.rows(), k: self.a.cols() })
+    }
+
+    /// The product that it is, checked.
+    pub fn product(&self) -> Result<ProductArgs<'a, B>> {
+        let (op, ragged, dims) = ("gemm", Ragged::Rows, self.check()?);
+        Ok(ProductArgs { op, ragged, groups: None, dims, a: self.a, b: self.b, accumulate: false })
+    }
+
+    /// D, yet to be written; zeros where the contraction is of nothing. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<Tensor<B>> {
+        let (m, n) = (self.a.rows(), self.b.rows());
+        if self.a.cols() == 0 {
+            return Tensor::zeros(b, self.out, m, n);
+        }
+        Tensor::unwritten(b, self.out, m, n)
+    }
+}
+
+/// Ragged rows times expert weights, all groups at once: rows of group g multiply matrix g. Serves fprop (w as it
+/// stands) and dgrad (w transposed). Rows past a group's length are zero in D.
+#[derive(Debug)]
+pub struct GroupedGemm<'a, B: Backend> {
+    /// `[capacity, k]`.
+    pub x: &'a Operand<B>,
+    /// `num_groups` stacked matrices `[n, k]`.
+    pub w: &'a Operand<B>,
+    /// Which rows belong to which matrix.
+    pub groups: &'a Groups<B>,
+    /// Type of D.
+    pub out: DType,
+}
+
+impl<'a, B: Backend> GroupedGemm<'a, B> {
+    /// What backends owe each other, but for operands that the tensor cores take: see [`FP8_AGREEMENT`](crate::ops::FP8_AGREEMENT) and
+    /// [`BF16_AGREEMENT`](crate::ops::BF16_AGREEMENT).
+    pub const AGREEMENT: Agreement = Agreement::RelL2(1e-6);
+
+    /// Checks shapes and the combination. `m` is the capacity.
+    pub fn check(&self) -> Result<ProductDims> {
+        const OP: &str = "grouped_gemm";
+        check_pair(OP, self.x, self.w)?;
+        check_stack(OP, self.w, self.groups.num_groups)?;
+        expect_eq(OP, "k of w", self.w.cols(), self.x.cols())?;
+        expect_eq(OP, "rows of x (against groups.capacity)", self.x.rows(), self.groups.capacity)?;
+        expect_eq(OP, "rows of w modulo the groups", self.w.rows() % self.groups.num_groups.max(1), 0)?;
+        Ok(ProductDims {
+            m: self.x.rows(),
+            n: self.w.rows() / self.groups.num_groups.max(1),
+            k: self.x.cols(),
+        })
+    }
+
+    /// The product that it is, checked.
+    pub fn product(&self) -> Result<ProductArgs<'a, B>> {
+        let (op, ragged, dims, groups) = ("grouped_gemm", Ragged::Rows, self.check()?, Some(self.groups));
+        Ok(ProductArgs { op, ragged, groups, dims, a: self.x, b: self.w, accumulate: false })
+    }
+
+    /// D, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<Tensor<B>> {
+        Tensor::unwritten(b, self.out, self.x.rows(), self.w.rows() / self.groups.num_groups.max(1))
+    }
+}
+
+/// Weight gradients of all groups: for each group g, dW_g `[n, k]` = dY_gᵀ · X_g, contracted over the group's rows in
+/// order.
+///
+/// Plain operands are row-major `[capacity, n]` and `[capacity, k]`; block-scaled ones are `Col`, and any two go together. Groups start at
+/// multiples of [`Numbers::column_step`]. An empty group's gradient is zero.
+#[derive(Debug)]
+pub struct GroupedWgrad<'a, B: Backend> {
+    /// `[capacity, n]`.
+    pub dy: &'a Operand<B>,
+    /// `[capacity, k]`.
+    pub x: &'a Operand<B>,
+    /// The rows of each group.
+    pub groups: &'a Groups<B>,
+    /// F32 or BF16 `[num_groups · n, k]`; BF16 is the F32 gradient, rounded to nearest even.
+    pub grad: &'a mut Tensor<B>,
+    /// Add to `grad` (one F32 addition an element, then rounded to its type) rather than overwrite it.
+    pub accumulate: bool,
+}
+
+impl<'a, B: Backend> GroupedWgrad<'a, B> {
+    /// What backends owe each other, but for operands that the tensor cores take: see [`FP8_AGREEMENT`](crate::ops::FP8_AGREEMENT) and
+    /// [`BF16_AGREEMENT`](crate::ops::BF16_AGREEMENT).
+    pub const AGREEMENT: Agreement = Agreement::RelL2(1e-6);
+
+    /// Checks shapes and the combination. `m` = n of the layer, `n` = k of the layer, `k` = the capacity.
+    pub fn check(&self) -> Result<ProductDims> {
+        const OP: &str = "grouped_wgrad";
+        for (argument, x) in [("dy.axis", self.dy), ("x.axis", self.x)] {
+            if let Operand::Block(q) = x {
+                check_lengths(OP, q)?;
+                check_axis(OP, argument, q, BlockAxis::Col)?;
+            }
+        }
+        check_taken(OP, self.dy, self.x)?;
+        let step = Numbers::column_step(Stored::of(self.dy), Stored::of(self.x));
+        if !self.groups.align.is_multiple_of(step) {
+            let (dy, x) = (self.dy.format(), self.x.format());
+            let expected = format!("a multiple of {step}, the longest block of {dy} beside {x}");
+            return Err(Error::shape(OP, "groups.align", self.groups.align, expected));
+        }
+        expect_eq(OP, "rows of dy (against groups.capacity)", self.dy.rows(), self.groups.capacity)?;
+        expect_eq(OP, "rows of x (against groups.capacity)", self.x.rows(), self.groups.capacity)?;
+        let dims = ProductDims { m: self.dy.cols(), n: self.x.cols(), k: self.dy.rows() };
+        expect_eq(OP, "shape of grad", self.grad.shape(), (self.groups.num_groups * dims.m, dims.n))?;
+        Ok(dims)
+    }
+
+    /// The product that it is, checked, and its D.
+    pub fn product(self) -> Result<(ProductArgs<'a, B>, &'a mut Tensor<B>)> {
+        let (op, ragged, dims) = ("grouped_wgrad", Ragged::Contraction, self.check()?);
+        let Self { dy: a, x: b, groups, grad, accumulate } = self;
+        Ok((ProductArgs { op, ragged, groups: Some(groups), dims, a, b, accumulate }, grad))
+    }
+}
+
+fn check_pair<B: Backend>(op: &'static str, a: &Operand<B>, b: &Operand<B>) -> Result<()> {
+    if let Operand::Block(a) = a {
+        check_lengths(op, a)?;
+        check_axis(op, "axis of the first operand", a, BlockAxis::Row)?;
+    }
+    if let Operand::Block(b) = b {
+        check_lengths(op, b)?;
+        if b.axis == BlockAxis::Col {
+            return Err(Error::shape(op, "axis of the second operand", "Col", "Row or Tile"));
+        }
+    }
+    check_taken(op, a, b)
+}
+
+/// What was quantized for products of some numbers is not multiplied as others.
+fn check_taken<B: Backend>(op: &'static str, a: &Operand<B>, b: &Operand<B>) -> Result<()> {
+    let numbers = Numbers::of(Stored::of(a), Stored::of(b));
+    if let Operand::Block(q) = b
+        && q.taken == Taken::Lifted
+        && Stored::block(q).lifted_as(true) != Stored::block(q).lifted()
+    {
+        let why = "its rows were lifted for a first operand; those of a second one are lifted in squares";
+        return Err(Error::unsupported(op, q.format, why.to_owned()));
+    }
+    for (x, other) in [(a, b), (b, a)] {
+        let Operand::Block(q) = x else { continue };
+        if q.taken == Taken::AsIs || (numbers != Numbers::F32 && numbers.takes(Stored::of(x)) == q.taken) {
+            continue;
+        }
+        let why =
+            format!("it was quantized for products of other numbers than those beside {}", other.format());
+        return Err(Error::unsupported(op, q.format, why));
+    }
+    Ok(())
+}
+
+fn check_stack<B: Backend>(op: &'static str, w: &Operand<B>, stack: usize) -> Result<()> {
+    match w {
+        Operand::Block(q) if q.axis == BlockAxis::Tile => {
+            expect_eq(op, "stacked matrices of the weight", q.stack, stack)
+        }
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,251 @@
+//! Which numbers a product multiplies. Any two formats multiply, with blocks of any lengths, or one of them plain. [`Numbers::of`]
+//! chooses the narrowest numbers that both operands reach. Every backend asks it, so all backends multiply the same numbers.
+//!
+//! * **FP8.** E4M3 and E5M2 codes under a scale for 128 values or more are multiplied as they are. FP8 codes are exact BF16 numbers, so
+//!   the dot product within a block is the BF16 dot; then `total = fma(dot, scale_a · scale_b, total)` in F32. MX blocks of FP4 and FP6
+//!   are *lifted*: four blocks of 32 become one E4M3 block of 128. `nibble_formats::lift` says when that is exact.
+//! * **BF16.** Other quantized operands become codes times the scales of their blocks, rounded to BF16. The rounding changes nothing for
+//!   formats that fold (`Format::folds_into_bf16`): all but those with F32 scales of blocks or rows. A tensor's scale multiplies the sum.
+//! * **F32.** Where one operand is plain F32 (`activations = "f32"`), the other becomes the F32 numbers that it stands for.
+//!
+//! A recipe may name the conversion instead: `transcode` then lifts a tensor once before the product, and counts what it rounds. A
+//! product counts nothing.
+//!
+//! What only products read need not exist as codes. A layer says so when it quantizes (`Quantize::only_for`, with the numbers of those
+//! products from its plan), and a GPU then writes what the products take ([`Taken`]). No bit of a result changes. The CPU backend, which
+//! is the specification, always writes codes.
+
+use crate::{Agreement, DType};
+use nibble_formats::{BlockAxis, Codec, Element, Format, LIFTED_BLOCK, ScaleRule, WHOLE_LINE};
+use std::fmt;
+
+/// What backends owe each other for E4M3 and E5M2 operands under a scale for 128 or more, with F32 output. Hopper's tensor cores align the products
+/// of a sum to the largest and keep some 13 bits below it, where F32 keeps 23; promoting partial sums every 128 of the contraction
+/// leaves 1.6e-4 on random data, 3e-4 on heavy tails, and up to 6e-4 where one product of a block towers above the others:
+/// outliers along the contraction. That was measured of E4M3. What is cut off depends on the largest product alone and not on the elements, of which
+/// every product is exact: 8 bits of two E4M3, 7 beside E5M2, 6 of two of those.
+pub const FP8_AGREEMENT: Agreement = Agreement::RelL2(7e-4);
+
+/// The same for BF16 operands, of whose products the tensor cores keep more, and for all other quantized ones, which are decoded; and for F32 ones that
+/// they take in BF16 parts: all three, which are exact from 2⁻¹¹⁰ on, with a BF16 operand beside them; two for a BF16 result. An infinity may become NaN.
+pub const BF16_AGREEMENT: Agreement = Agreement::RelL2(3e-5);
+
+/// How an operand of a product is stored, as far as that decides how it is multiplied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Stored {
+    /// Plain or quantized.
+    pub format: Format,
+    /// How scales were chosen; of no meaning where it is plain.
+    pub rule: ScaleRule,
+    /// Along what blocks run; of no meaning where it is plain.
+    pub axis: BlockAxis,
+}
+
+impl Stored {
+    /// Of a plain matrix.
+    pub const fn plain(dtype: DType) -> Self {
+        let format = match dtype {
+            DType::F32 => Format::F32,
+            DType::Bf16 => Format::Bf16,
+        };
+        Self { format, rule: ScaleRule::Amax, axis: BlockAxis::Row }
+    }
+
+    /// Of what a codec makes along an axis of a matrix of this type, of which none makes nothing.
+    pub fn made(codec: Option<Codec>, axis: BlockAxis, dtype: DType) -> Self {
+        match codec {
+            Some(codec) => Self { format: codec.format(), rule: codec.rule(), axis },
+            None => Self::plain(dtype),
+        }
+    }
+
+    /// The element of codes that FP8 units read: E4M3 or E5M2, under a scale for [`LIFTED_BLOCK`] values or more.
+    pub fn fp8(self) -> Option<Element> {
+        let spec = self.format.spec();
+        let is_long = spec.block.is_multiple_of(LIFTED_BLOCK) || spec.block == WHOLE_LINE;
+        spec.element.filter(|element| is_long && [Element::E4M3, Element::E5M2].contains(element))
+    }
+
+    /// Whether it becomes FP8 by a lift ([`Format::lift`]).
+    fn is_lifted(self) -> bool {
+        self.format.lift(self.rule, self.axis).is_some()
+    }
+
+    /// What a lift makes of it, along the same lines.
+    pub const fn lifted(self) -> Self {
+        let (format, rule) = Format::LIFTED;
+        Self { format, rule, axis: self.axis }
+    }
+
+    /// What a lift makes of the first or the second operand of a product: the same along the same lines, but of a second one's rows, which are those of
+    /// a weight, squares of [`LIFTED_BLOCK`]. Products with one scale for so many columns of the result are the faster ones, and the scales of a weight
+    /// lie near each other.
+    pub const fn lifted_as(self, is_second: bool) -> Self {
+        let axis = match self.axis {
+            BlockAxis::Row if is_second => BlockAxis::Tile,
+            axis => axis,
+        };
+        Self { axis, ..self.lifted() }
+    }
+}
+
+impl fmt::Display for Stored {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.format.is_block() {
+            true => write!(f, "{} {} {}", self.format, self.axis, self.rule),
+            false => write!(f, "{}", self.format),
+        }
+    }
+}
+
+/// The numbers that a product multiplies: the narrowest that both operands reach.
+///
+/// | | FP8, a scale for 128 or more | MX blocks of E2M1, E2M3, E3M2 | any other block format | BF16 | F32 |
+/// |---|---|---|---|---|---|
+/// | FP8, a scale for 128 or more | FP8 | FP8 | BF16 | BF16 | F32 |
+/// | MX blocks of E2M1, E2M3, E3M2 | FP8 | FP8 | BF16 | BF16 | F32 |
+/// | any other block format | BF16 | BF16 | BF16 | BF16 | F32 |
+/// | BF16 | BF16 | BF16 | BF16 | BF16 | F32 |
+/// | F32 | F32 | F32 | F32 | F32 | F32 |
+///
+/// What an operand becomes for that is [`Numbers::takes`]. FP8 and BF16 have F32 sums.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Numbers {
+    /// Codes of E4M3 and E5M2. Scales multiply the dot of a block, or the sum.
+    Fp8,
+    /// BF16 numbers. A tensor's scale multiplies the sum.
+    Bf16,
+    /// F32 numbers. Asked for by a plain F32 operand alone.
+    F32,
+}
+
+/// What an operand becomes before it is multiplied. A product counts nothing of what it rounds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Taken {
+    /// Nothing else: codes that FP8 units read, or plain numbers.
+    AsIs,
+    /// E4M3 under powers of two for 128 values along the same lines ([`Stored::lifted`]), of a second operand's rows for squares of them
+    /// ([`Stored::lifted_as`]). Exact while the scales that become one lie within the octaves of the element
+    /// ([`nibble_formats::Lift::octaves`]); what is not is rounded to nearest even.
+    Lifted,
+    /// Plain numbers: for BF16 a code times the scales of its block, without the tensor's, in F32 and then rounded to nearest
+    /// even, which changes nothing where the format folds ([`Format::folds_into_bf16`]); for F32 the number that it stands for.
+    Decoded,
+}
+
+impl Numbers {
+    /// Of these two, in either order.
+    pub fn of(a: Stored, b: Stored) -> Self {
+        match [a, b] {
+            pair if pair.iter().any(|x| x.format == Format::F32) => Self::F32,
+            pair if pair.iter().all(|x| x.fp8().is_some() || x.is_lifted()) => Self::Fp8,
+            _ => Self::Bf16,
+        }
+    }
+
+    /// What one of its operands becomes. Plain numbers stay what they are: BF16 ones are F32 numbers.
+    pub fn takes(self, x: Stored) -> Taken {
+        match self {
+            _ if !x.format.is_block() => Taken::AsIs,
+            Self::Fp8 if x.fp8().is_some() => Taken::AsIs,
+            Self::Fp8 => Taken::Lifted,
+            Self::Bf16 | Self::F32 => Taken::Decoded,
+        }
+    }
+
+    /// What groups of rows start at multiples of where the contraction of these two runs down the rows: whole blocks of both, as they are stored
+    /// and as they are multiplied.
+    pub fn column_step(a: Stored, b: Stored) -> usize {
+        let numbers = Self::of(a, b);
+        let step = |x: Stored| match numbers.takes(x) {
+            Taken::Lifted => x.lifted().format.column_step(),
+            Taken::AsIs | Taken::Decoded => x.format.column_step(),
+        };
+        step(a).max(step(b))
+    }
+
+    /// What backends owe each other of a product with a quantized operand.
+    pub const fn agreement(self) -> Agreement {
+        match self {
+            Self::Fp8 => FP8_AGREEMENT,
+            Self::Bf16 | Self::F32 => BF16_AGREEMENT,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nibble_formats::ScaleKind;
+
+    /// Every format under every rule along every axis that it may have.
+    fn all() -> Vec<Stored> {
+        let mut all = vec![Stored::plain(DType::F32), Stored::plain(DType::Bf16)];
+        for format in Format::ALL.into_iter().filter(|format| format.is_block()) {
+            for &rule in format.spec().rules {
+                let tile = format.spec().tiles.then_some(BlockAxis::Tile);
+                let axes = [BlockAxis::Row, BlockAxis::Col].into_iter().chain(tile);
+                all.extend(axes.map(|axis| Stored { format, rule, axis }));
+            }
+        }
+        all
+    }
+
+    /// The column of the table that an operand belongs to, by facts of its format alone.
+    fn column(x: Stored) -> usize {
+        let spec = x.format.spec();
+        let of = |elements: &[Element]| spec.element.is_some_and(|element| elements.contains(&element));
+        let is_mx = spec.block == 32 && x.format.scale_kind(x.rule) == ScaleKind::E8M0;
+        match x.format {
+            Format::F32 => 4,
+            Format::Bf16 => 3,
+            _ if of(&[Element::E4M3, Element::E5M2]) && spec.block >= 128 => 0,
+            _ if of(&[Element::E2M1, Element::E2M3, Element::E3M2]) && is_mx => 1,
+            _ => 2,
+        }
+    }
+
+    #[test]
+    fn every_pair_has_the_numbers_of_the_table() {
+        use Numbers::{Bf16, F32, Fp8};
+        const TABLE: [[Numbers; 5]; 5] = [
+            [Fp8, Fp8, Bf16, Bf16, F32],
+            [Fp8, Fp8, Bf16, Bf16, F32],
+            [Bf16, Bf16, Bf16, Bf16, F32],
+            [Bf16, Bf16, Bf16, Bf16, F32],
+            [F32, F32, F32, F32, F32],
+        ];
+        let all = all();
+        assert!((0..5).all(|c| all.iter().any(|x| column(*x) == c)), "each column has a format");
+        for (a, b) in all.iter().flat_map(|a| all.iter().map(move |b| (*a, *b))) {
+            assert_eq!(Numbers::of(a, b), TABLE[column(a)][column(b)], "{a:?} {b:?}");
+        }
+    }
+
+    /// What operands become has the same numbers, and becomes nothing else.
+    #[test]
+    fn what_is_taken_is_what_is_multiplied() {
+        let all = all();
+        for (a, b) in all.iter().flat_map(|a| all.iter().map(move |b| (*a, *b))) {
+            let numbers = Numbers::of(a, b);
+            let [x, y] = [a, b].map(|x| match (numbers.takes(x), numbers) {
+                (Taken::AsIs, _) => x,
+                (Taken::Lifted, _) => x.lifted(),
+                (Taken::Decoded, Numbers::F32) => Stored::plain(DType::F32),
+                (Taken::Decoded, _) => Stored::plain(DType::Bf16),
+            });
+            assert_eq!(Numbers::of(x, y), numbers, "{a:?} {b:?}");
+            assert!([x, y].iter().all(|x| numbers.takes(*x) == Taken::AsIs), "{a:?} {b:?}");
+            if numbers.takes(b) == Taken::Lifted {
+                let squares = b.lifted_as(true);
+                assert_eq!((Numbers::of(x, squares), numbers.takes(squares)), (numbers, Taken::AsIs));
+                let axis = if b.axis == BlockAxis::Row { BlockAxis::Tile } else { b.axis };
+                assert_eq!((squares.format, squares.axis), (y.format, axis), "{b:?}");
+            }
+            let step = Numbers::column_step(a, b);
+            for x in [a, b, x, y] {
+                assert!(step.is_multiple_of(x.format.column_step()), "{a:?} {b:?}: {step}");
+            }
+        }
+    }
+}

@@ -1,0 +1,90 @@
+use crate::error::expect_eq;
+use crate::{Agreement, Backend, Error, Result, Tensor};
+
+/// Sums the rows of each token up a binary tree over leaves: to `[t, d]`.
+///
+/// A node of the leaves `lo..hi` has the children `lo..mid` and `mid..hi`, mid = lo + (hi − lo) / 2. Each slot of a token has its row at one
+/// leaf. Where both children of a node have rows, their sums are added in F32 and the result is rounded to the rows' type, left + right;
+/// where one has, its sum is that of the node as it is, to the bit (−0 and the payload of a NaN stay). A token without rows gives zeros.
+/// Several slots at one leaf are added in slot order, each sum rounded.
+///
+/// So a part of the tree can be summed elsewhere: where `ranks` is a power of two that divides `leaves`, the sums over each rank's equal
+/// share of them are leaves of a tree of `ranks`, and the root is of the same bits.
+#[derive(Debug)]
+pub struct CombineTree<'a, B: Backend> {
+    /// The rows.
+    pub rows: &'a Tensor<B>,
+    /// For each (token, slot) its row; a slot without such a row is not summed. `[t·k]`
+    pub index: &'a B::Buf<i32>,
+    /// For each (token, slot) its leaf; a slot without such a leaf is not summed. `[t·k]`
+    pub leaf: &'a B::Buf<i32>,
+    /// Leaves of the tree.
+    pub leaves: usize,
+    /// Added to the root, and the result rounded again: the bits of [`Add`](crate::ops::Add).
+    pub plus: Option<&'a Tensor<B>>,
+    /// Slots a token.
+    pub top_k: usize,
+}
+
+impl<B: Backend> CombineTree<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks lengths, and `plus`.
+    pub fn check(&self) -> Result<()> {
+        const OP: &str = "combine_tree";
+        if self.leaves == 0 || self.leaves >= 1 << 31 {
+            return Err(Error::shape(OP, "leaves", self.leaves, "1 to 2^31 − 1"));
+        }
+        let slots = B::len(self.index);
+        if self.top_k == 0 || !slots.is_multiple_of(self.top_k) {
+            let expected = format!("a multiple of top_k = {}", self.top_k);
+            return Err(Error::shape(OP, "index.len()", slots, expected));
+        }
+        expect_eq(OP, "leaf.len()", B::len(self.leaf), slots)?;
+        if let Some(plus) = self.plus {
+            expect_eq(OP, "shape of plus", plus.shape(), (self.tokens(), self.rows.cols))?;
+            expect_eq(OP, "type of plus", plus.dtype(), self.rows.dtype())?;
+        }
+        Ok(())
+    }
+
+    /// Tokens to write. For checked arguments.
+    pub fn tokens(&self) -> usize {
+        B::len(self.index) / self.top_k
+    }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<Tensor<B>> {
+        Tensor::unwritten(b, self.rows.dtype(), self.tokens(), self.rows.cols)
+    }
+}
+
+/// The inverse of a list of slots: for each slot the row that has it, −1 where none has. What [`CombineTree`] takes of a
+/// [`PermuteMap`](crate::PermuteMap) whose rows are of some slots only.
+#[derive(Debug)]
+pub struct FindSlots<'a, B: Backend> {
+    /// The (token, slot) of each row, as a map's `row_slot`; negative on padding. No slot stands twice. `[r]`
+    pub row_slot: &'a B::Buf<i32>,
+    /// How many slots there are: t·k. One that is not below that is no slot.
+    pub slots: usize,
+}
+
+impl<B: Backend> FindSlots<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks sizes.
+    pub fn check(&self) -> Result<()> {
+        let most = self.slots.max(B::len(self.row_slot));
+        if most >= 1 << 31 {
+            return Err(Error::shape("find_slots", "slots or row_slot.len()", most, "below 2^31"));
+        }
+        Ok(())
+    }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<B::Buf<i32>> {
+        b.alloc(self.slots)
+    }
+}

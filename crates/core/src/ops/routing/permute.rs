@@ -1,0 +1,313 @@
+use crate::error::expect_eq;
+use crate::ops::convert::quantize::check_planes;
+use crate::{Agreement, Backend, Error, Groups, Occupancy, Operand, PermuteMap, Result, RowKind, Tensor};
+
+/// Sorts received (token, slot) pairs by expert: the order (expert, global token, slot), stable, each group padded to
+/// a multiple of `align`.
+///
+/// Too many rows and a wrong `num_slots` are found on the device: [`crate::Occupancy::verify`] tells of them. A backend
+/// that sees the slots on the host may say at once that there are too many, and of experts and tokens that are out of range or order.
+#[derive(Debug)]
+pub struct PlanPermute<'a, B: Backend> {
+    /// Local expert of each (received token, slot), −1 where the slot is not of this rank: `tokens · top_k`.
+    pub expert: &'a B::Buf<i32>,
+    /// Global index of each received token, strictly ascending. Of tokens without a slot of this rank it does not matter.
+    pub token_id: &'a B::Buf<i32>,
+    /// Slots a token.
+    pub top_k: usize,
+    /// How many slots are occupied. Where there are fewer, the last values of `slot_row` are −1, and the occupancy tells.
+    pub num_slots: usize,
+    /// Local experts.
+    pub num_groups: usize,
+    /// Alignment of each group's start.
+    pub align: usize,
+    /// Rows the permuted buffers hold.
+    pub capacity: usize,
+}
+
+impl<B: Backend> PlanPermute<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks lengths.
+    pub fn check(&self) -> Result<()> {
+        const OP: &str = "plan_permute";
+        if self.align == 0 || self.top_k == 0 || self.num_groups == 0 {
+            return Err(Error::shape(
+                OP,
+                "(align, top_k, num_groups)",
+                format!("({}, {}, {})", self.align, self.top_k, self.num_groups),
+                "all at least 1",
+            ));
+        }
+        expect_eq(OP, "capacity modulo align", self.capacity % self.align, 0)?;
+        let slots = B::len(self.expert);
+        if self.num_slots > slots {
+            return Err(Error::shape(
+                OP,
+                "num_slots",
+                self.num_slots,
+                format!("at most {slots}, all of them"),
+            ));
+        }
+        if self.num_slots > self.capacity {
+            return Err(Error::Capacity { op: OP, needed: self.num_slots, capacity: self.capacity });
+        }
+        let padding = self.num_groups.saturating_mul(self.align);
+        if slots.max(self.capacity).saturating_add(padding) >= 1 << 31 || self.top_k >= 1 << 31 {
+            let got = format!(
+                "{slots} ({} a token) in {} groups, capacity {}",
+                self.top_k, self.num_groups, self.capacity
+            );
+            return Err(Error::shape(OP, "slots", got, "row numbers below 2^31, padding included"));
+        }
+        expect_eq(OP, "expert.len()", B::len(self.expert), B::len(self.token_id) * self.top_k)
+    }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<PermuteMap<B>> {
+        let &Self { num_groups, align, capacity, num_slots, .. } = self;
+        let (start, len, row_id) = (b.alloc(num_groups + 1)?, b.alloc(num_groups)?, b.alloc(capacity)?);
+        let (source_row, row_slot) = (b.alloc(capacity)?, b.alloc(capacity)?);
+        let slot_row = b.alloc(num_slots)?;
+        let groups = Groups { start, len, row_id, num_groups, align, capacity, rows_each: None };
+        let occupancy = Occupancy { found: b.alloc(2)?, num_slots, capacity };
+        Ok(PermuteMap { groups, source_row, row_slot, slot_row, num_slots, occupancy })
+    }
+}
+
+/// Copies received rows to their expert-sorted places, codes and scales alike. Padding gets code 0 and scale byte 0
+/// (2⁻¹²⁶ for F32 scales), plain padding zeros.
+#[derive(Debug)]
+pub struct Permute<'a, B: Backend> {
+    /// Received rows: plain, or blocks along the row.
+    pub rows: &'a Operand<B>,
+    /// The order.
+    pub map: &'a PermuteMap<B>,
+}
+
+impl<B: Backend> Permute<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks planes.
+    pub fn check(&self) -> Result<()> {
+        check_rows("permute", self.rows)
+    }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<Operand<B>> {
+        self.rows.row_kind().unwritten(b, self.map.groups.capacity)
+    }
+}
+
+/// Rows that can be moved one by one.
+fn check_rows<B: Backend>(op: &'static str, rows: &Operand<B>) -> Result<()> {
+    if let Operand::Block(q) = rows {
+        check_planes(op, q)?;
+        expect_eq(op, "rows.axis", q.axis, nibble_formats::BlockAxis::Row)?;
+    }
+    Ok(())
+}
+
+/// Brings expert-sorted rows back to (received token, slot) order, codes and scales alike, one row a slot, padding dropped:
+/// `[num_slots, cols]`.
+#[derive(Debug)]
+pub struct Unpermute<'a, B: Backend> {
+    /// Expert-sorted rows `[capacity, cols]`: plain, or blocks along the row.
+    pub rows: &'a Operand<B>,
+    /// The order.
+    pub map: &'a PermuteMap<B>,
+}
+
+impl<B: Backend> Unpermute<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks planes, and the number of rows.
+    pub fn check(&self) -> Result<()> {
+        check_rows("unpermute", self.rows)?;
+        expect_eq("unpermute", "rows", self.rows.rows(), self.map.groups.capacity)
+    }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<Operand<B>> {
+        self.rows.row_kind().unwritten(b, self.map.num_slots)
+    }
+}
+
+/// `out[i] = values[index[i]]`, 0 where the index is negative. Brings gate weights to expert-sorted rows and their
+/// gradients back.
+#[derive(Debug)]
+pub struct GatherScalars<'a, B: Backend> {
+    /// Source values.
+    pub values: &'a B::Buf<f32>,
+    /// Where each result comes from.
+    pub index: &'a B::Buf<i32>,
+}
+
+impl<B: Backend> GatherScalars<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Nothing the host can see is wrong: indices are the backend's own, from a [`PermuteMap`].
+    pub fn check(&self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<B::Buf<f32>> {
+        b.alloc(B::len(self.index))
+    }
+}
+
+/// Sums the `top_k` rows of each token in F32, in slot order from slot 0's row, and rounds once to the rows' type: to `[t, d]`.
+#[derive(Debug)]
+pub struct CombineSlots<'a, B: Backend> {
+    /// The rows: one a (token, slot), unless `index` says where they lie.
+    pub rows: &'a Tensor<B>,
+    /// For each (token, slot) its row; zeros where there is no such row. The same as [`Unpermute`] or [`PackRows`] first, without
+    /// writing the rows in between.
+    pub index: Option<&'a B::Buf<i32>>,
+    /// Added to the rounded sums, and the result rounded again: the bits of [`Add`](crate::ops::Add).
+    pub plus: Option<&'a Tensor<B>>,
+    /// Slots a token.
+    pub top_k: usize,
+}
+
+impl<'a, B: Backend> CombineSlots<'a, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// All rows in order, and nothing more.
+    pub fn new(rows: &'a Tensor<B>, top_k: usize) -> Self {
+        Self { rows, index: None, plus: None, top_k }
+    }
+
+    /// Checks rows.
+    pub fn check(&self) -> Result<()> {
+        let (argument, slots) = match self.index {
+            Some(index) => ("index.len()", B::len(index)),
+            None => ("rows", self.rows.rows),
+        };
+        if self.top_k == 0 || !slots.is_multiple_of(self.top_k) {
+            let expected = format!("a multiple of top_k = {}", self.top_k);
+            return Err(Error::shape("combine_slots", argument, slots, expected));
+        }
+        if let Some(plus) = self.plus {
+            expect_eq("combine_slots", "shape of plus", plus.shape(), (self.tokens(), self.rows.cols))?;
+            expect_eq("combine_slots", "type of plus", plus.dtype(), self.rows.dtype())?;
+        }
+        Ok(())
+    }
+
+    /// Tokens to write. For checked arguments.
+    pub fn tokens(&self) -> usize {
+        self.index.map_or(self.rows.rows, B::len) / self.top_k
+    }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<Tensor<B>> {
+        Tensor::unwritten(b, self.rows.dtype(), self.tokens(), self.rows.cols)
+    }
+}
+
+/// Lays chosen rows out as messages: codes ‖ scales ‖ the tensor's scale where there is one ‖ zeros to a multiple
+/// of 16 bytes ([`RowKind::row_bytes`]). Where an index is negative, zeros.
+#[derive(Debug)]
+pub struct PackRows<'a, B: Backend> {
+    /// Plain rows, or blocks along the row.
+    pub rows: &'a Operand<B>,
+    /// Which rows, in message order.
+    pub index: &'a B::Buf<i32>,
+}
+
+impl<B: Backend> PackRows<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks planes.
+    pub fn check(&self) -> Result<()> {
+        match self.rows {
+            Operand::Plain(_) => Ok(()),
+            Operand::Block(q) => {
+                q.check_rows_travel("pack_rows", "rows")?;
+                check_planes("pack_rows", q)
+            }
+        }
+    }
+
+    /// Its result: zeros where records are padded, otherwise yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<B::Buf<u8>> {
+        let kind = self.rows.row_kind();
+        let len = B::len(self.index).checked_mul(kind.row_bytes());
+        let len = len.ok_or_else(|| {
+            Error::shape("pack_rows", "index.len()", B::len(self.index), "a buffer that fits the memory")
+        })?;
+        if kind.is_padded() { b.zeros(len) } else { b.alloc(len) }
+    }
+}
+
+/// The inverse of [`PackRows`]: messages to rows.
+#[derive(Debug)]
+pub struct UnpackRows<'a, B: Backend> {
+    /// The messages, back to back.
+    pub bytes: &'a B::Buf<u8>,
+    /// How each row lies.
+    pub kind: RowKind,
+}
+
+impl<B: Backend> UnpackRows<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks the length.
+    pub fn check(&self) -> Result<()> {
+        check_messages("unpack_rows", B::len(self.bytes), self.kind)
+    }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<Operand<B>> {
+        self.kind.unwritten(b, B::len(self.bytes) / self.kind.row_bytes())
+    }
+}
+
+/// Whole records, of rows that have a kind.
+fn check_messages(op: &'static str, bytes: usize, kind: RowKind) -> Result<()> {
+    if kind.cols == 0 {
+        return Err(Error::shape(op, "kind.cols", 0, "at least 1"));
+    }
+    kind.check_rule(op)?;
+    expect_eq(op, "bytes modulo the record's length", bytes % kind.row_bytes(), 0)
+}
+
+/// [`Permute`] of what [`UnpackRows`] makes of messages, without writing the rows in between.
+#[derive(Debug)]
+pub struct UnpackPermute<'a, B: Backend> {
+    /// The messages, back to back.
+    pub bytes: &'a B::Buf<u8>,
+    /// How each row lies.
+    pub kind: RowKind,
+    /// The order.
+    pub map: &'a PermuteMap<B>,
+}
+
+impl<B: Backend> UnpackPermute<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks the length.
+    pub fn check(&self) -> Result<()> {
+        check_messages("unpack_permute", B::len(self.bytes), self.kind)
+    }
+
+    /// How many messages there are. For checked arguments.
+    pub fn messages(&self) -> usize {
+        B::len(self.bytes) / self.kind.row_bytes()
+    }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<Operand<B>> {
+        self.kind.unwritten(b, self.map.groups.capacity)
+    }
+}

@@ -1,0 +1,172 @@
+use crate::error::expect_eq;
+use crate::{Agreement, Backend, Error, Result};
+
+/// The rank of each (token, slot), where experts are divided among ranks evenly and in order: expert / `experts_each`. What a
+/// token needs of other ranks follows from it: [`PlanPermute`](crate::ops::PlanPermute) sorts slots by rank as it does by expert. An expert out of range is no
+/// error: its rank is −1, and it is not counted.
+#[derive(Debug)]
+pub struct AssignRanks<'a, B: Backend> {
+    /// Expert of each (token, slot), counted over all ranks: `[t·k]`.
+    pub expert: &'a B::Buf<i32>,
+    /// Slots a token.
+    pub top_k: usize,
+    /// Experts of a rank.
+    pub experts_each: usize,
+    /// Number of ranks.
+    pub world: usize,
+}
+
+/// What [`AssignRanks`] found.
+#[derive(Debug, Clone)]
+pub struct SlotRanks<B: Backend> {
+    /// Rank of each (token, slot); −1 where no rank has such an expert. `[t·k]`
+    pub rank: B::Buf<i32>,
+    /// The same, but −1 where an earlier slot of the token has the same rank: a token goes to a rank once. `[t·k]`
+    pub first: B::Buf<i32>,
+    /// For each rank the tokens that go there, then the slots: `[2·world]`.
+    pub counts: B::Buf<i32>,
+}
+
+impl<B: Backend> AssignRanks<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks sizes.
+    pub fn check(&self) -> Result<()> {
+        const OP: &str = "assign_ranks";
+        let experts = self.experts_each.checked_mul(self.world);
+        if experts.is_none_or(|experts| experts == 0 || experts >= 1 << 31) {
+            let got = format!("({}, {})", self.experts_each, self.world);
+            return Err(Error::shape(
+                OP,
+                "(experts_each, world)",
+                got,
+                "both at least 1, experts below 2^31",
+            ));
+        }
+        check_slots(OP, B::len(self.expert), self.top_k).map(drop)
+    }
+
+    /// Its result: ranks yet to be written, and counts of zero. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<SlotRanks<B>> {
+        let slots = B::len(self.expert);
+        Ok(SlotRanks { rank: b.alloc(slots)?, first: b.alloc(slots)?, counts: b.zeros(2 * self.world)? })
+    }
+}
+
+/// Tokens of so many slots.
+fn check_slots(op: &'static str, slots: usize, top_k: usize) -> Result<usize> {
+    if top_k == 0 || top_k >= 1 << 30 {
+        return Err(Error::shape(op, "top_k", top_k, "1 to 2^30 − 1"));
+    }
+    if slots >= 1 << 31 {
+        return Err(Error::shape(op, "expert.len()", slots, "below 2^31"));
+    }
+    expect_eq(op, "expert.len() modulo top_k", slots % top_k, 0)?;
+    Ok(slots / top_k)
+}
+
+/// Words of the record of one token: see [`PackSlots`].
+pub const fn record_words(top_k: usize) -> usize {
+    1 + 2 * top_k
+}
+
+/// What a rank learns of each token it is sent, in [`record_words`] words: the token's global number plus 1; for each slot its expert's
+/// number as that rank counts its own, plus 1, or 0 where another rank has it; for each slot the bits of its gate weight. So zeros are the record
+/// of no token.
+///
+/// Which rank that is, a slot tells: the rank of its expert. Of no slot (one that is negative or past the end) all words are 0; where the
+/// slot's expert is negative, those of all experts are.
+#[derive(Debug)]
+pub struct PackSlots<'a, B: Backend> {
+    /// For each record, a (token, slot) that goes to its rank: such rows' `row_slot` of a plan over [`SlotRanks::first`]. `[m]`
+    pub slot: &'a B::Buf<i32>,
+    /// As given to [`AssignRanks`]. `[t·k]`
+    pub expert: &'a B::Buf<i32>,
+    /// Gate weight of each (token, slot). `[t·k]`
+    pub weight: &'a B::Buf<f32>,
+    /// Slots a token.
+    pub top_k: usize,
+    /// As given to [`AssignRanks`].
+    pub experts_each: usize,
+    /// Global number of each token. `[t]`
+    pub token_id: &'a B::Buf<i32>,
+}
+
+impl<B: Backend> PackSlots<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks sizes.
+    pub fn check(&self) -> Result<()> {
+        const OP: &str = "pack_slots";
+        let tokens = check_slots(OP, B::len(self.expert), self.top_k)?;
+        expect_eq(OP, "weight.len()", B::len(self.weight), B::len(self.expert))?;
+        if self.experts_each == 0 || self.experts_each >= 1 << 31 {
+            return Err(Error::shape(OP, "experts_each", self.experts_each, "1 to 2^31 − 1"));
+        }
+        expect_eq(OP, "token_id.len()", B::len(self.token_id), tokens)?;
+        check_words(OP, "slot.len()", B::len(self.slot), self.top_k)
+    }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<B::Buf<i32>> {
+        b.alloc(B::len(self.slot) * record_words(self.top_k))
+    }
+}
+
+/// Records whose words can be counted.
+fn check_words(op: &'static str, argument: &'static str, records: usize, top_k: usize) -> Result<()> {
+    let words = records.saturating_mul(record_words(top_k));
+    if words >= 1 << 31 {
+        let expected = format!("below 2^31 words, {} a record", record_words(top_k));
+        return Err(Error::shape(op, argument, records, expected));
+    }
+    Ok(())
+}
+
+/// The inverse of [`PackSlots`]: records to what [`PlanPermute`](crate::ops::PlanPermute) and
+/// [`GatherScalars`](crate::ops::GatherScalars) take. Of a record of zeros the token is −1, every expert −1 and every weight 0.
+#[derive(Debug)]
+pub struct UnpackSlots<'a, B: Backend> {
+    /// Records back to back: `[m, record_words]`.
+    pub records: &'a B::Buf<i32>,
+    /// Slots a token.
+    pub top_k: usize,
+}
+
+/// What [`UnpackSlots`] returns.
+#[derive(Debug, Clone)]
+pub struct ReceivedSlots<B: Backend> {
+    /// Global number of each token. `[m]`
+    pub token_id: B::Buf<i32>,
+    /// Local expert of each (token, slot), −1 where it is another rank's. `[m·k]`
+    pub expert: B::Buf<i32>,
+    /// Gate weight of each (token, slot). `[m·k]`
+    pub weight: B::Buf<f32>,
+}
+
+impl<B: Backend> UnpackSlots<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks the length.
+    pub fn check(&self) -> Result<()> {
+        const OP: &str = "unpack_slots";
+        check_slots(OP, 0, self.top_k)?;
+        let words = record_words(self.top_k);
+        expect_eq(OP, "records.len() modulo the record's words", B::len(self.records) % words, 0)?;
+        check_words(OP, "records", self.records(), self.top_k)
+    }
+
+    /// How many there are.
+    pub fn records(&self) -> usize {
+        B::len(self.records) / record_words(self.top_k)
+    }
+
+    /// Its result, yet to be written. For checked arguments.
+    pub fn result(&self, b: &B) -> Result<ReceivedSlots<B>> {
+        let (records, slots) = (self.records(), self.records() * self.top_k);
+        Ok(ReceivedSlots { token_id: b.alloc(records)?, expert: b.alloc(slots)?, weight: b.alloc(slots)? })
+    }
+}

@@ -1,0 +1,64 @@
+use crate::error::expect_eq;
+use crate::ops::Control;
+use crate::{Agreement, Backend, DType, Error, Result, Tensor};
+
+/// One AdamW step of all parameters in place (decoupled weight decay, Loshchilov & Hutter 2019), all in F32:
+///
+/// g = grad · grad_scale; m = β₁m + (1−β₁)g; v = β₂v + (1−β₂)g²;
+/// w ← w − lr · weight_decay · w − lr · (m · bias1) / (sqrt(v · bias2) + eps).
+///
+/// BF16 moments are widened on reading and rounded to nearest even on writing; the update uses them unrounded. Where
+/// [`Control::STOP`] is set, nothing changes.
+#[derive(Debug)]
+pub struct AdamW<'a, B: Backend> {
+    /// The parameters. Together, so that a GPU takes a handful of launches for all of them.
+    pub tensors: Vec<AdamWTensor<'a, B>>,
+    /// Learning rate, bias corrections, clipping factor and whether to go on: see [`Control`].
+    pub control: &'a B::Buf<f32>,
+    /// β₁.
+    pub beta1: f32,
+    /// β₂.
+    pub beta2: f32,
+    /// Added to the denominator.
+    pub eps: f32,
+}
+
+/// One parameter of [`AdamW`].
+#[derive(Debug)]
+pub struct AdamWTensor<'a, B: Backend> {
+    /// F32 master weights.
+    pub param: &'a mut Tensor<B>,
+    /// F32 or BF16 gradient.
+    pub grad: &'a Tensor<B>,
+    /// First moment, F32 or BF16.
+    pub exp_avg: &'a mut Tensor<B>,
+    /// Second moment, of the same type.
+    pub exp_avg_sq: &'a mut Tensor<B>,
+    /// Decoupled weight decay.
+    pub weight_decay: f32,
+}
+
+const OP: &str = "adamw";
+
+impl<B: Backend> AdamWTensor<'_, B> {
+    fn check(&self) -> Result<()> {
+        expect_eq(OP, "shape of grad", self.grad.shape(), self.param.shape())?;
+        expect_eq(OP, "shape of exp_avg", self.exp_avg.shape(), self.param.shape())?;
+        expect_eq(OP, "shape of exp_avg_sq", self.exp_avg_sq.shape(), self.param.shape())?;
+        if self.param.dtype() != DType::F32 {
+            return Err(Error::shape(OP, "type of param", self.param.dtype(), DType::F32));
+        }
+        expect_eq(OP, "type of exp_avg_sq", self.exp_avg_sq.dtype(), self.exp_avg.dtype())
+    }
+}
+
+impl<B: Backend> AdamW<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks shapes and types.
+    pub fn check(&self) -> Result<()> {
+        expect_eq(OP, "control.len()", B::len(self.control), Control::LEN)?;
+        self.tensors.iter().try_for_each(AdamWTensor::check)
+    }
+}

@@ -1,0 +1,115 @@
+use crate::error::expect_eq;
+use crate::{Agreement, Backend, Error, Result};
+use nibble_formats::{AmaxOf, DelayedScaling};
+
+use crate::ops::Control;
+
+/// The records of some spans with one [`DelayedScaling`], one after the other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AmaxRecords {
+    /// How they change.
+    pub scaling: DelayedScaling,
+    /// Where the first of them begins.
+    pub first: usize,
+    /// How many there are.
+    pub spans: usize,
+}
+
+impl AmaxRecords {
+    /// Numbers that say where a span's record lies and how it changes: see [`AmaxRecords::words`].
+    pub const WORDS: usize = 4;
+
+    /// F32 of all of them.
+    pub fn len(&self) -> usize {
+        self.spans * self.scaling.record_len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.spans == 0
+    }
+
+    /// For each span: where its record begins, the length of its history, whether the most recent magnitude decides, and the margin.
+    ///
+    /// # Errors
+    /// If history or margin is out of range; [`Error::Shape`] where a record would begin past what a word can say.
+    pub fn words(&self) -> Result<impl Iterator<Item = u32> + use<>> {
+        let Self { scaling: DelayedScaling { history, amax, margin }, first, spans } = *self;
+        let len = DelayedScaling::new(history, amax, margin)?.record_len();
+        let end = spans.checked_mul(len).and_then(|values| values.checked_add(first));
+        if end.is_none_or(|end| u32::try_from(end).is_err()) {
+            let got = format!("{spans} records of {len} from {first} on");
+            return Err(Error::shape("push_amax", "spans", got, "records that end below 2^32"));
+        }
+        let recent = u32::from(amax == AmaxOf::MostRecent);
+        Ok((0..spans).flat_map(move |span| [(first + span * len) as u32, history, recent, margin]))
+    }
+}
+
+/// Ends a step for scales of later ones: every span's largest magnitude, which [`Collect`](crate::ops::Collect) brought to a table, goes into its
+/// record ([`DelayedScaling::push`]). Where [`Control::STOP`] is set nothing changes.
+#[derive(Debug)]
+pub struct PushAmax<'a, B: Backend> {
+    /// The step's table.
+    pub table: &'a B::Buf<f64>,
+    /// The cell of the first span.
+    pub at: usize,
+    /// [`AmaxRecords::words`] of every span, in the order of the cells.
+    pub spans: &'a B::Buf<u32>,
+    /// See [`Control`].
+    pub control: &'a B::Buf<f32>,
+    /// The records.
+    pub records: &'a mut B::Buf<f32>,
+}
+
+impl<B: Backend> PushAmax<'_, B> {
+    /// What backends owe each other.
+    pub const AGREEMENT: Agreement = Agreement::Bitwise;
+
+    /// Checks lengths. The words lie on the device: a span whose record does not lie in the records, or whose history or margin is out of
+    /// [`DelayedScaling`]'s range, is left out.
+    pub fn check(&self) -> Result<()> {
+        const OP: &str = "push_amax";
+        let (words, cells) = (B::len(self.spans), B::len(self.table));
+        if !words.is_multiple_of(AmaxRecords::WORDS) {
+            let expected = format!("a multiple of {}", AmaxRecords::WORDS);
+            return Err(Error::shape(OP, "spans.len()", words, expected));
+        }
+        if self.at.checked_add(self.num_spans()).is_none_or(|end| end > cells) {
+            let expected = format!("a cell for each of {} spans from {} on", self.num_spans(), self.at);
+            return Err(Error::shape(OP, "table.len()", cells, expected));
+        }
+        expect_eq(OP, "control.len()", B::len(self.control), Control::LEN)
+    }
+
+    /// Spans.
+    pub fn num_spans(&self) -> usize {
+        B::len(self.spans) / AmaxRecords::WORDS
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn records_that_words_cannot_name_are_refused() {
+        let scaling = DelayedScaling { history: 6, amax: AmaxOf::MostRecent, margin: 2 };
+        let of = |scaling, first, spans| AmaxRecords { scaling, first, spans }.words().map(Vec::from_iter);
+        assert_eq!(of(scaling, 5, 2).unwrap(), [5, 6, 1, 2, 13, 6, 1, 2]);
+        let last = u32::MAX as usize;
+        assert_eq!(of(scaling, last - 8, 1).unwrap(), [u32::MAX - 8, 6, 1, 2]);
+        for (first, spans) in [(last - 7, 1), (1 << 32, 1), (0, 1 << 30), (8, usize::MAX / 8)] {
+            let why = of(scaling, first, spans).unwrap_err().to_string();
+            assert!(why.contains("below 2^32"), "{first}, {spans}: {why}");
+        }
+        for (change, name) in [
+            (DelayedScaling { history: 0, ..scaling }, "history"),
+            (DelayedScaling { history: DelayedScaling::LONGEST + 1, ..scaling }, "history"),
+            (DelayedScaling { margin: DelayedScaling::WIDEST + 1, ..scaling }, "margin"),
+        ] {
+            let why = of(change, 0, 1).unwrap_err().to_string();
+            assert!(why.contains(name), "{change:?}: {why}");
+        }
+    }
+}

@@ -1,0 +1,8 @@
+//! Elementwise operations, biases, transposes and sums of shards.
+
+pub mod bias;
+pub(crate) mod column_sums;
+pub mod elementwise;
+pub mod transpose;
+
+pub(crate) use {bias::*, elementwise::*, transpose::*};

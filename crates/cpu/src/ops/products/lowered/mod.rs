@@ -1,0 +1,290 @@
+//! How the operands of a product become what the engine reads. [`Numbers`] says of a pair which numbers are multiplied. The engine reads
+//! codes of one block length as they are. Other quantized operands are lifted, or become BF16 or F32 numbers, with F32 scales beside them
+//! that multiply the sums.
+
+use crate::gemm;
+use crate::ops::convert::quantize::source::{Lines, Scales};
+use crate::ops::convert::quantize::spec::Decoder;
+use crate::ops::convert::transcode::{lift, lift_squares};
+use crate::ops::plain::elementwise::{cast, round_bf16};
+use crate::ops::products::operands::{down_rows, gemm_element, view};
+use crate::{CodePath, Cpu};
+use half::bf16;
+use nibble_core::formats::{BlockAxis, ScaleKind, ScalePlane};
+use nibble_core::ops::{Cast, Numbers, Stored, Taken};
+use nibble_core::{BlockScaled, DType, Operand, Result};
+use rayon::prelude::*;
+use std::borrow::Cow;
+
+/// An operand as the engine takes it.
+pub(in crate::ops) enum Side<'a> {
+    /// As it is, lifted, or widened; a plain one with scales of one, where the other one has scales.
+    Operand(Cow<'a, Operand<Cpu>>, Option<Apart>),
+    /// Quantized, as plain numbers.
+    Lowered(Lowered),
+}
+
+/// A quantized operand as plain numbers, in the order of its codes.
+pub(in crate::ops) struct Lowered {
+    values: Values,
+    /// Values of a line, along which the contraction runs.
+    len: usize,
+    /// Where there are F32 scales on either side: those of this one.
+    scales: Option<Apart>,
+}
+
+/// Numbers `[lines][len]`.
+enum Values {
+    Bf16(Vec<bf16>),
+    F32(Vec<f32>),
+}
+
+/// F32 scales `[lines][blocks]`, as bytes; or `[blocks]` of all lines, `stride` 0.
+pub(in crate::ops) struct Apart {
+    bytes: Vec<u8>,
+    block: usize,
+    stride: usize,
+}
+
+/// How both operands of a product are taken, whose contraction runs along the lines that are stored.
+#[derive(Clone, Copy)]
+pub(in crate::ops) struct Way {
+    numbers: Numbers,
+    /// Whether the engine reads the codes of both, once they are lifted.
+    codes: bool,
+    /// Where F32 scales lie beside plain numbers: for so many values of a line, and of how many.
+    apart: Option<[usize; 2]>,
+}
+
+impl Way {
+    /// For these two.
+    pub fn of(a: &Operand<Cpu>, b: &Operand<Cpu>) -> Self {
+        let numbers = Numbers::of(Stored::of(a), Stored::of(b));
+        let operands = [(a, false), (b, true)].into_iter();
+        let blocks: Vec<Lined> = operands.filter_map(|(x, second)| Lined::of(numbers, x, second)).collect();
+        let codes = match blocks[..] {
+            [a, b] => {
+                numbers != Numbers::F32
+                    && a.has_codes(numbers)
+                    && b.has_codes(numbers)
+                    && a.block() == b.block()
+            }
+            _ => false,
+        };
+        let scaled = !codes && numbers != Numbers::F32 && blocks.iter().any(|x| x.is_scaled(numbers));
+        let apart = blocks.iter().map(|x| [x.apart(numbers), x.len]).min().filter(|_| scaled);
+        Self { numbers, codes, apart }
+    }
+
+    /// The first of them.
+    pub fn first<'a>(self, cpu: &Cpu, x: &'a Operand<Cpu>) -> Result<Side<'a>> {
+        self.side(cpu, x, lift)
+    }
+
+    /// The second one, of so many matrices.
+    pub fn second<'a>(self, cpu: &Cpu, x: &'a Operand<Cpu>, matrices: usize) -> Result<Side<'a>> {
+        self.side(cpu, x, |cpu, q| match Stored::block(q).lifted_as(true).axis {
+            BlockAxis::Tile => lift_squares(cpu, q, matrices),
+            _ => lift(cpu, q),
+        })
+    }
+
+    fn side<'a>(
+        self,
+        cpu: &Cpu,
+        x: &'a Operand<Cpu>,
+        lift: impl FnOnce(&Cpu, &BlockScaled<Cpu>) -> Result<BlockScaled<Cpu>>,
+    ) -> Result<Side<'a>> {
+        let x = match (x, self.numbers.takes(Stored::of(x))) {
+            (Operand::Block(q), Taken::Lifted) => Cow::Owned(Operand::Block(lift(cpu, q)?)),
+            (Operand::Plain(x), _) if self.numbers == Numbers::F32 && x.dtype() == DType::Bf16 => {
+                Cow::Owned(Operand::Plain(cast(cpu, Cast { x, dtype: DType::F32 })?))
+            }
+            _ => Cow::Borrowed(x),
+        };
+        match &*x {
+            Operand::Block(q) if !self.codes => Ok(Side::Lowered(self.lower(cpu, q)?)),
+            Operand::Block(_) => Ok(Side::Operand(x, None)),
+            Operand::Plain(_) => {
+                let ones = self.apart.map(|[block, len]| Apart {
+                    bytes: 1.0f32.to_le_bytes().repeat(len.div_ceil(block)),
+                    block,
+                    stride: 0,
+                });
+                Ok(Side::Operand(x, ones))
+            }
+        }
+    }
+
+    /// The scales that numbers are multiplied by before the product.
+    fn scales(self) -> Scales {
+        match self.numbers {
+            Numbers::Fp8 => Scales::Exact,
+            Numbers::Bf16 => Scales::OfBlocks,
+            Numbers::F32 => Scales::All,
+        }
+    }
+
+    /// As plain numbers.
+    fn lower(self, cpu: &Cpu, q: &BlockScaled<Cpu>) -> Result<Lowered> {
+        let (with, len, (lines, place)) = (self.scales(), line_len(q), lines(q));
+        let values = match self.numbers {
+            Numbers::F32 => Values::F32(values(cpu, q, with, 0.0, |x, out| out.copy_from_slice(x))?),
+            Numbers::Fp8 | Numbers::Bf16 => {
+                let round = |x: &[f32], out: &mut [bf16]| round_bf16(cpu.isa(), x, out);
+                Values::Bf16(values(cpu, q, with, bf16::ZERO, round)?)
+            }
+        };
+        let decoder = Decoder::of(q)?;
+        let scales = self.apart.map(|[block, _]| {
+            let stride = len.div_ceil(block);
+            let at = |i: usize| place(i / stride, i % stride * block);
+            let scale = |i: usize| decoder.beside(with, at(i).0, at(i).1);
+            let bytes = (0..lines * stride).flat_map(|i| scale(i).to_le_bytes()).collect();
+            Apart { bytes, block, stride }
+        });
+        Ok(Lowered { values, len, scales })
+    }
+}
+
+/// Both sides of a product, the second of so many matrices.
+pub(in crate::ops) fn sides<'a>(
+    cpu: &Cpu,
+    a: &'a Operand<Cpu>,
+    (b, matrices): (&'a Operand<Cpu>, usize),
+) -> Result<(Side<'a>, Side<'a>)> {
+    let way = Way::of(a, b);
+    Ok((way.first(cpu, a)?, way.second(cpu, b, matrices)?))
+}
+
+/// What the way of a quantized operand depends on, once it is lifted.
+#[derive(Clone, Copy)]
+struct Lined {
+    stored: Stored,
+    /// Values of a line.
+    len: usize,
+}
+
+impl Lined {
+    fn of(numbers: Numbers, x: &Operand<Cpu>, is_second: bool) -> Option<Self> {
+        let Operand::Block(q) = x else { return None };
+        let stored = Stored::block(q);
+        let is_lifted = numbers.takes(stored) == Taken::Lifted;
+        Some(Self { stored: if is_lifted { stored.lifted_as(is_second) } else { stored }, len: line_len(q) })
+    }
+
+    fn kind(&self) -> ScaleKind {
+        self.stored.format.scale_kind(self.stored.rule)
+    }
+
+    fn block(&self) -> usize {
+        self.stored.format.record_len(self.stored.axis)
+    }
+
+    /// Whether the engine reads the codes themselves, every line and block of whole bytes and pairs, and multiplies these numbers by it.
+    fn has_codes(&self, numbers: Numbers) -> bool {
+        let Stored { format, rule, .. } = self.stored;
+        let are_whole = format.spec().code_bits == 8 || self.len.is_multiple_of(2);
+        let same = numbers == Numbers::Fp8 || format.folds_into_bf16(rule);
+        gemm_element(self.stored).is_some() && are_whole && same
+    }
+
+    /// Whether there are F32 scales beside its numbers.
+    fn is_scaled(&self, numbers: Numbers) -> bool {
+        self.kind().has_tensor_scale() || numbers == Numbers::Fp8 && self.kind() == ScaleKind::F32
+    }
+
+    /// For how many values such a scale is: even.
+    fn apart(&self, numbers: Numbers) -> usize {
+        let line = self.len.next_multiple_of(2).max(2);
+        let of_blocks = numbers == Numbers::Fp8 && self.kind() == ScaleKind::F32;
+        // Down the columns each group of rows has its own.
+        if of_blocks || self.stored.axis == BlockAxis::Col { self.block().min(line) } else { line }
+    }
+}
+
+fn line_len(q: &BlockScaled<Cpu>) -> usize {
+    if q.axis == BlockAxis::Col { q.rows } else { q.cols }
+}
+
+/// Its lines, with place (row, column) of a value by line and position.
+fn lines(q: &BlockScaled<Cpu>) -> (usize, impl Fn(usize, usize) -> (usize, usize) + Sync) {
+    let down = q.axis == BlockAxis::Col;
+    (if down { q.cols } else { q.rows }, move |line, k| if down { (k, line) } else { (line, k) })
+}
+
+/// Every value, line by line: decoded by `line`, and kept as `keep` makes it of that.
+fn values<T: Clone + Send>(
+    cpu: &Cpu,
+    q: &BlockScaled<Cpu>,
+    with: Scales,
+    zero: T,
+    keep: impl Fn(&[f32], &mut [T]) + Sync,
+) -> Result<Vec<T>> {
+    let (len, (num_lines, place)) = (line_len(q), lines(q));
+    let mut values = vec![zero; num_lines * len];
+    let (decoder, stored) = (Decoder::of(q)?, Lines::of(q, with)?);
+    let decode = |line: usize, out: &mut [f32]| match cpu.path() {
+        CodePath::Simd => stored.load(cpu.isa(), line, 0, out),
+        CodePath::Scalar => {
+            (0..)
+                .zip(out)
+                .for_each(|(k, out)| *out = decoder.number(with, place(line, k).0, place(line, k).1));
+        }
+    };
+    cpu.pool().install(|| {
+        values.par_chunks_mut(len.max(1)).enumerate().for_each_init(Vec::new, |decoded, (line, out)| {
+            decoded.resize(len, 0.0);
+            decode(line, decoded);
+            keep(decoded, out);
+        });
+    });
+    Ok(values)
+}
+
+impl Apart {
+    /// Beside an operand from line `first` on.
+    fn beside<'a>(&'a self, x: gemm::OperandView<'a>, first: usize) -> gemm::OperandView<'a> {
+        let plane = ScalePlane { kind: ScaleKind::F32, bytes: &self.bytes };
+        x.scaled(gemm::OperandScales::rows(plane, self.block, self.stride).at(first * self.stride))
+    }
+}
+
+impl Lowered {
+    /// From line `first` on.
+    fn view(&self, first: usize) -> gemm::OperandView<'_> {
+        let values = match &self.values {
+            Values::Bf16(values) => gemm::Data::Bf16(values),
+            Values::F32(values) => gemm::Data::F32(values),
+        };
+        let rows = gemm::OperandView::rows(values, self.len).at(first * self.len);
+        self.scales.as_ref().map_or(rows, |scales| scales.beside(rows, first))
+    }
+}
+
+impl Side<'_> {
+    /// An operand whose contraction runs along its rows, from row `first` on.
+    pub fn view(&self, op: &'static str, first: usize) -> Result<gemm::OperandView<'_>> {
+        match self {
+            Self::Operand(x, ones) => {
+                let x = view(op, x, first)?;
+                Ok(ones.as_ref().map_or(x, |ones| ones.beside(x, first)))
+            }
+            Self::Lowered(x) => Ok(x.view(first)),
+        }
+    }
+
+    /// An operand whose contraction runs down its rows.
+    pub fn down_rows(&self, op: &'static str) -> Result<gemm::OperandView<'_>> {
+        match self {
+            Self::Operand(x, ones) => {
+                let x = down_rows(op, x)?;
+                Ok(ones.as_ref().map_or(x, |ones| ones.beside(x, 0)))
+            }
+            Self::Lowered(x) => Ok(x.view(0)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

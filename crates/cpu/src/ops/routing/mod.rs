@@ -1,0 +1,10 @@
+//! Routing: the choice of experts, permutations of rows, and the rows and records of an all-to-all.
+
+pub mod combine_tree;
+pub mod parts;
+pub mod permute;
+pub mod route;
+pub mod slots;
+pub mod wire;
+
+pub(crate) use {combine_tree::*, parts::*, permute::*, route::*, slots::*, wire::*};

@@ -1,0 +1,318 @@
+//! See [`nibble_core::ops::HeadLoss`].
+//!
+//! Made of the very parts that the separate operations are made of: the engine of [`crate::gemm`], whose chains go on from
+//! chunk to chunk, the rows of [`mod@crate::ops::vocabulary::cross_entropy`], and [`mod@crate::ops::convert::quantize`].
+
+use crate::gemm::{self, Engine, GemmError, Group, OperandView, Output};
+use crate::ops::convert::quantize::quantize;
+use crate::ops::products::gemm::{engine, refused};
+use crate::ops::products::lowered::{Side, Way, sides};
+use crate::ops::products::operands::view;
+use crate::ops::vocabulary::cross_entropy::{TargetRows, sum_losses};
+use crate::simd::{Real, per_isa};
+use crate::{Buf, Cpu};
+use half::bf16;
+use nibble_core::formats::Codec;
+use nibble_core::ops::{
+    Control, Counts, HeadCodecs, HeadLoss, HeadLossChunk, HeadLossOut, Planes, ProductDims, Quantize,
+};
+use nibble_core::{self as core, DType, Data, Result, Tensor};
+
+const OP: &str = "head_loss";
+
+/// Losses of the shards, dx and dw.
+pub(crate) fn head_loss(cpu: &Cpu, op: HeadLoss<'_, Cpu>) -> Result<HeadLossOut<Cpu>> {
+    match op.x.dtype() {
+        DType::F32 => run::<f32>(cpu, op),
+        DType::Bf16 => run::<bf16>(cpu, op),
+    }
+}
+
+/// A type that the engine multiplies and writes.
+trait Factor: Real {
+    fn factor(x: &[Self]) -> gemm::Data<'_>;
+    fn output(x: &mut [Self], stride: usize) -> Output<'_>;
+}
+
+impl Factor for f32 {
+    fn factor(x: &[Self]) -> gemm::Data<'_> {
+        gemm::Data::F32(x)
+    }
+    fn output(x: &mut [Self], stride: usize) -> Output<'_> {
+        Output::f32(x, stride)
+    }
+}
+
+impl Factor for bf16 {
+    fn factor(x: &[Self]) -> gemm::Data<'_> {
+        gemm::Data::Bf16(x)
+    }
+    fn output(x: &mut [Self], stride: usize) -> Output<'_> {
+        Output::bf16(x, stride)
+    }
+}
+
+/// The sizes of a call.
+#[derive(Clone, Copy)]
+struct Sizes {
+    vocab: usize,
+    d: usize,
+}
+
+fn run<T: Factor>(cpu: &Cpu, op: HeadLoss<'_, Cpu>) -> Result<HeadLossOut<Cpu>> {
+    let (tokens, d) = op.x.shape();
+    let sizes = Sizes { vocab: op.w.rows(), d };
+    let vocab = sizes.vocab;
+    let (x, mut w) = (T::slice(OP, "x", op.x)?, Weight::new(op.w));
+    let targets = op.targets.as_slice();
+    let chunks = op.chunks();
+    let longest = chunks.iter().map(|chunk| chunk.tokens.len()).max().unwrap_or(0);
+    let mut out = op.result(cpu)?;
+    let mut loss = cpu.scratch::<f32>(tokens);
+    let mut logits = cpu.scratch::<f32>(longest * vocab);
+    let HeadCodecs { fprop_x, dgrad_dy, wgrad_dy, wgrad_x } = op.codecs;
+    let of_wt = op.grad.as_ref().is_some_and(|grad| is_block(grad.wt));
+    let mut of_x = Quantizer::new(cpu, [fprop_x, wgrad_x], [is_block(op.w), wgrad_dy.is_some()]);
+    let mut of_dlogits = Quantizer::new(cpu, [dgrad_dy, wgrad_dy], [of_wt, wgrad_x.is_some()]);
+    let (scale, mut gradients) = match op.grad {
+        Some(grad) => {
+            let wt = Weight::new(grad.wt);
+            let dlogits = cpu.scratch::<T>(longest * vocab);
+            let dw = WeightGradient::new(cpu, grad.dw, grad.accumulate, &chunks, sizes);
+            (grad.control.as_slice()[Control::LOSS_SCALE], Some(Gradients { wt, dlogits, dw }))
+        }
+        None => (0.0, None),
+    };
+    for chunk in &chunks {
+        let rows = chunk.tokens.clone();
+        let x = of_x.factor(&x[rows.start * d..rows.end * d], d)?;
+        let logits = &mut logits.as_mut_slice()[..rows.len() * vocab];
+        product(cpu, (rows.len(), vocab, d), (&x, &mut w), &mut *logits)?;
+        let losses = &mut loss.as_mut_slice()[rows.clone()];
+        let entropy = TargetRows::new(cpu, &targets[rows.clone()], vocab, scale);
+        match (&mut gradients, &mut out.dx) {
+            (Some(Gradients { wt, dlogits, dw }), Some(dx)) => {
+                let dlogits = &mut dlogits.as_mut_slice()[..rows.len() * vocab];
+                entropy.run(logits, losses, dlogits);
+                let dlogits = of_dlogits.factor(dlogits, vocab)?;
+                let dx = &mut T::slice_mut(OP, dx)?[rows.start * d..rows.end * d];
+                product(cpu, (rows.len(), d, vocab), (&dlogits, wt), dx)?;
+                dw.add_chunk(cpu, chunk, &dlogits, &x)?;
+            }
+            _ => entropy.run::<T>(logits, losses, &mut []),
+        }
+    }
+    sum_losses(cpu, loss.as_slice(), out.shard_nats.as_mut_slice());
+    out.bad_ids.as_mut_slice()[0] = TargetRows::new(cpu, targets, vocab, scale).bad_ids();
+    for (counts, made) in [(&mut out.x_counts, of_x), (&mut out.dlogits_counts, of_dlogits)] {
+        if let Some(Counts(counts)) = counts {
+            counts.as_mut_slice().copy_from_slice(&made.counts);
+        }
+    }
+    Ok(out)
+}
+
+/// What is there only for gradients.
+struct Gradients<'a, T: Factor> {
+    wt: Weight<'a>,
+    /// Of one chunk.
+    dlogits: Buf<T>,
+    dw: WeightGradient<'a>,
+}
+
+fn is_block(x: &core::Operand<Cpu>) -> bool {
+    matches!(x, core::Operand::Block(_))
+}
+
+/// Makes what the products take of a tensor, chunk by chunk, and counts as it goes.
+struct Quantizer<'a> {
+    cpu: &'a Cpu,
+    /// By rows, by columns.
+    codecs: [Option<Codec>; 2],
+    /// Whether what it is multiplied with is quantized.
+    beside: [bool; 2],
+    counts: [u64; 3],
+}
+
+impl<'a> Quantizer<'a> {
+    fn new(cpu: &'a Cpu, codecs: [Option<Codec>; 2], beside: [bool; 2]) -> Self {
+        Self { cpu, codecs, beside, counts: [0; 3] }
+    }
+
+    /// A chunk's, of rows of `cols` values.
+    fn factor<'x, T: Factor>(&mut self, values: &'x [T], cols: usize) -> Result<Chunk<'x>> {
+        let mut made = Chunk { values: T::factor(values), cols, by_rows: None, by_cols: None };
+        if self.codecs == [None, None] && self.beside == [false, false] {
+            return Ok(made);
+        }
+        let mut copy = self.cpu.scratch::<T>(values.len());
+        copy.as_mut_slice().copy_from_slice(values);
+        let x = Tensor::new(T::data(copy), values.len() / cols.max(1), cols)?;
+        if let [Some(rows), Some(cols)] = self.codecs
+            && rows == cols
+        {
+            let both = self.quantize(&x, rows, Planes::Both)?;
+            (made.by_rows, made.by_cols) = (both.rows, both.cols);
+            return Ok(made);
+        }
+        let [rows, cols] = self.codecs;
+        made.by_rows = match rows {
+            Some(codec) => self.quantize(&x, codec, Planes::Rows)?.rows,
+            None => self.beside[0].then(|| core::Operand::Plain(x.clone())),
+        };
+        made.by_cols = match cols {
+            Some(codec) => self.quantize(&x, codec, Planes::Cols)?.cols,
+            None => self.beside[1].then_some(core::Operand::Plain(x)),
+        };
+        Ok(made)
+    }
+
+    fn quantize(&mut self, x: &Tensor<Cpu>, codec: Codec, planes: Planes) -> Result<core::ops::Emitted<Cpu>> {
+        let made = quantize(self.cpu, Quantize::new(x, codec, planes))?;
+        if let Some(Counts(counts)) = &made.counts {
+            self.counts.iter_mut().zip(counts.as_slice()).for_each(|(sum, count)| *sum += count);
+        }
+        Ok(made)
+    }
+}
+
+/// Some rows of a matrix as the products take them: as they are, unless planes have been made of them, or of what they are multiplied with.
+struct Chunk<'a> {
+    values: gemm::Data<'a>,
+    cols: usize,
+    by_rows: Option<core::Operand<Cpu>>,
+    by_cols: Option<core::Operand<Cpu>>,
+}
+
+/// A weight, which is made what the products take of it once.
+struct Weight<'a> {
+    operand: &'a core::Operand<Cpu>,
+    side: Option<Side<'a>>,
+}
+
+impl<'a> Weight<'a> {
+    fn new(operand: &'a core::Operand<Cpu>) -> Self {
+        Self { operand, side: None }
+    }
+}
+
+/// out `[m, n]` = a `[m, k]` · b `[n, k]`ᵀ.
+fn product<T: Factor>(
+    cpu: &Cpu,
+    (m, n, k): (usize, usize, usize),
+    (a, b): (&Chunk<'_>, &mut Weight<'_>),
+    out: &mut [T],
+) -> Result<()> {
+    let (dims, out) = (ProductDims { m, n, k }, T::output(out, n));
+    let Some(rows) = a.by_rows.as_ref().filter(|rows| is_block(rows) || is_block(b.operand)) else {
+        let (a, b) = (OperandView::rows(a.values, a.cols), view(OP, b.operand, 0)?);
+        return multiply(cpu, out, |engine, out| engine.gemm(dims, &a, &b, out));
+    };
+    let way = Way::of(rows, b.operand);
+    let a = way.first(cpu, rows)?;
+    let b = match &mut b.side {
+        Some(side) => side,
+        none => none.insert(way.second(cpu, b.operand, 1)?),
+    };
+    let (a, b) = (a.view(OP, 0)?, b.view(OP, 0)?);
+    multiply(cpu, out, |engine, out| engine.gemm(dims, &a, &b, out))
+}
+
+/// Runs a product in the pool of its backend.
+fn multiply(
+    cpu: &Cpu,
+    out: Output<'_>,
+    run: impl FnOnce(Engine, Output<'_>) -> Result<(), GemmError> + Send,
+) -> Result<()> {
+    let engine = engine(cpu, OP)?;
+    cpu.pool().install(|| run(engine, out)).map_err(|e| refused(OP, e))
+}
+
+/// Where the weight's gradient goes, chunk by chunk.
+struct WeightGradient<'a> {
+    dw: &'a mut Data<Cpu>,
+    accumulate: bool,
+    sizes: Sizes,
+    /// The chain of a shard that is not done in one chunk, where dw itself cannot hold it: it has something to be added to,
+    /// or is rounded. `[vocab, d]`.
+    chain: Option<Buf<f32>>,
+}
+
+impl<'a> WeightGradient<'a> {
+    fn new(
+        cpu: &Cpu,
+        dw: &'a mut Tensor<Cpu>,
+        accumulate: bool,
+        chunks: &[HeadLossChunk],
+        sizes: Sizes,
+    ) -> Self {
+        let cut = chunks.iter().any(|chunk| !chunk.is_last);
+        let apart = cut && (accumulate || dw.dtype() == DType::Bf16);
+        let chain = apart.then(|| cpu.scratch(sizes.vocab * sizes.d));
+        Self { dw: &mut dw.data, accumulate, sizes, chain }
+    }
+
+    /// The part of a chunk.
+    fn add_chunk(
+        &mut self,
+        cpu: &Cpu,
+        chunk: &HeadLossChunk,
+        dlogits: &Chunk<'_>,
+        x: &Chunk<'_>,
+    ) -> Result<()> {
+        match (&dlogits.by_cols, &x.by_cols) {
+            (Some(dlogits), Some(x)) => {
+                let (dlogits, x) = sides(cpu, dlogits, (x, 1))?;
+                self.add(cpu, chunk, &dlogits.down_rows(OP)?, &x.down_rows(OP)?)
+            }
+            _ => {
+                let dlogits = OperandView::transposed(dlogits.values, dlogits.cols);
+                self.add(cpu, chunk, &dlogits, &OperandView::transposed(x.values, x.cols))
+            }
+        }
+    }
+
+    fn add(
+        &mut self,
+        cpu: &Cpu,
+        chunk: &HeadLossChunk,
+        dlogits: &OperandView<'_>,
+        x: &OperandView<'_>,
+    ) -> Result<()> {
+        let (Sizes { vocab, d }, len) = (self.sizes, chunk.tokens_each());
+        let groups: Vec<Group> = (0..chunk.shards.len()).map(|i| Group { start: i * len, len }).collect();
+        let ragged = |engine: Engine, out: Output<'_>| engine.ragged(&groups, vocab, d, dlogits, x, out);
+        let matrix = vocab * d;
+        let at = chunk.shards.start * matrix..chunk.shards.end * matrix;
+        let Some(chain) = &mut self.chain else {
+            let out = match &mut *self.dw {
+                Data::F32(dw) => Output::f32(&mut dw.as_mut_slice()[at], d),
+                Data::Bf16(dw) => Output::bf16(&mut dw.as_mut_slice()[at], d),
+            };
+            let out = if self.accumulate { out.accumulate() } else { out };
+            return multiply(cpu, if chunk.is_first { out } else { out.resume() }, ragged);
+        };
+        let out = Output::f32(chain.as_mut_slice(), d);
+        multiply(cpu, if chunk.is_first { out } else { out.resume() }, ragged)?;
+        if chunk.is_last {
+            let sums = chain.as_slice();
+            match &mut *self.dw {
+                Data::F32(dw) => finish(cpu.isa(), sums, self.accumulate, &mut dw.as_mut_slice()[at]),
+                Data::Bf16(dw) => finish(cpu.isa(), sums, self.accumulate, &mut dw.as_mut_slice()[at]),
+            }
+        }
+        Ok(())
+    }
+}
+
+per_isa!(fn finish<T: Real> = finish_body; (sums: &[f32], accumulate: bool, dw: &mut [T]));
+
+#[inline(always)]
+fn finish_body<T: Real>(sums: &[f32], accumulate: bool, dw: &mut [T]) {
+    for (dw, sum) in dw.iter_mut().zip(sums) {
+        *dw = T::round(if accumulate { dw.widen() + sum } else { *sum });
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,335 @@
+use crate::Cpu;
+use crate::ops::plain::elementwise::tests::{below, bits, normals, same_everywhere};
+use half::bf16;
+use nibble_core::formats::{Codec, Format, Rounding, ScaleRule};
+use nibble_core::ops::{
+    Control, Counts, CrossEntropy, Emitted, Gemm, GroupedWgrad, HeadCodecs, HeadLoss, HeadLossGrad,
+    HeadLossOut, Planes, Quantize,
+};
+use nibble_core::{Backend, DType, Groups, Operand, Tensor};
+
+const SCALE: f32 = 0.02;
+
+/// What losses' gradients are scaled by.
+fn control(cpu: &Cpu) -> crate::Buf<f32> {
+    cpu.upload(&Control::with_loss_scale(SCALE)).unwrap()
+}
+
+fn tensor(cpu: &Cpu, x: &[f32], rows: usize, dtype: DType) -> Tensor<Cpu> {
+    let cols = x.len() / rows;
+    match dtype {
+        DType::F32 => Tensor::from_f32(cpu, x, rows, cols).unwrap(),
+        DType::Bf16 => {
+            let x: Vec<bf16> = x.iter().map(|&x| bf16::from_f32(x)).collect();
+            Tensor::from_bf16(cpu, &x, rows, cols).unwrap()
+        }
+    }
+}
+
+fn transposed(w: &[f32], rows: usize) -> Vec<f32> {
+    let cols = w.len() / rows;
+    (0..w.len()).map(|i| w[i % rows * cols + i / rows]).collect()
+}
+
+/// A call, by its sizes.
+#[derive(Debug, Clone, Copy)]
+struct Call {
+    tokens: usize,
+    d: usize,
+    vocab: usize,
+    shards: usize,
+    dtype: DType,
+    type_of_dw: DType,
+    accumulate: bool,
+}
+
+/// Nats, bad ids, dx and dw in bits.
+type Results = (Vec<u64>, u64, Vec<u32>, Vec<u32>);
+
+fn results(nats: &[f64], bad: &[u64], dx: &Tensor<Cpu>, dw: &Tensor<Cpu>) -> Results {
+    (nats.iter().map(|n| n.to_bits()).collect(), bad[0], bits(dx), bits(dw))
+}
+
+impl Call {
+    fn operands(&self, cpu: &Cpu) -> [Tensor<Cpu>; 4] {
+        let Self { tokens, d, vocab, shards, dtype, type_of_dw, .. } = *self;
+        let (x, w, dw) = (normals(1, tokens * d), normals(2, vocab * d), normals(3, shards * vocab * d));
+        [
+            tensor(cpu, &x, tokens, dtype),
+            tensor(cpu, &w, vocab, dtype),
+            tensor(cpu, &transposed(&w, vocab), d, dtype),
+            tensor(cpu, &dw, shards * vocab, type_of_dw),
+        ]
+    }
+
+    /// Some targets are negative, one is outside the vocabulary.
+    fn targets(&self) -> Vec<i32> {
+        let mut targets = below(4, self.vocab, self.tokens);
+        targets.iter_mut().step_by(7).for_each(|t| *t = -1);
+        targets[self.tokens - 1] = self.vocab as i32;
+        targets
+    }
+
+    fn in_chunks(&self, cpu: &Cpu, chunk: usize) -> Results {
+        let [x, w, wt, mut dw] = self.operands(cpu);
+        let targets = cpu.upload(&self.targets()).unwrap();
+        let (codecs, w, wt) = (HeadCodecs::default(), Operand::Plain(w), Operand::Plain(wt));
+        let grad = HeadLossGrad { wt: &wt, control: &control(cpu), dw: &mut dw, accumulate: self.accumulate };
+        let shards = self.shards;
+        let op = HeadLoss { x: &x, w: &w, codecs, targets: &targets, shards, chunk, grad: Some(grad) };
+        let HeadLossOut { shard_nats, bad_ids, dx, .. } = op.run(cpu).unwrap();
+        results(shard_nats.as_slice(), bad_ids.as_slice(), &dx.unwrap(), &dw)
+    }
+
+    /// By the operations that it unites.
+    fn apart(&self, cpu: &Cpu) -> Results {
+        let Self { tokens, shards, dtype, accumulate, .. } = *self;
+        let [x, w, wt, mut dw] = self.operands(cpu);
+        let [x, w, wt] = [x, w, wt].map(Operand::Plain);
+        let logits = Gemm { a: &x, b: &w, out: DType::F32 }.run(cpu).unwrap();
+        let targets = cpu.upload(&self.targets()).unwrap();
+        let loss = CrossEntropy {
+            logits: &logits,
+            targets: &targets,
+            control: &control(cpu),
+            shards,
+            grad: Some(dtype),
+        }
+        .run(cpu)
+        .unwrap();
+        let dlogits = Operand::Plain(loss.dlogits.unwrap());
+        let dx = Gemm { a: &dlogits, b: &wt, out: dtype }.run(cpu).unwrap();
+        let groups = Groups::uniform(cpu, shards, tokens / shards, 1, 0).unwrap();
+        GroupedWgrad { dy: &dlogits, x: &x, groups: &groups, grad: &mut dw, accumulate }.run(cpu).unwrap();
+        results(loss.shard_nats.as_slice(), loss.bad_ids.as_slice(), &dx, &dw)
+    }
+}
+
+#[test]
+fn it_is_the_operations_that_it_unites_whatever_the_chunk() {
+    let sizes = [(64, 32, 64, 4), (90, 20, 33, 2), (75, 16, 300, 1), (260, 64, 48, 2)];
+    for (tokens, d, vocab, shards) in sizes {
+        for dtype in [DType::F32, DType::Bf16] {
+            for (type_of_dw, accumulate) in
+                [(DType::F32, false), (DType::F32, true), (DType::Bf16, false), (DType::Bf16, true)]
+            {
+                let call = Call { tokens, d, vocab, shards, dtype, type_of_dw, accumulate };
+                let want = same_everywhere(|cpu| call.apart(cpu));
+                assert_eq!(want.1, 1);
+                // Shorter than a shard and not dividing it, dividing it, a shard, two shards, everything.
+                for chunk in [2, 12, tokens / shards / 2 * 2, 2 * tokens / shards, 512] {
+                    let got = same_everywhere(|cpu| call.in_chunks(cpu, chunk));
+                    assert!(got == want, "{call:?} in chunks of {chunk}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn losses_alone_are_those_of_the_pass_with_gradients() {
+    let (type_of_dw, accumulate) = (DType::F32, false);
+    let call = Call { tokens: 90, d: 20, vocab: 33, shards: 3, dtype: DType::Bf16, type_of_dw, accumulate };
+    let want = call.in_chunks(&Cpu::scalar(1).unwrap(), 8);
+    let (nats, bad) = same_everywhere(|cpu| {
+        let [x, w, ..] = call.operands(cpu);
+        let (targets, w) = (cpu.upload(&call.targets()).unwrap(), Operand::Plain(w));
+        let codecs = HeadCodecs::default();
+        let op = HeadLoss { x: &x, w: &w, codecs, targets: &targets, shards: 3, chunk: 12, grad: None };
+        let out = op.run(cpu).unwrap();
+        assert!(out.dx.is_none());
+        let nats: Vec<u64> = out.shard_nats.as_slice().iter().map(|n| n.to_bits()).collect();
+        (nats, out.bad_ids.as_slice()[0])
+    });
+    assert_eq!((nats, bad), (want.0, want.1));
+}
+
+#[test]
+fn no_tokens_have_no_gradient() {
+    let cpu = Cpu::new(1).unwrap();
+    let empty = |cols| Tensor::zeros(&cpu, DType::F32, 0, cols).unwrap();
+    let (w, wt) = (tensor(&cpu, &[1.0; 12], 3, DType::F32), tensor(&cpu, &[1.0; 12], 4, DType::F32));
+    let (w, wt, codecs) = (Operand::Plain(w), Operand::Plain(wt), HeadCodecs::default());
+    let mut dw = tensor(&cpu, &[5.0; 24], 6, DType::F32);
+    let grad = HeadLossGrad { wt: &wt, control: &control(&cpu), dw: &mut dw, accumulate: false };
+    let targets = cpu.upload::<i32>(&[]).unwrap();
+    let op =
+        HeadLoss { x: &empty(4), w: &w, codecs, targets: &targets, shards: 2, chunk: 8, grad: Some(grad) };
+    let out = op.run(&cpu).unwrap();
+    assert_eq!(out.shard_nats.as_slice(), [0.0, 0.0]);
+    assert_eq!(out.dx.unwrap().shape(), (0, 4));
+    assert_eq!(dw.to_f32_vec(&cpu).unwrap(), [0.0; 24]);
+}
+
+#[test]
+fn all_logits_never_exist_at_once() {
+    let (tokens, vocab, d) = (1024, 32_768, 16);
+    for (dtype, chunk) in [(DType::Bf16, 512), (DType::F32, 128)] {
+        let cpu = Cpu::new(2).unwrap();
+        let w = normals(2, vocab * d);
+        let (x, wt) = (tensor(&cpu, &normals(1, tokens * d), tokens, dtype), transposed(&w, vocab));
+        let [w, wt] = [tensor(&cpu, &w, vocab, dtype), tensor(&cpu, &wt, d, dtype)].map(Operand::Plain);
+        let codecs = HeadCodecs::default();
+        let mut dw = Tensor::zeros(&cpu, DType::F32, vocab, d).unwrap();
+        let targets = cpu.upload(&below(4, vocab, tokens)).unwrap();
+        let live = cpu.memory().live_bytes;
+        let grad = HeadLossGrad { wt: &wt, control: &control(&cpu), dw: &mut dw, accumulate: true };
+        let op = HeadLoss { x: &x, w: &w, codecs, targets: &targets, shards: 1, chunk, grad: Some(grad) };
+        op.run(&cpu).unwrap();
+        let (peak, logits) = (cpu.memory().peak_bytes, tokens * vocab * size_of::<f32>());
+        assert!(live < logits / 4, "the operands are small beside the logits");
+        assert!(peak < logits, "{dtype}, chunks of {chunk}: {peak} bytes, and the logits are {logits}");
+    }
+}
+
+fn e4m3(rule: ScaleRule) -> Codec {
+    Codec::new(Format::E4m3, rule, Rounding::NearestEven).unwrap()
+}
+
+fn add(sum: &mut [u64; 3], made: &Emitted<Cpu>) {
+    let Counts(counts) = made.counts.as_ref().unwrap();
+    sum.iter_mut().zip(counts.as_slice()).for_each(|(sum, count)| *sum += count);
+}
+
+/// Counts of x and dlogits beside the results.
+type Quantized = (Results, [u64; 3], [u64; 3]);
+
+impl Call {
+    /// The weight in tiles, and transposed.
+    fn tiles(&self, cpu: &Cpu, rule: ScaleRule) -> [Operand<Cpu>; 2] {
+        let w = tensor(cpu, &normals(2, self.vocab * self.d), self.vocab, DType::F32);
+        let tiles = Quantize::new(&w, e4m3(rule), Planes::Tiles).run(cpu).unwrap();
+        [tiles.rows.unwrap(), tiles.cols.unwrap()]
+    }
+
+    fn quantized_in_chunks(&self, cpu: &Cpu, codecs: HeadCodecs, chunk: usize) -> Quantized {
+        let [x, w, wt, mut dw] = self.operands(cpu);
+        let [w, wt] = match codecs.fprop_x {
+            Some(codec) => self.tiles(cpu, codec.rule()),
+            None => [w, wt].map(Operand::Plain),
+        };
+        let targets = cpu.upload(&self.targets()).unwrap();
+        let grad = HeadLossGrad { wt: &wt, control: &control(cpu), dw: &mut dw, accumulate: self.accumulate };
+        let shards = self.shards;
+        let op = HeadLoss { x: &x, w: &w, codecs, targets: &targets, shards, chunk, grad: Some(grad) };
+        let out = op.run(cpu).unwrap();
+        let counts = |counts: Option<Counts<Cpu>>| counts.unwrap().0.as_slice().try_into().unwrap();
+        let results = results(out.shard_nats.as_slice(), out.bad_ids.as_slice(), &out.dx.unwrap(), &dw);
+        (results, counts(out.x_counts), counts(out.dlogits_counts))
+    }
+
+    /// By the operations that it unites, over all tokens.
+    fn quantized_apart(&self, cpu: &Cpu, codecs: HeadCodecs) -> Quantized {
+        let Self { tokens, shards, dtype, accumulate, .. } = *self;
+        let [x, w, wt, mut dw] = self.operands(cpu);
+        let [w, wt] = match codecs.fprop_x {
+            Some(codec) => self.tiles(cpu, codec.rule()),
+            None => [w, wt].map(Operand::Plain),
+        };
+        let groups = Groups::uniform(cpu, shards, tokens / shards, 128, 0).unwrap();
+        let [mut of_x, mut of_dlogits] = [[0; 3]; 2];
+        let operands = |x: &Tensor<Cpu>, rows: Option<Codec>, cols: Option<Codec>, counts: &mut [u64; 3]| {
+            let plain = || Some(Operand::Plain(x.clone()));
+            if rows == cols {
+                let both =
+                    Quantize { groups: Some(&groups), ..Quantize::new(x, rows.unwrap(), Planes::Both) };
+                let both = both.run(cpu).unwrap();
+                add(counts, &both);
+                return [both.rows, both.cols].map(Option::unwrap);
+            }
+            let [rows, cols] = [(rows, Planes::Rows), (cols, Planes::Cols)].map(|(codec, planes)| {
+                let made = codec.map(|codec| {
+                    Quantize { groups: Some(&groups), ..Quantize::new(x, codec, planes) }.run(cpu).unwrap()
+                });
+                made.iter().for_each(|made| add(counts, made));
+                made
+            });
+            [rows.map_or_else(plain, |made| made.rows), cols.map_or_else(plain, |made| made.cols)]
+                .map(Option::unwrap)
+        };
+        let HeadCodecs { fprop_x, dgrad_dy, wgrad_dy, wgrad_x } = codecs;
+        let [x_rows, x_cols] = operands(&x, fprop_x, wgrad_x, &mut of_x);
+        let logits = Gemm { a: &x_rows, b: &w, out: DType::F32 }.run(cpu).unwrap();
+        let targets = cpu.upload(&self.targets()).unwrap();
+        let loss = CrossEntropy {
+            logits: &logits,
+            targets: &targets,
+            control: &control(cpu),
+            shards,
+            grad: Some(dtype),
+        }
+        .run(cpu)
+        .unwrap();
+        let [rows, cols] = operands(&loss.dlogits.unwrap(), dgrad_dy, wgrad_dy, &mut of_dlogits);
+        let dx = Gemm { a: &rows, b: &wt, out: dtype }.run(cpu).unwrap();
+        GroupedWgrad { dy: &cols, x: &x_cols, groups: &groups, grad: &mut dw, accumulate }.run(cpu).unwrap();
+        (results(loss.shard_nats.as_slice(), loss.bad_ids.as_slice(), &dx, &dw), of_x, of_dlogits)
+    }
+}
+
+#[test]
+fn quantized_operands_are_those_of_all_tokens_whatever_the_chunk() {
+    let (powers, floats) = (e4m3(ScaleRule::Rceil), e4m3(ScaleRule::Amax));
+    let all = |codec| HeadCodecs { fprop_x: codec, dgrad_dy: codec, wgrad_dy: codec, wgrad_x: codec };
+    let mx = |format| Codec::new(format, ScaleRule::Rceil, Rounding::NearestEven).ok();
+    let choices = [
+        all(Some(powers)),
+        all(Some(floats)),
+        HeadCodecs { wgrad_dy: None, wgrad_x: None, ..all(Some(powers)) },
+        HeadCodecs { wgrad_dy: Some(powers), wgrad_x: Some(powers), ..all(Some(floats)) },
+        HeadCodecs { fprop_x: None, dgrad_dy: None, ..all(Some(powers)) },
+        HeadCodecs { dgrad_dy: mx(Format::Mxfp4), wgrad_x: mx(Format::Mxfp8E5m2), ..all(Some(powers)) },
+        HeadCodecs { wgrad_dy: mx(Format::Mxfp6E2m3), wgrad_x: mx(Format::Mxfp4), ..all(Some(floats)) },
+        HeadCodecs { dgrad_dy: None, wgrad_x: None, ..all(Some(powers)) },
+    ];
+    // A vocabulary and a width that end inside a block, whole ones; several shards a chunk and parts of one.
+    for (tokens, d, vocab, shards) in [(512, 24, 136, 4), (256, 128, 128, 1), (300, 24, 72, 1)] {
+        for (i, codecs) in choices.into_iter().enumerate() {
+            let (type_of_dw, accumulate) =
+                [(DType::F32, false), (DType::F32, true), (DType::Bf16, true)][i % 3];
+            let dtype = if [1, 7].contains(&i) { DType::F32 } else { DType::Bf16 };
+            let step = |codec: Option<Codec>| codec.map_or(1, |codec| codec.format().column_step());
+            if step(codecs.wgrad_dy) != step(codecs.wgrad_x) && tokens % 128 != 0 {
+                continue; // refused
+            }
+            let call = Call { tokens, d, vocab, shards, dtype, type_of_dw, accumulate };
+            let apart = if shards == 1 {
+                None
+            } else {
+                Some(same_everywhere(|cpu| call.quantized_apart(cpu, codecs)))
+            };
+            let want =
+                apart.unwrap_or_else(|| same_everywhere(|cpu| call.quantized_in_chunks(cpu, codecs, 512)));
+            assert!(want.1[Counts::<Cpu>::NON_ZERO] > 0 && want.2[Counts::<Cpu>::NON_ZERO] > 0);
+            for chunk in [128, 256] {
+                let got = same_everywhere(|cpu| call.quantized_in_chunks(cpu, codecs, chunk));
+                assert!(got == want, "{call:?}, {codecs:?} in chunks of {chunk}");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_honoured_is_refused() {
+    let cpu = Cpu::new(1).unwrap();
+    let (dtype, type_of_dw, accumulate) = (DType::Bf16, DType::F32, false);
+    let call = Call { tokens: 256, d: 16, vocab: 24, shards: 2, dtype, type_of_dw, accumulate };
+    let codec = Some(e4m3(ScaleRule::Rceil));
+    let all = HeadCodecs { fprop_x: codec, dgrad_dy: codec, wgrad_dy: codec, wgrad_x: codec };
+    let random = Codec::new(Format::E4m3, ScaleRule::Rceil, Rounding::Stochastic).ok();
+    let refused = |call: Call, codecs: HeadCodecs, tiles: bool, chunk: usize, argument: &str| {
+        let [x, w, wt, mut dw] = call.operands(&cpu);
+        let [w, wt] = if tiles { call.tiles(&cpu, ScaleRule::Rceil) } else { [w, wt].map(Operand::Plain) };
+        let targets = cpu.upload(&call.targets()).unwrap();
+        let grad = Some(HeadLossGrad { wt: &wt, control: &control(&cpu), dw: &mut dw, accumulate });
+        let op = HeadLoss { x: &x, w: &w, codecs, targets: &targets, shards: call.shards, chunk, grad };
+        let error = op.run(&cpu).unwrap_err().to_string();
+        assert!(error.contains(argument), "{error}");
+    };
+    refused(call, all, true, 64, "`chunk`");
+    refused(Call { tokens: 200, ..call }, all, true, 128, "`tokens of a shard`");
+    // Columns of two lengths, in one shard: they end at different rows.
+    let of_two = HeadCodecs { wgrad_x: None, ..all };
+    refused(Call { tokens: 200, shards: 1, ..call }, of_two, true, 128, "`tokens of a shard`");
+    refused(call, HeadCodecs { dgrad_dy: random, ..all }, true, 128, "`codecs.dgrad_dy`");
+}

@@ -1,0 +1,7 @@
+//! Operations over the vocabulary: embedding, cross-entropy, the head with its loss.
+
+pub mod cross_entropy;
+pub mod embed;
+pub mod head_loss;
+
+pub(crate) use {cross_entropy::*, embed::*, head_loss::*};

@@ -1,0 +1,403 @@
+pub(super) mod assemble_kv;
+pub(super) mod windows;
+
+pub use {assemble_kv::*, windows::*};
+
+use crate::case::{Case, Outputs, Pads};
+use crate::host::plain;
+use crate::input::{Input, stream};
+use crate::ops::PLAIN;
+use crate::pair::Pair;
+use crate::windows::Hiding;
+use nibble_core::ops::{
+    Attention, AttentionBackward, AttentionDecode, AttentionOut, Cast, Windows, attention_agreement,
+    attention_scale,
+};
+use nibble_core::{Agreement, DType, Kernels, Result, Tensor};
+
+/// Values of sinks.
+#[derive(Debug, Clone, Copy)]
+enum Sinks {
+    /// Among the scores.
+    Usual,
+    /// In turn as good as none, all but all of the sum, and one term of it.
+    Extreme,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Heads {
+    sequences: usize,
+    seq_len: usize,
+    heads: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    value_dim: usize,
+    scale: f32,
+    hiding: Option<Hiding>,
+    sinks: Option<Sinks>,
+    /// Keys and values of every other document are 1e4, and what its own tokens make of them is not compared. (Larger ones make scores whose own rounding is more than an
+    /// exponential holds: then the sums of such a document are not finite, and only finite values may lie outside of a window.)
+    poisoned: bool,
+    dtype: DType,
+    input: Input,
+    strict: bool,
+}
+
+impl Heads {
+    /// Of the usual scale, nothing of which is hidden. The sizes: sequences, their tokens, heads, those of keys, and elements of each.
+    fn of(
+        (sequences, seq_len, heads, kv_heads, head_dim, value_dim): (
+            usize,
+            usize,
+            usize,
+            usize,
+            usize,
+            usize,
+        ),
+        dtype: DType,
+        strict: bool,
+    ) -> Self {
+        let (scale, input) = (attention_scale(head_dim), Input::Normal);
+        let (hiding, sinks, poisoned) = (None, None, false);
+        Self {
+            sequences,
+            seq_len,
+            heads,
+            kv_heads,
+            head_dim,
+            value_dim,
+            scale,
+            hiding,
+            sinks,
+            poisoned,
+            dtype,
+            input,
+            strict,
+        }
+    }
+
+    fn dims(&self) -> (usize, usize) {
+        (self.head_dim, self.value_dim)
+    }
+
+    /// Rows of `heads` heads of `dim` elements.
+    fn tensor<B: Kernels>(&self, b: &B, name: &str, heads: usize, dim: usize) -> Result<Tensor<B>> {
+        let (rows, cols) = (self.sequences * self.seq_len, heads * dim);
+        plain(b, self.dtype, &self.input.values(&stream(name), rows * cols), rows, cols)
+    }
+
+    fn qkv<B: Kernels>(&self, b: &B) -> Result<[Tensor<B>; 3]> {
+        Ok([
+            self.tensor(b, "attention.q", self.heads, self.head_dim)?,
+            self.keys(b, "attention.k", self.head_dim)?,
+            self.keys(b, "attention.v", self.value_dim)?,
+        ])
+    }
+
+    /// Keys or values.
+    fn keys<B: Kernels>(&self, b: &B, name: &str, dim: usize) -> Result<Tensor<B>> {
+        let (rows, cols) = (self.sequences * self.seq_len, self.kv_heads * dim);
+        let mut values = self.input.values(&stream(name), rows * cols);
+        for (row, compared) in values.chunks_exact_mut(cols).zip(self.compared_rows()) {
+            if !compared {
+                row.iter_mut().for_each(|x| *x = 1e4f32.copysign(*x));
+            }
+        }
+        plain(b, self.dtype, &values, rows, cols)
+    }
+
+    /// Which tokens are of no poisoned document.
+    fn compared_rows(&self) -> Vec<bool> {
+        let numbers =
+            self.hiding.map_or_else(Vec::new, |hiding| hiding.numbers(self.sequences, self.seq_len));
+        match self.poisoned {
+            true => {
+                let (mut last, mut compared) = (None, false);
+                let of = |number| {
+                    compared ^= last.replace(number) != Some(number);
+                    compared
+                };
+                numbers.into_iter().map(of).collect()
+            }
+            false => vec![true; self.sequences * self.seq_len],
+        }
+    }
+
+    fn windows<B: Kernels>(&self, b: &B) -> Result<Option<Windows<B>>> {
+        self.hiding.map(|hiding| hiding.upload(b, self.sequences, self.seq_len)).transpose()
+    }
+
+    /// `[1, heads]`.
+    fn sinks<B: Kernels>(&self, b: &B) -> Result<Option<Tensor<B>>> {
+        let Some(sinks) = self.sinks else { return Ok(None) };
+        let values = match sinks {
+            Sinks::Usual => Input::Normal.values(&stream("attention.sinks"), self.heads),
+            Sinks::Extreme => [-1e30, 80.0, 0.0].into_iter().cycle().take(self.heads).collect(),
+        };
+        Tensor::from_f32(b, &values, 1, self.heads).map(Some)
+    }
+
+    /// Notes the rows that are compared.
+    fn note<B: Kernels>(&self, out: &mut Outputs, b: &B, name: &str, x: &Tensor<B>) -> Result<()> {
+        if !self.poisoned {
+            return out.tensor(b, name, x);
+        }
+        let values = x.to_f32_vec(b)?;
+        let rows = values.chunks_exact(x.cols).zip(self.compared_rows()).filter(|(_, compared)| *compared);
+        let rows: Vec<f32> = rows.flat_map(|(row, _)| row).copied().collect();
+        // Of the type that it has: what rounding to that may leave is allowed.
+        out.tensor(b, name, &plain(b, self.dtype, &rows, rows.len() / x.cols, x.cols)?)
+    }
+
+    fn forward<B: Kernels>(
+        &self,
+        b: &B,
+        [q, k, v]: &[Tensor<B>; 3],
+        (windows, sinks): (Option<&Windows<B>>, Option<&Tensor<B>>),
+    ) -> Result<AttentionOut<B>> {
+        let Self { scale, seq_len, .. } = *self;
+        Attention { scale, windows, sinks, ..Attention::new([q, k, v], self.dims(), seq_len) }.run(b)
+    }
+}
+
+#[derive(Debug)]
+struct Forward(Heads);
+
+impl<B: Kernels> Case<B> for Forward {
+    fn agreement(&self) -> Agreement {
+        attention_agreement(self.0.dtype)
+    }
+
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
+        let (windows, sinks) = (self.0.windows(b)?, self.0.sinks(b)?);
+        let made = self.0.forward(b, &self.0.qkv(b)?, (windows.as_ref(), sinks.as_ref()))?;
+        let mut out = Outputs::default();
+        self.0.note(&mut out, b, "out", &made.out)?;
+        out.buf(b, "lse", &made.lse, Some(&self.0.compared_rows()))?;
+        Ok(out)
+    }
+}
+
+#[derive(Debug)]
+struct Backward(Heads);
+
+impl<B: Kernels> Case<B> for Backward {
+    fn agreement(&self) -> Agreement {
+        attention_agreement(self.0.dtype)
+    }
+
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
+        let Heads { value_dim, scale, seq_len, heads, .. } = self.0;
+        let qkv = self.0.qkv(b)?;
+        let (windows, sinks) = (self.0.windows(b)?, self.0.sinks(b)?);
+        let (windows, sinks) = (windows.as_ref(), sinks.as_ref());
+        let made = self.0.forward(b, &qkv, (windows, sinks))?;
+        let dout = self.0.tensor(b, "attention.dout", heads, value_dim)?;
+        let [q, k, v] = &qkv;
+        let of = (&made.out, &made.lse);
+        let op = AttentionBackward::new([q, k, v], of, &dout, self.0.dims(), seq_len);
+        let grads = AttentionBackward { scale, windows, sinks, ..op }.run(b)?;
+        let mut out = Outputs::default();
+        self.0.note(&mut out, b, "dv", &grads.dv)?;
+        if let Some(dsinks) = &grads.dsinks {
+            // Made of `out`, which each side has rounded: that rounding is allowed here as it is there.
+            let dtype = if self.0.strict { DType::F32 } else { self.0.dtype };
+            self.0.note(&mut out, b, "dsinks", &Cast { x: dsinks, dtype }.run(b)?)?;
+        }
+        // Of one key dP - delta is 0 but for what rounding leaves, which only the same order of sums makes the same.
+        let one_key = seq_len == 1 || self.0.hiding.is_some_and(|hiding| hiding.window == Some(1));
+        if !one_key || self.0.strict {
+            self.0.note(&mut out, b, "dq", &grads.dq)?;
+            self.0.note(&mut out, b, "dk", &grads.dk)?;
+        }
+        Ok(out)
+    }
+}
+
+/// One query or many, one head or groups of them, values of queries' size or of another; lengths around the vectors' width on a CPU and
+/// around whole tiles on a GPU, whose kernels for heads of 64, of 128, and of 192 with values of 128 are others.
+fn cases(strict: bool) -> Vec<Heads> {
+    let mut cases = Vec::new();
+    let shapes = [
+        (1, 1, 1, 1, 8, 8),
+        (3, 17, 4, 2, 16, 16),
+        (2, 65, 6, 1, 32, 32),
+        (1, 130, 2, 2, 64, 64),
+        (2, 33, 3, 3, 20, 20),
+        (3, 1, 2, 1, 128, 128),
+        (2, 200, 8, 1, 128, 128),
+        (3, 200, 3, 3, 64, 64),
+        (2, 256, 2, 1, 128, 128),
+        (1, 385, 4, 1, 64, 64),
+        (2, 40, 2, 1, 200, 200),
+        (2, 19, 4, 2, 24, 16),
+        (1, 66, 2, 1, 8, 40),
+        (2, 45, 2, 2, 64, 128),
+        (1, 70, 3, 1, 128, 64),
+        (3, 1, 2, 1, 192, 128),
+        (2, 64, 2, 2, 192, 128),
+        (2, 200, 6, 2, 192, 128),
+        (1, 385, 3, 1, 192, 128),
+        (2, 512, 2, 1, 192, 128),
+    ];
+    // Scales of a model's own. Larger ones than the usual would spread the scores, and loosen what backends owe each other.
+    let scaled = [
+        (2, 33, 4, 2, 16, 16, 0.15),
+        (1, 70, 2, 1, 64, 64, 0.06),
+        (2, 130, 2, 1, 128, 128, 0.05),
+        (1, 150, 2, 2, 192, 128, 0.05),
+    ];
+    let usual = shapes.map(|(s, l, h, g, c, u)| (s, l, h, g, c, u, attention_scale(c)));
+    for (sequences, seq_len, heads, kv_heads, head_dim, value_dim, scale) in usual.into_iter().chain(scaled) {
+        for dtype in PLAIN {
+            let dims = (sequences, seq_len, heads, kv_heads, head_dim, value_dim);
+            let heads = Heads { scale, ..Heads::of(dims, dtype, strict) };
+            cases.push(heads);
+            // Scores of ±hundreds: the softmax is all but one-hot, and what is left is rounding.
+            let hard = [Input::Zeros, Input::HeavyTailed, Input::NonFinite, Input::ExtremeExponents];
+            let hard = hard.into_iter().filter(|_| strict && seq_len < 200);
+            cases.extend(hard.map(|input| Heads { input, ..heads }));
+        }
+    }
+    cases
+}
+
+/// Documents around tiles of 64 and of 128.
+const DOCUMENTS: [usize; 7] = [1, 63, 64, 65, 127, 129, 200];
+
+/// Documents, sliding windows and chunks; sequences of whole tiles and of others; heads as in [`cases`].
+fn windowed_cases(strict: bool) -> Vec<Heads> {
+    let (uneven, window) = (Hiding::documents(&DOCUMENTS), Hiding::window);
+    let chunk = |chunk| Hiding { documents: &[], window: None, chunk: Some(chunk) };
+    let all = Hiding { documents: &DOCUMENTS, window: Some(50), chunk: Some(70) };
+    let (own, small) = (Hiding::documents(&[385]), Hiding::documents(&[1, 2, 7, 8, 9, 15, 17, 33, 5]));
+    let shapes = [
+        (2, 512, 2, 1, 64, 64, uneven, true),
+        (1, 449, 2, 1, 128, 128, uneven, true),
+        (1, 449, 2, 2, 192, 128, uneven, true),
+        (2, 150, 4, 2, 32, 32, uneven, true),
+        (3, 70, 4, 2, 24, 16, small, true),
+        (2, 257, 2, 1, 64, 64, small, false),
+        (1, 385, 1, 1, 64, 64, own, false),
+        (1, 385, 1, 1, 192, 128, window(385), false),
+        (1, 200, 2, 1, 64, 64, window(1), false),
+        (2, 100, 2, 1, 32, 32, window(1), false),
+        (1, 400, 2, 1, 64, 64, window(17), false),
+        (1, 300, 2, 1, 128, 128, window(17), false),
+        (1, 130, 4, 2, 20, 20, window(17), false),
+        (1, 500, 4, 2, 64, 64, window(128), false),
+        (1, 520, 2, 1, 128, 128, window(128), false),
+        (1, 400, 2, 1, 192, 128, window(128), false),
+        (1, 200, 2, 1, 200, 200, window(90), false),
+        (1, 448, 2, 1, 64, 64, chunk(100), false),
+        (1, 384, 2, 1, 128, 128, chunk(128), false),
+        (1, 300, 3, 1, 64, 64, all, true),
+        (1, 449, 2, 1, 192, 128, all, false),
+        (2, 130, 2, 2, 16, 16, all, true),
+    ];
+    let mut cases = Vec::new();
+    for (sequences, seq_len, heads, kv_heads, head_dim, value_dim, hiding, has_others) in shapes {
+        for (dtype, poisoned) in PLAIN.into_iter().flat_map(|dtype| [(dtype, false), (dtype, true)]) {
+            let dims = (sequences, seq_len, heads, kv_heads, head_dim, value_dim);
+            let heads = Heads { hiding: Some(hiding), poisoned, ..Heads::of(dims, dtype, strict) };
+            // Two paths of one machine owe each other the same bits in the same places: short sequences show that.
+            if !poisoned || has_others && !(strict && seq_len >= 200) {
+                cases.push(heads);
+            }
+            // Between two paths of one machine what is masked owes the same bits too.
+            let hard = [Input::HeavyTailed, Input::NonFinite];
+            let hard = hard.into_iter().filter(|_| strict && !poisoned && seq_len < 200);
+            cases.extend(hard.map(|input| Heads { input, ..heads }));
+        }
+    }
+    cases
+}
+
+/// With sinks: lengths of whole tiles and of others, each kind of head that a GPU has kernels for, and windows.
+fn sink_cases(strict: bool) -> Vec<Heads> {
+    let documents = Some(Hiding::documents(&DOCUMENTS));
+    let window = |window| Some(Hiding::window(window));
+    let shapes = [
+        (2, 1, 3, 1, 16, 16, None),
+        (2, 33, 4, 2, 20, 20, None),
+        (2, 40, 3, 1, 200, 200, None),
+        (2, 45, 6, 2, 24, 40, window(17)),
+        (3, 200, 3, 3, 64, 64, None),
+        (1, 385, 8, 2, 64, 64, None),
+        (2, 200, 6, 2, 128, 128, None),
+        (1, 256, 3, 3, 128, 128, None),
+        (2, 200, 6, 2, 192, 128, None),
+        (1, 300, 3, 3, 192, 128, None),
+        (1, 400, 4, 2, 64, 64, window(128)),
+        (1, 449, 3, 1, 128, 128, documents),
+        (1, 449, 3, 1, 192, 128, documents),
+        (2, 150, 6, 3, 32, 32, documents),
+    ];
+    let mut cases = Vec::new();
+    for (sequences, seq_len, heads, kv_heads, head_dim, value_dim, hiding) in shapes {
+        for (dtype, sinks) in
+            PLAIN.into_iter().flat_map(|dtype| [(dtype, Sinks::Usual), (dtype, Sinks::Extreme)])
+        {
+            let dims = (sequences, seq_len, heads, kv_heads, head_dim, value_dim);
+            let heads = Heads { hiding, sinks: Some(sinks), ..Heads::of(dims, dtype, strict) };
+            cases.push(heads);
+            let hard = [Input::HeavyTailed, Input::NonFinite];
+            let hard = hard.into_iter().filter(|_| strict && seq_len < 200);
+            cases.extend(hard.map(|input| Heads { input, ..heads }));
+        }
+    }
+    cases
+}
+
+/// All of them.
+fn every_case(strict: bool) -> impl Iterator<Item = Heads> {
+    [cases(strict), windowed_cases(strict), sink_cases(strict)].into_iter().flatten()
+}
+
+/// Conformance of [`Attention`].
+pub fn attention<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+    every_case(pair.strict).for_each(|heads| pair.check(&Forward(heads)));
+}
+
+/// One query against the first rows of a cache.
+#[derive(Debug)]
+struct Decode {
+    heads: Heads,
+    len: usize,
+}
+
+impl<B: Kernels> Case<B> for Decode {
+    fn agreement(&self) -> Agreement {
+        attention_agreement(self.heads.dtype)
+    }
+
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
+        let [_, k, v] = self.heads.qkv(b)?;
+        let one = Heads { sequences: 1, seq_len: 1, ..self.heads };
+        let q = one.tensor(b, "attention.q", one.heads, one.head_dim)?;
+        let op = AttentionDecode::new([&q, &k, &v], one.dims(), self.len);
+        let sinks = one.sinks(b)?;
+        let made = AttentionDecode { scale: one.scale, sinks: sinks.as_ref(), ..op }.run(b)?;
+        let mut out = Outputs::default();
+        out.tensor(b, "out", &made)?;
+        Ok(out)
+    }
+}
+
+/// Conformance of [`AttentionDecode`].
+pub fn attention_decode<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+    // A cache has no windows.
+    let cases = every_case(pair.strict).filter(|heads| heads.hiding.is_none());
+    for heads in cases {
+        let heads = Heads { sequences: 1, ..heads };
+        let all = heads.seq_len;
+        let mut lens = vec![1, all.div_ceil(2), all - all / 9, all];
+        lens.dedup();
+        lens.into_iter().for_each(|len| pair.check(&Decode { heads, len }));
+    }
+}
+
+/// Conformance of [`AttentionBackward`].
+pub fn attention_backward<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+    every_case(pair.strict).for_each(|heads| pair.check(&Backward(heads)));
+}

@@ -1,0 +1,86 @@
+//! Weights as products lift them: rows of one 1 each make the product the lifted weight itself, which is held to the bits.
+
+use crate::case::{Case, Outputs, Pads};
+use crate::host::HostBlock;
+use crate::input::{Input, stream};
+use crate::ops::convert::quantize::codec;
+use crate::pair::Pair;
+use crate::shapes::RaggedRows;
+use nibble_core::formats::{BlockAxis, Format, Rounding, ScaleRule};
+use nibble_core::ops::{Gemm, GroupedGemm};
+use nibble_core::{Agreement, DType, Kernels, Operand, Result};
+
+#[derive(Debug)]
+struct LiftedWeight {
+    format: Format,
+    /// Matrices of `n` rows, a group each; of one the product is dense.
+    matrices: usize,
+    n: usize,
+    k: usize,
+}
+
+impl LiftedWeight {
+    /// Rows of sizes up to forty octaves apart: in a square some are rounded, and some become zeros.
+    fn weight<B: Kernels>(&self, b: &B) -> Result<Operand<B>> {
+        let Self { format, matrices, n, k } = *self;
+        let mut w = Input::Normal.values(&stream("squares.w"), matrices * n * k);
+        for (row, w) in w.chunks_mut(k).enumerate() {
+            let by = 2f32.powi(-((row % 40) as i32));
+            w.iter_mut().for_each(|w| *w *= by);
+        }
+        let codec = codec(format, ScaleRule::Rceil, Rounding::NearestEven);
+        Ok(Operand::Block(HostBlock::quantize(codec, BlockAxis::Row, &w, matrices * n, k, 1).upload(b)?))
+    }
+
+    /// Row i of a group is 1 at i, and 0 elsewhere.
+    fn ones<B: Kernels>(&self, b: &B, starts: &[usize], rows: usize) -> Result<Operand<B>> {
+        let mut x = vec![0.0; rows * self.k];
+        for start in starts {
+            (0..self.k).for_each(|i| x[(start + i) * self.k + i] = 1.0);
+        }
+        let codec = codec(Format::E4m3, ScaleRule::Rceil, Rounding::NearestEven);
+        Ok(Operand::Block(HostBlock::quantize(codec, BlockAxis::Row, &x, rows, self.k, 1).upload(b)?))
+    }
+}
+
+impl<B: Kernels> Case<B> for LiftedWeight {
+    fn agreement(&self) -> Agreement {
+        Agreement::Bitwise
+    }
+
+    fn run(&self, b: &B, _: Pads) -> Result<Outputs> {
+        let (w, mut out) = (self.weight(b)?, Outputs::default());
+        let d = if self.matrices == 1 {
+            Gemm { a: &self.ones(b, &[0], self.k)?, b: &w, out: DType::F32 }.run(b)?
+        } else {
+            let ragged = RaggedRows::new(&vec![self.k; self.matrices], 128);
+            let starts: Vec<usize> =
+                ragged.start[..self.matrices].iter().map(|start| *start as usize).collect();
+            let x = self.ones(b, &starts, ragged.capacity)?;
+            GroupedGemm { x: &x, w: &w, groups: &ragged.upload(b)?, out: DType::F32 }.run(b)?
+        };
+        out.tensor(b, "out", &d)?;
+        Ok(out)
+    }
+}
+
+/// Of every format that is lifted, several squares and parts of them, rows of whole vectors and of others.
+fn of_matrices<A: Kernels, B: Kernels>(pair: &Pair<A, B>, matrices: usize) {
+    let is_lifted = |format: &Format| format.lift(ScaleRule::Rceil, BlockAxis::Row).is_some();
+    let rceil = |format: &Format| format.spec().rules.contains(&ScaleRule::Rceil);
+    for format in Format::ALL.into_iter().filter(|format| rceil(format) && is_lifted(format)) {
+        for (n, k) in [(300, 304), (152, 300), (128, 640), (24, 48)] {
+            pair.check(&LiftedWeight { format, matrices, n, k });
+        }
+    }
+}
+
+/// Of [`Gemm`].
+pub(super) fn gemm<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+    of_matrices(pair, 1);
+}
+
+/// Of [`GroupedGemm`].
+pub(super) fn grouped_gemm<A: Kernels, B: Kernels>(pair: &Pair<A, B>) {
+    of_matrices(pair, 3);
+}

@@ -1,0 +1,5 @@
+//! Matrix products: dense, grouped by expert, and the weight gradients of groups.
+
+pub(super) mod gemm;
+
+pub use gemm::*;

@@ -1,0 +1,9 @@
+//! Routing: the choice of experts, permutations of rows, and the rows and records of an all-to-all.
+
+pub(super) mod combine_tree;
+pub(super) mod parts;
+pub(super) mod permute;
+pub(super) mod route;
+pub(super) mod slots;
+
+pub use {combine_tree::*, parts::*, permute::*, route::*, slots::*};

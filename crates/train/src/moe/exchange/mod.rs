@@ -1,0 +1,545 @@
+//! The all-to-all of an expert layer: tokens to the ranks of their experts, and back. `dispatch` and `combine` are each other's backward
+//! pass.
+//!
+//! **Dispatch.** A token is sent once to each rank that has one of its experts, as `codes ‖ scales ‖ padding to 16 bytes`. Rows arrive by
+//! source rank, and within it in the order of tokens. Ranks hold consecutive tokens, so that is the global order, and expert-sorted rows
+//! lie as on a single rank. Rows that are quantized for the all-to-all become messages in the same pass (`QuantizePack`). `UnpackPermute`
+//! unpacks what arrives and sorts it by expert, also in one pass.
+//!
+//! **Combine.** [`Combine`] decides what travels back. With `slots` it is a row for each slot: under top 8, eight rows a token. With
+//! `tree` each rank sums what its experts computed for a token (`CombineTree`) and sends one unpadded row for each token that it was
+//! sent, in the order in which tokens came. These sums are nodes of the tree over all experts, since a power of two of ranks cuts it at
+//! nodes; the token's rank sums the rest. So the bits do not depend on the number of ranks. Gradients of gate weights travel as one
+//! number a slot either way.
+//!
+//! Where a recipe quantizes `combine.fwd` or `combine.bwd`, each slot's row is quantized by itself, sent, dequantized, and summed in slot
+//! order. One rank quantizes and dequantizes too, so that the bits are the same. With `tree`, sums would be rounded where ranks meet,
+//! which depends on the mesh; so that is refused.
+//!
+//! **Plan.** The device plans where everything goes: slots are sorted by the rank of their expert, and records of a token's number, its
+//! experts there and its gate weights travel before the rows. The host reads one buffer for each plan: tokens and slots from every rank
+//! to every rank. A layer is planned once per micro-batch, and twice where `train.recompute` names `experts` or `layers`. With `run.dp` =
+//! `run.ranks` no rows travel, and no counts are read. `train/tests/ranks/transfers.rs` counts every transfer to the host.
+//!
+//! **Capacity.** A rank has buffers for `run.capacity_factor` times its share of the slots (1.25 by default), but for no more than can
+//! come. Where one rank is sent more, every rank sees it in the counts, and none sends rows of that layer. The step's record says so, and
+//! the step changes nothing. On reading the record the host enlarges the buffers to 1.125 times what was sent and retries these steps,
+//! with the bits that they would have had. An evaluation's batch is retried too. No token is dropped.
+//!
+//! `ExchangeBytes` computes the bytes of each leg from a routing.
+
+use crate::convert::TensorName;
+use crate::cx::Cx;
+use crate::fault::{Point, exchanging};
+use crate::ledger::{Ledger, Saved};
+use crate::shards::ExpertParts;
+use nibble_core::allocation::in_part;
+use nibble_core::formats::Format;
+use nibble_core::ops::{
+    AssignParts, AssignRanks, CombineSlots, CombineTree, Dequantize, FindSlots, GatherScalars, JoinGroups,
+    PackRows, PackSlots, Permute, PlanPermute, Routing, UnpackPermute, UnpackRows, UnpackSlots, record_words,
+};
+use nibble_core::recipe::Precision;
+use nibble_core::{
+    DType, Error, ExchangeRoom, Groups, Kernels, Leg, Operand, PendingRows, PermuteMap, Result, RowKind,
+    RowPlan, Tensor, Transfer, round_up,
+};
+
+pub use crate::config::Combine;
+pub use traffic::{ExchangeBytes, SlotCounts};
+
+/// Where every (token, slot) of one layer goes.
+#[derive(Debug)]
+pub struct ExchangePlan<B: Kernels> {
+    /// The order of the rows on this rank, by (expert, part): what gradients of weights contract, and what has a scale of its own.
+    pub map: PermuteMap<B>,
+    /// The same rows by expert, whose parts lie one behind the other: which matrix they are multiplied with.
+    pub experts: Groups<B>,
+    /// Gate weight of each expert-sorted row; 0 on padding. `[r]`
+    pub gate_r: B::Buf<f32>,
+    /// The slots whose experts are here, of the tokens that are here or have arrived. Where rows are summed up a tree.
+    experts_tree: Option<TreeSlots<B>>,
+    /// Among several ranks: 0, or what a rank was sent that had less room, in shares. One value.
+    pub overflow: Option<B::Buf<f32>>,
+    /// Among several ranks: how messages go.
+    pub wire: Option<Wire<B>>,
+}
+
+/// Slots of tokens at the leaves of a tree.
+#[derive(Debug)]
+struct TreeSlots<B: Kernels> {
+    /// Row of each (token, slot), −1 for none.
+    row: B::Buf<i32>,
+    /// Leaf of each (token, slot), −1 for none.
+    leaf: B::Buf<i32>,
+    /// Leaves of the tree.
+    leaves: usize,
+}
+
+impl<B: Kernels> TreeSlots<B> {
+    /// One row for each token: what its rows add up to.
+    fn sum(&self, b: &B, rows: &Tensor<B>, plus: Option<&Tensor<B>>, top_k: usize) -> Result<Tensor<B>> {
+        let Self { row: index, leaf, leaves } = self;
+        CombineTree { rows, index, leaf, leaves: *leaves, plus, top_k }.run(b)
+    }
+}
+
+/// Which of a rank's tokens go where.
+#[derive(Debug)]
+pub struct Sending<B: Kernels> {
+    /// Token of each row sent, by destination.
+    pub token: B::Buf<i32>,
+    /// For each (token, slot), which of the rows sent is the token's, −1 where an earlier slot has it.
+    pub place: B::Buf<i32>,
+}
+
+/// Rows of tokens that are to go to their experts.
+#[derive(Debug)]
+pub enum Outgoing<B: Kernels> {
+    /// Of a rank alone: one a token.
+    Here(Operand<B>),
+    /// Messages, by destination, of rows of this kind.
+    Messages(B::Buf<u8>, RowKind),
+}
+
+/// How messages go when there are other ranks.
+#[derive(Debug)]
+pub struct Wire<B: Kernels> {
+    /// What this rank sends.
+    pub sending: Sending<B>,
+    /// For each (token, slot), its place among the slot rows that come back, which arrive rank by rank.
+    pub slot_place: B::Buf<i32>,
+    /// The slots of this rank's tokens, of which the first for each rank has the row that comes back from there. Where rows are summed up a tree.
+    ranks_tree: Option<TreeSlots<B>>,
+    /// How many rows, which is the transport's own business.
+    pub rows: RowPlan,
+}
+
+impl<B: Kernels> ExchangePlan<B> {
+    /// What this rank sends, where there are others.
+    pub fn sending(&self) -> Option<&Sending<B>> {
+        self.wire.as_ref().map(|wire| &wire.sending)
+    }
+}
+
+impl<B: Kernels> Saved for ExchangePlan<B> {
+    fn ledger(&self, ledger: &mut Ledger) {
+        const LAYER: &str = "exchange";
+        let map = &self.map;
+        for index in [
+            &map.groups.start,
+            &map.groups.len,
+            &self.experts.start,
+            &self.experts.len,
+            &map.groups.row_id,
+            &map.source_row,
+            &map.row_slot,
+            &map.slot_row,
+            &map.occupancy.found,
+        ] {
+            ledger.words::<B, i32>(LAYER, "plan", index);
+        }
+        ledger.words::<B, f32>(LAYER, "plan", &self.gate_r);
+        if let Some(overflow) = &self.overflow {
+            ledger.words::<B, f32>(LAYER, "plan", overflow);
+        }
+        let mut trees = vec![&self.experts_tree];
+        if let Some(wire) = &self.wire {
+            for index in [&wire.sending.token, &wire.sending.place, &wire.slot_place] {
+                ledger.words::<B, i32>(LAYER, "plan", index);
+            }
+            trees.push(&wire.ranks_tree);
+        }
+        for index in trees.into_iter().flatten().flat_map(|tree| [&tree.row, &tree.leaf]) {
+            ledger.words::<B, i32>(LAYER, "plan", index);
+        }
+    }
+}
+
+/// A plan while ranks tell each other how many rows go where: all of it that does not follow from that.
+struct BegunPlan<B: Kernels> {
+    counts: PendingRows<B>,
+    room: ExchangeRoom,
+    /// [`SlotRanks::first`](nibble_core::ops::SlotRanks::first).
+    first: B::Buf<i32>,
+    /// Slots by the rank of their expert.
+    slots: PermuteMap<B>,
+    /// Tokens by the ranks that they go to.
+    sending: Sending<B>,
+    /// What is told of each token that is sent.
+    records: B::Buf<u8>,
+}
+
+/// The exchange of one layer.
+#[derive(Debug)]
+pub struct Exchange<'a, 'c, B: Kernels> {
+    cx: &'a Cx<'c, B>,
+    experts: usize,
+    top_k: usize,
+    is_backward: bool,
+}
+
+impl<'a, 'c, B: Kernels> Exchange<'a, 'c, B> {
+    /// An exchange among the ranks that experts are divided among: evenly, in order.
+    pub fn new(cx: &'a Cx<'c, B>, experts: usize, top_k: usize) -> Self {
+        Self { cx, experts, top_k, is_backward: false }
+    }
+
+    /// The same in the backward pass.
+    #[must_use]
+    pub fn backward(self) -> Self {
+        Self { is_backward: true, ..self }
+    }
+
+    /// Begins what ranks do together.
+    fn among_ranks<R>(&self, work: impl FnOnce() -> Result<R>) -> Result<R> {
+        let point = if self.is_backward { Point::BackwardExchange } else { Point::ForwardExchange };
+        in_part(self.part(), || {
+            exchanging(point)?;
+            work()
+        })
+    }
+
+    /// What the process says that it does meanwhile.
+    fn part(&self) -> &'static str {
+        if self.is_backward { "backward exchange" } else { "forward exchange" }
+    }
+
+    /// Decides where every (token, slot) goes.
+    ///
+    /// # Errors
+    /// Where rows are summed up a tree and the number of ranks is not a power of two; from the backend, and from other ranks.
+    pub fn plan(&self, routing: &Routing<B>, align: usize) -> Result<ExchangePlan<B>> {
+        Ok(self.plan_beside(routing, align, |_| Ok(()))?.0)
+    }
+
+    /// Decides where every (token, slot) goes, and does other work beside it: among several ranks, when it is known what goes where, while they tell each
+    /// other how many rows there will be.
+    ///
+    /// # Errors
+    /// Those of [`Exchange::plan`], and of the other work.
+    pub fn plan_beside<T>(
+        &self,
+        routing: &Routing<B>,
+        align: usize,
+        beside: impl FnOnce(Option<&Sending<B>>) -> Result<T>,
+    ) -> Result<(ExchangePlan<B>, T)> {
+        let (cx, world) = (self.cx, self.cx.mesh.ep.world());
+        if self.has_tree() && !world.is_power_of_two() {
+            let expected = "a power of two, as their sums are nodes of a tree";
+            return Err(Error::shape("exchange", "ranks that divide the experts", world, expected));
+        }
+        if world > 1 {
+            let begun = self.among_ranks(|| self.begin_plan(routing))?;
+            let made = beside(Some(&begun.sending))?;
+            return Ok((in_part(self.part(), || self.finish_plan(begun, align))?, made));
+        }
+        let tokens = B::len(&routing.expert) / self.top_k;
+        let (map, experts) =
+            self.sort(&routing.expert, &cx.shards.groups.row_id, tokens * self.top_k, align)?;
+        let gate_r = GatherScalars { values: &routing.weight, index: &map.row_slot }.run(cx.b)?;
+        // Every slot has a row.
+        let tree =
+            || TreeSlots { row: map.slot_row.clone(), leaf: routing.expert.clone(), leaves: self.experts };
+        let experts_tree = self.has_tree().then(tree);
+        Ok((ExchangePlan { map, experts, gate_r, experts_tree, overflow: None, wire: None }, beside(None)?))
+    }
+
+    fn has_tree(&self) -> bool {
+        self.cx.combine == Combine::Tree
+    }
+
+    /// Those of the slots that have a row, which is of the slot `row_slot` says, at these leaves. Where rows are summed up a tree.
+    fn tree(&self, row_slot: &B::Buf<i32>, leaf: B::Buf<i32>, leaves: usize) -> Result<Option<TreeSlots<B>>> {
+        if !self.has_tree() {
+            return Ok(None);
+        }
+        let row = FindSlots { row_slot, slots: B::len(&leaf) }.run(self.cx.b)?;
+        Ok(Some(TreeSlots { row, leaf, leaves }))
+    }
+
+    /// Sorts received tokens by this rank's experts, and each expert's by parts; `slots` of their slots are here. The groups of the order, and of
+    /// each expert one.
+    fn sort(
+        &self,
+        expert: &B::Buf<i32>,
+        token_id: &B::Buf<i32>,
+        slots: usize,
+        align: usize,
+    ) -> Result<(PermuteMap<B>, Groups<B>)> {
+        let (b, top_k, ExpertParts { local: parts, tokens }) =
+            (self.cx.b, self.top_k, self.cx.shards.expert_parts);
+        let num_groups = self.experts / self.cx.mesh.ep.world() * parts;
+        let by_part = match parts {
+            1 => None,
+            _ => Some(AssignParts { expert, token_id, top_k, parts, part_tokens: tokens }.run(b)?),
+        };
+        let op = PlanPermute {
+            expert: by_part.as_ref().unwrap_or(expert),
+            token_id,
+            top_k: self.top_k,
+            num_slots: slots,
+            num_groups,
+            align,
+            capacity: round_up(slots + num_groups * (align - 1), align).max(align),
+        };
+        let map = op.run(b)?;
+        let experts = match parts {
+            1 => map.groups.clone(),
+            _ => JoinGroups { groups: &map.groups, parts }.run(b)?,
+        };
+        Ok((map, experts))
+    }
+
+    /// Begins the plan among several ranks: they tell each other which tokens go where, with experts and gate weights.
+    fn begin_plan(&self, routing: &Routing<B>) -> Result<BegunPlan<B>> {
+        let (cx, b, ep, top_k) = (self.cx, self.cx.b, self.cx.mesh.ep, self.top_k);
+        let world = ep.world();
+        let (expert, experts_each) = (&routing.expert, self.experts / world);
+        let tokens = B::len(expert) / top_k;
+        let room = ExchangeRoom::new(tokens, top_k, (world, experts_each), cx.capacity_factor);
+        let ranks = AssignRanks { expert, top_k, experts_each, world }.run(b)?;
+        let counts = RowPlan::begin(b, ep, &ranks.counts, room)?;
+        // While the counts are under way.
+        let slots = self.sort_by_rank(&ranks.rank, B::len(expert))?;
+        let tokens = self.sort_by_rank(&ranks.first, room.sent)?;
+        let records = PackSlots {
+            slot: &tokens.row_slot,
+            expert,
+            weight: &routing.weight,
+            top_k,
+            experts_each,
+            token_id: &cx.shards.groups.row_id,
+        };
+        let records = b.reinterpret(&records.run(b)?)?;
+        let place = FindSlots { row_slot: &tokens.row_slot, slots: B::len(expert) }.run(b)?;
+        let sending = Sending { token: tokens.source_row, place };
+        Ok(BegunPlan { counts, room, first: ranks.first, slots, sending, records })
+    }
+
+    /// Waits for the counts, and sorts the tokens that come by their experts.
+    fn finish_plan(&self, begun: BegunPlan<B>, align: usize) -> Result<ExchangePlan<B>> {
+        let BegunPlan { counts, room, first, slots, sending, records } = begun;
+        let (cx, b, ep, top_k) = (self.cx, self.cx.b, self.cx.mesh.ep, self.top_k);
+        let (world, experts_each) = (ep.world(), self.experts / ep.world());
+        let rows = RowPlan::finish(b, ep, counts)?;
+        let needed = rows.overflow().map(|slots| slots as f32 / room.own_slots as f32);
+        cx.note_overflow(needed);
+        let overflow = Some(match needed {
+            None => b.zeros(1)?,
+            Some(needed) => b.upload(&[needed])?,
+        });
+
+        let record_bytes = size_of::<i32>() * record_words(top_k);
+        let (tokens_here, slots_here) = rows.places();
+        // Where no record arrives there are zeros, which is one of no token.
+        let received = b.zeros::<u8>(tokens_here * record_bytes)?;
+        let received = rows.begin_exchange(b, ep, (Leg::Tokens, record_bytes), records, received)?.wait(b)?;
+        let received = UnpackSlots { records: &b.reinterpret(&received)?, top_k }.run(b)?;
+        let (map, experts) = self.sort(&received.expert, &received.token_id, slots_here, align)?;
+        let gate_r = GatherScalars { values: &received.weight, index: &map.row_slot }.run(b)?;
+        let experts_tree = self.tree(&map.row_slot, received.expert, experts_each)?;
+        let tree = || TreeSlots { row: sending.place.clone(), leaf: first, leaves: world };
+        let ranks_tree = self.has_tree().then(tree);
+        let wire = Wire { sending, slot_place: slots.slot_row, ranks_tree, rows };
+        Ok(ExchangePlan { map, experts, gate_r, experts_tree, overflow, wire: Some(wire) })
+    }
+
+    /// Sorts this rank's slots by the rank they go to, −1 for none; no more than `slots` of them go somewhere, and get a row each.
+    fn sort_by_rank(&self, rank: &B::Buf<i32>, slots: usize) -> Result<PermuteMap<B>> {
+        let (top_k, num_groups) = (self.top_k, self.cx.mesh.ep.world());
+        let token_id = &self.cx.shards.groups.row_id;
+        let op = PlanPermute {
+            expert: rank,
+            token_id,
+            top_k,
+            num_slots: slots,
+            num_groups,
+            align: 1,
+            capacity: slots,
+        };
+        op.run(self.cx.b)
+    }
+
+    /// A plain tensor's rows, in the form in which they travel. Those that are quantized for the way among ranks become messages in the same pass.
+    /// `sending` is [`ExchangePlan::sending`], or what [`Exchange::plan_beside`] gives.
+    ///
+    /// # Errors
+    /// From the backend.
+    pub fn outgoing(
+        &self,
+        sending: Option<&Sending<B>>,
+        at: TensorName<'_>,
+        x_td: &Tensor<B>,
+        to: &Precision,
+    ) -> Result<Outgoing<B>> {
+        // One group of all tokens gives stochastic rounding its global row numbers.
+        let (cx, groups) = (self.cx, self.cx.groups_of(x_td));
+        match sending {
+            Some(Sending { token, place }) if to.dtype().is_none() => {
+                let (bytes, kind) = cx.quantize_pack(at, x_td, to, groups, (token, place, self.top_k))?;
+                Ok(Outgoing::Messages(bytes, kind))
+            }
+            _ => self.packed(sending, cx.form(at, x_td, to, groups)?),
+        }
+    }
+
+    fn packed(&self, sending: Option<&Sending<B>>, rows_td: Operand<B>) -> Result<Outgoing<B>> {
+        let Some(sending) = sending else { return Ok(Outgoing::Here(rows_td)) };
+        let bytes = PackRows { rows: &rows_td, index: &sending.token }.run(self.cx.b)?;
+        Ok(Outgoing::Messages(bytes, rows_td.row_kind()))
+    }
+
+    /// Sends each token's row to the ranks of its experts and sorts what arrives by expert: `[t, d] → [r, d]`.
+    ///
+    /// # Errors
+    /// From the backend, and from other ranks.
+    pub fn dispatch(&self, plan: &ExchangePlan<B>, rows_td: &Operand<B>) -> Result<Operand<B>> {
+        self.deliver(plan, self.packed(plan.sending(), rows_td.clone())?)
+    }
+
+    /// [`Exchange::dispatch`] of rows that were made ready for it.
+    ///
+    /// # Errors
+    /// As [`Exchange::dispatch`]; [`Error::Defect`] for messages of another plan.
+    pub fn deliver(&self, plan: &ExchangePlan<B>, rows: Outgoing<B>) -> Result<Operand<B>> {
+        let (b, map) = (self.cx.b, &plan.map);
+        match (&plan.wire, rows) {
+            (None, Outgoing::Here(rows)) => Permute { rows: &rows, map }.run(b),
+            (Some(wire), Outgoing::Messages(rows, kind)) => {
+                let bytes = self.begin(rows, &wire.rows, (Leg::Tokens, kind.row_bytes()))?.wait(b)?;
+                UnpackPermute { bytes: &bytes, kind, map }.run(b)
+            }
+            _ => Err(Error::Defect { place: "exchange", what: "rows were made ready for another plan" }),
+        }
+    }
+
+    /// Begins a leg, which brings bytes with a place for each row that comes.
+    fn begin(
+        &self,
+        rows: B::Buf<u8>,
+        plan: &RowPlan,
+        (leg, row_bytes): (Leg, usize),
+    ) -> Result<Transfer<B, B::Buf<u8>>> {
+        let (b, part) = (self.cx.b, self.part());
+        let bytes = b.alloc(plan.capacity(leg) * row_bytes)?;
+        let transfer =
+            self.among_ranks(|| plan.begin_exchange(b, self.cx.mesh.ep, (leg, row_bytes), rows, bytes))?;
+        Ok(Transfer::new(move |b| in_part(part, || transfer.wait(b))))
+    }
+
+    /// Brings the rows of each token back to it and sums them: [`Exchange::begin_combine`] and [`Exchange::finish_combine`] at once.
+    ///
+    /// # Errors
+    /// Those of both.
+    pub fn combine(
+        &self,
+        plan: &ExchangePlan<B>,
+        rows_rd: &Operand<B>,
+        plus_td: Option<&Tensor<B>>,
+    ) -> Result<Tensor<B>> {
+        self.finish_combine(plan, self.begin_combine(plan, rows_rd.clone())?, plus_td)
+    }
+
+    /// Begins to bring the rows of each token back to it, as they will be summed: `[r, d]`. Other work may be done while they travel. On one
+    /// rank they are there.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for rows in blocks where they are summed up a tree; from the backend, and from other ranks.
+    pub fn begin_combine(
+        &self,
+        plan: &ExchangePlan<B>,
+        rows_rd: Operand<B>,
+    ) -> Result<Transfer<B, Operand<B>>> {
+        let (b, kind) = (self.cx.b, rows_rd.row_kind());
+        if plan.experts_tree.is_some() && kind.format.is_block() {
+            let why = "sums up a tree would be rounded where ranks meet, which depends on the mesh: sum in slot order";
+            return Err(Error::unsupported("combine", kind.format, why));
+        }
+        let Some(wire) = &plan.wire else { return Ok(Transfer::new(move |_| Ok(rows_rd))) };
+        let Some(tree) = &plan.experts_tree else {
+            let sent = PackRows { rows: &rows_rd, index: &plan.map.slot_row }.run(b)?;
+            drop(rows_rd);
+            let bytes = self.begin(sent, &wire.rows, (Leg::SlotsBack, kind.row_bytes()))?;
+            let rows = wire.rows.capacity(Leg::SlotsBack);
+            return Ok(Transfer::new(move |b| unpacked(b, &bytes.wait(b)?, kind, rows)));
+        };
+        // A row for each token that arrived, in that order: rank by rank, as they go back. So they need no index, and no room between them.
+        let sums = tree.sum(b, rows_rd.plain("combine")?, None, self.top_k)?;
+        drop(rows_rd);
+        let sent = sums.as_bytes(b)?;
+        let (dtype, cols) = (sums.dtype(), sums.cols);
+        drop(sums);
+        let bytes = self.begin(sent, &wire.rows, (Leg::TokensBack, cols * dtype.size_bytes()))?;
+        let rows = wire.rows.capacity(Leg::TokensBack);
+        Ok(Transfer::new(move |b| {
+            Tensor::of_bytes(b, &bytes.wait(b)?, dtype, (rows, cols)).map(Operand::Plain)
+        }))
+    }
+
+    /// Waits for the rows of each token and sums them, in the order that [`Combine`] says: `[t, d]`; adds `plus_td` to that. Rows in blocks are
+    /// dequantized to the type of the activations before they are summed: on one rank as well, so that the sums are the same on every mesh.
+    ///
+    /// # Errors
+    /// From the backend, and from other ranks.
+    pub fn finish_combine(
+        &self,
+        plan: &ExchangePlan<B>,
+        returning: Transfer<B, Operand<B>>,
+        plus_td: Option<&Tensor<B>>,
+    ) -> Result<Tensor<B>> {
+        let (b, top_k, wire) = (self.cx.b, self.top_k, plan.wire.as_ref());
+        let rows = returning.wait(b)?;
+        if let Some(tree) = wire.map_or(&plan.experts_tree, |wire| &wire.ranks_tree) {
+            return tree.sum(b, rows.plain("combine")?, plus_td, top_k);
+        }
+        let index = Some(wire.map_or(&plan.map.slot_row, |wire| &wire.slot_place));
+        CombineSlots { rows: &self.dequantized(&rows)?, index, plus: plus_td, top_k }.run(b)
+    }
+
+    /// Rows as they are summed.
+    fn dequantized(&self, rows: &Operand<B>) -> Result<Tensor<B>> {
+        match rows {
+            Operand::Plain(rows) => Ok(rows.clone()),
+            Operand::Block(x) => Dequantize { x, dtype: self.cx.activations() }.run(self.cx.b),
+        }
+    }
+
+    /// Begins to bring one number a row back to its (token, slot): `[r] → [t·k]`. On one rank they are there.
+    ///
+    /// # Errors
+    /// From the backend, and from other ranks.
+    pub fn begin_return_scalars(
+        &self,
+        plan: &ExchangePlan<B>,
+        values_r: B::Buf<f32>,
+    ) -> Result<Transfer<B, B::Buf<f32>>> {
+        let b = self.cx.b;
+        let slots = GatherScalars { values: &values_r, index: &plan.map.slot_row }.run(b)?;
+        let Some(wire) = &plan.wire else { return Ok(Transfer::new(move |_| Ok(slots))) };
+        let bytes = self.begin(b.reinterpret(&slots)?, &wire.rows, (Leg::SlotsBack, size_of::<f32>()))?;
+        let index = wire.slot_place.clone();
+        Ok(Transfer::new(move |b: &B| {
+            GatherScalars { values: &b.reinterpret(&bytes.wait(b)?)?, index: &index }.run(b)
+        }))
+    }
+}
+
+/// Rows of this kind from what a leg has brought, which has places for so many.
+fn unpacked<B: Kernels>(b: &B, bytes: &B::Buf<u8>, kind: RowKind, rows: usize) -> Result<Operand<B>> {
+    let dtype = match kind.format {
+        Format::F32 => DType::F32,
+        Format::Bf16 => DType::Bf16,
+        _ => return UnpackRows { bytes, kind }.run(b),
+    };
+    if kind.row_bytes() > kind.code_bytes() {
+        return UnpackRows { bytes, kind }.run(b);
+    }
+    // Nothing lies between the rows: they are what came.
+    Tensor::of_bytes(b, bytes, dtype, (rows, kind.cols)).map(Operand::Plain)
+}
+
+mod traffic;
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,226 @@
+//! Pieces of a checkpoint on their way from the device to the disk, and the host's memory that they lie in.
+
+use crate::error::Result;
+use crate::fault::{Point, reach};
+use nibble_core::Backend;
+use std::sync::mpsc::SyncSender;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+
+/// Pieces that are always allowed: one is filled, one is written, and one holds BF16 values on their way.
+const FEWEST: usize = 3;
+
+/// Host memory for pieces, kept from one checkpoint to the next: making it takes far longer than copying to it.
+#[derive(Debug)]
+pub(in crate::trainer) struct Pool<B: Backend> {
+    b: B,
+    /// Values of a piece.
+    len: usize,
+    state: Mutex<State<B>>,
+    freed: Condvar,
+}
+
+#[derive(Debug)]
+struct State<B: Backend> {
+    free: Vec<B::Host>,
+    made: usize,
+    /// Pieces that may be made.
+    limit: usize,
+}
+
+impl<B: Backend> Pool<B> {
+    /// For pieces of `len` values, one at least, of so many values in all: so many bytes at most, unless fewer pieces than are needed would fit.
+    pub fn new(b: &B, len: usize, values: usize, bytes: usize) -> Self {
+        let limit = (bytes / (size_of::<f32>() * len)).min(values.div_ceil(len)).max(FEWEST);
+        let state = State { free: Vec::new(), made: 0, limit };
+        Self { b: b.clone(), len, state: Mutex::new(state), freed: Condvar::new() }
+    }
+
+    /// Values of a piece, at most.
+    pub fn piece_values(&self) -> usize {
+        self.len
+    }
+
+    /// The most pieces that there will be.
+    pub fn limit(&self) -> usize {
+        self.state().limit
+    }
+
+    /// Bytes of all pieces so far.
+    #[cfg(test)]
+    pub fn bytes(&self) -> usize {
+        self.state().made * self.len * size_of::<f32>()
+    }
+
+    /// Makes one more piece. False where there are enough.
+    ///
+    /// # Errors
+    /// What the backend says of memory that the host cannot give.
+    pub fn make(&self) -> Result<bool> {
+        {
+            let mut state = self.state();
+            if state.made == state.limit {
+                return Ok(false);
+            }
+            state.made += 1;
+        }
+        // Not while others wait for the lock: it takes milliseconds.
+        let made = self.b.host_values(self.len).inspect_err(|_| {
+            self.state().made -= 1;
+            self.freed.notify_all();
+        })?;
+        self.give(made);
+        Ok(true)
+    }
+
+    /// No more pieces than there are, or than are needed: ends those who make them.
+    pub fn close(&self) {
+        let mut state = self.state();
+        // Whoever still copies goes on with so many.
+        state.limit = state.made.max(FEWEST).min(state.limit);
+    }
+
+    /// A free piece: a new one, or one that comes back.
+    ///
+    /// # Errors
+    /// If not even one can be made.
+    fn take(self: &Arc<Self>) -> Result<Piece<B>> {
+        loop {
+            let mut state = self.state();
+            while state.free.is_empty() && state.made >= state.limit {
+                state = self.freed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            }
+            if let Some(values) = state.free.pop() {
+                return Ok(Piece { values: Some(values), filled: 0, pool: self.clone() });
+            }
+            drop(state);
+            if let Err(error) = self.make() {
+                let mut state = self.state();
+                if state.made < FEWEST {
+                    return Err(error);
+                }
+                // The host has no more: those that there are must do.
+                state.limit = state.made;
+            }
+        }
+    }
+
+    fn give(&self, values: B::Host) {
+        self.state().free.push(values);
+        self.freed.notify_one();
+    }
+
+    fn state(&self) -> MutexGuard<'_, State<B>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Some values, in memory that goes back to the pool.
+#[derive(Debug)]
+pub(in crate::trainer) struct Piece<B: Backend> {
+    /// Some until it is dropped.
+    values: Option<B::Host>,
+    filled: usize,
+    pool: Arc<Pool<B>>,
+}
+
+impl<B: Backend> Piece<B> {
+    /// One of the pool's.
+    ///
+    /// # Errors
+    /// If the host cannot give its memory.
+    pub fn of(pool: &Arc<Pool<B>>) -> Result<Self> {
+        pool.take()
+    }
+
+    /// All of its memory.
+    pub fn room(&mut self) -> &mut [f32] {
+        self.values.as_mut().map(AsMut::as_mut).unwrap_or_default()
+    }
+}
+
+impl<B: Backend> AsRef<[f32]> for Piece<B> {
+    /// What has been filled in.
+    fn as_ref(&self) -> &[f32] {
+        self.values.as_ref().map(|values| &values.as_ref()[..self.filled]).unwrap_or_default()
+    }
+}
+
+impl<B: Backend> Drop for Piece<B> {
+    fn drop(&mut self) {
+        if let Some(values) = self.values.take() {
+            self.pool.give(values);
+        }
+    }
+}
+
+/// Sends pieces to who writes them.
+pub(in crate::trainer) struct Pieces<B: Backend> {
+    pool: Arc<Pool<B>>,
+    to: SyncSender<Result<Piece<B>>>,
+}
+
+/// The writer has stopped; it tells why.
+pub(in crate::trainer) struct Stopped;
+
+impl<B: Backend> Pieces<B> {
+    pub fn new(pool: Arc<Pool<B>>, to: SyncSender<Result<Piece<B>>>) -> Self {
+        Self { pool, to }
+    }
+
+    /// Sends the error of a fault.
+    pub fn reach(&self, point: Point) -> std::result::Result<(), Stopped> {
+        reach(point).map_err(|error| {
+            // If nobody listens, there is an error already.
+            let _ = self.to.send(Err(error));
+            Stopped
+        })
+    }
+
+    /// Sends the next piece, of so many values, no more than a piece has: `read` copies them.
+    pub fn take_whole(
+        &self,
+        values: usize,
+        read: impl FnOnce(&mut [f32]) -> Result<()>,
+    ) -> std::result::Result<(), Stopped> {
+        let filled = self.pool.take().and_then(|mut piece| {
+            read(&mut piece.room()[..values])?;
+            piece.filled = values;
+            Ok(piece)
+        });
+        let stopped = filled.is_err();
+        // If nobody listens, there is an error already.
+        let sent = self.to.send(filled);
+        if stopped || sent.is_err() { Err(Stopped) } else { Ok(()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use nibble_cpu::Cpu;
+
+    #[test]
+    fn memory_comes_back_and_never_grows_beyond_its_limit() {
+        let pool = Arc::new(Pool::new(&Cpu::new(1).unwrap(), 10, 10, 0));
+        assert_eq!(pool.limit(), FEWEST);
+        let pieces: Vec<_> = (0..FEWEST).map(|_| Piece::of(&pool).unwrap()).collect();
+        assert!(!pool.make().unwrap());
+        let mut places: Vec<_> = pieces.iter().map(|p| p.values.as_ref().unwrap().as_ptr()).collect();
+        // One more waits for the first that comes back.
+        let waiting = std::thread::spawn({
+            let pool = pool.clone();
+            move || Piece::of(&pool).unwrap()
+        });
+        drop(pieces);
+        let again = waiting.join().unwrap();
+        places.retain(|place| *place == again.values.as_ref().unwrap().as_ptr());
+        assert_eq!(places.len(), 1);
+    }
+
+    #[test]
+    fn a_pool_has_no_more_pieces_than_its_bytes_and_its_values_allow() {
+        let b = Cpu::new(1).unwrap();
+        let limit = |values, bytes| Pool::new(&b, 10, values, bytes).limit();
+        assert_eq!([limit(1000, 400), limit(1000, 439), limit(71, 400), limit(0, 400)], [10, 10, 8, FEWEST]);
+    }
+}

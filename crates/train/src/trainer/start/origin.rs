@@ -1,0 +1,287 @@
+//! Where a run begins: from nothing, or from the newest whole checkpoint of its directory. The first rank looks for that and
+//! compares its files with their checksums; the others are told which it is.
+
+use super::run_dir::{METRICS_FILE, PICTURE_FILE, has_begun, stored_config};
+use crate::checkpoint::{Checkpoint, Store, latest_valid};
+use crate::checks::{checked_recipe, load_recipe};
+use crate::config::{Combine, Config, TrainConfig, kept_beside};
+use crate::data::Dataset;
+use crate::error::{Error, Result};
+use crate::metrics::{Metrics, read_metrics};
+use crate::trainer::options::{Observer, Summary};
+use crate::trainer::ranks::any_rank;
+use nibble_core::{Comm, Kernels, Recipe};
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+
+/// Where a run begins, and under what.
+#[derive(Debug)]
+pub(in crate::trainer) struct Origin {
+    /// The run's checkpoints, open for writing: on the first rank, of a run that has begun before.
+    pub store: Option<Store>,
+    /// The checkpoint to go on from; none at the beginning.
+    pub checkpoint: Option<Checkpoint>,
+    /// What is asked for, with what was decided when the run began.
+    pub config: Config,
+    /// A run goes on under the recipe that it began with, whatever has become of the file.
+    pub recipe: Recipe,
+    /// Those of a run that goes on: they are what it was trained on.
+    pub data: Option<Dataset>,
+}
+
+impl Origin {
+    /// Finds it. What the user asks for is compared with what the checkpoint holds before anything else is asked of the run.
+    ///
+    /// # Errors
+    /// For a recipe that cannot be read, a directory without a run, a run whose checkpoints are all damaged, and a configuration that
+    /// is not that of the run.
+    pub fn find<B: Kernels>(
+        b: &B,
+        comm: &dyn Comm<B>,
+        config: &Config,
+        resume: bool,
+        observer: &mut dyn Observer,
+    ) -> Result<Self> {
+        let (store, checkpoint) = match resume {
+            true => chosen(b, comm, config, observer)?,
+            false => (None, None),
+        };
+        let Some(checkpoint) = checkpoint else {
+            // It has begun, and has no checkpoint yet. What another rank writes there meanwhile is the same.
+            let earlier = resume.then(|| stored_config(Path::new(&config.run.dir), &[])).transpose()?;
+            let asked = earlier.map_or_else(|| config.clone(), |(earlier, _)| config.going_on_from(&earlier));
+            asked.validate_on(b.kind())?;
+            let recipe = checked_recipe(&asked)?;
+            let config = if resume { asked } else { begun(b, comm, &asked, &recipe, observer) };
+            return Ok(Self { store, checkpoint, recipe, config, data: None });
+        };
+        let earlier = Config::of_checkpoint(&checkpoint, &[])?;
+        let mut config = config.going_on_from(&earlier);
+        let recipe = checkpoint.position().resolved_recipe()?.in_run(config.run_size());
+        config.keep_tokenizer(&earlier, kept_beside(&checkpoint));
+        let data = Dataset::of(&config)?;
+        require_same(&config, &earlier, &recipe, &data, &checkpoint)?;
+        config.validate()?;
+        config.validate_on(b.kind())?;
+        if comm.rank() == 0 {
+            changes_to_tell(&config.train, &earlier.train).iter().for_each(|change| observer.note(change));
+        }
+        Ok(Self { store, checkpoint: Some(checkpoint), config, recipe, data: Some(data) })
+    }
+
+    /// Breaks with what there is to say of a run that is done: every step, and the held-out loss after the last one.
+    ///
+    /// # Errors
+    /// If its metrics cannot be read; from other ranks.
+    pub fn finished<B: Kernels>(
+        &self,
+        b: &B,
+        comm: &dyn Comm<B>,
+        observer: &mut dyn Observer,
+    ) -> Result<ControlFlow<Option<Summary>>> {
+        let config = &self.config;
+        let Some(checkpoint) = self.checkpoint.as_ref().filter(|c| c.position().step >= config.train.steps)
+        else {
+            return Ok(ControlFlow::Continue(()));
+        };
+        let (steps, dir) = (checkpoint.position().step, PathBuf::from(&config.run.dir));
+        let mut evaluated = None;
+        if comm.rank() == 0 {
+            let metrics = read_metrics(&dir.join(METRICS_FILE))?.metrics;
+            evaluated = metrics.into_iter().rev().find(|m| m.step == steps && m.is_evaluation());
+        }
+        if !any_rank(b, comm, evaluated.is_some())? {
+            return Ok(ControlFlow::Continue(()));
+        }
+        let Some(Metrics { valid_loss, .. }) = evaluated else { return Ok(ControlFlow::Break(None)) };
+        observer.note(&format!(
+            "the run in {} is done, and stays as it is; for more steps set train.steps to more than {steps}",
+            dir.display()
+        ));
+        Ok(ControlFlow::Break(Some(Summary {
+            steps,
+            loss: None,
+            is_whole: true,
+            valid_loss,
+            entropy: self.data.as_ref().and_then(Dataset::entropy),
+            checkpoint: Some(checkpoint.path().to_owned()),
+            picture: Some(dir.join(PICTURE_FILE)).filter(|picture| picture.exists()),
+            dir,
+            // No weights are loaded.
+            digest: None,
+        })))
+    }
+}
+
+/// What a run begins with, of which the first rank tells what was decided here.
+fn begun<B: Kernels>(
+    b: &B,
+    comm: &dyn Comm<B>,
+    config: &Config,
+    recipe: &Recipe,
+    observer: &mut dyn Observer,
+) -> Config {
+    let begun = config.begun_on(b.kind(), recipe);
+    if begun.train.combine != config.train.combine && comm.rank() == 0 {
+        observer.note(match begun.train.combine.unwrap_or_default() {
+            Combine::Slots if recipe.quantized_combine().is_some() => {
+                "train.combine: slots, as the recipe rounds the rows that travel back one by one: ranks send back a row for each expert of a token"
+            }
+            Combine::Tree => {
+                "train.combine: tree, as experts are divided among GPUs: ranks send back one row a token; slots has the bits of a run on one GPU"
+            }
+            Combine::Slots => {
+                "train.combine: slots, as a token has more experts than a GPU sums up a tree: ranks send back a row for each of them"
+            }
+        });
+    }
+    begun
+}
+
+/// What of a run that goes on is otherwise from here on.
+fn changes_to_tell(now: &TrainConfig, then: &TrainConfig) -> Vec<String> {
+    let mut changes = Vec::new();
+    if now.steps > then.steps {
+        changes.push(format!(
+            "train.steps: {} → {}: learning rate and recipe follow the new number from here on",
+            then.steps, now.steps
+        ));
+    }
+    if now.expert_shards != then.expert_shards {
+        changes.push(format!(
+            "train.expert_shards: {} → {}: gradients of experts are summed in another order from here on",
+            then.expert_shards, now.expert_shards
+        ));
+    }
+    let [was, is] = [then, now].map(|train| train.combine.unwrap_or_default());
+    if is != was {
+        changes.push(format!(
+            "train.combine: {} → {}: the rows of a token's experts are summed in another order from here on",
+            was.name(),
+            is.name()
+        ));
+    }
+    changes
+}
+
+/// The checkpoints of a run that has begun, open on the first rank, and the newest whole one, on every rank.
+fn chosen<B: Kernels>(
+    b: &B,
+    comm: &dyn Comm<B>,
+    config: &Config,
+    observer: &mut dyn Observer,
+) -> Result<(Option<Store>, Option<Checkpoint>)> {
+    let (dir, first) = (Path::new(&config.run.dir), comm.rank() == 0);
+    let (mut store, mut found) = (None, None);
+    if first {
+        if has_begun(dir) {
+            // What a killed writer had moved aside is put back.
+            store = Some(Store::open(dir)?);
+        }
+        found = latest(config, observer)?;
+    }
+    if comm.world() > 1 {
+        const NONE: f64 = -1.0;
+        let step = found.as_ref().map_or(NONE, |checkpoint| checkpoint.position().step as f64);
+        let told = b.download(&comm.all_gather_f64(b, &b.upload(&[step])?)?)?;
+        comm.check()?;
+        let step = told.first().filter(|step| **step != NONE);
+        if let (false, Some(step)) = (first, step) {
+            found = Some(Checkpoint::open_verified(dir, *step as u64)?);
+        }
+    }
+    Ok((store, found))
+}
+
+/// The newest whole checkpoint of the run; none where it has begun and has had none yet.
+fn latest(config: &Config, observer: &mut dyn Observer) -> Result<Option<Checkpoint>> {
+    let dir = PathBuf::from(&config.run.dir);
+    let latest = latest_valid(&dir)?;
+    latest.rejected.iter().for_each(|r| observer.rejected(&r.path, &r.why));
+    if latest.checkpoint.is_none() {
+        // To begin again would overwrite what may yet be mended.
+        if !latest.rejected.is_empty() {
+            return Err(Error::checkpoint(&dir, "every checkpoint is damaged; nothing was changed"));
+        }
+        require_nothing_to_lose(&dir, config.checkpoint.every)?;
+        let changes = config.changes_to_refuse(&stored_config(&dir, &[])?.0)?;
+        require_none(&changes, &dir)?;
+        observer.note(&format!("{} has no checkpoint yet: from the beginning", dir.display()));
+    }
+    Ok(latest.checkpoint)
+}
+
+/// Checks that a configuration is that of the run to be resumed; of what decides the numbers only `train.steps` may differ, by being
+/// more, `train.combine`, and `train.expert_shards` where no history of scales is of parts of experts. `recipe` is the run's own.
+fn require_same(
+    config: &Config,
+    earlier: &Config,
+    recipe: &Recipe,
+    data: &Dataset,
+    checkpoint: &Checkpoint,
+) -> Result<()> {
+    let position = checkpoint.position();
+    let mut changes = config.changes_to_refuse(earlier)?;
+    let [before, parts] = [earlier, config].map(|config| config.train.expert_shards);
+    if recipe.is_delayed() && parts > 1 && parts != before {
+        changes
+            .push(format!("train.expert_shards: {before} → {parts}, of which scales of earlier steps are"));
+    }
+    let (then, now) = (&position.data_sha256, &data.sha256());
+    // Another path of the same content changes nothing.
+    if then == now {
+        changes
+            .retain(|change| !["data.source: ", "data.mixture: "].iter().any(|key| change.starts_with(key)));
+    } else {
+        let short = |sha: &str| sha[..12.min(sha.len())].to_owned();
+        changes.push(format!("the data's content: SHA-256 {} → {}", short(then), short(now)));
+    }
+    if changes.iter().any(|change| is_of_tokenizer(change)) {
+        let json = |config: &Config| Ok::<_, Error>(config.tokenizer()?.map(|own| own.to_json()));
+        if json(earlier)? == json(config)? {
+            changes.retain(|change| !is_of_tokenizer(change));
+        }
+    }
+    let is_of_recipe = |change: &String| change.starts_with("recipe: ");
+    if changes.iter().any(is_of_recipe) {
+        let named = load_recipe(&config.recipe)?;
+        let (name, description) = (recipe.name.clone(), recipe.description.clone());
+        if (Recipe { name, description, ..named }).to_toml() == recipe.to_toml() {
+            changes.retain(|change| !is_of_recipe(change));
+        }
+    }
+    require_none(&changes, checkpoint.path())
+}
+
+fn is_of_tokenizer(change: &str) -> bool {
+    change.starts_with("data.tokenizer: ")
+}
+
+/// Checks that nothing has changed since what is stored here.
+fn require_none(changes: &[String], stored: &Path) -> Result<()> {
+    if changes.is_empty() {
+        return Ok(());
+    }
+    let (stored, changes) = (stored.display(), changes.join("; "));
+    let why = format!("differs from that of the run to be resumed ({stored}): {changes}");
+    Err(Error::config("configuration", why))
+}
+
+/// Checks that a run without checkpoints has not come far enough to have had one, or to be wanted without any.
+fn require_nothing_to_lose(dir: &Path, every: u64) -> Result<()> {
+    if !has_begun(dir) {
+        let why = format!("no run has begun in {}: there is nothing to go on from", dir.display());
+        return Err(Error::config("run.dir", why));
+    }
+    let metrics = read_metrics(&dir.join(METRICS_FILE))?.metrics;
+    let steps = metrics.iter().map(|m| m.step).max().unwrap_or(0);
+    // One may be on its way to the disk while the steps up to the next are done.
+    if steps > 2 * every {
+        let dir = dir.display();
+        let why = format!(
+            "{dir} has metrics of {steps} steps and no checkpoint to go on from; nothing was changed"
+        );
+        return Err(Error::config("run.dir", why));
+    }
+    Ok(())
+}

@@ -1,0 +1,139 @@
+//! The files of a run, which its first rank alone has.
+
+use super::run_dir::{
+    COMPANIONS_DIR, CONFIG_FILE, LAYERS_FILE, METRICS_FILE, PICTURE_FILE, RANKS_FILE, RECIPE_FILE, claim,
+};
+use crate::checkpoint::Store;
+use crate::config::Config;
+use crate::data::Entropy;
+use crate::error::{Error, Result};
+use crate::fault::{Point, reach};
+use crate::files::write_whole;
+use crate::metrics::{
+    EventLog, LayerMetrics, LossCurve, Metrics, MetricsLog, RankTimes, StepLog, draw_losses, read_metrics,
+};
+use crate::pretrained::{companions_of, copy_companions, copy_generation};
+use crate::tokenizer::TOKENIZER_FILE;
+use crate::trainer::options::{Observer, Options};
+use nibble_core::Recipe;
+use std::path::{Path, PathBuf};
+
+/// Checkpoints, metrics and picture, open for writing.
+pub(in crate::trainer) struct Outputs {
+    pub dir: PathBuf,
+    pub store: Store,
+    log: MetricsLog,
+    layers: StepLog<LayerMetrics>,
+    /// Of several ranks.
+    ranks: Option<StepLog<RankTimes>>,
+    events: EventLog,
+    curve: LossCurve,
+    /// The last step whose held-out loss an earlier process has left.
+    held_out: Option<u64>,
+}
+
+impl Outputs {
+    /// Continues the files of the run whose store this is; without one, finds a new run its directory, which this configuration
+    /// names from then on, and begins them. The picture begins with the losses that a resumed run already has.
+    pub fn open(
+        (config, recipe): (&mut Config, &Recipe),
+        store: Option<Store>,
+        (step, entropy): (u64, Option<Entropy>),
+        options: Options,
+        observer: &mut dyn Observer,
+    ) -> Result<Self> {
+        let dir = PathBuf::from(&config.run.dir);
+        let (dir, store) = match store {
+            Some(store) => (dir, store),
+            None => claim(&dir, !options.numbered)?,
+        };
+        config.run.dir = dir.to_string_lossy().into_owned();
+        observer.claimed(&config.run.dir);
+        let write = |name: &str, text: String| {
+            let path = dir.join(name);
+            write_whole(&path, text).map_err(Error::io(&path))
+        };
+        // The first of all files: with it the run has begun.
+        write(CONFIG_FILE, config.resolved_toml()?)?;
+        reach(Point::Configured)?;
+        write(RECIPE_FILE, recipe.to_toml())?;
+        if step == 0 {
+            keep_companions(config, &dir.join(COMPANIONS_DIR))?;
+        }
+        reach(Point::RunOpened)?;
+        let log = MetricsLog::open(&dir.join(METRICS_FILE), step)?;
+        let layers = StepLog::open(&dir.join(LAYERS_FILE), step)?;
+        // Lines of steps that one rank does again are those of nobody.
+        let times = dir.join(RANKS_FILE);
+        let ranks =
+            if config.run.ranks > 1 || times.exists() { Some(StepLog::open(&times, step)?) } else { None };
+        let events = EventLog::create(&dir, step)?;
+        let mut curve = LossCurve::new(&heading(&dir, &recipe.name), entropy, config.unit());
+        let earlier = read_metrics(log.path())?;
+        earlier.metrics.iter().for_each(|metrics| curve.add(metrics));
+        let held_out = earlier.metrics.iter().rev().find(|metrics| metrics.is_evaluation()).map(|m| m.step);
+        let faults = earlier.faults(log.path(), "is no metrics; it stays, and nobody reads it");
+        faults.iter().for_each(|note| observer.note(note));
+        Ok(Self { dir, store, log, layers, ranks, events, curve, held_out })
+    }
+
+    /// Whether an earlier process has left the held-out loss of this step.
+    pub fn has_held_out(&self, step: u64) -> bool {
+        self.held_out == Some(step)
+    }
+
+    pub fn write(&mut self, metrics: &Metrics) -> Result<()> {
+        self.curve.add(metrics);
+        self.log.write(metrics)?;
+        self.events.write(metrics)
+    }
+
+    pub fn write_layers(&mut self, layers: &LayerMetrics) -> Result<()> {
+        self.layers.write(layers)
+    }
+
+    pub fn write_ranks(&mut self, times: &RankTimes) -> Result<()> {
+        self.ranks.as_mut().map_or(Ok(()), |ranks| ranks.write(times))
+    }
+
+    /// Draws the losses so far, if there are any.
+    pub fn draw(&self) -> Result<Option<PathBuf>> {
+        if self.curve.train.is_empty() && self.curve.valid.is_empty() {
+            return Ok(None);
+        }
+        let picture = self.dir.join(PICTURE_FILE);
+        draw_losses(std::slice::from_ref(&self.curve), &picture)?;
+        Ok(Some(picture))
+    }
+}
+
+/// Copies what lies beside the weights that the run begins with, and the files of a tokenizer that is named.
+fn keep_companions(config: &Config, to: &Path) -> Result<()> {
+    let from = companions_of(Path::new(&config.train.init_from));
+    if config.data.tokenizer.is_empty() {
+        if config.train.init_from.is_empty() {
+            return Ok(());
+        }
+        copy_companions(&from, to)?;
+        // A run on bytes has no file of its tokens but in its checkpoints, and a checkpoint may lie by itself.
+        if config.is_synthetic() || to.join(TOKENIZER_FILE).exists() {
+            return Ok(());
+        }
+    }
+    let Some(tokenizer) = config.tokenizer()? else { return Ok(()) };
+    crate::files::make_folder(to).map_err(Error::io(to))?;
+    for (name, text) in tokenizer.files() {
+        write_whole(&to.join(name), text).map_err(Error::io(to))?;
+    }
+    // The rest is of the tokenizer that the weights came with.
+    match config.train.init_from.as_str() {
+        "" => Ok(()),
+        _ => copy_generation(&from, to),
+    }
+}
+
+/// What stands over the picture of a run.
+#[must_use]
+pub fn heading(dir: &Path, recipe: &str) -> String {
+    format!("{} · {recipe}", dir.display())
+}

@@ -1,0 +1,5 @@
+//! Checkpoints on the disk.
+
+mod checkpoint_files;
+mod owners;
+mod saving;

@@ -1,0 +1,11 @@
+//! Models and families: layers, weights, names.
+
+mod balance;
+mod config_json;
+mod decoding;
+mod families;
+mod gradcheck;
+mod latent;
+mod pretrained;
+mod router;
+mod spec;

@@ -1,0 +1,12 @@
+//! What recipes compute, and what is said of it.
+
+mod cost;
+mod delayed;
+mod formats_train;
+mod golden;
+mod measured;
+mod planned;
+mod quantized_backward;
+mod recipe_keys;
+mod recipe_plan;
+mod recipes;

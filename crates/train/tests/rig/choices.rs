@@ -1,0 +1,25 @@
+//! The models that tests go over.
+
+use super::{FIRST_DENSE, LATENT, LATENT_STRAIGHT};
+
+/// What makes the small run ([`super::small`]) or the configuration `tiny` into each model that the decoder's choices make, beside the dense ones. A new choice
+/// is a line here: what every model must do, each test asks of all of these.
+pub fn choices() -> Vec<Vec<&'static str>> {
+    // Of the sizes that latents are of: `tiny` has others.
+    const OF_LATENTS: [&str; 2] = ["model.heads=2", "model.head_dim=32"];
+    let of = |changes: &[&'static str]| changes.to_vec();
+    vec![
+        of(&[]),
+        of(&["model.tie_embeddings=false", "model.value_head_dim=64"]),
+        of(&["model.shared_ffn=0", "model.qk_norm=false", "model.value_head_dim=16"]),
+        of(&["model.qk_norm=false", "model.qkv_bias=true"]),
+        of(&["model.qk_norm=width"]),
+        of(&["model.attention_sinks=true"]),
+        [&["model.layers=3"], &FIRST_DENSE[..]].concat(),
+        of(&["model.scores=sigmoid", "model.router_bias=true", "model.balance=sequence"]),
+        of(&["model.groups=2", "model.top_groups=1"]),
+        of(&["model.balance=batch"]),
+        [&OF_LATENTS[..], &LATENT].concat(),
+        [&OF_LATENTS[..], &LATENT_STRAIGHT].concat(),
+    ]
+}
